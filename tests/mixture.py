@@ -108,27 +108,30 @@ class ExpertsHalf:
             to = out.rows(start + of_out, start + of_out + self.T - 1)
             add(self.dev, to, to, x.rows(start + of_x, start + of_x + self.T - 1))
 
-    def forward(self, frame, here, w, x):
-        out, addend = here.out
+    def forward(self, at, x):
+        here, w, (out, addend) = at.here, at.w, at.here.out
         assert addend is None
-        for i, act in enumerate(self._acts(frame.temps, here)):
+        for i, act in enumerate(self._acts(at.temps, here)):
             matmul(self.dev, act, x, planes(w["many_up"])[i], trans_b=True)
             matmul(self.dev, out, act, planes(w["many_down"])[i], trans_b=True, accumulate=i > 0)
         self._add_neighbours(out, x, 1, 0)
         if here.cache is not None:
             (cache,) = here.cache.values()
-            at, cache = frame.position, cache.view(*cache.shape[1:])
-            self.dev.copy(cache.rows(at, at + x.shape[0]), x)
-            if at > 0:
-                add(self.dev, out.rows(0, 1), out.rows(0, 1), cache.rows(at - 1, at))
+            first, cache = at.position, cache.view(*cache.shape[1:])
+            self.dev.copy(cache.rows(first, first + x.shape[0]), x)
+            if first > 0:
+                add(self.dev, out.rows(0, 1), out.rows(0, 1), cache.rows(first - 1, first))
 
-    def recompute(self, frame, here, w, g, x_again):
-        x, acts = x_again(product=here.recompute.ffn), self._acts(frame.temps, here)
-        for i, act in enumerate(acts if here.recompute.ffn else ()):
-            matmul(self.dev, act, x, planes(w["many_up"])[i], trans_b=True)
+    def recompute(self, at, x_again):
+        again = at.here.recompute.ffn
+        x, acts = x_again(product=again), self._acts(at.temps, at.here)
+        for i, act in enumerate(acts if again else ()):
+            matmul(self.dev, act, x, planes(at.w["many_up"])[i], trans_b=True)
         return Again(x, acts)
 
-    def backward(self, here, w, g, inputs, d_out, d_x, *, inside):
+    def backward(self, at, inputs, d_out, d_x, *, inside):
+        w, g = at.w, at.g
+
         def gradient(key, i, d_y, x):
             if key in g:
                 target = g[key]._replace(tensor=planes(g[key].tensor)[i])

@@ -1,6 +1,7 @@
 """Tensors that a block keeps from forward to backward, and from one token of a text to the next."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 from llmq.arch.matrix import HalfSpec
@@ -9,6 +10,7 @@ from llmq.base.dtypes import F32, DType
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation, Format, id_of
 from llmq.model.norms import NormTensors
+from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.options.option_types import layer_set
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -136,3 +138,22 @@ class HalfLayer:
     def out_id(self) -> str:
         """That of the gradient of its output."""
         return self.id_of(f"d_{self.spec.name}")
+
+
+class Frame(NamedTuple):
+    """A pass over one half of a layer, `here`. temps: how long its scratch lives. w: the weights of
+    the block. g: where its gradients go; None in forward. position: of the pass's first tokens in
+    their texts; it may be behind 0 where halves have caches, of one text (B = 1). keep: whether
+    backward follows."""
+
+    temps: ExitStack
+    here: HalfLayer
+    w: BlockWeights
+    g: BlockGrads | None = None
+    position: int = 0
+    keep: bool = False
+
+
+def scratch_like(dev: Device, temps: ExitStack, name: str, tensor: Tensor) -> Tensor:
+    """Scratch of a tensor's shape and format, until the end of `temps`."""
+    return temps.enter_context(dev.scratch(name, tensor.shape, tensor.dtype))

@@ -28,11 +28,18 @@ from llmq.arch.matrix import HalfSpec
 from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Format
-from llmq.model.activations import Cache, HalfLayer, HalfOut, Recompute, recompute_of_layers
+from llmq.model.activations import (
+    Cache,
+    Frame,
+    HalfLayer,
+    HalfOut,
+    Recompute,
+    recompute_of_layers,
+)
 from llmq.model.balance import Balance
 from llmq.model.block_linear import BlockLinear
 from llmq.model.halves import HALVES
-from llmq.model.halves.half import Frame, Half, Shared
+from llmq.model.halves.half import Half, Shared
 from llmq.model.norms import BlockNorms, NormTensors, Stats, alloc_stats
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.model.residuals import Residuals, Stream
@@ -207,6 +214,7 @@ class Blocks:
         of Frame."""
         layer, residuals = self.layers[index], self.residuals
         (first, second), (here, there) = self.halves[index], layer.halves
+        how = {"position": position, "keep": keep}
         before = self.layers[index - 1].between if index > 0 else None
         with ExitStack() as temps:
             if keep and not self.last_adds:
@@ -215,14 +223,14 @@ class Blocks:
             if keep:
                 residuals.written(index)
                 self.between.write(index)
-            first.forward(Frame(temps, position, keep), here, w, x)
+            first.forward(Frame(temps, here, w, **how), x)
         with ExitStack() as temps:
             x = self.norms.forward(temps, there.norm, layer.residual, w)
             if keep:
                 self.between.written(index)
             if keep and self.last_adds:
                 residuals.write(index + 1)
-            second.forward(Frame(temps, position, keep), there, w, x)
+            second.forward(Frame(temps, there, w, **how), x)
 
     def backward(
         self,
@@ -240,44 +248,31 @@ class Blocks:
         Tensors that were not kept are computed again first; scales are those of the forward
         pass."""
         layer, d_out = self.layers[index], self.norms.d_out(d_residual, d_x)
-        first, here = self.halves[index][0], layer.halves[0]
-        reach = WantedGradients.of(tuple(half.spec for half in layer.halves), g, block_in=wanted)
+        (first, second), (here, there) = self.halves[index], layer.halves
+        reach = WantedGradients.of((here.spec, there.spec), g, block_in=wanted)
+        again = layer.recompute.block
         with ExitStack() as temps:
-            if layer.recompute.block:  # the stream between is needed first, and needs the half
-                inputs = self._first_inputs(temps, layer, w, g)
-            self._backward_second(layer, w, g, d_residual, d_x, wanted=reach.second_in)
+            at = Frame(temps, here, w, g)
+            if again:  # the stream between is needed first, and needs the half
+                inputs = self._inputs(first, at, None)
+            with ExitStack() as inner:
+                of_second = Frame(inner, there, w, g)
+                made = self._inputs(second, of_second, layer.residual if again else None)
+                to = d_x if reach.second_in else None
+                second.backward(of_second, made, d_out, to, inside=True)
+            if reach.second_in:
+                self.norms.backward(there.norm, here.out_id, d_residual, d_x, w, g)
             if not reach.first_out:
                 return
-            if not layer.recompute.block:
-                inputs = self._first_inputs(temps, layer, w, g)
+            if not again:
+                inputs = self._inputs(first, at, None)
             to = d_x if reach.first_in else None
-            first.backward(here, w, g, inputs, d_out, to, inside=reach.inside)
+            first.backward(at, inputs, d_out, to, inside=reach.inside)
         if reach.first_in:
             before = self.layers[index - 1].halves[1].out_id if index > 0 else None
             self.norms.backward(here.norm, before, d_residual, d_x, w, g)
 
-    def _first_inputs(self, temps: ExitStack, layer: Layer, w: BlockWeights, g: BlockGrads) -> Any:
-        half, here = self.halves[layer.index][0], layer.halves[0]
-        x_again = partial(self.norms.recompute, temps, here.norm, None, w)
-        return half.recompute(Frame(temps), here, w, g, x_again)
-
-    def _backward_second(
-        self,
-        layer: Layer,
-        w: BlockWeights,
-        g: BlockGrads,
-        d_residual: Tensor,
-        d_x: Tensor,
-        *,
-        wanted: bool,
-    ) -> None:
-        """wanted: whether the gradient of the half's input is, or one of its norms'."""
-        before, d_out = layer.residual if layer.recompute.block else None, self.norms.d_out
-        half, (first, here) = self.halves[layer.index][1], layer.halves
-        with ExitStack() as temps:
-            x_again = partial(self.norms.recompute, temps, here.norm, before, w)
-            inputs = half.recompute(Frame(temps), here, w, g, x_again)
-            to = d_x if wanted else None
-            half.backward(here, w, g, inputs, d_out(d_residual, d_x), to, inside=True)
-        if wanted:
-            self.norms.backward(here.norm, first.out_id, d_residual, d_x, w, g)
+    def _inputs(self, half: Half, at: Frame, before: Tensor | None) -> Any:
+        """before: as of BlockNorms.recompute."""
+        x_again = partial(self.norms.recompute, at.temps, at.here.norm, before, at.w)
+        return half.recompute(at, x_again)

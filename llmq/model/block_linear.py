@@ -19,11 +19,12 @@ from typing import NamedTuple
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32
 from llmq.base.operand import STORE, Adapters, Epilogue, Handed, Operand, Result, tensor_of
-from llmq.base.tensor import Accumulator, Tensor
+from llmq.base.tensor import Tensor
 from llmq.formats.format import BACKWARD, FORWARD, Format
+from llmq.model.activations import Frame
 from llmq.model.adapters import Dropout, expanded, output_gradients, width_of
 from llmq.model.linear import Linear
-from llmq.model.parameters import BlockGrads, BlockWeights
+from llmq.model.parameters import BlockWeights
 from llmq.ops import adapter, reduce
 from llmq.ops.matmul import matmul
 from llmq.ops.product import accepts_addend, product
@@ -43,7 +44,7 @@ class _Parts(NamedTuple):
 
 
 class BlockLinear:
-    """All products of all blocks. A matrix is named by its layer, and its key in a block."""
+    """All products of all blocks. A matrix is named by its layer (`at.here`), and its key there."""
 
     def __init__(
         self,
@@ -93,11 +94,10 @@ class BlockLinear:
 
     def forward(
         self,
-        layer: int,
+        at: Frame,
         key: str,
         out: Result | Handed,
         x: Operand,
-        w: BlockWeights,
         addend: Tensor | None = None,
         *,
         epilogue: Epilogue = STORE,
@@ -105,7 +105,7 @@ class BlockLinear:
         """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the adapters'.
         addend: like out, other memory, or None, as it is unless `accepts_addend`. Beside adapters
         no product writes codes."""
-        adapters, parts, bias = None, self._parts.get((layer, key)), w.bias(key)
+        w, adapters, parts, bias = at.w, None, self._of(at, key), at.w.bias(key)
         if parts is not None:
             made, finished = partial(self._tail, parts, x, *w.adapters(key)), None
             if parts.norms is not None:
@@ -117,6 +117,9 @@ class BlockLinear:
             self.dev, out, bias=bias, adapters=adapters, addend=addend, epilogue=epilogue,
             **self.linear.how(FORWARD, x, w[key]),
         )  # fmt: skip
+
+    def _of(self, at: Frame, key: str) -> _Parts | None:
+        return self._parts.get((at.here.index, key))
 
     def _measure(self, parts: _Parts, key: str, w: BlockWeights) -> None:
         (a, b), matrix = w.adapters(key), parts.matrix
@@ -142,71 +145,60 @@ class BlockLinear:
 
     def input_gradient(
         self,
-        layer: int,
+        at: Frame,
         key: str,
         d_x: Result | Handed | None,
         d_out: Operand,
-        w: BlockWeights,
-        g: BlockGrads,
         *,
         epilogue: Epilogue = STORE,
     ) -> None:
         """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B. d_x:
         None where nobody wants it."""
-        adapters, parts = None, self._parts.get((layer, key))
-        with self._of_sum(parts, key, d_out, w) as d_out:
+        adapters, parts = None, self._of(at, key)
+        with self._of_sum(at, key, d_out) as d_out:
             if parts is not None and d_x is None:
-                self._output_gradients(key, parts, d_out, w, g)
+                self._output_gradients(at, key, d_out)
             if d_x is None:
                 return
             if parts is not None:
-                made = partial(self._tail_backward, key, parts, d_out, w, g)
+                made = partial(self._tail_backward, at, key, d_out)
                 drops = self.dropout.probability > 0
                 added = partial(self.dropout.write, salt=parts.salt, add=True) if drops else None
                 adapters = Adapters(self._d_hidden_of(parts), made, added)
-            how = self.linear.how(BACKWARD, d_out, w[key], self._numbers[layer, key])
+            how = self.linear.how(BACKWARD, d_out, at.w[key], self._numbers[at.here.index, key])
             product(self.dev, d_x, adapters=adapters, epilogue=epilogue, **how)
 
     @contextmanager
-    def _of_sum(
-        self, parts: _Parts | None, key: str, d_out: Operand, w: BlockWeights
-    ) -> Iterator[Operand]:
+    def _of_sum(self, at: Frame, key: str, d_out: Operand) -> Iterator[Operand]:
         """The gradient of the sum of both products: d_out, of rows with magnitudes in scratch."""
+        parts = self._of(at, key)
         if parts is None or parts.norms is None:
             yield d_out
             return
         with self.dev.scratch("d_sum", d_out.shape, d_out.dtype) as d_sum:
-            adapter.scale(self.dev, d_sum, d_out, parts.norms, w.magnitudes(key))
+            adapter.scale(self.dev, d_sum, d_out, parts.norms, at.w.magnitudes(key))
             yield d_sum
 
     @contextmanager
-    def _tail_backward(
-        self, key: str, parts: _Parts, d_out: Operand, w: BlockWeights, g: BlockGrads
-    ) -> Iterator[Tensor]:
+    def _tail_backward(self, at: Frame, key: str, d_out: Operand) -> Iterator[Tensor]:
         """Computes d_h and the gradient of B; the matrix that d_h is multiplied by."""
-        self._output_gradients(key, parts, d_out, w, g)
-        a, _ = w.adapters(key)
+        self._output_gradients(at, key, d_out)
+        a, _ = at.w.adapters(key)
         yield a
 
-    def needs_input(self, layer: int, key: str, g: BlockGrads) -> bool:
+    def needs_input(self, at: Frame, key: str) -> bool:
         """Whether weight_gradients needs x."""
-        return g.get(key) is not None or (layer, key) in self._parts
+        return key in at.g or self._of(at, key) is not None
 
     def weight_gradients(
-        self,
-        layer: int,
-        key: str,
-        w: BlockWeights,
-        g: BlockGrads,
-        d_bias: Accumulator | None,
-        d_out: Operand,
-        x: Operand | None,
+        self, at: Frame, key: str, d_out: Operand, x: Operand | None, *, bias: bool = True
     ) -> None:
-        """Compute the gradients of the weight, of the bias as far as d_bias asks for it, and of the
-        adapters' A and magnitudes. Follows input_gradient. x: None where it is not needed."""
-        number = self._numbers[layer, key]
-        self.linear.weight_gradients(g.get(key), d_bias, d_out, x, number)
-        parts = self._parts.get((layer, key))
+        """Compute the gradients of the weight, of the bias unless that is done already, and of the
+        adapters' A and magnitudes, as far as they are wanted. Follows input_gradient. x: None where
+        it is not needed."""
+        w, g, number = at.w, at.g, self._numbers[at.here.index, key]
+        self.linear.weight_gradients(g.get(key), g.bias(key) if bias else None, d_out, x, number)
+        parts = self._of(at, key)
         if parts is None:
             return
         d_hidden, (d_a, _) = self._d_hidden_of(parts), g.adapters(key)
@@ -225,11 +217,9 @@ class BlockLinear:
             adapter.magnitude_gradient(self.dev, both, both, d_out, parts.norms)
             reduce.bias_gradient(self.dev, d_magnitudes, both)
 
-    def _output_gradients(
-        self, key: str, parts: _Parts, d_out: Operand, w: BlockWeights, g: BlockGrads
-    ) -> None:
-        (_, b), (_, d_b), d_hidden = w.adapters(key), g.adapters(key), self._d_hidden_of(parts)
-        of_b = (d_hidden, d_b, tensor_of(d_out), parts.hidden, b)
+    def _output_gradients(self, at: Frame, key: str, d_out: Operand) -> None:
+        parts, (_, b), (_, d_b) = self._of(at, key), at.w.adapters(key), at.g.adapters(key)
+        of_b = (self._d_hidden_of(parts), d_b, tensor_of(d_out), parts.hidden, b)
         output_gradients(self.dev, parts.matrix, *of_b)
 
     def _d_hidden_of(self, parts: _Parts) -> Tensor:

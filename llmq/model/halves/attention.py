@@ -15,11 +15,10 @@ from typing import NamedTuple
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, F32
 from llmq.base.operand import Operand, OutputForms
-from llmq.base.tensor import Accumulator, Tensor
+from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation, InputAgain
-from llmq.model.activations import HalfLayer, Recompute
-from llmq.model.halves.half import Frame, Output, Shared
-from llmq.model.parameters import BlockGrads, BlockWeights
+from llmq.model.activations import Frame, HalfLayer, Recompute, scratch_like
+from llmq.model.halves.half import Output, Shared
 from llmq.ops import (
     attention,
     attention_backward,
@@ -151,12 +150,10 @@ class AttentionHalf:
         return not (recompute.norm or again)
 
     def multiplied_again(self, recompute: Recompute) -> tuple[str, ...]:
-        """Keys of the matrices whose products backward computes again."""
         keys = {"qkv": recompute.qkv, "o": recompute.block}
         return tuple(key for key, again in keys.items() if again)
 
     def keep(self, here: HalfLayer) -> _Kept:
-        """The tensors that a layer keeps."""
         spec, r, raw, rstd = here.spec, here.recompute, None, None
         heads = self.Hq + self.Hkv
         if spec.sizes["qk_norm"]:
@@ -191,42 +188,41 @@ class AttentionHalf:
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def forward(self, frame: Frame, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
-        """here.out from x (rows, C)."""
-        tensors = self._tensors(frame.temps, here)
-        self._qkv(frame, here, w, x, tensors)
-        self._attend(frame, here, w, tensors)
-        gated, tensor_id = self._gated(frame.temps, here, tensors), here.kept.o_input.tensor_id
-        self.output.forward(frame.temps, here, w, tensor_id, gated)
+    def forward(self, at: Frame, x: Operand) -> None:
+        tensors = self._tensors(at.temps, at.here)
+        self._qkv(at, x, tensors)
+        self._attend(at, tensors)
+        gated = self._gated(at, tensors)
+        self.output.forward(at, at.here.kept.o_input.tensor_id, gated)
 
-    def _qkv(
-        self, frame: Frame, here: HalfLayer, w: BlockWeights, x: Operand, to: _Tensors
-    ) -> None:
+    def _qkv(self, at: Frame, x: Operand, to: _Tensors) -> None:
         """The query, key and value heads that attention takes."""
-        qkv, table = self._by_head(to.qkv), self.rope_tables[here.index]
+        here, w, qkv = at.here, at.w, self._by_head(to.qkv)
         if to.gate is None:
-            self.linear.forward(here.index, "qkv", to.qkv, x, w)
+            self.linear.forward(at, "qkv", to.qkv, x)
         else:
             shape, dtype = (to.qkv.shape[0], here.spec["qkv"].shape[0]), to.qkv.dtype
             with self.dev.scratch("qkv and gate", shape, dtype) as both:
-                self.linear.forward(here.index, "qkv", both, x, w)
+                self.linear.forward(at, "qkv", both, x)
                 attention_gate.split(self.dev, to.qkv, to.gate, both, self.Hq, self.Hkv)
         if to.qk_raw is not None:
             self.qk_norm(
                 self.dev, qkv, to.qk_raw, here.kept.qk_rstd, w["q_norm"], w["k_norm"], self.eps,
                 self.Hq, self.Hkv,
             )  # fmt: skip
+        table = self.rope_tables[here.index]
         if table is not None:
-            where = (frame.position, self.starts, self.rotary)
+            where = (at.position, self.starts, self.rotary)
             rope.forward(self.dev, qkv, table, self.Hq, self.Hkv, *where)
 
-    def _attend(self, frame: Frame, here: HalfLayer, w: BlockWeights, tensors: _Tensors) -> None:
+    def _attend(self, at: Frame, tensors: _Tensors) -> None:
+        here, w = at.here, at.w
         out, qkv = self._by_head(tensors.att), self._by_head(tensors.qkv)
         sight, (backend, _) = self.sights[here.index], self.backends[here.index]
         heads, lse = (self.Hq, self.Hkv), here.kept.lse
         if here.cache is not None:
             caches = (here.cache["k"], here.cache["v"])
-            how = (frame.position, *heads, sight.window, w.get("sinks"))
+            how = (at.position, *heads, sight.window, w.get("sinks"))
             attention.decode(self.dev, out, qkv, *caches, *how)
         elif "sinks" in w:
             with self.dev.scratch("lse.without_sinks", lse.shape, F32) as without:
@@ -252,95 +248,71 @@ class AttentionHalf:
             attention.forward_codes(dev, found, lse, codes, self.numbers, self.Hq, self.Hkv)
             quantize.dequantize(dev, out.view(out.size), found.view(out.size), scale)
 
-    def _gated(self, temps: ExitStack, here: HalfLayer, tensors: _Tensors) -> Tensor:
+    def _gated(self, at: Frame, tensors: _Tensors) -> Tensor:
         """The output product's input (rows, Hq * Hd)."""
         if tensors.gate is None:
             return tensors.att
-        out = here.kept.att_gated.place(self.dev, temps)
+        out = at.here.kept.att_gated.place(self.dev, at.temps)
         attention_gate.forward(self.dev, out, tensors.att, tensors.gate)
         return out
 
     # -- backward --------------------------------------------------------------------------------
 
-    def recompute(
-        self,
-        frame: Frame,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        x_again: InputAgain,
-    ) -> AttentionInputs:
-        """The tensors that backward needs, kept or computed again; if the whole block is, here.out
-        too."""
-        r, temps = here.recompute, frame.temps
-        tensors = self._tensors(temps, here)
-        x = None
-        if r.qkv or self.linear.needs_input(here.index, "qkv", g):
+    def recompute(self, at: Frame, x_again: InputAgain) -> AttentionInputs:
+        r, tensors, x = at.here.recompute, self._tensors(at.temps, at.here), None
+        if r.qkv or self.linear.needs_input(at, "qkv"):
             x = x_again(product=r.qkv)
         if r.qkv:
-            self._qkv(frame, here, w, x, tensors)
+            self._qkv(at, x, tensors)
         if r.att:
-            self._attend(frame, here, w, tensors)
-        made = partial(self._gated, temps, here, tensors)
-        o_input = self.output.again(temps, here, w, g, here.kept.o_input.tensor_id, made)
-        return AttentionInputs(x, tensors, o_input)
+            self._attend(at, tensors)
+        made, tensor_id = partial(self._gated, at, tensors), at.here.kept.o_input.tensor_id
+        return AttentionInputs(x, tensors, self.output.again(at, tensor_id, made))
 
     def backward(
-        self,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        inputs: AttentionInputs,
-        d_out: Tensor,
-        d_x: Tensor | None,
-        *,
-        inside: bool,
+        self, at: Frame, inputs: AttentionInputs, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """Do as `Half.backward`. inside: whether the gradient of queries, keys and values is
-        wanted, for d_x or else."""
-        dev, (qkv, qk_raw, att, gate) = self.dev, inputs.tensors
+        """inside: whether the gradient of queries, keys and values is wanted, for d_x or else."""
+        dev, here, (qkv, qk_raw, att, gate) = self.dev, at.here, inputs.tensors
         if not inside:
-            self.output.backward(here, w, g, inputs.o_input, d_out, None)
+            self.output.backward(at, inputs.o_input, d_out, None)
             return
         with ExitStack() as temps:
-            d_qkv = temps.enter_context(dev.scratch("d_qkv", qkv.shape, qkv.dtype))
-            d_gate = None
+            d_qkv, d_gate = scratch_like(dev, temps, "d_qkv", qkv), None
             if gate is not None:
-                d_gate = temps.enter_context(dev.scratch("d_gate", gate.shape, gate.dtype))
+                d_gate = scratch_like(dev, temps, "d_gate", gate)
             with ExitStack() as inner:
-                d_att = inner.enter_context(dev.scratch("d_att", att.shape, att.dtype))
-                self.output.backward(here, w, g, inputs.o_input, d_out, d_att)
+                d_att = scratch_like(dev, inner, "d_att", att)
+                self.output.backward(at, inputs.o_input, d_out, d_att)
                 if d_gate is not None:
                     attention_gate.backward(dev, d_att, d_gate, d_att, att, gate)
                 by_head, sight = self._by_head(qkv), self.sights[here.index]
-                if "sinks" in g:
+                if "sinks" in at.g:
                     of_heads = (self._by_head(d_att), self._by_head(att), here.kept.lse)
-                    attention_gate.sinks_backward(dev, g["sinks"], *of_heads, w["sinks"])
+                    attention_gate.sinks_backward(dev, at.g["sinks"], *of_heads, at.w["sinks"])
                 attention.backward(
                     dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att),
                     here.kept.lse, by_head, self.Hq, self.Hkv, self.chunks, sight,
                     backend=self.backends[here.index][1],
                     kernel=attention_backward.chosen(dev, by_head, sight),
                 )  # fmt: skip
-            d_product, d_bias = self._backward_positions(temps, here, w, g, qk_raw, d_qkv, d_gate)
-            self.linear.input_gradient(here.index, "qkv", d_x, d_product, w, g)
-            self.linear.weight_gradients(here.index, "qkv", w, g, d_bias, d_product, inputs.x)
+            d_product, bias = self._backward_positions(temps, at, qk_raw, d_qkv, d_gate)
+            self.linear.input_gradient(at, "qkv", d_x, d_product)
+            self.linear.weight_gradients(at, "qkv", d_product, inputs.x, bias=bias)
 
     def _backward_positions(
         self,
         temps: ExitStack,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
+        at: Frame,
         qk_raw: Tensor | None,
         d_qkv: Tensor,
         d_gate: Tensor | None,
-    ) -> tuple[Operand, Accumulator | None]:
+    ) -> tuple[Operand, bool]:
         """RoPE and the q and k norms backward, of d_qkv (rows, Q) as attention has made it. d_gate
         (rows, Hq * Hd): that of the gates, which the product has made too. Returns the gradient of
-        the qkv product, and the bias's gradient if it is left to do."""
-        tensor_id, by_head = here.id_of("d_qkv"), self._by_head(d_qkv)
-        table = self.rope_tables[here.index]
+        the qkv product, and whether the bias's gradient is left to do."""
+        here, w, g, by_head = at.here, at.w, at.g, self._by_head(d_qkv)
+        tensor_id, table = here.id_of("d_qkv"), self.rope_tables[here.index]
         if table is not None and qk_raw is None and d_gate is None:
 
             def write(to: OutputForms) -> None:
@@ -349,10 +321,8 @@ class AttentionHalf:
                     channels=self.rotary, abs_max=to.abs_max, d_bias=g.bias("qkv"), fp8=to.fp8,
                 )  # fmt: skip
 
-            made = self.operands.gradient(
-                temps, tensor_id, write, shape=d_qkv.shape, out=d_qkv, both=False
-            )
-            return made, None
+            how = {"shape": d_qkv.shape, "out": d_qkv, "both": False}
+            return self.operands.gradient(temps, tensor_id, write, **how), False
         if table is not None:
             heads = (self.Hq, self.Hkv)
             rope.backward(self.dev, by_head, table, *heads, self.starts, channels=self.rotary)
@@ -366,5 +336,5 @@ class AttentionHalf:
             shape = (d_qkv.shape[0], here.spec["qkv"].shape[0])
             d_product = temps.enter_context(self.dev.scratch("d_qkv and gate", shape, d_qkv.dtype))
             attention_gate.merge(self.dev, d_product, d_qkv, d_gate, self.Hq, self.Hkv)
-        made = self.operands.of_tensor(temps, tensor_id, d_product, measured=False, transposed=True)
-        return made, g.bias("qkv")
+        how = {"measured": False, "transposed": True}
+        return self.operands.of_tensor(temps, tensor_id, d_product, **how), True

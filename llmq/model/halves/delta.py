@@ -16,9 +16,8 @@ from llmq.base.dtypes import F32
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation, InputAgain
-from llmq.model.activations import HalfLayer, Recompute
-from llmq.model.halves.half import Frame, Output, Shared
-from llmq.model.parameters import BlockGrads, BlockWeights
+from llmq.model.activations import Frame, HalfLayer, Recompute, scratch_like
+from llmq.model.halves.half import Output, Shared
 from llmq.ops import delta_gates, delta_rule, gated_norm, short_conv
 from llmq.ops.delta_rule import Heads
 
@@ -71,12 +70,10 @@ class DeltaHalf:
         return not (recompute.norm or again)
 
     def multiplied_again(self, recompute: Recompute) -> tuple[str, ...]:
-        """Keys of the matrices whose products backward computes again."""
         keys = {"delta_in": recompute.qkv, "delta_o": recompute.block}
         return tuple(key for key, again in keys.items() if again)
 
     def keep(self, here: HalfLayer) -> _Kept:
-        """The tensors that a layer keeps."""
         r = here.recompute
         return _Kept(
             delta_in=here.activation("delta_in", here.spec["delta_in"].shape[0], kept=not r.qkv),
@@ -97,19 +94,19 @@ class DeltaHalf:
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def forward(self, frame: Frame, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
-        """here.out from x (rows, C)."""
-        tensors = self._tensors(frame.temps, here)
-        for carried in (here.cache or {}).values() if frame.position == 0 else ():
+    def forward(self, at: Frame, x: Operand) -> None:
+        here, tensors = at.here, self._tensors(at.temps, at.here)
+        for carried in (here.cache or {}).values() if at.position == 0 else ():
             self.dev.zero(carried)  # a text begins
-        self.linear.forward(here.index, "delta_in", tensors.delta_in, x, w)
-        self._convolve(here, w, tensors)
+        self.linear.forward(at, "delta_in", tensors.delta_in, x)
+        self._convolve(at, tensors)
         self._read_states(here, tensors)
-        gated = self._gated(frame.temps, here, w, tensors)
-        self.output.forward(frame.temps, here, w, here.kept.delta_gated.tensor_id, gated)
+        gated = self._gated(at, tensors)
+        self.output.forward(at, here.kept.delta_gated.tensor_id, gated)
 
-    def _convolve(self, here: HalfLayer, w: BlockWeights, tensors: _Tensors) -> None:
+    def _convolve(self, at: Frame, tensors: _Tensors) -> None:
         """Queries, keys and values, and the gates."""
+        here, w = at.here, at.w
         before = None if here.cache is None else here.cache["before"]
         out, x = self._by_token(tensors.delta_conv), self._by_token(tensors.delta_in)
         short_conv.forward(self.dev, out, x, w["conv"], self.starts, before)
@@ -124,88 +121,59 @@ class DeltaHalf:
             return
         delta_rule.forward(self.dev, out, qkv, gates, self.heads, self.starts, state)
 
-    def _gated(
-        self, temps: ExitStack, here: HalfLayer, w: BlockWeights, tensors: _Tensors
-    ) -> Tensor:
-        out = here.kept.delta_gated.place(self.dev, temps)
-        how = (w["delta_norm"], self.eps, self.of_gate)
+    def _gated(self, at: Frame, tensors: _Tensors) -> Tensor:
+        out = at.here.kept.delta_gated.place(self.dev, at.temps)
+        how = (at.w["delta_norm"], self.eps, self.of_gate)
         gated_norm.forward(self.dev, out, tensors.delta_state, tensors.delta_in, *how)
         return out
 
     # -- backward --------------------------------------------------------------------------------
 
-    def recompute(
-        self, frame: Frame, here: HalfLayer, w: BlockWeights, g: BlockGrads, x_again: InputAgain
-    ) -> DeltaInputs:
-        """The tensors that backward needs, kept or computed again; if the whole block is, here.out
-        too."""
-        r, temps = here.recompute, frame.temps
-        tensors, x = self._tensors(temps, here), None
-        if r.qkv or self.linear.needs_input(here.index, "delta_in", g):
+    def recompute(self, at: Frame, x_again: InputAgain) -> DeltaInputs:
+        r, tensors, x = at.here.recompute, self._tensors(at.temps, at.here), None
+        if r.qkv or self.linear.needs_input(at, "delta_in"):
             x = x_again(product=r.qkv)
         if r.qkv:
-            self.linear.forward(here.index, "delta_in", tensors.delta_in, x, w)
+            self.linear.forward(at, "delta_in", tensors.delta_in, x)
         if r.qkv or r.att:
-            self._convolve(here, w, tensors)
+            self._convolve(at, tensors)
         if r.att:
-            self._read_states(here, tensors)
-        made = partial(self._gated, temps, here, w, tensors)
-        o_input = self.output.again(temps, here, w, g, here.kept.delta_gated.tensor_id, made)
-        return DeltaInputs(x, tensors, o_input)
+            self._read_states(at.here, tensors)
+        made, tensor_id = partial(self._gated, at, tensors), at.here.kept.delta_gated.tensor_id
+        return DeltaInputs(x, tensors, self.output.again(at, tensor_id, made))
 
     def backward(
-        self,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        inputs: DeltaInputs,
-        d_out: Tensor,
-        d_x: Tensor | None,
-        *,
-        inside: bool,
+        self, at: Frame, inputs: DeltaInputs, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """Do as `Half.backward`."""
         if not inside:
-            self.output.backward(here, w, g, inputs.o_input, d_out, None)
+            self.output.backward(at, inputs.o_input, d_out, None)
             return
         with ExitStack() as temps:
-            d_in = self._scratch(temps, "d_delta_in", inputs.tensors.delta_in)
+            d_in = scratch_like(self.dev, temps, "d_delta_in", inputs.tensors.delta_in)
             with ExitStack() as inner:
-                self._backward_inside(inner, here, w, g, inputs, d_out, d_in)
-            d_product = self.operands.of_tensor(
-                temps, here.id_of("d_delta_in"), d_in, measured=False, transposed=True
-            )
-            self.linear.input_gradient(here.index, "delta_in", d_x, d_product, w, g)
-            self.linear.weight_gradients(
-                here.index, "delta_in", w, g, g.bias("delta_in"), d_product, inputs.x
-            )
-
-    def _scratch(self, temps: ExitStack, name: str, like: Tensor) -> Tensor:
-        return temps.enter_context(self.dev.scratch(name, like.shape, like.dtype))
+                self._backward_inside(inner, at, inputs, d_out, d_in)
+            name, how = at.here.id_of("d_delta_in"), {"measured": False, "transposed": True}
+            d_product = self.operands.of_tensor(temps, name, d_in, **how)
+            self.linear.input_gradient(at, "delta_in", d_x, d_product)
+            self.linear.weight_gradients(at, "delta_in", d_product, inputs.x)
 
     def _backward_inside(
-        self,
-        temps: ExitStack,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        inputs: DeltaInputs,
-        d_out: Tensor,
-        d_in: Tensor,
+        self, temps: ExitStack, at: Frame, inputs: DeltaInputs, d_out: Tensor, d_in: Tensor
     ) -> None:
         """d_in, all columns of it, and the gradients of what stands between the products."""
-        dev, (delta_in, conv, state), gates = self.dev, inputs.tensors, here.kept.gates
-        d_state = self._scratch(temps, "d_delta_state", state)
+        dev, w, g, gates = self.dev, at.w, at.g, at.here.kept.gates
+        delta_in, conv, state = inputs.tensors
+        d_state = scratch_like(dev, temps, "d_delta_state", state)
         with ExitStack() as first:
-            d_gated = self._scratch(first, "d_delta_gated", state)
-            self.output.backward(here, w, g, inputs.o_input, d_out, d_gated)
+            d_gated = scratch_like(dev, first, "d_delta_gated", state)
+            self.output.backward(at, inputs.o_input, d_out, d_gated)
             gated_norm.backward(
                 dev, d_state, d_in, g.get("delta_norm"), d_gated, state, delta_in,
                 w["delta_norm"], self.eps, self.of_gate,
             )  # fmt: skip
-        d_conv = self._scratch(temps, "d_delta_conv", conv)
+        d_conv = scratch_like(dev, temps, "d_delta_conv", conv)
         with ExitStack() as second:
-            d_gates = self._scratch(second, "d_delta_gates", gates)
+            d_gates = scratch_like(dev, second, "d_delta_gates", gates)
             delta_rule.backward(
                 dev, self._by_token(d_conv), d_gates, self._by_token(d_state),
                 self._by_token(conv), gates, self.heads, self.starts,

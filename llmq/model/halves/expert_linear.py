@@ -16,9 +16,9 @@ from math import prod
 from llmq.base.operand import Operand, tensor_of
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import BACKWARD, FORWARD
-from llmq.model.activations import HalfLayer
+from llmq.model.activations import Frame
 from llmq.model.halves.half import Shared
-from llmq.model.parameters import BlockGrads, BlockWeights
+from llmq.model.parameters import BlockWeights
 from llmq.ops import adapter, reduce
 from llmq.ops.expert_rows import sum_rows
 from llmq.ops.product import grouped_gradient, grouped_product
@@ -26,8 +26,8 @@ from llmq.options.adapters import Adapted, adapted_in_layers, adapters_of
 
 
 class ExpertLinear:
-    """Those of all layers. A matrix is named by its key. x, y: rows sorted by expert, R of them.
-    starts: as `sort_rows` has it."""
+    """Those of all layers. A matrix is named by its key. x, y: rows sorted by expert, R of them, as
+    `at.here.kept.starts` says."""
 
     def __init__(self, shared: Shared, rows: int):
         """rows: R."""
@@ -42,95 +42,70 @@ class ExpertLinear:
                 "d_expert_hidden", (rows * widest,), dtype, "Activations"
             )
 
-    def forward(
-        self, here: HalfLayer, key: str, y: Tensor, x: Operand, starts: Tensor, w: BlockWeights
-    ) -> None:
+    def forward(self, at: Frame, key: str, y: Tensor, x: Operand) -> None:
         """y (R, out), of x (R, in), with a bias if there is one."""
+        w, starts = at.w, at.here.kept.starts
         how = {"bias": biases_of(w, key, starts.size - 1), "fast": FORWARD in self.fast}
         a, b = w.adapters(key)
         with ExitStack() as temps:
             if a is not None:
                 h = temps.enter_context(self._hidden(tensor_of(x), a, starts))
-                how["adapters"] = h, temps.enter_context(self._expanded(here, key, b))
+                how["adapters"] = h, temps.enter_context(self._expanded(at, key, b))
             grouped_product(self.dev, y, x, w[key], starts, trans_b=True, **how)
 
-    def input_gradient(
-        self,
-        here: HalfLayer,
-        key: str,
-        d_x: Tensor | None,
-        d_y: Operand,
-        starts: Tensor,
-        w: BlockWeights,
-    ) -> None:
+    def input_gradient(self, at: Frame, key: str, d_x: Tensor | None, d_y: Operand) -> None:
         """d_x (R, in), if it is wanted, from d_y (R, out)."""
-        (a, b), how = w.adapters(key), {"fast": BACKWARD in self.fast}
+        (a, b), starts = at.w.adapters(key), at.here.kept.starts
+        how = {"fast": BACKWARD in self.fast}
         if a is not None:
-            d_h = self._d_hidden_of(here, key, tensor_of(d_y))
-            with self._expanded(here, key, b) as whole:
+            d_h = self._d_hidden_of(at, key, tensor_of(d_y))
+            with self._expanded(at, key, b) as whole:
                 grouped_product(self.dev, d_h, tensor_of(d_y), whole, starts)
             how["adapters"] = d_h, _by_expert(a, starts)
         if d_x is not None:
-            grouped_product(self.dev, d_x, d_y, w[key], starts, **how)
+            grouped_product(self.dev, d_x, d_y, at.w[key], starts, **how)
 
-    def trains(self, g: BlockGrads, key: str) -> bool:
+    def trains(self, at: Frame, key: str) -> bool:
         """Whether weight_gradients needs x and d_y as tensors."""
-        return key in g or g.adapters(key)[0] is not None
+        return key in at.g or at.g.adapters(key)[0] is not None
 
-    def weight_gradients(
-        self,
-        here: HalfLayer,
-        key: str,
-        d_y: Tensor,
-        x: Tensor,
-        starts: Tensor,
-        w: BlockWeights,
-        g: BlockGrads,
-    ) -> None:
+    def weight_gradients(self, at: Frame, key: str, d_y: Tensor, x: Tensor) -> None:
         """The gradients of the matrix and its adapters, as far as they are wanted. Follows
         input_gradient. If x is that of forward with weights, d_y is without them."""
+        g, starts = at.g, at.here.kept.starts
         if key in g:
             grouped_gradient(self.dev, g[key], d_y, x, starts)
         d_a, d_b = g.adapters(key)
         if d_a is not None:
-            a, _ = w.adapters(key)
+            a, _ = at.w.adapters(key)
             of_experts = d_a._replace(tensor=_by_expert(d_a.tensor, starts))
-            d_h = self._d_hidden_of(here, key, d_y)
+            d_h = self._d_hidden_of(at, key, d_y)
             grouped_gradient(self.dev, of_experts, d_h, x, starts)
             with self._hidden(x, a, starts) as h:
-                self._gradient_of_b(here, key, d_b, d_y, h, starts)
+                self._gradient_of_b(at, key, d_b, d_y, h)
 
-    def bias_gradients(
-        self,
-        here: HalfLayer,
-        key: str,
-        d_y: Tensor,
-        starts: Tensor,
-        g: BlockGrads,
-        *weighed: Tensor,
-    ) -> None:
+    def bias_gradients(self, at: Frame, key: str, d_y: Tensor, *weighed: Tensor) -> None:
         """The gradients of biases, if there are some that want them. weighed: weights and order of
         rows, where d_y is without weights."""
-        d = g.bias(key)
+        d, starts = at.g.bias(key), at.here.kept.starts
         if d is not None:
             d = d._replace(tensor=d.tensor.view(starts.size - 1, d_y.shape[1]))
             sum_rows(self.dev, d, d_y, starts, *weighed)
 
-    def _gradient_of_b(
-        self, here: HalfLayer, key: str, d_b: Accumulator, d_y: Tensor, h: Tensor, starts: Tensor
-    ) -> None:
-        dev, dtype, shape = self.dev, d_b.tensor.dtype, self._shape_of_b(here, key)
+    def _gradient_of_b(self, at: Frame, key: str, d_b: Accumulator, d_y: Tensor, h: Tensor) -> None:
+        dev, dtype, shape = self.dev, d_b.tensor.dtype, self._shape_of_b(at, key)
         with (
             dev.scratch("d_b_whole", shape, dtype) as whole,
             dev.scratch("d_b", d_b.tensor.shape, dtype) as part,
         ):
-            grouped_gradient(dev, d_b._replace(tensor=whole, accumulate=False), d_y, h, starts)
-            adapter.collect(dev, part, _below_each_other(whole), *self._blocks(here, key))
+            target = d_b._replace(tensor=whole, accumulate=False)
+            grouped_gradient(dev, target, d_y, h, at.here.kept.starts)
+            adapter.collect(dev, part, _below_each_other(whole), *self._blocks(at, key))
             reduce.add(dev, d_b, part)
 
-    def _d_hidden_of(self, here: HalfLayer, key: str, d_y: Tensor) -> Tensor:
+    def _d_hidden_of(self, at: Frame, key: str, d_y: Tensor) -> Tensor:
         """d_h (R, n * rank)."""
-        shape = (d_y.shape[0], self._shape_of_b(here, key)[-1])
+        shape = (d_y.shape[0], self._shape_of_b(at, key)[-1])
         return self._d_hidden.rows(0, prod(shape)).view(*shape)
 
     @contextmanager
@@ -142,19 +117,19 @@ class ExpertLinear:
             yield h
 
     @contextmanager
-    def _expanded(self, here: HalfLayer, key: str, b: Tensor) -> Iterator[Tensor]:
+    def _expanded(self, at: Frame, key: str, b: Tensor) -> Iterator[Tensor]:
         """All B (E, out, n * rank), with scaling."""
-        with self.dev.scratch("expert_lora_b", self._shape_of_b(here, key), b.dtype) as whole:
-            adapter.expand(self.dev, _below_each_other(whole), b, *self._blocks(here, key))
+        with self.dev.scratch("expert_lora_b", self._shape_of_b(at, key), b.dtype) as whole:
+            adapter.expand(self.dev, _below_each_other(whole), b, *self._blocks(at, key))
             yield whole
 
-    def _shape_of_b(self, here: HalfLayer, key: str) -> tuple[int, int, int]:
-        matrix = self._adapted[here.index, key]
+    def _shape_of_b(self, at: Frame, key: str) -> tuple[int, int, int]:
+        matrix = self._adapted[at.here.index, key]
         return matrix.groups, matrix.shape[0] // matrix.groups, _parts_of(matrix) * matrix.rank
 
-    def _blocks(self, here: HalfLayer, key: str) -> tuple:
+    def _blocks(self, at: Frame, key: str) -> tuple:
         """The spans, scales and groups that `adapter`'s functions take."""
-        matrix = self._adapted[here.index, key]
+        matrix = self._adapted[at.here.index, key]
         n = _parts_of(matrix)
         return matrix.spans[:n], matrix.scales[:n], matrix.groups
 

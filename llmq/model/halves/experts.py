@@ -23,16 +23,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-from llmq.base.dtypes import F32, I32, DType
+from llmq.base.dtypes import F32, I32
 from llmq.base.operand import Fp8, Operand, OutputForms, tensor_of
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation, InputAgain
-from llmq.model.activations import HalfLayer, Recompute
+from llmq.model.activations import Frame, HalfLayer, Recompute, scratch_like
 from llmq.model.halves.expert_linear import ExpertLinear, biases_of
-from llmq.model.halves.half import Frame, Shared
+from llmq.model.halves.half import Shared
 from llmq.model.halves.shared_expert import SharedExpert, SharedKept
 from llmq.model.linear import Linear
-from llmq.model.parameters import BlockGrads, BlockWeights
+from llmq.model.parameters import BlockWeights
 from llmq.ops import quantize, swiglu
 from llmq.ops.elementwise import convert
 from llmq.ops.expert_rows import combine, combine_backward, gather_rows, sort_rows
@@ -101,16 +101,13 @@ class ExpertsHalf:
         self.shared, self.balance = SharedExpert(shared) if shares else None, shared.balance
 
     def keeps_input(self, recompute: Recompute) -> bool:
-        """Whether the half's input may be kept for backward."""
         return not (recompute.norm or recompute.ffn)
 
     def multiplied_again(self, recompute: Recompute) -> tuple[str, ...]:
-        """Keys of the matrices whose products backward computes again."""
         shared = ("shared_up",) * (self.shared is not None)
         return ("experts_up", *shared) if recompute.ffn else ()
 
     def keep(self, here: HalfLayer) -> _Kept:
-        """The tensors that a layer keeps."""
         K, r, S = here.spec.sizes["active"], here.recompute, here.rows
         keeps_act = not r.swiglu and "expert_act" not in here.spec.made_again
         E, _, F = here.spec["experts_down"].shape
@@ -126,97 +123,75 @@ class ExpertsHalf:
             shared=self.shared and self.shared.keep(here),
         )
 
-    def forward(self, frame: Frame, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
-        """here.out from x (S, C)."""
-        dev, kept, out = self.dev, here.kept, here.out.out
-        self._multiply_router(kept.router_logits, w, tensor_of(x))
+    def forward(self, at: Frame, x: Operand) -> None:
+        dev, here, kept, out = self.dev, at.here, at.here.kept, at.here.out.out
+        self._multiply_router(kept.router_logits, at.w, tensor_of(x))
         how = {"renormalize": here.spec.sizes["renormalize"]}
-        if frame.keep and self.balance is not None:
+        if at.keep and self.balance is not None:
             how["sums"] = self.balance.sums(here.index)
         route(dev, kept.chosen, kept.weights, kept.router_logits, **how)
         sort_rows(dev, kept.order, kept.place, kept.starts, kept.chosen)
-        up = kept.up.place(dev, frame.temps)
-        self._multiply_up(here, w, x, up)
-        write = partial(self._activate, up)
-        act = self.operands.input(frame.temps, kept.act, write)
+        up = kept.up.place(dev, at.temps)
+        self._multiply_up(at, x, up)
+        act = self.operands.input(at.temps, kept.act, partial(self._activate, up))
         with self._sorted("expert_out", kept, out) as y:
-            self.linear.forward(here, "experts_down", y, act, kept.starts, w)
+            self.linear.forward(at, "experts_down", y, act)
             combine(dev, out, y, kept.place, kept.weights)
         if self.shared is not None:
-            self.shared.forward(frame, here, kept.shared, w, x)
+            self.shared.forward(at, x)
 
-    def recompute(
-        self, frame: Frame, here: HalfLayer, w: BlockWeights, g: BlockGrads, x_again: InputAgain
-    ) -> ExpertsInputs:
-        """The tensors that backward needs, kept or computed again."""
-        computed, shared, x, shared_up = here.recompute.ffn, self.shared, None, None
-        up = here.kept.up.place(self.dev, frame.temps)
-        trained = "router" in g or self.linear.trains(g, "experts_up")
-        if computed or trained or (shared is not None and shared.needs_input(here, g)):
+    def recompute(self, at: Frame, x_again: InputAgain) -> ExpertsInputs:
+        computed, shared, x, shared_up = at.here.recompute.ffn, self.shared, None, None
+        up = at.here.kept.up.place(self.dev, at.temps)
+        trained = "router" in at.g or self.linear.trains(at, "experts_up")
+        if computed or trained or (shared is not None and shared.needs_input(at)):
             x = x_again(product=computed)
         if computed:
-            self._multiply_up(here, w, x, up)
+            self._multiply_up(at, x, up)
         if shared is not None:
-            shared_up = shared.up_again(frame.temps, here, here.kept.shared, w, x)
+            shared_up = shared.up_again(at, x)
         return ExpertsInputs(x, up, shared_up)
 
     def backward(
-        self,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        inputs: ExpertsInputs,
-        d_out: Tensor,
-        d_x: Tensor | None,
-        *,
-        inside: bool,
+        self, at: Frame, inputs: ExpertsInputs, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """Do as `Half.backward`, which leaves nothing out; overwrites up."""
-        kept, (x, up, shared_up) = here.kept, inputs
+        """Leaves nothing out; overwrites up."""
+        here, kept, (x, up, shared_up) = at.here, at.here.kept, inputs
         if self.shared is not None:
-            self.shared.backward(here, kept.shared, w, g, x, shared_up, d_out, d_x)
+            self.shared.backward(at, x, shared_up, d_out, d_x)
         keys = {key for module in here.spec.modules for key in module.keys}
-        if d_x is None and not keys & g.keys():
+        if d_x is None and not keys & at.g.keys():
             return
         x = x and tensor_of(x)
         with ExitStack() as temps:
-            d_weights = self._scratch(temps, "d_expert_weights", kept.weights.shape, F32)
-            write = partial(self._backward_down, here, w, g, up, d_out, d_weights)
-            d_up = self.operands.gradient(
-                temps, here.id_of("d_expert_up"), write, shape=up.shape, out=up
-            )
-            self._backward_up(here, w, g, x, d_up, d_x)
-            self._backward_router(here, w, g, x, d_out, d_weights, d_x)
+            d_weights = scratch_like(self.dev, temps, "d_expert_weights", kept.weights)
+            write = partial(self._backward_down, at, up, d_out, d_weights)
+            how = {"shape": up.shape, "out": up}
+            d_up = self.operands.gradient(temps, here.id_of("d_expert_up"), write, **how)
+            self._backward_up(at, x, d_up, d_x)
+            self._backward_router(at, x, d_out, d_weights, d_x)
 
     def _backward_down(
-        self,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        up: Tensor,
-        d_out: Tensor,
-        d_weights: Tensor,
-        to: OutputForms,
+        self, at: Frame, up: Tensor, d_out: Tensor, d_weights: Tensor, to: OutputForms
     ) -> None:
         """`to` is the gradient of up (may be up); d_weights (S, K) is that of the weights."""
-        dev, kept = self.dev, here.kept
+        dev, here, kept = self.dev, at.here, at.here.kept
         with ExitStack() as temps:
-            trains = self.linear.trains(g, "experts_down")
+            trains = self.linear.trains(at, "experts_down")
             reads = "expert_act" not in here.spec.made_again
             act = kept.act.place(dev, temps) if trains or reads else None
-            d_rows = self.operands.of_tensor(
-                temps, here.out_id, d_out, measured=True, transposed=True
-            )
-            whole = trains or g.bias("experts_down") is not None
-            d_y = temps.enter_context(self._gathered(here, "d_expert_out", d_rows, whole=whole))
-            d_act = self._scratch(temps, "d_expert_act", kept.act.shape, kept.act.dtype)
-            self.linear.input_gradient(here, "experts_down", d_act, d_y, kept.starts, w)
+            how = {"measured": True, "transposed": True}
+            d_rows = self.operands.of_tensor(temps, here.out_id, d_out, **how)
+            whole = trains or at.g.bias("experts_down") is not None
+            d_y = temps.enter_context(self._gathered(kept, "d_expert_out", d_rows, whole=whole))
+            scratch = dev.scratch("d_expert_act", kept.act.shape, kept.act.dtype)
+            d_act = temps.enter_context(scratch)
+            self.linear.input_gradient(at, "experts_down", d_act, d_y)
             self._backward_act(kept, d_act, d_weights, act, up, to)
             d = tensor_of(d_y)
             if trains:
-                self.linear.weight_gradients(here, "experts_down", d, act, kept.starts, w, g)
-            weighed = (kept.weights, kept.order)
-            self.linear.bias_gradients(here, "experts_down", d, kept.starts, g, *weighed)
+                self.linear.weight_gradients(at, "experts_down", d, act)
+            self.linear.bias_gradients(at, "experts_down", d, kept.weights, kept.order)
 
     def _activate(self, up: Tensor, to: OutputForms) -> None:
         if self.clamp is None:
@@ -246,49 +221,35 @@ class ExpertsHalf:
         combine_backward(dev, d_act, d_weights, act, kept.place, weights, act)
         _written(dev, up.shape, to, swiglu.clamped_backward, d_act, up, *self.clamp)
 
-    def _backward_up(
-        self,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        x: Tensor | None,
-        d_up: Operand,
-        d_x: Tensor | None,
-    ) -> None:
+    def _backward_up(self, at: Frame, x: Tensor | None, d_up: Operand, d_x: Tensor | None) -> None:
         """d_x, if it is wanted: with a shared expert, it is added to what is there."""
-        dev, kept = self.dev, here.kept
+        dev, kept = self.dev, at.here.kept
         with ExitStack() as temps:
             d_rows = d_x and temps.enter_context(self._sorted("d_expert_x", kept, d_x))
-            self.linear.input_gradient(here, "experts_up", d_rows, d_up, kept.starts, w)
+            self.linear.input_gradient(at, "experts_up", d_rows, d_up)
             if d_x is not None:
                 of_shared = None if self.shared is None else d_x
                 combine(dev, d_x, d_rows, kept.place, addend=of_shared)
         whole = tensor_of(d_up)
-        self.linear.bias_gradients(here, "experts_up", whole, kept.starts, g)
-        if self.linear.trains(g, "experts_up"):
-            with self._gathered(here, "expert_x", x) as rows:
-                self.linear.weight_gradients(here, "experts_up", whole, rows, kept.starts, w, g)
+        self.linear.bias_gradients(at, "experts_up", whole)
+        if self.linear.trains(at, "experts_up"):
+            with self._gathered(kept, "expert_x", x) as rows:
+                self.linear.weight_gradients(at, "experts_up", whole, rows)
 
     def _backward_router(
-        self,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        x: Tensor | None,
-        d_out: Tensor,
-        d_weights: Tensor,
-        d_x: Tensor | None,
+        self, at: Frame, x: Tensor | None, d_out: Tensor, d_weights: Tensor, d_x: Tensor | None
     ) -> None:
         """Adds to d_x, if it is wanted."""
-        dev, logits, chosen = self.dev, here.kept.router_logits, here.kept.chosen
+        dev, here, w, g, logits = self.dev, at.here, at.w, at.g, at.here.kept.router_logits
         how = {"renormalize": here.spec.sizes["renormalize"], "factors": self.balance.factors}
         biases = biases_of(w, "experts_down", logits.shape[1])
         with ExitStack() as temps:
-            d_logits = self._scratch(temps, "d_router_logits", logits.shape, w["router"].dtype)
+            scratch = dev.scratch("d_router_logits", logits.shape, w["router"].dtype)
+            d_logits = temps.enter_context(scratch)
             if biases is not None:
-                how["of_experts"] = self._scratch(temps, "d_of_biases", logits.shape, F32)
+                how["of_experts"] = scratch_like(dev, temps, "d_of_biases", logits)
                 matmul(dev, how["of_experts"], d_out, biases, trans_b=True)
-            route_backward(dev, d_logits, d_weights, logits, chosen, **how)
+            route_backward(dev, d_logits, d_weights, logits, here.kept.chosen, **how)
             if d_x is not None:
                 matmul(dev, d_x, d_logits, w["router"], accumulate=True)
             self.routers.weight_gradients(g.get("router"), g.bias("router"), d_logits, x)
@@ -297,29 +258,29 @@ class ExpertsHalf:
         bias = w.bias("router")
         with ExitStack() as temps:
             if bias is not None and bias.dtype != F32:
-                bias = self._scratch(temps, "router_bias", bias.shape, F32)
+                bias = temps.enter_context(self.dev.scratch("router_bias", bias.shape, F32))
                 convert(self.dev, bias, w.bias("router"))
             matmul(self.dev, logits, x, w["router"], trans_b=True, bias=bias)
 
-    def _multiply_up(self, here: HalfLayer, w: BlockWeights, x: Operand, up: Tensor) -> None:
-        adapted = w.adapters("experts_up")[0] is not None
-        with self._gathered(here, "expert_x", x, whole=adapted) as rows:
-            self.linear.forward(here, "experts_up", up, rows, here.kept.starts, w)
+    def _multiply_up(self, at: Frame, x: Operand, up: Tensor) -> None:
+        adapted = at.w.adapters("experts_up")[0] is not None
+        with self._gathered(at.here.kept, "expert_x", x, whole=adapted) as rows:
+            self.linear.forward(at, "experts_up", up, rows)
 
     @contextmanager
     def _gathered(
-        self, here: HalfLayer, name: str, x: Operand, *, whole: bool = True
+        self, kept: _Kept, name: str, x: Operand, *, whole: bool = True
     ) -> Iterator[Operand]:
         """The sorted rows of x. whole: of codes, the tensor too."""
-        place, codes, rows = here.kept.place, None, None
+        codes = rows = None
         with ExitStack() as temps:
             if isinstance(x, Fp8):
-                codes = temps.enter_context(self._sorted(f"{name}.q", here.kept, x.codes))
-                gather_rows(self.dev, codes, x.codes, place)
+                codes = temps.enter_context(self._sorted(f"{name}.q", kept, x.codes))
+                gather_rows(self.dev, codes, x.codes, kept.place)
             if codes is None or whole:
                 source = tensor_of(x)
-                rows = temps.enter_context(self._sorted(name, here.kept, source))
-                gather_rows(self.dev, rows, source, place)
+                rows = temps.enter_context(self._sorted(name, kept, source))
+                gather_rows(self.dev, rows, source, kept.place)
             if codes is None:
                 yield rows
             else:
@@ -328,6 +289,3 @@ class ExpertsHalf:
     def _sorted(self, name: str, kept: _Kept, like: Tensor) -> AbstractContextManager[Tensor]:
         """Scratch of R rows as wide as another tensor."""
         return self.dev.scratch(name, (kept.order.size, like.shape[1]), like.dtype)
-
-    def _scratch(self, temps: ExitStack, name: str, shape: tuple[int, ...], dtype: DType) -> Tensor:
-        return temps.enter_context(self.dev.scratch(name, shape, dtype))

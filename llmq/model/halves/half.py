@@ -3,7 +3,7 @@
 A kind of half is a class in a file of its own and a line of `HALVES`. One object computes the
 halves of its kind in all layers: what differs from layer to layer is in `here`, with what the
 architecture declares (`here.spec`), what `keep` has returned (`here.kept`), and the tensors of a
-text that is continued (`here.cache`). Its `Frame` has the differences from pass to pass.
+text that is continued (`here.cache`). A `Frame` has that, and the differences from pass to pass.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,9 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Format, InputAgain
-from llmq.model.activations import HalfLayer, Recompute
+from llmq.model.activations import Frame, HalfLayer, Recompute
 from llmq.model.balance import Balance
 from llmq.model.block_linear import BlockLinear
-from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
@@ -38,16 +37,6 @@ class Shared(NamedTuple):
     balance: Balance | None
 
 
-class Frame(NamedTuple):
-    """A pass over one half of a layer. temps: how long its scratch lives. position: of the pass's
-    first tokens in their texts; it may be behind 0 where halves have caches, of one text (B = 1).
-    keep: whether backward follows."""
-
-    temps: ExitStack
-    position: int = 0
-    keep: bool = False
-
-
 class Half(Protocol):
     """Turns the output of a norm into a branch of the residual stream. rows = B*T."""
 
@@ -62,27 +51,17 @@ class Half(Protocol):
     def keep(self, here: HalfLayer) -> Any:
         """Allocates what a layer keeps from forward to backward."""
 
-    def forward(self, frame: Frame, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
-        """here.out from x (rows, C). With here.cache it reads what the positions before
-        frame.position have left there, and writes what those behind this pass will read, T
-        positions from frame.position on."""
+    def forward(self, at: Frame, x: Operand) -> None:
+        """here.out from x (rows, C). With here.cache it reads what the positions before at.position
+        have left there, and writes what those behind this pass will read, T positions from
+        at.position on."""
 
-    def recompute(
-        self, frame: Frame, here: HalfLayer, w: BlockWeights, g: BlockGrads, x_again: InputAgain
-    ) -> Any:
+    def recompute(self, at: Frame, x_again: InputAgain) -> Any:
         """The tensors that backward needs, kept or computed again; if the whole block is, here.out
         too."""
 
     def backward(
-        self,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        inputs: Any,
-        d_out: Tensor,
-        d_x: Tensor | None,
-        *,
-        inside: bool,
+        self, at: Frame, inputs: Any, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
         """d_x (rows, C), if it is wanted, and the weights' gradients, from d_out (rows, C). inside:
         whether a gradient in front of the matrix that makes the output is wanted; else what leads
@@ -96,45 +75,32 @@ class Output:
     def __init__(self, shared: Shared, key: str):
         self.operands, self.linear, self.key = shared.operands, shared.linear, key
 
-    def forward(
-        self, temps: ExitStack, here: HalfLayer, w: BlockWeights, tensor_id: str, x: Tensor
-    ) -> None:
+    def forward(self, at: Frame, tensor_id: str, x: Tensor) -> None:
         """here.out from x."""
-        operand = self.operands.of_tensor(temps, tensor_id, x, measured=False, transposed=False)
-        out, addend = here.out
-        self.linear.forward(here.index, self.key, out, operand, w, addend)
+        how = {"measured": False, "transposed": False}
+        self._multiply(at, self.operands.of_tensor(at.temps, tensor_id, x, **how))
 
-    def again(
-        self,
-        temps: ExitStack,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        tensor_id: str,
-        made: Callable[[], Tensor],
-    ) -> Operand | None:
+    def _multiply(self, at: Frame, x: Operand) -> None:
+        out, addend = at.here.out
+        self.linear.forward(at, self.key, out, x, addend)
+
+    def again(self, at: Frame, tensor_id: str, made: Callable[[], Tensor]) -> Operand | None:
         """The operand that backward needs, None if it needs none; here.out too, if the whole block
         is computed again. made: makes x."""
-        whole = here.recompute.block
-        if not whole and not self.linear.needs_input(here.index, self.key, g):
+        whole = at.here.recompute.block
+        if not whole and not self.linear.needs_input(at, self.key):
             return None
-        operand = self.operands.of_tensor_again(temps, tensor_id, made(), product=whole)
+        operand = self.operands.of_tensor_again(at.temps, tensor_id, made(), product=whole)
         if whole:
-            out, addend = here.out
-            self.linear.forward(here.index, self.key, out, operand, w, addend)
+            self._multiply(at, operand)
         return operand
 
     def backward(
-        self,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        operand: Operand | None,
-        d_out: Tensor,
-        d_x: Tensor | None,
+        self, at: Frame, operand: Operand | None, d_out: Tensor, d_x: Tensor | None
     ) -> None:
         """d_x, if it is wanted, and the weight's gradients. operand: as of `again`."""
+        how = {"measured": True, "transposed": True}
         with ExitStack() as temps:
-            d_o = self.operands.of_tensor(temps, here.out_id, d_out, measured=True, transposed=True)
-            self.linear.input_gradient(here.index, self.key, d_x, d_o, w, g)
-            self.linear.weight_gradients(here.index, self.key, w, g, g.bias(self.key), d_o, operand)
+            d_o = self.operands.of_tensor(temps, at.here.out_id, d_out, **how)
+            self.linear.input_gradient(at, self.key, d_x, d_o)
+            self.linear.weight_gradients(at, self.key, d_o, operand)

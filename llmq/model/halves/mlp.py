@@ -23,9 +23,8 @@ from llmq.base.operand import (
 )
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation, InputAgain
-from llmq.model.activations import HalfLayer, Recompute
-from llmq.model.halves.half import Frame, Shared
-from llmq.model.parameters import BlockGrads, BlockWeights
+from llmq.model.activations import Frame, HalfLayer, Recompute
+from llmq.model.halves.half import Shared
 
 NOWHERE = OutputForms(None)
 
@@ -54,15 +53,12 @@ class MlpHalf:
         self.activation = shared.config.activation
 
     def keeps_input(self, recompute: Recompute) -> bool:
-        """Whether the half's input may be kept for backward."""
         return not (recompute.norm or recompute.ffn)
 
     def multiplied_again(self, recompute: Recompute) -> tuple[str, ...]:
-        """Keys of the matrices whose products backward computes again."""
         return ("up",) if recompute.ffn else ()
 
     def keep(self, here: HalfLayer) -> _Kept:
-        """The tensors that a layer keeps."""
         up, down, r = here.spec["up"], here.spec["down"], here.recompute
         dtype, kept = self.operands.result_dtype("mlp_up"), not r.swiglu and here.needs(down.input)
         return _Kept(
@@ -70,10 +66,8 @@ class MlpHalf:
             mlp_act=here.activation("mlp_act", down.shape[1], kept=kept, may_be_codes=True),
         )
 
-    def forward(self, frame: Frame, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
-        """here.out from x (rows, C)."""
-
-        mlp_up = here.kept.mlp_up
+    def forward(self, at: Frame, x: Operand) -> None:
+        mlp_up = at.here.kept.mlp_up
         handed = Handed(
             place=partial(mlp_up.place, self.dev),
             kept=mlp_up.tensor,
@@ -84,88 +78,63 @@ class MlpHalf:
 
         def write(to: OutputForms) -> None:
             epilogue = Activated(name=self.activation, to=to)
-            self.linear.forward(here.index, "up", handed, x, w, epilogue=epilogue)
+            self.linear.forward(at, "up", handed, x, epilogue=epilogue)
 
-        mlp_act = self.operands.input(frame.temps, here.kept.mlp_act, write)
-        out, addend = here.out
-        self.linear.forward(here.index, "down", out, mlp_act, w, addend)
+        mlp_act = self.operands.input(at.temps, at.here.kept.mlp_act, write)
+        out, addend = at.here.out
+        self.linear.forward(at, "down", out, mlp_act, addend)
 
-    def recompute(
-        self, frame: Frame, here: HalfLayer, w: BlockWeights, g: BlockGrads, x_again: InputAgain
-    ) -> MlpInputs:
-        """The tensors that backward needs, kept or computed again."""
-        computed = here.recompute.ffn
-        place = here.kept.mlp_up.place(self.dev, frame.temps)
-        mlp_up = self.operands.result_again(here.kept.mlp_up.tensor_id, place)
-        x = None
-        if computed or self.linear.needs_input(here.index, "up", g):
+    def recompute(self, at: Frame, x_again: InputAgain) -> MlpInputs:
+        kept, computed, x = at.here.kept.mlp_up, at.here.recompute.ffn, None
+        mlp_up = self.operands.result_again(kept.tensor_id, kept.place(self.dev, at.temps))
+        if computed or self.linear.needs_input(at, "up"):
             x = x_again(product=computed)
         if computed:
             epilogue = Activated(name=self.activation, to=None)  # the bits of the first time
-            self.linear.forward(here.index, "up", mlp_up, x, w, epilogue=epilogue)
+            self.linear.forward(at, "up", mlp_up, x, epilogue=epilogue)
         return MlpInputs(x, mlp_up)
 
     def backward(
-        self,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        inputs: MlpInputs,
-        d_out: Tensor,
-        d_x: Tensor | None,
-        *,
-        inside: bool,
+        self, at: Frame, inputs: MlpInputs, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """Do as `Half.backward`, which leaves nothing out; overwrites mlp_up, but for codes."""
-        mlp_up = inputs.mlp_up
-        write = partial(self._backward_down, here, w, g, mlp_up, d_out)
+        """Leaves nothing out; overwrites mlp_up, but for codes."""
+        mlp_up, here = inputs.mlp_up, at.here
+        write = partial(self._backward_down, at, mlp_up, d_out)
         with ExitStack() as temps:
-            tensor_id, bias = here.id_of("d_mlp_up"), g.bias("up") is not None
-            out, shape = mlp_up, here.kept.mlp_up.shape
+            bias, out, shape = at.g.bias("up") is not None, mlp_up, here.kept.mlp_up.shape
             if isinstance(mlp_up, ProductCodes):  # their memory is too small
                 scratch = self.dev.scratch("d_mlp_up", shape, self.operands.dtype)
                 out = temps.enter_context(scratch) if bias else None
-            gradient = self.operands.gradient
-            d_mlp_up = gradient(
-                temps, tensor_id, write, shape=shape, out=out, bias=bias, settles=True
-            )
-            self.linear.input_gradient(here.index, "up", d_x, d_mlp_up, w, g)
-            self.linear.weight_gradients(here.index, "up", w, g, g.bias("up"), d_mlp_up, inputs.x)
+            how = {"shape": shape, "out": out, "bias": bias, "settles": True}
+            d_mlp_up = self.operands.gradient(temps, here.id_of("d_mlp_up"), write, **how)
+            self.linear.input_gradient(at, "up", d_x, d_mlp_up)
+            self.linear.weight_gradients(at, "up", d_mlp_up, inputs.x)
 
-    def _backward_down(
-        self,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        mlp_up: Result,
-        d_out: Tensor,
-        to: OutputForms,
-    ) -> None:
+    def _backward_down(self, at: Frame, mlp_up: Result, d_out: Tensor, to: OutputForms) -> None:
         """The down product and the activation: `to` is the gradient of mlp_up (may be mlp_up). The
         activation is made once more where the down product's weight needs it."""
+        here, operands = at.here, self.operands
         with ExitStack() as temps:
-            d_down = self.operands.of_tensor(
-                temps, here.out_id, d_out, measured=True, transposed=True
-            )
+            how = {"measured": True, "transposed": True}
+            d_down = operands.of_tensor(temps, here.out_id, d_out, **how)
 
             def place(inner: ExitStack) -> Tensor:
-                shape, dtype = here.kept.mlp_act.shape, self.operands.result_dtype("d_mlp_act")
+                shape, dtype = here.kept.mlp_act.shape, operands.result_dtype("d_mlp_act")
                 return inner.enter_context(self.dev.scratch("d_mlp_act", shape, dtype))
 
             handed = Handed(
                 place=place,
-                result=partial(self.operands.result, here.id_of("d_mlp_act")),
-                written=partial(self.operands.written, here.id_of("d_mlp_up")),
+                result=partial(operands.result, here.id_of("d_mlp_act")),
+                written=partial(operands.written, here.id_of("d_mlp_up")),
             )
 
             def write(act: OutputForms) -> None:
                 epilogue = ActivatedGradient(name=self.activation, up=mlp_up, to=to, again=act)
-                down = (here.index, "down", handed, d_down, w, g)
-                self.linear.input_gradient(*down, epilogue=epilogue)
+                self.linear.input_gradient(at, "down", handed, d_down, epilogue=epilogue)
 
-            mlp_act = self.operands.kept(here.kept.mlp_act)
-            if mlp_act is None and self.linear.needs_input(here.index, "down", g):
-                mlp_act = self.operands.input_again(temps, here.kept.mlp_act, write, product=False)
+            mlp_act = operands.kept(here.kept.mlp_act)
+            if mlp_act is None and self.linear.needs_input(at, "down"):
+                mlp_act = operands.input_again(temps, here.kept.mlp_act, write, product=False)
             else:
                 write(NOWHERE)
-            self.linear.weight_gradients(here.index, "down", w, g, g.bias("down"), d_down, mlp_act)
+            self.linear.weight_gradients(at, "down", d_down, mlp_act)

@@ -15,10 +15,9 @@ from llmq.base.dtypes import F32, I32
 from llmq.base.operand import Operand, OutputForms, tensor_of
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation
-from llmq.model.activations import HalfLayer
-from llmq.model.halves.half import Frame, Shared
+from llmq.model.activations import Frame, HalfLayer, scratch_like
+from llmq.model.halves.half import Shared
 from llmq.model.linear import Linear
-from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import swiglu
 from llmq.ops.elementwise import add
 from llmq.ops.expert_rows import combine, combine_backward
@@ -59,84 +58,66 @@ class SharedExpert:
             act=here.activation("shared_act", F, kept=not r.swiglu),
         )
 
-    def forward(
-        self, frame: Frame, here: HalfLayer, kept: SharedKept, w: BlockWeights, x: Operand
-    ) -> None:
+    def forward(self, at: Frame, x: Operand) -> None:
         """Adds to here.out, from x (S, C)."""
-        dev, out = self.dev, here.out.out
-        matmul(dev, kept.gate_logits, tensor_of(x), w["shared_gate"], trans_b=True)
+        dev, kept, out = self.dev, at.here.kept.shared, at.here.out.out
+        matmul(dev, kept.gate_logits, tensor_of(x), at.w["shared_gate"], trans_b=True)
         route(dev, self._chosen, kept.gate, kept.gate_logits, **_SIGMOID)
-        up, act = (each.place(dev, frame.temps) for each in (kept.up, kept.act))
-        self.linear.forward(here.index, "shared_up", up, x, w)
+        up, act = (each.place(dev, at.temps) for each in (kept.up, kept.act))
+        self.linear.forward(at, "shared_up", up, x)
         swiglu.forward(dev, act, up)
         with ExitStack() as temps:
-            gated = temps.enter_context(dev.scratch("shared_act.gated", act.shape, act.dtype))
-            y = temps.enter_context(dev.scratch("shared_out", out.shape, out.dtype))
+            gated = scratch_like(dev, temps, "shared_act.gated", act)
+            y = scratch_like(dev, temps, "shared_out", out)
             combine(dev, gated, act, self._places, kept.gate)
-            operand = self.operands.of_tensor(
-                temps, kept.act.tensor_id, gated, measured=False, transposed=False
-            )
-            self.linear.forward(here.index, "shared_down", y, operand, w)
+            how = {"measured": False, "transposed": False}
+            operand = self.operands.of_tensor(temps, kept.act.tensor_id, gated, **how)
+            self.linear.forward(at, "shared_down", y, operand)
             add(dev, out, out, y)
 
-    def up_again(
-        self,
-        temps: ExitStack,
-        here: HalfLayer,
-        kept: SharedKept,
-        w: BlockWeights,
-        x: Operand | None,
-    ) -> Tensor:
+    def up_again(self, at: Frame, x: Operand | None) -> Tensor:
         """up (S, 2Fs), kept or computed again."""
-        up = kept.up.place(self.dev, temps)
-        if here.recompute.ffn:
-            self.linear.forward(here.index, "shared_up", up, x, w)
+        up = at.here.kept.shared.up.place(self.dev, at.temps)
+        if at.here.recompute.ffn:
+            self.linear.forward(at, "shared_up", up, x)
         return up
 
-    def needs_input(self, here: HalfLayer, g: BlockGrads) -> bool:
+    def needs_input(self, at: Frame) -> bool:
         """Whether `backward` needs x."""
-        return "shared_gate" in g or self.linear.needs_input(here.index, "shared_up", g)
+        return "shared_gate" in at.g or self.linear.needs_input(at, "shared_up")
 
     def backward(
-        self,
-        here: HalfLayer,
-        kept: SharedKept,
-        w: BlockWeights,
-        g: BlockGrads,
-        x: Operand | None,
-        up: Tensor,
-        d_out: Tensor,
-        d_x: Tensor | None,
+        self, at: Frame, x: Operand | None, up: Tensor, d_out: Tensor, d_x: Tensor | None
     ) -> None:
         """d_x (S, C), if it is wanted, and the weights' gradients; overwrites up."""
-        dev, linear, layer, operands = self.dev, self.linear, here.index, self.operands
+        dev, linear, operands = self.dev, self.linear, self.operands
+        here, kept, gate = at.here, at.here.kept.shared, at.w["shared_gate"]
         with ExitStack() as temps:
             act = kept.act.place(dev, temps)
             if kept.act.tensor is None:
                 swiglu.forward(dev, act, up)
-            d_act = temps.enter_context(dev.scratch("d_shared_act", act.shape, act.dtype))
-            d_gate = temps.enter_context(dev.scratch("d_shared_gate", kept.gate.shape, F32))
-            d_y = operands.of_tensor(temps, here.out_id, d_out, measured=True, transposed=True)
-            linear.input_gradient(layer, "shared_down", d_act, d_y, w, g)
+            d_act = scratch_like(dev, temps, "d_shared_act", act)
+            d_gate = scratch_like(dev, temps, "d_shared_gate", kept.gate)
+            how = {"measured": True, "transposed": True}
+            d_y = operands.of_tensor(temps, here.out_id, d_out, **how)
+            linear.input_gradient(at, "shared_down", d_act, d_y)
             combine_backward(dev, d_act, d_gate, act, self._places, kept.gate, weighted=act)
             again = operands.of_tensor_again(temps, kept.act.tensor_id, act, product=False)
-            linear.weight_gradients(layer, "shared_down", w, g, None, d_y, again)
+            linear.weight_gradients(at, "shared_down", d_y, again)
 
             def write(to: OutputForms) -> None:
                 swiglu.backward(dev, to.out, d_act, up, abs_max=to.abs_max, fp8=to.fp8)
 
-            d_up = operands.gradient(
-                temps, here.id_of("d_shared_up"), write, shape=up.shape, out=up
-            )
-            linear.input_gradient(layer, "shared_up", d_x, d_up, w, g)
+            how = {"shape": up.shape, "out": up}
+            d_up = operands.gradient(temps, here.id_of("d_shared_up"), write, **how)
+            linear.input_gradient(at, "shared_up", d_x, d_up)
             if x is not None:
                 x, norm = tensor_of(x), here.norm.out.tensor_id
                 again = operands.of_tensor_again(temps, norm, x, product=False)
-                linear.weight_gradients(layer, "shared_up", w, g, None, d_up, again)
-            gate = w["shared_gate"]
-            shape = kept.gate.shape
-            d_logits = temps.enter_context(dev.scratch("d_gate_logits", shape, gate.dtype))
+                linear.weight_gradients(at, "shared_up", d_up, again)
+            scratch = dev.scratch("d_gate_logits", kept.gate.shape, gate.dtype)
+            d_logits = temps.enter_context(scratch)
             route_backward(dev, d_logits, d_gate, kept.gate_logits, self._chosen, **_SIGMOID)
             if d_x is not None:
                 matmul(dev, d_x, d_logits, gate, accumulate=True)
-            self.routers.weight_gradients(g.get("shared_gate"), None, d_logits, x)
+            self.routers.weight_gradients(at.g.get("shared_gate"), None, d_logits, x)
