@@ -26,7 +26,6 @@ import numpy as np
 from llmq.base.errors import LlmqError, MachineError
 from llmq.base.files import read_own
 from llmq.checkpoint.manifest import digest_of
-from llmq.data.epoch_plan import shuffled
 from llmq.data.tokenizer import EXACT_CODE, EXACT_MODULE
 from llmq.data.tokens import TokenWriter
 from tests import runs
@@ -278,15 +277,8 @@ def cache(root: Path, rng: random.Random) -> tuple[str, None, Problems]:
 
 
 def data(root: Path, rng: random.Random) -> tuple[str, Ended | None, Problems]:
-    """Order elements as llm.q does, or give a model without heads and a file without tokens."""
-    kind = rng.choice(("order", "heads", "tokens"))
-    if kind == "order":
-        n, seed = (
-            rng.choice((rng.randrange(1, 300), rng.randrange(300, 200_000))),
-            rng.getrandbits(32),
-        )
-        good = np.array_equal(shuffled(n, seed), _one_after_the_other(n, seed))
-        return f"order of {n}, seed {seed}", None, [] if good else [("changed", "another order")]
+    """Give a model without heads, or a file without tokens."""
+    kind = rng.choice(("heads", "tokens"))
     if kind == "heads":
         path = root / "model/config.json"
         name = rng.choice(("num_attention_heads", "num_key_value_heads"))
@@ -301,36 +293,6 @@ def data(root: Path, rng: random.Random) -> tuple[str, Ended | None, Problems]:
     ended = _ended(root, *train(train_file="data/none.bin"))
     masked = "masked" in ended.text
     return f"{count} tokens", ended, [("changed", "a wrong reason")] if masked else []
-
-
-def _one_after_the_other(n: int, seed: int) -> np.ndarray:
-    """libstdc++'s shuffle as it is written there: Lehmer's engine, and a swap for each element."""
-    state = seed % (2**31 - 1) or 1
-
-    def draw(end: int) -> int:
-        nonlocal state
-        scale = (2**31 - 3) // end
-        while True:
-            state = state * 16807 % (2**31 - 1)
-            if state - 1 < end * scale:
-                return (state - 1) // scale
-
-    order, i = list(range(n)), 1
-    paired = n > 0 and (2**31 - 3) // n >= n
-    if paired and n % 2 == 0:
-        j = draw(2)
-        order[1], order[j] = order[j], order[1]
-        i = 2
-    while i < n:
-        if paired:
-            one, two = divmod(draw((i + 1) * (i + 2)), i + 2)
-            partners = [one, two]
-        else:
-            partners = [draw(i + 1)]
-        for j in partners:
-            order[i], order[j] = order[j], order[i]
-            i += 1
-    return np.array(order, np.int32)
 
 
 def full(root: Path, rng: random.Random) -> tuple[str, Ended, Problems]:
