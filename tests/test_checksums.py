@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import zlib
 
 import numpy as np
 import pytest
@@ -44,19 +43,15 @@ def read_everything(path):
         file.close()
 
 
-def sums_of(path, version, sum_of, letter):
-    """The bytes of a `.sums` file. letter: of the checksums' type in `struct`."""
+def test_bytes_of_the_format(path):
+    sum_of = xxhash.xxh3_64_intdigest
     content, docs = path.read_bytes(), path.with_suffix(".docs").read_bytes()
     pieces = [content[i : i + PIECE_BYTES] for i in range(0, len(content), PIECE_BYTES)]
-    sums = struct.pack(f"<4{letter}", *map(sum_of, pieces))
-    head = b"BIN.SUM\n" + struct.pack("<2i2q", version, 65536, len(content), len(docs))
-    head += struct.pack(f"<2{letter}", sum_of(docs), sum_of(sums))
-    return head + struct.pack(f"<{letter}", sum_of(head)) + sums
-
-
-def test_bytes_of_the_format(path):
+    sums = struct.pack("<4Q", *map(sum_of, pieces))
+    head = b"BIN.SUM\n" + struct.pack("<2i2q", 2, 65536, len(content), len(docs))
+    head += struct.pack("<2Q", sum_of(docs), sum_of(sums))
     written = checksums_path(path).read_bytes()
-    assert written == sums_of(path, 2, xxhash.xxh3_64_intdigest, "Q")
+    assert written == head + struct.pack("<Q", sum_of(head)) + sums
 
 
 def test_a_known_file(tmp_path):
@@ -71,26 +66,12 @@ def test_a_known_file(tmp_path):
     )
 
 
-def test_files_of_version_1_are_compared_too(path):
-    """Those have CRC-32."""
-    checksums_path(path).write_bytes(sums_of(path, 1, zlib.crc32, "I"))
-    read_everything(path)
-    assert len(DocumentIndex.read(path)) == 3
-    flip(path, -1)
-    with pytest.raises(DataError, match="bytes 196608 to 262144"):
-        read_everything(path)
-    flip(path.with_suffix(".docs"), -1)
-    with pytest.raises(DataError, match=r"is not the one that 'a\.sums' was written for"):
-        DocumentIndex.read(path)
-
-
 @pytest.mark.parametrize(
     ("data", "said"),
     [
         (b"BIN.SUM\n\2", "is no file of checksums"),
-        (b"BIN.SUM\n" + struct.pack("<i", 3) + bytes(44), "has version 3, only 1 and 2 can be"),
+        (b"BIN.SUM\n" + struct.pack("<i", 1) + bytes(44), "has version 1, only 2 can be read"),
         (b"BIN.SUM\n" + struct.pack("<i", 2), "is damaged"),
-        (b"BIN.SUM\n" + struct.pack("<i", 1) + bytes(32), "is damaged"),
     ],
 )
 def test_what_is_no_sums_file(path, data, said):

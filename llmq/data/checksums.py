@@ -10,8 +10,8 @@
           48     uint64   XXH3 of the 48 bytes before
           56     n uint64 XXH3 of each piece of the token file
 
-Everything is little-endian; XXH3 has 64 bits and no seed. Version 1, which is read too, has CRC-32
-instead, as uint32. Pieces are small, because rows are read in a shuffled order.
+Everything is little-endian; XXH3 has 64 bits and no seed. Pieces are small, because rows are read
+in a shuffled order.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ import functools
 import os
 import struct
 import threading
-import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-import xxhash
+from xxhash import xxh3_64_intdigest as sum_of
 
 from llmq.base.errors import DataError
 from llmq.base.files import check_readable, disk_errors, expand_pattern, read_errors, replacing
@@ -37,20 +34,8 @@ MAGIC = b"BIN.SUM\n"
 VERSION = 2
 SUFFIX = ".sums"
 PIECE_BYTES = 1 << 16
-
-
-class _SumsVersion(NamedTuple):
-    """The checksum function of a version, and how its values are stored."""
-
-    sum_of: Callable[[bytes | memoryview], int]
-    sum_type: np.dtype
-    fields: struct.Struct  # the header without its own checksum, which follows
-
-
-_VERSIONS = {
-    1: _SumsVersion(zlib.crc32, np.dtype("<u4"), struct.Struct("<8s2i2q2I")),
-    2: _SumsVersion(xxhash.xxh3_64_intdigest, np.dtype("<u8"), struct.Struct("<8s2i2q2Q")),
-}
+_FIELDS = struct.Struct("<8s2i2q2Q")  # the header without its own checksum, which follows
+_SUM = np.dtype("<u8")
 _of_thread = threading.local()  # .buffer: the piece that this thread has read last
 
 
@@ -61,19 +46,18 @@ def checksums_path(token_file: Path) -> Path:
 
 def write_checksums(token_file: Path) -> None:
     """Write the `.sums` file of a token file and its `.docs` file. Raises LlmqError."""
-    sum_of, sum_type, fields = _VERSIONS[VERSION]
     with disk_errors(checksums_path(token_file)):
         with open(token_file, "rb", buffering=0) as file:
             pieces = iter(functools.partial(file.read, PIECE_BYTES), b"")
-            sums = np.array([sum_of(piece) for piece in pieces], sum_type).tobytes()
+            sums = np.array([sum_of(piece) for piece in pieces], _SUM).tobytes()
             num_bytes = os.fstat(file.fileno()).st_size
         documents, docs, docs_bytes = documents_path(token_file), b"", -1
         if documents.exists():
             docs = documents.read_bytes()
             docs_bytes = len(docs)
     counts = (PIECE_BYTES, num_bytes, docs_bytes)
-    head = fields.pack(MAGIC, VERSION, *counts, sum_of(docs), sum_of(sums))
-    own = sum_of(head).to_bytes(sum_type.itemsize, "little")
+    head = _FIELDS.pack(MAGIC, VERSION, *counts, sum_of(docs), sum_of(sums))
+    own = sum_of(head).to_bytes(_SUM.itemsize, "little")
     with replacing(checksums_path(token_file)) as file:
         file.write(head + own + sums)
 
@@ -93,32 +77,26 @@ class Checksums:
         if not data.startswith(MAGIC) or len(data) < len(MAGIC) + 4:
             raise self._wrong("is no file of checksums")
         (version,) = struct.unpack_from("<i", data, len(MAGIC))
-        if version not in _VERSIONS:
-            known = " and ".join(map(str, _VERSIONS))
-            raise self._wrong(f"has version {version}, only {known} can be read")
-        self._sums = self._parse(data, _VERSIONS[version])
+        if version != VERSION:
+            raise self._wrong(f"has version {version}, only {VERSION} can be read")
+        at = _FIELDS.size + _SUM.itemsize
+        head, own, sums = data[: _FIELDS.size], data[_FIELDS.size : at], data[at:]
+        if len(data) < at or sum_of(head) != int.from_bytes(own, "little"):
+            raise self._wrong("is damaged")
+        _, _, piece, size, self._docs_bytes, self._docs, of_sums = _FIELDS.unpack(head)
+        if sum_of(sums) != of_sums or piece.bit_count() != 1 or piece < 0:
+            raise self._wrong("is damaged")
+        if size != num_bytes or len(sums) != -(-size // piece) * _SUM.itemsize:
+            raise self._wrong(f"is of a file of {size} bytes, not of one of {num_bytes}")
+        self._piece, self._shift = piece, piece.bit_length() - 1
+        self._sums: list[int] = np.frombuffer(sums, _SUM).tolist()
         # 1: not compared yet. One more entry serves reads of nothing at the end of the file.
         self._unread = bytearray(b"\1" * len(self._sums) + b"\0")
 
-    def _parse(self, data: bytes, layout: _SumsVersion) -> list[int]:
-        """Take over the header; returns the checksums of pieces."""
-        sum_of, sum_type, fields = layout
-        at = fields.size + sum_type.itemsize
-        head, own, sums = data[: fields.size], data[fields.size : at], data[at:]
-        if len(data) < at or sum_of(head) != int.from_bytes(own, "little"):
-            raise self._wrong("is damaged")
-        _, _, piece, size, self._docs_bytes, self._docs, of_sums = fields.unpack(head)
-        if sum_of(sums) != of_sums or piece.bit_count() != 1 or piece < 0:
-            raise self._wrong("is damaged")
-        if size != self.num_bytes or len(sums) != -(-size // piece) * sum_type.itemsize:
-            raise self._wrong(f"is of a file of {size} bytes, not of one of {self.num_bytes}")
-        self._sum_of, self._piece, self._shift = sum_of, piece, piece.bit_length() - 1
-        return np.frombuffer(sums, sum_type).tolist()
-
     def _wrong(self, problem: str) -> DataError:
         return DataError(
-            f"'{self.path}' {problem}: copy it together with '{self.token_file}', or remove it if "
-            "that file was not written by `llmq tokenize`"
+            f"'{self.path}' {problem}: copy it together with '{self.token_file}', tokenize "
+            "the data again, or remove it if that file was not written by `llmq tokenize`"
         )
 
     @classmethod
@@ -157,7 +135,7 @@ class Checksums:
             _of_thread.buffer = memoryview(bytearray(self._piece))
         data = _of_thread.buffer[:size]
         got = os.preadv(descriptor, (data,), begin)
-        if got != size or self._sum_of(data) != self._sums[index]:
+        if got != size or sum_of(data) != self._sums[index]:
             raise DataError(
                 f"'{self.token_file}' is damaged: bytes {begin} to {begin + self._piece} are not "
                 f"those that '{self.path}' was written for: copy both again, tokenize the data "
@@ -172,7 +150,7 @@ class Checksums:
 
     def verify_documents(self, data: bytes, path: Path) -> None:
         """Compare the content of the `.docs` file. DataError if it differs."""
-        if (len(data), self._sum_of(data)) != (self._docs_bytes, self._docs):
+        if (len(data), sum_of(data)) != (self._docs_bytes, self._docs):
             raise DataError(
                 f"'{path}' is not the one that '{self.path.name}' was written for: it is damaged, "
                 "or of another token file; copy them together, or tokenize the data again"

@@ -43,8 +43,6 @@ from llmq.data.tokens import TokenFile, TokenWriter, mask_path
 
 SPLITS = ("train", "eval")
 MOST_NOTES = 50  # of a data set whose messages have fields of any name
-# Manifests of earlier versions lack these options.
-EARLIER = {"special_tokens": [[], []], "format": "text", "train_on": None, "chat_template": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +256,7 @@ class Manifest:
         )
 
     def _special_tokens(self) -> str:
-        before, after = (EARLIER | self.data["options"])["special_tokens"]
+        before, after = self.data["options"]["special_tokens"]
         sides = [(before, "before it"), (after, "behind it")]
         return ", ".join(
             f"{self._tokenizer.decode(ids)} ({' '.join(map(str, ids))}) {side}"
@@ -358,7 +356,7 @@ def _check_same(
     inputs: list[list],
 ) -> None:
     """Raise DataError if the tokens that are there were made in another way."""
-    then = EARLIER | data["options"]
+    then = data["options"]
     changed = [name for name in options if options[name] != then.get(name)]
     if "tokenizer" in changed:
         other = TokenizerId.from_record(data.get("tokenizer")) or "one that it does not name"
