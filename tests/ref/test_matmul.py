@@ -10,6 +10,7 @@ from llmq.ref.common import decode_fp8
 from tests.covering import pairwise
 
 CASES = {k: v for k, v in ref.CASES.items() if not k.startswith("qwen")}
+CASES |= {"in_pieces": (300, 4096, 8, False, True)}
 NO_WORKSPACE = np.empty(0, np.uint8)
 
 
@@ -37,8 +38,7 @@ BOTH = (False, True)
         factors=((1.0, 1.0), (-0.75, 0.5)),
     ),
 )
-def test_equals_torch(rng, monkeypatch, case, with_bias, added, dtype, factors):
-    monkeypatch.setattr(ref, "CHUNK", 512)  # so that accumulation works in several pieces
+def test_equals_torch(rng, case, with_bias, added, dtype, factors):
     M, N, K, *trans = CASES[case]
     a, b, bias, out = operands(rng, M, N, K, *trans, dtype)
     accumulate, addend = added == "accumulate", out.copy() if added == "addend" else None
@@ -67,6 +67,7 @@ def test_f32_out_of_bf16_operands_is_not_rounded(rng):
 
 
 FP8_CASES = {k: v for k, v in ref.FP8_CASES.items() if not k.startswith("qwen")}
+FP8_CASES |= {"in_pieces": (300, 4096, 16)}
 
 
 @pytest.mark.parametrize("dtype, torch_dtype", [(E4M3, "float8_e4m3fn"), (E5M2, "float8_e5m2")])
@@ -86,9 +87,8 @@ def test_every_fp8_code(dtype, torch_dtype):
     ),
     ids=str,
 )
-def test_fp8_equals_torch(rng, monkeypatch, case, formats, dtype, added):
+def test_fp8_equals_torch(rng, case, formats, dtype, added):
     (a_dtype, b_dtype), bias, accumulate = formats, added == "bias", added == "accumulate"
-    monkeypatch.setattr(ref, "CHUNK", 512)  # so that there are several pieces
     M, N, K = FP8_CASES[case]
     a, b = (rng.normal(size=s).astype(d.numpy) for s, d in (((M, K), a_dtype), ((N, K), b_dtype)))
     scale_a, scale_b = (rng.uniform(0.5, 1, 1).astype(np.float32) for _ in range(2))
@@ -109,10 +109,9 @@ def test_fp8_equals_torch(rng, monkeypatch, case, formats, dtype, added):
 
 
 @pytest.mark.parametrize("dtype, name", [(E4M3, "float8_e4m3fn"), (E5M2, "float8_e5m2")])
-def test_fp8_results_are_codes(rng, monkeypatch, dtype, name):
+def test_fp8_results_are_codes(rng, dtype, name):
     """Those of the product in F32, times the factor, by torch; what is too large is clamped."""
-    monkeypatch.setattr(ref, "CHUNK", 512)  # so that there are several pieces
-    M, N, K = FP8_CASES["tall"]
+    M, N, K = FP8_CASES["in_pieces"]
     a, b = (rng.normal(size=(n, K)).astype(E4M3.numpy) for n in (M, N))
     one, largest = np.ones(1, np.float32), np.full(1, 1e9, np.float32)
     exact, codes = np.empty((M, N), np.float32), np.empty((M, N), dtype.numpy)
