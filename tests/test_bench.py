@@ -292,7 +292,6 @@ def test_child_that_hangs(monkeypatch, tmp_path):
         monkeypatch, code + "time.sleep(9 if job['options']['seed'] == 1 else 0); sys.exit(5)"
     )
     monkeypatch.setattr(child, "START_SECONDS", 1)
-    monkeypatch.setattr(child, "LAST_WORDS", 0.5)
     monkeypatch.setattr(bench, "predict", lambda runs: ([{}] * len(runs), None))
     file = suite(tmp_path, json.dumps(TINY | {"seed": [1, 2], "watchdog": 1}))
     with pytest.raises(LlmqError, match="2 of 2 runs failed"):
@@ -309,7 +308,6 @@ def test_the_report_says_where_a_run_hung_and_not_how_it_began(monkeypatch, tmp_
         "deeper = lambda n: deeper(n - 1) if n else time.sleep(9); print('began'); deeper(20)"
     )
     child_runs(monkeypatch, code)
-    monkeypatch.setattr(child, "LAST_WORDS", 0.5)
     how = BenchOptions(out=tmp_path / "out", steps=1, repeats=1, timeout=1)
     with pytest.raises(LlmqError, match="1 of 1 runs failed"):
         run_bench(TINY, None, how, [])
@@ -325,7 +323,6 @@ def test_child_that_is_late(monkeypatch):
         "import pathlib; [(pathlib.Path(sys.argv[2]).touch(), time.sleep(0.1)) for _ in range(99)]"
     )
     child_runs(monkeypatch, code)
-    monkeypatch.setattr(child, "LAST_WORDS", 0.2)
     outcome = run_child(TINY, steps=1, repeats=1, timeout=1)
     assert outcome["status"] == "hung"
     assert outcome["message"].startswith(
@@ -383,15 +380,11 @@ def test_clocks_settle_before_steps_are_timed(monkeypatch):
     """In as many steps as that takes; repeats are as long as they are asked to be, or longer."""
     with open_trainer(TINY, 100) as trainer:
         batches = random_batches(trainer)
-        monkeypatch.setattr(measure, "SETTLE", 0.2)
-        monkeypatch.setattr(measure, "TIMED", 0.0)
         start = time.monotonic()
-        assert settle(trainer, batches, 5) == 5
+        assert settle(trainer, batches, 5, duration=0.2, repeat=0.0) == 5
         assert 0.2 <= time.monotonic() - start < 10
-        monkeypatch.setattr(measure, "SETTLE", 0.0)
         monkeypatch.setattr(measure, "steps_for", lambda *_: [0.3, 0.04])
-        monkeypatch.setattr(measure, "TIMED", 1.0)
-        assert settle(trainer, batches, 5) == 25
+        assert settle(trainer, batches, 5, repeat=1.0) == 25
 
 
 class BusyGpu:

@@ -7,16 +7,9 @@ import time
 
 import pytest
 
-from llmq.bench import child
 from llmq.bench.child import KEPT_LINES, run_child, watched
 
 TOUCHING = "import pathlib, sys, time; alive = pathlib.Path(sys.argv[1])\n"
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(child, "POLL", 0.1)
-    monkeypatch.setattr(child, "LAST_WORDS", 0.5)
 
 
 def run(tmp_path, code: str, limit: float, text: str = "") -> int | None:

@@ -11,7 +11,7 @@ import pytest
 
 from llmq.base.errors import DataError
 from llmq.data.document_file import documents_path, partial_path
-from llmq.data.document_index import DocumentIndex
+from llmq.data.document_index import _SCAN_TOKENS, DocumentIndex
 from llmq.data.inputs import Portions
 from llmq.data.tokens import TokenFile, TokenWriter, open_token_files
 from tests.text_data import EOS, documents, encoded, ids, run, write_jsonl
@@ -186,11 +186,12 @@ def test_a_renamed_file_says_what_to_do(tmp_path):
 def test_found_by_a_separator(tmp_path, monkeypatch):
     path = tmp_path / "a.bin"
     with TokenWriter(path, 1000) as writer:
+        writer.write(np.ones(_SCAN_TOKENS - 3, np.int32))
         writer.write([1, 2, 7, 7, 3, 7, 4])
-    monkeypatch.setattr("llmq.data.document_index._SCAN_TOKENS", 3)
-    assert read(path, 7) == ([0, 3, 4, 6, 7], True)
+    found = [0, *(_SCAN_TOKENS + n for n in (0, 1, 3, 4))]
+    assert read(path, 7) == (found, True)
     monkeypatch.setattr(TokenFile, "read_tokens", Mock(side_effect=EOFError))
-    assert read(path, 7) == ([0, 3, 4, 6, 7], True)  # remembered
+    assert read(path, 7) == (found, True)  # remembered
     with pytest.raises(EOFError):  # another separator is looked for
         read(path, 3)
     monkeypatch.undo()

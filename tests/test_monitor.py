@@ -8,7 +8,6 @@ import pytest
 from llmq.base.errors import LlmqError
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
-from llmq.run import monitor as monitor_module
 from llmq.run.monitor import (
     measured_peak,
     speed_of_light,
@@ -16,9 +15,15 @@ from llmq.run.monitor import (
     system_record,
 )
 from llmq.run.training import announce_machine
-from llmq.runtime import gpu_info as gpu_info_module
 from llmq.runtime.device import MemorySizes
-from llmq.runtime.gpu_info import GpuInfo, bus_id, gpu_count, gpu_info, least_free
+from llmq.runtime.gpu_info import (
+    GpuInfo,
+    bus_id,
+    gpu_count,
+    gpu_info,
+    least_free,
+    library_versions,
+)
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.nvml import NvmlGpu
 from tests.fake_nvml import FakeError, FakeGpu, FakeNvml
@@ -100,12 +105,11 @@ def test_gpu_info(monkeypatch):
         gpu_info(0)
 
 
-def test_libraries_that_do_not_load_are_left_out(monkeypatch):
+def test_libraries_that_do_not_load_are_left_out():
     def missing():
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(gpu_info_module, "_LIBRARIES", {"a": missing, "b": lambda: 9190})
-    assert gpu_info_module.library_versions() == {"b": "9190"}
+    assert library_versions({"a": missing, "b": lambda: 9190}) == {"b": "9190"}
 
 
 # -- [Speed of Light] ----------------------------------------------------------------------------
@@ -209,14 +213,12 @@ class GpuLike(HostDevice):
     kind = "cuda"
 
 
-def test_measured_peak_uses_the_stack_and_stays_below_its_mark(monkeypatch):
-    monkeypatch.setattr(monitor_module, "PRODUCT_SIZES", (256, 32))
-    monkeypatch.setattr(monitor_module, "PRODUCT_SECONDS", 1e-4)
+def test_measured_peak_uses_the_stack_and_stays_below_its_mark():
     sizes = {n: 3 * 2 * n * n for n in (256, 32)}
     for stack, used in ((sizes[256] + 256, sizes[256]), (sizes[256], sizes[32])):
         dev = GpuLike(MemorySizes(device=0, stack=stack, pinned=0), poison=True)
-        assert measured_peak(dev) > 0
+        assert measured_peak(dev, [*sizes], 1e-4) > 0
         assert dev.stack.high_water_mark == used < stack
     small = GpuLike(MemorySizes(device=0, stack=sizes[32], pinned=0))
-    assert measured_peak(small) is None
+    assert measured_peak(small, [*sizes]) is None
     assert measured_peak(HostDevice(MemorySizes(device=0, stack=MIB, pinned=0))) is None

@@ -336,16 +336,17 @@ def test_what_has_no_question_at_all_is_cut_as_before(tmp_path, mask):
         assert len(one.data.plan.sources[0].pieces) == 3 + (mask is None) and not one.data.left_out
 
 
-def test_counts_of_trained_tokens(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmq.data.document_index._BLOCK", 7)
+def test_counts_of_trained_tokens(tmp_path):
+    """However much is read at once."""
     rng = np.random.default_rng(0)
     for share in (0.5, 0.02, 0.0):
         mask = rng.random(70) < share
         offsets = np.array([0, 1, 5, 14, 15, 21, 40, 70])
         file = TokenFile(write(tmp_path / "a.bin", np.diff(offsets), mask=mask))
         expected = [mask[a + 1 : b].sum() for a, b in itertools.pairwise(offsets)]
-        assert trained_tokens(file, offsets).tolist() == expected
-        assert has_trained_tokens(file) == mask[1:].any()
+        for block in (1, 7, 1 << 22):
+            assert trained_tokens(file, offsets, block).tolist() == expected
+            assert has_trained_tokens(file, block) == mask[1:].any()
 
 
 # ------------------------------------------------------------------------------------------------

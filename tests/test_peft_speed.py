@@ -110,12 +110,9 @@ def test_all_weights_of_a_model_with_delta_nets_train_without_peft():
 
 def test_clocks_settle_before_steps_are_timed(monkeypatch):
     side = side_of(job(steps=2))
-    monkeypatch.setattr(peft_side, "SETTLE", 0.1)
-    monkeypatch.setattr(peft_side, "TIMED", 0.0)
-    assert side._settle() == 2
+    assert side._settle(0.1, 0.0) == 2
     monkeypatch.setattr(side, "step", lambda: time.sleep(0.04))
-    monkeypatch.setattr(peft_side, "TIMED", 1.0)
-    assert 10 <= side._settle() <= 25
+    assert 10 <= side._settle(0.1, 1.0) <= 25
 
 
 def test_layers_with_windows_keep_the_mask_of_transformers():

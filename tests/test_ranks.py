@@ -487,7 +487,6 @@ def test_a_trainer_whose_weights_cannot_be_loaded_leaves_nothing(world, monkeypa
 
 def test_a_rank_that_hangs_is_found(monkeypatch, capsys):
     """The state of each rank is printed, and the others are let go."""
-    monkeypatch.setattr("llmq.runtime.workers.PATIENCE", 0.5)
     release = threading.Event()
     real = Step.micro_step
 

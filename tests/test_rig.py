@@ -361,25 +361,23 @@ def test_a_child_notes_what_it_finds():
     assert "FileNotFoundError" in found["error"]
 
 
-def test_a_child_that_hangs_is_ended(monkeypatch):
+def test_a_child_that_hangs_is_ended():
     hangs = 'import sys, time; open(sys.argv[1], \'w\').write(\'{"result": {"a": 1}, '
     hangs += '"error": null}\'); time.sleep(60)'
-    monkeypatch.setattr(child, "CHILD", (sys.executable, "-c", hangs))
-    monkeypatch.setattr(child, "GRACE", 0.5)
     start = time.monotonic()
-    found = child.run_part("host", 0.5, {})
+    found = child.run_part("host", 0.5, {}, command=(sys.executable, "-c", hangs), grace=0.5)
     assert found["result"] == {"a": 1} and "was ended" in found["error"]
     assert time.monotonic() - start < 10
 
 
-def test_a_child_ends_with_a_rig_that_is_killed(monkeypatch):
+def test_a_child_ends_with_a_rig_that_is_killed():
     """Else the GPU would stay in use. For a row run_child sees to that."""
     tells = "import json, os, sys; from llmq.bench import child; found = []; "
     tells += "child.end_with = found.append; job = child.job_of_parent(); "
     tells += "result = {'ends': found == [os.getppid()], 'job': job}; "
     tells += "open(sys.argv[1], 'w').write(json.dumps({'result': result, 'error': None}))"
-    monkeypatch.setattr(child, "CHILD", (sys.executable, "-c", tells))
-    found = child.run_part("host", 0.5, {"disk": "/tmp"})["result"]
+    command = (sys.executable, "-c", tells)
+    found = child.run_part("host", 0.5, {"disk": "/tmp"}, command=command)["result"]
     assert found == {
         "ends": True,
         "job": {"part": "host", "seconds": 0.5, "options": {"disk": "/tmp"}},

@@ -161,7 +161,6 @@ def test_nobody_waits_for_nvml(watched):
 
 
 def test_a_driver_that_hangs_holds_nobody_up(watched, monkeypatch):
-    monkeypatch.setattr("llmq.run.sensors.PATIENCE", 0.05)
     nvml, hangs, free = FakeNvml(), threading.Event(), threading.Event()
     sensors = watched(nvml, interval=0.01)
     answers = []
@@ -169,7 +168,7 @@ def test_a_driver_that_hangs_holds_nobody_up(watched, monkeypatch):
         FakeNvml, "_ClockInfo", lambda *_: hangs.set() or answers.append(free.wait(20)) or 0
     )
     assert hangs.wait(20)
-    sensors.close()
+    sensors.close(0.05)
     assert answers == [], "it did not wait for the driver"
     assert nvml.listening == 1, "nothing is taken from a thread that uses it"
     free.set()

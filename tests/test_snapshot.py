@@ -16,7 +16,6 @@ from llmq.run.model_of_run import model_of_run
 from llmq.run.trainer import Trainer
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import HOST_SPEC, MemorySizes
-from llmq.state import pieces as module
 from llmq.state.params import weight_table
 from llmq.state.pieces import COPIED, SlabPiece, Snapshot
 from tests.runs import make_workplace, options
@@ -30,15 +29,14 @@ SLAB = weight_table(preset("tiny"))[0]
 class Holder:
     """Three tensors in two kinds of memory that steps read and updates write, on streams."""
 
-    def __init__(self, dev, monkeypatch):
-        monkeypatch.setattr(module, "COPIED", 600)  # bytes, so that there are several pieces
+    def __init__(self, dev):
         self.dev, self.count = dev, 0
         places = [("a", F32, "device"), ("b", F32, "pinned"), ("c", BF16, "write_combined")]
         self.tensors = [dev.alloc(name, (N,), dtype, "Master", at) for name, dtype, at in places]
         for tensor in self.tensors:
             dev.upload(tensor, np.zeros(N, tensor.dtype.numpy))
         pieces = [SlabPiece(SLAB, 0, N, tensor) for tensor in self.tensors]
-        self.snapshot = Snapshot(dev, {"weights": pieces[:1], "adam.m": pieces[1:]})
+        self.snapshot = Snapshot(dev, {"weights": pieces[:1], "adam.m": pieces[1:]}, copied=600)
 
     def forward(self):
         spans = [Span.of(tensor) for tensor in self.tensors]
@@ -74,8 +72,8 @@ def dev(request):
     device.close()
 
 
-def test_a_copy_is_of_the_moment_at_which_it_was_taken(dev, monkeypatch):
-    holder = Holder(dev, monkeypatch)
+def test_a_copy_is_of_the_moment_at_which_it_was_taken(dev):
+    holder = Holder(dev)
     for step in range(1, 4):
         holder.update()
         holder.snapshot.take()
@@ -86,9 +84,9 @@ def test_a_copy_is_of_the_moment_at_which_it_was_taken(dev, monkeypatch):
     assert dev.races.found == []
 
 
-def test_a_copy_beside_graphs(dev, monkeypatch):
+def test_a_copy_beside_graphs(dev):
     """The wait is before the update's graph, and none of theirs waits for the copy."""
-    holder = Holder(dev, monkeypatch)
+    holder = Holder(dev)
     for step in range(1, 6):
         dev.graph(("forward",), holder.forward)
         holder.snapshot.hold()
@@ -101,8 +99,8 @@ def test_a_copy_beside_graphs(dev, monkeypatch):
     assert values[0] == values[1] == values[2] and len(values[0]) == 1
 
 
-def test_an_update_has_to_wait_for_it(dev, monkeypatch):
-    holder = Holder(dev, monkeypatch)
+def test_an_update_has_to_wait_for_it(dev):
+    holder = Holder(dev)
     holder.snapshot.take()
     holder.forward()
     holder.update(holds=False)

@@ -332,7 +332,6 @@ def test_on_a_terminal_it_is_drawn_until_the_run_ends(machine, tmp_path, monkeyp
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=80, _environ={"TERM": "xterm"})
     monkeypatch.setattr(top_module, "printable_console", lambda: console)
-    monkeypatch.setattr(top_module, "LOOKS", 0.01)
     path = tmp_path / "run.json"
     write(path, ("step", step(0)))
     looks = []
@@ -346,7 +345,7 @@ def test_on_a_terminal_it_is_drawn_until_the_run_ends(machine, tmp_path, monkeyp
 
     monkeypatch.setattr(Top, "look", then_it_ends)
     with locked(lock_beside(path), "--log-file", path):
-        run_top(path)
+        run_top(path, every=0.01)
     assert len(looks) == 4
     assert "mine has ended" in screen.getvalue() and "\x1b[?25h" in screen.getvalue()
 

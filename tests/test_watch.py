@@ -346,8 +346,7 @@ def test_a_record_that_is_written_in_the_middle_of_a_read(log, monkeypatch):
             yield element
 
     monkeypatch.setattr(json_log, "elements", torn)
-    monkeypatch.setattr(json_log, "RETRY_SECONDS", 0)
-    reader = LogReader(log.path)
+    reader = LogReader(log.path, retry=0)
     assert [r["log"] for r in reader.new_records()] == [
         *["cmd", "option", "option", "dataset", "step", "step", "info", "info"]
     ]
@@ -528,8 +527,7 @@ def test_ctrl_c_keeps_what_was_sent(log, tmp_path, wandb, capsys, monkeypatch):
         ('[{"log": "cmd", "step": 3, "time": "TIME", "cmd": 5}]', "(TypeError("),
     ],
 )
-def test_what_is_no_log(tmp_path, monkeypatch, capsys, content, message):
-    monkeypatch.setattr(json_log, "RETRY_SECONDS", 0)
+def test_what_is_no_log(tmp_path, capsys, content, message):
     path, runs = tmp_path / "log.json", tmp_path / "runs"
     if content is not None:
         path.write_text(content.replace("TIME", TIME))

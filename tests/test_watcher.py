@@ -80,16 +80,19 @@ def test_a_process_that_cannot_start(monkeypatch, capsys):
     assert "WARNING: --tensorboard: Cannot allocate memory: the run" in capsys.readouterr().out
 
 
-def test_what_takes_long_is_left_to_itself(monkeypatch, capsys):
+@pytest.fixture
+def hanging(monkeypatch):
+    """Watchers that go on for a while when the run has ended."""
+    program = "import sys, time; print('at https://x', flush=True); sys.stdin.read(); "
+    command, real = [sys.executable, "-c", program + "time.sleep(0.5)"], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: real(command, **options))
+
+
+def test_what_takes_long_is_left_to_itself(hanging, capsys):
     """The end of a run waits only a little; a run that is killed closes the pipe, too."""
-    hangs = [sys.executable, "-c", "import sys, time; print('at https://x', flush=True); "
-             "sys.stdin.read(); time.sleep(0.5)"]  # fmt: skip
-    real = subprocess.Popen
-    monkeypatch.setattr(watcher, "PATIENCE", 0.01)
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **k: real(hangs, **k))
     one = watcher.Watcher("--wandb", Path("log.json"), "p", None)
     process = one._process
-    one.close()
+    one.close(0.01)
     out, err = capsys.readouterr()
     assert out in ("", "at https://x\n")
     assert err == f"warning: --wandb: process {process.pid} goes on sending the log\n"
@@ -111,21 +114,12 @@ def test_a_log_that_cannot_be_read_again(capsys):
     assert not Path("tb").exists()
 
 
-def test_the_process_holds_no_lock(monkeypatch):
+def test_the_process_holds_no_lock(hanging):
     """A run that continues at once is not refused because the last one's watcher still sends."""
-    hangs = [sys.executable, "-c", "import time; time.sleep(1)"]
-    real = subprocess.Popen
-    started = []
-
-    def start(command, **options):
-        started.append(real(hangs, **options))
-        return started[0]
-
-    monkeypatch.setattr(watcher, "PATIENCE", 0.01)
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", start)
-        assert train(steps=1, tensorboard="tb") == 0
-    assert started[0].poll() is None
-    with locked(Path(".log.json.llmq-lock"), "--log-file", Path("log.json")):
+    lock = Path(".log.json.llmq-lock"), "--log-file", Path("log.json")
+    with locked(*lock):
+        one = watcher.Watcher("--tensorboard", Path("log.json"), "p", None)
+    assert one._process.poll() is None
+    with locked(*lock):
         pass
-    started[0].wait()
+    one.close()

@@ -182,14 +182,15 @@ class PeftSide:
             found["graphs"], found["breaks"] = self._graphs()
         return found
 
-    def _settle(self) -> int:
-        """Steps until the clock is that of steps; how many of them a repeat has."""
+    def _settle(self, duration: float = SETTLE, repeat: float = TIMED) -> int:
+        """Steps for `duration` seconds, until the clock is that of steps; how many of them a repeat
+        of so many seconds has."""
         start, steps = time.monotonic(), 0
-        while time.monotonic() - start < SETTLE:
+        while time.monotonic() - start < duration:
             self.step()
             self._wait()
             steps += 1
-        return max(self.job.steps, math.ceil(TIMED * steps / (time.monotonic() - start)))
+        return max(self.job.steps, math.ceil(repeat * steps / (time.monotonic() - start)))
 
     def _wait(self) -> None:
         if self.job.device == "cuda":

@@ -106,10 +106,18 @@ def steps_for(trainer: Trainer, batches: list[Batch], duration: float) -> list[f
     return seconds
 
 
-def settle(trainer: Trainer, batches: list[Batch], steps: int) -> int:
-    """Makes steps until a GPU's clock is that of its power limit. How many a repeat needs, at least
-    `steps`: after a wait for the GPU the first ones run at a higher clock."""
-    return max(steps, math.ceil(TIMED / steps_for(trainer, batches, SETTLE)[-1]))
+def settle(
+    trainer: Trainer,
+    batches: list[Batch],
+    steps: int,
+    *,
+    duration: float = SETTLE,
+    repeat: float = TIMED,
+) -> int:
+    """Makes steps for `duration` seconds, until a GPU's clock is that of its power limit. How many
+    a repeat of so many seconds needs, at least `steps`: after a wait for the GPU the first ones run
+    at a higher clock."""
+    return max(steps, math.ceil(repeat / steps_for(trainer, batches, duration)[-1]))
 
 
 def host_work(trainer: Trainer, batches: list[Batch]) -> tuple[float, int | None]:

@@ -137,30 +137,30 @@ def _scanned(path: str, size: int, mtime_ns: int, separator: int) -> DocumentInd
 _BLOCK = 1 << 23  # mask bits that are looked at together
 
 
-def has_trained_tokens(file: TokenFile) -> bool:
+def has_trained_tokens(file: TokenFile, block: int = _BLOCK) -> bool:
     """Whether a file has a token whose prediction counts; nothing predicts its first one.
 
-    Masks are read up to the first bit that is set.
+    Masks are read up to the first bit that is set, so many together.
     """
     if not file.has_masks:
         return file.num_tokens > 1
-    for start in range(1, file.num_tokens, _BLOCK):
-        if file.read_mask(start, min(_BLOCK, file.num_tokens - start)).any():
+    for start in range(1, file.num_tokens, block):
+        if file.read_mask(start, min(block, file.num_tokens - start)).any():
             return True
     return False
 
 
-def trained_tokens(file: TokenFile, offsets: np.ndarray) -> np.ndarray:
+def trained_tokens(file: TokenFile, offsets: np.ndarray, block: int = _BLOCK) -> np.ndarray:
     """By document, (n,) int64, how many of its tokens are predicted and count; never its first.
 
-    offsets: (n + 1,) int64, of the documents. All masks of the file are read.
+    offsets: (n + 1,) int64, of the documents. All masks of the file are read, so many together.
     """
     if not file.has_masks:
         return np.diff(offsets) - 1
     before = np.zeros(len(offsets), np.int64)  # set bits before each offset
     done = 0
-    for start in range(0, file.num_tokens, _BLOCK):
-        count = min(_BLOCK, file.num_tokens - start)
+    for start in range(0, file.num_tokens, block):
+        count = min(block, file.num_tokens - start)
         bits = file.read_mask(start, count)
         first, last = np.searchsorted(offsets, (start, start + count), side="left")
         firsts = offsets[first : min(last, len(offsets) - 1)] - start

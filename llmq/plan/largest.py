@@ -1,7 +1,7 @@
 """The largest model that a machine trains: `llmq plan --largest`."""
 
 import json as json_module
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,12 +67,15 @@ def _check_largest(fields: Collection[str]) -> None:
 
 
 def _fits_by_size(
-    config: TrainConfig, target: Callable[[ModelConfig], PlanTarget], fixed: frozenset[str]
+    config: TrainConfig,
+    target: Callable[[ModelConfig], PlanTarget],
+    fixed: frozenset[str],
+    presets: Iterable[str] | None = None,
 ) -> Iterator[tuple[str, Fit, PlanTarget]]:
     """Searches for presets that may fit, the one with most parameters first, with their names.
-    target: the machine, for a model. Without a limit of host memory all has to be on the card, but
-    for ALONE. Presets that the options do not go with are left out."""
-    for name in sorted(PRESETS, key=_parameters, reverse=True):
+    target: the machine, for a model. presets: None: all. Without a limit of host memory all has to
+    be on the card, but for ALONE. Presets that the options do not go with are left out."""
+    for name in sorted(PRESETS if presets is None else presets, key=_parameters, reverse=True):
         model = PRESETS[name]
         if name.startswith(_TOYS):
             continue

@@ -239,8 +239,9 @@ def _first_record(path: Path) -> bytes:
 class LogReader:
     """Reads a log that may still be written: what is new since the last time."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, retry: float = RETRY_SECONDS):
+        """retry: seconds after which what seems to be no record is read again."""
+        self.path, self._retry = path, retry
         self.count = 0  # of the records that were read
         self._offset = 0  # behind the last one
         self._head = b""
@@ -254,7 +255,7 @@ class LogReader:
             try:
                 yield from self._new_records()
             except DataError:  # perhaps a record was written just then
-                time.sleep(RETRY_SECONDS)
+                time.sleep(self._retry)
                 yield from self._new_records()
         except OSError as error:
             raise DataError(f"cannot read the log '{self.path}': {error.strerror}") from None

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,17 +58,25 @@ class Job:
         return cls(time.monotonic() + seconds)
 
 
-def run_part(part: str, seconds: float, options: dict[str, Any]) -> dict[str, Any]:
-    """`result`, as far as it is known, and `error`, None if all went well, of a child."""
+def run_part(
+    part: str,
+    seconds: float,
+    options: dict[str, Any],
+    *,
+    command: Sequence[str] = CHILD,
+    grace: float = GRACE,
+) -> dict[str, Any]:
+    """`result`, as far as it is known, and `error`, None if all went well, of a child. command: of
+    its process. grace: seconds that it may take longer."""
     with tempfile.TemporaryDirectory(prefix="llmq-rig-") as folder:
         path, alive = Path(folder) / "result.json", Path(folder) / "alive"
         job = json.dumps(
             {"part": part, "seconds": seconds, "options": options, "parent": os.getpid()}
         )
-        status = watched([*CHILD, str(path)], job, alive, seconds + GRACE).status
+        status = watched([*command, str(path)], job, alive, seconds + grace).status
         found = json.loads(path.read_text()) if path.exists() else {"result": {}, "error": None}
     if status is None:
-        return found | {"error": f"it took more than {seconds + GRACE:.0f} s and was ended"}
+        return found | {"error": f"it took more than {seconds + grace:.0f} s and was ended"}
     if status and found["error"] is None:
         return found | {"error": f"its process {in_words(status)}"}
     return found

@@ -8,7 +8,7 @@ waiting, and shared links, host and power.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from operator import index
@@ -149,18 +149,20 @@ def speed_of_light(
     )
 
 
-PRODUCT_SIZES = (8192, 4096, 2048)  # of the timed product: the largest that there is memory for
+PRODUCT_SIZES = (8192, 4096, 2048)
 PRODUCT_SECONDS = 0.1
 
 
-def measured_peak(dev: Device) -> float | None:
-    """TFLOP/s of a large BF16 product of random numbers, in at most 0.3 s; None if it cannot be.
-    Uses the device's stack below the high-water mark of a step. Not for steady state: it
-    synchronizes."""
+def measured_peak(
+    dev: Device, sizes: Sequence[int] = PRODUCT_SIZES, seconds: float = PRODUCT_SECONDS
+) -> float | None:
+    """TFLOP/s of a large BF16 product of random numbers, in about three times so many seconds; None
+    if it cannot be. sizes: the first n for which there is memory is M, N and K. Uses the device's
+    stack below the high-water mark of a step. Not for steady state: it synchronizes."""
     if dev.kind != "cuda":
         return None
     library = align_up(dev.spec.library_workspace)
-    for n in PRODUCT_SIZES:
+    for n in sizes:
         if 3 * align_up(2 * n * n) + library < dev.stack.capacity - dev.stack.used:
             break
     else:
@@ -182,7 +184,7 @@ def measured_peak(dev: Device) -> float | None:
             return (time.perf_counter() - start) / count
 
         products(1)  # loads and tunes
-        count = max(1, int(PRODUCT_SECONDS / products(3)))
+        count = max(1, int(seconds / products(3)))
         return 2 * n**3 / products(count) / 1e12
 
 

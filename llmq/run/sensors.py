@@ -191,11 +191,11 @@ class Sensors:
         self.take_news()
         return list(dict.fromkeys(self._told))
 
-    def close(self) -> None:
-        """Stop the thread; one that waits for a driver is left alone."""
+    def close(self, patience: float = PATIENCE) -> None:
+        """Stop the thread; one that waits longer for a driver, in seconds, is left alone."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(PATIENCE)
+            self._thread.join(patience)
             if self._thread.is_alive():
                 return
         for gpu in self.sources:

@@ -23,7 +23,7 @@ from llmq.run.sensors import INTERVAL, Sensor, Sensors, row_of
 from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, find_nvml
 
-LOOKS = 1.0  # seconds between looks at the log
+LOOKS = 1.0  # seconds
 FIRST_LOOK = 1.2 * INTERVAL  # seconds until the CPUs' use is known
 PAUSE = 60.0  # seconds without a record, after which a run has ended whose lock does not tell
 MOST_RANKS = 1 << 16
@@ -228,10 +228,11 @@ class Top:
         self._sensors.close()
 
 
-def run_top(log: Path | None, *, once: bool = False) -> None:
+def run_top(log: Path | None, *, once: bool = False, every: float = LOOKS) -> None:
     """Show a log's run and its GPUs, or those of this machine, until it ends or Ctrl-C.
 
-    once: show it once, as without a terminal. DataError where the log cannot be read or is none.
+    once: show it once, as without a terminal. every: seconds between looks at the log. DataError
+    where the log cannot be read or is none.
     """
     console = printable_console()
     top = Top(log)
@@ -243,7 +244,7 @@ def run_top(log: Path | None, *, once: bool = False) -> None:
             return
         with Live(top.render(), console=console, refresh_per_second=DRAWS) as live:
             while top.goes_on:
-                time.sleep(LOOKS)
+                time.sleep(every)
                 top.look()
                 live.update(top.render())
     except KeyboardInterrupt:

@@ -73,14 +73,14 @@ class Watcher(Member):
         for line in self._news():
             self._reporter.message(line, done.step)
 
-    def close(self) -> None:
-        """The run has ended: have the rest sent, and wait for that, but not long."""
+    def close(self, patience: float = PATIENCE) -> None:
+        """The run has ended: have the rest sent, and wait for that, but not longer."""
         process = self._process
         if process is not None:
             with suppress(OSError):
                 process.stdin.close()
             try:
-                process.wait(PATIENCE)
+                process.wait(patience)
             except subprocess.TimeoutExpired:
                 warn(f"{self._flag}: process {process.pid} goes on sending the log")
         for line in self._news():

@@ -1,7 +1,7 @@
 """Facts of a GPU and the libraries on it, for reports."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -103,18 +103,20 @@ def drives_display(count: int) -> bool:
     return False
 
 
-def library_versions() -> dict[str, str]:
-    """Releases of the CUDA libraries in use; those that do not load are left out."""
-    versions = {}
-    for name, read in _LIBRARIES.items():
-        with contextlib.suppress(Exception):  # the loaders raise what they like
-            versions[name] = str(read())
-    return versions
-
-
 _LIBRARIES: dict[str, Callable[[], object]] = {
     "CuPy": lambda: import_module("cupy").__version__,
     "NVRTC": lambda: "{1}.{2}".format(*import_module("cuda.bindings.nvrtc").nvrtcVersion()),
     "cuBLASLt": lambda: import_module("nvmath.bindings.cublasLt").get_version(),
     "cuDNN": lambda: import_module("cudnn").backend_version(),
 }
+
+
+def library_versions(
+    libraries: Mapping[str, Callable[[], object]] = _LIBRARIES,
+) -> dict[str, str]:
+    """Releases of the CUDA libraries in use; those that do not load are left out."""
+    versions = {}
+    for name, read in libraries.items():
+        with contextlib.suppress(Exception):  # the loaders raise what they like
+            versions[name] = str(read())
+    return versions

@@ -17,7 +17,7 @@ from llmq.base.errors import LlmqError, MachineError
 from llmq.runtime.mesh import World
 
 POLL = 0.1  # seconds after which a waiting caller looks for signals
-PATIENCE = 4.0  # seconds that ranks have to end what they do when they are stopped
+PATIENCE = 4.0  # seconds
 QUEUE = 8  # commands that a rank may be behind the caller
 PACKAGE = str(Path(__file__).parents[1])
 
@@ -75,7 +75,7 @@ class RankPool:
     The first exception that a command raises stops all ranks. Every further call raises it: it
     names the rank, in its message (an LlmqError) or in a note. So does an exception that a signal
     handler raises while the caller waits. Commands that have not begun are dropped; those that
-    cannot be ended within PATIENCE are left alone, and do not keep the process from ending.
+    cannot be ended in time are left alone, and do not keep the process from ending.
 
     workers: stop flag and barrier of the ranks.
     """
@@ -87,15 +87,17 @@ class RankPool:
         watchdog: float = 0.0,
         describe: Callable[[int], str] | None = None,
         world: World | None = None,
+        patience: float = PATIENCE,
     ):
         """watchdog: seconds without `beat` or the end of a command after which commands that are
         under way are taken to hang; 0: never, or somebody else looks. describe: more on what a rank
-        is doing. world: where these ranks are among those of other processes."""
+        is doing. world: where these ranks are among those of other processes. patience: seconds
+        that ranks have to end what they do when they are stopped."""
         self.world_size = world_size
         self.world = world or World.of(world_size)
         self._alone = self.world.size == 1
         self.workers = Workers(world_size)
-        self._watchdog, self._describe = watchdog, describe
+        self._watchdog, self._describe, self._patience = watchdog, describe, patience
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._failed = False  # the last command of a single rank
@@ -229,7 +231,7 @@ class RankPool:
     def _stop(self) -> None:
         """Stop all ranks. Once more changes nothing."""
         with self._changed:
-            self._deadline = self._deadline or time.monotonic() + PATIENCE
+            self._deadline = self._deadline or time.monotonic() + self._patience
             self.workers.stop()
             self._changed.notify_all()
 
@@ -297,7 +299,7 @@ class RankPool:
             self._closed.set()
             for tasks in self._queues:
                 tasks.put(None)
-            deadline = self._deadline or time.monotonic() + PATIENCE
+            deadline = self._deadline or time.monotonic() + self._patience
             for thread in self._threads:
                 thread.join(max(deadline - time.monotonic(), POLL))
             if self._watcher is not None:

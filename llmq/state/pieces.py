@@ -77,14 +77,16 @@ class Snapshot:
     """Memory for one copy of a state, in pinned memory, and the order between it and updates. copy:
     the state as of the last `take`; may be read once `is_done`, until the next `take`."""
 
-    def __init__(self, dev: Device, state: State):
-        """state: always the same tensors. The parts of it that this rank writes down are copied."""
+    def __init__(self, dev: Device, state: State, copied: int | None = None):
+        """state: always the same tensors. The parts of it that this rank writes down are copied,
+        so many bytes at a time."""
         self.dev = dev
+        self._copied = COPIED if copied is None else copied
         self._state = {group: [p.written_piece for p in of] for group, of in state.items()}
         self.copy: State = {group: [self._like(p) for p in of] for group, of in self._state.items()}
         on_host = any(piece.tensor.on_host for of in state.values() for piece in of)
         # A copy from host memory to host memory would keep the rank's thread: it goes this way.
-        self._way = dev.alloc("snapshot", (COPIED,), U8, "Checkpoint") if on_host else None
+        self._way = dev.alloc("snapshot", (self._copied,), U8, "Checkpoint") if on_host else None
         self._begun, self._ended = dev.event(), dev.event()
         self._waits = False  # whether no update has waited for the last copy
 
@@ -105,7 +107,7 @@ class Snapshot:
         self._waits = True
 
     def _enqueue(self, dst: Tensor, src: Tensor) -> None:
-        step = max(COPIED // src.dtype.itemsize, 1)
+        step = max(self._copied // src.dtype.itemsize, 1)
         for start in range(0, src.size, step):
             there, here = (t.rows(start, min(start + step, src.size)) for t in (dst, src))
             if src.on_host:

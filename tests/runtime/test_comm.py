@@ -12,7 +12,7 @@ import typer
 from llmq.base.dtypes import BF16, E4M3, F32, I32
 from llmq.comm.collectives import part
 from llmq.comm.connect import connect
-from llmq.comm.options import KINDS, STAGING_CHUNKS, CommOptions
+from llmq.comm.options import KINDS, STAGING_CHUNK, STAGING_CHUNKS, CommOptions
 from llmq.rig import exchanges
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import HOST_SPEC
@@ -249,11 +249,10 @@ def test_a_plan_counts_bytes():
         (CommOptions(all_to_all_reduce=True, memcpy_send_recv=True), True, True),
     ],
 )
-def test_a_plan_allocates_what_a_run_does(monkeypatch, options, flags, staging):
-    monkeypatch.setattr("llmq.comm.options.STAGING_CHUNK", 1 << 10)
+def test_a_plan_allocates_what_a_run_does(options, flags, staging):
     gpu = PlanDevice(replace(HOST_SPEC, name="a GPU"), mesh=Mesh.of(2))
     connect([gpu], options)
-    expected = flags * align_up(4 * 2 * KINDS) + staging * STAGING_CHUNKS * 1024
+    expected = flags * align_up(4 * 2 * KINDS) + staging * STAGING_CHUNKS * STAGING_CHUNK
     assert gpu.arenas["pinned"].used == expected
     plan = PlanDevice(HOST_SPEC, mesh=Mesh.of(2))
     connect([plan], options)

@@ -155,9 +155,8 @@ def test_ranks_that_were_stopped_without_an_error(pool):
         ranks.run("x", lambda rank: ranks.workers.barrier())
 
 
-def test_a_rank_that_cannot_be_stopped_is_left_alone(pool, monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", 0.3)
-    ranks, release, cleaned, left = pool(2), threading.Event(), [], []
+def test_a_rank_that_cannot_be_stopped_is_left_alone(pool):
+    ranks, release, cleaned, left = pool(2, patience=0.3), threading.Event(), [], []
     started = threading.Barrier(2)
 
     def fn(rank):
@@ -325,8 +324,7 @@ HANGING = """
 import atexit, threading
 atexit.register(lambda: print("libraries wait here"))
 from llmq.runtime import workers
-workers.PATIENCE = 0.2
-pool, started = workers.RankPool(2), threading.Barrier(2)
+pool, started = workers.RankPool(2, patience=0.2), threading.Barrier(2)
 def fn(rank):
     started.wait()
     return threading.Event().wait() if rank else 1 / 0
