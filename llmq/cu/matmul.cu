@@ -51,7 +51,6 @@ extern "C" __global__ void __launch_bounds__(256) block_scales(
 
 using Mainloop = Sm80Mainloop<i8, WARPS_M, WARPS_N, WARP_N, STAGES>;
 constexpr int TILE_M = Mainloop::ROWS, TILE_N = Mainloop::COLUMNS, THREADS = Mainloop::THREADS;
-constexpr int M16 = Mainloop::M16, N8 = Mainloop::N8;  // pieces of a warp's part
 constexpr int GROUP = 8;  // rows of tiles that are made together, so that they share b's in L2
 
 // Which tile a block makes: down GROUP rows of tiles first, then across.
@@ -61,61 +60,6 @@ __device__ __forceinline__ void find_tile(i64& row, i64& column, i64 M, i64 N) {
     const int height = min(GROUP, down - group * GROUP);
     row = (i64)(group * GROUP + in_group % height) * TILE_M;
     column = (i64)(in_group / height) * TILE_N;
-}
-
-// Two pieces of 8 columns of one row, of which this lane (t: of four) has columns 2t and 2t + 1
-// each: to p, where the first piece begins, in whole sectors of 32 bytes.
-__device__ __forceinline__ void store_pieces(float* p, const float (&x)[4], int t, bool inside) {
-    if (inside) {
-        *reinterpret_cast<float2*>(p + 2 * t) = make_float2(x[0], x[1]);
-        *reinterpret_cast<float2*>(p + 8 + 2 * t) = make_float2(x[2], x[3]);
-    }
-}
-__device__ __forceinline__ void store_pieces(bf16* p, const float (&x)[4], int t, bool inside) {
-    const u32 first = to_pair(x[0], x[1]), second = to_pair(x[2], x[3]);
-    const bool odd = t & 1;  // an even lane gets four columns of the first piece, an odd one else
-    const u32 got = __shfl_xor_sync(0xFFFFFFFFu, odd ? first : second, 1);
-    const uint2 four = odd ? make_uint2(got, second) : make_uint2(first, got);
-    if (inside) { *reinterpret_cast<uint2*>(p + (odd ? 8 + 2 * t - 2 : 2 * t)) = four; }
-}
-
-// This warp's part of `out` from the sums; its first row and column are given.
-__device__ __forceinline__ void store_result(D* out, const i32 (&sum)[M16][N8][4],
-                                             const f32* scale_a, const f32* scale_b,
-                                             const bf16* bias, i64 first_row, i64 first_column,
-                                             i64 M, i64 N) {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-#pragma unroll
-    for (int n = 0; n < N8; n += 2) {
-        const i64 column = first_column + n * 8;  // a multiple of 16: both pieces are inside, or none
-        const bool there = column < N;
-        float scale[4], added[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const i64 c = column + k / 2 * 8 + 2 * t + k % 2;
-            scale[k] = there ? scale_b[c] : 0.0f;
-            added[k] = BIAS && there ? to_f32(bias[c]) : 0.0f;
-        }
-#pragma unroll
-        for (int m = 0; m < M16; ++m) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const i64 row = first_row + m * 16 + half * 8 + g;
-                const bool inside = there && row < M;
-                const float own = inside ? scale_a[row] : 0.0f;
-                D* const p = out + (inside ? row * N + column : 0);
-                float x[4];
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    const i32 total = sum[m][n + k / 2][half * 2 + k % 2];
-                    x[k] = __int2float_rn(total) * own * scale[k];
-                    if (BIAS) { x[k] += added[k]; }
-                    if (ACCUMULATE && inside) { x[k] += to_f32(p[k / 2 * 8 + 2 * t + k % 2]); }
-                }
-                store_pieces(p, x, t, inside);
-            }
-        }
-    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -128,6 +72,24 @@ matmul_int8(D* __restrict__ out, const i8* __restrict__ a, const i8* __restrict_
     Mainloop::Sums sum = {};
     Mainloop::run(sum, shared, {a + row * K, (int)K, (int)min((i64)TILE_M, M - row)},
                   {b + column * K, (int)K, (int)min((i64)TILE_N, N - column)}, (int)K);
-    store_result(out, sum, scale_a, scale_b, bias, row + Mainloop::warp_row(),
-                 column + Mainloop::warp_column(), M, N);
+    Mainloop::each_four(sum, [&](int down, int across, const i32(&total)[4]) {
+        const i64 r = row + down, c = column + across;
+        if (r < M && c < N) {
+            const float own = scale_a[r];
+            const Four<f32> scale = *reinterpret_cast<const Four<f32>*>(scale_b + c);
+            Four<bf16> more;
+            if (BIAS) { more = *reinterpret_cast<const Four<bf16>*>(bias + c); }
+            Four<D>* const to = reinterpret_cast<Four<D>*>(out + r * N + c);
+            Four<D> result;
+            if (ACCUMULATE) { result = *to; }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float x = __int2float_rn(total[i]) * own * scale.v[i];
+                if (BIAS) { x += to_f32(more.v[i]); }
+                if (ACCUMULATE) { x += to_f32(result.v[i]); }
+                result.v[i] = from_f32<D>(x);
+            }
+            *to = result;
+        }
+    });
 }
