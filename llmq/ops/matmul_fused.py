@@ -80,6 +80,21 @@ def _kernel(entry: str, own: str, *boxes: int) -> Kernel:
     )
 
 
+def _rank(
+    op: str, h: Tensor | None, tail: Tensor | None, M: int, experts: tuple, N: int, transposed: bool
+) -> int:
+    """R of h (M, R) and tail (*experts, N, R), or if transposed (*experts, R, N); 0: none is given.
+    Raises as an operation must unless they are so."""
+    if h is None and tail is None:
+        return 0
+    if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
+        raise ValueError(f"{op}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
+    R = h.shape[1]
+    expect(op, "h", h, BF16, (M, R))
+    expect(op, "tail", tail, BF16, (*experts, *((R, N) if transposed else (N, R))))
+    return R
+
+
 class _Product(NamedTuple):
     """Operands that fit each other, and whether K is the outer dimension of b and of tail."""
 
@@ -111,13 +126,7 @@ class _Product(NamedTuple):
         outside = transposed and a.dtype == BF16
         (M, K), N = a.shape, b.shape[1 if outside else 0]
         expect(op, "b", b, None, (K, N) if outside else (N, K))
-        R = 0
-        if h is not None or tail is not None:
-            if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
-                raise ValueError(f"{op}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
-            R = h.shape[1]
-            expect(op, "h", h, BF16, (M, R))
-            expect(op, "tail", tail, BF16, (R, N) if transposed else (N, R))
+        R = _rank(op, h, tail, M, (), N, transposed)
         return cls((a, b, h, tail, scale_a, scale_b), M, N, K, R, outside, transposed)
 
     def launch(
@@ -241,8 +250,7 @@ def grouped(
     expect_matrix(op, "out", out, (BF16,))
     if len(b.shape) != 3:
         raise ValueError(f"{op}: b must have 3 dimensions, got {b.shape}")
-    E, *matrix = b.shape
-    flat = b.view(E * matrix[0], matrix[1])
+    E, flat = b.shape[0], b.view(b.shape[0] * b.shape[1], b.shape[2])
     expect_operands(op, a, flat, scale_a, scale_b, dtypes=(BF16, E4M3, E5M2), codes=(E4M3, E5M2))
     outside = transposed and a.dtype == BF16
     (M, N), K = out.shape, a.shape[1]
@@ -254,7 +262,8 @@ def grouped(
         raise ValueError(f"{op}: {limits}, got {E} and {K}")
     if bias is not None:
         expect(op, "bias", bias, BF16, (E, N))
-    tail, R = _tails(op, h, tail, (E, M, N), transposed)
+    R = _rank(op, h, tail, M, (E,), N, transposed)
+    tail = tail and tail.view(E * tail.shape[1], tail.shape[2])
     p = _Product((a, flat, h, tail, scale_a, scale_b), M, N, K, R, outside, transposed)
     p.launch(
         dev,
@@ -270,20 +279,6 @@ def grouped(
         count=(ceil_div(M, TILE_ROWS) + E) * ceil_div(N, NARROW),  # no routing has more
         a_rows=TILE_ROWS // 4,
     )
-
-
-def _tails(
-    op: str, h: Tensor | None, tail: Tensor | None, sizes: tuple[int, int, int], transposed: bool
-) -> tuple[Tensor | None, int]:
-    """The tails of all experts below each other, and R. sizes: E, M, N."""
-    if h is None and tail is None:
-        return None, 0
-    if h is None or tail is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
-        raise ValueError(f"{op}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
-    (E, M, N), R = sizes, h.shape[1]
-    expect(op, "h", h, BF16, (M, R))
-    expect(op, "tail", tail, BF16, (E, R, N) if transposed else (E, N, R))
-    return tail.view(E * tail.shape[1], tail.shape[2]), R
 
 
 def grouped_gradient(dev: Device, acc: Accumulator, a: Tensor, b: Tensor, starts: Tensor) -> None:

@@ -401,3 +401,73 @@ def turn_heads(
     for piece, rows in pieces:
         angles = table[rows].astype(compute(qkv[:0]).dtype, copy=False)
         _rotate(piece, angles[..., 0], sign * angles[..., 1], num_heads, num_kv_heads)
+
+
+# -- The gated activation, alone and behind a product
+
+
+def swiglu_forward(out, up_gate, rows, F, abs_max=None, *, gelu=0):
+    out, up_gate = out.reshape(rows, F), up_gate.reshape(rows, 2 * F)
+    with np.errstate(over="ignore"):
+        for block in row_blocks(rows, F):
+            up, gate = compute(up_gate[block, :F]), compute(up_gate[block, F:])
+            value = (gelu_share if gelu else sigmoid)(gate)
+            value *= gate
+            np.multiply(value, up, out=out[block], casting="same_kind")
+            update_abs_max(abs_max, out[block])
+
+
+def swiglu_backward(d_up_gate, d_out, up_gate, rows, F, abs_max=None, out=None, *, gelu=0):
+    """out: forward's result again; may be d_out."""
+    d_out = d_out.reshape(rows, F)
+    if d_up_gate is None:
+        d_up_gate = np.empty((rows, 2 * F), up_gate.dtype)
+    up_gate, d_up_gate = up_gate.reshape(rows, 2 * F), d_up_gate.reshape(rows, 2 * F)
+    with np.errstate(over="ignore"):
+        for block in row_blocks(rows, F):
+            up, gate = compute(up_gate[block, :F]), compute(up_gate[block, F:])
+            d = compute(d_out[block])
+            s = (gelu_share if gelu else sigmoid)(gate)
+            slope = (gelu_slope if gelu else silu_slope)(gate, s)
+            slope *= up
+            slope *= d
+            active = np.multiply(gate, s, out=s)
+            again = None if out is None else active * up
+            active *= d
+            if out is not None:  # last of all that needs d, which it may overwrite
+                out.reshape(rows, F)[block] = again
+            d_up_gate[block, :F] = active
+            d_up_gate[block, F:] = slope
+            update_abs_max(abs_max, d_up_gate[block])
+
+
+def swiglu_forward_fp8(out, up_gate, rows, F, abs_max, *fp8, gelu=0):
+    """swiglu_forward, and the result in FP8. fp8: codes, transposed, scale, saturated, then of an
+    up_gate that is codes: scale, largest, abs_max, saturated."""
+    *codes, in_scale, in_largest, in_abs_max, in_saturated = fp8
+    look_at_codes(up_gate, in_scale, in_largest, in_abs_max, in_saturated)
+    up_gate = decoded(up_gate.reshape(rows, 2 * F), in_scale)
+    if out is None:
+        out = np.empty((rows, F), BF16 if in_scale is not None else up_gate.dtype)
+    swiglu_forward(out, up_gate, rows, F, abs_max, gelu=gelu)
+    emit_fp8(*codes, out.reshape(rows, F))
+
+
+def swiglu_backward_fp8(d_up_gate, d_out, up_gate, rows, F, abs_max, *fp8, gelu=0):
+    """swiglu_backward, and the results in FP8. fp8: codes, transposed, scale, saturated, then out,
+    out_transposed, out_scale, out_saturated, then of inputs that are codes: the scale of up_gate,
+    then of d_out scale, largest, abs_max, saturated."""
+    *codes, out, out_transposed, out_scale, out_saturated = fp8[:8]
+    up_scale, in_scale, in_largest, in_abs_max, in_saturated = fp8[8:]
+    result = BF16 if up_scale is not None else up_gate.dtype
+    look_at_codes(d_out, in_scale, in_largest, in_abs_max, in_saturated)
+    d_out = decoded(d_out.reshape(rows, F), in_scale)
+    up_gate = decoded(up_gate.reshape(rows, 2 * F), up_scale)
+    if d_up_gate is None:
+        d_up_gate = np.empty((rows, 2 * F), result)
+    if out_transposed is not None:
+        out = np.empty((rows, F), result)
+    swiglu_backward(d_up_gate, d_out, up_gate, rows, F, abs_max, out, gelu=gelu)
+    emit_fp8(*codes, d_up_gate.reshape(rows, 2 * F))
+    if out_transposed is not None:
+        emit_fp8(None, out_transposed, out_scale, out_saturated, out.reshape(rows, F))

@@ -18,18 +18,10 @@ from llmq.ref.common import (
     adapted_product,
     compute,
     decode_fp8,
-    decoded,
-    emit_fp8,
     encode_fp8,
-    gelu_share,
-    gelu_slope,
-    gradient_bits,
-    gradient_seed,
-    look_at_codes,
-    round_stochastic,
-    sigmoid,
-    silu_slope,
     store_gradient,
+    swiglu_backward_fp8,
+    swiglu_forward_fp8,
     update_abs_max,
 )
 
@@ -151,11 +143,9 @@ def matmul_grouped_gradient(
     """d[e] (M,N) = or += a^T @ b over rows [starts[e], starts[e + 1]), of a (K,M) and b (K,N)."""
     for e in range(experts):
         rows = slice(starts[e], starts[e + 1])
-        total = compute(a[rows]).T @ compute(b[rows])
+        product = (compute(a[rows]).T @ compute(b[rows])).astype(BF16)
         if rows.stop > rows.start or not accumulate:
-            store_gradient(
-                d[e], total.astype(BF16), scalars, bool(accumulate), salt, first=e * M * N
-            )
+            store_gradient(d[e], product, scalars, bool(accumulate), salt, first=e * M * N)
 
 
 def matmul_exp(
@@ -190,13 +180,9 @@ def matmul_gradient(
 
     A sum is rounded stochastically. part_steps: how a GPU sums; here it is in F32.
     """
-    seed = gradient_seed(scalars, salt)
-    for rows, total in _sums(a, b, h, tail, scale_a, scale_b):
-        product = total.astype(BF16)
-        if accumulate:
-            bits = gradient_bits(seed, rows.start * N, total.size).reshape(-1, N)
-            product = round_stochastic(compute(d[rows]) + compute(product), bits)
-        d[rows] = product
+    product = np.empty((M, N), BF16)
+    matmul_adapted(a, b, h, tail, scale_a, scale_b, M, N, K, product)
+    store_gradient(d, product, scalars, bool(accumulate), salt)
 
 
 def matmul_swiglu(
@@ -209,34 +195,22 @@ def matmul_swiglu(
 ) -> None:  # fmt: skip
     """up_gate (M,2N) = x of b (2N,K); out (M,N) = up * gate * sigmoid(gate), and its codes.
 
-    x is rounded to BF16, and the activation is computed of that. With up_scale it is rounded to
-    E4M3 codes instead, as matmul_fp8 does it, and swiglu_forward_fp8 does the rest; up_found is
-    what only kernels need.
+    x is rounded to BF16, or with up_scale to E4M3 codes, as matmul_fp8 does it; up_found is what
+    only kernels need.
     """
-    if out is None:
-        out = np.empty((M, N), BF16)
+    if up_gate is None:
+        up_gate = np.empty((M, 2 * N), BF16 if up_scale is None else E4M3.numpy)
     if up_scale is not None:
-        up_gate = np.empty((M, 2 * N), E4M3.numpy) if up_gate is None else up_gate
         up_largest[0] = 0
     for rows, total in _sums(a, b, h, tail, scale_a, scale_b):
         if up_scale is None:
-            rounded = total.astype(BF16)
-            if up_gate is not None:
-                up_gate[rows] = rounded
+            up_gate[rows] = total
         else:
             update_abs_max(up_largest, total)
             encode_fp8(up_gate.view(np.uint8)[rows], total, up_factor[0], up_gate.dtype)
-            rounded = decoded(up_gate[rows], up_scale)
-        up, gate = compute(rounded[:, :N]), compute(rounded[:, N:])
-        with np.errstate(over="ignore"):
-            value = (gelu_share if gelu else sigmoid)(gate)
-        value *= gate
-        value *= up
-        out[rows] = value
-    if up_scale is not None:
-        look_at_codes(up_gate, up_scale, up_largest, up_abs_max, up_saturated)
-    update_abs_max(abs_max, out)
-    emit_fp8(codes, transposed, scale, saturated, out)
+    of_codes = up_scale, up_largest, up_abs_max, up_saturated
+    results = abs_max, codes, transposed, scale, saturated
+    swiglu_forward_fp8(out, up_gate, M, N, *results, *of_codes, gelu=gelu)
 
 
 def matmul_swiglu_backward(
@@ -248,23 +222,9 @@ def matmul_swiglu_backward(
 ) -> None:  # fmt: skip
     """x is d_out (M,N), rounded to BF16; of that and up_gate (M,2N) the gradients of up and gate,
     and forward's out or its codes."""
-    if d_up_gate is None:
-        d_up_gate = np.empty((M, 2 * N), BF16)
-    if out_transposed is not None:
-        out = np.empty((M, N), BF16)
-    operands = (a, b, h, tail, scale_a, scale_b)
-    for rows, total in _sums(*operands, b_k_outside, tail_k_outside):
-        d = compute(total.astype(BF16))
-        up, gate = compute(up_gate[rows, :N]), compute(up_gate[rows, N:])
-        with np.errstate(over="ignore"):
-            s = (gelu_share if gelu else sigmoid)(gate)
-            slope = (gelu_slope if gelu else silu_slope)(gate, s)
-            active = gate * s
-            if out is not None:
-                out[rows] = active * up
-            d_up_gate[rows, :N] = active * d
-            d_up_gate[rows, N:] = slope * up * d
-    update_abs_max(abs_max, d_up_gate)
-    emit_fp8(codes, transposed, scale, saturated, d_up_gate)
-    if out_transposed is not None:
-        emit_fp8(None, out_transposed, out_scale, out_saturated, out)
+    d = np.empty((M, N), BF16)
+    how = {"b_k_outside": b_k_outside, "tail_k_outside": tail_k_outside}
+    matmul_adapted(a, b, h, tail, scale_a, scale_b, M, N, K, d, **how)
+    again = out, out_transposed, out_scale, out_saturated
+    results = abs_max, codes, transposed, scale, saturated
+    swiglu_backward_fp8(d_up_gate, d, up_gate, M, N, *results, *again, *[None] * 5, gelu=gelu)
