@@ -20,6 +20,7 @@ import safetensors.torch
 
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
+from llmq.base.run_id import RunId
 from llmq.checkpoint import checkpoint as checkpoint_module
 from llmq.checkpoint import folder
 from llmq.checkpoint.checkpoint import (
@@ -58,12 +59,14 @@ TABLE = weight_table(MODEL)
 PARAMS = [param for slab in TABLE for param in slab.params]
 GROUPS = required_groups(AdamW)
 DTYPES = {"weights": BF16, "adam.m": BF16, "adam.v": F32}
+RUN = RunId.new("llmq")
 MANIFEST_VALUES = Manifest(
     model=MODEL,
     loader={"seed": 2**63, "epoch": 1, "files": "abc"},
     state={"rng": [1, 2], "ring": [0.1, 1e-300, float("inf")], "ä": None},
     options={"lr": 1e-5},
     tokenizer=None,
+    run=RUN,
 )
 
 
@@ -527,7 +530,8 @@ def fake(directory, *names):
         parts = {"data-loader": {}, "model": {}, "options": {}, "distributed": {"world": 1}}
         number = re.search(r"step_(\d+)", name)
         step = int(number[1]) if number else 0
-        parts |= {"version": 1, "run": {"step": step, "state": {}}, "files": [entry._asdict()]}
+        parts |= {"version": 1, "files": [entry._asdict()]}
+        parts["run"] = {"step": step, "state": {}, **RUN.record()}
         write_manifest(directory / name, parts)
         (directory / name / entry.name).touch()
 
@@ -629,9 +633,9 @@ def crash_between_renames(temporary, path):
 
 
 def clean_old(directory, keep_n, major, saved):
-    """Delete what --ckpt-keep-n and --ckpt-major let go of the checkpoints without an id."""
-    gone = outdated(kept_checkpoints(directory, None), keep_n, major, saved)
-    return delete_old(directory, None, gone)
+    """Delete what --ckpt-keep-n and --ckpt-major let go."""
+    gone = outdated(kept_checkpoints(directory, RUN), keep_n, major, saved)
+    return delete_old(directory, RUN, gone)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 import llmq.run.restarts
-from llmq.base.run_id import RunId
 from llmq.checkpoint.manifest import digest_of, manifest_damage
-from llmq.checkpoint.store import delete_old, own_checkpoints
+from llmq.checkpoint.store import checkpoint_owner, delete_old, own_checkpoints
 from llmq.commands.cli import _run
 from llmq.report.json_log import is_damaged_log, log_owner
 from llmq.run.run_paths import find_log, log_of_run
@@ -286,13 +285,11 @@ def test_export_takes_the_newest_that_is_whole(capsys):
 
 
 def test_they_are_not_the_trainers_and_are_not_deleted():
-    """Not even where a run takes what has no id for its own."""
     damage_each((FEW * 4)[: STEPS - 2], 3)
     before = names()
-    adopting = RunId("0" * 12, "llmq", adopts=True)
-    assert own_checkpoints(Path("ckpt"), adopting) == {}
-    for run in (adopting, None):
-        assert delete_old(Path("ckpt"), run, [1, 2, *range(3, STEPS + 1)]) == []
+    run = checkpoint_owner(Path("ckpt/step_00000002"))
+    assert own_checkpoints(Path("ckpt"), run).keys() == {1, 2}
+    assert delete_old(Path("ckpt"), run, [*range(3, STEPS + 1)]) == []
     given = {n.replace("-", "_"): v for n, v in options(**RUN).items() if n != "overwrite"}
     with Trainer(**given) as trainer:
         trainer.load("ckpt")

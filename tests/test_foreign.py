@@ -335,7 +335,7 @@ def test_no_text_of_others_steers_the_terminal(chats, capsys, monkeypatch):
     # A log says these of a run and of GPUs
     gpu = {"log": "gpu-model", "time": "2026-01-01T00:00:00", "step": 0, "name": odd, "rank": 0}
     gpu |= {"uuid": odd, "machine": odd}
-    start = {"log": "cmd", "time": "2026-01-01T00:00:00", "step": 0, "cmd": "x"}
+    start = {"log": "cmd", "time": "2026-01-01T00:00:00", "step": 0, "cmd": "x", "resumed_at": 0}
     start["run"] = {"id": "0" * 12, "name": odd}
     Path("log.json").write_text("[\n" + ",\n".join(map(json.dumps, (start, gpu))) + "\n]\n")
     assert shown(capsys, "top", "log.json", "--once") == 0

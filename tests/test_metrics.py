@@ -230,7 +230,7 @@ def test_what_the_disk_refused_is_written_at_the_end_or_said_to_be_missing(tmp_p
 def logging(path):
     """A log of the records cmd, 1, 2."""
     log = JsonLog(path)
-    log.write("cmd", 0, run="mine")
+    log.write("cmd", 0, run="mine", resumed_at=0)
     log.write("step", 1)
     log.write("step", 2)
     return log

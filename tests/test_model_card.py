@@ -31,6 +31,7 @@ def run(tmp_path_factory):
         {"log": "step", "step": 1, "loss": 3.5},
         {"log": "step", "step": 2, "loss": 2.5},
     ]
+    records = [{"time": "2026-11-26 00:00:00.000000000"} | record for record in records]
     (folder / "log.json").write_text(json.dumps(records))
     options = {"train_file": "/home/somebody/data/books*.bin", "log_file": str(folder / "log.json")}
     with trainer_for(exported("qwen3"), name="reader", learning_rate=3e-4, **options) as trainer:

@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from llmq.base.run_id import RunId
 from llmq.base.tensor import TIERS
 from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter, read_group, write_group
 from llmq.checkpoint.manifest import Manifest
@@ -208,7 +209,8 @@ def test_checkpoints_of_frozen_slabs(tmp_path):
         writer = CheckpointWriter(tmp_path, 1)
         groups = step.state().items()
         files = [write_group(dev.download, writer, *group, lambda: None) for group in groups]
-        manifest = Manifest(model=QWEN2, loader={}, state={}, options={}, tokenizer=None)
+        own = {"tokenizer": None, "run": RunId.new("a")}
+        manifest = Manifest(model=QWEN2, loader={}, state={}, options={}, **own)
         path = writer.commit(manifest, files)
         session.train(1)
         with CheckpointReader(path) as reader:

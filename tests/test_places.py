@@ -42,7 +42,7 @@ def forget_ids(checkpoint):
 
     path = Path(checkpoint) / "checkpoint.json"
     document = json.loads(path.read_text())
-    for name in ("id", "name", "adopts"):
+    for name in ("id", "name"):
         del document["run"][name]
     path.write_text(json.dumps(document | {"sha256": digest_of(document)}))
 
@@ -167,23 +167,20 @@ def test_continuing_beside_the_checkpoints_of_another_run(capsys):
     assert os.listdir("ckpt.old-1") == ["step_00000002"]
 
 
-def test_what_has_no_id_is_another_runs_unless_it_is_continued(capsys):
-    """A continued run adopts it, and its clean-up counts it."""
+def test_what_has_no_id_is_refused(capsys):
+    """Nothing of the time before runs had ids is read, or lost."""
     assert train(**SAVED, ckpt_interval=1) == 0
     for step in (1, 2):
         forget_ids(f"ckpt/step_0000000{step}")
-    os.remove("out/llmq.json")
+    before = everything()
     capsys.readouterr()
     assert train(**SAVED) == 2
     assert "is of a run without an id, not of this run" in capsys.readouterr().err
-    os.rename("log.json", "older.json")
-    assert train(**AGAIN | {"steps": 3}, ckpt_keep_n=2) == 0
-    assert sorted(os.listdir("ckpt")) == [f"step_{step:08d}" for step in (1, 2, 3)]
-    adopted = run_of_export()
-    assert train(**AGAIN | {"steps": 4}, ckpt_keep_n=1) == 0
-    left = [f"step_{step:08d}" for step in (1, 3, 4)]  # 1 is about to be a good one
-    assert sorted(os.listdir("ckpt")) == left
-    assert run_of_checkpoint("ckpt/step_00000004") == adopted
+    assert train(**AGAIN | {"steps": 3}) == 2
+    assert "'ckpt/step_00000002/checkpoint.json' is of the time before runs had ids: use" in (
+        capsys.readouterr().err
+    )
+    assert everything() == before
 
 
 def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_again(monkeypatch):

@@ -27,10 +27,14 @@ from llmq.report.plot import (
 
 
 def write_log(path, steps, evals=(), others=(), start=()):
-    records = [{"log": "cmd", "step": 0, "cmd": []}, *start]
+    records = [{"log": "cmd", "step": 0, "cmd": [], "resumed_at": 0}, *start]
     records += [{"log": "step", "step": s, "loss": loss} for s, loss in steps]
     records += [{"log": "eval", "step": s, "loss": loss} for s, loss in evals]
-    path.write_text(json.dumps([*records, *others]))
+    return write_records(path, [*records, *others])
+
+
+def write_records(path, records):
+    path.write_text(json.dumps([{"time": "2026-11-26 00:00:00.000000000"} | r for r in records]))
     return path
 
 
@@ -52,8 +56,7 @@ def whole_run(path, steps=6, scale=1.0):
         for rank in range(2):
             gpu = {"log": "gpu", "step": s, "rank": rank, "power": 300_000, "clock": 1980 - rank}
             records.append(gpu | ({"clock": -1} if rank == 1 else {}))
-    path.write_text(json.dumps(records))
-    return path
+    return write_records(path, records)
 
 
 def test_curves(tmp_path):
@@ -179,27 +182,37 @@ def test_all_panels_on_one_page(tmp_path, x):
     assert loss.lines[-1].get_color() != faint.get_color()
 
 
+NONE = "is not a log of llmq train: what comes after 0 records, from byte 0 on, is no record"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "cannot read the log"),
         ("[{", "has nothing to plot"),
-        ('{"log": "step"}', "is not a log of llmq train: it holds no array"),
-        ("[1, 2]", "is not a log of llmq train: it holds no array"),
-        ('[{"log": "cmd"}]', "has nothing to plot"),
-        ('[{"log": "step"}]', "a record of step has step None and loss None, not numbers"),
-        ('[{"log": "step", "step": 1}]', "a record of step has step 1 and loss None"),
-        ('[{"log": "eval", "step": 1, "loss": "x"}]', "record of eval has step 1 and loss 'x'"),
-        ('[{"log": "step", "step": "1", "loss": 5}]', "has step '1' and loss 5, not numbers"),
-        ('[{"log": "step", "step": 1, "loss": 5}, {"log": [], "step": 1}]', "is not as llmq"),
-        ('[{"log": "step", "step": 1%s, "loss": 5}]' % ("0" * 30), "is not as llmq writes it"),
+        ('{"log": "step"}', NONE),
+        ("[1, 2]", NONE),
+        ('[{"log": "cmd"}]', NONE),
+        ('[{"log": "step"}]', NONE),
+        ('[{"log": "step", "step": 1}]', NONE),
+        ('[{"log": "step", "step": 1, TIME}]', "a record of step at step 1 has loss None, not a n"),
+        ('[{"log": "eval", "step": 1, "loss": "x", TIME}]', "of eval at step 1 has loss 'x', not"),
+        ('[{"log": "step", "step": "1", "loss": 5, TIME}]', NONE),
+        (
+            '[{"log": "step", "step": 1, "loss": 5, TIME}, {"log": [], "step": 1}]',
+            "after 1 records",
+        ),
+        (
+            '[{"log": "step", "step": 1%s, "loss": 5, TIME}]' % ("0" * 30),
+            "is not as llmq writes it",
+        ),
         ("[" * 100_000, "is not a log of llmq train"),
     ],
 )
 def test_what_is_no_log(tmp_path, capsys, content, message):
     path = tmp_path / "log.json"
     if content is not None:
-        path.write_text(content)
+        path.write_text(content.replace("TIME", '"time": "2026-11-26 00:00:00.000000000"'))
     out = tmp_path / "loss.png"
     assert _run(["plot", str(path), "--out", str(out)]) == 2
     printed, err = capsys.readouterr()

@@ -15,7 +15,7 @@ from llmq.options.options import OPTIONS
 from llmq.report.json_log import without_undone
 from llmq.run.run_paths import find_log
 from tests.runs import make_workplace, options, records, signal_after, train
-from tests.test_places import forget_ids, run_of_checkpoint, run_of_export
+from tests.test_places import run_of_checkpoint, run_of_export
 
 # The run is known by its name alone.
 PLACES = {"log_file": None, "out_dir": None, "checkpoint_dir": None, "overwrite": None}
@@ -181,17 +181,6 @@ def test_a_log_of_another_run_in_its_place_is_left_alone(monkeypatch):
     assert [r["step"] for r in records("step", new)] == [2, 3]
 
 
-def test_a_run_without_an_id_goes_on_in_its_log(monkeypatch):
-    stopped(monkeypatch)
-    forget_ids("ckpt/x/step_00000002")
-    log = log_of()
-    content = json.loads(log.read_text())
-    del content[0]["run"]
-    log.write_text("[\n  " + ",\n  ".join(map(json.dumps, content)) + "\n]\n")
-    assert resume("--continue", "--name=x") == 0
-    assert [r["step"] for r in records("step", log)] == [0, 1, 2, 3]
-
-
 def test_a_torn_log_goes_on(monkeypatch, capsys):
     stopped(monkeypatch)
     with open(log_of(), "r+b") as file:
@@ -213,8 +202,6 @@ def test_undone_steps_are_left_out(monkeypatch):
     assert kept[-1] == everything[-1]
     again = without_undone([*kept, {"log": "cmd", "step": 0, "resumed_at": 0}])
     assert [r for r in again if r["log"] in ("step", "eval")] == []
-    older = [{"log": "step", "step": s} for s in (0, 1, 2, 3, 2)]  # without `resumed_at`
-    assert [r["step"] for r in without_undone(older)] == [0, 1, 2]
 
 
 def test_find_log(monkeypatch):
@@ -223,8 +210,6 @@ def test_find_log(monkeypatch):
     assert find_log("x") == log == find_log(str(log))
     log.rename("logs/renamed.json")
     assert find_log("x") == Path("logs/renamed.json")
-    Path("logs/y-2025-01-02T03_04_05.json").write_text('[\n  {"log": "cmd"}\n]\n')
-    assert find_log("y").name == "y-2025-01-02T03_04_05.json", "before runs had ids"
     assert train(**PLACES | {"name": "z", "log_file": "elsewhere/z.json", "steps": 1,
                              "save_training_state": True}) == 0  # fmt: skip
     assert find_log("z") == Path("elsewhere/z.json")

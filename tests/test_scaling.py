@@ -65,9 +65,7 @@ def test_the_optimizer_is_as_new_afterwards(level, tmp_path, monkeypatch):
 
 def test_report_is_of_the_median():
     scaling = Scaling(4, 90.0, reporter=None)
-    assert not scaling.missing
     assert not any(scaling.add(ms) for ms in (100.0, 5000.0, 99.0))
-    assert scaling.missing
     line, record = scaling.report()
     assert record == {"ranks": 4, "alone_ms": 90.0, "together_ms": 100.0, "efficiency": 0.9}
     assert line == (
@@ -75,7 +73,6 @@ def test_report_is_of_the_median():
         "efficiency 90.0 %"
     )
     assert [scaling.add(100.0) for _ in range(COMPARED - 3)][-1] is True
-    assert not scaling.missing
     assert not scaling.add(100.0), "said once"
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from llmq.base.dtypes import BF16, E4M3, F32
 from llmq.base.errors import ConfigError
+from llmq.base.run_id import RunId
 from llmq.checkpoint.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
@@ -40,7 +41,9 @@ DTYPES = {
     "adam.m.scales": F32,
 }
 PARAMS = {param.name: param for slab in weight_table(MODEL) for param in slab.params}
-MANIFEST = Manifest(model=MODEL, loader={}, state={}, options={}, tokenizer=None)
+MANIFEST = Manifest(
+    model=MODEL, loader={}, state={}, options={}, tokenizer=None, run=RunId.new("a")
+)
 
 
 def block(group):

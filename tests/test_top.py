@@ -18,7 +18,7 @@ from llmq.base.locks import lock_beside, locked
 from llmq.commands.cli import _run
 from llmq.report.json_log import JsonLog
 from llmq.run import top as top_module
-from llmq.run.run_paths import is_written, running_log
+from llmq.run.run_paths import has_writer, running_log
 from llmq.run.top import Follower, Top, run_top
 from tests.fake_nvml import FakeGpu, FakeNvml
 
@@ -209,7 +209,12 @@ def test_a_run_that_was_killed(machine, tmp_path, capsys):
 def test_a_run_that_was_killed_just_now(machine, tmp_path, capsys, cmd, state):
     """Its lock is still there, and its process is not; --restarts may start it again."""
     path = tmp_path / "run.json"
-    write(path, "only", ("cmd", {"run": RUN, "cmd": ["llmq", *cmd]}), ("step", step(0)))
+    write(
+        path,
+        "only",
+        ("cmd", {"run": RUN, "cmd": ["llmq", *cmd], "resumed_at": 0}),
+        ("step", step(0)),
+    )
     lock_beside(path).write_text(f"llmq: process {ended_process()} on {socket.gethostname()}\n")
     run_top(path, once=True)
     assert shown(capsys)[0].startswith(f"mine{state}  /")
@@ -322,10 +327,10 @@ def test_locks_of_others(tmp_path):
         ("something else", False),
     ]:
         lock.write_text(f"llmq: {text}\n")
-        assert is_written(path) is written
+        assert bool(has_writer(path)) is written
     lock.write_text("llmq: process 1 on another-machine\n")
     os.utime(path, (time.time() - 1000,) * 2)
-    assert not is_written(path)
+    assert not has_writer(path)
 
 
 def test_on_a_terminal_it_is_drawn_until_the_run_ends(machine, tmp_path, monkeypatch):

@@ -35,7 +35,7 @@ def step_fields(loss: float = 5.0) -> dict:
 
 def write_run(log: JsonLog, steps, done: bool = True, **fields) -> None:
     """Write the log of a run that makes these steps; the loss of step s is 5 - s / 10."""
-    log.write("cmd", 0, cmd=["llmq", "train", "--name", "a b"])
+    log.write("cmd", 0, cmd=["llmq", "train", "--name", "a b"], resumed_at=0)
     log.write("option", 0, name="steps", value=len(steps))
     log.write("option", 0, name="cuda-graphs", value=True)
     log.write("dataset", 0, split="train", files=["a.bin"], tokens=9, seed=1)
@@ -459,7 +459,7 @@ def test_a_run_is_done_with_and_without_validation(log, tmp_path, after, message
 
 def test_a_log_with_several_runs_ends_with_the_last_one(log, tmp_path, after):
     write_run(log, range(2))
-    log.write("cmd", 0, cmd=["llmq"])
+    log.write("cmd", 0, cmd=["llmq"], resumed_at=2)
     log.write("step", 2, **step_fields())
     done = {"type": "message", "message": "Done. validation loss   4.0"}
     left = after(
@@ -524,7 +524,7 @@ def test_ctrl_c_keeps_what_was_sent(log, tmp_path, wandb, capsys, monkeypatch):
             "its record of step at step 3 is not as it should be (KeyError('step_tokens'))",
         ),
         ('[{"log": "abs-maxes", "step": 3, "time": "TIME", "abs_maxes": 5}]', "(TypeError("),
-        ('[{"log": "cmd", "step": 3, "time": "TIME", "cmd": 5}]', "(TypeError("),
+        ('[{"log": "cmd", "step": 3, "time": "TIME", "cmd": 5, "resumed_at": 0}]', "(TypeError("),
     ],
 )
 def test_what_is_no_log(tmp_path, capsys, content, message):

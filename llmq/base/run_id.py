@@ -21,12 +21,10 @@ class Parent(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class RunId:
     """A run's random id, which it keeps over --continue under the same name; under another one it
-    is a fork, which knows its parent. adopts: what has no id counts as this run's, because it went
-    on from a checkpoint without one."""
+    is a fork, which knows its parent."""
 
     id: str
     name: str
-    adopts: bool = False
     parent: Parent | None = None
 
     @classmethod
@@ -43,26 +41,23 @@ class RunId:
             parent = Parent(**record["parent"])
         except (LookupError, TypeError):
             parent = None
-        return cls(record["id"], str(record.get("name", "")), record.get("adopts") is True, parent)
+        return cls(record["id"], str(record.get("name", "")), parent)
 
-    def continuing(self, owner: RunId | None, step: int) -> RunId:
+    def continuing(self, owner: RunId, step: int) -> RunId:
         """The identity of the run that goes on from a checkpoint of `owner` at this step: the owner
-        under its own name, else a fork of it with the id of this run. owner None: a run without an
-        id, which gets this one."""
-        if owner is None:
-            return replace(self, adopts=True)
+        under its own name, else a fork of it with the id of this run."""
         if owner.name == self.name:
             return owner
-        return replace(self, adopts=False, parent=Parent(owner.id, owner.name, step))
+        return replace(self, parent=Parent(owner.id, owner.name, step))
 
     def record(self) -> dict[str, Any]:
         """In JSON's types."""
         parent = {} if self.parent is None else {"parent": self.parent._asdict()}
-        return {"id": self.id, "name": self.name, "adopts": self.adopts} | parent
+        return {"id": self.id, "name": self.name} | parent
 
     def owns(self, owner: RunId | None) -> bool:
-        """Whether what belongs to `owner` is this run's. None: of a run without an id."""
-        return self.adopts if owner is None else owner.id == self.id
+        """Whether what belongs to `owner` is this run's. None: nothing says whose it is."""
+        return owner is not None and owner.id == self.id
 
     def __str__(self) -> str:
         return f"run '{self.name}' ({self.id})"

@@ -195,11 +195,10 @@ class CheckpointWriter:
         for group in {e.group for e in entries} | set(needed):
             if [e.rank for e in entries if e.group == group] != list(range(self.world)):
                 raise ValueError(f"CheckpointWriter: not every rank has written {group}")
-        run = manifest.run.record() if manifest.run else {}
         document = {
             "version": VERSION,
             "distributed": {"world": self.world},
-            "run": {"step": self.step, "state": manifest.state, **run},
+            "run": {"step": self.step, "state": manifest.state, **manifest.run.record()},
             "data-loader": manifest.loader,
             "model": manifest.model.to_hf() | {"new_tokens": manifest.model.new_tokens},
             "options": manifest.options,

@@ -38,7 +38,7 @@ class Manifest:
     """The options of the run, to be shown and compared."""
     tokenizer: str | None
     """'bytes', or the absolute path of a directory with tokenizer files; None if unknown."""
-    run: RunId | None = None  # None before runs had ids
+    run: RunId
     base: dict[str, Any] | None = None
     """BaseId.record() of the model whose adapters these are; None where all of it is here."""
     tokenizer_id: dict[str, Any] | None = None
@@ -110,6 +110,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if problem is not None:
         kind = DamagedManifest if RunId.of(document.get("run")) is None else LlmqError
         raise kind(f"'{path}' is none of llmq's: {problem}; use another checkpoint")
+    if RunId.of(document["run"]) is None:
+        raise LlmqError(f"'{path}' is of the time before runs had ids: use another checkpoint")
     return document
 
 

@@ -76,7 +76,7 @@ def damaged_checkpoints(directory: Path) -> dict[Path, str]:
 
 
 def checkpoint_owner(path: Path) -> RunId | None:
-    """Whose checkpoint it is; None before runs had ids, and where it is damaged."""
+    """Whose checkpoint it is; None where it is damaged, or does not say so."""
     return RunId.of(_recorded(path))
 
 
@@ -223,34 +223,32 @@ def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
 # Those of one run
 
 
-def delete_old(directory: Path, run: RunId | None, steps: Collection[int]) -> list[Path]:
+def delete_old(directory: Path, run: RunId, steps: Collection[int]) -> list[Path]:
     """Delete a run's checkpoints of these steps, and what interrupted saves left behind, so no save
-    may be under way; returns the deleted directories. run: None: without an id. Those of other
-    runs, renamed ones and links stay; what cannot be deleted is warned of."""
+    may be under way; returns the deleted directories. Those of other runs, renamed ones and links
+    stay; what cannot be deleted is warned of."""
     own = own_checkpoints(directory, run) if steps else {}
     return delete([*leftovers(directory), *(own[step] for step in steps if step in own)])
 
 
-def kept_checkpoints(directory: Path, run: RunId | None) -> dict[int, CheckpointInfo]:
+def kept_checkpoints(directory: Path, run: RunId) -> dict[int, CheckpointInfo]:
     """By step those of this run that were not renamed."""
     own = own_checkpoints(directory, run).items()
     return {step: CheckpointInfo(path, read_verdict(path), looks_whole(path)) for step, path in own}
 
 
-def own_checkpoints(directory: Path, run: RunId | None) -> dict[int, Path]:
+def own_checkpoints(directory: Path, run: RunId) -> dict[int, Path]:
     """By step those of this run that were not renamed, whole or not."""
     found = checkpoints_by_name(directory).items()
     return {step: path for step, path in found if _may_go(path, step, run)}
 
 
-def _may_go(path: Path, step: int, run: RunId | None) -> bool:
+def _may_go(path: Path, step: int, run: RunId) -> bool:
     """Whether it is a checkpoint of this run that was not renamed, and no link to one."""
     if path.is_symlink() or manifest_damage(path / MANIFEST) is not None:
         return False
     recorded = _recorded(path)
-    owner = RunId.of(recorded)
-    mine = owner is None if run is None else run.owns(owner)
-    return mine and recorded.get("step") in (step, None)
+    return run.owns(RunId.of(recorded)) and recorded.get("step") in (step, None)
 
 
 NOTE = "best.json"

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -126,8 +125,7 @@ def _short_run(config: TrainConfig, steps: int) -> tuple[float, list[float]]:
             why = [line for line in done.stderr.splitlines() if line.strip()][-1:]
             raise LlmqError(f"a short run of the recipe: {''.join(why)}; --no-measure goes without")
         records = read_log(place / "log.json")
-    times = [datetime.fromisoformat(r["time"]) for r in records if r["log"] == "step"]
-    return wall, [each.timestamp() for each in times]
+    return wall, [r["time"] for r in records if r["log"] == "step"]
 
 
 @train_options

@@ -81,26 +81,12 @@ class JsonLog:
             if not self._file.seekable():
                 raise LlmqError(f"'{path}' cannot hold a log: it is no file on a disk")
             self._end = self._file.seek(0, os.SEEK_END) if keep else self._file.write(_EMPTY_LOG)
-            if keep and self._tail() != _LOG_END and not self._begin_torn():
+            self._file.seek(max(self._end - len(_LOG_END), 0))
+            if keep and self._file.read() != _LOG_END:
                 self._mend()
 
-    def _tail(self) -> bytes:
-        self._file.seek(max(self._end - len(_LOG_END), 0))
-        return self._file.read()
-
-    def _begin_torn(self) -> bool:
-        """Begin anew what a machine that stopped has left of the first record; False otherwise."""
-        self._file.seek(0)
-        if not _is_torn_beginning(self._file.read(_FIRST_RECORD_BYTES + 1)):
-            return False
-        self._file.seek(0)
-        self._end = self._file.write(_EMPTY_LOG)
-        self._file.truncate()
-        warn(f"'{self.path}' ended in the middle of its first record: begun anew")
-        return True
-
     def _mend(self) -> None:
-        """Cut a log that does not end as one back to its last whole record."""
+        """Cut a log that does not end as one back to its last whole record, if that is why."""
         with open(self.path, "rb") as file:
             end = count = 0
             with suppress(DataError):
@@ -109,21 +95,28 @@ class JsonLog:
                     end, count = after, count + 1
             file.seek(end)
             rest = file.read()
-        if count == 0 or any(_is_record(line) for line in rest.splitlines()[1:]):
+        is_torn = count > 0 or _is_torn_beginning(rest)
+        if not is_torn or any(_is_record(line) for line in rest.splitlines()[1:]):
             where = f": what comes after {count} records is damaged" if count else ""
             raise LlmqError(
                 f"'{self.path}' is not a complete log that could be continued{where}: move it "
                 "away, or choose another --log-file"
             )
-        self._end = end + len(_LOG_END)
         self._file.seek(end)
-        self._file.write(_LOG_END)
+        self._end = end + self._file.write(_LOG_END if count else _EMPTY_LOG)
         self._file.truncate()
-        if rest.strip() != b"]":
+        if count == 0:
+            self._begin_with_first()
+            warn(f"'{self.path}' ended in the middle of its first record: begun anew")
+        elif rest.strip() != b"]":
             warn(
                 f"'{self.path}' ended in the middle of a record: cut back to its {count} whole "
                 f"ones ({len(rest)} bytes less)"
             )
+
+    def _begin_with_first(self) -> None:
+        if self._first and self._first not in self._waiting:
+            self._waiting.insert(0, self._first)
 
     def write(self, log: str, step: int, **fields: Any) -> None:
         """Add one record; every record has `log`, `time` (UTC) and `step`."""
@@ -174,8 +167,7 @@ class JsonLog:
         file = open(path, "w+b", buffering=0)  # noqa: SIM115 (kept open)
         self._file.close()
         self._file, self._end = file, file.write(_EMPTY_LOG)
-        if self._first not in self._waiting:
-            self._waiting.insert(0, self._first)
+        self._begin_with_first()
         warn(f"the log '{self.path}' {problem}: begun anew in '{path}'")
         self.path = path
 
@@ -211,7 +203,7 @@ def has_records(path: Path) -> bool:
 
 
 def log_owner(path: Path) -> RunId | None:
-    """Whose log it is, as its first record says; None before runs had ids."""
+    """Whose log it is, as its first record says; None where it does not say so."""
     try:
         return RunId.of(json.loads(_first_record(path))["run"])
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -301,7 +293,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
     try:
         record = json.loads(text)
         record["time"] = datetime.fromisoformat(record["time"]).replace(tzinfo=UTC).timestamp()
-        steps = (record["step"], record.get("resumed_at", 0))
+        steps = (record["step"], record["resumed_at"] if record["log"] == "cmd" else 0)
         if {type(n) for n in steps} != {int} or not isinstance(record["log"], str):
             raise ValueError(record)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -309,14 +301,8 @@ def _parsed(text: bytes) -> dict[str, Any]:
     return record
 
 
-_OF_STEPS = {
-    "step",
-    "gpu",
-    "cpu",
-    "abs-maxes",
-    "fast-products",
-    "choices",
-}  # step s writes them; others: between
+# Step s writes them; others are written between two steps.
+_OF_STEPS = ("step", "gpu", "cpu", "abs-maxes", "fast-products", "choices")
 
 
 class Course:
@@ -327,14 +313,11 @@ class Course:
 
     def back_to(self, record: dict[str, Any]) -> int | None:
         """How many steps count as done from this record on, if it undoes others; else None."""
-        step = None
-        if record["log"] == "step":
-            step, after = record["step"], record["step"]
-        elif record["log"] == "cmd":  # logs of older versions do not say it
-            step = record.get("resumed_at")
-            after = self._newest if step is None else step - 1
-        if step is None:
+        if record["log"] not in ("step", "cmd"):
             return None
+        is_step = record["log"] == "step"
+        step = record["step" if is_step else "resumed_at"]
+        after = step if is_step else step - 1
         back = step if step <= self._newest else None
         self._newest = after if back is not None else max(self._newest, after)
         return back

@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from rich.text import Text
 
 from llmq.base.console import printable_console
 from llmq.base.dtypes import GIB
-from llmq.base.errors import DataError
+from llmq.base.errors import LlmqError
 from llmq.report.plot import read_log
 from llmq.report.views import PlainView, View, optional_console
 from llmq.runtime.nvml import NO_REASON, REASONS, UNSUPPORTED, reason
@@ -66,18 +66,15 @@ class Panel:
         yield from panel_lines(self.rows(), options.max_width, ascii_only=ascii_only)
 
 
-@dataclass
-class _Line:
-    """A line in parts, cut at the width of the terminal."""
+def _line() -> Text:
+    return Text(no_wrap=True, overflow="crop", end="\n")
 
-    text: Text = field(default_factory=lambda: Text(no_wrap=True, overflow="crop", end="\n"))
 
-    def add(self, part: str, width: int, style: str = "", *, left: bool = False) -> _Line:
-        """A part in a column and a space behind it; what is too wide is cut."""
-        part = part if len(part) <= width else part[: width - 1] + "…"
-        self.text.append(part.ljust(width) if left else part.rjust(width), style)
-        self.text.append(" ")
-        return self
+def _add(line: Text, part: str, width: int, style: str = "", *, left: bool = False) -> None:
+    """A part in a column and a space behind it; what is too wide is cut."""
+    part = part if len(part) <= width else part[: width - 1] + "…"
+    line.append(part.ljust(width) if left else part.rjust(width), style)
+    line.append(" ")
 
 
 def panel_lines(rows: Sequence[Row], width: int, *, ascii_only: bool = False) -> list[Text]:
@@ -111,14 +108,9 @@ def _told(sample: dict[str, Any], name: str) -> int | None:
     return None if value in (UNSUPPORTED, None) else value
 
 
-def _number(sample: dict[str, Any], name: str, unit: int = 1) -> str:
+def _number(sample: dict[str, Any], name: str, unit: int = 1, end: str = "") -> str:
     value = _told(sample, name)
-    return "-" if value is None else f"{value / unit:.0f}"
-
-
-def _percent(sample: dict[str, Any], name: str) -> str:
-    value = _told(sample, name)
-    return "-" if value is None else f"{value}%"
+    return "-" if value is None else f"{value / unit:.0f}{end}"
 
 
 def _pair(sample: dict[str, Any], name: str, limit: str, unit: int = 1) -> str:
@@ -172,18 +164,16 @@ def _columns(wide: bool, ascii_only: bool) -> list[tuple[str, int, bool, Callabl
     def use(sample: dict[str, Any]) -> str:
         return bar((_told(sample, "gpu_util") or 0) / 100, room, ascii_only=ascii_only)
 
+    def memory(sample: dict[str, Any]) -> str:
+        return _sizes(_used_memory(sample), _told(sample, "dram_total"))
+
     def of(name: str, limit: str) -> Callable[[dict[str, Any]], str]:
         return lambda sample: _pair(sample, name, limit) if wide else _number(sample, name)
 
     return [
         ("use", room, True, use),
-        ("", 4, False, lambda sample: _percent(sample, "gpu_util")),
-        (
-            "mem GiB",
-            9,
-            False,
-            lambda sample: _sizes(_used_memory(sample), _told(sample, "dram_total")),
-        ),
+        ("", 4, False, lambda sample: _number(sample, "gpu_util", end="%")),
+        ("mem GiB", 9, False, memory),
         ("W", 9, False, lambda sample: _pair(sample, "power", "power_limit", 1000)),
         ("C" if ascii_only else "°C", 6 if wide else 3, False, of("temperature", "temp_slowdown")),
         ("MHz", 9 if wide else 4, False, of("clock", "max_clock")),
@@ -194,48 +184,49 @@ def _columns(wide: bool, ascii_only: bool) -> list[tuple[str, int, bool, Callabl
 
 
 def _heading(rows: Sequence[Row], wide: bool, ascii_only: bool) -> Text:
-    line = _Line().add("GPU", 3)
+    line = _line()
+    _add(line, "GPU", 3)
     if wide:
-        line.add("", 18)
+        _add(line, "", 18)
     for heading, width, left, _ in _columns(wide, ascii_only):
-        line.add(heading, width, left=left)
+        _add(line, heading, width, left=left)
     if any(row.waits is not None for row in rows):
-        line.add("waits", 6)
-    line.text.stylize("dim")
-    return line.text
+        _add(line, "waits", 6)
+    line.stylize("dim")
+    return line
 
 
 def _gpu_line(row: Row, wide: bool, ascii_only: bool) -> Text:
-    line = _Line().add(row.label, 3)
+    line = _line()
+    _add(line, row.label, 3)
     if wide:
         name = row.name.removeprefix("NVIDIA ").removeprefix("GeForce ")
-        line.add(row.machine or name, 18, left=True)
+        _add(line, row.machine or name, 18, left=True)
     late = f"no reading for {row.age:.0f} s" if row.age > STALE else ""
     note = row.note or late or ("" if row.sample else "no readings")
     if note:
-        return line.add(note, len(note), "bold red", left=True).text
+        _add(line, note, len(note), "bold red")
+        return line
     for _, width, left, cell in _columns(wide, ascii_only):
         text = cell(row.sample)
-        line.add(text, width, _STYLES.get(text, ""), left=left)
+        _add(line, text, width, _STYLES.get(text, ""), left=left)
     if row.waits is not None:
-        line.add(f"{row.waits:.1%}", 6)
-    return line.text
+        _add(line, f"{row.waits:.1%}", 6)
+    return line
 
 
 def _cpu_line(row: Row, ascii_only: bool) -> Text:
-    line, sample = _Line().add("CPU", 3), row.sample
+    line, sample = _line(), row.sample
+    _add(line, "CPU", 3)
     if row.machine:
-        line.add(row.machine, min(len(row.machine), 18), left=True)
-    if row.note:
-        line.add(row.note, len(row.note), left=True)
-        return line.text
-    line.add(bar((_told(sample, "util") or 0) / 100, 9, ascii_only=ascii_only), 9)
-    line.add(_percent(sample, "util"), 4)
+        _add(line, row.machine, min(len(row.machine), 18))
+    _add(line, bar((_told(sample, "util") or 0) / 100, 9, ascii_only=ascii_only), 9)
+    _add(line, _number(sample, "util", end="%"), 4)
     if _told(sample, "cpus") is not None:
-        line.text.append(f"of {sample['cpus']} cores  ")
+        line.append(f"of {sample['cpus']} cores  ")
     memory = _sizes(_told(sample, "memory_used"), _told(sample, "memory_total"))
-    line.text.append(f"memory {memory} GiB")
-    return line.text
+    line.append(f"memory {memory} GiB")
+    return line
 
 
 def waiting_line(rows: Sequence[Row]) -> str:
@@ -269,6 +260,8 @@ def record_line(sample: dict[str, Any]) -> str:
     used, most = (_used_memory(sample, name) for name in ("dram_free", "dram_free_min"))
     held = ", ".join(f"{name} {share}%" for name, share in sample["reasons"].items())
     held = held or ("not told" if sample["throttle"] == NO_REASON else "-")
+    pcie = ("pcie_rx", "pcie_tx")
+    rates = [f"{_rate(sample, name)}^{_rate(sample, f'{name}_max')}" for name in pcie]
     parts = [
         f"use {_both(sample, 'gpu_util')}%",
         f"mem {_sizes_both(used, most, _told(sample, 'dram_total'))}",
@@ -276,7 +269,7 @@ def record_line(sample: dict[str, Any]) -> str:
         f"temp {_both(sample, 'temperature')}/{_number(sample, 'temp_slowdown')}°C",
         f"clock {_both(sample, 'clock')} MHz",
         f"held by {held}",
-        f"PCI↓ {_rates(sample, 'pcie_rx')} PCI↑ {_rates(sample, 'pcie_tx')} B/s",
+        f"PCI↓ {rates[0]} PCI↑ {rates[1]} B/s",
     ]
     if "communication" in sample:
         parts.append(f"waits {sample['communication']:.1f} ms")
@@ -285,10 +278,6 @@ def record_line(sample: dict[str, Any]) -> str:
 
 def _both(sample: dict[str, Any], name: str, unit: int = 1) -> str:
     return f"{_number(sample, name, unit)}^{_number(sample, f'{name}_max', unit)}"
-
-
-def _rates(sample: dict[str, Any], name: str) -> str:
-    return f"{_rate(sample, name)}^{_rate(sample, f'{name}_max')}"
 
 
 def _sizes_both(used: int | None, most: int | None, total: int | None) -> str:
@@ -349,37 +338,33 @@ def time_left(seconds: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
-    """The line of steps and speed. Where there is too little room its bar is shorter, and where
-    there is none, it has no bar or is two lines."""
+class _Shown:
+    """The lines of `Progress.render`. Where there is too little room for the bar of steps it is
+    shorter, and where there is none, it is left out or the line becomes two."""
 
     step: int
     total: int
     speed: str
+    lines: list[Text]
+    curve: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._head(options.max_width)
+        yield from self.lines
+        if self.curve:
+            yield Text(self.curve.translate(_ASCII) if options.ascii_only else self.curve)
+
+    def _head(self, width: int) -> Text | Table:
         steps = f"step {self.step}/{self.total}"
-        if len(steps) + LEAST_BAR + len(self.speed) + 4 > options.max_width:
-            fit = len(steps) + len(self.speed) + 2 <= options.max_width
-            yield Text(("  " if fit else "\n").join(filter(None, (steps, self.speed))))
-            return
+        if len(steps) + LEAST_BAR + len(self.speed) + 4 > width:
+            fit = len(steps) + len(self.speed) + 2 <= width
+            return Text(("  " if fit else "\n").join(filter(None, (steps, self.speed))))
         grid = Table.grid(padding=(0, 2))
         for no_wrap in (True, False, True):
             grid.add_column(no_wrap=no_wrap)
         bar = ProgressBar(total=self.total, completed=self.step, width=40)
         grid.add_row(steps, bar, self.speed)
-        yield grid
-
-
-@dataclass(frozen=True, slots=True)
-class _Curve:
-    """A loss curve as the terminal can show it; nothing where it is empty."""
-
-    bars: str
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self.bars:
-            yield Text(self.bars.translate(_ASCII) if options.ascii_only else self.bars)
+        return grid
 
 
 class Progress:
@@ -392,26 +377,21 @@ class Progress:
         """first_step: steps that are done already, of total_steps."""
         self.total = max(total_steps, 1)
         self._state: dict[str, Any] = {"step": first_step}
-        self._curve = LossCurve()
+        self.curve = LossCurve()
         self._times: deque[float] = deque(maxlen=20)  # ms of the last steps
-
-    def add(self, loss: float) -> None:
-        """One more point of the curve."""
-        self._curve.add(loss)
 
     def update(self, **state: Any) -> None:
         """Do as LiveView.progress."""
         self._state |= state
         if "loss" in state:
-            self.add(state["loss"])
+            self.curve.add(state["loss"])
         if "ms" in state:
             self._times.append(state["ms"])
 
-    def render(self, *, goes_on: bool = True) -> Group:
+    def render(self, *, goes_on: bool = True) -> _Shown:
         """Its lines: three, or more where scores have many names. A run that does not go on has no
         time left."""
         state = self._state
-        head = _Head(state["step"], self.total, self._speed(goes_on))
         numbers = [f"{name} {state[name]:.4g}" for name in ("loss", "norm", "lr") if name in state]
         more = state.get("numbers", {}) | state.get("scores", {})
         numbers += [f"{name} {value:.4g}" for name, value in more.items()]
@@ -420,7 +400,8 @@ class Progress:
         lines = [Text("   ".join(numbers))] if numbers else []
         if state.get("alarm") is not None:
             lines.append(Text(f"ALARM: {state['alarm']}", "bold red"))
-        return Group(head, *lines, _Curve(str(self._curve)))
+        speed = self._speed(goes_on)
+        return _Shown(state["step"], self.total, speed, lines, str(self.curve))
 
     @property
     def ms(self) -> float:
@@ -454,7 +435,7 @@ class LiveView:
         self.shows_sensors = panel is not None
         self._progress = Progress(first_step, total_steps)
         for loss in losses:
-            self._progress.add(loss)
+            self._progress.curve.add(loss)
         self._live = Live(self._render(), console=console, refresh_per_second=DRAWS)
         self._live.start()
 
@@ -485,7 +466,7 @@ def _losses(log: Path, steps_done: int) -> list[float]:
     """Those of a log that a run goes on with; none where there are none, or it is of others."""
     if steps_done == 0:
         return []
-    with suppress(DataError):
+    with suppress(LlmqError):
         steps = (r for r in read_log(log) if r["log"] == "step" and r["step"] < steps_done)
         return [math.nan if r["loss"] is None else r["loss"] for r in steps]
     return []

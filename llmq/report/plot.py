@@ -6,16 +6,14 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmq.base.errors import ConfigError, DataError
-from llmq.base.files import check_readable, disk_errors, replacing
-from llmq.base.records import elements
-from llmq.report.json_log import is_undone, without_undone
+from llmq.base.files import disk_errors, replacing
+from llmq.report.json_log import LogReader, is_undone, without_undone
 
 SMOOTHING = 10  # steps to each side
 
@@ -67,31 +65,20 @@ class Series:
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The records of a log that count, also of one that is being written.
 
-    DataError where it cannot be read or has nothing to plot.
+    LlmqError where it cannot be read or has nothing to plot.
     """
-    try:
-        check_readable(path)
-        data = path.read_bytes()
-        records = [json.loads(t) for t, _ in elements(str(path), BytesIO(data), 0, growing=True)]
-    except OSError as error:
-        raise DataError(f"cannot read the log '{path}': {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"'{path}' is not a log of llmq train: {error}") from None
-    except DataError:
-        raise DataError(
-            f"'{path}' is not a log of llmq train: it holds no array of records"
-        ) from None
-    points = [r for r in records if r.get("log") in ("step", "eval")]
+    records = without_undone(LogReader(path).new_records())
+    points = [r for r in records if r["log"] in ("step", "eval")]
     if not points:
         raise DataError(f"'{path}' has nothing to plot: no step was made")
     for r in points:
         # A loss of null was not finite; one that is missing is an error.
-        if type(r.get("step")) is not int or not isinstance(r.get("loss", ""), float | int | None):
+        if not isinstance(r.get("loss", ""), float | int | None):
             raise DataError(
-                f"'{path}' is not a log of llmq train: a record of {r['log']} has step "
-                f"{r.get('step')!r} and loss {r.get('loss')!r}, not numbers"
+                f"'{path}' is not a log of llmq train: a record of {r['log']} at step {r['step']} "
+                f"has loss {r.get('loss')!r}, not a number"
             )
-    return without_undone(r for r in records if "log" in r and type(r.get("step")) is int)
+    return records
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -74,33 +74,6 @@ class PlainView:
 
     def close(self) -> None:
         pass
-
-
-class EvaluationProgress:
-    """Shows how far an evaluation is, from the questions whether to stop it."""
-
-    def __init__(self, view: View, batches: int, ranks: int):
-        """batches: of each rank."""
-        self._view, self._batches, self._ranks, self._asked = view, batches, ranks, 0
-
-    def before_batch(self, stopped: Callable[[], bool]) -> Callable[[], bool]:
-        """`stopped`, asked under a lock before each batch of each rank and after its last one."""
-
-        def asked() -> bool:
-            self._view.progress(validated=min(self._asked / (self._batches * self._ranks), 1.0))
-            self._asked += 1
-            return stopped()
-
-        return asked
-
-    @property
-    def complete(self) -> bool:
-        """Whether every rank has come to the end."""
-        return self._asked >= (self._batches + 1) * self._ranks
-
-    def close(self) -> None:
-        """The evaluation has ended."""
-        self._view.progress(validated=None)
 
 
 REPORT_SECONDS = 10.0  # between lines where there is no terminal

@@ -2,6 +2,7 @@
 runs the passes of an evaluation, in the run's memory and graphs, on all ranks alike, and changes no
 bit of the training."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +25,6 @@ from llmq.data.tasks import read_tasks
 from llmq.data.tokenizer import Tokenizer, continuation, load_tokenizer
 from llmq.model.rings import Result
 from llmq.options.options import TrainConfig
-from llmq.report.views import EvaluationProgress
 from llmq.run.batches import mean_loss, open_loaders
 from llmq.run.events import Events, Member
 from llmq.run.metrics import Reporter, duration
@@ -194,14 +194,20 @@ class Evaluations(Member):
         whole = loader.batches_per_epoch
         batches = whole if max_batches is None else min(max_batches, whole)
         start = time.perf_counter()
-        progress = EvaluationProgress(self.reporter.view, batches, trainer.machine.world.count)
-        result = call(max_batches, progress.before_batch(self.stopped), seconds)
-        progress.close()
+        ranks, asked = trainer.machine.world.count, itertools.count()
+        view = self.reporter.view
+
+        def stopped() -> bool:  # asked before each batch of each rank, and after its last one
+            view.progress(validated=min(next(asked) / (batches * ranks), 1.0))
+            return self.stopped()
+
+        result = call(max_batches, stopped, seconds)
+        view.progress(validated=None)
         if result is None:
             return None
         ms = (time.perf_counter() - start) * 1000
         tokens = loader.tokens(batches)
-        if not progress.complete:
+        if next(asked) < (batches + 1) * ranks:  # a rank did not come to the end
             self.reporter.message(f"Validation ended after {ms / 1000:.0f} seconds", step)
             tokens = result.tokens
         self.reporter.evaluation(step, result, ms, tokens, name)

@@ -32,6 +32,7 @@ GROWN = 10.0  # times the lowest loss, from LEAST_LOSS on: beyond it a step is b
 LEAST_LOSS = 1.0  # below it, what has been learned by heart grows by such factors
 ROLLBACKS = 3  # from the same place, after which another one would change nothing
 LOWERED = 0.1  # of the learning rate directly after a rollback
+_KEPT = ("in_row", "unchanged", "not_finite", "last_bad", "trouble", "level", "rollbacks", "origin")
 
 
 class Judgement(NamedTuple):
@@ -207,21 +208,12 @@ class Guard:
     @property
     def state(self) -> dict[str, Any]:
         """All that later decisions depend on, in JSON's types: for a checkpoint."""
-        return {
-            "losses": [list(pair) for pair in self.loss.values],
-            "norms": [list(pair) for pair in self.norm.values],
-            "in_row": self.in_row,
-            "unchanged": self.unchanged,
-            "not_finite": self.not_finite,
-            "last_bad": self.last_bad,
-            "trouble": self.trouble,
-            "level": self.level,
-            "rollbacks": self.rollbacks,
-            "origin": self.origin,
-        }
+        tracks = {"losses": self.loss, "norms": self.norm}
+        values = {name: [list(pair) for pair in track.values] for name, track in tracks.items()}
+        return values | {name: getattr(self, name) for name in _KEPT}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` gave; {}: of a version without a guard, or of the beginning.
+        """Take what `state` gave; {}: of the beginning.
 
         TypeError, ValueError or AttributeError where it is something else.
         """

@@ -364,16 +364,11 @@ class Scaling(Member):
         self._times.append(ms)
         return len(self._times) == COMPARED
 
-    @property
-    def missing(self) -> bool:
-        """Whether there are some times, and fewer than there should be."""
-        return 0 < len(self._times) < COMPARED
-
     def after_steps(self, step: int, *, last: bool) -> None:
         """At the end of a run: report what there is, if that is less than what is compared."""
         if not self._times:
             warn(f"--measure-scaling has no effect on fewer than {SKIPPED + 1} steps")
-        elif self.missing:
+        elif len(self._times) < COMPARED:
             self._reporter.scaling(step, *self.report())
 
     def report(self) -> tuple[str, dict[str, float]]:

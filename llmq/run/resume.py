@@ -119,7 +119,8 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
     homes = [directory, TrainConfig(name=saved.get("name", "")).normalized().checkpoint_dir]
     is_home = checkpoint.resolve().parent in [home.resolve() for home in homes]
     # Before what may differ is looked at.
-    log = processes().on_first(lambda: _log_of(saved, owner)) if is_home else None
+    last = saved.get("log_file") if is_home else None
+    log = last and processes().on_first(lambda: log_of_run(owner, Path(last)))
     saved.pop("adapter", None)  # the checkpoint has gone on from it
     for name in _FIXED:
         if name in given and given[name] != saved.get(name, given[name]):
@@ -130,7 +131,7 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
     inherited = fewest_values(of_longest(TrainConfig(**saved).normalized()))
     if not is_home:
         _forget_places(given, inherited, checkpoint)
-    if owner is not None and given.get("name", owner.name) != owner.name:
+    if given.get("name", owner.name) != owner.name:
         _check_fork(given, inherited, owner)
     elif "log_file" not in given and log is not None:
         inherited |= {"log_file": log}
@@ -147,13 +148,6 @@ def _forget_places(given: Mapping[str, Any], inherited: dict[str, Any], checkpoi
             f"--continue: '{checkpoint}' lies in no place of this run, so that the places it "
             f"names are not taken: give {', '.join(lost)} to write there"
         )
-
-
-def _log_of(saved: dict[str, Any], owner: RunId | None) -> Path | None:
-    """The place where the log of the checkpoint's run is now."""
-    if not saved.get("log_file"):
-        return None
-    return log_of_run(owner or RunId("", "", adopts=True), Path(saved["log_file"]))
 
 
 def _known(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:

@@ -7,12 +7,10 @@ run's identity or by its name.
 
 import glob
 import os
-import re
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,14 +20,13 @@ from llmq.base.locks import LOCK, holder, lock_beside, locked
 from llmq.base.run_id import RunId
 from llmq.checkpoint.export_files import export_owner, exported_files
 from llmq.checkpoint.folder import delete, leftovers, move
-from llmq.checkpoint.manifest import MANIFEST, manifest_damage
+from llmq.checkpoint.manifest import MANIFEST, manifest_damage, read_manifest
 from llmq.checkpoint.store import (
     NOTE,
     NoCheckpoint,
     best_owner,
     checkpoint_at,
     checkpoint_owner,
-    checkpoint_step,
     checkpoints_by_name,
     damaged_checkpoints,
     find_checkpoint,
@@ -73,20 +70,18 @@ def checkpoint_to_continue(config: TrainConfig) -> Path | None:
 
 
 def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:
-    """The id of the run that these options begin or continue: it keeps it, or gets one and adopts
-    what has none; under another name it is a fork. A run that ended before its first checkpoint is
-    known by its log."""
+    """The id of the run that these options begin or continue: it keeps it; under another name it is
+    a fork. A run that ended before its first checkpoint is known by its log. LlmqError for a
+    checkpoint that is none of this version's."""
     new = RunId.new(config.name)
     if config.continue_from is None:
         return new
-    logged = has_records(config.log_file)
-    before = log_owner(config.log_file) if logged else None
+    before = log_owner(config.log_file) if has_records(config.log_file) else None
     same_name = before is not None and before.name == config.name
     if checkpoint is None:
-        if same_name:
-            return before
-        return replace(new, adopts=True) if logged and before is None else new
-    run = new.continuing(checkpoint_owner(checkpoint), checkpoint_step(checkpoint))
+        return before if same_name else new
+    made = read_manifest(checkpoint / MANIFEST)["run"]
+    run = new.continuing(RunId.of(made), made["step"])
     if run.parent is not None and run.id == new.id and same_name and before.parent == run.parent:
         return before
     return run
@@ -240,7 +235,6 @@ def move_aside(strangers: list[ExistingOutput]) -> list[str]:
 
 
 RECENT = 600.0  # seconds
-_DATED = re.compile(r"-\d{4}-\d\d-\d\dT\d\d_\d\d_\d\d$")  # how %n-DATE ends
 
 
 def log_of_run(run: RunId, last: Path) -> Path | None:
@@ -266,7 +260,8 @@ def find_log(text: str) -> Path:
         return path
     defaults = TrainConfig().normalized()
     if path.name == text and path.suffix != ".json":
-        found = set(_logs_called(text, defaults.log_file.parent))
+        logs = ((path, log_owner(path)) for path in _logs_in(defaults.log_file.parent))
+        found = {path for path, owner in logs if owner is not None and owner.name == text}
         found |= set(_log_of_checkpoint(text))
         if found:
             return max(found, key=_modified)
@@ -279,12 +274,7 @@ def find_log(text: str) -> Path:
 def running_log() -> Path | None:
     """The newest log in logs/ that a run is writing now; None if there is none."""
     logs = _logs_in(TrainConfig().normalized().log_file.parent)
-    return next((p for p in sorted(logs, key=_modified, reverse=True) if is_written(p)), None)
-
-
-def is_written(path: Path) -> bool:
-    """Whether a run is writing this log, as its lock says."""
-    return bool(has_writer(path))
+    return next((p for p in sorted(logs, key=_modified, reverse=True) if has_writer(p)), None)
 
 
 def has_writer(path: Path) -> bool | None:
@@ -309,20 +299,12 @@ def has_writer(path: Path) -> bool | None:
 def is_written_here(path: Path) -> bool:
     """Whether a run of this machine is writing this log."""
     found = holder(lock_beside(path.resolve()))
-    return found is not None and found[1] == socket.gethostname() and is_written(path)
+    return found is not None and found[1] == socket.gethostname() and bool(has_writer(path))
 
 
 def silence(path: Path) -> float:
     """Seconds since something was written to a log."""
     return time.time() - _modified(path)[0]
-
-
-def _logs_called(name: str, folder: Path) -> Iterator[Path]:
-    for path in _logs_in(folder):
-        owner = log_owner(path)
-        called = _DATED.sub("", path.stem) if owner is None else owner.name
-        if called == name:
-            yield path
 
 
 def _log_of_checkpoint(name: str) -> Iterator[Path]:

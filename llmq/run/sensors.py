@@ -7,7 +7,7 @@ lock and waits for nothing. A driver that does not answer stops this thread only
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,8 +33,7 @@ _MEANS = (
     *("util", "memory_used"),
 )
 _NO_MAX = ("fan",)
-# ... and of free memory the mean and the least.
-_LEAST = ("dram_free",)
+_LEAST = "dram_free"  # ... and of free memory the mean and the least
 
 
 class Window:
@@ -42,9 +41,7 @@ class Window:
     not count; where all are, so is the mean."""
 
     def __init__(self) -> None:
-        self._sums: Counter[str] = Counter()
-        self._counts: Counter[str] = Counter()
-        self._most: dict[str, int] = {}
+        self._values: defaultdict[str, list[int]] = defaultdict(list)
         self._reasons: Counter[str] = Counter()  # samples by reason
         self._kinds: Counter[str] = Counter()  # ... and by kind of reason
         self._xids: list[int] = []
@@ -55,7 +52,7 @@ class Window:
         sample: the means, `_max` or `_min`, and what does not vary as it was last."""
         self._samples += 1
         found = {name: value for name, value in sample.items() if name not in ("reasons", "xid")}
-        for name in (*_MEANS, *_LEAST):
+        for name in (*_MEANS, _LEAST):
             if name in sample:
                 found |= self._number(name, sample[name])
         if "reasons" in sample:
@@ -66,17 +63,12 @@ class Window:
         return found | {"samples": self._samples}
 
     def _number(self, name: str, value: int) -> dict[str, int]:
-        extreme, better = f"{name}_max", max
-        if name in _LEAST:
-            extreme, better = f"{name}_min", min
+        values = self._values[name]
         if value != UNSUPPORTED:
-            self._sums[name] += value
-            self._counts[name] += 1
-            self._most[name] = better(self._most.get(name, value), value)
-        count = self._counts[name]
-        mean = round(self._sums[name] / count) if count else UNSUPPORTED
-        most = {} if name in _NO_MAX else {extreme: self._most.get(name, UNSUPPORTED)}
-        return {name: mean, **most}
+            values.append(value)
+        extreme, most = (f"{name}_min", min) if name == _LEAST else (f"{name}_max", max)
+        found = {name: round(sum(values) / len(values)) if values else UNSUPPORTED}
+        return found if name in _NO_MAX else found | {extreme: most(values, default=UNSUPPORTED)}
 
     def _held_down(self, bits: int) -> dict[str, Any]:
         """throttle: what llm.q would say of most samples. throttled: percent of the samples in
