@@ -270,7 +270,7 @@ def test_bad_input(place, tmp_path, capsys):
         (endless, "field 'label' is inf, no answer among 2"),
         (uneven, "'choices' has 2 texts, but 1 labels"),
         (number, "field 'goal' is a int"),
-        (broken, "broken.jsonl:2: no JSON"),
+        (broken, "broken.jsonl:2: not readable as JSON"),
         (long, "tokens, more than the 64 of a sequence"),
         (blank, "field 'sentence' has no blank"),
         (key, "field 'answerKey' is 'Z', not among"),

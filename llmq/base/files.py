@@ -9,6 +9,7 @@ import glob
 import itertools
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -333,29 +334,16 @@ def expand_pattern(pattern: str | Path) -> list[Path]:
 
 
 def _expand_braces(pattern: str) -> list[str]:
-    """`a{b,c{d,e}}` -> [ab, acd, ace]. Braces without a partner or a comma stand for themselves."""
-    start = pattern.find("{")
-    while start >= 0:
-        depth, commas = 0, []
-        for i in range(start, len(pattern)):
-            if pattern[i] == "{":
-                depth += 1
-            elif pattern[i] == "," and depth == 1:
-                commas.append(i)
-            elif pattern[i] == "}":
-                depth -= 1
-                if depth == 0:
-                    break
-        if depth == 0 and commas:
-            edges = [start, *commas, i]
-            parts = [pattern[a + 1 : b] for a, b in itertools.pairwise(edges)]
-            return [
-                expanded
-                for part in parts
-                for expanded in _expand_braces(pattern[:start] + part + pattern[i + 1 :])
-            ]
-        start = pattern.find("{", start + 1)
-    return [pattern]
+    """`a{b,c{d,e}}` -> ab, acd, ace, some twice. Braces without a partner or a comma stand for
+    themselves."""
+    found = _INNERMOST.search(pattern)
+    if found is None:
+        return [pattern]
+    begin, end = pattern[: found.start()], pattern[found.end() :]
+    return [each for part in found[1].split(",") for each in _expand_braces(begin + part + end)]
+
+
+_INNERMOST = re.compile(r"\{([^{}]*,[^{}]*)\}")
 
 
 def read_json(path: Path) -> Any:

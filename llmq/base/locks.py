@@ -79,16 +79,10 @@ def _lock_file(path: Path, flag: str, target: Path) -> int | None:
             continue
         except OSError:
             return None
-        try:
-            _take(descriptor, flag, target)
-        except OSError:  # as network file systems may say
-            os.close(descriptor)
+        if not _held(descriptor, flag, target):  # as network file systems may say
             with suppress(OSError):
                 path.unlink()
             return None
-        except BaseException:
-            os.close(descriptor)
-            raise
         if os.fstat(descriptor).st_nlink > 0:  # else its last holder has just removed it
             with suppress(OSError):  # the disk is full
                 os.ftruncate(descriptor, 0)
@@ -126,27 +120,25 @@ def _lock_target(flag: str, target: Path) -> int | None:
         descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
-    try:
-        _take(descriptor, flag, target)
-    except OSError:
-        os.close(descriptor)
-        return None
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return descriptor if _held(descriptor, flag, target) else None
 
 
-def _take(descriptor: int, flag: str, target: Path) -> None:
-    """LlmqError where another process has the lock; OSError where there are none."""
+def _held(descriptor: int, flag: str, target: Path) -> bool:
+    """Whether it holds the lock now; it is closed where there are no locks. LlmqError where another
+    process has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
     except BlockingIOError:
         owner = b""
         with suppress(OSError):  # a directory
             owner = os.pread(descriptor, _OWNER_BYTES, 0)
+        os.close(descriptor)
         owner = owner.removeprefix(_MARK) if owner.startswith(_MARK) else b""
         who = owner.decode(errors="replace").strip() or "another process"
         raise LlmqError(
             f"{flag}: '{target}' is in use by {who}: wait for it to end, or choose another one"
         ) from None
+    except OSError:
+        os.close(descriptor)
+        return False

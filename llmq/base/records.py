@@ -41,12 +41,12 @@ def unpack(path: str, raw: io.BufferedReader) -> io.BufferedReader:
     Reading raises OSError, EOFError or zlib.error for damage; DataError for a missing library, and
     a bomb: MOST_RATIO."""
     if path.lower().endswith(".gz"):
-        content = gzip.GzipFile(fileobj=raw)
+        pieces = iter(partial(gzip.GzipFile(fileobj=raw).read1, READ_BYTES), b"")
     elif path.lower().endswith(".zst"):
-        content = _Zstd(path, raw)
+        pieces = _of_frames(raw, _library(path, "zstandard"))
     else:
         return raw
-    return io.BufferedReader(_Measured(path, raw, content), READ_BYTES)
+    return io.BufferedReader(_Unpacked(path, raw, pieces), READ_BYTES)
 
 
 def skip(file: BinaryIO, count: int) -> None:
@@ -67,17 +67,20 @@ def unpacked_size(path: str) -> int:
     return size
 
 
-class _Measured(io.RawIOBase):
+class _Unpacked(io.RawIOBase):
     """The content of a packed file, as long as it is not too long for what it is packed in."""
 
-    def __init__(self, path: str, raw: BinaryIO, content: Any) -> None:
-        self._path, self._raw, self._content, self._bytes = path, raw, content, 0
+    def __init__(self, path: str, raw: BinaryIO, pieces: Iterator[bytes]) -> None:
+        self._path, self._raw, self._pieces = path, raw, pieces
+        self._piece, self._bytes = memoryview(b""), 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, target: Any) -> int:
-        count = self._content.readinto(target)
+        self._piece = self._piece or memoryview(next(self._pieces, b""))
+        count = min(len(target), len(self._piece))
+        target[:count], self._piece = self._piece[:count], self._piece[count:]
         self._bytes += count
         if self._bytes > max(_FREE_BYTES, MOST_RATIO * self._raw.tell()):
             raise DataError(
@@ -87,40 +90,29 @@ class _Measured(io.RawIOBase):
         return count
 
 
-class _Zstd(io.RawIOBase):
-    """The content of Zstandard frames. The library's own reader is silent about a file that ends in
-    the middle of one."""
-
-    def __init__(self, path: str, raw: BinaryIO) -> None:
+def _of_frames(raw: BinaryIO, zstandard: ModuleType) -> Iterator[bytes]:
+    """The content of Zstandard frames, in pieces. The library's own reader is silent about a file
+    that ends in the middle of one."""
+    frame, packed = None, b""
+    while packed := packed or raw.read(_PACKED_BYTES):
+        frame = frame or zstandard.ZstdDecompressor().decompressobj()
         try:
-            import zstandard
-        except ImportError as error:
-            raise DataError(f"reading '{path}' needs zstandard: pip install zstandard") from error
-        self._library, self._raw = zstandard, raw
-        self._frame: Any = None  # the one that is being read
-        self._packed, self._content = b"", memoryview(b"")  # what was read and not used
+            piece = frame.decompress(packed)
+        except zstandard.ZstdError as error:
+            raise OSError(str(error)) from error
+        packed, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+        if piece:
+            yield piece
+    if frame is not None:
+        raise EOFError("it ends in the middle of a Zstandard frame")
 
-    def readable(self) -> bool:
-        return True
 
-    def readinto(self, target: Any) -> int:
-        while not self._content:
-            self._packed = self._packed or self._raw.read(_PACKED_BYTES)
-            if not self._packed:
-                if self._frame is not None:
-                    raise EOFError("it ends in the middle of a Zstandard frame")
-                return 0
-            self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
-            try:
-                self._content = memoryview(self._frame.decompress(self._packed))
-            except self._library.ZstdError as error:
-                raise OSError(str(error)) from error
-            self._packed = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame = None
-        count = min(len(target), len(self._content))
-        target[:count], self._content = self._content[:count], self._content[count:]
-        return count
+def _library(path: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise DataError(f"reading '{path}' needs {package}: pip install {package}") from error
 
 
 # ------------------------------------------------------------------------------------------------
@@ -199,8 +191,10 @@ def read_json(
     with open(path, "rb") as raw, unpack(path, raw) as file:
         skip(file, offset)
         is_array = layout == "json"
-        lines = _lines(file, offset, max_record)
-        found = elements(path, file, offset, max_record=max_record) if is_array else lines
+        if is_array:
+            found = elements(path, file, offset, max_record=max_record)
+        else:
+            found = _lines(file, offset, max_record)
         for text, end in found:
             line += 1
             where = f"{path}: record {line}" if is_array else f"{path}:{line}"
@@ -282,7 +276,7 @@ def column_names(path: str) -> list[str]:
     if layout_of_name(path) != "parquet":
         with open(path, "rb") as raw:
             return _columns(path, _csv_rows(path, raw))
-    return _pyarrow(path, "pyarrow.parquet").read_schema(path).names
+    return _library(path, "pyarrow.parquet").read_schema(path).names
 
 
 class Wanted(Protocol):
@@ -362,9 +356,9 @@ def _columns(path: str, rows: Iterator[list[str]]) -> list[str]:
 def _parquet_rows(
     path: str, choose: Callable[[list[str]], Sequence[str]], size: int, row: int
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    arrow_error = _pyarrow(path, "pyarrow").ArrowException
+    arrow_error = _library(path, "pyarrow").ArrowException
     try:
-        file = _pyarrow(path, "pyarrow.parquet").ParquetFile(path)
+        file = _library(path, "pyarrow.parquet").ParquetFile(path)
         rows = file.metadata.num_rows
         columns = [*choose(file.schema_arrow.names)]
         first = 0  # row of the group
@@ -382,13 +376,6 @@ def _parquet_rows(
                         yield at, size * at // rows, record
     except arrow_error as error:
         raise DataError(f"cannot read '{path}': {error}") from error
-
-
-def _pyarrow(path: str, module: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(f"reading '{path}' needs pyarrow: pip install pyarrow") from error
 
 
 # ------------------------------------------------------------------------------------------------

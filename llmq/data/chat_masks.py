@@ -137,14 +137,6 @@ class Completion:
         start = 0 if self.train_on == "all" else len(prompt)
         return [(prompt + completion, [(start, len(prompt) + len(completion))])]
 
-    def notes(self, conversation: Conversation) -> Iterator[str]:
-        """Notes as of Chat: nothing is lost."""
-        yield from ()
-
-    def warnings(self) -> list[str]:
-        """Warnings as of Chat."""
-        return []
-
 
 class _View:
     """A conversation under a template, which renders more or fewer of its messages."""

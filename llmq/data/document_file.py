@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -115,12 +115,11 @@ class DocumentFile:
 
 
 class PartialFile:
-    """A file that is written piece by piece and has another name until it is complete.
-
-    path: by which messages call it.
-    """
+    """A file that is written piece by piece and has another name until it is complete. path: by
+    which messages call it. beside: files that belong to it."""
 
     path: Path
+    beside: Sequence[PartialFile] = ()
     _file: BinaryIO
 
     def sync(self) -> None:
@@ -128,14 +127,18 @@ class PartialFile:
         with disk_errors(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
+        for other in self.beside:
+            other.sync()
 
     def suspend(self) -> None:
         """Leave it as it is, to be gone on with."""
-        self._file.close()
+        for file in (self, *self.beside):
+            file._file.close()
 
     def discard(self) -> None:
-        self._file.close()
-        Path(self._file.name).unlink(missing_ok=True)
+        self.suspend()
+        for file in (self, *self.beside):
+            Path(file._file.name).unlink(missing_ok=True)
 
 
 class DocumentWriter(PartialFile):

@@ -183,8 +183,9 @@ class Encoder:
             ]
         except DataError as error:
             raise DataError(f"{piece.where}: {error}") from error
-        notes = [note for each in conversations for note in chat.notes(each)]
-        parts.notes += [(note, piece.where) for note in dict.fromkeys(notes)]
+        if self.recipe.is_chat:
+            notes = [note for each in conversations for note in chat.notes(each)]
+            parts.notes += [(note, piece.where) for note in dict.fromkeys(notes)]
         if forged := next(filter(None, map(self._forged, conversations)), None):
             parts.notes.append((_FORGED, f"{piece.where} ({forged})"))
         texts = [whole_characters(text, piece.text) for text, _ in rendered]

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import disk_errors, expand_pattern, read_errors
@@ -264,8 +264,7 @@ class HubDataset:
 
     def field_names(self) -> list[str] | None:
         """Fields of its first record or of all; None if it is empty."""
-        builder = self._builder()
-        stream = self._or_error(lambda: builder.as_streaming_dataset(split=self.split))
+        stream = self._stream(self._builder())
         if stream.column_names is not None:
             return stream.column_names
         first = self._or_error(lambda: next(iter(stream), None))
@@ -277,7 +276,7 @@ class HubDataset:
         size: that of `facts`. DataError, also if the network fails; the same command then goes on.
         """
         builder = self._builder()
-        stream = self._or_error(lambda: builder.as_streaming_dataset(split=self.split))
+        stream = self._stream(builder)
         if stream.column_names is not None:
             stream = stream.select_columns([*wanted.columns(stream.column_names, f"'{self}'")])
         known = (builder.info.splits or {}).get(self.split)
@@ -296,6 +295,9 @@ class HubDataset:
         except ImportError as error:
             raise DataError("--dataset needs the library datasets: pip install datasets") from error
         return self._or_error(lambda: datasets.load_dataset_builder(self.name, self.config))
+
+    def _stream(self, builder: Any) -> Any:
+        return self._or_error(lambda: builder.as_streaming_dataset(split=self.split))
 
     def _or_error(self, function: Any) -> Any:
         try:
@@ -486,9 +488,11 @@ def _read_text(
             stop = cut if cut is not None and offset < cut else None
             wanted = piece if stop is None else min(piece, stop - offset)
             left = wanted + 1 if end is None else end - offset
-            data += _read_bytes(
-                path, file, min(wanted + 1, left) - len(data), complete=end is not None
-            )
+            missing = max(min(wanted + 1, left) - len(data), 0)
+            more = file.read(missing)
+            if end is not None and len(more) < missing:
+                raise DataError(f"'{path}' became shorter while it was read")
+            data += more
             if not data:
                 return
             block, is_end = data[:wanted], len(data) <= wanted
@@ -497,17 +501,6 @@ def _read_text(
             text = _decode(path, offset, block, lenient)
             data, offset = data[len(block) :], offset + len(block)
             yield Item(text, is_end, offset, 0, raw.tell() if end is None else offset, path)
-
-
-def _read_bytes(path: str, file: BinaryIO, count: int, *, complete: bool) -> bytes:
-    """The next `count` bytes; at the end fewer or, if they must be complete, DataError."""
-    parts = []
-    while count > 0 and (part := file.read(count)):
-        parts.append(part)
-        count -= len(part)
-    if complete and count > 0:
-        raise DataError(f"'{path}' became shorter while it was read")
-    return b"".join(parts)
 
 
 def _decode(path: str, offset: int, data: bytes, lenient: bool) -> str:

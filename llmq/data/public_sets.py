@@ -20,12 +20,10 @@ FOLDER = Path("data")
 
 @dataclass(frozen=True, slots=True)
 class PublicSet:
-    """repository, commit, path: of the file. blob: git's hash of it. task: of `llmq eval`; else it
-    is text or conversations, for token files. about: what it is, and its license."""
+    """file: as REPOSITORY/COMMIT/PATH. blob: git's hash of it. task: of `llmq eval`; else it is
+    text or conversations, for token files. about: what it is, and its license."""
 
-    repository: str
-    commit: str
-    path: str
+    file: str
     blob: str
     about: str
     task: bool = False
@@ -33,23 +31,17 @@ class PublicSet:
 
 SETS = {
     "tiny-shakespeare": PublicSet(
-        "karpathy/char-rnn",
-        "6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e",
-        "data/tinyshakespeare/input.txt",
+        "karpathy/char-rnn/6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e/data/tinyshakespeare/input.txt",
         "7dcb3a2d4cc3b48b6283dd46870bfeb78f88aac9",
         "1.1 MB of plays in verse; in the public domain",
     ),
     "alpaca": PublicSet(
-        "tatsu-lab/stanford_alpaca",
-        "761dc5bfbdeeffa89b8bff5d038781a4055f796a",
-        "alpaca_data.json",
+        "tatsu-lab/stanford_alpaca/761dc5bfbdeeffa89b8bff5d038781a4055f796a/alpaca_data.json",
         "3779ddbc040543ab1834ef216c983d6fcc06cc9a",
         "23 MB, 52,002 instructions with answers of GPT-3; CC BY-NC 4.0",
     ),
     "hellaswag": PublicSet(
-        "rowanz/hellaswag",
-        "a29ff8e9a04bba4bd6588223785ce105328adc57",
-        "data/hellaswag_val.jsonl",
+        "rowanz/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/data/hellaswag_val.jsonl",
         "0f5ee25d72216f12317d5d8a7b92deafa423d81e",
         "12 MB, 10,042 questions for `llmq eval`; MIT",
         task=True,
@@ -74,7 +66,7 @@ def maker(pattern: str) -> str | None:
 
 def file_of(name: str) -> Path:
     """The path at which the file of a set is kept."""
-    return FOLDER / f"{name}{PurePosixPath(SETS[name].path).suffix}"
+    return FOLDER / f"{name}{PurePosixPath(SETS[name].file).suffix}"
 
 
 def fetch(name: str) -> Path:
@@ -86,7 +78,7 @@ def fetch(name: str) -> Path:
     if file.is_file() and blob_hash(file.read_bytes()) == wanted.blob:
         return file
     endpoint = os.environ.get("LLMQ_DATA_ENDPOINT", ENDPOINT).rstrip("/")
-    url = "/".join([endpoint, wanted.repository, wanted.commit, wanted.path])
+    url = f"{endpoint}/{wanted.file}"
     print(f"Downloading {url}", file=sys.stderr, flush=True)
     try:
         with urllib.request.urlopen(url, timeout=60) as source:

@@ -7,12 +7,21 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import check_readable
-from llmq.base.records import TABLES, json_layout, layout_of_name, mended, read_json, read_rows
+from llmq.base.records import (
+    TABLES,
+    json_layout,
+    json_record,
+    layout_of_name,
+    mended,
+    read_json,
+    read_rows,
+)
 
 Record = Mapping[str, Any]
 
@@ -71,15 +80,11 @@ class Task:
 # Kinds of questions
 
 
-class _BadRecordError(Exception):
-    """A record is not as its kind has it."""
-
-
 def _field(record: Record, name: str, kind: type | tuple[type, ...] = str) -> Any:
     value = record.get(name)
     if not isinstance(value, kind):
         shown = "is missing" if value is None else f"is a {type(value).__name__}"
-        raise _BadRecordError(f"field '{name}' {shown}")
+        raise DataError(f"field '{name}' {shown}")
     return value
 
 
@@ -96,7 +101,7 @@ def _index(record: Record, name: str, count: int, first: int = 0) -> int:
     except (TypeError, ValueError, OverflowError):  # int() of infinity
         index = -1
     if not 0 <= index < count:
-        raise _BadRecordError(
+        raise DataError(
             f"field '{name}' is {value!r}, no answer among {count}: test files are published "
             "without answers, take the validation file"
         )
@@ -119,7 +124,7 @@ def _hellaswag(record: Record) -> tuple[tuple[Answer, ...], int]:
 def _texts(record: Record, name: str) -> list[str]:
     texts = _field(record, name, list)
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise _BadRecordError(f"field '{name}' is no list of texts")
+        raise DataError(f"field '{name}' is no list of texts")
     return texts
 
 
@@ -129,10 +134,10 @@ def _labelled(record: Record) -> tuple[list[str], list[str]]:
     if isinstance(choices, dict):
         texts, labels = _texts(choices, "text"), _texts(choices, "label")
         if len(texts) != len(labels):
-            raise _BadRecordError(f"'choices' has {len(texts)} texts, but {len(labels)} labels")
+            raise DataError(f"'choices' has {len(texts)} texts, but {len(labels)} labels")
         return texts, labels
     if not all(isinstance(choice, dict) for choice in choices):
-        raise _BadRecordError("field 'choices' has neither texts with labels nor pairs of them")
+        raise DataError("field 'choices' has neither texts with labels nor pairs of them")
     return [_field(c, "text") for c in choices], [_field(c, "label") for c in choices]
 
 
@@ -143,16 +148,8 @@ def _science(record: Record, stem: str, form: str) -> tuple[tuple[Answer, ...], 
         record, stem = record["question"], "stem"
     texts, labels = _labelled(record)
     if answer not in labels:
-        raise _BadRecordError(f"field 'answerKey' is {answer!r}, not among {', '.join(labels)}")
+        raise DataError(f"field 'answerKey' is {answer!r}, not among {', '.join(labels)}")
     return _answers(form.format(_field(record, stem)), texts), labels.index(answer)
-
-
-def _arc(record: Record) -> tuple[tuple[Answer, ...], int]:
-    return _science(record, "question", "Question: {}\nAnswer:")
-
-
-def _openbookqa(record: Record) -> tuple[tuple[Answer, ...], int]:
-    return _science(record, "question_stem", "{}")
 
 
 def _piqa(record: Record) -> tuple[tuple[Answer, ...], int]:
@@ -165,7 +162,7 @@ def _winogrande(record: Record) -> tuple[tuple[Answer, ...], int]:
     """Score what follows the blank behind each way to fill it."""
     before, blank, after = _field(record, "sentence").partition("_")
     if not blank:
-        raise _BadRecordError("field 'sentence' has no blank '_'")
+        raise DataError("field 'sentence' has no blank '_'")
     filled = [before + _field(record, name) for name in ("option1", "option2")]
     choices = tuple(Answer(context, f" {after.strip()}", len(context)) for context in filled)
     return choices, _index(record, "answer", 2, first=1)
@@ -186,7 +183,7 @@ def _classes(record: Record) -> tuple[tuple[Answer, ...], int]:
 def _mmlu(record: Record) -> tuple[tuple[Answer, ...], int]:
     choices = _texts(record, "choices")
     if len(choices) != 4:
-        raise _BadRecordError(f"field 'choices' has {len(choices)} texts, not four")
+        raise DataError(f"field 'choices' has {len(choices)} texts, not four")
     letters = ["A", "B", "C", "D"]
     lines = [f"{letter}. {text}" for letter, text in zip(letters, choices, strict=True)]
     prompt = "\n".join([_field(record, "question").strip(), *lines, "Answer:"])
@@ -205,10 +202,10 @@ class Kind(NamedTuple):
     fields: they identify it. normalized: whether acc_norm makes sense. source: how to get a file.
     """
 
-    fields: frozenset[str]
+    fields: set[str]
     read: Callable[[Record], tuple[tuple[Answer, ...], int]]
-    normalized: bool
     source: str
+    normalized: bool = False
 
 
 def _hub(kind: str, repository: str) -> str:
@@ -218,38 +215,32 @@ def _hub(kind: str, repository: str) -> str:
     )
 
 
+_arc = partial(_science, stem="question", form="Question: {}\nAnswer:")
+_openbookqa = partial(_science, stem="question_stem", form="{}")
 KINDS = {
     "hellaswag": Kind(
-        frozenset(["ctx_a", "ctx_b", "endings", "activity_label"]),
+        {"ctx_a", "ctx_b", "endings", "activity_label"},
         _hellaswag,
-        True,
         "`llmq data hellaswag` fetches data/hellaswag.jsonl",
+        normalized=True,
     ),
     "openbookqa": Kind(
-        frozenset(["question_stem", "choices", "answerKey"]),
+        {"question_stem", "choices", "answerKey"},
         _openbookqa,
-        True,
         _hub("openbookqa", "allenai/openbookqa"),
+        normalized=True,
     ),
     "arc": Kind(
-        frozenset(["question", "choices", "answerKey"]), _arc, True, _hub("arc", "allenai/ai2_arc")
+        {"question", "choices", "answerKey"}, _arc, _hub("arc", "allenai/ai2_arc"), normalized=True
     ),
-    "piqa": Kind(frozenset(["goal", "sol1", "sol2"]), _piqa, True, _hub("piqa", "ybisk/piqa")),
+    "piqa": Kind({"goal", "sol1", "sol2"}, _piqa, _hub("piqa", "ybisk/piqa"), normalized=True),
     "winogrande": Kind(
-        frozenset(["sentence", "option1", "option2"]),
-        _winogrande,
-        False,
-        _hub("winogrande", "allenai/winogrande"),
+        {"sentence", "option1", "option2"}, _winogrande, _hub("winogrande", "allenai/winogrande")
     ),
-    "boolq": Kind(frozenset(["passage", "question"]), _boolq, False, _hub("boolq", "google/boolq")),
-    "mmlu": Kind(
-        frozenset(["question", "choices", "answer"]), _mmlu, False, _hub("mmlu", "cais/mmlu")
-    ),
+    "boolq": Kind({"passage", "question"}, _boolq, _hub("boolq", "google/boolq")),
+    "mmlu": Kind({"question", "choices", "answer"}, _mmlu, _hub("mmlu", "cais/mmlu")),
     "classes": Kind(
-        frozenset(["text", "label"]),
-        _classes,
-        False,
-        "it is of records with text and label, --task classes=FILE",
+        {"text", "label"}, _classes, "it is of records with text and label, --task classes=FILE"
     ),
 }
 TEXT, CLASSES = "text", "classes"
@@ -341,14 +332,9 @@ def _records(path: Path) -> Iterator[tuple[Record, str]]:
     if layout is None:
         raise DataError(f"'{path}' holds neither an object on each line nor an array of objects")
     for item in read_json(str(path), layout, 0, 0):
-        try:
-            record = json.loads(item.text)
-            if b"\\ud" in item.text.lower():  # half characters, which no tokenizer takes
-                record = json.loads(mended(json.dumps(record, ensure_ascii=False)))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{item.where}: no JSON ({error})") from None
-        if not isinstance(record, dict):
-            raise DataError(f"{item.where}: no JSON object")
+        record = json_record(item.text, item.where)
+        if b"\\ud" in item.text.lower():  # half characters, which no tokenizer takes
+            record = json.loads(mended(json.dumps(record, ensure_ascii=False)))
         yield record, item.where
 
 
@@ -357,5 +343,5 @@ def _item(kind: str, record: Record, where: str) -> Question | Text:
         if kind == TEXT:
             return Text(_field(record, "text"), where)
         return Question(*KINDS[kind].read(record), where)
-    except _BadRecordError as error:
+    except DataError as error:
         raise DataError(f"{where}: not as {kind} has it: {error}") from None

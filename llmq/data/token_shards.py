@@ -13,7 +13,6 @@ whatever lies in the files beyond these counts.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -396,8 +395,8 @@ class Tokenized:
         """Read the manifest. DataError if it is damaged, or there is none."""
         path = folder / MANIFEST
         with read_errors(path):
-            stat = os.stat(path)
-        return _tokenized(folder, (stat.st_mtime_ns, stat.st_size, stat.st_ino))
+            os.stat(path)
+        return cls(folder, load_manifest(path))
 
     def check(self) -> None:
         """Raise DataError unless all token files and the tokenizer are there."""
@@ -487,9 +486,3 @@ def gaps(files: Iterable[Path]) -> list[str]:
             unfinished = "is unfinished: the same tokenize command goes on"
             lines[f"WARNING: '{folder}' {unfinished}; what is there is read"] = None
     return list(lines)
-
-
-@functools.lru_cache(maxsize=64)
-def _tokenized(folder: Path, stamps: tuple[int, ...]) -> Tokenized:
-    """The manifest names all inputs and may be large, so it is read anew only if stamps differ."""
-    return Tokenized(folder, load_manifest(folder / MANIFEST))

@@ -184,7 +184,7 @@ def _chat(
 
 def _warnings(recipe: Recipe, how: _How) -> list[str]:
     """Warnings of the template, and one for every option without effect on records like these."""
-    said = recipe.chat.warnings() if recipe.chat is not None else []
+    said = recipe.chat.warnings() if recipe.is_chat else []
     if recipe.chat is not None and not recipe.is_chat:
         if how.chat_template is None:
             said.append(

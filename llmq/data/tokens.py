@@ -168,31 +168,24 @@ class TokenFile:
         self.checksums = Checksums.of(self.path)
 
     def _check(self, width: int) -> None:
-        if self.version not in (1, VERSION):
-            raise DataError(
-                f"'{self.path}' has version {self.version}; versions 1 and {VERSION} can be read: "
-                "tokenize the data again with this program"
-            )
-        if width != TOKEN_BYTES:
-            raise DataError(
-                f"'{self.path}' stores {width} bytes per token; only {TOKEN_BYTES} can be read: "
-                "tokenize the data again with this program"
-            )
-        if self.num_tokens < 0 or self.vocab_size < 0:
-            raise DataError(
-                f"'{self.path}' has a damaged header: {self.num_tokens} tokens, vocabulary of "
-                f"{self.vocab_size}; write the file again"
-            )
+        again, problem = "tokenize the data again with this program", ""
         expected = HEADER_BYTES + TOKEN_BYTES * self.num_tokens
         if self.has_masks:
             expected += self.num_tokens if self.has_weights else (self.num_tokens + 7) // 8
-        if self.num_bytes != expected:
+        if self.version not in (1, VERSION):
+            problem = f"has version {self.version}; versions 1 and {VERSION} can be read: {again}"
+        elif width != TOKEN_BYTES:
+            problem = f"stores {width} bytes per token; only {TOKEN_BYTES} can be read: {again}"
+        elif self.num_tokens < 0 or self.vocab_size < 0:
+            problem = f"has a damaged header: {self.num_tokens} tokens, vocabulary of "
+            problem += f"{self.vocab_size}; write the file again"
+        elif self.num_bytes != expected:
             state = "is truncated" if self.num_bytes < expected else "is too long"
-            raise DataError(
-                f"'{self.path}' {state}: {self.num_bytes} bytes, but its header says "
-                f"{self.num_tokens} tokens{' with masks' * self.has_masks} = {expected} bytes; "
-                "copy or write the file again"
-            )
+            problem = f"{state}: {self.num_bytes} bytes, but its header says {self.num_tokens} "
+            problem += f"tokens{' with masks' * self.has_masks} = {expected} bytes; copy or write "
+            problem += "the file again"
+        if problem:
+            raise DataError(f"'{self.path}' {problem}")
 
     def read_tokens(self, start: int, count: int) -> np.ndarray:
         """Token ids [start, start + count), (count,) int32; all must be below num_tokens."""
@@ -300,6 +293,7 @@ class TokenWriter(PartialFile):
                 self._file.write(self._header())
         if with_documents:
             self._documents = DocumentWriter(documents_path(self.path), keep_tokens, in_pairs)
+        self.beside = [file for file in (self._documents, self._masks) if file is not None]
 
     def _open_masks(self, keep_tokens: int) -> MaskWriter:
         path, kept = mask_path(self.path), keep_tokens
@@ -364,21 +358,6 @@ class TokenWriter(PartialFile):
         if self._masks is not None:
             self._masks.write(mask)
 
-    def sync(self) -> None:
-        super().sync()
-        for beside in self._beside():
-            beside.sync()
-
-    def suspend(self) -> None:
-        super().suspend()
-        for beside in self._beside():
-            beside.suspend()
-
-    def discard(self) -> None:
-        super().discard()
-        for beside in self._beside():
-            beside.discard()
-
     def close(self) -> None:
         """Write masks and header, force the file to the disk and give it its name.
 
@@ -403,10 +382,6 @@ class TokenWriter(PartialFile):
             write_checksums(self.path)
         if self._masks is not None:
             self._masks.discard()
-
-    def _beside(self) -> list[DocumentWriter | MaskWriter]:
-        """Writers of the files beside the tokens."""
-        return [writer for writer in (self._documents, self._masks) if writer is not None]
 
     def __enter__(self) -> TokenWriter:
         return self
