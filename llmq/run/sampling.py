@@ -16,16 +16,14 @@ from llmq.base.dtypes import F32, DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.files import Closing
 from llmq.base.records import mended
-from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.export_files import ADAPTER_CONFIG
-from llmq.checkpoint.hf import HfWeights
-from llmq.checkpoint.merge import open_merged, tokenizer_folder
+from llmq.checkpoint.exports.source import open_source
 from llmq.checkpoint.store import checkpoint_at
 from llmq.data.chat_template import ChatTemplate, Message, end_of_turn, load_chat_template
-from llmq.data.identity import TokenizerId, check_recorded, noted_tokenizer
-from llmq.data.tokenizer import Tokenizer, load_tokenizer, streamed
+from llmq.data.identity import check_recorded
+from llmq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, streamed
 from llmq.model.inference import Decoder
-from llmq.options.presets import find_directory, is_preset, resolve_model
+from llmq.options.presets import find_directory, is_preset
 from llmq.plan.checks import check_sizes
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.plan_device import PlanDevice
@@ -162,39 +160,31 @@ def open_model(
     """Config, weight reader and tokenizer source of a model: a directory, a cached repository, a
     checkpoint, or a directory of some, of which the newest is meant. adapter: a PEFT directory to
     be added. LlmqError."""
-    passed: list[str] = []
-    step = checkpoint_at(Path(model), passed)
-    warn(*passed)
-    if step is not None and adapter is not None:
+    is_checkpoint = checkpoint_at(Path(model)) is not None
+    if is_checkpoint and adapter is not None:
         raise ConfigError(
             f"--adapter: needs a model, and '{model}' is a checkpoint: `llmq export` it first"
         )
-    if step is None:
+    if not is_checkpoint:
         _check_model(model)
-        config, directory = resolve_model(model, from_scratch=False)
-        source = directory if adapter is None else tokenizer_folder(adapter, directory)
-        made = noted_tokenizer(source)
-        if made is not None:  # of other makers nothing is known, and some have fewer embeddings
-            check_recorded(source, made, config.vocab_size, f"the model in '{source}'")
-        with HfWeights(directory) as weights:
-            weights.check(weight_table(config))
-            if adapter is None:
-                yield config, weights.read, directory
-                return
-            with open_merged(config, model, weights, adapter) as (merged, read):
-                yield merged, read, source
-        return
-    with CheckpointReader(step) as reader:
-        config, tokenizer = reader.manifest.model, reader.manifest.tokenizer
-        reader.check(weight_table(config))
+    merged = {} if adapter is None else {"base": model, "merge": True}
+    with open_source(adapter or model, force=True, **merged) as source:
+        tokenizer, made = source.tokenizer or source.folder, source.origin["made"]
+        if source.adapters is not None:
+            raise LlmqError(
+                f"checkpoint '{model}' holds adapters of '{source.origin['base'].name}' only: "
+                "`llmq export` it, and give what it writes as --adapter"
+            )
         if tokenizer is None:
             raise ConfigError(
-                f"checkpoint '{step}' does not know its tokenizer: `llmq export` it, and copy the "
+                f"checkpoint '{model}' does not know its tokenizer: `llmq export` it, and copy the "
                 "tokenizer's files into that directory"
             )
-        made = TokenizerId.from_record(reader.manifest.tokenizer_id)
-        check_recorded(tokenizer, made, config.vocab_size, f"checkpoint '{step}'")
-        yield config, lambda p: reader.read("weights", p).reshape(p.shape), tokenizer
+        # Of other makers' models nothing is known, and some have fewer embeddings.
+        if made is not None and not is_checkpoint:
+            check_recorded(tokenizer, made, source.model.vocab_size, f"the model in '{tokenizer}'")
+        is_bytes = isinstance(tokenizer, ByteTokenizer)
+        yield source.model, source.read, "bytes" if is_bytes else tokenizer
 
 
 def _check_model(model: str) -> None:
