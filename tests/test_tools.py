@@ -234,6 +234,30 @@ def test_profile_step_says_in_one_line_what_is_wrong(tool, monkeypatch):
         tool("profile_step").run()
 
 
+def test_route_turns_times_steps_with_a_route_and_without(tool):
+    """The route is left out in its own turns alone, and one that there is not is refused."""
+    flags = "--model tiny --device cpu --model-dtype fp32 --batch-size 1 --seq-len 16 "
+    flags += "--grad-accumulation 1 --turns 1 --seconds 0 --without "
+    module = tool("route_turns")
+    routes, seen = dict(module.ROUTES), set()
+    timed = module.timed_steps
+
+    def watched(*args):
+        seen.add(frozenset(routes) - frozenset(module.ROUTES))
+        return timed(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "timed_steps", watched)
+        result = CliRunner().invoke(module.app, (flags + "glu,exp").split())
+    assert result.exit_code == 0, result.output
+    assert seen == {frozenset(), frozenset({"glu"}), frozenset({"exp"})}
+    assert routes == module.ROUTES
+    ways = [line.split(":")[0] for line in result.output.splitlines()[-3:]]
+    assert ways == ["all routes", "without glu", "without exp"]
+    result = CliRunner().invoke(module.app, (flags + "glue").split())
+    assert "no route is 'glue'" in str(result.exception)
+
+
 def test_rate_sweep_compares_ways_at_their_best_rates_and_goes_on(tool, tmp_path, monkeypatch):
     """Runs of a report that is there are not made again, and a way's runs differ in rates alone."""
     monkeypatch.chdir(make_workplace(tmp_path))

@@ -175,10 +175,11 @@ def measure(
         batches = random_batches(trainer)
         trainer.step(batches)
         first_step = time.time() - started
-        for _ in range(WARM_UP - 1):
+        on_gpu = dev.kind == "cuda"
+        for _ in range(WARM_UP - 1 - on_gpu):  # a clock settles in the last one
             trainer.step(batches)
         sensors = open_sensors(trainer.ranks.devices)
-        if dev.kind == "cuda":
+        if on_gpu:
             steps = settle(trainer, batches, steps)
         sources, energy = sensors.sources, _joules(sensors.sources)
         timed = [timed_steps(trainer, batches, steps) for _ in range(repeats)]
@@ -192,14 +193,14 @@ def measure(
         counted = flops_per_token(trainer.model, config.seq_len, adapters_of(config))
         flops = sum(asdict(counted).values())
         python = waits = idle = None
-        if dev.kind == "cuda":  # on the CPU the host's work is all there is
+        if on_gpu:  # on the CPU the host's work is all there is
             python, waits = host_work(trainer, batches)
             if trainer.world_size == 1:  # launches of collectives wait for other ranks
                 idle = idle_share(launch_times(trainer, batches), step)
         result = {
             "tokens_per_second": tokens / step,
             "spread": (max(seconds) - min(seconds)) / step,
-            "predicted": None if dev.kind != "cuda" else predicted_speed(trainer),
+            "predicted": predicted_speed(trainer) if on_gpu else None,
             "step_seconds": seconds,
             "sol_percent": None if light is None else light.percent(tokens, step * 1e3),
             "tflops": flops * tokens / step / 1e12,

@@ -1,0 +1,107 @@
+"""What one of our fused products gives a whole step: steps with it and without, in turns.
+
+    python tools/route_turns.py --without exp --model Qwen2.5-0.5B --batch-size 32 [more options of
+        llmq train]
+
+`--without` names routes of llmq/ops/routes.py, with commas. Each is left out by itself, and the
+library's product and the kernels behind it take its place. All steps are of one process, in the
+same memory and of the same batches. The order of the ways changes from turn to turn, because a card
+becomes slower as it gets warm. Prints tokens per second and mJ a token of each turn, their medians,
+and by how much steps with all routes are faster than those without one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from llmq.base.errors import ConfigError, LlmqError
+from llmq.bench.child import WARM_UP
+from llmq.bench.measure import MANY, open_trainer, random_batches, steps_for, timed_steps
+from llmq.commands.common import TrainCommand, train_options
+from llmq.ops.routes import ROUTES
+from llmq.run.sensors import open_sensors
+
+ALL = "all routes"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def ways_of(without: str) -> dict[str, str | None]:
+    """The ways by name, and the route that each leaves out."""
+    for name in without.split(","):
+        if name not in ROUTES:
+            raise ConfigError(f"--without: no route is '{name}'; there are {', '.join(ROUTES)}")
+    return {ALL: None} | {f"without {name}": name for name in without.split(",")}
+
+
+@app.command(cls=TrainCommand)
+@train_options
+def main(
+    given: dict[str, Any],
+    without: Annotated[str, typer.Option(help="Routes that are left out, one by one.")],
+    turns: Annotated[int, typer.Option(min=1, help="How often each way is timed.")] = 4,
+    seconds: Annotated[float, typer.Option(min=0, help="Of one way in a turn.")] = 3.0,
+) -> None:
+    """Time steps with a fused product and without."""
+    ways = ways_of(without)
+    with open_trainer({"from-scratch": True} | given, MANY) as trainer:
+        dev, batches, graph = trainer.dev, random_batches(trainer), trainer.dev.graph
+        print(f"{dev.spec.name}: {given}", flush=True)
+        sensors = open_sensors(trainer.ranks.devices)
+        gpu, routes, left_out = sensors.sources[0], dict(ROUTES), ""
+
+        def of_way(key: tuple, fn: Callable[[], Any]) -> None:
+            graph((left_out, *key), fn)
+
+        def joules() -> float:
+            return (gpu and gpu.joules()) or 0.0
+
+        speed: dict[str, list[float]] = {way: [] for way in ways}
+        with dev.instead(graph=of_way):
+            for turn in range(turns + 1):  # the first one captures graphs, and the clock settles
+                names = list(ways)
+                names = names[turn % len(names) :] + names[: turn % len(names)]
+                for way in names:
+                    ROUTES.clear()
+                    ROUTES.update(routes)
+                    left_out = ways[way] or ""
+                    ROUTES.pop(left_out, None)
+                    if turn == 0:
+                        for _ in range(WARM_UP):
+                            loss = trainer.step(batches).loss
+                        print(f"{way}: loss {loss:.4f}", flush=True)
+                    step = steps_for(trainer, batches, seconds / 3)[-1]
+                    count = max(1, round(seconds * 2 / 3 / step))
+                    before = joules()
+                    step = timed_steps(trainer, batches, count)[0]
+                    energy, tokens = joules() - before, trainer.plan.tokens
+                    if turn > 0:
+                        speed[way].append(tokens / step)
+                        energy *= 1e3 / (tokens * count)
+                        print(f"{turn} {way}: {tokens / step:,.0f} tok/s, {energy:.2f} mJ")
+                        sys.stdout.flush()
+        sensors.close()
+    ROUTES.clear()
+    ROUTES.update(routes)
+    best = statistics.median(speed[ALL])
+    for way, found in speed.items():
+        middle = statistics.median(found)
+        spread = (max(found) - min(found)) / middle
+        print(f"{way}: {middle:,.0f} tok/s +- {spread:.1%}; with all {best / middle - 1:+.2%}")
+
+
+def run() -> None:
+    """The command, with errors of its user in one line."""
+    try:
+        app()
+    except LlmqError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    run()
