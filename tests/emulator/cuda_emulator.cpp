@@ -129,6 +129,14 @@ void wait_for(const char* what) {
     current->waits_for = nullptr;
 }
 
+// Another thread of the block goes on, if it can; the running one in its turn.
+void give_way_to(unsigned thread) {
+    Thread *me = current, *next = &block->thread[thread];
+    if (next == me || !(block->warp[next->warp].ready >> next->lane & 1)) { return; }
+    current = next;
+    switch_context(&me->context, &next->context);
+}
+
 // The next thread after the running one, in the order of their numbers, that can run.
 static Thread* next_after_current() {
     const unsigned warps = (unsigned)block->warp.size();
@@ -319,7 +327,7 @@ static void describe_deadlock() {
                      block->index.y, block->index.z);
     for (Block& b : cluster) {
         const char* kinds[] = {"__syncthreads", "a named barrier", "a warp operation", "the cluster's barrier",
-                               "a barrier in shared memory"};
+                               "a barrier in shared memory", "the products of its warpgroup"};
         for (const char* kind : kinds) {
             unsigned count = 0, first = 0;
             for (unsigned i = 0; i < b.threads; ++i) {

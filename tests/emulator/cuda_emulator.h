@@ -114,6 +114,7 @@ static inline void check(bool condition, const char* message) {
 // Leave the running thread until something makes it ready and its turn comes. what: see describe_deadlock.
 void wait_for(const char* what);
 void give_way();  // let other threads run; the running one stays ready
+void give_way_to(unsigned thread);
 
 // Whoever waits by wait_for("a barrier in shared memory") is woken by this.
 static inline void wake(unsigned rank, unsigned thread) {

@@ -3,6 +3,8 @@
 
 #include <time.h>
 
+#include <span>
+
 namespace ptx {
 
 // -- Matrices in a warp's registers ---------------------------------------------------------------
@@ -397,14 +399,35 @@ void finish_stores(size_t pending) {
     }
 }
 
-// -- Products of a warpgroup. Each thread computes its own elements when it waits for them ---------
+// -- Products of a warpgroup. A group is all threads' (PTX: "a new wgmma-group per warpgroup"), so that
+// -- it is computed, as late as the hardware may, when the first of them waits for it -----------------
 
 struct ProductQueue {
     std::vector<std::vector<Product>> groups;  // committed, oldest first
     std::vector<Product> open;
-    bool begun = false;  // since registers were last waited for
+    bool begun = false;   // since registers were last waited for
+    size_t finished = 0;  // groups
+    size_t awaits = 0;    // so many of all threads
+    size_t committed() const { return finished + groups.size(); }
 };
 static std::vector<ProductQueue> product_queues;
+
+// Those of the running thread's warpgroup. Others may come while it sleeps, elsewhere in memory.
+static std::span<ProductQueue> queues_of_warpgroup() {
+    const size_t first = emulator::block_rank() * emulator::block->threads + this_thread() / 128 * 128;
+    if (product_queues.size() < first + 128) { product_queues.resize(first + 128); }
+    return {&product_queues[first], 128};
+}
+
+// Whether all threads of the warpgroup have committed so many; the one that comes next is asked first.
+static bool all_committed(size_t count) {
+    const auto queues = queues_of_warpgroup();
+    for (unsigned i = 1, me = this_thread() % 128; i < 128; ++i) {
+        const unsigned other = emulator::block->reversed ? me + 128 - i : me + i;
+        if (queues[other % 128].committed() < count) { return false; }
+    }
+    return true;
+}
 
 LeftRows gather_left(const Registers4& a) {
     return warp_exchange<LeftRows>(~0u, a, [](const Registers4* const* in, LeftRows* const* out) {
@@ -430,18 +453,40 @@ void add_product(const Product& product) {
 }
 
 void products_commit() {
-    auto& queue = mine(product_queues);
-    queue.groups.push_back(std::move(queue.open));
-    queue.open.clear();
+    auto& own = queues_of_warpgroup()[this_thread() % 128];
+    own.groups.push_back(std::move(own.open));
+    own.open.clear();
+    const size_t committed = own.committed();
+    if (!all_committed(committed)) { return; }
+    const unsigned first = this_thread() / 128 * 128;
+    bool woken = false;
+    for (unsigned i = 0; ProductQueue& queue : queues_of_warpgroup()) {
+        if (queue.awaits == committed) { emulator::wake(emulator::block_rank(), first + i), woken = true; }
+        ++i;
+    }
+    // They go on in their order.
+    if (woken) { emulator::give_way_to(first + (emulator::block->reversed ? 127 : 0)); }
 }
 
 void finish_products(size_t pending) {
-    auto& [groups, open, begun] = mine(product_queues);
-    begun = false;
-    while (groups.size() > pending) {
-        for (const Product& product : groups[0]) { product.compute(product); }
-        groups.erase(groups.begin());
+    auto& own = queues_of_warpgroup()[this_thread() % 128];
+    own.begun = false;
+    const size_t until = own.committed() - std::min(own.groups.size(), pending);
+    if (!all_committed(until)) {
+        own.awaits = until;
+        emulator::wait_for("the products of its warpgroup");
+        mine(product_queues).awaits = 0;
     }
+    emulator::Thread* const me = emulator::current;
+    const unsigned first = this_thread() / 128 * 128;
+    for (unsigned i = 0; ProductQueue& queue : queues_of_warpgroup()) {
+        emulator::current = &emulator::block->thread[first + i++];
+        for (; queue.finished < until; ++queue.finished) {
+            for (const Product& product : queue.groups[0]) { product.compute(product); }
+            queue.groups.erase(queue.groups.begin());
+        }
+    }
+    emulator::current = me;
 }
 
 // -- Registers of a launch, one block a multiprocessor ---------------------------------------------
