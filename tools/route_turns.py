@@ -1,4 +1,4 @@
-"""What one of our fused products gives a whole step: steps with it and without, in turns.
+"""The gain of a whole step from one of our fused products: steps with it and without, in turns.
 
     python tools/route_turns.py --without exp --model Qwen2.5-0.5B --batch-size 32 [more options of
         llmq train]
@@ -14,14 +14,22 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.bench.child import WARM_UP
-from llmq.bench.measure import MANY, open_trainer, random_batches, steps_for, timed_steps
+from llmq.bench.measure import (
+    MANY,
+    open_trainer,
+    planned,
+    random_batches,
+    steps_for,
+    timed_steps,
+)
 from llmq.commands.common import TrainCommand, train_options
 from llmq.ops.routes import ROUTES
 from llmq.run.sensors import open_sensors
@@ -39,6 +47,29 @@ def ways_of(without: str) -> dict[str, str | None]:
     return {ALL: None} | {f"without {name}": name for name in without.split(",")}
 
 
+@contextmanager
+def without_route(name: str | None) -> Iterator[None]:
+    """Within the block there is no such route; None: there are all."""
+    routes = dict(ROUTES)
+    ROUTES.pop(name, None)
+    try:
+        yield
+    finally:
+        ROUTES.clear()
+        ROUTES.update(routes)
+
+
+def largest(options: dict[str, Any], ways: dict[str, str | None]) -> str | None:
+    """The route without which a step needs the most memory, which serves all ways then; None: with
+    all routes it does."""
+
+    def memory(name: str | None) -> int:
+        with without_route(name):
+            return planned(options)[0]["device"]
+
+    return max(ways.values(), key=memory)
+
+
 @app.command(cls=TrainCommand)
 @train_options
 def main(
@@ -48,12 +79,15 @@ def main(
     seconds: Annotated[float, typer.Option(min=0, help="Of one way in a turn.")] = 3.0,
 ) -> None:
     """Time steps with a fused product and without."""
-    ways = ways_of(without)
-    with open_trainer({"from-scratch": True} | given, MANY) as trainer:
+    ways, options = ways_of(without), {"from-scratch": True} | given
+    with without_route(largest(options, ways)):
+        trainer = open_trainer(options, MANY)
+    speed: dict[str, list[float]] = {way: [] for way in ways}
+    with trainer:
         dev, batches, graph = trainer.dev, random_batches(trainer), trainer.dev.graph
         print(f"{dev.spec.name}: {given}", flush=True)
         sensors = open_sensors(trainer.ranks.devices)
-        gpu, routes, left_out = sensors.sources[0], dict(ROUTES), ""
+        gpu, left_out = sensors.sources[0], ""
 
         def of_way(key: tuple, fn: Callable[[], Any]) -> None:
             graph((left_out, *key), fn)
@@ -61,33 +95,25 @@ def main(
         def joules() -> float:
             return (gpu and gpu.joules()) or 0.0
 
-        speed: dict[str, list[float]] = {way: [] for way in ways}
-        with dev.instead(graph=of_way):
-            for turn in range(turns + 1):  # the first one captures graphs, and the clock settles
-                names = list(ways)
-                names = names[turn % len(names) :] + names[: turn % len(names)]
-                for way in names:
-                    ROUTES.clear()
-                    ROUTES.update(routes)
-                    left_out = ways[way] or ""
-                    ROUTES.pop(left_out, None)
+        for turn in range(turns + 1):  # the first one captures graphs, and the clock settles
+            names = list(ways)
+            for way in names[turn % len(names) :] + names[: turn % len(names)]:
+                left_out = ways[way] or ""
+                with without_route(ways[way]), dev.instead(graph=of_way):
                     if turn == 0:
                         for _ in range(WARM_UP):
                             loss = trainer.step(batches).loss
                         print(f"{way}: loss {loss:.4f}", flush=True)
+                        continue
                     step = steps_for(trainer, batches, seconds / 3)[-1]
                     count = max(1, round(seconds * 2 / 3 / step))
                     before = joules()
                     step = timed_steps(trainer, batches, count)[0]
-                    energy, tokens = joules() - before, trainer.plan.tokens
-                    if turn > 0:
-                        speed[way].append(tokens / step)
-                        energy *= 1e3 / (tokens * count)
-                        print(f"{turn} {way}: {tokens / step:,.0f} tok/s, {energy:.2f} mJ")
-                        sys.stdout.flush()
+                energy, tokens = joules() - before, trainer.plan.tokens
+                speed[way].append(tokens / step)
+                energy *= 1e3 / (tokens * count)
+                print(f"{turn} {way}: {tokens / step:,.0f} tok/s, {energy:.2f} mJ", flush=True)
         sensors.close()
-    ROUTES.clear()
-    ROUTES.update(routes)
     best = statistics.median(speed[ALL])
     for way, found in speed.items():
         middle = statistics.median(found)
