@@ -13,7 +13,6 @@ from llmq.comm.options import CommOptions, allocate
 from llmq.runtime.device import HOST_SPEC, Device, Event
 from llmq.runtime.mesh import World
 from llmq.runtime.plan_device import PlanDevice
-from llmq.runtime.processes import processes
 from llmq.runtime.workers import Workers
 
 
@@ -48,19 +47,13 @@ class PlanComm(Comm):
         received = dst.nbytes - src.nbytes
         loaded = src.nbytes if src.on_host else 0
         own = 0 if same_memory(part(dst, self.rank, self.size), src) else src.nbytes
-        device_bytes = 2 * (received + own) - loaded
         copies = self._options.memcpy_all_gather
-        from_host = copies and (src.on_host or mirror is not None)
-        self._dev.collective(
-            "all_gather",
-            device_bytes,
-            loaded=loaded,
-            received=0 if from_host else received,
-            shared=received if from_host else 0,
-            # A copy in host memory serves all others; NCCL sends from one to the next.
-            sent=0 if from_host else src.nbytes if copies else received,
-            network=self._ring(received),
-        )
+        sizes = {"loaded": loaded, "network": self._ring(received)}
+        if copies and (src.on_host or mirror is not None):
+            sizes["shared"] = received
+        else:  # a copy serves all others; NCCL sends from one to the next
+            sizes |= {"received": received, "sent": src.nbytes if copies else received}
+        self._dev.collective("all_gather", 2 * (received + own) - loaded, **sizes)
 
     def _ring(self, received: int) -> int:
         """The bytes that each machine of a ring through all GPUs passes on: those that one GPU
@@ -81,15 +74,8 @@ class PlanComm(Comm):
 
     def _exchange(self, kind: str, received: int, network: int) -> None:
         """Every rank sends as much as it receives."""
-        self._dev.collective(
-            kind,
-            2 * received,
-            loaded=0,
-            received=received,
-            shared=0,
-            sent=received,
-            network=network,
-        )
+        sizes = {"received": received, "sent": received, "network": network}
+        self._dev.collective(kind, 2 * received, **sizes)
 
 
 class CrossPlanComm(Comm):
@@ -100,19 +86,16 @@ class CrossPlanComm(Comm):
     def __init__(self, dev: PlanDevice):
         super().__init__(dev, "replica")
 
-    def _count(self, kind: str, device_bytes: int, received: int) -> None:
+    def _count(self, kind: str, received: int) -> None:
         network = received * self._dev.mesh.size("shard")
-        sizes = {"loaded": 0, "received": 0, "shared": 0, "sent": 0}
-        self._dev.collective(kind, device_bytes, network=network, **sizes)
+        self._dev.collective(kind, 2 * received, network=network)
 
     def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
-        received = dst.nbytes - src.nbytes
-        self._count("all_gather", 2 * received, received)
+        self._count("all_gather", dst.nbytes - src.nbytes)
 
     def _all_reduce(self, buffer: Tensor) -> None:
         """Its parts are summed in a ring, and gathered in one."""
-        received = 2 * (buffer.nbytes * (self.size - 1) // self.size)
-        self._count("all_reduce", 2 * received, received)
+        self._count("all_reduce", 2 * (buffer.nbytes * (self.size - 1) // self.size))
 
     def _nothing(self, *_: object) -> None:
         raise AssertionError("across replicas there is all_gather and all_reduce")
@@ -152,16 +135,10 @@ def connect(
         for dev in devices:
             connect_plan(dev, options, world or World.of(dev.mesh.size()))
         return None
-    several = world is not None and world.several
-    if kind == "host" and several:
-        from llmq.comm.host import connect_processes
-
-        connect_processes(devices, workers, world, processes())
-        return None
     if kind == "host":
         from llmq.comm.host import connect_host
 
-        connect_host(devices, workers)
+        connect_host(devices, workers, world)
         return None
     from llmq.comm.cuda import connect_cuda
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from llmq.base.tensor import Tensor
@@ -97,10 +96,10 @@ def connect_cuda(
             copies = Copies(dev, CudaQueue(dev), memories) if memories else None
             own = inner[place] if inner else None
             ends = {
-                "shard": partial(CudaComm, dev, options, copies, own, watch),
-                "replica": partial(CrossComm, dev, cross[place] if cross else None, watch),
+                "shard": (own, watch, options, copies),
+                "replica": (cross[place] if cross else None, watch),
             }
-            join(dev, lambda axis, ends=ends: ends[axis]())
+            join(dev, lambda axis, dev=dev, ends=ends: CudaComm(dev, axis, *ends[axis]))
     finally:
         api.setDevice(current)
     return links if len(devices) > 1 else None
@@ -119,25 +118,28 @@ def _memories(
 
 
 class CudaComm(Comm):
-    """One rank's end. Every call raises Stopped once the ranks are stopped."""
+    """One rank's end along an axis. Every call raises Stopped once the ranks are stopped."""
 
     def __init__(
         self,
         dev: CudaDevice,
-        options: CommOptions,
-        copies: Copies | None,
+        axis: str,
         nccl: Nccl | None,
         watch: Watch,
+        options: CommOptions | None = None,
+        copies: Copies | None = None,
     ):
-        super().__init__(dev, "shard")
+        """options, copies: of shards, which need not go by NCCL; replicas are on other machines."""
+        super().__init__(dev, axis)
+        options = options or CommOptions()
         self.exchange_stream = options.exchange_stream
-        self._nccl = nccl
-        self._watch = watch
+        self._where = "" if axis == "shard" else " across machines"
+        self._nccl, self._watch = nccl, watch
         self._copies = copies if options.memcpy_all_gather else None
         self._exchanges = copies if options.all_to_all_reduce and options.memcpy_send_recv else None
 
     def _begin(self, operation: str) -> None:
-        super()._begin(operation)
+        super()._begin(operation + self._where)
         self._watch.workers.check()
 
     def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
@@ -158,37 +160,10 @@ class CudaComm(Comm):
             self._nccl.all_to_all(buffer, targets)
 
     def _all_reduce(self, buffer: Tensor) -> None:
-        raise RuntimeError("all_reduce is for the groups across replicas")
-
-    def close(self) -> None:
-        self._watch.close(self._dev.mesh.index("shard"))
-
-
-class CrossComm(Comm):
-    """One rank's end among those with the same shard, which are on other machines."""
-
-    def __init__(self, dev: CudaDevice, nccl: Nccl, watch: Watch):
-        super().__init__(dev, "replica")
-        self._nccl, self._watch = nccl, watch
-
-    def _begin(self, operation: str) -> None:
-        super()._begin(f"{operation} across machines")
-        self._watch.workers.check()
-
-    def close(self) -> None:
-        self._watch.close(self._dev.mesh.index("shard"))
-
-    def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
-        self._nccl.all_gather(dst, src)
-
-    def _all_reduce(self, buffer: Tensor) -> None:
         self._nccl.all_reduce(buffer)
 
-    def _reduce_scatter(self, buffer: Tensor) -> None:
-        self._nccl.reduce_scatter(buffer)
-
-    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
-        self._nccl.all_to_all(buffer, targets)
+    def close(self) -> None:
+        self._watch.close(self._dev.mesh.index("shard"))
 
 
 class Watch:

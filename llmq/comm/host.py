@@ -1,7 +1,8 @@
 """Collectives between ranks on the CPU: threads that share memory, in one process or in several.
 
-Copies are done by the calling thread; ranks wait for each other at the barrier of their Workers,
-which raises Stopped in all of them when one fails.
+Copies are done by the calling thread; ranks of a process wait for each other at the barrier of
+their Workers, which raises Stopped in all of them when one fails. Every rank is in one group of
+each kind, and all make the same calls: so a barrier of all serves each of these groups.
 
 Data of other processes travel through MPI. The rank that needs data of another process
 receives them, directly into their place; data that all ranks of a process need are received by one
@@ -20,110 +21,49 @@ from llmq.comm.collectives import Comm, join, part, same_memory, storages
 from llmq.runtime.device import Event
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.mesh import World
-from llmq.runtime.mpi import MpiProcesses
+from llmq.runtime.processes import processes
 from llmq.runtime.workers import Workers
 
+AHEAD = 2  # parts of other ranks that are received while one is added
 
-def connect_host(devices: Sequence[HostDevice], workers: Workers) -> None:
-    """Give each device its HostComms, which need no memory of their own."""
+
+def connect_host(
+    devices: Sequence[HostDevice], workers: Workers, world: World | None = None
+) -> None:
+    """Give each device of this process its collectives, which need no memory of their own. workers:
+    of its ranks. world: None: these are all ranks."""
     memories = {dev.mesh.rank: storages(dev) for dev in devices}
+    world = world or World.of(len(devices))
     for dev in devices:
-        join(dev, partial(HostComm, dev, memories, workers))
+        join(dev, partial(HostComm, dev, memories, workers, world))
 
 
 class HostComm(Comm):
-    """One rank's end. Sums are in rank order, in F32, rounded once. Every rank is in one group of
-    each kind, and all make the same calls: so a barrier of all serves each of these groups."""
+    """One rank's end. Sums are in F32, rounded once. Ranks are meant by their places in the
+    group."""
 
     def __init__(
         self,
         dev: HostDevice,
         memories: Mapping[int, dict[str, Storage]],
         workers: Workers,
-        axis: str,
-    ):
-        """memories: storages by place, of all ranks of this process."""
-        super().__init__(dev, axis)
-        self._memories = memories
-        self._workers = workers
-
-    def _peer(self, place: int, tensor: Tensor) -> np.ndarray:
-        """The tensor of a peer, by its place in the group: its bytes, where they are."""
-        rank = self.ranks[place % self.size]
-        data = self._memories[rank][tensor.storage.place].bytes
-        return data[tensor.offset : tensor.offset + tensor.nbytes]
-
-    def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
-        own = part(dst, self.rank, self.size)
-        in_place = same_memory(own, src)
-        self._workers.barrier()
-        for k in range(1 if in_place else 0, self.size):
-            piece = part(dst, self.rank + k, self.size)
-            source = (piece if in_place else src) if mirror is None else mirror
-            self._peer(self.rank, piece)[:] = self._peer(self.rank + k, source)
-        self._workers.barrier()
-
-    def _reduce_scatter(self, buffer: Tensor) -> None:
-        own = part(buffer, self.rank, self.size)
-        total = self._total(own)
-        self._peer(self.rank, buffer).fill(0xFF)  # undefined: NaN
-        self._peer(self.rank, own).view(buffer.dtype.numpy)[:] = total
-
-    def _all_reduce(self, buffer: Tensor) -> None:
-        self._peer(self.rank, buffer).view(buffer.dtype.numpy)[:] = self._total(buffer)
-
-    def _total(self, tensor: Tensor) -> np.ndarray:
-        """The sum of what all have in a tensor, which nobody reads any more."""
-        numpy = tensor.dtype.numpy
-        self._workers.barrier()
-        total = self._peer(0, tensor).view(numpy).astype(np.float32)
-        with np.errstate(all="ignore"):  # a diverging run is reported by the trainer
-            for rank in range(1, self.size):
-                total += self._peer(rank, tensor).view(numpy)
-            total = total.astype(numpy)
-        self._workers.barrier()
-        return total
-
-    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
-        self._workers.barrier()
-        for k in range(1, self.size):
-            self._peer(self.rank, targets[k])[:] = self._peer(self.rank - k, targets[0])
-            self._workers.barrier()
-
-
-AHEAD = 2  # parts of other ranks that are received while one is added
-
-
-def connect_processes(
-    devices: Sequence[HostDevice], workers: Workers, world: World, processes: MpiProcesses
-) -> None:
-    """Give each device of this process its collectives. workers: of its ranks."""
-    memories = {dev.mesh.rank: storages(dev) for dev in devices}
-    for dev in devices:
-        join(dev, partial(ProcessComm, dev, memories, workers, world, processes))
-
-
-class ProcessComm(HostComm):
-    """One rank's end. memories: storages by place of each rank of this process. Ranks are meant by
-    their places in the group."""
-
-    def __init__(
-        self,
-        dev: HostDevice,
-        memories: dict[int, dict[str, Storage]],
-        workers: Workers,
         world: World,
-        processes: MpiProcesses,
         axis: str,
     ):
-        super().__init__(dev, memories, workers, axis)
-        self._world, self._processes = world, processes
+        """memories: storages by place of each rank of this process."""
+        super().__init__(dev, axis)
+        self._memories, self._workers, self._world = memories, workers, world
         self._members: dict[int, list[int]] = {}  # of each process, those in the group
         for place, rank in enumerate(self.ranks):
             self._members.setdefault(world.processes[rank], []).append(place)
         self._local = self._members[world.index]
         self._remote = [place for place in range(self.size) if place not in self._local]
         self._others = [process for process in self._members if process != world.index]
+
+    def _peer(self, place: int, tensor: Tensor) -> np.ndarray:
+        """The tensor of a peer in this process: its bytes, where they are."""
+        data = self._memories[self.ranks[place]][tensor.storage.place].bytes
+        return data[tensor.offset : tensor.offset + tensor.nbytes]
 
     def _number(self, source: int, target: int) -> int:
         """The number of the data that one rank sends to another one."""
@@ -139,17 +79,18 @@ class ProcessComm(HostComm):
 
     def _send(self, data: np.ndarray, target: int) -> list:
         sends = [(self._process(target), self._number(self.rank, target), data)]
-        return self._processes.begin(sends=sends)
+        return processes().begin(sends=sends)
 
     def _receive(self, data: np.ndarray, source: int) -> list:
         receives = [(self._process(source), self._number(source, self.rank), data)]
-        return self._processes.begin(receives=receives)
+        return processes().begin(receives=receives)
 
     def _finish(self, requests: list, peer: int | None = None) -> None:
         """peer: the rank that is waited for, if it is a single one."""
-        self.waits_for = "others" if peer is None else self._world.name(self.ranks[peer])
-        self._processes.finish(requests, self._workers.check)
-        self.waits_for = None
+        if requests:
+            self.waits_for = "others" if peer is None else self._world.name(self.ranks[peer])
+            processes().finish(requests, self._workers.check)
+            self.waits_for = None
 
     def _barrier(self) -> None:
         """A barrier of the ranks in this process."""
@@ -181,7 +122,8 @@ class ProcessComm(HostComm):
             if rank not in receives:
                 piece = part(dst, rank, self.size)
                 self._peer(self.rank, piece)[:] = self._peer(self._reader(rank, here), piece)
-        self._barrier()
+        if self._remote:
+            self._barrier()
 
     def _reduce_scatter(self, buffer: Tensor) -> None:
         own = part(buffer, self.rank, self.size)

@@ -108,19 +108,10 @@ class PlanDevice(Device):
         stored = tensor.nbytes * tensor.on_host
         self._move("zero", tensor.nbytes - stored, 0, stored)
 
-    def collective(
-        self,
-        kind: str,
-        device_bytes: int,
-        *,
-        loaded: int,
-        received: int,
-        shared: int,
-        sent: int,
-        network: int,
-    ) -> None:
-        """Count an exchange with other GPUs; the bytes are those of `Work`."""
-        self._move(kind, device_bytes, loaded, 0, received, shared, sent, network)
+    def collective(self, kind: str, device_bytes: int, **sizes: int) -> None:
+        """Count an exchange with other GPUs; sizes: by their names in `Work`, 0 if not given."""
+        names = ("loaded", "stored", "received", "shared", "sent", "network")
+        self._move(kind, device_bytes, *(sizes.get(name, 0) for name in names))
 
     def _move(self, name: str, *sizes: int) -> None:
         """Count what is no kernel; sizes: as of _note."""

@@ -196,6 +196,6 @@ def connect_streams(
         queue = StreamQueue(dev, devices, deaf, paced)
         copies = Copies(dev, queue, memories) if options.copies else None
         nccl = StreamNccl(dev, ranks, barrier) if options.nccl else None
-        comm = StreamComm(dev, options, copies, nccl, watch)
+        comm = StreamComm(dev, "shard", nccl, watch, options, copies)
         join(dev, lambda axis, comm=comm: comm)
     return flags
