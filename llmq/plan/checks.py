@@ -118,7 +118,8 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
                 case = (config.attention, model.head_dim, config.local_seq_len, window)
                 _, ways = directions(*case, machine.spec.capability)
                 for parts in {1, config.attn_bwd_chunks}:  # what the plan chooses is between them
-                    library.check(*sizes, parts, window, "cudnn" in ways, codes)
+                    how = {"window": window, "backward": "cudnn" in ways, "codes": codes}
+                    library.check(*sizes, chunks=parts, **how)
     except LlmqError as error:
         if required:
             asked = "--attention-dtype e4m3" if codes else "--attention cudnn"

@@ -5,6 +5,9 @@ leading dimension cols. So out = op(a) @ op(b) is asked for as out^T = op(b)^T @
 swapped and transposition flags as they are.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +32,43 @@ from llmq.runtime.tuning import CHOICE_BYTES, Unsupported, algorithm_file, faste
 CANDIDATES = 48  # algorithms asked of the heuristic
 
 
+def _method(names: str) -> Callable[..., None]:
+    """A product with these arguments, in their order, which the library kernel of its name in
+    llmq/ops/matmul.py declares; those that it lacks are as in `a @ b^T`."""
+    fields = names.split()
+
+    def enqueue(self: CublasLt, stream: int, *args: Any) -> None:
+        given = dict(zip(fields, args, strict=False))
+        out, a, b = (given[name] for name in ("out", "a", "b"))
+        scales = given.pop("scales", None)
+        if scales is not None:
+            given |= {"scale_a": scales, "scale_b": scales, "fast_accumulation": False}
+        product = Product(
+            *(given[size] for size in "MNK"),
+            trans_a=bool(given.get("trans_a", False)),
+            trans_b=bool(given.get("trans_b", True)),
+            a=a.dtype,
+            b=b.dtype,
+            out=out.dtype,
+            bias=given["bias"] is not None,
+            accumulate=bool(given["accumulate"]),
+            workspace=given["workspace"].nbytes,
+            fast_accumulation=bool(given.get("fast_accumulation", False)),
+            addend=given["addend"] is not None,
+            block_scaled=scales is not None,
+            batch=given.get("batch", 1),
+        )
+        operands = {name: given[name] for name in Operands._fields if name in given}
+        self._multiply(stream, product, Operands(**operands))
+
+    return enqueue
+
+
 class CublasLt:
-    """The matrix-product library of one rank; for the rank's thread, with its GPU current. The
-    methods matmul, fp8 and mxfp8 take a stream and the arguments of the library kernels `matmul`,
-    `matmul_fp8` and `matmul_mxfp8` that llmq/ops/matmul.py declares."""
+    """The matrix-product library of one rank; for the rank's thread, with its GPU current. Its
+    products take a stream (an integer), on which they are enqueued, and the arguments of their
+    kernels. They raise Unsupported for a product that cuBLASLt cannot compute, and RuntimeError
+    inside a graph capture for one that would have to be tuned first."""
 
     def __init__(
         self,
@@ -68,93 +104,26 @@ class CublasLt:
         self._factors = np.empty(2, np.float32)  # alpha and beta of a call
         self._block_scales_work: bool | None = None  # None: not tried yet
 
-    def matmul(
-        self,
-        stream: int,
-        out: Tensor,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        addend: Tensor | None,
-        workspace: Tensor,
-        M: int,
-        N: int,
-        K: int,
-        trans_a: int,
-        trans_b: int,
-        accumulate: int,
-        alpha: float = 1.0,
-        beta: float = 1.0,
-        batch: int = 1,
-    ) -> None:
-        """Enqueue out = alpha * op(a) @ op(b) [+ bias] [+ beta * (addend | out)] on the stream (an
-        integer); batch: of so many products. Raises Unsupported for a product that cuBLASLt cannot
-        compute, and RuntimeError inside a graph capture for one that would have to be tuned
-        first."""
-        types = (a.dtype, b.dtype, out.dtype)
-        flags = (bias is not None, bool(accumulate), workspace.nbytes)
-        form = (bool(trans_a), bool(trans_b))
-        product = Product(M, N, K, *form, *types, *flags, addend=addend is not None, batch=batch)
-        operands = Operands(out, a, b, bias, addend, workspace, alpha=alpha, beta=beta)
-        self._multiply(stream, product, operands)
+    matmul = _method(
+        "out a b bias addend workspace M N K trans_a trans_b accumulate alpha beta batch"
+    )
+    """out = alpha * op(a) @ op(b) [+ bias] [+ beta * (addend | out)]; batch: of so many of them."""
 
-    def fp8(
-        self,
-        stream: int,
-        out: Tensor,
-        a: Tensor,
-        b: Tensor,
-        scale_a: Tensor,
-        scale_b: Tensor,
-        bias: Tensor | None,
-        factor: Tensor | None,
-        largest: Tensor | None,
-        addend: Tensor | None,
-        workspace: Tensor,
-        M: int,
-        N: int,
-        K: int,
-        accumulate: int,
-        fast_accumulation: int,
-    ) -> None:
-        """Enqueue out = scale_a * scale_b * (a @ b^T) [+ bias] [+ addend | + out] on the stream.
-        factor, largest: where out are codes, of what they are multiplied by, and the largest
-        magnitude before that. fast_accumulation: may be used; tuning takes what is faster, not
-        tuning takes it. Raises as matmul does; no GPU before Ada can compute it."""
-        types = (a.dtype, b.dtype, out.dtype)
-        flags = (bias is not None, bool(accumulate), workspace.nbytes, bool(fast_accumulation))
-        product = Product(M, N, K, False, True, *types, *flags, addend=addend is not None)
-        of_codes = {"factor": factor, "largest": largest}
-        operands = Operands(out, a, b, bias, addend, workspace, scale_a, scale_b, **of_codes)
-        self._multiply(stream, product, operands)
+    fp8 = _method(
+        "out a b scale_a scale_b bias factor largest addend workspace M N K accumulate "
+        "fast_accumulation"
+    )
+    """out = scale_a * scale_b * (a @ b^T) [+ bias] [+ addend | + out]. factor, largest: where out
+    are codes, of what they are multiplied by, and the largest magnitude before that.
+    fast_accumulation: may be used; tuning takes what is faster, not tuning takes it. No GPU before
+    Ada can compute it."""
 
-    def mxfp8(
-        self,
-        stream: int,
-        out: Tensor,
-        a: Tensor,
-        b: Tensor,
-        scales: Tensor,
-        scalars: Tensor,
-        bias: Tensor | None,
-        addend: Tensor | None,
-        workspace: Tensor,
-        M: int,
-        N: int,
-        K: int,
-        accumulate: int,
-        fast_accumulation: int,
-    ) -> None:
-        """Enqueue out = alpha * (a @ b^T) [+ bias] [+ addend | + out] on the stream. scales: of the
-        blocks of both, all one. scalars: F32, alpha, and at BETA 1 if there is an addend, else 0.
-        fast_accumulation has no effect, these sums are F32's. Raises as matmul does, Unsupported
-        also where the library is wrong."""
-        types = (a.dtype, b.dtype, out.dtype)
-        flags = (bias is not None, bool(accumulate), workspace.nbytes)
-        how = {"addend": addend is not None, "block_scaled": True}
-        product = Product(M, N, K, False, True, *types, *flags, **how)
-        tensors = (out, a, b, bias, addend, workspace, scales, scales)
-        self._multiply(stream, product, Operands(*tensors, scalars=scalars))
+    mxfp8 = _method(
+        "out a b scales scalars bias addend workspace M N K accumulate fast_accumulation"
+    )
+    """out = alpha * (a @ b^T) [+ bias] [+ addend | + out]. scales: of the blocks of both, all one.
+    scalars: F32, alpha, and at BETA 1 if there is an addend, else 0. fast_accumulation has no
+    effect, these sums are F32's. Raises Unsupported also where the library is wrong."""
 
     def close(self) -> None:
         """Free the library's descriptors and its handle."""

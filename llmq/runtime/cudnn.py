@@ -22,63 +22,48 @@ NATIVE = "use --attention native"
 FORWARD_WORKSPACE_BYTES = SLACK  # that the forward may ask for; the first call on a GPU checks it
 
 
-def codes_workspace_bytes(
-    batch: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int
-) -> int:
+# Sizes: B sequences of T positions, Hq query heads, Hkv key/value heads, Hd channels each.
+
+
+def codes_workspace_bytes(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> int:
     """Bytes that the forward of codes may ask for: another layout of them."""
-    return FORWARD_WORKSPACE_BYTES + batch * seq_len * (num_heads + 2 * num_kv_heads) * head_dim
+    return FORWARD_WORKSPACE_BYTES + B * T * (Hq + 2 * Hkv) * Hd
 
 
 def backward_workspace_bytes(
-    batch: int,
-    seq_len: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    deterministic: bool = True,
+    B: int, T: int, Hq: int, Hkv: int, Hd: int, deterministic: bool = True
 ) -> int:
     """Bytes that the backward may ask for. An estimate: the first call on a GPU checks it. Fitted
     on cuDNN 9.19, H100, T a multiple of 256, head sizes 64 to 128, where it is within 2 MiB: F32
     dQ, or when deterministic one for every block of keys, which is 2 T^2 bytes for a head of any
     size; BF16 dK and dV of every query head before their group is summed, if there are several in
     one; F32 row sums. Other lengths are taken to be padded."""
-    padded = 256 * ceil_div(seq_len, 256)
-    rows = batch * num_heads * padded
-    d_q = 2 * rows * padded if deterministic else 4 * rows * head_dim
-    d_kv = 2 * 2 * rows * head_dim if num_heads > num_kv_heads else 0
+    padded = 256 * ceil_div(T, 256)
+    rows = B * Hq * padded
+    d_q = 2 * rows * padded if deterministic else 4 * rows * Hd
+    d_kv = 2 * 2 * rows * Hd if Hq > Hkv else 0
     return d_q + d_kv + 4 * rows + SLACK
 
 
 def divided_workspace_bytes(
-    batch: int,
-    seq_len: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    parts: int,
-    deterministic: bool = True,
+    B: int, T: int, Hq: int, Hkv: int, Hd: int, parts: int, deterministic: bool = True
 ) -> int:
     """Count as backward_workspace_bytes does, for the largest of so many parts of the heads."""
-    groups = head_groups(num_heads, num_kv_heads, parts)
-    sizes = {_computed(group, num_heads, num_kv_heads) for group in groups}
-    return max(backward_workspace_bytes(batch, seq_len, *n, head_dim, deterministic) for n in sizes)
+    sizes = {_computed(group, Hq, Hkv) for group in head_groups(Hq, Hkv, parts)}
+    return max(backward_workspace_bytes(B, T, *n, Hd, deterministic) for n in sizes)
 
 
-def backward_scratch_bytes(
-    seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, parts: int
-) -> int:
+def backward_scratch_bytes(T: int, Hq: int, Hkv: int, Hd: int, parts: int) -> int:
     """The bytes that the deterministic backward of one sequence takes, and those that its query
     heads add to the gradients of one key/value head, where parts divide these."""
-    sizes = (seq_len, num_heads, num_kv_heads, head_dim)
-    apart = splits_query_heads(num_kv_heads, parts)
-    d_kv = 2 * num_heads * seq_len * head_dim * BF16.itemsize
-    return divided_workspace_bytes(1, *sizes, parts) + apart * d_kv
+    d_kv = 2 * Hq * T * Hd * BF16.itemsize * splits_query_heads(Hkv, parts)
+    return divided_workspace_bytes(1, T, Hq, Hkv, Hd, parts) + d_kv
 
 
-def _computed(group: HeadGroup, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+def _computed(group: HeadGroup, Hq: int, Hkv: int) -> tuple[int, int]:
     """Query and key/value heads as the library sees a group. Some query heads of a key/value head
     are to it as many heads with keys and values of their own, which lie at the same place."""
-    whole = group.count * num_kv_heads == group.kv_count * num_heads
+    whole = group.count * Hkv == group.kv_count * Hq
     return group.sizes if whole else (group.count, group.count)
 
 
@@ -148,28 +133,25 @@ class CudnnAttention:
 
     def check(
         self,
-        batch: int,
-        seq_len: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        B: int,
+        *sizes: int,
         chunks: int = 1,
         window: int | None = None,
         backward: bool = True,
         codes: bool = False,
     ) -> None:
-        """Raise LlmqError where forward or deterministic backward will not run on this GPU. chunks:
-        of attention.backward. window: keys up to its own that a query sees. backward: False where
-        it is not needed. codes: whether the forward is that of codes."""
-        sizes, window = (seq_len, num_heads, num_kv_heads, head_dim), window or seq_len
-        direction = "codes" if codes else "forward"
-        forward = self._plan(direction, (batch, *sizes), False, window)
-        most = codes_workspace_bytes(batch, *sizes) if codes else FORWARD_WORKSPACE_BYTES
+        """Raise LlmqError where forward or deterministic backward will not run on this GPU. sizes:
+        T, Hq, Hkv, Hd. chunks: of attention.backward. window: keys up to its own that a query sees.
+        backward: False where it is not needed. codes: whether the forward is that of codes."""
+        T, Hq, Hkv, _ = sizes
+        window = window or T
+        forward = self._plan("codes" if codes else "forward", (B, *sizes), False, window)
+        most = codes_workspace_bytes(B, *sizes) if codes else FORWARD_WORKSPACE_BYTES
         _expect_workspace(forward.workspace, most)
         if not backward:
             return
-        sequences, parts = split(batch, chunks)
-        for group in head_groups(num_heads, num_kv_heads, parts):
+        sequences, parts = split(B, chunks)
+        for group in head_groups(Hq, Hkv, parts):
             needed = self._plan("backward", (sequences, *sizes), True, window, group).workspace
             _expect_workspace(needed, divided_workspace_bytes(sequences, *sizes, parts))
 
@@ -315,14 +297,7 @@ class CudnnAttention:
     ) -> dict[str, Any]:
         """Adds the nodes of the forward; returns its tensors by name."""
         q, k, v = (graph.tensor(name=name, **layouts[name]) for name in "qkv")
-        out, lse = graph.sdpa(
-            q,
-            k,
-            v,
-            generate_stats=True,
-            attn_scale=scale,
-            **band,
-        )
+        out, lse = graph.sdpa(q, k, v, generate_stats=True, attn_scale=scale, **band)
         _output(out, layouts["out"])
         _output(lse, layouts["lse"])
         lse.set_data_type(self._cudnn.data_type.FLOAT)
@@ -360,18 +335,14 @@ class CudnnAttention:
         deterministic: bool,
     ) -> dict[str, Any]:
         """Adds the nodes of the backward; returns its tensors by name."""
-        tensors = {name: graph.tensor(name=name, **layouts[name]) for name in ("q", "k", "v")}
-        tensors["out"] = graph.tensor(name="out", **layouts["out"])
-        tensors["d_out"] = graph.tensor(name="d_out", **layouts["out"])
-        tensors["lse"] = graph.tensor(
-            name="lse", data_type=self._cudnn.data_type.FLOAT, **layouts["lse"]
-        )
-        gradients = graph.sdpa_backward(
-            *(tensors[name] for name in ("q", "k", "v", "out", "d_out", "lse")),
-            attn_scale=scale,
-            **band,
-            use_deterministic_algorithm=deterministic,
-        )
+        layouts = layouts | {"d_out": layouts["out"]}
+        tensors = {
+            name: graph.tensor(name=name, **layouts[name]) for name in (*"qkv", "out", "d_out")
+        }
+        kind = self._cudnn.data_type.FLOAT
+        tensors["lse"] = graph.tensor(name="lse", data_type=kind, **layouts["lse"])
+        how = {"attn_scale": scale, "use_deterministic_algorithm": deterministic}
+        gradients = graph.sdpa_backward(*tensors.values(), **how, **band)
         for name, gradient in zip("qkv", gradients, strict=True):
             _output(gradient, layouts[f"d_{name}"])
             tensors[f"d_{name}"] = gradient

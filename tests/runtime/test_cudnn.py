@@ -76,7 +76,7 @@ def test_workspace_estimate_on_this_gpu(dev, shape):
             assert needed <= backward_workspace_bytes(*shape, deterministic)
         one, heads, kv_heads = (1, *shape[1:]), *shape[2:4]
         for chunks in divisions(1, heads, kv_heads):
-            library.check(*one, chunks, window)  # raises where more is asked for
+            library.check(*one, chunks=chunks, window=window)  # raises where more is asked for
     library.close()
 
 
