@@ -16,7 +16,7 @@ every dtype. Each of W shards has the same number of its elements.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -41,92 +41,6 @@ MAGNITUDES = "lora_m"
 """Slab of the magnitudes of adapted rows, which are in F32: they are divided by norms of F32."""
 NEW_ROWS = "new_rows"
 """Slab and key of the rows of embedding and LM head that are trained alone."""
-
-
-def adapter_rows(config: ModelConfig, adapters: Adapters) -> dict[str, list[tuple]]:
-    """By slab, "lora_a", "lora_b", with DoRA "lora_m" and, where they are trained, the new rows:
-    (block, key, full name, shape, kind, init, hf parts, first row). The adapters' A (n * rank,
-    in_features) of a matrix lie below each other, padded with zeros as `padded_columns` says; their
-    B (rows of all, rank) do, too. rank: the largest of the matrix. Magnitudes (out_features,) are
-    where the matrix has its rows; they begin as the rows' norms, of which nobody here knows
-    anything."""
-    slabs: dict[str, list[tuple]] = {"lora_a": [], "lora_b": []}
-    for block, matrix in all_adapted(config, adapters):
-        a, b = _rows_of_adapters(matrix, block)
-        slabs["lora_a"].append(a)
-        slabs["lora_b"].append(b)
-        if adapters.dora:
-            slabs.setdefault(MAGNITUDES, []).append(_magnitudes(matrix, block))
-    if config.new_tokens is not None and not {*NEW_PARTS}.isdisjoint(adapters.train):
-        slabs[NEW_ROWS] = _new_rows(config, of_head="new-rows" in adapters.train)
-    return slabs
-
-
-def _new_rows(config: ModelConfig, *, of_head: bool) -> list[tuple]:
-    """Those of the embedding and, where it is another table, of the LM head, unless that stays;
-    padded in number as adapters' columns are."""
-    first, stop = config.new_tokens
-    rows, shape = stop - first, (padded_columns(stop - first, 1), config.hidden_size)
-    found = []
-    tables = token_tables(config)
-    for block, module in tables.items() if of_head else [("embed", tables["embed"])]:
-        parts = (HfPart(name=module.parts[0].module + OF_ROWS, start=0, stop=rows),)
-        full = f"{module.name}.{NEW_ROWS}"
-        found.append((block, NEW_ROWS, full, shape, module.kind, module.initial, parts, first))
-    return found
-
-
-def token_tables(config: ModelConfig) -> dict[str, Module]:
-    """The embedding and, where it is another one, the LM head's matrix, by block."""
-    blocks = {"embed": config.arch.embedding(config), "head": config.arch.head(config)}
-    return {block: m for block, ms in blocks.items() for m in ms if m.key == TABLES[block]}
-
-
-TABLES = {"embed": "embed", "head": "lm_head"}
-"""By block, the key of the matrix that has a row for each token."""
-
-
-def _rows_of_adapters(matrix: Adapted, block: str) -> tuple[tuple, tuple]:
-    key, a, b, rows, rank, initial = matrix.key, [], [], 0, matrix.rank, "adapter"
-    count = len(matrix.parts)
-    if matrix.fused is not None:  # PEFT's ParamWrapper has all experts in one A and one B
-        name, rows = f"{PEFT_PREFIX}{matrix.fused.module}", matrix.fused.rows
-        a.append(HfPart(name=f"{name}.lora_A.weight", start=0, stop=count * rank))
-        how = {"experts": count, "by_rank": True, "order": matrix.fused.order}
-        b.append(HfPart(name=f"{name}.lora_B.weight", start=0, stop=rows, **how))
-    if block == "embed":  # PEFT has it transposed: what tokens choose among comes first
-        (part,), name = matrix.parts, f"{PEFT_PREFIX}{matrix.modules[0]}.lora_embedding_"
-        a.append(HfPart(name=f"{name}B", start=0, stop=rank, transposed=True))
-        rows, initial = part.stop, "unit"
-        b.append(HfPart(name=f"{name}A", start=0, stop=rows, transposed=True))
-    one_by_one = () if matrix.fused or block == "embed" else matrix.parts
-    for i, (part, start, stop, own, _) in enumerate(one_by_one):
-        name, end = f"{PEFT_PREFIX}{part.module}", rows + stop - start
-        a.append(HfPart(name=f"{name}.lora_A.weight", start=i * rank, stop=i * rank + own))
-        how = {"order": part.order, "columns": None if own == rank else own}
-        b.append(HfPart(name=f"{name}.lora_B.weight", start=rows, stop=end, **how))
-        rows = end
-    full = f"model.{block}.{key}"
-    shape_a, shape_b = (padded_columns(count, rank), matrix.shape[1]), (rows, rank)
-    return (
-        (block, f"{key}_a", f"{full}.lora_A.weight", shape_a, "matrix", initial, tuple(a)),
-        (block, f"{key}_b", f"{full}.lora_B.weight", shape_b, "matrix", "zero", tuple(b)),
-    )
-
-
-def _magnitudes(matrix: Adapted, block: str) -> tuple:
-    parts = tuple(
-        HfPart(
-            name=f"{PEFT_PREFIX}{part.module}.lora_magnitude_vector",
-            start=start,
-            stop=stop,
-            order=part.order,
-        )
-        for part, start, stop, _, _ in matrix.parts
-    )
-    key, shape = matrix.key, matrix.shape[:1]
-    full = f"model.{block}.{key}.lora_magnitude_vector"
-    return block, f"{key}_m", full, shape, "vector", "zero", parts
 
 
 SLABS = {"norms": "norms", "embeddings": "embed", "head": "head"}
@@ -159,9 +73,9 @@ class Param:
     shape: tuple[int, ...]
     kind: str
     init: str
-    index: int
-    offset: int
     hf: tuple[HfPart, ...]
+    index: int = 0
+    offset: int = 0
     first_row: int | None = None
     fused: HfPart | None = None
 
@@ -327,36 +241,29 @@ def by_block(table: tuple[Slab, ...], slabs: Mapping[str, Tensor]) -> dict[str, 
     return views
 
 
-def _slab(name: str, rows: list[tuple], shards: int) -> Slab:
-    """rows: (index, block, key, full name, shape, kind, init, hf parts), and as Param's last fields
-    a first row and a fused part, where there are such."""
-    params, offset = [], 0
-    for index, block, key, full, shape, kind, init, hf, *more in rows:
-        params.append(
-            Param(
-                name=full, block=block, key=key, shape=shape, kind=kind, init=init,
-                index=index, offset=offset, hf=hf,
-                **dict(zip(("first_row", "fused"), more, strict=False)),
-            )
-        )  # fmt: skip
-        offset += align_up(prod(shape), ELEMENT_ALIGN)
+def _slab(name: str, params: Iterable[Param], shards: int) -> Slab:
+    placed, offset = [], 0
+    for param in params:
+        placed.append(replace(param, offset=offset))
+        offset += align_up(param.size, ELEMENT_ALIGN)
     size = align_up(offset, ELEMENT_ALIGN * shards)
-    return Slab(name=name, params=tuple(params), size=size, shard_size=size // shards)
+    return Slab(name=name, params=tuple(placed), size=size, shard_size=size // shards)
 
 
-def _rows(block: str, module: Module) -> list[tuple]:
-    """A module's weight and bias: rows of `_slab` without their indices."""
-    key, name, kind = module.key, module.name, module.kind
-    weight = (module.shape, kind, module.initial, module.hf(module.tensor))
+def _params(block: str, module: Module) -> Iterator[Param]:
+    """A module's weight and bias."""
     whole = module.fused if isinstance(module, Matrix) else None
-    fused = None if whole is None else whole.hf("weight")
-    rows = [(block, key, f"{name}.{module.tensor}", *weight, None, fused)]
+    yield Param(
+        name=f"{module.name}.{module.tensor}", block=block, key=module.key, shape=module.shape,
+        kind=module.kind, init=module.initial, hf=module.hf(module.tensor),
+        fused=None if whole is None else whole.hf("weight"),
+    )  # fmt: skip
     if module.bias:
-        kind = "norm" if kind == "norm" else "vector"
-        shape = (prod(module.shape[:-1] or module.shape),)
-        bias = (shape, kind, "zero", module.hf("bias"))
-        rows.append((block, f"{key}_bias", f"{name}.bias", *bias))
-    return rows
+        yield Param(
+            name=f"{module.name}.bias", block=block, key=f"{module.key}_bias",
+            shape=(prod(module.shape[:-1] or module.shape),), init="zero", hf=module.hf("bias"),
+            kind="norm" if module.kind == "norm" else "vector",
+        )  # fmt: skip
 
 
 def _modules(config: ModelConfig) -> dict[str, tuple[Module, ...]]:
@@ -375,41 +282,122 @@ def weight_table(
     """The slabs of a model: "embed", "layers.0" … "layers.L-1", "vectors", "head" (if untied). With
     adapters also "lora_a" and "lora_b", with DoRA "lora_m", and where norms are trained beside
     them, "norms", biases, "biases", or new rows, "new_rows"."""
-    rows = [r for block, ms in _modules(config).items() for m in ms for r in _rows(block, m)]
-    groups: dict[str, list[tuple]] = {}
-    vectors, norms, biases, head = [], [], [], []
-    train, biased = adapters.train if adapters else (), _trained_biases(config, adapters)
-    for row in [(index, *row) for index, row in enumerate(rows)]:
-        block, key, kind = row[1], row[2], row[5]
-        if kind == "norm" and "norms" in train:
-            norms.append(row)
-        elif key.endswith("_bias") and ("biases" in train or (block, key) in biased):
-            biases.append(row)
-        elif kind in ("norm", "vector", "router", "conv"):
-            vectors.append(row)
-        elif block == "head":
-            head.append(row)
-        else:
-            groups.setdefault(block, []).append(row)
-    if norms:
-        groups["norms"] = norms
-    if biases:
-        groups["biases"] = biases
-    if vectors:
-        groups["vectors"] = vectors
-    if head:
-        groups["head"] = head
-    for name, rows in adapter_rows(config, adapters).items() if adapters else ():
+    train, biased = adapters.train if adapters else (), set()
+    if "adapted-biases" in train:
+        biased = {(block, f"{m.key}_bias") for block, m in all_adapted(config, adapters)}
+
+    def slab_of(param: Param) -> str:
+        if param.kind == "norm" and "norms" in train:
+            return "norms"
+        is_bias = param.key.endswith("_bias")
+        if is_bias and ("biases" in train or (param.block, param.key) in biased):
+            return "biases"
+        return "vectors" if param.kind in ("norm", "vector", "router", "conv") else param.block
+
+    every = (p for block, ms in _modules(config).items() for m in ms for p in _params(block, m))
+    last = ("norms", "biases", "vectors", "head")
+    found: dict[str, list[Param]] = {}
+    for param in (replace(param, index=index) for index, param in enumerate(every)):
+        found.setdefault(slab_of(param), []).append(param)
+    order = [
+        *(name for name in found if name not in last),
+        *(name for name in last if name in found),
+    ]
+    groups = {name: found[name] for name in order}
+    for name, params in _adapter_params(config, adapters).items() if adapters else ():
         first = sum(map(len, groups.values()))
-        groups[name] = [(first + i, *row) for i, row in enumerate(rows)]
-    return tuple(_slab(name, rows, shards) for name, rows in groups.items())
+        groups[name] = [replace(param, index=first + i) for i, param in enumerate(params)]
+    return tuple(_slab(name, params, shards) for name, params in groups.items())
 
 
-def _trained_biases(config: ModelConfig, adapters: Adapters | None) -> set[tuple[str, str]]:
-    """Block and key of the biases of matrices that have adapters, where these are trained."""
-    if adapters is None or "adapted-biases" not in adapters.train:
-        return set()
-    return {(block, f"{m.key}_bias") for block, m in all_adapted(config, adapters)}
+def _adapter_params(config: ModelConfig, adapters: Adapters) -> dict[str, list[Param]]:
+    """By slab, "lora_a", "lora_b", with DoRA "lora_m" and, where they are trained, the new rows.
+    The adapters' A (n * rank, in_features) of a matrix lie below each other, padded with zeros as
+    `padded_columns` says; their B (rows of all, rank) do, too. rank: the largest of the matrix.
+    Magnitudes (out_features,) are where the matrix has its rows; they begin as the rows' norms, of
+    which nobody here knows anything."""
+    slabs: dict[str, list[Param]] = {"lora_a": [], "lora_b": []}
+    for block, matrix in all_adapted(config, adapters):
+        a, b = _of_matrix(matrix, block)
+        slabs["lora_a"].append(a)
+        slabs["lora_b"].append(b)
+        if adapters.dora:
+            slabs.setdefault(MAGNITUDES, []).append(_magnitudes(matrix, block))
+    if config.new_tokens is not None and not {*NEW_PARTS}.isdisjoint(adapters.train):
+        slabs[NEW_ROWS] = _new_rows(config, of_head="new-rows" in adapters.train)
+    return slabs
+
+
+def _new_rows(config: ModelConfig, *, of_head: bool) -> list[Param]:
+    """Those of the embedding and, where it is another table, of the LM head, unless that stays;
+    padded in number as adapters' columns are."""
+    first, stop = config.new_tokens
+    rows, shape = stop - first, (padded_columns(stop - first, 1), config.hidden_size)
+    tables = token_tables(config)
+    return [
+        Param(
+            name=f"{module.name}.{NEW_ROWS}", block=block, key=NEW_ROWS, shape=shape,
+            kind=module.kind, init=module.initial, first_row=first,
+            hf=(HfPart(name=module.parts[0].module + OF_ROWS, start=0, stop=rows),),
+        )
+        for block, module in tables.items() if of_head or block == "embed"
+    ]  # fmt: skip
+
+
+def token_tables(config: ModelConfig) -> dict[str, Module]:
+    """The embedding and, where it is another one, the LM head's matrix, by block."""
+    blocks = {"embed": config.arch.embedding(config), "head": config.arch.head(config)}
+    return {block: m for block, ms in blocks.items() for m in ms if m.key == TABLES[block]}
+
+
+TABLES = {"embed": "embed", "head": "lm_head"}
+"""By block, the key of the matrix that has a row for each token."""
+
+
+def _of_matrix(matrix: Adapted, block: str) -> tuple[Param, Param]:
+    """A and B."""
+    key, a, b, rows, rank, initial = matrix.key, [], [], 0, matrix.rank, "adapter"
+    count = len(matrix.parts)
+    if matrix.fused is not None:  # PEFT's ParamWrapper has all experts in one A and one B
+        name, rows = f"{PEFT_PREFIX}{matrix.fused.module}", matrix.fused.rows
+        a.append(HfPart(name=f"{name}.lora_A.weight", start=0, stop=count * rank))
+        how = {"experts": count, "by_rank": True, "order": matrix.fused.order}
+        b.append(HfPart(name=f"{name}.lora_B.weight", start=0, stop=rows, **how))
+    if block == "embed":  # PEFT has it transposed: what tokens choose among comes first
+        (part,), name = matrix.parts, f"{PEFT_PREFIX}{matrix.modules[0]}.lora_embedding_"
+        a.append(HfPart(name=f"{name}B", start=0, stop=rank, transposed=True))
+        rows, initial = part.stop, "unit"
+        b.append(HfPart(name=f"{name}A", start=0, stop=rows, transposed=True))
+    one_by_one = () if matrix.fused or block == "embed" else matrix.parts
+    for i, (part, start, stop, own, _) in enumerate(one_by_one):
+        name, end = f"{PEFT_PREFIX}{part.module}", rows + stop - start
+        a.append(HfPart(name=f"{name}.lora_A.weight", start=i * rank, stop=i * rank + own))
+        how = {"order": part.order, "columns": None if own == rank else own}
+        b.append(HfPart(name=f"{name}.lora_B.weight", start=rows, stop=end, **how))
+        rows = end
+    full = f"model.{block}.{key}"
+    return (
+        Param(
+            name=f"{full}.lora_A.weight", block=block, key=f"{key}_a", kind="matrix", init=initial,
+            shape=(padded_columns(count, rank), matrix.shape[1]), hf=tuple(a),
+        ),
+        Param(
+            name=f"{full}.lora_B.weight", block=block, key=f"{key}_b", kind="matrix", init="zero",
+            shape=(rows, rank), hf=tuple(b),
+        ),
+    )  # fmt: skip
+
+
+def _magnitudes(matrix: Adapted, block: str) -> Param:
+    parts = (
+        (f"{PEFT_PREFIX}{part.module}.lora_magnitude_vector", start, stop, part.order)
+        for part, start, stop, _, _ in matrix.parts
+    )
+    return Param(
+        name=f"model.{block}.{matrix.key}.lora_magnitude_vector", block=block,
+        key=f"{matrix.key}_m", shape=matrix.shape[:1], kind="vector", init="zero",
+        hf=tuple(HfPart(name=n, start=a, stop=b, order=order) for n, a, b, order in parts),
+    )  # fmt: skip
 
 
 def parameter_count(config: ModelConfig) -> int:
