@@ -4,33 +4,17 @@ table."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
 from math import prod
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from llmq.arch.common import QUANTIZATIONS
 from llmq.base.errors import LlmqError
-from llmq.checkpoint.safetensors_file import NUMPY_DTYPES, SafetensorsFile
+from llmq.checkpoint.safetensors_file import NUMPY_DTYPES, PIECE, FileTensor
 from llmq.ref.common import row_blocks
 from llmq.ref.four_bits import MXFP4_BLOCK as BLOCK
 from llmq.ref.four_bits import mxfp4_decode
-
-PIECE = 1 << 20  # elements that are read at once: they stay in the processor's cache
-
-
-class Stored(Protocol):
-    """A tensor of a file, by its name there."""
-
-    path: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    def check_length(self) -> None:
-        """LlmqError if the file has become shorter."""
 
 
 class CodedMatrix:
@@ -42,9 +26,9 @@ class CodedMatrix:
     dtype = "F32"
 
     def __init__(
-        self, codes: Stored, shape: tuple[int, ...], decode: Callable[[int, int], np.ndarray]
+        self, codes: FileTensor, shape: tuple[int, ...], decode: Callable[[int, int], np.ndarray]
     ):
-        self.path, self.shape, self._codes, self._decode = codes.path, shape, codes, decode
+        self.path, self.shape, self._decode = codes.path, shape, decode
 
     def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
         """A few rows at a time: where they belong, and their values."""
@@ -53,35 +37,22 @@ class CodedMatrix:
 
     def rows(self, start: int, stop: int, *, transposed: bool = False) -> np.ndarray:
         """These rows; transposed: these columns, as rows."""
-        self._codes.check_length()
         if transposed:
             return self._decode(0, self.shape[0])[:, start:stop].T
         return self._decode(start, stop)
 
 
-@lru_cache(maxsize=16)
-def _open(path: Path, changed: int) -> SafetensorsFile:
-    """changed: when the file was; another one has another header."""
-    return SafetensorsFile(path)
-
-
-def stored_values(tensor: Stored, start: int = 0, stop: int | None = None) -> np.ndarray:
-    """Elements [start, stop) of a stored tensor, flat, in its own format; FP8 too, which the
-    library's NumPy side does not read."""
-    return _open(tensor.path, tensor.path.stat().st_mtime_ns).read(tensor.name, start, stop)
-
-
-def scaled(codes: Stored, scales: Stored, block: tuple[int, int] | None) -> CodedMatrix:
+def scaled(codes: FileTensor, scales: FileTensor, block: tuple[int, int] | None) -> CodedMatrix:
     """A matrix (out, in) of numbers with a scale for each block of it; None: with one scale, or one
     for each row. The last blocks may be smaller."""
     out, columns = codes.shape
-    factors = stored_values(scales).astype(np.float32)
+    factors = scales.flat().astype(np.float32)
     if block is None:
         block = (1, columns) if factors.size == out and scales.shape != (1,) else (out, columns)
     factors = factors.reshape(-(-out // block[0]), -(-columns // block[1]))
 
     def decode(start: int, stop: int) -> np.ndarray:
-        values = stored_values(codes, start * columns, stop * columns).astype(np.float32)
+        values = codes.flat(start * columns, stop * columns).astype(np.float32)
         of_rows = factors[np.arange(start, stop) // block[0]]
         return values.reshape(-1, columns) * of_rows[:, np.arange(columns) // block[1]]
 
@@ -120,13 +91,13 @@ class _Experts(CodedMatrix):
 
     dtype = "BF16"
 
-    def __init__(self, codes: Stored, scales: Stored):
+    def __init__(self, codes: FileTensor, scales: FileTensor):
         count, self._height, blocks, _ = codes.shape
         columns = blocks * BLOCK
 
         def decode(start: int, stop: int) -> np.ndarray:
             pairs, exponents = (
-                stored_values(x, start * blocks * each, stop * blocks * each)
+                x.flat(start * blocks * each, stop * blocks * each)
                 for x, each in ((codes, BLOCK // 2), (scales, 1))
             )
             out = np.empty((stop - start, columns), np.float32)
@@ -142,8 +113,7 @@ class _Experts(CodedMatrix):
             yield slice(first, first + 1), rows.T[None]
 
     def rows(self, start: int, stop: int, *, transposed: bool = True) -> np.ndarray:
-        """These rows of all experts', as `HfTensor.rows` counts them."""
-        self._codes.check_length()
+        """These rows of all experts', as `FileTensor.rows` counts them."""
         return self._decode(start, stop)
 
 
@@ -242,19 +212,19 @@ def decode_bitsandbytes(tensors: dict[str, Any], config: Mapping[str, Any]) -> N
     take(tensors, *(f"{name}.{part}" for name in states for part in parts), f"{_STATE}nf4")
 
 
-def _matrix(name: str, tensors: Mapping[str, Stored], state: Stored) -> CodedMatrix:
+def _matrix(name: str, tensors: Mapping[str, FileTensor], state: FileTensor) -> CodedMatrix:
     codes = tensors[name]
     try:
-        known = json.loads(stored_values(state).tobytes())
+        known = json.loads(state.flat().tobytes())
         shape, block = tuple(map(int, known["shape"])), int(known["blocksize"])
-        scales = stored_values(tensors[f"{name}.absmax"])
+        scales = tensors[f"{name}.absmax"].flat()
         if "nested_blocksize" in known:
-            levels = stored_values(tensors[f"{name}.nested_quant_map"])
-            groups = stored_values(tensors[f"{name}.nested_absmax"])
+            levels = tensors[f"{name}.nested_quant_map"].flat()
+            groups = tensors[f"{name}.nested_absmax"].flat()
             of_scale = np.arange(scales.size) // int(known["nested_blocksize"])
             offset = np.float32(known["nested_offset"])
             scales = levels[scales] * groups[of_scale] + offset
-        levels = stored_values(tensors[f"{name}.quant_map"]).astype(np.float32)
+        levels = tensors[f"{name}.quant_map"].flat().astype(np.float32)
         size = NUMPY_DTYPES[codes.dtype].itemsize
         whole = (scales.size * block, 2 * prod(codes.shape) * size, levels.size)
         if whole != (-(-prod(shape) // block) * block, prod(shape), 16) or block % (2 * size):
@@ -266,7 +236,7 @@ def _matrix(name: str, tensors: Mapping[str, Stored], state: Stored) -> CodedMat
         columns = prod(shape[1:])
         first, last = start * columns // block, -(-stop * columns // block)
         end = min(last * block // 2 // size, prod(codes.shape))
-        pairs = stored_values(codes, first * block // 2 // size, end).view(np.uint8)
+        pairs = codes.flat(first * block // 2 // size, end).view(np.uint8)
         values = np.stack([levels[pairs >> 4], levels[pairs & 15]], axis=-1).reshape(-1)
         values *= np.repeat(scales[first:last], block)[: values.size]
         skipped = start * columns - first * block
@@ -276,7 +246,7 @@ def _matrix(name: str, tensors: Mapping[str, Stored], state: Stored) -> CodedMat
 
 
 Tensors = dict[str, Any]
-"""By name: Stored, or a matrix that is decoded."""
+"""By name: FileTensor, or a matrix that is decoded."""
 
 _DECODE = (decode_bitsandbytes, decode_compressed_tensors, decode_fp8, decode_mxfp4)
 CODED: dict[str, Callable[[Tensors, Mapping[str, Any]], None]] = dict(
@@ -285,7 +255,7 @@ CODED: dict[str, Callable[[Tensors, Mapping[str, Any]], None]] = dict(
 """By quant_method: takes codes and scales out of a file's tensors, and puts matrices there."""
 
 
-def decoded(stored: Mapping[str, Stored], config: Mapping[str, Any]) -> Tensors:
+def decoded(stored: Mapping[str, FileTensor], config: Mapping[str, Any]) -> Tensors:
     """The tensors of a file with this quantization_config. LlmqError where it has codes of a kind
     that cannot be read."""
     tensors: Tensors = dict(stored)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.files import json_object
+from llmq.base.files import json_object, staged_directory
 from llmq.base.run_id import RunId
 from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import HfTokenizer, Tokenizer, copy_tokenizer_files, tokenizer_names
@@ -87,3 +89,23 @@ def recorded_sums(directory: Path) -> dict[str, str]:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write it as JSON for people."""
     path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+@contextmanager
+def staged_export(
+    out_dir: Path,
+    config: ModelConfig,
+    tokenizer: Tokenizer | Path | None,
+    check: Callable[[Path], None] | None,
+    names: list[str],
+) -> Iterator[Path]:
+    """The folder of an export's files until all are there, to which the tokenizer is added. check:
+    called with it before it has its name. names: gets those of all files. LlmqError where the disk
+    is full or refuses; an older export is replaced, and nothing else."""
+    replaces = MODEL_FILES + tokenizer_files(tokenizer)
+    with staged_directory(out_dir, replaces, RUN_FILE) as staging:
+        yield staging
+        save_tokenizer(staging, config, tokenizer)
+        if check is not None:
+            check(staging)
+        names += sorted(path.name for path in staging.iterdir())

@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import islice
@@ -17,31 +16,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from llmq.arch.matrix import HfPart
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32, OPTION_DTYPES, DType
 from llmq.base.errors import LlmqError
-from llmq.base.files import Closing, check_readable, json_object, staged_directory
+from llmq.base.files import Closing, check_readable, json_object
 from llmq.base.run_id import RunId
-from llmq.checkpoint.coded import PIECE, CodedMatrix, decoded
+from llmq.checkpoint.coded import CodedMatrix, decoded
 from llmq.checkpoint.export_files import (
     CONFIG_FILE,
     INDEX_FILE,
-    MODEL_FILES,
     SINGLE_FILE,
     HubModel,
     run_record,
-    save_tokenizer,
-    tokenizer_files,
+    staged_export,
     write_json,
 )
 from llmq.checkpoint.finite import all_finite
-from llmq.checkpoint.safetensors_file import SafetensorsFile, TensorSpec, write_safetensors
+from llmq.checkpoint.safetensors_file import (
+    FileTensor,
+    SafetensorsFile,
+    TensorSpec,
+    write_safetensors,
+)
 from llmq.data.identity import RUN_FILE, TokenizerId
 from llmq.data.tokenizer import Tokenizer
-from llmq.ref.common import row_blocks
 from llmq.state.params import Param, Slab, weight_table
 
 IMPORTED_DTYPES = ("BF16", "F16", "F32")
@@ -52,50 +52,11 @@ _BUFFERS = re.compile(r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_fr
 SCORE_HEAD = "score.weight"
 
 
-class HfTensor:
-    """A stored tensor. path: of its file; name, dtype: its names there."""
-
-    def __init__(self, path: Path, name: str, lazy: Any):
-        """lazy: what safe_open(...).get_slice returns."""
-        self.path, self.name = path, name
-        self.dtype: str = lazy.get_dtype()
-        self.shape = tuple(lazy.get_shape())
-        self._lazy = lazy
-        self._file_bytes = path.stat().st_size
-
-    def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """A few rows at a time: where they belong, and their values in the stored dtype."""
-        self.check_length()
-        for rows in row_blocks(self.shape[0], prod(self.shape[1:]), PIECE):
-            yield rows, self._lazy[rows]
-
-    def rows(self, start: int, stop: int, *, transposed: bool) -> np.ndarray:
-        """These rows; transposed: these columns, as rows. A tensor (experts, out, in) or transposed
-        has the rows of all experts, one after another."""
-        self.check_length()
-        if len(self.shape) == 3:
-            height, pieces = self.shape[2 if transposed else 1], []
-            for first in range(start - start % height, stop, height):
-                own = slice(max(start - first, 0), min(stop - first, height))
-                expert = first // height
-                piece = self._lazy[expert, :, own].T if transposed else self._lazy[expert, own]
-                pieces.append(piece)
-            return np.concatenate(pieces)
-        return self._lazy[:, start:stop].T if transposed else self._lazy[start:stop]
-
-    def check_length(self) -> None:
-        """LlmqError if the file has become shorter."""
-        with suppress(FileNotFoundError):  # what is mapped stays
-            # The system ends a process that reads a mapping beyond the end of its file.
-            if self.path.stat().st_size < self._file_bytes:
-                raise LlmqError(f"'{self.path}' became shorter while it was read; copy it again")
-
-
 class _GrownTable:
-    """A table of rows as HfTensor, of `rows` rows, with new ones [first, first + count), which are
+    """A table of rows as FileTensor, of `rows` ones, with new [first, first + count), which are
     the mean of those before them."""
 
-    def __init__(self, stored: HfTensor, rows: int, first: int, count: int):
+    def __init__(self, stored: FileTensor, rows: int, first: int, count: int):
         self.path, self.dtype, self._stored = stored.path, stored.dtype, stored
         self.shape = (rows, *stored.shape[1:])
         self._new = range(first, first + count)
@@ -136,10 +97,12 @@ class HfWeights(Closing):
     language model. nested: there are such parts. coded: the kind of the codes, if there are some.
     """
 
+    asks = "config.json asks"  # for shapes, in messages
+
     def __init__(self, directory: Path) -> None:
         """LlmqError if files are missing or damaged."""
         self.directory = directory
-        self._files: dict[str, dict[str, HfTensor]] = {}
+        self._files: dict[str, SafetensorsFile] = {}
         self._where, self.nested = _language_model(self._open())
         config = json_object(directory / CONFIG_FILE)
         self._is_classifier = str(config.get("architectures")).endswith("Classification']")
@@ -169,7 +132,7 @@ class HfWeights(Closing):
                 table = _GrownTable(self._where[stored], model.vocab_size, first, count)
                 self._where[stored] = table
 
-    def _open(self) -> dict[str, HfTensor]:
+    def _open(self) -> dict[str, FileTensor]:
         """Every tensor, by name."""
         if (self.directory / SINGLE_FILE).exists():
             return self._file(SINGLE_FILE)
@@ -195,14 +158,12 @@ class HfWeights(Closing):
                 raise LlmqError(f"'{index}' says that '{path}' holds {name}, but it does not")
         return {name: tensors[name] for name, (_, tensors) in where.items()}
 
-    def _file(self, name: str) -> dict[str, HfTensor]:
+    def _file(self, name: str) -> dict[str, FileTensor]:
         """The tensors of a file."""
         if name not in self._files:
-            path = self.directory / name
-            file = _open_file(path)
-            keys = file.offset_keys()
-            self._files[name] = {key: HfTensor(path, key, file.get_slice(key)) for key in keys}
-        return self._files[name]
+            self._files[name] = SafetensorsFile(self.directory / name)
+        file = self._files[name]
+        return {key: FileTensor(file, key) for key in file.tensors}
 
     def _name(self, name: str) -> str | None:
         """The name under which a tensor is stored, None if it is not."""
@@ -262,12 +223,11 @@ class HfWeights(Closing):
         return self.directory / (SINGLE_FILE if SINGLE_FILE in self._files else INDEX_FILE)
 
     def _check_part(self, stored: str, param: Param, part: HfPart) -> None:
-        tensor = self._where[stored]
-        expected = stored_shape(param, part)
+        tensor, expected = self._where[stored], stored_shape(param, part)
         if tensor.shape != expected:
             raise LlmqError(
-                f"'{tensor.path}': {stored} has shape {list(tensor.shape)}, but config.json asks "
-                f"for {list(expected)}: the two do not belong together"
+                f"'{tensor.path}': {stored} has shape {list(tensor.shape)}, but {self.asks} for "
+                f"{list(expected)}: the two do not belong together"
             )
         if tensor.dtype not in IMPORTED_DTYPES:
             raise LlmqError(
@@ -303,7 +263,7 @@ class HfWeights(Closing):
 
     def _rows_of_table(self, param: Param) -> np.ndarray:
         table = self._where[self._name(f"{param.table}.weight")]
-        values = table.rows(param.first_row, param.first_row + param.rows, transposed=False)
+        values = table.rows(param.first_row, param.first_row + param.rows)
         out = np.zeros(param.shape, (BF16 if table.dtype == "BF16" else F32).numpy)
         out[: param.rows] = values
         return out
@@ -344,10 +304,12 @@ class HfWeights(Closing):
 
     def close(self) -> None:
         self._where.clear()
+        for file in self._files.values():
+            file.close()
         self._files.clear()
 
 
-def _language_model(where: dict[str, HfTensor]) -> tuple[dict[str, HfTensor], bool]:
+def _language_model(where: dict[str, FileTensor]) -> tuple[dict[str, FileTensor], bool]:
     """The tensors of the language model, as a model without other parts names them, and True if
     there are such parts. Published files have the first prefix, those that transformers 5 may write
     the second."""
@@ -360,15 +322,7 @@ def _language_model(where: dict[str, HfTensor]) -> tuple[dict[str, HfTensor], bo
     return where, False
 
 
-def _open_file(path: Path) -> safe_open:
-    SafetensorsFile(path).close()  # the library has not always looked at the length
-    try:
-        return safe_open(path, framework="np")
-    except (OSError, SafetensorError) as error:
-        raise LlmqError(f"'{path}' is no valid safetensors file: {error}; copy it again") from error
-
-
-def same_values(one: HfTensor, other: HfTensor) -> bool:
+def same_values(one: FileTensor, other: FileTensor) -> bool:
     """Whether two tensors of a shape hold the same numbers, in whatever formats."""
     return all(
         np.array_equal(a.astype(np.float32), b.astype(np.float32), equal_nan=True)
@@ -495,14 +449,12 @@ def export_model(
     read: a parameter in its shape, F32 or BF16; called once each, in table order. dtype: F32 or
     BF16, of the written weights. tokenizer: saved beside them, or a directory whose tokenizer files
     are copied, such that AutoTokenizer makes the same ids. made, run, hub: tokenizer, run and
-    origin, noted in llmq.json. check: called with the directory before it has its name. stored:
-    what becomes of parameters instead. Nothing appears in out_dir before everything is on the disk;
-    only an older export is replaced. LlmqError where the disk is full or refuses.
+    origin, noted in llmq.json. check: as of staged_export. stored: what becomes of parameters
+    instead. Nothing appears in out_dir before everything is on the disk. LlmqError.
     """
     option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
-    replaces = MODEL_FILES + tokenizer_files(tokenizer)
-    stored = StoredAs(dtype) if stored is None else stored
-    with staged_directory(out_dir, replaces, RUN_FILE) as staging:
+    stored, names = StoredAs(dtype) if stored is None else stored, []
+    with staged_export(out_dir, config, tokenizer, check, names) as staging:
         write_json(staging / CONFIG_FILE, config.to_hf(option) | stored.fields)
         if not config.num_labels:
             write_json(staging / "generation_config.json", _generation_config(config))
@@ -510,10 +462,7 @@ def export_model(
         origin = run_record(made=made, run=run, hub=hub)
         if origin:
             write_json(staging / RUN_FILE, origin | {"sha256": sums})
-        save_tokenizer(staging, config, tokenizer)
-        if check is not None:
-            check(staging)
-        return sorted(path.name for path in staging.iterdir())
+    return names
 
 
 def _generation_config(config: ModelConfig) -> dict[str, Any]:

@@ -13,21 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from llmq.arch.matrix import HfPart
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable, json_object
 from llmq.checkpoint.export_files import ADAPTER_CONFIG, ADAPTER_FILE, recorded_sums
 from llmq.checkpoint.folder import digest_of_file, entries, is_complete
 from llmq.checkpoint.hf import (
-    IMPORTED_DTYPES,
     SCORE_HEAD,
     BaseId,
-    HfTensor,
     HfWeights,
     same_values,
-    stored_shape,
 )
+from llmq.checkpoint.safetensors_file import FileTensor
 from llmq.data.identity import RUN_FILE
 from llmq.options.adapters import Adapters, adapted_modules, divided_bias, matches, token_matrices
 from llmq.options.option_types import LORA_TARGETS, QUANTIZED
@@ -253,6 +250,8 @@ class AdapterFiles(HfWeights):
     counts as one. ends: ids at which the trained model ends a sequence; [] if unknown.
     """
 
+    asks = "the model asks"
+
     def __init__(self, directory: Path) -> None:
         """LlmqError if files are missing or damaged."""
         self.config = read_adapter_config(directory)
@@ -273,7 +272,7 @@ class AdapterFiles(HfWeights):
         """Rows of the score head that is here; 0: there is none."""
         return self._where[SCORE_HEAD].shape[0] if SCORE_HEAD in self._where else 0
 
-    def _open(self) -> dict[str, HfTensor]:
+    def _open(self) -> dict[str, FileTensor]:
         if not (self.directory / ADAPTER_FILE).is_file():
             old = "adapter_model.bin"
             if (self.directory / old).is_file():
@@ -423,7 +422,7 @@ class AdapterFiles(HfWeights):
         for param, part in [(p, part) for p in params for part in p.hf]:
             if part.name not in self._where:
                 raise LlmqError(f"'{path}' lacks {part.name}: it is of another model, or damaged")
-            self._check_tensor(path, param, part)
+            self._check_part(part.name, param, part)
             used.add(part.name)
         unknown = self._where.keys() - used
         if unknown:
@@ -436,16 +435,6 @@ class AdapterFiles(HfWeights):
                     else "beside them, only norms, embeddings and LM head can be trained"
                 )
             )
-
-    def _check_tensor(self, path: Path, param: Param, part: HfPart) -> None:
-        tensor, shape = self._where[part.name], stored_shape(param, part)
-        if tensor.shape != shape:
-            raise LlmqError(
-                f"--adapter: '{path}' is of another model: {part.name} has shape "
-                f"{list(tensor.shape)}, this model asks for {list(shape)}"
-            )
-        if tensor.dtype not in IMPORTED_DTYPES:
-            raise LlmqError(f"'{path}': {part.name} is {tensor.dtype}, which cannot be read")
 
     def _copies(self, model: ModelConfig, adapters: Adapters) -> list[tuple[str, Param]]:
         """The copies that are here of the model's parts that are not trained, and which parts these

@@ -1,7 +1,7 @@
 """Writing adapters as PEFT's directory: adapter_config.json and adapter_model.safetensors."""
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,11 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DTYPES
-from llmq.base.files import staged_directory
 from llmq.checkpoint.export_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
-    MODEL_FILES,
     run_record,
-    save_tokenizer,
-    tokenizer_files,
+    staged_export,
     write_json,
 )
 from llmq.checkpoint.peft import (
@@ -51,10 +48,9 @@ def export_adapter(
     adapters' table in its shape, F32 or BF16. tokenizer, check: as of export_model. origin: as of
     run_record. LlmqError where the disk is full or refuses."""
     table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
-    params = [p for slab in table if slab.name in trained for p in slab.params]
+    params, names = [p for slab in table if slab.name in trained for p in slab.params], []
     nested = origin.get("base") is not None and origin["base"].nested
-    replaces = MODEL_FILES + tokenizer_files(tokenizer)
-    with staged_directory(out_dir, replaces, RUN_FILE) as staging:
+    with staged_export(out_dir, model, tokenizer, check, names) as staging:
         write_json(staging / ADAPTER_CONFIG, _peft_config(model, adapters, config, params, nested))
         values = {param.name: read(param) for param in params}
         parts = [(param, part) for param in params for part in param.hf]
@@ -64,8 +60,12 @@ def export_adapter(
             array = part.stored(values[param.name][part.start : part.stop])
             dtype = next(d for d in DTYPES.values() if d.numpy == array.dtype)
             for name in (by_module(part.name, adapted), *tied_names(model, param)):
-                name = name if param not in biases else _wrapped(name, adapted)
-                specs.append(TensorSpec(_peft_name(name, nested), dtype, array.shape))
+                module = name.removesuffix(".bias")
+                if param in biases and module in adapted:  # which PEFT wraps
+                    name = f"{module}.base_layer.bias"
+                name = name.removeprefix(PEFT_PREFIX)
+                name = PEFT_PREFIX + (nested_name(name) if nested else name)
+                specs.append(TensorSpec(name, dtype, array.shape))
                 arrays.append(array)
         with open(staging / ADAPTER_FILE, "wb") as file:
             _, digest = write_safetensors(file, specs, arrays, {"format": "pt"})
@@ -75,21 +75,7 @@ def export_adapter(
         kept |= {"add_tokens": config.add_tokens} if config.add_tokens else {}
         kept |= {"eos_token_ids": model.eos_token_ids} if model.eos_token_ids else {}
         write_json(staging / RUN_FILE, run_record(**origin) | kept | {"sha256": sums})
-        save_tokenizer(staging, model, tokenizer)
-        if check is not None:
-            check(staging)
-        return sorted(path.name for path in staging.iterdir())
-
-
-def _wrapped(bias: str, adapted: Collection[str]) -> str:
-    """A bias's name where PEFT has wrapped its module."""
-    module = bias.rpartition(".")[0]
-    return f"{module}.base_layer.bias" if module in adapted else bias
-
-
-def _peft_name(name: str, nested: bool) -> str:
-    name = name.removeprefix(PEFT_PREFIX)
-    return PEFT_PREFIX + (nested_name(name) if nested else name)
+    return names
 
 
 def _peft_config(

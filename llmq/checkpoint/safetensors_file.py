@@ -4,8 +4,8 @@
            8      JSON     {name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__"}
        8 + n      bytes    the tensors, without gaps; the offsets count from here
 
-Checkpoints are read and written by this module, models of others by the `safetensors` library: its
-NumPy side reads no FP8, and writes a file only from tensors that are all in memory.
+The NumPy side of the `safetensors` library reads no FP8, ends the process where a file has become
+shorter, and writes a file only from tensors that are all in memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -23,6 +23,7 @@ import numpy as np
 from llmq.base.dtypes import DTYPES, DType
 from llmq.base.errors import LlmqError
 from llmq.base.files import open_file, read_errors
+from llmq.ref.common import row_blocks
 
 NUMPY_DTYPES = {d.label: d.numpy for d in DTYPES.values()} | {"F16": np.dtype(np.float16)}
 """The NumPy type of each element type that can be read, by its name in the header."""
@@ -30,6 +31,7 @@ NUMPY_DTYPES = {d.label: d.numpy for d in DTYPES.values()} | {"F16": np.dtype(np
 HEADER_ALIGN = 64  # bytes: a mapped file then has its tensors where vector loads like them
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 READ_BYTES = 1 << 30  # one read call transfers less than 2 GiB
+PIECE = 1 << 20  # elements that are read at once: they stay in the processor's cache
 
 
 class StoredTensor(NamedTuple):
@@ -118,6 +120,39 @@ class SafetensorsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+class FileTensor:
+    """A tensor of a file. path: of its file; name, dtype: its names there."""
+
+    def __init__(self, file: SafetensorsFile, name: str):
+        stored = file.tensors[name]
+        self.path, self.name, self.dtype, self.shape = file.path, name, stored.dtype, stored.shape
+        self._file = file
+
+    def flat(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Elements [start, stop), in the stored dtype. LlmqError if the file has become shorter."""
+        return self._file.read(self.name, start, stop)
+
+    def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """A few rows at a time: where they belong, and their values in the stored dtype."""
+        size = prod(self.shape[1:])
+        for rows in row_blocks(self.shape[0], size, PIECE):
+            values = self.flat(rows.start * size, rows.stop * size)
+            yield rows, values.reshape(-1, *self.shape[1:])
+
+    def rows(self, start: int, stop: int, *, transposed: bool = False) -> np.ndarray:
+        """These rows; transposed: these columns, as rows. A tensor (experts, out, in) or transposed
+        has the rows of all experts, one after another."""
+        inner, height = self.shape[-2:]
+        if not transposed:
+            return self.flat(start * height, stop * height).reshape(-1, height)
+        size, found = inner * height, []
+        for first in range(start - start % height, stop, height):
+            own = slice(max(start - first, 0), min(stop - first, height))
+            expert = self.flat(first * inner, first * inner + size).reshape(inner, height)
+            found.append(expert[:, own].T)
+        return np.concatenate(found)
 
 
 def _stored_tensor(entry: dict[str, Any], data_start: int) -> StoredTensor:

@@ -77,17 +77,16 @@ def _check_free(made: ExportFormat, source: Source, out: Path) -> None:
     found = made.occupied(out)
     if not found:
         return
-    run: RunId | None = None if source.manifest is None else source.origin["run"]
-    owner = export_owner(out) if found == exported_files(out) else None
+    owner = export_owner(out)
     if source.manifest is None or found != exported_files(out):
         raise LlmqError(
             f"--out: '{out}' holds {found[0].name} already: choose another place, or add "
             "--overwrite"
         )
-    mine = owner is None if run is None else run.owns(owner)
-    if not mine:
+    run: RunId = source.origin["run"]
+    if not run.owns(owner):
         whose = "no run of llmq's" if owner is None else str(owner)
         raise LlmqError(
             f"--out-dir: '{out}' holds the model of {whose}, not of the checkpoint's "
-            f"{run or 'run'}: choose another directory, move it away, or add --overwrite"
+            f"{run}: choose another directory, move it away, or add --overwrite"
         )
