@@ -18,10 +18,8 @@ I8_MAX = 127  # of codes: as far from 0 as -127, so that -128 is not used
 
 @dataclass(frozen=True, slots=True, eq=False)  # one object each, compared in every launch
 class DType:
-    """One element type.
-
-    name: how kernels and options spell it; label: how llm.q-style reports print it.
-    """
+    """One element type. name: how kernels and options spell it; label: how llm.q-style reports
+    print it."""
 
     name: str
     label: str
@@ -93,9 +91,7 @@ assert STEP_SCALARS.itemsize == 4 * STEP_SCALARS_WORDS
 
 class Limits(NamedTuple):
     """A step whose gradient norm or mean loss is beyond one of these makes no update. 0: none.
-
-    Numbers that F32 has, so that the host can tell as the device does.
-    """
+    Numbers that F32 has, so that the host can tell as the device does."""
 
     norm: float = 0.0
     loss: float = 0.0

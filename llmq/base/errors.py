@@ -11,10 +11,8 @@ from llmq.base.console import printable
 
 class LlmqError(Exception):
     """An error of the user's or the machine's: its text says in one line what is wrong, where, and
-    what to do about it. The CLI prints it and exits with STATUS.
-
-    details: further lines, where what to do is a list; str() of the error has them too.
-    """
+    what to do about it. The CLI prints it and exits with STATUS. details: further lines, where what
+    to do is a list; str() of the error has them too."""
 
     STATUS = 2
 

@@ -34,10 +34,8 @@ class Closing:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError inside the block into a one-line DiskError about writing `path`.
-
-    DiskFull where that is why.
-    """
+    """Turn an OSError inside the block into a one-line DiskError about writing `path`. DiskFull
+    where that is why."""
     try:
         yield
     except OSError as error:
@@ -109,10 +107,8 @@ def write_file(path: Path, content: str) -> None:
 
 
 def write_shared(path: Path, data: bytes) -> None:
-    """Replace a file that other processes may read and write meanwhile, all of it or nothing.
-
-    Makes its folder where there is none. Raises OSError.
-    """
+    """Replace a file that other processes may read and write meanwhile, all of it or nothing. Makes
+    its folder where there is none. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _completing(path, path.with_name(f".{uuid.uuid4().hex}.llmq-tmp")) as file:
         file.write(data)
@@ -223,10 +219,8 @@ def _move_files(source: Path, target: Path, replaces: tuple[str, ...], owner: st
 
 
 def check_readable(path: Path) -> None:
-    """ConfigError for a pipe or a device: it may never end. OSError if there is nothing.
-
-    A pipe of the shell's, as <(command) makes, is one that somebody writes to.
-    """
+    """ConfigError for a pipe or a device: it may never end. OSError if there is nothing. A pipe of
+    the shell's, as <(command) makes, is one that somebody writes to."""
     mode = os.stat(path).st_mode
     of_shell = str(path).startswith(("/dev/fd/", "/proc/self/fd/", "/dev/stdin"))
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (of_shell and stat.S_ISFIFO(mode))):
@@ -269,9 +263,7 @@ def read_own(path: Path) -> bytes:
 
 def check_writable(flag: str, directory: Path) -> None:
     """Find out now, not after hours, that nothing can be written there: LlmqError names the flag.
-
-    The directory need not exist yet.
-    """
+    The directory need not exist yet."""
     existing = next(p for p in (directory, *directory.parents) if os.path.lexists(p))
     missing = directory.parts[len(existing.parts) :]
     longest = (temporary_path(Path(name)).name for name in missing)
@@ -301,9 +293,7 @@ def report_path(text: str | Path) -> Path:
 
 def prepare_report(flag: str, out: Path, *suffixes: str) -> list[Path]:
     """The files of a report, OUT and each suffix; makes their folder. LlmqError names the flag.
-
-    Called before minutes or hours of measurements, which could not be written in the end.
-    """
+    Called before minutes or hours of measurements, which could not be written in the end."""
     if out.name in ("", ".."):
         raise ConfigError(f"{flag}: '{out}' is a folder: give the name of a report in it")
     check_writable(flag, out.parent)
@@ -320,10 +310,8 @@ def prepare_report(flag: str, out: Path, *suffixes: str) -> list[Path]:
 
 
 def expand_pattern(pattern: str | Path) -> list[Path]:
-    """The paths that a glob pattern with `~`, `{a,b}`, `*`, `?`, `[…]` names, sorted, once each.
-
-    A name that exists is taken literally, so that special characters in it do no harm.
-    """
+    """The paths that a glob pattern with `~`, `{a,b}`, `*`, `?`, `[…]` names, sorted, once each. A
+    name that exists is taken literally, so that special characters in it do no harm."""
     literal = Path(os.path.expanduser(pattern))  # pathlib's raises if there is no such user
     if literal.exists():
         return [literal]

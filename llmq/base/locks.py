@@ -55,9 +55,7 @@ def locked(path: Path, flag: str, target: Path) -> Iterator[None]:
 
 def holder(path: Path) -> tuple[int, str] | None:
     """The process that holds the lock file `path`, and its machine; None where there is no lock.
-
-    One that was killed has left it. Nothing is locked for this, so it is in nobody's way.
-    """
+    One that was killed has left it. Nothing is locked for this, so it is in nobody's way."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -90,11 +90,9 @@ class Fp8:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8:
-    """A frozen weight as signed bytes: row r ~ codes[r] * scale[r], in two layouts.
-
-    codes: I8 (rows, features). transposed: I8 (features, rows). scale: F32 (rows,). ones: F32
-    (features,), the scales of transposed's rows, where `scale` has gone into the other operand.
-    """
+    """A frozen weight as signed bytes: row r ~ codes[r] * scale[r], in two layouts. codes: I8
+    (rows, features). transposed: I8 (features, rows). scale: F32 (rows,). ones: F32 (features,),
+    the scales of transposed's rows, where `scale` has gone into the other operand."""
 
     codes: Tensor
     transposed: Tensor
@@ -118,9 +116,7 @@ class Stochastic(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounded:
     """A tensor that a product rounds to signed bytes, with one scale for what it sums over.
-
-    stochastic: how, if not to nearest even.
-    """
+    stochastic: how, if not to nearest even."""
 
     source: Tensor
     stochastic: Stochastic | None = None
@@ -205,11 +201,9 @@ class GradientSum(Epilogue):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activated(Epilogue):
-    """An activation of the product: out is Handed. A gated one is of [up | gate], (M, 2F).
-
-    name: of ACTIVATIONS. to: where it is written, (M, F). None: the product is written alone, with
-    the bits that it has with the activation behind it; out is then as of STORE.
-    """
+    """An activation of the product: out is Handed. A gated one is of [up | gate], (M, 2F). name: of
+    ACTIVATIONS. to: where it is written, (M, F). None: the product is written alone, with the bits
+    that it has with the activation behind it; out is then as of STORE."""
 
     kind: ClassVar[str] = "glu"
     name: str
@@ -219,10 +213,8 @@ class Activated(Epilogue):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivatedGradient(Epilogue):
     """The gradient of an activation, whose result the product is the gradient of: out is Handed.
-
     up: what the activation is of. to: its gradient, like up, which may be the same memory. again:
-    where the activation is written once more, (M, F).
-    """
+    where the activation is written once more, (M, F)."""
 
     kind: ClassVar[str] = "glu_grad"
     name: str

@@ -156,9 +156,7 @@ MAX_RECORD = 64 << 20  # bytes, as long as nobody gives --max-record
 
 def json_layout(path: str) -> str | None:
     """The layout of records in a JSON file: "jsonl", one on each line, or "json", in one array.
-
-    None if it begins like neither. Raises what reading the file raises.
-    """
+    None if it begins like neither. Raises what reading the file raises."""
     with open(path, "rb") as raw, unpack(path, raw) as file:
         first = _next_byte(file)
         if first == b"[":
@@ -185,9 +183,7 @@ def read_json(
     path: str, layout: str, offset: int, line: int, max_record: int = MAX_RECORD
 ) -> Iterator[Item]:
     """The records as bytes. layout: of json_layout. offset, line: as in the Item read before.
-
-    max_record: bytes of a record; DataError for a longer one, which is not read.
-    """
+    max_record: bytes of a record; DataError for a longer one, which is not read."""
     with open(path, "rb") as raw, unpack(path, raw) as file:
         skip(file, offset)
         is_array = layout == "json"
@@ -308,11 +304,9 @@ def read_rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
 def _rows(
     path: str, choose: Callable[[list[str]], Sequence[str]], size: int, row: int
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Each row's number from 1, the bytes of the file that have been read, and its columns.
-
-    choose: told their names, before the first; Parquet has those that it takes. size: of the file.
-    row: how many to leave out; of Parquet whole row groups of them are not read.
-    """
+    """Each row's number from 1, the bytes of the file that have been read, and its columns. choose:
+    told their names, before the first; Parquet has those that it takes. size: of the file. row: how
+    many to leave out; of Parquet whole row groups of them are not read."""
     if layout_of_name(path) == "parquet":
         yield from _parquet_rows(path, choose, size, row)
         return

@@ -15,10 +15,8 @@ def ending_signals() -> list[signal.Signals]:
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to end; its state is saved. signum: which one.
-
-    No KeyboardInterrupt: the command-line parser would turn that into the status of Ctrl-C.
-    """
+    """A signal asked the run to end; its state is saved. signum: which one. No KeyboardInterrupt:
+    the command-line parser would turn that into the status of Ctrl-C."""
 
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)

@@ -60,9 +60,7 @@ class Storage:
 
 class Tensor:
     """A contiguous array of one dtype inside a storage. Copies of this object share the memory.
-
-    ptr: address of the first element. on_host, direct: as of its tier.
-    """
+    ptr: address of the first element. on_host, direct: as of its tier."""
 
     __slots__ = (
         "_array", "direct", "dtype", "name", "nbytes", "offset", "on_host", "ptr", "shape", "size",

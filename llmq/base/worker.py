@@ -42,10 +42,8 @@ def forks() -> bool:
 
 
 class Worker:
-    """A process that answers one task after the other: `answer(task, begin)`.
-
-    It calls begin(n, size) before it looks at item n of a task, of so many bytes.
-    """
+    """A process that answers one task after the other: `answer(task, begin)`. It calls begin(n,
+    size) before it looks at item n of a task, of so many bytes."""
 
     def __init__(self, make: Callable[[], Answer], bounds: Bounds) -> None:
         """make: called in the process; picklable where this one has several threads."""

@@ -39,9 +39,7 @@ class Chat:
 
     def texts(self, conversation: Conversation) -> list[tuple[str, Spans]]:
         """Documents, each a text and the (start, end) of its trained parts in characters, in order.
-
-        DataError if the template refuses it, a part cannot be found, or nothing is trained.
-        """
+        DataError if the template refuses it, a part cannot be found, or nothing is trained."""
         check_roles(conversation.messages, self.template.texts(conversation.tools))
         turns = self._turns(conversation)
         if self.train_on != "each":
@@ -120,9 +118,7 @@ class Chat:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """Prompt and completion as they are, for a model without a chat template; trains the latter.
-
-    train_on: as of Chat; of one completion they are all alike but for "all".
-    """
+    train_on: as of Chat; of one completion they are all alike but for "all"."""
 
     train_on: str
 
@@ -272,10 +268,8 @@ def _end(view: _View, whole: str, turn: int) -> int | None:
 
 
 def token_mask(offsets: np.ndarray, spans: Spans) -> np.ndarray:
-    """Whether each token has a character in one of the spans, (n,) bool.
-
-    offsets: (n, 2), the [start, end) of each token's characters.
-    """
+    """Whether each token has a character in one of the spans, (n,) bool. offsets: (n, 2), the
+    [start, end) of each token's characters."""
     mask = np.zeros(len(offsets), bool)
     for start, end in spans:
         mask |= (offsets[:, 0] < end) & (offsets[:, 1] > start)

@@ -254,10 +254,8 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 class Stop(NamedTuple):
-    """The end of an assistant's turn: any of `ids`, the template's first, or `text`.
-
-    text: the template's end if that is no token, else None.
-    """
+    """The end of an assistant's turn: any of `ids`, the template's first, or `text`. text: the
+    template's end if that is no token, else None."""
 
     ids: Collection[int]
     text: str | None

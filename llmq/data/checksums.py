@@ -63,10 +63,8 @@ def write_checksums(token_file: Path) -> None:
 
 
 class Checksums:
-    """The content of a `.sums` file, and which pieces were found to agree with it.
-
-    Threads may share one: at worst two of them compare the same piece.
-    """
+    """The content of a `.sums` file, and which pieces were found to agree with it. Threads may
+    share one: at worst two of them compare the same piece."""
 
     def __init__(self, path: Path, token_file: Path, num_bytes: int) -> None:
         """num_bytes: the token file's size. DataError if damaged, or for a file of another size."""
@@ -102,9 +100,7 @@ class Checksums:
     @classmethod
     def of(cls, token_file: Path) -> Checksums | None:
         """The checksums of a token file, shared by all who read it; None if there are none.
-
-        DataError if they cannot be read.
-        """
+        DataError if they cannot be read."""
         path = checksums_path(token_file)
         try:
             own, other = os.stat(path), os.stat(token_file)
@@ -116,10 +112,8 @@ class Checksums:
         return _checksums(path.absolute(), token_file.absolute(), other.st_size, stamps)
 
     def verify(self, descriptor: int, start: int, stop: int) -> None:
-        """Compare the pieces of bytes [start, stop) that were not compared yet.
-
-        descriptor: the open token file. DataError names the damaged piece.
-        """
+        """Compare the pieces of bytes [start, stop) that were not compared yet. descriptor: the
+        open token file. DataError names the damaged piece."""
         unread, shift = self._unread, self._shift
         first, last = start >> shift, (stop - 1) >> shift
         # Rows are short and many, so mostly this test is all there is to do.

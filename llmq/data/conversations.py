@@ -35,21 +35,17 @@ REQUIRED = {
 }
 PAIRS, LABELS, CLASSES, PLAIN = "pairs", "labels", "classes", "prompt"
 _EVERYWHERE = ("tools", "documents", "chat_template_kwargs")
+_ANY = ("messages", "conversations", "instruction", "input", "history", "system", *_EVERYWHERE)
+_WITH_ANSWER = ("prompt", "completion", "output", *_ANY)
 OPTIONAL = {
     "messages": _EVERYWHERE,
     "conversations": ("system", *_EVERYWHERE),
     "prompt": ("system", *_EVERYWHERE),
     "instruction": ("input", "system", "history", *_EVERYWHERE),
-    "pairs": (
-        *("prompt", "messages", "conversations", "instruction", "input", "history", "system"),
-        *_EVERYWHERE,
-    ),
-    "labels": (
-        *("prompt", "completion", "messages", "conversations", "instruction", "output", "input"),
-        *("history", "system", *_EVERYWHERE),
-    ),
+    "pairs": ("prompt", *_ANY),
+    "labels": _WITH_ANSWER,
+    "classes": (TEXT, *_WITH_ANSWER),
 }
-OPTIONAL[CLASSES] = (TEXT, *OPTIONAL[LABELS])
 FORMATS = ("auto", TEXT, *REQUIRED)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -130,13 +126,11 @@ class RecordConversation:
         `where`, if there are none."""
         record = json_record(line, where)
         try:
+            _check_required(record, self.form)
             if self.form == PAIRS:
                 return parse_pair(record)
-            if self.has_labels:
-                return [parse_labelled(record)]
-            if self.form == CLASSES:
-                return [parse_classified(record)]
-            return [parse_conversation(record, self.form)]
+            parse = {LABELS: parse_labelled, CLASSES: parse_classified}.get(self.form)
+            return [parse_conversation(record, self.form) if parse is None else parse(record)]
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
 
@@ -168,7 +162,6 @@ def parse_pair(record: dict[str, Any]) -> list[Conversation]:
     """The two conversations of a record, the chosen one first; only their answers are trained.
     Answers that begin with another role than the assistant's have their prompt in common. DataError
     for missing or wrong fields."""
-    _check_required(record, PAIRS)
     answers = [_answer(record, name) for name in REQUIRED[PAIRS]]
     whole = [isinstance(a, list) and a and a[0]["role"] != "assistant" for a in answers]
     if any(whole) and all(isinstance(a, list) for a in answers):
@@ -186,7 +179,6 @@ def parse_pair(record: dict[str, Any]) -> list[Conversation]:
 def parse_labelled(record: dict[str, Any]) -> Conversation:
     """The conversation of a record with a label, of which only the last messages behind the prompt
     are trained: the completion, or the last message. DataError for missing or wrong fields."""
-    _check_required(record, LABELS)
     label = _FLAG_VALUES.get(str(record["label"]).strip().lower())
     if label is None:
         raise DataError(f"field 'label' is {record['label']!r}, neither true nor false")
@@ -207,7 +199,6 @@ def _conversation_of(record: dict[str, Any]) -> Conversation:
 def parse_classified(record: dict[str, Any]) -> Conversation:
     """The text or the conversation of a record, and the number of its class. DataError for missing
     or wrong fields."""
-    _check_required(record, CLASSES)
     label = record["label"]
     if not isinstance(label, int) or label < 0:
         raise DataError(f"field 'label' is {label!r}, which is no class: those count from 0")

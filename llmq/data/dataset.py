@@ -113,9 +113,7 @@ class DataSet:
         everything: bool,
     ) -> None:
         """everything: every token of every document counts once, not only what fills sequences.
-
-        DataError for files that are damaged, contradict each other, or cannot be trained on.
-        """
+        DataError for files that are damaged, contradict each other, or cannot be trained on."""
         self.seq_len, self.vocab_size, self.layout = seq_len, vocab_size, layout
         self._patterns = patterns
         self.files = open_token_files(patterns, vocab_size)
@@ -212,10 +210,8 @@ class DataSet:
         return PackedSource(pieces, self.seq_len, which, alone=self.layout.packing == "none")
 
     def _pieces(self, number: int, begin: int, end: int) -> list[Pieces]:
-        """Pieces of documents [begin, end) of a file that have something to train on.
-
-        They are cut in blocks, which keeps intermediate arrays small.
-        """
+        """Pieces of documents [begin, end) of a file that have something to train on. They are cut
+        in blocks, which keeps intermediate arrays small."""
         file, offsets = self.files[number], self._indices[number].offsets
         counts = trained_tokens(file, offsets) if file.has_masks else None
         parts = []

@@ -97,18 +97,15 @@ class DocumentFile:
                 f"of {MAGIC!r} and a header; remove it, or tokenize the data again"
             )
         _, version, is_cut, num_tokens, count, checksum = _FIELDS.unpack_from(data)
+        expected, problem = HEADER_BYTES + _END.itemsize * count, ""
         if version not in (VERSION, IN_PAIRS):
-            raise DataError(
-                f"'{path}' has version {version}; versions {VERSION} and {IN_PAIRS} can be read: "
-                "tokenize the data again with this program"
-            )
-        expected = HEADER_BYTES + _END.itemsize * count
-        if len(data) != expected:
-            state = "is truncated" if len(data) < expected else "is too long"
-            raise DataError(
-                f"'{path}' {state}: {len(data)} bytes, but its header says {count} documents = "
-                f"{expected} bytes; copy it again, or tokenize the data again"
-            )
+            problem = f"has version {version}; versions {VERSION} and {IN_PAIRS} can be read"
+        elif len(data) != expected:
+            problem = "is truncated" if len(data) < expected else "is too long"
+            problem += f": {len(data)} bytes, but its header says {count} documents = {expected} "
+            problem += "bytes"
+        if problem:
+            raise DataError(f"'{path}' {problem}: copy it again, or tokenize the data again")
         verify(data, path)
         ends = np.frombuffer(data, _END, offset=HEADER_BYTES).astype(np.int64, copy=False)
         return cls(ends, is_cut == 1, num_tokens, checksum, version == IN_PAIRS)
@@ -142,10 +139,8 @@ class PartialFile:
 
 
 class DocumentWriter(PartialFile):
-    """Writes a `.docs` file to `partial_path` while its token file is written.
-
-    Only the last end is kept in memory.
-    """
+    """Writes a `.docs` file to `partial_path` while its token file is written. Only the last end is
+    kept in memory."""
 
     def __init__(self, path: Path, keep_tokens: int = 0, in_pairs: bool = False) -> None:
         """keep_tokens: go on with a partial file, and drop what lies behind that token."""

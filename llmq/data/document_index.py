@@ -138,10 +138,8 @@ _BLOCK = 1 << 23  # mask bits that are looked at together
 
 
 def has_trained_tokens(file: TokenFile, block: int = _BLOCK) -> bool:
-    """Whether a file has a token whose prediction counts; nothing predicts its first one.
-
-    Masks are read up to the first bit that is set, so many together.
-    """
+    """Whether a file has a token whose prediction counts; nothing predicts its first one. Masks are
+    read up to the first bit that is set, so many together."""
     if not file.has_masks:
         return file.num_tokens > 1
     for start in range(1, file.num_tokens, block):
@@ -152,9 +150,7 @@ def has_trained_tokens(file: TokenFile, block: int = _BLOCK) -> bool:
 
 def trained_tokens(file: TokenFile, offsets: np.ndarray, block: int = _BLOCK) -> np.ndarray:
     """By document, (n,) int64, how many of its tokens are predicted and count; never its first.
-
-    offsets: (n + 1,) int64, of the documents. All masks of the file are read, so many together.
-    """
+    offsets: (n + 1,) int64, of the documents. All masks of the file are read, so many together."""
     if not file.has_masks:
         return np.diff(offsets) - 1
     before = np.zeros(len(offsets), np.int64)  # set bits before each offset
@@ -229,10 +225,8 @@ class Counts:
 def count_documents(
     files: Sequence[TokenFile], seq_len: int | None = None, separator: int | None = None
 ) -> Counts:
-    """Count over all files; a document that goes on in another file counts twice.
-
-    separator: see DocumentIndex.read, which raises DataError.
-    """
+    """Count over all files; a document that goes on in another file counts twice. separator: see
+    DocumentIndex.read, which raises DataError."""
     documents = tokens = all_trained = longest = untrained = cut = 0
     for file in files:
         index = DocumentIndex.read(file, separator)

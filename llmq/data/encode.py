@@ -41,11 +41,9 @@ _FORGED = (
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Says how documents become ids; it travels to worker processes.
-
-    tokenizer: for load_tokenizer. wanted: the reader of records. added: ids before and behind each
-    text; conversations have none, completions do. chat: renders conversations; None for texts.
-    """
+    """Says how documents become ids; it travels to worker processes. tokenizer: for load_tokenizer.
+    wanted: the reader of records. added: ids before and behind each text; conversations have none,
+    completions do. chat: renders conversations; None for texts."""
 
     tokenizer: str
     wanted: RecordText | RecordConversation
@@ -118,10 +116,8 @@ class Encoder:
     def encode(
         self, pieces: list[DocumentPart], begin: Begin = lambda number, size: None
     ) -> tuple[Ids, Ids]:
-        """Ids for training and for evaluation; an empty document has none. DataError.
-
-        begin: called before each of them, with its number and size.
-        """
+        """Ids for training and for evaluation; an empty document has none. DataError. begin: called
+        before each of them, with its number and size."""
         parts, chat = (_Parts(), _Parts()), self.recipe.chat
         others = self._others(pieces)
         for number, piece in enumerate(pieces):
@@ -162,10 +158,8 @@ class Encoder:
         parts: _Parts,
         other: DocumentPart | None = None,
     ) -> None:
-        """Encode a conversation, or two; what is added to a completion is trained behind it.
-
-        other: whose answer the second one has.
-        """
+        """Encode a conversation, or two; what is added to a completion is trained behind it. other:
+        whose answer the second one has."""
         conversations = self.recipe.wanted.of_json(piece.text, piece.where)
         written = self.recipe.is_chat and conversations[0].text is None
         before, after = ([], []) if written else self._added
@@ -267,10 +261,8 @@ class _Parts:
 def encode_in_workers(
     blocks: Iterator[Block], encoder: Encoder, workers: int, bounds: Bounds
 ) -> Iterator[Encoded]:
-    """Encode in other processes, in the order of the blocks, a few of them in flight.
-
-    DataError names the record of which the tokenizer or the template takes more than the bounds.
-    """
+    """Encode in other processes, in the order of the blocks, a few of them in flight. DataError
+    names the record of which the tokenizer or the template takes more than the bounds."""
     make = partial(_answering, encoder.recipe, encoder if forks() else None)
     pool = [Worker(make, bounds) for _ in range(workers)]
     idle, busy = [*pool], {}

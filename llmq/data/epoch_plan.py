@@ -134,10 +134,8 @@ class Split:
     held_out: bool
 
     def of(self, chunks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """By file, the first sequence of this side, and how many sequences it has.
-
-        chunks: how many sequences each file has.
-        """
+        """By file, the first sequence of this side, and how many sequences it has. chunks: how many
+        sequences each file has."""
         held, total = [], 0
         for count in chunks:
             before, total = int(total * self.fraction), total + count
@@ -290,10 +288,8 @@ def spans_of(pieces: Pieces, chosen: np.ndarray) -> list[Span]:
 
 
 class FilesInTurn:
-    """llm.q's order: each epoch shuffles the files, and the windows inside each file.
-
-    counts: sequences of each part. Any number of threads may ask.
-    """
+    """llm.q's order: each epoch shuffles the files, and the windows inside each file. counts:
+    sequences of each part. Any number of threads may ask."""
 
     def __init__(self, windows: FileWindows) -> None:
         self._windows, self.counts = windows, windows.counts
@@ -372,9 +368,7 @@ EpochPlan = FilesInTurn | Mixture
 
 def shares_of(total: int, weights: Sequence[float]) -> list[int]:
     """Divide a number in these proportions, by largest remainders: no share is off by 1 or more.
-
-    DataError for a share of 0.
-    """
+    DataError for a share of 0."""
     exact = [total * weight / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])

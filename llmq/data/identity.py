@@ -95,10 +95,8 @@ def check_recorded(
     source: str | Path, made: TokenizerId | None, vocab_size: int, model: str
 ) -> None:
     """Raise DataError unless the tokenizer that is there now is the one of a model's training.
-
     source: "bytes" or a folder; without a tokenizer in it nothing is checked. made: the training's;
-    if it is None, the ids must at least be in the vocabulary. model: for messages.
-    """
+    if it is None, the ids must at least be in the vocabulary. model: for messages."""
     if source == "bytes":
         now, size = TokenizerId.of(ByteTokenizer()), ByteTokenizer.vocab_size
     else:

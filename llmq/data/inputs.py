@@ -54,10 +54,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class InputSource:
-    """One input file, or a data set.
-
-    in_folder: found by walking a folder, so it may be left out. dataset: None for a file.
-    """
+    """One input file, or a data set. in_folder: found by walking a folder, so it may be left out.
+    dataset: None for a file."""
 
     path: str
     kind: str  # text, jsonl, json, csv, tsv, parquet or dataset
@@ -87,10 +85,8 @@ def find_sources(
 
 def find_files(inputs: Sequence[str], exclude: Path) -> list[InputSource]:
     """List the files that files, folders and glob patterns name, once each; links are followed.
-
     Hidden files, the folder `exclude` (the output) and files in folders that `llmq tokenize` wrote
-    are left out. DataError for an input that names nothing.
-    """
+    are left out. DataError for an input that names nothing."""
     sources: dict[str, InputSource] = {}
     for name in inputs:
         if not name:
@@ -188,11 +184,9 @@ def _json_kind(path: Path, in_folder: bool) -> str:
 
 
 def reading_standard_input(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Decorate a function of inputs and of the folder `out`, so that `-` is standard input.
-
-    It is kept in a file in `out` until the function returns. Name, size and time of the file follow
-    from its content, so that a run that goes on knows it again.
-    """
+    """Decorate a function of inputs and of the folder `out`, so that `-` is standard input. It is
+    kept in a file in `out` until the function returns. Name, size and time of the file follow from
+    its content, so that a run that goes on knows it again."""
 
     @functools.wraps(function)
     def run(inputs: Sequence[str], *, out: str | Path, **options: Any) -> Result:
@@ -239,10 +233,8 @@ def _spool(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class HubDataset:
-    """Records that the library `datasets` streams.
-
-    name: a data set of the hub, or a folder. config: one of its configurations, None: the only one.
-    """
+    """Records that the library `datasets` streams. name: a data set of the hub, or a folder.
+    config: one of its configurations, None: the only one."""
 
     name: str
     config: str | None
@@ -271,10 +263,8 @@ class HubDataset:
         return None if first is None else list(first)
 
     def read(self, wanted: Wanted, size: int, row: int) -> Iterator[Item]:
-        """Documents that `wanted` makes of the records behind `row` rows, without empty ones.
-
-        size: that of `facts`. DataError, also if the network fails; the same command then goes on.
-        """
+        """Documents that `wanted` makes of the records behind `row` rows, without empty ones. size:
+        that of `facts`. DataError, also if the network fails; the same command then goes on."""
         builder = self._builder()
         stream = self._stream(builder)
         if stream.column_names is not None:
@@ -361,11 +351,9 @@ class Block(NamedTuple):
 
 
 class EvalSplit:
-    """Sends a fraction of the documents to evaluation, or the last part of a single text.
-
-    One of every 1/fraction documents is taken, at a place that depends on the seed; of the first
-    1/fraction the second one, so that two documents are enough for both parts.
-    """
+    """Sends a fraction of the documents to evaluation, or the last part of a single text. One of
+    every 1/fraction documents is taken, at a place that depends on the seed; of the first
+    1/fraction the second one, so that two documents are enough for both parts."""
 
     def __init__(self, fraction: float, seed: int, sources: Sequence[InputSource]) -> None:
         """fraction: 0 <= fraction < 1. A single text is read a little, to cut it at a line."""
@@ -411,10 +399,8 @@ def read_blocks(
     portions: Portions = Portions(),
 ) -> Iterator[Block]:
     """All documents from `start` on, in order, in blocks of such portions; the last may be empty.
-
     wanted: the reader of a table's rows. max_record: bytes of one record. DataError if a source
-    cannot be read, or has a longer one.
-    """
+    cannot be read, or has a longer one."""
     pieces: list[DocumentPart] = []
     size = 0
     at = start
@@ -475,10 +461,8 @@ def _read_text(
     path: str, size: int, offset: int, cut: int | None, piece: int, *, lenient: bool
 ) -> Iterator[Item]:
     """Pieces of a text from byte `offset` of its content on, also cut at byte `cut`, if given.
-
     size, piece: bytes of the file, of a piece. lenient: raise NotTextError if it is no text, else
-    DataError.
-    """
+    DataError."""
     with open(path, "rb") as raw, unpack(path, raw) as file:
         skip(file, offset)
         end = None if is_packed(path) else size  # a file that grows ends where it did

@@ -36,11 +36,9 @@ _STATE |= {"file_name": str, "files": str}
 
 @dataclass(frozen=True, slots=True)
 class _EpochPlace:
-    """The place where the next group starts: a part of the epoch and a sequence of it.
-
-    The names are those of llm.q, where a part is a file and a sequence a chunk of it. chunk_index
-    is the group's first sequence, that is rank 0's, so that it fits any number of ranks.
-    """
+    """The place where the next group starts: a part of the epoch and a sequence of it. The names
+    are those of llm.q, where a part is a file and a sequence a chunk of it. chunk_index is the
+    group's first sequence, that is rank 0's, so that it fits any number of ranks."""
 
     epoch: int = 0
     file_index: int = 0
@@ -198,10 +196,8 @@ class DataLoader(Closing):
 
     def next_batch(self) -> Batch:
         """The next batch, arrays of (micro_batch, seq_len) int32; masked targets are -100.
-
         DataError, at every further call too, if the data cannot be read or holds an id outside the
-        vocabulary. RuntimeError at the end of the epoch.
-        """
+        vocabulary. RuntimeError at the end of the epoch."""
         self._read_ahead()
         if not self._pending:
             raise RuntimeError(
@@ -240,11 +236,8 @@ class DataLoader(Closing):
         return state if self.data.order is None else state | {"order": self.data.order}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go to where `state` was taken, on any number of ranks.
-
-        Reads no data. DataError if the state belongs to other files, another sequence length, or
-        another order of them.
-        """
+        """Go to where `state` was taken, on any number of ranks. Reads no data. DataError if the
+        state belongs to other files, another sequence length, or another order of them."""
         if wrong := [name for name, kind in _STATE.items() if type(state.get(name)) is not kind]:
             raise DataError(
                 f"the checkpoint does not say where the training data was ({wrong[0]} is "
@@ -322,10 +315,8 @@ class DataLoader(Closing):
                 self._pending.append((future, self._ahead))
 
     def _plan_batch(self, at: _EpochPlace) -> tuple[list[tuple[int, int]], _EpochPlace | None]:
-        """(file_index, chunk_index) of the next groups, B or less, and the place after them.
-
-        The place is None if the epoch has no batch left.
-        """
+        """(file_index, chunk_index) of the next groups, B or less, and the place after them. The
+        place is None if the epoch has no batch left."""
         order = self._order(at.epoch)
         file_index, chunk_index = at.file_index, at.chunk_index
         rows: list[tuple[int, int]] = []

@@ -54,11 +54,9 @@ class Pieces:
 
 
 def cut_documents(file: int, starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
-    """Cut documents of one file into pieces of seq_len tokens and a last one of the rest.
-
-    starts, lengths: (n,) int64. Every token but a document's first is predicted by one token of one
-    piece. A document's last token that would be alone is no piece: it has nothing to predict.
-    """
+    """Cut documents of one file into pieces of seq_len tokens and a last one of the rest. starts,
+    lengths: (n,) int64. Every token but a document's first is predicted by one token of one piece.
+    A document's last token that would be alone is no piece: it has nothing to predict."""
     counts = -(-np.maximum(lengths - 1, 0) // seq_len)
     document = np.repeat(np.arange(len(lengths)), counts)
     first = np.cumsum(counts) - counts
@@ -77,10 +75,8 @@ def cut_documents(file: int, starts: np.ndarray, lengths: np.ndarray, seq_len: i
 
 
 def whole_pairs(file: int, starts: np.ndarray, lengths: np.ndarray, first: np.ndarray) -> Pieces:
-    """Pairs of documents of one file, each of which is one piece.
-
-    starts, lengths: (n,) int64, of both together. first: (n,), tokens of the first document.
-    """
+    """Pairs of documents of one file, each of which is one piece. starts, lengths: (n,) int64, of
+    both together. first: (n,), tokens of the first document."""
     return Pieces(
         file=np.full(len(starts), file, np.int32),
         start=starts,
@@ -110,11 +106,9 @@ def joined(parts: Sequence[Pieces]) -> Pieces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """The pieces of each row; pieces are numbered from the longest to the shortest.
-
-    slots: (n,) int32, the pieces of row 0, then those of row 1, …; edges: (rows + 1,) int64, the
-    place in it where each row begins.
-    """
+    """The pieces of each row; pieces are numbered from the longest to the shortest. slots: (n,)
+    int32, the pieces of row 0, then those of row 1, …; edges: (rows + 1,) int64, the place in it
+    where each row begins."""
 
     slots: np.ndarray
     edges: np.ndarray

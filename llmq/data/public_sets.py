@@ -70,10 +70,8 @@ def file_of(name: str) -> Path:
 
 
 def fetch(name: str) -> Path:
-    """See that the file of a set is there, and return where.
-
-    ConfigError where it cannot be had, or has another content than was published.
-    """
+    """See that the file of a set is there, and return where. ConfigError where it cannot be had, or
+    has another content than was published."""
     wanted, file = SETS[name], file_of(name)
     if file.is_file() and blob_hash(file.read_bytes()) == wanted.blob:
         return file

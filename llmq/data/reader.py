@@ -17,11 +17,9 @@ _OPEN_FILES = 16  # kept open by one reader
 
 
 class Span(NamedTuple):
-    """Tokens of a file that stand beside each other in a row.
-
-    goes_on: whether their last token predicts the one behind them. ends: rising from 1 to length,
-    how many of them come before each end of a document, as far as known.
-    """
+    """Tokens of a file that stand beside each other in a row. goes_on: whether their last token
+    predicts the one behind them. ends: rising from 1 to length, how many of them come before each
+    end of a document, as far as known."""
 
     file: int
     start: int
@@ -31,10 +29,8 @@ class Span(NamedTuple):
 
 
 def documents_of(spans: Sequence[Span], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions where documents of a row start, in any order, and where some end, int64.
-
-    Padding counts as a document.
-    """
+    """Positions where documents of a row start, in any order, and where some end, int64. Padding
+    counts as a document."""
     edges = np.cumsum([0, *(span.length for span in spans)])
     pairs = zip(spans, edges[:-1].tolist(), strict=True)
     ends = np.array([at + end for span, at in pairs for end in span.ends], np.int64)

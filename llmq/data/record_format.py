@@ -96,9 +96,7 @@ class RecordText:
 
     def of(self, record: Mapping[str, Any], where: str) -> str:
         """The text; empty where the field, or every field of the template, is null or empty.
-
-        DataError, which begins with `where`, for a field that is missing or has no text.
-        """
+        DataError, which begins with `where`, for a field that is missing or has no text."""
         self.columns([*record], where)
         if self.template is None:
             return _text(record[self.field], self.field, where)
@@ -189,10 +187,8 @@ def _recognised(sources: Sequence[InputSource], text: RecordText) -> str:
 
 
 def _having(sources: Sequence[InputSource], form: str) -> tuple[list[InputSource], list[str]]:
-    """Keep the files of this format; returns them and warnings.
-
-    Files in folders may be left out, others raise DataError.
-    """
+    """Keep the files of this format; returns them and warnings. Files in folders may be left out,
+    others raise DataError."""
     kept, left_out = [], []
     for source in sources:
         fields = field_names(source)
@@ -219,10 +215,8 @@ def _having(sources: Sequence[InputSource], form: str) -> tuple[list[InputSource
 def having_fields(
     sources: Sequence[InputSource], text: RecordText
 ) -> tuple[list[InputSource], list[str]]:
-    """Leave out records of files in folders that lack a field; returns the rest and warnings.
-
-    The first record of a JSON file decides. DataError, for a wrong field, if no such file is left.
-    """
+    """Leave out records of files in folders that lack a field; returns the rest and warnings. The
+    first record of a JSON file decides. DataError, for a wrong field, if no such file is left."""
     fields = {source: field_names(source) if source.in_folder else None for source in sources}
     lacking = {s: names for s, names in fields.items() if names and text.missing(names)}
     kept = [source for source in sources if source not in lacking]

@@ -26,9 +26,7 @@ class Request(NamedTuple):
 
 class Asked(NamedTuple):
     """The requests of a task's items, in order; item i has those from starts[i] to starts[i+1].
-
-    cut: how many requests have lost their beginning.
-    """
+    cut: how many requests have lost their beginning."""
 
     task: Task
     requests: list[Request]
@@ -128,10 +126,8 @@ class Encoder:
             yield [Request(np.append(own, np.int32(k)), 1) for k in range(self.labels)]
 
     def _texts(self, task: Task) -> Iterator[list[Request]]:
-        """Predict every token once, in windows of `longest`, the first one behind a prefix.
-
-        Only the last window overlaps the one before it, so that it is as long.
-        """
+        """Predict every token once, in windows of `longest`, the first one behind a prefix. Only
+        the last window overlaps the one before it, so that it is as long."""
         if self._prefix is None:
             raise DataError("the tokenizer has no token that begins a text: it cannot score texts")
         items: tuple[Text, ...] = task.items
@@ -159,10 +155,8 @@ class _Sequence(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Sequences that are computed at once. shape: (B, T).
-
-    placed: each sequence with its row and its first position there, in this order.
-    """
+    """Sequences that are computed at once. shape: (B, T). placed: each sequence with its row and
+    its first position there, in this order."""
 
     placed: list[tuple[_Sequence, int, int]]
     shape: tuple[int, int]
@@ -221,10 +215,8 @@ def _sequences(requests: Sequence[Request]) -> list[_Sequence]:
 def make_batches(
     requests: Sequence[Request], shape: Callable[[int, int], tuple[int, int]]
 ) -> list[Batch]:
-    """Batch all requests, the longest first, with a row for each sequence.
-
-    shape: maps the longest length and the number of sequences that are left to (B, T).
-    """
+    """Batch all requests, the longest first, with a row for each sequence. shape: maps the longest
+    length and the number of sequences that are left to (B, T)."""
     left, batches, first = _sequences(requests), [], 0
     while first < len(left):
         B, T = shape(len(left[first].inputs), len(left) - first)
@@ -235,10 +227,8 @@ def make_batches(
 
 
 def pack_batches(requests: Sequence[Request], shape: tuple[int, int]) -> list[Batch]:
-    """Batch all requests, the longest first, as many in a row as fit, for masked documents.
-
-    shape: (B, T).
-    """
+    """Batch all requests, the longest first, as many in a row as fit, for masked documents. shape:
+    (B, T)."""
     B, T = shape
     batches: list[Batch] = []
     row, at = -1, T  # the row over all batches, and the place of its next sequence
@@ -267,9 +257,7 @@ def check_ids(asked: Sequence[Asked], vocab_size: int) -> None:
 
 class Score(NamedTuple):
     """One metric of a task. stderr: of the mean over items, None if it is no mean. count: items.
-
-    value and stderr are NaN if a log-likelihood is not finite.
-    """
+    value and stderr are NaN if a log-likelihood is not finite."""
 
     task: str
     metric: str

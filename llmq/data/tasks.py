@@ -27,10 +27,8 @@ Record = Mapping[str, Any]
 
 
 class Answer(NamedTuple):
-    """One answer. The continuation is scored behind the context.
-
-    length: characters of the answer itself, by which acc_norm divides.
-    """
+    """One answer. The continuation is scored behind the context. length: characters of the answer
+    itself, by which acc_norm divides."""
 
     context: str
     continuation: str
@@ -54,10 +52,8 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The items of one file, in order.
-
-    kind: a key of KINDS, or TEXT. name: for reports, unique among the tasks of a command.
-    """
+    """The items of one file, in order. kind: a key of KINDS, or TEXT. name: for reports, unique
+    among the tasks of a command."""
 
     name: str
     kind: str
@@ -197,10 +193,8 @@ def _mmlu(record: Record) -> tuple[tuple[Answer, ...], int]:
 
 
 class Kind(NamedTuple):
-    """A published shape of records.
-
-    fields: they identify it. normalized: whether acc_norm makes sense. source: how to get a file.
-    """
+    """A published shape of records. fields: they identify it. normalized: whether acc_norm makes
+    sense. source: how to get a file."""
 
     fields: set[str]
     read: Callable[[Record], tuple[tuple[Answer, ...], int]]

@@ -92,9 +92,7 @@ class ShardWriter:
         self, out: Path, split: str, vocab_size: int, shard_tokens: int, tokens: int, **masks: bool
     ) -> None:
         """Go on behind `tokens` tokens, which the last saved state counts; drop what follows.
-
-        masks: with_masks, with_weights and in_pairs as of TokenWriter.
-        """
+        masks: with_masks, with_weights and in_pairs as of TokenWriter."""
         self.out, self.split, self._masks = out, split, masks
         self.vocab_size, self.shard_tokens, self.tokens = vocab_size, shard_tokens, tokens
         self.documents = 0  # those that ended since then
@@ -218,10 +216,8 @@ class Manifest:
     def summary(
         self, warnings: Sequence[str], was_complete: bool, was_resumed: bool, seq_len: int | None
     ) -> TokenizeSummary:
-        """Report the result. DataError if files are missing or damaged.
-
-        warnings: about the inputs. seq_len: the counts say how many documents are longer.
-        """
+        """Report the result. DataError if files are missing or damaged. warnings: about the inputs.
+        seq_len: the counts say how many documents are longer."""
         tokens, position = self.data["splits"], self.data["position"]
         files = token_files(self.out)
         opened = [TokenFile(path) for path in files]
@@ -271,10 +267,8 @@ def open_manifest(
     tokenizer: Tokenizer,
     overwrite: bool,
 ) -> Manifest:
-    """Read the manifest in `out`, or make a new one and the folder.
-
-    DataError if `out` holds tokens that were made in another way.
-    """
+    """Read the manifest in `out`, or make a new one and the folder. DataError if `out` holds tokens
+    that were made in another way."""
     with disk_errors(out):
         make_directory(out)
     inputs = [source.identity for source in sources]
@@ -334,14 +328,12 @@ def load_manifest(path: Path) -> dict[str, Any]:
     try:
         data = read_json(path)
         _ = dict(data["options"]), list(data["inputs"]), Position(**data["position"])
-        shard_tokens, beside = data["options"]["shard_tokens"], data.get("beside", [])
-        splits, numbers = data["splits"], [*data["position"].values(), *data["splits"].values()]
-        if sorted(splits) != sorted(SPLITS) or not all(type(n) is int and n >= 0 for n in numbers):
-            raise ValueError("splits or position are not what llmq tokenize writes")
-        if type(data["complete"]) is not bool or type(data["vocab_size"]) is not int:
-            raise ValueError("complete or vocab_size is not what llmq tokenize writes")
-        if type(shard_tokens) is not int or shard_tokens < 1 or not isinstance(beside, list):
-            raise ValueError("shard_tokens or beside is not what llmq tokenize writes")
+        splits, shard_tokens = data["splits"], data["options"]["shard_tokens"]
+        numbers = [*data["position"].values(), *splits.values(), data["vocab_size"], shard_tokens]
+        sound = sorted(splits) == sorted(SPLITS) and isinstance(data.get("beside", []), list)
+        sound &= all(type(n) is int and n >= 0 for n in numbers) and shard_tokens > 0
+        if not sound or type(data["complete"]) is not bool:
+            raise ValueError("its fields are not what llmq tokenize writes")
         return data
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"cannot read '{path}': {error}; start again with --overwrite") from error

@@ -49,10 +49,8 @@ def open_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 @contextmanager
 def _library_errors(what: str, kind: type[Exception] | None = None) -> Iterator[None]:
-    """Turn errors of the library into DataError. kind: all of these; else plain Exception alone.
-
-    It raises that for files that it cannot read, and for a panic of its Rust code not even that.
-    """
+    """Turn errors of the library into DataError. kind: all of these; else plain Exception alone. It
+    raises that for files that it cannot read, and for a panic of its Rust code not even that."""
     try:
         yield
     except (LlmqError, MemoryError):
@@ -229,10 +227,8 @@ def save_tokenizer(
 
 
 def _byte_level_alphabet() -> list[str]:
-    """The printable character that stands for each byte in byte-level BPE.
-
-    A printable Latin-1 byte stands for itself; the others get U+0100, U+0101, … in their order.
-    """
+    """The printable character that stands for each byte in byte-level BPE. A printable Latin-1 byte
+    stands for itself; the others get U+0100, U+0101, … in their order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (chr(code) for code in range(0x100, 0x200))
     return [chr(byte) if byte in printable else next(others) for byte in range(256)]
@@ -240,10 +236,8 @@ def _byte_level_alphabet() -> list[str]:
 
 class HfTokenizer:
     """The tokenizer in a model folder. ids from 0 to vocab_size - 1; eos_id, bos_id may be None.
-
     added: ids that AutoTokenizer puts before and behind a text. prefix_id: the token behind which a
-    text is predicted from its first token on: the files' BOS or, without one, EOS.
-    """
+    text is predicted from its first token on: the files' BOS or, without one, EOS."""
 
     # Files that transformers may look for beside the weights, but for code.
     FILES = (
@@ -443,10 +437,8 @@ WINDOW = 64  # about so many ids at most are decoded again with each new one
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:
-    """The text of new ids behind those of a prompt.
-
-    They are decoded together: some decoders (Llama 2's) strip the space that a text begins with.
-    """
+    """The text of new ids behind those of a prompt. They are decoded together: some decoders (Llama
+    2's) strip the space that a text begins with."""
     before = tokenizer.decode(prompt) if prompt else ""
     text = tokenizer.decode([*prompt, *new])
     return text[len(before) :] if text.startswith(before) else tokenizer.decode(new)

@@ -167,9 +167,7 @@ def parse_tokens(text: str | None) -> tuple[str, ...]:
 @contextmanager
 def grown_tokenizer(spec: str | Path, tokens: Sequence[str]) -> Iterator[str]:
     """The tokenizer `spec` with these tokens, as a folder for load_tokenizer; it without any.
-
-    ConfigError for a token that it has, DataError for one that cannot be loaded.
-    """
+    ConfigError for a token that it has, DataError for one that cannot be loaded."""
     if not tokens:
         yield str(spec)
         return

@@ -126,11 +126,9 @@ def open_token_files(
 
 
 class TokenFile:
-    """One checked token file, for one thread: to close it ends the reads of others.
-
-    vocab_size: 0 = unknown. has_weights: which are masks, too. num_bytes: of the whole file.
-    checksums: of its pieces, None without a `.sums` file; each is compared when it is first read.
-    """
+    """One checked token file, for one thread: to close it ends the reads of others. vocab_size: 0 =
+    unknown. has_weights: which are masks, too. num_bytes: of the whole file. checksums: of its
+    pieces, None without a `.sums` file; each is compared when it is first read."""
 
     __slots__ = (
         "_file",
@@ -359,10 +357,8 @@ class TokenWriter(PartialFile):
             self._masks.write(mask)
 
     def close(self) -> None:
-        """Write masks and header, force the file to the disk and give it its name.
-
-        The `.docs` file gets its name first, so that no complete token file lacks its own.
-        """
+        """Write masks and header, force the file to the disk and give it its name. The `.docs` file
+        gets its name first, so that no complete token file lacks its own."""
         with disk_errors(self.path), self._file:
             if self._masks is not None:
                 self._masks.copy_to(self._file, as_bits=not self.with_weights)

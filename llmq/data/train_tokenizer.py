@@ -119,7 +119,8 @@ def train_tokenizer(
             f"--chat-template writes {', '.join(unknown)}: no special tokens without "
             "--special-token"
         )
-    return TrainedTokenizer(out, size, _bytes_per_token(trained, reader.sample), warnings)
+    bytes_per_token = len(reader.sample.encode()) / len(trained.encode(reader.sample))
+    return TrainedTokenizer(out, size, bytes_per_token, warnings)
 
 
 def _special_tokens(given: Sequence[str]) -> list[str]:
@@ -157,10 +158,8 @@ def _trainer(size: int) -> tokenizers.trainers.BpeTrainer:
 
 
 class _Texts:
-    """Iterates over the texts to learn from, once. sample: their first characters.
-
-    Special tokens that are written out in a text are left out of it, so that they get no merges.
-    """
+    """Iterates over the texts to learn from, once. sample: their first characters. Special tokens
+    that are written out in a text are left out of it, so that they get no merges."""
 
     def __init__(
         self, sources: Sequence[InputSource], text: RecordText, special: Sequence[str]
@@ -178,7 +177,3 @@ class _Texts:
                 if len(self.sample) < _SAMPLE:
                     self.sample += text[: _SAMPLE - len(self.sample)]
                 yield from filter(None, self._special.split(text))
-
-
-def _bytes_per_token(tokenizer: HfTokenizer, text: str) -> float:
-    return len(text.encode()) / len(tokenizer.encode(text))

@@ -180,7 +180,7 @@ def open_model(
                 f"checkpoint '{model}' does not know its tokenizer: `llmq export` it, and copy the "
                 "tokenizer's files into that directory"
             )
-        # Of other makers' models nothing is known, and some have fewer embeddings.
+        # Nothing is known of other makers' models, and some have fewer embeddings.
         if made is not None and not is_checkpoint:
             check_recorded(tokenizer, made, source.model.vocab_size, f"the model in '{tokenizer}'")
         is_bytes = isinstance(tokenizer, ByteTokenizer)
