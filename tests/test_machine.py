@@ -38,7 +38,7 @@ def test_cpu_is_chosen_without_asking_for_gpus(monkeypatch):
 
 
 def test_auto_takes_a_gpu_or_says_why_not(monkeypatch):
-    monkeypatch.setattr(cuda_api, "device_spec", lambda index: GPU)
+    some_gpus(monkeypatch, GPU)
     chosen = choose_machine("auto", 1)
     assert (chosen.kind, chosen.spec, chosen.note) == ("cuda", GPU, None)
     assert chosen.world_size == 1

@@ -9,27 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple
 
 from llmq.base.errors import MachineError
 from llmq.runtime.workers import RankPool
 
 STARTING = 60.0  # seconds: loading CUDA's libraries may stop all threads of a process so long
 LATER = 3.0  # seconds by which the others are more patient than the first process, which knows more
-
-
-class Channel(Protocol):
-    """The functions of llmq.runtime.mpi.MpiProcesses that are used here."""
-
-    first: bool
-    count: int
-    machines: tuple[str, ...]
-
-    def tell(self, to: int, value: Any) -> None: ...
-
-    def heard(self) -> list[tuple[int, Any]]: ...
-
-    def abort(self, status: int) -> NoReturn: ...
 
 
 class Doing(NamedTuple):
@@ -53,8 +39,8 @@ class Beat(NamedTuple):
 class Heartbeat:
     """The thread of one process."""
 
-    def __init__(self, processes: Channel, seconds: float):
-        """seconds: --watchdog, positive."""
+    def __init__(self, processes: Any, seconds: float):
+        """processes: an MpiProcesses. seconds: --watchdog, positive."""
         self._processes = processes
         self._pool: RankPool | None = None
         self._waits: Callable[[int], bool] = lambda rank: False
@@ -103,7 +89,6 @@ class Heartbeat:
                 self._end(problem)
 
     def _age(self, process: int) -> float:
-        """Seconds since a process was heard of."""
         return time.monotonic() - self._beats.get(process, (self._start,))[0]
 
     def _silent(self, others: range) -> str | None:

@@ -14,7 +14,7 @@ from llmq.runtime.host_device import HostDevice
 from llmq.runtime.host_usage import available_host_memory
 from llmq.runtime.kernel import KernelSource
 from llmq.runtime.mesh import Mesh, World
-from llmq.runtime.processes import Processes, processes
+from llmq.runtime.processes import processes
 
 # A card that `llmq plan` assumes where none is named: as many multiprocessors as any real card has
 # (an RTX PRO 6000 has 188), with which most workspaces are largest (not all: those of adapters'
@@ -41,7 +41,6 @@ class Machine:
 
     @property
     def world_size(self) -> int:
-        """Ranks of all processes."""
         return self.world.size
 
     def index(self, rank: int) -> int:
@@ -98,65 +97,15 @@ def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:
 
 
 def choose_machine(device: str, gpus: int) -> Machine:
-    """device: "auto", "cpu" or "cuda". gpus: ranks, 0 for all GPUs there are, on the CPU for one.
-    Raises LlmqError when what is asked for is not there; the message says why and what to do."""
+    """The devices of this process, and the world that those of all make. device: "auto", "cpu" or
+    "cuda". gpus: ranks of this process, 0 for all GPUs there are, on the CPU for one. Raises
+    LlmqError when what is asked for is not there; the message says why and what to do."""
     group = processes()
-    if group.count > 1:
-        return _choose_with_others(group, device, gpus)
-    kind, first, note = _kind_of(device)
-    if kind == "host":
-        return Machine(kind=kind, spec=HOST_SPEC, note=note, world=World.of(max(gpus, 1)))
-    if gpus == 1:
-        return Machine(kind="cuda", spec=first, note=None)
-    there = gpu_count()
-    if gpus > there:
-        raise ConfigError(
-            f"--gpus: {gpus} are asked for, {there} can be seen; check CUDA_VISIBLE_DEVICES"
-        )
-    specs = _specs(range(gpus or there))
-    note = difference([spec.name for spec in specs])
-    return Machine(kind="cuda", spec=common_spec(specs), note=note, world=World.of(len(specs)))
-
-
-def _kind_of(device: str) -> tuple[str, DeviceSpec, str | None]:
-    """ "host" or "cuda", what its first device is, and what to say of the choice."""
-    if device == "cpu":
-        return "host", HOST_SPEC, None
-    from llmq.runtime import cuda_api
-
-    try:
-        return "cuda", cuda_api.device_spec(0), None  # says why, if there is none
-    except LlmqError as error:
-        if device != "auto":
-            raise
-        return "host", HOST_SPEC, f"Running on the CPU, meant for small models ({error})."
-
-
-def _specs(indices: Iterable[int]) -> list[DeviceSpec]:
-    """The specs of the GPUs that this process sees under these numbers."""
-    from llmq.runtime import cuda_api
-
-    try:
-        return [cuda_api.device_spec(index) for index in indices]
-    except LlmqError as error:
-        raise LlmqError(
-            f"{error}; to leave this GPU out use --gpus or CUDA_VISIBLE_DEVICES"
-        ) from error
-
-
-def difference(names: list[str]) -> str | None:
-    """The text that says how GPUs with these names differ, if they do."""
-    if len(set(names)) == 1:
-        return None
-    return f"WARNING: the GPUs differ ({', '.join(names)}): each waits for the slowest."
-
-
-def _choose_with_others(group: Processes, device: str, gpus: int) -> Machine:
-    """The devices of this process, one of several, and the world that all of them make."""
 
     def look() -> tuple[str, int, str | None, list[str]]:
-        kind, _, note = _kind_of(device)
-        ids = [bus_id(index) for index in range(gpu_count())] if kind == "cuda" else []
+        kind, note = _kind_of(device)
+        count = gpu_count() if kind == "cuda" else 0
+        ids = [bus_id(i) if group.count > 1 else str(i) for i in range(count)]
         return kind, gpus, note, ids
 
     found = group.together(look)
@@ -184,6 +133,40 @@ def _choose_with_others(group: Processes, device: str, gpus: int) -> Machine:
     )
 
 
+def _kind_of(device: str) -> tuple[str, str | None]:
+    """ "host" or "cuda", and what to say of the choice."""
+    if device == "cpu":
+        return "host", None
+    from llmq.runtime import cuda_api
+
+    try:
+        cuda_api.device_spec(0)  # says why, if there is none
+        return "cuda", None
+    except LlmqError as error:
+        if device != "auto":
+            raise
+        return "host", f"Running on the CPU, meant for small models ({error})."
+
+
+def _specs(indices: Iterable[int]) -> list[DeviceSpec]:
+    """The specs of the GPUs that this process sees under these numbers."""
+    from llmq.runtime import cuda_api
+
+    try:
+        return [cuda_api.device_spec(index) for index in indices]
+    except LlmqError as error:
+        raise LlmqError(
+            f"{error}; to leave this GPU out use --gpus or CUDA_VISIBLE_DEVICES"
+        ) from error
+
+
+def difference(names: list[str]) -> str | None:
+    """The text that says how GPUs with these names differ, if they do."""
+    if len(set(names)) == 1:
+        return None
+    return f"WARNING: the GPUs differ ({', '.join(names)}): each waits for the slowest."
+
+
 def divide_gpus(
     machines: Sequence[str], wishes: Sequence[tuple[int, list[str]]]
 ) -> list[tuple[int, ...]]:
@@ -197,6 +180,10 @@ def divide_gpus(
         alike = sum(m == machine and w[1] == ids for m, w in zip(machines, wishes, strict=True))
         count = asked or len(ids) // alike
         free = [number for number, place in enumerate(ids) if (machine, place) not in taken]
+        if len(machines) == 1 and asked > len(ids):
+            raise ConfigError(
+                f"--gpus: {asked} are asked for, {len(ids)} can be seen; check CUDA_VISIBLE_DEVICES"
+            )
         if count == 0 or len(free) < count:
             raise ConfigError(
                 f"--gpus: process {index} on machine '{machine}' needs {max(count, 1)} GPUs, and "
