@@ -93,15 +93,6 @@ class _Tensors(NamedTuple):
     gate: Tensor | None
 
 
-class AttentionInputs(NamedTuple):
-    """The tensors that backward needs. x: (rows, C), o_input: att, or att_gated, as the output
-    product's operand; None where no gradient needs it."""
-
-    x: Operand | None
-    tensors: _Tensors
-    o_input: Operand | None
-
-
 class AttentionHalf:
     """The attention halves of all layers. Scratch lives as long as `temps`."""
 
@@ -258,7 +249,11 @@ class AttentionHalf:
 
     # -- backward --------------------------------------------------------------------------------
 
-    def recompute(self, at: Frame, x_again: InputAgain) -> AttentionInputs:
+    def recompute(
+        self, at: Frame, x_again: InputAgain
+    ) -> tuple[Operand | None, _Tensors, Operand | None]:
+        """x (rows, C), and att or att_gated as the output product's operand, last; None where no
+        gradient needs it."""
         r, tensors, x = at.here.recompute, self._tensors(at.temps, at.here), None
         if r.qkv or self.linear.needs_input(at, "qkv"):
             x = x_again(product=r.qkv)
@@ -267,15 +262,15 @@ class AttentionHalf:
         if r.att:
             self._attend(at, tensors)
         made, tensor_id = partial(self._gated, at, tensors), at.here.kept.o_input.tensor_id
-        return AttentionInputs(x, tensors, self.output.again(at, tensor_id, made))
+        return x, tensors, self.output.again(at, tensor_id, made)
 
     def backward(
-        self, at: Frame, inputs: AttentionInputs, d_out: Tensor, d_x: Tensor | None, *, inside: bool
+        self, at: Frame, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
         """inside: whether the gradient of queries, keys and values is wanted, for d_x or else."""
-        dev, here, (qkv, qk_raw, att, gate) = self.dev, at.here, inputs.tensors
+        dev, here, (x, (qkv, qk_raw, att, gate), o_input) = self.dev, at.here, inputs
         if not inside:
-            self.output.backward(at, inputs.o_input, d_out, None)
+            self.output.backward(at, o_input, d_out, None)
             return
         with ExitStack() as temps:
             d_qkv, d_gate = scratch_like(dev, temps, "d_qkv", qkv), None
@@ -283,7 +278,7 @@ class AttentionHalf:
                 d_gate = scratch_like(dev, temps, "d_gate", gate)
             with ExitStack() as inner:
                 d_att = scratch_like(dev, inner, "d_att", att)
-                self.output.backward(at, inputs.o_input, d_out, d_att)
+                self.output.backward(at, o_input, d_out, d_att)
                 if d_gate is not None:
                     attention_gate.backward(dev, d_att, d_gate, d_att, att, gate)
                 by_head, sight = self._by_head(qkv), self.sights[here.index]
@@ -298,7 +293,7 @@ class AttentionHalf:
                 )  # fmt: skip
             d_product, bias = self._backward_positions(temps, at, qk_raw, d_qkv, d_gate)
             self.linear.input_gradient(at, "qkv", d_x, d_product)
-            self.linear.weight_gradients(at, "qkv", d_product, inputs.x, bias=bias)
+            self.linear.weight_gradients(at, "qkv", d_product, x, bias=bias)
 
     def _backward_positions(
         self,

@@ -42,15 +42,6 @@ class _Tensors(NamedTuple):
     delta_state: Tensor
 
 
-class DeltaInputs(NamedTuple):
-    """The tensors that backward needs. x: (rows, C), o_input: delta_gated as the output product's
-    operand; None where no gradient needs it."""
-
-    x: Operand | None
-    tensors: _Tensors
-    o_input: Operand | None
-
-
 class DeltaHalf:
     """The delta nets of all layers. Scratch lives as long as `temps`."""
 
@@ -129,7 +120,11 @@ class DeltaHalf:
 
     # -- backward --------------------------------------------------------------------------------
 
-    def recompute(self, at: Frame, x_again: InputAgain) -> DeltaInputs:
+    def recompute(
+        self, at: Frame, x_again: InputAgain
+    ) -> tuple[Operand | None, _Tensors, Operand | None]:
+        """x (rows, C), and delta_gated as the output product's operand, last; None where no
+        gradient needs it."""
         r, tensors, x = at.here.recompute, self._tensors(at.temps, at.here), None
         if r.qkv or self.linear.needs_input(at, "delta_in"):
             x = x_again(product=r.qkv)
@@ -140,33 +135,40 @@ class DeltaHalf:
         if r.att:
             self._read_states(at.here, tensors)
         made, tensor_id = partial(self._gated, at, tensors), at.here.kept.delta_gated.tensor_id
-        return DeltaInputs(x, tensors, self.output.again(at, tensor_id, made))
+        return x, tensors, self.output.again(at, tensor_id, made)
 
     def backward(
-        self, at: Frame, inputs: DeltaInputs, d_out: Tensor, d_x: Tensor | None, *, inside: bool
+        self, at: Frame, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
+        x, tensors, o_input = inputs
         if not inside:
-            self.output.backward(at, inputs.o_input, d_out, None)
+            self.output.backward(at, o_input, d_out, None)
             return
         with ExitStack() as temps:
-            d_in = scratch_like(self.dev, temps, "d_delta_in", inputs.tensors.delta_in)
+            d_in = scratch_like(self.dev, temps, "d_delta_in", tensors.delta_in)
             with ExitStack() as inner:
-                self._backward_inside(inner, at, inputs, d_out, d_in)
+                self._backward_inside(inner, at, tensors, o_input, d_out, d_in)
             name, how = at.here.id_of("d_delta_in"), {"measured": False, "transposed": True}
             d_product = self.operands.of_tensor(temps, name, d_in, **how)
             self.linear.input_gradient(at, "delta_in", d_x, d_product)
-            self.linear.weight_gradients(at, "delta_in", d_product, inputs.x)
+            self.linear.weight_gradients(at, "delta_in", d_product, x)
 
     def _backward_inside(
-        self, temps: ExitStack, at: Frame, inputs: DeltaInputs, d_out: Tensor, d_in: Tensor
+        self,
+        temps: ExitStack,
+        at: Frame,
+        tensors: _Tensors,
+        o_input: Operand | None,
+        d_out: Tensor,
+        d_in: Tensor,
     ) -> None:
         """d_in, all columns of it, and the gradients of what stands between the products."""
         dev, w, g, gates = self.dev, at.w, at.g, at.here.kept.gates
-        delta_in, conv, state = inputs.tensors
+        delta_in, conv, state = tensors
         d_state = scratch_like(dev, temps, "d_delta_state", state)
         with ExitStack() as first:
             d_gated = scratch_like(dev, first, "d_delta_gated", state)
-            self.output.backward(at, inputs.o_input, d_out, d_gated)
+            self.output.backward(at, o_input, d_out, d_gated)
             gated_norm.backward(
                 dev, d_state, d_in, g.get("delta_norm"), d_gated, state, delta_in,
                 w["delta_norm"], self.eps, self.of_gate,

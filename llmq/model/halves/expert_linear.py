@@ -104,7 +104,6 @@ class ExpertLinear:
             reduce.add(dev, d_b, part)
 
     def _d_hidden_of(self, at: Frame, key: str, d_y: Tensor) -> Tensor:
-        """d_h (R, n * rank)."""
         shape = (d_y.shape[0], self._shape_of_b(at, key)[-1])
         return self._d_hidden.rows(0, prod(shape)).view(*shape)
 
@@ -141,7 +140,6 @@ def biases_of(w: BlockWeights, key: str, count: int) -> Tensor | None:
 
 
 def _parts_of(matrix: Adapted) -> int:
-    """n: parts of each expert's matrix."""
     return len(matrix.parts) // matrix.groups
 
 

@@ -59,15 +59,6 @@ class _Kept(NamedTuple):
     shared: SharedKept | None
 
 
-class ExpertsInputs(NamedTuple):
-    """The tensors that backward needs. x: (S, C), None where no gradient needs it. up: (R, 2F).
-    shared_up: (S, 2Fs), where there is a shared expert."""
-
-    x: Operand | None
-    up: Tensor
-    shared_up: Tensor | None
-
-
 def _written(
     dev: Device,
     shape: tuple[int, int],
@@ -140,7 +131,10 @@ class ExpertsHalf:
         if self.shared is not None:
             self.shared.forward(at, x)
 
-    def recompute(self, at: Frame, x_again: InputAgain) -> ExpertsInputs:
+    def recompute(
+        self, at: Frame, x_again: InputAgain
+    ) -> tuple[Operand | None, Tensor, Tensor | None]:
+        """x (S, C), None where no gradient needs it; up (R, 2F); of a shared expert (S, 2Fs)."""
         computed, shared, x, shared_up = at.here.recompute.ffn, self.shared, None, None
         up = at.here.kept.up.place(self.dev, at.temps)
         trained = "router" in at.g or self.linear.trains(at, "experts_up")
@@ -150,10 +144,10 @@ class ExpertsHalf:
             self._multiply_up(at, x, up)
         if shared is not None:
             shared_up = shared.up_again(at, x)
-        return ExpertsInputs(x, up, shared_up)
+        return x, up, shared_up
 
     def backward(
-        self, at: Frame, inputs: ExpertsInputs, d_out: Tensor, d_x: Tensor | None, *, inside: bool
+        self, at: Frame, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
         """Leaves nothing out; overwrites up."""
         here, kept, (x, up, shared_up) = at.here, at.here.kept, inputs

@@ -37,14 +37,6 @@ class _Kept(NamedTuple):
     mlp_act: Activation
 
 
-class MlpInputs(NamedTuple):
-    """The tensors that backward needs. x: (rows, C), None where no gradient needs it. mlp_up:
-    (rows, F), or of a gated MLP (rows, 2F)."""
-
-    x: Operand | None
-    mlp_up: Result
-
-
 class MlpHalf:
     """The MLP halves of all layers. Scratch lives as long as `temps`."""
 
@@ -84,7 +76,8 @@ class MlpHalf:
         out, addend = at.here.out
         self.linear.forward(at, "down", out, mlp_act, addend)
 
-    def recompute(self, at: Frame, x_again: InputAgain) -> MlpInputs:
+    def recompute(self, at: Frame, x_again: InputAgain) -> tuple[Operand | None, Result]:
+        """x (rows, C), None where no gradient needs it, and mlp_up."""
         kept, computed, x = at.here.kept.mlp_up, at.here.recompute.ffn, None
         mlp_up = self.operands.result_again(kept.tensor_id, kept.place(self.dev, at.temps))
         if computed or self.linear.needs_input(at, "up"):
@@ -92,13 +85,13 @@ class MlpHalf:
         if computed:
             epilogue = Activated(name=self.activation, to=None)  # the bits of the first time
             self.linear.forward(at, "up", mlp_up, x, epilogue=epilogue)
-        return MlpInputs(x, mlp_up)
+        return x, mlp_up
 
     def backward(
-        self, at: Frame, inputs: MlpInputs, d_out: Tensor, d_x: Tensor | None, *, inside: bool
+        self, at: Frame, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
         """Leaves nothing out; overwrites mlp_up, but for codes."""
-        mlp_up, here = inputs.mlp_up, at.here
+        (x, mlp_up), here = inputs, at.here
         write = partial(self._backward_down, at, mlp_up, d_out)
         with ExitStack() as temps:
             bias, out, shape = at.g.bias("up") is not None, mlp_up, here.kept.mlp_up.shape
@@ -108,7 +101,7 @@ class MlpHalf:
             how = {"shape": shape, "out": out, "bias": bias, "settles": True}
             d_mlp_up = self.operands.gradient(temps, here.id_of("d_mlp_up"), write, **how)
             self.linear.input_gradient(at, "up", d_x, d_mlp_up)
-            self.linear.weight_gradients(at, "up", d_mlp_up, inputs.x)
+            self.linear.weight_gradients(at, "up", d_mlp_up, x)
 
     def _backward_down(self, at: Frame, mlp_up: Result, d_out: Tensor, to: OutputForms) -> None:
         """The down product and the activation: `to` is the gradient of mlp_up (may be mlp_up). The

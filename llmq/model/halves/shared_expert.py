@@ -49,7 +49,6 @@ class SharedExpert:
         self.dev.upload(self._places, np.arange(rows, dtype=np.int32)[:, None])
 
     def keep(self, here: HalfLayer) -> SharedKept:
-        """The tensors that a layer keeps."""
         r, (_, F) = here.recompute, here.spec["shared_down"].shape
         return SharedKept(
             gate_logits=here.alloc("shared_gate_logits", here.rows, 1, dtype=F32),
@@ -83,7 +82,6 @@ class SharedExpert:
         return up
 
     def needs_input(self, at: Frame) -> bool:
-        """Whether `backward` needs x."""
         return "shared_gate" in at.g or self.linear.needs_input(at, "shared_up")
 
     def backward(
