@@ -212,7 +212,6 @@ class Architecture:
         raise NotImplementedError
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """Write the fields that read_sizes reads."""
         raise NotImplementedError
 
     def kinds(self, qkv_bias: bool = False, mlp_bias: bool = False) -> dict[str, Any]:
@@ -240,11 +239,9 @@ class Architecture:
         return attention(model, layer), mlp(model, layer)
 
     def embedding(self, model: Any) -> tuple[Module, ...]:
-        """The part in front of the blocks."""
         return embedding(model)
 
     def head(self, model: Any) -> tuple[Module, ...]:
-        """The part behind the blocks."""
         return head(model)
 
 

@@ -50,7 +50,6 @@ class DeltaNet:
 
     @property
     def values(self) -> int:
-        """V."""
         return self.value_heads * self.value_dim
 
     def validate(self, num_layers: int) -> None:

@@ -74,7 +74,6 @@ class Gemma3(RopeFamily):
         }
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """Windows and positions of both kinds of layers."""
         fields = super().write_sizes(model)
         del fields["hidden_act"]
         windowed, local = model.windowed_layers, model.local_rope_theta

@@ -40,7 +40,6 @@ class Gpt2(Architecture):
     classifier = "GPT2ForSequenceClassification"
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Sizes; n_inner may be null."""
         reject(hf, "activation_function", "gelu_new", "gelu_pytorch_tanh")
         reject(hf, "scale_attn_weights", True)
         reject(hf, "scale_attn_by_inverse_layer_idx", False)
@@ -62,7 +61,6 @@ class Gpt2(Architecture):
         }
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """Sizes, and no dropout."""
         return {
             "n_embd": model.hidden_size,
             "n_inner": model.intermediate_size,

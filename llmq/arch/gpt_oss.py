@@ -38,7 +38,6 @@ class GptOss(WithExperts, RopeFamily):
     expert_modules: Mapping[str, tuple[str, ...]] = {"router": ("model.layers.{}.mlp.router",)}
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the activation of experts too."""
         defaults = {"attention_bias": True, "rope_theta": 150000.0}
         if not (hf.get("rope_scaling") or hf.get("rope_parameters")):
             defaults["rope_scaling"] = {"rope_type": "yarn", "factor": 32.0, "truncate": False,
@@ -51,6 +50,5 @@ class GptOss(WithExperts, RopeFamily):
         return found | {"experts": replace(found["experts"], **activation)}
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """With the activation of experts."""
         its = {"swiglu_alpha": model.experts.alpha, "swiglu_limit": model.experts.limit}
         return super().write_sizes(model) | its

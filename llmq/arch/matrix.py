@@ -210,11 +210,9 @@ class HalfSpec:
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """Those of the modules that are matrices."""
         return tuple(module for module in self.modules if isinstance(module, Matrix))
 
     def __getitem__(self, key: str) -> Module:
-        """One of the modules."""
         return next(module for module in self.modules if module.key == key)
 
     @property

@@ -25,7 +25,6 @@ class Mistral(RopeFamily):
     eos_token_id = 2
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """With the window."""
         return super().write_sizes(model) | {"sliding_window": model.sliding_window}
 
 

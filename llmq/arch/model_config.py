@@ -119,11 +119,9 @@ class ModelConfig:
         return architecture(self.architecture)
 
     def halves(self, layer: int) -> tuple[HalfSpec, ...]:
-        """The two halves of a block, in order, with their matrices."""
         return _halves(self, layer)
 
     def matrices(self, layer: int) -> tuple[Matrix, ...]:
-        """Those of both halves of a block, in order."""
         return tuple(matrix for half in self.halves(layer) for matrix in half.matrices)
 
     @property
@@ -147,7 +145,6 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
@@ -188,7 +185,6 @@ class ModelConfig:
 
     @property
     def padded_outputs(self) -> int:
-        """Rows of the head in memory."""
         return -(-self.outputs // VOCAB_PADDING) * VOCAB_PADDING
 
     def window_of(self, layer: int) -> int | None:
@@ -203,7 +199,6 @@ class ModelConfig:
 
     @property
     def expert_size(self) -> int:
-        """Width of each expert, if there are any."""
         return self.experts.size or self.intermediate_size
 
     def has_delta(self, layer: int) -> bool:
@@ -212,7 +207,6 @@ class ModelConfig:
 
     @property
     def windows(self) -> set[int | None]:
-        """The windows of all layers."""
         return {self.window_of(layer) for layer in range(self.num_layers)}
 
     @property

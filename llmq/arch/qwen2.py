@@ -71,10 +71,8 @@ class Qwen2Moe(WithExperts, Qwen2):
     shares = True
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Biases are Qwen2's."""
         reject(hf, "qkv_bias", True)
         return super().read_sizes(hf)
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """Say so."""
         return super().write_sizes(model) | {"qkv_bias": True}

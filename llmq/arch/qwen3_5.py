@@ -56,13 +56,11 @@ class Qwen35(RopeFamily):
     targets = (*RopeFamily.targets, *DELTA_TARGETS)
 
     def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
-        """Attention or a delta net, and an MLP."""
         _, second = super().layers(model, layer)
         first = delta(model, layer) if model.has_delta(layer) else super().layers(model, layer)[0]
         return first, second
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Read delta nets too: their sizes and layers."""
         reject(hf, "attn_output_gate", True, None)
         own = {name: value for name, value in hf.items() if name != "layer_types"}
         found = super().read_sizes({"partial_rotary_factor": 0.25} | own)
@@ -73,7 +71,6 @@ class Qwen35(RopeFamily):
         return found | {"delta": DeltaNet(**sizes, layers=layers) if any(layers) else None}
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """With delta nets."""
         fields, net = super().write_sizes(model), model.delta
         kinds = [LINEAR if model.has_delta(layer) else FULL for layer in range(model.num_layers)]
         sizes = {
@@ -130,6 +127,5 @@ class Qwen35Moe(WithExperts, Qwen35):
         return super().read_sizes({**hf, "intermediate_size": size(hf, "moe_intermediate_size")})
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """Likewise."""
         fields = super().write_sizes(model)
         return fields | {"moe_intermediate_size": fields.pop("intermediate_size")}

@@ -27,7 +27,6 @@ class Qwen3Next(WithExperts, Qwen35):
     shares = True
 
     def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
-        """With these modules."""
         first, second = super().layers(model, layer)
         if model.has_delta(layer):
             delta_in, *others = first.modules

@@ -44,7 +44,6 @@ class RopeFamily(Architecture):
     }
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Sizes, rotary positions and biases."""
         reject(hf, "hidden_act", "silu", "swish")
         reject(hf, "use_mrope", False, None)
         heads, hidden = size(hf, "num_attention_heads"), size(hf, "hidden_size")
@@ -108,7 +107,6 @@ class RopeFamily(Architecture):
         return super().fixed(model) | whole
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """Sizes, rotary positions and biases."""
         rope = None if model.rope_scaling is None else model.rope_scaling.write()
         theta, part = model.rope_theta, {}
         if self.partial_rotary:

@@ -73,7 +73,6 @@ def _named(name: str) -> list[Path]:
 
 
 def _targets(path: Path) -> Iterator[Checkable]:
-    """The things that a path stands for. LlmqError if it is nothing that llmq reads."""
     if not path.is_dir():
         yield _file(path)
     elif is_complete(path):
@@ -180,7 +179,6 @@ def _trained(path: Path) -> str:
 
 
 def _read_part(read: Callable[..., np.ndarray], first: int, start: int, stop: int) -> np.ndarray:
-    """Elements [start, stop) of those from this one on."""
     return read(first + start, first + stop)
 
 

@@ -60,7 +60,6 @@ def required_groups(rule: type[UpdateRule]) -> tuple[str, ...]:
 
 
 def _keeps(rule: type[UpdateRule], group: str, slab: Slab) -> bool:
-    """Whether a group has a slab's parameters."""
     name = group.removesuffix(SCALES)
     lacks = set(rule.moments) - set(rule.moments_of(slab))
     return name not in {moment.group for moment in lacks}
@@ -276,7 +275,6 @@ class CheckpointReader(Closing):
 
     @property
     def groups(self) -> set[str]:
-        """Those that the checkpoint has."""
         return set(self._pieces)
 
     def check(self, table: tuple[Slab, ...], trained: Collection[str] | None = None) -> None:
@@ -323,7 +321,6 @@ class CheckpointReader(Closing):
         return out
 
     def dtype(self, group: str) -> np.dtype:
-        """The dtype of every tensor of a group."""
         return self._dtypes[group]
 
     def _cover(

@@ -31,12 +31,10 @@ class CodedMatrix:
         self.path, self.shape, self._decode = codes.path, shape, decode
 
     def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """A few rows at a time: where they belong, and their values."""
         for rows in row_blocks(self.shape[0], prod(self.shape[1:]), PIECE):
             yield rows, self.rows(rows.start, rows.stop)
 
     def rows(self, start: int, stop: int, *, transposed: bool = False) -> np.ndarray:
-        """These rows; transposed: these columns, as rows."""
         if transposed:
             return self._decode(0, self.shape[0])[:, start:stop].T
         return self._decode(start, stop)
@@ -107,7 +105,6 @@ class _Experts(CodedMatrix):
         super().__init__(codes, (count, columns, self._height), decode)
 
     def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """An expert at a time."""
         for first in range(self.shape[0]):
             rows = self.rows(first * self._height, (first + 1) * self._height)
             yield slice(first, first + 1), rows.T[None]

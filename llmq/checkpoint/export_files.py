@@ -38,7 +38,6 @@ class HubModel(NamedTuple):
         return cls(config.model, config.revision) if known else None
 
     def record(self) -> dict[str, str]:
-        """The model as JSON."""
         return self._asdict()
 
 
@@ -75,7 +74,6 @@ def exported_files(directory: Path) -> list[Path]:
 
 
 def export_owner(directory: Path) -> RunId | None:
-    """Whose export a model directory is; None if no run of an id wrote it."""
     return RunId.of(json_object(directory / RUN_FILE).get("run"))
 
 
@@ -87,7 +85,6 @@ def recorded_sums(directory: Path) -> dict[str, str]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write it as JSON for people."""
     path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 

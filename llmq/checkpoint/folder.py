@@ -38,12 +38,10 @@ _OWN_FILE = re.compile(r"(.+\.shard_\d+_of_\d+\.safetensors|[^.].*\.json)(\.tmp)
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """The path of the checkpoint of a step."""
     return directory / f"step_{step:08d}"
 
 
 def unfinished(directory: Path, step: int) -> Path:
-    """The path at which it lies until it is complete."""
     return checkpoint_path(directory, step).with_suffix(".tmp")
 
 
@@ -194,7 +192,6 @@ def _link(path: Path, target: Path) -> bool:
 
 
 def _deleting(path: Path) -> Path:
-    """The name of a checkpoint while it is deleted."""
     return path.with_name(f"{path.name.partition('.')[0]}.tmp")
 
 

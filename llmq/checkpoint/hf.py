@@ -70,7 +70,6 @@ class _GrownTable:
         return (total / self._new.start).astype(dtype)
 
     def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """A few rows at a time: where they belong, and their values."""
         for rows, _ in self._stored.pieces():
             yield rows, self.rows(rows.start, rows.stop)
         if self.shape[0] > self._stored.shape[0]:
@@ -78,7 +77,6 @@ class _GrownTable:
             yield rows, self.rows(rows.start, rows.stop)
 
     def rows(self, start: int, stop: int, *, transposed: bool = False) -> np.ndarray:
-        """These rows of a table, which is not transposed."""
         end = min(stop, self._stored.shape[0])
         out = np.repeat(self._mean[None], stop - start, axis=0)
         if start < end:
@@ -111,7 +109,6 @@ class HfWeights(Closing):
             self._where, self.coded = decoded(self._where, coded), coded["quant_method"]
 
     def has(self, param: Param) -> bool:
-        """Whether it is here."""
         return all(self._name(part.name) is not None for part in self._parts(param))
 
     @property
@@ -133,7 +130,6 @@ class HfWeights(Closing):
                 self._where[stored] = table
 
     def _open(self) -> dict[str, FileTensor]:
-        """Every tensor, by name."""
         if (self.directory / SINGLE_FILE).exists():
             return self._file(SINGLE_FILE)
         index = self.directory / INDEX_FILE
@@ -159,7 +155,6 @@ class HfWeights(Closing):
         return {name: tensors[name] for name, (_, tensors) in where.items()}
 
     def _file(self, name: str) -> dict[str, FileTensor]:
-        """The tensors of a file."""
         if name not in self._files:
             self._files[name] = SafetensorsFile(self.directory / name)
         file = self._files[name]
@@ -219,7 +214,6 @@ class HfWeights(Closing):
 
     @property
     def _path(self) -> Path:
-        """The file that stands for the whole in messages."""
         return self.directory / (SINGLE_FILE if SINGLE_FILE in self._files else INDEX_FILE)
 
     def _check_part(self, stored: str, param: Param, part: HfPart) -> None:
@@ -363,7 +357,6 @@ class BaseId:
     nested: bool = False
 
     def record(self) -> dict[str, Any]:
-        """For files."""
         return {name: value for name, value in asdict(self).items() if value is not False}
 
     @classmethod
@@ -383,7 +376,6 @@ def base_id(name: str, weights: HfWeights, table: tuple[Slab, ...]) -> BaseId:
 
 
 def random_base_id(name: str, seed: int) -> BaseId:
-    """The identity of random weights."""
     digest = hashlib.sha256(f"{name} {seed}".encode()).hexdigest()
     return BaseId(name=f"{name}, random weights of --seed {seed}", sha256=digest)
 

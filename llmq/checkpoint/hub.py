@@ -152,7 +152,6 @@ def _files(flag: str, name: str, parts: Sequence[str], there: Sequence[str]) -> 
 
 
 def _fetch(hub: Any, name: str, file: str, revision: str) -> Path:
-    """The snapshot that a file is in then."""
     where = {"cache_dir": hub_cache(), "endpoint": os.environ.get("HF_ENDPOINT")}
     path = hub.hf_hub_download(name, file, revision=revision, **where)
     return Path(path).parents[file.count("/")]
@@ -181,7 +180,6 @@ def find_tokenizer(name: str, fetch: bool) -> str:
 
 
 def _said(hub: Any, name: str, error: Exception) -> str:
-    """The text on what went wrong, and what to do about it."""
     if isinstance(error, hub.errors.GatedRepoError):
         return f"{name} is gated: accept its terms on its page, then log in with `hf auth login`"
     if isinstance(error, hub.errors.RepositoryNotFoundError):

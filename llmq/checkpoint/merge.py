@@ -75,7 +75,6 @@ def merged_reader(
 
 
 def _with_rows(values: np.ndarray, param: Param, rows: Param, read: Read) -> np.ndarray:
-    """A block's parameter with rows of its own, if it is the table that they are of."""
     if param.key != TABLES[param.block]:
         return values
     values, last = values.astype(np.float32), rows.first_row + rows.rows
@@ -133,7 +132,6 @@ def open_merged(
 
 
 def _untied(model: ModelConfig, adapters: Adapters) -> ModelConfig:
-    """The model with an LM head of its own, if adapters make it another than the embedding."""
     if not model.tied_embeddings or not adapted_tables(model, adapters):
         return model
     return replace(model, tied_embeddings=False)

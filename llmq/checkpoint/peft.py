@@ -73,7 +73,6 @@ class AdapterConfig:
 
     @classmethod
     def of(cls, config: TrainConfig) -> AdapterConfig:
-        """The settings of a run's adapters. config: normalized."""
         return cls(
             dropout=config.lora_dropout,
             base=config.model,
@@ -253,7 +252,6 @@ class AdapterFiles(HfWeights):
     asks = "the model asks"
 
     def __init__(self, directory: Path) -> None:
-        """LlmqError if files are missing or damaged."""
         self.config = read_adapter_config(directory)
         super().__init__(directory)
         self._is_ours = self._agrees()
@@ -483,7 +481,6 @@ def _own_name(name: str) -> str:
 
 
 def biases_of(model: ModelConfig, adapters: Adapters) -> list[Param]:
-    """Those that are trained beside the adapters."""
     table = weight_table(model, 1, adapters)
     return [p for slab in table if slab.name == "biases" for p in slab.params]
 
@@ -493,7 +490,6 @@ def _is_bias(param: Param) -> bool:
 
 
 def _params_of(model: ModelConfig, part: str) -> list[Param]:
-    """The parameters of what --train names."""
     table = weight_table(model, 1, Adapters(rank=1, targets=("o",), train=(part,)))
     return [p for slab in table if slab.name == SLABS[part] for p in slab.params]
 

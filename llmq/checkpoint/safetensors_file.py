@@ -175,7 +175,6 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
 

@@ -173,7 +173,6 @@ def _newest_usable(found: dict[int, Path], passed: list[str]) -> Path | None:
 
 
 def _of_first(directory: Path) -> dict[int, Path]:
-    """List as list_checkpoints does, what the first process finds."""
     return processes().on_first(lambda: list_checkpoints(directory))
 
 
@@ -232,7 +231,6 @@ def delete_old(directory: Path, run: RunId, steps: Collection[int]) -> list[Path
 
 
 def kept_checkpoints(directory: Path, run: RunId) -> dict[int, CheckpointInfo]:
-    """By step those of this run that were not renamed."""
     own = own_checkpoints(directory, run).items()
     return {step: CheckpointInfo(path, read_verdict(path), looks_whole(path)) for step, path in own}
 
@@ -281,7 +279,6 @@ class Best:
         self.step, self._value, self._size = note or (None, self._value, self._size)
 
     def _noted(self, run: RunId, steps_done: int) -> tuple[int, float, int] | None:
-        """Step, value and size."""
         note = json_object(self.directory / NOTE)
         found = _noted_best(note)
         if found is None or found[3] != self.metric or not run.owns(_owner(note)):
@@ -330,7 +327,6 @@ def _noted_best(note: dict[str, Any]) -> tuple[int, float, int, str] | None:
 
 
 def best_owner(directory: Path) -> RunId | None:
-    """Whose note of the best checkpoint it is; None where it does not say so."""
     return _owner(json_object(directory / NOTE))
 
 

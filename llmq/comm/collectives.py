@@ -23,7 +23,6 @@ from llmq.runtime.mesh import Mesh
 
 
 def storages(dev: Device) -> dict[str, Storage]:
-    """The device's storages by place."""
     return {p: arena.storage for p, arena in dev.arenas.items()} | {"stack": dev.stack.storage}
 
 

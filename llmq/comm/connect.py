@@ -94,7 +94,6 @@ class CrossPlanComm(Comm):
         self._count("all_gather", dst.nbytes - src.nbytes)
 
     def _all_reduce(self, buffer: Tensor) -> None:
-        """Its parts are summed in a ring, and gathered in one."""
         self._count("all_reduce", 2 * (buffer.nbytes * (self.size - 1) // self.size))
 
     def _nothing(self, *_: object) -> None:

@@ -181,7 +181,6 @@ class Copies:
         return (self._rank + k) % self._world_size
 
     def _address(self, rank: int, tensor: Tensor) -> int:
-        """The address of the same tensor at a peer."""
         return self._storages[rank][tensor.storage.place].base + tensor.offset
 
     def _part(self, buffer: Tensor, index: int) -> Tensor:
@@ -190,7 +189,6 @@ class Copies:
     # -- direct ----------------------------------------------------------------------------------
 
     def _grant(self, kind: int, source: int) -> None:
-        """Let the source write to this rank's target."""
         self._queue.write(self._flags.address(kind, source, self._rank), EMPTY)
 
     def _push(self, kind: int, reader: int, target: Tensor, src: Tensor) -> None:
@@ -201,7 +199,6 @@ class Copies:
         self._queue.write(flag, FULL)
 
     def _arrived(self, kind: int, source: int) -> None:
-        """Wait for what the source has pushed."""
         self._queue.wait(self._flags.address(kind, source, self._rank), FULL)
 
     # -- collectives -----------------------------------------------------------------------------
@@ -330,7 +327,6 @@ class Copies:
             self._dev.wait(self._sent[0])
 
     def _send(self, piece: Tensor, reader: int, k: int) -> None:
-        """Stage what round k sends."""
         with self._dev.on("stage"):
             position = (k - 1) * self._staging.chunks(piece.nbytes)
             self._staging.send(piece.ptr, piece.nbytes, [reader], position)

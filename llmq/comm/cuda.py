@@ -36,11 +36,9 @@ class CudaQueue:
         self._driver = cuda_api.load().driver
 
     def wait(self, address: int, value: int) -> None:
-        """Wait until the 32-bit word at the address has a bit in common with value."""
         self._check(*self._driver.cuStreamWaitValue32(self._dev.stream, address, value, WAIT_AND))
 
     def write(self, address: int, value: int) -> None:
-        """Write the word; everything before is visible to whoever sees it."""
         self._check(*self._driver.cuStreamWriteValue32(self._dev.stream, address, value, 0))
 
     def pace(self) -> None:

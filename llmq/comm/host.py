@@ -66,7 +66,6 @@ class HostComm(Comm):
         return data[tensor.offset : tensor.offset + tensor.nbytes]
 
     def _number(self, source: int, target: int) -> int:
-        """The number of the data that one rank sends to another one."""
         return self.ranks[source] * self._world.size + self.ranks[target]
 
     def _process(self, place: int) -> int:
@@ -93,7 +92,6 @@ class HostComm(Comm):
             self.waits_for = None
 
     def _barrier(self) -> None:
-        """A barrier of the ranks in this process."""
         self.waits_for = "others"
         self._workers.barrier()
         self.waits_for = None

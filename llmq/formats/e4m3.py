@@ -39,7 +39,6 @@ FAST = {
 
 
 def e4m3_of(options: TrainConfig) -> DType:
-    """The format of codes where options say e4m3."""
     return E4M3_HALF if options.fp8_accumulate == "fp16" else E4M3
 
 

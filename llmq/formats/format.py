@@ -100,7 +100,6 @@ class Format:
 
     @property
     def head(self) -> Format:
-        """The format of the LM head's products."""
         return Format(self.dev)
 
     # -- products --------------------------------------------------------------------------------

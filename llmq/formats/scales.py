@@ -88,7 +88,6 @@ class Scales(NoScales):
         fp8_scale.now(self.dev, self.scale(name), self.abs_max(name), dtype)
 
     def forget(self) -> None:
-        """Begin to record largest values anew."""
         self.dev.zero(self.abs_maxes)
 
     def start_step(self) -> None:
@@ -160,7 +159,6 @@ class DelayedScales(Scales):
         fp8_scale.update(self.dev, scale, self._newest, limit, largest, factors=factor)
 
     def forget(self) -> None:
-        """Begin to record largest values, and to count what saturates, anew."""
         super().forget()
         self.dev.zero(self._saturated)
 
@@ -176,7 +174,6 @@ class DelayedScales(Scales):
         self._record()
 
     def calibrate(self) -> None:
-        """The first scales, from tensors that were quantized just in time."""
         self._record()
         self.ready = True
         self.forget()

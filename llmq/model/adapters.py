@@ -96,7 +96,6 @@ class Dropout:
             yield dropped
 
     def write(self, out: Tensor, x: Tensor, salt: int, *, add: bool = False) -> None:
-        """Write x with dropout, or add it."""
         how = {"probability": self.probability, "salt": salt, "sequences": self._sequences}
         dropout(self._dev, out, x, self._scalars, add=add, **how)
 
@@ -125,7 +124,6 @@ class EmbeddingAdapters:
     def backward(
         self, d_out: Tensor, tokens: Tensor, w: EmbeddingWeights, g: EmbeddingGrads
     ) -> None:
-        """The gradients of A and B."""
         dev, flat = self._dev, d_out.view(tokens.size, d_out.shape[-1])
         with self._hidden(tokens, w.embed_b, d_out) as hidden:
             self._linear.weight_gradients(g.embed_a, None, hidden, flat)

@@ -117,7 +117,6 @@ class Layer:
 def _site_stats(
     dev: Device, config: ModelConfig, name: str, rows: int
 ) -> tuple[Stats | None, Stats | None]:
-    """Those of NormTensors."""
     pre, post = config.arch.pre_norm, config.arch.post_norm
     stats = alloc_stats(dev, config, name, rows) if pre else None
     return stats, alloc_stats(dev, config, f"{name}.post", rows) if post else None

@@ -35,7 +35,6 @@ class Inference:
         self._temps = ExitStack()
 
     def options(self, B: int, T: int) -> TrainConfig:
-        """Those of a model for this shape."""
         return scoring_options(self.config, self._dtype, B, T)
 
     def take_shape(self, B: int, T: int) -> None:

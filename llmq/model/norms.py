@@ -63,7 +63,6 @@ class NormTensors(NamedTuple):
         return block.get(self.out.name), block.bias(self.out.name)
 
     def post_weight(self, block: BlockParameters[T]) -> T | None:
-        """The weight of the branch's norm, or its gradient."""
         return block.get(f"{self.out.name}_post")
 
 

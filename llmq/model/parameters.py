@@ -32,15 +32,12 @@ class BlockParameters(dict[str, T]):
     not needed, or is frozen, lacks its key: `get` gives None."""
 
     def bias(self, key: str) -> T | None:
-        """That of a matrix or a norm."""
         return self.get(f"{key}_bias")
 
     def adapters(self, key: str) -> tuple[T | None, T | None]:
-        """A and B of a matrix."""
         return self.get(f"{key}_a"), self.get(f"{key}_b")
 
     def magnitudes(self, key: str) -> T | None:
-        """Those of a matrix's rows (DoRA)."""
         return self.get(f"{key}_m")
 
 

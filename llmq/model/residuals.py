@@ -93,5 +93,4 @@ class Residuals(Stream):
         self.final = dev.alloc("residual.final", shape, dtype, "Activations")
 
     def after(self, layer: int) -> Tensor:
-        """The stream behind a layer."""
         return self.tensors.get(layer + 1, self.final)

@@ -95,7 +95,6 @@ class Results:
 
     @property
     def next_ticket(self) -> int:
-        """The ticket that the next `post` returns."""
         return self._ring.used
 
     def start(self, *, of_step: bool) -> None:

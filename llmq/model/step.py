@@ -142,7 +142,6 @@ class Step:
         self.results.end()
 
     def result(self, ticket: int) -> Result:
-        """The measurements of the step with this ticket, see `Results.result`."""
         return self.results.result(ticket)
 
     # -- an evaluation ---------------------------------------------------------------------------
@@ -209,6 +208,5 @@ class Step:
         return self.scales.state() | ({"moments_begun": [float(begun)]} if begun else {})
 
     def load_extra_state(self, state: Mapping[str, list[float]]) -> None:
-        """Take what extra_state gave; on all ranks."""
         self.scales.load_state(state)
         self.optimizer.rule.begun = int(*state.get("moments_begun", [0]))

@@ -49,7 +49,6 @@ class Sight:
         return self.starts is not None or self.window is not None
 
     def args(self, seq_len: int) -> tuple[Tensor | None, int]:
-        """For kernels."""
         return self.starts, seq_len if self.window is None else self.window
 
     def rows(self, start: int, stop: int) -> Sight:
@@ -77,7 +76,6 @@ class HeadGroup(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many query heads and key/value heads."""
         return self.count, self.kv_count
 
 

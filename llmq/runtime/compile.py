@@ -116,7 +116,6 @@ def program(source: KernelSource) -> str:
 
 
 def digest(parts: Iterable[str | bytes]) -> str:
-    """A name for this content."""
     total = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part

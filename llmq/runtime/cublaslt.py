@@ -126,7 +126,6 @@ class CublasLt:
     effect, these sums are F32's. Raises Unsupported also where the library is wrong."""
 
     def close(self) -> None:
-        """Free the library's descriptors and its handle."""
         for plan in self.plans.values():
             free(self._lt, plan)
         self.plans.clear()
@@ -305,7 +304,6 @@ class CublasLt:
         )
 
     def _point(self, plan: Plan, attribute: int, tensor: Tensor) -> None:
-        """Set an address in the plan's descriptor."""
         plan.address[0] = tensor.ptr
         self._lt.matmul_desc_set_attribute(plan.desc, attribute, plan.address.ctypes.data, 8)
 

@@ -115,7 +115,6 @@ class CudaDevice(Device):
 
     @property
     def api(self) -> Any:
-        """CuPy's CUDA runtime module."""
         return self._runtime
 
     @property
@@ -283,7 +282,6 @@ class CudaDevice(Device):
             self._runtime.deviceSynchronize()
 
     def synchronize_stream(self) -> None:
-        """Make the host wait for the current stream."""
         with self._waiting():
             self._runtime.streamSynchronize(self._stream)
 

@@ -114,7 +114,6 @@ class CudaKernels:
     again."""
 
     def __init__(self, api: SimpleNamespace, capability: int):
-        """api: what cuda_api.load() returns."""
         self._api = api
         self._launch = api.driver.cuLaunchKernel
         self._capability = capability
@@ -139,7 +138,6 @@ class CudaKernels:
             raise self._api.DriverError(status)
 
     def load(self, kernel: Kernel, types: dict[str, DType], consts: dict[str, int]) -> Loaded:
-        """The kernel with these types and constants."""
         source = KernelSource.of(kernel, types, consts)
         loaded = self._loaded.get(source)
         if loaded is None:

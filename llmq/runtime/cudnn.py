@@ -127,7 +127,6 @@ class CudnnAttention:
         self._plans: dict[tuple, _Plan] = {}
 
     def close(self) -> None:
-        """Release the library's handle."""
         self._plans.clear()
         self._cudnn.destroy_handle(self._handle)
 

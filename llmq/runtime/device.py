@@ -158,7 +158,6 @@ class Device(ABC):
 
     @property
     def num_sms(self) -> int:
-        """Multiprocessors, for grid sizes."""
         return self.spec.num_sms
 
     def alloc(
@@ -259,7 +258,6 @@ class Device(ABC):
         self.stream_name = stream
 
     def event(self) -> Event:
-        """A new event."""
         return Event()
 
     def record(self, event: Event) -> None:

@@ -30,7 +30,6 @@ class GpuInfo:
 
 
 def gpu_count() -> int:
-    """GPUs that this process sees; there must be a usable one."""
     from cupy.cuda import runtime
 
     return runtime.getDeviceCount()

@@ -151,12 +151,10 @@ class Graphs:
             self._api.eventRecord(event.handle, self._main)
 
     def _order(self, first: int, then: int) -> None:
-        """Make the stream `then` wait for all that is in `first`."""
         self._api.eventRecord(self._side, first)
         self._api.streamWaitEvent(then, self._side)
 
     def close(self) -> None:
-        """Destroy all graphs."""
         for captured in self._captured.values():
             self._api.graphExecDestroy(captured.executable)
         self._captured.clear()

@@ -156,7 +156,6 @@ class Kernel:
         return device, loaded, stored
 
     def formats(self, args: tuple) -> str:
-        """The formats of the tensors among these arguments, as `formats` has them."""
         return formats(x for x, arg in zip(args, self.declared, strict=True) if arg.pointer)
 
 
@@ -216,5 +215,4 @@ def expect(op: str, name: str, tensor: Tensor, dtype: DType | None, shape: tuple
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b rounded up."""
     return -(-a // b)

@@ -102,7 +102,6 @@ class Lane:
         return False
 
     def slot_of(self, content: Hashable) -> Hashable:
-        """The slot in which the content is."""
         for key, slot in self._slots.items():
             if slot.content == content:
                 return key
@@ -130,7 +129,6 @@ class Lane:
         slot.gone = []
 
     def use(self, key: Hashable) -> None:
-        """Let the current stream wait until the slot is full."""
         self.dev.wait(self._slots[key].arrived)
 
     def free(self, key: Hashable) -> None:

@@ -68,7 +68,6 @@ class Mesh:
         return next((end.waits_for for end in self.groups.values() if end.waits_for), None)
 
     def close(self) -> None:
-        """Release what libraries hold for the groups."""
         for end in self.groups.values():
             end.close()
 
@@ -106,27 +105,22 @@ class World:
 
     @cached_property
     def size(self) -> int:
-        """Ranks of all processes."""
         return sum(self.counts)
 
     @cached_property
     def base(self) -> int:
-        """The first rank of this process."""
         return sum(self.counts[: self.index])
 
     @property
     def count(self) -> int:
-        """Ranks of this process."""
         return self.counts[self.index]
 
     @property
     def local(self) -> range:
-        """The ranks of this process."""
         return range(self.base, self.base + self.count)
 
     @cached_property
     def processes(self) -> tuple[int, ...]:
-        """The process of each rank."""
         return tuple(p for p, count in enumerate(self.counts) for _ in range(count))
 
     @cached_property
@@ -144,7 +138,6 @@ class World:
 
     @property
     def num_machines(self) -> int:
-        """How many different machines there are."""
         return len(self.ranks_of_machines)
 
     def name(self, rank: int) -> str:

@@ -218,7 +218,6 @@ class MpiProcesses(Processes):
             self._heartbeat.watch(pool, waits)
 
     def close(self) -> None:
-        """End the heartbeat."""
         if self._heartbeat is not None:
             self._heartbeat.close()
 

@@ -99,7 +99,6 @@ XIDS = {
 
 
 def xid_text(xid: int) -> str:
-    """One of the driver's errors, in words."""
     return f"Xid {xid}" + (f", {XIDS[xid]}" if xid in XIDS else "")
 
 
@@ -190,12 +189,10 @@ class NvmlGpu:
 
     @property
     def name(self) -> str:
-        """The name of the card; "" where it is not told."""
         name = self._read(lambda n, h: n.nvmlDeviceGetName(h))
         return "" if name == UNSUPPORTED else name
 
     def close(self) -> None:
-        """Stop to listen for errors."""
         events, self._events = self._events, None
         if events is not None:
             with contextlib.suppress(self._nvml.NVMLError):

@@ -95,7 +95,6 @@ def processes() -> Processes:
 
 
 def set_processes(new: Processes) -> None:
-    """Let `processes` return these from now on."""
     global _current
     _current = new
 

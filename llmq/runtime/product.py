@@ -36,17 +36,14 @@ class Product(NamedTuple):
 
     @property
     def fp8(self) -> bool:
-        """Whether the operands are codes with scales."""
         return self.a in FP8
 
     @property
     def adds(self) -> bool:
-        """Whether a matrix is added, be it what was in the result."""
         return self.accumulate or self.addend
 
     @property
     def makes_codes(self) -> bool:
-        """Whether the result are codes, too."""
         return self.out in FP8
 
     @property
@@ -92,12 +89,10 @@ class Algorithm(NamedTuple):
     fast: bool
 
     def tobytes(self) -> bytes:
-        """The bytes that are kept in the file of tuned algorithms."""
         return self.algorithm.tobytes() + bytes([self.fast])
 
     @classmethod
     def frombytes(cls, content: bytes) -> Algorithm:
-        """The inverse of tobytes."""
         return cls(np.frombuffer(content[:-1], np.uint8), bool(content[-1]))
 
 
@@ -173,7 +168,6 @@ def _block_scaling(lt: Any) -> dict[int, int]:
 
 
 def free(lt: Any, plan: Plan) -> None:
-    """Free the library's descriptors."""
     for layout in set(plan.layouts):
         lt.matrix_layout_destroy(layout)
     lt.matmul_desc_destroy(plan.desc)

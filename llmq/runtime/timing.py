@@ -44,7 +44,6 @@ class Marks:
         return self._api.eventElapsedTime(first, second)
 
     def close(self) -> None:
-        """Free the events."""
         if self._api is not None:
             for event in self._marks:
                 self._api.eventDestroy(event)

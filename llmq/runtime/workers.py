@@ -154,7 +154,6 @@ class RankPool:
         return command
 
     def wait(self, command: Command[T]) -> list[T]:
-        """The results of a command, by rank."""
         self._wait_until(lambda: not command.waiting)
         return [command.results[rank] for rank in sorted(command.results)]
 
@@ -215,7 +214,6 @@ class RankPool:
     # -- failures --------------------------------------------------------------------------------
 
     def _named(self, error: BaseException, rank: int) -> BaseException:
-        """The error with its rank."""
         if isinstance(error, LlmqError):
             named = type(error)(f"{self._name(rank)}: {error}")
             named.__cause__ = error

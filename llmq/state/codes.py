@@ -99,7 +99,6 @@ class WeightCodes:
     # -- after an update -------------------------------------------------------------------------
 
     def forget(self, names: Collection[str]) -> None:
-        """Begin to record largest values of these slabs anew."""
         first = 0
         for changes, run in groupby(self.slabs.values(), key=lambda slab: slab.name in names):
             stop = first + STRIDE * sum(len(slab.params) for slab in run)

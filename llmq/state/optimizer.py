@@ -50,7 +50,6 @@ class _State(NamedTuple):
     codes: Tensor | None = None
 
     def rows(self, start: int, stop: int) -> _State:
-        """Elements [start, stop)."""
         blocks = start // SCALE_BLOCK, stop // SCALE_BLOCK
         return _State(
             self.name,
@@ -137,11 +136,9 @@ class Optimizer:
             self.dev.zero(piece.tensor)
 
     def moment_groups(self) -> dict[str, dict[str, Tensor]]:
-        """Moments by their group of checkpoints and by slab."""
         return {m.group: self.moments[m.name] for m in self.kept}
 
     def scale_groups(self) -> dict[str, dict[str, Tensor]]:
-        """The same of the scales that there are."""
         found = {m.scales_group: self.scales[m.name] for m in self.kept}
         return {group: scales for group, scales in found.items() if scales}
 

@@ -91,7 +91,6 @@ class Param:
 
     @property
     def columns(self) -> int:
-        """Elements of a row."""
         return prod(self.row_shape)
 
     @property
@@ -101,12 +100,10 @@ class Param:
 
     @property
     def transposed_shape(self) -> tuple[int, ...]:
-        """The transposed shape of a matrix: (in, out), or (experts, in, out)."""
         return (*self.shape[:-2], self.shape[-1], self.shape[-2])
 
     @property
     def count(self) -> int:
-        """Elements without padding."""
         return sum((p.stop - p.start) * (p.columns or self.columns) for p in self.hf)
 
     @property
@@ -267,7 +264,6 @@ def _params(block: str, module: Module) -> Iterator[Param]:
 
 
 def _modules(config: ModelConfig) -> dict[str, tuple[Module, ...]]:
-    """By block, in the order of the model."""
     blocks = {"embed": config.arch.embedding(config)}
     for layer in range(config.num_layers):
         halves = config.halves(layer)
@@ -401,6 +397,5 @@ def _magnitudes(matrix: Adapted, block: str) -> Param:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Trained parameters, without padding."""
     table = weight_table(config)
     return sum(p.count for slab in table for p in slab.params)

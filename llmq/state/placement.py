@@ -130,7 +130,6 @@ def _memory(config: TrainConfig, offloaded: bool) -> str:
 
 
 def _shard(config: TrainConfig, dtype: str, *, offloaded: bool) -> Store:
-    """The stores of which each rank has its part all the time."""
     return Store(dtype=parse_dtype(dtype), memory=_memory(config, offloaded), sharded=True)
 
 
@@ -161,7 +160,6 @@ def trains(config: TrainConfig, slab: Slab) -> bool:
 
 
 def trained_count(config: TrainConfig, model: ModelConfig) -> int:
-    """Parameters that a run updates, without padding."""
     table = [slab for slab in table_of(config, model) if trains(config, slab)]
     return sum(p.count for slab in table for p in slab.params)
 
@@ -214,7 +212,6 @@ def _place_slab(config: TrainConfig, slab: Slab, shards: int, *, trainable: bool
 
 
 def _mirror(config: TrainConfig, source: Store | None, shards: int) -> Store | None:
-    """The mirror of what ranks gather at each use, where they have one."""
     mirrors = source and shards > 1 and config.mirror_weights and not why_no_mirrors(config)
     return Store(dtype=source.dtype, memory="pinned", sharded=True) if mirrors else None
 

@@ -281,7 +281,6 @@ class Weights:
             self.dev.copy(place, rows)
 
     def _keep_transposed(self, name: str) -> None:
-        """Make the transposed codes of a whole slab, if it keeps them."""
         if name in self._transposes.own:
             self._transposes.written(name, self.weight_codes.operands(name, self._whole[name]))
 
@@ -319,7 +318,6 @@ class Weights:
         return self._operands[key]
 
     def _arrived(self, block: str) -> Tensor:
-        """The slot of a streamed block."""
         slot = self._lane.slot_of(block)
         self._lane.use(slot)
         return self.slots[slot]
@@ -470,11 +468,9 @@ class Weights:
         self.refresh()
 
     def _with_masters(self) -> list[Slab]:
-        """All slabs but those that are kept as codes only."""
         return [slab for slab in self.table if slab.name in self.master]
 
     def params(self) -> list[Param]:
-        """All parameters that have masters."""
         return [param for slab in self._with_masters() for param in slab.params]
 
     def _owned(self, slab: Slab) -> list[tuple[Param, Tensor, int]]:

@@ -192,7 +192,6 @@ def _not_of_adapters(source: Source, adapters: Adapters) -> str | None:
 
 
 def _own_factor(scaling: RopeScaling) -> float:
-    """The attention factor that llama.cpp derives from YaRN's factor."""
     return RopeScaling(kind="yarn", factor=scaling.factor).attention(0)
 
 
@@ -500,7 +499,6 @@ def _verify(source: Source, path: Path, dtype: str, shown: Path) -> None:
 
 
 def _agrees(tensor: _Tensor, rows: np.ndarray, data: np.ndarray) -> bool:
-    """Whether what is stored is these rows, rounded to the tensor's format."""
     gguf = _library()
     rows = rows.astype(np.float32)
     found = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[tensor.kind])

@@ -56,7 +56,6 @@ class Source:
 
     @property
     def table(self) -> list[Slab]:
-        """The slabs of what is exported: with adapters, those that are trained."""
         table = weight_table(self.model, 1, self.adapters)
         if self.adapters is None:
             return [*table]
@@ -156,7 +155,6 @@ def _adapters(directory: Path, base: str | None) -> Iterator[Source]:
 
 @contextmanager
 def _merged(directory: Path, base: str | None) -> Iterator[Source]:
-    """A model with its adapters."""
     with AdapterFiles(directory) as files:
         name = _base_of(directory, files, base)
     model, folder = resolve_model(name, from_scratch=False)

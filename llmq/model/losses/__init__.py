@@ -25,7 +25,6 @@ OF_SCORES: dict[str, type[Loss]] = {"ce": Classes, "reward": Reward}
 
 
 def loss_class(options: TrainConfig) -> type[Loss]:
-    """The loss of a run."""
     if options.token_weights:
         return MessageWeights
     return (OF_SCORES if options.head == "score" else LOSSES)[options.loss]

@@ -17,12 +17,10 @@ class TokenCrossEntropy(Loss):
     validated = ("loss_1k",)
 
     def add(self, stats: Tensor, rows: Rows) -> None:
-        """One launch."""
         cross_entropy.stats(self.dev, stats, rows.losses, rows.lse, rows.targets)
 
     @classmethod
     def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
-        """NaN without tokens."""
         tokens, tokens_1k = sums["count"], sums["tokens_1k"]
         return {
             "lse_max": sums["lse_max"],

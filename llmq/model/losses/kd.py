@@ -39,15 +39,12 @@ class Distillation(TokenCrossEntropy):
         return {"scores": 2 * options.kd_top_k}
 
     def of_rows(self) -> Teacher:
-        """The one of the batch."""
         return self._teacher
 
     def add(self, stats: Tensor, rows: Rows) -> None:
-        """Two launches."""
         super().add(stats, rows)
         distill.add(self.dev, stats, self._teacher.kl, self.stat()["kl"])
 
     @classmethod
     def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
-        """NaN without tokens."""
         return super().numbers(sums) | {"kl": sums["kl"] / (sums["count"] or float("nan"))}

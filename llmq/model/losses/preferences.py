@@ -51,13 +51,11 @@ class Preferences(Loss):
         return float(of_pair(cls._form(options), answer, answer).loss[0])
 
     def weights(self, rows: Rows) -> Tensor:
-        """Two launches."""
         places, sums = self._add_up(rows), (self._sums, self._shift)
         pairs.weights(self.dev, self._weights, *sums, rows.targets, places, self.form)
         return self._weights
 
     def add(self, stats: Tensor, rows: Rows) -> None:
-        """Two launches."""
         places = self._add_up(rows)
         pairs.stats(self.dev, stats, self._sums, self._shift, places, self.form)
 
@@ -70,7 +68,6 @@ class Preferences(Loss):
 
     @classmethod
     def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
-        """NaN without pairs."""
         means = {
             f"{name}_{side}": sums[f"{name}_{side}"] / (sums[side] or float("nan"))
             for name in ("reward", "logp")
@@ -126,7 +123,6 @@ class Kto(Preferences):
 
     @classmethod
     def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
-        """Beside the others kl, the mean shift; NaN without pairs."""
         return super().numbers(sums) | {"kl": sums["kl"] / (sums["count"] or float("nan"))}
 
     def _add_up(self, rows: Rows) -> pairs.Places:

@@ -30,17 +30,14 @@ class Classes(TokenCrossEntropy):
         self._of_rows = _labels(dev, options, linear=False)
 
     def of_rows(self) -> Labels:
-        """Classes in place of tokens."""
         return self._of_rows
 
     def add(self, stats: Tensor, rows: Rows) -> None:
-        """Two launches."""
         super().add(stats, rows)
         distill.add(self.dev, stats, self._of_rows.hits, self.stat()["hits"])
 
     @classmethod
     def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
-        """NaN without documents."""
         return {"accuracy": sums["hits"] / (sums["count"] or float("nan"))}
 
 
@@ -59,11 +56,9 @@ class Reward(SimPo):
         return Form(cls.kind, 0, 1.0, 0.0, 0.0, 0.0)
 
     def of_rows(self) -> Labels:
-        """Scores in place of logarithms of probabilities."""
         return self._of_rows
 
     @classmethod
     def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
-        """NaN without pairs."""
         found = super().numbers(sums)
         return {name: n for name, n in found.items() if not name.startswith("logp")}

@@ -23,11 +23,9 @@ class Weighted(TokenCrossEntropy):
         return inf
 
     def weights(self, rows: Rows) -> Tensor:
-        """Those of the batch."""
         return self.inputs["scores"]
 
     def add(self, stats: Tensor, rows: Rows) -> None:
-        """One launch."""
         weights = self.inputs["scores"]
         cross_entropy.stats(self.dev, stats, rows.losses, rows.lse, rows.targets, weights)
 
@@ -40,17 +38,14 @@ class MessageWeights(TokenCrossEntropy):
     inputs = ("scores",)
 
     def weights(self, rows: Rows) -> Tensor:
-        """Those of the batch."""
         return self.inputs["scores"]
 
     def add(self, stats: Tensor, rows: Rows) -> None:
-        """One launch."""
         weights = self.inputs["scores"]
         args = (rows.losses, rows.lse, rows.targets, weights)
         cross_entropy.stats(self.dev, stats, *args, by_weight=True)
 
     @classmethod
     def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
-        """NaN without tokens."""
         mean = sums["lse_sum"] / (sums["tokens"] or nan)
         return super().numbers(sums) | {"lse_mean": mean}

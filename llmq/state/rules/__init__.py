@@ -25,7 +25,6 @@ def kept(config: TrainConfig, slab: Slab | None = None) -> tuple[Moment, ...]:
 
 
 def rule_class(name: str) -> type[UpdateRule]:
-    """The rule that --optimizer names."""
     return RULES[name]
 
 
@@ -39,5 +38,4 @@ def rule_saved(options: Mapping[str, Any]) -> type[UpdateRule]:
 
 
 def rule_of(config: TrainConfig) -> UpdateRule:
-    """The rule of a run. config: normalized."""
     return rule_class(config.optimizer)(config)

@@ -172,7 +172,6 @@ class _Iteration:
             yield x, out, squares.rows(at, end)
 
     def _polynomial(self, out: Tensor, gram: Tensor, b: float, c: float) -> None:
-        """All of a step's but for a."""
         matmul(self.dev, out, gram, gram, addend=gram, alpha=c, beta=b)
 
     def _steps(

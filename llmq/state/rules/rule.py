@@ -32,12 +32,10 @@ class Moment:
     offload: str
 
     def format(self, options: TrainConfig) -> DType:
-        """The format in which a run keeps it."""
         return F32 if self.dtype is None else parse_dtype(getattr(options, self.dtype))
 
     @property
     def scales_group(self) -> str:
-        """The group of its scales in checkpoints."""
         return f"{self.group}{SCALES}"
 
 
