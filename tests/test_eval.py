@@ -163,9 +163,8 @@ def test_requests_with_the_same_inputs_share_a_row():
     ]
     nothing = [-100] * 4
     assert batch.targets(1).tolist() == [nothing, [-100, 3, 5, -100], nothing]
-    out = np.zeros(4)
-    batch.add_up(out, 1, np.arange(12, dtype=np.float32).reshape(3, 4))
-    assert out.tolist() == [0, -(5 + 6), 0, 0]
+    losses = np.arange(12, dtype=np.float32).reshape(3, 4)
+    assert batch.likelihoods(1, losses) == {1: -(5 + 6)}
 
 
 def test_several_sequences_in_a_row():
@@ -179,9 +178,8 @@ def test_several_sequences_in_a_row():
     assert one.count == 2 and one.targets(1).tolist() == [[x] * 8, [x] * 5 + [2, 3, x]]
     assert two.inputs().tolist() == [[0, 1] + [0] * 6, [0] * 8]
     assert two.starts().tolist() == [[0, 0] + [2] * 6, [0] * 8]
-    out = np.zeros(5)
-    one.add_up(out, 0, np.arange(16, dtype=np.float32).reshape(2, 8))
-    assert out.tolist() == [-(13 + 14), -(3 + 4), 0, -(10 + 11), 0]
+    losses = np.arange(16, dtype=np.float32).reshape(2, 8)
+    assert one.likelihoods(0, losses) == {0: -(13 + 14), 1: -(3 + 4), 3: -(10 + 11)}
 
 
 def test_shapes_waste_little():

@@ -25,6 +25,7 @@ from llmq.runtime.gpu_info import (
     library_versions,
 )
 from llmq.runtime.host_device import HostDevice
+from llmq.runtime.mesh import World
 from llmq.runtime.nvml import NvmlGpu
 from tests.fake_nvml import FakeError, FakeGpu, FakeNvml
 
@@ -197,7 +198,7 @@ def test_a_run_says_that_its_card_is_unknown():
         reporter = SimpleNamespace(message=said.append, block=lambda *args: None, log=nothing)
         trainer = SimpleNamespace(
             dev=SimpleNamespace(kind=kind, spec=SimpleNamespace(name=name)),
-            machine=SimpleNamespace(note=None),
+            machine=SimpleNamespace(note=None, world=World()),
             ranks=SimpleNamespace(links=None, run=lambda *args: []),
             world_size=1,
         )

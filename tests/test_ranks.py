@@ -21,8 +21,7 @@ from llmq.comm.collectives import SingleComm
 from llmq.data.loader import DataLoader
 from llmq.model.step import Step
 from llmq.run.monitor import time_alone
-from llmq.run.rank import Rank
-from llmq.run.ranks import Ranks
+from llmq.run.ranks import Rank, Ranks
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.machine import Machine
 from llmq.state.params import weight_table
@@ -343,7 +342,7 @@ def test_a_rank_that_cannot_write_disturbs_no_other(monkeypatch):
             failed.set()
             time.sleep(0.3)  # in which the other rank writes on
 
-    monkeypatch.setattr("llmq.run.rank.write_group", write)
+    monkeypatch.setattr("llmq.run.ranks.write_group", write)
     with trainer(2) as t:
         t.step()
         with pytest.raises(LlmqError, match=r"^rank 1: the disk is full$"):
@@ -528,7 +527,7 @@ def test_progress_within_a_long_command_is_seen(monkeypatch, capsys):
         monkeypatch.setattr(Step, "micro_step", slow)
         t.step()  # 1.2 s
         monkeypatch.setattr(
-            "llmq.run.rank.write_group",
+            "llmq.run.ranks.write_group",
             lambda fetch, writer, group, pieces, beat: (
                 [(time.sleep(0.2), beat()) for _ in range(2)]
                 and write_group(fetch, writer, group, pieces, beat)

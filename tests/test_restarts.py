@@ -196,17 +196,17 @@ class Nvml:
 def test_errors_of_gpus_are_named(monkeypatch, capfd):
     nvml = Nvml()
     monkeypatch.setattr(restarts, "open_nvml", lambda: nvml)
-    errors = restarts._GpuErrors()
-    assert errors.new() == []
+    gpus = restarts._gpus()
+    assert restarts._new_errors(gpus) == []
     nvml.errors += [79, 79]
     nvml.counted += 2
-    assert errors.new() == [
+    assert restarts._new_errors(gpus) == [
         "GPU 0: Xid 79, the GPU has fallen off the bus",
         "GPU 0: 2 uncorrectable memory errors (ECC)",
     ]
-    assert errors.new() == []
+    assert restarts._new_errors(gpus) == []
     nvml.errors.append(48)
-    monkeypatch.setattr(restarts, "_GpuErrors", lambda: errors)
+    monkeypatch.setattr(restarts, "_gpus", lambda: gpus)
     run(monkeypatch, CRASH, {})
     assert "killed by SIGKILL; GPU 0: Xid 48, an uncorrectable" in capfd.readouterr().err
 

@@ -189,10 +189,9 @@ class Batch(NamedTuple):
             targets[part] = request.tokens[-request.count :]
         return targets
 
-    def add_up(self, out: np.ndarray, number: int, losses: np.ndarray) -> None:
-        """Put log-likelihoods of a round into out (requests,) F64. losses: F32 (B, T)."""
-        for index, _, part in self._asked(number):
-            out[index] = -losses[part].sum(dtype=np.float64)
+    def likelihoods(self, number: int, losses: np.ndarray) -> dict[int, float]:
+        """Log-likelihoods of a round's requests, by their index. losses: F32 (B, T)."""
+        return {i: -losses[part].sum(dtype=np.float64) for i, _, part in self._asked(number)}
 
     def _asked(self, number: int) -> Iterator[tuple[int, Request, tuple[int, slice]]]:
         """Requests of a round with their index, and the places of their targets."""

@@ -22,7 +22,7 @@ from llmq.base.console import printable_console
 from llmq.base.dtypes import GIB
 from llmq.base.errors import LlmqError
 from llmq.report.plot import read_log
-from llmq.report.views import PlainView, View, optional_console
+from llmq.report.views import PlainView, optional_console
 from llmq.runtime.nvml import NO_REASON, REASONS, UNSUPPORTED, reason
 from llmq.runtime.processes import processes
 
@@ -418,8 +418,8 @@ class Progress:
         return f"{speed}   {left} left" if goes_on else speed
 
 
-class LiveView:
-    """A views.View whose state is drawn below the lines."""
+class LiveView(PlainView):
+    """Lines with the state drawn below them."""
 
     def __init__(
         self,
@@ -472,7 +472,7 @@ def _losses(log: Path, steps_done: int) -> list[float]:
     return []
 
 
-def view_of_run(steps_done: int, total_steps: int, panel: Panel | None, log: Path) -> View:
+def view_of_run(steps_done: int, total_steps: int, panel: Panel | None, log: Path) -> PlainView:
     """A live view on a terminal, if there is anything to see; else lines. panel: of GPUs. log: of
     the run, which has the steps that are done."""
     console = printable_console()

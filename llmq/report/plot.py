@@ -91,29 +91,26 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-class _Clock:
-    """The time at which each step was done: tokens and hours by step. Steps before the log's first
-    one count as many tokens as that one, and have no time.
-    """
+def _clock(steps: list[dict[str, Any]]) -> Callable[[list[dict[str, Any]]], dict[str, np.ndarray]]:
+    """Gives the position of each record by axis, from the records of steps in order; one that a
+    step has written is at its end. Steps before the log's first one count as many tokens as that
+    one, and have no time."""
+    numbers = np.array([r["step"] for r in steps], int)
+    tokens = np.array([r.get("step_tokens", 0) for r in steps], float)
+    hours = np.array([r.get("duration_ms", 0) / 3.6e6 for r in steps], float)
+    before = tokens[0] * numbers[0] if steps else 0.0
+    sums = {
+        "tokens": before + np.concatenate(([0.0], np.cumsum(tokens))),
+        "hours": np.concatenate(([0.0], np.cumsum(hours))),
+    }
 
-    def __init__(self, steps: Iterable[dict[str, Any]]):
-        """steps: their records, in order."""
-        records = list(steps)
-        self._steps = np.array([r["step"] for r in records], int)
-        tokens = np.array([r.get("step_tokens", 0) for r in records], float)
-        hours = np.array([r.get("duration_ms", 0) / 3.6e6 for r in records], float)
-        before = tokens[0] * self._steps[0] if records else 0.0
-        self._done = {
-            "tokens": before + np.concatenate(([0.0], np.cumsum(tokens))),
-            "hours": np.concatenate(([0.0], np.cumsum(hours))),
-        }
-
-    def x(self, records: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-        """The position of each record by axis; one that a step has written is at its end."""
-        steps = np.array([r["step"] for r in records], int)
+    def x(records: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+        at = np.array([r["step"] for r in records], int)
         of_step = [is_undone(r, r["step"]) for r in records]
-        made = np.searchsorted(self._steps, steps + np.array(of_step, int), "left")
-        return {"step": steps.astype(float)} | {n: done[made] for n, done in self._done.items()}
+        made = np.searchsorted(numbers, at + np.array(of_step, int), "left")
+        return {"step": at.astype(float)} | {name: of[made] for name, of in sums.items()}
+
+    return x
 
 
 def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -137,13 +134,13 @@ def series_of(records: list[dict[str, Any]]) -> list[Series]:
     for r in records:
         by_log.setdefault(r["log"], []).append(r)
     steps = _by_step(by_log.get("step", []))
-    clock, found = _Clock(steps), []
+    x, found = _clock(steps), []
 
     def add(panel: str, label: str, of: list[dict], y: list[Any], **drawn: bool) -> None:
         values = np.array([_number(value) for value in y], float)
         if len(values) and (panel == LOSS or np.isfinite(values).any()):
             drawn["points"] = drawn.get("points", False) or len(values) == 1
-            found.append(Series(panel, label, clock.x(of), values, **drawn))
+            found.append(Series(panel, label, x(of), values, **drawn))
 
     def add_named(of: list[dict], panel: Callable[[dict], str], value: str, label: str) -> None:
         """One series for each panel and name of these records."""

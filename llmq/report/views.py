@@ -8,30 +8,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from llmq.base.console import print_own, printable, printable_console
 from llmq.base.errors import discard, warn
 
 PROGRESS_SECONDS = 3  # between lines about a validation that takes longer
-
-
-class View(Protocol):
-    """A place that lines go to: plain output, or the live view of a terminal.
-
-    shows_sensors: whether it shows GPUs and CPUs all the time.
-    """
-
-    shows_sensors: bool
-
-    def line(self, text: str, *, bold: bool = False) -> None:
-        """Show one line of the log."""
-
-    def progress(self, **state: Any) -> None:
-        """Update what is shown beside the log; keys as in live.LiveView."""
-
-    def close(self) -> None:
-        """Stop showing."""
 
 
 @contextmanager
@@ -51,7 +33,10 @@ def optional_console() -> Iterator[None]:
 
 
 class PlainView:
-    """Lines to standard output, as they come; of a long validation now and then how far it is."""
+    """Lines to standard output, as they come; of a long validation now and then how far it is.
+
+    shows_sensors: whether it shows GPUs and CPUs all the time.
+    """
 
     shows_sensors = False
 
@@ -59,12 +44,14 @@ class PlainView:
         self._next = 0.0  # time of the next line about a validation
 
     def line(self, text: str, *, bold: bool = False) -> None:
+        """Show one line of the log."""
         with optional_console():
             bold = bold and sys.stdout.isatty()
             text = printable(text)
             print_own(f"\033[1m{text}\033[22m" if bold else text)
 
     def progress(self, **state: Any) -> None:
+        """Show what has changed beside the log; keys as in live.LiveView."""
         part, now = state.get("validated"), time.monotonic()
         if part == 0.0:
             self._next = now + PROGRESS_SECONDS
@@ -73,7 +60,7 @@ class PlainView:
             self.line(f"  validation: {part:.0%}")
 
     def close(self) -> None:
-        pass
+        """Stop showing."""
 
 
 REPORT_SECONDS = 10.0  # between lines where there is no terminal

@@ -68,10 +68,7 @@ def checked_batches(
         _check_starts(starts, shape, config)
         _check_more(more or {}, shape, loss_class(config).widths(config))
         for name, array in (("inputs", inputs), ("targets", targets)):
-            if array.shape != shape or array.dtype != np.int32:
-                raise ValueError(
-                    f"step: {name} must be int32 {shape}, got {array.dtype} {array.shape}"
-                )
+            _check(name, array, shape, "int32")
             bad = array.view(np.uint32) >= model.vocab_size  # a negative id is a large unsigned one
             bad &= (name == "inputs") | (array != MASKED_TARGET)
             if bad.any():
@@ -80,17 +77,18 @@ def checked_batches(
     return batches
 
 
+def _check(name: str, array: np.ndarray, shape: tuple[int, ...], dtype: str) -> None:
+    if array.shape != shape or array.dtype != dtype:
+        raise ValueError(f"step: {name} must be {dtype} {shape}, got {array.dtype} {array.shape}")
+
+
 def _check_more(
     more: Mapping[str, np.ndarray], rows: tuple[int, int], widths: Mapping[str, int]
 ) -> None:
     if set(more) != set(widths):
         raise ValueError(f"step: the loss reads {list(widths)} beside tokens, got {list(more)}")
     for name, array in more.items():
-        shape = (*rows, *[widths[name]] * (widths[name] > 1))
-        if array.shape != shape or array.dtype != np.float32:
-            raise ValueError(
-                f"step: {name} must be float32 {shape}, got {array.dtype} {array.shape}"
-            )
+        _check(name, array, (*rows, *[widths[name]] * (widths[name] > 1)), "float32")
 
 
 def _check_starts(starts: np.ndarray | None, shape: tuple[int, int], config: TrainConfig) -> None:
@@ -99,8 +97,7 @@ def _check_starts(starts: np.ndarray | None, shape: tuple[int, int], config: Tra
         raise ValueError(f"step: {needed} --document-mask")
     if starts is None:
         return
-    if starts.shape != shape or starts.dtype != np.int32:
-        raise ValueError(f"step: starts must be int32 {shape}, got {starts.dtype} {starts.shape}")
+    _check("starts", starts, shape, "int32")
     rises = (np.diff(starts, axis=1) >= 0).all()
     if not rises or starts.min() < 0 or (starts > np.arange(shape[1])).any():
         raise ValueError("step: starts must not fall along a row, and be in 0..t at position t")

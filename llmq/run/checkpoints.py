@@ -30,12 +30,12 @@ from llmq.checkpoint.store import (
     write_verdict,
 )
 from llmq.options.options import TrainConfig
-from llmq.run.diagnose import UpdateCheck, not_moved
+from llmq.run.diagnose import check_update, not_moved
 from llmq.run.evaluations import Evaluations
 from llmq.run.events import Events, Member, StepDone
 from llmq.run.guard import NEW_LEVEL, PERSISTS, ROLLBACKS, Guard, Judgement
 from llmq.run.metrics import Reporter
-from llmq.run.requests import Ending
+from llmq.run.requests import Requests
 from llmq.run.run_paths import move_aside, undone_checkpoints
 from llmq.run.saving import BackgroundWriter, Clean, Cleaned, Written
 from llmq.run.trainer import Trainer
@@ -57,12 +57,12 @@ class Checkpoints(Member):
         best: Best,
         guard: Guard,
         events: Events,
-        ending: Ending,
+        requests: Requests,
     ):
-        """events: of the members whose state each checkpoint keeps. ending: asks for some."""
+        """events: of the members whose state each checkpoint keeps. requests: for some."""
         self.trainer, self.reporter, self.best, self.guard = trainer, reporter, best, guard
         self.config = trainer.config
-        self._events, self._ending = events, ending
+        self._events, self._requests = events, requests
         self._writer = BackgroundWriter(trainer.ranks, self.config.checkpoint_dir)
         self._candidates = Candidates()
         self.saved_at: int | None = None
@@ -108,7 +108,7 @@ class Checkpoints(Member):
 
     def before_step(self, step: int, *, new_epoch: bool) -> None:
         self.poll()
-        interval, asked = self.config.ckpt_interval, self._ending.asked
+        interval, asked = self.config.ckpt_interval, self._requests.asked
         due = interval > 0 and step % interval == 0
         due |= self.late and self.guard.in_row == 0
         if asked is not None:
@@ -142,7 +142,7 @@ class Checkpoints(Member):
         self._events.pause()
         start = time.monotonic()
         self.save(required=required, asked=asked)
-        self._ending.requests.save_took(time.monotonic() - start)
+        self._requests.save_took(time.monotonic() - start)
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class Checkpoints(Member):
             return
         verdict, measured, self.writing = self._verdict, self._measured, None
         self._verdict = self._measured = None
-        self._ending.requests.write_took(seconds)
+        self._requests.write_took(seconds)
         now = self.trainer.steps_done
         if error is not None:
             self._candidates.lose(step)
@@ -433,17 +433,7 @@ class Judging(Member):
         """events: of the members whose state a rollback and a resume bring back."""
         self.trainer, self.reporter, self.guard = trainer, reporter, guard
         self.checkpoints = checkpoints
-        self.update_check = UpdateCheck(trainer.ranks, reporter)
         self._events = events
-
-    def is_due(self, steps_done: int) -> bool:
-        """Whether to roll back now."""
-        return self.guard.is_due(steps_done)
-
-    @property
-    def in_trouble(self) -> bool:
-        """Whether to roll back where no step follows."""
-        return self.guard.trouble is not None
 
     def limits(self, step: int) -> tuple[Limits, Limits]:
         """By which a step will be judged, and those that the device gets."""
@@ -473,8 +463,9 @@ class Judging(Member):
                 text = f"WARNING: {NEW_LEVEL} bad steps in a row: what is usual is measured anew"
                 self.reporter.guard(step, "level", text)
         left_out = judgement.reason if judgement.left_out else None
-        of_step = (step, done.ticket, result, guard.unchanged)
-        self.update_check.check(*of_step, left_out, may_end=guard.mode != "rollback")
+        of_step = (step, done.ticket, result, guard.unchanged, left_out)
+        may_end = guard.mode != "rollback"
+        check_update(self.trainer.ranks, self.reporter, *of_step, may_end=may_end)
 
     def state(self) -> dict[str, Any]:
         return {"guard": self.guard.state}

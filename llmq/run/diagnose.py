@@ -26,8 +26,7 @@ from llmq.ops import fp8_scale
 from llmq.ops.fp8_scale import STRIDE
 from llmq.run.events import Member, StepDone
 from llmq.run.metrics import Reporter
-from llmq.run.rank import Rank
-from llmq.run.ranks import Ranks
+from llmq.run.ranks import Rank, Ranks
 
 MAX_SKIPPED = 10  # updates in a row that change nothing, after which a run is hopeless
 AT_A_TIME = 64  # tensors; their largest values lie on the stack
@@ -84,50 +83,46 @@ def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> 
     return None if bad is None else NanOrigin(f"the gradient of {bad.name}")
 
 
-class UpdateCheck:
-    """Says which updates were skipped and why, and ends a run in which nothing else happens."""
-
-    def __init__(self, ranks: Ranks, reporter: Reporter):
-        self._ranks, self._reporter = ranks, reporter
-
-    def check(
-        self,
-        step: int,
-        ticket: int,
-        result: Result,
-        unchanged: int,
-        left_out: str | None = None,
-        *,
-        may_end: bool = True,
-    ) -> None:
-        """Check a step and its result; ticket: the ranks', of this step. unchanged: steps up to
-        this one that changed no weights. left_out: why the guard made no update. may_end: False
-        where it knows what else to do about numbers. LlmqError: it is hopeless."""
-        if unchanged == 0:
-            return
-        if result.tokens == 0:
-            reason, advice = "all targets are masked", "look at the loss masks of the data"
-        elif not math.isfinite(result.norm):
-            reason = f"the gradient norm is {result.norm}"
-            advice = "go on from the newest good checkpoint: --continue, lower --learning-rate"
-        else:
-            reason = left_out
-            advice = "use --guard rollback, or --guard warn if the data are other ones from here on"
-        may_end = may_end or result.tokens == 0
-        origin = None
-        first = unchanged == 1  # those that follow are alike
-        if first and result.tokens > 0 and left_out is None:
-            origin = find_origin(self._ranks, step, self._ranks.batches_of(ticket))
-            where = f"first seen in {origin.text}" if origin else "computed again all is finite"
-            reason += f"; {where}"
-        self._reporter.message(f"WARNING: step {step} changed no weights: {reason}", step)
-        if origin is not None and origin.in_weights and may_end:
-            raise LlmqError(f"step {step}: {origin.text} is not finite any more: {advice}")
-        if unchanged >= MAX_SKIPPED and may_end:
-            raise LlmqError(
-                f"{MAX_SKIPPED} steps in a row changed no weights, the last one is {step}: "
-                f"{reason}; {advice}"
-            )
+def check_update(
+    ranks: Ranks,
+    reporter: Reporter,
+    step: int,
+    ticket: int,
+    result: Result,
+    unchanged: int,
+    left_out: str | None,
+    *,
+    may_end: bool,
+) -> None:
+    """Say why a step has made no update, and end a run in which nothing else happens. ticket: the
+    ranks', of this step. unchanged: steps up to this one that changed no weights. left_out: why the
+    guard made no update. may_end: False where it knows what else to do about numbers. LlmqError:
+    it is hopeless."""
+    if unchanged == 0:
+        return
+    if result.tokens == 0:
+        reason, advice = "all targets are masked", "look at the loss masks of the data"
+    elif not math.isfinite(result.norm):
+        reason = f"the gradient norm is {result.norm}"
+        advice = "go on from the newest good checkpoint: --continue, lower --learning-rate"
+    else:
+        reason = left_out
+        advice = "use --guard rollback, or --guard warn if the data are other ones from here on"
+    may_end = may_end or result.tokens == 0
+    origin = None
+    first = unchanged == 1  # those that follow are alike
+    if first and result.tokens > 0 and left_out is None:
+        origin = find_origin(ranks, step, ranks.batches_of(ticket))
+        where = f"first seen in {origin.text}" if origin else "computed again all is finite"
+        reason += f"; {where}"
+    reporter.message(f"WARNING: step {step} changed no weights: {reason}", step)
+    if origin is not None and origin.in_weights and may_end:
+        raise LlmqError(f"step {step}: {origin.text} is not finite any more: {advice}")
+    if unchanged >= MAX_SKIPPED and may_end:
+        raise LlmqError(
+            f"{MAX_SKIPPED} steps in a row changed no weights, the last one is {step}: "
+            f"{reason}; {advice}"
+        )
 
 
 def not_moved(ranks: Ranks) -> list[str]:

@@ -87,7 +87,11 @@ def ask_model(
         print(machine.note, file=sys.stderr)
     with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)
-        longest = longest_of(config, seq_len)
+        if seq_len is not None and seq_len > config.max_positions:
+            raise ConfigError(
+                f"--seq-len: {seq_len} exceeds the model's {config.max_positions} positions"
+            )
+        longest = seq_len or config.max_positions
         encoder = Encoder(load_tokenizer(source), longest, config.num_labels)
         asked = [encoder.ask(task) for task in tasks]
         check_ids(asked, config.vocab_size)
@@ -108,15 +112,6 @@ def _by_task(asked: list[Asked], scores: list[Score]) -> dict[str, dict[str, Any
         found[s.task] |= {"count": s.count, s.metric: s.value}
         found[s.task] |= {} if s.stderr is None else {f"{s.metric}_stderr": s.stderr}
     return found
-
-
-def longest_of(config: ModelConfig, seq_len: int | None) -> int:
-    """Inputs of a sequence at most: those of the model, or fewer. ConfigError for more."""
-    if seq_len is not None and seq_len > config.max_positions:
-        raise ConfigError(
-            f"--seq-len: {seq_len} exceeds the model's {config.max_positions} positions"
-        )
-    return seq_len or config.max_positions
 
 
 def scores_of(asked: list[Asked], likelihoods: np.ndarray) -> list[Score]:
@@ -210,7 +205,8 @@ class Fleet(Closing):
                     return
                 rounds = [batch.targets(number) for number in range(batch.count)]
                 for number, losses in enumerate(self._scorers[rank].score(batch.inputs(), rounds)):
-                    batch.add_up(out, number, losses)
+                    for index, value in batch.likelihoods(number, losses).items():
+                        out[index] = value
                 with lock:
                     done += math.prod(batch.shape)
                     report(done)

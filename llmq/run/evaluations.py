@@ -28,11 +28,9 @@ from llmq.options.options import TrainConfig
 from llmq.run.batches import mean_loss, open_loaders
 from llmq.run.events import Events, Member
 from llmq.run.metrics import Reporter, duration
-from llmq.run.rank import Rank
-from llmq.run.ranks import CutShort
+from llmq.run.ranks import CutShort, Rank
 from llmq.run.sampling import Predictor, Sampling, choose_token, prompt_ids
 from llmq.run.trainer import Trainer
-from llmq.runtime.processes import processes
 
 TEMPERATURE = Sampling().temperature  # of samples, as of `llmq sample`
 
@@ -281,24 +279,23 @@ class Evaluations(Member):
         else:
             batches = make_batches(asked.requests, lambda longest, left: shape)
         passes = [(batch, number) for batch in batches for number in range(batch.count)]
-        out = np.full(len(asked.requests), np.nan)
 
         def make(batch: scoring.Batch, number: int) -> Batch:
             starts = batch.starts() if packs else None
             return Batch(batch.inputs(), batch.targets(number), starts)
 
-        def work(rank: Rank, index: int, batch: Batch) -> None:
+        def work(rank: Rank, index: int, batch: Batch) -> dict[int, float]:
             losses = rank.step.score(batch)
-            if index >= 0:
-                passes[index][0].add_up(out, passes[index][1], losses)
+            own, number = passes[index]
+            return own.likelihoods(number, losses) if index >= 0 else {}
 
         made = [partial(make, *of_pass) for of_pass in passes]
         with self.trainer.averaged():
-            if not self.trainer.ranks.share("task", made, work, self.stopped):
-                return None
-        for of_process in processes().gather(out):
-            np.copyto(out, of_process, where=np.isnan(out))
-        return out
+            found = self.trainer.ranks.share("task", made, work, self.stopped)
+        if found is None:
+            return None
+        of_all = {request: value for each in found for request, value in each.items()}
+        return np.array([of_all[request] for request in range(len(asked.requests))])
 
     def samples(self) -> None:
         """Report how the model goes on with each prompt, [S]; after a signal nothing."""

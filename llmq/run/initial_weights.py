@@ -112,7 +112,10 @@ class InitialWeights:
             self.weights.grow(model, first_new_id(model_dir), count)
         if self.weights is not None:
             self.weights.check(weight_table(model))
-            self._warn_of_codes(_BASE_OF_CODES.get(self.weights.coded))
+            base, kept_by = config.base_dtype, _BASE_OF_CODES.get(self.weights.coded)
+            if config.is_quantized and kept_by not in (None, base):
+                line = f"--base-dtype {base} rounds the codes of {config.model} anew"
+                warn(f"{line}: --base-dtype {kept_by} keeps them")
         self._files: AdapterFiles | None = None
         if config.adapter is not None:
             self._files = AdapterFiles(config.adapter)
@@ -120,13 +123,6 @@ class InitialWeights:
             if self._files.base is not None:
                 check_same_base(f"--adapter: '{config.adapter}'", self._files.base, self.base)
             self._warn_of_base()
-
-    def _warn_of_codes(self, kept_by: str | None) -> None:
-        """Warn where codes become other ones, and a format would keep them."""
-        base = self.config.base_dtype
-        if self.config.is_quantized and kept_by not in (None, base):
-            line = f"--base-dtype {base} rounds the codes of {self.config.model} anew"
-            warn(f"{line}: --base-dtype {kept_by} keeps them")
 
     @property
     def base(self) -> BaseId | None:
@@ -163,10 +159,14 @@ class InitialWeights:
             self.init(ranks)
             return
         if self.config.splits_model:
-            split = self._split(checkpoint)
-            ranks.load(
-                partial(_read_split, split, self.weights), partial(_elements, split, self.weights)
-            )
+            split, weights = self._split(checkpoint), self.weights
+
+            def of_split(param: Param) -> np.ndarray:
+                if param.of_adapter:
+                    return split.initial_adapters[param.name]
+                return split.rest(param, weights.read(param))
+
+            ranks.load(of_split, lambda p, i, j: split.rest_of(p, i, weights.elements(p, i, j)))
             return
 
         def read(param: Param) -> np.ndarray | None:
@@ -195,8 +195,9 @@ class InitialWeights:
         return split
 
     def init(self, ranks: Ranks) -> None:
+        how = (self.model, self.config.seed)
         zero = self.config.init_proj_to_zero
-        ranks.init(self.model, self.config.seed, zero_projections=zero)
+        ranks.run("initializing weights", lambda rank: rank.init(*how, zero_projections=zero))
 
     def check_checkpoint(self, reader: CheckpointReader) -> None:
         """LlmqError if a checkpoint has other adapters, or adapters of another model."""
@@ -247,13 +248,3 @@ class InitialWeights:
             )
             saved = replace(saved, split=True)
         export_adapter(directory, self.model, adapters, saved, read, tokenizer, **origin)
-
-
-def _read_split(split: Split, weights: HfWeights, param: Param) -> np.ndarray:
-    if param.of_adapter:
-        return split.initial_adapters[param.name]
-    return split.rest(param, weights.read(param))
-
-
-def _elements(split: Split, weights: HfWeights, param: Param, start: int, stop: int) -> np.ndarray:
-    return split.rest_of(param, start, weights.elements(param, start, stop))

@@ -10,7 +10,7 @@ from llmq.base.signals import Interrupted, OutOfTime
 from llmq.run.checkpoints import Judging
 from llmq.run.events import Events, StepDone
 from llmq.run.metrics import Reporter
-from llmq.run.requests import Ending
+from llmq.run.requests import Requests
 from llmq.run.trainer import Trainer
 
 
@@ -26,13 +26,13 @@ class Loop:
         reporter: Reporter,
         events: Events,
         judging: Judging,
-        ending: Ending,
+        requests: Requests,
         stop: int | None,
     ):
         """judging: says at which rate and within which limits steps are made, and goes back. stop:
         the step before which it ends, where a stage follows; None: the run's last."""
         self.trainer, self.reporter, self.members = trainer, reporter, events.members
-        self.events, self.judging, self.ending, self.stop = events, judging, ending, stop
+        self.events, self.judging, self.requests, self.stop = events, judging, requests, stop
         # The ticket of a step whose result has not been read, and what is known of the step.
         self.pending: tuple[int, partial[StepDone]] | None = None
         self.last_end: int | None = None
@@ -49,17 +49,17 @@ class Loop:
             member.before_steps(trainer.steps_done)
         last = trainer.total_steps if self.stop is None else self.stop
         while trainer.steps_done < last or self._goes_back():
-            if self.judging.is_due(trainer.steps_done):
+            if self.judging.guard.is_due(trainer.steps_done):
                 self._roll_back()
             new_epoch = trainer.advance_epoch_if_needed()
             for member in self.members:
                 member.before_step(trainer.steps_done, new_epoch=new_epoch)
-            if not self.ending.ends:
+            if not self.requests.ends:
                 self.step()
             self._leave_if_asked()
         for member in self.members:
             member.after_steps(trainer.steps_done, last=self.stop is None)
-        self.ending.agree()
+        self.requests.agree()
         self._leave_if_asked()
         if self.stop is None:
             self._end()
@@ -67,7 +67,7 @@ class Loop:
     def _goes_back(self) -> bool:
         """After the last step: whether the last ones are to be undone."""
         self.collect()
-        if not self.judging.in_trouble:
+        if self.judging.guard.trouble is None:
             return False
         self._roll_back()
         return True
@@ -127,19 +127,19 @@ class Loop:
         step = self.trainer.steps_done
         for member in self.members:
             member.before_end(step)
-        self.ending.agree()
+        self.requests.agree()
         self._leave_if_asked()
         for member in self.members:
             member.at_end(step)
 
     def _leave_if_asked(self) -> None:
         """By a signal or --max-hours."""
-        if not self.ending.ends:
+        if not self.requests.ends:
             return
         step, why = self.trainer.steps_done, "--max-hours"
         for member in self.members:
             member.interrupted(step)
-        if self.ending.signum is not None:
-            why = signal.Signals(self.ending.signum).name
+        if self.requests.signum is not None:
+            why = signal.Signals(self.requests.signum).name
         self.reporter.message(f"Stopped by {why} after {step} steps; go on with --continue", step)
-        raise OutOfTime if self.ending.signum is None else Interrupted(self.ending.signum)
+        raise OutOfTime if self.requests.signum is None else Interrupted(self.requests.signum)

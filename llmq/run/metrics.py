@@ -11,7 +11,7 @@ from llmq.comm.links import LinkTable
 from llmq.data.loader import DataLoader
 from llmq.model.rings import Result
 from llmq.report.json_log import JsonLog
-from llmq.report.views import View
+from llmq.report.views import PlainView
 
 RULE = "!" * 80
 SHOWN_FILES = 10  # in [Dataset], for each split
@@ -74,7 +74,7 @@ def _parts(ranges: Sequence[tuple[str, float]]) -> list[dict[str, float]]:
 class Reporter:
     """Console and log of one run."""
 
-    def __init__(self, log: JsonLog, view: View, total_steps: int):
+    def __init__(self, log: JsonLog, view: PlainView, total_steps: int):
         self.log, self.view, self.total_steps = log, view, total_steps
         self._loss_sum, self._loss_count = 0.0, 0  # since the last evaluation
         self.without_targets = 0  # steps of the run

@@ -28,7 +28,7 @@ from llmq.plan.sol import FlopsPerToken, flops_per_token, nanoseconds_per_token,
 from llmq.run.batches import random_batch
 from llmq.run.events import Member, StepDone
 from llmq.run.metrics import Reporter
-from llmq.run.rank import Rank
+from llmq.run.ranks import Rank
 from llmq.run.trainer import Trainer
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import Device
@@ -59,17 +59,19 @@ def system_lines(record: dict[str, Any]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# The formats of `peaks`, in its order, by their name on data sheets.
+_NAMES = {"fp32": "TF32", "bf16": "BF16", "e4m3": "FP8", "int8": "INT8"}
+
+
+@dataclass(frozen=True, slots=True)
 class SpeedOfLight:
-    """The most tokens per second that a card's data sheet allows. peaks: TF32, BF16, FP8 and INT8,
-    in TFLOP/s. dtype: of weights and activations. matmul_dtype, head_dtype: of products of the
-    blocks and of the LM head. nanoseconds: per token, over all GPUs."""
+    """The most tokens per second that a card's data sheet allows. peaks: TFLOP/s by format.
+    formats: of products of the blocks and of the LM head, and of attention. nanoseconds: per token,
+    over all GPUs."""
 
     flops: FlopsPerToken
-    peaks: tuple[float, float, float, float]
-    dtype: str
-    matmul_dtype: str
-    head_dtype: str
+    peaks: dict[str, float]
+    formats: tuple[str, str, str]
     nanoseconds: int
 
     @property
@@ -83,42 +85,28 @@ class SpeedOfLight:
 
     def record(self) -> dict[str, Any]:
         """Fields of the `sol` record: FLOPs per token, tokens per second, TFLOP/s."""
-        tf32, bf16, fp8, int8 = self.peaks
-        return asdict(self.flops) | {
-            "tps": self.tokens_per_second,
-            "tf32_peak": tf32,
-            "bf16_peak": bf16,
-            "fp16_peak": bf16,  # the same on every card of the table
-            "fp8_peak": fp8,
-            "int8_peak": int8,
-        }
+        rates = {f"{_NAMES[name].lower()}_peak": peak for name, peak in self.peaks.items()}
+        rates["fp16_peak"] = self.peaks["bf16"]  # the same on every card of the table
+        return asdict(self.flops) | {"tps": self.tokens_per_second} | rates
 
     def lines(self, measured: float | None) -> list[str]:
         """The lines of [Speed of Light]. measured: BF16 TFLOP/s of this card, None if unknown."""
-        label, blocks = _PEAKS[self.dtype][1], _PEAKS[self.matmul_dtype][1]
+        blocks, _, attention = self.formats
         rows = [
-            f"  Peak {_PEAKS[dtype][1]:>4}: {_peak(self.peaks, dtype):8.1f} TFLOP/s"
-            for dtype in dict.fromkeys((self.dtype, self.matmul_dtype))
+            f"  Peak {_NAMES[used]:>4}: {self.peaks[used]:8.1f} TFLOP/s"
+            for used in dict.fromkeys((attention, blocks))
         ]
         if measured is not None:
-            percent = 100 * measured / self.peaks[1]
+            percent = 100 * measured / self.peaks["bf16"]
             rows.append(f"  Benchmark:  {percent:6.1f}%         of spec sheet")
-        for name, flops, used in (
-            ("Blocks:", self.flops.blocks, blocks),
-            ("LM-Head:", self.flops.lm_head, _PEAKS[self.head_dtype][1]),
-            ("Attention:", self.flops.attention, label),
-        ):
+        counts = (self.flops.blocks, self.flops.lm_head, self.flops.attention)
+        for name, flops, used in zip(_PARTS, counts, self.formats, strict=True):
             unit, size = ("G", 1e9) if flops > 2e9 else ("M", 1e6)
-            rows.append(f"  {name:<10} {flops / size:8.1f} {unit}FLOP   in {used}")
+            rows.append(f"  {name:<10} {flops / size:8.1f} {unit}FLOP   in {_NAMES[used]}")
         return [*rows, f"  SOL:       {self.tokens_per_second:8d} tok/s"]
 
 
-# By format: which of the peaks, and its name.
-_PEAKS = {"fp32": (0, "TF32"), "bf16": (1, "BF16"), "e4m3": (2, "FP8"), "int8": (3, "INT8")}
-
-
-def _peak(values: tuple[float, float, float, float], dtype: str) -> float:
-    return values[_PEAKS[dtype][0]]
+_PARTS = ("Blocks:", "LM-Head:", "Attention:")
 
 
 def speed_of_light(
@@ -131,22 +119,14 @@ def speed_of_light(
     found = peaks(device_name)
     if found is None:
         return None
-    dtype = config.model_dtype
     flops = flops_per_token(model, config.seq_len, adapters_of(config))
-    used = [_peak(found, part) for part in (config.matmul_dtype, config.head_dtype, dtype)]
+    formats = (config.matmul_dtype, config.head_dtype, config.model_dtype)
+    of_card = dict(zip(_NAMES, found, strict=True))
+    used = [of_card[name] for name in formats]
     if min(used) == 0:  # the card has no fp8
         return None
     nanoseconds = nanoseconds_per_token(flops, *used, world_size)
-    if nanoseconds == 0:
-        return None
-    return SpeedOfLight(
-        flops=flops,
-        peaks=found,
-        dtype=dtype,
-        matmul_dtype=config.matmul_dtype,
-        head_dtype=config.head_dtype,
-        nanoseconds=nanoseconds,
-    )
+    return SpeedOfLight(flops, of_card, formats, nanoseconds) if nanoseconds else None
 
 
 PRODUCT_SIZES = (8192, 4096, 2048)
@@ -266,7 +246,8 @@ class IdleExperts(Member):
         idle = np.argwhere(counts == (0 if self._before is None else self._before))
         self._before = counts
         if len(idle):
-            layers = [i for i in range(self._trainer.model.num_layers) if self._has(i)]
+            model = self._trainer.model
+            layers = [i for i in range(model.num_layers) if model.has_experts(i)]
             names = [f"{expert} of layer {layers[layer]}" for layer, expert in idle[:SHOWN]]
             more = f" and {len(idle) - SHOWN} more" * (len(idle) > SHOWN)
             self._reporter.message(
@@ -274,9 +255,6 @@ class IdleExperts(Member):
                 f"{self._every} steps: {', '.join(names)}{more}; see --router-aux-loss",
                 done.step,
             )
-
-    def _has(self, layer: int) -> bool:
-        return self._trainer.model.has_experts(layer)
 
     def _counts(self) -> np.ndarray:
         """int64 (layers with experts, E): the tokens of all ranks since the run began."""

@@ -1,4 +1,5 @@
-"""The ranks of a run that this process has, each in a thread of its own."""
+"""The ranks of a run that this process has: each is a device and the step over it, in a thread of
+its own."""
 
 import math
 import operator
@@ -22,7 +23,10 @@ from llmq.checkpoint.checkpoint import (
     FileEntry,
     assemble,
     parts_of,
+    read_group,
+    write_group,
 )
+from llmq.comm.collectives import silenced
 from llmq.comm.connect import connect
 from llmq.comm.links import LinkTable
 from llmq.data.tokens import MASKED_TARGET
@@ -30,7 +34,6 @@ from llmq.model.rings import RESULTS, Result
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.plan.plan import Plan, comm_options
-from llmq.run.rank import Rank
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine
 from llmq.runtime.mesh import DATA, World
@@ -39,8 +42,163 @@ from llmq.runtime.timing import time_ranges
 from llmq.runtime.workers import Command, RankPool
 from llmq.state.frozen import Elements
 from llmq.state.params import Param
-from llmq.state.pieces import Snapshot
+from llmq.state.pieces import SlabPiece, Snapshot
 from llmq.state.placement import mesh_of
+from llmq.state.rules import AVERAGE
+from llmq.state.rules.rule import ROWS
+
+T = TypeVar("T")
+
+
+class Rank:
+    """The objects that one rank's thread owns. Used in that thread only, except for metadata."""
+
+    def __init__(self, dev: Device, beat: Callable[[], None]):
+        """beat: called to show that a long command goes on."""
+        self.dev, self.beat = dev, beat
+        self.step: Step
+        self.micro_step = 0  # the one that is being enqueued, for diagnosis
+
+    def warm_up(self, model: ModelConfig, seed: int) -> None:
+        """Do everything once without the other ranks, whatever comes out; capture all graphs.
+        Loading and tuning waits until the GPU is idle, some while holding a lock of the process,
+        which would deadlock where streams wait for other ranks."""
+        with silenced(self.dev), self.dev.without_graphs():
+            self.step.weights.init(model, seed)
+            _rehearse(self.step)
+            self.dev.synchronize()
+        with self.dev.capture_only():
+            _rehearse(self.step)
+            self.reset()
+            _rehearse_evaluation(self.step)  # as before the first step
+            self.dev.synchronize()
+
+    def reset(self) -> None:
+        """Undo what steps change and loading weights does not."""
+        histories = self.step.extra_state().items()
+        self.step.load_extra_state({name: [0.0] * len(values) for name, values in histories})
+        self.step.load_extra_state({})  # as if there were none
+        self.step.optimizer.zero_moments()
+
+    def evaluate(self, batches: Iterable[Batch]) -> Result:
+        """The mean loss over the batches of all ranks."""
+        return self.step.evaluate(self.counted(batches))
+
+    def counted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches, each one noted when it is taken."""
+        for self.micro_step, batch in enumerate(batches):
+            self.beat()
+            yield batch
+
+    def pieces(self, group: str) -> list[SlabPiece]:
+        """The pieces that this rank holds of a group of Step.state, or of the "gradients"."""
+        state = self.step.state()
+        if group != "gradients":
+            return state[group]
+        shards = self.step.grads.shard
+        return [
+            piece._replace(tensor=shards[piece.slab.name])
+            for piece in state["weights"]
+            if piece.slab.name in shards
+        ]
+
+    def write(self, writer: CheckpointWriter) -> list[FileEntry]:
+        """Write this rank's files of a checkpoint."""
+        groups = self.step.stored_state().items()
+        return [write_group(self.dev.download, writer, *group, self.beat) for group in groups]
+
+    def read(self, reader: CheckpointReader) -> None:
+        """Take this rank's part of a checkpoint of any number of ranks, in formats that were
+        checked; all ranks do. Moments of another rule begin anew."""
+        optimizer = self.step.optimizer
+        goes_on = reader.rule is type(optimizer.rule)
+        moments = optimizer.moment_groups() | optimizer.scale_groups()
+        for group, pieces in self.step.stored_state().items():
+            there = goes_on or group not in moments
+            if group in (AVERAGE.group, ROWS):
+                there = group in reader.groups
+            if there:
+                read_group(self.dev, reader, group, pieces, self.beat)
+                continue
+            for piece in pieces:
+                self.dev.zero(piece.tensor)
+        self.step.load_extra_state(reader.manifest.state)
+        if not goes_on:
+            optimizer.rule.begun = reader.step
+        if AVERAGE.group not in reader.groups:
+            optimizer.begin_average(self.step.weights)
+        self.step.weights.refresh()
+
+    def load(
+        self, read: Callable[[Param], np.ndarray | None], elements: Elements | None = None
+    ) -> None:
+        """Fill the weights; all ranks do. read: a whole parameter; None: a fresh one. elements: a
+        part of one."""
+
+        def noted(fn: Callable[..., T]) -> Callable[..., T]:
+            def call(*args: Any) -> T:
+                self.beat()
+                return fn(*args)
+
+            return call
+
+        fresh = (self.step.config, self.step.options.seed)
+        self.step.weights.load(noted(read), fresh, elements and noted(elements))
+        self._begin()
+
+    def init(self, model: ModelConfig, seed: int, *, zero_projections: bool) -> None:
+        self.step.weights.init(model, seed, zero_projections=zero_projections)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin what follows from the first weights: averages, magnitudes of adapters (DoRA)."""
+        options = self.step.options
+        if options.lora_dora and options.adapter is None:
+            self.step.model.begin_magnitudes()
+        self.step.optimizer.begin_average(self.step.weights)
+
+    def exchange_average(self, *, back: bool) -> None:
+        """Let the weights be their average, or give both back; all ranks do."""
+        if self.step.snapshot is not None:
+            self.step.snapshot.hold()  # which may still copy them
+        self.step.optimizer.exchange_average(self.step.weights, back=back)
+
+
+def _rehearse(step: Step) -> None:
+    """Do every kind of micro-step, evaluation and update once, over token 0.
+
+    A step of one micro-step may end an epoch, where no more are left.
+    """
+    _rehearse_evaluation(step)
+    if step.options.only_scores:
+        return
+    for count in {step.options.grad_accumulation, 1}:
+        step.start()
+        step.weights.updated()
+        for micro_step in sorted({0, min(1, count - 1), count - 1}):
+            _rehearse_micro_step(step, micro_step, count)
+        step.update()
+        _rehearse_evaluation(step)
+        _rehearse_micro_step(step, 0, count)  # as the first one after an evaluation
+
+
+def _rehearse_evaluation(step: Step) -> None:
+    """Evaluation directly after an update, and once more."""
+    step.weights.updated()
+    step.evaluate([_nothing(step)] * 2)
+
+
+def _rehearse_micro_step(step: Step, micro_step: int, count: int) -> None:
+    scalars, last = step.scalars_of(0, micro_step, 0.0, 0.0), micro_step == count - 1
+    step.dev.graph(*step.micro_step(micro_step, scalars, _nothing(step), last=last))
+
+
+def _nothing(step: Step) -> Batch:
+    shape = step.tokens.shape
+    return Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32))
+
+
+# ------------------------------------------------------------------------------------------------
 
 
 class Rounds:
@@ -93,7 +251,6 @@ class Rounds:
         self._count = most if self._short else self._count
 
 
-T = TypeVar("T")
 IDLE_SECONDS = 2.0  # that a closing rank waits for the others' devices
 
 
@@ -241,14 +398,15 @@ class Ranks:
         self,
         name: str,
         batches: Sequence[Callable[[], Batch]],
-        work: Callable[[Rank, int, Batch], None],
+        work: Callable[[Rank, int, Batch], T],
         stopped: Callable[[], bool] = lambda: False,
-    ) -> bool:
-        """Call work(rank, index, batch) for each of these batches, as many at a time as ranks;
-        ranks without one get a batch of nothing, with index -1, for the collectives. stopped: asked
-        before each batch; returns whether it never said yes."""
+    ) -> list[T] | None:
+        """The results of work(rank, index, batch) for each of these batches, on all processes, made
+        as many at a time as there are ranks. Ranks without one get a batch of nothing, with index
+        -1, for the collectives. stopped: asked before each batch; None once it says yes."""
         several = self.first.dev.mesh.size(*DATA)
         rounds = Rounds(self.world, -(-len(batches) // several), stopped)
+        found: dict[int, T] = {}
 
         def run(rank: Rank) -> None:
             shape = rank.step.tokens.shape
@@ -257,12 +415,15 @@ class Ranks:
                 self.pool.beat()
                 index = number * several + rank.dev.mesh.index(*DATA)
                 if index < len(batches):
-                    work(rank, index, batches[index]())
+                    found[index] = work(rank, index, batches[index]())
                 else:
                     work(rank, -1, nothing)
 
         self.run(name, run)
-        return not rounds.cut
+        if rounds.cut:
+            return None
+        of_all = {index: made for own in processes().gather(found) for index, made in own.items()}
+        return [of_all[index] for index in range(len(batches))]
 
     def next_logits(
         self, texts: list[list[int]], stopped: Callable[[], bool] = lambda: False
@@ -272,7 +433,6 @@ class Ranks:
         once stopped() says yes."""
         B, T = shape = self.first.step.tokens.shape
         groups = [texts[first : first + B] for first in range(0, len(texts), B)]
-        found: dict[int, np.ndarray] = {}
 
         def make(group: list[list[int]]) -> Batch:
             inputs = np.zeros(shape, np.int32)
@@ -280,17 +440,17 @@ class Ranks:
                 inputs[b, : len(text)] = text
             return Batch(inputs, np.full(shape, MASKED_TARGET, np.int32))
 
-        def work(rank: Rank, index: int, batch: Batch) -> None:
+        def work(rank: Rank, index: int, batch: Batch) -> Sequence[np.ndarray]:
             rank.step.score(batch)
-            if index >= 0:
-                rows = [b * T + len(text) - 1 for b, text in enumerate(groups[index])]
-                found[index] = rank.step.model.next_logits(rows)
+            if index < 0:
+                return ()
+            rows = [b * T + len(text) - 1 for b, text in enumerate(groups[index])]
+            return rank.step.model.next_logits(rows)
 
-        if not self.share("sample", [partial(make, group) for group in groups], work, stopped):
+        found = self.share("sample", [partial(make, group) for group in groups], work, stopped)
+        if found is None:
             raise CutShort
-        for of_process in processes().gather(found):
-            found |= of_process
-        return [row for index in range(len(groups)) for row in found[index]]
+        return [row for rows in found for row in rows]
 
     def _ticket(self, command: Command) -> int:
         ticket = self._enqueued
@@ -358,22 +518,12 @@ class Ranks:
         """The values that a checkpoint's manifest holds: the same on all ranks."""
         return self.run_first("reading scales", lambda rank: rank.step.extra_state())
 
-    def read(self, reader: CheckpointReader) -> None:
-        """Take the state of a checkpoint of any number of ranks, in formats that were checked."""
-        self.run("loading the checkpoint", lambda rank: rank.read(reader))
-
     def load(
         self, read: Callable[[Param], np.ndarray | None], elements: Elements | None = None
     ) -> None:
         """Fill the weights. read: a whole parameter, None: a fresh one; elements: a part of one.
         All threads call them."""
         self.run("loading weights", lambda rank: rank.load(read, elements))
-
-    def init(self, model: ModelConfig, seed: int, *, zero_projections: bool) -> None:
-        self.run(
-            "initializing weights",
-            lambda rank: rank.init(model, seed, zero_projections=zero_projections),
-        )
 
     def read_param(self, group: str, param: Param, *, to_all: bool = True) -> np.ndarray:
         """A host copy of one whole parameter, padding included; only one is in memory.

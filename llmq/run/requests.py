@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from llmq.base.errors import taken_warnings
 from llmq.base.signals import SUPERVISED, FirstSignal, SaveSignal
@@ -21,12 +20,13 @@ SPARE_SECONDS = 2.0  # for the end of the process
 
 
 class Requests(Member):
-    """Requests to this process for a checkpoint or for the end, beside ending signals. Asked
-    between two steps, in one thread.
+    """Signals, a file, --ckpt-every-minutes and --max-hours may ask for a checkpoint, or for the
+    end of a run before its last step. They are looked for between two steps, in one thread. Answers
+    decide when a checkpoint is written and a run ends, never what it computes; several processes
+    agree on them.
 
-    start: of the run, of time.monotonic(), from which --max-hours counts, or from the first attempt
-    of --restarts. Answers decide when a checkpoint is written and a run ends, never what it
-    computes; several processes agree on them.
+    asked: what asks for a checkpoint between these two steps. start: of the run, of
+    time.monotonic(), from which --max-hours counts, or from the first attempt of --restarts.
     """
 
     def __init__(self, config: TrainConfig, checkpoint_bytes: int, start: float):
@@ -36,22 +36,35 @@ class Requests(Member):
         self._looked = -LOOK_SECONDS
         self._save_seconds = checkpoint_bytes / BYTES_PER_SECOND
         self._step_seconds = 0.0
-        self._over = False
-        self.signal = SaveSignal()
+        self._save, self._first = SaveSignal(), FirstSignal()
+        self.asked: str | None = None
+        self._agreed: int | None = None  # signal
+        self._over = self._all_over = False  # whether the time of this, or of one process is
+        self._told: set[str] = set()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Signals are noted meanwhile."""
+        with self._first, self._save:
+            yield
+
+    # -- of this process -------------------------------------------------------------------------
 
     def for_checkpoint(self) -> str | None:
         """The reason to write a checkpoint now, if there is any. Files and clock only ask the first
         process."""
         now, minutes = time.monotonic(), self._config.ckpt_every_minutes
-        if self.signal.taken():
+        if self._save.taken():
             return "SIGUSR1"
         if not processes().first:
             return None
         if now - self._looked >= LOOK_SECONDS:
             self._looked = now
             path = self._config.checkpoint_dir / SAVE_NOW
-            if path.is_file() and _taken(path):
-                return f"'{path}'"
+            if path.is_file():
+                with suppress(OSError):  # what cannot be removed would ask for ever
+                    path.unlink()
+                    return f"'{path}'"
         if minutes > 0 and now - self._attempt >= 60 * minutes:
             return "--ckpt-every-minutes"
         return None
@@ -61,11 +74,13 @@ class Requests(Member):
         if self._config.max_hours > 0 and not self._over:
             left = self._begin + 3600 * self._config.max_hours - time.monotonic()
             saves = 2 if self._config.ckpt_background else 1  # one may be under way
-            needed = (
-                SAVE_MARGIN * (saves * self._save_seconds + 2 * self._step_seconds) + SPARE_SECONDS
-            )
-            self._over = left < needed
+            seconds = saves * self._save_seconds + 2 * self._step_seconds
+            self._over = left < SAVE_MARGIN * seconds + SPARE_SECONDS
         return self._over
+
+    def seen_here(self) -> bool:
+        """Whether this process sees a reason for the run to end."""
+        return self._first.signum is not None or self.for_end()
 
     def after_step(self, done: StepDone) -> None:
         """Note how long a step took: the next one may take as long."""
@@ -80,34 +95,11 @@ class Requests(Member):
         """One that was begun in the background is written."""
         self._save_seconds = max(self._save_seconds, seconds)
 
-
-def _taken(path: Path) -> bool:
-    """Remove what asked; what cannot be removed would ask for ever, so it does not count."""
-    with suppress(OSError):
-        path.unlink()
-        return True
-    return False
-
-
-class Ending(Member):
-    """Whether a run is to end before its last step. signum: the signal that asks for it, if one
-    came to any process. asked: what asks for a checkpoint between these two steps."""
-
-    def __init__(self, requests: Requests):
-        self.requests = requests
-        self.asked: str | None = None
-        self._first = FirstSignal()
-        self._agreed: int | None = None  # signal
-        self._over = False  # whether the time of one process is
-        self._told: set[str] = set()
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        with self._first, self.requests.signal:
-            yield
+    # -- of all processes ------------------------------------------------------------------------
 
     @property
     def signum(self) -> int | None:
+        """The signal that asks for the end, if one came to any process."""
         return self._first.signum if processes().count == 1 else self._agreed
 
     @property
@@ -115,11 +107,7 @@ class Ending(Member):
         """Whether the run is to end: by a signal or --max-hours."""
         if processes().count == 1:
             return self.seen_here()
-        return self._agreed is not None or self._over
-
-    def seen_here(self) -> bool:
-        """Whether this process sees a reason for the run to end."""
-        return self._first.signum is not None or self.requests.for_end()
+        return self._agreed is not None or self._all_over
 
     def before_step(self, step: int, *, new_epoch: bool) -> None:
         self.asked = self.agree(asks=True)
@@ -128,13 +116,12 @@ class Ending(Member):
         """Exchange with other processes what each may see alone, between two steps; asks: also what
         asks for a checkpoint, which is returned. The first process prints the others' warnings."""
         group = processes()
-        asked = self.requests.for_checkpoint() if asks else None
+        asked = self.for_checkpoint() if asks else None
         if group.count == 1:
             return asked
-        seen = (self._first.signum, self.requests.for_end(), asked, taken_warnings())
-        answers = group.gather(seen)
+        answers = group.gather((self._first.signum, self.for_end(), asked, taken_warnings()))
         signals = [number for number, *_ in answers if number is not None]
-        self._over |= any(late for _, late, *_ in answers)
+        self._all_over |= any(late for _, late, *_ in answers)
         self._agreed = signals[0] if self._agreed is None and signals else self._agreed
         for index, (*_, lines) in enumerate(answers):
             new = [line for line in lines if line not in self._told]

@@ -21,7 +21,8 @@ from llmq.checkpoint.manifest import MANIFEST
 from llmq.checkpoint.store import checkpoints_by_name
 from llmq.options.option_types import NEWEST
 from llmq.options.options import TrainConfig
-from llmq.runtime.nvml import UNSUPPORTED, NvmlGpu, all_gpus, open_nvml, xid_text
+from llmq.run.sensors import Sensor
+from llmq.runtime.nvml import all_gpus, open_nvml
 
 PAUSES = 5.0, 300.0  # seconds before a restart; from the first twice as long each time, to the last
 POLL = 0.05  # seconds
@@ -51,7 +52,7 @@ def supervise(
     """Run the command until it ends otherwise than by a crash, or `restarts` more times; the status
     to exit with. command: of `llmq train`, whose last options win. Ending signals and SIGUSR1 are
     passed on."""
-    errors, before, pause = _GpuErrors(), _Before(config), pauses[0]
+    gpus, before, pause = _gpus(), _Before(config), pauses[0]
     shared = ["--restarts=0", f"--log-file={config.log_file}"]  # the name of a log may have a time
     more: list[str] = []
     with _Run() as run:
@@ -61,7 +62,7 @@ def supervise(
             status = run.wait([*command, *shared, *more])
             if not is_crash(status) or run.signum is not None:
                 break
-            why = "; ".join([f"the run {in_words(status)}", *errors.new()])
+            why = "; ".join([f"the run {in_words(status)}", *_new_errors(gpus)])
             if left == 0:
                 _tell(f"error: {why}; it was started {restarts + 1} times, see --restarts")
                 break
@@ -84,28 +85,19 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class _GpuErrors:
-    """Those of all GPUs of the machine since it was made; of none where NVML cannot be used."""
+def _gpus() -> list[Sensor]:
+    """Those of the machine, whose errors count from now on; none where NVML cannot be used."""
+    found: list[Sensor] = []
+    with suppress(Exception):  # no module, no library, no driver: each its own class
+        gpus = enumerate(all_gpus(open_nvml()))
+        found = [Sensor(gpu, f"GPU {index}") for index, gpu in gpus if gpu is not None]
+    _new_errors(found)
+    return found
 
-    def __init__(self) -> None:
-        gpus: list[NvmlGpu | None] = []
-        with suppress(Exception):  # no module, no library, no driver: each its own class
-            gpus = all_gpus(open_nvml())
-        self._gpus = {index: gpu for index, gpu in enumerate(gpus) if gpu is not None}
-        self._known = {i: gpu.read_errors()["ecc_uncorrected"] for i, gpu in self._gpus.items()}
 
-    def new(self) -> list[str]:
-        """In words, since this was last called."""
-        found = []
-        for index, gpu in self._gpus.items():
-            errors, before = gpu.read_errors(), self._known[index]
-            found += [f"GPU {index}: {xid_text(xid)}" for xid in dict.fromkeys(errors["xid"])]
-            now = self._known[index] = errors["ecc_uncorrected"]
-            if UNSUPPORTED not in (now, before) and now > before:
-                found.append(f"GPU {index}: {now - before} uncorrectable memory errors (ECC)")
-            if gpu.lost is not None:
-                found.append(f"GPU {index}: {gpu.lost}")
-        return found
+def _new_errors(gpus: Sequence[Sensor]) -> list[str]:
+    """In words, since this was last called."""
+    return [line for gpu in gpus for line in dict.fromkeys(gpu.errors())]
 
 
 class _Before:

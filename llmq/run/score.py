@@ -17,8 +17,7 @@ from llmq.data.packing import Pieces, cut_documents, whole_pairs
 from llmq.data.reader import RowReader, Span
 from llmq.data.scores import COMPLETE, Scored, ScoreWriter, scores_path
 from llmq.data.tokens import TokenFile
-from llmq.run.rank import Rank
-from llmq.run.ranks import Ranks
+from llmq.run.ranks import Rank, Ranks
 from llmq.runtime.mesh import DATA
 from llmq.runtime.processes import processes
 
@@ -111,19 +110,14 @@ class _Scoring:
             if writer is not None:
                 writer.suspend()
 
-    def _computed(self, rows: Sequence[slice]) -> dict[int, np.ndarray]:
-        """F32 (B, T), with top_k (B, T, 2 top_k), of each batch of rows, by its number; on all
-        processes."""
+    def _computed(self, rows: Sequence[slice]) -> list[np.ndarray]:
+        """F32 (B, T), with top_k (B, T, 2 top_k), of each batch of rows; on all processes."""
         batches = [rows[i : i + self.B] for i in range(0, len(rows), self.B)]
-        found: dict[int, np.ndarray] = {}
 
-        def work(rank: Rank, index: int, batch: Batch) -> None:
-            scores = rank.step.score_top_k(batch) if self.top_k else 0 - rank.step.score(batch)
-            if index >= 0:
-                found[index] = scores
+        def work(rank: Rank, _: int, batch: Batch) -> np.ndarray:
+            return rank.step.score_top_k(batch) if self.top_k else 0 - rank.step.score(batch)
 
-        self.ranks.share("score", [partial(self._batch, of) for of in batches], work)
-        return {index: a for each in processes().gather(found) for index, a in each.items()}
+        return self.ranks.share("score", [partial(self._batch, of) for of in batches], work)
 
     def _spans(self, row: slice) -> list[Span]:
         return spans_of(self.units, np.arange(row.start, row.stop))
@@ -136,9 +130,7 @@ class _Scoring:
         finally:
             reader.close()
 
-    def _write(
-        self, writer: ScoreWriter, rows: Sequence[slice], found: dict[int, np.ndarray]
-    ) -> None:
+    def _write(self, writer: ScoreWriter, rows: Sequence[slice], found: list[np.ndarray]) -> None:
         for number, row in enumerate(rows):
             scores, at = found[number // self.B][number % self.B], 0
             for span in self._spans(row):

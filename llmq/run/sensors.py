@@ -128,6 +128,10 @@ class Sensor:
             self._told_lost = True
         return lines
 
+    def errors(self) -> list[str]:
+        """Lines about new errors of a GPU at this moment."""
+        return self.faults(self.source.read_errors())
+
     def take(self) -> dict[str, Any]:
         """The summary since the last time; the next sample begins a new window. A window without a
         sample is that before.
@@ -179,7 +183,7 @@ class Sensors:
         """All errors of GPUs that are known, also of this moment: perhaps why the run fails."""
         for sensor in self.sensors if self._thread is not None else []:
             if sensor is not None and isinstance(sensor.source, NvmlGpu):
-                self.news.extend(sensor.faults(sensor.source.read_errors()))
+                self.news.extend(sensor.errors())
         self.take_news()
         return list(dict.fromkeys(self._told))
 

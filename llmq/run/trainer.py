@@ -399,7 +399,7 @@ class Trainer(Closing):
             warn(*changes.numbers)
             if self._origin.adapters is not None:  # the checkpoint has nothing else
                 self._origin.load(self.ranks, reader)
-            self.ranks.read(reader)
+            self.ranks.run("loading the checkpoint", lambda rank: rank.read(reader))
             self.tokenizer_id = self.tokenizer_id or made
             self.steps_done, self._steps_of_epochs = reader.step, None
             self.validated_at = reader.manifest.state.get("validated_at")

@@ -54,7 +54,7 @@ from llmq.run.monitor import (
     system_record,
     time_alone,
 )
-from llmq.run.requests import Ending, Requests
+from llmq.run.requests import Requests
 from llmq.run.resume import Stage, fork_lines, left_stages
 from llmq.run.run_paths import (
     checkpoint_to_continue,
@@ -68,7 +68,6 @@ from llmq.run.trainer import Trainer
 from llmq.run.watcher import Watcher, check_libraries, start_watchers
 from llmq.runtime.gpu_info import gpu_info
 from llmq.runtime.host_usage import available_host_memory, host_memory
-from llmq.runtime.mesh import World
 from llmq.runtime.nvml import NvmlGpu
 from llmq.runtime.processes import processes
 
@@ -136,7 +135,9 @@ def announce_machine(
         available, total = (size // MIB for size in host_memory())
         lines = [f"  Device 0: {trainer.dev.spec.name}"]
         if trainer.world_size > 1:
-            lines.append(f"  Ranks: {_ranks_line(trainer.machine.world)}")
+            world = trainer.machine.world
+            processes_ = f", in {len(world.counts)} processes on {world.num_machines} machines"
+            lines.append(f"  Ranks: {world.size}{processes_ if world.several else ' threads'}")
         reporter.block("System 0", [*lines, f"  Memory: {total - available} MiB / {total} MiB"])
     if trainer.machine.note:
         reporter.message(trainer.machine.note)
@@ -156,12 +157,6 @@ def announce_machine(
         )
 
 
-def _ranks_line(world: World) -> str:
-    if not world.several:
-        return f"{world.size} threads"
-    return f"{world.size}, in {len(world.counts)} processes on {world.num_machines} machines"
-
-
 def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
     """The advice of the links for or against --mirror-weights; None where it is as it should be."""
     if why_no_mirrors(config) is not None or config.mirror_weights == links.has_staged:
@@ -174,13 +169,11 @@ def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
 def _system_records(trainer: Trainer, gpus: Gpus) -> list[dict]:
     """The system records of every rank's GPU."""
     infos = trainer.ranks.run("looking at the GPU", lambda rank: gpu_info(rank.dev.index))
-    pairs = list(zip(infos, gpus, strict=True))
-    if processes().count == 1:
-        return [system_record(rank, *pair) for rank, pair in enumerate(pairs)]
-    machine = {"machine": processes().machines[processes().index]}
-    first = trainer.machine.world.base
-    own = [system_record(first + i, *pair) | machine for i, pair in enumerate(pairs)]
-    return [record for of_process in processes().gather(own) for record in of_process]
+    group, first = processes(), trainer.machine.world.base
+    machine = {} if group.count == 1 else {"machine": group.machines[group.index]}
+    pairs = enumerate(zip(infos, gpus, strict=True), first)
+    own = [system_record(rank, *pair) | machine for rank, pair in pairs]
+    return [record for of_process in group.gather(own) for record in of_process]
 
 
 def announce_data(
@@ -395,7 +388,7 @@ def _run_locked(
             steps = (trainer.steps_done, trainer.total_steps)
             reporter.view = view_of_run(*steps, run.sensing.panel, path)
             try:
-                with run.ending.noted():
+                with run.requests.noted():
                     run.loop.run()
             except DataError:  # found in the middle of the data: what was learned is kept
                 if trainer.steps_done > run.events.first:
@@ -425,17 +418,17 @@ class _Run:
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
         own, events = (trainer, reporter), Events()
         size = checkpoint_bytes(self.config, trainer.model, trainer.plan.placement)
-        self.events, self.ending = events, Ending(Requests(self.config, size, start))
-        asked = (self.ending.seen_here, final_seconds)
+        self.events, self.requests = events, Requests(self.config, size, start)
+        asked = (self.requests.seen_here, final_seconds)
         self.evaluations = Evaluations(*own, material, events, *asked)
         guard = Guard(
             self.config, loss_class(self.config).guessing(self.config, trainer.model.outputs)
         )
-        self.checkpoints = Checkpoints(*own, best, guard, events, self.ending)
+        self.checkpoints = Checkpoints(*own, best, guard, events, self.requests)
         self.judging = Judging(*own, guard, self.checkpoints, events)
         world, every = trainer.machine.world, self.config.log_gpu_util
         self.sensing = Sensing(trainer.ranks.devices, world, reporter, every)
-        self.loop = Loop(*own, events, self.judging, self.ending, stop)
+        self.loop = Loop(*own, events, self.judging, self.requests, stop)
         self.watchers: list[Watcher] = []
 
     def close(self) -> None:
@@ -467,8 +460,7 @@ class _Run:
             self.sensing,
             *scaling,
             *self.watchers,
-            self.ending.requests,
-            self.ending,
+            self.requests,
             self.judging,
             IdleExperts(trainer, reporter),
         ]
