@@ -2,64 +2,33 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from llmq.base.errors import ConfigError
 from llmq.base.files import report_path
 from llmq.base.signals import ending_children
 from llmq.bench import BenchOptions
-from llmq.commands.common import SaveConfig, save_config, train_options
+from llmq.commands.common import SaveConfig, option, save_config, train_options
 
-ConfigFile = Annotated[
+ConfigFile = option(
     Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        help="File with these options as keys, lists of values, `zip`, `where` and `runs`.",
-    ),
-]
-Out = Annotated[
+    "File with these options as keys, lists of values, `zip`, `where` and `runs`.",
+    "--config",
+    metavar="FILE",
+)
+Out = option(
     Path,
-    typer.Option(
-        parser=report_path,
-        metavar="<path>",
-        help="Report to write, without .md, .json, .csv and .html.",
-    ),
-]
-Peers = Annotated[Path | None, typer.Option(help="JSON with other programs' speeds.")]
-TimedSteps = Annotated[
-    int, typer.Option(min=1, help="Steps of one repeat; on a GPU as many more as take a second.")
-]
-Repeats = Annotated[int, typer.Option(min=1, help="Repeats of the timed steps.")]
-Add = Annotated[
-    bool, typer.Option("--add", help="To what the report holds; equal runs are replaced.")
-]
-PlanFirst = Annotated[
-    bool,
-    typer.Option(
-        "--plan-first",
-        help="Leave out what the plan says does not fit, and begin with what it says is fastest.",
-    ),
-]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Make only the runs that the report does not have.")
-]
-Retry = Annotated[bool, typer.Option("--retry", help="With --resume: failed runs again, too.")]
-Timeout = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        metavar="SECONDS",
-        help="End a run after so long and go on, 0: never; if not given 20 times what the plan "
-        "predicts and 15 minutes, on the CPU never.",
-    ),
-]
-Compare = Annotated[
+    "Report to write, without .md, .json, .csv and .html.",
+    parser=report_path,
+    metavar="<path>",
+)
+Repeats = option(int, "Repeats of the timed steps.", min=1)
+Compare = option(
     tuple[Path, Path] | None,
-    typer.Option("--compare", metavar="A B", help="Say what is faster in report B than in A."),
-]
+    "Say what is faster in report B than in A.",
+    "--compare",
+    metavar="A B",
+)
 
 
 @train_options
@@ -68,14 +37,26 @@ def bench(
     config_file: ConfigFile = None,
     save: SaveConfig = None,
     out: Out = BenchOptions.out,
-    peers: Peers = None,
-    timed_steps: TimedSteps = BenchOptions.steps,
+    peers: option(Path | None, "JSON with other programs' speeds.") = None,
+    timed_steps: option(
+        int, "Steps of one repeat; on a GPU as many more as take a second.", min=1
+    ) = BenchOptions.steps,
     repeats: Repeats = BenchOptions.repeats,
-    add: Add = False,
-    plan_first: PlanFirst = False,
-    resume: Resume = False,
-    retry: Retry = False,
-    timeout: Timeout = None,
+    add: option(bool, "To what the report holds; equal runs are replaced.", "--add") = False,
+    plan_first: option(
+        bool,
+        "Leave out what the plan says does not fit, and begin with what it says is fastest.",
+        "--plan-first",
+    ) = False,
+    resume: option(bool, "Make only the runs that the report does not have.", "--resume") = False,
+    retry: option(bool, "With --resume: failed runs again, too.", "--retry") = False,
+    timeout: option(
+        float | None,
+        "End a run after so long and go on, 0: never; if not given 20 times what the plan "
+        "predicts and 15 minutes, on the CPU never.",
+        min=0,
+        metavar="SECONDS",
+    ) = None,
     compare: Compare = None,
 ) -> None:
     """Measure the speed of one or many configurations on random tokens."""
@@ -109,17 +90,10 @@ def bench(
 
 
 def rig(
-    out: Annotated[
-        Path,
-        typer.Option(
-            parser=report_path,
-            metavar="<path>",
-            help="Report to write, without .md, .json and .png.",
-        ),
-    ] = Path("rig"),
-    minutes: Annotated[
-        float, typer.Option(min=2, max=10, help="That it takes at most; parts become shorter.")
-    ] = 10.0,
+    out: option(
+        Path, "Report to write, without .md, .json and .png.", parser=report_path, metavar="<path>"
+    ) = Path("rig"),
+    minutes: option(float, "That it takes at most; parts become shorter.", min=2, max=10) = 10.0,
 ) -> None:
     """Measure this machine, say what is wrong with it, and keep its rates for plans."""
     from llmq.rig.rig import run_rig

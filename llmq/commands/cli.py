@@ -8,7 +8,7 @@ import signal
 import sys
 from copy import copy
 from functools import cache
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -17,7 +17,7 @@ from llmq.base.console import doors
 from llmq.base.errors import LlmqError, discard
 from llmq.base.signals import Interrupted, OutOfTime
 from llmq.commands import bench, data, logs, models, plan, recipe, train
-from llmq.commands.common import Command, Group, TrainCommand, UsageError, one_line
+from llmq.commands.common import Command, Group, TrainCommand, UsageError, one_line, option
 from llmq.runtime.processes import refuse_several
 
 TRAIN = "llmq-train"  # the console script that is `llmq train`
@@ -42,10 +42,9 @@ def _print_version(value: bool) -> None:
 @app.callback()
 def _common(
     context: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit."),
-    ] = False,
+    version: option(
+        bool, "Print and exit.", "--version", callback=_print_version, is_eager=True
+    ) = False,
 ) -> None:
     if context.invoked_subcommand not in (None, "train"):
         refuse_several(f"llmq {context.invoked_subcommand}")

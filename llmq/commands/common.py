@@ -103,17 +103,26 @@ class Group(TyperGroup):
 # ------------------------------------------------------------------------------------------------
 
 
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="YAML, TOML or JSON with these options as keys."),
-]
+def option(kind: Any, text: str, *names: str, **how: Any) -> Any:
+    """The annotation of a parameter that is an option. text: its help; names, how: typer's."""
+    return Annotated[kind, typer.Option(*names, help=text, **how)]
 
-SaveConfig = Annotated[
+
+def argument(kind: Any, text: str, **how: Any) -> Any:
+    """The annotation of a parameter that is no option, as of `option`."""
+    return Annotated[kind, typer.Argument(help=text, **how)]
+
+
+ConfigFile = option(
+    Path | None, "YAML, TOML or JSON with these options as keys.", "--config", metavar="FILE"
+)
+
+SaveConfig = option(
     Path | None,
-    typer.Option(
-        "--save-config", metavar="FILE", help="Write the options as YAML, for --config, and go on."
-    ),
-]
+    "Write the options as YAML, for --config, and go on.",
+    "--save-config",
+    metavar="FILE",
+)
 
 ALL = "--help-all"
 
@@ -261,16 +270,14 @@ def checks(name: str) -> Callable[[str | None], str | None]:
     return checked
 
 
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", callback=checks("device"))]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Reserve = Annotated[
+Device = option(str, "auto, cpu or cuda.", callback=checks("device"))
+Json = option(bool, "Print JSON.", "--json")
+Reserve = option(
     str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Memory of each GPU that the search leaves free; if not given 512MiB, but 0 on cards "
-        "made for servers that drive no display.",
-    ),
-]
+    "Memory of each GPU that the search leaves free; if not given 512MiB, but 0 on cards "
+    "made for servers that drive no display.",
+    metavar="SIZE",
+)
 
 
 def size_of(flag: str, value: str | None, least: int = 1) -> int | None:

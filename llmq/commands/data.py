@@ -1,97 +1,66 @@
 """Commands on data: `llmq tokenize`, `train-tokenizer`, `data`, `show`, `check`."""
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from llmq.base.errors import ConfigError
 from llmq.base.signals import ending_children
-from llmq.commands.common import size_of
+from llmq.commands.common import argument, option, size_of
 
-Inputs = Annotated[
-    list[str] | None,
-    typer.Argument(help="Text, JSON lines, JSON, CSV, TSV or Parquet; globs; -: standard input."),
-]
-Dataset = Annotated[
-    str | None,
-    typer.Option(metavar="NAME[:CONFIG]", help="Data set of the hub, streamed; no inputs."),
-]
-Split = Annotated[str | None, typer.Option(help="Of --dataset; train if not given.")]
-Field = Annotated[
-    list[str] | None, typer.Option(help="Field that holds the text; text if not given.")
-]
-Template = Annotated[
-    str | None, typer.Option(metavar="TEXT", help="Text of several fields: '{title}\\n{text}'.")
-]
-Tokenizer = Annotated[
-    str | None,
-    typer.Option(help="bytes, a folder with tokenizer.json, or a repository in the cache."),
-]
-SpecialTokens = Annotated[
-    str, typer.Option(help="auto: those that transformers adds to a text (BOS, EOS); none.")
-]
-Format = Annotated[
+Inputs = argument(
+    list[str] | None, "Text, JSON lines, JSON, CSV, TSV or Parquet; globs; -: standard input."
+)
+Dataset = option(str | None, "Data set of the hub, streamed; no inputs.", metavar="NAME[:CONFIG]")
+Split = option(str | None, "Of --dataset; train if not given.")
+Field = option(list[str] | None, "Field that holds the text; text if not given.")
+Template = option(str | None, "Text of several fields: '{title}\\n{text}'.", metavar="TEXT")
+Format = option(
     str,
-    typer.Option(
-        help="Records: text, or conversations: messages, conversations, prompt, instruction, "
-        "pairs, labels, classes; auto: by their fields, but for labels and classes."
-    ),
-]
-EvalFraction = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Part of the documents kept for validation.")
-]
-Weights = Annotated[
-    bool, typer.Option("--weights", help="Messages may have a weight between 0 and 1.")
-]
-TrainOn = Annotated[
-    str, typer.Option(help="Of conversations: assistant, last, each (of its messages) or all.")
-]
-ChatTemplate = Annotated[
+    "Records: text, or conversations: messages, conversations, prompt, instruction, "
+    "pairs, labels, classes; auto: by their fields, but for labels and classes.",
+)
+ChatTemplate = option(
     str | None,
-    typer.Option(
-        help="File, or a name: of one of the tokenizer's, or of a format such as qwen3 "
-        "(docs/data.md has the list), or none; the tokenizer's own if not given."
-    ),
-]
-AddTokens = Annotated[
-    str | None,
-    typer.Option(metavar="A,B", help="Special tokens that the tokenizer gets, of a template's."),
-]
-Download = Annotated[
-    bool, typer.Option("--download", help="Fetch the tokenizer from the Hugging Face hub.")
-]
-MaxRecord = Annotated[
-    str, typer.Option(metavar="SIZE", help="Refuse a record of more bytes, such as 64MiB.")
-]
-RecordSeconds = Annotated[
-    float, typer.Option(min=0.1, help="Processor time for a record, and 1 s more for each 100 kB.")
-]
-SeqLen = Annotated[int | None, typer.Option(min=1, help="Count the documents that are longer.")]
+    "File, or a name: of one of the tokenizer's, or of a format such as qwen3 (docs/data.md has "
+    "the list), or none; the tokenizer's own if not given.",
+)
 
 
 def tokenize(
-    out: Annotated[Path, typer.Option(help="Directory of the token files.")],
+    out: option(Path, "Directory of the token files."),
     inputs: Inputs = None,
-    tokenizer: Tokenizer = None,
+    tokenizer: option(
+        str | None, "bytes, a folder with tokenizer.json, or a repository in the cache."
+    ) = None,
     dataset: Dataset = None,
     split: Split = None,
     field: Field = None,
     template: Template = None,
-    eval_fraction: EvalFraction = 0.01,
-    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens per file.")] = 100_000_000,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; all cores.")] = None,
-    special_tokens: SpecialTokens = "auto",
+    eval_fraction: option(
+        float, "Part of the documents kept for validation.", min=0.0, max=1.0
+    ) = 0.01,
+    shard_tokens: option(int, "Tokens per file.", min=1) = 100_000_000,
+    workers: option(int | None, "Processes; all cores.", min=1) = None,
+    special_tokens: option(
+        str, "auto: those that transformers adds to a text (BOS, EOS); none."
+    ) = "auto",
     format: Format = "auto",
-    train_on: TrainOn = "assistant",
+    train_on: option(
+        str, "Of conversations: assistant, last, each (of its messages) or all."
+    ) = "assistant",
     chat_template: ChatTemplate = None,
-    seq_len: SeqLen = None,
-    weights: Weights = False,
-    max_record: MaxRecord = "64MiB",
-    record_seconds: RecordSeconds = 10.0,
-    add_tokens: AddTokens = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files.")] = False,
-    download: Download = False,
+    seq_len: option(int | None, "Count the documents that are longer.", min=1) = None,
+    weights: option(bool, "Messages may have a weight between 0 and 1.", "--weights") = False,
+    max_record: option(
+        str, "Refuse a record of more bytes, such as 64MiB.", metavar="SIZE"
+    ) = "64MiB",
+    record_seconds: option(
+        float, "Processor time for a record, and 1 s more for each 100 kB.", min=0.1
+    ) = 10.0,
+    add_tokens: option(
+        str | None, "Special tokens that the tokenizer gets, of a template's.", metavar="A,B"
+    ) = None,
+    overwrite: option(bool, "Replace token files.", "--overwrite") = False,
+    download: option(bool, "Fetch the tokenizer from the Hugging Face hub.", "--download") = False,
 ) -> None:
     """Turn texts and conversations into token files."""
     how = locals()
@@ -116,22 +85,20 @@ def tokenize(
 
 
 def train_tokenizer(
-    vocab_size: Annotated[int, typer.Option(help="Tokens, special ones included.")],
-    out: Annotated[Path, typer.Option(help="Directory of the tokenizer.")],
+    vocab_size: option(int, "Tokens, special ones included."),
+    out: option(Path, "Directory of the tokenizer."),
     inputs: Inputs = None,
     dataset: Dataset = None,
     split: Split = None,
     field: Field = None,
     template: Template = None,
-    special_token: Annotated[
-        list[str] | None,
-        typer.Option(help="Special token beside <|endoftext|>; may be given several times."),
-    ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(metavar="chatml|FILE", help="Chat template: ChatML, or a file of Jinja."),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tokenizer.")] = False,
+    special_token: option(
+        list[str] | None, "Special token beside <|endoftext|>; may be given several times."
+    ) = None,
+    chat_template: option(
+        str | None, "Chat template: ChatML, or a file of Jinja.", metavar="chatml|FILE"
+    ) = None,
+    overwrite: option(bool, "Replace a tokenizer.", "--overwrite") = False,
 ) -> None:
     """Make a tokenizer, a byte-level BPE, of text."""
     how = locals()
@@ -149,14 +116,13 @@ EVAL_FRACTION = 0.05
 
 
 def data(
-    name: Annotated[str, typer.Argument(help="tiny-shakespeare, alpaca or hellaswag.")],
-    tokenizer: Annotated[
-        str, typer.Option(help="As that of `llmq tokenize`; fetched if it is of the hub.")
-    ] = DEFAULT_TOKENIZER,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Directory of the token files; data/NAME-TOKENIZER if not given."),
-    ] = None,
+    name: argument(str, "tiny-shakespeare, alpaca or hellaswag."),
+    tokenizer: option(
+        str, "As that of `llmq tokenize`; fetched if it is of the hub."
+    ) = DEFAULT_TOKENIZER,
+    out: option(
+        Path | None, "Directory of the token files; data/NAME-TOKENIZER if not given."
+    ) = None,
 ) -> None:
     """Fetch small public data: token files to train on, or questions to evaluate on."""
     from llmq.checkpoint import hub
@@ -179,23 +145,15 @@ def data(
 
 
 def show(
-    files: Annotated[list[str], typer.Argument(help="Token files, patterns, folders of tokenize.")],
-    document: Annotated[
-        int | None, typer.Option(min=1, help="First document to print, from 1.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=0, help="Documents to print: 3, or 1 with --document.")
-    ] = None,
-    ids: Annotated[bool, typer.Option("--ids", help="A line for each token, with its id.")] = False,
-    seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Show where documents are cut, and count them.")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="bytes, or a folder; that beside the files.")
-    ] = None,
-    document_separator: Annotated[
-        int | None, typer.Option(min=0, help="Id that ends a document, where no .docs file does.")
-    ] = None,
+    files: argument(list[str], "Token files, patterns, folders of tokenize."),
+    document: option(int | None, "First document to print, from 1.", min=1) = None,
+    limit: option(int | None, "Documents to print: 3, or 1 with --document.", min=0) = None,
+    ids: option(bool, "A line for each token, with its id.", "--ids") = False,
+    seq_len: option(int | None, "Show where documents are cut, and count them.", min=1) = None,
+    tokenizer: option(str | None, "bytes, or a folder; that beside the files.") = None,
+    document_separator: option(
+        int | None, "Id that ends a document, where no .docs file does.", min=0
+    ) = None,
 ) -> None:
     """Print documents of token files, with what is trained of them, and counts."""
     how = locals()
@@ -205,15 +163,10 @@ def show(
 
 
 def check(
-    files: Annotated[
-        list[str], typer.Argument(help="Token files, checkpoints, models, folders or patterns.")
-    ],
-    trained: Annotated[
-        bool,
-        typer.Option(
-            "--trained", help="Say which trained tensors of checkpoints have not moved instead."
-        ),
-    ] = False,
+    files: argument(list[str], "Token files, checkpoints, models, folders or patterns."),
+    trained: option(
+        bool, "Say which trained tensors of checkpoints have not moved instead.", "--trained"
+    ) = False,
 ) -> None:
     """Compare files with their checksums, and say which are damaged: exit status 0 if none."""
     from llmq.checkpoint.check import run_check

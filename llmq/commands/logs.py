@@ -1,37 +1,23 @@
 """Commands on the logs of runs: `llmq plot`, `watch`, `top`."""
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from llmq.base.signals import ending_children
-from llmq.commands.common import run_names, starting_with
+from llmq.commands.common import argument, option, run_names, starting_with
 
 
 def plot(
-    logs: Annotated[
-        list[str],
-        typer.Argument(
-            autocompletion=starting_with(run_names), help="Names of runs, or their JSON logs."
-        ),
-    ],
-    out: Annotated[
+    logs: argument(
+        list[str], "Names of runs, or their JSON logs.", autocompletion=starting_with(run_names)
+    ),
+    out: option(
         Path | None,
-        typer.Option(
-            help="File to write: .png, .svg, .pdf or .html (default: loss.png, or loss-2.png if "
-            "that is there, and so on)."
-        ),
-    ] = None,
-    x: Annotated[
-        str, typer.Option("--x", metavar="step|tokens|hours", help="What the x-axis counts.")
-    ] = "step",
-    html: Annotated[
-        bool, typer.Option("--html", help="Write a page with tooltips (default: loss.html).")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the file that is there.")
-    ] = False,
+        "File to write: .png, .svg, .pdf or .html (default: loss.png, or loss-2.png if "
+        "that is there, and so on).",
+    ) = None,
+    x: option(str, "What the x-axis counts.", "--x", metavar="step|tokens|hours") = "step",
+    html: option(bool, "Write a page with tooltips (default: loss.html).", "--html") = False,
+    overwrite: option(bool, "Replace the file that is there.", "--overwrite") = False,
 ) -> None:
     """Draw losses, evaluations, learning rate, norm, speed, power and clock of runs on one page."""
     from llmq.report.plot import run_plot
@@ -41,22 +27,11 @@ def plot(
 
 
 def watch(
-    log: Annotated[
-        str,
-        typer.Argument(
-            autocompletion=starting_with(run_names), help="Name of a run, or its JSON log."
-        ),
-    ],
-    tensorboard: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write event files into DIR/NAME.")
-    ] = None,
-    wandb: Annotated[
-        str | None, typer.Option(metavar="PROJECT", help="Send to a run of this W&B project.")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Name there; that of the log.")] = None,
-    interval: Annotated[
-        int, typer.Option(min=0, max=86400, help="Seconds between looks at the log; 0: one look.")
-    ] = 10,
+    log: argument(str, "Name of a run, or its JSON log.", autocompletion=starting_with(run_names)),
+    tensorboard: option(Path | None, "Write event files into DIR/NAME.", metavar="DIR") = None,
+    wandb: option(str | None, "Send to a run of this W&B project.", metavar="PROJECT") = None,
+    name: option(str | None, "Name there; that of the log.") = None,
+    interval: option(int, "Seconds between looks at the log; 0: one look.", min=0, max=86400) = 10,
 ) -> None:
     """Send the log of a run to TensorBoard or W&B, while it is written or afterwards."""
     how = locals()
@@ -68,18 +43,14 @@ def watch(
 
 
 def top(
-    log: Annotated[
+    log: argument(
         str | None,
-        typer.Argument(
-            autocompletion=starting_with(run_names),
-            help="Name of a run, or its JSON log; the newest one that is being written if not "
-            "given. Without one: all GPUs of this machine.",
-            show_default=False,
-        ),
-    ] = None,
-    once: Annotated[
-        bool, typer.Option("--once", help="Show it once, as where there is no terminal.")
-    ] = False,
+        "Name of a run, or its JSON log; the newest one that is being written if not "
+        "given. Without one: all GPUs of this machine.",
+        autocompletion=starting_with(run_names),
+        show_default=False,
+    ) = None,
+    once: option(bool, "Show it once, as where there is no terminal.", "--once") = False,
 ) -> None:
     """Show the progress of a run and its GPUs, second by second, until the run ends or Ctrl-C."""
     from llmq.run.run_paths import find_log, running_log

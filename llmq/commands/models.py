@@ -1,40 +1,38 @@
 """Commands on models: `llmq sample`, `eval`, `score`, `export`, `merge`."""
 
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from llmq.base.errors import ConfigError
-from llmq.commands.common import ConfigFile, Device, checks, load_run, train_options
+from llmq.commands.common import (
+    ConfigFile,
+    Device,
+    argument,
+    checks,
+    load_run,
+    option,
+    train_options,
+)
 from llmq.commands.plan import CardName
 
-Model = Annotated[str, typer.Argument(help="Model directory or cached repository.")]
-Adapter = Annotated[
-    Path | None, typer.Option(help="Adapters of the model in PEFT's format, a directory.")
-]
-ModelDtype = Annotated[str, typer.Option(help="bf16 or fp32.", callback=checks("model_dtype"))]
+Model = argument(str, "Model directory or cached repository.")
+Adapter = option(Path | None, "Adapters of the model in PEFT's format, a directory.")
+ModelDtype = option(str, "bf16 or fp32.", callback=checks("model_dtype"))
 
 
 def sample(
     model: Model,
     adapter: Adapter = None,
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest continuation.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Only the k likeliest tokens; 0: all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Only the likeliest tokens of this mass.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of tokens.")] = 42,
-    num_samples: Annotated[int, typer.Option(min=1, help="Number of continuations.")] = 1,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Answer --prompt, or each line of standard input.")
-    ] = False,
-    system: Annotated[str | None, typer.Option(help="System message of --chat.")] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="Template of --chat, a file; the tokenizer's.")
-    ] = None,
+    prompt: option(str, "Text to continue.") = "",
+    max_new_tokens: option(int, "Longest continuation.", min=1) = 200,
+    temperature: option(float, "0: always the likeliest.", min=0.0) = 0.8,
+    top_k: option(int, "Only the k likeliest tokens; 0: all.", min=0) = 0,
+    top_p: option(float, "Only the likeliest tokens of this mass.", min=0.0, max=1.0) = 1.0,
+    seed: option(int, "Seed of the choice of tokens.", min=0) = 42,
+    num_samples: option(int, "Number of continuations.", min=1) = 1,
+    chat: option(bool, "Answer --prompt, or each line of standard input.", "--chat") = False,
+    system: option(str | None, "System message of --chat.") = None,
+    chat_template: option(str | None, "Template of --chat, a file; the tokenizer's.") = None,
     device: Device = "auto",
     model_dtype: ModelDtype = "bf16",
 ) -> None:
@@ -46,30 +44,21 @@ def sample(
 
 
 def evaluate(
-    model: Annotated[
-        str, typer.Argument(help="Model directory, cached repository, or checkpoint.")
-    ],
-    task: Annotated[
+    model: argument(str, "Model directory, cached repository, or checkpoint."),
+    task: option(
         list[str],
-        typer.Option(
-            metavar="[KIND=]FILE",
-            help="Questions or texts in JSON or Parquet, or a text file; may be repeated.",
-        ),
-    ],
+        "Questions or texts in JSON or Parquet, or a text file; may be repeated.",
+        metavar="[KIND=]FILE",
+    ),
     adapter: Adapter = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Only as many records of each file.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON to write.")] = None,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(min=1, help="Longest sequence; what is longer loses its beginning."),
-    ] = None,
-    batch_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that a GPU computes at a time.")
-    ] = 4096,
+    limit: option(int | None, "Only as many records of each file.", min=1) = None,
+    out: option(Path | None, "JSON to write.", metavar="FILE") = None,
+    seq_len: option(
+        int | None, "Longest sequence; what is longer loses its beginning.", min=1
+    ) = None,
+    batch_tokens: option(int, "Tokens that a GPU computes at a time.", min=1) = 4096,
     device: Device = "auto",
-    gpus: Annotated[int, typer.Option(min=0, max=64, help="GPUs to use; 0: all.")] = 0,
+    gpus: option(int, "GPUs to use; 0: all.", min=0, max=64) = 0,
     model_dtype: ModelDtype = "bf16",
 ) -> None:
     """Measure accuracy and perplexity of a model, as lm-eval defines them."""
@@ -90,19 +79,12 @@ SCORED = {
 @train_options
 def score(
     given: dict[str, Any],
-    scored: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="As --model of llmq train: whose scores are wanted."),
-    ],
-    data: Annotated[list[str], typer.Argument(help="Token files, patterns, folders of tokenize.")],
-    out: Annotated[Path, typer.Option(help="Directory of the scores.")],
+    scored: argument(str, "As --model of llmq train: whose scores are wanted.", metavar="MODEL"),
+    data: argument(list[str], "Token files, patterns, folders of tokenize."),
+    out: option(Path, "Directory of the scores."),
     config_file: ConfigFile = None,
-    top_k: Annotated[
-        int, typer.Option(min=0, max=255, help="A teacher's: so many probabilities of each token.")
-    ] = 0,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print memory and predicted speed, and stop.")
-    ] = False,
+    top_k: option(int, "A teacher's: so many probabilities of each token.", min=0, max=255) = 0,
+    dry_run: option(bool, "Print memory and predicted speed, and stop.", "--dry-run") = False,
     card: CardName = None,
 ) -> None:
     """Write the log-probability of each trained token of token files, for losses that read it."""
@@ -127,78 +109,51 @@ def score(
     run_score(config, model, model_dir, out, top_k)
 
 
-Out = Annotated[
-    Path, typer.Option("--out", "--out-dir", metavar="PATH", help="Folder, or FILE.gguf.")
-]
-Format = Annotated[
+Out = option(Path, "Folder, or FILE.gguf.", "--out", "--out-dir", metavar="PATH")
+Format = option(
     str,
-    typer.Option(
-        "--format",
-        help="hf: as transformers and peft load it. gguf: a file for llama.cpp. fp8: as "
-        "transformers and vLLM load it with compressed-tensors.",
-    ),
-]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype",
-        "--model-dtype",
-        help="hf, fp8: bf16 or fp32; gguf: also fp16, q8_0, q4_0; as the source if not given.",
-    ),
-]
-Scales = Annotated[
-    str | None,
-    typer.Option(help="fp8: of matrices, tensor or row; tensor after training in fp8, else row."),
-]
-Activations = Annotated[
-    str | None,
-    typer.Option(help="fp8: dynamic, or static: with the delayed scales of the training."),
-]
-
-Licence = Annotated[
-    str | None,
-    typer.Option(
-        "--license",
-        help="Of README.md, such as apache-2.0; that of the model it began as if not given.",
-    ),
-]
-Push = Annotated[
-    str | None,
-    typer.Option(metavar="OWNER/NAME", help="Upload it to this repository of the hub, too."),
-]
+    "hf: as transformers and peft load it. gguf: a file for llama.cpp. fp8: as "
+    "transformers and vLLM load it with compressed-tensors.",
+    "--format",
+)
 
 
 def export(
     out: Out,
-    source: Annotated[
-        str | None,
-        typer.Argument(help="A checkpoint, a model directory or cached repository, or adapters."),
-    ] = None,
+    source: argument(
+        str | None, "A checkpoint, a model directory or cached repository, or adapters."
+    ) = None,
     to: Format = "hf",
-    dtype: DtypeOption = None,
-    checkpoint_dir: Annotated[
-        Path, typer.Option(help="Without SOURCE: a checkpoint, or a directory of checkpoints.")
-    ] = Path("ckpt/llmq"),
-    base: Annotated[
-        str | None, typer.Option(help="The model of adapters, if it is not where they say.")
-    ] = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Write adapters with their model, as one model.")
-    ] = False,
-    scales: Scales = None,
-    activations: Activations = None,
-    licence: Licence = None,
-    push: Push = None,
-    verify: Annotated[
-        bool | None,
-        typer.Option(help="Read it back and compare; if not given, what has up to 2 GiB."),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what is at --out, whoever wrote it.")
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Write weights that are infinities or NaNs, too.")
-    ] = False,
+    dtype: option(
+        str | None,
+        "hf, fp8: bf16 or fp32; gguf: also fp16, q8_0, q4_0; as the source if not given.",
+        "--dtype",
+        "--model-dtype",
+    ) = None,
+    checkpoint_dir: option(
+        Path, "Without SOURCE: a checkpoint, or a directory of checkpoints."
+    ) = Path("ckpt/llmq"),
+    base: option(str | None, "The model of adapters, if it is not where they say.") = None,
+    merge: option(bool, "Write adapters with their model, as one model.", "--merge") = False,
+    scales: option(
+        str | None, "fp8: of matrices, tensor or row; tensor after training in fp8, else row."
+    ) = None,
+    activations: option(
+        str | None, "fp8: dynamic, or static: with the delayed scales of the training."
+    ) = None,
+    licence: option(
+        str | None,
+        "Of README.md, such as apache-2.0; that of the model it began as if not given.",
+        "--license",
+    ) = None,
+    push: option(
+        str | None, "Upload it to this repository of the hub, too.", metavar="OWNER/NAME"
+    ) = None,
+    verify: option(
+        bool | None, "Read it back and compare; if not given, what has up to 2 GiB."
+    ) = None,
+    overwrite: option(bool, "Replace what is at --out, whoever wrote it.", "--overwrite") = False,
+    force: option(bool, "Write weights that are infinities or NaNs, too.", "--force") = False,
 ) -> None:
     """Write a checkpoint, a model or adapters as transformers, peft, vLLM or llama.cpp load
     them."""
@@ -213,22 +168,17 @@ def export(
 
 def merge(
     base: Model,
-    adapter: Annotated[Path, typer.Argument(help="Directory of adapters in PEFT's format.")],
-    out: Annotated[Path, typer.Option(help="Directory of the model.")],
-    model_dtype: Annotated[
+    adapter: argument(Path, "Directory of adapters in PEFT's format."),
+    out: option(Path, "Directory of the model."),
+    model_dtype: option(
+        str | None, "bf16 or fp32; as the model if not given.", callback=checks("model_dtype")
+    ) = None,
+    base_dtype: option(
         str | None,
-        typer.Option(
-            help="bf16 or fp32; as the model if not given.", callback=checks("model_dtype")
-        ),
-    ] = None,
-    base_dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Format that the model is rounded to before; as in training if not given. "
-            "bf16: it is taken as it is, e4m3, int8, nf4, mxfp4: as --base-dtype of train.",
-            callback=checks("base_dtype"),
-        ),
-    ] = None,
+        "Format that the model is rounded to before; as in training if not given. "
+        "bf16: it is taken as it is, e4m3, int8, nf4, mxfp4: as --base-dtype of train.",
+        callback=checks("base_dtype"),
+    ) = None,
 ) -> None:
     """Write a model with its adapters as a model directory that needs no PEFT."""
     from llmq.checkpoint.merge import merge_adapter

@@ -1,9 +1,7 @@
 """`llmq plan`: memory and speed of a run before it starts."""
 
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from llmq.base.errors import ConfigError
 from llmq.commands.common import (
@@ -12,6 +10,7 @@ from llmq.commands.common import (
     Reserve,
     SaveConfig,
     load_run,
+    option,
     save_config,
     size_of,
     starting_with,
@@ -27,57 +26,30 @@ def _card_names() -> list[str]:
     return sorted({first for first, *_ in words})  # a shell would divide what has blanks
 
 
-CardName = Annotated[
+CardName = option(
     str | None,
-    typer.Option(
-        metavar="NAME",
-        autocompletion=starting_with(_card_names),
-        help="Card to plan for, such as 4090 or '5060 ti 8gb': predicts the speed.",
-    ),
-]
-CardFile = Annotated[
+    "Card to plan for, such as 4090 or '5060 ti 8gb': predicts the speed.",
+    metavar="NAME",
+    autocompletion=starting_with(_card_names),
+)
+CardFile = option(
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Plan for the rig of this rig.json (llmq rig), with the rates measured there.",
-    ),
-]
-Machines = Annotated[int, typer.Option(min=1, help="Machines with --gpus GPUs each.")]
-Network = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Bytes per second that a machine sends, and receives at once, such as 25GB/s.",
-    ),
-]
-
-Search = Annotated[
+    "Plan for the rig of this rig.json (llmq rig), with the rates measured there.",
+    metavar="FILE",
+)
+Search = option(
     bool,
-    typer.Option(
-        "--fit",
-        help="Search micro-batch, recomputation, offloading and sharding, beside adapters also "
-        "--base-dtype, for what fits and is fastest; what is given stays, micro-batch times "
-        "accumulation too.",
-    ),
-]
-
-Largest = Annotated[
+    "Search micro-batch, recomputation, offloading and sharding, beside adapters also "
+    "--base-dtype, for what fits and is fastest; what is given stays, micro-batch times "
+    "accumulation too.",
+    "--fit",
+)
+Largest = option(
     bool,
-    typer.Option(
-        "--largest",
-        help="Search, as --fit, for the preset with most parameters that fits; without "
-        "--host-memory for one that fits on the card alone.",
-    ),
-]
-
-ShowsPlacement = Annotated[
-    bool,
-    typer.Option(
-        "--placement",
-        help="Show where weights, gradients and moments are, in which format, and what is "
-        "divided among GPUs.",
-    ),
-]
+    "Search, as --fit, for the preset with most parameters that fits; without --host-memory for "
+    "one that fits on the card alone.",
+    "--largest",
+)
 
 
 @train_options
@@ -85,21 +57,29 @@ def plan(
     given: dict[str, Any],
     config_file: ConfigFile = None,
     save: SaveConfig = None,
-    gpu_memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Memory of one GPU to compare with, such as 16GiB."),
-    ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Host memory of a machine to compare with.")
-    ] = None,
+    gpu_memory: option(
+        str | None, "Memory of one GPU to compare with, such as 16GiB.", metavar="SIZE"
+    ) = None,
+    host_memory: option(
+        str | None, "Host memory of a machine to compare with.", metavar="SIZE"
+    ) = None,
     card: CardName = None,
     card_file: CardFile = None,
     reserve: Reserve = None,
-    machines: Machines = 1,
-    network: Network = None,
+    machines: option(int, "Machines with --gpus GPUs each.", min=1) = 1,
+    network: option(
+        str | None,
+        "Bytes per second that a machine sends, and receives at once, such as 25GB/s.",
+        metavar="SIZE",
+    ) = None,
     fit: Search = False,
     largest: Largest = False,
-    placement: ShowsPlacement = False,
+    placement: option(
+        bool,
+        "Show where weights, gradients and moments are, in which format, and what is "
+        "divided among GPUs.",
+        "--placement",
+    ) = False,
     json: Json = False,
 ) -> None:
     """Show the memory, the FLOPs and the time that `llmq train` with these options would need."""

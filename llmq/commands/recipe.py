@@ -10,13 +10,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.bench import BenchOptions
-from llmq.commands.common import ConfigFile, Json, Reserve, load_run, size_of, train_options
+from llmq.commands.common import ConfigFile, Json, Reserve, load_run, option, size_of, train_options
 from llmq.commands.plan import CardFile, CardName
 from llmq.options.option_types import AUTO
 from llmq.options.options import OPTIONS, TrainConfig
@@ -28,33 +26,20 @@ VOCABULARY = 32768  # where there are no data: as many as nanochat's tokenizer h
 TRIED_SECONDS = 4.0  # of the steps of a short run
 FEWEST_STEPS = 12  # of one: the first ones are captured
 
-Data = Annotated[
+Data = option(
     Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Folder of `llmq tokenize`: trains on its train*.bin, validates on its eval*.bin.",
-    ),
-]
+    "Folder of `llmq tokenize`: trains on its train*.bin, validates on its eval*.bin.",
+    metavar="DIR",
+)
 
 
-HostMemory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Host memory of the machine that --card is in.")
-]
-Law = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Scaling law of tools/scaling_law.py, of your own data."),
-]
-Rates = Annotated[Path | None, typer.Option(metavar="FILE", help="The result of `llmq sweep-lr`.")]
-Measure = Annotated[
+Rates = option(Path | None, "The result of `llmq sweep-lr`.", metavar="FILE")
+Measure = option(
     bool | None,
-    typer.Option(
-        "--measure/--no-measure",
-        help="Try the recipe's steps on this machine, some 20 seconds, and count with their time.",
-        show_default=False,
-    ),
-]
-Price = Annotated[float | None, typer.Option(min=0, help="What an hour of one GPU costs.")]
-KwhPrice = Annotated[float | None, typer.Option(min=0, help="What a kilowatt-hour costs.")]
+    "Try the recipe's steps on this machine, some 20 seconds, and count with their time.",
+    "--measure/--no-measure",
+    show_default=False,
+)
 
 
 def files_of(data: Path | None, given: dict[str, Any]) -> dict[str, Any]:
@@ -131,20 +116,24 @@ def _short_run(config: TrainConfig, steps: int) -> tuple[float, list[float]]:
 @train_options
 def recipe(
     given: dict[str, Any],
-    hours: Annotated[float, typer.Option(min=0.004, help="Hours that the whole run may take.")],
+    hours: option(float, "Hours that the whole run may take.", min=0.004),
     config_file: ConfigFile = None,
     data: Data = None,
     card: CardName = None,
     card_file: CardFile = None,
-    host_memory: HostMemory = None,
+    host_memory: option(
+        str | None, "Host memory of the machine that --card is in.", metavar="SIZE"
+    ) = None,
     reserve: Reserve = None,
-    law: Law = None,
+    law: option(
+        Path | None, "Scaling law of tools/scaling_law.py, of your own data.", metavar="FILE"
+    ) = None,
     rates: Rates = None,
-    price: Price = None,
-    kwh_price: KwhPrice = None,
-    out: Annotated[Path, typer.Option(help="File of options to write.")] = Path("recipe.yaml"),
+    price: option(float | None, "What an hour of one GPU costs.", min=0) = None,
+    kwh_price: option(float | None, "What a kilowatt-hour costs.", min=0) = None,
+    out: option(Path, "File of options to write.") = Path("recipe.yaml"),
     measure: Measure = None,
-    run: Annotated[bool, typer.Option("--run", help="Train it at once.")] = False,
+    run: option(bool, "Train it at once.", "--run") = False,
     json: Json = False,
 ) -> None:
     """Choose size, tokens, batch, rates and formats for the hours that there are; what is given
@@ -189,11 +178,9 @@ def recipe(
 def sweep_lr(
     given: dict[str, Any],
     data: Data = None,
-    depth: Annotated[int, typer.Option(min=1, help="Blocks; the width is 64 times as many.")] = 4,
-    rates: Annotated[int, typer.Option(help="Rates of the ladder, each twice the last.")] = 5,
-    out: Annotated[Path, typer.Option(help="File with the runs and the best rate.")] = Path(
-        "rates.json"
-    ),
+    depth: option(int, "Blocks; the width is 64 times as many.", min=1) = 4,
+    rates: option(int, "Rates of the ladder, each twice the last.") = 5,
+    out: option(Path, "File with the runs and the best rate.") = Path("rates.json"),
 ) -> None:
     """Train a small model at a ladder of learning rates, and find the best one."""
     from llmq.bench.losses import run_sweep_lr

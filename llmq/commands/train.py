@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -22,6 +22,7 @@ from llmq.commands.common import (
     SaveConfig,
     load_run,
     one_line,
+    option,
     save_config,
     size_of,
     train_options,
@@ -94,27 +95,21 @@ def train(
     given: dict[str, Any],
     config_file: ConfigFile = None,
     save: SaveConfig = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Plan the memory, print it and exit.")
-    ] = False,
-    auto: Annotated[
+    dry_run: option(bool, "Plan the memory, print it and exit.", "--dry-run") = False,
+    auto: option(
         bool,
-        typer.Option(
-            "--auto",
-            help="Choose micro-batch, recomputation, offloading and sharding for this machine; "
-            "what is given stays, micro-batch times accumulation too.",
-        ),
-    ] = False,
+        "Choose micro-batch, recomputation, offloading and sharding for this machine; "
+        "what is given stays, micro-batch times accumulation too.",
+        "--auto",
+    ) = False,
     reserve: Reserve = None,
-    restarts: Annotated[
+    restarts: option(
         int,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="Start the run again from its newest good checkpoint, up to so many times, when a "
-            "GPU, the driver or the process has crashed.",
-        ),
-    ] = 0,
+        "Start the run again from its newest good checkpoint, up to so many times, when a "
+        "GPU, the driver or the process has crashed.",
+        metavar="N",
+        min=0,
+    ) = 0,
 ) -> None:
     """Train a model, or continue to."""
     if restarts > 0:
@@ -191,10 +186,8 @@ def verify(
     given: dict[str, Any],
     config_file: ConfigFile = None,
     save: SaveConfig = None,
-    verify_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 10,
-    synthetic: Annotated[
-        bool, typer.Option("--synthetic", help="Random tokens instead of token files.")
-    ] = False,
+    verify_steps: option(int, "Optimizer steps of each run.", min=1) = 10,
+    synthetic: option(bool, "Random tokens instead of token files.", "--synthetic") = False,
     json: Json = False,
 ) -> int:
     """Check that recomputation and offloading change no bit: two runs, exit status 0 if equal."""
@@ -208,12 +201,10 @@ def verify(
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Directory of everything it writes.")] = Path("demo"),
+    out: option(Path, "Directory of everything it writes.") = Path("demo"),
     device: Device = "auto",
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--continue", help="Go on where the last demo was stopped.")
-    ] = False,
+    steps: option(int | None, "Optimizer steps.", min=1) = None,
+    resume: option(bool, "Go on where the last demo was stopped.", "--continue") = False,
 ) -> None:
     """Tokenize a small text, train a tiny model on it, plot the loss and sample from it."""
     from llmq.run.demo import run_demo
