@@ -366,10 +366,15 @@ def logged(reporter):
     return json.loads(reporter.log.path.read_text())
 
 
+def train_step(reporter, step, result, ms=1.0, tokens=1, sol=None, epoch=(0, 0.05)):
+    done = SimpleNamespace(step=step, result=result, lr=1e-3, ms=ms, epoch=epoch)
+    reporter.train_step(done, tokens, sol)
+
+
 def test_the_history_of_reports_is_json(reporter, tmp_path):
     for loss in (1.5, math.nan):
         for step in range(60):
-            reporter.train_step(step, replace(RESULT, loss=loss), 1e-3, 10.0, 100, None, (0, 0.5))
+            train_step(reporter, step, replace(RESULT, loss=loss), epoch=(0, 0.5))
         history = json.loads(json.dumps(reporter.history, allow_nan=False))
         other = Reporter(JsonLog(tmp_path / "other.json"), Lines(), total_steps=40)
         other.history = history
@@ -408,8 +413,8 @@ def test_ways_that_were_chosen(reporter):
 
 
 def test_lines_of_steps(reporter):
-    reporter.train_step(7, RESULT, lr=1e-3, ms=61.5, tokens=4096, sol=None, epoch=(0, 0.175))
-    reporter.train_step(8, RESULT, lr=1e-3, ms=123456.0, tokens=10**8, sol=45.678, epoch=(1, 0.2))
+    train_step(reporter, 7, RESULT, ms=61.5, tokens=4096, epoch=(0, 0.175))
+    train_step(reporter, 8, RESULT, ms=123456.0, tokens=10**8, sol=45.678, epoch=(1, 0.2))
     assert reporter.view.lines == [
         "[T] step     7 [17.5%] | time:    61 ms | norm   0.123457 | loss   3.250000 | tps 66601"
         " | run 20.0%",
@@ -430,9 +435,7 @@ def test_lines_of_steps(reporter):
 
 
 def test_saturated_elements_are_reported(reporter):
-    reporter.train_step(
-        3, replace(RESULT, saturated=12), lr=0.0, ms=1.0, tokens=1, sol=None, epoch=(0, 0.05)
-    )
+    train_step(reporter, 3, replace(RESULT, saturated=12))
     assert reporter.view.lines[-1] == "Elements beyond their delayed fp8 scales: 12"
     message, step = logged(reporter)[-2:]
     assert (message["step"], message["message"]) == (3, reporter.view.lines[-1])
@@ -444,9 +447,9 @@ def test_line_of_an_evaluation_has_the_mean_of_the_steps_before(reporter):
         result = SimpleNamespace(
             **{n: getattr(RESULT, n) for n in RESULT.__slots__} | {"loss": loss}
         )
-        reporter.train_step(0, result, lr=0.0, ms=1.0, tokens=1, sol=None, epoch=(0, 0.05))
+        train_step(reporter, 0, result)
     masked = replace(RESULT, loss=math.nan, tokens=0)  # has no loss
-    reporter.train_step(1, masked, lr=0.0, ms=1.0, tokens=1, sol=None, epoch=(0, 0.05))
+    train_step(reporter, 1, masked)
     assert "| loss       none | tps" in reporter.view.lines[-1]
     assert "loss" not in reporter.view.states[-1] and logged(reporter)[-1]["loss"] is None
     assert reporter.history["steps_without_targets"] == reporter.without_targets == 1

@@ -420,7 +420,7 @@ SHOWN = 3  # bad steps in a row whose lines are shown; then every tenth
 
 
 class Judging(Member):
-    """Judges the steps of a run, and goes back where too many are bad."""
+    """Judges steps, goes back where too many are bad, and writes the model at the end of a run."""
 
     def __init__(
         self,
@@ -428,11 +428,12 @@ class Judging(Member):
         reporter: Reporter,
         guard: Guard,
         checkpoints: Checkpoints,
+        evaluations: Evaluations,
         events: Events,
     ):
         """events: of the members whose state a rollback and a resume bring back."""
         self.trainer, self.reporter, self.guard = trainer, reporter, guard
-        self.checkpoints = checkpoints
+        self.checkpoints, self._evaluations = checkpoints, evaluations
         self._events = events
 
     def limits(self, step: int) -> tuple[Limits, Limits]:
@@ -463,9 +464,7 @@ class Judging(Member):
                 text = f"WARNING: {NEW_LEVEL} bad steps in a row: what is usual is measured anew"
                 self.reporter.guard(step, "level", text)
         left_out = judgement.reason if judgement.left_out else None
-        of_step = (step, done.ticket, result, guard.unchanged, left_out)
-        may_end = guard.mode != "rollback"
-        check_update(self.trainer.ranks, self.reporter, *of_step, may_end=may_end)
+        check_update(self.trainer.ranks, self.reporter, done, guard, left_out)
 
     def state(self) -> dict[str, Any]:
         return {"guard": self.guard.state}
@@ -523,35 +522,25 @@ class Judging(Member):
         self.reporter.total_steps = trainer.total_steps
 
     def at_end(self, step: int) -> None:
-        """Name what has not moved, and bad steps at the end."""
-        for line in not_moved(self.trainer.ranks) if step else ():
-            self.reporter.message(f"WARNING: {line}", step)
-        if self.guard.in_row:
-            last = f"WARNING: the last {self.guard.in_row} steps were bad, up to step {step - 1}"
-            self.reporter.message(f"{last}: the model is hardly what it should be", step)
-
-
-class FinalModel(Member):
-    """Writes the model at the end of a run, if it computes finite numbers."""
-
-    def __init__(self, judging: Judging, evaluations: Evaluations):
-        self._judging, self._evaluations = judging, evaluations
-
-    def at_end(self, step: int) -> None:
-        """ModelError where it is spoiled, as its checkpoint is then."""
-        trainer, reporter = self._judging.trainer, self._judging.reporter
+        """Name what has not moved, and bad steps at the end; write the model, if it computes finite
+        numbers. ModelError where it is spoiled, as its checkpoint is then."""
+        trainer, reporter, in_row = self.trainer, self.reporter, self.guard.in_row
+        for line in not_moved(trainer.ranks) if step else ():
+            reporter.message(f"WARNING: {line}", step)
+        if in_row:
+            last = f"WARNING: the last {in_row} steps were bad, up to step {step - 1}"
+            reporter.message(f"{last}: the model is hardly what it should be", step)
         try:
-            self._check(step)
+            self._check_model(step)
             with reporter.section(f"Saving model to `{trainer.config.out_dir}`", step):
                 trainer.export()
         except ModelError as error:
-            self._judging.checkpoints.condemn(step, str(error))
+            self.checkpoints.condemn(step, str(error))
             raise
 
-    def _check(self, step: int) -> None:
+    def _check_model(self, step: int) -> None:
         """ModelError where the model computes no finite numbers, unless --force."""
-        config, guard = self._judging.trainer.config, self._judging.guard
-        problem = self._evaluations.not_finite or guard.not_finite
+        config, problem = self.trainer.config, self._evaluations.not_finite or self.guard.not_finite
         if problem is not None and not config.force:
             raise ModelError(
                 f"no model is written, because {problem}: '{config.out_dir}' stays as it is; go on "
@@ -559,4 +548,4 @@ class FinalModel(Member):
             )
         if problem is not None:
             message = f"{problem}; the model is written (--force)"
-            self._judging.reporter.message(f"WARNING: {message}", step)
+            self.reporter.message(f"WARNING: {message}", step)

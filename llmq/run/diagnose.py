@@ -20,11 +20,11 @@ from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
 from llmq.checkpoint.finite import reached, unmoved_lines
-from llmq.model.rings import Result
 from llmq.model.step import Step
 from llmq.ops import fp8_scale
 from llmq.ops.fp8_scale import STRIDE
 from llmq.run.events import Member, StepDone
+from llmq.run.guard import Guard
 from llmq.run.metrics import Reporter
 from llmq.run.ranks import Rank, Ranks
 
@@ -84,20 +84,11 @@ def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> 
 
 
 def check_update(
-    ranks: Ranks,
-    reporter: Reporter,
-    step: int,
-    ticket: int,
-    result: Result,
-    unchanged: int,
-    left_out: str | None,
-    *,
-    may_end: bool,
+    ranks: Ranks, reporter: Reporter, done: StepDone, guard: Guard, left_out: str | None
 ) -> None:
-    """Say why a step has made no update, and end a run in which nothing else happens. ticket: the
-    ranks', of this step. unchanged: steps up to this one that changed no weights. left_out: why the
-    guard made no update. may_end: False where it knows what else to do about numbers. LlmqError:
-    it is hopeless."""
+    """Say why a step has made no update, and end a run in which nothing else happens. left_out: why
+    the guard made none. LlmqError: it is hopeless, and the guard does not go back."""
+    step, result, unchanged = done.step, done.result, guard.unchanged
     if unchanged == 0:
         return
     if result.tokens == 0:
@@ -108,11 +99,11 @@ def check_update(
     else:
         reason = left_out
         advice = "use --guard rollback, or --guard warn if the data are other ones from here on"
-    may_end = may_end or result.tokens == 0
+    may_end = guard.mode != "rollback" or result.tokens == 0
     origin = None
     first = unchanged == 1  # those that follow are alike
     if first and result.tokens > 0 and left_out is None:
-        origin = find_origin(ranks, step, ranks.batches_of(ticket))
+        origin = find_origin(ranks, step, ranks.batches_of(done.ticket))
         where = f"first seen in {origin.text}" if origin else "computed again all is finite"
         reason += f"; {where}"
     reporter.message(f"WARNING: step {step} changed no weights: {reason}", step)

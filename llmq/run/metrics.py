@@ -12,6 +12,7 @@ from llmq.data.loader import DataLoader
 from llmq.model.rings import Result
 from llmq.report.json_log import JsonLog
 from llmq.report.views import PlainView
+from llmq.run.events import StepDone
 
 RULE = "!" * 80
 SHOWN_FILES = 10  # in [Dataset], for each split
@@ -170,19 +171,10 @@ class Reporter:
     def _of_run(self, steps_done: int) -> str:
         return f"run {min(100.0 * steps_done / max(self.total_steps, 1), 100.0):.1f}%"
 
-    def train_step(
-        self,
-        step: int,
-        result: Result,
-        lr: float,
-        ms: float,
-        tokens: int,
-        sol: float | None,
-        epoch: tuple[int, float],
-    ) -> None:
-        """[T]: step, from 0. tokens: of the whole step, masked ones too, padding left out. sol: in
-        percent. epoch: as the attribute. A step without targets has no loss."""
-        self.epoch = epoch
+    def train_step(self, done: StepDone, tokens: int, sol: float | None) -> None:
+        """[T]. tokens: of the whole step, masked ones too, padding left out. sol: in percent. A
+        step without targets has no loss."""
+        step, result, ms, self.epoch = done.step, done.result, done.ms, done.epoch
         has_loss = result.tokens > 0
         loss = f"{result.loss:10f}" if has_loss else f"{'none':>10}"
         shown = {name: result.numbers[name] for name in result.shown} if has_loss else {}
@@ -205,18 +197,18 @@ class Reporter:
             step,
             step_tokens=tokens,
             trained_tokens=result.tokens,
-            epoch=round(sum(epoch), 6),
+            epoch=round(sum(done.epoch), 6),
             duration_ms=int(ms),
             norm=result.norm,
             loss=result.loss,
-            lr=lr,
+            lr=done.lr,
             **result.numbers,
             saturated=result.saturated,
             **({} if waited is None else {"communication": waited}),
         )
         found = {"loss": result.loss, "norm": result.norm} if has_loss else {}
         found |= {"numbers": shown} if shown else {}
-        self.view.progress(step=step + 1, lr=lr, ms=ms, tokens=tokens, **found)
+        self.view.progress(step=step + 1, lr=done.lr, ms=ms, tokens=tokens, **found)
 
     def time_breakdown(
         self, step: int, timings: Sequence[Sequence[tuple[str, float]]], communication: float | None

@@ -181,8 +181,7 @@ class StepReports(Member):
     def after_step(self, done: StepDone) -> None:
         computed, tokens = self._trainer.tokens_of(done.ticket)
         sol = self._sol and self._sol.percent(computed, done.ms)
-        given = (done.step, done.result, done.lr, done.ms, tokens, sol, done.epoch)
-        self._reporter.train_step(*given)
+        self._reporter.train_step(done, tokens, sol)
         if done.number == 0:  # all products have been tuned
             chosen = self._trainer.ranks.run_first(
                 "choices", lambda rank: (rank.dev.fast_products(), rank.dev.choices())

@@ -97,28 +97,20 @@ class ExistingOutput(NamedTuple):
     owner: RunId | None
 
 
-def everything_there(config: TrainConfig) -> Iterator[ExistingOutput]:
+def everything_there(config: TrainConfig) -> list[ExistingOutput]:
     """The files in the places of a run, whoever wrote them, but for damaged checkpoints and their
     damaged note, which are nobody's."""
-    damaged = damaged_checkpoints(config.checkpoint_dir)
-    for path in checkpoints_by_name(config.checkpoint_dir).values():
-        if path not in damaged:
-            yield ExistingOutput(
-                "--checkpoint-dir", [path], f"checkpoint '{path}'", checkpoint_owner(path)
-            )
-    best = config.checkpoint_dir / NOTE
-    if best.is_file() and not note_is_damaged(config.checkpoint_dir):
-        yield ExistingOutput(
-            "--checkpoint-dir", [best], f"note '{best}'", best_owner(config.checkpoint_dir)
-        )
-    files = exported_files(config.out_dir)
-    if files:
-        yield ExistingOutput(
-            "--out-dir", files, f"model '{config.out_dir}'", export_owner(config.out_dir)
-        )
-    if has_records(config.log_file):
-        log = config.log_file
-        yield ExistingOutput("--log-file", [log], f"log '{log}'", log_owner(log))
+    directory, out, log = config.checkpoint_dir, config.out_dir, config.log_file
+    damaged, best = damaged_checkpoints(directory), directory / NOTE
+    whole = [p for p in checkpoints_by_name(directory).values() if p not in damaged]
+    found = [("--checkpoint-dir", [p], f"checkpoint '{p}'", checkpoint_owner(p)) for p in whole]
+    if best.is_file() and not note_is_damaged(directory):
+        found.append(("--checkpoint-dir", [best], f"note '{best}'", best_owner(directory)))
+    if files := exported_files(out):
+        found.append(("--out-dir", files, f"model '{out}'", export_owner(out)))
+    if has_records(log):
+        found.append(("--log-file", [log], f"log '{log}'", log_owner(log)))
+    return [ExistingOutput(*each) for each in found]
 
 
 def things_in_the_way(
@@ -243,13 +235,8 @@ def log_of_run(run: RunId, last: Path) -> Path | None:
     there, damaged = os.path.lexists(last), is_damaged_log(last)
     if there and not damaged and (not has_records(last) or run.owns(log_owner(last))):
         return last
-    beside = [path for path in _logs_in(last.parent) if path != last and _is_of(path, run)]
+    beside = [p for p in _logs_in(last.parent) if p != last and run.owns(log_owner(p))]
     return max(beside, key=_modified, default=last if damaged or not there else None)
-
-
-def _is_of(path: Path, run: RunId) -> bool:
-    owner = log_owner(path)
-    return owner is not None and owner.id == run.id
 
 
 def find_log(text: str) -> Path:
@@ -312,7 +299,7 @@ def _log_of_checkpoint(name: str) -> Iterator[Path]:
         checkpoint = checkpoint_at(TrainConfig(name=name).normalized().checkpoint_dir)
         if checkpoint is not None:
             log, owner = saved_log(checkpoint), checkpoint_owner(checkpoint)
-            if None not in (log, owner) and has_records(log) and _is_of(log, owner):
+            if None not in (log, owner) and has_records(log) and owner.owns(log_owner(log)):
                 yield log
 
 

@@ -34,7 +34,7 @@ from llmq.report.json_log import JsonLog
 from llmq.report.live import view_of_run
 from llmq.report.views import PlainView
 from llmq.run.agreement import check_token_files
-from llmq.run.checkpoints import Checkpoints, FinalModel, Judging
+from llmq.run.checkpoints import Checkpoints, Judging
 from llmq.run.diagnose import AbsMaxes
 from llmq.run.evaluations import EvaluationInputs, Evaluations, read_evaluation_inputs
 from llmq.run.events import Events
@@ -425,7 +425,7 @@ class _Run:
             self.config, loss_class(self.config).guessing(self.config, trainer.model.outputs)
         )
         self.checkpoints = Checkpoints(*own, best, guard, events, self.requests)
-        self.judging = Judging(*own, guard, self.checkpoints, events)
+        self.judging = Judging(*own, guard, self.checkpoints, self.evaluations, events)
         world, every = trainer.machine.world, self.config.log_gpu_util
         self.sensing = Sensing(trainer.ranks.devices, world, reporter, every)
         self.loop = Loop(*own, events, self.judging, self.requests, stop)
@@ -450,7 +450,7 @@ class _Run:
         of_card = (trainer.dev.spec.name, trainer.world_size)
         sol = speed_of_light(config, trainer.model, *of_card)
         announce_machine(trainer, reporter, self.sensing.sensors.sources, sol)
-        scaling = []
+        scaling, every = [], config.debug_log_abs_max
         if config.measure_scaling and trainer.world_size > 1:  # before there are weights
             with reporter.section("Timing one GPU without the others"):
                 scaling.append(Scaling(trainer.world_size, time_alone(trainer), reporter))
@@ -463,14 +463,10 @@ class _Run:
             self.requests,
             self.judging,
             IdleExperts(trainer, reporter),
+            *([TimeBreakdown(trainer, reporter)] if config.debug_time_breakdown else []),
+            *([AbsMaxes(trainer.ranks, reporter, every)] if every > 0 and config.is_fp8 else []),
+            self.checkpoints,
         ]
-        if config.debug_time_breakdown:
-            self.events.members.append(TimeBreakdown(trainer, reporter))
-        if config.debug_log_abs_max > 0 and config.is_fp8:
-            every = config.debug_log_abs_max
-            self.events.members.append(AbsMaxes(trainer.ranks, reporter, every))
-        final = FinalModel(self.judging, self.evaluations)
-        self.events.members += [final, self.checkpoints]
         load_state(trainer, reporter, checkpoint)
         if checkpoint is not None:
             self.judging.begin(checkpoint)
