@@ -55,7 +55,7 @@ def same_bits(name: str, other: str, step: int, written: str = "model.safetensor
 ROWS = covering(
     {"level": level, "recompute": recompute, "numbers": numbers, "steps": steps, "ranks": ranks}
     for level, recompute, numbers, steps, ranks in product(
-        (1, 2, 3), (False, True), ("fp32", "e4m3"), (1, 3), ((1, 1), (2, 2), (3, 1))
+        (1, 2, 3), (False, True), ("fp32", "e4m3"), (1, 3), ((1, 1), (3, 1))
     )
 )
 
@@ -136,23 +136,23 @@ def test_validations_tasks_and_samples_of_several_processes(capfd):
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_in_another_number_of_processes():
     options = {"steps": 8, "save_training_state": True, "batch_size": 1, "eval_every_n_steps": 3}
-    assert train(gpus=4, **options, **places("whole")) == 0
+    assert train(gpus=3, **options, **places("whole")) == 0
     parts = options | places("parts")
-    stopped = {"process": 3, "step": 2, "what": "terminate"}
-    status, out, err = run(4, case(stopped, gpus=1, **parts))
+    stopped = {"process": 1, "step": 2, "what": "terminate"}
+    status, out, err = run(2, case(stopped, own=[["--gpus=2"], ["--gpus=1"]], **parts))
     assert "Stopped by SIGTERM after 3 steps; go on with --continue" in out
     assert status in (0, 143) and "error" not in err
     assert os.listdir("parts-ckpt") == ["step_00000003"]
     stopped = {"process": 0, "step": 5, "what": "terminate"}
     status, out, err = run(
-        2,
-        case(stopped, gpus=2, **parts, **{"continue": ""}),
-        case({"process": 1, "step": 6, "what": "warn"}, gpus=2, **parts, **{"continue": ""}),
+        3,
+        case(stopped, gpus=1, **parts, **{"continue": ""}),
+        case({"process": 1, "step": 6, "what": "warn"}, gpus=1, **parts, **{"continue": ""}),
     )
     assert "Stopped by SIGTERM after 6 steps; go on with --continue" in out
     assert re.findall("warning: process 1 on machine '.*': this process is unwell\n", err)
     same_bits("whole", "parts", 8)
-    assert train(gpus=4, **options | places("parts") | {"steps": 9}, **{"continue": ""}) == 0
+    assert train(gpus=3, **options | places("parts") | {"steps": 9}, **{"continue": ""}) == 0
 
 
 def test_several_processes_agree_on_rollbacks_and_checkpoints():
