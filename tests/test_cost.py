@@ -33,6 +33,7 @@ from llmq.plan.cost import (
 )
 from llmq.plan.estimate import Planner
 from llmq.plan.measured import EXPOSED, EXPOSED_TRANSPOSED
+from llmq.plan.memory import needed_bytes
 from llmq.plan.plan import make_plan
 from llmq.plan.replay import replay
 from llmq.ref.attention import CASES
@@ -50,6 +51,10 @@ FULL = {"from-scratch": True, "device": "cuda", "model": "Qwen2.5-0.5B", "batch-
 
 
 WITHIN = 0.15  # by what part predictions may be off
+# Reports of runs that took the memory of today; later work has saved others some, or given them
+# other kernels.
+SAME_MEMORY = ["h100_fp8", "h100_int8", "h100_lora", "h100_predict", "h100_recipes", "h200_124m"]
+SAME_MEMORY += ["h200_memory", "h200_muon"]
 
 
 def measured_runs() -> list:
@@ -63,13 +68,13 @@ def measured_runs() -> list:
             chosen = {n: v for n, v in run["options"].items() if not str(v).isdecimal()}
             columns = {"card": device, "model": run["model"], "dtype": run["dtype"]} | chosen
             name = f"{report}-{run['model']}-{run['dtype']}-{run['batch']}"
-            case = pytest.param(CARDS[device], run, id=name)
+            case = pytest.param(CARDS[device], run, report in SAME_MEMORY, id=name)
             found.setdefault(frozenset((n, str(v)) for n, v in columns.items()), case)
     return [found[frozenset(row.items())] for row in covering(map(dict, found))]
 
 
-@pytest.mark.parametrize(("card", "run"), measured_runs())
-def test_prediction_is_what_was_measured(card, run):
+@pytest.mark.parametrize(("card", "run", "same_memory"), measured_runs())
+def test_prediction_is_what_was_measured(card, run, same_memory):
     config = make_config(run["options"])
     plan = make_plan(config, preset(config.model), spec_of(card), "cudnn")
     time = step_time(plan, card)
@@ -77,6 +82,9 @@ def test_prediction_is_what_was_measured(card, run):
     # The aim of the model. It has two constants fitted to such runs; the rest is from tables of
     # single operations.
     assert plan.tokens / time.total == pytest.approx(speed, rel=WITHIN)
+    if same_memory:  # as nvidia-smi says it
+        used = run["result"]["memory"]["used"]
+        assert needed_bytes(plan, spec_of(card)) == pytest.approx(used, rel=0.01)
 
 
 def predicted(card=H100, **options):

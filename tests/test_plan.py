@@ -16,7 +16,6 @@ import pytest
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, MIB
 from llmq.commands.cli import _run
-from llmq.ops import routes
 from llmq.options.cards import CARDS, find_card, spec_of
 from llmq.options.option_types import parse_size
 from llmq.options.options import TrainConfig
@@ -210,33 +209,6 @@ def test_command_prints_json_and_says_by_its_status_whether_it_fits(capsys, args
     assert record["stack"][0].keys() == {"name", "bytes"}
     assert sum(row["bytes"] for row in record["stack"]) == record["memory"]["device"]["Stack"]
     assert record["parameters"] == 494_032_768
-
-
-def test_memory_is_what_the_kept_runs_have_used(monkeypatch):
-    """Within 1 %, as nvidia-smi would say it; with up to 96 GiB of pinned memory besides. Every
-    second run: test_cost.py makes the plans of all."""
-    spec = spec_of(find_card("h100"))
-    older, newer = ("h100_offload",), ("h100_recipes", "h100_lora", "h100_int8")
-    runs = [(report, run) for report, _, run in kept_runs() if report in older + newer]
-    assert len(runs) >= 8 + 15
-    for report, run in runs[::2]:
-        config, model = make_config(run["options"]), preset(run["model"])
-        with monkeypatch.context() as patch:
-            if run["date"] < "2026-11-23 02":  # gradients were not added by their products yet
-                patch.setattr(routes, "LEAST_USED", 2)
-            plan = make_plan(config, model, spec, installed_attention(config, model, spec))
-        # Older runs still had a buffer for a half's output beside the residual stream, and where
-        # the MLP's backward takes most, a weight's gradient beside the activation's, or that of an
-        # activation whose codes a product had not written yet.
-        rows, C, F = config.batch_size * config.seq_len, model.hidden_size, model.intermediate_size
-        gone = rows * C * BF16.itemsize if report in older else 0
-        stack = dict(plan.usage.stack)
-        if gone and "mlp_up" in stack:
-            gone += C * F * BF16.itemsize
-        if gone and "mlp_act.q_t" in stack and "d_mlp_act" not in stack:
-            gone += rows * F * BF16.itemsize
-        used = run["result"]["memory"]["used"]
-        assert needed_bytes(plan, spec) + gone == pytest.approx(used, rel=0.01), run["flags"]
 
 
 def test_what_costs_nothing_is_made_again_if_nobody_says():
