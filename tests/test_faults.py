@@ -15,10 +15,10 @@ MACHINES = {
     "Kills": 8,
     "Write errors": 8,
     "Loss of power": 60,
-    "Damaged files": 24,
+    "Damaged files": 16,
     "Odd options": 24,
     "Divergences": 3,
-    "Files of others": 12,
+    "Files of others": 8,
 }
 
 

@@ -37,7 +37,7 @@ N = 75  # elements of a part: 300 bytes, four chunks of 64 and one of 44
 EVEN = 76  # the same, and parts begin at multiples of the 8 bytes that races are looked for in
 CHUNK = 64
 WORLDS = (2, 3, 4, 8)
-REPEATS = 6
+REPEATS = 4
 
 
 @pytest.fixture(autouse=True)

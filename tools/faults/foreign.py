@@ -405,7 +405,7 @@ CASES: list[tuple[str, Case, int]] = [
 class Foreign:
     """Each attempt is one hostile thing."""
 
-    name, title, quick, full = "foreign", "Files of others", 12, 1_000
+    name, title, quick, full = "foreign", "Files of others", 8, 1_000
 
     def prepare(self, folder: Path, rng: random.Random) -> None:
         """Make what the commands read."""

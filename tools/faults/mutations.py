@@ -203,7 +203,7 @@ def write_runs(root: Path) -> None:
 class Mutations:
     """Each attempt damages one file and has it read."""
 
-    name, title, quick, full = "mutations", "Damaged files", 24, 10_000
+    name, title, quick, full = "mutations", "Damaged files", 16, 10_000
 
     def prepare(self, folder: Path, rng: random.Random) -> None:
         """Make one file of each kind, and read each of them whole."""
