@@ -100,9 +100,9 @@ def unsupported(capability: int, dtype: DType, head_dim: int) -> str | None:
 
 
 class CudnnAttention:
-    """Attention forward and backward through cuDNN, for one device. The forward and backward
-    methods take a stream and the arguments of the library kernels `attention_forward` and
-    `attention_backward` that llmq/ops/attention.py declares."""
+    """Attention forward and backward through cuDNN, for one device. `forward`, `forward_codes` and
+    `backward` take a stream (a cudaStream_t as an integer), on which they are enqueued, and the
+    arguments of the library kernels of these names that llmq/ops/attention.py declares."""
 
     def __init__(self, device_index: int):
         """Raises LlmqError where the library or its Python front end is missing or too old."""
@@ -154,83 +154,39 @@ class CudnnAttention:
             needed = self._plan("backward", (sequences, *sizes), True, window, group).workspace
             _expect_workspace(needed, divided_workspace_bytes(sequences, *sizes, parts))
 
-    def forward(
-        self,
-        stream: int,
-        out: Tensor,
-        lse: Tensor,
-        qkv: Tensor,
-        seq_len: int,
-        num_heads: int,
-        num_kv_heads: int,
-        starts: None,
-        window: int,
-        workspace: Tensor,
-    ) -> None:
-        """Enqueue attention_forward on the stream (a cudaStream_t as an integer)."""
-        batch, head_dim = qkv.shape[0], qkv.shape[3]
-        shape = (batch, seq_len, num_heads, num_kv_heads, head_dim)
-        plan = self._plan("forward", shape, False, window)
-        pointers = _packed("", qkv, num_heads, num_kv_heads, (0, 0))
-        self._execute(plan, stream, {**pointers, "out": out.ptr, "lse": lse.ptr}, workspace)
+    def forward(self, stream: int, *args: Any) -> None:
+        out, lse, qkv, T, Hq, Hkv, _, window, workspace = args
+        plan = self._plan("forward", (qkv.shape[0], T, Hq, Hkv, qkv.shape[3]), False, window)
+        pointers = {**_packed("", qkv, Hq, Hkv), "out": out.ptr, "lse": lse.ptr}
+        self._execute(plan, stream, pointers, workspace)
 
-    def forward_codes(
-        self,
-        stream: int,
-        out: Tensor,
-        lse: Tensor,
-        qkv: Tensor,
-        numbers: Tensor,
-        seq_len: int,
-        num_heads: int,
-        num_kv_heads: int,
-        workspace: Tensor,
-    ) -> None:
-        """Enqueue attention_forward_codes on the stream (a cudaStream_t as an integer)."""
-        shape = (qkv.shape[0], seq_len, num_heads, num_kv_heads, qkv.shape[3])
-        plan = self._plan("codes", shape, False, seq_len)
-        pointers = _packed("", qkv, num_heads, num_kv_heads, (0, 0))
+    def forward_codes(self, stream: int, *args: Any) -> None:
+        out, lse, qkv, numbers, T, Hq, Hkv, workspace = args
+        plan = self._plan("codes", (qkv.shape[0], T, Hq, Hkv, qkv.shape[3]), False, T)
+        pointers = {**_packed("", qkv, Hq, Hkv), "out": out.ptr, "lse": lse.ptr}
         pointers |= {name: numbers.ptr + 16 * row for name, row in _NUMBERS.items()}
-        self._execute(plan, stream, {**pointers, "out": out.ptr, "lse": lse.ptr}, workspace)
+        self._execute(plan, stream, pointers, workspace)
 
-    def backward(
-        self,
-        stream: int,
-        d_qkv: Tensor,
-        d_kv: Tensor | None,
-        d_out: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        qkv: Tensor,
-        workspace: Tensor,
-        deterministic: int,
-        parts: int,
-        seq_len: int,
-        num_heads: int,
-        num_kv_heads: int,
-        starts: None,
-        window: int,
-    ) -> None:
-        """Enqueue attention_backward on the stream (a cudaStream_t as an integer). d_kv: (2, Hq, T,
-        Hd), what each query head adds to the gradients of keys and values, where `parts` divide the
-        query heads of one of these; the batch is 1 then."""
-        batch, head_dim = qkv.shape[0], qkv.shape[3]
-        heads = (num_heads, num_kv_heads)
-        shape = (batch, seq_len, *heads, head_dim)
-        head_bytes = head_dim * qkv.dtype.itemsize
-        for group in head_groups(*heads, parts):
+    def backward(self, stream: int, *args: Any) -> None:
+        """d_kv: (2, Hq, T, Hd), what each query head adds to the gradients of keys and values,
+        where `parts` divide the query heads of one of these; the batch is 1 then."""
+        d_qkv, d_kv, d_out, out, lse, qkv, workspace, *sizes = args
+        deterministic, parts, T, Hq, Hkv, _, window = sizes
+        shape = (qkv.shape[0], T, Hq, Hkv, qkv.shape[3])
+        head_bytes = qkv.shape[3] * qkv.dtype.itemsize
+        for group in head_groups(Hq, Hkv, parts):
             plan = self._plan("backward", shape, bool(deterministic), window, group)
             at = (group.first, group.first_kv)
             pointers = {
-                **_packed("", qkv, *heads, at),
-                **_packed("d_", d_qkv, *heads, at),
+                **_packed("", qkv, Hq, Hkv, at),
+                **_packed("d_", d_qkv, Hq, Hkv, at),
                 "d_out": d_out.ptr + group.first * head_bytes,
                 "out": out.ptr + group.first * head_bytes,
-                "lse": lse.ptr + group.first * seq_len * lse.dtype.itemsize,
+                "lse": lse.ptr + group.first * T * lse.dtype.itemsize,
             }
             if d_kv is not None:
-                pointers["d_k"] = d_kv.ptr + group.first * seq_len * head_bytes
-                pointers["d_v"] = pointers["d_k"] + num_heads * seq_len * head_bytes
+                pointers["d_k"] = d_kv.ptr + group.first * T * head_bytes
+                pointers["d_v"] = pointers["d_k"] + Hq * T * head_bytes
             self._execute(plan, stream, pointers, workspace)
 
     def _execute(
@@ -357,13 +313,13 @@ def _expect_workspace(needed: int, planned: int) -> None:
 
 
 def _packed(
-    prefix: str, qkv: Tensor, heads: int, kv_heads: int, at: tuple[int, int]
+    prefix: str, qkv: Tensor, Hq: int, Hkv: int, at: tuple[int, int] = (0, 0)
 ) -> dict[str, int]:
     """Addresses of a query, a key and a value head in (B, T, Hq + 2 Hkv, Hd). at: which query head,
     which key/value head."""
     head_bytes = qkv.shape[3] * qkv.dtype.itemsize
     head, kv_head = at
-    found = {"q": head, "k": heads + kv_head, "v": heads + kv_heads + kv_head}
+    found = {"q": head, "k": Hq + kv_head, "v": Hq + Hkv + kv_head}
     return {prefix + name: qkv.ptr + index * head_bytes for name, index in found.items()}
 
 
