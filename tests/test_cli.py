@@ -373,7 +373,6 @@ COMMANDS = [
                 "base": None,
                 "merge": False,
                 "scales": None,
-                "activations": None,
                 "licence": None,
                 "push": None,
                 "verify": None,
