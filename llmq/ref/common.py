@@ -315,6 +315,12 @@ def emit_fp8(
             transposed.view(np.uint8)[:, block] = out.T
 
 
+def norm_factor(weight: np.ndarray, offset: int) -> np.ndarray:
+    """The factor of a norm's channels, in the computing precision: 1 + weight with an offset."""
+    factor = compute(weight)
+    return factor.dtype.type(1) + factor if offset else factor
+
+
 def half_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """a (M, K) @ b (K, N) of F32: sums of HALF_TERMS products in half precision, rounded behind
     each of two instructions, and these in F32."""
@@ -325,6 +331,16 @@ def half_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
             part = (part + a[:, k : k + step] @ b[k : k + step]).astype(np.float16)
         total += part
     return total
+
+
+def add_terms(
+    total: np.ndarray, rows: slice, bias: np.ndarray | None, addend: np.ndarray | None
+) -> None:
+    """total (R, N) += bias (N,), and += these rows of the addend, which may have fewer bits."""
+    if bias is not None:
+        total += compute(bias)
+    if addend is not None:
+        total += compute(addend[rows])
 
 
 def adapted_product(

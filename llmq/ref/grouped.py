@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llmq.ref.common import compute, decode_fp8, half_product, store_gradient
+from llmq.ref.common import add_terms, compute, decode_fp8, half_product, store_gradient
 
 # rows, N, K, experts
 CASES = {
@@ -35,10 +35,7 @@ def grouped_product(
         total = multiply(values(x[rows]), matrix.T if trans_b else matrix)
         if scale_x is not None:
             total *= scale_x[0] * scale_w[0]
-        if bias is not None:
-            total += compute(bias[e])
-        if addend is not None:
-            total += compute(addend[rows])
+        add_terms(total, rows, None if bias is None else bias[e], addend)
         out[rows] = total
 
 

@@ -4,7 +4,14 @@ import threading
 
 import numpy as np
 
-from llmq.ref.common import compute, decode_fp8, encode_fp8, row_blocks, update_abs_max
+from llmq.ref.common import (
+    add_terms,
+    compute,
+    decode_fp8,
+    encode_fp8,
+    row_blocks,
+    update_abs_max,
+)
 
 # name: (M, N, K, trans_a, trans_b). Linear layers: forward x @ W^T, d_x = d_out @ W,
 # d_W = d_out^T @ x.
@@ -120,12 +127,7 @@ def matmul_fp8(
             total = _buffer(len(left) * N, left.dtype)[: len(left) * N].reshape(-1, N)
         np.matmul(left, right, out=total)
         total *= scale
-        if bias is not None:
-            total += compute(bias)
-        if accumulate:
-            total += compute(out[rows])
-        if addend is not None:
-            total += compute(addend[rows])
+        add_terms(total, rows, bias, out if accumulate else addend)
         if factor is not None:
             update_abs_max(largest, total)
             encode_fp8(out.view(np.uint8)[rows], total, factor[0], out.dtype)
@@ -186,8 +188,5 @@ def matmul_int8(out, a, b, scale_a, scale_b, bias, M, N, K, *, accumulate):
             total = total.astype(np.float32)
         total *= scale_a[rows, None]
         total *= scale_b
-        if bias is not None:
-            total += compute(bias)
-        if accumulate:
-            total += compute(out[rows])
+        add_terms(total, rows, bias, out if accumulate else None)
         out[rows] = total

@@ -16,6 +16,7 @@ from llmq.base.dtypes import E4M3
 from llmq.ref.common import (
     BF16,
     adapted_product,
+    add_terms,
     compute,
     decode_fp8,
     encode_fp8,
@@ -110,10 +111,7 @@ def matmul_adapted(
     """out (M,N) = x [+ bias (N)] [+ addend (M,N)]."""
     operands = (a, b, h, tail, scale_a, scale_b)
     for rows, total in _sums(*operands, b_k_outside, tail_k_outside):
-        if bias is not None:
-            total += compute(bias)
-        if addend is not None:
-            total += compute(addend[rows])
+        add_terms(total, rows, bias, addend)
         out[rows] = total
 
 

@@ -7,7 +7,7 @@ product with it is rounded.
 
 import numpy as np
 
-from llmq.ref.common import compute, emit_fp8, update_abs_max
+from llmq.ref.common import compute, emit_fp8, norm_factor, update_abs_max
 
 # name: (rows, C, whether it is LayerNorm)
 CASES = {
@@ -39,12 +39,6 @@ def _rstd(x: np.ndarray, eps: float) -> np.ndarray:
     mean_square += x.dtype.type(eps)
     np.sqrt(mean_square, out=mean_square)
     return np.divide(x.dtype.type(1), mean_square, out=mean_square)
-
-
-def _factor(weight: np.ndarray, offset: int) -> np.ndarray:
-    """The factor of elements, in the computing precision."""
-    factor = compute(weight)
-    return factor.dtype.type(1) + factor if offset else factor
 
 
 def _rms_norm(
@@ -100,7 +94,7 @@ def norm_forward(out, mean, rstd, x, weight, bias, eps, rows, C, *results, offse
     mean) * rstd * weight + bias), with rstd = 1 / sqrt(variance(x) + eps)."""
     out = np.empty_like(x) if out is None else out
     if mean is None:
-        _rms_norm(out, rstd, compute(x), _factor(weight, offset), eps, once=offset)
+        _rms_norm(out, rstd, compute(x), norm_factor(weight, offset), eps, once=offset)
     else:
         _layer_norm(out, mean, rstd, compute(x), weight, bias, eps)
     _emit(out, *results)
@@ -121,7 +115,7 @@ def norm_forward_residual(
 def norm_post(out, rstd, x, residual, weight, eps, rows, C, *results, offset=0):
     """out = T(residual + T(rstd * x * weight)), or without the sum."""
     normalised = np.empty_like(out)
-    _rms_norm(normalised, rstd, compute(x), _factor(weight, offset), eps, once=1)
+    _rms_norm(normalised, rstd, compute(x), norm_factor(weight, offset), eps, once=1)
     out[...] = normalised if residual is None else compute(residual) + compute(normalised)
     _emit(out, *results)
 
@@ -131,7 +125,7 @@ def norm_backward(
 ):
     """d_x from d_out; partial (1 or 2, any, C) adds up to the gradients of weight and bias, if they
     are wanted."""
-    weight = _factor(weight, offset)
+    weight = norm_factor(weight, offset)
     partial = np.empty((0, 1, C), np.float32) if partial is None else partial
     partial[...] = 0
     step = max(1, BLOCK // C)

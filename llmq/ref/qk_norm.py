@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llmq.ref.common import compute
+from llmq.ref.common import compute, norm_factor
 
 # name: (B, T, Hq, Hkv, Hd, whether it is wide)
 CASES = {
@@ -36,12 +36,6 @@ def _parts(num_heads: int, num_kv_heads: int, wide: int) -> Iterator[tuple[slice
     yield from zip(heads, (slice(1), slice(1, 2)) if wide else heads, strict=True)
 
 
-def _factor(weight: np.ndarray, offset: int) -> np.ndarray:
-    """The factor of channels, in the computing precision."""
-    factor = compute(weight)
-    return factor.dtype.type(1) + factor if offset else factor
-
-
 def qk_norm_forward(
     qkv, raw, rstd, q_weight, k_weight, eps, tokens, num_heads, num_kv_heads, query_blocks, *,
     wide=0, offset=0,
@@ -57,7 +51,7 @@ def qk_norm_forward(
         normalised = x * stats[:, rows, None]
         if not (wide or offset):
             normalised = compute(normalised.astype(qkv.dtype, copy=False))
-        normalised *= _factor(weight, offset)
+        normalised *= norm_factor(weight, offset)
         qkv[:, :, heads] = normalised.reshape(raw[:, :, heads].shape)
 
 
@@ -71,7 +65,7 @@ def qk_norm_backward(
     given = ((q_weight, q_partial), (k_weight, k_partial))
     for (heads, rows), (weight, partial) in zip(parts, given, strict=True):
         d_out = compute(d_qkv[:, :, heads]).reshape(tokens, -1, weight.size)
-        scale, factor = stats[:, rows, None], _factor(weight, offset)
+        scale, factor = stats[:, rows, None], norm_factor(weight, offset)
         x_hat = compute(raw[:, :, heads]).reshape(tokens, -1, weight.size) * scale
         product = d_out * x_hat
         if partial is not None:
