@@ -57,7 +57,8 @@ struct Sm80Mainloop {
     static constexpr int M16 = HIGH / 16, N8 = WIDE / 8;
     static constexpr int SLICES = STEP_BYTES / 32;  // of a step: what one instruction multiplies
     // Whether a step's first slice is loaded while the last one of the step before is multiplied.
-    static constexpr bool EARLY = sizeof(X) == 2 && LEFT_K_OUTSIDE && RIGHT_K_OUTSIDE;
+    static constexpr bool EARLY =
+        sizeof(X) == 2 ? LEFT_K_OUTSIDE && RIGHT_K_OUTSIDE : sizeof(X) == 1 && !SumOf<X>::OF_STEPS;
     using Sum = typename SumOf<X>::Type;
     using Sums = Sum[M16][N8][4];
 
