@@ -12,6 +12,7 @@ import functools
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import zlib
 from dataclasses import replace
@@ -58,6 +59,10 @@ def pytest_configure(config):
         take_turns(config, worker)
     if "LLMQ_CACHE_DIR" not in os.environ:
         os.environ["LLMQ_CACHE_DIR"] = str(kept_kernels(config.rootpath))
+    # transformers and datasets keep what they made of a test's files, which nobody needs again.
+    kept = tempfile.TemporaryDirectory(prefix="llmq-tests-")
+    config.add_cleanup(kept.cleanup)
+    os.environ["HF_HOME"] = kept.name
     # A test's files need not outlive the machine, only processes: a run waits for the disk some
     # forty times. Tests of durability put their own in here; programs that are started, do it.
     os.fsync = lambda descriptor: None

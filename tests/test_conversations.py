@@ -487,7 +487,6 @@ def test_completions_without_a_template(tmp_path, train_on):
 def test_packed_files_standard_input_and_data_sets(tmp_path, chatml, monkeypatch):
     """Conversations come through the reader that texts come through."""
     pytest.importorskip("datasets")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     talks = [{"messages": [user(f"q{i}"), assistant("a" * i)]} for i in range(1, 5)]
     folder = tmp_path / "set"
     folder.mkdir()

@@ -514,10 +514,9 @@ def test_load_settles_at_the_end_of_its_series():
     assert load.settled({"reasons": [0x48]})["reasons"] == {"temperature (hardware)": 1.0}
 
 
-def test_load_of_several_devices(monkeypatch):
-    monkeypatch.setattr(load, "EVERY", 0.05)
+def test_load_of_several_devices():
     work, notes = job(0.6)
-    load.measure(work, gpus=2, device="cpu")
+    load.measure(work, gpus=2, device="cpu", every=0.05)
     assert len(notes[-1]["gpus"]) == 2 and 0 < notes[-1]["slowest"] <= 1
     assert all(record["settled"]["tflops"] > 0 for record in notes[-1]["gpus"])
 

@@ -54,10 +54,9 @@ def test_exchanges_between_gpus(backend):
     assert ("load" in found["result"]["operations"]) == (backend in ("nccl-off", "staged"))
 
 
-def test_load_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(load, "EVERY", 0.2)
+def test_load_of_a_gpu():
     work, notes = job(2.0)
-    load.measure(work, gpus=1)
+    load.measure(work, gpus=1, every=0.2)
     settled = notes[-1]["gpus"][0]["settled"]
     assert settled["tflops"] > 1 and settled["gb_per_s"] > 10 and notes[-1]["slowest"] is None
 

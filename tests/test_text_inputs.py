@@ -322,10 +322,9 @@ def test_standard_input_that_cannot_be(tmp_path, piped):
 
 
 @pytest.fixture
-def dataset(tmp_path, monkeypatch):
+def dataset(tmp_path):
     """A folder that `datasets` opens as a data set of two configurations."""
     pytest.importorskip("datasets")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "set"
     folder.mkdir()
     write_jsonl(folder / "first.jsonl", documents(7))

@@ -103,9 +103,7 @@ def test_words_of_qwen2_stay_in_models_that_have_another_class(tmp_path):
         assert (out / EXACT_MODULE).is_file() == (preset != "tiny")
 
 
-def test_the_module_of_an_auto_map_makes_the_same_ids(tmp_path, monkeypatch):
-    modules = str(tmp_path / "modules")
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
+def test_the_module_of_an_auto_map_makes_the_same_ids(tmp_path):
     source = make_tokenizer(tmp_path / "t", COPIED["qwen2"])
     out = export(tmp_path / "out", "tiny", source)
     theirs = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)

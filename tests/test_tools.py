@@ -65,14 +65,11 @@ def test_every_operation_has_calls(tool):
 
 
 @pytest.mark.parametrize("op", operations())
-def test_every_call_runs(tool, monkeypatch, op):
+def test_every_call_runs(tool, op):
     bench_ops, shapes = tool("bench_ops"), tool("op_calls").cases(op)
-    monkeypatch.setattr(bench_ops, "WARM_UP", 1)
-    monkeypatch.setattr(bench_ops, "MAX_RUNS", 2)
-    monkeypatch.setattr(bench_ops, "MIN_RUNS", 2)
     machine, case = choose_machine("cpu", 1), smallest(shapes)
     limits = bench_ops.Ceilings(copy=1e9, product=1e12, facts={})
-    records = list(bench_ops.measured(machine.open, machine.spec, op, case, limits, 1024))
+    records = list(bench_ops.measured(machine.open, machine.spec, op, case, limits, 1024, 0.0))
     calls = tool("op_calls").OPS[op](*shapes[case])
     assert [record["call"] for record in records] == [call.name for call in calls]
     for record in records:
@@ -135,11 +132,9 @@ def test_cases_that_fill_a_gpu_are_the_default(tool):
     assert found == [name for name in calls for _ in range(calls[name])]
 
 
-def test_bench_ops_command(tool, tmp_path, monkeypatch, capsys):
-    bench_ops = tool("bench_ops")
-    monkeypatch.setattr(bench_ops, "SECONDS", 0.0)
-    path = tmp_path / "ops.json"
-    bench_ops.main("bias", "one_vector", "cpu", path)
+def test_bench_ops_command(tool, tmp_path, capsys):
+    bench_ops, path = tool("bench_ops"), tmp_path / "ops.json"
+    bench_ops.main("bias", "one_vector", "cpu", path, seconds=0.0)
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("CPU: copy ")
     assert out[2].split()[:3] == ["bias", "backward", "one_vector"]

@@ -110,8 +110,11 @@ def plan(spec: DeviceSpec, call: Call, flush_bytes: int) -> tuple[MemorySizes, i
     return dev.sizes(), moved, computed
 
 
-def median_ms(dev: Device, run: Callable[[], None], flush: Tensor) -> float:
-    """Median time of a run; each begins with a cache full of the flush buffer's lines."""
+def median_ms(
+    dev: Device, run: Callable[[], None], flush: Tensor, seconds: float = SECONDS
+) -> float:
+    """Median time of the runs of so many seconds, but of MIN_RUNS to MAX_RUNS; each begins with a
+    cache full of the flush buffer's lines."""
     marks = Marks(dev)
 
     def timed(count: int) -> list[float]:
@@ -125,7 +128,7 @@ def median_ms(dev: Device, run: Callable[[], None], flush: Tensor) -> float:
         return [marks.milliseconds(*pair) for pair in pairs]
 
     once = statistics.median(timed(WARM_UP))
-    times = timed(min(max(int(SECONDS * 1e3 / once), MIN_RUNS), MAX_RUNS))
+    times = timed(min(max(int(seconds * 1e3 / once), MIN_RUNS), MAX_RUNS))
     marks.close()
     return statistics.median(times)
 
@@ -180,6 +183,7 @@ def measured(
     case: str | None,
     limits: Ceilings,
     flush_bytes: int,
+    seconds: float = SECONDS,
 ) -> Iterator[dict[str, Any]]:
     """A record for every call of every case of an operation."""
     shapes = cases(op)
@@ -192,7 +196,7 @@ def measured(
             try:
                 with closing(open_device(sizes)) as dev:
                     prepared = prepare(dev, call, flush_bytes)
-                    ms = median_ms(dev, prepared.run, prepared.flush)
+                    ms = median_ms(dev, prepared.run, prepared.flush, seconds)
             except (LlmqError, RuntimeError) as error:  # a library that is missing, or a bug
                 yield record | {"error": str(error), "failed": not isinstance(error, LlmqError)}
                 continue
@@ -231,6 +235,7 @@ def main(
     case: Annotated[str | None, typer.Option(help="Only this one of its CASES.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     json_file: Annotated[Path | None, typer.Option("--json", help="Records to write.")] = None,
+    seconds: Annotated[float, typer.Option(help="Time for each call, about.")] = SECONDS,
 ) -> None:
     """Time operations."""
     if op != "all" and op not in OPS:
@@ -251,7 +256,8 @@ def main(
     print(f"{'op':13} {'call':22} {'case':21} {'us':>10} {'rate':16} {'%':>6} of")
     records = []
     for name in ops:
-        for record in measured(machine.open, machine.spec, name, case, limits, flush_bytes):
+        open_device, spec = machine.open, machine.spec
+        for record in measured(open_device, spec, name, case, limits, flush_bytes, seconds):
             records.append(record)
             print(line(record), flush=True)
     weak = [r for r in records if r.get("ceiling") == "copy" and r["percent"] < GOAL]

@@ -123,12 +123,6 @@ class Staging:
 
 # -- Between all GPUs
 
-# So many transfers are enqueued for sending before the receiving starts: with three operations for
-# each of 8 ranks, a queue of 1024 holds them.
-SPAN_CHUNKS = 32
-# Bytes of a source in pinned memory that are pushed while the next ones are loaded.
-PIECE = 32 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Memories:
@@ -154,7 +148,19 @@ class Copies:
     """One rank's end; the calls mean what they mean in Comm. Ranks are those of a group of shards,
     all in one process."""
 
-    def __init__(self, dev: Device, queue: Queue, memories: Memories):
+    def __init__(
+        self,
+        dev: Device,
+        queue: Queue,
+        memories: Memories,
+        *,
+        piece: int = 32 << 20,
+        span_chunks: int = 32,
+    ):
+        """piece: bytes of a source in pinned memory that are pushed while the next ones are loaded.
+        span_chunks: so many transfers are enqueued for sending before the receiving starts: with
+        three operations for each of 8 ranks, a queue of 1024 holds those of 32."""
+        self._piece, self._span_chunks = piece, span_chunks
         self._dev = dev
         self._queue = queue
         self._rank, self._world_size = dev.mesh.index("shard"), dev.mesh.size("shard")
@@ -256,8 +262,8 @@ class Copies:
         with self._staging_stream():
             for flag in flags:
                 self._queue.wait(flag, EMPTY)
-        for start in range(0, src.nbytes, PIECE):
-            nbytes = min(PIECE, src.nbytes - start)
+        for start in range(0, src.nbytes, self._piece):
+            nbytes = min(self._piece, src.nbytes - start)
             self._queue.copy(own.ptr + start, src.ptr + start, nbytes)
             with self._staging_stream():
                 for reader in readers:
@@ -311,7 +317,7 @@ class Copies:
 
     def _gather_staged(self, dst: Tensor, src: Tensor) -> None:
         """The own source is staged once for all who need it."""
-        span = SPAN_CHUNKS * self._staging.chunk
+        span = self._span_chunks * self._staging.chunk
         for start in range(0, src.nbytes, span):
             position = self._staging.chunks(start)
             nbytes = min(span, src.nbytes - start)

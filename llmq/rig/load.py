@@ -90,9 +90,14 @@ class Load:
 
 
 def _loaded(
-    machine: Machine, gpu: int, rows: int, seconds: float, series: dict[str, list[Any]]
+    gpu: int,
+    series: dict[str, list[Any]],
+    machine: Machine,
+    rows: int,
+    seconds: float,
+    every: float,
 ) -> None:
-    """Load one GPU for so long, in this thread; adds to its series every second."""
+    """Load one GPU for so long, in this thread; adds to its series after so many seconds each."""
     plan = PlanDevice(machine.spec)
     Load(plan, rows).enqueue(lambda: None)
     with closing(open_apart(machine, gpu, plan.sizes())) as dev:
@@ -102,7 +107,7 @@ def _loaded(
         rates: list[tuple[float, float]] = []
         while time.monotonic() - start < seconds:
             rates.append(load.run())
-            if time.monotonic() - last >= EVERY or not series["seconds"]:
+            if time.monotonic() - last >= every or not series["seconds"]:
                 last = time.monotonic()
                 reading = read() | {"seconds": last - start}
                 reading |= {"tflops": statistics.median(rate for rate, _ in rates)}
@@ -112,8 +117,8 @@ def _loaded(
                 rates = []
 
 
-def measure(job: Job, *, gpus: int, device: str = "cuda", **_: Any) -> None:
-    """The part: of each GPU its `series`, one reading a second, and what they settle at; `alone`,
+def measure(job: Job, *, gpus: int, device: str = "cuda", every: float = EVERY, **_: Any) -> None:
+    """The part: of each GPU its `series`, a reading each second, and what they settle at; `alone`,
     TFLOP/s of GPU 0 with the others idle; `slowest`, of that the share that the slowest one has."""
     machine = choose_machine(device, gpus)
     budget = machine.spec.memory // 4
@@ -125,13 +130,14 @@ def measure(job: Job, *, gpus: int, device: str = "cuda", **_: Any) -> None:
         """Each in a thread, which moves to the CPUs near its GPU; where one fails, others go on."""
         each: list[dict[str, list[Any]]] = [{"seconds": []} for _ in range(count)]
         with ThreadPoolExecutor(count) as pool:
-            loads = [pool.submit(_loaded, machine, g, rows, seconds, each[g]) for g in range(count)]
+            how = (machine, rows, seconds, every)
+            loads = [pool.submit(_loaded, g, each[g], *how) for g in range(count)]
         errors.extend(error for load in loads if (error := load.exception()) is not None)
         return each
 
     if gpus > 1:
         alone = settled(together(1, ALONE * seconds)[0]).get("tflops")
-    each = together(gpus, max(job.left, EVERY))
+    each = together(gpus, max(job.left, every))
     records = [{"gpu": gpu, "series": s, "settled": settled(s)} for gpu, s in enumerate(each)]
     rates = [record["settled"].get("tflops") for record in records]
     slowest = min(filter(None, rates), default=None)

@@ -175,8 +175,9 @@ def connect_streams(
     kinds: list[list[str]],
     deaf: bool = False,
     paced: bool = False,
+    **of_copies: int,
 ) -> Flags | None:
-    """Connect as connect_cuda does it; returns the flags of copies."""
+    """Connect as connect_cuda does it; returns the flags. of_copies: options of Copies."""
     if len(devices) == 1:
         connect(devices, options)
         return None
@@ -194,7 +195,7 @@ def connect_streams(
     ranks, barrier = [], threading.Barrier(len(devices))
     for dev in devices:
         queue = StreamQueue(dev, devices, deaf, paced)
-        copies = Copies(dev, queue, memories) if options.copies else None
+        copies = Copies(dev, queue, memories, **of_copies) if options.copies else None
         nccl = StreamNccl(dev, ranks, barrier) if options.nccl else None
         comm = StreamComm(dev, "shard", nccl, watch, options, copies)
         join(dev, lambda axis, comm=comm: comm)

@@ -13,7 +13,6 @@ from llmq.base.dtypes import BF16, E4M3, F32, I32
 from llmq.comm.collectives import part
 from llmq.comm.connect import connect
 from llmq.comm.options import KINDS, STAGING_CHUNK, STAGING_CHUNKS, CommOptions
-from llmq.rig import exchanges
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.host_device import HostDevice
@@ -282,8 +281,6 @@ def test_bench_comm(monkeypatch, capsys):
     tools = Path(__file__).parents[2] / "tools"
     monkeypatch.syspath_prepend(tools)
     bench = importlib.import_module("bench_comm")
-    monkeypatch.setattr(exchanges, "CALLS", 1)
-    monkeypatch.setattr(exchanges, "REPLAYS", 1)
     bench.main(gpus=2, sizes="1,2", backend="nccl", device="cpu")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [

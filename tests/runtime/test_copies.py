@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import F32, I32, U8
-from llmq.comm import copies
 from llmq.comm.collectives import part
 from llmq.comm.copies import Rings, Staging
 from llmq.comm.options import (
@@ -43,10 +42,9 @@ REPEATS = 4
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr("llmq.comm.options.STAGING_CHUNK", CHUNK)
-    monkeypatch.setattr(copies, "PIECE", CHUNK)
 
 
-def run(world, kinds, program, *, deaf=False, paced=False, pause=0.001, races=None):
+def run(world, kinds, program, *, pause=0.001, races=None, **how):
     """program(dev, workers) in each rank's thread; everything done, the results by rank."""
     devices = [None] * world
 
@@ -56,7 +54,7 @@ def run(world, kinds, program, *, deaf=False, paced=False, pause=0.001, races=No
         devices[rank] = dev
         workers.barrier()
         if rank == 0:
-            connect_streams(devices, OPTIONS, workers, kinds=kinds, deaf=deaf, paced=paced)
+            connect_streams(devices, OPTIONS, workers, kinds=kinds, piece=CHUNK, **how)
         workers.barrier()
         result = program(dev, workers)
         dev.synchronize()
@@ -133,10 +131,7 @@ def check(world, results):
     ("world", "kind", "how"),
     pairwise(world=WORLDS, kind=("peer", "staged", "mixed"), how=("eager", "paced", "graph")),
 )
-def test_gather_and_exchange(world, kind, how, monkeypatch):
-    if how == "paced":
-        monkeypatch.setattr(copies, "SPAN_CHUNKS", 2)
-
+def test_gather_and_exchange(world, kind, how):
     def program(dev, workers):
         seen = []
         step = both(dev, "device", False, seen)
@@ -145,7 +140,8 @@ def test_gather_and_exchange(world, kind, how, monkeypatch):
         dev.synchronize()
         return seen
 
-    check(world, run(world, link_kinds(world, kind), program, paced=how == "paced"))
+    paced = {"paced": True, "span_chunks": 2} if how == "paced" else {}
+    check(world, run(world, link_kinds(world, kind), program, **paced))
 
 
 @pytest.mark.parametrize("kind", ["peer", "staged", "beside", "mixed"])
