@@ -12,7 +12,6 @@ from llmq.data.tokenizer import (
     INCOMPLETE,
     ByteTokenizer,
     HfTokenizer,
-    TextStream,
     continuation,
     streamed,
 )
@@ -87,14 +86,17 @@ def test_any_ids_give_the_text_of_all_of_them(tokenizer):
             pieces_of(tokenizer, rng.integers(0, tokenizer.vocab_size, 3).tolist(), new)
 
 
+def arrivals(tokenizer, ids):
+    """The pieces of a text, each with how many ids it has needed."""
+    taken = []
+    fed = (taken.append(token) or token for token in ids)
+    return [(len(taken), piece) for piece in streamed(tokenizer, [], fed)]
+
+
 def test_a_character_comes_with_its_last_byte():
     tokenizer = ByteTokenizer()
-    stream = TextStream(tokenizer, [])
-    assert [stream.add(byte) for byte in "a€b".encode()] == ["a", "", "", "€", "b"]
-    assert stream.end() == ""
-    stream = TextStream(tokenizer, [])
-    assert [stream.add(byte) for byte in "a€".encode()[:-1]] == ["a", "", ""]
-    assert stream.end() == INCOMPLETE
+    assert arrivals(tokenizer, "a€b".encode()) == [(1, "a"), (4, "€"), (5, "b")]
+    assert arrivals(tokenizer, "a€".encode()[:-1]) == [(1, "a"), (3, INCOMPLETE)]
 
 
 def test_a_long_text_is_not_decoded_again_with_every_id(tokenizer):

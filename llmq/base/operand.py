@@ -130,9 +130,6 @@ def tensor_of(x: Operand) -> Tensor:
     return x if isinstance(x, Tensor) else x.source
 
 
-# ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Adapters:
     """A second product, hidden @ tail^T, that is added to the first one.

@@ -115,9 +115,6 @@ def _library(path: str, name: str) -> ModuleType:
         raise DataError(f"reading '{path}' needs {package}: pip install {package}") from error
 
 
-# ------------------------------------------------------------------------------------------------
-
-
 TABLES = ("parquet", "csv", "tsv")  # layouts that name their columns once
 BATCH_ROWS = 1024  # rows of Parquet that are read at once
 _NAME = re.compile(r".*\.(jsonl|ndjson|json|csv|tsv)(\.gz|\.zst)?")

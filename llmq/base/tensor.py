@@ -41,9 +41,6 @@ def host_tiers() -> list[str]:
     return [name for name, tier in TIERS.items() if tier.on_host]
 
 
-# ------------------------------------------------------------------------------------------------
-
-
 class Storage:
     """One allocation. place: "stack", or the name of a tier. base: address of the first byte, 0 on
     the plan device. bytes: uint8 view of all of it, None where the host has no access. tier: its

@@ -134,7 +134,7 @@ class DataSet:
             self._mix([self._packed(i, group, split) for i, group in enumerate(groups)])
             return
         whole = split is None
-        self.is_short = everything and whole and max(map(_targets, self.files)) < seq_len
+        self.is_short = everything and whole and max(f.num_tokens for f in self.files) <= seq_len
         tails = everything and (layout.document_mask or self.is_short)
         masked = self._indices if layout.document_mask else None
         windows = FileWindows(self.files, seq_len, split, masked, tails=tails)
@@ -358,10 +358,6 @@ class DataSet:
                     f"{source.count}"
                 )
         return lines
-
-
-def _targets(file: TokenFile) -> int:
-    return file.num_tokens - 1
 
 
 def _contents(files: list[TokenFile]) -> str:

@@ -131,9 +131,6 @@ def _scanned(path: str, size: int, mtime_ns: int, separator: int) -> DocumentInd
     return DocumentIndex(offsets, is_cut, was_scanned=True)
 
 
-# ------------------------------------------------------------------------------------------------
-
-
 _BLOCK = 1 << 23  # mask bits that are looked at together
 
 
@@ -178,9 +175,6 @@ def targets_of_parts(file: TokenFile, starts: np.ndarray, counts: np.ndarray) ->
         question = int(mask.argmin()) if not mask.all() else count + 1
         found[i] = mask[1:].sum(), mask[question:].sum(), (~mask).sum()
     return found
-
-
-# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

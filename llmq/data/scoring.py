@@ -251,9 +251,6 @@ def check_ids(asked: Sequence[Asked], vocab_size: int) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------
-
-
 class Score(NamedTuple):
     """One metric of a task. stderr: of the mean over items, None if it is no mean. count: items.
     value and stderr are NaN if a log-likelihood is not finite."""

@@ -99,9 +99,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-# ------------------------------------------------------------------------------------------------
-
-
 # The only code that an export has, see tokenizer_config.py: where, what, and who it is for.
 EXACT_MODULE = "tokenization_exact.py"
 EXACT_CODE = """from transformers import PreTrainedTokenizerFast
@@ -151,12 +148,10 @@ class ByteTokenizer:
         return [(self._encode(text), self._offsets(text)) for text in texts]
 
     def _offsets(self, text: str) -> np.ndarray:
-        lengths: list[np.ndarray] = []  # bytes of each character, 0 inside an end of text
-        for number, part in enumerate(text.split(END_OF_TEXT)):
-            if number:
-                lengths.append(np.array([1, *[0] * (len(END_OF_TEXT) - 1)]))
-            lengths.append(np.array([len(character.encode()) for character in part], np.int64))
-        counts = np.concatenate(lengths).astype(np.int64)
+        codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+        counts = 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)  # bytes of each character
+        for found in re.finditer(re.escape(END_OF_TEXT), text):
+            counts[slice(*found.span())] = [1, *[0] * (len(END_OF_TEXT) - 1)]
         starts = np.repeat(np.arange(len(counts)), counts)
         ends = starts + np.where(self._encode(text) == self.eos_id, len(END_OF_TEXT), 1)
         return np.stack([starts, ends], axis=1)
@@ -444,43 +439,24 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str
     return text[len(before) :] if text.startswith(before) else tokenizer.decode(new)
 
 
-class TextStream:
-    """Gives whole characters as soon as nothing can change them; together they are `continuation`
-    of all ids. U+FFFD at the end and tokens that are single bytes are held back: some decoders make
-    one character of several."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int]):
-        self._tokenizer, self._prompt = tokenizer, prompt
-        self._ids: list[int] = []
-        self._said = ""
-        # Ids before the window, the number of its first id, and the characters said before it.
-        self._context, self._start, self._before = prompt, 0, 0
-
-    def add(self, token: int) -> str:
-        """The text that is certain by one more id; often empty."""
-        self._ids.append(token)
-        if self._tokenizer.is_byte(token):
-            return ""
-        text = continuation(self._tokenizer, self._context, self._ids[self._start :])
-        settled = text.rstrip(INCOMPLETE)
-        piece = settled[len(self._said) - self._before :]
-        self._said += piece
-        if len(self._ids) - self._start > WINDOW and settled == text:
-            self._context, self._start = self._ids[-CONTEXT:], len(self._ids)
-            self._before = len(self._said)
-        return piece
-
-    def end(self) -> str:
-        """The text that was held back, decoded with nothing behind it."""
-        whole = continuation(self._tokenizer, self._prompt, self._ids)
-        return whole[len(self._said) :]
-
-
 def streamed(tokenizer: Tokenizer, prompt: list[int], new: Iterable[int]) -> Iterator[str]:
-    """The text of new ids behind those of a prompt, piece by piece, none of them empty."""
-    stream = TextStream(tokenizer, prompt)
+    """`continuation` piece by piece: whole characters, as soon as nothing can change them; no piece
+    is empty. U+FFFD at the end and tokens that are single bytes are held back: some decoders make
+    one character of several."""
+    ids: list[int] = []
+    said = ""
+    # Ids before the window, the number of its first id, and the characters said before it.
+    context, start, before = prompt, 0, 0
     for token in new:
-        if piece := stream.add(token):
+        ids.append(token)
+        if tokenizer.is_byte(token):
+            continue
+        text = continuation(tokenizer, context, ids[start:])
+        settled = text.rstrip(INCOMPLETE)
+        if piece := settled[len(said) - before :]:
+            said += piece
             yield piece
-    if rest := stream.end():
+        if len(ids) - start > WINDOW and settled == text:
+            context, start, before = ids[-CONTEXT:], len(ids), len(said)
+    if rest := continuation(tokenizer, prompt, ids)[len(said) :]:
         yield rest

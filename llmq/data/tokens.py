@@ -70,9 +70,6 @@ class MaskWriter(PartialFile):
                 file.write(np.packbits(bits, bitorder="little").tobytes() if as_bits else piece)
 
 
-# ------------------------------------------------------------------------------------------------
-
-
 MAGIC = b"BIN.TOK\n"
 VERSION = 2
 HEADER_BYTES = 1024

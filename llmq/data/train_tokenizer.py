@@ -100,9 +100,10 @@ def train_tokenizer(
         raise DataError(f"'{out / there}' is there: choose another --out, or give --overwrite")
     sources, warnings = having_fields(find_sources(inputs, dataset, exclude=out), text)
     tokenizer = new_byte_level_bpe()
-    reader = _Texts(sources, text, special)
+    parts: list[str] = []
+    reader = _texts(sources, text, special, parts)
     tokenizer.train_from_iterator(reader, _trainer(vocab_size - len(special)))
-    if not reader.sample:
+    if not (sample := "".join(parts)):
         raise DataError(f"there is no text in the {len(sources)} inputs")
     config = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
     with staged_directory(out, HfTokenizer.FILES) as staging:
@@ -119,7 +120,7 @@ def train_tokenizer(
             f"--chat-template writes {', '.join(unknown)}: no special tokens without "
             "--special-token"
         )
-    bytes_per_token = len(reader.sample.encode()) / len(trained.encode(reader.sample))
+    bytes_per_token = len(sample.encode()) / len(trained.encode(sample))
     return TrainedTokenizer(out, size, bytes_per_token, warnings)
 
 
@@ -157,23 +158,18 @@ def _trainer(size: int) -> tokenizers.trainers.BpeTrainer:
     )
 
 
-class _Texts:
-    """Iterates over the texts to learn from, once. sample: their first characters. Special tokens
-    that are written out in a text are left out of it, so that they get no merges."""
-
-    def __init__(
-        self, sources: Sequence[InputSource], text: RecordText, special: Sequence[str]
-    ) -> None:
-        self._sources, self._text = sources, text
-        self._special = re.compile("|".join(map(re.escape, special)))
-        self.sample = ""
-
-    def __iter__(self) -> Iterator[str]:
-        split = EvalSplit(0.0, 0, self._sources)
-        for block in read_blocks(self._sources, self._text, split, Position()):
-            for piece in block.pieces:
-                is_text = isinstance(piece.text, str)
-                text = piece.text if is_text else self._text.of_json(piece.text, piece.where)
-                if len(self.sample) < _SAMPLE:
-                    self.sample += text[: _SAMPLE - len(self.sample)]
-                yield from filter(None, self._special.split(text))
+def _texts(
+    sources: Sequence[InputSource], text: RecordText, special: Sequence[str], sample: list[str]
+) -> Iterator[str]:
+    """The texts to learn from. Special tokens that are written out are left out, so that they get
+    no merges. sample: gets the first texts, of about _SAMPLE characters."""
+    tokens = re.compile("|".join(map(re.escape, special)))
+    split, missing = EvalSplit(0.0, 0, sources), _SAMPLE
+    for block in read_blocks(sources, text, split, Position()):
+        for piece in block.pieces:
+            is_text = isinstance(piece.text, str)
+            found = piece.text if is_text else text.of_json(piece.text, piece.where)
+            if found and missing > 0:
+                sample.append(found[:missing])
+                missing -= len(found)
+            yield from filter(None, tokens.split(found))
