@@ -194,7 +194,7 @@ def test_continue_a_partial_file(tmp_path):
         writer.write(np.arange(30, 50))
     assert (tmp_path / "a.bin").read_bytes() == whole.read_bytes()
     partial_path(tmp_path / "b.bin").write_bytes(b"short")
-    with pytest.raises(DataError, match="shorter than the 5 tokens"):
+    with pytest.raises(DataError, match="is missing or too short"):
         TokenWriter(tmp_path / "b.bin", 100, keep_tokens=5)
 
 

@@ -119,6 +119,19 @@ class PartialFile:
     beside: Sequence[PartialFile] = ()
     _file: BinaryIO
 
+    def _begin(self, keep: int) -> None:
+        """Open it behind its first `keep` bytes, and drop what follows; 0: anew. DataError if it
+        does not have as many."""
+        partial = partial_path(self.path)
+        with disk_errors(partial):
+            if keep and (not partial.exists() or partial.stat().st_size < keep):
+                raise DataError(
+                    f"'{partial}' is missing or too short: start again with --overwrite"
+                )
+            self._file = open(partial, "r+b" if keep else "wb")  # noqa: SIM115 (kept open)
+            self._file.truncate(keep)
+            self._file.seek(keep)
+
     def sync(self) -> None:
         """Force everything so far to the disk, so that a later process can rely on it."""
         with disk_errors(self.path):
@@ -145,30 +158,14 @@ class DocumentWriter(PartialFile):
     def __init__(self, path: Path, keep_tokens: int = 0, in_pairs: bool = False) -> None:
         """keep_tokens: go on with a partial file, and drop what lies behind that token."""
         self.path, self._version = path, IN_PAIRS if in_pairs else VERSION
-        self.count, self.last = 0, 0  # documents that ended, and the position behind them
-        partial = partial_path(path)
-        if keep_tokens and not partial.exists():
-            raise DataError(f"'{partial}' is missing: start again with --overwrite")
-        with disk_errors(partial):
-            self._file = open(partial, "r+b" if keep_tokens else "wb")  # noqa: SIM115 (kept open)
-            if keep_tokens:
-                self._keep(keep_tokens)
-            else:
-                self._file.write(self._header(0, 0, is_cut=False))
-
-    def _keep(self, tokens: int) -> None:
-        header = self._file.read(HEADER_BYTES).ljust(HEADER_BYTES)
-        ends = self._file.read()
-        ends = np.frombuffer(ends[: len(ends) // _END.itemsize * _END.itemsize], _END)
-        if _FIELDS.unpack_from(header)[2] == 1:  # it was complete; its last end only closed it
-            ends = ends[:-1]
-        ends = ends[ends <= tokens]
-        self.count, self.last = len(ends), int(ends[-1]) if len(ends) else 0
-        length = HEADER_BYTES + ends.nbytes
-        self._file.truncate(length)
-        self._file.seek(0)
-        self._file.write(self._header(0, 0, is_cut=False))
-        self._file.seek(length)
+        kept = _ends_upto(partial_path(path), keep_tokens)
+        # Documents that ended, and the position behind them.
+        self.count, self.last = len(kept), int(kept[-1]) if len(kept) else 0
+        self._begin(HEADER_BYTES + kept.nbytes if keep_tokens else 0)
+        with disk_errors(path):
+            self._file.seek(0)
+            self._file.write(self._header(0, 0, is_cut=False))
+            self._file.seek(0, os.SEEK_END)
 
     def _header(self, num_tokens: int, checksum: int, *, is_cut: bool) -> bytes:
         fields = (MAGIC, self._version, int(is_cut), num_tokens, self.count, checksum)
@@ -196,3 +193,16 @@ class DocumentWriter(PartialFile):
             )
             self.sync()
         os.replace(partial_path(self.path), self.path)
+
+
+def _ends_upto(partial: Path, tokens: int) -> np.ndarray:
+    """The ends of documents among the first tokens of a partial file."""
+    if not tokens:
+        return np.empty(0, _END)
+    with read_errors(partial):
+        data = partial.read_bytes()
+    ends = data[HEADER_BYTES:]
+    ends = np.frombuffer(ends[: len(ends) // _END.itemsize * _END.itemsize], _END)
+    if _FIELDS.unpack_from(data.ljust(HEADER_BYTES))[2] == 1:  # complete; its last end closed it
+        ends = ends[:-1]
+    return ends[ends <= tokens]

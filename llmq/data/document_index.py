@@ -150,19 +150,16 @@ def trained_tokens(file: TokenFile, offsets: np.ndarray, block: int = _BLOCK) ->
     offsets: (n + 1,) int64, of the documents. All masks of the file are read, so many together."""
     if not file.has_masks:
         return np.diff(offsets) - 1
-    before = np.zeros(len(offsets), np.int64)  # set bits before each offset
-    done = 0
-    for start in range(0, file.num_tokens, block):
-        count = min(block, file.num_tokens - start)
+    counts = np.zeros(len(offsets), np.int64)  # of the document before each offset
+    for start in range(0, file.num_tokens, _BLOCK):
+        count = min(_BLOCK, file.num_tokens - start)
         bits = file.read_mask(start, count)
-        first, last = np.searchsorted(offsets, (start, start + count), side="left")
-        firsts = offsets[first : min(last, len(offsets) - 1)] - start
+        begin, end = np.searchsorted(offsets, (start, start + count))
+        firsts = offsets[begin:end] - start
         bits[firsts] = False
-        upto = np.cumsum(bits, dtype=np.int64)
-        inside = np.searchsorted(offsets, (start, start + count), side="right")
-        before[slice(*inside)] = done + upto[offsets[slice(*inside)] - start - 1]
-        done += int(upto[-1])
-    return np.diff(before)
+        # A document that begins with the block is there twice, the first time as nothing.
+        counts[begin : end + 1] += np.add.reduceat(bits, [0, *firsts], dtype=np.int64)
+    return counts[1:]
 
 
 def targets_of_parts(file: TokenFile, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -180,7 +180,13 @@ class DataLoader(Closing):
     @property
     def batches_left(self) -> int:
         """Batches that the current epoch still has."""
-        return self._parts(self._groups_left(), self.micro_batch)
+        at = self._position
+        order = self._order(at.epoch)
+        here = order[at.file_index : at.file_index + 1]
+        counts = [max(self._counts[i] - at.chunk_index, 0) for i in here]
+        left = sum(self._parts(n, self.world_size) for n in counts)
+        left += sum(self._groups[i] for i in order[at.file_index + 1 :])
+        return self._parts(left, self.micro_batch)
 
     @property
     def passed(self) -> float:
@@ -288,15 +294,6 @@ class DataLoader(Closing):
 
     def _order(self, epoch: int) -> np.ndarray:
         return self.data.plan.parts(self.seed, epoch)
-
-    def _groups_left(self) -> int:
-        at = self._position
-        order = self._order(at.epoch)
-        here = order[at.file_index : at.file_index + 1]
-        counts = [max(self._counts[i] - at.chunk_index, 0) for i in here]
-        rest = order[at.file_index + 1 :]
-        left = sum(self._parts(n, self.world_size) for n in counts)
-        return left + sum(self._groups[i] for i in rest)
 
     def _move(self, position: _EpochPlace) -> None:
         """Drop what was read ahead and go on from `position`."""

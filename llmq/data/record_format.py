@@ -192,16 +192,15 @@ def _having(sources: Sequence[InputSource], form: str) -> tuple[list[InputSource
     kept, left_out = [], []
     for source in sources:
         fields = field_names(source)
-        if source.kind != "text" and (fields is None or {*REQUIRED[form]} <= {*fields}):
-            kept.append(source)
-        elif source.in_folder:
-            left_out.append(source)
-        elif source.kind == "text":
-            raise DataError(
-                f"'{source.path}' is a text: conversations are read of JSON lines, JSON and tables"
-            )
-        else:
+        fits = source.kind != "text" and (fields is None or {*REQUIRED[form]} <= {*fields})
+        if not fits and not source.in_folder:
+            if source.kind == "text":
+                raise DataError(
+                    f"'{source.path}' is a text: conversations are read of JSON lines, JSON and "
+                    "tables"
+                )
             RecordConversation(form).columns(fields or [], f"'{source.path}'")
+        (kept if fits else left_out).append(source)
     if not kept:
         raise DataError(f"no file has records of --format {form}: give JSON lines, JSON or tables")
     if not left_out:

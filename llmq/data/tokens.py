@@ -45,14 +45,8 @@ class MaskWriter(PartialFile):
 
     def __init__(self, path: Path, keep: np.ndarray | int = 0) -> None:
         """keep: how many weights of the partial file to keep, or those weights themselves."""
-        self.path = partial_path(path)
-        count = keep if isinstance(keep, int) else 0
-        if count and (not self.path.exists() or self.path.stat().st_size < count):
-            raise DataError(f"'{self.path}' is missing or too short: start again with --overwrite")
-        with disk_errors(self.path):
-            self._file = open(self.path, "r+b" if count else "wb")  # noqa: SIM115 (kept open)
-            self._file.seek(count)
-            self._file.truncate()
+        self.path = path
+        self._begin(keep if isinstance(keep, int) else 0)
         if not isinstance(keep, int):
             self.write(keep)
 
@@ -64,7 +58,7 @@ class MaskWriter(PartialFile):
     def copy_to(self, file: BinaryIO, *, as_bits: bool) -> None:
         """Append all weights to another file, or whether they are more than 0."""
         self.sync()
-        with disk_errors(self.path), open(self.path, "rb") as weights:
+        with disk_errors(self.path), open(self._file.name, "rb") as weights:
             while piece := weights.read(_COPY_BYTES):
                 bits = np.frombuffer(piece, np.uint8) > 0
                 file.write(np.packbits(bits, bitorder="little").tobytes() if as_bits else piece)
@@ -277,14 +271,11 @@ class TokenWriter(PartialFile):
         self.with_masks, self.with_checksums = with_masks or with_weights, with_checksums
         self.with_weights = with_weights
         self.num_tokens = keep_tokens
-        partial = partial_path(self.path)
         if self.with_masks:
             self._masks = self._open_masks(keep_tokens)
-        with disk_errors(partial):
-            self._file = open(partial, "r+b" if keep_tokens else "wb")  # noqa: SIM115 (kept open)
-            if keep_tokens:
-                self._keep(keep_tokens)
-            else:
+        self._begin(HEADER_BYTES + TOKEN_BYTES * keep_tokens if keep_tokens else 0)
+        if not keep_tokens:
+            with disk_errors(self.path):
                 self._file.write(self._header())
         if with_documents:
             self._documents = DocumentWriter(documents_path(self.path), keep_tokens, in_pairs)
@@ -297,17 +288,6 @@ class TokenWriter(PartialFile):
             kept = complete.read_weights(0, keep_tokens)
             complete.close()
         return MaskWriter(path, kept)
-
-    def _keep(self, tokens: int) -> None:
-        length = HEADER_BYTES + TOKEN_BYTES * tokens
-        if os.fstat(self._file.fileno()).st_size < length:
-            self._file.close()
-            raise DataError(
-                f"'{partial_path(self.path)}' is shorter than the {tokens} tokens that were saved "
-                "in it: start again with --overwrite"
-            )
-        self._file.truncate(length)
-        self._file.seek(length)
 
     def _header(self) -> bytes:
         fields = _FIELDS.pack(
