@@ -13,7 +13,6 @@ from llmq.base.operand import (
     Activated,
     ActivatedGradient,
     Adapters,
-    CrossEntropy,
     Fp8,
     GradientSum,
     Handed,
@@ -21,7 +20,7 @@ from llmq.base.operand import (
     Rounded,
 )
 from llmq.base.tensor import Accumulator
-from llmq.ops.product import grouped_gradient, grouped_product, product, route
+from llmq.ops.product import grouped_gradient, grouped_product, product
 from llmq.ops.routes import ROUTES
 from tests.harness import host_device, step_scalars
 
@@ -95,15 +94,6 @@ def gradient(bench):
     return [stored]
 
 
-def exp(bench):
-    out, x, weight = bench.empty(M, N), bench.tensor(M, K), bench.tensor(N, K)
-    targets = bench.put(np.arange(M, dtype=np.int32), I32)
-    losses, lse, factors = (bench.empty(M, dtype=F32) for _ in range(3))
-    epilogue = CrossEntropy(losses=losses, lse=lse, targets=targets, vocab_size=N, factors=factors)
-    product(bench.dev, out, x, weight, trans_b=True, epilogue=epilogue)
-    return [losses, lse, out]
-
-
 def grouped(bench):
     x, w = bench.tensor(M, N), bench.tensor(3 * K, N).view(3, K, N)
     starts = bench.put(np.array([0, 5, 5, M], np.int32), I32)
@@ -122,7 +112,7 @@ def grouped_grad(bench):
     return [stored]
 
 
-CALLS = (adapters, glu, glu_grad, gradient, grouped, grouped_grad, exp)
+CALLS = (adapters, glu, glu_grad, gradient, grouped, grouped_grad)
 PRODUCTS = {call.__name__: call for call in CALLS}
 
 
@@ -174,17 +164,3 @@ def test_a_product_of_signed_bytes_has_no_route(monkeypatch):
         dropped = replace(bench.adapters(R, N), added=lambda out, part: None)
         product(bench.dev, bench.empty(M, N), a, bench.tensor(K, N), adapters=dropped)
         assert calls == ["matmul", "matmul"]
-
-
-def test_what_a_caller_may_ask_for(monkeypatch):
-    """Whether factors of rows are needed, and of no other epilogue's."""
-    out = {}
-    for fused in ("all", "none"):
-        bench = Bench(monkeypatch, fused)
-        logits, x, weight = bench.empty(M, N), bench.tensor(M, K), bench.tensor(N, K)
-        row = bench.empty(M, dtype=F32)
-        epilogue = CrossEntropy(losses=row, lse=row, targets=row, vocab_size=N)
-        found = route(bench.dev, logits, x, weight, trans_b=True, epilogue=epilogue)
-        out[fused] = found
-        assert route(bench.dev, logits, x, weight, trans_b=True, epilogue=STORE) is None
-    assert out == {"all": ROUTES["exp"], "none": None}

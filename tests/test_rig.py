@@ -661,7 +661,7 @@ def test_steps_that_there_is_no_time_for_are_one_line(cache, tmp_path):
     assert late == ["load", "ladder", "steps 1.5B, e4m3, beside others", "card file"]
 
 
-@pytest.mark.parametrize("told", [None, "matmul_exp"])
+@pytest.mark.parametrize("told", [None, "matmul_swiglu"])
 def test_products_beside_other_gpus_are_measured_where_there_are_some(monkeypatch, told):
     """By devices that are made meanwhile; others are told what they were told before."""
     monkeypatch.delenv("LLMQ_FUSED", raising=False)
@@ -670,7 +670,7 @@ def test_products_beside_other_gpus_are_measured_where_there_are_some(monkeypatc
     sizes = Sizes(4096, 151936, 896, BF16, BF16)
 
     def measured(job, options, settle):
-        return {"own": taken(PlanDevice(steps_spec()), "exp", sizes) is not None}
+        return {"own": taken(PlanDevice(steps_spec()), "glu", sizes) is not None}
 
     monkeypatch.setattr(steps, "_measured", measured)
     work, notes = job(10)

@@ -243,12 +243,12 @@ def test_route_turns_times_steps_with_a_route_and_without(tool):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "timed_steps", watched)
-        result = CliRunner().invoke(module.app, (flags + "glu,exp").split())
+        result = CliRunner().invoke(module.app, (flags + "glu,gradient").split())
     assert result.exit_code == 0, result.output
-    assert seen == {frozenset(), frozenset({"glu"}), frozenset({"exp"})}
+    assert seen == {frozenset(), frozenset({"glu"}), frozenset({"gradient"})}
     assert routes == module.ROUTES
     ways = [line.split(":")[0] for line in result.output.splitlines()[-3:]]
-    assert ways == ["all routes", "without glu", "without exp"]
+    assert ways == ["all routes", "without glu", "without gradient"]
     result = CliRunner().invoke(module.app, (flags + "glue").split())
     assert "no route is 'glue'" in str(result.exception)
 
@@ -678,10 +678,10 @@ def test_fused_products_leave_a_fingerprint(tmp_path, monkeypatch):
         run.rpartition(" ")[2]: set("/".join(kind["kind"] for kind in parts["kinds"]).split("/"))
         for run, parts in found.items()
     }
-    of_both = {"exp", "gradient", "swiglu", "swiglu_backward"}
-    assert of_both <= kinds["fused"] and not {"exp", "gradient"} & kinds["apart"]
+    of_both = {"gradient", "swiglu", "swiglu_backward"}
+    assert of_both <= kinds["fused"] and "gradient" not in kinds["apart"]
     fused, apart = (found[f"gpu qwen2 fp8 {how}"]["steps"][-1] for how in ("fused", "apart"))
-    assert fused != apart and fused["loss"] == pytest.approx(apart["loss"], rel=1e-3)
+    assert fused["loss"] == apart["loss"]  # these products have the bits of two kernels
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     wrong = ("--gpu", "--device=cuda", "--out", out, "--only", "^gpu qwen2 bf16 apart")
     status, _, err = fingerprint(*wrong)

@@ -354,7 +354,7 @@ qwen2 base bf16 -> offload
 wide bf16 fused=all
 wide bf16 fused=all short document_mask
 wide bf16 fused=matmul_swiglu,matmul_swiglu_backward recompute_swiglu
-wide bf16 fused=matmul_exp lmhead_chunks=2 z_loss=1e-3
+wide bf16 lmhead_chunks=2 z_loss=1e-3
 wide fp8 fused=all
 wide fp8 fused=matmul_gradient gradient_dtype=e5m2 fp8_fast_accumulation=all
 wide delayed fused=all fp8-head recompute_block

@@ -44,7 +44,6 @@ from llmq.ops import (
     distill,
     elementwise,
     embedding,
-    exp_rows,
     expert_rows,
     four_bits,
     fp8_scale,
@@ -67,7 +66,7 @@ from llmq.ops import (
     short_conv,
     swiglu,
 )
-from llmq.ops.common import FP8_MULTIPLE, SCALE_BLOCK, num_sums, padded_columns
+from llmq.ops.common import FP8_MULTIPLE, SCALE_BLOCK, padded_columns
 from llmq.ref.four_bits import scale_levels
 from llmq.runtime.attention_parts import divisions
 from llmq.runtime.device import FUSED, Device
@@ -403,30 +402,6 @@ def matmul_swiglu_backward_calls(M: int, F: int, K: int, R: int) -> list[Call]:
     codes |= {"abs_max": f32(1, value=5.0), "fp8": fp8_out(M, 2 * F, transposed=not R)}
     function = matmul_fused.swiglu_backward
     return [Call("bf16", function, halves), Call("fp8", function, codes)]
-
-
-def _exponentials(rows: int, columns: int, K: int, vocab: int) -> dict[str, Any]:
-    """The tensors that both operations of a row of logits take."""
-    args = {"e": bf16(rows, columns), "sums": f32(num_sums(columns), rows, value=1.0)}
-    args |= {name: f32(rows, value=1.0) for name in ("shift", "target_logits")}
-    return args | {"targets": np.arange(rows, dtype=np.int32) % vocab, "vocab_size": vocab}
-
-
-def exp_rows_calls(rows: int, columns: int, K: int, vocab: int) -> list[Call]:
-    x, weight, vectors = bf16(rows, K), bf16(columns, K), f32(rows, value=1.0)
-    args = _exponentials(rows, columns, K, vocab) | {"x": x, "weight": weight, "z_loss": 0.0}
-    args |= dict.fromkeys(("losses", "lse", "factors"), vectors)
-    of_shift = {name: args[name] for name in ("shift", "x", "weight", "targets")}
-    return [
-        Call("shift", exp_rows.shift, of_shift),
-        Call("finish", exp_rows.finish, args | {"scale_x": True}),
-        Call("scale", exp_rows.scale, {"d": x, "factors": vectors}),
-    ]
-
-
-def matmul_exp_calls(M: int, N: int, K: int, vocab: int) -> list[Call]:
-    args = _exponentials(M, N, K, vocab) | {"a": bf16(M, K), "b": bf16(N, K)}
-    return [Call("bf16", matmul_fused.exp, args)]
 
 
 def matmul_gradient_calls(M: int, N: int, K: int) -> list[Call]:
@@ -928,7 +903,6 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "dropout": dropout_calls,
     "elementwise": elementwise_calls,
     "embedding": embedding_calls,
-    "exp_rows": exp_rows_calls,
     "expert_rows": expert_rows_calls,
     "fp8_scale": fp8_scale_calls,
     "gated_norm": gated_norm_calls,
@@ -938,7 +912,6 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "matmul": matmul_calls,
     "matmul_fp8": matmul_fp8_calls,
     "matmul_adapted": matmul_adapted_calls,
-    "matmul_exp": matmul_exp_calls,
     "matmul_gradient": matmul_gradient_calls,
     "matmul_grouped": matmul_grouped_calls,
     "matmul_grouped_gradient": matmul_grouped_gradient_calls,

@@ -1,6 +1,6 @@
 """The gain of a whole step from one of our fused products: steps with it and without, in turns.
 
-    python tools/route_turns.py --without exp --model Qwen2.5-0.5B --batch-size 32 [more options of
+    python tools/route_turns.py --without glu --model Qwen2.5-0.5B --batch-size 32 [more options of
         llmq train]
 
 `--without` names routes of llmq/ops/routes.py, with commas. Each is left out by itself, and the

@@ -228,11 +228,9 @@ class CrossEntropy(Epilogue):
     logits, or codes, if they are given, with code_scale. weights: F32 (M,), by which the gradient's
     rows are multiplied; None: all are 1.
     softcap: as of ops.cross_entropy.
-    factors: F32 (M,), and `route` says where they are needed: a row of the gradient is then that of
-    out times its factor. scale_a: whether a's rows are multiplied by them.
     """
 
-    kind: ClassVar[str] = "exp"
+    kind: ClassVar[str] = "cross_entropy"
     losses: Tensor
     lse: Tensor
     targets: Tensor
@@ -243,13 +241,3 @@ class CrossEntropy(Epilogue):
     codes: Tensor | None = None
     code_scale: float = 1.0
     softcap: float | None = None
-    factors: Tensor | None = None
-    scale_a: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowFactors(Epilogue):
-    """The product's rows times factors, F32 (M,)."""
-
-    kind: ClassVar[str] = "rows"
-    factors: Tensor

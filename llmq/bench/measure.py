@@ -233,7 +233,7 @@ def _joules(gpus: list[NvmlGpu | None]) -> float | None:
 
 def _memory(trainer: Trainer) -> dict[str, Any]:
     """Bytes: planned, and in use on the whole GPU; whether arenas are as planned. The stack may be
-    smaller: a validation with fp8 exponentials, not measured here, takes the most."""
+    smaller: a validation, which is not measured here, may take the most."""
     planned, found = trainer.plan.usage.sizes, trainer.usage.sizes
     memory = {
         "planned": needed_bytes(trainer.plan, trainer.dev.spec),

@@ -4,9 +4,7 @@ In fp8 cross-entropy writes the gradient of the logits as E5M2 codes, whatever f
 gradients have: most probabilities of a large vocabulary are below what E4M3 can tell from 0 beside
 the target's -1. Its elements are bounded, so the scale is a constant.
 
-Cross-entropy is the epilogue of the logits' product (`ops/product.py`). On Hopper it may leave
-exponentials in their place, which are the gradient but for a factor of each row; the products that
-use it have their rows multiplied instead.
+Cross-entropy is the epilogue of the logits' product (`ops/product.py`).
 """
 
 import math
@@ -18,7 +16,7 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E5M2, E5M2_MAX, F32, I32
-from llmq.base.operand import STORE, CrossEntropy, Epilogue, Fp8, Operand, OutputForms, RowFactors
+from llmq.base.operand import STORE, CrossEntropy, Epilogue, Fp8, Operand, OutputForms
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import HEAD, Format
 from llmq.model.adapters import Dropout, HeadAdapters, OfPass, table_adapters
@@ -29,7 +27,6 @@ from llmq.ops import quantize, quantize_int8
 from llmq.ops.common import padded_columns
 from llmq.ops.distill import Teacher, top_k
 from llmq.ops.labels import Labels
-from llmq.ops.product import route
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
@@ -197,16 +194,16 @@ class Head:
         d_weight, d_rows = g.lm_head, g.new_rows
         trained = d_weight is not None or d_rows is not None
         for start, stop, x, low, temps in self._parts(w, g, d_norm, transposed=trained):
-            epilogue = self._cross_entropy(start, stop, targets, weights, scale_a=trained)
-            make = self._fp8_gradient if self.fp8 else self._gradient
-            if of_rows is None:
-                gradient, after = make(temps, start, stop, x, w.lm_head, low, epilogue)
-            else:
-                made = self._logits(start, stop, x, w.lm_head, low)
-                gradient, after = temps.enter_context(made), STORE
+            epilogue = self._cross_entropy(start, stop, targets, weights)
+            given = (start, stop, x, w.lm_head, low)
+            if of_rows is not None:
+                gradient = temps.enter_context(self._logits(*given))
                 self._lose(start, stop, gradient, targets, weights, of_rows, gradient=True)
-            d_x = d_norm.rows(start, stop)
-            self.linear.input_gradient(d_x, gradient, w.lm_head, epilogue=after)
+            elif self.fp8:
+                gradient = self._fp8_gradient(temps, *given, epilogue, transposed=trained)
+            else:
+                gradient = temps.enter_context(self._logits(*given, epilogue))
+            self.linear.input_gradient(d_norm.rows(start, stop), gradient, w.lm_head)
             self.linear.weight_gradients(d_weight, None, gradient, x)
             if d_rows is not None:
                 self._rows_gradient(d_rows, gradient, x)
@@ -228,33 +225,6 @@ class Head:
             quantize_int8.take_outliers(self.dev, columns, gradient, self.new_columns)
             self.linear.weight_gradients(d_rows, None, columns, x)
 
-    def _gradient(
-        self,
-        temps: ExitStack,
-        start: int,
-        stop: int,
-        x: Tensor,
-        lm_head: Tensor,
-        low: OfPass | None,
-        epilogue: CrossEntropy,
-    ) -> tuple[Tensor, Epilogue]:
-        """The gradient of the logits, in their place; and what follows the product that it is in.
-        With factors, x is multiplied by them in place for the gradient of the matrix: nobody reads
-        it after the head."""
-        dev, after = self.dev, STORE
-        logits = temps.enter_context(self._scratch(start, stop, lm_head))
-        if low is not None:
-            added = low.beside(start, stop)
-            self.linear.forward(logits, x, lm_head, epilogue=epilogue, adapters=added)
-            return logits, after
-        taken = route(dev, logits, x, lm_head, trans_b=True, epilogue=epilogue)
-        if taken is not None and self.softcap is None:
-            scratch = dev.scratch("logits.factors", (stop - start,), F32)
-            after = RowFactors(factors=temps.enter_context(scratch))
-            epilogue = replace(epilogue, factors=after.factors)
-        self.linear.forward(logits, x, lm_head, epilogue=epilogue)
-        return logits, after
-
     def _fp8_gradient(
         self,
         temps: ExitStack,
@@ -264,20 +234,20 @@ class Head:
         lm_head: Fp8,
         low: None,
         epilogue: CrossEntropy,
-    ) -> tuple[Fp8, Epilogue]:
-        """The same as codes. Transposed ones, which the gradient of the matrix alone needs, take
-        the place of the logits, which are twice as large."""
-        shape, transposed = (stop - start, lm_head.codes.shape[0]), None
+        *,
+        transposed: bool,
+    ) -> Fp8:
+        """The gradient of the logits as codes. Transposed ones, which the gradient of the matrix
+        alone needs, take the place of the logits, which are twice as large."""
+        shape, turned = (stop - start, lm_head.codes.shape[0]), None
         codes = temps.enter_context(self.dev.scratch("d_logits.q", shape, E5M2))
         coded = replace(epilogue, codes=codes, code_scale=self._code_scale)
         with self._logits(start, stop, x, lm_head, low, coded):
             pass
-        if epilogue.scale_a:
-            scratch = self.dev.scratch("d_logits.q_t", shape[::-1], E5M2)
-            transposed = temps.enter_context(scratch)
-            quantize.transpose(self.dev, transposed, codes)
-        scale = self.gradient_scale
-        return Fp8(source=None, codes=codes, transposed=transposed, scale=scale), STORE
+        if transposed:
+            turned = temps.enter_context(self.dev.scratch("d_logits.q_t", shape[::-1], E5M2))
+            quantize.transpose(self.dev, turned, codes)
+        return Fp8(source=None, codes=codes, transposed=turned, scale=self.gradient_scale)
 
     def _cross_entropy(
         self,
@@ -287,7 +257,6 @@ class Head:
         weights: Tensor | None = None,
         *,
         gradient: bool = True,
-        scale_a: bool = False,
     ) -> CrossEntropy:
         return CrossEntropy(
             losses=self.losses.rows(start, stop),
@@ -298,7 +267,6 @@ class Head:
             gradient=gradient,
             weights=weights and weights.rows(start, stop),
             softcap=self.softcap,
-            scale_a=scale_a,
         )
 
     def _chunks(self) -> list[tuple[int, int]]:

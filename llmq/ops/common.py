@@ -43,9 +43,8 @@ GENERIC_FP8 = (89, 120, 121)
 and between Ada and consumers' Blackwell in other instructions."""
 MULTIPLE = 16  # bytes: of rows of all their matrices
 SCALE_BLOCK = 128  # elements that share the scale of an 8-bit moment
-SUM_COLUMNS = 192  # of logits whose exponentials have one sum, as a tile of their product has
 TILE_ROWS = 256  # of a tile of a cluster of two blocks
-NARROW, WIDE = SUM_COLUMNS, 224  # columns of a tile
+NARROW, WIDE = 192, 224  # columns of a tile
 STORED_ALONE = 448  # bytes of a row of a, which would be multiplied while a wide tile is stored
 
 # column_sum of cu/reduce.cu: threads of a block, rows of a warp before several share columns.
@@ -327,11 +326,6 @@ def octet_tiles(op: str, rows: int, columns: int) -> tuple[int, int]:
     """Blocks of a kernel that works in OctetTiles: across, down."""
     expect_fp8_multiples(op, rows, columns)
     return ceil_div(columns, OCTET_TILE[1]), ceil_div(rows, OCTET_TILE[0])
-
-
-def num_sums(columns: int) -> int:
-    """The number of sums of a row of logits."""
-    return ceil_div(columns, SUM_COLUMNS)
 
 
 # -- What launchers of products check --------------------------------------------------------------

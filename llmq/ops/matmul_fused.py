@@ -45,7 +45,6 @@ from llmq.ops.common import (
     expect_operands,
     fp8_args,
     fp8_consts,
-    num_sums,
     tile_columns,
 )
 from llmq.runtime.cost import Cost, product_cost
@@ -315,51 +314,6 @@ def grouped_gradient(dev: Device, acc: Accumulator, a: Tensor, b: Tensor, starts
         consts={"GROUPED": 2},
         count=E * ceil_div(M, TILE_ROWS) * ceil_div(N, NARROW),
         a_rows=2 * OUTSIDE,
-    )
-
-
-def exp(
-    dev: Device,
-    e: Tensor,
-    sums: Tensor,
-    target_logits: Tensor,
-    a: Tensor,
-    b: Tensor,
-    shift: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-) -> None:
-    """e = exp(BF16(a @ b^T) - shift), the sums of its rows by tiles of columns, and some logits.
-
-    The exponentials are in place of logits, so that cross-entropy neither reads nor writes a matrix
-    as large as these (`llmq.ops.exp_rows` says what is left of it).
-
-    Args (a and b are BF16; N and K multiples of 8):
-        e              out  BF16 (M, N)   columns >= vocab_size are 0
-        sums           out  F32  (num_sums(N), M)   of e before it is rounded
-        target_logits  out  F32  (M,)     the target's logit; nothing is written of masked rows
-        shift          in   F32  (M,)     e is infinite where a logit is more than 88 above it
-        targets        in   I32  (M,)     ids in [0, vocab_size), not checked; negative: masked
-
-    Cost:    2*M*N*K FLOPs; one launch.
-    """
-    op = "matmul_exp"
-    p = _Product.of(op, a, b, dtypes=(BF16,))
-    M, N = p.M, p.N
-    if not 0 < vocab_size <= N:
-        raise ValueError(f"{op}: vocab_size must be in [1, {N}], got {vocab_size}")
-    expect(op, "e", e, BF16, (M, N))
-    expect(op, "sums", sums, F32, (num_sums(N), M))
-    expect(op, "shift", shift, F32, (M,))
-    expect(op, "targets", targets, I32, (M,))
-    expect(op, "target_logits", target_logits, F32, (M,))
-    p.launch(
-        dev,
-        op,
-        "bf16[32]* e, f32* sums, f32* target_logits, const f32* shift, const i32* targets, "
-        "i32 vocab",
-        (e, sums, target_logits, shift, targets, vocab_size),
-        product_cost((M, N, p.K), BF16, BF16, trans_b=True, epilogue="exp"),
     )
 
 

@@ -26,13 +26,11 @@ from llmq.base.operand import (
     ProductCodes,
     Result,
     Rounded,
-    RowFactors,
     tensor_of,
 )
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import (
     cross_entropy,
-    exp_rows,
     gelu,
     grouped,
     matmul_fused,
@@ -40,7 +38,6 @@ from llmq.ops import (
     reduce,
     swiglu,
 )
-from llmq.ops.common import num_sums
 from llmq.ops.matmul import matmul, matmul_fp8, matmul_int8
 from llmq.ops.routes import Route, Sizes, taken
 from llmq.runtime.device import Device
@@ -218,21 +215,6 @@ def grouped_gradient(dev: Device, d_w: Accumulator, d_y: Tensor, x: Tensor, star
     sizes = Sizes(N, K, R, x.dtype, d_w.tensor.dtype)
     kernels = grouped if taken(dev, "grouped_grad", sizes) is None else matmul_fused
     kernels.grouped_gradient(dev, d_w, d_y, x, starts)
-
-
-def route(
-    dev: Device,
-    out: Tensor,
-    a: Operand,
-    b: Operand,
-    *,
-    trans_b: bool = False,
-    epilogue: Epilogue,
-) -> Route | None:
-    """The route of a product without other terms, for those who give it what only a kernel of ours
-    needs; None: it is two kernels."""
-    terms = _Terms(dev, a, b, False, trans_b, None, None, None, False)
-    return terms.route(epilogue.kind, out.dtype)
 
 
 def accepts_addend(
@@ -427,10 +409,6 @@ def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient
 
 def _cross_entropy(terms: _Terms, out: Tensor, epilogue: CrossEntropy) -> None:
     e, dev = epilogue, terms.dev
-    plain = e.gradient and e.softcap is None and terms.adapters is None
-    if plain and terms.route("exp", out.dtype) is not None:
-        _exponentials(terms, out, e)
-        return
     _store(terms, out)
     if not e.gradient:
         args = (e.losses, e.lse, out, e.targets, e.vocab_size)
@@ -442,33 +420,10 @@ def _cross_entropy(terms: _Terms, out: Tensor, epilogue: CrossEntropy) -> None:
     )  # fmt: skip
 
 
-def _exponentials(terms: _Terms, out: Tensor, e: CrossEntropy) -> None:
-    """out gets the exponentials of logits, which are their gradient but for a factor of each row.
-    Their sums by tiles, their shifts and the targets' logits are scratch."""
-    dev, (rows, columns), x, weight = terms.dev, out.shape, terms.a, terms.b
-    with (
-        dev.scratch("logits.sums", (num_sums(columns), rows), F32) as sums,
-        dev.scratch("logits.shift", (rows,), F32) as shift,
-        dev.scratch("logits.targets", (rows,), F32) as picked,
-    ):
-        exp_rows.shift(dev, shift, x, weight, e.targets)
-        matmul_fused.exp(dev, out, sums, picked, x, weight, shift, e.targets, e.vocab_size)
-        exp_rows.finish(
-            dev, out, x, e.losses, e.lse, e.factors, sums, shift, picked, weight, e.targets,
-            e.vocab_size, e.z_loss, scale_x=e.scale_a, weights=e.weights,
-        )  # fmt: skip
-
-
-def _row_factors(terms: _Terms, out: Tensor, epilogue: RowFactors) -> None:
-    _store(terms, out)
-    exp_rows.scale(terms.dev, out, epilogue.factors)
-
-
 _EPILOGUES: dict[str, Callable[[_Terms, Any, Any], None]] = {
     "store": _store,
     "gradient": _gradient,
     "glu": _activation,
     "glu_grad": _activation_gradient,
-    "exp": _cross_entropy,
-    "rows": _row_factors,
+    "cross_entropy": _cross_entropy,
 }

@@ -13,7 +13,6 @@ from llmq.ops import matmul_fused
 from llmq.ops.common import CAPABILITY, MULTIPLE, TILE_ROWS, Tiles, tile_columns
 from llmq.ops.matmul_fused import MAX_RANK
 from llmq.runtime.device import HOST_SPEC, Device
-from llmq.runtime.machine import PLAN_SPEC
 
 
 class Sizes(NamedTuple):
@@ -41,8 +40,7 @@ class Route:
     what has to be multiples of 16, mostly bytes of rows. columns: what N is a multiple of. rows,
     least: M and N from which it is faster than two kernels; faster: what else says so.
     fast: whether sums of fp8 codes have fewer bits, so that they must be permitted. bias: whether
-    it takes one. exact: whether its bits are those of two kernels (tests/test_product.py). any_gpu:
-    whether a plan for any GPU has it, because it takes more scratch.
+    it takes one. exact: whether its bits are those of two kernels (tests/test_product.py).
     """
 
     kernel: str
@@ -56,7 +54,6 @@ class Route:
     fast: bool = False
     bias: bool = False
     exact: bool = True
-    any_gpu: bool = False
 
 
 def _fills_turns(dev: Device, sizes: Sizes) -> bool:
@@ -137,17 +134,6 @@ ROUTES = {
     "grouped_grad": Route(
         kernel="matmul_grouped_gradient", a=(BF16,), out=BF16, aligned=lambda s: (2 * s.M, 2 * s.N)
     ),
-    # Fewer tiles would leave cores idle in the last turn, and gain less than launches cost.
-    "exp": Route(
-        kernel="matmul_exp",
-        a=(BF16,),
-        aligned=lambda s: (2 * s.N, 2 * s.K),
-        rows=512,
-        least=8192,
-        faster=lambda dev, s: s.M * s.N >= 2048 * 8192,
-        exact=False,  # exponentials are rounded before they are gradients
-        any_gpu=True,
-    ),
 }
 
 
@@ -161,7 +147,7 @@ def taken(dev: Device, kind: str, sizes: Sizes, *, fast: bool = False) -> Route 
         return None
     if route.fast and sizes.a != BF16 and not fast:
         return None
-    there = dev.spec.capability == CAPABILITY or (route.any_gpu and dev.spec == PLAN_SPEC)
+    there = dev.spec.capability == CAPABILITY
     told = dev.fused
     if told is not None:
         on_cpu = dev.spec.capability == HOST_SPEC.capability

@@ -26,8 +26,6 @@ from llmq.ref.common import (
     update_abs_max,
 )
 
-TILE = 192  # columns of exponentials that have a sum of their own
-
 # By kernel and name, what bench_ops' calls and the tests take.
 CASES = {
     # M, N, K, R, transposed. Forward x @ W^T + h @ B^T, d_x = d_out @ W + d_h @ A.
@@ -53,13 +51,6 @@ CASES = {
         "tiles": (700, 208, 296, 7),
         "qwen30b_up": (131072, 1536, 2048, 128),
         "qwen30b_down": (131072, 2048, 768, 128),
-    },
-    # M, N, K, vocab
-    "matmul_exp": {
-        "small": (16, 96, 64, 90),
-        "tiles": (304, 600, 72, 577),  # a vocabulary that ends within 16 bytes, edges of tiles
-        "qwen05b": (32768, 151936, 896, 151936),
-        "qwen15b": (8192, 151936, 1536, 151936),
     },
     # M, N, K of d_W = d_out^T @ x
     "matmul_gradient": {
@@ -144,29 +135,6 @@ def matmul_grouped_gradient(
         product = (compute(a[rows]).T @ compute(b[rows])).astype(BF16)
         if rows.stop > rows.start or not accumulate:
             store_gradient(d[e], product, scalars, bool(accumulate), salt, first=e * M * N)
-
-
-def matmul_exp(
-    a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
-    M: int, N: int, K: int, e: np.ndarray, sums: np.ndarray, target_logits: np.ndarray,
-    shift: np.ndarray, targets: np.ndarray, vocab: int,
-) -> None:  # fmt: skip
-    """e (M,N) = exp(x - shift (M)), of logits that are rounded to BF16.
-
-    Columns >= vocab are 0. sums (ceil(N / TILE), M): of e over TILE columns each, before it is
-    rounded. target_logits (M): where targets (M) are not negative.
-    """
-    edges = np.arange(0, N, TILE)
-    for rows, total in _sums(a, b, h, tail, scale_a, scale_b):
-        x = compute(total.astype(BF16))
-        counted = np.flatnonzero(targets[rows] >= 0)
-        target_logits[rows][counted] = x[counted, targets[rows][counted]]
-        x -= shift[rows][:, None]
-        with np.errstate(over="ignore"):
-            np.exp(x, out=x)
-            x[:, vocab:] = 0
-            sums[:, rows] = np.add.reduceat(x, edges, axis=1).T
-            e[rows] = x
 
 
 def matmul_gradient(

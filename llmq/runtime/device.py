@@ -24,7 +24,6 @@ from llmq.runtime.mesh import Mesh
 # Products of our own, which do what follows a product of the library's, too.
 FUSED = (
     "matmul_adapted",
-    "matmul_exp",
     "matmul_gradient",
     "matmul_grouped",
     "matmul_grouped_gradient",

@@ -13,11 +13,10 @@ from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator
 from llmq.ops import matmul_fused, swiglu
-from llmq.ops.common import CAPABILITY, num_sums, tile_columns
+from llmq.ops.common import CAPABILITY, tile_columns
 from llmq.ops.matmul import matmul, matmul_fp8
 from llmq.ops.routes import Sizes, taken
 from llmq.ref.matmul_fused import CASES
-from llmq.runtime.machine import PLAN_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.emulator import device as emulator
 from tests.fp8_out import outputs
@@ -225,102 +224,6 @@ def test_wrong_arguments_of_adapted():
             ValueError,
             "a must be a matrix with rows of a multiple of 16 bytes",
         ),
-    ])  # fmt: skip
-
-
-# -- Exponentials ----------------------------------------------------------------------------------
-
-# The argument of the exponential, up to 100 in powers of two, is rounded twice; e may then round
-# the other way.
-SUM, E = {"rtol": 2**-16}, {"rtol": 2**-7}
-
-
-def exp_arrays(rng, M, N, K, vocab):
-    def eighths(*shape):
-        return (rng.integers(-9, 10, shape) / 8).astype(BF16.numpy)
-
-    targets = rng.integers(0, vocab, M).astype(np.int32)
-    targets[:3] = vocab - 1, 0, 64
-    targets[3::4] = -100
-    return {
-        "e": np.full((M, N), np.nan, BF16.numpy),
-        "sums": np.full((num_sums(N), M), np.nan, np.float32),
-        "target_logits": np.full(M, -7, np.float32),
-        "shift": rng.normal(size=M).astype(np.float32) * 20,
-        "targets": targets,
-        "a": eighths(M, K),
-        "b": eighths(N, K),
-    }
-
-
-def check_exp(dev, arrays, vocab):
-    call = partial(matmul_fused.exp, vocab_size=vocab)
-    got, want = run(dev, call, arrays), run(host_device(), call, arrays)
-    np.testing.assert_array_equal(got["target_logits"], want["target_logits"])
-    np.testing.assert_allclose(got["sums"], want["sums"], **SUM)
-    e, expected = got["e"].astype(np.float32), want["e"].astype(np.float32)
-    np.testing.assert_allclose(e, expected, **E, atol=1e-37)  # what is smaller is 0 on a GPU
-    assert not e[:, vocab:].any()
-    return got
-
-
-@cases_of("matmul_exp")
-def test_exp(hopper, rng, case):
-    arrays = exp_arrays(rng, *case)
-    found = check_exp(hopper, arrays, case[-1])
-    masked = arrays["targets"] < 0
-    assert (found["target_logits"][masked] == -7).all()
-
-
-def test_exp_too_large_and_not_a_number(hopper, rng):
-    """Infinite, not clamped, so that the sum tells; a NaN stays in its row."""
-    *_, vocab = case = CASES["matmul_exp"]["small"]
-    arrays = exp_arrays(rng, *case)
-    arrays["shift"][5] = -1000
-    arrays["a"][6, 3] = np.nan
-    found = check_exp(hopper, arrays, vocab)
-    assert np.isinf(found["sums"][0, 5]) and np.isnan(found["sums"][0, 6])
-
-
-@gpu_only
-def test_exp_on_all_multiprocessors(hopper, rng):
-    """Several tiles of each cluster, in several groups of columns; twice the same bits."""
-    *_, vocab = case = (2064, 9000, 1032, 8888)
-    arrays = exp_arrays(rng, *case)
-    arrays["b"] = (arrays["b"].astype(np.float32) / 8).astype(BF16.numpy)
-    first, second = (check_exp(hopper, arrays, vocab) for _ in range(2))
-    same_bits(first, second, first)
-
-
-def test_where_exp_is_taken():
-    def serves(dev=None, M=4096, N=151936, K=896, dtype=BF16):
-        return taken(dev or PlanDevice(GPU_SPEC), "exp", Sizes(M, N, K, dtype, dtype))
-
-    assert serves() and serves(N=50304, K=768)
-    assert not serves(dtype=F32) and not serves(M=256) and not serves(N=4096)
-    assert serves(M=512) and not serves(M=1024, N=8192)  # what is too small is not faster
-    assert not serves(K=892) and not serves(N=50300)  # rows of no multiple of 16 bytes
-    assert not any(serves(other) for other in devices_without())
-    assert serves(PlanDevice(PLAN_SPEC))  # a plan for any GPU has the way that needs more
-
-
-def test_wrong_arguments_of_exp():
-    dev = PlanDevice(GPU_SPEC)
-    op, tensor, call = "matmul_exp", of_plan(dev), partial(matmul_fused.exp, dev)
-    row, sums = tensor(F32, 32), tensor(F32, 1, 32)
-    given = {"e": tensor(BF16, 32, 96), "sums": sums, "target_logits": row, "shift": row}
-    given |= {"a": tensor(BF16, 32, 64), "b": tensor(BF16, 96, 64), "targets": tensor(I32, 32)}
-    given |= {"vocab_size": 90}
-    call(**given)
-    assert dev.flops[op] == 2 * 32 * 96 * 64
-    refused(op, call, given, [
-        ({"e": tensor(F32, 32, 96)}, TypeError, "e must be BF16, got F32"),
-        ({"sums": row}, ValueError, r"sums must have shape \(1, 32\)"),
-        ({"target_logits": sums}, ValueError, r"target_logits must have shape \(32,\)"),
-        ({"b": tensor(BF16, 96, 32)}, ValueError, r"b must have shape \(96, 64\)"),
-        ({"shift": sums}, ValueError, r"shift must have shape \(32,\)"),
-        ({"targets": row}, TypeError, "targets must be I32, got F32"),
-        ({"vocab_size": 97}, ValueError, r"vocab_size must be in \[1, 96\], got 97"),
     ])  # fmt: skip
 
 

@@ -9,9 +9,7 @@ import torch
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.ref.matmul_fused import (
     CASES,
-    TILE,
     matmul_adapted,
-    matmul_exp,
     matmul_gradient,
     matmul_grouped,
     matmul_grouped_gradient,
@@ -79,31 +77,6 @@ def test_adapted_without_adapters(rng):
     out = np.empty((16, 16), np.float32)
     matmul_adapted(a, b, *[None] * 4, 16, 16, 32, out)
     np.testing.assert_array_equal(out, a.astype(np.float32) @ b.astype(np.float32).T)
-
-
-def test_exp(rng):
-    M, N, K, vocab = CASES["matmul_exp"]["tiles"]
-    operands, exact = operands_of(rng, M, N, K, 0, BF16)
-    shift = rng.normal(size=M).astype(np.float32)
-    targets = rng.integers(0, vocab, M).astype(np.int32)
-    targets[::3] = -1
-    e = filled(M, N)
-    sums, logits = np.full((4, M), np.nan, np.float32), np.full(M, np.nan, np.float32)
-    matmul_exp(*operands, e, sums, logits, shift, targets, vocab)
-    counted = torch.from_numpy(targets >= 0)
-    of_target = exact.gather(1, torch.from_numpy(targets).clamp(min=0).long()[:, None])[:, 0]
-    # BF16 keeps 8 bits of a logit.
-    np.testing.assert_allclose(logits[counted], of_target[counted], rtol=2**-8, atol=2**-10)
-    assert np.isnan(logits[~counted]).all()
-    # A logit rounded as logits are, but where F32's sum rounds the other way.
-    want = (exact.to(torch.bfloat16).double() - wide(shift)[:, None]).exp()
-    want[:, vocab:] = 0
-    found = e.astype(np.float64)
-    close = np.isclose(found, want, rtol=2**-8)
-    assert close.mean() > 0.999
-    np.testing.assert_allclose(found, want, rtol=0.2)
-    by_tile = torch.nn.functional.pad(want, (0, -N % TILE)).view(M, -1, TILE).sum(2).T
-    np.testing.assert_allclose(sums, by_tile, rtol=0.05)
 
 
 def test_gradient(rng):
