@@ -28,7 +28,7 @@ from llmq.plan.estimate import Planner
 from llmq.plan.measured import EXPOSED, Measured, More, half_wave
 from llmq.plan.plan import make_plan
 from llmq.plan.replay import replay
-from llmq.plan.target import target
+from llmq.plan.target import MachineOptions, target
 from llmq.rig import steps
 from llmq.rig.child import Job
 from llmq.runtime.cost import MOVES, Kind
@@ -576,8 +576,7 @@ def test_more_gpus_than_were_measured_is_a_warning(monkeypatch, tmp_path):
     path = tmp_path / "rig.json"
     path.write_text(json.dumps(record_of(card_file())))
     config = make_config({"model": "tiny", "gpus": 4})
-    rest = {"search": False, "card_file": path}
-    where = target(config, preset("tiny"), None, None, None, None, **rest)
+    where = target(config, preset("tiny"), MachineOptions(card_file=path), search=False)
     assert where.card.measured.gpus == 2 and where.spec.memory == 84_929_347_584
     assert len(lines) == 1 and "is of 2 GPUs: for 4 of them" in lines[0]
 

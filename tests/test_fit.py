@@ -31,7 +31,7 @@ from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.report import CONTEXT_WHEN_ASKED, SearchResult, choose
 from llmq.plan.shrink import REARRANGING, ROUNDING, Shrinker, having
-from llmq.plan.target import target
+from llmq.plan.target import MachineOptions, target
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.gpu_info import drives_display
 from llmq.runtime.machine import Machine
@@ -439,7 +439,8 @@ def test_what_stays_free_for_a_desktop(monkeypatch, name, asked, display, left):
 def planned_for(fit: bool, reserve: int | None = None, memory: int | None = None, **options):
     """Bytes for the run, and bytes that stay free, of `llmq plan --card 4090`."""
     config = make_config({"model": "tiny"} | {n.replace("_", "-"): v for n, v in options.items()})
-    where = target(config, preset("tiny"), memory, None, "4090", reserve, search=fit)
+    asked = MachineOptions(gpu_memory=memory, card="4090", reserve=reserve)
+    where = target(config, preset("tiny"), asked, search=fit)
     return where.limits.device, where.reserve
 
 

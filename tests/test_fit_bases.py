@@ -13,7 +13,7 @@ from llmq.options.presets import preset
 from llmq.plan import largest
 from llmq.plan.fit import Fit, search_bases
 from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
-from llmq.plan.target import target
+from llmq.plan.target import MachineOptions
 from tests.test_fit import planner_for
 
 FULL = {"from-scratch": True, "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
@@ -65,12 +65,9 @@ def test_the_largest_model_that_fits():
     config, fixed = make_config(options | {"from-scratch": True}), frozenset({"base_dtype"})
 
     def found(memory: float, host: float | None = None) -> str:
-        def machine(model):
-            return target(
-                config, model, int(memory * GIB), host and int(host * GIB), None, None, search=True
-            )
-
-        name, _, where = next(largest._fits_by_size(config, machine, fixed, few))
+        sizes = {"gpu_memory": int(memory * GIB), "host_memory": host and int(host * GIB)}
+        asked = MachineOptions(**sizes)
+        name, _, where = next(largest._fits_by_size(config, asked, fixed, few))
         assert where.limits.host == (largest.ALONE if host is None else int(host * GIB))
         return name
 

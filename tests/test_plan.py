@@ -28,6 +28,7 @@ from llmq.plan.report import run_plan
 from llmq.plan.sol import flops_per_token
 from llmq.runtime.device import HOST_SPEC, MemorySizes
 from llmq.runtime.machine import PLAN_SPEC
+from llmq.runtime.plan_device import PlanDevice, Work
 from tests.kept import kept_runs
 from tests.models import hf_model, random_batch, trainer_for
 from tests.without_cuda import WITHOUT_CUDA
@@ -386,6 +387,26 @@ def test_plans_of_any_size_are_made(capsys):
     assert _run(["plan", *fp8, "--memory-limit=80MiB"]) == 2
     assert "makes it fit:\n" in capsys.readouterr().err
     assert _run(["plan", "--fit", *fp8, "--memory-limit=80MiB"]) == 0
+
+
+def test_a_plan_counts_all_chunks_of_the_logits(monkeypatch):
+    """It goes through two of them; to go through all changes nothing."""
+    fp8 = {"matmul-dtype": "e4m3", "head-dtype": "e4m3"}
+    adapters = {"lora-rank": 8, "lora-targets": "q,head", "from-scratch": False}
+    for options in ({}, fp8, adapters, {"loss": "dpo", "packing": "best-fit"}):
+        own = {"model": "tiny", "from-scratch": True, "batch-size": 2, "seq-len": 256}
+        config = make_config(own | {"lmhead-chunks": 8} | options)
+        plans = [make_plan(config, preset("tiny"), PLAN_SPEC)]
+        with monkeypatch.context() as patched:
+            patched.setattr(PlanDevice, "alike", lambda self, items: items)
+            plans.append(make_plan(config, preset("tiny"), PLAN_SPEC))
+        counted = [replace(plan, micro_steps=(), update=[]) for plan in plans]
+        assert counted[0] == counted[1]
+        works = [
+            [item for trace, _ in plan.micro_steps for item in trace if isinstance(item, Work)]
+            for plan in plans
+        ]
+        assert works[0] == works[1]
 
 
 def test_dry_run_is_the_plan(capsys):

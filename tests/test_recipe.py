@@ -37,7 +37,7 @@ from llmq.plan.recipe import (
     read_rates,
     sizes_of,
 )
-from llmq.plan.target import target
+from llmq.plan.target import MachineOptions, target
 from llmq.runtime.device import DeviceSpec
 from llmq.state.params import parameter_count
 from tools import recipe_time
@@ -63,7 +63,7 @@ def search(hours=HOURS, *, depths=(3, 4, 5, 6), given=None, fixed=PLAIN, **wante
     model = resized(preset(BASE), given_sizes(config))
 
     def where(config, model):
-        return target(config, model, None, None, "h100", None, search=True)
+        return target(config, model, MachineOptions(card="h100"), search=True)
 
     wish = Wanted(hours=hours, **{"laws": {"adamw": LAW}} | wanted)
     made = Search(config, model, frozenset(fixed), where, wish)
@@ -430,7 +430,9 @@ def test_there_is_no_promise_for_a_card_that_nobody_knows(monkeypatch):
     """Neither the table nor a rig; with a rig's rates there is one."""
     spec = DeviceSpec(name="NVIDIA RTX 9999", capability=120, num_sms=100, memory=16 << 30)
     config = make_config({"model": BASE, "from-scratch": True})
-    here = target(config, preset(BASE), 16 << 30, None, "4090", None, search=True)
+    here = target(
+        config, preset(BASE), MachineOptions(gpu_memory=16 << 30, card="4090"), search=True
+    )
     unknown = replace(here, card=card_of(spec))
     with pytest.raises(ConfigError, match=r"no promise for a NVIDIA RTX 9999.*llmq rig"):
         recipe_report._known(unknown)
@@ -443,7 +445,7 @@ def test_run_trains_what_was_written(folder, monkeypatch):
     """--run, on a machine that says it is an H100: the plan is one, the run is left to train's
     tests."""
     where = lambda config, model, reserve: target(  # noqa: E731
-        config, model, None, None, "h100", reserve, search=True
+        config, model, MachineOptions(card="h100", reserve=reserve), search=True
     )
     monkeypatch.setattr(recipe_report, "target_here", where)
     started = []

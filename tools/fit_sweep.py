@@ -56,7 +56,7 @@ from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.estimate import RECOMPUTE, Planner
 from llmq.plan.fit import Candidate, Fit
-from llmq.plan.target import target
+from llmq.plan.target import MachineOptions, target
 from llmq.rig.rig import flags_of
 
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -197,8 +197,9 @@ def plan(
         options = SHARED | {"model": name, "memory-limit": size}
         options |= {"batch-size": 16, "grad-accumulation": sequences // 16}
         base, chosen = make_config(options), preset(name)
-        memories = (None, parse_size(host_memory))
-        where = target(base, chosen, *memories, card, None, search=True, card_file=card_file)
+        host = parse_size(host_memory)
+        asked = MachineOptions(host_memory=host, card=card, card_file=card_file)
+        where = target(base, chosen, asked, search=True)
         planner = where.planner(chosen)
         fit = Fit(base, planner, where.limits, frozenset({"gpus", "memory_limit"}))
         configs = list(grid(base, sequences))

@@ -21,7 +21,7 @@ from llmq.plan.advice import check_fits, mib
 from llmq.plan.cost import step_time
 from llmq.plan.disk import disk_use
 from llmq.plan.memory import DESKTOP_BYTES, needed_bytes
-from llmq.plan.target import target
+from llmq.plan.target import MachineOptions, target
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 README = CONFIGS.parent / "README.md"
@@ -37,9 +37,8 @@ def predicted(path: Path) -> str:
     words = re.search(r"^# Card: (.+)$", text, re.MULTILINE)[1]
     name = re.search(r"^model: (?:Qwen/)?(.+?)(?:-Instruct)?$", text, re.MULTILINE)[1]
     config, model = make_config({"model": name, "from-scratch": True}, path), preset(name)
-    where = target(
-        config.validate_with(model), model, None, None, words, DESKTOP_BYTES, search=True
-    )
+    asked = MachineOptions(card=words, reserve=DESKTOP_BYTES)
+    where = target(config.validate_with(model), model, asked, search=True)
     planner = where.planner(model)
     plan = planner.plan(config)
     check_fits(config, planner, plan, where.limits)

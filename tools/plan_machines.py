@@ -19,7 +19,7 @@ from llmq.options.presets import preset
 from llmq.plan.cost import exposed_seconds, step_time
 from llmq.plan.memory import needed_bytes
 from llmq.plan.plan import fewest_attention_parts
-from llmq.plan.target import target
+from llmq.plan.target import MachineOptions, target
 
 PAGE = Path(__file__).parents[1] / "docs" / "multi-machine.md"
 BEGIN, END = "<!-- written by tools/plan_machines.py -->", "<!-- until here -->"
@@ -48,8 +48,9 @@ def cells(model: str, machines: int, over: str) -> list[str]:
     config = make_config(options(f"{MODELS[model]} {COMMON}") | {"shard_over": over})
     sizes, found = preset(config.model), []
     for rate in NETWORKS:
-        how = {"machines": machines, "network": rate * 10**9 if machines > 1 else None}
-        where = target(config, sizes, None, None, CARD, None, search=False, **how)
+        network = rate * 10**9 if machines > 1 else None
+        asked = MachineOptions(card=CARD, machines=machines, network=network)
+        where = target(config, sizes, asked, search=False)
         shared = (sizes, where.spec, where.backend, where.world_size, machines)
         plan = where.planner(sizes).plan(fewest_attention_parts(config, *shared))
         speed = (plan, where.card, 1.0, where.network)

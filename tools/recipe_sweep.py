@@ -30,7 +30,7 @@ from llmq.options.options import OPTIONS
 from llmq.options.options_io import make_config
 from llmq.plan.recipe import DEPTHS, WARMUP, round_rate, sizes_of
 from llmq.plan.report import target_here
-from llmq.plan.target import target
+from llmq.plan.target import MachineOptions, target
 from llmq.run.model_of_run import model_of_run
 
 RATES = ("learning-rate", "muon-lr")
@@ -76,7 +76,7 @@ def as_long(rows: dict[str, Row], card: str | None) -> dict[str, Row]:
         if card is None:
             where = target_here(config, model)
         else:
-            where = target(config, model, None, None, card, None, search=True)
+            where = target(config, model, MachineOptions(card=card), search=True)
         seconds[name] = where.planner(model).estimate(config).time.total
     first = next(iter(seconds.values()))
     steps = {name: round(row["steps"] * first / seconds[name]) for name, row in rows.items()}

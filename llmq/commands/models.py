@@ -101,8 +101,9 @@ def score(
     config, model, model_dir, _ = load_run(given, config_file, defaults=SCORED, **how)
     if dry_run:
         from llmq.plan.report import run_plan
+        from llmq.plan.target import MachineOptions
 
-        run_plan(config, model, card=card)
+        run_plan(config, model, MachineOptions(card=card))
         return
     from llmq.run.evaluate import run_score
 

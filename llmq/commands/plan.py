@@ -85,28 +85,25 @@ def plan(
     """Show the memory, the FLOPs and the time that `llmq train` with these options would need."""
     any_model = {"model": next(iter(PRESETS)), "from_scratch": True} if largest else None
     config, model, _, fields = load_run(given, config_file, plans=True, defaults=any_model)
-    sizes = {
-        "gpu_memory": size_of("--gpu-memory", gpu_memory),
-        "host_memory": size_of("--host-memory", host_memory),
-        "reserve": size_of("--reserve", reserve, least=0),
-        "network": size_of("--network", network and network.removesuffix("/s")),
-    }
+    from llmq.plan.target import MachineOptions
+
+    asked = MachineOptions(
+        gpu_memory=size_of("--gpu-memory", gpu_memory),
+        host_memory=size_of("--host-memory", host_memory),
+        card=card,
+        card_file=card_file,
+        reserve=size_of("--reserve", reserve, least=0),
+        machines=machines,
+        network=size_of("--network", network and network.removesuffix("/s")),
+    )
     if largest:
         from llmq.plan.largest import run_largest
 
         if placement:
             raise ConfigError("--placement: has no meaning with --largest")
-        how = {"card": card, "card_file": card_file, "machines": machines, "json": json}
-        save_config(save, run_largest(config, fields, **sizes, **how))
+        save_config(save, run_largest(config, fields, asked, json=json))
         return
     from llmq.plan.report import run_plan
 
-    how = {
-        "card": card,
-        "card_file": card_file,
-        "fit": fields if fit else None,
-        "placement": placement,
-        "json": json,
-    }
-    best = run_plan(config, model, **sizes, machines=machines, **how)
-    save_config(save, best)
+    how = {"fit": fields if fit else None, "placement": placement, "json": json}
+    save_config(save, run_plan(config, model, asked, **how))

@@ -140,6 +140,7 @@ def recipe(
     stays."""
     from llmq.plan.recipe import BASE
     from llmq.plan.recipe_report import run_recipe
+    from llmq.plan.target import MachineOptions
 
     if given.get("from-scratch") is False:
         raise ConfigError("--from-scratch: a recipe begins with random weights")
@@ -157,16 +158,17 @@ def recipe(
             raise ConfigError("--run: on which data? Give --data")
     own = {"model": BASE, "from_scratch": True, "vocab_size": AUTO if has_data else VOCABULARY}
     config, model, _, fields = load_run(given, config_file, plans=True, defaults=own | files)
-    sizes = {
-        "host_memory": size_of("--host-memory", host_memory),
-        "reserve": size_of("--reserve", reserve, least=0),
-    }
-    where = {"card": card, "card_file": card_file, **sizes}
+    asked = MachineOptions(
+        card=card,
+        card_file=card_file,
+        host_memory=size_of("--host-memory", host_memory),
+        reserve=size_of("--reserve", reserve, least=0),
+    )
     how = {"law": law, "rates": rates, "price": price, "kwh_price": kwh_price}
     tries = measure is not False and not elsewhere
     timed = partial(_tried, data=has_data) if tries else None
     wanted = {"hours": hours, "data": has_data, "out": out, "json": json, "timed": timed}
-    run_recipe(config, model, fields, **wanted, **where, **how)
+    run_recipe(config, model, fields, asked, **wanted, **how)
     if run:
         from llmq.run.training import run_training
 

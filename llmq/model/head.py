@@ -134,7 +134,7 @@ class Head:
         """Rows of the chunks, one after another: first and last, the input of products, adapters,
         and what ends with the chunk. of_gradients: g and d_x as of of_pass."""
         with self._adapters(w, *of_gradients) as low:
-            for start, stop in self._chunks():
+            for start, stop in self.dev.alike(self._chunks()):
                 with ExitStack() as temps:
                     x = self._input(temps, start, stop, transposed=transposed)
                     yield start, stop, x, low, temps

@@ -18,7 +18,7 @@ from llmq.options.sizes import resized
 from llmq.plan.law import published_laws, read_laws
 from llmq.plan.recipe import CHOSEN, Recipe, Search, Tried, Wanted, read_rates
 from llmq.plan.report import target_here
-from llmq.plan.target import PlanTarget, target
+from llmq.plan.target import MachineOptions, PlanTarget, target
 from llmq.state.params import parameter_count
 
 JOULES_PER_KWH = 3.6e6
@@ -30,13 +30,10 @@ def run_recipe(
     config: TrainConfig,
     model: ModelConfig,
     fixed: frozenset[str],
+    asked: MachineOptions,
     *,
     hours: float,
     data: bool,
-    card: str | None = None,
-    card_file: Path | None = None,
-    host_memory: int | None = None,
-    reserve: int | None = None,
     law: Path | None = None,
     rates: Path | None = None,
     price: float | None = None,
@@ -46,19 +43,17 @@ def run_recipe(
     json: bool = False,
 ) -> TrainConfig:
     """Choose the options of a run of so many hours, print what they give, and write them to `out`.
-    config, model: with the options of `fixed` as given. data: whether the training files are there.
-    card, card_file, host_memory, reserve: as run_plan has them; without the first two it is this
-    machine. law, rates: files of tools/scaling_law.py and `llmq sweep-lr`. price: of a GPU's hour,
-    kwh_price: of electricity. timed: tries a recipe, whose seconds then count instead of the
-    plan's. Raises OutOfMemory if nothing fits, and ConfigError where a promise has no ground."""
+    config, model: with the options of `fixed` as given. asked: the machine, this one if no card is
+    named. data: whether the training files are there. law, rates: files of tools/scaling_law.py and
+    `llmq sweep-lr`. price: of a GPU's hour, kwh_price: of electricity. timed: tries a recipe, whose
+    seconds then count instead of the plan's. Raises OutOfMemory if nothing fits, and ConfigError
+    where a promise has no ground."""
     _check(config, fixed)
-    asked = card is not None or card_file is not None
 
     def where(config: TrainConfig, model: ModelConfig) -> PlanTarget:
-        if asked:
-            given = (None, host_memory, card, reserve)
-            return target(config, model, *given, search=True, card_file=card_file)
-        return _known(target_here(config, model, reserve))
+        if asked.is_elsewhere:
+            return target(config, model, asked, search=True)
+        return _known(target_here(config, model, asked.reserve))
 
     read = None if rates is None else read_rates(rates)
     wanted = Wanted(

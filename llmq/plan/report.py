@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, groupby
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ from llmq.plan.faster import EightBitGain, eight_bit_gain, larger_batch
 from llmq.plan.fit import SHOWN, Candidate, Fit, search_bases
 from llmq.plan.memory import allocator_table, kept_free, memory_limit, needed_bytes
 from llmq.plan.plan import Plan, fewest_attention_parts
-from llmq.plan.target import PlanTarget, target
+from llmq.plan.target import MachineOptions, PlanTarget, target
 from llmq.report.tables import terminal_table
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine, choose_machine
@@ -115,29 +114,19 @@ CONTEXT_WHEN_ASKED = 256 * MIB  # of CONTEXT_BYTES, taken already when the free 
 def run_plan(
     config: TrainConfig,
     model: ModelConfig,
+    asked: MachineOptions = MachineOptions(),  # noqa: B008 - nobody can change it
     *,
-    gpu_memory: int | None = None,
-    host_memory: int | None = None,
-    card: str | None = None,
-    card_file: Path | None = None,
-    reserve: int | None = None,
-    machines: int = 1,
-    network: int | None = None,
     fit: frozenset[str] | None = None,
     placement: bool = False,
     json: bool = False,
 ) -> TrainConfig:
     """`llmq plan`: print the plan of a run, or (fit) the fastest ones that fit; returns the first.
-    gpu_memory, host_memory: bytes of the machine it is meant for. card: words of its card's name.
-    card_file: the report of `llmq rig` there. reserve: bytes of its memory that are to stay free,
-    None for what --reserve says. machines: of so many GPUs each, and bytes per second of what joins
-    them. fit: options that keep their values in a search. placement: print, too, where everything
-    lies. Raises OutOfMemory, after printing the plan, if it does not fit, or nothing does."""
+    asked: the machine. fit: options that keep their values in a search. placement: print, too,
+    where everything lies. Raises OutOfMemory, after printing the plan, if it does not fit, or
+    nothing does."""
     if placement and fit is not None:
         raise ConfigError("--placement: has no meaning with --fit, use it with what that finds")
-    given, search = (gpu_memory, host_memory, card, reserve), fit is not None
-    rest = {"machines": machines, "network": network, "card_file": card_file}
-    where = target(config, model, *given, search=search, **rest)
+    where, machines = target(config, model, asked, search=fit is not None), asked.machines
     kind = "host" if where.spec == HOST_SPEC else "cuda"
     of = {"spec": where.spec, "world": World.like(where.world_size, machines)}
     check_machine(config, model, Machine(kind=kind, note=None, **of))

@@ -42,37 +42,47 @@ class PlanTarget:
         return Planner(model, *shared, self.network)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineOptions:
+    """The options of `llmq plan` about the machine. gpu_memory, host_memory: bytes. card: words of
+    its name; card_file: the report of `llmq rig` there. reserve: bytes of a GPU's memory that are
+    to stay free, None for what --reserve says. machines: of as many GPUs each; network: bytes per
+    second of what joins them."""
+
+    gpu_memory: int | None = None
+    host_memory: int | None = None
+    card: str | None = None
+    card_file: Path | None = None
+    reserve: int | None = None
+    machines: int = 1
+    network: int | None = None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a card is named, which need not be here."""
+        return self.card is not None or self.card_file is not None
+
+
 def target(
-    config: TrainConfig,
-    model: ModelConfig,
-    gpu_memory: int | None,
-    host_memory: int | None,
-    card_words: str | None,
-    reserve: int | None,
-    *,
-    search: bool,
-    machines: int = 1,
-    network: int | None = None,
-    card_file: Path | None = None,
+    config: TrainConfig, model: ModelConfig, asked: MachineOptions, *, search: bool
 ) -> PlanTarget:
-    """From the options of `llmq plan`; never loads CUDA. Raises ConfigError for contradictions.
+    """The machine that is asked for; never loads CUDA. Raises ConfigError for contradictions.
     search: --fit, which leaves room for a desktop on a card where nobody has said how much is
     free."""
-    named = card_words is not None or card_file is not None
-    joined = _network(machines, network, predicts=search or named)
+    machines, gpu_memory, reserve = asked.machines, asked.gpu_memory, asked.reserve
+    joined = _network(machines, asked.network, predicts=search or asked.is_elsewhere)
     world_size = max(config.gpus, 1) * machines
     if config.device == "cpu":
-        of_gpus = {"--gpu-memory": gpu_memory, "--card": card_words, "--reserve": reserve}
-        of_gpus |= {"--card-file": card_file}
-        for flag, given in of_gpus.items():
-            if given is not None:
-                raise ConfigError(f"{flag}: has no meaning with --device cpu, use --memory-limit")
+        for name in ("gpu_memory", "card", "reserve", "card_file"):
+            if getattr(asked, name) is not None:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag}: has no meaning with --device cpu, use --memory-limit")
         here = world_size // machines
-        least = min(filter(None, (host_memory, available_host_memory()))) // here
+        least = min(filter(None, (asked.host_memory, available_host_memory()))) // here
         limits = Limits(device=min(least, config.memory_limit or least))
         rest = {"world_size": world_size, "network": joined}
         return PlanTarget(spec=HOST_SPEC, backend="native", limits=limits, **rest)
-    card = _card(card_words, card_file, world_size // machines)
+    card = _card(asked.card, asked.card_file, world_size // machines)
     if card is not None:
         RULES.check(config, card=card)
     spec = PLAN_SPEC if card is None else spec_of(card)
@@ -89,7 +99,7 @@ def target(
     return PlanTarget(
         spec=spec,
         backend=installed_attention(config, model, spec),
-        limits=Limits(device=device, host=host_memory),
+        limits=Limits(device=device, host=asked.host_memory),
         world_size=world_size,
         network=joined,
         reserve=reserve or 0,

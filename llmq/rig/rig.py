@@ -22,7 +22,7 @@ from llmq.options.presets import preset
 from llmq.options.rules import FP8_CAPABILITY
 from llmq.plan.fit import Candidate, Fit
 from llmq.plan.memory import OutOfMemory
-from llmq.plan.target import target
+from llmq.plan.target import MachineOptions, target
 from llmq.rig import steps
 from llmq.rig.child import GRACE, run_part
 from llmq.rig.exchanges import BACKENDS
@@ -65,8 +65,8 @@ def fastest(options: dict[str, Any], card_file: Path) -> Candidate | None:
     config = make_config(options)
     model = preset(config.model)
     config = config.validate_with(model)
-    host = available_host_memory()
-    where = target(config, model, None, host, None, None, search=True, card_file=card_file)
+    asked = MachineOptions(host_memory=available_host_memory(), card_file=card_file)
+    where = target(config, model, asked, search=True)
     try:
         return Fit(config, where.planner(model), where.limits, frozenset({"gpus"})).search()[0]
     except OutOfMemory:
@@ -118,7 +118,7 @@ def trained(found: Candidate, card_file: Path, limit: float) -> dict[str, Any]:
 def speed_of(config: TrainConfig, card_file: Path) -> float:
     """Tokens per second that the plan predicts for exactly this."""
     model = preset(config.model)
-    where = target(config, model, None, None, None, None, search=False, card_file=card_file)
+    where = target(config, model, MachineOptions(card_file=card_file), search=False)
     return where.planner(model).exact(config).speed
 
 

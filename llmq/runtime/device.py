@@ -6,10 +6,10 @@ PlanDevice checks, counts and moves nothing. One thread owns one device; nothing
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from llmq.runtime.arena import Arena, Stack
 from llmq.runtime.cost import MOVES, Cost
 from llmq.runtime.kernel import Kernel
 from llmq.runtime.mesh import Mesh
+
+T = TypeVar("T")
 
 # Products of our own, which do what follows a product of the library's, too.
 FUSED = (
@@ -218,6 +220,11 @@ class Device(ABC):
         A CUDA device that tunes takes the fastest one, and the same ever after; it does without
         those that raise Unsupported (llmq/runtime/tuning.py)."""
         next(iter(ways.values()))()
+
+    def alike(self, items: Sequence[T]) -> Iterable[T]:
+        """The items of a loop that does the same for each of them but the first: a plan goes
+        through two, and counts the second one for all others."""
+        return items
 
     def choices(self) -> dict[str, str]:
         """The choice made for each piece of work so far that `choose` had several ways for."""
