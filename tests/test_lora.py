@@ -394,7 +394,7 @@ def test_checkpoint_of_another_base(tmp_path):
             "--lora-dora: has no --lora-dropout",
         ),
         ({"lora_rank": 4, "lora_dropout": 1.0}, "--lora-dropout: must be less than 1"),
-        ({"lora_rank": 4, "lora_plus": 0.0}, "--lora-plus: must be greater than 0"),
+        ({"lora_rank": 4, "lora_plus": 0.0}, "--lora-plus: must be more than 0"),
         (
             {"lora_rank": 4, "model_dtype": "bf16", "matmul_dtype": "e4m3"},
             "--matmul-dtype: e4m3 needs --base-dtype e4m3 or nf4 beside adapters",

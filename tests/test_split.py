@@ -88,11 +88,11 @@ def test_a_run_with_a_split(tmp_path, monkeypatch, capsys):
     assert changed in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("fraction", [0, 1, -0.5])
-def test_fractions_that_leave_nothing(fraction, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("fraction", "bound"), [(0, "more"), (1, "less"), (-0.5, "more")])
+def test_fractions_that_leave_nothing(fraction, bound, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(make_workplace(tmp_path))
     assert train(steps=1, eval_fraction=fraction) == 2
-    assert capsys.readouterr().err.startswith("error: --eval-fraction: must be more than 0 and")
+    assert capsys.readouterr().err.startswith(f"error: --eval-fraction: must be {bound} than")
 
 
 def test_a_fraction_without_effect_is_said(tmp_path, monkeypatch, capsys):

@@ -227,15 +227,12 @@ def decodes(o: Options) -> bool:
     return o.is_quantized and o.base_dtype != o.matmul_dtype
 
 
-def undivided_gradients(o: Options, ranks: Ranks) -> str | None:
-    """Why several shards do not divide gradients."""
-    shards = ranks.shards(o)
-    return why_gradients_stay(o, shards) if shards > 1 else None
-
-
-def both(*reasons: str | None) -> str | None:
-    """The reasons, where there is none missing."""
-    return " and ".join(reasons) if all(reasons) else None
+def undivided(o: Options, ranks: Ranks, *parts: str) -> str | None:
+    """Why to divide the blocks' "weights" or "gradients" does nothing for any of these parts."""
+    why, shards = {"weights": why_weights_stay, "gradients": why_gradients_stay}, ranks.shards(o)
+    reasons = [why[part](o, shards) for part in parts]
+    alone = f"{ranks.alone} " if shards == 1 else ""
+    return alone + " and ".join(reasons) if all(reasons) else None
 
 
 def not_multiple(sizes: dict[str, int], multiple: int) -> tuple[str, int, int] | None:

@@ -399,6 +399,8 @@ class Option:
     """All permitted values; empty: any."""
     min: float | None = None
     max: float | None = None
+    above: float | None = None
+    below: float | None = None
 
     @property
     def repeats(self) -> bool:
@@ -446,6 +448,10 @@ class Option:
         largest = _LARGEST if self.max is None and self.parse is parse_int else self.max
         if largest is not None and value > largest:
             raise ConfigError(f"{self.flag}: must be at most {largest}, got {value}")
+        if self.above is not None and value <= self.above:
+            raise ConfigError(f"{self.flag}: must be more than {self.above}, got {value}")
+        if self.below is not None and value >= self.below:
+            raise ConfigError(f"{self.flag}: must be less than {self.below}, got {value}")
 
 
 _LARGEST = 2**31 - 1  # of numbers without a limit of their own
@@ -490,7 +496,7 @@ def option(default: Any, help: str, **more: Any) -> Any:
 
     more: group, the panel of --help; if not given that of the option before; flag, its spelling
     without dashes, the field's name if not given; alias, another one; parse, if not given for a
-    word where there are choices, else by the field's type; choices, min and max as in Option.
+    word where there are choices, else by the field's type; choices and limits as in Option.
     """
     return dataclasses.field(default=default, metadata={"help": help, **more})
 

@@ -128,7 +128,10 @@ class TrainConfig(Derived):
         parse=parse_patterns,
     )
     eval_fraction: float = option(
-        0.02, "Part of the training files that --eval-file split keeps for validation"
+        0.02,
+        "Part of the training files that --eval-file split keeps for validation",
+        above=0,
+        below=1,
     )
     packing: str = option(
         "concat",
@@ -209,8 +212,8 @@ class TrainConfig(Derived):
     lr_schedule: str = option(
         "cosine", "Course of the learning rate between warm-up and cooldown", choices=SCHEDULES
     )
-    beta_1: float = option(0.9, "AdamW: decay of the first moment", min=0)
-    beta_2: float = option(0.95, "AdamW: decay of the second moment", min=0)
+    beta_1: float = option(0.9, "AdamW: decay of the first moment", min=0, below=1)
+    beta_2: float = option(0.95, "AdamW: decay of the second moment", min=0, below=1)
     adam_epsilon: float = option(1e-8, "AdamW: added to the root of the second moment; more than 0")
     opt_m_dtype: str = dtype_option(
         "fp32",
@@ -225,7 +228,9 @@ class TrainConfig(Derived):
     muon_lr: float | None = option(
         None, "Muon: its highest learning rate, which takes the course of AdamW's; {rule}", min=0
     )
-    muon_momentum: float = option(0.95, "Muon: decay of the momentum, which is Nesterov's", min=0)
+    muon_momentum: float = option(
+        0.95, "Muon: decay of the momentum, which is Nesterov's", min=0, below=1
+    )
     muon_scale: str = option(
         "match-rms",
         "Muon: what a matrix's learning rate is multiplied by; match-rms: 0.2 sqrt(max(out, in)), "
@@ -243,6 +248,7 @@ class TrainConfig(Derived):
         "Muon: decay of a mean square of each row of changes, by whose root they are divided, as "
         "NorMuon does with 0.95; 0: they are not",
         min=0,
+        below=1,
     )
     cautious_decay: bool = switch("Muon: decay only weights that the change makes smaller, too")
     ema: float = option(
@@ -250,6 +256,7 @@ class TrainConfig(Derived):
         "Decay per step of a moving average of the weights, which is evaluated, sampled and "
         "exported in their place; 0: none",
         min=0,
+        below=1,
     )
     grad_clip: float = option(
         1.0, "Longest gradient norm, longer ones are scaled down; 0: off", min=0
@@ -297,10 +304,10 @@ class TrainConfig(Derived):
         "Weigh tokens as their messages are weighed in the token files; on if not given where "
         "these have weights"
     )
-    pref_beta: float | None = option(None, "Beta of a loss of pairs", min=0)
+    pref_beta: float | None = option(None, "Beta of a loss of pairs", above=0)
     pref_gamma: float | None = option(None, "Margin of SimPO")
     pref_smoothing: float | None = option(
-        None, "Part of the pairs that dpo and simpo take for labelled wrong", min=0
+        None, "Part of the pairs that dpo and simpo take for labelled wrong", min=0, below=0.5
     )
     pref_normalize: bool | None = option(
         None, "Compare answers by the mean of their tokens, not by the sum"
@@ -310,7 +317,9 @@ class TrainConfig(Derived):
     kd_mixture: float = option(
         0.0, "Part that the data's own tokens have in kd's loss", min=0, max=1
     )
-    kd_temperature: float = option(1.0, "Temperature at which model and teacher are compared")
+    kd_temperature: float = option(
+        1.0, "Temperature at which model and teacher are compared", above=0
+    )
     kd_divergence: str = option(
         "forward",
         "forward: of the teacher from the model, reverse: of the model from the teacher",
@@ -566,7 +575,7 @@ class TrainConfig(Derived):
         min=0,
         group=ADAPTERS_GROUP,
     )
-    lora_alpha: float | None = option(None, "Numerator of the adapters' scaling")
+    lora_alpha: float | None = option(None, "Numerator of the adapters' scaling", above=0)
     lora_targets: str | None = option(
         None,
         "Matrices that get adapters, all (those of blocks but experts) or some of "
@@ -588,7 +597,7 @@ class TrainConfig(Derived):
         "Train the magnitude of each adapted row of the model beside its direction (DoRA)"
     )
     lora_dropout: float | None = option(
-        None, "Part of the adapters' inputs that training sets to zero", min=0
+        None, "Part of the adapters' inputs that training sets to zero", min=0, below=1
     )
     lora_scaling: str | None = option(
         None,
@@ -601,7 +610,7 @@ class TrainConfig(Derived):
         "each matrix, of which the rest stays as the model",
         choices=("zero", "pissa"),
     )
-    lora_plus: float = option(1.0, "Learning rate of the adapters' B over that of A")
+    lora_plus: float = option(1.0, "Learning rate of the adapters' B over that of A", above=0)
     base_dtype: str | None = dtype_option(
         None,
         "Format in which the blocks' matrices beside the adapters are kept; {rule}. e4m3: 8 bits, "

@@ -220,3 +220,8 @@ def idle(names: str, when: Any, text: str, **more: Any) -> Iterator[Rule]:
     or what follows "--flag=value" where it begins with "has no effect"."""
     text = f"{{given}} {text}" if text.startswith("has no effect") else text
     return each(names, IDLE, when, text, given=True, **more)
+
+
+def without(names: str, has: Callable[[Options], Any], what: str) -> Iterator[Rule]:
+    """Options that have no effect without others. has: whether these are given; what: which."""
+    return idle(names, lambda v, o: not has(o), f"has no effect without {what}")

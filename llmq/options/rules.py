@@ -5,11 +5,12 @@ One table, in the order in which errors and warnings are looked for; `training_r
 and the fact that the rule is about (`conditions.py`).
 """
 
+from collections.abc import Iterator
+
 from llmq.options.conditions import (
     CHUNK_ROWS,
     CODES_MULTIPLE,
     TRAINED_CHUNK_ROWS,
-    both,
     decodes,
     draws,
     error,
@@ -18,14 +19,12 @@ from llmq.options.conditions import (
     parts_of_logits,
     rounds,
     uncoded_product,
-    undivided_gradients,
+    undivided,
     untrained_rows,
-    why_gradients_stay,
     why_no_cudnn,
     why_no_mirrors,
     why_not_half,
     why_not_in_codes,
-    why_weights_stay,
     writes,
     wrong_lengths,
     wrong_parts,
@@ -38,7 +37,19 @@ from llmq.options.option_types import (
     lengths_of,
     split_weights,
 )
-from llmq.options.rule import IMPLY, REFUSE, Rule, Rules, default, each, idle, refused, switches
+from llmq.options.rule import (
+    IMPLY,
+    REFUSE,
+    Options,
+    Rule,
+    Rules,
+    default,
+    each,
+    idle,
+    refused,
+    switches,
+    without,
+)
 from llmq.options.savers import SAME_BITS, SAVERS
 from llmq.options.training_rules import (
     ADAPTER_DEFAULTS,
@@ -56,6 +67,16 @@ HOPPER = 90  # where attention in codes was measured
 _INT8_TERMS = (2**31 - 1) // 127**2  # of a sum of products of two codes, which has 32 bits
 _INT8_WIDTH = 65536  # of a row that is quantized
 _AS_MODEL = "as --model-dtype if not given"
+
+
+def _formats(name: str, *codes: str) -> Iterator[Rule]:
+    """Formats that the option may have: the model's, beside bf16 also these."""
+
+    def others(v: str, o: Options) -> str | None:
+        allowed = (o.model_dtype, *(codes if o.model_dtype == "bf16" else ()))
+        return None if v in allowed else f"{o.model_dtype}, use {' or '.join(allowed)}"
+
+    return refused(name, others, "{value} does not go with --model-dtype {found}")
 
 
 IMPLIED = (
@@ -151,11 +172,6 @@ IMPLIED = (
 
 REFUSED = (
     *refused(
-        "eval_fraction",
-        lambda v, o: not 0 < v < 1,
-        "must be more than 0 and less than 1, got {value}",
-    ),
-    *refused(
         "add_tokens",
         lambda v, o: v is not None and o.from_scratch,
         "a new model has rows for all of its tokenizer: use --vocab-size auto",
@@ -212,16 +228,7 @@ REFUSED = (
         "e4m3 needs --base-dtype e4m3 or nf4 beside adapters: no weight changes, "
         "so that one in a wider format would be memory for nothing",
     ),
-    *refused(
-        "matmul_dtype",
-        lambda v, o: o.model_dtype == "bf16" and v not in ("bf16", "e4m3", "int8"),
-        "{value} does not go with --model-dtype bf16, use bf16 or e4m3 or int8",
-    ),
-    *refused(
-        "matmul_dtype",
-        lambda v, o: o.model_dtype != "bf16" and v != o.model_dtype,
-        "{value} does not go with --model-dtype {model_dtype}, use {model_dtype}",
-    ),
+    *_formats("matmul_dtype", "e4m3", "int8"),
     *refused(
         "gradient_dtype",
         lambda v, o: v != o.matmul_dtype and "int8" in (v, o.matmul_dtype),
@@ -243,11 +250,7 @@ REFUSED = (
         lambda v, o: not o.is_fp8 and v != o.model_dtype,
         "{value} does not go with --matmul-dtype {matmul_dtype} and --model-dtype {model_dtype}",
     ),
-    *refused(
-        "head_dtype",
-        lambda v, o: v not in (o.model_dtype, "e4m3"),
-        "{value} does not go with --model-dtype {model_dtype}, use {model_dtype} or e4m3",
-    ),
+    *_formats("head_dtype", "e4m3"),
     *refused("fp8_accumulate", lambda v, o: v == "fp16" and why_not_half(o), "fp16 {found}"),
     *refused(
         "fp8_recipe",
@@ -255,11 +258,7 @@ REFUSED = (
         "delayed needs --matmul-dtype e4m3",
     ),
     # Products write codes only with a scale that is known before them.
-    *refused(
-        "mlp_dtype",
-        lambda v, o: v not in (o.model_dtype, "e4m3"),
-        "{value} does not go with --model-dtype {model_dtype}, use {model_dtype} or e4m3",
-    ),
+    *_formats("mlp_dtype", "e4m3"),
     *refused(
         "mlp_dtype",
         lambda v, o: v == "e4m3" and o.freezes_model,
@@ -271,11 +270,7 @@ REFUSED = (
         "e4m3 needs --matmul-dtype e4m3 and --fp8-recipe delayed: only fp8 products "
         "write codes, and only with a scale that they know beforehand",
     ),
-    *refused(
-        "attention_dtype",
-        lambda v, o: v != o.model_dtype and (v != "e4m3" or o.model_dtype != "bf16"),
-        "{value} does not go with --model-dtype {model_dtype}, use {model_dtype}",
-    ),
+    *_formats("attention_dtype", "e4m3"),
     *refused(
         "attention_dtype",
         lambda v, o: v == "e4m3" and o.attention == "native",
@@ -533,37 +528,22 @@ IDLE_ALONE = (
         "--ckpt-keep-n {value} has no effect without --ckpt-interval and --save-training-state: no "
         "checkpoints are written",
     ),
-    *idle(
-        "ckpt_required",
-        lambda v, o: v > 0 and not writes(o),
-        "--ckpt-required has no effect without --ckpt-interval and --save-training-state: no "
-        "checkpoints are written",
-    ),
+    *without("ckpt_required", writes, "--ckpt-interval and --save-training-state"),
     *idle(
         "ckpt_background",
         lambda v, o: not (writes(o) or o.keep_best is not None),
         "--ckpt-background has no effect but for checkpoints that are asked for: neither "
         "--ckpt-interval nor --ckpt-every-minutes writes any",
     ),
-    *idle(
-        "guard_recovery",
-        lambda v, o: o.guard != "rollback",
-        "has no effect without --guard rollback",
-    ),
+    *without("guard_recovery", lambda o: o.guard == "rollback", "--guard rollback"),
     *idle(
         "seed",
         lambda v, o: not draws(o) and not rounds(o),
         "--seed {value} has no effect: in fp32 it decides about nothing but the weights of "
         "--from-scratch and of adapters",
     ),
-    *idle(
-        "task_every task_limit", lambda v, o: not o.eval_task, "has no effect without --eval-task"
-    ),
-    *idle(
-        "sample_every sample_tokens",
-        lambda v, o: not o.sample_prompt,
-        "has no effect without --sample-prompt",
-    ),
+    *without("task_every task_limit", lambda o: o.eval_task, "--eval-task"),
+    *without("sample_every sample_tokens", lambda o: o.sample_prompt, "--sample-prompt"),
     *idle(
         "long",
         lambda v, o: o.packing == "concat",
@@ -621,16 +601,8 @@ IDLE_ALONE = (
         lambda v, o: o.recompute_block and o.recompute_layers == "all",
         "--offload-between has no effect with --recompute-block, which keeps no such stream",
     ),
-    *idle(
-        "recompute_layers",
-        lambda v, o: not o.recomputes,
-        "--recompute-layers has no effect without a --recompute option",
-    ),
-    *idle(
-        "debug_log_abs_max",
-        lambda v, o: v > 0 and not o.is_fp8,
-        "--debug-log-abs-max has no effect without --matmul-dtype e4m3",
-    ),
+    *without("recompute_layers", lambda o: o.recomputes, "a --recompute option"),
+    *without("debug_log_abs_max fp8_fast_accumulation", lambda o: o.is_fp8, "--matmul-dtype e4m3"),
     *idle(
         "keep_transposed",
         lambda v, o: (
@@ -638,11 +610,6 @@ IDLE_ALONE = (
             and ("int8" if o.is_quantized and o.base_dtype == "int8" else "e4m3")
         ),
         "--no-keep-transposed has no effect without --matmul-dtype {found}",
-    ),
-    *idle(
-        "fp8_fast_accumulation",
-        lambda v, o: not o.is_fp8,
-        "--fp8-fast-accumulation has no effect without --matmul-dtype e4m3",
     ),
 )
 
@@ -669,42 +636,22 @@ IDLE_WITH_RANKS = (
     # The options that --zero-level implies count as one, which may do something in part.
     *idle(
         "shard_weights",
-        lambda v, o, ranks: o.zero_level < 3 and ranks.shards(o) == 1 and why_weights_stay(o, 1),
-        "{shown} has no effect {ranks.alone} {found}",
+        lambda v, o, ranks: o.zero_level < 3 and undivided(o, ranks, "weights"),
+        "{shown} has no effect {found}",
     ),
     *idle(
         "shard_gradients",
-        lambda v, o, ranks: o.zero_level < 2 and ranks.shards(o) == 1 and why_gradients_stay(o, 1),
-        "{shown} has no effect {ranks.alone} {found}",
-    ),
-    *idle(
-        "zero_level",
-        lambda v, o, ranks: v == 2 and ranks.shards(o) == 1 and why_gradients_stay(o, 1),
-        "{shown} has no effect {ranks.alone} {found}",
-    ),
-    *idle(
-        "zero_level",
-        lambda v, o, ranks: (
-            v == 3
-            and ranks.shards(o) == 1
-            and both(why_weights_stay(o, 1), why_gradients_stay(o, 1))
-        ),
-        "{shown} has no effect {ranks.alone} {found}",
-    ),
-    # Several shards, of which blocks' gradients are none.
-    *idle(
-        "shard_gradients",
-        lambda v, o, ranks: o.zero_level < 2 and undivided_gradients(o, ranks),
+        lambda v, o, ranks: o.zero_level < 2 and undivided(o, ranks, "gradients"),
         "{shown} has no effect {found}",
     ),
     *idle(
         "zero_level",
-        lambda v, o, ranks: v == 2 and undivided_gradients(o, ranks),
+        lambda v, o, ranks: v >= 2 and undivided(o, ranks, *["weights"][v < 3 :], "gradients"),
         "{shown} has no effect {found}",
     ),
     *idle(
         "offload_gradients",
-        lambda v, o, ranks: undivided_gradients(o, ranks),
+        lambda v, o, ranks: ranks.shards(o) > 1 and undivided(o, ranks, "gradients"),
         "{shown} has no effect {found}",
     ),
     *idle(

@@ -41,11 +41,6 @@ OPTIMIZER_RULES = (
         help="as --learning-rate if not given, with another --muon-scale than match-rms 0.02",
     ),
     *refused(
-        "beta_1 beta_2 muon_momentum muon_normalize_rows ema",
-        lambda v, o: v >= 1,
-        "must be less than 1, got {value}",
-    ),
-    *refused(
         "optimizer",
         lambda v, o: v == "muon" and o.wants_adapters,
         "muon is for the matrices of blocks, which stay as they are beside adapters",
@@ -119,9 +114,12 @@ OPTIMIZER_RULES = (
 # Losses
 
 
-def _by_loss(name: str, values: dict[str, Any], **more: Any) -> Rule:
-    """values: if not given, by loss; the others have none."""
-    return default(name, lambda o: values.get(o.loss), lambda v, o: o.loss in values, **more)
+def _by_loss(name: str, values: dict[str, Any], **more: Any) -> tuple[Rule, ...]:
+    """values: if not given, by loss; the others have no such option."""
+    return (
+        default(name, lambda o: values.get(o.loss), lambda v, o: o.loss in values, **more),
+        *idle(name, lambda v, o: o.loss not in values, "has no effect with --loss {loss}"),
+    )
 
 
 def trains_score(o: Options) -> bool:
@@ -194,19 +192,19 @@ LOSS_RULES = (
         lambda v, o: v is not None and o.head == "score" and o.wants_adapters,
         "rows of new tokens are trained beside adapters for a head of tokens only",
     ),
-    _by_loss(
+    *_by_loss(
         "pref_beta",
         {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1, "kto": 0.1},
         help="0.1 if not given, of simpo 2",
     ),
-    _by_loss("pref_gamma", {"simpo": 0.5}, help="0.5 if not given"),
-    _by_loss("pref_smoothing", {"dpo": 0.0, "simpo": 0.0}, help="0 if not given"),
-    _by_loss(
+    *_by_loss("pref_gamma", {"simpo": 0.5}, help="0.5 if not given"),
+    *_by_loss("pref_smoothing", {"dpo": 0.0, "simpo": 0.0}, help="0 if not given"),
+    *_by_loss(
         "pref_normalize",
         {"dpo": False, "ipo": True, "simpo": True, "orpo": True},
         help="if not given off with dpo, else on",
     ),
-    _by_loss(
+    *_by_loss(
         "pref_sft",
         {"dpo": 0.0, "ipo": 0.0, "simpo": 0.0, "orpo": 1.0},
         help="0 if not given, of orpo 1",
@@ -229,12 +227,6 @@ LOSS_RULES = (
         "z_loss",
         lambda v, o: (o.loss != "ce" or o.token_weights) and v > 0,
         "would be weighted as tokens are, of which --loss {loss} makes some less likely",
-    ),
-    *refused("pref_beta", lambda v, o: v == 0, "must be more than 0"),
-    *refused(
-        "pref_smoothing",
-        lambda v, o: v is not None and v >= 0.5,
-        "must be less than 0.5, got {value}",
     ),
     *each(
         "scores",
@@ -260,7 +252,6 @@ LOSS_RULES = (
         lambda v, o, model: o.loss == "kd" and v > model.vocab_size,
         "{value} is more than the vocabulary of {model.vocab_size}",
     ),
-    *refused("kd_temperature", lambda v, o: v <= 0, "must be more than 0"),
     *each(
         "document_mask",
         REFUSE,
@@ -275,16 +266,6 @@ LOSS_RULES = (
         "--loss {loss}: the reference of a run that goes on from --adapter is the model without: "
         "score it with `llmq score`, and give --scores",
     ),
-    *idle(
-        "pref_sft pref_normalize",
-        lambda v, o: o.pairs != "answers" or o.loss == "reward",
-        "has no effect with --loss {loss}",
-    ),
-    *idle(
-        "pref_beta",
-        lambda v, o: not o.pairs or o.loss == "reward",
-        "has no effect with --loss {loss}",
-    ),
     *idle("num_labels", lambda v, o: o.head != "score", "{given} is for --head score"),
     *idle(
         "kd_top_k kd_mixture kd_temperature kd_divergence",
@@ -298,12 +279,6 @@ LOSS_RULES = (
         "pref_normalize",
         lambda v, o: o.loss == "orpo" and not v,
         "--no-pref-normalize has no effect with --loss orpo, which compares means",
-    ),
-    *idle("pref_gamma", lambda v, o: o.loss != "simpo", "{given} is for --loss simpo"),
-    *idle(
-        "pref_smoothing",
-        lambda v, o: o.loss not in ("dpo", "simpo"),
-        "{given} is for --loss dpo and simpo",
     ),
     *idle(
         "scores",
@@ -413,14 +388,6 @@ ADAPTERS_REFUSED = (
         "lora_dora",
         lambda v, o: v and o.has_adapters and o.matmul_dtype != o.model_dtype,
         "its products are in the model's format: leave --matmul-dtype out",
-    ),
-    *refused(
-        "lora_dropout", lambda v, o: v is not None and v >= 1, "must be less than 1, got {value}"
-    ),
-    *refused(
-        "lora_alpha lora_plus",
-        lambda v, o: v is not None and v <= 0,
-        "must be greater than 0, got {value}",
     ),
     *refused(
         "base_dtype",
