@@ -90,7 +90,7 @@ def test_where_the_data_decides_about_the_steps():
     assert (major.kept, major.every, major.total) == (3, 500, None)
     every = use(ckpt_keep_n=0, ckpt_interval=100)
     assert (every.kept, every.every, every.deletes) == (0, 100, False)
-    assert "one checkpoint every 100 steps, the model (" in every.lines()[1]
+    assert "one checkpoint every 100 steps, the model (" in every.facts()["On disk"]
     assert every.record()["checkpoints_kept"] is every.record()["disk_bytes"] is None
 
 
@@ -107,7 +107,7 @@ def test_as_many_as_if_each_were_the_best(tmp_path, monkeypatch, options, kept, 
     options |= {"keep_best": "loss", "eval_every_n_steps": 3}
     disk = use(**options)
     assert (disk.kept, disk.every, disk.deletes) == (len(kept), None, deletes)
-    assert f": at most {len(kept)} checkpoints, the model" in disk.lines()[1]
+    assert f": at most {len(kept)} checkpoints, the model" in disk.facts()["On disk"]
     monkeypatch.chdir(make_workplace(tmp_path))
     assert train(batch_size=1, grad_accumulation=1, save_training_state=True, **options) == 0
     assert sorted(int(path.name[5:]) for path in Path("ckpt").glob("step_*")) == kept
@@ -122,7 +122,7 @@ def test_the_best_of_many():
     assert use(steps=1000, ckpt_keep_n=0, **tasks).kept == 10 + 6 - 3
     assert (use(**tasks).kept, use(**tasks).every) == (4, None)
     assert (use(**major).every, use(ckpt_keep_n=0, **tasks).every) == (300, 50)
-    assert "at most one checkpoint every 50 steps" in use(ckpt_keep_n=0, **tasks).lines()[1]
+    assert "at most one checkpoint every 50 steps" in use(ckpt_keep_n=0, **tasks).facts()["On disk"]
 
 
 @pytest.mark.parametrize("fit", [[], ["--fit", "--memory-limit=400MiB"]])

@@ -45,7 +45,7 @@ def predicted(path: Path) -> str:
     time, disk = step_time(plan, where.card), disk_use(config, model, plan.placement)
     cards = "one" if where.world_size == 1 else f"{where.world_size} x"
     speed = f"{plan.tokens / time.total:,.0f} tokens/s{where.card.plus_minus(where.world_size)}"
-    on_disk, _, rest = disk.lines()[1].partition(":")[2].strip().partition("; ")
+    on_disk, _, rest = disk.facts()["On disk"].partition("; ")
     lines = [
         f"On {cards} {where.card.name} ({where.card.size} GB):",
         f"  GPU memory:   {mib(needed_bytes(plan, where.spec))} each",

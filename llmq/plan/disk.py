@@ -43,7 +43,7 @@ class DiskUse:
             "disk_bytes": self.total,
         }
 
-    def lines(self) -> list[str]:
+    def facts(self) -> dict[str, str]:
         """For people."""
         most = "at most " if self.at_most else ""
         kept = [f"{most}{self.kept} checkpoint{'s' * (self.kept != 1)}"] if self.kept else []
@@ -51,8 +51,7 @@ class DiskUse:
         parts = ", ".join([*kept, *grows, f"the model ({_mib(self.model)})"])
         total = "" if self.total is None else f"{_mib(self.total)}: "
         peak = "; one more checkpoint while it is written" if self.deletes else ""
-        checkpoint = f"  Checkpoint:      {_mib(self.checkpoint)}"
-        return [checkpoint, f"  On disk:         {total}{parts}{peak}"]
+        return {"Checkpoint": _mib(self.checkpoint), "On disk": f"{total}{parts}{peak}"}
 
 
 def _mib(size: int) -> str:

@@ -7,6 +7,7 @@ tokens the hours pay for says the fastest plan that fits, of each of them.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from llmq.base.files import read_json
 from llmq.options.options import TrainConfig
 from llmq.options.sizes import SIZES, resized
 from llmq.plan.disk import disk_use
-from llmq.plan.estimate import Estimate
+from llmq.plan.estimate import Estimate, Planner
 from llmq.plan.fit import PRODUCT, Candidate, Fit
 from llmq.plan.law import PASSES, Law, worth
 from llmq.plan.memory import OutOfMemory
@@ -39,6 +40,9 @@ TRIED_ERROR, TRIED_OFF, RUN_OFF = 0.02, 3.0, 1.0
 TRIED_SAVING = 8.0  # seconds of saving, up to which a short run is tried, that saves too
 GUESS = 0.35e12  # of a peak in TFLOP/s: FLOP/s that a search begins with
 ROUNDS = 3  # of speed by tokens a step, and tokens a step by speed
+# By how much a larger micro-batch must be faster to be looked at: where sizes are compared, and for
+# the best ones, whose losses are apart by no more than such a speed changes.
+ROUGH, THOROUGH, CLOSE = 0.05, 0.01, 0.003
 VALIDATIONS, VALIDATION_SHARE = 20, 0.02  # how many at most, and of the time at most
 VALIDATION_TOKENS = 1 << 19  # of each
 FORWARD = 1 / 3  # of a step's time for its tokens
@@ -152,12 +156,14 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A run, and what is predicted of it. seconds: by what they go into. loss, loss_error: in nats
+    """A run, and what is predicted of it. base: its options before a search for what fits, and is
+    fastest. seconds: by what they go into. loss, loss_error: in nats
     a token by the law, and the part by which it may be off; step_error: that of a step's time,
     start_off: seconds of the start. unique: as Wanted has it. notes: reasons of options, by
     field."""
 
     config: TrainConfig
+    base: TrainConfig
     model: ModelConfig
     where: PlanTarget
     need: Estimate
@@ -257,6 +263,7 @@ class Search:
         self.where, self.wanted = where, wanted
         self.tried: list[Recipe] = []
         self._flops = 0.0  # a second, of the last plan: the next one begins with as many
+        self._planners: dict[tuple[ModelConfig, str], Planner] = {}
         chosen = {"model", *SIZES} - {"vocab_size", "tie_embeddings", "qk_norm"} & fixed
         self.shapes = [{}] if chosen & fixed else [sizes_of(depth) for depth in DEPTHS]
 
@@ -264,18 +271,41 @@ class Search:
         """The recipe with the lowest loss. Raises OutOfMemory or ConfigError if there is none."""
         found, place = [], None
         for optimizer in self._optimizers():
-            plain = self._climb({"optimizer": optimizer}, place)
+            change = {"optimizer": optimizer}
+            plain = self._climb(change, place)
             if plain is None:
                 continue
             place = plain[1]
             found.append(plain[0])
-            coarser = {"optimizer": optimizer} | DELAYED
             if not {*DELAYED} & self.fixed and plain[0].where.card.fp8:
-                faster = self._climb(coarser, place)
+                faster = self._climb(change | DELAYED, place)
                 found += [] if faster is None else [faster[0]]
         if not found:
             raise OutOfMemory("no model fits with these options, and trains in these hours", [])
         return min(found, key=lambda recipe: recipe.loss)
+
+    def refined(self) -> Recipe:
+        """The best of those that were tried, after a thorough search for the fastest micro-batch of
+        all that may be the best by that."""
+        close = (1 + CLOSE) * min(recipe.loss for recipe in self.tried)
+        for number, recipe in enumerate(self.tried):
+            if recipe.loss > close:
+                continue
+            base, model, where = recipe.base, recipe.model, recipe.where
+            sequences = recipe.config.batch_size * recipe.config.grad_accumulation
+            found = self._fastest(base, where, model, sequences, THOROUGH)
+            if found is not None and found.need.speed > recipe.need.speed:
+                self.tried[number] = self._of(found.config, base, model, where, found.need)
+        return min(self.tried, key=lambda recipe: recipe.loss)
+
+    def _fastest(
+        self, config: TrainConfig, where: PlanTarget, model: ModelConfig, number: int, worth: float
+    ) -> Candidate | None:
+        """The fastest division of a rank's so many sequences. worth: as Fit.fastest has it."""
+        base = replace(config, batch_size=number, grad_accumulation=1)
+        key = model, where.backend
+        planner = self._planners.setdefault(key, where.planner(model))
+        return Fit(base, planner, where.limits, self.fixed).fastest(worth)
 
     def tried_at(self, recipe: Recipe, tried: Tried) -> Recipe:
         """The same model and step, with as many steps as there is time for by what was tried."""
@@ -286,7 +316,7 @@ class Search:
             start_off=RUN_OFF if tried.ended else TRIED_OFF,
             ended=tried.ended,
         )
-        made = self._of(recipe.config, recipe.model, recipe.where, recipe.need)
+        made = self._of(recipe.config, recipe.base, recipe.model, recipe.where, recipe.need)
         if made is None:
             raise ConfigError("--hours: are too few for one step, which was timed")
         return made
@@ -340,16 +370,12 @@ class Search:
                 return None
             raise
         where = self.where(config, model)
-        planner = where.planner(model)
         flops = self._flops or GUESS * where.card.bf16 * where.world_size
         count, before = parameter_count(model), 0
         seconds = 3600 * self.wanted.hours - self.wanted.start
         most = most_tokens(self.wanted.unique, count)
 
-        def with_sequences(number: int) -> Candidate | None:
-            base = replace(config, batch_size=number, grad_accumulation=1)
-            return next(iter(Fit(base, planner, where.limits, self.fixed).found()), None)
-
+        with_sequences = partial(self._fastest, config, where, model, worth=ROUGH)
         tokens = min(flops / (6 * count) * max(seconds, 1.0), most)
         for _ in range(ROUNDS):
             sequences = self._sequences(config, tokens, where.world_size)
@@ -368,7 +394,7 @@ class Search:
                 break
             found = larger
         self._flops = 6 * count * found.need.speed
-        return self._of(found.config, model, where, found.need)
+        return self._of(found.config, config, model, where, found.need)
 
     def _sequences(self, config: TrainConfig, tokens: float, ranks: int) -> int:
         """Sequences of a rank and step: a power of two, or as given."""
@@ -377,9 +403,15 @@ class Search:
         return _nearest_power(batch_tokens(tokens) / (config.seq_len * ranks))
 
     def _of(
-        self, config: TrainConfig, model: ModelConfig, where: PlanTarget, need: Estimate
+        self,
+        config: TrainConfig,
+        base: TrainConfig,
+        model: ModelConfig,
+        where: PlanTarget,
+        need: Estimate,
     ) -> Recipe | None:
-        """The recipe of options that fit; None if the hours are too few for a step."""
+        """The recipe of options that fit; None if the hours are too few for a step. base: as Recipe
+        has it."""
         config, seconds = self._timed(config, model, where, need)
         if config.steps < 1:
             return None
@@ -397,6 +429,7 @@ class Search:
         own = {name: value for name, value in own.items() if name not in self.fixed}
         made = Recipe(
             config=changed(config, own),
+            base=base,
             model=model,
             where=where,
             need=need,

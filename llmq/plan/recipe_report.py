@@ -60,7 +60,8 @@ def run_recipe(
         hours=hours, laws=read_laws(law), rates=read, **(_of_data(config) if data else {})
     )
     search = Search(config, model, fixed, where, wanted)
-    best = _best(search, ours=law is None)
+    _choose_law(search, ours=law is None)
+    best = search.refined()
     if timed is not None:
         best = search.tried_at(best, timed(best))
     record = recipe_record(best, search, price, kwh_price)
@@ -78,25 +79,24 @@ def run_recipe(
     return best.config
 
 
-def _best(search: Search, *, ours: bool) -> Recipe:
-    """The best recipe: by the published law if it is larger than the runs of ours, where that is
-    the law. If data bear fewer tokens than there is time for it is one of sizes that ours
-    knows: others would train on as many tokens."""
+def _choose_law(search: Search, *, ours: bool) -> None:
+    """Search by ours, where that is the law, or by the published one if the best recipe is larger
+    than the runs of ours. If data bear fewer tokens than there is time for it is one of sizes that
+    ours knows: others would train on as many tokens."""
     best, shapes = search.best(), search.shapes
     if not ours or best.beyond <= FAR:
-        return best
+        return
     if best.is_all_data:
         counted = [(parameter_count(resized(search.model, s)), s) for s in shapes]
         known = [shape for count, shape in counted if best.law.beyond(count, 0) <= FAR]
         search.shapes = known or shapes
         search.tried.clear()
-        best = search.best()
-        if best.beyond <= FAR:
-            return best
+        if search.best().beyond <= FAR:
+            return
         search.shapes = shapes
     search.wanted = replace(search.wanted, laws=published_laws())
     search.tried.clear()
-    return search.best()
+    search.best()
 
 
 def _check(config: TrainConfig, fixed: frozenset[str]) -> None:

@@ -6,7 +6,6 @@ import functools
 import json as json_module
 import shlex
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, groupby
 from operator import itemgetter
@@ -35,7 +34,7 @@ from llmq.plan.fit import SHOWN, Candidate, Fit, search_bases
 from llmq.plan.memory import allocator_table, kept_free, memory_limit, needed_bytes
 from llmq.plan.plan import Plan, fewest_attention_parts
 from llmq.plan.target import MachineOptions, PlanTarget, target
-from llmq.report.tables import terminal_table
+from llmq.report.tables import labelled, terminal_table
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.mesh import World
@@ -150,8 +149,7 @@ def run_plan(
         record |= {"kinds": _kinds(plan, where)}
         print(json_module.dumps(record, indent=2))
     else:
-        lines = plan_report(plan, record, where, [] if config.only_scores else disk.lines())
-        lines[-1:-1] = _larger_batch_line(record)
+        lines = plan_report(plan, record, where, {} if config.only_scores else disk.facts())
         lines += [] if data is None else ["", *data_report(data)]
         lines += ["", "[Placement]", *placement_table(plan.placement)] if placement else []
         print("\n".join(lines))
@@ -172,59 +170,72 @@ def _search(fit: Fit, where: PlanTarget, json: bool) -> TrainConfig:
 
 
 def plan_report(
-    plan: Plan, record: dict[str, Any], where: PlanTarget, disk: Sequence[str]
+    plan: Plan, record: dict[str, Any], where: PlanTarget, disk: dict[str, str]
 ) -> list[str]:
-    """The plan for people. record: as for programs. disk: lines of its own."""
-    needed, limit, host_limit = record["needed_bytes"], where.limits.device, where.limits.host
+    """The plan for people. record: as for programs. disk: facts about it."""
+    needed, limit, count = record["needed_bytes"], where.limits.device, record["trained_parameters"]
     free = None if limit is None or needed > limit else {"Free": limit - needed}
-    count = record["trained_parameters"]
     trained = "" if count == record["parameters"] else f", and {count:,} that are trained"
-    lines = [
-        "[Allocator State]",
-        *allocator_table(plan.usage, free),
-        "",
-        "[Plan]",
-        f"  Device:          {where.spec.name}",
-        f"  Memory:          {mib(needed)}",
-        f"  Parameters:      {record['parameters']:,}{trained}",
-        f"  Tokens per step: {plan.tokens:,}",
-        f"  FLOPs per token: {record['flops_per_token'] / 1e9:.3f} G",
-        *disk,
-    ]
-    if plan.machines > 1:
-        each = plan.world_size // plan.machines
-        what = f"{plan.machines}, of {each} GPUs; a replica of the state on each"
-        if plan.shards == plan.world_size:
-            what = f"{plan.machines}, of {each} GPUs; the state is divided among all of them"
-        lines.insert(lines.index("[Plan]") + 2, f"  Machines:        {what}")
-    if plan.host_bytes and where.spec != HOST_SPEC:
-        before = next(i for i, line in enumerate(lines) if line.startswith("  Parameters:"))
-        lines.insert(before, f"  Host memory:     {mib(plan.host_bytes)}")
-    if predicted := record["predicted"]:
-        seconds, parts = predicted["step_seconds"], predicted["parts_seconds"].items()
-        shares = [f"{name.replace('_', '-')} {s / seconds:.1%}" for name, s in parts if s]
-        lines += [
-            f"  Predicted:       {predicted['tokens_per_second']:,.0f} tokens/s"
-            f"{where.card.plus_minus(where.world_size)}, a step in {seconds:.3g} s",
-            f"  Of which:        {', '.join(shares)}",
-            f"  Card's speed:    {predicted['source']}",
-        ]
-        if "exposed_seconds" in predicted:
-            exposed = predicted["exposed_seconds"]
-            lines.insert(-1, f"  Communication:   {exposed / seconds:.1%} of the step")
+    facts = {
+        "Device": where.spec.name,
+        "Machines": None if plan.machines == 1 else _machines(plan),
+        "Memory": mib(needed),
+        "Host memory": mib(plan.host_bytes)
+        if plan.host_bytes and where.spec != HOST_SPEC
+        else None,
+        "Parameters": f"{record['parameters']:,}{trained}",
+        "Tokens per step": f"{plan.tokens:,}",
+        "FLOPs per token": f"{record['flops_per_token'] / 1e9:.3f} G",
+        **disk,
+        **_speed_facts(record, where),
+        "Fits": _verdict(record, where, free),
+    }
+    return ["[Allocator State]", *allocator_table(plan.usage, free), "", "[Plan]", *_lines(facts)]
+
+
+_lines = functools.partial(labelled, width=17)
+
+
+def _machines(plan: Plan) -> str:
+    each = plan.world_size // plan.machines
+    whole = "the state is divided among all of them"
+    state = whole if plan.shards == plan.world_size else "a replica of the state on each"
+    return f"{plan.machines}, of {each} GPUs; {state}"
+
+
+def _speed_facts(record: dict[str, Any], where: PlanTarget) -> dict[str, str | None]:
+    """The facts about the predicted speed, and what would be faster."""
+    predicted, larger = record["predicted"], record["larger_batch"]
+    if not predicted:
+        return {}
+    seconds, speed = predicted["step_seconds"], predicted["tokens_per_second"]
+    parts = predicted["parts_seconds"].items()
+    shares = [f"{name.replace('_', '-')} {s / seconds:.1%}" for name, s in parts if s]
+    error, exposed = where.card.plus_minus(where.world_size), predicted.get("exposed_seconds")
+    return {
+        "Predicted": f"{speed:,.0f} tokens/s{error}, a step in {seconds:.3g} s",
+        "Of which": ", ".join(shares),
+        "Communication": None if exposed is None else f"{exposed / seconds:.1%} of the step",
+        "Card's speed": predicted["source"],
+        "Faster": larger
+        and f"by {larger['tokens_per_second'] / speed - 1:.1%} with {' '.join(larger['flags'])}, "
+        f"in {mib(larger['needed_bytes'])}",
+    }
+
+
+def _verdict(record: dict[str, Any], where: PlanTarget, free: dict[str, int] | None) -> str:
+    """Whether it fits. free: as the allocator's table has it."""
+    limit, host_limit = where.limits.device, where.limits.host
     if record["fits"] is None:
-        return [*lines, "  Fits:            compare with the card, or give --gpu-memory"]
+        return "compare with the card, or give --gpu-memory"
     rooms = [] if limit is None else [room(limit)]
     rooms += [] if host_limit is None else [f"{room(host_limit)} of host memory"]
-    fits = "yes" if record["fits"] else "no"
-    verdict = f"{fits}, into {' and '.join(rooms)}"
+    verdict = f"{'yes' if record['fits'] else 'no'}, into {' and '.join(rooms)}"
     if where.reserve:
-        verdict += f", with {room(where.reserve)} left free (--reserve)"
-    elif (
-        free is not None and where.named and free["Free"] < kept_free(where.spec.name, limit, None)
-    ):
-        verdict += f"; beside a desktop it may not, {room(free['Free'])} are left"
-    return [*lines, f"  Fits:            {verdict}"]
+        return f"{verdict}, with {room(where.reserve)} left free (--reserve)"
+    if free and where.named and free["Free"] < kept_free(where.spec.name, limit, None):
+        return f"{verdict}; beside a desktop it may not, {room(free['Free'])} are left"
+    return verdict
 
 
 def plan_record(
@@ -301,15 +312,6 @@ def _larger_batch(
     }
 
 
-def _larger_batch_line(record: dict[str, Any]) -> list[str]:
-    larger = record["larger_batch"]
-    if larger is None:
-        return []
-    gain = larger["tokens_per_second"] / record["predicted"]["tokens_per_second"] - 1
-    flags = " ".join(larger["flags"])
-    return [f"  Faster:          by {gain:.1%} with {flags}, in {mib(larger['needed_bytes'])}"]
-
-
 # ------------------------------------------------------------------------------------------------
 # The best configurations
 
@@ -338,27 +340,24 @@ class SearchResult:
 
 def fit_report(found: SearchResult, where: PlanTarget, shown: int = SHOWN) -> list[str]:
     """For people: the fastest first, each with its command line. shown: so many of them."""
-    host = "not limited" if where.limits.host is None else room(where.limits.host)
-    lines = [
-        "[Fit]",
-        f"  Device:          {where.spec.name}, {room(where.limits.device)}",
-        f"  Tokens per step: {found.candidates[0].need.tokens:,}, as given",
-        *found.disk.lines(),
-    ]
-    if where.reserve:
-        lines.insert(2, f"  Left free:       {room(where.reserve)} (--reserve)")
-    if where.card is not None:  # on the CPU all memory is one, and nothing is known of its speed
-        lines.insert(2, f"  Host memory:     {host}")
-        card, error = where.card, where.card.plus_minus(where.world_size)
-        lines.append(f"  Speed:           of {card.name}, {card.source}{error}")
+    card, host = where.card, where.limits.host
+    facts = {
+        "Device": f"{where.spec.name}, {room(where.limits.device)}",
+        # On the CPU all memory is one, and nothing is known of its speed.
+        "Host memory": card and ("not limited" if host is None else room(host)),
+        "Left free": f"{room(where.reserve)} (--reserve)" if where.reserve else None,
+        "Tokens per step": f"{found.candidates[0].need.tokens:,}, as given",
+        **found.disk.facts(),
+        "Speed": card and f"of {card.name}, {card.source}{card.plus_minus(where.world_size)}",
+    }
+    lines = ["[Fit]", *_lines(facts)]
     for number, candidate in enumerate(found.candidates[:shown], start=1):
         need, config = candidate.need, candidate.config
-        facts = [f"{config.batch_size} x {config.grad_accumulation} sequences", mib(need.device)]
-        if where.card is not None:
-            facts.insert(0, f"{need.speed:,.0f} tokens/s")
-            facts.append(f"{mib(need.host)} of host memory")
+        told = [f"{config.batch_size} x {config.grad_accumulation} sequences", mib(need.device)]
+        if card is not None:
+            told = [f"{need.speed:,.0f} tokens/s", *told, f"{mib(need.host)} of host memory"]
         command = shlex.join(command_line(config))
-        lines += ["", f"{number}. {', '.join(facts)}", f"   {command}"]
+        lines += ["", f"{number}. {', '.join(told)}", f"   {command}"]
     if found.gains:
         ways = [f"{way.speed:,.0f} tokens/s with {way.flags}" for way in found.gains]
         lines += ["", f"Faster, with coarser numbers: about {', '.join(ways)}"]

@@ -5,7 +5,7 @@ Cells are shown as `str` shows them. No text has a newline at its end but that o
 
 import csv
 import io
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -17,6 +17,12 @@ def markdown_table(head: Sequence[str], rows: Iterable[Cells]) -> str:
     rows = list(rows)
     lines = [head, ["---"] * len(head), *rows] if rows else []
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def labelled(facts: Mapping[str, str | None], width: int) -> list[str]:
+    """Lines of a terminal, "  Name:   fact", without those that are None. width: of a name, its
+    colon and the blanks behind it."""
+    return [f"  {name + ':':{width}}{fact}" for name, fact in facts.items() if fact is not None]
 
 
 def csv_table(head: Sequence[str], rows: Iterable[Cells]) -> str:

@@ -3,6 +3,7 @@
 A backend needs a process of its own: NCCL reads its settings once.
 """
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llmq.base.dtypes import BF16, F64, I64, MIB, U8
+from llmq.base.dtypes import BF16, F64, I64, MIB, U8, DType
 from llmq.base.tensor import Tensor
 from llmq.comm.collectives import part, silenced
 from llmq.comm.connect import connect
@@ -19,7 +20,7 @@ from llmq.comm.links import LinkTable
 from llmq.comm.options import CommOptions
 from llmq.ops import clock, elementwise, matmul
 from llmq.rig.child import Job
-from llmq.runtime.device import Device, Event, MemorySizes
+from llmq.runtime.device import Device, MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.machine import PLAN_SPEC
 from llmq.runtime.mesh import Mesh
@@ -62,23 +63,6 @@ class Exchanges:
     intact: bool | None = None
 
 
-class Load:
-    """A copy from host memory beside an exchange: half of what a rank receives by that, as weights
-    in fp8 are of their gradients in bf16."""
-
-    def __init__(self, dev: Device, slab: Tensor):
-        """slab: what is exchanged."""
-        world = dev.mesh.size()
-        self.dev, self.nbytes = dev, slab.nbytes * (world - 1) // world // 2
-        self._source = dev.alloc("load.source", (self.nbytes,), U8, "Activations", place="pinned")
-        self._target = dev.alloc("load.target", (self.nbytes,), U8, "Activations")
-
-    def run(self) -> None:
-        """Enqueue it, on a stream of its own."""
-        with self.dev.on("copy"):
-            self.dev.copy(self._target, self._source)
-
-
 class Kernels:
     """Work of the main stream that exchanges have beside them, and clocks for both."""
 
@@ -86,12 +70,10 @@ class Kernels:
         """kind: of the device that it is for: a plan stands for another one."""
         rows, nbytes = PRODUCT[kind], COPY[kind]
         self.dev = dev
-        self.a, self.out = (
-            dev.alloc(name, (rows, rows), BF16, "Activations") for name in ("a", "out")
-        )
-        self.copied = [dev.alloc("copied", (nbytes,), U8, "Activations") for _ in range(2)]
-        self.at = [dev.alloc("at", (1,), I64, "Activations") for _ in range(2)]
-        self.totals = [dev.alloc("total", (1,), F64, "Activations") for _ in range(2)]
+        self.a, self.out = (_alloc(dev, (rows, rows)) for _ in range(2))
+        self.copied = [_alloc(dev, (nbytes,), U8) for _ in range(2)]
+        self.at = [_alloc(dev, (1,), I64) for _ in range(2)]
+        self.totals = [_alloc(dev, (1,), F64) for _ in range(2)]
         elementwise.normal(dev, self.a, 1.0, 0)
 
     def run(self, count: int) -> None:
@@ -111,156 +93,148 @@ class Kernels:
         return tuple(float(self.dev.download(total)[0]) / 1e3 for total in self.totals)
 
 
-class Calls:
-    """So many calls on the current stream. ready: when they begin, and their data are there: as in
-    a step, what is sent through host memory need not wait for the call before."""
+def _alloc(dev: Device, shape: tuple[int, ...], dtype: DType = BF16, at: str = "device") -> Tensor:
+    return dev.alloc("rig", shape, dtype, "Activations", place=at)
 
-    def __init__(self, dev: Device):
-        self.dev, self.ready = dev, dev.event()
 
-    def run(self, call: Callable[[], None], count: int) -> None:
-        """Enqueue them."""
-        self.dev.record(self.ready)
+class Program:
+    """All that one rank measures, and the memory of it. A plan is made of one, too."""
+
+    def __init__(self, dev: Device, options: CommOptions, mib: int, kind: str | None):
+        """mib: of the largest slab. kind: of device, if kernels run beside exchanges."""
+        self.dev, self.world = dev, dev.mesh.size()
+        self.slab = _alloc(dev, (self._length(mib),))
+        self._spare = _alloc(dev, (self.slab.size // self.world,))
+        # When calls begin, and their data are there: as in a step, what is sent through host memory
+        # need not wait for the call before.
+        self._ready = dev.event()
+        self.kernels = None if kind is None else Kernels(dev, kind)
+        self.operations = {"all_gather": self._all_gather, "all_to_all": self._all_to_all}
+        if options.nccl:
+            self.operations["reduce_scatter"] = dev.mesh.group().reduce_scatter
+        # Half of what a rank receives, as weights in fp8 are of their gradients in bf16.
+        size = self.slab.nbytes * (self.world - 1) // self.world // 2
+        has_load = kind is not None and options.p2p == "off"
+        places = ("device", "pinned") if has_load else ()
+        self._loaded = [_alloc(dev, (size,), U8, place) for place in places]
+
+    def _length(self, mib: int) -> int:
+        unit = 128 * self.world  # elements, as slabs are
+        return mib * MIB // BF16.itemsize // unit * unit
+
+    def _all_gather(self, slab: Tensor) -> None:
+        self.dev.mesh.group().all_gather(slab, part(slab, self.dev.mesh.rank, self.world))
+
+    def _all_to_all(self, slab: Tensor) -> None:
+        spare = self._spare.rows(0, slab.size // self.world)
+        self.dev.mesh.group().all_to_all(slab, spare, self._ready)
+
+    def run(self, workers: Workers, sizes: tuple[int, ...]) -> Exchanges:
+        """Measure all operations with slabs of these MiB."""
+        dev, found = self.dev, Exchanges(links=None, alone={})
+        dev.zero(self.slab)  # sums of zeros stay finite
+        if self.kernels is not None:
+            once = self._captured(("kernels",), lambda: self.kernels.run(CALLS))
+            once()
+            one = self.kernels.seconds(once)[0] / CALLS
+        for (name, call), mib in itertools.product(self.operations.items(), sizes):
+            run = partial(call, self.slab.rows(0, self._length(mib)))
+            alone = found.alone[name, mib] = self._alone(workers, (name, mib), run)
+            if self.kernels is None:
+                continue
+            count = max(1, round(LONGER * CALLS * alone / one))
+            found.beside[name, mib], computing = self._beside(workers, (name, mib), run, count)
+            if name == "all_gather" and mib == max(sizes):
+                lost = max(computing - count * one, 0.0)
+                exchanging = (1 + CALLS) * found.beside[name, mib]
+                found.slowdown = 1 + lost / max(exchanging - lost, lost, 1e-9)
+        if self._loaded:
+            found.load = self._with_load(workers)
+        found.intact = self._intact(workers, self.slab.rows(0, self._length(min(sizes))))
+        return found
+
+    def _calls(self, call: Callable[[], None], count: int) -> None:
+        """Enqueue so many on the current stream."""
+        self.dev.record(self._ready)
         for _ in range(count):
             call()
 
+    def _captured(self, key: tuple, fn: Callable[[], None]) -> Callable[[], None]:
+        """A graph of it, ready to be replayed. Made without the other ranks, as Rank.warm_up
+        does."""
+        dev = self.dev
+        with silenced(dev), dev.without_graphs():
+            fn()
+            dev.synchronize()
+        with dev.capture_only():
+            dev.graph(key, fn)
+        return lambda: dev.graph(key, fn)
 
-def operations(
-    dev: Device, options: CommOptions, whole: Tensor, ready: Event
-) -> dict[str, Callable[[Tensor], None]]:
-    """The operations to measure: functions of a slab at the beginning of `whole`. ready: as Calls
-    has it."""
-    spare = dev.alloc("spare", (whole.size // dev.mesh.size(),), whole.dtype, "Activations")
+    def _alone(self, workers: Workers, key: tuple, call: Callable[[], None]) -> float:
+        """Seconds of one call on this rank, beginning together."""
 
-    def all_gather(slab: Tensor) -> None:
-        dev.mesh.group().all_gather(slab, part(slab, dev.mesh.rank, dev.mesh.size()))
+        def several() -> None:
+            with self.dev.on("comm"):
+                self._calls(call, CALLS)
 
-    def all_to_all(slab: Tensor) -> None:
-        dev.mesh.group().all_to_all(slab, spare.rows(0, slab.size // dev.mesh.size()), ready)
+        replay = self._captured(key, several)
+        workers.barrier()
+        start = time.perf_counter()
+        for _ in range(REPLAYS):
+            replay()
+        self.dev.synchronize()
+        return (time.perf_counter() - start) / (CALLS * REPLAYS)
 
-    found = {"all_gather": all_gather, "all_to_all": all_to_all}
-    if options.nccl:
-        found["reduce_scatter"] = dev.mesh.group().reduce_scatter
-    return found
+    def _beside(
+        self, workers: Workers, key: tuple, call: Callable[[], None], count: int
+    ) -> tuple[float, float]:
+        """Seconds of one call on this rank beside so many kernels, and of all those kernels. A call
+        before the clock starts makes ranks begin together: what one that comes late finds in its
+        peer's ring would count as its speed."""
+        dev, kernels = self.dev, self.kernels
 
+        def several() -> None:
+            with dev.on("comm"):
+                self._calls(call, 1)
+                clock.start(dev, kernels.at[1])
+                self._calls(call, CALLS)
+                clock.stop(dev, kernels.totals[1], kernels.at[1])
+            kernels.run(count)
 
-def _captured(dev: Device, key: tuple, fn: Callable[[], None]) -> Callable[[], None]:
-    """A graph of it, ready to be replayed. Made without the other ranks, as Rank.warm_up does."""
-    with silenced(dev), dev.without_graphs():
-        fn()
+        replay = self._captured((*key, "beside"), several)
+        workers.barrier()
+        computing, exchanging = kernels.seconds(lambda: [replay() for _ in range(REPLAYS)])
+        return exchanging / (CALLS * REPLAYS), computing / REPLAYS
+
+    def _with_load(self, workers: Workers) -> tuple[int, float, float]:
+        """Measure loads as Exchanges.load has them. A load that exchanges have beside them shares
+        their direction of the bus, and what they take away in the other one slows it down, which a
+        load alone is not."""
+        exchange = partial(self._all_to_all, self.slab)
+
+        def load() -> None:
+            with self.dev.on("copy"):
+                self.dev.copy(*self._loaded)
+
+        def both() -> None:
+            load()
+            exchange()
+
+        calls = {"load": load, "exchange": exchange, "both": both}
+        took = {name: self._alone(workers, (LOAD, name), fn) for name, fn in calls.items()}
+        return self._loaded[0].nbytes, took["load"], max(took["both"] - took["exchange"], 1e-9)
+
+    def _intact(self, workers: Workers, slab: Tensor) -> bool:
+        """Whether each rank's part arrives at all others: it holds the number of the rank."""
+        dev = self.dev
+        dev.zero(slab)
+        elementwise.fill(dev, part(slab, dev.mesh.rank, self.world), float(dev.mesh.rank + 1))
         dev.synchronize()
-    with dev.capture_only():
-        dev.graph(key, fn)
-    return lambda: dev.graph(key, fn)
-
-
-def seconds(calls: Calls, workers: Workers, key: tuple, call: Callable[[], None]) -> float:
-    """Time of one call on this rank, beginning together."""
-    dev = calls.dev
-
-    def several() -> None:
-        with dev.on("comm"):
-            calls.run(call, CALLS)
-
-    replay = _captured(dev, key, several)
-    workers.barrier()
-    start = time.perf_counter()
-    for _ in range(REPLAYS):
-        replay()
-    dev.synchronize()
-    return (time.perf_counter() - start) / (CALLS * REPLAYS)
-
-
-def _beside(
-    calls: Calls,
-    workers: Workers,
-    key: tuple,
-    call: Callable[[], None],
-    kernels: Kernels,
-    count: int,
-) -> tuple[float, float]:
-    """Seconds of one call on this rank beside so many kernels, and of all those kernels. A call
-    before the clock starts makes ranks begin together: what one that comes late finds in its peer's
-    ring would count as its speed."""
-    dev = calls.dev
-
-    def several() -> None:
-        with dev.on("comm"):
-            calls.run(call, 1)
-            clock.start(dev, kernels.at[1])
-            calls.run(call, CALLS)
-            clock.stop(dev, kernels.totals[1], kernels.at[1])
-        kernels.run(count)
-
-    replay = _captured(dev, (*key, "beside"), several)
-    workers.barrier()
-    computing, exchanging = kernels.seconds(lambda: [replay() for _ in range(REPLAYS)])
-    return exchanging / (CALLS * REPLAYS), computing / REPLAYS
-
-
-def program(
-    dev: Device, workers: Workers, options: CommOptions, sizes: tuple[int, ...], together: bool
-) -> Exchanges:
-    """All measurements of one rank. together: those beside kernels, too."""
-    unit = 128 * dev.mesh.size()  # elements, as slabs are
-    lengths = {mib: mib * MIB // BF16.itemsize // unit * unit for mib in sizes}
-    whole = dev.alloc("slab", (max(lengths.values()),), BF16, "Activations")
-    dev.zero(whole)  # sums of zeros stay finite
-    kernels = Kernels(dev, dev.kind) if together else None
-    found = Exchanges(links=None, alone={})
-    if together:
-        once = _captured(dev, ("kernels",), lambda: kernels.run(CALLS))
-        once()
-        one = kernels.seconds(once)[0] / CALLS
-    calls = Calls(dev)
-    functions = operations(dev, options, whole, calls.ready)
-    for name, call in functions.items():
-        for mib, length in lengths.items():
-            slab = whole.rows(0, length)
-            run = lambda call=call, slab=slab: call(slab)  # noqa: E731 (bound now)
-            alone = found.alone[name, mib] = seconds(calls, workers, (name, mib), run)
-            if together:
-                count = max(1, round(LONGER * CALLS * alone / one))
-                mixed = _beside(calls, workers, (name, mib), run, kernels, count)
-                found.beside[name, mib] = mixed[0]
-                if name == "all_gather" and mib == max(sizes):
-                    lost = max(mixed[1] - count * one, 0.0)
-                    exchanging = (1 + CALLS) * mixed[0]
-                    found.slowdown = 1 + lost / max(exchanging - lost, lost, 1e-9)
-    if together and options.p2p == "off":
-        exchange = partial(functions["all_to_all"], whole)
-        found.load = _with_load(calls, workers, exchange, Load(dev, whole))
-    found.intact = _intact(dev, workers, whole.rows(0, min(lengths.values())))
-    return found
-
-
-def _with_load(
-    calls: Calls, workers: Workers, exchange: Callable[[], None], load: Load
-) -> tuple[int, float, float]:
-    """Measure loads as Exchanges.load has them. A load that exchanges have beside them shares their
-    direction of the bus, and what they take away in the other one slows it down, which a load alone
-    is not."""
-
-    def both() -> None:
-        load.run()
-        exchange()
-
-    functions = {"load": load.run, "exchange": exchange, "both": both}
-    took = {name: seconds(calls, workers, (LOAD, name), fn) for name, fn in functions.items()}
-    return load.nbytes, took["load"], max(took["both"] - took["exchange"], 1e-9)
-
-
-def _intact(dev: Device, workers: Workers, slab: Tensor) -> bool:
-    """Whether each rank's part arrives at all others: it holds the number of the rank."""
-    dev.zero(slab)
-    own = part(slab, dev.mesh.rank, dev.mesh.size())
-    elementwise.fill(dev, own, float(dev.mesh.rank + 1))
-    dev.synchronize()
-    workers.barrier()
-    dev.mesh.group().all_gather(slab, own)
-    dev.synchronize()
-    found = dev.download(slab).astype(np.float32).reshape(dev.mesh.size(), -1)
-    return bool((found == np.arange(1, dev.mesh.size() + 1)[:, None]).all())
+        workers.barrier()
+        self._all_gather(slab)
+        dev.synchronize()
+        found = dev.download(slab).astype(np.float32).reshape(self.world, -1)
+        return bool((found == np.arange(1, self.world + 1)[:, None]).all())
 
 
 def open_device(device: str, rank: int, world_size: int, sizes: MemorySizes) -> Device:
@@ -273,37 +247,25 @@ def open_device(device: str, rank: int, world_size: int, sizes: MemorySizes) -> 
     return CudaDevice(rank, sizes, mesh=mesh)
 
 
-def memory(
-    options: CommOptions, world_size: int, mib: int, kernels: str | None = None
-) -> MemorySizes:
-    """The memory that a rank needs for slabs of that size. kernels: the kind of device, if they run
-    beside."""
-    plan = PlanDevice(PLAN_SPEC, Mesh.of(world_size))
-    connect([plan], options)
-    slab = plan.alloc("slab", (mib * MIB // 2,), BF16, "Activations")
-    operations(plan, options, slab, plan.event())
-    if kernels is not None and options.p2p == "off":
-        Load(plan, slab)
-    if kernels is not None:
-        Kernels(plan, kernels).run(1)
-    return plan.sizes()
-
-
 def measured(
     device: str, world_size: int, options: CommOptions, sizes: tuple[int, ...], together: bool
 ) -> Exchanges:
     """Measure one backend; the slowest rank's times count. device: cuda or cpu. together: beside
     kernels, too."""
     devices: list[Device] = [None] * world_size
-    kind = {"cpu": "host"}.get(device, device)
-    needed = memory(options, world_size, max(sizes), kind if together else None)
+    kind = {"cpu": "host"}.get(device, device) if together else None
+    plan = PlanDevice(PLAN_SPEC, Mesh.of(world_size))
+    connect([plan], options)
+    planned = Program(plan, options, max(sizes), kind)
+    if planned.kernels is not None:
+        planned.kernels.run(1)
 
     def rank_program(rank: int, workers: Workers) -> tuple[LinkTable | None, Exchanges]:
-        devices[rank] = open_device(device, rank, world_size, needed)
+        devices[rank] = open_device(device, rank, world_size, plan.sizes())
         workers.barrier()
         links = connect(devices, options, workers) if rank == 0 else None
         workers.barrier()
-        found = program(devices[rank], workers, options, sizes, together)
+        found = Program(devices[rank], options, max(sizes), kind).run(workers, sizes)
         workers.barrier()
         return links, found
 

@@ -1,10 +1,10 @@
 """The report of `llmq rig` for people, as Markdown and as a picture."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llmq.base.dtypes import GIB
+from llmq.base.dtypes import GIB, MIB
 from llmq.base.files import replacing
 from llmq.report.tables import markdown_table
 from llmq.rig.exchanges import LOAD
@@ -29,9 +29,11 @@ def markdown(report: Report) -> str:
         ("Rows of llm.q's table, with what --fit finds", _rows),
         ("Time", _time),
     ):
-        table = part(report)
-        if table:
-            blocks.append(f"## {title}\n\n{table}")
+        rows = list(part(report))
+        if rows:
+            table = markdown_table([*map(str.strip, rows[0])], (row.values() for row in rows))
+            notes = _notes_on_exchanges(report) if part is _exchanges else []
+            blocks += [f"## {title}\n\n{table}", *notes]
     blocks += [f"## Please share it\n\n{line}" for line in please_share(report)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -65,20 +67,25 @@ def _words(report: Report) -> str:
     return "## What is wrong\n\n" + "\n".join(lines)
 
 
-def _machine(report: Report) -> str:
+Rows = Iterator[dict[str, Any]]
+"""Rows of a table: cells by the columns, which all of them have."""
+
+
+def _machine(report: Report) -> Rows:
     host, found = report["host"], report["measured"].get("host") or {}
-    disk = found.get("disk", {})
-    options = " ".join(host.get("iommu_options", []))
-    rows = [
-        ("CPU", f"{host.get('cpu')}, {host.get('cores_allowed')} of {host.get('cores')} logical"),
-        ("memory", f"{host.get('memory', 0) / GIB:.0f} GiB, {host.get('numa_nodes')} NUMA node(s)"),
-        ("system", f"{host.get('system')}{', virtual' if host.get('virtual') else ''}"),
-        ("IOMMU", f"{'on' if host.get('iommu') else 'off'} {options}".strip()),
-        ("memory copies", _number(found.get("memory"), "{:.1f} GB/s")),
-        ("products of NumPy, F32", _number(found.get("product"), "{:.0f} GFLOP/s")),
-        ("disk", "{write:.2f} GB/s written, {read:.2f} read".format(**disk) if disk else ""),
-    ]
-    return markdown_table(("", ""), [row for row in rows if row[1]]) if host else ""
+    if not host:
+        return
+    disk, options = found.get("disk", {}), " ".join(host.get("iommu_options", []))
+    facts = {
+        "CPU": f"{host.get('cpu')}, {host.get('cores_allowed')} of {host.get('cores')} logical",
+        "memory": f"{host.get('memory', 0) / GIB:.0f} GiB, {host.get('numa_nodes')} NUMA node(s)",
+        "system": f"{host.get('system')}{', virtual' if host.get('virtual') else ''}",
+        "IOMMU": f"{'on' if host.get('iommu') else 'off'} {options}".strip(),
+        "memory copies": _number(found.get("memory"), "{:.1f} GB/s"),
+        "products of NumPy, F32": _number(found.get("product"), "{:.0f} GFLOP/s"),
+        "disk": "{write:.2f} GB/s written, {read:.2f} read".format(**disk) if disk else "",
+    }
+    yield from ({"": name, " ": fact} for name, fact in facts.items() if fact)
 
 
 def _of(value: float | None, most: float | None, form: str = "{:.0f}", unit: str = "") -> str:
@@ -87,154 +94,132 @@ def _of(value: float | None, most: float | None, form: str = "{:.0f}", unit: str
     return "?" if now == best == "?" else f"{now} of {best}{unit}"
 
 
-def _gpus(report: Report) -> str:
+def _gpus(report: Report) -> Rows:
     loaded = {r["gpu"]: r["settled"] for r in _part(report, "load").get("gpus", [])}
-    rows = []
     for gpu in report["gpus"]:
         now = gpu | loaded.get(gpu["index"], {})
         most = max((gpu.get("pcie_width_most") or 0, gpu.get("pcie_width_slot") or 0))
         unknown = "none" if "name" in gpu else "?"  # NVML refuses to speak of ECC, or of all
-        rows.append(
-            (
-                gpu["index"],
-                gpu.get("name", ""),
-                _of(now.get("pcie_generation"), gpu.get("pcie_generation_most")),
-                _of(now.get("pcie_width"), most, "x{:.0f}"),
-                {True: "on", False: "off"}.get(gpu.get("ecc"), unknown),
-                {True: "on", False: "off"}.get(gpu.get("persistence"), "?"),
-                _of(gpu.get("power_limit"), gpu.get("power_default"), unit=" W"),
-                gpu.get("numa", ""),
-            )
-        )
-    head = ("GPU", "name", "PCIe", "lanes", "ECC", "persistence", "power limit", "NUMA")
-    return markdown_table(head, rows)
+        yield {
+            "GPU": gpu["index"],
+            "name": gpu.get("name", ""),
+            "PCIe": _of(now.get("pcie_generation"), gpu.get("pcie_generation_most")),
+            "lanes": _of(now.get("pcie_width"), most, "x{:.0f}"),
+            "ECC": {True: "on", False: "off"}.get(gpu.get("ecc"), unknown),
+            "persistence": {True: "on", False: "off"}.get(gpu.get("persistence"), "?"),
+            "power limit": _of(gpu.get("power_limit"), gpu.get("power_default"), unit=" W"),
+            "NUMA": gpu.get("numa", ""),
+        }
 
 
-def _bus(report: Report) -> str:
+def _bus(report: Report) -> Rows:
     found = _part(report, "bus")
-    rows = [
-        (f"GPU {n} alone", *(_number(r[way][0]) for way in ("in", "out", "both")),
-         ", ".join(map(_number, r.get("pageable", []))))
-        for n, r in enumerate(found.get("alone", []))
-    ]  # fmt: skip
-    rows += [
-        (f"{n} at once, the slowest", *(_number(min(r[w])) for w in ("in", "out", "both")), "")
-        for n, r in found.get("at_once", {}).items()
-        if n != "1"
-    ]
-    head = ("", "to the GPU", "from it", "each way, both at once", "not pinned: to, from")
-    return markdown_table(head, rows)
+    rates = {f"GPU {n} alone": r for n, r in enumerate(found.get("alone", []))}
+    at_once = {n: r for n, r in found.get("at_once", {}).items() if n != "1"}
+    rates |= {f"{n} at once, the slowest": r for n, r in at_once.items()}
+    for name, ways in rates.items():
+        yield {
+            "": name,
+            "to the GPU": _number(min(ways["in"])),
+            "from it": _number(min(ways["out"])),
+            "each way, both at once": _number(min(ways["both"])),
+            "not pinned: to, from": ", ".join(map(_number, ways.get("pageable", []))),
+        }
 
 
-def _pairs(report: Report) -> str:
+def _pairs(report: Report) -> Rows:
     found = _part(report, "bus")
     staged = {(r["source"], r["reader"]): r["gb_per_s"] for r in found.get("staged", [])}
-    both = found.get("both_ways", {})
-    rows = []
     for pair in found.get("pairs", []):
         ends = (pair["source"], pair["reader"])
         direct = pair["gb_per_s"] if pair["kind"] == "peer" else None
-        together = both.get(",".join(map(str, sorted(ends))))
-        rows.append(
-            (
-                f"{ends[0]} to {ends[1]}",
-                _number(direct) or pair["reason"],
-                _number(together),
-                _number(staged.get(ends)),
-            )
-        )
-    head = ("", "peer access", "each way, both at once", "through host memory, one half")
-    return markdown_table(head, rows)
+        together = found.get("both_ways", {}).get(",".join(map(str, sorted(ends))))
+        yield {
+            "": f"{ends[0]} to {ends[1]}",
+            "peer access": _number(direct) or pair["reason"],
+            "each way, both at once": _number(together),
+            "through host memory, one half": _number(staged.get(ends)),
+        }
 
 
-def _exchanges(report: Report) -> str:
-    rows = []
+def _exchanges(report: Report) -> Rows:
     for backend, found in report["measured"].get("exchanges", {}).items():
         for operation, points in found.get("operations", {}).items():
-            for received, alone, beside in points:
-                rates = (_number(received / seconds / 1e9) for seconds in (alone, beside))
-                rows.append((backend, operation, f"{received / (1 << 20):.1f}", *rates))
-    head = ("backend", "operation", "MiB received", "alone", "beside kernels")
-    table = markdown_table(head, rows)
+            for received, *seconds in points:
+                alone, beside = (_number(received / each / 1e9) for each in seconds)
+                yield {
+                    "backend": backend,
+                    "operation": operation,
+                    "MiB received": f"{received / MIB:.1f}",
+                    "alone": alone,
+                    "beside kernels": beside,
+                }
+
+
+def _notes_on_exchanges(report: Report) -> list[str]:
+    every = report["measured"]["exchanges"]
     slow = [
-        f"{backend} {found['slowdown']:.2f}"
-        for backend, found in report["measured"].get("exchanges", {}).items()
-        if found.get("slowdown")
+        f"{name} {found['slowdown']:.2f}" for name, found in every.items() if found.get("slowdown")
     ]
-    if slow:
-        table += f"\n\nKernels take so many times as long meanwhile: {', '.join(slow)}."
-    if any(operation == LOAD for _, operation, *_ in rows):
-        table += (
-            f"\n\n{LOAD}: from host memory, alone, and by how much longer an all_to_all takes that "
+    notes = [f"Kernels take so many times as long meanwhile: {', '.join(slow)}."] if slow else []
+    if any(LOAD in found.get("operations", {}) for found in every.values()):
+        notes.append(
+            f"{LOAD}: from host memory, alone, and by how much longer an all_to_all takes that "
             "goes through it, too."
         )
-    return table
+    return notes
 
 
-def _load(report: Report) -> str:
-    rows = []
+def _load(report: Report) -> Rows:
     for record in _part(report, "load").get("gpus", []):
         s = record["settled"]
-        reasons = ", ".join(f"{word} {share:.0%}" for word, share in s.get("reasons", {}).items())
-        rows.append(
-            (
-                record["gpu"],
-                _number(s.get("tflops"), "{:.0f}"),
-                _number(s.get("gb_per_s"), "{:,.0f}"),
-                _number(s.get("power"), "{:.0f}"),
-                _number(s.get("hottest"), "{:.0f}"),
-                _number(s.get("clock"), "{:.0f}"),
-                reasons,
-            )
-        )
-    head = ("GPU", "bf16 TFLOP/s", "copy GB/s", "W", "°C at most", "MHz", "held down by")
-    return markdown_table(head, rows)
+        reasons = (f"{word} {share:.0%}" for word, share in s.get("reasons", {}).items())
+        yield {
+            "GPU": record["gpu"],
+            "bf16 TFLOP/s": _number(s.get("tflops"), "{:.0f}"),
+            "copy GB/s": _number(s.get("gb_per_s"), "{:,.0f}"),
+            "W": _number(s.get("power"), "{:.0f}"),
+            "°C at most": _number(s.get("hottest"), "{:.0f}"),
+            "MHz": _number(s.get("clock"), "{:.0f}"),
+            "held down by": ", ".join(reasons),
+        }
 
 
-def _ladder(report: Report) -> str:
-    rows = _part(report, "ladder").get("rows", [])
+def _ladder(report: Report) -> Rows:
     sizes: dict[str, list[str]] = {}
-    for row in rows:
+    for row in _part(report, "ladder").get("rows", []):
         rate = f"{row['tflops']:.0f}" if "tflops" in row else f"{row['gb_per_s']:,.0f} GB/s"
         sizes.setdefault(row["what"], []).append(f"{row['size']}: {rate}")
-    return markdown_table(("", "TFLOP/s by size"), ((k, ", ".join(v)) for k, v in sizes.items()))
+    yield from ({"": k, "TFLOP/s by size": ", ".join(v)} for k, v in sizes.items())
 
 
-def _steps(report: Report) -> str:
-    rows = [
-        (
-            found["options"]["model"],
-            f"{found['options']['batch-size']} x {found['options']['seq-len']}",
-            _flags(found["options"]) + BESIDE * bool(found.get("beside")),
-            _number(found["tokens_per_second"], "{:,.0f}"),
-            _idle(found["idle"]),
-            _number(found["seconds"], "{:.0f} s"),
-        )
-        for found in report["measured"].get("steps", [])
-    ]
-    return markdown_table(("model", "micro-batch", "flags", "tokens/s", "idle", "took"), rows)
+def _steps(report: Report) -> Rows:
+    for found in report["measured"].get("steps", []):
+        options, idle = found["options"], found["idle"]
+        late = "" if idle is None or in_time(idle) else ", left out: the host was too slow"
+        yield {
+            "model": options["model"],
+            "micro-batch": f"{options['batch-size']} x {options['seq-len']}",
+            "flags": _flags(options) + BESIDE * bool(found.get("beside")),
+            "tokens/s": _number(found["tokens_per_second"], "{:,.0f}"),
+            "idle": _number(idle, "{:.1%}") + late,
+            "took": _number(found["seconds"], "{:.0f} s"),
+        }
 
 
-def _idle(share: float | None) -> str:
-    left_out = share is not None and not in_time(share)
-    return _number(share, "{:.1%}") + ", left out: the host was too slow" * left_out
-
-
-def _rows(report: Report) -> str:
-    rows = [
-        (
-            row["options"]["model"],
-            f"{row['options'].get('batch-size', 4)} x {row['options'].get('grad-accumulation', 4)}",
-            _flags(row["options"]),
-            f"{row['measured']:,.0f}",
-            f"{row['predicted']:,.0f}",
-            f"{100 * (row['predicted'] / row['measured'] - 1):+.1f} %",
-            _number(1000 * (row["joules_per_token"] or 0), "{:.2f}"),
-        )
-        for row in report["measured"].get("rows", [])
-    ]
-    head = ("model", "batch", "flags", "tokens/s", "predicted", "difference", "mJ/token")
-    return markdown_table(head, rows)
+def _rows(report: Report) -> Rows:
+    for row in report["measured"].get("rows", []):
+        options, off = row["options"], row["predicted"] / row["measured"] - 1
+        batch = (options.get(name, 4) for name in ("batch-size", "grad-accumulation"))
+        yield {
+            "model": options["model"],
+            "batch": " x ".join(map(str, batch)),
+            "flags": _flags(options),
+            "tokens/s": f"{row['measured']:,.0f}",
+            "predicted": f"{row['predicted']:,.0f}",
+            "difference": f"{100 * off:+.1f} %",
+            "mJ/token": _number(1000 * (row["joules_per_token"] or 0), "{:.2f}"),
+        }
 
 
 def _flags(options: dict[str, Any]) -> str:
@@ -244,9 +229,9 @@ def _flags(options: dict[str, Any]) -> str:
     return " ".join(f"--{k}" if v is True else f"--{k}={v}" for k, v in shown)
 
 
-def _time(report: Report) -> str:
-    rows = ((k, f"{p['seconds']:.0f} s", p["error"] or "") for k, p in report["parts"].items())
-    return markdown_table(("part", "took", ""), rows)
+def _time(report: Report) -> Rows:
+    for name, part in report["parts"].items():
+        yield {"part": name, "took": f"{part['seconds']:.0f} s", "": part["error"] or ""}
 
 
 def _part(report: Report, name: str) -> dict[str, Any]:
