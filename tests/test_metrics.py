@@ -383,10 +383,10 @@ def test_the_history_of_reports_is_json(reporter, tmp_path):
 
 
 def test_products_that_accumulate_fast(reporter):
-    reporter.fast_products(0, {})
+    reporter.choices(0, {}, {})
     assert reporter.view.lines == []
     chosen = {"a": True, "b": False, "c": True}
-    reporter.fast_products(3, chosen)
+    reporter.choices(3, chosen, {})
     assert reporter.view.lines == ["  fast accumulation: 2 of 3 fp8 products that may"]
     reporter.close()
     (record,) = logged(reporter)

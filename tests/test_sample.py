@@ -23,6 +23,7 @@ from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, continuation
 from llmq.options.presets import preset
 from llmq.run.sampling import (
     Sampler,
+    Sampling,
     choose_token,
     first_token,
     open_model,
@@ -108,7 +109,8 @@ def sampler_for(path, positions):
 
 
 def generate(sampler, prompt, count, seed=0, **how):
-    return list(sampler.generate(prompt, count, np.random.default_rng(seed), **how))
+    choice = Sampling(max_new_tokens=count, seed=seed, **how)
+    return list(choice.ids(sampler, prompt, 0, ()))
 
 
 @pytest.fixture(scope="module")

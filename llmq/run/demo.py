@@ -7,8 +7,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from llmq.base.console import printable
 from llmq.base.errors import DataError
 from llmq.base.files import disk_errors
@@ -22,7 +20,7 @@ from llmq.options.presets import resolve_model
 from llmq.report.plot import run_plot
 from llmq.run.resume import inherited_options
 from llmq.run.run_paths import everything_there, locked_places
-from llmq.run.sampling import Sampler, open_model
+from llmq.run.sampling import Sampler, Sampling, open_model
 from llmq.run.training import run_training
 from llmq.runtime.machine import choose_machine
 
@@ -127,9 +125,6 @@ def _remove_last(config: TrainConfig) -> None:
 
 
 def _show(title: str, sampler: Sampler) -> None:
-    tokenizer = ByteTokenizer()
-    new = sampler.generate(
-        tokenizer.encode(PROMPT), NEW_TOKENS, np.random.default_rng(0), temperature=0.6
-    )
-    text = printable(PROMPT + tokenizer.decode(list(new)))
+    choice = Sampling(max_new_tokens=NEW_TOKENS, temperature=0.6, seed=0)
+    text = printable(PROMPT + "".join(choice.texts(sampler, ByteTokenizer(), PROMPT)))
     print(f"\n--- {title}:\n{text}\n---\n", flush=True)

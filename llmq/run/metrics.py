@@ -307,18 +307,16 @@ class Reporter:
             self.view.line(text)
         self.log.write("guard", step, action=action, message=text, **more)
 
-    def fast_products(self, step: int, chosen: dict[str, bool]) -> None:
-        """Report the fp8 products that sum with fewer bits, of those that may."""
-        if chosen:
-            fast = sum(chosen.values())
-            self.view.line(f"  fast accumulation: {fast} of {len(chosen)} fp8 products that may")
-            self.log.write("fast-products", step, fast_products=chosen)
-
     def choices(self, step: int, fast: dict[str, bool], chosen: dict[str, str]) -> None:
-        """fast: as fast_products. chosen: of work that has several ways the one it takes, see
-        Device.choose. A product that takes another way was only timed, whatever its sums have."""
+        """Report the ways that work takes. fast: of the fp8 products that may sum with fewer bits,
+        whether they do. chosen: of work that has several ways the one it takes, see Device.choose.
+        A product that takes another way was only timed, whatever its sums have."""
         others = {work for work, way in chosen.items() if way != "per-tensor"}
-        self.fast_products(step, {p: f for p, f in fast.items() if f"matmul_fp8 {p}" not in others})
+        fast = {name: how for name, how in fast.items() if f"matmul_fp8 {name}" not in others}
+        if fast:
+            summed = f"{sum(fast.values())} of {len(fast)} fp8 products that may"
+            self.view.line(f"  fast accumulation: {summed}")
+            self.log.write("fast-products", step, fast_products=fast)
         if chosen:
             counts: dict[str, Counter[str]] = {}
             for work, way in chosen.items():

@@ -98,23 +98,6 @@ class Predictor:
             texts = {i: [*texts[i], new] for i, new in chosen.items() if new not in ends}
             yield {i: ids[-1] for i, ids in texts.items()}
 
-    def generate(
-        self,
-        prompt: list[int],
-        max_new_tokens: int,
-        rng: np.random.Generator,
-        *,
-        stop: Collection[int | None] = (),
-        **how: Any,
-    ) -> Iterator[int]:
-        """New ids of one text, one after another, until an id that ends it or its last position.
-
-        prompt: at least one id. stop: as in `texts`. how: the rest of choose_token.
-        """
-        choose = partial(choose_token, rng=rng, **how)
-        for new in self.texts([prompt], max_new_tokens, lambda _, logits: choose(logits), stop):
-            yield from new.values()
-
 
 class Sampler(Predictor, Closing):
     """A model loaded for inference, with a cache of keys and values of one text."""
@@ -223,10 +206,14 @@ class Sampling:
     def ids(
         self, predictor: Predictor, prompt: list[int], sample: int, stop: Collection[int | None]
     ) -> Iterator[int]:
-        """New ids behind those of a prompt. sample: its number. stop: ids that end a text."""
+        """New ids behind those of a prompt, one after another. sample: its number. stop: ids that
+        end a text."""
         rng = np.random.default_rng([self.seed, sample])
         how = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
-        return predictor.generate(prompt, self.max_new_tokens, rng, stop=stop, **how)
+        choose = partial(choose_token, rng=rng, **how)
+        some = predictor.texts([prompt], self.max_new_tokens, lambda _, x: choose(x), stop)
+        for new in some:
+            yield from new.values()
 
     def texts(
         self,
