@@ -83,11 +83,11 @@ def said(monkeypatch):
     """A model that has learned its answers by heart; the prompts that it gets."""
     prompts, replies = [], []
 
-    def generate(self, prompt, count, rng, **kwargs):
-        prompts.append((bytes(prompt).decode(), count, kwargs["stop"]))
+    def ids(self, predictor, prompt, sample, stop):
+        prompts.append((bytes(prompt).decode(), self.max_new_tokens, stop))
         yield from replies[len(prompts) - 1].encode()
 
-    monkeypatch.setattr("llmq.run.sampling.Sampler.generate", generate)
+    monkeypatch.setattr("llmq.run.sampling.Sampling.ids", ids)
     return prompts, replies
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sysconfig
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from llmq.base.errors import DataError
 from llmq.commands.cli import _run
 from llmq.options.presets import preset
 from llmq.run import demo
-from llmq.run.demo import PROMPT, VALIDATION_SECONDS, demo_config, python_sources
+from llmq.run.demo import PROMPT, demo_config, python_sources
 from llmq.state.params import parameter_count
 from tests.runs import records, signal_after
 
@@ -22,10 +21,9 @@ from tests.runs import records, signal_after
 def little_text(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     files = python_sources()
-    small = [name for name in files if Path(name).stat().st_size < 20_000]
+    small = [name for name in files if Path(name).stat().st_size < 20_000][:20]
     monkeypatch.setattr(demo, "python_sources", lambda: small)
     monkeypatch.setattr(demo, "NEW_TOKENS", 8)
-    monkeypatch.setattr(demo, "VALIDATION_SECONDS", 0.0)  # so the last one takes a batch
 
 
 def test_sources_are_pythons_own():
@@ -96,16 +94,10 @@ def test_a_demo_does_not_replace_another_run(little_text, capsys):
     assert Path("here/model/model.safetensors").read_text() == "mine"
 
 
-def test_the_last_validation_takes_no_longer_than_it_may(little_text, monkeypatch, capsys):
-    """It shows how far it is, and says that it ended before the end of the data."""
+def test_a_validation_shows_how_far_it_is(little_text, monkeypatch, capsys):
     monkeypatch.setattr("llmq.report.views.PROGRESS_SECONDS", 0.0)
     assert _run(["demo", "--out", "here", "--device", "cpu", "--steps", "1"]) == 0
-    out = capsys.readouterr().out
-    assert "  validation: 0%\n" in out
-    assert re.search(r"Validation ended after \d+ seconds\n", out)
-    (evaluation,) = records("eval", "here/log.json")
-    assert evaluation["eval_tokens"] == 8 * 128  # one batch
-    assert VALIDATION_SECONDS <= 8
+    assert "  validation: 0%\n" in capsys.readouterr().out
 
 
 def test_demo_into_a_folder_that_looks_like_a_pattern(little_text, capsys):

@@ -204,7 +204,7 @@ NONE = "is not a log of llmq train: what comes after 0 records, from byte 0 on, 
         ),
         (
             '[{"log": "step", "step": 1%s, "loss": 5, TIME}]' % ("0" * 30),
-            "is not as llmq writes it",
+            "a record is not as it should be (OverflowError(",
         ),
         ("[" * 100_000, "is not a log of llmq train"),
     ],

@@ -11,7 +11,7 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
@@ -272,6 +272,17 @@ class LogReader:
             record = _parsed(text)
             self._offset, self.count, self._head = end, self.count + 1, head[:end]
             yield record
+
+
+@contextmanager
+def as_written(log: Path, what: str) -> Iterator[None]:
+    """DataError that names `what`, a part of this log, where it is not as a run writes it."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = " ".join(repr(error).split())[:100]
+        told = f"{what} is not as it should be ({reason})"
+        raise DataError(f"'{log}' is not a log of llmq train: {told}") from error
 
 
 def _is_torn_beginning(data: bytes) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import disk_errors, replacing
-from llmq.report.json_log import LogReader, is_undone, without_undone
+from llmq.report.json_log import LogReader, as_written, is_undone, without_undone
 
 SMOOTHING = 10  # steps to each side
 
@@ -244,13 +244,8 @@ def read_runs(logs: list[Path], x: str) -> Runs:
         raise ConfigError("a log is given twice")
     runs = {}
     for name, path in zip(_names(logs), logs, strict=True):
-        try:
+        with as_written(path, "a record"):
             runs[name] = series_of(read_log(path))
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:100]
-            raise DataError(
-                f"'{path}' is not a log of llmq train: a record is not as llmq writes it ({reason})"
-            ) from error
         if not any(series.x[x].any() for series in runs[name]) and x != "step":
             raise DataError(f"--x {x}: '{path}' does not say how many {x} its steps took")
     return runs

@@ -21,7 +21,7 @@ from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.base.files import check_writable, disk_errors
 from llmq.base.run_id import RunId
-from llmq.report.json_log import Course, LogReader, is_undone, without_undone
+from llmq.report.json_log import Course, LogReader, as_written, is_undone, without_undone
 
 DONE = ("Done. validation loss", "Done. No validation")  # the message of a run at its end
 _COMMON = {"log", "time", "step"}
@@ -244,7 +244,7 @@ class Replay:
     def send(self, record: dict[str, Any]) -> None:
         """DataError where the record is not as llmq train writes it."""
         kind, step, at = record["log"], record["step"], record["time"]
-        try:
+        with as_written(self.log, f"its record of {kind} at step {step}"):
             if kind == "option":
                 self._options[record["name"]] = record["value"]
                 return
@@ -252,11 +252,6 @@ class Replay:
             self.done = kind != "cmd" and (self.done or ends)
             values, about = numbers(record), text(record)
             back = self._course.back_to(record)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"'{self.log}' is not a log of llmq train: its record of {kind} at step {step} is "
-                f"not as it should be ({error!r})"
-            ) from error
         if back is not None:
             self._go_back(at, back)
         options, self._options = self._options, {}

@@ -2,7 +2,6 @@
 from no file: a caller's, which are checked, and random ones.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -145,12 +144,11 @@ def mean_loss(
     loaders: Sequence[DataLoader],
     max_batches: int | None,
     stopped: Callable[[], bool] | None,
-    seconds: float = math.inf,
 ) -> Result | None:
     """The loss on the loaders' files from their start. Arguments and result: Trainer.validate."""
     count = loaders[0].batches_per_epoch
     count = count if max_batches is None else min(count, max_batches)
-    rounds = Rounds(ranks.world, count, stopped or (lambda: False), seconds)
+    rounds = Rounds(ranks.world, count, stopped or (lambda: False))
 
     def taken(rank: int, loader: DataLoader) -> Iterator[Batch]:
         loader.reset()

@@ -26,7 +26,6 @@ from llmq.runtime.machine import choose_machine
 
 PROMPT = "def __init__(self"
 NEW_TOKENS = 110  # with the prompt, as many as a training sequence has
-VALIDATION_SECONDS = 8  # of the last validation: with what comes before and after, at most 10
 STEPS = {"host": 450, "cuda": 4000}
 
 
@@ -90,9 +89,7 @@ def run_demo(out: Path, device: str, steps: int | None, resume: bool = False) ->
     if not resume:
         with Sampler(machine, model, lambda w: w.init(model, config.seed), positions) as sampler:
             _show("Before training", sampler)
-    run_training(
-        config.validate_with(model), model, None, sys.argv, final_seconds=VALIDATION_SECONDS
-    )
+    run_training(config.validate_with(model), model, None, sys.argv)
     run_plot([config.log_file], out / "loss.png", overwrite=True)
     with open_model(str(config.out_dir)) as (model, read, _):
         sampler = Sampler(machine, model, lambda w: w.load(read), positions)

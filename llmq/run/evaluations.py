@@ -100,15 +100,13 @@ class Evaluations(Member):
         material: EvaluationInputs,
         events: Events,
         stopped: Callable[[], bool],
-        final_seconds: float,
     ):
         """events: of the members that learn what is measured. stopped: whether to end soon; asked
-        before each batch. final_seconds: after which the losses at the run's end are those of the
-        sequences so far."""
+        before each batch."""
         self.trainer, self.reporter, self.material = trainer, reporter, material
         self.config: TrainConfig = trainer.config
         self.stopped = stopped
-        self._events, self._final_seconds = events, final_seconds
+        self._events = events
         self._measured: Measured = {}
         self._losses: dict[str, float] = {}  # the last one of each validation, by name
         self.not_finite: str | None = None  # of the last validation
@@ -134,7 +132,7 @@ class Evaluations(Member):
 
     def before_end(self, step: int) -> None:
         """The last validation, on all sequences."""
-        self._between_steps(partial(self.validate, None, self._final_seconds))
+        self._between_steps(partial(self.validate, None))
         for call in self.due(at_end=True):
             self._between_steps(call)
 
@@ -164,18 +162,18 @@ class Evaluations(Member):
             return f"Done. validation losses: {', '.join(losses)}"
         return "Done. No validation"
 
-    def validate(self, max_batches: int | None, seconds: float = math.inf) -> None:
+    def validate(self, max_batches: int | None) -> None:
         """Report the losses; a signal ends it without a result. max_batches: of each rank; None:
-        all. seconds: after which a loss is that of the sequences so far."""
+        all."""
         trainer = self.trainer
-        before, limits = trainer.validated_at, (max_batches, seconds)
+        before = trainer.validated_at
         self.not_finite = None
         own = (trainer.eval_loader, trainer.validate) if self.config.validates else None
-        if own is not None and self._timed("", *own, limits) is None:
+        if own is not None and self._timed("", *own, max_batches) is None:
             return
         for name, loaders in self.material.sets.items():
             call = partial(mean_loss, trainer.ranks, loaders)
-            if self._timed(name, loaders[0], call, limits) is None:  # all of them again, then
+            if self._timed(name, loaders[0], call, max_batches) is None:  # all of them again, then
                 trainer.validated_at = before
                 return
         trainer.validated_at = trainer.steps_done if self.validates else before
@@ -185,10 +183,10 @@ class Evaluations(Member):
         name: str,
         loader: DataLoader,
         call: Callable[..., Result | None],
-        limits: tuple[int | None, float],
+        max_batches: int | None,
     ) -> Result | None:
-        """One validation: call(max_batches, stopped, seconds), and its report."""
-        trainer, step, (max_batches, seconds) = self.trainer, self.trainer.steps_done, limits
+        """One validation: call(max_batches, stopped), and its report."""
+        trainer, step = self.trainer, self.trainer.steps_done
         whole = loader.batches_per_epoch
         batches = whole if max_batches is None else min(max_batches, whole)
         start = time.perf_counter()
@@ -199,15 +197,12 @@ class Evaluations(Member):
             view.progress(validated=min(next(asked) / (batches * ranks), 1.0))
             return self.stopped()
 
-        result = call(max_batches, stopped, seconds)
+        result = call(max_batches, stopped)
         view.progress(validated=None)
         if result is None:
             return None
         ms = (time.perf_counter() - start) * 1000
         tokens = loader.tokens(batches)
-        if next(asked) < (batches + 1) * ranks:  # a rank did not come to the end
-            self.reporter.message(f"Validation ended after {ms / 1000:.0f} seconds", step)
-            tokens = result.tokens
         self.reporter.evaluation(step, result, ms, tokens, name)
         self._losses[name] = result.loss
         self._measured[f"{name}/loss" if name else "loss"] = (result.loss, tokens)

@@ -1,10 +1,8 @@
 """The ranks of a run that this process has: each is a device and the step over it, in a thread of
 its own."""
 
-import math
 import operator
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -207,16 +205,13 @@ class Rounds:
     Otherwise those with fewer would miss the collectives of the others.
     """
 
-    def __init__(
-        self, world: World, count: int, stopped: Callable[[], bool], seconds: float = math.inf
-    ):
+    def __init__(self, world: World, count: int, stopped: Callable[[], bool]):
         """stopped: asked before each batch. Once it says yes, ranks only catch up; then `cut` is
-        true. After so many seconds they do so too, but not before the first batch. Where ranks are
-        of several processes, all of them decide before each round what the others do, too.
+        true. Where ranks are of several processes, all of them decide before each round what the
+        others do, too.
         """
-        self.cut, self._short = False, False
+        self.cut = False
         self._count, self._stopped = count, stopped
-        self._end = time.monotonic() + seconds
         self._taken = dict.fromkeys(world.local, 0)
         self._several = world.several
         self._decided = 0  # rounds that all processes have agreed on
@@ -229,26 +224,23 @@ class Rounds:
 
     def _another(self, rank: int) -> bool:
         with self._lock:
-            if not self._short:
-                self._decide(self._taken[rank], self._stopped(), time.monotonic() > self._end)
+            if not self.cut:
+                self._decide(self._taken[rank], self._stopped())
             if self._taken[rank] == self._count:
                 return False
             self._taken[rank] += 1
             return True
 
-    def _decide(self, taken: int, cut: bool, late: bool) -> None:
-        """Whether it goes on, for a rank that has taken so many. cut, late: as this process sees
-        it now."""
+    def _decide(self, taken: int, cut: bool) -> None:
+        """Whether it goes on, for a rank that has taken so many. cut: as this process sees it."""
         if self._several:
             if taken < self._decided:
                 return
             self._decided += 1
-            answers = processes().gather((cut, late))
-            cut, late = (any(answer[i] for answer in answers) for i in (0, 1))
+            cut = any(processes().gather(cut))
         self.cut = cut
-        most = max(self._taken.values())
-        self._short = cut or (late and 0 < most < self._count)
-        self._count = most if self._short else self._count
+        if cut:
+            self._count = max(self._taken.values())
 
 
 IDLE_SECONDS = 2.0  # that a closing rank waits for the others' devices

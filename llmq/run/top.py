@@ -13,9 +13,9 @@ from rich.live import Live
 from rich.text import Text
 
 from llmq.base.console import printable_console
-from llmq.base.errors import DataError, LlmqError
+from llmq.base.errors import LlmqError
 from llmq.base.run_id import RunId
-from llmq.report.json_log import LogReader
+from llmq.report.json_log import LogReader, as_written
 from llmq.report.live import DRAWS, WIDE, Panel, Progress, Row, panel_lines
 from llmq.report.watch import DONE
 from llmq.run.run_paths import has_writer, is_written_here, silence
@@ -27,7 +27,6 @@ LOOKS = 1.0  # seconds
 FIRST_LOOK = 1.2 * INTERVAL  # seconds until the CPUs' use is known
 PAUSE = 60.0  # seconds without a record, after which a run has ended whose lock does not tell
 MOST_RANKS = 1 << 16
-_ODD = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError)  # records raise these
 SHOWN_NEWS = 2  # errors of GPUs
 _ENDS = (*DONE, "Stopped by ")
 
@@ -55,16 +54,9 @@ class Follower:
     def look(self) -> None:
         """Take what is new. DataError where the log is none."""
         for record in self._reader.new_records():
-            try:
+            what = f"its record of {record['log']} at step {record['step']}"
+            with as_written(self.log, what):
                 self._take(record)
-            except _ODD as error:
-                what = f"its record of {record['log']} at step {record['step']}"
-                raise self.refused(what, error) from error
-
-    def refused(self, what: str, error: Exception) -> DataError:
-        """The error for a log with something in it that a run does not write."""
-        told = f"{what} is not as it should be ({error!r})"
-        return DataError(f"'{self.log}' is not a log of llmq train: {told}")
 
     def _take(self, record: dict[str, Any]) -> None:
         match record["log"]:
@@ -151,11 +143,9 @@ class Top:
 
     def _try(self, run: Follower) -> None:
         """DataError where what the log says cannot be shown: here, not in a thread that draws."""
-        try:
+        with as_written(run.log, "its last record of steps or sensors"):
             run.progress.render()
             panel_lines(self.rows(), WIDE)
-        except _ODD as error:
-            raise run.refused("its last record of steps or sensors", error) from error
 
     def _of_run(self, models: dict[int, dict[str, Any]]) -> list[Sensor | None]:
         """By rank; None of a GPU that is elsewhere."""

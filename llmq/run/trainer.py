@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -50,7 +49,7 @@ from llmq.run.model_of_run import (
 from llmq.run.ranks import Ranks
 from llmq.run.resume import changed_options
 from llmq.run.sampling import Predictor, Sampling
-from llmq.run.score import Report, score_files
+from llmq.run.score import score_files
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.mesh import DATA
@@ -273,17 +272,17 @@ class Trainer(Closing):
         """The model of the first weights, without adapters. The first time reads all of it."""
         return self._origin.identity
 
-    def score_reference(self, report: Report = lambda done: None) -> None:
+    def score_reference(self) -> None:
         """See that there is what the reference thinks of each token, if the loss reads it. Without
         --scores the model of the first weights scores all files once, into --checkpoint-dir.
-        LlmqError for scores of another model. report: as of `score_files`."""
+        LlmqError for scores of another model."""
         folder = self.config.scores_folder
         if folder is None or self._has_scores:
             return
         files = open_token_files(self.config.all_patterns, self.model.vocab_size)
         if self.config.scores is None and self.steps_done == 0:
             separator, model = self.config.document_separator, self.identity.record()
-            how = {"separator": separator, "replace_others": True, "report": report}
+            how = {"separator": separator, "replace_others": True}
             score_files(self.ranks, files, folder, model, **how)
         for file in files:
             scores = ScoreFile(scores_path(folder, file.path))
@@ -318,15 +317,13 @@ class Trainer(Closing):
         self,
         max_batches: int | None = None,
         stopped: Callable[[], bool] | None = None,
-        seconds: float = math.inf,
     ) -> Result | None:
         """The loss on the validation files from their start. max_batches: of a rank; None: all.
-        stopped: asked before every batch; None is returned if it said yes. seconds: after which no
-        more are taken."""
+        stopped: asked before every batch; None is returned if it said yes."""
         _ = self.eval_loader  # ConfigError without one
         self.score_reference()
         with self.averaged():
-            result = mean_loss(self.ranks, self.eval_loaders, max_batches, stopped, seconds)
+            result = mean_loss(self.ranks, self.eval_loaders, max_batches, stopped)
         if result is not None:
             self.validated_at = self.steps_done
         return result

@@ -1,7 +1,6 @@
 """`llmq train`: the parts of a run around a Trainer, and the lines before its first step: options,
 machine, data, memory."""
 
-import math
 import os
 import sys
 import time
@@ -323,10 +322,9 @@ def run_training(
     model: ModelConfig,
     model_dir: Path | None,
     argv: list[str],
-    final_seconds: float = math.inf,
 ) -> None:
     """Train as the options say; Interrupted after saving when a signal ended the run.
-    final_seconds: after which the last validation may end. LlmqError before the first step: paths
+    LlmqError before the first step: paths
     that cannot be written or belong to another run, no such checkpoint, data that do not fit, too
     little memory."""
     processes().on_first(lambda: check_libraries(config))
@@ -339,10 +337,10 @@ def run_training(
         run = processes().on_first(lambda: run_id(config, checkpoint))
         start = time.monotonic()
         stage, *others = processes().each(lambda: left_stages(config, model, checkpoint))
-        _run_locked(stage, model, model_dir, argv, run, checkpoint, final_seconds, start)
+        _run_locked(stage, model, model_dir, argv, run, checkpoint, start)
         for stage in (other.after(other.first) for other in others):
             checkpoint = processes().each(partial(checkpoint_to_continue, stage.config))
-            _run_locked(stage, model, model_dir, argv, run, checkpoint, final_seconds, start)
+            _run_locked(stage, model, model_dir, argv, run, checkpoint, start)
 
 
 def _run_locked(
@@ -352,7 +350,6 @@ def _run_locked(
     argv: list[str],
     identity: RunId,
     checkpoint: Path | None,
-    final_seconds: float,
     start: float,
 ) -> None:
     """A stage of run_training, while no other run writes to the same places. start: of the run."""
@@ -379,7 +376,7 @@ def _run_locked(
         path = config.log_file if processes().first else Path(os.devnull)
         log = processes().each(lambda: JsonLog(path, append=config.continue_from is not None))
         reporter = Reporter(log, PlainView(), trainer.total_steps)
-        run = _Run(trainer, reporter, material, best, final_seconds, start, stage.stop)
+        run = _Run(trainer, reporter, material, best, start, stage.stop)
         try:
             run.begin(argv, checkpoint, moved + fork_lines(identity, checkpoint))
             announce_data(trainer, reporter, material.sets)
@@ -410,7 +407,6 @@ class _Run:
         reporter: Reporter,
         material: EvaluationInputs,
         best: Best,
-        final_seconds: float,
         start: float,
         stop: int | None,
     ):
@@ -419,8 +415,7 @@ class _Run:
         own, events = (trainer, reporter), Events()
         size = checkpoint_bytes(self.config, trainer.model, trainer.plan.placement)
         self.events, self.requests = events, Requests(self.config, size, start)
-        asked = (self.requests.seen_here, final_seconds)
-        self.evaluations = Evaluations(*own, material, events, *asked)
+        self.evaluations = Evaluations(*own, material, events, self.requests.seen_here)
         guard = Guard(
             self.config, loss_class(self.config).guessing(self.config, trainer.model.outputs)
         )
