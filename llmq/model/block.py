@@ -25,9 +25,7 @@ from operator import or_
 from typing import Any, NamedTuple
 
 from llmq.arch.matrix import HalfSpec
-from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
-from llmq.formats.format import Format
 from llmq.model.activations import (
     Cache,
     Frame,
@@ -36,16 +34,12 @@ from llmq.model.activations import (
     Recompute,
     recompute_of_layers,
 )
-from llmq.model.balance import Balance
-from llmq.model.block_linear import BlockLinear
 from llmq.model.halves import HALVES
 from llmq.model.halves.half import Half, Shared
-from llmq.model.norms import BlockNorms, NormTensors, Stats, alloc_stats
+from llmq.model.norms import BlockNorms, NormTensors, alloc_stats
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.model.residuals import Residuals, Stream
 from llmq.options.adapters import needed_inputs
-from llmq.options.options import TrainConfig
-from llmq.runtime.device import Device
 
 
 class LayerStreams(NamedTuple):
@@ -70,10 +64,7 @@ class Layer:
 
     def __init__(
         self,
-        dev: Device,
-        config: ModelConfig,
-        options: TrainConfig,
-        format: Format,
+        shared: Shared,
         index: int,
         recompute: Recompute,
         stream: LayerStreams,
@@ -81,13 +72,14 @@ class Layer:
         cache: Cache | None,
     ):
         """halves: those that compute this layer's. cache: as of Model."""
+        dev, config = shared.dev, shared.config
         self.index, self.recompute, self.residual = index, recompute, stream.before
         rows, C = self.residual.shape
-        needed = needed_inputs(config, options, index)
         pre, post = config.arch.pre_norm, config.arch.post_norm
+        needed = needed_inputs(config, shared.options, index)
         of_layer = (index, recompute, self.residual, needed)
         first, second = self.halves = tuple(
-            HalfLayer(dev, format, spec, *of_layer, cache and cache.of(index, spec))
+            HalfLayer(dev, shared.operands, spec, *of_layer, cache and cache.of(index, spec))
             for spec in config.halves(index)
         )
         self.between = stream.between or first.alloc(f"residual_{first.spec.name}", rows, C)
@@ -108,18 +100,13 @@ class Layer:
             name = here.spec.norm
             kept = pre and half.keeps_input(recompute) and here.needs(name)
             x = here.activation(name, C, kept=kept, may_be_codes=True)
-            here.norm = NormTensors(*site, *_site_stats(dev, config, f"{name}.{index}", rows), x)
+            name = f"{name}.{index}"
+            stats = alloc_stats(dev, config, name, rows) if pre else None
+            post_stats = alloc_stats(dev, config, f"{name}.post", rows) if post else None
+            here.norm = NormTensors(*site, stats, post_stats, x)
             here.kept = half.keep(here)
         again = (half.multiplied_again(recompute) for half in halves)
         self.multiplied_again = frozenset(key for keys in again for key in keys)
-
-
-def _site_stats(
-    dev: Device, config: ModelConfig, name: str, rows: int
-) -> tuple[Stats | None, Stats | None]:
-    pre, post = config.arch.pre_norm, config.arch.post_norm
-    stats = alloc_stats(dev, config, name, rows) if pre else None
-    return stats, alloc_stats(dev, config, f"{name}.post", rows) if post else None
 
 
 class WantedGradients(NamedTuple):
@@ -148,25 +135,11 @@ class WantedGradients(NamedTuple):
 class Blocks:
     """All blocks of a model: they share code, and the buffers between blocks."""
 
-    def __init__(
-        self,
-        dev: Device,
-        config: ModelConfig,
-        residuals: Residuals,
-        operands: Format,
-        options: TrainConfig,
-        backend: str,
-        starts: Tensor | None,
-        scalars: Tensor | None,
-        cache: Cache | None,
-        balance: Balance | None,
-        *,
-        trains: bool,
-    ):
-        """Allocates every activation of a micro-step. backend and what follows: as of Model.
-        balance: as of Shared. trains: backward passes follow."""
+    def __init__(self, shared: Shared, residuals: Residuals, cache: Cache | None, *, trains: bool):
+        """Allocates every activation of a micro-step. cache: as of Model. trains: backward passes
+        follow."""
+        dev, config, options, operands, self.linear, *_ = shared
         shape, dtype = operands.shape, operands.dtype
-        self.linear = linear = BlockLinear(dev, config, options, operands, scalars)
         self.residuals = residuals
         specs = [config.halves(layer) for layer in range(config.num_layers)]
         # These halves add to the stream themselves.
@@ -186,9 +159,6 @@ class Blocks:
             branch = dev.alloc("branch", shape, dtype, "Activations")
         first_branch, before = None if first_adds else branch, None if self.last_adds else branch
         last_branch = before
-        positions = options.local_seq_len if cache is None else cache.positions
-        of_pass = (backend, positions, starts, balance)
-        shared = Shared(dev, config, options, operands, linear, *of_pass)
         names = dict.fromkeys(spec.kind for halves in specs for spec in halves)
         of_kind = {name: HALVES[name](shared) for name in names}
         self.halves = [tuple(of_kind[spec.kind] for spec in halves) for halves in specs]
@@ -197,8 +167,7 @@ class Blocks:
             residual, after = residuals.tensors[index], residuals.after(index)
             between = again if kind.block else self.between.tensors.get(index)
             stream = LayerStreams(residual, after, between, first_branch, last_branch, before)
-            of_layer = (index, kind, stream, self.halves[index], cache)
-            layer = Layer(dev, config, options, operands, *of_layer)
+            layer = Layer(shared, index, kind, stream, self.halves[index], cache)
             self.layers.append(layer)
             before = layer.branch
         self.norms = BlockNorms(dev, config, operands)

@@ -11,6 +11,8 @@ from llmq.model.activations import Cache
 from llmq.model.adapters import EmbeddingAdapters, table_adapters
 from llmq.model.balance import Balance
 from llmq.model.block import Blocks
+from llmq.model.block_linear import BlockLinear
+from llmq.model.halves.half import Shared
 from llmq.model.head import Head
 from llmq.model.losses.loss import Loss, Rows
 from llmq.model.parameters import (
@@ -57,11 +59,14 @@ class Model:
         self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
         routes = trains and config.experts is not None
         self.balance = Balance(dev, config, options) if routes else None
-        shared = (self.residuals, self.operands, options, backend, starts, scalars, cache)
-        self.blocks = Blocks(dev, config, *shared, self.balance, trains=trains)
+        linear = BlockLinear(dev, config, options, self.operands, scalars)
+        positions = options.local_seq_len if cache is None else cache.positions
+        of_pass = (backend, positions, starts, self.balance)
+        shared = Shared(dev, config, options, self.operands, linear, *of_pass)
+        self.blocks = Blocks(shared, self.residuals, cache, trains=trains)
         largest = loss.largest if trains else 1.0
         final = self.residuals.final
-        self.dropout = self.blocks.linear.dropout
+        self.dropout = linear.dropout
         self.head = Head(dev, config, self.operands, options, final, largest, self.dropout)
         table = table_adapters(config, options, "embed")
         self.embedding = None if table is None else EmbeddingAdapters(dev, config, table)

@@ -222,42 +222,43 @@ def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == _kind_of(model).name)
     names = gguf.get_tensor_name_map(arch, model.num_layers)
 
-    def name_of(hf: str) -> str:
+    def tensor(hf: str, shape: tuple[int, ...], made: Callable) -> _Tensor:
         adapter = _LORA.search(hf)
         own = _LORA.sub(".weight", hf).removeprefix(PEFT_PREFIX)
         own += ".weight" if own.endswith(".sinks") else ""
-        found = names.get_name(own, try_suffixes=(".weight", ".bias"))
-        if found is None:
+        name = names.get_name(own, try_suffixes=(".weight", ".bias"))
+        if name is None:
             raise LlmqError(
                 f"--format gguf: {own} has no name in GGUF files of {_kind_of(model).name}"
             )
-        return found + (f".lora_{adapter[1].lower()}" if adapter else "")
+        name += f".lora_{adapter[1].lower()}" if adapter else ""
+        return _Tensor(name, shape, _kind(name, shape, dtype=dtype, source=source), made)
 
-    kind = partial(_kind, dtype=dtype, source=source)
-    found: dict[Param, list[_Tensor]] = {}
-    for param in _params(source):
-        found[param] = []
-        modules: dict[str, list[HfPart]] = {}
-        for part in param.hf:  # those of experts become one tensor
-            of_paired = _of_paired(param, part) if part.experts else ()
-            in_turns = _kind_of(model).heads_in_turns
-            apart = [*of_paired, *_delta_tensors(model, param, part, in_turns=in_turns)]
-            for hf, shape, made in apart:
-                name = name_of(hf)
-                found[param].append(_Tensor(name, shape, kind(name, shape), made))
-            if apart:
-                continue
+    return {param: [tensor(*each) for each in _made_of(model, param)] for param in _params(source)}
+
+
+_Made = tuple[str, tuple[int, ...], Callable[[np.ndarray], np.ndarray]]
+"""Name at Hugging Face, shape and maker of a tensor."""
+
+
+def _made_of(model: ModelConfig, param: Param) -> Iterator[_Made]:
+    """The tensors that a parameter becomes."""
+    modules: dict[str, list[HfPart]] = {}
+    for part in param.hf:  # those of experts become one tensor
+        if part.experts:
+            yield from _of_paired(param, part)
+        elif _AT in part.name:
+            yield from _delta_tensors(model, param, part)
+        else:
             modules.setdefault(_EXPERT.sub(".experts.", part.name), []).append(part)
-        for module, parts in modules.items():
-            name, shape = name_of(module), stored_shape(param, replace(parts[0], transposed=False))
-            shape = (len(parts), *shape) if module != parts[0].name else shape
-            made = partial(_made, [_rows_of(model, part) for part in parts], len(shape))
-            found[param].append(_Tensor(name, shape, kind(name, shape), made))
-    return found
+    for module, parts in modules.items():
+        shape = stored_shape(param, replace(parts[0], transposed=False))
+        shape = (len(parts), *shape) if module != parts[0].name else shape
+        yield module, shape, partial(_made, [_rows_of(model, part) for part in parts], len(shape))
 
 
-def _of_paired(param: Param, part: HfPart) -> Iterator[tuple[str, tuple[int, ...], Callable]]:
-    """Name, shape (experts, rows of one, ...) and maker of each tensor of paired experts."""
+def _of_paired(param: Param, part: HfPart) -> Iterator[_Made]:
+    """Those of paired experts, (experts, rows of one, ...)."""
     stem, _, last = part.name.removesuffix("_bias").rpartition(".")
     names, end = _TOGETHER[last], "bias" if part.name.endswith("_bias") else "weight"
     shape = (part.experts, -1, len(names), *param.row_shape)
@@ -349,7 +350,7 @@ def _metadata(writer: Any, source: Source, dtype: str) -> None:
             writer.add_expert_shared_feed_forward_length(model.experts.shared_size)
     _positions(writer, model)
     if model.delta is not None:
-        _add_delta(writer, model, in_turns=_kind_of(model).heads_in_turns)
+        _add_delta(writer, model)
     add_vocabulary(gguf, writer, model, source.tokenizer)
 
 
@@ -510,8 +511,6 @@ def _agrees(tensor: _Tensor, rows: np.ndarray, data: np.ndarray) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------
-
-
 # Gated delta nets have the names of state space models there. Orders are those of llama.cpp's
 # converter (conversion/qwen.py): decays are stored as -exp(A_log), Qwen3-Next's products one by
 # one, and value heads of Qwen3.5 in turns, the first one of each key head before all second ones.
@@ -538,7 +537,7 @@ def _attention_every(net: DeltaNet) -> int:
     return [*net.layers, False].index(False) + 1
 
 
-def _add_delta(writer: Any, model: ModelConfig, *, in_turns: bool) -> None:
+def _add_delta(writer: Any, model: ModelConfig) -> None:
     net = model.delta
     writer.add_ssm_conv_kernel(net.taps)
     writer.add_ssm_state_size(net.key_dim)
@@ -546,23 +545,19 @@ def _add_delta(writer: Any, model: ModelConfig, *, in_turns: bool) -> None:
     writer.add_ssm_time_step_rank(net.value_heads)
     writer.add_ssm_inner_size(net.values)
     writer.add_full_attention_interval(_attention_every(net))
-    if in_turns:
+    if _kind_of(model).heads_in_turns:
         writer.add_rope_dimension_sections(_AXES)
 
 
-def _delta_tensors(
-    model: ModelConfig, param: Param, part: HfPart, *, in_turns: bool
-) -> Iterator[tuple[str, tuple[int, ...], Callable[[np.ndarray], np.ndarray]]]:
-    """Name, shape and maker of each tensor that a part of a delta net becomes; none: it is of
-    another half. The names are those that modules have or could have at Hugging Face."""
-    stem, at, own = part.name.partition(_AT)
-    if not at:
-        return
+def _delta_tensors(model: ModelConfig, param: Param, part: HfPart) -> Iterator[_Made]:
+    """Those of a part of a delta net. The names are those that modules have or could have at
+    Hugging Face."""
+    stem, _, own = part.name.partition(_AT)
     net, module, count = model.delta, own.split(".")[0], part.stop - part.start
     of_inputs, of_outputs = (".lora_B." not in own, ".lora_A." not in own)
     columns: Any = slice(None)
     heads = np.arange(net.value_heads)
-    if in_turns:
+    if _kind_of(model).heads_in_turns:
         heads = heads.reshape(net.key_heads, -1).T.ravel()
     channels = (heads[:, None] * net.value_dim + np.arange(net.value_dim)).ravel()
     with_keys = np.concatenate(
@@ -593,4 +588,4 @@ def _delta_tensors(
             return found[:, columns] if found.ndim > 1 else found
 
         width = param.row_shape if part.columns is None else (part.columns,)
-        yield f"{stem}{at}{name}", (len(order), *width), made
+        yield f"{stem}{_AT}{name}", (len(order), *width), made
