@@ -1,6 +1,6 @@
 """How fast the kernels of gated delta nets are, next to what the machine allows and to attention.
 
-    python tools/delta_speed.py --out benchmarks/h200/2026-11-26/h200_delta_kernels.md
+    python tools/delta_speed.py --out benchmarks/h100/2026-11-26/h100_delta_kernels.md
 
 For each model, length of sequences and number of them: every kernel of the delta rule and of what
 is around it in a layer, forward and backward, and the attention of the model's other layers beside

@@ -22,10 +22,10 @@ struct Place {
     int head, key_head, key_heads, value_heads, seq_len, chunks;
 
     __device__ __forceinline__ Place(int head, int seq_len, int key_heads, int value_heads)
-        : Place(head, head / (value_heads / key_heads), seq_len, key_heads, value_heads) {}
-    __device__ __forceinline__ Place(int head, int key_head, int seq_len, int key_heads,
+        : Place(blockIdx.z, head, head * key_heads / value_heads, seq_len, key_heads, value_heads) {}
+    __device__ __forceinline__ Place(int batch, int head, int key_head, int seq_len, int key_heads,
                                      int value_heads)
-        : batch(blockIdx.z), head(head), key_head(key_head), key_heads(key_heads),
+        : batch(batch), head(head), key_head(key_head), key_heads(key_heads),
           value_heads(value_heads), seq_len(seq_len), chunks((seq_len + CHUNK - 1) / CHUNK) {}
     __device__ __forceinline__ i64 token(int t) const { return batch * seq_len + t; }
     __device__ __forceinline__ int columns() const {

@@ -88,16 +88,10 @@ __device__ __forceinline__ void multiply_dot(Gradient& x, const Left<T>& a, B ri
     });
 }
 
-// The sum over a state behind the last chunk and its gradient of their products, this thread's share.
-__device__ __forceinline__ float both_states(const float* state, const T* d_states) {
-    float sum = 0.0f;
-    for (int n = threadIdx.x; n < DK * DV; n += THREADS) {
-        sum = fmaf(state[n % DK * DV + n / DK], to_f32(d_states[n]), sum);
-    }
-    return sum;
-}
-
 constexpr int WIDE = DK > DV ? DK : DV, SQUARE = CHUNK + 8;  // elements of rows in shared memory
+constexpr int AHEAD = STATE_ROWS == 32 ? 1 : 2;  // slices of STATE_ROWS that are loaded before
+// Whether keys, and values of the next head, arrive while others are in use.
+constexpr bool EARLY = COPIED && STATE_ROWS == 32 && DV % 64 == 0;
 
 // F32: the gradient of a token's decay as a sum of what passes it, of which nothing is taken away again:
 // what later tokens read of earlier ones, and of the state in front, and what earlier ones leave behind.
@@ -148,24 +142,31 @@ __device__ __forceinline__ float crossing_of(T* pairs, const float (&front)[2][C
 // What the kernel does, on `memory`.
 __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gates, const T* d_out,
                                           const T* changes, const T* d_changes, const T* states,
-                                          const T* d_states, const float* state, const T* inverse,
-                                          const float* factors, const T* qkv, const float* gates,
-                                          const int* starts, int seq_len, int key_heads,
-                                          int value_heads, int carried) {
-    __shared__ Chunk chunk;
-    __shared__ float lengths[2][CHUNK], dots[COPIED ? 2 : 3][2][CHUNK], of_change[CHUNK], reduced[32];
-    __shared__ float queried[CHUNK];  // products of q and d_q of the heads before
+                                          const T* d_states, const T* inverse, const float* factors,
+                                          const T* qkv, const float* gates, const int* starts,
+                                          int seq_len, int key_heads, int value_heads, int carried) {
+    __shared__ Chunk chunks[2];
+    __shared__ float lengths[2][CHUNK], dots[COPIED ? 1 : 3][2][CHUNK], of_change[CHUNK];
+    __shared__ float of_value[4][CHUNK];
+    __shared__ float reduced[THREADS / 32];
+    __shared__ float queried[CHUNK];  // products of q and d_q of heads before; F32: what crosses a token
     __shared__ Scale<T> by[3][CHUNK];
     enum { OF_KEY, OF_QUERY, OF_REST };  // lengths, by
-    enum Dot { OF_VALUE, DOT_QUERY, OF_BEHIND };
-    T* const rests = reinterpret_cast<T*>(memory);  // (64, DV), first values, then queries
+    enum Dot { DOT_QUERY, IN_FRONT, BEHIND };  // these two: F32
+    T* const rests = reinterpret_cast<T*>(memory);  // (64, DV), then queries; first values, if not EARLY
     T* const squares[2] = {rests + CHUNK * (WIDE + 8), rests + CHUNK * (WIDE + 8 + SQUARE)};
-    T* const big[2] = {squares[1] + CHUNK * SQUARE, squares[1] + CHUNK * (SQUARE + WIDE + 8)};
-    T* const change_memory = big[1] + CHUNK * (WIDE + 8);
-    const int first = blockIdx.x * CHUNK, rows = min(CHUNK, seq_len - first);
+    constexpr int BIG = CHUNK * (WIDE + 8);
+    T* const big = squares[1] + CHUNK * SQUARE;
+    T* const change_memory = big + 2 * BIG;
+    T* const last_slice = change_memory + CHUNK * (DV + 8);  // where values are, if EARLY
+    // Gradients of a head's changes, then slices of states, then keys; what it has beside these.
+    const auto place = [&](int h) { return big + (EARLY ? h % 2 * BIG : 0); };
+    const auto other = [&](int h) { return big + (EARLY ? (h + 1) % 2 * BIG : BIG); };
+    const int index = blockIdx.z;
+    const int first = index * CHUNK, rows = min(CHUNK, seq_len - first);
     const int group = value_heads / key_heads, half = warp_id() % 2, m = 16 * (warp_id() / 2);
     const int i = threadIdx.x, k_column = half * (DK / 2), v_column = half * (DV / 2);
-    const Place of_key(blockIdx.y * group, blockIdx.y, seq_len, key_heads, value_heads);
+    const Place of_key(blockIdx.y, blockIdx.x * group, blockIdx.x, seq_len, key_heads, value_heads);
     const auto begin = [&](i64 row) {
         if constexpr (COPIED) { return Gradient(nullptr, 0, 0); }
         T* const own = d_qkv + row + (i64)m * of_key.columns() + k_column;
@@ -174,58 +175,93 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
     Gradient d_q = begin(of_key.query(first)), d_k = begin(of_key.key(first));
     Tile<T> k, q;
     if (i < CHUNK) { queried[i] = 0.0f; }
+    Tile<T> d_change, change, v, solved;
+    const auto head = [&](int h) {
+        return Place(blockIdx.y, blockIdx.x * group + h, blockIdx.x, seq_len, key_heads, value_heads);
+    };
+    const auto stage_values = [&](int h) {
+        const Place at = head(h);
+        v = stage<CHUNK, DV, THREADS, true>(EARLY ? last_slice : rests, qkv + at.value(first),
+                                      at.columns(), rows);
+    };
+    // A head ahead.
+    const auto stage_changes = [&](int h) {
+        if (h < group) {
+            const i64 from = head(h).of_chunk(index) * CHUNK * DV;
+            d_change = stage<CHUNK, DV, THREADS, true>(place(h), d_changes + from, DV, CHUNK);
+            change = stage<CHUNK, DV, THREADS, true>(change_memory, changes + from, DV, CHUNK);
+            if (EARLY) { stage_values(h); }
+        }
+        cp_async_commit();
+    };
+    const auto stage_solved = [&](int h) {
+        if (h < group) {
+            const i64 from = head(h).of_chunk(index) * CHUNK * CHUNK;
+            solved = stage<CHUNK, CHUNK, THREADS, true>(squares[1], inverse + from, CHUNK, CHUNK);
+        }
+        cp_async_commit();
+    };
+    stage_changes(0);
+    stage_solved(0);
     for (int h = 0; h < group; ++h) {
-        const Place at(blockIdx.y * group + h, blockIdx.y, seq_len, key_heads, value_heads);
-        const i64 of_chunk = at.of_chunk(blockIdx.x);
+        const Place at = head(h);
+        const i64 of_chunk = at.of_chunk(index);
         const int stride = value_heads * DV;
         const T *const S = states + of_chunk * DK * DV, *const dS = d_states + of_chunk * DK * DV;
-        const auto slice_memory = [&](int n) {  // 2 (16, DK); two of three are where d_change was
-            return n % 3 == 2 ? change_memory + CHUNK * (DV + 8) : big[0] + n % 3 * 2 * 16 * (DK + 8);
+        Chunk& chunk = chunks[h % 2];
+        const auto slice_memory = [&](int n) {  // 2 (STATE_ROWS, DK)
+            const int nth = n % (AHEAD + 1);
+            return nth == AHEAD ? last_slice : place(h) + nth * 2 * STATE_ROWS * (DK + 8);
+        };
+        int from = first;
+        const auto stage_keys = [&] {
+            forget(from);  // or addresses would stay in registers from head to head
+            k = stage<CHUNK, DK, THREADS>(other(h + 1), qkv + at.key(from), at.columns(), rows);
         };
         const auto slice = [&](int n) {
             T* const to = slice_memory(n);
-            if (n < DV / 16) {
-                stage<16, DK, THREADS>(to, S + n * 16 * DK, DK, 16);
-                stage<16, DK, THREADS>(to + 16 * (DK + 8), dS + n * 16 * DK, DK, 16);
+            if (n < DV / STATE_ROWS) {
+                const int from = n * STATE_ROWS * DK;
+                stage<STATE_ROWS, DK, THREADS, true>(to, S + from, DK, STATE_ROWS);
+                stage<STATE_ROWS, DK, THREADS, true>(to + STATE_ROWS * (DK + 8), dS + from, DK, STATE_ROWS);
+            } else if (EARLY) {
+                stage_keys();
             }
             cp_async_commit();
         };
-        __syncthreads();
-        const Tile<T> solved = stage<CHUNK, CHUNK, THREADS>(
-            squares[1], inverse + of_chunk * CHUNK * CHUNK, CHUNK, CHUNK);
-        const Tile<T> d_change = stage<CHUNK, DV, THREADS>(
-            big[0], d_changes + of_chunk * CHUNK * DV, DV, CHUNK);
-        const Tile<T> v =
-            stage<CHUNK, DV, THREADS>(rests, qkv + at.value(first), at.columns(), rows);
+        if (!EARLY) { stage_values(h); }
         cp_async_commit();
         const Tile<T> d_o =
-            stage<CHUNK, DV, THREADS>(big[1], d_out + at.out(first), stride, rows);
-        const Tile<T> change =
-            stage<CHUNK, DV, THREADS>(change_memory, changes + of_chunk * CHUNK * DV, DV, CHUNK);
+            stage<CHUNK, DV, THREADS, true>(other(h), d_out + at.out(first), stride, rows);
         cp_async_commit();
-        if (warp_id() == 0) { chunk.read(at, first, gates, starts, carried); }
-        const float* const known = factors + of_factors(at, blockIdx.x) + i;
+        // Each by other warps than the one that still makes gradients of the last head's gates.
+        const float* const known = factors + of_factors(at, index);
+        const int token = i - CHUNK;
         float of_rest = 0.0f;
-        if (i < CHUNK) {
-            const float length = known[KEY_LENGTH * CHUNK];
-            lengths[OF_KEY][i] = length, lengths[OF_QUERY][i] = known[QUERY_LENGTH * CHUNK];
-            by[OF_KEY][i].set(known[TO_KEY * CHUNK]);
-            by[OF_QUERY][i].set(known[FROM_QUERY * CHUNK]);
-            of_rest = -known[FROM_STATE * CHUNK] * length;
+        if (warp_id() == 1) { chunk.read(at, first, gates, starts, carried); }
+        if (token >= 0 && token < CHUNK) {
+            const float length = known[KEY_LENGTH * CHUNK + token];
+            lengths[OF_KEY][token] = length;
+            lengths[OF_QUERY][token] = known[QUERY_LENGTH * CHUNK + token];
+            by[OF_KEY][token].set(known[TO_KEY * CHUNK + token]);
+            by[OF_QUERY][token].set(known[FROM_QUERY * CHUNK + token]);
+            of_rest = -known[FROM_STATE * CHUNK + token] * length;
         }
         cp_async_wait<1>();
         __syncthreads();
-        if (i < CHUNK) { by[OF_REST][i].set(chunk.beta[i] * of_rest); }
-        {
-            const float beta[2] = {chunk.beta[m + lane_row()], chunk.beta[m + lane_row() + 8]};
-            float of_value[2] = {};
-            constexpr int TOGETHER = COPIED && DV % 64 == 0 ? 2 : 1;  // tiles
+        if (token >= 0 && token < CHUNK) { by[OF_REST][token].set(chunk.beta[token] * of_rest); }
+        forget(from);
 #pragma unroll 1
-            for (int c = v_column; c < v_column + DV / 2; c += 16 * TOGETHER) {
+        for (int side = 0; side < 2; ++side) {  // rows that take many products, then such that take few
+            const int row = side ? CHUNK - 16 - m : m;
+            float dot[2] = {};
+            constexpr int TOGETHER = COPIED && DV % 64 == 0 ? 2 : 1, STEP = 16 * TOGETHER;  // tiles
+#pragma unroll 1
+            for (int c = v_column + side * STEP; c < v_column + DV / 2; c += 2 * STEP) {
                 Sums d_rest[TOGETHER] = {};
 #pragma unroll 1
-                for (int n = m; n < CHUNK; n += 16) {
-                    const Left<T> a = left<true>(solved, m, n);
+                for (int n = row; n < CHUNK; n += 16) {
+                    const Left<T> a = left<true>(solved, row, n);
 #pragma unroll
                     for (int t = 0; t < TOGETHER; ++t) {
                         multiply(d_rest[t], a, right<false>(d_change, n, c + 16 * t));
@@ -234,23 +270,34 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
 #pragma unroll
                 for (int t = 0; t < TOGETHER; ++t) {
                     const int column = c + 16 * t;
-                    add_dots(of_value, d_rest[t], left<false>(v, m, column));
-                    __syncwarp();  // values have been read
-                    put_tile<false>(rests, DV + 8, m, column, d_rest[t]);
+                    add_dots(dot, d_rest[t], left<false>(v, row, column));
+                    if (!EARLY) { __syncwarp(); }  // values have been read
+                    put_tile<false>(rests, DV + 8, row, column, d_rest[t]);
 #pragma unroll
-                    for (int n = 0; n < 8; ++n) { d_rest[t][n / 4][n % 4] *= beta[n / 2 % 2]; }
-                    put(d_qkv + at.value(first) + (i64)m * at.columns() + column, at.columns(),
-                        rows - m, d_rest[t]);
+                    for (int n = 0; n < 8; ++n) {
+                        d_rest[t][n / 4][n % 4] *= chunk.beta[row + lane_row() + n / 2 % 2 * 8];
+                    }
+                    put(d_qkv + at.value(from + row) + column, at.columns(), rows - row, d_rest[t]);
                 }
             }
-            put_dots(dots[OF_VALUE][half] + m, of_value);
+            put_dots(of_value[2 * side + half] + row, dot);
         }
+        // The products of the gradient of the state behind with that state, this thread's share. That state
+        // is the one in front, decayed, and what changes add; F32: only the first of both.
+        float both = 0.0f;
+        const int seen = chunk.begin[CHUNK - 1];  // the first token that the state behind sees
+        if (COPIED) {  // of changes with all of their gradients, from which that of scores is taken below
+            Sums products = {};
+#pragma unroll
+            for (int c = v_column; c < v_column + DV / 2; c += 16) {
+                multiply(products, left<false>(change, m, c), right<true>(d_change, c, m));
+            }
+            each_diagonal(products, [&](int r, float x) { both += m + r >= seen ? x : 0.0f; });
+        }
+        cp_async_wait<0>();
         __syncthreads();
         const Tile<T> rest = {rests, DV + 8, CHUNK};
-        slice(0);
-        slice(1);
-        cp_async_wait<2>();
-        __syncthreads();
+        for (int n = 0; n < AHEAD; ++n) { slice(n); }
         {
 #pragma unroll 1
             for (int c = 32 * half; c < 32 * half + 32 && c <= m; c += 16) {
@@ -262,9 +309,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
                     multiply(by_system, left<false>(rest, m, n), x);
                 }
                 if (c == m) {
-                    each_sum(by_system, m, c, [&](int row, int column, float x) {
-                        if (row == column) { of_change[row] = x; }
-                    });
+                    each_diagonal(by_system, [&](int r, float x) { of_change[m + r] = x; });
                 }
                 scale_pairs(by_system, by_scores, chunk, -1.0f, lengths[OF_KEY], lengths[OF_QUERY], m,
                             c);
@@ -272,27 +317,24 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
                 put_tile<false>(squares[1], SQUARE, m, c, by_system);
             }
         }
-        const bool last = blockIdx.x == at.chunks - 1;
-        // Products of the gradient of the state behind with that state, which is read a turn ahead; F32:
-        // with the one in front.
-        float both = 0.0f, from_front[2] = {}, to_behind[2] = {};
-        const bool reads = COPIED && !last && i * Vec<T>::N < 16 * DK;
-        const auto next = [&](int n) { return pack(load_vec(S + (DV + n * 16) * DK + i * Vec<T>::N)); };
-        uint4 behind;
-        if (reads) { behind = next(0); }
+        float from_front[2] = {}, to_behind[2] = {};
+        Sums products = {};  // of 16 of v with each other, 16 channels of keys in a warp
         if constexpr (!COPIED) {
             k = {qkv + at.key(first), at.columns(), rows};
             q = {qkv + at.query(first), at.columns(), rows};
         }
 #pragma unroll 1
         for (int n = 0; n < DV / 16; ++n) {
-            cp_async_wait<1>();
-            __syncthreads();
-            slice(n + 2);
-            const T* const here = slice_memory(n);
+            constexpr int TURNS = STATE_ROWS / 16;  // of a slice
+            if (n % TURNS == 0) {
+                cp_async_wait<AHEAD - 1>();
+                __syncthreads();
+                slice(n / TURNS + AHEAD);
+            }
+            const T* const here = slice_memory(n / TURNS) + n % TURNS * 16 * (DK + 8);
             const int pitch = COPIED ? DK + 8 : DK;
             const Tile<T> s = {COPIED ? here : S + n * 16 * DK, pitch, 16};
-            const Tile<T> d_s = {COPIED ? here + 16 * (DK + 8) : dS + n * 16 * DK, pitch, 16};
+            const Tile<T> d_s = {COPIED ? here + STATE_ROWS * (DK + 8) : dS + n * 16 * DK, pitch, 16};
             const auto scaled = [&](const Tile<T>& tile, int what) {
                 const Scale<T>* const of = by[what] + m + lane_row();
                 return times_rows(left<false>(tile, m, 16 * n), of[0], of[8]);
@@ -310,93 +352,121 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
                 multiply_dot(d_q, of_o(), of_s, q, m, k_column, from_front);
                 multiply_dot(d_k, of_r(), of_s, k, m, k_column, from_front);
             }
-            const auto add_both = [&](const Vec<T>& x, int element) {
-                const Vec<T> y = load_vec(d_s.at + element / DK * pitch + element % DK);
-#pragma unroll
-                for (int e = 0; e < Vec<T>::N; ++e) { both = fmaf(to_f32(x[e]), to_f32(y[e]), both); }
-            };
-            if (reads) {
-                add_both(unpack<T>(behind), i * Vec<T>::N);
-                if (n + 1 < DV / 16) { behind = next(n + 1); }
+            if (COPIED && warp_id() * 16 < DK) {
+                multiply(products, left<false>(s, 0, warp_id() * 16),
+                         right<true>(d_s, warp_id() * 16, 0));
             }
-            for (int e = i * Vec<T>::N; !COPIED && e < 16 * DK; e += THREADS * Vec<T>::N) {
-                add_both(load_vec(s.at + e), e);
+            for (int e = i; !COPIED && e < 16 * DK; e += THREADS) {
+                both = fmaf(to_f32(s.at[e]), to_f32(d_s.at[e]), both);
             }
         }
-        float crossing = 0.0f;
         if constexpr (!COPIED) {
-            put_dots(dots[OF_VALUE][half] + m, from_front);
-            put_dots(dots[OF_BEHIND][half] + m, to_behind);
-            put_pairs(big[0], squares, q, k, m, 32 * half);
+            put_dots(dots[IN_FRONT][half] + m, from_front);
+            put_dots(dots[BEHIND][half] + m, to_behind);
+            put_pairs(big, squares, q, k, m, 32 * half);
             __syncthreads();
-            crossing = crossing_of(big[0], dots[OF_VALUE], dots[OF_BEHIND]);
-            both *= known[FROM_STATE * CHUNK + CHUNK - 1 - i];
+            const float crossing = crossing_of(big, dots[IN_FRONT], dots[BEHIND]);
+            if (i < CHUNK) { queried[i] = crossing; }
         }
-        __syncthreads();
-        int from = first;
-        forget(from);  // or addresses would stay in registers from head to head
-        k = stage<CHUNK, DK, THREADS>(big[1], qkv + at.key(from), at.columns(), rows);
-        q = stage<CHUNK, DK, THREADS>(rests, qkv + at.query(from), at.columns(), rows);
-        cp_async_commit();
-        if (COPIED && last && state) { both = both_states(state + at.of_head() * DK * DV, dS); }
-        const float of_last = block_sum(both, reduced);
+        const float whole = known[FROM_STATE * CHUNK + CHUNK - 1];
+        if (COPIED) {
+            each_diagonal(products, [&](int, float x) { both = fmaf(x, whole, both); });
+        } else {
+            both *= whole;
+        }
         cp_async_wait<0>();
         __syncthreads();
+        if (!EARLY) { stage_keys(); }
+        cp_async_commit();
+        forget(from);
+        q = stage<CHUNK, DK, THREADS>(rests, qkv + at.query(from), at.columns(), rows);
+        cp_async_commit();
+        stage_changes(h + 1);
+        if (!EARLY) {
+            cp_async_wait<2>();
+            __syncthreads();
+        }
         const Tile<T> scores = {squares[0], SQUARE, CHUNK}, system = {squares[1], SQUARE, CHUNK};
-#pragma unroll 1
-        for (int n = 0; n <= m; n += 16) {
-            multiply_both(
-                d_q, [&] { return left<false>(scores, m, n); },  //
-                d_k, [&] { return left<false>(system, m, n); },
-                [&](int c) { return right<false>(k, n, k_column + 16 * c); });
-        }
-#pragma unroll 1
-        for (int n = m; n < CHUNK; n += 16) {
-            const Left<T> a = left<true>(scores, m, n);
-            d_k.each([&](int c, Sums& sums) {
-                multiply(sums, a, right<false>(q, n, k_column + 16 * c));
+        // 16 rows of sums take as many products in both parts, wherever they are.
+        const auto add = [&](Gradient& to, const Left<T>& a, const Tile<T>& rows, int n) {
+            to.each([&](int c, Sums& sums) {
+                multiply(sums, a, right<false>(rows, n, k_column + 16 * c));
             });
-            const Left<T> b = left<true>(system, m, n);
-            d_k.each([&](int c, Sums& sums) {
-                multiply(sums, b, right<false>(k, n, k_column + 16 * c));
+        };
+#pragma unroll 1
+        for (int n = 0; n <= m; n += 16) { add(d_k, left<false>(system, m, n), k, n); }
+#pragma unroll 1
+        for (int n = m; n < CHUNK; n += 16) { add(d_k, left<true>(system, m, n), k, n); }
+        cp_async_wait<1>();
+        __syncthreads();
+        stage_solved(h + 1);
+        const auto with_queries = [&](float (&dot)[2]) {
+            d_q.each([&](int c, Sums& sums) {
+                add_dots(dot, sums, left<false>(q, m, k_column + 16 * c));
             });
+        };
+        float before[2] = {}, of_q[2] = {};
+        if (COPIED) { with_queries(before); }
+#pragma unroll 1
+        for (int n = 0; n <= m; n += 16) { add(d_q, left<false>(scores, m, n), k, n); }
+#pragma unroll 1
+        for (int n = m; n < CHUNK; n += 16) { add(d_k, left<true>(scores, m, n), q, n); }
+        with_queries(of_q);
+        if (COPIED) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                if (m + lane_row() + 8 * r >= seen) { both += before[r] - of_q[r]; }
+            }
         }
-        float of_q[2] = {};
-        d_q.each([&](int c, Sums& sums) {
-            add_dots(of_q, sums, left<false>(q, m, k_column + 16 * c));
-        });
+        if (index == at.chunks - 1 && !carried) { both = 0.0f; }  // no gradient comes from behind
+        both = warp_sum(both);
+        if (i % 32 == 0) { reduced[i / 32] = both; }
         put_dots(dots[DOT_QUERY][half] + m, of_q);
         __syncthreads();
-        // The gradient of the sum of decays up to token i, and of all those behind it that have it.
-        float total = 0.0f;
-        if (i < CHUNK) {
-            const float now = dots[DOT_QUERY][0][i] + dots[DOT_QUERY][1][i];
-            const float of_value = dots[OF_VALUE][0][i] + dots[OF_VALUE][1][i];
-            total = now - queried[i] - chunk.beta[i] * of_value + (i == CHUNK - 1 ? of_last : 0.0f);
-            queried[i] = now;
+        // The gradient of the sum of decays up to a token, and of all those behind it that have it. One warp
+        // makes them, and the others go on to the next head.
+        if (warp_id() == 0) {
+            float of_last = 0.0f, of_second = 0.0f;  // that of token 32
 #pragma unroll
-            for (int n = 1; COPIED && n < 32; n *= 2) {
-                const float behind = __shfl_down_sync(0xFFFFFFFFu, total, n);
-                if (i % 32 + n < 32 && chunk.begin[i + n] <= i) { total += behind; }
+            for (int w = 0; w < THREADS / 32; ++w) { of_last += reduced[w]; }
+#pragma unroll
+            for (int part = 1; part >= 0; --part) {
+                const int t = i + 32 * part;
+                float total = queried[t] + of_last;
+                if constexpr (COPIED) {
+                    const float now = dots[DOT_QUERY][0][t] + dots[DOT_QUERY][1][t];
+                    float of_values = 0.0f;
+#pragma unroll
+                    for (int n = 0; n < 4; ++n) { of_values += of_value[n][t]; }
+                    total = now - queried[t] - chunk.beta[t] * of_values;
+                    total += t == CHUNK - 1 ? of_last : 0.0f;
+                    queried[t] = now;
+#pragma unroll
+                    for (int n = 1; n < 32; n *= 2) {
+                        const float behind = __shfl_down_sync(0xFFFFFFFFu, total, n);
+                        if (i + n < 32 && chunk.begin[t + n] <= t) { total += behind; }
+                    }
+                    if (part == 0 && chunk.begin[32] <= t) { total += of_second; }
+                    of_second = from_lane(total, 0);
+                }
+                if (t < rows) {
+                    const float beta = chunk.beta[t];
+                    float* const to = d_gates + at.gate(first + t);
+                    to[0] = chunk.begin[t] == t ? 0.0f : total;
+                    const float by_beta = COPIED ? __fdividef(of_change[t], beta) : of_change[t] / beta;
+                    to[value_heads] = beta > 0.0f ? by_beta : 0.0f;
+                }
             }
-            if (i == 32) { reduced[0] = total; }
-        }
-        __syncthreads();
-        if (i < rows) {
-            if (i < 32 && chunk.begin[32] <= i) { total += reduced[0]; }
-            if (!COPIED) { total = crossing + of_last; }
-            const float beta = chunk.beta[i];
-            d_gates[at.gate(first + i)] = chunk.begin[i] == i ? 0.0f : total;
-            d_gates[at.gate(first + i) + value_heads] = beta > 0.0f ? of_change[i] / beta : 0.0f;
         }
     }
+    auto& key_dots = *reinterpret_cast<float (*)[2][CHUNK]>(squares[0]);
     float of_k[2] = {};
     d_k.each([&](int c, Sums& sums) {
         add_dots(of_k, sums, left<false>(k, m, k_column + 16 * c));
     });
-    put_dots(dots[OF_VALUE][half] + m, of_k);
+    put_dots(key_dots[half] + m, of_k);
     __syncthreads();
-    const Place at(blockIdx.y * group, blockIdx.y, seq_len, key_heads, value_heads);
+    const Place at = head(0);
     T* const own = d_qkv + (i64)m * at.columns() + k_column;
     const auto finish = [&](Gradient& gradient, const Tile<T>& of, const float (&dot)[2][CHUNK],
                             const float* length, float scale, T* to) {
@@ -419,5 +489,5 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
         });
     };
     finish(d_q, q, dots[DOT_QUERY], lengths[OF_QUERY], sqrtf((float)DK), own + at.query(first));
-    finish(d_k, k, dots[OF_VALUE], lengths[OF_KEY], 1.0f, own + at.key(first));
+    finish(d_k, k, key_dots, lengths[OF_KEY], 1.0f, own + at.key(first));
 }

@@ -20,13 +20,15 @@
 // Data     qkv, d_qkv: T (B, seq_len, 2 Hk DK + Hv DV), query, then key, then value heads; value
 //          head h has the keys of head h * Hk / Hv. out, d_out: T (B, seq_len, Hv DV). gates,
 //          d_gates: F32 (B, seq_len, 2, Hv), decays (logarithms), betas. Of each chunk, T (B, Hv,
-//          chunks, ..): inverse, scores (64, 64); u, changes, d_changes (64, DV); w (64, DK);
+//          chunks, ..): inverse (64, 64), whose blocks of 16 x 16 above the diagonal are nothing;
+//          scores (64, 64); u, changes, d_changes (64, DV); w (64, DK);
 //          states, d_states (DV, DK); and F32 factors (6, 64), named in delta_chunk.cuh. state,
 //          d_state: F32 (B, Hv, DK, DV) or null, read and overwritten. starts: I32 (B, seq_len), the
 //          first position of each one's document, or null: then all see the state if carried.
-// Launch   dynamic shared memory as llmq/ops/delta_rule.py says, less than 100 KB but on Hopper. prepare:
-//          256 threads, grid (chunks, Hv, B); gradients: 256 threads, grid (chunks, Hk, B), over the
-//          value heads of each key; scan, states, scan_backward: two threads for each of 64 columns
+// Launch   dynamic shared memory as llmq/ops/delta_rule.py says, less than 100 KB but where there is
+//          more. prepare: 256 threads, grid (Hv, B, chunks), from the last chunk on; gradients: 256
+//          threads, grid (Hk, B, chunks), over the value heads of each key: L2 still has what scans
+//          begin with, or wrote last. scan, states, scan_backward: two threads for each of 64 columns
 //          of v, or 32 if DV is no multiple of 64, grid (DV / 64, Hv, B); recurrence: 128 threads,
 //          grid (DV / 32, Hv, B). A warp of a scan has 16 columns of v of a state in registers, F32,
 //          transposed: as the left factor of its next product it is rounded to T there, and no warp
@@ -50,15 +52,17 @@ constexpr float EPS = 1e-6f;  // of lengths of queries and keys
 
 __device__ __forceinline__ float query_scale() { return 1.0f / sqrtf((float)DK); }
 
-// (1 + system)^-1 in the place of system, of which what is below the diagonal is read; above it, blocks of
-// 16 stay as they are. Blocks of the diagonal by substitution, those below by products: of two neighbours
-// (a, 0; x, b) the third is -b x a.
+// (1 + system)^-1 in the place of system, of which what is below the diagonal is read; but of the last 32
+// rows, the first 32 columns come to where the first rows have their last ones (solved_at). Blocks of
+// the diagonal by substitution, those below by products: of two neighbours (a, 0; x, b) the third is -b x
+// a. All threads call it, and wait for each other afterwards.
 __device__ __forceinline__ void invert(float* system) {
     constexpr bool EXACT = sizeof(T) == 4;
     const int warp = warp_id(), column = lane_id() % 16;
     const Tile<float, true> tile = {system, SYSTEM, CHUNK};
-    if (warp < 4) {  // a column each
-        float* const block = system + warp * 16 * (SYSTEM + 1);
+    if (warp < 2) {  // two blocks of the diagonal, a column in each lane, and the one below
+        const int from = warp * 32, row = from + 16;
+        float* const block = system + (from + lane_id() / 16 * 16) * (SYSTEM + 1);
         float x[16];
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
@@ -70,21 +74,17 @@ __device__ __forceinline__ void invert(float* system) {
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < 16; ++i) { block[i * SYSTEM + column] = x[i]; }
-    }
-    __syncthreads();
-    if (warp < 2) {
-        const int row = warp * 32 + 16, column = warp * 32;
-        Sums x = {}, y = {};
-        multiply<EXACT>(x, left<false>(tile, row, row), right<false>(tile, row, column));
-        multiply<EXACT>(y, negative(to_left<float>(x)), right<false>(tile, column, column));
         __syncwarp();
-        put_tile<false>(system, SYSTEM, row, column, y);
+        Sums of = {}, y = {};
+        multiply<EXACT>(of, left<false>(tile, row, row), right<false>(tile, row, from));
+        multiply<EXACT>(y, negative(to_left<float>(of)), right<false>(tile, from, from));
+        __syncwarp();
+        put_tile<false>(system, SYSTEM, row, from, y);
     }
     __syncthreads();
-    Sums y = {};
-    const int row = 32 + warp / 2 * 16, side = warp % 2;
     if (warp < 4) {
-        Sums x[2] = {};
+        const int row = 32 + warp / 2 * 16, side = warp % 2;
+        Sums x[2] = {}, y = {};
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             if (k > warp / 2) { continue; }  // above the diagonal
@@ -100,26 +100,29 @@ __device__ __forceinline__ void invert(float* system) {
             const Right<float> b = right<false>(tile, 16 * k, 16 * side);
             multiply<EXACT>(y, negative(to_left<float>(x[k])), b);
         }
+        put_tile<false>(system, SYSTEM, row - 32, 32 + 16 * side, y);
     }
-    __syncthreads();  // what y takes the place of has been read
-    if (warp < 4) { put_tile<false>(system, SYSTEM, row, 16 * side, y); }
-    __syncthreads();
+}
+__device__ __forceinline__ const float* solved_at(const float* solved, int row, int column) {
+    const bool moved = row >= 32 && column < 32;
+    return solved + row * SYSTEM + column + (moved ? 32 - 32 * SYSTEM : 0);
 }
 
-// To 64 rows of WIDTH: solved, its columns times factors, times a tile. A warp has 16 rows of a half.
+// To 64 rows of WIDTH: solved, its columns times factors, times a tile. A warp has a half of 16
+// rows, from 16 m on.
 template <int WIDTH>
 __device__ __forceinline__ void apply(T* to, const float* solved, const Tile<T>& tile,
-                                      const float* factors) {
-    const int m = warp_id() / 2, column = warp_id() % 2 * (WIDTH / 2);
+                                      const float* factors, int m) {
+    const int column = warp_id() % 2 * (WIDTH / 2);
     Sums sums[WIDTH / 32] = {};
 #pragma unroll 1
     for (int k = 0; k <= m; ++k) {
+        const float* const from = solved_at(solved, 16 * m, 16 * k) + lane_row() * SYSTEM + lane_column();
         Left<T> a;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int row = 16 * m + lane_row() + i % 2 * 8;
-            const int inner = 16 * k + lane_column() + i / 2 * 8;
-            const float2 x = load_two(solved + row * SYSTEM + inner), f = load_two(factors + inner);
+            const float2 x = load_two(from + i % 2 * 8 * SYSTEM + i / 2 * 8);
+            const float2 f = load_two(factors + 16 * k + lane_column() + i / 2 * 8);
             a.set(i, x.x * f.x, x.y * f.y);
         }
 #pragma unroll
@@ -145,31 +148,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREPARE_BLOCKS)
     float* const system = reinterpret_cast<float*>(memory);
     T* const k_memory = reinterpret_cast<T*>(system + CHUNK * SYSTEM);
     T* const rests = k_memory + CHUNK * (DK + 8);  // first queries, then values
-    const int first = blockIdx.x * CHUNK, rows = min(CHUNK, seq_len - first), i = threadIdx.x;
+    const int index = gridDim.z - 1 - blockIdx.z;
+    const int first = index * CHUNK, rows = min(CHUNK, seq_len - first), i = threadIdx.x;
     const int m = warp_id() / 2 * 16, column = warp_id() % 2 * 32;
-    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
+    const Place at(blockIdx.y, blockIdx.x, blockIdx.x * key_heads / value_heads, seq_len, key_heads,
+                   value_heads);
     const int columns = at.columns();
-    const i64 of_chunk = at.of_chunk(blockIdx.x);
+    const i64 of_chunk = at.of_chunk(index);
     const Tile<T> k = stage<CHUNK, DK, THREADS>(k_memory, qkv + at.key(first), columns, rows);
     const Tile<T> q = stage<CHUNK, DK, THREADS>(rests, qkv + at.query(first), columns, rows);
     cp_async_commit();
     if (warp_id() == 0) { chunk.read(at, first, gates, starts, carried); }
     cp_async_wait<0>();
     __syncthreads();
-    const auto put_length = [&](float* lengths, Sums& squares, float scale) {
-        each_sum(squares, m, m, [&](int r, int c, float x) { if (r == c) { lengths[r] = x; } });
-        __syncwarp();
-        if (lane_id() < 16) { lengths[m + lane_id()] = scale / sqrtf(lengths[m + lane_id()] + EPS); }
+    const auto put_lengths = [&](float* to, const Sums& squares, float scale) {
+        each_diagonal(squares, [&](int r, float x) {
+            to[r] = sizeof(T) == 2 ? scale * rsqrtf(x + EPS) : scale / sqrtf(x + EPS);
+        });
     };
-    if (column) {  // these warps have less to do below
-        Sums qq = {};
-#pragma unroll 2
-        for (int d = 0; d < DK; d += 16) { multiply(qq, left<false>(q, m, d), right<true>(q, d, m)); }
-        put_length(q_length, qq, query_scale());
-    }
     Sums kk[2] = {}, qk[2] = {};
 #pragma unroll 1
-    for (int d = 0; d < DK; d += 16) {
+    for (int row = m; column > m && row < CHUNK; row += CHUNK / 2) {  // two warps are above the diagonal
+        Sums qq = {};
+#pragma unroll 2
+        for (int d = 0; d < DK; d += 16) {
+            const Left<T> query = left<false>(q, row, d);
+            multiply(qq, query, turned(query));
+        }
+        put_lengths(q_length + row, qq, query_scale());
+    }
+#pragma unroll 2
+    for (int d = 0; d < DK && column <= m; d += 16) {
         const Left<T> key = left<false>(k, m, d), query = left<false>(q, m, d);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -181,23 +190,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREPARE_BLOCKS)
     }
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-        if (column + 16 * n == m) { put_length(k_length, kk[n], 1.0f); }
+        if (column + 16 * n == m) { put_lengths(k_length + m, kk[n], 1.0f); }
     }
     __syncthreads();
     const Tile<T> v = stage<CHUNK, DV, THREADS>(rests, qkv + at.value(first), columns, rows);
     cp_async_commit();
-    if (i < CHUNK) {
-        const float sum = chunk.sums[i];
-        const float from_state = chunk.begin[i] < 0 ? exponential(sum) : 0.0f;
-        float* const to = factors + of_factors(at, blockIdx.x) + i;
-        of_w[i] = chunk.beta[i] * (from_state * k_length[i]);
-        to[TO_KEY * CHUNK] = chunk.decays(CHUNK - 1, i) * k_length[i];
-        to[FROM_QUERY * CHUNK] = from_state * q_length[i];
-        to[SUMS * CHUNK] = sum;
-        to[FROM_STATE * CHUNK] = from_state;
-        to[KEY_LENGTH * CHUNK] = k_length[i];
-        to[QUERY_LENGTH * CHUNK] = q_length[i];
-    }
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
         const int c = column + 16 * n;
@@ -208,22 +205,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREPARE_BLOCKS)
         if (scores) { put(scores + (of_chunk * CHUNK + m) * CHUNK + c, CHUNK, 16, qk[n]); }
     }
     __syncthreads();
+    if (i >= THREADS - CHUNK) {  // by warps that do not invert
+        const int t = i - (THREADS - CHUNK);
+        const float sum = chunk.sums[t];
+        const float from_state = chunk.begin[t] < 0 ? exponential(sum) : 0.0f;
+        float* const to = factors + of_factors(at, index) + t;
+        of_w[t] = chunk.beta[t] * (from_state * k_length[t]);
+        to[TO_KEY * CHUNK] = chunk.decays(CHUNK - 1, t) * k_length[t];
+        to[FROM_QUERY * CHUNK] = from_state * q_length[t];
+        to[SUMS * CHUNK] = sum;
+        to[FROM_STATE * CHUNK] = from_state;
+        to[KEY_LENGTH * CHUNK] = k_length[t];
+        to[QUERY_LENGTH * CHUNK] = q_length[t];
+    }
     invert(system);
     cp_async_wait<0>();
     __syncthreads();
-    apply<DV>(u + of_chunk * CHUNK * DV, system, v, chunk.beta);
-    apply<DK>(w + of_chunk * CHUNK * DK, system, k, of_w);
+    // Rows that take many products in one of both take few in the other.
+    apply<DV>(u + of_chunk * CHUNK * DV, system, v, chunk.beta, m / 16);
+    apply<DK>(w + of_chunk * CHUNK * DK, system, k, of_w, 3 - m / 16);
     if (inverse) {
         T* const to = inverse + of_chunk * CHUNK * CHUNK;
         for (int n = Vec<T>::N * i; n < CHUNK * CHUNK; n += Vec<T>::N * THREADS) {
             const int row = n / CHUNK, c = n % CHUNK;
-            Vec<T> x = {};
-            if (c / 16 <= row / 16) {
+            if (c / 16 > row / 16) { continue; }  // nobody reads these
+            Vec<T> x;
 #pragma unroll
-                for (int e = 0; e < Vec<T>::N; e += 2) {
-                    const float2 two = load_two(system + row * SYSTEM + c + e);
-                    x.set_two(e, two.x, two.y);
-                }
+            for (int e = 0; e < Vec<T>::N; e += 2) {
+                const float2 two = load_two(solved_at(system, row, c) + e);
+                x.set_two(e, two.x, two.y);
             }
             store_vec(to + n, x);
         }
@@ -370,14 +380,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, GRADIENT_BLOCKS)
     delta_rule_gradients(T* __restrict__ d_qkv, float* __restrict__ d_gates,
                          const T* __restrict__ d_out, const T* __restrict__ changes,
                          const T* __restrict__ d_changes, const T* __restrict__ states,
-                         const T* __restrict__ d_states, const float* __restrict__ state,
-                         const T* __restrict__ inverse, const float* __restrict__ factors,
-                         const T* __restrict__ qkv, const float* __restrict__ gates,
-                         const int* __restrict__ starts, int seq_len, int key_heads,
-                         int value_heads, int carried) {
+                         const T* __restrict__ d_states, const T* __restrict__ inverse,
+                         const float* __restrict__ factors, const T* __restrict__ qkv,
+                         const float* __restrict__ gates, const int* __restrict__ starts,
+                         int seq_len, int key_heads, int value_heads, int carried) {
     extern __shared__ uint4 memory[];
-    gradients(memory, d_qkv, d_gates, d_out, changes, d_changes, states, d_states, state, inverse,
-              factors, qkv, gates, starts, seq_len, key_heads, value_heads, carried);
+    gradients(memory, d_qkv, d_gates, d_out, changes, d_changes, states, d_states, inverse, factors,
+              qkv, gates, starts, seq_len, key_heads, value_heads, carried);
 }
 
 constexpr int RECURRENCE_THREADS = 128, PARTS = RECURRENCE_THREADS / 32;

@@ -125,6 +125,11 @@ __device__ __forceinline__ Right<float> right(const Tile<float, WHOLE>& tile, in
     return b;
 }
 
+// Rows as columns, of as many inner indices.
+template <class E> __device__ __forceinline__ Right<E> turned(const Left<E>& a) {
+    return {{a.r[0], a.r[2], a.r[1], a.r[3]}};
+}
+
 // Sums of 16 rows and 16 columns: of each half of the columns, the elements of m16n8k16's D.
 using Sums = float[2][4];
 
@@ -135,6 +140,14 @@ __device__ __forceinline__ void each_sum(Sums& sums, int row, int column, Use us
     for (int i = 0; i < 8; ++i) {
         use(row + lane_row() + i / 2 % 2 * 8, column + i / 4 * 8 + lane_column() + i % 2,
             sums[i / 4][i % 4]);
+    }
+}
+// Calls use(row, element) for this thread's part of the diagonal.
+template <class Use> __device__ __forceinline__ void each_diagonal(const Sums& sums, Use use) {
+    if (lane_id() % 4 != lane_row() / 2) { return; }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        use(lane_row() + 8 * r, lane_row() % 2 ? sums[r][2 * r + 1] : sums[r][2 * r]);
     }
 }
 __device__ __forceinline__ void multiply_by(Sums& sums, float factor) {
@@ -294,8 +307,8 @@ __device__ __forceinline__ Left<E> times_inner(const Left<E>& a, const float2 (&
 }
 
 // Start copying a tile of ROWS x COLUMNS to shared memory, by all THREADS; rows from `rows` on become
-// zeros, the first one is there. The tile. F32: nothing is copied.
-template <int ROWS, int COLUMNS, int THREADS>
+// zeros, the first one is there. The tile. F32: nothing is copied. ONCE: nobody reads it again.
+template <int ROWS, int COLUMNS, int THREADS, bool ONCE = false>
 __device__ __forceinline__ Tile<bf16> stage(void* memory, const bf16* from, int pitch, int rows) {
     constexpr int UNITS = COLUMNS / 8, STEP = THREADS / UNITS;  // rows at once
     constexpr bool EVEN = THREADS % UNITS == 0 && ROWS % STEP == 0;
@@ -308,7 +321,7 @@ __device__ __forceinline__ Tile<bf16> stage(void* memory, const bf16* from, int 
 #pragma unroll 4
     for (int n = 0; n < (ROWS + STEP - 1) / STEP; ++n) {
         if (EVEN || (thread < STEP * UNITS && row < ROWS)) {
-            cp_async_16(to, source, row < rows);
+            cp_async_16<ONCE>(to, source, row < rows);
         }
         row += STEP;
         to += STEP * (COLUMNS + 8) * 2;
@@ -316,7 +329,7 @@ __device__ __forceinline__ Tile<bf16> stage(void* memory, const bf16* from, int 
     }
     return {reinterpret_cast<const bf16*>(memory), COLUMNS + 8, ROWS};
 }
-template <int ROWS, int COLUMNS, int THREADS>
+template <int ROWS, int COLUMNS, int THREADS, bool ONCE = false>
 __device__ __forceinline__ Tile<float> stage(void* memory, const float* from, int pitch, int rows) {
     return {from, pitch, rows};
 }

@@ -142,11 +142,22 @@ __device__ __forceinline__ void mma_m16n8k32_half(unsigned int (&d)[2], const un
 }
 
 // Copy 16 bytes from global to shared memory in the background, past L1; zeros if not valid (the
-// address must then still be one that may be read). Both 16-byte aligned.
+// address must then still be one that may be read). Both 16-byte aligned. ONCE: nobody reads it again, so
+// that L2 keeps others.
+template <bool ONCE = false>
 __device__ __forceinline__ void cp_async_16(SharedAddress to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
-                 "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0)
-                 : "memory");
+    const auto source = __cvta_generic_to_global(from);
+    if constexpr (ONCE) {
+        asm volatile(
+            "{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
+            "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, first; }" ::"r"(to),
+            "l"(source), "r"(valid ? 16 : 0)
+            : "memory");
+    } else {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(source),
+                     "r"(valid ? 16 : 0)
+                     : "memory");
+    }
 }
 
 // The same through L1, for BYTES = 4, 8, or 16 bytes, aligned to that.

@@ -41,8 +41,8 @@ GRADIENTS = Kernel(
     FILE,
     "delta_rule_gradients",
     args="T* d_qkv, f32* d_gates, const T* d_out, const T* changes, const T* d_changes, "
-    "const T* states, const T* d_states, const f32*? state, const T* inverse, "
-    f"const f32* factors, const T* qkv, const f32* gates, const i32*? starts, {SIZES}, i32 carried",
+    "const T* states, const T* d_states, const T* inverse, const f32* factors, const T* qkv, "
+    f"const f32* gates, const i32*? starts, {SIZES}, i32 carried",
 )
 RECURRENCE = Kernel(
     FILE,
@@ -133,6 +133,9 @@ class _Call:
         self.dtype, self.carried = qkv.dtype, int(state is not None)
         self.chunks = ceil_div(T, CHUNK)
         self.slice = 32 if DV % 64 else 64  # columns of values in a block of a scan
+        # That gradients load at once, as shared memory permits.
+        self.state_rows = 32 if dev.spec.capability in (90, 100) else 16
+        self.consts = {"DK": DK, "DV": DV, "STATE_ROWS": self.state_rows}
         self.sizes = (T, Hk, Hv)
 
     @contextmanager
@@ -163,12 +166,11 @@ class _Call:
         cost = delta_cost(
             kernel, self.dtype, flops, (self.T, self.heads.DK, self.B * self.heads.Hv)
         )
-        consts = {"DK": self.heads.DK, "DV": self.heads.DV}
-        self.dev.launch(kernel, grid, threads, args, consts=consts, smem=shared, cost=cost)
+        self.dev.launch(kernel, grid, threads, args, consts=self.consts, smem=shared, cost=cost)
 
     def each_chunk(self, kernel: Kernel, heads: int, args: tuple, shared: int, fmas: int) -> None:
         """heads: of the grid."""
-        grid, args = (self.chunks, heads, self.B), (*args, *self.sizes, self.carried)
+        grid, args = (heads, self.B, self.chunks), (*args, *self.sizes, self.carried)
         self.launch(kernel, grid, THREADS, args, shared, fmas)
 
     def tiles(self, rows: int, *widths: int) -> int:
@@ -302,10 +304,10 @@ def backward(
         call.each_chunk(
             GRADIENTS,
             Hk,
-            (d_qkv, d_gates, d_out, changes, d_changes, states, d_states, state, inverse, factors,
-             qkv, gates, starts),
+            (d_qkv, d_gates, d_out, changes, d_changes, states, d_states, inverse, factors, qkv,
+             gates, starts),
             CHUNK * (wide + squares * (CHUNK + 8)) * item
-            + call.tiles(CHUNK, wide - 8, wide - 8, DV) + call.tiles(2 * 16, DK),
+            + call.tiles(CHUNK, wide - 8, wide - 8, DV) + call.tiles(2 * call.state_rows, wide - 8),
             3 * DK * DV + CHUNK * (3 * DV + 4 * DK),
         )  # fmt: skip
 
@@ -318,5 +320,5 @@ def recurrence(
     call = _Call(op, dev, qkv, gates, heads, None, state)
     expect(op, "out", out, qkv.dtype, (call.B, call.T, heads.Hv * heads.DV))
     args, grid = (out, state, qkv, gates, *call.sizes), (ceil_div(heads.DV, 32), heads.Hv, call.B)
-    consts = {"DK": heads.DK, "DV": heads.DV}
-    dev.launch(RECURRENCE, grid, RECURRENCE_THREADS, args, consts=consts, cost=BESIDE_ATTENTION)
+    threads, cost = RECURRENCE_THREADS, BESIDE_ATTENTION
+    dev.launch(RECURRENCE, grid, threads, args, consts=call.consts, cost=cost)

@@ -230,11 +230,10 @@ def delta_rule_scan_backward(
 
 
 def delta_rule_gradients(
-    d_qkv, d_gates, d_out, changes, d_changes, states, d_states, state, inverse, factors, qkv,
-    gates, starts, seq_len, key_heads, value_heads, carried, *, dk, dv,
+    d_qkv, d_gates, d_out, changes, d_changes, states, d_states, inverse, factors, qkv, gates,
+    starts, seq_len, key_heads, value_heads, carried, *, dk, dv,
 ):  # fmt: skip
-    """The gradients of queries, keys, values, decays and betas, of each chunk alone. state: that
-    behind the last chunk, or None; the kernel reads it, this follows from the others."""
+    """The gradients of queries, keys, values, decays and betas, of each chunk alone."""
     f, B = Factors.of(factors), qkv.shape[0]
     q, k, v, _, beta = _inputs(qkv, gates, key_heads, value_heads, dk, dv)
     begin = _begins(starts, carried, B, seq_len)

@@ -78,6 +78,7 @@ static inline void mma_m16n8k32_half(unsigned (&d)[2], const unsigned (&a)[4], u
     }
 }
 
+template <bool ONCE = false>
 static inline void cp_async_16(SharedAddress to, const void* from, bool valid) {
     ptx::copy_in_background(to, from, valid, 16);
 }

@@ -60,7 +60,7 @@ class Chunked:
         qkv, gates = self.args
         known = (d_out, qkv, self.w, self.scores, self.factors, *self.sizes)
         ref.delta_rule_scan_backward(self.d_changes, self.d_states, d_state, *known, **SIZES)
-        found = (self.changes, self.d_changes, self.states, self.d_states, self.state)
+        found = (self.changes, self.d_changes, self.states, self.d_states)
         ref.delta_rule_gradients(
             self.d_qkv, self.d_gates, d_out, *found, self.inverse, self.factors, qkv, gates,
             self.starts, *self.sizes, self.carried, **SIZES,
