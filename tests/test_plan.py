@@ -22,8 +22,9 @@ from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.checks import installed_attention
+from llmq.plan.estimate import Planner
 from llmq.plan.memory import allocator_table, needed_bytes
-from llmq.plan.plan import Usage, fewest_attention_parts, make_plan
+from llmq.plan.plan import Usage, make_plan
 from llmq.plan.report import run_plan
 from llmq.plan.sol import flops_per_token
 from llmq.runtime.device import HOST_SPEC, MemorySizes
@@ -280,9 +281,10 @@ def test_attention_is_cut_only_where_that_saves_memory():
 
     def parts(**options):
         config = make_config({"from_scratch": True, "attn_bwd_chunks": 8} | options)
-        args = (model, spec_of(find_card("h100")), "cudnn")
-        found = fewest_attention_parts(config, *args)
-        stacks = [make_plan(c, *args).usage.sizes["stack"] for c in (config, found)]
+        card = find_card("h100")
+        planner = Planner(model, spec_of(card), "cudnn", card)
+        found = planner.with_fewest_parts(config)
+        stacks = [planner.plan(c).usage.sizes["stack"] for c in (config, found)]
         assert stacks[1] <= stacks[0]
         return found.attn_bwd_chunks
 

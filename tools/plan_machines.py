@@ -18,7 +18,6 @@ from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.cost import exposed_seconds, step_time
 from llmq.plan.memory import needed_bytes
-from llmq.plan.plan import fewest_attention_parts
 from llmq.plan.target import MachineOptions, target
 
 PAGE = Path(__file__).parents[1] / "docs" / "multi-machine.md"
@@ -51,8 +50,8 @@ def cells(model: str, machines: int, over: str) -> list[str]:
         network = rate * 10**9 if machines > 1 else None
         asked = MachineOptions(card=CARD, machines=machines, network=network)
         where = target(config, sizes, asked, search=False)
-        shared = (sizes, where.spec, where.backend, where.world_size, machines)
-        plan = where.planner(sizes).plan(fewest_attention_parts(config, *shared))
+        planner = where.planner(sizes)
+        plan = planner.plan(planner.with_fewest_parts(config))
         speed = (plan, where.card, 1.0, where.network)
         seconds = step_time(*speed).total
         if not found:

@@ -25,7 +25,8 @@ from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.checks import installed_attention
 from llmq.plan.cost import Rates, step_time
-from llmq.plan.plan import Plan, fewest_attention_parts, make_plan
+from llmq.plan.estimate import Planner
+from llmq.plan.plan import Plan
 from llmq.runtime.plan_device import Work
 
 PLAIN = {"model", "batch-size", "grad-accumulation", "from-scratch", "device", "seq-len"}
@@ -36,8 +37,8 @@ def plan_of(card: Card, options: dict[str, Any], gpus: int) -> Plan:
     """The plan of a run on so many of these cards."""
     config = make_config(options)
     model, spec = preset(config.model), spec_of(card)
-    planned_for = (model, spec, installed_attention(config, model, spec), gpus)
-    return make_plan(fewest_attention_parts(config, *planned_for), *planned_for)
+    planner = Planner(model, spec, installed_attention(config, model, spec), card, gpus)
+    return planner.plan(planner.with_fewest_parts(config))
 
 
 def date_of(report: dict[str, Any], run: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from llmq.plan.advice import check_fits
 from llmq.plan.cost import Network
 from llmq.plan.estimate import Planner
 from llmq.plan.memory import memory_limit
-from llmq.plan.plan import Plan, fewest_attention_parts
+from llmq.plan.plan import Plan
 from llmq.runtime import cudnn
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.machine import PLAN_SPEC, Machine
@@ -156,9 +156,8 @@ def plan_unchecked(
     check_machine(config, model, machine)
     backend, spec = attention_backend(config, model, machine), machine.spec
     network = Network(machine.world.num_machines)
-    of_ranks = (machine.world_size, network.machines)
-    planned = fewest_attention_parts(config, model, spec, backend, *of_ranks)
     card = card_here(spec, machine.world_size, cuda=machine.kind == "cuda")
     shared = (spec, backend, card, machine.world_size)
     planner = Planner(model, *shared, network=network, gpus=machine.world.ranks_here)
+    planned = planner.with_fewest_parts(config)
     return planner, RunPlan(planner.plan(planned), planned, backend)

@@ -20,6 +20,7 @@ from llmq.plan.cost import ONE_MACHINE, Network, StepTime, step_time
 from llmq.plan.cost import PARTS as TIMES
 from llmq.plan.memory import needed_bytes, page_tables
 from llmq.plan.plan import PARTS, Plan, make_plan
+from llmq.runtime.attention_parts import divisions
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.mesh import DATA
 from llmq.state.placement import mesh_of
@@ -86,6 +87,20 @@ class Planner:
         machines = self.network.machines
         made = make_plan(config, self.model, self.spec, *how, machines=machines)
         return replace(made, gpus=self.gpus)
+
+    def with_fewest_parts(self, config: TrainConfig) -> TrainConfig:
+        """With as few parts of attention's backward as take no more memory, and its results. They
+        are there to bound a workspace that often lies where another part of the step needs more:
+        then one part is as small, and faster."""
+
+        def stack(parts: int) -> int:
+            cut = replace(config, attn_bwd_chunks=parts)
+            return self.plan(cut, ("micro_steps",)).usage.sizes["stack"]
+
+        asked, heads = config.attn_bwd_chunks, (self.model.num_heads, self.model.num_kv_heads)
+        most = stack(asked) if asked > 1 else 0
+        fewer = (n for n in divisions(config.batch_size, *heads) if n < asked)
+        return replace(config, attn_bwd_chunks=next((n for n in fewer if stack(n) <= most), asked))
 
     def exact(self, config: TrainConfig) -> Estimate:
         """From the exact plan."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -17,7 +17,6 @@ from llmq.comm.connect import connect
 from llmq.comm.options import CommOptions
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
-from llmq.runtime.attention_parts import divisions
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes
 from llmq.runtime.kernel import KernelSource
 from llmq.runtime.mesh import DATA, World
@@ -193,31 +192,6 @@ def _kinds(count: int, world_size: int) -> list[tuple[int, int]]:
     middle = {1: count - 2, count - 1: 1} if world_size > 1 else {last: count - 1}
     kinds = {0: 1} | middle
     return [(number, times) for number, times in kinds.items() if times > 0 and number < count]
-
-
-def fewest_attention_parts(
-    config: TrainConfig,
-    model: ModelConfig,
-    spec: DeviceSpec,
-    backend: str = "native",
-    world_size: int = 1,
-    machines: int = 1,
-) -> TrainConfig:
-    """The config with as few parts of attention's backward as take no more memory, and its results.
-    The parts are there to bound a workspace that often lies where another part of the step needs
-    more: then one part is as small, and faster."""
-    asked, heads = config.attn_bwd_chunks, (model.num_heads, model.num_kv_heads)
-
-    def stack(parts: int) -> int:
-        cut = replace(config, attn_bwd_chunks=parts)
-        how = (backend, world_size, ("micro_steps",))
-        return make_plan(cut, model, spec, *how, machines=machines).usage.sizes["stack"]
-
-    if asked == 1:
-        return config
-    most = stack(asked)
-    fewer = (n for n in divisions(config.batch_size, *heads) if n < asked)
-    return replace(config, attn_bwd_chunks=next((n for n in fewer if stack(n) <= most), asked))
 
 
 def _counted(dev: PlanDevice) -> np.ndarray:

@@ -32,7 +32,7 @@ from llmq.plan.estimate import Planner
 from llmq.plan.faster import EightBitGain, eight_bit_gain, larger_batch
 from llmq.plan.fit import SHOWN, Candidate, Fit, search_bases
 from llmq.plan.memory import allocator_table, kept_free, memory_limit, needed_bytes
-from llmq.plan.plan import Plan, fewest_attention_parts
+from llmq.plan.plan import Plan
 from llmq.plan.target import MachineOptions, PlanTarget, target
 from llmq.report.tables import labelled, terminal_table
 from llmq.runtime.device import HOST_SPEC
@@ -135,8 +135,7 @@ def run_plan(
     planner = where.planner(model)
     if fit is not None:
         return _search(Fit(config, planner, where.limits, fit), where, json)
-    shared = (where.spec, where.backend, where.world_size, machines)
-    plan = planner.plan(fewest_attention_parts(config, model, *shared))
+    plan = planner.plan(planner.with_fewest_parts(config))
     speed = (where.card, where.visible_share, where.network)
     time = step_time(plan, *speed) if where.named else None
     disk = disk_use(config, model, plan.placement)

@@ -1,18 +1,15 @@
 """One measurement in a process of its own, so that what fails, hangs or crashes ends nothing else.
 
-`python -m llmq.rig.child RESULT` reads a job as JSON from standard input: `part`, a name of PARTS,
-`seconds` that it may take, its `options`, and `parent`, the process that asks, with which it ends.
-It writes JSON to the file RESULT whenever it knows more: `result`, and `error` where the
-measurement failed.
+`python -m llmq.rig.child RESULT` reads a job (`llmq.bench.child.ask`): `part`, a module here,
+`seconds` that it may take, and its `options`. It writes JSON to the file RESULT whenever it knows
+more: `result`, and `error` where the measurement failed.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,21 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.files import write_file
-from llmq.bench.child import job_of_parent, watched
+from llmq.bench.child import ask, job_of_parent
 from llmq.run.restarts import in_words
 
-PARTS = {
-    name: f"llmq.rig.{place}"
-    for name, place in {
-        "facts": "facts:measure",
-        "host": "facts:measure_host",
-        "bus": "bus:measure",
-        "exchanges": "exchanges:measure",
-        "load": "load:measure",
-        "ladder": "ladder:measure",
-        "steps": "steps:measure",
-    }.items()
-}
 CHILD = (sys.executable, "-m", "llmq.rig.child")
 GRACE = 15.0  # seconds that a child may take longer than it was given, to start and to end
 
@@ -68,24 +53,21 @@ def run_part(
 ) -> dict[str, Any]:
     """`result`, as far as it is known, and `error`, None if all went well, of a child. command: of
     its process. grace: seconds that it may take longer."""
-    with tempfile.TemporaryDirectory(prefix="llmq-rig-") as folder:
-        path, alive = Path(folder) / "result.json", Path(folder) / "alive"
-        job = json.dumps(
-            {"part": part, "seconds": seconds, "options": options, "parent": os.getpid()}
-        )
-        status = watched([*command, str(path)], job, alive, seconds + grace).status
-        found = json.loads(path.read_text()) if path.exists() else {"result": {}, "error": None}
-    if status is None:
+    job = {"part": part, "seconds": seconds, "options": options}
+    found, ended = ask(command, job, seconds + grace)
+    found = found or {"result": {}, "error": None}
+    if ended.status is None:
         return found | {"error": f"it took more than {seconds + grace:.0f} s and was ended"}
-    if status and found["error"] is None:
-        return found | {"error": f"its process {in_words(status)}"}
+    if ended.status and found["error"] is None:
+        return found | {"error": f"its process {in_words(ended.status)}"}
     return found
 
 
 def function_of(part: str) -> Callable[..., None]:
     """The function that measures a part: it takes a Job and options, and notes its result."""
-    module, name = PARTS[part].split(":")
-    return getattr(importlib.import_module(module), name)
+    if part == "host":  # beside what the machine says of itself
+        return importlib.import_module("llmq.rig.facts").measure_host
+    return importlib.import_module(f"llmq.rig.{part}").measure
 
 
 def main() -> None:
