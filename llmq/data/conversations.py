@@ -98,11 +98,6 @@ class RecordConversation:
         """Whether each record becomes two documents: both answers, or one and that of another."""
         return self.form in (PAIRS, LABELS)
 
-    @property
-    def has_labels(self) -> bool:
-        """Whether each record has one answer, and says if it is desirable."""
-        return self.form == LABELS
-
     def columns(self, there: Sequence[str], where: str) -> Sequence[str]:
         """The fields to read; DataError, which begins with `where`, if a needed one is missing."""
         missing = [f"'{name}'" for name in REQUIRED[self.form] if name not in there]

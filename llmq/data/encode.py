@@ -19,7 +19,7 @@ from llmq.data.chat_template import text_of
 from llmq.data.conversations import (
     CLASSES,
     FLAGS,
-    TEXT,
+    LABELS,
     Conversation,
     RecordConversation,
     check_whole,
@@ -53,12 +53,8 @@ class Recipe:
 
     def weighted(self) -> Recipe:
         """With messages' weights; ConfigError for documents that are not whole conversations."""
-        if (
-            not self.is_chat
-            or self.in_pairs
-            or self.has_classes
-            or self.chat.train_on in UNWEIGHTED
-        ):
+        single = not self.wanted.in_pairs and self.wanted.form != CLASSES
+        if not (self.is_chat and single and self.chat.train_on not in UNWEIGHTED):
             raise ConfigError(
                 "--weights: is for conversations of which all answers are trained in one document, "
                 "written by a chat template: leave it out"
@@ -69,18 +65,7 @@ class Recipe:
     def with_masks(self) -> bool:
         """Whether the token files say which tokens are trained."""
         partly = self.chat is not None and self.chat.train_on != "all"
-        return self.in_pairs or self.has_classes or partly
-
-    @property
-    def in_pairs(self) -> bool:
-        """Whether documents come in pairs. The bit of a document's first token, which nothing
-        predicts, then says whether it is the chosen one, or whether both are of a label that is."""
-        return isinstance(self.wanted, RecordConversation) and self.wanted.in_pairs
-
-    @property
-    def has_classes(self) -> bool:
-        """Whether the number of its class stands behind each document, and alone is trained."""
-        return isinstance(self.wanted, RecordConversation) and self.wanted.form == CLASSES
+        return self.wanted.in_pairs or self.wanted.form == CLASSES or partly
 
     @property
     def is_chat(self) -> bool:
@@ -94,7 +79,7 @@ class Recipe:
             "field": self.wanted.field if is_text else None,
             "template": self.wanted.template if is_text else None,
             "special_tokens": [*self.added],
-            "format": TEXT if is_text else self.wanted.form,
+            "format": self.wanted.form,
             "train_on": self.chat and self.chat.train_on,
             **({"weights": True} if self.with_weights else {}),
             "chat_template": self.chat.template.fingerprint if self.is_chat else None,
@@ -107,7 +92,7 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, recipe: Recipe) -> None:
         self.tokenizer, self.recipe = tokenizer, recipe
         before, after = recipe.added
-        has_end = recipe.has_classes or tokenizer.eos_id in (*before, *after)
+        has_end = recipe.wanted.form == CLASSES or tokenizer.eos_id in (*before, *after)
         end = [] if has_end else [tokenizer.eos_id]
         self._added = [np.array(ids, np.int32) for ids in (before, [*after, *end])]
         controls = sorted(tokenizer.control_texts, key=len, reverse=True)
@@ -131,8 +116,8 @@ class Encoder:
     def _others(self, pieces: list[DocumentPart]) -> dict[int, DocumentPart]:
         """With labels, the piece whose answer each one is compared with, by its number: the next
         one of its side, behind the last the first."""
-        wanted, found = self.recipe.wanted, {}
-        if isinstance(wanted, RecordConversation) and wanted.has_labels:
+        found = {}
+        if self.recipe.wanted.form == LABELS:
             for side in (False, True):
                 numbers = [i for i, piece in enumerate(pieces) if piece.is_eval == side]
                 later = [*numbers[1:], *numbers[:1]]
@@ -141,8 +126,7 @@ class Encoder:
 
     def _add_text(self, piece: DocumentPart, parts: _Parts) -> None:
         """Encode a text. An empty one gets no added tokens, which would be one without text."""
-        is_text = isinstance(piece.text, str)
-        text = piece.text if is_text else self.recipe.wanted.of_json(piece.text, piece.where)
+        text = self.recipe.wanted.of_json(piece.text, piece.where)
         before, after = self._added
         if piece.is_start and text:
             parts.add(before)
@@ -160,14 +144,15 @@ class Encoder:
     ) -> None:
         """Encode a conversation, or two; what is added to a completion is trained behind it. other:
         whose answer the second one has."""
-        conversations = self.recipe.wanted.of_json(piece.text, piece.where)
+        wanted = self.recipe.wanted
+        conversations = wanted.of_json(piece.text, piece.where)
         written = self.recipe.is_chat and conversations[0].text is None
         before, after = ([], []) if written else self._added
         label = conversations[0].label
         if not self.recipe.with_weights:
             check_whole(conversations, piece.where)
         if other is not None:
-            (answer,) = self.recipe.wanted.of_json(other.text, other.where)
+            (answer,) = wanted.of_json(other.text, other.where)
             conversations.append(conversations[0].answered_by(answer))
         try:
             rendered = [
@@ -192,11 +177,11 @@ class Encoder:
             ids = np.concatenate([before, ids, after]).astype(np.int32)
             mask = np.concatenate([[whole] * len(before), mask, [True] * len(after)])
             mask = mask if self.recipe.with_weights else mask.astype(bool)
-            if self.recipe.has_classes:
+            if wanted.form == CLASSES:
                 ids, mask = np.append(ids, np.int32(label)), np.arange(len(ids) + 1) == len(ids)
-            if not mask[self.recipe.in_pairs :].any():
+            if not mask[wanted.in_pairs :].any():
                 raise DataError(f"{piece.where}: no token of the conversation is trained")
-            if self.recipe.in_pairs:
+            if wanted.in_pairs:  # nothing predicts it, and readers take it for what it says
                 mask[0] = number == 0 if label is None else label
             parts.add(ids, mask if self.recipe.with_masks else None)
             parts.end()

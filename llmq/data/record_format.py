@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from string import Formatter
-from typing import Any
+from typing import Any, ClassVar
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.records import TABLES, column_names, json_record, read_json, whole_characters
@@ -33,6 +33,8 @@ class RecordText:
     """Reads texts out of records. field: its value is the text. template: a text with {names} of
     fields instead; \\n, \\t, \\r and \\\\ mean what they do in Python, {{ and }} are braces."""
 
+    form: ClassVar[str] = TEXT
+    in_pairs: ClassVar[bool] = False
     field: str = DEFAULT_FIELD
     template: str | None = None
 
@@ -107,8 +109,11 @@ class RecordText:
             literal + ("" if name is None else values[name]) for literal, name in self._parts
         )
 
-    def of_json(self, line: bytes, where: str) -> str:
-        """The text of a record in JSON; DataError if it is none."""
+    def of_json(self, line: str | bytes, where: str) -> str:
+        """The text of a record in JSON, or `line` itself if it is a text. DataError if it is no
+        record."""
+        if isinstance(line, str):
+            return line
         return whole_characters(self.of(json_record(line, where), where), line)
 
 

@@ -87,7 +87,7 @@ def tokenize(
     recipe, said, stop = _prepared(tokenizer, wanted, how, bounds)
     loaded, warnings = load_tokenizer(tokenizer), warnings + said
     options = {"tokenizer": loaded.fingerprint, "eval_fraction": eval_fraction}
-    shard_tokens = _one_file(shard_tokens, warnings) if recipe.in_pairs else shard_tokens
+    shard_tokens = _one_file(shard_tokens, warnings) if wanted.in_pairs else shard_tokens
     options |= {"shard_tokens": shard_tokens, "seed": seed, **recipe.record()}
     with locked(out / LOCK, "--out", out):
         manifest = open_manifest(out, options, sources, loaded, overwrite)
@@ -254,7 +254,7 @@ def _run(
             *(manifest.out, split, state["vocab_size"], options["shard_tokens"], done),
             with_masks=recipe.with_masks,
             with_weights=recipe.with_weights,
-            in_pairs=recipe.in_pairs,
+            in_pairs=recipe.wanted.in_pairs,
         )
         for split, done in state["splits"].items()
     }

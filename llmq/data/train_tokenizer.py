@@ -167,8 +167,7 @@ def _texts(
     split, missing = EvalSplit(0.0, 0, sources), _SAMPLE
     for block in read_blocks(sources, text, split, Position()):
         for piece in block.pieces:
-            is_text = isinstance(piece.text, str)
-            found = piece.text if is_text else text.of_json(piece.text, piece.where)
+            found = text.of_json(piece.text, piece.where)
             if found and missing > 0:
                 sample.append(found[:missing])
                 missing -= len(found)
