@@ -166,7 +166,7 @@ def workplace(tmp_path, monkeypatch):
     text = "To be, or not to be\n" * 500
     found = replace(SETS["tiny-shakespeare"], blob=blob_hash(text.encode()))
     monkeypatch.setitem(SETS, "tiny-shakespeare", found)
-    place = tmp_path / "web" / found.repository / found.commit / found.path
+    place = tmp_path / "web" / found.file
     place.parent.mkdir(parents=True)
     place.write_text(text)
     monkeypatch.setenv("LLMQ_DATA_ENDPOINT", (tmp_path / "web").as_uri())

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmq.base.dtypes import BF16
-from llmq.base.errors import DiskFull, LlmqError
+from llmq.base.errors import DiskError, LlmqError
 from llmq.ops.routes import Sizes, taken
 from llmq.options.card_file import path_of, read_card_file
 from llmq.options.presets import preset
@@ -280,12 +280,12 @@ def test_a_full_disk_costs_neither_the_words_nor_the_card_file(
     cache, trained, tmp_path, monkeypatch, capsys
 ):
     def full(path, content):
-        raise DiskFull(f"the disk is full, writing '{path}'")
+        raise DiskError(f"the disk is full, writing '{path}'")
 
     monkeypatch.setattr(rig, "write_file", full)
     parts = results()
     slow_disk(parts)
-    with pytest.raises(DiskFull):
+    with pytest.raises(DiskError):
         run_rig(tmp_path / "rig", 10.0, StandIn(parts, takes=0.1))
     assert "- The disk that the report is on takes 0.10 GB/s" in capsys.readouterr().out
     assert read_card_file(path_of(H100, 2)).slowest == 0.98

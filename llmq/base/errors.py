@@ -46,10 +46,6 @@ class MachineError(LlmqError):
     STATUS = 71  # EX_OSERR of sysexits.h
 
 
-class DiskFull(DiskError):
-    """There was no room."""
-
-
 def status_of(error: BaseException) -> int:
     """The status with which a process ends after an error: the table in docs/logs.md. 1 is a
     bug's."""

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from llmq.base.errors import ConfigError, DataError, DiskError, DiskFull, LlmqError
+from llmq.base.errors import ConfigError, DataError, DiskError, LlmqError
 
 
 class Closing:
@@ -34,13 +34,12 @@ class Closing:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError inside the block into a one-line DiskError about writing `path`. DiskFull
-    where that is why."""
+    """Turn an OSError inside the block into a one-line DiskError about writing `path`."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(
+            raise DiskError(
                 f"the disk is full, writing '{path}': free some space or choose another directory"
             ) from error
         raise DiskError(f"cannot write '{path}': {error.strerror or error}") from error

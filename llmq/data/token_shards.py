@@ -56,7 +56,7 @@ class TokenizeSummary:
     was_resumed: bool
     warnings: list[str]
     special_tokens: str  # in words, those added to each document
-    counts: Counts | None  # None if files do not say where their documents are
+    counts: Counts
 
     def describe(self) -> str:
         """Lines for the console."""
@@ -67,8 +67,7 @@ class TokenizeSummary:
             if files:
                 pattern = files[0] if len(files) == 1 else files[0].parent / f"{split}-*.bin"
                 lines.append(f"  {split}: {tokens} tokens in {pattern}")
-        if self.counts is not None:
-            lines += [f"  {line}" for line in self.counts.lines()]
+        lines += [f"  {line}" for line in self.counts.lines()]
         if self.special_tokens:
             lines.append(f"  special tokens of each document: {self.special_tokens}")
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
@@ -173,7 +172,7 @@ class Manifest:
 
     def __init__(self, out: Path, data: dict[str, Any], tokenizer: Tokenizer) -> None:
         self.out, self.data, self._tokenizer = out, data, tokenizer
-        self._documents: int = data.get("documents", 0)  # written by earlier parts of the run
+        self._documents: int = data["documents"]  # written by earlier parts of the run
         self.chat_template: str | None = None  # replaces the tokenizer's own in the saved copy
 
     def save(
@@ -223,9 +222,8 @@ class Manifest:
         opened = [TokenFile(path) for path in files]
         if sum(file.num_tokens for file in opened) != sum(tokens.values()):
             raise DataError(f"files are missing in '{self.out}': write them again with --overwrite")
-        is_known = all(documents_path(path).exists() for path in files)
-        counts = count_documents(opened, seq_len) if is_known else None
-        warnings = [*warnings, *(counts.warnings() if counts is not None else [])]
+        counts = count_documents(opened, seq_len)
+        warnings = [*warnings, *counts.warnings()]
         for note, (first, count) in self.data.get("notes", {}).items():
             warnings.append(f"{count} conversations {note}; the first: {first}")
         warnings += duplicates_line(self.data)
@@ -239,7 +237,7 @@ class Manifest:
                     f"--eval-fraction {fraction}"
                 )
         return TokenizeSummary(
-            documents=self.data.get("documents", position["document"]),
+            documents=self.data["documents"],
             tokens=tokens,
             files=files,
             vocab_size=self.data["vocab_size"],
@@ -330,7 +328,8 @@ def load_manifest(path: Path) -> dict[str, Any]:
         _ = dict(data["options"]), list(data["inputs"]), Position(**data["position"])
         splits, shard_tokens = data["splits"], data["options"]["shard_tokens"]
         numbers = [*data["position"].values(), *splits.values(), data["vocab_size"], shard_tokens]
-        sound = sorted(splits) == sorted(SPLITS) and isinstance(data.get("beside", []), list)
+        numbers.append(data["documents"])
+        sound = sorted(splits) == sorted(SPLITS)
         sound &= all(type(n) is int and n >= 0 for n in numbers) and shard_tokens > 0
         if not sound or type(data["complete"]) is not bool:
             raise ValueError("its fields are not what llmq tokenize writes")
@@ -366,20 +365,15 @@ def _check_same(
 # Checking a folder
 
 
-_BESIDE = {"docs": documents_path, "sums": checksums_path}
-
-
 class Tokenized:
     """The content that a folder must have, by its manifest. tokens: by split, from which the number
-    of files follows. beside: suffixes of the files beside them. made: the tokenizer, if
-    recorded."""
+    of files follows. made: the tokenizer, if recorded."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder, self.complete = folder, manifest["complete"]
         self.tokens: dict[str, int] = manifest["splits"]
         self.vocab_size: int = manifest["vocab_size"]
         self.shard_tokens: int = manifest["options"]["shard_tokens"]
-        self.beside = [suffix for suffix in _BESIDE if suffix in manifest.get("beside", [])]
         self.made = TokenizerId.from_record(manifest.get("tokenizer"))
 
     @classmethod
@@ -430,8 +424,7 @@ class Tokenized:
     def check_file(self, file: TokenFile) -> None:
         """Raise DataError unless a token file of the folder is as the manifest says."""
         split, number = SHARD_NAME.fullmatch(file.path.name).group(1, 2)
-        for suffix in self.beside:
-            path = _BESIDE[suffix](file.path)
+        for path in (documents_path(file.path), checksums_path(file.path)):
             if not path.exists():
                 raise DataError(
                     f"'{path}' is missing: copy it together with '{file.path}', or tokenize the "
