@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from llmq.base.dtypes import E4M3
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.options.rules import RULES
-from tests.models import VOCAB, hf_model, random_batch, trainer_for
+from tests.covering import pairwise
+from tests.models import VOCAB, exported, random_batch, trainer_for
 from tests.test_layout import PACKAGE, modules
 
 JIT = {"model_dtype": "bf16", "matmul_dtype": "e4m3"}
@@ -25,12 +27,14 @@ FORMATS = {
     "delayed": JIT | {"fp8_recipe": "delayed", "head_dtype": "e4m3", "seq_len": 32},
 }
 FLAGS = ("swiglu", "norm", "ffn", "qkv", "att", "block")
+CHANGES = {f"recompute_{flag}": {f"recompute_{flag}": True} for flag in FLAGS}
+CHANGES["offload"] = {"recompute_block": True, "offload_residual": True, "recompute_layers": "0"}
+MODELS = ("olmo2", "phi3", "gemma3", "qwen3_5")
 
 
-@pytest.fixture(params=["olmo2", "phi3", "gemma3", "qwen3_5"])
-def path(request, tmp_path):
-    hf_model(request.param).save_pretrained(tmp_path)
-    return tmp_path
+@pytest.fixture(params=MODELS)
+def path(request):
+    return exported(request.param)
 
 
 def run(path, **options):
@@ -42,15 +46,21 @@ def run(path, **options):
         return results, trainer.weights()
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_recompute_and_offload_are_bitwise_equal(path, name):
-    want, weights = run(path, **FORMATS[name])
-    changes = [{f"recompute_{flag}": True} for flag in FLAGS]
-    changes += [{"recompute_block": True, "offload_residual": True, "recompute_layers": "0"}]
-    for change in changes:
-        got, same = run(path, **(FORMATS[name] | change))
-        assert got == want, change
-        assert all(np.array_equal(weights[n], same[n]) for n in weights), change
+@cache
+def kept(architecture, name):
+    """A run that recomputes nothing."""
+    return run(exported(architecture), **FORMATS[name])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "change"),
+    pairwise(architecture=MODELS, name=tuple(FORMATS), change=tuple(CHANGES)),
+)
+def test_recompute_and_offload_are_bitwise_equal(architecture, name, change):
+    want, weights = kept(architecture, name)
+    got, same = run(exported(architecture), **(FORMATS[name] | CHANGES[change]))
+    assert got == want
+    assert all(np.array_equal(weights[n], same[n]) for n in weights)
 
 
 def first_step(path, T, **options):
@@ -73,7 +83,7 @@ def noise(gradients, reference):
     return max(squares)
 
 
-def with_rounded_matrices(path):
+def with_rounded_matrices(path, out):
     """The model, its blocks' matrices as E4M3 codes and a scale would have them."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for name, weight in model.named_parameters():
@@ -81,12 +91,12 @@ def with_rounded_matrices(path):
             scale = 448 / weight.detach().abs().max()
             codes = (weight.detach() * scale).numpy().astype(E4M3.numpy)
             weight.data = torch.from_numpy(codes.astype(np.float32)) / scale
-    model.save_pretrained(path / "rounded")
-    return path / "rounded"
+    model.save_pretrained(out)
+    return out
 
 
 @pytest.mark.parametrize("name", ["bf16", "jit", "delayed"])
-def test_gradients_are_close_to_f32(path, name):
+def test_gradients_are_close_to_f32(path, name, tmp_path):
     """How much of an error reaches the gradients is a property of the model.
 
     Where norms follow the products (OLMo 2, Gemma 3), a small embedding does not drown their
@@ -103,7 +113,7 @@ def test_gradients_are_close_to_f32(path, name):
         # way, and not products' operands alone.
         assert noise(ours, reference) < 1e-3
         return
-    _, of_matrices = first_step(with_rounded_matrices(path), T)
+    _, of_matrices = first_step(with_rounded_matrices(path, tmp_path), T)
     # Products have three kinds of operands with errors of one size: matrices, activations, output
     # gradients. They are independent, so that their squares add up.
     assert noise(ours, reference) < 3 * noise(of_matrices, reference)

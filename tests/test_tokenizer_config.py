@@ -75,7 +75,7 @@ def test_copied_tokenizers_make_the_same_ids(tmp_path, preset, config):
     assert theirs(TEXT)["input_ids"] == ours.encode(TEXT)
     assert theirs.eos_token_id == ours.eos_id == 0
     assert HfTokenizer(out).fingerprint == ours.fingerprint
-    if preset == TINY[0]:  # another process for each
+    if preset == TINY[0] and config in ("own", "gemma"):  # another process for each
         assert difference(out, ours, TEXT) is None
     written = json.loads((out / "tokenizer_config.json").read_text())
     kept = {k: v for k, v in (COPIED[config] or {}).items() if k != "tokenizer_class"}

@@ -1,5 +1,6 @@
 """`llmq demo`: the whole program in two minutes, on text that every machine has."""
 
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -96,7 +97,7 @@ def run_demo(out: Path, device: str, steps: int | None, resume: bool = False) ->
     with sampler:
         _show("After training", sampler)
     print(f"The demo took {time.perf_counter() - start:.0f} seconds. To have the model write more:")
-    print(f"  llmq sample {config.out_dir} --prompt 'import '")
+    print(f"  llmq sample {shlex.quote(str(config.out_dir))} --prompt 'import '")
 
 
 def _continued(config: TrainConfig, steps: int | None) -> TrainConfig:
