@@ -359,7 +359,6 @@ class EvalSplit:
         """fraction: 0 <= fraction < 1. A single text is read a little, to cut it at a line."""
         self._fraction = Fraction(fraction).limit_denominator(1_000_000)
         self._seed = seed
-        self._chosen = (-1, -1)  # number and chosen document of the stratum that was used last
         self.offset: int | None = None  # the start of a single text's evaluation part
         if self._fraction and len(sources) == 1 and sources[0].kind == "text":
             self.offset = self._cut(sources[0])
@@ -378,12 +377,10 @@ class EvalSplit:
             return False
         p, q = self._fraction.numerator, self._fraction.denominator
         stratum = document * p // q
-        if self._chosen[0] != stratum:
-            first, end = -(-stratum * q // p), -(-(stratum + 1) * q // p)
-            digest = hashlib.blake2b(f"{self._seed} {stratum}".encode(), digest_size=8).digest()
-            place = int.from_bytes(digest, "little") % (end - first) if stratum else 1
-            self._chosen = (stratum, first + place)
-        return document == self._chosen[1]
+        first, end = -(-stratum * q // p), -(-(stratum + 1) * q // p)
+        digest = hashlib.blake2b(f"{self._seed} {stratum}".encode(), digest_size=8).digest()
+        place = int.from_bytes(digest, "little") % (end - first) if stratum else 1
+        return document == first + place
 
 
 # ------------------------------------------------------------------------------------------------

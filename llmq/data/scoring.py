@@ -272,8 +272,10 @@ def judge(asked: Asked, likelihoods: np.ndarray) -> list[Score]:
     hits = _hits(asked, likelihoods)
     scores = []
     for metric in task.metrics:
-        value, stderr = mean_and_error(hits[metric]) if finite else (math.nan, math.nan)
-        scores.append(Score(task.name, metric, value, stderr, count))
+        values, stderr = hits[metric] if finite else np.full(count, math.nan), None
+        if count > 1:
+            stderr = float(values.std(ddof=1)) / math.sqrt(count)
+        scores.append(Score(task.name, metric, float(values.mean()), stderr, count))
     return scores
 
 
@@ -288,12 +290,6 @@ def _hits(asked: Asked, likelihoods: np.ndarray) -> dict[str, np.ndarray]:
         hits["acc"].append(int(values.argmax()) == question.gold)
         hits["acc_norm"].append(int(normalized.argmax()) == question.gold)
     return {metric: np.array(of_all, np.float64) for metric, of_all in hits.items()}
-
-
-def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
-    """The mean and its standard error, None for a single value."""
-    error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
-    return float(values.mean()), error
 
 
 def _of_texts(asked: Asked, likelihood: float) -> dict[str, float]:
