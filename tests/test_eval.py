@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from llmq.commands.cli import _run
 from llmq.data.scoring import Encoder, Request, make_batches, pack_batches
 from llmq.data.tasks import Task, Text, read_tasks
 from llmq.data.tokenizer import ByteTokenizer
-from llmq.run.evaluate import Fleet, Shapes, ask_model, scores_of, table
+from llmq.run.evaluate import Fleet, ask_model, batch_shape, scores_of, table
 from llmq.run.sampling import open_model
 from llmq.runtime.machine import choose_machine
 from tests.eval_data import KINDS, POSITIONS, records, write_model, write_tasks
@@ -95,7 +96,7 @@ def test_what_is_shared_and_how_batches_are_made_changes_nothing(place):
 
 def test_devices_have_the_memory_of_the_plan(place):
     requests = [Request(np.arange(n, dtype=np.int32), 1) for n in (50, 20, 19, 5)]
-    batches = make_batches(requests, Shapes(64, POSITIONS))
+    batches = make_batches(requests, partial(batch_shape, 64, POSITIONS))
     with open_model(str(place / "plain")) as (config, read, _):
         machine = choose_machine("cpu", 1)
         with Fleet(machine, config, F32, batches, read) as fleet:
@@ -183,12 +184,11 @@ def test_several_sequences_in_a_row():
 
 
 def test_shapes_waste_little():
-    shape = Shapes(256, 1000)
     for length in range(1, 1000):
-        B, T = shape(length, 99)
+        B, T = batch_shape(256, 1000, length, 99)
         assert length <= T and T % 4 == 0 and (1.25 * length >= T or T == 16)
         assert max(1, min(256 // T, 99)) == B
-    assert Shapes(256, 50)(50, 3) == (3, 52)
+    assert batch_shape(256, 50, 50, 3) == (3, 52)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def ask_model(
         check_ids(asked, config.vocab_size)
         warn(*[line for a in asked for line in a.cut_lines(f"the model's {longest} positions")])
         requests = [request for a in asked for request in a.requests]
-        batches = make_batches(requests, Shapes(batch_tokens, longest))
+        batches = make_batches(requests, partial(batch_shape, batch_tokens, longest))
         fleet = Fleet(machine, config, parse_dtype(model_dtype), batches, read)
     with fleet, Progress("eval", sum(math.prod(batch.shape) for batch in batches)) as progress:
         return asked, fleet.likelihoods(len(requests), progress.update)
@@ -133,23 +134,12 @@ def table(scores: list[Score]) -> list[str]:
     return terminal_table(head, rows, right=(2, 3, 4)).splitlines()
 
 
-class Shapes:
-    """(B, T) of batches: T in four steps for each power of two, and as many rows as have together
-    about `tokens`, at least one."""
-
-    def __init__(self, tokens: int, longest: int):
-        self.tokens, self.longest = tokens, -(-longest // 4) * 4
-
-    def __call__(self, length: int, left: int) -> tuple[int, int]:
-        """For sequences of at most `length` tokens, of which `left` are left."""
-        T = min(self.padded(length), self.longest)
-        return max(1, min(self.tokens // T, left)), T
-
-    @staticmethod
-    def padded(length: int) -> int:
-        """The next of 16, 20, 24, 28, 32, 40, 48, …"""
-        step = max(LEAST, 1 << (max(length, LEAST) - 1).bit_length() - 1) // 4
-        return max(-(-length // step) * step, LEAST)
+def batch_shape(tokens: int, longest: int, length: int, left: int) -> tuple[int, int]:
+    """(B, T) for `left` sequences of at most `length` tokens: T is the next of 16, 20, 24, 28, 32,
+    40, 48, …, or that of the longest, and B as many rows as have together about so many tokens."""
+    step = max(LEAST, 1 << (max(length, LEAST) - 1).bit_length() - 1) // 4
+    T = min(max(-(-length // step) * step, LEAST), -(-longest // 4) * 4)
+    return max(1, min(tokens // T, left)), T
 
 
 class Fleet(Closing):
