@@ -21,9 +21,8 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -71,8 +70,7 @@ def sample_checksum(read_tokens: Callable[[int, int], np.ndarray], ends: np.ndar
     return zlib.crc32(np.concatenate(tokens).astype("<i4").tobytes())
 
 
-@dataclass(frozen=True, slots=True)
-class DocumentFile:
+class DocumentFile(NamedTuple):
     """The content of a `.docs` file, not compared with its token file. ends: (n,) int64, behind
     each document's last token. is_cut: the last one goes on elsewhere. num_tokens, checksum: of the
     token file. in_pairs: every two are one."""
@@ -83,32 +81,30 @@ class DocumentFile:
     checksum: int
     in_pairs: bool
 
-    @classmethod
-    def read(
-        cls, path: Path, verify: Callable[[bytes, Path], None] = lambda *_: None
-    ) -> DocumentFile:
-        """Read a file. verify: checks its bytes. DataError if it is damaged or no such file."""
-        with read_errors(path):
-            check_readable(path)
-            data = path.read_bytes()
-        if not data.startswith(MAGIC) or len(data) < HEADER_BYTES:
-            raise DataError(
-                f"'{path}' does not say where documents are: it starts with {data[:8]!r} instead "
-                f"of {MAGIC!r} and a header; remove it, or tokenize the data again"
-            )
-        _, version, is_cut, num_tokens, count, checksum = _FIELDS.unpack_from(data)
-        expected, problem = HEADER_BYTES + _END.itemsize * count, ""
-        if version not in (VERSION, IN_PAIRS):
-            problem = f"has version {version}; versions {VERSION} and {IN_PAIRS} can be read"
-        elif len(data) != expected:
-            problem = "is truncated" if len(data) < expected else "is too long"
-            problem += f": {len(data)} bytes, but its header says {count} documents = {expected} "
-            problem += "bytes"
-        if problem:
-            raise DataError(f"'{path}' {problem}: copy it again, or tokenize the data again")
+
+def read_document_file(path: Path, verify: Callable[[bytes, Path], None] | None) -> DocumentFile:
+    """Read a file. verify: checks its bytes. DataError if it is damaged or no such file."""
+    with read_errors(path):
+        check_readable(path)
+        data = path.read_bytes()
+    if not data.startswith(MAGIC) or len(data) < HEADER_BYTES:
+        raise DataError(
+            f"'{path}' does not say where documents are: it starts with {data[:8]!r} instead "
+            f"of {MAGIC!r} and a header; remove it, or tokenize the data again"
+        )
+    _, version, is_cut, num_tokens, count, checksum = _FIELDS.unpack_from(data)
+    expected, problem = HEADER_BYTES + _END.itemsize * count, ""
+    if version not in (VERSION, IN_PAIRS):
+        problem = f"has version {version}; versions {VERSION} and {IN_PAIRS} can be read"
+    elif len(data) != expected:
+        problem = "is truncated" if len(data) < expected else "is too long"
+        problem += f": {len(data)} bytes, but its header says {count} documents = {expected} bytes"
+    if problem:
+        raise DataError(f"'{path}' {problem}: copy it again, or tokenize the data again")
+    if verify is not None:
         verify(data, path)
-        ends = np.frombuffer(data, _END, offset=HEADER_BYTES).astype(np.int64, copy=False)
-        return cls(ends, is_cut == 1, num_tokens, checksum, version == IN_PAIRS)
+    ends = np.frombuffer(data, _END, offset=HEADER_BYTES).astype(np.int64, copy=False)
+    return DocumentFile(ends, is_cut == 1, num_tokens, checksum, version == IN_PAIRS)
 
 
 class PartialFile:

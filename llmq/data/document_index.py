@@ -16,7 +16,12 @@ import numpy as np
 import xxhash
 
 from llmq.base.errors import DataError
-from llmq.data.document_file import DocumentFile, documents_path, has_pairs, sample_checksum
+from llmq.data.document_file import (
+    documents_path,
+    has_pairs,
+    read_document_file,
+    sample_checksum,
+)
 from llmq.data.tokens import TokenFile
 
 _SCAN_TOKENS = 1 << 22  # read at once in the search for a separator
@@ -71,30 +76,26 @@ class DocumentIndex:
 
 
 def _of_document_file(file: TokenFile, path: Path) -> DocumentIndex:
-    verify = {} if file.checksums is None else {"verify": file.checksums.verify_documents}
-    found = DocumentFile.read(path, **verify)
-
-    def contradicts(how: str) -> DataError:
-        return DataError(
+    checksums = file.checksums
+    found = read_document_file(path, None if checksums is None else checksums.verify_documents)
+    offsets, how = np.concatenate([np.zeros(1, np.int64), found.ends]), ""
+    at = int((np.diff(offsets) <= 0).argmax()) if len(found.ends) else 0
+    if found.num_tokens != file.num_tokens:
+        how = f"it is of {found.num_tokens} tokens, the file has {file.num_tokens}"
+    elif len(found.ends) and offsets[at + 1] <= offsets[at]:
+        how = f"document {at} would end at {offsets[at + 1]} and begin at {offsets[at]}"
+    elif offsets[-1] != file.num_tokens:
+        how = f"its documents end at {offsets[-1]}, the file at {file.num_tokens}"
+    elif sample_checksum(file.read_tokens, found.ends) != found.checksum:
+        how = "it was written for other tokens"
+    elif found.in_pairs and (found.is_cut or len(found.ends) % 2):
+        how = "it is of pairs, and one of them lacks its end"
+    file.close()
+    if how:
+        raise DataError(
             f"'{path}' contradicts '{file.path}': {how}; copy the two of them together, or "
             "tokenize the data again"
         )
-
-    if found.num_tokens != file.num_tokens:
-        raise contradicts(f"it is of {found.num_tokens} tokens, the file has {file.num_tokens}")
-    offsets = np.concatenate([np.zeros(1, np.int64), found.ends])
-    if (wrong := np.diff(offsets) <= 0).any():
-        at = int(wrong.argmax())
-        raise contradicts(
-            f"document {at} would end at {offsets[at + 1]} and begin at {offsets[at]}"
-        )
-    if offsets[-1] != file.num_tokens:
-        raise contradicts(f"its documents end at {offsets[-1]}, the file at {file.num_tokens}")
-    if sample_checksum(file.read_tokens, found.ends) != found.checksum:
-        raise contradicts("it was written for other tokens")
-    file.close()
-    if found.in_pairs and (found.is_cut or len(found.ends) % 2):
-        raise contradicts("it is of pairs, and one of them lacks its end")
     offsets.flags.writeable = False
     return DocumentIndex(offsets, found.is_cut, in_pairs=found.in_pairs)
 
