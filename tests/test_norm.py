@@ -38,7 +38,7 @@ def test_codes_in_every_layout(dev, rng, model, layout):
 
     def residual(dev, x, weight, bias, rstd, mean, sum_out, **to):
         norm, stats = Normalization(dev, config), Stats(rstd, None if rms else mean)
-        norm.forward_residual(sum_out, target(**to), stats, x, x, weight, bias)
+        norm.forward(target(**to), stats, sum_out, weight, bias, x, x)
 
     def backward(dev, x, weight, bias, rstd, mean, scalars, sum_out, **to):
         norm, stats = Normalization(dev, config), Stats(rstd, None if rms else mean)

@@ -10,7 +10,7 @@ from llmq.base.dtypes import F32, DType
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation, Format, id_of
 from llmq.model.norms import NormTensors
-from llmq.model.parameters import BlockGrads, BlockWeights
+from llmq.model.parameters import PartGrads, PartWeights
 from llmq.options.option_types import layer_set
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -148,8 +148,8 @@ class Frame(NamedTuple):
 
     temps: ExitStack
     here: HalfLayer
-    w: BlockWeights
-    g: BlockGrads | None = None
+    w: PartWeights
+    g: PartGrads | None = None
     position: int = 0
     keep: bool = False
 

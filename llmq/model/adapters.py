@@ -17,7 +17,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.operand import Adapters
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.model.linear import Linear
-from llmq.model.parameters import EmbeddingGrads, EmbeddingWeights, HeadGrads, HeadWeights
+from llmq.model.parameters import PartGrads, PartWeights
 from llmq.ops import adapter, embedding, reduce
 from llmq.ops.common import padded_columns
 from llmq.ops.elementwise import dropout
@@ -115,26 +115,24 @@ class EmbeddingAdapters:
                 embedding.forward(self._dev, hidden, tokens, rows, None, scale=self._scale)
             yield hidden.view(tokens.size, shape[-1])
 
-    def forward(self, out: Tensor, tokens: Tensor, w: EmbeddingWeights) -> None:
+    def forward(self, out: Tensor, tokens: Tensor, w: PartWeights) -> None:
         """Add what they give to `out`."""
         flat = out.view(tokens.size, out.shape[-1])
-        with self._hidden(tokens, w.embed_b, out) as hidden:
-            matmul(self._dev, flat, hidden, w.embed_a, accumulate=True)
+        with self._hidden(tokens, w["embed_b"], out) as hidden:
+            matmul(self._dev, flat, hidden, w["embed_a"], accumulate=True)
 
-    def backward(
-        self, d_out: Tensor, tokens: Tensor, w: EmbeddingWeights, g: EmbeddingGrads
-    ) -> None:
-        dev, flat = self._dev, d_out.view(tokens.size, d_out.shape[-1])
-        with self._hidden(tokens, w.embed_b, d_out) as hidden:
-            self._linear.weight_gradients(g.embed_a, None, hidden, flat)
-            matmul(dev, hidden, flat, w.embed_a, trans_b=True)
+    def backward(self, d_out: Tensor, tokens: Tensor, w: PartWeights, g: PartGrads) -> None:
+        dev, flat, d_b = self._dev, d_out.view(tokens.size, d_out.shape[-1]), g["embed_b"]
+        with self._hidden(tokens, w["embed_b"], d_out) as hidden:
+            self._linear.weight_gradients(g.get("embed_a"), None, hidden, flat)
+            matmul(dev, hidden, flat, w["embed_a"], trans_b=True)
             shape = (self._matrix.shape[0], hidden.shape[1])
-            with dev.scratch("d_b_whole", shape, g.embed_b.tensor.dtype) as whole:
+            with dev.scratch("d_b_whole", shape, d_b.tensor.dtype) as whole:
                 dev.zero(whole)
-                d_rows = g.embed_b._replace(tensor=whole, accumulate=True)
+                d_rows = d_b._replace(tensor=whole, accumulate=True)
                 d_hidden = hidden.view(*tokens.shape, hidden.shape[1])
                 embedding.backward(dev, d_rows, d_hidden, tokens, self._scale, self._padding)
-                _add_collected(dev, self._matrix, g.embed_b, whole)
+                _add_collected(dev, self._matrix, d_b, whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,30 +168,31 @@ class HeadAdapters:
 
     @contextmanager
     def of_pass(
-        self, x: Tensor, w: HeadWeights, g: HeadGrads | None, d_x: Tensor | None
+        self, x: Tensor, w: PartWeights, g: PartGrads | None, d_x: Tensor | None
     ) -> Iterator[OfPass]:
         """A pass over the rows of x (rows, C). With gradients, that of A and what d_x (rows, C) has
         of them are computed when it ends, after d_x has the rest."""
         dev, shape = self._dev, (x.shape[0], width_of(self._matrix))
+        a, b = w.adapters("lm_head")
+        d_a, d_b = (None, None) if g is None else g.adapters("lm_head")
         with ExitStack() as temps:
             hidden = temps.enter_context(dev.scratch("lm_head_hidden", shape, x.dtype))
             d_hidden = None
             if g is not None:
                 d_hidden = temps.enter_context(dev.scratch("d_lm_head_hidden", shape, x.dtype))
             with self._dropout.of(x, HEAD_SALT) as dropped:
-                matmul(dev, hidden, dropped, w.lm_head_a, trans_b=True)
-            tail = temps.enter_context(expanded(dev, self._matrix, w.lm_head_b))
-            d_b = None if g is None else g.lm_head_b
-            yield OfPass(dev, self._matrix, hidden, d_hidden, tail, w.lm_head_b, d_b)
+                matmul(dev, hidden, dropped, a, trans_b=True)
+            tail = temps.enter_context(expanded(dev, self._matrix, b))
+            yield OfPass(dev, self._matrix, hidden, d_hidden, tail, b, d_b)
             if g is None:
                 return
             with self._dropout.of(x, HEAD_SALT) as dropped:
-                self._linear.weight_gradients(g.lm_head_a, None, d_hidden, dropped)
+                self._linear.weight_gradients(d_a, None, d_hidden, dropped)
             if not self._dropout.probability:
-                matmul(dev, d_x, d_hidden, w.lm_head_a, accumulate=True)
+                matmul(dev, d_x, d_hidden, a, accumulate=True)
                 return
             with dev.scratch("d_dropped", d_x.shape, d_x.dtype) as second:
-                matmul(dev, second, d_hidden, w.lm_head_a)
+                matmul(dev, second, d_hidden, a)
                 self._dropout.write(d_x, second, HEAD_SALT, add=True)
 
 

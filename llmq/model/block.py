@@ -37,7 +37,7 @@ from llmq.model.activations import (
 from llmq.model.halves import HALVES
 from llmq.model.halves.half import Half, Shared
 from llmq.model.norms import BlockNorms, NormTensors, alloc_stats
-from llmq.model.parameters import BlockGrads, BlockWeights
+from llmq.model.parameters import PartGrads, PartWeights
 from llmq.model.residuals import Residuals, Stream
 from llmq.options.adapters import needed_inputs
 
@@ -121,7 +121,7 @@ class WantedGradients(NamedTuple):
     second_in: bool
 
     @classmethod
-    def of(cls, halves: tuple[HalfSpec, ...], g: BlockGrads, *, block_in: bool) -> WantedGradients:
+    def of(cls, halves: tuple[HalfSpec, ...], g: PartGrads, *, block_in: bool) -> WantedGradients:
         """block_in: whether the gradient of the block's input is wanted."""
         first, second = halves
         inner = [module for module in first.modules if module.key != first.output]
@@ -176,7 +176,7 @@ class Blocks:
         out = self.residuals.final
         return spec.output is not None and self.linear.accepts_addend(layer, spec.output, out)
 
-    def forward(self, index: int, w: BlockWeights, *, keep: bool, position: int) -> None:
+    def forward(self, index: int, w: PartWeights, *, keep: bool, position: int) -> None:
         """The stream in front of a block to that behind it, or to that between the halves and the
         second one's branch. keep: backward follows, and will read the stream in front. position: as
         of Frame."""
@@ -203,8 +203,8 @@ class Blocks:
     def backward(
         self,
         index: int,
-        w: BlockWeights,
-        g: BlockGrads,
+        w: PartWeights,
+        g: PartGrads,
         d_residual: Tensor,
         d_x: Tensor,
         *,

@@ -24,7 +24,7 @@ from llmq.formats.format import BACKWARD, FORWARD, Format
 from llmq.model.activations import Frame
 from llmq.model.adapters import Dropout, expanded, output_gradients, width_of
 from llmq.model.linear import Linear
-from llmq.model.parameters import BlockWeights
+from llmq.model.parameters import PartWeights
 from llmq.ops import adapter, reduce
 from llmq.ops.matmul import matmul
 from llmq.ops.product import accepts_addend, product
@@ -121,14 +121,14 @@ class BlockLinear:
     def _of(self, at: Frame, key: str) -> _Parts | None:
         return self._parts.get((at.here.index, key))
 
-    def _measure(self, parts: _Parts, key: str, w: BlockWeights) -> None:
+    def _measure(self, parts: _Parts, key: str, w: PartWeights) -> None:
         (a, b), matrix = w.adapters(key), parts.matrix
         adapter.norms(self.dev, parts.norms, w[key], a, b, matrix.spans, matrix.scales)
 
     def _scale(self, parts: _Parts, magnitudes: Tensor, bias: Tensor | None, out: Tensor) -> None:
         adapter.scale(self.dev, out, out, parts.norms, magnitudes, bias)
 
-    def begin_magnitudes(self, layer: int, w: BlockWeights) -> None:
+    def begin_magnitudes(self, layer: int, w: PartWeights) -> None:
         """Magnitudes of a layer's rows become the rows' norms."""
         for (of_layer, key), parts in self._parts.items():
             if of_layer == layer:

@@ -9,8 +9,9 @@ Cross-entropy is the epilogue of the logits' product (`ops/product.py`).
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from llmq.formats.format import HEAD, Format
 from llmq.model.adapters import Dropout, HeadAdapters, OfPass, table_adapters
 from llmq.model.linear import Linear
 from llmq.model.norms import Normalization, alloc_stats
-from llmq.model.parameters import HeadGrads, HeadWeights
+from llmq.model.parameters import PartGrads, PartWeights
 from llmq.ops import quantize, quantize_int8
 from llmq.ops.common import padded_columns
 from llmq.ops.distill import Teacher, top_k
@@ -49,6 +50,21 @@ def _columns_of_new_rows(dev: Device, config: ModelConfig, options: TrainConfig)
     columns = dev.alloc("new_rows.columns", padded.shape, I32, "Activations")
     dev.upload(columns, padded)
     return columns
+
+
+class _Chunk(NamedTuple):
+    """Rows start to stop of a pass: the input of their products, the matrix (Vp, C), the adapters
+    of the pass, and what ends with the chunk."""
+
+    start: int
+    stop: int
+    x: Operand
+    lm_head: Operand
+    low: OfPass | None
+    temps: ExitStack
+
+    def of(self, tensor: Tensor | None) -> Tensor | None:
+        return tensor and tensor.rows(self.start, self.stop)
 
 
 class Head:
@@ -92,55 +108,46 @@ class Head:
             self.gradient_scale = dev.alloc("d_logits.scale", (1,), F32, "Activations")
             dev.upload(self.gradient_scale, np.array([self._code_scale], np.float32))
 
-    def forward(self, w: HeadWeights, residual_att: Tensor, branch: Tensor | None) -> None:
+    def forward(self, w: PartWeights, residual_att: Tensor, branch: Tensor | None) -> None:
         """The final norm, of the last block's residual_att + branch, both (rows, C). branch: None
         where the last block has written the sum itself."""
         to, residual, stats = self.operands.measured(HEAD, self.out), self.residual, self.stats
         if self.config.arch.post_norm:
-            self.norm.post(
-                OutputForms(residual), self.branch_stats, branch, residual_att, w.ln1_post
-            )
-            self.norm.post(to, stats, residual, None, w.norm)
-        elif branch is None:
-            self.norm.forward(to, stats, residual, w.norm, w.norm_bias)
-        else:
-            self.norm.forward_residual(
-                residual, to, stats, residual_att, branch, w.norm, w.norm_bias
-            )
+            stream, weight = OutputForms(residual), w["ln1_post"]
+            self.norm.post(stream, self.branch_stats, branch, residual_att, weight)
+            self.norm.post(to, stats, residual, None, w["norm"])
+            return
+        added = () if branch is None else (residual_att, branch)
+        self.norm.forward(to, stats, residual, w["norm"], w.bias("norm"), *added)
 
     def token_losses(
-        self, w: HeadWeights, targets: Tensor, of_rows: Teacher | Labels | None = None
+        self, w: PartWeights, targets: Tensor, of_rows: Teacher | Labels | None = None
     ) -> None:
         """Per-token losses only. targets: I32 (rows,), -100 where masked. of_rows: as of Loss."""
-        for start, stop, x, low, temps in self._parts(w):
-            epilogue = STORE
+        for at in self._parts(w):
             if of_rows is None:
-                epilogue = self._cross_entropy(start, stop, targets, gradient=False)
-            logits = temps.enter_context(self._logits(start, stop, x, w.lm_head, low, epilogue))
-            if of_rows is not None:
-                self._lose(start, stop, logits, targets, None, of_rows, gradient=False)
+                self._logits(at, self._cross_entropy(at, targets, gradient=False))
+            else:
+                self._lose(at, self._logits(at), targets, None, of_rows, gradient=False)
 
-    def top_k(self, w: HeadWeights, told: Tensor) -> None:
+    def top_k(self, w: PartWeights, told: Tensor) -> None:
         """The largest logits of all rows, F32 (rows, 2 k) as the operation says; after losses,
         whose log-sum-exp it takes."""
-        for start, stop, x, low, temps in self._parts(w):
-            logits = temps.enter_context(self._logits(start, stop, x, w.lm_head, low))
-            of_rows = (told.rows(start, stop), logits, self.lse.rows(start, stop))
-            top_k(self.dev, *of_rows, self.config.outputs)
+        for at in self._parts(w):
+            logits = self._logits(at)
+            top_k(self.dev, at.of(told), logits, at.of(self.lse), self.config.outputs)
 
     def _parts(
-        self, w: HeadWeights, *of_gradients: HeadGrads | Tensor, transposed: bool = False
-    ) -> Iterator[tuple[int, int, Operand, OfPass | None, ExitStack]]:
-        """Rows of the chunks, one after another: first and last, the input of products, adapters,
-        and what ends with the chunk. of_gradients: g and d_x as of of_pass."""
+        self, w: PartWeights, *of_gradients: PartGrads | Tensor, transposed: bool = False
+    ) -> Iterator[_Chunk]:
+        """The chunks, one after another. of_gradients: g and d_x as of of_pass."""
         with self._adapters(w, *of_gradients) as low:
-            for start, stop in self.dev.alike(self._chunks()):
+            for start, stop in self.dev.alike(self._spans()):
                 with ExitStack() as temps:
-                    x = self._input(temps, start, stop, transposed=transposed)
-                    yield start, stop, x, low, temps
+                    yield self._chunk(temps, start, stop, w, low, transposed=transposed)
 
     def _adapters(
-        self, w: HeadWeights, g: HeadGrads | None = None, d_x: Tensor | None = None
+        self, w: PartWeights, g: PartGrads | None = None, d_x: Tensor | None = None
     ) -> AbstractContextManager[OfPass | None]:
         """The adapters in a pass over all rows; None without any. g, d_x: as of of_pass."""
         if self.adapters is None:
@@ -149,8 +156,7 @@ class Head:
 
     def _lose(
         self,
-        start: int,
-        stop: int,
+        at: _Chunk,
         logits: Tensor,
         targets: Tensor,
         weights: Tensor | None,
@@ -158,27 +164,26 @@ class Head:
         *,
         gradient: bool,
     ) -> None:
-        cut = [t and t.rows(start, stop) for t in (self.losses, self.lse, targets, weights)]
-        its = of_rows.rows(start, stop)
+        cut = [at.of(t) for t in (self.losses, self.lse, targets, weights)]
+        its = of_rows.rows(at.start, at.stop)
         its.launch(self.dev, logits, *cut, self.config.outputs, gradient=gradient)
 
-    def logits_of(self, w: HeadWeights, rows: Sequence[int]) -> Iterator[Tensor]:
+    def logits_of(self, w: PartWeights, rows: Sequence[int]) -> Iterator[Tensor]:
         """(1, Vp) of each of these rows, which rise, after `forward`; it is there until the next.
         Whole chunks are multiplied, as for losses, so that nothing needs memory of its own."""
-        for start, stop in self._chunks():
+        for start, stop in self._spans():
             inside = [row - start for row in rows if start <= row < stop]
             if not inside:
                 continue
             with ExitStack() as temps:
                 low = temps.enter_context(self._adapters(w))
-                x = self._input(temps, start, stop, transposed=False)
-                with self._logits(start, stop, x, w.lm_head, low) as logits:
-                    yield from (logits.rows(row, row + 1) for row in inside)
+                logits = self._logits(self._chunk(temps, start, stop, w, low, transposed=False))
+                yield from (logits.rows(row, row + 1) for row in inside)
 
     def loss_and_backward(
         self,
-        w: HeadWeights,
-        g: HeadGrads,
+        w: PartWeights,
+        g: PartGrads,
         targets: Tensor,
         weights: Tensor | None,
         branch: Tensor | None,
@@ -191,32 +196,31 @@ class Head:
         weights: F32 (rows,), of the gradients; None: all are 1. branch: as in forward. to: the
         branch's gradient, in d_residual or, with post_norm, d_norm, which is scratch before.
         of_rows: as of Loss. Gradients are sums over rows; nothing is divided here."""
-        d_weight, d_rows = g.lm_head, g.new_rows
+        lm_head, d_weight, d_rows = w["lm_head"], g.get("lm_head"), g.get("new_rows")
         trained = d_weight is not None or d_rows is not None
-        for start, stop, x, low, temps in self._parts(w, g, d_norm, transposed=trained):
-            epilogue = self._cross_entropy(start, stop, targets, weights)
-            given = (start, stop, x, w.lm_head, low)
+        for at in self._parts(w, g, d_norm, transposed=trained):
+            epilogue = self._cross_entropy(at, targets, weights)
             if of_rows is not None:
-                gradient = temps.enter_context(self._logits(*given))
-                self._lose(start, stop, gradient, targets, weights, of_rows, gradient=True)
+                gradient = self._logits(at)
+                self._lose(at, gradient, targets, weights, of_rows, gradient=True)
             elif self.fp8:
-                gradient = self._fp8_gradient(temps, *given, epilogue, transposed=trained)
+                gradient = self._fp8_gradient(at, epilogue, transposed=trained)
             else:
-                gradient = temps.enter_context(self._logits(*given, epilogue))
-            self.linear.input_gradient(d_norm.rows(start, stop), gradient, w.lm_head)
-            self.linear.weight_gradients(d_weight, None, gradient, x)
+                gradient = self._logits(at, epilogue)
+            self.linear.input_gradient(at.of(d_norm), gradient, lm_head)
+            self.linear.weight_gradients(d_weight, None, gradient, at.x)
             if d_rows is not None:
-                self._rows_gradient(d_rows, gradient, x)
-            if low is not None:
-                low.of_logits(start, stop, gradient)
+                self._rows_gradient(d_rows, gradient, at.x)
+            if at.low is not None:
+                at.low.of_logits(at.start, at.stop, gradient)
             d_weight, d_rows = (g and g._replace(accumulate=True) for g in (d_weight, d_rows))
         x, stats, post = self.residual, self.stats, self.config.arch.post_norm
         stream = OutputForms(d_residual) if post else to
-        self.norm.backward(stream, g.norm, g.norm_bias, d_norm, x, w.norm, stats, None)
+        grads, weight = (g.get("norm"), g.bias("norm")), w["norm"]
+        self.norm.backward(stream, *grads, d_norm, x, weight, stats, None)
         if post:
-            stats = self.branch_stats
-            weight, d_weight = w.ln1_post, g.ln1_post
-            self.norm.backward(to, d_weight, None, d_residual, branch, weight, stats, None)
+            grads, weight, stats = (g.get("ln1_post"), None), w["ln1_post"], self.branch_stats
+            self.norm.backward(to, *grads, d_residual, branch, weight, stats, None)
 
     def _rows_gradient(self, d_rows: Accumulator, gradient: Tensor, x: Tensor) -> None:
         """That of some rows of the matrix, which are columns of the logits."""
@@ -225,74 +229,59 @@ class Head:
             quantize_int8.take_outliers(self.dev, columns, gradient, self.new_columns)
             self.linear.weight_gradients(d_rows, None, columns, x)
 
-    def _fp8_gradient(
+    def _fp8_gradient(self, at: _Chunk, epilogue: CrossEntropy, *, transposed: bool) -> Fp8:
+        """The gradient of the logits as codes. Transposed ones, which the gradient of the matrix
+        alone needs, take the place of the logits, which are twice as large."""
+        dev, shape, turned = self.dev, self._shape(at), None
+        codes = at.temps.enter_context(dev.scratch("d_logits.q", shape, E5M2))
+        coded = replace(epilogue, codes=codes, code_scale=self._code_scale)
+        with ExitStack() as temps:
+            self._logits(at._replace(temps=temps), coded)
+        if transposed:
+            turned = at.temps.enter_context(dev.scratch("d_logits.q_t", shape[::-1], E5M2))
+            quantize.transpose(dev, turned, codes)
+        return Fp8(source=None, codes=codes, transposed=turned, scale=self.gradient_scale)
+
+    def _cross_entropy(
+        self, at: _Chunk, targets: Tensor, weights: Tensor | None = None, *, gradient: bool = True
+    ) -> CrossEntropy:
+        return CrossEntropy(
+            losses=at.of(self.losses),
+            lse=at.of(self.lse),
+            targets=at.of(targets),
+            vocab_size=self.config.outputs,
+            z_loss=self.z_loss,
+            gradient=gradient,
+            weights=at.of(weights),
+            softcap=self.softcap,
+        )
+
+    def _spans(self) -> list[tuple[int, int]]:
+        size = self.rows // self.chunks
+        return [(start, start + size) for start in range(0, self.rows, size)]
+
+    def _chunk(
         self,
         temps: ExitStack,
         start: int,
         stop: int,
-        x: Fp8,
-        lm_head: Fp8,
-        low: None,
-        epilogue: CrossEntropy,
+        w: PartWeights,
+        low: OfPass | None,
         *,
         transposed: bool,
-    ) -> Fp8:
-        """The gradient of the logits as codes. Transposed ones, which the gradient of the matrix
-        alone needs, take the place of the logits, which are twice as large."""
-        shape, turned = (stop - start, lm_head.codes.shape[0]), None
-        codes = temps.enter_context(self.dev.scratch("d_logits.q", shape, E5M2))
-        coded = replace(epilogue, codes=codes, code_scale=self._code_scale)
-        with self._logits(start, stop, x, lm_head, low, coded):
-            pass
-        if transposed:
-            turned = temps.enter_context(self.dev.scratch("d_logits.q_t", shape[::-1], E5M2))
-            quantize.transpose(self.dev, turned, codes)
-        return Fp8(source=None, codes=codes, transposed=turned, scale=self.gradient_scale)
-
-    def _cross_entropy(
-        self,
-        start: int,
-        stop: int,
-        targets: Tensor,
-        weights: Tensor | None = None,
-        *,
-        gradient: bool = True,
-    ) -> CrossEntropy:
-        return CrossEntropy(
-            losses=self.losses.rows(start, stop),
-            lse=self.lse.rows(start, stop),
-            targets=targets.rows(start, stop),
-            vocab_size=self.config.outputs,
-            z_loss=self.z_loss,
-            gradient=gradient,
-            weights=weights and weights.rows(start, stop),
-            softcap=self.softcap,
-        )
-
-    def _chunks(self) -> list[tuple[int, int]]:
-        size = self.rows // self.chunks
-        return [(start, start + size) for start in range(0, self.rows, size)]
-
-    def _input(self, temps: ExitStack, start: int, stop: int, *, transposed: bool) -> Operand:
-        """The final norm's output for a chunk, as the head's products take it."""
+    ) -> _Chunk:
+        """The final norm's output for some rows, as the head's products take it."""
         x = self.out.rows(start, stop)
-        return self.operands.of_tensor(temps, HEAD, x, measured=True, transposed=transposed)
+        operand = self.operands.of_tensor(temps, HEAD, x, measured=True, transposed=transposed)
+        return _Chunk(start, stop, operand, w["lm_head"], low, temps)
 
-    def _scratch(self, start: int, stop: int, lm_head: Operand) -> AbstractContextManager[Tensor]:
-        matrix = lm_head.codes if self.fp8 else lm_head
-        return self.dev.scratch("logits", (stop - start, matrix.shape[0]), self.dtype)
+    def _shape(self, at: _Chunk) -> tuple[int, int]:
+        matrix = at.lm_head.codes if self.fp8 else at.lm_head
+        return at.stop - at.start, matrix.shape[0]
 
-    @contextmanager
-    def _logits(
-        self,
-        start: int,
-        stop: int,
-        x: Operand,
-        lm_head: Operand,
-        low: OfPass | None,
-        epilogue: Epilogue = STORE,
-    ) -> Iterator[Tensor]:
-        added = None if low is None else low.beside(start, stop)
-        with self._scratch(start, stop, lm_head) as logits:
-            self.linear.forward(logits, x, lm_head, epilogue=epilogue, adapters=added)
-            yield logits
+    def _logits(self, at: _Chunk, epilogue: Epilogue = STORE) -> Tensor:
+        """Those of a chunk, or what the epilogue makes of them; there until the chunk ends."""
+        added = None if at.low is None else at.low.beside(at.start, at.stop)
+        logits = at.temps.enter_context(self.dev.scratch("logits", self._shape(at), self.dtype))
+        self.linear.forward(logits, at.x, at.lm_head, epilogue=epilogue, adapters=added)
+        return logits

@@ -15,14 +15,7 @@ from llmq.model.block_linear import BlockLinear
 from llmq.model.halves.half import Shared
 from llmq.model.head import Head
 from llmq.model.losses.loss import Loss, Rows
-from llmq.model.parameters import (
-    BlockGrads,
-    BlockWeights,
-    EmbeddingGrads,
-    EmbeddingWeights,
-    HeadGrads,
-    HeadWeights,
-)
+from llmq.model.parameters import PartGrads, PartWeights
 from llmq.model.residuals import Residuals
 from llmq.ops import embedding
 from llmq.options.options import TrainConfig
@@ -93,20 +86,20 @@ class Model:
         weights.gather("embed")
         weights.gather("layers.0")
         residual = self.residuals.tensors[0].view(*tokens.shape, self.config.hidden_size)
-        w = EmbeddingWeights(**weights.get("embed"))
+        w = PartWeights(weights.get("embed"))
         how = (position, self.config.embedding_scale, self.starts)
-        embedding.forward(self.dev, residual, tokens, w.embed, w.positions, *how)
+        embedding.forward(self.dev, residual, tokens, w["embed"], w.get("positions"), *how)
         if self.embedding is not None:
             self.embedding.forward(residual, tokens, w)
         weights.release("embed")
         for layer in self._layers:
             weights.gather(f"layers.{layer + 1}" if layer + 1 in self._layers else "head")
             with self.dev.range(f"forward {layer}"):
-                w = BlockWeights(weights.get(f"layers.{layer}"))
+                w = PartWeights(weights.get(f"layers.{layer}"))
                 self.blocks.forward(layer, w, keep=keep, position=position)
             weights.release(f"layers.{layer}")
         last = self.blocks.layers[-1]
-        self.head.forward(HeadWeights(**weights.get("head")), last.between, last.branch)
+        self.head.forward(PartWeights(weights.get("head")), last.between, last.branch)
         weights.release("head")
 
     def begin_magnitudes(self) -> None:
@@ -115,7 +108,7 @@ class Model:
         for layer in self._layers:
             name = f"layers.{layer}"
             self.weights.gather(name)
-            self.blocks.linear.begin_magnitudes(layer, BlockWeights(self.weights.get(name)))
+            self.blocks.linear.begin_magnitudes(layer, PartWeights(self.weights.get(name)))
             self.weights.release(name)
 
     def token_losses(self, targets: Tensor) -> None:
@@ -123,7 +116,7 @@ class Model:
         slab, _ = self._head_slab
         self.weights.gather(slab)
         of_rows = None if self.loss is None else self.loss.of_rows()
-        w = HeadWeights(**self.weights.of_logits())
+        w = PartWeights(self.weights.of_logits())
         self.head.token_losses(w, targets.view(targets.size), of_rows)
         self.weights.release(slab)
 
@@ -131,12 +124,12 @@ class Model:
         """The largest logits of all rows, after `token_losses`, as Head.top_k."""
         slab, _ = self._head_slab
         self.weights.gather(slab)
-        self.head.top_k(HeadWeights(**self.weights.of_logits()), told)
+        self.head.top_k(PartWeights(self.weights.of_logits()), told)
         self.weights.release(slab)
 
     def logits(self, rows: Sequence[int]) -> Iterator[Tensor]:
         """After `forward`: what is predicted behind these of the B*T tokens, as Head.logits_of."""
-        return self.head.logits_of(HeadWeights(**self.weights.of_logits()), rows)
+        return self.head.logits_of(PartWeights(self.weights.of_logits()), rows)
 
     def next_logits(self, rows: Sequence[int]) -> np.ndarray:
         """The same on the host, F32 (len(rows), V); waits for the device."""
@@ -168,8 +161,8 @@ class Model:
             for stream in streams:
                 stream.read(layer)
             with self.dev.range(f"backward {layer}"):
-                w = BlockWeights(weights.get(name, transposed=True))
-                g = BlockGrads(grads.full(name))
+                w = PartWeights(weights.get(name, transposed=True))
+                g = PartGrads(grads.full(name))
                 wanted = layer > 0 or grads.wants("embed")
                 self.blocks.backward(layer, w, g, self.d_residual, self.d_norm, wanted=wanted)
             for stream in streams:
@@ -184,13 +177,13 @@ class Model:
 
     def _backward_embedding(self, grads: Gradients, tokens: Tensor) -> None:
         """A tied head has already written to the same matrix; else it may hold anything."""
-        dev, g = self.dev, EmbeddingGrads(**grads.full("embed"))
+        dev, g = self.dev, PartGrads(grads.full("embed"))
         d_residual = self.d_residual.view(*tokens.shape, self.config.hidden_size)
         scale, padding = self.config.embedding_scale, self.config.padding_row
         vocab = self.config.padded_vocab
         for target, (first, stop) in (
-            (g.embed, (0, vocab)),
-            (g.new_rows, self.config.new_tokens or (0, 0)),
+            (g.get("embed"), (0, vocab)),
+            (g.get(NEW_ROWS), self.config.new_tokens or (0, 0)),
         ):
             if target is None:
                 continue
@@ -198,11 +191,11 @@ class Model:
                 dev.zero(target.tensor)  # rows of tokens that do not occur
             rows = target._replace(tensor=target.tensor.rows(0, stop - first), accumulate=True)
             embedding.backward(dev, rows, d_residual, tokens, scale, padding, first, vocab)
-        if g.positions is not None:
-            embedding.backward_positions(dev, g.positions, d_residual, self.starts)
+        if "positions" in g:
+            embedding.backward_positions(dev, g["positions"], d_residual, self.starts)
         if self.embedding is not None:
             self.weights.gather("embed")
-            w = EmbeddingWeights(**self.weights.get("embed"))
+            w = PartWeights(self.weights.get("embed"))
             self.embedding.backward(d_residual, tokens, w, g)
             self.weights.release("embed")
         grads.notify("embed")
@@ -213,8 +206,8 @@ class Model:
         for name in {slab, "head"}:
             weights.gather(name)
         of_table = grads.full(slab)
-        w = HeadWeights(**weights.get("head") | weights.of_logits())
-        g = HeadGrads(**grads.full("head") | {name: of_table.get(k) for name, k in of_head})
+        w = PartWeights(weights.get("head") | weights.of_logits())
+        g = PartGrads(grads.full("head") | {name: of_table.get(k) for name, k in of_head})
         last, d_residual, d_norm = self.blocks.layers[-1], self.d_residual, self.d_norm
         d_out = self.blocks.norms.d_out(d_residual, d_norm)
         to = self.operands.measured(last.halves[-1].out_id, d_out)

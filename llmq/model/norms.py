@@ -23,7 +23,7 @@ from llmq.base.dtypes import F32
 from llmq.base.operand import Operand, OutputForms
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import Activation, Format
-from llmq.model.parameters import BlockGrads, BlockParameters, BlockWeights
+from llmq.model.parameters import PartGrads, PartParameters, PartWeights
 from llmq.ops import norm, quantize
 from llmq.ops.elementwise import add
 from llmq.runtime.device import Device
@@ -58,11 +58,11 @@ class NormTensors(NamedTuple):
     post_stats: Stats | None
     out: Activation
 
-    def parameters(self, block: BlockParameters[T]) -> tuple[T | None, T | None]:
+    def parameters(self, block: PartParameters[T]) -> tuple[T | None, T | None]:
         """Weight and bias of the stream's norm among those of its block, or their gradients."""
         return block.get(self.out.name), block.bias(self.out.name)
 
-    def post_weight(self, block: BlockParameters[T]) -> T | None:
+    def post_weight(self, block: PartParameters[T]) -> T | None:
         return block.get(f"{self.out.name}_post")
 
 
@@ -73,29 +73,22 @@ class Normalization:
         self.dev, self.eps, self.offset = dev, config.norm_eps, config.arch.norm_offset
 
     def forward(
-        self, to: OutputForms, stats: Stats, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> None:
-        """to (rows, C) = norm(x)."""
-        dev, (rstd, mean) = self.dev, stats
-        with _results(dev, to, x.shape) as results:
-            args = (to.out, mean, rstd, x, weight, bias, self.eps)
-            norm.forward(dev, *args, offset=self.offset, **results)
-
-    def forward_residual(
         self,
-        residual_out: Tensor,
         to: OutputForms,
         stats: Stats,
-        residual: Tensor,
-        branch: Tensor,
+        x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        *added: Tensor,
     ) -> None:
-        """residual_out = residual + branch; to = norm(residual_out); all (rows, C)."""
+        """to = norm(x). added: two, whose sum first becomes x. All are (rows, C)."""
         dev, (rstd, mean) = self.dev, stats
-        with _results(dev, to, residual.shape) as results:
-            args = (residual_out, to.out, mean, rstd, residual, branch, weight, bias, self.eps)
-            norm.forward_residual(dev, *args, offset=self.offset, **results)
+        how = {"weight": weight, "bias": bias, "eps": self.eps, "offset": self.offset}
+        with _results(dev, to, x.shape) as results:
+            if added:
+                norm.forward_residual(dev, x, to.out, mean, rstd, *added, **how, **results)
+            else:
+                norm.forward(dev, to.out, mean, rstd, x, **how, **results)
 
     def post(
         self, to: OutputForms, stats: Stats, x: Tensor, residual: Tensor | None, weight: Tensor
@@ -149,7 +142,7 @@ class BlockNorms:
         self.pre, self.post = config.arch.pre_norm, config.arch.post_norm
 
     def forward(
-        self, temps: ExitStack, here: NormTensors, before: Tensor | None, w: BlockWeights
+        self, temps: ExitStack, here: NormTensors, before: Tensor | None, w: PartWeights
     ) -> Operand:
         """The input of a half. before: (rows, C), the stream where the half before began; None:
         there is none. It is not read where there is no branch."""
@@ -167,7 +160,7 @@ class BlockNorms:
         temps: ExitStack,
         here: NormTensors,
         before: Tensor | None,
-        w: BlockWeights,
+        w: PartWeights,
         *,
         product: bool,
     ) -> Operand:
@@ -187,7 +180,7 @@ class BlockNorms:
         return self.operands.input_again(temps, here.out, write, product=product)
 
     def _run(
-        self, here: NormTensors, before: Tensor | None, w: BlockWeights, to: OutputForms
+        self, here: NormTensors, before: Tensor | None, w: PartWeights, to: OutputForms
     ) -> None:
         """The stream if `before` and a branch are given, and the half's input; without a norm of
         its own, the stream is that."""
@@ -200,10 +193,8 @@ class BlockNorms:
             before = None
         if not self.pre:
             return
-        if before is None:
-            self.norm.forward(to, here.stats, stream, weight, bias)
-        else:
-            self.norm.forward_residual(stream, to, here.stats, before, here.branch, weight, bias)
+        added = () if before is None else (before, here.branch)
+        self.norm.forward(to, here.stats, stream, weight, bias, *added)
 
     def d_out(self, d_residual: Tensor, d_x: Tensor) -> Tensor:
         """The place where `backward` leaves the gradient of the output of the half before."""
@@ -215,8 +206,8 @@ class BlockNorms:
         id_before: str | None,
         d_residual: Tensor,
         d_x: Tensor,
-        w: BlockWeights,
-        g: BlockGrads,
+        w: PartWeights,
+        g: PartGrads,
     ) -> None:
         """d_residual (rows, C), the gradient of the stream behind the half, to that in front of it.
         d_x (rows, C): the gradient of the half's input. `d_out` then is the gradient of what the

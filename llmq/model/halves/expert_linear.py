@@ -18,7 +18,7 @@ from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import BACKWARD, FORWARD
 from llmq.model.activations import Frame
 from llmq.model.halves.half import Shared
-from llmq.model.parameters import BlockWeights
+from llmq.model.parameters import PartWeights
 from llmq.ops import adapter, reduce
 from llmq.ops.expert_rows import sum_rows
 from llmq.ops.product import grouped_gradient, grouped_product
@@ -133,7 +133,7 @@ class ExpertLinear:
         return matrix.spans[:n], matrix.scales[:n], matrix.groups
 
 
-def biases_of(w: BlockWeights, key: str, count: int) -> Tensor | None:
+def biases_of(w: PartWeights, key: str, count: int) -> Tensor | None:
     """Those of so many experts (E, out), if there are some."""
     bias = w.bias(key)
     return bias and bias.view(count, bias.size // count)

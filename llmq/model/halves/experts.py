@@ -32,7 +32,7 @@ from llmq.model.halves.expert_linear import ExpertLinear, biases_of
 from llmq.model.halves.half import Shared
 from llmq.model.halves.shared_expert import SharedExpert, SharedKept
 from llmq.model.linear import Linear
-from llmq.model.parameters import BlockWeights
+from llmq.model.parameters import PartWeights
 from llmq.ops import quantize, swiglu
 from llmq.ops.elementwise import convert
 from llmq.ops.expert_rows import combine, combine_backward, gather_rows, sort_rows
@@ -248,7 +248,7 @@ class ExpertsHalf:
                 matmul(dev, d_x, d_logits, w["router"], accumulate=True)
             self.routers.weight_gradients(g.get("router"), g.bias("router"), d_logits, x)
 
-    def _multiply_router(self, logits: Tensor, w: BlockWeights, x: Tensor) -> None:
+    def _multiply_router(self, logits: Tensor, w: PartWeights, x: Tensor) -> None:
         bias = w.bias("router")
         with ExitStack() as temps:
             if bias is not None and bias.dtype != F32:
