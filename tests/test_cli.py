@@ -365,6 +365,7 @@ COMMANDS = [
                 "base": None,
                 "merge": False,
                 "scales": None,
+                "activations": None,
                 "licence": None,
                 "push": None,
                 "verify": None,

@@ -81,6 +81,7 @@ def test_transformers_computes_with_exported_codes(name, scales, tmp_path):
 
 
 def test_codes_are_those_of_the_training(tmp_path):
+    """And with delayed scales, those of the activations are."""
     options = {"matmul_dtype": "e4m3", "model_dtype": "bf16", "fp8_recipe": "delayed"}
     with trainer_for(exported("qwen3"), **options) as trainer:
         trainer.step(BATCH)
@@ -88,8 +89,9 @@ def test_codes_are_those_of_the_training(tmp_path):
         slab = weights._whole["layers.1"]
         qkv = weights.weight_codes.operands("layers.1", slab)["qkv"]
         codes, scale = (weights.dev.download(t).copy() for t in (qkv.codes, qkv.scale))
+        history = trainer.ranks.extra_state()["fp8_abs_max.layers.1.ln2"]
         trainer.save(tmp_path / "c")
-    export(tmp_path / "c", tmp_path / "m", to="fp8", verify=True)
+    export(tmp_path / "c", tmp_path / "m", to="fp8", activations="static", verify=True)
     stored = load_file(tmp_path / "m" / "model.safetensors")
     prefix, first = "model.layers.1.self_attn", 0
     for x in "qkv":
@@ -97,6 +99,9 @@ def test_codes_are_those_of_the_training(tmp_path):
         np.testing.assert_array_equal(own, codes.view(np.uint8)[first : first + len(own)])
         assert stored[f"{prefix}.{x}_proj.weight_scale"].numpy() == scale
         first += len(own)
+    for x in ("gate", "up"):
+        found = stored[f"model.layers.1.mlp.{x}_proj.input_scale"].item()
+        assert found == pytest.approx(2 * max(history) / 448)  # a margin of 2
     assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
@@ -104,6 +109,7 @@ def test_what_has_no_fp8_codes_is_refused(tmp_path):
     out, source = tmp_path / "m", exported("qwen3")
     for where, message, options in [
         (exported("gpt2"), "no codes for the layers of GPT2LMHeadModel", {}),
+        (source, "--activations static: only checkpoints of runs with", {"activations": "static"}),
         (source, "--scales: expected tensor or row, got 'block'", {"scales": "block"}),
         (source, "--scales has no meaning with --format hf", {"scales": "row", "to": "hf"}),
         (source, "--dtype: fp8 is fp32 or bf16, got 'fp16'", {"dtype": "fp16"}),

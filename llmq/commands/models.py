@@ -139,6 +139,9 @@ def export(
     scales: option(
         str | None, "fp8: of matrices, tensor or row; tensor after training in fp8, else row."
     ) = None,
+    activations: option(
+        str | None, "fp8: dynamic, or static: with the delayed scales of the training."
+    ) = None,
     licence: option(
         str | None,
         "Of README.md, such as apache-2.0; that of the model it began as if not given.",

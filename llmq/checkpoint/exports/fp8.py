@@ -2,10 +2,11 @@
 transformers with that package.
 
 A scale is of a whole matrix, as training in e4m3 has it, with its codes, or of each row. Matrices
-that llmq keeps as one have one scale. Activations are scaled when they are there, token by token.
+that llmq keeps as one have one scale. Activations are scaled when they are there, or by a
+training's delayed scales.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,25 +18,32 @@ from llmq.checkpoint.exports.format import ExportFormat, write_model
 from llmq.checkpoint.exports.source import Source, saved_config
 from llmq.checkpoint.hf import StoredAs
 from llmq.checkpoint.safetensors_file import TensorSpec
+from llmq.formats.format import id_of
+from llmq.formats.scales import SCALE_MARGIN, STATE
 from llmq.ref.common import encode_fp8, row_blocks
 from llmq.ref.quantize import LEAST_ABS_MAX
 from llmq.state.params import Param
 
+SCALES, ACTIVATIONS = ("tensor", "row"), ("dynamic", "static")
 _STRATEGY = {"tensor": "tensor", "row": "channel"}
-"""By --scales, compressed-tensors' names."""
+"""compressed-tensors' names."""
 
 
 class Fp8Codes(StoredAs):
-    """Matrices of blocks as codes with their scales, all else in dtype. scales: as --scales."""
+    """Matrices of blocks as codes with their scales, all else in dtype. scales: "tensor" or "row".
+    inputs: by block and key of a matrix, the scale of its input; None: it is found when that is
+    there."""
 
-    def __init__(self, dtype: DType, scales: str):
+    def __init__(self, dtype: DType, scales: str, inputs: Mapping[tuple[str, str], float] | None):
         super().__init__(dtype)
-        self._by_row = scales == "row"
+        self._by_row, self._inputs = scales == "row", inputs
+        strategy, dynamic = _STRATEGY[scales], inputs is None
         codes = {"num_bits": 8, "type": "float", "symmetric": True}
+        found = {"strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
         group = {
             "targets": ["Linear"],
-            "weights": codes | {"strategy": _STRATEGY[scales], "dynamic": False},
-            "input_activations": codes | {"strategy": "token", "dynamic": True},
+            "weights": codes | {"strategy": strategy, "dynamic": False},
+            "input_activations": codes | found,
             "output_activations": None,
         }
         self.fields = {
@@ -61,6 +69,9 @@ class Fp8Codes(StoredAs):
             scales = (weight.shape[0], 1) if self._by_row else (1,)
             found.append(TensorSpec(weight.name, E4M3, weight.shape))
             found.append(TensorSpec(f"{weight.name}_scale", F32, scales))
+            if self._inputs is not None:
+                module = weight.name.removesuffix(".weight")
+                found.append(TensorSpec(f"{module}.input_scale", F32, (1,)))
         return found
 
     def arrays(self, param: Param, values: np.ndarray) -> Iterator[np.ndarray]:
@@ -72,6 +83,8 @@ class Fp8Codes(StoredAs):
             rows = slice(part.start, part.stop)
             yield part.stored(codes[rows])
             yield part.stored(scales[rows, None]) if self._by_row else scales[:1]
+            if self._inputs is not None:
+                yield np.array([self._inputs[param.block, param.key]], np.float32)
 
     def values(self, param: Param, values: np.ndarray) -> np.ndarray:
         if not self._is_coded(param):
@@ -96,14 +109,19 @@ def coded(values: np.ndarray, *, by_row: bool) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Fp8(ExportFormat):
-    """scales: as `--scales` has it; None: of training in fp8 its own, else one for each row."""
+    """scales, activations: as `--scales` and `--activations` have them; None: "dynamic", and of
+    training in fp8 its own scales, else one for each row."""
 
     name, dtypes = "fp8", ("fp32", "bf16")
 
-    def __init__(self, scales: str | None = None):
-        if scales not in (None, *_STRATEGY):
-            raise ConfigError(f"--scales: expected {' or '.join(_STRATEGY)}, got {scales!r}")
-        self.scales = scales
+    def __init__(self, scales: str | None = None, activations: str | None = None):
+        for name, value, known in (
+            ("scales", scales, SCALES),
+            ("activations", activations, ACTIVATIONS),
+        ):
+            if value not in (None, *known):
+                raise ConfigError(f"--{name}: expected {' or '.join(known)}, got {value!r}")
+        self.scales, self.activations = scales, activations
 
     def check(self, source: Source, dtype: str) -> None:
         model = source.model
@@ -116,6 +134,8 @@ class Fp8(ExportFormat):
             )
         if any(len(m.shape) != 2 for layer in model.layer_kinds for m in model.matrices(layer)):
             raise LlmqError(f"--format fp8: experts of {model.architecture} are not written yet")
+        if self.activations == "static":
+            _input_scales(source)
 
     def occupied(self, out: Path) -> list[Path]:
         return exported_files(out)
@@ -123,4 +143,21 @@ class Fp8(ExportFormat):
     def write(self, source: Source, out: Path, dtype: str, *, verify: bool | None) -> list[str]:
         trained = source.manifest is not None and saved_config(source.manifest).is_fp8
         scales = self.scales or ("tensor" if trained else "row")
-        return write_model(source, out, Fp8Codes(OPTION_DTYPES[dtype], scales), verify)
+        inputs = _input_scales(source) if self.activations == "static" else None
+        return write_model(source, out, Fp8Codes(OPTION_DTYPES[dtype], scales, inputs), verify)
+
+
+def _input_scales(source: Source) -> dict[tuple[str, str], float]:
+    """By block and key of a matrix, the delayed scale of what it multiplies."""
+    state = {} if source.manifest is None else source.manifest.state
+    found = {}
+    for layer in range(source.model.num_layers):
+        for matrix in source.model.matrices(layer):
+            history = state.get(f"{STATE}{id_of(layer, matrix.input)}")
+            if not history:
+                raise LlmqError(
+                    "--activations static: only checkpoints of runs with --matmul-dtype e4m3 "
+                    "--fp8-recipe delayed have scales of activations"
+                )
+            found[f"layers.{layer}", matrix.key] = max(history) * SCALE_MARGIN / E4M3_MAX
+    return found
