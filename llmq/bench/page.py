@@ -28,6 +28,14 @@ _SVG = "http://www.w3.org/2000/svg"
 _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "llmq", "text.parse_math": False, "font.size": 9}
 
 
+def number(value: float, _place: int = 0) -> str:
+    """For people and for axes: 153.1k, 0.25."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size * (10 if unit == "k" else 1):
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"
+
+
 class Bar(NamedTuple):
     """value: its length; low, high: of its spread; text: behind it; label: before it."""
 
@@ -37,31 +45,6 @@ class Bar(NamedTuple):
     high: float
     text: str
     color: str
-
-
-class Point(NamedTuple):
-    """tip: what it says when the mouse is on it."""
-
-    x: float
-    y: float
-    color: str
-    tip: str
-
-
-class Cell(NamedTuple):
-    """value: by which it is coloured; None: nothing was measured there."""
-
-    value: float | None
-    text: str
-    tip: str
-
-
-def number(value: float, _place: int = 0) -> str:
-    """For people and for axes: 153.1k, 0.25."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size * (10 if unit == "k" else 1):
-            return f"{value / size:.4g}{unit}"
-    return f"{value:.4g}"
 
 
 def bars(rows: Sequence[Bar | str]) -> str:
@@ -87,24 +70,12 @@ def bars(rows: Sequence[Bar | str]) -> str:
     return _picture((WIDTH, len(rows) * LINE), (LABELS, 0, 130, 0), draw)
 
 
-def points(found: Sequence[Point], x_name: str, y_name: str, *, diagonal: bool = False) -> str:
-    """Both axes begin at 0. diagonal: a line where both are equal, and equal axes."""
-    ends = [1.08 * max(values) or 1.0 for values in list(zip(*found, strict=True))[:2]]
-    ends = [max(ends)] * 2 if diagonal else ends
+class Cell(NamedTuple):
+    """value: by which it is coloured; None: nothing was measured there."""
 
-    def draw(axes: Any, tips: _Tips) -> None:
-        axes.set(xlim=(0, ends[0]), ylim=(0, ends[1]), xlabel=x_name, ylabel=y_name)
-        axes.grid(color="#ddd")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(number)
-        if diagonal:
-            (line,) = axes.plot([0, ends[0]], [0, ends[1]], "--", color="#999")
-            tips.add(line, "equal", "equal")
-        for point in found:
-            (dot,) = axes.plot(point.x, point.y, "o", color=point.color, clip_on=False)
-            tips.add(dot, "point", point.tip)
-
-    return _picture((SMALL, 400), (70, 40, 16, 12), draw)
+    value: float | None
+    text: str
+    tip: str
 
 
 def heat_map(columns: Sequence[str], rows: Sequence[str], cells: Sequence[Sequence[Cell]]) -> str:
@@ -229,23 +200,28 @@ def page(report: dict[str, Any]) -> str:
     """The whole page: sections that have nothing to show are left out."""
     runs = report["runs"]
     measured = [run for run in runs if run["status"] == "ok"]
-    sections = []
+    missing = [run for run in runs if run["status"] != "ok"]
+    shared, sections = shared_flags(runs) if runs else {}, []
     if measured:
-        shared = shared_flags(runs)
         models = dict.fromkeys(run["model"] for run in measured)
         colors = {model: COLORS[n % len(COLORS)] for n, model in enumerate(models)}
         what = f"{SPEED}, median of the repeats; the line: from their least to their most"
         sections.append(("speed", f"Speed: {what}", _speeds(measured, colors)))
-        sections.append(("memory", "Speed against memory", _memory(measured, shared, colors)))
+        drawn = _points(measured, shared, colors, _gib, "memory, GiB", "{:.2f} GiB".format)
+        sections.append(("memory", "Speed against memory", drawn))
         predicted = [run for run in measured if run["result"].get("predicted")]
         if predicted:
-            drawn = _predicted(predicted, shared, colors)
+            drawn = _points(predicted, shared, colors, lambda run: run["result"]["predicted"])
             sections.append(("predicted", "Measured against predicted", drawn))
         sections += _heat_maps(runs, list(models))
         sections.append(("table", "Table", html_table(*table_of(report))))
-    if missing := [run for run in runs if run["status"] != "ok"]:
-        sections.append(("missing", "Without a speed", _missing(missing, shared_flags(runs))))
-    sections.append(("commands", "Commands", _commands(report)))
+    if missing:
+        lines = [f"{full_title(run, shared)}: {run['status']}: {run['message']}" for run in missing]
+        sections.append(("missing", "Without a speed", _text(lines)))
+    lines = [f"{i['command']}  ({i['date']})" for i in report["invocations"]]
+    if left := report.get("left"):
+        lines.append(f"{left} runs are still to be made")
+    sections.append(("commands", "Commands", _text(lines)))
     body = [
         f'<section id="{name}"><h2>{escape(title)}</h2>\n{content}</section>'
         for name, title, content in sections
@@ -257,13 +233,6 @@ def page(report: dict[str, Any]) -> str:
 
 def _text(lines: Sequence[str]) -> str:
     return "<pre>" + escape("\n".join(lines)) + "</pre>"
-
-
-def _commands(report: dict[str, Any]) -> str:
-    lines = [f"{i['command']}  ({i['date']})" for i in report["invocations"]]
-    if left := report.get("left"):
-        lines.append(f"{left} runs are still to be made")
-    return _text(lines)
 
 
 def _speeds(runs: Sequence[Run], colors: dict[str, str]) -> str:
@@ -284,36 +253,41 @@ def _speeds(runs: Sequence[Run], colors: dict[str, str]) -> str:
     return bars(rows)
 
 
-def _memory(runs: Sequence[Run], shared: dict[str, str], colors: dict[str, str]) -> str:
-    found = []
-    for run in runs:
-        memory = run["result"]["memory"]
-        size = (memory["used"] or memory["planned"]) / GIB
-        speed = run["result"]["tokens_per_second"]
-        tip = f"{full_title(run, shared)}: {number(speed)}, {size:.2f} GiB"
-        found.append(Point(size, speed, colors[run["model"]], tip))
-    return _legend(colors) + points(found, "memory, GiB", SPEED)
+def _gib(run: Run) -> float:
+    memory = run["result"]["memory"]
+    return (memory["used"] or memory["planned"]) / GIB
 
 
-def _predicted(runs: Sequence[Run], shared: dict[str, str], colors: dict[str, str]) -> str:
-    found = []
-    for run in runs:
-        guess, speed = run["result"]["predicted"], run["result"]["tokens_per_second"]
-        told = f"{number(speed)}, predicted {number(guess)} ({guess / speed - 1:+.1%})"
-        tip = f"{full_title(run, shared)}: {told}"
-        found.append(Point(guess, speed, colors[run["model"]], tip))
-    drawn = points(found, f"predicted {SPEED}", f"measured {SPEED}", diagonal=True)
-    return _legend(colors) + drawn
+def _points(
+    runs: Sequence[Run],
+    shared: dict[str, str],
+    colors: dict[str, str],
+    x_of: Callable[[Run], float],
+    x_name: str = "",
+    told: Callable[[float], str] | None = None,
+) -> str:
+    """Speeds against a number of the runs; both axes begin at 0. told: that number for people;
+    None: it is a predicted speed, and there is a line where both are equal."""
+    found = [(x_of(run), run["result"]["tokens_per_second"], run) for run in runs]
+    ends = [1.08 * max(values) or 1.0 for values in list(zip(*found, strict=True))[:2]]
+    ends = ends if told else [max(ends)] * 2
 
+    def draw(axes: Any, tips: _Tips) -> None:
+        names = (x_name, SPEED) if told else (f"predicted {SPEED}", f"measured {SPEED}")
+        axes.set(xlim=(0, ends[0]), ylim=(0, ends[1]), xlabel=names[0], ylabel=names[1])
+        axes.grid(color="#ddd")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(number)
+        if not told:
+            (line,) = axes.plot([0, ends[0]], [0, ends[1]], "--", color="#999")
+            tips.add(line, "equal", "equal")
+        for x, speed, run in found:
+            (dot,) = axes.plot(x, speed, "o", color=colors[run["model"]], clip_on=False)
+            behind = told(x) if told else f"predicted {number(x)} ({x / speed - 1:+.1%})"
+            tips.add(dot, "point", f"{full_title(run, shared)}: {number(speed)}, {behind}")
 
-def _legend(colors: dict[str, str]) -> str:
     entries = [f'<span style="color:{c}">■ {escape(m)}</span>' for m, c in colors.items()]
-    return f"<p>{' '.join(entries)}</p>"
-
-
-def _missing(runs: Sequence[Run], shared: dict[str, str]) -> str:
-    lines = [f"{full_title(run, shared)}: {run['status']}: {run['message']}" for run in runs]
-    return _text(lines)
+    return f"<p>{' '.join(entries)}</p>" + _picture((SMALL, 400), (70, 40, 16, 12), draw)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -326,19 +300,20 @@ def _heat_maps(runs: Sequence[Run], models: Sequence[str]) -> list[tuple[str, st
     found = []
     for model in models:
         of_model = [run for run in runs if run["model"] == model]
-        names = dict.fromkeys(itertools.chain(*(run["options"] for run in of_model)))
-        several = [n for n in names if n != "model" and len(_values(of_model, n)) > 1]
-        pairs = [p for p in itertools.combinations(several, 2) if len(_used(of_model, p)) > 3]
+        options = dict.fromkeys(itertools.chain(*(run["options"] for run in of_model)))
+        values = {n: [_value(run, n) for run in of_model] for n in options if n != "model"}
+        several = [name for name, taken in values.items() if len({*taken}) > 1]
+        pairs = itertools.combinations(several, 2)
+        pairs = [p for p in pairs if len({*zip(*(values[n] for n in p), strict=True)}) > 3]
         for one, other in pairs[:HEAT_MAPS]:
             title = f"{model}: best {SPEED} by --{one} (columns) and --{other} (rows)"
-            place = f"heat-{len(found)}"
-            found.append((place, title, _heat_map(of_model, one, other)))
+            columns, rows = _in_order(values[one]), _in_order(values[other])
+            at: dict[tuple[str, str], list[Run]] = {}
+            for run, *place in zip(of_model, values[one], values[other], strict=True):
+                at.setdefault(tuple(place), []).append(run)
+            cells = [[_cell(at.get((x, y), [])) for x in columns] for y in rows]
+            found.append((f"heat-{len(found)}", title, heat_map(columns, rows, cells)))
     return found
-
-
-def _used(runs: Sequence[Run], names: tuple[str, str]) -> set[tuple[str, ...]]:
-    """The pairs of values that these two options take."""
-    return {tuple(_value(run, name) for name in names) for run in runs}
 
 
 def _value(run: Run, name: str) -> str:
@@ -350,28 +325,21 @@ def _value(run: Run, name: str) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _values(runs: Sequence[Run], name: str) -> list[str]:
-    """All that an option takes: numbers by size, others as they come."""
-    values = dict.fromkeys(_value(run, name) for run in runs)
+def _in_order(values: Sequence[str]) -> list[str]:
+    """Each once: numbers by size, others as they come."""
+    once = dict.fromkeys(values)
     try:
-        return sorted(values, key=float)
+        return sorted(once, key=float)
     except ValueError:
-        return list(values)
+        return list(once)
 
 
-def _heat_map(runs: Sequence[Run], one: str, other: str) -> str:
-    columns, rows = _values(runs, one), _values(runs, other)
-    cells = [[_cell(runs, {one: x, other: y}) for x in columns] for y in rows]
-    return heat_map(columns, rows, cells)
-
-
-def _cell(runs: Sequence[Run], values: dict[str, str]) -> Cell:
-    """The fastest of the runs with these values, or why there is none."""
-    here = [run for run in runs if all(_value(run, n) == v for n, v in values.items())]
-    ok = [run for run in here if run["status"] == "ok"]
+def _cell(runs: Sequence[Run]) -> Cell:
+    """The fastest of these runs, or why there is none."""
+    ok = [run for run in runs if run["status"] == "ok"]
     if not ok:
-        why = ", ".join(dict.fromkeys(run["status"] for run in here))
-        return Cell(None, "✗" if here else "", why or "no run")
+        why = ", ".join(dict.fromkeys(run["status"] for run in runs))
+        return Cell(None, "✗" if runs else "", why or "no run")
     best = max(ok, key=lambda run: run["result"]["tokens_per_second"])
     speed = best["result"]["tokens_per_second"]
     return Cell(speed, number(speed), full_title(best, {}))
