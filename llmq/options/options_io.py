@@ -16,7 +16,7 @@ _FIELD_BY_FLAG = {flag: name for name, opt in OPTIONS.items() for flag in opt.fl
 # `llmq train` takes these beside the options of a run.
 COMMAND_LINE_ONLY = {"auto", "config", "dry-run", "help", "reserve", "restarts", "save-config"}
 
-# Rows of [Options] that have a name of their own, in llm.q's order: row, field of TrainConfig.
+# Rows of [Options] that have another name than the flag: row, field of TrainConfig.
 _RENAMED = {
     "lm-head-chunks": "lmhead_chunks",
     "cuda-graphs": "use_cuda_graphs",
@@ -28,24 +28,25 @@ _RENAMED = {
     "train-loader-seed": "train_seed",
     "eval-loader-seed": "eval_seed",
 }
-_BEFORE_SIZES = (
+# The first rows, in llm.q's order; all others follow as --help has them.
+_FIRST = (
     "name recompute-swiglu recompute-norm recompute-ffn recompute-qkv recompute-att "
     "recompute-block lm-head-chunks attn-bwd-chunks offload-master offload-quants offload-opt-m "
     "offload-opt-v use-zero-copy shard-weights shard-gradients persistent-quants cuda-graphs "
     "all-to-all-reduce memcpy-all-gather memcpy-send-recv use-write-combined matmul-dtype "
     "gradient-dtype model-dtype opt-m-dtype opt-v-dtype learning-rate warmup cooldown final-lr "
-    "lr-schedule beta-1 beta-2 grad-clip weight-decay grad-accumulation micro-batch seq-len"
+    "lr-schedule beta-1 beta-2 grad-clip weight-decay grad-accumulation micro-batch seq-len "
+    "total-batch steps-per-epoch steps eval-every-n-steps eval-num-steps ckpt-every-n-steps "
+    "ckpt-keep ckpt-major train-loader-seed eval-loader-seed arch vocab-size hidden-size ffn-size "
+    "experts expert-size num-layers tied-word-emb num-heads num-kv-heads train-file eval-file "
+    "checkpoint-dir out-dir log-file head-dim qk-norm logit-softcap max-positions rope-theta "
+    "rope-scaling"
 ).split()
 MODEL_ROWS = (
     "arch vocab-size hidden-size ffn-size experts expert-size num-layers tied-word-emb num-heads "
     "num-kv-heads head-dim max-positions rope-theta rope-scaling"
 ).split()
 """Rows of [Options] that describe the model."""
-_BEFORE_MODEL = (
-    "eval-every-n-steps eval-num-steps ckpt-every-n-steps ckpt-keep ckpt-major "
-    "train-loader-seed eval-loader-seed"
-).split()
-_AFTER_MODEL = "train-file eval-file checkpoint-dir out-dir log-file".split()
 
 
 Layers = tuple[dict[str, Any], dict[str, Any]]
@@ -138,40 +139,38 @@ def option_rows(
     shown = {row: _label(row, value) for row, value in shown.items()}
     if total_steps is not None:
         shown["steps"] = total_steps
-
-    rows = [(row, shown.pop(row)) for row in _BEFORE_SIZES]
     if world_size is not None:
-        tokens = config.batch_size * config.seq_len * config.grad_accumulation * world_size
-        rows.append(("total-batch", tokens))
+        shown["total-batch"] = (
+            config.batch_size * config.seq_len * config.grad_accumulation * world_size
+        )
     if steps_per_epoch is not None:
-        rows.append(("steps-per-epoch", steps_per_epoch))
-    rows += [(row, shown.pop(row)) for row in ("steps", *_BEFORE_MODEL)]
-    rows += [
-        ("arch", model.arch.label),
-        ("vocab-size", model.vocab_size),
-        ("hidden-size", model.hidden_size),
-        ("ffn-size", model.intermediate_size),
-        *_expert_rows(model),
-        ("num-layers", model.num_layers),
-        ("tied-word-emb", model.tied_embeddings),
-        ("num-heads", model.num_heads),
-        ("num-kv-heads", model.num_kv_heads),
-    ]
-    rows += [(row, shown.pop(row)) for row in _AFTER_MODEL]
-    rows += [("head-dim", model.head_dim), ("qk-norm", model.qk_norm)]
-    rows.append(("logit-softcap", model.logit_softcap or "none"))
-    rows.append(("max-positions", model.max_positions))
-    rows.append(("rope-theta", model.rope_theta if model.positions == "rope" else "none"))
-    scaling = model.rope_scaling
-    rows.append(("rope-scaling", "none" if scaling is None else json.dumps(scaling.write())))
-    return rows + list(shown.items())
+        shown["steps-per-epoch"] = steps_per_epoch
+    shown |= _of_model(model)
+    return [(row, shown.pop(row)) for row in _FIRST if row in shown] + list(shown.items())
 
 
-def _expert_rows(model: ModelConfig) -> list[tuple[str, int | str]]:
-    its = model.experts
-    if its is None:
-        return []
-    return [("experts", f"{its.active} of {its.count}"), ("expert-size", model.expert_size)]
+def _of_model(model: ModelConfig) -> dict[str, bool | int | float | str]:
+    scaling, its = model.rope_scaling, model.experts
+    experts = {}
+    if its is not None:
+        experts = {"experts": f"{its.active} of {its.count}", "expert-size": model.expert_size}
+    return {
+        "arch": model.arch.label,
+        "vocab-size": model.vocab_size,
+        "hidden-size": model.hidden_size,
+        "ffn-size": model.intermediate_size,
+        **experts,
+        "num-layers": model.num_layers,
+        "tied-word-emb": model.tied_embeddings,
+        "num-heads": model.num_heads,
+        "num-kv-heads": model.num_kv_heads,
+        "head-dim": model.head_dim,
+        "qk-norm": model.qk_norm,
+        "logit-softcap": model.logit_softcap or "none",
+        "max-positions": model.max_positions,
+        "rope-theta": model.rope_theta if model.positions == "rope" else "none",
+        "rope-scaling": "none" if scaling is None else json.dumps(scaling.write()),
+    }
 
 
 def _label(row: str, value: Any) -> bool | int | float | str:
