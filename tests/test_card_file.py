@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, F32, I32
-from llmq.base.errors import ConfigError
+from llmq.base.errors import ConfigError, warn_once
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator
 from llmq.commands.cli import _run
@@ -43,14 +43,14 @@ CARD = find_card("h100")
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path))
-    cards._warn_once.cache_clear()
+    warn_once.cache_clear()
     return tmp_path / "cards"
 
 
 @pytest.fixture
 def warnings(monkeypatch):
     lines = []
-    monkeypatch.setattr(cards, "warn", lines.append)
+    monkeypatch.setattr("llmq.base.errors.warn", lambda *told: lines.extend(told))
     return lines
 
 

@@ -317,7 +317,10 @@ def test_command_prints_json(capsys):
     [
         ([], "--fit: how much memory is there? Give --gpu-memory or --card"),
         (["--card=GTX 1080"], "--card: no card is known as 'GTX 1080'"),
-        (["--card=3090", "--matmul-dtype=e4m3"], "--matmul-dtype: e4m3 cannot be had, NVIDIA"),
+        (
+            ["--card=3090", "--matmul-dtype=e4m3"],
+            "--matmul-dtype: e4m3 needs compute capability 8.9",
+        ),
         (["--gpu-memory=600MiB"], "nothing fits: with --batch-size=1 "),
     ],
 )

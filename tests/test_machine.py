@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from llmq.base.errors import ConfigError, LlmqError
+from llmq.base.errors import ConfigError, LlmqError, warn_once
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
-from llmq.plan import checks
 from llmq.plan.checks import attention_backend
 from llmq.runtime import compile, cuda_api, cuda_device, host_usage, machine
 from llmq.runtime.device import DeviceSpec, MemorySizes
@@ -148,9 +147,9 @@ def cudnn(monkeypatch):
     library = FakeCudnn()
     monkeypatch.setitem(sys.modules, "cudnn", library)
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
-    checks._warn_once.cache_clear()
+    warn_once.cache_clear()
     yield library
-    checks._warn_once.cache_clear()
+    warn_once.cache_clear()
     assert library.open == 0
 
 

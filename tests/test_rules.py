@@ -26,6 +26,7 @@ from llmq.plan.faster import eight_bit_gain
 from llmq.plan.fit import Fit, search_bases
 from llmq.plan.memory import Limits, OutOfMemory
 from llmq.plan.shrink import Shrinker
+from llmq.runtime.device import DeviceSpec
 
 # The value of a rule's fact, by its name; None: texts only show it as it is.
 FACTS = {
@@ -34,6 +35,7 @@ FACTS = {
     "here": Here,
     "attention": AttentionHere,
     "card": Card,
+    "gpu": DeviceSpec,
     "length": Length,
     "total": None,
     "script": None,

@@ -1,5 +1,6 @@
 """Errors that a user can cause and can fix. Everything else is a bug and keeps its traceback."""
 
+import functools
 import os
 import sys
 from collections import deque
@@ -61,6 +62,12 @@ def warn(*lines: str) -> None:
         _warnings.append(line)
         if not _kept:
             print(f"warning: {line}", file=sys.stderr)
+
+
+@functools.cache
+def warn_once(line: str) -> None:
+    """The same, of a line that was not told before."""
+    warn(line)
 
 
 _warnings: deque[str] = deque(maxlen=1000)

@@ -21,7 +21,7 @@ from llmq.base.errors import ConfigError
 from llmq.options.option_file import read_option_file
 from llmq.options.option_types import AUTO, parse_size
 from llmq.options.options import OPTIONS, TrainConfig
-from llmq.options.options_io import make_config
+from llmq.options.options_io import FIELDS, make_config
 
 Lookup = Callable[[str], Any]
 """The value of an option of this name."""
@@ -148,8 +148,6 @@ MOST_RUNS = 100_000  # that lists may stand for, before conditions: more is a sl
 Row = dict[str, Any]
 """The options of one run, by flag name without dashes."""
 
-FIELDS = {flag: name for name, opt in OPTIONS.items() for flag in opt.flags}
-"""Fields of options, by each of their flags."""
 _FIRST_FLAG = {flag: opt.flags[0] for opt in OPTIONS.values() for flag in opt.flags}
 _DATA = "train_file eval_file eval_fraction train_seed eval_seed steps epochs eval_every_n_steps "
 _DATA += "eval_num_steps document_separator"

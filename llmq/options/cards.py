@@ -6,13 +6,12 @@ of this machine, of a report, or of a shared rig stand in place of the sheet.
 """
 
 import difflib
-import functools
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmq.base.dtypes import GIB
-from llmq.base.errors import ConfigError, warn
+from llmq.base.errors import ConfigError, warn_once
 from llmq.options.card_file import CardFile, folder, path_of, read_card_file, this_host
 from llmq.runtime.device import DeviceSpec
 
@@ -414,15 +413,10 @@ def _files(card: Card, place: Path, host: str) -> dict[int, CardFile]:
         try:
             file = read_card_file(path)
         except ConfigError as error:
-            _warn_once(f"{error}: it is ignored; `llmq rig` writes it anew")
+            warn_once(f"{error}: it is ignored; `llmq rig` writes it anew")
             continue
         if path_of(file.device, file.gpus, file.host).name != path.name:
-            _warn_once(f"'{path}' holds another rig ({file.gpus} {file.device}): it is ignored")
+            warn_once(f"'{path}' holds another rig ({file.gpus} {file.device}): it is ignored")
         elif abs(file.memory - card.memory * GIB) < SIBLING * file.memory:
             found[file.gpus] = max(file, found.get(file.gpus, file), key=lambda file: file.date)
     return found
-
-
-@functools.cache
-def _warn_once(line: str) -> None:
-    warn(line)

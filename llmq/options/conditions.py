@@ -1,5 +1,5 @@
 """Facts and questions of rules' conditions (`rules.py`), which have a fact beside the options as
-their third argument: the model (`ModelConfig`), the card of a plan (`Card`), or one of those
+their third argument: the model (`ModelConfig`), a GPU (`DeviceSpec`), its `Card`, or one of those
 here."""
 
 from collections.abc import Callable
@@ -72,22 +72,14 @@ class Length:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Here:
-    """The machines of a run. name, capability: of a GPU, 89 for 8.9. machines: ranks of each, by
-    name. ranks: of this process; processes: of all machines. most_summed: GPUs whose parts one
-    kernel can sum."""
+    """The machines of a run: ranks of each, by name. ranks: of this process; processes: of all
+    machines. most_summed: GPUs whose parts one kernel can sum."""
 
     on_gpus: bool
-    name: str
-    capability: int
     machines: dict[str, int]
     ranks: int
     processes: int
     most_summed: int
-
-    @property
-    def version(self) -> float:
-        """The capability as people write it."""
-        return self.capability / 10
 
     @property
     def listed(self) -> str:

@@ -12,7 +12,8 @@ from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.rules import RULES
 from llmq.options.sizes import SIZES
 
-_FIELD_BY_FLAG = {flag: name for name, opt in OPTIONS.items() for flag in opt.flags}
+FIELDS = {flag: name for name, opt in OPTIONS.items() for flag in opt.flags}
+"""Fields of options, by each of their flags."""
 # `llmq train` takes these beside the options of a run.
 COMMAND_LINE_ONLY = {"auto", "config", "dry-run", "help", "reserve", "restarts", "save-config"}
 
@@ -95,11 +96,11 @@ def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for key, value in values.items():
         flag = str(key).replace("_", "-")
-        name = _FIELD_BY_FLAG.get(flag)
+        name = FIELDS.get(flag)
         if name is None:
             if flag in COMMAND_LINE_ONLY:
                 raise ConfigError(f"{where}{key} is for the command line of llmq train only")
-            near = difflib.get_close_matches(flag, _FIELD_BY_FLAG, n=1)
+            near = difflib.get_close_matches(flag, FIELDS, n=1)
             hint = f", did you mean {near[0]}?" if near else "; llmq train --help lists them"
             raise ConfigError(f"{where}unknown option {key}{hint}")
         if value is None:

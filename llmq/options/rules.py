@@ -422,16 +422,13 @@ REFUSED_WITH_MODEL = (
 REFUSED_HERE = (
     *refused(
         "matmul_dtype",
-        lambda v, o, here: (
-            here.on_gpus and v == "e4m3" and here.capability < FP8_CAPABILITY and instead_of_fp8(o)
-        ),
-        f"e4m3 needs compute capability {FP8_CAPABILITY / 10}, "
-        "{here.name} has {here.version}: {found}",
+        lambda v, o, gpu: v == "e4m3" and gpu.capability < FP8_CAPABILITY and instead_of_fp8(o),
+        "e4m3 needs compute capability 8.9, {gpu.name} has {gpu.version}: {found}",
     ),
     *refused(
         "attention_dtype",
-        lambda v, o, here: here.on_gpus and v == "e4m3" and here.capability != HOPPER,
-        "e4m3 needs compute capability 9.0, {here.name} has {here.version}: use {model_dtype}",
+        lambda v, o, gpu: v == "e4m3" and gpu.capability != HOPPER,
+        "e4m3 needs compute capability 9.0, {gpu.name} has {gpu.version}: use {model_dtype}",
     ),
     *each(
         "shard_over",
@@ -456,16 +453,6 @@ REFUSED_HERE = (
         ),
         "copies reach the GPUs of one process, and there are {here.processes}: leave it "
         "out, so that NCCL does this",
-    ),
-    *refused(
-        "matmul_dtype",
-        lambda v, o, card: v == "e4m3" and card.fp8 == 0 and instead_of_fp8(o),
-        "e4m3 cannot be had, {card.name} has no fp8: {found}",
-    ),
-    *refused(
-        "attention_dtype",
-        lambda v, o, card: v == "e4m3" and card.capability != HOPPER,
-        "e4m3 needs compute capability 9.0, {card.name} has another one",
     ),
     *each(
         "attention",

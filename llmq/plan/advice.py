@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from llmq.base.dtypes import MIB
 from llmq.base.tensor import host_tiers
 from llmq.options.option_file import command_line, flag
 from llmq.options.options import TrainConfig
 from llmq.options.presets import PRESETS
 from llmq.options.rule import Changes
 from llmq.plan.estimate import Planner
-from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
+from llmq.plan.memory import Limits, OutOfMemory, mib, needed_bytes, room
 from llmq.plan.plan import Plan
 from llmq.plan.shrink import (
     ESTIMATE_MARGIN,
@@ -69,16 +68,6 @@ def spelled(config: TrainConfig, changes: Changes) -> str:
     if changed.get("gradient_dtype") == changed.get("matmul_dtype"):
         changed.pop("gradient_dtype", None)
     return " ".join(flag(name, value) for name, value in changed.items())
-
-
-def mib(size: int) -> str:
-    """Bytes that are needed, for people: rounded up, so that never less seems to be needed."""
-    return f"{-(-size // MIB)} MiB"
-
-
-def room(size: int) -> str:
-    """Bytes that are there, for people: rounded down."""
-    return f"{size // MIB} MiB"
 
 
 def check_fits(config: TrainConfig, planner: Planner, plan: Plan, limits: Limits) -> None:

@@ -1,13 +1,12 @@
 """Whether a machine can compute a run at all, and by which attention; the plan of a run that begins
 on it."""
 
-import functools
 from contextlib import closing
 from typing import NamedTuple
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import parse_dtype
-from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.errors import ConfigError, LlmqError, warn_once
 from llmq.model.halves.attention import directions
 from llmq.ops.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from llmq.ops.common import CAPABILITY, GENERIC_FP8, MAX_COLUMNS
@@ -42,7 +41,7 @@ def check_machine(config: TrainConfig, model: ModelConfig, machine: Machine) -> 
     if config.fp8_accumulate == "fp16" and spec.capability not in GENERIC_FP8:
         raise ConfigError(
             f"--fp8-accumulate: fp16 needs compute capability 8.9 or 12, {spec.name} has "
-            f"{spec.capability / 10}"
+            f"{spec.version}"
         )
 
 
@@ -51,13 +50,13 @@ def check_options(config: TrainConfig, machine: Machine) -> None:
     world = machine.world
     here = Here(
         on_gpus=machine.kind == "cuda",
-        name=machine.spec.name,
-        capability=machine.spec.capability,
         machines=world.ranks_of_machines,
         ranks=world.count,
         processes=len(world.counts),
         most_summed=MAX_PARTS,
     )
+    if here.on_gpus:
+        RULES.check(config, gpu=machine.spec)
     RULES.check(config, here=here)
 
 
@@ -124,14 +123,9 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
         if required:
             asked = "--attention-dtype e4m3" if codes else "--attention cudnn"
             raise ConfigError(f"{asked}: {error}") from error
-        _warn_once(f"attention runs on the native kernels: {' '.join(str(error).split())}")
+        warn_once(f"attention runs on the native kernels: {' '.join(str(error).split())}")
         return "native"
     return config.attention
-
-
-@functools.cache
-def _warn_once(line: str) -> None:
-    warn(line)
 
 
 class RunPlan(NamedTuple):

@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass, replace
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import F32, MIB, parse_dtype
+from llmq.base.dtypes import F32, parse_dtype
 from llmq.checkpoint.checkpoint import INITIAL_ADAPTERS, stored_values
 from llmq.checkpoint.store import PROVEN, left_at_end
 from llmq.options.options import TrainConfig
+from llmq.plan.memory import mib
 from llmq.state.params import parameter_count
 from llmq.state.placement import Placement, table_of, trained_count
 from llmq.state.rules import kept, rule_class
@@ -48,14 +49,10 @@ class DiskUse:
         most = "at most " if self.at_most else ""
         kept = [f"{most}{self.kept} checkpoint{'s' * (self.kept != 1)}"] if self.kept else []
         grows = [f"{most}one checkpoint every {self.every} steps"] if self.every else []
-        parts = ", ".join([*kept, *grows, f"the model ({_mib(self.model)})"])
-        total = "" if self.total is None else f"{_mib(self.total)}: "
+        parts = ", ".join([*kept, *grows, f"the model ({mib(self.model)})"])
+        total = "" if self.total is None else f"{mib(self.total)}: "
         peak = "; one more checkpoint while it is written" if self.deletes else ""
-        return {"Checkpoint": _mib(self.checkpoint), "On disk": f"{total}{parts}{peak}"}
-
-
-def _mib(size: int) -> str:
-    return f"{-(-size // MIB)} MiB"
+        return {"Checkpoint": mib(self.checkpoint), "On disk": f"{total}{parts}{peak}"}
 
 
 def disk_use(config: TrainConfig, model: ModelConfig, placement: Placement) -> DiskUse:

@@ -28,6 +28,16 @@ CONTEXT_BYTES = 540 * MIB
 NCCL_BYTES = 930 * MIB
 
 
+def mib(size: int) -> str:
+    """Bytes that are needed, for people: rounded up, so that never less seems to be needed."""
+    return f"{-(-size // MIB)} MiB"
+
+
+def room(size: int) -> str:
+    """Bytes that are there, for people: rounded down."""
+    return f"{size // MIB} MiB"
+
+
 def needed_bytes(plan: Plan, spec: DeviceSpec) -> int:
     """The bytes that must fit into the device's memory. On the CPU pinned memory is the same
     memory."""

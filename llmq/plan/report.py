@@ -24,14 +24,21 @@ from llmq.options.conditions import Ranks
 from llmq.options.option_file import command_line
 from llmq.options.options import TrainConfig
 from llmq.options.rules import RULES
-from llmq.plan.advice import check_fits, mib, room
+from llmq.plan.advice import check_fits
 from llmq.plan.checks import attention_backend, check_machine
 from llmq.plan.cost import StepTime, cost_by_kind, exposed_seconds, step_time
 from llmq.plan.disk import DiskUse, disk_use
 from llmq.plan.estimate import Planner
 from llmq.plan.faster import EightBitGain, eight_bit_gain, larger_batch
 from llmq.plan.fit import SHOWN, Candidate, Fit, search_bases
-from llmq.plan.memory import allocator_table, kept_free, memory_limit, needed_bytes
+from llmq.plan.memory import (
+    allocator_table,
+    kept_free,
+    memory_limit,
+    mib,
+    needed_bytes,
+    room,
+)
 from llmq.plan.plan import Plan
 from llmq.plan.target import MachineOptions, PlanTarget, target
 from llmq.report.tables import labelled, terminal_table

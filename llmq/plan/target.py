@@ -84,7 +84,7 @@ def target(
         return PlanTarget(spec=HOST_SPEC, backend="native", limits=limits, **rest)
     card = _card(asked.card, asked.card_file, world_size // machines)
     if card is not None:
-        RULES.check(config, card=card)
+        RULES.check(config, gpu=spec_of(card))
     spec = PLAN_SPEC if card is None else spec_of(card)
     if card is not None and card.measured is not None:
         spec = card.measured.spec()

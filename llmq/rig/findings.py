@@ -30,7 +30,7 @@ def words_on(report: Report) -> list[str]:
 
 def damaged(report: Report) -> Iterator[str]:
     """Copies between GPUs that arrive otherwise than they were sent."""
-    bad = [p for p in _part(report, "bus").get("pairs", []) if p["reason"] == "damaged data"]
+    bad = [p for p in part_of(report, "bus").get("pairs", []) if p["reason"] == "damaged data"]
     pairs = ", ".join(f"{pair['source']} to {pair['reader']}" for pair in bad)
     if bad:
         iommu = " The IOMMU is on, which can cause this." if report["host"].get("iommu") else ""
@@ -62,7 +62,7 @@ def memory_errors(report: Report) -> Iterator[str]:
 
 def hot(report: Report) -> Iterator[str]:
     """Clocks that are held down by something else than the power limit."""
-    for record in _part(report, "load").get("gpus", []):
+    for record in part_of(report, "load").get("gpus", []):
         settled = record["settled"]
         held = {w: s for w, s in settled.get("reasons", {}).items() if s >= HELD}
         too_hot = [share for word, share in held.items() if "temperature" in word]
@@ -81,7 +81,7 @@ def hot(report: Report) -> Iterator[str]:
 
 def slower(report: Report) -> Iterator[str]:
     """GPUs for which all others wait."""
-    records = _part(report, "load").get("gpus", [])
+    records = part_of(report, "load").get("gpus", [])
     rates = {r["gpu"]: r["settled"].get("tflops") for r in records}
     rates = {gpu: rate for gpu, rate in rates.items() if rate}
     most = max(rates.values(), default=0.0)
@@ -100,8 +100,8 @@ def slower(report: Report) -> Iterator[str]:
 
 def slots(report: Report) -> Iterator[str]:
     """PCIe lanes and generations that a card could have and does not."""
-    loaded = {r["gpu"]: r["settled"] for r in _part(report, "load").get("gpus", [])}
-    alone = _part(report, "bus").get("alone", [])
+    loaded = {r["gpu"]: r["settled"] for r in part_of(report, "load").get("gpus", [])}
+    alone = part_of(report, "bus").get("alone", [])
     for gpu in report["gpus"]:
         index, now = gpu["index"], gpu | loaded.get(gpu["index"], {})
         width, most = (
@@ -159,7 +159,7 @@ def busy(report: Report) -> Iterator[str]:
 
 def peers(report: Report) -> Iterator[str]:
     """GPUs without a direct way to each other."""
-    pairs = _part(report, "bus").get("pairs", [])
+    pairs = part_of(report, "bus").get("pairs", [])
     closed = [p for p in pairs if p["reason"] == "no access"]
     slow = [p for p in pairs if (p["reason"] or "").startswith("slow")]
     if closed:
@@ -189,7 +189,7 @@ def weak(report: Report) -> Iterator[str]:
         return
     sizes = {name: spec[name] for name in ("capability", "num_sms", "memory")}
     card = card_of(DeviceSpec(name=spec["device"], **sizes))
-    rows = _part(report, "ladder").get("rows", [])
+    rows = part_of(report, "ladder").get("rows", [])
     copy = max((row["gb_per_s"] for row in rows if row["what"] == "copy"), default=None)
     if copy is not None and copy < LEAST_COPY * card.bandwidth:
         yield (
@@ -207,7 +207,7 @@ def weak(report: Report) -> Iterator[str]:
 
 def shared(report: Report) -> Iterator[str]:
     """Findings on what GPUs take from each other, and what the host lacks."""
-    found = _part(report, "bus").get("at_once", {})
+    found = part_of(report, "bus").get("at_once", {})
     if len(found) > 1:
         number = max(found, key=int)
         one, each = min(found["1"]["both"]), min(found[number]["both"])
@@ -224,7 +224,7 @@ def shared(report: Report) -> Iterator[str]:
             f"This process may use {allowed} of {cores} CPUs: one for each GPU and one more are "
             "what a run wants."
         )
-    disk = _part(report, "host").get("disk", {})
+    disk = part_of(report, "host").get("disk", {})
     if disk.get("write") and disk["write"] < SLOW_DISK:
         yield (
             f"The disk that the report is on takes {disk['write']:.2f} GB/s: a checkpoint of a 7B "
@@ -251,7 +251,8 @@ FINDINGS: tuple[Callable[[Report], Iterator[str]], ...] = (
 )  # fmt: skip
 
 
-def _part(report: Report, name: str) -> dict[str, Any]:
+def part_of(report: Report, name: str) -> dict[str, Any]:
+    """The measurements of a part; {} where there are none."""
     return report["measured"].get(name) or {}
 
 

@@ -8,9 +8,9 @@ from llmq.base.dtypes import GIB, MIB
 from llmq.base.files import replacing
 from llmq.report.tables import markdown_table
 from llmq.rig.exchanges import LOAD
+from llmq.rig.findings import Report, part_of
 from llmq.rig.steps import in_time
 
-Report = dict[str, Any]
 BESIDE = " (products as beside other GPUs)"
 
 
@@ -72,7 +72,7 @@ Rows = Iterator[dict[str, Any]]
 
 
 def _machine(report: Report) -> Rows:
-    host, found = report["host"], report["measured"].get("host") or {}
+    host, found = report["host"], part_of(report, "host")
     if not host:
         return
     disk, options = found.get("disk", {}), " ".join(host.get("iommu_options", []))
@@ -95,7 +95,7 @@ def _of(value: float | None, most: float | None, form: str = "{:.0f}", unit: str
 
 
 def _gpus(report: Report) -> Rows:
-    loaded = {r["gpu"]: r["settled"] for r in _part(report, "load").get("gpus", [])}
+    loaded = {r["gpu"]: r["settled"] for r in part_of(report, "load").get("gpus", [])}
     for gpu in report["gpus"]:
         now = gpu | loaded.get(gpu["index"], {})
         most = max((gpu.get("pcie_width_most") or 0, gpu.get("pcie_width_slot") or 0))
@@ -113,7 +113,7 @@ def _gpus(report: Report) -> Rows:
 
 
 def _bus(report: Report) -> Rows:
-    found = _part(report, "bus")
+    found = part_of(report, "bus")
     rates = {f"GPU {n} alone": r for n, r in enumerate(found.get("alone", []))}
     at_once = {n: r for n, r in found.get("at_once", {}).items() if n != "1"}
     rates |= {f"{n} at once, the slowest": r for n, r in at_once.items()}
@@ -128,7 +128,7 @@ def _bus(report: Report) -> Rows:
 
 
 def _pairs(report: Report) -> Rows:
-    found = _part(report, "bus")
+    found = part_of(report, "bus")
     staged = {(r["source"], r["reader"]): r["gb_per_s"] for r in found.get("staged", [])}
     for pair in found.get("pairs", []):
         ends = (pair["source"], pair["reader"])
@@ -171,7 +171,7 @@ def _notes_on_exchanges(report: Report) -> list[str]:
 
 
 def _load(report: Report) -> Rows:
-    for record in _part(report, "load").get("gpus", []):
+    for record in part_of(report, "load").get("gpus", []):
         s = record["settled"]
         reasons = (f"{word} {share:.0%}" for word, share in s.get("reasons", {}).items())
         yield {
@@ -187,7 +187,7 @@ def _load(report: Report) -> Rows:
 
 def _ladder(report: Report) -> Rows:
     sizes: dict[str, list[str]] = {}
-    for row in _part(report, "ladder").get("rows", []):
+    for row in part_of(report, "ladder").get("rows", []):
         rate = f"{row['tflops']:.0f}" if "tflops" in row else f"{row['gb_per_s']:,.0f} GB/s"
         sizes.setdefault(row["what"], []).append(f"{row['size']}: {rate}")
     yield from ({"": k, "TFLOP/s by size": ", ".join(v)} for k, v in sizes.items())
@@ -234,10 +234,6 @@ def _time(report: Report) -> Rows:
         yield {"part": name, "took": f"{part['seconds']:.0f} s", "": part["error"] or ""}
 
 
-def _part(report: Report, name: str) -> dict[str, Any]:
-    return report["measured"].get(name) or {}
-
-
 def draw(report: Report, path: Path) -> None:
     """Write it as PNG: products by size, clocks and power under load, buses, predictions."""
     from matplotlib.figure import Figure
@@ -281,7 +277,7 @@ def _draw_load(name: str, title: str, unit: str) -> Callable[[Any, Report], None
 def _series(report: Report, name: str) -> list[tuple[int, dict[str, Any]]]:
     """The series of the GPUs that told this at all times: one whose load failed at its start told
     nothing."""
-    records = (report["measured"].get("load") or {}).get("gpus", [])
+    records = part_of(report, "load").get("gpus", [])
     found = [(record["gpu"], record["series"]) for record in records]
     return [(n, s) for n, s in found if 0 < len(s.get(name, [])) == len(s["seconds"])]
 
@@ -314,7 +310,7 @@ def _draw_rows(axes: Any, report: Report) -> None:
 
 def _draw_host(axes: Any, report: Report) -> None:
     """All that a machine without a GPU has."""
-    found = report["measured"].get("host") or {}
+    found = part_of(report, "host")
     disk = found.get("disk", {})
     values = {
         "memory": found.get("memory"),
@@ -328,7 +324,7 @@ def _draw_host(axes: Any, report: Report) -> None:
 
 
 def _has(part: str, name: str) -> Callable[[Report], bool]:
-    return lambda report: bool((report["measured"].get(part) or {}).get(name))
+    return lambda report: bool(part_of(report, part).get(name))
 
 
 def _told(name: str) -> Callable[[Report], bool]:

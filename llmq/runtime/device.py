@@ -54,6 +54,11 @@ class DeviceSpec:
             object.__setattr__(self, "library_workspace", advised)
 
     @property
+    def version(self) -> float:
+        """The compute capability as people write it."""
+        return self.capability / 10
+
+    @property
     def small_shared(self) -> bool:
         """Whether a multiprocessor has 100 KiB of shared memory, as GeForce's, or 164 and more."""
         return self.capability in (86, 89, 120, 121)
