@@ -1,5 +1,6 @@
 """The tools, on the CPU device and with stand-ins for what needs a GPU."""
 
+import ctypes
 import importlib
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -825,3 +827,49 @@ def test_watch_cost(tool, capsys, monkeypatch):
     assert re.fullmatch(r"a step: [0-9.]+ ms; 3 steps, [0-9]+ cores", lines[0])
     assert lines[1].startswith("after each, in the run's thread: median ")
     assert re.fullmatch(r"the process beside it: [0-9.]+ s of a processor", lines[2])
+
+
+# -- mma_sync ------------------------------------------------------------------------------------
+
+
+def test_the_library_offers_kernels_of_mma_sync_that_fit_a_geforce_card(monkeypatch, tool):
+    """The library is a stand-in that has tiles of 128 x 256 and 64 x 64, and refuses 32x3."""
+    lt = pytest.importorskip("nvmath.bindings.cublasLt")
+    caps, config = lt.MatmulAlgoCapAttribute, lt.MatmulAlgoConfigAttribute
+    tiles = [lt.MatmulTile.TILE_UNDEFINED, lt.MatmulTile.TILE_64x64, lt.MatmulTile.TILE_128x256]
+    stages = [lt.MatmulStages[f"STAGES_{name}"] for name in ("32x2", "32x3", "64x3", "16xAUTO")]
+
+    class Refused(lt.cuBLASLtError):
+        def __init__(self):
+            pass
+
+    def attribute(handle, name, to, nbytes, written):
+        values = {caps.TILE_IDS: tiles, caps.STAGES_IDS: stages}.get(name, [14])
+        found = np.array(values, np.int32)
+        ctypes.memmove(to, found.ctypes.data, found.nbytes)
+        ctypes.c_uint64.from_address(written).value = found.nbytes
+
+    def put(algorithm, name, value, nbytes):
+        index = [config.TILE_ID, config.STAGES_ID, config.CTA_SWIZZLING].index(name)
+        ctypes.memmove(algorithm + 4 * index, value, nbytes)
+
+    def check(handle, desc, a, b, c, d, algorithm, result):
+        if ctypes.c_int.from_address(algorithm + 4).value == lt.MatmulStages.STAGES_32x3:
+            raise Refused
+
+    for kind in ("matmul_algo_cap", "matmul_desc", "matrix_layout"):
+        monkeypatch.setattr(lt, f"{kind}_get_attribute", attribute)
+    monkeypatch.setattr(lt, "matmul_algo_init", lambda *args: None)
+    monkeypatch.setattr(lt, "matmul_algo_config_set_attribute", put)
+    monkeypatch.setattr(lt, "matmul_algo_check", check)
+    monkeypatch.setattr(lt, "matmul_algo_get_heuristic", None)  # put back after the test
+    tool("mma_sync.sitecustomize")
+    results, found = np.zeros(8, lt.matmul_heuristic_result_dtype), np.zeros(1, np.int32)
+    args = (*range(7), len(results), results.ctypes.data, found.ctypes.data)
+    lt.matmul_algo_get_heuristic(*args)
+    algorithms = np.ascontiguousarray(results["algo"]["data_"]).view(np.int32)
+    offered = algorithms[: found[0], :3].tolist()
+    large, small, two, deep = tiles[2], tiles[1], stages[0], stages[2]
+    assert offered == [[large, two, 0], [large, two, 1]] + [
+        [small, of, order] for of in (deep, two) for order in (0, 1)
+    ]
