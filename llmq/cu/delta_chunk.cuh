@@ -150,49 +150,34 @@ template <class Sources> struct Ring {
     }
 };
 
-// The tiles of a scan, chunk by chunk: u, w, then with OUT queries and scores, and keys.
-template <bool OUT> struct Scanned {
-    static constexpr int STEPS = OUT ? 5 : 3;
-    static constexpr int COLUMNS[5] = {SLICE, DK, DK, CHUNK, DK};
+// Tiles of a scan: of a block's own columns (u, d_out), and what all blocks of a head read.
+enum Kind { OWN, OF_W, KEYS, QUERIES, OF_SCORES };
+
+// The tiles of a scan in the order of their use, chunk by chunk, with BACK from the last chunk on.
+template <bool BACK, Kind... KINDS> struct Scanned {
+    static constexpr int STEPS = sizeof...(KINDS);
+    static constexpr Kind KIND[STEPS] = {KINDS...};
+    static constexpr int COLUMNS[STEPS] = {
+        (KINDS == OWN ? SLICE : KINDS == OF_SCORES ? CHUNK : DK)...};
     const Place& at;
-    const T *qkv, *u, *w, *scores;
+    const T *own, *qkv, *w, *scores;
     const float* factors;
 
-    __device__ __forceinline__ const float* known(int c) const {
-        return factors + of_factors(at, c);
-    }
-    template <int STEP> __device__ __forceinline__ Tile<T> of(int c) const {
-        const i64 row = at.of_chunk(c) * CHUNK;
-        const int first = c * CHUNK, rows = min(CHUNK, at.seq_len - first);
-        if constexpr (STEP == 0) { return {u + row * DV + blockIdx.x * SLICE, DV, CHUNK}; }
-        if constexpr (STEP == 1) { return {w + row * DK, DK, CHUNK}; }
-        if constexpr (OUT && STEP == 2) { return {qkv + at.query(first), at.columns(), rows}; }
-        if constexpr (STEP == 3) { return {scores + row * CHUNK, CHUNK, CHUNK}; }
-        return {qkv + at.key(first), at.columns(), rows};
-    }
-};
-
-// The tiles of the scan backward, from the last chunk on: d_out, keys, scores, queries, w.
-struct ScannedBackward {
-    static constexpr int STEPS = 5;
-    static constexpr int COLUMNS[STEPS] = {SLICE, DK, CHUNK, DK, DK};
-    const Place& at;
-    const T *d_out, *qkv, *w, *scores;
-    const float* factors;
-
+    __device__ __forceinline__ int chunk(int turn) const { return BACK ? at.chunks - 1 - turn : turn; }
     __device__ __forceinline__ const float* known(int turn) const {
-        return factors + of_factors(at, at.chunks - 1 - turn);
+        return factors + of_factors(at, chunk(turn));
     }
     template <int STEP> __device__ __forceinline__ Tile<T> of(int turn) const {
-        const int c = at.chunks - 1 - turn, first = c * CHUNK, rows = min(CHUNK, at.seq_len - first);
+        constexpr Kind OF = KIND[STEP];
+        const int c = chunk(turn), first = c * CHUNK, rows = min(CHUNK, at.seq_len - first);
         const i64 row = at.of_chunk(c) * CHUNK;
-        if constexpr (STEP == 0) {
-            return {d_out + at.out(first) + blockIdx.x * SLICE, at.value_heads * DV, rows};
+        if constexpr (OF == OWN && BACK) {
+            return {own + at.out(first) + blockIdx.x * SLICE, at.value_heads * DV, rows};
         }
-        if constexpr (STEP == 1) { return {qkv + at.key(first), at.columns(), rows}; }
-        if constexpr (STEP == 2) { return {scores + row * CHUNK, CHUNK, CHUNK}; }
-        if constexpr (STEP == 3) { return {qkv + at.query(first), at.columns(), rows}; }
-        return {w + row * DK, DK, CHUNK};
+        if constexpr (OF == OWN) { return {own + row * DV + blockIdx.x * SLICE, DV, CHUNK}; }
+        if constexpr (OF == OF_W) { return {w + row * DK, DK, CHUNK}; }
+        if constexpr (OF == OF_SCORES) { return {scores + row * CHUNK, CHUNK, CHUNK}; }
+        return {qkv + (OF == KEYS ? at.key(first) : at.query(first)), at.columns(), rows};
     }
 };
 

@@ -240,9 +240,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREPARE_BLOCKS)
     }
 }
 
-template <bool OUT>
+template <bool OUT, class Sources>
 __device__ __forceinline__ void scan(T* out, T* states, T* changes, float* state,
-                                     const Scanned<OUT>& sources) {
+                                     const Sources& sources) {
     extern __shared__ uint4 memory[];
     alignas(16) __shared__ float known[2][2 * CHUNK];
     T* const tile = reinterpret_cast<T*>(memory);
@@ -250,7 +250,7 @@ __device__ __forceinline__ void scan(T* out, T* states, T* changes, float* state
     const auto finish = [&](int c) {
         OUT ? put_out(out, at, c, tile) : put_changes(changes, at, c, tile);
     };
-    Ring<Scanned<OUT>> ring{sources, reinterpret_cast<char*>(tile + CHUNK * TILE), known, at.chunks};
+    Ring<Sources> ring{sources, reinterpret_cast<char*>(tile + CHUNK * TILE), known, at.chunks};
     ring.start();
     State here(ring.memory);
     here.read(state);
@@ -314,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 0)
                     int value_heads) {
     const Place at(blockIdx.y, seq_len, key_heads, value_heads);
     float* const carried = state ? state + at.of_head() * DK * DV : nullptr;
-    const Scanned<true> sources{at, qkv, u, w, scores, factors};
+    const Scanned<false, OWN, OF_W, QUERIES, OF_SCORES, KEYS> sources{at, u, qkv, w, scores, factors};
     scan<true>(out, nullptr, nullptr, carried, sources);
 }
 
@@ -325,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 0)
                       int value_heads) {
     const Place at(blockIdx.y, seq_len, key_heads, value_heads);
     float* const carried = state ? state + at.of_head() * DK * DV : nullptr;
-    const Scanned<false> sources{at, qkv, u, w, nullptr, factors};
+    const Scanned<false, OWN, OF_W, KEYS> sources{at, u, qkv, w, nullptr, factors};
     scan<false>(nullptr, states, changes, carried, sources);
 }
 
@@ -336,14 +336,14 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 0)
                              const T* __restrict__ scores, const float* __restrict__ factors,
                              int seq_len, int key_heads, int value_heads) {
     const Place at(blockIdx.y, seq_len, key_heads, value_heads);
-    const ScannedBackward sources{at, d_out, qkv, w, scores, factors};
+    const Scanned<true, OWN, KEYS, OF_SCORES, QUERIES, OF_W> sources{at, d_out, qkv, w, scores, factors};
     float* const carried = d_state ? d_state + at.of_head() * DK * DV : nullptr;
     extern __shared__ uint4 memory[];
     alignas(16) __shared__ float known[2][2 * CHUNK];
     T* const tile = reinterpret_cast<T*>(memory);
     const auto finish = [&](int c) { put_changes(d_changes, at, c, tile); };
-    Ring<ScannedBackward> ring{sources, reinterpret_cast<char*>(tile + CHUNK * TILE), known,
-                               at.chunks};
+    Ring<decltype(sources)> ring{sources, reinterpret_cast<char*>(tile + CHUNK * TILE), known,
+                                 at.chunks};
     ring.start();
     State here(ring.memory);  // the gradient of the state
     here.read(carried);
