@@ -352,12 +352,9 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
                 multiply_dot(d_q, of_o(), of_s, q, m, k_column, from_front);
                 multiply_dot(d_k, of_r(), of_s, k, m, k_column, from_front);
             }
-            if (COPIED && warp_id() * 16 < DK) {
+            if (warp_id() * 16 < DK) {
                 multiply(products, left<false>(s, 0, warp_id() * 16),
                          right<true>(d_s, warp_id() * 16, 0));
-            }
-            for (int e = i; !COPIED && e < 16 * DK; e += THREADS) {
-                both = fmaf(to_f32(s.at[e]), to_f32(d_s.at[e]), both);
             }
         }
         if constexpr (!COPIED) {
@@ -369,11 +366,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
             if (i < CHUNK) { queried[i] = crossing; }
         }
         const float whole = known[FROM_STATE * CHUNK + CHUNK - 1];
-        if (COPIED) {
-            each_diagonal(products, [&](int, float x) { both = fmaf(x, whole, both); });
-        } else {
-            both *= whole;
-        }
+        each_diagonal(products, [&](int, float x) { both = fmaf(x, whole, both); });
         cp_async_wait<0>();
         __syncthreads();
         if (!EARLY) { stage_keys(); }
