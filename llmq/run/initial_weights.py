@@ -205,17 +205,15 @@ class InitialWeights:
         names += ("train", "lora_dora")
         saved = {name: reader.manifest.options.get(name) for name in names}
         before = TrainConfig(**{n: v for n, v in saved.items() if v}).normalized()
-        for name in saved:
-            now, then = getattr(self.config, name), getattr(before, name)
+
+        def of(config: TrainConfig, name: str) -> Any:
             if name == "lora_targets":
-                modules = [
-                    adapted_modules(self.model, adapters_of(config)).keys()
-                    for config in (self.config, before)
-                ]
-                same = modules[0] == modules[1]
-            else:
-                same = now == then
-            if not same:
+                return adapted_modules(self.model, adapters_of(config)).keys()
+            return getattr(config, name)
+
+        for name in names:
+            if of(self.config, name) != of(before, name):
+                now, then = getattr(self.config, name), getattr(before, name)
                 raise LlmqError(
                     f"checkpoint '{reader.path}' was made with {_said(name, then)}: continue it "
                     f"so, not with {_said(name, now)}"
