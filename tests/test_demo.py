@@ -23,6 +23,7 @@ def little_text(monkeypatch, tmp_path):
     small = [name for name in files if Path(name).stat().st_size < 20_000][:20]
     monkeypatch.setattr(demo, "python_sources", lambda: small)
     monkeypatch.setattr(demo, "NEW_TOKENS", 8)
+    monkeypatch.setattr(demo, "HELD_OUT", 1024)
 
 
 def test_sources_are_pythons_own():

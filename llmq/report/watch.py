@@ -58,19 +58,16 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
             }
         case "task":
             name = f"task/{record['name']}/{record['metric']}"
-            error = (
-                {} if values["stderr"] != values["stderr"] else {f"{name}_stderr": values["stderr"]}
-            )
-            return {name: values["value"], **error}
+            found = {name: values["value"], f"{name}_stderr": values["stderr"]}
+            return {n: value for n, value in found.items() if n == name or value == value}
         case "abs-maxes":
             named = _numeric({row["name"]: row["value"] for row in record["abs_maxes"]})
             return {f"abs_maxes/{name}": value for name, value in named.items()}
         case "allocator":
-            sizes = {}
-            for row in record["stats"]:
-                sizes["gpu_memory/" + row["name"]] = row["device"] / MIB
-                sizes["host_memory/" + row["name"]] = (row["pinned"] + row["pageable"]) / MIB
-            return {name: size for name, size in sizes.items() if size}
+            rows = record["stats"]
+            sizes = {f"gpu_memory/{row['name']}": row["device"] for row in rows}
+            sizes |= {f"host_memory/{r['name']}": r["pinned"] + r["pageable"] for r in rows}
+            return {name: size / MIB for name, size in sizes.items() if size}
         case "sol":
             return {f"flops_per_token/{p}": values[p] for p in ("blocks", "lm_head", "attention")}
         case "info" if record["type"] == "time-breakdown":

@@ -26,6 +26,7 @@ from llmq.run.training import run_training
 from llmq.runtime.machine import choose_machine
 
 PROMPT = "def __init__(self"
+HELD_OUT = 16_384  # bytes, about, of the module that is validated on: all of it takes some seconds
 NEW_TOKENS = 110  # with the prompt, as many as a training sequence has
 STEPS = {"host": 450, "cuda": 4000}
 
@@ -51,8 +52,8 @@ def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainCo
             "from-scratch": True,
             "model-dtype": "fp32" if kind == "host" else "bf16",
             # Names, no patterns: what is special in patterns may be in `out`.
-            "train-file": str(out / "data" / "train-000.bin"),
-            "eval-file": str(out / "data" / "eval-000.bin"),
+            "train-file": str(out / "data" / "train" / "train-000.bin"),
+            "eval-file": str(out / "data" / "eval" / "train-000.bin"),
             "batch-size": 8,
             "seq-len": 128,
             "grad-accumulation": 1,
@@ -77,8 +78,12 @@ def run_demo(out: Path, device: str, steps: int | None, resume: bool = False) ->
     stopped, or for more steps; else its results are replaced."""
     start = time.perf_counter()
     machine = choose_machine(device, 1)
-    text = tokenize(python_sources(), tokenizer="bytes", out=out / "data", eval_fraction=0.02)
-    print(text.describe())
+    sources = python_sources()
+    held_out = min(sources, key=lambda name: abs(Path(name).stat().st_size - HELD_OUT))
+    trained = [name for name in sources if name != held_out]
+    for name, files in (("train", trained), ("eval", [held_out])):
+        text = tokenize(files, tokenizer="bytes", out=out / "data" / name, eval_fraction=0)
+        print(text.describe())
     config = demo_config(out, device, machine.kind, steps)
     if resume:
         config = _continued(config, steps)

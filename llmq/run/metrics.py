@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import index
 from typing import Any
 
 from llmq.comm.links import LinkTable
@@ -158,10 +159,12 @@ class Reporter:
         }
 
     @history.setter
-    def history(self, history: dict[str, Any]) -> None:
-        loss_sum, self._loss_count = history["losses_since_evaluation"]
-        self._loss_sum = math.nan if loss_sum is None else loss_sum
-        self.without_targets = int(history.get("steps_without_targets", 0))
+    def history(self, history: Mapping[str, Any]) -> None:
+        """{}: of the beginning; raises as Member.load."""
+        total, count = history.get("losses_since_evaluation", (0.0, 0))
+        self._loss_sum = math.nan if total is None else float(total)
+        self._loss_count = index(count)
+        self.without_targets = index(history.get("steps_without_targets", 0))
 
     @property
     def _percent(self) -> float:

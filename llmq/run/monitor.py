@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from operator import index
 from typing import Any
 
 import numpy as np
@@ -200,9 +199,7 @@ class StepReports(Member):
         return self._reporter.history
 
     def load(self, state: Mapping[str, Any]) -> None:
-        total, count = state.get("losses_since_evaluation", (0.0, 0))
-        total = None if total is None else float(total)
-        self._reporter.history = {**state, "losses_since_evaluation": [total, index(count)]}
+        self._reporter.history = state
 
 
 class TimeBreakdown(Member):

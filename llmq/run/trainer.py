@@ -314,9 +314,7 @@ class Trainer(Closing):
         return True
 
     def validate(
-        self,
-        max_batches: int | None = None,
-        stopped: Callable[[], bool] | None = None,
+        self, max_batches: int | None = None, stopped: Callable[[], bool] | None = None
     ) -> Result | None:
         """The loss on the validation files from their start. max_batches: of a rank; None: all.
         stopped: asked before every batch; None is returned if it said yes."""

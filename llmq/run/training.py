@@ -318,15 +318,11 @@ def load_state(trainer: Trainer, reporter: Reporter, checkpoint: Path | None) ->
 
 
 def run_training(
-    config: TrainConfig,
-    model: ModelConfig,
-    model_dir: Path | None,
-    argv: list[str],
+    config: TrainConfig, model: ModelConfig, model_dir: Path | None, argv: list[str]
 ) -> None:
-    """Train as the options say; Interrupted after saving when a signal ended the run.
-    LlmqError before the first step: paths
-    that cannot be written or belong to another run, no such checkpoint, data that do not fit, too
-    little memory."""
+    """Train as the options say; Interrupted after saving when a signal ended the run. LlmqError
+    before the first step: paths that cannot be written or belong to another run, no such
+    checkpoint, data that do not fit, too little memory."""
     processes().on_first(lambda: check_libraries(config))
     processes().on_first(lambda: check_writable("--out-dir", config.out_dir))
     processes().each(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
