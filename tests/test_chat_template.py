@@ -250,12 +250,43 @@ def test_marks_that_others_change_are_not_guessed():
 
 
 def test_lists_of_texts(tokenizers):
-    """Templates get the texts put together."""
+    """A template that knows no lists gets the texts put together."""
     messages = [user([{"type": "text", "text": t} for t in ("the ", "cat")]), assistant("mat")]
     plain = [user("the cat"), assistant("mat")]
     for name in ("parts", "chatml"):
         got = trained_parts(tokenizers, name, messages, "all")
         assert got == trained_parts(tokenizers, name, plain, "all")
+
+
+IDEFICS = """\
+{% for m in messages %}{{ m['role'].capitalize() }}
+{%- if m['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}
+{%- for line in m['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}{% endif %}
+{%- endfor %}<end_of_utterance>
+{% endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+SEVERAL = [{"type": "text", "text": t} for t in ("the ", "cat")]
+
+
+def test_templates_of_parts_get_parts(tmp_path):
+    """Idefics3's writes a text as nothing, and a template of texts the list as Python has it."""
+    folder = write_chat_tokenizer(tmp_path / "t", IDEFICS)
+    template = load_chat_template(HfTokenizer(folder))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    parts = [user(SEVERAL), assistant([{"type": "text", "text": "mat"}])]
+    for messages in (parts, [user("the cat"), assistant("mat")]):
+        ((text, spans),) = Chat(template, "assistant").texts(Conversation(messages))
+        assert text == theirs.apply_chat_template(parts, tokenize=False)
+        assert text == "User: the cat<end_of_utterance>\nAssistant: mat<end_of_utterance>\n"
+        assert [text[a:b] for a, b in spans] == [" mat<end_of_utterance>\n"]
+    # Here the user's contents are texts or parts, which differ, and the assistant's are texts.
+    source = """\
+{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + ';' }}
+{%- elif m.content is string %}{{ m.content + ';' }}
+{%- else %}{% for part in m.content %}{{ '<' + part.text + '>' }}{% endfor %}{% endif %}
+{%- endfor %}"""
+    template = ChatTemplate({"default": source}, {}, "'t'")
+    assert template.render(parts).text == "<the ><cat>mat;"
 
 
 def test_messages_of_which_no_word_is_written_are_refused():

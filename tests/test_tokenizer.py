@@ -166,6 +166,40 @@ def test_where_special_tokens_come_from(bpe_folder, tmp_path, files, eos, bos):
     assert (tokenizer.eos_id, tokenizer.bos_id) == (eos, bos)
 
 
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer"])
+def test_vocab_and_merges(bpe_folder, tmp_path, name):
+    for file in ("vocab.json", "merges.txt"):
+        (tmp_path / file).write_bytes((bpe_folder / file).read_bytes())
+    size = len(json.loads((tmp_path / "vocab.json").read_text()))
+    write_json(
+        tmp_path / "tokenizer_config.json",
+        {
+            "tokenizer_class": name,
+            "eos_token": "<|im_end|>",
+            "added_tokens_decoder": {
+                str(size + 1): {"content": "<think>", "special": False, "normalized": False},
+                str(size): {"content": "<|im_end|>", "special": True},
+            },
+        },
+    )
+    ours = load_tokenizer(tmp_path)
+    their_class = getattr(transformers, name)
+    theirs = their_class.from_pretrained(tmp_path, eos_token="<|im_end|>")
+    assert ours.vocab_size == size + 2
+    assert ours.eos_id == theirs.eos_token_id == size
+    assert ours.encode("a<|im_end|><think>")[1:] == [size, size + 1]
+    for text in TEXTS + random_texts():
+        assert ours.encode(text) == theirs(text)["input_ids"]
+
+
+def test_added_ids_that_cannot_be_kept(bpe_folder, tmp_path):
+    for file in ("vocab.json", "merges.txt"):
+        (tmp_path / file).write_bytes((bpe_folder / file).read_bytes())
+    write_json(tmp_path / "added_tokens.json", {"<x>": 1000})
+    with pytest.raises(DataError, match="'<x>' should have id 1000"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -186,7 +220,7 @@ def test_damaged_files_beside_the_tokenizer(bpe_folder, tmp_path, name, content)
 def test_errors(bpe_folder, tmp_path):
     with pytest.raises(DataError, match="no tokenizer folder"):
         load_tokenizer(tmp_path / "none")
-    with pytest.raises(DataError, match=r"has no tokenizer\.json"):
+    with pytest.raises(DataError, match=r"has neither tokenizer\.json nor vocab\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="cannot read the tokenizer"):
@@ -200,4 +234,9 @@ def test_errors(bpe_folder, tmp_path):
     HfTokenizer(bpe_folder).save(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(DataError, match=r"config\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "tokenizer.json").unlink()
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "RobertaTokenizer"})
+    with pytest.raises(DataError, match="RobertaTokenizer"):
         load_tokenizer(tmp_path)

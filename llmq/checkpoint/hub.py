@@ -39,7 +39,7 @@ def _has(directory: Path, part: str) -> bool:
     if part == MODEL:
         return (directory / _DESCRIPTION[0]).is_file()
     if part == TOKENIZER:
-        return (directory / "tokenizer.json").is_file()
+        return any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json"))
     if (directory / SINGLE_FILE).is_file():
         return True
     index = directory / INDEX_FILE

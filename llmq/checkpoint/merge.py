@@ -152,7 +152,8 @@ def tokenizer_folder(adapter: Path, directory: Path) -> Path:
 
     That beside the adapters has the chat template that they were trained with.
     """
-    return adapter if (adapter / "tokenizer.json").is_file() else directory
+    whole = any((adapter / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+    return adapter if whole else directory
 
 
 def _base(files: AdapterFiles, weights: HfWeights, param: Param) -> np.ndarray:

@@ -87,13 +87,14 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """The text of a conversation. variables: others that the template may use. DataError with
-        its own words if it refuses or fails."""
+        """The text of a conversation; contents are texts or lists of parts, whichever the template
+        reads. variables: others that it may use. DataError with its own words if it refuses or
+        fails."""
         source = self.source(tools)
         try:
             return _render(
                 source,
-                messages,
+                [_in_form(message, _forms(source)) for message in messages],
                 tools=tools,
                 documents=documents,
                 add_generation_prompt=add_generation_prompt,
@@ -144,15 +145,16 @@ def _render(source: str, messages: Sequence[Message], **given: Any) -> Rendered:
 
 
 def _as_template_sees(message: Message) -> Message:
-    """Put parts of texts together, drop null fields, and give a reasoning all names that templates
-    use, as transformers does."""
+    """Drop null fields, and give a reasoning all names that templates use, as transformers does."""
     kept = {name: value for name, value in message.items() if value is not None}
-    if isinstance(kept.get("content"), list):
-        kept["content"] = text_of(kept["content"])
     reasoning = next((kept[name] for name in REASONING if name in kept), None)
     if reasoning is None:
         return kept
     return {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+# ------------------------------------------------------------------------------------------------
+# Contents that are texts, and lists of parts
 
 
 def text_of(content: Any) -> str:
@@ -160,6 +162,55 @@ def text_of(content: Any) -> str:
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
     return content or ""
+
+
+def _in_form(message: Message, forms: Mapping[str, _Reads]) -> Message:
+    """The message with its content as the template reads it."""
+    content = message.get("content")
+    reads = forms.get(message["role"], forms["user"])
+    if isinstance(content, list) and not reads.parts:
+        return message | {"content": text_of(content)}
+    if isinstance(content, str) and not reads.texts:
+        return message | {"content": _parts(content)}
+    return message
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+class _Reads(NamedTuple):
+    """Whether a template writes contents that are texts, and such that are lists of parts."""
+
+    texts: bool
+    parts: bool
+
+
+@lru_cache(maxsize=64)
+def _forms(source: str) -> dict[str, _Reads]:
+    """The contents that a template reads, by role; texts where it refuses both."""
+    found: dict[str, _Reads] = {}
+    for role in ("user", "assistant", "system"):
+        message = {"role": role, "content": _PROBE}
+        question = _in_form({"role": "user", "content": "?"}, found or {"user": _Reads(True, True)})
+        beside = {"user": [[], []], "assistant": [[question], []], "system": [[], [question]]}[role]
+        as_text, as_parts = (
+            _written(source, [*beside[0], message | {"content": content}, *beside[1]])
+            for content in (_PROBE, _parts(_PROBE))
+        )
+        printed = any(f"{q}text{q}: {q}{_PROBE}{q}" in as_parts for q in "'\"")
+        parts = _PROBE in as_parts and not printed
+        found[role] = _Reads(_PROBE in as_text or not parts, parts)
+    return found
+
+
+def _written(source: str, messages: Sequence[Message]) -> str:
+    """The text that a template makes of a few messages, with no names for special tokens; "" if it
+    fails."""
+    given = {"tools": None, "documents": None, "add_generation_prompt": False}
+    with suppress(Exception):  # the template is a program that may raise anything
+        return _render(source, messages, **given, **dict.fromkeys(_SPECIAL, "")).text
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmq.base.errors import ConfigError, DataError
-from llmq.base.files import json_object, open_file, read_own, write_shared
+from llmq.base.errors import DataError
+from llmq.base.files import check_readable, json_object, read_own, write_shared
 from llmq.data.checksums import find_token_files
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from llmq.runtime.compile import cache_dir
@@ -26,7 +26,7 @@ from llmq.runtime.compile import cache_dir
 MANIFEST = "tokenize.json"
 RUN_FILE = "llmq.json"  # in a model directory, describes the run that made it
 SHARD_NAME = re.compile(r"(train|eval)-(\d{3,})\.(bin|docs|sums|mask)(\.partial)?")
-_CACHE_VERSION = b"2"
+_CACHE_VERSION = b"1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def tokenizer_of_folder(folder: Path) -> TokenizerId | None:
     else the folder's. Without files it is the run's note; None if there is neither, or none can be
     read."""
     noted = noted_tokenizer(folder)
-    if not (folder / "tokenizer.json").is_file():
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return noted
     fingerprint = _fingerprint_of_files(folder)
     if noted is not None and noted.fingerprint == fingerprint:
@@ -118,21 +118,21 @@ def check_recorded(
 
 
 def _fingerprint_of_files(folder: Path) -> str | None:
-    """That of the tokenizer in a folder, remembered under a hash of its file; None if it cannot be
-    read, which whoever loads it reports."""
-    try:
-        with open_file(folder / "tokenizer.json") as file:
-            digest = hashlib.sha256(_CACHE_VERSION + file.readall()).hexdigest()
-    except (OSError, ConfigError):
-        return None
-    path = cache_dir() / "tokenizers" / digest
+    digest = hashlib.sha256(_CACHE_VERSION)
+    for name in HfTokenizer.DECIDING:
+        with suppress(OSError):
+            check_readable(folder / name)
+            content = (folder / name).read_bytes()
+            digest.update(f"{name} {len(content)} ".encode())
+            digest.update(content)
+    path = cache_dir() / "tokenizers" / digest.hexdigest()
     with suppress(OSError):
         found, _, _ = kept = read_own(path).decode(errors="replace").partition(" ")
         if "".join(kept) == _with_checksum(found):
             return found
     try:
         fingerprint = HfTokenizer(folder).fingerprint
-    except DataError:
+    except DataError:  # whoever loads the tokenizer reports this
         return None
     with suppress(OSError):
         write_shared(path, _with_checksum(fingerprint).encode())

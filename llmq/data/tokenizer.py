@@ -31,20 +31,24 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def open_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """Read a folder's tokenizer.json. DataError if it cannot be read."""
+    """Read tokenizer.json, else vocab.json and merges.txt. DataError if neither can be read."""
     from tokenizers import Tokenizer
 
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        raise DataError(
-            f"'{folder}' has no tokenizer.json: write it there with transformers' "
-            "AutoTokenizer.save_pretrained, or copy it from the model"
-        )
+    fast, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     with _library_errors(f"cannot read the tokenizer in '{folder}'", Exception):
-        check_readable(path)
-        if leaves_folder(path):
-            raise DataError(f"'{path}' is a link that leaves its folder: copy what it is")
-        return Tokenizer.from_file(str(path))
+        for path in (fast, vocab, merges):
+            if path.exists():
+                check_readable(path)
+                if leaves_folder(path):
+                    raise DataError(f"'{path}' is a link that leaves its folder: copy what it is")
+        if fast.exists():
+            return Tokenizer.from_file(str(fast))
+        if vocab.exists() and merges.exists():
+            return _from_vocab_and_merges(folder)
+    raise DataError(
+        f"'{folder}' has neither tokenizer.json nor vocab.json with merges.txt: write them there "
+        "with transformers' AutoTokenizer.save_pretrained, or copy them from the model"
+    )
 
 
 @contextmanager
@@ -63,18 +67,18 @@ def _library_errors(what: str, kind: type[Exception] | None = None) -> Iterator[
         raise DataError(f"{what}: {said}") from error
 
 
-# Qwen2's tokenizers cut a text into words by this expression.
+# Qwen2's tokenizers cut a text into words by this expression. The library knows that of GPT-2.
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
-def new_byte_level_bpe() -> tokenizers.Tokenizer:
-    """A BPE over bytes with an empty vocabulary, which cuts texts as Qwen2's does."""
+def new_byte_level_bpe(model: tokenizers.models.BPE | None = None) -> tokenizers.Tokenizer:
+    """A BPE over bytes that cuts texts as Qwen2's does. model: None: an empty vocabulary."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(models.BPE() if model is None else model)
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -84,6 +88,53 @@ def new_byte_level_bpe() -> tokenizers.Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
+    """The byte-level BPE of GPT-2 or Qwen2, from its two old files and its added tokens."""
+    from tokenizers import models, pre_tokenizers
+
+    config = read_json(folder / CONFIG_FILE)
+    name = config.get("tokenizer_class", "GPT2Tokenizer").removesuffix("Fast")
+    model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    tokenizer = new_byte_level_bpe(model)
+    if name == "GPT2Tokenizer":
+        tokenizer.normalizer = None
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    elif name != "Qwen2Tokenizer":
+        raise DataError(
+            f"'{folder}' has no tokenizer.json, and vocab.json of a {name} cannot be used: write "
+            "tokenizer.json there with transformers' AutoTokenizer.save_pretrained"
+        )
+    _add_tokens(tokenizer, folder, config)
+    return tokenizer
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> None:
+    """Add the tokens of tokenizer_config.json and added_tokens.json under their ids there.
+
+    The library numbers them itself, so they are added in the order of their ids and checked.
+    """
+    from tokenizers import AddedToken
+
+    ids: dict[str, int] = read_json(folder / "added_tokens.json")
+    added: dict[str, dict[str, Any]] = {text: {"special": True} for text in ids}
+    if tokenizer.token_to_id(END_OF_TEXT) is not None:
+        added[END_OF_TEXT] = {"special": True}
+    for token_id, token in config.get("added_tokens_decoder", {}).items():
+        text = token["content"]
+        ids[text] = int(token_id)
+        flags = ("special", "lstrip", "rstrip", "single_word", "normalized")
+        added[text] = {flag: token[flag] for flag in flags if flag in token}
+    for text in sorted(added, key=lambda text: ids.get(text, -1)):
+        token = AddedToken(text, **{"normalized": False, **added[text]})
+        add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens
+        add([token])
+        if text in ids and tokenizer.token_to_id(text) != ids[text]:
+            raise DataError(
+                f"'{folder}': added token {text!r} should have id {ids[text]} but gets "
+                f"{tokenizer.token_to_id(text)}: use a folder with tokenizer.json"
+            )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -119,8 +170,8 @@ _BYTES_AS_FILES = "67d112c6d383d71fe45cedc46f6bb068d2663802be0b7e45858f02c97d1b1
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """`bytes`, or a folder with tokenizer.json, or the repository of this name in the Hugging Face
-    cache; DataError if it is none of them."""
+    """`bytes`, or a folder with tokenizer.json (or vocab.json and merges.txt), or the repository of
+    this name in the Hugging Face cache; DataError if it is none of them."""
     if str(spec) == "bytes":
         return ByteTokenizer()
     return HfTokenizer(find_directory(str(spec)) or Path(spec))
@@ -240,6 +291,11 @@ class HfTokenizer:
         *("merges.txt", "added_tokens.json", TEMPLATE_FILE, "tokenizer.model"),
     )
     WRITTEN = (*FILES, EXACT_MODULE)
+    # Files that decide the ids of a text.
+    DECIDING = (
+        *("tokenizer.json", CONFIG_FILE, "special_tokens_map.json", "vocab.json"),
+        *("merges.txt", "added_tokens.json"),
+    )
 
     def __init__(self, folder: Path) -> None:
         """DataError if the folder or its tokenizer files are missing or damaged."""
@@ -278,7 +334,14 @@ class HfTokenizer:
         return words and content["normalizer"] == {"type": "NFC"}
 
     def _added_ids(self) -> Added:
-        """Find `added` by the post-processor."""
+        """Find `added` by the post-processor, or in tokenizer_config.json of old files."""
+        if not (self.folder / "tokenizer.json").exists():
+            config = read_json(self.folder / CONFIG_FILE)
+            bos, eos = (
+                [self._named_id(name)] if config.get(f"add_{name}_token") else []
+                for name in ("bos", "eos")
+            )
+            return [i for i in bos if i is not None], [i for i in eos if i is not None]
         with self._errors():
             encoding = self._tokenizer.encode("a", add_special_tokens=True)
             own = len(self._tokenizer.encode("a", add_special_tokens=False).ids)
