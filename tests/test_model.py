@@ -112,7 +112,7 @@ def test_ten_adamw_steps_match_torch(models, device):
     trainer = trainer_for(
         path,
         device=device,
-        grad_accumulation=4,
+        grad_accumulation=2,
         weight_decay=0.1,
         grad_clip=0.5,
         learning_rate=2e-3,
@@ -124,7 +124,7 @@ def test_ten_adamw_steps_match_torch(models, device):
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95), eps=1e-8)
     for _ in range(10):
-        batches = [random_batch(rng) for _ in range(4)]
+        batches = [random_batch(rng) for _ in range(2)]
         optimizer.zero_grad()
         loss = torch_loss(model, batches)
         loss.backward()
