@@ -115,8 +115,8 @@ def followed(config: dict, flags: list[str]) -> dict:
     return config | added
 
 
-@pytest.mark.parametrize("limit", [9, 3])
-def test_message_names_categories_and_flags_that_make_it_fit(limit):
+def test_message_names_categories_and_flags_that_make_it_fit():
+    limit = 3
     model, given = preset("Qwen2.5-0.5B"), FULL | {"model-dtype": "bf16", "batch-size": 16}
     message = refused(make_config(given), model, Limits(device=limit * GIB))
     before = needed(make_config(given), model)

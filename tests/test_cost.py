@@ -65,7 +65,7 @@ def measured_runs() -> list:
     for report, device, run in kept_runs():
         repeatable = run["result"]["spread"] <= WITHIN
         if device in CARDS and run["gpus"] == 1 and repeatable:
-            chosen = {n: v for n, v in run["options"].items() if not str(v).isdecimal()}
+            chosen = {n: v for n, v in run["options"].items() if not str(v)[0].isdecimal()}
             columns = {"card": device, "model": run["model"], "dtype": run["dtype"]} | chosen
             name = f"{report}-{run['model']}-{run['dtype']}-{run['batch']}"
             case = pytest.param(CARDS[device], run, report in SAME_MEMORY, id=name)

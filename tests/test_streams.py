@@ -46,9 +46,8 @@ CODES = STREAMED | QUANTS | {"offload_master": True, "offload_quants": True}
 # Ranks, micro-steps, options.
 CASES = {
     "one rank": (1, 2, EVERYTHING),
-    "one rank, fp8": (1, 3, FP8 | EVERYTHING),
     "one rank, turned": (1, 2, FP8 | {"shard_weights": True, "recompute_att": True}),
-    "one rank, quants": (1, 1, FP8 | EVERYTHING | QUANTS),
+    "one rank, quants": (1, 3, FP8 | EVERYTHING | QUANTS),
     "one rank, codes": (1, 2, FP8 | CODES | {"offload_gradients": True}),
     "one rank, gradients": (1, 2, {"shard_gradients": True} | HOST | {"offload_master": False}),
     "copies, everything": (2, 2, COPIES | EVERYTHING),
