@@ -30,7 +30,6 @@ FORMATS = {
     "jit": FP8,
     "delayed": DELAYED,
     "e5m2": DELAYED | {"gradient_dtype": "e5m2"},
-    "codes": DELAYED | {"mlp_dtype": "e4m3"},
     "adapters": LORA | {"base_dtype": "nf4"},
     "adapters, delayed": LORA | DELAYED | {"base_dtype": "e4m3"},
 }
@@ -107,8 +106,6 @@ def test_activation_within_products(name, format, recompute, fuse):
     # Adapters: of three matrices in each direction; and products that are computed again.
     adapted = 6 * adapters + {"ffn": 1, "block": 1 + 2 * adapters}.get(recompute, 0)
     want = {"matmul_swiglu": 1, "matmul_swiglu_backward": 1, "matmul_adapted": adapted}
-    if format == "codes":  # which matmul_adapted does not make; in backward the library does
-        want = {"matmul_swiglu": 1 + adapted}
     want = {entry: LAYERS * n for entry, n in want.items() if n}
     if adapters:
         want["matmul_adapted"] -= 1  # nothing is trained in front of the first block's adapters

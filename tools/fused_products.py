@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmq.base.dtypes import BF16, E4M3, F32, I32, DType
-from llmq.base.operand import Fp8Out, ProductCodes
+from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Tensor
 from llmq.ops import matmul_fused, swiglu
 from llmq.ops.matmul import matmul, matmul_fp8
@@ -81,16 +81,8 @@ def _scales(bench: Bench, case: Case, spread: float) -> tuple[Tensor, ...]:
     return (bench.scale((spread / bench.deviation("a", "b")) ** 0.5 * case.K**-0.25),) * 2
 
 
-def _codes(bench: Bench, case: Case, scale: Tensor) -> ProductCodes:
-    """The codes of the up product with --mlp-dtype e4m3; scale: LARGEST / 448."""
-    codes, saturated = bench.empty("up", E4M3, case.M, 2 * case.F), bench.empty("saturated", I32, 1)
-    largest, abs_max = (bench.empty(name, F32, 1) for name in ("largest", "abs_max"))
-    factor, found = bench.scale(448 / LARGEST), bench.empty("found", I32, 4)
-    return ProductCodes(codes, scale, factor, largest, abs_max, saturated, found)
-
-
-def forward(bench: Bench, case: Case, *, coded: bool = False) -> Ways:
-    """The up product; coded: rounded to codes."""
+def forward(bench: Bench, case: Case) -> Ways:
+    """The up product."""
     M, F, K, R, dtype = case
     dev = bench.dev
     a = bench.operand("a", dtype, M, K, 0.3)
@@ -101,9 +93,7 @@ def forward(bench: Bench, case: Case, *, coded: bool = False) -> Ways:
         tail = bench.operand("tail", BF16, 2 * F, R, 0.0, size=0.05)
     scales = _scales(bench, case, 1.0)
     scale = bench.scale(LARGEST / 448)
-    up_gate, same_up_gate = (
-        _codes(bench, case, scale) if coded else bench.result("up_gate", M, 2 * F) for _ in range(2)
-    )
+    up_gate, same_up_gate = (bench.result("up_gate", M, 2 * F) for _ in range(2))
     old, new = (Results.made(bench, case, F, scale) for _ in range(2))
 
     def product() -> None:
@@ -123,11 +113,8 @@ def forward(bench: Bench, case: Case, *, coded: bool = False) -> Ways:
             dev, same_up_gate, new.out, a, b, h, tail, *scales, abs_max=new.abs_max, fp8=new.fp8
         )
 
-    def results(up: Tensor | ProductCodes, made: Results) -> list[Tensor]:
-        tensors = [up.codes, up.largest, up.abs_max, up.saturated] if coded else [up]
-        return [*tensors, *made.tensors()]
-
-    return Ways(product, two, one, (results(up_gate, old), results(same_up_gate, new)))
+    results = ([up_gate, *old.tensors()], [same_up_gate, *new.tensors()])
+    return Ways(product, two, one, results)
 
 
 def backward(bench: Bench, case: Case, *, again: bool = False) -> Ways:
@@ -182,16 +169,13 @@ def backward(bench: Bench, case: Case, *, again: bool = False) -> Ways:
 # For each element of the activation: up_gate, out and its codes; d_up_gate and its codes, and of
 # up_gate and d_out, which both ways share, half.
 FORWARD_BYTES, BACKWARD_BYTES = 2 * 2 + 2 + 2, 2 * (2 + 2) + 3
-CODES_BYTES, AGAIN_BYTES = 2 + 2, BACKWARD_BYTES + 1  # forward, up_gate as codes; and act's
-of_codes, again = partial(forward, coded=True), partial(backward, again=True)
+AGAIN_BYTES, again = BACKWARD_BYTES + 1, partial(backward, again=True)  # with act's
 # Name: what makes the case, the case, and bytes of its results.
 CASES: dict[str, tuple[Callable[[Bench, Case], Ways], Case, int]] = {
     "0.5B forward, fp8": (forward, Case(32768, 4864, 896, 0, E4M3), FORWARD_BYTES),
     "1.5B forward, fp8": (forward, Case(32768, 8960, 1536, 0, E4M3), FORWARD_BYTES),
     "7B forward, fp8": (forward, Case(16384, 18944, 3584, 0, E4M3), FORWARD_BYTES),
     "7B LoRA forward, fp8": (forward, Case(4096, 18944, 3584, 32, E4M3), FORWARD_BYTES),
-    "1.5B forward, codes": (of_codes, Case(32768, 8960, 1536, 0, E4M3), CODES_BYTES),
-    "7B forward, codes": (of_codes, Case(16384, 18944, 3584, 0, E4M3), CODES_BYTES),
     "0.5B forward, bf16": (forward, Case(32768, 4864, 896, 0, BF16), FORWARD_BYTES),
     "1.5B forward, bf16": (forward, Case(32768, 8960, 1536, 0, BF16), FORWARD_BYTES),
     "7B forward, bf16": (forward, Case(16384, 18944, 3584, 0, BF16), FORWARD_BYTES),

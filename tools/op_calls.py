@@ -127,7 +127,7 @@ def fp8_out(rows: int, features: int, *, codes: bool = True, transposed: bool = 
 def product_codes(rows: int, features: int, dtype: DType = E4M3) -> ProductCodes:
     scale, factor, seen = f32(1, value=0.01), f32(1, value=100.0), f32(1, value=1.0)
     codes, saturated = Spec((rows, features), dtype), Spec((1,), I32)
-    return ProductCodes(codes, scale, factor, seen, seen, saturated, np.zeros(4, np.int32))
+    return ProductCodes(codes, scale, factor, seen, seen, saturated)
 
 
 def fits_fp8(rows: int, features: int) -> bool:
@@ -427,16 +427,12 @@ def matmul_swiglu_calls(M: int, F: int, K: int, R: int) -> list[Call]:
     halves = {"a": bf16(M, K), "b": bf16(2 * F, K)}
     codes = {"a": Spec((M, K), E4M3), "b": Spec((2 * F, K), E4M3), "scale_a": one, "scale_b": one}
     both = {"out": None, "abs_max": abs_max, "fp8": fp8_out(M, F)}
-    calls = [
+    return [
         Call("bf16", matmul_fused.swiglu, low | halves),
         Call("bf16 gelu", matmul_fused.swiglu, low | halves | {"gelu": True}),
         Call("fp8", matmul_fused.swiglu, low | codes),
         Call("fp8 both", matmul_fused.swiglu, low | codes | both),
     ]
-    if not R:
-        both |= {"up_gate": product_codes(M, 2 * F)}
-        calls.append(Call("fp8 codes", matmul_fused.swiglu, codes | both))
-    return calls
 
 
 def mxfp4_calls(n: int) -> list[Call]:

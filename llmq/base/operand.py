@@ -45,8 +45,6 @@ class ProductCodes(NamedTuple):
         abs_max    inout  F32        (1,)              or None; the reader raises it to `largest`
         saturated  inout  I32        (1,)              or None; if `largest` is above MAX * scale,
                                                        the reader adds the number of codes +-MAX
-        found      inout  I32        (4,)              or None, but for matmul_swiglu; zeros, which
-                                                       it leaves as zeros
     """
 
     codes: Tensor | None
@@ -55,7 +53,6 @@ class ProductCodes(NamedTuple):
     largest: Tensor
     abs_max: Tensor | None = None
     saturated: Tensor | None = None
-    found: Tensor | None = None
 
 
 Result = Tensor | ProductCodes

@@ -5,9 +5,6 @@
 // first one, the other those that are `apart` rows further; box b has columns 32 b to 32 b + 31 of the
 // first ones, and then those of the second ones. A unit is a part of a box, for one warp.
 //
-// Of codes a line is 64 bytes, which lie as word_of_codes says: word w has the octets of columns w
-// and w + 4 of these eight, two codes of the one and two of the other in turns.
-//
 // cooperative_sm90.cuh has the product that fills boxes.
 #pragma once
 #include "common.cuh"
@@ -19,49 +16,9 @@ constexpr int BOX = 64;                     // columns of a box of BF16
 // What an epilogue wants; this is what most have. UNITS_OF_BOX: as many units are a box.
 // HELPED, IN_PARTS, BARRIERS: see cooperative_sm90.cuh.
 struct Boxes {
-    using Rounded = bf16;
     static constexpr bool PAIRED = false, HELPED = false, IN_PARTS = false;
     static constexpr int UNITS_OF_BOX = 4, BARRIERS = 0;
 };
-
-// Leaves what llmq/base/operand.py says of ProductCodes: newest is their largest. All threads of
-// `warps` warps of the grid call it once, those with largest, of Rounding, and those with the count
-// of codes that are +-MAX. all: both, and warps that have come; the last one leaves zeros, as at first.
-template <class Format>
-__device__ __forceinline__ void finish_codes(float largest, u32 count, i32* all, u32 warps,
-                                             float scale, float* newest, float* abs_max,
-                                             i32* saturated) {
-    const u32 most = __reduce_max_sync(~0u, abs_bits(largest));
-    const u32 sum = __reduce_add_sync(~0u, count);
-    if (threadIdx.x % 32 != 0) { return; }
-    u32* const words = reinterpret_cast<u32*>(all);
-    if (most != 0) { atomicMax(words, most); }
-    if (sum != 0) { atomicAdd(words + 1, sum); }
-    __threadfence();
-    if (atomicAdd(words + 2, 1u) != warps - 1) { return; }
-    __threadfence();
-    const float seen = __uint_as_float(atomicExch(words, 0u));
-    const u32 counted = atomicExch(words + 1, 0u);
-    words[2] = 0;
-    *newest = seen;
-    if (abs_max == nullptr) { return; }
-    store_abs_max(abs_max, seen);
-    if (seen > Fp8<Format>::MAX * scale) { atomicAdd(saturated, (i32)counted); }
-}
-
-// A box of codes: bytes from its start to 16-byte word w of a row, of four. Any eight rows one after
-// the other have one word in different banks, and so have rows r and r + 4 all of theirs.
-__device__ __forceinline__ u32 word_of_codes(u32 row, u32 w) {
-    const u32 pair = row >> 1, moved = pair & 3 | (pair & 2) << 1;
-    return pair * LINE + (((row & 1) << 2 | w) ^ moved) * 16;
-}
-// The codes of the first and of the second eight columns of a word.
-__device__ __forceinline__ uint2 first_octet(const uint4& word) {
-    return make_uint2(__byte_perm(word.x, word.y, 0x5410), __byte_perm(word.z, word.w, 0x5410));
-}
-__device__ __forceinline__ uint2 second_octet(const uint4& word) {
-    return make_uint2(__byte_perm(word.x, word.y, 0x7632), __byte_perm(word.z, word.w, 0x7632));
-}
 
 // -- For epilogues: eight neighbours of BF16, two in each of four words ---------------------------
 

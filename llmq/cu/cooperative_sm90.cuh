@@ -6,27 +6,10 @@
 #include "boxes.cuh"
 #include "product_sm90.cuh"
 
-// Makes results codes, in the threads that multiply: x becomes the code of x * factor.
-template <class Format> struct Rounding {
-    float factor;
-    volatile u32* hot;  // in shared memory: not 0 once a code of the block may be +-MAX
-    float largest = 0.0f;  // of all |x|; NaN if one is
-
-    __device__ __forceinline__ u32 four(float a, float b, float c, float d) {
-        const float most = larger(larger(fabsf(a), fabsf(b)), larger(fabsf(c), fabsf(d)));
-        largest = larger(largest, most);  // one step of the chain for four elements
-        return to_fp8<Format>(a * factor, b * factor, c * factor, d * factor);
-    }
-    // Before others see the codes. Values above 0.928 of MAX may be rounded to it.
-    __device__ __forceinline__ void mark() const {
-        if (largest * factor > 0.9f * Fp8<Format>::MAX) { *hot = 1; }
-    }
-};
-
 // A product whose tiles are worked on by other warpgroups than those that multiply them.
 //
 // Tiles have 192 columns. One thread loads. Two warpgroups multiply a tile together, 64 rows each;
-// they scale it, round it to Rounded, put it into shared memory, and go on with the next one.
+// they scale it, round it to BF16, put it into shared memory, and go on with the next one.
 // EPILOGUES further warps take the tile from there, a unit each, in turns. EPILOGUES: 4, a warpgroup,
 // or 7, all that are left.
 //
@@ -36,11 +19,8 @@ template <class Format> struct Rounding {
 template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : Base, Policy {
     using Base::TAILS, Base::SCALED, Base::full, Base::steps;
     using typename Base::Ring;
-    using typename Policy::Rounded;
     using Policy::PAIRED, Policy::HELPED, Policy::IN_PARTS, Policy::UNITS_OF_BOX, Policy::BARRIERS;
-    static constexpr bool MAKES_CODES = sizeof(Rounded) == 1;
-    static constexpr int BOX_LINE = MAKES_CODES ? LINE / 2 : LINE;
-    static constexpr int BOXES = TILE_COLUMNS / BOX, BOX_BYTES = TILE_ROWS * BOX_LINE;
+    static constexpr int BOXES = TILE_COLUMNS / BOX, BOX_BYTES = TILE_ROWS * LINE;
     static constexpr int WIDTH = PAIRED ? TILE_COLUMNS / 2 : TILE_COLUMNS;
     static constexpr int THREADS = 512;
     // Of a thread, where two sums of each element do not fit into what all could have alike.
@@ -63,20 +43,12 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
             barrier_init(taken + 8 * i, UNITS_OF_BOX);
         }
         for (int i = 0; i < BARRIERS; ++i) { barrier_init(more + 8 * i, UNITS_OF_BOX); }
-        if constexpr (MAKES_CODES) { *hot() = 0; }
         barriers_ready();
-    }
-
-    // See Rounding.
-    static __device__ __forceinline__ volatile u32* hot() {
-        __shared__ u32 word;
-        return &word;
     }
 
     // All that a block does. epilogue.take(product, work, me) is what warp `me` of the epilogue does;
     // HELPED: epilogue.help(product, work), what one does that has multiplied. IN_PARTS:
-    // epilogue.part_steps, at least 2. Codes: what *epilogue.up_factor makes of x, and in the end of
-    // all warps but the first one epilogue.finish(the largest |x|).
+    // epilogue.part_steps, at least 2.
     template <class Epilogue>
     __device__ __forceinline__ void run(const Work& work, const Operands& operands,
                                         Epilogue& epilogue) const {
@@ -96,16 +68,12 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
             return;
         }
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
-        float largest = 0.0f;
         if (warpgroup == 1 || warpgroup == 2) {
-            largest = multiply_tiles(work, operands, epilogue, warpgroup - 1);
+            multiply_tiles(work, operands, epilogue, warpgroup - 1);
         } else if (warp == 0) {
             load(work, operands);
         } else {
             epilogue.take(*this, work, warp < 4 ? warp - 1 : warp - 9);
-        }
-        if constexpr (MAKES_CODES) {
-            if (warp != 0) { epilogue.finish(largest); }
         }
     }
 
@@ -115,12 +83,10 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
         }
     }
 
-    // Warpgroup `me`, 0 or 1, of the two that multiply. Returns the largest |x| of codes.
+    // Warpgroup `me`, 0 or 1, of the two that multiply.
     template <class Epilogue>
-    __device__ __forceinline__ float multiply_tiles(const Work& work, const Operands& operands,
-                                                    const Epilogue& epilogue, int me) const {
-        Rounding<Rounded> rounding{1.0f, hot()};
-        if constexpr (MAKES_CODES) { rounding.factor = *epilogue.up_factor; }
+    __device__ __forceinline__ void multiply_tiles(const Work& work, const Operands& operands,
+                                                   const Epilogue& epilogue, int me) const {
         const float scale = Base::scale(operands);  // of the sum without tails
         Ring ring(0);
         u32 free_parity = 1;  // the boxes are free at first
@@ -154,14 +120,9 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
                     Base::multiply_tail(d, ring, 64 * me, k);
                 }
             }
-            if constexpr (MAKES_CODES) {
-                hand_over_codes(d[0], 64 * me, scale, free_parity, rounding);
-            } else {
-                hand_over(d[0], 64 * me, scale, free_parity);
-            }
+            hand_over(d[0], 64 * me, scale, free_parity);
             free_parity ^= 1;
         }
-        return rounding.largest;
     }
 
     // d = the sum of so many steps, of a warpgroup's rows.
@@ -201,36 +162,6 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
         }
     }
 
-    // As hand_over, but codes.
-    __device__ __forceinline__ void hand_over_codes(const float (&d)[SUMS], int first_row, float scale,
-                                                    u32 free_parity,
-                                                    Rounding<Rounded>& rounding) const {
-        static_assert(TAILS == 0, "what is added to codes is not scaled with them");
-        int thread = threadIdx.x % 128;
-        forget(thread);  // as in hand_over
-        const u32 row = first_row + thread / 32 * 16 + thread % 16, word = thread % 32 / 16;
-#pragma unroll
-        for (int b = 0; b < BOXES; ++b) {
-            barrier_wait(taken + 8 * b, free_parity);
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                u32 four[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int w = 2 * j + i / 2, below = 2 * (i % 2);
-                    const float* const x = d + 4 * (PAIRED ? 4 * b + w : 8 * b + w) + below;
-                    const float* const y = x + 4 * (PAIRED ? TILE_COLUMNS / 16 : 4);
-                    four[i] = rounding.four(x[0] * scale, x[1] * scale, y[0] * scale, y[1] * scale);
-                }
-                stmatrix_x4(boxes + b * BOX_BYTES + word_of_codes(row, 2 * j + word), four[0],
-                            four[1], four[2], four[3]);
-            }
-            rounding.mark();
-            __syncwarp();
-            if (thread % 32 == 0) { barrier_arrive(ready + 8 * b); }
-        }
-    }
-
     // Warp `me` of the EPILOGUES ones: work_on.begin(), then work_on(tile, b, line, its address) for each
     // of its units, 32 lines of box b from that one, of which it reads nothing afterwards. HELPED: of the last tile it
     // takes its first unit alone, the others are the multiplying warps' (take_last).
@@ -246,7 +177,7 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
             for (; unit < UNITS; unit += alone ? EPILOGUES : UNITS) {
                 const u32 b = unit / PARTS, line = unit % PARTS * 32;
                 barrier_wait(ready + 8 * b, parity);
-                work_on(tile, b, line, boxes + b * BOX_BYTES + line * BOX_LINE);
+                work_on(tile, b, line, boxes + b * BOX_BYTES + line * LINE);
                 __syncwarp();
                 if (threadIdx.x % 32 == 0) { barrier_arrive(taken + 8 * b); }
             }
@@ -265,7 +196,7 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
         const Tile tile(work.cluster + before * work.clusters, work);
         const u32 b = unit / PARTS, line = unit % PARTS * 32;
         barrier_wait(ready + 8 * b, before & 1);
-        work_on(tile, b, line, boxes + b * BOX_BYTES + line * BOX_LINE);
+        work_on(tile, b, line, boxes + b * BOX_BYTES + line * LINE);
     }
 
 private:

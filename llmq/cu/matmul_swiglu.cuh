@@ -5,15 +5,13 @@
 //
 // A tile is 96 columns of up and those of gate. Seven warps compute the activation of a tile while two
 // warpgroups multiply the next one. up_gate is rounded first, so that all bits are those of the product
-// and of swiglu.cu behind it: to BF16, or with CODED = 1 to codes, of which the activation is computed
-// then.
+// and of swiglu.cu behind it.
 //
 // Data     b: (2F, K), tail: (2F, R), the rows of up and then those of gate; N is F. up_gate: bf16 (M,
 //          2F), with UP_GATE = 1, out: bf16 (M, F), with OUT = 1; else they may be null. abs_max: F32
 //          (1), with ABS_MAX = 1 raised to the largest |out|; else not touched. codes, transposed,
 //          scale, saturated as in fp8.cuh, of out; codes with CODES = 1, transposed with
-//          TRANSPOSED = 1. CODED: up_gate is E4M3, without h; up_...: as ProductCodes in
-//          llmq/base/operand.py, up_found I32 (4).
+//          TRANSPOSED = 1.
 // Cost     About 25 instructions for each element of out, which hide behind the product where K is long
 //          enough. Only results are written.
 // Needs    M and F multiples of 16.
@@ -25,51 +23,24 @@
 using Gate = GateOf<GELU>::Type;
 struct Shape : Boxes {
     static constexpr bool PAIRED = true;
-#if CODED
-    using Rounded = e4m3;
-#endif
 };
 using Product = Cooperative<Mainloop, 7, Shape>;
-using Rounded = Product::Rounded;
-#if CODED
-using Octet = uint2;  // eight neighbours
-#else
-using Octet = uint4;
-#endif
 using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
-constexpr bool ACTIVATES = OUT || CODES || TRANSPOSED || ABS_MAX;  // or up_gate alone is wanted
 
 // What an epilogue's thread does with its units: of each 4 rows and 8 columns of out.
 struct Epilogue {
-    Rounded* up_gate;
-    bf16* out;
+    bf16 *up_gate, *out;
     Q *codes, *transposed;
     f32* abs_max;
     const f32* scale;
     i32* saturated;
-    const f32 *scale_of_up, *up_factor;  // of CODED, as all that follows
-    f32* up_largest;
-    i32* up_found;
-    f32* up_abs_max;
-    i32* up_saturated;
     int M, F;
     Encoder encoder;
-    float up_scale;
-    u32 count = 0;        // codes that are +-MAX,
-    bool counts = false;  // if there may be some
 
-    __device__ __forceinline__ void begin() {
-        encoder.begin(scale);
-        if constexpr (CODED) { up_scale = *scale_of_up; }
-    }
+    __device__ __forceinline__ void begin() { encoder.begin(scale); }
     __device__ __forceinline__ void take(const Product& product, const Work& work, int me) {
         product.take_boxes(work, me, *this);
         encoder.finish(saturated, abs_max);
-    }
-    __device__ __forceinline__ void finish(float largest) const {
-        const u32 warps = gridDim.x * (Product::THREADS / 32 - 1);
-        finish_codes<e4m3>(largest, count, up_found, warps, *scale_of_up, up_largest, up_abs_max,
-                           up_saturated);
     }
 
     __device__ __forceinline__ void operator()(const Tile& tile, int b, int first_line,
@@ -77,19 +48,14 @@ struct Epilogue {
         const int octet = threadIdx.x % 4, line = threadIdx.x % 32 / 4 * 4;
         const int row = tile.row + first_line + line, column = tile.column + 32 * b + 8 * octet;
         if (row >= M || column >= F) { return; }  // M and F are multiples of 16
-#if CODED
-        counts = *Product::hot() != 0;
-#endif
         uint2 four[4];
 #pragma unroll 1
         for (int i = 0; i < 4; i += 2) {
-            Octet up[2], gate[2];
-            uint4 result[2];
+            uint4 up[2], gate[2], result[2];
 #pragma unroll
             for (int j = 0; j < 2; ++j) { load(up[j], gate[j], lines, line + i + j, octet); }
             const i64 place = (i64)(row + i) * F + column;
             if constexpr (UP_GATE) { keep(place + (i64)(row + i) * F, up, gate); }
-            if constexpr (!ACTIVATES) { continue; }
             activate(result, up, gate);
             four[0] = four[2], four[1] = four[3];  // four[i] would need the loop unrolled
 #pragma unroll
@@ -105,19 +71,6 @@ struct Epilogue {
 
 private:
     // A row's columns of up and of gate.
-#if CODED
-    __device__ __forceinline__ void load(uint2& up, uint2& gate, SharedAddress lines, int line,
-                                         int octet) {
-        const uint4 word = load_shared(lines + word_of_codes(line, octet));
-        up = first_octet(word), gate = second_octet(word);
-        if (__builtin_expect(counts, 0)) {
-            count += largest_codes<Rounded>(up) + largest_codes<Rounded>(gate);
-        }
-    }
-    __device__ __forceinline__ void numbers(float (&x)[8], const uint2& octet) const {
-        decode<Rounded>(x, octet, up_scale);
-    }
-#else
     __device__ __forceinline__ void load(uint4& up, uint4& gate, SharedAddress lines, int line,
                                          int octet) const {
         up = load_shared(lines + line * LINE + ((octet ^ line & 7) << 4));
@@ -130,21 +83,20 @@ private:
             x[k] = lower_half(pair[k / 2]), x[k + 1] = upper_half(pair[k / 2]);
         }
     }
-#endif
 
     // Two rows of up_gate, of which nothing is read soon.
-    __device__ __forceinline__ void keep(i64 place, const Octet (&up)[2],
-                                         const Octet (&gate)[2]) const {
+    __device__ __forceinline__ void keep(i64 place, const uint4 (&up)[2],
+                                         const uint4 (&gate)[2]) const {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            Rounded* to = up_gate + place + (i64)j * 2 * F;
-            __stcs(reinterpret_cast<Octet*>(to), up[j]);
-            __stcs(reinterpret_cast<Octet*>(to + F), gate[j]);
+            bf16* to = up_gate + place + (i64)j * 2 * F;
+            __stcs(reinterpret_cast<uint4*>(to), up[j]);
+            __stcs(reinterpret_cast<uint4*>(to + F), gate[j]);
         }
     }
 
-    __device__ __forceinline__ void activate(uint4 (&result)[2], const Octet (&up)[2],
-                                             const Octet (&gate)[2]) const {
+    __device__ __forceinline__ void activate(uint4 (&result)[2], const uint4 (&up)[2],
+                                             const uint4 (&gate)[2]) const {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             float g[8], s[8], u[8];
@@ -170,10 +122,6 @@ private:
     }
 };
 
-#define PARAMETERS                                                                                 \
-    U *up_gate, bf16 *out, f32 *abs_max, Q *codes, Q *transposed, const f32 *scale, i32 *saturated, \
-        const f32 *up_scale, const f32 *up_factor, f32 *up_largest, i32 *up_found, f32 *up_abs_max, \
-        i32 *up_saturated
-#define ARGUMENTS                                                                                  \
-    reinterpret_cast<Rounded*>(up_gate), out, codes, transposed, abs_max, scale, saturated,        \
-        up_scale, up_factor, up_largest, up_found, up_abs_max, up_saturated, M, N
+#define PARAMETERS \
+    bf16 *up_gate, bf16 *out, f32 *abs_max, Q *codes, Q *transposed, const f32 *scale, i32 *saturated
+#define ARGUMENTS up_gate, out, codes, transposed, abs_max, scale, saturated, M, N

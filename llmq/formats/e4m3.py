@@ -242,7 +242,7 @@ class E4m3(Format):
 
     @property
     def writes_once(self) -> bool:
-        return self.scales.ready or not self.products
+        return not self.products
 
     def result(
         self, tensor_id: str, out: Tensor | None, multiply: Callable[[Result | None], None]
@@ -261,7 +261,7 @@ class E4m3(Format):
 
     def written(self, tensor_id: str, launch: Callable[[], None]) -> None:
         launch()
-        if not self.writes_once:
+        if self.products and not self.scales.ready:
             self.scales.settle(tensor_id)
             launch()
 

@@ -120,7 +120,8 @@ class Format:
 
     @property
     def writes_once(self) -> bool:
-        """Whether `result` enqueues a product once, so that a kernel behind it may be a part."""
+        """Whether `result` enqueues a product of a tensor once, so that a kernel behind it may be a
+        part."""
         return True
 
     # -- inputs ----------------------------------------------------------------------------------
@@ -169,8 +170,7 @@ class Format:
         self, tensor_id: str, out: Tensor | None, multiply: Callable[[Result | None], None]
     ) -> Result | None:
         """The forms in which a product writes `out`, which may be of codes; multiply enqueues it.
-        out: None, once scales are ready, of a product that has the activation in it and whose
-        result is not kept."""
+        out: None of a product that has the activation in it and whose result is not kept."""
         multiply(out)
         return out
 

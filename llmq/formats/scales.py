@@ -131,8 +131,6 @@ class DelayedScales(Scales):
         self.dev.upload(own, np.repeat(values[:, None], STRIDE, axis=1))
         self._limit_of = slots(own, limits)
         self._newest = self._alloc("abs_max.newest", 1, 1)
-        self._found = self.dev.alloc("fp8_found", (4,), I32, "Activations")
-        self.dev.zero(self._found)
 
     def fp8_out(self, name: str, codes: Tensor | None, transposed: Tensor | None) -> Fp8Out:
         """The place where a kernel writes a tensor's codes when scales are known."""
@@ -143,7 +141,7 @@ class DelayedScales(Scales):
         it. codes: None as `Format.result` has it. again: it was read before, or is made again."""
         known = (self.scale(name), self._factor_of[name], self._largest_of[name])
         unknown = (None, None) if again else (self.abs_max(name), self._saturated_of[name])
-        return ProductCodes(codes, *known, *unknown, self._found)
+        return ProductCodes(codes, *known, *unknown)
 
     def settle(self, name: str) -> None:
         """The first scale of a tensor, from its largest value. It was written with any scale for

@@ -25,8 +25,8 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, STEP_SCALARS_WORDS, DType
-from llmq.base.operand import Fp8Out, ProductCodes
+from llmq.base.dtypes import BF16, E4M3, E5M2, I32, STEP_SCALARS_WORDS, DType
+from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
     AGAIN_ARGS,
@@ -358,16 +358,9 @@ def gradient(
     )
 
 
-SWIGLU_ARGS = (
-    f"U*? up_gate, bf16*? out, inout f32*? abs_max, {FP8_ARGS}, const f32*? up_scale, "
-    "const f32*? up_factor, f32*? up_largest, inout i32*? up_found, inout f32*? up_abs_max, "
-    "inout i32*? up_saturated"
-)
-
-
 def swiglu(
     dev: Device,
-    up_gate: Tensor | ProductCodes | None,
+    up_gate: Tensor | None,
     out: Tensor | None,
     a: Tensor,
     b: Tensor,
@@ -383,43 +376,37 @@ def swiglu(
     """up_gate = scale_a * scale_b * (a @ b^T) + h @ tail^T, and out = up * silu(gate) of it.
 
     The bits are those of `adapted` (fp8: with fast accumulation), which rounds up_gate, and of
-    `swiglu.forward`, which reads that. With gelu it is GeGLU. If up_gate are codes, the product is
-    `matmul_fp8`, and all of this is their reader; without out and fp8 there is none.
+    `swiglu.forward`, which reads that. With gelu it is GeGLU.
 
     Args (a: BF16 or E4M3; N is 2F, the rows of up and then those of gate; M, F multiples of 16):
-        up_gate     out    BF16   (M,2F)  [up | gate] along the last dimension; or None; or
-                                          ProductCodes (E4M3) of fp8 codes without h
-        out         out    BF16   (M,F)   may be None with fp8, and with codes
+        up_gate     out    BF16   (M,2F)  [up | gate] along the last dimension; or None
+        out         out    BF16   (M,F)   may be None with fp8
         abs_max     inout  F32    (1,)    or None; raised to the largest |out|
         fp8         out           (M,F)   or None; out in FP8
 
     Cost:    4*M*F*(K+R) FLOPs; one launch.
     """
     op = "matmul_swiglu"
-    codes, reads = None, out is not None or fp8 is not None
-    if isinstance(up_gate, ProductCodes):
-        codes, up_gate = up_gate, up_gate.codes
-    if not reads and up_gate is None:
-        raise TypeError(f"{op}: out, fp8 or up_gate must be given, all are None")
+    if out is None and fp8 is None:
+        raise TypeError(f"{op}: out or fp8 must be given, both are None")
     if b.shape[0] % 2:
         raise ValueError(f"{op}: b must have rows of up and of gate, got {b.shape}")
     p = _Product.of(op, a, b, h, tail, scale_a, scale_b, dtypes=(E4M3, BF16))
     M, F = p.M, p.N // 2
     if M % MULTIPLE or F % MULTIPLE:
         raise ValueError(f"{op}: M and F must be multiples of {MULTIPLE}, got {M} and {F}")
-    rounded = BF16 if codes is None else E4M3
-    consts = _results(op, {"UP_GATE": (up_gate, rounded, (M, 2 * F)), "OUT": (out, BF16, (M, F))})
-    consts |= abs_max_consts(op, abs_max) | fp8_consts(op, fp8, M, F)
-    consts |= {"GELU": int(gelu), "CODED": int(codes is not None)}
-    results = (up_gate, out, abs_max, *fp8_args(fp8), *_of_codes(op, codes, a, p.rank, reads))
+    consts = _results(op, {"UP_GATE": (up_gate, BF16, (M, 2 * F)), "OUT": (out, BF16, (M, F))})
+    consts |= abs_max_consts(op, abs_max) | fp8_consts(op, fp8, M, F) | {"GELU": int(gelu)}
+    results = (up_gate, out, abs_max, *fp8_args(fp8))
     how = {"trans_b": True, "fast": True, "epilogue": "swiglu", "rank": p.rank}
     how["transposes"] = consts["CODES"] == consts["TRANSPOSED"] == 1
+    how["besides"] = formats((*results, *[None] * 6))  # as card files have it
     p.launch(
         dev,
         op,
-        SWIGLU_ARGS,
+        f"bf16*? up_gate, bf16*? out, inout f32*? abs_max, {FP8_ARGS}",
         results,
-        product_cost((M, 2 * F, p.K), a.dtype, rounded, besides=formats(results), **how),
+        product_cost((M, 2 * F, p.K), a.dtype, BF16, **how),
         paired=True,
         consts=consts,
     )
@@ -431,24 +418,6 @@ def _results(op: str, results: dict[str, tuple[Tensor | None, DType, tuple]]) ->
         if tensor is not None:
             expect(op, name.lower(), tensor, dtype, shape)
     return {name: int(tensor is not None) for name, (tensor, *_) in results.items()}
-
-
-def _of_codes(
-    op: str, product: ProductCodes | None, a: Tensor, R: int, reads: bool
-) -> tuple[Tensor | None, ...]:
-    """The last arguments of `swiglu`. reads: whether it is the codes' reader."""
-    if product is None:
-        return (None,) * 6
-    if a.dtype != E4M3 or R:
-        raise TypeError(f"{op}: up_gate can be codes only of a product of fp8 codes, without h")
-    given = {"scale": F32, "factor": F32, "largest": F32, "found": I32}
-    if reads and product.abs_max is not None:
-        given |= {"abs_max": F32, "saturated": I32}
-    for name, dtype in given.items():
-        shape = (4,) if name == "found" else (1,)
-        expect(op, f"up_gate.{name}", getattr(product, name), dtype, shape)
-    args = [getattr(product, name) for name in given]
-    return (*args, *[None] * (6 - len(args)))
 
 
 def swiglu_backward(

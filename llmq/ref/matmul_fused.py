@@ -12,18 +12,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llmq.base.dtypes import E4M3
 from llmq.ref.common import (
     BF16,
     adapted_product,
     add_terms,
     compute,
     decode_fp8,
-    encode_fp8,
     store_gradient,
     swiglu_backward_fp8,
     swiglu_forward_fp8,
-    update_abs_max,
 )
 
 # By kernel and name, what bench_ops' calls and the tests take.
@@ -154,29 +151,14 @@ def matmul_gradient(
 def matmul_swiglu(
     a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
     M: int, N: int, K: int, up_gate: Array, out: Array, abs_max: Array = None, codes: Array = None,
-    transposed: Array = None, scale: Array = None, saturated: Array = None, up_scale: Array = None,
-    up_factor: Array = None, up_largest: Array = None, up_found: Array = None,
-    up_abs_max: Array = None, up_saturated: Array = None,
-    *, gelu: int = 0,
+    transposed: Array = None, scale: Array = None, saturated: Array = None, *, gelu: int = 0,
 ) -> None:  # fmt: skip
-    """up_gate (M,2N) = x of b (2N,K); out (M,N) = up * gate * sigmoid(gate), and its codes.
-
-    x is rounded to BF16, or with up_scale to E4M3 codes, as matmul_fp8 does it; up_found is what
-    only kernels need.
-    """
-    if up_gate is None:
-        up_gate = np.empty((M, 2 * N), BF16 if up_scale is None else E4M3.numpy)
-    if up_scale is not None:
-        up_largest[0] = 0
-    for rows, total in _sums(a, b, h, tail, scale_a, scale_b):
-        if up_scale is None:
-            up_gate[rows] = total
-        else:
-            update_abs_max(up_largest, total)
-            encode_fp8(up_gate.view(np.uint8)[rows], total, up_factor[0], up_gate.dtype)
-    of_codes = up_scale, up_largest, up_abs_max, up_saturated
+    """up_gate (M,2N) = x of b (2N,K), rounded to BF16; out (M,N) = up * gate * sigmoid(gate), and
+    its codes."""
+    up_gate = np.empty((M, 2 * N), BF16) if up_gate is None else up_gate
+    matmul_adapted(a, b, h, tail, scale_a, scale_b, M, N, K, up_gate)
     results = abs_max, codes, transposed, scale, saturated
-    swiglu_forward_fp8(out, up_gate, M, N, *results, *of_codes, gelu=gelu)
+    swiglu_forward_fp8(out, up_gate, M, N, *results, *[None] * 4, gelu=gelu)
 
 
 def matmul_swiglu_backward(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
-from llmq.base.operand import Fp8Out, ProductCodes
+from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator
 from llmq.ops import matmul_fused, swiglu
 from llmq.ops.common import CAPABILITY, tile_columns
@@ -387,79 +387,6 @@ def test_swiglu_of_low_gates_and_saturation(hopper, rng):
     check_swiglu(hopper, arrays)
 
 
-def codes_of(M, F, *, scale, abs_max=3.0):
-    """Arrays of ProductCodes, as up_..."""
-    return {
-        "up_codes": np.full((M, 2 * F), 0.75, E4M3.numpy),
-        "up_scale": np.array([scale], np.float32),
-        "up_factor": np.array([1 / np.float32(scale)], np.float32),
-        "up_largest": np.array([1e9], np.float32),
-        "up_abs_max": np.array([abs_max], np.float32),
-        "up_saturated": np.array([5], np.int32),
-        "up_found": np.zeros(4, np.int32),
-    }
-
-
-def product_in(more):
-    """ProductCodes, which it takes out of these."""
-    names = codes_of(16, 16, scale=1)
-    return ProductCodes(**{name.removeprefix("up_"): more.pop(name) for name in names})
-
-
-def one_with_codes(dev, *, a, b, scale_a, scale_b, gelu, out=None, abs_max=None, **more):
-    up = product_in(more)
-    one(dev, up, out, a, b, None, None, scale_a, scale_b, abs_max, gelu, **more)
-
-
-def two_with_codes(dev, *, a, b, scale_a, scale_b, gelu, out=None, abs_max=None, **more):
-    """The operations that it replaces; the first one alone if nothing is wanted of the second."""
-    up = product_in(more)
-    matmul_fp8(dev, up, a, b, scale_a, scale_b, fast_accumulation=True)
-    fp8 = fp8_of(**more)
-    if out is not None or fp8 is not None:
-        swiglu.forward(dev, out, up, gelu=gelu, abs_max=abs_max, fp8=fp8)
-
-
-def check_codes(dev, case, *, scale, abs_max=3.0, nan=False, layout="both", keeps=True, gelu=False):
-    """Check as check_swiglu does, with codes as up_gate. layout: None without activation. keeps:
-    up_gate."""
-    M, F, *_ = case
-    given = up_arrays(np.random.default_rng(1), *case, E4M3)
-    given["scale_b"][:] = 4
-    arrays = {name: x for name, x in given.items() if x is not None}
-    arrays |= codes_of(M, F, scale=scale, abs_max=abs_max)
-    if nan:
-        arrays["a"][-1, 0] = np.nan  # in the last row, of which the first tiles see nothing
-    if layout is not None:
-        arrays |= outputs((M, F), E4M3, layout, np.float32(0.25))
-        arrays["abs_max"] = np.zeros(1, np.float32)
-    want = run(dev, partial(two_with_codes, gelu=gelu), arrays)
-    left_out = {} if keeps else {"up_codes": None}
-    got = run(dev, partial(one_with_codes, gelu=gelu), arrays | left_out)
-    largest = {"up_largest", "up_abs_max"}  # one NaN is as good as another
-    same_bits(got, want, arrays.keys() - left_out.keys() - largest)
-    for name in largest:
-        np.testing.assert_array_equal(got[name], want[name], name)
-    return want
-
-
-@pytest.mark.parametrize("case", small("matmul_swiglu"))
-def test_up_gate_as_codes(hopper, case):
-    """Also with low gates, and with values that codes cannot be, or only just."""
-    case = (*CASES["matmul_swiglu"][case][:3], 0)
-    first = check_codes(hopper, case, scale=4.0)
-    assert first["up_saturated"][0] == 5
-    largest = first["up_abs_max"][0]
-    assert largest == first["up_largest"][0] > 3
-    few = check_codes(hopper, case, scale=largest / 449)["up_saturated"][0]
-    assert 5 < few < 50
-    # Codes that are +-MAX, of values that are not beyond it.
-    assert check_codes(hopper, case, scale=largest / 440)["up_saturated"][0] == 5
-    many = check_codes(hopper, case, scale=largest / 4000, keeps=False)
-    assert many["up_saturated"][0] > 200
-    check_codes(hopper, case, scale=largest / 400, abs_max=1e9, nan=True)
-
-
 @gpu_only
 @pytest.mark.parametrize("left_out", [(), ("up_gate",), ("out",)], ids=str)
 @pytest.mark.parametrize("layout", ["codes", "transposed", "both"])
@@ -476,14 +403,6 @@ def test_geglu_with_adapters(hopper, rng, dtype):
     M, F, *_ = case = (2064, 4112, 1040, 72)
     arrays = up_arrays(rng, *case, dtype) | up_results(M, F, "both")
     check_swiglu(hopper, arrays, gelu=True)
-
-
-@gpu_only
-@pytest.mark.parametrize("layout", ["codes", "transposed", "both", None], ids=str)
-def test_codes_on_all_multiprocessors(hopper, layout):
-    """Also of the product alone, as recomputation has it."""
-    for scale in (0.5, 20.0):
-        check_codes(hopper, (2064, 1552, 1040, 0), scale=scale, layout=layout, gelu=scale == 0.5)
 
 
 def test_where_swiglu_is_taken():
@@ -513,7 +432,7 @@ def test_wrong_arguments_of_swiglu():
     none, rows = {"up_gate": None}, "a must be a matrix with rows of a multiple of 16 bytes"
     codes = Fp8Out(tensor(E4M3, 48, 32), None, scale, tensor(I32, 1))
     refused(op, call, given, [
-        ({"out": None, "up_gate": None}, TypeError, "out, fp8 or up_gate must be given"),
+        ({"out": None}, TypeError, "out or fp8 must be given"),
         ({"up_gate": tensor(F32, 32, 96)}, TypeError, "up_gate must be BF16, got F32"),
         ({"out": given["up_gate"]}, ValueError, r"out must have shape \(32, 48\)"),
         ({"b": tensor(BF16, 95, 64)}, ValueError, "b must have rows of up and of gate"),
@@ -530,20 +449,6 @@ def test_wrong_arguments_of_swiglu():
         ({"h": h, "tail": h}, ValueError, r"tail must have shape \(96, 8\)"),
         ({"fp8": codes}, ValueError, "fp8.codes must have shape"),
         ({"a": tensor(BF16, 32, 60), "b": tensor(BF16, 96, 60)}, ValueError, rows),
-    ])  # fmt: skip
-    up = ProductCodes(tensor(E4M3, 32, 96), scale, scale, scale, found=tensor(I32, 4))
-    coded = fp8 | scales | {"up_gate": up, "out": None}
-    call(**coded)
-    refused(op, call, coded, [
-        ({"up_gate": up._replace(codes=None)}, TypeError, "out, fp8 or up_gate must be"),
-        ({"h": h, "tail": tail}, TypeError, "up_gate can be codes only of a product of fp8 codes"),
-        (
-            {"a": given["a"], "b": given["b"], "scale_a": None, "scale_b": None},
-            TypeError,
-            "up_gate can be codes only of a product of fp8 codes, without h",
-        ),
-        ({"up_gate": up._replace(codes=fp8["a"])}, ValueError, "up_gate must have shape"),
-        ({"up_gate": up._replace(found=None)}, TypeError, r"up_gate\.found must be a tensor"),
     ])  # fmt: skip
 
 

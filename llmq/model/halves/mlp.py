@@ -64,7 +64,6 @@ class MlpHalf:
             place=partial(mlp_up.place, self.dev),
             kept=mlp_up.tensor,
             result=partial(self.operands.result, mlp_up.tensor_id),
-            # Without scales, codes are made twice, and what reads them has to wait.
             ready=self.operands.writes_once,
         )
 
