@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from llmq.base.dtypes import BF16, E4M3, F32, I8, MIB, U8
+from llmq.base.dtypes import BF16, E4M3, F32, I8, MIB, U8, DType
 from llmq.base.tensor import Tensor
 from llmq.ops import (
     attention,
@@ -67,33 +67,21 @@ def fill_codes(dev: Device, codes: Tensor, seed: int = 0) -> None:
         quantize.quantize(dev, codes, None, scale.rows(0, 1), numbers, largest)
 
 
-def _square(dev: Device, name: str, n: int, dtype: Any = BF16) -> Tensor:
-    return dev.alloc(name, (n, n), dtype, "Activations")
-
-
-def _bf16(n: int, dev: Device) -> Callable[[], None]:
-    out, a, b = (_square(dev, name, n) for name in ("out", "a", "b"))
-    for seed, operand in enumerate((a, b)):
-        elementwise.normal(dev, operand, 1.0, seed)
-    return lambda: matmul.matmul(dev, out, a, b, trans_b=True)
-
-
-def _fp8(n: int, fast: bool, dev: Device) -> Callable[[], None]:
-    out, a, b = _square(dev, "out", n), _square(dev, "a", n, E4M3), _square(dev, "b", n, E4M3)
-    scale = dev.alloc("scale", (1,), F32, "Activations")
-    elementwise.normal(dev, scale, 1.0, 2)
-    for seed, codes in enumerate((a, b)):
-        fill_codes(dev, codes, seed)
-    return lambda: matmul.matmul_fp8(dev, out, a, b, scale, scale, fast_accumulation=fast)
-
-
-def _int8(n: int, dev: Device) -> Callable[[], None]:
-    out, a, b = _square(dev, "out", n), _square(dev, "a", n, I8), _square(dev, "b", n, I8)
+def _product(n: int, dtype: DType, fast: bool, dev: Device) -> Callable[[], None]:
+    """The product of square matrices in BF16 or codes. fast: sums of fp8, see matmul_fp8."""
+    out, a, b = (dev.alloc("square", (n, n), t, "Activations") for t in (BF16, dtype, dtype))
+    if dtype == BF16:
+        for seed, operand in enumerate((a, b)):
+            elementwise.normal(dev, operand, 1.0, seed)
+        return lambda: matmul.matmul(dev, out, a, b, trans_b=True)
     scale = dev.alloc("scale", (n,), F32, "Activations")
     elementwise.fill(dev, scale, 1.0)
     for seed, codes in enumerate((a, b)):
         fill_codes(dev, codes, seed)
-    return lambda: matmul.matmul_int8(dev, out, a, b, scale, scale)
+    if dtype == I8:
+        return lambda: matmul.matmul_int8(dev, out, a, b, scale, scale)
+    of_all = scale.rows(0, 1)
+    return lambda: matmul.matmul_fp8(dev, out, a, b, of_all, of_all, fast_accumulation=fast)
 
 
 def _copy(mib: int, dev: Device) -> Callable[[], None]:
@@ -128,14 +116,16 @@ def _attention(
 def cases(spec: DeviceSpec) -> Iterator[Case]:
     """All that this GPU can compute, the most telling first."""
     fits = [n for n in SIZES if 6 * n * n < spec.memory // SHARE]
-    for n in reversed(fits):
-        yield Case("bf16 product", str(n), 2 * n**3, partial(_bf16, n))
-    if spec.capability >= FP8_CAPABILITY:
-        for n in reversed(fits):
-            yield Case("fp8 product", str(n), 2 * n**3, partial(_fp8, n, False))
-            yield Case("fp8 product, fast sums", str(n), 2 * n**3, partial(_fp8, n, True))
-    for n in reversed(fits):
-        yield Case("int8 product", str(n), 2 * n**3, partial(_int8, n))
+    ways = {
+        "bf16 product": (BF16, False),
+        "fp8 product": (E4M3, False),
+        "fp8 product, fast sums": (E4M3, True),
+        "int8 product": (I8, False),
+    }
+    for name, (dtype, fast) in ways.items():
+        if dtype != E4M3 or spec.capability >= FP8_CAPABILITY:
+            for n in reversed(fits):
+                yield Case(name, str(n), 2 * n**3, partial(_product, n, dtype, fast))
     for mib in COPIES:
         if 2 * mib * MIB < spec.memory // SHARE:
             yield Case("copy", f"{mib} MiB", 2 * mib * MIB, partial(_copy, mib))
