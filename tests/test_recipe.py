@@ -15,7 +15,7 @@ from llmq.base.errors import ConfigError, LlmqError
 from llmq.bench.sweep_file import read_runs
 from llmq.commands.cli import _run
 from llmq.commands.common import load_run
-from llmq.commands.recipe import _short_run, _tried
+from llmq.commands.plan import _short_run, _tried
 from llmq.data.tokenize import tokenize
 from llmq.options.cards import CARDS, card_of, find_card, is_laptop
 from llmq.options.options import OPTIONS
@@ -463,7 +463,7 @@ def test_run_trains_what_was_written(folder, monkeypatch):
         ends = np.cumsum([4.0] * 5 + [0.75] * (steps - 5))
         return 9 + steps * 0.75, ends.tolist()
 
-    monkeypatch.setattr("llmq.commands.recipe._short_run", short)
+    monkeypatch.setattr("llmq.commands.plan._short_run", short)
     one = SIZES.replace("--batch-size 8", "--batch-size 1")  # else four passes take fewer steps
     assert _run(f"recipe --hours 0.03 --data data {one} --run --out a.yaml".split()) == 0
     ((config, model, _, _),) = started

@@ -16,7 +16,7 @@ from llmq import __version__
 from llmq.base.console import doors
 from llmq.base.errors import LlmqError, discard
 from llmq.base.signals import Interrupted, OutOfTime
-from llmq.commands import bench, data, logs, models, plan, recipe, train
+from llmq.commands import bench, data, logs, models, plan, train
 from llmq.commands.common import Command, Group, TrainCommand, UsageError, one_line, option
 from llmq.runtime.processes import refuse_several
 
@@ -70,8 +70,8 @@ COMMANDS = {  # by name, in the order of --help; of a TrainCommand: with the opt
     "top": (logs.top, Command),
     "bench": (bench.bench, TrainCommand),
     "rig": (bench.rig, Command),
-    "recipe": (recipe.recipe, TrainCommand),
-    "sweep-lr": (recipe.sweep_lr, TrainCommand),
+    "recipe": (plan.recipe, TrainCommand),
+    "sweep-lr": (plan.sweep_lr, TrainCommand),
 }
 for _name, (_function, _kind) in COMMANDS.items():
     app.command(_name, cls=_kind)(_function)

@@ -1,9 +1,21 @@
-"""`llmq plan`: memory and speed of a run before it starts."""
+"""Commands before a run: `llmq plan`, what it needs; `recipe`, its options for so many hours;
+`sweep-lr`, the rate of a small model.
+"""
 
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
-from llmq.base.errors import ConfigError
+from llmq.base.errors import ConfigError, LlmqError
+from llmq.bench import BenchOptions
 from llmq.commands.common import (
     ConfigFile,
     Json,
@@ -16,7 +28,12 @@ from llmq.commands.common import (
     starting_with,
     train_options,
 )
+from llmq.options.option_types import AUTO
+from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.presets import PRESETS
+
+if TYPE_CHECKING:
+    from llmq.plan.recipe import Recipe, Tried
 
 
 def _card_names() -> list[str]:
@@ -107,3 +124,176 @@ def plan(
 
     how = {"fit": fields if fit else None, "placement": placement, "json": json}
     save_config(save, run_plan(config, model, asked, **how))
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+VOCABULARY = 32768  # where there are no data: as many as nanochat's tokenizer has
+TRIED_SECONDS = 4.0  # of the steps of a short run
+FEWEST_STEPS = 12  # of one: the first ones are captured
+
+Data = option(
+    Path | None,
+    "Folder of `llmq tokenize`: trains on its train*.bin, validates on its eval*.bin.",
+    metavar="DIR",
+)
+
+
+Rates = option(Path | None, "The result of `llmq sweep-lr`.", metavar="FILE")
+Measure = option(
+    bool | None,
+    "Try the recipe's steps on this machine, some 20 seconds, and count with their time.",
+    "--measure/--no-measure",
+    show_default=False,
+)
+
+
+def files_of(data: Path | None, given: dict[str, Any]) -> dict[str, Any]:
+    """The options, by field name, that --data stands for. ConfigError where they are given too."""
+    if data is None:
+        return {}
+    for flag in ("train-file", "eval-file"):
+        if flag in given:
+            raise ConfigError(f"--data: says which files, leave out --{flag}")
+    held_out = any(data.glob("eval*.bin"))
+    return {
+        "train_file": (f"{data}/train*.bin",),
+        "eval_file": f"{data}/eval*.bin" if held_out else "split",
+    }
+
+
+def _tried(recipe: Recipe, *, data: bool) -> Tried:
+    """Time its steps on this machine: in a short run of it if there are data, and little is
+    saved; else on random tokens. Raises LlmqError."""
+    from llmq.bench.child import run_child
+    from llmq.options.option_file import fewest_values
+    from llmq.plan.recipe import TRIED_SAVING, Tried
+
+    print("Steps of the recipe are tried …", file=sys.stderr)
+    if data and recipe.seconds["saving"] <= TRIED_SAVING:
+        return Tried(*_of_short_run(recipe), ended=True)
+    values = fewest_values(recipe.config).items()
+    plain = {n: str(value) if isinstance(value, Path) else value for n, value in values}
+    options = {OPTIONS[name].flags[0]: value for name, value in plain.items()}
+    outcome = run_child(options, BenchOptions.steps, BenchOptions.repeats)
+    if outcome["status"] != "ok":
+        raise LlmqError(f"the recipe's step: {outcome['message']}; --no-measure goes without")
+    result = outcome["result"]
+    return Tried(statistics.median(result["step_seconds"]), result["first_step_seconds"])
+
+
+def _of_short_run(recipe: Recipe) -> tuple[float, float]:
+    """Seconds of a step, and of all else. The second of two runs says that: beside the first one
+    kernels are compiled, which slows its steps too, and libraries are read from the disk."""
+    _short_run(recipe.config, FEWEST_STEPS)
+    steps = max(round(TRIED_SECONDS / recipe.need.time.total), FEWEST_STEPS)
+    wall, times = _short_run(recipe.config, steps)
+    half = len(times) // 2  # a GPU that waited has a higher clock at first
+    step = (times[-1] - times[half]) / (len(times) - 1 - half)
+    return step, max(wall - steps * step, 0.0)
+
+
+def _short_run(config: TrainConfig, steps: int) -> tuple[float, list[float]]:
+    """Seconds of `llmq train` with so many steps, and when each ended. It leaves nothing behind.
+    Raises LlmqError."""
+    from llmq.options.option_file import save_options
+    from llmq.report.plot import read_log
+
+    on_disk = config.out_dir.absolute()
+    on_disk = next(each for each in on_disk.parents if each.is_dir())
+    with TemporaryDirectory(prefix=".llmq-recipe-", dir=on_disk) as folder:
+        place, file = Path(folder), Path(folder) / "run.yaml"
+        places = {"out_dir": place / "model", "checkpoint_dir": place / "ckpt"}
+        short = {"steps": steps, "warmup": 1, "eval_every_n_steps": 0, "max_hours": 0.0}
+        short |= {"ckpt_every_minutes": 0.0, "log_file": place / "log.json"}
+        save_options(file, replace(config, **places, **short, wandb=None, tensorboard=None))
+        start = time.monotonic()
+        command = [sys.executable, "-m", "llmq", "train", "--config", str(file)]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        done = subprocess.run(command, **pipes, stderr=subprocess.PIPE, text=True)
+        wall = time.monotonic() - start
+        if done.returncode:
+            why = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+            raise LlmqError(f"a short run of the recipe: {''.join(why)}; --no-measure goes without")
+        records = read_log(place / "log.json")
+    return wall, [r["time"] for r in records if r["log"] == "step"]
+
+
+@train_options
+def recipe(
+    given: dict[str, Any],
+    hours: option(float, "Hours that the whole run may take.", min=0.004),
+    config_file: ConfigFile = None,
+    data: Data = None,
+    card: CardName = None,
+    card_file: CardFile = None,
+    host_memory: option(
+        str | None, "Host memory of the machine that --card is in.", metavar="SIZE"
+    ) = None,
+    reserve: Reserve = None,
+    law: option(
+        Path | None, "Scaling law of tools/scaling_law.py, of your own data.", metavar="FILE"
+    ) = None,
+    rates: Rates = None,
+    price: option(float | None, "What an hour of one GPU costs.", min=0) = None,
+    kwh_price: option(float | None, "What a kilowatt-hour costs.", min=0) = None,
+    out: option(Path, "File of options to write.") = Path("recipe.yaml"),
+    measure: Measure = None,
+    run: option(bool, "Train it at once.", "--run") = False,
+    json: Json = False,
+) -> None:
+    """Choose size, tokens, batch, rates and formats for the hours that there are; what is given
+    stays."""
+    from llmq.plan.recipe import BASE
+    from llmq.plan.recipe_report import run_recipe
+    from llmq.plan.target import MachineOptions
+
+    if given.get("from-scratch") is False:
+        raise ConfigError("--from-scratch: a recipe begins with random weights")
+    elsewhere = card is not None or card_file is not None
+    if elsewhere and measure:
+        raise ConfigError(
+            "--measure: tries a step on this machine, and --card plans for another one"
+        )
+    files = files_of(data, given)
+    has_data = bool(files) or "train-file" in given
+    if run:
+        if elsewhere:
+            raise ConfigError("--run: trains on this machine, and --card plans for another one")
+        if not has_data:
+            raise ConfigError("--run: on which data? Give --data")
+    own = {"model": BASE, "from_scratch": True, "vocab_size": AUTO if has_data else VOCABULARY}
+    config, model, _, fields = load_run(given, config_file, plans=True, defaults=own | files)
+    asked = MachineOptions(
+        card=card,
+        card_file=card_file,
+        host_memory=size_of("--host-memory", host_memory),
+        reserve=size_of("--reserve", reserve, least=0),
+    )
+    how = {"law": law, "rates": rates, "price": price, "kwh_price": kwh_price}
+    tries = measure is not False and not elsewhere
+    timed = partial(_tried, data=has_data) if tries else None
+    wanted = {"hours": hours, "data": has_data, "out": out, "json": json, "timed": timed}
+    run_recipe(config, model, fields, asked, **wanted, **how)
+    if run:
+        from llmq.run.training import run_training
+
+        config, model, model_dir, _ = load_run({}, out, trains=True)
+        run_training(config, model, model_dir, sys.argv)
+
+
+@train_options
+def sweep_lr(
+    given: dict[str, Any],
+    data: Data = None,
+    depth: option(int, "Blocks; the width is 64 times as many.", min=1) = 4,
+    rates: option(int, "Rates of the ladder, each twice the last.") = 5,
+    out: option(Path, "File with the runs and the best rate.") = Path("rates.json"),
+) -> None:
+    """Train a small model at a ladder of learning rates, and find the best one."""
+    from llmq.bench.losses import run_sweep_lr
+    from llmq.options.options import OPTIONS
+
+    files = {OPTIONS[name].flags[0]: value for name, value in files_of(data, given).items()}
+    run_sweep_lr(files | given, depth=depth, rates=rates, out=out)
