@@ -96,7 +96,7 @@ def test_equals_reference(dev, rng, name, dtype, kind):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_head_of_128(dev, rng, dtype):
-    shape = (1, 66, 1, 1, 128, 128)
+    shape = SMALL["head_128"]
     heads, arrays = Heads(*shape[2:]), arrays_of(rng, shape, dtype)
     got, want = both(dev, lambda dev, **t: delta_rule.forward(dev, **t, heads=heads), arrays)
     assert_close(got, want, ("out",), dtype)
