@@ -12,8 +12,12 @@ import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
+from llmq.model.rings import Result
 from llmq.run.trainer import Trainer
+from llmq.state.params import weight_table
 
+# Rounding of F32 sums in two orders; the project's own definition of correct.
+LOSS_RTOL, GRADIENT_RTOL, TEN_STEPS_RTOL = 1e-5, 1e-4, 1e-4
 VOCAB = 131
 _SHARED = {
     "vocab_size": VOCAB,
@@ -183,3 +187,34 @@ def torch_loss(model: transformers.PreTrainedModel, batches: list[tuple]) -> tor
         )
         count += int((labels != -100).sum())
     return total / count
+
+
+def pieces(trainer: Trainer, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Arrays by our parameter names -> by Hugging Face names."""
+    out = {}
+    for slab in weight_table(trainer.model):
+        for param in slab.params:
+            for part in param.hf:
+                rows = param.by_row(arrays[param.name])[part.start : part.stop]
+                out[part.name] = part.stored(rows)
+    return out
+
+
+def step_as_torch(
+    trainer: Trainer,
+    batches: list[tuple],
+    model: transformers.PreTrainedModel,
+    parts: list[tuple] | None = None,
+) -> Result:
+    """The result of a step whose loss and gradients are the model's in torch. parts: what torch
+    computes in place of the batches."""
+    result, loss = trainer.step(batches), torch_loss(model, parts or batches)
+    loss.backward()
+    np.testing.assert_allclose(result.loss, loss.item(), rtol=LOSS_RTOL)
+    ours, theirs = pieces(trainer, trainer.gradients()), torch_gradients(model)
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        error = np.linalg.norm(ours[name] / result.tokens - gradient)
+        # Biases of keys have no gradient (softmax ignores them): compare with the whole model's.
+        assert error <= GRADIENT_RTOL * max(np.linalg.norm(gradient), 1e-3 * result.norm), name
+    return result

@@ -13,10 +13,9 @@ from llmq.commands.cli import _run
 from llmq.data.document_index import DocumentIndex
 from llmq.data.scores import ScoreFile, decoded, encoded, record_bytes, scores_path
 from llmq.data.tokens import TokenFile
-from tests.models import VOCAB, exported, hf_model, trainer_for
+from tests.models import GRADIENT_RTOL, LOSS_RTOL, VOCAB, exported, hf_model, pieces, trainer_for
 from tests.pairs_data import write_documents
 from tests.ref.test_distill import teacher_of
-from tests.test_model import GRADIENT_RTOL, LOSS_RTOL, pieces
 
 T, K = 24, 8
 LENGTHS = [9, 24, 14, 6, 30]  # the last one is cut

@@ -27,8 +27,11 @@ from llmq.runtime.plan_device import Work
 from llmq.state.params import weight_table
 from tests.harness import GPU_SPEC
 from tests.models import (
+    GRADIENT_RTOL,
+    LOSS_RTOL,
     exported,
     hf_model,
+    pieces,
     random_batch,
     torch_gradients,
     torch_loss,
@@ -36,7 +39,6 @@ from tests.models import (
 )
 from tests.test_document_mask import batch_of, load_with_row
 from tests.test_fp8 import FP8, check_gradients, first_step
-from tests.test_model import GRADIENT_RTOL, LOSS_RTOL, pieces
 
 
 def steps(path, count=2, **options):

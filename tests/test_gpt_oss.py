@@ -20,10 +20,19 @@ from llmq.options.presets import resolve_model
 from llmq.ref.four_bits import MXFP4_BLOCK as BLOCK
 from llmq.ref.four_bits import mxfp4_encode
 from llmq.state.params import weight_table
-from tests.models import exported, hf_model, random_batch, torch_gradients, torch_loss, trainer_for
+from tests.models import (
+    GRADIENT_RTOL,
+    LOSS_RTOL,
+    exported,
+    hf_model,
+    pieces,
+    random_batch,
+    torch_gradients,
+    torch_loss,
+    trainer_for,
+)
 from tests.test_experts import steps
 from tests.test_fp8 import FP8
-from tests.test_model import GRADIENT_RTOL, LOSS_RTOL, pieces
 
 SIZES = {"intermediate_size": 32}  # whole blocks of codes
 

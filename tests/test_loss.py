@@ -9,10 +9,17 @@ import pytest
 import torch
 
 from tests import preference
-from tests.models import exported, hf_model, random_batch, trainer_for
+from tests.models import (
+    GRADIENT_RTOL,
+    LOSS_RTOL,
+    exported,
+    hf_model,
+    pieces,
+    random_batch,
+    trainer_for,
+)
 from tests.preference import BETA, NEEDS, register
 from tests.runs import make_workplace, records, train
-from tests.test_model import GRADIENT_RTOL, LOSS_RTOL, pieces
 
 T, B = 24, 4
 BATCH = {"batch_size": B, "seq_len": T, "lmhead_chunks": 2}

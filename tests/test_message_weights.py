@@ -14,8 +14,7 @@ from llmq.commands.cli import _run
 from llmq.data.document_index import DocumentIndex
 from llmq.data.tokens import TokenFile, TokenWriter
 from llmq.run.model_of_run import packing_of_data
-from tests.models import VOCAB, exported, hf_model, trainer_for
-from tests.test_model import GRADIENT_RTOL, LOSS_RTOL, pieces
+from tests.models import GRADIENT_RTOL, LOSS_RTOL, VOCAB, exported, hf_model, pieces, trainer_for
 
 T = 24
 

@@ -10,8 +10,7 @@ import pytest
 from llmq.data.tokens import TokenWriter
 from llmq.options.options_io import make_config
 from llmq.run.batches import random_batch
-from tests.models import exported, trainer_for
-from tests.test_model import LOSS_RTOL
+from tests.models import LOSS_RTOL, exported, trainer_for
 
 T = 24
 

@@ -29,11 +29,10 @@ from llmq.run.guard import Guard
 from llmq.run.model_of_run import model_of_run
 from llmq.run.score import score_files
 from llmq.run.trainer import Trainer
-from tests.models import VOCAB, exported, hf_model, trainer_for
+from tests.models import GRADIENT_RTOL, LOSS_RTOL, VOCAB, exported, hf_model, pieces, trainer_for
 from tests.pairs_data import write_pairs
 from tests.runs import make_workplace, records, train
 from tests.test_lora import LORA, gradients, peft_model, tensors
-from tests.test_model import GRADIENT_RTOL, LOSS_RTOL, pieces
 
 T = 24
 LENGTHS = [(6, 9), (5, 4), (12, 12), (4, 7), (8, 6), (3, 5), (10, 5), (4, 4)]

@@ -14,9 +14,8 @@ from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
 from llmq.data.document_index import DocumentIndex
 from llmq.data.tokens import TokenFile, TokenWriter
-from tests.models import VOCAB, exported, trainer_for
+from tests.models import GRADIENT_RTOL, LOSS_RTOL, VOCAB, exported, pieces, trainer_for
 from tests.pairs_data import write_pairs
-from tests.test_model import GRADIENT_RTOL, LOSS_RTOL, pieces
 
 T, LABELS = 24, 3
 LENGTHS = [9, 14, 6, 20, 24, 5]
