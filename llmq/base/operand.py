@@ -38,7 +38,7 @@ class ProductCodes(NamedTuple):
     where there is an infinity, and NaN where there is a NaN. The kernel that reads the codes first
     does what else is to be known of the tensor: a product cannot.
 
-        codes      out    E4M3, E5M2 (rows, features)  or None, if no kernel reads them later
+        codes      out    E4M3, E5M2 (rows, features)
         scale      in     F32        (1,)              positive
         factor     in     F32        (1,)              1 / scale
         largest    out    F32        (1,)              the product's largest |x|
@@ -47,7 +47,7 @@ class ProductCodes(NamedTuple):
                                                        the reader adds the number of codes +-MAX
     """
 
-    codes: Tensor | None
+    codes: Tensor
     scale: Tensor
     factor: Tensor
     largest: Tensor
@@ -164,14 +164,15 @@ class Handed:
     place: gives its memory, kept or scratch that lives as long as the stack that it is given. kept:
     that memory if somebody reads it later, so that it is written in any case; else None.
     result: has the product written to memory, in the format of the tensor, and returns that.
-    written: enqueues the kernel that reads it. ready: whether the product is written only once.
+    written: enqueues the kernel that reads it. coded: whether the product is written as codes, of
+    which no kernel behind it is a part.
     """
 
     place: Callable[[ExitStack], Tensor]
     kept: Tensor | None = None
     result: Callable[[Tensor | None, Callable[[Result | None], None]], Result | None] = _as_it_lies
     written: Callable[[Callable[[], None]], None] = _once
-    ready: bool = True
+    coded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -241,8 +241,8 @@ class E4m3(Format):
         return self.formats[name] if self.products else self.dtype
 
     @property
-    def writes_once(self) -> bool:
-        return not self.products
+    def writes_codes(self) -> bool:
+        return bool(self.products)
 
     def result(
         self, tensor_id: str, out: Tensor | None, multiply: Callable[[Result | None], None]

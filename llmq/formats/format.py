@@ -119,10 +119,9 @@ class Format:
         return self.dtype
 
     @property
-    def writes_once(self) -> bool:
-        """Whether `result` enqueues a product of a tensor once, so that a kernel behind it may be a
-        part."""
-        return True
+    def writes_codes(self) -> bool:
+        """Whether `result` has codes written, by products of which no other kernel is a part."""
+        return False
 
     # -- inputs ----------------------------------------------------------------------------------
 

@@ -136,9 +136,9 @@ class DelayedScales(Scales):
         """The place where a kernel writes a tensor's codes when scales are known."""
         return Fp8Out(codes, transposed, self.scale(name), self._saturated_of[name])
 
-    def product(self, name: str, codes: Tensor | None, *, again: bool = False) -> ProductCodes:
+    def product(self, name: str, codes: Tensor, *, again: bool = False) -> ProductCodes:
         """The place where a product writes a tensor's codes, and what its reader has to find out of
-        it. codes: None as `Format.result` has it. again: it was read before, or is made again."""
+        it. again: it was read before, or is made again."""
         known = (self.scale(name), self._factor_of[name], self._largest_of[name])
         unknown = (None, None) if again else (self.abs_max(name), self._saturated_of[name])
         return ProductCodes(codes, *known, *unknown)

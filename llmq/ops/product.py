@@ -337,9 +337,10 @@ def _gradient(terms: _Terms, out: Accumulator, epilogue: Epilogue) -> None:
             reduce.add(dev, out, part)
 
 
-def _alone(terms: _Terms, route: Route | None, out: Result) -> None:
-    """The product without its activation, with the sums that the route has."""
-    (_store if route is None or isinstance(out, ProductCodes) else _adapted)(terms, out)
+def _alone(terms: _Terms) -> Callable[[Result], None]:
+    """Writes the product without its activation."""
+    plain = terms.adapters is None
+    return partial(terms.library, **terms.added) if plain else partial(_store, terms)
 
 
 def _swiglu(terms: _Terms, to: OutputForms, name: str, up: Tensor | None) -> None:
@@ -352,16 +353,17 @@ def _swiglu(terms: _Terms, to: OutputForms, name: str, up: Tensor | None) -> Non
 
 def _activation(terms: _Terms, out: Handed | Result, epilogue: Activated) -> None:
     name, to = epilogue.name, epilogue.to
-    route = terms.route("glu") if name in GATED else None
+    coded = out.coded if isinstance(out, Handed) else isinstance(out, ProductCodes)
+    route = terms.route("glu") if name in GATED and not coded else None
     if to is None:
-        _alone(terms, route, out)
+        (_alone(terms) if route is None else partial(_adapted, terms))(out)
         return
-    if route is not None and out.ready:
+    if route is not None:
         out.result(out.kept, partial(_swiglu, terms, to, name))
         return
     forward, _ = ACTIVATIONS[name]
     with ExitStack() as temps:
-        up = out.result(out.place(temps), partial(_alone, terms, route))
+        up = out.result(out.place(temps), _alone(terms))
         out.written(partial(forward, terms.dev, to.out, up, abs_max=to.abs_max, fp8=to.fp8))
 
 
@@ -386,7 +388,7 @@ def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient
     with ExitStack() as temps:
         # The activation may go where its gradient is, which is not needed again.
         place = out.place(temps) if again.out is None else again.out
-        d_act = out.result(place, partial(_alone, terms, None))
+        d_act = out.result(place, _alone(terms))
         if twice:
             backward(terms.dev, None, d_act, up, abs_max=to.abs_max)
             to.settle(None)

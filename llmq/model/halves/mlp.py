@@ -64,7 +64,7 @@ class MlpHalf:
             place=partial(mlp_up.place, self.dev),
             kept=mlp_up.tensor,
             result=partial(self.operands.result, mlp_up.tensor_id),
-            ready=self.operands.writes_once,
+            coded=self.operands.writes_codes,
         )
 
         def write(to: OutputForms) -> None:
