@@ -6,6 +6,7 @@ import atexit
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -200,6 +201,16 @@ def pieces(trainer: Trainer, arrays: dict[str, np.ndarray]) -> dict[str, np.ndar
     return out
 
 
+def same_gradients(ours: dict, theirs: Any, whole: float, rtol: float = 2 * GRADIENT_RTOL) -> None:
+    """Compare them, to rounding. theirs: by name, or the model that has them. whole: the norm of
+    all, for biases of keys: they have none, as softmax ignores them."""
+    theirs = theirs if isinstance(theirs, dict) else torch_gradients(theirs)
+    assert ours.keys() >= theirs.keys()
+    for name, gradient in theirs.items():
+        error, scale = np.linalg.norm(ours[name] - gradient), np.linalg.norm(gradient)
+        assert error <= rtol * max(scale, 1e-3 * whole), name
+
+
 def step_as_torch(
     trainer: Trainer,
     batches: list[tuple],
@@ -211,10 +222,7 @@ def step_as_torch(
     result, loss = trainer.step(batches), torch_loss(model, parts or batches)
     loss.backward()
     np.testing.assert_allclose(result.loss, loss.item(), rtol=LOSS_RTOL)
-    ours, theirs = pieces(trainer, trainer.gradients()), torch_gradients(model)
-    assert ours.keys() == theirs.keys()
-    for name, gradient in theirs.items():
-        error = np.linalg.norm(ours[name] / result.tokens - gradient)
-        # Biases of keys have no gradient (softmax ignores them): compare with the whole model's.
-        assert error <= GRADIENT_RTOL * max(np.linalg.norm(gradient), 1e-3 * result.norm), name
+    ours = pieces(trainer, trainer.gradients())
+    found = {name: gradient / result.tokens for name, gradient in ours.items()}
+    same_gradients(found, model, result.norm, GRADIENT_RTOL)
     return result

@@ -13,7 +13,7 @@ from llmq.commands.cli import _run
 from llmq.data.document_index import DocumentIndex
 from llmq.data.scores import ScoreFile, decoded, encoded, record_bytes, scores_path
 from llmq.data.tokens import TokenFile
-from tests.models import GRADIENT_RTOL, LOSS_RTOL, VOCAB, exported, hf_model, pieces, trainer_for
+from tests.models import LOSS_RTOL, VOCAB, exported, hf_model, pieces, same_gradients, trainer_for
 from tests.pairs_data import write_documents
 from tests.ref.test_distill import teacher_of
 
@@ -139,9 +139,7 @@ def test_loss_and_gradients_are_those_of_the_formula(data, scores, how, numbers)
     assert result.tokens == count
     np.testing.assert_allclose(result.loss, loss.item() / count, rtol=10 * LOSS_RTOL)
     np.testing.assert_allclose(result.numbers["kl"], divergence.item() / count, rtol=1e-4)
-    for name, parameter in model.named_parameters():
-        scale = max(np.linalg.norm(parameter.grad), 1e-3 * result.norm * count)
-        assert np.linalg.norm(ours[name] - parameter.grad.numpy()) <= 2 * GRADIENT_RTOL * scale
+    same_gradients(ours, model, result.norm * count)
 
 
 def test_a_model_comes_near_its_teacher(data, scores):

@@ -14,7 +14,7 @@ from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
 from llmq.data.document_index import DocumentIndex
 from llmq.data.tokens import TokenFile, TokenWriter
-from tests.models import GRADIENT_RTOL, LOSS_RTOL, VOCAB, exported, pieces, trainer_for
+from tests.models import LOSS_RTOL, VOCAB, exported, pieces, same_gradients, trainer_for
 from tests.pairs_data import write_pairs
 
 T, LABELS = 24, 3
@@ -95,9 +95,7 @@ def test_loss_gradients_and_exports_are_those_of_transformers(data, tmp_path, lo
     losses.sum().backward()
     np.testing.assert_allclose(result.loss, losses.mean().item(), rtol=LOSS_RTOL)
     assert result.numbers["accuracy"] == pytest.approx(right.float().mean().item())
-    for name, parameter in model.named_parameters():
-        scale = max(np.linalg.norm(parameter.grad), 1e-3 * result.norm * len(losses))
-        assert np.linalg.norm(ours[name] - parameter.grad.numpy()) <= 2 * GRADIENT_RTOL * scale
+    same_gradients(ours, model, result.norm * len(losses))
     _, right = formula(classifier(tmp_path / "second"), data[loss], loss)
     assert accuracy == pytest.approx(right.float().mean().item())
     assert model.config.num_labels == (LABELS if loss == "ce" else 1)
