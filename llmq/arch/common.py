@@ -110,11 +110,9 @@ class Architecture:
     """The tokenizer class that transformers gives its models whatever tokenizer_config.json says;
     None: it goes by that."""
     bos_token_id: int | None = None
-    """It holds if the config does not say."""
     eos_token_id: int | None = None
-    """It holds if the config does not say."""
     pad_token_id: int | None = None
-    """It holds if the config does not say."""
+    """These hold if the config does not say."""
 
     own_fields: tuple[str, ...] = ()
     """Fields of a model that only some architectures have, and this one has."""

@@ -22,13 +22,11 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32, OPTION_DTYPES, DType
 from llmq.base.errors import LlmqError
 from llmq.base.files import Closing, check_readable, json_object
-from llmq.base.run_id import RunId
 from llmq.checkpoint.coded import CodedMatrix, decoded
 from llmq.checkpoint.export_files import (
     CONFIG_FILE,
     INDEX_FILE,
     SINGLE_FILE,
-    HubModel,
     run_record,
     staged_export,
     write_json,
@@ -40,7 +38,7 @@ from llmq.checkpoint.safetensors_file import (
     TensorSpec,
     write_safetensors,
 )
-from llmq.data.identity import RUN_FILE, TokenizerId
+from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import Tokenizer
 from llmq.state.params import Param, Slab, weight_table
 
@@ -429,20 +427,19 @@ def export_model(
     read: Callable[[Param], np.ndarray],
     dtype: DType,
     tokenizer: Tokenizer | Path | None = None,
-    made: TokenizerId | None = None,
+    *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    run: RunId | None = None,
-    hub: HubModel | None = None,
     check: Callable[[Path], None] | None = None,
     stored: StoredAs | None = None,
+    **origin: Any,
 ) -> list[str]:
     """Write a directory that transformers loads; returns the names of its files.
 
     read: a parameter in its shape, F32 or BF16; called once each, in table order. dtype: F32 or
     BF16, of the written weights. tokenizer: saved beside them, or a directory whose tokenizer files
-    are copied, such that AutoTokenizer makes the same ids. made, run, hub: tokenizer, run and
-    origin, noted in llmq.json. check: as of staged_export. stored: what becomes of parameters
-    instead. Nothing appears in out_dir before everything is on the disk. LlmqError.
+    are copied, such that AutoTokenizer makes the same ids. check: as of staged_export. stored: what
+    becomes of parameters instead. origin: as of run_record. Nothing appears in out_dir before
+    everything is on the disk. LlmqError.
     """
     option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
     stored, names = StoredAs(dtype) if stored is None else stored, []
@@ -451,9 +448,8 @@ def export_model(
         if not config.num_labels:
             write_json(staging / "generation_config.json", _generation_config(config))
         sums = _write_weights(staging, weight_table(config), read, stored, max_shard_bytes)
-        origin = run_record(made=made, run=run, hub=hub)
-        if origin:
-            write_json(staging / RUN_FILE, origin | {"sha256": sums})
+        if record := run_record(**origin):
+            write_json(staging / RUN_FILE, record | {"sha256": sums})
     return names
 
 

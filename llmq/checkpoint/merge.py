@@ -189,7 +189,7 @@ def merge_adapter(
         dtype = OPTION_DTYPES[model_dtype or weights.dtype.replace("fp16", "bf16")]
         with open_merged(config, base, weights, adapter, base_dtype) as (merged, read):
             made = noted_tokenizer(adapter) or noted_tokenizer(directory)
-            return export_model(out_dir, merged, read, dtype, source, made)
+            return export_model(out_dir, merged, read, dtype, source, made=made)
 
 
 def check_base(base: str, flag: str = "BASE") -> None:

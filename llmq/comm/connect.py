@@ -111,13 +111,7 @@ def connect(
     """Give each device's mesh its groups; returns the measured links between GPUs, or None.
 
     Called once, in one thread, with the devices of all ranks of the process, directly after they
-    are made: it allocates. With rank threads:
-
-        devices[rank] = open_device(rank)         # a list that the ranks share
-        workers.barrier()
-        if rank == 0:
-            links = connect(devices, options, workers)
-        workers.barrier()
+    are made: it allocates. Threads of ranks meet at a barrier before and behind it.
 
     workers: of the ranks' threads; needed by more than one rank, except on the plan device. When
     they are stopped, everything that waits for a peer, on the host or on a GPU, stops waiting.

@@ -118,13 +118,11 @@ class MpiProcesses(Processes):
 
     def gather(self, value: T) -> list[T]:
         if self.first:
-            values = [value, *(pickle.loads(self._receive(i)) for i in range(1, self.count))]
-            data = pickle.dumps(values)
-            self.finish([self._send(data, i) for i in range(1, self.count)], self.check)
-            return values
+            others = (pickle.loads(self._receive(i)) for i in range(1, self.count))
+            return self.share([value, *others])
         data = pickle.dumps(value)
         request = self._send(data, 0)
-        values = pickle.loads(self._receive(0))
+        values = self.share(None)
         self.finish([request], self.check)
         return values
 
