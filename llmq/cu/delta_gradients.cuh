@@ -92,6 +92,8 @@ constexpr int WIDE = DK > DV ? DK : DV, SQUARE = CHUNK + 8;  // elements of rows
 constexpr int AHEAD = STATE_ROWS == 32 ? 1 : 2;  // slices of STATE_ROWS that are loaded before
 // Whether keys, and values of the next head, arrive while others are in use.
 constexpr bool EARLY = COPIED && STATE_ROWS == 32 && DV % 64 == 0;
+// Where shared memory is short, rows are not shared out evenly, and the next head waits for the last gates.
+constexpr int SIDES = EARLY ? 2 : 1;
 
 // F32: the gradient of a token's decay as a sum of what passes it, of which nothing is taken away again:
 // what later tokens read of earlier ones, and of the state in front, and what earlier ones leave behind.
@@ -145,9 +147,9 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
                                           const T* d_states, const T* inverse, const float* factors,
                                           const T* qkv, const float* gates, const int* starts,
                                           int seq_len, int key_heads, int value_heads, int carried) {
-    __shared__ Chunk chunks[2];
+    __shared__ Chunk chunks[SIDES];
     __shared__ float lengths[2][CHUNK], dots[COPIED ? 1 : 3][2][CHUNK], of_change[CHUNK];
-    __shared__ float of_value[4][CHUNK];
+    __shared__ float of_value[2 * SIDES][CHUNK];
     __shared__ float reduced[THREADS / 32];
     __shared__ float queried[CHUNK];  // products of q and d_q of heads before; F32: what crosses a token
     __shared__ Scale<T> by[3][CHUNK];
@@ -208,7 +210,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
         const i64 of_chunk = at.of_chunk(index);
         const int stride = value_heads * DV;
         const T *const S = states + of_chunk * DK * DV, *const dS = d_states + of_chunk * DK * DV;
-        Chunk& chunk = chunks[h % 2];
+        Chunk& chunk = chunks[h % SIDES];
         const auto slice_memory = [&](int n) {  // 2 (STATE_ROWS, DK)
             const int nth = n % (AHEAD + 1);
             return nth == AHEAD ? last_slice : place(h) + nth * 2 * STATE_ROWS * (DK + 8);
@@ -252,12 +254,12 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
         if (token >= 0 && token < CHUNK) { by[OF_REST][token].set(chunk.beta[token] * of_rest); }
         forget(from);
 #pragma unroll 1
-        for (int side = 0; side < 2; ++side) {  // rows that take many products, then such that take few
+        for (int side = 0; side < SIDES; ++side) {  // rows that take many products, then such that take few
             const int row = side ? CHUNK - 16 - m : m;
             float dot[2] = {};
             constexpr int TOGETHER = COPIED && DV % 64 == 0 ? 2 : 1, STEP = 16 * TOGETHER;  // tiles
 #pragma unroll 1
-            for (int c = v_column + side * STEP; c < v_column + DV / 2; c += 2 * STEP) {
+            for (int c = v_column + side * STEP; c < v_column + DV / 2; c += SIDES * STEP) {
                 Sums d_rest[TOGETHER] = {};
 #pragma unroll 1
                 for (int n = row; n < CHUNK; n += 16) {
@@ -430,7 +432,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
                     const float now = dots[DOT_QUERY][0][t] + dots[DOT_QUERY][1][t];
                     float of_values = 0.0f;
 #pragma unroll
-                    for (int n = 0; n < 4; ++n) { of_values += of_value[n][t]; }
+                    for (int n = 0; n < 2 * SIDES; ++n) { of_values += of_value[n][t]; }
                     total = now - queried[t] - chunk.beta[t] * of_values;
                     total += t == CHUNK - 1 ? of_last : 0.0f;
                     queried[t] = now;
@@ -451,6 +453,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
                 }
             }
         }
+        if (!EARLY) { __syncthreads(); }
     }
     auto& key_dots = *reinterpret_cast<float (*)[2][CHUNK]>(squares[0]);
     float of_k[2] = {};
