@@ -349,5 +349,5 @@ def test_abs_maxes_of_all_ranks(spoiling):
 
 def test_without_fp8_there_is_nothing_to_log(capsys):
     assert train(steps=1, debug_log_abs_max="") == 0
-    assert "warning: --debug-log-abs-max has no effect" in capsys.readouterr().err
+    assert "warning: --debug-log-abs-max=1 has no effect" in capsys.readouterr().err
     assert records("abs-maxes") == []

@@ -262,7 +262,7 @@ def test_what_cannot_be_sampled(trained, tmp_path, capsys):
         (tmp_path / "adapters", (), "adapters' holds adapters: give the model they are of"),
         (tmp_path / "empty", (), "empty' holds neither a model nor a complete checkpoint: give"),
         (tmp_path / "nothing", (), "is neither a directory nor a repository in the Hugging Face"),
-        (no_tokenizer, (), "has no tokenizer.json"),
+        (no_tokenizer, (), "has neither tokenizer.json nor"),
         (trained / "out", (f"--prompt={'x' * 64}",), "--prompt: it has 64 tokens, but the model"),
         (trained / "ckpt" / "step_00000007", (), "is neither a directory"),
         ("Tiny", (), "MODEL: 'Tiny' is a preset, which has no weights: give the directory of a mo"),
