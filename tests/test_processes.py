@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from itertools import product
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from llmq.base.signals import OutOfTime
 from llmq.checkpoint.manifest import read_manifest
 from llmq.commands.cli import _run
 from llmq.run.trainer import Trainer
+from llmq.runtime.mpi import wait_for_reader
 from tests.covering import covering
 from tests.mpi import ENVIRONMENT, case, machines, run, start
 from tests.runs import flags, make_workplace, records, train, write_tokens
@@ -249,6 +253,21 @@ def test_a_launcher_of_another_mpi():
     )  # fmt: skip
     assert found.returncode == 2
     assert "error: 2 processes were started, but MPI sees 1: the launcher" in found.stderr
+
+
+def test_what_has_been_written_is_read_before_an_abort():
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    reader = threading.Timer(0.1, os.read, (read, 3))
+    with open(read, "rb", 0) as other, open(write, "w") as stream:
+        print("why", end="", file=stream, flush=True)
+        reader.start()
+        wait_for_reader(stream, time.monotonic() + 60)
+        assert other.read() is None, "nothing is left"
+        reader.join()
+        print("why", end="", file=stream, flush=True)
+        wait_for_reader(stream, time.monotonic())
+    wait_for_reader(io.StringIO(), time.monotonic() + 60)
 
 
 @pytest.mark.parametrize("what", ["kill", "stop", "raise", "hang"])

@@ -7,10 +7,13 @@ once serves too, signals and failures are seen while waiting, and no thread keep
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import pickle
 import socket
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -237,13 +240,25 @@ class MpiProcesses(Processes):
 
     def abort(self, status: int) -> NoReturn:
         """End all processes, on all machines, with this status."""
-        sys.stdout.flush()
-        sys.stderr.flush()
         timer = threading.Timer(EXIT_SECONDS, os._exit, [status])
         timer.daemon = True
         timer.start()
+        until = time.monotonic() + EXIT_SECONDS / 2
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            wait_for_reader(stream, until)
         self._mpi.COMM_WORLD.Abort(status)
         os._exit(status)
+
+
+def wait_for_reader(stream: Any, until: float) -> None:
+    """Wait until the other end of a pipe has read all that was written. A launcher drops what a
+    process that aborts has in its pipe, which may be the reason."""
+    with contextlib.suppress(OSError, ValueError):  # it is no pipe, or has no file
+        while any(fcntl.ioctl(stream.fileno(), termios.FIONREAD, b"\0\0\0\0")):
+            if time.monotonic() > until:
+                break
+            time.sleep(0.01)
 
 
 def _outcome(fn: Callable[[], Any]) -> Outcome:
