@@ -1,16 +1,17 @@
 """The options and the log that a run takes over from its checkpoint, and how its own options
 differ.
 
-A run of several --seq-len has stages of one length each, which go on from each other's checkpoints,
-with their own plan, graphs and order of the data, and the same tokens in a micro-step: --batch-size
-is of the longest sequences. Steps, learning rate and moments are those of one run.
+A run of several --seq-len has stages of one length each. A stage has its own plan, graphs and order
+of the data, and goes on from the checkpoint that the stage before has written. All stages have the
+same tokens in a micro-step: --batch-size counts the longest sequences. Steps, learning rate and
+moments are those of one run.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,16 +38,18 @@ class Stage(NamedTuple):
     first: int
     stop: int | None
 
-    def after(self, step: int) -> Stage:
-        """The stage as it goes on from the newest checkpoint, of so many steps: if that is where it
-        begins, its data begin too."""
+    def resumed(self, step: int) -> Stage:
+        """The stage as --continue goes on with a checkpoint of this step: at the first step of the
+        stage, its data begin."""
         begins = step == self.first > 0
-        config = replace(
-            self.config,
-            continue_from=self.config.continue_from or NEWEST,
-            new_data=begins or self.config.new_data,
-        )
+        config = replace(self.config, new_data=begins or self.config.new_data)
         return self._replace(config=config)
+
+    def following(self) -> Stage:
+        """The stage as it follows the one before in the same run, whatever --continue named: it
+        goes on from the checkpoint of its first step, which the stage before has just written."""
+        config = replace(self.config, continue_from=str(self.first))
+        return self._replace(config=config).resumed(self.first)
 
 
 def stages_of(config: TrainConfig) -> list[Stage]:
@@ -66,11 +69,18 @@ def stages_of(config: TrainConfig) -> list[Stage]:
 
 
 def of_longest(config: TrainConfig) -> TrainConfig:
-    """The options of a stage as those of its run, which are of the longest sequences."""
-    if config.seq_stages is None:
-        return config
-    longest = max(lengths_of(config.seq_stages))[0]
-    return replace(config, seq_len=longest, batch_size=config.micro_tokens // longest)
+    """The options of a stage as the options of its run, which counts the longest sequences."""
+    return replace(config, **_sizes_of_longest(asdict(config)))
+
+
+def _sizes_of_longest(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of a stage's options, by field, as its run has them; {} where there is one length.
+    Options that are missing or of another kind are left alone."""
+    stages, *sizes = (options.get(name) for name in ("seq_stages", "seq_len", "batch_size"))
+    if not isinstance(stages, str) or not all(type(size) is int for size in sizes):
+        return {}
+    longest = max(lengths_of(stages))[0]
+    return {"seq_len": longest, "batch_size": sizes[0] * sizes[1] // longest}
 
 
 def left_stages(config: TrainConfig, model: ModelConfig, checkpoint: Path | None) -> list[Stage]:
@@ -83,7 +93,7 @@ def left_stages(config: TrainConfig, model: ModelConfig, checkpoint: Path | None
     machine = choose_machine(config.device, config.gpus)
     for stage in left:
         plan_run(stage.config.validate_with(model), model, machine)
-    return left if step is None else [left[0].after(step), *left[1:]]
+    return left if step is None else [left[0].resumed(step), *left[1:]]
 
 
 _PLACES = ("name", "out_dir", "checkpoint_dir", "log_file", *ONCE)
@@ -129,6 +139,8 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"the checkpoint '{checkpoint}'"
             )
     inherited = fewest_values(of_longest(TrainConfig(**saved).normalized()))
+    if "seq_len" in given:  # in the place of all lengths that the run had
+        inherited.pop("seq_stages", None)
     if not is_home:
         _forget_places(given, inherited, checkpoint)
     if given.get("name", owner.name) != owner.name:
@@ -209,6 +221,7 @@ def changed_options(
     anew."""
     seed = {"train_seed": manifest.loader["seed"]} if manifest.loader else {}
     saved = {"optimizer": "adamw"} | manifest.options | seed
+    saved, config = saved | _sizes_of_longest(saved), of_longest(config)
     groups = {OPTIONS[name].group for name in _OF_GROUPS}
     names = [n for n, option in OPTIONS.items() if option.group in groups]
     names = [n for n in names if n not in _ELSEWHERE.split()]

@@ -334,7 +334,7 @@ def run_training(
         start = time.monotonic()
         stage, *others = processes().each(lambda: left_stages(config, model, checkpoint))
         _run_locked(stage, model, model_dir, argv, run, checkpoint, start)
-        for stage in (other.after(other.first) for other in others):
+        for stage in (other.following() for other in others):
             checkpoint = processes().each(partial(checkpoint_to_continue, stage.config))
             _run_locked(stage, model, model_dir, argv, run, checkpoint, start)
 
