@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -9,13 +10,14 @@ import subprocess
 
 import numpy as np
 import pytest
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from llmq.commands.cli import _run
 from llmq.report.plot import (
     LOSS,
     MAX_POINTS,
+    _averages,
     figure_of,
     panels_of,
     read_log,
@@ -108,13 +110,45 @@ def test_a_log_that_is_being_written(tmp_path):
     assert len(series_of(read_log(path))[0].y) == 6
 
 
-def test_smoothing_is_a_mean_over_a_window():
+def tensorboard_mean(values, weight):
+    """Smoothing of TensorBoard's scalar charts, as its line_chart_data_loader has it."""
+    last, count, means = 0.0, 0, []
+    for value in values:
+        if np.isfinite(value):
+            last, count = last * weight + (1 - weight) * value, count + 1
+            means.append(last / (1 - weight**count))
+        else:
+            means.append(np.nan)
+    return means
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.6, 0.99])
+def test_smoothing_is_that_of_tensorboard(weight):
     values = np.random.default_rng(0).random(60)
     values[[3, 40]] = np.nan
-    expected = [np.nanmean(values[max(i - 10, 0) : i + 11]) for i in range(60)]
-    np.testing.assert_allclose(smoothed(values), expected, rtol=1e-12)  # summed in another order
-    np.testing.assert_array_equal(smoothed(np.array([2.0])), [2.0])
+    expected = tensorboard_mean(values, weight)
+    np.testing.assert_allclose(smoothed(values, weight), expected, rtol=1e-12)  # another order
     assert np.isnan(smoothed(np.full(30, np.nan))).all()
+
+
+def test_a_short_run_is_drawn_as_it_falls():
+    """The mean begins with the first value; a constant stays one to the last bit."""
+    values = np.linspace(5.97, 4.79, 12)
+    means = smoothed(values)
+    assert means[0] == 5.97 and means[-1] < 5.0
+    np.testing.assert_array_equal(smoothed(np.full(50, 0.1)), np.full(50, 0.1))
+
+
+def test_thinned_series_are_smoothed_by_what_they_stand_for():
+    """Means of the values between kept points, with their numbers, have the mean of all values."""
+    values = np.random.default_rng(0).normal(5.0, 1.0, 20_000)
+    values[[7, 9_000]] = np.nan
+    kept = thinned(values)
+    averages, counts = _averages(values, kept)
+    assert counts.sum() == 19_998
+    np.testing.assert_allclose(np.nansum(averages * counts), np.nansum(values), rtol=1e-12)
+    found = smoothed(averages, 0.999, counts)[100:]
+    np.testing.assert_allclose(found, smoothed(values, 0.999)[kept][100:], atol=0.03)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -172,14 +206,58 @@ def test_all_panels_on_one_page(tmp_path, x):
     axes = figure_of(runs, x).axes
     assert [a.get_title() for a in axes] == panels
     loss, tasks = axes[0], axes[1]
-    labels = [text.get_text() for text in loss.get_legend().get_texts()]
-    assert labels[:3] == ["a: training", "a: evaluation", "a: evaluation code"]
-    assert {"b: training", "b: evaluation"} <= set(labels)
-    assert [t.get_text() for t in tasks.get_legend().get_texts()][:2] == ["a: arc", "a: piqa"]
+    assert legend_of(loss) == ["training", "evaluation", "evaluation code"]
+    assert legend_of(tasks) == ["arc", "piqa"]
     faint, curve = loss.lines[:2]
     np.testing.assert_array_equal(faint.get_xdata(), runs["a"][0].x[x])
     np.testing.assert_array_equal(curve.get_ydata(), smoothed(runs["a"][0].y))
     assert loss.lines[-1].get_color() != faint.get_color()
+
+
+def legend_of(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_legends_name_runs_and_cover_no_data(tmp_path):
+    """The name is that of the run, not of its file; no legend lies over any axes."""
+    logs = [tmp_path / f"{name}-2026-11-29T10-00-00.json" for name in ("talks", "other")]
+    for log, name in zip(logs, ("talks", "other"), strict=True):
+        records = json.loads(whole_run(log).read_text())
+        records[0]["run"] = {"id": f"id-{name}", "name": name}
+        write_records(log, records)
+    figure = figure_of(read_runs(logs, "step"), "step")
+    figure.savefig(io.BytesIO())
+    (names,) = figure.legends
+    assert [text.get_text() for text in names.get_texts()] == ["talks", "other"]
+    legends = [names, *filter(None, (axes.get_legend() for axes in figure.axes))]
+    assert len(legends) > 2
+    for legend in legends:
+        box = legend.get_window_extent()
+        assert not any(box.overlaps(axes.bbox.shrunk(0.999, 0.999)) for axes in figure.axes)
+
+
+@pytest.mark.parametrize(("steps", "panels"), [(6, 8), (1, 8)])
+def test_panels_leave_no_cell_empty(tmp_path, steps, panels):
+    """A last panel without a neighbour takes the whole row."""
+    runs = read_runs([whole_run(tmp_path / "a.json", steps)], "step")
+    for dropped in (None, "gradient norm"):
+        runs = {run: [s for s in of if s.panel != dropped] for run, of in runs.items()}
+        axes = figure_of(runs, "step").axes
+        cells = [ax.get_subplotspec() for ax in axes]
+        taken = sum(cell.rowspan.__len__() * cell.colspan.__len__() for cell in cells)
+        assert taken == cells[0].get_gridspec().nrows * cells[0].get_gridspec().ncols
+
+
+def test_losses_of_other_units_have_axes_of_their_own(tmp_path):
+    """A loss of pairs is no number of nats per token, and shares no axis with one."""
+    logs = []
+    for loss in ("ce", "dpo", "kto"):
+        option = {"log": "option", "step": 0, "name": "loss", "value": loss}
+        logs.append(write_log(tmp_path / f"{loss}.json", [(0, 5.0)], [(0, 5.0)], start=[option]))
+    runs = read_runs(logs, "step")
+    titles = [LOSS, "dpo loss (per pair)", "kto loss (per answer)"]
+    assert panels_of(runs) == titles
+    assert [{s.panel for s in of} for of in runs.values()] == [{title} for title in titles]
 
 
 NONE = "is not a log of llmq train: what comes after 0 records, from byte 0 on, is no record"
@@ -224,15 +302,15 @@ def test_what_is_no_log(tmp_path, capsys, content, message):
 
 def test_names_that_mean_something_to_matplotlib(tmp_path, monkeypatch):
     labels = []
-    legend = Axes.legend
+    legend = Figure.legend
 
-    def keep(axes, **options):
-        labels.extend(text.get_text() for text in legend(axes).get_texts())
+    def keep(figure, *given, **options):
+        labels.extend(text.get_text() for text in legend(figure, *given, **options).get_texts())
 
-    monkeypatch.setattr(Axes, "legend", keep)
+    monkeypatch.setattr(Figure, "legend", keep)
     logs = [write_log(tmp_path / f"{name}.json", [(0, 5.0)]) for name in ("a$_$b", "_c")]
     assert _run(["plot", *map(str, logs), "--out", str(tmp_path / "loss.png")]) == 0
-    assert labels == [r"a\$_\$b: training", " _c: training"]
+    assert labels == [r"a\$_\$b", " _c"]
 
 
 def test_logs_of_the_same_name(tmp_path):
@@ -318,7 +396,12 @@ window.addEventListener("load", () => {
   const tokens = first();
   document.querySelector("button[data-axis=step]").click();
   result.axes = [tokens, first()];
-  document.querySelectorAll("input")[1].click();
+  const curve = () => document.querySelector("path.curve").getAttribute("d");
+  const smooth = curve(), slider = document.querySelector("input[type=range]");
+  slider.value = 0;
+  slider.dispatchEvent(new Event("input"));
+  result.smoothed = [smooth, curve(), document.querySelector("section path").getAttribute("d")];
+  document.querySelectorAll("input[type=checkbox]")[1].click();
   result.after = document.querySelectorAll("path.curve").length;
   result.titles = [...document.querySelectorAll("h2")].map((h) => h.textContent);
   result.labels = [...document.querySelectorAll("label")].map((h) => h.textContent);
@@ -349,7 +432,9 @@ def test_a_page_in_a_browser(page, tmp_path):
     assert tokens.endswith("tokens") and "6000" in tokens
     assert steps.endswith("step") and "6000" not in steps
     assert len(rows) == 6
-    assert rows[0].endswith(" a: training at 3000: 4.8 (mean 4.75)")
+    assert rows[0].endswith(" a: training at 3000: 4.8 (mean 4.8673)")
+    smooth, unsmoothed, raw = found["smoothed"]
+    assert smooth != unsmoothed == raw, "the slider smooths the curve over the raw line"
     assert any("<b>&: evaluation code at 2000: 4" in row for row in rows)
     assert found["titles"][0] == LOSS and len(found["titles"]) == 8
     assert [label.strip(" ■") for label in found["labels"]] == ["a", "<b>&"]

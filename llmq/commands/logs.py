@@ -18,12 +18,15 @@ def plot(
     x: option(str, "What the x-axis counts.", "--x", metavar="step|tokens|hours") = "step",
     html: option(bool, "Write a page with tooltips (default: loss.html).", "--html") = False,
     overwrite: option(bool, "Replace the file that is there.", "--overwrite") = False,
+    smoothing: option(
+        float, "Weight of the mean so far in the next one, as TensorBoard's.", min=0, max=0.999
+    ) = 0.6,
 ) -> None:
     """Draw losses, evaluations, learning rate, norm, speed, power and clock of runs on one page."""
     from llmq.report.plot import run_plot
     from llmq.run.run_paths import find_log
 
-    run_plot([find_log(log) for log in logs], out, x, html, overwrite)
+    run_plot([find_log(log) for log in logs], out, x, html, overwrite, smoothing)
 
 
 def watch(

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import numpy as np
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import disk_errors, replacing
+from llmq.base.run_id import RunId
+from llmq.options.option_types import PREFERENCES
 from llmq.report.json_log import LogReader, as_written, is_undone, without_undone
 
-SMOOTHING = 10  # steps to each side
+SMOOTHING = 0.6  # weight of the mean so far, TensorBoard's default
 
 AXES = {
     "step": "step",
@@ -24,14 +27,14 @@ AXES = {
 }
 """The x-axis may count these, and is labelled so."""
 
+LOSS = "loss (nats per token)"
 # By title, in their order: of a step's record a number, of a GPU's a reading.
 _OF_STEP: dict[str, Callable[[dict[str, Any]], float | None]] = {
-    "loss (nats per token)": lambda r: r["loss"],
+    LOSS: lambda r: r["loss"],
     "learning rate": lambda r: r.get("lr"),
     "gradient norm": lambda r: r.get("norm"),
     "tokens per second": lambda r: _rate(r),
 }
-LOSS = next(iter(_OF_STEP))
 _OF_LOSS = {  # of losses that have them, in records of steps and of evaluations
     "pairs preferred as they should be": "accuracy",
     "margin of rewards": "margin",
@@ -49,9 +52,9 @@ _SMOOTH = {LOSS, "gradient norm", "tokens per second"}
 class Series:
     """Points of one run in one panel.
 
-    panel: its title. label: what is shown, without the run's name. points: few ones that are drawn
-    as points, too. smooth: they are drawn faintly below their mean. x: by axis, as many numbers as
-    y; both F64, NaN where the log has null.
+    panel: title. label: name within the run, such as "evaluation". points: values are few, and
+    each is drawn as a point, too. smooth: the values are drawn faintly below their mean. x: F64
+    by axis, as many as y. y: F64, NaN where the log has null.
     """
 
     panel: str
@@ -81,14 +84,33 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def smoothed(values: np.ndarray) -> np.ndarray:
-    """The mean over a window of SMOOTHING values to each side, fewer at the ends, NaN left out."""
-    finite = np.isfinite(values)
-    window = np.ones(2 * SMOOTHING + 1)
-    inside = slice(SMOOTHING, SMOOTHING + len(values))
-    total = np.convolve(np.where(finite, values, 0.0), window)[inside]
-    count = np.convolve(finite.astype(float), window)[inside].round()
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+def smoothed(
+    values: np.ndarray, weight: float = SMOOTHING, counts: np.ndarray | None = None
+) -> np.ndarray:
+    """The exponential mean of TensorBoard, without the bias of its start: the first is a value.
+
+    values: F64. weight: of the mean so far, 0 to below 1. counts: values that each one is the mean
+    of (1 if not given). NaN where a value is not finite, and does not count in later means.
+    """
+    means, mean, remaining = np.full(len(values), np.nan), 0.0, 1.0
+    for index, value in enumerate(values):
+        if np.isfinite(value):
+            kept = weight ** (1 if counts is None else counts[index])
+            remaining *= kept
+            mean += (1 - kept) / (1 - remaining) * (value - mean)
+            means[index] = mean
+    return means
+
+
+def loss_panel(records: list[dict[str, Any]]) -> str:
+    """The title of the panel of a run's loss: losses of other units share no axis."""
+    options = {r.get("name"): r.get("value") for r in records if r["log"] == "option"}
+    loss = options.get("loss", "ce")
+    if loss in (*PREFERENCES, "kto"):
+        return f"{loss} loss (per {'answer' if loss == 'kto' else 'pair'})"
+    if loss in ("kd", "weighted"):
+        return f"{loss} loss (nats per token)"
+    return "loss (nats per document)" if options.get("head") == "score" else LOSS
 
 
 def _clock(steps: list[dict[str, Any]]) -> Callable[[list[dict[str, Any]]], dict[str, np.ndarray]]:
@@ -134,11 +156,11 @@ def series_of(records: list[dict[str, Any]]) -> list[Series]:
     for r in records:
         by_log.setdefault(r["log"], []).append(r)
     steps = _by_step(by_log.get("step", []))
-    x, found = _clock(steps), []
+    x, found, loss = _clock(steps), [], loss_panel(records)
 
     def add(panel: str, label: str, of: list[dict], y: list[Any], **drawn: bool) -> None:
         values = np.array([_number(value) for value in y], float)
-        if len(values) and (panel == LOSS or np.isfinite(values).any()):
+        if len(values) and (panel == loss or np.isfinite(values).any()):
             drawn["points"] = drawn.get("points", False) or len(values) == 1
             found.append(Series(panel, label, x(of), values, **drawn))
 
@@ -149,10 +171,11 @@ def series_of(records: list[dict[str, Any]]) -> list[Series]:
             named = " ".join(filter(None, (label, key[1])))
             add(key[0], named, own, [r.get(value) for r in own], points=True)
 
-    for panel, value in _OF_STEP.items():
-        add(panel, "training", steps, [value(r) for r in steps], smooth=panel in _SMOOTH)
-        if panel == LOSS:
-            add_named(by_log.get("eval", []), lambda _: LOSS, "loss", "evaluation")
+    for title, value in _OF_STEP.items():
+        panel = loss if title == LOSS else title
+        add(panel, "training", steps, [value(r) for r in steps], smooth=title in _SMOOTH)
+        if title == LOSS:
+            add_named(by_log.get("eval", []), lambda _: loss, "loss", "evaluation")
             add_named(by_log.get("task", []), lambda r: str(r.get("metric")), "value", "")
     for panel, field in _OF_LOSS.items():
         add(panel, "training", steps, [r.get(field) for r in steps], smooth=True)
@@ -193,26 +216,42 @@ def _rounded(values: np.ndarray) -> list[float | None]:
     return [float(f"{v:.7g}") if np.isfinite(v) else None for v in values]
 
 
+def _averages(values: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Means and numbers of the finite values from one kept index to the next, both F64."""
+    starts = np.concatenate(([0], kept[:-1] + 1))
+    finite = np.isfinite(values)
+    counts = np.add.reduceat(finite.astype(float), starts)
+    totals = np.add.reduceat(np.where(finite, values, 0.0), starts)
+    return np.where(counts > 0, totals / np.maximum(counts, 1), np.nan), counts
+
+
 def _drawn(series: Series, run: str, color: str) -> dict[str, Any]:
-    """In JSON's types: `mean` is drawn where the series is smooth, `y` faintly below it."""
+    """A series in JSON's types. The page smooths `averages` of `counts` values where some are left
+    out, else `y`."""
     kept = thinned(series.y)
+    averages = counts = None
+    if series.smooth and len(kept) < len(series.y):
+        averages, counts = map(_rounded, _averages(series.y, kept))
     return {
         "panel": series.panel,
         "run": run,
         "label": series.label,
         "color": color,
         "points": series.points,
+        "smooth": series.smooth,
         "x": {axis: _rounded(values[kept]) for axis, values in series.x.items()},
         "y": _rounded(series.y[kept]),
-        "mean": _rounded(smoothed(series.y)[kept]) if series.smooth else None,
+        "averages": averages,
+        "counts": counts,
     }
 
 
-def page(runs: dict[str, list[Series]], panels: list[str], x: str) -> str:
-    """The whole page. panels: titles in order. x: the axis that it begins with."""
+def page(runs: dict[str, list[Series]], panels: list[str], x: str, smoothing: float) -> str:
+    """The whole page. panels: titles in order. x, smoothing: the page begins with them."""
     colors = {run: COLORS[number % len(COLORS)] for number, run in enumerate(runs)}
     data = {
         "x": x,
+        "smoothing": smoothing,
         "axes": AXES,
         "panels": panels,
         "runs": colors,
@@ -226,36 +265,48 @@ def page(runs: dict[str, list[Series]], panels: list[str], x: str) -> str:
 FORMATS = (".png", ".svg", ".pdf", ".html")
 COLUMNS = 2  # of the panels below the loss
 MARKERS = "os^Dv*"
+RAW_ALPHA = 0.4
+LINES = ("-", "--", ":", "-.")
+LEGEND_LETTERS = 120  # in a row of the names of runs
 
 Runs = dict[str, list[Series]]
 """The records that are drawn, by the name of the run."""
 
 
-def _names(logs: list[Path]) -> Iterator[str]:
-    """A name for each log: that of the file, with its folder where two are the same."""
+def _names(logs: dict[Path, list[dict[str, Any]]]) -> Iterator[str]:
+    """A name for each log: that of its run, the file's where two are the same, then its path."""
     stems = [path.stem for path in logs]
-    for path, stem in zip(logs, stems, strict=True):
-        yield stem if stems.count(stem) == 1 else str(path)
+    owners = [RunId.of(records[0].get("run")) for records in logs.values()]
+    names = [stem if run is None else run.name for run, stem in zip(owners, stems, strict=True)]
+    for path, name in zip(logs, names, strict=True):
+        if names.count(name) == 1:
+            yield name
+        else:
+            yield path.stem if stems.count(path.stem) == 1 else str(path)
 
 
 def read_runs(logs: list[Path], x: str) -> Runs:
     """The series of each log. DataError if one cannot be read, or does not have this axis."""
     if len(set(logs)) < len(logs):
         raise ConfigError("a log is given twice")
-    runs = {}
-    for name, path in zip(_names(logs), logs, strict=True):
+    records, runs = {}, {}
+    for path in logs:
         with as_written(path, "a record"):
-            runs[name] = series_of(read_log(path))
+            records[path] = read_log(path)
+    for name, path in zip(_names(records), logs, strict=True):
+        with as_written(path, "a record"):
+            runs[name] = series_of(records[path])
         if not any(series.x[x].any() for series in runs[name]) and x != "step":
             raise DataError(f"--x {x}: '{path}' does not say how many {x} its steps took")
     return runs
 
 
 def panels_of(runs: Runs) -> list[str]:
-    """Their titles, the loss first; each kind of number that a log has brings its own."""
+    """The titles of all panels, losses first; each kind of number that a log has is one."""
     orders = [list(dict.fromkeys(s.panel for s in series)) for series in runs.values()]
     most = max(orders, key=len)
-    return [*most, *dict.fromkeys(p for order in orders for p in order if p not in most)]
+    losses = [order[0] for order in orders if order]  # `series_of` begins with the loss
+    return list(dict.fromkeys((*losses, *most, *(p for order in orders for p in order))))
 
 
 def _escaped(name: str) -> str:
@@ -264,42 +315,63 @@ def _escaped(name: str) -> str:
     return f" {name}" if name.startswith("_") else name
 
 
-def _draw(axes: Any, runs: Runs, panel: str, x: str) -> None:
-    """One panel: what is smoothed also faintly as it was."""
-    for number, (name, all_series) in enumerate(runs.items()):
-        color = f"C{number % 10}"  # matplotlib's names of its ten colours
-        for nth, series in enumerate(s for s in all_series if s.panel == panel):
-            label = _escaped(name)
-            if series.points or panel == LOSS:
-                label = _escaped(f"{name}: {series.label}")
+def _draw(axes: Any, runs: Runs, panel: str, x: str, smoothing: float) -> None:
+    """One panel: a run has a color, a label a marker or kind of line; smooth series also as they
+    are."""
+    labels = list(dict.fromkeys(s.label for of in runs.values() for s in of if s.panel == panel))
+    handles = {}
+    for number, all_series in enumerate(runs.values()):
+        for series in (s for s in all_series if s.panel == panel):
+            nth = labels.index(series.label)
+            style = {"color": COLORS[number % len(COLORS)], "linestyle": LINES[nth % len(LINES)]}
             if series.points:
-                style = f"{MARKERS[nth % len(MARKERS)]}--"
-                axes.plot(series.x[x], series.y, style, color=color, label=label, markersize=4)
-                continue
+                style |= {"marker": MARKERS[nth % len(MARKERS)], "linestyle": "--", "markersize": 4}
             if series.smooth:
-                axes.plot(series.x[x], series.y, color=color, alpha=0.25, linewidth=0.8)
-            drawn = smoothed(series.y) if series.smooth else series.y
-            axes.plot(series.x[x], drawn, color=color, label=label if nth == 0 else None)
+                faint = style | {"alpha": RAW_ALPHA, "linewidth": 1.0}
+                axes.plot(series.x[x], series.y, **faint)
+            drawn = smoothed(series.y, smoothing) if series.smooth else series.y
+            (line,) = axes.plot(series.x[x], drawn, **style)
+            handles[series.label] = copy(line)
+            handles[series.label].set_color("#444")  # the label is that of several runs
     axes.set_title(_escaped(panel), fontsize="medium")
     axes.grid(alpha=0.3)
+    axes.ticklabel_format(useOffset=False)
+    axes.set_xlabel(AXES[x], fontsize="small")
+    if len(labels) > 1:
+        axes.legend(
+            [handles[label] for label in labels],
+            map(_escaped, labels),
+            loc="upper left",
+            bbox_to_anchor=(1, 1),
+            fontsize="small",
+            frameon=False,
+        )
 
 
-def figure_of(runs: Runs, x: str) -> Any:
-    """All panels on one page: the loss over the whole width, the others below it."""
+def _places(grid: Any, count: int) -> list[Any]:
+    """The cells of so many panels: the first and a last odd one have a whole row."""
+    places = [grid[0, :], *(grid[1 + n // COLUMNS, n % COLUMNS] for n in range(count - 1))]
+    if (count - 1) % COLUMNS:
+        places[-1] = grid[-1, :]
+    return places
+
+
+def figure_of(runs: Runs, x: str, smoothing: float = SMOOTHING) -> Any:
+    """All panels on one page: the loss over the whole width, the others below it. The names of the
+    runs stand above."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    first, *others = panels_of(runs)
-    rows = -(-len(others) // COLUMNS)
+    panels = panels_of(runs)
+    rows = -(-(len(panels) - 1) // COLUMNS)
     figure = Figure(figsize=(10, 5 + 2.5 * rows), dpi=100, layout="constrained")
     grid = figure.add_gridspec(1 + rows, COLUMNS, height_ratios=[2, *[1] * rows])
-    places = [grid[0, :], *(grid[1 + n // COLUMNS, n % COLUMNS] for n in range(len(others)))]
-    for panel, place in zip((first, *others), places, strict=True):
-        axes = figure.add_subplot(place)
-        _draw(axes, runs, panel, x)
-        axes.set_xlabel(AXES[x], fontsize="small")
-        labels = axes.get_legend_handles_labels()[1]
-        if panel == first or any(": " in label for label in labels):
-            axes.legend(fontsize="small")
+    for panel, place in zip(panels, _places(grid, len(panels)), strict=True):
+        _draw(figure.add_subplot(place), runs, panel, x, smoothing)
+    patches = [Patch(color=COLORS[n % len(COLORS)]) for n in range(len(runs))]
+    columns = max(1, LEGEND_LETTERS // (6 + max(map(len, runs))))
+    names = [_escaped(name) for name in runs]
+    figure.legend(patches, names, loc="outside upper center", ncols=min(columns, len(runs)))
     return figure
 
 
@@ -328,23 +400,25 @@ def run_plot(
     x: str = "step",
     html: bool = False,
     overwrite: bool = False,
+    smoothing: float = SMOOTHING,
 ) -> None:
     """Draw what the logs have: losses, evaluations, tasks, learning rate, norm, speed, GPUs.
 
     out: by its suffix one of FORMATS; None: loss.png, or loss.html with `html`, or with a
-    number if that is there. x: of AXES. overwrite: what is there.
+    number if that is there. x: of AXES. overwrite: replace a file that is there. smoothing: weight
+    of `smoothed`.
     """
     if x not in AXES:
         raise ConfigError(f"--x: expected {' or '.join(AXES)}, got {x!r}")
     out = output(out, html, overwrite)
     runs = read_runs(logs, x)
     kind = out.suffix[1:].lower()
-    figure = None if kind == "html" else figure_of(runs, x)
+    figure = None if kind == "html" else figure_of(runs, x, smoothing)
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as file:
         if figure is None:
-            file.write(page(runs, panels_of(runs), x).encode())
+            file.write(page(runs, panels_of(runs), x, smoothing).encode())
         else:
             figure.savefig(file, format=kind)
     print(f"wrote {out}")
