@@ -254,6 +254,35 @@ def test_codes_that_cannot_be_read(config, message, tmp_path):
         trainer_for(folder)
 
 
+@pytest.mark.parametrize("size", [-16, 0, float("inf"), 1.5, True])
+@pytest.mark.parametrize("kind", ["weight_block_size", "block_structure", "group_size"])
+def test_sizes_of_blocks_are_positive_numbers(kind, size, tmp_path):
+    config = {"quant_method": FP8, kind: [size, 16]}
+    if kind != "weight_block_size":
+        strategy = kind.partition("_")[0]
+        weights = {"strategy": strategy, kind: [16, size] if strategy == "block" else size}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        config = {"format": "float-quantized", "config_groups": groups, "quant_method": COMPRESSED}
+    folder = edited("qwen3", tmp_path / "m", config, in_blocks(16, 16, {}, "_scale"))
+    with pytest.raises(LlmqError, match=f"{kind}: sizes must be positive, got"):
+        export(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("field", ["blocksize", "nested_blocksize"])
+@pytest.mark.parametrize("size", [0, -64, float("inf")])
+def test_sizes_of_nf4_blocks_are_positive_numbers(field, size, tmp_path):
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    folder = edited("qwen3", tmp_path / "m", config, nf4(True, {}))
+    tensors = load_file(folder / "model.safetensors")
+    state = next(name for name in tensors if "quant_state" in name)
+    known = json.loads(bytes(tensors[state].tolist())) | {field: size}
+    tensors[state] = torch.tensor([*json.dumps(known).encode()], dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(LlmqError, match=r"the codes of .* are damaged"):
+        HfWeights(folder)
+
+
 def test_damaged_nf4_is_refused(tmp_path):
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     folder = edited("qwen3", tmp_path / "m", config, nf4(True, {}))

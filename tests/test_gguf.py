@@ -31,6 +31,7 @@ from llmq.arch.llama import Llama
 from llmq.base import files
 from llmq.base.dtypes import F32
 from llmq.base.errors import LlmqError
+from llmq.base.locks import lock_beside, locked
 from llmq.checkpoint.exports import export, gguf_vocab
 from llmq.checkpoint.hf import export_model
 from llmq.data.tokenizer import (
@@ -43,6 +44,7 @@ from llmq.data.tokenizer import (
 from llmq.options.presets import preset
 from tests.adapters import targets
 from tests.models import CONFIGS, VOCAB, exported, hf_model, trainer_for
+from tests.text_data import write_bpe
 
 gguf = pytest.importorskip("gguf")
 
@@ -503,6 +505,33 @@ def test_what_is_there_is_replaced_only_if_told_so(tmp_path):
         "README.md",
         "model-q8_0.gguf",
     ]
+
+
+@pytest.mark.parametrize("kind", ["hf", "gguf"])
+def test_two_exports_to_one_place(kind, tmp_path):
+    """The second one is refused while the first writes, and takes nothing away from it."""
+    out = tmp_path / ("m.gguf" if kind == "gguf" else "m")
+    busy = pytest.raises(LlmqError, match=f"--out: '{out}' is in use by process")
+    with locked(lock_beside(out), "--out", out), busy:
+        export(source("qwen2"), out, to=kind)
+    assert not out.exists()
+    export(source("qwen2"), out, to=kind)
+    assert [*tmp_path.iterdir()] == [out]
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("tokenizer_config.json", '{"eos_tok'),
+        ("special_tokens_map.json", '{"eos_tok'),
+        ("added_tokens.json", "[]"),
+    ],
+)
+def test_a_torn_file_of_the_tokenizer_is_named(name, content, tmp_path):
+    folder = shutil.copytree(source("qwen2"), tmp_path / "source")
+    write_bpe(folder)
+    (folder / name).write_text(content)
+    refused(folder, tmp_path / "m.gguf", f"cannot read '{folder / name}'")
 
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32
 from llmq.base.errors import ConfigError
 from llmq.checkpoint.hf import HfWeights, export_model
-from llmq.checkpoint.hub import find_tokenizer
+from llmq.checkpoint.hub import find_tokenizer, upload
 from llmq.commands.cli import _run
 from llmq.data.identity import TokenizerId
 from llmq.data.tokenizer import load_tokenizer
@@ -236,3 +236,36 @@ def test_a_tokenizer_of_the_hub(hub, tmp_path, capsys):
     with pytest.raises(ConfigError, match="--tokenizer: someone/bare has no tokenizer on the hub"):
         (hub.folder / "someone/bare").mkdir()
         find_tokenizer("someone/bare", True)
+
+
+def test_an_upload_is_of_exactly_its_files(hub, tmp_path, monkeypatch):
+    """Names are no patterns: files beside them that a pattern would match stay here."""
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    sent = {}
+
+    class Api:
+        def __init__(self, **where):
+            pass
+
+        def create_repo(self, name, **how):
+            pass
+
+        def upload_folder(self, *, repo_id, folder_path, allow_patterns):
+            every = sorted(p for p in Path(folder_path).rglob("*") if p.is_file())
+            names = (path.relative_to(folder_path).as_posix() for path in every)
+            sent[repo_id] = [*filter_repo_objects(names, allow_patterns=allow_patterns)]
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    folder = tmp_path / "out"
+    for name in ("mine[v1].gguf", "minev.gguf", "*.gguf", "README.md", "sub/README.md"):
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).touch()
+    for path, files in (
+        (folder / "mine[v1].gguf", ["mine[v1].gguf"]),
+        (folder / "*.gguf", ["*.gguf"]),
+        (folder, ["README.md"]),
+    ):
+        upload("o/n", path, files)
+        assert sent["o/n"] == files

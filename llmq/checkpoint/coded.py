@@ -133,7 +133,7 @@ FP8, SCALES = ("F8_E4M3",), ("_scale_inv", "_scale")
 
 def decode_fp8(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
     block = config.get("weight_block_size")
-    put_scaled(tensors, FP8, None if block is None else (int(block[0]), int(block[1])))
+    put_scaled(tensors, FP8, None if block is None else _sizes("weight_block_size", block))
     take(tensors, ".input_scale", ".activation_scale")
 
 
@@ -178,9 +178,18 @@ def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
     if not weights.get("symmetric", True):
         raise LlmqError("quantization_config: codes with zero points cannot be read")
     if weights.get("strategy") == "block":
-        rows, columns = weights["block_structure"]
-        return int(rows), int(columns)
-    return (1, int(weights["group_size"])) if weights.get("strategy") == "group" else None
+        return _sizes("block_structure", weights["block_structure"])
+    if weights.get("strategy") == "group":
+        return _sizes("group_size", [1, weights["group_size"]])
+    return None
+
+
+def _sizes(name: str, values: Any) -> tuple[int, int]:
+    """Rows and columns of a block; LlmqError unless both are positive whole numbers."""
+    rows, columns = values
+    if not all(type(size) is int and size > 0 for size in (rows, columns)):
+        raise LlmqError(f"quantization_config: {name}: sizes must be positive, got {values!r}")
+    return rows, columns
 
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -214,19 +223,23 @@ def _matrix(name: str, tensors: Mapping[str, FileTensor], state: FileTensor) -> 
     try:
         known = json.loads(state.flat().tobytes())
         shape, block = tuple(map(int, known["shape"])), int(known["blocksize"])
+        nested = int(known.get("nested_blocksize", 1))
+        if min(block, nested) < 1:
+            raise ValueError(f"blocks of {block} and {nested}")
         scales = tensors[f"{name}.absmax"].flat()
         if "nested_blocksize" in known:
             levels = tensors[f"{name}.nested_quant_map"].flat()
             groups = tensors[f"{name}.nested_absmax"].flat()
-            of_scale = np.arange(scales.size) // int(known["nested_blocksize"])
+            of_scale = np.arange(scales.size) // nested
             offset = np.float32(known["nested_offset"])
             scales = levels[scales] * groups[of_scale] + offset
         levels = tensors[f"{name}.quant_map"].flat().astype(np.float32)
         size = NUMPY_DTYPES[codes.dtype].itemsize
         whole = (scales.size * block, 2 * prod(codes.shape) * size, levels.size)
-        if whole != (-(-prod(shape) // block) * block, prod(shape), 16) or block % (2 * size):
+        expected = (-(-prod(shape) // block) * block, prod(shape), 16)
+        if whole != expected or block % (2 * size):
             raise ValueError(f"sizes {shape}, {codes.shape}, {scales.shape}, {levels.shape}")
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:
         raise LlmqError(f"'{codes.path}': the codes of {name} are damaged ({error!r})") from error
 
     def decode(start: int, stop: int) -> np.ndarray:
@@ -258,6 +271,6 @@ def decoded(stored: Mapping[str, FileTensor], config: Mapping[str, Any]) -> Tens
     tensors: Tensors = dict(stored)
     try:
         CODED[config["quant_method"]](tensors, config)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise LlmqError(f"config.json: quantization_config cannot be read ({error!r})") from error
     return tensors

@@ -2,6 +2,7 @@
 what llmq reads: config.json, tokenizer, safetensors. After an interruption the same command goes
 on."""
 
+import glob
 import os
 import re
 import sys
@@ -111,7 +112,8 @@ def upload(name: str, path: Path, files: Sequence[str]) -> None:
         api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
         api.create_repo(name, private=True, exist_ok=True)
         folder = path if path.is_dir() else path.parent
-        api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=[*files])
+        exact = [glob.escape(file) for file in files]  # the library takes names as patterns
+        api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=exact)
     except Exception as error:  # of the library, of the network
         raise ConfigError(f"--push: {_said(hub, name, error)}") from error
 

@@ -11,6 +11,7 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError, ModelError, warn
+from llmq.base.locks import lock_beside, locked
 from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, exported_files
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.hf import HfWeights, base_id, check_same_base, export_model
@@ -177,6 +178,13 @@ def merge_adapter(
     directory or a cached repository. model_dtype: "bf16" or "fp32", None: that of the base.
     base_dtype: as of open_merged. LlmqError if the two do not belong together, or out_dir holds a
     model already."""
+    with locked(lock_beside(out_dir.resolve()), "--out", out_dir):
+        return _merge(base, adapter, out_dir, model_dtype, base_dtype)
+
+
+def _merge(
+    base: str, adapter: Path, out_dir: Path, model_dtype: str | None, base_dtype: str | None
+) -> list[str]:
     if exported_files(out_dir):
         raise LlmqError(f"--out: '{out_dir}' holds a model already: choose another directory")
     check_base(base)

@@ -291,6 +291,8 @@ class HfTokenizer:
         *("merges.txt", "added_tokens.json", TEMPLATE_FILE, "tokenizer.model"),
     )
     WRITTEN = (*FILES, EXACT_MODULE)
+    # Files that hold one JSON object each.
+    OBJECTS = (CONFIG_FILE, "special_tokens_map.json", "added_tokens.json")
     # Files that decide the ids of a text.
     DECIDING = (
         *("tokenizer.json", CONFIG_FILE, "special_tokens_map.json", "vocab.json"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import staged_directory
+from llmq.base.locks import lock_beside, locked
 from llmq.base.records import mended
 from llmq.data.chat_template import load_chat_template
 from llmq.data.inputs import (
@@ -106,7 +107,8 @@ def train_tokenizer(
     if not (sample := "".join(parts)):
         raise DataError(f"there is no text in the {len(sources)} inputs")
     config = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
-    with staged_directory(out, HfTokenizer.FILES) as staging:
+    where = locked(lock_beside(out.resolve()), "--out", out)
+    with where, staged_directory(out, HfTokenizer.FILES) as staging:
         save_tokenizer(staging, tokenizer, config, special)
         if written is not None:
             (staging / TEMPLATE_FILE).write_text(written, "utf-8")

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.locks import lock_beside, locked
 from llmq.base.run_id import RunId
 from llmq.checkpoint.export_files import export_owner, exported_files
 from llmq.checkpoint.exports.card import write_card
@@ -56,7 +57,10 @@ def export(
         check_upload(push)
     if force:
         verify = False  # what is no number is not equal to itself
-    with open_source(where, base=base, merge=merge, force=force) as source:
+    with (
+        locked(lock_beside(out.resolve()), "--out", out),
+        open_source(where, base=base, merge=merge, force=force) as source,
+    ):
         if not overwrite:
             _check_free(made, source, out)
         kept = dtype or source.dtype

@@ -15,7 +15,13 @@ from typing import Any
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.export_files import CONFIG_FILE, save_tokenizer, write_json
-from llmq.data.tokenizer import QWEN2_WORDS, HfTokenizer, Tokenizer, open_tokenizer
+from llmq.data.tokenizer import (
+    QWEN2_WORDS,
+    HfTokenizer,
+    Tokenizer,
+    open_tokenizer,
+    read_json,
+)
 
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SHORT, _BEFORE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?"
@@ -65,6 +71,8 @@ def add_vocabulary(
         return
     if isinstance(tokenizer, Path):
         open_tokenizer(tokenizer)  # which names it where it cannot be read
+        for name in HfTokenizer.OBJECTS:
+            read_json(tokenizer / name)
     with TemporaryDirectory() as folder:
         # The library finds special tokens and templates in the files of a model directory.
         write_json(Path(folder) / CONFIG_FILE, model.to_hf())
@@ -75,7 +83,10 @@ def add_vocabulary(
             raise LlmqError(f"the tokenizer is a {kind}: llmq writes BPE into GGUF files only")
         write_json(Path(folder) / "tokenizer.json", content)  # where it was of old files
         by_bytes = not content["model"].get("byte_fallback")
-        special = gguf.SpecialVocab(folder, load_merges=by_bytes, n_vocab=model.vocab_size)
+        try:
+            special = gguf.SpecialVocab(folder, load_merges=by_bytes, n_vocab=model.vocab_size)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise LlmqError(f"gguf cannot read the tokenizer's files: {error!r}") from error
         tokens, types = _tokens(content, model.vocab_size)
         kind = gguf.BpeVocab if by_bytes else gguf.SentencePieceVocab
         writer.add_tokenizer_model(kind.tokenizer_model)
