@@ -291,12 +291,22 @@ def test_other_options_than_the_checkpoints_are_said(capsys):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_closed_trainer(world):
+def test_a_closed_trainer(world, tmp_path):
     with trainer(world) as t:
         t.step()
+        checkpoint = t.save(tmp_path / "c")
         t.close()
-    with pytest.raises(RuntimeError, match="step 1: the ranks are closed"):
-        t.step(batches())
+    calls = {
+        "step 1": [t.step, lambda: t.step(batches())],
+        "validate": [t.validate],
+        "load": [lambda: t.load(checkpoint)],
+        "": [lambda: t.save(tmp_path / "d"), lambda: t.export(tmp_path / "e"), t.weights, t.restart],
+    }
+    for name, closed in calls.items():
+        for call in closed:
+            with pytest.raises(RuntimeError, match=f"{name}.*: the ranks are closed: make a new"):
+                call()
+    assert not (tmp_path / "e").exists()
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -232,6 +232,7 @@ class Trainer(Closing):
         self, batches: Sequence[Batch] | None, lr: float | None = None, limits: Limits = NO_LIMITS
     ) -> tuple[Any, ...]:
         """The arguments of `Ranks.train` for the next step, which counts as done from now on."""
+        self.ranks.pool.check_open(f"step {self.steps_done}")  # before batches are taken
         lr = self.learning_rate(self.steps_done) if lr is None else lr
         meshes = [dev.mesh for dev in self.ranks.devices]
         if batches is None:
@@ -318,6 +319,7 @@ class Trainer(Closing):
     ) -> Result | None:
         """The loss on the validation files from their start. max_batches: of a rank; None: all.
         stopped: asked before every batch; None is returned if it said yes."""
+        self.ranks.pool.check_open("validate")
         _ = self.eval_loader  # ConfigError without one
         self.score_reference()
         with self.averaged():
@@ -372,6 +374,7 @@ class Trainer(Closing):
         leave the training data where it is. Warns of changed options that make other numbers,
         returns lines about others. LlmqError, and nothing has changed, if it is damaged, of another
         model or of other data."""
+        self.ranks.pool.check_open("load")
         passed: list[str] = []
         found = checkpoint_at(Path(path), passed)
         warn(*passed)

@@ -131,8 +131,7 @@ class RankPool:
         self, name: str, fn: Callable[[Any], T], given: Mapping[int, Any] | None = None
     ) -> Command[T]:
         """Like `run`, without waiting, except where a rank is QUEUE commands behind."""
-        if self.closed:
-            raise RuntimeError(f"{name}: the ranks are closed")
+        self.check_open(name)
         command = Command(name, fn, given or {rank: rank for rank in range(self.world_size)})
         if self._alone:
             self._failed = True  # unless it returns
@@ -274,6 +273,11 @@ class RankPool:
     def closed(self) -> bool:
         """Whether there are no ranks any more."""
         return self._closed.is_set()
+
+    def check_open(self, name: str) -> None:
+        """Raise RuntimeError after `close`. name: of the call."""
+        if self.closed:
+            raise RuntimeError(f"{name}: the ranks are closed: make a new Trainer")
 
     def close(self, cleanup: Callable[[int], None] | None = None) -> None:
         """End the threads, after cleanup(rank) in each of them. Where ranks were stopped, cleanup
