@@ -280,6 +280,18 @@ def test_a_log_whose_place_another_file_takes(tmp_path, capsys):
     assert "has been replaced by another file: begun anew in" in capsys.readouterr().err
 
 
+def test_the_name_of_a_log_that_is_replaced_again_does_not_grow(tmp_path):
+    log = logging(tmp_path / "run.json")
+    for step in range(3, 6):
+        (tmp_path / "other").write_text("of somebody")
+        os.replace(tmp_path / "other", log.path)
+        log.write("step", step)
+    log.close()
+    names = [path.name for path in tmp_path.iterdir()]
+    assert sorted(names) == ["run.json", *(f"run.json.new-{n}" for n in (1, 2, 3))]
+    assert steps_of(tmp_path / "run.json.new-3") == [("cmd", 0), ("step", 5)]
+
+
 KILLED = """
 import sys
 from pathlib import Path

@@ -65,8 +65,10 @@ def temporary_path(path: Path) -> Path:
 
 
 def free_name(path: Path, why: str) -> Path:
-    """path.why-1, or with the first higher number that is free."""
-    names = (path.with_name(f"{path.name}.{why}-{n}") for n in itertools.count(1))
+    """The first of path.why-1, path.why-2, … that is free; of a path that has such a name already,
+    the number alone changes, so that names do not grow."""
+    name = re.sub(rf"\.{why}-\d+$", "", path.name)
+    names = (path.with_name(f"{name}.{why}-{n}") for n in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
 
 
