@@ -690,3 +690,22 @@ def test_what_would_be_overlooked(args, problem, tmp_path, monkeypatch, capsys):
     assert _run(args) == 2
     assert capsys.readouterr().err.startswith(f"error: {problem}")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("args", [["--version"], ["train", "--help"], ["plan", *TINY]])
+def test_a_full_standard_output_ends_a_command_in_one_line(args):
+    command = [sys.executable, "-m", "llmq", *args]
+    environment = {n: v for n, v in os.environ.items() if n != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        how = {"stdout": full, "stderr": subprocess.PIPE, "text": True, "env": environment}
+        done = subprocess.run(command, **how)
+    line = "error: cannot write standard output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
+@pytest.mark.parametrize(("model", "status"), [(["--model", "nowhere"], 2), (TINY, 0)])
+def test_a_full_standard_error_changes_no_status(model, status):
+    command = [sys.executable, "-m", "llmq", "plan", *model, "--steps=9", "--warmup=9"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=full)
+    assert done.returncode == status

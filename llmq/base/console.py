@@ -26,7 +26,10 @@ def printable(text: str) -> str:
 
 
 class Door(io.TextIOWrapper):
-    """A standard stream that lets only printable text through, and never fails to encode it."""
+    """A standard stream that lets only printable text through, and never fails to encode it.
+    lost: the error of a write that failed, None without one."""
+
+    lost: OSError | None = None
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(
@@ -40,11 +43,15 @@ class Door(io.TextIOWrapper):
         self.isatty = stream.isatty
 
     def write(self, text: str) -> int:
-        return super().write(printable(text))
+        return self.own(printable(text))
 
     def own(self, text: str) -> int:
         """Write a text of ours, with what steers the terminal."""
-        return super().write(text)
+        try:
+            return super().write(text)
+        except OSError as error:
+            self.lost = error
+            raise
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def warn(*lines: str) -> None:
     for line in (printable(line.replace("\n", " ")) for line in lines):
         _warnings.append(line)
         if not _kept:
-            print(f"warning: {line}", file=sys.stderr)
+            print_error(f"warning: {line}")
 
 
 @functools.cache
@@ -85,6 +85,14 @@ def taken_warnings() -> list[str]:
     lines = list(_warnings)
     _warnings.clear()
     return lines
+
+
+def print_error(*lines: str) -> None:
+    """Print lines to standard error; where nobody can read them, work goes on without."""
+    try:
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
+    except OSError:
+        discard(sys.stderr)
 
 
 def discard(stream: TextIO) -> None:

@@ -14,7 +14,7 @@ import typer
 
 from llmq import __version__
 from llmq.base.console import doors
-from llmq.base.errors import LlmqError, discard
+from llmq.base.errors import LlmqError, discard, print_error
 from llmq.base.signals import Interrupted, OutOfTime
 from llmq.commands import bench, data, logs, models, plan, train
 from llmq.commands.common import Command, Group, TrainCommand, UsageError, one_line, option
@@ -119,7 +119,9 @@ def _run(args: list[str], prog_name: str = "llmq") -> int:
     _open_standard_streams()
     _join_equals()
     with doors():
-        return _status(args, prog_name)
+        status = _status(args, prog_name)
+        _lost_output()  # after an end by a signal, too
+        return status
 
 
 def _status(args: list[str], prog_name: str) -> int:
@@ -143,9 +145,23 @@ def _status(args: list[str], prog_name: str) -> int:
         if os.environ.get("LLMQ_DEBUG", "0") != "0":
             raise
         details = error.details if isinstance(error, LlmqError) else ()
-        print(f"error: {one_line(error)}", *details, sep="\n", file=sys.stderr)
+        lost = _lost_output() if isinstance(error, OSError) else None
+        line = one_line(error) if lost is None else f"cannot write standard output: {lost.strerror}"
+        print_error(f"error: {line}", *details)
         return error.STATUS if isinstance(error, LlmqError) else LlmqError.STATUS
     return status if isinstance(status, int) else 0
+
+
+def _lost_output() -> OSError | None:
+    """The error of standard output, if its text cannot be written; the text is dropped then, else
+    the interpreter's end would try once more and print a traceback."""
+    lost = getattr(sys.stdout, "lost", None)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        discard(sys.stdout)
+        return error
+    return lost
 
 
 def _open_standard_streams() -> None:

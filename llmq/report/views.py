@@ -26,10 +26,7 @@ def optional_console() -> Iterator[None]:
         yield
     except OSError as error:
         discard(sys.stdout)
-        try:
-            warn(f"cannot write standard output ({error.strerror}): training goes on without it")
-        except OSError:  # the same pipe
-            discard(sys.stderr)
+        warn(f"cannot write standard output ({error.strerror}): training goes on without it")
 
 
 class PlainView:
