@@ -35,6 +35,7 @@ class Gemma3(RopeFamily):
     windowed = True
     sliding_window = 4096
     full_every = 6
+    older_windows = "sliding_window_pattern"
     rope_kinds = ("linear",)
     bos_token_id = 2
     eos_token_id = 1
@@ -79,7 +80,7 @@ class Gemma3(RopeFamily):
         windowed, local = model.windowed_layers, model.local_rope_theta
         every = (*windowed, False).index(False) + 1
         if windowed == all_but_every(every, model.num_layers):
-            fields["sliding_window_pattern"] = every
+            fields[self.older_windows] = every
         return fields | {
             "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim,

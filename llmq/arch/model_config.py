@@ -13,7 +13,7 @@ from llmq.arch.common import Architecture
 from llmq.arch.delta import DeltaNet
 from llmq.arch.experts import Experts
 from llmq.arch.matrix import HalfSpec, Matrix
-from llmq.arch.rope_scaling import RopeScaling
+from llmq.arch.rope_scaling import RopeScaling, longest_sequence
 from llmq.base.errors import ConfigError
 
 VOCAB_PADDING = 64
@@ -64,7 +64,7 @@ class ModelConfig:
     max_positions: int
     """Longest sequence in tokens."""
     sliding_window: int | None = None
-    """Positions that a token sees, itself included; None: all. Shorter than max_positions."""
+    """Positions that a token sees, itself included; None: all. Shorter than `longest`."""
     windowed_layers: tuple[bool, ...] | None = None
     """Whether each layer has the sliding window; None: all have."""
     norm: str
@@ -150,8 +150,7 @@ class ModelConfig:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that positions are known for."""
-        grows = self.rope_scaling is not None and self.rope_scaling.kind == "dynamic"
-        return int(self.max_positions * (self.rope_scaling.factor if grows else 1))
+        return longest_sequence(self.rope_scaling, self.max_positions)
 
     def rope_of(self, layer: int) -> Rope | None:
         """The rotary frequencies in a layer; None without RoPE. length: of the table's rows, which

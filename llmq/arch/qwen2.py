@@ -8,12 +8,13 @@ from typing import Any
 
 from llmq.arch.common import GgufKind, get, reject, size
 from llmq.arch.experts import WithExperts
-from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily, layers_by_type
+from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily
 from llmq.base.errors import ConfigError
 
 
 class Qwen2(RopeFamily):
-    """With use_sliding_window layers from max_window_layers on have it, or those of layer_types."""
+    """With use_sliding_window, layers from max_window_layers on have the window, or layer_types
+    names the layers."""
 
     name = "Qwen2ForCausalLM"
     model_type = "qwen2"
@@ -27,26 +28,31 @@ class Qwen2(RopeFamily):
     max_window_layers = 28
     """It holds if the config does not say."""
 
-    def read_windows(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """The window and its layers; none where it is as long as the positions."""
+    def read_windows(self, hf: Mapping[str, Any], longest: int) -> dict[str, Any]:
+        """The window, and the layers that have the window; see the family's."""
         used, num_layers = get(hf, "use_sliding_window", bool, None), size(hf, "num_hidden_layers")
-        first = get(hf, "max_window_layers", int, None)
-        first = self.max_window_layers if first is None else first
-        layers = layers_by_type(hf)
-        if layers is None:
-            layers = tuple(bool(used) and layer >= first for layer in range(num_layers))
-        if not any(layers):
-            return {}
         window = get(hf, "sliding_window", int, None)
         window = window if "sliding_window" in hf else self.sliding_window
+        first = get(hf, "max_window_layers", int, None)
+        first = self.max_window_layers if first is None else first
+        layers = self.layers_by_type(hf)
+        if layers is None:
+            used_here = bool(used) and window is not None
+            layers = tuple(used_here and self.has_window(i, first) for i in range(num_layers))
+        if not any(layers):
+            return {}
         if not used or window is None or window <= 0:
             raise ConfigError(
                 "config.json: sliding_window: must be positive, and use_sliding_window true, "
                 f"where layers have one, got {window}"
             )
-        if window >= size(hf, "max_position_embeddings"):
+        if window >= longest:
             return {}
         return {"sliding_window": window, "windowed_layers": None if all(layers) else layers}
+
+    def has_window(self, layer: int, max_window_layers: int) -> bool:
+        """Whether a layer has the window where config.json has no layer_types."""
+        return layer >= max_window_layers
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
         """With the window: its first layer, as transformers 4 reads it, and all layers."""
@@ -73,6 +79,10 @@ class Qwen2Moe(WithExperts, Qwen2):
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         reject(hf, "qkv_bias", True)
         return super().read_sizes(hf)
+
+    def has_window(self, layer: int, max_window_layers: int) -> bool:
+        """Every other layer below max_window_layers, unlike Qwen2's, as in transformers 5."""
+        return layer % 2 == 0 and layer < max_window_layers
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
         return super().write_sizes(model) | {"qkv_bias": True}

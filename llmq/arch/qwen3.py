@@ -3,6 +3,9 @@
 Qwen3-MoE has experts in the place of the MLP, in all layers or in some.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from llmq.arch.common import GgufKind
 from llmq.arch.experts import WithExperts
 from llmq.arch.qwen2 import Qwen2
@@ -23,10 +26,18 @@ class Qwen3(Qwen2):
 
 
 class Qwen3Moe(WithExperts, Qwen3):
-    """transformers 5 calls the number of experts as Mixtral does, and reads both names."""
+    """transformers 5 calls the number of experts as Mixtral does, and reads both names. All layers
+    have the window, whatever layer_types and max_window_layers say, as in transformers 5."""
 
     name = "Qwen3MoeForCausalLM"
     model_type = "qwen3_moe"
     label = "Qwen3-MoE"
     gguf = GgufKind("qwen3moe", heads=True, renormalize=True)
     count_names = ("num_experts", "num_local_experts")
+    own_fields = ()
+
+    def layers_by_type(self, hf: Mapping[str, Any]) -> None:
+        return None
+
+    def has_window(self, layer: int, max_window_layers: int) -> bool:
+        return True

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmq.arch.common import Architecture, get, reject, size
-from llmq.arch.rope_scaling import FIRST, KINDS, read_scaling
+from llmq.arch.rope_scaling import FIRST, KINDS, longest_sequence, read_scaling
 from llmq.base.errors import ConfigError
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
@@ -25,6 +25,8 @@ class RopeFamily(Architecture):
     full_every: int | None = None
     """Each layer may have the window or not; if the config does not say which have, each so-manieth
     has none. None: all layers are alike."""
+    older_windows: str | None = None
+    """The field with the distance of layers without a window, in files without layer_types."""
     rope_kinds: tuple[str, ...] = tuple(KINDS)
     """How positions may be stretched."""
     partial_rotary = False
@@ -59,6 +61,7 @@ class RopeFamily(Architecture):
         lacks = self.kv_heads_may_lack and hf.get("num_key_value_heads") is None
         kv_heads = heads if lacks else size(hf, "num_key_value_heads")
         attention_bias = get(hf, "attention_bias", bool, None) or False
+        rope = read_rope(hf, self.rope_kinds, partial=self.partial_rotary)
         return {
             "hidden_size": hidden,
             "intermediate_size": size(hf, "intermediate_size"),
@@ -67,24 +70,27 @@ class RopeFamily(Architecture):
             "num_kv_heads": kv_heads,
             "head_dim": head_dim or hidden // heads,
             "max_positions": max_positions,
-            **self.read_windows(hf),
+            **self.read_windows(hf, longest_sequence(rope["rope_scaling"], max_positions)),
             "norm_eps": get(hf, "rms_norm_eps", float, self.norm_eps),
-            **read_rope(hf, self.rope_kinds, partial=self.partial_rotary),
+            **rope,
             "tied_embeddings": get(hf, "tie_word_embeddings", bool, False),
             **self.kinds(
                 attention_bias, self.mlp_bias is None and get(hf, "mlp_bias", bool, False)
             ),
         }
 
-    def read_windows(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """The window of attention, and which layers have it: all or none. One that is as long as
-        the positions is none. Older files than those with layer_types have the distance of layers
-        without a window."""
+    def read_windows(self, hf: Mapping[str, Any], longest: int) -> dict[str, Any]:
+        """The window of attention, and the layers that have the window; no window where no sequence
+        is longer. Files older than layer_types may have the distance of layers without a window.
+
+        longest: tokens of the longest sequence.
+        """
         layers = {}
         if self.full_every is not None:
-            older = "sliding_window_pattern"
-            every = size(hf, older) if older in hf else self.full_every
-            of_each = layers_by_type(hf) or all_but_every(every, size(hf, "num_hidden_layers"))
+            every = self.full_every
+            if self.older_windows is not None and self.older_windows in hf:
+                every = size(hf, self.older_windows)
+            of_each = self.layers_by_type(hf) or all_but_every(every, size(hf, "num_hidden_layers"))
             layers["windowed_layers"] = of_each
         elif any(kind != FULL for kind in get(hf, "layer_types", list, None) or ()):
             raise ConfigError(f"config.json: layer_types: only {FULL!r} is supported")
@@ -95,8 +101,20 @@ class RopeFamily(Architecture):
         window = window if "sliding_window" in hf else self.sliding_window
         if window is not None and window <= 0:
             raise ConfigError(f"config.json: sliding_window: must be positive, got {window}")
-        shorter = window is not None and window < size(hf, "max_position_embeddings")
+        shorter = window is not None and window < longest
         return {"sliding_window": window if shorter else None, **layers}
+
+    def layers_by_type(self, hf: Mapping[str, Any]) -> tuple[bool, ...] | None:
+        """Whether each layer has a window by layer_types; None where the field is not given."""
+        kinds, num_layers = get(hf, "layer_types", list, None), size(hf, "num_hidden_layers")
+        if kinds is None:
+            return None
+        if len(kinds) != num_layers or any(kind not in (WINDOWED, FULL) for kind in kinds):
+            raise ConfigError(
+                f"config.json: layer_types: expected {num_layers} of {WINDOWED!r} and {FULL!r}, "
+                f"got {kinds!r}"
+            )
+        return tuple(kind == WINDOWED for kind in kinds)
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """Positions may be stretched only as transformers does for this architecture."""
@@ -136,19 +154,6 @@ class RopeFamily(Architecture):
             fields["sliding_window"] = model.sliding_window or model.max_positions
             fields["layer_types"] = [WINDOWED if window else FULL for window in windowed]
         return fields
-
-
-def layers_by_type(hf: Mapping[str, Any]) -> tuple[bool, ...] | None:
-    """Whether each layer has a window, as layer_types says; None where it is not given."""
-    kinds, num_layers = get(hf, "layer_types", list, None), size(hf, "num_hidden_layers")
-    if kinds is None:
-        return None
-    if len(kinds) != num_layers or any(kind not in (WINDOWED, FULL) for kind in kinds):
-        raise ConfigError(
-            f"config.json: layer_types: expected {num_layers} of {WINDOWED!r} and {FULL!r}, "
-            f"got {kinds!r}"
-        )
-    return tuple(kind == WINDOWED for kind in kinds)
 
 
 def all_but_every(every: int, num_layers: int) -> tuple[bool, ...]:

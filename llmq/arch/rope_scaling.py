@@ -120,6 +120,12 @@ class RopeScaling:
         return found
 
 
+def longest_sequence(scaling: RopeScaling | None, max_positions: int) -> int:
+    """Tokens of the longest sequence that positions are known for."""
+    grows = scaling is not None and scaling.kind == "dynamic"
+    return int(max_positions * (scaling.factor if grows else 1))
+
+
 def read_scaling(
     rope: Mapping[str, Any], outer: str, kinds: tuple[str, ...], max_positions: int, first: int
 ) -> RopeScaling | None:

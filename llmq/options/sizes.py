@@ -13,7 +13,7 @@ from typing import Any
 from llmq.arch import architecture
 from llmq.arch.experts import Experts
 from llmq.arch.model_config import ModelConfig
-from llmq.arch.rope_scaling import RopeScaling, read_scaling
+from llmq.arch.rope_scaling import RopeScaling, longest_sequence, read_scaling
 from llmq.base.errors import ConfigError
 from llmq.options.option_types import POSITIONS_GROUP, SIZES_GROUP
 from llmq.options.options import OPTIONS, TrainConfig
@@ -69,7 +69,8 @@ def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
         sizes.setdefault("intermediate_size", factor * hidden)
     longest = sizes.get("max_positions", model.max_positions)
     sizes["rope_scaling"] = _scaling(model, longest, sizes.get("rope_scaling"))
-    if model.sliding_window is not None and model.sliding_window >= longest:
+    seen = longest_sequence(sizes["rope_scaling"], longest)
+    if model.sliding_window is not None and model.sliding_window >= seen:
         sizes["sliding_window"] = None
     layers = sizes.get("num_layers", model.num_layers)
     if model.windowed_layers is not None:
