@@ -9,11 +9,13 @@ import torch
 from tests.models import (
     CONFIGS,
     GRADIENT_RTOL,
+    LOSS_RTOL,
     TEN_STEPS_RTOL,
     exported,
     hf_model,
     pieces,
     random_batch,
+    same_gradients,
     step_as_torch,
     torch_loss,
     trainer_for,
@@ -151,6 +153,20 @@ def test_fully_masked_step_changes_nothing(tmp_path, device):
         after = trainer.weights()
     assert result.tokens == 0
     assert all(np.array_equal(before[n], after[n]) for n in before)
+
+
+def test_z_loss_adds_half_the_squared_log_sum_exp_of_targets(tmp_path):
+    model, (inputs, targets) = hf_model("qwen2"), random_batch(np.random.default_rng(5))
+    model.save_pretrained(tmp_path)
+    loss = torch_loss(model, [(inputs, targets)])
+    squares = model(torch.from_numpy(inputs).long()).logits.logsumexp(-1) ** 2
+    (loss + 0.5 * 0.3 * squares[torch.from_numpy(targets) >= 0].mean()).backward()
+    with trainer_for(tmp_path, z_loss=0.3) as trainer:
+        result = trainer.step([(inputs, targets)])
+        ours = pieces(trainer, trainer.gradients())
+    assert result.loss == pytest.approx(loss.item(), rel=LOSS_RTOL)
+    found = {name: gradient / result.tokens for name, gradient in ours.items()}
+    same_gradients(found, model, result.norm)
 
 
 def test_z_loss_pulls_the_log_sum_exp_towards_zero(tmp_path):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from llmq.base.errors import ConfigError
 from llmq.options.options_io import make_config
 from llmq.options.rules import RULES
+from tests.models import exported, pieces, random_batch, trainer_for
 from tests.sharded import FP32, QWEN2, UNTIED, assert_same_run, config, run, train_steps
 
 RATES = {"learning_rate": 1e-2, "lr_embedding": 4e-2, "lr_head": 5e-3, "lr_vectors": 2e-2}
@@ -48,6 +50,30 @@ def test_a_part_moves_as_much_faster_as_its_rate(optimizer):
             # F32 weights of about 1 are rounded at the end, and changes are of about 0.01.
             want = factors.get(name, 1.0) * change
             np.testing.assert_allclose(other[name][param], want, atol=2e-7, err_msg=param)
+
+
+PARTS = {
+    "lr_embedding": {"embed_tokens.weight", "wte.weight", "wpe.weight"},
+    "lr_vectors": {
+        *("norm.weight", "layernorm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "bias"),
+        *("A_log", "dt_bias", "conv1d.weight", "gate.weight", "shared_expert_gate.weight"),
+    },
+}
+"""Ends of names of what each rate is the rate of, as docs/optimizer.md has them."""
+
+
+@pytest.mark.parametrize("rate", PARTS)
+@pytest.mark.parametrize("name", ["gpt2", "qwen2_moe", "qwen3_5"])
+def test_a_rate_is_that_of_documented_parameters(name, rate):
+    """A first step of AdamW with a rate of 0 for the part changes no parameter of the part."""
+    start = load_file(exported(name) / "model.safetensors")
+    batch = random_batch(np.random.default_rng(0))
+    with trainer_for(exported(name), weight_decay=0.0, **{rate: 0.0}) as trainer:
+        trainer.step([batch])
+        after = pieces(trainer, trainer.weights())
+    for key, value in after.items():
+        belongs = key.endswith(tuple(PARTS[rate]))
+        assert np.array_equal(value, start[key]) == belongs, key
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -191,13 +191,20 @@ class TrainConfig(Derived):
     )
     learning_rate: float | None = option(None, "Highest learning rate", alias="lr", min=0)
     lr_embedding: float | None = option(
-        None, "Rate of the token table; as --learning-rate if not given", min=0
+        None,
+        "Rate of the token table and of learned positions; as --learning-rate if not given",
+        min=0,
     )
     lr_head: float | None = option(
-        None, "Rate of an LM head of its own; as --learning-rate if not given", min=0
+        None,
+        "Rate of an LM head of its own, or of a score head; as --learning-rate if not given",
+        min=0,
     )
     lr_vectors: float | None = option(
-        None, "Rate of norms and biases; as --learning-rate if not given", min=0
+        None,
+        "Rate of norms, biases and other vectors, of experts' routers and of short convolutions; "
+        "as --learning-rate if not given",
+        min=0,
     )
     warmup: int = option(0, "Steps of linear warm-up", min=0)
     cooldown: float = option(
@@ -262,7 +269,10 @@ class TrainConfig(Derived):
         1.0, "Longest gradient norm, longer ones are scaled down; 0: off", min=0
     )
     z_loss: float = option(
-        0.0, "Weight of the squared log-sum-exp of the logits in the loss", min=0, max=1e3
+        0.0,
+        "Weight of half the squared log-sum-exp of the logits in the loss, as in llm.q",
+        min=0,
+        max=1e3,
     )
 
     router_aux_loss: float | None = option(
@@ -273,7 +283,10 @@ class TrainConfig(Derived):
         max=1e3,
     )
     router_z_loss: float = option(
-        0.0, "Weight of the squared log-sum-exp of routers' logits in the loss", min=0, max=1e3
+        0.0,
+        "Weight of the mean squared log-sum-exp of routers' logits in the loss",
+        min=0,
+        max=1e3,
     )
 
     loss: str = option(

@@ -2,13 +2,14 @@
 
 It follows from what the architecture declares (`llmq/arch/matrix.py`), by block.
 Allocation, sharding, initialization, weight decay, checkpoints, import and export all read it.
-Parameters are grouped into slabs: the matrices of each transformer block, "embed", "head" (an LM
-head of its own), and "vectors", the norms, biases and routers of all blocks. Adapters are "lora_a"
-and "lora_b", beside which the norms may be "norms", to be trained alone, biases "biases", and new
-rows of the token tables "new_rows". A slab is one contiguous piece of memory in every kind of
-storage (weights, gradients, moments), so that copies, collectives and the optimizer work on whole
-blocks; a parameter's place in it is its `offset`, counted in elements and therefore the same for
-every dtype. Each of W shards has the same number of its elements.
+Parameters are grouped into slabs: the matrices of each transformer block, "embed" (the token table
+and learned positions), "head" (an LM head of its own, or a score head), and "vectors", the norms,
+biases, routers and short convolutions of all blocks. Adapters are "lora_a" and "lora_b", beside
+which the norms may be "norms", to be trained alone, biases "biases", and new rows of the token
+tables "new_rows". A slab is one contiguous piece of memory in every kind of storage (weights,
+gradients, moments), so that copies, collectives and the optimizer work on whole blocks; a
+parameter's place in it is its `offset`, counted in elements and therefore the same for every dtype.
+Each of W shards has the same number of its elements.
 
     slab      | embed | layers.0: qkv, o, up, down | layers.1 ... | vectors: ln1, ln2, ... | head |
     shard 0 is the first 1/W of each slab, shard 1 the second, wherever a parameter ends
