@@ -266,6 +266,49 @@ def test_resume_on_another_rank_count(tmp_path):
         np.testing.assert_array_equal(steps(world_size, state), whole[2:])
 
 
+def trained(loaders):
+    """The first tokens of the sequences that the loaders still read in this epoch, sorted."""
+    batches = [one.next_batch() for one in loaders for _ in range(one.batches_left)]
+    rows = [(row, target) for batch in batches for row, target in zip(*batch[:2], strict=True)]
+    return sorted(int(row[0]) for row, target in rows if (target != MASKED_TARGET).any())
+
+
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_every_place_is_one_on_any_number_of_ranks(data, before, after):
+    """Also where an incomplete group ends a part: what is left is read, each sequence once."""
+    ranks = [loader(data, rank, before, 2, drop_last=False) for rank in range(before)]
+    others = [loader(data, rank, after, 2, drop_last=False) for rank in range(after)]
+    for _ in range(ranks[0].batches_left + 1):
+        state = ranks[0].state()
+        for one in others:
+            one.set_state(state)
+            assert one.state() == state
+        copies = [loader(data, rank, before, 2, drop_last=False) for rank in range(before)]
+        for one in copies:
+            one.set_state(state)
+        assert trained(others) == trained(copies)
+        if ranks[0].batches_left:
+            for one in ranks:
+                one.next_batch()
+        for one in copies:
+            one.close()
+    for one in (*ranks, *others):
+        one.close()
+
+
+def test_a_place_past_the_end_of_its_part_is_its_end(data):
+    """Older versions saved it, after an incomplete group."""
+    with loader(data, drop_last=False) as one:
+        state = one.state()
+        count = CHUNKS[state["file_name"].removesuffix(".bin")]
+        one.set_state({**state, "chunk_index": count + 2})
+        assert one.state()["chunk_index"] == count
+        for wrong in ({"chunk_index": -1}, {"file_index": len(CHUNKS)}, {"epoch": -1}):
+            with pytest.raises(DataError, match="does not exist: pass --new-data"):
+                one.set_state(state | wrong)
+
+
 def test_state_of_other_data_is_refused(data, tmp_path):
     with loader(data) as one:
         state = one.state()

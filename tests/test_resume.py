@@ -65,6 +65,19 @@ def test_continue_and_a_name_are_enough(monkeypatch, capsys):
     assert {r["run"]["id"] for r in starts} == {run_of_export("output/x")}
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 1), (1, 2)])
+def test_a_run_goes_on_from_the_end_of_an_epoch_on_any_ranks(before, after):
+    """The last sequences of the epoch, of nine, fill no group of ranks."""
+    how = OWN | {"train_file": "data/train-0.bin", "grad_accumulation": 1, "steps": None}
+    first = {"gpus": before, "batch_size": 6 // before}
+    assert train(**how | {"name": "whole", "epochs": 2, **first}) == 0
+    assert train(**how | {"epochs": 1, **first}) == 0
+    on = {"continue": "", "epochs": 2, "gpus": after, "batch_size": 6 // after}
+    assert train(**how | on | {"overwrite": None}) == 0
+    whole, again = ([r["loss"] for r in records("step", log_of(n))] for n in ("whole", "x"))
+    assert again == pytest.approx(whole, rel=1e-6) and len(whole) == 4
+
+
 def test_a_directory_or_a_path_is_enough(monkeypatch):
     stopped(monkeypatch)
     shutil.copytree("ckpt/x", "elsewhere")

@@ -377,10 +377,16 @@ def test_wrong_options_raise_before_anything_is_allocated(monkeypatch):
             trainer(**changes)
 
 
-def test_data_is_opened_at_first_use_and_closed():
-    with trainer(train_file="nothing.bin") as t:
+@pytest.mark.parametrize("name", ["train_file", "eval_file"])
+def test_files_that_are_named_are_opened_at_construction(name):
+    with pytest.raises(DataError, match=r"no token file matches 'nothing\*\.bin'"):
+        trainer(**{name: "nothing*.bin"})
+
+
+def test_files_by_default_are_opened_at_first_use_and_closed():
+    with trainer(train_file=None, eval_file=None) as t:
         t.step([batch()])
-        with pytest.raises(DataError, match=r"nothing\.bin"):
+        with pytest.raises(DataError, match=r"no token file matches 'data/tiny-shakespeare"):
             t.step()
     t = trainer()
     t.step()

@@ -37,8 +37,9 @@ _STATE |= {"file_name": str, "files": str}
 @dataclass(frozen=True, slots=True)
 class _EpochPlace:
     """The place where the next group starts: a part of the epoch and a sequence of it. The names
-    are those of llm.q, where a part is a file and a sequence a chunk of it. chunk_index is the
-    group's first sequence, that is rank 0's, so that it fits any number of ranks."""
+    are those of llm.q, where a part is a file and a sequence a chunk of it. chunk_index counts the
+    sequences of the part that are done, at most all of them, so that it fits any number of
+    ranks."""
 
     epoch: int = 0
     file_index: int = 0
@@ -272,19 +273,16 @@ class DataLoader(Closing):
                 "the content of the training files changed since the checkpoint: the run goes "
                 "on at the same place of what is there now; --new-data starts anew"
             )
-        place = state["file_index"]
-        if not (
-            0 <= place < len(self._counts)
-            and 0 <= state["chunk_index"] <= max(self._counts)
-            and 0 <= state["epoch"] < 2**31
-        ):
+        place, done, epoch = state["file_index"], state["chunk_index"], state["epoch"]
+        if not (0 <= place < len(self._counts) and done >= 0 and 0 <= epoch < 2**31):
             raise DataError(
-                f"the checkpoint's place in the training data, sequence {state['chunk_index']} of "
-                f"part {place}, does not exist: pass --new-data to start the data from its "
-                "beginning"
+                f"the checkpoint's place in the training data, sequence {done} of part {place}, "
+                "does not exist: pass --new-data to start the data from its beginning"
             )
         self.seed = state["seed"]
-        self._move(_EpochPlace(state["epoch"], state["file_index"], state["chunk_index"]))
+        # Older versions counted an incomplete group as a full one, past the end of its part.
+        done = min(done, self._counts[self._order(epoch)[place]])
+        self._move(_EpochPlace(epoch, place, done))
 
     def close(self) -> None:
         """Stop the reading thread and close the files."""
@@ -318,9 +316,10 @@ class DataLoader(Closing):
         file_index, chunk_index = at.file_index, at.chunk_index
         rows: list[tuple[int, int]] = []
         while len(rows) < self.micro_batch:
-            if self._parts(self._counts[order[file_index]] - chunk_index, self.world_size) > 0:
+            count = self._counts[order[file_index]]
+            if self._parts(count - chunk_index, self.world_size) > 0:
                 rows.append((file_index, chunk_index))
-                chunk_index += self.world_size
+                chunk_index = min(chunk_index + self.world_size, count)
             elif file_index + 1 < len(order):
                 file_index, chunk_index = file_index + 1, 0
             elif rows and not self._drop_last:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -85,10 +85,19 @@ class Trainer(Closing):
         config = with_adapter(at_commit(config, model_dir), model).validate_with(model)
         self._open(config, model, model_dir, agreed_tokenizer(config, model_dir))
         try:
+            self._check_files(layers[1])
             self.load_weights()
         except BaseException:  # the caller gets nothing that could be closed
             self.close()
             raise
+
+    def _check_files(self, given: Mapping[str, Any]) -> None:
+        """Open the token files that the caller has named; files by default wait until a step needs
+        them, since a caller may pass batches. DataError."""
+        if "train_file" in given:
+            _ = self.train_loaders
+        if "eval_file" in given:
+            _ = self.eval_loaders
 
     @classmethod
     def from_config(
