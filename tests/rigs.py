@@ -68,7 +68,7 @@ def card_file(**changes: Any) -> CardFile:
 
 def results() -> dict[str, Any]:
     """By part; a copy of one's own."""
-    alone = {"in": [55.0], "out": [55.0], "both": [48.0], "pageable": [10.0, 11.0]}
+    alone = {"in": [55.0], "out": [55.0], "both": [48.0]}
     pairs = [
         {"source": s, "reader": 1 - s, "kind": "peer", "gb_per_s": 390.0, "reason": None}
         for s in range(2)
@@ -87,7 +87,6 @@ def results() -> dict[str, Any]:
                 "driver": "580",
                 "versions": {"llmq": "0.1.0"},
             },
-            "host": {"memory": 100.0, "product": 2000.0, "disk": {"write": 2.0, "read": 3.0}},
             "bus": {
                 "alone": [alone, alone],
                 "at_once": {
@@ -95,8 +94,6 @@ def results() -> dict[str, Any]:
                     "2": {"in": [54.0, 53.0], "out": [54.0, 54.0], "both": [40.0, 41.0]},
                 },
                 "pairs": pairs,
-                "staged": [{**pair, "kind": "staged", "gb_per_s": 54.0} for pair in pairs],
-                "both_ways": {"0,1": 350.0},
             },
             "exchanges": {
                 "operations": operations, "slowdown": 1.05, "intact": True, "beside_bus": True,
@@ -106,13 +103,6 @@ def results() -> dict[str, Any]:
                 "alone": 700.0,
                 "slowest": 0.98,
             },
-            "ladder": {
-                "rows": [
-                    {"what": "bf16 product", "size": "8192", "tflops": 720.0},
-                    {"what": "copy", "size": "1024 MiB", "gb_per_s": 3000.0},
-                ],
-                "launches": LAUNCHES,
-            },
             "steps": {
                 "steps": [
                     {
@@ -120,7 +110,7 @@ def results() -> dict[str, Any]:
                         "tokens_per_second": 100_000.0,
                         "idle": 0.01,
                         "seconds": 9.0,
-                        "launches": {"swiglu_forward/bf16,bf16,-": [[[1 << 28], 1e-4]]},
+                        "launches": LAUNCHES | {"swiglu_forward/bf16,bf16,-": [[[1 << 28], 1e-4]]},
                     }
                 ],
                 "refused": {},
@@ -131,11 +121,10 @@ def results() -> dict[str, Any]:
 
 def report(parts: dict[str, Any]) -> dict[str, Any]:
     """The report that the findings read, of such parts."""
-    measured = {name: parts[name] for name in ("host", "bus", "load", "ladder")}
+    measured = {name: parts[name] for name in ("bus", "load")}
     measured |= {
         "exchanges": {"nccl": parts["exchanges"]},
         "steps": parts["steps"]["steps"],
-        "rows": [],
     }
     return {"parts": {}, **parts["facts"], "measured": measured}
 

@@ -11,28 +11,17 @@ from types import SimpleNamespace
 import pytest
 
 from llmq.base.dtypes import BF16
-from llmq.base.errors import DiskError, LlmqError
+from llmq.base.errors import ConfigError, DiskError, LlmqError
 from llmq.ops.routes import Sizes, taken
 from llmq.options.card_file import path_of, read_card_file
 from llmq.options.presets import preset
-from llmq.rig import (
-    bus,
-    child,
-    exchanges,
-    facts,
-    ladder,
-    load,
-    markdown,
-    rig,
-    steps,
-)
-from llmq.rig.findings import words_on
-from llmq.rig.markdown import _steps
-from llmq.rig.rig import LAST, SHARES, card_file_of, run_rig
+from llmq.rig import bus, child, exchanges, facts, load, rig, steps
+from llmq.rig.findings import numbers_of, words_on
+from llmq.rig.rig import card_file_of, run_rig
 from llmq.runtime.cost import Kind
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.timing import LaunchTime
-from tests.rigs import GPU, H100, job, report, results
+from tests.rigs import H100, job, report, results
 
 # -- what is wrong, in words ---------------------------------------------------------------------
 
@@ -119,16 +108,13 @@ def in_use(parts):
 
 
 def weak(parts):
-    for row in parts["ladder"]["rows"]:
-        row |= {name: row[name] / 2 for name in ("tflops", "gb_per_s") if name in row}
+    for record in parts["load"]["gpus"]:
+        settled = record["settled"]
+        record["settled"] = settled | {n: settled[n] / 2 for n in ("tflops", "gb_per_s")}
 
 
 def crowded(parts):
     parts["bus"]["at_once"]["2"]["both"] = [20.0, 21.0]
-
-
-def slow_disk(parts):
-    parts["host"]["disk"]["write"] = 0.1
 
 
 FAULTS = [
@@ -148,9 +134,8 @@ FAULTS = [
     (broken_memory, ["GPU 1 has had 3 uncorrected memory errors"]),
     (lost, ["NVML tells nothing of GPU 1: GPU is lost."]),
     (in_use, ["GPU 0 was in use by 1 other process(es)"]),
-    (weak, ["Copies within GPU memory reach 1,500 GB/s", "Products in bf16 reach 360 TFLOP/s"]),
+    (weak, ["Copies within GPU memory reach 1,500 GB/s", "Products in bf16 reach 345 TFLOP/s"]),
     (crowded, ["2 GPUs that copy at once get 20.0 GB/s each way, one alone 48.0"]),
-    (slow_disk, ["The disk that the report is on takes 0.10 GB/s"]),
 ]
 
 
@@ -173,7 +158,7 @@ class StandIn:
 
     def __call__(self, name, seconds, options):
         self.asked.append((name, seconds, options))
-        self.now += self.takes * seconds
+        self.now += min(self.takes * seconds, seconds + child.GRACE)
         found = self.parts.get(name)
         if found is None:
             return {"result": {}, "error": "it broke"}
@@ -189,42 +174,16 @@ def cache(monkeypatch, tmp_path):
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def trained(monkeypatch):
-    """Rows of llm.q's table without a search and without a GPU."""
-    asked = []
-    monkeypatch.setattr(rig, "fastest", lambda options, file: options)
-
-    def train(options, file, limit):
-        asked.append((options, limit))
-        record = {"options": options, "status": "ok", "measured": 990.0, "predicted": 1000.0}
-        return record | {"joules_per_token": None, "spread": 0.01}
-
-    monkeypatch.setattr(rig, "trained", train)
-    return asked
-
-
-def test_a_rig_is_measured_within_its_time(cache, trained, tmp_path, capsys):
+def test_a_rig_is_measured_within_its_time(cache, tmp_path, capsys):
     stand_in = StandIn(results())
     out = tmp_path / "deep" / "rig"
     found = run_rig(out, 10.0, stand_in, stand_in.clock)
     assert stand_in.now <= 600 - child.GRACE
     names = [name for name, *_ in stand_in.asked]
-    assert list(dict.fromkeys(names)) == [*"facts host bus exchanges load ladder steps".split()]
+    assert list(dict.fromkeys(names)) == [*"facts bus exchanges load steps".split()]
     assert names.count("exchanges") == 4 and names.count("steps") == 1
     assert all(seconds > 0 for _, seconds, _ in stand_in.asked)
-    assert trained and all(options["gpus"] == 2 for options, _ in trained)
     assert found["words"] == []
-    text = (tmp_path / "deep" / "rig.md").read_text()
-    assert (
-        "`llmq rig`, " in text
-        and "Nothing is wrong." in text
-        and "+1.0 %" in text
-        and "| 0 to 1 | 390.0 | 350.0 |" in text
-        and "| staged | load | 52.5 | 55.0 | 27.5 |" in text
-        and "load: from host memory, alone, and by how much longer" in text
-    )
-    assert (tmp_path / "deep" / "rig.png").read_bytes().startswith(b"\x89PNG")
     kept = read_card_file(path_of(H100, 2))
     assert kept.bus == {"1": [55.0, 55.0, 48.0], "2": [53.0, 54.0, 40.0]}
     assert kept.exchange["2"]["staged"]["all_gather"][1] == [[111 << 20], 5e-4]
@@ -232,81 +191,62 @@ def test_a_rig_is_measured_within_its_time(cache, trained, tmp_path, capsys):
     assert kept.slowest == 0.98 and set(kept.launches) > {"swiglu_forward/bf16,bf16,-"}
     assert read_card_file(tmp_path / "deep" / "rig.json").launches == kept.launches
     printed = capsys.readouterr().out
-    assert "card file: " in printed
-    last = text.splitlines()[-1]
+    assert "card file: " in printed and "Nothing is wrong." in printed
+    assert "  2 GPU(s): 53.0 GB/s to each, 54.0 from it, 40.0 both ways" in printed
+    assert "  GPU 0 to 1: 390.0 GB/s (peer)" in printed
+    assert "  load: 55.0 GB/s alone, 27.5 beside other work" in printed
+    assert "  GPU 1: 690 TFLOP/s, copies 3,000 GB/s, 698 W, 1500 MHz" in printed
+    last = printed.splitlines()[-1]
     assert last.startswith("Others who plan for such cards") and "llmq/cards" in last
-    assert text.splitlines()[-3] == "## Please share it" and printed.endswith(f"{last}\n")
+    assert [path.name for path in out.parent.iterdir()] == ["rig.json"]
     report = json.loads((tmp_path / "deep" / "rig.json").read_text())
     assert report["spec"]["device"] == H100 and report["card_file"]["layout"]
 
 
-@pytest.mark.parametrize(("minutes", "whole_rows"), [(3.0, False), (10.0, True)])
-def test_time_that_is_too_short_for_a_row_goes_to_steps(
-    cache, trained, tmp_path, minutes, whole_rows
-):
+def test_steps_have_all_the_time_that_is_left(cache, tmp_path):
     stand_in = StandIn(results(), takes=0.8)
-    run_rig(tmp_path / "rig", minutes, stand_in, stand_in.clock)
+    run_rig(tmp_path / "rig", 3.0, stand_in, stand_in.clock)
     name, seconds, _ = stand_in.asked[-1]
     before = 0.8 * sum(seconds for _, seconds, _ in stand_in.asked[:-1])
-    left = 60 * minutes - before - LAST - child.GRACE
-    assert name == "steps"
-    assert seconds == pytest.approx(SHARES["steps"] * 60 * minutes if whole_rows else left)
-    assert bool(trained) == whole_rows
+    assert (name, seconds) == ("steps", pytest.approx(180 - before - rig.LAST - child.GRACE))
 
 
-def test_parts_that_hang_or_fail_leave_a_report(cache, trained, tmp_path):
+def test_parts_that_hang_or_fail_leave_a_report(cache, tmp_path):
     parts = results()
     del parts["bus"], parts["load"]
     stand_in = StandIn(parts, takes=1.4)  # each is ended when it does not end by itself
     found = run_rig(tmp_path / "rig", 5.0, stand_in, stand_in.clock)
-    assert stand_in.now <= 300 and "`llmq rig --minutes 5`, " in (tmp_path / "rig.md").read_text()
+    assert stand_in.now <= 300 and found["command"] == "llmq rig --minutes 5"
     assert found["parts"]["bus"]["error"] == "it broke"
     assert any("`load` is not whole: it broke" in line for line in found["words"])
     assert read_card_file(path_of(H100, 2)).bus == {}
 
 
-def test_a_gpu_that_fails_under_load_leaves_a_picture_of_the_others(cache, trained, tmp_path):
-    parts = results()
-    parts["load"]["gpus"][0] |= {"series": {"seconds": []}, "settled": {}}
-    run_rig(tmp_path / "rig", 10.0, StandIn(parts, takes=0.1))
-    assert [gpu for gpu, _ in markdown._series(report(parts), "clock")] == [1]
-    both = (tmp_path / "rig.png").read_bytes()
-    parts["load"]["gpus"][1] = parts["load"]["gpus"][0]
-    run_rig(tmp_path / "rig", 10.0, StandIn(parts, takes=0.1))
-    assert (tmp_path / "rig.png").read_bytes() != both
-
-
 def test_a_full_disk_costs_neither_the_words_nor_the_card_file(
-    cache, trained, tmp_path, monkeypatch, capsys
+    cache, tmp_path, monkeypatch, capsys
 ):
     def full(path, content):
         raise DiskError(f"the disk is full, writing '{path}'")
 
     monkeypatch.setattr(rig, "write_file", full)
     parts = results()
-    slow_disk(parts)
+    broken_memory(parts)
     with pytest.raises(DiskError):
         run_rig(tmp_path / "rig", 10.0, StandIn(parts, takes=0.1))
-    assert "- The disk that the report is on takes 0.10 GB/s" in capsys.readouterr().out
+    assert "- GPU 1 has had 3 uncorrected memory errors" in capsys.readouterr().out
     assert read_card_file(path_of(H100, 2)).slowest == 0.98
 
 
-def test_what_nobody_tells_is_no_blank_in_the_report(cache, trained, tmp_path):
-    """A virtual machine, or one without NVML, tells nothing."""
-    parts = results()
-    parts["host"] = {"memory": 100.0, "disk": {}}
-    kept = {name: GPU[name] for name in ("name", "pcie_width", "pcie_width_most", "power_limit")}
-    parts["facts"]["gpus"] = [{"index": 0} | kept, {"index": 1, "nvml": "GPU is lost"}]
-    stand_in = StandIn(parts)
-    run_rig(tmp_path / "rig", 10.0, stand_in, stand_in.clock)
-    lines = (tmp_path / "rig.md").read_text().splitlines()
-    assert "| memory copies | 100.0 GB/s |" in lines
-    assert not [line for line in lines if line.startswith(("| disk", "| products of NumPy"))]
-    assert f"| 0 | {H100} | ? | x16 of x16 | none | ? | 700 of ? W |  |" in lines
-    assert "| 1 |  | ? | ? | ? | ? | ? |  |" in lines
+def test_a_gpu_that_tells_little_has_few_numbers():
+    """A load that failed at its start, or a machine without NVML."""
+    parts = results()["load"]
+    parts["gpus"][0]["settled"] = {}
+    parts["gpus"][1]["settled"] = {"tflops": 690.0, "reasons": {"power limit": 1.0}}
+    found = list(numbers_of("load", parts))
+    assert found == ["GPU 0: failed", "GPU 1: 690 TFLOP/s, power limit 100%"]
 
 
-def test_an_error_does_not_name_the_user(trained, tmp_path, monkeypatch):
+def test_an_error_does_not_name_the_user(tmp_path, monkeypatch):
     """The path of the card file would name it: the report is to be shared."""
     monkeypatch.delenv("LLMQ_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -316,7 +256,7 @@ def test_an_error_does_not_name_the_user(trained, tmp_path, monkeypatch):
     stand_in = StandIn(results())
     found = run_rig(tmp_path / "rig", 10.0, stand_in, stand_in.clock)
     assert "~/.cache" in found["parts"]["card file"]["error"]
-    assert not any("alice" in (tmp_path / f"rig{end}").read_text() for end in (".json", ".md"))
+    assert "alice" not in (tmp_path / "rig.json").read_text()
 
 
 def test_why_there_is_no_gpu(monkeypatch):
@@ -331,12 +271,12 @@ def test_why_there_is_no_gpu(monkeypatch):
     assert noted[0]["problem"] == "no NVIDIA driver is installed; install one"
 
 
-def test_without_a_gpu_the_host_is_measured(cache, tmp_path, capsys):
+def test_without_a_gpu_there_are_facts(cache, tmp_path, capsys):
     parts = results()
     parts["facts"] |= {"gpus": [], "problem": "no driver"}
     stand_in = StandIn(parts)
     found = run_rig(tmp_path / "rig", 10.0, stand_in, stand_in.clock)
-    assert [name for name, *_ in stand_in.asked] == ["facts", "host"]
+    assert [name for name, *_ in stand_in.asked] == ["facts"]
     assert found["words"] == ["There is no GPU to measure: no driver"]
     printed = capsys.readouterr().out
     assert "There is no GPU to measure" in printed and "share" not in printed
@@ -345,7 +285,7 @@ def test_without_a_gpu_the_host_is_measured(cache, tmp_path, capsys):
 
 def test_nothing_measured_makes_no_card_file(cache, tmp_path):
     parts = results()
-    del parts["ladder"], parts["steps"]
+    del parts["steps"]
     stand_in = StandIn(parts, takes=0.1)
     found = run_rig(tmp_path / "rig", 10.0, stand_in, stand_in.clock)
     assert "no launch was measured" in found["parts"]["card file"]["error"]
@@ -356,16 +296,17 @@ def test_nothing_measured_makes_no_card_file(cache, tmp_path):
 
 
 def test_a_child_notes_what_it_finds():
-    found = child.run_part("host", 0.5, {"disk": "/nowhere/at/all", "memory_mib": 1})
-    assert found["result"]["memory"] > 0 and found["result"]["product"] > 0
-    assert "FileNotFoundError" in found["error"]
+    found = child.run_part("facts", 5.0, {})
+    assert found["result"]["host"]["cores"] > 0 and found["error"] is None
+    broken = child.run_part("load", 5.0, {"gpus": 1, "device": "none"})
+    assert broken["result"] == {} and "LlmqError" in broken["error"]
 
 
 def test_a_child_that_hangs_is_ended():
     hangs = 'import sys, time; open(sys.argv[1], \'w\').write(\'{"result": {"a": 1}, '
     hangs += '"error": null}\'); time.sleep(60)'
     start = time.monotonic()
-    found = child.run_part("host", 0.5, {}, command=(sys.executable, "-c", hangs), grace=0.5)
+    found = child.run_part("facts", 0.5, {}, command=(sys.executable, "-c", hangs), grace=0.5)
     assert found["result"] == {"a": 1} and "was ended" in found["error"]
     assert time.monotonic() - start < 10
 
@@ -377,44 +318,11 @@ def test_a_child_ends_with_a_rig_that_is_killed():
     tells += "result = {'ends': found == [os.getppid()], 'job': job}; "
     tells += "open(sys.argv[1], 'w').write(json.dumps({'result': result, 'error': None}))"
     command = (sys.executable, "-c", tells)
-    found = child.run_part("host", 0.5, {"disk": "/tmp"}, command=command)["result"]
+    found = child.run_part("facts", 0.5, {"disk": "/tmp"}, command=command)["result"]
     assert found == {
         "ends": True,
-        "job": {"part": "host", "seconds": 0.5, "options": {"disk": "/tmp"}},
+        "job": {"part": "facts", "seconds": 0.5, "options": {"disk": "/tmp"}},
     }
-
-
-@pytest.mark.parametrize(
-    ("outcome", "told"),
-    [
-        ({"status": "hung", "message": "raise --timeout"}, ("failed", "it took too long")),
-        ({"status": "does not fit", "message": "why"}, ("does not fit", "why")),
-    ],
-)
-def test_a_row_that_is_not_measured_says_why(monkeypatch, outcome, told):
-    monkeypatch.setattr(rig, "speed_of", lambda config, file: 1000.0)
-    monkeypatch.setattr(rig, "shortened", lambda found: (found, 0.5))
-    monkeypatch.setattr(rig, "flags_of", lambda config: {"model": "tiny"})
-    asked = []
-    monkeypatch.setattr(rig, "run_child", lambda *args: asked.append(args) or outcome)
-    record = rig.trained(None, None, 40.0)
-    assert (record["status"], record["message"]) == told and record["predicted"] == 1000.0
-    assert asked == [({"model": "tiny"}, 10, rig.REPEATS, 40.0)]
-
-
-def test_disk_and_memory_of_the_host(tmp_path):
-    work, notes = job()
-    facts.measure_host(work, disk=str(tmp_path), disk_mib=16, memory_mib=1)
-    assert notes[-1]["disk"]["bytes"] == 16 << 20 and notes[-1]["disk"]["read"] > 0
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_rig_that_is_killed_leaves_nothing_on_the_disk(tmp_path, monkeypatch):
-    """The file that is written has no name at any time, so that there is nothing to clean up."""
-    seen = []
-    monkeypatch.setattr(facts, "_read_rate", lambda *_: seen.extend(tmp_path.iterdir()) or 1.0)
-    assert facts.disk_rates(tmp_path, 16, 1.0)["read"] == 1.0
-    assert seen == []
 
 
 def test_facts_are_read_where_they_are(tmp_path):
@@ -471,7 +379,7 @@ def test_what_nvml_does_not_tell_is_left_out(tmp_path):
 
 
 def test_the_bus_of_a_single_gpu_is_noted(monkeypatch):
-    rates = {"in": [55.0], "out": [54.0], "both": [48.0], "pageable": [7.0, 10.0]}
+    rates = {"in": [55.0], "out": [54.0], "both": [48.0]}
     monkeypatch.setattr(bus, "together", lambda api, gpus: rates)
     monkeypatch.setattr("llmq.runtime.cuda_api.load", lambda: SimpleNamespace(runtime=None))
     work, notes = job()
@@ -539,51 +447,10 @@ def test_exchanges_alone_and_beside_kernels(monkeypatch):
     assert set(notes[0]["operations"]) == {"all_gather", "all_to_all"}
 
 
-def test_a_ladder_of_sizes(monkeypatch, device):
-    length = 16 if device == "cpu" else 1024
-    small = {"TOKENS": length, "LENGTHS": (length,), "SETTLE": 0.01, "WARM": 0.0}
-    for name, value in (small | {"SIZES": (256,), "COPIES": (1,)}).items():
-        monkeypatch.setattr(ladder, name, value)
-    work, notes = job(600)  # seconds: beside other tests the first kernels take long to compile
-    ladder.measure(work, device=device)
-    assert notes[-1]["refused"] == {}
-    kinds = set(notes[-1]["launches"])
-    assert {"attention_forward/library/bf16", "attention_backward_tiles/cu/bf16"} <= kinds
-    named = {case.name for case in ladder.cases(steps_spec())}
-    assert {"bf16 product", "int8 product", "fp8 product", "fp8 product, fast sums", "copy"} < named
-
-
 def steps_spec():
     from llmq.options.cards import find_card, spec_of
 
     return spec_of(find_card("h100"))
-
-
-def test_every_case_of_a_ladder_can_be_planned_and_fits():
-    spec = steps_spec()
-    # On Hopper there is a kernel of its own for layers without windows.
-    ways = ("cudnn", "native", "native, whole sequences")
-    assert {f"attention backward, {way}" for way in ways} < {c.name for c in ladder.cases(spec)}
-    for case in ladder.cases(spec):
-        plan = PlanDevice(spec)
-        case.prepare(plan)()
-        assert plan.sizes()["device"] + plan.sizes()["stack"] < spec.memory / 2, case.name
-
-
-def test_rows_are_shortened_and_become_flags(tmp_path):
-    from llmq.options.options_io import make_config
-    from llmq.plan.cost import StepTime
-    from llmq.plan.estimate import Estimate
-    from llmq.plan.fit import Candidate
-
-    options = next(rig.table_rows(True, 1))
-    config = make_config(options | {"recompute-swiglu": True})
-    need = Estimate(device=0, host=0, tokens=1, time=StepTime(parts={"blocks": 6.0}))
-    short, seconds = rig.shortened(Candidate(config=config, need=need))
-    assert (short.grad_accumulation, seconds) == (8, 1.5)
-    again = make_config(rig.flags_of(short))
-    assert again.recompute_swiglu and again.grad_accumulation == 8
-    assert (again.matmul_dtype, again.gpus, again.from_scratch) == ("e4m3", 1, True)
 
 
 def test_all_steps_are_runs_of_a_quarter_that_can_be_planned():
@@ -609,7 +476,7 @@ def test_all_steps_are_runs_of_a_quarter_that_can_be_planned():
         assert {run["seq-len"] for run in steps.runs(fp8)} == {1024, 16384, 32768}
 
 
-def test_steps_after_one_that_crashes(cache, trained, tmp_path):
+def test_steps_after_one_that_crashes(cache, tmp_path):
     """The first child measures one run and dies of the next, the second one has the rest."""
     parts, left = results(), []
 
@@ -626,7 +493,7 @@ def test_steps_after_one_that_crashes(cache, trained, tmp_path):
     assert found["parts"]["steps 1.5B, e4m3, beside others"]["error"] == "it crashed"
 
 
-def test_a_run_that_is_refused_ends_no_child(cache, trained, tmp_path):
+def test_a_run_that_is_refused_ends_no_child(cache, tmp_path):
     """Not the first one either, whose title the child has: no other run is left out for it."""
     stand_in = StandIn(results(), takes=0.3)
     stand_in.parts["steps"]["refused"] = {"0": "it does not fit", "2": "nor this"}
@@ -638,27 +505,19 @@ def test_a_run_that_is_refused_ends_no_child(cache, trained, tmp_path):
     assert refused == ["it does not fit", "nor this"]
 
 
-def test_a_model_that_is_too_large_is_nothing_wrong_with_the_rig(
-    cache, trained, tmp_path, monkeypatch
-):
-    fastest = rig.fastest
-    monkeypatch.setattr(
-        rig, "fastest", lambda o, file: None if o["model"] == "Qwen2.5-7B" else fastest(o, file)
-    )
+def test_a_model_that_is_too_large_is_nothing_wrong_with_the_rig(cache, tmp_path):
     parts = results()
     parts["steps"]["refused"] = {"2": steps.NO_ROOM, "3": "it broke"}
     stand_in = StandIn(parts, takes=0.3)
     found = run_rig(tmp_path / "rig", 10.0, stand_in, stand_in.clock)
     assert len(found["words"]) == 1 and "is not whole: it broke" in found["words"][0]
-    text = (tmp_path / "rig.md").read_text()
-    assert f"| rows 7B, e4m3 | 0 s | {steps.NO_ROOM} |" in text
 
 
 def test_steps_that_there_is_no_time_for_are_one_line(cache, tmp_path):
     stand_in = StandIn(results(), takes=2.5)
     found = run_rig(tmp_path / "rig", 2.0, stand_in, stand_in.clock)
     late = [name for name, part in found["parts"].items() if part["error"]]
-    assert late == ["load", "ladder", "steps 1.5B, e4m3, beside others", "card file"]
+    assert late == ["steps 1.5B, e4m3, beside others", "card file"]
 
 
 @pytest.mark.parametrize("told", [None, "matmul_swiglu"])
@@ -710,9 +569,8 @@ def test_launches_that_waited_for_the_host_are_not_in_the_card_file():
     (step,) = found["measured"]["steps"]
     assert "swiglu_forward/bf16,bf16,-" in card_file_of(found).launches
     found["measured"]["steps"] = [step | {"idle": -1.1}]
-    assert "swiglu_forward/bf16,bf16,-" not in card_file_of(found).launches
-    (row,) = _steps(found)
-    assert row["idle"] == "-110.0%, left out: the host was too slow"
+    with pytest.raises(ConfigError, match="no launch was measured"):
+        card_file_of(found)
 
 
 def launch(ms, kind=None, main=True):

@@ -32,8 +32,7 @@ from llmq.base.dtypes import BF16, E4M3, F32, I8, I32, I64, STEP_SCALARS_WORDS, 
 from llmq.base.errors import LlmqError
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops import elementwise
-from llmq.rig.ladder import fill_codes
+from llmq.ops import elementwise, fp8_scale, quantize, quantize_int8
 from llmq.run.monitor import PRODUCT_SIZES, measured_peak
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import FUSED, Device, DeviceSpec, MemorySizes
@@ -64,6 +63,22 @@ class Prepared:
 
     run: Callable[[], None]
     flush: Tensor
+
+
+def fill_codes(dev: Device, codes: Tensor, seed: int = 0) -> None:
+    """Codes of normally distributed numbers: of zeros a product would be faster."""
+    with (
+        dev.scratch("numbers", codes.shape, BF16) as numbers,
+        dev.scratch("largest", (1,), F32) as largest,
+        dev.scratch("scale", (codes.shape[0],), F32) as scale,
+    ):
+        elementwise.normal(dev, numbers, 1.0, seed)
+        if codes.dtype == I8:
+            quantize_int8.rows(dev, codes, scale, numbers)
+            return
+        dev.zero(largest)
+        fp8_scale.abs_max(dev, largest, numbers)
+        quantize.quantize(dev, codes, None, scale.rows(0, 1), numbers, largest)
 
 
 def prepare(dev: Device, call: Call, flush_bytes: int) -> Prepared:

@@ -50,6 +50,7 @@ import typer
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import write_file
 from llmq.bench.measure import open_trainer, predicted_speed, random_batches, timed_steps
+from llmq.options.option_file import command_line
 from llmq.options.option_types import parse_size
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
@@ -57,7 +58,6 @@ from llmq.options.presets import preset
 from llmq.plan.estimate import RECOMPUTE, Planner
 from llmq.plan.fit import Candidate, Fit
 from llmq.plan.target import MachineOptions, target
-from llmq.rig.rig import flags_of
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 AGAIN = ("", "swiglu", "norm swiglu", "norm ffn", "norm ffn qkv", "norm swiglu att")
@@ -97,6 +97,15 @@ TIMED, REPEATS, LONG_REPEATS = 0.5, 3, 2
 HIDDEN = {*SHARED, "model", "memory-limit"}  # in the table: the same in all rows
 
 app = typer.Typer(add_completion=False)
+
+
+def flags_of(config: TrainConfig) -> dict[str, Any]:
+    """Its options by flag, as configuration files have them."""
+    found: dict[str, Any] = {}
+    for word in command_line(config)[2:]:
+        name, equals, value = word.removeprefix("--").partition("=")
+        found[name.removeprefix("no-")] = value if equals else not name.startswith("no-")
+    return found
 
 
 def grid(base: TrainConfig, sequences: int) -> Iterator[TrainConfig]:

@@ -91,7 +91,7 @@ def bench(
 
 def rig(
     out: option(
-        Path, "Report to write, without .md, .json and .png.", parser=report_path, metavar="<path>"
+        Path, "Report to write, without .json.", parser=report_path, metavar="<path>"
     ) = Path("rig"),
     minutes: option(float, "That it takes at most; parts become shorter.", min=2, max=10) = 10.0,
 ) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
 from llmq.base.dtypes import MIB
 from llmq.base.errors import LlmqError
 from llmq.comm.links import probe
@@ -22,7 +20,6 @@ COPY = 256 * MIB  # bytes of a copy
 SECONDS = 0.5  # of a measurement, about
 GUESS = 40e9  # bytes per second, by which copies are counted off
 WAYS = {"in": (True, False), "out": (False, True), "both": (True, True)}
-PAGEABLE = "pageable"
 
 Rates = dict[str, list[float]]
 """GB/s of each GPU that takes part, by the ways of WAYS: in the slower direction of both."""
@@ -76,22 +73,6 @@ class End:
                 api.eventDestroy(event)
         return count * self.nbytes / slowest / 1e9
 
-    def pageable(self) -> list[float]:
-        """GB/s to and from ordinary host memory."""
-        api, host, rates = self.api, np.ones(self.nbytes, np.uint8), []
-        for way in range(2):
-            begin, end = api.eventCreate(), api.eventCreate()
-            self.copy(way, host.ctypes.data)
-            api.streamSynchronize(self.streams[way])
-            api.eventRecord(begin, self.streams[way])
-            self.copy(way, host.ctypes.data)
-            api.eventRecord(end, self.streams[way])
-            api.streamSynchronize(self.streams[way])
-            rates.append(self.nbytes / api.eventElapsedTime(begin, end) / 1e6)
-            for event in (begin, end):
-                api.eventDestroy(event)
-        return rates
-
     def close(self) -> None:
         self.api.setDevice(self.gpu)
         for way in range(2):
@@ -115,8 +96,6 @@ def together(api: Any, gpus: Sequence[int], nbytes: int = COPY, seconds: float =
                 for name, ways in WAYS.items():
                     found[name][index] = end.rate(ways, start, seconds)
                     start.wait()
-                if len(gpus) == 1:
-                    found[PAGEABLE] = end.pageable()
             finally:
                 end.close()
         except Exception:
@@ -133,11 +112,11 @@ def together(api: Any, gpus: Sequence[int], nbytes: int = COPY, seconds: float =
 
 def measure(job: Job, *, gpus: int, **_: Any) -> None:
     """The part: `alone`, each GPU's rates; `at_once`, by the number of the first GPUs that copy
-    together; `pairs`, of each ordered pair of GPUs; `both_ways` of each unordered one."""
+    together; `pairs`, of each ordered pair of GPUs."""
     from llmq.runtime.cuda_api import load
 
     api = load().runtime
-    found: dict[str, Any] = {"alone": [], "at_once": {}, "pairs": [], "staged": [], "both_ways": {}}
+    found: dict[str, Any] = {"alone": [], "at_once": {}, "pairs": []}
     for gpu in range(gpus):
         found["alone"].append(together(api, [gpu]))
         job.note(found)
@@ -148,47 +127,5 @@ def measure(job: Job, *, gpus: int, **_: Any) -> None:
             found["at_once"][str(count)] = together(api, range(count))
             job.note(found)
     if gpus > 1:
-        found["staged"] = probe(api, range(gpus), "off").records()
-        job.note(found)
         found["pairs"] = probe(api, range(gpus), "auto").records()
         job.note(found)
-        direct = {(r["source"], r["reader"]) for r in found["pairs"] if r["kind"] == "peer"}
-        for a, b in sorted(direct):
-            if a < b and (b, a) in direct and job.left > 0:
-                found["both_ways"][f"{a},{b}"] = both_ways(api, a, b)
-                job.note(found)
-
-
-def both_ways(api: Any, one: int, other: int, nbytes: int = COPY, copies: int = 40) -> float:
-    """GB/s in each direction between two GPUs with access to each other, while both go on."""
-    places = {}
-    for gpu in (one, other):
-        api.setDevice(gpu)
-        stream = api.streamCreateWithFlags(NON_BLOCKING)
-        places[gpu] = (api.malloc(nbytes), api.malloc(nbytes), stream, api.eventCreate())
-    marks = []
-    for gpu, peer in ((one, other), (other, one)):
-        source, _, stream, event = places[gpu]
-        api.setDevice(gpu)
-        api.memcpyAsync(places[peer][1], source, nbytes, api.memcpyDefault, stream)
-        api.streamSynchronize(stream)
-        api.eventRecord(event, stream)
-        for _ in range(copies):
-            api.memcpyAsync(places[peer][1], source, nbytes, api.memcpyDefault, stream)
-        end = api.eventCreate()
-        api.eventRecord(end, stream)
-        marks.append((gpu, stream, event, end))
-    slowest = 0.0
-    for gpu, stream, begin, end in marks:
-        api.setDevice(gpu)
-        api.streamSynchronize(stream)
-        slowest = max(slowest, api.eventElapsedTime(begin, end))
-    for gpu, (source, target, stream, event) in places.items():
-        api.setDevice(gpu)
-        api.eventDestroy(event)
-        api.streamDestroy(stream)
-        api.free(source)
-        api.free(target)
-    for _, _, _, end in marks:
-        api.eventDestroy(end)
-    return copies * nbytes / slowest / 1e6

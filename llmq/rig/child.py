@@ -65,8 +65,6 @@ def run_part(
 
 def function_of(part: str) -> Callable[..., None]:
     """The function that measures a part: it takes a Job and options, and notes its result."""
-    if part == "host":  # beside what the machine says of itself
-        return importlib.import_module("llmq.rig.facts").measure_host
     return importlib.import_module(f"llmq.rig.{part}").measure
 
 

@@ -16,7 +16,6 @@ SLOWER = 0.95  # than the fastest GPU of the rig
 LIMITED = 0.97  # of the power limit that the card comes with
 HELD = 0.1  # share of readings in which something holds the clock down
 CROWDED = 0.75  # of one GPU's rate, what each gets while all copy
-SLOW_DISK = 0.5  # GB/s
 NO_ROOM = "not even a micro-batch of one sequence fits"  # a large model; that is no fault
 PCIE_RISER = "see whether it sits in its slot, and whether a riser or the firmware limits it"
 
@@ -189,14 +188,14 @@ def weak(report: Report) -> Iterator[str]:
         return
     sizes = {name: spec[name] for name in ("capability", "num_sms", "memory")}
     card = card_of(DeviceSpec(name=spec["device"], **sizes))
-    rows = part_of(report, "ladder").get("rows", [])
-    copy = max((row["gb_per_s"] for row in rows if row["what"] == "copy"), default=None)
+    settled = [record["settled"] for record in part_of(report, "load").get("gpus", [])]
+    copy = max((s["gb_per_s"] for s in settled if "gb_per_s" in s), default=None)
     if copy is not None and copy < LEAST_COPY * card.bandwidth:
         yield (
             f"Copies within GPU memory reach {copy:,.0f} GB/s, of {card.bandwidth:,.0f} on the "
             "data sheet: is ECC on, or does a display or another program use the card?"
         )
-    product = max((row["tflops"] for row in rows if row["what"] == "bf16 product"), default=None)
+    product = max((s["tflops"] for s in settled if "tflops" in s), default=None)
     usual = card.sustained[0] * card.bf16
     if product is not None and product < LEAST_PRODUCT * usual:
         yield (
@@ -206,7 +205,7 @@ def weak(report: Report) -> Iterator[str]:
 
 
 def shared(report: Report) -> Iterator[str]:
-    """Findings on what GPUs take from each other, and what the host lacks."""
+    """Findings on buses that GPUs share, and on CPUs that the process lacks."""
     found = part_of(report, "bus").get("at_once", {})
     if len(found) > 1:
         number = max(found, key=int)
@@ -223,12 +222,6 @@ def shared(report: Report) -> Iterator[str]:
         yield (
             f"This process may use {allowed} of {cores} CPUs: one for each GPU and one more are "
             "what a run wants."
-        )
-    disk = part_of(report, "host").get("disk", {})
-    if disk.get("write") and disk["write"] < SLOW_DISK:
-        yield (
-            f"The disk that the report is on takes {disk['write']:.2f} GB/s: a checkpoint of a 7B "
-            f"model is written in {45 / disk['write'] / 60:.0f} minutes or more."
         )
 
 
@@ -258,3 +251,35 @@ def part_of(report: Report, name: str) -> dict[str, Any]:
 
 def _numbers(gpu: dict[str, Any], *names: str) -> Iterator[int]:
     return (gpu[f"pcie_{name}"] for name in names if gpu.get(f"pcie_{name}"))
+
+
+LOAD = {
+    "tflops": "{:.0f} TFLOP/s",
+    "gb_per_s": "copies {:,.0f} GB/s",
+    "power": "{:.0f} W",
+    "hottest": "{:.0f} °C",
+    "clock": "{:.0f} MHz",
+}
+
+
+def numbers_of(part: str, result: dict[str, Any]) -> Iterator[str]:
+    """Lines with the numbers of a part's result, for the console."""
+    if part == "bus":
+        for count, rates in result.get("at_once", {}).items():
+            to, out, both = (min(rates[way]) for way in ("in", "out", "both"))
+            yield f"{count} GPU(s): {to:.1f} GB/s to each, {out:.1f} from it, {both:.1f} both ways"
+        for pair in result.get("pairs", []):
+            why = f", {pair['reason']}" if pair["reason"] else ""
+            rate = f"{pair['gb_per_s'] or 0:.1f} GB/s ({pair['kind']}{why})"
+            yield f"GPU {pair['source']} to {pair['reader']}: {rate}"
+    elif part == "exchanges":
+        for operation, points in result.get("operations", {}).items():
+            nbytes, alone, beside = points[-1]  # of the largest slab
+            rates = (nbytes / seconds / 1e9 for seconds in (alone, beside))
+            yield "{}: {:.1f} GB/s alone, {:.1f} beside other work".format(operation, *rates)
+    elif part == "load":
+        for record in result.get("gpus", []):
+            settled = record["settled"]
+            told = [form.format(settled[name]) for name, form in LOAD.items() if name in settled]
+            told += [f"{word} {share:.0%}" for word, share in settled.get("reasons", {}).items()]
+            yield f"GPU {record['gpu']}: {', '.join(told) or 'failed'}"
