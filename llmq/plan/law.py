@@ -2,10 +2,9 @@
 
     L(N, D) = E + A / N^alpha + B / D^beta
 
-is the form of Hoffmann et al., arXiv:2203.15556. `tools/scaling_law.py` fits it to runs of this
-program and writes the file that is read here, as law.json beside it: of small models, on some
-tokens. For what is larger the constants are those that Besiroglu et al., arXiv:2404.10102, find in
-Hoffmann's own data.
+is the form of Hoffmann et al., arXiv:2203.15556, and the constants are those that Besiroglu et al.,
+arXiv:2404.10102, find in Hoffmann's own data. `tools/scaling_law.py` fits others to runs of this
+program, and writes the file of --law.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from llmq.base.errors import ConfigError
 from llmq.base.files import read_json
 
 LAYOUT = "llmq scaling law"
-OURS = Path(__file__).with_name("law.json")
 OTHER_TEXT = 0.25
 """The part by which the loss of other text than a law's may differ: prose of web pages, in tokens
 of 32,768 to 151,936 kinds, lies so far apart; that of code is lower still."""
@@ -57,11 +55,13 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """A fit for one optimizer. source: for the user. resampled: fits to random choices of the runs;
-    how far they lie apart is what the fit does not know. off: the relative error of runs by a fit
-    without them, 0 where there are none of ours. tokenizer: the fingerprint of the runs' tokens,
-    None of others' runs. derived: it is a law of another optimizer, with other tokens to the same
-    loss."""
+    """A fit for one optimizer.
+
+    source: words for the user. resampled: fits to random choices of the runs, whose distance is the
+    uncertainty of the fit. off: the relative error of a run by a fit without the run. tokenizer:
+    the fingerprint of the runs' tokens, None in the published law. derived: the law is another
+    optimizer's, with other tokens to the same loss. parameters, tokens: of the runs.
+    """
 
     source: str
     constants: Constants
@@ -106,7 +106,7 @@ class Law:
         )
 
     def beyond(self, parameters: float, tokens: float) -> float:
-        """How many times larger one of them is than what was measured; 1: neither is."""
+        """The factor of extrapolation: the larger of N and D over the runs' largest, at least 1."""
         return max(parameters / self.parameters.most, tokens / self.tokens.most, 1.0)
 
 
@@ -124,7 +124,7 @@ PUBLISHED = Law(
     parameters=Range(44e6, 16e9),
     tokens=Range(5e9, 500e9),
 )
-"""The law of all that is larger than ours was measured on."""
+"""The law of AdamW without --law."""
 MUON_TOKENS = 0.75
 """The part of AdamW's tokens with which Muon had a lower loss than AdamW's best (docs/optimizer.md:
 three times, at 91M and 365M parameters). Others needed two thirds (docs/speed.md)."""
@@ -135,12 +135,8 @@ def published_laws() -> dict[str, Law]:
     return {"adamw": PUBLISHED, "muon": PUBLISHED.with_tokens(MUON_TOKENS, "Muon")}
 
 
-def read_laws(file: Path | None = None) -> dict[str, Law]:
-    """The laws of a file of tools/scaling_law.py by optimizer; None: ours, and that of AdamW which
-    follows from it. Raises ConfigError."""
-    if file is None:
-        of_muon = read_laws(OURS)["muon"]
-        return {"muon": of_muon, "adamw": of_muon.with_tokens(1 / MUON_TOKENS, "AdamW")}
+def read_laws(file: Path) -> dict[str, Law]:
+    """The laws of a file of tools/scaling_law.py by optimizer. Raises ConfigError."""
     try:
         found = read_json(file)
         if found.get("layout") != LAYOUT:

@@ -3,7 +3,6 @@
 import json as json_module
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,14 @@ from llmq.data.tokens import open_token_files
 from llmq.options.cards import CARDS
 from llmq.options.option_file import save_options
 from llmq.options.options import TrainConfig
-from llmq.options.sizes import resized
 from llmq.plan.law import published_laws, read_laws
 from llmq.plan.recipe import CHOSEN, Recipe, Search, Tried, Wanted, read_rates
 from llmq.plan.report import target_here
 from llmq.plan.target import MachineOptions, PlanTarget, target
-from llmq.state.params import parameter_count
 
 JOULES_PER_KWH = 3.6e6
 POWER_ERROR = 0.1  # of the energy: how much of its limit another card than an H100 draws
-FAR = 3.0  # times as large as the runs of a law: beyond that of ours the published one is taken
+FAR = 3.0  # times as large as the runs of a law: a recipe beyond says so
 
 
 def run_recipe(
@@ -56,11 +53,10 @@ def run_recipe(
         return _known(target_here(config, model, asked.reserve))
 
     read = None if rates is None else read_rates(rates)
-    wanted = Wanted(
-        hours=hours, laws=read_laws(law), rates=read, **(_of_data(config) if data else {})
-    )
+    laws = published_laws() if law is None else read_laws(law)
+    wanted = Wanted(hours=hours, laws=laws, rates=read, **(_of_data(config) if data else {}))
     search = Search(config, model, fixed, where, wanted)
-    _choose_law(search, ours=law is None)
+    search.best()
     best = search.refined()
     if timed is not None:
         best = search.tried_at(best, timed(best))
@@ -77,26 +73,6 @@ def run_recipe(
     if not json:
         print(f"\nWritten: {command}")
     return best.config
-
-
-def _choose_law(search: Search, *, ours: bool) -> None:
-    """Search by ours, where that is the law, or by the published one if the best recipe is larger
-    than the runs of ours. If data bear fewer tokens than there is time for it is one of sizes that
-    ours knows: others would train on as many tokens."""
-    best, shapes = search.best(), search.shapes
-    if not ours or best.beyond <= FAR:
-        return
-    if best.is_all_data:
-        counted = [(parameter_count(resized(search.model, s)), s) for s in shapes]
-        known = [shape for count, shape in counted if best.law.beyond(count, 0) <= FAR]
-        search.shapes = known or shapes
-        search.tried.clear()
-        if search.best().beyond <= FAR:
-            return
-        search.shapes = shapes
-    search.wanted = replace(search.wanted, laws=published_laws())
-    search.tried.clear()
-    search.best()
 
 
 def _check(config: TrainConfig, fixed: frozenset[str]) -> None:
@@ -193,56 +169,32 @@ def _loss(recipe: Recipe) -> float | None:
 
 
 def recipe_report(best: Recipe, record: dict[str, Any]) -> list[str]:
-    """For people."""
-    config, model, step = best.config, best.model, f"{best.need.tokens:,}"
-    passes = record["passes"]
-    pace = best.tokens / best.seconds["steps"] / best.need.speed
-    timed = "" if record["timed"] is False else f", as timed here; {pace:.2f} times the plan's"
+    """Lines for people; the file of options has the rest."""
+    model, passes = best.model, record["passes"]
     of_data = "" if passes is None else f", {passes:,.2f} passes over the data"
-    shape = f"{model.num_layers} blocks of {model.hidden_size} channels"
-    formats = config.matmul_dtype if config.is_fp8 else config.model_dtype
-    rates = f"{config.learning_rate:g}"
-    if config.optimizer == "muon":
-        rates = f"{config.muon_lr:g}, all else at {rates}"
-    lines = [
+    if best.is_all_data:
+        left = _time(3600 * record["hours"] - best.time)
+        of_data += f"; more passes are worth little: more data would use {left} more"
+    timed = ", as timed here" if record["timed"] else ""
+    return [
         "[Recipe]",
         f"  Card:        {record['gpus']} x {record['card']}, {record['source']}",
-        f"  Model:       {best.parameters / 1e6:,.1f}M parameters, {shape}, "
-        f"{model.vocab_size:,} ids",
+        f"  Model:       {best.parameters / 1e6:,.1f}M parameters, {model.num_layers} blocks of "
+        f"{model.hidden_size} channels, {model.vocab_size:,} ids",
         f"  Data:        {best.tokens / 1e6:,.0f}M tokens{of_data}",
-        *_spare(best, record),
-        f"  Step:        {config.batch_size} x {config.grad_accumulation} sequences of "
-        f"{config.seq_len} on each GPU, {step} tokens; {config.steps:,} steps",
-        f"  Optimizer:   {config.optimizer} at {rates}, products in {formats}",
-        f"  Speed:       {record['tokens_per_second']:,.0f} tokens/s "
-        f"± {100 * best.step_error:.0f} %{timed}",
+        f"  Steps:       {best.config.steps:,} of {best.need.tokens:,} tokens, "
+        f"{record['tokens_per_second']:,.0f} tokens/s ± {100 * best.step_error:.0f} %{timed}",
         *_promise(best, record),
-        "",
-        "Others by the same law:",
     ]
-    for other in record["tried"]:
-        loss = "no promise" if other["loss"] is None else f"loss {other['loss']:.4f}"
-        lines.append(
-            f"  {other['parameters'] / 1e6:10,.1f}M  {other['tokens'] / 1e6:10,.0f}M tokens  "
-            f"{other['optimizer']}, {other['matmul_dtype']}: {loss}"
-        )
-    return lines
-
-
-def _spare(best: Recipe, record: dict[str, Any]) -> list[str]:
-    """A line for data that bear fewer tokens than there is time for."""
-    if not best.is_all_data:
-        return []
-    left = _time(3600 * record["hours"] - best.time)
-    return [f"               and more passes are worth little: more data would use {left} more"]
 
 
 def _promise(best: Recipe, record: dict[str, Any]) -> list[str]:
-    """Lines that say what it reaches, how long it takes, and what that costs."""
+    """Lines with loss, time, energy and cost, and by how much they may be off."""
     percent = {name: 100 * record[f"{name}_error"] for name in ("seconds", "kwh")}
     parts = ", ".join(f"{name} {_time(s)}" for name, s in record["seconds_of"].items() if s)
     lines = [
-        *_promised_loss(best, record),
+        f"  Loss:        {_promised_loss(best, record)}",
+        f"  By the law:  {record['law']}",
         f"  Time:        {_time(record['seconds'])} ± {percent['seconds']:.1f} %: {parts}",
     ]
     if record["kwh"] is None:
@@ -254,23 +206,15 @@ def _promise(best: Recipe, record: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _promised_loss(best: Recipe, record: dict[str, Any]) -> list[str]:
-    """Lines that say what loss it reaches, or why that is not known."""
+def _promised_loss(best: Recipe, record: dict[str, Any]) -> str:
+    """The loss and its error, or the reason why none is promised."""
     if not best.has_ground:
-        return [
-            f"  Loss:        none is promised: {best.loss:.3f} by {record['law']}",
-            f"               is above {math.log(best.model.vocab_size):.3f}, which a guess among "
-            f"{best.model.vocab_size:,} ids has",
-        ]
-    lines = [
-        f"  Loss:        {best.loss:.3f} ± {100 * best.loss_error:.1f} % (nats a token)",
-        f"  By the law:  {record['law']}",
-        *["               of other texts, whose losses differ"] * record["of_other_text"],
-    ]
-    if record["beyond"] > FAR:
-        beyond = f"{record['beyond']:.0f} times beyond what that was fitted to"
-        lines.append(f"               {beyond}")
-    return lines
+        guess, ids = math.log(best.model.vocab_size), f"{best.model.vocab_size:,} ids"
+        why = f"{best.loss:.3f} is above {guess:.3f}, which a guess among {ids} has"
+        return f"none is promised: {why}"
+    text = f"{best.loss:.3f} ± {100 * best.loss_error:.1f} % (nats a token)"
+    text += ", of other texts, whose losses differ" if record["of_other_text"] else ""
+    return text + (f", {best.beyond:.0f} times beyond its runs" if best.beyond > FAR else "")
 
 
 def _time(seconds: float) -> str:
