@@ -16,7 +16,7 @@ import pytest
 
 from llmq.base.dtypes import F32
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.bench import BenchOptions, bench, child, measure, report_file, sweep_file
+from llmq.bench import BenchOptions, bench, child, measure, sweep_file
 from llmq.bench.bench import run_bench
 from llmq.bench.child import run_child
 from llmq.bench.measure import (
@@ -644,54 +644,6 @@ def test_failed_runs_end_the_command_but_not_the_others(monkeypatch, tmp_path, c
     assert "- tiny bf16 1 x 4: failed: no NVIDIA driver is installed" in text
     assert "| tiny | bf16 | 2 x 4 | 153,123 |" in text
     assert "[2/2] tiny bf16 2 x 4 ...\n  ok: 153,123 tok/s\n" in capsys.readouterr().err
-
-
-def test_runs_are_added_to_a_report(monkeypatch, tmp_path):
-    def ok(speed, machine=MACHINE):
-        result = RESULT | {"tokens_per_second": speed}
-        return {"status": "ok", "result": result, "machine": machine}
-
-    def measure(text, *outcomes):
-        file = suite(tmp_path, text)
-        bench_with(monkeypatch, tmp_path, outcomes, file, add=True)
-        report = json.loads((tmp_path / "h100.v1.json").read_text())
-        speeds = [(run["batch"], run["result"]["tokens_per_second"]) for run in report["runs"]]
-        return speeds, [run["invocation"] for run in report["runs"]]
-
-    assert measure("model: tiny\nbatch-size: [1, 2]\n", ok(10.0), ok(20.0))[0] == [
-        (1, 10.0), (2, 20.0),
-    ]  # fmt: skip
-    both = measure('model: tiny\nbatch-size: "2"\n', ok(21.0))  # replaces
-    assert both == ([(1, 10.0), (2, 21.0)], [0, 1])
-    lines = (tmp_path / "h100.v1.md").read_text().splitlines()
-    starts = [line[:15] for line in lines[2:4]]
-    assert starts == ["1. `llmq bench ", "2. `llmq bench "] and lines[4] == ""
-    made = [line.split(" | ")[3:5] for line in lines if line.startswith("| tiny ")]
-    assert made == [["1", "10"], ["2", "21"]]  # by which of these
-    assert measure("model: tiny\nbatch-size: [1, 2]\n", ok(11.0), ok(22.0))[1] == [0, 0]
-    before = (tmp_path / "h100.v1.json").read_text()
-    other = MACHINE | {"device": "NVIDIA H200"}
-    with pytest.raises(ConfigError, match=r"--add: .*device NVIDIA H100.*, NVIDIA H200.*--out"):
-        measure("model: tiny\n", ok(1.0, other))
-    assert (tmp_path / "h100.v1.json").read_text() == before
-    (tmp_path / "h100.v1.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"--add: .*h100\.v1\.json is not a report of llmq bench"):
-        measure("model: tiny\n", ok(1.0))
-
-
-def test_a_failure_does_not_replace_a_result():
-    def report(status, batch="1"):
-        run = {"options": TINY | {"batch-size": batch}, "status": status, "invocation": 0}
-        ends = {"left": 0, "running": None}
-        return {"machine": MACHINE, "invocations": [{"command": status}], "runs": [run]} | ends
-
-    def merged(earlier, later):
-        return [run["status"] for run in report_file.merge(earlier, later)["runs"]]
-
-    assert merged(report("ok"), report("failed")) == ["ok", "failed"]
-    assert merged(report("ok"), report("ok", batch=1)) == ["ok"]
-    assert merged(report("failed"), report("ok")) == ["ok"]
-    assert merged(report("does not fit"), report("failed")) == ["failed"]
 
 
 def test_equal_runs_are_equal_in_another_minute(monkeypatch):

@@ -1,4 +1,4 @@
-"""Tables of the same rows for a terminal, in Markdown, CSV and HTML."""
+"""Tables of the same rows for a terminal, in Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from llmq.report.tables import csv_table, html_table, markdown_table, terminal_table
+from llmq.report.tables import csv_table, markdown_table, terminal_table
 
 HEAD = ("run", "tok/s", "ok")
 ROWS = [("tiny [bold]", 1234, True), ("a, b & <c>", "7", None)]
@@ -24,12 +24,6 @@ def test_csv():
     text = csv_table(HEAD, iter(ROWS))
     assert text == 'run,tok/s,ok\ntiny [bold],1234,true\n"a, b & <c>",7,\n'
     assert list(csv.reader(io.StringIO(text)))[2] == ["a, b & <c>", "7", ""]
-
-
-def test_html():
-    text = html_table(HEAD, iter(ROWS))
-    assert text.startswith("<table>\n<tr><th>run</th><th>tok/s</th><th>ok</th></tr>\n")
-    assert "<tr><td>a, b &amp; &lt;c&gt;</td><td>7</td><td>None</td></tr>\n</table>" in text
 
 
 def test_terminal_aligns_and_reads_no_markup():

@@ -27,9 +27,10 @@ from-scratch: true
 model: [tiny, tiny-gpt2]
 model-dtype: fp32
 grad-accumulation: 1
-zip: {batch-size: [1, 2, 4], seq-len: [64, 32, 16]}
-recompute-block: [false, true]
-where: batch-size < 4 or not recompute-block
+runs:
+- {batch-size: 1, seq-len: 64, recompute-block: [false, true]}
+- {batch-size: 2, seq-len: 32, recompute-block: [false, true]}
+- {batch-size: 4, seq-len: 16}
 """
 LEFT_OVER = 10  # seconds in which the children of a killed driver have to end
 LONGEST = 0.4  # of an undisturbed sweep: when a kill comes at the latest

@@ -1,6 +1,6 @@
 """Measure and fit the scaling law that `llmq recipe` goes by.
 
-python tools/scaling_law.py measure SWEEP.yaml --data DIR --out RUNS.json [--minutes M] [--where …]
+python tools/scaling_law.py measure SWEEP.yaml --data DIR --out RUNS.json [--minutes M]
 python tools/scaling_law.py fit RUNS.json... --out LAW.json --texts … [--picture LAW.png]
 
 `measure` trains each run of a sweep file (as those of `llmq bench`, with options of data and
@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +28,7 @@ import typer
 from llmq.base.errors import LlmqError
 from llmq.base.files import write_file
 from llmq.bench.losses import measure_losses
-from llmq.bench.sweep_file import FIELDS, Condition, read_runs, value_of
+from llmq.bench.sweep_file import read_runs
 from llmq.plan.law import LAYOUT, PASSES, Constants, worth
 
 EXPONENTS = (0.05, 1.2)  # that are searched
@@ -148,14 +147,10 @@ def measure(
     data: Annotated[Path, typer.Option()],
     out: Annotated[Path, typer.Option()],
     minutes: Annotated[float, typer.Option(min=0)] = 0,
-    where: Annotated[str, typer.Option(help="Only runs that meet this, as in sweep files.")] = "",
 ) -> None:
     """Train the runs of SWEEP in their order."""
     files = {"train-file": f"{data}/train*.bin", "eval-file": f"{data}/eval*.bin"}
     rows = read_runs(files, sweep, trains=True)
-    if where:
-        condition = Condition(where, FIELDS)
-        rows = [row for row in rows if condition.holds(partial(value_of, row))]
     done = measure_losses(rows, out, seconds=60 * minutes)
     print(f"{len(done)} of {len(rows)} runs are done")
 

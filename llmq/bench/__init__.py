@@ -13,17 +13,15 @@ class BenchOptions:
     """The options of `llmq bench` that are not of the runs.
 
     out: of the report, without a suffix. peers: JSON with `runs` of other programs and `floors`.
-    steps: timed in each of the repeats. add: to what the report holds. plan_first: leave out what
-    does not fit, the fastest first. resume: what the report holds is not made again; retry: but
-    what failed. timeout: seconds of one run, 0: none; None: by its prediction. overwrite: a report
-    that is there.
+    steps: timed in each of the repeats. plan_first: leave out runs that do not fit, the fastest
+    first. resume: runs of the report are not made again; retry: but failed ones. timeout: seconds
+    of one run, 0: none; None: by its prediction. overwrite: a report that is there.
     """
 
     out: Path = Path("bench")
     peers: Path | None = None
     steps: int = 5
     repeats: int = 3
-    add: bool = False
     plan_first: bool = False
     resume: bool = False
     retry: bool = False

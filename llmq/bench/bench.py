@@ -17,7 +17,7 @@ from llmq.base.signals import Interrupted
 from llmq.bench import BenchOptions
 from llmq.bench.child import CHILD, EXTRA_STEPS, WARM_UP, ask, run_child
 from llmq.bench.report import describe, full_title, markdown, shared_flags
-from llmq.bench.report_file import Report, ReportFile, differences, in_order, merge
+from llmq.bench.report_file import Report, ReportFile, continued, differences, in_order
 from llmq.bench.sweep_file import Row, flag_of, identity, read_runs
 
 # Every entry of --peers has these fields, beside speeds whose names begin with "tps".
@@ -145,12 +145,10 @@ def run_bench(
 ) -> None:
     """Measure every configuration, write the report after each, and print its table. given, file:
     as for read_runs. argv: the command, for the report. LlmqError at the end if a run failed."""
-    if how.add and how.resume:
-        raise ConfigError("--add: makes all runs, and --resume only those that are missing: one")
     if how.retry and not how.resume:
         raise ConfigError("--retry: is for what failed in an earlier sweep: give --resume, too")
-    if how.overwrite and (how.add or how.resume):
-        raise ConfigError("--overwrite: begins anew, --add and --resume keep what is there: one")
+    if how.overwrite and how.resume:
+        raise ConfigError("--overwrite: begins anew, --resume keeps what is there: one")
     runs = read_runs(given, file)
     facts = {"runs": [], "floors": []} if how.peers is None else read_facts(how.peers)
     report_file = ReportFile(how.out)
@@ -168,14 +166,14 @@ def run_bench(
 
 def _earlier(file: ReportFile, how: BenchOptions) -> Report | None:
     """The report that is there already and stays. ConfigError if it is not to be lost."""
-    if how.add or how.resume:
-        return file.read("--resume" if how.resume else "--add")
+    if how.resume:
+        return file.read("--resume")
     report = None if how.overwrite else file.read("--out")
     if report is not None and any(r["status"] == "ok" for r in report["runs"]):
         left = report["left"]
         state = f"is of a sweep that did not end, {left} runs are missing: --resume goes on"
         if not left:
-            state = "is a finished report: --add adds to it"
+            state = "is a finished report"
         raise ConfigError(
             f"--out: {file.path} {state}, --overwrite replaces it; or choose another --out"
         )
@@ -245,8 +243,8 @@ class Sweep:
     def report(self) -> Report:
         """The report of this sweep, and of what was there before it."""
         new = self.new | {"left": len(self.pending), "running": None}
-        report = new if self.earlier is None else merge(self.earlier, new)
-        return report if self.how.add else in_order(report, self.order)
+        report = new if self.earlier is None else continued(self.earlier, new)
+        return in_order(report, self.order)
 
     def interrupted(self) -> None:
         """Say how to go on. That a run was under way means nothing: it did not end the sweep."""
@@ -338,10 +336,8 @@ class Sweep:
             return
         self.machine = machine
         found = differences((self.earlier or {}).get("machine"), machine)
-        other = any(line.startswith("device ") for line in found)
-        if found and (self.how.add or other):
-            flag = "--add" if self.how.add else "--resume"
-            told = f"{flag}: {self.file.path} was measured on another machine ("
+        if any(line.startswith("device ") for line in found):
+            told = f"--resume: {self.file.path} was measured on another machine ("
             raise ConfigError(f"{told}{'; '.join(found)}): use another --out")
         if found and found != self.differing:
             warn(f"--resume: earlier runs are of other versions ({'; '.join(found)})")

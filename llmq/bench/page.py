@@ -1,9 +1,8 @@
-"""The page of a sweep: its speeds as pictures, SVG of matplotlib in one file that loads nothing and
-runs nothing. The mouse on a bar, a point or a cell shows a <title>."""
+"""The page of a sweep: curves and heat maps of its speeds, SVG of matplotlib in one file that loads
+nothing and runs nothing. The mouse on a point or a cell shows a <title>."""
 
 import io
 import itertools
-import statistics
 from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any, NamedTuple
@@ -12,17 +11,13 @@ from xml.etree import ElementTree
 from llmq.base.console import printable
 from llmq.base.dtypes import GIB
 from llmq.base.errors import ConfigError
-from llmq.bench.report import full_title, shared_flags, table_of
+from llmq.bench.report import full_title, shared_flags
 from llmq.bench.sweep_file import value_of
 from llmq.report.plot import COLORS
-from llmq.report.tables import html_table
 
-WIDTH = 900  # pixels, as all sizes here
-SMALL = 560  # of points
-LINE = 20  # of a bar
+WIDTH = 560  # pixels, as all sizes here
+LINE = 20  # above cells
 CELL = (92, 28)
-LABELS = 380  # left of bars
-LETTERS = 52  # of a label
 _INCH = 96  # pixels of a browser
 _SVG = "http://www.w3.org/2000/svg"
 _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "llmq", "text.parse_math": False, "font.size": 9}
@@ -34,40 +29,6 @@ def number(value: float, _place: int = 0) -> str:
         if abs(value) >= size * (10 if unit == "k" else 1):
             return f"{value / size:.4g}{unit}"
     return f"{value:.4g}"
-
-
-class Bar(NamedTuple):
-    """value: its length; low, high: of its spread; text: behind it; label: before it."""
-
-    label: str
-    value: float
-    low: float
-    high: float
-    text: str
-    color: str
-
-
-def bars(rows: Sequence[Bar | str]) -> str:
-    """One below the other, with their spread as a line; a text is a heading."""
-    most = max((row.high for row in rows if isinstance(row, Bar)), default=1.0)
-
-    def draw(axes: Any, tips: _Tips) -> None:
-        axes.set(xlim=(0, most), ylim=(len(rows), 0))
-        axes.axis("off")
-        step = most / (WIDTH - LABELS - 130)  # of a pixel
-        for place, row in enumerate(rows):
-            at = {"y": place + 0.5, "va": "center"}
-            if isinstance(row, str):
-                axes.text(-LABELS * step, s=_shown(row), weight="bold", **at)
-                continue
-            short = row.label if len(row.label) <= LETTERS else row.label[: LETTERS - 1] + "…"
-            axes.text(-8 * step, s=_shown(short), ha="right", **at)
-            (bar,) = axes.barh(place + 0.5, row.value, 0.7, color=row.color)
-            axes.plot([row.low, row.high], [place + 0.5] * 2, color="#222", lw=1.5, clip_on=False)
-            axes.text(max(row.value, row.high) + 6 * step, s=_shown(row.text), **at)
-            tips.add(bar, "bar", f"{row.label}: {row.text}")
-
-    return _picture((WIDTH, len(rows) * LINE), (LABELS, 0, 130, 0), draw)
 
 
 class Cell(NamedTuple):
@@ -181,9 +142,6 @@ _PAGE = """\
   h1 {{ font-size: 16px; }}
   h2 {{ font-size: 13px; margin: 18px 0 4px; }}
   svg {{ display: block; max-width: 100%; height: auto; }}
-  table {{ border-collapse: collapse; }}
-  th, td {{ padding: 2px 8px; border: 1px solid #ddd; text-align: left; }}
-  pre {{ white-space: pre-wrap; }}
 </style>
 </head>
 <body>
@@ -200,13 +158,10 @@ def page(report: dict[str, Any]) -> str:
     """The whole page: sections that have nothing to show are left out."""
     runs = report["runs"]
     measured = [run for run in runs if run["status"] == "ok"]
-    missing = [run for run in runs if run["status"] != "ok"]
     shared, sections = shared_flags(runs) if runs else {}, []
     if measured:
         models = dict.fromkeys(run["model"] for run in measured)
         colors = {model: COLORS[n % len(COLORS)] for n, model in enumerate(models)}
-        what = f"{SPEED}, median of the repeats; the line: from their least to their most"
-        sections.append(("speed", f"Speed: {what}", _speeds(measured, colors)))
         drawn = _points(measured, shared, colors, _gib, "memory, GiB", "{:.2f} GiB".format)
         sections.append(("memory", "Speed against memory", drawn))
         predicted = [run for run in measured if run["result"].get("predicted")]
@@ -214,14 +169,6 @@ def page(report: dict[str, Any]) -> str:
             drawn = _points(predicted, shared, colors, lambda run: run["result"]["predicted"])
             sections.append(("predicted", "Measured against predicted", drawn))
         sections += _heat_maps(runs, list(models))
-        sections.append(("table", "Table", html_table(*table_of(report))))
-    if missing:
-        lines = [f"{full_title(run, shared)}: {run['status']}: {run['message']}" for run in missing]
-        sections.append(("missing", "Without a speed", _text(lines)))
-    lines = [f"{i['command']}  ({i['date']})" for i in report["invocations"]]
-    if left := report.get("left"):
-        lines.append(f"{left} runs are still to be made")
-    sections.append(("commands", "Commands", _text(lines)))
     body = [
         f'<section id="{name}"><h2>{escape(title)}</h2>\n{content}</section>'
         for name, title, content in sections
@@ -229,28 +176,6 @@ def page(report: dict[str, Any]) -> str:
     machine = report["machine"]
     title = "llmq bench" if machine is None else f"llmq bench: {machine['device']}"
     return _PAGE.format(title=escape(title), body="\n".join(body))
-
-
-def _text(lines: Sequence[str]) -> str:
-    return "<pre>" + escape("\n".join(lines)) + "</pre>"
-
-
-def _speeds(runs: Sequence[Run], colors: dict[str, str]) -> str:
-    """Bars, those of a model together, with the flags in which they differ."""
-    rows: list[Bar | str] = []
-    for model, color in colors.items():
-        rows.append(model)
-        of_model = [run for run in runs if run["model"] == model]
-        shared = shared_flags(of_model)
-        for run in of_model:
-            result = run["result"]
-            tokens = result["tokens_per_second"] * statistics.median(result["step_seconds"])
-            speeds = [tokens / seconds for seconds in result["step_seconds"]]
-            told = f"{number(result['tokens_per_second'])} ± {result['spread']:.1%}"
-            label = full_title(run, shared).removeprefix(f"{model} ")
-            spread = (min(speeds), max(speeds))
-            rows.append(Bar(label, result["tokens_per_second"], *spread, told, color))
-    return bars(rows)
 
 
 def _gib(run: Run) -> float:
@@ -287,7 +212,7 @@ def _points(
             tips.add(dot, "point", f"{full_title(run, shared)}: {number(speed)}, {behind}")
 
     entries = [f'<span style="color:{c}">■ {escape(m)}</span>' for m, c in colors.items()]
-    return f"<p>{' '.join(entries)}</p>" + _picture((SMALL, 400), (70, 40, 16, 12), draw)
+    return f"<p>{' '.join(entries)}</p>" + _picture((WIDTH, 400), (70, 40, 16, 12), draw)
 
 
 # ------------------------------------------------------------------------------------------------

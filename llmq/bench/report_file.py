@@ -1,8 +1,8 @@
-"""The files of a report: what is read of an earlier one, what is added, and how it is written.
+"""The files of a report: reading an earlier one, going on with it, and writing.
 
-`llmq bench --compare A B` says which runs of one report are faster in another one: Welch's interval
-for the difference of the means of log(seconds a step), with 95 %, of the repeats of a run. An
-interval on both sides of 0 shows no difference. Other processes, days and cards are not in it.
+`llmq bench --compare A B` says which runs of one report are faster in another one, by the medians
+of their repeats. Repeats whose ranges overlap show no difference. Other processes, days and cards
+are not in these ranges.
 """
 
 import json
@@ -11,11 +11,8 @@ import statistics
 import time
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from llmq.base.errors import ConfigError
 from llmq.base.files import prepare_report, read_json, write_file
@@ -120,27 +117,16 @@ def differences(one: dict[str, Any] | None, other: dict[str, Any] | None) -> lis
     return found
 
 
-def merge(earlier: Report, later: Report) -> Report:
-    """The runs of both reports, of equal ones the later, but a measured one before a failed one."""
+def continued(earlier: Report, later: Report) -> Report:
+    """An earlier report with the runs of a sweep that goes on with it; equal runs are replaced."""
     again = {identity(run["options"]) for run in later["runs"]}
-    measured = {identity(run["options"]) for run in later["runs"] if run["status"] == "ok"}
     first = len(earlier["invocations"])
-    runs = [
-        run
-        for run in earlier["runs"]
-        if identity(run["options"]) not in (measured if run["status"] == "ok" else again)
-    ]
+    runs = [run for run in earlier["runs"] if identity(run["options"]) not in again]
     runs += [run | {"invocation": run["invocation"] + first} for run in later["runs"]]
-    before = [{"machine": earlier["machine"]} | i for i in earlier["invocations"]]
-    invocations = before + later["invocations"]
-    used = sorted({run["invocation"] for run in runs})
-    return {
-        "machine": later["machine"] or earlier["machine"],
-        "invocations": [invocations[index] for index in used] or later["invocations"],
-        "runs": [run | {"invocation": used.index(run["invocation"])} for run in runs],
-        "left": later["left"],
-        "running": later["running"],
-    }
+    invocations = [{"machine": earlier["machine"]} | i for i in earlier["invocations"]]
+    invocations += later["invocations"] if later["runs"] or not invocations else []
+    machine = later["machine"] or earlier["machine"]
+    return later | {"machine": machine, "invocations": invocations, "runs": runs}
 
 
 def in_order(report: Report, order: list[Row]) -> Report:
@@ -150,57 +136,24 @@ def in_order(report: Report, order: list[Row]) -> Report:
     return report | {"runs": runs}
 
 
-INSIDE = 0.95  # of the real changes lie in their interval
 SAME, UNKNOWN = "no difference to be seen", "one repeat: unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The change of a speed, of the geometric means: as a part of the earlier one, and its
-    interval; None where a run has one repeat."""
+class Change(NamedTuple):
+    """The change of a speed as a part of the earlier one, and what the repeats say of it."""
 
     part: float
-    low: float | None
-    high: float | None
-
-    @property
-    def verdict(self) -> str:
-        """In words."""
-        if self.low is None or self.high is None:
-            return UNKNOWN
-        if self.low <= 0 <= self.high:
-            return SAME
-        return "faster" if self.part > 0 else "slower"
+    verdict: str
 
 
 def change(one: Sequence[float], other: Sequence[float]) -> Change:
-    """From seconds a step of the repeats of one run to those of another."""
-    logs = [[math.log(seconds) for seconds in repeats] for repeats in (one, other)]
-    gain = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
+    """The change between medians, from seconds a step of the repeats of one run to another's."""
+    part = statistics.median(one) / statistics.median(other) - 1
     if min(len(one), len(other)) < 2:
-        return Change(math.expm1(gain), None, None)
-    errors = [statistics.variance(values) / len(values) for values in logs]
-    total = sum(errors)
-    half = 0.0
-    if total > 0:
-        freedom = total**2 / sum(
-            error**2 / (len(values) - 1) for error, values in zip(errors, logs, strict=True)
-        )
-        half = _quantile(freedom) * math.sqrt(total)
-    return Change(math.expm1(gain), math.expm1(gain - half), math.expm1(gain + half))
-
-
-def _quantile(freedom: float) -> float:
-    """Student's two-sided quantile, of whole degrees of freedom: the next lower ones are wider.
-
-    With x = sqrt(freedom) * tan(angle) the density is a power of the angle's cosine.
-    """
-    whole = max(int(freedom + 1e-9), 1)
-    angles = np.linspace(0, math.pi / 2 * min(1.0, 20 / math.sqrt(whole)), 20_001)
-    density = np.cos(angles) ** (whole - 1)
-    inside = np.cumsum((density[1:] + density[:-1]) / 2)
-    angle = np.interp(INSIDE, inside / inside[-1], angles[1:])
-    return math.sqrt(whole) * math.tan(angle)
+        return Change(part, UNKNOWN)
+    if max(min(one), min(other)) <= min(max(one), max(other)):
+        return Change(part, SAME)
+    return Change(part, "faster" if part > 0 else "slower")
 
 
 def run_compare(one: Path, other: Path) -> None:
@@ -226,7 +179,7 @@ def comparison(one: Report, other: Report, names: tuple[str, str]) -> list[str]:
         found = change(*(result["step_seconds"] for result in results))
         changes.append(found)
         speeds = [f"{result['tokens_per_second']:,.0f}" for result in results]
-        rows.append([called, *speeds, *_spelled(found)])
+        rows.append([called, *speeds, f"{found.part:+.1%}", found.verdict])
     for name, own, of in ((names[0], *keyed), (names[1], *keyed[::-1])):
         notes += [
             f"- {full_title(run, shared)}: only in {name}"
@@ -237,7 +190,7 @@ def comparison(one: Report, other: Report, names: tuple[str, str]) -> list[str]:
     if shared:
         blocks.append(f"All runs: {' '.join(shared.values())}")
     if rows:
-        heads = ["run", "tok/s before", "tok/s after", "change", "95 % of it between", "verdict"]
+        heads = ["run", "tok/s before", "tok/s after", "change", "verdict"]
         blocks += [markdown_table(heads, rows), _summary(changes)]
     else:
         blocks.append("No run was measured in both.")
@@ -248,13 +201,6 @@ def comparison(one: Report, other: Report, names: tuple[str, str]) -> list[str]:
 def _key(run: dict[str, Any]) -> Hashable:
     """The key by which a run is matched: its options, and how many GPUs there were."""
     return identity(run["options"]), run.get("gpus")
-
-
-def _spelled(found: Change) -> list[str]:
-    between = ""
-    if found.low is not None and found.high is not None:
-        between = f"{found.low:+.1%} … {found.high:+.1%}"
-    return [f"{found.part:+.1%}", between, found.verdict]
 
 
 def _machines(one: Report, other: Report) -> str:
@@ -271,5 +217,4 @@ def _summary(changes: Sequence[Change]) -> str:
     shown = {v: f"with {v}" if v in (SAME, UNKNOWN) else v for v in verdicts}
     counted = [f"{verdicts.count(v)} {told}" for v, told in shown.items()]
     mean = math.expm1(statistics.fmean(math.log1p(found.part) for found in changes))
-    told = f"{', '.join(counted)}; all together {mean:+.1%} (geometric mean)."
-    return f"{told}\ntok/s: the median of the repeats; change: of their geometric means."
+    return f"{', '.join(counted)}; all together {mean:+.1%} (geometric mean)."

@@ -12,7 +12,7 @@ from llmq.commands.common import SaveConfig, option, save_config, train_options
 
 ConfigFile = option(
     Path | None,
-    "File with these options as keys, lists of values, `zip`, `where` and `runs`.",
+    "File with these options as keys, lists of values, and `runs`.",
     "--config",
     metavar="FILE",
 )
@@ -42,7 +42,6 @@ def bench(
         int, "Steps of one repeat; on a GPU as many more as take a second.", min=1
     ) = BenchOptions.steps,
     repeats: Repeats = BenchOptions.repeats,
-    add: option(bool, "To what the report holds; equal runs are replaced.", "--add") = False,
     plan_first: option(
         bool,
         "Leave out what the plan says does not fit, and begin with what it says is fastest.",
@@ -65,7 +64,6 @@ def bench(
         peers=peers,
         steps=timed_steps,
         repeats=repeats,
-        add=add,
         plan_first=plan_first,
         resume=resume,
         retry=retry,

@@ -1,4 +1,4 @@
-"""Tables: the same head and rows for a terminal, in Markdown, CSV and HTML.
+"""Tables: the same head and rows for a terminal, in Markdown and CSV.
 
 Cells are shown as `str` shows them. No text has a newline at its end but that of CSV.
 """
@@ -6,7 +6,6 @@ Cells are shown as `str` shows them. No text has a newline at its end but that o
 import csv
 import io
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from html import escape
 from typing import Any
 
 Cells = Sequence[Any]
@@ -33,15 +32,6 @@ def csv_table(head: Sequence[str], rows: Iterable[Cells]) -> str:
     for row in rows:
         writer.writerow([str(c).lower() if isinstance(c, bool) else c for c in row])
     return file.getvalue()
-
-
-def html_table(head: Sequence[str], rows: Iterable[Cells]) -> str:
-    """A <table>."""
-
-    def line(tag: str, cells: Cells) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
-
-    return "\n".join(["<table>", line("th", head), *(line("td", row) for row in rows), "</table>"])
 
 
 def terminal_table(
