@@ -44,10 +44,11 @@ def checksums_path(token_file: Path) -> Path:
     return token_file.with_name(token_file.name.removesuffix(".bin") + SUFFIX)
 
 
-def write_checksums(token_file: Path) -> None:
-    """Write the `.sums` file of a token file and its `.docs` file. Raises LlmqError."""
+def write_checksums(token_file: Path, content: Path | None = None) -> None:
+    """Write the `.sums` file of a token file and its `.docs` file. content: the file that is going
+    to have the name `token_file`; None: it has the name. Raises LlmqError."""
     with disk_errors(checksums_path(token_file)):
-        with open(token_file, "rb", buffering=0) as file:
+        with open(content or token_file, "rb", buffering=0) as file:
             pieces = iter(functools.partial(file.read, PIECE_BYTES), b"")
             sums = np.array([sum_of(piece) for piece in pieces], _SUM).tobytes()
             num_bytes = os.fstat(file.fileno()).st_size

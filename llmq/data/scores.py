@@ -40,7 +40,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.base.files import disk_errors, read_errors, sync_directory
+from llmq.base.files import disk_errors, open_file, read_errors, sync_directory
 from llmq.data.checksums import Checksums, checksums_path, write_checksums
 from llmq.data.document_file import PartialFile, partial_path
 from llmq.data.identity import TokenizerId, tokenizers_of_files
@@ -162,7 +162,7 @@ class ScoreFile:
         self.path = path
         self._file: BinaryIO | None = None
         try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (kept open)
+            self._file = open_file(path)
             header = self._file.read(HEADER_BYTES)
             size = os.fstat(self._file.fileno()).st_size
         except FileNotFoundError:
@@ -250,15 +250,17 @@ class ScoreWriter(PartialFile):
         self._text = text
         partial = partial_path(path)
         if overwrite:
-            partial.unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
-        for there in (path, partial):
-            if there.exists():
-                self.done = self._known(there)
+            for there in (partial, path, checksums_path(path)):
+                there.unlink(missing_ok=True)
+        found = next((there for there in (path, partial) if there.exists()), None)
+        if found is not None:
+            self.done = self._known(found)
         with disk_errors(partial):
-            if self.done == COMPLETE:
+            if self.done == COMPLETE:  # a killed run may have left out the last acts of `close`
+                if found == partial or not checksums_path(path).exists():
+                    self._publish(found)
                 return
-            self._file = open(partial, "r+b" if partial.exists() else "w+b")  # noqa: SIM115
+            self._file = open(partial, "r+b" if found else "w+b")  # noqa: SIM115 (kept open)
             if not self.done:
                 self._file.write(self._header(0))
                 nothing = b"\xff" * self._record.itemsize * _BLOCK  # NaN
@@ -267,9 +269,11 @@ class ScoreWriter(PartialFile):
                     self._file.write(nothing[: count * self._record.itemsize])
 
     def _known(self, there: Path) -> int:
-        with open(there, "rb") as file:
-            header = file.read(HEADER_BYTES)
-        if not header:  # it was killed before it has written anything
+        """Units of a file of the same content that are done; 0 for a header that a kill has cut
+        off."""
+        with read_errors(there), open_file(there) as file:
+            header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
+        if len(header) < HEADER_BYTES and there != self.path:
             return 0
         done, scored = read_header(there, header)
         if scored != self.scored:
@@ -279,6 +283,9 @@ class ScoreWriter(PartialFile):
                 f"'{there}' has scores of another {other} (by the model {scored.name}): choose "
                 "another --out, or --overwrite"
             )
+        whole = size == HEADER_BYTES + self._record.itemsize * scored.tokens
+        if (done and not whole) or (there == self.path and done != COMPLETE):
+            raise DataError(f"'{there}' is truncated: score the data again, with --overwrite")
         return done
 
     def _header(self, done: int) -> bytes:
@@ -302,13 +309,17 @@ class ScoreWriter(PartialFile):
         self.done = done
 
     def close(self) -> None:
+        """Complete the file: give it checksums, then its name, which says that all is done."""
         self.save(COMPLETE)
         self._file.close()
-        checksums_path(self.path).unlink(missing_ok=True)
+        self._publish(partial_path(self.path))
+
+    def _publish(self, content: Path) -> None:
+        """Give a complete file its checksums and its name."""
+        write_checksums(self.path, content)
         with disk_errors(self.path):
-            os.replace(partial_path(self.path), self.path)
+            os.replace(content, self.path)
             sync_directory(self.path.parent)
-        write_checksums(self.path)
 
     def suspend(self) -> None:
         with suppress(AttributeError):  # it was complete

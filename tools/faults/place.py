@@ -100,6 +100,7 @@ class Scenario:
 
 _ON = {"continue": ""}
 _DATA = ["data/text.txt", "--tokenizer", "bytes", "--eval-fraction", "0.3", "--workers", "1"]
+_SCORE = ["score", "out", "data/train-0.bin", "--out", "scores", "--device", "cpu", "--seq-len"]
 _SHARDS = [*_DATA, "--shard-tokens", "300", "--out", "data/new"]
 SCENARIOS = [
     Scenario("train", [], train(), train(**_ON)),
@@ -141,6 +142,13 @@ SCENARIOS = [
         ["tokenize", *_SHARDS, "--overwrite"],
         ["tokenize", *_SHARDS, "--overwrite"],
         results=("data/new/*.bin", "data/new/*.docs", "data/new/*.sums"),
+    ),
+    Scenario(
+        "score",
+        [train()],
+        [*_SCORE, "16", "--document-separator", "10"],
+        [*_SCORE, "16", "--document-separator", "10"],
+        results=("scores/*.scores*",),
     ),
 ]
 

@@ -1,0 +1,98 @@
+"""Score files: a death at any moment costs no scores, and complete ones have checksums."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmq.base.errors import DataError
+from llmq.data.checksums import Checksums, checksums_path
+from llmq.data.document_file import partial_path
+from llmq.data.scores import COMPLETE, HEADER_BYTES, Scored, ScoreFile, ScoreWriter, scores_path
+from llmq.data.tokens import TokenFile, TokenWriter
+from tools.faults.calls import Calls, Fault, Shared, install
+
+TOKENS = 100
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A token file without documents."""
+    (tmp_path / "mine").mkdir()
+    with TokenWriter(tmp_path / "mine/train.bin", 9) as writer:
+        writer.write(np.arange(TOKENS) % 9)
+    return TokenFile(tmp_path / "mine/train.bin")
+
+
+def write_scores(folder: Path, file: TokenFile, **how: bool) -> Path:
+    """Score the file in two halves, from the half that is missing on."""
+    path = scores_path(folder, file.path)
+    writer = ScoreWriter(path, Scored.of(file, {"name": "m"}, seq_len=8), **how)
+    if writer.done != COMPLETE:
+        for half in (0, 1):
+            if writer.done <= half:
+                writer.write(half * TOKENS // 2, np.linspace(-1, half, TOKENS // 2))
+                if not half:
+                    writer.save(1)
+        writer.close()
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def dies(folder: Path, file: TokenFile, at: int, how: str) -> bool:
+    """Whether a process that scores dies at this change of a file below the folder."""
+    pid = os.fork()
+    if not pid:
+        try:
+            install(Calls(folder, Shared(), Fault(at, how)))
+            write_scores(folder, file)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
+
+
+@pytest.mark.parametrize("how", ["before", "torn", "after"])
+def test_a_death_at_any_moment_costs_no_scores(tmp_path, file, how):
+    want, at = tmp_path / "want", 0
+    want.mkdir()
+    write_scores(want, file)
+    while True:
+        folder = tmp_path / f"{at}"
+        folder.mkdir()
+        dead = dies(folder, file, at, how)
+        write_scores(folder, file)
+        assert contents(folder) == contents(want), f"{how} call {at}"
+        shutil.rmtree(folder)
+        if not dead:
+            break
+        at += 1
+    assert at >= 10
+
+
+def test_scores_of_a_version_that_died_before_their_checksums_get_them(tmp_path, file):
+    path = write_scores(tmp_path, file)
+    want = checksums_path(path).read_bytes()
+    checksums_path(path).unlink()
+    write_scores(tmp_path, file)
+    assert checksums_path(path).read_bytes() == want
+    path.rename(partial_path(path))
+    checksums_path(path).unlink()
+    write_scores(tmp_path, file)
+    assert Checksums.of(path) is not None
+    np.testing.assert_array_equal(ScoreFile(path).read(0, 2), np.float32([-1, -1 + 1 / 49]))
+
+
+def test_scores_that_lost_their_end_are_no_complete_ones(tmp_path, file):
+    path = write_scores(tmp_path, file)
+    os.truncate(path, HEADER_BYTES + 8)
+    with pytest.raises(DataError, match=r"is truncated: .*--overwrite"):
+        write_scores(tmp_path, file)
+    write_scores(tmp_path, file, overwrite=True)
+    assert len(ScoreFile(path).read(0, TOKENS)) == TOKENS
