@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmq.base.errors import DataError
+from llmq.base.errors import ConfigError, DataError
 from llmq.data.checksums import Checksums, checksums_path
-from llmq.data.document_file import partial_path
+from llmq.data.document_file import documents_path, has_pairs, partial_path
 from llmq.data.scores import COMPLETE, HEADER_BYTES, Scored, ScoreFile, ScoreWriter, scores_path
 from llmq.data.tokens import TokenFile, TokenWriter
 from tools.faults.calls import Calls, Fault, Shared, install
@@ -96,3 +96,15 @@ def test_scores_that_lost_their_end_are_no_complete_ones(tmp_path, file):
         write_scores(tmp_path, file)
     write_scores(tmp_path, file, overwrite=True)
     assert len(ScoreFile(path).read(0, TOKENS)) == TOKENS
+
+
+def test_pipes_beside_token_files_are_refused_and_not_waited_for(tmp_path, file):
+    path = scores_path(tmp_path, file.path)
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"scores' is a pipe or a device"):
+        ScoreFile(path)
+    with pytest.raises(ConfigError, match=r"scores' is a pipe or a device"):
+        write_scores(tmp_path, file)
+    os.mkfifo(documents_path(file.path))
+    with pytest.raises(ConfigError, match=r"docs' is a pipe or a device"):
+        has_pairs(file.path)

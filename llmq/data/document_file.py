@@ -27,7 +27,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.base.files import check_readable, disk_errors, read_errors
+from llmq.base.files import check_readable, disk_errors, open_file, read_errors
 
 MAGIC = b"BIN.DOC\n"
 VERSION, IN_PAIRS = 1, 2
@@ -44,9 +44,10 @@ def documents_path(token_file: Path) -> Path:
 
 
 def has_pairs(token_file: Path) -> bool:
-    """Whether the documents of a token file come in pairs, as far as a `.docs` file says."""
+    """Whether the documents of a token file come in pairs, as far as a `.docs` file says. ConfigError
+    for a pipe or a device."""
     try:
-        with open(documents_path(token_file), "rb") as file:
+        with open_file(documents_path(token_file)) as file:
             header = file.read(_FIELDS.size)
     except OSError:
         return False
