@@ -221,6 +221,104 @@ def test_tools(tmp_path):
     assert parse_conversation({"messages": QA, "tools": []}, "messages").tools is None
 
 
+def test_half_characters_are_told_of(tmp_path, chatml):
+    """Conversations, texts, JSON within JSON may hold some; whole ones in two escapes are none."""
+    halves = [user("\ude00"), assistant("b")]
+    talks = [
+        [user("\U0001f600"), assistant("\ud83d")],
+        json.dumps(halves),
+        [user("\U0001f600"), QA[1]],
+    ]
+    write_records(tmp_path / "a.jsonl", [{"messages": talk} for talk in talks])
+    said = run(tmp_path / "a.jsonl", out=tmp_path / "out", chat_template=chatml).warnings
+    half = "have half a character (a lone surrogate) in a text, for which U+FFFD stands; the first"
+    assert said == [f"2 conversations {half}: {tmp_path / 'a.jsonl'}:1"]
+    texts = [text for text, _ in read(tmp_path / "out")]
+    assert "\U0001f600" in texts[0] and [text.count("\ufffd") for text in texts] == [1, 1, 0]
+    (tmp_path / "b.jsonl").write_text('{"text": "a\\ud83d"}\n{"text": "\\ud83d\\ude00"}\n')
+    said = run(tmp_path / "b.jsonl", out=tmp_path / "text", eval_fraction=0).warnings
+    assert said == [f"1 documents {half}: {tmp_path / 'b.jsonl'}:1"]
+
+
+ARGUMENTS = {
+    "an object": {"city": "Zürich", "deep": {"a": None}},
+    "its JSON": '{"city":"Zürich", "deep": {"a": null}}',
+    "JSON within JSON": json.dumps('{"city": "Zürich", "deep": {"a": null}}'),
+    "nothing": None,
+    "no text": "",
+    "the text null": " null ",
+}
+_CALLS = "{% for m in messages %}{% for c in m.tool_calls %}<ARGUMENTS>{% endfor %}{% endfor %}"
+READING = {
+    "objects": "{{ c.function.arguments | tojson }}",
+    "texts": "{{ c.function.name + ' ' + c.function.arguments }}",
+    "both": "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+    "{{ c.function.arguments | tojson }}{% endif %}",
+    "names": "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }};{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("given", ARGUMENTS)
+@pytest.mark.parametrize("reads", READING)
+def test_arguments_of_calls_are_as_the_template_reads_them(tmp_path, reads, given):
+    """Text stays as it is where the template writes texts, as with transformers."""
+    (tmp_path / "t.jinja").write_text(_CALLS.replace("<ARGUMENTS>", READING[reads]))
+    template = load_chat_template(ByteTokenizer(), str(tmp_path / "t.jinja"))
+    call, value = {"name": "f", "arguments": ARGUMENTS[given]}, ARGUMENTS[given]
+    asked = user("q")
+    shapes = [
+        {"messages": [asked, {"role": "assistant", "tool_calls": [{"function": call}]}]},
+        {
+            "messages": [
+                asked,
+                {"role": "assistant", "tool_calls": json.dumps([{"function": call}])},
+            ]
+        },
+        {"messages": [asked, {"role": "assistant", "function_call": call}]},
+        {"conversations": [asked, {"from": "function_call", "value": json.dumps(call)}]},
+    ]
+    written = json.dumps(ARGUMENTS["an object"], ensure_ascii=False)
+    if given in ("nothing", "no text", "the text null"):
+        written = "{}"
+    elif given == "its JSON" and reads in ("texts", "both"):
+        written = value
+    if reads == "names":
+        written = "".join(f"{k}={json.dumps(v)};" for k, v in json.loads(written).items())
+        written = written.replace(r"\u00fc", "ü")
+    for shape in shapes:
+        talk = parse_conversation(shape, next(iter(shape)))
+        text = template.render(talk.messages).text
+        assert text == (f"f {written}" if reads == "texts" else written)
+
+
+def test_old_calls_are_those_of_tools_unless_the_template_reads_them(tmp_path):
+    talk = [
+        user("q"),
+        {"role": "assistant", "content": None, "function_call": CALL["function"]},
+        {"role": "function", "name": "weather", "content": "42"},
+        assistant("a"),
+    ]
+    template = load_chat_template(ByteTokenizer(), "qwen2.5")
+    new = [
+        *talk[:1],
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "content": "42"},
+        talk[3],
+    ]
+    texts = [
+        template.render(parse_conversation({"messages": messages}, "messages").messages).text
+        for messages in (talk, new)
+    ]
+    assert texts[0] == texts[1] and "Zürich" in texts[0]
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}:"
+        "{{ m.function_call.name if m.function_call }};{% endfor %}"
+    )
+    template = load_chat_template(ByteTokenizer(), str(tmp_path / "t.jinja"))
+    messages = parse_conversation({"messages": talk}, "messages").messages
+    assert template.render(messages).text == "user:;assistant:weather;function:;assistant:;"
+
+
 def test_every_kind_of_file(tmp_path, chatml):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -395,6 +493,13 @@ def test_counts_of_long_documents(tmp_path, chatml):
         ({"messages": [*QA, user(3)]}, "message 3 (user): its content is a int"),
         ({"messages": [user([{"type": "image"}])]}, "a part of its content is 'image'; only texts"),
         ({"messages": [user("a"), {"role": "robot", "content": ""}]}, "the unknown role 'robot'"),
+        ({"messages": [user("a"), {"role": "bot", "content": "b"}]}, "the unknown role 'bot'"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]},
+         "message 1 (assistant): a call of a tool is a str, not an object"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+         "message 1 (assistant): the arguments of a call are no JSON: "),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[3]"}]}]},
+         "message 1 (assistant): the arguments of a call are a list, not an object"),
         ({"messages": [user("a")]}, "there is no message of the assistant to train on"),
         ({"messages": QA, "tools": "[{"}, "field 'tools' is a text that is no JSON: "),
         ({"messages": QA, "tools": {}}, "field 'tools' is a dict, not a list"),
@@ -429,6 +534,8 @@ def test_bad_records(tmp_path, record, message, capsys):
         ("prompt", {"prompt": [user("q")], "completion": [user("a")]}, "no message of the assist"),
         ("instruction", {"instruction": 3, "output": "a"}, "field 'instruction' is a int, not a t"),
         ("instruction", {"instruction": "q", "output": "a", "history": ["b"]}, "no list of pairs"),
+        ("classes", {"text": "a", "label": 257}, "field 'label' is 257: a class is written as a t"),
+        ("classes", {"text": "a", "label": 2**31}, "of which the tokenizer has 0 to 256; number"),
         ("conversations", {"conversations": [{"from": "function_call", "value": "f()"}]},
          "message 1 (function_call) is no JSON with name and arguments"),
     ],

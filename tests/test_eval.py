@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import shutil
@@ -239,6 +240,22 @@ def test_text_files_and_names(tmp_path):
     assert [item.text for item in (*one.items, *two.items)] == ["A whole\nfile.", "b"]
     (alone,) = read_tasks([str(tmp_path / "a.txt")])
     assert alone.name == "text"
+
+
+def test_a_text_has_the_characters_that_tokenize_reads(tmp_path, capsys):
+    """Line ends as they are, without a byte order mark, unpacked; half a character is told of."""
+    written = "a\r\nb\rc\n" * 50_000
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + written.encode())
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(written.encode()))
+    for name in ("a.txt", "b.txt.gz"):
+        (task,) = read_tasks([str(tmp_path / name)])
+        assert [item.text for item in task.items] == [written]
+    (tmp_path / "c.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="is not UTF-8 text at byte 0: convert"):
+        read_tasks([str(tmp_path / "c.txt")])
+    (task,) = read_tasks([str(write(tmp_path / "d.jsonl", {"text": "a\ud83d"}, {"text": "b"}))])
+    assert [item.text for item in task.items] == ["a\ufffd", "b"]
+    assert f"warning: {tmp_path / 'd.jsonl'}:1 has half a character" in capsys.readouterr().err
 
 
 def test_bad_input(place, tmp_path, capsys):

@@ -120,9 +120,60 @@ def test_labels_are_compared_with_answers_to_other_prompts(tmp_path):
         ({"label": 2}, "neither true nor"),
     ):
         with pytest.raises(DataError, match=error):
-            tokenized(
-                tmp_path / error[:2], [LABELLED[0] | {"prompt": None} | wrong], format="labels"
-            )
+            bad = LABELLED[0] | {"prompt": None} | wrong
+            tokenized(tmp_path / error[:2], [bad, LABELLED[1]], format="labels")
+
+
+@pytest.mark.parametrize("documents_of_a_block", [1, 2, 5, 1024])
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.4])
+def test_labels_are_compared_alike_however_records_are_grouped(
+    tmp_path, monkeypatch, documents_of_a_block, fraction
+):
+    """In blocks of any size, in training and evaluation, and where an interrupted run goes on."""
+    records = [{"prompt": f"q{i}", "completion": f"a{i}", "label": i % 3 == 0} for i in range(12)]
+    small = Portions(documents=documents_of_a_block, seconds=0)
+    how = {"format": "labels", "eval_fraction": fraction, "portions": small}
+    if documents_of_a_block < 5:
+        interrupt_report(monkeypatch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            tokenized(tmp_path, records, **how)
+    tokenized(tmp_path, records, **how)
+    sides = {side: [*(tmp_path / "out").glob(f"{side}-*.bin")] for side in ("train", "eval")}
+    found = [text for paths in sides.values() for path in paths for text, _, _ in documents(path)]
+    pairs = dict(zip(found[::2], found[1::2], strict=True))
+    assert pairs == {
+        said([user(f"q{i}")], f"a{i}")[0]: said([user(f"q{i}")], f"a{(i + 1) % 12}")[0]
+        for i in range(12)
+    }
+    assert bool(sides["eval"]) == bool(fraction)
+
+
+def test_a_single_answer_with_a_label_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"a.jsonl:1: the only record, and an answer with a label"):
+        tokenized(tmp_path, LABELLED[:1], format="labels")
+    assert not [*tmp_path.rglob("*.bin")]
+
+
+def test_fields_of_other_formats_are_refused_or_told_of(tmp_path):
+    """A field that decides about training is refused where nobody has chosen the format."""
+    labelled = {"prompt": "q", "completion": "a", "label": True}
+    with pytest.raises(DataError, match=r"'label', which --format prompt does not read: labels or"):
+        tokenized(tmp_path / "a", [labelled])
+    said = tokenized(tmp_path / "a", [labelled], format="prompt").warnings
+    assert said == [
+        f"'{tmp_path / 'a' / 'a.jsonl'}' has the field 'label', which --format prompt does not "
+        "read: labels or classes does"
+    ]
+    with pytest.raises(DataError, match="'rejected', which --format messages does not read: pairs"):
+        tokenized(tmp_path / "b", [{"messages": QUESTION, "rejected": "no"}])
+    for name in ("score", "weight", "loss"):
+        said = tokenized(tmp_path / name, [labelled | {"label": None, name: 0.5}], format="prompt")
+        assert f"'{name}', which no format reads" in said.warnings[1]
+    said = tokenized(tmp_path / "s", [{"messages": QUESTION, "system": "be kind"}]).warnings
+    assert len(said) == 1 and "'system', which --format messages does not read" in said[0]
+    said = tokenized(tmp_path / "t", [{"text": "a", "label": 1, "prompt": "q"}], chat_template=None)
+    assert len(said.warnings) == 1 and "'label', which --format text does not" in said.warnings[0]
+    assert not tokenized(tmp_path / "p", [SHAPES["texts"] | {"prompt": "q"}]).warnings
 
 
 @pytest.mark.parametrize(

@@ -385,9 +385,13 @@ def json_record(line: bytes, where: str) -> dict[str, Any]:
     return record
 
 
-def whole_characters(text: str, line: bytes) -> str:
+HALVES = "half a character (a lone surrogate) in a text, for which U+FFFD stands"
+
+
+def whole_characters(text: str, line: str | bytes) -> str:
     """Replace half characters if the JSON `line`, from which the text comes, may hold some."""
-    return mended(text) if b"\\ud" in line.lower() else text
+    may_hold = isinstance(line, bytes) and b"\\ud" in line.lower()
+    return mended(text) if may_hold else text
 
 
 def mended(text: str) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from llmq.base.errors import DataError
 from llmq.data.chat_template import (
+    CALLS,
     REASONING,
     ChatTemplate,
     Message,
@@ -174,7 +175,8 @@ def _said(message: Message) -> Iterator[str]:
     """All that a message says: its content, its reasoning, and names and arguments of calls."""
     yield text_of(message.get("content"))
     yield from (message[name] for name in REASONING if isinstance(message.get(name), str))
-    yield from _texts_in(message.get("tool_calls"))
+    for name in CALLS:
+        yield from _texts_in(message.get(name))
 
 
 def _texts_in(value: object) -> Iterator[str]:

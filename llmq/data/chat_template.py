@@ -35,6 +35,7 @@ _CONTROL = re.compile(r"<[^<>\s]+>")
 _PROBE = "probe"  # a reply, to see what the template writes behind it
 _HALF = re.compile("[\ud800-\udfff]")
 _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+CALLS = ("tool_calls", "function_call")  # a list of calls, and the one of OpenAI's older messages
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one and the same field
 
 Message = dict[str, Any]
@@ -94,7 +95,7 @@ class ChatTemplate:
         try:
             return _render(
                 source,
-                [_in_form(message, _forms(source)) for message in messages],
+                _as_read(source, messages),
                 tools=tools,
                 documents=documents,
                 add_generation_prompt=add_generation_prompt,
@@ -154,7 +155,60 @@ def _as_template_sees(message: Message) -> Message:
 
 
 # ------------------------------------------------------------------------------------------------
-# Contents that are texts, and lists of parts
+# Contents that are texts, and lists of parts; calls of tools
+
+
+def _as_read(source: str, messages: Sequence[Message]) -> list[Message]:
+    """The messages with contents and calls in the form that a template reads."""
+    forms, found, is_old = _forms(source), [], False
+    for message in messages:
+        message = _in_form(message, forms)
+        if message.get(CALLS[1]) and CALLS[1] not in _constants(source):
+            is_old = True
+            call = as_tool_call(message[CALLS[1]])
+            message = {n: v for n, v in message.items() if n != CALLS[1]} | {CALLS[0]: [call]}
+        elif is_old and message["role"] == "function":
+            message = message | {"role": "tool"}
+        if message.get(CALLS[0]):
+            calls = [_call_in_form(call, _reads_arguments(source)) for call in message[CALLS[0]]]
+            message = message | {CALLS[0]: calls}
+        found.append(message)
+    return found
+
+
+def as_tool_call(function: dict[str, Any]) -> dict[str, Any]:
+    """A call of a function as an element of `tool_calls`."""
+    return {"type": "function", "function": function}
+
+
+def _call_in_form(call: dict[str, Any], reads: _Reads) -> dict[str, Any]:
+    """The call with arguments as a template reads them: text stays where both are read."""
+    inner = call.get("function", call)
+    given = inner.get("arguments")
+    if isinstance(given, str) and not reads.texts:
+        given = json.loads(given)
+    elif isinstance(given, dict) and reads.texts and not reads.parts:
+        given = _to_json(given)
+    else:
+        return call
+    inner = inner | {"arguments": given}
+    return call | {"function": inner} if "function" in call else inner
+
+
+@lru_cache(maxsize=64)
+def _reads_arguments(source: str) -> _Reads:
+    """The arguments of calls that a template writes well: JSON texts, and objects as parts."""
+    given, text = {_PROBE: 1}, f'{{"{_PROBE}":1}}'
+    as_object, as_text = (
+        _written(source, [{"role": "user", "content": "?"}, _calling(arguments)])
+        for arguments in (given, text)
+    )
+    return _Reads(text in as_text, _PROBE in as_object and str(given) not in as_object)
+
+
+def _calling(arguments: Any) -> Message:
+    call = as_tool_call({"name": "f", "arguments": arguments}) | {"id": "123456789"}
+    return {"role": "assistant", "content": "", CALLS[0]: [call]}
 
 
 def text_of(content: Any) -> str:
@@ -180,7 +234,7 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 class _Reads(NamedTuple):
-    """Whether a template writes contents that are texts, and such that are lists of parts."""
+    """Whether a template writes texts, and lists of parts or objects."""
 
     texts: bool
     parts: bool

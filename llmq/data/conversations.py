@@ -20,7 +20,7 @@ from typing import Any
 
 from llmq.base.errors import DataError
 from llmq.base.records import json_record
-from llmq.data.chat_template import REASONING, Message
+from llmq.data.chat_template import CALLS, REASONING, Message, as_tool_call
 
 TEXT = "text"
 # The fields that a record of each format must have, and those that it may have.
@@ -51,7 +51,7 @@ FORMATS = ("auto", TEXT, *REQUIRED)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 # Other data sets name roles in these ways.
 _ROLES_OF_OTHERS = {
-    **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("gpt", "chatgpt", "model"), "assistant"),
     **{"human": "user", "observation": "tool", "function_response": "tool"},
     "function_call": "assistant",
 }
@@ -309,9 +309,11 @@ def _message(value: dict[str, Any], number: int) -> Message:
     if role not in ROLES:
         message["role"] = _ROLES_OF_OTHERS.get(role, role)
     if role == "function_call":
-        return message | {"content": None, "tool_calls": _calls(message.get("content"), number)}
+        message |= {"content": None, "tool_calls": _calls(message.get("content"), number)}
+    _parse_calls(message, number)
     content = message.get("content")
-    if content is None and not any(message.get(k) for k in ("tool_calls", "reasoning_content")):
+    beside = (*CALLS, "reasoning_content")
+    if content is None and not any(message.get(name) for name in beside):
         raise DataError(f"message {number} ({role}) has no content")
     if isinstance(content, list):
         _check_parts(content, number, role)
@@ -338,16 +340,50 @@ def _calls(content: Any, number: int) -> list[dict[str, Any]]:
         calls = json.loads(content)
         calls = calls if isinstance(calls, list) else [calls]
         return [
-            {
-                "type": "function",
-                "function": {"name": call["name"], "arguments": call.get("arguments", {})},
-            }
+            as_tool_call({"name": call["name"], "arguments": call.get("arguments")})
             for call in calls
         ]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
             f"message {number} (function_call) is no JSON with name and arguments"
         ) from error
+
+
+def _parse_calls(message: Message, number: int) -> None:
+    """Make the calls of a message objects, each with arguments. DataError for what is no call."""
+    name = f"message {number} ({message['role']})"
+    try:
+        for field_name, kind in zip(CALLS, (list, dict), strict=True):
+            found = _parsed(message, field_name, kind)
+            if found:
+                parsed = [_with_arguments(call) for call in (found if kind is list else [found])]
+                message[field_name] = parsed if kind is list else parsed[0]
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from error
+
+
+def _with_arguments(call: Any) -> dict[str, Any]:
+    """A call of a tool whose arguments are an object, or the JSON of one; none are {}."""
+    inner = call.get("function", call) if isinstance(call, dict) else call
+    if not isinstance(inner, dict):
+        raise DataError(f"a call of a tool is a {type(inner).__name__}, not an object")
+    if "name" not in inner or ("arguments" not in inner and "parameters" in inner):
+        return call  # of another kind, which a template may know
+    inner = inner | {"arguments": _arguments(inner.get("arguments"))}
+    return inner if "function" not in call else call | {"function": inner}
+
+
+def _arguments(given: Any) -> dict[str, Any] | str:
+    """Arguments as they are given if they are an object, or the JSON of one."""
+    parsed, texts = given, 0
+    while isinstance(parsed, str):
+        try:
+            parsed, texts = json.loads(parsed.strip() or "null"), texts + 1
+        except ValueError as error:
+            raise DataError(f"the arguments of a call are no JSON: {error}") from error
+    if parsed is not None and not isinstance(parsed, dict):
+        raise DataError(f"the arguments of a call are a {type(parsed).__name__}, not an object")
+    return given if parsed is not None and texts == 1 else parsed or {}
 
 
 def check_roles(messages: Sequence[Message], known: Collection[str]) -> None:
@@ -398,7 +434,7 @@ def check_whole(conversations: Sequence[Conversation], where: str) -> None:
 
 def unread(messages: Sequence[Message], names: Collection[str]) -> Iterator[str]:
     """Fields of messages that nobody reads. names: fields that the template may read."""
-    known = {"role", "content", "from", "value", "tool_call_id", *FLAGS, *names}
+    known = {"role", "content", "from", "value", "tool_call_id", CALLS[1], *FLAGS, *names}
     if known & {*REASONING}:
         known |= {*REASONING}
     yield from dict.fromkeys(k for m in messages for k, v in m.items() if v and k not in known)

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 
 from llmq.base.errors import ConfigError, DataError
-from llmq.base.records import whole_characters
+from llmq.base.records import HALVES, whole_characters
 from llmq.base.worker import Answer, Begin, Bounds, Worker, forks
 from llmq.data.chat_masks import Chat, Completion, token_mask
 from llmq.data.chat_template import text_of
 from llmq.data.conversations import (
     CLASSES,
     FLAGS,
-    LABELS,
     Conversation,
     RecordConversation,
     check_whole,
@@ -104,29 +103,18 @@ class Encoder:
         """Ids for training and for evaluation; an empty document has none. DataError. begin: called
         before each of them, with its number and size."""
         parts, chat = (_Parts(), _Parts()), self.recipe.chat
-        others = self._others(pieces)
         for number, piece in enumerate(pieces):
             begin(number, len(piece.text))
             if chat is None:
                 self._add_text(piece, parts[piece.is_eval])
             else:
-                self._add_conversation(piece, chat, parts[piece.is_eval], others.get(number))
+                self._add_conversation(piece, chat, parts[piece.is_eval])
         return parts[0].joined(self.recipe.with_masks), parts[1].joined(self.recipe.with_masks)
-
-    def _others(self, pieces: list[DocumentPart]) -> dict[int, DocumentPart]:
-        """With labels, the piece whose answer each one is compared with, by its number: the next
-        one of its side, behind the last the first."""
-        found = {}
-        if self.recipe.wanted.form == LABELS:
-            for side in (False, True):
-                numbers = [i for i, piece in enumerate(pieces) if piece.is_eval == side]
-                later = [*numbers[1:], *numbers[:1]]
-                found |= {i: pieces[j] for i, j in zip(numbers, later, strict=True)}
-        return found
 
     def _add_text(self, piece: DocumentPart, parts: _Parts) -> None:
         """Encode a text. An empty one gets no added tokens, which would be one without text."""
         text = self.recipe.wanted.of_json(piece.text, piece.where)
+        (text,) = _whole([text], piece, parts)
         before, after = self._added
         if piece.is_start and text:
             parts.add(before)
@@ -136,14 +124,10 @@ class Encoder:
             parts.end()
 
     def _add_conversation(
-        self,
-        piece: DocumentPart,
-        chat: Chat | Completion,
-        parts: _Parts,
-        other: DocumentPart | None = None,
+        self, piece: DocumentPart, chat: Chat | Completion, parts: _Parts
     ) -> None:
-        """Encode a conversation, or two; what is added to a completion is trained behind it. other:
-        whose answer the second one has."""
+        """Encode a conversation, or two: both of a pair, or with the answer of `piece.other`. The
+        tokens that are added behind a completion are trained."""
         wanted = self.recipe.wanted
         conversations = wanted.of_json(piece.text, piece.where)
         written = self.recipe.is_chat and conversations[0].text is None
@@ -151,7 +135,7 @@ class Encoder:
         label = conversations[0].label
         if not self.recipe.with_weights:
             check_whole(conversations, piece.where)
-        if other is not None:
+        if (other := piece.other) is not None:
             (answer,) = wanted.of_json(other.text, other.where)
             conversations.append(conversations[0].answered_by(answer))
         try:
@@ -167,7 +151,7 @@ class Encoder:
             parts.notes += [(note, piece.where) for note in dict.fromkeys(notes)]
         if forged := next(filter(None, map(self._forged, conversations)), None):
             parts.notes.append((_FORGED, f"{piece.where} ({forged})"))
-        texts = [whole_characters(text, piece.text) for text, _ in rendered]
+        texts = _whole([text for text, _ in rendered], piece, parts)
         whole = chat.train_on == "all"
         encoded = self.tokenizer.encode_with_offsets(texts)
         for number, ((_, spans), (ids, offsets)) in enumerate(zip(rendered, encoded, strict=True)):
@@ -178,6 +162,7 @@ class Encoder:
             mask = np.concatenate([[whole] * len(before), mask, [True] * len(after)])
             mask = mask if self.recipe.with_weights else mask.astype(bool)
             if wanted.form == CLASSES:
+                self._check_class(label, piece.where)
                 ids, mask = np.append(ids, np.int32(label)), np.arange(len(ids) + 1) == len(ids)
             if not mask[wanted.in_pairs :].any():
                 raise DataError(f"{piece.where}: no token of the conversation is trained")
@@ -205,6 +190,14 @@ class Encoder:
             found[token_mask(offsets, spans)] = weight
         return found
 
+    def _check_class(self, label: int, where: str) -> None:
+        """DataError for a class that has no id to be written as."""
+        if label >= (ids := self.tokenizer.vocab_size):
+            raise DataError(
+                f"{where}: field 'label' is {label}: a class is written as a token id, of which "
+                f"the tokenizer has 0 to {ids - 1}; number classes from 0 on"
+            )
+
     def _forged(self, conversation: Conversation) -> str | None:
         """The first control token that a message writes out, perhaps without meaning it."""
         for message in conversation.messages:
@@ -212,6 +205,14 @@ class Encoder:
             if found is not None:
                 return found[0]
         return None
+
+
+def _whole(texts: list[str], piece: DocumentPart, parts: _Parts) -> list[str]:
+    """The texts of a document without half characters, which a note tells of."""
+    found = [whole_characters(text, piece.text) for text in texts]
+    if found != texts:
+        parts.notes.append((f"have {HALVES}", piece.where))
+    return found
 
 
 class _Parts:

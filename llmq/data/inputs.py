@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -330,13 +331,15 @@ class Position:
 
 
 class DocumentPart(NamedTuple):
-    """A document or a part of one. text: str, or bytes that hold a JSON record."""
+    """A document or a part of one. text: str, or bytes that hold a JSON record. other: the record
+    whose answer a record with a label is compared with."""
 
     text: str | bytes
     is_eval: bool
     is_end: bool  # the document ends here
     where: str  # for messages
     is_start: bool = True  # the document begins here
+    other: DocumentPart | None = None
 
 
 class Block(NamedTuple):
@@ -434,11 +437,28 @@ def read_blocks(
     yield Block(pieces, at)
 
 
+def with_others(read: Callable[[Position], Iterator[Block]], start: Position) -> Iterator[Block]:
+    """The blocks of records from `start` on, each record with the one behind it as `other`, the
+    last with the first: however records are divided into blocks, training and evaluation. read:
+    gives the blocks from a position on. DataError for a single record."""
+    pieces = (piece for at in (start, Position()) for block in read(at) for piece in block.pieces)
+    next(pieces, None)
+    for block in read(start):
+        others = islice(pieces, len(block.pieces))
+        found = [p._replace(other=other) for p, other in zip(block.pieces, others, strict=True)]
+        if any(piece.where == piece.other.where for piece in found):
+            raise DataError(
+                f"{found[0].where}: the only record, and an answer with a label is compared with "
+                "that of another one: give two records or more"
+            )
+        yield block._replace(pieces=found)
+
+
 def _read(
     source: InputSource, wanted: Wanted, at: Position, cut: int | None, max_record: int, piece: int
 ) -> Iterator[Item]:
     if source.kind == "text":
-        return _read_text(source.path, source.size, at.offset, cut, piece, lenient=source.in_folder)
+        return read_text(source.path, source.size, at.offset, cut, piece, lenient=source.in_folder)
     if source.kind in TABLES:
         return read_table(source.path, wanted, source.size, at.offset)
     if source.dataset is not None:
@@ -454,8 +474,14 @@ class NotTextError(Exception):
     """A file in a folder is not text."""
 
 
-def _read_text(
-    path: str, size: int, offset: int, cut: int | None, piece: int, *, lenient: bool
+def read_text(
+    path: str,
+    size: int,
+    offset: int = 0,
+    cut: int | None = None,
+    piece: int = Portions().size,
+    *,
+    lenient: bool = False,
 ) -> Iterator[Item]:
     """Pieces of a text from byte `offset` of its content on, also cut at byte `cut`, if given.
     size, piece: bytes of the file, of a piece. lenient: raise NotTextError if it is no text, else

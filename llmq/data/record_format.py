@@ -12,11 +12,13 @@ from string import Formatter
 from typing import Any, ClassVar
 
 from llmq.base.errors import ConfigError, DataError
-from llmq.base.records import TABLES, column_names, json_record, read_json, whole_characters
+from llmq.base.records import TABLES, column_names, json_record, read_json
 from llmq.data.conversations import (
     CLASSES,
+    FLAGS,
     FORMATS,
     LABELS,
+    OPTIONAL,
     PAIRS,
     REQUIRED,
     TEXT,
@@ -110,11 +112,9 @@ class RecordText:
         )
 
     def of_json(self, line: str | bytes, where: str) -> str:
-        """The text of a record in JSON, or `line` itself if it is a text. DataError if it is no
-        record."""
-        if isinstance(line, str):
-            return line
-        return whole_characters(self.of(json_record(line, where), where), line)
+        """The text of a record in JSON, which may hold half characters, or `line` itself if it is a
+        text. DataError if it is no record."""
+        return line if isinstance(line, str) else self.of(json_record(line, where), where)
 
 
 def _text(value: Any, field: str, where: str, *, numbers: bool = False) -> str:
@@ -153,14 +153,45 @@ def choose_format(
     format."""
     if form not in FORMATS:
         raise ConfigError(f"--format is {form}: give {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
-    if form == "auto":
+    if is_auto := form == "auto":
         form = TEXT if not text.is_default else _recognised(sources, text)
     if form == TEXT:
-        return text, *having_fields(sources, text)
+        kept, warnings = having_fields(sources, text)
+        return text, kept, warnings + (_unread(kept, form, False) if text.is_default else [])
     kept, warnings = _having(sources, form)
+    warnings += _unread(kept, form, is_auto)
     if not text.is_default:
         warnings.append(f"{text.flag} has no effect: the inputs are conversations")
     return RecordConversation(form), kept, warnings
+
+
+_DECIDING = ("label", "chosen", "rejected")  # of answers that are not to be trained like others
+_OF_RECORDS = (*FLAGS, "score")  # which no format reads, but of a message or a token
+
+
+def _unread(sources: Sequence[InputSource], form: str, is_auto: bool) -> list[str]:
+    """Warnings of fields that another format reads. is_auto: nobody has chosen this format, so that
+    one of _DECIDING is a DataError."""
+    readers: dict[str, list[str]] = {name: [] for name in (*_DECIDING, *_OF_RECORDS)}
+    for other in REQUIRED:
+        for name in (*REQUIRED[other], *OPTIONAL[other]):
+            readers.setdefault(name, []).append(other)
+    found: dict[str, InputSource] = {}
+    for source in sources:
+        for name in field_names(source) or []:
+            others = readers.get(name)
+            is_other = others is not None and form not in others and name != TEXT
+            if is_other and (form != TEXT or name in (*_DECIDING, *_OF_RECORDS)):
+                found.setdefault(name, source)
+    warnings = []
+    for name, source in found.items():
+        no = f"which --format {form} does not read: {' or '.join(readers[name])} does"
+        no = no if readers[name] else "which no format reads"
+        said = f"'{source.path}' has the field '{name}', {no}"
+        if is_auto and name in _DECIDING:
+            raise DataError(f"{said}; choose one with --format")
+        warnings.append(said)
+    return warnings
 
 
 def _recognised(sources: Sequence[InputSource], text: RecordText) -> str:

@@ -11,17 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmq.base.errors import ConfigError, DataError
+from llmq.base.errors import ConfigError, DataError, warn
 from llmq.base.files import check_readable
 from llmq.base.records import (
+    HALVES,
     TABLES,
     json_layout,
     json_record,
     layout_of_name,
-    mended,
     read_json,
     read_rows,
+    whole_characters,
 )
+from llmq.data.inputs import read_text
 
 Record = Mapping[str, Any]
 
@@ -320,15 +322,19 @@ def _records(path: Path) -> Iterator[tuple[Record, str]]:
         yield from read_rows(str(path))
         return
     if by_name is None:
-        yield {"text": path.read_text("utf-8-sig")}, str(path)
+        pieces = read_text(str(path), path.stat().st_size)
+        yield {"text": "".join(piece.text for piece in pieces)}, str(path)
         return
     layout = json_layout(str(path))
     if layout is None:
         raise DataError(f"'{path}' holds neither an object on each line nor an array of objects")
     for item in read_json(str(path), layout, 0, 0):
         record = json_record(item.text, item.where)
-        if b"\\ud" in item.text.lower():  # half characters, which no tokenizer takes
-            record = json.loads(mended(json.dumps(record, ensure_ascii=False)))
+        text = json.dumps(record, ensure_ascii=False)
+        whole = whole_characters(text, item.text)
+        if whole != text:
+            warn(f"{item.where} has {HALVES}")
+            record = json.loads(whole)
         yield record, item.where
 
 

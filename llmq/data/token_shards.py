@@ -33,6 +33,7 @@ from llmq.base.files import (
     write_file,
 )
 from llmq.data.checksums import checksums_path
+from llmq.data.conversations import TEXT
 from llmq.data.document_file import documents_path, partial_path
 from llmq.data.document_index import Counts, count_documents, count_duplicates
 from llmq.data.identity import MANIFEST, SHARD_NAME, TokenizerId, tokenizer_of_folder
@@ -224,8 +225,9 @@ class Manifest:
             raise DataError(f"files are missing in '{self.out}': write them again with --overwrite")
         counts = count_documents(opened, seq_len)
         warnings = [*warnings, *counts.warnings()]
+        kind = "documents" if self.data["options"]["format"] == TEXT else "conversations"
         for note, (first, count) in self.data.get("notes", {}).items():
-            warnings.append(f"{count} conversations {note}; the first: {first}")
+            warnings.append(f"{count} {kind} {note}; the first: {first}")
         warnings += duplicates_line(self.data)
         if position["skipped"]:
             warnings.append(f"{position['skipped']} files in folders are not text: left out")

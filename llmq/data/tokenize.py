@@ -7,7 +7,7 @@ same command goes on from there, with the same result to the byte.
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -23,6 +23,7 @@ from llmq.data.chat_template import end_of_turn, lacking_tokens, load_chat_templ
 from llmq.data.conversations import CLASSES, LABELS, PAIRS, PLAIN, RecordConversation
 from llmq.data.encode import Encoder, Recipe, encode_in_workers
 from llmq.data.inputs import (
+    Block,
     EvalSplit,
     HubDataset,
     InputSource,
@@ -31,6 +32,7 @@ from llmq.data.inputs import (
     find_sources,
     read_blocks,
     reading_standard_input,
+    with_others,
 )
 from llmq.data.record_format import DEFAULT_FIELD, RecordText, choose_format
 from llmq.data.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummary, open_manifest
@@ -260,7 +262,11 @@ def _run(
     }
     split = EvalSplit(options["eval_fraction"], options["seed"], sources)
     start = Position(**state["position"])
-    blocks = read_blocks(sources, recipe.wanted, split, start, max_record, portions)
+
+    def read(at: Position) -> Iterator[Block]:
+        return read_blocks(sources, recipe.wanted, split, at, max_record, portions)
+
+    blocks = with_others(read, start) if recipe.wanted.form == LABELS else read(start)
     if workers > 1 or recipe.chat is not None or not isinstance(encoder.tokenizer, ByteTokenizer):
         encoded = encode_in_workers(blocks, encoder, workers, bounds)
     else:

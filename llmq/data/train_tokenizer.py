@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmq.base.errors import ConfigError, DataError
+from llmq.base.errors import ConfigError, DataError, warn_once
 from llmq.base.files import staged_directory
 from llmq.base.locks import lock_beside, locked
-from llmq.base.records import mended
+from llmq.base.records import HALVES, mended, whole_characters
 from llmq.data.chat_template import load_chat_template
 from llmq.data.inputs import (
     EvalSplit,
@@ -169,7 +169,10 @@ def _texts(
     split, missing = EvalSplit(0.0, 0, sources), _SAMPLE
     for block in read_blocks(sources, text, split, Position()):
         for piece in block.pieces:
-            found = text.of_json(piece.text, piece.where)
+            written = text.of_json(piece.text, piece.where)
+            found = whole_characters(written, piece.text)
+            if found != written:
+                warn_once(f"a text has {HALVES}")
             if found and missing > 0:
                 sample.append(found[:missing])
                 missing -= len(found)

@@ -13,7 +13,7 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.console import print_text
 from llmq.base.dtypes import F32, DType, parse_dtype
-from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.errors import ConfigError, LlmqError, warn, warn_once
 from llmq.base.files import Closing
 from llmq.base.records import mended
 from llmq.checkpoint.export_files import ADAPTER_CONFIG
@@ -330,8 +330,12 @@ def _show(prompt: str, pieces: Iterator[str]) -> None:
 
 
 def clean_text(text: str | None) -> str | None:
-    """Without bytes that are no text, which a shell may hand on, and half characters of JSON."""
-    return text and mended(text)
+    """The text with U+FFFD in place of bytes that are no text, which a shell may hand on, and of
+    half characters of JSON; a warning tells of both."""
+    whole = text and mended(text)
+    if whole != text:
+        warn_once(f"bytes that are no text: U+FFFD stands for each in {whole!r}")
+    return whole
 
 
 def check_prompt(ids: list[int], config: ModelConfig, flag: str = "--prompt") -> None:
