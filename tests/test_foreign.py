@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from llmq.base.worker import Bounds, in_worker
 from llmq.checkpoint.hf import export_model
 from llmq.checkpoint.manifest import digest_of
 from llmq.commands.cli import _run
+from llmq.data import guarded
 from llmq.data.loader import DataLoader
 from llmq.data.tokenize import tokenize
 from llmq.data.tokenizer import EXACT_CODE, EXACT_MODULE, HfTokenizer
@@ -184,6 +186,93 @@ def test_a_normalizer_that_explodes_ends_with_its_record(chats, tokenizer):
     Path("a.jsonl").write_text('{"text": "b"}\n{"text": "zzz"}\n')
     with pytest.raises(DataError, match=r"a\.jsonl:2: .*(memory|processor time)"):
         tokenized("a.jsonl")
+
+
+CPU = ["--device", "cpu"]
+SAMPLE = ["sample", "model", *CPU, "--max-new-tokens", "2", "--prompt", "zebra"]
+TRAIN = ["train", "--model", "model", "--train-file", "out/train*.bin", "--eval-file", "none"]
+TRAIN += ["--seq-len", "8", "--batch-size", "2", "--steps", "1", "--ckpt-interval", "0", *CPU]
+COMMANDS = {
+    "sample": SAMPLE,
+    "sample --chat": [*SAMPLE, "--chat"],
+    "eval": ["eval", "model", "--task", "text=zebra.txt", *CPU],
+    "show": ["show", "out", "--tokenizer", "model"],
+    "export": ["export", "model", "--out", "new"],
+    "gguf": ["export", "model", "--out", "new.gguf", "--format", "gguf"],
+    "fp8": ["export", "model", "--out", "new", "--format", "fp8"],
+    "train": [*TRAIN, "--allow-other-tokenizer", "--out-dir", "new"],
+    "train --eval-task": [*TRAIN, "--allow-other-tokenizer", "--eval-task", "text=zebra.txt"],
+    "train --sample-prompt": [*TRAIN, "--allow-other-tokenizer", "--sample-prompt", "zebra"],
+    "train --add-tokens": [*TRAIN, "--allow-other-tokenizer", "--add-tokens", "<a>"],
+    "tokenize": ["tokenize", "zebra.txt", "--tokenizer", "model", "--out", "new"],
+}
+
+
+@pytest.fixture
+def model(chats, monkeypatch):
+    """A model folder with a tokenizer of others and a chat template, and token files of both."""
+    bounds = replace(guarded.BOUNDS, seconds=0.3, memory=1 << 30)
+    monkeypatch.setattr(guarded, "BOUNDS", bounds)
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(chats / "cache"))
+    config = CONFIG | {"vocab_size": HfTokenizer(Path("theirs")).vocab_size}
+    config = ModelConfig.from_hf(config | {"eos_token_id": 0})
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    Path("theirs/chat_template.jinja").write_text(template)
+    export_model(
+        Path("model"), config, lambda p: np.zeros(p.shape, np.float32), F32, Path("theirs")
+    )
+    Path("model/llmq.json").unlink(missing_ok=True)
+    Path("zebra.txt").write_text("zebra " * 40)
+    tokenized("zebra.txt")
+    return Path("model")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_runs_tokenizers_in_bounds(model, command, capsys):
+    """With a tokenizer that explodes the command ends in one line; with a good one it works."""
+    if command != "train --add-tokens":
+        assert _run(COMMANDS[command]) == 0, capsys.readouterr().err
+        shutil.rmtree("new", ignore_errors=True)
+        Path("new.gguf").unlink(missing_ok=True)
+    capsys.readouterr()
+    shutil.rmtree("cache", ignore_errors=True)
+    replaced = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 200}
+    split_by(model, normalizer=[replaced] * 6)
+    assert _run([*COMMANDS[command], *(["--overwrite"] * (command[:5] == "train"))]) == 2
+    err = capsys.readouterr().err
+    lines = [line for line in err.splitlines() if not line.startswith("warning: ")]
+    assert re.search("memory|processor time", lines[-1]) and "tokenizer" in lines[-1]
+    assert len([line for line in lines if line.startswith("error: ")]) == 1
+    assert not [*Path().glob("new*/model*")] and not Path("new.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3, "{{ [1] * 10**9 }}"]
+)
+def test_a_template_of_a_chat_has_bounds(model, template, capsys):
+    (model / "chat_template.jinja").write_text(template)
+    assert _run(COMMANDS["sample --chat"]) == 2
+    err = capsys.readouterr().err
+    assert re.search("memory|processor time", err) and err.count("error: ") == 1
+    Path("loop.jinja").write_text(template)
+    args = ["sample", "model", *CPU, "--chat", "--prompt", "a", "--chat-template", "loop.jinja"]
+    assert _run(args) == 2
+
+
+def test_a_process_beside_threads_does_not_run_the_users_script(model):
+    Path("script.py").write_text(
+        "import threading, time\n"
+        "print('once')\n"
+        "threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
+        "from llmq.data.guarded import guarded_tokenizer\n"
+        "tokenizer = guarded_tokenizer('model')\n"
+        "print(tokenizer.decode(tokenizer.encode('zebra')), __file__)\n"
+    )
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["once", f"zebra {Path('script.py').absolute()}"], (
+        done.stderr
+    )
 
 
 def test_files_that_cannot_be_read_are_one_line_from_a_worker_too(chats, capsys):

@@ -15,10 +15,12 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
 from llmq.base.errors import DataError, LlmqError
@@ -29,10 +31,15 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """The limits of an item. seconds: of processor time, and one more for each 100 kB of it.
-    memory: bytes more than the process has before it begins."""
+    memory: bytes more than the process has before it begins. memory_per_byte: more of these for
+    each byte of an item. flag: the option that raises the seconds. threads: whether libraries may
+    use several."""
 
     seconds: float = 10.0
     memory: int = 3 << 30
+    memory_per_byte: int = 0
+    flag: str = ""
+    threads: bool = False
 
 
 def forks() -> bool:
@@ -55,8 +62,11 @@ class Worker:
         self._process = context.Process(target=_serve, args=args, daemon=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # BLAS's threads hold no lock
-            self._process.start()
+            with _without_script():
+                self._process.start()
         there.close()
+        # Before Python ends all processes that are left by a signal, which workers ignore.
+        self._at_end = Finalize(self, _end, (self._process, self.connection), exitpriority=1)
 
     def send(self, task: Any, places: Sequence[str]) -> None:
         """Give it a task. places: of its items, for messages."""
@@ -84,9 +94,26 @@ class Worker:
 
     def close(self) -> None:
         """End the process, whatever it does."""
-        self._process.kill()
-        self._process.join()
-        self.connection.close()
+        self._at_end()
+
+
+def _end(process: BaseProcess, connection: Connection) -> None:
+    process.kill()
+    process.join()
+    connection.close()
+
+
+@contextlib.contextmanager
+def _without_script() -> Iterator[None]:
+    """Let a process that is spawned not run the user's script, of which it needs nothing."""
+    main = vars(sys.modules["__main__"])
+    kept = {name: main[name] for name in ("__spec__", "__file__") if name in main}
+    main |= {"__spec__": None, "__file__": None}
+    try:
+        yield
+    finally:
+        del main["__file__"]
+        main |= kept
 
 
 Begin = Callable[[int, int], None]
@@ -112,7 +139,7 @@ def _why(status: int | None, bounds: Bounds) -> str:
     if status == -signal.SIGXCPU:
         return (
             f"it took more than {bounds.seconds:g} s of processor time: leave the record out, use "
-            "another tokenizer or template, or raise --record-seconds"
+            "another tokenizer or template" + (bounds.flag and f", or raise {bounds.flag}")
         )
     if status == -signal.SIGKILL:
         return (
@@ -133,7 +160,8 @@ def _serve(make: Callable[[], Answer], bounds: Bounds, there: Connection, item: 
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # they are the parent's to handle
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per worker
+    os.environ["TOKENIZERS_PARALLELISM"] = str(bounds.threads).lower()
+    os.environ.setdefault("RAYON_NUM_THREADS", "8")  # each reserves memory
     with open(os.devnull, "wb") as null:  # libraries that give up say so at length
         os.dup2(null.fileno(), 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -144,6 +172,8 @@ def _serve(make: Callable[[], Answer], bounds: Bounds, there: Connection, item: 
         seconds = time.process_time() + bounds.seconds + size / 1e5
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
         resource.setrlimit(resource.RLIMIT_CPU, (_lower(math.ceil(seconds), hard), hard))
+        if bounds.memory_per_byte:
+            _limit_memory(bounds.memory + bounds.memory_per_byte * size)
 
     begin(-1, 0)
     try:
@@ -169,8 +199,11 @@ def _outcome(answer: Answer, task: Any, begin: Begin) -> tuple[Any, Exception | 
     except LlmqError as error:
         return None, type(error)(error.headline, error.details)
     except MemoryError:
-        return None, "it wants more memory than a record may have: leave it out"
-    except (OSError, RecursionError) as error:
+        return None, (
+            "it wants more memory than it may have: leave the record out, or use another tokenizer "
+            "or template"
+        )
+    except (OSError, RecursionError, OverflowError) as error:
         return None, error
     except Exception:  # a bug, which the parent shows
         return None, RuntimeError(traceback.format_exc())

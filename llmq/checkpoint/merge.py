@@ -1,6 +1,6 @@
 """`llmq merge`: a model and adapters of it as one model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.hf import HfWeights, base_id, check_same_base, export_model
 from llmq.checkpoint.peft import AdapterFiles, with_additions
 from llmq.checkpoint.principal import Read, Split, halved
+from llmq.data.guarded import look_into
 from llmq.data.identity import noted_tokenizer
 from llmq.data.tokenizer import HfTokenizer
 from llmq.data.tokenizer_files import parse_tokens
@@ -141,11 +142,16 @@ def _untied(model: ModelConfig, adapters: Adapters) -> ModelConfig:
 def _grown(model: ModelConfig, weights: HfWeights, directory: Path, tokens: str) -> ModelConfig:
     """The model with the rows of the tokens that it got for its adapters, whose tokenizer has their
     ids."""
-    tokenizer, names = HfTokenizer(directory), parse_tokens(tokens)
-    first = min(tokenizer.encode(name)[0] for name in names)
+    names = parse_tokens(tokens)
+    first = look_into(directory, partial(_first_id, names=names))
     grown = replace(model, vocab_size=max(model.vocab_size, first + len(names)))
     weights.grow(grown, first, len(names))
     return grown
+
+
+def _first_id(folder: Path, names: Sequence[str]) -> int:
+    tokenizer = HfTokenizer(folder)
+    return min(tokenizer.encode(name)[0] for name in names)
 
 
 def tokenizer_folder(adapter: Path, directory: Path) -> Path:

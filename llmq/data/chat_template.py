@@ -106,6 +106,8 @@ class ChatTemplate:
                 f"the chat template of {self.origin} has {{% generation %}} inside of a macro, a "
                 "filter or a set block, where its place in the text is unknown: move it out"
             ) from None
+        except MemoryError:  # of the process that this runs in, which says so
+            raise
         except Exception as error:  # the template is a program that may raise anything
             raise DataError(f"the chat template of {self.origin} says: {_said(error)}") from error
 

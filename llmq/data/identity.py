@@ -20,6 +20,7 @@ from typing import Any
 from llmq.base.errors import DataError
 from llmq.base.files import check_readable, json_object, read_own, write_shared
 from llmq.data.checksums import find_token_files
+from llmq.data.guarded import look_into
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from llmq.runtime.compile import cache_dir
 
@@ -109,7 +110,7 @@ def check_recorded(
             "the files of the first one back there"
         )
     if made is None:
-        size = HfTokenizer(Path(source)).vocab_size if size is None else size
+        size = look_into(Path(source), ids_of) if size is None else size
         if size > vocab_size:
             raise DataError(
                 f"the tokenizer '{source}' has {size} ids, more than the vocabulary of {model}, "
@@ -131,12 +132,21 @@ def _fingerprint_of_files(folder: Path) -> str | None:
         if "".join(kept) == _with_checksum(found):
             return found
     try:
-        fingerprint = HfTokenizer(folder).fingerprint
+        fingerprint = look_into(folder, _fingerprint)
     except DataError:  # whoever loads the tokenizer reports this
         return None
     with suppress(OSError):
         write_shared(path, _with_checksum(fingerprint).encode())
     return fingerprint
+
+
+def _fingerprint(folder: Path) -> str:
+    return HfTokenizer(folder).fingerprint
+
+
+def ids_of(folder: Path) -> int:
+    """The number of ids of a folder's tokenizer."""
+    return HfTokenizer(folder).vocab_size
 
 
 def _with_checksum(text: str) -> str:

@@ -16,8 +16,9 @@ from llmq.base.console import print_own, printable
 from llmq.base.errors import ConfigError, DataError
 from llmq.data.document_file import has_pairs
 from llmq.data.document_index import DocumentIndex, count_documents
+from llmq.data.guarded import guarded_tokenizer
 from llmq.data.identity import tokenizers_of_files
-from llmq.data.tokenizer import ByteTokenizer, Tokenizer, continuation, load_tokenizer
+from llmq.data.tokenizer import ByteTokenizer, Tokenizer, continuation
 from llmq.data.tokens import TokenFile, open_token_files
 
 DOCUMENTS = 3  # printed if no limit is given
@@ -60,7 +61,7 @@ def run_show(
     files, or folders of `llmq tokenize`. tokenizer: None: the one beside the files. document: the
     first one, from 1. limit: how many. ids: a line for each token."""
     files = open_token_files([_pattern(pattern) for pattern in patterns])
-    decoder = load_tokenizer(tokenizer) if tokenizer is not None else _tokenizer_beside(files)
+    decoder = guarded_tokenizer(tokenizer) if tokenizer is not None else _tokenizer_beside(files)
     vocab_size = max(file.vocab_size for file in files)
     if vocab_size > decoder.vocab_size:
         raise DataError(
@@ -107,7 +108,7 @@ def _tokenizer_beside(files: Sequence[TokenFile]) -> Tokenizer:
     beside = path.parent / "tokenizer"
     (made,) = (made for _, made in tokenizers_of_files(path))
     if beside.is_dir() and made is not None:
-        return load_tokenizer(beside)
+        return guarded_tokenizer(beside)
     if made is not None and made.fingerprint == ByteTokenizer.fingerprint:
         return ByteTokenizer()
     raise DataError(

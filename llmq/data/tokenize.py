@@ -42,6 +42,7 @@ from llmq.report.views import Progress
 
 SHARD_TOKENS = 100_000_000  # if not given
 NO_TEMPLATE = "none"  # --chat-template: even if the tokenizer has one
+_bounds = partial(Bounds, flag="--record-seconds")
 _SMALL_INPUT = 4 << 20  # bytes; below, starting workers takes longer than encoding
 
 
@@ -85,7 +86,7 @@ def tokenize(
     _check_options(eval_fraction, special_tokens, train_on, numbers)
     sources = find_sources(inputs, dataset, exclude=(out := Path(out)))
     wanted, sources, warnings = choose_format(sources, format, RecordText(field, template))
-    bounds, how = Bounds(record_seconds), _How(special_tokens, train_on, chat_template, weights)
+    bounds, how = _bounds(record_seconds), _How(special_tokens, train_on, chat_template, weights)
     recipe, said, stop = _prepared(tokenizer, wanted, how, bounds)
     loaded, warnings = load_tokenizer(tokenizer), warnings + said
     options = {"tokenizer": loaded.fingerprint, "eval_fraction": eval_fraction}

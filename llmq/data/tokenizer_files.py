@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.worker import Bounds, in_worker
-from llmq.data.identity import TokenizerId, tokenizer_of_folder
+from llmq.data.guarded import look_into
+from llmq.data.identity import TokenizerId, ids_of, tokenizer_of_folder
 from llmq.data.tokenizer import (
     CONFIG_FILE,
     END_OF_TEXT,
@@ -72,9 +73,12 @@ OWN_TOKENS = {
 def take_as_it_is(folder: Path, *, own: str | None = None) -> None:
     """Have AutoTokenizer use the tokenizer.json in a model directory as it is, if it would not; EOS
     and BOS are added if no file names them. own: the class that transformers takes for this type of
-    model, whatever class the file names."""
-    if not (folder / "tokenizer.json").is_file():
-        return
+    model, whatever class the file names. DataError for a tokenizer without bounds."""
+    if (folder / "tokenizer.json").is_file():
+        look_into(folder, partial(_take_as_it_is, own=own))
+
+
+def _take_as_it_is(folder: Path, own: str | None) -> None:
     try:
         config = read_json(folder / CONFIG_FILE)
         tokenizer = HfTokenizer(folder)
@@ -111,12 +115,13 @@ def _name_tokens(config: dict[str, Any], tokenizer: HfTokenizer, own: dict[str, 
 def difference(folder: Path, tokenizer: HfTokenizer, text: str) -> str | None:
     """Describe how AutoTokenizer of a model directory differs from the training, on a text; None if
     it does not, or transformers is not installed. Another process tries it, without PyTorch."""
+    expected = tokenizer.encode(text)  # first, as nothing bounds the trial
     made = _trial(folder, text)
     if made is None:
         return None
     if "error" in made:
         return f"cannot be loaded ({made['error']})"
-    got, expected = made["ids"], tokenizer.encode(text)
+    got = made["ids"]
     if got == expected:
         return None
     pairs = enumerate(zip(got, expected, strict=False))
@@ -181,7 +186,7 @@ def grown_tokenizer(spec: str | Path, tokens: Sequence[str]) -> Iterator[str]:
 
 def first_new_id(folder: Path) -> int:
     """The id of the first token that a model directory's tokenizer gets behind its own."""
-    return load_tokenizer(folder).vocab_size
+    return look_into(folder, ids_of)
 
 
 def new_tokens(folder: Path, tokens: Sequence[str]) -> NewTokens:

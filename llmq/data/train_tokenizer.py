@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from llmq.base.errors import ConfigError, DataError, warn_once
 from llmq.base.files import staged_directory
 from llmq.base.locks import lock_beside, locked
 from llmq.base.records import HALVES, mended, whole_characters
+from llmq.base.worker import Bounds, in_worker
 from llmq.data.chat_template import load_chat_template
 from llmq.data.inputs import (
     EvalSplit,
@@ -144,7 +146,8 @@ def _chat_template(spec: str | None) -> tuple[str | None, tuple[str, ...]]:
         return None, ()
     if spec.lower() == CHATML:
         return _CHATML, _CHATML_TOKENS
-    template = load_chat_template(ByteTokenizer(), spec)
+    given = partial(load_chat_template, ByteTokenizer(), spec)
+    template = in_worker(given, f"the chat template '{spec}'", Bounds())
     return template.sources["default"], ()
 
 

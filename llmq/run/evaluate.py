@@ -19,10 +19,10 @@ from llmq.base.dtypes import DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.files import Closing, check_writable, write_file
 from llmq.base.locks import LOCK, locked
+from llmq.data.guarded import guarded_tokenizer
 from llmq.data.scores import LARGEST_ID
 from llmq.data.scoring import Asked, Batch, Encoder, Score, check_ids, judge, make_batches
 from llmq.data.tasks import Task, read_tasks
-from llmq.data.tokenizer import load_tokenizer
 from llmq.data.tokens import open_token_files
 from llmq.model.inference import Scorer, scoring_options
 from llmq.options.options import TrainConfig
@@ -93,7 +93,7 @@ def ask_model(
                 f"--seq-len: {seq_len} exceeds the model's {config.max_positions} positions"
             )
         longest = seq_len or config.max_positions
-        encoder = Encoder(load_tokenizer(source), longest, config.num_labels)
+        encoder = Encoder(guarded_tokenizer(source), longest, config.num_labels)
         asked = [encoder.ask(task) for task in tasks]
         check_ids(asked, config.vocab_size)
         warn(*[line for a in asked for line in a.cut_lines(f"the model's {longest} positions")])

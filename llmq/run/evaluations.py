@@ -19,10 +19,11 @@ from llmq.base.console import printable
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.checkpoint.store import Measured
 from llmq.data import scoring
+from llmq.data.guarded import guarded_tokenizer
 from llmq.data.loader import DataLoader
 from llmq.data.scoring import Asked, Encoder, Score, check_ids, judge, make_batches, pack_batches
 from llmq.data.tasks import read_tasks
-from llmq.data.tokenizer import Tokenizer, continuation, load_tokenizer
+from llmq.data.tokenizer import Tokenizer, continuation
 from llmq.model.rings import Result
 from llmq.options.options import TrainConfig
 from llmq.run.batches import mean_loss, open_loaders
@@ -86,7 +87,7 @@ def _tokenizer(trainer: Trainer) -> Tokenizer:
             f"{flag}: neither the model nor the training files have a tokenizer beside them: put "
             f"its files into '{Path(trainer.config.train_patterns[0]).parent / 'tokenizer'}'"
         )
-    return load_tokenizer(trainer.tokenizer)
+    return guarded_tokenizer(trainer.tokenizer)
 
 
 class Evaluations(Member):

@@ -14,6 +14,7 @@ from llmq.checkpoint import hub, peft
 from llmq.checkpoint.store import recorded_tokenizer
 from llmq.data.checksums import find_token_files
 from llmq.data.document_file import documents_path
+from llmq.data.guarded import guarded_tokenizer
 from llmq.data.identity import TokenizerId, read_manifest, tokenizer_of_folder, tokenizers_of_files
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.data.tokenizer_files import difference, new_tokens, parse_tokens
@@ -321,7 +322,7 @@ def exported_otherwise(directory: Path, source: Path, train_file: str) -> list[s
     try:
         file = TokenFile(find_token_files(train_file)[0])
         ids = file.read_tokens(0, min(file.num_tokens, SAMPLE_TOKENS))
-        tokenizer = HfTokenizer(source)
+        tokenizer = guarded_tokenizer(source)
         text = tokenizer.decode(ids.tolist())
     except (DataError, IndexError, OverflowError):
         return []

@@ -19,9 +19,10 @@ from llmq.base.records import mended
 from llmq.checkpoint.export_files import ADAPTER_CONFIG
 from llmq.checkpoint.exports.source import open_source
 from llmq.checkpoint.store import checkpoint_at
-from llmq.data.chat_template import ChatTemplate, Message, end_of_turn, load_chat_template
+from llmq.data.chat_template import ChatTemplate, Message, Stop, end_of_turn, load_chat_template
+from llmq.data.guarded import TokenizerProcess, guarded_tokenizer, process_of
 from llmq.data.identity import check_recorded
-from llmq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, streamed
+from llmq.data.tokenizer import ByteTokenizer, Tokenizer, streamed
 from llmq.model.inference import Decoder
 from llmq.options.presets import find_directory, is_preset
 from llmq.plan.checks import check_sizes
@@ -293,7 +294,7 @@ def run_sample(
     machine = choose_machine(device, 1)
     with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)
-        tokenizer: Tokenizer = load_tokenizer(source)
+        tokenizer: Tokenizer = guarded_tokenizer(source)
         talk = _begin(model, tokenizer, system, chat_template) if chat else None
         if talk is None:
             ids = prompt_ids(tokenizer, config, prompt)
@@ -369,7 +370,8 @@ class Conversation:
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, system: str | None) -> None:
         self.template, self.tokenizer = template, tokenizer
-        self.stop = end_of_turn(template, tokenizer)
+        self.process: TokenizerProcess = process_of(tokenizer)
+        self.stop = self.process.call(_stop, template)
         self.messages: list[Message] = []
         if system is not None:
             self.messages.append({"role": "system", "content": system})
@@ -377,9 +379,9 @@ class Conversation:
     def ask(self, text: str) -> list[int]:
         """Add what the user says; the prompt for the reply. LlmqError if the template refuses."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = self.template.render(messages, add_generation_prompt=True).text
+        prompt = self.process.call(_prompt, self.template, messages)
         self.messages = messages
-        return self.tokenizer.encode(prompt)
+        return prompt
 
     def reply(self, prompt: list[int], new: Iterator[int], say: Callable[[str], None]) -> None:
         """Say the reply as it comes, up to the end of the turn, and add it to the messages.
@@ -410,8 +412,16 @@ class Conversation:
         return next((n for n in lengths if text.endswith(stop[:n])), 0)
 
 
+def _stop(tokenizer: Tokenizer, template: ChatTemplate) -> Stop:
+    return end_of_turn(template, tokenizer)
+
+
+def _prompt(tokenizer: Tokenizer, template: ChatTemplate, messages: list[Message]) -> list[int]:
+    return tokenizer.encode(template.render(messages, add_generation_prompt=True).text)
+
+
 def _begin(model: str, tokenizer: Tokenizer, system: str | None, given: str | None) -> Conversation:
-    template = load_chat_template(tokenizer, given)
+    template = process_of(tokenizer).call(load_chat_template, given)
     if template is None:
         raise ConfigError(
             f"--chat: the tokenizer of '{model}' has no chat template: give --chat-template FILE, "

@@ -21,10 +21,11 @@ from llmq.checkpoint.finite import finite
 from llmq.checkpoint.hf import BaseId
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.store import check_model, checkpoint_at
+from llmq.data.guarded import guarded_tokenizer
 from llmq.data.identity import TokenizerId
 from llmq.data.loader import DataLoader
 from llmq.data.scores import ScoreFile, scores_path
-from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
+from llmq.data.tokenizer import ByteTokenizer
 from llmq.data.tokens import open_token_files
 from llmq.model.rings import Result
 from llmq.model.step import Step
@@ -449,7 +450,7 @@ class Trainer(Closing):
                 "it is not known which tokenizer made the training data, so there is no text of "
                 "its ids: `llmq tokenize` notes it beside the token files"
             )
-        tokenizer = load_tokenizer(self.tokenizer)
+        tokenizer = guarded_tokenizer(self.tokenizer)
         predictor = Predictor(self.ranks.next_logits, self.model, seq_len)
         with self.averaged():
             return prompt + "".join(choice.texts(predictor, tokenizer, prompt, seq_len=seq_len))

@@ -168,6 +168,21 @@ def special(root: Path, rng: random.Random) -> tuple[str, Ended, Problems]:
     return f"{kind}, {args[0]}", _ended(root, *args), []
 
 
+def pipes(root: Path, rng: random.Random) -> tuple[str, Ended, Problems]:
+    """Put a pipe, which nobody writes to, beside a token file."""
+    suffix = rng.choice(("docs", "sums", "scores"))
+    path = root / f"data/train-0.{suffix}"
+    new = {"out_dir": "new", "checkpoint_dir": "new-ckpt", "log_file": "new.json"}
+    args = [*train(train_file="data/train-0.bin", **new), "--packing", "best-fit"]
+    if suffix == "scores":
+        path = root / "scores/data-train-0.scores"
+        path.parent.mkdir()
+        args = [*args, "--loss", "weighted", "--scores", "scores", "--document-separator", "10"]
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    return suffix, _ended(root, *args), []
+
+
 def names(root: Path, rng: random.Random) -> tuple[str, Ended, Problems]:
     """Put odd names and hashes into a manifest, or odd files into a cached model's index."""
     odd = rng.choice(("\0", "a\0b", "\ud800", "", ".", "..", "x" * 5000, "\n", "/etc/passwd", 3))
@@ -204,8 +219,10 @@ def bounds(root: Path, rng: random.Random) -> tuple[str, Ended, Problems]:
     if kind == "template":
         number = rng.randrange(len(TEMPLATES))
         (root / "odd.jinja").write_text(TEMPLATES[number])
+        if rng.random() < 0.5:
+            args = ["sample", "out", "--chat", "--prompt", "a", "--device", "cpu"]
         args += ["--chat-template", "odd.jinja"]
-        kind = f"template {number}"
+        kind = f"template {number}, {args[0]}"
     elif kind in ("pattern", "normalizer"):
         path = root / "tok/tokenizer.json"
         document = json.loads(path.read_text())
@@ -219,6 +236,9 @@ def bounds(root: Path, rng: random.Random) -> tuple[str, Ended, Problems]:
         path.write_text(json.dumps(document))
         (root / "a.jsonl").write_text(json.dumps({"text": "a" * 60 + " b" * 60}) + "\n")
         args[1] = "a.jsonl"
+        if rng.random() < 0.5:
+            args = ["show", "data/train-0.bin", "--document-separator", "10", "--tokenizer", "tok"]
+        kind = f"{kind}, {args[0]}"
     elif kind == "record":
         size = rng.choice((10_000, 100_000, 3_000_000))
         (root / "a.jsonl").write_text(json.dumps({"text": "a b " * (size // 4)}) + "\n")
@@ -391,6 +411,7 @@ CASES: list[tuple[str, Case, int]] = [
     ("code and links", code, 8),
     ("places of a checkpoint", places, 8),
     ("what is no file", special, 8),
+    ("pipes beside token files", pipes, 4),
     ("names and hashes", names, 10),
     ("programs and sizes without end", bounds, 12),
     ("cache", cache, 8),

@@ -15,8 +15,10 @@ from typing import Any
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.export_files import CONFIG_FILE, save_tokenizer, write_json
+from llmq.data.guarded import look_into
 from llmq.data.tokenizer import (
     QWEN2_WORDS,
+    Added,
     HfTokenizer,
     Tokenizer,
     open_tokenizer,
@@ -70,14 +72,14 @@ def add_vocabulary(
         writer.add_tokenizer_model("none")
         return
     if isinstance(tokenizer, Path):
-        open_tokenizer(tokenizer)  # which names it where it cannot be read
+        look_into(tokenizer, _content)  # which names it where it cannot be read
         for name in HfTokenizer.OBJECTS:
             read_json(tokenizer / name)
     with TemporaryDirectory() as folder:
         # The library finds special tokens and templates in the files of a model directory.
         write_json(Path(folder) / CONFIG_FILE, model.to_hf())
         save_tokenizer(Path(folder), model, tokenizer)
-        content = json.loads(open_tokenizer(Path(folder)).to_str())
+        content, added = look_into(Path(folder), _content)
         kind = content["model"]["type"]
         if kind != "BPE":
             raise LlmqError(f"the tokenizer is a {kind}: llmq writes BPE into GGUF files only")
@@ -99,13 +101,18 @@ def add_vocabulary(
             writer.add_token_scores(_scores(content, tokens))
             writer.add_add_space_prefix(_begins_with_space(content))
         # Without these llama.cpp goes by the kind of tokenizer.
-        for name, added in zip(("bos", "eos"), HfTokenizer(Path(folder)).added, strict=True):
-            special.add_special_token[name] = bool(added)
+        for name, ids in zip(("bos", "eos"), added, strict=True):
+            special.add_special_token[name] = bool(ids)
         ids = special.special_token_ids
         for end in model.eos_token_ids:
             if ids.setdefault("eos", end) != end:
                 ids.setdefault("eot", end)
         special.add_to_gguf(writer, quiet=True)
+
+
+def _content(folder: Path) -> tuple[dict[str, Any], Added]:
+    """The content of a folder's tokenizer as JSON, and the ids that belong to each text."""
+    return json.loads(open_tokenizer(folder).to_str()), HfTokenizer(folder).added
 
 
 def _tokens(content: dict[str, Any], count: int) -> tuple[list[str], list[int]]:

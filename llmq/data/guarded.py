@@ -1,0 +1,93 @@
+"""Tokenizers and chat templates of others, run in a process of their own, each call within bounds.
+
+A tokenizer that explodes, or a template that never ends, is then one line, in whatever command.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llmq.base.worker import Answer, Begin, Bounds, Worker, in_worker
+from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer, load_tokenizer
+from llmq.options.presets import find_directory
+
+BOUNDS = Bounds(memory_per_byte=256, threads=True)
+_FACTS = ("vocab_size", "eos_id", "bos_id", "prefix_id", "added")
+
+
+class TokenizerProcess:
+    """A process that has loaded a tokenizer, and calls functions of it."""
+
+    def __init__(self, spec: str | Path) -> None:
+        """spec: of load_tokenizer."""
+        self._what, self._lock = f"the tokenizer '{spec}' or its chat template", threading.Lock()
+        self._worker = Worker(partial(_loaded, spec), BOUNDS)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The result of function(tokenizer, *args), all of which travel between processes.
+        DataError where the function takes more than the bounds, and after that."""
+        with self._lock:
+            self._worker.send((function, args), [self._what])
+            return self._worker.result()
+
+
+def _loaded(spec: str | Path) -> Answer:
+    tokenizer = load_tokenizer(spec)
+
+    def answer(task: tuple[Callable[..., Any], tuple], begin: Begin) -> Any:
+        function, args = task
+        begin(0, len(str(args)))
+        return function(tokenizer, *args)
+
+    return answer
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    method = getattr(HfTokenizer, name)
+
+    def call(tokenizer: GuardedTokenizer, *args: Any) -> Any:
+        return tokenizer.process.call(method, *args)
+
+    return call
+
+
+class GuardedTokenizer(HfTokenizer):
+    """The tokenizer in a model folder, which a process of its own runs."""
+
+    def __init__(self, folder: Path) -> None:
+        """DataError as of HfTokenizer, or where loading takes more than the bounds."""
+        self.folder, self.process = folder, TokenizerProcess(folder)
+        vars(self).update(self.process.call(_facts))
+
+    encode, encode_batch, encode_with_offsets, decode, is_special, is_byte = map(
+        _forwarded,
+        ("encode", "encode_batch", "encode_with_offsets", "decode", "is_special", "is_byte"),
+    )
+
+
+def _facts(tokenizer: HfTokenizer) -> dict[str, Any]:
+    return {name: getattr(tokenizer, name) for name in _FACTS}
+
+
+def guarded_tokenizer(spec: str | Path) -> Tokenizer:
+    """The tokenizer of load_tokenizer, in a process of its own if others have made the files."""
+    if str(spec) == ByteTokenizer.fingerprint:
+        return ByteTokenizer()
+    return GuardedTokenizer(find_directory(str(spec)) or Path(spec))
+
+
+def process_of(tokenizer: Tokenizer) -> TokenizerProcess:
+    """The tokenizer's process, for a chat template; a new one of a tokenizer without."""
+    if isinstance(tokenizer, GuardedTokenizer):
+        return tokenizer.process
+    return TokenizerProcess(ByteTokenizer.fingerprint)
+
+
+def look_into(folder: Path, function: Callable[[Path], Any]) -> Any:
+    """The result of a function of a folder's tokenizer files, in a process that ends with the call.
+    DataError where the function takes more than the bounds."""
+    return in_worker(partial(function, folder), f"the tokenizer '{folder}'", BOUNDS)
