@@ -300,7 +300,12 @@ def test_a_closed_trainer(world, tmp_path):
         "step 1": [t.step, lambda: t.step(batches())],
         "validate": [t.validate],
         "load": [lambda: t.load(checkpoint)],
-        "": [lambda: t.save(tmp_path / "d"), lambda: t.export(tmp_path / "e"), t.weights, t.restart],
+        "": [
+            lambda: t.save(tmp_path / "d"),
+            lambda: t.export(tmp_path / "e"),
+            t.weights,
+            t.restart,
+        ],
     }
     for name, closed in calls.items():
         for call in closed:
