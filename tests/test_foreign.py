@@ -213,6 +213,7 @@ def model(chats, monkeypatch):
     """A model folder with a tokenizer of others and a chat template, and token files of both."""
     bounds = replace(guarded.BOUNDS, seconds=0.3, memory=1 << 30)
     monkeypatch.setattr(guarded, "BOUNDS", bounds)
+    monkeypatch.setattr(guarded, "_ONCE", bounds)
     monkeypatch.setenv("LLMQ_CACHE_DIR", str(chats / "cache"))
     config = CONFIG | {"vocab_size": HfTokenizer(Path("theirs")).vocab_size}
     config = ModelConfig.from_hf(config | {"eos_token_id": 0})
@@ -239,9 +240,11 @@ def test_every_command_runs_tokenizers_in_bounds(model, command, capsys):
     replaced = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 200}
     split_by(model, normalizer=[replaced] * 6)
     assert _run([*COMMANDS[command], *(["--overwrite"] * (command[:5] == "train"))]) == 2
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if not line.startswith("warning: ")]
-    assert re.search("memory|processor time", lines[-1]) and "tokenizer" in lines[-1]
+    assert re.search("memory|processor time", lines[-1])
+    assert "the tokenizer 'model" in lines[-1] or "model/tokenizer" in lines[-1]
+    assert "[T]" not in out  # nothing was trained in vain
     assert len([line for line in lines if line.startswith("error: ")]) == 1
     assert not [*Path().glob("new*/model*")] and not Path("new.gguf").exists()
 

@@ -42,6 +42,10 @@ class Bounds:
     threads: bool = False
 
 
+class BoundsError(DataError):
+    """A program of others takes more than it may, or has ended its process."""
+
+
 def forks() -> bool:
     """Whether a worker is a fork, which has at once all that is loaded here: not where there are
     other threads, which may hold locks."""
@@ -87,10 +91,10 @@ class Worker:
             raise error
         return value
 
-    def _named(self, problem: str) -> DataError:
+    def _named(self, problem: str) -> BoundsError:
         item = self._item.value
         place = self._places[item] if item >= 0 else ", ".join(self._places[:1])
-        return DataError(f"{place}: {problem}" if place else problem)
+        return BoundsError(f"{place}: {problem}" if place else problem)
 
     def close(self) -> None:
         """End the process, whatever it does."""

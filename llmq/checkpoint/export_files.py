@@ -60,7 +60,8 @@ def save_tokenizer(folder: Path, config: ModelConfig, tokenizer: Tokenizer | Pat
         copy_tokenizer_files(tokenizer, folder)
     elif tokenizer is not None:
         tokenizer.save(folder)
-    take_as_it_is(folder, own=config.arch.own_tokenizer_class)
+    theirs = tokenizer if isinstance(tokenizer, Path) else getattr(tokenizer, "folder", None)
+    take_as_it_is(folder, own=config.arch.own_tokenizer_class, theirs=theirs)
 
 
 def exported_files(directory: Path) -> list[Path]:

@@ -15,7 +15,8 @@ from llmq.base.worker import Answer, Begin, Bounds, Worker, in_worker
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer, load_tokenizer
 from llmq.options.presets import find_directory
 
-BOUNDS = Bounds(memory_per_byte=256, threads=True)
+BOUNDS = Bounds(seconds=5, memory_per_byte=256, threads=True)  # of a call
+_ONCE = Bounds(seconds=20)  # of all that is looked up in a large vocabulary
 _FACTS = ("vocab_size", "eos_id", "bos_id", "prefix_id", "added")
 
 
@@ -87,7 +88,8 @@ def process_of(tokenizer: Tokenizer) -> TokenizerProcess:
     return TokenizerProcess(ByteTokenizer.fingerprint)
 
 
-def look_into(folder: Path, function: Callable[[Path], Any]) -> Any:
+def look_into(folder: Path, function: Callable[[Path], Any], name: Path | None = None) -> Any:
     """The result of a function of a folder's tokenizer files, in a process that ends with the call.
-    DataError where the function takes more than the bounds."""
-    return in_worker(partial(function, folder), f"the tokenizer '{folder}'", BOUNDS)
+    name: for messages, in place of the folder. DataError where the function takes more than the
+    bounds."""
+    return in_worker(partial(function, folder), f"the tokenizer '{name or folder}'", _ONCE)

@@ -19,6 +19,7 @@ from typing import Any
 
 from llmq.base.errors import DataError
 from llmq.base.files import check_readable, json_object, read_own, write_shared
+from llmq.base.worker import BoundsError
 from llmq.data.checksums import find_token_files
 from llmq.data.guarded import look_into
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
@@ -133,6 +134,8 @@ def _fingerprint_of_files(folder: Path) -> str | None:
             return found
     try:
         fingerprint = look_into(folder, _fingerprint)
+    except BoundsError:
+        raise
     except DataError:  # whoever loads the tokenizer reports this
         return None
     with suppress(OSError):
