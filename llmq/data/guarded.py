@@ -47,13 +47,12 @@ def _loaded(spec: str | Path) -> Answer:
     return answer
 
 
+def _method(tokenizer: Tokenizer, name: str, *args: Any) -> Any:
+    return getattr(tokenizer, name)(*args)
+
+
 def _forwarded(name: str) -> Callable[..., Any]:
-    method = getattr(HfTokenizer, name)
-
-    def call(tokenizer: GuardedTokenizer, *args: Any) -> Any:
-        return tokenizer.process.call(method, *args)
-
-    return call
+    return lambda tokenizer, *args: tokenizer.process.call(_method, name, *args)
 
 
 class GuardedTokenizer(HfTokenizer):
