@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+FILLER_TARGET = -101
+"""The target on the device of a token that only fills a row up, which losses of routers ignore."""
+
 
 class Batch(NamedTuple):
     """One micro-batch; arrays are int32 (B, T).
@@ -19,6 +22,9 @@ class Batch(NamedTuple):
     more     arrays that the loss reads besides (`Loss.inputs`), float32 (B, T), by name; or None.
              Pairs of documents have "partner": 1 + the first position of the other one, negative
              in a document that is not to be preferred, 0 outside of pairs
+    lengths  int32 (B,): how many tokens of each row documents own; the others fill the row up, as
+             padding of an attention mask does in transformers, and losses of routers ignore them.
+             None: documents own all
     """
 
     inputs: np.ndarray
@@ -26,3 +32,4 @@ class Batch(NamedTuple):
     starts: np.ndarray | None = None
     padding: int = 0
     more: Mapping[str, np.ndarray] | None = None
+    lengths: np.ndarray | None = None

@@ -14,10 +14,12 @@
 //
 // Sums over rows are of integers: blocks add theirs with atomics, and no order changes a bit. Of a
 // layer (SUMS = 1), they are rows by expert (E), probabilities by expert (E) in 2^-32, rows, entropies
-// in 2^-32, squares of log-sum-exp in 2^-20, and rows whose logits are not finite.
+// in 2^-32, squares of log-sum-exp in 2^-20, and rows whose logits are not finite. Sums and losses
+// leave out filler: rows whose target is FILLER.
 //
 // Data     logits: F32 (rows, E), d_logits: D (rows, E). chosen, weights, d_weights: (rows, top_k).
 //          bias: F32 (E) or null. of_experts: F32 (rows, E) or null, is added to d_weights.
+//          targets: I32 (rows) or null, no row is filler. by: F32 (rows) or null, all are 1.
 //          sums, totals: I64 (layers, 2 E + 4). factors: F32 (E + 1). losses: F64 (4). PER_LANE: E / 32, rounded up.
 // Launch   route, route_backward: 256 threads, up to 8 rows a block, over which route loops.
 //          route_balance: one block of 256 threads.
@@ -40,7 +42,8 @@
 
 constexpr u32 ALL = 0xFFFFFFFFu;
 constexpr int WARPS = 8;
-constexpr int EXTRA = 4;  // sums behind those by expert
+constexpr int EXTRA = 4;      // sums behind those by expert
+constexpr int FILLER = -101;  // FILLER_TARGET of llmq/base/batch.py
 constexpr float PROBABILITY_UNIT = 4294967296.0f, SQUARE_UNIT = 1048576.0f, MOST_SQUARE = 1048576.0f;
 constexpr float TINY = 1e-20f;
 
@@ -139,7 +142,7 @@ struct Seen {
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 route(i32* __restrict__ chosen, f32* __restrict__ weights, i64* sums, const f32* __restrict__ logits,
-      const f32* __restrict__ bias, i32 rows, i32 E, i32 top_k,
+      const f32* __restrict__ bias, const i32* __restrict__ targets, i32 rows, i32 E, i32 top_k,
       f32 scale) {
     constexpr int MOST = 32 * PER_LANE;
     __shared__ u64 shared[SUMS ? 2 * MOST : 1];
@@ -176,13 +179,14 @@ route(i32* __restrict__ chosen, f32* __restrict__ weights, i64* sums, const f32*
             if (lane == k) { mine = expert; }
         }
         const Shares shares(x, row, mine, top_k);
+        const bool counts = SUMS && !(targets && targets[r] == FILLER);
         if (lane < top_k) {
             chosen[r * top_k + lane] = mine;
             weights[r * top_k + lane] =
                 (RENORMALIZE ? shares.value / shares.sum : shares.value) * scale;
-            if (SUMS) { atomicAdd(shared + mine, (u64)1); }
+            if (counts) { atomicAdd(shared + mine, (u64)1); }
         }
-        if (SUMS) { seen.add_row(x); }
+        if (counts) { seen.add_row(x); }
     }
     if (SUMS) {
         u64* const to = reinterpret_cast<u64*>(sums);
@@ -199,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3)
 route_backward(D* __restrict__ d_logits, const f32* __restrict__ d_weights,
                const f32* __restrict__ of_experts, const f32* __restrict__ logits,
                const i32* __restrict__ chosen, const f32* __restrict__ factors,
-               i32 rows, i32 E, i32 top_k, f32 scale) {
+               const i32* __restrict__ targets, i32 rows, i32 E, i32 top_k, f32 scale) {
     constexpr bool BY_P = !BY_SIGMOID && !RENORMALIZE;  // weights are probabilities of all experts
     const int lane = threadIdx.x % 32;
     const i64 r = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
@@ -219,7 +223,8 @@ route_backward(D* __restrict__ d_logits, const f32* __restrict__ d_weights,
     if (BY_SIGMOID) { g *= 1.0f - shares.value; }
 
     // By expert: d is the gradient itself, of_p that of its probability.
-    const float of_lse = FACTORS ? x.lse() * factors[E] : 0.0f;
+    const bool counts = FACTORS && !(targets && targets[r] == FILLER);
+    const float of_lse = counts ? x.lse() * factors[E] : 0.0f;
     float d[PER_LANE] = {}, of_p[PER_LANE] = {}, p[PER_LANE], inner = 0.0f;
     for (int k = 0; k < top_k; ++k) {
         const int expert = __shfl_sync(ALL, mine, k);
@@ -235,7 +240,7 @@ route_backward(D* __restrict__ d_logits, const f32* __restrict__ d_weights,
         for (int i = 0; i < PER_LANE; ++i) {
             const int e = lane + 32 * i;
             p[i] = x.exponential(x.x[i], e < E) * one;
-            if (FACTORS && e < E) { of_p[i] += factors[e]; }
+            if (counts && e < E) { of_p[i] += factors[e]; }
             inner += of_p[i] * p[i];
         }
         inner = warp_sum(inner);
@@ -243,22 +248,33 @@ route_backward(D* __restrict__ d_logits, const f32* __restrict__ d_weights,
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
         const int e = lane + 32 * i;
-        if (FACTORS) { d[i] += p[i] * of_lse; }
-        if (FACTORS || BY_P) { d[i] += p[i] * (of_p[i] - inner); }
+        if (counts) { d[i] += p[i] * of_lse; }
+        if (counts || BY_P) { d[i] += p[i] * (of_p[i] - inner); }
         if (e < E) { d_logits[r * E + e] = from_f32<D>(d[i]); }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 route_balance(f32* __restrict__ factors, f64* losses, i64* totals, i64* sums,
-              const i32* __restrict__ targets, i32 layers, i32 E, i32 rows, f64 aux, f64 z) {
+              const i32* __restrict__ targets, const f32* __restrict__ by, i32 layers, i32 E,
+              i32 rows, f64 aux, f64 z) {
     __shared__ f64 partial[WARPS];
     __shared__ i64 counts[WARPS];
     __shared__ float most[WARPS];
+    __shared__ f64 divisor;  // in registers it would spill
     const int width = 2 * E + EXTRA;
     i64 mine = 0;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) { mine += targets[i] >= 0; }
     const f64 count = (f64)block_sum(mine, counts);
+    f64 by_weight = count;
+    if (by) {
+        by_weight = 0.0;
+        for (int i = threadIdx.x; i < rows; i += blockDim.x) {
+            if (targets[i] >= 0) { by_weight += by[i]; }
+        }
+        by_weight = block_sum(by_weight, partial);
+    }
+    if (threadIdx.x == 0) { divisor = by_weight; }  // all read it behind the barriers below
     i64 seen = 0, square = 0, entropy = 0;
     for (int l = threadIdx.x; l < layers; l += blockDim.x) {
         seen += sums[(i64)l * width + 2 * E];
@@ -280,13 +296,13 @@ route_balance(f32* __restrict__ factors, f64* losses, i64* totals, i64* sums,
             probability += sums[(i64)l * width + E + e];
         }
         const f64 share = (f64)load * one;
-        factors[e] = (f32)(aux * E * weight * share);
+        factors[e] = (f32)(aux * E * (divisor * one) * share);
         product += share * ((f64)probability * (1.0 / PROBABILITY_UNIT) * one);
     }
     product = block_sum(product, partial);
     busiest = block_max(busiest, most);
     if (threadIdx.x == 0) {
-        factors[E] = (f32)(2.0 * z * weight);
+        factors[E] = (f32)(2.0 * z * (divisor * one));
         losses[0] += count * E * product;
         losses[1] += weight * squares;
         losses[2] += weight * entropies;

@@ -81,20 +81,20 @@ class RowReader:
         width = [2 * self._top_k] * (self._top_k > 0)
         shapes = {PARTNER: inputs.shape, SCORES: (*inputs.shape, *width)}
         more = {name: np.zeros(shapes[name], np.float32) for name in names}
-        padding = 0
+        lengths = np.zeros(size, np.int32)
         for row, spans in enumerate(rows):
             of_row = None if starts is None else starts[row]
             more_of_row = {name: array[row] for name, array in more.items()}
             filled = self._read_row(spans, inputs[row], targets[row], of_row, more_of_row)
             if counted[row]:
-                padding += self.seq_len - filled
+                lengths[row] = filled
             else:
-                targets[row], padding = MASKED_TARGET, padding + self.seq_len
+                targets[row] = MASKED_TARGET
         inputs[len(rows) :] = inputs[0]
         if starts is not None:
             starts[len(rows) :] = starts[0]
-        padding += (size - len(rows)) * self.seq_len
-        return Batch(inputs, targets, starts, padding, more or None)
+        padding = inputs.size - int(lengths.sum())
+        return Batch(inputs, targets, starts, padding, more or None, lengths)
 
     def _read_row(
         self,

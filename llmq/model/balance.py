@@ -25,9 +25,10 @@ class Balance:
     """The sums of a model that has experts, and is trained. factors: F32 (E+1,), for backward; None
     where there is neither loss. totals: I64 (layers with experts, 2E+4), as `route` has sums."""
 
-    def __init__(self, dev: Device, config: ModelConfig, options: TrainConfig):
-        """options: normalized."""
+    def __init__(self, dev: Device, config: ModelConfig, options: TrainConfig, targets: Tensor):
+        """options: normalized. targets: I32 (B, T), of each micro-batch, with FILLER_TARGET."""
         self.dev, E = dev, config.experts.count
+        self.targets = targets.view(targets.size)
         self._layers = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
         shape = (len(self._layers), route.sums_size(E))
         self._sums = dev.alloc("router_sums", shape, I64, "Activations")
@@ -46,10 +47,11 @@ class Balance:
         index = self._layers.index(layer)
         return self._sums.rows(index, index + 1).view(self._sums.shape[1])
 
-    def finish(self, stats: Tensor, targets: Tensor) -> None:
-        """After the forward pass of a micro-batch. stats: F64, of ROUTER_STATS. targets: I32
-        (B, T)."""
-        args = (self._factors, stats, self.totals, self._sums, targets.view(targets.size))
+    def finish(self, stats: Tensor, weights: Tensor | None) -> None:
+        """After the forward pass of a micro-batch. stats: F64, of ROUTER_STATS. weights: F32
+        (B, T), as `Loss.divisor` has them."""
+        by = None if weights is None else weights.view(weights.size)
+        args = (self._factors, stats, self.totals, self._sums, self.targets, by)
         route.balance(self.dev, *args, **self._coefficients)
 
 
@@ -57,6 +59,6 @@ def aux_loss(config: ModelConfig, options: TrainConfig) -> float:
     """The coefficient of the load-balancing loss: as asked for, else that of config.json for a new
     model, and none for another one, as in transformers."""
     if options.router_aux_loss is None:
-        is_new = options.from_scratch and options.loss == "ce"
+        is_new = options.from_scratch and options.pairs is None
         return config.experts.aux_loss if is_new else 0.0
     return options.router_aux_loss

@@ -38,12 +38,14 @@ class Model:
         starts: Tensor | None = None,
         *,
         scalars: Tensor | None = None,
+        targets: Tensor | None = None,
         loss: Loss | None = None,
         cache: Cache | None = None,
     ):
         """backend: of attention, see directions. starts: I32 (B,T), see Batch; None: all are 0.
-        scalars: StepScalars, which adapters need. loss: what is trained; None without backward
-        passes. cache: of one text that passes continue; None: they see whole sequences."""
+        scalars: StepScalars, which adapters need. targets: I32 (B,T), which a loss needs. loss:
+        what is trained; None without backward passes. cache: of one text that passes continue;
+        None: they see whole sequences."""
         self.dev, self.config, self.weights, self.starts = dev, config, weights, starts
         self.loss, trains = loss, loss is not None
         self.operands = format_of(dev, config, options, scalars)
@@ -51,7 +53,7 @@ class Model:
         offload, layers = options.offload_residual, config.num_layers
         self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
         routes = trains and config.experts is not None
-        self.balance = Balance(dev, config, options) if routes else None
+        self.balance = Balance(dev, config, options, targets) if routes else None
         linear = BlockLinear(dev, config, options, self.operands, scalars)
         positions = options.local_seq_len if cache is None else cache.positions
         of_pass = (backend, positions, starts, self.balance)

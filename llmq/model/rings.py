@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from llmq.base.batch import Batch
+from llmq.base.batch import FILLER_TARGET, Batch
 from llmq.base.dtypes import F32, F64, I32, I64, NO_LIMITS, STEP_SCALARS, STEP_SCALARS_WORDS, Limits
 from llmq.base.tensor import Tensor
 from llmq.model.losses.loss import Loss
@@ -203,8 +203,8 @@ class Inbox:
         self._ticket_of_slot = [-1] * slots  # of the step that last used it
 
     def send(self, scalars: np.ndarray, batch: Batch, results: Results) -> None:
-        """Enqueue the copy. batch: what it lacks of `starts` and `more` is 0. results: of steps,
-        which say what the device has read."""
+        """Enqueue the copy. batch: what it lacks of `starts` and `more` is 0, and the targets of
+        filler become FILLER_TARGET. results: of steps, which say what the device has read."""
         ring = self._ring
         index = ring.advance()
         if self._ticket_of_slot[index] > results.last_read:
@@ -219,7 +219,11 @@ class Inbox:
 
     def _content(self, batch: Batch) -> list[np.ndarray]:
         nothing, more = np.zeros_like(batch.inputs), batch.more or {}
-        parts = [batch.inputs, batch.targets]
+        targets = batch.targets
+        if batch.lengths is not None:
+            filler = np.arange(targets.shape[1]) >= batch.lengths[:, None]
+            targets = np.where(filler, np.int32(FILLER_TARGET), targets)
+        parts = [batch.inputs, targets]
         if self.starts is not None:  # None: each sequence is one document
             parts.append(nothing if batch.starts is None else batch.starts)
         for name, array in self.more.items():

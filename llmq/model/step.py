@@ -55,7 +55,8 @@ class Step:
         self.loss = loss(dev, options, inbox.more)
         shared = (self.weights, backend, inbox.starts)
         trained = None if options.only_scores else self.loss
-        self.model = Model(dev, config, options, *shared, scalars=inbox.scalars, loss=trained)
+        told = {"scalars": inbox.scalars, "targets": inbox.targets}
+        self.model = Model(dev, config, options, *shared, **told, loss=trained)
         self.scales = self.model.operands.scales
         background = options.ckpt_background and trained is not None
         self.snapshot = Snapshot(dev, self.stored_state()) if background else None
@@ -117,7 +118,7 @@ class Step:
     ) -> None:
         self.model.forward(self.tokens, stale=stale, keep=True)
         if self.model.balance is not None:
-            self.model.balance.finish(self.results.more, self.targets)
+            self.model.balance.finish(self.results.more, self.loss.divisor())
         self.model.backward(self.grads, self.tokens, self.targets, accumulate=accumulate, last=last)
         if counts:
             self.loss.add(self.stats, self.model.rows(self.targets))

@@ -14,7 +14,8 @@ ST-MoE's (arXiv:2202.08906, eq. 5):
     aux = E * sum over e of (rows of e / n) * (sum of p[:, e] / n)        z = sum of lse^2 / n
 
 n: rows of all layers; rows of e: how often it was chosen, a constant where gradients are concerned.
-Both are added to the loss of a micro-batch, a mean over its targets.
+Rows of filler count nowhere, as padding of an attention mask in transformers. Both losses are added
+to the loss of a micro-batch, a mean over its targets.
 """
 
 from llmq.base.dtypes import F32, F64, I32, I64
@@ -34,19 +35,20 @@ ROUTE = Kernel(
     "route.cu",
     "route",
     args="i32* chosen, f32* weights, inout i64*? sums, const f32* logits, const f32*? bias, "
-    "i32 rows, i32 E, i32 top_k, f32 scale",
+    "const i32*? targets, i32 rows, i32 E, i32 top_k, f32 scale",
 )
 BACKWARD = Kernel(
     "route.cu",
     "route_backward",
     args="D* d_logits, const f32* d_weights, const f32*? of_experts, const f32* logits, "
-    "const i32* chosen, const f32*? factors, i32 rows, i32 E, i32 top_k, f32 scale",
+    "const i32* chosen, const f32*? factors, const i32*? targets, i32 rows, i32 E, i32 top_k, "
+    "f32 scale",
 )
 BALANCE = Kernel(
     "route.cu",
     "route_balance",
     args="f32* factors, inout f64* losses, inout i64* totals, inout i64* sums, "
-    "const i32* targets, i32 layers, i32 E, i32 rows, f64 aux, f64 z",
+    "const i32* targets, const f32*? by, i32 layers, i32 E, i32 rows, f64 aux, f64 z",
 )
 
 
@@ -61,6 +63,7 @@ def route(
     scale: float = 1.0,
     bias: Tensor | None = None,
     sums: Tensor | None = None,
+    targets: Tensor | None = None,
 ) -> None:
     """Choose top_k experts for each row. NaN in a row is nobody's choice, and makes it NaN.
 
@@ -74,6 +77,7 @@ def route(
                                         probabilities by expert in 2^-32, rows, entropies in 2^-32,
                                         lse^2 in 2^-20, rows whose logits are not finite, which
                                         probabilities, entropies and squares leave out
+        targets  in     I32 (S,)        or None; of sums, which leave out rows of FILLER_TARGET
 
     Cost:    logits read once. Sums are integers: the same in any order.
     """
@@ -84,9 +88,11 @@ def route(
         expect(op, "bias", bias, F32, (E,))
     if sums is not None:
         expect(op, "sums", sums, I64, (sums_size(E),))
+    if targets is not None:
+        expect(op, "targets", targets, I32, (S,))
     consts = _consts(kind, E, renormalize) | {"SUMS": int(sums is not None)}
     blocks = min(ceil_div(S, THREADS // WARP), BLOCKS * dev.spec.num_sms)
-    args = (chosen, weights, sums, logits, bias, S, E, top_k, scale)
+    args = (chosen, weights, sums, logits, bias, targets, S, E, top_k, scale)
     dev.launch(ROUTE, blocks, THREADS, args, consts=consts)
 
 
@@ -102,6 +108,7 @@ def route_backward(
     scale: float = 1.0,
     of_experts: Tensor | None = None,
     factors: Tensor | None = None,
+    targets: Tensor | None = None,
 ) -> None:
     """d_logits from the gradients of the weights, and of both losses where there are factors.
 
@@ -112,6 +119,7 @@ def route_backward(
         chosen     in   I32 (S, top_k)
         of_experts in   F32 (S, E)      or None; is added to d_weights, of the chosen ones
         factors    in   F32 (E + 1,)    or None; what `balance` has made
+        targets    in   I32 (S,)        or None; as of route: rows of FILLER_TARGET have no losses
     """
     op = "route_backward"
     S, E, top_k = _check(op, kind, logits, chosen)
@@ -122,8 +130,10 @@ def route_backward(
         expect(op, "of_experts", of_experts, F32, (S, E))
     if factors is not None:
         expect(op, "factors", factors, F32, (E + 1,))
+    if targets is not None:
+        expect(op, "targets", targets, I32, (S,))
     consts = _consts(kind, E, renormalize) | {"FACTORS": int(factors is not None)}
-    args = (d_logits, d_weights, of_experts, logits, chosen, factors, S, E, top_k, scale)
+    args = (d_logits, d_weights, of_experts, logits, chosen, factors, targets, S, E, top_k, scale)
     blocks = ceil_div(S, THREADS // WARP)
     dev.launch(BACKWARD, blocks, THREADS, args, consts=consts)
 
@@ -135,6 +145,7 @@ def balance(
     totals: Tensor,
     sums: Tensor,
     targets: Tensor,
+    by: Tensor | None = None,
     *,
     aux: float,
     z: float,
@@ -153,6 +164,8 @@ def balance(
         totals   inout  I64 (L, 2 E + 4)   is added: sums
         sums     inout  I64 (L, 2 E + 4)   of each layer, as of route
         targets  in     I32 (S,)           negative: none
+        by       in     F32 (S,)           or None, all are 1: the weights of targets, by whose sum
+                                           all of a step is divided, and gradients are multiplied
         aux, z                             the coefficients of both losses, of which there may be
                                            none
     """
@@ -164,7 +177,9 @@ def balance(
     expect(op, "sums", sums, I64, shape)
     expect(op, "totals", totals, I64, shape)
     expect(op, "targets", targets, I32, (targets.size,))
-    args = (factors, losses, totals, sums, targets, sums.shape[0], E, targets.size, aux, z)
+    if by is not None:
+        expect(op, "by", by, F32, (targets.size,))
+    args = (factors, losses, totals, sums, targets, by, sums.shape[0], E, targets.size, aux, z)
     dev.launch(BALANCE, 1, THREADS, args)
 
 

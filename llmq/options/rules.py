@@ -218,8 +218,8 @@ REFUSED = (
     *each("train_file", REFUSE, lambda v, o: error(split_weights, v), "{found}"),
     *refused(
         "router_aux_loss router_z_loss",
-        lambda v, o: v and o.loss != "ce",
-        "counts tokens, and --loss {loss} pairs of answers: leave it out",
+        lambda v, o: v and o.pairs,
+        "is added to losses of tokens, and --loss {loss} compares answers: leave it out",
     ),
     # The products run in the model's format, or in 8 bits with output gradients in 8 bits.
     *refused(

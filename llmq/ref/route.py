@@ -3,6 +3,7 @@ in balance."""
 
 import numpy as np
 
+from llmq.base.batch import FILLER_TARGET
 from llmq.ref.common import compute, sigmoid
 
 # rows, experts, experts of a row
@@ -54,7 +55,15 @@ def _shares(
     return values, (total + tiny)[:, None]
 
 
-def route(chosen, weights, sums, logits, bias, rows, E, top_k, scale, *, by_sigmoid, renormalize):
+def _counted(targets: np.ndarray | None) -> np.ndarray | slice:
+    """An index of the rows that count in sums and losses: all but filler."""
+    counted = slice(None) if targets is None else targets != FILLER_TARGET
+    return slice(None) if targets is None or counted.all() else counted
+
+
+def route(
+    chosen, weights, sums, logits, bias, targets, rows, E, top_k, scale, *, by_sigmoid, renormalize
+):
     scores = sigmoid(compute(logits)) if by_sigmoid else compute(logits)
     if bias is not None:
         scores = scores + bias
@@ -65,8 +74,9 @@ def route(chosen, weights, sums, logits, bias, rows, E, top_k, scale, *, by_sigm
     weights[...] = (values / total if renormalize else values) * weights.dtype.type(scale)
     if sums is None:
         return
-    x = compute(logits)
-    sums[:E] += np.bincount(chosen.reshape(-1), minlength=E)
+    counted = _counted(targets)
+    x, p, lse = compute(logits)[counted], p[counted], lse[counted]
+    sums[:E] += np.bincount(chosen[counted].reshape(-1), minlength=E)
     finite = np.isfinite(lse)
     sums[2 * E] += len(lse)
     sums[2 * E + 3] += np.count_nonzero(~finite)
@@ -82,8 +92,8 @@ def _units(x: np.ndarray, unit: float) -> np.ndarray:
 
 
 def route_backward(
-    d_logits, d_weights, of_experts, logits, chosen, factors, rows, E, top_k, scale, *, by_sigmoid,
-    renormalize,
+    d_logits, d_weights, of_experts, logits, chosen, factors, targets, rows, E, top_k, scale, *,
+    by_sigmoid, renormalize,
 ):  # fmt: skip
     p, lse = _softmax(logits) if not by_sigmoid or factors is not None else (None, None)
     values, total = _shares(logits, None if by_sigmoid else p, chosen)
@@ -103,23 +113,29 @@ def route_backward(
         np.put_along_axis(d, chosen, g * values, axis=1)
     else:
         np.put_along_axis(of_p, chosen, g, axis=1)
+    counted = _counted(targets)
     if factors is not None:
-        of_p += factors[:E]
-        d += p * (lse * factors[E])[:, None]
-    if factors is not None or not (by_sigmoid or renormalize):
-        d += p * (of_p - np.add.reduce(of_p * p, axis=1, keepdims=True))
+        of_p[counted] += factors[:E]
+        d[counted] += p[counted] * (lse[counted] * factors[E])[:, None]
+    by_p = not (by_sigmoid or renormalize)
+    if factors is not None or by_p:
+        of = slice(None) if by_p else counted
+        p, of_p = p[of], of_p[of]
+        d[of] += p * (of_p - np.add.reduce(of_p * p, axis=1, keepdims=True))
     d_logits[...] = d
 
 
-def route_balance(factors, losses, totals, sums, targets, layers, E, rows, aux, z):
+def route_balance(factors, losses, totals, sums, targets, by, layers, E, rows, aux, z):
     of_all = sums.sum(axis=0)
-    count, seen = np.count_nonzero(targets >= 0), float(of_all[2 * E])
+    trained, seen = targets >= 0, float(of_all[2 * E])
+    count = np.count_nonzero(trained)
+    divisor = count if by is None else by[trained].sum(dtype=np.float64)
     factors[...] = 0
     if seen:
         load = of_all[:E] / seen
         probability = of_all[E : 2 * E] / PROBABILITY_UNIT / seen
-        factors[:E] = aux * E * count / seen * load
-        factors[E] = 2 * z * count / seen
+        factors[:E] = aux * E * divisor / seen * load
+        factors[E] = 2 * z * divisor / seen
         losses[0] += count * E * float(load @ probability)
         losses[1] += count * (of_all[2 * E + 2] / SQUARE_UNIT / seen)
         losses[2] += count * (of_all[2 * E + 1] / PROBABILITY_UNIT / seen)

@@ -63,7 +63,8 @@ def checked_batches(
             f"step: grad_accumulation is {config.grad_accumulation}{of_ranks}, got "
             f"{len(batches)} batches"
         )
-    for inputs, targets, starts, _, more in batches:
+    for inputs, targets, starts, _, more, lengths in batches:
+        _check_lengths(lengths, shape)
         _check_starts(starts, shape, config)
         _check_more(more or {}, shape, loss_class(config).widths(config))
         for name, array in (("inputs", inputs), ("targets", targets)):
@@ -79,6 +80,14 @@ def checked_batches(
 def _check(name: str, array: np.ndarray, shape: tuple[int, ...], dtype: str) -> None:
     if array.shape != shape or array.dtype != dtype:
         raise ValueError(f"step: {name} must be {dtype} {shape}, got {array.dtype} {array.shape}")
+
+
+def _check_lengths(lengths: np.ndarray | None, rows: tuple[int, int]) -> None:
+    if lengths is None:
+        return
+    _check("lengths", lengths, rows[:1], "int32")
+    if (lengths < 0).any() or (lengths > rows[1]).any():
+        raise ValueError(f"step: lengths must be from 0 to {rows[1]}, got {lengths.tolist()}")
 
 
 def _check_more(

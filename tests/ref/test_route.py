@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from llmq.base.batch import FILLER_TARGET
 from llmq.ref import route as ref
 
 KINDS = [("softmax", False), ("softmax", True), ("sigmoid", False), ("sigmoid", True)]
@@ -20,12 +21,12 @@ def torch_route(logits, top_k, kind, renormalize, scale, bias=None):
     return chosen, weights * scale
 
 
-def routed(logits, top_k, kind, renormalize, scale=1.0, bias=None, sums=None):
+def routed(logits, top_k, kind, renormalize, scale=1.0, bias=None, sums=None, targets=None):
     rows, E = logits.shape
     chosen = np.full((rows, top_k), -1, np.int32)
     weights = np.full((rows, top_k), np.nan, logits.dtype)
     how = {"by_sigmoid": kind == "sigmoid", "renormalize": renormalize}
-    ref.route(chosen, weights, sums, logits, bias, rows, E, top_k, scale, **how)
+    ref.route(chosen, weights, sums, logits, bias, targets, rows, E, top_k, scale, **how)
     return chosen, weights
 
 
@@ -46,7 +47,7 @@ def test_choice_weights_and_gradient_equal_torch(kind, renormalize, rows, E, top
     how = {"by_sigmoid": kind == "sigmoid", "renormalize": renormalize}
     of_experts = np.random.default_rng(9).normal(size=logits.shape)
     d = d - np.take_along_axis(of_experts, chosen, axis=1)
-    sizes = (None, rows, E, top_k, 2.5)
+    sizes = (None, None, rows, E, top_k, 2.5)
     ref.route_backward(d_logits, d, of_experts, logits, chosen, *sizes, **how)
     np.testing.assert_allclose(d_logits, want_gradient.numpy(), rtol=1e-11, atol=1e-14)
 
@@ -70,17 +71,22 @@ def test_ties_go_to_the_lowest_number_and_nan_to_nobody():
     assert np.isnan(weights[2:]).all() and np.isfinite(weights[:2]).all()
 
 
+@pytest.mark.parametrize("filler", [0, 15])
 @pytest.mark.parametrize("kind, renormalize", [("softmax", False), ("softmax", True)])
-def test_losses_and_their_gradients_equal_transformers(kind, renormalize):
-    """Over two layers of one micro-batch, for a mean over 30 targets."""
+def test_losses_and_their_gradients_equal_transformers(kind, renormalize, filler):
+    """Over two layers of one micro-batch, for a mean over 30 targets; transformers has an
+    attention mask where rows are filler."""
     rng = np.random.default_rng(3)
     L, rows, E, top_k, aux, z = 2, 50, 12, 3, 0.01, 0.003
     logits, d = rng.normal(size=(L, rows, E)), rng.normal(size=(rows, top_k))
-    targets = np.where(np.arange(rows) < 30, 5, -1).astype(np.int32)
+    targets = np.where(np.arange(rows) < 30, 5, -100).astype(np.int32)
+    targets[rows - filler :] = FILLER_TARGET
+    owned = targets != FILLER_TARGET
 
     layers = [torch.tensor(x, requires_grad=True) for x in logits]
-    want_aux = load_balancing_loss_func(tuple(layers), E, top_k)
-    lse = torch.cat([torch.logsumexp(x, dim=-1) for x in layers])
+    mask = torch.tensor(owned).long().view(5, 10) if filler else None
+    want_aux = load_balancing_loss_func(tuple(layers), E, top_k, mask)
+    lse = torch.cat([torch.logsumexp(x[owned], dim=-1) for x in layers])
     want_z = (lse**2).mean()
     total = 30 * (aux * want_aux + z * want_z)
     for x in layers:
@@ -89,26 +95,27 @@ def test_losses_and_their_gradients_equal_transformers(kind, renormalize):
 
     sums = np.zeros((L, ref.sums_size(E)), np.int64)
     chosen = [
-        routed(x, top_k, kind, renormalize, 1.0, None, s)[0]
+        routed(x, top_k, kind, renormalize, 1.0, None, s, targets)[0]
         for x, s in zip(logits, sums, strict=True)
     ]
-    np.testing.assert_array_equal(sums[1, :E], np.bincount(chosen[1].reshape(-1), minlength=E))
+    loads = [np.bincount(c[owned].reshape(-1), minlength=E) for c in chosen]
+    np.testing.assert_array_equal(sums[1, :E], loads[1])
     factors, losses = np.full(E + 1, np.nan), np.ones(4)
     totals = np.ones_like(sums)
     before = sums.copy()
-    ref.route_balance(factors, losses, totals, sums, targets, L, E, rows, aux, z)
+    ref.route_balance(factors, losses, totals, sums, targets, None, L, E, rows, aux, z)
     np.testing.assert_array_equal(totals, before + 1)
     assert not sums.any()
     # Probabilities are summed in units of 2^-32, squares in 2^-20.
-    routers = torch.stack(layers)
+    routers = torch.stack(layers)[:, owned]
     entropy = torch.distributions.Categorical(logits=routers).entropy().mean()
-    loads = [np.bincount(c.reshape(-1), minlength=E) for c in chosen]
-    want = [want_aux.item(), want_z.item(), entropy.item(), np.max(loads) / rows]
+    want = [want_aux.item(), want_z.item(), entropy.item(), np.max(loads) / owned.sum()]
     np.testing.assert_allclose((losses - 1) / 30, want, rtol=1e-6)
     for x, c, layer in zip(logits, chosen, layers, strict=True):
         d_logits = np.full_like(x, np.nan)
         how = {"by_sigmoid": False, "renormalize": renormalize}
-        ref.route_backward(d_logits, d, None, x, c, factors, rows, E, top_k, 1.0, **how)
+        sizes = (factors, targets, rows, E, top_k, 1.0)
+        ref.route_backward(d_logits, d, None, x, c, *sizes, **how)
         # Transformers divides the rows of experts in F32.
         np.testing.assert_allclose(d_logits, layer.grad.numpy(), rtol=1e-6, atol=1e-9)
 
@@ -130,5 +137,6 @@ def test_rows_that_are_not_finite_are_counted_and_left_out_of_probabilities():
 def test_nothing_that_counts_gives_no_losses():
     factors, losses = np.full(5, np.nan, np.float32), np.zeros(4)
     sums = np.zeros((2, 12), np.int64)
-    ref.route_balance(factors, losses, sums.copy(), sums, np.full(3, -1, np.int32), 2, 4, 3, 1, 1)
+    targets = np.full(3, -1, np.int32)
+    ref.route_balance(factors, losses, sums.copy(), sums, targets, None, 2, 4, 3, 1, 1)
     assert not factors.any() and not losses.any()

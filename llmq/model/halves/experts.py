@@ -119,7 +119,7 @@ class ExpertsHalf:
         self._multiply_router(kept.router_logits, at.w, tensor_of(x))
         how = {"renormalize": here.spec.sizes["renormalize"]}
         if at.keep and self.balance is not None:
-            how["sums"] = self.balance.sums(here.index)
+            how |= {"sums": self.balance.sums(here.index), "targets": self.balance.targets}
         route(dev, kept.chosen, kept.weights, kept.router_logits, **how)
         sort_rows(dev, kept.order, kept.place, kept.starts, kept.chosen)
         up = kept.up.place(dev, at.temps)
@@ -235,7 +235,8 @@ class ExpertsHalf:
     ) -> None:
         """Adds to d_x, if it is wanted."""
         dev, here, w, g, logits = self.dev, at.here, at.w, at.g, at.here.kept.router_logits
-        how = {"renormalize": here.spec.sizes["renormalize"], "factors": self.balance.factors}
+        balance, how = self.balance, {"renormalize": here.spec.sizes["renormalize"]}
+        how |= {"factors": balance.factors, "targets": balance.targets}
         biases = biases_of(w, "experts_down", logits.shape[1])
         with ExitStack() as temps:
             scratch = dev.scratch("d_router_logits", logits.shape, w["router"].dtype)

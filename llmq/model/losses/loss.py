@@ -79,6 +79,11 @@ class Loss(ABC):
         micro-batch before, unless the loss looks ahead."""
         return None
 
+    def divisor(self) -> Tensor | None:
+        """F32 (B, T): weights of targets, of which "count" is the sum; None: all are 1, or "count"
+        is no sum over targets."""
+        return None
+
     @abstractmethod
     def add(self, stats: Tensor, rows: Rows) -> None:
         """Add a micro-batch to the statistics, F64 as `stat` says. Only launches."""
