@@ -8,19 +8,18 @@ import re
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from llmq.base.run_id import RunId
-from llmq.checkpoint.manifest import MANIFEST
-from llmq.checkpoint.store import VERDICT, Best, Verdict, best_owner, read_verdict, write_verdict
+from llmq.checkpoint.store import VERDICT, Verdict, read_verdict, write_verdict
 from llmq.commands.cli import _run
 from llmq.model.step import Step
 from llmq.options.option_file import command_line
 from llmq.options.options_io import make_config, option_rows
 from llmq.options.presets import preset
+from llmq.report.json_log import LogReader, without_undone
 from llmq.report.watch import numbers, text
 from llmq.run import evaluations
+from llmq.run.trainer import Trainer
 from tests.runs import flags, make_workplace, records, signal_after, train, write_tokens
 
 QUESTIONS = [("a", "bc", "d", "A"), ("ö", "x", "yz", "B"), ("no", "1", "22", "B")]
@@ -214,37 +213,6 @@ def test_a_metric_of_a_task():
     assert set(checkpoints()) <= set(values)
 
 
-def test_what_is_better(tmp_path):
-    mine, other = RunId.new("mine"), RunId.new("other")
-    best = Best("arc/acc", tmp_path, ["arc/acc"])
-    (tmp_path / "step_00000005").mkdir()
-    (tmp_path / "step_00000005" / MANIFEST).write_text("{}")
-    assert not best.improves({"loss": (1.0, 9)})
-    assert not best.improves({"arc/acc": (np.nan, 9)})
-    assert best.improves({"arc/acc": (0.5, 9)})
-    best.note({"arc/acc": (0.5, 9)}, 5, mine)
-    assert best_owner(tmp_path) == mine
-    for value, size, better in ((0.5, 9, False), (0.4, 9, False), (0.6, 9, True), (0.6, 8, False)):
-        assert best.improves({"arc/acc": (value, size)}) is better
-    for metric, run_id, done, step in (
-        ("arc/acc", mine, 5, 5),
-        ("arc/acc", mine, 4, None),  # its steps are made again
-        ("arc/acc", other, 9, None),
-        ("loss", mine, 9, None),
-    ):
-        again = Best(metric, tmp_path, [metric])
-        again.resume(run_id, done)
-        assert again.step == step
-    note = (tmp_path / "best.json").read_text()
-    (tmp_path / "best.json").write_text(note.replace('"size": 9', '"size": 1e999'))
-    damaged = Best("arc/acc", tmp_path, ["arc/acc"])
-    damaged.resume(mine, 5)
-    assert damaged.step is None and "1e999" in (tmp_path / "best.json").read_text()
-    loss = Best("loss", tmp_path, ["loss"])
-    loss.note({"loss": (2.0, 9)}, 5, mine)
-    assert loss.improves({"loss": (1.9, 9)}) and not loss.improves({"loss": (2.1, 9)})
-
-
 def test_the_note_of_another_run_is_not_overwritten(capsys):
     assert train(steps=1, eval_every_n_steps=1, keep_best="loss") == 0
     before = Path("ckpt/best.json").read_text()
@@ -313,3 +281,26 @@ def test_a_damaged_verdict_says_nothing(tmp_path, field, value):
         text = f'{text[:-1]}, "{field}": {value}}}'
     (tmp_path / VERDICT).write_text(text)
     assert read_verdict(tmp_path) is None
+
+
+def test_evaluations_that_are_repeated_count_once(monkeypatch):
+    """A kill comes after the last evaluations, of which the last checkpoint knows nothing."""
+    final = [*EVERYTHING, "--sample-prompt=ab"]
+    assert run(*final, save_training_state=True, steps=3) == 0
+    kept = without_undone(LogReader(Path("log.json")).new_records())
+
+    def killed(self, *_, **__):
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "export", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            run(*final, save_training_state=True, steps=3)
+    assert run(*final, "--continue", overwrite=None, steps=3) == 0
+    again = without_undone(LogReader(Path("log.json")).new_records())
+    for kind, value in (("eval", "loss"), ("task", "value"), ("sample", "text")):
+        assert len([r for r in records(kind) if r["step"] == 3]) > len(
+            [r for r in kept if r["log"] == kind and r["step"] == 3]
+        )
+        found = [[(r["step"], r[value]) for r in log if r["log"] == kind] for log in (kept, again)]
+        assert found[0] == found[1] != []

@@ -48,7 +48,7 @@ from llmq.options.options import OPTIONS
 from llmq.runtime.device import Device
 from llmq.state.params import Param, Slab
 from llmq.state.pieces import SlabPiece, State
-from llmq.state.rules import rule_saved
+from llmq.state.rules import AVERAGE, rule_saved
 from llmq.state.rules.rule import ROWS, SCALES, UpdateRule
 
 INITIAL_ADAPTERS = "adapters.begun"  # which there is where adapters began as a part of the model
@@ -319,6 +319,14 @@ class CheckpointReader(Closing):
             values = piece.file.read(param.name, at, at + last - first)
             out[first - start : last - start] = values
         return out
+
+    def model(self, param: Param, group: str = "weights") -> np.ndarray:
+        """A whole parameter in its shape as the model has it: with --ema the average, in the format
+        of the weights. LlmqError as `read`."""
+        values = self.read(group, param)
+        if group == "weights" and param.name in self._pieces.get(AVERAGE.group, {}):
+            values = self.read(AVERAGE.group, param).astype(values.dtype)
+        return values.reshape(param.shape)
 
     def dtype(self, group: str) -> np.dtype:
         return self._dtypes[group]

@@ -2,6 +2,7 @@
 their third argument: the model (`ModelConfig`), a GPU (`DeviceSpec`), its `Card`, or one of those
 here."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -207,6 +208,17 @@ def rounds(o: Options) -> bool:
 def writes(o: Options) -> bool:
     """Whether there are checkpoints that nobody asks for while the run goes."""
     return o.ckpt_interval > 0 or o.save_training_state or o.ckpt_every_minutes > 0
+
+
+def measured_before_end(o: Options, length: Length) -> int:
+    """How often the metric of --keep-best is measured before the evaluation at the end."""
+    last, every = length.steps - 1, o.task_every
+    epochs = 0
+    if o.keep_best.endswith("loss"):
+        every, epochs = o.eval_every_n_steps, length.steps_per_epoch
+    periods = [period for period in (every, epochs) if period > 0]
+    count = sum(last // period for period in periods) + o.eval_at_start
+    return count - (last // math.lcm(*periods) if len(periods) == 2 else 0)
 
 
 def offloads_optimizer(o: Options) -> bool:

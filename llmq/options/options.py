@@ -183,6 +183,8 @@ class TrainConfig(Derived):
         100, "Batches of a periodic validation; the final one takes all sequences", min=1
     )
 
+    eval_at_start: bool = switch("Evaluate, on tasks too, before the first step of the run")
+
     optimizer: str = option(
         "adamw",
         "Update rule; muon: for the matrices of blocks, and AdamW for all else",
@@ -376,8 +378,17 @@ class TrainConfig(Derived):
     )
     keep_best: str | None = option(
         None,
-        "Write and keep the checkpoint at which this was best: loss, NAME/loss of a named "
+        "Write, keep and export the checkpoint at which this was best: loss, NAME/loss of a named "
         "--eval-file, or TASK/METRIC of an --eval-task",
+    )
+    stop_after: int = option(
+        0,
+        "End the run when so many measurements in a row of what --keep-best names have found no "
+        "better value; 0: never",
+        min=0,
+    )
+    export: str | None = option(
+        None, "Model that is exported at the end, {rule}", choices=("best", "last")
     )
     save_training_state: bool = option(True, "Write a checkpoint at the end too")
     continue_from: str | None = option(

@@ -15,6 +15,7 @@ from llmq.options.conditions import (
     draws,
     error,
     instead_of_fp8,
+    measured_before_end,
     offloads_optimizer,
     parts_of_logits,
     rounds,
@@ -168,9 +169,25 @@ IMPLIED = (
         lambda o: o.packing != "concat",
         help="on if not given with --packing best-fit and none",
     ),
+    default(
+        "keep_best",
+        lambda o: "loss",
+        lambda v, o: o.stop_after > 0,
+        help="loss if not given with --stop-after",
+    ),
+    default(
+        "export",
+        lambda o: "last" if o.keep_best is None else "best",
+        help="if not given the best with --keep-best",
+    ),
 )
 
 REFUSED = (
+    *refused(
+        "export",
+        lambda v, o: v == "best" and o.keep_best is None,
+        "best is known with --keep-best METRIC alone: give a metric, or --export last",
+    ),
     *refused(
         "add_tokens",
         lambda v, o: v is not None and o.from_scratch,
@@ -481,6 +498,11 @@ REFUSED_HERE = (
         "ckpt_background", lambda v, o, script: v, "has no effect here, where save() writes at once"
     ),
     *refused(
+        "keep_best stop_after eval_at_start",
+        lambda v, o, script: v,
+        "has no effect here: call validate() and save(), and export() with that checkpoint",
+    ),
+    *refused(
         "continue_from",
         lambda v, o, verification: v is not None,
         "a verification starts with the model's weights: leave it out",
@@ -530,6 +552,11 @@ IDLE_ALONE = (
         "--from-scratch and of adapters",
     ),
     *without("task_every task_limit", lambda o: o.eval_task, "--eval-task"),
+    *without(
+        "eval_at_start",
+        lambda o: o.validates or o.eval_sets or o.eval_task,
+        "--eval-file or --eval-task",
+    ),
     *without("sample_every sample_tokens", lambda o: o.sample_prompt, "--sample-prompt"),
     *idle(
         "long",
@@ -695,6 +722,11 @@ IDLE_IN_RUNS = (
         ),
         "--eval-num-steps {value} has no effect: the only validation is the final one, of all "
         "sequences",
+    ),
+    *idle(
+        "stop_after",
+        lambda v, o, length: v > 0 and v >= measured_before_end(o, length) and "too few",
+        "has no effect: the run measures {keep_best} too few times before its end",
     ),
     # A run measures these, and a verification does not.
     *idle(

@@ -459,6 +459,7 @@ class Search:
         batches = max(VALIDATION_TOKENS // one, 1)
         validation = FORWARD * min(batches * one, wanted.eval_tokens) / speed
         last = 0.0 if wanted.ended else FORWARD * wanted.eval_tokens / speed
+        last += validation * config.eval_at_start
         saving = 0.0 if wanted.ended else (disk.checkpoint + disk.model) / DISK
         left = 3600 * wanted.hours - wanted.start - last - saving
         often = int(min(VALIDATION_SHARE * left / max(validation, step), VALIDATIONS))

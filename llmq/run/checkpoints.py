@@ -1,12 +1,12 @@
 """The checkpoints of a run: when one is written, which are good, which is the best, which stay.
 
-With --ckpt-background a thread writes and deletes (see saving.py), and what follows from it is
-taken between steps: verdicts and the note of the best checkpoint wait until it is committed.
+With --ckpt-background a thread writes and deletes (see saving.py), and the consequences are taken
+between steps: verdicts and the note of the best checkpoint wait until a checkpoint is committed.
 """
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -70,7 +70,6 @@ class Checkpoints(Member):
         self.late = False
         self.writing: int | None = None
         self._verdict: Verdict | None = None  # of the one that is being written
-        self._measured: Measured | None = None  # what makes it the best
         self._missing = 0  # how many could not be written since the newest one
         self._unclean = self._told = False  # whether old ones wait; whether of waiting was told
 
@@ -82,7 +81,16 @@ class Checkpoints(Member):
         for at, (path, verdict, _) in self._kept().items():
             if at <= step and (verdict is None or not verdict.good):
                 self._candidates.add(at, path, verdict)
-        self.best.resume(self.trainer.run, self.trainer.steps_done)
+        try:
+            self.best.resume(self.trainer.run, self.trainer.steps_done)
+        except DiskError as error:
+            self.reporter.message(f"WARNING: {error}", step)
+
+    def state(self) -> dict[str, Any]:
+        return {} if self.best.metric is None else {"best": self.best.state()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.best.load(state.get("best"))
 
     def _kept(self) -> dict[int, CheckpointInfo]:
         where = (self.config.checkpoint_dir, self.trainer.run)
@@ -212,7 +220,7 @@ class Checkpoints(Member):
         """Begin to write a checkpoint of this step, which is deleted no more than in `save`."""
         where = self.config.checkpoint_dir
         self.reporter.message(f"saving checkpoint to `{where}` in the background", step)
-        self.writing, self._verdict, self._measured = step, None, None
+        self.writing, self._verdict = step, None
         path = checkpoint_path(where, step)
         self._writer.save(step, self.trainer.manifest(), self._cleaning(step, path))
         self._opened(step, path)
@@ -254,11 +262,11 @@ class Checkpoints(Member):
             if self._unclean:
                 self._clean()
             return
-        verdict, measured, self.writing = self._verdict, self._measured, None
-        self._verdict = self._measured = None
+        verdict, self._verdict, self.writing = self._verdict, None, None
         self._requests.write_took(seconds)
         now = self.trainer.steps_done
         if error is not None:
+            self.best.drop()
             self._candidates.lose(step)
             self._lost(step, error, now)
             return
@@ -269,8 +277,8 @@ class Checkpoints(Member):
         if verdict is not None:
             self._note(path, verdict)
         self._take_cleaned(step, path, cleaned)
-        if measured is not None and self.saved_at == step:
-            self._note_best(step, measured)
+        if self.best.proposed is not None:
+            self._accept_best()
         elif self._unclean:
             self._clean()
 
@@ -287,25 +295,31 @@ class Checkpoints(Member):
     # -- the best --------------------------------------------------------------------------------
 
     def measured(self, step: int, measured: Measured) -> None:
-        """Write a checkpoint of this step, too, if its metrics are the best so far."""
-        if self._measured is not None:  # then the best so far is not noted yet
+        """Write a checkpoint of this step, too, if its metric is the best so far."""
+        if self.best.metric not in measured:
+            return
+        if self.best.proposed is not None:  # then the best so far is not accepted yet
             self.finish()
-        if not self.best.improves(measured):
+        line = self.best.begins_anew(measured)
+        if line is not None:
+            self.reporter.message(line, step)
+        if not self.best.take(step, measured):
             return
         self.save()
-        if self.writing == step:
-            self._measured = measured
-        elif self.saved_at == step:  # else the disk is full
-            self._note_best(step, measured)
+        if self.writing != step:
+            self._accept_best()
 
-    def _note_best(self, step: int, measured: Measured) -> None:
-        metric, now = self.best.metric, self.trainer.steps_done
+    def _accept_best(self) -> None:
+        """Take the proposed best, if its checkpoint is there: the disk may be full."""
+        now = self.trainer.steps_done
+        if self.saved_at != self.best.proposed.step:
+            self.best.drop()
+            return
         try:
-            self.best.note(measured, step, self.trainer.run)
+            self.best.accept(self.trainer.run)
         except DiskError as error:
             self.reporter.message(f"WARNING: {error}", now)
-        value, _ = measured[metric]
-        self.reporter.message(f"Best so far: {metric} {value:.6g} at step {step}", now)
+        self.reporter.message(f"Best so far: {self.best}", now)
         self._clean()
 
     # -- verdicts --------------------------------------------------------------------------------
@@ -517,35 +531,63 @@ class Judging(Member):
             trainer.load(path, new_data=True)  # the data stay where they are
             trainer.run = run
         guard.went_back(to, before)
-        self.checkpoints.resume(to)
         self._events.load(trainer.history)  # not the guard's: it knows more than its checkpoint
+        self.checkpoints.resume(to)
         self.reporter.total_steps = trainer.total_steps
 
+    @property
+    def stop(self) -> str | None:
+        """The reason why no further step is made, though some are left; None: steps go on."""
+        why, steps = self.checkpoints.best.exhausted, self.trainer.steps_done
+        return why and f"{why}, which ends the run after {steps} steps"
+
     def at_end(self, step: int) -> None:
-        """Name what has not moved, and bad steps at the end; write the model, if it computes finite
-        numbers. ModelError where it is spoiled, as its checkpoint is then."""
+        """Name parameters that have not moved, and bad steps at the end; write the best or the last
+        model, if it computes finite numbers. ModelError where the last one is spoiled, as its
+        checkpoint is then."""
         trainer, reporter, in_row = self.trainer, self.reporter, self.guard.in_row
         for line in not_moved(trainer.ranks) if step else ():
             reporter.message(f"WARNING: {line}", step)
         if in_row:
             last = f"WARNING: the last {in_row} steps were bad, up to step {step - 1}"
             reporter.message(f"{last}: the model is hardly what it should be", step)
+        config, best = trainer.config, self.checkpoints.best
+        exported = step if best.step is None or config.export == "last" else best.step
         try:
-            self._check_model(step)
-            with reporter.section(f"Saving model to `{trainer.config.out_dir}`", step):
-                trainer.export()
+            self._check_model(step, exported)
+            with reporter.section(f"Saving model to `{config.out_dir}`", step):
+                trainer.export(checkpoint=None if exported == step else self._best_checkpoint())
         except ModelError as error:
-            self.checkpoints.condemn(step, str(error))
+            self.checkpoints.condemn(exported, str(error))
             raise
+        if best.metric is not None:
+            found = "none was found" if best.known is None else str(best)
+            which = "best" if exported == best.step else "last"
+            text = f"Exported: the {which} model, of step {exported} of {step}; best: {found}"
+            reporter.message(text, step)
 
-    def _check_model(self, step: int) -> None:
-        """ModelError where the model computes no finite numbers, unless --force."""
+    def _best_checkpoint(self) -> Path:
+        """The checkpoint of the best step; LlmqError where it is not whole."""
+        directory, step = self.trainer.config.checkpoint_dir, self.checkpoints.best.step
+        path = checkpoint_path(directory, step)
+        problem = problem_of(path)
+        if problem is not None:
+            raise LlmqError(f"--export best: {problem}, or --continue --export last")
+        return path
+
+    def _check_model(self, step: int, exported: int) -> None:
+        """ModelError where the model of the last step, if that is exported, computes no finite
+        numbers, unless --force."""
         config, problem = self.trainer.config, self._evaluations.not_finite or self.guard.not_finite
-        if problem is not None and not config.force:
+        if problem is None:
+            return
+        if exported != step:
+            self.checkpoints.condemn(step, problem)
+            self.reporter.message(f"WARNING: {problem}: the model of step {step} is spoiled", step)
+            return
+        if not config.force:
             raise ModelError(
                 f"no model is written, because {problem}: '{config.out_dir}' stays as it is; go on "
                 "from a good checkpoint (--continue), or write the model all the same with --force"
             )
-        if problem is not None:
-            message = f"{problem}; the model is written (--force)"
-            self.reporter.message(f"WARNING: {message}", step)
+        self.reporter.message(f"WARNING: {problem}; the model is written (--force)", step)

@@ -2,6 +2,7 @@
 runs the passes of an evaluation, in the run's memory and graphs, on all ranks alike, and changes no
 bit of the training."""
 
+import hashlib
 import itertools
 import math
 import time
@@ -17,7 +18,7 @@ import numpy as np
 from llmq.base.batch import Batch
 from llmq.base.console import printable
 from llmq.base.errors import ConfigError, LlmqError, warn
-from llmq.checkpoint.store import Measured
+from llmq.checkpoint.store import Measured, Measurement
 from llmq.data import scoring
 from llmq.data.guarded import guarded_tokenizer
 from llmq.data.loader import DataLoader
@@ -90,6 +91,27 @@ def _tokenizer(trainer: Trainer) -> Tokenizer:
     return guarded_tokenizer(trainer.tokenizer)
 
 
+def _kind_of_loss(loader: DataLoader, tokens: int, config: TrainConfig) -> str:
+    """The kind of a validation, see Measurement. tokens: that it takes."""
+    data = loader.data
+    parts = f"{data.fingerprint} {data.contents} {data.order} {loader.seed} {config.loss}"
+    return f"{tokens:,} tokens in sequences of {loader.seq_len} (data {_digest(parts.encode())})"
+
+
+def _kind_of_task(asked: Asked, config: TrainConfig) -> str:
+    """The kind of a task's metrics, see Measurement."""
+    digest = _digest(*(part for tokens, count in asked.requests for part in (tokens, bytes(count))))
+    items, length = f"{len(asked.task.items):,} items", f"sequences of {config.seq_len}"
+    return f"{items} in {length} (data {digest})"
+
+
+def _digest(*parts: Any) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:8]
+
+
 class Evaluations(Member):
     """Those of one run. done_at: the step of the last tasks and samples, so that a continued run
     makes up for what was due, and repeats nothing."""
@@ -126,16 +148,30 @@ class Evaluations(Member):
         it."""
         every = self.config.eval_every_n_steps
         due = new_epoch or (every > 0 and step % every == 0)
-        if due and self.validates and step not in (0, self.trainer.validated_at):
+        due = self.config.eval_at_start if step == 0 else due
+        if due and self.validates and step != self.trainer.validated_at:
             self._between_steps(partial(self.validate, self.config.eval_num_steps))
         for call in self.due():
             self._between_steps(call)
 
     def before_end(self, step: int) -> None:
-        """The last validation, on all sequences."""
+        """The last validation, on all sequences; with --keep-best LOSS before that one of the
+        periodic kind, so that the last model can be the best."""
+        if self._lacks_measurement(step):
+            self._between_steps(partial(self.validate, self.config.eval_num_steps))
         self._between_steps(partial(self.validate, None))
         for call in self.due(at_end=True):
             self._between_steps(call)
+
+    def _lacks_measurement(self, step: int) -> bool:
+        """Whether the loss of --keep-best was measured before on a part of the sequences, and at
+        this step was not."""
+        if not (self.config.keep_best or "").endswith("loss"):
+            return False
+        own = self.trainer.eval_loaders if self.config.validates else []
+        longest = max(one.batches_per_epoch for one in [*own, *self.material.loaders])
+        part = longest > self.config.eval_num_steps
+        return part and self.trainer.validated_at not in (None, step)
 
     def at_end(self, step: int) -> None:
         self.reporter.message(self.summary(), step)
@@ -206,7 +242,9 @@ class Evaluations(Member):
         tokens = loader.tokens(batches)
         self.reporter.evaluation(step, result, ms, tokens, name)
         self._losses[name] = result.loss
-        self._measured[f"{name}/loss" if name else "loss"] = (result.loss, tokens)
+        metric, final = f"{name}/loss" if name else "loss", max_batches is None
+        found = Measurement(result.loss, _kind_of_loss(loader, tokens, self.config), final)
+        self._measured[metric] = found
         if result.tokens > 0 and not math.isfinite(result.loss):
             self.not_finite = f"the validation loss is {result.loss}"
         if result.tokens == 0:
@@ -230,6 +268,7 @@ class Evaluations(Member):
             ("samples", self.material.prompts, self.config.sample_every, self.samples),
         ):
             now = at_end or (step > 0 and every > 0 and step % every == 0)
+            now |= step == 0 and self.config.eval_at_start and name == "tasks"
             if given and now and self.done_at.get(name) != step:
                 calls.append(call)
         return calls
@@ -242,11 +281,12 @@ class Evaluations(Member):
             likelihoods = self._likelihoods(asked)
             if likelihoods is None:
                 return
-            self._report_task(judge(asked, likelihoods), time.perf_counter() - start)
+            scores, kind = judge(asked, likelihoods), _kind_of_task(asked, self.config)
+            self._report_task(scores, kind, time.perf_counter() - start)
         self.done_at["tasks"] = step
 
-    def _report_task(self, scores: list[Score], seconds: float) -> None:
-        """All numbers of one task: [E] and a record of each."""
+    def _report_task(self, scores: list[Score], kind: str, seconds: float) -> None:
+        """All numbers of one task: [E] and a record of each. kind: as of Measurement."""
         step, shown = self.trainer.steps_done, []
         for s in scores:
             error = "" if s.stderr is None else f" ± {s.stderr:.4f}"
@@ -262,7 +302,7 @@ class Evaluations(Member):
                 seconds=round(seconds, 3),
             )
             self.reporter.score(f"{s.task}/{s.metric}", s.value)
-            self._measured[f"{s.task}/{s.metric}"] = (s.value, s.count)
+            self._measured[f"{s.task}/{s.metric}"] = Measurement(s.value, kind)
         line = " | ".join([f"time: {duration(1000 * seconds)}", scores[0].task, *shown])
         self.reporter.line("E", step, line, bold=True)
 

@@ -17,7 +17,8 @@ from llmq.run.trainer import Trainer
 class Loop:
     """Steps until the end or a signal, one step ahead of the reports on a GPU.
 
-    last_end: of the step before, as Result.end; None where something else came between.
+    last_end: of the step before, as Result.end; None where something else came between. is_last:
+    whether the run ends with this loop, else another stage follows.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Loop:
         # The ticket of a step whose result has not been read, and what is known of the step.
         self.pending: tuple[int, partial[StepDone]] | None = None
         self.last_end: int | None = None
+        self.is_last = stop is None
         events.pause = self.pause
 
     def run(self) -> None:
@@ -48,20 +50,23 @@ class Loop:
         for member in self.members:
             member.before_steps(trainer.steps_done)
         last = trainer.total_steps if self.stop is None else self.stop
-        while trainer.steps_done < last or self._goes_back():
+        while (trainer.steps_done < last and not self.judging.stop) or self._goes_back():
             if self.judging.guard.is_due(trainer.steps_done):
                 self._roll_back()
             new_epoch = trainer.advance_epoch_if_needed()
             for member in self.members:
                 member.before_step(trainer.steps_done, new_epoch=new_epoch)
-            if not self.requests.ends:
+            if not (self.requests.ends or self.judging.stop):
                 self.step()
             self._leave_if_asked()
+        self.is_last = self.stop is None or self.judging.stop is not None
+        if self.judging.stop and trainer.steps_done > self.events.first:
+            self.reporter.message(f"Stopped early: {self.judging.stop}", trainer.steps_done)
         for member in self.members:
-            member.after_steps(trainer.steps_done, last=self.stop is None)
+            member.after_steps(trainer.steps_done, last=self.is_last)
         self.requests.agree()
         self._leave_if_asked()
-        if self.stop is None:
+        if self.is_last:
             self._end()
 
     def _goes_back(self) -> bool:

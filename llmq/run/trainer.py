@@ -385,18 +385,10 @@ class Trainer(Closing):
         returns lines about others. LlmqError, and nothing has changed, if it is damaged, of another
         model or of other data."""
         self.ranks.pool.check_open("load")
-        passed: list[str] = []
-        found = checkpoint_at(Path(path), passed)
-        warn(*passed)
-        if found is None:
-            raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
-        with processes().each(lambda: CheckpointReader(found)) as reader:
+        with self._opened(path) as reader:
             made = TokenizerId.from_record(reader.manifest.tokenizer_id)
             if made and self.tokenizer_id and not self.config.allow_other_tokenizer:
-                check_same("the data", self.tokenizer_id, f"the checkpoint '{found}'", made)
-            self._origin.check_checkpoint(reader)
-            reader.check(self._step.table, self._step.optimizer.trained)
-            check_model(reader, self.model)
+                check_same("the data", self.tokenizer_id, f"the checkpoint '{reader.path}'", made)
             check_formats(reader, self._step.state(), type(self._step.optimizer.rule))
             if not new_data:  # the last that may refuse: until then nothing has changed
                 state = reader.manifest.loader
@@ -415,6 +407,21 @@ class Trainer(Closing):
             self.run = self.run.continuing(reader.manifest.run, reader.step)
             return changes.others
 
+    @contextmanager
+    def _opened(self, path: str | Path) -> Iterator[CheckpointReader]:
+        """A checkpoint of this run's model, or of its adapters, or the newest in a directory;
+        LlmqError where there is none."""
+        passed: list[str] = []
+        found = checkpoint_at(Path(path), passed)
+        warn(*passed)
+        if found is None:
+            raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
+        with processes().each(lambda: CheckpointReader(found)) as reader:
+            self._origin.check_checkpoint(reader)
+            reader.check(self._step.table, self._step.optimizer.trained)
+            check_model(reader, self.model)
+            yield reader
+
     def restart(self) -> None:
         """The state before the first step; the training data stay where they are."""
         self.ranks.run("starting again", lambda rank: rank.reset())
@@ -422,10 +429,16 @@ class Trainer(Closing):
         self.steps_done, self._steps_of_epochs = 0, None
         self.validated_at, self.history = None, {}
 
-    def export(self, directory: str | Path | None = None) -> None:
-        """Write the model as transformers loads it, or adapters as peft does, with the tokenizer;
-        None: --out-dir. LlmqError, and what is there stays, if a weight is not finite, unless with
-        --force."""
+    def export(
+        self, directory: str | Path | None = None, *, checkpoint: str | Path | None = None
+    ) -> None:
+        """Write the model as transformers loads it, or adapters as peft does, with the tokenizer.
+
+        directory: None: --out-dir. checkpoint: whose weights are written, of this run's model; None
+        is the weights of this moment. LlmqError, and an older export stays, if a weight is not
+        finite, unless with --force, or if the checkpoint is damaged or of another model. A
+        checkpoint may be the newest in a directory, as for `load`.
+        """
         directory = self.config.out_dir if directory is None else Path(directory)
         source = self.tokenizer
         tokenizer = ByteTokenizer() if source == "bytes" else source and Path(source)
@@ -435,8 +448,12 @@ class Trainer(Closing):
             read = read if self.config.force else finite(read)
             self._origin.export(directory, read, tokenizer, made, self.run)
 
-        with self.averaged():
-            self.ranks.first_reads(write)
+        if checkpoint is None:
+            with self.averaged():
+                self.ranks.first_reads(write)
+        else:
+            with self._opened(checkpoint) as reader:
+                processes().on_first(lambda: write(reader.model))
         if isinstance(tokenizer, Path) and made and made.fingerprint != ByteTokenizer.fingerprint:
             warn(*exported_otherwise(directory, tokenizer, self.config.train_patterns[0]))
 

@@ -268,15 +268,20 @@ def _allocations(trainer: Trainer) -> list[str]:
     ]
 
 
-def announce_start(trainer: Trainer, reporter: Reporter, setup_seconds: float) -> None:
-    """Announce the run that begins now."""
+def announce_start(
+    trainer: Trainer, reporter: Reporter, setup_seconds: float, stop: str | None
+) -> None:
+    """Announce the run that begins now. stop: why it makes no steps, see Judging.stop."""
     steps, done = trainer.total_steps, trainer.steps_done
     epochs = trainer.config.epochs or steps / trainer.steps_per_epoch
     lost = lost_tokenizer(trainer.config, trainer.tokenizer_id, trainer.tokenizer)
     for note in (unknown_tokenizer(trainer.config), lost):
         if note is not None:
             reporter.message(note, done)
-    if done < steps:
+    if stop is not None:
+        line = f"Stopped early before: {stop}; a larger --stop-after, or 0, goes on"
+        reporter.message(line, done)
+    elif done < steps:
         reporter.message(f"Starting training for {steps} steps ({epochs:.2f} epochs in total)")
         if steps < _FEW_STEPS and trainer.config.steps < 0:
             reporter.message(
@@ -333,10 +338,12 @@ def run_training(
         run = processes().on_first(lambda: run_id(config, checkpoint))
         start = time.monotonic()
         stage, *others = processes().each(lambda: left_stages(config, model, checkpoint))
-        _run_locked(stage, model, model_dir, argv, run, checkpoint, start)
+        over = _run_locked(stage, model, model_dir, argv, run, checkpoint, start)
         for stage in (other.following() for other in others):
+            if over:  # by an early stop
+                break
             checkpoint = processes().each(partial(checkpoint_to_continue, stage.config))
-            _run_locked(stage, model, model_dir, argv, run, checkpoint, start)
+            over = _run_locked(stage, model, model_dir, argv, run, checkpoint, start)
 
 
 def _run_locked(
@@ -347,8 +354,9 @@ def _run_locked(
     identity: RunId,
     checkpoint: Path | None,
     start: float,
-) -> None:
-    """A stage of run_training, while no other run writes to the same places. start: of the run."""
+) -> bool:
+    """A stage of run_training, while no other run writes to the same places; whether the run is
+    over with this stage. start: of the run."""
     config = stage.config
     where = (config, identity, model_dir, checkpoint)
     strangers = processes().on_first(lambda: things_in_the_way(*where))
@@ -362,8 +370,11 @@ def _run_locked(
             closing(processes().each(lambda: read_evaluation_inputs(trainer)))
         )
         check_token_files([*trainer.train_loaders, *trainer.eval_loaders, *material.loaders])
-        kept = (config.keep_best, config.checkpoint_dir)
-        best = processes().each(lambda: Best(*kept, material.metrics))
+        best = processes().each(
+            lambda: Best(
+                config.keep_best, config.checkpoint_dir, material.metrics, config.stop_after
+            )
+        )
         on_cpu, machines = trainer.dev.kind == "host", trainer.machine.world.num_machines
         warn(*RULES.idle(config, ranks=Ranks(trainer.world_size, machines, on_cpu)))
         length = Length(trainer.world_size, trainer.total_steps, trainer.steps_per_epoch)
@@ -377,7 +388,7 @@ def _run_locked(
             run.begin(argv, checkpoint, moved + fork_lines(identity, checkpoint))
             announce_data(trainer, reporter, material.sets)
             announce_memory(trainer, reporter, run.sensing.sensors.sources, host_memory_before)
-            announce_start(trainer, reporter, time.monotonic() - start)
+            announce_start(trainer, reporter, time.monotonic() - start, run.judging.stop)
             steps = (trainer.steps_done, trainer.total_steps)
             reporter.view = view_of_run(*steps, run.sensing.panel, path)
             try:
@@ -392,6 +403,7 @@ def _run_locked(
             raise
         finally:
             run.close()
+    return run.loop.is_last
 
 
 class _Run:

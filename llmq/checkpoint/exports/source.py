@@ -190,8 +190,7 @@ def _checkpoint(where: Path, force: bool) -> Iterator[Source]:
         if manifest.tokenizer is not None:
             bytes_ = manifest.tokenizer == "bytes"
             tokenizer = ByteTokenizer() if bytes_ else Path(manifest.tokenizer)
-        read = partial(_read, reader)
-        read = read if force else finite(read)
+        read = reader.model if force else finite(reader.model)
         source = Source(
             name=config.name or path.resolve().parent.name,
             model=model,
@@ -203,10 +202,6 @@ def _checkpoint(where: Path, force: bool) -> Iterator[Source]:
             step=reader.step,
         )
         yield _whole(source, reader) if manifest.base is None else _adapted(source, reader, read)
-
-
-def _read(reader: CheckpointReader, param: Param, group: str = "weights") -> np.ndarray:
-    return reader.read(group, param).reshape(param.shape)
 
 
 def _whole(source: Source, reader: CheckpointReader) -> Source:
