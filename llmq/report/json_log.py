@@ -340,12 +340,30 @@ def is_undone(record: dict[str, Any], steps: int) -> bool:
     return record["step"] >= steps if of_step else record["step"] > steps
 
 
+# Records between two steps that a run makes again where its checkpoint was written before them, and
+# the fields by which two of them are of the same evaluation.
+_REPEATED = {"eval": ("name", "eval_tokens"), "task": ("name", "metric"), "sample": ("prompt",)}
+
+
 def without_undone(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records of a log without those of undone steps."""
+    """The records of a log without those of undone steps, and without evaluations that a run has
+    repeated where it went on."""
     course, kept = Course(), []
+    begun = resumed_at = 0  # of the newest `cmd`: how many are kept before, and its step
     for record in records:
         back = course.back_to(record)
         if back is not None:
             kept = [r for r in kept if not is_undone(r, back)]
+        if record["log"] == "cmd":
+            begun, resumed_at = len(kept), record["resumed_at"]
+        elif record["log"] in _REPEATED and record["step"] == resumed_at:
+            before = [r for r in kept[:begun] if not _is_repeated(r, record)]
+            kept[:begun], begun = before, len(before)
         kept.append(record)
     return kept
+
+
+def _is_repeated(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two records are of the same evaluation at the same step."""
+    fields = ("log", "step", *_REPEATED[other["log"]])
+    return all(one.get(name) == other.get(name) for name in fields)
