@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,9 @@ import pytest
 import yaml
 
 from llmq.base.errors import LlmqError
+from llmq.base.run_id import RunId
 from llmq.checkpoint.exports import export
+from llmq.data.identity import TokenizerId
 from tests.models import exported, hf_model, random_batch, trainer_for
 
 
@@ -46,7 +49,7 @@ def test_a_card_tells_of_data_losses_and_options(run, tmp_path):
     for said in (
         "# reader\n",
         f"Qwen3 of {hf_model('qwen3').num_parameters():,} parameters: 2 layers",
-        "| training data | `books*.bin` |",
+        r"| training data | books\*.bin |",
         "| step | 1 |",
         "| training loss | 3.5000 |",
         "| validation loss | 4.2500 |",
@@ -56,6 +59,47 @@ def test_a_card_tells_of_data_losses_and_options(run, tmp_path):
     options = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
     assert options["learning-rate"] == 3e-4 and options["batch-size"] == 2
     assert "somebody" not in card and str(run.parent) not in card  # nobody else has these paths
+
+
+def test_a_card_tells_each_validation_and_the_value_that_chose_the_best(tmp_path):
+    records = [
+        {"log": "eval", "step": 1, "loss": 4.25, "name": "code"},
+        {"log": "eval", "step": 1, "loss": 5.5, "name": "prose"},
+        {"log": "step", "step": 0, "loss": 9.0},
+        {"log": "eval", "step": 2, "loss": 4.0, "name": "prose"},
+    ]
+    records = [{"time": "2026-11-26 00:00:00.000000000"} | record for record in records]
+    (tmp_path / "log.json").write_text(json.dumps(records))
+    options = {"log_file": str(tmp_path / "log.json"), "name": "reader"}
+    with trainer_for(exported("qwen3"), **options) as trainer:
+        for step in (0, 1):
+            trainer.step([random_batch(np.random.default_rng(step))])
+            best = {"metric": "code/loss", "step": 1, "value": 4.25, "kind": "9 tokens"}
+            trainer.history = {"best": best | {"stale": step, "at": step + 1}}
+            export(trainer.save(tmp_path / "c"), tmp_path / f"m{step}")
+    chosen, other = ((tmp_path / f"m{step}" / "README.md").read_text() for step in (0, 1))
+    assert "| validation loss code | 4.2500 |\n| validation loss prose | 5.5000 |" in chosen
+    assert "| best code/loss up to this step | 4.25 |" in chosen
+    assert "best code/loss" not in other and "| validation loss prose | 4.0000 |" in other
+
+
+def test_names_of_others_are_text_in_a_card_and_prompts_are_left_out(tmp_path):
+    name, private = "a|b<img src=x>[c](http:d)`", "my secret"
+    options = {"name": name, "sample_prompt": [private, "```\n# Title\n"], "wandb": private}
+    options |= {"train_file": "t|`u.bin", "eval_task": [f"{private}.jsonl"], "tensorboard": private}
+    with trainer_for(exported("qwen3"), **options) as trainer:
+        trainer.tokenizer_id = trainer.tokenizer_id or TokenizerId("tok|<b>", "f" * 64)
+        trainer.run = RunId.new(name)
+        trainer.step([random_batch(np.random.default_rng(0))])
+        export(trainer.save(tmp_path / "c"), tmp_path / "m")
+    card = (tmp_path / "m" / "README.md").read_text()
+    escaped = r"a\|b\<img src=x\>\[c\](http\:d)\`"
+    assert f"# {escaped}\n" in card and r"| training data | t\|\`u.bin |" in card
+    text = re.sub(r"(`{3,})yaml\n.*?\1", "", card, flags=re.DOTALL)
+    assert "<" not in text.replace(r"\<", "") and "[" not in text.replace(r"\[", "")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {3}
+    assert private not in card and "Title" not in card
 
 
 def test_a_card_of_gguf_files_has_the_licence_of_the_model(tmp_path):

@@ -1,14 +1,16 @@
 """README.md of an export: what the model is, and how it was trained, as hubs show it."""
 
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from llmq.base.console import printable
 from llmq.base.errors import LlmqError, warn
-from llmq.base.files import write_file
+from llmq.base.files import values_of, write_file
 from llmq.checkpoint.exports.source import Source, saved_config
 from llmq.checkpoint.hub import is_hub_id
 from llmq.options.option_file import fewest_values
@@ -19,8 +21,10 @@ from llmq.report.plot import read_log
 CARD = "README.md"
 _MARK = "Written by `llmq export`."
 _LIBRARIES = {"hf": "transformers", "fp8": "transformers", "gguf": "gguf"}
-# Nobody else has these paths of a machine, and they may say whose it was.
-_PLACES = ("model", "adapter", "out_dir", "checkpoint_dir", "log_file", "train_file", "eval_file")
+# Nobody else has these paths of a machine, and they may say whose it was; prompts are private.
+_PRIVATE = ("model", "adapter", "out_dir", "checkpoint_dir", "log_file", "train_file", "eval_file")
+_PRIVATE += ("eval_task", "scores", "sample_prompt", "tensorboard", "wandb")
+_MARKUP = re.compile(r"([\\`*_\[\]<>|~$&:])")
 
 
 def write_card(folder: Path, source: Source, to: str, dtype: str, licence: str | None) -> list[str]:
@@ -46,8 +50,8 @@ def card(source: Source, to: str, dtype: str, licence: str | None) -> str:
         base = Path(base).name
     library = "peft" if source.adapters is not None and to == "hf" else _LIBRARIES[to]
     head |= {"library_name": library, "tags": ["llmq"]}
-    parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {source.name}\n"]
-    what = f"Adapters of {base}" if source.adapters is not None else _sizes(source)
+    parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {_plain_text(source.name)}\n"]
+    what = f"Adapters of {_plain_text(base)}" if source.adapters is not None else _sizes(source)
     parts.append(f"{what}; {to}, {dtype}.\n")
     if config is not None:
         parts.append(_training(source, config))
@@ -93,18 +97,24 @@ def _sizes(source: Source) -> str:
 def _training(source: Source, config: TrainConfig) -> str:
     """Data, losses and options, and the command that plans or trains it again."""
     rows = {"run": source.origin.get("run"), "step": source.step}
-    rows["training data"] = ", ".join(f"`{Path(p).name}`" for p in config.train_patterns)
+    rows["training data"] = ", ".join(Path(p).name for p in config.train_patterns)
     rows["tokenizer"] = source.origin.get("made")
-    rows |= _losses(config, source.step)
-    table = "\n".join(f"| {n} | {value} |" for n, value in rows.items() if value)
-    values = {n: v for n, v in fewest_values(config).items() if n not in (*_PLACES, *ONCE)}
+    rows |= _losses(config, source.step) | _best(source)
+    table = "\n".join(f"| {_plain_text(n)} | {_plain_text(v)} |" for n, v in rows.items() if v)
+    values = {n: v for n, v in fewest_values(config).items() if n not in (*_PRIVATE, *ONCE)}
     options = {OPTIONS[n].flags[0]: _plain(value) for n, value in values.items()}
     text = yaml.safe_dump(options, sort_keys=False) if options else "# all as by default\n"
+    fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
     return (
         f"## Training\n\n| | |\n| --- | --- |\n{table}\n\nThe options that are not as by default. "
         "With them in a file, `llmq plan --config FILE --model …` says what memory and time the "
-        f"training takes, and `llmq train` repeats it:\n\n```yaml\n{text}```\n"
+        f"training takes, and `llmq train` repeats it:\n\n{fence}yaml\n{text}{fence}\n"
     )
+
+
+def _plain_text(value: Any) -> str:
+    """A name of others in Markdown, as one line of text without markup."""
+    return _MARKUP.sub(r"\\\1", printable(" ".join(str(value).split())))
 
 
 def _plain(value: Any) -> Any:
@@ -112,13 +122,22 @@ def _plain(value: Any) -> Any:
 
 
 def _losses(config: TrainConfig, step: int) -> dict[str, Any]:
-    """The last losses of training and validation up to this step, if the run's log is there."""
+    """The last losses of training and of each validation up to this step, if the run's log is
+    there."""
     try:
         records = [r for r in read_log(Path(config.log_file)) if r["step"] <= step]
     except LlmqError:
         return {}
-    found = {}
-    for kind, name in (("step", "training loss"), ("eval", "validation loss")):
-        losses = [r["loss"] for r in records if r["log"] == kind and r.get("loss") is not None]
-        found[name] = f"{losses[-1]:.4f}" if losses else None
-    return found
+    names = {"step": "training loss", "eval": "validation loss"}
+    known = [r for r in records if r["log"] in names and r.get("loss") is not None]
+    labels = [f"{names[r['log']]} {r.get('name', '')}".rstrip() for r in known]
+    return {label: f"{r['loss']:.4f}" for label, r in zip(labels, known, strict=True)}
+
+
+def _best(source: Source) -> dict[str, Any]:
+    """The value by which the run chose this checkpoint as its best, if it did."""
+    best = source.manifest.state.get("history", {}).get("best")
+    found = values_of(best, metric=str, step=int, value=float) if best else None
+    if found is None or found[1] != source.step:
+        return {}
+    return {f"best {found[0]} up to this step": f"{found[2]:.6g}"}
