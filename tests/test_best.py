@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 import llmq
 from llmq.base.errors import ConfigError
 from llmq.base.run_id import RunId
-from llmq.checkpoint.manifest import MANIFEST
+from llmq.checkpoint.manifest import MANIFEST, digest_of
 from llmq.checkpoint.store import Best, Measurement, best_owner
 from llmq.commands.cli import _run
 from llmq.options.options_io import make_config
@@ -107,6 +107,42 @@ def test_the_first_of_equal_values_of_a_kind_is_the_best(tmp_path):
     assert loss.take(2, {"loss": Measurement(1.9, "a")})
     assert not loss.take(3, {"loss": Measurement(2.1, "a")})
     assert not Best("arc/acc", tmp_path, ["arc/acc"]).take(3, {}) and not other.owns(mine)
+
+
+def test_a_note_counts_for_its_run_its_metric_and_steps_that_are_done(tmp_path):
+    run_id, other = RunId.new("mine"), RunId.new("other")
+    checkpoint, note_path = tmp_path / "step_00000005", tmp_path / "best.json"
+    document = {"version": 1, "run": {"step": 5, "state": {}, **run_id.record()}}
+    document |= {"distributed": {"world": 1}, "files": [], "data-loader": {}, "model": {}}
+    document["options"] = {}
+    checkpoint.mkdir()
+    document["sha256"] = digest_of(document)
+    (checkpoint / MANIFEST).write_text(json.dumps(document))
+    best = Best("arc/acc", tmp_path, ["arc/acc"])
+    best.take(5, found(0.5))
+    best.accept(run_id)
+    written = note_path.read_text()
+    for metric, owner, done, step in (
+        ("arc/acc", run_id, 5, 5),
+        ("arc/acc", other, 9, None),
+        ("loss", run_id, 9, None),
+        ("arc/acc", run_id, 4, None),  # its steps are made again
+    ):
+        again = Best(metric, tmp_path, [metric])
+        again.resume(owner, done)
+        assert again.step == step
+        assert note_path.exists() == (metric == "loss" or done != 4)
+    for text in (written.replace("0.5", "1e999"), written.replace('"step": 5', '"step": 1e999')):
+        note_path.write_text(text)
+        damaged = Best("arc/acc", tmp_path, ["arc/acc"])
+        damaged.resume(run_id, 5)
+        assert damaged.step is None and note_path.read_text() == text
+    damaged.load(best.state())  # the record of a checkpoint is enough
+    damaged.resume(run_id, 5)
+    assert damaged.step == 5 and note_path.read_text() == written
+    for state in (None, [], {"metric": 1}, best.state() | {"stale": None}):
+        damaged.load(state)
+        assert damaged.known is None and damaged.stale == 0
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -100,6 +100,7 @@ def test_where_the_data_decides_about_the_steps():
         # Validations are after steps 3, 6 and 7.
         ({"steps": 7, "ckpt_interval": 2, "ckpt_keep_n": -1}, [2, 3, 4, 6, 7], False),
         ({"steps": 7, "ckpt_interval": 0, "ckpt_keep_n": 4}, [3, 6, 7], False),
+        ({"steps": 7, "ckpt_keep_n": 0, "eval_at_start": True}, [0, 3, 6, 7], False),
     ],
 )
 def test_as_many_as_if_each_were_the_best(tmp_path, monkeypatch, options, kept, deletes):

@@ -394,17 +394,17 @@ class Best:
             self.stale, self._at = 0, self._at if best is None else best.step
         self.known = best
         if best != noted:
-            self._write_note(run)
+            self._write_note(run, noted)
 
-    def _write_note(self, run: RunId) -> None:
-        """Write the note; remove the run's own where nothing is known."""
+    def _write_note(self, run: RunId, noted: BestValue | None = None) -> None:
+        """Write the note, or remove the one that says `noted` where nothing is known."""
 
         def write() -> None:
             path = self.directory / NOTE
             if self.known is not None:
                 note = {"metric": self.metric, **self.known._asdict(), "run": run.record()}
                 write_file(path, json.dumps(note, indent=2) + "\n")
-            elif _noted(self.directory, run):
+            elif noted is not None:
                 with disk_errors(path):
                     path.unlink()
 
@@ -420,7 +420,7 @@ def _noted(directory: Path, run: RunId) -> dict[str, Any]:
 def _best_value(record: dict[str, Any]) -> BestValue | None:
     """The best in a note or a checkpoint's record; None where one does not say all of it."""
     found = values_of(record, step=int, value=float, kind=str)
-    return None if found is None else BestValue(*found)
+    return BestValue(*found) if found is not None and math.isfinite(found[1]) else None
 
 
 def note_is_damaged(directory: Path) -> bool:

@@ -20,11 +20,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import llmq
 from llmq.checkpoint.store import checkpoints_by_name
 from llmq.commands import cli
 from llmq.data.checksums import write_checksums
+from llmq.report.json_log import without_undone
 from tests import runs
 from tools.faults.calls import Calls, Shared, install
 from tools.faults.child import Ended, run
@@ -207,6 +209,15 @@ def losses(root: Path) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in json.loads(log.read_text()) if r["log"] == "step"}
 
 
+def measured(root: Path) -> dict[str, Any]:
+    """The best checkpoint's note without its run, and the evaluations that count in the log."""
+    note, log = root / "ckpt/best.json", root / "log.json"
+    best = json.loads(note.read_text()) if note.is_file() else {}
+    records = without_undone(json.loads(log.read_text())) if log.is_file() else []
+    found = [(r["step"], r["loss"]) for r in records if r["log"] == "eval"]
+    return {"best": best | {"run": None}, "evaluations": found}
+
+
 @dataclass
 class Prepared:
     """A scenario with its folder before the command, and what must be there afterwards.
@@ -219,6 +230,7 @@ class Prepared:
     template: Path
     want: dict[str, str] = field(default_factory=dict)
     want_losses: dict[int, float] = field(default_factory=dict)
+    want_measured: dict[str, Any] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
     committed: int = -1
     seconds: float = 0.0
@@ -240,6 +252,8 @@ class Prepared:
                 problems.append(("changed", f"'{name}' {what}"))
         if log and self.want_losses and losses(root) != self.want_losses:
             problems.append(("changed", "the log has other losses"))
+        if log and self.want_losses and measured(root) != self.want_measured:
+            problems.append(("changed", "the best or the log's evaluations are others"))
         there = set(hashed(root, ("**/*.safetensors",)).values()) if self.kept else set()
         problems += [("lost", "a file that was moved aside is gone")] * bool(self.kept - there)
         return problems
@@ -303,6 +317,7 @@ def prepare(scenario: Scenario, folder: Path) -> Prepared:
     _must(run(inside(done, counted)), scenario.tried)
     prepared.seconds, prepared.calls = time.monotonic() - start, shared[0]
     prepared.want, prepared.want_losses = hashed(done, scenario.results), losses(done)
+    prepared.want_measured = measured(done)
     shutil.rmtree(done)
     return prepared
 
