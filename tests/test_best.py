@@ -356,6 +356,18 @@ def test_an_evaluation_at_the_start_is_the_first_value(capsys):
     assert note()["step"] == 0
 
 
+@pytest.mark.parametrize("more", [{}, {"gpus": 2, "zero_level": 3}])
+def test_an_evaluation_at_the_start_changes_no_bit(more):
+    more |= {"model_dtype": "bf16", "matmul_dtype": "e4m3", "fp8_recipe": "delayed", "steps": 3}
+    found = []
+    for start in ({}, {"eval_at_start": ""}):
+        assert train(**more, **start) == 0
+        found.append([(r["loss"], r["norm"]) for r in records("step")])
+    assert found[0] == found[1]
+    step, loss = validations()[0]
+    assert step == 0 and np.isfinite(loss)
+
+
 # ------------------------------------------------------------------------------------------------
 
 
