@@ -143,6 +143,36 @@ def test_adapters_that_do_not_fit(place, capsys):
     assert "lacks base_model.model.model.layers.2.self_attn.q_proj" in capsys.readouterr().err
 
 
+def test_the_same_adapters_in_other_words(place, capsys):
+    """Options beside --adapter or a checkpoint are compared by the matrices that they name."""
+    run = {"from_scratch": None, "lora_rank": 4, "lora_dropout": 0}
+    named = {"lora_targets": "q,k,v,o,gate,up,down", "train": "norms,embeddings"}
+    saved = {"save_training_state": True, "name": "one", "out_dir": "one"}
+    assert train(steps=1, **saved, **named, **run) == 0
+    plan = ["plan", "--model=model", "--device=cpu", "--seq-len=16", "--adapter=one"]
+    for same in (
+        "--lora-targets=all",
+        "--lora-targets=down,up,gate,o,v,k,q",
+        "--lora-targets=.*_proj",
+        "--lora-layers=0,1",
+        "--lora-layers=0-1",
+        "--train=embeddings,norms",
+        "--lora-rank-pattern=q_proj=4",
+    ):
+        assert _run([*plan, same]) == 0, (same, capsys.readouterr().err)
+    capsys.readouterr()
+    for other in ("--lora-targets=q", "--lora-layers=0", "--lora-rank-pattern=q_proj=2"):
+        assert _run([*plan, other]) == 2
+        assert f"error: {other}: 'one' has " in capsys.readouterr().err
+    again = {"continue": "", "overwrite": None, "name": "one", "save_training_state": True}
+    spelled = {"lora_targets": ".*_proj", "lora_layers": "0,1", "train": "embeddings,norms"}
+    assert train(steps=2, **again, **spelled, **run) == 0
+    out = capsys.readouterr().out
+    assert not any(f"--{name} is " in out for name in ("lora-targets", "lora-layers", "train"))
+    assert train(steps=3, **again, **spelled | {"lora_layers": "1"}, **run) == 2
+    assert "continue it so, not with --lora-layers=1" in capsys.readouterr().err
+
+
 def test_all_targets_by_name(place, capsys):
     """A run goes on whether they are named one by one or together; with others it does not."""
     run = {"save_training_state": True, "name": "run", "from_scratch": None, "lora_rank": 4}

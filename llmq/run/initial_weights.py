@@ -28,13 +28,13 @@ from llmq.checkpoint.principal import Split, doubled
 from llmq.data.identity import TokenizerId
 from llmq.data.tokenizer import Tokenizer
 from llmq.data.tokenizer_files import first_new_id, parse_tokens
-from llmq.options.adapters import adapted_modules, adapters_of
+from llmq.options.adapters import adapters_of, all_adapted
 from llmq.options.option_file import flag
-from llmq.options.option_types import LORA_TARGETS, texts_of
+from llmq.options.option_types import texts_of
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.run.ranks import Ranks
 from llmq.runtime.processes import processes
-from llmq.state.params import Param, weight_table
+from llmq.state.params import Param, trained_slabs, weight_table
 from llmq.state.placement import table_of
 
 
@@ -67,13 +67,12 @@ def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
     }
     if not isinstance(adapters.targets, str):
         there["lora_targets"] = ",".join(adapters.targets)
+    found = replace(config, **there)
     for name, value in there.items():
-        given, written = getattr(config, name), value
-        if name == "lora_targets" and given == "all":
-            every = replace(adapters, targets=LORA_TARGETS)
-            same = adapted_modules(model, every) == adapted_modules(model, adapters)
-            written = given if same else value
-        if given not in (None, getattr(TrainConfig(), name), written):
+        given = getattr(config, name)
+        if given not in (None, getattr(TrainConfig(), name), value) and not _same_adapters(
+            model, replace(found, **{name: given}), found
+        ):
             wrong = "it" if config.continue_from is None else "--adapter"
             raise ConfigError(
                 f"{_said(name, given)}: '{config.adapter}' has {_said(name, value)}: leave "
@@ -85,14 +84,40 @@ def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
                 f"--adapter: '{config.adapter}' has lora_dropout {saved.dropout}, and only one of "
                 "at least 0 and less than 1 can be trained: give --lora-dropout"
             )
-        there["lora_dropout"] = saved.dropout
-    return replace(config, **there).normalized()
+        found = replace(found, lora_dropout=saved.dropout)
+    return found.normalized()
+
+
+def _same_adapters(model: ModelConfig, one: TrainConfig, other: TrainConfig) -> bool:
+    """Whether two spellings of options give a model the same adapters, and train the same parts."""
+
+    def trained(config: TrainConfig) -> tuple[Any, ...] | None:
+        adapters = adapters_of(config)
+        if adapters is None:
+            return None
+        try:
+            modules = {
+                part.part.module: (part.rank, part.scale)
+                for _, matrix in all_adapted(model, adapters)
+                for part in matrix.parts
+            }
+            names, table = trained_slabs(adapters), weight_table(model, 1, adapters)
+        except (ConfigError, ValueError):  # names of layers or matrices that the model lacks
+            return None
+        return modules, {(p.name, p.shape) for s in table if s.name in names for p in s.params}
+
+    found = trained(one)
+    return found is not None and found == trained(other)
 
 
 def _said(name: str, value: Any) -> str:
     """The option with this value; of no values that it has none."""
     return flag(name, value) or f"no {OPTIONS[name].flag}"
 
+
+ADAPTED_BY = ("lora_rank", "lora_targets", "lora_rank_pattern", "lora_layers", "lora_init", "train")
+ADAPTED_BY += ("lora_dora",)
+"""Options that decide about the adapters of a run; a checkpoint is refused where these differ."""
 
 _BASE_OF_CODES = {"bitsandbytes": "nf4", "mxfp4": "mxfp4"}
 """By the kind of codes in a model's files, the --base-dtype with the same ones."""
@@ -201,19 +226,15 @@ class InitialWeights:
 
     def check_checkpoint(self, reader: CheckpointReader) -> None:
         """LlmqError if a checkpoint has other adapters, or adapters of another model."""
-        names = ("lora_rank", "lora_targets", "lora_rank_pattern", "lora_layers", "lora_init")
-        names += ("train", "lora_dora")
-        saved = {name: reader.manifest.options.get(name) for name in names}
+        saved = {name: reader.manifest.options.get(name) for name in ADAPTED_BY}
         before = TrainConfig(**{n: v for n, v in saved.items() if v}).normalized()
 
-        def of(config: TrainConfig, name: str) -> Any:
-            if name == "lora_targets":
-                return adapted_modules(self.model, adapters_of(config)).keys()
-            return getattr(config, name)
-
-        for name in names:
-            if of(self.config, name) != of(before, name):
-                now, then = getattr(self.config, name), getattr(before, name)
+        for name in ADAPTED_BY:
+            now, then = getattr(self.config, name), getattr(before, name)
+            if now != then and not (
+                name != "lora_init"
+                and _same_adapters(self.model, replace(before, **{name: now}), before)
+            ):
                 raise LlmqError(
                     f"checkpoint '{reader.path}' was made with {_said(name, then)}: continue it "
                     f"so, not with {_said(name, now)}"

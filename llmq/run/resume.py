@@ -26,6 +26,7 @@ from llmq.options.option_types import NEWEST, lengths_of
 from llmq.options.options import ONCE, OPTIONS, TrainConfig
 from llmq.plan.checks import plan_run
 from llmq.run.agreement import compare
+from llmq.run.initial_weights import ADAPTED_BY
 from llmq.run.run_paths import log_of_run
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.processes import processes
@@ -235,7 +236,8 @@ def changed_options(
         tokens, before = tokens * getattr(config, name), before * saved.get(name, math.nan)
     if tokens == before:  # more ranks with fewer micro-steps each take the same step
         names.remove("grad_accumulation")
-    every = [name for name in OPTIONS if _differs(name, config, saved)]
+    # Adapters are compared by the matrices that these options name (`check_checkpoint`).
+    every = [n for n in OPTIONS if n not in ADAPTED_BY and _differs(n, config, saved)]
     told = [name for name in names if name in every]
     lines = _changes(told, config, saved)
     if "optimizer" in every:
