@@ -439,7 +439,7 @@ class AdapterFiles(HfWeights):
         are."""
         parts = [part for part in PARTS if part not in adapters.train]
         copies = [(part, p) for part in parts for p in _params_of(model, part) if self.has(p)]
-        return [(part, p) for part, p in copies if not ("biases" in adapters.train and _is_bias(p))]
+        return [(part, p) for part, p in copies if not ("biases" in adapters.train and p.is_bias)]
 
     def leave_copies(self, model: ModelConfig, adapters: Adapters, weights: HfWeights) -> None:
         """Do without them; LlmqError where the model, whose weights these are, has others."""
@@ -483,10 +483,6 @@ def _own_name(name: str) -> str:
 def biases_of(model: ModelConfig, adapters: Adapters) -> list[Param]:
     table = weight_table(model, 1, adapters)
     return [p for slab in table if slab.name == "biases" for p in slab.params]
-
-
-def _is_bias(param: Param) -> bool:
-    return param.key.endswith("_bias")
 
 
 def _params_of(model: ModelConfig, part: str) -> list[Param]:

@@ -123,6 +123,12 @@ class Param:
         return values.reshape(-1, *self.row_shape)
 
     @property
+    def is_bias(self) -> bool:
+        """PEFT counts a parameter as a bias where its name ends with ".bias": dt_bias of delta nets
+        and gate_up_proj_bias of experts are none."""
+        return self.hf[0].name.endswith(".bias")
+
+    @property
     def of_adapter(self) -> bool:
         """Whether it is a part of adapters, which the model itself does not have."""
         return self.hf[0].name.startswith(PEFT_PREFIX)
@@ -286,8 +292,7 @@ def weight_table(
     def slab_of(param: Param) -> str:
         if param.kind == "norm" and "norms" in train:
             return "norms"
-        is_bias = param.key.endswith("_bias")
-        if is_bias and ("biases" in train or (param.block, param.key) in biased):
+        if param.is_bias and ("biases" in train or (param.block, param.key) in biased):
             return "biases"
         return "vectors" if param.kind in ("norm", "vector", "router", "conv") else param.block
 
