@@ -29,6 +29,7 @@ FP8_CASES = pytest.mark.parametrize(
         ("ragged_tiles", BF16, E4M3, "codes"),
         ("ragged_tiles", BF16, E5M2, "transposed"),
         ("ragged_tiles", F32, E4M3, "both"),
+        ("rows_of_no_16", BF16, E4M3, "both"),
     ],
     ids=str,
 )
@@ -41,6 +42,7 @@ AGAIN_WITH_FP8 = pytest.mark.parametrize(
         ("one_tile", BF16, None, E5M2, "fp8"),
         ("ragged_tiles", BF16, None, E5M2, "fp8"),
         ("ragged_tiles", BF16, "x", E4M3, "fp8"),
+        ("rows_of_no_16", BF16, "x", E4M3, "fp8"),
         ("ragged_tiles", F32, "new", E5M2, "fp8"),
         ("ragged_tiles", BF16, None, E5M2, "new"),
         ("ragged_tiles", BF16, "x", E5M2, "d_out"),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from llmq.base.dtypes import FP8_MAX, DType
-from llmq.base.operand import Fp8Out
+from llmq.base.operand import Fp8Out, turned
 from llmq.ref.common import FP8_NAN
 from llmq.runtime.device import Device
 from tests.abs_max import bits, largest
@@ -41,7 +41,7 @@ def outputs(
 
     return {
         "codes": empty(rows, features) if codes else None,
-        "transposed": empty(features, rows) if transposed else None,
+        "transposed": empty(*turned((rows, features))) if transposed else None,
         "scale": np.array([scale], np.float32),
         "saturated": np.array([BEFORE], np.int32),
     }
@@ -63,7 +63,9 @@ def check_codes(got: dict, values: np.ndarray, dtype: DType, layout: str) -> int
     if wanted[0]:
         np.testing.assert_array_equal(got["codes"].view(np.uint8), codes)
     if wanted[1]:
-        np.testing.assert_array_equal(got["transposed"].view(np.uint8), codes.T)
+        rows = np.zeros(turned(codes.shape), np.uint8)  # with zeros behind them
+        rows[:, : len(codes)] = codes.T
+        np.testing.assert_array_equal(got["transposed"].view(np.uint8), rows)
     assert got["saturated"] == BEFORE + count
     return count
 

@@ -628,7 +628,6 @@ def test_layers_must_be_in_the_model():
 @pytest.mark.parametrize(
     ("options", "size"),
     [
-        ({"batch": 1, "seq-len": 20}, "tokens of a micro-step is 20"),
         ({"model": {"hidden_size": 136}}, "hidden_size is 136"),
         ({"model": {"intermediate_size": 72}}, "intermediate_size is 72"),
         ({"model": {"num_heads": 3, "head_dim": 24}}, "width of the query heads is 72"),

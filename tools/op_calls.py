@@ -29,7 +29,7 @@ from llmq.base.dtypes import (
     U8,
     DType,
 )
-from llmq.base.operand import Fp8Out, ProductCodes
+from llmq.base.operand import CODES_MULTIPLE, Fp8Out, ProductCodes, turned
 from llmq.base.tensor import Tensor
 from llmq.ops import (
     adamw,
@@ -66,7 +66,7 @@ from llmq.ops import (
     short_conv,
     swiglu,
 )
-from llmq.ops.common import FP8_MULTIPLE, SCALE_BLOCK, padded_columns
+from llmq.ops.common import ROWS_MULTIPLE, SCALE_BLOCK, padded_columns
 from llmq.ref.four_bits import scale_levels
 from llmq.runtime.attention_parts import divisions
 from llmq.runtime.device import FUSED, Device
@@ -118,7 +118,7 @@ def gradient(*shape: int) -> Spec:
 def fp8_out(rows: int, features: int, *, codes: bool = True, transposed: bool = True) -> Fp8Out:
     return Fp8Out(
         Spec((rows, features), E4M3) if codes else None,
-        Spec((features, rows), E4M3) if transposed else None,
+        Spec(turned((rows, features)), E4M3) if transposed else None,
         f32(1, value=0.1),  # nothing is saturated, as in most steps
         Spec((1,), I32),
     )
@@ -131,7 +131,7 @@ def product_codes(rows: int, features: int, dtype: DType = E4M3) -> ProductCodes
 
 
 def fits_fp8(rows: int, features: int) -> bool:
-    return rows % FP8_MULTIPLE == features % FP8_MULTIPLE == 0
+    return rows % ROWS_MULTIPLE == features % CODES_MULTIPLE == 0
 
 
 def tokens(vocab: int, *shape: int) -> np.ndarray:
@@ -380,9 +380,7 @@ def matmul_grouped_calls(M: int, N: int, K: int, E: int, transposed: bool) -> li
     one, shape = f32(1, value=1.0), (E, K, N) if transposed else (E, N, K)
     codes = {"a": Spec((M, K), E4M3), "b": Spec((E, N, K), E4M3), "scale_a": one, "scale_b": one}
     calls = [Call("bf16", matmul_fused.grouped, args | {"a": bf16(M, K), "b": bf16(*shape)})]
-    if M % FP8_MULTIPLE == 0:  # as codes are made
-        calls.append(Call("fp8", matmul_fused.grouped, args | codes))
-    return calls
+    return [*calls, Call("fp8", matmul_fused.grouped, args | codes)]
 
 
 def matmul_grouped_gradient_calls(R: int, M: int, N: int, E: int) -> list[Call]:
@@ -662,7 +660,7 @@ def quantize_scaled(dev: Device, x: Tensor, abs_max: Tensor, **fp8: Tensor) -> N
 
 
 def quantize_calls(rows: int, cols: int) -> list[Call]:
-    q, q_t = {"q": Spec((rows, cols), E4M3)}, {"q_t": Spec((cols, rows), E4M3)}
+    q, q_t = {"q": Spec((rows, cols), E4M3)}, {"q_t": Spec(turned((rows, cols)), E4M3)}
     shared = {"scale": f32(1), "x": bf16(rows, cols), "abs_max": f32(1, value=5.0)}
     known = {"scale": f32(1, value=0.01), "saturated": Spec((1,), I32)}
     back = {"out": bf16(rows * cols), "q": Spec((rows * cols,), E4M3), "scale": known["scale"]}
@@ -689,7 +687,7 @@ def _columns_stochastic(dev: Device, scalars: Tensor, **args: Any) -> None:
 def quantize_int8_calls(rows: int, cols: int) -> list[Call]:
     x = bf16(rows, cols)
     by_rows = {"q": Spec((rows, cols), I8), "scale": f32(rows), "x": x}
-    by_columns = {"q_t": Spec((cols, rows), I8), "scale": f32(cols), "x": x}
+    by_columns = {"q_t": Spec(turned((rows, cols)), I8), "scale": f32(cols), "x": x}
     random_numbers = {"scalars": scalars()}
     return [
         Call("rows", quantize_int8.rows, by_rows),

@@ -11,6 +11,16 @@ from typing import ClassVar, NamedTuple
 
 from llmq.base.tensor import Tensor
 
+CODES_MULTIPLE = 16
+"""Codes that products take at a time, 16 bytes: their sums are over multiples of so many."""
+
+
+def turned(shape: tuple[int, int]) -> tuple[int, int]:
+    """The shape (features, rows) of a matrix's transposed codes, with as many zeros behind the rows
+    as fill whole 16 bytes: a product over rows adds nothing there."""
+    rows, features = shape
+    return features, -(-rows // CODES_MULTIPLE) * CODES_MULTIPLE
+
 
 class Fp8Out(NamedTuple):
     """An operation's result as FP8, with a scale that is known beforehand.
@@ -19,7 +29,7 @@ class Fp8Out(NamedTuple):
     and clamped to the largest finite value MAX; NaN stays NaN. So x is about code * scale.
 
         codes       out    E4M3, E5M2 (rows, features)  or None; at least one of the two
-        transposed  out    the same   (features, rows)  or None
+        transposed  out    the same   turned((rows, features)), or None; codes of zeros behind rows
         scale       in     F32        (1,)              positive
         saturated   inout  I32        (1,)              += the number of |x| > MAX * scale
     """
@@ -77,7 +87,7 @@ class OutputForms(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8:
     """An fp8 tensor: source ~ codes * scale, in the layouts that were asked for. codes: (rows,
-    features). transposed: (features, rows). source: what was quantized, None where it is gone."""
+    features). transposed: as `turned` has it. source: what was quantized, None where it is gone."""
 
     source: Tensor | None
     codes: Tensor | None

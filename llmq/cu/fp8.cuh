@@ -126,6 +126,10 @@ __device__ __forceinline__ uint4 join_pair(uint2 a, uint2 b) {
 
 // -- For kernels that work element by element ----------------------------------------------------
 
+// Columns of transposed codes of so many rows: whole 16 bytes, with codes of zeros behind the rows,
+// which add nothing to a product over them.
+__device__ __forceinline__ i64 turned_columns(i64 rows) { return (rows + 15) & ~15ll; }
+
 // 16 bytes of codes. IS_STREAMED: they leave the L2 cache first.
 template <bool IS_STREAMED> __device__ __forceinline__ void store_codes(void* place, uint4 codes) {
     if constexpr (IS_STREAMED) {
@@ -177,17 +181,17 @@ struct OctetTile {
         }
     }
 
-    // To transposed (columns, rows) what lies inside of it; the tile's first row and column are
-    // given; rows % 16 == 0.
+    // To transposed (columns, turned) what lies inside of it, turned = turned_columns(rows); the tile's
+    // first row and column are given. Threads without rows have put codes of zeros.
     template <bool IS_STREAMED = false, class Format>
     __device__ __forceinline__ void store(Format* transposed, i64 first_row, int first_column,
-                                          i64 rows, int columns) const {
+                                          i64 turned, int columns) const {
 #pragma unroll
         for (int i = 0; i < COLUMNS * PLACES / 256; ++i) {
             const u32 index = i * 256 + threadIdx.x, c = index / PLACES, k = index % PLACES;
             const i64 row = first_row + k * 16, column = first_column + (int)c;
-            if (row < rows && column < columns) {
-                store_codes<IS_STREAMED>(transposed + column * rows + row, line[c][k ^ (c / 8)]);
+            if (row < turned && column < columns) {
+                store_codes<IS_STREAMED>(transposed + column * turned + row, line[c][k ^ (c / 8)]);
             }
         }
     }
@@ -217,23 +221,23 @@ struct CodesTile {
         }
     }
 
-    // To transposed (columns, rows) what lies inside of it; rows % 16 == 0.
+    // To transposed (columns, turned) what lies inside of it; as OctetTile's.
     template <class Format>
     __device__ __forceinline__ void store(Format* transposed, i64 first_row, int first_column,
-                                          i64 rows, int columns) const {
+                                          i64 turned, int columns) const {
 #pragma unroll
         for (int i = 0; i < SIZE * PLACES / 256; ++i) {
             const u32 index = i * 256 + threadIdx.x, c = index / PLACES, k = index % PLACES;
             const i64 row = first_row + k * 16, column = first_column + c;
-            if (row < rows && column < columns) {
-                store_codes<false>(transposed + column * rows + row, line[c][k ^ (c / 16)]);
+            if (row < turned && column < columns) {
+                store_codes<false>(transposed + column * turned + row, line[c][k ^ (c / 16)]);
             }
         }
     }
 };
 
 // A thread's place in a matrix (rows, columns) that is cut into OctetTiles, in a grid (across,
-// down). rows % 16 == 0, columns % 16 == 0: all of its 4 rows and 8 columns are inside, or none.
+// down). rows % 4 == 0, columns % 16 == 0: all of its 4 rows and 8 columns are inside, or none.
 struct OctetPlace {
     i64 first_row, row;
     int first_column, column, there;  // there: rows inside, 4 or 0

@@ -16,7 +16,7 @@
 //          bound, about 30 instructions per element. _fp8: twice as many loads in flight, about 10 instructions more;
 //          codes in both layouts are as many bytes as BF16; 8 KiB of shared memory for each
 //          transposed result.
-// Needs    _fp8: rows and columns multiples of 16, rows at most 65535 * 128.
+// Needs    _fp8: rows a multiple of 4, columns of 16, rows at most 65535 * 128.
 #include "activation.cuh"
 #include "common.cuh"
 #include "fp8.cuh"
@@ -145,11 +145,12 @@ __device__ __forceinline__ void work_on_tile(T* out, const T* d_out, const T* x,
     }
     if constexpr (TRANSPOSED) { tile.put(result); }
     if constexpr (TRANSPOSED || AGAIN_TRANSPOSED) { __syncthreads(); }
+    const i64 turned = turned_columns(rows);
     if constexpr (TRANSPOSED) {
-        tile.store(transposed, place.first_row, place.first_column, rows, columns);
+        tile.store(transposed, place.first_row, place.first_column, turned, columns);
     }
     if constexpr (AGAIN_TRANSPOSED) {
-        again_tile.store(again_transposed, place.first_row, place.first_column, rows, columns);
+        again_tile.store(again_transposed, place.first_row, place.first_column, turned, columns);
     }
     encoder.finish(saturated);
     again_encoder.finish(again_saturated);

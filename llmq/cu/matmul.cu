@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(256) block_scales(
 //          64 bytes of dynamic shared memory. BIAS and ACCUMULATE are constants.
 // Cost     2 M N K operations of the tensor cores. A block reads (TILE_M + TILE_N) * K bytes; tiles
 //          that run at the same time share them in the L2 cache.
-// Needs    M, N, K multiples of 16; K at most 133144, so that no sum overflows. Compute capability
+// Needs    N and K multiples of 16; K at most 133144, so that no sum overflows. Compute capability
 //          8.0.
 #ifndef WARPS_M  // compiled for another entry
 #define WARPS_M 1

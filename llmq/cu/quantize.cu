@@ -8,8 +8,8 @@
 // all codes are NaN. quantize_scaled: with a scale that is given, as fp8.cuh has it: the same codes
 // for the same scale. transpose_codes: q_t[c, r] = q[r, c]. dequantize: out[i] = q[i] * scale.
 //
-// Data     x: T (rows, cols), read once. q, codes: Q (rows, cols). q_t, transposed: Q (cols, rows).
-//          All 16-byte aligned. scale, abs_max: F32 (1), saturated: I32 (1). quantize_transpose: q
+// Data     x: T (rows, cols), read once. q, codes: Q (rows, cols). q_t, transposed: Q (cols, rows
+//          and codes of zeros up to a multiple of 16). All 16-byte aligned. scale, abs_max: F32 (1), saturated: I32 (1). quantize_transpose: q
 //          may be null. quantize_scaled: one of codes and transposed may be null; abs_max is, with
 //          ABS_MAX = 1, raised to the largest |x|, else not touched.
 // Launch   256 threads. quantize: ceil(n / 8192) blocks, n = rows * cols. quantize_transpose and
@@ -20,7 +20,7 @@
 //          bytes. A tile reads lines of 128 bytes (BF16), writes 64 bytes of each row of q, 128 of
 //          each row of q_t. It is turned in 8 KiB of shared memory without bank conflicts;
 //          transpose_codes reads and writes lines of 128 bytes through 16 KiB.
-// Needs    rows and cols multiples of 16; rows at most 65535 * 128.
+// Needs    rows a multiple of 4, cols of 16; rows at most 65535 * 128.
 #include "common.cuh"
 #include "fp8.cuh"
 
@@ -99,7 +99,7 @@ __device__ __forceinline__ void store_tile(Q* q, Q* q_t, const uint2 (&codes)[4]
     if (q_t != nullptr) {
         tile.put(codes);
         __syncthreads();
-        tile.store(q_t, place.first_row, place.first_column, rows, cols);
+        tile.store(q_t, place.first_row, place.first_column, turned_columns(rows), cols);
     }
 }
 
@@ -143,7 +143,7 @@ transpose_codes(Q* __restrict__ q_t, const Q* __restrict__ q, i64 rows, i32 cols
     __shared__ CodesTile tile;
     const i64 tile_row = (i64)(gridDim.y - 1 - blockIdx.y) * CodesTile::SIZE;
     const int tile_column = blockIdx.x * CodesTile::SIZE;
-    q += blockIdx.z * rows * cols, q_t += blockIdx.z * rows * cols;
+    q += blockIdx.z * rows * cols, q_t += blockIdx.z * turned_columns(rows) * cols;
     const i64 row = tile_row + CodesTile::row();
     const int column = tile_column + CodesTile::column();
     uint4 loaded[4];
@@ -156,7 +156,7 @@ transpose_codes(Q* __restrict__ q_t, const Q* __restrict__ q, i64 rows, i32 cols
     }
     tile.put(loaded);
     __syncthreads();
-    tile.store(q_t, tile_row, tile_column, rows, cols);
+    tile.store(q_t, tile_row, tile_column, turned_columns(rows), cols);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

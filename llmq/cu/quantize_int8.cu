@@ -10,13 +10,14 @@
 // with it. column_max: the largest |x[:, c]| of each column, which `columns` reads. decode: out =
 // q * scale of its row.
 //
-// Data     x: T (rows, cols). q: I8 (rows, cols). q_t: I8 (cols, rows). scale: F32 (rows) or (cols).
+// Data     x: T (rows, cols). q: I8 (rows, cols). q_t: I8 (cols, rows and zeros up to a multiple of
+//          16). scale: F32 (rows) or (cols).
 //          factors, column_max: F32 (cols). All 16-byte aligned.
 // Launch   rows: WARPS warps hold a row, 32 * WARPS * ROWS threads, a block for every ROWS rows.
 //          column_max, columns: 256 threads, a block for every OctetTile, grid (across, down).
 // Cost     memory-bound: `rows` reads x once, the others once each. Rounding stochastically takes
 //          6 instructions for an element's random bits.
-// Needs    rows and cols multiples of 16, sequence (rows of one) of 4. column_max zero before.
+// Needs    rows and sequence (rows of one) multiples of 4, cols of 16. column_max zero before.
 #include "common.cuh"
 #include "fp8.cuh"
 
@@ -221,7 +222,7 @@ quantize_int8_columns(i8* __restrict__ q_t, f32* __restrict__ scale, const T* __
     }
     tile.put(codes);
     __syncthreads();
-    tile.store(q_t, place.first_row, place.first_column, rows, cols);
+    tile.store(q_t, place.first_row, place.first_column, turned_columns(rows), cols);
 }
 
 // Four neighbours for each thread.

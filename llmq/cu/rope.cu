@@ -202,18 +202,18 @@ struct CodeTile {
             reinterpret_cast<u32*>(place)[rows % 4] = turned[i];
         }
     }
-    // To transposed (columns, tokens) what lies inside of it.
+    // To transposed (columns, turned) what lies inside of it, turned = turned_columns(tokens).
     template <class Format>
-    __device__ __forceinline__ void store(Format* transposed, i64 first_row, i64 tokens,
+    __device__ __forceinline__ void store(Format* transposed, i64 first_row, i64 turned,
                                           u32 first_quad, i32 columns) const {
         const u32 place = threadIdx.x % PLACES, l = threadIdx.x / PLACES, quad = l % TILE_QUADS;
         const i64 row = first_row + place * 16;
         const i32 column = quad_column(first_quad + quad) + l / TILE_QUADS;
         const i32 second = quad_behind(first_quad + quad);
-        if (row < tokens && column < columns) {
+        if (row < turned && column < columns) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                *reinterpret_cast<uint4*>(transposed + (column + half * second) * tokens + row) =
+                *reinterpret_cast<uint4*>(transposed + (column + half * second) * turned + row) =
                     line[half][l][place ^ quad / 2 % PLACES];
             }
         }
@@ -328,7 +328,7 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
             y2[i] = shared.arriving[2 * i + 1][threadIdx.x];
         }
         if (t + 1 < end) { fetch(t + 1); }
-        if (head < heads) {
+        if (head < heads && there > 0) {  // zeros behind the tokens stay without a sign
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 rotate(turn[i], y1[i], y2[i]);
@@ -376,7 +376,8 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
         }
         if (BIAS || TRANSPOSED) { __syncthreads(); }
         if constexpr (TRANSPOSED) {
-            shared.codes[which].store(transposed, first_row, tokens, t * TILE_QUADS, columns);
+            shared.codes[which].store(transposed, first_row, turned_columns(tokens),
+                                      t * TILE_QUADS, columns);
         }
         if (BIAS && threadIdx.x / SumTile::LINES == which) {
             shared.sums[which].store(partial + (i64)blockIdx.y * columns, t * TILE_QUADS, columns);

@@ -22,7 +22,8 @@
 //          60 instructions; codes in both layouts are as many bytes as BF16. Backward has 16 KiB of
 //          shared memory for transposed codes, and 8 KiB for those of out. CODED: half the bytes
 //          of what is read, 8-byte loads; then 30 (forward) and 50 instructions are as long.
-// Needs    rows * F below 2^32 vectors. _fp8: rows and F multiples of 16, rows at most 65535 * 128.
+// Needs    rows * F below 2^32 vectors. _fp8: rows a multiple of 4, F of 16, rows at most 65535 * 128;
+//          turned: turned_columns(rows), an argument where registers are few.
 #include "activation.cuh"
 #include "common.cuh"
 #include "fp8.cuh"
@@ -188,7 +189,7 @@ swiglu_forward_fp8(T* __restrict__ out, const U* __restrict__ up_gate, i64 rows,
     if constexpr (TRANSPOSED) {
         tile.put(result);
         __syncthreads();
-        tile.store(transposed, place.first_row, place.first_column, rows, F);
+        tile.store(transposed, place.first_row, place.first_column, turned_columns(rows), F);
     }
     encoder.finish(saturated);
     finish_abs_max<ABS_MAX>(abs_max, largest);
@@ -201,8 +202,8 @@ constexpr int BACKWARD_TILES_ON_SM = OUT || !ON_HOPPER ? 2 : TILES_ON_SM;
 // Measured: backward of codes is faster with streamed results, forward slower.
 constexpr bool STREAMED = ON_HOPPER && CODED;
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_TILES_ON_SM)
-swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i32 F, f32* abs_max,
-                    Q* __restrict__ codes, Q* __restrict__ transposed,
+swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i64 turned, i32 F,
+                    f32* abs_max, Q* __restrict__ codes, Q* __restrict__ transposed,
                     const f32* __restrict__ scale, i32* saturated, T* out,
                     O* __restrict__ out_transposed, const f32* __restrict__ out_scale,
                     i32* out_saturated, const f32* __restrict__ up_scale,
@@ -256,12 +257,12 @@ swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i3
     }
     if constexpr (TRANSPOSED || OUT_TRANSPOSED) { __syncthreads(); }
     if constexpr (TRANSPOSED) {
-        up_tile.store<STREAMED>(transposed, place.first_row, place.first_column, rows, F);
-        gate_tile.store<STREAMED>(transposed, place.first_row, place.first_column + F, rows,
+        up_tile.store<STREAMED>(transposed, place.first_row, place.first_column, turned, F);
+        gate_tile.store<STREAMED>(transposed, place.first_row, place.first_column + F, turned,
                                   2 * F);
     }
     if constexpr (OUT_TRANSPOSED) {
-        out_tile.store<STREAMED>(out_transposed, place.first_row, place.first_column, rows, F);
+        out_tile.store<STREAMED>(out_transposed, place.first_row, place.first_column, turned, F);
     }
     encoder.finish(saturated);
     out_encoder.finish(out_saturated);

@@ -16,7 +16,7 @@ import numpy as np
 from llmq.arch.matrix import halves_gradients, halves_inputs
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, E4M3_HALF, F32, FP8_MAX, DType, parse_dtype
-from llmq.base.operand import Fp8, Operand, OutputForms, Result
+from llmq.base.operand import Fp8, Operand, OutputForms, Result, turned
 from llmq.base.tensor import Tensor
 from llmq.formats.format import BACKWARD, FORWARD, HEAD, WEIGHT, Activation, Format, Write, id_of
 from llmq.formats.frozen import Encoder, Frozen, Lies
@@ -84,7 +84,7 @@ class E4m3(Format):
         q = self.dev.alloc(f"{name}.q", self.shape, dtype, "Activations")
         q_t = None
         if self.turned & self.outs:
-            q_t = self.dev.alloc(f"{name}.q_t", self.shape[::-1], dtype, "Activations")
+            q_t = self.dev.alloc(f"{name}.q_t", turned(self.shape), dtype, "Activations")
         self._half_gradient = (q, q_t)
 
     @property
@@ -136,13 +136,13 @@ class E4m3(Format):
         product: bool = True,
         transposed: bool = True,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Scratch for codes (rows, features) and (features, rows), as far as they are needed."""
+        """Scratch for codes (rows, features) and transposed ones, as far as they are needed."""
         name = tensor_id.rpartition(".")[2]
         dtype, q, q_t = self.formats[name], None, None
         if product:
             q = temps.enter_context(self.dev.scratch(f"{name}.q", shape, dtype))
         if transposed and tensor_id in self.turned:
-            q_t = temps.enter_context(self.dev.scratch(f"{name}.q_t", shape[::-1], dtype))
+            q_t = temps.enter_context(self.dev.scratch(f"{name}.q_t", turned(shape), dtype))
         return q, q_t
 
     def _fp8(

@@ -49,7 +49,7 @@ def id_of(layer: int, name: str) -> str:
 class Activation(NamedTuple):
     """An activation of one layer, and what is kept of it from forward to backward. shape: (rows,
     features), rows = B*T. tensor: the whole of it, in this dtype, which may be of the codes that a
-    product writes. codes: (features, rows), which are enough where backward only needs it for a
+    product writes. codes: transposed ones, which are enough where backward only needs it for a
     weight's gradient. With neither it is scratch."""
 
     layer: int

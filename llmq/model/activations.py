@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 from llmq.arch.matrix import HalfSpec
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, DType
+from llmq.base.operand import turned
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation, Format, id_of
 from llmq.model.norms import NormTensors
@@ -125,7 +126,7 @@ class HalfLayer:
         dtype = dtype or self._dtype
         coded = self._format.kept_codes(self.id_of(name)) if may_be_codes else None
         if kept and coded is not None:
-            codes = self.alloc(f"{name}_t", *shape[::-1], dtype=coded)
+            codes = self.alloc(f"{name}_t", *turned(shape), dtype=coded)
         elif kept:
             tensor = self.alloc(name, *shape, dtype=dtype)
         return Activation(self.index, name, shape, dtype, tensor, codes)

@@ -17,7 +17,7 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E5M2, E5M2_MAX, F32, I32
-from llmq.base.operand import STORE, CrossEntropy, Epilogue, Fp8, Operand, OutputForms
+from llmq.base.operand import STORE, CrossEntropy, Epilogue, Fp8, Operand, OutputForms, turned
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import HEAD, Format
 from llmq.model.adapters import Dropout, HeadAdapters, OfPass, table_adapters
@@ -232,15 +232,15 @@ class Head:
     def _fp8_gradient(self, at: _Chunk, epilogue: CrossEntropy, *, transposed: bool) -> Fp8:
         """The gradient of the logits as codes. Transposed ones, which the gradient of the matrix
         alone needs, take the place of the logits, which are twice as large."""
-        dev, shape, turned = self.dev, self._shape(at), None
+        dev, shape, by_columns = self.dev, self._shape(at), None
         codes = at.temps.enter_context(dev.scratch("d_logits.q", shape, E5M2))
         coded = replace(epilogue, codes=codes, code_scale=self._code_scale)
         with ExitStack() as temps:
             self._logits(at._replace(temps=temps), coded)
         if transposed:
-            turned = at.temps.enter_context(dev.scratch("d_logits.q_t", shape[::-1], E5M2))
-            quantize.transpose(dev, turned, codes)
-        return Fp8(source=None, codes=codes, transposed=turned, scale=self.gradient_scale)
+            by_columns = at.temps.enter_context(dev.scratch("d_logits.q_t", turned(shape), E5M2))
+            quantize.transpose(dev, by_columns, codes)
+        return Fp8(source=None, codes=codes, transposed=by_columns, scale=self.gradient_scale)
 
     def _cross_entropy(
         self, at: _Chunk, targets: Tensor, weights: Tensor | None = None, *, gradient: bool = True

@@ -23,7 +23,7 @@ from llmq.base.dtypes import (
     STEP_SCALARS_WORDS,
     DType,
 )
-from llmq.base.operand import Fp8Out, ProductCodes
+from llmq.base.operand import CODES_MULTIPLE, Fp8Out, ProductCodes, turned
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -183,7 +183,7 @@ def abs_max_consts(op: str, abs_max: Tensor | None) -> dict[str, int]:
     return {"ABS_MAX": int(abs_max is not None)}
 
 
-FP8_MULTIPLE = 16  # of the rows and features of FP8 matrices: one 16-byte access
+ROWS_MULTIPLE = 4  # of matrices with transposed codes: a thread turns four rows
 
 
 # The end of the arguments of a kernel with an optional FP8 result; fp8_args() are the values.
@@ -205,7 +205,8 @@ def fp8_consts(
     if fp8.codes is None and fp8.transposed is None:
         raise TypeError(f"{op}: {name}.codes or {name}.transposed must be a tensor, both are None")
     dtype = None  # of both
-    for layout, shape in (("codes", (rows, features)), ("transposed", (features, rows))):
+    layouts = (("codes", (rows, features)), ("transposed", turned((rows, features))))
+    for layout, shape in layouts:
         if (tensor := getattr(fp8, layout)) is not None:
             expect(op, f"{name}.{layout}", tensor, dtype, shape)
             dtype = tensor.dtype
@@ -213,10 +214,10 @@ def fp8_consts(
                 raise TypeError(f"{op}: {name}.{layout} must be E4M3 or E5M2, got {dtype.label}")
     expect(op, f"{name}.scale", fp8.scale, F32, (1,))
     expect(op, f"{name}.saturated", fp8.saturated, I32, (1,))
-    if features % FP8_MULTIPLE or (fp8.transposed is not None and rows % FP8_MULTIPLE):
+    if features % CODES_MULTIPLE or (fp8.transposed is not None and rows % ROWS_MULTIPLE):
         raise ValueError(
-            f"{op}: FP8 results have features, and transposed rows, in multiples of "
-            f"{FP8_MULTIPLE}, got ({rows}, {features})"
+            f"{op}: FP8 results have features in multiples of {CODES_MULTIPLE}, and transposed "
+            f"rows of {ROWS_MULTIPLE}, got ({rows}, {features})"
         )
     return {"CODES": int(fp8.codes is not None), "TRANSPOSED": int(fp8.transposed is not None)}
 
@@ -277,7 +278,7 @@ def again_consts(
             raise TypeError(f"{op}: out_fp8.codes must be None, only out_fp8.transposed is written")
         rows, features = math.prod(shape[:-1]), shape[-1]
         transposed = out_fp8.transposed
-        expect(op, "out_fp8.transposed", transposed, None, (features, rows))
+        expect(op, "out_fp8.transposed", transposed, None, turned((rows, features)))
         if transposed.dtype not in (E4M3, E4M3_HALF):
             label = transposed.dtype.label
             raise TypeError(f"{op}: out_fp8.transposed must be {E4M3.label}, got {label}")
@@ -315,10 +316,10 @@ OCTET_TILE = (128, 64)  # rows and columns of a block; OctetTile in cu/fp8.cuh
 
 def expect_fp8_multiples(op: str, rows: int, columns: int) -> None:
     """ValueError for a matrix that has no codes in both layouts."""
-    if rows % FP8_MULTIPLE or columns % FP8_MULTIPLE:
+    if rows % ROWS_MULTIPLE or columns % CODES_MULTIPLE:
         raise ValueError(
-            f"{op}: FP8 results need rows and columns that are multiples of {FP8_MULTIPLE}, "
-            f"got {rows} and {columns}"
+            f"{op}: FP8 results need rows in multiples of {ROWS_MULTIPLE} and columns of "
+            f"{CODES_MULTIPLE}, got {rows} and {columns}"
         )
 
 

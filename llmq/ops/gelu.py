@@ -59,7 +59,7 @@ def forward(
         out      out    T (*S)     size a multiple of 16 bytes; may be x itself; or None with fp8
         x        in     T (*S)
         abs_max  inout  F32 (1,)   or None; raised to the largest |out|
-        fp8      out    (rows, C)  or None; out in FP8, C = S[-1], rows and C multiples of 16
+        fp8      out    (rows, C)  or None; out in FP8, C = S[-1], rows and C multiples of 4, 16
 
     Cost:    one launch; with fp8 no more bytes than the codes.
     """
@@ -96,7 +96,7 @@ def backward(
         d_out    in     T (*S)
         x        in     T (*S)     what forward was given
         abs_max  inout  F32 (1,)   or None; raised to the largest |d_x|
-        fp8      out    (rows, C)  or None; d_x in FP8, C = S[-1], rows and C multiples of 16
+        fp8      out    (rows, C)  or None; d_x in FP8, C = S[-1], rows and C multiples of 4, 16
         out      out    T (*S)     or None; the bits of forward's out; may be x or d_out
         out_fp8  out    (rows, C)  or None, if out is; those of its fp8, E4M3, only transposed
     """

@@ -9,9 +9,9 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, FP8, I8, I8_MAX, U8
-from llmq.base.operand import ProductCodes
+from llmq.base.operand import CODES_MULTIPLE, ProductCodes
 from llmq.base.tensor import Tensor
-from llmq.ops.common import FP8_MULTIPLE, MULTIPLE, expect_added, expect_matrix, expect_operands
+from llmq.ops.common import MULTIPLE, expect_added, expect_matrix, expect_operands
 from llmq.runtime.arena import ALIGN
 from llmq.runtime.cost import Cost, product_cost
 from llmq.runtime.device import Device
@@ -130,7 +130,7 @@ def matmul_fp8(
 
     Tensor cores before Blackwell know FP8 operands in this one form only, both with K last.
 
-    Args (contiguous; M, N and K multiples of 16):
+    Args (contiguous; N and K multiples of 16):
         out         out  F32 or BF16   (M,N)   F32 with accumulate; or codes, as ProductCodes has
                                                it: not with accumulate, E4M3 if a and b are
         a           in   E4M3 or E5M2  (M,K)
@@ -238,8 +238,8 @@ def _block_scaled(dev: Device, operands: tuple, workspace: Tensor, sizes: tuple)
 def _fp8_sizes(op: str, out: Tensor, a: Tensor, b: Tensor) -> tuple[int, int, int]:
     """(M, N, K) of out (M,N), a (M,K) and b (N,K)."""
     (M, N), K = out.shape, a.shape[1]
-    if M % FP8_MULTIPLE or N % FP8_MULTIPLE or K % FP8_MULTIPLE:
-        raise ValueError(f"{op}: M, N, K must be multiples of {FP8_MULTIPLE}, got {(M, N, K)}")
+    if N % CODES_MULTIPLE or K % CODES_MULTIPLE:
+        raise ValueError(f"{op}: N and K must be multiples of {CODES_MULTIPLE}, got {(N, K)}")
     expect(op, "a", a, None, (M, K))
     expect(op, "b", b, None, (N, K))
     return M, N, K
@@ -326,7 +326,7 @@ def matmul_int8(
 ) -> None:
     """Row-major out = (scale_a * a) @ (scale_b * b)^T [+ bias | + out] of codes a and b.
 
-    Args (contiguous; M, N and K multiples of 16, K at most MOST_TERMS):
+    Args (contiguous; N and K multiples of 16, K at most MOST_TERMS):
         out      out  F32 or BF16  (M,N)   F32 with accumulate
         a        in   I8           (M,K)
         b        in   I8           (N,K)
@@ -340,8 +340,8 @@ def matmul_int8(
     expect_matrix(op, "out", out, (F32, BF16))
     expect_operands(op, a, b, dtypes=(I8,))
     (M, N), K = out.shape, a.shape[1]
-    if M % MULTIPLE or N % MULTIPLE or K % MULTIPLE:
-        raise ValueError(f"{op}: M, N, K must be multiples of {MULTIPLE}, got {(M, N, K)}")
+    if N % MULTIPLE or K % MULTIPLE:
+        raise ValueError(f"{op}: N and K must be multiples of {MULTIPLE}, got {(N, K)}")
     if K > MOST_TERMS:
         raise ValueError(f"{op}: K must be at most {MOST_TERMS}, or sums overflow, got {K}")
     expect(op, "a", a, I8, (M, K))

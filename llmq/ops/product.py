@@ -27,6 +27,7 @@ from llmq.base.operand import (
     Result,
     Rounded,
     tensor_of,
+    turned,
 )
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import (
@@ -232,7 +233,7 @@ def accepts_addend(
 @contextmanager
 def _signed(dev: Device, x: Rounded, *, columns: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """Codes of x or of its transpose, I8, and the scales of their rows."""
-    shape = x.source.shape[::-1] if columns else x.source.shape
+    shape = turned(x.source.shape) if columns else x.source.shape
     make = quantize_int8.columns if columns else quantize_int8.rows
     with (
         dev.scratch("int8_codes", shape, I8) as codes,

@@ -1,10 +1,11 @@
 """BF16 or F32 to FP8, with one scale for the whole tensor; and the transpose of FP8 matrices."""
 
 from llmq.base.dtypes import F32, FP8
-from llmq.base.operand import Fp8Out
+from llmq.base.operand import CODES_MULTIPLE, Fp8Out, turned
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
     FP8_ARGS,
+    ROWS_MULTIPLE,
     abs_max_consts,
     expect_float,
     fp8_args,
@@ -17,7 +18,6 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 THREADS = 256
 PER_BLOCK = 4 * 8 * THREADS  # elements: four times eight per thread; OCTETS in cu/quantize.cu
 CODES_TILE = 128  # rows and columns of transpose_codes; CodesTile in cu/fp8.cuh
-MULTIPLE = 16  # of rows and columns: one 16-byte access
 
 QUANTIZE = Kernel(
     "quantize.cu", "quantize", args="Q* q, f32* scale, const T* x, const f32* abs_max, i64 n"
@@ -54,9 +54,9 @@ def quantize(
 
     Args (Q is E4M3 or E5M2):
         q        out  Q (rows, cols)          or None; at least one of q and q_t
-        q_t      out  Q (cols, rows)          or None
+        q_t      out  Q turned((rows, cols))  or None; rows a multiple of 4
         scale    out  F32 (1,)
-        x        in   BF16 or F32 (rows, cols), both multiples of 16; without q_t also (n,), a part
+        x        in   BF16 or F32 (rows, cols), cols a multiple of 16; without q_t also (n,), a part
                       of a matrix in the order it lies in, n a multiple of 16
         abs_max  in   F32 (1,)                largest |x|
     """
@@ -72,7 +72,7 @@ def scaled(dev: Device, x: Tensor, fp8: Fp8Out, *, abs_max: Tensor | None = None
     """x in FP8 with a scale that is known beforehand, as Fp8Out has it.
 
     Args:
-        x        in     BF16 or F32 (rows, cols), both multiples of 16
+        x        in     BF16 or F32 (rows, cols)  multiples of 4 and 16
         fp8      out    (rows, cols)
         abs_max  inout  F32 (1,)                  or None; raised to the largest |x|
     """
@@ -92,14 +92,14 @@ def transpose(dev: Device, q_t: Tensor, q: Tensor) -> None:
     """q_t = the transpose of q, or of each of E matrices.
 
     Args (Q is E4M3 or E5M2):
-        q_t  out  Q (cols, rows)                        or (E, cols, rows)
-        q    in   Q (rows, cols), both multiples of 16, or (E, rows, cols)
+        q_t  out  Q turned((rows, cols))              or (E, *turned)
+        q    in   Q (rows, cols), multiples of 4, 16  or (E, rows, cols)
     """
     if q.dtype not in FP8:
         raise TypeError(f"quantize: q must be E4M3 or E5M2, got {q.dtype.label}")
     *outer, rows, cols = q.shape
     _check_shape("q", q.rows(0, 1).view(rows, cols) if len(outer) == 1 else q, (2,))
-    expect("quantize", "q_t", q_t, q.dtype, (*outer, cols, rows))
+    expect("quantize", "q_t", q_t, q.dtype, (*outer, *turned((rows, cols))))
     blocks = (ceil_div(cols, CODES_TILE), ceil_div(rows, CODES_TILE), *outer)
     dev.launch(TRANSPOSE_CODES, blocks, THREADS, (q_t, q, rows, cols))
 
@@ -128,7 +128,7 @@ def _check(q: Tensor | None, q_t: Tensor | None, scale: Tensor, x: Tensor, abs_m
     if q is None and q_t is None:
         raise TypeError("quantize: q or q_t must be a tensor, both are None")
     dtype = None  # of both
-    for name, tensor, shape in (("q", q, x.shape), ("q_t", q_t, x.shape[::-1])):
+    for name, tensor, shape in (("q", q, x.shape), ("q_t", q_t, q_t and turned(x.shape))):
         if tensor is not None:
             expect("quantize", name, tensor, dtype, shape)
             dtype = tensor.dtype
@@ -140,6 +140,12 @@ def _check(q: Tensor | None, q_t: Tensor | None, scale: Tensor, x: Tensor, abs_m
 
 def _check_shape(name: str, tensor: Tensor, dimensions: tuple[int, ...]) -> None:
     shape = tensor.shape
-    if len(shape) not in dimensions or any(n % MULTIPLE or n <= 0 for n in shape):
+    multiples = (ROWS_MULTIPLE, CODES_MULTIPLE)[-len(shape) :]
+    if len(shape) not in dimensions or any(
+        n % multiple or n <= 0 for n, multiple in zip(shape, multiples, strict=True)
+    ):
         wanted = " or ".join({1: "(n,)", 2: "(rows, cols)"}[n] for n in dimensions)
-        raise ValueError(f"quantize: {name} must be {wanted}, in multiples of 16, got {shape}")
+        raise ValueError(
+            f"quantize: {name} must be {wanted}, in multiples of {ROWS_MULTIPLE} rows and "
+            f"{CODES_MULTIPLE} others, got {shape}"
+        )

@@ -5,14 +5,21 @@ an activation, an output feature of a weight), columns for those that a product 
 """
 
 from llmq.base.dtypes import F32, I8, I32, STEP_SCALARS_WORDS
-from llmq.base.operand import Stochastic
+from llmq.base.operand import CODES_MULTIPLE, Stochastic, turned
 from llmq.base.tensor import Tensor
-from llmq.ops.common import FORWARD_WARPS, VECTOR_BYTES, WARP, RowLayout, expect_float, octet_tiles
+from llmq.ops.common import (
+    FORWARD_WARPS,
+    ROWS_MULTIPLE,
+    VECTOR_BYTES,
+    WARP,
+    RowLayout,
+    expect_float,
+    octet_tiles,
+)
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 256
-MULTIPLE = 16  # of rows and columns: one 16-byte access
 LANE_VECTORS = 8  # of a row, which lies in registers
 WARPS = (1, 4, 16, 32)  # that may hold a row: few, because each is a compilation
 
@@ -55,7 +62,7 @@ def rows(
     Args:
         q        out  I8           (rows, cols)
         scale    out  F32          (rows,)
-        x        in   BF16 or F32  (rows, cols), both multiples of 16
+        x        in   BF16 or F32  (rows, cols)  multiples of 4 and 16
         factors  in   F32          (cols,)  or None; of a matrix of which x is to be multiplied by
                                             codes without these scales of its rows
     """
@@ -91,14 +98,14 @@ def columns(
     Rounding and scales as those of `rows`.
 
     Args:
-        q_t    out  I8           (cols, rows)
+        q_t    out  I8           turned((rows, cols))
         scale  out  F32          (cols,)
-        x      in   BF16 or F32  (rows, cols), both multiples of 16
+        x      in   BF16 or F32  (rows, cols)  multiples of 4 and 16
 
     Cost:    x read twice, q_t written; two launches, and a scratch F32 (cols,) is cleared.
     """
     n, cols = _check(x, stochastic)
-    expect("quantize_int8", "q_t", q_t, I8, (cols, n))
+    expect("quantize_int8", "q_t", q_t, I8, turned((n, cols)))
     expect("quantize_int8", "scale", scale, F32, (cols,))
     tiles = octet_tiles("quantize_int8", n, cols)
     with dev.scratch("column_max", (cols,), F32) as column_max:
@@ -117,7 +124,7 @@ def largest_of_columns(dev: Device, column_max: Tensor, x: Tensor) -> None:
 
     Args:
         column_max  out  F32          (cols,)
-        x           in   BF16 or F32  (rows, cols), both multiples of 16
+        x           in   BF16 or F32  (rows, cols)  multiples of 4 and 16
     """
     n, cols = _check(x, None)
     expect("quantize_int8", "column_max", column_max, F32, (cols,))
@@ -130,7 +137,7 @@ def decode(dev: Device, out: Tensor, q: Tensor, scale: Tensor) -> None:
     """out = q * scale of its row.
 
     Args:
-        out    out  BF16 or F32  (rows, cols), both multiples of 16
+        out    out  BF16 or F32  (rows, cols)  multiples of 4 and 16
         q      in   I8           (rows, cols)
         scale  in   F32          (rows,)
     """
@@ -146,9 +153,10 @@ def _rounding(stochastic: Stochastic | None) -> tuple[Tensor | None, int, int]:
 
 def _check(x: Tensor, stochastic: Stochastic | None) -> tuple[int, int]:
     expect_float("quantize_int8", "x", x)
-    if len(x.shape) != 2 or any(n % MULTIPLE or n <= 0 for n in x.shape):
+    if len(x.shape) != 2 or x.shape[0] % ROWS_MULTIPLE or x.shape[1] % CODES_MULTIPLE:
         raise ValueError(
-            f"quantize_int8: x must be (rows, cols), in multiples of {MULTIPLE}, got {x.shape}"
+            f"quantize_int8: x must be (rows, cols), in multiples of {ROWS_MULTIPLE} and "
+            f"{CODES_MULTIPLE}, got {x.shape}"
         )
     if stochastic is not None:
         expect("quantize_int8", "scalars", stochastic.scalars, I32, (STEP_SCALARS_WORDS,))

@@ -1,7 +1,7 @@
 """SwiGLU: up * silu(gate), the activation of Llama- and Qwen-class MLPs; and GeGLU, Gemma's."""
 
 from llmq.base.dtypes import BF16, E4M3, F32, I32
-from llmq.base.operand import Fp8Out, ProductCodes
+from llmq.base.operand import Fp8Out, ProductCodes, turned
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
     AGAIN_ARGS,
@@ -46,7 +46,7 @@ FORWARD_FP8 = Kernel(
 BACKWARD_FP8 = Kernel(
     "swiglu.cu",
     "swiglu_backward_fp8",
-    args="T*? d_up_gate, const D* d_out, const U* up_gate, i64 rows, i32 F, "
+    args="T*? d_up_gate, const D* d_out, const U* up_gate, i64 rows, i64 turned, i32 F, "
     f"inout f32*? abs_max, {FP8_ARGS}, {AGAIN_ARGS}, const f32*? up_scale, {PRODUCT_ARGS}",
 )
 
@@ -74,7 +74,7 @@ def forward(
         up_gate  in     T (*S, 2F)   [up | gate] along the last dimension; or the codes of a
                                      product (rows, 2F), E4M3: T is BF16, F a multiple of 16
         abs_max  inout  F32 (1,)     or None; raised to the largest |out|
-        fp8      out    (rows, F)    or None; out in FP8, rows and F multiples of 16
+        fp8      out    (rows, F)    or None; out in FP8, rows and F multiples of 4, 16
 
     Cost:    one launch; with fp8 no more bytes than the codes.
     """
@@ -118,7 +118,7 @@ def backward(
         d_out      in     T (*S, F)     or with up_gate the codes of a product (rows, F)
         up_gate    in     T (*S, 2F)    or codes, as in forward; then there is no `out`
         abs_max    inout  F32 (1,)     or None; raised to the largest |d_up_gate|
-        fp8        out    (rows, 2F)   or None; d_up_gate in FP8, rows and F multiples of 16
+        fp8        out    (rows, 2F)   or None; d_up_gate in FP8, rows and F multiples of 4, 16
         out        out    T (*S, F)    or None; the bits of forward's out; may be d_out itself
         out_fp8    out    (rows, F)    or None, if out is; those of its fp8, E4M3, only transposed
     """
@@ -137,15 +137,17 @@ def backward(
     dtype = BF16 if coded else up_gate.dtype
     if d_up_gate is not None or (fp8 is None and abs_max is None):
         expect(op, "d_up_gate", d_up_gate, dtype, up_gate.shape)
-    args, consts = (d_up_gate, d_out, up_gate, rows, F, abs_max), abs_max_consts(op, abs_max)
+    tensors, consts = (d_up_gate, d_out, up_gate), abs_max_consts(op, abs_max)
     consts |= again_consts(op, out, out_fp8, dtype, d_out.shape)
     consts |= {"GELU": int(gelu), "CODED": int(coded)}
     if fp8 is None and out_fp8 is None and not coded:
         blocks = grid(d_out.size, d_out.dtype.itemsize)
-        dev.launch(BACKWARD, blocks, THREADS, (*args, out), consts=consts)
+        args = (*tensors, rows, F, abs_max, out)
+        dev.launch(BACKWARD, blocks, THREADS, args, consts=consts)
     else:
         consts |= fp8_consts(op, fp8, rows, 2 * F)
         blocks = octet_tiles(op, rows, F)
+        args = (*tensors, rows, turned((rows, F))[1], F, abs_max)
         args += fp8_args(fp8) + again_args(out, out_fp8)
         args += (product.scale if coded else None, *product_args(d_product))
         dev.launch(BACKWARD_FP8, blocks, THREADS, args, consts=consts)

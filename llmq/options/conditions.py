@@ -9,6 +9,7 @@ from typing import Any
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
+from llmq.base.operand import CODES_MULTIPLE
 from llmq.options.adapters import (
     adapted_modules,
     adapted_tables,
@@ -22,7 +23,6 @@ from llmq.options.adapters import (
 from llmq.options.option_types import NEW_PARTS, OF_EXPERTS, lengths_of, numbers_of
 from llmq.options.rule import Options
 
-CODES_MULTIPLE = 16  # 16 bytes, in every size of a product of 8-bit codes
 # Tokens whose logits are made at a time: rows with which products of the LM head still fill a GPU,
 # and with which adding its gradient up once more for each part is little beside them. A plan goes
 # through all parts: more than MOST_PARTS nobody needs, and to refuse those takes it minutes.
@@ -248,8 +248,7 @@ def uncoded_product(o: Options, model: ModelConfig) -> tuple[str, int, int] | No
     """The first size that a product of 8-bit codes cannot have."""
     if o.matmul_dtype not in ("e4m3", "int8"):
         return None
-    sizes = {"tokens of a micro-step": o.micro_tokens} | multiplied_sizes(model)
-    return not_multiple(sizes, CODES_MULTIPLE)
+    return not_multiple(multiplied_sizes(model), CODES_MULTIPLE)
 
 
 def uncoded_base(o: Options, model: ModelConfig) -> tuple[str, int, int] | None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from llmq.options.conditions import (
     CHUNK_ROWS,
-    CODES_MULTIPLE,
     TRAINED_CHUNK_ROWS,
     decodes,
     draws,
@@ -65,7 +64,7 @@ FP8_BASES = ("e4m3", "nf4")  # whose weights can be multiplied as fp8 codes
 FP8_CAPABILITY = 89  # Ada is the first with fp8 tensor cores
 HOPPER = 90  # where attention in codes was measured
 
-_INT8_TERMS = (2**31 - 1) // 127**2  # of a sum of products of two codes, which has 32 bits
+_INT8_TERMS = (2**31 - 1) // 127**2 // 16 * 16  # of a sum of codes' products, which has 32 bits
 _INT8_WIDTH = 65536  # of a row that is quantized
 _AS_MODEL = "as --model-dtype if not given"
 
@@ -386,12 +385,6 @@ REFUSED_WITH_MODEL = (
     ),
     *refused(
         "recompute_layers", lambda v, o, model: error(layer_set, v, model.num_layers), "{found}"
-    ),
-    *refused(
-        "head_dtype",
-        lambda v, o, model: v == "e4m3" and o.chunk_tokens % CODES_MULTIPLE,
-        f"e4m3 needs multiples of {CODES_MULTIPLE}, but --lmhead-chunks "
-        "{lmhead_chunks} leaves {chunk_tokens} tokens for a chunk",
     ),
     *ADAPTERS_REFUSED_WITH_MODEL,
     *refused(

@@ -313,6 +313,15 @@ def emit_fp8(
         encode_fp8(out, values, factor, dtype)
         if transposed is not None:
             transposed.view(np.uint8)[:, block] = out.T
+    if transposed is not None:
+        pad_turned(transposed, rows, factor)
+
+
+def pad_turned(transposed: np.ndarray, rows: int, factor: np.float32) -> None:
+    """Write codes of zeros behind the rows of transposed codes, as `turned` has room for them."""
+    zero = np.empty(1, np.uint8)
+    encode_fp8(zero, np.zeros(1, np.float32), factor, transposed.dtype)
+    transposed.view(np.uint8)[:, rows:] = zero
 
 
 def norm_factor(weight: np.ndarray, offset: int) -> np.ndarray:
@@ -469,7 +478,7 @@ def swiglu_forward_fp8(out, up_gate, rows, F, abs_max, *fp8, gelu=0):
     emit_fp8(*codes, out.reshape(rows, F))
 
 
-def swiglu_backward_fp8(d_up_gate, d_out, up_gate, rows, F, abs_max, *fp8, gelu=0):
+def swiglu_backward_fp8(d_up_gate, d_out, up_gate, rows, turned, F, abs_max, *fp8, gelu=0):
     """swiglu_backward, and the results in FP8. fp8: codes, transposed, scale, saturated, then out,
     out_transposed, out_scale, out_saturated, then of inputs that are codes: the scale of up_gate,
     then of d_out scale, largest, abs_max, saturated."""

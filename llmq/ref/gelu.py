@@ -10,6 +10,7 @@ CASES = {
     "ragged_block": (3, 1016),
     "one_tile": (128, 64),
     "ragged_tiles": (2, 72, 80),
+    "rows_of_no_16": (2, 74, 80),
     "gpt2": (32 * 1024, 3072),
     "gpt2_xl": (8 * 1024, 6400),
 }

@@ -175,4 +175,4 @@ def matmul_swiglu_backward(
     matmul_adapted(a, b, h, tail, scale_a, scale_b, M, N, K, d, **how)
     again = out, out_transposed, out_scale, out_saturated
     results = abs_max, codes, transposed, scale, saturated
-    swiglu_backward_fp8(d_up_gate, d, up_gate, M, N, *results, *again, *[None] * 5, gelu=gelu)
+    swiglu_backward_fp8(d_up_gate, d, up_gate, M, M, N, *results, *again, *[None] * 5, gelu=gelu)

@@ -2,7 +2,14 @@
 
 import numpy as np
 
-from llmq.ref.common import FP8_MAX, emit_fp8, encode_fp8, row_blocks, update_abs_max
+from llmq.ref.common import (
+    FP8_MAX,
+    emit_fp8,
+    encode_fp8,
+    pad_turned,
+    row_blocks,
+    update_abs_max,
+)
 
 # rows, columns
 CASES = {
@@ -10,6 +17,8 @@ CASES = {
     "one_tile": (128, 64),
     "ragged": (144, 80),
     "wide": (16, 720),
+    "few_rows": (4, 32),
+    "rows_of_no_16": (148, 80),
     "tall": (400, 48),
     "qwen05b": (32 * 1024, 896),
     "qwen05b_mlp": (32 * 1024, 4864),
@@ -44,6 +53,7 @@ def quantize_transpose(q, q_t, scale, x, abs_max, rows, cols):
     for block in row_blocks(rows, cols):
         encode_fp8(codes[block], x[block], factor, q_t.dtype)
         q_t.view(np.uint8)[:, block] = codes[block].T
+    pad_turned(q_t, rows, factor)
 
 
 def quantize_scaled(x, rows, cols, abs_max, *fp8):
@@ -56,6 +66,7 @@ def transpose_codes(q_t, q, rows, cols):
     """q_t = the transpose of q, or of each of several matrices."""
     for block in row_blocks(rows, cols):
         q_t.view(np.uint8)[..., block] = q.view(np.uint8)[..., block, :].swapaxes(-1, -2)
+    q_t.view(np.uint8)[..., rows:] = 0
 
 
 def dequantize(out, q, scale, n):

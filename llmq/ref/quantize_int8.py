@@ -13,6 +13,8 @@ CASES = {
     "several_warps": (16, 2320),
     "sixteen_warps": (16, 9008),
     "tall": (400, 48),
+    "few_rows": (4, 32),
+    "rows_of_no_16": (148, 80),
     "qwen05b": (32 * 1024, 896),
     "qwen05b_d_up_gate": (32 * 1024, 9728),
     "qwen15b": (32 * 1024, 1536),
@@ -81,6 +83,7 @@ def quantize_int8_columns(q_t, scale, x, column_max, scalars, salt, sequence, ro
         y = x[block].astype(np.float32, copy=False)
         uniform = None if scalars is None else _random(scalars, salt, sequence, block, cols)
         q_t[:, block] = _codes(y, factor, uniform).T
+    q_t[:, rows:] = 0
 
 
 def quantize_int8_decode(out, q, scale, rows, cols):

@@ -19,6 +19,7 @@ CASES = {
     "several_blocks": (37, 344),
     "one_tile": (128, 64),
     "ragged_tiles": (144, 80),
+    "rows_of_no_16": (148, 80),
     "qwen05b": (32 * 1024, 4864),
     "qwen15b": (32 * 1024, 8960),
 }
@@ -40,7 +41,7 @@ def weighted_swiglu_backward(
         d[block] = of_out * weight[block, None]
         if weighted is not None:
             weighted[block] = values * weight[block, None]
-    swiglu_backward_fp8(d_up_gate, d, up_gate, rows, F, abs_max, *fp8, *[None] * 9)
+    swiglu_backward_fp8(d_up_gate, d, up_gate, rows, rows, F, abs_max, *fp8, *[None] * 9)
 
 
 # -- The gated activation of pairs that are cut off

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, FP8, FP8_MAX, I32
-from llmq.base.operand import Fp8Out
+from llmq.base.operand import Fp8Out, turned
 from llmq.ops import quantize
 from llmq.ref.common import FP8_NAN as NAN
 from llmq.ref.quantize import CASES
@@ -31,7 +31,7 @@ def arrays_of(x, abs_max, dtype, outputs):
     q, q_t = OUTPUTS[outputs]
     return {
         "q": output(x.shape, q),
-        "q_t": output(x.shape[::-1], q_t),
+        "q_t": output(turned(x.shape), True) if q_t else None,
         "scale": np.full(1, np.nan, np.float32),
         "x": x,
         "abs_max": np.array([abs_max], np.float32),
@@ -43,8 +43,15 @@ def check_bits(got, codes, scale):
     if got["q"] is not None:
         np.testing.assert_array_equal(got["q"].view(np.uint8), codes)
     if got["q_t"] is not None:
-        np.testing.assert_array_equal(got["q_t"].view(np.uint8), codes.T)
+        np.testing.assert_array_equal(got["q_t"].view(np.uint8), transpose(codes, got["scale"][0]))
     np.testing.assert_array_equal(got["scale"], scale)
+
+
+def transpose(codes, scale=1.0):
+    """Codes (rows, cols) in the other layout, with those of zeros behind the rows."""
+    out = np.full(turned(codes.shape), NAN if np.isnan(scale) else 0, np.uint8)
+    out[:, : len(codes)] = codes.T
+    return out
 
 
 def expected(x, abs_max, dtype):
@@ -115,11 +122,11 @@ def test_part_of_a_matrix(dev, rng, first, size, source):
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("shape", [*SMALL.values(), (272, 384), (3, 16, 32)], ids=str)
+@pytest.mark.parametrize("shape", [*SMALL.values(), (272, 384), (3, 16, 32), (3, 20, 32)], ids=str)
 def test_transpose(dev, rng, shape, dtype):
     q = rng.integers(0, 256, shape, np.uint8)
-    want = q.swapaxes(-1, -2)
-    arrays = {"q_t": np.full_like(want, UNTOUCHED, order="C").view(dtype.numpy)}
+    want = np.array([transpose(each) for each in q]) if q.ndim > 2 else transpose(q)
+    arrays = {"q_t": np.full_like(want, UNTOUCHED).view(dtype.numpy)}
     arrays |= {"q": q.view(dtype.numpy)}
     for device in (dev, host_device()):
         got = run(device, quantize.transpose, arrays)["q_t"]
@@ -211,7 +218,7 @@ def test_traffic_and_wrong_arguments():
         quantize.quantize(dev, q, make((48, 32), E5M2), one, x, one)
     with pytest.raises(ValueError, match=r"quantize: q_t must have shape \(48, 32\)"):
         quantize.quantize(dev, None, q, one, x, one)
-    with pytest.raises(ValueError, match=r"x must be \(n,\) or .*multiples of 16, got \(32, 40\)"):
+    with pytest.raises(ValueError, match=r"x must be \(n,\) or .* 16 others, got \(32, 40\)"):
         quantize.quantize(dev, make((32, 40), E4M3), None, one, make((32, 40), BF16), one)
     with pytest.raises(ValueError, match=r"x must be \(rows, cols\), in .* got \(48,\)"):
         quantize.quantize(dev, None, q_t, one, make((48,), BF16), one)
@@ -226,7 +233,7 @@ def test_traffic_and_wrong_arguments():
     assert dev.bytes["quantize_scaled"] == 32 * 48 * 4 + 4 + 2 * 4
     with pytest.raises(ValueError, match=r"quantize: fp8.codes must have shape \(32, 48\)"):
         quantize.scaled(dev, x, Fp8Out(q_t, None, one, count))
-    with pytest.raises(ValueError, match=r"multiples of 16, got \(32, 40\)"):
+    with pytest.raises(ValueError, match=r"multiples of 4 rows and 16 others, got \(32, 40\)"):
         quantize.scaled(dev, make((32, 40), BF16), Fp8Out(q, None, one, count))
 
 
@@ -245,6 +252,7 @@ def test_traffic_and_wrong_arguments_of_transpose():
     with pytest.raises(ValueError, match=r"quantize: q_t must have shape \(48, 32\)"):
         quantize.transpose(dev, make((32, 48)), make((32, 48)))
     with pytest.raises(
-        ValueError, match=r"q must be \(rows, cols\), in multiples of 16, got \(32, 40\)"
+        ValueError,
+        match=r"q must be \(rows, cols\), in .* 16 others, got \(32, 40\)",
     ):
         quantize.transpose(dev, make((40, 32)), make((32, 40)))
