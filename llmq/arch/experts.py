@@ -24,7 +24,6 @@ from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
 from llmq.base.errors import ConfigError
 
 _MOST, _MOST_ACTIVE = 512, 32  # as `ops/route.py` has them
-_BIASES_MULTIPLE = 8  # columns of a sum of rows
 _FUSED = {"experts_up": "gate_up_proj", "experts_down": "down_proj"}
 """The parameters that transformers makes of the modules of a layer's experts."""
 
@@ -72,11 +71,6 @@ class Experts:
         for name, value in (("alpha", self.alpha), ("limit", self.limit)):
             if value is not None and not 0 < value < inf:
                 raise ConfigError(f"model experts: {name} must be positive, got {value}")
-        if self.alpha is not None and self.count % _BIASES_MULTIPLE:
-            raise ConfigError(
-                f"model experts: those with biases must be a multiple of {_BIASES_MULTIPLE}, got "
-                f"{self.count}"
-            )
 
 
 class WithExperts(Architecture):

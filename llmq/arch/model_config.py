@@ -291,10 +291,11 @@ class ModelConfig:
         if scalar is not None and scalar <= 0:
             raise ConfigError(f"model query_pre_attn_scalar: must be positive, got {scalar}")
         part = self.partial_rotary_factor
-        if not 0 < part <= 1 or (part < 1 and self.rotary_dim % 16):
+        turned = self.rotary_dim if self.positions == "rope" else 2
+        if not 0 < part <= 1 or turned < 2 or turned % 2:
             raise ConfigError(
-                f"model partial_rotary_factor: {part} of {self.head_dim} channels must be a "
-                "multiple of 16 of them"
+                f"model partial_rotary_factor: {part} of {self.head_dim} channels must be an even "
+                f"number, got {turned}"
             )
         if self.rope_scaling is not None:
             self.rope_scaling.check(self.rotary_dim // 2)

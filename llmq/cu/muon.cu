@@ -14,14 +14,15 @@
 // Data     param P, grad G: F32 or BF16; m M: F32, BF16 or E4M3 with m_scale, see moments.cuh, else
 //          null; work BF16 or null; change, x, out BF16; n elements, of propose and apply
 //          n % 128 == 0. first: element of the slab. Of squares and normalize x are matrices of n
-//          elements, one after another, n % 8 == 0 if there are several, out may be x; of diagonal
-//          they are square, of row_scale they have `columns`. partials: F64, equally many of each
-//          matrix. squares: F64, of each row, as squares makes them of rows; v, factors: F32 of each.
+//          elements, one after another, out may be x; of diagonal they are square, of row_scale they
+//          have `columns`. partials: F64, equally many of each matrix. squares: F64, of each row, as
+//          squares makes them of rows; v, factors: F32 of each, v from its element `shift` on.
 // Launch   propose, apply: 128 threads, ceil(n / 1024) blocks. squares, normalize: 256 threads, a
 //          column of blocks for each matrix. diagonal: 256 threads, one for each number. row_factors:
 //          256 threads, a block for each matrix. row_scale: 256 threads, a block for each row.
 // Cost     every tensor once; memory-bound. normalize: each block also sums the partials of its
-//          matrix. diagonal: a sector of memory for each number.
+//          matrix. squares, normalize of several matrices of n elements, 8 no divisor of n: a load
+//          for each element. diagonal: a sector of memory for each number.
 // Needs    scalars final on the same stream. skip_update: propose writes zeros, apply nothing, and v of
 //          a matrix of zeros stays.
 #include "moments.cuh"
@@ -68,11 +69,16 @@ muon_propose(bf16* __restrict__ change, const G* __restrict__ grad, M* __restric
     state.store(m, m_scale, start);
 }
 
+// Vectors of a matrix of n elements, of several: none where not all of them begin on 16 bytes.
+__device__ __forceinline__ i64 whole_vectors(i64 n) {
+    return gridDim.x == 1 || n % Vec<bf16>::N == 0 ? n / Vec<bf16>::N : 0;
+}
+
 extern "C" __global__ void __launch_bounds__(256)
 muon_squares(f64* __restrict__ partials, const bf16* __restrict__ x, i64 n) {
     __shared__ f64 shared[32];
     x += blockIdx.x * n;
-    const i64 vectors = n / Vec<bf16>::N, stride = (i64)gridDim.y * blockDim.x;
+    const i64 vectors = whole_vectors(n), stride = (i64)gridDim.y * blockDim.x;
     const i64 own = (i64)blockIdx.y * blockDim.x + threadIdx.x;
     f64 total = 0.0;
 #pragma unroll 4  // loads are in flight together
@@ -83,8 +89,9 @@ muon_squares(f64* __restrict__ partials, const bf16* __restrict__ x, i64 n) {
         for (int k = 0; k < Vec<bf16>::N; ++k) { sum += to_f32(v[k]) * to_f32(v[k]); }
         total += sum;
     }
-    const i64 last = vectors * Vec<bf16>::N + own;
-    if (last < n) { total += to_f32(x[last]) * to_f32(x[last]); }
+    for (i64 i = vectors * Vec<bf16>::N + own; i < n; i += stride) {
+        total += to_f32(x[i]) * to_f32(x[i]);
+    }
     total = block_sum(total, shared);
     if (threadIdx.x == 0) { partials[(i64)blockIdx.x * gridDim.y + blockIdx.y] = total; }
 }
@@ -99,7 +106,7 @@ muon_normalize(bf16* out, const bf16* x, const f64* __restrict__ partials, i32 n
     for (int i = threadIdx.x; i < num_partials; i += blockDim.x) { total += partials[i]; }
     const float norm = (float)sqrt(block_sum(total, shared));
     const float factor = 1.0f / (fmaxf(to_f32(__float2bfloat16(norm)), 1e-7f) * margin);
-    const i64 vectors = n / Vec<bf16>::N, stride = (i64)gridDim.y * blockDim.x;
+    const i64 vectors = whole_vectors(n), stride = (i64)gridDim.y * blockDim.x;
     const i64 own = (i64)blockIdx.y * blockDim.x + threadIdx.x;
     for (i64 i = own; i < vectors; i += stride) {
         Vec<bf16> v = load_vec_stream(x + i * Vec<bf16>::N);
@@ -107,8 +114,9 @@ muon_normalize(bf16* out, const bf16* x, const f64* __restrict__ partials, i32 n
         for (int k = 0; k < Vec<bf16>::N; ++k) { v[k] = __float2bfloat16(to_f32(v[k]) * factor); }
         store_vec(out + i * Vec<bf16>::N, v);
     }
-    const i64 last = vectors * Vec<bf16>::N + own;
-    if (last < n) { out[last] = __float2bfloat16(to_f32(x[last]) * factor); }
+    for (i64 i = vectors * Vec<bf16>::N + own; i < n; i += stride) {
+        out[i] = __float2bfloat16(to_f32(x[i]) * factor);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -121,10 +129,10 @@ muon_diagonal(bf16* __restrict__ x, f32 value, i32 side, i32 count) {
 
 extern "C" __global__ void __launch_bounds__(256)
 muon_row_factors(f32* __restrict__ factors, f32* __restrict__ v, const f64* __restrict__ squares,
-                 f32 one_minus_decay, i32 columns, i32 rows) {
+                 f32 one_minus_decay, i32 columns, i32 rows, i32 shift) {
     __shared__ f64 shared[32];
     const i64 first = (i64)blockIdx.x * rows;
-    factors += first, v += first, squares += first;
+    factors += first, v += shift + first, squares += first;
     f64 before = 0.0, after = 0.0;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) { before += squares[i]; }
     before = block_sum(before, shared);

@@ -83,10 +83,10 @@ reduce_sum(G* d_sum, const T* part0, const T* part1, const T* part2, const T* pa
 //
 // Other operations, whose blocks leave partial sums too, end with column_sum as well.
 //
-// Data     d_out: (rows, N) of T, 16-byte aligned, N a multiple of one 16-byte vector. partial:
+// Data     d_out: (rows, N) of T, 16-byte aligned, N with WIDE a multiple of 16 bytes. partial:
 //          (splits, N) F32, for column_sum any (rows, columns). d: N of G.
 // Launch   backward: 256 threads, (ceil(N / tile), splits) blocks; a tile is 16 threads wide, 16
-//          bytes each. column_sum: 1024 threads; as many warps of a block as have 8 rows each, a power
+//          bytes each, without WIDE one element. column_sum: 1024 threads; as many warps of a block as have 8 rows each, a power
 //          of two, share 32 columns.
 // Cost     d_out read once; 8 16-byte loads in flight per thread. column_sum takes a few
 //          microseconds.
@@ -94,7 +94,27 @@ reduce_sum(G* d_sum, const T* part0, const T* part1, const T* part2, const T* pa
 
 constexpr int THREADS = 256, LANES = 16, ROWS = THREADS / LANES, WARPS = THREADS / 32;
 constexpr int UNROLL = 8;
-constexpr int VECTOR = Vec<T>::N;
+#ifndef WIDE
+#define WIDE 1
+#endif
+constexpr int VECTOR = WIDE ? Vec<T>::N : 1;
+
+// A thread's columns of one row, as they were loaded.
+struct Columns {
+#if WIDE
+    uint4 x;
+    __device__ __forceinline__ void load(const T* p) { x = load_packed_stream(p); }
+    __device__ __forceinline__ void add_to(float (&sum)[VECTOR]) const {
+        const Vec<T> v = unpack<T>(x);
+#pragma unroll
+        for (int k = 0; k < VECTOR; ++k) { sum[k] += to_f32(v[k]); }
+    }
+#else
+    T x;
+    __device__ __forceinline__ void load(const T* p) { x = *p; }
+    __device__ __forceinline__ void add_to(float (&sum)[VECTOR]) const { sum[0] += to_f32(x); }
+#endif
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 bias_backward(f32* __restrict__ partial, const T* __restrict__ d_out, i64 rows, i32 N, i32 splits) {
@@ -107,18 +127,14 @@ bias_backward(f32* __restrict__ partial, const T* __restrict__ d_out, i64 rows, 
     if (column < N) {
         const T* const top = d_out + column;
         for (i64 r = blockIdx.y * step + threadIdx.x / LANES; r < end; r += ROWS * UNROLL) {
-            uint4 x[UNROLL];
+            Columns x[UNROLL];
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) {
-                if (r + u * ROWS < end) { x[u] = load_packed_stream(top + (r + u * ROWS) * N); }
+                if (r + u * ROWS < end) { x[u].load(top + (r + u * ROWS) * N); }
             }
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) {
-                if (r + u * ROWS < end) {
-                    const Vec<T> v = unpack<T>(x[u]);
-#pragma unroll
-                    for (int k = 0; k < VECTOR; ++k) { sum[k] += to_f32(v[k]); }
-                }
+                if (r + u * ROWS < end) { x[u].add_to(sum); }
             }
         }
     }

@@ -29,6 +29,7 @@ from llmq.ops.common import (
     Spans,
     expect_accumulator,
     expect_float,
+    expect_multiple,
     expect_spans,
     padded_columns,
 )
@@ -156,8 +157,7 @@ def _columns(
 ) -> None:
     expect_float(op, "x", x)
     rows, columns = x.shape
-    if columns * x.dtype.itemsize % VECTOR_BYTES:
-        raise ValueError(f"{op}: a row must be a multiple of {VECTOR_BYTES} bytes: {x!r}")
+    expect_multiple(op, dev, "columns", columns, VECTOR_BYTES // x.dtype.itemsize)
     for name, tensor in {"out": out, "y": y}.items():
         if tensor is not None:
             expect(op, name, tensor, x.dtype, x.shape)

@@ -2,7 +2,13 @@
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops.common import VECTOR_BYTES, expect_accumulator, expect_float, finish_column_sum
+from llmq.ops.common import (
+    VECTOR_BYTES,
+    expect_accumulator,
+    expect_float,
+    expect_multiple,
+    finish_column_sum,
+)
 from llmq.runtime.cost import BESIDE_ATTENTION
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -36,17 +42,13 @@ def _launch(dev: Device, kernel: Kernel, size: int, args: tuple, head_dim: int) 
 
 
 def _sizes(
-    op: str, product: Tensor, qkv: Tensor, gate: Tensor, heads: int, kv_heads: int
+    op: str, dev: Device, product: Tensor, qkv: Tensor, gate: Tensor, heads: int, kv_heads: int
 ) -> tuple[int, int]:
     """rows and Hd of tensors that fit."""
     expect_float(op, "product", product)
     rows, columns = product.shape if len(product.shape) == 2 else (0, 0)
     head_dim = columns // (2 * (heads + kv_heads))
-    if head_dim <= 0 or head_dim % MULTIPLE:
-        raise ValueError(
-            f"{op}: product must have rows of {2 * (heads + kv_heads)} heads of a multiple of "
-            f"{MULTIPLE} channels, got {product.shape}"
-        )
+    expect_multiple(op, dev, "Hd", head_dim, MULTIPLE)
     expect(op, "product", product, None, (rows, 2 * (heads + kv_heads) * head_dim))
     expect(op, "qkv", qkv, product.dtype, (rows, (heads + 2 * kv_heads) * head_dim))
     expect(op, "gate", gate, product.dtype, (rows, heads * head_dim))
@@ -63,7 +65,7 @@ def split(
         gate     out  T  (rows,Hq*Hd)
         product  in   T  (rows,(2Hq+2Hkv)*Hd)   q0 g0 q1 g1 ..., key, value heads; Hd % 8 == 0
     """
-    rows, head_dim = _sizes("attention_gate.split", product, qkv, gate, heads, kv_heads)
+    rows, head_dim = _sizes("attention_gate.split", dev, product, qkv, gate, heads, kv_heads)
     args = (qkv, gate, product, rows, heads, kv_heads)
     _launch(dev, SPLIT, product.size, args, head_dim)
 
@@ -72,19 +74,18 @@ def merge(
     dev: Device, product: Tensor, qkv: Tensor, gate: Tensor, heads: int, kv_heads: int
 ) -> None:
     """The product whose split gives these: of gradients. Args, cost and errors as split's."""
-    rows, head_dim = _sizes("attention_gate.merge", product, qkv, gate, heads, kv_heads)
+    rows, head_dim = _sizes("attention_gate.merge", dev, product, qkv, gate, heads, kv_heads)
     args = (product, qkv, gate, rows, heads, kv_heads)
     _launch(dev, MERGE, product.size, args, head_dim)
 
 
-def _expect_all(op: str, **tensors: Tensor) -> Tensor:
+def _expect_all(op: str, dev: Device, **tensors: Tensor) -> Tensor:
     """The first of tensors that are alike."""
     first, *_ = tensors.values()
     expect_float(op, next(iter(tensors)), first)
     for name, tensor in tensors.items():
         expect(op, name, tensor, first.dtype, first.shape)
-    if first.size % MULTIPLE:
-        raise ValueError(f"{op}: elements must be a multiple of {MULTIPLE}, got {first.shape}")
+    expect_multiple(op, dev, "elements", first.size, MULTIPLE)
     return first
 
 
@@ -96,7 +97,7 @@ def forward(dev: Device, out: Tensor, x: Tensor, gate: Tensor) -> None:
         x     in   T  the same
         gate  in   T  the same
     """
-    n = _expect_all("attention_gate.forward", out=out, x=x, gate=gate).size
+    n = _expect_all("attention_gate.forward", dev, out=out, x=x, gate=gate).size
     _launch(dev, FORWARD, n, (out, x, gate, n), MULTIPLE)
 
 
@@ -106,7 +107,7 @@ def backward(
     """d_x = d_out * s, d_gate = d_out * x * s * (1 - s), with s = sigmoid(gate). Args as forward's,
     and d_x, d_gate out, d_out in, all alike; d_x may be d_out."""
     given = {"d_x": d_x, "d_gate": d_gate, "d_out": d_out, "x": x, "gate": gate}
-    n = _expect_all("attention_gate.backward", **given).size
+    n = _expect_all("attention_gate.backward", dev, **given).size
     _launch(dev, BACKWARD, n, (*given.values(), n), MULTIPLE)
 
 
@@ -140,7 +141,7 @@ def sinks_forward(dev: Device, out: Tensor, lse: Tensor, without: Tensor, sinks:
         without  in     F32 (B,Hq,T)      attention's own lse; other memory than lse
         sinks    in     T   (Hq,)
     """
-    sizes = _sinks_sizes("attention_sinks.forward", out, sinks, lse=lse, without=without)
+    sizes = _sinks_sizes("attention_sinks.forward", dev, out, sinks, lse=lse, without=without)
     vectors = ceil_div(out.nbytes, VECTOR_BYTES)
     args = (out, lse, without, sinks, *sizes)
     consts = {"HEAD_DIM": out.shape[3]}
@@ -162,11 +163,11 @@ def sinks_backward(
     Cost:    d_out and out read once; two launches.
     """
     op = "attention_sinks.backward"
-    sizes = _sinks_sizes(op, out, sinks, lse=lse)
+    sizes = _sinks_sizes(op, dev, out, sinks, lse=lse)
     expect(op, "d_out", d_out, out.dtype, out.shape)
     expect_accumulator(op, "d_sinks", d_sinks, sinks.shape)
     batch, seq_len, heads = sizes
-    vectors = out.shape[3] * out.dtype.itemsize // VECTOR_BYTES
+    vectors = max(out.shape[3] * out.dtype.itemsize // VECTOR_BYTES, 1)
     tiles = ceil_div(heads, max(THREADS // vectors, 1))
     rows = batch * seq_len
     splits = max(1, min(2 * dev.num_sms // tiles, rows // ROWS))
@@ -183,11 +184,14 @@ def sinks_backward(
         finish_column_sum(dev, d_sinks, partial)
 
 
-def _sinks_sizes(op: str, out: Tensor, sinks: Tensor, **statistics: Tensor) -> tuple[int, int, int]:
+def _sinks_sizes(
+    op: str, dev: Device, out: Tensor, sinks: Tensor, **statistics: Tensor
+) -> tuple[int, int, int]:
     """B, T and Hq of tensors that fit."""
     expect_float(op, "out", out)
-    if len(out.shape) != 4 or out.shape[3] * out.dtype.itemsize % VECTOR_BYTES:
-        raise ValueError(f"{op}: out must be (B, T, Hq, Hd) with Hd of 16 bytes, got {out.shape}")
+    if len(out.shape) != 4:
+        raise ValueError(f"{op}: out must be (B, T, Hq, Hd), got {out.shape}")
+    expect_multiple(op, dev, "Hd", out.shape[3], VECTOR_BYTES // out.dtype.itemsize)
     batch, seq_len, heads, _ = out.shape
     for name, tensor in statistics.items():
         expect(op, name, tensor, F32, (batch, heads, seq_len))

@@ -175,6 +175,20 @@ def expect_head_dim(op: str, dev: Device, head_dim: int, multiple: int, most: in
         )
 
 
+def expect_multiple(op: str, dev: Device, name: str, size: int, multiple: int) -> None:
+    """Raise ValueError for a size that GPU kernels cannot cut into vectors. The CPU's references
+    take any size."""
+    if dev.spec.capability > 0 and size % multiple:
+        raise ValueError(f"{op}: {name} must be a multiple of {multiple} on a GPU, got {size}")
+
+
+def expect_columns(op: str, dev: Device, name: str, columns: int) -> None:
+    """Raise ValueError for rows that GPU kernels cannot hold in registers."""
+    if dev.spec.capability > 0 and columns > MAX_COLUMNS:
+        raise ValueError(f"{op}: {name} must be at most {MAX_COLUMNS} on a GPU, got {columns}")
+    expect_multiple(op, dev, name, columns, 8)
+
+
 def abs_max_consts(op: str, abs_max: Tensor | None) -> dict[str, int]:
     """The constant that switches a kernel's optional result abs_max, F32 (1,), on or off. Raises
     TypeError or ValueError if the tensor is not one."""

@@ -3,7 +3,7 @@ random values, dropout, moving averages."""
 
 from llmq.base.dtypes import F32, I32, STEP_SCALARS_WORDS
 from llmq.base.tensor import Tensor
-from llmq.ops.common import VECTOR_BYTES, expect_float, expect_part
+from llmq.ops.common import VECTOR_BYTES, expect_float, expect_multiple, expect_part
 from llmq.runtime.cost import Cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -123,11 +123,9 @@ def dropout(
     expect("dropout", "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
     if not 0 <= probability < 1:
         raise ValueError(f"dropout: probability must be in [0, 1), got {probability}")
-    if x.size % (sequences * PER_THREAD):
-        raise ValueError(
-            f"dropout: x must have {sequences} sequences of a multiple of {PER_THREAD} elements, "
-            f"got {x.size}"
-        )
+    if x.size % sequences:
+        raise ValueError(f"dropout: x must have {sequences} sequences, got {x.size} elements")
+    expect_multiple("dropout", dev, "a sequence's size", x.size // sequences, PER_THREAD)
     threshold = min(round(probability * 2**32), 2**32 - 1)
     rest = (threshold, 1.0 / (1.0 - probability), salt, x.size // sequences, x.size)
     dev.launch(

@@ -4,7 +4,7 @@ import numpy as np
 
 from llmq.base.dtypes import F32, I32
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops.common import expect_accumulator, expect_float
+from llmq.ops.common import expect_accumulator, expect_float, expect_multiple
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -75,7 +75,7 @@ def forward(
     p = first_position + t - starts[b, t]. scale: rounded to X.
 
     Args (X is BF16 or F32):
-        out              out  X   (B, T, C)   C a multiple of 8
+        out              out  X   (B, T, C)   C a multiple of 8 (on a GPU)
         tokens           in   I32 (B, T)      ids in [0, Vp)
         weight           in   X   (Vp, C)
         position_weight  in   X   (P, C) or None; first_position + T <= P
@@ -84,7 +84,7 @@ def forward(
     Ids are not checked.
     """
     op = "embedding.forward"
-    B, T, C = _check(op, "out", out, tokens)
+    B, T, C = _check(op, dev, "out", out, tokens)
     scale = _rounded(scale, out)
     expect(op, "weight", weight, out.dtype, (weight.shape[0], C))
     if position_weight is not None:
@@ -123,14 +123,14 @@ def backward(
 
     Args (X is BF16 or F32, G is BF16 or F32):
         d_weight  inout  Accumulator G (R, C), accumulate must be True
-        d_out     in     X   (B, T, C)   C a multiple of 8
+        d_out     in     X   (B, T, C)   C a multiple of 8 (on a GPU)
         tokens    in     I32 (B, T)      ids in [0, vocab)
 
     Workspace: 8 bytes a token, and C / 4 bytes a token for the sums of frequent ids.
     Ids are not checked.
     """
     op = "embedding.backward"
-    B, T, C = _check(op, "d_out", d_out, tokens)
+    B, T, C = _check(op, dev, "d_out", d_out, tokens)
     n, rows, scale = B * T, d_weight.tensor.shape[0], _rounded(scale, d_out)
     weight, accumulate, scalars, salt = d_weight
     expect_accumulator(op, "d_weight", d_weight, (rows, C))
@@ -169,11 +169,11 @@ def backward_positions(
 
     Args (X is BF16 or F32, G is BF16 or F32):
         d_position  inout  Accumulator G (P, C), P >= T
-        d_out       in     X (B, T, C)   C a multiple of 8
+        d_out       in     X (B, T, C)   C a multiple of 8 (on a GPU)
         starts      in     I32 (B, T) or None: 0
     """
     op = "embedding.backward_positions"
-    B, T, C = _check(op, "d_out", d_out, None)
+    B, T, C = _check(op, dev, "d_out", d_out, None)
     target, accumulate, scalars, salt = d_position
     P = target.shape[0]
     expect_accumulator(op, "d_position", d_position, (P, C))
@@ -203,12 +203,13 @@ def _rounded(scale: float, x: Tensor) -> float:
     return float(np.float32(scale).astype(x.dtype.numpy))
 
 
-def _check(op: str, name: str, x: Tensor, tokens: Tensor | None) -> tuple[int, int, int]:
+def _check(
+    op: str, dev: Device, name: str, x: Tensor, tokens: Tensor | None
+) -> tuple[int, int, int]:
     expect_float(op, name, x)
-    if len(x.shape) != 3 or x.shape[2] % WIDTH:
-        raise ValueError(
-            f"{op}: {name} must be (B, T, C), C a multiple of {WIDTH}, got shape {x.shape}"
-        )
+    if len(x.shape) != 3:
+        raise ValueError(f"{op}: {name} must be (B, T, C), got shape {x.shape}")
+    expect_multiple(op, dev, "C", x.shape[2], WIDTH)
     if tokens is not None:
         expect(op, "tokens", tokens, I32, x.shape[:2])
     return x.shape

@@ -7,7 +7,7 @@ experts' matrices; nothing is left out, whatever was chosen.
 
 from llmq.base.dtypes import F32, FP8, I32
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops.common import VECTOR_BYTES, WARP, expect_accumulator, expect_float
+from llmq.ops.common import VECTOR_BYTES, WARP, expect_accumulator, expect_float, expect_multiple
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -90,7 +90,7 @@ def gather_rows(dev: Device, out: Tensor, x: Tensor, place: Tensor) -> None:
         place  in   I32 (S, top_k)  as sort_rows has it
     """
     op = "gather_rows"
-    S, C = _rows(op, "x", x, VECTOR_BYTES if x.dtype in FP8 else WIDTH)
+    S, C = _rows(op, dev, "x", x, VECTOR_BYTES if x.dtype in FP8 else WIDTH)
     top_k = _choices(op, S, place)
     expect(op, "out", out, x.dtype, (S * top_k, C))
     warps = S * ceil_div(C * x.dtype.itemsize, PIECE_BYTES)
@@ -118,7 +118,7 @@ def combine(
         addend   in   X   (S, C)       or None; may be out
     """
     op = "combine"
-    S, C = _rows(op, "out", out)
+    S, C = _rows(op, dev, "out", out)
     top_k = _choices(op, S, place)
     expect(op, "y", y, out.dtype, (S * top_k, C))
     if weights is not None:
@@ -156,7 +156,7 @@ def combine_backward(
         weighted   out    X   (R, C)       or None; may be y
     """
     op = "combine_backward"
-    R, C = _rows(op, "d_y", d_y)
+    R, C = _rows(op, dev, "d_y", d_y)
     S, _ = _matrix(op, "place", place)
     top_k = _choices(op, S, place)
     for name, tensor in (("d_y", d_y), ("y", y), ("weighted", weighted)):
@@ -189,7 +189,7 @@ def sum_rows(
         order   in     I32 (R,)        with weights, as sort_rows has it
     """
     op = "sum_rows"
-    R, C = _rows(op, "x", x)
+    R, C = _rows(op, dev, "x", x)
     E = starts.size - 1
     if weights is not None:
         expect(op, "weights", weights, F32, weights.shape)
@@ -207,12 +207,11 @@ def _matrix(op: str, name: str, tensor: Tensor) -> tuple[int, int]:
     return tensor.shape
 
 
-def _rows(op: str, name: str, x: Tensor, multiple: int = WIDTH) -> tuple[int, int]:
+def _rows(op: str, dev: Device, name: str, x: Tensor, multiple: int = WIDTH) -> tuple[int, int]:
     if multiple == WIDTH:
         expect_float(op, name, x)
     S, C = _matrix(op, name, x)
-    if C % multiple:
-        raise ValueError(f"{op}: {name} must have columns in multiples of {multiple}, got {C}")
+    expect_multiple(op, dev, f"{name}'s columns", C, multiple)
     return S, C
 
 

@@ -11,6 +11,7 @@ from llmq.ops.common import (
     again_args,
     again_consts,
     expect_float,
+    expect_multiple,
     fp8_args,
     fp8_consts,
     octet_tiles,
@@ -64,7 +65,7 @@ def forward(
     Cost:    one launch; with fp8 no more bytes than the codes.
     """
     op = "gelu.forward"
-    rows, columns = _check(op, "out", out, x, fp8)
+    rows, columns = _check(op, dev, "out", out, x, fp8)
     consts = abs_max_consts(op, abs_max) | NOT_AGAIN
     if fp8 is None:
         blocks, args = grid(x.size, x.dtype.itemsize), (out, x, x.size, abs_max)
@@ -101,7 +102,7 @@ def backward(
         out_fp8  out    (rows, C)  or None, if out is; those of its fp8, E4M3, only transposed
     """
     op = "gelu.backward"
-    rows, columns = _check(op, "d_x", d_x, x, fp8)
+    rows, columns = _check(op, dev, "d_x", d_x, x, fp8)
     expect(op, "d_out", d_out, x.dtype, x.shape)
     consts = again_consts(op, out, out_fp8, x.dtype, x.shape) | abs_max_consts(op, abs_max)
     if fp8 is None and out_fp8 is None:
@@ -115,12 +116,11 @@ def backward(
 
 
 def _check(
-    op: str, name: str, result: Tensor | None, x: Tensor, fp8: Fp8Out | None
+    op: str, dev: Device, name: str, result: Tensor | None, x: Tensor, fp8: Fp8Out | None
 ) -> tuple[int, int]:
     """x as a matrix: all but its last dimension, and that."""
     expect_float(op, "x", x)
-    if x.nbytes % VECTOR_BYTES:
-        raise ValueError(f"{op}: x must have a multiple of 16 bytes, got {x.size} elements")
+    expect_multiple(op, dev, "x's size", x.size, VECTOR_BYTES // x.dtype.itemsize)
     if result is not None or fp8 is None:
         expect(op, name, result, x.dtype, x.shape)
     return x.size // x.shape[-1], x.shape[-1]

@@ -6,7 +6,13 @@ whatever was chosen: blocks look for their tiles by themselves.
 
 from llmq.base.dtypes import BF16, E4M3_HALF, F32, FP8, I32
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops.common import VECTOR_BYTES, expect_accumulator, expect_matrix, expect_operands
+from llmq.ops.common import (
+    VECTOR_BYTES,
+    expect_accumulator,
+    expect_matrix,
+    expect_multiple,
+    expect_operands,
+)
 from llmq.runtime.cost import Cost, product_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -68,7 +74,7 @@ def grouped_matmul(
         raise ValueError(f"{op}: codes of w must be (E, N, K), with trans_b")
     flat = w.view(E * w.shape[1], w.shape[2])
     expect_operands(op, x, flat, scale_x, scale_w, dtypes=(*FP8, F32, BF16))
-    _expect_rows(op, (out, N), (x, K))
+    _expect_rows(op, dev, (out, N), (x, K))
     if half and not x.dtype is w.dtype is E4M3_HALF:
         raise TypeError(f"{op}: half needs operands in {E4M3_HALF.label}, got {x.dtype.label}")
     if starts is not None or E != 1:
@@ -107,7 +113,7 @@ def grouped_gradient(dev: Device, d_w: Accumulator, d_y: Tensor, x: Tensor, star
     expect_matrix(op, "d_y", d_y, (F32, BF16))
     (R, N), K = d_y.shape, x.shape[-1]
     expect(op, "x", x, d_y.dtype, (R, K))
-    _expect_rows(op, (d_y, N), (x, K))
+    _expect_rows(op, dev, (d_y, N), (x, K))
     expect_accumulator(op, "d_w", d_w, (E, N, K))
     expect(op, "starts", starts, I32, (E + 1,))
     tensor, accumulate, scalars, salt = d_w
@@ -122,11 +128,10 @@ def grouped_gradient(dev: Device, d_w: Accumulator, d_y: Tensor, x: Tensor, star
     )
 
 
-def _expect_rows(op: str, *sizes: tuple[Tensor, int]) -> None:
-    """Raise ValueError unless so many elements are a multiple of 16 bytes."""
-    if any(size * x.dtype.itemsize % VECTOR_BYTES for x, size in sizes):
-        counts = tuple(size for _, size in sizes)
-        raise ValueError(f"{op}: N and K must be multiples of 16 bytes, got {counts}")
+def _expect_rows(op: str, dev: Device, *sizes: tuple[Tensor, int]) -> None:
+    """Raise ValueError unless so many elements are a multiple of 16 bytes, on a GPU."""
+    for x, size in sizes:
+        expect_multiple(op, dev, "N or K", size, VECTOR_BYTES // x.dtype.itemsize)
 
 
 def _cost(sizes: tuple[int, int, int], a: Tensor, out: Tensor, **how: bool) -> Cost:

@@ -9,7 +9,7 @@ from llmq.base.tensor import Tensor
 from llmq.ops.common import expect_moment, expect_part
 from llmq.runtime.cost import Cost
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import POINTER_ALIGN, Kernel, ceil_div, expect
 
 THREADS = 128
 PER_THREAD = 8  # elements: one 16-byte access of BF16, two of F32
@@ -35,7 +35,7 @@ ROW_FACTORS = Kernel(
     "muon.cu",
     "muon_row_factors",
     args="f32* factors, inout f32* v, const f64* squares, f32 one_minus_decay, i32 columns, "
-    "i32 rows",
+    "i32 rows, i32 shift",
 )
 ROW_SCALE = Kernel(
     "muon.cu", "muon_row_scale", args="inout bf16* x, const f32* factors, i32 columns"
@@ -89,15 +89,13 @@ def normalize(dev: Device, out: Tensor, x: Tensor, *, margin: float = 1.0) -> No
 
     Args (contiguous, 16-byte aligned; at least one element):
         out  out  BF16 (count, rows, columns)   may be x
-        x    in   BF16 (count, rows, columns)   matrices of multiples of 8 elements, or one matrix
+        x    in   BF16 (count, rows, columns)
 
     Cost:    reads x twice, writes out once; two launches.
     """
     _expect_matrices("x", x)
     expect("muon", "out", out, BF16, x.shape)
     count, n = x.shape[0], x.size // x.shape[0]
-    if count > 1 and n % PER_THREAD:
-        raise ValueError(f"muon: x[0].size must be a multiple of {PER_THREAD}, got {n}")
     most = ceil_div(BLOCKS_PER_SM * dev.num_sms, count)
     blocks = min(ceil_div(n, MATRIX_THREADS * PER_THREAD), most)
     with dev.scratch("squares", (count, blocks), F64) as partials:
@@ -135,24 +133,31 @@ def even(dev: Device, x: Tensor, v: Tensor, *, decay: float) -> None:
 
     with the c that keeps each matrix's norm. A matrix of zeros changes nothing.
 
-    Args (contiguous, 16-byte aligned; columns a multiple of 8):
+    Args (contiguous, x 16-byte aligned):
         x  inout  BF16 (count, rows, columns)
-        v  inout  F32 (count, rows)            zero at the start
+        v  inout  F32 (count, rows)            zero at the start; it may begin at any element
 
     Cost:    reads x twice and writes it once; three launches.
     """
     _expect_matrices("x", x)
     count, rows, columns = x.shape
     expect("muon", "v", v, F32, (count, rows))
-    if columns % PER_THREAD:
-        raise ValueError(f"muon: columns must be a multiple of {PER_THREAD}, got {columns}")
     with dev.scratch("squares", v.shape, F64) as squares, dev.scratch("f", v.shape, F32) as factors:
         each = count * rows
         _squares(dev, squares.view(each, 1), x.view(each, 1, columns), (each, 1))
-        args = (factors, v, squares, 1.0 - decay, columns, rows)
+        before, shift = _aligned(v)
+        args = (factors, before, squares, 1.0 - decay, columns, rows, shift)
         dev.launch(ROW_FACTORS, count, MATRIX_THREADS, args, cost=Cost(flops=10 * v.size))
         args, cost = (x, factors, columns), Cost(flops=x.size)
         dev.launch(ROW_SCALE, each, MATRIX_THREADS, args, cost=cost)
+
+
+def _aligned(x: Tensor) -> tuple[Tensor, int]:
+    """The tensor with the elements in front of it from where a kernel's argument may begin, and how
+    many these are."""
+    shift = x.ptr % POINTER_ALIGN // x.dtype.itemsize
+    offset = x.offset - shift * x.dtype.itemsize
+    return Tensor(x.name, (shift + x.size,), x.dtype, x.storage, offset), shift
 
 
 def _squares(dev: Device, partials: Tensor, x: Tensor, grid: tuple[int, int]) -> None:

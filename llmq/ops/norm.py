@@ -9,9 +9,9 @@ from llmq.base.dtypes import BF16, F32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
-    MAX_COLUMNS,
     abs_max_consts,
     expect_accumulator,
+    expect_columns,
     expect_float,
     finish_column_sum,
     fp8_args,
@@ -85,7 +85,7 @@ def forward(
         out      out    T   (rows,C)  F32 or BF16; or None where fp8 is all that is wanted
         mean     out    F32 (rows,)   of LayerNorm; None makes it RMSNorm
         rstd     out    F32 (rows,)
-        x        in     T   (rows,C)  C a multiple of 8, at most 8192
+        x        in     T   (rows,C)  C a multiple of 8, at most 8192 (on a GPU)
         weight   in     T   (C,)
         bias     in     T   (C,)      of LayerNorm; else None
         abs_max  inout  F32 (1,)      or None; raised to the largest |out|
@@ -93,7 +93,7 @@ def forward(
     """
     op = "norm.forward"
     alike = {} if out is None and fp8 is not None else {"out": out}
-    rows, C = _check(op, "x", x, alike, mean, rstd, weight)
+    rows, C = _check(op, dev, "x", x, alike, mean, rstd, weight)
     _check_bias(op, mean, bias, x)
     launch = _launch(op, dev, x, mean, abs_max, fp8, offset)
     args = (out, mean, rstd, x, weight, bias, eps, rows, C)
@@ -120,13 +120,13 @@ def forward_residual(
 
     Args as forward, without x, and
         residual_out  out  T (rows,C)  may be residual
-        residual      in   T (rows,C)  C a multiple of 8, at most 8192
+        residual      in   T (rows,C)  C a multiple of 8, at most 8192 (on a GPU)
         branch        in   T (rows,C)
     """
     op = "norm.forward_residual"
     alike = {"residual_out": residual_out, "branch": branch}
     alike |= {} if out is None and fp8 is not None else {"out": out}
-    rows, C = _check(op, "residual", residual, alike, mean, rstd, weight)
+    rows, C = _check(op, dev, "residual", residual, alike, mean, rstd, weight)
     _check_bias(op, mean, bias, residual)
     launch = _launch(op, dev, residual, mean, abs_max, fp8, offset)
     args = (residual_out, out, mean, rstd, residual, branch, weight, bias, eps, rows, C)
@@ -157,7 +157,7 @@ def post(
     """
     op = "norm.post"
     alike = {"out": out} | ({} if residual is None else {"residual": residual})
-    rows, C = _check(op, "x", x, alike, None, rstd, weight)
+    rows, C = _check(op, dev, "x", x, alike, None, rstd, weight)
     launch = _launch(op, dev, x, None, abs_max, fp8, offset)
     launch.run(dev, NORM_POST, (out, rstd, x, residual, weight, eps, rows, C))
 
@@ -191,7 +191,7 @@ def backward(
         d_weight    inout  F32, BF16  (C,)      or None; added to when accumulating
         d_bias      inout  F32, BF16  (C,)      or None, as in every RMSNorm
         d_out       in     T          (rows,C)
-        x           in     T          (rows,C)  C a multiple of 8, at most 8192
+        x           in     T          (rows,C)  C a multiple of 8, at most 8192 (on a GPU)
         weight      in     T          (C,)
         mean        in     F32        (rows,)   of LayerNorm; None makes it RMSNorm
         rstd        in     F32        (rows,)
@@ -205,7 +205,7 @@ def backward(
     op = "norm.backward"
     alike = {"d_x": d_x, "d_out": d_out}
     alike |= {} if d_residual is None else {"d_residual": d_residual}
-    rows, C = _check(op, "x", x, alike, mean, rstd, weight)
+    rows, C = _check(op, dev, "x", x, alike, mean, rstd, weight)
     if d_bias is not None and mean is None:
         raise TypeError(f"{op}: d_bias must be None without mean, got {d_bias.tensor!r}")
     expect_accumulator(op, "d_weight", d_weight, (C,))
@@ -224,6 +224,7 @@ def backward(
 
 def _check(
     op: str,
+    dev: Device,
     name: str,
     x: Tensor,
     alike: dict[str, Tensor],
@@ -236,10 +237,7 @@ def _check(
     if len(x.shape) != 2:
         raise ValueError(f"{op}: {name} must have shape (rows, C), got {x.shape}")
     rows, C = x.shape
-    if C % 8 or not 0 < C <= MAX_COLUMNS:
-        raise ValueError(
-            f"{op}: C must be a positive multiple of 8, at most {MAX_COLUMNS}, got {C}"
-        )
+    expect_columns(op, dev, "C", C)
     for other, tensor in alike.items():
         expect(op, other, tensor, x.dtype, (rows, C))
     if mean is not None:

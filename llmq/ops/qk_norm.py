@@ -10,9 +10,9 @@ from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
     BACKWARD_WARPS,
     FORWARD_WARPS,
-    MAX_COLUMNS,
     RowLayout,
     expect_accumulator,
+    expect_columns,
     expect_head_dim,
     expect_qkv,
     finish_column_sum,
@@ -129,11 +129,7 @@ def _check(
     if not wide:
         expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
     for width in widths if wide else ():
-        if width % 8 or not 0 < width <= MAX_COLUMNS:
-            raise ValueError(
-                f"{op}: channels must be a positive multiple of 8, at most {MAX_COLUMNS}, "
-                f"got {width}"
-            )
+        expect_columns(op, dev, "channels", width)
     expect(op, "raw", raw, qkv.dtype, (B, T, sum(heads), head_dim))
     expect(op, "rstd", rstd, F32, (B, T, 2 if wide else sum(heads)))
     for weight_name, weight, width in zip(("q_weight", "k_weight"), weights, widths, strict=True):

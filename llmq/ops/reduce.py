@@ -77,10 +77,10 @@ def sum_parts(dev: Device, acc: Accumulator, parts: list[Tensor], first: int = 0
 LANES = 16  # threads side by side, 16 bytes each: the width of a tile; LANES in cu/reduce.cu
 
 
-def bias_grid(rows: int, N: int, itemsize: int, num_sms: int) -> tuple[int, int]:
+def bias_grid(rows: int, N: int, width: int, num_sms: int) -> tuple[int, int]:
     """(tiles of columns, splits of the rows): 3 blocks per multiprocessor, which run at once. A
-    split has at least 64 rows, four per thread."""
-    tiles = ceil_div(N * itemsize, VECTOR_BYTES * LANES)
+    split has at least 64 rows, four per thread. width: columns of a thread."""
+    tiles = ceil_div(N, width * LANES)
     splits = max(1, min(3 * num_sms // tiles, rows // 64))
     return tiles, ceil_div(rows, ceil_div(rows, splits))  # no split is empty
 
@@ -90,18 +90,20 @@ def bias_gradient(dev: Device, d_bias: Accumulator, d_out: Tensor) -> None:
 
     Args (T is BF16 or F32, G is BF16 or F32):
         d_bias  inout  Accumulator G (N,)
-        d_out   in     T (*S, N)   N a multiple of 16 bytes
+        d_out   in     T (*S, N)
 
-    Workspace: splits * N F32.
+    Workspace: splits * N F32. Cost: d_out read once, by elements unless N is a multiple of 16
+    bytes; two launches.
     """
     op = "bias.backward"
     expect_float(op, "d_out", d_out)
     N, itemsize = d_out.shape[-1], d_out.dtype.itemsize
     rows = d_out.size // N
-    if N * itemsize % VECTOR_BYTES:
-        raise ValueError(f"{op}: N must be a multiple of {VECTOR_BYTES // itemsize}, got {N}")
     expect_accumulator(op, "d_bias", d_bias, (N,))
-    tiles, splits = bias_grid(rows, N, itemsize, dev.num_sms)
+    wide = N * itemsize % VECTOR_BYTES == 0
+    tiles, splits = bias_grid(rows, N, VECTOR_BYTES // itemsize if wide else 1, dev.num_sms)
+    consts = {} if wide else {"WIDE": 0}
     with dev.scratch("bias partial sums", (splits, N), F32) as partial:
-        dev.launch(BIAS_BACKWARD, (tiles, splits), THREADS, (partial, d_out, rows, N, splits))
+        args = (partial, d_out, rows, N, splits)
+        dev.launch(BIAS_BACKWARD, (tiles, splits), THREADS, args, consts=consts)
         finish_column_sum(dev, d_bias, partial)

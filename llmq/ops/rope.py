@@ -17,6 +17,7 @@ from llmq.ops.common import (
     expect_accumulator,
     expect_fp8_multiples,
     expect_head_dim,
+    expect_multiple,
     expect_qkv,
     finish_column_sum,
     fp8_args,
@@ -182,11 +183,10 @@ def _check(
 ) -> None:
     B, T, head_dim = expect_qkv(op, name, qkv, num_heads, num_kv_heads)
     expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
-    part = channels not in (None, head_dim)
-    if part and (not 0 < channels < head_dim or channels % CHANNEL_MULTIPLE):
-        raise ValueError(
-            f"{op}: channels must be a multiple of {CHANNEL_MULTIPLE} up to {head_dim}: {channels}"
-        )
+    channels = head_dim if channels is None else channels
+    if not 0 < channels <= head_dim or channels % 2:
+        raise ValueError(f"{op}: channels must be even and up to {head_dim}, got {channels}")
+    expect_multiple(op, dev, "channels", channels, CHANNEL_MULTIPLE)
     positions = T + first_position
     if not table.shape or table.shape[0] < positions:
         raise ValueError(f"{op}: table must have at least {positions} rows, got {table.shape}")

@@ -14,6 +14,7 @@ from llmq.ops.common import (
     again_args,
     again_consts,
     expect_float,
+    expect_multiple,
     expect_product,
     fp8_args,
     fp8_consts,
@@ -82,7 +83,7 @@ def forward(
     if out is None and fp8 is None:
         raise TypeError(f"{op}: out or fp8 must be given, both are None")
     product, up_gate = _taken(op, "up_gate", up_gate)
-    rows, F = _check(op, "out", out, up_gate, coded=product is not None)
+    rows, F = _check(op, dev, "out", out, up_gate, coded=product is not None)
     args, consts = (out, up_gate, rows, F, abs_max), abs_max_consts(op, abs_max) | NOT_AGAIN
     consts |= {"GELU": int(gelu), "CODED": int(product is not None)}
     if fp8 is None and product is None:
@@ -130,10 +131,10 @@ def backward(
     if coded != (d_product is not None):
         raise TypeError(f"{op}: d_out and up_gate must both be codes of products, or none")
     if coded:
-        rows, F = _check(op, "d_out", None, up_gate, coded=True)
+        rows, F = _check(op, dev, "d_out", None, up_gate, coded=True)
         expect(op, "d_out", d_out, None, (rows, F))
     else:
-        rows, F = _check(op, "d_out", d_out, up_gate)
+        rows, F = _check(op, dev, "d_out", d_out, up_gate)
     dtype = BF16 if coded else up_gate.dtype
     if d_up_gate is not None or (fp8 is None and abs_max is None):
         expect(op, "d_up_gate", d_up_gate, dtype, up_gate.shape)
@@ -163,6 +164,7 @@ def _taken(op: str, name: str, x: Tensor | ProductCodes) -> tuple[ProductCodes |
 
 def _check(
     op: str,
+    dev: Device,
     name: str,
     narrow: Tensor | None,
     up_gate: Tensor,
@@ -183,8 +185,7 @@ def _check(
         return up_gate.size // up_gate.shape[-1], up_gate.shape[-1] // 2
     expect_float(op, name, narrow)
     F = narrow.shape[-1]
-    if F * narrow.dtype.itemsize % VECTOR_BYTES:
-        raise ValueError(f"{op}: {name} must have rows of a multiple of 16 bytes, got {F} elements")
+    expect_multiple(op, dev, "F", F, VECTOR_BYTES // narrow.dtype.itemsize)
     expect(op, wide, up_gate, narrow.dtype, (*narrow.shape[:-1], 2 * F))
     return narrow.size // F, F
 
@@ -231,9 +232,8 @@ def weighted_backward(
     Raises: as backward.
     """
     op = "swiglu.weighted_backward"
-    rows, F = _check(op, "d_out", d_out, up_gate)
-    if F % 8:
-        raise ValueError(f"{op}: F must be a multiple of 8, got {F}")
+    rows, F = _check(op, dev, "d_out", d_out, up_gate)
+    expect_multiple(op, dev, "F", F, 8)
     if d_up_gate is None and fp8 is None:
         raise TypeError(f"{op}: d_up_gate or fp8 must be given, both are None")
     for name, tensor, width in (("d_up_gate", d_up_gate, 2 * F), ("weighted", weighted, F)):
@@ -274,7 +274,7 @@ def clamped_forward(dev: Device, out: Tensor, pairs: Tensor, alpha: float, limit
         out    out  T (*S, F)    F a multiple of 16 bytes
         pairs  in   T (*S, 2F)   g0 u0 g1 u1 ...; NaN stays NaN
     """
-    _check("clamped_swiglu.forward", "out", out, pairs, wide="pairs")
+    _check("clamped_swiglu.forward", dev, "out", out, pairs, wide="pairs")
     args = (out, pairs, out.size, alpha, limit)
     dev.launch(CLAMPED_FORWARD, _blocks(out), THREADS, args)
 
@@ -285,7 +285,7 @@ def clamped_backward(
     """The gradient of clamped_forward, which is 0 of what is cut off. Args as clamped_forward's,
     and d_pairs out, as pairs, which it may be; d_out in, as out."""
     op = "clamped_swiglu.backward"
-    _check(op, "d_out", d_out, pairs, wide="pairs")
+    _check(op, dev, "d_out", d_out, pairs, wide="pairs")
     expect(op, "d_pairs", d_pairs, pairs.dtype, pairs.shape)
     args = (d_pairs, d_out, pairs, d_out.size, alpha, limit)
     dev.launch(CLAMPED_BACKWARD, _blocks(d_out), THREADS, args)

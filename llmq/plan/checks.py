@@ -1,6 +1,7 @@
 """Whether a machine can compute a run at all, and by which attention; the plan of a run that begins
 on it."""
 
+from collections.abc import Iterator
 from contextlib import closing
 from typing import NamedTuple
 
@@ -8,9 +9,11 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn_once
 from llmq.model.halves.attention import directions
+from llmq.ops import delta_rule
 from llmq.ops.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from llmq.ops.common import CAPABILITY, GENERIC_FP8, MAX_COLUMNS
 from llmq.ops.reduce import MAX_PARTS
+from llmq.ops.rope import CHANNEL_MULTIPLE
 from llmq.options.cards import card_here
 from llmq.options.conditions import AttentionHere, Here, why_no_cudnn
 from llmq.options.options import TrainConfig
@@ -24,7 +27,8 @@ from llmq.runtime import cudnn
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.machine import PLAN_SPEC, Machine
 
-CHANNEL_MULTIPLE = 8  # 16-byte vectors of BF16
+VECTOR = 8  # elements of BF16 in 16 bytes
+CONV_MULTIPLE = 4  # columns of BF16 that a thread of short_conv loads
 
 
 def check_machine(config: TrainConfig, model: ModelConfig, machine: Machine) -> None:
@@ -60,32 +64,44 @@ def check_options(config: TrainConfig, machine: Machine) -> None:
     RULES.check(config, here=here)
 
 
+class _Limit(NamedTuple):
+    """A size of a model that GPU kernels cut into vectors and tiles."""
+
+    name: str
+    size: int
+    multiple: int
+    most: int | None = None
+
+
 def check_sizes(model: ModelConfig, machine: Machine) -> None:
-    """ConfigError for sizes that no device can compute, or only the CPU device."""
-    sizes = {name: getattr(model, name) for name in ("hidden_size", "intermediate_size")}
-    if model.experts is not None:
-        sizes["width of an expert"] = model.expert_size
-    for name, size in sizes.items():
-        if size % CHANNEL_MULTIPLE:
+    """ConfigError for sizes that only the CPU device can compute."""
+    for name, size, multiple, most in _limits(model) if machine.kind == "cuda" else ():
+        if size % multiple or (most is not None and size > most):
+            up_to = "" if most is None else f" up to {most}"
             raise ConfigError(
-                f"the model's {name} is {size}; it must be a multiple of {CHANNEL_MULTIPLE}"
+                f"the model's {name} is {size}; on a GPU it must be a multiple of {multiple}"
+                f"{up_to}: use --device cpu"
             )
-    if model.hidden_size > MAX_COLUMNS:
-        raise ConfigError(
-            f"the model's hidden_size is {model.hidden_size}; it must be at most {MAX_COLUMNS}"
-        )
-    widths = [n * model.head_dim for n in (model.num_heads, model.num_kv_heads)]
-    if model.arch.wide_qk_norm and (max(widths) > MAX_COLUMNS or any(n % 8 for n in widths)):
-        raise ConfigError(
-            f"the model has {widths[0]} query and {widths[1]} key channels; where they are "
-            f"normalized together they must be multiples of 8 up to {MAX_COLUMNS}"
-        )
-    on_gpu = machine.kind == "cuda"
-    if on_gpu and (model.head_dim % HEAD_DIM_MULTIPLE or model.head_dim > MAX_HEAD_DIM):
-        raise ConfigError(
-            f"the model's head_dim is {model.head_dim}; on a GPU it must be a multiple of "
-            f"{HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}: use --device cpu"
-        )
+
+
+def _limits(model: ModelConfig) -> Iterator[_Limit]:
+    """The limits of the kernels for all GPUs, by what config.json calls the sizes, if it does."""
+    yield _Limit("hidden_size", model.hidden_size, VECTOR, MAX_COLUMNS)
+    if model.experts is None or model.experts.layers is not None:
+        yield _Limit("intermediate_size", model.intermediate_size, VECTOR)
+    if model.experts is not None:
+        yield _Limit("width of an expert", model.expert_size, VECTOR)
+        yield _Limit("width of the shared expert", model.experts.shared_size or 0, VECTOR)
+    yield _Limit("head_dim", model.head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
+    if model.positions == "rope":
+        yield _Limit("number of rotated channels", model.rotary_dim, CHANNEL_MULTIPLE)
+    if model.arch.wide_qk_norm:
+        for name, heads in (("query", model.num_heads), ("key", model.num_kv_heads)):
+            yield _Limit(f"width of its {name} heads", heads * model.head_dim, VECTOR, MAX_COLUMNS)
+    if (net := model.delta) is not None:
+        for name, dim in (("key", net.key_dim), ("value", net.value_dim)):
+            yield _Limit(f"linear_{name}_head_dim", dim, delta_rule.MULTIPLE, delta_rule.MAX_HEAD)
+        yield _Limit("number of columns beside its delta nets", 2 * net.value_heads, CONV_MULTIPLE)
 
 
 def _unsupported(config: TrainConfig, model: ModelConfig, spec: DeviceSpec) -> str | None:

@@ -64,9 +64,10 @@ def muon_diagonal(x, value, side, count):
         numbers[...] = numbers.astype(np.float32) + np.float32(value)
 
 
-def muon_row_factors(factors, v, squares, one_minus_decay, columns, rows):
+def muon_row_factors(factors, v, squares, one_minus_decay, columns, rows, shift):
     """The means of rows' squares, and what each row is multiplied by; see llmq.ops.muon.even."""
-    for to, mean, of in zip(*(t.reshape(-1, rows) for t in (factors, v, squares)), strict=True):
+    tensors = (factors, v.reshape(-1)[shift:], squares)
+    for to, mean, of in zip(*(t.reshape(-1, rows) for t in tensors), strict=True):
         before = of.sum()
         if before > 0:
             mean += ((of / columns).astype(np.float32) - mean) * np.float32(one_minus_decay)

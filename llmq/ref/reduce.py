@@ -38,6 +38,8 @@ def reduce_sum(d_sum, *args):
 BIAS_CASES = {
     "one_vector": (1, 8),
     "ragged": (77, 200),
+    "one_column": (5, 1),
+    "no_vectors": (131, 37),
     "several_splits": (700, 136),
     "qwen05b_qkv": (32 * 1024, 1152),
     "qwen15b_qkv": (32 * 1024, 2048),

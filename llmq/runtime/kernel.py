@@ -107,8 +107,9 @@ class Kernel:
         """The operation this entry belongs to: the stem of its file."""
         return self.file.removesuffix(".cu")
 
-    def bind(self, args: tuple) -> dict[str, DType]:
-        """Check the arguments against the declaration; returns the type variables' dtypes."""
+    def bind(self, args: tuple, *, aligned: bool = True) -> dict[str, DType]:
+        """Check the arguments against the declaration; returns the type variables' dtypes.
+        aligned: tensors must begin at multiples of POINTER_ALIGN, as GPUs need them."""
         if len(args) != len(self.declared):
             raise TypeError(
                 f"{self.entry}: {len(args)} arguments given, {len(self.declared)} declared"
@@ -125,7 +126,7 @@ class Kernel:
                     raise TypeError(
                         f"{self.entry}: {arg.name} must be {expected.label}, got {given}"
                     )
-                if value.ptr % POINTER_ALIGN:
+                if aligned and value.ptr % POINTER_ALIGN:
                     raise ValueError(
                         f"{self.entry}: {arg.name} is not {POINTER_ALIGN}-byte aligned"
                     )

@@ -6,9 +6,8 @@ import pytest
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.ops.elementwise import dropout
 from llmq.ref.elementwise import DROPOUT_CASES as CASES
-from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
-from tests.harness import host_device, run, step_scalars
+from tests.harness import GPU_SPEC, host_device, run, step_scalars
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
 
@@ -33,7 +32,7 @@ def test_equals_reference(dev, rng, case, dtype, add):
 
 
 def test_wrong_arguments():
-    dev = PlanDevice(HOST_SPEC)
+    dev = PlanDevice(GPU_SPEC)
     x, words = dev.alloc("x", (4, 8), F32, "Weights"), dev.alloc("s", (16,), I32, "Weights")
     how = {"probability": 0.5, "salt": 0, "sequences": 4}
     with pytest.raises(TypeError, match="dropout: x must be F32 or BF16, got I32"):
@@ -42,5 +41,9 @@ def test_wrong_arguments():
         dropout(dev, x.view(32), x, words, **how)
     with pytest.raises(ValueError, match=r"dropout: probability must be in \[0, 1\), got 1"):
         dropout(dev, x, x, words, **how | {"probability": 1})
-    with pytest.raises(ValueError, match="dropout: x must have 8 sequences of a multiple of 8"):
-        dropout(dev, x, x, words, **how | {"sequences": 8})
+    for sequences, message in (
+        (8, "a sequence's size must be a multiple of 8"),
+        (3, "3 sequences"),
+    ):
+        with pytest.raises(ValueError, match=f"dropout: .*{message}"):
+            dropout(dev, x, x, words, **how | {"sequences": sequences})

@@ -209,7 +209,7 @@ def test_wrong_arguments():
         op.sort_rows(dev, order, place, make((514,), I32), place)
     with pytest.raises(ValueError, match=r"gather_rows: out must have shape \(12, 16\)"):
         op.gather_rows(dev, y, x, make((4, 3), I32))
-    with pytest.raises(ValueError, match="x must have columns in multiples of 8, got 12"):
+    with pytest.raises(ValueError, match="x's columns must be a multiple of 8 on a GPU, got 12"):
         op.gather_rows(dev, y, make((4, 12), BF16), place)
     with pytest.raises(TypeError, match="combine: y must be BF16, got F32"):
         op.combine(dev, x, make((8, 16), F32), place)

@@ -12,7 +12,7 @@ from llmq.runtime.plan_device import PlanDevice
 from tests.abs_max import check_abs_max
 from tests.again import AGAIN_WITH_FP8, FP8_CASES, check_again, compare
 from tests.fp8_out import check_fp8
-from tests.harness import host_device, run
+from tests.harness import GPU_SPEC, host_device, run
 
 SMALL = {name: shape for name, shape in CASES.items() if not name.startswith("gpt2")}
 
@@ -95,7 +95,7 @@ def test_grid():
 
 
 def test_wrong_arguments():
-    dev = PlanDevice(HOST_SPEC)
+    dev = PlanDevice(GPU_SPEC)
 
     def make(shape, dtype):
         return dev.alloc("x", shape, dtype, "Activations")
@@ -104,7 +104,7 @@ def test_wrong_arguments():
         gelu.forward(dev, make((8,), I32), make((8,), I32))
     with pytest.raises(TypeError, match=r"gelu\.forward: out must be BF16, got F32"):
         gelu.forward(dev, make((8,), F32), make((8,), BF16))
-    with pytest.raises(ValueError, match=r"gelu\.forward: x must have a multiple of 16 bytes"):
+    with pytest.raises(ValueError, match=r"gelu\.forward: x's size must be a multiple of"):
         gelu.forward(dev, make((12,), BF16), make((12,), BF16))
     with pytest.raises(ValueError, match=r"gelu\.backward: d_out must have shape \(8,\)"):
         gelu.backward(dev, make((8,), F32), make((4,), F32), make((8,), F32))

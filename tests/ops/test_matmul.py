@@ -12,7 +12,7 @@ from llmq.ops.matmul import BLOCK_SCALES, matmul, matmul_fp8
 from llmq.ref.matmul import CASES, FP8_CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
-from tests.harness import compared, dtype_of, run
+from tests.harness import GPU_SPEC, compared, dtype_of, run
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
 FP8_SMALL = {name: case for name, case in FP8_CASES.items() if not name.startswith("qwen")}
@@ -324,7 +324,7 @@ def test_block_scales(dev, count, beta):
 
 
 def test_counts_and_checks_of_8_bits():
-    dev = PlanDevice(replace(HOST_SPEC, library_workspace=1024))
+    dev = PlanDevice(replace(GPU_SPEC, library_workspace=1024))
 
     def make(name, shape, dtype=E4M3):
         return dev.alloc(name, shape, dtype, "Activations")

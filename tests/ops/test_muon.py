@@ -77,7 +77,9 @@ def test_apply(dev, rng, case, p, work, cautious):
 
 @pytest.mark.parametrize("size", [0.0, 1e-12, 1.0, 1e6])
 @pytest.mark.parametrize(
-    "case", [(2, *SMALL["wide"]), (3, *SMALL["tall"]), (1, 3, 7)], ids=["wide", "tall", "ragged"]
+    "case",
+    [(2, *SMALL["wide"]), (3, *SMALL["tall"]), (1, 3, 7), (3, 5, 7)],
+    ids=["wide", "tall", "ragged", "several_ragged"],
 )
 def test_normalize(dev, rng, case, size):
     """Each of several matrices has its own norm, and out may be x."""
@@ -110,6 +112,22 @@ def test_even(dev, rng):
     lengths = np.linalg.norm(got[0], axis=1)
     assert lengths[1] == 0
     np.testing.assert_allclose(np.delete(lengths, 1), of[0] / 299**0.5, rtol=2.0**-8)
+
+
+@pytest.mark.parametrize("columns, first", [(48, 3), (36, 0), (35, 5)])
+def test_even_of_any_columns(dev, rng, columns, first):
+    """Rows that do not begin on 16 bytes; v begins at any element."""
+    x = rng.normal(size=(3, 10, columns)).astype(BF16.numpy)
+    v = rng.random(size=first + 30).astype(np.float32)
+
+    def even(dev, x, v):
+        muon.even(dev, x, v.rows(first, first + 30).view(3, 10), decay=0.9)
+
+    got, want = (run(d, even, {"x": x, "v": v}) for d in (dev, host_device()))
+    np.testing.assert_array_equal(got["v"][:first], v[:first])
+    np.testing.assert_allclose(got["v"], want["v"], rtol=1e-6)  # the order of sums
+    got, want = (made["x"].astype(np.float64) for made in (got, want))
+    np.testing.assert_allclose(got, want, rtol=2.0**-7)
 
 
 def test_diagonal(dev, rng):
@@ -166,7 +184,6 @@ def test_checks_and_traffic():
         "grad": lambda: propose(dev, change, make("grad", F32, 128), m, scalars),
         "x": lambda: muon.even(dev, change, grad, decay=0.9),
         "v": lambda: muon.even(dev, matrices, grad, decay=0.9),
-        "size": lambda: muon.normalize(dev, *[make("x", BF16, 42).view(2, 3, 7)] * 2),
     }.items():
         with pytest.raises(ValueError, match=f"muon: .*{name} must"):
             call()

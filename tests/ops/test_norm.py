@@ -17,7 +17,7 @@ from llmq.runtime.plan_device import PlanDevice
 from tests.abs_max import check_abs_max
 from tests.exact import coarse, nan, run_exact
 from tests.fp8_out import check_codes, check_fp8, outputs, with_fp8
-from tests.harness import host_device, run, step_scalars
+from tests.harness import GPU_SPEC, host_device, run, step_scalars
 
 EPS = 1e-6
 SMALL = [name for name in CASES if not name.startswith(("qwen", "gpt2"))]
@@ -282,7 +282,7 @@ def specs(centred: bool = True) -> dict[str, tuple]:
 
 def planned(specs: dict[str, tuple | None]) -> tuple[PlanDevice, dict]:
     """The tensors, on a device."""
-    plan = PlanDevice(HOST_SPEC)
+    plan = PlanDevice(GPU_SPEC)
     return plan, {k: v and plan.alloc(k, *v, "Activations") for k, v in specs.items()}
 
 
@@ -299,8 +299,8 @@ def planned(specs: dict[str, tuple | None]) -> tuple[PlanDevice, dict]:
         ({"weight": ((32,), BF16)}, ValueError, "weight must have shape"),
         ({"x": ((4, 64), I32)}, TypeError, "x must be F32 or BF16, got I32"),
         ({"x": ((2, 2, 64), BF16)}, ValueError, "x must have shape"),
-        ({"x": ((4, 60), BF16)}, ValueError, "C must be a positive multiple of 8"),
-        ({"x": ((4, 8200), BF16)}, ValueError, "at most 8192"),
+        ({"x": ((4, 60), BF16), "out": ((4, 60), BF16)}, ValueError, "C must be a multiple of 8"),
+        ({"x": ((4, 8200), BF16), "out": ((4, 8200), BF16)}, ValueError, "at most 8192"),
         ({"abs_max": ((2,), F32)}, ValueError, "abs_max .*shape"),
         ({"abs_max": ((1,), BF16)}, TypeError, "abs_max .*must be F32, got BF16"),
     ],

@@ -15,7 +15,7 @@ from llmq.runtime.plan_device import PlanDevice
 from tests.abs_max import check_abs_max
 from tests.again import AGAIN_WITH_FP8, FP8_CASES, check_again, compare
 from tests.fp8_out import check_codes, check_fp8, outputs, with_fp8
-from tests.harness import host_device, run
+from tests.harness import GPU_SPEC, host_device, run
 
 # The operation as it is, and as GeGLU.
 GEGLU = SimpleNamespace(
@@ -278,7 +278,7 @@ def test_grid():
 
 
 def test_wrong_arguments():
-    dev = PlanDevice(HOST_SPEC)
+    dev = PlanDevice(GPU_SPEC)
 
     def make(shape, dtype):
         return dev.alloc("x", shape, dtype, "Activations")
@@ -287,7 +287,7 @@ def test_wrong_arguments():
         swiglu.forward(dev, make((2, 8), BF16), make((2, 16), F32))
     with pytest.raises(ValueError, match=r"swiglu\.forward: up_gate must have shape \(2, 16\)"):
         swiglu.forward(dev, make((2, 8), BF16), make((2, 24), BF16))
-    with pytest.raises(ValueError, match=r"swiglu\.forward: out must have rows of a multiple"):
+    with pytest.raises(ValueError, match=r"swiglu\.forward: F must be a multiple"):
         swiglu.forward(dev, make((2, 12), BF16), make((2, 24), BF16))
     with pytest.raises(ValueError, match=r"swiglu\.backward: d_up_gate must have shape"):
         swiglu.backward(dev, make((2, 8), F32), make((2, 8), F32), make((2, 16), F32))
