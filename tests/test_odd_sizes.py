@@ -49,7 +49,7 @@ CASES = {
 }
 
 
-ON_GPUS = {"qwen3_trl", "qwen3_moe_trl", "gpt_oss_trl"}
+ON_GPUS = {"qwen3_trl", "qwen3_moe_trl", "gpt_oss_trl", "qwen3_5_trl"}
 
 
 @pytest.mark.parametrize(("name", "changed"), CASES.values(), ids=CASES)

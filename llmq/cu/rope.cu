@@ -6,8 +6,8 @@
 //   fused      backward, and of its result the sums over tokens and the FP8 codes, if wanted
 //
 // Data     qkv, d_qkv: T (tokens, Hq + 2 Hkv, HEAD_DIM), value heads last and not changed; table:
-//          F32 (positions, HEAD_DIM / 2, 2), cos and sin. 16-byte aligned, HEAD_DIM and ROTARY
-//          multiples of 16.
+//          F32 (positions, HEAD_DIM / 2, 2), cos and sin. 16-byte aligned. HEAD_DIM and ROTARY are
+//          even, with WIDE = 1 and in the fused kernel multiples of 16.
 //          Token i has position first_position + i % seq_length, less starts[i] with DOCUMENTS = 1:
 //          starts: I32 (tokens), the first position of each one's document; else null.
 //          abs_max: F32 (1), with ABS_MAX = 1 raised to the largest |d_qkv|, as stored, value heads
@@ -15,7 +15,8 @@
 //          fused: out is d_qkv or null. partial: with BIAS = 1 F32 (ceil(tokens / 64), features),
 //          sums over 64 tokens. codes, transposed, scale, saturated as in fp8.cuh, of matrices
 //          (tokens, features), with CODES = 1, TRANSPOSED = 1; out is then not written.
-// Launch   128 threads, one thread for 16 bytes of both halves of HEADS_PER_THREAD heads.
+// Launch   128 threads, one thread for 16 bytes, without WIDE one element, of both halves of
+//          HEADS_PER_THREAD heads.
 //          fused: 256 threads, sizeof(FusedShared), a block for 64 tokens and up to block_tiles
 //          times 128 features, in a grid (across, down).
 // Cost     query and key heads read once and written once, value heads read once for abs_max;
@@ -25,11 +26,14 @@
 //          HEAD_DIM divides 128, else are read for every head. About 15 (BIAS) to 21 instructions
 //          per element, 3 blocks on an SM (BF16), one barrier per tile.
 // Needs    threads < 2^31. first_position + seq_length rows in the table. fused: fewer than
-//          2^22 tokens; for FP8 a multiple of 16.
+//          2^22 tokens; for FP8 a multiple of 4.
 #include "common.cuh"
 #include "fp8.cuh"
 
-constexpr int N = Vec<T>::N;
+#ifndef WIDE
+#define WIDE 1
+#endif
+constexpr int N = WIDE ? Vec<T>::N : 1;
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int HALF_VECTORS = HALF / N;
 constexpr bool PARTIAL = ROTARY < HEAD_DIM;
@@ -50,8 +54,12 @@ template <int COUNT> struct Angles {
 
     // From a row of the table, at the first of them. BACKWARD: of the opposite angles.
     template <bool BACKWARD> __device__ __forceinline__ void load(const f32* row) {
+        if constexpr (COUNT == 1) {
+            cos[0] = row[0], sin[0] = BACKWARD ? -row[1] : row[1];
+            return;
+        }
 #pragma unroll
-        for (int k = 0; k < COUNT; k += 2) {
+        for (int k = 0; k + 1 < COUNT; k += 2) {
             const Vec<f32> pair = load_vec(row + 2 * k);
             cos[k] = pair[0];
             sin[k] = BACKWARD ? -pair[1] : pair[1];
@@ -66,6 +74,22 @@ template <int COUNT> struct Angles {
         return x2 * cos[k] + x1 * sin[k];
     }
 };
+
+// N neighbours of a head.
+#if WIDE
+using Piece = Vec<T>;
+__device__ __forceinline__ Piece load_piece(const T* p) { return load_vec(p); }
+__device__ __forceinline__ void store_piece(T* p, const Piece& x) { store_vec(p, x); }
+__device__ __forceinline__ u32 peak_bits(const Piece& x) { return abs_max_bits(x); }
+#else
+struct Piece {
+    T x;
+    __device__ __forceinline__ T& operator[](int) { return x; }
+};
+__device__ __forceinline__ Piece load_piece(const T* p) { return {*p}; }
+__device__ __forceinline__ void store_piece(T* p, const Piece& piece) { *p = piece.x; }
+__device__ __forceinline__ u32 peak_bits(const Piece& piece) { return abs_bits(to_f32(piece.x)); }
+#endif
 
 // Rotates this thread's heads. VALUES: it may have value heads too, and only reads those.
 // Returns the largest abs_bits of its heads after that.
@@ -83,13 +107,13 @@ __device__ __forceinline__ u32 rotate(T* qkv, const f32* __restrict__ table, i64
 
     // The heads chunk, chunk + chunks, ...: neighbouring threads work on neighbouring heads.
     T* const first = qkv + (i64)token * all * HEAD_DIM + first_of(pair);
-    Vec<T> x1[HEADS_PER_THREAD], x2[HEADS_PER_THREAD];
+    Piece x1[HEADS_PER_THREAD], x2[HEADS_PER_THREAD];
 #pragma unroll
     for (int j = 0; j < HEADS_PER_THREAD; ++j) {
         const u32 head = chunk + j * chunks;
         if (head < loaded) {
-            x1[j] = load_vec(first + head * HEAD_DIM);
-            x2[j] = load_vec(first + head * HEAD_DIM + second);
+            x1[j] = load_piece(first + head * HEAD_DIM);
+            x2[j] = load_piece(first + head * HEAD_DIM + second);
         }
     }
     const i64 position = first_position + token % seq_length - (DOCUMENTS ? starts[token] : 0);
@@ -107,10 +131,10 @@ __device__ __forceinline__ u32 rotate(T* qkv, const f32* __restrict__ table, i64
                 x1[j][k] = from_f32<T>(turn.first(k, a, b));
                 x2[j][k] = from_f32<T>(turn.second(k, a, b));
             }
-            store_vec(first + head * HEAD_DIM, x1[j]);
-            store_vec(first + head * HEAD_DIM + second, x2[j]);
+            store_piece(first + head * HEAD_DIM, x1[j]);
+            store_piece(first + head * HEAD_DIM + second, x2[j]);
         }
-        if (head < loaded) { largest = max(largest, max(abs_max_bits(x1[j]), abs_max_bits(x2[j]))); }
+        if (head < loaded) { largest = max(largest, max(peak_bits(x1[j]), peak_bits(x2[j]))); }
     }
     return largest;
 }
@@ -175,7 +199,7 @@ struct alignas(4 * sizeof(T)) Quad {
 // A tile: 64 tokens and 16 quads of both halves of a head, which may be of several heads. A thread
 // has 4 tokens and one quad of both halves; a warp 8 tokens and all quads.
 constexpr int TILE_TOKENS = 64, TILE_QUADS = 16, THREADS = 256, WARPS = THREADS / 32;
-constexpr int HALF_QUADS = HALF / 4;
+constexpr int HALF_QUADS = HALF < 4 ? 1 : HALF / 4;  // of smaller heads for nothing
 constexpr bool SAME_ANGLES = TILE_QUADS % HALF_QUADS == 0;  // in all tiles side by side
 
 // The column of d_qkv where this quad of all first halves begins.

@@ -10,6 +10,7 @@ import numpy as np
 from llmq.base.dtypes import F32, I32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator, Tensor
+from llmq.ops import quantize, reduce
 from llmq.ops.common import (
     FP8_ARGS,
     VECTOR_BYTES,
@@ -17,7 +18,6 @@ from llmq.ops.common import (
     expect_accumulator,
     expect_fp8_multiples,
     expect_head_dim,
-    expect_multiple,
     expect_qkv,
     finish_column_sum,
     fp8_args,
@@ -47,8 +47,8 @@ ROPE_BACKWARD_FUSED = Kernel(
 )
 
 THREADS = 128
-HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 16, 256  # a half head is a number of vectors
-CHANNEL_MULTIPLE = 16  # likewise, of the channels that are rotated
+MAX_HEAD_DIM = 256
+WIDE = 16  # what head sizes and rotated channels are multiples of, or threads take single elements
 HEADS_PER_THREAD = 4  # share one load of the angles
 FUSED_THREADS = 256
 TILE_ROWS, TILE_COLUMNS = 64, 128  # of the fused kernel: tokens of a block, features of a tile
@@ -157,9 +157,9 @@ def make_table(
     return table
 
 
-def grid(tokens: int, heads: int, half_vectors: int) -> int:
-    """Blocks for one thread per token, 16 bytes of half a head, and HEADS_PER_THREAD heads."""
-    return ceil_div(tokens * ceil_div(heads, HEADS_PER_THREAD) * half_vectors, THREADS)
+def grid(tokens: int, heads: int, pieces: int) -> int:
+    """Blocks for one thread per token, piece of half a head, and HEADS_PER_THREAD heads."""
+    return ceil_div(tokens * ceil_div(heads, HEADS_PER_THREAD) * pieces, THREADS)
 
 
 def fused_grid(tokens: int, features: int) -> tuple[tuple[int, int], int]:
@@ -182,11 +182,10 @@ def _check(
     channels: int | None,
 ) -> None:
     B, T, head_dim = expect_qkv(op, name, qkv, num_heads, num_kv_heads)
-    expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
+    expect_head_dim(op, dev, head_dim, 2, MAX_HEAD_DIM)
     channels = head_dim if channels is None else channels
     if not 0 < channels <= head_dim or channels % 2:
         raise ValueError(f"{op}: channels must be even and up to {head_dim}, got {channels}")
-    expect_multiple(op, dev, "channels", channels, CHANNEL_MULTIPLE)
     positions = T + first_position
     if not table.shape or table.shape[0] < positions:
         raise ValueError(f"{op}: table must have at least {positions} rows, got {table.shape}")
@@ -204,12 +203,21 @@ def _consts(head_dim: int, starts: Tensor | None, channels: int | None) -> dict[
     }
 
 
+def _is_wide(consts: dict[str, int]) -> bool:
+    """Whether both halves of what is rotated, and of the rest, are numbers of vectors."""
+    return consts["HEAD_DIM"] % WIDE == consts["ROTARY"] % WIDE == 0
+
+
 def _launch(dev: Device, kernel: Kernel, heads: int, args: tuple, consts: dict[str, int]) -> None:
     """args: the kernel's, qkv first. heads: of each token, with which threads do something."""
     qkv = args[0]
     B, T, _, head_dim = qkv.shape
-    half_vectors = head_dim * qkv.dtype.itemsize // (2 * VECTOR_BYTES)
-    dev.launch(kernel, grid(B * T, heads, half_vectors), THREADS, args, consts=consts)
+    pieces = head_dim // 2
+    if _is_wide(consts):
+        pieces = pieces * qkv.dtype.itemsize // VECTOR_BYTES
+    else:
+        consts = consts | {"WIDE": 0}
+    dev.launch(kernel, grid(B * T, heads, pieces), THREADS, args, consts=consts)
 
 
 def forward(
@@ -227,12 +235,12 @@ def forward(
     The angles are those of position first_position + t - starts[b, t].
 
     Args:
-        qkv     inout  T   (B,T,Hq+2Hkv,Hd)  F32 or BF16; Hd a multiple of 16; value heads stay
+        qkv     inout  T   (B,T,Hq+2Hkv,Hd)  F32 or BF16; Hd up to 256 (on a GPU); value heads stay
         table   in     F32 (P,Hd/2,2)        make_table; P >= first_position + T
         starts  in     I32 (B,T) or None     where each one's document starts, 0 <= starts <= t;
                                              None: 0
-        channels  R: the first channels of a head, which alone are rotated; a multiple of 16; None:
-                  all. The others come in pairs too, of which the table has the angles 0, last.
+        channels  R: the first channels of a head, which alone are rotated; even; None: all. The
+                  others come in pairs too, of which the table has the angles 0, last.
     """
     op = "rope.forward"
     _check(op, dev, "qkv", qkv, table, num_heads, num_kv_heads, first_position, starts, channels)
@@ -258,7 +266,8 @@ def backward(
     """Rotate the gradients back, by the opposite angles, in place; positions begin at 0.
 
     With d_bias or fp8, what follows is done in the same pass over d_qkv: the gradient of a bias
-    that was added to qkv, and the rotated gradients in FP8. With fp8 d_qkv itself does not change.
+    that was added to qkv, and the rotated gradients in FP8. With fp8 d_qkv need not change. Where
+    16 does not divide Hd or R, both are passes of their own.
 
     Args as forward (T and G are BF16 or F32), and
         abs_max  inout  F32 (1,)  or None; raised to the largest |d_qkv|, value heads included
@@ -274,12 +283,16 @@ def backward(
     B, T, all_heads, head_dim = d_qkv.shape
     sizes = (B * T, T, num_heads, num_kv_heads, starts)
     consts = _consts(head_dim, starts, channels) | abs_max_consts(op, abs_max)
-    if d_bias is None and fp8 is None:
+    features, wide = all_heads * head_dim, _is_wide(consts)
+    if (d_bias is None and fp8 is None) or not wide:
         heads = num_heads + num_kv_heads if abs_max is None else all_heads
         args = (d_qkv, table, *sizes, abs_max)
         _launch(dev, ROPE_BACKWARD, heads, args, consts)
+        if d_bias is not None:
+            reduce.bias_gradient(dev, d_bias, d_qkv.view(B * T, features))
+        if fp8 is not None:
+            quantize.scaled(dev, d_qkv.view(B * T, features), fp8)
         return
-    features = all_heads * head_dim
     consts |= {"BIAS": int(d_bias is not None)}
     consts |= fp8_consts(op, fp8, B * T, features)
     blocks, block_tiles = fused_grid(B * T, features)

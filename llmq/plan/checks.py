@@ -13,7 +13,6 @@ from llmq.ops import delta_rule
 from llmq.ops.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from llmq.ops.common import CAPABILITY, GENERIC_FP8, MAX_COLUMNS
 from llmq.ops.reduce import MAX_PARTS
-from llmq.ops.rope import CHANNEL_MULTIPLE
 from llmq.options.cards import card_here
 from llmq.options.conditions import AttentionHere, Here, why_no_cudnn
 from llmq.options.options import TrainConfig
@@ -93,8 +92,6 @@ def _limits(model: ModelConfig) -> Iterator[_Limit]:
         yield _Limit("width of an expert", model.expert_size, VECTOR)
         yield _Limit("width of the shared expert", model.experts.shared_size or 0, VECTOR)
     yield _Limit("head_dim", model.head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
-    if model.positions == "rope":
-        yield _Limit("number of rotated channels", model.rotary_dim, CHANNEL_MULTIPLE)
     if model.arch.wide_qk_norm:
         for name, heads in (("query", model.num_heads), ("key", model.num_kv_heads)):
             yield _Limit(f"width of its {name} heads", heads * model.head_dim, VECTOR, MAX_COLUMNS)

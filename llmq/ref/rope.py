@@ -7,6 +7,8 @@ from llmq.ref.common import compute, emit_fp8, turn_heads, update_abs_max
 # name: (B, T, Hq, Hkv, Hd)
 CASES = {
     "one_token": (1, 1, 1, 1, 64),
+    "head_2": (2, 5, 4, 2, 2),
+    "head_6": (3, 20, 4, 2, 6),
     "head_64": (2, 5, 4, 2, 64),
     "head_80": (1, 7, 3, 1, 80),
     "head_96": (1, 3, 5, 5, 96),
