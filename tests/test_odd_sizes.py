@@ -17,7 +17,7 @@ TESTER = {
     "hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 37,
     "head_dim": 10,
 }  # fmt: skip
-"""As in the tests of transformers."""
+"""Sizes as the tests of transformers have them."""
 ODD = {"hidden_size": 7, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 5}
 ODD["head_dim"] = 6
 FOUR = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 9}
@@ -49,7 +49,7 @@ CASES = {
 }
 
 
-ON_GPUS = {"qwen3_trl", "qwen3_moe_trl", "gpt_oss_trl", "qwen3_5_trl"}
+ON_GPUS = {name for name in CASES if name.endswith("_trl")}
 
 
 @pytest.mark.parametrize(("name", "changed"), CASES.values(), ids=CASES)
@@ -86,7 +86,7 @@ def test_every_way_of_training_takes_odd_sizes(case, options, tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_gpu_takes_odd_sizes_or_says_which(case, capsys):
-    """Of a plan, whose launches check the sizes of all tensors."""
+    """A plan is enough, because its launches check the sizes of all tensors."""
     name, changed = CASES[case]
     sizes = ["--batch-size=2", "--seq-len=24", "--attention=native"]
     for dtype in ("bf16", "fp32"):

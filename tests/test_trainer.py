@@ -439,11 +439,11 @@ def test_half_precision_sums_are_for_cards_with_the_kernel():
     [
         (
             {"hidden_size": 8200},
-            "hidden_size is 8200; on a GPU it must be a multiple of 8 up to 8192",
+            "hidden_size is 8200; on a GPU it must be a multiple of 8 and at most 8192",
         ),
         (
             {"hidden_size": 252},
-            "hidden_size is 252; on a GPU it must be a multiple of 8 up to 8192",
+            "hidden_size is 252; on a GPU it must be a multiple of 8 and at most 8192",
         ),
         (
             {"intermediate_size": 300},
@@ -452,7 +452,7 @@ def test_half_precision_sums_are_for_cards_with_the_kernel():
     ],
 )
 def test_sizes_that_only_the_cpu_computes_are_one_line(tmp_path, changes, message, capsys):
-    """Of a plan, which has no machine."""
+    """A plan has no machine, and knows them too."""
     fields = preset("tiny-qwen3").to_hf() | changes
     (tmp_path / "config.json").write_text(json.dumps(fields))
     options = ["--model", str(tmp_path), "--from-scratch", "--batch-size=1", "--seq-len=64"]

@@ -10,8 +10,8 @@
 // Data     qkv, d_qkv: T (B, seq_len, Hq + 2 Hkv, HEAD_DIM), query, then key, then value heads;
 //          out, d_out: T (B, seq_len, Hq, HEAD_DIM); lse, delta: F32 (B, Hq, seq_len). T: BF16
 //          (tensor cores, attention_mma.cuh) or F32 (attention_fma.cuh). Sums and statistics F32;
-//          BF16 P and dS are rounded before they are multiplied. Any seq_len; HEAD_DIM a multiple
-//          of 16 up to 256. With MASKED = 1 query t sees keys from max(starts[t], t - window + 1)
+//          BF16 P and dS are rounded before they are multiplied. Any seq_len; HEAD_DIM up to 256, in
+//          tiles with zeros up to a multiple of 16. With MASKED = 1 query t sees keys from max(starts[t], t - window + 1)
 //          on: starts: I32 (B, seq_len), never falling along a sequence, or null. With MASKED = 0
 //          it sees all up to its own.
 // Launch   forward: FORWARD_OWN queries a block, grid (tiles, Hq, B). backward: BACKWARD_OWN keys
@@ -74,6 +74,7 @@ enum class Part { KEYS, ONLY_K, ONLY_V, QUERIES };
 #include "attention_fma.cuh"
 #include "attention_mma.cuh"
 
+constexpr bool WHOLE_VECTORS = HEAD_DIM % 16 == 0;  // in a head; else its elements are loaded one by one
 constexpr int DELTA_LANES = 8;  // threads that share a row of attention_delta
 constexpr int DECODE_THREADS = 128;
 
@@ -115,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, 1)
 extern "C" __global__ void __launch_bounds__(256)
     attention_delta(float* __restrict__ delta, const T* __restrict__ d_out,
                     const T* __restrict__ out, int seq_len, int num_heads) {
-    constexpr int VECTORS = HEAD_DIM / Vec<T>::N;
+    constexpr int N = WHOLE_VECTORS ? Vec<T>::N : 1, VECTORS = HEAD_DIM / N;
     const int row = (blockIdx.x * 256 + threadIdx.x) / DELTA_LANES;  // of (seq_len, Hq)
     const int lane = threadIdx.x % DELTA_LANES, rows = seq_len * num_heads;
     const i64 first_row = (i64)blockIdx.y * rows;  // of the sequence
@@ -125,10 +126,14 @@ extern "C" __global__ void __launch_bounds__(256)
         for (int n = 0; n < pieces(VECTORS, DELTA_LANES); ++n) {
             const int v = n * DELTA_LANES + lane;
             if (v < VECTORS) {
-                const i64 at = (first_row + row) * HEAD_DIM + v * Vec<T>::N;
-                const Vec<T> a = load_vec(d_out + at), b = load_vec(out + at);
+                const i64 at = (first_row + row) * HEAD_DIM + v * N;
+                if constexpr (WHOLE_VECTORS) {
+                    const Vec<T> a = load_vec(d_out + at), b = load_vec(out + at);
 #pragma unroll
-                for (int i = 0; i < Vec<T>::N; ++i) { sum = fmaf(to_f32(a[i]), to_f32(b[i]), sum); }
+                    for (int i = 0; i < N; ++i) { sum = fmaf(to_f32(a[i]), to_f32(b[i]), sum); }
+                } else {
+                    sum = fmaf(to_f32(d_out[at]), to_f32(out[at]), sum);
+                }
             }
         }
     }
@@ -208,12 +213,15 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
                                         : new_k + (key - position) * new_pitch;
             score = 0.0f;
 #pragma unroll
-            for (int d = 0; d < HEAD_DIM; d += Vec<T>::N) {
+            for (int d = 0; WHOLE_VECTORS && d < HEAD_DIM; d += Vec<T>::N) {
                 const Vec<T> x = load_vec(k + d);
 #pragma unroll
                 for (int i = 0; i < Vec<T>::N; ++i) {
                     score = fmaf(query[d + i], to_f32(x[i]), score);
                 }
+            }
+            for (int d = 0; !WHOLE_VECTORS && d < HEAD_DIM; ++d) {
+                score = fmaf(query[d], to_f32(k[d]), score);
             }
         }
         const float new_top = fmaxf(top, block_max(score, reduction));
@@ -253,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(256)
 attention_sum_heads(T* __restrict__ d_qkv, const T* __restrict__ d_kv, i32 seq_len, i32 num_heads,
                     i32 num_kv_heads) {
     const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-    constexpr int VECTOR = Vec<T>::N, vectors = HEAD_DIM / VECTOR;
+    constexpr int VECTOR = Vec<T>::N, vectors = pieces(HEAD_DIM, VECTOR);
     const int group = num_heads / num_kv_heads;
     if (i >= (i64)2 * num_kv_heads * seq_len * vectors) { return; }
     const int column = (int)(i % vectors) * VECTOR;

@@ -11,16 +11,27 @@
 
 namespace simt {
 
-constexpr int D = HEAD_DIM, PITCH = D + 4, COLUMNS = D / 16;
+// Rows of tiles have D elements, zeros behind those of a head.
+constexpr int D = pieces(HEAD_DIM, 16) * 16, PITCH = D + 4, COLUMNS = D / 16;
 
-// Copy ROWS rows of D elements, `pitch` elements apart in global memory; zeros from row `limit` on.
+__device__ __forceinline__ bool in_head(int column) { return D == HEAD_DIM || column < HEAD_DIM; }
+
+// Copy ROWS rows of a head, `pitch` elements apart in global memory; zeros from row `limit` on.
 template <int ROWS, int THREADS>
 __device__ __forceinline__ void load_rows(float* to, const float* from, i64 pitch, int first,
                                           int limit) {
     for (int unit = threadIdx.x; unit < ROWS * D / 4; unit += THREADS) {
         const int row = unit / (D / 4), column = unit % (D / 4) * 4;
         Vec<float> x = {};
-        if (first + row < limit) { x = load_vec(from + (i64)(first + row) * pitch + column); }
+        if (first + row < limit) {
+            const float* const p = from + (i64)(first + row) * pitch + column;
+            if constexpr (D == HEAD_DIM) {
+                x = load_vec(p);
+            } else {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) { x[k] = in_head(column + k) ? p[k] : 0.0f; }
+            }
+        }
         store_vec(to + row * PITCH + column, x);
     }
 }
@@ -130,15 +141,15 @@ __device__ __forceinline__ void forward(float* out, float* lse, const float* qkv
     const int head = blockIdx.y, batch = blockIdx.z;
     const int tile = gridDim.x - 1 - blockIdx.x;  // the longest first
     const int own = tile * OWN;
-    const i64 pitch = (i64)(num_heads + 2 * num_kv_heads) * D;
-    const float* q = qkv + (i64)batch * seq_len * pitch + head * D;
+    const i64 pitch = (i64)(num_heads + 2 * num_kv_heads) * HEAD_DIM;
+    const float* q = qkv + (i64)batch * seq_len * pitch + head * HEAD_DIM;
     const float* k =
-        qkv + (i64)batch * seq_len * pitch + (num_heads + head / (num_heads / num_kv_heads)) * D;
-    const float* v = k + num_kv_heads * D;
+        qkv + (i64)batch * seq_len * pitch + (num_heads + head / (num_heads / num_kv_heads)) * HEAD_DIM;
+    const float* v = k + num_kv_heads * HEAD_DIM;
     float* q_tile = reinterpret_cast<float*>(shared);
     float *k_tile = q_tile + OWN * PITCH, *v_tile = k_tile + STEP * PITCH;
     float* scores = v_tile + STEP * PITCH + row * (STEP + 4);
-    const float scale = rsqrtf((float)D);
+    const float scale = rsqrtf((float)HEAD_DIM);
 
     float sum[R][COLUMNS] = {}, row_max[R], row_sum[R] = {};
 #pragma unroll
@@ -190,9 +201,11 @@ __device__ __forceinline__ void forward(float* out, float* lse, const float* qkv
         const int query = own + row + 16 * i;
         const float total = sum_of_16(row_sum[i]);
         if (query < seq_len) {
-            float* to = out + (((i64)batch * seq_len + query) * num_heads + head) * D + column;
+            float* to = out + (((i64)batch * seq_len + query) * num_heads + head) * HEAD_DIM + column;
 #pragma unroll
-            for (int j = 0; j < COLUMNS; ++j) { to[16 * j] = sum[i][j] / total; }
+            for (int j = 0; j < COLUMNS; ++j) {
+                if (in_head(column + 16 * j)) { to[16 * j] = sum[i][j] / total; }
+            }
             if (column == 0) {
                 lse[((i64)batch * num_heads + head) * seq_len + query] = row_max[i] + logf(total);
             }
@@ -214,17 +227,17 @@ __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const
     const int row = threadIdx.x / 16, column = threadIdx.x % 16;
     const int own = tile * OWN, group = num_heads / num_kv_heads;
     const int kv_head = OWN_KEYS ? head : head / group, q_head = OWN_KEYS ? head * group : head;
-    const i64 pitch = (i64)(num_heads + 2 * num_kv_heads) * D, out_pitch = (i64)num_heads * D;
+    const i64 pitch = (i64)(num_heads + 2 * num_kv_heads) * HEAD_DIM, out_pitch = (i64)num_heads * HEAD_DIM;
     const i64 sequence = (i64)batch * seq_len;
-    const float* q = qkv + sequence * pitch + q_head * D;
-    const float* k = qkv + sequence * pitch + (num_heads + kv_head) * D;
-    const float* v = k + num_kv_heads * D;
-    const float* d_o = d_out + sequence * out_pitch + q_head * D;
+    const float* q = qkv + sequence * pitch + q_head * HEAD_DIM;
+    const float* k = qkv + sequence * pitch + (num_heads + kv_head) * HEAD_DIM;
+    const float* v = k + num_kv_heads * HEAD_DIM;
+    const float* d_o = d_out + sequence * out_pitch + q_head * HEAD_DIM;
     const i64 statistics = ((i64)batch * num_heads + q_head) * seq_len;  // of the first query
     float* a = reinterpret_cast<float*>(shared);
     float *b = a + OWN * PITCH, *x = b + OWN * PITCH, *y = x + STEP * PITCH;
     float* scores = y + STEP * PITCH + row * (STEP + 4);
-    const float scale = rsqrtf((float)D);
+    const float scale = rsqrtf((float)HEAD_DIM);
 
     load_rows<OWN, THREADS>(a, OWN_KEYS ? k : q, pitch, own, seq_len);
     load_rows<OWN, THREADS>(b, OWN_KEYS ? v : d_o, OWN_KEYS ? pitch : out_pitch, own, seq_len);
@@ -239,8 +252,8 @@ __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const
     for (int n = 0; n < steps; ++n) {
         const int step = (first + n % tiles) * STEP, nth = n / tiles;  // nth head of the group
         __syncthreads();
-        load_rows<STEP, THREADS>(x, OWN_KEYS ? q + nth * D : k, pitch, step, seq_len);
-        load_rows<STEP, THREADS>(y, OWN_KEYS ? d_o + nth * D : v, OWN_KEYS ? out_pitch : pitch,
+        load_rows<STEP, THREADS>(x, OWN_KEYS ? q + nth * HEAD_DIM : k, pitch, step, seq_len);
+        load_rows<STEP, THREADS>(y, OWN_KEYS ? d_o + nth * HEAD_DIM : v, OWN_KEYS ? out_pitch : pitch,
                                  step, seq_len);
         if (MASKED && threadIdx.x < STEP) { spoiled[threadIdx.x] = 0.0f; }
         __syncthreads();
@@ -278,11 +291,12 @@ __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const
         const int mine = own + row + 16 * i;
         if (mine < seq_len) {
             float* to = d_qkv + (sequence + mine) * pitch + column;
-            const int first_column = (OWN_KEYS ? num_heads + kv_head : q_head) * D;
+            const int first_column = (OWN_KEYS ? num_heads + kv_head : q_head) * HEAD_DIM;
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) {
+                if (!in_head(column + 16 * j)) { continue; }
                 if (WANT_X) { to[first_column + 16 * j] = d_x[i][j] * scale; }
-                if (WANT_Y) { to[first_column + num_kv_heads * D + 16 * j] = d_y[i][j]; }
+                if (WANT_Y) { to[first_column + num_kv_heads * HEAD_DIM + 16 * j] = d_y[i][j]; }
             }
         }
     }

@@ -14,7 +14,8 @@
 
 namespace mma {
 
-constexpr int D = HEAD_DIM, UNITS = D / 8;  // 16-byte units in a row
+// Rows of tiles have D elements, zeros behind those of a head. UNITS: of 16 bytes, in a row.
+constexpr int D = pieces(HEAD_DIM, 16) * 16, UNITS = D / 8;
 constexpr bool EXCHANGED = UNITS % 8 == 0;
 constexpr int ROW_BYTES = EXCHANGED ? 2 * D : 2 * (D + 8);
 
@@ -27,7 +28,17 @@ __device__ __forceinline__ SharedAddress along(SharedAddress row, int bytes) {
     return EXCHANGED ? (row ^ bytes & 96) + (bytes & ~127) : row + bytes;
 }
 
-// Start copying ROWS rows of D elements, `pitch` elements apart in global memory; rows from `limit`
+// Eight elements of a head's row, zeros behind it.
+__device__ __forceinline__ Vec<bf16> eight_of_head(const bf16* row, int column, bool valid) {
+    Vec<bf16> x;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+        x[k] = valid && column + k < HEAD_DIM ? row[column + k] : __float2bfloat16(0.0f);
+    }
+    return x;
+}
+
+// Start copying ROWS rows of a head, `pitch` elements apart in global memory; rows from `limit`
 // on become zeros. `first` is a row below the limit. PER_ROW threads share a row.
 template <int ROWS, int THREADS>
 __device__ __forceinline__ void load_rows(SharedAddress to, const bf16* from, int pitch, int first,
@@ -42,7 +53,13 @@ __device__ __forceinline__ void load_rows(SharedAddress to, const bf16* from, in
             const bf16* p = from + (i64)(valid ? first + row : first) * pitch + unit * 8;
 #pragma unroll
             for (int j = 0; j < UNITS; j += PER_ROW) {
-                cp_async_16(to + place(row, unit + j), p + j * 8, valid);
+                if constexpr (D == HEAD_DIM) {
+                    cp_async_16(to + place(row, unit + j), p + j * 8, valid);
+                } else {
+                    const int column = (unit + j) * 8;
+                    const Vec<bf16> x = eight_of_head(p - unit * 8, column, valid);
+                    store_shared(to + place(row, unit + j), pack(x));
+                }
             }
         }
     }
@@ -146,8 +163,16 @@ __device__ __forceinline__ void store_rows(bf16* to, int pitch, int rows,
     for (int i = 0; i < M * UNITS / 2; ++i) {
         const int unit = i * 32 + lane, row = unit / UNITS, column = unit % UNITS;
         if (row < rows) {
-            store_vec(to + (i64)row * pitch + column * 8,
-                      *reinterpret_cast<const Vec<bf16>*>(tile + place(row, column)));
+            bf16* const at = to + (i64)row * pitch + column * 8;
+            const auto& x = *reinterpret_cast<const Vec<bf16>*>(tile + place(row, column));
+            if constexpr (D == HEAD_DIM) {
+                store_vec(at, x);
+            } else {
+#pragma unroll
+                for (int k = 0; k < 8; ++k) {
+                    if (column * 8 + k < HEAD_DIM) { at[k] = x[k]; }
+                }
+            }
         }
     }
 }
@@ -295,14 +320,14 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
     const int head = blockIdx.y, batch = blockIdx.z;
     const int tile = gridDim.x - 1 - blockIdx.x;  // the longest first
     const int own = tile * OWN, warp_row = warp * 16 * M, warp_own = own + warp_row;
-    const int pitch = (num_heads + 2 * num_kv_heads) * D;
-    const bf16* q = qkv + (i64)batch * seq_len * pitch + head * D;
+    const int pitch = (num_heads + 2 * num_kv_heads) * HEAD_DIM;
+    const bf16* q = qkv + (i64)batch * seq_len * pitch + head * HEAD_DIM;
     const bf16* k =
-        qkv + (i64)batch * seq_len * pitch + (num_heads + head / (num_heads / num_kv_heads)) * D;
-    const bf16* v = k + num_kv_heads * D;
+        qkv + (i64)batch * seq_len * pitch + (num_heads + head / (num_heads / num_kv_heads)) * HEAD_DIM;
+    const bf16* v = k + num_kv_heads * HEAD_DIM;
     const SharedAddress q_tile = shared_address(shared), k_tile = q_tile + OWN * ROW_BYTES;
     const SharedAddress v_tile = k_tile + STEP * ROW_BYTES;
-    const float scale = rsqrtf((float)D), scale_log2 = scale * LOG2E;
+    const float scale = rsqrtf((float)HEAD_DIM), scale_log2 = scale * LOG2E;
 
     float sum[M][D / 8][4] = {}, row_max[M][2], row_sum[M][2] = {};
 #pragma unroll
@@ -372,8 +397,8 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
             }
         }
     }
-    const int out_pitch = num_heads * D;
-    store_rows<M>(out + ((i64)batch * seq_len + warp_own) * out_pitch + head * D, out_pitch,
+    const int out_pitch = num_heads * HEAD_DIM;
+    store_rows<M>(out + ((i64)batch * seq_len + warp_own) * out_pitch + head * HEAD_DIM, out_pitch,
                   seq_len - warp_own, sum, factor, shared + warp_row * ROW_BYTES, lane);
 }
 
@@ -397,17 +422,17 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
     const int own = tile * OWN, warp_row = warp * 16 * M, warp_own = own + warp_row;
     const int group = num_heads / num_kv_heads;
     const int kv_head = OWN_KEYS ? head : head / group, q_head = OWN_KEYS ? head * group : head;
-    const int pitch = (num_heads + 2 * num_kv_heads) * D, out_pitch = num_heads * D;
+    const int pitch = (num_heads + 2 * num_kv_heads) * HEAD_DIM, out_pitch = num_heads * HEAD_DIM;
     const i64 sequence = (i64)batch * seq_len;
-    const bf16* q = qkv + sequence * pitch + q_head * D;
-    const bf16* k = qkv + sequence * pitch + (num_heads + kv_head) * D;
-    const bf16* v = k + num_kv_heads * D;
-    const bf16* d_o = d_out + sequence * out_pitch + q_head * D;
+    const bf16* q = qkv + sequence * pitch + q_head * HEAD_DIM;
+    const bf16* k = qkv + sequence * pitch + (num_heads + kv_head) * HEAD_DIM;
+    const bf16* v = k + num_kv_heads * HEAD_DIM;
+    const bf16* d_o = d_out + sequence * out_pitch + q_head * HEAD_DIM;
     const i64 statistics = ((i64)batch * num_heads + q_head) * seq_len;  // of the first query
     const SharedAddress a_tile = shared_address(shared), b_tile = a_tile + OWN * ROW_BYTES;
     const SharedAddress stages = b_tile + OWN * ROW_BYTES;
     const SharedAddress left = warp_row * ROW_BYTES + left_offset(lane);
-    const float scale = rsqrtf((float)D), scale_log2 = scale * LOG2E;
+    const float scale = rsqrtf((float)HEAD_DIM), scale_log2 = scale * LOG2E;
 
     // Of the step's tiles, the first and the end of those with something to see.
     const int last_key = min(own + OWN, seq_len) - 1;
@@ -423,8 +448,8 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
     int next_row = first * STEP, next_head = 0;  // of the step to load; head of the group
     auto load_step = [&](int stage) {
         const SharedAddress x = stages + stage * STAGE_BYTES, y = x + STEP * ROW_BYTES;
-        load_rows<STEP, THREADS>(x, OWN_KEYS ? q + next_head * D : k, pitch, next_row, seq_len);
-        load_rows<STEP, THREADS>(y, OWN_KEYS ? d_o + next_head * D : v,
+        load_rows<STEP, THREADS>(x, OWN_KEYS ? q + next_head * HEAD_DIM : k, pitch, next_row, seq_len);
+        load_rows<STEP, THREADS>(y, OWN_KEYS ? d_o + next_head * HEAD_DIM : v,
                                  OWN_KEYS ? out_pitch : pitch, next_row, seq_len);
         if (OWN_KEYS && threadIdx.x < 2 * STEP) {
             const int query = next_row + (int)threadIdx.x % STEP;
@@ -536,14 +561,14 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
 #pragma unroll
     for (int m = 0; m < M; ++m) { factor[m][0] = factor[m][1] = scale; }
     const int first_head = OWN_KEYS ? num_heads + kv_head : q_head, rows = seq_len - warp_own;
-    bf16* to = d_qkv + (sequence + warp_own) * pitch + first_head * D;
+    bf16* to = d_qkv + (sequence + warp_own) * pitch + first_head * HEAD_DIM;
     if (WANT_X) {
         store_rows<M>(to, pitch, rows, d_x, factor, shared + warp_row * ROW_BYTES, lane);
     }
     if (WANT_Y) {
 #pragma unroll
         for (int m = 0; m < M; ++m) { factor[m][0] = factor[m][1] = 1.0f; }
-        store_rows<M>(to + num_kv_heads * D, pitch, rows, d_y, factor,
+        store_rows<M>(to + num_kv_heads * HEAD_DIM, pitch, rows, d_y, factor,
                       shared + (OWN + warp_row) * ROW_BYTES, lane);
     }
 }

@@ -30,7 +30,6 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 BACKENDS = ("native", "cudnn")
 NUMBERS = 7  # of forward_codes, a row each
 P_CODES = 256.0  # the largest probability's code
-HEAD_DIM_MULTIPLE = 16  # one step of the tensor cores' inner dimension
 MAX_HEAD_DIM = 256
 DELTA_THREADS = 256
 DELTA_LANES = 8  # threads that share a row
@@ -95,7 +94,7 @@ def _check(
     batch, seq_len, head_dim = expect_qkv(op, "qkv", qkv, num_heads, num_kv_heads)
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{op}: {num_heads} heads cannot share {num_kv_heads} key/value heads")
-    expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
+    expect_head_dim(op, dev, head_dim, 1, MAX_HEAD_DIM)
     for backend in backends:
         if backend not in BACKENDS:
             raise ValueError(f"{op}: backend must be one of {BACKENDS}, got {backend!r}")

@@ -10,7 +10,6 @@ import numpy as np
 from llmq.base.dtypes import F32, I32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops import quantize, reduce
 from llmq.ops.common import (
     FP8_ARGS,
     VECTOR_BYTES,
@@ -203,9 +202,10 @@ def _consts(head_dim: int, starts: Tensor | None, channels: int | None) -> dict[
     }
 
 
-def _is_wide(consts: dict[str, int]) -> bool:
-    """Whether both halves of what is rotated, and of the rest, are numbers of vectors."""
-    return consts["HEAD_DIM"] % WIDE == consts["ROTARY"] % WIDE == 0
+def fuses(head_dim: int, channels: int | None) -> bool:
+    """Whether the halves of rotated channels, and of the rest, are whole vectors: `backward` takes
+    a bias and FP8 results then."""
+    return head_dim % WIDE == (channels or 0) % WIDE == 0
 
 
 def _launch(dev: Device, kernel: Kernel, heads: int, args: tuple, consts: dict[str, int]) -> None:
@@ -213,7 +213,7 @@ def _launch(dev: Device, kernel: Kernel, heads: int, args: tuple, consts: dict[s
     qkv = args[0]
     B, T, _, head_dim = qkv.shape
     pieces = head_dim // 2
-    if _is_wide(consts):
+    if fuses(head_dim, consts["ROTARY"]):
         pieces = pieces * qkv.dtype.itemsize // VECTOR_BYTES
     else:
         consts = consts | {"WIDE": 0}
@@ -235,7 +235,7 @@ def forward(
     The angles are those of position first_position + t - starts[b, t].
 
     Args:
-        qkv     inout  T   (B,T,Hq+2Hkv,Hd)  F32 or BF16; Hd up to 256 (on a GPU); value heads stay
+        qkv     inout  T   (B,T,Hq+2Hkv,Hd)  F32 or BF16; Hd even, up to 256; value heads stay
         table   in     F32 (P,Hd/2,2)        make_table; P >= first_position + T
         starts  in     I32 (B,T) or None     where each one's document starts, 0 <= starts <= t;
                                              None: 0
@@ -266,8 +266,7 @@ def backward(
     """Rotate the gradients back, by the opposite angles, in place; positions begin at 0.
 
     With d_bias or fp8, what follows is done in the same pass over d_qkv: the gradient of a bias
-    that was added to qkv, and the rotated gradients in FP8. With fp8 d_qkv need not change. Where
-    16 does not divide Hd or R, both are passes of their own.
+    that was added to qkv, and the rotated gradients in FP8. With fp8 d_qkv itself does not change.
 
     Args as forward (T and G are BF16 or F32), and
         abs_max  inout  F32 (1,)  or None; raised to the largest |d_qkv|, value heads included
@@ -283,16 +282,14 @@ def backward(
     B, T, all_heads, head_dim = d_qkv.shape
     sizes = (B * T, T, num_heads, num_kv_heads, starts)
     consts = _consts(head_dim, starts, channels) | abs_max_consts(op, abs_max)
-    features, wide = all_heads * head_dim, _is_wide(consts)
-    if (d_bias is None and fp8 is None) or not wide:
+    if d_bias is None and fp8 is None:
         heads = num_heads + num_kv_heads if abs_max is None else all_heads
         args = (d_qkv, table, *sizes, abs_max)
         _launch(dev, ROPE_BACKWARD, heads, args, consts)
-        if d_bias is not None:
-            reduce.bias_gradient(dev, d_bias, d_qkv.view(B * T, features))
-        if fp8 is not None:
-            quantize.scaled(dev, d_qkv.view(B * T, features), fp8)
         return
+    if not fuses(head_dim, channels):
+        raise ValueError(f"{op}: d_bias and fp8 need Hd and channels in multiples of {WIDE}")
+    features = all_heads * head_dim
     consts |= {"BIAS": int(d_bias is not None)}
     consts |= fp8_consts(op, fp8, B * T, features)
     blocks, block_tiles = fused_grid(B * T, features)

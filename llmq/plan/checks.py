@@ -10,7 +10,7 @@ from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn_once
 from llmq.model.halves.attention import directions
 from llmq.ops import delta_rule
-from llmq.ops.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+from llmq.ops.attention import MAX_HEAD_DIM
 from llmq.ops.common import CAPABILITY, GENERIC_FP8, MAX_COLUMNS
 from llmq.ops.reduce import MAX_PARTS
 from llmq.options.cards import card_here
@@ -76,10 +76,11 @@ def check_sizes(model: ModelConfig, machine: Machine) -> None:
     """ConfigError for sizes that only the CPU device can compute."""
     for name, size, multiple, most in _limits(model) if machine.kind == "cuda" else ():
         if size % multiple or (most is not None and size > most):
-            up_to = "" if most is None else f" up to {most}"
+            allowed = [f"a multiple of {multiple}"] if multiple > 1 else []
+            allowed += [] if most is None else [f"at most {most}"]
             raise ConfigError(
-                f"the model's {name} is {size}; on a GPU it must be a multiple of {multiple}"
-                f"{up_to}: use --device cpu"
+                f"the model's {name} is {size}; on a GPU it must be {' and '.join(allowed)}: use "
+                "--device cpu"
             )
 
 
@@ -91,7 +92,9 @@ def _limits(model: ModelConfig) -> Iterator[_Limit]:
     if model.experts is not None:
         yield _Limit("width of an expert", model.expert_size, VECTOR)
         yield _Limit("width of the shared expert", model.experts.shared_size or 0, VECTOR)
-    yield _Limit("head_dim", model.head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
+    vectors = (model.qk_norm and not model.arch.wide_qk_norm) or model.arch.gated_attention
+    multiple = VECTOR if vectors or model.arch.sinks else 1
+    yield _Limit("head_dim", model.head_dim, multiple, MAX_HEAD_DIM)
     if model.arch.wide_qk_norm:
         for name, heads in (("query", model.num_heads), ("key", model.num_kv_heads)):
             yield _Limit(f"width of its {name} heads", heads * model.head_dim, VECTOR, MAX_COLUMNS)

@@ -18,6 +18,9 @@ from llmq.ref.common import compute, decode_fp8, encode_fp8
 CASES = {
     "one_position": (2, 1, 2, 1, 64),
     "ragged": (2, 37, 4, 2, 64),
+    "heads_6": (2, 37, 4, 2, 6),
+    "heads_20": (1, 70, 3, 1, 20),
+    "heads_129": (1, 33, 2, 1, 129),
     "two_tiles": (1, 150, 2, 2, 64),
     "gqa_80": (1, 70, 6, 2, 80),
     "heads_96": (1, 33, 3, 1, 96),

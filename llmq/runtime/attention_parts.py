@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from llmq.base.dtypes import F32, I32, DType
 from llmq.base.tensor import Tensor
+from llmq.runtime.arena import align_up
 from llmq.runtime.kernel import ceil_div, expect
 
 
@@ -143,6 +144,12 @@ class Tiles:
     split_keys: bool = False
 
 
+def in_tiles(head_dim: int) -> int:
+    """Elements of a row of a tile: zeros follow those of a head up to a multiple of 16, one step of
+    the tensor cores' inner dimension."""
+    return align_up(head_dim, 16)
+
+
 def _row_bytes(head_dim: int) -> int:
     """The bytes of a row of BF16 in shared memory (attention_mma.cuh)."""
     return 2 * (head_dim if head_dim % 64 == 0 else head_dim + 8)
@@ -151,6 +158,7 @@ def _row_bytes(head_dim: int) -> int:
 def forward_tiles(dtype: DType, head_dim: int, masked: bool = False) -> Tiles:
     """Tiles of attention_forward: shared memory holds the queries and one step's keys, values.
     masked: as compile_consts."""
+    head_dim = in_tiles(head_dim)
     large = head_dim > 128
     if dtype == F32:
         own, step = (32, 16) if large else (64, 32)
@@ -167,6 +175,7 @@ def backward_tiles(
 ) -> Tiles:
     """Tiles of attention_backward_tiles: shared memory holds two tiles of owned rows and two of
     each step, for BF16 with the step's statistics. small_shared: as DeviceSpec has it."""
+    head_dim = in_tiles(head_dim)
     large = head_dim > 128
     if dtype == F32:
         own, step = (16, 16) if large else (32, 32) if head_dim > 96 else (64, 32)

@@ -94,8 +94,8 @@ def unsupported(capability: int, dtype: DType, head_dim: int) -> str | None:
         return f"compute capability {capability / 10} is below {MIN_CAPABILITY / 10}"
     if dtype != BF16:
         return f"it needs BF16, not {dtype.label}"
-    if head_dim % 8 or head_dim > MAX_BACKWARD_HEAD_DIM:
-        return f"head size {head_dim} is not a multiple of 8 up to {MAX_BACKWARD_HEAD_DIM}"
+    if head_dim % 16 or head_dim > MAX_BACKWARD_HEAD_DIM:
+        return f"head size {head_dim} is not a multiple of 16 up to {MAX_BACKWARD_HEAD_DIM}"
     return None
 
 

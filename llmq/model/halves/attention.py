@@ -308,7 +308,8 @@ class AttentionHalf:
         the qkv product, and whether the bias's gradient is left to do."""
         here, w, g, by_head = at.here, at.w, at.g, self._by_head(d_qkv)
         tensor_id, table = here.id_of("d_qkv"), self.rope_tables[here.index]
-        if table is not None and qk_raw is None and d_gate is None:
+        alone = table is not None and qk_raw is None and d_gate is None
+        if alone and rope.fuses(self.Hd, self.rotary):
 
             def write(to: OutputForms) -> None:
                 rope.backward(
