@@ -17,7 +17,7 @@ from llmq.base.errors import DataError
 from llmq.commands.cli import _run
 from llmq.data.chat_masks import Chat, token_mask
 from llmq.data.chat_template import load_chat_template, shipped_templates
-from llmq.data.conversations import Conversation
+from llmq.data.conversations import Conversation, parse_conversation
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, load_tokenizer
 from tests.chat_templates import THINKING, write_chat_tokenizer
 from tests.test_conversations import read, write_records
@@ -63,6 +63,24 @@ def test_texts_are_the_published_ones_and_marks_those_of_transformers(folder, na
         ids, offsets = ours.encode_with_offsets([found])[0]
         assert ids.tolist() == masked["input_ids"]
         assert token_mask(offsets, spans).astype(int).tolist() == masked["assistant_masks"]
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if "tools" in TEXTS[name]])
+def test_arguments_as_text_are_those_of_transformers_where_it_writes_texts(folder, name):
+    """Elsewhere they are those of the object, where transformers writes JSON within JSON."""
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    template = load_chat_template(HfTokenizer(folder), name)
+    text, objects = '{"city":"Zürich",  "n": [1]}', TALKS["tools"]["messages"]
+    as_text = json.loads(json.dumps(objects))
+    for messages, given in ((objects, {"city": "Zürich", "n": [1]}), (as_text, text)):
+        messages[1]["tool_calls"][0]["function"]["arguments"] = given
+    how = {"chat_template": template.source(), "tokenize": False}
+    tools = TALKS["tools"]["tools"]
+    wanted = [theirs.apply_chat_template(m, tools=tools, **how) for m in (objects, as_text)]
+    found = template.render(
+        parse_conversation({"messages": as_text}, "messages").messages, tools=tools
+    )
+    assert found.text == (wanted[1] if text in wanted[1] else wanted[0])
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -33,7 +33,11 @@ class TokenizerProcess:
         DataError where the function takes more than the bounds, and after that."""
         with self._lock:
             self._worker.send((function, args), [self._what])
-            return self._worker.result()
+            try:
+                return self._worker.result()
+            except KeyboardInterrupt:
+                self._worker.result()  # else the next call would get this answer
+                raise
 
 
 def _loaded(spec: str | Path) -> Answer:
