@@ -89,6 +89,14 @@ def test_scores_of_a_version_that_died_before_their_checksums_get_them(tmp_path,
     np.testing.assert_array_equal(ScoreFile(path).read(0, 2), np.float32([-1, -1 + 1 / 49]))
 
 
+@pytest.mark.parametrize("content", [b"", b"\0" * 9000, b"BIN.SCR\n" + b"\0" * 4088])
+def test_a_partial_file_without_a_header_is_begun_anew(tmp_path, file, content):
+    path = scores_path(tmp_path, file.path)
+    partial_path(path).write_bytes(content)
+    write_scores(tmp_path, file)
+    assert len(ScoreFile(path).read(0, TOKENS)) == TOKENS
+
+
 def test_scores_that_lost_their_end_are_no_complete_ones(tmp_path, file):
     path = write_scores(tmp_path, file)
     os.truncate(path, HEADER_BYTES + 8)

@@ -260,7 +260,7 @@ class ScoreWriter(PartialFile):
                 if found == partial or not checksums_path(path).exists():
                     self._publish(found)
                 return
-            self._file = open(partial, "r+b" if found else "w+b")  # noqa: SIM115 (kept open)
+            self._file = open(partial, "r+b" if self.done else "w+b")  # noqa: SIM115 (kept open)
             if not self.done:
                 self._file.write(self._header(0))
                 nothing = b"\xff" * self._record.itemsize * _BLOCK  # NaN
@@ -269,13 +269,16 @@ class ScoreWriter(PartialFile):
                     self._file.write(nothing[: count * self._record.itemsize])
 
     def _known(self, there: Path) -> int:
-        """Units of a file of the same content that are done; 0 for a header that a kill has cut
-        off."""
+        """Units of a file of the same content that are done; 0 for a partial file whose header a
+        kill or a loss of power has cut off."""
         with read_errors(there), open_file(there) as file:
             header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
-        if len(header) < HEADER_BYTES and there != self.path:
+        try:
+            done, scored = read_header(there, header)
+        except DataError:
+            if there == self.path:
+                raise
             return 0
-        done, scored = read_header(there, header)
         if scored != self.scored:
             before, now = asdict(scored), asdict(self.scored)
             other = ", ".join(name for name in now if now[name] != before[name])
