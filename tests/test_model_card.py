@@ -17,7 +17,13 @@ from llmq.base.errors import LlmqError
 from llmq.base.run_id import RunId
 from llmq.checkpoint.exports import export
 from llmq.data.identity import TokenizerId
-from tests.models import exported, hf_model, random_batch, trainer_for
+from llmq.data.tokens import TokenWriter
+from tests.models import VOCAB, exported, hf_model, random_batch, trainer_for
+
+
+def write_ids(path: Path) -> None:
+    with TokenWriter(path, VOCAB) as writer:
+        writer.write(np.arange(1000) % VOCAB)
 
 
 def head(card: str) -> dict:
@@ -36,7 +42,9 @@ def run(tmp_path_factory):
     ]
     records = [{"time": "2026-11-26 00:00:00.000000000"} | record for record in records]
     (folder / "log.json").write_text(json.dumps(records))
-    options = {"train_file": "/home/somebody/data/books*.bin", "log_file": str(folder / "log.json")}
+    (folder / "somebody").mkdir()
+    write_ids(folder / "somebody" / "books-0.bin")
+    options = {"train_file": f"{folder}/somebody/books*.bin", "log_file": f"{folder}/log.json"}
     with trainer_for(exported("qwen3"), name="reader", learning_rate=3e-4, **options) as trainer:
         trainer.step([random_batch(np.random.default_rng(0))])
         return trainer.save(folder / "c")
@@ -86,7 +94,12 @@ def test_a_card_tells_each_validation_and_the_value_that_chose_the_best(tmp_path
 def test_names_of_others_are_text_in_a_card_and_prompts_are_left_out(tmp_path):
     name, private = "a|b<img src=x>[c](http:d)`", "my secret"
     options = {"name": name, "sample_prompt": [private, "```\n# Title\n"], "wandb": private}
-    options |= {"train_file": "t|`u.bin", "eval_task": [f"{private}.jsonl"], "tensorboard": private}
+    write_ids(tmp_path / "t|`u.bin")
+    options |= {
+        "train_file": f"{tmp_path}/t|`u.bin",
+        "eval_task": [f"{private}.jsonl"],
+        "tensorboard": private,
+    }
     with trainer_for(exported("qwen3"), **options) as trainer:
         trainer.tokenizer_id = trainer.tokenizer_id or TokenizerId("tok|<b>", "f" * 64)
         trainer.run = RunId.new(name)
