@@ -402,7 +402,7 @@ COMMANDS = [
     ("top README.md --once", "run.top.run_top", ((Path("README.md"),), {"once": True})),
     (
         "watch README.md --tensorboard t --wandb p --interval 0",
-        "report.watch.run_watch",
+        "report.sinks.run_watch",
         (
             (Path("README.md"),),
             {"tensorboard": Path("t"), "wandb": "p", "name": None, "interval": 0},
@@ -585,7 +585,7 @@ def test_interrupt_exits_130(stub, capsys):
     [
         (["bench"], "bench.bench.run_bench"),
         ("tokenize x --tokenizer bytes --out o".split(), "data.tokenize.tokenize"),
-        ("watch README.md --wandb p".split(), "report.watch.run_watch"),
+        ("watch README.md --wandb p".split(), "report.sinks.run_watch"),
     ],
 )
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])

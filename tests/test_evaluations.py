@@ -17,7 +17,7 @@ from llmq.options.option_file import command_line
 from llmq.options.options_io import make_config, option_rows
 from llmq.options.presets import preset
 from llmq.report.json_log import LogReader, without_undone
-from llmq.report.watch import numbers, text
+from llmq.report.sinks import numbers, text
 from llmq.run import evaluations
 from llmq.run.trainer import Trainer
 from tests.runs import flags, make_workplace, records, signal_after, train, write_tokens

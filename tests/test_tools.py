@@ -815,20 +815,6 @@ def test_save_cost(tool, capsys, tmp_path):
     assert list(tmp_path.iterdir()) == [out]
 
 
-# -- watch_cost ----------------------------------------------------------------------------------
-
-
-def test_watch_cost(tool, capsys, monkeypatch):
-    """Beside a process that sends nothing, because the library takes seconds to load."""
-    watch_cost = tool("watch_cost")
-    monkeypatch.setattr(sys, "executable", "true")
-    watch_cost.main(["--batch-size=1", "--seq-len=8", "--grad-accumulation=1"], steps=3)
-    lines = capsys.readouterr().out.splitlines()[-3:]
-    assert re.fullmatch(r"a step: [0-9.]+ ms; 3 steps, [0-9]+ cores", lines[0])
-    assert lines[1].startswith("after each, in the run's thread: median ")
-    assert re.fullmatch(r"the process beside it: [0-9.]+ s of a processor", lines[2])
-
-
 # -- mma_sync ------------------------------------------------------------------------------------
 
 

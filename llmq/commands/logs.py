@@ -38,7 +38,7 @@ def watch(
 ) -> None:
     """Send the log of a run to TensorBoard or W&B, while it is written or afterwards."""
     how = locals()
-    from llmq.report.watch import run_watch
+    from llmq.report.sinks import run_watch
     from llmq.run.run_paths import find_log
 
     with ending_children():

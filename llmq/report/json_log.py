@@ -15,19 +15,30 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from llmq.base.errors import DataError, LlmqError, warn
 from llmq.base.files import check_readable, disk_errors, free_name
 from llmq.base.records import elements
 from llmq.base.run_id import RunId
 
+DONE = ("Done. validation loss", "Done. No validation")  # the message of a run at its end
 _EMPTY_LOG = b"[\n]\n"
 _LOG_END = b"\n]\n"
 RETRY_SECONDS = 0.1
 _HEAD_BYTES = 256  # by which a log is known again: the first record has its time there
 _FIRST_RECORD_BYTES = 1 << 20  # at most; it has the command line
 _RECORD_BEGINS = b'{"log": "'
+
+
+class Listener(Protocol):
+    """A reader of each record of a log, in the process that writes the log."""
+
+    def send(self, record: dict[str, Any]) -> None:
+        """Take one record, `time` in seconds since 1970; raises nothing."""
+
+    def close(self) -> None:
+        """No record follows."""
 
 
 def _json_value(value: Any) -> Any:
@@ -54,7 +65,7 @@ class JsonLog:
     it, in one call of the system, so that the file is valid whenever the process stops. Records
     that the disk refuses wait in memory, with one warning, and are written with a later record. A
     file that vanishes or is cut meanwhile is begun anew, with a warning, and so is one that another
-    file has taken the place of, beside that.
+    file has taken the place of, beside that. listeners: get each record, too.
     """
 
     def __init__(self, path: Path, *, append: bool = False):
@@ -65,6 +76,7 @@ class JsonLog:
         be replaced and does not even begin as one: a slip of the user's would cost another file.
         """
         self.path = path
+        self.listeners: list[Listener] = []
         self._waiting: list[bytes] = []
         self._first = b""  # record of this process, which says whose log it is
         with disk_errors(path):
@@ -129,6 +141,10 @@ class JsonLog:
                 f"cannot write the log '{self.path}' ({problem}): training goes on, and what "
                 "is to be logged waits in memory until it can be written"
             )
+        if self.listeners:
+            record = _parsed(json.dumps(record).encode())
+            for listener in list(self.listeners):
+                listener.send(record)
 
     def _write_waiting(self) -> str | None:
         """Write all records that wait; why they go on waiting, if they do."""
@@ -191,6 +207,8 @@ class JsonLog:
         if problem is not None:
             warn(f"'{self.path}' lacks its last {len(self._waiting)} records: {problem}")
         self._file.close()
+        for listener in self.listeners:
+            listener.close()
 
 
 def has_records(path: Path) -> bool:

@@ -15,9 +15,8 @@ from rich.text import Text
 from llmq.base.console import printable_console
 from llmq.base.errors import LlmqError
 from llmq.base.run_id import RunId
-from llmq.report.json_log import LogReader, as_written
+from llmq.report.json_log import DONE, LogReader, as_written
 from llmq.report.live import DRAWS, WIDE, Panel, Progress, Row, panel_lines
-from llmq.report.watch import DONE
 from llmq.run.run_paths import has_writer, is_written_here, silence
 from llmq.run.sensors import INTERVAL, Sensor, Sensors, row_of
 from llmq.runtime.host_usage import HostUsage

@@ -31,6 +31,7 @@ from llmq.plan.memory import allocator_rows, allocator_table, needed_bytes
 from llmq.plan.sol import peaks
 from llmq.report.json_log import JsonLog
 from llmq.report.live import view_of_run
+from llmq.report.sinks import SinkListener, check_libraries, places_of
 from llmq.report.views import PlainView
 from llmq.run.agreement import check_token_files
 from llmq.run.checkpoints import Checkpoints, Judging
@@ -64,7 +65,6 @@ from llmq.run.run_paths import (
 )
 from llmq.run.sensors import Sensing
 from llmq.run.trainer import Trainer
-from llmq.run.watcher import Watcher, check_libraries, start_watchers
 from llmq.runtime.gpu_info import gpu_info
 from llmq.runtime.host_usage import available_host_memory, host_memory
 from llmq.runtime.nvml import NvmlGpu
@@ -383,6 +383,10 @@ def _run_locked(
         path = config.log_file if processes().first else Path(os.devnull)
         log = processes().each(lambda: JsonLog(path, append=config.continue_from is not None))
         reporter = Reporter(log, PlainView(), trainer.total_steps)
+        if processes().first:
+            log.listeners += [
+                SinkListener(*sink, log, reporter.message) for sink in places_of(config).items()
+            ]
         run = _Run(trainer, reporter, material, best, start, stage.stop)
         try:
             run.begin(argv, checkpoint, moved + fork_lines(identity, checkpoint))
@@ -432,15 +436,12 @@ class _Run:
         world, every = trainer.machine.world, self.config.log_gpu_util
         self.sensing = Sensing(trainer.ranks.devices, world, reporter, every)
         self.loop = Loop(*own, events, self.judging, self.requests, stop)
-        self.watchers: list[Watcher] = []
 
     def close(self) -> None:
         """End what is being written, stop the sensors and close the reports."""
         self.checkpoints.close(give_up=isinstance(sys.exception(), KeyboardInterrupt))
         self.sensing.close()
         self.reporter.close()
-        for watcher in self.watchers:
-            watcher.close()
 
     def begin(self, argv: list[str], checkpoint: Path | None, notes: list[str]) -> None:
         """Announce what runs, and on what; load the weights: from the checkpoint, else from scratch
@@ -449,7 +450,6 @@ class _Run:
         announce_options(trainer, reporter, argv, checkpoint)
         for line in notes:
             reporter.message(line)
-        self.watchers = start_watchers(config, reporter) if processes().first else []
         of_card = (trainer.dev.spec.name, trainer.world_size)
         sol = speed_of_light(config, trainer.model, *of_card)
         announce_machine(trainer, reporter, self.sensing.sensors.sources, sol)
@@ -462,7 +462,6 @@ class _Run:
             StepReports(trainer, reporter, sol),
             self.sensing,
             *scaling,
-            *self.watchers,
             self.requests,
             self.judging,
             IdleExperts(trainer, reporter),

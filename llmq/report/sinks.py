@@ -1,29 +1,40 @@
-"""`llmq watch`: the JSON log of a run in TensorBoard or Weights & Biases.
+"""TensorBoard and Weights & Biases as sinks of a run's log.
 
-A record holds either numbers of its step, under names such as `train/loss`, or a text about the
-whole run, such as the command line. Two sinks know how their library takes these.
+A `SinkListener` sends each record of a run as the log gets it; `llmq watch` sends the records of a
+file. A record holds either numbers of its step, under names such as `train/loss`, or a text about the
+whole run, such as the command line.
 """
 
 import functools
 import importlib
+import importlib.util
 import json
 import math
 import re
 import shlex
 import socket
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from llmq.base.dtypes import MIB
-from llmq.base.errors import ConfigError, DataError, LlmqError
+from llmq.base.errors import ConfigError, DataError, LlmqError, warn
 from llmq.base.files import check_writable, disk_errors
 from llmq.base.run_id import RunId
-from llmq.report.json_log import Course, LogReader, as_written, is_undone, without_undone
+from llmq.options.options import TrainConfig
+from llmq.report.json_log import (
+    DONE,
+    Course,
+    JsonLog,
+    LogReader,
+    as_written,
+    has_records,
+    is_undone,
+    without_undone,
+)
 
-DONE = ("Done. validation loss", "Done. No validation")  # the message of a run at its end
 _COMMON = {"log", "time", "step"}
 # The log has some of a GPU's readings in other units than W, MiB and MiB/s.
 _UNITS = {"power": 1000, "power_limit": 1000, "pcie_rx": MIB, "pcie_tx": MIB}
@@ -158,17 +169,22 @@ class TensorBoard:
         event = self._event(wall_time=at, step=step, summary=summary)
         with disk_errors(self._path):
             self._writer.write(event.SerializeToString())
+
+    def _flush(self) -> None:
+        with disk_errors(self._path):
             self._writer.flush()
 
     def numbers(self, at: float, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             self._write(at, self._scalar(name, value), step)
+        self._flush()
 
     def text(self, at: float, name: str, content: Any) -> None:
         if name == "options":
             plain = {k: v if isinstance(v, int | float) else str(v) for k, v in content.items()}
             self._write(at, self._hparams(plain, start_time_secs=at))
         self._write(at, self._text(name, _markdown(content)))
+        self._flush()
 
     def close(self) -> None:
         with disk_errors(self._path):
@@ -279,12 +295,23 @@ class Replay:
                     sink.numbers(then, step, values)
 
 
-def _identity(records: list[dict[str, Any]]) -> tuple[RunId | None, int]:
-    """Whose log it is, and the step that it begins with."""
+Sink = TensorBoard | WeightsAndBiases
+_OPEN: dict[str, Callable[[Any, str | None, Path, RunId | None, int], Sink]] = {
+    "tensorboard": lambda place, name, log, run, first: _tensorboard(place, log, name, run, first),
+    "wandb": lambda place, name, log, run, _: WeightsAndBiases(place, name or log.stem, run),
+}
+"""By flag. place: the flag's value; name: of the run there; first: the step the log begins with."""
+
+
+def open_sinks(
+    places: Mapping[str, Any], name: str | None, log: Path, records: list[dict[str, Any]]
+) -> list[Sink]:
+    """The sinks of these flags, for a log that begins with these records. Raises LlmqError."""
     started = [r for r in records if r["log"] == "cmd"]
     run = RunId.of(started[0].get("run")) if started else None
     begins = [r.get("resumed_at", 0) for r in started]
-    return run, min([*begins, *(r["step"] for r in records if r["log"] == "step")], default=0)
+    first = min([*begins, *(r["step"] for r in records if r["log"] == "step")], default=0)
+    return [_OPEN[flag](place, name, log, run, first) for flag, place in places.items()]
 
 
 def _tensorboard(
@@ -299,19 +326,77 @@ def _tensorboard(
         return TensorBoard(directory / f"{log.stem}-{run.id}", run, first)
 
 
-def run_watch(
-    log: Path,
-    *,
-    tensorboard: Path | None,
-    wandb: str | None,
-    name: str | None,
-    interval: int,
-    until: Callable[[float], bool] | None = None,
-) -> None:
-    """Send a log's records, and every `interval` seconds what is new until the run is done.
+def places_of(config: TrainConfig) -> dict[str, Any]:
+    """The values of the options that ask for a sink, by flag."""
+    places = {"tensorboard": config.tensorboard, "wandb": config.wandb}
+    return {flag: place for flag, place in places.items() if place is not None}
 
-    interval: 0 sends what is there. name: of the run there, that of the log if not given. until:
-    waits so many seconds at most, and says whether the run has ended, however it did.
+
+def check_libraries(config: TrainConfig) -> None:
+    """ConfigError, before anything is loaded, for a sink whose library is not installed."""
+    for flag in places_of(config):
+        if importlib.util.find_spec(flag) is None:
+            raise ConfigError(f"--{flag}: there is no library {flag}: pip install {flag}")
+
+
+class SinkListener:
+    """One sink of a log that this process writes, opened with the first record.
+
+    A log that goes on from earlier records sends these first. A failure is told once, and ends the
+    listener, never the run.
+    """
+
+    def __init__(self, flag: str, place: Any, log: JsonLog, tell: Callable[[str, int], None]):
+        """flag, place: as `places_of` has them. log: nothing is written yet. tell: shows a line
+        about a step."""
+        self._flag, self._place, self._log, self._tell = flag, place, log, tell
+        reader = LogReader(log.path)
+        self._earlier = list(reader.new_records()) if has_records(log.path) else []
+        self._replay: Replay | None = None
+
+    def send(self, record: dict[str, Any]) -> None:
+        """Send one record, `time` in seconds since 1970."""
+        try:
+            if self._replay is None:
+                self._begin([*self._earlier, record])
+            else:
+                self._replay.send(record)
+        except Exception as error:  # of the library, its settings, the network, the disk
+            self._log.listeners.remove(self)
+            for sink in self._replay.sinks if self._replay else ():
+                with suppress(Exception):
+                    sink.close()
+            self._tell(f"WARNING: {self._told(error)}: the run goes on without it", record["step"])
+
+    def _told(self, error: Exception) -> str:
+        """The error in one line that begins with the flag."""
+        why = " ".join(str(error).split()) or type(error).__name__
+        return f"--{self._flag}: {why.removeprefix(f'--{self._flag}: ')}"
+
+    def _begin(self, records: list[dict[str, Any]]) -> None:
+        sinks = open_sinks({self._flag: self._place}, None, self._log.path, records)
+        self._replay, self._earlier = Replay(self._log.path, sinks), []
+        for earlier in without_undone(records):
+            self._replay.send(earlier)
+        if url := getattr(sinks[0], "url", None):
+            self._tell(f"Weights & Biases: {url}", records[-1]["step"])
+
+    def close(self) -> None:
+        """Send the rest; a failure is a warning."""
+        try:
+            for sink in self._replay.sinks if self._replay else ():
+                sink.close()
+        except Exception as error:
+            warn(self._told(error))
+
+
+def run_watch(
+    log: Path, *, tensorboard: Path | None, wandb: str | None, name: str | None, interval: int
+) -> None:
+    """Send a log's records, and every `interval` seconds new ones until the run is done.
+
+    interval: 0 sends the records that are there. name: of the run there, that of the log if not
+    given.
     """
     if tensorboard is None and wandb is None:
         raise ConfigError("nowhere to send the log to: give --tensorboard DIR or --wandb PROJECT")
@@ -319,28 +404,22 @@ def run_watch(
     records = list(reader.new_records())  # before anything is made
     if interval == 0 and not records:
         raise DataError(f"'{log}' has no records yet")
-    wait = until or (lambda seconds: time.sleep(seconds) or False)
-    while not records and interval > 0 and not wait(interval):  # the first says whose log it is
+    while not records:  # the first says whose log it is
+        time.sleep(interval)
         records = list(reader.new_records())
-    run, first = _identity(records)
+    places = {"tensorboard": tensorboard, "wandb": wandb}
+    places = {flag: place for flag, place in places.items() if place is not None}
     with ExitStack() as stack:
-        sinks: list[TensorBoard | WeightsAndBiases] = []
-        if tensorboard is not None:
-            sinks.append(_tensorboard(tensorboard, log, name, run, first))
-        if wandb is not None:
-            sinks.append(WeightsAndBiases(wandb, name or log.stem, run))
+        sinks = open_sinks(places, name, log, records)
         for sink in sinks:
             stack.callback(sink.close)
-        if until is not None and wandb is not None and sinks[-1].url:
-            print(f"Weights & Biases: {sinks[-1].url}", flush=True)
-        replay, ended = Replay(log, sinks), False
-        records = without_undone(records)
+        replay = Replay(log, sinks)
+        new: Iterable[dict[str, Any]] = without_undone(records)
         while True:
-            for record in records:
+            for record in new:
                 replay.send(record)
-            if interval == 0 or ended or (replay.done and until is None):
+            if interval == 0 or replay.done:
                 break
-            ended = wait(interval)
-            records = reader.new_records()
-    if until is None:
-        print(f"sent {reader.count} records of '{log}'")
+            time.sleep(interval)
+            new = reader.new_records()
+    print(f"sent {reader.count} records of '{log}'")

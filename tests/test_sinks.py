@@ -1,4 +1,4 @@
-"""Reading a log that grows, and what TensorBoard and Weights & Biases get of it."""
+"""TensorBoard and Weights & Biases: records of a run's log beside the run, and of its file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import TENSOR
 
 from llmq.base.errors import DataError, LlmqError
 from llmq.commands.cli import _run
-from llmq.report import json_log, watch
+from llmq.report import json_log, sinks
 from llmq.report.json_log import JsonLog, LogReader
-from llmq.report.watch import numbers, text
-from tests.runs import make_workplace, train
+from llmq.report.sinks import numbers, text
+from tests.runs import make_workplace, records, signal_after, train
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 TIME = START.strftime("%Y-%m-%d %H:%M:%S.250000000")
@@ -79,9 +79,10 @@ def wandb(monkeypatch) -> SimpleNamespace:
             log=lambda values, step: kept.logged.append((step, values)),
             config=SimpleNamespace(update=lambda new, allow_val_change: kept.config.update(new)),
             finish=lambda: setattr(kept, "finished", kept.finished + 1),
+            url=getattr(kept, "url", None),
         )
 
-    kept.init = init
+    kept.init, kept.__spec__ = init, object()
     monkeypatch.setitem(sys.modules, "wandb", kept)
     return kept
 
@@ -94,7 +95,7 @@ def after(monkeypatch):
         left = list(calls)
         # The module's own name: other threads of the process wait, too.
         clock = SimpleNamespace(sleep=lambda seconds: left.pop(0)(), time=time.time)
-        monkeypatch.setattr(watch, "time", clock)
+        monkeypatch.setattr(sinks, "time", clock)
         return left
 
     return replace
@@ -109,8 +110,8 @@ def test_tensorboard_has_what_the_run_has_logged(tmp_path, monkeypatch, capsys):
     assert train(steps=4, eval_every_n_steps=2) == 0
     capsys.readouterr()
     assert _run(["watch", "log.json", "--tensorboard", "runs", "--name", "mine"]) == 0
-    records = json.loads(Path("log.json").read_text())
-    assert capsys.readouterr().out == f"sent {len(records)} records of 'log.json'\n"
+    written = json.loads(Path("log.json").read_text())
+    assert capsys.readouterr().out == f"sent {len(written)} records of 'log.json'\n"
     found = events(Path("runs/mine"))
     checked = 0
     for kind, name in [
@@ -122,21 +123,110 @@ def test_tensorboard_has_what_the_run_has_logged(tmp_path, monkeypatch, capsys):
         ("eval", "loss_1k"),
     ]:
         expected = []
-        for r in records:
+        for r in written:
             if r["log"] == kind:
                 at = datetime.fromisoformat(r["time"]).replace(tzinfo=UTC).timestamp()
                 expected.append((at, r["step"], float(np.float32(r[name]))))
         assert series(found, f"{NAMES[kind]}/{name}") == expected
         checked += len(expected)
     assert checked == 4 * 4 + 2 * 2
-    assert [shlex.split(shown(found, "cmd"))] == [r["cmd"] for r in records if r["log"] == "cmd"]
+    assert [shlex.split(shown(found, "cmd"))] == [r["cmd"] for r in written if r["log"] == "cmd"]
     assert "| seq-len | 16 |" in shown(found, "options").splitlines()
     assert "eval.bin" in shown(found, "dataset-eval")
     plugin = found.SummaryMetadata("_hparams_/session_start_info").plugin_data
     assert plugin.plugin_name == "hparams" and b"seq-len" in plugin.content
-    (stats,) = (r["stats"] for r in records if r["log"] == "allocator")
+    (stats,) = (r["stats"] for r in written if r["log"] == "allocator")
     sizes = {row["name"]: row["device"] / 2**20 for row in stats}
     assert series(found, "gpu_memory/Weights")[0][1:] == (0, float(np.float32(sizes["Weights"])))
+
+
+TENSORBOARD = {"tensorboard": "tb", "save_training_state": True}
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_workplace(tmp_path))
+
+
+def test_a_run_and_its_continuations_are_one_run_in_tensorboard(workplace, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        signal_after(patch, 3)
+        assert train(**TENSORBOARD, steps=5, ckpt_interval=2) == 130
+    losses = [r["loss"] for r in records("step")]
+    assert [p[1] for p in series(events(Path("tb/log")), "train/loss")] == [0, 1, 2, 3]
+    again = {"steps": 4, "continue": "2", "learning_rate": 0.05}
+    assert train(**TENSORBOARD | again) == 0
+    assert "WARNING" not in capsys.readouterr().out
+    points = series(events(Path("tb/log")), "train/loss")
+    assert [step for _, step, _ in points] == [0, 1, 2, 3]
+    assert [value for *_, value in points] == pytest.approx(
+        losses[:2] + [r["loss"] for r in records("step")][4:], rel=1e-6
+    )  # TensorBoard keeps F32
+    assert list(Path("tb").iterdir()) == [Path("tb/log")]
+    assert _run(["watch", "log.json", "--tensorboard", "tb", "--name", "afterwards"]) == 0
+    afterwards = events(Path("tb/afterwards"))
+    assert series(afterwards, "train/loss") == points
+    assert afterwards.Tags() == events(Path("tb/log")).Tags()
+
+
+def test_wandb_follows_a_run(workplace, wandb, capsys):
+    wandb.url = "https://w"
+    assert train(steps=2, wandb="project") == 0
+    assert wandb.started["project"] == "project" and wandb.started["resume"] == "allow"
+    losses = [(step, v["train/loss"]) for step, v in wandb.logged if "train/loss" in v]
+    assert losses == [(r["step"], r["loss"]) for r in records("step")]
+    assert wandb.config["seq-len"] == 16 and wandb.finished == 1
+    assert capsys.readouterr().out.count("Weights & Biases: https://w\n") == 1
+
+
+@pytest.mark.parametrize("where", ["init", "log"])
+def test_a_sink_that_fails_is_one_line_and_the_run_goes_on(workplace, wandb, capsys, where):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no key:\nlog in")
+
+    if where == "init":
+        wandb.init = fail
+    else:
+        start = wandb.init
+        wandb.init = lambda **options: SimpleNamespace(**vars(start(**options)) | {"log": fail})
+    assert train(steps=2, wandb="p", tensorboard="tb") == 0
+    out, err = capsys.readouterr()
+    line = "WARNING: --wandb: no key: log in: the run goes on without it"
+    assert out.count(line) == 1 and "Done. validation loss" in out and err == ""
+    assert [r["message"] for r in records("info") if line in r.get("message", "")] == [line]
+    assert len(series(events(Path("tb/log")), "train/loss")) == 2
+    assert wandb.finished == (where == "log")
+
+
+def test_a_place_that_cannot_be_written_is_one_line(workplace, capsys):
+    assert train(steps=1, tensorboard="data/eval.bin") == 0
+    assert "WARNING: --tensorboard: cannot write into 'data/eval" in capsys.readouterr().out
+
+
+def test_the_end_of_a_sink_that_fails_is_a_warning(workplace, wandb, capsys):
+    def fail():
+        raise RuntimeError("offline")
+
+    start = wandb.init
+    wandb.init = lambda **options: SimpleNamespace(**vars(start(**options)) | {"finish": fail})
+    assert train(steps=1, wandb="p") == 0
+    assert "warning: --wandb: offline" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("library", ["tensorboard", "wandb"])
+def test_a_library_that_is_missing_is_said_before_the_first_step(
+    workplace, library, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, library, None)
+    assert train(steps=1, **{library: "x"}) == 2
+    out, err = capsys.readouterr()
+    assert err == f"error: --{library}: there is no library {library}: pip install {library}\n"
+    assert out == "" and not Path("log.json").exists()
+
+
+def test_a_sink_needs_no_file_of_the_log(workplace):
+    assert train(steps=1, log_file="/dev/null", tensorboard="tb") == 0
+    assert len(series(events(Path("tb/null")), "train/loss")) == 1
 
 
 # ------------------------------------------------------------------------------------------------
@@ -486,7 +576,7 @@ def test_ctrl_c_keeps_what_was_sent(log, tmp_path, wandb, capsys, monkeypatch):
         assert seconds == 7
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(watch.time, "sleep", interrupt)
+    monkeypatch.setattr(sinks.time, "sleep", interrupt)
     args = ["--tensorboard", str(tmp_path / "runs"), "--wandb", "p", "--interval", "7"]
     assert _run(["watch", str(log.path), *args]) == 130
     assert capsys.readouterr() == ("", "")
@@ -574,7 +664,7 @@ def test_where_to_send_it(log, tmp_path, capsys):
 def test_a_full_disk_is_one_line(log, tmp_path, capsys, monkeypatch):
     write_run(log, range(1))
     full = open("/dev/full", "wb")  # noqa: SIM115
-    monkeypatch.setattr(watch, "open", lambda *_: full, raising=False)
+    monkeypatch.setattr(sinks, "open", lambda *_: full, raising=False)
     assert _run(["watch", str(log.path), "--tensorboard", str(tmp_path / "runs")]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: the disk is full, writing") and err.count("\n") == 1
