@@ -268,23 +268,13 @@ NONE = "is not a log of llmq train: what comes after 0 records, from byte 0 on, 
     [
         (None, "cannot read the log"),
         ("[{", "has nothing to plot"),
-        ('{"log": "step"}', NONE),
-        ("[1, 2]", NONE),
-        ('[{"log": "cmd"}]', NONE),
         ('[{"log": "step"}]', NONE),
-        ('[{"log": "step", "step": 1}]', NONE),
         ('[{"log": "step", "step": 1, TIME}]', "a record of step at step 1 has loss None, not a n"),
         ('[{"log": "eval", "step": 1, "loss": "x", TIME}]', "of eval at step 1 has loss 'x', not"),
-        ('[{"log": "step", "step": "1", "loss": 5, TIME}]', NONE),
-        (
-            '[{"log": "step", "step": 1, "loss": 5, TIME}, {"log": [], "step": 1}]',
-            "after 1 records",
-        ),
         (
             '[{"log": "step", "step": 1%s, "loss": 5, TIME}]' % ("0" * 30),
             "a record is not as it should be (OverflowError(",
         ),
-        ("[" * 100_000, "is not a log of llmq train"),
     ],
 )
 def test_what_is_no_log(tmp_path, capsys, content, message):
