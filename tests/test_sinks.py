@@ -198,6 +198,13 @@ def test_a_sink_that_fails_is_one_line_and_the_run_goes_on(workplace, wandb, cap
     assert wandb.finished == (where == "log")
 
 
+def test_a_sink_that_fails_at_once_takes_no_record_from_the_next(workplace, wandb, capsys):
+    """The warning is a record, too; the first record, which says whose log it is, comes first."""
+    assert train(steps=1, tensorboard="data/eval.bin", wandb="p") == 0
+    (begun, *_) = records("cmd")
+    assert wandb.started["id"] == begun["run"]["id"]
+
+
 def test_a_place_that_cannot_be_written_is_one_line(workplace, capsys):
     assert train(steps=1, tensorboard="data/eval.bin") == 0
     assert "WARNING: --tensorboard: cannot write into 'data/eval" in capsys.readouterr().out

@@ -77,6 +77,7 @@ class JsonLog:
         """
         self.path = path
         self.listeners: list[Listener] = []
+        self._news: list[dict[str, Any]] = []  # records that listeners do not have yet
         self._waiting: list[bytes] = []
         self._first = b""  # record of this process, which says whose log it is
         with disk_errors(path):
@@ -142,9 +143,20 @@ class JsonLog:
                 "is to be logged waits in memory until it can be written"
             )
         if self.listeners:
-            record = _parsed(json.dumps(record).encode())
-            for listener in list(self.listeners):
-                listener.send(record)
+            self._tell(_parsed(json.dumps(record).encode()))
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        """Send a record to all listeners; a record that a listener writes meanwhile follows."""
+        self._news.append(record)
+        if len(self._news) > 1:
+            return
+        try:
+            while self._news:
+                for listener in list(self.listeners):
+                    listener.send(self._news[0])
+                del self._news[0]
+        finally:
+            self._news.clear()
 
     def _write_waiting(self) -> str | None:
         """Write all records that wait; why they go on waiting, if they do."""

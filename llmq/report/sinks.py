@@ -1,8 +1,8 @@
 """TensorBoard and Weights & Biases as sinks of a run's log.
 
 A `SinkListener` sends each record of a run as the log gets it; `llmq watch` sends the records of a
-file. A record holds either numbers of its step, under names such as `train/loss`, or a text about the
-whole run, such as the command line.
+file. A record holds either numbers of its step, under names such as `train/loss`, or a text about
+the whole run, such as the command line.
 """
 
 import functools
