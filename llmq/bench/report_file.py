@@ -33,7 +33,7 @@ PAGE_SECONDS = 30  # between two pages of a sweep that goes on: drawing one take
 
 
 class ReportFile:
-    """OUT.json, which is all there is to know, and what is made of it: OUT.md, .csv, .html."""
+    """OUT.json, the whole report, and its renderings: OUT.md, OUT.csv, OUT.html."""
 
     def __init__(self, out: Path):
         self.out = out
@@ -92,7 +92,7 @@ def read_report(path: Path, flag: str) -> Report:
 
 
 def _check_speed(result: dict[str, Any]) -> None:
-    """ValueError where a speed is none: what is compared with it would be none either."""
+    """ValueError for speeds that are not finite or not above 0: they compare with nothing."""
     for value in (result["tokens_per_second"], *result["step_seconds"]):
         if not 0 < value < math.inf:
             raise ValueError(f"a speed or a time of a step is {value}")
@@ -130,7 +130,7 @@ def continued(earlier: Report, later: Report) -> Report:
 
 
 def in_order(report: Report, order: list[Row]) -> Report:
-    """The runs of a sweep in its order, and behind them what else the report has."""
+    """The runs of a sweep in its order, then all other runs of the report."""
     places: dict[Hashable, int] = {identity(row): place for place, row in enumerate(order)}
     runs = sorted(report["runs"], key=lambda r: places.get(identity(r["options"]), len(places)))
     return report | {"runs": runs}
@@ -140,7 +140,7 @@ SAME, UNKNOWN = "no difference to be seen", "one repeat: unknown"
 
 
 class Change(NamedTuple):
-    """The change of a speed as a part of the earlier one, and what the repeats say of it."""
+    """The change of a speed as a part of the earlier speed, and a verdict by the repeats."""
 
     part: float
     verdict: str

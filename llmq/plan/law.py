@@ -90,7 +90,7 @@ class Law:
         return 2 * math.hypot(spread, self.off)
 
     def is_of(self, tokenizer: str | None) -> bool:
-        """Whether its runs had tokens of this tokenizer, as losses of others say little."""
+        """True if the law's runs had tokens of this tokenizer."""
         return self.tokenizer is not None and tokenizer == self.tokenizer
 
     def with_tokens(self, times: float, optimizer: str) -> Law:

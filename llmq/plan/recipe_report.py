@@ -122,7 +122,7 @@ def _of_data(config: TrainConfig) -> dict[str, Any]:
 def recipe_record(
     best: Recipe, search: Search, price: float | None, kwh_price: float | None
 ) -> dict[str, Any]:
-    """For programs. Numbers that may be off have their `error` beside them, a part of them."""
+    """The recipe for programs; NAME_error is the part of NAME by which it may be off."""
     wanted, ranks = search.wanted, best.where.world_size
     energy = best.joules and best.joules / JOULES_PER_KWH
     costs = [] if price is None else [price * ranks * best.time / 3600]

@@ -66,9 +66,9 @@ class Series:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log that count, also of one that is being written.
+    """The records of a log without undone steps; the log may still be written.
 
-    LlmqError where it cannot be read or has nothing to plot.
+    LlmqError for a log that cannot be read or has nothing to plot.
     """
     records = without_undone(LogReader(path).new_records())
     points = [r for r in records if r["log"] in ("step", "eval")]
@@ -114,9 +114,11 @@ def loss_panel(records: list[dict[str, Any]]) -> str:
 
 
 def _clock(steps: list[dict[str, Any]]) -> Callable[[list[dict[str, Any]]], dict[str, np.ndarray]]:
-    """Gives the position of each record by axis, from the records of steps in order; one that a
-    step has written is at its end. Steps before the log's first one count as many tokens as that
-    one, and have no time."""
+    """A function that gives positions of records by axis, from the records of steps in order.
+
+    A record that a step has written is at the step's end. Steps before the log's first step count
+    as many tokens as the first, and have no time.
+    """
     numbers = np.array([r["step"] for r in steps], int)
     tokens = np.array([r.get("step_tokens", 0) for r in steps], float)
     hours = np.array([r.get("duration_ms", 0) / 3.6e6 for r in steps], float)

@@ -43,7 +43,7 @@ _EXTREME = re.compile("_(max|min)$")
 
 
 def _numeric(fields: dict[str, Any]) -> dict[str, float]:
-    """Those that are numbers; null, which was not finite, is NaN."""
+    """The fields that are numbers; null, which was not finite, is NaN."""
     return {
         name: math.nan if value is None else value
         for name, value in fields.items()
@@ -52,7 +52,7 @@ def _numeric(fields: dict[str, Any]) -> dict[str, float]:
 
 
 def numbers(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record under the names that they are sent as; {} where it has none."""
+    """The numbers of a record by the names that sinks show; {} for a record without numbers."""
     kind, values = record["log"], _numeric(record)
     match kind:
         case "step" | "eval":
@@ -124,8 +124,8 @@ class TensorBoard:
     """
 
     def __init__(self, directory: Path, run: RunId | None = None, first: int = 0):
-        """run: whose events these are. Those that the directory holds of the same run are
-        replaced from the step `first` on; ConfigError if it holds others.
+        """run: the run of all events. Events of the same run in the directory are replaced from the
+        step `first` on; ConfigError if the directory holds events of another run.
         """
         library = functools.partial(_library, "tensorboard")
         self._scalar = library("tensorboard.plugins.scalar.summary_v2").scalar_pb
@@ -199,10 +199,10 @@ def _markdown(content: Any) -> str:
 
 
 class WeightsAndBiases:
-    """A run there. Whether it is online is for the library's own settings to say."""
+    """A run of Weights & Biases; the library's own settings say if the run is online."""
 
     def __init__(self, project: str, name: str, run: RunId | None = None):
-        """run: whose numbers these are; it goes on if the project has it already."""
+        """run: goes on if the project has a run with its id."""
         wandb = _library("wandb", "wandb")
         same = {} if run is None else {"id": run.id, "resume": "allow"}
         self._run = self._call(wandb.init, project=project, name=name, **same)
@@ -241,8 +241,8 @@ class WeightsAndBiases:
 
 
 class Replay:
-    """Sends records. Where a continued run undoes steps, those that it makes then count, unless a
-    sink cannot take back what was sent. The first options and texts count.
+    """Records on their way to sinks. Steps that a continued run makes again replace the undone ones
+    in sinks that can take numbers back. The first options and texts count.
     """
 
     def __init__(self, log: Path, sinks: list[TensorBoard | WeightsAndBiases]):

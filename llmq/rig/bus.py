@@ -26,8 +26,10 @@ Rates = dict[str, list[float]]
 
 
 class End:
-    """One GPU with a buffer there and one in host memory for each direction, and two streams. Made,
-    used and closed in one thread, near the GPU."""
+    """One GPU with a device buffer, a pinned host buffer and a stream for each direction.
+
+    One thread near the GPU makes, uses and closes an End.
+    """
 
     def __init__(self, api: Any, gpu: int, nbytes: int = COPY):
         """api: CuPy's CUDA runtime module."""
@@ -38,9 +40,9 @@ class End:
         self.device = [api.malloc(nbytes) for _ in WAYS["both"]]
         self.streams = [api.streamCreateWithFlags(NON_BLOCKING) for _ in WAYS["both"]]
 
-    def copy(self, way: int, host: int | None = None) -> None:
-        """Enqueue one; way 0: to the GPU, 1: from it. host: an address instead of pinned memory."""
-        pair = (self.device[way], self.host[way] if host is None else host)
+    def copy(self, way: int) -> None:
+        """Enqueue one copy; way 0: host to GPU, 1: GPU to host."""
+        pair = (self.device[way], self.host[way])
         dst, src = pair if way == 0 else pair[::-1]
         self.api.memcpyAsync(dst, src, self.nbytes, self.api.memcpyDefault, self.streams[way])
 

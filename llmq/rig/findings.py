@@ -1,5 +1,4 @@
-"""Findings say in words, from its measurements, what is wrong with a rig, and what to do about
-it."""
+"""Faults of a rig in words, from its measurements, each with a remedy; and numbers of its parts."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""`llmq rig`: measure a machine in minutes, say what is wrong with it, and keep what plans need."""
+"""`llmq rig`: measure a machine in minutes, name its faults, and keep the rates that plans need."""
 
 import json
 import os
