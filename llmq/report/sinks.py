@@ -326,7 +326,7 @@ def _tensorboard(
         return TensorBoard(directory / f"{log.stem}-{run.id}", run, first)
 
 
-def places_of(config: TrainConfig) -> dict[str, Any]:
+def _places_of(config: TrainConfig) -> dict[str, Any]:
     """The values of the options that ask for a sink, by flag."""
     places = {"tensorboard": config.tensorboard, "wandb": config.wandb}
     return {flag: place for flag, place in places.items() if place is not None}
@@ -334,7 +334,7 @@ def places_of(config: TrainConfig) -> dict[str, Any]:
 
 def check_libraries(config: TrainConfig) -> None:
     """ConfigError, before anything is loaded, for a sink whose library is not installed."""
-    for flag in places_of(config):
+    for flag in _places_of(config):
         if importlib.util.find_spec(flag) is None:
             raise ConfigError(f"--{flag}: there is no library {flag}: pip install {flag}")
 
@@ -347,7 +347,7 @@ class SinkListener:
     """
 
     def __init__(self, flag: str, place: Any, log: JsonLog, tell: Callable[[str, int], None]):
-        """flag, place: as `places_of` has them. log: nothing is written yet. tell: shows a line
+        """flag, place: as `_places_of` has them. log: nothing is written yet. tell: shows a line
         about a step."""
         self._flag, self._place, self._log, self._tell = flag, place, log, tell
         reader = LogReader(log.path)
@@ -388,6 +388,11 @@ class SinkListener:
                 sink.close()
         except Exception as error:
             warn(self._told(error))
+
+
+def add_sinks(config: TrainConfig, log: JsonLog, tell: Callable[[str, int], None]) -> None:
+    """Let the sinks that the options ask for listen to a log; tell: as SinkListener has it."""
+    log.listeners += [SinkListener(*sink, log, tell) for sink in _places_of(config).items()]
 
 
 def run_watch(

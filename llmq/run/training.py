@@ -31,7 +31,7 @@ from llmq.plan.memory import allocator_rows, allocator_table, needed_bytes
 from llmq.plan.sol import peaks
 from llmq.report.json_log import JsonLog
 from llmq.report.live import view_of_run
-from llmq.report.sinks import SinkListener, check_libraries, places_of
+from llmq.report.sinks import add_sinks, check_libraries
 from llmq.report.views import PlainView
 from llmq.run.agreement import check_token_files
 from llmq.run.checkpoints import Checkpoints, Judging
@@ -384,9 +384,7 @@ def _run_locked(
         log = processes().each(lambda: JsonLog(path, append=config.continue_from is not None))
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         if processes().first:
-            log.listeners += [
-                SinkListener(*sink, log, reporter.message) for sink in places_of(config).items()
-            ]
+            add_sinks(config, log, reporter.message)
         run = _Run(trainer, reporter, material, best, start, stage.stop)
         try:
             run.begin(argv, checkpoint, moved + fork_lines(identity, checkpoint))
