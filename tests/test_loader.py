@@ -1,4 +1,5 @@
-"""The data order against known vectors and a plain re-statement of the rules; resuming; errors."""
+"""llm.q's order of the data against a plain re-statement of its rules, and the order that shuffles
+all files together; resuming; errors."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from llmq.base.errors import DataError
+from llmq.data.dataset import SequenceLayout
 from llmq.data.epoch_plan import FILE_ORDER, epoch_order
 from llmq.data.loader import DataLoader
 from llmq.data.tokens import MASKED_TARGET, TokenFile, TokenWriter
@@ -39,8 +41,9 @@ def data(tmp_path):
 
 
 def loader(data, rank=0, world_size=1, micro_batch=2, seed=TRAIN_SEED, **kwargs):
-    """As llm.q's, which leaves out what fills no batch, unless it is for `everything`."""
+    """A loader as llm.q's, which leaves out what fills no batch, unless it is for `everything`."""
     kwargs.setdefault("drop_last", not kwargs.get("everything", False))
+    kwargs.setdefault("layout", SequenceLayout(data_order="llmq"))
     return DataLoader(
         data,
         seq_len=T,

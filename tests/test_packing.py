@@ -421,7 +421,7 @@ def test_state_of_another_packing_is_refused(data, tmp_path):
         state = one.state()
     with loader(data, "best-fit", False) as one:
         one.set_state(state)  # the mask changes no place
-    message = "the documents, --packing or the weights of --train-file changed since the checkpoint"
+    message = "documents, --packing, --data-order or the weights of --train-file changed since the"
     for packing in ("none", "concat"):
         with loader(data, packing) as one, pytest.raises(DataError, match=message):
             one.set_state(state)
@@ -626,7 +626,9 @@ def test_a_run_with_packed_documents(workplace, capsys):
     names = ("step", "loss", "norm", "step_tokens", "trained_tokens")
     assert [[r[n] for n in names] for r in again] == [[r[n] for n in names] for r in whole[3:]]
     assert train(**options | {"packing": "none"}, **{"continue": "3"}) == 2
-    assert "--packing or the weights of --train-file changed" in capsys.readouterr().err
+    assert (
+        "--packing, --data-order or the weights of --train-file changed" in capsys.readouterr().err
+    )
 
 
 def test_what_an_epoch_leaves_out(workplace, capsys):

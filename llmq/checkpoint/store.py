@@ -86,9 +86,13 @@ def checkpoint_step(path: Path) -> int:
 
 
 def saved_options(document: dict[str, Any]) -> dict[str, Any]:
-    """The options of a checkpoint's run, by field, with the seed its data really has."""
-    seed = document["data-loader"].get("seed")
-    return document["options"] | ({} if seed is None else {"train_seed": seed})
+    """The options of a checkpoint's run, by field, with the seed and the order its data really
+    have; versions without --data-order had other orders for packed or weighted files alone."""
+    loader = document["data-loader"]
+    if "seed" not in loader:
+        return document["options"]
+    order = {"data_order": "shuffle" if "order" in loader else "llmq"}
+    return order | document["options"] | {"train_seed": loader["seed"]}
 
 
 def saved_log(path: Path) -> Path | None:

@@ -52,6 +52,7 @@ class SequenceLayout:
     """How token files become sequences.
 
     packing: "concat" takes windows of the files, "best-fit" as many documents as fit, "none" one.
+    data_order: of windows; "shuffle" mixes all files, "llmq" takes file after file as llm.q does.
     document_mask: whether batches say where documents start. separator: ends a document in files
     without a `.docs` file. long: of packed documents that are longer than a sequence "cut" keeps
     all parts, "truncate" the first, "drop" none, None those with a question, as masks say. weights:
@@ -60,6 +61,7 @@ class SequenceLayout:
     """
 
     packing: str = "concat"
+    data_order: str = "shuffle"
     document_mask: bool = False
     separator: int | None = None
     long: str | None = None
@@ -71,6 +73,7 @@ class SequenceLayout:
         """The layout of a run's training data; held_out: its validation data, without weights."""
         return cls(
             packing=config.packing,
+            data_order=config.data_order,
             document_mask=config.document_mask,
             separator=config.document_separator,
             long=config.long,
@@ -82,6 +85,11 @@ class SequenceLayout:
     def packs(self) -> bool:
         """Whether sequences are made of documents, not of windows."""
         return self.packing != "concat"
+
+    @property
+    def weighs(self) -> bool:
+        """Whether patterns of files have weights."""
+        return self.weights is not None
 
     @property
     def needs_documents(self) -> bool:
@@ -140,14 +148,16 @@ class DataSet:
         windows = FileWindows(self.files, seq_len, split, masked, tails=tails)
         self.total_tokens = sum(f.num_tokens for f in self.files) if whole else windows.tokens()
         self.empty_files = windows.counts.count(0)
-        if layout.weights is None:
+        if layout.data_order == "llmq":
             self.plan = FilesInTurn(windows)
-        else:
-            self._mix([WindowSource(windows, group, i) for i, group in enumerate(groups)])
+            return
+        sorts = layout.weighs  # the order in which older checkpoints of such runs have their places
+        numbered = enumerate(groups)
+        self._mix([WindowSource(windows, group, i, sorts=sorts) for i, group in numbered])
 
     def _groups(self, patterns: Sequence[str | Path]) -> list[list[int]]:
         """Numbers of the files of each source: each pattern is one if it has a weight."""
-        if self.layout.weights is None:
+        if not self.layout.weighs:
             return [list(range(len(self.files)))]
         number = {file.path: i for i, file in enumerate(self.files)}
         groups = [[number[path] for path in find_token_files(pattern)] for pattern in patterns]
@@ -304,19 +314,19 @@ class DataSet:
         return 1 - self.plan.tokens() / max(self.sequences * self.seq_len, 1)
 
     def record(self) -> dict[str, object]:
-        """Fields for the log; none for llm.q's order."""
-        out: dict[str, object] = {}
+        """Fields for the log."""
+        out: dict[str, object] = {"order": self.layout.data_order}
         if self.layout.needs_documents:
             out |= {"packing": self.layout.packing, "document_mask": self.layout.document_mask}
             out |= {"documents": self.documents, "cut": self.cut, "untrained": self.untrained}
             out |= {"sequences": self.sequences, "padding": self.padding}
             out |= {"left_out": self.left_out, "lost": self.lost}
-        if isinstance(self.plan, Mixture) and self.layout.weights is not None:
+        if self.layout.weighs:
             out |= {"weights": self.layout.weights, "shares": self.plan.shares}
         return out
 
     def lines(self, name: str) -> list[str]:
-        """Lines about documents and weights for the console. name: this side of the run."""
+        """Lines about order, documents and weights for the console. name: this side of the run."""
         lines = []
         if self.is_short:
             lines.append(
@@ -346,7 +356,7 @@ class DataSet:
                     f"WARNING: {self.untrained} of {self.documents} documents ({name}) have no "
                     f"token to train on: {what}"
                 )
-        if isinstance(self.plan, Mixture) and self.layout.weights is not None:
+        if self.layout.weighs:
             lines.append(
                 f"An epoch is {self.sequences} sequences, as many as all training files have:"
             )
@@ -357,7 +367,17 @@ class DataSet:
                     f"  {pattern}: {part:.2f} % are {share}, {passes:.2f} passes over its "
                     f"{source.count}"
                 )
+        elif name == "train":
+            lines.append(self._order_line())
         return lines
+
+    def _order_line(self) -> str:
+        """The sentence on the order of the training data without weights."""
+        if self.layout.data_order == "llmq":
+            return "Order of the data: file after file, each shuffled (--data-order llmq)"
+        count = len(self.files)
+        of_all = f"of all {count} files are shuffled together" if count > 1 else "are shuffled"
+        return f"Order of the data: {self.sequences:,} sequences {of_all}"
 
 
 def _contents(files: list[TokenFile]) -> str:

@@ -1,10 +1,13 @@
 """The order of sequences in an epoch: plain arithmetic, without reading data.
 
-An epoch has parts in a random order, and so have the parts sequences. A place is (epoch, part,
-sequence). In llm.q's order the parts are files; packed documents and weighted files make one part,
-in which sources take turns. Sequences are windows of files, or rows of packed documents. Orders
-follow from seeds alone: llm.q's from Philox, a C++ engine and libstdc++'s shuffle, others from a
-hash.
+An epoch has parts in a random order, and each part has sequences in a random order. A place is
+(epoch, part, sequence). By default an epoch is one part, in which the sequences of all files are
+shuffled together; several sources with weights take turns in it. In llm.q's order the parts are
+files. Sequences are windows of files, or rows of packed documents.
+
+Orders follow from seeds alone. llm.q's order comes from Philox, a C++ engine and libstdc++'s
+shuffle; the order of all windows from a Feistel network, which needs no array; the orders of packed
+documents and of weighted files from sorted hashes.
 """
 
 import functools
@@ -125,6 +128,68 @@ _HASHED = 0x6B636170  # third counter word, 0 in llm.q's orders
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B, 0x85EBCA6B, 0xC2B2AE35)  # odd, from well-known hashes
 
 
+class Permutation:
+    """A random order of the numbers 0..n-1 that is computed place by place, so that its memory does
+    not depend on n: a Feistel network on the least power of two that is not below n. A result that
+    is not below n goes through the network again (cycle walking).
+
+    Each round changes one half of the bits by a hash of the other half, so that the same rounds
+    backwards undo it. n: 1 to 2^64.
+    """
+
+    __slots__ = ("_low", "_masks", "_rounds", "n")
+
+    def __init__(self, n: int, seed: int, epoch: int, which: int) -> None:
+        """seed: uint64; epoch, which: uint32. Any other number gives an unrelated order."""
+        bits = (n - 1).bit_length()
+        self.n, self._low = n, bits // 2
+        self._masks = (1 << bits - self._low) - 1, (1 << self._low) - 1
+        key, keys = (seed & 0xFFFFFFFF, seed >> 32), []
+        for i in range(_ROUNDS // 2):
+            words = philox_4x32(key, (epoch, which, _NETWORK, i))
+            keys += [words[0] << 32 | words[1], words[2] << 32 | words[3]]
+        self._rounds = [(number % 2 == 0, key) for number, key in enumerate(keys)]
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, place: int) -> int:
+        """The number at a place."""
+        return self._walk(place, self._rounds)
+
+    def place_of(self, number: int) -> int:
+        """The place of a number."""
+        return self._walk(number, self._rounds[::-1])
+
+    def _walk(self, x: int, rounds: Sequence[tuple[bool, int]]) -> int:
+        high_mask, low_mask = self._masks
+        while True:
+            high, low = x >> self._low, x & low_mask
+            for on_high, key in rounds:
+                if on_high:
+                    high ^= _mixed(low + key) & high_mask
+                else:
+                    low ^= _mixed(high + key) & low_mask
+            x = high << self._low | low
+            if x < self.n:
+                return x
+
+
+_ROUNDS = 12  # four are enough for a long order; with eight, orders of five were not uniform
+_NETWORK = 0x66656973  # third counter word, as _HASHED
+
+
+def _mixed(x: int) -> int:
+    """The finalizer of SplitMix64 (Steele et al. 2014), a bijection on 64 bits."""
+    x &= _64_BITS
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _64_BITS
+    return x ^ x >> 31
+
+
+_64_BITS = 2**64 - 1
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """One side of files whose last sequences are held out. fraction: of all sequences, above 0 and
@@ -191,7 +256,8 @@ class FileWindows:
     def tokens(self, files: Sequence[int] | None = None) -> int:
         """Tokens of all windows of some files; None: of all."""
         numbers = range(len(self.counts)) if files is None else files
-        return sum(int(self.lengths(i).sum()) for i in numbers)
+        full = sum(self.counts[i] for i in numbers) * self.seq_len
+        return full - sum(self.seq_len - self.tail[i] for i in numbers if self.tail[i])
 
     def span(self, file: int, index: int) -> Span:
         """A window; index: among those of this file."""
@@ -210,16 +276,20 @@ class WindowSource:
     """The windows of some files as one source of sequences, for any number of threads. Their order
     in a pass follows from (seed, pass) alone. count: sequences; tokens: without padding."""
 
-    def __init__(self, windows: FileWindows, files: Sequence[int], which: int) -> None:
-        """which: the source's number, which gives it an order of its own."""
+    def __init__(
+        self, windows: FileWindows, files: Sequence[int], which: int, *, sorts: bool = False
+    ) -> None:
+        """which: the number of the source, which gives it an order of its own. sorts: make the
+        order by sorting hashes, (count,) int64 in memory, else as a Permutation."""
         self._windows, self._files, self._which = windows, list(files), which
+        self._make_permutation = hashed_order if sorts else Permutation
         self._edges = np.cumsum([0, *(windows.counts[i] for i in files)])
         self.count = int(self._edges[-1])
         self.tokens = windows.tokens(files)
         self._order = remembered(self._make_order, _PASSES)
 
-    def _make_order(self, seed: int, number: int) -> np.ndarray:
-        return hashed_order(self.count, seed, number, self._which)
+    def _make_order(self, seed: int, number: int) -> Permutation | np.ndarray:
+        return self._make_permutation(self.count, seed, number, self._which)
 
     def spans(self, seed: int, number: int, index: int) -> list[Span]:
         """The index-th sequence of a pass, which has this number."""
@@ -229,8 +299,14 @@ class WindowSource:
 
     def lengths(self, seed: int, number: int) -> np.ndarray:
         """Tokens of each sequence of a pass, (count,) int64."""
-        of_files = [self._windows.lengths(i) for i in self._files]
-        return np.concatenate(of_files)[self._order(seed, number)]
+        order, windows = self._order(seed, number), self._windows
+        if not isinstance(order, Permutation):
+            return np.concatenate([windows.lengths(i) for i in self._files])[order]
+        out = np.full(self.count, windows.seq_len, np.int64)
+        for i, edge in zip(self._files, self._edges[1:].tolist(), strict=True):
+            if windows.tail[i]:  # the last window of its file
+                out[order.place_of(edge - 1)] = windows.tail[i]
+        return out
 
 
 class PackedSource:

@@ -6,8 +6,8 @@ may come from two or more parts. A part's last, incomplete group and an epoch's 
 batch are filled up, or left out (--drop-last, in training). Every position is therefore plain
 arithmetic on (epoch, part, sequence): resuming costs one shuffle and reads no data.
 
-The default order is llm.q's. A part is a file; one of n tokens has (n - 1) // T sequences of T
-input tokens, whose targets are the same tokens shifted by one.
+By default the sequences of all files are one part. A file of n tokens has (n - 1) // T sequences
+of T input tokens, whose targets are the same tokens shifted by one.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class DataLoader(Closing):
         batches instead of filling them up with sequences that are read elsewhere, too, so that no
         other values arise in the model, and whose targets are masked.
         split: the side of the files that is read; None: all of them. layout: how documents become
-        sequences; None: llm.q's windows. reading: scores, top_k, weights, labels and pad as of
-        RowReader; the folder of scores may be filled before the first batch is asked for.
+        sequences; None: windows of all files, shuffled together. reading: scores, top_k, weights,
+        labels and pad as of RowReader; the folder of scores may be filled before the first batch
+        is asked for.
         Every file is checked here; DataError if one is damaged or all together hold no batch.
         """
         if not (seq_len > 0 and micro_batch > 0 and prefetch > 0 and 0 <= rank < world_size):
@@ -253,17 +254,19 @@ class DataLoader(Closing):
         changed = {
             "sequence length": state["seq_len"] != self.seq_len,
             "training files": state["files"] != self.data.fingerprint,
-            "documents, --packing or the weights of --train-file": (
+            "documents, --packing, --data-order or the weights of --train-file": (
                 state.get("order") != self.data.order
             ),
         }
         if any(changed.values()):
             what = next(name for name, has_changed in changed.items() if has_changed)
-            split = ""
+            hint, layout = "", self.data.layout
             if what == "training files":
-                split = " (or --eval-fraction, or whether --eval-file splits a part of them off)"
+                hint = " (or --eval-fraction, or whether --eval-file splits a part of them off)"
+            elif "order" in what and "order" not in state and not (layout.packs or layout.weighs):
+                what, hint = "order of the data", " (its run began with --data-order llmq)"
             raise DataError(
-                f"the {what} changed since the checkpoint{split}, which was at "
+                f"the {what} changed since the checkpoint{hint}, which was at "
                 f"'{state['file_name']}' with sequences of {state['seq_len']} tokens: restore the "
                 "old one, or pass --new-data to start the data from its beginning"
             )

@@ -95,6 +95,11 @@ def run_show(
     for line in counts.lines():
         print(line)
     print(f"without a trained token: {counts.untrained}")
+    if len(files) > 1:
+        print(
+            f"order in training: sequences of all {len(files)} files shuffled together; with "
+            "--data-order llmq file after file"
+        )
 
 
 def _pattern(given: str) -> str:

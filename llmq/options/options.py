@@ -150,6 +150,12 @@ class TrainConfig(Derived):
     document_separator: int | None = option(
         None, "Id of the token that ends a document, for token files that have no .docs file", min=0
     )
+    data_order: str = option(
+        "shuffle",
+        "Order of the sequences; shuffle: those of all files together, llmq: of --packing concat "
+        "file after file, each shuffled, as llm.q does",
+        choices=("shuffle", "llmq"),
+    )
     train_seed: int = option(
         0x83B45442, "Seed of the order of the training data", min=0, max=2**64 - 1
     )

@@ -233,6 +233,18 @@ REFUSED = (
     ),
     *each("train_file", REFUSE, lambda v, o: error(split_weights, v), "{found}"),
     *refused(
+        "data_order",
+        lambda v, o: v == "llmq" and o.packing != "concat",
+        "llmq orders windows of files, and --packing {packing} makes sequences of documents: use "
+        "shuffle",
+    ),
+    *refused(
+        "data_order",
+        lambda v, o: v == "llmq" and o.train_weights is not None,
+        "llmq takes file after file, and --train-file has weights, by which files take turns: use "
+        "shuffle",
+    ),
+    *refused(
         "router_aux_loss router_z_loss",
         lambda v, o: v and o.pairs,
         "is added to losses of tokens, and --loss {loss} compares answers: leave it out",

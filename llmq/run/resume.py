@@ -142,6 +142,8 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
     inherited = fewest_values(of_longest(TrainConfig(**saved).normalized()))
     if "seq_len" in given:  # in the place of all lengths that the run had
         inherited.pop("seq_stages", None)
+    if given.get("new_data") and "data_order" not in document["options"]:
+        inherited.pop("data_order", None)  # of the version, and of no user
     if not is_home:
         _forget_places(given, inherited, checkpoint)
     if given.get("name", owner.name) != owner.name:

@@ -88,8 +88,8 @@ def check_data(trainer: Trainer) -> None:
         warn(f"--document-separator {separator} has no effect: all files have a .docs file")
     if loader.unused_files:
         ranks = trainer.world_size
-        packs = loader.data.layout.packs or loader.data.layout.weights is not None
-        each = f"{ranks} sequences, one for each GPU" if ranks > 1 and not packs else "one sequence"
+        in_turn = layout.data_order == "llmq"
+        each = f"{ranks} sequences, one for each GPU" if ranks > 1 and in_turn else "one sequence"
         warn(
             f"--train-file: {loader.unused_files} of {len(loader.files)} files are never used: "
             f"they have less than {each}"
