@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -84,21 +84,13 @@ class Trainer(Closing):
         RULES.check(config, script=True)
         model, model_dir = model_of_run(config)
         config = with_adapter(at_commit(config, model_dir), model).validate_with(model)
-        self._open(config, model, model_dir, agreed_tokenizer(config, model_dir))
+        made = agreed_tokenizer(config, model_dir)
+        self._open(config, model, model_dir, made, named=layers[1])
         try:
-            self._check_files(layers[1])
             self.load_weights()
         except BaseException:  # the caller gets nothing that could be closed
             self.close()
             raise
-
-    def _check_files(self, given: Mapping[str, Any]) -> None:
-        """Open the token files that the caller has named; files by default wait until a step needs
-        them, since a caller may pass batches. DataError."""
-        if "train_file" in given:
-            _ = self.train_loaders
-        if "eval_file" in given:
-            _ = self.eval_loaders
 
     @classmethod
     def from_config(
@@ -122,7 +114,10 @@ class Trainer(Closing):
         model: ModelConfig,
         model_dir: Path | None,
         tokenizer_id: TokenizerId | None,
+        named: Collection[str] = (),
     ) -> None:
+        """named: options of the caller. Files that are among them are opened; files by default wait
+        until a step needs them, since a caller may pass batches."""
         model = with_tokens_of(config, model, model_dir, tokenizer_id)
         self.config, self.model, self.model_dir = config, model, model_dir
         self.run = RunId.new(config.name)
@@ -137,6 +132,8 @@ class Trainer(Closing):
         planning = processes().each(lambda: plan_run(config, model, self.machine))
         self.plan, planned, backend = planning
         self.machine.compile_ahead(self.plan.sources)
+        _ = "train_file" in named and self.train_loaders
+        _ = "eval_file" in named and self.eval_loaders
         self._origin = processes().each(lambda: InitialWeights(config, model, model_dir))
         chosen = (backend, planned.attn_bwd_chunks, self.plan.usage.sizes)
         check_start(config, model, chosen, self._origin.weights)
