@@ -125,6 +125,22 @@ def test_two_corpora_are_mixed_in_every_part_of_an_epoch(tmp_path):
             one.advance_epoch()
 
 
+@pytest.mark.parametrize("packing", ["none", "best-fit"])
+@pytest.mark.parametrize("weights", [None, (2.0, 1.0)])
+def test_two_corpora_of_documents_are_mixed(tmp_path, packing, weights):
+    for name, count in (("a", 400), ("b", 200)):
+        ends = np.cumsum(np.tile([T, T - 1, T - 3], count // 2))
+        with TokenWriter(tmp_path / f"{name}.bin", VOCAB, with_documents=True) as writer:
+            writer.write(np.full(ends[-1], 500 * (name == "b")), ends=ends)
+    layout = SequenceLayout(packing=packing, document_mask=True, weights=weights)
+    names = [tmp_path / "a.bin", tmp_path / "b.bin"]
+    with loader(names, micro_batch=1, layout=layout) as one:
+        rows = [one.next_batch().inputs[0] for _ in range(one.batches_left)]
+    found = np.array([(row == 500).mean() for row in rows])
+    for tenth in np.array_split(found, 10):
+        assert abs(tenth.mean() - 1 / 3) < 4 * math.sqrt(2 / 9 / len(tenth))
+
+
 def test_a_sorted_corpus_in_shards_is_mixed(tmp_path):
     pattern = files(tmp_path, [50] * 12)
     with loader(pattern) as one:
