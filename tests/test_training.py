@@ -25,8 +25,10 @@ from rich.console import Console
 from llmq.base.errors import LlmqError
 from llmq.base.locks import locked
 from llmq.checkpoint.checkpoint import required_groups
+from llmq.data.epoch_plan import Permutation
 from llmq.data.tokens import TokenWriter
 from llmq.model.step import Step
+from llmq.options.options import TrainConfig
 from llmq.plan.sol import peaks
 from llmq.report import live
 from llmq.report.json_log import JsonLog
@@ -471,6 +473,7 @@ Initializing model from scratch ...
  eval:    0k tokens
    data/eval.bin :        113
 
+Order of the data: 20 sequences of all 3 files are shuffled together
 \[Allocator State\]
             in MiB  Device \| Managed \| Pinned 
 (  [ A-Za-z]{16}: +\d+ \| +0 \| +\d+ 
@@ -545,7 +548,7 @@ def test_a_trainer_without_validation():
 FIELDS = {
     "cmd": "run cmd resumed_at",
     "option": "name value",
-    "dataset": "split files tokens file_index chunk_index seed",
+    "dataset": "split files tokens file_index chunk_index seed order",
     "allocator": "stats",
     "step": "step_tokens trained_tokens epoch duration_ms norm loss lr lse_max lse_mean loss_1k "
     "saturated",
@@ -813,6 +816,8 @@ def test_files_that_are_too_short_for_all_ranks_are_said(capsys):
     assert train(gpus=3) == 0
     assert capsys.readouterr().err == ""
     assert train(gpus=4, drop_last=True) == 0
+    assert capsys.readouterr().err == "", "no file has a group of its own"
+    assert train(gpus=4, drop_last=True, data_order="llmq") == 0
     assert capsys.readouterr().err == (
         "warning: --train-file: 1 of 4 files are never used: they have less than 4 sequences, one "
         "for each GPU\n"
@@ -919,11 +924,13 @@ def test_damage_in_the_middle_of_the_data_costs_no_steps(capsys):
     path = Path("data/train-0.bin")
     content = path.read_bytes()
     tokens = np.frombuffer(content[1024:], np.int32).copy()
-    tokens[5 * T + 3] = 300
+    sequence = Permutation(9, TrainConfig().train_seed, 0, 0)[5]
+    tokens[sequence * T + 3] = 300
     path.write_bytes(content[:1024] + tokens.tobytes())
     assert train(**options) == 2
     err = capsys.readouterr().err
-    assert "has token id 300 at position 83" in err and err.count("\n") == 1
+    position = sequence * T + 3
+    assert f"has token id 300 at position {position}" in err and err.count("\n") == 1
     saved = len(records("step"))
     assert os.listdir("ckpt") == [f"step_{saved:08d}"]
     path.write_bytes(content)

@@ -101,12 +101,27 @@ class Scenario:
 
 
 _ON = {"continue": ""}
+_LENGTHS = {"seq_len": "8:0.67,16:0.33", "ckpt_keep_n": 0}  # step 3 is taken
+_RANKS = {"gpus": 3, "steps": None}  # 20 sequences
 _DATA = ["data/text.txt", "--tokenizer", "bytes", "--eval-fraction", "0.3", "--workers", "1"]
 _SCORE = ["score", "out", "data/train-0.bin", "--out", "scores", "--device", "cpu", "--seq-len"]
 _SHARDS = [*_DATA, "--shard-tokens", "300", "--out", "data/new"]
 SCENARIOS = [
     Scenario("train", [], train(), train(**_ON)),
     Scenario("train --continue", [train()], train(steps=10, **_ON), train(steps=10, **_ON)),
+    Scenario(
+        "train --continue 2 of two lengths",
+        [train(**_LENGTHS)],
+        train(**_LENGTHS | {"continue": 2}),
+        train(**_LENGTHS | _ON),
+        keeps=("ckpt/*/*.safetensors",),
+    ),
+    Scenario(
+        "train --continue after an epoch",
+        [train(**_RANKS, epochs=1)],
+        train(**_RANKS | _ON, epochs=2),
+        train(**_RANKS | _ON, epochs=2),
+    ),
     Scenario(
         "train --overwrite",
         [train()],
