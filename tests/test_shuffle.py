@@ -86,7 +86,7 @@ def test_short_orders_are_equally_likely(n, epochs):
 
 
 def test_numbers_that_meet_are_random():
-    """Of a long order: places of neighbours, and numbers at one place in many epochs."""
+    """Neighbours of a long order are unrelated, and so are numbers at one place in many epochs."""
     n = 10_000
     order = np.array([Permutation(n, SEED, 0, 0)[place] for place in range(n)])
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 5 / math.sqrt(n)
