@@ -199,6 +199,7 @@ def test_defaults_of_known_flags():
         "long": None,
         "document-mask": False,
         "document-separator": None,
+        "data-order": "shuffle",
         "recompute-layers": "all",
         "keep-transposed": True,
         "mirror-weights": False,
