@@ -25,7 +25,7 @@ def results(loss, folder, device, **how):
     data = write_pairs(folder / "train.bin", LENGTHS, VOCAB, labels=labels)
     options = {"device": device, "seq_len": T, "packing": "best-fit", "loss": loss, **how}
     options |= {"train_file": (str(data),), "eval_file": "none", "checkpoint_dir": folder / device}
-    options |= {"grad_accumulation": 2, "learning_rate": 1e-2, "lr_schedule": "wsd"}
+    options |= {"grad_accumulation": 2, "learning_rate": 1e-2}
     with trainer_for(exported("qwen2"), **options) as trainer:
         found = [trainer.step() for _ in range(4)]
         assert trainer.usage == trainer.plan.usage
@@ -60,7 +60,7 @@ def test_score_heads(loss, tmp_path):
     for device, dtype in (("cpu", "fp32"), ("cuda", "fp32"), ("cuda", "bf16")):
         options = {"train_file": (str(path),), "eval_file": "none", "loss": loss, "head": "score"}
         options |= {"num_labels": 1 if loss == "reward" else 3, "device": device, "seq_len": T}
-        options |= {"packing": "best-fit", "model_dtype": dtype, "lr_schedule": "wsd"}
+        options |= {"packing": "best-fit", "model_dtype": dtype}
         with trainer_for(exported("qwen2"), **options, grad_accumulation=2) as trainer:
             results = [trainer.step() for _ in range(3)]
             assert trainer.usage == trainer.plan.usage

@@ -35,8 +35,8 @@ def test_train_continue_and_go_on(place, capsys):
     how = {"name": "one", "log_file": "one.json", "out_dir": "one", "learning_rate": None}
     assert train(steps=6, **how, **LORA) == 0
     # Users of PEFT have it so.
-    line = "Adapters of rank 4, alpha 8, scaling 2; learning rate 0.0002\n"
-    assert line in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Adapters of rank 4, alpha 8, scaling 2\nLearning rate: 0.0002, constant\n" in out
     assert json.loads(Path("one/adapter_config.json").read_text())["lora_alpha"] == 8
     adapter = load_file("one/adapter_model.safetensors")
     assert len(adapter) == 2 * 2 * 2

@@ -663,8 +663,6 @@ def test_warnings():
     assert RULES.idle(make_config(kept)) == []
     (line,) = RULES.idle(make_config({**kept, "save-training-state": False}))
     assert line.startswith("--ckpt-keep-n 2 has no effect")
-    (line,) = RULES.idle(make_config({"lr-schedule": "linear"}))
-    assert line.startswith("--lr-schedule linear has no effect: with --final-lr-fraction 1 ")
     assert RULES.idle(make_config({"lr-schedule": "linear", "final-lr-fraction": 0.1})) == []
 
 

@@ -115,7 +115,7 @@ SHOWN = [s for s in SHOWN if s[0] != "ranks" or s[1] in ("dpo with all", "orpo")
 def test_loss_and_gradients_are_those_of_the_paper(data, tmp_path, way, case):
     """The second step, so that the reference is another model than the one that is trained."""
     loss, (options, formula) = case.split()[0], CASES[case]
-    how = options | WAYS[way] | {"learning_rate": 1e-2, "lr_schedule": "wsd"}
+    how = options | WAYS[way] | {"learning_rate": 1e-2}
     with trainer_of(data, loss, tmp_path, **how) as trainer:
         assert trainer.steps_per_epoch == 1  # all pairs in each
         trainer.step()
@@ -147,7 +147,7 @@ def kto(logp, reference, count, labels, beta=0.1, bad=1.5):
 def test_labels_have_the_shift_of_other_answers(tmp_path):
     labels = [True, False, False, True, True, False, True, True]
     path = write_pairs(tmp_path / "train.bin", LENGTHS, VOCAB, labels=labels)
-    how = {"batch_size": 6, "learning_rate": 1e-2, "lr_schedule": "wsd", "kto_undesirable": 1.5}
+    how = {"batch_size": 6, "learning_rate": 1e-2, "kto_undesirable": 1.5}
     with trainer_of(path, "kto", tmp_path, **how) as trainer:
         first = trainer.step()
         model = hf_model("qwen2")
@@ -213,7 +213,7 @@ def test_gradients_of_adapters_are_those_of_the_paper(data, tmp_path):
     forms["kto"] = lambda *x: kto(*x, torch.tensor(labels), bad=1.0)
     for loss, formula in forms.items():
         path = labelled if loss == "kto" else data
-        how = {"batch_size": 6, "lr_schedule": "wsd", **LORA, "learning_rate": 1e-2, "warmup": 0}
+        how = {"batch_size": 6, **LORA, "learning_rate": 1e-2, "warmup": 0}
         with trainer_of(path, loss, tmp_path / loss, **how) as trainer:
             first = trainer.step()
             model = peft_model("qwen2", trainer)

@@ -7,6 +7,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from llmq.base.errors import ConfigError
+from llmq.options.option_file import fewest_values
+from llmq.options.options import OPTIONS
 from llmq.options.options_io import make_config
 from llmq.options.rules import RULES
 from tests.models import exported, pieces, random_batch, trainer_for
@@ -110,7 +112,80 @@ def test_a_cooldown_may_be_a_part_of_the_run():
     for wrong in ("100%", "0%", "1.5", "-20%", "a fifth"):
         with pytest.raises(ConfigError, match="--cooldown: "):
             make_config({"cooldown": wrong})
-    (line,) = RULES.idle(make_config(wsd))
-    assert line.startswith("--lr-schedule wsd has no effect: without --cooldown")
     (line,) = RULES.idle(make_config(wsd | {"cooldown": "20%", "steps": 10, "warmup": 9}))
     assert line == "--warmup 9 and --cooldown 0.2 do not fit into --steps 10"
+
+
+CONSTANT = [1e-3] * 11
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_a_schedule_that_is_named_falls_to_zero(schedule):
+    config = make_config({"lr": 1e-3, "lr-schedule": schedule})
+    assert rates_of(config)[0] == 1e-3
+    assert config.rate(11, 11) == 0 and rates_of(config) != CONSTANT
+    assert rates_of(config) == sorted(rates_of(config), reverse=True)
+
+
+def rates_of(config, steps=11):
+    return [config.rate(step, steps) for step in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({}, CONSTANT),  # llm.q's default
+        ({"final-lr-fraction": 1, "lr-schedule": "cosine"}, CONSTANT),
+        ({"final-lr-fraction": 0.1}, {"lr-schedule": "cosine", "final-lr-fraction": 0.1}),
+        ({"lr-schedule": "cosine"}, {"final-lr-fraction": 0}),
+        ({"lr-schedule": "linear"}, {"lr-schedule": "linear", "final-lr-fraction": 0}),
+        ({"lr-schedule": "wsd"}, {"lr-schedule": "wsd", "cooldown": 2}),
+        ({"lr-schedule": "wsd", "cooldown": 5}, {"cooldown": 5}),
+        ({"lr-schedule": "wsd", "cooldown": 0}, CONSTANT),
+        ({"warmup": "20%", "final-lr-fraction": 0}, {"warmup": 2, "lr-schedule": "cosine"}),
+        ({"warmup": 0.2}, {"warmup": 2}),
+    ],
+)
+def test_what_is_not_given_of_a_schedule(options, rates):
+    found = make_config({"lr": 1e-3} | options)
+    wanted = rates if isinstance(rates, list) else rates_of(make_config({"lr": 1e-3} | rates))
+    assert rates_of(found) == wanted
+    again = make_config({OPTIONS[n].flags[0]: v for n, v in fewest_values(found).items()})
+    assert rates_of(again) == wanted and found.normalized() == found
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "1e-5, constant"),
+        ({"warmup": 20, "lr-schedule": "cosine"}, "1e-5, 20 steps of warm-up, cosine to 0"),
+        ({"warmup": "5%", "final-lr-fraction": 0.1}, "1e-5, 10 steps of warm-up, cosine to 1e-6"),
+        (
+            {"lr": 0.002, "warmup": 1, "lr-schedule": "wsd"},
+            "0.002, 1 step of warm-up, constant, 40 steps of cooldown to 0",
+        ),
+        ({"lr-schedule": "linear", "final-lr-fraction": 1}, "1e-5, constant"),
+        (
+            {"optimizer": "muon", "muon-scale": "original", "lr-schedule": "linear"},
+            "1e-5 (Muon 0.02), linear to 0",
+        ),
+    ],
+)
+def test_rates_in_words(options, words):
+    assert make_config(options).course(200) == words
+
+
+def test_a_schedule_without_effect_is_said():
+    for options, line in [
+        ({"lr-schedule": "wsd", "cooldown": 0}, "--lr-schedule wsd has no effect: with --cooldown"),
+        ({"lr-schedule": "linear", "final-lr-fraction": 1}, "--lr-schedule linear has no effect"),
+        ({"lr-schedule": "wsd", "final-lr-fraction": 0.1}, "--final-lr-fraction has no effect"),
+        ({"warmup": "90%", "cooldown": "20%", "steps": 10}, "--warmup 0.9 and --cooldown 0.2 do"),
+    ]:
+        (found,) = RULES.idle(make_config(options))
+        assert found.startswith(line)
+    for good in ({"lr-schedule": "cosine"}, {"lr-schedule": "wsd"}, {"final-lr-fraction": 0.1}, {}):
+        assert RULES.idle(make_config(good)) == []
+    for wrong in ("100%", "0%", "1.5", "-20%", "a fifth", 2**31):
+        with pytest.raises(ConfigError, match="--warmup: "):
+            make_config({"warmup": wrong})

@@ -78,6 +78,41 @@ def test_a_run_goes_on_from_the_end_of_an_epoch_on_any_ranks(before, after):
     assert again == pytest.approx(whole, rel=1e-6) and len(whole) == 4
 
 
+OLD = {"final_lr_fraction": 1, "cooldown": 0}  # what versions before had beside a schedule
+
+
+@pytest.mark.parametrize(
+    ("began", "again", "constant"),
+    [
+        ({"lr_schedule": "cosine"}, [], False),
+        ({"lr_schedule": "cosine", "final_lr_fraction": 0.2}, ["--lr-schedule=cosine"], False),
+        (OLD | {"lr_schedule": "cosine"}, [], False),
+        (OLD | {"lr_schedule": "cosine"}, ["--lr-schedule=cosine"], True),
+        (OLD | {"lr_schedule": "linear"}, ["--lr-schedule=LINEAR"], True),
+        (OLD | {"lr_schedule": "wsd"}, ["--lr-schedule=wsd"], True),
+    ],
+)
+def test_a_run_goes_on_with_the_rates_that_it_began_with(
+    monkeypatch, capsys, began, again, constant
+):
+    assert train(**OWN | {"name": "whole", "log_file": "whole.json"} | began) == 0
+    stopped(monkeypatch, **began)
+    capsys.readouterr()
+    assert resume("--continue", "--name=x", *again) == 0
+    out, err = capsys.readouterr()
+    assert ("the checkpoint's run has a constant rate, which stays" in err) == constant
+    assert "in the checkpoint's run it was" not in out + err
+    rates, whole = ([r["lr"] for r in records("step", log)] for log in (log_of(), "whole.json"))
+    assert rates == whole and len(rates) == 4
+
+
+def test_another_schedule_falls_from_where_the_run_goes_on(monkeypatch):
+    stopped(monkeypatch)
+    assert resume("--continue", "--name=x", "--lr-schedule=linear") == 0
+    rates = [r["lr"] for r in records("step", log_of())]
+    assert rates == pytest.approx([3e-3, 3e-3, 1e-3, 0])
+
+
 def test_a_directory_or_a_path_is_enough(monkeypatch):
     stopped(monkeypatch)
     shutil.copytree("ckpt/x", "elsewhere")

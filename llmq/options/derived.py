@@ -1,6 +1,7 @@
 """Properties that several readers derive from the options of a run."""
 
 import math
+import re
 from pathlib import Path
 
 from llmq.options.conditions import why_weights_stay
@@ -153,9 +154,27 @@ class Derived:
         root = math.sqrt(self.lora_rank) if self.lora_scaling == "rs" else self.lora_rank
         return self.lora_alpha / root
 
+    def warmup_of(self, steps: int) -> int:
+        """Steps of warm-up of a run with this number of steps."""
+        return _count(self.warmup, steps)
+
     def cooldown_of(self, steps: int) -> int:
-        """Steps of the cooldown of a run of so many."""
-        return self.cooldown if self.cooldown >= 1 else round(self.cooldown * steps)
+        """Steps of the cooldown of a run with this number of steps."""
+        return _count(self.cooldown, steps)
+
+    def course(self, steps: int) -> str:
+        """The learning rates of a run with this number of steps, in words such as
+        "1e-5, 20 steps of warm-up, cosine to 0"."""
+        warmup, cooldown = self.warmup_of(steps), self.cooldown_of(steps)
+        fraction = 1 if self.lr_schedule == "wsd" else self.final_lr_fraction
+        floor = _short(self.learning_rate * fraction)
+        words = [_short(self.learning_rate)]
+        if self.optimizer == "muon" and self.muon_lr != self.learning_rate:
+            words[0] += f" (Muon {_short(self.muon_lr)})"
+        words += [f"{_steps(warmup)} of warm-up"] if warmup else []
+        words += ["constant" if fraction == 1 else f"{self.lr_schedule} to {floor}"]
+        words += [f"{_steps(cooldown)} of cooldown to 0"] if cooldown else []
+        return ", ".join(words)
 
     def rate_factor(self, slab: str) -> float:
         """By how much the learning rate of a slab, which AdamW updates, is more than that of the
@@ -198,6 +217,20 @@ class Derived:
         machines: among which the ranks are divided equally.
         """
         return world_size if self.shard_over == "world" else world_size // machines
+
+
+def _count(given: float, steps: int) -> int:
+    """A number of steps, which is given as such or as a part of all steps, below 1."""
+    return int(given) if given >= 1 else round(given * steps)
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count != 1)}"
+
+
+def _short(number: float) -> str:
+    """A number without the zeros of its exponent: 1e-5."""
+    return re.sub(r"e([+-])0+", r"e\1", f"{number:g}")
 
 
 SCHEDULES = ("cosine", "linear", "wsd")

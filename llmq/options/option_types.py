@@ -445,7 +445,8 @@ class Option:
             raise ConfigError(f"{self.flag}: expected {' or '.join(self.choices)}, got {value!r}")
         if self.min is not None and value < self.min:
             raise ConfigError(f"{self.flag}: must be at least {self.min}, got {value}")
-        largest = _LARGEST if self.max is None and self.parse is parse_int else self.max
+        counts = self.parse in (parse_int, parse_steps)
+        largest = _LARGEST if self.max is None and counts else self.max
         if largest is not None and value > largest:
             raise ConfigError(f"{self.flag}: must be at most {largest}, got {value}")
         if self.above is not None and value <= self.above:

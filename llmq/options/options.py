@@ -214,18 +214,23 @@ class TrainConfig(Derived):
         "as --learning-rate if not given",
         min=0,
     )
-    warmup: int = option(0, "Steps of linear warm-up", min=0)
-    cooldown: float = option(
-        0,
+    warmup: float = option(
+        0, "Steps of linear warm-up, or a part of the run as 5%", min=0, parse=parse_steps
+    )
+    cooldown: float | None = option(
+        None,
         "Steps of the final anneal to zero, or a part of the run as 20%",
         min=0,
         parse=parse_steps,
     )
-    final_lr_fraction: float = option(
-        1.0, "Where cosine and linear end, as a fraction of the learning rate", min=0
+    final_lr_fraction: float | None = option(
+        None, "Where cosine and linear end, as a fraction of the learning rate", min=0
     )
-    lr_schedule: str = option(
-        "cosine", "Course of the learning rate between warm-up and cooldown", choices=SCHEDULES
+    lr_schedule: str | None = option(
+        None,
+        "Course of the learning rate between --warmup and --cooldown; cosine, linear: down to "
+        "--final-lr-fraction, wsd: constant",
+        choices=SCHEDULES,
     )
     beta_1: float = option(0.9, "AdamW: decay of the first moment", min=0, below=1)
     beta_2: float = option(0.95, "AdamW: decay of the second moment", min=0, below=1)
@@ -702,7 +707,7 @@ class TrainConfig(Derived):
             step,
             steps=steps,
             base=self.learning_rate,
-            warmup=self.warmup,
+            warmup=self.warmup_of(steps),
             cooldown=self.cooldown_of(steps),
             final_fraction=self.final_lr_fraction,
             schedule=self.lr_schedule,

@@ -698,7 +698,8 @@ IDLE_IN_RUNS = (
     *idle(
         "warmup",
         lambda v, o, length: (
-            v >= length.steps > 0 and not 0 <= o.steps < v + o.cooldown_of(o.steps)
+            v >= length.steps > 0
+            and not 0 <= o.steps < o.warmup_of(o.steps) + o.cooldown_of(o.steps)
         ),
         "--warmup {value} is not shorter than the run, which has {length.steps} steps: it ends "
         "before the learning rate is what --learning-rate says",

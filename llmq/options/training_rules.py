@@ -34,6 +34,22 @@ def _untrained(name: str, *parts: str) -> Iterator[Rule]:
 
 
 OPTIMIZER_RULES = (
+    # A schedule that is named falls; llm.q's constant rate is a cosine to the rate itself.
+    default(
+        "cooldown",
+        lambda o: 0.2 if o.lr_schedule == "wsd" else 0,
+        help="0 if not given, with --lr-schedule wsd 20%",
+    ),
+    default(
+        "final_lr_fraction",
+        lambda o: 0.0 if o.lr_schedule in ("cosine", "linear") else 1.0,
+        help="0 if only --lr-schedule is given, 1 if neither is",
+    ),
+    default(
+        "lr_schedule",
+        lambda o: "cosine",
+        help="if neither this nor --final-lr-fraction is given the rate is constant",
+    ),
     default(
         "muon_lr",
         lambda o: o.learning_rate if o.muon_scale == "match-rms" else 0.02,
@@ -76,8 +92,8 @@ OPTIMIZER_RULES = (
     ),
     *idle(
         "final_lr_fraction",
-        lambda v, o: o.lr_schedule == "wsd",
-        "--final-lr-fraction has no effect with --lr-schedule wsd",
+        lambda v, o: v != 1 and o.lr_schedule == "wsd",
+        "--final-lr-fraction has no effect with --lr-schedule wsd, whose --cooldown ends at 0",
     ),
     *idle(
         "muon_lr muon_momentum muon_scale muon_coefficients muon_normalize_rows cautious_decay",
@@ -99,11 +115,11 @@ OPTIMIZER_RULES = (
     *idle(
         "lr_schedule",
         lambda v, o: v == "wsd" and o.cooldown == 0,
-        "--lr-schedule wsd has no effect: without --cooldown the learning rate does not change",
+        "--lr-schedule wsd has no effect: with --cooldown 0 the learning rate does not change",
     ),
     *idle(
         "steps",
-        lambda v, o: 0 <= v < o.warmup + o.cooldown_of(v),
+        lambda v, o: 0 <= v < o.warmup_of(v) + o.cooldown_of(v),
         "--warmup {warmup} and --cooldown {cooldown} do not fit into --steps {value}",
     ),
 )

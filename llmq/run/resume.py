@@ -139,7 +139,8 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"{flag(name, given[name])}: cannot be changed, because the weights are those of "
                 f"the checkpoint '{checkpoint}'"
             )
-    inherited = fewest_values(of_longest(TrainConfig(**saved).normalized()))
+    own = of_longest(TrainConfig(**saved).normalized())
+    inherited = fewest_values(own) | _same_course(given, saved)
     if "seq_len" in given:  # in the place of all lengths that the run had
         inherited.pop("seq_stages", None)
     if given.get("new_data") and "data_order" not in document["options"]:
@@ -151,6 +152,23 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
     elif "log_file" not in given and log is not None:
         inherited |= {"log_file": log}
     return inherited
+
+
+_COURSE = ("final_lr_fraction", "cooldown")
+
+
+def _same_course(given: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The rest of the schedule where --lr-schedule names the checkpoint's one: the run goes on with
+    the rates that it began with, though an older version had another fraction by default."""
+    if given.get("lr_schedule") is None or given["lr_schedule"] != saved.get("lr_schedule"):
+        return {}
+    course = {name: saved[name] for name in _COURSE if name in saved}
+    if course.get("final_lr_fraction") == 1 and "final_lr_fraction" not in given:
+        warn(
+            f"{flag('lr_schedule', given['lr_schedule'])}: the checkpoint's run has a constant "
+            "rate, which stays: give --final-lr-fraction 0 to let the rate fall"
+        )
+    return course
 
 
 def _forget_places(given: Mapping[str, Any], inherited: dict[str, Any], checkpoint: Path) -> None:
@@ -228,7 +246,7 @@ def changed_options(
     groups = {OPTIONS[name].group for name in _OF_GROUPS}
     names = [n for n, option in OPTIONS.items() if option.group in groups]
     names = [n for n in names if n not in _ELSEWHERE.split()]
-    if config.final_lr_fraction != 1 or config.cooldown > 0:
+    if config.final_lr_fraction != 1 or config.cooldown > 0 or 0 < config.warmup < 1:
         names += ["steps", "epochs"]  # the learning rate depends on when the run ends
     if not new_data:
         names.remove("train_seed")  # the order is the checkpoint's, see below

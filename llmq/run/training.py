@@ -109,8 +109,9 @@ def announce_options(
     if config.has_adapters:
         reporter.message(
             f"Adapters of rank {config.lora_rank}, alpha {config.lora_alpha:g}, scaling "
-            f"{config.lora_scale:g}; learning rate {config.learning_rate:g}"
+            f"{config.lora_scale:g}"
         )
+    reporter.message(f"Learning rate: {config.course(trainer.total_steps)}")
     rows = option_rows(
         trainer.config,
         trainer.model,
