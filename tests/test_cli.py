@@ -547,9 +547,10 @@ def test_errors_of_a_run(stub, capsys, monkeypatch, error, message):
         _run(["train", *TINY])
 
 
-@pytest.mark.parametrize("name", ["run.json", "run.yaml"])
+@pytest.mark.parametrize("name", ["run.json", "run.yaml", "run.toml"])
 def test_a_file_that_is_nested_too_deeply(tmp_path, capsys, name):
-    (tmp_path / name).write_text('{"model": ' + "[" * 100_000)
+    start = "model = " if name == "run.toml" else '{"model": '
+    (tmp_path / name).write_text(start + "[" * 100_000)
     assert _run(["train", "--config", str(tmp_path / name)]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "nested too deeply" in err

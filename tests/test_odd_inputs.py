@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import stat
@@ -20,6 +21,11 @@ from llmq.checkpoint.hf import INDEX_FILE, HfWeights
 from llmq.checkpoint.manifest import MANIFEST, digest_of
 from llmq.commands.cli import _run
 from llmq.data.loader import DataLoader
+from llmq.options.option_file import save_options
+from llmq.options.options import OPTIONS
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
+from llmq.options.rules import RULES
 from tests.runs import CONFIG, VOCAB, T, make_workplace, options, train
 
 
@@ -84,6 +90,70 @@ def test_files_of_options(capsys):
     Path("bomb.yaml").write_text("train-file: [&a [x, x], &b [*a, *a], [*b, *b]]\n")
     message = refused(capsys, ["train", "--config=bomb.yaml"])
     assert "line 1: write the values instead of *a" in message
+    for deep, start in (("deep.yaml", ""), ("deep.json", ""), ("deep.toml", "name = ")):
+        Path(deep).write_text(start + "[" * 50_000)
+        assert f"{deep} is not valid: " in refused(capsys, ["train", f"--config={deep}"])
+
+
+ODD = [
+    "auto",
+    "",
+    "0",
+    "-1",
+    "1e400",
+    "nan",
+    "x",
+    "1:2",
+    "8:0.5,16:0.5",
+    "{}",
+    "[",
+    "a=",
+    ",",
+    "5-0",
+]
+ODD += [True, None, [], ["a"], {"a": 1}, 1.5, 10**30, float("inf"), b"x"]
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"lora-rank": 8}, {"model": "tiny", "from-scratch": True, "steps": 20}]
+)
+def test_values_of_options(more):
+    """A value that is no value of its option is an error of one line."""
+    model = preset("tiny")
+    for option, value in itertools.product(OPTIONS.values(), ODD):
+        try:
+            config = make_config(more | {option.flags[0]: value}).validate_with(model)
+            RULES.idle(config, model=model)
+        except LlmqError as error:
+            assert "\n" not in str(error)
+
+
+VARIABLES = {
+    "made.yaml": "name: ${RUN}-1\nbatch-size: ${SIZE}\ntrain-file: ['${RUN}/a', '$b$${c}']\n",
+    "made.toml": 'name = "${RUN}-1"\nbatch-size = "${SIZE}"\ntrain-file = ["${RUN}/a", "$b$${c}"]',
+    "made.json": '{"name": "${RUN}-1", "batch-size": "${SIZE}", '
+    '"train-file": ["${RUN}/a", "$b$${c}"]}',
+}
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_environment_variables_in_files_of_options(capsys, monkeypatch, name):
+    file = Path(name)
+    file.write_text(VARIABLES[name])
+    monkeypatch.setenv("RUN", "night")
+    monkeypatch.setenv("SIZE", "8")
+    config = make_config({}, file)
+    assert (config.name, config.batch_size) == ("night-1", 8)
+    assert config.train_file == ("night/a", "$b${c}")
+    save_options(Path("again.yaml"), config)
+    assert make_config({}, Path("again.yaml")).train_file == config.train_file
+    monkeypatch.delenv("RUN")
+    message = refused(capsys, ["train", f"--config={name}"])
+    assert message == f"error: --config: {name}: name: the environment variable RUN is not set\n"
+    for wrong in ("${", "${}", "${RUN:-x}", "${RUN"):
+        Path("wrong.json").write_text(json.dumps({"name": wrong}))
+        message = refused(capsys, ["train", "--config=wrong.json"])
+        assert f"wrong.json: name: expected ${{NAME}} in '{wrong}', or $${{ for a plain" in message
 
 
 @pytest.mark.parametrize("path", ["pipe", "/dev/zero"])

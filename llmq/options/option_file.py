@@ -3,6 +3,7 @@
 """
 
 import json
+import os
 import re
 import textwrap
 import tomllib
@@ -105,7 +106,8 @@ def _json_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 def read_option_file(file: Path) -> dict[str, Any]:
     """The one mapping in a file: JSON or TOML by its suffix, else YAML; {} if it is empty.
 
-    Raises ConfigError, also where a mapping has a key twice.
+    ${NAME} in a value is an environment variable. Raises ConfigError, also where a mapping has a
+    key twice.
     """
     try:
         check_readable(file)
@@ -128,7 +130,31 @@ def read_option_file(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config: {file} must hold one mapping of options")
-    return content
+    return {key: _expanded(value, f"--config: {file}: {key}") for key, value in content.items()}
+
+
+def _expanded(value: Any, where: str) -> Any:
+    """A value of a file with environment variables in the place of ${NAME}, and ${ of $${.
+
+    where: prefix of messages. ConfigError for a variable that is not set.
+    """
+    if isinstance(value, list):
+        return [_expanded(each, where) for each in value]
+    if isinstance(value, dict):
+        return {key: _expanded(each, where) for key, each in value.items()}
+    if not isinstance(value, str):
+        return value
+
+    def variable(found: re.Match[str]) -> str:
+        if found[0] == "$${":
+            return "${"
+        if found["name"] is None:
+            raise ConfigError(f"{where}: expected ${{NAME}} in {value!r}, or $${{ for a plain ${{")
+        if found["name"] not in os.environ:
+            raise ConfigError(f"{where}: the environment variable {found['name']} is not set")
+        return os.environ[found["name"]]
+
+    return re.sub(r"\$\$\{|\$\{(?P<name>\w+)\}|\$\{", variable, value)
 
 
 def save_options(
@@ -179,11 +205,16 @@ def _as_yaml(config: TrainConfig, head: Sequence[str], notes: Mapping[str, str] 
     return "\n".join(lines)
 
 
+def _escaped(value: Any) -> Any:
+    """The value from which _expanded makes this one."""
+    return value.replace("${", "$${") if isinstance(value, str) else value
+
+
 def _scalar(value: Any) -> str:
     """A value behind its key; nothing for None, which is no value."""
     if value is None:
         return ""
     plain = str(value) if isinstance(value, Path) else value
-    plain = list(plain) if isinstance(plain, tuple) else plain
+    plain = [*map(_escaped, plain)] if isinstance(plain, tuple) else _escaped(plain)
     text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10**9)
     return f" {text.removesuffix('...' + chr(10)).strip()}"

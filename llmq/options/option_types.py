@@ -338,6 +338,13 @@ def lengths_of(text: str) -> list[tuple[int, float]]:
     return found
 
 
+def parse_stages(value: Any) -> str:
+    """Lengths with parts of the steps, as lengths_of reads them. ValueError otherwise."""
+    text = parse_str(value)
+    lengths_of(text)
+    return text
+
+
 def parse_rope(value: Any) -> str:
     """KIND:FACTOR and NAME=NUMBER behind commas, JSON, or a mapping, as rope_parameters of
     config.json; none. Returns JSON. ValueError otherwise."""
@@ -469,6 +476,7 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_patterns: "[NAME=]TEXT",
     parse_size: "SIZE",
     parse_lengths: "INT|INT:PART,...",
+    parse_stages: "INT:PART,...",
     parse_continue: "[STEP|PATH]",
     parse_every: "[INT]",
     parse_steps: "INT|PERCENT",

@@ -36,6 +36,7 @@ from llmq.options.option_types import (
     parse_repeated,
     parse_rope,
     parse_size,
+    parse_stages,
     parse_steps,
     parse_switch,
     parse_targets,
@@ -172,7 +173,9 @@ class TrainConfig(Derived):
         min=4,
     )
     seq_stages: str | None = option(
-        None, "The lengths of --seq-len with parts of the steps, as a checkpoint has them"
+        None,
+        "The lengths of --seq-len with parts of the steps, as a checkpoint has them",
+        parse=parse_stages,
     )
     drop_last: bool = switch(
         "Leave out the sequences at the end of an epoch that fill no step, as llm.q does"
