@@ -39,6 +39,7 @@ FACTS = {
     "length": Length,
     "total": None,
     "script": None,
+    "files": None,
     "measuring": None,
     "verification": None,
 }

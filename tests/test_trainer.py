@@ -17,6 +17,7 @@ from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.checkpoint.hf import HfWeights
 from llmq.commands.cli import _run
 from llmq.data.loader import DataLoader
+from llmq.model.losses import loss_class
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.checks import check_machine
@@ -44,6 +45,30 @@ def batch(seed=0, rows=B):
 
 def same(one, other):
     return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
+
+
+@pytest.mark.parametrize("loss", ["weighted", "kd"])
+def test_given_batches_bring_the_numbers_of_the_loss(loss):
+    """Neither scores nor masks of files are asked for, until files are read."""
+    shape, more = (B, T), {}
+    if loss == "weighted":
+        more = {"scores": np.full(shape, 0.5, np.float32)}
+    own = {"train_file": None, "eval_file": None, "learning_rate": 0, "kd_top_k": 2}
+    with trainer(loss=loss, **own) as one, trainer(**own) as plain:
+        if loss == "kd":  # two tokens of half the probability each
+            widths = loss_class(one.config).widths(one.config)
+            more = {n: np.zeros((*shape, width), np.float32) for n, width in widths.items()}
+        result = one.step([(*batch(), None, 0, more)])
+        assert result.loss > 0
+        if loss == "weighted":
+            assert result.loss == pytest.approx(plain.step([batch()]).loss / 2, rel=1e-6)
+        with pytest.raises(ConfigError, match=f"--loss {loss}: needs --scores"):
+            one.step()
+    with pytest.raises(ConfigError, match=f"--loss {loss}: needs --scores"):
+        trainer(loss=loss)
+    scores = {"scores": "data", "document_mask": False}
+    with pytest.raises(ConfigError, match="documents are scored one by one"):
+        trainer(loss=loss, **scores)
 
 
 def test_steps_take_the_batches_of_the_files_in_order():

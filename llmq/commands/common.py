@@ -334,6 +334,8 @@ def load_run(
         else:
             model, model_dir = of_run.model_of_run(config, weights=weights)
         config = with_adapter(of_run.at_commit(config, model_dir), model).validate_with(model)
+        if trains:
+            RULES.check(config, files=True)
         idle = RULES.idle(config) + RULES.idle(config, model=model)
         line = of_run.vocabulary_line(config, model, trains=trains)
         warn(*(idle + model_warnings(model_dir) + ([] if line is None else [line])))

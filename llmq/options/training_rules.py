@@ -244,16 +244,17 @@ LOSS_RULES = (
         lambda v, o: (o.loss != "ce" or o.token_weights) and v > 0,
         "would be weighted as tokens are, of which --loss {loss} makes some less likely",
     ),
+    # About token files: batches of a caller's own bring scores and masks with them.
     *each(
         "scores",
         REFUSE,
-        lambda v, o: v is None and o.loss == "weighted",
+        lambda v, o, files: v is None and o.loss == "weighted",
         "--loss weighted: needs --scores, a directory of files with a weight for each token",
     ),
     *each(
         "scores",
         REFUSE,
-        lambda v, o: v is None and o.loss == "kd",
+        lambda v, o, files: v is None and o.loss == "kd",
         "--loss kd: needs --scores of a teacher, which `llmq score` makes of the {kd_top_k} most "
         "likely tokens",
     ),
@@ -271,14 +272,14 @@ LOSS_RULES = (
     *each(
         "document_mask",
         REFUSE,
-        lambda v, o: not v and o.loss in ("kd", "weighted"),
+        lambda v, o, files: not v and o.loss in ("kd", "weighted"),
         "--loss {loss}: documents are scored one by one: give --packing best-fit, or "
         "--document-mask",
     ),
     *each(
         "scores",
         REFUSE,
-        lambda v, o: v is None and o.has_reference and o.adapter is not None,
+        lambda v, o, files: v is None and o.has_reference and o.adapter is not None,
         "--loss {loss}: the reference of a run that goes on from --adapter is the model without: "
         "score it with `llmq score`, and give --scores",
     ),

@@ -17,6 +17,7 @@ from llmq.data.tokens import MASKED_TARGET
 from llmq.model.losses import loss_class
 from llmq.model.rings import Result
 from llmq.options.options import TrainConfig
+from llmq.options.rules import RULES
 from llmq.run.ranks import Ranks, Rounds
 from llmq.runtime.mesh import DATA, World
 from llmq.state.placement import mesh_of
@@ -122,7 +123,9 @@ def open_loaders(
     pattern: str | None = None,
 ) -> list[DataLoader]:
     """A loader for each rank of this process; their files are checked. held_out: for validation,
-    which reads every sequence once, else training. pattern: files of a named validation."""
+    which reads every sequence once, else training. pattern: files of a named validation.
+    ConfigError for options that do not go with files."""
+    RULES.check(config, files=True)
     splits = config.splits and pattern is None
     own_files = held_out and not splits
     shape = (config, world.size, world.num_machines)
