@@ -25,7 +25,7 @@ _SIZES = (
 ).split()
 
 _MAX_SIZE = 2**31 - 1  # of ids and positions, which are int32
-_MAX_LAYERS = 1 << 16
+_LARGEST = {"num_layers": 1 << 16, "head_dim": 1 << 16}
 
 
 class Rope(NamedTuple):
@@ -261,7 +261,7 @@ class ModelConfig:
     def validate(self) -> ModelConfig:
         """Return self; ConfigError where sizes disagree or the architecture cannot express them."""
         for name in _SIZES:
-            value, largest = getattr(self, name), _MAX_LAYERS if name == "num_layers" else _MAX_SIZE
+            value, largest = getattr(self, name), _LARGEST.get(name, _MAX_SIZE)
             if not 0 < value <= largest:
                 raise ConfigError(f"model {name}: must be positive and at most {largest}: {value}")
         for name, most in (("norm_eps", 1.0), ("initializer_range", 1e3)):

@@ -62,7 +62,7 @@ def grid(
 ) -> tuple[int, int]:
     """Blocks that loop over the query heads and blocks that loop over the key heads. max_blocks, as
     many as run at a time, are divided so that each has as many heads."""
-    step = THREADS // group * HEADS_PER_LANE
+    step = max(THREADS // group, 1) * HEADS_PER_LANE  # heads of the CPU may be wider than a block
     key_blocks = max(1, max_blocks * num_kv_heads // (num_heads + num_kv_heads))
     return (
         min(ceil_div(tokens * num_heads, step), max_blocks - key_blocks),

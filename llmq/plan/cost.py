@@ -334,7 +334,7 @@ class Rates:
             rate = kernel.rate * 1e12 * self.card.bf16 / (1 + softmax / head_dim)
         else:
             sizes = NATIVE_ATTENTION[entry]
-            kernel = next(sizes[size] for size in sizes if head_dim <= size)
+            kernel = sizes[min((s for s in sizes if head_dim <= s), default=max(sizes))]
             product = "matmul_fp8" if entry == "attention_forward_codes" else "matmul"
             rate = min(kernel.rate * self.card.num_sms, self._products[product])
             # Documents take as long as a window that hides as much.
