@@ -77,9 +77,12 @@ def test_the_largest_model_that_fits():
 
 def test_the_command_for_the_largest_model(monkeypatch, capsys):
     monkeypatch.setattr(largest, "PRESETS", {"gpt2-124m": preset("gpt2-124m")})
+    monkeypatch.setattr(largest, "NEWS_SECONDS", 0.0)
     fixed = ["--lora-rank=8", "--batch-size=1", "--grad-accumulation=1", "--base-dtype=nf4"]
     assert _run(["plan", "--largest", *fixed, "--card=4090", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    record = json.loads(out)
+    assert "Searching, now gpt2-124m …" in err
     assert record["model"] == "gpt2-124m" and record["parameters"] == 124439808
     command = {*record["found"][0]["command"]}
     assert {"--model=openai-community/gpt2", "--download", "--base-dtype=nf4"} < command

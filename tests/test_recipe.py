@@ -375,7 +375,16 @@ def test_the_file_is_the_run_that_was_promised(folder, capsys):
     text = Path("r.yaml").read_text()
     assert text.count("# To zero in a line") == 1 and "none is promised" in text
     assert _run([*args.replace("0.03", "0.04").split(), "--out", "r.yaml"]) == 2
-    assert "--out: 'r.yaml' holds other options" in capsys.readouterr().err
+    assert "--out: 'r.yaml' is there: delete it" in capsys.readouterr().err
+
+
+def test_a_file_in_the_way_is_refused_before_the_search(folder, capsys, monkeypatch):
+    monkeypatch.setattr(recipe_report, "Search", lambda *args: pytest.fail("a search"))
+    Path("r.yaml").write_text("name: mine\n")
+    for out, message in (("r.yaml", "'r.yaml' is there"), ("r.json", "must end in .yaml or .yml")):
+        assert _run(["recipe", "--hours=1", "--card=h100", f"--out={out}"]) == 2
+        assert message in capsys.readouterr().err
+    assert Path("r.yaml").read_text() == "name: mine\n"
 
 
 def test_a_law_of_ones_own_takes_the_place_of_the_published_one(folder, capsys):

@@ -157,6 +157,19 @@ def _expanded(value: Any, where: str) -> Any:
     return re.sub(r"\$\$\{|\$\{(?P<name>\w+)\}|\$\{", variable, value)
 
 
+def check_new(file: Path, flag: str) -> None:
+    """ConfigError if save_options writes no such kind of file, or one is there; for a command whose
+    options are known only after its work."""
+    _check_yaml(file, flag)
+    if os.path.lexists(file):
+        raise ConfigError(f"{flag}: '{file}' is there: delete it, or choose another name")
+
+
+def _check_yaml(file: Path, flag: str) -> None:
+    if file.suffix not in YAML_SUFFIXES:
+        raise ConfigError(f"{flag}: writes YAML, so '{file}' must end in .yaml or .yml")
+
+
 def save_options(
     file: Path,
     config: TrainConfig,
@@ -171,8 +184,7 @@ def save_options(
     above all. notes: by field, in the place of its help; then only what is set is written.
     ConfigError for another kind of file, and where one is there that says something else.
     """
-    if file.suffix not in YAML_SUFFIXES:
-        raise ConfigError(f"{flag}: writes YAML, so '{file}' must end in .yaml or .yml")
+    _check_yaml(file, flag)
     content = _as_yaml(config, head, notes)
     if file.exists():
         with disk_errors(file):

@@ -1,6 +1,8 @@
 """The largest model that a machine trains: `llmq plan --largest`."""
 
 import json as json_module
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -16,6 +18,7 @@ from llmq.plan.target import MachineOptions, PlanTarget, target
 from llmq.state.params import parameter_count
 
 ALONE = 1024 * MIB  # of host memory, which a run has where a model is on its card alone
+NEWS_SECONDS = 5.0  # between lines about where the search is
 _TOYS = "tiny"  # with which names of presets begin that are for tests
 
 
@@ -54,7 +57,11 @@ def _fits_by_size(
     presets: None: all. Without a limit of host memory all has to be on the card, but for ALONE.
     Presets that the options do not go with are left out."""
     real = [name for name in presets or PRESETS if not name.startswith(_TOYS)]
+    told = time.monotonic()
     for name in sorted(real, key=lambda name: parameter_count(PRESETS[name]), reverse=True):
+        if time.monotonic() - told >= NEWS_SECONDS:
+            print(f"Searching, now {name} …", file=sys.stderr, flush=True)
+            told = time.monotonic()
         own, model = replace(config, model=name), PRESETS[name]
         if config.has_adapters:  # which need trained weights
             repository, model = released(name)

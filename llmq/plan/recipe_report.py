@@ -11,7 +11,7 @@ from llmq.base.errors import ConfigError
 from llmq.data.identity import tokenizers_of_files
 from llmq.data.tokens import open_token_files
 from llmq.options.cards import CARDS
-from llmq.options.option_file import save_options
+from llmq.options.option_file import check_new, save_options
 from llmq.options.options import TrainConfig
 from llmq.plan.law import published_laws, read_laws
 from llmq.plan.recipe import CHOSEN, Recipe, Search, Tried, Wanted, read_rates
@@ -45,6 +45,7 @@ def run_recipe(
     `llmq sweep-lr`. price: of a GPU's hour, kwh_price: of electricity. timed: tries a recipe, whose
     seconds then count instead of the plan's. Raises OutOfMemory if nothing fits, and ConfigError
     where a promise has no ground."""
+    check_new(out, "--out")
     _check(config, fixed)
 
     def where(config: TrainConfig, model: ModelConfig) -> PlanTarget:
