@@ -136,9 +136,10 @@ def test_values_of_options(more):
 
 
 VARIABLES = {
-    "made.yaml": "name: ${RUN}-1\nbatch-size: ${SIZE}\ntrain-file: ['${RUN}/a', '$b$${c}']\n",
-    "made.toml": 'name = "${RUN}-1"\nbatch-size = "${SIZE}"\ntrain-file = ["${RUN}/a", "$b$${c}"]',
-    "made.json": '{"name": "${RUN}-1", "batch-size": "${SIZE}", '
+    "variables.yaml": "name: ${RUN}-1\nbatch-size: ${SIZE}\ntrain-file: ['${RUN}/a', '$b$${c}']\n",
+    "variables.toml": 'name = "${RUN}-1"\nbatch-size = "${SIZE}"\n'
+    'train-file = ["${RUN}/a", "$b$${c}"]',
+    "variables.json": '{"name": "${RUN}-1", "batch-size": "${SIZE}", '
     '"train-file": ["${RUN}/a", "$b$${c}"]}',
 }
 
