@@ -659,6 +659,9 @@ def test_warnings():
         "--warmup",
         "--ckpt-major",
     ]
+    never = {"ckpt-interval": 0, "save-training-state": False}
+    (line,) = RULES.idle(make_config({"ckpt-major": 10} | never))
+    assert line == "--ckpt-major=10 has no effect without --ckpt-interval and --save-training-state"
     kept = {"ckpt-keep-n": 2, "ckpt-interval": 0}
     assert RULES.idle(make_config(kept)) == []
     (line,) = RULES.idle(make_config({**kept, "save-training-state": False}))

@@ -542,7 +542,7 @@ IDLE_ALONE = (
         "--ckpt-keep-n {value} has no effect without --ckpt-interval and --save-training-state: no "
         "checkpoints are written",
     ),
-    *without("ckpt_required", writes, "--ckpt-interval and --save-training-state"),
+    *without("ckpt_required ckpt_major", writes, "--ckpt-interval and --save-training-state"),
     *idle(
         "ckpt_background",
         lambda v, o: not (writes(o) or o.keep_best is not None),
