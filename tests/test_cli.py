@@ -371,13 +371,14 @@ COMMANDS = [
                 "verify": None,
                 "overwrite": False,
                 "force": False,
+                "text_only": False,
             },
         ),
     ),
     (
         "merge base adapter --out o",
         "checkpoint.merge.merge_adapter",
-        (("base", Path("adapter"), Path("o"), None, None), {}),
+        (("base", Path("adapter"), Path("o"), None, None, False), {}),
     ),
     (
         "plot pyproject.toml README.md --x hours --html",

@@ -98,7 +98,7 @@ def test_the_language_model_of_one_that_sees_images(name, tmp_path):
     save_file(tensors | guesses, tmp_path / "alone" / "model.safetensors")
     model = ModelConfig.from_hf(outer)
     assert model == ModelConfig.from_hf(json.loads((inner / "config.json").read_text()))
-    assert "vision_config is ignored" in model_warnings(tmp_path)[0]
+    assert "images are not trained" in model_warnings(tmp_path)[0]
     for folder in (tmp_path, tmp_path / "alone"):
         with HfWeights(folder) as weights, HfWeights(inner) as own:
             weights.check(weight_table(model))

@@ -209,6 +209,7 @@ def test_defaults_of_known_flags():
         "measure-scaling": False,
         "ckpt-background": False,
         "download": False,
+        "text-only": False,
         "seed": 42,
         "tensorboard": None,
         "wandb": None,

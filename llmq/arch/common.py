@@ -109,6 +109,8 @@ class Architecture:
     own_tokenizer_class: str | None = None
     """The tokenizer class that transformers gives its models whatever tokenizer_config.json says;
     None: it goes by that."""
+    wrapper_tokenizer_class: str | None = None
+    """The same of models of the class `wrapper`."""
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -175,8 +177,12 @@ class Architecture:
 
     def read_wrapped(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Read as `read` does, for the language model in a config.json of `wrapper`."""
+        return self.read(self.text_config(hf))
+
+    def text_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of the language model in a config.json of `wrapper`."""
         outer = {name: hf[name] for name in _OUTER if name in hf}
-        return self.read({**self.text_defaults, **outer, **get(hf, "text_config", dict)})
+        return {**self.text_defaults, **outer, **get(hf, "text_config", dict)}
 
     def write(self, model: Any, dtype: str) -> dict[str, Any]:
         """config.json of a model whose weights are stored as dtype ('bf16' or 'fp32'). transformers
@@ -253,7 +259,7 @@ def ignored_fields(hf: Mapping[str, Any]) -> list[str]:
         if hf.get(name)
     ]
     if hf.get("vision_config"):
-        lines.append("config.json: vision_config is ignored, only the language model is used")
+        lines.append("config.json: vision_config: images are not trained, only texts")
     return lines
 
 

@@ -49,6 +49,7 @@ class Qwen35(RopeFamily):
     qkv_bias = None
     o_bias = None
     head_dim = 256
+    wrapper_tokenizer_class = "Qwen3_5Tokenizer"
     own_fields = ("delta",)
     rope_kinds = ("linear", "yarn")
     partial_rotary = True

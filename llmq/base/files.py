@@ -192,8 +192,11 @@ def staged_directory(
 
 
 def sync_files(directory: Path) -> None:
-    """Force the files of a flat directory and its entries to the disk."""
-    for path in directory.iterdir():
+    """Force the files of a directory, of those in it, and their entries to the disk."""
+    for path in directory.rglob("*"):
+        if path.is_dir():
+            sync_directory(path)
+            continue
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     sync_directory(directory)
@@ -202,20 +205,21 @@ def sync_files(directory: Path) -> None:
 def _move_files(source: Path, target: Path, replaces: tuple[str, ...], owner: str | None) -> None:
     # A loss of power may leave any of the names that were changed since the last sync.
     last = replaces[0]
-    names = {path.name for path in source.iterdir()}
+    names = {p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file()}
     (target / last).unlink(missing_ok=True)
     sync_directory(target)
     for pattern in replaces:
         for old in target.glob(pattern):
-            if old.name not in names:
+            if old.relative_to(target).as_posix() not in names:
                 old.unlink()
     for name in sorted(names, key=lambda name: (name == last, name != owner, name)):
         if name == last:
             sync_directory(target)
+        (target / name).parent.mkdir(exist_ok=True)
         os.replace(source / name, target / name)
         if name == owner:
             sync_directory(target)
-    source.rmdir()
+    shutil.rmtree(source)
     sync_directory(target)
 
 

@@ -4,6 +4,7 @@
         weights.shard_000_of_002.safetensors    master weights, one file per rank
         adam.m.shard_… adam.v.shard_…           moments of the update rule, here of AdamW
         adam.m.scales.shard_… adam.v.scales…    of 8-bit moments
+        tokenizer.shard_000_of_001.safetensors  the tokenizer's files, each as bytes
         checkpoint.json                         the rest, with sizes and SHA-256 of those files
 
 Each rank stores ranges [start, stop) of the values of parameters, wherever its shard happens to
@@ -15,6 +16,7 @@ one for each 128 of its elements. Until it is complete the directory is called s
 import json
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -23,12 +25,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import OPTION_DTYPES, DType
+from llmq.base.dtypes import OPTION_DTYPES, U8, DType
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import (
     Closing,
     disk_errors,
     make_directory,
+    open_file,
     publish_directory,
     replacing,
     write_file,
@@ -43,6 +46,7 @@ from llmq.checkpoint.safetensors_file import (
     TensorSpec,
     write_safetensors,
 )
+from llmq.data.tokenizer import is_tokenizer_file, leaves_folder, tokenizer_names
 from llmq.ops.common import SCALE_BLOCK
 from llmq.options.options import OPTIONS
 from llmq.runtime.device import Device
@@ -52,6 +56,7 @@ from llmq.state.rules import AVERAGE, rule_saved
 from llmq.state.rules.rule import ROWS, SCALES, UpdateRule
 
 INITIAL_ADAPTERS = "adapters.begun"  # which there is where adapters began as a part of the model
+TOKENIZER = "tokenizer"  # the group of files that rank 0 writes alone
 
 
 def required_groups(rule: type[UpdateRule]) -> tuple[str, ...]:
@@ -174,9 +179,10 @@ class CheckpointWriter:
 
         entries: what every `write` returned, of every rank. Rank 0 only. Raises like `write`.
         """
-        document = self._document(manifest, sorted(entries))
-        names = {entry["name"] for entry in document["files"]}
         try:
+            entries = [*entries, *self._write_tokenizer(manifest.tokenizer)]
+            document = self._document(manifest, sorted(entries))
+            names = {entry["name"] for entry in document["files"]}
             with disk_errors(self.temporary):
                 for path in self.temporary.iterdir():
                     if path.name not in names:  # of a killed run, perhaps with other ranks
@@ -189,9 +195,28 @@ class CheckpointWriter:
             raise
         return self.path
 
+    def _write_tokenizer(self, tokenizer: str | None) -> list[FileEntry]:
+        """Write the files of a tokenizer in a folder, so that an export needs no other place. Those
+        that cannot be read are left out: a checkpoint is worth more."""
+        if tokenizer in (None, "bytes"):
+            return []
+        found = {}
+        for path in (Path(tokenizer) / name for name in tokenizer_names(Path(tokenizer))):
+            with suppress(OSError, ConfigError), open_file(path) as file:
+                if not leaves_folder(path):
+                    name = path.relative_to(tokenizer).as_posix()
+                    found[name] = np.frombuffer(file.readall(), np.uint8)
+        if not found:
+            return []
+        specs, arrays = [TensorSpec(n, U8, a.shape) for n, a in found.items()], [*found.values()]
+        name = f"{TOKENIZER}.shard_000_of_001.safetensors"
+        with replacing(self.temporary / name) as file:
+            written = write_safetensors(file, specs, arrays, {"group": TOKENIZER})
+        return [FileEntry(name, TOKENIZER, 0, *written)]
+
     def _document(self, manifest: Manifest, entries: list[FileEntry]) -> dict[str, Any]:
         needed = required_groups(rule_saved(manifest.options))
-        for group in {e.group for e in entries} | set(needed):
+        for group in ({e.group for e in entries} | set(needed)) - {TOKENIZER}:
             if [e.rank for e in entries if e.group == group] != list(range(self.world)):
                 raise ValueError(f"CheckpointWriter: not every rank has written {group}")
         document = {
@@ -204,6 +229,7 @@ class CheckpointWriter:
             "tokenizer": manifest.tokenizer,
             "tokenizer-id": manifest.tokenizer_id,
             **({} if manifest.base is None else {"base": manifest.base}),
+            **({} if manifest.source is None else {"source": manifest.source}),
             "files": [e._asdict() for e in entries],
         }
         return document | {"sha256": digest_of(document)}
@@ -255,15 +281,20 @@ class CheckpointReader(Closing):
             run=RunId.of(document["run"]),
             tokenizer_id=document.get("tokenizer-id"),
             base=document.get("base"),
+            source=document.get("source"),
         )
         self.rule = rule_saved(self.manifest.options)
         self._needed = required_groups(self.rule)
         self._files: list[SafetensorsFile] = []
+        self._tokenizer: SafetensorsFile | None = None
         self._pieces: dict[str, dict[str, list[_FileRange]]] = {}
         self._dtypes: dict[str, np.dtype] = {}
         for entry in (FileEntry(**entry) for entry in document["files"]):
             file = SafetensorsFile(path / entry.name)
             self._files.append(file)
+            if entry.group == TOKENIZER:
+                self._tokenizer = file
+                continue
             group = self._pieces.setdefault(entry.group, {})
             for name, (start, stop, size) in _ranges_of(file).items():
                 group.setdefault(name, []).append(_FileRange(start, stop, size, file))
@@ -357,6 +388,19 @@ class CheckpointReader(Closing):
                 f"{position} on"
             )
         return cover
+
+    def restore_tokenizer(self, folder: Path) -> bool:
+        """Write the tokenizer's files into an empty folder; False where the checkpoint has none.
+        LlmqError."""
+        if self._tokenizer is None:
+            return False
+        for name in self._tokenizer.tensors:
+            if not is_tokenizer_file(name):
+                raise LlmqError(f"'{self._tokenizer.path}' holds {name!r}, no tokenizer's file")
+            with disk_errors(folder / name):
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_bytes(self._tokenizer.read(name).tobytes())
+        return True
 
     def close(self) -> None:
         for file in self._files:

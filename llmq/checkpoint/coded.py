@@ -34,6 +34,11 @@ class CodedMatrix:
         for rows in row_blocks(self.shape[0], prod(self.shape[1:]), PIECE):
             yield rows, self.rows(rows.start, rows.stop)
 
+    def byte_pieces(self) -> Iterator[np.ndarray]:
+        """The bytes of its values, uint8."""
+        for _, values in self.pieces():
+            yield np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
     def rows(self, start: int, stop: int, *, transposed: bool = False) -> np.ndarray:
         if transposed:
             return self._decode(0, self.shape[0])[:, start:stop].T
@@ -187,8 +192,9 @@ def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
 def _sizes(name: str, values: Any) -> tuple[int, int]:
     """Rows and columns of a block; LlmqError unless both are positive whole numbers."""
     rows, columns = values
-    if not all(type(size) is int and size > 0 for size in (rows, columns)):
-        raise LlmqError(f"quantization_config: {name}: sizes must be positive, got {values!r}")
+    for size in (rows, columns):
+        if type(size) is not int or size <= 0:
+            raise LlmqError(f"quantization_config: {name}: sizes must be positive, got {size!r}")
     return rows, columns
 
 

@@ -16,7 +16,10 @@ from llmq.data.tokenizer import HfTokenizer, Tokenizer, copy_tokenizer_files, to
 from llmq.data.tokenizer_files import take_as_it_is
 from llmq.options.options import TrainConfig
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+PROCESSOR_FILES = (
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -54,14 +57,19 @@ def tokenizer_files(tokenizer: Tokenizer | Path | None) -> tuple[str, ...]:
     return tuple(HfTokenizer.WRITTEN) if brings else ()
 
 
-def save_tokenizer(folder: Path, config: ModelConfig, tokenizer: Tokenizer | Path | None) -> None:
-    """Write a tokenizer into an export, or copy that of a model directory."""
+def save_tokenizer(
+    folder: Path, config: ModelConfig, tokenizer: Tokenizer | Path | None, *, wrapped: bool = False
+) -> None:
+    """Write a tokenizer into an export, or copy that of a model directory. wrapped: config.json is
+    that of a model with other parts."""
     if isinstance(tokenizer, Path):
         copy_tokenizer_files(tokenizer, folder)
     elif tokenizer is not None:
         tokenizer.save(folder)
     theirs = tokenizer if isinstance(tokenizer, Path) else getattr(tokenizer, "folder", None)
-    take_as_it_is(folder, own=config.arch.own_tokenizer_class, theirs=theirs)
+    arch = config.arch
+    own = arch.wrapper_tokenizer_class if wrapped else arch.own_tokenizer_class
+    take_as_it_is(folder, own=own, theirs=theirs)
 
 
 def exported_files(directory: Path) -> list[Path]:
@@ -70,7 +78,8 @@ def exported_files(directory: Path) -> list[Path]:
     found = [path for pattern in MODEL_FILES for path in sorted(directory.glob(pattern))]
     if not found:
         return []
-    others = (directory / name for name in ("generation_config.json", *HfTokenizer.WRITTEN))
+    beside = (GENERATION_FILE, *PROCESSOR_FILES, *HfTokenizer.WRITTEN)
+    others = (path for name in beside for path in sorted(directory.glob(name)))
     return found + [path for path in others if path.is_file()]
 
 
@@ -96,14 +105,20 @@ def staged_export(
     tokenizer: Tokenizer | Path | None,
     check: Callable[[Path], None] | None,
     names: list[str],
+    *,
+    wrapped: bool = False,
 ) -> Iterator[Path]:
     """The folder of an export's files until all are there, to which the tokenizer is added. check:
-    called with it before it has its name. names: gets those of all files. LlmqError where the disk
-    is full or refuses; an older export is replaced, and nothing else."""
+    called with it before it has its name. names: gets those of all files. wrapped: as of
+    save_tokenizer. LlmqError where the disk is full or refuses; an older export is replaced, and
+    nothing else."""
     replaces = MODEL_FILES + tokenizer_files(tokenizer)
+    if exported_files(out_dir):
+        replaces += (GENERATION_FILE, *PROCESSOR_FILES)
     with staged_directory(out_dir, replaces, RUN_FILE) as staging:
         yield staging
-        save_tokenizer(staging, config, tokenizer)
+        save_tokenizer(staging, config, tokenizer, wrapped=wrapped)
         if check is not None:
             check(staging)
-        names += sorted(path.name for path in staging.iterdir())
+        paths = sorted(path for path in staging.rglob("*") if path.is_file())
+        names += [path.relative_to(staging).as_posix() for path in paths]

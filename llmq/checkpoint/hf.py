@@ -6,11 +6,11 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ import numpy as np
 from llmq.arch.matrix import HfPart
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32, OPTION_DTYPES, DType
-from llmq.base.errors import LlmqError
+from llmq.base.errors import LlmqError, warn
 from llmq.base.files import Closing, check_readable, json_object
 from llmq.checkpoint.coded import CodedMatrix, decoded
 from llmq.checkpoint.export_files import (
     CONFIG_FILE,
+    GENERATION_FILE,
     INDEX_FILE,
     SINGLE_FILE,
     run_record,
@@ -33,11 +34,13 @@ from llmq.checkpoint.export_files import (
 )
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.safetensors_file import (
+    CopiedSpec,
     FileTensor,
     SafetensorsFile,
     TensorSpec,
     write_safetensors,
 )
+from llmq.checkpoint.source_model import SourceModel
 from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import Tokenizer
 from llmq.state.params import Param, Slab, weight_table
@@ -45,8 +48,12 @@ from llmq.state.params import Param, Slab, weight_table
 IMPORTED_DTYPES = ("BF16", "F16", "F32")
 
 # Buffers that old checkpoints contain and that follow from the config: causal masks, frequencies.
-# And layers that guess several tokens at once, which transformers leaves out too.
-_BUFFERS = re.compile(r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$|^mtp\.")
+_BUFFERS = re.compile(r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$")
+_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+"""Prefixes of a language model beside other parts, and those without other parts. Published files
+have the first prefix, those that transformers 5 may write the second."""
+_KNOWN_PARTS = re.compile(r"(^|\.)(mtp|visual|vision\w*|audio\w*|multi_modal_projector)(\.|$)")
+"""Parts that many models have beside the language model."""
 SCORE_HEAD = "score.weight"
 
 
@@ -90,7 +97,9 @@ class HfWeights(Closing):
     Accepted are names without their first component ("wte.weight" for "transformer.wte.weight"),
     and the combined matrices of llm.q's exports (self_attn.qkv, mlp.up). Codes read as their
     values. If there are other parts, such as one that sees images, these are the tensors of the
-    language model. nested: there are such parts. coded: the kind of the codes, if there are some.
+    language model, whose names begin with `prefix`. coded: the kind of the codes, if there are
+    some. After `check`, extra: tensors by name that the language model does not have; fused:
+    whether experts of a layer are one tensor.
     """
 
     asks = "config.json asks"  # for shapes, in messages
@@ -99,12 +108,30 @@ class HfWeights(Closing):
         """LlmqError if files are missing or damaged."""
         self.directory = directory
         self._files: dict[str, SafetensorsFile] = {}
-        self._where, self.nested = _language_model(self._open())
+        every, self.coded = self._open(), None
         config = json_object(directory / CONFIG_FILE)
         self._is_classifier = str(config.get("architectures")).endswith("Classification']")
-        self.coded: str | None = None
         if (coded := config.get("quantization_config")) is not None:
-            self._where, self.coded = decoded(self._where, coded), coded["quant_method"]
+            every, self.coded = decoded(every, coded), coded["quant_method"]
+        self._own_names, self.prefix = _language_model(every)
+        self._where = {own: every[name] for own, name in self._own_names.items()}
+        self.extra = {n: every[n] for n in every.keys() - set(self._own_names.values())}
+        self.fused = False
+
+    @property
+    def nested(self) -> bool:
+        """Whether there are other parts, so that transformers has the language model inside."""
+        return bool(self.prefix)
+
+    def source_model(self, name: str, revision: str | None = None) -> SourceModel:
+        """The model of these weights, which have been checked, and stay open as long as somebody
+        reads its extra tensors. name, revision: as the fields. Warns of other parts than those that
+        many models have."""
+        unknown = sorted(name for name in self.extra if not _KNOWN_PARTS.search(name))
+        if unknown:
+            warn(f"'{self._path}' holds {_list(unknown)}, which no model here has: exports keep it")
+        layout = {"prefix": self.prefix, "fused": self.fused}
+        return SourceModel.of(name, revision, self.directory, self.extra, **layout)
 
     def has(self, param: Param) -> bool:
         return all(self._name(part.name) is not None for part in self._parts(param))
@@ -173,13 +200,16 @@ class HfWeights(Closing):
         return param.hf
 
     def check(self, table: tuple[Slab, ...]) -> None:
-        """LlmqError unless the files hold this model's tensors in the right shapes and no others.
+        """LlmqError unless the files hold this model's tensors in the right shapes, and no others
+        inside of its modules.
 
         Reads no weights, except where a tied checkpoint also stores an LM head: it must be equal.
         """
         missing, used, names = [], set(), set()
         for param in (p for slab in table for p in slab.params):
-            for part in self._parts(param):
+            parts = self._parts(param)
+            self.fused |= parts == (param.fused,)
+            for part in parts:
                 names.add(part.name)
                 stored = self._name(part.name)
                 if stored is None and part.name == SCORE_HEAD and not self._is_classifier:
@@ -204,11 +234,19 @@ class HfWeights(Closing):
             self._check_part("lm_head.weight", embed, embed.hf[0])
             self._check_tied_head(self._name(embed.hf[0].name))
             unexpected.remove("lm_head.weight")
-        if unexpected:
+        self._check_extra(unexpected, {_module_of(name) for name in {*names, SCORE_HEAD}})
+
+    def _check_extra(self, unexpected: list[str], modules: set[str]) -> None:
+        """Take unexpected tensors for those of other parts; LlmqError where they are inside of the
+        model's own modules, whose computation they would change."""
+        modules |= {module.partition(".")[2] for module in modules} | {"lm_head"}
+        inside = [name for name in unexpected if _module_of(name) in modules]
+        if inside:
             raise LlmqError(
-                f"'{self._path}' holds {_list(unexpected)}, which a model of this config.json does "
+                f"'{self._path}' holds {_list(inside)}, which a model of this config.json does "
                 "not have: the two do not belong together, or this kind of model is not supported"
             )
+        self.extra |= {self._own_names[name]: self._where.pop(name) for name in unexpected}
 
     @property
     def _path(self) -> Path:
@@ -296,22 +334,35 @@ class HfWeights(Closing):
 
     def close(self) -> None:
         self._where.clear()
+        self.extra.clear()
         for file in self._files.values():
             file.close()
         self._files.clear()
 
 
-def _language_model(where: dict[str, FileTensor]) -> tuple[dict[str, FileTensor], bool]:
-    """The tensors of the language model, as a model without other parts names them, and True if
-    there are such parts. Published files have the first prefix, those that transformers 5 may write
-    the second."""
-    for prefix, own in (("language_model.", ""), ("model.language_model.", "model.")):
-        named = {n.removeprefix(prefix): t for n, t in where.items() if n.startswith(prefix)}
-        if named:
-            own_heads = ("lm_head.weight", SCORE_HEAD)
-            heads = {name: t for name, t in where.items() if name in own_heads}
-            return {own + name: tensor for name, tensor in named.items()} | heads, True
-    return where, False
+def _language_model(names: Iterable[str]) -> tuple[dict[str, str], str]:
+    """By name of a tensor in a model without other parts, that of the language model's tensor here;
+    and the prefix of these, "" where there are no other parts."""
+    names = list(names)
+    for prefix, own in _PREFIXES.items():
+        found = {own + n.removeprefix(prefix): n for n in names if n.startswith(prefix)}
+        if found:
+            heads = ("lm_head.weight", SCORE_HEAD)
+            return found | {name: name for name in names if name in heads}, prefix
+    return {name: name for name in names}, ""
+
+
+def name_beside(prefix: str, name: str) -> str:
+    """The name that a tensor of the language model has where its names begin with `prefix`."""
+    own = _PREFIXES.get(prefix)
+    return name if own is None or not name.startswith(own) else prefix + name.removeprefix(own)
+
+
+def _module_of(name: str) -> str:
+    """The module that has a tensor; of those in layers, what has all layers."""
+    parts = name.split(".")
+    layer = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
+    return ".".join(parts[:layer])
 
 
 def same_values(one: FileTensor, other: FileTensor) -> bool:
@@ -397,17 +448,24 @@ MAX_SHARD_BYTES = 5_000_000_000
 class StoredAs:
     """The tensors that a parameter is in a file: those of its modules, in dtype F32 or BF16.
 
-    fields: of config.json, beside the model's.
+    fields: of config.json, beside the model's. prefix, fused: as of HfWeights.
     """
 
     fields: Mapping[str, Any] = {}
+    prefix, fused = "", False
 
     def __init__(self, dtype: DType):
         self.dtype = dtype
 
+    def parts(self, param: Param) -> tuple[HfPart, ...]:
+        return param.hf if param.fused is None or not self.fused else (param.fused,)
+
     def specs(self, param: Param) -> list[TensorSpec]:
         """Names, formats and shapes, in the order of the file."""
-        return [TensorSpec(p.name, self.dtype, stored_shape(param, p)) for p in param.hf]
+        return [
+            TensorSpec(name_beside(self.prefix, p.name), self.dtype, stored_shape(param, p))
+            for p in self.parts(param)
+        ]
 
     def values(self, param: Param, values: np.ndarray) -> np.ndarray:
         """The numbers that its tensors stand for."""
@@ -416,7 +474,7 @@ class StoredAs:
     def arrays(self, param: Param, values: np.ndarray) -> Iterator[np.ndarray]:
         """Make the tensors of its values in its shape, in the order of specs."""
         values = param.by_row(values)
-        for part in param.hf:
+        for part in self.parts(param):
             rows = values[part.start : part.stop].astype(self.dtype.numpy, copy=False)
             yield part.stored(rows)
 
@@ -428,6 +486,7 @@ def export_model(
     dtype: DType,
     tokenizer: Tokenizer | Path | None = None,
     *,
+    source: SourceModel | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     check: Callable[[Path], None] | None = None,
     stored: StoredAs | None = None,
@@ -437,23 +496,38 @@ def export_model(
 
     read: a parameter in its shape, F32 or BF16; called once each, in table order. dtype: F32 or
     BF16, of the written weights. tokenizer: saved beside them, or a directory whose tokenizer files
-    are copied, such that AutoTokenizer makes the same ids. check: as of staged_export. stored: what
+    are copied, such that AutoTokenizer makes the same ids. source: the model that the weights began
+    as, whose other files, fields and tensors go with them. check: as of staged_export. stored: what
     becomes of parameters instead. origin: as of run_record. Nothing appears in out_dir before
     everything is on the disk. LlmqError.
     """
     option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
     stored, names = StoredAs(dtype) if stored is None else stored, []
-    with staged_export(out_dir, config, tokenizer, check, names) as staging:
-        write_json(staging / CONFIG_FILE, config.to_hf(option) | stored.fields)
+    fields, texts, wrapped = config.to_hf(option), {}, False
+    if source is not None:
+        fields, texts = source.config_json(config, option), source.copied
+        stored.prefix, stored.fused, wrapped = source.prefix, source.fused, source.has_parts
+    with staged_export(out_dir, config, tokenizer, check, names, wrapped=wrapped) as staging:
+        write_json(staging / CONFIG_FILE, fields | stored.fields)
         if not config.num_labels:
-            write_json(staging / "generation_config.json", _generation_config(config))
-        sums = _write_weights(staging, weight_table(config), read, stored, max_shard_bytes)
+            write_json(staging / GENERATION_FILE, _generation_config(config, source))
+        for name, text in texts.items():
+            (staging / name).write_text(text, "utf-8")
+        extra = {} if source is None else source.extra
+        params = [param for slab in weight_table(config) for param in slab.params]
+        specs = [spec for param in params for spec in stored.specs(param)]
+        specs += [_copied_spec(name, extra[name], dtype) for name in sorted(extra)]
+        arrays = (array for param in params for array in stored.arrays(param, read(param)))
+        copies = (_copied(extra[name], dtype) for name in sorted(extra))
+        sums = _write_weights(staging, specs, chain(arrays, copies), max_shard_bytes)
         if record := run_record(**origin):
             write_json(staging / RUN_FILE, record | {"sha256": sums})
     return names
 
 
-def _generation_config(config: ModelConfig) -> dict[str, Any]:
+def _generation_config(config: ModelConfig, source: SourceModel | None) -> dict[str, Any]:
+    """The source's with further ids that end a text, else the special tokens of the model."""
+    found = None if source is None else source.generation_config(config)
     config = config.without_foreign_tokens()
     eos = config.eos_token_ids
     ids = {
@@ -461,21 +535,35 @@ def _generation_config(config: ModelConfig) -> dict[str, Any]:
         "eos_token_id": list(eos) if len(eos) > 1 else config.eos_token_id,
         "pad_token_id": config.pad_token_id,
     }
-    return {"_from_model_config": True} | {k: v for k, v in ids.items() if v is not None}
+    ids = {name: value for name, value in ids.items() if value is not None}
+    return ids | found if found is not None else {"_from_model_config": True} | ids
+
+
+def _copied_spec(name: str, tensor: Any, dtype: DType) -> TensorSpec | CopiedSpec:
+    """A tensor of another part: the bytes as they are, and of codes the values in dtype."""
+    if isinstance(tensor, CodedMatrix):
+        return TensorSpec(name, dtype, tensor.shape)
+    return CopiedSpec(name, tensor.dtype, tensor.shape, tensor.nbytes)
+
+
+def _copied(tensor: Any, dtype: DType) -> Any:
+    """The tensor as its spec takes it."""
+    if isinstance(tensor, CodedMatrix):
+        return np.concatenate([values for _, values in tensor.pieces()]).astype(dtype.numpy)
+    return tensor
 
 
 def _write_weights(
     directory: Path,
-    table: tuple[Slab, ...],
-    read: Callable[[Param], np.ndarray],
-    stored: StoredAs,
+    specs: Sequence[TensorSpec | CopiedSpec],
+    arrays: Iterator[Any],
     max_shard_bytes: int,
 ) -> dict[str, str]:
-    """Returns the SHA-256 of each file by its name."""
-    params = [param for slab in table for param in slab.params]
-    shards: list[list[TensorSpec]] = [[]]
+    """Write tensors in the order of specs; returns the SHA-256 of each file by its name. arrays: as
+    of write_safetensors."""
+    shards: list[list[TensorSpec | CopiedSpec]] = [[]]
     filled = 0  # bytes of the last
-    for spec in (spec for param in params for spec in stored.specs(param)):
+    for spec in specs:
         if shards[-1] and filled + spec.nbytes > max_shard_bytes:
             shards.append([])
             filled = 0
@@ -485,14 +573,12 @@ def _write_weights(
     if len(shards) == 1:
         names = [SINGLE_FILE]
     else:
-        specs = [spec for shard in shards for spec in shard]
         metadata = {
             "total_parameters": sum(prod(s.shape) for s in specs),
             "total_size": sum(s.nbytes for s in specs),
         }
         files = {s.name: name for name, shard in zip(names, shards, strict=True) for s in shard}
         write_json(directory / INDEX_FILE, {"metadata": metadata, "weight_map": files})
-    arrays = (array for param in params for array in stored.arrays(param, read(param)))
     sums = {}
     for name, shard in zip(names, shards, strict=True):
         with open(directory / name, "wb") as file:

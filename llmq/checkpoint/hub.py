@@ -7,19 +7,26 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError, warn
 from llmq.base.files import read_json
-from llmq.checkpoint.export_files import INDEX_FILE, SINGLE_FILE
+from llmq.checkpoint.export_files import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    INDEX_FILE,
+    PROCESSOR_FILES,
+    SINGLE_FILE,
+)
 from llmq.data.tokenizer import HfTokenizer
 from llmq.options.presets import find_directory, hub_cache
 
 MODEL, WEIGHTS, TOKENIZER = "model", "weights", "tokenizer"
 """Parts of a repository: config.json and what else describes the model, its weights, tokenizer."""
 
-_DESCRIPTION = ("config.json", "generation_config.json")
+_DESCRIPTION = (CONFIG_FILE, GENERATION_FILE, *PROCESSOR_FILES)
 BYTES = "bytes"
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+(/[\w.-]+)*)?", re.ASCII)
 _ON = ("1", "on", "yes", "true")
@@ -142,7 +149,7 @@ def _files(flag: str, name: str, parts: Sequence[str], there: Sequence[str]) -> 
         names = {MODEL: _DESCRIPTION, TOKENIZER: HfTokenizer.FILES}.get(part)
         if names is None:
             names = (SINGLE_FILE,) if SINGLE_FILE in there else (INDEX_FILE,)
-        found = [file for file in names if file in there]
+        found = [file for name in names for file in there if fnmatchcase(file, name)]
         if part == TOKENIZER and MODEL in parts:  # of a model it is welcome, not required
             wanted += found
             continue

@@ -18,6 +18,7 @@ from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable
 from llmq.base.run_id import RunId
 from llmq.checkpoint.hf import BaseId
+from llmq.checkpoint.source_model import SourceModel
 from llmq.data.identity import TokenizerId
 from llmq.options.options import TrainConfig
 
@@ -43,6 +44,8 @@ class Manifest:
     """BaseId.record() of the model whose adapters these are; None where all of it is here."""
     tokenizer_id: dict[str, Any] | None = None
     """TokenizerId.record() of what made the training data."""
+    source: dict[str, Any] | None = None
+    """SourceModel.record() of the model that all of the weights began as; None: of none."""
 
     @classmethod
     def of(
@@ -54,10 +57,11 @@ class Manifest:
         run: RunId,
         made: tuple[str | None, TokenizerId | None],
         base: BaseId | None = None,
+        source: SourceModel | None = None,
     ) -> Manifest:
         """The manifest of a run with these options, which may go on: nothing of it is shared.
 
-        made: tokenizer and its identity. base: of adapters.
+        made: tokenizer and its identity. base: of adapters. source: of a whole model.
         """
         options = {
             name: str(value) if isinstance(value, Path) else value
@@ -72,6 +76,7 @@ class Manifest:
             run=run,
             tokenizer_id=made[1] and made[1].record(),
             base=base and base.record(),
+            source=source and source.record(),
         )
 
 

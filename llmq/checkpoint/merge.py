@@ -17,6 +17,7 @@ from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.hf import HfWeights, base_id, check_same_base, export_model
 from llmq.checkpoint.peft import AdapterFiles, with_additions
 from llmq.checkpoint.principal import Read, Split, halved
+from llmq.checkpoint.source_model import SourceModel
 from llmq.data.guarded import look_into
 from llmq.data.identity import noted_tokenizer
 from llmq.data.tokenizer import HfTokenizer
@@ -24,7 +25,7 @@ from llmq.data.tokenizer_files import parse_tokens
 from llmq.formats import FORMATS
 from llmq.options.adapters import Adapters, adapted_tables, all_adapted
 from llmq.options.option_types import QUANTIZED
-from llmq.options.presets import find_directory, resolve_model
+from llmq.options.presets import find_directory, resolve_model, revision_of
 from llmq.state.params import NEW_ROWS, TABLES, Param, trained_slabs, weight_table
 
 
@@ -163,6 +164,13 @@ def tokenizer_folder(adapter: Path, directory: Path) -> Path:
     return adapter if whole else directory
 
 
+def source_of(name: str, weights: HfWeights, model: ModelConfig, *, text_only: bool) -> SourceModel:
+    """The model of checked weights, as an export of `model` takes what lies beside them."""
+    found = weights.source_model(name, revision_of(weights.directory))
+    warn(*found.notes(model, text_only=text_only))
+    return found.for_model(model, text_only=text_only)
+
+
 def _base(files: AdapterFiles, weights: HfWeights, param: Param) -> np.ndarray:
     """The parameter as PEFT loads it: a copy beside the adapters is in place of what the model
     has."""
@@ -179,23 +187,29 @@ def merge_adapter(
     out_dir: Path,
     model_dtype: str | None = None,
     base_dtype: str | None = None,
+    text_only: bool = False,
 ) -> list[str]:
     """Write the model with its adapters added in F32; returns the names of the files. base: a model
     directory or a cached repository. model_dtype: "bf16" or "fp32", None: that of the base.
-    base_dtype: as of open_merged. LlmqError if the two do not belong together, or out_dir holds a
-    model already."""
+    base_dtype: as of open_merged. text_only: without tensors that the language model does not have.
+    LlmqError if the two do not belong together, or out_dir holds a model already."""
     with locked(lock_beside(out_dir.resolve()), "--out", out_dir):
-        return _merge(base, adapter, out_dir, model_dtype, base_dtype)
+        return _merge(base, adapter, out_dir, model_dtype, base_dtype, text_only)
 
 
 def _merge(
-    base: str, adapter: Path, out_dir: Path, model_dtype: str | None, base_dtype: str | None
+    base: str,
+    adapter: Path,
+    out_dir: Path,
+    model_dtype: str | None,
+    base_dtype: str | None,
+    text_only: bool,
 ) -> list[str]:
     if exported_files(out_dir):
         raise LlmqError(f"--out: '{out_dir}' holds a model already: choose another directory")
     check_base(base)
     config, directory = resolve_model(base, from_scratch=False)
-    source = tokenizer_folder(adapter, directory)
+    tokenizer = tokenizer_folder(adapter, directory)
     with HfWeights(directory) as weights:
         weights.check(weight_table(config))
         if model_dtype is None and weights.dtype == "fp16":
@@ -203,7 +217,8 @@ def _merge(
         dtype = OPTION_DTYPES[model_dtype or weights.dtype.replace("fp16", "bf16")]
         with open_merged(config, base, weights, adapter, base_dtype) as (merged, read):
             made = noted_tokenizer(adapter) or noted_tokenizer(directory)
-            return export_model(out_dir, merged, read, dtype, source, made=made)
+            began_as = source_of(base, weights, merged, text_only=text_only)
+            return export_model(out_dir, merged, read, dtype, tokenizer, source=began_as, made=made)
 
 
 def check_base(base: str, flag: str = "BASE") -> None:

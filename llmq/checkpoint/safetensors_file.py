@@ -32,6 +32,7 @@ HEADER_ALIGN = 64  # bytes: a mapped file then has its tensors where vector load
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 READ_BYTES = 1 << 30  # one read call transfers less than 2 GiB
 PIECE = 1 << 20  # elements that are read at once: they stay in the processor's cache
+BYTES = 1 << 24  # bytes of a tensor that is copied as it is
 
 
 class StoredTensor(NamedTuple):
@@ -118,6 +119,13 @@ class SafetensorsFile:
             done += got
         return out
 
+    def byte_pieces(self, name: str) -> Iterator[np.ndarray]:
+        """The bytes of a tensor of any element type, uint8, a few MiB at a time. Raises
+        LlmqError."""
+        stored = self.tensors[name]
+        for start in range(0, stored.nbytes, BYTES):
+            yield self._read_bytes(stored.offset + start, min(BYTES, stored.nbytes - start))
+
     def close(self) -> None:
         self._file.close()
 
@@ -128,11 +136,15 @@ class FileTensor:
     def __init__(self, file: SafetensorsFile, name: str):
         stored = file.tensors[name]
         self.path, self.name, self.dtype, self.shape = file.path, name, stored.dtype, stored.shape
-        self._file = file
+        self.nbytes, self._file = stored.nbytes, file
 
     def flat(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Elements [start, stop), in the stored dtype. LlmqError if the file has become shorter."""
         return self._file.read(self.name, start, stop)
+
+    def byte_pieces(self) -> Iterator[np.ndarray]:
+        """All bytes, uint8, a few MiB at a time."""
+        return self._file.byte_pieces(self.name)
 
     def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
         """A few rows at a time: where they belong, and their values in the stored dtype."""
@@ -174,23 +186,49 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
 
     @property
+    def label(self) -> str:
+        return self.dtype.label
+
+    @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+    def pieces(self, array: np.ndarray) -> Iterator[np.ndarray]:
+        """The bytes of its values; ValueError unless they have its type and shape."""
+        if array.dtype != self.dtype.numpy or array.shape != self.shape:
+            raise ValueError(
+                f"write_safetensors: {self.name} must be {self.dtype} {list(self.shape)}, "
+                f"got {array.dtype} {list(array.shape)}"
+            )
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+class CopiedSpec(NamedTuple):
+    """A tensor that is copied byte by byte, of any element type. label: of that in the header."""
+
+    name: str
+    label: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    def pieces(self, tensor: FileTensor) -> Iterator[np.ndarray]:
+        return tensor.byte_pieces()
 
 
 def write_safetensors(
     file: BinaryIO,
-    specs: Sequence[TensorSpec],
-    arrays: Iterable[np.ndarray],
+    specs: Sequence[TensorSpec | CopiedSpec],
+    arrays: Iterable[np.ndarray | FileTensor],
     metadata: dict[str, str],
 ) -> tuple[int, str]:
     """Write a whole file; returns its size and SHA-256. arrays yields the tensors in the order of
-    specs, one at a time. ValueError if an array is not what its spec says."""
+    specs, one at a time, of a CopiedSpec the FileTensor. ValueError if an array is not what its
+    spec says."""
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for spec in specs:
         header[spec.name] = {
-            "dtype": spec.dtype.label,
+            "dtype": spec.label,
             "shape": list(spec.shape),
             "data_offsets": [offset, offset + spec.nbytes],
         }
@@ -208,10 +246,6 @@ def write_safetensors(
     put(len(text).to_bytes(8, "little"))
     put(text)
     for spec, array in zip(specs, arrays, strict=True):
-        if array.dtype != spec.dtype.numpy or array.shape != spec.shape:
-            raise ValueError(
-                f"write_safetensors: {spec.name} must be {spec.dtype} {list(spec.shape)}, "
-                f"got {array.dtype} {list(array.shape)}"
-            )
-        put(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        for piece in spec.pieces(array):
+            put(piece.data)
     return size, digest.hexdigest()

@@ -110,6 +110,11 @@ def score(
     run_score(config, model, model_dir, out, top_k)
 
 
+TextOnly = option(
+    bool,
+    "Leave out tensors that the language model does not have, such as those of a vision tower.",
+    "--text-only",
+)
 Out = option(Path, "Folder, or FILE.gguf.", "--out", "--out-dir", metavar="PATH")
 Format = option(
     str,
@@ -134,7 +139,11 @@ def export(
     checkpoint_dir: option(
         Path, "Without SOURCE: a checkpoint, or a directory of checkpoints."
     ) = Path("ckpt/llmq"),
-    base: option(str | None, "The model of adapters, if it is not where they say.") = None,
+    base: option(
+        str | None,
+        "The model of adapters, or of what a checkpoint's run has not trained, if it is not where "
+        "these say.",
+    ) = None,
     merge: option(bool, "Write adapters with their model, as one model.", "--merge") = False,
     scales: option(
         str | None, "fp8: of matrices, tensor or row; tensor after training in fp8, else row."
@@ -155,6 +164,7 @@ def export(
     ) = None,
     overwrite: option(bool, "Replace what is at --out, whoever wrote it.", "--overwrite") = False,
     force: option(bool, "Write weights that are infinities or NaNs, too.", "--force") = False,
+    text_only: TextOnly = False,
 ) -> None:
     """Write a checkpoint, a model or adapters as transformers, peft, vLLM or llama.cpp load
     them."""
@@ -180,9 +190,10 @@ def merge(
         "bf16: it is taken as it is, e4m3, int8, nf4, mxfp4: as --base-dtype of train.",
         callback=checks("base_dtype"),
     ) = None,
+    text_only: TextOnly = False,
 ) -> None:
     """Write a model with its adapters as a model directory that needs no PEFT."""
     from llmq.checkpoint.merge import merge_adapter
 
-    files = merge_adapter(base, adapter, out, model_dtype, base_dtype)
+    files = merge_adapter(base, adapter, out, model_dtype, base_dtype, text_only)
     print(f"wrote {', '.join(files)} to {out}")

@@ -46,7 +46,7 @@ from llmq.base.records import (
     unpacked_size,
 )
 from llmq.data.identity import MANIFEST, SHARD_NAME, read_manifest
-from llmq.data.tokenizer import HfTokenizer
+from llmq.data.tokenizer import TEMPLATES, HfTokenizer
 
 STANDARD_INPUT = "-"
 _SPOOLED = re.compile(r"standard-input-[0-9a-f]{16}(\.gz|\.zst)?")
@@ -135,6 +135,8 @@ def _own_names(folder: Path) -> Collection[str]:
     """Names of files that an earlier `llmq tokenize` has written into a folder."""
     if read_manifest(folder):
         return {MANIFEST, *(name for name in os.listdir(folder) if SHARD_NAME.fullmatch(name))}
+    if folder.name == TEMPLATES:
+        return os.listdir(folder) if _own_names(folder.parent) else ()
     copied = folder.name == "tokenizer" and read_manifest(folder.parent)
     return HfTokenizer.WRITTEN if copied else ()
 

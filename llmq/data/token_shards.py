@@ -314,8 +314,8 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str | Non
     is_there = isinstance(tokenizer, HfTokenizer) and tokenizer.folder.resolve() == folder.resolve()
     with disk_errors(folder):
         if not is_there:
-            for name in HfTokenizer.WRITTEN:
-                (folder / name).unlink(missing_ok=True)
+            for path in (path for name in HfTokenizer.WRITTEN for path in folder.glob(name)):
+                path.unlink()
             tokenizer.save(folder)
         if chat_template is not None:
             write_file(folder / TEMPLATE_FILE, chat_template)

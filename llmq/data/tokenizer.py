@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,7 +160,7 @@ class ExactTokenizer(PreTrainedTokenizerFast):
     \"\"\"The tokenizer in tokenizer.json as it is.\"\"\"
 """
 EXACT_MAP = {"AutoTokenizer": [None, "tokenization_exact.ExactTokenizer"]}
-TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FILE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 CONFIG_FILE = "tokenizer_config.json"
 
 Added = tuple[list[int], list[int]]
@@ -289,6 +290,7 @@ class HfTokenizer:
     FILES = (
         *("tokenizer.json", CONFIG_FILE, "special_tokens_map.json", "vocab.json"),
         *("merges.txt", "added_tokens.json", TEMPLATE_FILE, "tokenizer.model"),
+        *("chat_template.json", f"{TEMPLATES}/*.jinja"),
     )
     WRITTEN = (*FILES, EXACT_MODULE)
     # Files that hold one JSON object each.
@@ -441,7 +443,15 @@ Tokenizer = ByteTokenizer | HfTokenizer
 
 def tokenizer_names(folder: Path) -> list[str]:
     """Names of the tokenizer files that a folder has."""
-    return [name for name in HfTokenizer.FILES if (folder / name).is_file()]
+    found = (path for name in HfTokenizer.FILES for path in sorted(folder.glob(name)))
+    return [path.relative_to(folder).as_posix() for path in found if path.is_file()]
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Whether a path inside of a folder is that of a tokenizer's file."""
+    parts = name.split("/")
+    fits = any(fnmatchcase(name, p) and p.count("/") == len(parts) - 1 for p in HfTokenizer.FILES)
+    return fits and not {"", ".", ".."} & {*parts}
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
@@ -454,6 +464,7 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
             continue
         names.append(name)
         with disk_errors(target / name):
+            (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, target / name)
     if CONFIG_FILE in names:
         _drop_code(source, target)

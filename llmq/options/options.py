@@ -69,6 +69,9 @@ class TrainConfig(Derived):
         "Special tokens that the model gets behind its last ones, as its tokenizer got in `llmq "
         "tokenize`, with commas between them; their rows begin as the mean of the others",
     )
+    text_only: bool = switch(
+        "Leave out of exports the tensors of --model that are not trained, such as a vision tower"
+    )
     model_dtype: str = dtype_option("bf16", "Format of weights and activations")
     master_dtype: str | None = dtype_option(None, "Format of the weights the optimizer updates")
     grad_accum_dtype: str | None = dtype_option(None, "Format in which gradients are summed")

@@ -188,6 +188,16 @@ REFUSED = (
         "best is known with --keep-best METRIC alone: give a metric, or --export last",
     ),
     *refused(
+        "text_only",
+        lambda v, o: v and o.from_scratch,
+        "a new model has no other parts: leave it out",
+    ),
+    *refused(
+        "text_only",
+        lambda v, o: v and o.has_adapters,
+        "adapters are exported alone: give it to `llmq merge`",
+    ),
+    *refused(
         "add_tokens",
         lambda v, o: v is not None and o.from_scratch,
         "a new model has rows for all of its tokenizer: use --vocab-size auto",

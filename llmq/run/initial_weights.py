@@ -1,6 +1,7 @@
 """The first weights of a run: random numbers or a model, and the adapters of one."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.checkpoint import INITIAL_ADAPTERS, CheckpointReader
 from llmq.checkpoint.export_files import HubModel
+from llmq.checkpoint.extra_tensors import opened_extra
 from llmq.checkpoint.hf import (
     BaseId,
     HfWeights,
@@ -25,6 +27,7 @@ from llmq.checkpoint.hf import (
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles
 from llmq.checkpoint.peft_export import export_adapter
 from llmq.checkpoint.principal import Split, doubled
+from llmq.checkpoint.source_model import SourceModel
 from llmq.data.identity import TokenizerId
 from llmq.data.tokenizer import Tokenizer
 from llmq.data.tokenizer_files import first_new_id, parse_tokens
@@ -141,6 +144,8 @@ class InitialWeights:
             if config.is_quantized and kept_by not in (None, base):
                 line = f"--base-dtype {base} rounds the codes of {config.model} anew"
                 warn(f"{line}: --base-dtype {kept_by} keeps them")
+        self.source = self._source()
+        self._open = ExitStack()  # of extra tensors that another folder has
         self._files: AdapterFiles | None = None
         if config.adapter is not None:
             self._files = AdapterFiles(config.adapter)
@@ -148,6 +153,44 @@ class InitialWeights:
             if self._files.base is not None:
                 check_same_base(f"--adapter: '{config.adapter}'", self._files.base, self.base)
             self._warn_of_base()
+
+    def _source(self) -> SourceModel | None:
+        """The model that the weights begin as, with what exports take from its folder; None of
+        random weights. Warns of tensors that are not trained."""
+        config = self.config
+        if self.weights is None or config.only_scores:
+            return None
+        whole = self.weights.source_model(config.model, config.revision)
+        if whole.parts:
+            fate = "are left out of exports" if config.text_only else "stay as they are"
+            warn(f"{whole.described} are not trained: they {fate}")
+        warn(*whole.notes(self.model, text_only=config.text_only))
+        return whole
+
+    @property
+    def kept(self) -> SourceModel | None:
+        """The source as a checkpoint keeps it, None of adapters, which are exported alone."""
+        return None if self.adapters is not None else self.source
+
+    @property
+    def exported(self) -> SourceModel | None:
+        """The source as an export of this run takes it."""
+        if self.source is None:
+            return None
+        return self.source.for_model(self.model, text_only=self.config.text_only)
+
+    def continue_source(self, reader: CheckpointReader) -> None:
+        """Take what exports need of the model that a checkpoint's run began as. LlmqError where
+        its extra tensors are neither in --model nor where they were."""
+        before = SourceModel.of_record(reader.manifest.source)
+        if before is None or self.adapters is not None:
+            return
+        if self.source is not None and self.source.sha256 == before.sha256:
+            before = replace(before, extra=self.source.extra)
+        elif before.for_model(self.model, text_only=self.config.text_only).parts:
+            opened = opened_extra(before, f"checkpoint '{reader.path}'", "--model")
+            before = self._open.enter_context(opened)
+        self.source = before
 
     @property
     def base(self) -> BaseId | None:
@@ -257,7 +300,9 @@ class InitialWeights:
         origin = {"made": made, "run": run, "hub": HubModel.of(config)}
         if self.adapters is None:
             dtype = parse_dtype(config.model_dtype)
-            export_model(directory, self.model, read, dtype, tokenizer, **origin)
+            export_model(
+                directory, self.model, read, dtype, tokenizer, source=self.exported, **origin
+            )
             return
         saved, adapters = AdapterConfig.of(config), self.adapters
         origin["base"] = self.base

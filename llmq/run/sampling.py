@@ -168,7 +168,9 @@ def open_model(
         if made is not None and not is_checkpoint:
             check_recorded(tokenizer, made, source.model.vocab_size, f"the model in '{tokenizer}'")
         is_bytes = isinstance(tokenizer, ByteTokenizer)
-        yield source.model, source.read, "bytes" if is_bytes else tokenizer
+        began_as = source.began_as
+        model = source.model if began_as is None else source.model.ending_at(began_as.ends)
+        yield model, source.read, "bytes" if is_bytes else tokenizer
 
 
 def _check_model(model: str) -> None:

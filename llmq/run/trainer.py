@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,7 @@ class Trainer(Closing):
         self.validated_at: int | None = None
         self.history: dict[str, Any] = {}
         self._has_scores = False
+        self._restored: TemporaryDirectory | None = None  # for a checkpoint's tokenizer
         self.machine: Machine = choose_machine(config.device, config.gpus)
         self.world_size = self.machine.world_size
         planning = processes().each(lambda: plan_run(config, model, self.machine))
@@ -373,7 +375,8 @@ class Trainer(Closing):
         loader = self.train_loader.state() if "train_loaders" in self.__dict__ else {}
         own = {"validated_at": self.validated_at, "history": self.history}
         state = self.ranks.extra_state() | own
-        shared = (self.run, (self.tokenizer, self.tokenizer_id), self._origin.base)
+        began_as = (self._origin.base, self._origin.kept)
+        shared = (self.run, (self.tokenizer, self.tokenizer_id), *began_as)
         return Manifest.of(self.model, self.config, loader, state, *shared)
 
     def load(self, path: str | Path, *, new_data: bool = False) -> list[str]:
@@ -386,6 +389,7 @@ class Trainer(Closing):
             made = TokenizerId.from_record(reader.manifest.tokenizer_id)
             if made and self.tokenizer_id and not self.config.allow_other_tokenizer:
                 check_same("the data", self.tokenizer_id, f"the checkpoint '{reader.path}'", made)
+            self._origin.continue_source(reader)
             check_formats(reader, self._step.state(), type(self._step.optimizer.rule))
             if not new_data:  # the last that may refuse: until then nothing has changed
                 state = reader.manifest.loader
@@ -398,6 +402,10 @@ class Trainer(Closing):
                 self._origin.load(self.ranks, reader)
             self.ranks.run("loading the checkpoint", lambda rank: rank.read(reader))
             self.tokenizer_id = self.tokenizer_id or made
+            if self.tokenizer is None:
+                self._restored = self._restored or TemporaryDirectory()
+                if reader.restore_tokenizer(Path(self._restored.name)):
+                    self.tokenizer = self._restored.name
             self.steps_done, self._steps_of_epochs = reader.step, None
             self.validated_at = reader.manifest.state.get("validated_at")
             self.history = reader.manifest.state.get("history", {})
@@ -465,7 +473,9 @@ class Trainer(Closing):
                 "its ids: `llmq tokenize` notes it beside the token files"
             )
         tokenizer = guarded_tokenizer(self.tokenizer)
-        predictor = Predictor(self.ranks.next_logits, self.model, seq_len)
+        source = self._origin.source
+        model = self.model if source is None else self.model.ending_at(source.ends)
+        predictor = Predictor(self.ranks.next_logits, model, seq_len)
         with self.averaged():
             return prompt + "".join(choice.texts(predictor, tokenizer, prompt, seq_len=seq_len))
 
@@ -484,6 +494,8 @@ class Trainer(Closing):
         try:
             self.ranks.close()
         finally:
+            if self._restored is not None:
+                self._restored.cleanup()
             for name in ("train_loaders", "eval_loaders"):
                 for loader in self.__dict__.get(name, []):
                     loader.close()

@@ -2,7 +2,9 @@
 file each, and EXPORTS is their table; `source.py` opens what is exported."""
 
 import inspect
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from llmq.base.errors import ConfigError, LlmqError, warn
@@ -14,6 +16,7 @@ from llmq.checkpoint.exports.format import ExportFormat, HuggingFace
 from llmq.checkpoint.exports.fp8 import Fp8
 from llmq.checkpoint.exports.gguf import Gguf
 from llmq.checkpoint.exports.source import Source, open_source
+from llmq.checkpoint.extra_tensors import opened_extra
 from llmq.checkpoint.hub import check_upload, upload
 from llmq.options.option_types import parse_dtype_name
 
@@ -32,16 +35,17 @@ def export(
     verify: bool | None = None,
     overwrite: bool = False,
     force: bool = False,
+    text_only: bool = False,
     licence: str | None = None,
     push: str | None = None,
     **options: str | None,
 ) -> list[str]:
     """Write what `where` names in the format `to`; returns the names of the files.
 
-    where, base, merge, force: as of open_source. dtype: None: that of the source. verify: as of
-    ExportFormat.write. overwrite: what is at `out`; else a run replaces its own model only.
-    licence: of the folder's README.md. push: a repository of the hub that gets the files. options:
-    of the format. LlmqError, before anything changes, where that is not possible.
+    where, base, merge, force, text_only: as of open_source. dtype: None: that of the source.
+    verify: as of ExportFormat.write. overwrite: what is at `out`; else a run replaces its own model
+    only. licence: of the folder's README.md. push: a repository of the hub that gets the files.
+    options: of the format. LlmqError, before anything changes, where that is not possible.
     """
     if to not in EXPORTS:
         raise ConfigError(f"--format: expected {' or '.join(EXPORTS)}, got {to!r}")
@@ -59,7 +63,8 @@ def export(
         verify = False  # what is no number is not equal to itself
     with (
         locked(lock_beside(out.resolve()), "--out", out),
-        open_source(where, base=base, merge=merge, force=force) as source,
+        open_source(where, base=base, merge=merge, force=force, text_only=text_only) as source,
+        _with_extra(source, base) as source,
     ):
         if not overwrite:
             _check_free(made, source, out)
@@ -74,6 +79,24 @@ def export(
     if push is not None:
         upload(push, out, files)
     return files
+
+
+@contextmanager
+def _with_extra(source: Source, base: str | None) -> Iterator[Source]:
+    """The source whose extra tensors can be read. LlmqError where they are not found."""
+    began_as = source.began_as
+    if source.manifest is None:
+        yield source
+        return
+    if began_as is None or not began_as.parts:
+        if base is not None:
+            raise LlmqError(
+                f"--base: the checkpoint of '{source.name}' lacks nothing: leave it out"
+            )
+        yield source
+        return
+    with opened_extra(began_as, f"the checkpoint of '{source.name}'", "--base", base) as began_as:
+        yield replace(source, began_as=began_as)
 
 
 def _check_free(made: ExportFormat, source: Source, out: Path) -> None:

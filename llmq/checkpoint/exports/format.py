@@ -7,11 +7,13 @@ import numpy as np
 
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError
+from llmq.checkpoint.coded import CodedMatrix
 from llmq.checkpoint.export_files import exported_files
 from llmq.checkpoint.exports.source import Source
 from llmq.checkpoint.hf import HfWeights, StoredAs, export_model
 from llmq.checkpoint.peft import AdapterFiles
 from llmq.checkpoint.peft_export import export_adapter
+from llmq.checkpoint.source_model import digest_of
 from llmq.state.params import weight_table
 
 SMALL = 1 << 31
@@ -82,7 +84,7 @@ def write_model(source: Source, out: Path, stored: StoredAs, verify: bool | None
         check = partial(_verify_model, source, stored)
     return export_model(
         out, source.model, source.read, stored.dtype, source.tokenizer,
-        check=check, stored=stored, **source.origin,
+        source=source.began_as, check=check, stored=stored, **source.origin,
     )  # fmt: skip
 
 
@@ -93,3 +95,8 @@ def _verify_model(source: Source, stored: StoredAs, folder: Path) -> None:
         for param in (param for slab in source.table for param in slab.params):
             if not np.array_equal(weights.read(param), stored.values(param, source.read(param))):
                 raise LlmqError(f"{param.name} is not what was written: write it again")
+        extra = {} if source.began_as is None else source.began_as.extra
+        for name, tensor in extra.items():
+            coded = isinstance(tensor, CodedMatrix)
+            if not coded and digest_of(name, tensor) != digest_of(name, weights.extra[name]):
+                raise LlmqError(f"{name} is not what was written: write it again")

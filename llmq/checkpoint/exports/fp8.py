@@ -6,7 +6,8 @@ that llmq keeps as one have one scale. Activations are scaled when they are ther
 training's delayed scales.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +33,15 @@ _STRATEGY = {"tensor": "tensor", "row": "channel"}
 class Fp8Codes(StoredAs):
     """Matrices of blocks as codes with their scales, all else in dtype. scales: "tensor" or "row".
     inputs: by block and key of a matrix, the scale of its input; None: it is found when that is
-    there."""
+    there. others: modules without codes, by the first parts of their names."""
 
-    def __init__(self, dtype: DType, scales: str, inputs: Mapping[tuple[str, str], float] | None):
+    def __init__(
+        self,
+        dtype: DType,
+        scales: str,
+        inputs: Mapping[tuple[str, str], float] | None,
+        others: Iterable[str] = (),
+    ):
         super().__init__(dtype)
         self._by_row, self._inputs = scales == "row", inputs
         strategy, dynamic = _STRATEGY[scales], inputs is None
@@ -52,7 +59,7 @@ class Fp8Codes(StoredAs):
                 "format": "float-quantized",
                 "quantization_status": "compressed",
                 "config_groups": {"group_0": group},
-                "ignore": ["lm_head", "score"],
+                "ignore": ["lm_head", "score", *(rf"re:(.*\.)?{re.escape(n)}\..*" for n in others)],
                 "kv_cache_scheme": None,
             }
         }
@@ -144,7 +151,9 @@ class Fp8(ExportFormat):
         trained = source.manifest is not None and saved_config(source.manifest).is_fp8
         scales = self.scales or ("tensor" if trained else "row")
         inputs = _input_scales(source) if self.activations == "static" else None
-        return write_model(source, out, Fp8Codes(OPTION_DTYPES[dtype], scales, inputs), verify)
+        others = [] if source.began_as is None else sorted(source.began_as.parts)
+        codes = Fp8Codes(OPTION_DTYPES[dtype], scales, inputs, others)
+        return write_model(source, out, codes, verify)
 
 
 def _input_scales(source: Source) -> dict[tuple[str, str], float]:

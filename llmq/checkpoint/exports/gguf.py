@@ -93,6 +93,11 @@ class Gguf(ExportFormat):
             raise LlmqError("--format gguf: models with a score head are not written")
         if _kind_of(model) is None:
             raise LlmqError(f"--format gguf: {model.architecture} has no name in GGUF files")
+        if source.adapters is None and source.began_as is not None and source.began_as.parts:
+            raise LlmqError(
+                f"--format gguf: {source.began_as.described} of '{source.name}' are not trained, "
+                "and have no place in the file: leave them out with --text-only"
+            )
         if lacks := next(_lacks(model), None):
             raise LlmqError(f"--format gguf: llama.cpp has no {model.arch.label} {lacks}")
         if source.adapters is not None and (lacks := _not_of_adapters(source, source.adapters)):

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, HubModel
 from llmq.checkpoint.finite import finite
 from llmq.checkpoint.hf import BaseId, HfWeights
 from llmq.checkpoint.manifest import Manifest
-from llmq.checkpoint.merge import check_base, open_merged, tokenizer_folder
+from llmq.checkpoint.merge import check_base, open_merged, source_of, tokenizer_folder
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles
 from llmq.checkpoint.principal import doubled
+from llmq.checkpoint.source_model import SourceModel
 from llmq.checkpoint.store import checkpoint_at
 from llmq.data.identity import RUN_FILE, TokenizerId, check_recorded, noted_tokenizer
 from llmq.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_names
@@ -36,7 +38,8 @@ class Source:
 
     read: a parameter of `table` in its shape, F32 or BF16. dtype: "bf16", "fp32" or "fp16", by
     default. tokenizer: as of export_model. adapters, settings: None of a whole model. origin: as of
-    run_record. manifest, step: of the checkpoint, else folder: of model or adapters. coded: as of
+    run_record. began_as: as `source` of export_model; of a checkpoint its extra tensors are not
+    open. manifest, step: of the checkpoint, else folder: of model or adapters. coded: as of
     HfWeights; exact: the values are those of the codes.
     """
 
@@ -48,6 +51,7 @@ class Source:
     adapters: Adapters | None = None
     settings: AdapterConfig | None = None
     origin: dict[str, Any] = field(default_factory=dict)
+    began_as: SourceModel | None = None
     manifest: Manifest | None = None
     step: int = 0
     folder: Path | None = None
@@ -64,36 +68,47 @@ class Source:
 
 @contextmanager
 def open_source(
-    where: str | Path, *, base: str | None = None, merge: bool = False, force: bool = False
+    where: str | Path,
+    *,
+    base: str | None = None,
+    merge: bool = False,
+    force: bool = False,
+    text_only: bool = False,
 ) -> Iterator[Source]:
     """The source of this name: adapters, a model directory or cached repository, or a checkpoint.
 
-    base: the model of adapters, if not where these say. merge: adapters with their model, as one.
-    force: weights that are not finite, too. LlmqError where it is none, lacks a part, or an option
-    has no meaning for it.
+    base: the model of adapters or of a checkpoint's extra tensors, if not where these say. merge:
+    adapters with their model, as one. force: weights that are not finite, too. text_only: without
+    tensors that the language model does not have. LlmqError where it is none, lacks a part, or an
+    option has no meaning for it.
     """
     found = find_directory(str(where))
+    is_model = found is not None and (found / CONFIG_FILE).is_file()
     if found is not None and (found / ADAPTER_CONFIG).is_file():
-        opened = _merged(found, base) if merge else _adapters(found, base)
-    elif merge or base is not None:
+        if text_only and not merge:
+            raise LlmqError(
+                "--text-only: adapters have no other parts: add --merge, or leave it out"
+            )
+        opened = _merged(found, base, text_only) if merge else _adapters(found, base)
+    elif merge or (base is not None and is_model):
         flag = "--merge" if merge else "--base"
         hint = ": export its adapters first, then merge these" if found is not None else ""
         raise LlmqError(f"{flag}: '{where}' is no folder of adapters{hint}")
-    elif found is not None and (found / CONFIG_FILE).is_file():
-        opened = _model(str(where), found)
+    elif is_model:
+        opened = _model(str(where), found, text_only)
     elif found is None and isinstance(where, str):  # else it is a directory of checkpoints
         raise LlmqError(
             f"'{where}' is neither a checkpoint, nor a model directory or a repository in the "
             "Hugging Face cache, nor adapters"
         )
     else:
-        opened = _checkpoint(Path(where), force)
+        opened = _checkpoint(Path(where), force, text_only)
     with opened as source:
         yield source
 
 
 @contextmanager
-def _model(name: str, directory: Path) -> Iterator[Source]:
+def _model(name: str, directory: Path, text_only: bool) -> Iterator[Source]:
     model, _ = resolve_model(name, from_scratch=False)
     with HfWeights(directory) as weights:
         weights.check(weight_table(model))
@@ -104,6 +119,7 @@ def _model(name: str, directory: Path) -> Iterator[Source]:
             dtype=weights.dtype,
             tokenizer=_with_tokenizer(directory),
             origin=_noted(directory),
+            began_as=source_of(name, weights, model, text_only=text_only),
             folder=directory,
             coded=weights.coded,
             exact=True,
@@ -154,7 +170,7 @@ def _adapters(directory: Path, base: str | None) -> Iterator[Source]:
 
 
 @contextmanager
-def _merged(directory: Path, base: str | None) -> Iterator[Source]:
+def _merged(directory: Path, base: str | None, text_only: bool) -> Iterator[Source]:
     with AdapterFiles(directory) as files:
         name = _base_of(directory, files, base)
     model, folder = resolve_model(name, from_scratch=False)
@@ -168,29 +184,39 @@ def _merged(directory: Path, base: str | None) -> Iterator[Source]:
                 dtype=weights.dtype,
                 tokenizer=_with_tokenizer(tokenizer_folder(directory, folder)),
                 origin={"made": noted_tokenizer(directory) or noted_tokenizer(folder)},
+                began_as=source_of(name, weights, merged, text_only=text_only),
                 folder=directory,
                 coded=weights.coded,
             )
 
 
 @contextmanager
-def _checkpoint(where: Path, force: bool) -> Iterator[Source]:
+def _checkpoint(where: Path, force: bool, text_only: bool) -> Iterator[Source]:
     passed: list[str] = []
     path = checkpoint_at(where, passed)
     warn(*passed)
     if path is None:
         raise LlmqError(f"there is no complete checkpoint in '{where}'")
-    with CheckpointReader(path) as reader:
+    with CheckpointReader(path) as reader, TemporaryDirectory() as restored:
         manifest = reader.manifest
         model, config = manifest.model, saved_config(manifest)
         made = TokenizerId.from_record(manifest.tokenizer_id)
-        if manifest.tokenizer is not None:
-            check_recorded(manifest.tokenizer, made, model.vocab_size, f"checkpoint '{path}'")
-        tokenizer: Tokenizer | Path | None = None
-        if manifest.tokenizer is not None:
-            bytes_ = manifest.tokenizer == "bytes"
-            tokenizer = ByteTokenizer() if bytes_ else Path(manifest.tokenizer)
+        tokenizer = _tokenizer_of(reader, Path(restored))
+        if tokenizer is not None:
+            place = "bytes" if isinstance(tokenizer, ByteTokenizer) else tokenizer
+            check_recorded(place, made, model.vocab_size, f"checkpoint '{path}'")
         read = reader.model if force else finite(reader.model)
+        began_as = SourceModel.of_record(manifest.source)
+        if began_as is None and manifest.base is None and not config.from_scratch:
+            warn(
+                f"checkpoint '{path}' is older than what it is exported with: files, fields and "
+                f"tensors of '{config.model}' that llmq does not read are left out"
+            )
+        if began_as is None and text_only:
+            warn("--text-only has no effect: the checkpoint has no other parts")
+        if began_as is not None:
+            warn(*began_as.notes(model, text_only=text_only))
+            began_as = began_as.for_model(model, text_only=text_only or config.text_only)
         source = Source(
             name=config.name or path.resolve().parent.name,
             model=model,
@@ -198,10 +224,25 @@ def _checkpoint(where: Path, force: bool) -> Iterator[Source]:
             dtype=config.model_dtype,
             tokenizer=tokenizer,
             origin={"made": made, "run": manifest.run, "hub": HubModel.of(config)},
+            began_as=began_as,
             manifest=manifest,
             step=reader.step,
         )
         yield _whole(source, reader) if manifest.base is None else _adapted(source, reader, read)
+
+
+def _tokenizer_of(reader: CheckpointReader, folder: Path) -> Tokenizer | Path | None:
+    """The tokenizer of a checkpoint's run: where it was, else the checkpoint's copy, which is put
+    into `folder`; None where there is neither, with a warning if it is known."""
+    place = reader.manifest.tokenizer
+    if place in (None, "bytes"):
+        return ByteTokenizer() if place == "bytes" else None
+    if tokenizer_names(Path(place)):
+        return Path(place)
+    if reader.restore_tokenizer(folder):
+        return folder
+    warn(f"checkpoint '{reader.path}' has no tokenizer, and '{place}' has none any more")
+    return None
 
 
 def _whole(source: Source, reader: CheckpointReader) -> Source:

@@ -1,0 +1,275 @@
+"""The model that weights began as: what an export takes from its folder beside the weights.
+
+FILES and FIELDS are the table of what happens to each file and to fields of config.json. Tensors
+that the language model does not have, such as those of a vision tower or of MTP layers, are copied
+byte by byte. A checkpoint keeps all but these tensors, for which it has names and a SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmq.arch.model_config import ModelConfig
+from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.files import check_readable, json_object
+from llmq.checkpoint.export_files import CONFIG_FILE, GENERATION_FILE, PROCESSOR_FILES
+from llmq.data.tokenizer import HfTokenizer, leaves_folder
+
+COPIED, MERGED, REWRITTEN, TOKENIZER, LEFT_OUT = (
+    *("copied", "merged", "written anew", "of the tokenizer", "left out"),
+)
+
+
+class Fate(NamedTuple):
+    """The rule for a file or a field of the source in an export. why: its reason."""
+
+    what: str
+    why: str
+
+
+FILES: dict[str, Fate] = {
+    CONFIG_FILE: Fate(MERGED, "fields that training changed are new, all others stay"),
+    GENERATION_FILE: Fate(MERGED, "its fields stay, ids that end a text by config.json are added"),
+    **dict.fromkeys(PROCESSOR_FILES, Fate(COPIED, "images are prepared as before")),
+    **dict.fromkeys(HfTokenizer.FILES, Fate(TOKENIZER, "that of the data is the one trained with")),
+    "model*.safetensors": Fate(REWRITTEN, "trained weights, and tensors that were not trained"),
+    "model.safetensors.index.json": Fate(REWRITTEN, "it names the files of weights"),
+    "README.md": Fate(REWRITTEN, "`llmq export` describes the new model"),
+    "*.py": Fate(LEFT_OUT, "code of others is never copied"),
+    "*": Fate(LEFT_OUT, "other formats hold old weights; `README.md` names the licence"),
+}
+"""By name or pattern, the first that fits: what train, merge and export make of a file."""
+
+FIELDS: dict[str, Fate] = {
+    "quantization_config": Fate(LEFT_OUT, "codes are written as their values"),
+    "auto_map": Fate(LEFT_OUT, "code of others is never copied"),
+    "_name_or_path": Fate(LEFT_OUT, "it names a place of another machine"),
+    "dtype, torch_dtype": Fate(REWRITTEN, "the format of the written weights"),
+    "*": Fate(MERGED, "a changed field is new; others stay, also of text_config, vision_config"),
+}
+"""By name of a field of config.json. --text-only leaves out those of other parts, too."""
+
+_DTYPES = ("dtype", "torch_dtype")
+_MTP_FIELDS = "mtp_*"
+MAX_TEXT = 1 << 20
+"""Bytes of a file that a checkpoint keeps."""
+HASH_THREADS = 8
+
+
+def fate_of(name: str) -> Fate:
+    """Find the rule for a file of this name."""
+    return next(fate for pattern, fate in FILES.items() if fnmatch(name, pattern))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceModel:
+    """The folder of a model, without the weights that are trained.
+
+    name: as a person knows the model. folder: absolute path. revision: commit at the hub, if any.
+    config: config.json. files: text by name, of those that are copied or merged. prefix: before
+    names of the language model's tensors, of a model with other parts too. fused: experts of a
+    layer are one tensor. parts: by module, how many tensors the language model does not have.
+    extra: these by name, where they are open. noted: SHA-256 of them, where they are not.
+    """
+
+    name: str
+    folder: str
+    revision: str | None = None
+    config: dict[str, Any]
+    files: dict[str, str] = field(default_factory=dict)
+    prefix: str = ""
+    fused: bool = False
+    parts: dict[str, int] = field(default_factory=dict)
+    noted: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(
+        cls, name: str, revision: str | None, folder: Path, extra: Mapping[str, Any], **layout: Any
+    ) -> SourceModel:
+        """The model in a folder. extra: as the field, open. layout: prefix and fused."""
+        return cls(
+            name=name,
+            folder=str(folder.resolve()),
+            revision=revision,
+            config=json_object(folder / CONFIG_FILE),
+            files=_texts(folder),
+            parts=dict(Counter(map(_part_of, extra))),
+            extra=extra,
+            **layout,
+        )
+
+    @classmethod
+    def of_record(cls, record: Any) -> SourceModel | None:
+        """From a checkpoint's record; None where there is none. LlmqError for another content."""
+        if record is None:
+            return None
+        try:
+            found = cls(**record)
+            ModelConfig.from_hf(found.config)
+        except (TypeError, AttributeError, ConfigError) as error:
+            raise LlmqError(f"the checkpoint's model cannot be read ({error})") from error
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """JSON for a checkpoint; the first time reads all extra tensors."""
+        names = ("name", "folder", "revision", "config", "files", "prefix", "fused", "parts")
+        return {name: getattr(self, name) for name in names} | {"noted": self.sha256}
+
+    @cached_property
+    def sha256(self) -> str | None:
+        """SHA-256 of the extra tensors, of names, shapes and bytes; None where there are none."""
+        if self.noted is not None or not self.extra:
+            return self.noted
+        with ThreadPoolExecutor(HASH_THREADS) as pool:
+            digests = pool.map(lambda name: digest_of(name, self.extra[name]), sorted(self.extra))
+            return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+    @property
+    def copied(self) -> dict[str, str]:
+        """Text by name of the files that are copied."""
+        return {name: text for name, text in self.files.items() if fate_of(name).what == COPIED}
+
+    @property
+    def described(self) -> str:
+        """The extra tensors in words."""
+        parts = ", ".join(f"{part}: {count}" for part, count in sorted(self.parts.items()))
+        return f"{sum(self.parts.values())} tensors ({parts})"
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether config.json is that of a model with other parts beside the language model."""
+        wrapper = ModelConfig.from_hf(self.config).arch.wrapper
+        return wrapper is not None and self.config["architectures"] == [wrapper]
+
+    def text_only(self) -> SourceModel:
+        """The language model alone: without extra tensors, their fields and their files."""
+        arch, config = ModelConfig.from_hf(self.config).arch, self.config
+        if self.has_parts:
+            config = arch.text_config(config) | {"architectures": [arch.name]}
+        config = {n: value for n, value in config.items() if not fnmatch(n, _MTP_FIELDS)}
+        files = {n: text for n, text in self.files.items() if n not in PROCESSOR_FILES}
+        own = {"config": config, "files": files, "prefix": "", "parts": {}}
+        return replace(self, **own, noted=None, extra={})
+
+    def for_model(self, model: ModelConfig, *, text_only: bool) -> SourceModel:
+        """Choose what an export of this model takes. A score head leaves other parts no place."""
+        text_only |= self.has_parts and model.num_labels > 0
+        return self.text_only() if text_only and (self.has_parts or self.parts) else self
+
+    def notes(self, model: ModelConfig, *, text_only: bool) -> list[str]:
+        """Lines to warn of: the option has no effect, or a score head leaves other parts out."""
+        if text_only and not (self.has_parts or self.parts):
+            return ["--text-only has no effect: the model has no other parts"]
+        if not text_only and self.has_parts and model.num_labels:
+            return [f"a model with a score head has no other parts: {self.described} are left out"]
+        return []
+
+    def config_json(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
+        """config.json of the model with weights stored as dtype ('bf16', 'fp32'): that of the
+        source, with the fields that differ from the source's model."""
+        before, after = ModelConfig.from_hf(self.config).to_hf(dtype), model.to_hf(dtype)
+        whole = {name: value for name, value in self.config.items() if name not in FIELDS}
+        dtypes = {name: after[name] for name in _DTYPES}
+        if not self.has_parts:
+            return _changed(whole, before, after) | dtypes
+        inner = _changed(whole["text_config"], before, after)
+        if "architectures" not in whole["text_config"]:
+            del inner["architectures"]
+        outer = whole.keys() - {"architectures", "model_type"}
+        changed = {n: after[n] for n in outer & after.keys() if after[n] != before.get(n)}
+        return whole | changed | dtypes | {"text_config": inner | dtypes}
+
+    def generation_config(self, model: ModelConfig) -> dict[str, Any] | None:
+        """generation_config.json of the source with all ids that end a text; None where the source
+        has no such file, or one that is no object."""
+        if (found := self._generation) is None:
+            return None
+        every = list(dict.fromkeys([*self.ends, *model.without_foreign_tokens().eos_token_ids]))
+        if every != self.ends:
+            found = found | {"eos_token_id": every if len(every) > 1 else every[0]}
+        return found
+
+    @property
+    def ends(self) -> list[int]:
+        """The ids that end a text by generation_config.json, which may have more of them than
+        config.json."""
+        ends = (self._generation or {}).get("eos_token_id")
+        ends = ends if isinstance(ends, list) else [ends]
+        return [end for end in ends if type(end) is int]
+
+    @cached_property
+    def _generation(self) -> dict[str, Any] | None:
+        """The object in generation_config.json."""
+        if GENERATION_FILE not in self.files:
+            return None
+        try:
+            found = json.loads(self.files[GENERATION_FILE])
+            if isinstance(found, dict):
+                return found
+            problem = "it holds no JSON object"
+        except (ValueError, RecursionError) as error:
+            problem = str(error)
+        warn(f"{GENERATION_FILE} of '{self.folder}' is left out: {problem}")
+        return None
+
+
+def _part_of(name: str) -> str:
+    """The module in whose count a tensor is told."""
+    parts = name.split(".")
+    return ".".join(parts[: 2 if parts[0] == "model" else 1])
+
+
+def _texts(folder: Path) -> dict[str, str]:
+    """The files that are copied or merged, but for config.json."""
+    found = {}
+    for name in (GENERATION_FILE, *PROCESSOR_FILES):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            check_readable(path)
+            if leaves_folder(path) or path.stat().st_size > MAX_TEXT:
+                raise ValueError("it is a link that leaves its folder, or too large")
+            found[name] = path.read_text("utf-8")
+        except (OSError, ValueError) as error:
+            warn(f"'{path}' is left out: {error}")
+    return found
+
+
+_ABSENT = object()
+
+
+def _changed(
+    source: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A JSON object of the source, with what differs between two objects, and what it lacks."""
+    out = dict(source)
+    for name in dict.fromkeys([*before, *after]):
+        old, new, there = (each.get(name, _ABSENT) for each in (before, after, source))
+        if old == new and there is not _ABSENT:
+            continue
+        if new is _ABSENT:
+            out.pop(name, None)
+        elif all(isinstance(each, dict) for each in (old, new, there)):
+            out[name] = _changed(there, old, new)
+        else:
+            out[name] = new
+    return out
+
+
+def digest_of(name: str, tensor: Any) -> str:
+    """SHA-256 of a tensor: its name, format, shape and bytes."""
+    found = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+    for piece in tensor.byte_pieces():
+        found.update(piece)
+    return found.hexdigest()
