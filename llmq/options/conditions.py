@@ -9,7 +9,6 @@ from typing import Any
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
-from llmq.base.operand import CODES_MULTIPLE
 from llmq.options.adapters import (
     adapted_modules,
     adapted_tables,
@@ -34,6 +33,8 @@ def parts_of_logits(o: Options) -> int:
 
     A head that is not trained has no gradient to add up.
     """
+    from llmq.base.operand import CODES_MULTIPLE  # here: --help does not wait for NumPy
+
     parts, trained = 1, {"embeddings", "head", *NEW_PARTS}
     frozen = o.wants_adapters and trained.isdisjoint(o.train or ())
     rows = CHUNK_ROWS if frozen else TRAINED_CHUNK_ROWS
@@ -246,6 +247,8 @@ def not_multiple(sizes: dict[str, int], multiple: int) -> tuple[str, int, int] |
 
 def uncoded_product(o: Options, model: ModelConfig) -> tuple[str, int, int] | None:
     """The first size that a product of 8-bit codes cannot have."""
+    from llmq.base.operand import CODES_MULTIPLE  # as above
+
     if o.matmul_dtype not in ("e4m3", "int8"):
         return None
     return not_multiple(multiplied_sizes(model), CODES_MULTIPLE)
