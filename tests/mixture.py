@@ -84,7 +84,7 @@ class ExpertsHalf:
 
     def __init__(self, shared):
         self.dev, self.operands, self.linear = shared.dev, shared.operands, Linear(shared.dev)
-        self.T = shared.options.seq_len
+        self.norms, self.T = shared.norms, shared.options.seq_len
 
     def keeps_input(self, recompute):
         return not recompute.norm
@@ -92,12 +92,12 @@ class ExpertsHalf:
     def multiplied_again(self, recompute):
         return ("many_up", "many_down") if recompute.block else ()
 
-    def keep(self, here):
-        features = EXPERTS * here.spec["many_up"].shape[1]
-        return here.activation("many_act", features, kept=not here.recompute.ffn)
+    def keep(self, layer):
+        features = EXPERTS * layer.spec["many_up"].shape[1]
+        return layer.activation("many_act", features, kept=not layer.recompute.ffn)
 
-    def _acts(self, temps, here):
-        whole = here.kept.place(self.dev, temps)
+    def _acts(self, temps, layer):
+        whole = layer.saved.place(self.dev, temps)
         rows = whole.shape[0]
         flat = whole.view(EXPERTS * rows, whole.shape[1] // EXPERTS)
         return [flat.rows(i * rows, (i + 1) * rows) for i in range(EXPERTS)]
@@ -108,29 +108,30 @@ class ExpertsHalf:
             to = out.rows(start + of_out, start + of_out + self.T - 1)
             add(self.dev, to, to, x.rows(start + of_x, start + of_x + self.T - 1))
 
-    def forward(self, at, x):
-        here, w, (out, addend) = at.here, at.w, at.here.out
+    def forward(self, ctx, x):
+        layer, w, (out, addend) = ctx.layer, ctx.w, ctx.layer.out
         assert addend is None
-        for i, act in enumerate(self._acts(at.temps, here)):
+        for i, act in enumerate(self._acts(ctx.temps, layer)):
             matmul(self.dev, act, x, planes(w["many_up"])[i], trans_b=True)
             matmul(self.dev, out, act, planes(w["many_down"])[i], trans_b=True, accumulate=i > 0)
         self._add_neighbours(out, x, 1, 0)
-        if here.cache is not None:
-            (cache,) = here.cache.values()
-            first, cache = at.position, cache.view(*cache.shape[1:])
+        if layer.cache is not None:
+            (cache,) = layer.cache.values()
+            first, cache = ctx.position, cache.view(*cache.shape[1:])
             self.dev.copy(cache.rows(first, first + x.shape[0]), x)
             if first > 0:
                 add(self.dev, out.rows(0, 1), out.rows(0, 1), cache.rows(first - 1, first))
 
-    def recompute(self, at, x_again):
-        again = at.here.recompute.ffn
-        x, acts = x_again(product=again), self._acts(at.temps, at.here)
+    def recompute(self, ctx):
+        again = ctx.layer.recompute.ffn
+        x = self.norms.recompute(ctx, product=again)
+        acts = self._acts(ctx.temps, ctx.layer)
         for i, act in enumerate(acts if again else ()):
-            matmul(self.dev, act, x, planes(at.w["many_up"])[i], trans_b=True)
+            matmul(self.dev, act, x, planes(ctx.w["many_up"])[i], trans_b=True)
         return Again(x, acts)
 
-    def backward(self, at, inputs, d_out, d_x, *, inside):
-        w, g = at.w, at.g
+    def backward(self, ctx, inputs, d_out, d_x, *, inside):
+        w, g = ctx.w, ctx.g
 
         def gradient(key, i, d_y, x):
             if key in g:

@@ -14,13 +14,12 @@ import pytest
 
 from llmq.base.dtypes import E4M3, U8
 from llmq.base.tensor import Tensor
-from llmq.formats import FORMATS
-from llmq.formats.format import Format
-from llmq.formats.frozen import Encoder, Frozen, Lies
+from llmq.formats import STORAGE
+from llmq.formats.storage import Encoder, Frozen, Storage, StorageLayout
 from llmq.runtime.kernel import Kernel
 
 NEEDS = ("llmq/formats/__init__.py", "llmq/base/dtypes.py", "llmq/options/option_types.py")
-"""The table of formats, the name of its bytes, QUANTIZED; and the kernels with their references."""
+"""The table of storages, the name of its bytes, QUANTIZED; kernels with their references."""
 
 BLOCK = 32
 BIAS, LARGEST = 127, 8  # of exponents; of E4M3's
@@ -45,10 +44,10 @@ def mx8_decode(out: np.ndarray, codes: np.ndarray, exponents: np.ndarray, n: int
     out[...] = (codes.astype(np.float32).reshape(-1, BLOCK) * scale[:, None]).reshape(out.shape)
 
 
-class Mx8(Format):
+class Mx8Storage(Storage):
     """Frozen matrices only: products take what was decoded."""
 
-    def layout(self, matrix: Frozen) -> Lies:
+    def layout(self, matrix: Frozen) -> StorageLayout:
         return {"codes": ((matrix.size,), E4M3), "exponents": ((matrix.size // BLOCK,), U8)}
 
     def encode(self, made: Encoder) -> None:
@@ -80,4 +79,4 @@ def register(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = ModuleType("llmq.ref.mx8")
     reference.mx8_encode, reference.mx8_decode = mx8_encode, mx8_decode
     monkeypatch.setitem(sys.modules, reference.__name__, reference)
-    monkeypatch.setitem(FORMATS, "nf4", Mx8)
+    monkeypatch.setitem(STORAGE, "nf4", Mx8Storage)

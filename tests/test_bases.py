@@ -219,7 +219,7 @@ def test_loading_needs_little_memory(tmp_path, monkeypatch):
     save_file(tensors, tmp_path / "model.safetensors")
     total, largest = (f(t.nbytes for t in tensors.values()) for f in (sum, max))
     del tensors
-    monkeypatch.setattr("llmq.formats.frozen.PIECE", 1 << 13)
+    monkeypatch.setattr("llmq.formats.storage.PIECE", 1 << 13)
     monkeypatch.setattr("llmq.checkpoint.safetensors_file.PIECE", 1 << 13)
     for kind in ("e4m3 fp8", "int8 int8", "nf4 bf16"):
         with trainer_for(tmp_path, lora_rank=2, seq_len=16, **KINDS[kind]) as trainer:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.exports import export
 from llmq.checkpoint.hf import HfWeights, StoredAs
-from llmq.formats import FORMATS
+from llmq.formats import STORAGE
 from llmq.options.presets import resolve_model
 from llmq.ref.four_bits import LEVELS, scale_levels
 from llmq.state.params import weight_table
@@ -186,7 +186,7 @@ def test_a_base_of_nf4_codes_is_as_bitsandbytes_has_it(tmp_path):
         for param in (p for s in weight_table(model) for p in s.params if p.kind == "matrix"):
             x = weights.read(param).reshape(-1)
             whole = np.abs(x.reshape(-1, 64)).max(1) == 0
-            again = FORMATS["nf4"].rounded(param, x)
+            again = STORAGE["nf4"].rounded(param, x)
             ratio = again[x != 0] / x[x != 0]
             assert not whole.any() and np.abs(ratio - 1).max() < 0.01
             assert np.array_equal(x == 0, again == 0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, F32
-from llmq.base.operand import Fp8Out, OutputForms
+from llmq.base.operand import Fp8Out, OutBuffers
 from llmq.base.tensor import Accumulator
 from llmq.model.norms import Normalization, Stats
 from llmq.model.step import Step
@@ -30,7 +30,7 @@ def test_codes_in_every_layout(dev, rng, model, layout):
     config, rms = preset(model), preset(model).norm == "rmsnorm"
 
     def target(out, **fp8):
-        return OutputForms(out, None, Fp8Out(**fp8))
+        return OutBuffers("x", out, None, Fp8Out(**fp8))
 
     def forward(dev, x, weight, bias, rstd, mean, **to):
         stats = Stats(rstd, None if rms else mean)

@@ -1,7 +1,5 @@
 """A product with its epilogue: one kernel of ours, or the library's and those that follow it."""
 
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,14 +11,14 @@ from llmq.base.operand import (
     Activated,
     ActivatedGradient,
     Adapters,
+    DropoutMask,
     Fp8,
-    GradientSum,
-    Handed,
-    OutputForms,
+    OutBuffers,
+    ProductOutput,
     Rounded,
 )
 from llmq.base.tensor import Accumulator
-from llmq.ops.product import grouped_gradient, grouped_product, product
+from llmq.ops.product import grouped_gradient, grouped_product, product, weight_gradient
 from llmq.ops.routes import ROUTES
 from tests.harness import host_device, step_scalars
 
@@ -52,13 +50,7 @@ class Bench:
         return Fp8(source=None, codes=None, transposed=q_t, scale=scale)
 
     def adapters(self, *tail):
-        hidden, second = self.tensor(M, R), self.tensor(*tail)
-
-        @contextmanager
-        def made():
-            yield second
-
-        return Adapters(hidden, made)
+        return Adapters(self.tensor(M, R), self.tensor(*tail))
 
 
 def adapters(bench):
@@ -71,18 +63,19 @@ def adapters(bench):
 def glu(bench):
     up, act = bench.empty(M, 2 * N), bench.empty(M, N)
     a, b = bench.tensor(M, K), bench.tensor(2 * N, K)
-    handed = Handed(place=lambda temps: up, kept=up)
-    epilogue = Activated(name="geglu", to=OutputForms(act))
-    product(bench.dev, handed, a, b, trans_b=True, epilogue=epilogue)
+    output = ProductOutput("up", up.shape, BF16, tensor=up)
+    epilogue = Activated(name="geglu", to=OutBuffers("act", act))
+    product(bench.dev, output, a, b, trans_b=True, epilogue=epilogue)
     return [up, act]
 
 
 def glu_grad(bench):
     d_up, act, up = bench.empty(M, 2 * N), bench.empty(M, N), bench.tensor(M, 2 * N)
     a, b, d_act = bench.tensor(M, K), bench.tensor(K, N), bench.empty(M, N)
-    handed = Handed(place=lambda temps: d_act)
-    epilogue = ActivatedGradient(name="swiglu", up=up, to=OutputForms(d_up), again=OutputForms(act))
-    product(bench.dev, handed, a, b, epilogue=epilogue)
+    output = ProductOutput("d_act", d_act.shape, BF16)
+    buffers = OutBuffers("d_up", d_up), OutBuffers("act", act)
+    epilogue = ActivatedGradient(name="swiglu", up=up, to=buffers[0], again=buffers[1])
+    product(bench.dev, output, a, b, epilogue=epilogue)
     return [d_up, act]
 
 
@@ -90,7 +83,7 @@ def gradient(bench):
     stored, scalars = bench.tensor(N, K), bench.put(step_scalars(seed=1), I32)
     d_out, x = bench.codes(M, N), bench.codes(M, K)
     out = Accumulator(stored, True, scalars, 1)
-    product(bench.dev, out, d_out, x, trans_a=True, epilogue=GradientSum())
+    weight_gradient(bench.dev, out, d_out, x)
     return [stored]
 
 
@@ -151,16 +144,17 @@ def test_a_product_of_signed_bytes_has_no_route(monkeypatch):
         calls.append(kernel.entry)
         launch(kernel, *args, **kwargs)
 
-    handed = Handed(place=lambda temps: up)
-    call = partial(product, bench.dev, handed, trans_b=True)
+    output = ProductOutput("up", up.shape, BF16)
+    call = partial(product, bench.dev, output, trans_b=True)
     signed = Rounded(source=a), Rounded(source=b)
     with bench.dev.instead(launch=counted):
-        call(*signed, epilogue=Activated(name="swiglu", to=OutputForms(act)))
+        call(*signed, epilogue=Activated(name="swiglu", to=OutBuffers("act", act)))
         assert calls == ["quantize_int8_rows"] * 2 + ["matmul_int8", "swiglu_forward"]
         calls.clear()
-        call(a, b, epilogue=Activated(name="swiglu", to=OutputForms(act)), bias=bias)
+        call(a, b, epilogue=Activated(name="swiglu", to=OutBuffers("act", act)), bias=bias)
         assert calls == ["matmul", "swiglu_forward"]
         calls.clear()
-        dropped = replace(bench.adapters(R, N), added=lambda out, part: None)
+        mask = DropoutMask(0.5, 1, 2, bench.put(step_scalars(seed=1), I32))
+        dropped = bench.adapters(R, N)._replace(dropout=mask)
         product(bench.dev, bench.empty(M, N), a, bench.tensor(K, N), adapters=dropped)
-        assert calls == ["matmul", "matmul"]
+        assert calls == ["matmul", "matmul", "dropout"]

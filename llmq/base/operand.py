@@ -4,11 +4,13 @@ function that follows. `llmq.ops.product` computes it all.
 Sizes of epilogues are those of the product: out (M, N).
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from __future__ import annotations
+
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from llmq.base.dtypes import DType
 from llmq.base.tensor import Tensor
 
 CODES_MULTIPLE = 16
@@ -40,48 +42,99 @@ class Fp8Out(NamedTuple):
     saturated: Tensor
 
 
+class FirstScale(NamedTuple):
+    """The first delayed scale of a tensor, which has no history yet: the kernel writes the tensor
+    once with any scale to find its largest |x|, this scale is made, and the kernel runs again.
+
+        scale    out    F32 (1,4)
+        history  inout  F32 (1,1)   scratch of `fp8_scale.update`
+        limit    in     F32 (1,)
+        largest  in     F32 (1,4)   the largest |x|, which the first launch has recorded
+        factor   out    F32 (1,4)   1 / scale
+    """
+
+    scale: Tensor
+    history: Tensor
+    limit: Tensor
+    largest: Tensor
+    factor: Tensor
+
+
 class ProductCodes(NamedTuple):
     """A product's result as FP8, with a scale that is known beforehand: x ~ code * scale.
 
-    A value x of its F32 sums becomes x * factor, rounded to nearest even and clamped to the largest
-    finite value MAX; NaN stays NaN. The product finds its largest |x|, which is an infinity or NaN
-    where there is an infinity, and NaN where there is a NaN. The kernel that reads the codes first
-    does what else is to be known of the tensor: a product cannot.
+    A value x of the product's F32 sums becomes x * factor, rounded to nearest even and clamped to
+    the largest finite value MAX; NaN stays NaN. The product finds its largest |x|, which is an
+    infinity or NaN where there is an infinity, and NaN where there is a NaN. The kernel that reads
+    the codes first records the tensor's statistics: a product cannot.
 
-        codes      out    E4M3, E5M2 (rows, features)
+        codes      out    E4M3, E5M2 (rows, features)  None until `product` has taken memory
         scale      in     F32        (1,)              positive
         factor     in     F32        (1,)              1 / scale
         largest    out    F32        (1,)              the product's largest |x|
         abs_max    inout  F32        (1,)              or None; the reader raises it to `largest`
         saturated  inout  I32        (1,)              or None; if `largest` is above MAX * scale,
                                                        the reader adds the number of codes +-MAX
+        first                                          None where the scale is known
     """
 
-    codes: Tensor
+    codes: Tensor | None
     scale: Tensor
     factor: Tensor
     largest: Tensor
     abs_max: Tensor | None = None
     saturated: Tensor | None = None
+    first: FirstScale | None = None
 
 
 Result = Tensor | ProductCodes
-"""The forms in which a product has written its result."""
+"""A product's result as the product has written it."""
 
 
-class OutputForms(NamedTuple):
-    """The forms in which a kernel writes a tensor: as it is, its largest absolute value F32 (1,),
-    as fp8.
+@dataclass(slots=True)
+class OutBuffers:
+    """The memory that a kernel writes for a tensor which products read later.
 
-    settle: None, unless the scale of fp8 follows from that largest value. It enqueues what makes
-    the scale, and of the tensor, if it is given, the codes: a kernel writes the tensor before it,
-    or looks for the largest value before it and writes the codes after it.
+    name     names the tensor for its number format
+    tensor   out    BF16, F32 (rows, features)  or None, where codes are enough
+    abs_max  inout  F32 (1,)                    or None; raised to the largest |x|
+    fp8      out    codes                       or None; their scale is known before the launch
+    pending  out    codes                       or None; their scale follows from abs_max.
+             `Operands.finalize` makes them of the tensor, unless the launcher has computed the
+             tensor twice: then it has written the codes itself and sets this None
+    first                                       None, unless `fp8` has no scale yet
+    operand  what products read, as far as its memory is there before the launch
+    scratch  ends with `finalize`; None: the tensor lives on
     """
 
-    out: Tensor | None
+    name: str
+    tensor: Tensor | None
     abs_max: Tensor | None = None
     fp8: Fp8Out | None = None
-    settle: Callable[[Tensor | None], None] | None = None
+    pending: Fp8Out | None = None
+    first: FirstScale | None = None
+    operand: Operand | None = None
+    scratch: ExitStack | None = None
+
+
+NOWHERE = OutBuffers("", None)
+"""The buffers of a tensor that nobody needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductOutput:
+    """The result of a product in front of an activation, where no kernel computes both.
+
+    name, shape, dtype: of that result. tensor: memory of it that somebody reads later, so that it
+    is written in any case; None: `product` takes scratch where it needs it. codes: the product
+    writes codes with this scale; None: it writes the tensor.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    dtype: DType
+    tensor: Tensor | None = None
+    codes: ProductCodes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,115 +190,90 @@ def tensor_of(x: Operand) -> Tensor:
     return x if isinstance(x, Tensor) else x.source
 
 
-@dataclass(frozen=True, slots=True)
-class Adapters:
+class AdapterBlocks(NamedTuple):
+    """The places of several adapters' B in one matrix (N, R): see `ops.adapter.expand`. rows: N.
+    columns: R. spans: of rows, one for each adapter. scales: as many factors."""
+
+    rows: int
+    columns: int
+    spans: tuple[tuple[int, int], ...]
+    scales: tuple[float, ...]
+
+
+class DropoutMask(NamedTuple):
+    """The elements that dropout leaves, as `ops.elementwise.dropout` draws them. scalars:
+    StepScalars, I32 (16,). sequences: of a micro-batch."""
+
+    probability: float
+    salt: int
+    sequences: int
+    scalars: Tensor
+
+
+class Magnitudes(NamedTuple):
+    """Factors of a sum's columns (DoRA): magnitudes / norms, F32 (N,) both, and the bias (N,) that
+    is added behind them, or None."""
+
+    norms: Tensor
+    magnitudes: Tensor
+    bias: Tensor | None
+
+
+class Adapters(NamedTuple):
     """A second product, hidden @ tail^T, that is added to the first one.
 
-    hidden: (M, R). made: computes hidden, for as long as the context that it returns, whose value
-    is the tail: (N, R), or (R, N) where b is not transposed. added: adds the second product
-    (M, N) to out, where an operation of its own (dropout) does that; None: it is summed as it is.
-    finished: what becomes of the sum in out before an epilogue (DoRA); None: nothing.
+    hidden      in  (M, R)
+    tail        in  (N, R), or (R, N) where b is not transposed; with blocks (n, rank)
+    blocks      how tail is expanded to (N, R) before the product; None: it is that
+    dropout     the second product's elements that are added; None: all
+    magnitudes  factors of the whole sum's columns; None: none
     """
 
     hidden: Tensor
-    made: Callable[[], AbstractContextManager[Tensor]]
-    added: Callable[[Tensor, Tensor], None] | None = None
-    finished: Callable[[Tensor], None] | None = None
+    tail: Tensor
+    blocks: AdapterBlocks | None = None
+    dropout: DropoutMask | None = None
+    magnitudes: Magnitudes | None = None
 
     @property
     def at_once(self) -> bool:
         """Whether one kernel may compute both products."""
-        return self.added is None and self.finished is None
-
-
-def _as_it_lies(out: Tensor, multiply: Callable[[Result], None]) -> Result:
-    multiply(out)
-    return out
-
-
-def _once(launch: Callable[[], None]) -> None:
-    launch()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handed:
-    """The tensors that a product hands to the kernel of an activation, where no kernel is both.
-
-    place: gives its memory, kept or scratch that lives as long as the stack that it is given. kept:
-    that memory if somebody reads it later, so that it is written in any case; else None.
-    result: has the product written to memory, in the format of the tensor, and returns that.
-    written: enqueues the kernel that reads it. coded: whether the product is written as codes, of
-    which no kernel behind it is a part.
-    """
-
-    place: Callable[[ExitStack], Tensor]
-    kept: Tensor | None = None
-    result: Callable[[Tensor | None, Callable[[Result | None], None]], Result | None] = _as_it_lies
-    written: Callable[[Callable[[], None]], None] = _once
-    coded: bool = False
+        return self.dropout is None and self.magnitudes is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
-    """The sum of a product and of what is added to it is stored as it is: out is a Tensor, or codes
-    of a product of fp8 codes without addend and adapters."""
+    """The sum of a product and its addends is stored as it is: out is a Tensor, or ProductCodes of
+    a product of fp8 codes without addend and adapters."""
 
     kind: ClassVar[str] = "store"
+    name: str = ""
 
 
 STORE = Epilogue()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientSum(Epilogue):
-    """A weight's gradient: out is an Accumulator. A BF16 one gets the product's BF16 result added
-    with stochastic rounding: inside the library's product small contributions would be lost."""
-
-    kind: ClassVar[str] = "gradient"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Activated(Epilogue):
-    """An activation of the product: out is Handed. A gated one is of [up | gate], (M, 2F). name: of
-    ACTIVATIONS. to: where it is written, (M, F). None: the product is written alone, with the bits
-    that it has with the activation behind it; out is then as of STORE."""
+    """An activation of the product, whose out is a ProductOutput. A gated one is of [up | gate],
+    (M, 2F). name: of ACTIVATIONS. to: buffers of the activation, (M, F). None: the product is
+    written alone, with the bits that it has with the activation behind it; out is then as of
+    STORE."""
 
     kind: ClassVar[str] = "glu"
     name: str
-    to: OutputForms | None
+    to: OutBuffers | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivatedGradient(Epilogue):
-    """The gradient of an activation, whose result the product is the gradient of: out is Handed.
-    up: what the activation is of. to: its gradient, like up, which may be the same memory. again:
-    where the activation is written once more, (M, F)."""
+    """The gradient of an activation, of whose result the product is the gradient: out is a
+    ProductOutput. up: the activation's input. to: buffers of up's gradient, which may be up's
+    memory. again: buffers of the activation, written once more, (M, F); NOWHERE: nobody needs
+    it."""
 
     kind: ClassVar[str] = "glu_grad"
     name: str
     up: Result
-    to: OutputForms
-    again: OutputForms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CrossEntropy(Epilogue):
-    """The losses of logits (M, N), which out is; N is at least vocab_size.
-
-    losses, lse: F32 (M,). targets: I32 (M,). gradient: whether out becomes the gradient of the
-    logits, or codes, if they are given, with code_scale. weights: F32 (M,), by which the gradient's
-    rows are multiplied; None: all are 1.
-    softcap: as of ops.cross_entropy.
-    """
-
-    kind: ClassVar[str] = "cross_entropy"
-    losses: Tensor
-    lse: Tensor
-    targets: Tensor
-    vocab_size: int
-    z_loss: float = 0.0
-    gradient: bool = True
-    weights: Tensor | None = None
-    codes: Tensor | None = None
-    code_scale: float = 1.0
-    softcap: float | None = None
+    to: OutBuffers
+    again: OutBuffers

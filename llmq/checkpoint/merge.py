@@ -22,7 +22,7 @@ from llmq.data.guarded import look_into
 from llmq.data.identity import noted_tokenizer
 from llmq.data.tokenizer import HfTokenizer
 from llmq.data.tokenizer_files import parse_tokens
-from llmq.formats import FORMATS
+from llmq.formats import STORAGE
 from llmq.options.adapters import Adapters, adapted_tables, all_adapted
 from llmq.options.option_types import QUANTIZED
 from llmq.options.presets import find_directory, resolve_model, revision_of
@@ -97,7 +97,7 @@ def as_kept(read: Callable[[Param], np.ndarray], dtype: str | None) -> Callable[
         values = read(param)
         if not param.block.startswith("layers.") or param.kind != "matrix" or param.of_adapter:
             return values
-        return FORMATS[dtype].rounded(param, values.reshape(-1)).reshape(param.shape)
+        return STORAGE[dtype].rounded(param, values.reshape(-1)).reshape(param.shape)
 
     return read_kept
 

@@ -7,20 +7,21 @@ that the kernel which makes it writes its codes and no tensor, in both ways.
 Scratch is a stack: codes of a tensor that is gone before them are taken before it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import copy
+from dataclasses import replace
 
 import numpy as np
 
 from llmq.arch.matrix import halves_gradients, halves_inputs
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, E4M3_HALF, F32, FP8_MAX, DType, parse_dtype
-from llmq.base.operand import Fp8, Operand, OutputForms, Result, turned
+from llmq.base.operand import Fp8, Operand, OutBuffers, ProductOutput, Result, turned
 from llmq.base.tensor import Tensor
-from llmq.formats.format import BACKWARD, FORWARD, HEAD, WEIGHT, Activation, Format, Write, id_of
-from llmq.formats.frozen import Encoder, Frozen, Lies
+from llmq.formats.operands import BACKWARD, FORWARD, HEAD, WEIGHT, Activation, Operands, id_of
 from llmq.formats.scales import DelayedScales, Scales
+from llmq.formats.storage import Encoder, Frozen, Storage, StorageLayout
 from llmq.ops import fp8_scale, quantize
 from llmq.options.adapters import needed_inputs
 from llmq.options.options import TrainConfig
@@ -42,7 +43,7 @@ def e4m3_of(options: TrainConfig) -> DType:
     return E4M3_HALF if options.fp8_accumulate == "fp16" else E4M3
 
 
-class E4m3(Format):
+class E4m3Operands(Operands):
     """A tensor gets its codes just in time, or with delayed scales.
 
     just in time  The kernel writes the tensor and records its largest value; codes follow.
@@ -88,7 +89,7 @@ class E4m3(Format):
         self._half_gradient = (q, q_t)
 
     @property
-    def head(self) -> Format:
+    def head(self) -> Operands:
         if HEAD not in self.formats:
             return super().head
         found = copy(self)
@@ -150,79 +151,112 @@ class E4m3(Format):
     ) -> Fp8:
         return Fp8(source=source, codes=q, transposed=q_t, scale=self.scales.scale(tensor_id))
 
-    def _quantize(self, tensor_id: str, q: Tensor | None, q_t: Tensor | None, x: Tensor) -> None:
-        largest, scale = self.scales.abs_max(tensor_id), self.scales.scale(tensor_id)
-        quantize.quantize(self.dev, q, q_t, scale, x, largest)
-
     def _direct(
         self, tensor_id: str, out: Tensor | None, q: Tensor | None, q_t: Tensor | None
-    ) -> OutputForms:
-        return OutputForms(
-            out, self.scales.abs_max(tensor_id), self.scales.fp8_out(tensor_id, q, q_t)
-        )
+    ) -> OutBuffers:
+        """Buffers of a kernel that writes codes with a known scale."""
+        codes = self.scales.fp8_out(tensor_id, q, q_t)
+        operand = self._fp8(tensor_id, out, q, q_t)
+        return OutBuffers(tensor_id, out, self.scales.abs_max(tensor_id), codes, operand=operand)
 
     @property
     def _known(self) -> bool:
         """Whether scales are there before tensors are."""
         return self.delayed and self.scales.ready
 
-    # -- inputs ----------------------------------------------------------------------------------
+    # -- tensors that kernels make ----------------------------------------------------------------
 
-    def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
-        kept = x.place(self.dev, temps) if x.tensor_id in self.whole else None
-        q, _ = self._codes(temps, x.tensor_id, x.shape, transposed=False)
+    def buffers(self, temps: ExitStack, x: Activation) -> OutBuffers:
+        name = x.tensor_id
+        kept = x.place(self.dev, temps) if name in self.whole else None
+        q, _ = self._codes(temps, name, x.shape, transposed=False)
         if self._known:
-            write(self._direct(x.tensor_id, kept, q, x.codes))
-            return self._fp8(x.tensor_id, kept, q, x.codes)
-        with ExitStack() as inner:
-            source = kept or x.place(self.dev, inner)
-            write(self.measured(x.tensor_id, source))
-            self._quantize(x.tensor_id, q, x.codes, source)
-        return self._fp8(x.tensor_id, kept, q, x.codes)
+            return self._direct(name, kept, q, x.codes)
+        scratch = temps.enter_context(ExitStack())
+        out = self.measured(name, kept or x.place(self.dev, scratch))
+        out.pending = self.scales.fp8_out_again(name, q, x.codes)
+        out.operand, out.scratch = self._fp8(name, kept, q, x.codes), scratch
+        return out
+
+    def buffers_again(self, temps: ExitStack, x: Activation, *, product: bool) -> OutBuffers:
+        kept = x.place(self.dev, temps) if x.tensor_id in self.whole else None
+        q, q_t = self._codes(temps, x.tensor_id, x.shape, product=product)
+        codes = self.scales.fp8_out_again(x.tensor_id, q, q_t) if q or q_t else None
+        operand = self._fp8(x.tensor_id, kept, q, q_t)
+        return OutBuffers(x.tensor_id, kept, None, codes, operand=operand)
+
+    def gradient_buffers(
+        self,
+        temps: ExitStack,
+        tensor_id: str,
+        shape: tuple[int, int],
+        out: Tensor | None,
+        *,
+        bias: bool = False,
+        both: bool = True,
+        of_product: bool = False,
+    ) -> OutBuffers:
+        keeps = tensor_id in self.whole
+        known = self._known or (of_product and self.products)
+        follows = of_product and not (bias or keeps)
+        if (keeps and not both) or not (known or follows):
+            return self.measured(tensor_id, out)
+        q, q_t = self._codes(temps, tensor_id, shape)
+        if not known:
+            made = OutBuffers(tensor_id, out, self.scales.abs_max(tensor_id))
+            made.pending = self.scales.fp8_out_again(tensor_id, q, q_t)
+            made.operand = self._fp8(tensor_id, None, q, q_t)
+            return made
+        made = self._direct(tensor_id, out if bias or keeps else None, q, q_t)
+        if of_product and self.products:
+            made.first = self.scales.first_of(tensor_id)
+        return made
+
+    def measured(self, tensor_id: str, out: Tensor) -> OutBuffers:
+        if self._known and tensor_id in self.outs:
+            return self._direct(tensor_id, out, *self._half_gradient)
+        return OutBuffers(tensor_id, out, self.scales.abs_max(tensor_id))
+
+    def finalize(self, temps: ExitStack, out: OutBuffers) -> Operand:
+        if out.operand is None:  # codes are taken behind the kernel, whose scratch is gone by then
+            return self.quantize(temps, out.name, out.tensor, measured=True, transposed=True)
+        if out.pending is not None:
+            codes, transposed, scale, _ = out.pending
+            quantize.quantize(self.dev, codes, transposed, scale, out.tensor, out.abs_max)
+        if out.scratch is not None:
+            out.scratch.close()
+        return out.operand
 
     def kept(self, x: Activation) -> Operand | None:
         if x.codes is None and x.tensor is None:
             return None
         return self._fp8(x.tensor_id, x.tensor, None, x.codes)
 
-    def input_again(
-        self, temps: ExitStack, x: Activation, write: Write, *, product: bool
-    ) -> Operand:
-        kept = x.place(self.dev, temps) if x.tensor_id in self.whole else None
-        q, q_t = self._codes(temps, x.tensor_id, x.shape, product=product)
-        codes = self.scales.fp8_out_again(x.tensor_id, q, q_t) if q or q_t else None
-        write(OutputForms(kept, None, codes))
-        return self._fp8(x.tensor_id, kept, q, q_t)
-
     # -- tensors that are there already ----------------------------------------------------------
 
-    def of_tensor(
+    def quantize(
         self, temps: ExitStack, tensor_id: str, x: Tensor, *, measured: bool, transposed: bool
     ) -> Operand:
         if measured and self._known and tensor_id in self.outs:
             return self._fp8(tensor_id, x, *self._half_gradient)
         q, q_t = self._codes(temps, tensor_id, x.shape, transposed=transposed)
-        largest = None if measured else self.scales.abs_max(tensor_id)
+        largest, scale = self.scales.abs_max(tensor_id), self.scales.scale(tensor_id)
         if self._known:
-            quantize.scaled(self.dev, x, self.scales.fp8_out(tensor_id, q, q_t), abs_max=largest)
+            codes = self.scales.fp8_out(tensor_id, q, q_t)
+            quantize.scaled(self.dev, x, codes, abs_max=None if measured else largest)
             return self._fp8(tensor_id, x, q, q_t)
-        if largest is not None:
+        if not measured:
             fp8_scale.abs_max(self.dev, largest, x)
-        self._quantize(tensor_id, q, q_t, x)
+        quantize.quantize(self.dev, q, q_t, scale, x, largest)
         return self._fp8(tensor_id, x, q, q_t)
 
-    def of_tensor_again(
+    def quantize_again(
         self, temps: ExitStack, tensor_id: str, x: Tensor, *, product: bool
     ) -> Operand:
         q, q_t = self._codes(temps, tensor_id, x.shape, product=product)
         if q or q_t:
             quantize.scaled(self.dev, x, self.scales.fp8_out_again(tensor_id, q, q_t))
         return self._fp8(tensor_id, x, q, q_t)
-
-    def measured(self, tensor_id: str, out: Tensor) -> OutputForms:
-        if self._known and tensor_id in self.outs:
-            return self._direct(tensor_id, out, *self._half_gradient)
-        return OutputForms(out, self.scales.abs_max(tensor_id))
 
     def largest(self) -> dict[tuple[int, str], float]:
         values, found = self.dev.download(self.scales.abs_maxes)[:, 0].tolist(), {}
@@ -232,75 +266,28 @@ class E4m3(Format):
                 found[int(layer), tensor] = value
         return found
 
-    # -- results and gradients -------------------------------------------------------------------
-    # Without scales, what is never there but as codes is written twice: with any scale for its
-    # largest value, and with the scale that follows from it. Another form would need memory that
-    # no later step needs.
+    # -- results of products that an activation reads ---------------------------------------------
+    # Before the first scales are known, products of codes run twice: with any scale for the largest
+    # value, and with the scale that follows from it. Another way would need memory that no later
+    # step needs.
 
     def result_dtype(self, name: str) -> DType:
         return self.formats[name] if self.products else self.dtype
 
-    @property
-    def writes_codes(self) -> bool:
-        return bool(self.products)
-
-    def result(
-        self, tensor_id: str, out: Tensor | None, multiply: Callable[[Result | None], None]
-    ) -> Result | None:
-        if not self.products:
-            return super().result(tensor_id, out, multiply)
-        codes = self.scales.product(tensor_id, out)
-        multiply(codes)
-        if not self.scales.ready:
-            self.scales.settle(tensor_id)
-            multiply(codes)
-        return codes
+    def product_output(
+        self, tensor_id: str, shape: tuple[int, int], tensor: Tensor | None = None
+    ) -> ProductOutput:
+        out = super().product_output(tensor_id, shape, tensor)
+        return replace(out, codes=self.scales.product(tensor_id, None)) if self.products else out
 
     def result_again(self, tensor_id: str, out: Tensor) -> Result:
         return self.scales.product(tensor_id, out, again=True) if self.products else out
 
-    def written(self, tensor_id: str, launch: Callable[[], None]) -> None:
-        launch()
-        if self.products and not self.scales.ready:
-            self.scales.settle(tensor_id)
-            launch()
 
-    def gradient(
-        self,
-        temps: ExitStack,
-        tensor_id: str,
-        write: Write,
-        *,
-        shape: tuple[int, int],
-        out: Tensor | None,
-        bias: bool = False,
-        both: bool = True,
-        settles: bool = False,
-    ) -> Operand:
-        keeps = tensor_id in self.whole
-        known = self._known or (settles and self.products)
-        follows = settles and not (bias or keeps)
-        if (keeps and not both) or not (known or follows):
-            return super().gradient(temps, tensor_id, write, shape=shape, out=out)
-        q, q_t = self._codes(temps, tensor_id, shape)
-        if not known:
+class E4m3Storage(Storage):
+    """Frozen matrices of fp8 codes, with one scale for each."""
 
-            def settle(x: Tensor | None) -> None:
-                if x is None:
-                    self.scales.follow(tensor_id, self.formats[tensor_id.rpartition(".")[2]])
-                else:
-                    self._quantize(tensor_id, q, q_t, x)
-
-            codes = self.scales.fp8_out_again(tensor_id, q, q_t)
-            write(OutputForms(out, self.scales.abs_max(tensor_id), codes, settle))
-            return self._fp8(tensor_id, None, q, q_t)
-        source = out if bias or keeps else None
-        write(self._direct(tensor_id, source, q, q_t))
-        return self._fp8(tensor_id, source, q, q_t)
-
-    # -- frozen matrices -------------------------------------------------------------------------
-
-    def layout(self, matrix: Frozen) -> Lies:
+    def layout(self, matrix: Frozen) -> StorageLayout:
         return {"codes": (matrix.shape, E4M3), "scale": ((1,), F32)}
 
     def encode(self, made: Encoder) -> None:

@@ -21,8 +21,8 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, I8
 from llmq.base.operand import Int8, Operand, Rounded, Stochastic
 from llmq.base.tensor import Tensor
-from llmq.formats.format import FORWARD, WEIGHT, Format
-from llmq.formats.frozen import ROWS, Encoder, Frozen, Lies
+from llmq.formats.operands import FORWARD, WEIGHT, Operands
+from llmq.formats.storage import ROWS, Encoder, Frozen, Storage, StorageLayout
 from llmq.ops import quantize_int8
 from llmq.options.options import TrainConfig
 from llmq.ref import quantize_int8 as ref
@@ -30,7 +30,7 @@ from llmq.ref import quantize_int8 as ref
 SALT = 0x80000000  # others' salts count from 0
 
 
-class Int8Format(Format):
+class Int8Operands(Operands):
     """Operands are tensors until they are multiplied."""
 
     def prepare(self, config: ModelConfig, options: TrainConfig, scalars: Tensor | None) -> None:
@@ -38,7 +38,7 @@ class Int8Format(Format):
         self.multiplied = I8
         self._scalars, self._seq_len = scalars, options.local_seq_len
 
-    def pair(self, which: str, a: Operand, b: Operand, salt: int) -> tuple[Operand, Operand]:
+    def pair(self, which: str, a: Operand, b: Operand, salt: int = 0) -> tuple[Operand, Operand]:
         frozen = isinstance(b, Int8)
         if frozen and which == FORWARD:
             return a, b
@@ -51,7 +51,11 @@ class Int8Format(Format):
     def _stochastic(self, x: Tensor, salt: int) -> Rounded:
         return Rounded(source=x, stochastic=Stochastic(self._scalars, SALT + salt, self._seq_len))
 
-    def layout(self, matrix: Frozen) -> Lies:
+
+class Int8Storage(Storage):
+    """Frozen matrices of signed bytes, with a scale for each row."""
+
+    def layout(self, matrix: Frozen) -> StorageLayout:
         rows = matrix.size // matrix.columns
         return {"codes": (matrix.shape, I8), "scale": ((rows,), F32)}
 

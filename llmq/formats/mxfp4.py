@@ -10,8 +10,7 @@ import numpy as np
 
 from llmq.base.dtypes import BF16, U8, DType
 from llmq.base.tensor import Tensor
-from llmq.formats.format import Format
-from llmq.formats.frozen import Encoder, Frozen, Lies, piece_of
+from llmq.formats.storage import Encoder, Frozen, Storage, StorageLayout
 from llmq.ops import four_bits
 from llmq.ops.elementwise import convert
 from llmq.ref import four_bits as ref
@@ -26,17 +25,14 @@ def _bytes_as(scratch: Tensor, dtype: DType) -> Tensor:
     return Tensor(scratch.name, shape, dtype, scratch.storage, scratch.offset)
 
 
-class Mxfp4(Format):
+class Mxfp4Storage(Storage):
     """Products take what was decoded."""
 
-    def layout(self, matrix: Frozen) -> Lies:
+    def layout(self, matrix: Frozen) -> StorageLayout:
         if not _of_experts(matrix):
             return {"values": ((matrix.size,), BF16)}
         blocks = matrix.size // ref.MXFP4_BLOCK
         return {"codes": ((matrix.size // 2,), U8), "exponents": ((blocks,), U8)}
-
-    def piece(self, matrix: Frozen) -> int:
-        return piece_of(matrix.size)
 
     def encode(self, made: Encoder) -> None:
         if not _of_experts(made.matrix):

@@ -12,8 +12,7 @@ import numpy as np
 
 from llmq.base.dtypes import E4M3_MAX, F32, U8
 from llmq.base.tensor import Tensor
-from llmq.formats.format import Format
-from llmq.formats.frozen import Encoder, Frozen, Lies, piece_of
+from llmq.formats.storage import Encoder, Frozen, Storage, StorageLayout, piece_of
 from llmq.ops import four_bits
 from llmq.ref import four_bits as ref
 from llmq.ref.quantize import LEAST_ABS_MAX
@@ -40,20 +39,20 @@ def _runs(matrix: Frozen) -> list[_Run]:
     return found
 
 
-class Nf4(Format):
+class Nf4Storage(Storage):
     """Products take what was decoded."""
 
-    def layout(self, matrix: Frozen) -> Lies:
-        lies: Lies = {"scale": ((1,), F32)}
+    def layout(self, matrix: Frozen) -> StorageLayout:
+        found: StorageLayout = {"scale": ((1,), F32)}
         for number, (_, size, count) in enumerate(_runs(matrix)):
             half, blocks, groups = four_bits.sizes(size)
-            lies |= {
+            found |= {
                 f"codes.{number}": ((count * half,), U8),
                 f"scale_codes.{number}": ((count * blocks,), U8),
                 f"groups.{number}": ((count * groups,), F32),
                 f"mean.{number}": ((count,), F32),
             }
-        return lies
+        return found
 
     def piece(self, matrix: Frozen) -> int:
         return piece_of(max(run.size * run.count for run in _runs(matrix)))

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from llmq.base.dtypes import F32, I32, DType
-from llmq.base.operand import Fp8Out, ProductCodes
+from llmq.base.dtypes import F32, I32
+from llmq.base.operand import FirstScale, Fp8Out, ProductCodes
 from llmq.base.tensor import Tensor
 from llmq.ops import fp8_scale
 from llmq.ops.fp8_scale import STRIDE, slots
@@ -83,10 +83,6 @@ class Scales(NoScales):
         that of the first time, when what saturates was counted."""
         return Fp8Out(codes, transposed, self.scale(name), self._ignored)
 
-    def follow(self, name: str, dtype: DType) -> None:
-        """The scale of a tensor in this format from its own largest value."""
-        fp8_scale.now(self.dev, self.scale(name), self.abs_max(name), dtype)
-
     def forget(self) -> None:
         self.dev.zero(self.abs_maxes)
 
@@ -136,16 +132,19 @@ class DelayedScales(Scales):
         """The place where a kernel writes a tensor's codes when scales are known."""
         return Fp8Out(codes, transposed, self.scale(name), self._saturated_of[name])
 
-    def product(self, name: str, codes: Tensor, *, again: bool = False) -> ProductCodes:
-        """The place where a product writes a tensor's codes, and what its reader has to find out of
-        it. again: it was read before, or is made again."""
+    def product(self, name: str, codes: Tensor | None, *, again: bool = False) -> ProductCodes:
+        """The codes (None: no memory yet) that a product writes of a tensor, and what their reader
+        has to find out. again: they were read before, or are made again."""
         known = (self.scale(name), self._factor_of[name], self._largest_of[name])
-        unknown = (None, None) if again else (self.abs_max(name), self._saturated_of[name])
-        return ProductCodes(codes, *known, *unknown)
+        if again:
+            return ProductCodes(codes, *known)
+        found = (self.abs_max(name), self._saturated_of[name])
+        return ProductCodes(codes, *known, *found, self.first_of(name))
 
-    def settle(self, name: str) -> None:
-        """The first scale of a tensor, from its largest value. It was written with any scale for
-        that, and is written once more."""
+    def first_of(self, name: str) -> FirstScale | None:
+        """The buffers of a tensor's first scale; None where scales are known."""
+        if self.ready:
+            return None
         row = list(self._scale_of).index(name)
         scale, factor, largest = (
             table.rows(row, row + 1) for table in (self.scales, self._factors, self.abs_maxes)
@@ -153,8 +152,7 @@ class DelayedScales(Scales):
         if name in self._largest_of:  # nobody has read it yet
             row = list(self._largest_of).index(name)
             largest = self._largest.rows(row, row + 1)
-        limit = self._limit_of[name]
-        fp8_scale.update(self.dev, scale, self._newest, limit, largest, factors=factor)
+        return FirstScale(scale, self._newest, self._limit_of[name], largest, factor)
 
     def forget(self) -> None:
         super().forget()

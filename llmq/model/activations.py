@@ -9,9 +9,8 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, DType
 from llmq.base.operand import turned
 from llmq.base.tensor import Tensor
-from llmq.formats.format import Activation, Format, id_of
-from llmq.model.norms import NormTensors
-from llmq.model.parameters import PartGrads, PartWeights
+from llmq.formats.operands import Activation, Operands, id_of
+from llmq.model.parameters import PartGrads, PartParameters, PartWeights
 from llmq.options.option_types import layer_set
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -41,6 +40,33 @@ def recompute_of_layers(options: TrainConfig, config: ModelConfig) -> list[Recom
     others = Recompute(swiglu=told["swiglu"] is None and free)
     told["swiglu"] = others.swiglu if told["swiglu"] is None else told["swiglu"]
     return [Recompute(**told) if n in chosen else others for n in range(config.num_layers)]
+
+
+class Stats(NamedTuple):
+    """Per-row statistics that the backward pass needs, F32 (rows,). mean is LayerNorm's."""
+
+    rstd: Tensor
+    mean: Tensor | None
+
+
+class NormTensors(NamedTuple):
+    """The norms in front of a half of one layer, and the residual stream there, see `norms.py`.
+    stream: (rows, C). branch: (rows, C), what the half before has put out; None where it has added
+    that to the stream itself. out: the half's input. stats: of the stream's norm, post_stats: of
+    the branch's; None where there is none."""
+
+    stream: Tensor
+    branch: Tensor | None
+    stats: Stats | None
+    post_stats: Stats | None
+    out: Activation
+
+    def parameters(self, block: PartParameters[T]) -> tuple[T | None, T | None]:
+        """Weight and bias of the stream's norm among those of its block, or their gradients."""
+        return block.get(self.out.name), block.bias(self.out.name)
+
+    def post_weight(self, block: PartParameters[T]) -> T | None:
+        return block.get(f"{self.out.name}_post")
 
 
 class HalfOut(NamedTuple):
@@ -77,18 +103,18 @@ class Cache:
 
 
 class HalfLayer:
-    """A half in one layer: what it works on there, and what of it is kept for backward. norm: in
-    front of it. out: where its output goes. kept: what its class keeps, see `Half.keep`. cache: its
-    tensors of a text that is continued; None: a pass sees whole sequences."""
+    """A half in one layer: its tensors there, and those that are kept for backward. norm: in front
+    of the half. out: where its output goes. saved: the tensors that `Half.keep` has allocated.
+    cache: those of a text that is continued; None: a pass sees whole sequences."""
 
     norm: NormTensors
     out: HalfOut
-    kept: Any
+    saved: Any
 
     def __init__(
         self,
         dev: Device,
-        format: Format,
+        operands: Operands,
         spec: HalfSpec,
         index: int,
         recompute: Recompute,
@@ -98,7 +124,7 @@ class HalfLayer:
     ):
         """stream: (rows, C). needed: of the layer, as needed_inputs says."""
         self.spec, self.index, self.recompute, self.cache = spec, index, recompute, cache
-        self._dev, self._format, self._needed = dev, format, needed
+        self._dev, self._operands, self._needed = dev, operands, needed
         self.rows, self._dtype = stream.shape[0], stream.dtype
 
     def needs(self, name: str) -> bool:
@@ -124,7 +150,7 @@ class HalfLayer:
         it for weights' gradients alone. per_row: how many rows it has of each of the stream's."""
         shape, tensor, codes = (self.rows * per_row, features), None, None
         dtype = dtype or self._dtype
-        coded = self._format.kept_codes(self.id_of(name)) if may_be_codes else None
+        coded = self._operands.kept_codes(self.id_of(name)) if may_be_codes else None
         if kept and coded is not None:
             codes = self.alloc(f"{name}_t", *turned(shape), dtype=coded)
         elif kept:
@@ -141,16 +167,19 @@ class HalfLayer:
         return self.id_of(f"d_{self.spec.name}")
 
 
-class Frame(NamedTuple):
-    """A pass over one half of a layer, `here`. temps: how long its scratch lives. w: the weights of
-    the block. g: where its gradients go; None in forward. position: of the pass's first tokens in
-    their texts; it may be behind 0 where halves have caches, of one text (B = 1). keep: whether
+class LayerContext(NamedTuple):
+    """A pass over one half of a layer. temps: how long its scratch lives. layer: the half's tensors
+    in this layer. w: the weights of the block. g: where the block's gradients go; None in forward.
+    before: (rows, C), the residual stream where the half before began; None where backward need not
+    make the stream again, and where there is no half before. position: of the pass's first tokens
+    in their texts; it may be behind 0 where halves have caches, of one text (B = 1). keep: whether
     backward follows."""
 
     temps: ExitStack
-    here: HalfLayer
+    layer: HalfLayer
     w: PartWeights
     g: PartGrads | None = None
+    before: Tensor | None = None
     position: int = 0
     keep: bool = False
 

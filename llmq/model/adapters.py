@@ -10,11 +10,11 @@ A scale of embeddings multiplies h, too. PEFT has no dropout there.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.operand import Adapters
+from llmq.base.operand import AdapterBlocks, Adapters, DropoutMask
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.model.linear import Linear
 from llmq.model.parameters import PartGrads, PartWeights
@@ -34,16 +34,24 @@ def width_of(matrix: Adapted) -> int:
     return padded_columns(len(matrix.parts), matrix.rank)
 
 
-@contextmanager
-def expanded(dev: Device, matrix: Adapted, b: Tensor) -> Iterator[Tensor]:
-    """All adapters' B in one matrix (out_features, R), with scaling."""
-    shape = (matrix.shape[0], width_of(matrix))
-    if matrix.scales == (1,) and shape == b.shape:  # of one adapter, which has all rows
-        yield b
-        return
-    with dev.scratch("lora_b", shape, b.dtype) as whole:
-        adapter.expand(dev, whole, b, matrix.spans, matrix.scales)
-        yield whole
+def blocks_of(matrix: Adapted, b: Tensor) -> AdapterBlocks | None:
+    """How all adapters' B (n, rank) lie in one matrix (out_features, R), with scaling; None where b
+    is that matrix: of one adapter, which has all rows."""
+    rows, columns = matrix.shape[0], width_of(matrix)
+    if matrix.scales == (1,) and (rows, columns) == b.shape:
+        return None
+    return AdapterBlocks(rows, columns, matrix.spans, matrix.scales)
+
+
+def expanded(dev: Device, temps: ExitStack, matrix: Adapted, b: Tensor) -> Tensor:
+    """All adapters' B in one matrix (out_features, R), with scaling; scratch of `temps`."""
+    blocks = blocks_of(matrix, b)
+    if blocks is None:
+        return b
+    shape = (blocks.rows, blocks.columns)
+    whole = temps.enter_context(dev.scratch("lora_b", shape, b.dtype))
+    adapter.expand(dev, whole, b, blocks.spans, blocks.scales)
+    return whole
 
 
 def output_gradients(
@@ -61,8 +69,8 @@ def output_gradients(
     if at_once and d_b is not None and len({*scales}) == 1:
         adapter.backward(dev, d_hidden, d_b, d_out, hidden, b, spans, scales[0])
         return
-    with expanded(dev, matrix, b) as whole:
-        matmul(dev, d_hidden, d_out, whole)
+    with ExitStack() as temps:
+        matmul(dev, d_hidden, d_out, expanded(dev, temps, matrix, b))
     if d_b is None:
         return
     with dev.scratch("d_b_whole", (matrix.shape[0], hidden.shape[1]), d_b.tensor.dtype) as whole:
@@ -74,7 +82,7 @@ def _add_collected(dev: Device, matrix: Adapted, d_b: Accumulator, whole: Tensor
     """The gradient of B, of that of what `expanded` makes of it."""
     with dev.scratch("d_b", d_b.tensor.shape, d_b.tensor.dtype) as part:
         adapter.collect(dev, part, whole, matrix.spans, matrix.scales)
-        reduce.add(dev, d_b, part)
+        reduce.sum_parts(dev, d_b, [part])
 
 
 class Dropout:
@@ -85,19 +93,29 @@ class Dropout:
         self.probability, self.on, self._dev = options.lora_dropout, False, dev
         self._scalars, self._sequences = scalars, options.batch_size
 
-    @contextmanager
-    def of(self, x: Tensor, salt: int) -> Iterator[Tensor]:
-        """The input of adapters: x, in a step after dropout."""
-        if not (self.on and self.probability):
-            yield x
-            return
-        with self._dev.scratch("dropped", x.shape, x.dtype) as dropped:
-            self.write(dropped, x, salt)
-            yield dropped
+    def mask(self, salt: int) -> DropoutMask | None:
+        """The elements that a step's dropout leaves; None without dropout."""
+        if not self.probability:
+            return None
+        return DropoutMask(self.probability, salt, self._sequences, self._scalars)
 
-    def write(self, out: Tensor, x: Tensor, salt: int, *, add: bool = False) -> None:
-        how = {"probability": self.probability, "salt": salt, "sequences": self._sequences}
-        dropout(self._dev, out, x, self._scalars, add=add, **how)
+    def of(self, temps: ExitStack, x: Tensor, salt: int) -> Tensor:
+        """The input of adapters: x, in a step after dropout, as scratch of `temps`."""
+        if not (self.on and self.probability):
+            return x
+        dropped = temps.enter_context(self._dev.scratch("dropped", x.shape, x.dtype))
+        dropout(
+            self._dev, dropped, x, self._scalars,
+            probability=self.probability, salt=salt, sequences=self._sequences,
+        )  # fmt: skip
+        return dropped
+
+    def add(self, out: Tensor, x: Tensor, salt: int) -> None:
+        """out += the elements of x that a step's dropout leaves."""
+        dropout(
+            self._dev, out, x, self._scalars,
+            probability=self.probability, salt=salt, sequences=self._sequences, add=True,
+        )  # fmt: skip
 
 
 class EmbeddingAdapters:
@@ -111,7 +129,8 @@ class EmbeddingAdapters:
     def _hidden(self, tokens: Tensor, b: Tensor, like: Tensor) -> Iterator[Tensor]:
         shape = (*tokens.shape, width_of(self._matrix))
         with self._dev.scratch("embed_hidden", shape, like.dtype) as hidden:
-            with expanded(self._dev, self._matrix, b) as rows:
+            with ExitStack() as temps:
+                rows = expanded(self._dev, temps, self._matrix, b)
                 embedding.forward(self._dev, hidden, tokens, rows, None, scale=self._scale)
             yield hidden.view(tokens.size, shape[-1])
 
@@ -150,7 +169,7 @@ class OfPass:
 
     def beside(self, start: int, stop: int) -> Adapters:
         """The second term of logits of these rows."""
-        return Adapters(self.hidden.rows(start, stop), lambda: nullcontext(self.tail))
+        return Adapters(self.hidden.rows(start, stop), self.tail)
 
     def of_logits(self, start: int, stop: int, gradient: Tensor) -> None:
         """The gradients of h and B, of that of these rows' logits; chunks follow one another."""
@@ -166,34 +185,37 @@ class HeadAdapters:
         self._dev, self._matrix, self._linear = dev, matrix, Linear(dev)
         self._dropout = dropout
 
-    @contextmanager
-    def of_pass(
-        self, x: Tensor, w: PartWeights, g: PartGrads | None, d_x: Tensor | None
-    ) -> Iterator[OfPass]:
-        """A pass over the rows of x (rows, C). With gradients, that of A and what d_x (rows, C) has
-        of them are computed when it ends, after d_x has the rest."""
+    def begin(
+        self, temps: ExitStack, x: Tensor, w: PartWeights, g: PartGrads | None = None
+    ) -> OfPass:
+        """A pass over the rows of x (rows, C), whose h is made here; scratch of `temps`. With
+        gradients `finish` ends it."""
         dev, shape = self._dev, (x.shape[0], width_of(self._matrix))
         a, b = w.adapters("lm_head")
-        d_a, d_b = (None, None) if g is None else g.adapters("lm_head")
+        _, d_b = (None, None) if g is None else g.adapters("lm_head")
+        hidden = temps.enter_context(dev.scratch("lm_head_hidden", shape, x.dtype))
+        d_hidden = None
+        if g is not None:
+            d_hidden = temps.enter_context(dev.scratch("d_lm_head_hidden", shape, x.dtype))
+        with ExitStack() as inner:
+            dropped = self._dropout.of(inner, x, HEAD_SALT)
+            matmul(dev, hidden, dropped, a, trans_b=True)
+        tail = expanded(dev, temps, self._matrix, b)
+        return OfPass(dev, self._matrix, hidden, d_hidden, tail, b, d_b)
+
+    def finish(self, low: OfPass, x: Tensor, w: PartWeights, g: PartGrads, d_x: Tensor) -> None:
+        """The gradient of A, and the part of d_x (rows, C) that comes from it, added to the rest
+        of d_x."""
+        dev, (a, _), (d_a, _) = self._dev, w.adapters("lm_head"), g.adapters("lm_head")
         with ExitStack() as temps:
-            hidden = temps.enter_context(dev.scratch("lm_head_hidden", shape, x.dtype))
-            d_hidden = None
-            if g is not None:
-                d_hidden = temps.enter_context(dev.scratch("d_lm_head_hidden", shape, x.dtype))
-            with self._dropout.of(x, HEAD_SALT) as dropped:
-                matmul(dev, hidden, dropped, a, trans_b=True)
-            tail = temps.enter_context(expanded(dev, self._matrix, b))
-            yield OfPass(dev, self._matrix, hidden, d_hidden, tail, b, d_b)
-            if g is None:
-                return
-            with self._dropout.of(x, HEAD_SALT) as dropped:
-                self._linear.weight_gradients(d_a, None, d_hidden, dropped)
-            if not self._dropout.probability:
-                matmul(dev, d_x, d_hidden, a, accumulate=True)
-                return
-            with dev.scratch("d_dropped", d_x.shape, d_x.dtype) as second:
-                matmul(dev, second, d_hidden, a)
-                self._dropout.write(d_x, second, HEAD_SALT, add=True)
+            dropped = self._dropout.of(temps, x, HEAD_SALT)
+            self._linear.weight_gradients(d_a, None, low.d_hidden, dropped)
+        if not self._dropout.probability:
+            matmul(dev, d_x, low.d_hidden, a, accumulate=True)
+            return
+        with dev.scratch("d_dropped", d_x.shape, d_x.dtype) as second:
+            matmul(dev, second, low.d_hidden, a)
+            self._dropout.add(d_x, second, HEAD_SALT)
 
 
 def table_adapters(config: ModelConfig, options: TrainConfig, block: str) -> Adapted | None:

@@ -19,24 +19,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import accumulate
 from operator import or_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llmq.arch.matrix import HalfSpec
 from llmq.base.tensor import Tensor
 from llmq.model.activations import (
     Cache,
-    Frame,
     HalfLayer,
     HalfOut,
+    LayerContext,
     Recompute,
     recompute_of_layers,
 )
 from llmq.model.halves import HALVES
-from llmq.model.halves.half import Half, Shared
-from llmq.model.norms import BlockNorms, NormTensors, alloc_stats
+from llmq.model.halves.half import Half, ModelContext
+from llmq.model.norms import NormTensors, alloc_stats
 from llmq.model.parameters import PartGrads, PartWeights
 from llmq.model.residuals import Residuals, Stream
 from llmq.options.adapters import needed_inputs
@@ -64,7 +63,7 @@ class Layer:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: ModelContext,
         index: int,
         recompute: Recompute,
         stream: LayerStreams,
@@ -96,15 +95,15 @@ class Layer:
         if self.branch is None:
             second.out = HalfOut(stream.after, addend=self.between)
         sites = ((self.residual, stream.branch_before), (self.between, branch))
-        for half, here, site in zip(halves, self.halves, sites, strict=True):
-            name = here.spec.norm
-            kept = pre and half.keeps_input(recompute) and here.needs(name)
-            x = here.activation(name, C, kept=kept, may_be_codes=True)
+        for half, layer, site in zip(halves, self.halves, sites, strict=True):
+            name = layer.spec.norm
+            kept = pre and half.keeps_input(recompute) and layer.needs(name)
+            x = layer.activation(name, C, kept=kept, may_be_codes=True)
             name = f"{name}.{index}"
             stats = alloc_stats(dev, config, name, rows) if pre else None
             post_stats = alloc_stats(dev, config, f"{name}.post", rows) if post else None
-            here.norm = NormTensors(*site, stats, post_stats, x)
-            here.kept = half.keep(here)
+            layer.norm = NormTensors(*site, stats, post_stats, x)
+            layer.saved = half.keep(layer)
         again = (half.multiplied_again(recompute) for half in halves)
         self.multiplied_again = frozenset(key for keys in again for key in keys)
 
@@ -135,10 +134,12 @@ class WantedGradients(NamedTuple):
 class Blocks:
     """All blocks of a model: they share code, and the buffers between blocks."""
 
-    def __init__(self, shared: Shared, residuals: Residuals, cache: Cache | None, *, trains: bool):
+    def __init__(
+        self, shared: ModelContext, residuals: Residuals, cache: Cache | None, *, trains: bool
+    ):
         """Allocates every activation of a micro-step. cache: as of Model. trains: backward passes
         follow."""
-        dev, config, options, operands, self.linear, *_ = shared
+        dev, config, options, operands, self.linear, self.norms, *_ = shared
         shape, dtype = operands.shape, operands.dtype
         self.residuals = residuals
         specs = [config.halves(layer) for layer in range(config.num_layers)]
@@ -170,7 +171,6 @@ class Blocks:
             layer = Layer(shared, index, kind, stream, self.halves[index], cache)
             self.layers.append(layer)
             before = layer.branch
-        self.norms = BlockNorms(dev, config, operands)
 
     def _adds(self, layer: int, spec: HalfSpec) -> bool:
         out = self.residuals.final
@@ -179,26 +179,27 @@ class Blocks:
     def forward(self, index: int, w: PartWeights, *, keep: bool, position: int) -> None:
         """The stream in front of a block to that behind it, or to that between the halves and the
         second one's branch. keep: backward follows, and will read the stream in front. position: as
-        of Frame."""
+        of LayerContext."""
         layer, residuals = self.layers[index], self.residuals
-        (first, second), (here, there) = self.halves[index], layer.halves
-        how = {"position": position, "keep": keep}
+        (first, second), (of_first, of_second) = self.halves[index], layer.halves
         before = self.layers[index - 1].between if index > 0 else None
         with ExitStack() as temps:
             if keep and not self.last_adds:
                 residuals.write(index)
-            x = self.norms.forward(temps, here.norm, before, w)
+            x = self.norms.forward(temps, of_first.norm, before, w)
             if keep:
                 residuals.written(index)
                 self.between.write(index)
-            first.forward(Frame(temps, here, w, **how), x)
+            ctx = LayerContext(temps, of_first, w, position=position, keep=keep)
+            first.forward(ctx, x)
         with ExitStack() as temps:
-            x = self.norms.forward(temps, there.norm, layer.residual, w)
+            x = self.norms.forward(temps, of_second.norm, layer.residual, w)
             if keep:
                 self.between.written(index)
             if keep and self.last_adds:
                 residuals.write(index + 1)
-            second.forward(Frame(temps, there, w, **how), x)
+            ctx = LayerContext(temps, of_second, w, position=position, keep=keep)
+            second.forward(ctx, x)
 
     def backward(
         self,
@@ -216,31 +217,27 @@ class Blocks:
         Tensors that were not kept are computed again first; scales are those of the forward
         pass."""
         layer, d_out = self.layers[index], self.norms.d_out(d_residual, d_x)
-        (first, second), (here, there) = self.halves[index], layer.halves
-        reach = WantedGradients.of((here.spec, there.spec), g, block_in=wanted)
+        (first, second), (of_first, of_second) = self.halves[index], layer.halves
+        reach = WantedGradients.of((of_first.spec, of_second.spec), g, block_in=wanted)
         again = layer.recompute.block
         with ExitStack() as temps:
-            at = Frame(temps, here, w, g)
+            ctx = LayerContext(temps, of_first, w, g)
             if again:  # the stream between is needed first, and needs the half
-                inputs = self._inputs(first, at, None)
+                inputs = first.recompute(ctx)
             with ExitStack() as inner:
-                of_second = Frame(inner, there, w, g)
-                made = self._inputs(second, of_second, layer.residual if again else None)
+                before = layer.residual if again else None
+                ctx_of_second = LayerContext(inner, of_second, w, g, before)
+                made = second.recompute(ctx_of_second)
                 to = d_x if reach.second_in else None
-                second.backward(of_second, made, d_out, to, inside=True)
+                second.backward(ctx_of_second, made, d_out, to, inside=True)
             if reach.second_in:
-                self.norms.backward(there.norm, here.out_id, d_residual, d_x, w, g)
+                self.norms.backward(of_second.norm, of_first.out_id, d_residual, d_x, w, g)
             if not reach.first_out:
                 return
             if not again:
-                inputs = self._inputs(first, at, None)
+                inputs = first.recompute(ctx)
             to = d_x if reach.first_in else None
-            first.backward(at, inputs, d_out, to, inside=reach.inside)
+            first.backward(ctx, inputs, d_out, to, inside=reach.inside)
         if reach.first_in:
             before = self.layers[index - 1].halves[1].out_id if index > 0 else None
-            self.norms.backward(here.norm, before, d_residual, d_x, w, g)
-
-    def _inputs(self, half: Half, at: Frame, before: Tensor | None) -> Any:
-        """before: as of BlockNorms.recompute."""
-        x_again = partial(self.norms.recompute, at.temps, at.here.norm, before, at.w)
-        return half.recompute(at, x_again)
+            self.norms.backward(of_first.norm, before, d_residual, d_x, w, g)

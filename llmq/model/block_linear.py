@@ -11,23 +11,29 @@ as `ops/adapter.py` makes one of them, and explains magnitudes (DoRA), for which
 in backward. h is small and kept. W, which is not trained, has no product of its own for a gradient.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32
-from llmq.base.operand import STORE, Adapters, Epilogue, Handed, Operand, Result, tensor_of
+from llmq.base.operand import (
+    STORE,
+    Adapters,
+    Epilogue,
+    Magnitudes,
+    Operand,
+    ProductOutput,
+    Result,
+    tensor_of,
+)
 from llmq.base.tensor import Tensor
-from llmq.formats.format import BACKWARD, FORWARD, Format
-from llmq.model.activations import Frame
-from llmq.model.adapters import Dropout, expanded, output_gradients, width_of
-from llmq.model.linear import Linear
+from llmq.formats.operands import BACKWARD, FORWARD, WEIGHT, Operands
+from llmq.model.activations import LayerContext
+from llmq.model.adapters import Dropout, blocks_of, expanded, output_gradients, width_of
 from llmq.model.parameters import PartWeights
 from llmq.ops import adapter, reduce
 from llmq.ops.matmul import matmul
-from llmq.ops.product import accepts_addend, product
+from llmq.ops.product import accepts_addend, product, weight_gradient
 from llmq.options.adapters import Adapted, adapted_in_layers, adapters_of
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -44,23 +50,21 @@ class _Parts(NamedTuple):
 
 
 class BlockLinear:
-    """All products of all blocks. A matrix is named by its layer (`at.here`), and its key there."""
+    """All products of all blocks. A matrix is named by its layer (`ctx.layer`) and key there."""
 
     def __init__(
         self,
         dev: Device,
         config: ModelConfig,
         options: TrainConfig,
-        format: Format,
+        operands: Operands,
         scalars: Tensor | None,
     ):
-        """format: of the products. scalars: StepScalars, which a model with adapters needs."""
-        self.dev, self.config, self.format = dev, config, format
-        self.linear = Linear(dev, format)
+        """operands: of the products. scalars: StepScalars, which a model with adapters needs."""
+        self.dev, self.config, self.operands = dev, config, operands
         every = [(layer, m) for layer in range(config.num_layers) for m in config.matrices(layer)]
         self._matrices = {(layer, matrix.key): matrix for layer, matrix in every}
         self._numbers = {which: number for number, which in enumerate(self._matrices)}
-        self._adapters = Linear(dev)  # whose products are small
         self.dropout = Dropout(dev, options, scalars)
         self._rows = options.batch_size * options.local_seq_len
         self._parts: dict[tuple[int, str], _Parts] = {}
@@ -74,7 +78,7 @@ class BlockLinear:
                 continue  # of experts, whose half computes them
             width, name = width_of(matrix), matrix.key
             hidden = dev.alloc(
-                f"{name}_hidden.{layer}", (self._rows, width), format.dtype, "Activations"
+                f"{name}_hidden.{layer}", (self._rows, width), operands.dtype, "Activations"
             )
             norms = None
             if adapters.dora:
@@ -82,21 +86,23 @@ class BlockLinear:
             self._parts[layer, name] = _Parts(matrix, len(self._parts), hidden, norms)
             widest = max(widest, width)
         # One matrix at a time: its gradients follow its input's.
-        self._d_hidden = dev.alloc("d_hidden", (self._rows * widest,), format.dtype, "Activations")
+        self._d_hidden = dev.alloc(
+            "d_hidden", (self._rows * widest,), operands.dtype, "Activations"
+        )
 
     def accepts_addend(self, layer: int, key: str, out: Tensor) -> bool:
         """Whether forward takes an addend for an `out` like this one."""
         parts, features = self._parts.get((layer, key)), self._matrices[layer, key].shape[1]
         if parts is not None and parts.norms is not None:
             return False
-        hidden, fast = parts and parts.hidden, FORWARD in self.format.fast
-        return accepts_addend(self.dev, out, self.format.multiplied, features, hidden, fast=fast)
+        hidden, fast = parts and parts.hidden, FORWARD in self.operands.fast
+        return accepts_addend(self.dev, out, self.operands.multiplied, features, hidden, fast=fast)
 
     def forward(
         self,
-        at: Frame,
+        ctx: LayerContext,
         key: str,
-        out: Result | Handed,
+        out: Result | ProductOutput,
         x: Operand,
         addend: Tensor | None = None,
         *,
@@ -105,28 +111,29 @@ class BlockLinear:
         """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the adapters'.
         addend: like out, other memory, or None, as it is unless `accepts_addend`. Beside adapters
         no product writes codes."""
-        w, adapters, parts, bias = at.w, None, self._of(at, key), at.w.bias(key)
+        w, bias, parts, adapters = ctx.w, ctx.w.bias(key), self._of(ctx, key), None
         if parts is not None:
-            made, finished = partial(self._tail, parts, x, *w.adapters(key)), None
+            (a, b), magnitudes = w.adapters(key), None
+            with ExitStack() as temps:
+                dropped = self.dropout.of(temps, tensor_of(x), parts.salt)
+                matmul(self.dev, parts.hidden, dropped, a, trans_b=True)
             if parts.norms is not None:
                 self._measure(parts, key, w)
-                finished = partial(self._scale, parts, w.magnitudes(key), bias)
-                bias = None
-            adapters = Adapters(parts.hidden, made, finished=finished)
+                magnitudes, bias = Magnitudes(parts.norms, w.magnitudes(key), bias), None
+            blocks = blocks_of(parts.matrix, b)
+            adapters = Adapters(parts.hidden, b, blocks, magnitudes=magnitudes)
+        x, weight = self.operands.pair(FORWARD, x, w[key])
         product(
-            self.dev, out, bias=bias, adapters=adapters, addend=addend, epilogue=epilogue,
-            **self.linear.how(FORWARD, x, w[key]),
+            self.dev, out, x, weight, trans_b=True, bias=bias, adapters=adapters, addend=addend,
+            epilogue=epilogue, fast=FORWARD in self.operands.fast,
         )  # fmt: skip
 
-    def _of(self, at: Frame, key: str) -> _Parts | None:
-        return self._parts.get((at.here.index, key))
+    def _of(self, ctx: LayerContext, key: str) -> _Parts | None:
+        return self._parts.get((ctx.layer.index, key))
 
     def _measure(self, parts: _Parts, key: str, w: PartWeights) -> None:
         (a, b), matrix = w.adapters(key), parts.matrix
         adapter.norms(self.dev, parts.norms, w[key], a, b, matrix.spans, matrix.scales)
-
-    def _scale(self, parts: _Parts, magnitudes: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        adapter.scale(self.dev, out, out, parts.norms, magnitudes, bias)
 
     def begin_magnitudes(self, layer: int, w: PartWeights) -> None:
         """Magnitudes of a layer's rows become the rows' norms."""
@@ -135,92 +142,82 @@ class BlockLinear:
                 self._measure(parts, key, w)
                 self.dev.copy(w.magnitudes(key), parts.norms)
 
-    @contextmanager
-    def _tail(self, parts: _Parts, x: Operand, a: Tensor, b: Tensor) -> Iterator[Tensor]:
-        """Computes h; the matrix that it is multiplied by."""
-        with self.dropout.of(tensor_of(x), parts.salt) as dropped:
-            matmul(self.dev, parts.hidden, dropped, a, trans_b=True)
-        with expanded(self.dev, parts.matrix, b) as whole:
-            yield whole
-
     def input_gradient(
         self,
-        at: Frame,
+        ctx: LayerContext,
         key: str,
-        d_x: Result | Handed | None,
+        d_x: Result | ProductOutput | None,
         d_out: Operand,
         *,
         epilogue: Epilogue = STORE,
     ) -> None:
         """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B. d_x:
         None where nobody wants it."""
-        adapters, parts = None, self._of(at, key)
-        with self._of_sum(at, key, d_out) as d_out:
-            if parts is not None and d_x is None:
-                self._output_gradients(at, key, d_out)
-            if d_x is None:
-                return
+        w, parts, adapters = ctx.w, self._of(ctx, key), None
+        with ExitStack() as temps:
             if parts is not None:
-                made = partial(self._tail_backward, at, key, d_out)
-                drops = self.dropout.probability > 0
-                added = partial(self.dropout.write, salt=parts.salt, add=True) if drops else None
-                adapters = Adapters(self._d_hidden_of(parts), made, added)
-            how = self.linear.how(BACKWARD, d_out, at.w[key], self._numbers[at.here.index, key])
-            product(self.dev, d_x, adapters=adapters, epilogue=epilogue, **how)
+                if parts.norms is not None:  # the gradient of the sum of both products
+                    d_sum = temps.enter_context(self.dev.scratch("d_sum", d_out.shape, d_out.dtype))
+                    adapter.scale(self.dev, d_sum, d_out, parts.norms, w.magnitudes(key))
+                    d_out = d_sum
+                (a, b), (_, d_b) = w.adapters(key), ctx.g.adapters(key)
+                d_hidden, d_y = self._d_hidden_of(parts), tensor_of(d_out)
+                output_gradients(self.dev, parts.matrix, d_hidden, d_b, d_y, parts.hidden, b)
+                adapters = Adapters(d_hidden, a, dropout=self.dropout.mask(parts.salt))
+            if d_x is not None:
+                salt = self._numbers[ctx.layer.index, key]
+                d_out, weight = self.operands.pair(BACKWARD, d_out, w[key], salt)
+                product(
+                    self.dev, d_x, d_out, weight, adapters=adapters, epilogue=epilogue,
+                    fast=BACKWARD in self.operands.fast,
+                )  # fmt: skip
 
-    @contextmanager
-    def _of_sum(self, at: Frame, key: str, d_out: Operand) -> Iterator[Operand]:
-        """The gradient of the sum of both products: d_out, of rows with magnitudes in scratch."""
-        parts = self._of(at, key)
-        if parts is None or parts.norms is None:
-            yield d_out
-            return
-        with self.dev.scratch("d_sum", d_out.shape, d_out.dtype) as d_sum:
-            adapter.scale(self.dev, d_sum, d_out, parts.norms, at.w.magnitudes(key))
-            yield d_sum
-
-    @contextmanager
-    def _tail_backward(self, at: Frame, key: str, d_out: Operand) -> Iterator[Tensor]:
-        """Computes d_h and the gradient of B; the matrix that d_h is multiplied by."""
-        self._output_gradients(at, key, d_out)
-        a, _ = at.w.adapters(key)
-        yield a
-
-    def needs_input(self, at: Frame, key: str) -> bool:
+    def needs_input(self, ctx: LayerContext, key: str) -> bool:
         """Whether weight_gradients needs x."""
-        return key in at.g or self._of(at, key) is not None
+        return key in ctx.g or self._of(ctx, key) is not None
 
     def weight_gradients(
-        self, at: Frame, key: str, d_out: Operand, x: Operand | None, *, bias: bool = True
+        self,
+        ctx: LayerContext,
+        key: str,
+        d_out: Operand,
+        x: Operand | None,
+        *,
+        bias: bool = True,
     ) -> None:
         """Compute the gradients of the weight, of the bias unless that is done already, and of the
         adapters' A and magnitudes, as far as they are wanted. Follows input_gradient. x: None where
         it is not needed."""
-        w, g, number = at.w, at.g, self._numbers[at.here.index, key]
-        self.linear.weight_gradients(g.get(key), g.bias(key) if bias else None, d_out, x, number)
-        parts = self._of(at, key)
+        dev, g, parts = self.dev, ctx.g, self._of(ctx, key)
+        if key in g:
+            salt = self._numbers[ctx.layer.index, key]
+            a, b = self.operands.pair(WEIGHT, d_out, x, salt)
+            weight_gradient(dev, g[key], a, b, fast=WEIGHT in self.operands.fast)
+        d_bias = g.bias(key) if bias else None
+        if d_bias is not None:
+            reduce.bias_gradient(dev, d_bias, tensor_of(d_out))
         if parts is None:
             return
-        d_hidden, (d_a, _) = self._d_hidden_of(parts), g.adapters(key)
-        with self.dropout.of(tensor_of(x), parts.salt) as dropped:
-            self._adapters.weight_gradients(d_a, None, d_hidden, dropped)
-        d_magnitudes = g.magnitudes(key)
-        if d_magnitudes is None:
-            return
-        # The sum is made again: what is kept of it is rounded, rotated, or added to the stream.
-        with (
-            self.dev.scratch("sum", d_out.shape, d_out.dtype) as both,
-            expanded(self.dev, parts.matrix, w.adapters(key)[1]) as tail,
-        ):
-            self.linear.forward(both, x, w[key])
-            matmul(self.dev, both, parts.hidden, tail, trans_b=True, accumulate=True)
-            adapter.magnitude_gradient(self.dev, both, both, d_out, parts.norms)
-            reduce.bias_gradient(self.dev, d_magnitudes, both)
+        d_a, _ = g.adapters(key)
+        if d_a is not None:
+            with ExitStack() as temps:
+                dropped = self.dropout.of(temps, tensor_of(x), parts.salt)
+                weight_gradient(dev, d_a, self._d_hidden_of(parts), dropped)
+        if g.magnitudes(key) is not None:
+            self._magnitude_gradient(ctx, key, d_out, x)
 
-    def _output_gradients(self, at: Frame, key: str, d_out: Operand) -> None:
-        parts, (_, b), (_, d_b) = self._of(at, key), at.w.adapters(key), at.g.adapters(key)
-        of_b = (self._d_hidden_of(parts), d_b, tensor_of(d_out), parts.hidden, b)
-        output_gradients(self.dev, parts.matrix, *of_b)
+    def _magnitude_gradient(self, ctx: LayerContext, key: str, d_out: Tensor, x: Operand) -> None:
+        """The sum of both products is made again: what is kept of it is rounded, rotated, or added
+        to the stream."""
+        dev, w, parts = self.dev, ctx.w, self._of(ctx, key)
+        x, weight = self.operands.pair(FORWARD, x, w[key])
+        with ExitStack() as temps:
+            both = temps.enter_context(dev.scratch("sum", d_out.shape, d_out.dtype))
+            tail = expanded(dev, temps, parts.matrix, w.adapters(key)[1])
+            product(dev, both, x, weight, trans_b=True, fast=FORWARD in self.operands.fast)
+            matmul(dev, both, parts.hidden, tail, trans_b=True, accumulate=True)
+            adapter.magnitude_gradient(dev, both, both, d_out, parts.norms)
+            reduce.bias_gradient(dev, ctx.g.magnitudes(key), both)
 
     def _d_hidden_of(self, parts: _Parts) -> Tensor:
         return self._d_hidden.rows(0, parts.hidden.size).view(*parts.hidden.shape)

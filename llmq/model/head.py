@@ -3,31 +3,29 @@
 In fp8 cross-entropy writes the gradient of the logits as E5M2 codes, whatever format the blocks'
 gradients have: most probabilities of a large vocabulary are below what E4M3 can tell from 0 beside
 the target's -1. Its elements are bounded, so the scale is a constant.
-
-Cross-entropy is the epilogue of the logits' product (`ops/product.py`).
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from contextlib import ExitStack, nullcontext
 from typing import NamedTuple
 
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E5M2, E5M2_MAX, F32, I32
-from llmq.base.operand import STORE, CrossEntropy, Epilogue, Fp8, Operand, OutputForms, turned
+from llmq.base.operand import Fp8, Operand, OutBuffers, turned
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.formats.format import HEAD, Format
+from llmq.formats.operands import FORWARD, HEAD, Operands
 from llmq.model.adapters import Dropout, HeadAdapters, OfPass, table_adapters
 from llmq.model.linear import Linear
 from llmq.model.norms import Normalization, alloc_stats
 from llmq.model.parameters import PartGrads, PartWeights
-from llmq.ops import quantize, quantize_int8
+from llmq.ops import cross_entropy, quantize, quantize_int8
 from llmq.ops.common import padded_columns
 from llmq.ops.distill import Teacher, top_k
 from llmq.ops.labels import Labels
+from llmq.ops.product import product
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
@@ -76,7 +74,7 @@ class Head:
         self,
         dev: Device,
         config: ModelConfig,
-        operands: Format,
+        operands: Operands,
         options: TrainConfig,
         residual: Tensor,
         largest: float = 1.0,
@@ -103,6 +101,7 @@ class Head:
         self.operands = operands.head
         self.fp8 = self.operands.makes_codes
         self.linear = Linear(dev, self.operands)
+        self._code_scale = 1.0
         if self.fp8:
             self._code_scale = gradient_scale(z_loss, largest)
             self.gradient_scale = dev.alloc("d_logits.scale", (1,), F32, "Activations")
@@ -113,7 +112,7 @@ class Head:
         where the last block has written the sum itself."""
         to, residual, stats = self.operands.measured(HEAD, self.out), self.residual, self.stats
         if self.config.arch.post_norm:
-            stream, weight = OutputForms(residual), w["ln1_post"]
+            stream, weight = OutBuffers("", residual), w["ln1_post"]
             self.norm.post(stream, self.branch_stats, branch, residual_att, weight)
             self.norm.post(to, stats, residual, None, w["norm"])
             return
@@ -124,35 +123,34 @@ class Head:
         self, w: PartWeights, targets: Tensor, of_rows: Teacher | Labels | None = None
     ) -> None:
         """Per-token losses only. targets: I32 (rows,), -100 where masked. of_rows: as of Loss."""
-        for at in self._parts(w):
-            if of_rows is None:
-                self._logits(at, self._cross_entropy(at, targets, gradient=False))
-            else:
-                self._lose(at, self._logits(at), targets, None, of_rows, gradient=False)
+        with ExitStack() as temps:
+            low = self._begin_adapters(temps, w)
+            for at in self._parts(w, low):
+                logits = self._logits(at, at.temps)
+                self._lose(at, logits, targets, None, of_rows, gradient=False)
 
     def top_k(self, w: PartWeights, told: Tensor) -> None:
         """The largest logits of all rows, F32 (rows, 2 k) as the operation says; after losses,
         whose log-sum-exp it takes."""
-        for at in self._parts(w):
-            logits = self._logits(at)
-            top_k(self.dev, at.of(told), logits, at.of(self.lse), self.config.outputs)
+        with ExitStack() as temps:
+            low = self._begin_adapters(temps, w)
+            for at in self._parts(w, low):
+                logits = self._logits(at, at.temps)
+                top_k(self.dev, at.of(told), logits, at.of(self.lse), self.config.outputs)
 
     def _parts(
-        self, w: PartWeights, *of_gradients: PartGrads | Tensor, transposed: bool = False
+        self, w: PartWeights, low: OfPass | None, *, transposed: bool = False
     ) -> Iterator[_Chunk]:
-        """The chunks, one after another. of_gradients: g and d_x as of of_pass."""
-        with self._adapters(w, *of_gradients) as low:
-            for start, stop in self.dev.alike(self._spans()):
-                with ExitStack() as temps:
-                    yield self._chunk(temps, start, stop, w, low, transposed=transposed)
+        """The chunks, one after another. low: as of _begin_adapters."""
+        for start, stop in self.dev.alike(self._spans()):
+            with ExitStack() as temps:
+                yield self._chunk(temps, start, stop, w, low, transposed=transposed)
 
-    def _adapters(
-        self, w: PartWeights, g: PartGrads | None = None, d_x: Tensor | None = None
-    ) -> AbstractContextManager[OfPass | None]:
-        """The adapters in a pass over all rows; None without any. g, d_x: as of of_pass."""
-        if self.adapters is None:
-            return nullcontext()
-        return self.adapters.of_pass(self.out, w, g, d_x)
+    def _begin_adapters(
+        self, temps: ExitStack, w: PartWeights, g: PartGrads | None = None
+    ) -> OfPass | None:
+        """The adapters in a pass over all rows; None without any."""
+        return None if self.adapters is None else self.adapters.begin(temps, self.out, w, g)
 
     def _lose(
         self,
@@ -160,13 +158,28 @@ class Head:
         logits: Tensor,
         targets: Tensor,
         weights: Tensor | None,
-        of_rows: Teacher | Labels,
+        of_rows: Teacher | Labels | None,
+        codes: Tensor | None = None,
         *,
-        gradient: bool,
+        gradient: bool = True,
     ) -> None:
+        """The losses of a chunk's rows. gradient: the logits become their gradient, or codes if
+        they are given."""
+        dev, outputs = self.dev, self.config.outputs
         cut = [at.of(t) for t in (self.losses, self.lse, targets, weights)]
-        its = of_rows.rows(at.start, at.stop)
-        its.launch(self.dev, logits, *cut, self.config.outputs, gradient=gradient)
+        if of_rows is not None:
+            its = of_rows.rows(at.start, at.stop)
+            its.launch(dev, logits, *cut, outputs, gradient=gradient)
+            return
+        losses, lse, targets, weights = cut
+        if not gradient:
+            args = (losses, lse, logits, targets, outputs)
+            cross_entropy.forward(dev, *args, softcap=self.softcap)
+            return
+        cross_entropy.forward_backward(
+            dev, logits, losses, lse, targets, outputs, self.z_loss, codes=codes,
+            code_scale=self._code_scale, weights=weights, softcap=self.softcap,
+        )  # fmt: skip
 
     def logits_of(self, w: PartWeights, rows: Sequence[int]) -> Iterator[Tensor]:
         """(1, Vp) of each of these rows, which rise, after `forward`; it is there until the next.
@@ -176,8 +189,9 @@ class Head:
             if not inside:
                 continue
             with ExitStack() as temps:
-                low = temps.enter_context(self._adapters(w))
-                logits = self._logits(self._chunk(temps, start, stop, w, low, transposed=False))
+                low = self._begin_adapters(temps, w)
+                chunk = self._chunk(temps, start, stop, w, low, transposed=False)
+                logits = self._logits(chunk, temps)
                 yield from (logits.rows(row, row + 1) for row in inside)
 
     def loss_and_backward(
@@ -187,7 +201,7 @@ class Head:
         targets: Tensor,
         weights: Tensor | None,
         branch: Tensor | None,
-        to: OutputForms,
+        to: OutBuffers,
         d_residual: Tensor,
         d_norm: Tensor,
         of_rows: Teacher | Labels | None = None,
@@ -198,24 +212,29 @@ class Head:
         of_rows: as of Loss. Gradients are sums over rows; nothing is divided here."""
         lm_head, d_weight, d_rows = w["lm_head"], g.get("lm_head"), g.get("new_rows")
         trained = d_weight is not None or d_rows is not None
-        for at in self._parts(w, g, d_norm, transposed=trained):
-            epilogue = self._cross_entropy(at, targets, weights)
-            if of_rows is not None:
-                gradient = self._logits(at)
-                self._lose(at, gradient, targets, weights, of_rows, gradient=True)
-            elif self.fp8:
-                gradient = self._fp8_gradient(at, epilogue, transposed=trained)
-            else:
-                gradient = self._logits(at, epilogue)
-            self.linear.input_gradient(at.of(d_norm), gradient, lm_head)
-            self.linear.weight_gradients(d_weight, None, gradient, at.x)
-            if d_rows is not None:
-                self._rows_gradient(d_rows, gradient, at.x)
-            if at.low is not None:
-                at.low.of_logits(at.start, at.stop, gradient)
-            d_weight, d_rows = (g and g._replace(accumulate=True) for g in (d_weight, d_rows))
+        with ExitStack() as temps:
+            low = self._begin_adapters(temps, w, g)
+            for at in self._parts(w, low, transposed=trained):
+                codes, coded = None, self.fp8 and of_rows is None
+                if coded:
+                    scratch = self.dev.scratch("d_logits.q", self._shape(at), E5M2)
+                    codes = at.temps.enter_context(scratch)
+                with ExitStack() if coded else nullcontext(at.temps) as inner:
+                    gradient = self._logits(at, inner)
+                    self._lose(at, gradient, targets, weights, of_rows, codes)
+                if coded:
+                    gradient = self._fp8_gradient(at, codes, transposed=trained)
+                self.linear.input_gradient(at.of(d_norm), gradient, lm_head)
+                self.linear.weight_gradients(d_weight, None, gradient, at.x)
+                if d_rows is not None:
+                    self._rows_gradient(d_rows, gradient, at.x)
+                if low is not None:
+                    low.of_logits(at.start, at.stop, gradient)
+                d_weight, d_rows = (g and g._replace(accumulate=True) for g in (d_weight, d_rows))
+            if low is not None:
+                self.adapters.finish(low, self.out, w, g, d_norm)
         x, stats, post = self.residual, self.stats, self.config.arch.post_norm
-        stream = OutputForms(d_residual) if post else to
+        stream = OutBuffers("", d_residual) if post else to
         grads, weight = (g.get("norm"), g.bias("norm")), w["norm"]
         self.norm.backward(stream, *grads, d_norm, x, weight, stats, None)
         if post:
@@ -229,32 +248,15 @@ class Head:
             quantize_int8.take_outliers(self.dev, columns, gradient, self.new_columns)
             self.linear.weight_gradients(d_rows, None, columns, x)
 
-    def _fp8_gradient(self, at: _Chunk, epilogue: CrossEntropy, *, transposed: bool) -> Fp8:
-        """The gradient of the logits as codes. Transposed ones, which the gradient of the matrix
-        alone needs, take the place of the logits, which are twice as large."""
-        dev, shape, by_columns = self.dev, self._shape(at), None
-        codes = at.temps.enter_context(dev.scratch("d_logits.q", shape, E5M2))
-        coded = replace(epilogue, codes=codes, code_scale=self._code_scale)
-        with ExitStack() as temps:
-            self._logits(at._replace(temps=temps), coded)
+    def _fp8_gradient(self, at: _Chunk, codes: Tensor, *, transposed: bool) -> Fp8:
+        """The gradient of the logits of E5M2 codes. Transposed codes, which the gradient of the
+        matrix alone needs, take the place of the logits, which are twice as large."""
+        by_columns = None
         if transposed:
-            by_columns = at.temps.enter_context(dev.scratch("d_logits.q_t", turned(shape), E5M2))
-            quantize.transpose(dev, by_columns, codes)
+            scratch = self.dev.scratch("d_logits.q_t", turned(codes.shape), E5M2)
+            by_columns = at.temps.enter_context(scratch)
+            quantize.transpose(self.dev, by_columns, codes)
         return Fp8(source=None, codes=codes, transposed=by_columns, scale=self.gradient_scale)
-
-    def _cross_entropy(
-        self, at: _Chunk, targets: Tensor, weights: Tensor | None = None, *, gradient: bool = True
-    ) -> CrossEntropy:
-        return CrossEntropy(
-            losses=at.of(self.losses),
-            lse=at.of(self.lse),
-            targets=at.of(targets),
-            vocab_size=self.config.outputs,
-            z_loss=self.z_loss,
-            gradient=gradient,
-            weights=at.of(weights),
-            softcap=self.softcap,
-        )
 
     def _spans(self) -> list[tuple[int, int]]:
         size = self.rows // self.chunks
@@ -272,16 +274,18 @@ class Head:
     ) -> _Chunk:
         """The final norm's output for some rows, as the head's products take it."""
         x = self.out.rows(start, stop)
-        operand = self.operands.of_tensor(temps, HEAD, x, measured=True, transposed=transposed)
+        operand = self.operands.quantize(temps, HEAD, x, measured=True, transposed=transposed)
         return _Chunk(start, stop, operand, w["lm_head"], low, temps)
 
     def _shape(self, at: _Chunk) -> tuple[int, int]:
         matrix = at.lm_head.codes if self.fp8 else at.lm_head
         return at.stop - at.start, matrix.shape[0]
 
-    def _logits(self, at: _Chunk, epilogue: Epilogue = STORE) -> Tensor:
-        """Those of a chunk, or what the epilogue makes of them; there until the chunk ends."""
-        added = None if at.low is None else at.low.beside(at.start, at.stop)
-        logits = at.temps.enter_context(self.dev.scratch("logits", self._shape(at), self.dtype))
-        self.linear.forward(logits, at.x, at.lm_head, epilogue=epilogue, adapters=added)
+    def _logits(self, at: _Chunk, temps: ExitStack) -> Tensor:
+        """The logits (rows, Vp) of a chunk, scratch of `temps`."""
+        logits = temps.enter_context(self.dev.scratch("logits", self._shape(at), self.dtype))
+        adapters = None if at.low is None else at.low.beside(at.start, at.stop)
+        x, lm_head = self.operands.pair(FORWARD, at.x, at.lm_head)
+        fast = FORWARD in self.operands.fast
+        product(self.dev, logits, x, lm_head, trans_b=True, adapters=adapters, fast=fast)
         return logits

@@ -12,64 +12,42 @@ contiguous in both, so input, weight and output gradient are each needed in two 
 Fp8 products may be permitted to sum with fewer bits (`ops.matmul.matmul_fp8`).
 """
 
-from typing import Any
-
-from llmq.base.operand import STORE, Adapters, Epilogue, GradientSum, Operand, tensor_of
+from llmq.base.operand import Adapters, Operand, tensor_of
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.formats.format import BACKWARD, FORWARD, WEIGHT, Format
+from llmq.formats.operands import BACKWARD, FORWARD, WEIGHT, Operands
 from llmq.ops import reduce
-from llmq.ops.product import product
+from llmq.ops.product import product, weight_gradient
 from llmq.runtime.device import Device
-
-_LAID = {FORWARD: {"trans_b": True}, BACKWARD: {}, WEIGHT: {"trans_a": True}}
 
 
 class Linear:
-    """The products of linear layers on one device."""
+    """The products of linear layers on one device: of the LM head, of routers, of adapters. Those
+    of blocks are `BlockLinear`'s."""
 
-    def __init__(self, dev: Device, format: Format | None = None):
-        """format: of the operands; None: they are tensors that are multiplied as they are."""
-        self.dev, self.format = dev, format or Format(dev)
-
-    def how(self, which: str, a: Operand, b: Operand, salt: int = 0) -> dict[str, Any]:
-        """The arguments of `product` that make it one of the three. which: FORWARD, BACKWARD or
-        WEIGHT. salt: as of `Format.pair`."""
-        a, b = self.format.pair(which, a, b, salt)
-        return {"a": a, "b": b, "fast": which in self.format.fast, **_LAID[which]}
+    def __init__(self, dev: Device, operands: Operands | None = None):
+        """operands: of the products; None: tensors that are multiplied as they are."""
+        self.dev, self.operands = dev, operands or Operands(dev)
 
     def forward(
-        self,
-        out: Tensor,
-        x: Operand,
-        weight: Operand,
-        bias: Tensor | None = None,
-        *,
-        epilogue: Epilogue = STORE,
-        adapters: Adapters | None = None,
+        self, out: Tensor, x: Operand, weight: Operand, *, adapters: Adapters | None = None
     ) -> None:
-        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias + the adapters', and
-        the epilogue."""
-        terms = {"bias": bias, "adapters": adapters, "epilogue": epilogue}
-        product(self.dev, out, **terms, **self.how(FORWARD, x, weight))
+        """out (rows, out_features) = x (rows, in_features) @ weight^T, and the adapters'."""
+        a, b = self.operands.pair(FORWARD, x, weight)
+        fast = FORWARD in self.operands.fast
+        product(self.dev, out, a, b, trans_b=True, adapters=adapters, fast=fast)
 
-    def input_gradient(
-        self, d_x: Tensor, d_out: Operand, weight: Operand, *, epilogue: Epilogue = STORE
-    ) -> None:
-        """d_x (rows, in_features) = d_out (rows, out_features) @ weight, and the epilogue."""
-        product(self.dev, d_x, epilogue=epilogue, **self.how(BACKWARD, d_out, weight))
+    def input_gradient(self, d_x: Tensor, d_out: Operand, weight: Operand) -> None:
+        """d_x (rows, in_features) = d_out (rows, out_features) @ weight."""
+        a, b = self.operands.pair(BACKWARD, d_out, weight)
+        product(self.dev, d_x, a, b, fast=BACKWARD in self.operands.fast)
 
     def weight_gradients(
-        self,
-        d_weight: Accumulator | None,
-        d_bias: Accumulator | None,
-        d_out: Operand,
-        x: Operand,
-        salt: int = 0,
+        self, d_weight: Accumulator | None, d_bias: Accumulator | None, d_out: Operand, x: Operand
     ) -> None:
         """d_weight (out_features, in_features) = or += d_out^T @ x, d_bias the sum of d_out's rows.
-        None: not wanted, because the parameter is frozen or there is none. salt: as in how."""
+        None: not wanted, because the parameter is frozen or there is none."""
         if d_weight is not None:
-            how = self.how(WEIGHT, d_out, x, salt)
-            product(self.dev, d_weight, epilogue=GradientSum(), **how)
+            a, b = self.operands.pair(WEIGHT, d_out, x)
+            weight_gradient(self.dev, d_weight, a, b, fast=WEIGHT in self.operands.fast)
         if d_bias is not None:
             reduce.bias_gradient(self.dev, d_bias, tensor_of(d_out))

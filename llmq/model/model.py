@@ -6,15 +6,16 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
-from llmq.formats import format_of
+from llmq.formats import operands_of
 from llmq.model.activations import Cache
 from llmq.model.adapters import EmbeddingAdapters, table_adapters
 from llmq.model.balance import Balance
 from llmq.model.block import Blocks
 from llmq.model.block_linear import BlockLinear
-from llmq.model.halves.half import Shared
+from llmq.model.halves.half import ModelContext
 from llmq.model.head import Head
 from llmq.model.losses.loss import Loss, Rows
+from llmq.model.norms import BlockNorms
 from llmq.model.parameters import PartGrads, PartWeights
 from llmq.model.residuals import Residuals
 from llmq.ops import embedding
@@ -48,7 +49,7 @@ class Model:
         None: they see whole sequences."""
         self.dev, self.config, self.weights, self.starts = dev, config, weights, starts
         self.loss, trains = loss, loss is not None
-        self.operands = format_of(dev, config, options, scalars)
+        self.operands = operands_of(dev, config, options, scalars)
         shape, dtype = self.operands.shape, self.operands.dtype
         offload, layers = options.offload_residual, config.num_layers
         self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
@@ -56,8 +57,11 @@ class Model:
         self.balance = Balance(dev, config, options, targets) if routes else None
         linear = BlockLinear(dev, config, options, self.operands, scalars)
         positions = options.local_seq_len if cache is None else cache.positions
-        of_pass = (backend, positions, starts, self.balance)
-        shared = Shared(dev, config, options, self.operands, linear, *of_pass)
+        norms = BlockNorms(dev, config, self.operands)
+        shared = ModelContext(
+            dev, config, options, self.operands, linear, norms, backend, positions, starts,
+            self.balance,
+        )  # fmt: skip
         self.blocks = Blocks(shared, self.residuals, cache, trains=trains)
         largest = loss.largest if trains else 1.0
         final = self.residuals.final
@@ -80,7 +84,7 @@ class Model:
 
     def forward(self, tokens: Tensor, *, stale: bool, keep: bool, position: int = 0) -> None:
         """Tokens to the output of the final norm. stale: as Weights.take_stale said. keep: backward
-        follows. position: as of Frame."""
+        follows. position: as of LayerContext."""
         weights = self.weights
         self.operands.scales.start_micro_step(of_step=keep)
         self.dropout.on = keep
@@ -151,13 +155,14 @@ class Model:
         overwritten; True: added to. last: of an optimizer step."""
         grads.start_micro_step(accumulate, last)
         weights, streams = self.weights, (self.residuals, self.blocks.between)
-        self._gather_for_backward(self._layers[-1])
-        grads.load(f"layers.{self._layers[-1]}")
+        blocks, last_layer = self.blocks.layers, self._layers[-1]
+        weights.gather(f"layers.{last_layer}", blocks[last_layer].multiplied_again)
+        grads.load(f"layers.{last_layer}")
         with self.dev.range("head"):
             self._backward_head(grads, targets)
         for layer in reversed(self._layers):
             if layer > 0:
-                self._gather_for_backward(layer - 1)
+                weights.gather(f"layers.{layer - 1}", blocks[layer - 1].multiplied_again)
                 grads.load(f"layers.{layer - 1}")
             name = f"layers.{layer}"
             for stream in streams:
@@ -173,9 +178,6 @@ class Model:
             grads.notify(name)
         self._backward_embedding(grads, tokens)
         grads.end_micro_step()
-
-    def _gather_for_backward(self, layer: int) -> None:
-        self.weights.gather(f"layers.{layer}", self.blocks.layers[layer].multiplied_again)
 
     def _backward_embedding(self, grads: Gradients, tokens: Tensor) -> None:
         """A tied head has already written to the same matrix; else it may hold anything."""

@@ -13,29 +13,20 @@ A norm behind the half needs it in backward, so that it is kept. RMSNorm and Lay
 of calls (`Normalization`); statistics with a mean, and biases, are LayerNorm's.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from __future__ import annotations
+
+from contextlib import ExitStack
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32
-from llmq.base.operand import Operand, OutputForms
+from llmq.base.operand import Fp8Out, Operand, OutBuffers
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.formats.format import Activation, Format
-from llmq.model.parameters import PartGrads, PartParameters, PartWeights
+from llmq.formats.operands import Operands
+from llmq.model.activations import LayerContext, NormTensors, Stats
+from llmq.model.parameters import PartGrads, PartWeights
 from llmq.ops import norm, quantize
 from llmq.ops.elementwise import add
 from llmq.runtime.device import Device
-
-T = TypeVar("T")
-
-
-class Stats(NamedTuple):
-    """Per-row statistics that the backward pass needs, F32 (rows,). mean is LayerNorm's."""
-
-    rstd: Tensor
-    mean: Tensor | None
 
 
 def alloc_stats(dev: Device, config: ModelConfig, name: str, rows: int) -> Stats:
@@ -46,26 +37,6 @@ def alloc_stats(dev: Device, config: ModelConfig, name: str, rows: int) -> Stats
     return Stats(rstd, dev.alloc(f"{name}_mean", (rows,), F32, "Activations"))
 
 
-class NormTensors(NamedTuple):
-    """The norms in front of a half of one layer, and the residual stream there; see above. stream:
-    (rows, C). branch: (rows, C), what the half before has put out; None where it has added that to
-    the stream itself. out: the half's input. stats: of the stream's norm, post_stats: of the
-    branch's; None where there is none."""
-
-    stream: Tensor
-    branch: Tensor | None
-    stats: Stats | None
-    post_stats: Stats | None
-    out: Activation
-
-    def parameters(self, block: PartParameters[T]) -> tuple[T | None, T | None]:
-        """Weight and bias of the stream's norm among those of its block, or their gradients."""
-        return block.get(self.out.name), block.bias(self.out.name)
-
-    def post_weight(self, block: PartParameters[T]) -> T | None:
-        return block.get(f"{self.out.name}_post")
-
-
 class Normalization:
     """The calls, on one device."""
 
@@ -74,7 +45,7 @@ class Normalization:
 
     def forward(
         self,
-        to: OutputForms,
+        to: OutBuffers,
         stats: Stats,
         x: Tensor,
         weight: Tensor,
@@ -83,25 +54,38 @@ class Normalization:
     ) -> None:
         """to = norm(x). added: two, whose sum first becomes x. All are (rows, C)."""
         dev, (rstd, mean) = self.dev, stats
-        how = {"weight": weight, "bias": bias, "eps": self.eps, "offset": self.offset}
-        with _results(dev, to, x.shape) as results:
+        with ExitStack() as temps:
+            fp8 = _by_row(dev, temps, to, x.shape)
             if added:
-                norm.forward_residual(dev, x, to.out, mean, rstd, *added, **how, **results)
+                norm.forward_residual(
+                    dev, x, to.tensor, mean, rstd, *added, weight, bias, self.eps,
+                    offset=self.offset, abs_max=to.abs_max, fp8=fp8,
+                )  # fmt: skip
             else:
-                norm.forward(dev, to.out, mean, rstd, x, **how, **results)
+                norm.forward(
+                    dev, to.tensor, mean, rstd, x, weight, bias, self.eps,
+                    offset=self.offset, abs_max=to.abs_max, fp8=fp8,
+                )  # fmt: skip
+            if fp8 is not to.fp8:
+                quantize.transpose(dev, to.fp8.transposed, fp8.codes)
 
     def post(
-        self, to: OutputForms, stats: Stats, x: Tensor, residual: Tensor | None, weight: Tensor
+        self, to: OutBuffers, stats: Stats, x: Tensor, residual: Tensor | None, weight: Tensor
     ) -> None:
         """to (rows, C) = residual + norm(x), or norm(x); rounded as with Architecture.post_norm.
         Its backward pass is `backward` without d_residual."""
-        with _results(self.dev, to, x.shape) as results:
-            args = (to.out, stats.rstd, x, residual, weight, self.eps)
-            norm.post(self.dev, *args, offset=self.offset, **results)
+        with ExitStack() as temps:
+            fp8 = _by_row(self.dev, temps, to, x.shape)
+            norm.post(
+                self.dev, to.tensor, stats.rstd, x, residual, weight, self.eps,
+                offset=self.offset, abs_max=to.abs_max, fp8=fp8,
+            )  # fmt: skip
+            if fp8 is not to.fp8:
+                quantize.transpose(self.dev, to.fp8.transposed, fp8.codes)
 
     def backward(
         self,
-        to: OutputForms,
+        to: OutBuffers,
         d_weight: Accumulator | None,
         d_bias: Accumulator | None,
         d_out: Tensor,
@@ -110,34 +94,35 @@ class Normalization:
         stats: Stats,
         d_residual: Tensor | None,
     ) -> None:
-        """to (rows, C) = the norm's input gradient + d_residual (may be to.out itself). d_weight,
-        d_bias: None where they are not wanted."""
-        dev, d_x, (rstd, mean) = self.dev, to.out, stats
-        with _results(dev, to, x.shape) as results:
-            args = (d_x, d_weight, d_bias, d_out, x, weight, mean, rstd, d_residual)
-            norm.backward(dev, *args, offset=self.offset, **results)
+        """to (rows, C) = the norm's input gradient + d_residual (may be to.tensor itself).
+        d_weight, d_bias: None where they are not wanted."""
+        dev, (rstd, mean) = self.dev, stats
+        with ExitStack() as temps:
+            fp8 = _by_row(dev, temps, to, x.shape)
+            norm.backward(
+                dev, to.tensor, d_weight, d_bias, d_out, x, weight, mean, rstd, d_residual,
+                offset=self.offset, abs_max=to.abs_max, fp8=fp8,
+            )  # fmt: skip
+            if fp8 is not to.fp8:
+                quantize.transpose(dev, to.fp8.transposed, fp8.codes)
 
 
-@contextmanager
-def _results(dev: Device, to: OutputForms, shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """The places of a kernel's further results: it writes codes row by row, others are made of
-    those."""
+def _by_row(dev: Device, temps: ExitStack, to: OutBuffers, shape: tuple[int, ...]) -> Fp8Out | None:
+    """The codes that a norm's kernel writes, row by row: transposed codes (features, rows) are made
+    of these, which are scratch if nobody else reads them."""
     if to.fp8 is None or to.fp8.transposed is None:
-        yield {"abs_max": to.abs_max, "fp8": to.fp8}
-        return
-    codes, transposed = to.fp8.codes, to.fp8.transposed
-    made = (
-        dev.scratch("norm_codes", shape, transposed.dtype) if codes is None else nullcontext(codes)
-    )
-    with made as codes:
-        yield {"abs_max": to.abs_max, "fp8": to.fp8._replace(codes=codes, transposed=None)}
-        quantize.transpose(dev, transposed, codes)
+        return to.fp8
+    codes = to.fp8.codes
+    if codes is None:
+        scratch = dev.scratch("norm_codes", shape, to.fp8.transposed.dtype)
+        codes = temps.enter_context(scratch)
+    return to.fp8._replace(codes=codes, transposed=None)
 
 
 class BlockNorms:
     """The norms of all halves of all blocks."""
 
-    def __init__(self, dev: Device, config: ModelConfig, operands: Format):
+    def __init__(self, dev: Device, config: ModelConfig, operands: Operands):
         self.norm, self.operands = Normalization(dev, config), operands
         self.pre, self.post = config.arch.pre_norm, config.arch.post_norm
 
@@ -147,40 +132,34 @@ class BlockNorms:
         """The input of a half. before: (rows, C), the stream where the half before began; None:
         there is none. It is not read where there is no branch."""
         if self.pre:
-            return self.operands.input(temps, here.out, partial(self._run, here, before, w))
+            out = self.operands.buffers(temps, here.out)
+            self._run(here, before, w, out)
+            return self.operands.finalize(temps, out)
         tensor_id, stream, measured = here.out.tensor_id, here.stream, before is not None
         if measured:
             self._run(here, before, w, self.operands.measured(tensor_id, stream))
-        return self.operands.of_tensor(
-            temps, tensor_id, stream, measured=measured, transposed=False
-        )
+        return self.operands.quantize(temps, tensor_id, stream, measured=measured, transposed=False)
 
-    def recompute(
-        self,
-        temps: ExitStack,
-        here: NormTensors,
-        before: Tensor | None,
-        w: PartWeights,
-        *,
-        product: bool,
-    ) -> Operand:
-        """The input of a half in backward. before: None unless the stream is made again, too.
+    def recompute(self, ctx: LayerContext, *, product: bool) -> Operand:
+        """The input of a half in backward; ctx.before: None unless the stream is made again, too.
         product: so is the half's first product, and not only its weight's gradient needs the
         input."""
+        here, before, w = ctx.layer.norm, ctx.before, ctx.w
         if not self.pre:
             if before is not None:
-                self._run(here, before, w, OutputForms(here.stream))
-            return self.operands.of_tensor_again(
-                temps, here.out.tensor_id, here.stream, product=product
+                self._run(here, before, w, OutBuffers("", here.stream))
+            return self.operands.quantize_again(
+                ctx.temps, here.out.tensor_id, here.stream, product=product
             )
         kept = self.operands.kept(here.out)
         if kept is not None:
             return kept
-        write = partial(self._run, here, before, w)
-        return self.operands.input_again(temps, here.out, write, product=product)
+        out = self.operands.buffers_again(ctx.temps, here.out, product=product)
+        self._run(here, before, w, out)
+        return self.operands.finalize(ctx.temps, out)
 
     def _run(
-        self, here: NormTensors, before: Tensor | None, w: PartWeights, to: OutputForms
+        self, here: NormTensors, before: Tensor | None, w: PartWeights, to: OutBuffers
     ) -> None:
         """The stream if `before` and a branch are given, and the half's input; without a norm of
         its own, the stream is that."""
@@ -188,7 +167,7 @@ class BlockNorms:
         if here.branch is None:
             before = None
         if self.post and before is not None:
-            into = OutputForms(stream) if self.pre else to
+            into = OutBuffers("", stream) if self.pre else to
             self.norm.post(into, here.post_stats, here.branch, before, here.post_weight(w))
             before = None
         if not self.pre:
@@ -212,12 +191,12 @@ class BlockNorms:
         """d_residual (rows, C), the gradient of the stream behind the half, to that in front of it.
         d_x (rows, C): the gradient of the half's input. `d_out` then is the gradient of what the
         half before has put out; id_before is its name, None where there is no half."""
-        d_branch = OutputForms(d_residual)
+        d_branch = OutBuffers("", d_residual)
         if id_before is not None:
             out = self.d_out(d_residual, d_x)
             d_branch = self.operands.measured(id_before, out)
         if self.pre:
-            to = OutputForms(d_residual) if self.post else d_branch
+            to = OutBuffers("", d_residual) if self.post else d_branch
             (weight, _), grads = here.parameters(w), here.parameters(g)
             self.norm.backward(to, *grads, d_x, here.stream, weight, here.stats, d_residual)
         else:

@@ -79,8 +79,9 @@ class Step:
         self.start()
         for micro_step, batch in enumerate(batches):
             scalars = self.scalars_of(step, micro_step, lr, grad_clip, limits)
-            last = micro_step == final
-            self.dev.graph(*self.micro_step(micro_step, scalars, batch, last=last))
+            self.inbox.send(scalars, batch, self.results)
+            self.calibrate()
+            self.dev.graph(*self.micro_step(micro_step, last=micro_step == final))
         return self.update()
 
     def start(self) -> None:
@@ -93,21 +94,17 @@ class Step:
         rule = self.optimizer.rule
         return scalars_of(self.options, self.dev.mesh, rule, *of_micro_step)
 
-    def micro_step(
-        self, micro_step: int, scalars: np.ndarray, batch: Batch, *, last: bool
-    ) -> tuple[tuple, Callable[[], None]]:
-        """Send one batch, the micro_step-th of an optimizer step. last: none follows it.
-
-        Returns what Device.graph takes: forward and backward over it.
-        """
-        self.inbox.send(scalars, batch, self.results)
-        if not self.scales.ready:
-            self.calibrate()
+    def micro_step(self, micro_step: int, *, last: bool) -> tuple[tuple, Callable[[], None]]:
+        """The arguments of Device.graph for forward and backward over the inbox's batch, the
+        micro_step-th of an optimizer step. last: no other follows it."""
         key = (micro_step > 0, last and self.grads.has_last, self.weights.take_stale())
         return ("micro_step", *key), partial(self._micro_step, *key)
 
     def calibrate(self) -> None:
-        """The first delayed scales, from a micro-step over the inbox that is done twice."""
+        """The first delayed scales, from a micro-step over the inbox that is done twice; nothing
+        where scales are known."""
+        if self.scales.ready:
+            return
         stale = self.weights.take_stale()
         with self.dev.range("calibration"):
             self._micro_step(accumulate=False, last=False, stale=stale, counts=False)

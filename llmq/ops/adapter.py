@@ -74,8 +74,9 @@ def expand(
 
     Cost:    whole written once; one launch. A few megabytes.
     """
-    how = (whole.size // COLUMN_MULTIPLE, whole, b, spans, scales, groups)
-    _launch(dev, EXPAND, (whole, b), *how)
+    blocks = ceil_div(whole.size // COLUMN_MULTIPLE, THREADS)
+    sizes = _sizes(whole, b, spans, scales, groups)
+    dev.launch(EXPAND, blocks, THREADS, (whole, b, *sizes))
 
 
 def collect(
@@ -85,7 +86,8 @@ def collect(
 
     Args: as of expand; b is written.
     """
-    _launch(dev, COLLECT, (b, whole), b.size, whole, b, spans, scales, groups)
+    sizes = _sizes(whole, b, spans, scales, groups)
+    dev.launch(COLLECT, ceil_div(b.size, THREADS), THREADS, (b, whole, *sizes))
 
 
 def norms(
@@ -170,17 +172,10 @@ def _columns(
     dev.launch(COLUMNS, blocks, THREADS, (out, x, y, norms, magnitudes, bias, rows, columns))
 
 
-def _launch(
-    dev: Device,
-    kernel: Kernel,
-    tensors: tuple[Tensor, Tensor],
-    threads: int,
-    whole: Tensor,
-    b: Tensor,
-    spans: Spans,
-    scales: Sequence[float],
-    groups: int,
-) -> None:
+def _sizes(
+    whole: Tensor, b: Tensor, spans: Spans, scales: Sequence[float], groups: int
+) -> tuple[float, ...]:
+    """The arguments of expand and collect behind their tensors, which are checked."""
     expect_float("adapter", "whole", whole)
     rows, period = whole.shape[0], whole.shape[0] // groups
     expect_spans("adapter", spans, period)
@@ -190,8 +185,7 @@ def _launch(
     expect("adapter", "whole", whole, None, (groups * period, columns))
     missing = MAX_SPANS - len(spans)
     sizes = (*map(float, scales), *(0.0,) * missing, rank, columns, rows, period)
-    sizes += (*chain(*spans), *(0,) * (2 * missing))
-    dev.launch(kernel, ceil_div(threads, THREADS), THREADS, (*tensors, *sizes))
+    return (*sizes, *chain(*spans), *(0,) * (2 * missing))
 
 
 # -- Gradients of h and B, of one pass over the gradient of their output
@@ -353,35 +347,9 @@ def backward(
 
     Workspace: `layout`'s partial sums, F32. Cost: d_out read once; two launches.
     """
-    op = "adapter_backward"
-    if len(d_out.shape) != 2 or len(b.shape) != 2:
-        raise ValueError(f"{op}: d_out and b must have 2 dimensions, got {d_out}, {b}")
-    expect(op, "d_out", d_out, BF16, d_out.shape)
-    (rows, N), rank, spans = d_out.shape, b.shape[1], tuple(map(tuple, spans))
-    expect_spans(op, spans, N)
-    if not takes(BF16, N, spans, rank):
-        raise ValueError(
-            f"{op}: columns must be multiples of {MULTIPLE} and ranks up to {MAX_RANK}, "
-            f"got spans {spans} of {N}, rank {rank}"
-        )
-    b_rows = sum(stop - start for start, stop in spans)
-    columns = padded_columns(len(spans), rank)
-    expect(op, "b", b, BF16, (b_rows, rank))
-    expect(op, "h", h, BF16, (rows, columns))
-    expect(op, "d_h", d_h, BF16, (rows, columns))
-    expect_accumulator(op, "d_b", d_b, (b_rows, rank))
-    _launch_partials(dev, d_h, d_b, (d_out, h, b), spans, scale)
-
-
-def _launch_partials(
-    dev: Device,
-    d_h: Tensor,
-    d_b: Accumulator,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    spans: Spans,
-    scale: float,
-) -> None:
-    (rows, N), columns, (b_rows, rank) = inputs[0].shape, d_h.shape[1], inputs[2].shape
+    spans = tuple(map(tuple, spans))
+    _check_backward(d_h, d_b, d_out, h, b, spans)
+    (rows, N), columns, (b_rows, rank) = d_out.shape, d_h.shape[1], b.shape
     cut = layout(rows, spans, rank, dev.num_sms)
     tiles = cut.tiles
     missing = MAX_SPANS - len(spans)
@@ -395,7 +363,7 @@ def _launch_partials(
             PARTIALS,
             (cut.ends[-1], cut.groups),
             32 * WARPS,
-            (h_partial, b_partial, *inputs, *sizes),
+            (h_partial, b_partial, d_out, h, b, *sizes),
             consts=_consts(tiles, rank, dev.spec),
             smem=shared_bytes(tiles, rank, stages(dev.spec, tiles)),
             cost=Cost(flops=4 * rows * b_rows * rank),
@@ -409,3 +377,25 @@ def _launch_partials(
             (d_h, target, h_partial, b_partial, scalars, int(accumulate), salt, *sizes),
             consts=_consts(_tiles(rank)[0], rank, dev.spec),  # of any tiles: compiled once
         )
+
+
+def _check_backward(
+    d_h: Tensor, d_b: Accumulator, d_out: Tensor, h: Tensor, b: Tensor, spans: Spans
+) -> None:
+    op = "adapter_backward"
+    if len(d_out.shape) != 2 or len(b.shape) != 2:
+        raise ValueError(f"{op}: d_out and b must have 2 dimensions, got {d_out}, {b}")
+    expect(op, "d_out", d_out, BF16, d_out.shape)
+    (rows, N), rank = d_out.shape, b.shape[1]
+    expect_spans(op, spans, N)
+    if not takes(BF16, N, spans, rank):
+        raise ValueError(
+            f"{op}: columns must be multiples of {MULTIPLE} and ranks up to {MAX_RANK}, "
+            f"got spans {spans} of {N}, rank {rank}"
+        )
+    b_rows = sum(stop - start for start, stop in spans)
+    columns = padded_columns(len(spans), rank)
+    expect(op, "b", b, BF16, (b_rows, rank))
+    expect(op, "h", h, BF16, (rows, columns))
+    expect(op, "d_h", d_h, BF16, (rows, columns))
+    expect_accumulator(op, "d_b", d_b, (b_rows, rank))

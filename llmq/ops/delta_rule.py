@@ -7,7 +7,7 @@ from typing import NamedTuple
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.base.tensor import Tensor
 from llmq.ops.common import CAPABILITY, expect_float
-from llmq.runtime.cost import BESIDE_ATTENTION, delta_cost
+from llmq.runtime.cost import BESIDE_ATTENTION, Cost, delta_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -162,16 +162,20 @@ class _Call:
         self, kernel: Kernel, grid: tuple, threads: int, args: tuple, shared: int, fmas: int
     ) -> None:
         """shared: bytes. fmas: for a token and a value head."""
-        flops = 2 * fmas * self.B * self.T * self.heads.Hv
-        cost = delta_cost(
-            kernel, self.dtype, flops, (self.T, self.heads.DK, self.B * self.heads.Hv)
-        )
+        cost = self.cost(kernel, fmas)
         self.dev.launch(kernel, grid, threads, args, consts=self.consts, smem=shared, cost=cost)
+
+    def cost(self, kernel: Kernel, fmas: int) -> Cost:
+        """fmas: for a token and a value head."""
+        flops = 2 * fmas * self.B * self.T * self.heads.Hv
+        sizes = (self.T, self.heads.DK, self.B * self.heads.Hv)
+        return delta_cost(kernel, self.dtype, flops, sizes)
 
     def each_chunk(self, kernel: Kernel, heads: int, args: tuple, shared: int, fmas: int) -> None:
         """heads: of the grid."""
         grid, args = (heads, self.B, self.chunks), (*args, *self.sizes, self.carried)
-        self.launch(kernel, grid, THREADS, args, shared, fmas)
+        cost = self.cost(kernel, fmas)
+        self.dev.launch(kernel, grid, THREADS, args, consts=self.consts, smem=shared, cost=cost)
 
     def tiles(self, rows: int, *widths: int) -> int:
         """Bytes of tiles of BF16 in shared memory; those of F32 stay where they are."""

@@ -100,7 +100,7 @@ def normalize(dev: Device, out: Tensor, x: Tensor, *, margin: float = 1.0) -> No
     blocks = min(ceil_div(n, MATRIX_THREADS * PER_THREAD), most)
     with dev.scratch("squares", (count, blocks), F64) as partials:
         grid = (count, blocks)
-        _squares(dev, partials, x, grid)
+        dev.launch(SQUARES, grid, MATRIX_THREADS, (partials, x, n), cost=Cost(flops=2 * x.size))
         args = (out, x, partials, blocks, margin, n)
         dev.launch(NORMALIZE, grid, MATRIX_THREADS, args, cost=Cost(flops=x.size))
 

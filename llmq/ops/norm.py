@@ -97,7 +97,8 @@ def forward(
     _check_bias(op, mean, bias, x)
     launch = _launch(op, dev, x, mean, abs_max, fp8, offset)
     args = (out, mean, rstd, x, weight, bias, eps, rows, C)
-    launch.run(dev, NORM_FORWARD, args, writes_out=out is not None)
+    consts, args = launch.consts_for(writes_out=out is not None), (*args, *launch.results)
+    dev.launch(NORM_FORWARD, launch.blocks, launch.threads, args, consts=consts)
 
 
 def forward_residual(
@@ -130,7 +131,8 @@ def forward_residual(
     _check_bias(op, mean, bias, residual)
     launch = _launch(op, dev, residual, mean, abs_max, fp8, offset)
     args = (residual_out, out, mean, rstd, residual, branch, weight, bias, eps, rows, C)
-    launch.run(dev, NORM_FORWARD_RESIDUAL, args, writes_out=out is not None)
+    consts, args = launch.consts_for(writes_out=out is not None), (*args, *launch.results)
+    dev.launch(NORM_FORWARD_RESIDUAL, launch.blocks, launch.threads, args, consts=consts)
 
 
 def post(
@@ -159,7 +161,8 @@ def post(
     alike = {"out": out} | ({} if residual is None else {"residual": residual})
     rows, C = _check(op, dev, "x", x, alike, None, rstd, weight)
     launch = _launch(op, dev, x, None, abs_max, fp8, offset)
-    launch.run(dev, NORM_POST, (out, rstd, x, residual, weight, eps, rows, C))
+    args = (out, rstd, x, residual, weight, eps, rows, C, *launch.results)
+    dev.launch(NORM_POST, launch.blocks, launch.threads, args, consts=launch.consts_for())
 
 
 def backward(
@@ -214,10 +217,12 @@ def backward(
     targets = (d_weight,) if mean is None else (d_weight, d_bias)
     rest = (d_out, x, weight, mean, rstd, d_residual, rows, C)
     if not any(targets):
-        launch.run(dev, NORM_BACKWARD, (d_x, None, *rest), writes_sums=False)
+        args, consts = (d_x, None, *rest, *launch.results), launch.consts_for(writes_sums=False)
+        dev.launch(NORM_BACKWARD, launch.blocks, launch.threads, args, consts=consts)
         return
     with dev.scratch("norm_partial", (len(targets), launch.blocks, C), F32) as partial:
-        launch.run(dev, NORM_BACKWARD, (d_x, partial, *rest))
+        args, consts = (d_x, partial, *rest, *launch.results), launch.consts_for()
+        dev.launch(NORM_BACKWARD, launch.blocks, launch.threads, args, consts=consts)
         for i, target in enumerate(targets):
             finish_column_sum(dev, target, partial.rows(i, i + 1).view(launch.blocks, C))
 
@@ -262,18 +267,9 @@ class _Launch(NamedTuple):
     consts: dict[str, int]
     results: tuple[Tensor | None, ...]
 
-    def run(
-        self,
-        dev: Device,
-        kernel: Kernel,
-        args: tuple,
-        *,
-        writes_out: bool = True,
-        writes_sums: bool = True,
-    ) -> None:
-        """args: all but results."""
-        consts = self.consts | {"OUT": int(writes_out), "SUMS": int(writes_sums)}
-        dev.launch(kernel, self.blocks, self.threads, (*args, *self.results), consts=consts)
+    def consts_for(self, *, writes_out: bool = True, writes_sums: bool = True) -> dict[str, int]:
+        """The constants of a kernel that writes these of its results."""
+        return self.consts | {"OUT": int(writes_out), "SUMS": int(writes_sums)}
 
 
 def _launch(

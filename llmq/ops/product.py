@@ -5,8 +5,8 @@ sizes. Else the library computes the product, and the epilogue's own kernels fol
 scratch that they need. Everybody else says what is computed, and never asks how.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,14 +16,14 @@ from llmq.base.operand import (
     Activated,
     ActivatedGradient,
     Adapters,
-    CrossEntropy,
     Epilogue,
+    FirstScale,
     Fp8,
-    Handed,
+    Fp8Out,
     Int8,
     Operand,
-    OutputForms,
     ProductCodes,
+    ProductOutput,
     Result,
     Rounded,
     tensor_of,
@@ -31,7 +31,8 @@ from llmq.base.operand import (
 )
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import (
-    cross_entropy,
+    adapter,
+    fp8_scale,
     gelu,
     grouped,
     matmul_fused,
@@ -39,6 +40,7 @@ from llmq.ops import (
     reduce,
     swiglu,
 )
+from llmq.ops.elementwise import dropout
 from llmq.ops.matmul import matmul, matmul_fp8, matmul_int8
 from llmq.ops.routes import Route, Sizes, taken
 from llmq.runtime.device import Device
@@ -119,6 +121,16 @@ class _Terms(NamedTuple):
         # A bias comes before an activation.
         return None if route and self.bias is not None and not route.bias else route
 
+    def route_of(self, epilogue: Epilogue, out: Result | ProductOutput) -> Route | None:
+        """The route of this product with its activation. Two kernels are faster where a product
+        writes codes, or an activation's gradient reads them."""
+        if isinstance(epilogue, Activated) and epilogue.name in GATED:
+            coded = out.codes is not None if isinstance(out, ProductOutput) else _is_coded(out)
+            return None if coded else self.route("glu")
+        if isinstance(epilogue, ActivatedGradient) and epilogue.name in GATED:
+            return None if _is_coded(epilogue.up) else self.route("glu_grad")
+        return None
+
     def sizes(self, kind: str, out: DType | None) -> Sizes | None:
         """Those that a route goes by; None: no kernel of ours has such operands."""
         if isinstance(self.b, Int8 | Rounded) or self.right.dtype is E4M3_HALF:
@@ -132,25 +144,13 @@ class _Terms(NamedTuple):
         rank = 0 if adapters is None else adapters.hidden.shape[1]
         return Sizes(M, N, K, left.dtype, out, rank)
 
-    @contextmanager
-    def operands(self) -> Iterator[dict[str, Tensor | None]]:
-        """The operands of a product of ours, by name; those of adapters live that long."""
-        left, right, (scale_a, scale_b) = self.left, self.right, self.scales
-        given = {"a": left, "b": right, "scale_a": scale_a, "scale_b": scale_b}
-        if self.adapters is None:
-            yield given
-            return
-        with self.adapters.made() as tail:
-            yield given | {"h": self.adapters.hidden, "tail": tail}
-
 
 def product(
     dev: Device,
-    out: Result | Accumulator | Handed,
+    out: Result | ProductOutput,
     a: Operand,
     b: Operand,
     *,
-    trans_a: bool = False,
     trans_b: bool = False,
     adapters: Adapters | None = None,
     bias: Tensor | None = None,
@@ -158,25 +158,76 @@ def product(
     epilogue: Epilogue = STORE,
     fast: bool = False,
 ) -> None:
-    """out = op(a) @ op(b) + hidden @ tail^T + bias + addend, and what the epilogue makes of it.
+    """out = a @ op(b) + hidden @ tail^T + bias + addend, and the epilogue of that sum.
 
     Sums are F32. Where no kernel of ours is taken, the first product is rounded, with bias and
-    addend in it, before the adapters' is added.
-
-    Args (two dimensions; operands are tensors, also to be rounded, or codes in the layouts that are
-    multiplied, those of signed bytes of b alone):
-        out       (M,N)  in the form that the epilogue says
-        a         (M,K)  (K,M) with trans_a
-        b         (K,N)  (N,K) with trans_b
-        bias      (N,)   like out, of fp8 codes BF16; or None
-        addend    (M,N)  like out, other memory; or None, as it is unless `accepts_addend`
-        fast             whether sums of fp8 codes may have fewer bits, see `matmul_fp8`
+    addend in it, before the adapters' is added. out: (M,N), in the form that the epilogue says. a:
+    (M,K), b: (K,N), or (N,K) with trans_b: tensors, also to be rounded, or codes in the layouts
+    that are multiplied; of signed bytes is b alone. bias: (N,), like out, of fp8 codes BF16.
+    addend: (M,N), like out, other memory; only where `accepts_addend`. fast: sums of fp8 codes may
+    have fewer bits, see `matmul_fp8`.
     """
-    terms = _Terms(dev, a, b, trans_a, trans_b, adapters, bias, addend, fast)
-    if epilogue is STORE and adapters is None:
-        terms.library(out, **terms.added)
+    terms = _Terms(dev, a, b, False, trans_b, adapters, bias, addend, fast)
+    to = getattr(epilogue, "to", None)  # buffers of the activation, or of its gradient
+    fused, gelu = terms.route_of(epilogue, out) is not None, epilogue.name == "geglu"
+    with ExitStack() as temps:
+        result = None if fused and to else _memory_of(dev, temps, out, epilogue)
+        one = fused or (adapters is not None and terms.route("adapters", result.dtype) is not None)
+        if not one and _is_coded(result):
+            _multiply_to_codes(terms, result)
+        elif not one:
+            terms.library(result, **terms.added)
+        hidden, tail, blocks, *_ = adapters or (None,) * 3
+        if blocks is not None:
+            tail = temps.enter_context(dev.scratch("lora_b", blocks[:2], tail.dtype))
+            adapter.expand(dev, tail, adapters.tail, blocks.spans, blocks.scales)
+        if fused and isinstance(epilogue, ActivatedGradient):
+            matmul_fused.swiglu_backward(
+                dev, to.tensor, terms.left, terms.right, epilogue.up, hidden, tail, *terms.scales,
+                gelu=gelu, abs_max=to.abs_max, fp8=to.fp8,
+                out=epilogue.again.tensor, out_fp8=epilogue.again.fp8,
+            )  # fmt: skip
+        elif fused and to:
+            matmul_fused.swiglu(
+                dev, out.tensor, to.tensor, terms.left, terms.right, hidden, tail, *terms.scales,
+                gelu=gelu, abs_max=to.abs_max, fp8=to.fp8,
+            )  # fmt: skip
+        elif one:
+            matmul_fused.adapted(
+                dev, result, terms.left, terms.right, hidden, tail, *terms.scales,
+                bias=bias, addend=addend, transposed=not trans_b,
+            )  # fmt: skip
+        elif adapters is not None and adapters.dropout is not None:
+            _add_dropped(terms, result, tail)
+        elif adapters is not None:
+            matmul(dev, result, hidden, tail, trans_b=trans_b, accumulate=True)
+        if adapters is not None and adapters.magnitudes is not None:
+            adapter.scale(dev, result, result, *adapters.magnitudes)
+        if to and not fused:
+            _activate(dev, result, epilogue)
+
+
+def weight_gradient(
+    dev: Device, out: Accumulator, a: Operand, b: Operand, *, fast: bool = False
+) -> None:
+    """out (M,N) = or += a^T @ b, of a (K,M) and b (K,N), as operands that `product` takes.
+
+    A BF16 sum gets the product's BF16 result added with stochastic rounding: inside the library's
+    product small contributions would be lost. fast: as of `product`.
+    """
+    terms = _Terms(dev, a, b, True, False, None, None, None, fast)
+    target = out.tensor
+    if terms.route("gradient", target.dtype) is not None:
+        operands = (terms.left, terms.right, *terms.scales)
+        matmul_fused.gradient(dev, out, *operands, fast_accumulation=fast)
+    elif not out.accumulate:
+        terms.library(target)
+    elif target.dtype == F32:
+        terms.library(target, accumulate=True)
     else:
-        _EPILOGUES[epilogue.kind](terms, out, epilogue)
+        with dev.scratch("d_weight", target.shape, target.dtype) as part:
+            terms.library(part)
+            reduce.sum_parts(dev, out, [part])
 
 
 def grouped_product(
@@ -230,25 +281,25 @@ def accepts_addend(
     return hidden.dtype == BF16 and taken(dev, "adapters", sizes, fast=fast) is not None
 
 
-@contextmanager
-def _signed(dev: Device, x: Rounded, *, columns: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Codes of x or of its transpose, I8, and the scales of their rows."""
-    shape = turned(x.source.shape) if columns else x.source.shape
-    make = quantize_int8.columns if columns else quantize_int8.rows
-    with (
-        dev.scratch("int8_codes", shape, I8) as codes,
-        dev.scratch("int8_scales", shape[:1], F32) as scales,
-    ):
-        make(dev, codes, scales, x.source, stochastic=x.stochastic)
-        yield codes, scales
-
-
 def _matmul_rounded(terms: _Terms, out: Tensor, **added: Any) -> None:
+    """A product of tensors as signed bytes, which are made here with a scale for each row of a and
+    for each column of b."""
+    dev, a, b = terms.dev, terms.a, terms.b
+    a_shape = turned(a.source.shape) if terms.trans_a else a.source.shape
+    b_shape = b.source.shape if terms.trans_b else turned(b.source.shape)
+    make_a = quantize_int8.columns if terms.trans_a else quantize_int8.rows
+    make_b = quantize_int8.rows if terms.trans_b else quantize_int8.columns
     with (
-        _signed(terms.dev, terms.a, columns=terms.trans_a) as (left, scale_a),
-        _signed(terms.dev, terms.b, columns=not terms.trans_b) as (right, scale_b),
+        dev.scratch("int8_codes", a_shape, I8) as left,
+        dev.scratch("int8_scales", a_shape[:1], F32) as scale_a,
     ):
-        matmul_int8(terms.dev, out, left, right, scale_a, scale_b, **added)
+        make_a(dev, left, scale_a, a.source, stochastic=a.stochastic)
+        with (
+            dev.scratch("int8_codes", b_shape, I8) as right,
+            dev.scratch("int8_scales", b_shape[:1], F32) as scale_b,
+        ):
+            make_b(dev, right, scale_b, b.source, stochastic=b.stochastic)
+            matmul_int8(dev, out, left, right, scale_a, scale_b, **added)
 
 
 def _matmul_int8(terms: _Terms, out: Tensor, **added: Any) -> None:
@@ -295,128 +346,68 @@ def _matmul_half(terms: _Terms, out: Tensor, *, bias: Tensor | None = None, **ad
     grouped.grouped_matmul(terms.dev, out, *operands, trans_b=True, bias=row, half=True, **added)
 
 
-def _adapted(terms: _Terms, out: Tensor) -> None:
-    """All terms by one kernel of ours."""
-    added = {"bias": terms.bias, "addend": terms.addend}
-    with terms.operands() as operands:
-        matmul_fused.adapted(terms.dev, out, **operands, **added, transposed=not terms.trans_b)
-
-
-def _store(terms: _Terms, out: Result, epilogue: Epilogue = STORE) -> None:
-    adapters = terms.adapters
-    if adapters is not None and terms.route("adapters", out.dtype) is not None:
-        _adapted(terms, out)
-        return
-    terms.library(out, **terms.added)
-    if adapters is None:
-        return
-    dev, hidden = terms.dev, adapters.hidden
-    with adapters.made() as tail:
-        if adapters.added is None:
-            matmul(dev, out, hidden, tail, trans_b=terms.trans_b, accumulate=True)
-        else:
-            with dev.scratch("d_dropped", out.shape, out.dtype) as second:
-                matmul(dev, second, hidden, tail, trans_b=terms.trans_b)
-                adapters.added(out, second)
-    if adapters.finished is not None:
-        adapters.finished(out)
-
-
-def _gradient(terms: _Terms, out: Accumulator, epilogue: Epilogue) -> None:
-    dev, target = terms.dev, out.tensor
-    if terms.route("gradient", target.dtype) is not None:
-        matmul_fused.gradient(
-            dev, out, terms.left, terms.right, *terms.scales, fast_accumulation=terms.fast
-        )
-    elif not out.accumulate:
-        terms.library(target)
-    elif target.dtype == F32:
-        terms.library(target, accumulate=True)
-    else:
-        with dev.scratch("d_weight", target.shape, target.dtype) as part:
-            terms.library(part)
-            reduce.add(dev, out, part)
-
-
-def _alone(terms: _Terms) -> Callable[[Result], None]:
-    """Writes the product without its activation."""
-    plain = terms.adapters is None
-    return partial(terms.library, **terms.added) if plain else partial(_store, terms)
-
-
-def _swiglu(terms: _Terms, to: OutputForms, name: str, up: Tensor | None) -> None:
-    gelu = name == "geglu"
-    with terms.operands() as operands:
-        matmul_fused.swiglu(
-            terms.dev, up, to.out, **operands, gelu=gelu, abs_max=to.abs_max, fp8=to.fp8
-        )
-
-
-def _activation(terms: _Terms, out: Handed | Result, epilogue: Activated) -> None:
-    name, to = epilogue.name, epilogue.to
-    coded = out.coded if isinstance(out, Handed) else isinstance(out, ProductCodes)
-    route = terms.route("glu") if name in GATED and not coded else None
-    if to is None:
-        (_alone(terms) if route is None else partial(_adapted, terms))(out)
-        return
-    if route is not None:
-        out.result(out.kept, partial(_swiglu, terms, to, name))
-        return
-    forward, _ = ACTIVATIONS[name]
-    with ExitStack() as temps:
-        up = out.result(out.place(temps), _alone(terms))
-        out.written(partial(forward, terms.dev, to.out, up, abs_max=to.abs_max, fp8=to.fp8))
-
-
-def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient) -> None:
-    name, up, to, again = epilogue.name, epilogue.up, epilogue.to, epilogue.again
-    # Two kernels are faster if these are codes.
-    route = terms.route("glu_grad") if name in GATED and isinstance(up, Tensor) else None
-    # One that has to know its scale: gated activations are computed twice, which moves fewer bytes
-    # than writing them and making codes of that.
-    late = to.settle is not None
-    twice = late and route is None and name in GATED
-    results = {"abs_max": to.abs_max, "out": again.out, "out_fp8": again.fp8}
-    results["fp8"] = None if late else to.fp8
-    if route is not None:
-        with terms.operands() as operands:
-            how = {"up_gate": up, "gelu": name == "geglu"} | results
-            matmul_fused.swiglu_backward(terms.dev, to.out, **operands, **how)
-        if late:
-            to.settle(to.out)
-        return
-    _, backward = ACTIVATIONS[name]
-    with ExitStack() as temps:
+def _memory_of(
+    dev: Device, temps: ExitStack, out: Result | ProductOutput, epilogue: Epilogue
+) -> Result:
+    """The memory of the product without its activation: the caller's, or scratch."""
+    if not isinstance(out, ProductOutput):
+        return out
+    memory = out.tensor
+    if memory is None and isinstance(epilogue, ActivatedGradient):
         # The activation may go where its gradient is, which is not needed again.
-        place = out.place(temps) if again.out is None else again.out
-        d_act = out.result(place, _alone(terms))
-        if twice:
-            backward(terms.dev, None, d_act, up, abs_max=to.abs_max)
-            to.settle(None)
-            backward(terms.dev, None, d_act, up, **results | {"abs_max": None, "fp8": to.fp8})
-            return
-        out.written(partial(backward, terms.dev, to.out, d_act, up, **results))
-        if late:
-            to.settle(to.out)
+        memory = epilogue.again.tensor
+    if memory is None:
+        memory = temps.enter_context(dev.scratch(out.name, out.shape, out.dtype))
+    return memory if out.codes is None else out.codes._replace(codes=memory)
 
 
-def _cross_entropy(terms: _Terms, out: Tensor, epilogue: CrossEntropy) -> None:
-    e, dev = epilogue, terms.dev
-    _store(terms, out)
-    if not e.gradient:
-        args = (e.losses, e.lse, out, e.targets, e.vocab_size)
-        cross_entropy.forward(dev, *args, softcap=e.softcap)
+def _multiply_to_codes(terms: _Terms, out: ProductCodes) -> None:
+    """The library's product as codes: twice, until there is a first scale."""
+    terms.library(out, **terms.added)
+    if out.first is not None:
+        _make_first_scale(terms.dev, out.first)
+        terms.library(out, **terms.added)
+
+
+def _add_dropped(terms: _Terms, out: Tensor, tail: Tensor) -> None:
+    """out += the elements of hidden @ tail^T that dropout leaves."""
+    dev, (probability, salt, sequences, scalars) = terms.dev, terms.adapters.dropout
+    with dev.scratch("d_dropped", out.shape, out.dtype) as second:
+        matmul(dev, second, terms.adapters.hidden, tail, trans_b=terms.trans_b)
+        dropout(
+            dev, out, second, scalars,
+            probability=probability, salt=salt, sequences=sequences, add=True,
+        )  # fmt: skip
+
+
+def _activate(dev: Device, x: Result, epilogue: Activated | ActivatedGradient) -> None:
+    """The activation of x, or the gradient of the activation whose gradient x is."""
+    (forward, backward), to = ACTIVATIONS[epilogue.name], epilogue.to
+    if isinstance(epilogue, Activated):
+        forward(dev, to.tensor, x, abs_max=to.abs_max, fp8=to.fp8)
         return
-    cross_entropy.forward_backward(
-        dev, out, e.losses, e.lse, e.targets, e.vocab_size, e.z_loss,
-        codes=e.codes, code_scale=e.code_scale, weights=e.weights, softcap=e.softcap,
-    )  # fmt: skip
+    up, again = epilogue.up, epilogue.again
+    backward = partial(backward, out=again.tensor, out_fp8=again.fp8)
+    if to.pending is not None and epilogue.name in GATED:
+        # Computed twice: that moves fewer bytes than writing a tensor and quantizing it.
+        ACTIVATIONS[epilogue.name][1](dev, None, x, up, abs_max=to.abs_max)
+        fp8_scale.now(dev, to.pending.scale, to.abs_max, _dtype_of(to.pending))
+        backward(dev, None, x, up, fp8=to.pending)
+        to.pending = None
+        return
+    backward(dev, to.tensor, x, up, abs_max=to.abs_max, fp8=to.fp8)
+    if to.first is not None:
+        _make_first_scale(dev, to.first)
+        backward(dev, to.tensor, x, up, abs_max=to.abs_max, fp8=to.fp8)
 
 
-_EPILOGUES: dict[str, Callable[[_Terms, Any, Any], None]] = {
-    "store": _store,
-    "gradient": _gradient,
-    "glu": _activation,
-    "glu_grad": _activation_gradient,
-    "cross_entropy": _cross_entropy,
-}
+def _make_first_scale(dev: Device, made: FirstScale) -> None:
+    fp8_scale.update(dev, made.scale, made.history, made.limit, made.largest, factors=made.factor)
+
+
+def _is_coded(result: Result) -> bool:
+    return isinstance(result, ProductCodes)
+
+
+def _dtype_of(codes: Fp8Out) -> DType:
+    return (codes.codes or codes.transposed).dtype

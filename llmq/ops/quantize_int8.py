@@ -109,7 +109,8 @@ def columns(
     expect("quantize_int8", "scale", scale, F32, (cols,))
     tiles = octet_tiles("quantize_int8", n, cols)
     with dev.scratch("column_max", (cols,), F32) as column_max:
-        largest_of_columns(dev, column_max, x)
+        dev.zero(column_max)
+        dev.launch(COLUMN_MAX, tiles, THREADS, (column_max, x, n, cols))
         dev.launch(
             COLUMNS,
             tiles,

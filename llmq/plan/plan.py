@@ -156,7 +156,7 @@ def _run(
     config, trains = step.options, not step.options.only_scores
     shape, count = (config.batch_size, config.local_seq_len), config.grad_accumulation
     batch = Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32))
-    if trains and "micro_steps" in parts and not step.model.operands.scales.ready:
+    if trains and "micro_steps" in parts and not step.scales.ready:
         step.calibrate()  # a part of the first step only
         step.weights.updated()  # what it has gathered, each step gathers
     micro_steps, update = [], []
@@ -174,9 +174,12 @@ def _run(
     if not trains and kinds:
         micro_steps.append((run(partial(step.evaluate_batch, batch), count), count))
     for number, times in kinds if trains else ():
-        scalars = step.scalars_of(0, number, 0.0, 0.0)
-        send = partial(step.micro_step, number, scalars, batch, last=number == count - 1)
-        micro_steps.append((run(lambda send=send: dev.graph(*send()), times), times))
+
+        def micro_step(number: int = number) -> None:
+            step.inbox.send(step.scalars_of(0, number, 0.0, 0.0), batch, step.results)
+            dev.graph(*step.micro_step(number, last=number == count - 1))
+
+        micro_steps.append((run(micro_step, times), times))
     if trains and "update" in parts:
         update = run(step.update, 1)
     if "evaluation" in parts:

@@ -76,7 +76,9 @@ def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> 
         own = batches[rank.dev.mesh.rank - ranks.world.base]
         for i, batch in enumerate(rank.counted(own)):
             scalars, last = rank.step.scalars_of(step, i, 0.0, 0.0), i == len(own) - 1
-            rank.dev.graph(*rank.step.micro_step(i, scalars, batch, last=last))
+            rank.step.inbox.send(scalars, batch, rank.step.results)
+            rank.step.calibrate()
+            rank.dev.graph(*rank.step.micro_step(i, last=last))
         return _measured_gradients(rank.step) + _pieces(rank, "gradients")
 
     bad = _first_bad(ranks, backward)

@@ -188,7 +188,9 @@ def _rehearse_evaluation(step: Step) -> None:
 
 def _rehearse_micro_step(step: Step, micro_step: int, count: int) -> None:
     scalars, last = step.scalars_of(0, micro_step, 0.0, 0.0), micro_step == count - 1
-    step.dev.graph(*step.micro_step(micro_step, scalars, _nothing(step), last=last))
+    step.inbox.send(scalars, _nothing(step), step.results)
+    step.calibrate()
+    step.dev.graph(*step.micro_step(micro_step, last=last))
 
 
 def _nothing(step: Step) -> Batch:

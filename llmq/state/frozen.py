@@ -20,8 +20,8 @@ import numpy as np
 from llmq.base.dtypes import BF16, F32, U8, DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
-from llmq.formats import format_in
-from llmq.formats.frozen import CodeLayout, Encoder, Write
+from llmq.formats import storage_of
+from llmq.formats.storage import CodeLayout, Encoder, Write
 from llmq.ref.four_bits import BLOCK
 from llmq.runtime.device import Device
 from llmq.state.codes import Transposes
@@ -58,20 +58,20 @@ class FrozenBlocks:
         self.slabs = {slab.name: slab for slab in table}
         first = placement[table[0].name]  # all are placed alike
         self._store, self._work, self.decodes = first.base, first.work, first.decodes
-        self._format = self._multiplied = format_in(dev, first.base.dtype)
+        self._storage = self._multiplied = storage_of(dev, first.base.dtype)
         self._layouts = self._lay(dev.mesh.size("shard"))
         self._slot_layouts = self._layouts
         if self.decodes:  # products read tensors, or codes of another format
-            self._multiplied = first.transposed and format_in(dev, first.work.dtype)
+            self._multiplied = first.transposed and storage_of(dev, first.work.dtype)
             self._slot_layouts = self._multiplied and self._lay(1)
         matrices = [param for slab in table for param in slab.params]
-        self._format.start(matrices, multiplied=not self.decodes)
+        self._storage.start(matrices, multiplied=not self.decodes)
         self.packed = {name: self._alloc(name) for name in self.slabs}
         self._arriving: Tensor | None = None
         if self.decodes and self._store.sharded:
             longest = max(layout.nbytes for layout in self._layouts.values())
             self._arriving = dev.alloc("base.arriving", (longest,), U8, "Quants")
-        self._encoder = Encoder(dev, map(self._format.piece, matrices))
+        self._encoder = Encoder(dev, map(self._storage.piece, matrices))
 
     def _lay(self, shards: int) -> dict[str, CodeLayout]:
         return {
@@ -110,7 +110,7 @@ class FrozenBlocks:
                 out = {"codes": self.slabs[name].view(slot, param)}
             else:
                 out = self._slot_layouts[name].tensors(slot, param.key)
-            self._format.decode(param, kept, out["codes"], out.get("scale"))
+            self._storage.decode(param, kept, out["codes"], out.get("scale"))
 
     def operands(self, name: str, slot: Tensor | None) -> dict[str, Operand]:
         """A block's matrices by key, as products take them. slot: where it is, None: in place."""
@@ -135,7 +135,7 @@ class FrozenBlocks:
                     self._put(name, regions[part].offset + first, made)
 
                 with self._encoder.of(param, write, dtype, put) as made:
-                    self._format.encode(made)
+                    self._storage.encode(made)
             if name in self.transposes.own:
                 self.transposes.written(name, self.operands(name, None))
 

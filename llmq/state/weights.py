@@ -25,7 +25,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import FP8_MAX, DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
-from llmq.formats.frozen import Write
+from llmq.formats.storage import Write
 from llmq.ops import elementwise
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane

@@ -19,7 +19,7 @@ from llmq.checkpoint.exports.format import ExportFormat, write_model
 from llmq.checkpoint.exports.source import Source, saved_config
 from llmq.checkpoint.hf import StoredAs
 from llmq.checkpoint.safetensors_file import TensorSpec
-from llmq.formats.format import id_of
+from llmq.formats.operands import id_of
 from llmq.formats.scales import SCALE_MARGIN, STATE
 from llmq.ref.common import encode_fp8, row_blocks
 from llmq.ref.quantize import LEAST_ABS_MAX

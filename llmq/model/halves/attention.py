@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, F32
-from llmq.base.operand import Operand, OutputForms
+from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
-from llmq.formats.format import Activation, InputAgain
-from llmq.model.activations import Frame, HalfLayer, Recompute, scratch_like
-from llmq.model.halves.half import Output, Shared
+from llmq.formats.operands import Activation
+from llmq.model.activations import HalfLayer, LayerContext, Recompute, scratch_like
+from llmq.model.halves.half import ModelContext
 from llmq.ops import (
     attention,
     attention_backward,
@@ -63,7 +63,7 @@ def directions(
     return library, ("native",) if seen < limit else library
 
 
-class _Kept(NamedTuple):
+class _Saved(NamedTuple):
     """The tensors kept of one layer. qkv: (rows, Q), after qk_norm and RoPE. qk_raw: (rows,
     (Hq+Hkv)*Hd), before qk_norm, and qk_rstd: F32 (B, T, Hq+Hkv), of it; if it is wide (B, T, 2);
     None without it. lse: F32 (B, Hq, T), of attention. att: (rows, Hq*Hd). gate: (rows, Hq*Hd),
@@ -96,10 +96,10 @@ class _Tensors(NamedTuple):
 class AttentionHalf:
     """The attention halves of all layers. Scratch lives as long as `temps`."""
 
-    def __init__(self, shared: Shared):
+    def __init__(self, shared: ModelContext):
         config, options = shared.config, shared.options
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
-        self.output = Output(shared, "o")
+        self.norms = shared.norms
         self.B, self.T = options.batch_size, options.local_seq_len
         self.Hq, self.Hkv = config.num_heads, config.num_kv_heads
         self.Hd, self.eps, self.rotary = config.head_dim, config.norm_eps, config.rotary_dim
@@ -144,23 +144,23 @@ class AttentionHalf:
         keys = {"qkv": recompute.qkv, "o": recompute.block}
         return tuple(key for key, again in keys.items() if again)
 
-    def keep(self, here: HalfLayer) -> _Kept:
-        spec, r, raw, rstd = here.spec, here.recompute, None, None
+    def keep(self, layer: HalfLayer) -> _Saved:
+        spec, r, raw, rstd = layer.spec, layer.recompute, None, None
         heads = self.Hq + self.Hkv
         if spec.sizes["qk_norm"]:
-            raw = here.activation("qk_raw", heads * self.Hd, kept=not r.qkv)
+            raw = layer.activation("qk_raw", heads * self.Hd, kept=not r.qkv)
             norms = 2 if spec.sizes["wide_qk_norm"] else heads
-            rstd = here.alloc("qk_rstd", self.B, self.T, norms, dtype=F32)
+            rstd = layer.alloc("qk_rstd", self.B, self.T, norms, dtype=F32)
         features, gate, gated = spec["o"].shape[1], None, None
         if spec.sizes["gated"]:
-            gate = here.activation("gate", features, kept=not r.qkv)
-            gated = here.activation("att_gated", features, kept=False)
-        return _Kept(
-            qkv=here.activation("qkv", (heads + self.Hkv) * self.Hd, kept=not r.qkv),
+            gate = layer.activation("gate", features, kept=not r.qkv)
+            gated = layer.activation("att_gated", features, kept=False)
+        return _Saved(
+            qkv=layer.activation("qkv", (heads + self.Hkv) * self.Hd, kept=not r.qkv),
             qk_raw=raw,
             qk_rstd=rstd,
-            lse=here.alloc("lse", self.B, self.Hq, self.T, dtype=F32),
-            att=here.activation("att", features, kept=not r.att),
+            lse=layer.alloc("lse", self.B, self.Hq, self.T, dtype=F32),
+            att=layer.activation("att", features, kept=not r.att),
             gate=gate,
             att_gated=gated,
         )
@@ -169,51 +169,58 @@ class AttentionHalf:
         """(rows, n * Hd) as (B, T, n, Hd)."""
         return tensor.view(self.B, self.T, tensor.shape[1] // self.Hd, self.Hd)
 
-    def _tensors(self, temps: ExitStack, here: HalfLayer) -> _Tensors:
+    def _tensors(self, temps: ExitStack, layer: HalfLayer) -> _Tensors:
         """Where they are kept, else scratch."""
-        qkv, qk_raw, gate = here.kept.qkv.place(self.dev, temps), None, here.kept.gate
-        if here.kept.qk_raw is not None:
-            qk_raw = self._by_head(here.kept.qk_raw.place(self.dev, temps))
-        att = here.kept.att.place(self.dev, temps)
+        qkv, qk_raw, gate = layer.saved.qkv.place(self.dev, temps), None, layer.saved.gate
+        if layer.saved.qk_raw is not None:
+            qk_raw = self._by_head(layer.saved.qk_raw.place(self.dev, temps))
+        att = layer.saved.att.place(self.dev, temps)
         return _Tensors(qkv, qk_raw, att, gate and gate.place(self.dev, temps))
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def forward(self, at: Frame, x: Operand) -> None:
-        tensors = self._tensors(at.temps, at.here)
-        self._qkv(at, x, tensors)
-        self._attend(at, tensors)
-        gated = self._gated(at, tensors)
-        self.output.forward(at, at.here.kept.o_input.tensor_id, gated)
+    def forward(self, ctx: LayerContext, x: Operand) -> None:
+        tensors = self._tensors(ctx.temps, ctx.layer)
+        with ExitStack() as temps:
+            product = self._product_memory(temps, ctx, tensors)
+            self.linear.forward(ctx, "qkv", product, x)
+            self._place_heads(ctx, product, tensors)
+        self._attend(ctx, tensors)
+        gated, name = self._gated(ctx, tensors), ctx.layer.saved.o_input.tensor_id
+        x = self.operands.quantize(ctx.temps, name, gated, measured=False, transposed=False)
+        out, addend = ctx.layer.out
+        self.linear.forward(ctx, "o", out, x, addend)
 
-    def _qkv(self, at: Frame, x: Operand, to: _Tensors) -> None:
-        """The query, key and value heads that attention takes."""
-        here, w, qkv = at.here, at.w, self._by_head(to.qkv)
+    def _product_memory(self, temps: ExitStack, ctx: LayerContext, to: _Tensors) -> Tensor:
+        """The qkv product's output: to.qkv (rows, Q), or scratch with the gates' channels too."""
         if to.gate is None:
-            self.linear.forward(at, "qkv", to.qkv, x)
-        else:
-            shape, dtype = (to.qkv.shape[0], here.spec["qkv"].shape[0]), to.qkv.dtype
-            with self.dev.scratch("qkv and gate", shape, dtype) as both:
-                self.linear.forward(at, "qkv", both, x)
-                attention_gate.split(self.dev, to.qkv, to.gate, both, self.Hq, self.Hkv)
+            return to.qkv
+        shape = (to.qkv.shape[0], ctx.layer.spec["qkv"].shape[0])
+        return temps.enter_context(self.dev.scratch("qkv and gate", shape, to.qkv.dtype))
+
+    def _place_heads(self, ctx: LayerContext, product: Tensor, to: _Tensors) -> None:
+        """The heads that attention takes, of the qkv product."""
+        layer, w, qkv = ctx.layer, ctx.w, self._by_head(to.qkv)
+        if to.gate is not None:
+            attention_gate.split(self.dev, to.qkv, to.gate, product, self.Hq, self.Hkv)
         if to.qk_raw is not None:
             self.qk_norm(
-                self.dev, qkv, to.qk_raw, here.kept.qk_rstd, w["q_norm"], w["k_norm"], self.eps,
+                self.dev, qkv, to.qk_raw, layer.saved.qk_rstd, w["q_norm"], w["k_norm"], self.eps,
                 self.Hq, self.Hkv,
             )  # fmt: skip
-        table = self.rope_tables[here.index]
+        table = self.rope_tables[layer.index]
         if table is not None:
-            where = (at.position, self.starts, self.rotary)
+            where = (ctx.position, self.starts, self.rotary)
             rope.forward(self.dev, qkv, table, self.Hq, self.Hkv, *where)
 
-    def _attend(self, at: Frame, tensors: _Tensors) -> None:
-        here, w = at.here, at.w
+    def _attend(self, ctx: LayerContext, tensors: _Tensors) -> None:
+        layer, w = ctx.layer, ctx.w
         out, qkv = self._by_head(tensors.att), self._by_head(tensors.qkv)
-        sight, (backend, _) = self.sights[here.index], self.backends[here.index]
-        heads, lse = (self.Hq, self.Hkv), here.kept.lse
-        if here.cache is not None:
-            caches = (here.cache["k"], here.cache["v"])
-            how = (at.position, *heads, sight.window, w.get("sinks"))
+        sight, (backend, _) = self.sights[layer.index], self.backends[layer.index]
+        heads, lse = (self.Hq, self.Hkv), layer.saved.lse
+        if layer.cache is not None:
+            caches = (layer.cache["k"], layer.cache["v"])
+            how = (ctx.position, *heads, sight.window, w.get("sinks"))
             attention.decode(self.dev, out, qkv, *caches, *how)
         elif "sinks" in w:
             with self.dev.scratch("lse.without_sinks", lse.shape, F32) as without:
@@ -239,66 +246,84 @@ class AttentionHalf:
             attention.forward_codes(dev, found, lse, codes, self.numbers, self.Hq, self.Hkv)
             quantize.dequantize(dev, out.view(out.size), found.view(out.size), scale)
 
-    def _gated(self, at: Frame, tensors: _Tensors) -> Tensor:
+    def _gated(self, ctx: LayerContext, tensors: _Tensors) -> Tensor:
         """The output product's input (rows, Hq * Hd)."""
         if tensors.gate is None:
             return tensors.att
-        out = at.here.kept.att_gated.place(self.dev, at.temps)
+        out = ctx.layer.saved.att_gated.place(self.dev, ctx.temps)
         attention_gate.forward(self.dev, out, tensors.att, tensors.gate)
         return out
 
     # -- backward --------------------------------------------------------------------------------
 
-    def recompute(
-        self, at: Frame, x_again: InputAgain
-    ) -> tuple[Operand | None, _Tensors, Operand | None]:
+    def recompute(self, ctx: LayerContext) -> tuple[Operand | None, _Tensors, Operand | None]:
         """x (rows, C), and att or att_gated as the output product's operand, last; None where no
         gradient needs it."""
-        r, tensors, x = at.here.recompute, self._tensors(at.temps, at.here), None
-        if r.qkv or self.linear.needs_input(at, "qkv"):
-            x = x_again(product=r.qkv)
+        r, tensors, x, o_input = (
+            ctx.layer.recompute,
+            self._tensors(ctx.temps, ctx.layer),
+            None,
+            None,
+        )
+        if r.qkv or self.linear.needs_input(ctx, "qkv"):
+            x = self.norms.recompute(ctx, product=r.qkv)
         if r.qkv:
-            self._qkv(at, x, tensors)
+            with ExitStack() as temps:
+                product = self._product_memory(temps, ctx, tensors)
+                self.linear.forward(ctx, "qkv", product, x)
+                self._place_heads(ctx, product, tensors)
         if r.att:
-            self._attend(at, tensors)
-        made, tensor_id = partial(self._gated, at, tensors), at.here.kept.o_input.tensor_id
-        return x, tensors, self.output.again(at, tensor_id, made)
+            self._attend(ctx, tensors)
+        if r.block or self.linear.needs_input(ctx, "o"):
+            gated, name = self._gated(ctx, tensors), ctx.layer.saved.o_input.tensor_id
+            o_input = self.operands.quantize_again(ctx.temps, name, gated, product=r.block)
+        if r.block:
+            out, addend = ctx.layer.out
+            self.linear.forward(ctx, "o", out, o_input, addend)
+        return x, tensors, o_input
 
     def backward(
-        self, at: Frame, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
+        self, ctx: LayerContext, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
         """inside: whether the gradient of queries, keys and values is wanted, for d_x or else."""
-        dev, here, (x, (qkv, qk_raw, att, gate), o_input) = self.dev, at.here, inputs
-        if not inside:
-            self.output.backward(at, o_input, d_out, None)
-            return
+        dev, layer, (x, (qkv, qk_raw, att, gate), o_input) = self.dev, ctx.layer, inputs
         with ExitStack() as temps:
-            d_qkv, d_gate = scratch_like(dev, temps, "d_qkv", qkv), None
-            if gate is not None:
+            d_qkv = d_gate = d_att = None
+            if inside:
+                d_qkv = scratch_like(dev, temps, "d_qkv", qkv)
+            if inside and gate is not None:
                 d_gate = scratch_like(dev, temps, "d_gate", gate)
             with ExitStack() as inner:
-                d_att = scratch_like(dev, inner, "d_att", att)
-                self.output.backward(at, o_input, d_out, d_att)
+                if inside:
+                    d_att = scratch_like(dev, inner, "d_att", att)
+                with ExitStack() as of_output:
+                    d_o = self.operands.quantize(
+                        of_output, layer.out_id, d_out, measured=True, transposed=True
+                    )
+                    self.linear.input_gradient(ctx, "o", d_att, d_o)
+                    self.linear.weight_gradients(ctx, "o", d_o, o_input)
+                if not inside:
+                    return
                 if d_gate is not None:
                     attention_gate.backward(dev, d_att, d_gate, d_att, att, gate)
-                by_head, sight = self._by_head(qkv), self.sights[here.index]
-                if "sinks" in at.g:
-                    of_heads = (self._by_head(d_att), self._by_head(att), here.kept.lse)
-                    attention_gate.sinks_backward(dev, at.g["sinks"], *of_heads, at.w["sinks"])
+                by_head, lse, sight = self._by_head(qkv), layer.saved.lse, self.sights[layer.index]
+                if "sinks" in ctx.g:
+                    heads = (self._by_head(d_att), self._by_head(att), lse)
+                    attention_gate.sinks_backward(dev, ctx.g["sinks"], *heads, ctx.w["sinks"])
                 attention.backward(
-                    dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att),
-                    here.kept.lse, by_head, self.Hq, self.Hkv, self.chunks, sight,
-                    backend=self.backends[here.index][1],
+                    dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att), lse,
+                    by_head, self.Hq, self.Hkv, self.chunks, sight,
+                    backend=self.backends[layer.index][1],
                     kernel=attention_backward.chosen(dev, by_head, sight),
                 )  # fmt: skip
-            d_product, bias = self._backward_positions(temps, at, qk_raw, d_qkv, d_gate)
-            self.linear.input_gradient(at, "qkv", d_x, d_product)
-            self.linear.weight_gradients(at, "qkv", d_product, x, bias=bias)
+            d_product, bias = self._backward_positions(temps, ctx, qk_raw, d_qkv, d_gate)
+            self.linear.input_gradient(ctx, "qkv", d_x, d_product)
+            self.linear.weight_gradients(ctx, "qkv", d_product, x, bias=bias)
 
     def _backward_positions(
         self,
         temps: ExitStack,
-        at: Frame,
+        ctx: LayerContext,
         qk_raw: Tensor | None,
         d_qkv: Tensor,
         d_gate: Tensor | None,
@@ -306,31 +331,30 @@ class AttentionHalf:
         """RoPE and the q and k norms backward, of d_qkv (rows, Q) as attention has made it. d_gate
         (rows, Hq * Hd): that of the gates, which the product has made too. Returns the gradient of
         the qkv product, and whether the bias's gradient is left to do."""
-        here, w, g, by_head = at.here, at.w, at.g, self._by_head(d_qkv)
-        tensor_id, table = here.id_of("d_qkv"), self.rope_tables[here.index]
+        layer, w, g, by_head = ctx.layer, ctx.w, ctx.g, self._by_head(d_qkv)
+        tensor_id, table = layer.id_of("d_qkv"), self.rope_tables[layer.index]
         alone = table is not None and qk_raw is None and d_gate is None
         if alone and rope.fuses(self.Hd, self.rotary):
-
-            def write(to: OutputForms) -> None:
-                rope.backward(
-                    self.dev, by_head, table, self.Hq, self.Hkv, self.starts,
-                    channels=self.rotary, abs_max=to.abs_max, d_bias=g.bias("qkv"), fp8=to.fp8,
-                )  # fmt: skip
-
-            how = {"shape": d_qkv.shape, "out": d_qkv, "both": False}
-            return self.operands.gradient(temps, tensor_id, write, **how), False
+            out = self.operands.gradient_buffers(temps, tensor_id, d_qkv.shape, d_qkv, both=False)
+            rope.backward(
+                self.dev, by_head, table, self.Hq, self.Hkv, self.starts, channels=self.rotary,
+                abs_max=out.abs_max, d_bias=g.bias("qkv"), fp8=out.fp8,
+            )  # fmt: skip
+            return self.operands.finalize(temps, out), False
         if table is not None:
             heads = (self.Hq, self.Hkv)
             rope.backward(self.dev, by_head, table, *heads, self.starts, channels=self.rotary)
         if qk_raw is not None:
             self.qk_norm_backward(
-                self.dev, by_head, g.get("q_norm"), g.get("k_norm"), qk_raw, here.kept.qk_rstd,
+                self.dev, by_head, g.get("q_norm"), g.get("k_norm"), qk_raw, layer.saved.qk_rstd,
                 w["q_norm"], w["k_norm"], self.Hq, self.Hkv,
             )  # fmt: skip
         d_product = d_qkv
         if d_gate is not None:
-            shape = (d_qkv.shape[0], here.spec["qkv"].shape[0])
+            shape = (d_qkv.shape[0], layer.spec["qkv"].shape[0])
             d_product = temps.enter_context(self.dev.scratch("d_qkv and gate", shape, d_qkv.dtype))
             attention_gate.merge(self.dev, d_product, d_qkv, d_gate, self.Hq, self.Hkv)
-        how = {"measured": False, "transposed": True}
-        return self.operands.of_tensor(temps, tensor_id, d_product, **how), True
+        d_product = self.operands.quantize(
+            temps, tensor_id, d_product, measured=False, transposed=True
+        )
+        return d_product, True

@@ -9,20 +9,19 @@ codes and a scale, without it itself. States begin with 0 where documents do, an
 """
 
 from contextlib import ExitStack
-from functools import partial
 from typing import NamedTuple
 
 from llmq.base.dtypes import F32
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
-from llmq.formats.format import Activation, InputAgain
-from llmq.model.activations import Frame, HalfLayer, Recompute, scratch_like
-from llmq.model.halves.half import Output, Shared
+from llmq.formats.operands import Activation
+from llmq.model.activations import HalfLayer, LayerContext, Recompute, scratch_like
+from llmq.model.halves.half import ModelContext
 from llmq.ops import delta_gates, delta_rule, gated_norm, short_conv
 from llmq.ops.delta_rule import Heads
 
 
-class _Kept(NamedTuple):
+class _Saved(NamedTuple):
     """The tensors kept of one layer. delta_in: (rows, 2K + 2V + 2 Hv). delta_conv: (rows, 2K + V),
     behind the convolution. gates: F32 (B, T, 2, Hv), of the step, decays and betas. delta_state:
     (rows, V), read from the states. delta_gated: (rows, V), never kept."""
@@ -45,10 +44,10 @@ class _Tensors(NamedTuple):
 class DeltaHalf:
     """The delta nets of all layers. Scratch lives as long as `temps`."""
 
-    def __init__(self, shared: Shared):
+    def __init__(self, shared: ModelContext):
         its, options = shared.config.delta, shared.options
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
-        self.output = Output(shared, "delta_o")
+        self.norms = shared.norms
         self.B, self.T, self.starts = options.batch_size, options.local_seq_len, shared.starts
         self.eps, self.channels, self.values = shared.config.norm_eps, its.channels, its.values
         self.heads = Heads(its.key_heads, its.value_heads, its.key_dim, its.value_dim)
@@ -64,127 +63,132 @@ class DeltaHalf:
         keys = {"delta_in": recompute.qkv, "delta_o": recompute.block}
         return tuple(key for key, again in keys.items() if again)
 
-    def keep(self, here: HalfLayer) -> _Kept:
-        r = here.recompute
-        return _Kept(
-            delta_in=here.activation("delta_in", here.spec["delta_in"].shape[0], kept=not r.qkv),
-            delta_conv=here.activation("delta_conv", self.channels, kept=not (r.qkv or r.att)),
-            gates=here.alloc("delta_gates", self.B, self.T, 2, self.heads.Hv, dtype=F32),
-            delta_state=here.activation("delta_state", self.values, kept=not r.att),
-            delta_gated=here.activation("delta_gated", self.values, kept=False),
+    def keep(self, layer: HalfLayer) -> _Saved:
+        r = layer.recompute
+        return _Saved(
+            delta_in=layer.activation("delta_in", layer.spec["delta_in"].shape[0], kept=not r.qkv),
+            delta_conv=layer.activation("delta_conv", self.channels, kept=not (r.qkv or r.att)),
+            gates=layer.alloc("delta_gates", self.B, self.T, 2, self.heads.Hv, dtype=F32),
+            delta_state=layer.activation("delta_state", self.values, kept=not r.att),
+            delta_gated=layer.activation("delta_gated", self.values, kept=False),
         )
 
     def _by_token(self, tensor: Tensor) -> Tensor:
         """(rows, n) as (B, T, n)."""
         return tensor.view(self.B, self.T, tensor.shape[1])
 
-    def _tensors(self, temps: ExitStack, here: HalfLayer) -> _Tensors:
+    def _tensors(self, temps: ExitStack, layer: HalfLayer) -> _Tensors:
         """Where they are kept, else scratch."""
-        kept = (here.kept.delta_in, here.kept.delta_conv, here.kept.delta_state)
+        kept = (layer.saved.delta_in, layer.saved.delta_conv, layer.saved.delta_state)
         return _Tensors(*(activation.place(self.dev, temps) for activation in kept))
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def forward(self, at: Frame, x: Operand) -> None:
-        here, tensors = at.here, self._tensors(at.temps, at.here)
-        for carried in (here.cache or {}).values() if at.position == 0 else ():
+    def forward(self, ctx: LayerContext, x: Operand) -> None:
+        layer, tensors = ctx.layer, self._tensors(ctx.temps, ctx.layer)
+        for carried in (layer.cache or {}).values() if ctx.position == 0 else ():
             self.dev.zero(carried)  # a text begins
-        self.linear.forward(at, "delta_in", tensors.delta_in, x)
-        self._convolve(at, tensors)
-        self._read_states(here, tensors)
-        gated = self._gated(at, tensors)
-        self.output.forward(at, here.kept.delta_gated.tensor_id, gated)
+        self.linear.forward(ctx, "delta_in", tensors.delta_in, x)
+        self._convolve(ctx, tensors)
+        self._read_states(layer, tensors)
+        gated = self._gated(ctx, tensors)
+        name, (out, addend) = layer.saved.delta_gated.tensor_id, layer.out
+        x = self.operands.quantize(ctx.temps, name, gated, measured=False, transposed=False)
+        self.linear.forward(ctx, "delta_o", out, x, addend)
 
-    def _convolve(self, at: Frame, tensors: _Tensors) -> None:
+    def _convolve(self, ctx: LayerContext, tensors: _Tensors) -> None:
         """Queries, keys and values, and the gates."""
-        here, w = at.here, at.w
-        before = None if here.cache is None else here.cache["before"]
+        layer, w = ctx.layer, ctx.w
+        before = None if layer.cache is None else layer.cache["before"]
         out, x = self._by_token(tensors.delta_conv), self._by_token(tensors.delta_in)
         short_conv.forward(self.dev, out, x, w["conv"], self.starts, before)
         gates = (w["a_log"], w["dt_bias"], self.of_gates)
-        delta_gates.forward(self.dev, here.kept.gates, tensors.delta_in, *gates)
+        delta_gates.forward(self.dev, layer.saved.gates, tensors.delta_in, *gates)
 
-    def _read_states(self, here: HalfLayer, tensors: _Tensors) -> None:
+    def _read_states(self, layer: HalfLayer, tensors: _Tensors) -> None:
         out, qkv = self._by_token(tensors.delta_state), self._by_token(tensors.delta_conv)
-        gates, state = here.kept.gates, None if here.cache is None else here.cache["state"]
+        gates, state = layer.saved.gates, None if layer.cache is None else layer.cache["state"]
         if state is not None and self.T <= delta_rule.FEW_TOKENS:
             delta_rule.recurrence(self.dev, out, state, qkv, gates, self.heads)
             return
         delta_rule.forward(self.dev, out, qkv, gates, self.heads, self.starts, state)
 
-    def _gated(self, at: Frame, tensors: _Tensors) -> Tensor:
-        out = at.here.kept.delta_gated.place(self.dev, at.temps)
-        how = (at.w["delta_norm"], self.eps, self.of_gate)
+    def _gated(self, ctx: LayerContext, tensors: _Tensors) -> Tensor:
+        out = ctx.layer.saved.delta_gated.place(self.dev, ctx.temps)
+        how = (ctx.w["delta_norm"], self.eps, self.of_gate)
         gated_norm.forward(self.dev, out, tensors.delta_state, tensors.delta_in, *how)
         return out
 
     # -- backward --------------------------------------------------------------------------------
 
-    def recompute(
-        self, at: Frame, x_again: InputAgain
-    ) -> tuple[Operand | None, _Tensors, Operand | None]:
+    def recompute(self, ctx: LayerContext) -> tuple[Operand | None, _Tensors, Operand | None]:
         """x (rows, C), and delta_gated as the output product's operand, last; None where no
         gradient needs it."""
-        r, tensors, x = at.here.recompute, self._tensors(at.temps, at.here), None
-        if r.qkv or self.linear.needs_input(at, "delta_in"):
-            x = x_again(product=r.qkv)
+        r, tensors, x, o_input = (
+            ctx.layer.recompute,
+            self._tensors(ctx.temps, ctx.layer),
+            None,
+            None,
+        )
+        if r.qkv or self.linear.needs_input(ctx, "delta_in"):
+            x = self.norms.recompute(ctx, product=r.qkv)
         if r.qkv:
-            self.linear.forward(at, "delta_in", tensors.delta_in, x)
+            self.linear.forward(ctx, "delta_in", tensors.delta_in, x)
         if r.qkv or r.att:
-            self._convolve(at, tensors)
+            self._convolve(ctx, tensors)
         if r.att:
-            self._read_states(at.here, tensors)
-        made, tensor_id = partial(self._gated, at, tensors), at.here.kept.delta_gated.tensor_id
-        return x, tensors, self.output.again(at, tensor_id, made)
+            self._read_states(ctx.layer, tensors)
+        if r.block or self.linear.needs_input(ctx, "delta_o"):
+            gated, name = self._gated(ctx, tensors), ctx.layer.saved.delta_gated.tensor_id
+            o_input = self.operands.quantize_again(ctx.temps, name, gated, product=r.block)
+        if r.block:
+            out, addend = ctx.layer.out
+            self.linear.forward(ctx, "delta_o", out, o_input, addend)
+        return x, tensors, o_input
 
     def backward(
-        self, at: Frame, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
+        self, ctx: LayerContext, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        x, tensors, o_input = inputs
-        if not inside:
-            self.output.backward(at, o_input, d_out, None)
-            return
+        dev, w, g, gates = self.dev, ctx.w, ctx.g, ctx.layer.saved.gates
+        x, (delta_in, conv, state), o_input = inputs
         with ExitStack() as temps:
-            d_in = scratch_like(self.dev, temps, "d_delta_in", tensors.delta_in)
+            d_in = d_state = d_gated = None
+            if inside:
+                d_in = scratch_like(dev, temps, "d_delta_in", delta_in)
             with ExitStack() as inner:
-                self._backward_inside(inner, at, tensors, o_input, d_out, d_in)
-            name, how = at.here.id_of("d_delta_in"), {"measured": False, "transposed": True}
-            d_product = self.operands.of_tensor(temps, name, d_in, **how)
-            self.linear.input_gradient(at, "delta_in", d_x, d_product)
-            self.linear.weight_gradients(at, "delta_in", d_product, x)
-
-    def _backward_inside(
-        self,
-        temps: ExitStack,
-        at: Frame,
-        tensors: _Tensors,
-        o_input: Operand | None,
-        d_out: Tensor,
-        d_in: Tensor,
-    ) -> None:
-        """d_in, all columns of it, and the gradients of what stands between the products."""
-        dev, w, g, gates = self.dev, at.w, at.g, at.here.kept.gates
-        delta_in, conv, state = tensors
-        d_state = scratch_like(dev, temps, "d_delta_state", state)
-        with ExitStack() as first:
-            d_gated = scratch_like(dev, first, "d_delta_gated", state)
-            self.output.backward(at, o_input, d_out, d_gated)
-            gated_norm.backward(
-                dev, d_state, d_in, g.get("delta_norm"), d_gated, state, delta_in,
-                w["delta_norm"], self.eps, self.of_gate,
-            )  # fmt: skip
-        d_conv = scratch_like(dev, temps, "d_delta_conv", conv)
-        with ExitStack() as second:
-            d_gates = scratch_like(dev, second, "d_delta_gates", gates)
-            delta_rule.backward(
-                dev, self._by_token(d_conv), d_gates, self._by_token(d_state),
-                self._by_token(conv), gates, self.heads, self.starts,
-            )  # fmt: skip
-            delta_gates.backward(
-                dev, d_in, g.get("a_log"), g.get("dt_bias"), d_gates, gates, delta_in,
-                w["a_log"], w["dt_bias"], self.of_gates,
-            )  # fmt: skip
-        short_conv.backward(
-            dev, self._by_token(d_in), g.get("conv"), self._by_token(d_conv),
-            self._by_token(delta_in), w["conv"], self.starts,
-        )  # fmt: skip
+                if inside:
+                    d_state = scratch_like(dev, inner, "d_delta_state", state)
+                with ExitStack() as first:
+                    if inside:
+                        d_gated = scratch_like(dev, first, "d_delta_gated", state)
+                    with ExitStack() as of_output:
+                        d_o = self.operands.quantize(
+                            of_output, ctx.layer.out_id, d_out, measured=True, transposed=True
+                        )
+                        self.linear.input_gradient(ctx, "delta_o", d_gated, d_o)
+                        self.linear.weight_gradients(ctx, "delta_o", d_o, o_input)
+                    if not inside:
+                        return
+                    gated_norm.backward(
+                        dev, d_state, d_in, g.get("delta_norm"), d_gated, state, delta_in,
+                        w["delta_norm"], self.eps, self.of_gate,
+                    )  # fmt: skip
+                d_conv = scratch_like(dev, inner, "d_delta_conv", conv)
+                with ExitStack() as second:
+                    d_gates = scratch_like(dev, second, "d_delta_gates", gates)
+                    delta_rule.backward(
+                        dev, self._by_token(d_conv), d_gates, self._by_token(d_state),
+                        self._by_token(conv), gates, self.heads, self.starts,
+                    )  # fmt: skip
+                    delta_gates.backward(
+                        dev, d_in, g.get("a_log"), g.get("dt_bias"), d_gates, gates, delta_in,
+                        w["a_log"], w["dt_bias"], self.of_gates,
+                    )  # fmt: skip
+                short_conv.backward(
+                    dev, self._by_token(d_in), g.get("conv"), self._by_token(d_conv),
+                    self._by_token(delta_in), w["conv"], self.starts,
+                )  # fmt: skip
+            name = ctx.layer.id_of("d_delta_in")
+            d_product = self.operands.quantize(temps, name, d_in, measured=False, transposed=True)
+            self.linear.input_gradient(ctx, "delta_in", d_x, d_product)
+            self.linear.weight_gradients(ctx, "delta_in", d_product, x)

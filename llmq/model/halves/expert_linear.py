@@ -9,15 +9,14 @@ which each part has columns of its own, as `ops/adapter.py` makes it. Backward c
 which is small, as is its product.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from math import prod
 
 from llmq.base.operand import Operand, tensor_of
-from llmq.base.tensor import Accumulator, Tensor
-from llmq.formats.format import BACKWARD, FORWARD
-from llmq.model.activations import Frame
-from llmq.model.halves.half import Shared
+from llmq.base.tensor import Tensor
+from llmq.formats.operands import BACKWARD, FORWARD
+from llmq.model.activations import LayerContext
+from llmq.model.halves.half import ModelContext
 from llmq.model.parameters import PartWeights
 from llmq.ops import adapter, reduce
 from llmq.ops.expert_rows import sum_rows
@@ -27,9 +26,9 @@ from llmq.options.adapters import Adapted, adapted_in_layers, adapters_of
 
 class ExpertLinear:
     """Those of all layers. A matrix is named by its key. x, y: rows sorted by expert, R of them, as
-    `at.here.kept.starts` says."""
+    `ctx.layer.saved.starts` says."""
 
-    def __init__(self, shared: Shared, rows: int):
+    def __init__(self, shared: ModelContext, rows: int):
         """rows: R."""
         self.dev, adapters = shared.dev, adapters_of(shared.options)
         self.fast = shared.operands.fast
@@ -42,93 +41,96 @@ class ExpertLinear:
                 "d_expert_hidden", (rows * widest,), dtype, "Activations"
             )
 
-    def forward(self, at: Frame, key: str, y: Tensor, x: Operand) -> None:
+    def forward(self, ctx: LayerContext, key: str, y: Tensor, x: Operand) -> None:
         """y (R, out), of x (R, in), with a bias if there is one."""
-        w, starts = at.w, at.here.kept.starts
-        how = {"bias": biases_of(w, key, starts.size - 1), "fast": FORWARD in self.fast}
+        w, starts, adapters = ctx.w, ctx.layer.saved.starts, None
         a, b = w.adapters(key)
         with ExitStack() as temps:
             if a is not None:
-                h = temps.enter_context(self._hidden(tensor_of(x), a, starts))
-                how["adapters"] = h, temps.enter_context(self._expanded(at, key, b))
-            grouped_product(self.dev, y, x, w[key], starts, trans_b=True, **how)
+                x_rows, experts = tensor_of(x), _by_expert(a, starts)
+                h = self._hidden_memory(temps, x_rows, experts)
+                grouped_product(self.dev, h, x_rows, experts, starts, trans_b=True)
+                adapters = h, self._expanded(temps, ctx, key, b)
+            grouped_product(
+                self.dev, y, x, w[key], starts, trans_b=True, adapters=adapters,
+                bias=biases_of(w, key, starts.size - 1), fast=FORWARD in self.fast,
+            )  # fmt: skip
 
-    def input_gradient(self, at: Frame, key: str, d_x: Tensor | None, d_y: Operand) -> None:
+    def input_gradient(self, ctx: LayerContext, key: str, d_x: Tensor | None, d_y: Operand) -> None:
         """d_x (R, in), if it is wanted, from d_y (R, out)."""
-        (a, b), starts = at.w.adapters(key), at.here.kept.starts
-        how = {"fast": BACKWARD in self.fast}
+        (a, b), starts, adapters = ctx.w.adapters(key), ctx.layer.saved.starts, None
         if a is not None:
-            d_h = self._d_hidden_of(at, key, tensor_of(d_y))
-            with self._expanded(at, key, b) as whole:
+            d_h = self._d_hidden_of(ctx, key, tensor_of(d_y))
+            with ExitStack() as temps:
+                whole = self._expanded(temps, ctx, key, b)
                 grouped_product(self.dev, d_h, tensor_of(d_y), whole, starts)
-            how["adapters"] = d_h, _by_expert(a, starts)
+            adapters = d_h, _by_expert(a, starts)
         if d_x is not None:
-            grouped_product(self.dev, d_x, d_y, at.w[key], starts, **how)
+            grouped_product(
+                self.dev, d_x, d_y, ctx.w[key], starts, adapters=adapters,
+                fast=BACKWARD in self.fast,
+            )  # fmt: skip
 
-    def trains(self, at: Frame, key: str) -> bool:
+    def trains(self, ctx: LayerContext, key: str) -> bool:
         """Whether weight_gradients needs x and d_y as tensors."""
-        return key in at.g or at.g.adapters(key)[0] is not None
+        return key in ctx.g or ctx.g.adapters(key)[0] is not None
 
-    def weight_gradients(self, at: Frame, key: str, d_y: Tensor, x: Tensor) -> None:
+    def weight_gradients(self, ctx: LayerContext, key: str, d_y: Tensor, x: Tensor) -> None:
         """The gradients of the matrix and its adapters, as far as they are wanted. Follows
         input_gradient. If x is that of forward with weights, d_y is without them."""
-        g, starts = at.g, at.here.kept.starts
+        g, starts = ctx.g, ctx.layer.saved.starts
         if key in g:
             grouped_gradient(self.dev, g[key], d_y, x, starts)
         d_a, d_b = g.adapters(key)
         if d_a is not None:
-            a, _ = at.w.adapters(key)
+            a, _ = ctx.w.adapters(key)
             of_experts = d_a._replace(tensor=_by_expert(d_a.tensor, starts))
-            d_h = self._d_hidden_of(at, key, d_y)
+            d_h = self._d_hidden_of(ctx, key, d_y)
             grouped_gradient(self.dev, of_experts, d_h, x, starts)
-            with self._hidden(x, a, starts) as h:
-                self._gradient_of_b(at, key, d_b, d_y, h)
+            dtype, experts = d_b.tensor.dtype, _by_expert(a, starts)
+            with ExitStack() as temps:
+                h = self._hidden_memory(temps, x, experts)
+                grouped_product(self.dev, h, x, experts, starts, trans_b=True)
+                scratch = self.dev.scratch("d_b_whole", self._shape_of_b(ctx, key), dtype)
+                whole = temps.enter_context(scratch)
+                part = temps.enter_context(self.dev.scratch("d_b", d_b.tensor.shape, dtype))
+                target = d_b._replace(tensor=whole, accumulate=False)
+                grouped_gradient(self.dev, target, d_y, h, starts)
+                blocks = self._blocks(ctx, key)
+                adapter.collect(self.dev, part, _below_each_other(whole), *blocks)
+                reduce.sum_parts(self.dev, d_b, [part])
 
-    def bias_gradients(self, at: Frame, key: str, d_y: Tensor, *weighed: Tensor) -> None:
+    def bias_gradients(self, ctx: LayerContext, key: str, d_y: Tensor, *weighed: Tensor) -> None:
         """The gradients of biases, if there are some that want them. weighed: weights and order of
         rows, where d_y is without weights."""
-        d, starts = at.g.bias(key), at.here.kept.starts
+        d, starts = ctx.g.bias(key), ctx.layer.saved.starts
         if d is not None:
             d = d._replace(tensor=d.tensor.view(starts.size - 1, d_y.shape[1]))
             sum_rows(self.dev, d, d_y, starts, *weighed)
 
-    def _gradient_of_b(self, at: Frame, key: str, d_b: Accumulator, d_y: Tensor, h: Tensor) -> None:
-        dev, dtype, shape = self.dev, d_b.tensor.dtype, self._shape_of_b(at, key)
-        with (
-            dev.scratch("d_b_whole", shape, dtype) as whole,
-            dev.scratch("d_b", d_b.tensor.shape, dtype) as part,
-        ):
-            target = d_b._replace(tensor=whole, accumulate=False)
-            grouped_gradient(dev, target, d_y, h, at.here.kept.starts)
-            adapter.collect(dev, part, _below_each_other(whole), *self._blocks(at, key))
-            reduce.add(dev, d_b, part)
-
-    def _d_hidden_of(self, at: Frame, key: str, d_y: Tensor) -> Tensor:
-        shape = (d_y.shape[0], self._shape_of_b(at, key)[-1])
+    def _d_hidden_of(self, ctx: LayerContext, key: str, d_y: Tensor) -> Tensor:
+        shape = (d_y.shape[0], self._shape_of_b(ctx, key)[-1])
         return self._d_hidden.rows(0, prod(shape)).view(*shape)
 
-    @contextmanager
-    def _hidden(self, x: Tensor, a: Tensor, starts: Tensor) -> Iterator[Tensor]:
-        """h (R, n * rank), for n parts of each expert's matrix."""
-        experts = _by_expert(a, starts)
-        with self.dev.scratch("expert_hidden", (x.shape[0], experts.shape[1]), x.dtype) as h:
-            grouped_product(self.dev, h, x, experts, starts, trans_b=True)
-            yield h
+    def _hidden_memory(self, temps: ExitStack, x: Tensor, experts: Tensor) -> Tensor:
+        """Scratch of h (R, n * rank), for n parts of each expert's matrix. experts: all A."""
+        shape = (x.shape[0], experts.shape[1])
+        return temps.enter_context(self.dev.scratch("expert_hidden", shape, x.dtype))
 
-    @contextmanager
-    def _expanded(self, at: Frame, key: str, b: Tensor) -> Iterator[Tensor]:
-        """All B (E, out, n * rank), with scaling."""
-        with self.dev.scratch("expert_lora_b", self._shape_of_b(at, key), b.dtype) as whole:
-            adapter.expand(self.dev, _below_each_other(whole), b, *self._blocks(at, key))
-            yield whole
+    def _expanded(self, temps: ExitStack, ctx: LayerContext, key: str, b: Tensor) -> Tensor:
+        """All B (E, out, n * rank), with scaling; scratch of `temps`."""
+        shape = self._shape_of_b(ctx, key)
+        whole = temps.enter_context(self.dev.scratch("expert_lora_b", shape, b.dtype))
+        adapter.expand(self.dev, _below_each_other(whole), b, *self._blocks(ctx, key))
+        return whole
 
-    def _shape_of_b(self, at: Frame, key: str) -> tuple[int, int, int]:
-        matrix = self._adapted[at.here.index, key]
+    def _shape_of_b(self, ctx: LayerContext, key: str) -> tuple[int, int, int]:
+        matrix = self._adapted[ctx.layer.index, key]
         return matrix.groups, matrix.shape[0] // matrix.groups, _parts_of(matrix) * matrix.rank
 
-    def _blocks(self, at: Frame, key: str) -> tuple:
+    def _blocks(self, ctx: LayerContext, key: str) -> tuple:
         """The spans, scales and groups that `adapter`'s functions take."""
-        matrix = self._adapted[at.here.index, key]
+        matrix = self._adapted[ctx.layer.index, key]
         n = _parts_of(matrix)
         return matrix.spans[:n], matrix.scales[:n], matrix.groups
 

@@ -18,18 +18,16 @@ A weight stands behind `experts_down`, but backward reads no output of it:
 The kernel of act's gradient makes act again, so that it is kept in paired experts alone.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, ExitStack
+from typing import NamedTuple
 
-from llmq.base.dtypes import F32, I32
-from llmq.base.operand import Fp8, Operand, OutputForms, tensor_of
+from llmq.base.dtypes import F32, I32, DType
+from llmq.base.operand import Fp8, Operand, OutBuffers, tensor_of
 from llmq.base.tensor import Tensor
-from llmq.formats.format import Activation, InputAgain
-from llmq.model.activations import Frame, HalfLayer, Recompute, scratch_like
+from llmq.formats.operands import Activation
+from llmq.model.activations import HalfLayer, LayerContext, Recompute, scratch_like
 from llmq.model.halves.expert_linear import ExpertLinear, biases_of
-from llmq.model.halves.half import Shared
+from llmq.model.halves.half import ModelContext
 from llmq.model.halves.shared_expert import SharedExpert, SharedKept
 from llmq.model.linear import Linear
 from llmq.model.parameters import PartWeights
@@ -39,10 +37,9 @@ from llmq.ops.expert_rows import combine, combine_backward, gather_rows, sort_ro
 from llmq.ops.fp8_scale import abs_max
 from llmq.ops.matmul import matmul
 from llmq.ops.route import route, route_backward
-from llmq.runtime.device import Device
 
 
-class _Kept(NamedTuple):
+class _Saved(NamedTuple):
     """The tensors kept of one layer. router_logits: F32 (S, E). chosen: I32 (S, K), the experts of
     a row. weights: F32 (S, K), of these. order: I32 (R,), the row and choice s * K + k that each
     sorted row is. place: I32 (S, K), the sorted row of each choice. starts: I32 (E+1,), where each
@@ -59,31 +56,12 @@ class _Kept(NamedTuple):
     shared: SharedKept | None
 
 
-def _written(
-    dev: Device,
-    shape: tuple[int, int],
-    to: OutputForms,
-    operation: Callable[..., None],
-    x: Tensor,
-    *rest: Any,
-) -> None:
-    """Do an operation that writes a tensor alone, and make the other forms of it."""
-    with ExitStack() as temps:
-        out = to.out
-        if out is None:
-            out = temps.enter_context(dev.scratch("expert_tensor", shape, x.dtype))
-        operation(dev, out, x, *rest)
-        if to.fp8 is not None:
-            quantize.scaled(dev, out, to.fp8, abs_max=to.abs_max)
-        elif to.abs_max is not None:
-            abs_max(dev, to.abs_max, out)
-
-
 class ExpertsHalf:
     """The experts of all layers that have some."""
 
-    def __init__(self, shared: Shared):
+    def __init__(self, shared: ModelContext):
         self.dev, self.routers, options = shared.dev, Linear(shared.dev), shared.options
+        self.norms = shared.norms
         its, self.operands = shared.config.experts, shared.operands
         self.clamp = None if its.alpha is None else (its.alpha, its.limit)
         rows = options.batch_size * options.local_seq_len * its.active
@@ -98,144 +76,168 @@ class ExpertsHalf:
         shared = ("shared_up",) * (self.shared is not None)
         return ("experts_up", *shared) if recompute.ffn else ()
 
-    def keep(self, here: HalfLayer) -> _Kept:
-        K, r, S = here.spec.sizes["active"], here.recompute, here.rows
-        keeps_act = not r.swiglu and "expert_act" not in here.spec.made_again
-        E, _, F = here.spec["experts_down"].shape
-        return _Kept(
-            router_logits=here.alloc("router_logits", S, E, dtype=F32),
-            chosen=here.alloc("chosen", S, K, dtype=I32),
-            weights=here.alloc("expert_weights", S, K, dtype=F32),
-            order=here.alloc("expert_order", S * K, dtype=I32),
-            place=here.alloc("expert_place", S, K, dtype=I32),
-            starts=here.alloc("expert_starts", E + 1, dtype=I32),
-            up=here.activation("expert_up", 2 * F, kept=not r.ffn, per_row=K),
-            act=here.activation("expert_act", F, kept=keeps_act, per_row=K),
-            shared=self.shared and self.shared.keep(here),
+    def keep(self, layer: HalfLayer) -> _Saved:
+        K, r, S = layer.spec.sizes["active"], layer.recompute, layer.rows
+        keeps_act = not r.swiglu and "expert_act" not in layer.spec.made_again
+        E, _, F = layer.spec["experts_down"].shape
+        return _Saved(
+            router_logits=layer.alloc("router_logits", S, E, dtype=F32),
+            chosen=layer.alloc("chosen", S, K, dtype=I32),
+            weights=layer.alloc("expert_weights", S, K, dtype=F32),
+            order=layer.alloc("expert_order", S * K, dtype=I32),
+            place=layer.alloc("expert_place", S, K, dtype=I32),
+            starts=layer.alloc("expert_starts", E + 1, dtype=I32),
+            up=layer.activation("expert_up", 2 * F, kept=not r.ffn, per_row=K),
+            act=layer.activation("expert_act", F, kept=keeps_act, per_row=K),
+            shared=self.shared and self.shared.keep(layer),
         )
 
-    def forward(self, at: Frame, x: Operand) -> None:
-        dev, here, kept, out = self.dev, at.here, at.here.kept, at.here.out.out
-        self._multiply_router(kept.router_logits, at.w, tensor_of(x))
-        how = {"renormalize": here.spec.sizes["renormalize"]}
-        if at.keep and self.balance is not None:
-            how |= {"sums": self.balance.sums(here.index), "targets": self.balance.targets}
+    def forward(self, ctx: LayerContext, x: Operand) -> None:
+        dev, layer, kept, out = self.dev, ctx.layer, ctx.layer.saved, ctx.layer.out.out
+        self._multiply_router(kept.router_logits, ctx.w, tensor_of(x))
+        how = {"renormalize": layer.spec.sizes["renormalize"]}
+        if ctx.keep and self.balance is not None:
+            how |= {"sums": self.balance.sums(layer.index), "targets": self.balance.targets}
         route(dev, kept.chosen, kept.weights, kept.router_logits, **how)
         sort_rows(dev, kept.order, kept.place, kept.starts, kept.chosen)
-        up = kept.up.place(dev, at.temps)
-        self._multiply_up(at, x, up)
-        act = self.operands.input(at.temps, kept.act, partial(self._activate, up))
+        up = kept.up.place(dev, ctx.temps)
+        self._multiply_up(ctx, x, up)
+        act = self.operands.buffers(ctx.temps, kept.act)
+        self._activate(up, act)
+        act = self.operands.finalize(ctx.temps, act)
         with self._sorted("expert_out", kept, out) as y:
-            self.linear.forward(at, "experts_down", y, act)
+            self.linear.forward(ctx, "experts_down", y, act)
             combine(dev, out, y, kept.place, kept.weights)
         if self.shared is not None:
-            self.shared.forward(at, x)
+            self.shared.forward(ctx, x)
 
-    def recompute(
-        self, at: Frame, x_again: InputAgain
-    ) -> tuple[Operand | None, Tensor, Tensor | None]:
+    def recompute(self, ctx: LayerContext) -> tuple[Operand | None, Tensor, Tensor | None]:
         """x (S, C), None where no gradient needs it; up (R, 2F); of a shared expert (S, 2Fs)."""
-        computed, shared, x, shared_up = at.here.recompute.ffn, self.shared, None, None
-        up = at.here.kept.up.place(self.dev, at.temps)
-        trained = "router" in at.g or self.linear.trains(at, "experts_up")
-        if computed or trained or (shared is not None and shared.needs_input(at)):
-            x = x_again(product=computed)
+        computed, shared, x, shared_up = ctx.layer.recompute.ffn, self.shared, None, None
+        up = ctx.layer.saved.up.place(self.dev, ctx.temps)
+        trained = "router" in ctx.g or self.linear.trains(ctx, "experts_up")
+        if computed or trained or (shared is not None and shared.needs_input(ctx)):
+            x = self.norms.recompute(ctx, product=computed)
         if computed:
-            self._multiply_up(at, x, up)
+            self._multiply_up(ctx, x, up)
         if shared is not None:
-            shared_up = shared.up_again(at, x)
+            shared_up = shared.up_again(ctx, x)
         return x, up, shared_up
 
     def backward(
-        self, at: Frame, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
+        self, ctx: LayerContext, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
         """Leaves nothing out; overwrites up."""
-        here, kept, (x, up, shared_up) = at.here, at.here.kept, inputs
+        layer, kept, (x, up, shared_up) = ctx.layer, ctx.layer.saved, inputs
         if self.shared is not None:
-            self.shared.backward(at, x, shared_up, d_out, d_x)
-        keys = {key for module in here.spec.modules for key in module.keys}
-        if d_x is None and not keys & at.g.keys():
+            self.shared.backward(ctx, x, shared_up, d_out, d_x)
+        keys = {key for module in layer.spec.modules for key in module.keys}
+        if d_x is None and not keys & ctx.g.keys():
             return
-        x = x and tensor_of(x)
+        x, dev, linear = x and tensor_of(x), self.dev, self.linear
+        trains = linear.trains(ctx, "experts_down")
         with ExitStack() as temps:
-            d_weights = scratch_like(self.dev, temps, "d_expert_weights", kept.weights)
-            write = partial(self._backward_down, at, up, d_out, d_weights)
-            how = {"shape": up.shape, "out": up}
-            d_up = self.operands.gradient(temps, here.id_of("d_expert_up"), write, **how)
-            self._backward_up(at, x, d_up, d_x)
-            self._backward_router(at, x, d_out, d_weights, d_x)
+            d_weights = scratch_like(dev, temps, "d_expert_weights", kept.weights)
+            d_up = self.operands.gradient_buffers(temps, layer.id_of("d_expert_up"), up.shape, up)
+            with ExitStack() as inner:
+                reads = trains or "expert_act" not in layer.spec.made_again
+                act = kept.act.place(dev, inner) if reads else None
+                d_rows = self.operands.quantize(
+                    inner, layer.out_id, d_out, measured=True, transposed=True
+                )
+                whole = trains or ctx.g.bias("experts_down") is not None
+                d_y = self._gathered(inner, kept, "d_expert_out", d_rows, whole=whole)
+                scratch = dev.scratch("d_expert_act", kept.act.shape, kept.act.dtype)
+                d_act = inner.enter_context(scratch)
+                linear.input_gradient(ctx, "experts_down", d_act, d_y)
+                self._backward_act(kept, d_act, d_weights, act, up, d_up)
+                d = tensor_of(d_y)
+                if trains:
+                    linear.weight_gradients(ctx, "experts_down", d, act)
+                linear.bias_gradients(ctx, "experts_down", d, kept.weights, kept.order)
+            d_up = self.operands.finalize(temps, d_up)
+            self._backward_up(ctx, x, d_up, d_x)
+            self._backward_router(ctx, x, d_out, d_weights, d_x)
 
-    def _backward_down(
-        self, at: Frame, up: Tensor, d_out: Tensor, d_weights: Tensor, to: OutputForms
-    ) -> None:
-        """`to` is the gradient of up (may be up); d_weights (S, K) is that of the weights."""
-        dev, here, kept = self.dev, at.here, at.here.kept
-        with ExitStack() as temps:
-            trains = self.linear.trains(at, "experts_down")
-            reads = "expert_act" not in here.spec.made_again
-            act = kept.act.place(dev, temps) if trains or reads else None
-            how = {"measured": True, "transposed": True}
-            d_rows = self.operands.of_tensor(temps, here.out_id, d_out, **how)
-            whole = trains or at.g.bias("experts_down") is not None
-            d_y = temps.enter_context(self._gathered(kept, "d_expert_out", d_rows, whole=whole))
-            scratch = dev.scratch("d_expert_act", kept.act.shape, kept.act.dtype)
-            d_act = temps.enter_context(scratch)
-            self.linear.input_gradient(at, "experts_down", d_act, d_y)
-            self._backward_act(kept, d_act, d_weights, act, up, to)
-            d = tensor_of(d_y)
-            if trains:
-                self.linear.weight_gradients(at, "experts_down", d, act)
-            self.linear.bias_gradients(at, "experts_down", d, kept.weights, kept.order)
-
-    def _activate(self, up: Tensor, to: OutputForms) -> None:
+    def _activate(self, up: Tensor, to: OutBuffers) -> None:
+        """The activation (R, F) of up (R, 2F)."""
         if self.clamp is None:
-            swiglu.forward(self.dev, to.out, up, abs_max=to.abs_max, fp8=to.fp8)
-        else:
-            shape = up.shape[0], up.shape[1] // 2
-            _written(self.dev, shape, to, swiglu.clamped_forward, up, *self.clamp)
+            swiglu.forward(self.dev, to.tensor, up, abs_max=to.abs_max, fp8=to.fp8)
+            return
+        with ExitStack() as temps:
+            act = self._tensor_of(temps, to, (up.shape[0], up.shape[1] // 2), up.dtype)
+            swiglu.clamped_forward(self.dev, act, up, *self.clamp)
+            self._other_forms(to, act)
+
+    def _tensor_of(
+        self, temps: ExitStack, to: OutBuffers, shape: tuple[int, int], dtype: DType
+    ) -> Tensor:
+        """The tensor of buffers, for a kernel that writes no codes; scratch if they have none."""
+        if to.tensor is not None:
+            return to.tensor
+        return temps.enter_context(self.dev.scratch("expert_tensor", shape, dtype))
+
+    def _other_forms(self, to: OutBuffers, x: Tensor) -> None:
+        """The codes and the largest value that buffers want of a tensor that has been written."""
+        if to.fp8 is not None:
+            quantize.scaled(self.dev, x, to.fp8, abs_max=to.abs_max)
+        elif to.abs_max is not None:
+            abs_max(self.dev, to.abs_max, x)
 
     def _backward_act(
         self,
-        kept: _Kept,
+        kept: _Saved,
         d_act: Tensor,
         d_weights: Tensor,
         act: Tensor | None,
         up: Tensor,
-        to: OutputForms,
+        to: OutBuffers,
     ) -> None:
         """d_act is without weights; act (None: not wanted) becomes forward's with weights."""
         dev, weights = self.dev, kept.weights
         if self.clamp is None:
-            how = {"abs_max": to.abs_max, "fp8": to.fp8}
-            rows = (d_act, up, kept.order, weights, act)
-            swiglu.weighted_backward(dev, to.out, d_weights, *rows, **how)
+            swiglu.weighted_backward(
+                dev, to.tensor, d_weights, d_act, up, kept.order, weights, act,
+                abs_max=to.abs_max, fp8=to.fp8,
+            )  # fmt: skip
             return
         if kept.act.tensor is None:
             swiglu.clamped_forward(dev, act, up, *self.clamp)
         combine_backward(dev, d_act, d_weights, act, kept.place, weights, act)
-        _written(dev, up.shape, to, swiglu.clamped_backward, d_act, up, *self.clamp)
+        with ExitStack() as temps:
+            d_up = self._tensor_of(temps, to, up.shape, up.dtype)
+            swiglu.clamped_backward(dev, d_up, d_act, up, *self.clamp)
+            self._other_forms(to, d_up)
 
-    def _backward_up(self, at: Frame, x: Tensor | None, d_up: Operand, d_x: Tensor | None) -> None:
+    def _backward_up(
+        self, ctx: LayerContext, x: Tensor | None, d_up: Operand, d_x: Tensor | None
+    ) -> None:
         """d_x, if it is wanted: with a shared expert, it is added to what is there."""
-        dev, kept = self.dev, at.here.kept
+        dev, kept = self.dev, ctx.layer.saved
         with ExitStack() as temps:
             d_rows = d_x and temps.enter_context(self._sorted("d_expert_x", kept, d_x))
-            self.linear.input_gradient(at, "experts_up", d_rows, d_up)
+            self.linear.input_gradient(ctx, "experts_up", d_rows, d_up)
             if d_x is not None:
                 of_shared = None if self.shared is None else d_x
                 combine(dev, d_x, d_rows, kept.place, addend=of_shared)
         whole = tensor_of(d_up)
-        self.linear.bias_gradients(at, "experts_up", whole)
-        if self.linear.trains(at, "experts_up"):
-            with self._gathered(kept, "expert_x", x) as rows:
-                self.linear.weight_gradients(at, "experts_up", whole, rows)
+        self.linear.bias_gradients(ctx, "experts_up", whole)
+        if self.linear.trains(ctx, "experts_up"):
+            with ExitStack() as temps:
+                rows = self._gathered(temps, kept, "expert_x", x)
+                self.linear.weight_gradients(ctx, "experts_up", whole, rows)
 
     def _backward_router(
-        self, at: Frame, x: Tensor | None, d_out: Tensor, d_weights: Tensor, d_x: Tensor | None
+        self,
+        ctx: LayerContext,
+        x: Tensor | None,
+        d_out: Tensor,
+        d_weights: Tensor,
+        d_x: Tensor | None,
     ) -> None:
         """Adds to d_x, if it is wanted."""
-        dev, here, w, g, logits = self.dev, at.here, at.w, at.g, at.here.kept.router_logits
-        balance, how = self.balance, {"renormalize": here.spec.sizes["renormalize"]}
+        dev, layer, w, g, logits = self.dev, ctx.layer, ctx.w, ctx.g, ctx.layer.saved.router_logits
+        balance, how = self.balance, {"renormalize": layer.spec.sizes["renormalize"]}
         how |= {"factors": balance.factors, "targets": balance.targets}
         biases = biases_of(w, "experts_down", logits.shape[1])
         with ExitStack() as temps:
@@ -244,7 +246,7 @@ class ExpertsHalf:
             if biases is not None:
                 how["of_experts"] = scratch_like(dev, temps, "d_of_biases", logits)
                 matmul(dev, how["of_experts"], d_out, biases, trans_b=True)
-            route_backward(dev, d_logits, d_weights, logits, here.kept.chosen, **how)
+            route_backward(dev, d_logits, d_weights, logits, layer.saved.chosen, **how)
             if d_x is not None:
                 matmul(dev, d_x, d_logits, w["router"], accumulate=True)
             self.routers.weight_gradients(g.get("router"), g.bias("router"), d_logits, x)
@@ -257,30 +259,28 @@ class ExpertsHalf:
                 convert(self.dev, bias, w.bias("router"))
             matmul(self.dev, logits, x, w["router"], trans_b=True, bias=bias)
 
-    def _multiply_up(self, at: Frame, x: Operand, up: Tensor) -> None:
-        adapted = at.w.adapters("experts_up")[0] is not None
-        with self._gathered(at.here.kept, "expert_x", x, whole=adapted) as rows:
-            self.linear.forward(at, "experts_up", up, rows)
-
-    @contextmanager
-    def _gathered(
-        self, kept: _Kept, name: str, x: Operand, *, whole: bool = True
-    ) -> Iterator[Operand]:
-        """The sorted rows of x. whole: of codes, the tensor too."""
-        codes = rows = None
+    def _multiply_up(self, ctx: LayerContext, x: Operand, up: Tensor) -> None:
+        adapted = ctx.w.adapters("experts_up")[0] is not None
         with ExitStack() as temps:
-            if isinstance(x, Fp8):
-                codes = temps.enter_context(self._sorted(f"{name}.q", kept, x.codes))
-                gather_rows(self.dev, codes, x.codes, kept.place)
-            if codes is None or whole:
-                source = tensor_of(x)
-                rows = temps.enter_context(self._sorted(name, kept, source))
-                gather_rows(self.dev, rows, source, kept.place)
-            if codes is None:
-                yield rows
-            else:
-                yield Fp8(source=rows, codes=codes, transposed=None, scale=x.scale)
+            rows = self._gathered(temps, ctx.layer.saved, "expert_x", x, whole=adapted)
+            self.linear.forward(ctx, "experts_up", up, rows)
 
-    def _sorted(self, name: str, kept: _Kept, like: Tensor) -> AbstractContextManager[Tensor]:
+    def _gathered(
+        self, temps: ExitStack, kept: _Saved, name: str, x: Operand, *, whole: bool = True
+    ) -> Operand:
+        """The sorted rows of x, scratch of `temps`. whole: of codes, the tensor too."""
+        codes = rows = None
+        if isinstance(x, Fp8):
+            codes = temps.enter_context(self._sorted(f"{name}.q", kept, x.codes))
+            gather_rows(self.dev, codes, x.codes, kept.place)
+        if codes is None or whole:
+            source = tensor_of(x)
+            rows = temps.enter_context(self._sorted(name, kept, source))
+            gather_rows(self.dev, rows, source, kept.place)
+        if codes is None:
+            return rows
+        return Fp8(source=rows, codes=codes, transposed=None, scale=x.scale)
+
+    def _sorted(self, name: str, kept: _Saved, like: Tensor) -> AbstractContextManager[Tensor]:
         """Scratch of R rows as wide as another tensor."""
         return self.dev.scratch(name, (kept.order.size, like.shape[1]), like.dtype)

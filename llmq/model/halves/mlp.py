@@ -2,34 +2,32 @@
 
     x -> up -> swiglu|geglu|gelu -> down -> out
 
-The activation is the epilogue of the up product, and its gradient that of the down product's input
-gradient (`ops/product.py`). `operands` turns a tensor into what products take: with fp8 codes and a
-scale, without it itself. With --mlp-dtype e4m3 it also turns the memory of what products write for
-the activation into fp8 codes and a scale: mlp_up, and the gradient of the activation's output.
+Dimensions: rows = B*T, C channels, F width; the up product of a gated MLP has 2F columns. The
+activation is the epilogue of the up product, and its gradient that of the down product's input
+gradient (`ops/product.py`). `operands` turns a tensor into what products multiply: with fp8 codes
+and a scale, without it the tensor itself. With --mlp-dtype e4m3 the two products in front of an
+activation write fp8 codes, too: mlp_up, and the gradient of the activation's output.
 """
 
 from contextlib import ExitStack
-from functools import partial
 from typing import NamedTuple
 
 from llmq.base.operand import (
+    NOWHERE,
     Activated,
     ActivatedGradient,
-    Handed,
     Operand,
-    OutputForms,
+    OutBuffers,
     ProductCodes,
     Result,
 )
 from llmq.base.tensor import Tensor
-from llmq.formats.format import Activation, InputAgain
-from llmq.model.activations import Frame, HalfLayer, Recompute
-from llmq.model.halves.half import Shared
-
-NOWHERE = OutputForms(None)
+from llmq.formats.operands import Activation
+from llmq.model.activations import HalfLayer, LayerContext, Recompute
+from llmq.model.halves.half import ModelContext
 
 
-class _Kept(NamedTuple):
+class _Saved(NamedTuple):
     """The tensors kept of one layer. mlp_up: (rows, F), or of a gated MLP (rows, 2F). mlp_act:
     (rows, F)."""
 
@@ -40,9 +38,9 @@ class _Kept(NamedTuple):
 class MlpHalf:
     """The MLP halves of all layers. Scratch lives as long as `temps`."""
 
-    def __init__(self, shared: Shared):
+    def __init__(self, shared: ModelContext):
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
-        self.activation = shared.config.activation
+        self.norms, self.activation = shared.norms, shared.config.activation
 
     def keeps_input(self, recompute: Recompute) -> bool:
         return not (recompute.norm or recompute.ffn)
@@ -50,83 +48,69 @@ class MlpHalf:
     def multiplied_again(self, recompute: Recompute) -> tuple[str, ...]:
         return ("up",) if recompute.ffn else ()
 
-    def keep(self, here: HalfLayer) -> _Kept:
-        up, down, r = here.spec["up"], here.spec["down"], here.recompute
-        dtype, kept = self.operands.result_dtype("mlp_up"), not r.swiglu and here.needs(down.input)
-        return _Kept(
-            mlp_up=here.activation("mlp_up", up.shape[0], kept=not r.ffn, dtype=dtype),
-            mlp_act=here.activation("mlp_act", down.shape[1], kept=kept, may_be_codes=True),
+    def keep(self, layer: HalfLayer) -> _Saved:
+        up, down, r = layer.spec["up"], layer.spec["down"], layer.recompute
+        dtype, kept = self.operands.result_dtype("mlp_up"), not r.swiglu and layer.needs(down.input)
+        return _Saved(
+            mlp_up=layer.activation("mlp_up", up.shape[0], kept=not r.ffn, dtype=dtype),
+            mlp_act=layer.activation("mlp_act", down.shape[1], kept=kept, may_be_codes=True),
         )
 
-    def forward(self, at: Frame, x: Operand) -> None:
-        mlp_up = at.here.kept.mlp_up
-        handed = Handed(
-            place=partial(mlp_up.place, self.dev),
-            kept=mlp_up.tensor,
-            result=partial(self.operands.result, mlp_up.tensor_id),
-            coded=self.operands.writes_codes,
-        )
+    def forward(self, ctx: LayerContext, x: Operand) -> None:
+        """x: normed input (rows, C). Writes the half's output (rows, C)."""
+        operands, saved, (out, addend) = self.operands, ctx.layer.saved, ctx.layer.out
+        up = saved.mlp_up  # (rows, 2F)
+        up = operands.product_output(up.tensor_id, up.shape, up.tensor)
+        act = operands.buffers(ctx.temps, saved.mlp_act)  # (rows, F)
+        swiglu = Activated(name=self.activation, to=act)
+        self.linear.forward(ctx, "up", up, x, epilogue=swiglu)
+        act = operands.finalize(ctx.temps, act)
+        self.linear.forward(ctx, "down", out, act, addend)
 
-        def write(to: OutputForms) -> None:
-            epilogue = Activated(name=self.activation, to=to)
-            self.linear.forward(at, "up", handed, x, epilogue=epilogue)
-
-        mlp_act = self.operands.input(at.temps, at.here.kept.mlp_act, write)
-        out, addend = at.here.out
-        self.linear.forward(at, "down", out, mlp_act, addend)
-
-    def recompute(self, at: Frame, x_again: InputAgain) -> tuple[Operand | None, Result]:
+    def recompute(self, ctx: LayerContext) -> tuple[Operand | None, Result]:
         """x (rows, C), None where no gradient needs it, and mlp_up."""
-        kept, computed, x = at.here.kept.mlp_up, at.here.recompute.ffn, None
-        mlp_up = self.operands.result_again(kept.tensor_id, kept.place(self.dev, at.temps))
-        if computed or self.linear.needs_input(at, "up"):
-            x = x_again(product=computed)
-        if computed:
-            epilogue = Activated(name=self.activation, to=None)  # the bits of the first time
-            self.linear.forward(at, "up", mlp_up, x, epilogue=epilogue)
-        return x, mlp_up
+        kept, again, x = ctx.layer.saved.mlp_up, ctx.layer.recompute.ffn, None
+        up = self.operands.result_again(kept.tensor_id, kept.place(self.dev, ctx.temps))
+        if again or self.linear.needs_input(ctx, "up"):
+            x = self.norms.recompute(ctx, product=again)
+        if again:  # with the bits that it had with the activation behind it
+            alone = Activated(name=self.activation, to=None)
+            self.linear.forward(ctx, "up", up, x, epilogue=alone)
+        return x, up
 
     def backward(
-        self, at: Frame, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
+        self, ctx: LayerContext, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """Leaves nothing out; overwrites mlp_up, but for codes."""
-        (x, mlp_up), here = inputs, at.here
-        write = partial(self._backward_down, at, mlp_up, d_out)
+        """d_out: gradient of the half's output (rows, C). Overwrites d_x (rows, C); inside: always
+        so. inputs: as of recompute; mlp_up is overwritten unless it is codes."""
+        (x, up), operands, saved = inputs, self.operands, ctx.layer.saved
         with ExitStack() as temps:
-            bias, out, shape = at.g.bias("up") is not None, mlp_up, here.kept.mlp_up.shape
-            if isinstance(mlp_up, ProductCodes):  # their memory is too small
-                scratch = self.dev.scratch("d_mlp_up", shape, self.operands.dtype)
-                out = temps.enter_context(scratch) if bias else None
-            how = {"shape": shape, "out": out, "bias": bias, "settles": True}
-            d_mlp_up = self.operands.gradient(temps, here.id_of("d_mlp_up"), write, **how)
-            self.linear.input_gradient(at, "up", d_x, d_mlp_up)
-            self.linear.weight_gradients(at, "up", d_mlp_up, x)
+            d_up = self._up_gradient_buffers(temps, ctx, up)  # (rows, 2F)
+            with ExitStack() as inner:
+                d_down = operands.quantize(
+                    inner, ctx.layer.out_id, d_out, measured=True, transposed=True
+                )
+                act, act_again = operands.kept(saved.mlp_act), NOWHERE  # (rows, F)
+                if act is None and self.linear.needs_input(ctx, "down"):
+                    act_again = operands.buffers_again(inner, saved.mlp_act, product=False)
+                d_act = operands.product_output(ctx.layer.id_of("d_mlp_act"), saved.mlp_act.shape)
+                swiglu = ActivatedGradient(name=self.activation, up=up, to=d_up, again=act_again)
+                self.linear.input_gradient(ctx, "down", d_act, d_down, epilogue=swiglu)
+                if act_again is not NOWHERE:
+                    act = operands.finalize(inner, act_again)
+                self.linear.weight_gradients(ctx, "down", d_down, act)
+            d_up = operands.finalize(temps, d_up)
+            self.linear.input_gradient(ctx, "up", d_x, d_up)
+            self.linear.weight_gradients(ctx, "up", d_up, x)
 
-    def _backward_down(self, at: Frame, mlp_up: Result, d_out: Tensor, to: OutputForms) -> None:
-        """The down product and the activation: `to` is the gradient of mlp_up (may be mlp_up). The
-        activation is made once more where the down product's weight needs it."""
-        here, operands = at.here, self.operands
-        with ExitStack() as temps:
-            how = {"measured": True, "transposed": True}
-            d_down = operands.of_tensor(temps, here.out_id, d_out, **how)
-
-            def place(inner: ExitStack) -> Tensor:
-                shape, dtype = here.kept.mlp_act.shape, operands.result_dtype("d_mlp_act")
-                return inner.enter_context(self.dev.scratch("d_mlp_act", shape, dtype))
-
-            handed = Handed(
-                place=place,
-                result=partial(operands.result, here.id_of("d_mlp_act")),
-                written=partial(operands.written, here.id_of("d_mlp_up")),
-            )
-
-            def write(act: OutputForms) -> None:
-                epilogue = ActivatedGradient(name=self.activation, up=mlp_up, to=to, again=act)
-                self.linear.input_gradient(at, "down", handed, d_down, epilogue=epilogue)
-
-            mlp_act = operands.kept(here.kept.mlp_act)
-            if mlp_act is None and self.linear.needs_input(at, "down"):
-                mlp_act = operands.input_again(temps, here.kept.mlp_act, write, product=False)
-            else:
-                write(NOWHERE)
-            self.linear.weight_gradients(at, "down", d_down, mlp_act)
+    def _up_gradient_buffers(self, temps: ExitStack, ctx: LayerContext, up: Result) -> OutBuffers:
+        """Buffers of mlp_up's gradient: its own memory, which is not read again, unless that holds
+        codes and is too small."""
+        saved, bias = ctx.layer.saved.mlp_up, ctx.g.bias("up") is not None
+        out = up
+        if isinstance(up, ProductCodes):
+            scratch = self.dev.scratch("d_mlp_up", saved.shape, self.operands.dtype)
+            out = temps.enter_context(scratch) if bias else None
+        return self.operands.gradient_buffers(
+            temps, ctx.layer.id_of("d_mlp_up"), saved.shape, out, bias=bias, of_product=True
+        )

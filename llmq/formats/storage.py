@@ -15,8 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from llmq.arch.matrix import HfPart
 from llmq.base.dtypes import F32, U8, DType
+from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.ref.four_bits import GROUP
 from llmq.runtime.arena import align_up
@@ -31,7 +34,7 @@ Write = Callable[[Tensor, int], None]
 """Fills a tensor (n,) with the elements of a matrix from this one on."""
 Put = Callable[[str, Tensor, int], None]
 """Keeps one of a matrix's tensors, by its name, from this byte of it on."""
-Lies = dict[str, tuple[tuple[int, ...], DType]]
+StorageLayout = dict[str, tuple[tuple[int, ...], DType]]
 """Shape and format of the tensors that a matrix is kept as, by their names."""
 
 
@@ -62,11 +65,11 @@ class CodeLayout:
     """The places of a block's matrices' tensors. nbytes: of all, a multiple of ALIGN a rank.
     regions: by key and name."""
 
-    def __init__(self, lies: Mapping[str, Lies], shards: int = 1):
-        """lies: of each matrix, by key."""
+    def __init__(self, matrices: Mapping[str, StorageLayout], shards: int = 1):
+        """matrices: their layouts, by key."""
         self.regions: dict[str, dict[str, Region]] = {}
         used = 0
-        for key, tensors in lies.items():
+        for key, tensors in matrices.items():
             self.regions[key] = {}
             for name, (shape, dtype) in tensors.items():
                 region = Region(align_up(used, ALIGN), shape, dtype)
@@ -92,7 +95,7 @@ class Encoder:
     put: Put
 
     def __init__(self, dev: Device, pieces: Iterable[int]):
-        """pieces: of each matrix, as of `Format.piece`."""
+        """pieces: of each matrix, as of `Storage.piece`."""
         self.dev, self._piece = dev, max(pieces)
         with self._scratch(F32):
             pass
@@ -134,3 +137,42 @@ class Encoder:
             self._write(x, first)
             self._there = first, count
         return x
+
+
+class Storage:
+    """The way in which frozen matrices are kept in one number format, a class in each format's
+    file. dev: the device on which codes are made, and decoded before products or multiplied."""
+
+    def __init__(self, dev: Device):
+        self.dev = dev
+
+    def layout(self, matrix: Frozen) -> StorageLayout:
+        """The tensors that a matrix is kept as."""
+        raise NotImplementedError
+
+    def piece(self, matrix: Frozen) -> int:
+        """The number of elements that are encoded at a time."""
+        return piece_of(matrix.size)
+
+    def start(self, matrices: Iterable[Frozen], *, multiplied: bool) -> None:
+        """Allocate the tables of a format before the first matrix is encoded. multiplied: whether
+        products read matrices as they are kept."""
+
+    def encode(self, made: Encoder) -> None:
+        """Read a matrix in pieces, and put its tensors."""
+        raise NotImplementedError
+
+    def decode(
+        self, matrix: Frozen, kept: Mapping[str, Tensor], out: Tensor, scale: Tensor | None = None
+    ) -> None:
+        """out, of the matrix's shape, from its tensors. scale: F32 (1,) out, if out is of e4m3."""
+        raise NotImplementedError
+
+    def weight(self, kept: Mapping[str, Tensor], transposed: Tensor) -> Operand:
+        """The operand that a product reads of a matrix. transposed: its codes (..., in, out)."""
+        raise NotImplementedError
+
+    @staticmethod
+    def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:
+        """The elements x (n,) of a matrix encoded and decoded, F32 (n,), by the references."""
+        raise NotImplementedError
