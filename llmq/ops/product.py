@@ -17,7 +17,6 @@ from llmq.base.operand import (
     ActivatedGradient,
     Adapters,
     Epilogue,
-    FirstScale,
     Fp8,
     Fp8Out,
     Int8,
@@ -365,7 +364,8 @@ def _multiply_to_codes(terms: _Terms, out: ProductCodes) -> None:
     """The library's product as codes: twice, until there is a first scale."""
     terms.library(out, **terms.added)
     if out.first is not None:
-        _make_first_scale(terms.dev, out.first)
+        scale, history, limit, largest, factor = out.first
+        fp8_scale.update(terms.dev, scale, history, limit, largest, factors=factor)
         terms.library(out, **terms.added)
 
 
@@ -397,12 +397,9 @@ def _activate(dev: Device, x: Result, epilogue: Activated | ActivatedGradient) -
         return
     backward(dev, to.tensor, x, up, abs_max=to.abs_max, fp8=to.fp8)
     if to.first is not None:
-        _make_first_scale(dev, to.first)
+        scale, history, limit, largest, factor = to.first
+        fp8_scale.update(dev, scale, history, limit, largest, factors=factor)
         backward(dev, to.tensor, x, up, abs_max=to.abs_max, fp8=to.fp8)
-
-
-def _make_first_scale(dev: Device, made: FirstScale) -> None:
-    fp8_scale.update(dev, made.scale, made.history, made.limit, made.largest, factors=made.factor)
 
 
 def _is_coded(result: Result) -> bool:
