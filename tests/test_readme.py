@@ -68,7 +68,7 @@ def test_all_results_are_listed():
 
 
 def test_the_walkthrough_can_be_read_at_once():
-    assert len((ROOT / "docs" / "walkthrough.md").read_text().splitlines()) <= 180
+    assert len((ROOT / "docs" / "walkthrough.md").read_text().splitlines()) <= 200
 
 
 @pytest.mark.parametrize("page", ["extending.md", "walkthrough.md"])
