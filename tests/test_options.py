@@ -144,7 +144,6 @@ def test_defaults_of_known_flags():
         "grad-accum-dtype": "bf16",
         "head-dtype": "bf16",
         "mlp-dtype": "bf16",
-        "attention-dtype": "bf16",
         "fp8-recipe": "jit",
         "fp8-fast-accumulation": "activations",
         "fp8-accumulate": "fp32",
@@ -342,14 +341,6 @@ def test_values_are_converted(flag, value, field, expected):
         (
             {"mlp-dtype": "e4m3", "matmul-dtype": "e4m3"},
             "--mlp-dtype: e4m3 needs --matmul-dtype e4m3 and --fp8-recipe delayed",
-        ),
-        (
-            {"attention-dtype": "e4m3", "model-dtype": "fp32"},
-            "--attention-dtype: e4m3 does not go with --model-dtype fp32, use fp32",
-        ),
-        (
-            {"attention-dtype": "e4m3", "attention": "native"},
-            "--attention-dtype: e4m3 is cuDNN's: leave out --attention native",
         ),
         (
             {"mlp-dtype": "fp32"},

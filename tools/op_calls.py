@@ -230,10 +230,6 @@ def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
     backward = forward | {"d_qkv": qkv, "d_out": out}
     square, length = B * Hq * T * T * Hd, max(T // 8, 1)  # of a document, and of a window
     seen = square * (2 * T - length) * length // T**2
-    numbers = np.zeros((attention.NUMBERS, 4), np.float32)  # scales of codes that are near 1
-    numbers[1:5, 0] = 2.0**-9, 1, attention.P_CODES, 1 / attention.P_CODES
-    codes = {"out": Spec((B, T, Hq, Hd), E4M3), "qkv": Spec((B, T, Hq + 2 * Hkv, Hd), E4M3)}
-    codes = heads | {"lse": lse, "numbers": numbers} | codes
     window = {"sight": attention.Sight(window=length)}
     starts = {"starts": np.tile(np.arange(T, dtype=np.int32) // length * length, (B, 1))}
     calls = []
@@ -260,7 +256,6 @@ def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
         *calls,
         Call("forward documents", _forward_documents, forward | starts, flops=2 * square),
         Call("backward documents", _backward_documents, backward | starts, flops=5 * square),
-        Call("forward codes", attention.forward_codes, codes),
     ]
 
 

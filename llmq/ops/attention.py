@@ -3,9 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
-import numpy as np
-
-from llmq.base.dtypes import BF16, E4M3, F32, U8
+from llmq.base.dtypes import BF16, F32, U8
 from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES, expect_head_dim, expect_qkv
 from llmq.runtime.arena import ALIGN
@@ -21,15 +19,12 @@ from llmq.runtime.attention_parts import (
 from llmq.runtime.cost import BESIDE_ATTENTION, Heads, attention_cost
 from llmq.runtime.cudnn import (
     FORWARD_WORKSPACE_BYTES,
-    codes_workspace_bytes,
     divided_workspace_bytes,
 )
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 BACKENDS = ("native", "cudnn")
-NUMBERS = 7  # of forward_codes, a row each
-P_CODES = 256.0  # the largest probability's code
 MAX_HEAD_DIM = 256
 DELTA_THREADS = 256
 DELTA_LANES = 8  # threads that share a row
@@ -68,11 +63,6 @@ CUDNN_FORWARD = Kernel(
     "attention",
     "attention_forward",
     f"bf16* out, f32* lse, const bf16* qkv, {_SIZES}, {_SIGHT}, u8* workspace",
-)
-CUDNN_CODES = Kernel(
-    "attention",
-    "attention_forward_codes",
-    f"e4m3* out, f32* lse, const e4m3* qkv, inout f32* numbers, {_SIZES}, u8* workspace",
 )
 CUDNN_BACKWARD = Kernel(
     "attention",
@@ -182,52 +172,6 @@ def forward(
         )
 
     _choose(op, dev, backends, {"native": native, "cudnn": cudnn}, qkv, num_heads, sight)
-
-
-def forward_codes(
-    dev: Device,
-    out: Tensor,
-    lse: Tensor,
-    qkv: Tensor,
-    numbers: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-) -> None:
-    """Do as forward() does with whole sequences, in E4M3 codes, by cuDNN.
-
-    All of qkv has one scale, and so has out, which is never larger than a value. Probabilities are
-    rounded to codes of up to P_CODES.
-
-    Args (contiguous):
-        out      out    E4M3 (B,T,Hq,Hd)
-        lse      out    F32 (B,Hq,T)
-        qkv      in     E4M3 (B,T,Hq+2*Hkv,Hd)
-        numbers  inout  F32 (NUMBERS, 4)   of numbers_of_codes(), with the scale of qkv
-
-    Cost:    2*B*Hq*T*T*Hd FLOPs; one launch; takes a workspace.
-    """
-    op, (batch, seq_len, _, head_dim) = "attention.forward_codes", qkv.shape
-    expect(op, "qkv", qkv, E4M3, (batch, seq_len, num_heads + 2 * num_kv_heads, head_dim))
-    expect(op, "out", out, E4M3, (batch, seq_len, num_heads, head_dim))
-    expect(op, "lse", lse, F32, (batch, num_heads, seq_len))
-    expect(op, "numbers", numbers, F32, (NUMBERS, 4))
-    flops = 2 * batch * num_heads * seq_len**2 * head_dim
-    cost = attention_cost(CUDNN_CODES, E4M3, flops, (seq_len, head_dim, seq_len))
-    nbytes = codes_workspace_bytes(batch, seq_len, num_heads, num_kv_heads, head_dim)
-    with dev.scratch("cudnn_workspace", (nbytes,), U8) as workspace:
-        args = (out, lse, qkv, numbers, seq_len, num_heads, num_kv_heads, workspace)
-        dev.launch(CUDNN_CODES, 1, 1, args, cost=cost)
-
-
-def numbers_of_codes(dev: Device) -> Tensor:
-    """Allocate what cuDNN reads and writes beside codes: F32 (NUMBERS, 4), a number in each row.
-    These are the largest value of qkv, its scale, 1, what probabilities are multiplied by, one over
-    that, and the largest probability and result."""
-    values = np.zeros((NUMBERS, 4), np.float32)
-    values[2:5, 0] = 1, P_CODES, 1 / P_CODES
-    numbers = dev.alloc("attention_numbers", values.shape, F32, "Activations")
-    dev.upload(numbers, values)
-    return numbers
 
 
 def _like(x: Tensor, batch: int, seq_len: int, num_heads: int, head_dim: int) -> tuple[int, ...]:

@@ -169,16 +169,6 @@ def why_not_half(o: Options) -> str | None:
     return None
 
 
-def why_not_in_codes(o: Options, model: ModelConfig) -> str | None:
-    """Why attention does not multiply codes."""
-    if o.document_mask:
-        return "not with --document-mask"
-    if model.head_dim not in (64, 128):
-        return f"the model's have {model.head_dim}"
-    seen = min(window or o.local_seq_len for window in model.windows)
-    return f"in some layers a query sees {seen} positions" if seen < o.local_seq_len else None
-
-
 def instead_of_fp8(o: Options) -> str:
     """The advice for a card without fp8. 8-bit bases imply their products' format."""
     if o.is_quantized and o.base_dtype == "e4m3":

@@ -90,11 +90,6 @@ class TrainConfig(Derived):
         "backward; e4m3: as fp8 codes",
         "e4m3",
     )
-    attention_dtype: str | None = dtype_option(
-        None,
-        "Format in which attention multiplies forward; e4m3: by cuDNN, for long sequences",
-        "e4m3",
-    )
     fp8_recipe: str = option(
         "jit",
         "Scales of fp8 tensors; jit: from their own values, delayed: from those of earlier steps",

@@ -24,7 +24,6 @@ from llmq.options.conditions import (
     why_no_cudnn,
     why_no_mirrors,
     why_not_half,
-    why_not_in_codes,
     writes,
     wrong_lengths,
     wrong_parts,
@@ -62,7 +61,6 @@ from llmq.options.training_rules import (
 SHAKESPEARE = "data/tiny-shakespeare-qwen"
 FP8_BASES = ("e4m3", "nf4")  # whose weights can be multiplied as fp8 codes
 FP8_CAPABILITY = 89  # Ada is the first with fp8 tensor cores
-HOPPER = 90  # where attention in codes was measured
 
 _INT8_TERMS = (2**31 - 1) // 127**2 // 16 * 16  # of a sum of codes' products, which has 32 bits
 _INT8_WIDTH = 65536  # of a row that is quantized
@@ -112,7 +110,6 @@ IMPLIED = (
     default("matmul_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
     default("head_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
     default("mlp_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
-    default("attention_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
     default("gradient_dtype", lambda o: o.matmul_dtype, help="as --matmul-dtype if not given"),
     default(
         "epochs",
@@ -308,12 +305,6 @@ REFUSED = (
         "e4m3 needs --matmul-dtype e4m3 and --fp8-recipe delayed: only fp8 products "
         "write codes, and only with a scale that they know beforehand",
     ),
-    *_formats("attention_dtype", "e4m3"),
-    *refused(
-        "attention_dtype",
-        lambda v, o: v == "e4m3" and o.attention == "native",
-        "e4m3 is cuDNN's: leave out --attention native",
-    ),
     *refused(
         "persistent_quants offload_quants",
         lambda v, o: v and o.freezes_model,
@@ -410,11 +401,6 @@ REFUSED_WITH_MODEL = (
     ),
     *ADAPTERS_REFUSED_WITH_MODEL,
     *refused(
-        "attention_dtype",
-        lambda v, o, model: v == "e4m3" and why_not_in_codes(o, model),
-        "e4m3 is for heads of 64 or 128 channels that see all before them: {found}",
-    ),
-    *refused(
         "mlp_dtype",
         lambda v, o, model: v == "e4m3" and not model.gated,
         "e4m3 is for MLPs with a gate (SwiGLU, GeGLU), and this model's has none",
@@ -456,11 +442,6 @@ REFUSED_HERE = (
         "matmul_dtype",
         lambda v, o, gpu: v == "e4m3" and gpu.capability < FP8_CAPABILITY and instead_of_fp8(o),
         "e4m3 needs compute capability 8.9, {gpu.name} has {gpu.version}: {found}",
-    ),
-    *refused(
-        "attention_dtype",
-        lambda v, o, gpu: v == "e4m3" and gpu.capability != HOPPER,
-        "e4m3 needs compute capability 9.0, {gpu.name} has {gpu.version}: use {model_dtype}",
     ),
     *each(
         "shard_over",

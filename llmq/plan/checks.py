@@ -119,8 +119,7 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
     """The backend that --attention means here: "native" or "cudnn" for all, or "auto", see
     directions. Where cuDNN is missing or refuses, ConfigError if it is asked for, else native and a
     warning."""
-    codes, on_cpu = config.attention_dtype == "e4m3", machine.kind == "host"
-    required = codes or config.attention == "cudnn"
+    on_cpu = machine.kind == "host"
     unsupported = None if on_cpu else _unsupported(config, model, machine.spec)
     RULES.check(config, attention=AttentionHere(on_cpu=on_cpu, unsupported=unsupported))
     if config.attention == "native" or on_cpu or why_no_cudnn(config, unsupported) is not None:
@@ -133,12 +132,11 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
                 case = (config.attention, model.head_dim, config.local_seq_len, window)
                 _, ways = directions(*case, machine.spec.capability)
                 for parts in {1, config.attn_bwd_chunks}:  # what the plan chooses is between them
-                    how = {"window": window, "backward": "cudnn" in ways, "codes": codes}
+                    how = {"window": window, "backward": "cudnn" in ways}
                     library.check(*sizes, chunks=parts, **how)
     except LlmqError as error:
-        if required:
-            asked = "--attention-dtype e4m3" if codes else "--attention cudnn"
-            raise ConfigError(f"{asked}: {error}") from error
+        if config.attention == "cudnn":
+            raise ConfigError(f"--attention cudnn: {error}") from error
         warn_once(f"attention runs on the native kernels: {' '.join(str(error).split())}")
         return "native"
     return config.attention

@@ -126,11 +126,6 @@ NATIVE_ATTENTION = {
         64: Attention(4.05e12, 129, None),
         MAX_HEAD_DIM: Attention(4.84e12, 125, None),
     },
-    # The library's in e4m3, measured on an H200 alone.
-    "attention_forward_codes": {
-        64: Attention(4.42e12, 771, None),
-        MAX_HEAD_DIM: Attention(7.59e12, 632, None),
-    },
 }
 
 
@@ -335,8 +330,7 @@ class Rates:
         else:
             sizes = NATIVE_ATTENTION[entry]
             kernel = sizes[min((s for s in sizes if head_dim <= s), default=max(sizes))]
-            product = "matmul_fp8" if entry == "attention_forward_codes" else "matmul"
-            rate = min(kernel.rate * self.card.num_sms, self._products[product])
+            rate = min(kernel.rate * self.card.num_sms, self._products["matmul"])
             # Documents take as long as a window that hides as much.
             narrow = min(window, seq_len * (1 - math.sqrt(1 - visible)))
         return flops / _seen(seq_len, window) * kernel.computed(seq_len, narrow) / rate

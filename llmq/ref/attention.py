@@ -11,8 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from llmq.base.dtypes import E4M3
-from llmq.ref.common import compute, decode_fp8, encode_fp8
+from llmq.ref.common import compute
 
 # (B, T, Hq, Hkv, Hd); names starting with "qwen" are for benchmarks, too large for the emulator.
 CASES = {
@@ -33,7 +32,6 @@ CASES = {
 }
 
 ROWS = 64  # query positions in one block
-P_CODES = 256.0  # the largest probability's code
 TILE = 1 << 18  # score elements per block, about: the batch is cut so that they stay in the cache
 
 
@@ -83,13 +81,12 @@ def _mask(scores: np.ndarray, rows: int, window: int) -> None:
 
 
 def attention_forward(
-    out, lse, qkv, seq_len, num_heads, num_kv_heads, starts, window, workspace=None, rounded=None
+    out, lse, qkv, seq_len, num_heads, num_kv_heads, starts, window, workspace=None
 ):
     """out = softmax(q k^T / sqrt(Hd), causal) v, lse = log of the softmax's denominator. out: (B,
     T, Hq, Hd); lse: F32 (B, Hq, T), natural logarithm; qkv: (B, T, Hq + 2 Hkv, Hd); starts: I32 (B,
     T), the first position of each one's document, or None; window: keys up to its own that a query
-    sees. workspace: the cuDNN kernel's memory, not used here. rounded: of probabilities, what is
-    multiplied by v."""
+    sees. workspace: the cuDNN kernel's memory, not used here."""
     scale = qkv.shape[-1] ** -0.5
     for batch, part in _parts(qkv, num_heads, starts):
         x, part_out, part_lse = compute(qkv[batch, part]), out[batch, part], lse[batch, :, part]
@@ -104,34 +101,11 @@ def attention_forward(
             row_max = scores.max(axis=-1, keepdims=True)
             scores -= row_max
             np.exp(scores, out=scores)
-            multiplied = scores if rounded is None else rounded(scores)
-            product = _unstack(multiplied @ values[:, :, first:end], end - start)
+            product = _unstack(scores @ values[:, :, first:end], end - start)
             total = product[..., -1:]
-            if rounded is not None:
-                total = _unstack(scores.sum(axis=-1, keepdims=True), end - start)
             part_out[:, start:end] = product[..., :-1] / total
             row_lse = _unstack(row_max, end - start) + np.log(total)
             part_lse[:, :, start:end] = row_lse[..., 0].transpose(0, 2, 1)
-
-
-def attention_forward_codes(
-    out, lse, qkv, numbers, seq_len, num_heads, num_kv_heads, workspace=None
-):
-    """Compute attention_forward of E4M3 codes: qkv, probabilities times P_CODES, and out are codes.
-    numbers: F32 (NUMBERS, 4); its second row has the scale of qkv and of out, which is never larger
-    than a value."""
-    scale = numbers[1, 0]
-    x = decode_fp8(qkv.reshape(len(qkv), -1)).reshape(qkv.shape) * scale
-    found = np.empty(out.shape, np.float32)
-
-    def rounded(p: np.ndarray) -> np.ndarray:
-        codes = np.empty(p.shape, E4M3.numpy)
-        encode_fp8(codes.view(np.uint8), p, np.float32(P_CODES), E4M3.numpy)
-        return codes.astype(np.float32) / np.float32(P_CODES)
-
-    sizes = (seq_len, num_heads, num_kv_heads)
-    attention_forward(found, lse, x, *sizes, None, seq_len, rounded=rounded)
-    encode_fp8(out.view(np.uint8), found, np.float32(1) / scale, E4M3.numpy)
 
 
 def _blocks(seq_len: int, window: int) -> Iterator[tuple[int, int, int]]:

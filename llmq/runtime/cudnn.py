@@ -25,11 +25,6 @@ FORWARD_WORKSPACE_BYTES = SLACK  # that the forward may ask for; the first call 
 # Sizes: B sequences of T positions, Hq query heads, Hkv key/value heads, Hd channels each.
 
 
-def codes_workspace_bytes(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> int:
-    """Bytes that the forward of codes may ask for: another layout of them."""
-    return FORWARD_WORKSPACE_BYTES + B * T * (Hq + 2 * Hkv) * Hd
-
-
 def backward_workspace_bytes(
     B: int, T: int, Hq: int, Hkv: int, Hd: int, deterministic: bool = True
 ) -> int:
@@ -67,10 +62,6 @@ def _computed(group: HeadGroup, Hq: int, Hkv: int) -> tuple[int, int]:
     return group.sizes if whole else (group.count, group.count)
 
 
-# Arguments of the forward in codes by the row of `numbers` that has them, see numbers_of_codes().
-_NUMBERS = {"descale_q": 1, "descale_k": 1, "descale_v": 2, "scale_o": 2, "scale_s": 3}
-_NUMBERS |= {"descale_s": 4, "amax_s": 5, "amax_o": 6}
-
 Layouts = dict[str, dict[str, list[int]]]  # of each tensor: what `_layouts` returns
 
 
@@ -100,8 +91,8 @@ def unsupported(capability: int, dtype: DType, head_dim: int) -> str | None:
 
 
 class CudnnAttention:
-    """Attention forward and backward through cuDNN, for one device. `forward`, `forward_codes` and
-    `backward` take a stream (a cudaStream_t as an integer), on which they are enqueued, and the
+    """Attention forward and backward through cuDNN, for one device. `forward` and `backward`
+    take a stream (a cudaStream_t as an integer), on which they are enqueued, and the
     arguments of the library kernels of these names that llmq/ops/attention.py declares."""
 
     def __init__(self, device_index: int):
@@ -137,16 +128,14 @@ class CudnnAttention:
         chunks: int = 1,
         window: int | None = None,
         backward: bool = True,
-        codes: bool = False,
     ) -> None:
         """Raise LlmqError where forward or deterministic backward will not run on this GPU. sizes:
         T, Hq, Hkv, Hd. chunks: of attention.backward. window: keys up to its own that a query sees.
-        backward: False where it is not needed. codes: whether the forward is that of codes."""
+        backward: False where it is not needed."""
         T, Hq, Hkv, _ = sizes
         window = window or T
-        forward = self._plan("codes" if codes else "forward", (B, *sizes), False, window)
-        most = codes_workspace_bytes(B, *sizes) if codes else FORWARD_WORKSPACE_BYTES
-        _expect_workspace(forward.workspace, most)
+        forward = self._plan("forward", (B, *sizes), False, window)
+        _expect_workspace(forward.workspace, FORWARD_WORKSPACE_BYTES)
         if not backward:
             return
         sequences, parts = split(B, chunks)
@@ -158,13 +147,6 @@ class CudnnAttention:
         out, lse, qkv, T, Hq, Hkv, _, window, workspace = args
         plan = self._plan("forward", (qkv.shape[0], T, Hq, Hkv, qkv.shape[3]), False, window)
         pointers = {**_packed("", qkv, Hq, Hkv), "out": out.ptr, "lse": lse.ptr}
-        self._execute(plan, stream, pointers, workspace)
-
-    def forward_codes(self, stream: int, *args: Any) -> None:
-        out, lse, qkv, numbers, T, Hq, Hkv, workspace = args
-        plan = self._plan("codes", (qkv.shape[0], T, Hq, Hkv, qkv.shape[3]), False, T)
-        pointers = {**_packed("", qkv, Hq, Hkv), "out": out.ptr, "lse": lse.ptr}
-        pointers |= {name: numbers.ptr + 16 * row for name, row in _NUMBERS.items()}
         self._execute(plan, stream, pointers, workspace)
 
     def backward(self, stream: int, *args: Any) -> None:
@@ -217,8 +199,6 @@ class CudnnAttention:
         key = (direction, shape, computed, deterministic, band.get("diagonal_band_left_bound"))
         if key not in self._plans:
             build = partial(self._forward_graph, band=band)
-            if direction == "codes":
-                build = self._codes_graph
             if direction == "backward":
                 build = partial(self._backward_graph, band=band, deterministic=deterministic)
             self._plans[key] = self._build(build, shape, computed)
@@ -257,28 +237,6 @@ class CudnnAttention:
         _output(lse, layouts["lse"])
         lse.set_data_type(self._cudnn.data_type.FLOAT)
         return {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-
-    def _codes_graph(self, graph: Any, layouts: Layouts, scale: float) -> dict[str, Any]:
-        """Adds the nodes of the forward in e4m3; returns its tensors by name. It multiplies v and
-        out by 1, so that codes of out have the scale of those of v."""
-        types = self._cudnn.data_type
-        tensors = {n: graph.tensor(name=n, data_type=types.FP8_E4M3, **layouts[n]) for n in "qkv"}
-        one = {"dim": [1] * 4, "stride": [1] * 4}
-        for name in _NUMBERS:
-            if not name.startswith("amax"):
-                tensors[name] = graph.tensor(name=name, data_type=types.FLOAT, **one)
-        found = graph.sdpa_fp8(
-            **tensors, generate_stats=True, attn_scale=scale, use_causal_mask=True
-        )
-        tensors |= zip(("out", "lse", "amax_s", "amax_o"), found, strict=True)
-        for name, layout in (("out", layouts["out"]), ("lse", layouts["lse"])):
-            _output(tensors[name], layout)
-        tensors["out"].set_data_type(types.FP8_E4M3)
-        for name in ("amax_s", "amax_o"):
-            _output(tensors[name], one)
-        for name in ("lse", "amax_s", "amax_o"):
-            tensors[name].set_data_type(types.FLOAT)
-        return tensors
 
     def _backward_graph(
         self,

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, E4M3, F32, I32
+from llmq.base.dtypes import BF16, F32, I32
 from llmq.ops import attention, attention_gate, elementwise
 from llmq.ref.attention import CASES
 from llmq.runtime import cuda_device, tuning
@@ -106,36 +106,6 @@ def test_backward(dev, rng, case, dtype):
     first_k, first_v = case[2], case[2] + case[3]
     for heads in (slice(first_k), slice(first_k, first_v), slice(first_v, None)):
         _compare(got[:, :, heads], want[:, :, heads], dtype, floor)
-
-
-@pytest.mark.parametrize("case", [(2, 384, 4, 2, 64), (1, 1024, 3, 1, 128)], ids=str)
-@pytest.mark.parametrize("dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
-def test_forward_in_codes(hopper, rng, case):
-    """By the library, as the reference rounds; and both beside BF16."""
-    heads, kv_heads = case[2:4]
-    qkv, _ = _arrays(rng, case, BF16)
-    want, want_lse = _forward(host_device(), qkv, heads, kv_heads)
-    found = []
-    for on in (hopper, host_device()):
-        shape = (*case[:3], case[4])
-        arrays = {"out": np.zeros(shape, E4M3.numpy), "lse": np.zeros(want_lse.shape, np.float32)}
-        scale = np.array([np.abs(qkv.astype(np.float32)).max() / 448], np.float32)
-        arrays["qkv"] = (qkv.astype(np.float32) / scale).astype(E4M3.numpy)
-
-        def call(dev, scale=scale, **tensors):
-            numbers = attention.numbers_of_codes(dev)
-            dev.upload(numbers.view(numbers.size).rows(4, 5), scale)
-            sizes = {"num_heads": heads, "num_kv_heads": kv_heads}
-            attention.forward_codes(dev, **tensors, numbers=numbers, **sizes)
-
-        got = run(on, call, arrays)
-        out = got["out"].astype(np.float64) * float(scale[0])
-        found.append(out)
-        # A code's relative error is up to 2^-4, that of many of them is half as large.
-        assert np.linalg.norm(out - want.astype(np.float64)) <= 2**-3.5 * np.linalg.norm(out)
-        np.testing.assert_allclose(got["lse"], want_lse, rtol=0, atol=0.1)
-    # Where probabilities are rounded relative to another maximum, codes of results differ.
-    assert np.linalg.norm(found[0] - found[1]) <= 2**-4 * np.linalg.norm(found[1])
 
 
 # Lengths of documents (the last one takes the rest) and a window. Some of both kinds begin and end

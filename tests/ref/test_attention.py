@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from llmq.base.dtypes import E4M3
 from llmq.ref import attention as ref
 from llmq.ref.attention_gate import attention_sinks_forward
 
@@ -160,22 +159,3 @@ def test_parts_of_heads_and_their_sum_are_the_whole(rng):
     assert np.isnan(got[:, :, heads:]).all()
     ref.attention_sum_heads(got, d_kv, seq_len, heads, kv_heads)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)  # F32 sums in another order
-
-
-@pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
-def test_codes(rng, case):
-    """Values that codes hold: the denominator is the same, and so is the result of one key, but for
-    the rounding of results, which relative to themselves is up to 2^-4."""
-    batch, seq_len, heads, kv_heads, head_dim = case
-    shape = (batch, seq_len, heads + 2 * kv_heads, head_dim)
-    codes = rng.choice([0, 112, -224, 448], size=shape).astype(E4M3.numpy)
-    numbers = np.zeros((7, 4), np.float32)
-    numbers[1, 0] = 2.0**-8
-    out = np.zeros((batch, seq_len, heads, head_dim), E4M3.numpy)
-    lse = np.full((batch, heads, seq_len), np.nan, np.float32)
-    ref.attention_forward_codes(out, lse, codes, numbers, seq_len, heads, kv_heads)
-    want, want_lse = _forward(codes.astype(np.float32) * numbers[1, 0], heads, kv_heads)
-    out = out.astype(np.float32) * numbers[1, 0]
-    np.testing.assert_allclose(lse, want_lse, rtol=0, atol=1e-5)
-    np.testing.assert_array_equal(out[:, 0], want[:, 0])
-    assert np.linalg.norm(out - want) <= 2**-4 * np.linalg.norm(want)

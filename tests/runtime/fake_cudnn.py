@@ -65,12 +65,6 @@ class FakeGraph:
         self.outputs = [FakeTensor() for _ in range(2)]
         return self.outputs
 
-    def sdpa_fp8(self, q, k, v, **others):
-        names = [f"descale_{x}" for x in "qkvs"] + ["scale_s", "scale_o"]
-        self.inputs = (q, k, v, *(others.pop(name) for name in names))
-        self.outputs, self.options = [FakeTensor() for _ in range(4)], others
-        return self.outputs
-
     def sdpa_backward(self, *inputs, **options):
         self.inputs, self.options = inputs, options
         self.outputs = [FakeTensor() for _ in range(3)]
@@ -103,16 +97,6 @@ class FakeGraph:
             lse = np.empty((len(q), sizes[1], sizes[0]), np.float32)
             ref.attention_forward(arrays[3], lse, qkv, *sizes, *sight)
             arrays[4][...] = lse.transpose(0, 2, 1)[..., None]
-            return
-        if len(self.outputs) == 4:
-            of_q, of_k, of_v, of_p, p_scale, out_scale = (float(x.item()) for x in arrays[3:9])
-            assert (of_q, of_v, of_p) == (of_k, 1 / out_scale, 1 / p_scale)
-            assert p_scale == ref.P_CODES and self.options["use_causal_mask"]
-            lse, numbers = np.empty((len(q), sizes[1], sizes[0]), np.float32), np.zeros((2, 4))
-            numbers[1, 0] = of_q
-            out = np.empty(arrays[9].shape, arrays[9].dtype)
-            ref.attention_forward_codes(out, lse, qkv, numbers.astype(np.float32), *sizes)
-            arrays[9][...], arrays[10][...] = out, lse.transpose(0, 2, 1)[..., None]
             return
         out, d_out, lse = arrays[3:6]
         d_qkv, lse = np.empty_like(qkv), lse[..., 0].transpose(0, 2, 1)

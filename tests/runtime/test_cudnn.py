@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, E4M3, F32
+from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.ops import attention
 from llmq.runtime.attention_parts import divisions
@@ -115,24 +115,6 @@ def test_addresses_and_layouts(rng, fake):
         assert options["attn_scale"] == 32**-0.5
         assert options["diagonal_band_right_bound"] == 0
         assert "diagonal_band_left_bound" not in options
-
-
-def test_addresses_and_layouts_of_codes(rng, fake):
-    """The stand-in reads each number where it is said to be; exactly the reference's result."""
-    qkv, out = _arrays(rng)["qkv"], np.zeros((2, 11, 4, 32), E4M3.numpy)
-    arrays = {"out": out, "lse": _arrays(rng)["lse"], "qkv": qkv.astype(E4M3.numpy)}
-
-    def call(dev, **tensors):
-        numbers = attention.numbers_of_codes(dev)
-        dev.upload(numbers.view(numbers.size).rows(4, 5), np.array([0.25], np.float32))
-        attention.forward_codes(dev, **tensors, numbers=numbers, num_heads=4, num_kv_heads=2)
-
-    got = run(LibraryDevice(CudnnAttention(0)), call, arrays)
-    want = run(host_device(), call, arrays)
-    for name in arrays:
-        np.testing.assert_array_equal(got[name], want[name])
-    ((stream, options),) = fake.executed
-    assert stream == STREAM and options["attn_scale"] == 32**-0.5
 
 
 @pytest.mark.parametrize("chunks", [4, 6, 8])

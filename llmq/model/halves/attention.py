@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import E4M3, F32
+from llmq.base.dtypes import F32
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.formats.operands import Activation
@@ -23,9 +23,7 @@ from llmq.ops import (
     attention,
     attention_backward,
     attention_gate,
-    fp8_scale,
     qk_norm,
-    quantize,
     rope,
 )
 from llmq.ops.attention import Sight
@@ -109,8 +107,6 @@ class AttentionHalf:
         self.backends = [directions(*sizes, window, capability) for window in windows]
         self.starts = shared.starts
         self.sights = [attention.Sight(self.starts, window) for window in windows]
-        in_codes = options.attention_dtype == "e4m3"
-        self.numbers = attention.numbers_of_codes(self.dev) if in_codes else None
         self.rope_tables = self._rope_tables(config, shared.positions)
         kind = {"wide": config.arch.wide_qk_norm, "offset": config.arch.norm_offset}
         self.qk_norm = partial(qk_norm.forward, **kind)
@@ -226,25 +222,8 @@ class AttentionHalf:
             with self.dev.scratch("lse.without_sinks", lse.shape, F32) as without:
                 attention.forward(self.dev, out, without, qkv, *heads, sight, backend=backend)
                 attention_gate.sinks_forward(self.dev, out, lse, without, w["sinks"])
-        elif self.numbers is not None:
-            self._attend_codes(out, lse, qkv)
         else:
             attention.forward(self.dev, out, lse, qkv, *heads, sight, backend=backend)
-
-    def _attend_codes(self, out: Tensor, lse: Tensor, qkv: Tensor) -> None:
-        """Attention whose forward multiplies codes."""
-        dev, numbers = self.dev, self.numbers.view(self.numbers.size)
-        largest, scale = numbers.rows(0, 1), numbers.rows(4, 5)
-        dev.zero(largest)
-        fp8_scale.abs_max(dev, largest, qkv)
-        with (
-            dev.scratch("qkv_codes", qkv.shape, E4M3) as codes,
-            dev.scratch("att_codes", out.shape, E4M3) as found,
-        ):
-            flat = (codes.view(qkv.size), None, scale, qkv.view(qkv.size), largest)
-            quantize.quantize(dev, *flat)
-            attention.forward_codes(dev, found, lse, codes, self.numbers, self.Hq, self.Hkv)
-            quantize.dequantize(dev, out.view(out.size), found.view(out.size), scale)
 
     def _gated(self, ctx: LayerContext, tensors: _Tensors) -> Tensor:
         """The output product's input (rows, Hq * Hd)."""
