@@ -416,6 +416,15 @@ def test_files_by_default_are_opened_at_first_use_and_closed():
         t.train_loader.next_batch()
 
 
+def test_given_batches_need_no_documents_of_files():
+    """Files without a `.docs` file beside batches that say where documents start."""
+    inputs, targets = batch()[:2]
+    with trainer(document_mask=True) as t:
+        t.step([(inputs, targets, np.zeros_like(inputs))])
+        with pytest.raises(DataError, match="nothing says where the documents"):
+            t.step()
+
+
 def test_masked_targets_count_in_neither_part_of_the_mean():
     mask = np.zeros(9 * T + 1, bool)
     mask[: 2 * T] = True

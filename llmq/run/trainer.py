@@ -117,8 +117,8 @@ class Trainer(Closing):
         tokenizer_id: TokenizerId | None,
         named: Collection[str] = (),
     ) -> None:
-        """named: options of the caller. Files that are among them are opened; files by default wait
-        until a step needs them, since a caller may pass batches."""
+        """named: options of the caller. Files that are among them are opened; their documents and
+        scores, and files by default, wait until a step reads them: a caller may pass batches."""
         model = with_tokens_of(config, model, model_dir, tokenizer_id)
         self.config, self.model, self.model_dir = config, model, model_dir
         self.run = RunId.new(config.name)
@@ -134,12 +134,23 @@ class Trainer(Closing):
         planning = processes().each(lambda: plan_run(config, model, self.machine))
         self.plan, planned, backend = planning
         self.machine.compile_ahead(self.plan.sources)
-        _ = "train_file" in named and self.train_loaders
-        _ = "eval_file" in named and self.eval_loaders
+        self._check_named(named)
         self._origin = processes().each(lambda: InitialWeights(config, model, model_dir))
         chosen = (backend, planned.attn_bwd_chunks, self.plan.usage.sizes)
         check_start(config, model, chosen, self._origin.weights)
         self.ranks = Ranks(self.machine, self.plan, planned, model, backend)
+
+    def _check_named(self, named: Collection[str]) -> None:
+        """LlmqError where files that the caller names are missing, damaged or without scores."""
+        config, patterns = self.config, []
+        if "train_file" in named:
+            RULES.check(config, files=True)
+            patterns += config.train_patterns
+        if "eval_file" in named:
+            own = config.validates and not config.splits
+            patterns += [*[config.eval_pattern] * own, *config.eval_sets.values()]
+        for file in open_token_files(patterns, self.model.vocab_size):
+            file.close()
 
     @property
     def dev(self) -> Device:
