@@ -439,7 +439,7 @@ def test_masked_targets_count_in_neither_part_of_the_mean():
     "capability, options, changes, message",
     [
         (80, {"matmul_dtype": "e4m3"}, {}, "--matmul-dtype: e4m3 needs compute capability 8.9"),
-        (90, {}, {"hidden_size": 516}, "hidden_size is 516; on a GPU it must be a multiple of 8 and"),
+        (90, {}, {"hidden_size": 516}, "hidden_size is 516; on a GPU it must be a"),
         (90, {}, {"head_dim": 272}, "head_dim is 272; on a GPU it must be at most 256: use"),
     ],
 )
