@@ -64,7 +64,8 @@ class _AtCalls:
             if again.status:
                 problems.append(("lost", f"the next command says {again.text[-300:]}"))
             else:
-                problems += chosen.compare(root) + touched(root) + left_behind(root)
+                best = "no checkpoint of step" not in ended.text
+                problems += chosen.compare(root, best=best) + touched(root) + left_behind(root)
             return problems
         finally:
             shutil.rmtree(root)
