@@ -19,6 +19,7 @@ from llmq.commands.cli import _run
 from llmq.model.rings import Result
 from llmq.options.options_io import make_config
 from llmq.options.rules import RULES
+from llmq.run.checkpoints import Judging
 from llmq.run.guard import LAG, LEAST, NEW_LEVEL, ROLLBACKS, WINDOW, Guard
 from llmq.run.loop import Loop
 from llmq.run.trainer import Trainer
@@ -420,6 +421,42 @@ def test_rollback_to_the_beginning(monkeypatch):
     steps = records("step")
     assert [r["step"] for r in steps] == [*range(8), *range(20)]
     assert all(r["loss"] is not None for r in steps[8:])
+
+
+STAGES = ROLLBACK | {"batch_size": 2, "seq_len": "8:0.5,16:0.5", "steps": 60, "ckpt_interval": 7}
+
+
+@pytest.mark.parametrize("spike, to", [(33, 30), (51, 30), (56, 35)])
+def test_rollback_stays_within_a_length_of_sequences(monkeypatch, spike, to):
+    """Step 30, at which the second length begins, is no multiple of --ckpt-interval."""
+    lengths = []
+    real = Trainer.enqueue_step
+
+    def enqueue_step(self, *args, **more):
+        lengths.append((self.steps_done, self.config.seq_len))
+        return real(self, *args, **more)
+
+    monkeypatch.setattr(Trainer, "enqueue_step", enqueue_step)
+    exploding(monkeypatch, spike, factor=1e4)
+    assert train(**STAGES) == 2  # the step explodes each time
+    back = [r["back_to"] for r in records("guard") if r["action"] == "rollback"]
+    assert back == [to] * ROLLBACKS
+    assert {(step, 8 if step < 30 else 16) for step, _ in lengths} == set(lengths)
+    assert max(step for step, _ in lengths) < 60
+
+
+def test_rollback_without_a_checkpoint_of_the_stage_is_refused(monkeypatch, capsys):
+    real = Judging.roll_back
+
+    def roll_back(self):
+        shutil.rmtree("ckpt/step_00000030")
+        real(self)
+
+    monkeypatch.setattr(Judging, "roll_back", roll_back)
+    exploding(monkeypatch, 33, factor=1e4)
+    assert train(**STAGES | {"ckpt_keep_n": 3}) == 2
+    err = capsys.readouterr().err
+    assert "no good checkpoint is left of the stage with this --seq-len, from step 30 on" in err
 
 
 def test_rollback_needs_checkpoints(capsys):

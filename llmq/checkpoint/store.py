@@ -473,6 +473,7 @@ def outdated(
     *,
     spared: Collection[int] = (),
     interval: int = 0,
+    first: int = 0,
 ) -> list[int]:
     """The checkpoints of a run, by step, that --ckpt-keep-n and --ckpt-major let go.
 
@@ -480,8 +481,8 @@ def outdated(
     others the keep_n newest, where `saved`, written last, counts as the newest. Damaged and bad
     ones are not counted: they go when keep_n newer ones are there. Besides stay the steps `spared`,
     the newest good one of each level, and the one that will be the next; with interval also the
-    newest good one of its multiples, and all multiples that are not known yet: extra saves decide
-    nothing about them.
+    newest good one of its multiples, where the step `first` of a stage counts, and all multiples
+    that are not known yet: extra saves decide nothing about them.
     """
     if keep_n <= 0:
         return []
@@ -498,8 +499,9 @@ def outdated(
     kept |= {max(s for s in good if good[s] == level) for level in good.values()}
     kept |= _maturing(list(good), open_)
     if interval > 0:
-        multiples = [step for step in good if step % interval == 0]
-        kept |= {step for step in open_ if step % interval == 0} | set(multiples[-1:])
+        multiples = [step for step in good if step == first or step % interval == 0]
+        kept |= {step for step in open_ if step == first or step % interval == 0}
+        kept |= set(multiples[-1:])
     order = sorted(
         (step for step in found if major <= 0 or step % major),
         key=lambda step: (step == saved, step),

@@ -58,10 +58,12 @@ class Checkpoints(Member):
         guard: Guard,
         events: Events,
         requests: Requests,
+        first: int,
     ):
-        """events: of the members whose state each checkpoint keeps. requests: for some."""
+        """events: of the members whose state each checkpoint keeps. requests: for some. first: the
+        step at which the stage of sequences of one length begins."""
         self.trainer, self.reporter, self.best, self.guard = trainer, reporter, best, guard
-        self.config = trainer.config
+        self.config, self.first = trainer.config, first
         self._events, self._requests = events, requests
         self._writer = BackgroundWriter(trainer.ranks, self.config.checkpoint_dir)
         self._candidates = Candidates()
@@ -97,11 +99,16 @@ class Checkpoints(Member):
         return processes().on_first(lambda: kept_checkpoints(*where))
 
     def newest_good(self, last: int) -> Path | None:
-        """The newest one that is known to be good, and whole, up to this step; of multiples of
-        --ckpt-interval only, which a run that was stopped and went on has, too."""
+        """The newest checkpoint of the stage, up to this step, that is whole and known to be good,
+        else that of the first step of a later stage. Other steps are multiples of --ckpt-interval,
+        which a run that was stopped and went on has, too."""
+        first, interval = self.first, self.config.ckpt_interval
         for step, (path, verdict, _) in sorted(self._kept().items(), reverse=True):
-            due = step <= last and step % self.config.ckpt_interval == 0
-            if due and verdict is not None and verdict.good and problem_of(path) is None:
+            begins = step == first > 0
+            good = verdict.good if verdict is not None else False
+            good |= begins and (verdict is None or verdict.level >= 0)
+            due = first <= step <= last and (begins or step % interval == 0)
+            if due and good and problem_of(path) is None:
                 return path
         return None
 
@@ -376,7 +383,8 @@ class Checkpoints(Member):
     def _cleaning(self, saved_at: int, unread: Path | None) -> Clean:
         """`clean` beside the checkpoint of this step, as far as is known now."""
         spared = [at for at in (self.best.step, self._candidates.followed) if at is not None]
-        return partial(clean, self.config, self.trainer.run, saved_at, unread, spared)
+        what = (self.config, self.trainer.run, self.first)
+        return partial(clean, *what, saved_at, unread, spared)
 
     def _take_cleaned(self, saved_at: int, unread: Path | None, cleaned: Cleaned) -> None:
         """Do what follows from what was found by the cleaning beside this checkpoint."""
@@ -398,14 +406,15 @@ class Checkpoints(Member):
 def clean(
     config: TrainConfig,
     run: RunId,
+    first: int,
     saved_at: int,
     unread: Path | None,
     spared: Collection[int],
     group: Processes,
 ) -> Cleaned:
-    """Delete what is too old beside the checkpoint of step saved_at, if that is whole. unread: its
-    path, if it is still to be read back. spared: steps that stay. All processes of the group call
-    it."""
+    """Delete old checkpoints beside that of step saved_at, if the latter is whole. first: of the
+    stage. unread: the path of the latter, if it is still to be read back. spared: steps that stay.
+    All processes of the group call it."""
     directory = config.checkpoint_dir
 
     def old() -> list[int]:
@@ -414,7 +423,7 @@ def clean(
         found = kept_checkpoints(directory, run)
         keep = (config.ckpt_keep_n, config.ckpt_major, saved_at)
         interval = config.ckpt_interval if config.guard == "rollback" else 0
-        return outdated(found, *keep, spared=spared, interval=interval)
+        return outdated(found, *keep, spared=spared, interval=interval, first=first)
 
     gone = group.on_first(old)
     reads = unread is not None and bool(gone)
@@ -501,17 +510,31 @@ class Judging(Member):
         if foreign or "guard" not in history:
             self.guard.origin = str(checkpoint.absolute())
 
+    def _place_to_return(self, bad: int) -> Path | None:
+        """The checkpoint that a rollback from this step returns to, of the same stage; None: the
+        beginning of the run. LlmqError where a later stage has none."""
+        path, origin = self.checkpoints.newest_good(bad), self.guard.origin
+        first = self.checkpoints.first
+        if path is None and origin is not None and checkpoint_step(Path(origin)) >= first:
+            path = Path(origin)
+        if path is None and first > 0:
+            raise LlmqError(
+                f"--guard rollback: step {bad} was the last of too many bad ones, and no good "
+                f"checkpoint is left of the stage with this --seq-len, from step {first} "
+                "on: go on from an older one with --continue STEP and a lower --learning-rate"
+            )
+        return path
+
     def roll_back(self) -> None:
-        """Go back to the newest good checkpoint, and on from there with the data that come next.
+        """Go back to the newest good checkpoint of the stage, and on from there with the data that
+        come next.
 
         LlmqError if that has not helped.
         """
         trainer, guard = self.trainer, self.guard
         bad, before = guard.trouble, trainer.steps_done
         self.checkpoints.finish()
-        path = self.checkpoints.newest_good(bad)
-        if path is None and guard.origin is not None:
-            path = Path(guard.origin)
+        path = self._place_to_return(bad)
         to = 0 if path is None else checkpoint_step(path)
         if not guard.may_go_back(to):
             again = "begin again" if path is None else "go on from there"

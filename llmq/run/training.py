@@ -386,7 +386,7 @@ def _run_locked(
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         if processes().first:
             add_sinks(config, log, reporter.message)
-        run = _Run(trainer, reporter, material, best, start, stage.stop)
+        run = _Run(trainer, reporter, material, best, start, stage)
         try:
             run.begin(argv, checkpoint, moved + fork_lines(identity, checkpoint))
             announce_data(trainer, reporter, material.sets)
@@ -419,9 +419,9 @@ class _Run:
         material: EvaluationInputs,
         best: Best,
         start: float,
-        stop: int | None,
+        stage: Stage,
     ):
-        """stop: the step before which it ends, and is saved; None: the run's last."""
+        """stage: its steps, after which the run is saved where another stage follows."""
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
         own, events = (trainer, reporter), Events()
         size = checkpoint_bytes(self.config, trainer.model, trainer.plan.placement)
@@ -430,11 +430,11 @@ class _Run:
         guard = Guard(
             self.config, loss_class(self.config).guessing(self.config, trainer.model.outputs)
         )
-        self.checkpoints = Checkpoints(*own, best, guard, events, self.requests)
+        self.checkpoints = Checkpoints(*own, best, guard, events, self.requests, stage.first)
         self.judging = Judging(*own, guard, self.checkpoints, self.evaluations, events)
         world, every = trainer.machine.world, self.config.log_gpu_util
         self.sensing = Sensing(trainer.ranks.devices, world, reporter, every)
-        self.loop = Loop(*own, events, self.judging, self.requests, stop)
+        self.loop = Loop(*own, events, self.judging, self.requests, stage.stop)
 
     def close(self) -> None:
         """End what is being written, stop the sensors and close the reports."""
