@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from tools.faults.place import command, copy, inside, touched, train
 
 NEWEST = "ckpt/step_00000006"
 STEERING = ["\x1b[2J", "\x1b]0;x\x07", "\x9b1A", "\r", "\b\b\b", "\x7f", "\u202e", "\u2066", "\x0e"]
-_SAFE = set("\n\t")
+_TURNING = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 _ON = train(
     steps=8, keep_best="loss", eval_file="data/eval.bin", eval_every_n_steps=3, **{"continue": ""}
 )
@@ -57,6 +58,12 @@ Case = Callable[[Path, random.Random], tuple[str, Ended | None, Problems]]
 
 def _ended(root: Path, *args: str) -> Ended:
     return run(inside(root, partial(command, *args)))
+
+
+def _steers(character: str) -> bool:
+    """Whether a character is a command of the terminal, or turns the direction of a text."""
+    turns = unicodedata.bidirectional(character) in _TURNING
+    return character not in "\n\t" and (unicodedata.category(character) == "Cc" or turns)
 
 
 def _odd(rng: random.Random) -> str:
@@ -440,7 +447,7 @@ class Foreign:
             what, ended, problems = case[1](root, rng)
             if ended is not None:
                 problems += ended.problems
-                steering = {c for c in ended.text if not c.isprintable()} - _SAFE
+                steering = {c for c in ended.text if _steers(c)}
                 if steering:
                     problems.append(("acted", f"it prints {sorted(steering)!a}"))
                 if ended.status == -signal.SIGKILL:
