@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 import llmq
 from llmq.base.errors import ConfigError
 from llmq.base.run_id import RunId
+from llmq.checkpoint.best import Best, Measurement, best_owner
 from llmq.checkpoint.manifest import MANIFEST, digest_of
-from llmq.checkpoint.store import Best, Measurement, best_owner
 from llmq.commands.cli import _run
 from llmq.options.options_io import make_config
 from tests.runs import make_workplace, options, records, signal_after, train, write_tokens
@@ -259,6 +259,47 @@ def test_merged_adapters_are_the_best():
     assert _run(["merge", "base", "last", "--out", "merged-last"]) == 0
     best, last = weights("merged"), weights("merged-last")
     assert any((best[name] != last[name]).any() for name in best)
+
+
+EXPORT = ["export", "--checkpoint-dir", "ckpt", "--dtype=fp32", "--overwrite", "--out"]
+
+
+@pytest.mark.parametrize("lost", ["nothing", "note", "record"])
+def test_a_directory_of_checkpoints_is_exported_as_its_run_does(capsys, lost):
+    assert run() == 0
+    best = note()["step"]
+    assert best < 8
+    if lost == "note":
+        Path("ckpt/best.json").unlink()
+    if lost == "record":
+        manifest = Path("ckpt/step_00000008", MANIFEST)
+        document = json.loads(manifest.read_text())
+        del document["run"]["state"]["history"]["best"]
+        manifest.write_text(json.dumps(document | {"sha256": digest_of(document)}))
+    capsys.readouterr()
+    assert _run([*EXPORT, "whole"]) == 0
+    line = f"Exporting the best checkpoint, 'ckpt/step_{best:08d}' ("
+    assert capsys.readouterr().out.startswith(line)
+    assert_equal(weights("whole"), exported(best))
+    assert not capsys.readouterr().out.startswith("Exporting")  # of a checkpoint that is named
+
+
+def test_a_directory_of_checkpoints_without_a_best_is_its_newest(capsys):
+    assert run(export="last") == 0
+    capsys.readouterr()
+    assert _run([*EXPORT, "whole"]) == 0
+    newest = "Exporting the newest checkpoint, 'ckpt/step_00000008'\n"
+    assert capsys.readouterr().out.startswith(newest)
+    assert_equal(weights("whole"), exported(8))
+
+
+def test_a_damaged_best_checkpoint_is_not_replaced_by_another(capsys):
+    assert run() == 0
+    next(Path(f"ckpt/step_{note()['step']:08d}").glob("*.safetensors")).unlink()
+    assert _run([*EXPORT, "whole"]) == 2
+    err = capsys.readouterr().err
+    assert "error: the best checkpoint of 'ckpt' is damaged: " in err
+    assert err.endswith("the newest that can be exported is 'ckpt/step_00000008'\n")
 
 
 def test_a_best_checkpoint_that_is_damaged_costs_no_model(capsys):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmq.base.dtypes import MIB, NO_LIMITS
-from llmq.checkpoint.store import Best
+from llmq.checkpoint.best import Best
 from llmq.commands.cli import _run
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config

@@ -19,8 +19,8 @@ from llmq.commands.cli import _run
 from llmq.model.rings import Result
 from llmq.options.options_io import make_config
 from llmq.options.rules import RULES
-from llmq.run.checkpoints import Judging
 from llmq.run.guard import LAG, LEAST, NEW_LEVEL, ROLLBACKS, WINDOW, Guard
+from llmq.run.judging import Judging
 from llmq.run.loop import Loop
 from llmq.run.trainer import Trainer
 from tests.runs import before_step, make_workplace, records, signal_after, train

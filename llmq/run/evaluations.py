@@ -18,7 +18,7 @@ import numpy as np
 from llmq.base.batch import Batch
 from llmq.base.console import printable
 from llmq.base.errors import ConfigError, LlmqError, warn
-from llmq.checkpoint.store import Measured, Measurement
+from llmq.checkpoint.best import Measured, Measurement
 from llmq.data import scoring
 from llmq.data.guarded import guarded_tokenizer
 from llmq.data.loader import DataLoader

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmq.base.dtypes import Limits
-from llmq.checkpoint.store import Measured
+from llmq.checkpoint.best import Measured
 from llmq.model.rings import Result
 
 

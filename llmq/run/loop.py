@@ -7,8 +7,8 @@ from functools import partial
 from llmq.base.dtypes import Limits
 from llmq.base.errors import DataError
 from llmq.base.signals import Interrupted, OutOfTime
-from llmq.run.checkpoints import Judging
 from llmq.run.events import Events, StepDone
+from llmq.run.judging import Judging
 from llmq.run.metrics import Reporter
 from llmq.run.requests import Requests
 from llmq.run.trainer import Trainer

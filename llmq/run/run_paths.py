@@ -18,19 +18,17 @@ from llmq.base.errors import ConfigError, DataError, LlmqError, warn
 from llmq.base.files import disk_errors, free_name, make_directory
 from llmq.base.locks import LOCK, holder, lock_beside, locked
 from llmq.base.run_id import RunId
+from llmq.checkpoint.best import NOTE, best_owner, note_is_damaged
 from llmq.checkpoint.export_files import export_owner, exported_files
 from llmq.checkpoint.folder import delete, leftovers, move
 from llmq.checkpoint.manifest import MANIFEST, manifest_damage, read_manifest
 from llmq.checkpoint.store import (
-    NOTE,
     NoCheckpoint,
-    best_owner,
     checkpoint_at,
     checkpoint_owner,
     checkpoints_by_name,
     damaged_checkpoints,
     find_checkpoint,
-    note_is_damaged,
     saved_log,
 )
 from llmq.options.option_types import NEWEST

@@ -15,8 +15,9 @@ from llmq.base.errors import DataError, warn
 from llmq.base.files import check_writable
 from llmq.base.run_id import RunId
 from llmq.base.tensor import TIERS
+from llmq.checkpoint.best import Best
 from llmq.checkpoint.folder import check_shared
-from llmq.checkpoint.store import Best, checkpoint_step
+from llmq.checkpoint.store import checkpoint_step
 from llmq.comm.links import LinkTable
 from llmq.data.identity import read_manifest
 from llmq.data.loader import DataLoader
@@ -34,11 +35,12 @@ from llmq.report.live import view_of_run
 from llmq.report.sinks import add_sinks, check_libraries
 from llmq.report.views import PlainView
 from llmq.run.agreement import check_token_files
-from llmq.run.checkpoints import Checkpoints, Judging
+from llmq.run.checkpoints import Checkpoints
 from llmq.run.diagnose import AbsMaxes
 from llmq.run.evaluations import EvaluationInputs, Evaluations, read_evaluation_inputs
 from llmq.run.events import Events
 from llmq.run.guard import Guard
+from llmq.run.judging import Judging
 from llmq.run.loop import Loop
 from llmq.run.metrics import Reporter
 from llmq.run.model_of_run import agreed_tokenizer, lost_tokenizer, unknown_tokenizer

@@ -14,9 +14,11 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import json_object
 from llmq.base.run_id import RunId
+from llmq.checkpoint.best import exported_best
 from llmq.checkpoint.checkpoint import INITIAL_ADAPTERS, CheckpointReader
 from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, HubModel
 from llmq.checkpoint.finite import finite
+from llmq.checkpoint.folder import problem_of
 from llmq.checkpoint.hf import BaseId, HfWeights
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.merge import check_base, open_merged, source_of, tokenizer_folder
@@ -190,13 +192,31 @@ def _merged(directory: Path, base: str | None, text_only: bool) -> Iterator[Sour
             )
 
 
-@contextmanager
-def _checkpoint(where: Path, force: bool, text_only: bool) -> Iterator[Source]:
+def _chosen(where: Path) -> Path:
+    """The checkpoint of this path, or the one in this directory that its run exports: the best, or
+    the newest. A line says which one of a directory. LlmqError without one."""
     passed: list[str] = []
     path = checkpoint_at(where, passed)
-    warn(*passed)
     if path is None:
         raise LlmqError(f"there is no complete checkpoint in '{where}'")
+    found = None if path == where.expanduser() else exported_best(path)
+    if found is None:
+        warn(*passed)
+        if path != where.expanduser():
+            print(f"Exporting the newest checkpoint, '{path}'", flush=True)
+        return path
+    best, value = found
+    problem, newest = problem_of(best), f"the newest that can be exported is '{path}'"
+    if problem is not None:
+        raise LlmqError(f"the best checkpoint of '{where}' is damaged: {problem}; {newest}")
+    of = f"{value.value:.6g} at step {value.step}"
+    print(f"Exporting the best checkpoint, '{best}' ({of}); {newest}", flush=True)
+    return best
+
+
+@contextmanager
+def _checkpoint(where: Path, force: bool, text_only: bool) -> Iterator[Source]:
+    path = _chosen(where)
     with CheckpointReader(path) as reader, TemporaryDirectory() as restored:
         manifest = reader.manifest
         model, config = manifest.model, saved_config(manifest)
