@@ -10,7 +10,7 @@ import torch
 
 import llmq
 from llmq.arch import ARCHITECTURES
-from llmq.base.dtypes import BF16
+from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.options.presets import preset
 from llmq.plan.disk import disk_use
@@ -18,13 +18,14 @@ from llmq.plan.plan import make_plan
 from llmq.plan.report import placement_table
 from llmq.ref.common import step_scalars
 from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.plan_device import PlanDevice
 from llmq.state import rules
 from llmq.state.params import weight_table
 from llmq.state.placement import place, table_of
 from llmq.state.rules import rule_of
 from llmq.state.rules.muon import COEFFICIENTS, LEAST_SIDE, MARGIN
 from llmq.state.rules.rule import Whole
-from tests.harness import host_device
+from tests.harness import GPU_SPEC, host_device
 from tests.harness import run as launch
 from tests.mixture import EXPERTS, Mixture
 from tests.runs import make_workplace, options
@@ -211,6 +212,20 @@ def test_rows_are_divided_as_normuon_does(rng, shape):
         np.testing.assert_allclose(rows, second[..., 0], rtol=1e-5)  # the order of sums
         # BF16 rounds once before rows are divided and once after.
         np.testing.assert_allclose(made, want, rtol=2.0**-7)
+
+
+@pytest.mark.parametrize("shape", [(3, 96), (80, 6)])
+def test_a_gpu_takes_matrices_whose_gram_matrices_are_no_multiple_of_16_bytes(rng, shape):
+    """A product begins on 16 bytes: a plan checks this of each."""
+    rule, dev = rule_of(config(1, 1, **MUON, muon_normalize_rows=0.9)), PlanDevice(GPU_SPEC)
+
+    def whole(count):
+        x, out = (dev.alloc(name, (count, *shape), BF16, "Adam V") for name in ("x", "out"))
+        return Whole(x, out, dev.alloc("rows", (count, shape[0]), F32, "Adam V"))
+
+    rule.transform(dev, [whole(1), whole(2), whole(1)])
+    matrices = rng.normal(size=(3, *shape))
+    np.testing.assert_array_equal(change(*matrices), [change(matrix) for matrix in matrices])
 
 
 def test_nothing_changes_by_nothing():

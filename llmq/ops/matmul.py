@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, FP8, I8, I8_MAX, U8
 from llmq.base.operand import CODES_MULTIPLE, ProductCodes
 from llmq.base.tensor import Tensor
-from llmq.ops.common import MULTIPLE, expect_added, expect_matrix, expect_operands
+from llmq.ops.common import (
+    MULTIPLE,
+    VECTOR_BYTES,
+    expect_added,
+    expect_matrix,
+    expect_multiple,
+    expect_operands,
+)
 from llmq.runtime.arena import ALIGN
 from llmq.runtime.cost import Cost, product_cost
 from llmq.runtime.device import Device
@@ -68,7 +75,8 @@ def matmul(
 ) -> None:
     """Row-major out = alpha * op(a) @ op(b) [+ bias] [+ beta * addend], or with + beta * out,
     summed in F32. With a third dimension, in front, so many products of equal sizes, out[i] of
-    a[i], b[i] and addend[i]: in BF16, without a bias or accumulate.
+    a[i], b[i] and addend[i]: in BF16, without a bias or accumulate, each of a multiple of 16 bytes
+    on a GPU.
 
     Args (contiguous, two dimensions):
         out         out  F32 or BF16 (M,N)   F32 if a, b are F32. With accumulate cuBLASLt rounds a
@@ -85,10 +93,9 @@ def matmul(
     """
     several = out.shape[:1] if len(out.shape) == 3 else ()
     if several:
-        expect("matmul", "out", out, BF16, out.shape)
-        if bias is not None or accumulate or not len(a.shape) == len(b.shape) == 3:
-            given = f"got {a.shape} and {b.shape}"
-            raise ValueError(f"matmul: several products: 3 dimensions, no bias, no sum; {given}")
+        if bias is not None or accumulate:
+            raise ValueError("matmul: several products have no bias and no sum")
+        _expect_several(dev, out, a, b)
     else:
         expect_matrix("matmul", "out", out, (F32, BF16))
         expect_operands("matmul", a, b, dtypes=(F32, BF16))
@@ -111,6 +118,20 @@ def matmul(
         sizes = (M, N, K, *map(int, flags.values()))
         args = (out, a, b, bias, addend, workspace, *sizes, alpha, beta, batch)
         dev.launch(MATMUL_ACCUMULATE if accumulate else MATMUL, 1, 1, args, cost=cost)
+
+
+def _expect_several(dev: Device, *matrices: Tensor) -> None:
+    """Raise TypeError or ValueError unless out, a and b are so many matrices in BF16, of which each
+    begins on 16 bytes on a GPU."""
+    for name, x in zip(("out", "a", "b"), matrices, strict=True):
+        expect("matmul", name, x, BF16, x.shape)
+        if len(x.shape) != 3:
+            raise ValueError(
+                f"matmul: several products: {name} must have 3 dimensions, got {x.shape}"
+            )
+        if x.shape[0] > 1:
+            each, vector = x.size // x.shape[0], VECTOR_BYTES // BF16.itemsize
+            expect_multiple("matmul", dev, f"{name}[i].size", each, vector)
 
 
 def matmul_fp8(

@@ -97,9 +97,13 @@ def test_counts_and_checks():
     assert dev.flops["matmul"] == 4 * 2 * 8 * 16 * 32
     with pytest.raises(ValueError, match=r"matmul: b must have shape \(3, 32, 16\)"):
         matmul(dev, *several)
-    with pytest.raises(ValueError, match="matmul: several products: 3 dimensions"):
+    gpu = PlanDevice(GPU_SPEC)
+    odd = [gpu.alloc(name, (2, 3, 3), BF16, "Activations") for name in "xyz"]
+    with pytest.raises(ValueError, match=r"out\[i\].size must be a multiple of 8 on a GPU, got 9"):
+        matmul(gpu, *odd)
+    with pytest.raises(ValueError, match="matmul: several products: a must have 3 dimensions"):
         matmul(dev, several[0], a, b, trans_b=True)
-    with pytest.raises(ValueError, match="no bias, no sum; got"):
+    with pytest.raises(ValueError, match="several products have no bias and no sum"):
         matmul(dev, *several, trans_b=True, accumulate=True)
     with pytest.raises(ValueError, match=r"matmul: b must have shape \(32, 16\)"):
         matmul(dev, out, a, b)

@@ -20,6 +20,7 @@ from llmq.ops import muon
 from llmq.ops.matmul import matmul
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
+from llmq.runtime.kernel import POINTER_ALIGN
 from llmq.state.params import Slab
 from llmq.state.rules.adamw import AdamW
 from llmq.state.rules.rule import Moment, Part, Whole
@@ -88,6 +89,11 @@ class Muon(AdamW):
         together: dict[int, list[Whole]] = {}
         for each in matrices:
             side, longer = sorted(each.proposed.shape[1:])
+            if side * side * BF16.itemsize % POINTER_ALIGN:
+                # A Gram matrix behind another one would not begin where a product may.
+                for one in each.apart():
+                    _Iteration(dev, self.options, side, [one]).run((1,) * STEPS)
+                continue
             # The sign tells those that are iterated at full length.
             by_gram = side >= LEAST_SIDE and longer > LONGER * side
             together.setdefault(side if by_gram else -side, []).append(each)

@@ -1,7 +1,9 @@
 """An update rule declares these; slabs, checkpoints and plans follow from them."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -70,6 +72,11 @@ class Whole(NamedTuple):
     proposed: Tensor
     change: Tensor
     rows: Tensor | None
+
+    def apart(self) -> Iterator[Whole]:
+        """The matrices one by one, (1, rows, columns) each."""
+        for i in range(self.proposed.shape[0]):
+            yield Whole(*(tensor and tensor.rows(i, i + 1) for tensor in self))
 
 
 class UpdateRule(ABC):
