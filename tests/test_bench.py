@@ -100,7 +100,6 @@ def test_runs_inherit_and_lists_are_multiplied_out(tmp_path):
         ("model: tiny\nbatch-size: [1, 0]", "--batch-size: must be at least 1"),
         ("model: tiny\nckpt_interval: 4", "--ckpt-interval: has no effect on a benchmark"),
         ("model: tiny\nsteps: 4", "--steps: has no effect on a benchmark"),
-        ("lora-rank: 4\nlora-init: pissa", "--lora-init: a benchmark has random weights, of which"),
         ("model: tiny\nadapter: a", "--adapter: a benchmark has random weights: give the rank"),
         ("gpus: 2\nmeasure-scaling: true", "--measure-scaling: has no effect on a benchmark"),
         ("model: tiny\nbatch: 4\nbatch_size: 2", "batch-size is given twice"),

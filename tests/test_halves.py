@@ -14,7 +14,6 @@ from llmq.base.errors import ConfigError
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.merge import as_kept, merged_reader
 from llmq.checkpoint.peft_export import target_modules
-from llmq.checkpoint.principal import Split
 from llmq.comm.connect import connect
 from llmq.comm.options import CommOptions
 from llmq.model.halves import HALVES
@@ -208,22 +207,17 @@ def test_frozen_experts_are_kept_as_codes(mixture, dtype):
     np.testing.assert_array_equal(with_transposed, codes.transpose(0, 2, 1))
 
 
-def test_adapters_of_experts_split_and_merge(mixture):
-    """The part that is split off comes back when the adapters are merged."""
+def test_merged_adapters_of_experts(mixture):
     adapters, rng = Adapters(rank=2, targets=("up",)), np.random.default_rng(0)
     params = {p.name: p for slab in weight_table(mixture, 1, adapters) for p in slab.params}
-    weight = params["model.layers.1.moe.many_up.weight"]
+    own = {p.key: p for p in params.values() if p.block == "layers.1"}
+    weight, of_a, of_b = own["many_up"], own["many_up_a"], own["many_up_b"]
     values = rng.standard_normal(weight.shape).astype(np.float32)
-    split = Split(mixture, adapters)
-    split.initial_adapters |= split.begin(weight, values, np.float32)
-    rest = split.rest(weight, values)
-    for whole, part in zip(values, rest, strict=True):  # each expert's largest values are gone
-        singular = np.linalg.svd(whole, compute_uv=False)
-        np.testing.assert_allclose(np.linalg.norm(part), np.linalg.norm(singular[2:]), rtol=1e-5)
-    read = merged_reader(
-        mixture, adapters, lambda p: rest, lambda p: split.initial_adapters[p.name]
-    )
-    np.testing.assert_allclose(read(weight), values, atol=1e-5)
+    a, b = (rng.standard_normal(p.shape, np.float32) for p in (of_a, of_b))
+    read = merged_reader(mixture, adapters, lambda p: values, {of_a: a, of_b: b}.__getitem__)
+    count, scale = len(values), adapters.of("")[1]
+    products = b.reshape(count, -1, 2) @ a[: 2 * count].reshape(count, 2, -1)
+    np.testing.assert_allclose(read(weight), values + scale * products, atol=1e-5)  # F32
 
 
 @pytest.mark.parametrize(

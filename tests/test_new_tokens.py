@@ -120,7 +120,7 @@ def test_adapters_train_the_new_rows_alone(place, capsys):
     peft = pytest.importorskip("peft")
     first = HfTokenizer(Path("model")).vocab_size
     assert tokenize("--add-tokens", TOKENS) == 0
-    how = "--lora-rank 4 --lora-init pissa --base-dtype nf4 --name new --add-tokens".split()
+    how = "--lora-rank 4 --base-dtype nf4 --name new --add-tokens".split()
     how += [TOKENS]
     for more, message in (
         (["--train", "norms"], "nothing trains the new rows beside adapters: give --train=norms,n"),

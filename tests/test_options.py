@@ -161,7 +161,6 @@ def test_defaults_of_known_flags():
         "token-weights": False,
         "lora-dropout": None,
         "lora-scaling": None,
-        "lora-init": None,
         "lora-plus": 1.0,
         "base-dtype": None,
         "adapter": None,

@@ -171,7 +171,6 @@ def test_options_begin_them(tmp_path):
         ({"lora_rank_pattern": "q_proj=99"}, "--lora-rank: 99 is larger than the matrix of q_proj"),
         ({"lora_rank_pattern": "q_proj=0"}, "--lora-rank-pattern: must be greater than 0"),
         ({"train": "biases"}, "--train: Qwen3ForCausalLM has no biases"),
-        ({"lora_init": "pissa", "lora_alpha_pattern": "q_proj=2"}, "pissa has one rank and one"),
     ],
 )
 def test_wrong_options(options, message):

@@ -61,12 +61,13 @@ def test_what_is_known(tmp_path, name, settings):
     "name, settings, message",
     [
         ("qwen2_untied", {"init_lora_weights": "OLoRA"}, "'OLoRA': these adapters belong to"),
+        ("qwen2_untied", {"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4': these adapters"),
         ("qwen3", {"modules_to_save": ["lm_head"]}, "lm_head.weight was trained without the embed"),
         ("qwen3", {"modules_to_save": ["embed_tokens"]}, "was trained without the LM head"),
         ("qwen3", {"modules_to_save": ["mlp"]}, "mlp.down_proj.weight.* beside them, only norms"),
         ("qwen3", {"kasa_config": peft.tuners.lora.config.KasaConfig()}, "kasa_config .* is not"),
     ],
-    ids=["olora", "head", "embedding", "mlp", "kasa"],
+    ids=["olora", "pissa", "head", "embedding", "mlp", "kasa"],
 )
 def test_what_is_not_known(tmp_path, name, settings, message):
     saved(tmp_path / "in", name, **settings)
@@ -250,9 +251,9 @@ def test_names_that_peft_does_not_find(tmp_path):
 
 
 def test_adapters_that_another_program_has_replaced(tmp_path, capsys):
-    """The content of llmq.json is of those before: here of codes, and of a model that was split."""
+    """Replaced adapters do not belong to the codes that llmq.json notes."""
     base, folder = exported("qwen3"), tmp_path / "a"
-    options = {"lora_rank": 4, "lora_init": "pissa", "base_dtype": "nf4"}
+    options = {"lora_rank": 4, "base_dtype": "nf4"}
     with trainer_for(base, **options, learning_rate=1e-2) as trainer:
         trainer.step(batches()[1:2])
         trainer.export(folder)
@@ -270,6 +271,18 @@ def test_adapters_that_another_program_has_replaced(tmp_path, capsys):
             assert trainer.step(batches()[:1]).loss == pytest.approx(loss, abs=1e-5)  # F32
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: --adapter: adapter_model.safetensors in '{folder}' is not")
+
+
+def test_adapters_that_an_older_version_trained_with_pissa(tmp_path):
+    """The model itself with these adapters, as PEFT has both, and not its codes."""
+    base, folder = exported("qwen3"), tmp_path / "a"
+    with trainer_for(base, lora_rank=4, base_dtype="nf4") as trainer:
+        trainer.export(folder)
+    record = json.loads((folder / "llmq.json").read_text())
+    (folder / "llmq.json").write_text(json.dumps(record | {"lora_init": "pissa"}))
+    merge_adapter(str(base), folder, tmp_path / "merged", "fp32")
+    found, want = (load_file(d / "model.safetensors") for d in (tmp_path / "merged", base))
+    assert all(torch.equal(found[name], want[name]) for name in want)
 
 
 def test_pickled_adapters(tmp_path):

@@ -36,15 +36,19 @@ def runs_of_log(log="log.json"):
     return [record["run"]["id"] for record in records("cmd", log)]
 
 
-def forget_ids(checkpoint):
-    """Make a checkpoint one of the time before runs had ids."""
+def edit_manifest(checkpoint, edit):
+    """Change the manifest of a checkpoint, with its checksum."""
     from llmq.checkpoint.manifest import digest_of
 
     path = Path(checkpoint) / "checkpoint.json"
     document = json.loads(path.read_text())
-    for name in ("id", "name"):
-        del document["run"][name]
+    edit(document)
     path.write_text(json.dumps(document | {"sha256": digest_of(document)}))
+
+
+def forget_ids(checkpoint):
+    """Make a checkpoint one of the time before runs had ids."""
+    edit_manifest(checkpoint, lambda document: [document["run"].pop(n) for n in ("id", "name")])
 
 
 def everything():
@@ -180,6 +184,19 @@ def test_what_has_no_id_is_refused(capsys):
     assert "'ckpt/step_00000002/checkpoint.json' is of the time before runs had ids: use" in (
         capsys.readouterr().err
     )
+    assert everything() == before
+
+
+def test_checkpoints_of_pissa_are_refused(capsys):
+    assert train(**SAVED) == 0
+    [path] = Path("ckpt").iterdir()
+    edit_manifest(path, lambda document: document["options"].update(lora_init="pissa"))
+    before = everything()
+    for command in (["train", "--continue"], ["export"]):
+        capsys.readouterr()
+        assert _run([*command, "--checkpoint-dir=ckpt", "--out-dir=other"]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert "is of a run with --lora-init pissa, which has been taken out: use the" in line
     assert everything() == before
 
 

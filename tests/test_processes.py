@@ -92,26 +92,24 @@ def test_bits_do_not_depend_on_how_ranks_are_spread_over_processes():
 
 
 def test_adapters_of_several_processes():
-    """A model as codes that is divided among them; and one that adapters are split from, which
-    goes on as one process."""
+    """Adapters beside a model in codes that processes divide; and adapters and norms, resumed."""
     assert train(steps=0, out_dir="weights", tokenizer=None) == 0
     Path("weights/model.safetensors").rename("model/model.safetensors")
     options = {"steps": 4, "save_training_state": True, "batch_size": 1, "from_scratch": None}
     options |= {"lora_rank": 4, "eval_file": "none"}
     codes = options | {"lora_dropout": 0.25, "base_dtype": "nf4", "zero_level": 3}
-    split = options | {"lora_init": "pissa", "train": "norms"}
+    norms = options | {"train": "norms"}
     own = [["--gpus=2"], ["--gpus=1"]]
     status, _, err = run(
         2,
         case(own=own, **codes, **places("codes")),
-        case(own=own, **split | {"steps": 2}, **places("split")),
-        case(own=own, **split, **places("split"), **{"continue": ""}),
+        case(own=own, **norms | {"steps": 2}, **places("norms")),
+        case(own=own, **norms, **places("norms"), **{"continue": ""}),
     )
     assert (status, err) == (0, "")
-    for name, row in (("codes", codes), ("split", split)):
+    for name, row in (("codes", codes), ("norms", norms)):
         assert train(gpus=3, **row, **places(f"one-{name}")) == 0
         same_bits(f"one-{name}", name, 4, "adapter_model.safetensors")
-    assert list(Path("split-ckpt/step_00000004").glob("adapters.begun.shard_*"))
 
 
 def kept(name: str) -> list[tuple]:

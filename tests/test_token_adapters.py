@@ -77,7 +77,6 @@ def test_they_begin_without_effect_and_are_written_for_peft(tmp_path):
         ("qwen3", {"train": "embeddings"}, "head has no adapters beside --train=embeddings"),
         ("qwen2_untied", {"train": "head"}, "head has no adapters beside --train=head, which"),
         ("qwen3", {"lora_dora": True}, "head has no magnitudes: leave it out, or --lora-dora"),
-        ("qwen3", {"lora_init": "pissa"}, "head is not split by --lora-init pissa"),
         ("qwen3", {"lora_rank": 99}, "--lora-rank: 99 is larger than the matrix of lm_head"),
     ],
 )

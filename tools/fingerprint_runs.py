@@ -334,8 +334,6 @@ qwen2 base bf16 lora gpus=2 zero3 base_dtype=nf4
 qwen2 base fp8 lora gpus=3 zero3 offload_master base_dtype=e4m3
 qwen2 base bf16 lora gpus=2 zero2 copies
 qwen2 base bf16 lora short document_mask
-qwen2 base fp32 lora lora_init=pissa
-qwen2 base bf16 lora lora_init=pissa base_dtype=nf4
 qwen2 base bf16 lora train=norms
 qwen2-untied base bf16 lora train=norms,embeddings,head
 qwen2-untied base fp8 fp8-head lora train=head base_dtype=nf4
@@ -343,7 +341,7 @@ qwen3 base bf16 lora
 llama base bf16 lora lora_targets=o,gate,up,down
 mistral-window base bf16 lora base_dtype=nf4
 phi3 base bf16 lora
-phi3 base bf16 lora base_dtype=int8 lora_init=pissa
+phi3 base bf16 lora base_dtype=int8
 olmo2 base bf16 lora train=norms
 gemma3 base bf16 lora
 gemma3 base fp8 lora base_dtype=e4m3
@@ -480,7 +478,7 @@ COMMANDS: dict[str, list[str]] = {
             ("nf4", "llama", "--lora-rank=4 --base-dtype=nf4"),
             ("int8", "phi3", "--lora-rank=4 --base-dtype=int8 --matmul-dtype=int8"),
             ("e4m3", "qwen3", "--lora-rank=4 --base-dtype=e4m3 --matmul-dtype=e4m3"),
-            ("pissa", "olmo2", "--lora-rank=4 --lora-init=pissa --lora-scaling=rs"),
+            ("rs", "olmo2", "--lora-rank=4 --lora-scaling=rs"),
             ("saved", "qwen2-untied", "--lora-rank=4 --train=norms,embeddings,head"),
         )
     },

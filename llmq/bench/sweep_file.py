@@ -127,11 +127,6 @@ def _check_random(options: Row) -> None:
             f"--adapter: {why}: give the rank of the adapters as --lora-rank, and their matrices "
             "as --lora-targets"
         )
-    if options.get("lora-init") == "pissa":
-        raise ConfigError(
-            f"--lora-init: {why}, of which pissa has nothing to split: leave it out, a step is the "
-            "same without it"
-        )
 
 
 def _spelled(options: Row) -> str:

@@ -55,7 +55,6 @@ from llmq.state.pieces import SlabPiece, State
 from llmq.state.rules import AVERAGE, rule_saved
 from llmq.state.rules.rule import ROWS, SCALES, UpdateRule
 
-INITIAL_ADAPTERS = "adapters.begun"  # which there is where adapters began as a part of the model
 TOKENIZER = "tokenizer"  # the group of files that rank 0 writes alone
 
 
@@ -144,8 +143,7 @@ class CheckpointWriter:
         ranges: Sequence[Range],
         read: Callable[[Param, int, int], np.ndarray],
     ) -> FileEntry:
-        """Write this rank's file of a group, one of required_groups, of scales, or
-        INITIAL_ADAPTERS.
+        """Write this rank's file of a group, one of required_groups, or of scales.
 
         ranges: each parameter at most once. read(param, start, stop): these values, (stop - start,)
         of dtype, valid until the next call; called once per range, in order. Threads may write
@@ -326,8 +324,6 @@ class CheckpointReader(Closing):
             if group == ROWS:
                 slabs = [slab.by_rows() for slab in slabs if self.rule.by_matrix(slab)]
             params = [p for slab in slabs if _keeps(self.rule, group, slab) for p in slab.params]
-            if group == INITIAL_ADAPTERS:
-                params = [param for param in params if param.of_adapter]
             for param in params:
                 self._cover(group, param, 0, padded_size(group, param))
             unknown = self._pieces[group].keys() - {param.name for param in params}
@@ -351,11 +347,11 @@ class CheckpointReader(Closing):
             out[first - start : last - start] = values
         return out
 
-    def model(self, param: Param, group: str = "weights") -> np.ndarray:
+    def model(self, param: Param) -> np.ndarray:
         """A whole parameter in its shape as the model has it: with --ema the average, in the format
         of the weights. LlmqError as `read`."""
-        values = self.read(group, param)
-        if group == "weights" and param.name in self._pieces.get(AVERAGE.group, {}):
+        values = self.read("weights", param)
+        if param.name in self._pieces.get(AVERAGE.group, {}):
             values = self.read(AVERAGE.group, param).astype(values.dtype)
         return values.reshape(param.shape)
 

@@ -19,14 +19,11 @@ def all_finite(values: np.ndarray) -> bool:
     return values.view(f"i{size}").max() < infinity and values.view(f"u{size}").max() < negative
 
 
-def finite(read: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """A reader of whole parameters that raises ModelError where one holds NaN or infinity.
+def finite(read: Callable[[Param], np.ndarray]) -> Callable[[Param], np.ndarray]:
+    """A reader of whole parameters that raises ModelError where one holds NaN or infinity."""
 
-    read: of a parameter, and a group of a checkpoint.
-    """
-
-    def checked(param: Param, group: str = "weights") -> np.ndarray:
-        values = read(param, group)
+    def checked(param: Param) -> np.ndarray:
+        values = read(param)
         if not all_finite(values):
             raise ModelError(
                 f"{param.name} holds NaN or infinity: no model is written, what is there stays; "

@@ -117,6 +117,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise kind(f"'{path}' is none of llmq's: {problem}; use another checkpoint")
     if RunId.of(document["run"]) is None:
         raise LlmqError(f"'{path}' is of the time before runs had ids: use another checkpoint")
+    if document["options"].get("lora_init") == "pissa":  # adapters of a model that was split
+        raise LlmqError(
+            f"'{path}' is of a run with --lora-init pissa, which has been taken out: use the "
+            "program that wrote it"
+        )
     return document
 
 

@@ -16,7 +16,6 @@ from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, exported_f
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.hf import HfWeights, base_id, check_same_base, export_model
 from llmq.checkpoint.peft import AdapterFiles, with_additions
-from llmq.checkpoint.principal import Read, Split, halved
 from llmq.checkpoint.source_model import SourceModel
 from llmq.data.guarded import look_into
 from llmq.data.identity import noted_tokenizer
@@ -77,7 +76,9 @@ def merged_reader(
     return read
 
 
-def _with_rows(values: np.ndarray, param: Param, rows: Param, read: Read) -> np.ndarray:
+def _with_rows(
+    values: np.ndarray, param: Param, rows: Param, read: Callable[[Param], np.ndarray]
+) -> np.ndarray:
     if param.key != TABLES[param.block]:
         return values
     values, last = values.astype(np.float32), rows.first_row + rows.rows
@@ -125,12 +126,8 @@ def open_merged(
             check_same_base(f"--adapter: '{directory}'", files.base, base)
         warn(*files.unknown_base(name))
         kept = base_dtype or files.config.base_dtype
-        base_read, read = partial(_base, files, weights), files.read
-        if files.config.split and kept in QUANTIZED:  # codes were made of what the split had left
-            adapters, read, initial_adapters = halved(model, adapters, read)
-            split = Split(model, adapters, initial_adapters)
-            base_read = partial(_rest, split, base_read)
-        read = merged_reader(model, adapters, as_kept(base_read, kept), read)
+        base_read = as_kept(partial(_base, files, weights), kept)
+        read = merged_reader(model, adapters, base_read, files.read)
         yield _untied(model, adapters).ending_at(files.ends), read
 
 
@@ -175,10 +172,6 @@ def _base(files: AdapterFiles, weights: HfWeights, param: Param) -> np.ndarray:
     """The parameter as PEFT loads it: a copy beside the adapters is in place of what the model
     has."""
     return (files if files.has(param) else weights).read(param)
-
-
-def _rest(split: Split, read: Read, param: Param) -> np.ndarray:
-    return split.rest(param, read(param))
 
 
 def merge_adapter(

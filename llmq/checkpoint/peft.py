@@ -56,16 +56,15 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of 
 class AdapterConfig:
     """The content of adapter_config.json beside ranks, scalings and targets.
 
-    base_dtype: of the codes that the model was kept as; None: of none, or unknown. split: they are
-    `doubled` ones. modules: ends of names of what PEFT trains beside them. content: all that was
-    read. add_tokens: as --add-tokens has them. new_tokens: by module, ids whose rows are trained
-    alone; "" is the embedding.
+    base_dtype: of the codes that the model was kept as; None: of none, or unknown. modules: ends of
+    names of modules that PEFT trains beside the adapters. content: the whole file. add_tokens: as
+    --add-tokens has them. new_tokens: by module, ids whose rows are trained alone; "" is the
+    embedding.
     """
 
     dropout: float
     base: str | None
     base_dtype: str | None = None
-    split: bool = False
     modules: tuple[str, ...] = ()
     add_tokens: str | None = None
     new_tokens: Mapping[str, list[int]] = field(default_factory=dict)
@@ -257,8 +256,8 @@ class AdapterFiles(HfWeights):
         self._is_ours = self._agrees()
         record = json_object(directory / RUN_FILE) if self._is_ours else {}
         self.base, dtype = BaseId.of(record.get("base")), record.get("base_dtype")
-        known = {"base_dtype": dtype if dtype in QUANTIZED else None}
-        known["split"] = record.get("lora_init") == "pissa"
+        split = record.get("lora_init") == "pissa"  # of an older version: codes of a split model
+        known = {"base_dtype": dtype if dtype in QUANTIZED and not split else None}
         tokens = record.get("add_tokens")
         known["add_tokens"] = tokens if isinstance(tokens, str) else None
         self.config = replace(self.config, **known)

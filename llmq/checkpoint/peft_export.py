@@ -71,7 +71,6 @@ def export_adapter(
             _, digest = write_safetensors(file, specs, arrays, {"format": "pt"})
         sums = {ADAPTER_FILE: digest}
         kept = {"base_dtype": config.base_dtype} if config.base_dtype else {}
-        kept |= {"lora_init": "pissa"} if config.split else {}
         kept |= {"add_tokens": config.add_tokens} if config.add_tokens else {}
         kept |= {"eos_token_ids": model.eos_token_ids} if model.eos_token_ids else {}
         write_json(staging / RUN_FILE, run_record(**origin) | kept | {"sha256": sums})

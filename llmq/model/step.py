@@ -185,8 +185,6 @@ class Step:
     def state(self) -> State:
         """Weights and moments of this rank, by group."""
         groups = {"weights": self.weights.master} | self.optimizer.moment_groups()
-        if self.weights.initial_adapters:
-            groups["adapters.begun"] = self.weights.initial_adapters
         state = state_of(self.dev, self.table, groups | self.optimizer.scale_groups())
         rows = [*self.optimizer.rows.values()]
         return state | ({ROWS: rows} if rows else {})

@@ -187,8 +187,7 @@ def error(function: Callable[..., Any], *args: Any) -> str | None:
 
 def draws(o: Options) -> bool:
     """Whether --seed decides about more than rounding."""
-    begins = o.has_adapters and not o.splits_model
-    return o.from_scratch or begins or (o.lora_dropout or 0) > 0
+    return o.from_scratch or o.has_adapters or (o.lora_dropout or 0) > 0
 
 
 def rounds(o: Options) -> bool:
@@ -307,8 +306,6 @@ def wrong_tables(o: Options, model: ModelConfig) -> str | None:
             return f"{name} has no adapters beside --train={found[0]}, which trains it: name one"
         if o.lora_dora:
             return f"{name} has no magnitudes: leave it out, or --lora-dora"
-        if o.lora_init == "pissa":
-            return f"{name} is not split by --lora-init pissa: leave one of both out"
         if block == "head" and o.head_dtype != o.model_dtype:
             return f"head needs its products in {o.model_dtype}: leave --head-dtype out"
     return None

@@ -144,11 +144,6 @@ class Derived:
         return self.is_fp8 or self.matmul_dtype == self.base_dtype == "int8"
 
     @property
-    def splits_model(self) -> bool:
-        """Whether adapters begin as a part of the model, and only the rest of it stays."""
-        return self.has_adapters and self.lora_init == "pissa"
-
-    @property
     def lora_scale(self) -> float:
         """The factor of B @ A."""
         root = math.sqrt(self.lora_rank) if self.lora_scaling == "rs" else self.lora_rank

@@ -640,12 +640,6 @@ class TrainConfig(Derived):
         "Scaling of the adapters; {rule}: alpha / rank, rs: alpha / sqrt(rank)",
         choices=("standard", "rs"),
     )
-    lora_init: str | None = option(
-        None,
-        "What the adapters begin with; {rule}: nothing; pissa: the principal singular values of "
-        "each matrix, of which the rest stays as the model",
-        choices=("zero", "pissa"),
-    )
     lora_plus: float = option(1.0, "Learning rate of the adapters' B over that of A", above=0)
     base_dtype: str | None = dtype_option(
         None,

@@ -304,7 +304,7 @@ LOSS_RULES = (
     ),
     *idle(
         "lora_rank lora_alpha lora_targets lora_layers lora_rank_pattern lora_alpha_pattern "
-        "lora_dora lora_dropout lora_scaling lora_init lora_plus train",
+        "lora_dora lora_dropout lora_scaling lora_plus train",
         lambda v, o: o.only_scores,
         "has no effect: a model is scored without adapters",
     ),
@@ -326,21 +326,17 @@ def _adapters_default(name: str, value: Callable[[Options], Any], **more: Any) -
 
 
 ADAPTER_DEFAULTS = (
-    # PEFT's users have these; PiSSA's authors a scaling of 1 and a tenth of the rate.
-    _adapters_default(
-        "lora_alpha",
-        lambda o: float(o.lora_rank) * (1 if o.lora_init == "pissa" else 2),
-        help="twice --lora-rank if not given, with --lora-init pissa as --lora-rank",
+    _adapters_default(  # PEFT's users have these two
+        "lora_alpha", lambda o: 2.0 * o.lora_rank, help="twice --lora-rank if not given"
     ),
     default(
         "learning_rate",
-        lambda o: (2e-5 if o.lora_init == "pissa" else 2e-4) if o.wants_adapters else 1e-5,
-        help="1e-5 if not given, with adapters 2e-4, with --lora-init pissa 2e-5",
+        lambda o: 2e-4 if o.wants_adapters else 1e-5,
+        help="1e-5 if not given, with adapters 2e-4",
     ),
     _adapters_default("lora_targets", lambda o: "all", help="all if not given"),
     _adapters_default("lora_dropout", lambda o: 0.0, help="0 if not given"),
     _adapters_default("lora_scaling", lambda o: "standard", help="standard, if not given"),
-    _adapters_default("lora_init", lambda o: "zero", help="zero, if not given"),
     default(
         "base_dtype",
         lambda o: o.model_dtype,
@@ -360,17 +356,6 @@ ADAPTERS_REFUSED = (
         lambda v, o: v is not None and o.from_scratch,
         "needs the model that it adapts, not --from-scratch",
     ),
-    *refused(
-        "lora_init",
-        lambda v, o: v == "pissa" and o.adapter is not None,
-        "pissa does not go with --adapter, whose adapters have begun already",
-    ),
-    *refused(
-        "lora_init",
-        lambda v, o: v == "pissa" and o.from_scratch,
-        "pissa takes the adapters from a model that was trained, not from the random "
-        "one of --from-scratch",
-    ),
     Rule(
         group=ADAPTERS_GROUP,
         effect=REFUSE,
@@ -388,18 +373,10 @@ ADAPTERS_REFUSED = (
         "a rank is a whole number, got {value}",
     ),
     *refused(
-        "lora_rank_pattern lora_alpha_pattern",
-        lambda v, o: v and o.lora_init == "pissa",
-        "--lora-init pissa has one rank and one scaling",
-    ),
-    *refused(
         "lora_dora",
         lambda v, o: v and o.lora_dropout,
         "has no --lora-dropout: it would take a product of the model with dropped "
         "inputs beside that with all",
-    ),
-    *refused(
-        "lora_dora", lambda v, o: v and o.lora_init == "pissa", "does not go with --lora-init pissa"
     ),
     *refused(
         "lora_dora",

@@ -1,11 +1,11 @@
 """The disk space of a run: the size of a checkpoint, and of all that stays."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, parse_dtype
-from llmq.checkpoint.checkpoint import INITIAL_ADAPTERS, stored_values
+from llmq.checkpoint.checkpoint import stored_values
 from llmq.checkpoint.store import PROVEN, left_at_end
 from llmq.options.options import TrainConfig
 from llmq.plan.memory import mib
@@ -61,7 +61,6 @@ def disk_use(config: TrainConfig, model: ModelConfig, placement: Placement) -> D
     exported = parameter_count(model) * parse_dtype(config.model_dtype).itemsize
     if config.has_adapters:
         exported = trained_count(config, model) * parse_dtype(config.master_dtype).itemsize
-        exported += _given_back(config, model)
     return DiskUse(
         checkpoint=checkpoint_bytes(config, model, placement),
         kept=kept,
@@ -72,18 +71,9 @@ def disk_use(config: TrainConfig, model: ModelConfig, placement: Placement) -> D
     )
 
 
-def _given_back(config: TrainConfig, model: ModelConfig) -> int:
-    """Bytes of the second half of exported adapters that began as a part of the model."""
-    if not config.splits_model:
-        return 0
-    alone = replace(config, train=())
-    return trained_count(alone, model) * parse_dtype(config.master_dtype).itemsize
-
-
 def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placement) -> int:
     """The tensors of one checkpoint: master weights, all in the widest of their formats, moments of
-    what is trained, scales of 8-bit ones, and numbers of rows. With adapters, of nothing else but
-    what they began as."""
+    what is trained, scales of 8-bit ones, and numbers of rows. With adapters, of nothing else."""
     table, masters = table_of(config, model), []
     if config.has_adapters:
         table = tuple(slab for slab in table if placement[slab.name].trainable)
@@ -93,8 +83,7 @@ def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placeme
     total = max(masters) * sum(stored_values("weights", p) for slab in table for p in slab.params)
     for slab in table:
         stores = placement[slab.name]
-        groups = [(m.group, stores.moments.get(m.name)) for m in kept(config)]
-        for group, store in [*groups, (INITIAL_ADAPTERS, stores.initial_adapters)]:
+        for group, store in [(m.group, stores.moments.get(m.name)) for m in kept(config)]:
             for param in slab.params if store else ():
                 total += store.dtype.itemsize * stored_values(group, param)
                 if store.is_scaled:

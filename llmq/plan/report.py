@@ -68,9 +68,7 @@ def _stores(slab: SlabPlacement, placement: Placement) -> dict[str, Store | None
     """By kind of tensor, in the order of the columns; of moments those that any slab has."""
     names = dict.fromkeys(name for other in placement.slabs.values() for name in other.moments)
     moments = {name: slab.moments.get(name) for name in names}
-    return (
-        {kind: getattr(slab, kind) for kind in PLACED} | moments | {"begun": slab.initial_adapters}
-    )
+    return {kind: getattr(slab, kind) for kind in PLACED} | moments
 
 
 def placement_record(placement: Placement) -> dict[str, Any]:

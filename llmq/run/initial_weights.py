@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
-from llmq.checkpoint.checkpoint import INITIAL_ADAPTERS, CheckpointReader
+from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.export_files import HubModel
 from llmq.checkpoint.extra_tensors import opened_extra
 from llmq.checkpoint.hf import (
@@ -26,7 +26,6 @@ from llmq.checkpoint.hf import (
 )
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles
 from llmq.checkpoint.peft_export import export_adapter
-from llmq.checkpoint.principal import Split, doubled
 from llmq.checkpoint.source_model import SourceModel
 from llmq.data.identity import TokenizerId
 from llmq.data.tokenizer import Tokenizer
@@ -36,9 +35,7 @@ from llmq.options.option_file import flag
 from llmq.options.option_types import texts_of
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.run.ranks import Ranks
-from llmq.runtime.processes import processes
 from llmq.state.params import Param, trained_slabs, weight_table
-from llmq.state.placement import table_of
 
 
 def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
@@ -118,7 +115,7 @@ def _said(name: str, value: Any) -> str:
     return flag(name, value) or f"no {OPTIONS[name].flag}"
 
 
-ADAPTED_BY = ("lora_rank", "lora_targets", "lora_rank_pattern", "lora_layers", "lora_init", "train")
+ADAPTED_BY = ("lora_rank", "lora_targets", "lora_rank_pattern", "lora_layers", "train")
 ADAPTED_BY += ("lora_dora",)
 """Options that decide about the adapters of a run; a checkpoint is refused where these differ."""
 
@@ -208,33 +205,17 @@ class InitialWeights:
         """Warn of adapters that were trained beside another model, or beside another form of it."""
         before = self._files.config.base_dtype
         now = self.config.base_dtype
-        if self._files.config.split and before is not None:
-            warn(
-                f"--adapter: '{self.config.adapter}' was trained beside what --lora-init pissa "
-                f"had left of the model in {before}; this run has the model itself with "
-                f"{flag('base_dtype', now)}"
-            )
-        elif self._files.base is not None and before != (now if self.config.is_quantized else None):
+        if self._files.base is not None and before != (now if self.config.is_quantized else None):
             warn(
                 f"--adapter: '{self.config.adapter}' was trained beside a model in "
                 f"{before or 'its own format'}, this run has it with {flag('base_dtype', now)}"
             )
         warn(*self._files.unknown_base(self.config.model))
 
-    def load(self, ranks: Ranks, checkpoint: CheckpointReader | None = None) -> None:
-        """Fill the weights. checkpoint: whose run goes on, which may know what it began as."""
+    def load(self, ranks: Ranks) -> None:
+        """Fill the weights."""
         if self.weights is None:
             self.init(ranks)
-            return
-        if self.config.splits_model:
-            split, weights = self._split(checkpoint), self.weights
-
-            def of_split(param: Param) -> np.ndarray:
-                if param.of_adapter:
-                    return split.initial_adapters[param.name]
-                return split.rest(param, weights.read(param))
-
-            ranks.load(of_split, lambda p, i, j: split.rest_of(p, i, weights.elements(p, i, j)))
             return
 
         def read(param: Param) -> np.ndarray | None:
@@ -244,23 +225,6 @@ class InitialWeights:
             return self.weights.read(param) if has else None
 
         ranks.load(read, self.weights.elements)
-
-    def _split(self, checkpoint: CheckpointReader | None) -> Split:
-        """The model as adapters and the rest: as a checkpoint knows, else computed by the first
-        process, one matrix after the other."""
-        config, dtype = self.config, parse_dtype(self.config.model_dtype).numpy
-        split = Split(self.model, self.adapters)
-        if checkpoint is not None:
-            params = [p for s in table_of(config, self.model) for p in s.params if p.of_adapter]
-            split.initial_adapters = {
-                p.name: checkpoint.read(INITIAL_ADAPTERS, p).reshape(p.shape) for p in params
-            }
-            return split
-        for matrix in split.matrices:
-            split.initial_adapters |= processes().on_first(
-                lambda param=matrix: split.begin(param, self.weights.read(param), dtype)
-            )
-        return split
 
     def init(self, ranks: Ranks) -> None:
         how = (self.model, self.config.seed)
@@ -274,9 +238,8 @@ class InitialWeights:
 
         for name in ADAPTED_BY:
             now, then = getattr(self.config, name), getattr(before, name)
-            if now != then and not (
-                name != "lora_init"
-                and _same_adapters(self.model, replace(before, **{name: now}), before)
+            if now != then and not _same_adapters(
+                self.model, replace(before, **{name: now}), before
             ):
                 raise LlmqError(
                     f"checkpoint '{reader.path}' was made with {_said(name, then)}: continue it "
@@ -304,11 +267,5 @@ class InitialWeights:
                 directory, self.model, read, dtype, tokenizer, source=self.exported, **origin
             )
             return
-        saved, adapters = AdapterConfig.of(config), self.adapters
-        origin["base"] = self.base
-        if config.splits_model:
-            adapters, read = doubled(
-                self.model, adapters, read, partial(read, group=INITIAL_ADAPTERS)
-            )
-            saved = replace(saved, split=True)
-        export_adapter(directory, self.model, adapters, saved, read, tokenizer, **origin)
+        origin["base"], saved = self.base, AdapterConfig.of(config)
+        export_adapter(directory, self.model, self.adapters, saved, read, tokenizer, **origin)

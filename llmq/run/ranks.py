@@ -530,13 +530,13 @@ class Ranks:
         parts = processes().gather_arrays(own, to_all=to_all)
         return assemble(param, parts) if to_all or processes().first else np.empty(0)
 
-    def first_reads(self, fn: Callable[[Callable[..., np.ndarray]], T]) -> T:
-        """fn(read) on the first process, where read(param, group) gives a whole parameter, without
-        a group its weights; the others take part."""
+    def first_reads(self, fn: Callable[[Callable[[Param], np.ndarray]], T]) -> T:
+        """fn(read) on the first process, where read(param) gives a whole parameter; the others take
+        part."""
 
-        def read(param: Param, group: str = "weights") -> np.ndarray:
-            processes().share((group, param))
-            return self.read_param(group, param, to_all=False)
+        def read(param: Param) -> np.ndarray:
+            processes().share(param)
+            return self.read_param("weights", param, to_all=False)
 
         def whole() -> T:
             try:
@@ -545,7 +545,7 @@ class Ranks:
                 processes().share(None)
 
         while not processes().first and (asked := processes().share(None)) is not None:
-            self.read_param(*asked, to_all=False)
+            self.read_param("weights", asked, to_all=False)
         return processes().on_first(whole)
 
     def everywhere(self, name: str, fn: Callable[[Rank], T]) -> list[T]:

@@ -410,7 +410,7 @@ class Trainer(Closing):
             changes = changed_options(*runs, new_data=new_data)
             warn(*changes.numbers)
             if self._origin.adapters is not None:  # the checkpoint has nothing else
-                self._origin.load(self.ranks, reader)
+                self._origin.load(self.ranks)
             self.ranks.run("loading the checkpoint", lambda rank: rank.read(reader))
             self.tokenizer_id = self.tokenizer_id or made
             if self.tokenizer is None:

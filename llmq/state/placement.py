@@ -53,8 +53,7 @@ class SlabPlacement:
     that is not the master; without both, codes are made from the master at every gather.
     transposed: codes in the other layout, streamed where blocks share one set. mirror: a second
     copy, for peers, of the shard that they gather. gradient: sums. moments: by name, those of the
-    update rule. by_matrix: whether that works on whole matrices. initial_adapters: what adapters
-    were taken from the model as, and what an export gives back to it.
+    update rule. by_matrix: whether that works on whole matrices.
     """
 
     trainable: bool
@@ -68,7 +67,6 @@ class SlabPlacement:
     gradient: Store | None = None
     moments: Mapping[str, Store] = field(default_factory=dict)
     by_matrix: bool = False
-    initial_adapters: Store | None = None
 
     @property
     def is_coded(self) -> bool:
@@ -250,7 +248,6 @@ def _trained(
             sharded=streams,
             streamed=streams,
         ),
-        initial_adapters=_initial_adapters(config, slab),
         moments={
             m.name: Store(
                 dtype=m.format(config),
@@ -261,13 +258,6 @@ def _trained(
         },
         by_matrix=rule.by_matrix(slab),
     )
-
-
-def _initial_adapters(config: TrainConfig, slab: Slab) -> Store | None:
-    """Nothing computes with it: it waits in host memory, in the format that products read."""
-    if not config.splits_model or slab.name not in ("lora_a", "lora_b"):
-        return None
-    return Store(dtype=parse_dtype(config.model_dtype), memory="pinned", sharded=True)
 
 
 def _group(slab: Slab) -> str:

@@ -126,8 +126,7 @@ class _Pass:
 class Weights:
     """All slabs of a model, as far as this rank holds them. master[name]: this rank's shard;
     without a master of its own, of the work weights themselves. work[name]: what an update also
-    writes, rounded: this rank's shard of the work weights, or None. initial_adapters[name]: this
-    rank's shard of what adapters were taken from the model as. slots: of streamed blocks; what
+    writes, rounded: this rank's shard of the work weights, or None. slots: of streamed blocks; what
     nobody needs in an update."""
 
     def __init__(self, dev: Device, table: tuple[Slab, ...], placement: Placement):
@@ -135,7 +134,6 @@ class Weights:
         self.slabs = {slab.name: slab for slab in table}
         self.master: dict[str, Tensor] = {}
         self.work: dict[str, Tensor | None] = {}
-        self.initial_adapters: dict[str, Tensor] = {}
         self._whole: dict[str, Tensor] = {}
         self._part: dict[str, Tensor] = {}  # of streamed blocks: this rank's shard, for gathers
         self._mirrors = Mirrors(dev)
@@ -195,10 +193,6 @@ class Weights:
             own = self._alloc(f"{name}.{suffix}", size, stores.part, category)
         self.master[name] = own if master is None else master
         self.work[name] = None if master is None or stores.is_coded else own
-        if stores.initial_adapters is not None:
-            self.initial_adapters[name] = self._alloc(
-                f"{name}.begun", size, stores.initial_adapters, "Master"
-            )
         if stores.work.streamed and stores.source is not None:
             self._part[name] = self.master[name] if own is None else own
         self._add_mirror(name, self._part.get(name))
@@ -446,13 +440,12 @@ class Weights:
         new: tuple[ModelConfig, int] | None = None,
         elements: Elements | None = None,
     ) -> None:
-        """Fill the masters, and what adapters begin as, from host arrays of the parameters' shapes,
-        any float dtype. new: config and seed as of `init`, for parameters of which `read` has none.
-        elements: reads less than a whole parameter; None if nothing is kept as codes."""
+        """Fill the masters from host arrays of the parameters' shapes, any float dtype. new: config
+        and seed as of `init`, for parameters of which `read` has none. elements: reads less than a
+        whole parameter; None if nothing is kept as codes."""
         for slab in self._with_masters():
-            held = [self.master[slab.name], *filter(None, [self.initial_adapters.get(slab.name)])]
-            for tensor in held:
-                self.dev.zero(tensor)
+            master = self.master[slab.name]
+            self.dev.zero(master)
             for param, target, first in self._owned(slab):
                 values = read(param)
                 if values is None:
@@ -460,9 +453,8 @@ class Weights:
                     continue
                 flat = values.reshape(-1)[first : first + target.size]
                 at = param.offset + first - self.dev.mesh.index("shard") * slab.shard_size
-                for tensor in held:
-                    part = tensor.rows(at, at + target.size)
-                    self.dev.upload(part, flat.astype(tensor.dtype.numpy, copy=False))
+                part = master.rows(at, at + target.size)
+                self.dev.upload(part, flat.astype(master.dtype.numpy, copy=False))
         if self.frozen is not None:
             self.frozen.fill(of_host(self.dev, elements))
         self.refresh()

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +14,7 @@ from llmq.base.errors import LlmqError, warn
 from llmq.base.files import json_object
 from llmq.base.run_id import RunId
 from llmq.checkpoint.best import exported_best
-from llmq.checkpoint.checkpoint import INITIAL_ADAPTERS, CheckpointReader
+from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, HubModel
 from llmq.checkpoint.finite import finite
 from llmq.checkpoint.folder import problem_of
@@ -23,7 +22,6 @@ from llmq.checkpoint.hf import BaseId, HfWeights
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.merge import check_base, open_merged, source_of, tokenizer_folder
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles
-from llmq.checkpoint.principal import doubled
 from llmq.checkpoint.source_model import SourceModel
 from llmq.checkpoint.store import checkpoint_at
 from llmq.data.identity import RUN_FILE, TokenizerId, check_recorded, noted_tokenizer
@@ -275,10 +273,6 @@ def _adapted(source: Source, reader: CheckpointReader, read: Callable[..., np.nd
     config = saved_config(reader.manifest)
     adapters, settings = adapters_of(config), AdapterConfig.of(config)
     reader.check(weight_table(source.model, 1, adapters), trained_slabs(adapters))
-    if config.splits_model:
-        initial_adapters = partial(read, group=INITIAL_ADAPTERS)
-        adapters, read = doubled(source.model, adapters, read, initial_adapters)
-        settings = replace(settings, split=True)
     origin = source.origin | {"base": BaseId.of(reader.manifest.base)}
     return replace(source, read=read, adapters=adapters, settings=settings, origin=origin)
 
