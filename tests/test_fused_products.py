@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -15,6 +16,9 @@ from llmq.ops import (
     matmul_fused,
 )
 from llmq.ops.routes import ROUTES, Sizes, taken
+from llmq.options.options import TrainConfig
+from llmq.options.presets import preset
+from llmq.plan.plan import make_plan
 from llmq.runtime.device import FUSED
 from llmq.runtime.plan_device import PlanDevice
 from tests.covering import pairwise
@@ -74,7 +78,7 @@ def run(name: str, T: int = T, grad_accumulation: int = 1, head_dim: int | None 
             launch(kernel, *args, **kwargs)
 
         first, second = (
-            [batch_of(rng, T, **options) for _ in range(grad_accumulation)] for _ in range(2)
+            [batch_of(rng, T, **options) for _ in range(trainer.micro_batches)] for _ in range(2)
         )
         results = [trainer.step(first)]
         with trainer.dev.instead(launch=counted):
@@ -215,3 +219,33 @@ def test_a_device_of_another_capability_is_not_told_to_fuse(monkeypatch):
 
 def test_routes_are_of_all_kernels_that_a_device_can_be_told_to_take():
     assert sorted(route.kernel for route in ROUTES.values()) == sorted(FUSED)
+
+
+@pytest.mark.parametrize("more", [{}, {"zero_level": 3}], ids=["whole", "divided"])
+def test_ranks_have_the_products_of_one(more, fuse):
+    """And the bits of the library's, as one rank has."""
+    options = DELAYED | {"gpus": 2, "grad_accumulation": 2} | more
+    want = run("qwen3", **options)
+    fuse("matmul_swiglu", "matmul_swiglu_backward")
+    found = run("qwen3", **options)
+    assert found[0] == want[0] and found[2]["matmul_swiglu"] > 0
+    for weight, values in want[1].items():
+        np.testing.assert_array_equal(found[1][weight], values, err_msg=weight)
+
+
+def test_a_plan_of_several_gpus_has_the_products_of_one():
+    options = {"batch_size": 32, "lmhead_chunks": 4, "grad_accumulation": 2, **DELAYED}
+    spec, found = replace(GPU_SPEC, num_sms=132, memory=80 << 30), []
+    for gpus in (1, 2):
+        launched, launch = Counter(), PlanDevice.launch
+
+        def counted(self, kernel, *args, launched=launched, launch=launch, **kwargs):
+            launched[kernel.entry] += kernel.entry in FUSED
+            launch(self, kernel, *args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PlanDevice, "launch", counted)
+            config = TrainConfig(gpus=gpus, **options).normalized()
+            make_plan(config, preset("Qwen2.5-0.5B"), spec, world_size=gpus)
+        found.append(set(+launched))
+    assert found[0] == found[1] >= {"matmul_swiglu", "matmul_swiglu_backward"}

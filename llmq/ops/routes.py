@@ -140,8 +140,9 @@ ROUTES = {
 def taken(dev: Device, kind: str, sizes: Sizes, *, fast: bool = False) -> Route | None:
     """The route of an epilogue's kind on a device for a product of these sizes; None: two kernels.
     fast: whether sums of fp8 codes may have fewer bits. A device that was told what to fuse does
-    not ask what is faster, and may be the CPU. Where GPUs exchange data, they take multiprocessors
-    from a product, and its grid counts on all of them."""
+    not ask what is faster, and may be the CPU. Ranks have the routes of one, and so its bits:
+    no product waits for another block, so that one whose multiprocessor is taken by a collective
+    runs later (docs/decisions/collectives.md)."""
     route = ROUTES.get(kind)
     if route is None or sizes.a not in route.a or route.out not in (None, sizes.out):
         return None
@@ -152,7 +153,7 @@ def taken(dev: Device, kind: str, sizes: Sizes, *, fast: bool = False) -> Route 
     if told is not None:
         on_cpu = dev.spec.capability == HOST_SPEC.capability
         there = route.kernel in told and (there or on_cpu)
-    if not there or dev.mesh.size() > 1 or sizes.rank > MAX_RANK or sizes.N % route.columns():
+    if not there or sizes.rank > MAX_RANK or sizes.N % route.columns():
         return None
     large = route.rows <= sizes.M and route.least <= sizes.N
     if told is None and not (large and route.faster(dev, sizes)):
