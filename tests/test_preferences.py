@@ -173,6 +173,25 @@ def test_labels_have_the_shift_of_other_answers(tmp_path):
     same_gradients(ours, model, second.norm * len(losses))
 
 
+def test_the_shift_is_that_of_all_ranks(tmp_path):
+    """Answers have one shift, however many ranks divide a micro-batch."""
+    labels = [True, False, False, True, True, False, True, True]
+    path = str(write_pairs(tmp_path / "train.bin", LENGTHS, VOCAB, labels=labels))
+    found = []
+    for ranks, more in ((1, {}), (2, {"zero_level": 3}), (3, {"zero_level": 1})):
+        given = {"seq_len": T, "packing": "best-fit", "train_file": (path,), "eval_file": (path,)}
+        given |= {"loss": "kto", "checkpoint_dir": tmp_path / str(ranks), "learning_rate": 1e-2}
+        given |= {"batch_size": 6 // ranks, "gpus": ranks, "warmup": 0, **more}
+        with trainer_for(exported("qwen2"), **given) as trainer:
+            results = [trainer.step() for _ in range(3)] + [trainer.validate()]
+            assert trainer.usage == trainer.plan.usage
+        found.append([(result.loss, result.numbers["kl"]) for result in results])
+    one, *others = found
+    assert one[1][1] > 1e-3
+    for several in others:
+        np.testing.assert_allclose(several, one, rtol=1e-4)
+
+
 def test_weights_are_those_of_the_scores(tmp_path):
     """They may be negative, and come from a score file that a program has written."""
     data = tmp_path / "train.bin"

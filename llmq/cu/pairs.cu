@@ -2,7 +2,8 @@
 //
 //   sums      of each document, at its first position: sum of what its trained tokens have gained
 //             over the reference, -loss - reference; sum of -loss; how many they are
-//   shift     z0 = max(0, mean gain of the second documents), of KTO
+//   gains     of the second documents: sum of what they have gained, and how many they are
+//   shift     z0 = max(0, mean gain of the second documents of all ranks), of KTO
 //   weights   d loss / d (loss of the token), 0 outside of pairs
 //   stats     stats[..] += of all pairs: loss, count, and the sums that llmq/model/losses/preferences.py
 //             names
@@ -18,9 +19,11 @@
 //          probabilities, or null. starts: I32 (n), the first position of each one's document in its
 //          row of seq_len. partner: F32 (n), 1 + the first position of the pair's other document,
 //          negative in one that is not preferred, 0 outside of pairs. sums: F32 (3, n), written at
-//          first positions of documents only. shift: F32 (1). weights: F32 (n). stats: F64.
+//          first positions of documents only. gains: F64 (2), gained: F64 (ranks, 2). shift: F32 (1).
+//          weights: F32 (n). stats: F64.
 // Launch   sums: 256 threads, a warp looks for documents that begin at its 32 positions, and adds
-//          up each. shift, stats: one block of 1024. weights: 256 threads, one position each.
+//          up each. gains, stats: one block of 1024. shift: one thread. weights: 256 threads, one
+//          position each.
 // Cost     each array read once or twice; microseconds beside a micro-step.
 // Needs    starts that do not fall along a row; a pair in one row; n < 2^31.
 #include "common.cuh"
@@ -144,7 +147,7 @@ __device__ __forceinline__ Place place(const i32* starts, const f32* partner, i6
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-pairs_shift(f32* __restrict__ shift, const f32* __restrict__ sums, const i32* __restrict__ starts,
+pairs_gains(f64* __restrict__ gains, const f32* __restrict__ sums, const i32* __restrict__ starts,
             const f32* __restrict__ partner, i64 n, i32 seq_len) {
     __shared__ f64 shared[32];
     f64 gain = 0.0, count = 0.0;
@@ -157,7 +160,20 @@ pairs_shift(f32* __restrict__ shift, const f32* __restrict__ sums, const i32* __
     }
     gain = block_sum(gain, shared);
     count = block_sum(count, shared);
-    if (threadIdx.x == 0) { shift[0] = count > 0.0 ? fmaxf((f32)(gain / count), 0.0f) : 0.0f; }
+    if (threadIdx.x == 0) {
+        gains[0] = gain;
+        gains[1] = count;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(1)
+pairs_shift(f32* __restrict__ shift, const f64* __restrict__ gained, i32 ranks) {
+    f64 gain = 0.0, count = 0.0;
+    for (int r = 0; r < ranks; ++r) {
+        gain += gained[2 * r];
+        count += gained[2 * r + 1];
+    }
+    shift[0] = count > 0.0 ? fmaxf((f32)(gain / count), 0.0f) : 0.0f;
 }
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -218,6 +218,7 @@ class Model:
         flat = targets.view(targets.size)
         if self.loss.ahead:
             self.head.token_losses(w, flat, self.loss.of_rows())
+            self.loss.prepare(self.rows(targets))
         row_weights = self.loss.weights(self.rows(targets))
         row_weights = row_weights and row_weights.view(flat.size)
         how = (last.branch, to, d_residual, d_norm, self.loss.of_rows())

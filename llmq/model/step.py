@@ -162,7 +162,9 @@ class Step:
     def _evaluate(self, stale: bool) -> None:
         self.model.forward(self.tokens, stale=stale, keep=False)
         self.model.token_losses(self.targets)
-        self.loss.add(self.stats, self.model.rows(self.targets))
+        rows = self.model.rows(self.targets)
+        self.loss.prepare(rows)
+        self.loss.add(self.stats, rows)
 
     def score(self, batch: Batch) -> np.ndarray:
         """The loss of each token of one batch, F32 (B, T), 0 where masked; waits for the device. It

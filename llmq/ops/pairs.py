@@ -7,7 +7,7 @@ to Understand Learning from Human Preferences, 2023; Meng et al., SimPO, 2024; H
 
 from typing import NamedTuple
 
-from llmq.base.dtypes import F32, I32, STATS
+from llmq.base.dtypes import F32, F64, I32, STATS
 from llmq.base.tensor import Tensor
 from llmq.ops.common import expect_stats
 from llmq.ref.pairs import KTO, SUMS, Form
@@ -22,7 +22,8 @@ SUMS_OF = Kernel(
     "pairs_sums",
     args="f32* sums, const i32* targets, const f32* losses, const f32*? reference, " + _PLACES,
 )
-SHIFT = Kernel("pairs.cu", "pairs_shift", args=f"f32* shift, const f32* sums, {_PLACES}")
+GAINS = Kernel("pairs.cu", "pairs_gains", args=f"f64* gains, const f32* sums, {_PLACES}")
+SHIFT = Kernel("pairs.cu", "pairs_shift", args="f32* shift, const f64* gained, i32 ranks")
 WEIGHTS = Kernel(
     "pairs.cu",
     "pairs_weights",
@@ -79,20 +80,35 @@ def sums(
     dev.launch(SUMS_OF, ceil_div(targets.size, THREADS), THREADS, args)
 
 
-def shift(dev: Device, shift: Tensor, sums: Tensor, places: Places) -> None:
-    """KTO's estimate of the divergence from the reference: the mean of what the second documents
-    of all pairs have gained, at least 0; the second one is an answer to another prompt.
+def gains(dev: Device, gains: Tensor, sums: Tensor, places: Places) -> None:
+    """Add up the gains of the second documents of all pairs, of which KTO's shift is the mean.
 
     Args:
-        shift  out  F32 (1,)
+        gains  out  F64 (2,)       sum of gains, number of documents
         sums   in   F32 (3, B, T)  as `sums` makes them
 
-    Cost:    one launch of a single block.
+    Cost:    one launch of a single block, with a fixed order of summation.
     """
-    where = places.checked("pairs.shift")
+    where = places.checked("pairs.gains")
+    expect("pairs.gains", "gains", gains, F64, (2,))
+    expect("pairs.gains", "sums", sums, F32, (3, *places.starts.shape))
+    dev.launch(GAINS, 1, ONE_BLOCK, (gains, sums, *where))
+
+
+def shift(dev: Device, shift: Tensor, gained: Tensor) -> None:
+    """Estimate the divergence from the reference, as KTO does: the mean of the gains of all second
+    documents, at least 0; each is an answer to another prompt.
+
+    Args:
+        shift   out  F32 (1,)
+        gained  in   F64 (ranks, 2)  `gains` of each rank
+
+    Cost:    one launch of a single thread.
+    """
+    ranks = gained.shape[0]
     expect("pairs.shift", "shift", shift, F32, (1,))
-    expect("pairs.shift", "sums", sums, F32, (3, *places.starts.shape))
-    dev.launch(SHIFT, 1, ONE_BLOCK, (shift, sums, *where))
+    expect("pairs.shift", "gained", gained, F64, (ranks, 2))
+    dev.launch(SHIFT, 1, 1, (shift, gained, ranks))
 
 
 def weights(

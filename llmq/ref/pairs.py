@@ -132,10 +132,15 @@ def pairs_sums(sums, targets, losses, reference, starts, partner, n, seq_len):
     sums.reshape(3, n)[:, at] = np.array(found)[:, at]
 
 
-def pairs_shift(shift, sums, starts, partner, n, seq_len):
+def pairs_gains(gains, sums, starts, partner, n, seq_len):
     other = _documents(sums, _pairs(starts, partner, seq_len).two)
     there = other.count > 0
-    shift[0] = max(other.gain[there].mean(), 0) if there.any() else 0
+    gains[:] = other.gain[there].sum(), there.sum()
+
+
+def pairs_shift(shift, gained, ranks):
+    gain, count = gained.sum(axis=0)
+    shift[0] = max(gain / count, 0) if count else 0
 
 
 def _values(

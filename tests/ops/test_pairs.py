@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import F32, I32, STATS
+from llmq.base.dtypes import F32, F64, I32, STATS
 from llmq.ops import pairs
 from llmq.ops.pairs import Places
 from llmq.ref.pairs import CASES, IPO, KTO, ORPO, SIGMOID, SUMS, Form
@@ -57,11 +57,13 @@ def test_equals_reference(dev, rng, case, form):
         "weights": np.full((B, T), np.nan, np.float32),
     }
     shape |= {"shift": np.full(1, np.nan, np.float32), "stats": np.ones(len((*STATS, *SUMS)))}
+    shape |= {"gained": np.array([[np.nan, np.nan], [9.0, 2.0]])}  # of this rank and of another one
 
-    def call(dev, sums, weights, shift, stats, targets, losses, reference, starts, partner):
+    def call(dev, sums, weights, shift, stats, gained, targets, losses, reference, starts, partner):
         places = Places(starts, partner)
         pairs.sums(dev, sums, targets, losses, reference, places)
-        pairs.shift(dev, shift, sums, places)
+        pairs.gains(dev, gained.rows(0, 1).view(2), sums, places)
+        pairs.shift(dev, shift, gained)
         given = shift if form.kind == KTO else None
         pairs.weights(dev, weights, sums, given, targets, places, form)
         pairs.stats(dev, stats, sums, given, places, form)
@@ -70,6 +72,7 @@ def test_equals_reference(dev, rng, case, form):
     got, want = run(dev, call, arrays), run(host_device(), call, arrays)
     # Sums are of F64 in another order, rounded once; weights and losses are computed in F32.
     np.testing.assert_allclose(got["sums"], want["sums"], rtol=2**-22)
+    np.testing.assert_allclose(got["gained"], want["gained"], rtol=2**-22)
     np.testing.assert_allclose(got["shift"], want["shift"], rtol=2**-20)
     np.testing.assert_allclose(got["weights"], want["weights"], rtol=2**-14, atol=2**-22)
     np.testing.assert_allclose(got["stats"], want["stats"], rtol=2**-16)
@@ -86,8 +89,10 @@ def test_wrong_arguments():
     places = Places(make(2, 8, dtype=I32), make(2, 8))
     with pytest.raises(TypeError, match=r"pairs.sums: starts must be I32, got F32"):
         pairs.sums(dev, make(3, 2, 8), make(2, 8), make(2, 8), None, Places(make(2, 8), make(2, 8)))
-    with pytest.raises(ValueError, match=r"pairs.shift: sums must have shape \(3, 2, 8\)"):
-        pairs.shift(dev, make(1), make(2, 8), places)
+    with pytest.raises(ValueError, match=r"pairs.gains: sums must have shape \(3, 2, 8\)"):
+        pairs.gains(dev, make(2, dtype=F64), make(2, 8), places)
+    with pytest.raises(TypeError, match=r"pairs.shift: gained must be F64, got F32"):
+        pairs.shift(dev, make(1), make(2, 2))
     with pytest.raises(ValueError, match=r"pairs.weights: shift is for KTO, and needed there"):
         form = FORMS["kto"]
         targets = make(2, 8, dtype=I32)

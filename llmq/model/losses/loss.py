@@ -74,6 +74,10 @@ class Loss(ABC):
         """Where each statistic of a step is, those of all losses first."""
         return {name: index for index, name in enumerate((*STATS, *cls.sums))}
 
+    def prepare(self, rows: Rows) -> None:  # noqa: B027 - most have nothing
+        """Sums over the micro-batch's losses that `weights` and `add` read, of a loss that looks
+        ahead: called once before both. Launches, and collectives that all ranks make."""
+
     def weights(self, rows: Rows) -> Tensor | None:
         """F32 (B, T); None: all are 1. Only launches. rows: losses and lse are those of the
         micro-batch before, unless the loss looks ahead."""

@@ -1,18 +1,20 @@
 """Losses of pairs of answers to one prompt, of which one is to be preferred (`ops/pairs.py`)."""
 
 from collections.abc import Mapping
+from functools import partial
 from math import log
 from typing import ClassVar
 
 import numpy as np
 
-from llmq.base.dtypes import F32
+from llmq.base.dtypes import F32, F64
 from llmq.base.tensor import Tensor
 from llmq.model.losses.loss import Loss, Rows
 from llmq.ops import pairs
 from llmq.options.options import TrainConfig
 from llmq.ref.pairs import IPO, KTO, ORPO, SIGMOID, SUMS, Documents, Form, of_pair
 from llmq.runtime.device import Device
+from llmq.runtime.lane import Lane
 
 
 class Preferences(Loss):
@@ -50,21 +52,22 @@ class Preferences(Loss):
         answer = Documents(gain if "scores" in cls.inputs else logp, logp, count)
         return float(of_pair(cls._form(options), answer, answer).loss[0])
 
+    def prepare(self, rows: Rows) -> None:
+        """Have the sums of each answer."""
+        reference, places = self.inputs.get("scores"), self._places(rows)
+        pairs.sums(self.dev, self._sums, rows.targets, rows.losses, reference, places)
+
     def weights(self, rows: Rows) -> Tensor:
-        places, sums = self._add_up(rows), (self._sums, self._shift)
+        places, sums = self._places(rows), (self._sums, self._shift)
         pairs.weights(self.dev, self._weights, *sums, rows.targets, places, self.form)
         return self._weights
 
     def add(self, stats: Tensor, rows: Rows) -> None:
-        places = self._add_up(rows)
+        places = self._places(rows)
         pairs.stats(self.dev, stats, self._sums, self._shift, places, self.form)
 
-    def _add_up(self, rows: Rows) -> pairs.Places:
-        """Have the sums of each answer, from the losses as they are now."""
-        places = pairs.Places(rows.starts, self.inputs["partner"])
-        reference = self.inputs.get("scores")
-        pairs.sums(self.dev, self._sums, rows.targets, rows.losses, reference, places)
-        return places
+    def _places(self, rows: Rows) -> pairs.Places:
+        return pairs.Places(rows.starts, self.inputs["partner"])
 
     @classmethod
     def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
@@ -101,8 +104,8 @@ class Orpo(SimPo):
 class Kto(Preferences):
     """KTO: answers with labels. One that is desirable is to gain more than a shift, others less.
     The shift estimates how far the model is from the reference: the mean of what the answers to
-    other prompts have gained, which are the second documents of the pairs, at least 0. It is that
-    of the micro-batch of a rank, and has no gradient."""
+    other prompts have gained, which are the second documents of the pairs, at least 0. The mean is
+    over the micro-batch of all ranks, as TRL has it, and has no gradient."""
 
     kind = KTO
     validated = (*Preferences.validated, "kl")
@@ -110,6 +113,10 @@ class Kto(Preferences):
     def __init__(self, dev: Device, options: TrainConfig, inputs: Mapping[str, Tensor]):
         super().__init__(dev, options, inputs)
         self._shift = dev.alloc("shift", (1,), F32, "Activations")
+        self._gained = dev.alloc("gained", (dev.mesh.size(), 2), F64, "Activations")
+        dev.zero(self._gained)  # silent ranks leave theirs as it is
+        self._lane = Lane(dev, arrive="comm")
+        self._lane.add("gained")
 
     @classmethod
     def guessing(cls, options: TrainConfig, outputs: int) -> float:
@@ -125,7 +132,16 @@ class Kto(Preferences):
     def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
         return super().numbers(sums) | {"kl": sums["kl"] / (sums["count"] or float("nan"))}
 
-    def _add_up(self, rows: Rows) -> pairs.Places:
-        places = super()._add_up(rows)
-        pairs.shift(self.dev, self._shift, self._sums, places)
-        return places
+    def prepare(self, rows: Rows) -> None:
+        """The shift, too, for which the ranks gather their gains."""
+        super().prepare(rows)
+        mesh, gained, lane = self.dev.mesh, self._gained, self._lane
+        own = gained.rows(mesh.index(), mesh.index() + 1).view(2)
+        pairs.gains(self.dev, own, self._sums, self._places(rows))
+        if mesh.size() > 1:
+            lane.forget()
+            lane.follow()
+            gather = partial(mesh.group().all_gather, gained.view(gained.size), own)
+            lane.arrive("gained", gather)
+            lane.use("gained")
+        pairs.shift(self.dev, self._shift, gained)
