@@ -30,6 +30,7 @@ from llmq.checkpoint.manifest import digest_of
 from llmq.data.tokenizer import EXACT_CODE, EXACT_MODULE
 from llmq.data.tokens import TokenWriter
 from tests import runs
+from tools.faults import outputs
 from tools.faults.child import Ended, run
 from tools.faults.machine import Outcome, Problems
 from tools.faults.mutations import whole_place
@@ -50,6 +51,19 @@ TEMPLATES = [
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{% set n = namespace(x=['a']) %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "{{ messages | tojson(indent=10**9) }}", "{{ '%9999999999d' % 1 }}",
+]  # fmt: skip
+_CHAT = ["--chat", "--prompt", "a" * 60 + " b", "--max-new-tokens", "4", "--device", "cpu"]
+READERS = [  # of the tokenizer and the chat template of the model `talks`
+    ["sample", "talks", *_CHAT],
+    ["export", "talks", "--out", "new"],
+    ["export", "talks", "--format", "gguf", "--dtype", "fp16", "--out", "new.gguf"],
+    ["eval", "talks", "--task", "hellaswag=task.jsonl", "--device", "cpu"],
+    ["show", "data/named/train.bin", "--tokenizer", "talks"],
+    train(
+        model="talks", from_scratch=None, train_file="data/named/train*.bin", steps=1,
+        sample_prompt="a" * 60, sample_every=1, out_dir="new", checkpoint_dir="new-ckpt",
+        log_file="new.json", allow_other_tokenizer="",
+    ),
 ]  # fmt: skip
 
 # A case: what was done, how the command has ended (None: nothing was run), what else is wrong.
@@ -223,15 +237,18 @@ def bounds(root: Path, rng: random.Random) -> tuple[str, Ended, Problems]:
     kind = rng.choice(
         ("template", "template", "pattern", "normalizer", "record", "bomb", "options")
     )
+    reader = rng.choice((None, *READERS)) if kind in ("template", "pattern", "normalizer") else None
     if kind == "template":
         number = rng.randrange(len(TEMPLATES))
-        (root / "odd.jinja").write_text(TEMPLATES[number])
-        if rng.random() < 0.5:
-            args = ["sample", "out", "--chat", "--prompt", "a", "--device", "cpu"]
-        args += ["--chat-template", "odd.jinja"]
+        if reader is None:
+            (root / "odd.jinja").write_text(TEMPLATES[number])
+            args += ["--chat-template", "odd.jinja"]
+        else:
+            (root / "talks/chat_template.jinja").write_text(TEMPLATES[number])
+            args = reader
         kind = f"template {number}, {args[0]}"
     elif kind in ("pattern", "normalizer"):
-        path = root / "tok/tokenizer.json"
+        path = root / ("tok" if reader is None else "talks") / "tokenizer.json"
         document = json.loads(path.read_text())
         split = {"type": "Split", "behavior": "Isolated", "invert": False}
         more = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 200}
@@ -243,8 +260,8 @@ def bounds(root: Path, rng: random.Random) -> tuple[str, Ended, Problems]:
         path.write_text(json.dumps(document))
         (root / "a.jsonl").write_text(json.dumps({"text": "a" * 60 + " b" * 60}) + "\n")
         args[1] = "a.jsonl"
-        if rng.random() < 0.5:
-            args = ["show", "data/train-0.bin", "--document-separator", "10", "--tokenizer", "tok"]
+        if reader is not None:
+            args = reader
         kind = f"{kind}, {args[0]}"
     elif kind == "record":
         size = rng.choice((10_000, 100_000, 3_000_000))
@@ -420,7 +437,10 @@ CASES: list[tuple[str, Case, int]] = [
     ("what is no file", special, 8),
     ("pipes beside token files", pipes, 4),
     ("names and hashes", names, 10),
-    ("programs and sizes without end", bounds, 12),
+    ("programs and sizes without end", bounds, 24),
+    ("output without room", outputs.no_room, 8),
+    ("two to one place", outputs.together, 8),
+    ("a log that is replaced", outputs.replaced_log, 4),
     ("cache", cache, 8),
     ("orders and sizes", data, 16),
     ("a disk that stays full", full, 8),
