@@ -346,6 +346,7 @@ def test_a_run_stops_early_and_is_complete(capsys):
     assert_equal(weights("out"), exported(best))
     assert Path(f"ckpt/step_{step:08d}").is_dir()
     assert "Done. validation loss" in capsys.readouterr().out
+    assert [at for at, _ in validations()] == [*range(1, step + 1)]  # no step has two
     assert run(**STOP | ON) == 0  # and makes no further step
     assert stopped_at() == step and len(messages("Stopped early before: ")) == 1
     assert run(**STOP | ON | {"stop_after": 0, "steps": step + 2}) == 0

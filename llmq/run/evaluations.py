@@ -155,11 +155,13 @@ class Evaluations(Member):
             self._between_steps(call)
 
     def before_end(self, step: int) -> None:
-        """The last validation, on all sequences; with --keep-best LOSS before that one of the
-        periodic kind, so that the last model can be the best."""
+        """The last validation, on all sequences, if the step of an early stop has not had it; with
+        --keep-best LOSS before that one of the periodic kind, so that the last model can be the
+        best."""
         if self._lacks_measurement(step):
             self._between_steps(partial(self.validate, self.config.eval_num_steps))
-        self._between_steps(partial(self.validate, None))
+        if self._takes_part or not self._losses or self.trainer.validated_at != step:
+            self._between_steps(partial(self.validate, None))
         for call in self.due(at_end=True):
             self._between_steps(call)
 
@@ -168,10 +170,15 @@ class Evaluations(Member):
         this step was not."""
         if not (self.config.keep_best or "").endswith("loss"):
             return False
+        return self._takes_part and self.trainer.validated_at not in (None, step)
+
+    @property
+    def _takes_part(self) -> bool:
+        """Whether periodic validations leave out sequences."""
         own = self.trainer.eval_loaders if self.config.validates else []
-        longest = max(one.batches_per_epoch for one in [*own, *self.material.loaders])
-        part = longest > self.config.eval_num_steps
-        return part and self.trainer.validated_at not in (None, step)
+        loaders = [*own, *self.material.loaders]
+        longest = max((one.batches_per_epoch for one in loaders), default=0)
+        return longest > self.config.eval_num_steps
 
     def at_end(self, step: int) -> None:
         self.reporter.message(self.summary(), step)
