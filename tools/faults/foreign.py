@@ -34,7 +34,7 @@ from tools.faults import outputs
 from tools.faults.child import Ended, run
 from tools.faults.machine import Outcome, Problems
 from tools.faults.mutations import whole_place
-from tools.faults.place import command, copy, inside, touched, train
+from tools.faults.place import command, copy, inside, must, touched, train
 
 NEWEST = "ckpt/step_00000006"
 STEERING = ["\x1b[2J", "\x1b]0;x\x07", "\x9b1A", "\r", "\b\b\b", "\x7f", "\u202e", "\u2066", "\x0e"]
@@ -52,17 +52,17 @@ TEMPLATES = [
     "{% set n = namespace(x=['a']) %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "{{ messages | tojson(indent=10**9) }}", "{{ '%9999999999d' % 1 }}",
 ]  # fmt: skip
-_CHAT = ["--chat", "--prompt", "a" * 60 + " b", "--max-new-tokens", "4", "--device", "cpu"]
+_LONG = "a" * 28 + " b"  # for patterns that go back
 READERS = [  # of the tokenizer and the chat template of the model `talks`
-    ["sample", "talks", *_CHAT],
+    ["sample", "talks", "--chat", "--prompt", _LONG, "--max-new-tokens", "4", "--device", "cpu"],
     ["export", "talks", "--out", "new"],
     ["export", "talks", "--format", "gguf", "--dtype", "fp16", "--out", "new.gguf"],
     ["eval", "talks", "--task", "hellaswag=task.jsonl", "--device", "cpu"],
-    ["show", "data/named/train.bin", "--tokenizer", "talks"],
+    ["show", "data/named/train*.bin", "--tokenizer", "talks"],
     train(
-        model="talks", from_scratch=None, train_file="data/named/train*.bin", steps=1,
-        sample_prompt="a" * 60, sample_every=1, out_dir="new", checkpoint_dir="new-ckpt",
-        log_file="new.json", allow_other_tokenizer="",
+        model="talks", from_scratch=None, train_file="data/named/train*.bin", steps=1, seq_len=32,
+        batch_size=1, sample_prompt=_LONG, sample_every=1, out_dir="new",
+        checkpoint_dir="new-ckpt", log_file="new.json", allow_other_tokenizer="",
     ),
 ]  # fmt: skip
 
@@ -458,6 +458,10 @@ class Foreign:
     def prepare(self, folder: Path, rng: random.Random) -> None:
         """Make what the commands read."""
         self.folder, self.template = folder, whole_place(folder)
+        for args in READERS + outputs.PRINTING:
+            root = copy(self.template, folder / "tried")
+            must(root, args)
+            shutil.rmtree(root)
 
     def attempt(self, rng: random.Random) -> Outcome:
         """One of them."""

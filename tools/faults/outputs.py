@@ -28,7 +28,8 @@ _NEW = {"out_dir": "new", "checkpoint_dir": "new-ckpt", "log_file": "new.json"}
 _SAMPLE = ["sample", "out", "--prompt", "a", "--max-new-tokens", "4", "--device", "cpu"]
 _GGUF = ["export", "talks", "--format", "gguf", "--dtype", "fp16", "--out"]
 PRINTING = [
-    ["show", "data/train-0.bin"], ["check", "out"], ["check", "ckpt"], _SAMPLE, ["train", "--help"],
+    ["show", "data/named/train*.bin", "--tokenizer", "tok"], ["check", "out"], ["check", "ckpt"],
+    _SAMPLE, ["train", "--help"],
     ["plan", "--model", "tiny", "--from-scratch", "--device", "cpu"], train(**_NEW),
     ["export", "out", "--out", "new"], [*_GGUF, "new.gguf"],
     ["merge", "out", "adapter", "--out", "new"],

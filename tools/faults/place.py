@@ -90,7 +90,9 @@ def train(**changes: object) -> list[str]:
 class Scenario:
     """before: commands that have run. tried: the one that meets the fault. again: the one that must
     make up for it. results: patterns of the files that must be the same in the end. keeps: of files
-    whose contents must be there afterwards, under whatever name."""
+    whose contents must be there afterwards, under whatever name. best_decides: whether results are
+    others where the disk has refused the best checkpoint. once: whether a second command refuses
+    the place of a complete result."""
 
     name: str
     before: list[list[str]]
@@ -98,6 +100,8 @@ class Scenario:
     again: list[str]
     results: tuple[str, ...] = ("out/model.safetensors", "out/config.json", "ckpt/*/*.safetensors")
     keeps: tuple[str, ...] = ()
+    best_decides: bool = False
+    once: bool = False
 
 
 _ON = {"continue": ""}
@@ -106,6 +110,16 @@ _RANKS = {"gpus": 3, "steps": None}  # 20 sequences
 _BEST = {"keep_best": "loss", "eval_file": "data/eval.bin", "eval_every_n_steps": 2}
 # The best checkpoint may be one that the disk has refused: the model is that of the last step.
 _BEST |= {"ckpt_interval": 3, "export": "last"}
+# Step 2 is the best, and at step 4, which is worse, the run ends.
+_STOPS = {"keep_best": "loss", "eval_file": "data/eval.bin", "eval_every_n_steps": 2, "steps": 12}
+_STOPS |= {"stop_after": 1, "learning_rate": 0.3, "ckpt_interval": 2}
+_LORA = train(
+    model="out", from_scratch=None, lora_rank=2, steps=2, ckpt_interval=0, out_dir="adapter",
+    save_training_state=False, checkpoint_dir="lora-ckpt", log_file="lora.json",
+)  # fmt: skip
+_MERGE = ["merge", "out", "adapter", "--out", "merged"]
+_GGUF = ["export", "out", "--format", "gguf", "--dtype", "fp16", "--out", "out.gguf"]
+_GGUF += ["--overwrite"]
 _DATA = ["data/text.txt", "--tokenizer", "bytes", "--eval-fraction", "0.3", "--workers", "1"]
 _SCORE = ["score", "out", "data/train-0.bin", "--out", "scores", "--device", "cpu", "--seq-len"]
 _SHARDS = [*_DATA, "--shard-tokens", "300", "--out", "data/new"]
@@ -134,6 +148,20 @@ SCENARIOS = [
     ),
     Scenario("train --keep-best", [], train(**_BEST), train(**_BEST, **_ON)),
     Scenario(
+        "train --stop-after, of the best",
+        [],
+        train(**_STOPS),
+        train(**_STOPS, **_ON),
+        best_decides=True,
+    ),
+    Scenario(
+        "train --continue PATH of two lengths",
+        [train(**_LENGTHS)],
+        train(**_LENGTHS | {"continue": "ckpt/step_00000002"}),
+        train(**_LENGTHS | _ON),
+        keeps=("ckpt/*/*.safetensors",),
+    ),
+    Scenario(
         "train --ckpt-background",
         [train()],
         train(steps=10, ckpt_background="", **_ON),
@@ -144,6 +172,10 @@ SCENARIOS = [
         [train(), train(steps=8, **_ON)],
         ["export", "--checkpoint-dir", "ckpt", "--out-dir", "out", "--model-dtype", "fp32"],
         ["export", "--checkpoint-dir", "ckpt", "--out-dir", "out", "--model-dtype", "fp32"],
+    ),
+    Scenario("export --format gguf", [train()], _GGUF, _GGUF, results=("*.gguf",)),
+    Scenario(
+        "merge", [train(), _LORA], _MERGE, _MERGE, results=("merged/*.safetensors",), once=True
     ),
     Scenario(
         "tokenize",
@@ -250,6 +282,8 @@ class Prepared:
         Only the newest checkpoint is compared: which older ones stay follows from which could be
         written, and from when the last clean-up was.
         """
+        if self.scenario.best_decides and not best:
+            return []
         found, problems = hashed(root, self.scenario.results), []
         newest = max((n.split("/")[1] for n in self.want if n.startswith("ckpt/")), default="")
         names = sorted(self.want.keys() | found.keys())
