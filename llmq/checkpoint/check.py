@@ -17,7 +17,7 @@ from llmq.checkpoint.exports.source import saved_slabs
 from llmq.checkpoint.finite import all_finite, reached
 from llmq.checkpoint.folder import digest_of_file, is_complete
 from llmq.checkpoint.hf import INDEX_FILE, SINGLE_FILE, HfWeights
-from llmq.checkpoint.safetensors_file import SafetensorsFile
+from llmq.checkpoint.safetensors_file import open_foreign
 from llmq.checkpoint.store import list_checkpoints
 from llmq.data import checksums, document_file
 from llmq.data.checksums import checksums_path
@@ -213,6 +213,6 @@ def _sums(directory: Path) -> str:
 
 
 def _safetensors(path: Path) -> str:
-    file = SafetensorsFile(path)
+    file = open_foreign(path)
     file.close()
     return f"{len(file.tensors)} tensors, header and length agree"

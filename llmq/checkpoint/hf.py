@@ -38,6 +38,7 @@ from llmq.checkpoint.safetensors_file import (
     FileTensor,
     SafetensorsFile,
     TensorSpec,
+    open_foreign,
     write_safetensors,
 )
 from llmq.checkpoint.source_model import SourceModel
@@ -181,7 +182,7 @@ class HfWeights(Closing):
 
     def _file(self, name: str) -> dict[str, FileTensor]:
         if name not in self._files:
-            self._files[name] = SafetensorsFile(self.directory / name)
+            self._files[name] = open_foreign(self.directory / name)
         file = self._files[name]
         return {key: FileTensor(file, key) for key in file.tensors}
 

@@ -4,8 +4,12 @@
            8      JSON     {name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__"}
        8 + n      bytes    the tensors, without gaps; the offsets count from here
 
-The NumPy side of the `safetensors` library reads no FP8, ends the process where a file has become
-shorter, and writes a file only from tensors that are all in memory.
+The `safetensors` library checks the headers of files that other programs wrote (`open_foreign`).
+Tensors are read and written here, because the library, in its release 0.8 with NumPy,
+
+- maps the file: a disk that fails, or a file that becomes shorter, ends the process with SIGBUS;
+- reads no FP8, E8M0 or FP4, and gives no bytes of element types that NumPy lacks;
+- writes a file only from tensors that are all in memory.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from llmq.base.dtypes import DTYPES, DType
 from llmq.base.errors import LlmqError
@@ -45,13 +50,14 @@ class StoredTensor(NamedTuple):
 
 
 class SafetensorsFile:
-    """One open file with a checked header. Threads may share it.
+    """One open file. Threads may share the file.
 
     path; tensors: StoredTensor by name; metadata: text by text.
     """
 
     def __init__(self, path: Path) -> None:
-        """LlmqError if the file cannot be read, has a damaged header, or not the length it says."""
+        """Read the header of a file whose checksum agrees; other files: `open_foreign`. LlmqError
+        if the file cannot be read, has a damaged header, or not the length in its header."""
         self.path = path
         with read_errors(path, LlmqError):
             self._file = open_file(path)
@@ -67,28 +73,24 @@ class SafetensorsFile:
             raise LlmqError(f"'{self.path}' is no safetensors file: it has only {num_bytes} bytes")
         length = int(self._read_bytes(0, 8).view("<u8")[0])
         if length > MAX_HEADER_BYTES:
-            raise self._damaged(f"its header would have {length} bytes")
+            raise self.damaged(f"its header would have {length} bytes")
         if 8 + length > num_bytes:
             raise self._truncated(num_bytes, 8 + length)
         try:
             header = json.loads(self._read_bytes(8, length).tobytes())
-            self.metadata: dict[str, str] = header.pop("__metadata__", {})
+            self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
             self.tensors = {
                 name: _stored_tensor(entry, 8 + length) for name, entry in header.items()
             }
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise self._damaged(f"its header is damaged ({error})") from error
-        end = 8 + length
-        for name, tensor in sorted(self.tensors.items(), key=lambda item: item[1].offset):
-            if tensor.nbytes and tensor.offset != end:
-                raise self._damaged(f"{name} does not begin where the tensor before it ends")
-            end += tensor.nbytes
+            end = max((x.offset + x.nbytes for x in self.tensors.values()), default=8 + length)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise self.damaged(f"its header is damaged ({error})") from error
         if end > num_bytes:
             raise self._truncated(num_bytes, end)
         if end < num_bytes:  # if bytes were inserted, all tensors are shifted
-            raise self._damaged(f"it has {num_bytes} bytes, but its header says {end}")
+            raise self.damaged(f"it has {num_bytes} bytes, but its header says {end}")
 
-    def _damaged(self, reason: str) -> LlmqError:
+    def damaged(self, reason: str) -> LlmqError:
         return LlmqError(f"'{self.path}' is no valid safetensors file: {reason}; copy it again")
 
     def _truncated(self, num_bytes: int, expected: int) -> LlmqError:
@@ -130,6 +132,19 @@ class SafetensorsFile:
         self._file.close()
 
 
+def open_foreign(path: Path) -> SafetensorsFile:
+    """Open a file of another program. LlmqError as SafetensorsFile, and where the library refuses
+    the header: gaps, or element types and shapes that do not agree with offsets."""
+    file = SafetensorsFile(path)  # the mapped pages of the header are in memory then
+    try:
+        with read_errors(path, LlmqError), safe_open(path, framework="numpy"):
+            return file
+    except SafetensorError as error:
+        file.close()
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise file.damaged(f"its header is damaged ({reason})") from error
+
+
 class FileTensor:
     """A tensor of a file. path: of its file; name, dtype: its names there."""
 
@@ -168,14 +183,9 @@ class FileTensor:
 
 
 def _stored_tensor(entry: dict[str, Any], data_start: int) -> StoredTensor:
-    """A header entry; KeyError, TypeError or ValueError where it is malformed."""
-    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        raise ValueError(f"sizes {shape}, {begin}, {end}")
-    known = NUMPY_DTYPES.get(dtype)
-    if known is not None and prod(shape) * known.itemsize != end - begin:
-        raise ValueError(f"{dtype} {list(shape)} in {end - begin} bytes")
-    return StoredTensor(dtype, shape, data_start + begin, end - begin)
+    """A header entry; KeyError, TypeError or ValueError where the entry is malformed."""
+    begin, end = entry["data_offsets"]
+    return StoredTensor(entry["dtype"], tuple(entry["shape"]), data_start + begin, end - begin)
 
 
 class TensorSpec(NamedTuple):
