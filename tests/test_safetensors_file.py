@@ -107,7 +107,7 @@ def entry(shape=(2,), offsets=(0, 8), dtype="F32"):
         ),
         (entry(shape=(1,), offsets=(4, 8)), "invalid offset for tensor `x`"),
         (entry(offsets=("0", 8)), "its header is damaged"),
-        (entry(dtype="F99"), "unknown variant `F99`, expected one of"),
+        (entry(dtype="F\n99"), "unknown variant `F 99`, expected one of"),
         (b'{"x":' + b"[" * 100_000, "its header is damaged"),
         (entry(shape=(20,), offsets=(0, 80)), "is truncated: .* bytes, but its header says"),
         (entry(shape=(1,), offsets=(0, 4)), "no valid safetensors file: it has .* bytes, but its"),

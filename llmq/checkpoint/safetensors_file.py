@@ -141,7 +141,7 @@ def open_foreign(path: Path) -> SafetensorsFile:
             return file
     except SafetensorError as error:
         file.close()
-        reason = str(error).removeprefix("Error while deserializing header: ")
+        reason = " ".join(str(error).removeprefix("Error while deserializing header: ").split())
         raise file.damaged(f"its header is damaged ({reason})") from error
 
 
