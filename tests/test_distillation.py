@@ -37,6 +37,10 @@ def test_records_are_small_and_near(rng):
     left = 1 - np.exp(found[:, 64:].astype(np.float64)).sum(1)
     np.testing.assert_allclose(left, 1 - np.exp(likely).sum(1), atol=2**-16)
     assert np.isnan(decoded(np.full((2, 200), 0xFF, np.uint8))[:, 64:]).all()
+    sure = told.copy()
+    sure[:, 64:] -= np.logaddexp.reduce(told[:, 64:].astype(np.float64), axis=1)[:, None]
+    left = 1 - np.exp(decoded(encoded(sure))[:, 64:].astype(np.float64)).sum(1)
+    np.testing.assert_allclose(left, 2.0**-16, rtol=2.0**-5)  # F32 rounds 64 log-probabilities
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,16 @@
 //          one the columns share the same mass in proportion to p^(1 / temperature).
 // Launch   512 threads, one block for each row. add: 1024 threads, one block. top_k: 1024 threads, one
 //          block for each row.
+//          What all other columns have is the teacher's 1 - sum p, in F64, and the row's own sum; a
+//          logarithm takes 2^-30 of either at least.
 // Cost     a row is read three times and written once; by top_k 33 times, mostly from the cache: the
 //          k-th largest is found bit by bit.
-// Needs    k <= 256, no column twice, target < vocab. top_k: k <= vocab; NaN counts as the largest or
+// Needs    k <= 256, no column twice in a row that is not masked, target < vocab. top_k: k <= vocab; NaN counts as the largest or
 //          the smallest.
 #include "common.cuh"
 
 constexpr int THREADS = 512, MOST = 256, TOLD_THREADS = 1024;
-constexpr float LEAST = 1.0f / 65536;  // of what the teacher leaves to all the others
+constexpr float LEAST = 1.0f / (1 << 30);  // of what all the other columns have: no logarithm of 0
 
 // The gradient of a column by what it depends on: factors of its two exponentials.
 struct Dense {
@@ -39,6 +41,8 @@ distill(T* __restrict__ logits, f32* __restrict__ losses, f32* __restrict__ lse,
         i64 rows, i32 vocab, i32 padded_vocab, i32 k, i32 reverse, i32 gradient, f32 mixture,
         f32 temperature) {
     __shared__ float shared[32];
+    __shared__ f64 shared64[32];
+    __shared__ int ids[MOST];
     const i64 r = blockIdx.x;
     T* const row = logits + r * padded_vocab;
     const int t = threadIdx.x, target = targets[r];
@@ -47,32 +51,44 @@ distill(T* __restrict__ logits, f32* __restrict__ losses, f32* __restrict__ lse,
     float most = -INFINITY;
     for (int v = t; v < vocab; v += THREADS) { most = fmaxf(most, to_f32(row[v])); }
     const float max = block_max(most, shared);
-    float sum = 0.0f, soft_sum = 0.0f;
-    for (int v = t; v < vocab; v += THREADS) {
-        const float x = to_f32(row[v]) - max;
-        sum += expf(x);
-        soft_sum += expf(x * inverse);
-    }
-    sum = block_sum(sum, shared);
-    soft_sum = block_sum(soft_sum, shared);
-    const float own_lse = max + logf(sum), soft_lse = max * inverse + logf(soft_sum);
 
-    // Thread t has column t of the teacher's.
+    // Thread t has column t of the teacher's, which is not in the row while the others are added
+    // up: 1 less the sum of the teacher's columns would cancel.
     const f32* const of_row = teacher + r * 2 * k;
     const bool has = t < k;
     const int id = has ? __float_as_int(of_row[t]) : 0;
-    const float x_id = to_f32(row[id]), told = has ? of_row[k + t] : 0.0f;
-    const float mass = block_sum(has ? expf(told) : 0.0f, shared);
+    const T kept = row[id];
+    const float x_id = to_f32(kept), told = has ? of_row[k + t] : 0.0f;
+    const float x_target = target < 0 ? 0.0f : to_f32(row[target]);
+    if (has) { ids[t] = id; }
+    __syncthreads();
+    bool counts = has;  // where nobody told a row anything, all its columns are column 0
+    for (int i = 0; has && i < t; ++i) { counts &= ids[i] != id; }
+    if (has) { row[id] = from_f32<T>(-INFINITY); }
+    __syncthreads();
+    float sum = 0.0f, soft_others = 0.0f;
+    for (int v = t; v < vocab; v += THREADS) {
+        const float x = to_f32(row[v]) - max;
+        sum += expf(x);
+        soft_others += expf(x * inverse);
+    }
+    sum = block_sum(sum + (counts ? expf(x_id - max) : 0.0f), shared);
+    soft_others = block_sum(soft_others, shared);
+    const float told_sum = block_sum(counts ? expf((x_id - max) * inverse) : 0.0f, shared);
+    const float soft_sum = soft_others + told_sum;
+    const float own_lse = max + logf(sum), soft_lse = max * inverse + logf(soft_sum);
+    if (has) { row[id] = kept; }
+
+    const f64 mass = block_sum(has ? exp((f64)told) : 0.0, shared64);
     const float softened = block_sum(has ? expf(told * inverse) : 0.0f, shared);
-    const float rest = fmaxf(1.0f - mass, LEAST);
+    const float rest = fmaxf((float)(1.0 - mass), LEAST);
     const float log_p = told * inverse - logf(softened) + logf(1.0f - rest), p = expf(log_p);
     const float log_q = x_id * inverse - soft_lse, q = expf(log_q);
-    const float q_rest = fmaxf(1.0f - block_sum(has ? q : 0.0f, shared), 1e-7f);
+    const float q_rest = fmaxf(soft_others / soft_sum, LEAST);
     const float log_ratio = logf(q_rest / rest);
     const float part = reverse ? q * (log_q - log_p) : p * (log_p - log_q);
     const float divergence = block_sum(has ? part : 0.0f, shared) +
                              (reverse ? q_rest * log_ratio : -rest * log_ratio);
-    const float x_target = target < 0 ? 0.0f : to_f32(row[target]);
     if (t == 0) {
         const float ce = own_lse - x_target, soft = (1.0f - mixture) * temperature * temperature;
         lse[r] = own_lse;

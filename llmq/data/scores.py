@@ -24,7 +24,8 @@ A record of a teacher's k largest probabilities of one token takes 3 k + 8 bytes
     uint16       65535 * what all other tokens have together
 
 The square makes likely tokens exact: the step at a log-probability of -0.1 is 0.01 where the
-deepest is -16. A reader scales the codes so that everything adds up to 1.
+deepest is -16. A reader scales the codes so that everything adds up to 1, and gives all other
+tokens 2^-16 at least.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from llmq.data.tokens import TokenFile
 
 MOST = 255
 LARGEST_ID = 4 << 16
+LEAST_REST = 2.0**-16  # of what a reader takes all other tokens to have together
 _LEVELS = 255
 
 
@@ -90,6 +92,7 @@ def decoded(records: np.ndarray) -> np.ndarray:
     rest = np.ascontiguousarray(tail[:, 2:]).view("<u2") / 65535
     logs = -deepest * (codes.astype(np.float32) / _LEVELS) ** 2
     mass = np.exp(logs.astype(np.float64)).sum(axis=1, keepdims=True)
+    rest = np.maximum(rest, LEAST_REST)
     scale = np.log(np.maximum(1 - rest, 2.0**-24) / mass).astype(np.float32)
     nothing = (records == 0xFF).all(axis=1)
     ids[nothing], logs[nothing] = 0, np.nan

@@ -11,7 +11,7 @@ CASES = {
     "many": (3, 2000, 2048, 64),
     "qwen": (2048, 151936, 151936, 64),
 }
-LEAST = 1 / 65536  # of what the teacher leaves to all the others
+LEAST = 2.0**-30  # of what all the other columns have: no logarithm of 0
 
 
 def distill(
@@ -31,7 +31,9 @@ def distill(
         log_p += np.log(1 - rest) - np.logaddexp.reduce(log_p, axis=1)[:, None]
         log_q = np.take_along_axis(x, ids, axis=1) / temperature - soft_lse
         p, q = np.exp(log_p), np.exp(log_q)
-        q_rest = np.maximum(1 - q.sum(axis=1, keepdims=True), 1e-7)
+        others = np.exp(x / temperature - soft_lse)
+        np.put_along_axis(others, ids, 0, axis=1)  # 1 less the sum of q would cancel
+        q_rest = np.maximum(others.sum(axis=1, keepdims=True), LEAST)
         ratio = np.log(q_rest / rest)
         parts = q * (log_q - log_p) if reverse else p * (log_p - log_q)
         of_rest = q_rest * ratio if reverse else -rest * ratio

@@ -50,6 +50,31 @@ def test_equals_reference(dev, rng, case, dtype, how):
     np.testing.assert_array_equal(kept["losses"], got["losses"])
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_little_that_is_left_to_other_columns_does_not_cancel(dev, rng, reverse):
+    """A model and a teacher are sure of four columns; nobody told the last row anything."""
+    rows, vocab, k = 6, 300, 4
+    left = np.geomspace(1e-2, 1e-7, rows)
+    told = teacher_of(rng, rows, vocab, k)
+    told[:, k:] = np.log(rng.dirichlet(np.ones(k), rows) * (1 - left[:, None]))
+    logits = rng.normal(size=(rows, vocab)) * 2
+    for row, ids in enumerate(told[:, :k].view(np.int32)):
+        logits[row, ids] += np.log(300 / left[::-1][row])
+    told[-1] = 0
+    targets = np.append(np.zeros(rows - 1), -100).astype(np.int32)
+    arrays = {"logits": logits.astype(np.float32), "targets": targets, "told": told}
+    arrays |= {name: np.full(rows, np.nan, np.float32) for name in ("losses", "lse", "kl")}
+
+    def call(dev, logits, losses, lse, kl, targets, told):
+        teacher = Teacher(told, kl, 0.0, 1.0, reverse)
+        teacher.launch(dev, logits, losses, lse, targets, None, vocab)
+
+    got, want = run(dev, call, arrays), run(host_device(), call, arrays)
+    np.testing.assert_allclose(got["kl"], want["kl"], rtol=2**-16)
+    np.testing.assert_allclose(got["lse"], want["lse"], rtol=2**-20)
+    np.testing.assert_allclose(got["logits"], want["logits"], rtol=2**-12, atol=2**-20)
+
+
 def test_wrong_arguments():
     dev = PlanDevice(HOST_SPEC)
 

@@ -7,9 +7,9 @@ import torch
 from llmq.ref.distill import distill, top_k
 
 
-def teacher_of(rng, rows, vocab, k):
-    """A random distribution's largest probabilities, as (rows, 2 k)."""
-    p = torch.from_numpy(rng.normal(size=(rows, vocab)) * 2).softmax(-1)
+def teacher_of(rng, rows, vocab, k, spread=2):
+    """A random distribution's largest probabilities, as (rows, 2 k). spread: of its logits."""
+    p = torch.from_numpy(rng.normal(size=(rows, vocab)) * spread).softmax(-1)
     top = p.topk(k)
     ids = top.indices.numpy().astype(np.int32)
     logs = top.values.log().numpy().astype(np.float32)
@@ -18,9 +18,13 @@ def teacher_of(rng, rows, vocab, k):
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("mixture, temperature", [(0.0, 1.0), (0.3, 2.0), (1.0, 1.0)])
-def test_is_the_formula(rng, reverse, mixture, temperature):
+@pytest.mark.parametrize("spread", [2, 9])
+def test_is_the_formula(rng, reverse, mixture, temperature, spread):
+    """A wide spread leaves other columns less than 2^-16, too."""
     rows, vocab, k = 6, 50, 5
-    teacher = teacher_of(rng, rows, vocab, k)
+    teacher = teacher_of(rng, rows, vocab, k, spread)
+    left = 1 - np.exp(teacher[:, k:].astype(np.float64)).sum(axis=1)
+    assert left.min() > 2.0**-30 and (left.min() < 2.0**-17) == (spread == 9)
     logits, targets = rng.normal(size=(rows, 64)).astype(np.float32), rng.integers(0, vocab, rows)
     targets = targets.astype(np.int32)
     targets[1], targets[2] = -100, teacher[2, :1].view(np.int32)[0]
