@@ -101,7 +101,6 @@ def test_runs_inherit_and_lists_are_multiplied_out(tmp_path):
         ("model: tiny\nckpt_interval: 4", "--ckpt-interval: has no effect on a benchmark"),
         ("model: tiny\nsteps: 4", "--steps: has no effect on a benchmark"),
         ("model: tiny\nadapter: a", "--adapter: a benchmark has random weights: give the rank"),
-        ("gpus: 2\nmeasure-scaling: true", "--measure-scaling: has no effect on a benchmark"),
         ("model: tiny\nbatch: 4\nbatch_size: 2", "batch-size is given twice"),
         ("model: tiny\nruns:\n- lr: 1\n  lr: 2", "line 4: lr is given in line 3 too"),
         ("model: tiny\nruns: []", "an empty list"),

@@ -69,7 +69,7 @@ def test_score_heads(loss, tmp_path):
     np.testing.assert_allclose(found[2][0][0], found[0][0][0], rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("more", [{}, {"kd_mixture": 0.5, "kd_temperature": 2.0}])
+@pytest.mark.parametrize("more", [{}, {"mixture": 0.5, "temperature": 2.0}])
 @pytest.mark.parametrize("divergence", ["forward", "reverse"])
 def test_teachers(divergence, more, tmp_path):
     path = write_documents(tmp_path / "train.bin", [9, 24, 14, 6, 30, 60], VOCAB)
@@ -80,8 +80,8 @@ def test_teachers(divergence, more, tmp_path):
         model = str(exported("qwen2_untied"))
         assert _run(["score", model, str(path), "--out", str(out), "--top-k=8", *how]) == 0
         options = {"train_file": (str(path),), "eval_file": "none", "scores": out, "loss": "kd"}
-        options |= {"seq_len": T, "packing": "best-fit", "kd_top_k": 8, "device": device}
-        options |= {"kd_divergence": divergence, **more}
+        options |= {"seq_len": T, "packing": "best-fit", "device": device}
+        options |= {"loss_params": {"top-k": 8, "divergence": divergence, **more}}
         with trainer_for(exported("qwen2"), **options) as trainer:
             result = trainer.step()
             found.append((result.loss, result.norm, result.numbers["kl"]))

@@ -152,7 +152,7 @@ def test_muon(tmp_path, name):
     hf_model(name).save_pretrained(tmp_path)
     muon = {"optimizer": "muon", "learning_rate": 1e-2}
     if name == "qwen3":
-        muon |= {"muon_normalize_rows": 0.9, "ema": 0.9}
+        muon |= {"optimizer": "normuon", "ema": 0.9}
     graphs = run(tmp_path, **muon)
     host = {"offload_master": True, "offload_opt_m": True}
     for more in ({"use_cuda_graphs": False}, host):

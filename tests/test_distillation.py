@@ -115,7 +115,7 @@ def formula(model, data, scores, mixture, temperature, reverse):
 
 def trainer_of(data, scores, **how):
     defaults = {"seq_len": T, "packing": "best-fit", "train_file": (str(data),), "loss": "kd"}
-    defaults |= {"eval_file": "none", "kd_top_k": K, "scores": scores}
+    defaults |= {"eval_file": "none", "loss_params": {"top-k": K}, "scores": scores}
     return trainer_for(exported("qwen2"), **defaults | how)
 
 
@@ -130,9 +130,9 @@ def trainer_of(data, scores, **how):
 )
 def test_loss_and_gradients_are_those_of_the_formula(data, scores, how, numbers):
     mixture, temperature, reverse = numbers
-    options = {"kd_mixture": mixture, "kd_temperature": temperature}
-    options["kd_divergence"] = "reverse" if reverse else "forward"
-    with trainer_of(data, scores, **options, **how) as trainer:
+    params = {"top-k": K, "mixture": mixture, "temperature": temperature}
+    params["divergence"] = "reverse" if reverse else "forward"
+    with trainer_of(data, scores, loss_params=params, **how) as trainer:
         assert trainer.steps_per_epoch == 1
         result = trainer.step()
         ours = pieces(trainer, trainer.gradients())
@@ -161,7 +161,7 @@ def test_a_model_comes_near_its_teacher(data, scores):
 
 def test_other_scores_are_refused(data, scores):
     with (
-        trainer_of(data, scores, kd_top_k=4) as trainer,
+        trainer_of(data, scores, loss_params="top-k=4") as trainer,
         pytest.raises(DataError, match="has 8 probabilities of each token, and the loss reads 4"),
     ):
         trainer.step()
@@ -169,5 +169,5 @@ def test_other_scores_are_refused(data, scores):
         trainer_of(data, None)
     with pytest.raises(ConfigError, match="documents are scored one by one"):
         trainer_of(data, scores, packing="concat")
-    with pytest.raises(ConfigError, match="--kd-temperature: must be more than 0"):
-        trainer_of(data, scores, kd_temperature=0.0)
+    with pytest.raises(ConfigError, match="--loss-params: temperature: must be more than 0"):
+        trainer_of(data, scores, loss_params="temperature=0")

@@ -18,7 +18,6 @@ from llmq.checkpoint.store import PROVEN, read_verdict
 from llmq.commands.cli import _run
 from llmq.model.rings import Result
 from llmq.options.options_io import make_config
-from llmq.options.rules import RULES
 from llmq.run.guard import LAG, LEAST, NEW_LEVEL, ROLLBACKS, WINDOW, Guard
 from llmq.run.judging import Judging
 from llmq.run.loop import Loop
@@ -324,7 +323,7 @@ def test_skipping_for_ever_is_refused(monkeypatch, capsys):
 
 
 ROLLBACK = SHORT | {
-    "guard": "rollback", "guard_recovery": 8, "ckpt_interval": 10, "ckpt_keep_n": 1,
+    "guard": "rollback", "ckpt_interval": 10, "ckpt_keep_n": 1,
     "save_training_state": True, "steps": 52,
 }  # fmt: skip
 
@@ -527,9 +526,3 @@ def test_signals_save_what_is_not_known_yet(monkeypatch):
     assert verdicts() == {5: None}
     assert train(**SHORT, steps=30, **{"continue": ""}) == 0
     assert verdicts()[5] is True
-
-
-def test_a_recovery_of_nothing_is_said():
-    lines = RULES.idle(make_config({"guard-recovery": 5}))
-    assert "--guard-recovery=5 has no effect without --guard rollback" in lines
-    assert not RULES.idle(make_config({"guard-recovery": 5, "guard": "rollback"}))

@@ -63,7 +63,7 @@ def test_loss_and_gradients_of_odd_sizes_match_torch(name, changed):
 
 OPTIONS = {
     "bf16": {"model_dtype": "bf16", "recompute_block": True},
-    "normuon": {"optimizer": "muon", "muon_normalize_rows": 0.9},
+    "normuon": {"optimizer": "normuon"},
     "shards": {"gpus": 2, "zero_level": 3, "batch_size": 1},
     "adapters": {"lora_rank": 2, "lora_dropout": 0.1},
     "dora": {"lora_rank": 3, "lora_dora": True},

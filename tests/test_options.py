@@ -69,7 +69,6 @@ LLMQ_DEFAULTS = {
     "router-aux-loss": None,
     "router-z-loss": 0.0,
     "guard": "warn",
-    "guard-recovery": 100,
     "force": False,
     "ckpt-every-minutes": 0.0,
     "ckpt-required": 0,
@@ -136,10 +135,6 @@ def test_defaults_of_known_flags():
         "lr-head": None,
         "lr-vectors": None,
         "muon-lr": None,
-        "muon-momentum": 0.95,
-        "muon-scale": "match-rms",
-        "muon-coefficients": "jordan",
-        "cautious-decay": False,
         "master-dtype": "bf16",
         "grad-accum-dtype": "bf16",
         "head-dtype": "bf16",
@@ -167,27 +162,12 @@ def test_defaults_of_known_flags():
         "train": None,
         "loss": "ce",
         "scores": None,
-        "pref-beta": None,
-        "pref-gamma": None,
-        "pref-smoothing": None,
-        "pref-normalize": None,
-        "pref-sft": None,
+        "loss-params": (),
         "ema": 0.0,
-        "muon-normalize-rows": 0.0,
         "offload-between": False,
-        "offload-ema": False,
-        "kd-top-k": 64,
-        "kd-mixture": 0.0,
-        "kd-temperature": 1.0,
-        "kd-divergence": "forward",
-        "kto-desirable": 1.0,
-        "kto-undesirable": 1.0,
         "eval-task": (),
         "task-every": -1,
-        "task-limit": None,
         "sample-prompt": (),
-        "sample-every": -1,
-        "sample-tokens": 64,
         "keep-best": None,
         "stop-after": 0,
         "export": "last",
@@ -204,7 +184,6 @@ def test_defaults_of_known_flags():
         "p2p": "auto",
         "watchdog": 300,
         "shard-over": "machine",
-        "measure-scaling": False,
         "ckpt-background": False,
         "download": False,
         "text-only": False,
@@ -311,10 +290,6 @@ def test_values_are_converted(flag, value, field, expected):
         ({"memory-limit": "9" * 400}, "--memory-limit: expected a size of less than 8192 PiB"),
         ({"init-proj-to-zero": True}, "--init-proj-to-zero: needs --from-scratch"),
         ({"new-data": True}, "--new-data: needs --continue"),
-        (
-            {"measure-scaling": True, "debug-time-breakdown": True},
-            "--measure-scaling: not with --debug-time-breakdown",
-        ),
         ({"device": "cpu", "attention": "cudnn"}, "--attention: cudnn needs a GPU"),
         ({"model-dtype": "fp32", "master-dtype": "bf16"}, "--master-dtype: bf16 is too coarse"),
         ({"model-dtype": "fp32", "grad-accum-dtype": "bf16"}, "--grad-accum-dtype: bf16 is too"),
@@ -729,7 +704,7 @@ def test_mirrors_that_nobody_would_read(options, reason):
 def test_options_that_do_nothing_with_one_rank():
     between = {"memcpy-all-gather": True, "memcpy-send-recv": True, "all-to-all-reduce": True}
     between |= {"mirror-weights": True, "shard-weights": True, "persistent-quants": True, **FP8}
-    config = make_config({**between, "measure-scaling": True, "p2p": "off"})
+    config = make_config({**between, "p2p": "off"})
     assert RULES.idle(config) == []
     assert RULES.idle(config, ranks=Ranks(2)) == []
     assert [line.split(" has no effect")[0] for line in RULES.idle(config, ranks=Ranks(1))] == [
@@ -737,7 +712,6 @@ def test_options_that_do_nothing_with_one_rank():
         "--memcpy-send-recv",
         "--mirror-weights",
         "--all-to-all-reduce",
-        "--measure-scaling",
         "--p2p off",
         "--shard-weights",
     ]

@@ -62,7 +62,7 @@ def test_a_step_takes_what_the_loader_gives(data):
 
 
 def test_random_batches_have_documents():
-    """Bench, verify and --measure-scaling take these: accepted by a step, and the same as
+    """Bench and verify take these: accepted by a step, and the same as
     before."""
     config = make_config({"seq-len": 4096, "batch-size": 2, "document-mask": True})
     batch = random_batch(np.random.default_rng(0), config, 50)

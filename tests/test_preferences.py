@@ -82,13 +82,13 @@ def orpo(logp, reference, count, beta=0.1):
     return -mean[:, 0] - beta * log_sigmoid(odds[:, 0] - odds[:, 1])
 
 
-FULL = {"pref_smoothing": 0.1, "pref_sft": 0.5, "pref_normalize": True, "pref_beta": 0.7}
+FULL = {"loss_params": {"smoothing": 0.1, "sft": 0.5, "normalize": True, "beta": 0.7}}
 CASES = {
     "dpo": ({}, lambda *x: dpo(*x)),
     "dpo with all": (FULL, lambda *x: dpo(*x, beta=0.7, smoothing=0.1, sft=0.5, normalize=True)),
     "ipo": ({}, ipo),
     "simpo": ({}, simpo),
-    "simpo with margin": ({"pref_gamma": 1.5, "pref_beta": 1.0}, lambda *x: simpo(*x, 1.0, 1.5)),
+    "simpo with margin": ({"loss_params": "gamma=1.5,beta=1"}, lambda *x: simpo(*x, 1.0, 1.5)),
     "orpo": ({}, orpo),
 }
 WAYS = {
@@ -147,7 +147,7 @@ def kto(logp, reference, count, labels, beta=0.1, bad=1.5):
 def test_labels_have_the_shift_of_other_answers(tmp_path):
     labels = [True, False, False, True, True, False, True, True]
     path = write_pairs(tmp_path / "train.bin", LENGTHS, VOCAB, labels=labels)
-    how = {"batch_size": 6, "learning_rate": 1e-2, "kto_undesirable": 1.5}
+    how = {"batch_size": 6, "learning_rate": 1e-2, "loss_params": "undesirable=1.5"}
     with trainer_of(path, "kto", tmp_path, **how) as trainer:
         first = trainer.step()
         model = hf_model("qwen2")
@@ -408,8 +408,8 @@ def test_scores_of_something_else_are_refused(data, tmp_path, monkeypatch):
         ({"packing": "concat"}, "windows of the files would cut pairs"),
         ({"document_mask": False}, "windows of the files would cut pairs"),
         ({"z_loss": 1e-4}, "--z-loss: would be weighted"),
-        ({"pref_smoothing": 0.5}, "must be less than 0.5"),
-        ({"pref_beta": 0.0}, "must be more than 0"),
+        ({"loss_params": "smoothing=0.5"}, "must be less than 0.5"),
+        ({"loss_params": "beta=0"}, "must be more than 0"),
         (
             {"model_dtype": "bf16", "matmul_dtype": "e4m3", "head_dtype": "e4m3"},
             "an fp8 head rounds the weights of rows to within 1/8",

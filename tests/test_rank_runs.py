@@ -18,7 +18,7 @@ from llmq.comm.links import Link, LinkTable
 from llmq.model.step import Step
 from llmq.options.options_io import make_config
 from llmq.plan.sol import peaks
-from llmq.run import monitor, training
+from llmq.run import training
 from tests.fake_nvml import FakeGpu, fake_sensors
 from tests.runs import B, T, make_workplace, records, signal_after, train, write_tokens
 from tests.test_training import GPU, GpuLike, digests, measured
@@ -84,15 +84,8 @@ def test_counts_are_of_all_ranks():
 
 
 def test_an_option_for_several_gpus_on_one(capsys):
-    steps = monitor.SKIPPED + 2  # after which there would be a record
-    assert train(steps=steps, gpus=1, measure_scaling=True, all_to_all_reduce=True) == 0
-    out, err = capsys.readouterr()
-    assert err == (
-        "warning: --all-to-all-reduce has no effect with one GPU\n"
-        "warning: --measure-scaling has no effect with one GPU\n"
-    )
-    assert "Timing one GPU" not in out
-    assert records("scaling") == []
+    assert train(steps=1, gpus=1, all_to_all_reduce=True) == 0
+    assert capsys.readouterr().err == "warning: --all-to-all-reduce has no effect with one GPU\n"
 
 
 def test_time_breakdown_of_ranks(capsys):
@@ -107,48 +100,6 @@ def test_time_breakdown_of_ranks(capsys):
         assert [sorted(part) for part in record["breakdown"]] == (
             [["bwd", "fwd", "head", "step"]] * 2 + [["opt"]]
         )
-
-
-ENOUGH = monitor.SKIPPED + monitor.COMPARED  # steps after which --measure-scaling knows
-
-
-@pytest.mark.parametrize(
-    ("steps", "said_at", "changes"),
-    [
-        (3, None, {"zero_level": 3}),
-        (5, 5, {"matmul_dtype": "e4m3", "fp8_recipe": "delayed"}),
-        (ENOUGH + 2, ENOUGH - 1, {"zero_level": 2, "opt_m_dtype": "e4m3"}),
-    ],
-)
-def test_measured_scaling_changes_nothing(steps, said_at, changes, capsys):
-    """Said once, after enough steps or at the end; the run itself is the same to the bit."""
-    changes |= {"gpus": 2, "model_dtype": "bf16", "steps": steps}
-    assert train(**changes, log_file="plain.json") == 0
-    capsys.readouterr()
-    assert train(**changes, measure_scaling=True) == 0
-    assert measured() == measured("plain.json")
-    found = records("scaling")
-    out, err = capsys.readouterr()
-    assert "Timing one GPU without the others ...\n  done in " in out
-    if said_at is None:
-        assert found == [], "none of these steps counts"
-        assert err == "warning: --measure-scaling has no effect on fewer than 4 steps\n"
-        return
-    (record,) = found
-    assert record["ranks"] == 2
-    assert record["efficiency"] == record["alone_ms"] / record["together_ms"] > 0
-    assert record["step"] == said_at
-    assert re.search(r"\nScaling: a step takes [\d.]+ ms on 2 GPUs, [\d.]+ ms on one ", out)
-
-
-def test_first_steps_of_a_continued_run_do_not_count_as_its_speed():
-    """They launch and capture as the first ones of any run do."""
-    options = {"gpus": 2, "save_training_state": True, "measure_scaling": True}
-    assert train(**options, steps=monitor.SKIPPED) == 0
-    assert train(**options, **{"continue": ""}, steps=2 * monitor.SKIPPED) == 0
-    assert records("scaling") == []
-    assert train(**options, **{"continue": ""}, steps=3 * monitor.SKIPPED + 1) == 0
-    assert len(records("scaling")) == 1
 
 
 def test_reports_of_two_gpus(monkeypatch, capsys):

@@ -20,7 +20,6 @@ from llmq.checkpoint.hf import HfWeights
 from llmq.comm.collectives import SingleComm
 from llmq.data.loader import DataLoader
 from llmq.model.step import Step
-from llmq.run.monitor import time_alone
 from llmq.run.ranks import Rank, Ranks
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.machine import Machine
@@ -397,7 +396,6 @@ PHASES = {
     "loading a checkpoint": (Weights, "refresh", 2, lambda t: t.load(t.save("elsewhere"))),
     "export": (Rank, "pieces", 3, lambda t: t.export()),
     "timing of parts": (Step, "update", 1, timed_step),
-    "timing of one rank": (Rank, "reset", 1, time_alone),
 }
 
 

@@ -166,7 +166,7 @@ def test_what_is_not_given_of_a_schedule(options, rates):
         ),
         ({"lr-schedule": "linear", "final-lr-fraction": 1}, "1e-5, constant"),
         (
-            {"optimizer": "muon", "muon-scale": "original", "lr-schedule": "linear"},
+            {"optimizer": "muon", "muon-lr": 0.02, "lr-schedule": "linear"},
             "1e-5 (Muon 0.02), linear to 0",
         ),
     ],

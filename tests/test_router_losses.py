@@ -66,7 +66,7 @@ def case_of(loss, folder):
     mask = TokenFile(data).read_mask(0, sum(LENGTHS)).astype(np.float32)
     if loss == "kd":
         assert scored(exported("qwen2"), data, scores) == 0
-        given = {"loss": loss, "scores": scores, "kd_top_k": K, "kd_mixture": 0.3}
+        given = {"loss": loss, "scores": scores, "loss_params": f"top-k={K},mixture=0.3"}
         return data, given, lambda m: formula(m, data, scores, 0.3, 1.0, reverse=False)[::2]
     count = sum(int(mask[start + 1 : start + len(ids)].sum()) for start, ids in documents_of(data))
     if loss == "ce":

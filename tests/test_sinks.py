@@ -340,7 +340,6 @@ def test_null_is_nan(kind):
         ("cmd", {"cmd": ["llmq", "--name", "a b"]}, ("cmd", "llmq --name 'a b'")),
         ("dataset", {"split": "eval", "seed": 1}, ("dataset-eval", {"split": "eval", "seed": 1})),
         ("gpu-model", {"rank": 1, "name": "H"}, ("gpu-model-1", {"rank": 1, "name": "H"})),
-        ("scaling", {"efficiency": 0.9}, ("scaling", {"efficiency": 0.9})),
         ("links", {"links": [{"kind": "direct"}]}, ("links", [{"kind": "direct"}])),
         ("fast-products", {"fast_products": {"p": True}}, ("fast-products", {"p": True})),
         ("choices", {"choices": {"p": "a"}}, ("choices", {"p": "a"})),

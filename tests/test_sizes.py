@@ -93,7 +93,6 @@ RESIZED = {
         {"qk-norm": False},
         {"architecture": "LlamaForCausalLM", "qk_norm": False},
     ),
-    "soft_cap_of_logits": ("gemma-3-270m", {"logit-softcap": 30}, {"logit_softcap": 30.0}),
     "norms_that_are_there": ("olmo-2-1b", {"qk-norm": True}, {}),
     "the_rest": (
         "llama-3-1b",
@@ -172,11 +171,6 @@ CONTRADICTIONS = {
         r"^--num-kv-heads: GPT2LMHeadModel needs 2, got 1",
     ),
     "learned_positions": ("gpt2", {"rope-theta": 5}, r"^--rope-theta: has no effect.* learned"),
-    "no_class_with_a_soft_cap": (
-        "qwen3-0.6b",
-        {"logit-softcap": 30},
-        r"^--logit-softcap: Qwen3ForCausalLM needs None, got 30",
-    ),
     "no_class_with_norms": (
         "tiny-gpt2",
         {"qk-norm": True},

@@ -9,7 +9,6 @@ import pytest
 
 import llmq
 from llmq.base.dtypes import F32, F64, I64
-from llmq.run.monitor import Scaling
 from llmq.run.trainer import Trainer
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
@@ -48,15 +47,6 @@ def test_steps_beside_evaluations_and_checkpoints_take_as_long_as_others(monkeyp
     durations = [record["duration_ms"] for record in records("step")]
     assert durations == [STEP, STEP + GAP, STEP, STEP, STEP, STEP]
     assert all(record["duration_ms"] < 1000 for record in records("eval")), "by the wall"
-
-
-def test_scaling_compares_the_same_times(monkeypatch):
-    seen = []
-    monkeypatch.setattr(Scaling, "add", lambda self, ms: seen.append(ms))
-    monkeypatch.setattr(Scaling, "report", lambda self: ("", {}))
-    clock_of_a_gpu(monkeypatch, paused=(0,))
-    assert train(steps=4, gpus=2, grad_accumulation=1, measure_scaling=True) == 0
-    assert [round(ms) for ms in seen] == [STEP + GAP]
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

@@ -261,7 +261,7 @@ def test_rate_sweep_compares_ways_at_their_best_rates_and_goes_on(tool, tmp_path
     Path("data/eval.bin").rename("data/eval-0.bin")
     shared = "from-scratch: true\nmodel: model\ndevice: cpu\nmodel-dtype: fp32\nbatch-size: 2\n"
     shared += "seq-len: 16\ngrad-accumulation: 1\nlearning-rate: [1.0e-2, 1.0e-3]\n"
-    ways = "[{optimizer: adamw}, {optimizer: muon}, {optimizer: muon, muon-normalize-rows: 0.9}]"
+    ways = "[{optimizer: adamw}, {optimizer: muon}, {optimizer: normuon}]"
     Path("sweep.yaml").write_text(f"{shared}runs: {ways}\n")
     flags = "sweep.yaml --data data --steps 8 --share 0.5 --out of/sweep".split()
     result = CliRunner().invoke(tool("rate_sweep").app, [*flags, "--minutes", "1e-9"])
@@ -273,7 +273,13 @@ def test_rate_sweep_compares_ways_at_their_best_rates_and_goes_on(tool, tmp_path
     runs = json.loads(Path("of/sweep.json").read_text())["runs"]
     steps = [(r["optimizer"], r["learning_rate"], r["options"]["steps"]) for r in runs]
     of_muon = [("muon", 0.01, 4), ("muon", 0.001, 4)]
-    assert steps == [("adamw", 0.01, 8), ("adamw", 0.001, 8), *of_muon, *of_muon]
+    assert steps == [
+        ("adamw", 0.01, 8),
+        ("adamw", 0.001, 8),
+        *of_muon,
+        ("normuon", 0.01, 4),
+        ("normuon", 0.001, 4),
+    ]
     assert len({run["log"] for run in runs}) == 6
     text = Path("of/sweep.md").read_text()
     assert "in 50% of its tokens" in text and "The best rate of" in text

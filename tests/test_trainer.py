@@ -53,7 +53,7 @@ def test_given_batches_bring_the_numbers_of_the_loss(loss):
     shape, more = (B, T), {}
     if loss == "weighted":
         more = {"scores": np.full(shape, 0.5, np.float32)}
-    own = {"train_file": None, "eval_file": None, "learning_rate": 0, "kd_top_k": 2}
+    own = {"train_file": None, "eval_file": None, "learning_rate": 0, "loss_params": ("top-k=2",)}
     with trainer(loss=loss, **own) as one, trainer(**own) as plain:
         if loss == "kd":  # two tokens of half the probability each
             widths = loss_class(one.config).widths(one.config)

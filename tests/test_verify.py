@@ -151,15 +151,14 @@ def test_random_tokens_need_no_files(capsys):
 
 
 def test_options_that_do_nothing_are_said(capsys):
-    given = {"measure_scaling": "", "debug_time_breakdown": False, "ckpt_major": 5, "steps": 9}
+    given = {"debug_time_breakdown": False, "ckpt_major": 5, "steps": 9}
     given["ckpt_keep_n"] = 0
     assert run("--verify-steps=1", all_to_all_reduce="", **given) == 0
     assert capsys.readouterr().err == (
         "warning: --ckpt-major has no effect with --ckpt-keep-n 0: nothing is deleted\n"
-        "warning: --debug-time-breakdown, --measure-scaling: without effect on a verification\n"
+        "warning: --debug-time-breakdown: without effect on a verification\n"
         "warning: --steps=9 has no effect on a verification, which takes --verify-steps 1\n"
         "warning: --all-to-all-reduce has no effect with one GPU\n"
-        "warning: --measure-scaling has no effect with one GPU\n"
     )
 
 

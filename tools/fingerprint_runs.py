@@ -486,7 +486,7 @@ COMMANDS: dict[str, list[str]] = {
         f"guard {guard}": [
             f"{_TRAIN.format('qwen2', 1)} --guard={guard} --steps=40 --warmup=40 --ckpt-interval=5 "
             "--grad-accumulation=1 "
-            "--learning-rate=8 --eval-every-n-steps=0 --guard-recovery=5 --force"
+            "--learning-rate=8 --eval-every-n-steps=0 --force"
         ]
         for guard in ("off", "warn", "skip", "rollback")
     },
@@ -495,8 +495,8 @@ COMMANDS: dict[str, list[str]] = {
         "--learning-rate=0.5"
     ],
     "evaluations in the run": [
-        f"{_TRAIN.format('qwen2', 1)} --eval-task=piqa=../piqa.jsonl --task-every=2 --task-limit=6 "
-        "--seq-len=64 --sample-prompt=the --sample-every=2 --sample-tokens=8 --keep-best=piqa/acc"
+        f"{_TRAIN.format('qwen2', 1)} --eval-task=piqa=../piqa.jsonl --task-every=2 "
+        "--seq-len=64 --sample-prompt=the --keep-best=piqa/acc"
     ],
     "several validations": [
         f"{_TRAIN.format('qwen2', 1)} --eval-file=short=../short/eval*.bin "

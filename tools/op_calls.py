@@ -202,7 +202,7 @@ def muon_calls(rows: int, columns: int) -> list[Call]:
     proposed |= {"momentum": 0.95}
     eight_bit = {"m": Spec((n,), E4M3), "m_scale": f32(n // SCALE_BLOCK, value=2.0**-20)}
     applied = {"param": bf16(n), "work": None, "change": bf16(n), "scalars": scalars(), "salt": 1}
-    applied |= {"lr_scale": 1.0, "weight_decay": 0.1, "cautious": False}
+    applied |= {"lr_scale": 1.0, "weight_decay": 0.1}
     of_norm = {"out": bf16(1, rows, columns), "x": bf16(1, rows, columns)}
     return [
         Call("propose, bf16", muon.propose, proposed | {"m": bf16(n)}),

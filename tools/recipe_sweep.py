@@ -26,6 +26,7 @@ from llmq.base.files import read_json, write_file
 from llmq.bench.losses import best_of, loss_of, measure_losses
 from llmq.bench.sweep_file import Row
 from llmq.options.option_file import read_option_file
+from llmq.options.option_types import MUONS
 from llmq.options.options import OPTIONS
 from llmq.options.options_io import make_config
 from llmq.plan.recipe import DEPTHS, WARMUP, round_rate, sizes_of
@@ -42,7 +43,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def around(recipe: Row) -> dict[str, Row]:
     """The options of the recipe and of the twelve, by what they change, with its steps."""
-    if recipe.get("optimizer") == "muon":
+    if recipe.get("optimizer") in MUONS:
         recipe = {"muon-lr": recipe["learning-rate"]} | recipe
     place = DEPTHS.index(recipe["num-layers"])
     found = {"the recipe": recipe}

@@ -19,6 +19,7 @@ from typing import Any
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import read_json, write_file
 from llmq.bench.sweep_file import Row, identity, read_runs
+from llmq.options.option_types import MUONS
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.options_io import make_config
 from llmq.plan.recipe import BASE, TABLES, round_rate, sizes_of
@@ -176,7 +177,7 @@ def run_sweep_lr(given: dict[str, Any], *, depth: int, rates: int, out: Path) ->
         raise ConfigError(f"--rates: must be at least {FEWEST}, got {rates}")
     own = {"model": BASE, "from-scratch": True, "vocab-size": "auto"}
     own |= {OPTIONS[name].flags[0]: size for name, size in sizes_of(depth).items()}
-    usual = USUAL | (OF_MUON if given.get("optimizer") == "muon" else {})
+    usual = USUAL | (OF_MUON if given.get("optimizer") in MUONS else {})
     own = ({} if "model" in given else own) | usual | given
     middle = float(own["learning-rate"])
     own.setdefault("warmup", max(int(own["steps"]) // 20, 1))
@@ -210,7 +211,7 @@ def run_sweep_lr(given: dict[str, Any], *, depth: int, rates: int, out: Path) ->
 def _measured(own: Row, ladder: list[float], out: Path) -> list[dict[str, Any]]:
     """The runs with these rates, in their order."""
     rows = [own | {"learning-rate": round_rate(rate)} for rate in sorted(ladder)]
-    if own.get("optimizer") == "muon" and own.get("muon-scale", "match-rms") == "match-rms":
+    if own.get("optimizer") in MUONS:
         rows = [{"muon-lr": row["learning-rate"] / TABLES} | row for row in rows]
     for row in rows:
         read_runs(row, None, trains=True)

@@ -30,7 +30,7 @@ _WITHOUT_EFFECT = {
     opt.flags[0]
     for name, opt in OPTIONS.items()
     if opt.group in {OPTIONS[n].group for n in ("log_file", "eval_task", "guard")}
-    or name in (*_DATA.split(), "measure_scaling")
+    or name in _DATA.split()
 }
 
 

@@ -28,6 +28,7 @@ from llmq.options.option_types import (
 from llmq.options.options import OPTIONS, USUAL, TrainConfig
 from llmq.options.options_io import config_of, fields_of, layers_of
 from llmq.options.presets import model_warnings
+from llmq.options.removed import sentence
 from llmq.options.rules import RULES
 from llmq.runtime.processes import processes
 
@@ -357,6 +358,8 @@ def _meant(error: Any) -> str | None:
     name = getattr(error, "option_name", None)
     if name is None or not hasattr(error, "possibilities"):
         return None
+    if (gone := sentence(name)) is not None:
+        return gone
     known = {flag for parameter in error.ctx.command.params for flag in parameter.opts}
     begun = sorted(flag for flag in known if flag.startswith(name))
     return begun and f"No such option: {name}, did you mean {' or '.join(begun)}?"

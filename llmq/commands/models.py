@@ -94,7 +94,7 @@ def score(
     patterns = [f"{pattern}/*.bin" if Path(pattern).is_dir() else pattern for pattern in data]
     given = given | {"model": scored, "train-file": patterns}
     if top_k:
-        given |= {"loss": "kd", "kd-top-k": str(top_k), "scores": str(out)}
+        given |= {"loss": "kd", "loss-params": f"top-k={top_k}", "scores": str(out)}
     if card is not None and not dry_run:
         raise ConfigError("--card: is for --dry-run")
     how = {"plans": True} if dry_run else {"trains": True}

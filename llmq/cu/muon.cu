@@ -3,13 +3,12 @@
 //   propose     g = grad_scale * grad          m += (1 - momentum) * (g - m)
 //               change = bf16(m + (1 - momentum) * (g - m)), which is Nesterov's
 //   squares     partials[i] = sums of squares of the elements of matrix i
-//   normalize   out[i] = x[i] / (max(bf16(norm of x[i]), 1e-7) * margin)
+//   normalize   out[i] = x[i] / max(bf16(norm of x[i]), 1e-7)
 //   diagonal    x[i] += value * identity
 //   row_factors v += (1 - decay) * (mean square of the row - v) for each row
 //               factors = c / (sqrt(v) + 1e-10), with the c that keeps the matrix's norm
 //   row_scale   x *= its row's factor
 //   apply       param -= lr * change + lr * weight_decay * param;  work = bf16(param)
-//               cautious: the second term only where change and param have the same sign
 //
 // Data     param P, grad G: F32 or BF16; m M: F32, BF16 or E4M3 with m_scale, see moments.cuh, else
 //          null; work BF16 or null; change, x, out BF16; n elements, of propose and apply
@@ -99,13 +98,13 @@ muon_squares(f64* __restrict__ partials, const bf16* __restrict__ x, i64 n) {
 // No __restrict__: out may be x.
 extern "C" __global__ void __launch_bounds__(256)
 muon_normalize(bf16* out, const bf16* x, const f64* __restrict__ partials, i32 num_partials,
-               f32 margin, i64 n) {
+               i64 n) {
     __shared__ f64 shared[32];
     out += blockIdx.x * n, x += blockIdx.x * n, partials += (i64)blockIdx.x * num_partials;
     f64 total = 0.0;
     for (int i = threadIdx.x; i < num_partials; i += blockDim.x) { total += partials[i]; }
     const float norm = (float)sqrt(block_sum(total, shared));
-    const float factor = 1.0f / (fmaxf(to_f32(__float2bfloat16(norm)), 1e-7f) * margin);
+    const float factor = 1.0f / fmaxf(to_f32(__float2bfloat16(norm)), 1e-7f);
     const i64 vectors = whole_vectors(n), stride = (i64)gridDim.y * blockDim.x;
     const i64 own = (i64)blockIdx.y * blockDim.x + threadIdx.x;
     for (i64 i = own; i < vectors; i += stride) {
@@ -157,8 +156,8 @@ muon_row_scale(bf16* __restrict__ x, const f32* __restrict__ factors, i32 column
 
 extern "C" __global__ void __launch_bounds__(128)
 muon_apply(P* __restrict__ param, bf16* __restrict__ work, const bf16* __restrict__ change,
-           const StepScalars* __restrict__ scalars, f32 lr_scale, f32 weight_decay, i32 cautious,
-           u32 salt, i64 first, i64 n) {
+           const StepScalars* __restrict__ scalars, f32 lr_scale, f32 weight_decay, u32 salt,
+           i64 first, i64 n) {
     const i64 start = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * COUNT;
     if (start >= n || scalars->skip_update) { return; }
     Pack<P, COUNT> p_pack;
@@ -169,9 +168,8 @@ muon_apply(P* __restrict__ param, bf16* __restrict__ work, const bf16* __restric
     const u32 seed = slab_seed(scalars, salt);
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) {
-        const float p = p_pack.get(k), proposed = change_pack.get(k);
-        float step = proposed * lr;
-        if (!cautious || proposed * p > 0.0f) { step += p * decay; }
+        const float p = p_pack.get(k);
+        const float step = change_pack.get(k) * lr + p * decay;
         p_pack.set(k, rounded<P>(p - step, random_bits(seed, (u64)(first + start) | k)));
         work_pack.set(k, __float2bfloat16(p_pack.get(k)));
     }

@@ -26,7 +26,7 @@ SQUARES = Kernel("muon.cu", "muon_squares", args="f64* partials, const bf16* x, 
 NORMALIZE = Kernel(
     "muon.cu",
     "muon_normalize",
-    args="bf16* out, const bf16* x, const f64* partials, i32 num_partials, f32 margin, i64 n",
+    args="bf16* out, const bf16* x, const f64* partials, i32 num_partials, i64 n",
 )
 DIAGONAL = Kernel(
     "muon.cu", "muon_diagonal", args="sparse inout bf16* x, f32 value, i32 side, i32 count"
@@ -44,7 +44,7 @@ APPLY = Kernel(
     "muon.cu",
     "muon_apply",
     args="inout P* param, bf16*? work, const bf16* change, const i32* scalars, f32 lr_scale, "
-    "f32 weight_decay, i32 cautious, u32 salt, i64 first, i64 n",
+    "f32 weight_decay, u32 salt, i64 first, i64 n",
 )
 
 
@@ -84,8 +84,8 @@ def propose(
     dev.launch(PROPOSE, ceil_div(n, THREADS * PER_THREAD), THREADS, args, cost=Cost(flops=7 * n))
 
 
-def normalize(dev: Device, out: Tensor, x: Tensor, *, margin: float = 1.0) -> None:
-    """Matrices over their Frobenius norms, which torch rounds to BF16, too, and over the margin.
+def normalize(dev: Device, out: Tensor, x: Tensor) -> None:
+    """Matrices over their Frobenius norms, which torch rounds to BF16, too.
 
     Args (contiguous, 16-byte aligned; at least one element):
         out  out  BF16 (count, rows, columns)   may be x
@@ -101,7 +101,7 @@ def normalize(dev: Device, out: Tensor, x: Tensor, *, margin: float = 1.0) -> No
     with dev.scratch("squares", (count, blocks), F64) as partials:
         grid = (count, blocks)
         dev.launch(SQUARES, grid, MATRIX_THREADS, (partials, x, n), cost=Cost(flops=2 * x.size))
-        args = (out, x, partials, blocks, margin, n)
+        args = (out, x, partials, blocks, n)
         dev.launch(NORMALIZE, grid, MATRIX_THREADS, args, cost=Cost(flops=x.size))
 
 
@@ -175,7 +175,6 @@ def apply(
     *,
     lr_scale: float,
     weight_decay: float,
-    cautious: bool,
     salt: int,
     first: int = 0,
 ) -> None:
@@ -191,12 +190,11 @@ def apply(
         work      out    BF16 (n,)   param rounded to nearest, or None
         change    in     BF16 (n,)
         scalars   in     I32 (16,)   StepScalars: lr, seed, step, skip_update
-        cautious  elements decay only where the change makes them smaller, too
         salt, first   as of propose
     """
     n = expect_part("muon", {"change": change, "param": param}, scalars, first, work)
     expect("muon", "change", change, BF16, (n,))
-    hyper = (float(lr_scale), float(weight_decay), int(cautious))
+    hyper = (float(lr_scale), float(weight_decay))
     args = (param, work, change, scalars, *hyper, salt, first, n)
     dev.launch(APPLY, ceil_div(n, THREADS * PER_THREAD), THREADS, args, cost=Cost(flops=4 * n))
 

@@ -213,7 +213,7 @@ def measured_before_end(o: Options, length: Length) -> int:
 
 def offloads_optimizer(o: Options) -> bool:
     """Whether an update reads or writes host memory."""
-    return o.offload_master or o.offload_opt_m or o.offload_opt_v or o.offload_ema
+    return o.offload_master or o.offload_opt_m or o.offload_opt_v
 
 
 def decodes(o: Options) -> bool:

@@ -3,9 +3,12 @@
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 from llmq.options.conditions import why_weights_stay
+from llmq.options.loss_params import loss_values
 from llmq.options.option_types import (
+    MUONS,
     NEW_PARTS,
     NONE,
     PREFERENCES,
@@ -111,6 +114,11 @@ class Derived:
         return "answers" if self.loss in PREFERENCES else "labels" if self.loss == "kto" else None
 
     @property
+    def loss_values(self) -> dict[str, Any]:
+        """Parameters of the loss by name, such as "beta" and "top-k"."""
+        return loss_values(self.loss, self.loss_params)
+
+    @property
     def has_reference(self) -> bool:
         """Whether the loss reads log-probabilities of a reference model."""
         return self.loss in REFERENCED
@@ -164,7 +172,7 @@ class Derived:
         fraction = 1 if self.lr_schedule == "wsd" else self.final_lr_fraction
         floor = _short(self.learning_rate * fraction)
         words = [_short(self.learning_rate)]
-        if self.optimizer == "muon" and self.muon_lr != self.learning_rate:
+        if self.optimizer in MUONS and self.muon_lr != self.learning_rate:
             words[0] += f" (Muon {_short(self.muon_lr)})"
         words += [f"{_steps(warmup)} of warm-up"] if warmup else []
         words += ["constant" if fraction == 1 else f"{self.lr_schedule} to {floor}"]

@@ -71,6 +71,7 @@ SIZES_GROUP = "Own sizes of a new model, instead of those of --model"
 POSITIONS_GROUP = "Positions, instead of those of --model"
 ADAPTERS_GROUP = "Adapters (LoRA)"
 LOSS_GROUP = "Loss"
+MUONS = ("muon", "normuon")  # optimizers with a rate of their own for matrices of blocks
 PREFERENCES = ("dpo", "ipo", "simpo", "orpo", "reward")  # losses of pairs of answers
 REFERENCED = ("dpo", "ipo", "kto")  # losses that read a reference's log-probabilities
 
@@ -376,6 +377,33 @@ def _regular(text: str) -> str:
     return text
 
 
+def parse_params(value: Any) -> tuple[str, ...]:
+    """NAME=VALUE, several with commas between them or as a mapping; each name once, in lower case
+    with - for _. ValueError otherwise."""
+    if isinstance(value, Mapping):
+        value = [f"{name}={each}" for name, each in value.items()]
+    texts = value if isinstance(value, list | tuple) else [value]
+    found: dict[str, str] = {}
+    for text in (each.strip() for one in texts for each in parse_str(one).split(",")):
+        name, _, word = text.partition("=")
+        name, word = name.strip().lower().replace("_", "-"), word.strip().lower()
+        if not name or not word:
+            raise ValueError(f"expected NAME=VALUE, with commas between several, got {text!r}")
+        if name in found:
+            raise ValueError(f"{name} is given twice")
+        found[name] = _plain_number(word)
+    return tuple(f"{name}={word}" for name, word in found.items())
+
+
+def _plain_number(word: str) -> str:
+    """The shortest text of the same number, such as 2 of 2.0; another word as it is."""
+    try:
+        number = float(word)
+    except ValueError:
+        return word
+    return f"{int(number)}" if number.is_integer() else f"{number}"
+
+
 def parse_parts(value: Any) -> tuple[str, ...]:
     """Some of LORA_PARTS, or none, of a list or text with commas. ValueError otherwise."""
     return _some_of(LORA_PARTS, value)
@@ -412,7 +440,14 @@ class Option:
     @property
     def repeats(self) -> bool:
         """Whether the command line may give it several times."""
-        several = (parse_texts, parse_repeated, parse_patterns, parse_parts, parse_numbers)
+        several = (
+            parse_texts,
+            parse_repeated,
+            parse_patterns,
+            parse_parts,
+            parse_numbers,
+            parse_params,
+        )
         return self.parse in several
 
     @property
@@ -484,6 +519,7 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_targets: "all|q,k,...",
     parse_parts: "PART,...",
     parse_numbers: "PATTERN=N",
+    parse_params: "NAME=VALUE,...",
     parse_rope: "KIND:FACTOR",
     parse_vocab_size: "N|auto",
 }

@@ -17,6 +17,7 @@ from llmq.options.option_types import (
     LORA_PARTS,
     LORA_TARGETS,
     LOSS_GROUP,
+    MUONS,
     POSITIONS_GROUP,
     PREFERENCES,
     QUANTIZED,
@@ -31,6 +32,7 @@ from llmq.options.option_types import (
     parse_lengths,
     parse_name,
     parse_numbers,
+    parse_params,
     parse_parts,
     parse_patterns,
     parse_repeated,
@@ -194,8 +196,9 @@ class TrainConfig(Derived):
 
     optimizer: str = option(
         "adamw",
-        "Update rule; muon: for the matrices of blocks, and AdamW for all else",
-        choices=("adamw", "muon"),
+        "Update rule; muon: for the matrices of blocks, and AdamW for all else; normuon: Muon with "
+        "changes divided by the root of a mean square of each row",
+        choices=("adamw", *MUONS),
         group="Optimizer and schedule",
     )
     learning_rate: float | None = option(None, "Highest learning rate", alias="lr", min=0)
@@ -249,29 +252,6 @@ class TrainConfig(Derived):
     muon_lr: float | None = option(
         None, "Muon: its highest learning rate, which takes the course of AdamW's; {rule}", min=0
     )
-    muon_momentum: float = option(
-        0.95, "Muon: decay of the momentum, which is Nesterov's", min=0, below=1
-    )
-    muon_scale: str = option(
-        "match-rms",
-        "Muon: what a matrix's learning rate is multiplied by; match-rms: 0.2 sqrt(max(out, in)), "
-        "for changes as large as AdamW's; original: sqrt(max(1, out / in)); spectral: "
-        "sqrt(out / in)",
-        choices=("original", "match-rms", "spectral"),
-    )
-    muon_coefficients: str = option(
-        "jordan",
-        "Muon: the polynomials of its five steps; polar-express: singular values end closer to 1",
-        choices=("jordan", "polar-express"),
-    )
-    muon_normalize_rows: float = option(
-        0.0,
-        "Muon: decay of a mean square of each row of changes, by whose root they are divided, as "
-        "NorMuon does with 0.95; 0: they are not",
-        min=0,
-        below=1,
-    )
-    cautious_decay: bool = switch("Muon: decay only weights that the change makes smaller, too")
     ema: float = option(
         0.0,
         "Decay per step of a moving average of the weights, which is evaluated, sampled and "
@@ -331,29 +311,17 @@ class TrainConfig(Derived):
         "Weigh tokens as their messages are weighed in the token files; on if not given where "
         "these have weights"
     )
-    pref_beta: float | None = option(None, "Beta of a loss of pairs", above=0)
-    pref_gamma: float | None = option(None, "Margin of SimPO")
-    pref_smoothing: float | None = option(
-        None, "Part of the pairs that dpo and simpo take for labelled wrong", min=0, below=0.5
+    loss_params: tuple[str, ...] = option(
+        (),
+        "Parameters of --loss, NAME=VALUE with commas between several; dpo: beta=0.1, smoothing=0 "
+        "(part of the pairs taken for labelled wrong), normalize=false (answers compared by means "
+        "over tokens, not sums), sft=0 (weight of the chosen answer's mean cross-entropy); ipo: "
+        "beta=0.1, normalize=true, sft=0; simpo: beta=2, gamma=0.5 (margin), smoothing=0, "
+        "normalize=true, sft=0; orpo: beta=0.1, sft=1; kto: beta=0.1, desirable=1, undesirable=1 "
+        "(weights); kd: top-k=64 (probabilities of the teacher per token), mixture=0 (part of the "
+        "data's own tokens), temperature=1, divergence=forward or reverse",
+        parse=parse_params,
     )
-    pref_normalize: bool | None = option(
-        None, "Compare answers by the mean of their tokens, not by the sum"
-    )
-    pref_sft: float | None = option(None, "Weight of the chosen answer's mean cross-entropy", min=0)
-    kd_top_k: int = option(64, "Probabilities that a teacher tells of each token", min=1, max=255)
-    kd_mixture: float = option(
-        0.0, "Part that the data's own tokens have in kd's loss", min=0, max=1
-    )
-    kd_temperature: float = option(
-        1.0, "Temperature at which model and teacher are compared", above=0
-    )
-    kd_divergence: str = option(
-        "forward",
-        "forward: of the teacher from the model, reverse: of the model from the teacher",
-        choices=("forward", "reverse"),
-    )
-    kto_desirable: float = option(1.0, "Weight of kto's desirable answers", min=0)
-    kto_undesirable: float = option(1.0, "Weight of kto's undesirable answers", min=0)
 
     eval_task: tuple[str, ...] = option(
         (),
@@ -362,14 +330,11 @@ class TrainConfig(Derived):
         group="Evaluation in the run",
     )
     task_every: int = option(-1, "Steps between evaluations on tasks; 0 or less: only at the end")
-    task_limit: int | None = option(
-        None, "Take only as many records of each task, from its start", min=1
-    )
     sample_prompt: tuple[str, ...] = option(
-        (), "Text to continue in the run, as a sample; may be repeated", parse=parse_repeated
+        (),
+        "Text to continue in the run at each validation, as a sample; may be repeated",
+        parse=parse_repeated,
     )
-    sample_every: int = option(-1, "Steps between samples; 0 or less: only at the end")
-    sample_tokens: int = option(64, "Longest continuation of a sample", min=1)
 
     name: str = option(
         "llmq",
@@ -457,10 +422,11 @@ class TrainConfig(Derived):
         "Keep the blocks' inputs in host memory until backward needs them"
     )
     offload_between: bool = switch("The same for the residual stream between the halves of blocks")
-    offload_master: bool = switch("Keep the weights that the optimizer updates in host memory")
+    offload_master: bool = switch(
+        "Keep the weights that the optimizer updates, and the average of --ema, in host memory"
+    )
     offload_opt_m: bool = switch("Keep AdamW's first moment, and Muon's momentum, in host memory")
     offload_opt_v: bool = switch("Keep AdamW's second moment in host memory")
-    offload_ema: bool = switch("Keep the average of --ema in host memory")
     offload_gradients: bool = switch("Keep the blocks' gradients in host memory")
     offload_quants: bool = switch("Keep the persistent fp8 weights in host memory")
     persistent_quants: bool = switch("Keep them in fp8 too, made once per step")
@@ -524,7 +490,6 @@ class TrainConfig(Derived):
         choices=("auto", "on", "off"),
     )
     watchdog: int = option(300, "Seconds without progress after which a run stops; 0: never", min=0)
-    measure_scaling: bool = switch("Time one GPU alone at the start and report how well they scale")
 
     guard: str = option(
         "warn",
@@ -533,9 +498,6 @@ class TrainConfig(Derived):
         "good checkpoint, past the data since then; off: nothing",
         choices=("off", "warn", "skip", "rollback"),
         group="Keeping a run",
-    )
-    guard_recovery: int = option(
-        100, "Steps after a rollback over which the learning rate rises again, from a tenth", min=0
     )
     ckpt_every_minutes: float = option(
         0.0, "Minutes without a checkpoint after which one is written, too; 0: any", min=0
@@ -595,9 +557,6 @@ class TrainConfig(Derived):
     )
     tie_embeddings: bool | None = option(
         None, "Use the embedding matrix as LM head", alias="tie-word-embeddings", group=SIZES_GROUP
-    )
-    logit_softcap: float | None = option(
-        None, "Soft cap of Gemma's logits, which become cap * tanh(logit / cap); 0: none", min=0
     )
     qk_norm: bool | None = option(
         None,

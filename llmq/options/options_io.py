@@ -8,7 +8,9 @@ from typing import Any
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
+from llmq.options.loss_params import named_texts, named_values
 from llmq.options.options import OPTIONS, TrainConfig
+from llmq.options.removed import REMOVED, current_options, sentence
 from llmq.options.rules import RULES
 from llmq.options.sizes import SIZES
 
@@ -79,7 +81,7 @@ def config_of(layers: Layers, inherited: Mapping[str, Any] | None = None) -> Tra
         for one, other in (("steps", "epochs"), ("epochs", "steps")):
             if one in layer:  # they exclude each other, and the later one wins
                 values.pop(other, None)
-        values |= layer
+        values |= layer | _merged(values, layer)
     config = TrainConfig(**values).normalized().validate()
     for name, value in values.items():
         implying = RULES.implied_by(name, config) if value is False else None
@@ -91,6 +93,15 @@ def config_of(layers: Layers, inherited: Mapping[str, Any] | None = None) -> Tra
     return config
 
 
+def _merged(values: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+    """--loss-params of a layer with those below, which hold as long as the loss is the same."""
+    same = layer.get("loss", values.get("loss")) == values.get("loss")
+    if not same or "loss_params" not in values:
+        return {} if same else {"loss_params": layer.get("loss_params", ())}
+    below, given = (named_values(each.get("loss_params", ())) for each in (values, layer))
+    return {"loss_params": named_texts(below | given)}
+
+
 def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Values by field name, without those that are None; where: prefix of messages."""
     fields: dict[str, Any] = {}
@@ -100,6 +111,9 @@ def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         if name is None:
             if flag in COMMAND_LINE_ONLY:
                 raise ConfigError(f"{where}{key} is for the command line of llmq train only")
+            gone = sentence(flag)
+            if gone is not None:
+                raise ConfigError(f"{where}{gone}")
             near = difflib.get_close_matches(flag, FIELDS, n=1)
             hint = f", did you mean {near[0]}?" if near else "; llmq train --help lists them"
             raise ConfigError(f"{where}unknown option {key}{hint}")
@@ -119,7 +133,11 @@ def _of_file(file: Path | None) -> dict[str, Any]:
         return {}
     from llmq.options import option_file  # here, so that --help does not wait for YAML
 
-    return _by_field(option_file.read_option_file(file), f"{file}: ")
+    content = option_file.read_option_file(file)
+    if not any(str(key).replace("-", "_") in REMOVED for key in content):
+        return _by_field(content, f"{file}: ")
+    values = {str(key).replace("-", "_"): value for key, value in content.items()}
+    return _by_field(current_options(values, str(file), every=True), f"{file}: ")
 
 
 def option_rows(

@@ -355,11 +355,6 @@ REFUSED = (
     ),
     *ADAPTERS_REFUSED,
     *refused(
-        "measure_scaling",
-        lambda v, o: v and o.debug_time_breakdown,
-        "not with --debug-time-breakdown, with which steps take longer",
-    ),
-    *refused(
         "attention",
         lambda v, o: v == "cudnn" and o.device == "cpu",
         "cudnn needs a GPU, but --device is cpu",
@@ -540,20 +535,18 @@ IDLE_ALONE = (
         "--ckpt-background has no effect but for checkpoints that are asked for: neither "
         "--ckpt-interval nor --ckpt-every-minutes writes any",
     ),
-    *without("guard_recovery", lambda o: o.guard == "rollback", "--guard rollback"),
     *idle(
         "seed",
         lambda v, o: not draws(o) and not rounds(o),
         "--seed {value} has no effect: in fp32 it decides about nothing but the weights of "
         "--from-scratch and of adapters",
     ),
-    *without("task_every task_limit", lambda o: o.eval_task, "--eval-task"),
+    *without("task_every", lambda o: o.eval_task, "--eval-task"),
     *without(
         "eval_at_start",
         lambda o: o.validates or o.eval_sets or o.eval_task,
         "--eval-file or --eval-task",
     ),
-    *without("sample_every sample_tokens", lambda o: o.sample_prompt, "--sample-prompt"),
     *idle(
         "long",
         lambda v, o: o.packing == "concat",
@@ -578,15 +571,14 @@ IDLE_ALONE = (
     *idle("zero_level", lambda v, o: v == 0, "--zero-level 0 is the same as 1"),
     *idle(
         "offload_master",
-        lambda v, o: not o.has_masters(shards=1),
+        lambda v, o: not o.has_masters(shards=1) and not o.ema,
         "--offload-master has no effect: the optimizer updates the weights that the products read; "
-        "it has one with --shard-weights or --matmul-dtype e4m3",
+        "it has one with --shard-weights, --matmul-dtype e4m3 or --ema",
     ),
     *idle(
         "use_zero_copy",
         lambda v, o: not (offloads_optimizer(o) or o.offload_gradients),
-        "--use-zero-copy has no effect without --offload-master, -opt-m, -opt-v, -ema or "
-        "-gradients",
+        "--use-zero-copy has no effect without --offload-master, -opt-m, -opt-v or -gradients",
     ),
     *idle(
         "write_combined",
@@ -639,7 +631,7 @@ IDLE_WITH_RANKS = (
         "{shown} has no effect {ranks.alone}",
     ),
     *idle(
-        "measure_scaling p2p",
+        "p2p",
         lambda v, o, ranks: ranks.world_size == 1,
         "{shown} has no effect {ranks.alone}",
     ),
@@ -727,7 +719,7 @@ IDLE_IN_RUNS = (
     ),
     # A run measures these, and a verification does not.
     *idle(
-        "debug_log_abs_max debug_log_allocations debug_time_breakdown measure_scaling",
+        "debug_log_abs_max debug_log_allocations debug_time_breakdown",
         lambda v, o, measuring: True,
         "without effect on a verification",
     ),

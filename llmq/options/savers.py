@@ -71,7 +71,6 @@ SAVERS = (
     _made("arrange", "lmhead_chunks", _more_chunks(8, 1)),
     _made("arrange", "lmhead_chunks", _more_chunks(8, 4)),
     *(_saver("arrange", _set(True, name)) for name in PLACES[:-1]),
-    _saver("arrange", {"offload_ema": True}, lambda v, o: o.ema > 0),
     _saver("arrange", _set(False, "keep_transposed")),
     _saver("arrange", _set(True, "shard_weights")),
     _saver("arrange", _set(True, "shard_weights", "offload_master")),
@@ -128,7 +127,7 @@ SAME_BITS = (
     *each(
         "recompute_ffn recompute_qkv recompute_att recompute_block recompute_layers "
         "attn_bwd_chunks offload_residual offload_between offload_master offload_opt_m "
-        "offload_opt_v offload_ema offload_gradients offload_quants persistent_quants "
+        "offload_opt_v offload_gradients offload_quants persistent_quants "
         "keep_transposed use_zero_copy write_combined memcpy_all_gather memcpy_send_recv "
         "mirror_weights",
         EXACT,

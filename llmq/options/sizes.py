@@ -41,8 +41,6 @@ def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
     if not given:
         return model
     sizes = {_RENAMED.get(name, name): value for name, value in given.items()}
-    if "logit_softcap" in sizes:
-        sizes["logit_softcap"] = sizes["logit_softcap"] or None
     kinds = _kinds(model, sizes.pop("qk_norm", None))
     for name in ("rope_theta", "rope_scaling"):
         if name in sizes and model.positions != "rope":

@@ -18,8 +18,9 @@ from llmq.options.conditions import (
     wrong_for_experts,
     wrong_tables,
 )
-from llmq.options.option_types import ADAPTERS_GROUP, QUANTIZED, layer_set, numbers_of
-from llmq.options.rule import REFUSE, Options, Rule, default, each, idle, refused
+from llmq.options.loss_params import LOSS_PARAMS, complete_params, loss_values
+from llmq.options.option_types import ADAPTERS_GROUP, MUONS, QUANTIZED, layer_set, numbers_of
+from llmq.options.rule import IMPLY, REFUSE, Options, Rule, default, each, idle, refused
 
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
 
@@ -52,14 +53,14 @@ OPTIMIZER_RULES = (
     ),
     default(
         "muon_lr",
-        lambda o: o.learning_rate if o.muon_scale == "match-rms" else 0.02,
-        lambda v, o: o.optimizer == "muon",
-        help="as --learning-rate if not given, with another --muon-scale than match-rms 0.02",
+        lambda o: o.learning_rate,
+        lambda v, o: o.optimizer in MUONS,
+        help="as --learning-rate if not given",
     ),
     *refused(
         "optimizer",
-        lambda v, o: v == "muon" and o.wants_adapters,
-        "muon is for the matrices of blocks, which stay as they are beside adapters",
+        lambda v, o: v in MUONS and o.wants_adapters,
+        "{value} is for the matrices of blocks, which stay as they are beside adapters",
     ),
     *refused(
         "muon_lr lr_embedding lr_head lr_vectors",
@@ -96,15 +97,9 @@ OPTIMIZER_RULES = (
         "--final-lr-fraction has no effect with --lr-schedule wsd, whose --cooldown ends at 0",
     ),
     *idle(
-        "muon_lr muon_momentum muon_scale muon_coefficients muon_normalize_rows cautious_decay",
-        lambda v, o: o.optimizer != "muon",
+        "muon_lr",
+        lambda v, o: o.optimizer not in MUONS,
         "has no effect without --optimizer muon",
-    ),
-    *idle("offload_ema", lambda v, o: v and not o.ema, "--offload-ema has no effect without --ema"),
-    *idle(
-        "cautious_decay",
-        lambda v, o: v and o.weight_decay == 0,
-        "--cautious-decay has no effect with --weight-decay 0",
     ),
     *idle(
         "lr_schedule",
@@ -128,14 +123,6 @@ OPTIMIZER_RULES = (
 
 # ------------------------------------------------------------------------------------------------
 # Losses
-
-
-def _by_loss(name: str, values: dict[str, Any], **more: Any) -> tuple[Rule, ...]:
-    """values: if not given, by loss; the others have no such option."""
-    return (
-        default(name, lambda o: values.get(o.loss), lambda v, o: o.loss in values, **more),
-        *idle(name, lambda v, o: o.loss not in values, "has no effect with --loss {loss}"),
-    )
 
 
 def trains_score(o: Options) -> bool:
@@ -208,23 +195,13 @@ LOSS_RULES = (
         lambda v, o: v is not None and o.head == "score" and o.wants_adapters,
         "rows of new tokens are trained beside adapters for a head of tokens only",
     ),
-    *_by_loss(
-        "pref_beta",
-        {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1, "kto": 0.1},
-        help="0.1 if not given, of simpo 2",
+    Rule(
+        option="loss_params",
+        effect=IMPLY,
+        when=lambda v, o: o.loss in LOSS_PARAMS,
+        sets=lambda o: {"loss_params": complete_params(o.loss, o.loss_params)},
     ),
-    *_by_loss("pref_gamma", {"simpo": 0.5}, help="0.5 if not given"),
-    *_by_loss("pref_smoothing", {"dpo": 0.0, "simpo": 0.0}, help="0 if not given"),
-    *_by_loss(
-        "pref_normalize",
-        {"dpo": False, "ipo": True, "simpo": True, "orpo": True},
-        help="if not given off with dpo, else on",
-    ),
-    *_by_loss(
-        "pref_sft",
-        {"dpo": 0.0, "ipo": 0.0, "simpo": 0.0, "orpo": 1.0},
-        help="0 if not given, of orpo 1",
-    ),
+    *each("loss_params", REFUSE, lambda v, o: error(loss_values, o.loss, v), "{found}"),
     *each(
         "packing",
         REFUSE,
@@ -255,8 +232,8 @@ LOSS_RULES = (
         "scores",
         REFUSE,
         lambda v, o, files: v is None and o.loss == "kd",
-        "--loss kd: needs --scores of a teacher, which `llmq score` makes of the {kd_top_k} most "
-        "likely tokens",
+        "--loss kd: needs --scores of a teacher, which `llmq score` makes of the "
+        "{loss_values[top-k]} most likely tokens",
     ),
     *each(
         "loss",
@@ -265,9 +242,9 @@ LOSS_RULES = (
         "--loss kd: is computed from logits without a soft cap, and this model has one",
     ),
     *refused(
-        "kd_top_k",
-        lambda v, o, model: o.loss == "kd" and v > model.vocab_size,
-        "{value} is more than the vocabulary of {model.vocab_size}",
+        "loss_params",
+        lambda v, o, model: o.loss == "kd" and o.loss_values["top-k"] > model.vocab_size,
+        "top-k={loss_values[top-k]} is more than the vocabulary of {model.vocab_size}",
     ),
     *each(
         "document_mask",
@@ -284,19 +261,6 @@ LOSS_RULES = (
         "score it with `llmq score`, and give --scores",
     ),
     *idle("num_labels", lambda v, o: o.head != "score", "{given} is for --head score"),
-    *idle(
-        "kd_top_k kd_mixture kd_temperature kd_divergence",
-        lambda v, o: o.loss != "kd",
-        "{given} is for --loss kd",
-    ),
-    *idle(
-        "kto_desirable kto_undesirable", lambda v, o: o.loss != "kto", "{given} is for --loss kto"
-    ),
-    *idle(
-        "pref_normalize",
-        lambda v, o: o.loss == "orpo" and not v,
-        "--no-pref-normalize has no effect with --loss orpo, which compares means",
-    ),
     *idle(
         "scores",
         lambda v, o: o.scores_folder is None,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
 from llmq.base.files import read_json
+from llmq.options.option_types import MUONS
 from llmq.options.options import TrainConfig
 from llmq.options.sizes import SIZES, resized
 from llmq.plan.disk import disk_use
@@ -59,16 +60,16 @@ MUON_BATCH, MUON_GAIN = 4, 1.15
 RATE = (1.79, -0.713, 0.307)  # 1.79 N^-0.713 D^0.307
 MOST_RATE = 0.004  # what the formula says of models smaller than its own is higher
 # Muon's times 1 / sqrt(width), at most MOST_RATE: 0.02 of Keller Jordan's code is 0.1 so, as
-# match-rms multiplies changes by 0.2 sqrt(width). In our runs 0.004 was best at 256 and 512
+# the rule multiplies changes by 0.2 sqrt(width). In our runs 0.004 was best at 256 and 512
 # channels, with so many tokens a step; with fewer it falls as their root (docs/optimizer.md).
 MUON_RATE, MUON_STEP = 0.08, 16384
 # Over it the rate of all else, which AdamW trains: four times was the best with 8 and 16 million
 # tokens, and no better than the same with 98 million (benchmarks/h200/2026-11-26/h200_law).
 TABLES, TABLES_TOKENS, TABLES_EXPONENT = 4.0, 16e6, -0.25
 # How the best rate changes with the width: AdamW's as 1 / width (Yang et al., arXiv:2203.03466);
-# a change by Muon has the same singular values at any width, times 0.2 sqrt(width) with match-rms.
+# a change by Muon has the same singular values at any width, times 0.2 sqrt(width).
 # And with the root of the tokens of a step (Malladi et al., arXiv:2205.10287).
-WIDTH_EXPONENTS = {"adamw": 1.0, "muon": 0.5}
+WIDTH_EXPONENTS = {"adamw": 1.0, "muon": 0.5, "normuon": 0.5}
 
 MOST_PASSES = 4
 """So many passes over data are worth nearly as much as new data (arXiv:2305.16264), and no recipe
@@ -386,7 +387,7 @@ class Search:
                 return None
             tokens = min(found.need.speed * max(seconds, 1.0), most)
         bound = MUON_BATCH * batch_tokens(tokens) / (config.seq_len * where.world_size)
-        bound = 0 if config.optimizer != "muon" or PRODUCT & self.fixed else bound
+        bound = 0 if config.optimizer not in MUONS or PRODUCT & self.fixed else bound
         while 2 * sequences <= bound and found.config.grad_accumulation == 1:
             sequences *= 2
             larger = with_sequences(sequences)
@@ -490,8 +491,7 @@ class Search:
     ) -> tuple[dict[str, float], str]:
         """The learning rates, by field, and the reason of them. tokens: of the run; step: of a
         step."""
-        rates, muon = self.wanted.rates, config.optimizer == "muon"
-        muon &= config.muon_scale == "match-rms"  # another one has a rate of its own
+        rates, muon = self.wanted.rates, config.optimizer in MUONS
         if rates is not None and rates.optimizer == config.optimizer:
             why = (
                 f"The best of {rates.source} at {rates.width} channels, by width and tokens a step"

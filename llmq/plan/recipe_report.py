@@ -12,6 +12,7 @@ from llmq.data.identity import tokenizers_of_files
 from llmq.data.tokens import open_token_files
 from llmq.options.cards import CARDS
 from llmq.options.option_file import check_new, save_options
+from llmq.options.option_types import MUONS
 from llmq.options.options import TrainConfig
 from llmq.plan.law import published_laws, read_laws
 from llmq.plan.recipe import CHOSEN, Recipe, Search, Tried, Wanted, read_rates
@@ -227,7 +228,7 @@ def _time(seconds: float) -> str:
 def _notes(best: Recipe) -> dict[str, str]:
     """The reason of each option that was chosen, by field."""
     config, model = best.config, best.model
-    muon = config.optimizer == "muon"
+    muon = config.optimizer in MUONS
     law = f"the lowest loss of all sizes that was found by {best.law.source}"
     law += "" if best.has_ground else ", which has no ground here"
     return {

@@ -49,11 +49,11 @@ def muon_squares(partials, x, n):
         sums[0] = values @ values
 
 
-def muon_normalize(out, x, partials, num_partials, margin, n):
-    """Each matrix over its norm, as BF16 has that, and the margin."""
+def muon_normalize(out, x, partials, num_partials, n):
+    """Each matrix over its norm, as BF16 has that."""
     for to, matrix, sums in zip(out, x, partials, strict=True):
         norm = np.float32(np.sqrt(sums.sum())).astype(BF16).astype(np.float32)
-        factor = np.float32(1) / (np.maximum(norm, LEAST_NORM) * np.float32(margin))
+        factor = np.float32(1) / np.maximum(norm, LEAST_NORM)
         to[...] = matrix.astype(np.float32) * factor
 
 
@@ -82,7 +82,7 @@ def muon_row_scale(x, factors, columns):
         row[...] = row.astype(np.float32) * factor
 
 
-def muon_apply(param, work, change, scalars, lr_scale, weight_decay, cautious, salt, first, n):
+def muon_apply(param, work, change, scalars, lr_scale, weight_decay, salt, first, n):
     """param minus lr times the change, and its decay."""
     s = step_scalars(scalars)
     if s["skip_update"]:
@@ -93,8 +93,7 @@ def muon_apply(param, work, change, scalars, lr_scale, weight_decay, cautious, s
         part = slice(low, min(low + BLOCK, n))
         state = Stored(param[part])
         p, proposed = state.load(np.float32), change[part].astype(np.float32)
-        decays = proposed * p > 0 if cautious else True
-        p = p - (proposed * lr + np.where(decays, p * decay, np.float32(0)))
+        p = p - (proposed * lr + p * decay)
         if state.rounds:
             state.round(p, _bits(seed, first + low, p.size), high=False)
         else:

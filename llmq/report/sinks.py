@@ -100,7 +100,7 @@ def text(record: dict[str, Any]) -> tuple[str, Any] | None:
             return f"sample-{record['step']}", {record["prompt"]: record["text"]}
         case "links" | "fast-products" | "choices":
             return kind, record[kind.replace("-", "_")]
-        case "sol" | "scaling" | "dataset" | "gpu-model":
+        case "sol" | "dataset" | "gpu-model":
             of = record.get("split", record.get("rank"))
             name = kind if of is None else f"{kind}-{of}"
             return name, {k: v for k, v in record.items() if k not in _COMMON}

@@ -34,6 +34,7 @@ from llmq.run.ranks import CutShort, Rank
 from llmq.run.sampling import Predictor, Sampling, choose_token, prompt_ids
 from llmq.run.trainer import Trainer
 
+SAMPLE_TOKENS = 64  # of a sample: enough to see the style, and little beside a validation
 TEMPERATURE = Sampling().temperature  # of samples, as of `llmq sample`
 
 
@@ -72,7 +73,7 @@ def read_evaluation_inputs(trainer: Trainer) -> EvaluationInputs:
         return EvaluationInputs(sets, [], [], None, metrics)
     tokenizer = _tokenizer(trainer)
     encoder = Encoder(tokenizer, config.seq_len)
-    asked = [encoder.ask(task) for task in read_tasks(config.eval_task, config.task_limit)]
+    asked = [encoder.ask(task) for task in read_tasks(config.eval_task)]
     check_ids(asked, model.vocab_size)
     warn(*[line for a in asked for line in a.cut_lines(f"--seq-len {config.seq_len}")])
     metrics += [f"{a.task.name}/{metric}" for a in asked for metric in a.task.metrics]
@@ -272,7 +273,7 @@ class Evaluations(Member):
         step, calls = self.trainer.steps_done, []
         for name, given, every, call in (
             ("tasks", self.material.asked, self.config.task_every, self.tasks),
-            ("samples", self.material.prompts, self.config.sample_every, self.samples),
+            ("samples", self.material.prompts, self.config.eval_every_n_steps, self.samples),
         ):
             now = at_end or (step > 0 and every > 0 and step % every == 0)
             now |= step == 0 and self.config.eval_at_start and name == "tasks"
@@ -352,7 +353,7 @@ class Evaluations(Member):
             with trainer.averaged():
                 for chosen in predictor.texts(
                     [ids for _, ids in self.material.prompts],
-                    self.config.sample_tokens,
+                    SAMPLE_TOKENS,
                     lambda i, logits: choose_token(logits, rngs[i], temperature=TEMPERATURE),
                     {tokenizer.eos_id},
                 ):

@@ -32,6 +32,7 @@ GROWN = 10.0  # times the lowest loss, from LEAST_LOSS on: beyond it a step is b
 LEAST_LOSS = 1.0  # below it, what has been learned by heart grows by such factors
 ROLLBACKS = 3  # from the same place, after which another one would change nothing
 LOWERED = 0.1  # of the learning rate directly after a rollback
+RECOVERY = 100  # steps from there to the whole rate: as many as first and second moments remember
 _KEPT = ("in_row", "unchanged", "not_finite", "last_bad", "trouble", "level", "rollbacks", "origin")
 
 
@@ -91,7 +92,7 @@ class Guard:
     def __init__(self, config: TrainConfig, guessing: float = math.inf):
         """guessing: the loss of it, as `Loss.guessing` has it."""
         self.guessing = guessing
-        self.mode, self.recovery = config.guard, config.guard_recovery
+        self.mode = config.guard
         # A deviation of the norm is at least 30 % of it, of the loss 1 % and 0.01 nats: where all
         # values are nearly alike, as in the first steps, what is small in itself is no outlier, and
         # norms up to 4 times the usual one are what clipping is for.
@@ -119,12 +120,12 @@ class Guard:
 
     def rate_factor(self, step: int) -> float:
         """By which the learning rate of a step is multiplied: it rises again after a rollback."""
-        if not self.rollbacks or self.recovery <= 0:
+        if not self.rollbacks:
             return 1.0
         done = step - self.rollbacks[-1][0]
-        if not 0 <= done < self.recovery:
+        if not 0 <= done < RECOVERY:
             return 1.0
-        return LOWERED + (1.0 - LOWERED) * done / self.recovery
+        return LOWERED + (1.0 - LOWERED) * done / RECOVERY
 
     def is_due(self, steps_done: int) -> bool:
         """Whether to roll back now: LAG steps after the one that was too much, not as soon as it is

@@ -330,10 +330,6 @@ class Reporter:
                 self.view.line(f"  {operation}: {line}")
             self.log.write("choices", step, choices=chosen)
 
-    def scaling(self, step: int, line: str, record: dict[str, float]) -> None:
-        self.view.line(line)
-        self.log.write("scaling", step, **record)
-
     def close(self) -> None:
         self.view.close()
         self.log.close()

@@ -24,6 +24,7 @@ from llmq.checkpoint.store import NoCheckpoint, checkpoint_owner, find_checkpoin
 from llmq.options.option_file import fewest_values, flag
 from llmq.options.option_types import NEWEST, lengths_of
 from llmq.options.options import ONCE, OPTIONS, TrainConfig
+from llmq.options.removed import current_options
 from llmq.plan.checks import plan_run
 from llmq.run.agreement import compare
 from llmq.run.initial_weights import ADAPTED_BY
@@ -185,6 +186,7 @@ def _forget_places(given: Mapping[str, Any], inherited: dict[str, Any], checkpoi
 
 def _known(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     """Those that this version has, without those of a single command."""
+    saved = current_options(saved, f"checkpoint '{checkpoint}'")
     unknown = sorted(saved.keys() - {field.name for field in fields(TrainConfig)})
     if unknown:
         warn(f"checkpoint '{checkpoint}': options not known here: {', '.join(unknown)}")
@@ -241,7 +243,9 @@ def changed_options(
     together. manifest: what its options lack is not compared. new_data: whether the data start
     anew."""
     seed = {"train_seed": manifest.loader["seed"]} if manifest.loader else {}
-    saved = {"optimizer": "adamw"} | manifest.options | seed
+    saved = current_options(
+        {"optimizer": "adamw"} | manifest.options | seed, "the checkpoint", quiet=True
+    )
     saved, config = saved | _sizes_of_longest(saved), of_longest(config)
     groups = {OPTIONS[name].group for name in _OF_GROUPS}
     names = [n for n, option in OPTIONS.items() if option.group in groups]

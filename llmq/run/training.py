@@ -46,7 +46,6 @@ from llmq.run.metrics import Reporter
 from llmq.run.model_of_run import agreed_tokenizer, lost_tokenizer, unknown_tokenizer
 from llmq.run.monitor import (
     IdleExperts,
-    Scaling,
     SpeedOfLight,
     StepReports,
     TimeBreakdown,
@@ -54,7 +53,6 @@ from llmq.run.monitor import (
     speed_of_light,
     system_lines,
     system_record,
-    time_alone,
 )
 from llmq.run.requests import Requests
 from llmq.run.resume import Stage, fork_lines, left_stages
@@ -454,15 +452,11 @@ class _Run:
         of_card = (trainer.dev.spec.name, trainer.world_size)
         sol = speed_of_light(config, trainer.model, *of_card)
         announce_machine(trainer, reporter, self.sensing.sensors.sources, sol)
-        scaling, every = [], config.debug_log_abs_max
-        if config.measure_scaling and trainer.world_size > 1:  # before there are weights
-            with reporter.section("Timing one GPU without the others"):
-                scaling.append(Scaling(trainer.world_size, time_alone(trainer), reporter))
+        every = config.debug_log_abs_max
         self.events.members += [
             self.evaluations,
             StepReports(trainer, reporter, sol),
             self.sensing,
-            *scaling,
             self.requests,
             self.judging,
             IdleExperts(trainer, reporter),

@@ -115,7 +115,6 @@ class Divergence:
             "noise": Trouble(kind, first, first + length - 1, 0.0),
         }[kind]
         options = {"guard": guard, "ckpt_keep_n": rng.choice((1, 2)), "steps": END}
-        options["guard_recovery"] = 10 if guard == "rollback" else None
         stop = rng.randrange(BEGIN + 1, END) if rng.random() < 0.4 else None
         problems = self._try(trouble, options, stop)
         what = f"--guard {guard}, micro-batches {first} to {trouble.last}, {trouble.size:g}"
@@ -139,7 +138,7 @@ class Divergence:
     def _goes_on(self, root: Path, options: dict[str, object]) -> Problems:
         """Without the trouble --continue comes to an end: what turns out to be spoiled is known to
         be bad the next time."""
-        more = {"steps": END + 5, "guard": "warn", "guard_recovery": None}
+        more = {"steps": END + 5, "guard": "warn"}
         args = train(**_RUN | options | more, **{"continue": ""})
         for _ in range(CONTINUES):
             ended = run_llmq(root, args)

@@ -15,7 +15,7 @@ from llmq.runtime.device import Device
 class Distillation(TokenCrossEntropy):
     """A mixture of the targets' cross-entropy and of a divergence from the teacher's probabilities.
     The teacher tells its k largest ones of each token, and all others count as one. kl: the mean
-    divergence, in nats, at --kd-temperature. loss_1k is that of the mixture."""
+    divergence, in nats, at the temperature. loss_1k is that of the mixture."""
 
     sums = (*TokenCrossEntropy.sums, "kl")
     inputs = ("scores",)
@@ -24,19 +24,19 @@ class Distillation(TokenCrossEntropy):
 
     def __init__(self, dev: Device, options: TrainConfig, inputs: Mapping[str, Tensor]):
         super().__init__(dev, options, inputs)
-        rows = options.batch_size * options.local_seq_len
+        rows, values = options.batch_size * options.local_seq_len, options.loss_values
         self._teacher = Teacher(
-            told=inputs["scores"].view(rows, 2 * options.kd_top_k),
+            told=inputs["scores"].view(rows, 2 * values["top-k"]),
             kl=dev.alloc("kl", (rows,), F32, "Activations"),
-            mixture=options.kd_mixture,
-            temperature=options.kd_temperature,
-            reverse=options.kd_divergence == "reverse",
+            mixture=values["mixture"],
+            temperature=values["temperature"],
+            reverse=values["divergence"] == "reverse",
         )
 
     @classmethod
     def widths(cls, options: TrainConfig) -> dict[str, int]:
         """Columns and log-probabilities."""
-        return {"scores": 2 * options.kd_top_k}
+        return {"scores": 2 * options.loss_values["top-k"]}
 
     def of_rows(self) -> Teacher:
         return self._teacher

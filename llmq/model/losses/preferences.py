@@ -41,9 +41,10 @@ class Preferences(Loss):
 
     @classmethod
     def _form(cls, options: TrainConfig) -> Form:
-        beta, sft = options.pref_beta, options.pref_sft
-        by_form = (options.pref_gamma or 0.0, options.pref_smoothing or 0.0)
-        return Form(cls.kind, int(options.pref_normalize), beta, *by_form, sft)
+        values = options.loss_values
+        by_form = (values.get("gamma", 0.0), values.get("smoothing", 0.0))
+        by_mean = int(values.get("normalize", True))  # ORPO's answers always are
+        return Form(cls.kind, by_mean, values["beta"], *by_form, values["sft"])
 
     @classmethod
     def guessing(cls, options: TrainConfig, outputs: int) -> float:
@@ -121,12 +122,13 @@ class Kto(Preferences):
     @classmethod
     def guessing(cls, options: TrainConfig, outputs: int) -> float:
         """The largest one: no loss is more than its weight."""
-        return max(options.kto_desirable, options.kto_undesirable)
+        return max(options.loss_values["desirable"], options.loss_values["undesirable"])
 
     @classmethod
     def _form(cls, options: TrainConfig) -> Form:
-        weights = (options.kto_desirable, 0.0, options.kto_undesirable)
-        return Form(cls.kind, 0, options.pref_beta, *weights)
+        values = options.loss_values
+        weights = (values["desirable"], 0.0, values["undesirable"])
+        return Form(cls.kind, 0, values["beta"], *weights)
 
     @classmethod
     def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:

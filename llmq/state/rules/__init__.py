@@ -5,15 +5,16 @@ from typing import Any
 
 from llmq.base.errors import LlmqError
 from llmq.options.options import TrainConfig
+from llmq.options.removed import current_options
 from llmq.state.params import Slab
 from llmq.state.rules.adamw import AdamW
-from llmq.state.rules.muon import Muon
+from llmq.state.rules.muon import Muon, NorMuon
 from llmq.state.rules.rule import Moment, UpdateRule
 
-RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": Muon}
+RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": Muon, "normuon": NorMuon}
 
 
-AVERAGE = Moment(name="ema", group="ema", category="EMA", dtype=None, offload="offload_ema")
+AVERAGE = Moment(name="ema", group="ema", category="EMA", dtype=None, offload="offload_master")
 """The moving average of weights (`--ema`): it is kept as moments are, and begins as the weights."""
 
 
@@ -31,7 +32,8 @@ def rule_class(name: str) -> type[UpdateRule]:
 def rule_saved(options: Mapping[str, Any]) -> type[UpdateRule]:
     """The rule of a checkpoint, of whose options old ones name none. LlmqError for an unknown
     one."""
-    name = options.get("optimizer", "adamw")
+    today = current_options(options, "the checkpoint", quiet=True)
+    name = today.get("optimizer", "adamw")
     if name not in RULES:
         raise LlmqError(f"a checkpoint of --optimizer {name}, which this version does not have")
     return RULES[name]

@@ -25,33 +25,23 @@ from llmq.state.params import Slab
 from llmq.state.rules.adamw import AdamW
 from llmq.state.rules.rule import Moment, Part, Whole
 
-# (a, b, c) of each step X <- P X with P = a + b G + c G G.
 STEPS = 5
-COEFFICIENTS = {
-    # The steepest at 0: singular values end between 0.7 and 1.2.
-    "jordan": ((3.4445, -4.7750, 2.0315),) * 5,
-    # The best of five steps for singular values from 0.001 on (Amsel et al., arXiv 2505.16932), in
-    # the margin of 2 % that BF16 needs.
-    "polar-express": (
-        (8.156554524902461, -22.48329292557795, 15.878769915207462),
-        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-    ),
-}
-MARGIN = {"jordan": 1.0, "polar-express": 1.02}  # the norm is multiplied by it
-SEGMENTS = {"jordan": (3, 2), "polar-express": (2, 2, 1)}
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""(a, b, c) of X <- P X with P = a + b G + c G G: the steepest at 0, as Keller Jordan's code has
+them. Singular values end between 0.7 and 1.2, which trains as well as values closer to 1."""
+SEGMENTS = (3, 2)
 """How many steps follow from one Gram matrix: as many as leave changes as near to those of exact
-numbers as steps at full length do (`tests/test_muon.py`); the more a step stretches, the fewer."""
+numbers as steps at full length do (`tests/test_muon.py`)."""
 LEAST_SIDE = 256  # shorter ones are limited by launches, of which this way has more
 LONGER = 1.5  # times the shorter side, from which this way takes fewer FLOPs
-FACTORS = {
-    "original": lambda rows, columns: sqrt(max(1.0, rows / columns)),
-    "match-rms": lambda rows, columns: 0.2 * sqrt(max(rows, columns)),
-    "spectral": lambda rows, columns: sqrt(rows / columns),
-}
-"""The factor of the change of a matrix with so many rows (outputs) and columns (inputs)."""
+MOMENTUM = 0.95  # decay of the momentum, which is Nesterov's: torch.optim.Muon's default
+ROWS_DECAY = 0.95  # of NorMuon's mean squares of rows, as its authors have it
+
+
+def _match_rms(rows: int, columns: int) -> float:
+    """The factor of the change of a matrix, (rows, columns). Changes become as large as AdamW's,
+    whose learning rates and weight decay then serve (torch's match_rms_adamw)."""
+    return 0.2 * sqrt(max(rows, columns))
 
 
 class Muon(AdamW):
@@ -73,7 +63,7 @@ class Muon(AdamW):
             part.grad,
             part.moments["m"],
             scalars,
-            momentum=self.options.muon_momentum,
+            momentum=MOMENTUM,
             salt=part.slab.params[0].index,
             first=part.first,
             m_scale=part.scales.get("m"),
@@ -81,7 +71,7 @@ class Muon(AdamW):
 
     @classmethod
     def keeps_rows(cls, options: TrainConfig) -> bool:
-        return options.muon_normalize_rows > 0
+        return False
 
     def transform(self, dev: Device, matrices: Sequence[Whole]) -> None:
         """Products of all matrices with an equal shorter side are launched together, as far as
@@ -98,8 +88,8 @@ class Muon(AdamW):
             by_gram = side >= LEAST_SIDE and longer > LONGER * side
             together.setdefault(side if by_gram else -side, []).append(each)
         for key, of in together.items():
-            segments = SEGMENTS[self.options.muon_coefficients] if key > 0 else (1,) * STEPS
-            _Iteration(dev, self.options, abs(key), of).run(segments)
+            segments = SEGMENTS if key > 0 else (1,) * STEPS
+            _Iteration(dev, abs(key), of).run(segments)
 
     def apply(self, dev: Device, part: Part, scalars: Tensor) -> None:
         """One launch, at a rate that is a fixed multiple of AdamW's."""
@@ -112,17 +102,25 @@ class Muon(AdamW):
             scalars,
             lr_scale=options.muon_lr / options.learning_rate,
             weight_decay=options.weight_decay,
-            cautious=options.cautious_decay,
             salt=part.slab.params[0].index,
             first=part.first,
         )
 
 
+class NorMuon(Muon):
+    """Muon whose changes are divided, row by row, by the root of a running mean of their squares
+    (arXiv 2510.05491)."""
+
+    @classmethod
+    def keeps_rows(cls, options: TrainConfig) -> bool:
+        return True
+
+
 class _Iteration:
     """That of matrices with one shorter side. pairs: (x, out) of (count, rows, columns) each."""
 
-    def __init__(self, dev: Device, options: TrainConfig, side: int, matrices: list[Whole]):
-        self.dev, self.options, self.side = dev, options, side
+    def __init__(self, dev: Device, side: int, matrices: list[Whole]):
+        self.dev, self.side = dev, side
         self.pairs = [(each.proposed, each.change) for each in matrices]
         self.rows = [each.rows for each in matrices]
 
@@ -132,7 +130,6 @@ class _Iteration:
         shapes = {x.shape for x, _ in self.pairs}
         # Each lies alone, and all its products are with all of it: together they are packed.
         packed = full and count > 1 and shapes == {(1, *self.pairs[0][0].shape[1:])}
-        steps = iter(COEFFICIENTS[self.options.muon_coefficients])
         with ExitStack() as temps:
 
             def scratch(name: str, *shape: int) -> Tensor:
@@ -153,7 +150,7 @@ class _Iteration:
                 for x, _, own in self._parts(gram):
                     tall = x.shape[1] > x.shape[2]
                     matmul(self.dev, own, x, x, trans_a=tall, trans_b=not tall)
-                some = [next(steps) for _ in range(length)]
+                some = [COEFFICIENTS] * length
                 if length == 1:  # a is not rounded, but a factor of what the product adds
                     (beside, b, c), by = some[0], others[0]
                     self._polynomial(by, gram, b, c)
@@ -166,9 +163,8 @@ class _Iteration:
                 self._multiply(by, beside, last=last)
 
     def _normalize(self, pairs: list[tuple[Tensor, Tensor]], into: list[Tensor]) -> None:
-        margin = MARGIN[self.options.muon_coefficients]
         for (x, _), to in zip(pairs, into, strict=True):
-            muon.normalize(self.dev, to, x, margin=margin)
+            muon.normalize(self.dev, to, x)
 
     def _parts(self, squares: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """x, out, and those of the square matrices (count, side, side) that are theirs."""
@@ -203,10 +199,10 @@ class _Iteration:
         beside). The last product has the factor of the sizes, and then rows are scaled."""
         for i, (x, out, own) in enumerate(self._parts(by)):
             rows, columns = x.shape[1:]
-            times = FACTORS[self.options.muon_scale](rows, columns) if last else 1.0
+            times = _match_rms(rows, columns) if last else 1.0
             operands = (x, own) if rows > columns else (own, x)
             added = {"addend": x, "beta": beside * times} if beside else {}
             matmul(self.dev, out, *operands, alpha=times, **added)
             if last and self.rows[i] is not None:
-                muon.even(self.dev, out, self.rows[i], decay=self.options.muon_normalize_rows)
+                muon.even(self.dev, out, self.rows[i], decay=ROWS_DECAY)
             self.pairs[i] = out, x

@@ -1,0 +1,89 @@
+"""Parameters of the losses, which `--loss-params` sets: defaults and limits by loss."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from llmq.base.errors import ConfigError
+from llmq.options.option_types import Option, parse_bool, parse_float, parse_int, parse_word
+
+
+class Param(NamedTuple):
+    """One parameter of a loss. option: its parser and limits."""
+
+    default: Any
+    option: Option
+
+
+def _param(name: str, default: Any, parse: Any = parse_float, **limits: Any) -> dict[str, Param]:
+    opt = Option(flags=(f"loss-params: {name}",), help="", group="", parse=parse, **limits)
+    return {name: Param(default, opt)}
+
+
+def _pairs(beta: float, sft: float, normalize: bool | None = None) -> dict[str, Param]:
+    """Parameters of losses that compare two answers."""
+    found = _param("beta", beta, above=0) | _param("sft", sft, min=0)
+    return found if normalize is None else found | _param("normalize", normalize, parse_bool)
+
+
+_SMOOTHING = _param("smoothing", 0.0, min=0, below=0.5)
+
+LOSS_PARAMS: dict[str, dict[str, Param]] = {
+    "dpo": _pairs(0.1, 0.0, normalize=False) | _SMOOTHING,
+    "ipo": _pairs(0.1, 0.0, normalize=True),
+    "simpo": _pairs(2.0, 0.0, normalize=True) | _param("gamma", 0.5) | _SMOOTHING,
+    "orpo": _pairs(0.1, 1.0),
+    "kto": {
+        **_param("beta", 0.1, above=0),
+        **_param("desirable", 1.0, min=0),
+        **_param("undesirable", 1.0, min=0),
+    },
+    "kd": {
+        **_param("top-k", 64, parse_int, min=1, max=255),
+        **_param("mixture", 0.0, min=0, max=1),
+        **_param("temperature", 1.0, above=0),
+        **_param("divergence", "forward", parse_word, choices=("forward", "reverse")),
+    },
+}
+"""Parameters by name, by loss; the other losses have none."""
+
+
+def named_values(texts: Iterable[str]) -> dict[str, str]:
+    """Values by name, of the texts NAME=VALUE that parse_params returns."""
+    return dict(text.split("=", 1) for text in texts)
+
+
+def named_texts(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Texts NAME=VALUE in the form that parse_params returns."""
+    return tuple(f"{name}={_text(value)}" for name, value in values.items())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{int(value)}" if isinstance(value, float) and value.is_integer() else f"{value}"
+
+
+def complete_params(loss: str, texts: Iterable[str]) -> tuple[str, ...]:
+    """The texts of --loss-params with the defaults of the loss, in the loss's order. Unknown names
+    stay at the end."""
+    defaults = named_texts(
+        {name: param.default for name, param in LOSS_PARAMS.get(loss, {}).items()}
+    )
+    return named_texts(named_values(defaults) | named_values(texts))
+
+
+def loss_values(loss: str, texts: Iterable[str]) -> dict[str, Any]:
+    """All parameters of a loss by name, from the texts of --loss-params and the defaults.
+
+    ConfigError for a name that the loss does not have, and a value out of its limits.
+    """
+    known, given = LOSS_PARAMS.get(loss, {}), named_values(texts)
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        names = f"has {', '.join(known)}" if known else "has no parameters"
+        raise ConfigError(f"--loss-params: --loss {loss} {names}, got {unknown}")
+    values = {name: param.default for name, param in known.items()}
+    for name, text in given.items():
+        values[name] = known[name].option.convert(text)
+        known[name].option.check(values[name])
+    return values

@@ -1,0 +1,114 @@
+"""Options that llmq had once: the option or the constant in the place of each.
+
+The command line answers a removed flag with its sentence. Files of options and checkpoints that
+name a removed option go on, unless their value made other numbers than the constant.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from llmq.base.errors import ConfigError, warn
+from llmq.options.loss_params import LOSS_PARAMS, named_texts
+
+Values = Mapping[str, Any]
+"""Values of options by field name."""
+
+
+class Removed(NamedTuple):
+    """A removed option.
+
+    now: the sentence behind "--flag: ". value: the constant, where `numbers` says that another
+    value computed other numbers. becomes: values of today's options that say the same, from the
+    old value and all old values; None where no options do. when: whether the old option had an
+    effect beside the others.
+    """
+
+    now: str
+    value: Any = None
+    numbers: bool = False
+    becomes: Callable[[Any, Values], dict[str, Any] | None] | None = None
+    when: Callable[[Values], bool] = lambda values: True
+
+
+def _loss_param(name: str, example: Any) -> Removed:
+    """A parameter of losses, which --loss-params sets today."""
+
+    def becomes(value: Any, values: Values) -> dict[str, Any]:
+        known = LOSS_PARAMS.get(values.get("loss", "ce"), {})
+        return {"loss_params": named_texts({name: value})} if name in known else {}
+
+    return Removed(f"use --loss-params {name}={example}", becomes=becomes)
+
+
+def _rows(value: Any, values: Values) -> dict[str, Any] | None:
+    """NorMuon, which --optimizer names today, has one decay of its mean squares."""
+    if not value or values.get("optimizer") != "muon":
+        return {}
+    return {"optimizer": "normuon"} if value == 0.95 else None
+
+
+def _of_muon(now: str, value: Any) -> Removed:
+    return Removed(now, value, numbers=True, when=lambda values: values.get("optimizer") == "muon")
+
+
+REMOVED: dict[str, Removed] = {
+    "guard_recovery": Removed("the rate recovers over 100 steps after each rollback", 100),
+    "task_limit": Removed("give a file of fewer records, as by `head -n 500`"),
+    "sample_every": Removed("samples are made at each validation, see --eval-every-n-steps", -1),
+    "sample_tokens": Removed("samples have at most 64 tokens, `llmq sample` makes longer ones", 64),
+    "measure_scaling": Removed("`llmq bench` compares numbers of GPUs, with gpus: [1, 2]", False),
+    "logit_softcap": Removed(
+        "set final_logit_softcapping in the config.json that --model names", numbers=True
+    ),
+    "offload_ema": Removed("--offload-master keeps the average in host memory, too", False),
+    "muon_momentum": _of_muon("Muon's momentum decays by 0.95", 0.95),
+    "muon_scale": _of_muon(
+        "changes are as large as AdamW's (match-rms), give another rate by --muon-lr", "match-rms"
+    ),
+    "muon_coefficients": _of_muon("Muon takes Keller Jordan's coefficients", "jordan"),
+    "muon_normalize_rows": Removed("use --optimizer normuon", numbers=True, becomes=_rows),
+    "cautious_decay": _of_muon("weight decay is that of --weight-decay for all weights", False),
+    "pref_beta": _loss_param("beta", 0.1),
+    "pref_gamma": _loss_param("gamma", 0.5),
+    "pref_smoothing": _loss_param("smoothing", 0.1),
+    "pref_normalize": _loss_param("normalize", "true"),
+    "pref_sft": _loss_param("sft", 0.5),
+    "kd_top_k": _loss_param("top-k", 64),
+    "kd_mixture": _loss_param("mixture", 0.5),
+    "kd_temperature": _loss_param("temperature", 2),
+    "kd_divergence": _loss_param("divergence", "reverse"),
+    "kto_desirable": _loss_param("desirable", 1),
+    "kto_undesirable": _loss_param("undesirable", 1.5),
+}
+"""Removed options by field name."""
+
+
+def sentence(flag: str) -> str | None:
+    """The answer to a removed flag, with its dashes; None for any other word."""
+    word = flag.removeprefix("--").replace("-", "_")
+    found = REMOVED.get(word) or REMOVED.get(word.removeprefix("no_"))
+    return found and f"{flag} is no option any more: {found.now}"
+
+
+def current_options(
+    values: Values, where: str, *, every: bool = False, quiet: bool = False
+) -> dict[str, Any]:
+    """Values of an older version by today's field names, with a warning for each removed option
+    whose value was another than the constant.
+
+    where: the source, such as "checkpoint 'ckpt/x/step_1'". every: warn of all removed options;
+    quiet: of none. ConfigError for a value that computed other numbers.
+    """
+    found = {name: value for name, value in values.items() if name not in REMOVED}
+    for name in (name for name in values if name in REMOVED):
+        old, value = REMOVED[name], values[name]
+        line = f"{where}: --{name.replace('_', '-')}={value} is no option any more: {old.now}"
+        made = None if old.becomes is None or value is None else old.becomes(value, values)
+        for today, new in (made or {}).items():
+            found[today] = (*found.get(today, ()), *new) if isinstance(new, tuple) else new
+        changed = made is None and value not in (None, old.value) and old.when(values)
+        if changed and old.numbers:
+            raise ConfigError(f"{line}; the same numbers need the version that wrote this")
+        if (changed or every) and not quiet:
+            warn(line)
+    return found

@@ -1,0 +1,54 @@
+"""Options that llmq had once: answers of the command line, and files and checkpoints with them."""
+
+import pytest
+
+from llmq.base.errors import ConfigError
+from llmq.commands.cli import _run
+from llmq.options.options import OPTIONS
+from llmq.options.options_io import FIELDS, make_config
+from llmq.options.removed import REMOVED, current_options
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_command_line_answers_a_removed_flag(name, capsys):
+    flag = name.replace("_", "-")
+    assert name not in OPTIONS and flag not in FIELDS
+    assert _run(["train", f"--{flag}=1"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == f"error: --{flag} is no option any more: {REMOVED[name].now}"
+    with pytest.raises(ConfigError, match="is no option any more"):
+        make_config({name: 1})
+
+
+def test_removed_switch_is_answered_when_negated(capsys):
+    assert _run(["train", "--no-pref-normalize"]) == 2
+    assert "use --loss-params normalize=true" in capsys.readouterr().err
+
+
+def test_option_file_with_removed_options_goes_on(tmp_path, capsys):
+    file = tmp_path / "old.yaml"
+    file.write_text("loss: dpo\npacking: best-fit\npref-beta: 0.2\npref_sft: 0.5\n")
+    config = make_config({"loss-params": "sft=0.25"}, file)
+    assert config.loss_values == {
+        **{"beta": 0.2, "sft": 0.25, "normalize": False, "smoothing": 0.0}
+    }
+
+
+def test_old_values_become_those_of_today():
+    old = {"loss": "kd", "kd_top_k": 8, "kd_mixture": 0.0, "pref_beta": None, "steps": 3}
+    expected = {"loss": "kd", "steps": 3, "loss_params": ("top-k=8", "mixture=0")}
+    assert current_options(old, "file") == expected
+    assert current_options(old | {"loss": "ce"}, "file") == {"loss": "ce", "steps": 3}
+
+
+def test_loss_params_of_layers_are_merged(tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("loss: simpo\npacking: best-fit\nloss-params: {gamma: 1.5, beta: 3}\n")
+    values = make_config({"loss-params": ["beta=2.5"]}, file).loss_values
+    assert (values["gamma"], values["beta"]) == (1.5, 2.5)
+    values = make_config({"loss": "dpo"}, file).loss_values
+    assert values["beta"] == 0.1
+    with pytest.raises(ConfigError, match="smoothing, got gamma"):
+        make_config({"loss": "dpo", "loss-params": "gamma=1"}, file)
+    with pytest.raises(ConfigError, match="--loss-params: --loss ce has no parameters, got beta"):
+        make_config({"loss-params": "beta=1"})
