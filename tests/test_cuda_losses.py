@@ -58,7 +58,7 @@ def test_score_heads(loss, tmp_path):
         write_classes(path, [9, 24, 14, 6, 30, 60, 3, 40], labels=3)
     found = []
     for device, dtype in (("cpu", "fp32"), ("cuda", "fp32"), ("cuda", "bf16")):
-        options = {"train_file": (str(path),), "eval_file": "none", "loss": loss, "head": "score"}
+        options = {"train_file": (str(path),), "eval_file": "none", "loss": loss}
         options |= {"num_labels": 1 if loss == "reward" else 3, "device": device, "seq_len": T}
         options |= {"packing": "best-fit", "model_dtype": dtype}
         with trainer_for(exported("qwen2"), **options, grad_accumulation=2) as trainer:

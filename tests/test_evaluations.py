@@ -248,7 +248,10 @@ def test_refused_before_anything_is_written(args, message, capsys):
 
 def test_options_that_do_nothing(capsys):
     assert run("--task-every=2", steps=1) == 0
-    assert "--task-every=2 has no effect without --eval-task" in capsys.readouterr().err
+    assert (
+        "--task-every=2 has no effect without --eval-task or --sample-prompt"
+        in capsys.readouterr().err
+    )
 
 
 def test_sent_elsewhere():

@@ -42,7 +42,7 @@ def data(tmp_path_factory):
     text = folder / "a.txt"
     text.write_text("\n".join(f"{n} and {n * n}" for n in range(300)))
     tokenize([str(text)], tokenizer="bytes", out=folder, eval_fraction=0.0)
-    return {"train-file": f"{folder}/train*.bin", "eval-file": "split", "eval-fraction": 0.1}
+    return {"train-file": f"{folder}/train*.bin", "eval-file": "split:0.1"}
 
 
 def trained_tokens(data):

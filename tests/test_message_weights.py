@@ -115,7 +115,9 @@ def test_tokens_of_a_message_have_its_weight(tmp_path, capsys):
 
 def test_weights_are_for_cross_entropy_of_tokens(data):
     how = {"train_file": (str(data),), "eval_file": "none", "seq_len": T}
-    with pytest.raises(ConfigError, match="--token-weights: does not go with --loss ce --head sc"):
-        trainer_for(exported("qwen2"), **how, head="score")
+    with pytest.raises(
+        ConfigError, match="--token-weights: does not go with --loss ce and a score"
+    ):
+        trainer_for(exported("qwen2"), **how, num_labels=2)
     with trainer_for(exported("qwen2"), **how, token_weights=False) as trainer:
         assert trainer.step().tokens > 0

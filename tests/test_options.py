@@ -41,7 +41,6 @@ LLMQ_DEFAULTS = {
     "gradient-dtype": "bf16",
     "train-file": ("data/tiny-shakespeare-qwen/train*.bin",),
     "eval-file": "data/tiny-shakespeare-qwen/eval*.bin",
-    "eval-fraction": 0.02,
     "drop-last": False,
     "train-seed": 0x83B45442,
     "eval-seed": 0x384B4524,
@@ -131,9 +130,6 @@ def test_defaults_of_known_flags():
     assert {flag: by_flag[flag] for flag in LLMQ_DEFAULTS} == LLMQ_DEFAULTS
     own = {
         "optimizer": "adamw",
-        "lr-embedding": None,
-        "lr-head": None,
-        "lr-vectors": None,
         "muon-lr": None,
         "master-dtype": "bf16",
         "grad-accum-dtype": "bf16",
@@ -151,7 +147,6 @@ def test_defaults_of_known_flags():
         "lora-alpha-pattern": (),
         "seq-stages": None,
         "lora-dora": False,
-        "head": "lm",
         "num-labels": None,
         "token-weights": False,
         "lora-dropout": None,
@@ -163,6 +158,7 @@ def test_defaults_of_known_flags():
         "loss": "ce",
         "scores": None,
         "loss-params": (),
+        "lr-parts": (),
         "ema": 0.0,
         "offload-between": False,
         "eval-task": (),

@@ -606,7 +606,7 @@ def test_a_trainer_packs_conversations_too(tmp_path, monkeypatch):
 
 def test_a_run_with_packed_documents(workplace, capsys):
     """Reports count what was trained; a resumed run goes on in the middle of an epoch."""
-    options = {"train_file": "data/docs.bin", "eval_file": None, "eval_fraction": 0.1}
+    options = {"train_file": "data/docs.bin", "eval_file": "split:0.1"}
     options |= {"packing": "best-fit", "epochs": 2, "ckpt_interval": 3, "ckpt_keep_n": 0}
     assert train(**options) == 0
     out, err = capsys.readouterr()

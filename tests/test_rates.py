@@ -14,7 +14,7 @@ from llmq.options.rules import RULES
 from tests.models import exported, pieces, random_batch, trainer_for
 from tests.sharded import FP32, QWEN2, UNTIED, assert_same_run, config, run, train_steps
 
-RATES = {"learning_rate": 1e-2, "lr_embedding": 4e-2, "lr_head": 5e-3, "lr_vectors": 2e-2}
+RATES = {"learning_rate": 1e-2, "lr_parts": ("embedding=0.04", "head=0.005", "vectors=0.02")}
 FACTORS = {"embed": 4.0, "head": 0.5, "vectors": 2.0}
 
 
@@ -55,8 +55,8 @@ def test_a_part_moves_as_much_faster_as_its_rate(optimizer):
 
 
 PARTS = {
-    "lr_embedding": {"embed_tokens.weight", "wte.weight", "wpe.weight"},
-    "lr_vectors": {
+    "embedding": {"embed_tokens.weight", "wte.weight", "wpe.weight"},
+    "vectors": {
         *("norm.weight", "layernorm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "bias"),
         *("A_log", "dt_bias", "conv1d.weight", "gate.weight", "shared_expert_gate.weight"),
     },
@@ -70,7 +70,7 @@ def test_a_rate_is_that_of_documented_parameters(name, rate):
     """A first step of AdamW with a rate of 0 for the part changes no parameter of the part."""
     start = load_file(exported(name) / "model.safetensors")
     batch = random_batch(np.random.default_rng(0))
-    with trainer_for(exported(name), weight_decay=0.0, **{rate: 0.0}) as trainer:
+    with trainer_for(exported(name), weight_decay=0.0, lr_parts=(f"{rate}=0",)) as trainer:
         trainer.step([batch])
         after = pieces(trainer, trainer.weights())
     for key, value in after.items():
@@ -86,16 +86,18 @@ def test_places_change_no_bit(world):
 
 
 def test_rates_without_effect_are_said():
-    with pytest.raises(ConfigError, match="--lr-head: takes the course of --learning-rate"):
-        config(1, 1, learning_rate=0.0, lr_head=1e-3).validate()
-    (line,) = RULES.idle(config(1, 1, lr_head=1e-3), model=QWEN2)
-    assert line.startswith("--lr-head=0.001 has no effect: this model's LM head is its token table")
-    assert RULES.idle(config(1, 1, lr_head=1e-3), model=UNTIED) == []
-    adapters = {"model": "m", "lora_rank": 4, "lr_vectors": 1e-3}
+    with pytest.raises(ConfigError, match="--lr-parts: takes the course of --learning-rate"):
+        config(1, 1, learning_rate=0.0, lr_parts=("head=0.001",)).validate()
+    (line,) = RULES.idle(config(1, 1, lr_parts=("head=0.001",)), model=QWEN2)
+    assert line.startswith(
+        "--lr-parts head=0.001 has no effect: this model's LM head is its token table"
+    )
+    assert RULES.idle(config(1, 1, lr_parts=("head=0.001",)), model=UNTIED) == []
+    adapters = {"model": "m", "lora_rank": 4, "lr_parts": ("vectors=0.001",)}
     for part in ("norms", "biases"):
         assert RULES.idle(make_config(adapters | {"train": (part,)})) == []
     (line,) = RULES.idle(make_config(adapters))
-    assert line == "--lr-vectors=0.001 has no effect beside adapters without --train=norms"
+    assert line == "--lr-parts vectors=0.001 has no effect beside adapters without --train=norms"
 
 
 def test_a_cooldown_may_be_a_part_of_the_run():

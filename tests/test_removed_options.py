@@ -52,3 +52,36 @@ def test_loss_params_of_layers_are_merged(tmp_path):
         make_config({"loss": "dpo", "loss-params": "gamma=1"}, file)
     with pytest.raises(ConfigError, match="--loss-params: --loss ce has no parameters, got beta"):
         make_config({"loss-params": "beta=1"})
+
+
+def test_values_that_made_other_numbers_are_refused():
+    old = {"optimizer": "muon", "muon_scale": "spectral", "muon_lr": 0.02}
+    with pytest.raises(ConfigError, match="^ckpt: --muon-scale=spectral is no option any more"):
+        current_options(old, "ckpt")
+    assert current_options(old | {"optimizer": "adamw"}, "ckpt")["optimizer"] == "adamw"
+    rows = {"optimizer": "muon", "muon_normalize_rows": 0.95}
+    assert current_options(rows, "ckpt") == {"optimizer": "normuon"}
+    with pytest.raises(ConfigError, match="--muon-normalize-rows=0.9 is no option any more"):
+        current_options(rows | {"muon_normalize_rows": 0.9}, "ckpt")
+
+
+def test_other_values_go_on_with_one_line(capsys):
+    old = {"guard_recovery": 5, "sample_tokens": 64, "head": "score", "eval_fraction": 0.1}
+    old |= {"eval_file": "split", "lr_head": 1e-3, "lr_vectors": None}
+    expected = {"eval_file": "split:0.1", "lr_parts": ("head=0.001",), "num_labels": 2}
+    assert current_options(old, "ckpt") == expected
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: ckpt: --guard-recovery=5 is no option any more: ")
+    assert make_config({}).eval_fraction is None
+
+
+def test_rates_of_parts_are_checked():
+    for text, error in (
+        ("tables=1e-3", "--lr-parts: expected some of embedding, head, vectors, got tables"),
+        ("head=-1", "--lr-parts: must be at least 0"),
+        ("head=fast", "--lr-parts: expected a number"),
+        ("head", "--lr-parts: expected NAME=VALUE"),
+        ("head=1,head=2", "--lr-parts: head is given twice"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{error}"):
+            make_config({"lr-parts": text})

@@ -57,7 +57,7 @@ def formula(model, path, loss):
 
 
 def trainer_of(data, loss, folder, arch="qwen2", **how):
-    options = {"head": "score", "loss": loss, "num_labels": LABELS if loss == "ce" else 1}
+    options = {"loss": loss, "num_labels": LABELS if loss == "ce" else 1}
     options |= {"train_file": (str(data[loss]),), "eval_file": str(data[loss]), "seq_len": T}
     options |= {"packing": "best-fit", "checkpoint_dir": folder / "ckpt", "batch_size": 6}
     return trainer_for(exported(arch), **options | how)
@@ -114,8 +114,8 @@ def test_a_run_goes_on_and_begins_with_what_was_exported(data, tmp_path):
     again = {"model": str(tmp_path / "model")}
     with trainer_of(data, "ce", tmp_path, **again) as trainer:
         assert trainer.step().loss == pytest.approx(expected, rel=1e-6)
-    for how in ({"num_labels": 2}, {"head": "lm", "num_labels": None}):
-        with pytest.raises(ConfigError, match="has a score head of 3 labels: give --head score"):
+    for how in ({"num_labels": 2}, {"num_labels": None}):
+        with pytest.raises(ConfigError, match="has a score head of 3 labels: give --num-labels 3"):
             trainer_of(data, "ce", tmp_path, **again | how)
 
 
@@ -194,8 +194,7 @@ def test_adapters_are_merged_and_evaluated(tmp_path, capsys):
 
 def test_what_does_not_fit_is_refused(data, tmp_path):
     for how, error in (
-        ({"loss": "dpo"}, "--head score does not go with --loss dpo"),
-        ({"loss": "reward", "head": "lm", "num_labels": None}, "--head lm does not go with"),
+        ({"loss": "dpo"}, "--num-labels: does not go with --loss dpo"),
         ({"loss": "reward", "num_labels": 2}, "a reward is one number"),
         ({"long": "cut"}, "reads whole documents"),
         ({"packing": "concat"}, "windows of the files would cut documents"),

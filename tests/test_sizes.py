@@ -76,24 +76,6 @@ RESIZED = {
             "sliding_window": None,
         },
     ),
-    "norms_of_queries_and_keys": (
-        "qwen2.5-0.5b",
-        {"qk-norm": True, "num-heads": 7, "num-kv-heads": 1},
-        {
-            "num_heads": 7,
-            "head_dim": 128,
-            "num_kv_heads": 1,
-            "architecture": "Qwen3ForCausalLM",
-            "qk_norm": True,
-            "qkv_bias": False,
-        },
-    ),
-    "no_norms_of_queries_and_keys": (
-        "qwen3-0.6b",
-        {"qk-norm": False},
-        {"architecture": "LlamaForCausalLM", "qk_norm": False},
-    ),
-    "norms_that_are_there": ("olmo-2-1b", {"qk-norm": True}, {}),
     "the_rest": (
         "llama-3-1b",
         {
@@ -171,16 +153,6 @@ CONTRADICTIONS = {
         r"^--num-kv-heads: GPT2LMHeadModel needs 2, got 1",
     ),
     "learned_positions": ("gpt2", {"rope-theta": 5}, r"^--rope-theta: has no effect.* learned"),
-    "no_class_with_norms": (
-        "tiny-gpt2",
-        {"qk-norm": True},
-        r"^--qk-norm: transformers has no class",
-    ),
-    "no_class_without_norms": (
-        "tiny-qwen3-moe",
-        {"qk-norm": False},
-        r"^--no-qk-norm: transformers has no class of models that differ from Qwen3-MoE's by norms",
-    ),
     "theta": ("tiny", {"rope-theta": 0}, r"^--rope-theta: must be positive"),
     "none": ("tiny", {"num-layers": 0}, r"^--num-layers: must be at least 1"),
     "no_tokens": ("tiny", {"vocab-size": 0}, r"^--vocab-size: must be at least 1"),
@@ -282,7 +254,6 @@ OWN = {
     "num_layers": 2,
     "max_positions": 64,
     "tie_embeddings": False,
-    "qk_norm": True,
     "vocab_size": "auto",
 }
 IN_CONFIG_JSON = {
@@ -305,7 +276,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
     for name in ("train", "eval"):
         write_data(tmp_path / "data", name=name)
-    return {"model": "tiny", "train_file": "data/train.bin", **OWN}
+    return {"model": "tiny-qwen3", "train_file": "data/train.bin", **OWN}
 
 
 def test_a_run_of_own_sizes_is_exported_and_continued(place, capsys):

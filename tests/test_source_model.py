@@ -310,7 +310,7 @@ def test_large_models_have_several_files(made, tmp_path):
 
 
 def test_a_score_head_leaves_the_other_parts_out(made, tmp_path, capsys):
-    options = {"head": "score", "num_labels": 3, "packing": "none"}
+    options = {"num_labels": 3, "packing": "none"}
     with trainer_for(made["qwen3_5"], **options) as trainer:
         trainer.export(tmp_path / "out")
         checkpoint = trainer.save(tmp_path / "ckpt")

@@ -71,7 +71,7 @@ def test_a_train_file_alone_is_split():
 def test_a_run_with_a_split(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(make_workplace(tmp_path))
     Path("data/eval.bin").unlink()
-    split = {"eval_file": None, "eval_fraction": 0.1, "ckpt_interval": 2}
+    split = {"eval_file": "split:0.1", "ckpt_interval": 2}
     assert train(steps=3, **split) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -79,25 +79,17 @@ def test_a_run_with_a_split(tmp_path, monkeypatch, capsys):
     assert [r["eval_tokens"] for r in records("eval")] == [32]
     assert {r["split"]: r["tokens"] for r in records("dataset")} == {"train": 18 * 16, "eval": 32}
     manifest = json.loads(Path("ckpt/step_00000002/checkpoint.json").read_text())
-    assert manifest["options"]["eval_file"] == "split"
+    assert manifest["options"]["eval_file"] == "split:0.1"
     assert train(steps=4, **split, **{"continue": ""}) == 0
-    assert train(steps=4, **split | {"eval_fraction": 0.3}, **{"continue": ""}) == 2
-    changed = "the training files changed since the checkpoint (or --eval-fraction, or whether"
+    assert train(steps=4, **split | {"eval_file": "split:0.3"}, **{"continue": ""}) == 2
+    changed = "the training files changed since the checkpoint (or the part of"
     assert changed in capsys.readouterr().err
     assert train(steps=4, **split | {"eval_file": "none"}, **{"continue": ""}) == 2
     assert changed in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("fraction", "bound"), [(0, "more"), (1, "less"), (-0.5, "more")])
-def test_fractions_that_leave_nothing(fraction, bound, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("fraction", [0, 1, -0.5])
+def test_fractions_that_leave_nothing(fraction, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(make_workplace(tmp_path))
-    assert train(steps=1, eval_fraction=fraction) == 2
-    assert capsys.readouterr().err.startswith(f"error: --eval-fraction: must be {bound} than")
-
-
-def test_a_fraction_without_effect_is_said(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(make_workplace(tmp_path))
-    assert train(steps=1, eval_fraction=0.5) == 0
-    assert capsys.readouterr().err == (
-        "warning: --eval-fraction=0.5 has no effect with --eval-file=data/eval.bin\n"
-    )
+    assert train(steps=1, eval_file=f"split:{fraction}") == 2
+    assert capsys.readouterr().err.startswith("error: --eval-file: the part of split must")

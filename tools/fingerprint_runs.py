@@ -290,7 +290,7 @@ qwen2 bf16 seed=7 beta_1=0.8 beta_2=0.99 adam_epsilon=1e-4 weight_decay=0.3
 qwen2 bf16 z_loss=1e-2 lmhead_chunks=2
 qwen2 bf16 lr_schedule=wsd warmup=1 cooldown=8 final_lr_fraction=0.1
 qwen2 bf16 lr_schedule=linear warmup=2 final_lr_fraction=0.2
-qwen2 bf16 train_seed=5 eval_seed=6 eval_file=split eval_fraction=0.1
+qwen2 bf16 train_seed=5 eval_seed=6 eval_file=split:0.1
 qwen2 bf16 train_file=../data/train*.bin:0.7,../short/train*.bin:0.3 steps=5
 qwen2 bf16 vocab_size=300 hidden_size=32 num_layers=2 num_heads=2 num_kv_heads=1 head_dim=8
 llama bf16 intermediate_size=64 max_positions=128 rope_theta=5000 tie_embeddings

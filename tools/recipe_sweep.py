@@ -58,8 +58,9 @@ def around(recipe: Row) -> dict[str, Row]:
     for by in (0.5, 0.7, 1.4, 2):
         found[f"rates times {by:g}"] = recipe | _rates(recipe, by)
     for by in (0.5, 2):
-        flag = "learning-rate" if "muon-lr" in recipe else "lr-embedding"
-        rate = {flag: round_rate(recipe["learning-rate"] * by)}
+        rate = {"learning-rate": round_rate(recipe["learning-rate"] * by)}
+        if "muon-lr" not in recipe:
+            rate = {"lr-parts": f"embedding={rate['learning-rate']}"}
         found[f"rates of tables times {by:g}"] = recipe | rate
     return found
 

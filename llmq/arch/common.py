@@ -80,8 +80,6 @@ class Architecture:
     """'rope' or 'learned'."""
     qk_norm = False
     """RMSNorm of queries and keys before RoPE."""
-    other_qk_norm: str | None = None
-    """The class that differs by qk_norm alone, and by biases; None: there is none."""
     wide_qk_norm = False
     """It is over all query and over all key channels of a token, else over every head."""
     norm_offset = False

@@ -77,7 +77,6 @@ class WithExperts(Architecture):
     """An architecture some of whose layers have experts, in the place of the MLP."""
 
     targets = (*Architecture.targets, "experts", "fused_experts")
-    other_qk_norm = None
     count_names: tuple[str, ...] = ("num_experts",)
     """config.json's names of E: any of them is read, all are written."""
     own_size = True

@@ -14,7 +14,6 @@ class Llama(RopeFamily):
     qkv_bias = None
     o_bias = None
     mlp_bias = None
-    other_qk_norm = "Qwen3ForCausalLM"
     kv_heads_may_lack = True
     bos_token_id = 1
     eos_token_id = 2

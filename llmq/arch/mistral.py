@@ -18,7 +18,6 @@ class Mistral(RopeFamily):
     model_type = "mistral"
     label = "Mistral"
     gguf = GgufKind("llama", pairs=True, heads=True)
-    other_qk_norm = "Qwen3ForCausalLM"
     windowed = True
     sliding_window = 4096
     bos_token_id = 1

@@ -20,7 +20,6 @@ class Qwen2(RopeFamily):
     model_type = "qwen2"
     label = "Qwen2"
     gguf = GgufKind("qwen2")
-    other_qk_norm = "Qwen3ForCausalLM"
     qkv_bias = True
     own_fields = ("windowed_layers",)
     own_tokenizer_class = "Qwen2Tokenizer"

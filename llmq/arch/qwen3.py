@@ -19,7 +19,6 @@ class Qwen3(Qwen2):
     label = "Qwen3"
     gguf = GgufKind("qwen3", heads=True)
     qk_norm = True
-    other_qk_norm = "LlamaForCausalLM"
     qkv_bias = None
     o_bias = None
     head_dim = 128

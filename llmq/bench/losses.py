@@ -19,6 +19,7 @@ from typing import Any
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import read_json, write_file
 from llmq.bench.sweep_file import Row, identity, read_runs
+from llmq.options.loss_params import named_texts, part_rates
 from llmq.options.option_types import MUONS
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.options_io import make_config
@@ -29,7 +30,6 @@ from llmq.run.model_of_run import agreed_tokenizer, model_of_run
 from llmq.run.trainer import Trainer
 from llmq.state.params import parameter_count
 
-_RATES = ("muon_lr", "lr_embedding", "lr_head", "lr_vectors")  # captured over --learning-rate
 LAST = 20  # steps of which `train_loss` is the mean
 _BY_STEP = ("steps", "warmup", "cooldown", "final_lr_fraction", "lr_schedule", "log_file")
 
@@ -107,8 +107,10 @@ def told(record: dict[str, Any]) -> str:
 def _shared(config: TrainConfig) -> TrainConfig:
     """The options that runs of one trainer have in common: rates only by their quotients."""
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    quotients = {name: getattr(config, name) for name in _RATES}
-    quotients = {name: v and v / config.learning_rate for name, v in quotients.items()}
+    # A captured update has the quotients of the rates.
+    rate, muon_lr = config.learning_rate, config.muon_lr
+    parts = named_texts({name: own / rate for name, own in part_rates(config.lr_parts).items()})
+    quotients = {"muon_lr": muon_lr and muon_lr / rate, "lr_parts": parts}
     return replace(config, learning_rate=1.0, **quotients, **{n: defaults[n] for n in _BY_STEP})
 
 

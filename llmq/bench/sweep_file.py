@@ -23,7 +23,7 @@ Row = dict[str, Any]
 """The options of one run, by flag name without dashes."""
 
 _FIRST_FLAG = {flag: opt.flags[0] for opt in OPTIONS.values() for flag in opt.flags}
-_DATA = "train_file eval_file eval_fraction train_seed eval_seed steps epochs eval_every_n_steps "
+_DATA = "train_file eval_file train_seed eval_seed steps epochs eval_every_n_steps "
 _DATA += "eval_num_steps document_separator data_order"
 # Options that change nothing here: which data there is, what is written when, what is timed beside.
 _WITHOUT_EFFECT = {

@@ -262,7 +262,7 @@ class DataLoader(Closing):
             what = next(name for name, has_changed in changed.items() if has_changed)
             hint, layout = "", self.data.layout
             if what == "training files":
-                hint = " (or --eval-fraction, or whether --eval-file splits a part of them off)"
+                hint = " (or the part of them that --eval-file splits off)"
             elif "order" in what and "order" not in state and not (layout.packs or layout.weighs):
                 what, hint = "order of the data", " (its run began with --data-order llmq)"
             raise DataError(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.options.conditions import why_weights_stay
-from llmq.options.loss_params import loss_values
+from llmq.options.loss_params import loss_values, part_rates
 from llmq.options.option_types import (
     MUONS,
     NEW_PARTS,
@@ -14,8 +14,8 @@ from llmq.options.option_types import (
     PREFERENCES,
     QUANTIZED,
     REFERENCED,
-    SPLIT,
     named_pattern,
+    split_part,
     split_weights,
 )
 
@@ -34,7 +34,12 @@ class Derived:
     @property
     def splits(self) -> bool:
         """Whether the validation data are a part of the training files."""
-        return self.eval_pattern == SPLIT
+        return split_part(self.eval_pattern) is not None
+
+    @property
+    def eval_fraction(self) -> float | None:
+        """The part of the training files that is validation data; None: the data are others."""
+        return split_part(self.eval_pattern)
 
     @property
     def eval_pattern(self) -> str:
@@ -114,6 +119,11 @@ class Derived:
         return "answers" if self.loss in PREFERENCES else "labels" if self.loss == "kto" else None
 
     @property
+    def head(self) -> str:
+        """ "score" of a score head, which classes and rewards have, else "lm"."""
+        return "score" if self.loss == "reward" or self.num_labels is not None else "lm"
+
+    @property
     def loss_values(self) -> dict[str, Any]:
         """Parameters of the loss by name, such as "beta" and "top-k"."""
         return loss_values(self.loss, self.loss_params)
@@ -184,8 +194,9 @@ class Derived:
         run."""
         if slab == "lora_b":
             return self.lora_plus
-        own = {"embed": self.lr_embedding, "head": self.lr_head}
-        own |= dict.fromkeys(("vectors", "norms", "biases"), self.lr_vectors)
+        rates = part_rates(self.lr_parts)
+        own = {"embed": rates.get("embedding"), "head": rates.get("head")}
+        own |= dict.fromkeys(("vectors", "norms", "biases"), rates.get("vectors"))
         rate = own.get(slab)
         return 1.0 if rate is None else rate / self.learning_rate
 

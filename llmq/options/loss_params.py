@@ -1,4 +1,5 @@
-"""Parameters of the losses, which `--loss-params` sets: defaults and limits by loss."""
+"""Options of several named values: parameters of the losses (`--loss-params`) with defaults and
+limits, and rates of parts (`--lr-parts`)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -87,3 +88,20 @@ def loss_values(loss: str, texts: Iterable[str]) -> dict[str, Any]:
         values[name] = known[name].option.convert(text)
         known[name].option.check(values[name])
     return values
+
+
+RATED_PARTS = ("embedding", "head", "vectors")
+"""Parts that --lr-parts may give a learning rate of their own."""
+
+_RATE = Option(flags=("lr-parts",), help="", group="", parse=parse_float, min=0)
+
+
+def part_rates(texts: Iterable[str]) -> dict[str, float]:
+    """Learning rates by part, of the texts of --lr-parts. ConfigError for another part, and a rate
+    below 0."""
+    rates = {name: _RATE.convert(text) for name, text in named_values(texts).items()}
+    for name, rate in rates.items():
+        if name not in RATED_PARTS:
+            raise ConfigError(f"--lr-parts: expected some of {', '.join(RATED_PARTS)}, got {name}")
+        _RATE.check(rate)
+    return rates

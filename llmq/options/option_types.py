@@ -44,8 +44,9 @@ NONE = "none"
 AUTO = "auto"
 """Value of --vocab-size that stands for what the training files have."""
 
-SPLIT = "split"
-"""Value of --eval-file that stands for a part of the training files."""
+SPLIT, SPLIT_PART = "split", 0.02
+"""Value of --eval-file that stands for a part of the training files, and that part: enough
+sequences for a loss that hardly scatters, and little less to learn from."""
 
 OF_TABLES = ("embedding", "head")
 """Those of LORA_TARGETS that have a row for each token."""
@@ -152,9 +153,22 @@ def parse_patterns(value: Any) -> str | tuple[str, ...]:
         if names.count(name) > 1:
             what = f"two patterns are called {name}" if name else "only one may be without a name"
             raise ValueError(f"{what}: write NAME=PATTERN with names that differ")
-        if name and pattern in (NONE, SPLIT):
+        part = split_part(pattern)
+        if name and (pattern == NONE or part is not None):
             raise ValueError(f"{name} needs files of its own, got {pattern}")
     return patterns[0] if len(patterns) == 1 else patterns
+
+
+def split_part(pattern: str) -> float | None:
+    """The part of the training files that split, or split:PART, keeps for validation; None of any
+    other pattern. ValueError for a part that leaves nothing."""
+    word, colon, number = pattern.partition(":")
+    if word != SPLIT:
+        return None
+    part = parse_float(number) if colon else SPLIT_PART
+    if not 0 < part < 1:
+        raise ValueError(f"the part of split must be more than 0 and less than 1, got {number}")
+    return part
 
 
 def named_pattern(text: str) -> tuple[str, str]:

@@ -124,15 +124,10 @@ class TrainConfig(Derived):
     )
     eval_file: str | tuple[str, ...] | None = option(
         None,
-        "Validation token files, a glob pattern; none: no validation; split: a part of the "
-        "training files; {rule}; NAME=PATTERN, repeated: validations of their own",
+        "Validation token files, a glob pattern; none: no validation; split: 0.02 of the "
+        "training files, split:0.1 another part; {rule}; NAME=PATTERN, repeated: validations of "
+        "their own",
         parse=parse_patterns,
-    )
-    eval_fraction: float = option(
-        0.02,
-        "Part of the training files that --eval-file split keeps for validation",
-        above=0,
-        below=1,
     )
     packing: str = option(
         "concat",
@@ -202,21 +197,13 @@ class TrainConfig(Derived):
         group="Optimizer and schedule",
     )
     learning_rate: float | None = option(None, "Highest learning rate", alias="lr", min=0)
-    lr_embedding: float | None = option(
-        None,
-        "Rate of the token table and of learned positions; as --learning-rate if not given",
-        min=0,
-    )
-    lr_head: float | None = option(
-        None,
-        "Rate of an LM head of its own, or of a score head; as --learning-rate if not given",
-        min=0,
-    )
-    lr_vectors: float | None = option(
-        None,
-        "Rate of norms, biases and other vectors, of experts' routers and of short convolutions; "
-        "as --learning-rate if not given",
-        min=0,
+    lr_parts: tuple[str, ...] = option(
+        (),
+        "Rates of parts beside the matrices of blocks, PART=RATE with commas between several, as "
+        "--learning-rate if not given; embedding: the token table and learned positions, head: an "
+        "LM head of its own, or a score head, vectors: norms, biases and other vectors, experts' "
+        "routers and short convolutions",
+        parse=parse_params,
     )
     warmup: float = option(
         0, "Steps of linear warm-up, or a part of the run as 5%", min=0, parse=parse_steps
@@ -292,14 +279,11 @@ class TrainConfig(Derived):
         choices=("ce", *PREFERENCES, "kto", "kd", "weighted"),
         group=LOSS_GROUP,
     )
-    head: str | None = option(
-        None,
-        "What stands behind the last block; lm: logits of tokens, score: of labels, behind the "
-        "last token of each document",
-        choices=("lm", "score"),
-    )
     num_labels: int | None = option(
-        None, "Labels of --head score: classes, of --loss reward one score", min=1
+        None,
+        "Classes of a score head, which stands behind the last token of each document in the place "
+        "of the LM head",
+        min=1,
     )
     scores: Path | None = option(
         None,
@@ -329,10 +313,12 @@ class TrainConfig(Derived):
         parse=parse_repeated,
         group="Evaluation in the run",
     )
-    task_every: int = option(-1, "Steps between evaluations on tasks; 0 or less: only at the end")
+    task_every: int = option(
+        -1, "Steps between evaluations on tasks, and samples; 0 or less: only at the end"
+    )
     sample_prompt: tuple[str, ...] = option(
         (),
-        "Text to continue in the run at each validation, as a sample; may be repeated",
+        "Text to continue in the run, as a sample; may be repeated",
         parse=parse_repeated,
     )
 
@@ -557,11 +543,6 @@ class TrainConfig(Derived):
     )
     tie_embeddings: bool | None = option(
         None, "Use the embedding matrix as LM head", alias="tie-word-embeddings", group=SIZES_GROUP
-    )
-    qk_norm: bool | None = option(
-        None,
-        "RMSNorm of each head's queries and keys: a model of Qwen2.5, Llama or Mistral becomes one "
-        "of Qwen3's architecture, without it that becomes Llama's",
     )
 
     lora_rank: int = option(

@@ -94,12 +94,16 @@ def config_of(layers: Layers, inherited: Mapping[str, Any] | None = None) -> Tra
 
 
 def _merged(values: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """--loss-params of a layer with those below, which hold as long as the loss is the same."""
-    same = layer.get("loss", values.get("loss")) == values.get("loss")
-    if not same or "loss_params" not in values:
-        return {} if same else {"loss_params": layer.get("loss_params", ())}
-    below, given = (named_values(each.get("loss_params", ())) for each in (values, layer))
-    return {"loss_params": named_texts(below | given)}
+    """Options of several named values, of a layer over those below. Parameters of a loss hold as
+    long as the loss is the same."""
+    found = {}
+    for name in ("loss_params", "lr_parts"):
+        below, given = (named_values(each.get(name, ())) for each in (values, layer))
+        if name == "loss_params" and layer.get("loss", values.get("loss")) != values.get("loss"):
+            below = {}
+        if below or given or name in values:
+            found[name] = named_texts(below | given)
+    return found
 
 
 def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -51,10 +51,32 @@ def _of_muon(now: str, value: Any) -> Removed:
     return Removed(now, value, numbers=True, when=lambda values: values.get("optimizer") == "muon")
 
 
+def _rate_of(part: str) -> Removed:
+    def becomes(value: Any, values: Values) -> dict[str, Any]:
+        return {"lr_parts": named_texts({part: value})}
+
+    return Removed(f"use --lr-parts {part}=1e-4", becomes=becomes)
+
+
+def _head(value: Any, values: Values) -> dict[str, Any]:
+    classes = value == "score" and values.get("loss") != "reward"
+    return {"num_labels": 2} if classes and values.get("num_labels") is None else {}
+
+
+def _split(value: Any, values: Values) -> dict[str, Any]:
+    return {"eval_file": f"split:{value}"} if values.get("eval_file") == "split" else {}
+
+
 REMOVED: dict[str, Removed] = {
+    "head": Removed("use --num-labels for a score head of classes", becomes=_head),
+    "qk_norm": Removed("name a --model with these norms, such as qwen3-0.6b", numbers=True),
+    "lr_embedding": _rate_of("embedding"),
+    "lr_head": _rate_of("head"),
+    "lr_vectors": _rate_of("vectors"),
+    "eval_fraction": Removed("use --eval-file split:0.02", becomes=_split),
     "guard_recovery": Removed("the rate recovers over 100 steps after each rollback", 100),
     "task_limit": Removed("give a file of fewer records, as by `head -n 500`"),
-    "sample_every": Removed("samples are made at each validation, see --eval-every-n-steps", -1),
+    "sample_every": Removed("samples are made when tasks are evaluated, see --task-every", -1),
     "sample_tokens": Removed("samples have at most 64 tokens, `llmq sample` makes longer ones", 64),
     "measure_scaling": Removed("`llmq bench` compares numbers of GPUs, with gpus: [1, 2]", False),
     "logit_softcap": Removed(

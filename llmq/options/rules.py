@@ -541,7 +541,9 @@ IDLE_ALONE = (
         "--seed {value} has no effect: in fp32 it decides about nothing but the weights of "
         "--from-scratch and of adapters",
     ),
-    *without("task_every", lambda o: o.eval_task, "--eval-task"),
+    *without(
+        "task_every", lambda o: o.eval_task or o.sample_prompt, "--eval-task or --sample-prompt"
+    ),
     *without(
         "eval_at_start",
         lambda o: o.validates or o.eval_sets or o.eval_task,
@@ -691,11 +693,6 @@ IDLE_IN_RUNS = (
         "watchdog",
         lambda v, o, length: length.world_size == 1,
         "--watchdog {value} has no effect with one GPU",
-    ),
-    *idle(
-        "eval_fraction",
-        lambda v, o, length: not o.splits,
-        "has no effect with --eval-file={eval_pattern}",
     ),
     *idle(
         "eval_every_n_steps eval_num_steps eval_seed",

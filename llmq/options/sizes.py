@@ -10,7 +10,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from llmq.arch import architecture
 from llmq.arch.experts import Experts
 from llmq.arch.model_config import ModelConfig
 from llmq.arch.rope_scaling import RopeScaling, longest_sequence, read_scaling
@@ -41,7 +40,6 @@ def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
     if not given:
         return model
     sizes = {_RENAMED.get(name, name): value for name, value in given.items()}
-    kinds = _kinds(model, sizes.pop("qk_norm", None))
     for name in ("rope_theta", "rope_scaling"):
         if name in sizes and model.positions != "rope":
             flag = OPTIONS[name].flag
@@ -78,27 +76,9 @@ def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
     if model.delta is not None:
         sizes["delta"] = replace(model.delta, layers=_repeated(model.delta.layers, layers))
     try:
-        return replace(model, **sizes, **kinds).validate().without_foreign_tokens()
+        return replace(model, **sizes).validate().without_foreign_tokens()
     except ConfigError as error:
         raise ConfigError(_naming_the_flag(str(error))) from None
-
-
-def _kinds(model: ModelConfig, qk_norm: bool | None) -> dict[str, Any]:
-    """The fields that change with the norms of queries and keys: those of the architecture, which
-    says whether there are any. qk_norm: None: as the model has them."""
-    if qk_norm in (None, model.qk_norm):
-        return {}
-    flag = f"--{'' if qk_norm else 'no-'}qk-norm"
-    name, label = model.arch.other_qk_norm, model.arch.label
-    if name is None:
-        raise ConfigError(
-            f"{flag}: transformers has no class of models that differ from {label}'s by norms of "
-            "queries and keys alone"
-        )
-    other = architecture(name)
-    if model.sliding_window is not None and "windowed_layers" not in other.own_fields:
-        raise ConfigError(f"{flag}: {label} becomes {other.label}, which has no sliding windows")
-    return {"architecture": name} | other.kinds(model.o_bias, model.mlp_bias)
 
 
 def _experts(model: ModelConfig, given: dict[str, int], layers: int) -> Experts | None:

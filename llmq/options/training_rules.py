@@ -2,7 +2,7 @@
 they are refused, and idle.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from llmq.options.adapters import multiplied_sizes
@@ -18,20 +18,28 @@ from llmq.options.conditions import (
     wrong_for_experts,
     wrong_tables,
 )
-from llmq.options.loss_params import LOSS_PARAMS, complete_params, loss_values
+from llmq.options.loss_params import LOSS_PARAMS, complete_params, loss_values, part_rates
 from llmq.options.option_types import ADAPTERS_GROUP, MUONS, QUANTIZED, layer_set, numbers_of
 from llmq.options.rule import IMPLY, REFUSE, Options, Rule, default, each, idle, refused
 
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
 
 
-def _untrained(name: str, *parts: str) -> Iterator[Rule]:
-    """The rate of parts of the model, which only --train trains beside adapters."""
-    return idle(
-        name,
-        lambda v, o: o.wants_adapters and not {*parts} & {*(o.train or ())},
-        f"has no effect beside adapters without --train={parts[0]}",
-    )
+_TRAINED_BY = {
+    "embedding": ("embeddings",),
+    "head": ("head",),
+    "vectors": ("norms", "biases", "adapted-biases"),
+}
+"""Words of --train by which the parts of --lr-parts are trained beside adapters."""
+
+
+def _untrained(o: Options) -> str | None:
+    """The first part of --lr-parts that is not trained beside adapters, and why."""
+    for text in o.lr_parts if o.wants_adapters else ():
+        names = _TRAINED_BY.get(text.partition("=")[0], ())
+        if names and not {*names} & {*(o.train or ())}:
+            return f"{text} has no effect beside adapters without --train={names[0]}"
+    return None
 
 
 OPTIMIZER_RULES = (
@@ -63,8 +71,8 @@ OPTIMIZER_RULES = (
         "{value} is for the matrices of blocks, which stay as they are beside adapters",
     ),
     *refused(
-        "muon_lr lr_embedding lr_head lr_vectors",
-        lambda v, o: v is not None and o.learning_rate == 0,
+        "muon_lr lr_parts",
+        lambda v, o: v and o.learning_rate == 0,
         "takes the course of --learning-rate, which must be more than 0",
     ),
     *refused(
@@ -83,13 +91,13 @@ OPTIMIZER_RULES = (
         lambda v, o, total: o.cooldown_of(total) > total,
         "{value} steps are more than the {total} of the whole run: use fewer, or train for longer",
     ),
-    *_untrained("lr_embedding", "embeddings"),
-    *_untrained("lr_head", "head"),
-    *_untrained("lr_vectors", "norms", "biases", "adapted-biases"),
+    *each("lr_parts", REFUSE, lambda v, o: error(part_rates, v), "{found}"),
+    *idle("lr_parts", lambda v, o: _untrained(o), "--lr-parts {found}"),
     *idle(
-        "lr_head",
-        lambda v, o, model: model.tied_embeddings,
-        "has no effect: this model's LM head is its token table, see --lr-embedding",
+        "lr_parts",
+        lambda v, o, model: model.tied_embeddings and part_rates(v).get("head"),
+        "--lr-parts head={found:g} has no effect: this model's LM head is its token table, give "
+        "embedding",
     ),
     *idle(
         "final_lr_fraction",
@@ -125,36 +133,25 @@ OPTIMIZER_RULES = (
 # Losses
 
 
-def trains_score(o: Options) -> bool:
-    """Whether there is a score head; also before it is implied."""
-    return o.head == "score" or o.loss == "reward"
-
-
 LOSS_RULES = (
     default(
-        "head",
-        lambda o: "score" if trains_score(o) else "lm",
-        help="lm, if not given; with --loss reward score",
-    ),
-    default(
         "num_labels",
-        lambda o: 1 if o.loss == "reward" else 2,
-        lambda v, o: o.head == "score",
-        help="1 if not given with --loss reward, else 2",
+        lambda o: 1,
+        lambda v, o: o.loss == "reward",
+        help="with --loss reward one score",
     ),
-    *each(
-        "head",
-        REFUSE,
-        lambda v, o: (v == "score") != (o.loss == "reward") and o.loss != "ce",
-        "--head {value} does not go with --loss {loss}: a score head learns labels (--loss ce) or "
-        "pairs (--loss reward)",
+    *refused(
+        "num_labels",
+        lambda v, o: v is not None and o.loss not in ("ce", "reward"),
+        "does not go with --loss {loss}: a score head learns classes (--loss ce) or pairs "
+        "(--loss reward)",
     ),
     default("long", lambda o: "drop", lambda v, o: o.head == "score" and not o.pairs),
     *each(
         "long",
         REFUSE,
         lambda v, o: o.head == "score" and not o.pairs and v != "drop",
-        "--long {value}: --head score reads whole documents, whose labels stand behind them: give "
+        "--long {value}: a score head reads whole documents, whose labels stand behind them: give "
         "drop",
     ),
     *refused(
@@ -165,13 +162,13 @@ LOSS_RULES = (
     *refused(
         "z_loss",
         lambda v, o: o.head == "score" and v > 0,
-        "is for logits of tokens, and --head score has none",
+        "is for logits of tokens, and a score head has none",
     ),
     *each(
         "packing",
         REFUSE,
         lambda v, o: o.head == "score" and (v == "concat" or not o.document_mask),
-        "--head score: windows of the files would cut documents, which have one label each: give "
+        "--num-labels: windows of the files would cut documents, which have one label each: give "
         "--packing best-fit or none, without --no-document-mask",
     ),
     *refused(
@@ -182,13 +179,13 @@ LOSS_RULES = (
     *refused(
         "token_weights",
         lambda v, o: v and (o.loss != "ce" or o.head == "score"),
-        "does not go with --loss {loss} --head {head}: give --no-token-weights, "
+        "does not go with --loss {loss} and a {head} head: give --no-token-weights, "
         "and only whether a token is trained counts",
     ),
     *refused(
         "eval_task sample_prompt",
         lambda v, o: v and o.head == "score",
-        "a model with --head score predicts no tokens",
+        "a model with a score head predicts no tokens",
     ),
     *refused(
         "add_tokens",
@@ -260,7 +257,6 @@ LOSS_RULES = (
         "--loss {loss}: the reference of a run that goes on from --adapter is the model without: "
         "score it with `llmq score`, and give --scores",
     ),
-    *idle("num_labels", lambda v, o: o.head != "score", "{given} is for --head score"),
     *idle(
         "scores",
         lambda v, o: o.scores_folder is None,
@@ -309,8 +305,8 @@ ADAPTER_DEFAULTS = (
     ),
     _adapters_default(
         "train",
-        lambda o: ("head",) if trains_score(o) else ("new-rows",) if o.add_tokens else (),
-        help="with --add-tokens new-rows, with --head score head, if not given",
+        lambda o: ("head",) if o.head == "score" else ("new-rows",) if o.add_tokens else (),
+        help="with --add-tokens new-rows, with a score head head, if not given",
     ),
 )
 

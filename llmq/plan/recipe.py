@@ -265,7 +265,7 @@ class Search:
         self.tried: list[Recipe] = []
         self._flops = 0.0  # a second, of the last plan: the next one begins with as many
         self._planners: dict[tuple[ModelConfig, str], Planner] = {}
-        chosen = {"model", *SIZES} - {"vocab_size", "tie_embeddings", "qk_norm"} & fixed
+        chosen = {"model", *SIZES} - {"vocab_size", "tie_embeddings"} & fixed
         self.shapes = [{}] if chosen & fixed else [sizes_of(depth) for depth in DEPTHS]
 
     def best(self) -> Recipe:

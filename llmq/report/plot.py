@@ -110,7 +110,7 @@ def loss_panel(records: list[dict[str, Any]]) -> str:
         return f"{loss} loss (per {'answer' if loss == 'kto' else 'pair'})"
     if loss in ("kd", "weighted"):
         return f"{loss} loss (nats per token)"
-    return "loss (nats per document)" if options.get("head") == "score" else LOSS
+    return "loss (nats per document)" if options.get("num-labels", "none") != "none" else LOSS
 
 
 def _clock(steps: list[dict[str, Any]]) -> Callable[[list[dict[str, Any]]], dict[str, np.ndarray]]:

@@ -34,7 +34,7 @@ from llmq.run.ranks import CutShort, Rank
 from llmq.run.sampling import Predictor, Sampling, choose_token, prompt_ids
 from llmq.run.trainer import Trainer
 
-SAMPLE_TOKENS = 64  # of a sample: enough to see the style, and little beside a validation
+SAMPLE_TOKENS = 64  # of a sample: enough to see the style
 TEMPERATURE = Sampling().temperature  # of samples, as of `llmq sample`
 
 
@@ -270,13 +270,13 @@ class Evaluations(Member):
 
     def due(self, *, at_end: bool = False) -> list[Callable[[], None]]:
         """The functions to call now, of tasks and samples."""
-        step, calls = self.trainer.steps_done, []
-        for name, given, every, call in (
-            ("tasks", self.material.asked, self.config.task_every, self.tasks),
-            ("samples", self.material.prompts, self.config.eval_every_n_steps, self.samples),
+        step, every, calls = self.trainer.steps_done, self.config.task_every, []
+        is_due = at_end or (step > 0 and every > 0 and step % every == 0)
+        for name, given, call in (
+            ("tasks", self.material.asked, self.tasks),
+            ("samples", self.material.prompts, self.samples),
         ):
-            now = at_end or (step > 0 and every > 0 and step % every == 0)
-            now |= step == 0 and self.config.eval_at_start and name == "tasks"
+            now = is_due or (step == 0 and self.config.eval_at_start and name == "tasks")
             if given and now and self.done_at.get(name) != step:
                 calls.append(call)
         return calls

@@ -55,14 +55,14 @@ def with_head(config: TrainConfig, model: ModelConfig) -> ModelConfig:
 
     ConfigError where the model's own head is another one.
     """
-    wanted = config.num_labels if config.head == "score" else 0
+    wanted = config.num_labels or 0
     if model.num_labels in (0, wanted):
         return replace(model, num_labels=wanted, tied_embeddings=False) if wanted else model
     count = model.num_labels
-    asked = f"--num-labels {wanted}" if wanted else "--head lm"
+    asked = f"--num-labels {wanted}" if wanted else "--model"
     raise ConfigError(
         f"{asked}: '{config.model}' has a score head of {count} label{'s' * (count > 1)}: give "
-        f"--head score --num-labels {count}"
+        f"--num-labels {count}"
     )
 
 

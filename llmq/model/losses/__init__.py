@@ -21,7 +21,7 @@ LOSSES: dict[str, type[Loss]] = {
 }
 
 OF_SCORES: dict[str, type[Loss]] = {"ce": Classes, "reward": Reward}
-"""Those of --head score."""
+"""Losses of a score head."""
 
 
 def loss_class(options: TrainConfig) -> type[Loss]:
