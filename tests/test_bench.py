@@ -238,7 +238,7 @@ def test_child_says_what_does_nothing(capfd):
     assert run_child(TINY | options, steps=1, repeats=1)["status"] == "ok"
     assert capfd.readouterr().err == (
         "warning: --p2p off has no effect with --device cpu\nwarning: --use-zero-copy has no "
-        "effect without --offload-master, -opt-m, -opt-v, -ema or -gradients\n"
+        "effect without --offload-master, -opt-m, -opt-v or -gradients\n"
     )
 
 

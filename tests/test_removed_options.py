@@ -56,12 +56,12 @@ def test_loss_params_of_layers_are_merged(tmp_path):
 
 def test_values_that_made_other_numbers_are_refused():
     old = {"optimizer": "muon", "muon_scale": "spectral", "muon_lr": 0.02}
-    with pytest.raises(ConfigError, match="^ckpt: --muon-scale=spectral is no option any more"):
+    with pytest.raises(ConfigError, match="--muon-scale=spectral is no option"):
         current_options(old, "ckpt")
     assert current_options(old | {"optimizer": "adamw"}, "ckpt")["optimizer"] == "adamw"
     rows = {"optimizer": "muon", "muon_normalize_rows": 0.95}
     assert current_options(rows, "ckpt") == {"optimizer": "normuon"}
-    with pytest.raises(ConfigError, match="--muon-normalize-rows=0.9 is no option any more"):
+    with pytest.raises(ConfigError, match=r"--muon-normalize-rows=0\.9 is no"):
         current_options(rows | {"muon_normalize_rows": 0.9}, "ckpt")
 
 

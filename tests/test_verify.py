@@ -152,7 +152,7 @@ def test_random_tokens_need_no_files(capsys):
 
 def test_options_that_do_nothing_are_said(capsys):
     given = {"debug_time_breakdown": False, "ckpt_major": 5, "steps": 9}
-    given["ckpt_keep_n"] = 0
+    given |= {"ckpt_keep_n": 0, "ckpt_interval": 1}
     assert run("--verify-steps=1", all_to_all_reduce="", **given) == 0
     assert capsys.readouterr().err == (
         "warning: --ckpt-major has no effect with --ckpt-keep-n 0: nothing is deleted\n"
