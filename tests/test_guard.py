@@ -338,6 +338,7 @@ def losses(log="log.json"):
 
 def test_rollback_goes_back_and_past_the_data(monkeypatch, capsys):
     """The batch of step 35 is what does it; the run ends where a run without it would."""
+    monkeypatch.setattr("llmq.run.guard.RECOVERY", 8)
     where = {}
     real = Trainer.enqueue_step
 

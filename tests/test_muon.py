@@ -209,7 +209,7 @@ def test_rows_are_divided_as_normuon_does(rng, shape):
 @pytest.mark.parametrize("shape", [(3, 96), (80, 6)])
 def test_a_gpu_takes_matrices_whose_gram_matrices_are_no_multiple_of_16_bytes(rng, shape):
     """A product begins on 16 bytes: a plan checks this of each."""
-    rule, dev = rule_of(config(1, 1, **MUON, muon_normalize_rows=0.9)), PlanDevice(GPU_SPEC)
+    rule, dev = rule_of(config(1, 1, **NORMUON)), PlanDevice(GPU_SPEC)
 
     def whole(count):
         x, out = (dev.alloc(name, (count, *shape), BF16, "Adam V") for name in ("x", "out"))

@@ -168,7 +168,7 @@ def test_adapters_are_merged_and_evaluated(tmp_path, capsys):
     own = {"train_file": (str(tmp_path / "d" / "train-000.bin"),), "eval_file": "none"}
     with trainer_for("tiny", from_scratch=True, vocab_size=257, **own) as trainer:
         trainer.export(base)
-    own |= {"model": str(base), "lora_rank": 4, "learning_rate": 3e-2, "head": "score"}
+    own |= {"model": str(base), "lora_rank": 4, "learning_rate": 3e-2}
     own |= {"num_labels": LABELS, "packing": "best-fit", "batch_size": 8}
     with trainer_for(base, **own) as trainer:
         for _ in range(3):

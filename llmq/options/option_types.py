@@ -37,16 +37,14 @@ _TOO_LARGE = 2**63  # bytes: what sizes are counted in elsewhere ends here, and 
 NEWEST = "latest"
 """Value of --continue that stands for the newest checkpoint of --checkpoint-dir."""
 
-
 NONE = "none"
 """Value of --eval-file that stands for no validation at all."""
 
 AUTO = "auto"
 """Value of --vocab-size that stands for what the training files have."""
 
-SPLIT, SPLIT_PART = "split", 0.02
-"""Value of --eval-file that stands for a part of the training files, and that part: enough
-sequences for a loss that hardly scatters, and little less to learn from."""
+SPLIT, SPLIT_PART = "split", 0.02  # of the training files: the loss hardly scatters
+"""Value of --eval-file that stands for a part of the training files, and that part."""
 
 OF_TABLES = ("embedding", "head")
 """Those of LORA_TARGETS that have a row for each token."""
@@ -160,8 +158,7 @@ def parse_patterns(value: Any) -> str | tuple[str, ...]:
 
 
 def split_part(pattern: str) -> float | None:
-    """The part of the training files that split, or split:PART, keeps for validation; None of any
-    other pattern. ValueError for a part that leaves nothing."""
+    """The part that split, or split:PART, keeps for validation; None of another pattern."""
     word, colon, number = pattern.partition(":")
     if word != SPLIT:
         return None

@@ -68,6 +68,7 @@ def _split(value: Any, values: Values) -> dict[str, Any]:
 
 
 REMOVED: dict[str, Removed] = {
+    "lora_init": Removed("adapters begin with B at zero, and change nothing at first", "zero"),
     "head": Removed("use --num-labels for a score head of classes", becomes=_head),
     "qk_norm": Removed("name a --model with these norms, such as qwen3-0.6b", numbers=True),
     "lr_embedding": _rate_of("embedding"),

@@ -72,7 +72,7 @@ OPTIMIZER_RULES = (
     ),
     *refused(
         "muon_lr lr_parts",
-        lambda v, o: v and o.learning_rate == 0,
+        lambda v, o: v not in (None, ()) and o.learning_rate == 0,
         "takes the course of --learning-rate, which must be more than 0",
     ),
     *refused(

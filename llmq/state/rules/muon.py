@@ -82,7 +82,7 @@ class Muon(AdamW):
             if side * side * BF16.itemsize % POINTER_ALIGN:
                 # A Gram matrix behind another one would not begin where a product may.
                 for one in each.apart():
-                    _Iteration(dev, self.options, side, [one]).run((1,) * STEPS)
+                    _Iteration(dev, side, [one]).run((1,) * STEPS)
                 continue
             # The sign tells those that are iterated at full length.
             by_gram = side >= LEAST_SIDE and longer > LONGER * side
