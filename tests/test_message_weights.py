@@ -113,11 +113,9 @@ def test_tokens_of_a_message_have_its_weight(tmp_path, capsys):
     assert "may also be a multiple of 0.005" in capsys.readouterr().err
 
 
-def test_weights_are_for_cross_entropy_of_tokens(data):
+def test_weights_are_for_cross_entropy_of_tokens(data, capsys):
     how = {"train_file": (str(data),), "eval_file": "none", "seq_len": T}
-    with pytest.raises(
-        ConfigError, match="--token-weights: does not go with --loss ce and a score"
-    ):
-        trainer_for(exported("qwen2"), **how, num_labels=2)
-    with trainer_for(exported("qwen2"), **how, token_weights=False) as trainer:
-        assert trainer.step().tokens > 0
+    for other, said in (({"num_labels": 2}, "score head"), ({"loss": "dpo"}, "--loss dpo")):
+        assert "token_weights" not in packing_of_data(how | other)
+        assert f"warning: {said}: weights of messages" in capsys.readouterr().err
+    assert packing_of_data(how)["token_weights"]

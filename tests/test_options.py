@@ -148,7 +148,6 @@ def test_defaults_of_known_flags():
         "seq-stages": None,
         "lora-dora": False,
         "num-labels": None,
-        "token-weights": False,
         "lora-dropout": None,
         "lora-scaling": None,
         "lora-plus": 1.0,

@@ -291,10 +291,6 @@ class TrainConfig(Derived):
         "and kto score the data by the first weights if not given; of weighted each token's "
         "weight, of kd a teacher's --top-k",
     )
-    token_weights: bool = switch(
-        "Weigh tokens as their messages are weighed in the token files; on if not given where "
-        "these have weights"
-    )
     loss_params: tuple[str, ...] = option(
         (),
         "Parameters of --loss, NAME=VALUE with commas between several; dpo: beta=0.1, smoothing=0 "
@@ -600,6 +596,8 @@ class TrainConfig(Derived):
 
     only_scores: bool = False
     """No option: the command asks a model for losses, and trains nothing."""
+    token_weights: bool = False
+    """No option: the token files have weights of tokens, which the loss takes."""
 
     def normalized(self, now: datetime | None = None) -> TrainConfig:
         """With what is implied written out: spellings, formats, recomputation, %n, files; once more

@@ -68,6 +68,10 @@ def _split(value: Any, values: Values) -> dict[str, Any]:
 
 
 REMOVED: dict[str, Removed] = {
+    "token_weights": Removed(
+        "weights in token files always count with --loss ce: `llmq tokenize` without --weights",
+        becomes=lambda value, values: {},  # False is also the value of files without weights
+    ),
     "lora_init": Removed("adapters begin with B at zero, and change nothing at first", "zero"),
     "head": Removed("use --num-labels for a score head of classes", becomes=_head),
     "qk_norm": Removed("name a --model with these norms, such as qwen3-0.6b", numbers=True),

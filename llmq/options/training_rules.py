@@ -177,12 +177,6 @@ LOSS_RULES = (
         "{value} with --loss {loss}: a reward is one number, and classes are at least 2",
     ),
     *refused(
-        "token_weights",
-        lambda v, o: v and (o.loss != "ce" or o.head == "score"),
-        "does not go with --loss {loss} and a {head} head: give --no-token-weights, "
-        "and only whether a token is trained counts",
-    ),
-    *refused(
         "eval_task sample_prompt",
         lambda v, o: v and o.head == "score",
         "a model with a score head predicts no tokens",

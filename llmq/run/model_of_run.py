@@ -113,8 +113,13 @@ def packing_of_data(values: Mapping[str, Any]) -> dict[str, Any]:
         files = open_token_files(split_weights(patterns)[0])
     except (ConfigError, DataError):  # whoever reads them will say it
         return {}
-    unweighted = "token_weights" in values or not any(file.has_weights for file in files)
-    found = {} if unweighted else {"token_weights": True}
+    loss = "score head" if values.get("num_labels") else f"--loss {values.get('loss', 'ce')}"
+    found = {}
+    if any(file.has_weights for file in files):
+        if loss == "--loss ce":
+            found = {"token_weights": True}
+        else:
+            warn(f"{loss}: weights of messages in the token files do not count, only which are 0")
     if "packing" in values or values.get("document_mask") is False:
         return found
     known = "document_separator" in values or all(documents_path(f.path).exists() for f in files)

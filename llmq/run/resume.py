@@ -264,6 +264,9 @@ def changed_options(
     every = [n for n in OPTIONS if n not in ADAPTED_BY and _differs(n, config, saved)]
     told = [name for name in names if name in every]
     lines = _changes(told, config, saved)
+    if manifest.options.get("token_weights", config.token_weights) != config.token_weights:
+        is_now = "count" if config.token_weights else "do not count"
+        lines.append(f"weights of messages {is_now} now, unlike in the checkpoint's run")
     if "optimizer" in every:
         lines.append("moments begin at zero: those of another --optimizer say something else")
     if not new_data and saved.get("train_seed", config.train_seed) != config.train_seed:
