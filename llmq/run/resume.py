@@ -265,8 +265,8 @@ def changed_options(
     told = [name for name in names if name in every]
     lines = _changes(told, config, saved)
     if manifest.options.get("token_weights", config.token_weights) != config.token_weights:
-        is_now = "count" if config.token_weights else "do not count"
-        lines.append(f"weights of messages {is_now} now, unlike in the checkpoint's run")
+        now = _shown("", config.token_weights)
+        lines.append(f"weights of messages are {now} now, unlike in the checkpoint's run")
     if "optimizer" in every:
         lines.append("moments begin at zero: those of another --optimizer say something else")
     if not new_data and saved.get("train_seed", config.train_seed) != config.train_seed:
@@ -290,8 +290,7 @@ def changed_options(
             f"numbers may be rounded otherwise than in the checkpoint's run: {', '.join(flags)}"
         )
     told += [*rounded, *(() if new_data else ("train_seed",))]
-    left = [name for name in every if name not in told]
-    return Changes(lines, _changes(left, config, saved))
+    return Changes(lines, _changes([n for n in every if n not in told], config, saved))
 
 
 def _differs(name: str, config: TrainConfig, saved: dict[str, Any]) -> bool:
