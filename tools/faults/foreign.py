@@ -61,7 +61,7 @@ READERS = [  # of the tokenizer and the chat template of the model `talks`
     ["show", "data/named/train*.bin", "--tokenizer", "talks"],
     train(
         model="talks", from_scratch=None, train_file="data/named/train*.bin", steps=1, seq_len=32,
-        batch_size=1, sample_prompt=_LONG, sample_every=1, out_dir="new",
+        batch_size=1, sample_prompt=_LONG, task_every=1, out_dir="new",
         checkpoint_dir="new-ckpt", log_file="new.json", allow_other_tokenizer="",
     ),
 ]  # fmt: skip
