@@ -276,7 +276,9 @@ def test_sequences_and_later_positions_do_not_matter(dev, rng):
 
 @pytest.mark.parametrize("dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 @pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("case", [c for n, c in SMALL.items() if n != "one_position"])
+@pytest.mark.parametrize(
+    "case", [c for n, c in SMALL.items() if n != "one_position" and c[-1] % 8 == 0 and c[-1] <= 128]
+)
 def test_cudnn(dev, rng, case, deterministic):
     qkv, d_out = _arrays(rng, case, BF16)
     out, lse = _forward(dev, qkv, *case[2:4], backend="cudnn")
