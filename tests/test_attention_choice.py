@@ -75,9 +75,9 @@ def test_the_choice_is_the_faster_one_by_prediction(head_dim):
                 qkv = dev.alloc("qkv", (8, T, 20, head_dim), BF16, "Activations")
                 out = dev.alloc("out", (8, T, 16, head_dim), BF16, "Activations")
                 lse = dev.alloc("lse", (8, 16, T), F32, "Activations")
-                sight = attention.Sight(window=window)
-                own = attention_backward.chosen(dev, qkv, sight)
-                options = {"sight": sight, "backend": backend, "kernel": own}
+                mask = attention.AttentionMask(window=window)
+                own = attention_backward.chosen(dev, qkv, mask)
+                options = {"mask": mask, "backend": backend, "kernel": own}
                 tensors = (qkv, out, out, lse, qkv)
                 run = partial(attention.backward, dev, *tensors, 16, 2, **options)
                 dev.graph(("backward",), run)

@@ -397,8 +397,11 @@ def attended(seq_len, dtype=BF16, window=None):
             alloc("out", (16, seq_len, 14, 64), dtype),
         )
         lse = alloc("lse", (16, 14, seq_len), F32)
-        sight, backend = attention.Sight(window=window), "cudnn" if dtype == BF16 else "native"
-        return lambda: attention.forward(dev, out, lse, qkv, 14, 2, sight, backend=backend)
+        mask, backend = (
+            attention.AttentionMask(window=window),
+            "cudnn" if dtype == BF16 else "native",
+        )
+        return lambda: attention.forward(dev, out, lse, qkv, 14, 2, mask, backend=backend)
 
     return traced(call)
 

@@ -586,8 +586,8 @@ def test_attention_with_windows_and_documents(case):
         qkv = dev.alloc("qkv", (B, T, heads + 2 * kv_heads, head_dim), BF16, "Activations")
         out = dev.alloc("out", (B, T, heads, head_dim), BF16, "Activations")
         lse = dev.alloc("lse", (B, heads, T), F32, "Activations")
-        sight = attention.Sight(window=T // 8 if window else None)
-        options = {"sight": sight, "backend": "native" if by_documents else backend}
+        mask = attention.AttentionMask(window=T // 8 if window else None)
+        options = {"mask": mask, "backend": "native" if by_documents else backend}
         if direction == "forward":
             run = partial(attention.forward, dev, out, lse, qkv, heads, kv_heads, **options)
         else:

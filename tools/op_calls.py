@@ -215,11 +215,11 @@ def muon_calls(rows: int, columns: int) -> list[Call]:
 
 
 def _forward_documents(dev: Device, starts: Tensor, **args: Any) -> None:
-    attention.forward(dev, sight=attention.Sight(starts), **args)
+    attention.forward(dev, mask=attention.AttentionMask(starts), **args)
 
 
 def _backward_documents(dev: Device, starts: Tensor, **args: Any) -> None:
-    attention.backward(dev, sight=attention.Sight(starts), **args)
+    attention.backward(dev, mask=attention.AttentionMask(starts), **args)
 
 
 def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
@@ -230,7 +230,7 @@ def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
     backward = forward | {"d_qkv": qkv, "d_out": out}
     square, length = B * Hq * T * T * Hd, max(T // 8, 1)  # of a document, and of a window
     seen = square * (2 * T - length) * length // T**2
-    window = {"sight": attention.Sight(window=length)}
+    window = {"mask": attention.AttentionMask(window=length)}
     starts = {"starts": np.tile(np.arange(T, dtype=np.int32) // length * length, (B, 1))}
     calls = []
     for backend in attention.BACKENDS:  # FLOPs without what a kernel computes twice

@@ -3,7 +3,7 @@
 // Tiles, their ring and their order are those of product_sm90.cuh, and so is what is said there of
 // names and of TILE_COLUMNS.
 #pragma once
-#include "boxes.cuh"
+#include "smem_tiles.cuh"
 #include "product_sm90.cuh"
 
 // A product whose tiles are worked on by other warpgroups than those that multiply them.

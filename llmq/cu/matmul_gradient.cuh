@@ -14,7 +14,7 @@
 // Cost     d is written once, and read once if it is added to; about 11 instructions for each element,
 //          which hide behind the next tile's product.
 #pragma once
-#include "boxes.cuh"
+#include "smem_tiles.cuh"
 
 struct Shape : Boxes {
     static constexpr bool HELPED = true, IN_PARTS = EXACT;

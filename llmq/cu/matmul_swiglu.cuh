@@ -17,7 +17,7 @@
 // Needs    M and F multiples of 16.
 #pragma once
 #include "activation.cuh"
-#include "boxes.cuh"
+#include "smem_tiles.cuh"
 #include "fp8.cuh"
 
 using Gate = GateOf<GELU>::Type;

@@ -19,7 +19,7 @@
 // Needs    M % 16 == 0, F % 64 == 0.
 #pragma once
 #include "activation.cuh"
-#include "boxes.cuh"
+#include "smem_tiles.cuh"
 #include "fp8.cuh"
 
 using Gate = GateOf<GELU>::Type;

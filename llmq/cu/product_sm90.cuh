@@ -9,7 +9,7 @@
 // Included after the type variables and constants of a launch are defined: no name in here may be
 // one of those. TILE_COLUMNS, 192 or 224, is a constant of the file that includes it.
 #pragma once
-#include "boxes.cuh"
+#include "smem_tiles.cuh"
 
 #ifndef GROUPED
 #define GROUPED 0

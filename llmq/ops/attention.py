@@ -9,7 +9,7 @@ from llmq.ops.common import VECTOR_BYTES, expect_head_dim, expect_qkv
 from llmq.runtime.arena import ALIGN
 from llmq.runtime.attention_parts import (
     ALL,
-    Sight,
+    AttentionMask,
     backward_tiles,
     compile_consts,
     forward_tiles,
@@ -32,11 +32,11 @@ DECODE_THREADS = 128
 SUM_THREADS = 256
 
 _SIZES = "i32 seq_len, i32 num_heads, i32 num_kv_heads"
-_SIGHT = "const i32*? starts, i32 window"
+_MASK = "const i32*? starts, i32 window"
 FORWARD = Kernel(
     "attention.cu",
     "attention_forward",
-    f"T* out, f32* lse, const T* qkv, {_SIZES}, {_SIGHT}",
+    f"T* out, f32* lse, const T* qkv, {_SIZES}, {_MASK}",
 )
 DELTA = Kernel(
     "attention.cu",
@@ -46,7 +46,7 @@ DELTA = Kernel(
 BACKWARD = Kernel(
     "attention.cu",
     "attention_backward_tiles",
-    f"T* d_qkv, const T* d_out, const f32* lse, const f32* delta, const T* qkv, {_SIZES}, {_SIGHT}",
+    f"T* d_qkv, const T* d_out, const f32* lse, const f32* delta, const T* qkv, {_SIZES}, {_MASK}",
 )
 DECODE = Kernel(
     "attention.cu",
@@ -62,13 +62,13 @@ SUM_HEADS = Kernel(
 CUDNN_FORWARD = Kernel(
     "attention",
     "attention_forward",
-    f"bf16* out, f32* lse, const bf16* qkv, {_SIZES}, {_SIGHT}, u8* workspace",
+    f"bf16* out, f32* lse, const bf16* qkv, {_SIZES}, {_MASK}, u8* workspace",
 )
 CUDNN_BACKWARD = Kernel(
     "attention",
     "attention_backward",
     "bf16* d_qkv, bf16*? d_kv, const bf16* d_out, const bf16* out, const f32* lse, "
-    f"const bf16* qkv, u8* workspace, i32 deterministic, i32 parts, {_SIZES}, {_SIGHT}",
+    f"const bf16* qkv, u8* workspace, i32 deterministic, i32 parts, {_SIZES}, {_MASK}",
 )
 
 
@@ -104,14 +104,14 @@ def _choose(
     ways: dict[str, Callable[[], None]],
     qkv: Tensor,
     num_heads: int,
-    sight: Sight,
+    mask: AttentionMask,
 ) -> None:
     """One of these backends' ways. Chunks tell no choice from another, as they change no bit."""
     if len(backends) == 1:
         ways[backends[0]]()
         return
     batch, seq_len, heads, head_dim = qkv.shape
-    window = "" if sight.window is None else f" window {sight.window}"
+    window = "" if mask.window is None else f" window {mask.window}"
     sizes = f"{num_heads}/{(heads - num_heads) // 2} heads of {head_dim}"
     work = f"{op} {batch}x{seq_len} {sizes} {qkv.dtype.name}{window}"
     dev.choose(work, {name: ways[name] for name in backends})
@@ -124,7 +124,7 @@ def forward(
     qkv: Tensor,
     num_heads: int,
     num_kv_heads: int,
-    sight: Sight = ALL,
+    mask: AttentionMask = ALL,
     *,
     backend: str | tuple[str, ...] = "native",
 ) -> None:
@@ -135,7 +135,7 @@ def forward(
         lse      out  F32 (B,Hq,T)         log of the softmax's denominator, natural logarithm
         qkv      in   (B,T,Hq+2*Hkv,Hd)    query heads, then key heads, then value heads;
                                            query head h uses key/value head h // (Hq/Hkv)
-        sight    what queries see; starts with "native" alone
+        mask    what queries see; starts with "native" alone
         backend  "native": llmq/cu/attention.cu; "cudnn": the library, BF16 only; several: as
                  Device.choose takes ways
 
@@ -147,10 +147,10 @@ def forward(
     expect(op, "out", out, qkv.dtype, _like(out, batch, seq_len, num_heads, head_dim))
     expect(op, "lse", lse, F32, (batch, num_heads, seq_len))
     out = out.view(batch, seq_len, num_heads, head_dim)
-    sight = sight.within(op, batch, seq_len, backends)
-    starts, window = sight.args(seq_len)
+    mask = mask.within(op, batch, seq_len, backends)
+    starts, window = mask.args(seq_len)
     sizes = (seq_len, num_heads, num_kv_heads, starts, window)
-    flops = 2 * batch * num_heads * sight.pairs(seq_len) * head_dim
+    flops = 2 * batch * num_heads * mask.pairs(seq_len) * head_dim
     seen = (seq_len, head_dim, window)
 
     def cudnn() -> None:
@@ -160,18 +160,18 @@ def forward(
             dev.launch(CUDNN_FORWARD, 1, 1, args, cost=cost)
 
     def native() -> None:
-        tiles = forward_tiles(qkv.dtype, head_dim, sight.masked)
+        tiles = forward_tiles(qkv.dtype, head_dim, mask.masked)
         dev.launch(
             FORWARD,
             (ceil_div(seq_len, tiles.own), num_heads, batch),
             tiles.threads,
             (out, lse, qkv, *sizes),
-            consts=compile_consts(qkv.dtype, head_dim, sight.masked, dev.spec.small_shared),
+            consts=compile_consts(qkv.dtype, head_dim, mask.masked, dev.spec.small_shared),
             smem=tiles.shared,
             cost=attention_cost(FORWARD, qkv.dtype, flops, seen),
         )
 
-    _choose(op, dev, backends, {"native": native, "cudnn": cudnn}, qkv, num_heads, sight)
+    _choose(op, dev, backends, {"native": native, "cudnn": cudnn}, qkv, num_heads, mask)
 
 
 def _like(x: Tensor, batch: int, seq_len: int, num_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -191,7 +191,7 @@ def backward(
     num_heads: int,
     num_kv_heads: int,
     chunks: int = 1,
-    sight: Sight = ALL,
+    mask: AttentionMask = ALL,
     *,
     backend: str | tuple[str, ...] = "native",
     deterministic: bool = True,
@@ -206,7 +206,7 @@ def backward(
         qkv            in   (B,T,Hq+2*Hkv,Hd)
         chunks         pieces that the batch is cut into, one after another, to share a workspace;
                        with cudnn up to B*Hq, of which those beyond B cut the heads
-        sight          of the forward
+        mask          of the forward
         backend        of the forward or another one, as there
         kernel         what "native" means here, of ops.attention_backward.chosen()
         deterministic  False lets cudnn add in any order, for less workspace; native always is
@@ -225,21 +225,21 @@ def backward(
         raise ValueError(
             f"{op}: chunks must be from 1 to {most}, the heads of all sequences, got {chunks}"
         )
-    sight = sight.within(op, batch, seq_len, backends)
+    mask = mask.within(op, batch, seq_len, backends)
     heads = (batch, seq_len, num_heads, head_dim)
     tensors = (d_qkv, d_out.view(*heads), out.view(*heads), lse, qkv)
     step, parts = split(batch, chunks)
 
     def cudnn() -> None:
-        for part, seen in _batches(tensors, sight, step):
+        for part, seen in _batches(tensors, mask, step):
             _backward_cudnn(dev, part, num_heads, num_kv_heads, parts, seen, deterministic)
 
     def native() -> None:
         at_once = _fitting(lse, qkv, step, parts) if "cudnn" in backends else step
-        for part, seen in _batches(tensors, sight, at_once):
+        for part, seen in _batches(tensors, mask, at_once):
             (kernel or _backward_native)(dev, part, num_heads, num_kv_heads, seen)
 
-    _choose(op, dev, backends, {"native": native, "cudnn": cudnn}, qkv, num_heads, sight)
+    _choose(op, dev, backends, {"native": native, "cudnn": cudnn}, qkv, num_heads, mask)
 
 
 def _fitting(lse: Tensor, qkv: Tensor, step: int, parts: int) -> int:
@@ -251,26 +251,28 @@ def _fitting(lse: Tensor, qkv: Tensor, step: int, parts: int) -> int:
     return batch if 2 * lse.nbytes + ALIGN <= there else step
 
 
-def _batches(tensors: tuple, sight: Sight, step: int) -> Iterator[tuple[tuple, Sight]]:
+def _batches(
+    tensors: tuple, mask: AttentionMask, step: int
+) -> Iterator[tuple[tuple, AttentionMask]]:
     """So many sequences of these tensors at a time, and what is seen of them."""
     batch = tensors[0].shape[0]
     for start in range(0, batch, step):
         stop = min(start + step, batch)
-        yield tuple(x.rows(start, stop) for x in tensors), sight.rows(start, stop)
+        yield tuple(x.rows(start, stop) for x in tensors), mask.rows(start, stop)
 
 
 def _backward_native(
-    dev: Device, tensors: tuple, num_heads: int, num_kv_heads: int, sight: Sight
+    dev: Device, tensors: tuple, num_heads: int, num_kv_heads: int, mask: AttentionMask
 ) -> None:
     """One chunk with our kernels; tensors: d_qkv, d_out, out, lse, qkv."""
     d_qkv, d_out, out, lse, qkv = tensors
     batch, seq_len, _, head_dim = qkv.shape
-    kind = (qkv.dtype, head_dim, sight.masked, dev.spec.small_shared)
+    kind = (qkv.dtype, head_dim, mask.masked, dev.spec.small_shared)
     tiles, consts = backward_tiles(*kind), compile_consts(*kind)
     blocks, key_strips = ceil_div(seq_len, tiles.own), num_kv_heads * (1 + tiles.split_keys)
-    starts, window = sight.args(seq_len)
+    starts, window = mask.args(seq_len)
     sizes = (seq_len, num_heads, num_kv_heads, starts, window)
-    flops = (7 + tiles.split_keys) * batch * num_heads * sight.pairs(seq_len) * head_dim
+    flops = (7 + tiles.split_keys) * batch * num_heads * mask.pairs(seq_len) * head_dim
     with dev.scratch("attention_delta", lse.shape, F32) as delta:
         dev.launch(
             DELTA,
@@ -298,7 +300,7 @@ def _backward_cudnn(
     num_heads: int,
     num_kv_heads: int,
     parts: int,
-    sight: Sight,
+    mask: AttentionMask,
     deterministic: bool,
 ) -> None:
     """Some sequences with cuDNN, their heads in parts; tensors: d_qkv, d_out, out, lse, qkv. The
@@ -306,7 +308,7 @@ def _backward_cudnn(
     which the library does it where it has all of them, so that parts change no bit."""
     d_qkv, *inputs = tensors
     batch, seq_len, _, head_dim = d_qkv.shape
-    sizes, (starts, window) = (seq_len, num_heads, num_kv_heads), sight.args(seq_len)
+    sizes, (starts, window) = (seq_len, num_heads, num_kv_heads), mask.args(seq_len)
     nbytes = divided_workspace_bytes(batch, *sizes, head_dim, parts, deterministic)
     with ExitStack() as temps:
         d_kv = None
@@ -315,7 +317,7 @@ def _backward_cudnn(
             d_kv = temps.enter_context(dev.scratch("attention_d_kv", shape, BF16))
         with dev.scratch("cudnn_workspace", (nbytes,), U8) as workspace:
             how = (workspace, int(deterministic), parts, *sizes, starts, window)
-            flops = 5 * batch * num_heads * sight.pairs(seq_len) * head_dim
+            flops = 5 * batch * num_heads * mask.pairs(seq_len) * head_dim
             heads = Heads(batch, num_heads, num_kv_heads, parts)
             cost = attention_cost(CUDNN_BACKWARD, BF16, flops, (seq_len, head_dim, window), heads)
             # The library chooses its own grid and block.

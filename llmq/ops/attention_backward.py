@@ -6,7 +6,7 @@ from functools import cache, partial
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.base.tensor import Tensor
 from llmq.ops.common import CAPABILITY
-from llmq.runtime.attention_parts import ALL, Sight, sees_all_before
+from llmq.runtime.attention_parts import ALL, AttentionMask, sees_all_before
 from llmq.runtime.cost import BESIDE_ATTENTION, attention_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
@@ -37,13 +37,13 @@ GRADIENT = Kernel(
 )
 
 
-def chosen(dev: Device, qkv: Tensor, sight: Sight) -> Callable[..., None] | None:
+def chosen(dev: Device, qkv: Tensor, mask: AttentionMask) -> Callable[..., None] | None:
     """backward(), where it is the way to compute a gradient on a device; else None. Sequences are
     whole steps there, and queries see all that is before them. qkv: (B,T,Hq+2*Hkv,Hd), as of
     ops.attention.backward: all of a micro-batch, so that the sums of a sequence are the same
     whatever it is computed with."""
     batch, seq_len, _, head_dim = qkv.shape
-    sees_all = sight.starts is None and sees_all_before(sight.window, seq_len)
+    sees_all = mask.starts is None and sees_all_before(mask.window, seq_len)
     fits = qkv.dtype == BF16 and is_supported(dev.spec.capability, seq_len, head_dim)
     return partial(backward, micro_batch=batch) if fits and sees_all else None
 
@@ -84,13 +84,13 @@ def backward(
     tensors: tuple,
     num_heads: int,
     num_kv_heads: int,
-    sight: Sight = ALL,
+    mask: AttentionMask = ALL,
     *,
     micro_batch: int,
 ) -> None:
     """Gradient of attention, for ops.attention.backward, which checks: `own` in there.
 
-    Args: sight, which hides nothing, micro_batch, see chosen(), and tensors (contiguous):
+    Args: mask, which hides nothing, micro_batch, see chosen(), and tensors (contiguous):
         d_qkv       out  BF16 (B,T,Hq+2*Hkv,Hd)   every element is written
         d_out, out  in   BF16 (B,T,Hq,Hd)
         lse         in   F32  (B,Hq,T)            of the forward

@@ -25,7 +25,7 @@ def sees_all_before(window: int | None, seq_len: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class AttentionMask:
     """The keys up to their own that queries see, for all of attention's kernels. starts: I32 (B,
     T), the first position of the document of each, None: all are of one. They never fall along a
     row. window: how many keys, the query's own included; None: all."""
@@ -33,7 +33,7 @@ class Sight:
     starts: Tensor | None = None
     window: int | None = None
 
-    def within(self, op: str, batch: int, seq_len: int, backends: tuple[str, ...]) -> Sight:
+    def within(self, op: str, batch: int, seq_len: int, backends: tuple[str, ...]) -> AttentionMask:
         """Without a window that every query's keys fit into. TypeError or ValueError if wrong."""
         if self.starts is not None:
             expect(op, "starts", self.starts, I32, (batch, seq_len))
@@ -42,7 +42,7 @@ class Sight:
         if self.window is not None and self.window < 1:
             raise ValueError(f"{op}: window must be at least 1, got {self.window}")
         whole = sees_all_before(self.window, seq_len)
-        return Sight(self.starts, None if whole else self.window)
+        return AttentionMask(self.starts, None if whole else self.window)
 
     @property
     def masked(self) -> bool:
@@ -52,9 +52,11 @@ class Sight:
     def args(self, seq_len: int) -> tuple[Tensor | None, int]:
         return self.starts, seq_len if self.window is None else self.window
 
-    def rows(self, start: int, stop: int) -> Sight:
-        """The sight of these sequences of the batch."""
-        return Sight(None if self.starts is None else self.starts.rows(start, stop), self.window)
+    def rows(self, start: int, stop: int) -> AttentionMask:
+        """The mask of these sequences of the batch."""
+        return AttentionMask(
+            None if self.starts is None else self.starts.rows(start, stop), self.window
+        )
 
     def pairs(self, seq_len: int) -> int:
         """Twice the pairs of query and key, where a query's own key counts half. Pairs that
@@ -63,7 +65,7 @@ class Sight:
         return window * (2 * seq_len - window)
 
 
-ALL = Sight()
+ALL = AttentionMask()
 """Every query sees all keys up to its own."""
 
 

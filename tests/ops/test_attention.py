@@ -56,10 +56,10 @@ def _forward(dev, qkv, heads, kv_heads, starts=None, window=None, **options):
 
 
 def _with_sight(call, window):
-    """call, with the tensor `starts` and this window as the sight."""
+    """call, with the tensor `starts` and this window as the mask."""
 
     def with_sight(dev, starts, **tensors):
-        call(dev, sight=attention.Sight(starts, window), **tensors)
+        call(dev, mask=attention.AttentionMask(starts, window), **tensors)
 
     return with_sight
 
@@ -110,7 +110,7 @@ def test_backward(dev, rng, case, dtype):
 
 # Lengths of documents (the last one takes the rest) and a window. Some of both kinds begin and end
 # inside of tiles, some at their edges or one behind; some are shorter, some longer than a tile.
-SIGHTS = {
+MASKS = {
     "documents": ([(1, 6, 60, 94), (64, 32, 4, 93)], None),
     "long_documents": ([(160,), (3, 200)], None),
     "short_window": (None, 7),
@@ -120,11 +120,11 @@ SIGHTS = {
 }
 
 
-@pytest.mark.parametrize("sight", SIGHTS.values(), ids=SIGHTS)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_documents_and_windows(dev, rng, dtype, sight):
+def test_documents_and_windows(dev, rng, dtype, mask):
     case = (2, 230, 2, 1, 32)
-    _check_sight(dev, rng, case, dtype, *sight)
+    _check_sight(dev, rng, case, dtype, *mask)
 
 
 @pytest.mark.parametrize(
@@ -205,12 +205,12 @@ def test_a_sight_that_hides_nothing_changes_no_bit(dev, rng, dtype):
     case = (2, 100, 2, 1, 64)
     qkv, d_out = _arrays(rng, case, dtype)
     starts = np.zeros(case[:2], np.int32)
-    for sight in ((starts, None), (None, 100)):
+    for mask in ((starts, None), (None, 100)):
         for got, want in zip(
-            _forward(dev, qkv, *case[2:4], *sight), _forward(dev, qkv, *case[2:4]), strict=True
+            _forward(dev, qkv, *case[2:4], *mask), _forward(dev, qkv, *case[2:4]), strict=True
         ):
             np.testing.assert_array_equal(got, want)
-        got = _backward(dev, qkv, d_out, *case[2:4], *sight)
+        got = _backward(dev, qkv, d_out, *case[2:4], *mask)
         np.testing.assert_array_equal(got, _backward(dev, qkv, d_out, *case[2:4]))
 
 
@@ -323,12 +323,12 @@ def test_parts_of_heads_change_no_bit(dev, rng, case, window):
     batch, seq_len, heads, kv_heads, head_dim = case
     qkv = rng.normal(size=(batch, seq_len, heads + 2 * kv_heads, head_dim)).astype(BF16.numpy)
     d_out = rng.normal(size=(batch, seq_len, heads, head_dim)).astype(BF16.numpy)
-    sight = attention.Sight(window=window)
+    mask = attention.AttentionMask(window=window)
 
     def step(dev, d_qkv, out, lse, qkv, d_out, chunks=1):
-        attention.forward(dev, out, lse, qkv, heads, kv_heads, sight, backend="cudnn")
+        attention.forward(dev, out, lse, qkv, heads, kv_heads, mask, backend="cudnn")
         tensors = (d_qkv, d_out, out, lse, qkv)
-        attention.backward(dev, *tensors, heads, kv_heads, chunks, sight, backend="cudnn")
+        attention.backward(dev, *tensors, heads, kv_heads, chunks, mask, backend="cudnn")
 
     nan = np.array(np.nan, BF16.numpy)
     arrays = {
@@ -458,8 +458,8 @@ def test_windows_take_less_work():
     half."""
     for window, pairs in ((1, 1 * 15), (4, 4 * 12), (8, 64), (9, 64), (None, 64)):
         dev, tensors = _plan()
-        sight = attention.Sight(window=window)
-        attention.backward(dev, **tensors, num_heads=4, num_kv_heads=2, sight=sight)
+        mask = attention.AttentionMask(window=window)
+        attention.backward(dev, **tensors, num_heads=4, num_kv_heads=2, mask=mask)
         assert dev.flops["attention_backward_tiles"] == 2 * 7 * 4 * pairs * 64
 
 
@@ -482,11 +482,11 @@ def test_wrong_arguments():
     refuse(TypeError, "out must be BF16, got F32", out=make((2, 8, 4, 64), F32))
     refuse(TypeError, "lse must be F32, got BF16", lse=make((2, 4, 8), BF16))
     refuse(ValueError, "backend must be one of", backend="flash")
-    starts = attention.Sight(make((2, 8), I32))
-    refuse(ValueError, "cudnn backend knows no documents", sight=starts, backend="cudnn")
-    refuse(ValueError, "starts must have shape", sight=attention.Sight(make((2, 4), I32)))
-    refuse(TypeError, "starts must be I32", sight=attention.Sight(make((2, 8), F32)))
-    refuse(ValueError, "window must be at least 1, got 0", sight=attention.Sight(window=0))
+    starts = attention.AttentionMask(make((2, 8), I32))
+    refuse(ValueError, "cudnn backend knows no documents", mask=starts, backend="cudnn")
+    refuse(ValueError, "starts must have shape", mask=attention.AttentionMask(make((2, 4), I32)))
+    refuse(TypeError, "starts must be I32", mask=attention.AttentionMask(make((2, 8), F32)))
+    refuse(ValueError, "window must be at least 1, got 0", mask=attention.AttentionMask(window=0))
     backward = partial(refuse, call=attention.backward, arguments=tensors)
     backward(ValueError, "chunks must be from 1 to 8, the heads of all seq.*, got 9", chunks=9)
     with pytest.raises(ValueError, match=r"d_qkv must have shape \(1, 8, 8, 64\)"):
@@ -510,7 +510,7 @@ def test_the_choice_is_what_was_measured(monkeypatch, tmp_path, case, window):
     """On Hopper, where a run times nothing: cuDNN, but for backward with a window."""
     monkeypatch.setattr(cuda_device, "TUNED", str(tmp_path / "m.json"))
     _, T, Hq, Hkv, Hd = CASES[case]
-    both, sight = ("cudnn", "native"), attention.Sight(window=window)
+    both, mask = ("cudnn", "native"), attention.AttentionMask(window=window)
 
     def step(dev):
         def alloc(name, *shape, dtype=BF16):
@@ -522,8 +522,8 @@ def test_the_choice_is_what_was_measured(monkeypatch, tmp_path, case, window):
         qkv, d_qkv = (alloc(name, 8, T, Hq + 2 * Hkv, Hd) for name in ("qkv", "d_qkv"))
         out, d_out = (alloc(name, 8, T, Hq, Hd) for name in ("out", "d_out"))
         lse = alloc("lse", 8, Hq, T, dtype=F32)
-        attention.forward(dev, out, lse, qkv, Hq, Hkv, sight, backend=both)
-        attention.backward(dev, d_qkv, d_out, out, lse, qkv, Hq, Hkv, sight=sight, backend=both)
+        attention.forward(dev, out, lse, qkv, Hq, Hkv, mask, backend=both)
+        attention.backward(dev, d_qkv, d_out, out, lse, qkv, Hq, Hkv, mask=mask, backend=both)
         return d_qkv
 
     bits = []

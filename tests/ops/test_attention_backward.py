@@ -7,7 +7,7 @@ from llmq.base.dtypes import BF16, F32, I32
 from llmq.ops import attention, attention_backward
 from llmq.ops.common import CAPABILITY
 from llmq.ref.attention_backward import CASES
-from llmq.runtime.attention_parts import Sight
+from llmq.runtime.attention_parts import AttentionMask
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, host_device, run
 
@@ -28,7 +28,7 @@ def gradient(dev, qkv, d_out, heads, kv_heads, chunks=1, chosen=attention_backwa
     arrays = {"d_qkv": np.full(qkv.shape, np.nan, qkv.dtype), "d_out": d_out, **forward}
 
     def call(dev, **tensors):
-        own = chosen(dev, tensors["qkv"], Sight())
+        own = chosen(dev, tensors["qkv"], AttentionMask())
         if chosen is attention_backward.chosen:
             assert (own is None) == (dev.spec.capability != CAPABILITY)
         options = {"num_heads": heads, "num_kv_heads": kv_heads, "chunks": chunks, "kernel": own}
@@ -107,7 +107,7 @@ def test_which_gradients_it_computes():
 
     def takes(dtype, seq_len, head_dim, window=None, starts=None):
         qkv = dev.alloc("qkv", (1, seq_len, 4, head_dim), dtype, "Activations")
-        return attention_backward.chosen(dev, qkv, Sight(starts, window)) is not None
+        return attention_backward.chosen(dev, qkv, AttentionMask(starts, window)) is not None
 
     assert takes(BF16, 1024, 64) and takes(BF16, 64, 128) and takes(BF16, 64, 128, window=64)
     assert not takes(F32, 1024, 64) and not takes(BF16, 1000, 64) and not takes(BF16, 1024, 96)

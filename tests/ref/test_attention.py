@@ -29,9 +29,9 @@ def _backward(qkv, d_out, heads, kv_heads, starts=None, window=None):
     out, lse = _forward(qkv, heads, kv_heads, starts, window)
     d_qkv = np.full(qkv.shape, np.nan, qkv.dtype)
     sizes = (qkv.shape[1], heads, kv_heads)
-    sight = (starts, window or qkv.shape[1])
+    mask = (starts, window or qkv.shape[1])
     inputs = (d_out, out, lse, qkv, np.empty(0, np.uint8), 1)
-    ref.attention_backward(d_qkv, None, *inputs, 1, *sizes, *sight)
+    ref.attention_backward(d_qkv, None, *inputs, 1, *sizes, *mask)
     return d_qkv
 
 

@@ -91,16 +91,16 @@ class FakeGraph:
         arrays = [t.at(buffers[t.get_uid()]) for t in (*self.inputs, *self.outputs)]
         q, k, v = arrays[:3]
         sizes = (q.shape[1], q.shape[2], k.shape[2])
-        sight = (None, self.options.get("diagonal_band_left_bound") or q.shape[1])
+        mask = (None, self.options.get("diagonal_band_left_bound") or q.shape[1])
         qkv = np.concatenate([q, k, v], axis=2)
         if len(self.outputs) == 2:
             lse = np.empty((len(q), sizes[1], sizes[0]), np.float32)
-            ref.attention_forward(arrays[3], lse, qkv, *sizes, *sight)
+            ref.attention_forward(arrays[3], lse, qkv, *sizes, *mask)
             arrays[4][...] = lse.transpose(0, 2, 1)[..., None]
             return
         out, d_out, lse = arrays[3:6]
         d_qkv, lse = np.empty_like(qkv), lse[..., 0].transpose(0, 2, 1)
-        ref.attention_backward(d_qkv, None, d_out, out, lse, qkv, None, 1, 1, *sizes, *sight)
+        ref.attention_backward(d_qkv, None, d_out, out, lse, qkv, None, 1, 1, *sizes, *mask)
         parts = np.split(d_qkv, (sizes[1], sizes[1] + sizes[2]), axis=2)
         for target, part in zip(arrays[6:], parts, strict=True):
             target[...] = part

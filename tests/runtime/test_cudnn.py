@@ -97,9 +97,9 @@ def _arrays(rng):
 def _forward_backward(
     dev, d_qkv, d_out, out, lse, qkv, deterministic=True, backend="cudnn", window=None, chunks=1
 ):
-    sight = attention.Sight(window=window)
-    attention.forward(dev, out, lse, qkv, 4, 2, sight, backend=backend)
-    options = {"sight": sight, "backend": backend, "deterministic": deterministic}
+    mask = attention.AttentionMask(window=window)
+    attention.forward(dev, out, lse, qkv, 4, 2, mask, backend=backend)
+    options = {"mask": mask, "backend": backend, "deterministic": deterministic}
     attention.backward(dev, d_qkv, d_out, out, lse, qkv, 4, 2, chunks, **options)
 
 
@@ -149,10 +149,10 @@ def test_windows_are_the_left_bound_of_a_graph(rng, fake):
 
 def test_our_backward_takes_the_librarys_statistics(rng, fake):
     def mixed(dev, d_qkv, d_out, out, lse, qkv):
-        sight, library = attention.Sight(window=4), LibraryDevice(CudnnAttention(0))
+        mask, library = attention.AttentionMask(window=4), LibraryDevice(CudnnAttention(0))
         library.scratch = dev.scratch
-        attention.forward(library, out, lse, qkv, 4, 2, sight, backend="cudnn")
-        attention.backward(dev, d_qkv, d_out, out, lse, qkv, 4, 2, sight=sight)
+        attention.forward(library, out, lse, qkv, 4, 2, mask, backend="cudnn")
+        attention.backward(dev, d_qkv, d_out, out, lse, qkv, 4, 2, mask=mask)
 
     arrays = _arrays(rng)
     got = run(host_device(), mixed, arrays)

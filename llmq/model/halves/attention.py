@@ -26,7 +26,7 @@ from llmq.ops import (
     qk_norm,
     rope,
 )
-from llmq.ops.attention import Sight
+from llmq.ops.attention import AttentionMask
 from llmq.runtime.attention_parts import sees_all_before
 
 # By the largest head size that it is for: the share of the causal pairs of query and key below
@@ -57,7 +57,7 @@ def directions(
     if whole and attention_backward.is_supported(capability, seq_len, head_dim):
         return library, ("native",)
     limit = next((share for size, share in NATIVE_BACKWARD.items() if head_dim <= size), 0.0)
-    seen = Sight(window=min(window or seq_len, seq_len)).pairs(seq_len) / seq_len**2
+    seen = AttentionMask(window=min(window or seq_len, seq_len)).pairs(seq_len) / seq_len**2
     return library, ("native",) if seen < limit else library
 
 
@@ -106,7 +106,7 @@ class AttentionHalf:
         sizes, capability = (shared.backend, self.Hd, self.T), self.dev.spec.capability
         self.backends = [directions(*sizes, window, capability) for window in windows]
         self.starts = shared.starts
-        self.sights = [attention.Sight(self.starts, window) for window in windows]
+        self.masks = [attention.AttentionMask(self.starts, window) for window in windows]
         self.rope_tables = self._rope_tables(config, shared.positions)
         kind = {"wide": config.arch.wide_qk_norm, "offset": config.arch.norm_offset}
         self.qk_norm = partial(qk_norm.forward, **kind)
@@ -212,18 +212,18 @@ class AttentionHalf:
     def _attend(self, ctx: LayerContext, tensors: _Tensors) -> None:
         layer, w = ctx.layer, ctx.w
         out, qkv = self._by_head(tensors.att), self._by_head(tensors.qkv)
-        sight, (backend, _) = self.sights[layer.index], self.backends[layer.index]
+        mask, (backend, _) = self.masks[layer.index], self.backends[layer.index]
         heads, lse = (self.Hq, self.Hkv), layer.saved.lse
         if layer.cache is not None:
             caches = (layer.cache["k"], layer.cache["v"])
-            how = (ctx.position, *heads, sight.window, w.get("sinks"))
+            how = (ctx.position, *heads, mask.window, w.get("sinks"))
             attention.decode(self.dev, out, qkv, *caches, *how)
         elif "sinks" in w:
             with self.dev.scratch("lse.without_sinks", lse.shape, F32) as without:
-                attention.forward(self.dev, out, without, qkv, *heads, sight, backend=backend)
+                attention.forward(self.dev, out, without, qkv, *heads, mask, backend=backend)
                 attention_gate.sinks_forward(self.dev, out, lse, without, w["sinks"])
         else:
-            attention.forward(self.dev, out, lse, qkv, *heads, sight, backend=backend)
+            attention.forward(self.dev, out, lse, qkv, *heads, mask, backend=backend)
 
     def _gated(self, ctx: LayerContext, tensors: _Tensors) -> Tensor:
         """The output product's input (rows, Hq * Hd)."""
@@ -285,15 +285,15 @@ class AttentionHalf:
                     return
                 if d_gate is not None:
                     attention_gate.backward(dev, d_att, d_gate, d_att, att, gate)
-                by_head, lse, sight = self._by_head(qkv), layer.saved.lse, self.sights[layer.index]
+                by_head, lse, mask = self._by_head(qkv), layer.saved.lse, self.masks[layer.index]
                 if "sinks" in ctx.g:
                     heads = (self._by_head(d_att), self._by_head(att), lse)
                     attention_gate.sinks_backward(dev, ctx.g["sinks"], *heads, ctx.w["sinks"])
                 attention.backward(
                     dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att), lse,
-                    by_head, self.Hq, self.Hkv, self.chunks, sight,
+                    by_head, self.Hq, self.Hkv, self.chunks, mask,
                     backend=self.backends[layer.index][1],
-                    kernel=attention_backward.chosen(dev, by_head, sight),
+                    kernel=attention_backward.chosen(dev, by_head, mask),
                 )  # fmt: skip
             d_product, bias = self._backward_positions(temps, ctx, qk_raw, d_qkv, d_gate)
             self.linear.input_gradient(ctx, "qkv", d_x, d_product)

@@ -1,4 +1,4 @@
-// boxes.cuh -- a product's tile in shared memory, where the epilogue of the product takes it from.
+// smem_tiles.cuh -- a product's tile in shared memory, where the epilogue of the product takes it from.
 //
 // A box is 128 lines of 128 bytes, swizzled as ptx.cuh says, a line for each row: of columns 64 b to
 // 64 b + 63 in box b. PAIRED: right has two blocks of rows, and one half of a tile are rows of the
