@@ -18,6 +18,7 @@ from llmq.ops import attention, attention_backward, matmul, matmul_fused
 from llmq.options.cards import CARDS, find_card, spec_of
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
+from llmq.plan.checks import installed_attention
 from llmq.plan.cost import (
     BOTH_WAYS,
     COPY_SHARE,
@@ -75,8 +76,9 @@ def measured_runs() -> list:
 
 @pytest.mark.parametrize(("card", "run", "same_memory"), measured_runs())
 def test_prediction_is_what_was_measured(card, run, same_memory):
-    config = make_config(run["options"])
-    plan = make_plan(config, preset(config.model), spec_of(card), "cudnn")
+    config, spec = make_config(run["options"]), spec_of(card)
+    model = preset(config.model)
+    plan = make_plan(config, model, spec, installed_attention(config, model, spec))
     time = step_time(plan, card)
     speed = run["result"]["tokens_per_second"]
     # The aim of the model. It has two constants fitted to such runs; the rest is from tables of
@@ -84,7 +86,7 @@ def test_prediction_is_what_was_measured(card, run, same_memory):
     assert plan.tokens / time.total == pytest.approx(speed, rel=WITHIN)
     if same_memory:  # as nvidia-smi says it
         used = run["result"]["memory"]["used"]
-        assert needed_bytes(plan, spec_of(card)) == pytest.approx(used, rel=0.01)
+        assert needed_bytes(plan, spec) == pytest.approx(used, rel=0.01)
 
 
 def predicted(card=H100, **options):
@@ -305,7 +307,7 @@ FUSED_WHERE = [
     (H100, LORA | {"recompute-ffn": True}, BOTH | {"matmul_adapted": 7}),
     (H100, LORA | DELAYED | {"base-dtype": "e4m3", "recompute-swiglu": True}, BOTH | OTHERS),
     (H100, LORA | {"seq-len": 1024}, {}),
-    (H100, LORA | {"gpus": 2}, {}),
+    (H100, LORA | {"gpus": 2}, BOTH | OTHERS),
     (RTX_4090, LORA, {}),
     (H100, {}, BOTH),
     (H100, {"recompute-swiglu": True}, BOTH),
@@ -356,7 +358,7 @@ def test_where_more_is_within_products(card, options, per_layer):
         (H100, DELAYED | {"model": "Qwen2.5-0.5B"}, 2),
         (H100, DELAYED | {"seq-len": 2048}, 0),
         (H100, DELAYED | {"grad-accum-dtype": "fp32"}, 0),
-        (H100, DELAYED | {"gpus": 2}, 0),
+        (H100, DELAYED | {"gpus": 2}, 2 * 2),
         (H100, DELAYED | LORA | {"base-dtype": "e4m3"}, 0),
         (H100, {}, 0),
         (RTX_4090, DELAYED, 0),

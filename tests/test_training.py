@@ -455,7 +455,8 @@ def test_second_signal_acts_at_once(first, monkeypatch):
 # ------------------------------------------------------------------------------------------------
 # Reports
 
-CONSOLE = r"""\[Options\]
+CONSOLE = r"""Learning rate: 0.01, constant
+\[Options\]
 (  [a-z0-9-]+ *: [^\n]*
 )+
 \[System 0\]

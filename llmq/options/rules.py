@@ -521,6 +521,7 @@ IDLE_ALONE = (
         "ckpt_major",
         lambda v, o: v > 0 and o.ckpt_keep_n <= 0,
         "--ckpt-major has no effect with --ckpt-keep-n {ckpt_keep_n}: nothing is deleted",
+        last_word=True,
     ),
     *idle(
         "ckpt_keep_n",
