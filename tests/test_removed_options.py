@@ -85,3 +85,13 @@ def test_rates_of_parts_are_checked():
     ):
         with pytest.raises(ConfigError, match=f"^{error}"):
             make_config({"lr-parts": text})
+
+
+def test_parts_of_splits_become_eval_files():
+    def eval_file(**old):
+        return current_options({"eval_fraction": 0.1, **old}, "ckpt").get("eval_file")
+
+    assert eval_file(eval_file="split") == eval_file(train_file=("a.bin",)) == "split:0.1"
+    assert eval_file(eval_file=["split", "b=b.bin"]) == ["split:0.1", "b=b.bin"]
+    assert eval_file(eval_file="e.bin") == "e.bin"
+    assert eval_file() is None

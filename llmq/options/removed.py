@@ -64,7 +64,11 @@ def _head(value: Any, values: Values) -> dict[str, Any]:
 
 
 def _split(value: Any, values: Values) -> dict[str, Any]:
-    return {"eval_file": f"split:{value}"} if values.get("eval_file") == "split" else {}
+    """The part behind split, which is also implied where only training files are given."""
+    file = values.get("eval_file") or ("split" if values.get("train_file") else None)
+    files = [file] if isinstance(file, str) else list(file or ())
+    files = [f"split:{value}" if each == "split" else each for each in files]
+    return {"eval_file": files if len(files) > 1 else files[0]} if files else {}
 
 
 REMOVED: dict[str, Removed] = {
