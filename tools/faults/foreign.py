@@ -286,13 +286,14 @@ def hang(root: Path, rng: random.Random) -> tuple[str, None, Problems]:
     from tests import mpi  # pytest, which the other machines do without
 
     fault = {"process": rng.randrange(2), "step": rng.randrange(1, 4), "what": "hang"}
+    here = os.getcwd()
     os.chdir(root)
     try:
         given = {"gpus": 2, "steps": 10**6, "batch_size": 1, "watchdog": 2}
         process = mpi.start(2, mpi.case(fault, **given | {"grad_accumulation": 1}))
         _, err = process.communicate(timeout=60)
     finally:
-        os.chdir("/")
+        os.chdir(here)
     problems = []
     if process.returncode != MachineError.STATUS:
         problems.append(("traceback", f"status {process.returncode}: {err[-300:]}"))
