@@ -272,8 +272,8 @@ class ScoreWriter(PartialFile):
                     self._file.write(nothing[: count * self._record.itemsize])
 
     def _known(self, there: Path) -> int:
-        """Units of a file of the same content that are done; 0 for a partial file whose header a
-        kill or a loss of power has cut off."""
+        """Units of a file of the same content that are done; 0 for a partial file that a kill, a
+        full disk or a loss of power has cut off."""
         with read_errors(there), open_file(there) as file:
             header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
         try:
@@ -290,9 +290,9 @@ class ScoreWriter(PartialFile):
                 "another --out, or --overwrite"
             )
         whole = size == HEADER_BYTES + self._record.itemsize * scored.tokens
-        if (done and not whole) or (there == self.path and done != COMPLETE):
+        if there == self.path and (done != COMPLETE or not whole):
             raise DataError(f"'{there}' is truncated: score the data again, with --overwrite")
-        return done
+        return done if whole else 0
 
     def _header(self, done: int) -> bytes:
         fields = (MAGIC, VERSION, len(self._text), self.scored.tokens, done)
