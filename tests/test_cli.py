@@ -70,6 +70,8 @@ def flag_list():
     lines = []
     for name, command in typer.main.get_command(app).commands.items():
         for parameter in command.params:
+            if getattr(parameter, "hidden", False):
+                continue
             spellings = [*parameter.opts, *parameter.secondary_opts]
             lines.append(" ".join([name, *spellings]))
     return lines

@@ -20,7 +20,7 @@ OF_RUNS = ("train", "plan", "verify", "score", "bench", "recipe", "sweep-lr")
 
 def spellings(command) -> set[str]:
     return {name for p in command.params for name in (*p.opts, *p.secondary_opts)
-            if name.startswith("--")}  # fmt: skip
+            if name.startswith("--") and not getattr(p, "hidden", False)}  # fmt: skip
 
 
 def check(text: str, command, columns: int = 80) -> None:

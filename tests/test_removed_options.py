@@ -1,28 +1,73 @@
 """Options that llmq had once: answers of the command line, and files and checkpoints with them."""
 
 import pytest
+import typer
 
 from llmq.base.errors import ConfigError
 from llmq.commands.cli import _run
+from llmq.commands.common import TrainCommand, train_options
 from llmq.options.options import OPTIONS
 from llmq.options.options_io import FIELDS, make_config
 from llmq.options.removed import REMOVED, current_options
 
 
+def of_command_line(*flags):
+    """The options that flags of a command give."""
+    found = []
+
+    def given_to(given: dict) -> None:
+        found.append(given)
+
+    app = typer.Typer()
+    app.command(cls=TrainCommand)(train_options(given_to))
+    app(list(flags), standalone_mode=False)
+    return found[0]
+
+
 @pytest.mark.parametrize("name", REMOVED)
-def test_command_line_answers_a_removed_flag(name, capsys):
-    flag = name.replace("_", "-")
-    assert name not in OPTIONS and flag not in FIELDS
-    assert _run(["train", f"--{flag}=1"]) == 2
+def test_a_removed_flag_goes_on_with_one_line(name, capsys):
+    flag, old = "--" + name.replace("_", "-"), REMOVED[name]
+    assert name not in OPTIONS and flag.removeprefix("--") not in FIELDS
+    value = "true" if old.switch else {"muon_scale": "match-rms", "head": "lm"}.get(name, "1")
+    given = of_command_line(f"{flag}={value}", "--loss", "ce")
+    if name in ("qk_norm", "logit_softcap"):
+        with pytest.raises(ConfigError, match=f"{flag}=.* is no option any more: "):
+            make_config(given)
+        return
+    make_config(given)
     [line] = capsys.readouterr().err.splitlines()
-    assert line == f"error: --{flag} is no option any more: {REMOVED[name].now}"
-    with pytest.raises(ConfigError, match="is no option any more"):
-        make_config({name: 1})
+    typed = {"true": True, "1": 1}.get(value, value)
+    assert line.startswith(f"warning: {flag}={typed} is no option any more: ")
+    assert old.now in line or ": taken as --lr-parts" in line
 
 
-def test_removed_switch_is_answered_when_negated(capsys):
-    assert _run(["train", "--no-pref-normalize"]) == 2
-    assert "use --loss-params normalize=true" in capsys.readouterr().err
+def test_removed_flags_set_options_of_today(capsys):
+    given = of_command_line(
+        "--loss=dpo", "--packing=best-fit", "--no-pref-normalize", "--pref-beta", "0.2"
+    )
+    assert make_config(given).loss_values["beta"] == 0.2
+    config = make_config(
+        {"loss": "kd", "kd_top_k": 4, "kd_divergence": "reverse", "kd_mixture": None}
+    )
+    assert config.loss_values == {
+        **{"top-k": 4, "mixture": 0.0, "temperature": 1.0},
+        "divergence": "reverse",
+    }
+    rates = make_config({"lr_embedding": 5e-3, "lr_head": 1e-3}).lr_parts
+    assert rates == ("embedding=0.005", "head=0.001")
+    muon = {"optimizer": "muon", "muon_lr": 0.02}
+    assert (
+        make_config(muon | {"muon_normalize_rows": 0.95, "muon_scale": "match-rms"}).optimizer
+        == "normuon"
+    )
+    with pytest.raises(ConfigError, match="only an earlier version"):
+        make_config(muon | {"muon_scale": "spectral"})
+
+
+def test_help_shows_no_removed_flag(capsys):
+    assert _run(["train", "--help-all"]) == 0
+    text = capsys.readouterr().out
+    assert not [name for name in REMOVED if f"--{name.replace('_', '-')} " in text]
 
 
 def test_option_file_with_removed_options_goes_on(tmp_path, capsys):
@@ -57,19 +102,19 @@ def test_loss_params_of_layers_are_merged(tmp_path):
 def test_values_that_made_other_numbers_are_refused():
     old = {"optimizer": "muon", "muon_scale": "spectral", "muon_lr": 0.02}
     with pytest.raises(ConfigError, match="--muon-scale=spectral is no option"):
-        current_options(old, "ckpt")
-    assert current_options(old | {"optimizer": "adamw"}, "ckpt")["optimizer"] == "adamw"
+        current_options(old, "ckpt: ")
+    assert current_options(old | {"optimizer": "adamw"}, "ckpt: ")["optimizer"] == "adamw"
     rows = {"optimizer": "muon", "muon_normalize_rows": 0.95}
-    assert current_options(rows, "ckpt") == {"optimizer": "normuon"}
+    assert current_options(rows, "ckpt: ") == {"optimizer": "normuon"}
     with pytest.raises(ConfigError, match=r"--muon-normalize-rows=0\.9 is no"):
-        current_options(rows | {"muon_normalize_rows": 0.9}, "ckpt")
+        current_options(rows | {"muon_normalize_rows": 0.9}, "ckpt: ")
 
 
 def test_other_values_go_on_with_one_line(capsys):
     old = {"guard_recovery": 5, "sample_tokens": 64, "head": "score", "eval_fraction": 0.1}
     old |= {"eval_file": "split", "lr_head": 1e-3, "lr_vectors": None}
     expected = {"eval_file": "split:0.1", "lr_parts": ("head=0.001",), "num_labels": 2}
-    assert current_options(old, "ckpt") == expected
+    assert current_options(old, "ckpt: ") == expected
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: ckpt: --guard-recovery=5 is no option any more: ")
     assert make_config({}).eval_fraction is None
@@ -89,7 +134,7 @@ def test_rates_of_parts_are_checked():
 
 def test_parts_of_splits_become_eval_files():
     def eval_file(**old):
-        return current_options({"eval_fraction": 0.1, **old}, "ckpt").get("eval_file")
+        return current_options({"eval_fraction": 0.1, **old}, "ckpt: ").get("eval_file")
 
     assert eval_file(eval_file="split") == eval_file(train_file=("a.bin",)) == "split:0.1"
     assert eval_file(eval_file=["split", "b=b.bin"]) == ["split:0.1", "b=b.bin"]

@@ -28,7 +28,7 @@ from llmq.options.option_types import (
 from llmq.options.options import OPTIONS, USUAL, TrainConfig
 from llmq.options.options_io import config_of, fields_of, layers_of
 from llmq.options.presets import model_warnings
-from llmq.options.removed import sentence
+from llmq.options.removed import REMOVED
 from llmq.options.rules import RULES
 from llmq.runtime.processes import processes
 
@@ -131,6 +131,9 @@ _BY_PARSER = {
     parse: {f"--{flag}" for opt in OPTIONS.values() if opt.parse is parse for flag in opt.flags}
     for parse in (parse_bool, parse_continue, parse_every)
 }
+_BY_PARSER[parse_bool] |= {
+    f"--{name.replace('_', '-')}" for name, old in REMOVED.items() if old.switch
+}
 
 
 def train_options(command: Callable[..., int | None]) -> Callable[..., int | None]:
@@ -145,7 +148,7 @@ def train_options(command: Callable[..., int | None]) -> Callable[..., int | Non
     def run(**values: Any) -> int | None:
         own_values = {parameter.name: values.pop(parameter.name) for parameter in own}
         given = {
-            OPTIONS[name].flags[0]: value
+            name if name in REMOVED else OPTIONS[name].flags[0]: value
             for name, value in values.items()
             if value is not None and value != []
         }
@@ -161,8 +164,20 @@ def train_options(command: Callable[..., int | None]) -> Callable[..., int | Non
 
 @cache
 def _parameters() -> list[inspect.Parameter]:
-    """Every option of TrainConfig, the same for all commands."""
-    return [_parameter(name, opt) for name, opt in OPTIONS.items()]
+    """Every option of TrainConfig, the same for all commands, and removed ones, which no help
+    shows."""
+    return [_parameter(name, opt) for name, opt in OPTIONS.items()] + [
+        _removed_parameter(name, old.switch) for name, old in REMOVED.items()
+    ]
+
+
+def _removed_parameter(name: str, switch: bool) -> inspect.Parameter:
+    flag = name.replace("_", "-")
+    info = typer.Option(f"--{flag}/--no-{flag}" if switch else f"--{flag}", hidden=True)
+    kind = bool if switch else str
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
+    )
 
 
 def _parameter(name: str, opt: Option) -> inspect.Parameter:
@@ -358,8 +373,6 @@ def _meant(error: Any) -> str | None:
     name = getattr(error, "option_name", None)
     if name is None or not hasattr(error, "possibilities"):
         return None
-    if (gone := sentence(name)) is not None:
-        return gone
     known = {flag for parameter in error.ctx.command.params for flag in parameter.opts}
     begun = sorted(flag for flag in known if flag.startswith(name))
     return begun and f"No such option: {name}, did you mean {' or '.join(begun)}?"

@@ -10,7 +10,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
 from llmq.options.loss_params import named_texts, named_values
 from llmq.options.options import OPTIONS, TrainConfig
-from llmq.options.removed import REMOVED, current_options, sentence
+from llmq.options.removed import REMOVED, current_options, given_value
 from llmq.options.rules import RULES
 from llmq.options.sizes import SIZES
 
@@ -109,15 +109,12 @@ def _merged(values: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, An
 def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Values by field name, without those that are None; where: prefix of messages."""
     fields: dict[str, Any] = {}
-    for key, value in values.items():
+    for key, value in _today(values, where).items():
         flag = str(key).replace("_", "-")
         name = FIELDS.get(flag)
         if name is None:
             if flag in COMMAND_LINE_ONLY:
                 raise ConfigError(f"{where}{key} is for the command line of llmq train only")
-            gone = sentence(flag)
-            if gone is not None:
-                raise ConfigError(f"{where}{gone}")
             near = difflib.get_close_matches(flag, FIELDS, n=1)
             hint = f", did you mean {near[0]}?" if near else "; llmq train --help lists them"
             raise ConfigError(f"{where}unknown option {key}{hint}")
@@ -137,11 +134,22 @@ def _of_file(file: Path | None) -> dict[str, Any]:
         return {}
     from llmq.options import option_file  # here, so that --help does not wait for YAML
 
-    content = option_file.read_option_file(file)
-    if not any(str(key).replace("-", "_") in REMOVED for key in content):
-        return _by_field(content, f"{file}: ")
-    values = {str(key).replace("-", "_"): value for key, value in content.items()}
-    return _by_field(current_options(values, str(file), every=True), f"{file}: ")
+    return _by_field(option_file.read_option_file(file), f"{file}: ")
+
+
+def _today(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The values with those of today's options for removed ones, with a warning for each."""
+    names = {key: str(key).replace("-", "_") for key in values}
+    if REMOVED.keys().isdisjoint(names.values()):
+        return values
+    old = {
+        name if name in REMOVED else FIELDS.get(name.replace("_", "-"), key): (
+            given_value(values[key]) if name in REMOVED else values[key]
+        )
+        for key, name in names.items()
+        if values[key] is not None
+    }
+    return current_options(old, where, every=True)
 
 
 def option_rows(

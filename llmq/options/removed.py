@@ -1,7 +1,7 @@
 """Options that llmq had once: the option or the constant in the place of each.
 
-The command line answers a removed flag with its sentence. Files of options and checkpoints that
-name a removed option go on, unless their value made other numbers than the constant.
+Command lines, arguments, files of options and checkpoints that name a removed option go on with a
+warning, unless their value made other numbers than the constant.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ class Removed(NamedTuple):
     now: the sentence behind "--flag: ". value: the constant, where `numbers` says that another
     value computed other numbers. becomes: values of today's options that say the same, from the
     old value and all old values; None where no options do. when: whether the old option had an
-    effect beside the others.
+    effect beside the others. switch: whether the flag had no value.
     """
 
     now: str
@@ -28,16 +28,18 @@ class Removed(NamedTuple):
     numbers: bool = False
     becomes: Callable[[Any, Values], dict[str, Any] | None] | None = None
     when: Callable[[Values], bool] = lambda values: True
+    switch: bool = False
 
 
-def _loss_param(name: str, example: Any) -> Removed:
-    """A parameter of losses, which --loss-params sets today."""
+def _loss_param(name: str, example: Any, switch: bool = False) -> Removed:
+    """A parameter of losses, which --loss-params sets today. Other losses ignored it; a loss that
+    the same values do not name may be one of those below."""
 
     def becomes(value: Any, values: Values) -> dict[str, Any]:
-        known = LOSS_PARAMS.get(values.get("loss", "ce"), {})
-        return {"loss_params": named_texts({name: value})} if name in known else {}
+        known = "loss" not in values or name in LOSS_PARAMS.get(values["loss"], {})
+        return {"loss_params": named_texts({name: value})} if known else {}
 
-    return Removed(f"use --loss-params {name}={example}", becomes=becomes)
+    return Removed(f"use --loss-params {name}={example}", becomes=becomes, switch=switch)
 
 
 def _rows(value: Any, values: Values) -> dict[str, Any] | None:
@@ -47,8 +49,11 @@ def _rows(value: Any, values: Values) -> dict[str, Any] | None:
     return {"optimizer": "normuon"} if value == 0.95 else None
 
 
-def _of_muon(now: str, value: Any) -> Removed:
-    return Removed(now, value, numbers=True, when=lambda values: values.get("optimizer") == "muon")
+def _of_muon(now: str, value: Any, switch: bool = False) -> Removed:
+    def when(values: Values) -> bool:
+        return values.get("optimizer") == "muon"
+
+    return Removed(now, value, numbers=True, when=when, switch=switch)
 
 
 def _rate_of(part: str) -> Removed:
@@ -75,10 +80,13 @@ REMOVED: dict[str, Removed] = {
     "token_weights": Removed(
         "weights in token files always count with --loss ce: `llmq tokenize` without --weights",
         becomes=lambda value, values: {},  # False is also the value of files without weights
+        switch=True,
     ),
     "lora_init": Removed("adapters begin with B at zero, and change nothing at first", "zero"),
     "head": Removed("use --num-labels for a score head of classes", becomes=_head),
-    "qk_norm": Removed("name a --model with these norms, such as qwen3-0.6b", numbers=True),
+    "qk_norm": Removed(
+        "name a --model with these norms, such as qwen3-0.6b", numbers=True, switch=True
+    ),
     "lr_embedding": _rate_of("embedding"),
     "lr_head": _rate_of("head"),
     "lr_vectors": _rate_of("vectors"),
@@ -87,22 +95,28 @@ REMOVED: dict[str, Removed] = {
     "task_limit": Removed("give a file of fewer records, as by `head -n 500`"),
     "sample_every": Removed("samples are made when tasks are evaluated, see --task-every", -1),
     "sample_tokens": Removed("samples have at most 64 tokens, `llmq sample` makes longer ones", 64),
-    "measure_scaling": Removed("`llmq bench` compares numbers of GPUs, with gpus: [1, 2]", False),
+    "measure_scaling": Removed(
+        "`llmq bench` compares numbers of GPUs, with gpus: [1, 2]", False, switch=True
+    ),
     "logit_softcap": Removed(
         "set final_logit_softcapping in the config.json that --model names", numbers=True
     ),
-    "offload_ema": Removed("--offload-master keeps the average in host memory, too", False),
+    "offload_ema": Removed(
+        "--offload-master keeps the average in host memory, too", False, switch=True
+    ),
     "muon_momentum": _of_muon("Muon's momentum decays by 0.95", 0.95),
     "muon_scale": _of_muon(
         "changes are as large as AdamW's (match-rms), give another rate by --muon-lr", "match-rms"
     ),
     "muon_coefficients": _of_muon("Muon takes Keller Jordan's coefficients", "jordan"),
     "muon_normalize_rows": Removed("use --optimizer normuon", numbers=True, becomes=_rows),
-    "cautious_decay": _of_muon("weight decay is that of --weight-decay for all weights", False),
+    "cautious_decay": _of_muon(
+        "weight decay is that of --weight-decay for all weights", False, switch=True
+    ),
     "pref_beta": _loss_param("beta", 0.1),
     "pref_gamma": _loss_param("gamma", 0.5),
     "pref_smoothing": _loss_param("smoothing", 0.1),
-    "pref_normalize": _loss_param("normalize", "true"),
+    "pref_normalize": _loss_param("normalize", "true", switch=True),
     "pref_sft": _loss_param("sft", 0.5),
     "kd_top_k": _loss_param("top-k", 64),
     "kd_mixture": _loss_param("mixture", 0.5),
@@ -114,11 +128,16 @@ REMOVED: dict[str, Removed] = {
 """Removed options by field name."""
 
 
-def sentence(flag: str) -> str | None:
-    """The answer to a removed flag, with its dashes; None for any other word."""
-    word = flag.removeprefix("--").replace("-", "_")
-    found = REMOVED.get(word) or REMOVED.get(word.removeprefix("no_"))
-    return found and f"{flag} is no option any more: {found.now}"
+def given_value(value: Any) -> Any:
+    """The value of a removed option that a command line gives as text."""
+    if not isinstance(value, str):
+        return value
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(value.lower(), value)
 
 
 def current_options(
@@ -127,19 +146,32 @@ def current_options(
     """Values of an older version by today's field names, with a warning for each removed option
     whose value was another than the constant.
 
-    where: the source, such as "checkpoint 'ckpt/x/step_1'". every: warn of all removed options;
+    where: the source, such as "checkpoint 'ckpt/x/step_1': ". every: warn of all removed options;
     quiet: of none. ConfigError for a value that computed other numbers.
     """
     found = {name: value for name, value in values.items() if name not in REMOVED}
     for name in (name for name in values if name in REMOVED):
         old, value = REMOVED[name], values[name]
-        line = f"{where}: --{name.replace('_', '-')}={value} is no option any more: {old.now}"
         made = None if old.becomes is None or value is None else old.becomes(value, values)
         for today, new in (made or {}).items():
             found[today] = (*found.get(today, ()), *new) if isinstance(new, tuple) else new
+        line = f"{where}--{_flag(name)}={value} is no option any more: "
+        line += f"taken as {_flags(made)}" if made else old.now
         changed = made is None and value not in (None, old.value) and old.when(values)
         if changed and old.numbers:
-            raise ConfigError(f"{line}; the same numbers need the version that wrote this")
+            raise ConfigError(f"{line}; only an earlier version computes these numbers")
         if (changed or every) and not quiet:
             warn(line)
     return found
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _flags(values: Values) -> str:
+    """Options as a command line gives them."""
+    each = (
+        (name, new if isinstance(new, tuple | list) else (new,)) for name, new in values.items()
+    )
+    return " ".join(f"--{_flag(name)} {' '.join(str(one) for one in new)}" for name, new in each)

@@ -186,7 +186,7 @@ def _forget_places(given: Mapping[str, Any], inherited: dict[str, Any], checkpoi
 
 def _known(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     """Those that this version has, without those of a single command."""
-    saved = current_options(saved, f"checkpoint '{checkpoint}'")
+    saved = current_options(saved, f"checkpoint '{checkpoint}': ")
     unknown = sorted(saved.keys() - {field.name for field in fields(TrainConfig)})
     if unknown:
         warn(f"checkpoint '{checkpoint}': options not known here: {', '.join(unknown)}")
@@ -244,7 +244,7 @@ def changed_options(
     anew."""
     seed = {"train_seed": manifest.loader["seed"]} if manifest.loader else {}
     saved = current_options(
-        {"optimizer": "adamw"} | manifest.options | seed, "the checkpoint", quiet=True
+        {"optimizer": "adamw"} | manifest.options | seed, "the checkpoint: ", quiet=True
     )
     saved, config = saved | _sizes_of_longest(saved), of_longest(config)
     groups = {OPTIONS[name].group for name in _OF_GROUPS}

@@ -32,7 +32,7 @@ def rule_class(name: str) -> type[UpdateRule]:
 def rule_saved(options: Mapping[str, Any]) -> type[UpdateRule]:
     """The rule of a checkpoint, of whose options old ones name none. LlmqError for an unknown
     one."""
-    today = current_options(options, "the checkpoint", quiet=True)
+    today = current_options(options, "the checkpoint: ", quiet=True)
     name = today.get("optimizer", "adamw")
     if name not in RULES:
         raise LlmqError(f"a checkpoint of --optimizer {name}, which this version does not have")
