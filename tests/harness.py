@@ -10,7 +10,6 @@ import numpy as np
 from llmq.base.dtypes import BF16, DTYPES, STEP_SCALARS, DType
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes
 from llmq.runtime.host_device import HostDevice
-from llmq.runtime.mesh import Mesh
 from llmq.runtime.plan_device import PlanDevice
 
 MIB = 1 << 20
@@ -26,10 +25,9 @@ def host_device() -> HostDevice:
 
 
 def devices_without() -> Iterator[PlanDevice]:
-    """Devices that no product of our own serves: of other capabilities, and beside another GPU."""
+    """Devices that no product of our own serves: those of other capabilities."""
     for capability in (89, 100):
         yield PlanDevice(replace(GPU_SPEC, capability=capability))
-    yield PlanDevice(GPU_SPEC, mesh=Mesh.of(2, 0))
 
 
 def dtype_of(array: np.ndarray) -> DType:

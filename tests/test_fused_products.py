@@ -20,6 +20,7 @@ from llmq.options.options import TrainConfig
 from llmq.options.presets import preset
 from llmq.plan.plan import make_plan
 from llmq.runtime.device import FUSED
+from llmq.runtime.mesh import Mesh
 from llmq.runtime.plan_device import PlanDevice
 from tests.covering import pairwise
 from tests.harness import GPU_SPEC, devices_without
@@ -208,6 +209,7 @@ def test_a_device_of_another_capability_is_not_told_to_fuse(monkeypatch):
         assert taken(dev, "glu", small) is None
     hopper = PlanDevice(GPU_SPEC)
     assert taken(hopper, "glu", small) is ROUTES["glu"]
+    assert taken(PlanDevice(GPU_SPEC, mesh=Mesh.of(2, 0)), "glu", small) is ROUTES["glu"]
     assert taken(hopper, "glu", odd) is None
     monkeypatch.setenv("LLMQ_FUSED", "none")
     large = Sizes(4096, 151936, 896, BF16, BF16)

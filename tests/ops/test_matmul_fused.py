@@ -230,7 +230,7 @@ def test_wrong_arguments_of_adapted():
 # -- Beside kernels of collectives -----------------------------------------------------------------
 
 HOLD = r"""extern "C" __global__ void hold(volatile int* flag, long long nanoseconds) {
-    extern __shared__ char all[];
+    extern __shared__ char room[];
     long long begin, now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
     do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
