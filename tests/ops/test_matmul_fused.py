@@ -227,43 +227,6 @@ def test_wrong_arguments_of_adapted():
     ])  # fmt: skip
 
 
-# -- Beside kernels of collectives -----------------------------------------------------------------
-
-HOLD = r"""extern "C" __global__ void hold(volatile int* flag, long long nanoseconds) {
-    extern __shared__ char room[];
-    long long begin, now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
-    do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    while (*flag == 0 && now - begin < nanoseconds);
-}"""
-
-
-@gpu_only
-def test_a_product_ends_beside_a_kernel_that_holds_multiprocessors(hopper, rng):
-    """NCCL's kernel does so while a rank is late: clusters of the product without a multiprocessor
-    run later, and the bits are the same."""
-    import cupy
-
-    case = (2064, 3088, 400, 40, False)
-    arrays = {k: x for k, x in adapted_arrays(rng, case, BF16, BF16).items() if x is not None}
-    call = partial(matmul_fused.adapted, transposed=case[-1])
-    alone = run(hopper, call, arrays)
-    hold = cupy.RawKernel(HOLD, "hold")
-    hold.max_dynamic_shared_size_bytes = 220 << 10
-    flag, beside = cupy.zeros(1, cupy.int32), cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.runtime.deviceSynchronize()
-    with beside:
-        hold((8,), (32,), (flag, np.int64(5e9)), shared_mem=220 << 10)
-        ended = cupy.cuda.Event()
-        ended.record(beside)
-    with hopper.instead(synchronize=hopper.synchronize_stream):
-        found = run(hopper, call, arrays)
-    assert not ended.done  # it holds them still
-    flag.fill(1)
-    beside.synchronize()
-    same_bits(found, alone, ["out"])
-
-
 # -- Added to a gradient ---------------------------------------------------------------------------
 
 
