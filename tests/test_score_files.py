@@ -97,6 +97,17 @@ def test_a_partial_file_without_a_header_is_begun_anew(tmp_path, file, content):
     assert len(ScoreFile(path).read(0, TOKENS)) == TOKENS
 
 
+def test_a_partial_file_without_its_end_is_begun_anew(tmp_path, file):
+    """A full disk cuts a file whose header says that scores are done."""
+    path = write_scores(tmp_path, file)
+    want = path.read_bytes()
+    path.rename(partial_path(path))
+    checksums_path(path).unlink()
+    os.truncate(partial_path(path), HEADER_BYTES + 8)
+    write_scores(tmp_path, file)
+    assert path.read_bytes() == want
+
+
 def test_scores_that_lost_their_end_are_no_complete_ones(tmp_path, file):
     path = write_scores(tmp_path, file)
     os.truncate(path, HEADER_BYTES + 8)

@@ -46,6 +46,8 @@ def main(
     ] = None,
 ) -> None:
     """Try faults."""
+    if unknown := [name for name in machines or () if name not in MACHINES]:
+        raise typer.BadParameter(f"{unknown[0]}: expected one of {', '.join(MACHINES)}")
     commit = commit_of_tree()
     warm_up()
     records = []
