@@ -278,18 +278,17 @@ def test_a_directory_of_checkpoints_is_exported_as_its_run_does(capsys, lost):
         manifest.write_text(json.dumps(document | {"sha256": digest_of(document)}))
     capsys.readouterr()
     assert _run([*EXPORT, "whole"]) == 0
-    line = f"Exporting the best checkpoint, 'ckpt/step_{best:08d}' ("
-    assert capsys.readouterr().out.startswith(line)
+    line = f"Taking the best checkpoint, 'ckpt/step_{best:08d}' ("
+    assert capsys.readouterr().err.startswith(line)
     assert_equal(weights("whole"), exported(best))
-    assert not capsys.readouterr().out.startswith("Exporting")  # of a checkpoint that is named
+    assert "Taking" not in capsys.readouterr().err  # of a checkpoint that is named
 
 
 def test_a_directory_of_checkpoints_without_a_best_is_its_newest(capsys):
     assert run(export="last") == 0
     capsys.readouterr()
     assert _run([*EXPORT, "whole"]) == 0
-    newest = "Exporting the newest checkpoint, 'ckpt/step_00000008'\n"
-    assert capsys.readouterr().out.startswith(newest)
+    assert "Taking" not in capsys.readouterr().err
     assert_equal(weights("whole"), exported(8))
 
 

@@ -408,7 +408,8 @@ def test_no_text_of_others_steers_the_terminal(chats, capsys, monkeypatch):
     moved = norm | {"data_offsets": [at + 4 for at in norm["data_offsets"]]}
     for changed in ({odd: moved}, {"model.norm.weight": norm | {"dtype": odd}}):
         text = json.dumps(header | changed, ensure_ascii=False).encode()
-        path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+        data = whole[8 + length :] + bytes(4 if odd in changed else 0)
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data)
         assert shown(capsys, "check", "model") == 2
     path.rename(chats / "model/a.safetensors")
     index = {"weight_map": {odd: "a.safetensors"}}

@@ -53,8 +53,9 @@ def test_given_batches_bring_the_numbers_of_the_loss(loss):
     shape, more = (B, T), {}
     if loss == "weighted":
         more = {"scores": np.full(shape, 0.5, np.float32)}
-    own = {"train_file": None, "eval_file": None, "learning_rate": 0, "loss_params": ("top-k=2",)}
-    with trainer(loss=loss, **own) as one, trainer(**own) as plain:
+    own = {"train_file": None, "eval_file": None, "learning_rate": 0}
+    params = ("top-k=2",) if loss == "kd" else ()
+    with trainer(loss=loss, loss_params=params, **own) as one, trainer(**own) as plain:
         if loss == "kd":  # two tokens of half the probability each
             widths = loss_class(one.config).widths(one.config)
             more = {n: np.zeros((*shape, width), np.float32) for n, width in widths.items()}

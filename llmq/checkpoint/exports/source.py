@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.errors import LlmqError, warn
+from llmq.base.errors import LlmqError, print_error, warn
 from llmq.base.files import json_object
 from llmq.base.run_id import RunId
 from llmq.checkpoint.best import exported_best
@@ -192,7 +192,8 @@ def _merged(directory: Path, base: str | None, text_only: bool) -> Iterator[Sour
 
 def _chosen(where: Path) -> Path:
     """The checkpoint of this path, or the one in this directory that its run exports: the best, or
-    the newest. A line says which one of a directory. LlmqError without one."""
+    the newest. A line says when it is the best, on standard error: samples are on standard
+    output. LlmqError without a checkpoint."""
     passed: list[str] = []
     path = checkpoint_at(where, passed)
     if path is None:
@@ -200,15 +201,13 @@ def _chosen(where: Path) -> Path:
     found = None if path == where.expanduser() else exported_best(path)
     if found is None:
         warn(*passed)
-        if path != where.expanduser():
-            print(f"Exporting the newest checkpoint, '{path}'", flush=True)
         return path
     best, value = found
     problem, newest = problem_of(best), f"the newest that can be exported is '{path}'"
     if problem is not None:
         raise LlmqError(f"the best checkpoint of '{where}' is damaged: {problem}; {newest}")
     of = f"{value.value:.6g} at step {value.step}"
-    print(f"Exporting the best checkpoint, '{best}' ({of}); {newest}", flush=True)
+    print_error(f"Taking the best checkpoint, '{best}' ({of}); {newest}")
     return best
 
 
