@@ -83,16 +83,12 @@ def export(
 
 @contextmanager
 def _with_extra(source: Source, base: str | None) -> Iterator[Source]:
-    """The source whose extra tensors can be read. LlmqError where they are not found."""
+    """Open the source's extra tensors. LlmqError where no folder has these tensors."""
     began_as = source.began_as
-    if source.manifest is None:
-        yield source
-        return
-    if began_as is None or not began_as.parts:
-        if base is not None:
-            raise LlmqError(
-                f"--base: the checkpoint of '{source.name}' lacks nothing: leave it out"
-            )
+    lacks = began_as is not None and bool(began_as.parts)
+    if source.manifest is not None and base is not None and not lacks:
+        raise LlmqError(f"--base: the checkpoint of '{source.name}' lacks nothing: leave it out")
+    if not lacks:
         yield source
         return
     with opened_extra(began_as, f"the checkpoint of '{source.name}'", "--base", base) as began_as:
