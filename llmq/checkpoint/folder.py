@@ -28,8 +28,8 @@ from llmq.base.files import (
     retired_path,
     sync_directory,
 )
-from llmq.checkpoint.hf import HASH_THREADS
 from llmq.checkpoint.manifest import MANIFEST, read_manifest
+from llmq.checkpoint.source_model import HASH_THREADS
 from llmq.runtime.processes import Processes, processes
 
 SHARED_SECONDS = 10.0  # until a file of one machine is seen by all, on a network's file system

@@ -41,7 +41,7 @@ from llmq.checkpoint.safetensors_file import (
     open_foreign,
     write_safetensors,
 )
-from llmq.checkpoint.source_model import SourceModel
+from llmq.checkpoint.source_model import HASH_THREADS, SourceModel
 from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import Tokenizer
 from llmq.state.params import Param, Slab, weight_table
@@ -390,9 +390,6 @@ def _list(names: list[str]) -> str:
     """At most three of the names, and how many more there are."""
     more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-HASH_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

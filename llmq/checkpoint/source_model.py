@@ -131,7 +131,7 @@ class SourceModel:
         if self.noted is not None or not self.extra:
             return self.noted
         with ThreadPoolExecutor(HASH_THREADS) as pool:
-            digests = pool.map(lambda name: digest_of(name, self.extra[name]), sorted(self.extra))
+            digests = pool.map(lambda item: digest_of_tensor(*item), sorted(self.extra.items()))
             return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
     @property
@@ -267,7 +267,7 @@ def _changed(
     return out
 
 
-def digest_of(name: str, tensor: Any) -> str:
+def digest_of_tensor(name: str, tensor: Any) -> str:
     """SHA-256 of a tensor: its name, format, shape and bytes."""
     found = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
     for piece in tensor.byte_pieces():

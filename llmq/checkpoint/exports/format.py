@@ -13,7 +13,7 @@ from llmq.checkpoint.exports.source import Source
 from llmq.checkpoint.hf import HfWeights, StoredAs, export_model
 from llmq.checkpoint.peft import AdapterFiles
 from llmq.checkpoint.peft_export import export_adapter
-from llmq.checkpoint.source_model import digest_of
+from llmq.checkpoint.source_model import digest_of_tensor
 from llmq.state.params import weight_table
 
 SMALL = 1 << 31
@@ -97,6 +97,7 @@ def _verify_model(source: Source, stored: StoredAs, folder: Path) -> None:
                 raise LlmqError(f"{param.name} is not what was written: write it again")
         extra = {} if source.began_as is None else source.began_as.extra
         for name, tensor in extra.items():
-            coded = isinstance(tensor, CodedMatrix)
-            if not coded and digest_of(name, tensor) != digest_of(name, weights.extra[name]):
+            if isinstance(tensor, CodedMatrix):  # written as values
+                continue
+            if digest_of_tensor(name, tensor) != digest_of_tensor(name, weights.extra[name]):
                 raise LlmqError(f"{name} is not what was written: write it again")
