@@ -145,15 +145,20 @@ class SourceModel:
         parts = ", ".join(f"{part}: {count}" for part, count in sorted(self.parts.items()))
         return f"{sum(self.parts.values())} tensors ({parts})"
 
+    @cached_property
+    def _model(self) -> ModelConfig:
+        """The language model of config.json."""
+        return ModelConfig.from_hf(self.config)
+
     @property
     def has_parts(self) -> bool:
         """Whether config.json is that of a model with other parts beside the language model."""
-        wrapper = ModelConfig.from_hf(self.config).arch.wrapper
+        wrapper = self._model.arch.wrapper
         return wrapper is not None and self.config["architectures"] == [wrapper]
 
     def text_only(self) -> SourceModel:
         """The language model alone: without extra tensors, their fields and their files."""
-        arch, config = ModelConfig.from_hf(self.config).arch, self.config
+        arch, config = self._model.arch, self.config
         if self.has_parts:
             config = arch.text_config(config) | {"architectures": [arch.name]}
         config = {n: value for n, value in config.items() if not fnmatch(n, _MTP_FIELDS)}
@@ -177,7 +182,7 @@ class SourceModel:
     def config_json(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
         """config.json of the model with weights stored as dtype ('bf16', 'fp32'): that of the
         source, with the fields that differ from the source's model."""
-        before, after = ModelConfig.from_hf(self.config).to_hf(dtype), model.to_hf(dtype)
+        before, after = self._model.to_hf(dtype), model.to_hf(dtype)
         whole = {name: value for name, value in self.config.items() if name not in FIELDS}
         dtypes = {name: after[name] for name in _DTYPES}
         if not self.has_parts:
