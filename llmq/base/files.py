@@ -191,6 +191,11 @@ def staged_directory(
             _move_files(staging, path, replaces, owner)
 
 
+def file_names(directory: Path) -> set[str]:
+    """The files of a directory and of directories inside, as POSIX paths relative to it."""
+    return {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
+
+
 def sync_files(directory: Path) -> None:
     """Force the files of a directory, of those in it, and their entries to the disk."""
     for path in directory.rglob("*"):
@@ -205,7 +210,7 @@ def sync_files(directory: Path) -> None:
 def _move_files(source: Path, target: Path, replaces: tuple[str, ...], owner: str | None) -> None:
     # A loss of power may leave any of the names that were changed since the last sync.
     last = replaces[0]
-    names = {p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file()}
+    names = file_names(source)
     (target / last).unlink(missing_ok=True)
     sync_directory(target)
     for pattern in replaces:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.files import json_object, staged_directory
+from llmq.base.files import file_names, json_object, staged_directory
 from llmq.base.run_id import RunId
 from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import HfTokenizer, Tokenizer, copy_tokenizer_files, tokenizer_names
@@ -18,7 +18,9 @@ from llmq.options.options import TrainConfig
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 PROCESSOR_FILES = (
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -60,8 +62,8 @@ def tokenizer_files(tokenizer: Tokenizer | Path | None) -> tuple[str, ...]:
 def save_tokenizer(
     folder: Path, config: ModelConfig, tokenizer: Tokenizer | Path | None, *, wrapped: bool = False
 ) -> None:
-    """Write a tokenizer into an export, or copy that of a model directory. wrapped: config.json is
-    that of a model with other parts."""
+    """Write a tokenizer into an export, or copy the tokenizer of a model directory. wrapped: True
+    if config.json describes a model with other parts."""
     if isinstance(tokenizer, Path):
         copy_tokenizer_files(tokenizer, folder)
     elif tokenizer is not None:
@@ -120,5 +122,4 @@ def staged_export(
         save_tokenizer(staging, config, tokenizer, wrapped=wrapped)
         if check is not None:
             check(staging)
-        paths = sorted(path for path in staging.rglob("*") if path.is_file())
-        names += [path.relative_to(staging).as_posix() for path in paths]
+        names += sorted(file_names(staging))

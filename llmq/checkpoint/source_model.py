@@ -24,9 +24,8 @@ from llmq.base.files import check_readable, json_object
 from llmq.checkpoint.export_files import CONFIG_FILE, GENERATION_FILE, PROCESSOR_FILES
 from llmq.data.tokenizer import HfTokenizer, leaves_folder
 
-COPIED, MERGED, REWRITTEN, TOKENIZER, LEFT_OUT = (
-    *("copied", "merged", "written anew", "of the tokenizer", "left out"),
-)
+COPIED, MERGED, REWRITTEN = "copied", "merged", "written anew"
+TOKENIZER, LEFT_OUT = "of the tokenizer", "left out"
 
 
 class Fate(NamedTuple):
