@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 FILLER_TARGET = -101
-"""The target on the device of a token that only fills a row up, which losses of routers ignore."""
+"""Target of a filler token on the device; router losses ignore tokens with this target."""
 
 
 class Batch(NamedTuple):
@@ -22,9 +22,9 @@ class Batch(NamedTuple):
     more     arrays that the loss reads besides (`Loss.inputs`), float32 (B, T), by name; or None.
              Pairs of documents have "partner": 1 + the first position of the other one, negative
              in a document that is not to be preferred, 0 outside of pairs
-    lengths  int32 (B,): how many tokens of each row documents own; the others fill the row up, as
-             padding of an attention mask does in transformers, and losses of routers ignore them.
-             None: documents own all
+    lengths  int32 (B,): tokens of documents in each row, or None where documents own every token.
+             Later tokens are filler, as padding of an attention mask is in transformers; router
+             losses ignore filler
     """
 
     inputs: np.ndarray

@@ -26,8 +26,8 @@ def printable(text: str) -> str:
 
 
 class Door(io.TextIOWrapper):
-    """A standard stream that lets only printable text through, and never fails to encode it.
-    lost: the error of a write that failed, None without one."""
+    """A standard stream that lets only printable text through, and never fails to encode text.
+    lost: the error of a failed write, else None."""
 
     lost: OSError | None = None
 

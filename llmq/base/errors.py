@@ -88,7 +88,7 @@ def taken_warnings() -> list[str]:
 
 
 def print_error(*lines: str) -> None:
-    """Print lines to standard error; where nobody can read them, work goes on without."""
+    """Print lines to standard error; a closed or full stream drops the lines silently."""
     try:
         print(*lines, sep="\n", file=sys.stderr, flush=True)
     except OSError:

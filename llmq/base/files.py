@@ -65,8 +65,8 @@ def temporary_path(path: Path) -> Path:
 
 
 def free_name(path: Path, why: str) -> Path:
-    """The first of path.why-1, path.why-2, … that is free; of a path that has such a name already,
-    the number alone changes, so that names do not grow."""
+    """The first free path of path.why-1, path.why-2, …; a path that ends in .why-N already gets
+    another N alone, so that names do not grow."""
     name = re.sub(rf"\.{why}-\d+$", "", path.name)
     names = (path.with_name(f"{name}.{why}-{n}") for n in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
@@ -192,12 +192,12 @@ def staged_directory(
 
 
 def file_names(directory: Path) -> set[str]:
-    """The files of a directory and of directories inside, as POSIX paths relative to it."""
+    """Relative POSIX paths of all files in a directory, and in directories inside."""
     return {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
 
 
 def sync_files(directory: Path) -> None:
-    """Force the files of a directory, of those in it, and their entries to the disk."""
+    """Force the files and entries of a directory, and of directories inside, to the disk."""
     for path in directory.rglob("*"):
         if path.is_dir():
             sync_directory(path)

@@ -389,7 +389,8 @@ HALVES = "half a character (a lone surrogate) in a text, for which U+FFFD stands
 
 
 def whole_characters(text: str, line: str | bytes) -> str:
-    """Replace half characters if the JSON `line`, from which the text comes, may hold some."""
+    """The text with U+FFFD for lone surrogates, which JSON in bytes can hold. line: the source of
+    the text."""
     may_hold = isinstance(line, bytes) and b"\\ud" in line.lower()
     return mended(text) if may_hold else text
 

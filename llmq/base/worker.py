@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits of an item. seconds: of processor time, and one more for each 100 kB of it.
-    memory: bytes more than the process has before it begins. memory_per_byte: more of these for
-    each byte of an item. flag: the option that raises the seconds. threads: whether libraries may
-    use several."""
+    """The limits of an item. seconds: processor time, with one second more per 100 kB of the item.
+    memory: bytes beyond the memory of the idle process. memory_per_byte: bytes more per byte of
+    the item. flag: the option that raises `seconds`, "" for none. threads: True lets the tokenizers
+    library use several threads."""
 
     seconds: float = 10.0
     memory: int = 3 << 30
@@ -43,7 +43,7 @@ class Bounds:
 
 
 class BoundsError(DataError):
-    """A program of others takes more than it may, or has ended its process."""
+    """A foreign tokenizer or template exceeds its bounds, or has ended its process."""
 
 
 def forks() -> bool:
@@ -69,7 +69,7 @@ class Worker:
             with _without_script():
                 self._process.start()
         there.close()
-        # Before Python ends all processes that are left by a signal, which workers ignore.
+        # Workers ignore the signal by which Python ends leftover processes: this comes before.
         self._at_end = Finalize(self, _end, (self._process, self.connection), exitpriority=1)
 
     def send(self, task: Any, places: Sequence[str]) -> None:
@@ -109,7 +109,7 @@ def _end(process: BaseProcess, connection: Connection) -> None:
 
 @contextlib.contextmanager
 def _without_script() -> Iterator[None]:
-    """Let a process that is spawned not run the user's script, of which it needs nothing."""
+    """Keep a spawned process from running the user's script: workers need nothing of the script."""
     main = vars(sys.modules["__main__"])
     kept = {name: main[name] for name in ("__spec__", "__file__") if name in main}
     main |= {"__spec__": None, "__file__": None}

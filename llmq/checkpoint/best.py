@@ -21,9 +21,9 @@ _HIGHER = ("acc", "acc_norm")  # metrics of which more is better
 
 
 class Measurement(NamedTuple):
-    """A metric's value. kind: of data, how many, and in sequences of which length, in words; only
-    values of one kind are compared. final: of the evaluation at the end of a run, which takes
-    everything."""
+    """A metric's value. kind: the evaluation data in words, with number of items and sequence
+    length; only values of one kind are compared. final: True for the evaluation at the end of a
+    run, which takes all data."""
 
     value: float
     kind: str
@@ -35,7 +35,7 @@ Measured = dict[str, Measurement]
 
 
 class BestValue(NamedTuple):
-    """The best value of a kind, and the step of its checkpoint."""
+    """The best value of a metric, the step of its checkpoint, and its kind (see Measurement)."""
 
     step: int
     value: float
@@ -45,18 +45,18 @@ class BestValue(NamedTuple):
 class Best:
     """The best value of a metric so far, and the early stop of a run that finds no better one.
 
-    The first of equal values counts, NaN never. A value of another kind begins a new search, but
-    that of a run's end, which counts only where the kind is the same. The record of a checkpoint
-    (`state`) holds the best as of that step, its own value included, so that a complete checkpoint
-    is never without its value; the note `best.json` follows from the record.
+    The first of equal values counts, NaN never. A value of another kind begins a new search, except
+    the final value of a run, which counts only if its kind is the same. The record of a checkpoint
+    (`state`) holds the best of its step, its own value included, so that a complete checkpoint is
+    never without its value; the note `best.json` follows from the record.
 
-    metric None: nothing is kept. known: None: no best yet. stale: measurements in a row without a
-    gain; of them `patience` end the run, 0: none do. proposed: a gain whose checkpoint is not
-    complete yet.
+    metric: None keeps no best. known: the best so far, or None. proposed: a gain whose checkpoint
+    is not complete yet. stale: measurements in a row without a gain. patience: the number of stale
+    measurements that ends the run, 0 for no early stop.
     """
 
     def __init__(self, metric: str | None, directory: Path, metrics: list[str], patience: int = 0):
-        """metrics: all of the run; ConfigError if there is none of this name."""
+        """metrics: names of all metrics of the run. ConfigError if `metric` is none of these."""
         if metric is not None and metric not in metrics:
             names = ", ".join(metrics) or "none: give --eval-file or --eval-task"
             of_loss = ", as --stop-after needs" * (patience > 0 and metric == "loss")
@@ -89,8 +89,8 @@ class Best:
     # -- measurements ----------------------------------------------------------------------------
 
     def begins_anew(self, measured: Measured) -> str | None:
-        """The line on a search that begins anew, because the metric is of another kind now; None:
-        the search goes on."""
+        """One line that says why the search begins anew: the metric has another kind now. None
+        where the search goes on."""
         now = measured.get(self.metric)
         if now is None or now.final or self.known is None or now.kind == self.known.kind:
             return None
@@ -100,7 +100,7 @@ class Best:
         )
 
     def take(self, step: int, measured: Measured) -> bool:
-        """Count the measurement of a step, once. True for a gain, which is proposed from now on:
+        """Count the measurement of a step, once. True for a gain, which becomes `proposed`: then
         call `accept` when its checkpoint is complete, or `drop`."""
         found = measured.get(self.metric)
         if found is None:
@@ -122,34 +122,34 @@ class Best:
         return value > self.known.value if higher else value < self.known.value
 
     def drop(self) -> None:
-        """There is no checkpoint of what was proposed."""
+        """Forget the proposed best, which has no checkpoint."""
         self.proposed = None
 
     def accept(self, run: RunId) -> None:
-        """The checkpoint of what was proposed is complete. All processes call it; DiskError where
-        this cannot be noted beside the checkpoint."""
+        """Make the proposed best, whose checkpoint is complete, the known best. All processes call
+        this method. DiskError if the note cannot be written."""
         self.known, self.proposed = self.proposed, None
         self._write_note(run)
 
     # -- what is written -------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The best of this moment in JSON's types, for the record of a checkpoint."""
+        """The best and the count of stale measurements as JSON, for the record of a checkpoint."""
         best = self.proposed or self.known
         counted = {"metric": self.metric, "stale": self.stale, "at": self._at}
         return counted | ({} if best is None else best._asdict())
 
     def load(self, state: Any) -> None:
-        """Take what `state` gave for the same metric, else begin anew; `resume` comes next."""
+        """Load a `state` of the same metric, else begin anew; call `resume` next."""
         self.known, self.proposed, self.stale, self._at = None, None, 0, -1
         counted = values_of(state, metric=str, stale=int, at=int) if state else None
         if counted is not None and counted[0] == self.metric:
             self.known, (_, self.stale, self._at) = _best_value(state), counted
 
     def resume(self, run: RunId, steps_done: int) -> None:
-        """Compare what was loaded with the note and the checkpoints that are there, and note the
-        result. The note may be newer: a checkpoint's evaluation can follow it. Nothing counts that
-        comes after the steps done. All processes call it; DiskError as of `accept`."""
+        """Compare the loaded best with the note and the checkpoints on disk, and note the result.
+        The note may be newer, because an evaluation can follow its checkpoint. A best beyond
+        `steps_done` does not count. All processes call this method. DiskError as in `accept`."""
         if self.metric is None:
             return
         where = (self.directory, run)
@@ -163,7 +163,7 @@ class Best:
             self._write_note(run, noted)
 
     def _write_note(self, run: RunId, noted: BestValue | None = None) -> None:
-        """Write the note, or remove the one that says `noted` where nothing is known."""
+        """Write the note of the known best; without one, remove the note that says `noted`."""
 
         def write() -> None:
             path = self.directory / NOTE
@@ -178,26 +178,27 @@ class Best:
 
 
 def _noted(directory: Path, run: RunId) -> dict[str, Any]:
-    """The note of this run; {} without one."""
+    """The content of this run's note, {} without a note."""
     note = json_object(directory / NOTE)
     return note if run.owns(_owner(note)) else {}
 
 
 def _best_value(record: dict[str, Any]) -> BestValue | None:
-    """The best in a note or a checkpoint's record; None where one does not say all of it."""
+    """The best in a note or a checkpoint's record; None if a field is missing or not finite."""
     found = values_of(record, step=int, value=float, kind=str)
     return BestValue(*found) if found is not None and math.isfinite(found[1]) else None
 
 
 def _newest(found: list[BestValue | None], there: Collection[int]) -> BestValue | None:
-    """The newest of these bests whose checkpoint is there."""
+    """The newest of the bests whose checkpoints are on disk."""
     bests = [best for best in found if best is not None and best.step in there]
     return max(bests, key=lambda best: best.step, default=None)
 
 
 def exported_best(newest: Path) -> tuple[Path, BestValue] | None:
-    """The checkpoint that a run exports as its best, and its value; None where the run exports its
-    last one, or knows no best. newest: a checkpoint of the run, beside which the others lie."""
+    """The best checkpoint and its value, which a run exports; None if the run exports its last
+    checkpoint, or knows no best. newest: a checkpoint of the run; its parent folder has the
+    others."""
     document = read_manifest(newest / MANIFEST)
     metric, export = (document["options"].get(name) for name in ("keep_best", "export"))
     if metric is None or export == "last":
@@ -211,7 +212,7 @@ def exported_best(newest: Path) -> tuple[Path, BestValue] | None:
 
 
 def note_is_damaged(directory: Path) -> bool:
-    """Whether something lies in the place of the note of the best checkpoint that is none."""
+    """True if best.json exists but is no note of a best checkpoint."""
     path = directory / NOTE
     if not path.is_file():
         return os.path.lexists(path)

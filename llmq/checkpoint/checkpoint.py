@@ -194,8 +194,8 @@ class CheckpointWriter:
         return self.path
 
     def _write_tokenizer(self, tokenizer: str | None) -> list[FileEntry]:
-        """Write the files of a tokenizer in a folder, so that an export needs no other place. Those
-        that cannot be read are left out: a checkpoint is worth more."""
+        """Write the tokenizer's files, so that an export needs no other folder. A file that cannot
+        be read is left out: a checkpoint is worth more."""
         if tokenizer in (None, "bytes"):
             return []
         found = {}
@@ -348,8 +348,8 @@ class CheckpointReader(Closing):
         return out
 
     def model(self, param: Param) -> np.ndarray:
-        """A whole parameter in its shape as the model has it: with --ema the average, in the format
-        of the weights. LlmqError as `read`."""
+        """A whole parameter in the model's shape: with --ema the average, in the dtype of the
+        weights. LlmqError as in `read`."""
         values = self.read("weights", param)
         if param.name in self._pieces.get(AVERAGE.group, {}):
             values = self.read(AVERAGE.group, param).astype(values.dtype)

@@ -35,7 +35,7 @@ class CodedMatrix:
             yield rows, self.rows(rows.start, rows.stop)
 
     def byte_pieces(self) -> Iterator[np.ndarray]:
-        """The bytes of its values, uint8."""
+        """The bytes of the decoded values, uint8, a few rows at a time."""
         for _, values in self.pieces():
             yield np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 

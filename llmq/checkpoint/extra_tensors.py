@@ -1,5 +1,5 @@
-"""Finding the tensors that a checkpoint's model has beside the language model: a checkpoint has
-their names and their SHA-256 alone."""
+"""The tensors of a checkpoint's model beside the language model, found in the folder of the source
+model: a checkpoint holds only a count by module, and a SHA-256."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +17,10 @@ from llmq.state.params import weight_table
 def opened_extra(
     source: SourceModel, what: str, flag: str, place: str | None = None
 ) -> Iterator[SourceModel]:
-    """The model with its extra tensors, which the block may read. what: whose they are; flag: which
-    option names a model that has them; place: given there, None: where the source says. LlmqError
-    where they are not found."""
+    """The source with its extra tensors open inside the `with` block. what: the owner of the
+    tensors, for messages. flag: the option that names a model with these tensors. place: the value
+    of `flag`; None looks in the folders that the source names. LlmqError if no folder has the
+    tensors."""
     if not source.parts or source.extra:
         yield source
         return
@@ -37,7 +38,7 @@ def opened_extra(
 
 @contextmanager
 def _weights(source: SourceModel, place: str | None) -> Iterator[HfWeights | None]:
-    """The weights of the first folder that has the extra tensors; None where there is none."""
+    """The weights of the first folder with the same extra tensors; None without such a folder."""
     named = (source.folder, pinned(source.name, source.revision))
     for name in dict.fromkeys(named if place is None else (place,)):
         directory = find_directory(name)

@@ -20,7 +20,7 @@ def all_finite(values: np.ndarray) -> bool:
 
 
 def finite(read: Callable[[Param], np.ndarray]) -> Callable[[Param], np.ndarray]:
-    """A reader of whole parameters that raises ModelError where one holds NaN or infinity."""
+    """A reader of whole parameters that raises ModelError if a parameter holds NaN or infinity."""
 
     def checked(param: Param) -> np.ndarray:
         values = read(param)

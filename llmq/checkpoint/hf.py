@@ -98,9 +98,9 @@ class HfWeights(Closing):
     Accepted are names without their first component ("wte.weight" for "transformer.wte.weight"),
     and the combined matrices of llm.q's exports (self_attn.qkv, mlp.up). Codes read as their
     values. If there are other parts, such as one that sees images, these are the tensors of the
-    language model, whose names begin with `prefix`. coded: the kind of the codes, if there are
-    some. After `check`, extra: tensors by name that the language model does not have; fused:
-    whether experts of a layer are one tensor.
+    language model, whose names begin with `prefix`. coded: the quantization method of codes, or
+    None. After `check`, extra: tensors by name that the language model does not have; fused: True
+    if the experts of a layer are one tensor.
     """
 
     asks = "config.json asks"  # for shapes, in messages
@@ -121,13 +121,12 @@ class HfWeights(Closing):
 
     @property
     def nested(self) -> bool:
-        """Whether there are other parts, so that transformers has the language model inside."""
+        """True if the model has other parts, so that transformers wraps the language model."""
         return bool(self.prefix)
 
     def source_model(self, name: str, revision: str | None = None) -> SourceModel:
-        """The model of these weights, which have been checked, and stay open as long as somebody
-        reads its extra tensors. name, revision: as the fields. Warns of other parts than those that
-        many models have."""
+        """The source model of checked weights; keep the weights open while extra tensors are read.
+        name, revision: fields of SourceModel. Warns of tensors of unknown parts."""
         unknown = sorted(name for name in self.extra if not _KNOWN_PARTS.search(name))
         if unknown:
             warn(f"'{self._path}' holds {_list(unknown)}, which no model here has: exports keep it")
@@ -238,8 +237,8 @@ class HfWeights(Closing):
         self._check_extra(unexpected, {_module_of(name) for name in {*names, SCORE_HEAD}})
 
     def _check_extra(self, unexpected: list[str], modules: set[str]) -> None:
-        """Take unexpected tensors for those of other parts; LlmqError where they are inside of the
-        model's own modules, whose computation they would change."""
+        """Count unexpected tensors as tensors of other parts. LlmqError if a tensor belongs to a
+        module of the language model, whose computation would be another."""
         modules |= {module.partition(".")[2] for module in modules} | {"lm_head"}
         inside = [name for name in unexpected if _module_of(name) in modules]
         if inside:
@@ -342,8 +341,8 @@ class HfWeights(Closing):
 
 
 def _language_model(names: Iterable[str]) -> tuple[dict[str, str], str]:
-    """By name of a tensor in a model without other parts, that of the language model's tensor here;
-    and the prefix of these, "" where there are no other parts."""
+    """A dict from the name of a tensor in a model without other parts to the name in these files,
+    and the prefix of the names in these files, "" without other parts."""
     names = list(names)
     for prefix, own in _PREFIXES.items():
         found = {own + n.removeprefix(prefix): n for n in names if n.startswith(prefix)}
@@ -354,13 +353,13 @@ def _language_model(names: Iterable[str]) -> tuple[dict[str, str], str]:
 
 
 def name_beside(prefix: str, name: str) -> str:
-    """The name that a tensor of the language model has where its names begin with `prefix`."""
+    """The name of a language model's tensor in files whose names begin with `prefix`."""
     own = _PREFIXES.get(prefix)
     return name if own is None or not name.startswith(own) else prefix + name.removeprefix(own)
 
 
 def _module_of(name: str) -> str:
-    """The module that has a tensor; of those in layers, what has all layers."""
+    """The module of a tensor; for a tensor in a layer the module that holds all layers."""
     parts = name.split(".")
     layer = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
     return ".".join(parts[:layer])
@@ -495,9 +494,9 @@ def export_model(
     read: a parameter in its shape, F32 or BF16; called once each, in table order. dtype: F32 or
     BF16, of the written weights. tokenizer: saved beside them, or a directory whose tokenizer files
     are copied, such that AutoTokenizer makes the same ids. source: the model that the weights began
-    as, whose other files, fields and tensors go with them. check: as of staged_export. stored: what
-    becomes of parameters instead. origin: as of run_record. Nothing appears in out_dir before
-    everything is on the disk. LlmqError.
+    as, whose other files, fields and tensors go into the export. check: as of staged_export.
+    stored: what becomes of parameters instead. origin: as of run_record. Nothing appears in out_dir
+    before everything is on the disk. LlmqError.
     """
     option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
     stored, names = StoredAs(dtype) if stored is None else stored, []
@@ -524,7 +523,7 @@ def export_model(
 
 
 def _generation_config(config: ModelConfig, source: SourceModel | None) -> dict[str, Any]:
-    """The source's with further ids that end a text, else the special tokens of the model."""
+    """generation_config.json: the source's with added EOS ids, else special tokens."""
     found = None if source is None else source.generation_config(config)
     config = config.without_foreign_tokens()
     eos = config.eos_token_ids
@@ -538,14 +537,14 @@ def _generation_config(config: ModelConfig, source: SourceModel | None) -> dict[
 
 
 def _copied_spec(name: str, tensor: Any, dtype: DType) -> TensorSpec | CopiedSpec:
-    """A tensor of another part: the bytes as they are, and of codes the values in dtype."""
+    """Spec of an extra tensor: bytes are copied as they are, codes become values in dtype."""
     if isinstance(tensor, CodedMatrix):
         return TensorSpec(name, dtype, tensor.shape)
     return CopiedSpec(name, tensor.dtype, tensor.shape, tensor.nbytes)
 
 
 def _copied(tensor: Any, dtype: DType) -> Any:
-    """The tensor as its spec takes it."""
+    """The extra tensor in the form that write_safetensors takes for its spec."""
     if isinstance(tensor, CodedMatrix):
         return np.concatenate([values for _, values in tensor.pieces()]).astype(dtype.numpy)
     return tensor

@@ -45,7 +45,8 @@ class Manifest:
     tokenizer_id: dict[str, Any] | None = None
     """TokenizerId.record() of what made the training data."""
     source: dict[str, Any] | None = None
-    """SourceModel.record() of the model that all of the weights began as; None: of none."""
+    """SourceModel.record() of the model that the weights began as; None if these were random, or of
+    adapters."""
 
     @classmethod
     def of(

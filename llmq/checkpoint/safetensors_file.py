@@ -133,7 +133,7 @@ class SafetensorsFile:
 
 
 def open_foreign(path: Path) -> SafetensorsFile:
-    """Open a file of another program. LlmqError as SafetensorsFile, and where the library refuses
+    """Open a file of another program. LlmqError as in SafetensorsFile, and if the library refuses
     the header: gaps, or element types and shapes that do not agree with offsets."""
     file = SafetensorsFile(path)  # the mapped pages of the header are in memory then
     try:
@@ -204,7 +204,7 @@ class TensorSpec(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
     def pieces(self, array: np.ndarray) -> Iterator[np.ndarray]:
-        """The bytes of its values; ValueError unless they have its type and shape."""
+        """The bytes of an array, uint8; ValueError unless dtype and shape are the spec's."""
         if array.dtype != self.dtype.numpy or array.shape != self.shape:
             raise ValueError(
                 f"write_safetensors: {self.name} must be {self.dtype} {list(self.shape)}, "
@@ -214,7 +214,7 @@ class TensorSpec(NamedTuple):
 
 
 class CopiedSpec(NamedTuple):
-    """A tensor that is copied byte by byte, of any element type. label: of that in the header."""
+    """A tensor of any element type, copied byte by byte. label: the dtype in the header."""
 
     name: str
     label: str

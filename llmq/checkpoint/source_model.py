@@ -46,7 +46,7 @@ FILES: dict[str, Fate] = {
     "*.py": Fate(LEFT_OUT, "code of others is never copied"),
     "*": Fate(LEFT_OUT, "other formats hold old weights; `README.md` names the licence"),
 }
-"""By name or pattern, the first that fits: what train, merge and export make of a file."""
+"""Fate of a file in train, merge and export, by name or pattern; the first match counts."""
 
 FIELDS: dict[str, Fate] = {
     "quantization_config": Fate(LEFT_OUT, "codes are written as their values"),
@@ -55,7 +55,7 @@ FIELDS: dict[str, Fate] = {
     "dtype, torch_dtype": Fate(REWRITTEN, "the format of the written weights"),
     "*": Fate(MERGED, "a changed field is new; others stay, also of text_config, vision_config"),
 }
-"""By name of a field of config.json. --text-only leaves out those of other parts, too."""
+"""Fate of a field of config.json, by name. --text-only leaves out fields of other parts, too."""
 
 _DTYPES = ("dtype", "torch_dtype")
 _MTP_FIELDS = "mtp_*"
@@ -65,7 +65,7 @@ HASH_THREADS = 8
 
 
 def fate_of(name: str) -> Fate:
-    """Find the rule for a file of this name."""
+    """The fate of a file with this name."""
     return next(fate for pattern, fate in FILES.items() if fnmatch(name, pattern))
 
 
@@ -74,10 +74,11 @@ class SourceModel:
     """The folder of a model, without the weights that are trained.
 
     name: as a person knows the model. folder: absolute path. revision: commit at the hub, if any.
-    config: config.json. files: text by name, of those that are copied or merged. prefix: before
-    names of the language model's tensors, of a model with other parts too. fused: experts of a
-    layer are one tensor. parts: by module, how many tensors the language model does not have.
-    extra: these by name, where they are open. noted: SHA-256 of them, where they are not.
+    config: config.json. files: text by name of files that are copied or merged. prefix: prefix of
+    the language model's tensor names in a model with other parts, else "". fused: True if the
+    experts of a layer are one tensor. extra: open tensors by name that the language model does not
+    have. parts: the number of extra tensors by module. noted: SHA-256 of the extra tensors if these
+    are not open.
     """
 
     name: str
@@ -95,7 +96,7 @@ class SourceModel:
     def of(
         cls, name: str, revision: str | None, folder: Path, extra: Mapping[str, Any], **layout: Any
     ) -> SourceModel:
-        """The model in a folder. extra: as the field, open. layout: prefix and fused."""
+        """The model in a folder. extra: open tensors, as the field. layout: prefix and fused."""
         return cls(
             name=name,
             folder=str(folder.resolve()),
@@ -109,7 +110,7 @@ class SourceModel:
 
     @classmethod
     def of_record(cls, record: Any) -> SourceModel | None:
-        """From a checkpoint's record; None where there is none. LlmqError for another content."""
+        """The model of a checkpoint's record; None for None. LlmqError for a damaged record."""
         if record is None:
             return None
         try:
@@ -126,7 +127,7 @@ class SourceModel:
 
     @cached_property
     def sha256(self) -> str | None:
-        """SHA-256 of the extra tensors, of names, shapes and bytes; None where there are none."""
+        """SHA-256 of the extra tensors, names, dtypes and shapes included; None without any."""
         if self.noted is not None or not self.extra:
             return self.noted
         with ThreadPoolExecutor(HASH_THREADS) as pool:
@@ -140,7 +141,7 @@ class SourceModel:
 
     @property
     def described(self) -> str:
-        """The extra tensors in words."""
+        """A phrase with the number of extra tensors, in total and by module."""
         parts = ", ".join(f"{part}: {count}" for part, count in sorted(self.parts.items()))
         return f"{sum(self.parts.values())} tensors ({parts})"
 
@@ -151,12 +152,12 @@ class SourceModel:
 
     @property
     def has_parts(self) -> bool:
-        """Whether config.json is that of a model with other parts beside the language model."""
+        """True if config.json describes a model with other parts beside the language model."""
         wrapper = self._model.arch.wrapper
         return wrapper is not None and self.config["architectures"] == [wrapper]
 
     def text_only(self) -> SourceModel:
-        """The language model alone: without extra tensors, their fields and their files."""
+        """The language model alone: no extra tensors, nor fields or files of other parts."""
         arch, config = self._model.arch, self.config
         if self.has_parts:
             config = arch.text_config(config) | {"architectures": [arch.name]}
@@ -166,12 +167,13 @@ class SourceModel:
         return replace(self, **own, noted=None, extra={})
 
     def for_model(self, model: ModelConfig, *, text_only: bool) -> SourceModel:
-        """Choose what an export of this model takes. A score head leaves other parts no place."""
+        """The source of an export of `model`: the language model alone if text_only is True, or if
+        the model has a score head, beside which other parts have no place."""
         text_only |= self.has_parts and model.num_labels > 0
         return self.text_only() if text_only and (self.has_parts or self.parts) else self
 
     def notes(self, model: ModelConfig, *, text_only: bool) -> list[str]:
-        """Lines to warn of: the option has no effect, or a score head leaves other parts out."""
+        """Warnings: --text-only has no effect, or a score head leaves other parts out."""
         if text_only and not (self.has_parts or self.parts):
             return ["--text-only has no effect: the model has no other parts"]
         if not text_only and self.has_parts and model.num_labels:
@@ -179,8 +181,8 @@ class SourceModel:
         return []
 
     def config_json(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
-        """config.json of the model with weights stored as dtype ('bf16', 'fp32'): that of the
-        source, with the fields that differ from the source's model."""
+        """config.json of `model` with weights stored as dtype ('bf16', 'fp32'): the source's, with
+        new values for fields that differ between the two models."""
         before, after = self._model.to_hf(dtype), model.to_hf(dtype)
         whole = {name: value for name, value in self.config.items() if name not in FIELDS}
         dtypes = {name: after[name] for name in _DTYPES}
@@ -194,8 +196,8 @@ class SourceModel:
         return whole | changed | dtypes | {"text_config": inner | dtypes}
 
     def generation_config(self, model: ModelConfig) -> dict[str, Any] | None:
-        """generation_config.json of the source with all ids that end a text; None where the source
-        has no such file, or one that is no object."""
+        """generation_config.json of the source with all EOS ids of both; None if the source has no
+        such file, or holds no JSON object there."""
         if (found := self._generation) is None:
             return None
         every = list(dict.fromkeys([*self.ends, *model.without_foreign_tokens().eos_token_ids]))
@@ -205,15 +207,14 @@ class SourceModel:
 
     @property
     def ends(self) -> list[int]:
-        """The ids that end a text by generation_config.json, which may have more of them than
-        config.json."""
+        """EOS ids of generation_config.json, which may name more ids than config.json."""
         ends = (self._generation or {}).get("eos_token_id")
         ends = ends if isinstance(ends, list) else [ends]
         return [end for end in ends if type(end) is int]
 
     @cached_property
     def _generation(self) -> dict[str, Any] | None:
-        """The object in generation_config.json."""
+        """The JSON object in generation_config.json; None, with a warning, if this is damaged."""
         if GENERATION_FILE not in self.files:
             return None
         try:
@@ -228,13 +229,13 @@ class SourceModel:
 
 
 def _part_of(name: str) -> str:
-    """The module in whose count a tensor is told."""
+    """The module that counts a tensor in `parts`: the first one or two parts of the name."""
     parts = name.split(".")
     return ".".join(parts[: 2 if parts[0] == "model" else 1])
 
 
 def _texts(folder: Path) -> dict[str, str]:
-    """The files that are copied or merged, but for config.json."""
+    """Text by name of files that are copied or merged, except config.json."""
     found = {}
     for name in (GENERATION_FILE, *PROCESSOR_FILES):
         path = folder / name
@@ -256,7 +257,8 @@ _ABSENT = object()
 def _changed(
     source: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A JSON object of the source, with what differs between two objects, and what it lacks."""
+    """The source's object with the values of `after` for fields that differ from `before`, and for
+    fields that the source lacks."""
     out = dict(source)
     for name in dict.fromkeys([*before, *after]):
         old, new, there = (each.get(name, _ABSENT) for each in (before, after, source))
@@ -272,7 +274,7 @@ def _changed(
 
 
 def digest_of_tensor(name: str, tensor: Any) -> str:
-    """SHA-256 of a tensor: its name, format, shape and bytes."""
+    """SHA-256 of a tensor's name, dtype, shape and bytes."""
     found = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
     for piece in tensor.byte_pieces():
         found.update(piece)

@@ -113,7 +113,7 @@ def _training(source: Source, config: TrainConfig) -> str:
 
 
 def _plain_text(value: Any) -> str:
-    """A name of others in Markdown, as one line of text without markup."""
+    """A foreign name as one line of Markdown, with its markup escaped."""
     return _MARKUP.sub(r"\\\1", printable(" ".join(str(value).split())))
 
 
@@ -122,8 +122,8 @@ def _plain(value: Any) -> Any:
 
 
 def _losses(config: TrainConfig, step: int) -> dict[str, Any]:
-    """The last losses of training and of each validation up to this step, if the run's log is
-    there."""
+    """The last training loss and the last loss of each validation up to this step; {} without the
+    run's log."""
     try:
         records = [r for r in read_log(Path(config.log_file)) if r["step"] <= step]
     except LlmqError:
@@ -135,7 +135,7 @@ def _losses(config: TrainConfig, step: int) -> dict[str, Any]:
 
 
 def _best(source: Source) -> dict[str, Any]:
-    """The value by which the run chose this checkpoint as its best, if it did."""
+    """The metric and value that made this checkpoint the run's best; {} if another one is best."""
     best = source.manifest.state.get("history", {}).get("best")
     found = values_of(best, metric=str, step=int, value=float) if best else None
     if found is None or found[1] != source.step:

@@ -33,7 +33,7 @@ _STRATEGY = {"tensor": "tensor", "row": "channel"}
 class Fp8Codes(StoredAs):
     """Matrices of blocks as codes with their scales, all else in dtype. scales: "tensor" or "row".
     inputs: by block and key of a matrix, the scale of its input; None: it is found when that is
-    there. others: modules without codes, by the first parts of their names."""
+    there. others: names of modules without codes, submodules included."""
 
     def __init__(
         self,

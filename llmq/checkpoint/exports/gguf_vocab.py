@@ -111,7 +111,7 @@ def add_vocabulary(
 
 
 def _content(folder: Path) -> tuple[dict[str, Any], Added]:
-    """The content of a folder's tokenizer as JSON, and the ids that belong to each text."""
+    """A folder's tokenizer as parsed JSON, and the ids that the tokenizer adds to each text."""
     return json.loads(open_tokenizer(folder).to_str()), HfTokenizer(folder).added
 
 

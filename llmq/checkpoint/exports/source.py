@@ -191,9 +191,9 @@ def _merged(directory: Path, base: str | None, text_only: bool) -> Iterator[Sour
 
 
 def _chosen(where: Path) -> Path:
-    """The checkpoint of this path, or the one in this directory that its run exports: the best, or
-    the newest. A line says when it is the best, on standard error: samples are on standard
-    output. LlmqError without a checkpoint."""
+    """The checkpoint at this path, or of the run in this directory the checkpoint that an export
+    takes: the best or the newest. One line on standard error names the best checkpoint, because
+    samples go to standard output. LlmqError without a checkpoint."""
     passed: list[str] = []
     path = checkpoint_at(where, passed)
     if path is None:
@@ -249,8 +249,8 @@ def _checkpoint(where: Path, force: bool, text_only: bool) -> Iterator[Source]:
 
 
 def _tokenizer_of(reader: CheckpointReader, folder: Path) -> Tokenizer | Path | None:
-    """The tokenizer of a checkpoint's run: where it was, else the checkpoint's copy, which is put
-    into `folder`; None where there is neither, with a warning if it is known."""
+    """The tokenizer of a checkpoint's run, from its own folder or from the checkpoint's copy, which
+    is written into `folder`. None without both, with a warning if the run had a tokenizer."""
     place = reader.manifest.tokenizer
     if place in (None, "bytes"):
         return ByteTokenizer() if place == "bytes" else None
