@@ -69,10 +69,6 @@ class Muon(AdamW):
             m_scale=part.scales.get("m"),
         )
 
-    @classmethod
-    def keeps_rows(cls, options: TrainConfig) -> bool:
-        return False
-
     def transform(self, dev: Device, matrices: Sequence[Whole]) -> None:
         """Products of all matrices with an equal shorter side are launched together, as far as
         they are of that side alone."""
@@ -117,7 +113,10 @@ class NorMuon(Muon):
 
 
 class _Iteration:
-    """That of matrices with one shorter side. pairs: (x, out) of (count, rows, columns) each."""
+    """Newton-Schulz steps of matrices with one shorter side.
+
+    pairs: (x, out), BF16 (count, rows, columns) each.
+    """
 
     def __init__(self, dev: Device, side: int, matrices: list[Whole]):
         self.dev, self.side = dev, side
@@ -150,12 +149,11 @@ class _Iteration:
                 for x, _, own in self._parts(gram):
                     tall = x.shape[1] > x.shape[2]
                     matmul(self.dev, own, x, x, trans_a=tall, trans_b=not tall)
-                some = [COEFFICIENTS] * length
                 if length == 1:  # a is not rounded, but a factor of what the product adds
-                    (beside, b, c), by = some[0], others[0]
-                    self._polynomial(by, gram, b, c)
+                    beside, by = COEFFICIENTS[0], others[0]
+                    self._polynomial(by, gram)
                 else:
-                    beside, by = 0.0, self._steps(gram, *others, some)
+                    beside, by = 0.0, self._steps(gram, *others, length)
                 last = index == len(segments) - 1
                 if last and packed:
                     x = self.pairs[0][0]
@@ -173,23 +171,23 @@ class _Iteration:
             at, end = end, end + x.shape[0]
             yield x, out, squares.rows(at, end)
 
-    def _polynomial(self, out: Tensor, gram: Tensor, b: float, c: float) -> None:
+    def _polynomial(self, out: Tensor, gram: Tensor) -> None:
+        """P without its term a."""
+        _, b, c = COEFFICIENTS
         matmul(self.dev, out, gram, gram, addend=gram, alpha=c, beta=b)
 
-    def _steps(
-        self, gram: Tensor, p: Tensor, spare: Tensor, total: Tensor, steps: Sequence[tuple]
-    ) -> Tensor:
-        """The matrices that several steps multiply by. All four are scratch, gram is read, too."""
-        for i, (a, b, c) in enumerate(steps):
-            self._polynomial(p, gram, b, c)
-            muon.diagonal(self.dev, p, a)
+    def _steps(self, gram: Tensor, p: Tensor, spare: Tensor, total: Tensor, count: int) -> Tensor:
+        """The matrices that `count` steps multiply by. All four are scratch, gram is read, too."""
+        for i in range(count):
+            self._polynomial(p, gram)
+            muon.diagonal(self.dev, p, COEFFICIENTS[0])
             own = p
             if i == 0:
                 p, total = total, p
             else:
                 matmul(self.dev, spare, p, total)
                 total, spare = spare, total
-            if i < len(steps) - 1:
+            if i < count - 1:
                 matmul(self.dev, spare, own, gram)
                 matmul(self.dev, gram, spare, own)
         return total
