@@ -134,8 +134,9 @@ class JsonLog:
     def write(self, log: str, step: int, **fields: Any) -> None:
         """Add one record; every record has `log`, `time` (UTC) and `step`."""
         record = {"log": log, "time": _utc_now(), "step": step} | _json_value(fields)
-        self._waiting.append(json.dumps(record, allow_nan=False).encode())
-        self._first = self._first or self._waiting[-1]
+        line = json.dumps(record, allow_nan=False).encode()
+        self._waiting.append(line)
+        self._first = self._first or line
         problem = self._write_waiting()
         if problem is not None and len(self._waiting) == 1:
             warn(
@@ -143,7 +144,7 @@ class JsonLog:
                 "is to be logged waits in memory until it can be written"
             )
         if self.listeners:
-            self._tell(_parsed(json.dumps(record).encode()))
+            self._tell(_parsed(line))
 
     def _tell(self, record: dict[str, Any]) -> None:
         """Send a record to all listeners; a record that a listener writes meanwhile follows."""

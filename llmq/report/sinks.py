@@ -240,12 +240,15 @@ class WeightsAndBiases:
         self._call(self._run.finish)
 
 
+Sink = TensorBoard | WeightsAndBiases
+
+
 class Replay:
     """Records on their way to sinks. Steps that a continued run makes again replace the undone ones
     in sinks that can take numbers back. The first options and texts count.
     """
 
-    def __init__(self, log: Path, sinks: list[TensorBoard | WeightsAndBiases]):
+    def __init__(self, log: Path, sinks: list[Sink]):
         self.log, self.sinks = log, sinks
         self.done = False  # the run has made all its steps, and no other has begun
         self._course = Course()
@@ -295,7 +298,6 @@ class Replay:
                     sink.numbers(then, step, values)
 
 
-Sink = TensorBoard | WeightsAndBiases
 _OPEN: dict[str, Callable[[Any, str | None, Path, RunId | None, int], Sink]] = {
     "tensorboard": lambda place, name, log, run, first: _tensorboard(place, log, name, run, first),
     "wandb": lambda place, name, log, run, _: WeightsAndBiases(place, name or log.stem, run),
@@ -326,15 +328,15 @@ def _tensorboard(
         return TensorBoard(directory / f"{log.stem}-{run.id}", run, first)
 
 
-def _places_of(config: TrainConfig) -> dict[str, Any]:
-    """The values of the options that ask for a sink, by flag."""
-    places = {"tensorboard": config.tensorboard, "wandb": config.wandb}
+def _places_of(tensorboard: Path | None, wandb: str | None) -> dict[str, Any]:
+    """The values of the flags that ask for a sink, by flag."""
+    places = {"tensorboard": tensorboard, "wandb": wandb}
     return {flag: place for flag, place in places.items() if place is not None}
 
 
 def check_libraries(config: TrainConfig) -> None:
     """ConfigError, before anything is loaded, for a sink whose library is not installed."""
-    for flag in _places_of(config):
+    for flag in _places_of(config.tensorboard, config.wandb):
         if importlib.util.find_spec(flag) is None:
             raise ConfigError(f"--{flag}: there is no library {flag}: pip install {flag}")
 
@@ -353,6 +355,7 @@ class SinkListener:
         reader = LogReader(log.path)
         self._earlier = list(reader.new_records()) if has_records(log.path) else []
         self._replay: Replay | None = None
+        self._sinks: list[Sink] = []
 
     def send(self, record: dict[str, Any]) -> None:
         """Send one record, `time` in seconds since 1970."""
@@ -363,7 +366,7 @@ class SinkListener:
                 self._replay.send(record)
         except Exception as error:  # of the library, its settings, the network, the disk
             self._log.listeners.remove(self)
-            for sink in self._replay.sinks if self._replay else ():
+            for sink in self._sinks:
                 with suppress(Exception):
                     sink.close()
             self._tell(f"WARNING: {self._told(error)}: the run goes on without it", record["step"])
@@ -374,17 +377,17 @@ class SinkListener:
         return f"--{self._flag}: {why.removeprefix(f'--{self._flag}: ')}"
 
     def _begin(self, records: list[dict[str, Any]]) -> None:
-        sinks = open_sinks({self._flag: self._place}, None, self._log.path, records)
-        self._replay, self._earlier = Replay(self._log.path, sinks), []
+        self._sinks = open_sinks({self._flag: self._place}, None, self._log.path, records)
+        self._replay, self._earlier = Replay(self._log.path, self._sinks), []
         for earlier in without_undone(records):
             self._replay.send(earlier)
-        if url := getattr(sinks[0], "url", None):
+        if url := getattr(self._sinks[0], "url", None):
             self._tell(f"Weights & Biases: {url}", records[-1]["step"])
 
     def close(self) -> None:
         """Send the rest; a failure is a warning."""
         try:
-            for sink in self._replay.sinks if self._replay else ():
+            for sink in self._sinks:
                 sink.close()
         except Exception as error:
             warn(self._told(error))
@@ -392,7 +395,8 @@ class SinkListener:
 
 def add_sinks(config: TrainConfig, log: JsonLog, tell: Callable[[str, int], None]) -> None:
     """Let the sinks that the options ask for listen to a log; tell: as SinkListener has it."""
-    log.listeners += [SinkListener(*sink, log, tell) for sink in _places_of(config).items()]
+    places = _places_of(config.tensorboard, config.wandb)
+    log.listeners += [SinkListener(*sink, log, tell) for sink in places.items()]
 
 
 def run_watch(
@@ -403,7 +407,8 @@ def run_watch(
     interval: 0 sends the records that are there. name: of the run there, that of the log if not
     given.
     """
-    if tensorboard is None and wandb is None:
+    places = _places_of(tensorboard, wandb)
+    if not places:
         raise ConfigError("nowhere to send the log to: give --tensorboard DIR or --wandb PROJECT")
     reader = LogReader(log)
     records = list(reader.new_records())  # before anything is made
@@ -412,8 +417,6 @@ def run_watch(
     while not records:  # the first says whose log it is
         time.sleep(interval)
         records = list(reader.new_records())
-    places = {"tensorboard": tensorboard, "wandb": wandb}
-    places = {flag: place for flag, place in places.items() if place is not None}
     with ExitStack() as stack:
         sinks = open_sinks(places, name, log, records)
         for sink in sinks:
