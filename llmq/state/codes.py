@@ -50,13 +50,16 @@ class Transposes:
 
     def written(self, name: str, operands: Mapping[str, Operand]) -> None:
         """Make those of a block whose codes have been written, if it keeps them."""
-        for operand in operands.values() if name in self.own else ():
-            if isinstance(operand, Fp8 | Int8):
-                transpose(self.dev, operand.transposed, operand.codes)
+        if name in self.own:
+            self._make(operands)
 
     def used(self, name: str, operands: Mapping[str, Operand]) -> None:
         """Make those of a block if it does not keep them; until another one does so."""
-        for operand in operands.values() if name in self._of and name not in self.own else ():
+        if name in self._of and name not in self.own:
+            self._make(operands)
+
+    def _make(self, operands: Mapping[str, Operand]) -> None:
+        for operand in operands.values():
             if isinstance(operand, Fp8 | Int8):
                 transpose(self.dev, operand.transposed, operand.codes)
 
