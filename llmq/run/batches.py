@@ -143,7 +143,7 @@ def open_loaders(
         layout=SequenceLayout.of(config, held_out=held_out),
         drop_last=config.drop_last and not held_out,
         scores=config.scores_folder,
-        top_k=config.loss_values["top-k"] if config.loss == "kd" else 0,
+        top_k=config.loss_values.get("top-k", 0),
         weights=config.token_weights,
         labels=model.num_labels,
         pad=model.pad_token_id,

@@ -98,11 +98,13 @@ class Checkpoints(Member):
         which a run that was stopped and went on has, too."""
         first, interval = self.first, self.config.ckpt_interval
         for step, (path, verdict, _) in sorted(self._kept().items(), reverse=True):
-            begins = step == first > 0
-            good = verdict.good if verdict is not None else False
-            good |= begins and (verdict is None or verdict.level >= 0)
-            due = first <= step <= last and (begins or step % interval == 0)
-            if due and good and problem_of(path) is None:
+            if not first <= step <= last:
+                continue
+            if step == first > 0:
+                good = verdict is None or verdict.good or verdict.level >= 0
+            else:
+                good = step % interval == 0 and verdict is not None and verdict.good
+            if good and problem_of(path) is None:
                 return path
         return None
 
@@ -377,8 +379,7 @@ class Checkpoints(Member):
     def _cleaning(self, saved_at: int, unread: Path | None) -> Clean:
         """`clean` beside the checkpoint of this step, as far as is known now."""
         spared = [at for at in (self.best.step, self._candidates.followed) if at is not None]
-        what = (self.config, self.trainer.run, self.first)
-        return partial(clean, *what, saved_at, unread, spared)
+        return partial(clean, self.config, self.trainer.run, self.first, saved_at, unread, spared)
 
     def _take_cleaned(self, saved_at: int, unread: Path | None, cleaned: Cleaned) -> None:
         """Do what follows from what was found by the cleaning beside this checkpoint."""

@@ -115,8 +115,7 @@ def _said(name: str, value: Any) -> str:
     return flag(name, value) or f"no {OPTIONS[name].flag}"
 
 
-ADAPTED_BY = ("lora_rank", "lora_targets", "lora_rank_pattern", "lora_layers", "train")
-ADAPTED_BY += ("lora_dora",)
+ADAPTED_BY = tuple("lora_rank lora_targets lora_rank_pattern lora_layers train lora_dora".split())
 """Options that decide about the adapters of a run; a checkpoint is refused where these differ."""
 
 _BASE_OF_CODES = {"bitsandbytes": "nf4", "mxfp4": "mxfp4"}

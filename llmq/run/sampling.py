@@ -20,7 +20,7 @@ from llmq.checkpoint.export_files import ADAPTER_CONFIG
 from llmq.checkpoint.exports.source import open_source
 from llmq.checkpoint.store import checkpoint_at
 from llmq.data.chat_template import ChatTemplate, Message, Stop, end_of_turn, load_chat_template
-from llmq.data.guarded import TokenizerProcess, guarded_tokenizer, process_of
+from llmq.data.guarded import guarded_tokenizer, process_of
 from llmq.data.identity import check_recorded
 from llmq.data.tokenizer import ByteTokenizer, Tokenizer, streamed
 from llmq.model.inference import Decoder
@@ -372,7 +372,7 @@ class Conversation:
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, system: str | None) -> None:
         self.template, self.tokenizer = template, tokenizer
-        self.process: TokenizerProcess = process_of(tokenizer)
+        self.process = process_of(tokenizer)
         self.stop = self.process.call(_stop, template)
         self.messages: list[Message] = []
         if system is not None:

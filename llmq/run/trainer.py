@@ -307,7 +307,7 @@ class Trainer(Closing):
             score_files(self.ranks, files, folder, model, **how)
         for file in files:
             scores = ScoreFile(scores_path(folder, file.path))
-            scores.check(file, self.config.loss_values["top-k"] if self.config.loss == "kd" else 0)
+            scores.check(file, self.config.loss_values.get("top-k", 0))
             made_by, name = BaseId.of(scores.scored.model), scores.scored.name
             scores.close()
             if not self.config.has_reference:
