@@ -100,7 +100,7 @@ app = typer.Typer(add_completion=False)
 
 
 def flags_of(config: TrainConfig) -> dict[str, Any]:
-    """Its options by flag, as configuration files have them."""
+    """The options of a configuration by flag, as files of options have them."""
     found: dict[str, Any] = {}
     for word in command_line(config)[2:]:
         name, equals, value = word.removeprefix("--").partition("=")

@@ -72,8 +72,9 @@ def disk_use(config: TrainConfig, model: ModelConfig, placement: Placement) -> D
 
 
 def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placement) -> int:
-    """The tensors of one checkpoint: master weights, all in the widest of their formats, moments of
-    what is trained, scales of 8-bit ones, and numbers of rows. With adapters, of nothing else."""
+    """Bytes of the tensors of one checkpoint: master weights, all in the widest of their formats,
+    moments of trained parameters, scales of 8-bit moments, and numbers of rows. With adapters, only
+    tensors of the adapters and of other trained parameters."""
     table, masters = table_of(config, model), []
     if config.has_adapters:
         table = tuple(slab for slab in table if placement[slab.name].trainable)
@@ -83,11 +84,12 @@ def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placeme
     total = max(masters) * sum(stored_values("weights", p) for slab in table for p in slab.params)
     for slab in table:
         stores = placement[slab.name]
-        for group, store in [(m.group, stores.moments.get(m.name)) for m in kept(config)]:
+        for moment in kept(config):
+            store = stores.moments.get(moment.name)
             for param in slab.params if store else ():
-                total += store.dtype.itemsize * stored_values(group, param)
+                total += store.dtype.itemsize * stored_values(moment.group, param)
                 if store.is_scaled:
-                    total += F32.itemsize * stored_values(f"{group}{SCALES}", param)
+                    total += F32.itemsize * stored_values(f"{moment.group}{SCALES}", param)
         if stores.by_matrix and rule_class(config.optimizer).keeps_rows(config):
             total += F32.itemsize * sum(param.rows for param in slab.params)
     return total

@@ -114,7 +114,7 @@ def run_rig(
 ) -> dict[str, Any]:
     """Measure, print numbers and faults, write out.json and the card file; returns the report.
 
-    minutes: what the command takes at most. Without a GPU there are facts, and no card file.
+    minutes: the longest that the command takes. Without a GPU there are facts, and no card file.
     """
     prepare_report("--out", out, ".json")
     rig = Rig(60 * minutes, measure, clock)

@@ -75,7 +75,7 @@ def _ended(root: Path, *args: str) -> Ended:
 
 
 def _steers(character: str) -> bool:
-    """Whether a character is a command of the terminal, or turns the direction of a text."""
+    """True if a character is a command of the terminal, or turns the direction of text."""
     turns = unicodedata.bidirectional(character) in _TURNING
     return character not in "\n\t" and (unicodedata.category(character) == "Cc" or turns)
 

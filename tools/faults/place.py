@@ -90,9 +90,9 @@ def train(**changes: object) -> list[str]:
 class Scenario:
     """before: commands that have run. tried: the one that meets the fault. again: the one that must
     make up for it. results: patterns of the files that must be the same in the end. keeps: of files
-    whose contents must be there afterwards, under whatever name. best_decides: whether results are
-    others where the disk has refused the best checkpoint. once: whether a second command refuses
-    the place of a complete result."""
+    whose contents must be there afterwards, under whatever name. best_decides: results are others
+    if the disk has refused the best checkpoint. once: a second command refuses the place of a
+    complete result."""
 
     name: str
     before: list[list[str]]
@@ -276,8 +276,8 @@ class Prepared:
     calls: int = 0
 
     def compare(self, root: Path, *, log: bool = True, best: bool = True) -> list[tuple[str, str]]:
-        """The differences to a run without a fault. log: also of the losses in it. best: also of
-        the best checkpoint, and of evaluations.
+        """Differences to a run without a fault. log: compares the losses in the log, too. best:
+        compares the best checkpoint and evaluations, too.
 
         Only the newest checkpoint is compared: which older ones stay follows from which could be
         written, and from when the last clean-up was.
