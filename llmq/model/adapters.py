@@ -22,6 +22,7 @@ from llmq.ops import adapter, embedding, reduce
 from llmq.ops.common import padded_columns
 from llmq.ops.elementwise import dropout
 from llmq.ops.matmul import matmul
+from llmq.ops.product import add_dropped
 from llmq.options.adapters import Adapted, adapted_tables, adapters_of
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -79,7 +80,7 @@ def output_gradients(
 
 
 def _add_collected(dev: Device, matrix: Adapted, d_b: Accumulator, whole: Tensor) -> None:
-    """The gradient of B, of that of what `expanded` makes of it."""
+    """The gradient of B, from the gradient of the expanded matrix."""
     with dev.scratch("d_b", d_b.tensor.shape, d_b.tensor.dtype) as part:
         adapter.collect(dev, part, whole, matrix.spans, matrix.scales)
         reduce.sum_parts(dev, d_b, [part])
@@ -109,13 +110,6 @@ class Dropout:
             probability=self.probability, salt=salt, sequences=self._sequences,
         )  # fmt: skip
         return dropped
-
-    def add(self, out: Tensor, x: Tensor, salt: int) -> None:
-        """out += the elements of x that a step's dropout leaves."""
-        dropout(
-            self._dev, out, x, self._scalars,
-            probability=self.probability, salt=salt, sequences=self._sequences, add=True,
-        )  # fmt: skip
 
 
 class EmbeddingAdapters:
@@ -210,12 +204,11 @@ class HeadAdapters:
         with ExitStack() as temps:
             dropped = self._dropout.of(temps, x, HEAD_SALT)
             self._linear.weight_gradients(d_a, None, low.d_hidden, dropped)
-        if not self._dropout.probability:
+        mask = self._dropout.mask(HEAD_SALT)
+        if mask is None:
             matmul(dev, d_x, low.d_hidden, a, accumulate=True)
-            return
-        with dev.scratch("d_dropped", d_x.shape, d_x.dtype) as second:
-            matmul(dev, second, low.d_hidden, a)
-            self._dropout.add(d_x, second, HEAD_SALT)
+        else:
+            add_dropped(dev, d_x, low.d_hidden, a, mask, trans_b=False)
 
 
 def table_adapters(config: ModelConfig, options: TrainConfig, block: str) -> Adapted | None:

@@ -16,6 +16,7 @@ from llmq.base.operand import (
     Activated,
     ActivatedGradient,
     Adapters,
+    DropoutMask,
     Epilogue,
     Fp8,
     Fp8Out,
@@ -197,7 +198,7 @@ def product(
                 bias=bias, addend=addend, transposed=not trans_b,
             )  # fmt: skip
         elif adapters is not None and adapters.dropout is not None:
-            _add_dropped(terms, result, tail)
+            add_dropped(dev, result, hidden, tail, adapters.dropout, trans_b=trans_b)
         elif adapters is not None:
             matmul(dev, result, hidden, tail, trans_b=trans_b, accumulate=True)
         if adapters is not None and adapters.magnitudes is not None:
@@ -364,16 +365,18 @@ def _multiply_to_codes(terms: _Terms, out: ProductCodes) -> None:
     """The library's product as codes: twice, until there is a first scale."""
     terms.library(out, **terms.added)
     if out.first is not None:
-        scale, history, limit, largest, factor = out.first
-        fp8_scale.update(terms.dev, scale, history, limit, largest, factors=factor)
+        fp8_scale.update(terms.dev, *out.first[:-1], factors=out.first.factor)
         terms.library(out, **terms.added)
 
 
-def _add_dropped(terms: _Terms, out: Tensor, tail: Tensor) -> None:
-    """out += the elements of hidden @ tail^T that dropout leaves."""
-    dev, (probability, salt, sequences, scalars) = terms.dev, terms.adapters.dropout
+def add_dropped(
+    dev: Device, out: Tensor, hidden: Tensor, tail: Tensor, mask: DropoutMask, *, trans_b: bool
+) -> None:
+    """out (M,N) += the elements of hidden (M,R) @ op(tail) that dropout leaves. tail: (R,N), or
+    (N,R) with trans_b."""
+    probability, salt, sequences, scalars = mask
     with dev.scratch("d_dropped", out.shape, out.dtype) as second:
-        matmul(dev, second, terms.adapters.hidden, tail, trans_b=terms.trans_b)
+        matmul(dev, second, hidden, tail, trans_b=trans_b)
         dropout(
             dev, out, second, scalars,
             probability=probability, salt=salt, sequences=sequences, add=True,
@@ -386,20 +389,18 @@ def _activate(dev: Device, x: Result, epilogue: Activated | ActivatedGradient) -
     if isinstance(epilogue, Activated):
         forward(dev, to.tensor, x, abs_max=to.abs_max, fp8=to.fp8)
         return
-    up, again = epilogue.up, epilogue.again
-    backward = partial(backward, out=again.tensor, out_fp8=again.fp8)
+    up, again = epilogue.up, {"out": epilogue.again.tensor, "out_fp8": epilogue.again.fp8}
     if to.pending is not None and epilogue.name in GATED:
         # Computed twice: that moves fewer bytes than writing a tensor and quantizing it.
-        ACTIVATIONS[epilogue.name][1](dev, None, x, up, abs_max=to.abs_max)
+        backward(dev, None, x, up, abs_max=to.abs_max)
         fp8_scale.now(dev, to.pending.scale, to.abs_max, _dtype_of(to.pending))
-        backward(dev, None, x, up, fp8=to.pending)
+        backward(dev, None, x, up, fp8=to.pending, **again)
         to.pending = None
         return
-    backward(dev, to.tensor, x, up, abs_max=to.abs_max, fp8=to.fp8)
+    backward(dev, to.tensor, x, up, abs_max=to.abs_max, fp8=to.fp8, **again)
     if to.first is not None:
-        scale, history, limit, largest, factor = to.first
-        fp8_scale.update(dev, scale, history, limit, largest, factors=factor)
-        backward(dev, to.tensor, x, up, abs_max=to.abs_max, fp8=to.fp8)
+        fp8_scale.update(dev, *to.first[:-1], factors=to.first.factor)
+        backward(dev, to.tensor, x, up, abs_max=to.abs_max, fp8=to.fp8, **again)
 
 
 def _is_coded(result: Result) -> bool:

@@ -19,13 +19,7 @@ from llmq.base.tensor import Tensor
 from llmq.formats.operands import Activation
 from llmq.model.activations import HalfLayer, LayerContext, Recompute, scratch_like
 from llmq.model.halves.half import ModelContext
-from llmq.ops import (
-    attention,
-    attention_backward,
-    attention_gate,
-    qk_norm,
-    rope,
-)
+from llmq.ops import attention, attention_backward, attention_gate, qk_norm, rope
 from llmq.ops.attention import AttentionMask
 from llmq.runtime.attention_parts import sees_all_before
 
@@ -238,12 +232,8 @@ class AttentionHalf:
     def recompute(self, ctx: LayerContext) -> tuple[Operand | None, _Tensors, Operand | None]:
         """x (rows, C), and att or att_gated as the output product's operand, last; None where no
         gradient needs it."""
-        r, tensors, x, o_input = (
-            ctx.layer.recompute,
-            self._tensors(ctx.temps, ctx.layer),
-            None,
-            None,
-        )
+        r, tensors = ctx.layer.recompute, self._tensors(ctx.temps, ctx.layer)
+        x = o_input = None
         if r.qkv or self.linear.needs_input(ctx, "qkv"):
             x = self.norms.recompute(ctx, product=r.qkv)
         if r.qkv:

@@ -124,12 +124,8 @@ class DeltaHalf:
     def recompute(self, ctx: LayerContext) -> tuple[Operand | None, _Tensors, Operand | None]:
         """x (rows, C), and delta_gated as the output product's operand, last; None where no
         gradient needs it."""
-        r, tensors, x, o_input = (
-            ctx.layer.recompute,
-            self._tensors(ctx.temps, ctx.layer),
-            None,
-            None,
-        )
+        r, tensors = ctx.layer.recompute, self._tensors(ctx.temps, ctx.layer)
+        x = o_input = None
         if r.qkv or self.linear.needs_input(ctx, "delta_in"):
             x = self.norms.recompute(ctx, product=r.qkv)
         if r.qkv:
