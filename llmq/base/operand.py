@@ -237,7 +237,7 @@ class Adapters(NamedTuple):
 
     @property
     def at_once(self) -> bool:
-        """Whether one kernel may compute both products."""
+        """True if one kernel may compute both products."""
         return self.dropout is None and self.magnitudes is None
 
 

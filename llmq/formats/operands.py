@@ -55,7 +55,7 @@ class Activation(NamedTuple):
 
     @property
     def tensor_id(self) -> str:
-        """Its name among those of all layers."""
+        """The activation's name among the tensors of all layers, as `id_of` has it."""
         return id_of(self.layer, self.name)
 
     def place(self, dev: Device, temps: ExitStack) -> Tensor:
@@ -78,8 +78,8 @@ class Operands:
     weights: DType | None = None
     """The format of codes that products read of trained weights, if an update makes any."""
     makes_codes = False
-    """Whether codes of inputs are made before products, so that a product that is computed again
-    needs its input made again."""
+    """True if codes of inputs are made before products: a product that is computed again then needs
+    its input made again."""
     scales = NoScales()
     fast: frozenset[str] = frozenset()
 
@@ -99,7 +99,7 @@ class Operands:
     # -- products --------------------------------------------------------------------------------
 
     def pair(self, which: str, a: Operand, b: Operand, salt: int = 0) -> tuple[Operand, Operand]:
-        """The matrices that a product multiplies of its operands. which: FORWARD, BACKWARD or
+        """Both operands in the form that a product multiplies. which: FORWARD, BACKWARD or
         WEIGHT. salt: a number of this weight's own, where operands are rounded stochastically."""
         return a, b
 
@@ -141,7 +141,8 @@ class Operands:
         return self.measured(tensor_id, out)
 
     def measured(self, tensor_id: str, out: Tensor) -> OutBuffers:
-        """Buffers of a kernel that writes a tensor of which `quantize` makes an operand later."""
+        """Buffers of a kernel that writes the tensor `out` (rows, features); `quantize` makes the
+        operand of it later."""
         return OutBuffers(tensor_id, out)
 
     def finalize(self, temps: ExitStack, out: OutBuffers) -> Operand:
@@ -149,7 +150,8 @@ class Operands:
         return out.tensor
 
     def kept(self, x: Activation) -> Operand | None:
-        """In backward: a product's input for its weight's gradient, None if it was not kept."""
+        """The kept input of a product, for the weight's gradient in backward; None if forward has
+        not kept the input."""
         return x.tensor
 
     # -- tensors that are there already ----------------------------------------------------------
@@ -179,7 +181,8 @@ class Operands:
         return ProductOutput(name, shape, self.result_dtype(name), tensor)
 
     def result_again(self, tensor_id: str, out: Tensor) -> Result:
-        """That output in backward: as it was kept in `out`, or as it is to be written again."""
+        """The same output in backward, of which `out` is the memory: kept from forward, or to be
+        written again."""
         return out
 
     def largest(self) -> dict[tuple[int, str], float]:

@@ -142,7 +142,8 @@ class DelayedScales(Scales):
         return ProductCodes(codes, *known, *found, self.first_of(name))
 
     def first_of(self, name: str) -> FirstScale | None:
-        """The buffers of a tensor's first scale; None where scales are known."""
+        """The buffers from which the first delayed scale of a tensor is computed; None once
+        tensors have a history."""
         if self.ready:
             return None
         row = list(self._scale_of).index(name)

@@ -66,7 +66,7 @@ class CodeLayout:
     regions: by key and name."""
 
     def __init__(self, matrices: Mapping[str, StorageLayout], shards: int = 1):
-        """matrices: their layouts, by key."""
+        """matrices: the layout of each matrix, by key."""
         self.regions: dict[str, dict[str, Region]] = {}
         used = 0
         for key, tensors in matrices.items():

@@ -158,12 +158,12 @@ class HalfLayer:
         return Activation(self.index, name, shape, dtype, tensor, codes)
 
     def id_of(self, name: str) -> str:
-        """The name of one of its gradients among those of all layers."""
+        """The name of a gradient of this half among the tensors of all layers."""
         return id_of(self.index, name)
 
     @property
     def out_id(self) -> str:
-        """That of the gradient of its output."""
+        """The name of the gradient of the half's output."""
         return self.id_of(f"d_{self.spec.name}")
 
 

@@ -135,7 +135,7 @@ def forward(
         lse      out  F32 (B,Hq,T)         log of the softmax's denominator, natural logarithm
         qkv      in   (B,T,Hq+2*Hkv,Hd)    query heads, then key heads, then value heads;
                                            query head h uses key/value head h // (Hq/Hkv)
-        mask    what queries see; starts with "native" alone
+        mask     the keys that queries see; starts with "native" alone
         backend  "native": llmq/cu/attention.cu; "cudnn": the library, BF16 only; several: as
                  Device.choose takes ways
 
@@ -206,7 +206,7 @@ def backward(
         qkv            in   (B,T,Hq+2*Hkv,Hd)
         chunks         pieces that the batch is cut into, one after another, to share a workspace;
                        with cudnn up to B*Hq, of which those beyond B cut the heads
-        mask          of the forward
+        mask           of the forward
         backend        of the forward or another one, as there
         kernel         what "native" means here, of ops.attention_backward.chosen()
         deterministic  False lets cudnn add in any order, for less workspace; native always is

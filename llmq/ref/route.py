@@ -57,8 +57,10 @@ def _shares(
 
 def _counted(targets: np.ndarray | None) -> np.ndarray | slice:
     """An index of the rows that count in sums and losses: all but filler."""
-    counted = slice(None) if targets is None else targets != FILLER_TARGET
-    return slice(None) if targets is None or counted.all() else counted
+    if targets is None:
+        return slice(None)
+    counted = targets != FILLER_TARGET
+    return slice(None) if counted.all() else counted
 
 
 def route(

@@ -275,7 +275,7 @@ class RankPool:
         return self._closed.is_set()
 
     def check_open(self, name: str) -> None:
-        """Raise RuntimeError after `close`. name: of the call."""
+        """Raise RuntimeError after `close`. name: the name of the call, for the message."""
         if self.closed:
             raise RuntimeError(f"{name}: the ranks are closed: make a new Trainer")
 

@@ -160,7 +160,7 @@ class ExpertsHalf:
             self._backward_router(ctx, x, d_out, d_weights, d_x)
 
     def _activate(self, up: Tensor, to: OutBuffers) -> None:
-        """The activation (R, F) of up (R, 2F)."""
+        """Write SwiGLU, clamped or not, of up (R, 2F) to the buffers of the activation (R, F)."""
         if self.clamp is None:
             swiglu.forward(self.dev, to.tensor, up, abs_max=to.abs_max, fp8=to.fp8)
             return
@@ -172,13 +172,13 @@ class ExpertsHalf:
     def _tensor_of(
         self, temps: ExitStack, to: OutBuffers, shape: tuple[int, int], dtype: DType
     ) -> Tensor:
-        """The tensor of buffers, for a kernel that writes no codes; scratch if they have none."""
+        """The tensor for a kernel that writes no codes: the buffers' own, or scratch."""
         if to.tensor is not None:
             return to.tensor
         return temps.enter_context(self.dev.scratch("expert_tensor", shape, dtype))
 
     def _other_forms(self, to: OutBuffers, x: Tensor) -> None:
-        """The codes and the largest value that buffers want of a tensor that has been written."""
+        """Write the codes and the largest |x| of x, as far as the buffers have memory for both."""
         if to.fp8 is not None:
             quantize.scaled(self.dev, x, to.fp8, abs_max=to.abs_max)
         elif to.abs_max is not None:
