@@ -16,7 +16,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E5M2, E5M2_MAX, F32, I32
 from llmq.base.operand import Fp8, Operand, OutBuffers, turned
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.formats.operands import FORWARD, HEAD, Operands
+from llmq.formats.operands import HEAD, Operands
 from llmq.model.adapters import Dropout, HeadAdapters, OfPass, table_adapters
 from llmq.model.linear import Linear
 from llmq.model.norms import Normalization, alloc_stats
@@ -25,7 +25,6 @@ from llmq.ops import cross_entropy, quantize, quantize_int8
 from llmq.ops.common import padded_columns
 from llmq.ops.distill import Teacher, top_k
 from llmq.ops.labels import Labels
-from llmq.ops.product import product
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
@@ -285,7 +284,5 @@ class Head:
         """The logits (rows, Vp) of a chunk, scratch of `temps`."""
         logits = temps.enter_context(self.dev.scratch("logits", self._shape(at), self.dtype))
         adapters = None if at.low is None else at.low.beside(at.start, at.stop)
-        x, lm_head = self.operands.pair(FORWARD, at.x, at.lm_head)
-        fast = FORWARD in self.operands.fast
-        product(self.dev, logits, x, lm_head, trans_b=True, adapters=adapters, fast=fast)
+        self.linear.forward(logits, at.x, at.lm_head, adapters=adapters)
         return logits
