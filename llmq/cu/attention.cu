@@ -10,10 +10,10 @@
 // Data     qkv, d_qkv: T (B, seq_len, Hq + 2 Hkv, HEAD_DIM), query, then key, then value heads;
 //          out, d_out: T (B, seq_len, Hq, HEAD_DIM); lse, delta: F32 (B, Hq, seq_len). T: BF16
 //          (tensor cores, attention_mma.cuh) or F32 (attention_fma.cuh). Sums and statistics F32;
-//          BF16 P and dS are rounded before they are multiplied. Any seq_len; HEAD_DIM up to 256, in
-//          tiles with zeros up to a multiple of 16. With MASKED = 1 query t sees keys from max(starts[t], t - window + 1)
-//          on: starts: I32 (B, seq_len), never falling along a sequence, or null. With MASKED = 0
-//          it sees all up to its own.
+//          BF16 P and dS are rounded before they are multiplied. Any seq_len; HEAD_DIM up to 256,
+//          in tiles with zeros up to a multiple of 16. With MASKED = 1 query t sees keys from
+//          max(starts[t], t - window + 1) on: starts: I32 (B, seq_len), never falling along a
+//          sequence, or null. With MASKED = 0 it sees all up to its own.
 // Launch   forward: FORWARD_OWN queries a block, grid (tiles, Hq, B). backward: BACKWARD_OWN keys
 //          or queries a block, grid tiles * B * (Hkv + Hq), keys first. Tiles and dynamic shared
 //          memory come from llmq/ops/attention.py. delta: 8 threads a row, grid (blocks, B).

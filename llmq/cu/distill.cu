@@ -19,8 +19,8 @@
 //          logarithm takes 2^-30 of either at least.
 // Cost     a row is read three times and written once; by top_k 33 times, mostly from the cache: the
 //          k-th largest is found bit by bit.
-// Needs    k <= 256, no column twice in a row that is not masked, target < vocab. top_k: k <= vocab; NaN counts as the largest or
-//          the smallest.
+// Needs    k <= 256, no column twice in a row that is not masked, target < vocab. top_k: k <= vocab;
+//          NaN counts as the largest or the smallest.
 #include "common.cuh"
 
 constexpr int THREADS = 512, MOST = 256, TOLD_THREADS = 1024;

@@ -9,9 +9,10 @@
 // for the same scale. transpose_codes: q_t[c, r] = q[r, c]. dequantize: out[i] = q[i] * scale.
 //
 // Data     x: T (rows, cols), read once. q, codes: Q (rows, cols). q_t, transposed: Q (cols, rows
-//          and codes of zeros up to a multiple of 16). All 16-byte aligned. scale, abs_max: F32 (1), saturated: I32 (1). quantize_transpose: q
-//          may be null. quantize_scaled: one of codes and transposed may be null; abs_max is, with
-//          ABS_MAX = 1, raised to the largest |x|, else not touched.
+//          and codes of zeros up to a multiple of 16). All 16-byte aligned. scale, abs_max: F32 (1),
+//          saturated: I32 (1). quantize_transpose: q may be null. quantize_scaled: one of codes and
+//          transposed may be null; abs_max is, with ABS_MAX = 1, raised to the largest |x|, else
+//          not touched.
 // Launch   256 threads. quantize: ceil(n / 8192) blocks, n = rows * cols. quantize_transpose and
 //          quantize_scaled: a block for every OctetTile of fp8.cuh, 128 rows and 64 columns, grid
 //          (across, down). transpose_codes: tiles of 128 rows and 128 columns, times

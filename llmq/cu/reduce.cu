@@ -86,8 +86,8 @@ reduce_sum(G* d_sum, const T* part0, const T* part1, const T* part2, const T* pa
 // Data     d_out: (rows, N) of T, 16-byte aligned, N with WIDE a multiple of 16 bytes. partial:
 //          (splits, N) F32, for column_sum any (rows, columns). d: N of G.
 // Launch   backward: 256 threads, (ceil(N / tile), splits) blocks; a tile is 16 threads wide, 16
-//          bytes each, without WIDE one element. column_sum: 1024 threads; as many warps of a block as have 8 rows each, a power
-//          of two, share 32 columns.
+//          bytes each, without WIDE one element. column_sum: 1024 threads; as many warps of a block
+//          as have 8 rows each, a power of two, share 32 columns.
 // Cost     d_out read once; 8 16-byte loads in flight per thread. column_sum takes a few
 //          microseconds.
 // Needs    no split without rows.
