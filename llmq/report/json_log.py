@@ -38,7 +38,7 @@ class Listener(Protocol):
         """Take one record, `time` in seconds since 1970; raises nothing."""
 
     def close(self) -> None:
-        """No record follows."""
+        """Take the end of the log: no record follows."""
 
 
 def _json_value(value: Any) -> Any:
@@ -371,14 +371,14 @@ def is_undone(record: dict[str, Any], steps: int) -> bool:
     return record["step"] >= steps if of_step else record["step"] > steps
 
 
-# Records between two steps that a run makes again where its checkpoint was written before them, and
-# the fields by which two of them are of the same evaluation.
+# Records between two steps that a continued run makes again if its checkpoint is older than the
+# records, and the fields that name an evaluation.
 _REPEATED = {"eval": ("name", "eval_tokens"), "task": ("name", "metric"), "sample": ("prompt",)}
 
 
 def without_undone(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records of a log without those of undone steps, and without evaluations that a run has
-    repeated where it went on."""
+    """The records of a log without undone steps, and without evaluations that a continued run
+    has repeated."""
     course, kept = Course(), []
     begun = resumed_at = 0  # of the newest `cmd`: how many are kept before, and its step
     for record in records:
@@ -395,6 +395,6 @@ def without_undone(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_repeated(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two records are of the same evaluation at the same step."""
+    """True if two evaluation records have the same name and step."""
     fields = ("log", "step", *_REPEATED[other["log"]])
     return all(one.get(name) == other.get(name) for name in fields)

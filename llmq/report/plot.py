@@ -89,8 +89,9 @@ def smoothed(
 ) -> np.ndarray:
     """The exponential mean of TensorBoard, without the bias of its start: the first is a value.
 
-    values: F64. weight: of the mean so far, 0 to below 1. counts: values that each one is the mean
-    of (1 if not given). NaN where a value is not finite, and does not count in later means.
+    values: F64. weight: of the mean so far, 0 to below 1. counts: number of logged values that each
+    value is the mean of (1 if not given). A value that is not finite gives NaN, and does not count
+    in later means.
     """
     means, mean, remaining = np.full(len(values), np.nan), 0.0, 1.0
     for index, value in enumerate(values):
@@ -228,7 +229,7 @@ def _averages(values: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _drawn(series: Series, run: str, color: str) -> dict[str, Any]:
-    """A series in JSON's types. The page smooths `averages` of `counts` values where some are left
+    """A series in JSON's types. The page smooths `averages` of `counts` values if points are left
     out, else `y`."""
     kept = thinned(series.y)
     averages = counts = None
@@ -276,7 +277,7 @@ Runs = dict[str, list[Series]]
 
 
 def _names(logs: dict[Path, list[dict[str, Any]]]) -> Iterator[str]:
-    """A name for each log: that of its run, the file's where two are the same, then its path."""
+    """A name for each log: its run's name; if two runs share it, the file's name, else its path."""
     stems = [path.stem for path in logs]
     owners = [RunId.of(records[0].get("run")) for records in logs.values()]
     names = [stem if run is None else run.name for run, stem in zip(owners, stems, strict=True)]
@@ -334,7 +335,7 @@ def _draw(axes: Any, runs: Runs, panel: str, x: str, smoothing: float) -> None:
             drawn = smoothed(series.y, smoothing) if series.smooth else series.y
             (line,) = axes.plot(series.x[x], drawn, **style)
             handles[series.label] = copy(line)
-            handles[series.label].set_color("#444")  # the label is that of several runs
+            handles[series.label].set_color("#444")  # several runs share the label
     axes.set_title(_escaped(panel), fontsize="medium")
     axes.grid(alpha=0.3)
     axes.ticklabel_format(useOffset=False)

@@ -302,7 +302,8 @@ _OPEN: dict[str, Callable[[Any, str | None, Path, RunId | None, int], Sink]] = {
     "tensorboard": lambda place, name, log, run, first: _tensorboard(place, log, name, run, first),
     "wandb": lambda place, name, log, run, _: WeightsAndBiases(place, name or log.stem, run),
 }
-"""By flag. place: the flag's value; name: of the run there; first: the step the log begins with."""
+"""Constructors of sinks by flag. place: value of the flag. name: name of the run in the sink.
+first: first step of the log."""
 
 
 def open_sinks(
@@ -349,8 +350,8 @@ class SinkListener:
     """
 
     def __init__(self, flag: str, place: Any, log: JsonLog, tell: Callable[[str, int], None]):
-        """flag, place: as `_places_of` has them. log: nothing is written yet. tell: shows a line
-        about a step."""
+        """flag, place: an item of `_places_of`. log: a log without records of this process. tell:
+        shows a line about a step."""
         self._flag, self._place, self._log, self._tell = flag, place, log, tell
         reader = LogReader(log.path)
         self._earlier = list(reader.new_records()) if has_records(log.path) else []
@@ -372,7 +373,7 @@ class SinkListener:
             self._tell(f"WARNING: {self._told(error)}: the run goes on without it", record["step"])
 
     def _told(self, error: Exception) -> str:
-        """The error in one line that begins with the flag."""
+        """One-line message of an error, behind the flag that caused it."""
         why = " ".join(str(error).split()) or type(error).__name__
         return f"--{self._flag}: {why.removeprefix(f'--{self._flag}: ')}"
 
@@ -394,7 +395,7 @@ class SinkListener:
 
 
 def add_sinks(config: TrainConfig, log: JsonLog, tell: Callable[[str, int], None]) -> None:
-    """Let the sinks that the options ask for listen to a log; tell: as SinkListener has it."""
+    """Let the sinks that the options ask for listen to a log. tell: shows a line about a step."""
     places = _places_of(config.tensorboard, config.wandb)
     log.listeners += [SinkListener(*sink, log, tell) for sink in places.items()]
 
@@ -404,8 +405,8 @@ def run_watch(
 ) -> None:
     """Send a log's records, and every `interval` seconds new ones until the run is done.
 
-    interval: 0 sends the records that are there. name: of the run there, that of the log if not
-    given.
+    interval: 0 sends the records that are there. name: name of the run in the sink; None: the
+    log's name.
     """
     places = _places_of(tensorboard, wandb)
     if not places:

@@ -54,8 +54,8 @@ class Checkpoints(Member):
         requests: Requests,
         first: int,
     ):
-        """events: of the members whose state each checkpoint keeps. requests: for some. first: the
-        step at which the stage of sequences of one length begins."""
+        """events: members whose state each checkpoint keeps. requests: requests for checkpoints.
+        first: first step of the stage, which has sequences of one length."""
         self.trainer, self.reporter, self.best, self.guard = trainer, reporter, best, guard
         self.config, self.first = trainer.config, first
         self._events, self._requests = events, requests
@@ -93,9 +93,11 @@ class Checkpoints(Member):
         return processes().on_first(lambda: kept_checkpoints(*where))
 
     def newest_good(self, last: int) -> Path | None:
-        """The newest checkpoint of the stage, up to this step, that is whole and known to be good,
-        else that of the first step of a later stage. Other steps are multiples of --ckpt-interval,
-        which a run that was stopped and went on has, too."""
+        """The newest whole checkpoint of the stage up to step `last`; None without one.
+
+        Checkpoints of multiples of --ckpt-interval, which a run that was stopped and went on has,
+        too, count if known to be good; the first one of a later stage unless known to be bad.
+        """
         first, interval = self.first, self.config.ckpt_interval
         for step, (path, verdict, _) in sorted(self._kept().items(), reverse=True):
             if not first <= step <= last:
@@ -407,9 +409,11 @@ def clean(
     spared: Collection[int],
     group: Processes,
 ) -> Cleaned:
-    """Delete old checkpoints beside that of step saved_at, if the latter is whole. first: of the
-    stage. unread: the path of the latter, if it is still to be read back. spared: steps that stay.
-    All processes of the group call it."""
+    """Delete old checkpoints, if the checkpoint of step saved_at is whole.
+
+    first: first step of the stage. unread: path of the checkpoint of saved_at, if still to be read
+    back. spared: steps whose checkpoints stay. All processes of the group call this function.
+    """
     directory = config.checkpoint_dir
 
     def old() -> list[int]:

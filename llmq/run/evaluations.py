@@ -93,7 +93,7 @@ def _tokenizer(trainer: Trainer) -> Tokenizer:
 
 
 def _kind_of_loss(loader: DataLoader, tokens: int, config: TrainConfig) -> str:
-    """The kind of a validation, see Measurement. tokens: that it takes."""
+    """The kind of a validation, see Measurement. tokens: tokens that the validation reads."""
     data = loader.data
     parts = f"{data.fingerprint} {data.contents} {data.order} {loader.seed} {config.loss}"
     return f"{tokens:,} tokens in sequences of {loader.seq_len} (data {_digest(parts.encode())})"
@@ -156,9 +156,11 @@ class Evaluations(Member):
             self._between_steps(call)
 
     def before_end(self, step: int) -> None:
-        """The last validation, on all sequences, if the step of an early stop has not had it; with
-        --keep-best LOSS before that one of the periodic kind, so that the last model can be the
-        best."""
+        """Run the last validation, on all sequences, unless the step of an early stop has had it.
+
+        With --keep-best of a loss, a periodic validation comes first, so that the last model can be
+        the best.
+        """
         if self._lacks_measurement(step):
             self._between_steps(partial(self.validate, self.config.eval_num_steps))
         if self._takes_part or not self._losses or self.trainer.validated_at != step:
@@ -167,15 +169,15 @@ class Evaluations(Member):
             self._between_steps(call)
 
     def _lacks_measurement(self, step: int) -> bool:
-        """Whether the loss of --keep-best was measured before on a part of the sequences, and at
-        this step was not."""
+        """True if earlier steps measured the loss of --keep-best on a part of the sequences, and
+        this step did not."""
         if not (self.config.keep_best or "").endswith("loss"):
             return False
         return self._takes_part and self.trainer.validated_at not in (None, step)
 
     @property
     def _takes_part(self) -> bool:
-        """Whether periodic validations leave out sequences."""
+        """True if periodic validations leave out sequences."""
         own = self.trainer.eval_loaders if self.config.validates else []
         loaders = [*own, *self.material.loaders]
         longest = max((one.batches_per_epoch for one in loaders), default=0)
@@ -294,7 +296,7 @@ class Evaluations(Member):
         self.done_at["tasks"] = step
 
     def _report_task(self, scores: list[Score], kind: str, seconds: float) -> None:
-        """All numbers of one task: [E] and a record of each. kind: as of Measurement."""
+        """All numbers of one task: [E] and a record of each. kind: see Measurement."""
         step, shown = self.trainer.steps_done, []
         for s in scores:
             error = "" if s.stderr is None else f" ± {s.stderr:.4f}"

@@ -89,7 +89,7 @@ def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
 
 
 def _same_adapters(model: ModelConfig, one: TrainConfig, other: TrainConfig) -> bool:
-    """Whether two spellings of options give a model the same adapters, and train the same parts."""
+    """True if two sets of options give a model the same adapters and train the same parts."""
 
     def trained(config: TrainConfig) -> tuple[Any, ...] | None:
         adapters = adapters_of(config)

@@ -32,18 +32,18 @@ class Judging(Member):
         evaluations: Evaluations,
         events: Events,
     ):
-        """events: of the members whose state a rollback and a resume bring back."""
+        """events: members whose state a rollback and a resume bring back."""
         self.trainer, self.reporter, self.guard = trainer, reporter, guard
         self.checkpoints, self._evaluations = checkpoints, evaluations
         self._events = events
 
     def limits(self, step: int) -> tuple[Limits, Limits]:
-        """By which a step will be judged, and those that the device gets."""
+        """Limits that judge a step, and limits that the device gets."""
         limits = self.guard.limits(step)
         return limits, limits if self.guard.leaves_out else NO_LIMITS
 
     def learning_rate(self, step: int) -> float:
-        """The schedule's, lowered after a rollback."""
+        """The schedule's learning rate, lowered after a rollback."""
         return self.trainer.learning_rate(step) * self.guard.rate_factor(step)
 
     def after_step(self, done: StepDone) -> None:
@@ -71,7 +71,7 @@ class Judging(Member):
         return {"guard": self.guard.state}
 
     def begin(self, checkpoint: Path) -> None:
-        """Go on with what is known of the run that it was loaded from."""
+        """Go on with the history of the run that wrote the checkpoint."""
         history = self.trainer.history
         try:
             self.guard.load(history.get("guard", {}))

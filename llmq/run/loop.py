@@ -18,7 +18,7 @@ class Loop:
     """Steps until the end or a signal, one step ahead of the reports on a GPU.
 
     last_end: of the step before, as Result.end; None where something else came between. is_last:
-    whether the run ends with this loop, else another stage follows.
+    True if the run ends with this loop, False if another stage follows.
     """
 
     def __init__(

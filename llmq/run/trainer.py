@@ -450,10 +450,10 @@ class Trainer(Closing):
     ) -> None:
         """Write the model as transformers loads it, or adapters as peft does, with the tokenizer.
 
-        directory: None: --out-dir. checkpoint: whose weights are written, of this run's model; None
-        is the weights of this moment. LlmqError, and an older export stays, if a weight is not
-        finite, unless with --force, or if the checkpoint is damaged or of another model. A
-        checkpoint may be the newest in a directory, as for `load`.
+        directory: --out-dir if None. checkpoint: path of a checkpoint of this run's model whose
+        weights are written, or of a directory, for its newest one, as for `load`; None: the weights
+        of this moment. LlmqError, and an older export stays, if a weight is not finite, unless with
+        --force, or if the checkpoint is damaged or of another model.
         """
         directory = self.config.out_dir if directory is None else Path(directory)
         source = self.tokenizer

@@ -356,8 +356,8 @@ def _run_locked(
     checkpoint: Path | None,
     start: float,
 ) -> bool:
-    """A stage of run_training, while no other run writes to the same places; whether the run is
-    over with this stage. start: of the run."""
+    """A stage of run_training, while no other run writes to the same places; True if the run is
+    over with this stage. start: start of the run, of time.monotonic()."""
     config = stage.config
     where = (config, identity, model_dir, checkpoint)
     strangers = processes().on_first(lambda: things_in_the_way(*where))
@@ -421,7 +421,7 @@ class _Run:
         start: float,
         stage: Stage,
     ):
-        """stage: its steps, after which the run is saved where another stage follows."""
+        """stage: first and last step; the run is saved at the end if another stage follows."""
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
         own, events = (trainer, reporter), Events()
         size = checkpoint_bytes(self.config, trainer.model, trainer.plan.placement)

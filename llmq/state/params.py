@@ -124,8 +124,8 @@ class Param:
 
     @property
     def is_bias(self) -> bool:
-        """PEFT counts a parameter as a bias where its name ends with ".bias": dt_bias of delta nets
-        and gate_up_proj_bias of experts are none."""
+        """True if PEFT counts the parameter as a bias: the name ends with ".bias", unlike dt_bias
+        of delta nets and gate_up_proj_bias of experts."""
         return self.hf[0].name.endswith(".bias")
 
     @property

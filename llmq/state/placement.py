@@ -53,7 +53,7 @@ class SlabPlacement:
     that is not the master; without both, codes are made from the master at every gather.
     transposed: codes in the other layout, streamed where blocks share one set. mirror: a second
     copy, for peers, of the shard that they gather. gradient: sums. moments: by name, those of the
-    update rule. by_matrix: whether that works on whole matrices.
+    update rule. by_matrix: True if the update rule works on whole matrices.
     """
 
     trainable: bool
