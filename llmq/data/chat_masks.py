@@ -15,8 +15,9 @@ import numpy as np
 
 from llmq.base.errors import DataError
 from llmq.data.chat_template import (
-    CALLS,
+    FUNCTION_CALL,
     REASONING,
+    TOOL_CALLS,
     ChatTemplate,
     Message,
     Rendered,
@@ -175,7 +176,7 @@ def _said(message: Message) -> Iterator[str]:
     """All that a message says: its content, its reasoning, and names and arguments of calls."""
     yield text_of(message.get("content"))
     yield from (message[name] for name in REASONING if isinstance(message.get(name), str))
-    for name in CALLS:
+    for name in (TOOL_CALLS, FUNCTION_CALL):
         yield from _texts_in(message.get(name))
 
 

@@ -25,17 +25,23 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from llmq.base.errors import DataError
 from llmq.base.files import check_readable, read_errors
 from llmq.base.records import MAX_RECORD
-from llmq.data.tokenizer import END_OF_TEXT, TEMPLATE_FILE, HfTokenizer, Tokenizer, read_json
+from llmq.data.tokenizer import (
+    END_OF_TEXT,
+    TEMPLATE_FILE,
+    TEMPLATES,
+    HfTokenizer,
+    Tokenizer,
+    read_json,
+)
 from llmq.data.tokenizer_files import OWN_TOKENS
 
-OTHER_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 SHIPPED = Path(__file__).with_name("chat_templates")
 """Templates of published formats, NAME.jinja, which mark what the model writes."""
 _CONTROL = re.compile(r"<[^<>\s]+>")
 _PROBE = "probe"  # a reply, to see what the template writes behind it
 _HALF = re.compile("[\ud800-\udfff]")
 _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-CALLS = ("tool_calls", "function_call")  # a list of calls, and the one of OpenAI's older messages
+TOOL_CALLS, FUNCTION_CALL = "tool_calls", "function_call"  # a list; one, of older OpenAI messages
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one and the same field
 
 Message = dict[str, Any]
@@ -165,15 +171,15 @@ def _as_read(source: str, messages: Sequence[Message]) -> list[Message]:
     forms, found, is_old = _forms(source), [], False
     for message in messages:
         message = _in_form(message, forms)
-        if message.get(CALLS[1]) and CALLS[1] not in _constants(source):
+        if message.get(FUNCTION_CALL) and FUNCTION_CALL not in _constants(source):
             is_old = True
-            call = as_tool_call(message[CALLS[1]])
-            message = {n: v for n, v in message.items() if n != CALLS[1]} | {CALLS[0]: [call]}
+            message = {**message, TOOL_CALLS: [as_tool_call(message[FUNCTION_CALL])]}
+            del message[FUNCTION_CALL]
         elif is_old and message["role"] == "function":
             message = message | {"role": "tool"}
-        if message.get(CALLS[0]):
-            calls = [_call_in_form(call, _reads_arguments(source)) for call in message[CALLS[0]]]
-            message = message | {CALLS[0]: calls}
+        if message.get(TOOL_CALLS):
+            calls = [_call_in_form(call, _reads_arguments(source)) for call in message[TOOL_CALLS]]
+            message = message | {TOOL_CALLS: calls}
         found.append(message)
     return found
 
@@ -183,23 +189,26 @@ def as_tool_call(function: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def with_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
+    """The call of a tool with other arguments, in the field "function" if the call has one."""
+    if "function" in call:
+        return call | {"function": call["function"] | {"arguments": arguments}}
+    return call | {"arguments": arguments}
+
+
 def _call_in_form(call: dict[str, Any], reads: _Reads) -> dict[str, Any]:
-    """The call with arguments as a template reads them: text stays where both are read."""
-    inner = call.get("function", call)
-    given = inner.get("arguments")
+    """The call with arguments as a template reads arguments: JSON text stays if both are read."""
+    given = call.get("function", call).get("arguments")
     if isinstance(given, str) and not reads.texts:
-        given = json.loads(given)
-    elif isinstance(given, dict) and reads.texts and not reads.parts:
-        given = _to_json(given)
-    else:
-        return call
-    inner = inner | {"arguments": given}
-    return call | {"function": inner} if "function" in call else inner
+        return with_arguments(call, json.loads(given))
+    if isinstance(given, dict) and reads.texts and not reads.parts:
+        return with_arguments(call, _to_json(given))
+    return call
 
 
 @lru_cache(maxsize=64)
 def _reads_arguments(source: str) -> _Reads:
-    """The arguments of calls that a template writes well: JSON texts, and objects as parts."""
+    """Forms of a call's arguments that a template writes as JSON; `parts` stands for objects."""
     given, text = {_PROBE: 1}, f'{{"{_PROBE}":1}}'
     as_object, as_text = (
         _written(source, [{"role": "user", "content": "?"}, _calling(arguments)])
@@ -210,7 +219,7 @@ def _reads_arguments(source: str) -> _Reads:
 
 def _calling(arguments: Any) -> Message:
     call = as_tool_call({"name": "f", "arguments": arguments}) | {"id": "123456789"}
-    return {"role": "assistant", "content": "", CALLS[0]: [call]}
+    return {"role": "assistant", "content": "", TOOL_CALLS: [call]}
 
 
 def text_of(content: Any) -> str:
@@ -236,7 +245,7 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 class _Reads(NamedTuple):
-    """Whether a template writes texts, and lists of parts or objects."""
+    """Forms of a value that a template writes: texts; lists of parts, or objects."""
 
     texts: bool
     parts: bool
@@ -315,7 +324,7 @@ def _given_template(given: str) -> str:
 
 def _sources_of(folder: Path) -> dict[str, str]:
     """Templates by name; files win over tokenizer_config.json, as in transformers."""
-    files = {path.stem: path for path in sorted((folder / OTHER_TEMPLATES).glob("*.jinja"))}
+    files = {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
     if (folder / TEMPLATE_FILE).is_file():
         files = {"default": folder / TEMPLATE_FILE, **files}
     if files:

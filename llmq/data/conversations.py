@@ -20,7 +20,14 @@ from typing import Any
 
 from llmq.base.errors import DataError
 from llmq.base.records import json_record
-from llmq.data.chat_template import CALLS, REASONING, Message, as_tool_call
+from llmq.data.chat_template import (
+    FUNCTION_CALL,
+    REASONING,
+    TOOL_CALLS,
+    Message,
+    as_tool_call,
+    with_arguments,
+)
 
 TEXT = "text"
 # The fields that a record of each format must have, and those that it may have.
@@ -312,7 +319,7 @@ def _message(value: dict[str, Any], number: int) -> Message:
         message |= {"content": None, "tool_calls": _calls(message.get("content"), number)}
     _parse_calls(message, number)
     content = message.get("content")
-    beside = (*CALLS, "reasoning_content")
+    beside = (TOOL_CALLS, FUNCTION_CALL, "reasoning_content")
     if content is None and not any(message.get(name) for name in beside):
         raise DataError(f"message {number} ({role}) has no content")
     if isinstance(content, list):
@@ -350,31 +357,28 @@ def _calls(content: Any, number: int) -> list[dict[str, Any]]:
 
 
 def _parse_calls(message: Message, number: int) -> None:
-    """Make the calls of a message objects, each with arguments. DataError for what is no call."""
-    name = f"message {number} ({message['role']})"
+    """Make the calls of a message objects, each with arguments. DataError for another value."""
     try:
-        for field_name, kind in zip(CALLS, (list, dict), strict=True):
-            found = _parsed(message, field_name, kind)
-            if found:
-                parsed = [_with_arguments(call) for call in (found if kind is list else [found])]
-                message[field_name] = parsed if kind is list else parsed[0]
+        if calls := _parsed(message, TOOL_CALLS, list):
+            message[TOOL_CALLS] = [_parsed_call(call) for call in calls]
+        if call := _parsed(message, FUNCTION_CALL, dict):
+            message[FUNCTION_CALL] = _parsed_call(call)
     except DataError as error:
-        raise DataError(f"{name}: {error}") from error
+        raise DataError(f"message {number} ({message['role']}): {error}") from error
 
 
-def _with_arguments(call: Any) -> dict[str, Any]:
-    """A call of a tool whose arguments are an object, or the JSON of one; none are {}."""
+def _parsed_call(call: Any) -> dict[str, Any]:
+    """The call of a tool with arguments that are an object, or its JSON text; {} if it has none."""
     inner = call.get("function", call) if isinstance(call, dict) else call
     if not isinstance(inner, dict):
         raise DataError(f"a call of a tool is a {type(inner).__name__}, not an object")
     if "name" not in inner or ("arguments" not in inner and "parameters" in inner):
         return call  # of another kind, which a template may know
-    inner = inner | {"arguments": _arguments(inner.get("arguments"))}
-    return inner if "function" not in call else call | {"function": inner}
+    return with_arguments(call, _arguments(inner.get("arguments")))
 
 
 def _arguments(given: Any) -> dict[str, Any] | str:
-    """Arguments as they are given if they are an object, or the JSON of one."""
+    """Arguments of a call, unchanged if they are an object or its JSON text; {} for none."""
     parsed, texts = given, 0
     while isinstance(parsed, str):
         try:
@@ -434,7 +438,7 @@ def check_whole(conversations: Sequence[Conversation], where: str) -> None:
 
 def unread(messages: Sequence[Message], names: Collection[str]) -> Iterator[str]:
     """Fields of messages that nobody reads. names: fields that the template may read."""
-    known = {"role", "content", "from", "value", "tool_call_id", CALLS[1], *FLAGS, *names}
+    known = {"role", "content", "from", "value", "tool_call_id", FUNCTION_CALL, *FLAGS, *names}
     if known & {*REASONING}:
         known |= {*REASONING}
     yield from dict.fromkeys(k for m in messages for k, v in m.items() if v and k not in known)

@@ -160,7 +160,8 @@ class ExactTokenizer(PreTrainedTokenizerFast):
     \"\"\"The tokenizer in tokenizer.json as it is.\"\"\"
 """
 EXACT_MAP = {"AutoTokenizer": [None, "tokenization_exact.ExactTokenizer"]}
-TEMPLATE_FILE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 CONFIG_FILE = "tokenizer_config.json"
 
 Added = tuple[list[int], list[int]]
@@ -448,7 +449,7 @@ def tokenizer_names(folder: Path) -> list[str]:
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Whether a path inside of a folder is that of a tokenizer's file."""
+    """True if a path relative to a model folder is a tokenizer file."""
     parts = name.split("/")
     fits = any(fnmatchcase(name, p) and p.count("/") == len(parts) - 1 for p in HfTokenizer.FILES)
     return fits and not {"", ".", ".."} & {*parts}
