@@ -201,12 +201,11 @@ def writes(o: Options) -> bool:
 
 
 def measured_before_end(o: Options, length: Length) -> int:
-    """How often the metric of --keep-best is measured before the evaluation at the end."""
-    last, every = length.steps - 1, o.task_every
-    epochs = 0
-    if o.keep_best.endswith("loss"):
-        every, epochs = o.eval_every_n_steps, length.steps_per_epoch
-    periods = [period for period in (every, epochs) if period > 0]
+    """Evaluations of the metric of --keep-best before the one at the end."""
+    last, of_tasks = length.steps - 1, (o.task_every,)
+    of_losses = (o.eval_every_n_steps, length.steps_per_epoch)
+    periods = of_losses if o.keep_best.endswith("loss") else of_tasks
+    periods = [period for period in periods if period > 0]
     count = sum(last // period for period in periods) + o.eval_at_start
     return count - (last // math.lcm(*periods) if len(periods) == 2 else 0)
 

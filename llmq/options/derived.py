@@ -34,11 +34,11 @@ class Derived:
     @property
     def splits(self) -> bool:
         """Whether the validation data are a part of the training files."""
-        return split_part(self.eval_pattern) is not None
+        return self.eval_fraction is not None
 
     @property
     def eval_fraction(self) -> float | None:
-        """The part of the training files that is validation data; None: the data are others."""
+        """Part of the training files that is validation data, 0 to 1; None for other files."""
         return split_part(self.eval_pattern)
 
     @property
@@ -234,7 +234,7 @@ class Derived:
 
 
 def _count(given: float, steps: int) -> int:
-    """A number of steps, which is given as such or as a part of all steps, below 1."""
+    """Number of steps. given: steps, or below 1 a part of all `steps`."""
     return int(given) if given >= 1 else round(given * steps)
 
 

@@ -138,18 +138,19 @@ def _of_file(file: Path | None) -> dict[str, Any]:
 
 
 def _today(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The values with those of today's options for removed ones, with a warning for each."""
+    """The values, with current options in place of removed ones, each with a warning."""
     names = {key: str(key).replace("-", "_") for key in values}
     if REMOVED.keys().isdisjoint(names.values()):
         return values
-    old = {
-        name if name in REMOVED else FIELDS.get(name.replace("_", "-"), key): (
-            given_value(values[key]) if name in REMOVED else values[key]
-        )
-        for key, name in names.items()
-        if values[key] is not None
-    }
-    return current_options(old, where, every=True)
+    by_field: dict[str, Any] = {}
+    for key, value in values.items():
+        if value is None:
+            continue
+        if (name := names[key]) in REMOVED:
+            by_field[name] = given_value(value)
+        else:
+            by_field[FIELDS.get(name.replace("_", "-"), key)] = value
+    return current_options(by_field, where, every=True)
 
 
 def option_rows(

@@ -712,7 +712,7 @@ IDLE_IN_RUNS = (
     ),
     *idle(
         "stop_after",
-        lambda v, o, length: v > 0 and v >= measured_before_end(o, length) and "too few",
+        lambda v, o, length: v > 0 and v >= measured_before_end(o, length),
         "has no effect: the run measures {keep_best} too few times before its end",
     ),
     # A run measures these, and a verification does not.
