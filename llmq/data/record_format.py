@@ -170,23 +170,22 @@ _OF_RECORDS = (*FLAGS, "score")  # which no format reads, but of a message or a 
 
 
 def _unread(sources: Sequence[InputSource], form: str, is_auto: bool) -> list[str]:
-    """Warnings of fields that another format reads. is_auto: nobody has chosen this format, so that
-    one of _DECIDING is a DataError."""
-    readers: dict[str, list[str]] = {name: [] for name in (*_DECIDING, *_OF_RECORDS)}
-    for other in REQUIRED:
-        for name in (*REQUIRED[other], *OPTIONAL[other]):
-            readers.setdefault(name, []).append(other)
+    """Warnings of fields that the format `form` does not read. is_auto: --format does not name the
+    format, so that a field of _DECIDING is a DataError."""
+    fields = {other: (*REQUIRED[other], *OPTIONAL[other]) for other in REQUIRED}
+    unread = {*_DECIDING, *_OF_RECORDS}
+    if form != TEXT:
+        unread = unread.union(*fields.values()) - {TEXT, *fields[form]}
     found: dict[str, InputSource] = {}
     for source in sources:
         for name in field_names(source) or []:
-            others = readers.get(name)
-            is_other = others is not None and form not in others and name != TEXT
-            if is_other and (form != TEXT or name in (*_DECIDING, *_OF_RECORDS)):
+            if name in unread:
                 found.setdefault(name, source)
     warnings = []
     for name, source in found.items():
-        no = f"which --format {form} does not read: {' or '.join(readers[name])} does"
-        no = no if readers[name] else "which no format reads"
+        readers = [other for other, names in fields.items() if name in names]
+        no = f"which --format {form} does not read: {' or '.join(readers)} does"
+        no = no if readers else "which no format reads"
         said = f"'{source.path}' has the field '{name}', {no}"
         if is_auto and name in _DECIDING:
             raise DataError(f"{said}; choose one with --format")
