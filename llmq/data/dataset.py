@@ -88,7 +88,7 @@ class SequenceLayout:
 
     @property
     def weighs(self) -> bool:
-        """Whether patterns of files have weights."""
+        """True if patterns of files have weights."""
         return self.weights is not None
 
     @property
@@ -372,7 +372,7 @@ class DataSet:
         return lines
 
     def _order_line(self) -> str:
-        """The sentence on the order of the training data without weights."""
+        """Console line about the order of training files without weights."""
         if self.layout.data_order == "llmq":
             return "Order of the data: file after file, each shuffled (--data-order llmq)"
         count = len(self.files)

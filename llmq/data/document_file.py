@@ -44,8 +44,8 @@ def documents_path(token_file: Path) -> Path:
 
 
 def has_pairs(token_file: Path) -> bool:
-    """Whether the documents of a token file come in pairs, as far as a `.docs` file says.
-    ConfigError for a pipe or a device."""
+    """True if the `.docs` file of a token file says that documents come in pairs; False without
+    the file. ConfigError for a pipe or a device."""
     try:
         with open_file(documents_path(token_file)) as file:
             header = file.read(_FIELDS.size)

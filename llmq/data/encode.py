@@ -191,7 +191,7 @@ class Encoder:
         return found
 
     def _check_class(self, label: int, where: str) -> None:
-        """DataError for a class that has no id to be written as."""
+        """DataError for a class number beyond the tokenizer's ids, as which classes are stored."""
         if label >= (ids := self.tokenizer.vocab_size):
             raise DataError(
                 f"{where}: field 'label' is {label}: a class is written as a token id, of which "
@@ -208,7 +208,7 @@ class Encoder:
 
 
 def _whole(texts: list[str], piece: DocumentPart, parts: _Parts) -> list[str]:
-    """The texts of a document without half characters, which a note tells of."""
+    """Texts of a document with U+FFFD for half characters, and a note if there were any."""
     found = [whole_characters(text, piece.text) for text in texts]
     if found != texts:
         parts.notes.append((f"have {HALVES}", piece.where))

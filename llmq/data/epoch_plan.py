@@ -140,7 +140,7 @@ class Permutation:
     __slots__ = ("_low", "_masks", "_rounds", "n")
 
     def __init__(self, n: int, seed: int, epoch: int, which: int) -> None:
-        """seed: uint64; epoch, which: uint32. Any other number gives an unrelated order."""
+        """seed: uint64; epoch, which: uint32. A change of any of them gives an unrelated order."""
         bits = (n - 1).bit_length()
         self.n, self._low = n, bits // 2
         self._masks = (1 << bits - self._low) - 1, (1 << self._low) - 1

@@ -24,13 +24,13 @@ class TokenizerProcess:
     """A process that has loaded a tokenizer, and calls functions of it."""
 
     def __init__(self, spec: str | Path) -> None:
-        """spec: of load_tokenizer."""
+        """spec: the tokenizer's folder or name, as load_tokenizer takes it."""
         self._what, self._lock = f"the tokenizer '{spec}' or its chat template", threading.Lock()
         self._worker = Worker(partial(_loaded, spec), BOUNDS)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of function(tokenizer, *args), all of which travel between processes.
-        DataError where the function takes more than the bounds, and after that."""
+        """Result of function(tokenizer, *args); function, args and result are pickled. DataError if
+        the call exceeds its bounds in time or memory, and in every call afterwards."""
         with self._lock:
             self._worker.send((function, args), [self._what])
             try:
@@ -78,21 +78,21 @@ def _facts(tokenizer: HfTokenizer) -> dict[str, Any]:
 
 
 def guarded_tokenizer(spec: str | Path) -> Tokenizer:
-    """The tokenizer of load_tokenizer, in a process of its own if others have made the files."""
+    """The tokenizer of a folder or name, in a process of its own unless it is ByteTokenizer."""
     if str(spec) == ByteTokenizer.fingerprint:
         return ByteTokenizer()
     return GuardedTokenizer(find_directory(str(spec)) or Path(spec))
 
 
 def process_of(tokenizer: Tokenizer) -> TokenizerProcess:
-    """The tokenizer's process, for a chat template; a new one of a tokenizer without."""
+    """Process of a GuardedTokenizer, to run chat templates; of another tokenizer a new one."""
     if isinstance(tokenizer, GuardedTokenizer):
         return tokenizer.process
     return TokenizerProcess(ByteTokenizer.fingerprint)
 
 
 def look_into(folder: Path, function: Callable[[Path], Any], name: Path | None = None) -> Any:
-    """The result of a function of a folder's tokenizer files, in a process that ends with the call.
-    name: for messages, in place of the folder. DataError where the function takes more than the
-    bounds."""
+    """Result of function(folder), which reads tokenizer files in a process that ends with the call.
+    name: the folder in messages, if another. DataError if the call exceeds its bounds in time or
+    memory."""
     return in_worker(partial(function, folder), f"the tokenizer '{name or folder}'", _ONCE)

@@ -440,9 +440,9 @@ def read_blocks(
 
 
 def with_others(read: Callable[[Position], Iterator[Block]], start: Position) -> Iterator[Block]:
-    """The blocks of records from `start` on, each record with the one behind it as `other`, the
-    last with the first: however records are divided into blocks, training and evaluation. read:
-    gives the blocks from a position on. DataError for a single record."""
+    """Blocks of records from `start` on; each record has the next record as `other`, the last one
+    the first, across blocks and across training and evaluation. read: gives the blocks from a
+    position on. DataError for a single record."""
     pieces = (piece for at in (start, Position()) for block in read(at) for piece in block.pieces)
     next(pieces, None)
     for block in read(start):

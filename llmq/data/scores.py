@@ -272,8 +272,8 @@ class ScoreWriter(PartialFile):
                     self._file.write(nothing[: count * self._record.itemsize])
 
     def _known(self, there: Path) -> int:
-        """Units of a file of the same content that are done; 0 for a partial file that a kill, a
-        full disk or a loss of power has cut off."""
+        """Number of units that a score file of the same content has done; 0 for a partial file that
+        a kill, a full disk or a loss of power has cut off."""
         with read_errors(there), open_file(there) as file:
             header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
         try:

@@ -73,8 +73,9 @@ OWN_TOKENS = {
 def take_as_it_is(folder: Path, *, own: str | None = None, theirs: Path | None = None) -> None:
     """Have AutoTokenizer use the tokenizer.json in a model directory as it is, if it would not; EOS
     and BOS are added if no file names them. own: the class that transformers takes for this type of
-    model, whatever class the file names. theirs: the folder of the tokenizer of others, which may
-    take only so much, else DataError; None: it is our own."""
+    model, whatever class the file names. theirs: the folder from which a
+    tokenizer of others was copied, which gets bounds (DataError beyond); None: our own tokenizer.
+    """
     if not (folder / "tokenizer.json").is_file():
         return
     if theirs is None:
