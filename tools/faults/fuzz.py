@@ -37,7 +37,7 @@ _LONG = {
     "steps", "epochs", "batch-size", "grad-accumulation", "seq-len", "num-layers", "hidden-size",
     "intermediate-size", "vocab-size", "gpus", "eval-num-steps", "eval-batch-size", "head-dim",
     "num-heads", "num-kv-heads", "workers", "max-new-tokens", "num-samples", "watchdog", "watch",
-    "train-file", "eval-every-n-steps", "model", "restarts", 
+    "train-file", "eval-every-n-steps", "model", "restarts",
 }  # fmt: skip
 _PLANNED = ("train", "plan")  # they allocate nothing
 TEXTS = [
