@@ -28,7 +28,7 @@ from llmq.options.option_types import (
 from llmq.options.options import OPTIONS, USUAL, TrainConfig
 from llmq.options.options_io import config_of, fields_of, layers_of
 from llmq.options.presets import model_warnings
-from llmq.options.removed import REMOVED
+from llmq.options.removed import REMOVED, flag_of
 from llmq.options.rules import RULES
 from llmq.runtime.processes import processes
 
@@ -131,9 +131,7 @@ _BY_PARSER = {
     parse: {f"--{flag}" for opt in OPTIONS.values() if opt.parse is parse for flag in opt.flags}
     for parse in (parse_bool, parse_continue, parse_every)
 }
-_BY_PARSER[parse_bool] |= {
-    f"--{name.replace('_', '-')}" for name, old in REMOVED.items() if old.switch
-}
+_BY_PARSER[parse_bool] |= {f"--{flag_of(name)}" for name, old in REMOVED.items() if old.switch}
 
 
 def train_options(command: Callable[..., int | None]) -> Callable[..., int | None]:
@@ -172,7 +170,7 @@ def _parameters() -> list[inspect.Parameter]:
 
 
 def _removed_parameter(name: str, switch: bool) -> inspect.Parameter:
-    flag = name.replace("_", "-")
+    flag = flag_of(name)
     info = typer.Option(f"--{flag}/--no-{flag}" if switch else f"--{flag}", hidden=True)
     kind = bool if switch else str
     return inspect.Parameter(

@@ -32,8 +32,8 @@ class Removed(NamedTuple):
 
 
 def _loss_param(name: str, example: Any, switch: bool = False) -> Removed:
-    """A parameter of losses, which --loss-params sets today. Other losses ignored it; a loss that
-    the same values do not name may be one of those below."""
+    """A removed option for a parameter of losses, which --loss-params sets today. Losses without
+    the parameter ignored the option; where the values name no loss, the run's loss may have it."""
 
     def becomes(value: Any, values: Values) -> dict[str, Any]:
         known = "loss" not in values or name in LOSS_PARAMS.get(values["loss"], {})
@@ -43,7 +43,7 @@ def _loss_param(name: str, example: Any, switch: bool = False) -> Removed:
 
 
 def _rows(value: Any, values: Values) -> dict[str, Any] | None:
-    """NorMuon, which --optimizer names today, has one decay of its mean squares."""
+    """Options for --muon-normalize-rows: --optimizer normuon has the decay 0.95 alone."""
     if not value or values.get("optimizer") != "muon":
         return {}
     return {"optimizer": "normuon"} if value == 0.95 else None
@@ -69,7 +69,7 @@ def _head(value: Any, values: Values) -> dict[str, Any]:
 
 
 def _split(value: Any, values: Values) -> dict[str, Any]:
-    """The part behind split, which is also implied where only training files are given."""
+    """--eval-file with the part of --eval-fraction; --train-file alone implies split."""
     file = values.get("eval_file") or ("split" if values.get("train_file") else None)
     files = [file] if isinstance(file, str) else list(file or ())
     files = [f"split:{value}" if each == "split" else each for each in files]
@@ -155,7 +155,7 @@ def current_options(
         made = None if old.becomes is None or value is None else old.becomes(value, values)
         for today, new in (made or {}).items():
             found[today] = (*found.get(today, ()), *new) if isinstance(new, tuple) else new
-        line = f"{where}--{_flag(name)}={value} is no option any more: "
+        line = f"{where}--{flag_of(name)}={value} is no option any more: "
         line += f"taken as {_flags(made)}" if made else old.now
         changed = made is None and value not in (None, old.value) and old.when(values)
         if changed and old.numbers:
@@ -165,7 +165,8 @@ def current_options(
     return found
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """The flag of a field name, without dashes before it."""
     return name.replace("_", "-")
 
 
@@ -174,4 +175,4 @@ def _flags(values: Values) -> str:
     each = (
         (name, new if isinstance(new, tuple | list) else (new,)) for name, new in values.items()
     )
-    return " ".join(f"--{_flag(name)} {' '.join(str(one) for one in new)}" for name, new in each)
+    return " ".join(f"--{flag_of(name)} {' '.join(str(one) for one in new)}" for name, new in each)
