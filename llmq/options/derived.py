@@ -33,7 +33,7 @@ class Derived:
 
     @property
     def splits(self) -> bool:
-        """Whether the validation data are a part of the training files."""
+        """True if the validation data are a part of the training files."""
         return self.eval_fraction is not None
 
     @property
@@ -120,7 +120,7 @@ class Derived:
 
     @property
     def head(self) -> str:
-        """ "score" of a score head, which classes and rewards have, else "lm"."""
+        """Head of the model: "score" for classes and rewards, else "lm"."""
         return "score" if self.loss == "reward" or self.num_labels is not None else "lm"
 
     @property

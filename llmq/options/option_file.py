@@ -134,7 +134,7 @@ def read_option_file(file: Path) -> dict[str, Any]:
 
 
 def _expanded(value: Any, where: str) -> Any:
-    """A value of a file with environment variables in the place of ${NAME}, and ${ of $${.
+    """The value with environment variables for ${NAME} in its texts, and ${ for $${.
 
     where: prefix of messages. ConfigError for a variable that is not set.
     """
@@ -158,7 +158,7 @@ def _expanded(value: Any, where: str) -> Any:
 
 
 def check_new(file: Path, flag: str) -> None:
-    """ConfigError if save_options writes no such kind of file, or one is there; for a command whose
+    """Raise ConfigError if the file exists or is no YAML, before save_options: for a command whose
     options are known only after its work."""
     _check_yaml(file, flag)
     if os.path.lexists(file):
@@ -218,7 +218,7 @@ def _as_yaml(config: TrainConfig, head: Sequence[str], notes: Mapping[str, str] 
 
 
 def _escaped(value: Any) -> Any:
-    """The value from which _expanded makes this one."""
+    """The value with $${ for ${, which _expanded undoes."""
     return value.replace("${", "$${") if isinstance(value, str) else value
 
 

@@ -94,8 +94,8 @@ def config_of(layers: Layers, inherited: Mapping[str, Any] | None = None) -> Tra
 
 
 def _merged(values: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of several named values, of a layer over those below. Parameters of a loss hold as
-    long as the loss is the same."""
+    """Named values (--loss-params, --lr-parts) of a layer over those of the layers below, by field.
+    Parameters of a loss are dropped where the layer names another loss."""
     found = {}
     for name in ("loss_params", "lr_parts"):
         below, given = (named_values(each.get(name, ())) for each in (values, layer))

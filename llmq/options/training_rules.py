@@ -34,7 +34,7 @@ _TRAINED_BY = {
 
 
 def _untrained(o: Options) -> str | None:
-    """The first part of --lr-parts that is not trained beside adapters, and why."""
+    """Line about the first rate of --lr-parts whose part is not trained beside adapters."""
     for text in o.lr_parts if o.wants_adapters else ():
         names = _TRAINED_BY.get(text.partition("=")[0], ())
         if names and not {*names} & {*(o.train or ())}:
