@@ -28,7 +28,7 @@ from llmq.state.rules.rule import Moment, Part, Whole
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """(a, b, c) of X <- P X with P = a + b G + c G G: the steepest at 0, as Keller Jordan's code has
-them. Singular values end between 0.7 and 1.2, which trains as well as values closer to 1."""
+them. Singular values end between 0.7 and 1.2."""
 SEGMENTS = (3, 2)
 """How many steps follow from one Gram matrix: as many as leave changes as near to those of exact
 numbers as steps at full length do (`tests/test_muon.py`)."""
