@@ -30,7 +30,7 @@ def test_a_removed_flag_goes_on_with_one_line(name, capsys):
     assert name not in OPTIONS and flag.removeprefix("--") not in FIELDS
     value = "true" if old.switch else {"muon_scale": "match-rms", "head": "lm"}.get(name, "1")
     given = of_command_line(f"{flag}={value}", "--loss", "ce")
-    if name in ("qk_norm", "logit_softcap"):
+    if name in ("attention_dtype", "qk_norm", "logit_softcap"):
         with pytest.raises(ConfigError, match=f"{flag}=.* is no option any more: "):
             make_config(given)
         return

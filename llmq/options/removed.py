@@ -82,6 +82,7 @@ REMOVED: dict[str, Removed] = {
         becomes=lambda value, values: {},  # False is also the value of files without weights
         switch=True,
     ),
+    "attention_dtype": Removed("attention multiplies in the model's format", numbers=True),
     "lora_init": Removed("adapters begin with B at zero, and change nothing at first", "zero"),
     "head": Removed("use --num-labels for a score head of classes", becomes=_head),
     "qk_norm": Removed(
