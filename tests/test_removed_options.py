@@ -64,6 +64,12 @@ def test_removed_flags_set_options_of_today(capsys):
         make_config(muon | {"muon_scale": "spectral"})
 
 
+def test_two_names_of_an_option_beside_a_removed_one_are_refused():
+    flags = next(option.flags for option in OPTIONS.values() if len(option.flags) > 1)
+    with pytest.raises(ConfigError, match="is given twice, under two names"):
+        make_config({flags[0]: 1, flags[1]: 1, "pref_beta": 0.1})
+
+
 def test_help_shows_no_removed_flag(capsys):
     assert _run(["train", "--help-all"]) == 0
     text = capsys.readouterr().out

@@ -10,7 +10,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
 from llmq.options.loss_params import named_texts, named_values
 from llmq.options.options import OPTIONS, TrainConfig
-from llmq.options.removed import REMOVED, current_options, given_value
+from llmq.options.removed import REMOVED, current_options
 from llmq.options.rules import RULES
 from llmq.options.sizes import SIZES
 
@@ -107,26 +107,36 @@ def _merged(values: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, An
 
 
 def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Values by field name, without those that are None; where: prefix of messages."""
-    fields: dict[str, Any] = {}
-    for key, value in _today(values, where).items():
-        flag = str(key).replace("_", "-")
-        name = FIELDS.get(flag)
-        if name is None:
-            if flag in COMMAND_LINE_ONLY:
-                raise ConfigError(f"{where}{key} is for the command line of llmq train only")
-            near = difflib.get_close_matches(flag, FIELDS, n=1)
-            hint = f", did you mean {near[0]}?" if near else "; llmq train --help lists them"
-            raise ConfigError(f"{where}unknown option {key}{hint}")
+    """Converted values by field name, without those that are None; where: prefix of messages.
+    Removed options become today's, with a warning for each."""
+    given: dict[str, Any] = {}
+    for key, value in values.items():
+        name = _field_of(key, where)
         if value is None:
             continue
-        if name in fields:
+        if name in given:
             raise ConfigError(f"{where}{key} is given twice, under two names")
-        try:
-            fields[name] = OPTIONS[name].convert(value)
-        except ConfigError as error:
-            raise ConfigError(f"{where}{error}") from None
-    return fields
+        given[name] = value
+    if not REMOVED.keys().isdisjoint(given):
+        given = current_options(given, where, every=True)
+    try:
+        return {name: OPTIONS[name].convert(value) for name, value in given.items()}
+    except ConfigError as error:
+        raise ConfigError(f"{where}{error}") from None
+
+
+def _field_of(key: Any, where: str) -> str:
+    """The field of a key, also of a removed option. ConfigError for any other."""
+    flag = str(key).replace("_", "-")
+    if flag in FIELDS:
+        return FIELDS[flag]
+    if (removed := flag.replace("-", "_")) in REMOVED:
+        return removed
+    if flag in COMMAND_LINE_ONLY:
+        raise ConfigError(f"{where}{key} is for the command line of llmq train only")
+    near = difflib.get_close_matches(flag, FIELDS, n=1)
+    hint = f", did you mean {near[0]}?" if near else "; llmq train --help lists them"
+    raise ConfigError(f"{where}unknown option {key}{hint}")
 
 
 def _of_file(file: Path | None) -> dict[str, Any]:
@@ -135,22 +145,6 @@ def _of_file(file: Path | None) -> dict[str, Any]:
     from llmq.options import option_file  # here, so that --help does not wait for YAML
 
     return _by_field(option_file.read_option_file(file), f"{file}: ")
-
-
-def _today(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The values, with current options in place of removed ones, each with a warning."""
-    names = {key: str(key).replace("-", "_") for key in values}
-    if REMOVED.keys().isdisjoint(names.values()):
-        return values
-    by_field: dict[str, Any] = {}
-    for key, value in values.items():
-        if value is None:
-            continue
-        if (name := names[key]) in REMOVED:
-            by_field[name] = given_value(value)
-        else:
-            by_field[FIELDS.get(name.replace("_", "-"), key)] = value
-    return current_options(by_field, where, every=True)
 
 
 def option_rows(

@@ -129,18 +129,6 @@ REMOVED: dict[str, Removed] = {
 """Removed options by field name."""
 
 
-def given_value(value: Any) -> Any:
-    """The value of a removed option that a command line gives as text."""
-    if not isinstance(value, str):
-        return value
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(value.lower(), value)
-
-
 def current_options(
     values: Values, where: str, *, every: bool = False, quiet: bool = False
 ) -> dict[str, Any]:
@@ -152,7 +140,7 @@ def current_options(
     """
     found = {name: value for name, value in values.items() if name not in REMOVED}
     for name in (name for name in values if name in REMOVED):
-        old, value = REMOVED[name], values[name]
+        old, value = REMOVED[name], _typed(values[name])
         made = None if old.becomes is None or value is None else old.becomes(value, values)
         for today, new in (made or {}).items():
             found[today] = (*found.get(today, ()), *new) if isinstance(new, tuple) else new
@@ -164,6 +152,18 @@ def current_options(
         if (changed or every) and not quiet:
             warn(line)
     return found
+
+
+def _typed(value: Any) -> Any:
+    """A value of a removed option; a command line gives numbers and booleans as text."""
+    if not isinstance(value, str):
+        return value
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(value.lower(), value)
 
 
 def flag_of(name: str) -> str:
