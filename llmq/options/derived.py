@@ -243,7 +243,7 @@ def _steps(count: int) -> str:
 
 
 def _short(number: float) -> str:
-    """A number without the zeros of its exponent: 1e-5."""
+    """Text of a learning rate without zeros in front of the exponent: 1e-5, not 1e-05."""
     return re.sub(r"e([+-])0+", r"e\1", f"{number:g}")
 
 

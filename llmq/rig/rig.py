@@ -137,7 +137,8 @@ def run_rig(
 
 
 def _measure_gpus(rig: Rig, gpus: int) -> None:
-    """Measure all GPUs; clocks settle sooner on GPUs that are hot from the start."""
+    """Measure the bus, exchanges, load and steps of these GPUs into the report's `measured`. Load
+    comes before steps: clocks settle sooner on hot GPUs."""
     measured = rig.report["measured"]
     fp8 = rig.report["spec"]["capability"] >= FP8_CAPABILITY
     measured["bus"] = rig.part("bus", {"gpus": gpus})

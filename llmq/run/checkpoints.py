@@ -300,7 +300,7 @@ class Checkpoints(Member):
     # -- the best --------------------------------------------------------------------------------
 
     def measured(self, step: int, measured: Measured) -> None:
-        """Write a checkpoint of this step, too, if its metric is the best so far."""
+        """Write a checkpoint of this step, too, if its metric of --keep-best is the best so far."""
         if self.best.metric not in measured:
             return
         if self.best.proposed is not None:  # then the best so far is not accepted yet

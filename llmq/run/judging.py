@@ -138,7 +138,7 @@ class Judging(Member):
 
     @property
     def stop(self) -> str | None:
-        """The reason why no further step is made, though some are left; None: steps go on."""
+        """The reason of an early stop, as one line for the log; None: the run goes on."""
         why, steps = self.checkpoints.best.exhausted, self.trainer.steps_done
         return why and f"{why}, which ends the run after {steps} steps"
 

@@ -159,8 +159,9 @@ _COURSE = ("final_lr_fraction", "cooldown")
 
 
 def _same_course(given: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The rest of the schedule where --lr-schedule names the checkpoint's one: the run goes on with
-    the rates that it began with, though an older version had another fraction by default."""
+    """The checkpoint's schedule options where --lr-schedule names the same schedule again: the
+    continued run keeps its learning rates, though an older version had another default of
+    --final-lr-fraction."""
     if given.get("lr_schedule") is None or given["lr_schedule"] != saved.get("lr_schedule"):
         return {}
     course = {name: saved[name] for name in _COURSE if name in saved}
