@@ -108,7 +108,7 @@ class Architecture:
     """The tokenizer class that transformers gives its models whatever tokenizer_config.json says;
     None: it goes by that."""
     wrapper_tokenizer_class: str | None = None
-    """The same of models of the class `wrapper`."""
+    """The tokenizer class of models of the class `wrapper`; None as above."""
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None

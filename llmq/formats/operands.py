@@ -167,7 +167,8 @@ class Operands:
     def quantize_again(
         self, temps: ExitStack, tensor_id: str, x: Tensor, *, product: bool
     ) -> Operand:
-        """The same operand in backward, of an input of a product; product: as in buffers_again."""
+        """The operand of a product's input x (n, features) in backward. product: as in
+        buffers_again."""
         return x
 
     # -- results of products that an activation reads ---------------------------------------------
@@ -181,8 +182,8 @@ class Operands:
         return ProductOutput(name, shape, self.result_dtype(name), tensor)
 
     def result_again(self, tensor_id: str, out: Tensor) -> Result:
-        """The same output in backward, of which `out` is the memory: kept from forward, or to be
-        written again."""
+        """The output of such a product in backward; its memory `out` holds forward's values, or is
+        to be written again."""
         return out
 
     def largest(self) -> dict[tuple[int, str], float]:

@@ -203,8 +203,8 @@ def _consts(head_dim: int, starts: Tensor | None, channels: int | None) -> dict[
 
 
 def fuses(head_dim: int, channels: int | None) -> bool:
-    """Whether the halves of rotated channels, and of the rest, are whole vectors: `backward` takes
-    a bias and FP8 results then."""
+    """True if heads and rotated channels are whole vectors: `backward` then takes a bias and writes
+    FP8 codes."""
     return head_dim % WIDE == (channels or 0) % WIDE == 0
 
 
