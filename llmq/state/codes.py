@@ -18,12 +18,6 @@ from llmq.state.params import Slab, planes
 from llmq.state.placement import Placement
 
 
-def transpose(dev: Device, transposed: Tensor, codes: Tensor) -> None:
-    """Codes of a matrix, or of those of all experts, in the other layout."""
-    # Bytes, whatever they are: the kernel moves them.
-    quantize.transpose(dev, transposed.view_as(E4M3), codes.view_as(E4M3))
-
-
 class Transposes:
     """Transposed codes of the blocks' matrices: of each block, or one set for the block in use.
     own: blocks that keep theirs."""
@@ -61,7 +55,9 @@ class Transposes:
     def _make(self, operands: Mapping[str, Operand]) -> None:
         for operand in operands.values():
             if isinstance(operand, Fp8 | Int8):
-                transpose(self.dev, operand.transposed, operand.codes)
+                # Bytes, whatever their type: the kernel moves them.
+                by_columns = operand.transposed.view_as(E4M3)
+                quantize.transpose(self.dev, by_columns, operand.codes.view_as(E4M3))
 
 
 class WeightCodes:
@@ -141,7 +137,7 @@ class WeightCodes:
         for p in self.slabs[name].params:
             operand = operands[p.key]
             if p.key in there:
-                transpose(self.dev, operand.transposed, operand.codes)
+                quantize.transpose(self.dev, operand.transposed, operand.codes)
                 continue
             x, largest = self.slabs[name].view(master, p), self._abs_max_of[p.name]
             for q_t, part in zip(planes(operand.transposed), planes(x), strict=True):
