@@ -24,7 +24,7 @@ from llmq.plan.shrink import Shrinker, savers
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.runtime.machine import choose_machine
 from tests.models import hf_model, trainer_for
-from tools.published_speeds import rows
+from tests.published import rows
 
 GIB = 1 << 30
 CARD = find_card("4090")

@@ -10,7 +10,7 @@ import pytest
 from llmq.commands.cli import _run
 from llmq.options.conditions import Ranks
 from llmq.options.rules import RULES
-from tools.published_speeds import Row, rows
+from tests.published import Row, rows
 
 # Those that all of them have, less --gpus and what the table says.
 COMMON = (

@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from llmq.commands.common import load_run
 from llmq.commands.plan import _short_run, _tried
 from llmq.data.tokenize import tokenize
 from llmq.options.cards import CARDS, card_of, find_card, is_laptop
-from llmq.options.options import OPTIONS
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.options.sizes import given_sizes, resized
@@ -40,8 +38,6 @@ from llmq.plan.recipe import (
 from llmq.plan.target import MachineOptions, target
 from llmq.runtime.device import DeviceSpec
 from llmq.state.params import parameter_count
-from tools import recipe_time
-from tools.recipe_sweep import around, as_long, table
 
 LAW = Law(
     source="a law for tests",
@@ -88,30 +84,6 @@ def test_the_best_size_has_the_lowest_loss_of_its_neighbours(found):
     assert {*sizes[max(place - 1, 0) : place + 2]} <= by_size.keys()
     assert best.loss == LAW.loss(best.parameters, best.tokens)
     assert len(by_size) > 1
-
-
-def test_the_runs_around_a_recipe_take_as_long():
-    """tools/recipe_sweep.py: twelve others, each as long by the plan."""
-    row = {"model": BASE, "from-scratch": True, "vocab-size": 8192, "batch-size": 8, "steps": 1000}
-    row |= {OPTIONS[name].flags[0]: size for name, size in sizes_of(4).items()}
-    row |= {"optimizer": "muon", "learning-rate": 0.01, "muon-lr": 0.004, "grad-accumulation": 1}
-    found = as_long(around(row | {"seq-len": 512}), "h100")
-    assert len(found) == len({json.dumps(one, sort_keys=True) for one in found.values()}) == 13
-    smaller, larger = found["3 blocks"], found["5 blocks"]
-    assert smaller["steps"] > 1000 > larger["steps"] and found["the recipe"]["steps"] == 1000
-    assert smaller["muon-lr"] > 0.004 > larger["muon-lr"]
-    assert (found["rates times 2"]["learning-rate"], found["rates times 2"]["muon-lr"]) == (
-        0.02,
-        0.008,
-    )
-    half = found["half the tokens a step"]
-    assert half["batch-size"] == 4 and 1000 < half["steps"] < 2000
-    runs = [
-        {"around": name, "options": one, "loss": 2 + n / 100, "learning_rate": 0.01}
-        | {"parameters": 1e6, "tokens": 1e8, "tokens_per_step": 4096}
-        for n, (name, one) in enumerate(reversed(found.items()))
-    ]
-    assert table(runs)[-1] == ("The recipe is 6.00% above the best of 13, rates of tables times 2.")
 
 
 def test_the_hours_are_filled_and_not_exceeded(found):
@@ -298,32 +270,6 @@ def test_the_sweep_for_the_law_has_the_shapes_of_recipes():
     assert f"a fit to {len(rows)} runs" in law.source
     assert law.parameters == (min(parameters), max(parameters))
     assert law.tokens.least == min(tokens) and law.tokens.most < max(tokens)  # in four passes
-
-
-def test_the_time_of_recipes_is_told_beside_the_promise(tmp_path, monkeypatch, capsys):
-    """tools/recipe_time.py: each recipe is written, then trained as it was written."""
-    record = {"card": "a card", "parameters": 9e6, "tokens": 1e8, "timed": True, "seconds": 40.0}
-    record |= {"seconds_error": 0.02, "loss": 1.9}
-    commands = []
-
-    def run(command, **_):
-        commands.append(command)
-        if "train" in command:
-            log = next(word for word in command if word.startswith("--log-file="))
-            evals = [{"log": "eval", "loss": loss} for loss in (2.5, 1.95)]
-            Path(log.removeprefix("--log-file=")).write_text(json.dumps(evals))
-        return SimpleNamespace(stdout=json.dumps(record))
-
-    monkeypatch.setattr(recipe_time.subprocess, "run", run)
-    hours = ["--hours", "0.01", "--hours", "0.02"]
-    arguments = [*hours, "--data", "d", "--out", str(tmp_path / "x"), "--no-measure"]
-    recipe_time.app(arguments, standalone_mode=False)
-    made, trained = commands[2:]
-    assert made[made.index("--hours") + 1] == "0.02" and "--no-measure" in made
-    assert trained[trained.index("--config") + 1] == made[made.index("--out") + 1]
-    rows = [line for line in (tmp_path / "x.md").read_text().splitlines() if line.startswith("| 0")]
-    assert rows[1].startswith("| 0.02 | 9.0M | 100M | yes | 40.0 ± 2.0 % | 0.0 | -100.0 % | 1.900")
-    assert len(rows) == 2 and rows[1].endswith("1.950 |") and rows[1] in capsys.readouterr().out
 
 
 def test_published_constants_have_the_values_of_their_paper():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import os
@@ -10,7 +9,6 @@ import random
 import select
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -339,32 +337,6 @@ def test_killed_at_any_moment_and_resumed_to_the_same_table(sweeps, monkeypatch,
         assert all(kept[str(run["options"])] == run | {"invocation": 0} for run in there)
         finished.append(len(there))
     assert min(finished) <= 1 and max(finished) >= 5, "kills come early and late"
-
-
-STUB = """
-import json, os, pathlib, sys, time
-sys.path[:0] = {paths!r}
-from llmq.bench import bench, child
-from llmq.commands.cli import _run
-made = ["-c", {made!r}]
-child.CHILD = (sys.executable, *made)
-bench.PLANNER = (sys.executable, "-c", "pass")
-sys.exit(_run(sys.argv[1:]))
-"""
-MADE = """
-import json, pathlib, sys
-json.load(sys.stdin)
-pathlib.Path(sys.argv[1]).write_text(json.dumps({outcome!r}))
-"""
-
-
-def test_a_driver_that_is_killed_in_earnest(monkeypatch, capsys):
-    """The driver is tools/kill_sweep.py's, with runs that are over at once."""
-    made = MADE.format(outcome=ok({}))
-    code = STUB.format(paths=[p for p in sys.path if p], made=made)
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "tools")
-    importlib.import_module("kill_sweep").check(2, 1, [sys.executable, "-c", code], GRID)
-    assert capsys.readouterr().out.splitlines()[-1] == "the same 6 runs in the same order"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child")

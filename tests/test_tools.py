@@ -4,24 +4,19 @@ import ctypes
 import importlib
 import json
 import os
-import re
 import shutil
 import stat
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from llmq.base.errors import LlmqError
 from llmq.model.rings import Result
 from llmq.options.card_file import record_of
-from llmq.options.options_io import make_config
-from llmq.options.presets import PRESETS
 from llmq.runtime.device import FUSED
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.timing import LaunchTime
@@ -173,29 +168,7 @@ def test_bench_ops_says_in_one_line_what_is_wrong(tool, monkeypatch):
         bench_ops.main("bias", None, "cuda", None)
 
 
-def test_delta_speed_knows_the_work_of_every_kernel(tool):
-    """It is no more than the tensors of the launch: what kernels leave out of them is less."""
-    delta_speed, machine = tool("delta_speed"), choose_machine("cpu", 1)
-    delta = replace(PRESETS["tiny-qwen3.5"].delta, value_heads=4)
-    rows = delta_speed.of_rule(machine, delta, 1, 64, 1)
-    kernels = ["prepare", "scan", "prepare", "states", "scan_backward", "gradients"]
-    assert [row.name.split()[1] for row in rows] == kernels
-    shape = (1, 64, delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim)
-    launched = [
-        launch
-        for call in tool("op_calls").OPS["delta_rule"](*shape)[:2]
-        for launch in delta_speed.launches(machine, call, 1)[0]
-    ]
-    for row, launch in zip(rows, launched, strict=True):
-        # In BF16; decays and betas of all heads are F32.
-        assert 0.4 * launch.traffic < row.work.bytes < 1.01 * launch.traffic, row.name
-        assert 0.5 * launch.flops < row.work.flops <= launch.flops, row.name
-    limits = tool("bench_ops").Ceilings(copy=1e12, product=1e15, facts={})
-    text = delta_speed.line(delta_speed.Row("a", 10.0, delta_speed.Work(7e6, 1e9)), limits, None, 1)
-    assert text == "| a | 10 | 70 | 10 | copy | 1.00 |  |"
-
-
-# -- profile_step and bench_host -----------------------------------------------------------------
+# -- profile_step and its like -------------------------------------------------------------------
 
 
 def test_breakdown(tool):
@@ -290,25 +263,6 @@ def test_rate_sweep_compares_ways_at_their_best_rates_and_goes_on(tool, tmp_path
         # The same first weights and data, whatever was made before.
         first = json.loads((Path("of/sweep") / runs[0]["log"]).read_text())[0]
         assert course[0]["loss"] == first["loss"]
-
-
-def test_sensor_cost(tool, capsys):
-    shape = {"batch_size": 1, "seq_len": 16, "grad_accumulation": 1, "gpus": 1, "device": "cpu"}
-    tool("sensor_cost").main(model="tiny", steps=1, rounds=2, **shape)
-    _, *rows = capsys.readouterr().out.splitlines()
-    assert [re.split(r"  +", row)[0] for row in rows] == ["alone", "sensors", "sensors, view"]
-    assert re.search(r"^alone +\d+\.\d{3} +0\.000 +0\.000 +None$", rows[0])
-
-
-def test_bench_host(tool, monkeypatch, capsys):
-    bench_host = tool("bench_host")
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # it sets the number of threads
-    bench_host.main("tiny", batch_size=1, seq_len=16, steps=1, threads=1)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "tiny, fp32, batch 1 x 16, 1 threads, tokens per second:"
-    ours, torchs, ratio = (float(line.split()[-1].replace(",", "")) for line in lines[1:])
-    # The ratio is of the exact numbers, printed with two decimals.
-    assert ratio == pytest.approx(ours / torchs, abs=0.01 + ratio / 50)
 
 
 # -- gpu_check.sh --------------------------------------------------------------------------------
@@ -454,119 +408,6 @@ def test_predictions_stand_beside_what_was_measured(tool, capsys, tmp_path):
     day = report["invocations"][runs[-1]["invocation"]]["date"][:10]
     told = [printed(None, since).splitlines() for since in (day, f"{day} 24", "")]
     assert told[0][2:] == told[2][2:] and len(told[1]) == len(told[0]) - 2
-
-
-def test_rivals_of_what_a_search_finds(tool, capsys, monkeypatch, tmp_path):
-    sweep, file = tool("fit_sweep"), tmp_path / "fit.json"
-    few = {"BATCHES": (8, 16), "AGAIN": ("", "block"), "AWAY": ("", "residual"), "CHUNKS": (1,)}
-    for name, value in (few | {"STREAMED": ({},)}).items():
-        monkeypatch.setattr(sweep, name, value)
-    other = {"model": "tiny-llama", "memory": "80GiB", "within": 90, "source": ""}
-    other |= {"combinations": 1, "rows": [{"options": {"model": "tiny-llama"}, "predicted": 1.0}]}
-    file.write_text(json.dumps({"sweeps": [other | {"model": "tiny"}, other]}))
-    sweep.plan(file, ["tiny"], ["80GiB"], card="h100", within=90.0, sequences=16)
-    kept, found = json.loads(file.read_text())["sweeps"]
-    assert kept == other and found["model"] == "tiny"
-    # All fit, so that nothing that saves memory can be faster.
-    configs = [make_config(row["options"]) for row in found["rows"]]
-    assert found["combinations"] > len(configs) > 1 and len(set(configs)) == len(configs)
-    assert {c.batch_size * c.grad_accumulation for c in configs} == {16}
-    assert not any(c.recompute_block or c.offload_residual for c in configs)
-
-    # Rows that were measured are not measured again, and those that fail are left out.
-    def speed(options):
-        if options["model"] == "tiny-llama":
-            raise LlmqError("it does not fit")
-        return {"measured": 1000.0 + len(asked)}
-
-    asked = []
-    monkeypatch.setattr(sweep, "speed", lambda options: (asked.append(options), speed(options))[1])
-    capsys.readouterr()
-    sweep.run(file, seconds=0.0)
-    assert not asked
-    with pytest.raises(typer.Exit):  # others before may have left too little memory
-        sweep.run(file)
-    sweep.run(file)
-    sweep.run(file)
-    assert len(asked) == len(configs) + len(other["rows"]) + 1
-    sweep.table(file)
-    lines = capsys.readouterr().out.splitlines()
-    (row,) = (line for line in lines if line.startswith("| tiny |"))
-    assert f" {len(configs)} of {len(configs)} " in row and row.endswith(" % |")
-    assert any(line.split(" | ")[1:2] == ["it does not fit"] for line in lines)
-    # Another plan, of fewer rivals, keeps what was measured, with what is predicted now.
-    (before,) = (s["rows"] for s in json.loads(file.read_text())["sweeps"] if s["model"] == "tiny")
-    stale = [row | {"predicted": 1.0} for row in before]
-    file.write_text(json.dumps({"sweeps": [other, found | {"rows": stale}]}))
-    sweep.plan(file, ["tiny"], ["80GiB"], card="h100", within=0.0, sequences=16)
-    (after,) = (s["rows"] for s in json.loads(file.read_text())["sweeps"] if s["model"] == "tiny")
-    assert after == before
-
-
-def test_likely_rivals_are_measured_first(tool, monkeypatch, tmp_path, capsys):
-    """Sweeps of two models: (predicted, measured) of each row, what --fit finds first."""
-    sweep, file = tool("fit_sweep"), tmp_path / "fit.json"
-    given = {
-        ("small", "16GiB"): [(200, 190), (199, 180), (190, 191)],
-        ("small", "24GiB"): [(300, 290), (290, 281)],
-        ("large", "24GiB"): [(20, 20), (19.9, 21), (19, 19)],
-    }
-    speeds: dict[str, float] = {}
-    sweeps = []
-    for (model, memory), pairs in given.items():
-        rows = [
-            {"options": {"model": model, "seed": f"{model} {memory} {i}"}, "predicted": float(p)}
-            for i, (p, _) in enumerate(pairs)
-        ]
-        speeds |= {r["options"]["seed"]: float(m) for r, (_, m) in zip(rows, pairs, strict=True)}
-        about = {"model": model, "memory": memory, "within": 7.0, "source": "", "combinations": 9}
-        sweeps.append(about | {"rows": rows})
-    file.write_text(json.dumps({"sweeps": sweeps}))
-    asked: list[str] = []
-
-    def speed(options):
-        asked.append(options["seed"])
-        if len(asked) == 5:
-            raise LlmqError("no memory is left")
-        return {"measured": speeds[options["seed"]], "spread": 0.0}
-
-    monkeypatch.setattr(sweep, "speed", speed)
-    firsts = ["small 24GiB 0", "small 16GiB 0", "large 24GiB 0"]
-    sweep.run(file, enough=1.0)
-    assert asked == firsts
-    with pytest.raises(typer.Exit):  # the memory may be what rows before have left of it
-        sweep.run(file)
-    # 103 % of 190 is 1.7 % more than 199 beside 290 of 300, and 20.6 is 3.5 % more than 19.9.
-    assert asked[3:] == ["small 16GiB 1", "large 24GiB 1"]
-    capsys.readouterr()
-    sweep.table(file)
-    lines = capsys.readouterr().out.splitlines()
-    cells = [line.split(" | ")[1:] for line in lines if line.startswith(("| small |", "| large |"))]
-    assert [(c[1], c[-1]) for c in cells] == [
-        ("2 of 3", "6.6 % |"),
-        ("1 of 2", "6.6 % |"),
-        ("1 of 3", "3.5 % |"),
-    ]
-    sweep.run(file)
-    # The one that failed beside others, alone. It is faster: what is left in its sweep comes last.
-    assert asked[5:] == ["large 24GiB 1", "small 24GiB 1", "small 16GiB 2", "large 24GiB 2"]
-    rows = [row for found in json.loads(file.read_text())["sweeps"] for row in found["rows"]]
-    assert all("measured" in row and not {"error", "again"} & set(row) for row in rows)
-
-
-def test_a_rival_that_does_a_part_of_anothers_work(tool):
-    sweep = tool("fit_sweep")
-    base = make_config({"model": "tiny", "batch-size": 4})
-    more = replace(base, recompute_swiglu=True, lmhead_chunks=4)
-    assert sweep.does_less(base, more) and not sweep.does_less(more, base)
-    assert not sweep.does_less(base, base)
-    assert not sweep.does_less(replace(base, batch_size=8), more)
-    assert not sweep.does_less(replace(base, offload_residual=True), more)
-    # In fewer layers, and what a block has in it.
-    few = replace(more, recompute_layers="0-1")
-    assert sweep.does_less(few, more) and not sweep.does_less(more, few)
-    assert sweep.does_less(more, replace(base, recompute_block=True, lmhead_chunks=4))
-    assert sweep.does_less(base, replace(base, keep_transposed=False))
 
 
 # -- fingerprint ---------------------------------------------------------------------------------
@@ -758,67 +599,6 @@ def test_the_table_of_machines_is_what_is_predicted(tool):
     small, large = (tables.cells(name, 8, "machine") for name in tables.MODELS)
     assert rows["| 64", "machine"] == f"| {' | '.join(['64', 'machine', *small, *large])} |"
     assert all(f"    {name:4}  {text.split()[0]}" in block for name, text in tables.MODELS.items())
-
-
-def test_checksum_cost(tool, capsys):
-    tool("checksum_cost").main(mib=1, seq_len=64, micro_batch=4, speed=1000.0, rounds=1)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "an epoch of 1 MiB in rows of 64 tokens, 4 at a time:"
-    rows = [re.fullmatch(r"([a-z, ]+?)( +-?[0-9.]+){4}", line)[1] for line in lines[2:6]]
-    assert rows == ["memory", "memory, processor", "disk", "disk, processor"]
-    assert re.fullmatch("from memory, of the time of a run of 1,000 tokens/s: -?[0-9.]+%", lines[6])
-    assert re.fullmatch(r"a piece: read [0-9.]+ us, XXH3 [0-9.]+ us, CRC-32 [0-9.]+ us", lines[7])
-
-
-# -- save_cost -----------------------------------------------------------------------------------
-
-
-def log_of_saves(*, late=0):
-    """Steps of 1 s, one more before steps 4 and 8, whose checkpoints take `late` steps longer. All
-    records are written 0.25 s late, but those of the steps before checkpoints."""
-    records, now = [], 0.0
-    for step in range(12):
-        if step in (4, 8):
-            now += 1.0
-        now += 1.0
-        time = now if step in (3, 7, 11) else now + 0.25
-        records.append({"log": "step", "step": step, "time": time, "duration_ms": 1000})
-        if step in (4 + late, 8 + late):
-            text = f"The checkpoint of step {step - late} was written in 0.5 s"
-            records.append({"log": "info", "step": step + 1, "time": now, "message": text})
-    return records
-
-
-def test_save_cost_compares_neighbours(tool):
-    save_cost = tool("save_cost")
-    windows = list(save_cost.windows_of(log_of_saves(), 2))
-    assert [(w.first, w.last, w.saved, w.seconds) for w in windows] == [
-        (1, 2, None, 2.0),
-        (3, 4, 4, 3.0),
-        (5, 6, None, 2.0),
-        (7, 8, 8, 3.0),
-        (9, 10, None, 2.0),
-    ]
-    assert save_cost.costs(windows) == [0.5, 0.5]
-    assert "Cost: 50.00 % of the time (50.00 %, 50.00 %)." in save_cost.summary(windows, [0.5], 2)
-
-
-def test_save_cost_refuses_a_write_that_reaches_into_the_next_window(tool):
-    with pytest.raises(ValueError, match="step 4 was not complete at the end of its"):
-        list(tool("save_cost").windows_of(log_of_saves(late=2), 2))
-
-
-def test_save_cost(tool, capsys, tmp_path):
-    """A run of its own, whose table is in the file as it is on the screen. It writes between steps:
-    in the background a busy machine may need longer than two steps take."""
-    tiny = ["--device=cpu", "--gpus=1", "--batch-size=1", "--seq-len=8", "--grad-accumulation=1"]
-    tiny.append("--no-ckpt-background")
-    out = tmp_path / "saves.txt"
-    tool("save_cost").main(tiny, model="tiny", interval=2, checkpoints=1, folder=tmp_path, out=out)
-    text = capsys.readouterr().out
-    assert text == out.read_text() and re.search(r"^\| 3 to 4 \| one \| ", text, re.MULTILINE)
-    assert re.search(r"^Cost: -?[0-9.]+ % of the time", text, re.MULTILINE)
-    assert list(tmp_path.iterdir()) == [out]
 
 
 # -- mma_sync ------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 DECISIONS = ROOT / "docs" / "decisions.md"
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
 MARK = "<!-- the list -->\n"
+GONE = "4f89c99e"  # a commit that has the tools which are gone (tools/README.md)
 
 
 class Entry(NamedTuple):
@@ -93,7 +94,10 @@ def _made(card: Path, parts: list[Path]) -> tuple[str, str]:
     else:
         heads = [page.read_text().splitlines()[0] for page in sorted(pages) if page.suffix == ".md"]
         title = next((head.removeprefix("# ") for head in heads if head.startswith("# ")), "")
-    return f"`{found[0]}`" if found else "", title
+    made = f"`{found[0]}`" if found else ""
+    if made.startswith("`tools/") and not (ROOT / found[0]).exists():
+        made += f" at {GONE}"
+    return made, title
 
 
 def _with_list(page: Path, lines: list[str]) -> str:

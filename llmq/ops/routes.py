@@ -60,7 +60,7 @@ def _fills_turns(dev: Device, sizes: Sizes) -> bool:
     """With fewer columns the last turn of the clusters counts. One without a tile costs the more
     the longer K is, and what is saved, one reading and writing of the result, does not depend on K:
     the part of the clusters' tiles that is none, times the bytes of a row of a
-    (tools/gemm_gate.py --tail, and whole steps: docs/decisions/kernels.md)."""
+    (h100_gemm_tail.md, and whole steps: docs/decisions/kernels.md)."""
     if sizes.N >= MANY_COLUMNS:
         return True
     M, N, row = sizes.M, sizes.N, sizes.row
@@ -95,8 +95,8 @@ ROUTES = {
         bias=True,
         exact=False,  # adapters are rounded with the rest
     ),
-    # Tried with 4,096 rows and more, and these columns and more, in fp8 and bf16; no table is kept,
-    # and tools/gemm_gate.py --swiglu makes one. Fewer rows would leave cores idle in the last turn.
+    # Tried with 4,096 rows and more, and these columns and more, in fp8 and bf16; no table is kept.
+    # Fewer rows would leave cores idle in the last turn.
     "glu": Route(
         kernel="matmul_swiglu",
         a=(BF16, E4M3),
@@ -121,7 +121,7 @@ ROUTES = {
         aligned=lambda s: (2 * s.N, s.K),
         faster=_uses_turns,
     ),
-    # Beside the kernel for all cards since Ampere: tools/gemm_gate.py --grouped.
+    # Beside the kernel for all cards since Ampere: h200_grouped.md.
     "grouped": Route(
         kernel="matmul_grouped",
         a=(BF16, E4M3, E5M2),

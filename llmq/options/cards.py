@@ -213,7 +213,7 @@ PUBLISHED = "from llm.q's published speeds on this card"
 
 # Products reach these shares of the peaks in bf16 and fp8 (summed in F32), and predictions by them
 # are off by so much; the last word says how that is known. The H100's and H200's are from
-# benchmarks/, the others fit llm.q's own step to its published speeds (tools/published_speeds.py).
+# benchmarks/, the others fit llm.q's own step to its published speeds (published.md).
 # GeForce cards reach more than 1 where they clock higher than their sheets say. Errors are the
 # largest of a run predicted by all others, and what our own plans are off on an H100.
 _OURS = 0.04

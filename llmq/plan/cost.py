@@ -49,7 +49,7 @@ COPY_SHARE = 0.88  # of the sheet's bandwidth, in kernels that are bound by it
 LAUNCH = 5e-6  # seconds that a launch takes beside its bytes or FLOPs: filling and draining the GPU
 # On multiprocessors with 100 KB of shared memory (GeForce, workstations): the library's tiles are
 # half as large as on an H100, and at 2.5 GHz instead of 1.5 a card is filled and drained sooner.
-# Both follow from llm.q's published speeds (tools/published_speeds.py).
+# Both follow from llm.q's published speeds (published.md).
 SMALL, SMALL_TILES, SMALL_LAUNCH = (86, 89, 120, 121), 0.5, 3e-6
 # Both directions together have so many times one direction's rate: 48 of 55 GB/s each
 # (h200_x4_bus.txt).
