@@ -13,8 +13,8 @@ from llmq.arch.halves import attention, mlp
 from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
 from llmq.arch.qwen2 import Qwen2
 from llmq.model.linear import Linear
-from llmq.ops.elementwise import add
-from llmq.ops.matmul import matmul
+from llmq.ops.pointwise.elementwise import add
+from llmq.ops.product.matmul import matmul
 from llmq.state.params import planes
 
 EXPERTS, ACTIVE = 3, 2

@@ -23,11 +23,15 @@ from llmq.state import rules
 from llmq.state.params import Slab
 from llmq.state.rules.rule import Moment, Part, UpdateRule
 
-NEEDS = ("llmq/state/rules/__init__.py", "llmq/ref/momentum.py", "llmq/cu/momentum.cu")
+NEEDS = (
+    "llmq/state/rules/__init__.py",
+    "llmq/ref/update/momentum.py",
+    "llmq/cu/update/momentum.cu",
+)
 """The table of rules, and the kernel with its reference: the launcher is in the rule's file."""
 
 MOMENTUM, SCALED, MOVED = (
-    Kernel("momentum.cu", name, args=args)
+    Kernel("update/momentum.cu", name, args=args)
     for name, args in (
         ("momentum", "f32* change, const G* grad, inout M* state, const i32* scalars, f32 decay"),
         ("scaled", "f32* out, const f32* matrix"),
@@ -109,7 +113,7 @@ class Momentum(UpdateRule):
 
 def register(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make it the rule of all runs, as a line of the table would."""
-    reference = ModuleType("llmq.ref.momentum")
+    reference = ModuleType("llmq.ref.update.momentum")
     reference.momentum, reference.scaled, reference.moved = momentum, scaled, moved
     monkeypatch.setitem(sys.modules, reference.__name__, reference)
     monkeypatch.setitem(rules.RULES, "adamw", Momentum)

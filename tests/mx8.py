@@ -23,9 +23,11 @@ NEEDS = ("llmq/formats/__init__.py", "llmq/base/dtypes.py", "llmq/options/option
 
 BLOCK = 32
 BIAS, LARGEST = 127, 8  # of exponents; of E4M3's
-ENCODE = Kernel("mx8.cu", "mx8_encode", args="e4m3* codes, u8* exponents, const T* x, i64 n")
+ENCODE = Kernel(
+    "quantize/mx8.cu", "mx8_encode", args="e4m3* codes, u8* exponents, const T* x, i64 n"
+)
 DECODE = Kernel(
-    "mx8.cu", "mx8_decode", args="T* out, const e4m3* codes, const u8* exponents, i64 n"
+    "quantize/mx8.cu", "mx8_decode", args="T* out, const e4m3* codes, const u8* exponents, i64 n"
 )
 
 
@@ -76,7 +78,7 @@ class Mx8Storage(Storage):
 
 def register(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make it what --base-dtype nf4 means, as a line of the table would."""
-    reference = ModuleType("llmq.ref.mx8")
+    reference = ModuleType("llmq.ref.quantize.mx8")
     reference.mx8_encode, reference.mx8_decode = mx8_encode, mx8_decode
     monkeypatch.setitem(sys.modules, reference.__name__, reference)
     monkeypatch.setitem(STORAGE, "nf4", Mx8Storage)

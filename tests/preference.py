@@ -20,14 +20,18 @@ from llmq.model import losses
 from llmq.model.losses.loss import Loss, Rows
 from llmq.runtime.kernel import Kernel
 
-NEEDS = ("llmq/model/losses/__init__.py", "llmq/ref/preference.py", "llmq/cu/preference.cu")
+NEEDS = (
+    "llmq/model/losses/__init__.py",
+    "llmq/ref/loss/preference.py",
+    "llmq/cu/loss/preference.cu",
+)
 """The table of losses, and the kernels with their references: launchers are in the loss's file."""
 BETA = 0.5
 SUMS = ("tokens", "margin", "preferred")
 
 _OF_ROWS = "const i32* targets, const f32* losses, const f32* reference, i32 B, i32 T, f32 beta"
-WEIGHTS = Kernel("preference.cu", "preference_weights", args=f"f32* weights, {_OF_ROWS}")
-ADD = Kernel("preference.cu", "preference_stats", args=f"inout f64* stats, {_OF_ROWS}")
+WEIGHTS = Kernel("loss/preference.cu", "preference_weights", args=f"f32* weights, {_OF_ROWS}")
+ADD = Kernel("loss/preference.cu", "preference_stats", args=f"inout f64* stats, {_OF_ROWS}")
 
 
 def margins(
@@ -113,7 +117,7 @@ class Preference(Loss):
 
 def register(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make it the loss of all runs, as a line of the table would."""
-    reference = ModuleType("llmq.ref.preference")
+    reference = ModuleType("llmq.ref.loss.preference")
     reference.preference_weights, reference.preference_stats = preference_weights, preference_stats
     monkeypatch.setitem(sys.modules, reference.__name__, reference)
     monkeypatch.setitem(losses.LOSSES, "ce", Preference)

@@ -23,7 +23,7 @@ from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.plan import Usage, comm_options, make_plan
-from llmq.ref import quantize
+from llmq.ref.quantize import quantize
 from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.mesh import Mesh

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16
-from llmq.ops import gelu, swiglu
+from llmq.ops.pointwise import gelu, swiglu
 from tests.harness import run
 
 X = np.arange(1 << 16, dtype=np.uint16).view(BF16.numpy).reshape(256, 256)

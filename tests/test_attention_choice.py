@@ -10,14 +10,14 @@ import pytest
 
 from llmq.base.dtypes import BF16, F32
 from llmq.model.halves.attention import directions
-from llmq.ops import attention, attention_backward
+from llmq.ops.attention import attention, attention_backward
 from llmq.options.cards import CARDS, Card, spec_of
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.cost import Rates
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.replay import replay
-from llmq.ref.attention import CASES
+from llmq.ref.attention.attention import CASES
 from llmq.runtime.plan_device import PlanDevice, Work
 from tests.test_cost import measured_attention
 
@@ -102,10 +102,10 @@ def launches(backend: str, card: Card = H100) -> Counter[tuple[str, str]]:
 
 
 def test_a_step_follows_it_layer_by_layer():
-    library = [("attention", f"attention_{way}") for way in ("forward", "backward")]
-    ours = [("attention.cu", f"attention_{way}") for way in ("forward", "backward_tiles")]
+    library = [("attention/attention", f"attention_{way}") for way in ("forward", "backward")]
+    ours = [("attention/attention.cu", f"attention_{way}") for way in ("forward", "backward_tiles")]
     assert launches("cudnn") == dict.fromkeys(library, 6)
-    on_hopper = ("attention_backward.cu", "attention_gradient")  # of layers without a window
+    on_hopper = ("attention/attention_backward.cu", "attention_gradient")  # without a window
     assert launches("native") == {ours[0]: 6, ours[1]: 3, on_hopper: 3}
     assert launches("native", CARDS["NVIDIA GeForce RTX 4090"]) == dict.fromkeys(ours, 6)
     assert launches("auto") == {library[0]: 6, ours[1]: 3, on_hopper: 3}

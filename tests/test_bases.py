@@ -112,7 +112,7 @@ def test_outliers_are_multiplied_as_they_are(monkeypatch):
     """Without them a few large features would take the precision of all others."""
     losses = {}
     for name, threshold in (("codes alone", 1e9), ("with outliers", 6.0), ("all", 0.0)):
-        monkeypatch.setattr("llmq.ops.quantize_int8.THRESHOLD", threshold)
+        monkeypatch.setattr("llmq.ops.quantize.quantize_int8.THRESHOLD", threshold)
         losses[name] = run(**KINDS["int8 int8"])[0][0]
     exact = run(base_dtype="int8", matmul_dtype="bf16", **BF16)[0][0]
     # Half of the 64 to 160 columns and more are beyond 0: then all of qkv's and up's inputs are.

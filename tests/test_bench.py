@@ -31,10 +31,10 @@ from llmq.bench.measure import (
 from llmq.bench.report import describe, markdown
 from llmq.bench.sweep_file import read_runs
 from llmq.commands.cli import _run
-from llmq.ops import elementwise
+from llmq.ops.pointwise import elementwise
 from llmq.options.options_io import make_config
-from llmq.ref.attention import CASES as ATTENTION_CASES
-from llmq.ref.matmul import CASES as MATMUL_CASES
+from llmq.ref.attention.attention import CASES as ATTENTION_CASES
+from llmq.ref.product.matmul import CASES as MATMUL_CASES
 from llmq.runtime.cost import Kind
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import HOST_SPEC, Device, MemorySizes

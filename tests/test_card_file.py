@@ -13,11 +13,8 @@ from llmq.base.errors import ConfigError, warn_once
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator
 from llmq.commands.cli import _run
-from llmq.ops import (
-    attention,
-    matmul,
-    matmul_fused,
-)
+from llmq.ops.attention import attention
+from llmq.ops.product import matmul, matmul_fused
 from llmq.options import cards
 from llmq.options.card_file import path_of, read_card_file, record_of, write_card_file
 from llmq.options.cards import card_of_file, find_card, rig_card, spec_of

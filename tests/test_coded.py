@@ -16,7 +16,7 @@ from llmq.checkpoint.exports import export
 from llmq.checkpoint.hf import HfWeights, StoredAs
 from llmq.formats import STORAGE
 from llmq.options.presets import resolve_model
-from llmq.ref.four_bits import LEVELS, scale_levels
+from llmq.ref.quantize.four_bits import LEVELS, scale_levels
 from llmq.state.params import weight_table
 from tests.models import CONFIGS, exported, hf_model, random_batch, torch_loss, trainer_for
 

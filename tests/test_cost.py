@@ -14,7 +14,8 @@ import pytest
 from llmq.base.dtypes import BF16, E4M3, F32, I8, I32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Tensor
-from llmq.ops import attention, attention_backward, matmul, matmul_fused
+from llmq.ops.attention import attention, attention_backward
+from llmq.ops.product import matmul, matmul_fused
 from llmq.options.cards import CARDS, find_card, spec_of
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
@@ -37,8 +38,8 @@ from llmq.plan.measured import EXPOSED, EXPOSED_TRANSPOSED
 from llmq.plan.memory import needed_bytes
 from llmq.plan.plan import make_plan
 from llmq.plan.replay import replay
-from llmq.ref.attention import CASES
-from llmq.ref.attention_backward import CASES as BACKWARD_CASES
+from llmq.ref.attention.attention import CASES
+from llmq.ref.attention.attention_backward import CASES as BACKWARD_CASES
 from llmq.runtime.cost import MOVES, Cost, Kind, attention_cost, product_cost
 from llmq.runtime.device import FUSED, HOST_SPEC, Event, Launch
 from llmq.runtime.plan_device import Mark, PlanDevice, Trace, Work

@@ -7,8 +7,8 @@ import pytest
 
 from llmq.checkpoint.hf import HfWeights
 from llmq.model.halves import attention
-from llmq.ops import matmul
 from llmq.ops.common import CAPABILITY
+from llmq.ops.product import matmul
 from llmq.options.options_io import make_config
 from llmq.options.presets import resolve_model
 from llmq.run.model_of_run import model_of_run

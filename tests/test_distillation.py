@@ -15,7 +15,7 @@ from llmq.data.scores import ScoreFile, decoded, encoded, record_bytes, scores_p
 from llmq.data.tokens import TokenFile
 from tests.models import LOSS_RTOL, VOCAB, exported, hf_model, pieces, same_gradients, trainer_for
 from tests.pairs_data import write_documents
-from tests.ref.test_distill import teacher_of
+from tests.ref.loss.test_distill import teacher_of
 
 T, K = 24, 8
 LENGTHS = [9, 24, 14, 6, 30]  # the last one is cut

@@ -11,11 +11,9 @@ import pytest
 
 from llmq.base.dtypes import BF16
 from llmq.base.errors import ConfigError
-from llmq.ops import (
-    attention_backward,
-    matmul_fused,
-)
-from llmq.ops.routes import ROUTES, Sizes, taken
+from llmq.ops.attention import attention_backward
+from llmq.ops.product import matmul_fused
+from llmq.ops.product.routes import ROUTES, Sizes, taken
 from llmq.options.options import TrainConfig
 from llmq.options.presets import preset
 from llmq.plan.plan import make_plan

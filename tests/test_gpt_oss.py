@@ -17,8 +17,8 @@ from llmq.checkpoint.exports import export
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.merge import merge_adapter
 from llmq.options.presets import resolve_model
-from llmq.ref.four_bits import MXFP4_BLOCK as BLOCK
-from llmq.ref.four_bits import mxfp4_encode
+from llmq.ref.quantize.four_bits import MXFP4_BLOCK as BLOCK
+from llmq.ref.quantize.four_bits import mxfp4_encode
 from llmq.state.params import weight_table
 from tests.models import (
     GRADIENT_RTOL,

@@ -8,7 +8,7 @@ import pytest
 
 from llmq.base.errors import LlmqError
 from llmq.ops.common import CAPABILITY
-from llmq.runtime.compile import KERNEL_DIR, Resources, included_texts, program, target
+from llmq.runtime.compile import KERNEL_DIR, Resources, headers, included_texts, program, target
 from llmq.runtime.device import FUSED
 from llmq.runtime.kernel import KernelSource
 from tests.covering import covering
@@ -60,7 +60,7 @@ def bounded() -> set[str]:
     """Entry points that ask for several blocks on a multiprocessor, or for less than all registers:
     the assembler has to make do with what is left, which differs between architectures."""
     bounds = r"__launch_bounds__\s*\((?:1024|(?:[^(),]|\([^()]*\))*,.*?)\)\s*(\w+)\s*\("
-    files = KERNEL_DIR.glob("*.cu")
+    files = KERNEL_DIR.rglob("*.cu")
     found = {name for path in files for name in re.findall(bounds, path.read_text(), re.DOTALL)}
     return {*found, *FUSED}
 
@@ -74,8 +74,7 @@ def has_room(work: Work) -> bool:
 def differs(work: Work) -> bool:
     """Whether its text, or that of a header, asks for the architecture."""
     text = program(work.source)
-    headers = {path.name: path.read_text() for path in KERNEL_DIR.glob("*.cuh")}
-    return any("__CUDA_ARCH__" in each for each in (text, *included_texts(text, headers)))
+    return any("__CUDA_ARCH__" in each for each in (text, *included_texts(text, headers())))
 
 
 def facts(work: Work) -> set[tuple]:

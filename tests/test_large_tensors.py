@@ -11,18 +11,11 @@ import pytest
 
 from llmq.base.dtypes import BF16, E4M3, F32, I32, DType
 from llmq.base.tensor import Tensor
-from llmq.ops import (
-    attention,
-    cross_entropy,
-    elementwise,
-    embedding,
-    gelu,
-    norm,
-    quantize,
-    rope,
-    swiglu,
-)
-from llmq.ops.elementwise import fill
+from llmq.ops.attention import attention, rope
+from llmq.ops.loss import cross_entropy
+from llmq.ops.pointwise import elementwise, embedding, gelu, norm, swiglu
+from llmq.ops.pointwise.elementwise import fill
+from llmq.ops.quantize import quantize
 from llmq.runtime.device import Device, MemorySizes
 from tests.conftest import gpu_problem
 from tests.emulator import device as emulator

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from llmq.ops.routes import ROUTES
-from llmq.ref.matmul_fused import CASES
+from llmq.ops.product.routes import ROUTES
+from llmq.ref.product.matmul_fused import CASES
 from llmq.runtime.device import FUSED
 from llmq.runtime.host_device import reference
 from llmq.runtime.kernel import Kernel
@@ -33,11 +33,13 @@ ROOMS = [
 TOP = {"__init__", "__main__"}
 SINGLE = {"ops", "ref"}
 TABLES = {"options/options.py", "options/rules.py"}  # of which each line is read alone
-CHOOSING = ("ops.product", "ops.routes")
+CHOOSING = ("ops.product.product", "ops.product.routes")
 
 
 def stems(folder: str, pattern: str) -> set[str]:
-    return {p.stem for p in (ROOT / folder).glob(pattern)} - {"__init__", "common"}
+    """The files in the rooms of a folder, without their endings: product/matmul."""
+    paths = (p.relative_to(ROOT / folder) for p in (ROOT / folder).glob(f"*/{pattern}"))
+    return {path.with_suffix("").as_posix() for path in paths if path.stem != "__init__"}
 
 
 def modules() -> list[Path]:
@@ -86,17 +88,19 @@ def graph() -> dict[str, set[str]]:
 
 
 def test_every_operation_has_its_five_files():
-    ops = stems("llmq/ops", "*.py") - {name.removeprefix("ops.") for name in CHOOSING}
+    ops = stems("llmq/ops", "*.py") - {
+        name.removeprefix("ops.").replace(".", "/") for name in CHOOSING
+    }
     assert ops == stems("llmq/ref", "*.py")
     assert ops == stems("llmq/cu", "*.cu")
     for folder in ("tests/ops", "tests/ref"):  # and more, where its kernels are of several kinds
-        assert ops <= {name.removeprefix("test_") for name in stems(folder, "test_*.py")}
+        assert ops <= {name.replace("/test_", "/") for name in stems(folder, "test_*.py")}
 
 
 def test_references_take_what_their_kernels_declare():
     """Under the same names, in the same order: their types are those of the declaration."""
     for name in sorted(stems("llmq/ops", "*.py") | {"common"}):
-        module = importlib.import_module(f"llmq.ops.{name}")
+        module = importlib.import_module(f"llmq.ops.{name.replace('/', '.')}")
         for kernel in (value for value in vars(module).values() if isinstance(value, Kernel)):
             parameters = inspect.signature(reference(kernel)).parameters.values()
             named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -125,10 +129,10 @@ def test_imports_point_downward():
 def test_products_are_chosen_in_one_place():
     """Nobody else launches a product of ours, or asks for one by a device's `fused`."""
     assert {route.kernel for route in ROUTES.values()} == set(FUSED) == set(CASES)
-    needing = [name for name, needs in graph().items() if "ops.matmul_fused" in needs]
+    needing = [name for name, needs in graph().items() if "ops.product.matmul_fused" in needs]
     assert needing == [*CHOOSING]
     asking = [p for p in modules() if re.search(r"dev(ice)?\.fused\b", p.read_text())]
-    assert [name_of(path) for path in asking] == ["ops.routes"]
+    assert [name_of(path) for path in asking] == ["ops.product.routes"]
 
 
 def test_no_import_circles():
@@ -154,7 +158,7 @@ def test_sizes_of_python():
                 assert length <= 60, f"{path}: {node.name} has {length} lines"
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("cu/*.cu*")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("cu/**/*.cu*")), ids=lambda p: p.name)
 def test_cuda_sources(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 600

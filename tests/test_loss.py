@@ -70,7 +70,7 @@ def test_a_loss_needs_itself_and_three_files():
     assert len(NEEDS) <= 3
     assert [name for name in NEEDS if (root / name).exists()] == ["llmq/model/losses/__init__.py"]
     source = Path(preference.__file__).read_text()
-    assert '"preference.cu"' in source and '"llmq.ref.preference"' in source
+    assert '"loss/preference.cu"' in source and '"llmq.ref.loss.preference"' in source
     for path in (root / "llmq").rglob("*.py"):
         assert "preference_stats" not in path.read_text(), path
 

@@ -18,8 +18,8 @@ from llmq.base.operand import (
     Rounded,
 )
 from llmq.base.tensor import Accumulator
-from llmq.ops.product import grouped_gradient, grouped_product, product, weight_gradient
-from llmq.ops.routes import ROUTES
+from llmq.ops.product.product import grouped_gradient, grouped_product, product, weight_gradient
+from llmq.ops.product.routes import ROUTES
 from tests.harness import host_device, step_scalars
 
 M, N, K, R = 32, 64, 48, 16

@@ -12,7 +12,7 @@ import pytest
 
 from llmq.base.dtypes import BF16
 from llmq.base.errors import ConfigError, DiskError, LlmqError
-from llmq.ops.routes import Sizes, taken
+from llmq.ops.product.routes import Sizes, taken
 from llmq.options.card_file import path_of, read_card_file
 from llmq.options.presets import preset
 from llmq.rig import bus, child, exchanges, facts, load, rig, steps

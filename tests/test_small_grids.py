@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from llmq.base.dtypes import BF16, F32, GIB
-from llmq.ops import attention
+from llmq.ops.attention import attention
 from llmq.options.cards import CARDS, spec_of
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset

@@ -8,7 +8,7 @@ import pytest
 
 import llmq
 from llmq.base.dtypes import F32
-from llmq.ops import elementwise
+from llmq.ops.pointwise import elementwise
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from tests.filed import NEEDS, register

@@ -52,7 +52,7 @@ def smallest(cases):
 
 
 def operations():
-    stems = {path.stem for path in (TOOLS.parent / "llmq" / "ops").glob("*.py")}
+    stems = {path.stem for path in (TOOLS.parent / "llmq" / "ops").rglob("*.py")}
     no_single = {"__init__", "common", "product", "routes", "matmul_fused"}
     return sorted(stems - no_single | {*KINDS, *FUSED})
 
@@ -370,8 +370,8 @@ def test_sanitize_runs_every_test_in_one_part(sanitize, tmp_path):
         assert [call.split()[1] for call in calls[1:]] == ["memcheck", "racecheck"]
         assert all(call.endswith(f"@{listed}") for call in calls[1:])
     assert chosen == [f"t.py::t[{i} b]" for i in range(1, 8)]
-    done, calls = sanitize("tests/ops/test_rope.py", "-k", "cuda")
-    assert calls[0].endswith("--collect-only tests/ops/test_rope.py -k cuda")
+    done, calls = sanitize("tests/ops/attention/test_rope.py", "-k", "cuda")
+    assert calls[0].endswith("--collect-only tests/ops/attention/test_rope.py -k cuda")
     assert "tests 1-7 of 7" in done.stdout
     assert "racecheck: exit 9" in done.stdout
 

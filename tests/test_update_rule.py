@@ -46,7 +46,7 @@ def test_a_rule_needs_itself_and_three_files():
     assert len(NEEDS) <= 3
     assert [name for name in NEEDS if (root / name).exists()] == ["llmq/state/rules/__init__.py"]
     source = Path(momentum.__file__).read_text()
-    assert '"momentum.cu"' in source and '"llmq.ref.momentum"' in source
+    assert '"update/momentum.cu"' in source and '"llmq.ref.update.momentum"' in source
     words = ("momentum.cu", "Momentum")
     for path in (root / "llmq").rglob("*.py"):
         assert not any(word in path.read_text() for word in words), path

@@ -32,7 +32,8 @@ from llmq.base.dtypes import BF16, E4M3, F32, I8, I32, I64, STEP_SCALARS_WORDS, 
 from llmq.base.errors import LlmqError
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops import elementwise, fp8_scale, quantize, quantize_int8
+from llmq.ops.pointwise import elementwise
+from llmq.ops.quantize import fp8_scale, quantize, quantize_int8
 from llmq.run.monitor import PRODUCT_SIZES, measured_peak
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import FUSED, Device, DeviceSpec, MemorySizes

@@ -27,8 +27,9 @@ from llmq.base.tensor import Tensor
 from llmq.model.inference import Decoder
 from llmq.model.losses import LOSSES
 from llmq.model.step import Step
-from llmq.ops import attention, route
+from llmq.ops.attention import attention
 from llmq.ops.common import CAPABILITY, GENERIC_FP8
+from llmq.ops.experts import route
 from llmq.options.options import TrainConfig
 from llmq.options.presets import PRESETS
 from llmq.runtime.compile import Resources, compile_kernel
@@ -82,8 +83,8 @@ class NotingDevice(PlanDevice):
 def declared_kernels() -> list[Kernel]:
     """Every kernel of ours that llmq/ops declares."""
     kernels = {}
-    for module in pkgutil.iter_modules(llmq.ops.__path__):
-        names = vars(importlib.import_module(f"llmq.ops.{module.name}"))
+    for module in pkgutil.walk_packages(llmq.ops.__path__, "llmq.ops."):
+        names = vars(importlib.import_module(module.name))
         kernels |= {id(k): k for k in names.values() if isinstance(k, Kernel)}
     return [k for k in kernels.values() if k.file.endswith(".cu")]
 
@@ -188,7 +189,7 @@ class Run(NamedTuple):
         model = preset.with_layers(preset.layer_kinds)
         note_heads(spec, model, noted)
         note_routers(spec, noted)
-        if all(source.file != "distill.cu" for source in noted):  # once for each card
+        if all(source.file != "loss/distill.cu" for source in noted):  # once for each card
             note_losses(spec, model, noted)
         if self.sampled is not None:
             note_sampling(spec, model, self.sampled, noted)
@@ -291,7 +292,7 @@ class Report:
         """How many must run on a multiprocessor together: one hides the other's epilogue, or what
         it waits for."""
         file, entry, types, consts = self.source
-        grouped = file == "grouped.cu" and self.launch.threads == 128  # fp8 codes: 256
+        grouped = file == "experts/grouped.cu" and self.launch.threads == 128  # fp8 codes: 256
         tiles = entry in ("attention_forward", "attention_backward_tiles")
         attention = tiles and ("T", "bf16") in types and dict(consts)["HEAD_DIM"] <= 128
         return 2 if grouped or attention else 1
@@ -365,7 +366,7 @@ def main(
     )
     for report in reports(work_of(launches_of(runs))):
         problems += report.problem is not None
-        if report.problem or op is None or report.source.file == f"{op}.cu":
+        if report.problem or op is None or report.source.file.endswith(f"/{op}.cu"):
             print(report)
     sys.exit(problems > 0)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+import llmq.ref
 from llmq.base.dtypes import (
     BF16,
     E4M3,
@@ -31,43 +33,16 @@ from llmq.base.dtypes import (
 )
 from llmq.base.operand import CODES_MULTIPLE, Fp8Out, ProductCodes, turned
 from llmq.base.tensor import Tensor
-from llmq.ops import (
-    adamw,
-    adapter,
-    attention,
-    attention_backward,
-    attention_gate,
-    clock,
-    cross_entropy,
-    delta_gates,
-    delta_rule,
-    distill,
-    elementwise,
-    embedding,
-    expert_rows,
-    four_bits,
-    fp8_scale,
-    gated_norm,
-    gelu,
-    global_norm,
-    grouped,
-    labels,
-    matmul,
-    matmul_fused,
-    muon,
-    norm,
-    pairs,
-    qk_norm,
-    quantize,
-    quantize_int8,
-    reduce,
-    rope,
-    route,
-    short_conv,
-    swiglu,
-)
+from llmq.ops.attention import attention, attention_backward, attention_gate, qk_norm, rope
 from llmq.ops.common import ROWS_MULTIPLE, SCALE_BLOCK, padded_columns
-from llmq.ref.four_bits import scale_levels
+from llmq.ops.delta import delta_gates, delta_rule, gated_norm, short_conv
+from llmq.ops.experts import expert_rows, grouped, route
+from llmq.ops.loss import cross_entropy, distill, labels, pairs
+from llmq.ops.pointwise import clock, elementwise, embedding, gelu, norm, reduce, swiglu
+from llmq.ops.product import adapter, matmul, matmul_fused
+from llmq.ops.quantize import four_bits, fp8_scale, quantize, quantize_int8
+from llmq.ops.update import adamw, global_norm, muon
+from llmq.ref.quantize.four_bits import scale_levels
 from llmq.runtime.attention_parts import divisions
 from llmq.runtime.device import FUSED, Device
 
@@ -946,6 +921,8 @@ KINDS = {
 def cases(op: str) -> dict[str, tuple]:
     """The named shapes of an operation, of a kind of it, or of a kernel of matmul_fused."""
     if op in FUSED:
-        return importlib.import_module("llmq.ref.matmul_fused").CASES[op]
+        return importlib.import_module("llmq.ref.product.matmul_fused").CASES[op]
     file, name = KINDS.get(op, (op, "CASES"))
-    return getattr(importlib.import_module(f"llmq.ref.{file}"), name)
+    modules = pkgutil.walk_packages(llmq.ref.__path__, "llmq.ref.")
+    (module,) = (m.name for m in modules if not m.ispkg and m.name.endswith(f".{file}"))
+    return getattr(importlib.import_module(module), name)

@@ -3,8 +3,8 @@
     python tools/route_turns.py --without glu --model Qwen2.5-0.5B --batch-size 32 [more options of
         llmq train]
 
-`--without` names routes of llmq/ops/routes.py, with commas. Each is left out by itself, and the
-library's product and the kernels behind it take its place. All steps are of one process, in the
+`--without` names routes of llmq/ops/product/routes.py, with commas. Each is left out by itself, and
+the library's product and the kernels behind it take its place. All steps are of one process, in the
 same memory and of the same batches. The order of the ways changes from turn to turn, because a card
 becomes slower as it gets warm. Prints tokens per second and mJ a token of each turn, their medians,
 and by how much steps with all routes are faster than those without one.
@@ -31,7 +31,7 @@ from llmq.bench.measure import (
     timed_steps,
 )
 from llmq.commands.common import TrainCommand, train_options
-from llmq.ops.routes import ROUTES
+from llmq.ops.product.routes import ROUTES
 from llmq.run.sensors import open_sensors
 
 ALL = "all routes"

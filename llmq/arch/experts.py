@@ -23,7 +23,7 @@ from llmq.arch.halves import mlp
 from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
 from llmq.base.errors import ConfigError
 
-_MOST, _MOST_ACTIVE = 512, 32  # as `ops/route.py` has them
+_MOST, _MOST_ACTIVE = 512, 32  # as `ops/experts/route.py` has them
 _FUSED = {"experts_up": "gate_up_proj", "experts_down": "down_proj"}
 """The parameters that transformers makes of the modules of a layer's experts."""
 

@@ -1,7 +1,7 @@
 """Rotary positions beyond the length of a first training, as transformers stretches them.
 
 `KINDS` says for each kind which fields of config.json's rope_parameters it has; reading, writing
-and `--rope-scaling` follow. The frequencies are computed in `llmq/ops/rope.py`.
+and `--rope-scaling` follow. The frequencies are computed in `llmq/ops/attention/rope.py`.
 """
 
 import math

@@ -1,5 +1,5 @@
 """Operands of a product, as they are and as codes, and its epilogue: the terms added to it and the
-function that follows. `llmq.ops.product` computes it all.
+function that follows. `llmq.ops.product.product` computes it all.
 
 Sizes of epilogues are those of the product: out (M, N).
 """
@@ -191,8 +191,8 @@ def tensor_of(x: Operand) -> Tensor:
 
 
 class AdapterBlocks(NamedTuple):
-    """The places of several adapters' B in one matrix (N, R): see `ops.adapter.expand`. rows: N.
-    columns: R. spans: of rows, one for each adapter. scales: as many factors."""
+    """The places of several adapters' B in one matrix (N, R): see `ops.product.adapter.expand`.
+    rows: N. columns: R. spans: of rows, one for each adapter. scales: as many factors."""
 
     rows: int
     columns: int
@@ -201,7 +201,7 @@ class AdapterBlocks(NamedTuple):
 
 
 class DropoutMask(NamedTuple):
-    """The elements that dropout leaves, as `ops.elementwise.dropout` draws them. scalars:
+    """The elements that dropout leaves, as `ops.pointwise.elementwise.dropout` draws them. scalars:
     StepScalars, I32 (16,). sequences: of a micro-batch."""
 
     probability: float

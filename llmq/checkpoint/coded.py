@@ -13,8 +13,8 @@ from llmq.arch.common import QUANTIZATIONS
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.safetensors_file import NUMPY_DTYPES, PIECE, FileTensor
 from llmq.ref.common import row_blocks
-from llmq.ref.four_bits import MXFP4_BLOCK as BLOCK
-from llmq.ref.four_bits import mxfp4_decode
+from llmq.ref.quantize.four_bits import MXFP4_BLOCK as BLOCK
+from llmq.ref.quantize.four_bits import mxfp4_decode
 
 
 class CodedMatrix:

@@ -22,10 +22,10 @@ from llmq.base.tensor import Tensor
 from llmq.formats.operands import BACKWARD, FORWARD, HEAD, WEIGHT, Activation, Operands, id_of
 from llmq.formats.scales import DelayedScales, Scales
 from llmq.formats.storage import Encoder, Frozen, Storage, StorageLayout
-from llmq.ops import fp8_scale, quantize
+from llmq.ops.quantize import fp8_scale, quantize
 from llmq.options.adapters import needed_inputs
 from llmq.options.options import TrainConfig
-from llmq.ref import quantize as ref
+from llmq.ref.quantize import quantize as ref
 
 # By --fp8-fast-accumulation. Precision is lost with the length of the sums: over features in most
 # products, over tokens in weights' gradients, and over the vocabulary in the gradient of the head's

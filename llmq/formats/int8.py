@@ -7,7 +7,7 @@
 Elements that a product sums over have one scale. Weights, activations and gradients exist in BF16;
 codes of both operands are made just before a product, with a scale for each row as they lie here:
 for each token and output feature forward, and so on. A frozen weight that is kept as codes is
-multiplied as such. `ops/product.py` computes all of them.
+multiplied as such. `ops/product/product.py` computes all of them.
 
 Codes of gradients are rounded stochastically, or what is always lost of small ones would add up
 over steps; others to nearest, so that what is computed again is the same.
@@ -23,9 +23,9 @@ from llmq.base.operand import Int8, Operand, Rounded, Stochastic
 from llmq.base.tensor import Tensor
 from llmq.formats.operands import FORWARD, WEIGHT, Operands
 from llmq.formats.storage import ROWS, Encoder, Frozen, Storage, StorageLayout
-from llmq.ops import quantize_int8
+from llmq.ops.quantize import quantize_int8
 from llmq.options.options import TrainConfig
-from llmq.ref import quantize_int8 as ref
+from llmq.ref.quantize import quantize_int8 as ref
 
 SALT = 0x80000000  # others' salts count from 0
 

@@ -1,7 +1,7 @@
 """mxfp4: frozen experts of four bits as gpt-oss's files have them, decoded before products.
 
 Files of such codes are kept without a loss: what is decoded has the same codes again
-(`ops/four_bits.py`). All other matrices of blocks are kept in BF16, as there.
+(`ops/quantize/four_bits.py`). All other matrices of blocks are kept in BF16, as there.
 """
 
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ import numpy as np
 from llmq.base.dtypes import BF16, U8, DType
 from llmq.base.tensor import Tensor
 from llmq.formats.storage import Encoder, Frozen, Storage, StorageLayout
-from llmq.ops import four_bits
-from llmq.ops.elementwise import convert
-from llmq.ref import four_bits as ref
+from llmq.ops.pointwise.elementwise import convert
+from llmq.ops.quantize import four_bits
+from llmq.ref.quantize import four_bits as ref
 
 
 def _of_experts(matrix: Frozen) -> bool:

@@ -1,4 +1,5 @@
-"""nf4: frozen matrices of four bits, decoded before products; `ops/four_bits.py` has codes.
+"""nf4: frozen matrices of four bits, decoded before products; `ops/quantize/four_bits.py` has
+codes.
 
 Modules that Hugging Face names are quantized one by one, as others do it. Those of one size that
 follow each other, as of experts, are a *run*, whose tensors lie together: one launch decodes it.
@@ -13,9 +14,9 @@ import numpy as np
 from llmq.base.dtypes import E4M3_MAX, F32, U8
 from llmq.base.tensor import Tensor
 from llmq.formats.storage import Encoder, Frozen, Storage, StorageLayout, piece_of
-from llmq.ops import four_bits
-from llmq.ref import four_bits as ref
-from llmq.ref.quantize import LEAST_ABS_MAX
+from llmq.ops.quantize import four_bits
+from llmq.ref.quantize import four_bits as ref
+from llmq.ref.quantize.quantize import LEAST_ABS_MAX
 from llmq.runtime.kernel import ceil_div
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from llmq.base.dtypes import F32, I32
 from llmq.base.operand import FirstScale, Fp8Out, ProductCodes
 from llmq.base.tensor import Tensor
-from llmq.ops import fp8_scale
-from llmq.ops.fp8_scale import STRIDE, slots
+from llmq.ops.quantize import fp8_scale
+from llmq.ops.quantize.fp8_scale import STRIDE, slots
 from llmq.runtime.device import Device
 
 HISTORY = 16  # optimizer steps

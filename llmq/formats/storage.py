@@ -21,7 +21,7 @@ from llmq.arch.matrix import HfPart
 from llmq.base.dtypes import F32, U8, DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
-from llmq.ref.four_bits import GROUP
+from llmq.ref.quantize.four_bits import GROUP
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import Device
 

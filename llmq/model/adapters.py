@@ -18,11 +18,12 @@ from llmq.base.operand import AdapterBlocks, Adapters, DropoutMask
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.model.linear import Linear
 from llmq.model.parameters import PartGrads, PartWeights
-from llmq.ops import adapter, embedding, reduce
 from llmq.ops.common import padded_columns
-from llmq.ops.elementwise import dropout
-from llmq.ops.matmul import matmul
-from llmq.ops.product import add_dropped
+from llmq.ops.pointwise import embedding, reduce
+from llmq.ops.pointwise.elementwise import dropout
+from llmq.ops.product import adapter
+from llmq.ops.product.matmul import matmul
+from llmq.ops.product.product import add_dropped
 from llmq.options.adapters import Adapted, adapted_tables, adapters_of
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device

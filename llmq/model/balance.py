@@ -10,7 +10,7 @@ The sums go on into `totals`, over all micro-steps of this rank since the run be
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, I64
 from llmq.base.tensor import Tensor
-from llmq.ops import route
+from llmq.ops.experts import route
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 

@@ -4,11 +4,13 @@
     d_h = d_y @ B                  d_x = d_y @ W + dropout(d_h @ A)
     d_B = d_y^T @ h                d_A = d_h^T @ dropout(x)
 
-Whether both terms are one product, or one with what follows, is for `ops/product.py` to say.
+Whether both terms are one product, or one with what follows, is for `ops/product/product.py` to
+say.
 
 A is (R, in_features) and B (out_features, R), scaling included: the adapters of rows of a matrix,
-as `ops/adapter.py` makes one of them, and explains magnitudes (DoRA), for which y is made once more
-in backward. h is small and kept. W, which is not trained, has no product of its own for a gradient.
+as `ops/product/adapter.py` makes one of them, and explains magnitudes (DoRA), for which y is made
+once more in backward. h is small and kept. W, which is not trained, has no product of its own for a
+gradient.
 """
 
 from contextlib import ExitStack
@@ -31,9 +33,10 @@ from llmq.formats.operands import BACKWARD, FORWARD, WEIGHT, Operands
 from llmq.model.activations import LayerContext
 from llmq.model.adapters import Dropout, blocks_of, expanded, output_gradients, width_of
 from llmq.model.parameters import PartWeights
-from llmq.ops import adapter, reduce
-from llmq.ops.matmul import matmul
-from llmq.ops.product import accepts_addend, product, weight_gradient
+from llmq.ops.pointwise import reduce
+from llmq.ops.product import adapter
+from llmq.ops.product.matmul import matmul
+from llmq.ops.product.product import accepts_addend, product, weight_gradient
 from llmq.options.adapters import Adapted, adapted_in_layers, adapters_of
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device

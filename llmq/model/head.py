@@ -21,10 +21,11 @@ from llmq.model.adapters import Dropout, HeadAdapters, OfPass, table_adapters
 from llmq.model.linear import Linear
 from llmq.model.norms import Normalization, alloc_stats
 from llmq.model.parameters import PartGrads, PartWeights
-from llmq.ops import cross_entropy, quantize, quantize_int8
 from llmq.ops.common import padded_columns
-from llmq.ops.distill import Teacher, top_k
-from llmq.ops.labels import Labels
+from llmq.ops.loss import cross_entropy
+from llmq.ops.loss.distill import Teacher, top_k
+from llmq.ops.loss.labels import Labels
+from llmq.ops.quantize import quantize, quantize_int8
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 

@@ -9,14 +9,14 @@ contiguous in both, so input, weight and output gradient are each needed in two 
     d_x      = d_out   (rows, out) @ weight_t (in, out)^T
     d_weight = d_out_t (out, rows) @ x_t      (in, rows)^T
 
-Fp8 products may be permitted to sum with fewer bits (`ops.matmul.matmul_fp8`).
+Fp8 products may be permitted to sum with fewer bits (`ops.product.matmul.matmul_fp8`).
 """
 
 from llmq.base.operand import Adapters, Operand, tensor_of
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.operands import BACKWARD, FORWARD, WEIGHT, Operands
-from llmq.ops import reduce
-from llmq.ops.product import product, weight_gradient
+from llmq.ops.pointwise import reduce
+from llmq.ops.product.product import product, weight_gradient
 from llmq.runtime.device import Device
 
 

@@ -18,7 +18,7 @@ from llmq.model.losses.loss import Loss, Rows
 from llmq.model.norms import BlockNorms
 from llmq.model.parameters import PartGrads, PartWeights
 from llmq.model.residuals import Residuals
-from llmq.ops import embedding
+from llmq.ops.pointwise import embedding
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 from llmq.state.grads import Gradients

@@ -24,8 +24,9 @@ from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.operands import Operands
 from llmq.model.activations import LayerContext, NormTensors, Stats
 from llmq.model.parameters import PartGrads, PartWeights
-from llmq.ops import norm, quantize
-from llmq.ops.elementwise import add
+from llmq.ops.pointwise import norm
+from llmq.ops.pointwise.elementwise import add
+from llmq.ops.quantize import quantize
 from llmq.runtime.device import Device
 
 

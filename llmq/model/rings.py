@@ -12,7 +12,8 @@ from llmq.base.batch import FILLER_TARGET, Batch
 from llmq.base.dtypes import F32, F64, I32, I64, NO_LIMITS, STEP_SCALARS, STEP_SCALARS_WORDS, Limits
 from llmq.base.tensor import Tensor
 from llmq.model.losses.loss import Loss
-from llmq.ops import clock, global_norm
+from llmq.ops.pointwise import clock
+from llmq.ops.update import global_norm
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Clock, Device
 from llmq.runtime.lane import Ring

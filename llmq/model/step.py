@@ -16,7 +16,7 @@ from llmq.model.balance import ROUTER_SHOWN, ROUTER_STATS
 from llmq.model.losses import loss_class
 from llmq.model.model import Model
 from llmq.model.rings import Inbox, Result, Results, scalars_of
-from llmq.ops import global_norm
+from llmq.ops.update import global_norm
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 from llmq.state.grads import Gradients
@@ -175,7 +175,7 @@ class Step:
 
     def score_top_k(self, batch: Batch) -> np.ndarray:
         """The largest log-probabilities behind each token, F32 (B, T, 2 k) as
-        `ops.distill.top_k` has them, of a step whose loss reads as many; as `score` does."""
+        `ops.loss.distill.top_k` has them, of a step whose loss reads as many; as `score` does."""
         self.score(batch)
         told = self.inbox.more["scores"]  # what was sent of it is not read again
         flat = told.view(self.targets.size, told.shape[-1])

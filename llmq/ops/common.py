@@ -36,7 +36,8 @@ MAX_COLUMNS = 8192
 # blocks; backward passes take few large ones, because every block leaves a row of partial sums.
 FORWARD_WARPS, BACKWARD_WARPS = 4, 8
 
-# Products of our own in instructions that only these tensor cores have (cu/product_sm90.cuh).
+# Products of our own in instructions that only these tensor cores have
+# (cu/product/product_sm90.cuh).
 CAPABILITY = 90
 GENERIC_FP8 = (89, 120, 121)
 """Capabilities of the other GPUs on which kernels of ours multiply fp8 codes: before Ada none does,
@@ -47,7 +48,8 @@ TILE_ROWS = 256  # of a tile of a cluster of two blocks
 NARROW, WIDE = 192, 224  # columns of a tile
 STORED_ALONE = 448  # bytes of a row of a, which would be multiplied while a wide tile is stored
 
-# column_sum of cu/reduce.cu: threads of a block, rows of a warp before several share columns.
+# column_sum of cu/pointwise/reduce.cu: threads of a block, rows of a warp before several share
+# columns.
 COLUMN_SUM_THREADS, COLUMN_SUM_ROWS = 1024, 8
 
 
@@ -117,10 +119,12 @@ def expect_float(op: str, name: str, tensor: Tensor) -> None:
 # The kernels of a bias: one compilation defines the types of both, so that they are declared
 # together. The second one finishes the sums of all operations whose blocks leave partial sums.
 BIAS_BACKWARD = Kernel(
-    "reduce.cu", "bias_backward", args="f32* partial, const T* d_out, i64 rows, i32 N, i32 splits"
+    "pointwise/reduce.cu",
+    "bias_backward",
+    args="f32* partial, const T* d_out, i64 rows, i32 N, i32 splits",
 )
 COLUMN_SUM = Kernel(
-    "reduce.cu",
+    "pointwise/reduce.cu",
     "column_sum",
     args="inout G* d, const f32* partial, const i32* scalars, i32 rows, i32 columns, "
     "i32 accumulate, u32 salt",

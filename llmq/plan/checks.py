@@ -9,10 +9,10 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn_once
 from llmq.model.halves.attention import directions
-from llmq.ops import delta_rule
-from llmq.ops.attention import MAX_HEAD_DIM
+from llmq.ops.attention.attention import MAX_HEAD_DIM
 from llmq.ops.common import CAPABILITY, GENERIC_FP8, MAX_COLUMNS
-from llmq.ops.reduce import MAX_PARTS
+from llmq.ops.delta import delta_rule
+from llmq.ops.pointwise.reduce import MAX_PARTS
 from llmq.options.cards import card_here
 from llmq.options.conditions import AttentionHere, Here, why_no_cudnn
 from llmq.options.options import TrainConfig

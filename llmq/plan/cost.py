@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from llmq.ops.attention import MAX_HEAD_DIM
+from llmq.ops.attention.attention import MAX_HEAD_DIM
 from llmq.options.cards import Card
 from llmq.plan.measured import More, RigLinks, exposed, half_wave, measured
 from llmq.plan.plan import Plan

@@ -18,7 +18,8 @@ from llmq.comm.collectives import part, silenced
 from llmq.comm.connect import connect
 from llmq.comm.links import LinkTable
 from llmq.comm.options import CommOptions
-from llmq.ops import clock, elementwise, matmul
+from llmq.ops.pointwise import clock, elementwise
+from llmq.ops.product import matmul
 from llmq.rig.child import Job
 from llmq.runtime.device import Device, MemorySizes
 from llmq.runtime.host_device import HostDevice

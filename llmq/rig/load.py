@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from llmq.base.dtypes import BF16, U8
-from llmq.ops import elementwise, matmul
+from llmq.ops.pointwise import elementwise
+from llmq.ops.product import matmul
 from llmq.rig.child import Job
 from llmq.runtime.device import Device
 from llmq.runtime.gpu_info import bus_id

@@ -21,8 +21,8 @@ from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
 from llmq.checkpoint.finite import reached, unmoved_lines
 from llmq.model.step import Step
-from llmq.ops import fp8_scale
-from llmq.ops.fp8_scale import STRIDE
+from llmq.ops.quantize import fp8_scale
+from llmq.ops.quantize.fp8_scale import STRIDE
 from llmq.run.events import Member, StepDone
 from llmq.run.guard import Guard
 from llmq.run.metrics import Reporter

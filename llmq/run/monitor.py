@@ -12,7 +12,8 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, MIB
-from llmq.ops import elementwise, matmul
+from llmq.ops.pointwise import elementwise
+from llmq.ops.product import matmul
 from llmq.options.adapters import adapters_of
 from llmq.options.options import TrainConfig
 from llmq.plan.sol import FlopsPerToken, flops_per_token, nanoseconds_per_token, peaks

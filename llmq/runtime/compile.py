@@ -136,6 +136,13 @@ def included_texts(text: str, headers: dict[str, str]) -> list[str]:
     return [headers[name] for name in sorted(used)]
 
 
+def headers() -> dict[str, str]:
+    """The texts of all headers in llmq/cu, by the names of their includes:
+    product/smem_tiles.cuh."""
+    paths = sorted(KERNEL_DIR.rglob("*.cuh"))
+    return {path.relative_to(KERNEL_DIR).as_posix(): path.read_text() for path in paths}
+
+
 class Nvrtc:
     """NVRTC's functions. RuntimeError where one fails. version: (major, minor)."""
 
@@ -226,8 +233,7 @@ def compile_kernel(source: KernelSource, capability: int) -> Cubin:
         flags.append("--no-cache")  # what NVRTC's own cache returns lacks the assembler's report
     if os.environ.get("LLMQ_LINEINFO") == "1":
         flags.append("-lineinfo")
-    headers = {p.name: p.read_text() for p in KERNEL_DIR.glob("*.cuh")}
-    key = digest([text, *included_texts(text, headers), *flags, str(nvrtc.version)])
+    key = digest([text, *included_texts(text, headers()), *flags, str(nvrtc.version)])
     path = cache_dir() / f"{source.entry}-{key}.cubin"
     # Ranks and compile_ahead want the same kernels: one thread compiles, the others read.
     with _locks.setdefault(path, threading.Lock()):

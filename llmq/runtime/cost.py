@@ -111,7 +111,7 @@ def product_cost(
     """The cost of a matrix product, of the library or of ours.
 
     sizes: M, N, K. a, out: formats of the first operand, and of what the library would write.
-    trans_a, trans_b, accumulate, addend, fast (fast_accumulation): as ops.matmul has them.
+    trans_a, trans_b, accumulate, addend, fast (fast_accumulation): as ops.product.matmul has them.
     epilogue: a word for what a launch of ours does besides; a card file without it is asked for the
     library's product. rank: columns of the adapters that are in the product. besides: the formats
     (`kernel.formats`) of the other tensors of one of LONGER. transposes: as Cost has it. batch: how

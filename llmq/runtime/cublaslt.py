@@ -34,7 +34,7 @@ CANDIDATES = 48  # algorithms asked of the heuristic
 
 def _method(names: str) -> Callable[..., None]:
     """A product with these arguments, in their order, which the library kernel of its name in
-    llmq/ops/matmul.py declares; those that it lacks are as in `a @ b^T`."""
+    llmq/ops/product/matmul.py declares; those that it lacks are as in `a @ b^T`."""
     fields = names.split()
 
     def enqueue(self: CublasLt, stream: int, *args: Any) -> None:

@@ -131,7 +131,7 @@ class CudaDevice(Device):
                 self._kernels.launch(launch, self._stream)
             else:
                 method = kernel.entry.removeprefix(f"{kernel.op}_")
-                getattr(self._library(kernel.file), method)(self._stream, *launch.args)
+                getattr(self._library(kernel.op), method)(self._stream, *launch.args)
             if self._sync_launches:
                 self.sync_calls += 1
                 self._runtime.streamSynchronize(self._stream)

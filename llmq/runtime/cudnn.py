@@ -93,7 +93,8 @@ def unsupported(capability: int, dtype: DType, head_dim: int) -> str | None:
 class CudnnAttention:
     """Attention forward and backward through cuDNN, for one device. `forward` and `backward`
     take a stream (a cudaStream_t as an integer), on which they are enqueued, and the
-    arguments of the library kernels of these names that llmq/ops/attention.py declares."""
+    arguments of the library kernels of these names that llmq/ops/attention/attention.py
+    declares."""
 
     def __init__(self, device_index: int):
         """Raises LlmqError where the library or its Python front end is missing or too old."""

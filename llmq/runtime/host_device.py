@@ -18,7 +18,7 @@ from llmq.runtime.mesh import Mesh
 @cache
 def reference(kernel: Kernel) -> Callable[..., None]:
     """The NumPy function that a kernel is checked against."""
-    return getattr(importlib.import_module(f"llmq.ref.{kernel.op}"), kernel.entry)
+    return getattr(importlib.import_module(f"llmq.ref.{kernel.module}"), kernel.entry)
 
 
 @cache

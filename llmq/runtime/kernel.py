@@ -82,10 +82,10 @@ def _parse(text: str) -> Arg:
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """An entry point of llmq/cu/<file>, or of a library when file has no `.cu` ending. The
-    reference of the entry is the function of the same name in llmq/ref/<stem of file>.py. A
-    one-letter type is a type variable: bound by its tensors at launch, all of one dtype, and passed
-    to the compiler as -D<letter>=<type>. capability: the only one, times 10, that has the
-    instructions; None: all that are supported."""
+    reference of the entry is the function of the same name in llmq/ref/<file>.py. A one-letter type
+    is a type variable: bound by its tensors at launch, all of one dtype, and passed to the compiler
+    as -D<letter>=<type>. capability: the only one, times 10, that has the instructions; None: all
+    that are supported."""
 
     file: str
     entry: str
@@ -105,7 +105,12 @@ class Kernel:
     @property
     def op(self) -> str:
         """The operation this entry belongs to: the stem of its file."""
-        return self.file.removesuffix(".cu")
+        return self.module.rpartition(".")[2]
+
+    @property
+    def module(self) -> str:
+        """The operation's module below llmq.ops and llmq.ref, with its room: product.matmul."""
+        return self.file.removesuffix(".cu").replace("/", ".")
 
     def bind(self, args: tuple, *, aligned: bool = True) -> dict[str, DType]:
         """Check the arguments against the declaration; returns the type variables' dtypes.

@@ -20,7 +20,7 @@ from llmq.runtime.processes import processes
 # (an RTX PRO 6000 has 188), with which most workspaces are largest (not all: those of adapters'
 # gradients may take more on a small card), and the largest workspace for the library. Not Hopper's
 # capability, whose products have more in them and need less scratch than two kernels elsewhere; the
-# one that needs more is planned here, too (`ops/matmul_fused.py`).
+# one that needs more is planned here, too (`ops/product/matmul_fused.py`).
 PLAN_SPEC = DeviceSpec(
     name="any GPU", capability=100, num_sms=192, memory=0, library_workspace=32 * MIB
 )

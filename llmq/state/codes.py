@@ -11,8 +11,8 @@ from itertools import groupby
 from llmq.base.dtypes import E4M3, F32, DType
 from llmq.base.operand import Fp8, Int8, Operand
 from llmq.base.tensor import Tensor
-from llmq.ops import fp8_scale, quantize
-from llmq.ops.fp8_scale import STRIDE, slots
+from llmq.ops.quantize import fp8_scale, quantize
+from llmq.ops.quantize.fp8_scale import STRIDE, slots
 from llmq.runtime.device import Device
 from llmq.state.params import Slab, planes
 from llmq.state.placement import Placement

@@ -22,7 +22,7 @@ from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.formats import storage_of
 from llmq.formats.storage import CodeLayout, Encoder, Write
-from llmq.ref.four_bits import BLOCK
+from llmq.ref.quantize.four_bits import BLOCK
 from llmq.runtime.device import Device
 from llmq.state.codes import Transposes
 from llmq.state.params import Param, Slab

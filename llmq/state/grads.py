@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 from llmq.base.dtypes import F64
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops import global_norm, reduce
+from llmq.ops.pointwise import reduce
+from llmq.ops.update import global_norm
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 from llmq.state.params import SHARED, Slab

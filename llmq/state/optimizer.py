@@ -19,8 +19,8 @@ from typing import NamedTuple
 from llmq.base.dtypes import F32, I64, DType
 from llmq.base.tensor import Tensor
 from llmq.comm.collectives import part
-from llmq.ops import elementwise
 from llmq.ops.common import SCALE_BLOCK
+from llmq.ops.pointwise import elementwise
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import ceil_div

@@ -26,7 +26,7 @@ from llmq.base.dtypes import FP8_MAX, DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.formats.storage import Write
-from llmq.ops import elementwise
+from llmq.ops.pointwise import elementwise
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 from llmq.state.codes import HeadCodes, Transposes, WeightCodes

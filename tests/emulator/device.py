@@ -103,7 +103,7 @@ def program(
 
 def headers() -> dict[str, str]:
     """Every header a kernel may include, by name."""
-    found = {p.name: adapt(p.read_text()) for p in sorted(compile.KERNEL_DIR.glob("*.cuh"))}
+    found = {name: adapt(text) for name, text in compile.headers().items()}
     found.update({p.name: p.read_text() for p in sorted(HERE.glob("*.cuh"))})
     found.update({name: (HERE / name).read_text() for name in (HEADER, PTX)})
     return found
@@ -159,11 +159,12 @@ def build(text: str, name: str) -> Path:
     del files[HEADER], files[PTX]
     with tempfile.TemporaryDirectory() as folder:
         for header, content in files.items():
+            (Path(folder) / header).parent.mkdir(exist_ok=True)
             (Path(folder) / header).write_text(content)
         (Path(folder) / "main.cpp").write_text(text)
         ahead = _ahead()
         inputs = ["main.cpp", *map(str, sorted(ahead.glob("*.o")))]
-        _run([*_command(), "-shared", f"-I{ahead}", *inputs, "-o", "main.so"], folder, name)
+        _run([*_command(), "-shared", "-I.", f"-I{ahead}", *inputs, "-o", "main.so"], folder, name)
         write_shared(path, (Path(folder) / "main.so").read_bytes())
     return path
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 
-from llmq.ref import attention as ref
+from llmq.ref.attention import attention as ref
 
 HANDLE = 77
 VERSION = 91900

@@ -9,7 +9,7 @@ import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.base.operand import ProductCodes
-from llmq.ops.matmul import matmul_fp8
+from llmq.ops.product.matmul import matmul_fp8
 from llmq.runtime import tuning
 from llmq.runtime.cublaslt import CublasLt
 from llmq.runtime.device import MemorySizes
@@ -42,9 +42,9 @@ class Blackwell(HostDevice):
 
     def launch(self, kernel, grid, block, args, **options):
         self.launched.append(kernel.entry)
-        if kernel.file == "matmul":
+        if kernel.file == "product/matmul":
             self.kinds.add(options["cost"].kind)
-        if kernel.file != "matmul":
+        if kernel.file != "product/matmul":
             super().launch(kernel, grid, block, args, **options)
             return
         kernel.bind(args)

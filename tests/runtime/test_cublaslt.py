@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, U8
-from llmq.ref.matmul import CASES, FP8_CASES, matmul, matmul_fp8
+from llmq.ref.product.matmul import CASES, FP8_CASES, matmul, matmul_fp8
 from llmq.runtime import tuning as files
 from llmq.runtime.cublaslt import CublasLt
 from llmq.runtime.product import COMPUTE_32F, CUDA_TYPES

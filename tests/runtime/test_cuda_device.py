@@ -11,7 +11,7 @@ import pytest
 
 from llmq.base.dtypes import BF16, E4M3, F32
 from llmq.base.errors import LlmqError
-from llmq.ops import elementwise
+from llmq.ops.pointwise import elementwise
 from llmq.runtime import cublaslt, cuda_api, cuda_kernels
 from llmq.runtime.compile import Cubin, Resources
 from llmq.runtime.cuda_api import device_spec
@@ -26,7 +26,7 @@ from tests.runtime.fake_cuda import PINNED_LIMIT, CudaError, FakeApi
 SIZES = MemorySizes(device=1 << 16, stack=1 << 16, pinned=1 << 12)
 SCALE = Kernel("fake.cu", "scale", args="T* y, const T*? x, f32 a, i32 b, u32 c, i64 d, f64 e")
 OTHER = Kernel("fake.cu", "other", args="inout f32* y")
-LIBRARY = Kernel("matmul", "matmul", args="f32* out")
+LIBRARY = Kernel("product/matmul", "matmul", args="f32* out")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
-from llmq.ops import attention
+from llmq.ops.attention import attention
 from llmq.runtime.attention_parts import divisions
 from llmq.runtime.cudnn import (
     FORWARD_WORKSPACE_BYTES,
@@ -40,7 +40,7 @@ class LibraryDevice(HostDevice):
         self.library = library
 
     def launch(self, kernel, grid, block, args, **options):
-        if kernel.file != "attention":
+        if kernel.file != "attention/attention":
             super().launch(kernel, grid, block, args, **options)
             return
         kernel.bind(args)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32
-from llmq.ops import elementwise
+from llmq.ops.pointwise import elementwise
 from llmq.runtime.device import HOST_SPEC, Device, MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.plan_device import PlanDevice

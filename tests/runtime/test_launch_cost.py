@@ -83,7 +83,7 @@ def test_every_product_and_attention_says_what_it_costs(run):
         assert (cost.part, cost.kind and cost.kind.is_product) == ("product", True), kernel
         assert cost.rate and cost.label and cost.flops >= 2 * cost.kind.sizes[2], kernel
     for kernel, *_, cost in launches_of(run):
-        if kernel.file.startswith("attention"):
+        if kernel.op.startswith("attention"):
             assert cost.part == "attention", kernel
             assert bool(cost.flops) == bool(cost.rate) == (cost.kind is not None), kernel
 

@@ -22,7 +22,7 @@ from llmq.checkpoint.safetensors_file import TensorSpec
 from llmq.formats.operands import id_of
 from llmq.formats.scales import SCALE_MARGIN, STATE
 from llmq.ref.common import encode_fp8, row_blocks
-from llmq.ref.quantize import LEAST_ABS_MAX
+from llmq.ref.quantize.quantize import LEAST_ABS_MAX
 from llmq.state.params import Param
 
 SCALES, ACTIVATIONS = ("tensor", "row"), ("dynamic", "static")

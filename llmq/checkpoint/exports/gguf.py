@@ -31,10 +31,10 @@ from llmq.checkpoint.exports.gguf_vocab import add_vocabulary
 from llmq.checkpoint.exports.source import Source
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.hf import stored_shape
-from llmq.ops.rope import inverse_frequencies
+from llmq.ops.attention.rope import inverse_frequencies
 from llmq.options.adapters import Adapters, adapted_tables, all_adapted
 from llmq.ref.common import row_blocks
-from llmq.ref.four_bits import mxfp4_encode
+from llmq.ref.quantize.four_bits import mxfp4_encode
 from llmq.state.params import PEFT_PREFIX, Param
 
 DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}

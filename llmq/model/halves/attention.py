@@ -19,8 +19,8 @@ from llmq.base.tensor import Tensor
 from llmq.formats.operands import Activation
 from llmq.model.activations import HalfLayer, LayerContext, Recompute, scratch_like
 from llmq.model.halves.half import ModelContext
-from llmq.ops import attention, attention_backward, attention_gate, qk_norm, rope
-from llmq.ops.attention import AttentionMask
+from llmq.ops.attention import attention, attention_backward, attention_gate, qk_norm, rope
+from llmq.ops.attention.attention import AttentionMask
 from llmq.runtime.attention_parts import sees_all_before
 
 # By the largest head size that it is for: the share of the causal pairs of query and key below

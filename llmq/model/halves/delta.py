@@ -17,8 +17,8 @@ from llmq.base.tensor import Tensor
 from llmq.formats.operands import Activation
 from llmq.model.activations import HalfLayer, LayerContext, Recompute, scratch_like
 from llmq.model.halves.half import ModelContext
-from llmq.ops import delta_gates, delta_rule, gated_norm, short_conv
-from llmq.ops.delta_rule import Heads
+from llmq.ops.delta import delta_gates, delta_rule, gated_norm, short_conv
+from llmq.ops.delta.delta_rule import Heads
 
 
 class _Saved(NamedTuple):

@@ -5,8 +5,8 @@
     d_B = scale * d_y^T @ h        d_A = d_h^T @ x
 
 If an expert's matrix has two parts, up and gate, both A lie below each other, and B is a matrix in
-which each part has columns of its own, as `ops/adapter.py` makes it. Backward computes h again,
-which is small, as is its product.
+which each part has columns of its own, as `ops/product/adapter.py` makes it. Backward computes h
+again, which is small, as is its product.
 """
 
 from contextlib import ExitStack
@@ -18,9 +18,10 @@ from llmq.formats.operands import BACKWARD, FORWARD
 from llmq.model.activations import LayerContext
 from llmq.model.halves.half import ModelContext
 from llmq.model.parameters import PartWeights
-from llmq.ops import adapter, reduce
-from llmq.ops.expert_rows import sum_rows
-from llmq.ops.product import grouped_gradient, grouped_product
+from llmq.ops.experts.expert_rows import sum_rows
+from llmq.ops.pointwise import reduce
+from llmq.ops.product import adapter
+from llmq.ops.product.product import grouped_gradient, grouped_product
 from llmq.options.adapters import Adapted, adapted_in_layers, adapters_of
 
 

@@ -31,12 +31,13 @@ from llmq.model.halves.half import ModelContext
 from llmq.model.halves.shared_expert import SharedExpert, SharedKept
 from llmq.model.linear import Linear
 from llmq.model.parameters import PartWeights
-from llmq.ops import quantize, swiglu
-from llmq.ops.elementwise import convert
-from llmq.ops.expert_rows import combine, combine_backward, gather_rows, sort_rows
-from llmq.ops.fp8_scale import abs_max
-from llmq.ops.matmul import matmul
-from llmq.ops.route import route, route_backward
+from llmq.ops.experts.expert_rows import combine, combine_backward, gather_rows, sort_rows
+from llmq.ops.experts.route import route, route_backward
+from llmq.ops.pointwise import swiglu
+from llmq.ops.pointwise.elementwise import convert
+from llmq.ops.product.matmul import matmul
+from llmq.ops.quantize import quantize
+from llmq.ops.quantize.fp8_scale import abs_max
 
 
 class _Saved(NamedTuple):

@@ -4,9 +4,9 @@
 
 Dimensions: rows = B*T, C channels, F width; the up product of a gated MLP has 2F columns. The
 activation is the epilogue of the up product, and its gradient that of the down product's input
-gradient (`ops/product.py`). `operands` turns a tensor into what products multiply: with fp8 codes
-and a scale, without it the tensor itself. With --mlp-dtype e4m3 the two products in front of an
-activation write fp8 codes, too: mlp_up, and the gradient of the activation's output.
+gradient (`ops/product/product.py`). `operands` turns a tensor into what products multiply: with fp8
+codes and a scale, without it the tensor itself. With --mlp-dtype e4m3 the two products in front of
+an activation write fp8 codes, too: mlp_up, and the gradient of the activation's output.
 """
 
 from contextlib import ExitStack

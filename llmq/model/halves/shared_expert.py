@@ -18,11 +18,11 @@ from llmq.formats.operands import Activation
 from llmq.model.activations import HalfLayer, LayerContext, scratch_like
 from llmq.model.halves.half import ModelContext
 from llmq.model.linear import Linear
-from llmq.ops import swiglu
-from llmq.ops.elementwise import add
-from llmq.ops.expert_rows import combine, combine_backward
-from llmq.ops.matmul import matmul
-from llmq.ops.route import route, route_backward
+from llmq.ops.experts.expert_rows import combine, combine_backward
+from llmq.ops.experts.route import route, route_backward
+from llmq.ops.pointwise import swiglu
+from llmq.ops.pointwise.elementwise import add
+from llmq.ops.product.matmul import matmul
 
 _SIGMOID = {"kind": "sigmoid"}  # of a router with one expert
 

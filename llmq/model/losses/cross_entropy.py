@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from llmq.base.dtypes import STATS, TOKEN_STATS
 from llmq.base.tensor import Tensor
 from llmq.model.losses.loss import Loss, Rows
-from llmq.ops import cross_entropy
+from llmq.ops.loss import cross_entropy
 
 
 class TokenCrossEntropy(Loss):

@@ -1,4 +1,4 @@
-"""Distillation: each token's distribution is to be that of a teacher (`ops/distill.py`)."""
+"""Distillation: each token's distribution is to be that of a teacher (`ops/loss/distill.py`)."""
 
 from collections.abc import Mapping
 
@@ -6,8 +6,8 @@ from llmq.base.dtypes import F32
 from llmq.base.tensor import Tensor
 from llmq.model.losses.cross_entropy import TokenCrossEntropy
 from llmq.model.losses.loss import Rows
-from llmq.ops import distill
-from llmq.ops.distill import Teacher
+from llmq.ops.loss import distill
+from llmq.ops.loss.distill import Teacher
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 

@@ -7,8 +7,8 @@ from typing import ClassVar, NamedTuple
 
 from llmq.base.dtypes import STATS
 from llmq.base.tensor import Tensor
-from llmq.ops.distill import Teacher
-from llmq.ops.labels import Labels
+from llmq.ops.loss.distill import Teacher
+from llmq.ops.loss.labels import Labels
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 

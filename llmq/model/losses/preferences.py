@@ -1,4 +1,5 @@
-"""Losses of pairs of answers to one prompt, of which one is to be preferred (`ops/pairs.py`)."""
+"""Losses of pairs of answers to one prompt, of which one is to be preferred
+(`ops/loss/pairs.py`)."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -10,9 +11,9 @@ import numpy as np
 from llmq.base.dtypes import F32, F64
 from llmq.base.tensor import Tensor
 from llmq.model.losses.loss import Loss, Rows
-from llmq.ops import pairs
+from llmq.ops.loss import pairs
 from llmq.options.options import TrainConfig
-from llmq.ref.pairs import IPO, KTO, ORPO, SIGMOID, SUMS, Documents, Form, of_pair
+from llmq.ref.loss.pairs import IPO, KTO, ORPO, SIGMOID, SUMS, Documents, Form, of_pair
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 

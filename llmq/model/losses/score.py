@@ -7,10 +7,10 @@ from llmq.base.tensor import Tensor
 from llmq.model.losses.cross_entropy import TokenCrossEntropy
 from llmq.model.losses.loss import Rows
 from llmq.model.losses.preferences import SimPo
-from llmq.ops import distill
-from llmq.ops.labels import Labels
+from llmq.ops.loss import distill
+from llmq.ops.loss.labels import Labels
 from llmq.options.options import TrainConfig
-from llmq.ref.pairs import SIGMOID, Form
+from llmq.ref.loss.pairs import SIGMOID, Form
 from llmq.runtime.device import Device
 
 

@@ -6,7 +6,7 @@ from math import inf, nan
 from llmq.base.tensor import Tensor
 from llmq.model.losses.cross_entropy import TokenCrossEntropy
 from llmq.model.losses.loss import Rows
-from llmq.ops import cross_entropy
+from llmq.ops.loss import cross_entropy
 from llmq.options.options import TrainConfig
 
 

@@ -3,13 +3,13 @@
 import numpy as np
 
 from llmq.base.tensor import Tensor
-from llmq.ops import adamw
+from llmq.ops.update import adamw
 from llmq.runtime.device import Device
 from llmq.state.rules.rule import Moment, Part, UpdateRule
 
 
 class AdamW(UpdateRule):
-    """The first moment m and the second moment v, see llmq/ops/adamw.py."""
+    """The first moment m and the second moment v, see llmq/ops/update/adamw.py."""
 
     moments = (
         Moment(

@@ -16,8 +16,8 @@ from math import sqrt
 
 from llmq.base.dtypes import BF16
 from llmq.base.tensor import Tensor
-from llmq.ops import muon
-from llmq.ops.matmul import matmul
+from llmq.ops.product.matmul import matmul
+from llmq.ops.update import muon
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import POINTER_ALIGN
@@ -45,7 +45,8 @@ def _match_rms(rows: int, columns: int) -> float:
 
 
 class Muon(AdamW):
-    """The momentum m of the matrices of blocks, see llmq/ops/muon.py; AdamW's m and v of others."""
+    """The momentum m of the matrices of blocks, see llmq/ops/update/muon.py; AdamW's m and v of
+    others."""
 
     @classmethod
     def by_matrix(cls, slab: Slab) -> bool:

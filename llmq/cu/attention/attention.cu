@@ -1,0 +1,288 @@
+// attention.cu -- causal self-attention with grouped key/value heads.
+//
+//   S = q k^T / sqrt(Hd), keys that the query does not see masked
+//   lse = log sum exp(S);  P = exp(S - lse)
+//   out = P v;   delta = sum over Hd of d_out * out
+//   dS = P * (d_out v^T - delta)
+//   d_v = P^T d_out;   d_k = dS^T q / sqrt(Hd);   d_q = dS k / sqrt(Hd)
+//   sum_heads: d_k, d_v = sums of d_kv over the query heads of each, in ascending order, in F32
+//
+// Data     qkv, d_qkv: T (B, seq_len, Hq + 2 Hkv, HEAD_DIM), query, then key, then value heads;
+//          out, d_out: T (B, seq_len, Hq, HEAD_DIM); lse, delta: F32 (B, Hq, seq_len). T: BF16
+//          (tensor cores, attention_mma.cuh) or F32 (attention_fma.cuh). Sums and statistics F32;
+//          BF16 P and dS are rounded before they are multiplied. Any seq_len; HEAD_DIM up to 256,
+//          in tiles with zeros up to a multiple of 16. With MASKED = 1 query t sees keys from
+//          max(starts[t], t - window + 1) on: starts: I32 (B, seq_len), never falling along a
+//          sequence, or null. With MASKED = 0 it sees all up to its own.
+// Launch   forward: FORWARD_OWN queries a block, grid (tiles, Hq, B). backward: BACKWARD_OWN keys
+//          or queries a block, grid tiles * B * (Hkv + Hq), keys first. Tiles and dynamic shared
+//          memory come from llmq/ops/attention/attention.py. delta: 8 threads a row, grid (blocks, B).
+//          decode: grid (Hq, new positions, B); sinks: T (Hq), a score of each head that gives
+//          attention to nothing, or null. sum_heads: 256 threads, one for each 16-byte vector
+//          of keys and values; d_kv: T (2, Hq, seq_len, HEAD_DIM), for keys and for values.
+// Cost     forward 2, backward 7 B Hq seq_len^2 HEAD_DIM FLOPs (4 products in blocks that own keys,
+//          3 in those that own queries; with SPLIT_KEYS = 1, where registers do not do for dK and
+//          dV at once, 8 in all); a tile is read by every block that meets it, mostly in L2. Tiles
+//          in which no query sees a key are skipped, so that with MASKED = 1 work goes with what
+//          is seen. What is not seen changes nothing, not even if it is NaN.
+// Needs    sm_80 for BF16. backward: lse of the forward, delta of attention_delta. No atomics:
+//          every element is summed by one thread in a fixed order.
+#include "common.cuh"
+
+// How many pieces of this size cover n.
+__host__ __device__ constexpr int pieces(int n, int size) { return (n + size - 1) / size; }
+
+// What the queries of one sequence see. Both limits never fall from one query to the next, so that
+// those of a tile are those of its first and its last query.
+struct Sight {
+    const int* starts;  // of the sequence, or null
+    int window, seq_len;
+
+    static __device__ __forceinline__ Sight of(const int* starts, int batch, int window,
+                                               int seq_len) {
+        return {MASKED && starts ? starts + (i64)batch * seq_len : nullptr, window, seq_len};
+    }
+    // The first key that a query sees, which may lie beyond the sequence.
+    __device__ __forceinline__ int first_key(int query) const {
+        if (!MASKED) { return 0; }
+        query = min(query, seq_len - 1);
+        const int start = starts ? __ldg(starts + query) : 0;
+        return max(start, query + 1 - window);
+    }
+    // The end of the queries that see one of the keys up to `key`, which is in the sequence: by a
+    // search of the whole warp.
+    __device__ __forceinline__ int end_of_queries(int key) const {
+        if (!MASKED) { return seq_len; }
+        int end = window < seq_len - key ? key + window : seq_len;
+        int seen = key;  // by its own query
+        if (!starts) { return end; }
+        while (end - seen > 1) {
+            const int piece = pieces(end - seen - 1, 32);
+            const int query = seen + ((int)threadIdx.x % 32 + 1) * piece;
+            const bool sees = query < end && __ldg(starts + query) <= key;
+            const int count = __popc(__ballot_sync(0xFFFFFFFFu, sees));  // the first ones of all
+            end = min(end, seen + (count + 1) * piece);
+            seen += count * piece;
+        }
+        return end;
+    }
+};
+
+// What a block of the backward computes: dK and dV of its keys, one of both, or dQ of its queries.
+enum class Part { KEYS, ONLY_K, ONLY_V, QUERIES };
+
+#include "attention/attention_fma.cuh"
+#include "attention/attention_mma.cuh"
+
+constexpr bool WHOLE_VECTORS = HEAD_DIM % 16 == 0;  // in a head; else its elements are loaded one by one
+constexpr int DELTA_LANES = 8;  // threads that share a row of attention_delta
+constexpr int DECODE_THREADS = 128;
+
+// The code for each element type; a template, so that only the needed one is compiled.
+template <class E> struct Attention;
+
+template <> struct Attention<bf16> {
+    template <int OWN, int STEP, int THREADS, class... Args>
+    static __device__ __forceinline__ void forward(Args... args) {
+        mma::forward<OWN, STEP, THREADS>(args...);
+    }
+    template <Part PART, int OWN, int STEP, int THREADS, class... Args>
+    static __device__ __forceinline__ void backward(Args... args) {
+        mma::backward<OWN, STEP, THREADS, PART>(args...);
+    }
+};
+
+template <> struct Attention<float> {
+    template <int OWN, int STEP, int THREADS, class... Args>
+    static __device__ __forceinline__ void forward(Args... args) {
+        simt::forward<OWN, STEP, THREADS>(args...);
+    }
+    template <Part PART, int OWN, int STEP, int THREADS, class... Args>
+    static __device__ __forceinline__ void backward(Args... args) {
+        simt::backward<OWN, STEP, THREADS, PART>(args...);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, 1)
+    attention_forward(T* __restrict__ out, float* __restrict__ lse, const T* __restrict__ qkv,
+                      int seq_len, int num_heads, int num_kv_heads,
+                      const int* __restrict__ starts, int window) {
+    extern __shared__ __align__(128) char shared[];
+    const Sight sight = Sight::of(starts, blockIdx.z, window, seq_len);
+    Attention<T>::forward<FORWARD_OWN, FORWARD_STEP, FORWARD_THREADS>(
+        out, lse, qkv, seq_len, num_heads, num_kv_heads, sight, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    attention_delta(float* __restrict__ delta, const T* __restrict__ d_out,
+                    const T* __restrict__ out, int seq_len, int num_heads) {
+    constexpr int N = WHOLE_VECTORS ? Vec<T>::N : 1, VECTORS = HEAD_DIM / N;
+    const int row = (blockIdx.x * 256 + threadIdx.x) / DELTA_LANES;  // of (seq_len, Hq)
+    const int lane = threadIdx.x % DELTA_LANES, rows = seq_len * num_heads;
+    const i64 first_row = (i64)blockIdx.y * rows;  // of the sequence
+    float sum = 0.0f;
+    if (row < rows) {
+#pragma unroll
+        for (int n = 0; n < pieces(VECTORS, DELTA_LANES); ++n) {
+            const int v = n * DELTA_LANES + lane;
+            if (v < VECTORS) {
+                const i64 at = (first_row + row) * HEAD_DIM + v * N;
+                if constexpr (WHOLE_VECTORS) {
+                    const Vec<T> a = load_vec(d_out + at), b = load_vec(out + at);
+#pragma unroll
+                    for (int i = 0; i < N; ++i) { sum = fmaf(to_f32(a[i]), to_f32(b[i]), sum); }
+                } else {
+                    sum = fmaf(to_f32(d_out[at]), to_f32(out[at]), sum);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int mask = DELTA_LANES / 2; mask > 0; mask >>= 1) {
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, mask);
+    }
+    if (row < rows && lane == 0) {
+        const int token = row / num_heads, head = row % num_heads;
+        delta[first_row + head * seq_len + token] = sum;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
+    attention_backward_tiles(T* __restrict__ d_qkv, const T* __restrict__ d_out,
+                             const float* __restrict__ lse, const float* __restrict__ delta,
+                             const T* __restrict__ qkv, int seq_len, int num_heads,
+                             int num_kv_heads, const int* __restrict__ starts, int window) {
+    extern __shared__ __align__(128) char shared[];
+    // Tiles of one head are neighbours, so that they find what they read in L2. In all parts the
+    // long ones come first.
+    const int tiles = pieces(seq_len, BACKWARD_OWN), tile = blockIdx.x % tiles;
+    const int strip = blockIdx.x / tiles, strips = gridDim.x / tiles;
+    const int batches = strips / ((1 + SPLIT_KEYS) * num_kv_heads + num_heads);
+    const int key_strips = batches * num_kv_heads, keys_end = (1 + SPLIT_KEYS) * key_strips;
+#define BACKWARD(part, tile, strip, heads)                                                        \
+    Attention<T>::backward<part, BACKWARD_OWN, BACKWARD_STEP, BACKWARD_THREADS>(                  \
+        d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads, tile, (strip) % (heads), \
+        (strip) / (heads), Sight::of(starts, (strip) / (heads), window, seq_len), shared)
+    if (strip < key_strips) {
+        BACKWARD(SPLIT_KEYS ? Part::ONLY_K : Part::KEYS, tile, strip, num_kv_heads);
+    } else if (SPLIT_KEYS && strip < keys_end) {
+        BACKWARD(Part::ONLY_V, tile, strip - key_strips, num_kv_heads);
+    } else {
+        const int query_strip = strip - keys_end;
+        BACKWARD(Part::QUERIES, tiles - 1 - tile, query_strip, num_heads);
+    }
+#undef BACKWARD
+}
+
+// One query head at one new position: a running softmax over blocks of DECODE_THREADS keys, of the
+// last `window` up to its own. Keys and values from before `position` come from the cache, new ones
+// from qkv, so that no block reads what another one is storing in the cache.
+extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
+    attention_decode(T* __restrict__ out, T* __restrict__ k_cache, T* __restrict__ v_cache,
+                     const T* __restrict__ qkv, int position, int num_new, int max_positions,
+                     int num_heads, int num_kv_heads, int window, const T* __restrict__ sinks) {
+    constexpr int COLUMNS = pieces(HEAD_DIM, DECODE_THREADS);  // tid, tid + DECODE_THREADS, ...
+    __shared__ float query[HEAD_DIM], probs[DECODE_THREADS], reduction[32];
+    const int head = blockIdx.x, nth = blockIdx.y, batch = blockIdx.z;
+    const int group = num_heads / num_kv_heads, kv_head = head / group;
+    const int tid = threadIdx.x, keys = position + nth + 1;
+    const i64 new_pitch = (i64)(num_heads + 2 * num_kv_heads) * HEAD_DIM;
+    const i64 cache_pitch = (i64)num_kv_heads * HEAD_DIM;
+    const T* rows = qkv + (i64)batch * num_new * new_pitch;
+    const T* new_k = rows + (num_heads + kv_head) * HEAD_DIM;
+    const T* new_v = new_k + num_kv_heads * HEAD_DIM;
+    const i64 cached = (i64)batch * max_positions * cache_pitch + kv_head * HEAD_DIM;
+
+    for (int d = tid; d < HEAD_DIM; d += DECODE_THREADS) {
+        query[d] = to_f32(rows[nth * new_pitch + head * HEAD_DIM + d]) * rsqrtf((float)HEAD_DIM);
+        if (head % group == 0) {
+            const i64 to = cached + (position + nth) * cache_pitch + d;
+            k_cache[to] = new_k[nth * new_pitch + d];
+            v_cache[to] = new_v[nth * new_pitch + d];
+        }
+    }
+    __syncthreads();
+    // The head's elements; a sink is a key in front of all others, without a value.
+    float top = sinks ? to_f32(sinks[head]) : -INFINITY, total = sinks ? 1.0f : 0.0f;
+    float sum[COLUMNS] = {};
+    for (int first = max(0, keys - window); first < keys; first += DECODE_THREADS) {
+        const int key = first + tid, end = min(DECODE_THREADS, keys - first);
+        float score = -INFINITY;
+        if (key < keys) {
+            const T* k = key < position ? k_cache + cached + key * cache_pitch
+                                        : new_k + (key - position) * new_pitch;
+            score = 0.0f;
+#pragma unroll
+            for (int d = 0; WHOLE_VECTORS && d < HEAD_DIM; d += Vec<T>::N) {
+                const Vec<T> x = load_vec(k + d);
+#pragma unroll
+                for (int i = 0; i < Vec<T>::N; ++i) {
+                    score = fmaf(query[d + i], to_f32(x[i]), score);
+                }
+            }
+            for (int d = 0; !WHOLE_VECTORS && d < HEAD_DIM; ++d) {
+                score = fmaf(query[d], to_f32(k[d]), score);
+            }
+        }
+        const float new_top = fmaxf(top, block_max(score, reduction));
+        const float correction = expf(top - new_top), p = expf(score - new_top);
+        top = new_top;
+        probs[tid] = p;
+        total = fmaf(total, correction, block_sum(p, reduction));  // and probs are there
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) { sum[j] *= correction; }
+        if (tid < HEAD_DIM) {
+#pragma unroll 8 / COLUMNS
+            for (int i = 0; i < end; ++i) {
+                const int at = first + i;
+                const T* v = at < position ? v_cache + cached + at * cache_pitch
+                                           : new_v + (at - position) * new_pitch;
+#pragma unroll
+                for (int j = 0; j < COLUMNS; ++j) {
+                    const int d = min(tid + j * DECODE_THREADS, HEAD_DIM - 1);  // some for nothing
+                    sum[j] = fmaf(probs[i], to_f32(v[d]), sum[j]);
+                }
+            }
+        }
+        __syncthreads();  // before probs are overwritten
+    }
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) {
+        const int d = tid + j * DECODE_THREADS;
+        if (d < HEAD_DIM) {
+            out[(((i64)batch * num_new + nth) * num_heads + head) * HEAD_DIM + d] =
+                from_f32<T>(sum[j] / total);
+        }
+    }
+}
+
+// d_k and d_v of each key/value head from what each of its query heads adds, d_kv.
+extern "C" __global__ void __launch_bounds__(256)
+attention_sum_heads(T* __restrict__ d_qkv, const T* __restrict__ d_kv, i32 seq_len, i32 num_heads,
+                    i32 num_kv_heads) {
+    const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    constexpr int VECTOR = Vec<T>::N, vectors = pieces(HEAD_DIM, VECTOR);
+    const int group = num_heads / num_kv_heads;
+    if (i >= (i64)2 * num_kv_heads * seq_len * vectors) { return; }
+    const int column = (int)(i % vectors) * VECTOR;
+    const i64 row = i / vectors;  // of (2 Hkv, T)
+    const int head = (int)(row / seq_len), t = (int)(row % seq_len);
+    // Keys come before values on both sides: Hkv heads of d_qkv, Hq of d_kv, which is group * Hkv.
+    const i64 step = (i64)seq_len * HEAD_DIM;
+    const T* const first = d_kv + (i64)head * group * step + (i64)t * HEAD_DIM + column;
+    float sum[VECTOR];
+    const Vec<T> start = unpack<T>(load_packed_stream(first));
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) { sum[k] = to_f32(start[k]); }
+#pragma unroll 4
+    for (int h = 1; h < group; ++h) {
+        const Vec<T> next = unpack<T>(load_packed_stream(first + h * step));
+#pragma unroll
+        for (int k = 0; k < VECTOR; ++k) { sum[k] += to_f32(next[k]); }
+    }
+    Vec<T> out;
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) { out[k] = from_f32<T>(sum[k]); }
+    const int heads = num_heads + 2 * num_kv_heads;
+    store_vec(d_qkv + ((i64)t * heads + num_heads + head) * HEAD_DIM + column, out);
+}

@@ -1,0 +1,349 @@
+// delta_chunk.cuh -- what the kernels of the gated delta rule share: where a block is, what is known of
+// a chunk of 64 tokens, and the tiles that a scan reads ahead of their use.
+#pragma once
+#include "delta/delta_tiles.cuh"
+
+constexpr int CHUNK = 64, STAGES = 4;  // tokens; tiles of a Ring
+constexpr int SLICE = DV % 64 ? 32 : 64;  // columns of v in a block of a scan
+constexpr int THREADS = 256, SCAN_THREADS = SLICE / 16 * 32;
+// Blocks of a multiprocessor: registers may be half of what they could. gradients: where two have room.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int GRADIENT_BLOCKS = sizeof(T) == 2 ? 2 : 1;
+#else
+constexpr int GRADIENT_BLOCKS = 1;
+#endif
+constexpr int PREPARE_BLOCKS = sizeof(T) == 2 ? 2 * GRADIENT_BLOCKS : 1;
+constexpr int FACTORS = 6;  // for every token of a chunk, in this order:
+enum Factor { TO_KEY, FROM_QUERY, SUMS, FROM_STATE, KEY_LENGTH, QUERY_LENGTH };
+
+// The place of a block: a value head of a sequence, and how its rows lie in tensors.
+struct Place {
+    i64 batch;
+    int head, key_head, key_heads, value_heads, seq_len, chunks;
+
+    __device__ __forceinline__ Place(int head, int seq_len, int key_heads, int value_heads)
+        : Place(blockIdx.z, head, head * key_heads / value_heads, seq_len, key_heads, value_heads) {}
+    __device__ __forceinline__ Place(int batch, int head, int key_head, int seq_len, int key_heads,
+                                     int value_heads)
+        : batch(batch), head(head), key_head(key_head), key_heads(key_heads),
+          value_heads(value_heads), seq_len(seq_len), chunks((seq_len + CHUNK - 1) / CHUNK) {}
+    __device__ __forceinline__ i64 token(int t) const { return batch * seq_len + t; }
+    __device__ __forceinline__ int columns() const {
+        return 2 * key_heads * DK + value_heads * DV;
+    }
+    __device__ __forceinline__ i64 query(int t) const {
+        return token(t) * columns() + key_head * DK;
+    }
+    __device__ __forceinline__ i64 key(int t) const { return query(t) + key_heads * DK; }
+    __device__ __forceinline__ i64 value(int t) const {
+        return token(t) * columns() + 2 * key_heads * DK + head * DV;
+    }
+    __device__ __forceinline__ i64 out(int t) const {
+        return (token(t) * value_heads + head) * DV;
+    }
+    __device__ __forceinline__ i64 gate(int t) const { return token(t) * 2 * value_heads + head; }
+    __device__ __forceinline__ i64 of_head() const { return batch * value_heads + head; }
+    __device__ __forceinline__ i64 of_chunk(int chunk) const { return of_head() * chunks + chunk; }
+};
+
+// e^x; beside BF16 by one instruction, within 2^-20 where it counts.
+__device__ __forceinline__ float exponential(float x) {
+    return sizeof(T) == 2 ? exp2_approx(LOG2E * x) : expf(x);
+}
+
+// Of decays. Where these are strong, differences of neighbours' sums lack digits: F32 has more of them.
+template <class E> struct SumOf { using Type = float; };
+template <> struct SumOf<float> { using Type = double; };
+
+// A chunk's tokens, in shared memory. begin: the first of each one's document in the chunk, -1: in
+// front of it. sums: of decays since then.
+struct Chunk {
+    using Sum = SumOf<T>::Type;
+    int begin[CHUNK];
+    Sum sums[CHUNK];
+    float beta[CHUNK];
+
+    // A warp calls it: all tokens.
+    __device__ __forceinline__ void read(const Place& at, int first, const float* __restrict__ gates,
+                                         const int* __restrict__ starts, int carried) {
+        float decays[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = lane_id() + 32 * half, t = first + i;
+            const bool there = t < at.seq_len;
+            const int known = there ? t : at.seq_len - 1;
+            const int start = starts ? __ldg(starts + at.token(known)) : carried ? -1 : 0;
+            begin[i] = max(start - first, -1);
+            beta[i] = there ? gates[at.gate(t) + at.value_heads] : 0.0f;
+            decays[half] = there && start != t ? gates[at.gate(t)] : 0.0f;
+        }
+        Sum before = 0;  // of the first half
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = lane_id() + 32 * half, from = max(begin[i], 0);
+            Sum total = decays[half];
+#pragma unroll
+            for (int n = 1; n < 32; n *= 2) {
+                const Sum nearer = __shfl_up_sync(0xFFFFFFFFu, total, n);
+                if (lane_id() >= n && i - n >= from) { total += nearer; }
+            }
+            if (half && from < 32) { total += before; }
+            before = __shfl_sync(0xFFFFFFFFu, total, 31);
+            sums[i] = total;
+        }
+    }
+    // From token j to token i.
+    __device__ __forceinline__ float decays(int i, int j) const {
+        return j <= i && j >= begin[i] ? exponential(sums[i] - sums[j]) : 0.0f;
+    }
+};
+
+// The factors of a chunk, in global memory.
+__device__ __forceinline__ i64 of_factors(const Place& at, int chunk) {
+    return at.of_chunk(chunk) * FACTORS * CHUNK;
+}
+
+// Tiles of 64 rows, STEPS for each turn of a loop, which arrive in shared memory STAGES - 1 steps
+// ahead of their use, and with the first one of a turn its factors to keys and from queries. Sources
+// has COLUMNS of each step, of<STEP>(turn): the tile in global memory, and known(turn): the factors.
+template <class Sources> struct Ring {
+    static constexpr int STEPS = Sources::STEPS;
+    static constexpr int STAGE_BYTES = CHUNK * ((DK > CHUNK ? DK : CHUNK) + 8) * 2;
+    const Sources& sources;
+    char* memory;
+    float (*known)[2 * CHUNK];  // of this turn and of the next one
+    int turns, slot = 0;
+
+    template <int AHEAD = 0> __device__ __forceinline__ void start() {
+        if constexpr (AHEAD < STAGES - 1) {
+            issue<AHEAD>(0, AHEAD);
+            start<AHEAD + 1>();
+        }
+    }
+    // Step AHEAD of this turn, or of a later one.
+    template <int AHEAD> __device__ __forceinline__ void issue(int turn, int to) {
+        constexpr int STEP = AHEAD % STEPS;
+        turn += AHEAD / STEPS;
+        if (turn < turns) {
+            const Tile<T> from = sources.template of<STEP>(turn);
+            stage<CHUNK, Sources::COLUMNS[STEP], SCAN_THREADS>(memory + to * STAGE_BYTES, from.at,
+                                                               from.pitch, from.rows);
+            if (STEP == 0 && threadIdx.x < 2 * CHUNK / 4) {
+                cp_async_16(shared_address(known[turn % 2] + threadIdx.x * 4),
+                            sources.known(turn) + threadIdx.x * 4, true);
+            }
+        }
+        cp_async_commit();
+    }
+    // The tile of this step; all threads call it, and are through with the step before.
+    template <int STEP> __device__ __forceinline__ Tile<T> next(int turn) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        issue<STEP + STAGES - 1>(turn, slot ? slot - 1 : STAGES - 1);
+        const char* const here = memory + slot * STAGE_BYTES;
+        slot = slot == STAGES - 1 ? 0 : slot + 1;
+        if constexpr (sizeof(T) == 2) {
+            return {reinterpret_cast<const T*>(here), Sources::COLUMNS[STEP] + 8, CHUNK};
+        } else {
+            return sources.template of<STEP>(turn);
+        }
+    }
+};
+
+// Tiles of a scan: of a block's own columns (u, d_out), and what all blocks of a head read.
+enum Kind { OWN, OF_W, KEYS, QUERIES, OF_SCORES };
+
+// The tiles of a scan in the order of their use, chunk by chunk, with BACK from the last chunk on.
+template <bool BACK, Kind... KINDS> struct Scanned {
+    static constexpr int STEPS = sizeof...(KINDS);
+    static constexpr Kind KIND[STEPS] = {KINDS...};
+    static constexpr int COLUMNS[STEPS] = {
+        (KINDS == OWN ? SLICE : KINDS == OF_SCORES ? CHUNK : DK)...};
+    const Place& at;
+    const T *own, *qkv, *w, *scores;
+    const float* factors;
+
+    __device__ __forceinline__ int chunk(int turn) const { return BACK ? at.chunks - 1 - turn : turn; }
+    __device__ __forceinline__ const float* known(int turn) const {
+        return factors + of_factors(at, chunk(turn));
+    }
+    template <int STEP> __device__ __forceinline__ Tile<T> of(int turn) const {
+        constexpr Kind OF = KIND[STEP];
+        const int c = chunk(turn), first = c * CHUNK, rows = min(CHUNK, at.seq_len - first);
+        const i64 row = at.of_chunk(c) * CHUNK;
+        if constexpr (OF == OWN && BACK) {
+            return {own + at.out(first) + blockIdx.x * SLICE, at.value_heads * DV, rows};
+        }
+        if constexpr (OF == OWN) { return {own + row * DV + blockIdx.x * SLICE, DV, CHUNK}; }
+        if constexpr (OF == OF_W) { return {w + row * DK, DK, CHUNK}; }
+        if constexpr (OF == OF_SCORES) { return {scores + row * CHUNK, CHUNK, CHUNK}; }
+        return {qkv + (OF == KEYS ? at.key(first) : at.query(first)), at.columns(), rows};
+    }
+};
+
+constexpr int TILE = SLICE + 8;  // elements of a row of out or changes in shared memory
+
+// Factors of this lane's tokens of 64: columns of sums, inner indices of a left factor.
+struct Tokens {
+    const float* factors;
+
+    __device__ __forceinline__ float2 at(int token) const {
+        return load_two(factors + token + lane_column());
+    }
+    // Columns of 16 tokens, from this one on.
+    __device__ __forceinline__ void scale(Sums& d, int token) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float2 f = at(token + 8 * i);
+            d[i][0] *= f.x, d[i][1] *= f.y, d[i][2] *= f.x, d[i][3] *= f.y;
+        }
+    }
+    template <class E>
+    __device__ __forceinline__ Left<E> scaled(const Left<E>& a, int token) const {
+        const float2 two[2] = {at(token), at(token + 8)};
+        return times_inner(a, two);
+    }
+};
+
+// Calls use(element, its place in a (DK, DV)) for sums of 16 channels of keys, from 16 n on, and this
+// warp's 16 columns of v.
+template <class Use> __device__ __forceinline__ void each_place(Sums& sums, int n, Use use) {
+    each_sum(sums, blockIdx.x * SLICE + warp_id() * 16, 16 * n,
+             [&](int v, int channel, float& x) { use(x, channel * DV + v); });
+}
+
+// The part of a state that a warp has, transposed: 16 columns of v, from `value` of the block's SLICE
+// on, and all channels of keys. In registers; beside factors in F32, which take two times as many, every
+// thread keeps its elements in shared memory, DK * SLICE of a block.
+struct State {
+    static constexpr int TILES = DK / 16;
+    static constexpr bool IN_REGISTERS = sizeof(T) == 2;
+    const int value = warp_id() * 16;
+    float* const own;
+    Sums S[IN_REGISTERS ? TILES : 1];
+
+    __device__ __forceinline__ explicit State(void* memory)
+        : own(reinterpret_cast<float*>(memory) + threadIdx.x) {}
+    // Calls use(n, sums) for 16 channels after the other.
+    template <class Use> __device__ __forceinline__ void each_tile(Use use) {
+        if constexpr (IN_REGISTERS) {
+#pragma unroll
+            for (int n = 0; n < TILES; ++n) { use(n, S[n]); }
+        } else {
+#pragma unroll 1
+            for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    S[0][i / 4][i % 4] = own[(n * 8 + i) * SCAN_THREADS];
+                }
+                use(n, S[0]);
+                __syncwarp();  // the next tile is not loaded before that: registers are few
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    own[(n * 8 + i) * SCAN_THREADS] = S[0][i / 4][i % 4];
+                }
+            }
+        }
+    }
+    // state: F32 (DK, DV), or null for 0.
+    __device__ __forceinline__ void read(const float* state) {
+        each([&](float& x, int place) { x = state ? state[place] : 0.0f; });
+    }
+    __device__ __forceinline__ void write(float* state) {
+        if (state) {
+            each([&](float& x, int place) { state[place] = x; });
+        }
+    }
+    template <class Use> __device__ __forceinline__ void each(Use use) {
+        each_tile([&](int n, Sums& sums) { each_place(sums, n, use); });
+    }
+    // To a (DV, DK) of T.
+    __device__ __forceinline__ void put_into(T* states) {
+        T* const to = states + (i64)(blockIdx.x * SLICE + value) * DK;
+        each_tile([&](int n, Sums& sums) { put(to + n * 16, DK, 16, sums); });
+    }
+    __device__ __forceinline__ void times(float factor) {
+        each_tile([&](int, Sums& sums) { multiply_by(sums, factor); });
+    }
+    // S += get(k) (16 columns of v, tokens from 16 k on) times a tile of 64 tokens' rows.
+    template <class Get> __device__ __forceinline__ void add(Get get, const Tile<T>& rows) {
+        if constexpr (IN_REGISTERS) {
+            multiply_all<4>(S, get,
+                            [&](int k, int n) { return right<false>(rows, k * 16, n * 16); });
+        } else {
+            each_tile([&](int n, Sums& sums) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    Left<T> a = get(k);  // what is derived from it may not be held: registers are few
+                    arrived(reinterpret_cast<float (&)[sizeof(a) / 4]>(a));
+                    multiply(sums, a, right<false>(rows, k * 16, n * 16));
+                }
+            });
+        }
+    }
+    // sums += S, rounded to T, times a tile of 64 tokens' rows, transposed.
+    __device__ __forceinline__ void read_by(Sums (&sums)[4], const Tile<T>& rows) {
+        if constexpr (IN_REGISTERS) {
+            multiply_all<TILES>(
+                sums, [&](int k) { return to_left<T>(S[k]); },
+                [&](int k, int n) { return right<true>(rows, k * 16, n * 16); });
+        } else {
+            each_tile([&](int k, Sums& own) {
+                const Left<T> a = to_left<T>(own);
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    multiply(sums[n], a, right<true>(rows, k * 16, n * 16));
+                }
+            });
+        }
+    }
+};
+
+// A tile (64 tokens, SLICE) in shared memory to rows of a tensor, in 16-byte pieces.
+__device__ __forceinline__ void copy_out(T* to, i64 pitch, int rows, const T* tile) {
+    constexpr int UNITS = SLICE / Vec<T>::N;
+    for (int i = threadIdx.x; i < CHUNK * UNITS; i += SCAN_THREADS) {
+        const int row = i / UNITS, column = i % UNITS * Vec<T>::N;
+        if (row < rows) {
+            store_vec(to + row * pitch + column, load_vec(tile + row * TILE + column));
+        }
+    }
+}
+
+// This block's columns of a chunk from a tile in shared memory: of changes or their gradients; of out.
+__device__ __forceinline__ void put_changes(T* changes, const Place& at, int c, const T* tile) {
+    copy_out(changes + at.of_chunk(c) * CHUNK * DV + blockIdx.x * SLICE, DV, CHUNK, tile);
+}
+__device__ __forceinline__ void put_out(T* out, const Place& at, int c, const T* tile) {
+    const int first = c * CHUNK;
+    copy_out(out + at.out(first) + blockIdx.x * SLICE, at.value_heads * DV, at.seq_len - first, tile);
+}
+
+// 16 x 16 sums of pairs of tokens times the decays from one to the other, and over lengths: of_k of two
+// keys, times sign and beta of the later one, 0 but below the diagonal; of_q of a query and a key.
+__device__ __forceinline__ void scale_pairs(Sums& of_k, Sums& of_q, const Chunk& chunk, float sign,
+                                            const float* k_length, const float* q_length, int row,
+                                            int column) {
+    Chunk::Sum sum[4];
+    float length[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        const int j = column + n / 2 * 8 + lane_column() + n % 2;
+        sum[n] = chunk.sums[j], length[n] = k_length[j];
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int i = row + lane_row() + r * 8, begin = chunk.begin[i];
+        const Chunk::Sum sum_i = chunk.sums[i];
+        const float by_key = sign * chunk.beta[i] * k_length[i], by_query = q_length[i];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const int j = column + n / 2 * 8 + lane_column() + n % 2, e = n % 2 + 2 * r;
+            // Without a branch, at which threads would part.
+            const float decay = exponential(sum_i - sum[n]) * length[n];
+            const float factor = j <= i && j >= begin ? decay : 0.0f;
+            of_k[n / 2][e] = j < i ? of_k[n / 2][e] * (by_key * factor) : 0.0f;
+            of_q[n / 2][e] *= by_query * factor;
+        }
+    }
+}

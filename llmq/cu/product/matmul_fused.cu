@@ -1,0 +1,46 @@
+// matmul_fused.cu -- products of our own, each with what follows it: one launch.
+//
+//   x = scale_a * scale_b * (a @ b^T) + h @ tail^T        and of x what the epilogue makes
+//
+// ENTRY is the name of a kernel that is launched, and ENTRY.cuh has its epilogue and says what it
+// computes: `Epilogue`; `Product`, which is how tiles are shared out among warps (pingpong_sm90.cuh,
+// cooperative_sm90.cuh); PARAMETERS of the kernel beside the operands; and the ARGUMENTS of an
+// Epilogue. product_sm90.cuh says what is multiplied, and in which order.
+//
+// Data     a: A (M, K). b: B (N, K), with B_K_OUTSIDE = 1 bf16 (K, N). h: bf16 (M, R), tail: bf16 (N,
+//          R), with TAIL_K_OUTSIDE = 1 (R, N), the last tiles of the sum over K. RANK: R rounded up to
+//          16; 0: there are none. scale_a, scale_b: F32 (1), of fp8 codes, which are added as the
+//          tensor cores do it ("fast accumulation"): same bits as cuBLASLt's.
+// Launch   an even number of blocks of Product::THREADS threads, not more than there are
+//          multiprocessors, nor tiles; dynamic shared memory for RING_STAGES pairs of tiles, for what an
+//          epilogue has, and barriers (ops/product/matmul_fused.py). TILE_WIDTH: columns of a tile.
+// Cost     2 M N (K + R) FLOPs. A cluster reads 256 rows of a and TILE_WIDTH of b for each of its tiles.
+// Needs    compute capability 9.0; rows of all matrices that are multiples of 16 bytes.
+// Source   PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "Tensor copies", "mbarrier".
+#include "common.cuh"
+
+constexpr int TILE_COLUMNS = TILE_WIDTH;
+#include "product/cooperative_sm90.cuh"
+#define OPERAND(X) const __grid_constant__ TensorMap
+
+using Mainloop = Sm90Mainloop<A, B, B_K_OUTSIDE, RANK, TAIL_K_OUTSIDE, RING_STAGES>;
+#include "product/ENTRY.cuh"
+
+#ifndef WORK  // of rows that all have the same matrix
+#define WORK M, N, Product::WIDTH, K * (int)sizeof(A)
+#endif
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1)
+__launch_bounds__(Product::THREADS, 1)
+ENTRY(OPERAND(A) a, OPERAND(B) b, OPERAND(bf16) h, OPERAND(bf16) tail, const f32* scale_a,
+      const f32* scale_b, i32 M, i32 N, i32 K, PARAMETERS) {
+    extern __shared__ unsigned char dynamic[];
+    const Product product(dynamic, K);
+    if (threadIdx.x == 0) { product.init(); }
+    cluster_arrive();
+    cluster_wait();
+    Epilogue epilogue{ARGUMENTS};
+    product.run(Work(WORK), Operands{&a, &b, &h, &tail, scale_a, scale_b, N}, epilogue);
+    cluster_arrive();
+    cluster_wait();  // a block may not end while the other one still arrives at its barriers
+}

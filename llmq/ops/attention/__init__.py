@@ -1,0 +1,1 @@
+"""Causal attention, and what is done to its queries, keys and output: launchers."""

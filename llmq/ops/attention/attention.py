@@ -1,0 +1,402 @@
+"""Causal self-attention with grouped key/value heads: training forward and backward, decoding."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+from llmq.base.dtypes import BF16, F32, U8
+from llmq.base.tensor import Tensor
+from llmq.ops.common import VECTOR_BYTES, expect_head_dim, expect_qkv
+from llmq.runtime.arena import ALIGN
+from llmq.runtime.attention_parts import (
+    ALL,
+    AttentionMask,
+    backward_tiles,
+    compile_consts,
+    forward_tiles,
+    split,
+    splits_query_heads,
+)
+from llmq.runtime.cost import BESIDE_ATTENTION, Heads, attention_cost
+from llmq.runtime.cudnn import (
+    FORWARD_WORKSPACE_BYTES,
+    divided_workspace_bytes,
+)
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+
+BACKENDS = ("native", "cudnn")
+MAX_HEAD_DIM = 256
+DELTA_THREADS = 256
+DELTA_LANES = 8  # threads that share a row
+DECODE_THREADS = 128
+SUM_THREADS = 256
+
+_SIZES = "i32 seq_len, i32 num_heads, i32 num_kv_heads"
+_MASK = "const i32*? starts, i32 window"
+FORWARD = Kernel(
+    "attention/attention.cu",
+    "attention_forward",
+    f"T* out, f32* lse, const T* qkv, {_SIZES}, {_MASK}",
+)
+DELTA = Kernel(
+    "attention/attention.cu",
+    "attention_delta",
+    "f32* delta, const T* d_out, const T* out, i32 seq_len, i32 num_heads",
+)
+BACKWARD = Kernel(
+    "attention/attention.cu",
+    "attention_backward_tiles",
+    f"T* d_qkv, const T* d_out, const f32* lse, const f32* delta, const T* qkv, {_SIZES}, {_MASK}",
+)
+DECODE = Kernel(
+    "attention/attention.cu",
+    "attention_decode",
+    "T* out, inout T* k_cache, inout T* v_cache, const T* qkv, i32 position, i32 num_new, "
+    "i32 max_positions, i32 num_heads, i32 num_kv_heads, i32 window, const T*? sinks",
+)
+SUM_HEADS = Kernel(
+    "attention/attention.cu",
+    "attention_sum_heads",
+    "inout T* d_qkv, const T* d_kv, i32 seq_len, i32 num_heads, i32 num_kv_heads",
+)
+CUDNN_FORWARD = Kernel(
+    "attention/attention",
+    "attention_forward",
+    f"bf16* out, f32* lse, const bf16* qkv, {_SIZES}, {_MASK}, u8* workspace",
+)
+CUDNN_BACKWARD = Kernel(
+    "attention/attention",
+    "attention_backward",
+    "bf16* d_qkv, bf16*? d_kv, const bf16* d_out, const bf16* out, const f32* lse, "
+    f"const bf16* qkv, u8* workspace, i32 deterministic, i32 parts, {_SIZES}, {_MASK}",
+)
+
+
+def _check(
+    op: str,
+    dev: Device,
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    backends: tuple[str, ...] = ("native",),
+) -> tuple[int, int, int]:
+    """B, T, Hd of packed heads (B, T, Hq + 2 Hkv, Hd)."""
+    batch, seq_len, head_dim = expect_qkv(op, "qkv", qkv, num_heads, num_kv_heads)
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"{op}: {num_heads} heads cannot share {num_kv_heads} key/value heads")
+    expect_head_dim(op, dev, head_dim, 1, MAX_HEAD_DIM)
+    for backend in backends:
+        if backend not in BACKENDS:
+            raise ValueError(f"{op}: backend must be one of {BACKENDS}, got {backend!r}")
+        if backend == "cudnn" and qkv.dtype != BF16:
+            raise TypeError(f"{op}: the cudnn backend needs BF16, got {qkv.dtype.label}")
+    return batch, seq_len, head_dim
+
+
+def _names(backend: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (backend,) if isinstance(backend, str) else backend
+
+
+def _choose(
+    op: str,
+    dev: Device,
+    backends: tuple[str, ...],
+    ways: dict[str, Callable[[], None]],
+    qkv: Tensor,
+    num_heads: int,
+    mask: AttentionMask,
+) -> None:
+    """One of these backends' ways. Chunks tell no choice from another, as they change no bit."""
+    if len(backends) == 1:
+        ways[backends[0]]()
+        return
+    batch, seq_len, heads, head_dim = qkv.shape
+    window = "" if mask.window is None else f" window {mask.window}"
+    sizes = f"{num_heads}/{(heads - num_heads) // 2} heads of {head_dim}"
+    work = f"{op} {batch}x{seq_len} {sizes} {qkv.dtype.name}{window}"
+    dev.choose(work, {name: ways[name] for name in backends})
+
+
+def forward(
+    dev: Device,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    mask: AttentionMask = ALL,
+    *,
+    backend: str | tuple[str, ...] = "native",
+) -> None:
+    """out = softmax(q k^T / sqrt(Hd), causal) v for each head; lse for the backward.
+
+    Args (contiguous; T-type F32 or BF16, all the same; statistics and sums in F32):
+        out      out  (B,T,Hq,Hd)          or (B,T,Hq*Hd)
+        lse      out  F32 (B,Hq,T)         log of the softmax's denominator, natural logarithm
+        qkv      in   (B,T,Hq+2*Hkv,Hd)    query heads, then key heads, then value heads;
+                                           query head h uses key/value head h // (Hq/Hkv)
+        mask     the keys that queries see; starts with "native" alone
+        backend  "native": cu/attention/attention.cu; "cudnn": the library, BF16 only; several: as
+                 Device.choose takes ways
+
+    Cost:    2*B*Hq*T*T*Hd FLOPs (half of the square), or less by what is not seen; one launch;
+             cudnn takes a workspace.
+    """
+    op, backends = "attention.forward", _names(backend)
+    batch, seq_len, head_dim = _check(op, dev, qkv, num_heads, num_kv_heads, backends)
+    expect(op, "out", out, qkv.dtype, _like(out, batch, seq_len, num_heads, head_dim))
+    expect(op, "lse", lse, F32, (batch, num_heads, seq_len))
+    out = out.view(batch, seq_len, num_heads, head_dim)
+    mask = mask.within(op, batch, seq_len, backends)
+    starts, window = mask.args(seq_len)
+    sizes = (seq_len, num_heads, num_kv_heads, starts, window)
+    flops = 2 * batch * num_heads * mask.pairs(seq_len) * head_dim
+    seen = (seq_len, head_dim, window)
+
+    def cudnn() -> None:
+        with dev.scratch("cudnn_workspace", (FORWARD_WORKSPACE_BYTES,), U8) as workspace:
+            args = (out, lse, qkv, *sizes, workspace)
+            cost = attention_cost(CUDNN_FORWARD, BF16, flops, seen)
+            dev.launch(CUDNN_FORWARD, 1, 1, args, cost=cost)
+
+    def native() -> None:
+        tiles = forward_tiles(qkv.dtype, head_dim, mask.masked)
+        dev.launch(
+            FORWARD,
+            (ceil_div(seq_len, tiles.own), num_heads, batch),
+            tiles.threads,
+            (out, lse, qkv, *sizes),
+            consts=compile_consts(qkv.dtype, head_dim, mask.masked, dev.spec.small_shared),
+            smem=tiles.shared,
+            cost=attention_cost(FORWARD, qkv.dtype, flops, seen),
+        )
+
+    _choose(op, dev, backends, {"native": native, "cudnn": cudnn}, qkv, num_heads, mask)
+
+
+def _like(x: Tensor, batch: int, seq_len: int, num_heads: int, head_dim: int) -> tuple[int, ...]:
+    """The expected shape of x, heads apart or merged as x has them."""
+    if len(x.shape) == 3:
+        return (batch, seq_len, num_heads * head_dim)
+    return (batch, seq_len, num_heads, head_dim)
+
+
+def backward(
+    dev: Device,
+    d_qkv: Tensor,
+    d_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    chunks: int = 1,
+    mask: AttentionMask = ALL,
+    *,
+    backend: str | tuple[str, ...] = "native",
+    deterministic: bool = True,
+    kernel: Callable[..., None] | None = None,
+) -> None:
+    """Gradient of attention: probabilities are computed again from lse.
+
+    Args (contiguous; T-type F32 or BF16, all the same; sums in F32):
+        d_qkv          out  (B,T,Hq+2*Hkv,Hd)   every element is written
+        d_out, out     in   (B,T,Hq,Hd)         or (B,T,Hq*Hd)
+        lse            in   F32 (B,Hq,T)        of the forward
+        qkv            in   (B,T,Hq+2*Hkv,Hd)
+        chunks         pieces that the batch is cut into, one after another, to share a workspace;
+                       with cudnn up to B*Hq, of which those beyond B cut the heads
+        mask           of the forward
+        backend        of the forward or another one, as there
+        kernel         what "native" means here, of ops.attention.attention_backward.chosen()
+        deterministic  False lets cudnn add in any order, for less workspace; native always is
+
+    Cost:    5*B*Hq*T*T*Hd FLOPs (half of the square, or less by what is not seen; native spends 7,
+             or 8 where Hd > 128); native: two launches a chunk, workspace 4*B*Hq*T/chunks bytes,
+             chunks beyond B do nothing; cudnn: one or two, about 2*B*Hq*T*T/chunks.
+    """
+    op, backends = "attention.backward", _names(backend)
+    batch, seq_len, head_dim = _check(op, dev, qkv, num_heads, num_kv_heads, backends)
+    expect(op, "d_qkv", d_qkv, qkv.dtype, qkv.shape)
+    for name, x in (("d_out", d_out), ("out", out)):
+        expect(op, name, x, qkv.dtype, _like(x, batch, seq_len, num_heads, head_dim))
+    expect(op, "lse", lse, F32, (batch, num_heads, seq_len))
+    if not 1 <= chunks <= (most := batch * num_heads):
+        raise ValueError(
+            f"{op}: chunks must be from 1 to {most}, the heads of all sequences, got {chunks}"
+        )
+    mask = mask.within(op, batch, seq_len, backends)
+    heads = (batch, seq_len, num_heads, head_dim)
+    tensors = (d_qkv, d_out.view(*heads), out.view(*heads), lse, qkv)
+    step, parts = split(batch, chunks)
+
+    def cudnn() -> None:
+        for part, seen in _batches(tensors, mask, step):
+            _backward_cudnn(dev, part, num_heads, num_kv_heads, parts, seen, deterministic)
+
+    def native() -> None:
+        at_once = _fitting(lse, qkv, step, parts) if "cudnn" in backends else step
+        for part, seen in _batches(tensors, mask, at_once):
+            (kernel or _backward_native)(dev, part, num_heads, num_kv_heads, seen)
+
+    _choose(op, dev, backends, {"native": native, "cudnn": cudnn}, qkv, num_heads, mask)
+
+
+def _fitting(lse: Tensor, qkv: Tensor, step: int, parts: int) -> int:
+    """Sequences that native takes at a time beside cudnn, which takes `step`: all of them, if their
+    sums of rows (of `own` two for each) fit into its workspace, as nearly always."""
+    batch, num_heads, seq_len = lse.shape
+    heads = (num_heads, (qkv.shape[2] - num_heads) // 2)
+    there = divided_workspace_bytes(step, seq_len, *heads, qkv.shape[3], parts)
+    return batch if 2 * lse.nbytes + ALIGN <= there else step
+
+
+def _batches(
+    tensors: tuple, mask: AttentionMask, step: int
+) -> Iterator[tuple[tuple, AttentionMask]]:
+    """So many sequences of these tensors at a time, and what is seen of them."""
+    batch = tensors[0].shape[0]
+    for start in range(0, batch, step):
+        stop = min(start + step, batch)
+        yield tuple(x.rows(start, stop) for x in tensors), mask.rows(start, stop)
+
+
+def _backward_native(
+    dev: Device, tensors: tuple, num_heads: int, num_kv_heads: int, mask: AttentionMask
+) -> None:
+    """One chunk with our kernels; tensors: d_qkv, d_out, out, lse, qkv."""
+    d_qkv, d_out, out, lse, qkv = tensors
+    batch, seq_len, _, head_dim = qkv.shape
+    kind = (qkv.dtype, head_dim, mask.masked, dev.spec.small_shared)
+    tiles, consts = backward_tiles(*kind), compile_consts(*kind)
+    blocks, key_strips = ceil_div(seq_len, tiles.own), num_kv_heads * (1 + tiles.split_keys)
+    starts, window = mask.args(seq_len)
+    sizes = (seq_len, num_heads, num_kv_heads, starts, window)
+    flops = (7 + tiles.split_keys) * batch * num_heads * mask.pairs(seq_len) * head_dim
+    with dev.scratch("attention_delta", lse.shape, F32) as delta:
+        dev.launch(
+            DELTA,
+            (ceil_div(seq_len * num_heads * DELTA_LANES, DELTA_THREADS), batch),
+            DELTA_THREADS,
+            (delta, d_out, out, seq_len, num_heads),
+            consts=consts,
+            cost=BESIDE_ATTENTION,
+        )
+        dev.launch(
+            BACKWARD,
+            # First the blocks that own keys, which are the long ones, then those of queries.
+            blocks * batch * (key_strips + num_heads),
+            tiles.threads,
+            (d_qkv, d_out, lse, delta, qkv, *sizes),
+            consts=consts,
+            smem=tiles.shared,
+            cost=attention_cost(BACKWARD, qkv.dtype, flops, (seq_len, head_dim, window)),
+        )
+
+
+def _backward_cudnn(
+    dev: Device,
+    tensors: tuple,
+    num_heads: int,
+    num_kv_heads: int,
+    parts: int,
+    mask: AttentionMask,
+    deterministic: bool,
+) -> None:
+    """Some sequences with cuDNN, their heads in parts; tensors: d_qkv, d_out, out, lse, qkv. The
+    parts that query heads add to the gradients of one key/value head are summed in the order in
+    which the library does it where it has all of them, so that parts change no bit."""
+    d_qkv, *inputs = tensors
+    batch, seq_len, _, head_dim = d_qkv.shape
+    sizes, (starts, window) = (seq_len, num_heads, num_kv_heads), mask.args(seq_len)
+    nbytes = divided_workspace_bytes(batch, *sizes, head_dim, parts, deterministic)
+    with ExitStack() as temps:
+        d_kv = None
+        if splits_query_heads(num_kv_heads, parts):
+            shape = (2, num_heads, seq_len, head_dim)
+            d_kv = temps.enter_context(dev.scratch("attention_d_kv", shape, BF16))
+        with dev.scratch("cudnn_workspace", (nbytes,), U8) as workspace:
+            how = (workspace, int(deterministic), parts, *sizes, starts, window)
+            flops = 5 * batch * num_heads * mask.pairs(seq_len) * head_dim
+            heads = Heads(batch, num_heads, num_kv_heads, parts)
+            cost = attention_cost(CUDNN_BACKWARD, BF16, flops, (seq_len, head_dim, window), heads)
+            # The library chooses its own grid and block.
+            dev.launch(CUDNN_BACKWARD, 1, 1, (d_qkv, d_kv, *inputs, *how), cost=cost)
+        if d_kv is not None:
+            sum_heads(dev, d_qkv, d_kv)
+
+
+def sum_heads(dev: Device, d_qkv: Tensor, d_kv: Tensor) -> None:
+    """d_qkv's key and value heads = sums over their query heads, in ascending order, in F32.
+
+    Args (contiguous; F32 or BF16, both the same):
+        d_qkv  inout  (1,T,Hq+2*Hkv,Hd)   its query heads are left as they are
+        d_kv   in     (2,Hq,T,Hd)         of each query head, for keys and for values
+    """
+    op = "attention.sum_heads"
+    num_heads, head_dim = d_kv.shape[1], d_kv.shape[3]
+    num_kv_heads = (d_qkv.shape[2] - num_heads) // 2
+    _, seq_len, _ = _check(op, dev, d_qkv, num_heads, num_kv_heads)
+    expect(op, "d_qkv", d_qkv, None, (1, *d_qkv.shape[1:3], head_dim))
+    expect(op, "d_kv", d_kv, d_qkv.dtype, (2, num_heads, seq_len, head_dim))
+    vectors = 2 * num_kv_heads * seq_len * head_dim * d_kv.dtype.itemsize // VECTOR_BYTES
+    dev.launch(
+        SUM_HEADS,
+        ceil_div(vectors, SUM_THREADS),
+        SUM_THREADS,
+        (d_qkv, d_kv, seq_len, num_heads, num_kv_heads),
+        consts=compile_consts(d_qkv.dtype, head_dim),
+        cost=BESIDE_ATTENTION,
+    )
+
+
+def decode(
+    dev: Device,
+    out: Tensor,
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    position: int,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """Store the keys and values of n new positions, and attend causally to those so far.
+
+    Args (contiguous; F32 or BF16, all the same):
+        out               out    (B,n,Hq,Hd)          or (B,n,Hq*Hd)
+        qkv               in     (B,n,Hq+2*Hkv,Hd)    rotated already
+        k_cache, v_cache  inout  (B,P,Hkv,Hd)         rows [position, position + n) are written,
+                                                      earlier ones read, later ones untouched
+        position          number of positions that the cache holds; position + n <= P
+        window            positions that each sees, its own included; None: all so far
+        sinks             in     (Hq,)                or None; of each head, a score of nothing
+
+    Cost:    reads the used part of the cache once per query head; one launch.
+    """
+    op = "attention.decode"
+    batch, num_new, head_dim = _check(op, dev, qkv, num_heads, num_kv_heads)
+    expect(op, "out", out, qkv.dtype, _like(out, batch, num_new, num_heads, head_dim))
+    max_positions = k_cache.shape[1]
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        expect(op, name, cache, qkv.dtype, (batch, max_positions, num_kv_heads, head_dim))
+    if not 0 <= position <= max_positions - num_new:
+        raise ValueError(
+            f"{op}: position must be from 0 to {max_positions - num_new}, for {num_new} new "
+            f"positions in a cache of {max_positions}, got {position}"
+        )
+    if sinks is not None:
+        expect(op, "sinks", sinks, qkv.dtype, (num_heads,))
+    out = out.view(batch, num_new, num_heads, head_dim)
+    seen = max_positions if window is None else min(window, max_positions)
+    sizes = (position, num_new, max_positions, num_heads, num_kv_heads, seen)
+    flops = 4 * batch * num_heads * num_new * min(position + num_new, seen) * head_dim
+    dev.launch(
+        DECODE,
+        (num_heads, num_new, batch),
+        DECODE_THREADS,
+        (out, k_cache, v_cache, qkv, *sizes, sinks),
+        consts=compile_consts(qkv.dtype, head_dim),
+        cost=attention_cost(DECODE, qkv.dtype, flops, (num_new, head_dim, seen)),
+    )

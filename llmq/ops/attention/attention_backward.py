@@ -1,0 +1,142 @@
+"""The backward of attention on Hopper, in products of its warpgroups
+(cu/attention/attention_backward.cu)."""
+
+from collections.abc import Callable
+from functools import cache, partial
+
+from llmq.base.dtypes import BF16, F32, I32
+from llmq.base.tensor import Tensor
+from llmq.ops.common import CAPABILITY
+from llmq.runtime.attention_parts import ALL, AttentionMask, sees_all_before
+from llmq.runtime.cost import BESIDE_ATTENTION, attention_cost
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div
+
+ROWS = 64  # of a warpgroup's part of a tile, and of a step
+THREADS = 384
+STATISTICS_THREADS = 256
+STATISTICS_LANES = 8  # threads that share a row
+STAGES = {64: 6, 128: 3}  # by head size: steps that are in shared memory or on their way to it
+OF_QUERIES = 3 / 4  # of a step of keys, which has four products
+ADDED = 4  # steps of keys: what sums that another block leaves take both
+EVENNESS = 3  # of the work's mean and of its longest tile; with 4, as it was measured on an H200
+
+STATISTICS = Kernel(
+    "attention/attention_backward.cu",
+    "attention_statistics",
+    "f32* statistics, i32* taken, const bf16* d_out, const bf16* out, const f32* lse, "
+    "i32 counts, i32 seq_len, i32 num_heads",
+    capability=CAPABILITY,
+)
+GRADIENT = Kernel(
+    "attention/attention_backward.cu",
+    "attention_gradient",
+    "bf16[16]* d_qkv, const bf16[64]* d_out, const f32* statistics, const bf16[64]* qkv, "
+    "inout i32* taken, inout f32*? sums, i32 part_heads, i32 batches, i32 seq_len, "
+    "i32 num_heads, i32 num_kv_heads",
+    capability=CAPABILITY,
+)
+
+
+def chosen(dev: Device, qkv: Tensor, mask: AttentionMask) -> Callable[..., None] | None:
+    """backward(), where it is the way to compute a gradient on a device; else None. Sequences are
+    whole steps there, and queries see all that is before them. qkv: (B,T,Hq+2*Hkv,Hd), as of
+    ops.attention.attention.backward: all of a micro-batch, so that the sums of a sequence are the
+    same whatever it is computed with."""
+    batch, seq_len, _, head_dim = qkv.shape
+    sees_all = mask.starts is None and sees_all_before(mask.window, seq_len)
+    fits = qkv.dtype == BF16 and is_supported(dev.spec.capability, seq_len, head_dim)
+    return partial(backward, micro_batch=batch) if fits and sees_all else None
+
+
+def is_supported(capability: int, seq_len: int, head_dim: int) -> bool:
+    """Whether backward() computes such sequences, in BF16. capability: of the device, times 10."""
+    return capability == CAPABILITY and head_dim in STAGES and seq_len % ROWS == 0
+
+
+def shared_bytes(head_dim: int) -> int:
+    """Dynamic shared memory of a block of attention_gradient."""
+    stages, tile = STAGES[head_dim], ROWS * head_dim * BF16.itemsize
+    own, step, statistics = 2 * 4 * tile, 2 * tile, 2 * ROWS * F32.itemsize
+    barriers = 8 * (2 * stages + 3 * 2) + 2 * 32  # and where tiles are
+    return own + stages * (step + statistics) + barriers + 1024  # to begin at a multiple of that
+
+
+@cache
+def part_heads(batch: int, seq_len: int, num_heads: int, num_kv_heads: int, num_sms: int) -> int:
+    """Query heads of a key head that one block computes of its tiles' gradients: fewer than all
+    where the tile that takes longest, of the first keys, which every query sees, would take long
+    beside what each multiprocessor has to do."""
+    group, blocks = num_heads // num_kv_heads, seq_len // ROWS
+    tiles = ceil_div(blocks, 2)
+    steps = tiles * (blocks - tiles + 1)  # of all tiles of a query head
+    each = (1 + OF_QUERIES) * batch * num_heads * steps / num_sms
+    adding = ADDED * max(1, tiles * batch * num_kv_heads / num_sms)
+
+    def takes(parts: int) -> float:
+        longest = ceil_div(group, parts) * blocks
+        return (each**EVENNESS + longest**EVENNESS) ** (1 / EVENNESS) + adding * (parts - 1)
+
+    return ceil_div(group, min(range(1, group + 1), key=takes))
+
+
+def backward(
+    dev: Device,
+    tensors: tuple,
+    num_heads: int,
+    num_kv_heads: int,
+    mask: AttentionMask = ALL,
+    *,
+    micro_batch: int,
+) -> None:
+    """Gradient of attention, for ops.attention.attention.backward, which checks: `own` in there.
+
+    Args: mask, which hides nothing, micro_batch, see chosen(), and tensors (contiguous):
+        d_qkv       out  BF16 (B,T,Hq+2*Hkv,Hd)   every element is written
+        d_out, out  in   BF16 (B,T,Hq,Hd)
+        lse         in   F32  (B,Hq,T)            of the forward
+        qkv         in   BF16 (B,T,Hq+2*Hkv,Hd)
+
+    Cost:    7*B*Hq*T*T*Hd FLOPs; two launches; workspace 8*B*Hq*T bytes, and 8*B*Hkv*T*Hd for each
+             part of query heads but the last, see part_heads().
+    """
+    d_qkv, d_out, out, lse, qkv = tensors
+    batch, seq_len, _, head_dim = qkv.shape
+    blocks = seq_len // ROWS
+    heads = part_heads(micro_batch, seq_len, num_heads, num_kv_heads, dev.num_sms)
+    parts = ceil_div(num_heads // num_kv_heads, heads)
+    consts = {"HEAD_DIM": head_dim, "STAGES": STAGES[head_dim]}
+    tiles = ceil_div(blocks, 2) * batch * (num_heads + parts * num_kv_heads)
+    shape = (batch, num_heads, blocks, 2, ROWS)
+    of_keys = (parts - 1, batch, num_kv_heads, blocks, 2, ROWS, head_dim)
+    flops = 7 * batch * num_heads * seq_len**2 * head_dim
+    counts = 1 + batch * num_kv_heads * blocks
+
+    def matrix(x: Tensor) -> Tensor:
+        return x.view(batch * seq_len, x.size // (batch * seq_len))
+
+    with (
+        dev.scratch("attention_statistics", shape, F32) as statistics,
+        dev.scratch("attention_taken", (counts,), I32) as taken,
+        dev.scratch("attention_sums", of_keys, F32) as sums,
+    ):
+        dev.launch(
+            STATISTICS,
+            (ceil_div(seq_len * num_heads * STATISTICS_LANES, STATISTICS_THREADS), batch),
+            STATISTICS_THREADS,
+            (statistics, taken, d_out, out, lse, counts, seq_len, num_heads),
+            consts=consts,
+            cost=BESIDE_ATTENTION,
+        )
+        dev.launch(
+            GRADIENT,
+            min(tiles, dev.spec.num_sms),
+            THREADS,
+            (
+                *(matrix(d_qkv), matrix(d_out), statistics, matrix(qkv), taken),
+                *(sums if parts > 1 else None, heads, batch, seq_len, num_heads, num_kv_heads),
+            ),
+            consts=consts,
+            smem=shared_bytes(head_dim),
+            cost=attention_cost(GRADIENT, BF16, flops, (seq_len, head_dim, seq_len)),
+        )

@@ -1,0 +1,1 @@
+"""Gated delta nets: the rule, its gates, the convolution before and the norm behind."""

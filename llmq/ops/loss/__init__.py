@@ -1,0 +1,1 @@
+"""Losses of logits, fused with their gradients: launchers."""

@@ -1,0 +1,1 @@
+"""Norms, activations, embeddings, and operations on each element or column alone: launchers."""

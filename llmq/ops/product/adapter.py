@@ -1,0 +1,401 @@
+"""Low-rank adapters of rows of a matrix: their B as one matrix, and its gradient in parts.
+
+The adapters of a fused matrix, such as those of queries, keys and values, share an input, so that
+their A lie in one matrix A (n * rank, in_features) below each other. With each B in columns of its
+own, h = x @ A^T and y += h @ B^T are two products, as for a single adapter:
+
+    rows of q | s_q B_q     0        0    | 0     columns: n * rank, padded to multiples
+    rows of k |    0     s_k B_k     0    | 0     of COLUMN_MULTIPLE
+    rows of v |    0        0     s_v B_v | 0
+
+With magnitudes (DoRA, Liu et al., arXiv 2402.09353) each adapted row w + s b A of the sum has one
+that is trained, and a norm that counts as a constant in backward:
+
+    y_j = m_j / |w_j + s b_j A| * v_j + bias_j        v = x W^T + s h B^T
+    d_v_j = d_y_j * m_j / |...|                       d_m_j = the sum of d_y_j * v_j / |...|
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+from llmq.base.dtypes import BF16, F32, DType
+from llmq.base.tensor import Accumulator, Tensor
+from llmq.ops.common import (
+    COLUMN_MULTIPLE,
+    MAX_SPANS,
+    VECTOR_BYTES,
+    Spans,
+    expect_accumulator,
+    expect_float,
+    expect_multiple,
+    expect_spans,
+    padded_columns,
+)
+from llmq.runtime.cost import Cost
+from llmq.runtime.device import Device, DeviceSpec
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+
+THREADS = 256
+NORM_ROWS = 16  # of a block; NORM_ROWS in cu/product/adapter.cu
+
+_SCALES = ", ".join(f"f32 scale{i}" for i in range(MAX_SPANS))
+_EDGES = ", ".join(f"i64 start{i}, i64 stop{i}" for i in range(MAX_SPANS))
+_REST = f"{_SCALES}, i32 rank, i32 columns, i64 rows, i64 period, {_EDGES}"
+EXPAND = Kernel("product/adapter.cu", "adapter_expand", args=f"T* whole, const T* b, {_REST}")
+COLLECT = Kernel("product/adapter.cu", "adapter_collect", args=f"T* b, const T* whole, {_REST}")
+NORMS = Kernel(
+    "product/adapter.cu",
+    "adapter_norms",
+    args=f"f32* norms, const T* w, const T* a, const T* b, {_SCALES}, i32 rank, i64 rows, i32 K, "
+    + _EDGES,
+)
+COLUMNS = Kernel(
+    "product/adapter.cu",
+    "adapter_columns",
+    args="T* out, const T* x, const T*? y, const f32* norms, const f32*? magnitudes, "
+    "const T*? bias, i64 rows, i32 columns",
+)
+
+
+def expand(
+    dev: Device, whole: Tensor, b: Tensor, spans: Spans, scales: Sequence[float], groups: int = 1
+) -> None:
+    """whole = its scale * B of each span in the span's rows and columns of its own, elsewhere zero.
+
+    groups: so many matrices lie below each other in both, each with these spans.
+
+    Args:
+        whole   out  T  (rows, columns)   F32 or BF16; columns as padded_columns says
+        b       in   T  (n, rank)         of all spans, below each other: n rows together
+        spans   1 to 4
+        scales  as many
+
+    Cost:    whole written once; one launch. A few megabytes.
+    """
+    blocks = ceil_div(whole.size // COLUMN_MULTIPLE, THREADS)
+    sizes = _sizes(whole, b, spans, scales, groups)
+    dev.launch(EXPAND, blocks, THREADS, (whole, b, *sizes))
+
+
+def collect(
+    dev: Device, b: Tensor, whole: Tensor, spans: Spans, scales: Sequence[float], groups: int = 1
+) -> None:
+    """b = its scale * those elements of `whole` that expand takes from b: its gradient.
+
+    Args: as of expand; b is written.
+    """
+    sizes = _sizes(whole, b, spans, scales, groups)
+    dev.launch(COLLECT, ceil_div(b.size, THREADS), THREADS, (b, whole, *sizes))
+
+
+def norms(
+    dev: Device, out: Tensor, w: Tensor, a: Tensor, b: Tensor, spans: Spans, scales: Sequence[float]
+) -> None:
+    """out = |w + its scale * b a| of each row of a span, in F32, 0 elsewhere.
+
+    Args:
+        out     out  F32 (rows,)
+        w       in   T   (rows, K)      F32 or BF16
+        a       in   T   (columns, K)   as padded_columns says
+        b       in   T   (n, rank)      of all spans, below each other: n rows together
+        spans   1 to 4
+        scales  as many
+
+    Cost:    w read once, and rank multiplications of each of its elements; one launch.
+    """
+    op = "adapter.norms"
+    expect_float(op, "w", w)
+    rows, K = w.shape
+    expect_spans(op, spans, rows)
+    rank = b.shape[1]
+    expect(op, "out", out, F32, (rows,))
+    expect(op, "b", b, w.dtype, (sum(stop - start for start, stop in spans), rank))
+    expect(op, "a", a, w.dtype, (padded_columns(len(spans), rank), K))
+    missing = MAX_SPANS - len(spans)
+    sizes = (*map(float, scales), *(0.0,) * missing, rank, rows, K)
+    sizes += (*chain(*spans), *(0,) * (2 * missing))
+    dev.launch(NORMS, ceil_div(rows, NORM_ROWS), THREADS, (out, w, a, b, *sizes))
+
+
+def scale(
+    dev: Device,
+    out: Tensor,
+    x: Tensor,
+    norms: Tensor,
+    magnitudes: Tensor,
+    bias: Tensor | None = None,
+) -> None:
+    """out = x * magnitudes / norms + bias, column by column; without the factor where norms are 0.
+
+    Args:
+        out         out  T   (rows, columns)   F32 or BF16; may be x. A row is whole 16 bytes
+        x           in   T   (rows, columns)
+        norms       in   F32 (columns,)        of `norms`
+        magnitudes  in   F32 (columns,)
+        bias        in   T   (columns,)        or None
+    """
+    _columns(dev, "adapter.scale", out, x, None, norms, magnitudes, bias)
+
+
+def magnitude_gradient(dev: Device, out: Tensor, x: Tensor, y: Tensor, norms: Tensor) -> None:
+    """out = x * y / norms, column by column, 0 where norms are 0: the terms of d_m, of d_y and v.
+
+    Args: as of scale; y is like x.
+    """
+    _columns(dev, "adapter.magnitude_gradient", out, x, y, norms, None, None)
+
+
+def _columns(
+    dev: Device,
+    op: str,
+    out: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    norms: Tensor,
+    magnitudes: Tensor | None,
+    bias: Tensor | None,
+) -> None:
+    expect_float(op, "x", x)
+    rows, columns = x.shape
+    expect_multiple(op, dev, "columns", columns, VECTOR_BYTES // x.dtype.itemsize)
+    for name, tensor in {"out": out, "y": y}.items():
+        if tensor is not None:
+            expect(op, name, tensor, x.dtype, x.shape)
+    for name, tensor, dtype in (
+        ("norms", norms, F32), ("magnitudes", magnitudes, F32), ("bias", bias, x.dtype),
+    ):  # fmt: skip
+        if tensor is not None:
+            expect(op, name, tensor, dtype, (columns,))
+    blocks = ceil_div(x.size * x.dtype.itemsize, VECTOR_BYTES * THREADS)
+    dev.launch(COLUMNS, blocks, THREADS, (out, x, y, norms, magnitudes, bias, rows, columns))
+
+
+def _sizes(
+    whole: Tensor, b: Tensor, spans: Spans, scales: Sequence[float], groups: int
+) -> tuple[float, ...]:
+    """The arguments of expand and collect behind their tensors, which are checked."""
+    expect_float("adapter", "whole", whole)
+    rows, period = whole.shape[0], whole.shape[0] // groups
+    expect_spans("adapter", spans, period)
+    count, rank = sum(stop - start for start, stop in spans), b.shape[1]
+    expect("adapter", "b", b, whole.dtype, (groups * count, rank))
+    columns = padded_columns(len(spans), rank)
+    expect("adapter", "whole", whole, None, (groups * period, columns))
+    missing = MAX_SPANS - len(spans)
+    sizes = (*map(float, scales), *(0.0,) * missing, rank, columns, rows, period)
+    return (*sizes, *chain(*spans), *(0,) * (2 * missing))
+
+
+# -- Gradients of h and B, of one pass over the gradient of their output
+#
+#    d_h = scale * d_out @ B           d_B = scale * d_out^T @ h
+#
+# Two products would read d_out, which is by far the largest of all, twice.
+
+MAX_RANK = 64  # beyond it, partial sums are as large as d_out
+MULTIPLE = 8  # of columns: 16-byte copies of BF16
+WARPS = 8
+STEP_ROWS = 128  # of d_out that are in a stage of shared memory
+FINISH_THREADS = 256
+# These tiles are for GPUs whose blocks may have 163 KiB of shared memory or more; all others have
+# 99.
+LARGE_SHARED = (80, 87, 90, 100, 103, 110)
+FULL = 0.75  # of the multiprocessors that have to have work, for all of memory's bandwidth
+
+_ENDS = ", ".join(f"i32 end{i}" for i in range(MAX_SPANS))
+PARTIALS = Kernel(
+    "product/adapter.cu",
+    "adapter_backward_partials",
+    args="f32* h_partial, f32* b_partial, const bf16* d_out, const bf16* h, const bf16* b, "
+    f"i64 rows, i64 N, i32 h_columns, i32 split_columns, {_EDGES}",
+)
+FINISH = Kernel(
+    "product/adapter.cu",
+    "adapter_backward_finish",
+    args="bf16* d_h, inout G* d_b, const f32* h_partial, const f32* b_partial, "
+    "const i32* scalars, i32 accumulate, u32 salt, f32 scale, i64 rows, i32 h_columns, "
+    f"i64 b_rows, i32 groups, {_ENDS}",
+)
+
+
+class Tiles(NamedTuple):
+    """How the work is cut: a block has 16 * pieces rows for each of its warps that are above each
+    other, and goes through columns `chunk` at a time. rank_warps: warps that share rows, and have
+    different ranks."""
+
+    pieces: int
+    chunk: int
+    rank_warps: int
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block."""
+        return 16 * self.pieces * WARPS // self.rank_warps
+
+
+def _tiles(rank: int) -> tuple[Tiles, ...]:
+    """Those whose sums fit into registers: with many rows, and with few, for small problems."""
+    if rank <= 16:
+        return Tiles(8, 64, 1), Tiles(2, 64, 1)
+    if rank <= 32:
+        return Tiles(4, 64, 1), Tiles(2, 64, 1)
+    return Tiles(8, 32, 2), Tiles(4, 32, 2)
+
+
+class Layout(NamedTuple):
+    """The whole grid. ends: where the splits of each span end. groups: of rows. ranks: columns of
+    partial sums."""
+
+    tiles: Tiles
+    split_columns: int
+    ends: tuple[int, ...]
+    groups: int
+    ranks: int
+
+    def partial_elements(self, rows: int, b_rows: int) -> int:
+        """The elements of both kinds of partial sums."""
+        return self.ranks * (self.ends[-1] * rows + self.groups * b_rows)
+
+
+def _layout(tiles: Tiles, rows: int, lengths: tuple[int, ...], rank: int, num_sms: int) -> Layout:
+    """The longest splits with which there are blocks for all multiprocessors at once."""
+    groups = ceil_div(rows, tiles.block_rows)
+    chunks = [ceil_div(length, tiles.chunk) for length in lengths]
+    most = max(len(chunks), num_sms // groups)
+    each = ceil_div(sum(chunks), most)
+    while sum(ceil_div(n, each) for n in chunks) > most:
+        each += 1
+    ends = tuple(accumulate(ceil_div(n, each) for n in chunks))
+    per_piece = MULTIPLE * tiles.rank_warps
+    return Layout(tiles, each * tiles.chunk, ends, groups, ceil_div(rank, per_piece) * per_piece)
+
+
+@cache
+def layout(rows: int, spans: Spans, rank: int, num_sms: int) -> Layout:
+    """The one that takes the least time, by the bytes of d_out and of partial sums."""
+    lengths = tuple(stop - start for start, stop in spans)
+    b_rows = sum(lengths)
+
+    def cost(choice: Layout) -> float:
+        blocks = choice.ends[-1] * choice.groups
+        at_work = blocks / ceil_div(blocks, num_sms)
+        slow = max(1.0, FULL * num_sms / at_work)
+        return 2 * rows * b_rows * slow + 2 * 4 * choice.partial_elements(rows, b_rows)
+
+    return min((_layout(t, rows, lengths, rank, num_sms) for t in _tiles(rank)), key=cost)
+
+
+def stages(spec: DeviceSpec, tiles: Tiles) -> int:
+    """Parts of d_out on the way at once, one of them in use."""
+    if spec.capability not in LARGE_SHARED:
+        return 2
+    return 5 if tiles.chunk == 64 else 8
+
+
+def shared_bytes(tiles: Tiles, rank: int, count: int) -> int:
+    """The shared memory of a block with so many stages: these, h, b's rows of chunks, and sums of
+    warps."""
+    units = 2 if rank <= 16 else 4 if rank <= 32 else 8  # of 8 ranks, in a row of h and b
+    steps = tiles.block_rows // STEP_ROWS
+    b_slots = (count - 1) // steps + 1
+    ring = count * STEP_ROWS * tiles.chunk * BF16.itemsize
+    factors = (tiles.block_rows + b_slots * tiles.chunk) * units * MULTIPLE * BF16.itemsize
+    return ring + factors + WARPS * tiles.chunk * MULTIPLE * F32.itemsize
+
+
+def _consts(tiles: Tiles, rank: int, spec: DeviceSpec) -> dict[str, int]:
+    """The constants of these kernels."""
+    return {
+        "RANK": rank,
+        "BLOCK_ROWS": tiles.block_rows,
+        "CHUNK": tiles.chunk,
+        "RANK_WARPS": tiles.rank_warps,
+        "STAGES": stages(spec, tiles),
+    }
+
+
+def takes(dtype: DType, N: int, spans: Spans, rank: int) -> bool:
+    """Whether `backward` is made for these; else there are two products."""
+    aligned = not any(edge % MULTIPLE for edge in (N, *chain(*spans)))
+    return dtype == BF16 and rank <= MAX_RANK and aligned
+
+
+def backward(
+    dev: Device,
+    d_h: Tensor,
+    d_b: Accumulator,
+    d_out: Tensor,
+    h: Tensor,
+    b: Tensor,
+    spans: Spans,
+    scale: float,
+) -> None:
+    """d_h = scale * d_out @ B, and d_b = or += scale * d_out^T @ h, of each span.
+
+    Summed in F32 in a fixed order, scaled, and rounded once.
+
+    Args (what `takes` says of dtypes and sizes holds):
+        d_h    out    BF16         (rows, columns)  columns as `padded_columns` says;
+                                                    zeros behind those of all spans
+        d_b    inout  Accumulator  (n, rank)        BF16 or F32, of all spans, below each other
+        d_out  in     BF16         (rows, N)
+        h      in     BF16         (rows, columns)
+        b      in     BF16         (n, rank)        as d_b's tensor
+        spans  1 to 4 ranges of columns of d_out, none of them empty
+
+    Workspace: `layout`'s partial sums, F32. Cost: d_out read once; two launches.
+    """
+    spans = tuple(map(tuple, spans))
+    _check_backward(d_h, d_b, d_out, h, b, spans)
+    (rows, N), columns, (b_rows, rank) = d_out.shape, d_h.shape[1], b.shape
+    cut = layout(rows, spans, rank, dev.num_sms)
+    tiles = cut.tiles
+    missing = MAX_SPANS - len(spans)
+    target, accumulate, scalars, salt = d_b
+    with (
+        dev.scratch("adapter h partial sums", (cut.ends[-1], rows, cut.ranks), F32) as h_partial,
+        dev.scratch("adapter b partial sums", (cut.groups, b_rows, cut.ranks), F32) as b_partial,
+    ):
+        sizes = (rows, N, columns, cut.split_columns, *chain(*spans), *(0,) * (2 * missing))
+        dev.launch(
+            PARTIALS,
+            (cut.ends[-1], cut.groups),
+            32 * WARPS,
+            (h_partial, b_partial, d_out, h, b, *sizes),
+            consts=_consts(tiles, rank, dev.spec),
+            smem=shared_bytes(tiles, rank, stages(dev.spec, tiles)),
+            cost=Cost(flops=4 * rows * b_rows * rank),
+        )
+        ends = (*cut.ends, *cut.ends[-1:] * missing)
+        sizes = (float(scale), rows, columns, b_rows, cut.groups, *ends)
+        dev.launch(
+            FINISH,
+            ceil_div(d_h.size, FINISH_THREADS) + ceil_div(target.size, FINISH_THREADS),
+            FINISH_THREADS,
+            (d_h, target, h_partial, b_partial, scalars, int(accumulate), salt, *sizes),
+            consts=_consts(_tiles(rank)[0], rank, dev.spec),  # of any tiles: compiled once
+        )
+
+
+def _check_backward(
+    d_h: Tensor, d_b: Accumulator, d_out: Tensor, h: Tensor, b: Tensor, spans: Spans
+) -> None:
+    op = "adapter_backward"
+    if len(d_out.shape) != 2 or len(b.shape) != 2:
+        raise ValueError(f"{op}: d_out and b must have 2 dimensions, got {d_out}, {b}")
+    expect(op, "d_out", d_out, BF16, d_out.shape)
+    (rows, N), rank = d_out.shape, b.shape[1]
+    expect_spans(op, spans, N)
+    if not takes(BF16, N, spans, rank):
+        raise ValueError(
+            f"{op}: columns must be multiples of {MULTIPLE} and ranks up to {MAX_RANK}, "
+            f"got spans {spans} of {N}, rank {rank}"
+        )
+    b_rows = sum(stop - start for start, stop in spans)
+    columns = padded_columns(len(spans), rank)
+    expect(op, "b", b, BF16, (b_rows, rank))
+    expect(op, "h", h, BF16, (rows, columns))
+    expect(op, "d_h", d_h, BF16, (rows, columns))
+    expect_accumulator(op, "d_b", d_b, (b_rows, rank))

@@ -1,0 +1,386 @@
+"""Matrix product; a library call on CUDA (llmq/runtime/cublaslt.py), NumPy's BLAS on the host.
+
+On GeForce cards of Blackwell FP8 codes may be multiplied as block-scaled ones, whose scales are one
+(llmq/runtime/product.py): their tensor cores do that at twice the speed.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, FP8, I8, I8_MAX, U8
+from llmq.base.operand import CODES_MULTIPLE, ProductCodes
+from llmq.base.tensor import Tensor
+from llmq.ops.common import (
+    MULTIPLE,
+    VECTOR_BYTES,
+    expect_added,
+    expect_matrix,
+    expect_multiple,
+    expect_operands,
+)
+from llmq.runtime.arena import ALIGN
+from llmq.runtime.cost import Cost, product_cost
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.product import BLOCK, SCALARS, Product, scales_bytes
+
+_ARGS = (
+    "const S* a, const S* b, const D*? bias, const D*? addend, u8* workspace, "
+    "i64 M, i64 N, i64 K, i32 trans_a, i32 trans_b, i32 accumulate, f32 alpha, f32 beta, "
+    "i32 batch"
+)
+MATMUL = Kernel("product/matmul", "matmul", args=f"D* out, {_ARGS}")
+# The same entry; declared apart because it reads what it adds to.
+MATMUL_ACCUMULATE = Kernel("product/matmul", "matmul", args=f"inout D* out, {_ARGS}")
+
+_FP8_ARGS = (
+    "const A* a, const B* b, const f32* scale_a, const f32* scale_b, const bf16*? bias, "
+    "const f32*? factor, f32*? largest, const D*? addend, u8* workspace, "
+    "i64 M, i64 N, i64 K, i32 accumulate, i32 fast_accumulation"
+)
+MATMUL_FP8 = Kernel("product/matmul", "matmul_fp8", args=f"D* out, {_FP8_ARGS}")
+MATMUL_FP8_ACCUMULATE = Kernel("product/matmul", "matmul_fp8", args=f"inout D* out, {_FP8_ARGS}")
+
+_MXFP8_ARGS = (
+    "const A* a, const B* b, const u8* scales, const f32* scalars, const bf16*? bias, "
+    "const D*? addend, u8* workspace, "
+    "i64 M, i64 N, i64 K, i32 accumulate, i32 fast_accumulation"
+)
+MXFP8 = Kernel("product/matmul", "matmul_mxfp8", args=f"D* out, {_MXFP8_ARGS}")
+MXFP8_ACCUMULATE = Kernel("product/matmul", "matmul_mxfp8", args=f"inout D* out, {_MXFP8_ARGS}")
+BLOCK_SCALES = Kernel(
+    "product/matmul.cu",
+    "block_scales",
+    args="u8* scales, f32* scalars, const f32* scale_a, const f32* scale_b, f32 beta, i64 n",
+)
+BLOCK_SCALED_GENERATION = 12  # major compute capability where this may be faster
+SCALES_THREADS = 256
+SCALES_SHARE = 2  # block scales may take one part of the workspace in so many
+
+
+def matmul(
+    dev: Device,
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
+    accumulate: bool = False,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+) -> None:
+    """Row-major out = alpha * op(a) @ op(b) [+ bias] [+ beta * addend], or with + beta * out,
+    summed in F32. With a third dimension, in front, so many products of equal sizes, out[i] of
+    a[i], b[i] and addend[i]: in BF16, without a bias or accumulate, each of a multiple of 16 bytes
+    on a GPU.
+
+    Args (contiguous, two dimensions):
+        out         out  F32 or BF16 (M,N)   F32 if a, b are F32. With accumulate cuBLASLt rounds a
+                                             BF16 product before it adds to it, so that a sum of
+                                             many products should be F32
+        a           in   F32 or BF16 (M,K)   (K,M) if trans_a
+        b           in   as a        (K,N)   (N,K) if trans_b
+        bias        in   as out      (N,)    or None; added to every row; not with accumulate
+        addend      in   as out      (M,N)   or None; other memory than out. Added before
+                                             the product is rounded
+        alpha, beta                          factors of the product and of what is added
+
+    Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch.
+    """
+    several = out.shape[:1] if len(out.shape) == 3 else ()
+    if several:
+        if bias is not None or accumulate:
+            raise ValueError("matmul: several products have no bias and no sum")
+        _expect_several(dev, out, a, b)
+    else:
+        expect_matrix("matmul", "out", out, (F32, BF16))
+        expect_operands("matmul", a, b, dtypes=(F32, BF16))
+    expect_added("matmul", out, bias, addend, accumulate=accumulate, bias_dtype=out.dtype)
+    if a.dtype == F32 and out.dtype != F32:
+        raise TypeError("matmul: out must be F32 where a is F32, got BF16")
+    M, N = out.shape[-2:]
+    K = a.shape[-2 if trans_a else -1]
+    expect(
+        "matmul", "a", a, BF16 if several else None, (*several, *((K, M) if trans_a else (M, K)))
+    )
+    expect("matmul", "b", b, a.dtype, (*several, *((N, K) if trans_b else (K, N))))
+    batch = several[0] if several else 1
+    flags = {"trans_a": trans_a, "trans_b": trans_b, "accumulate": accumulate}
+    cost = product_cost(
+        (M, N, K), a.dtype, out.dtype, addend=addend is not None, batch=batch, **flags
+    )
+    # The library chooses its own grid and block.
+    with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
+        sizes = (M, N, K, *map(int, flags.values()))
+        args = (out, a, b, bias, addend, workspace, *sizes, alpha, beta, batch)
+        dev.launch(MATMUL_ACCUMULATE if accumulate else MATMUL, 1, 1, args, cost=cost)
+
+
+def _expect_several(dev: Device, *matrices: Tensor) -> None:
+    """Raise TypeError or ValueError unless out, a and b are so many matrices in BF16, of which each
+    begins on 16 bytes on a GPU."""
+    for name, x in zip(("out", "a", "b"), matrices, strict=True):
+        expect("matmul", name, x, BF16, x.shape)
+        if len(x.shape) != 3:
+            raise ValueError(
+                f"matmul: several products: {name} must have 3 dimensions, got {x.shape}"
+            )
+        if x.shape[0] > 1:
+            each, vector = x.size // x.shape[0], VECTOR_BYTES // BF16.itemsize
+            expect_multiple("matmul", dev, f"{name}[i].size", each, vector)
+
+
+def matmul_fp8(
+    dev: Device,
+    out: Tensor | ProductCodes,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
+    accumulate: bool = False,
+    fast_accumulation: bool = False,
+) -> None:
+    """Row-major out = (scale_a * a) @ (scale_b * b)^T [+ bias] [+ addend] of FP8 codes a and b.
+
+    Tensor cores before Blackwell know FP8 operands in this one form only, both with K last.
+
+    Args (contiguous; N and K multiples of 16):
+        out         out  F32 or BF16   (M,N)   F32 with accumulate; or codes, as ProductCodes has
+                                               it: not with accumulate, E4M3 if a and b are
+        a           in   E4M3 or E5M2  (M,K)
+        b           in   E4M3 or E5M2  (N,K)   not E5M2 if a is
+        scale_a     in   F32           (1,)    16-byte aligned, as every tensor of an arena is
+        scale_b     in   F32           (1,)
+        bias        in   BF16          (N,)    or None; added to every row; not with accumulate
+        addend      in   as out        (M,N)   or None; as in matmul; not with codes
+        accumulate                             out is the addend
+        fast_accumulation                      permitted: taken where it is faster. Ada and Hopper
+                                               add products to sums of 14 significant bits;
+                                               without it, sums of some of them are added up in
+                                               F32. Elsewhere it has no effect.
+
+    Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch, of
+             which block scales, which a kernel writes before, take a byte for 32 codes.
+    """
+    op = "matmul_fp8"
+    out, *of_codes = _expect_result(op, out, a, b)
+    expect_operands(op, a, b, scale_a, scale_b, dtypes=FP8)
+    M, N, K = _fp8_sizes(op, out, a, b)
+    if accumulate and out.dtype != F32:
+        raise TypeError(f"{op}: out must be F32 with accumulate, got {out.dtype.label}")
+    if addend is not None and out.dtype in FP8:
+        raise TypeError(f"{op}: out must be F32 or BF16 with addend, got {out.dtype.label}")
+    expect_added(op, out, bias, addend, accumulate=accumulate)
+    operands = (out, a, b, scale_a, scale_b, bias, addend)
+    sizes = (M, N, K, int(accumulate), int(fast_accumulation))
+    with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
+        kernel = MATMUL_FP8_ACCUMULATE if accumulate else MATMUL_FP8
+        args = (*operands[:-1], *of_codes, addend, workspace, *sizes)
+        per_tensor = partial(dev.launch, kernel, 1, 1, args, cost=_fp8_cost(operands, sizes))
+        if out.dtype not in FP8 and _may_be_block_scaled(dev, a, b):
+            _choose(dev, per_tensor, operands, workspace, sizes)
+        else:
+            per_tensor()
+
+
+def _choose(
+    dev: Device, per_tensor: Callable[[], None], operands: tuple, workspace: Tensor, sizes: tuple
+) -> None:
+    """The product by the faster of two ways; operands, sizes: as of _block_scaled."""
+    out, a, b, _, _, bias, addend = operands
+    *matrices, accumulate, fast = sizes
+    types = (False, True, a.dtype, b.dtype, out.dtype)
+    flags = (bias is not None, bool(accumulate), workspace.nbytes, bool(fast), addend is not None)
+    block_scaled = partial(_block_scaled, dev, operands, workspace, sizes)
+    ways = {"per-tensor": per_tensor, "block-scaled": block_scaled}
+    work = _work(*matrices, *types, *flags)
+    dev.choose(work, ways, kept=(out,) if accumulate else ())
+
+
+@cache  # the same few, launch after launch
+def _work(*product: Any) -> str:
+    """The key that tells this product's choice from others; arguments: those of Product."""
+    return f"matmul_fp8 {Product(*product)}"
+
+
+def _fp8_cost(operands: tuple, sizes: tuple) -> Cost:
+    """The cost of either way; operands, sizes: as of _block_scaled."""
+    out, a, *_, addend = operands
+    *matrices, accumulate, fast = sizes
+    flags = {"accumulate": bool(accumulate), "fast": bool(fast), "addend": addend is not None}
+    return product_cost(tuple(matrices), a.dtype, out.dtype, **flags)
+
+
+def _may_be_block_scaled(dev: Device, a: Tensor, b: Tensor) -> bool:
+    """Whether block scales may make a product of these codes faster, and there is room for them."""
+    if dev.spec.capability // 10 != BLOCK_SCALED_GENERATION or a.shape[1] % BLOCK:
+        return False
+    return SCALES_SHARE * _block_scales_bytes(a, b) <= dev.spec.library_workspace
+
+
+def _block_scales_bytes(a: Tensor, b: Tensor) -> int:
+    """For both: they are the same bytes."""
+    return scales_bytes(max(a.shape[0], b.shape[0]), a.shape[1])
+
+
+def _block_scaled(dev: Device, operands: tuple, workspace: Tensor, sizes: tuple) -> None:
+    """A product of codes whose block scales are one; those of the tensors become its factor.
+    operands: out, a, b, scale_a, scale_b, bias, addend. sizes: the last arguments of MXFP8."""
+    out, a, b, scale_a, scale_b, bias, addend = operands
+    *_, accumulate, _ = sizes
+    count = _block_scales_bytes(a, b)  # a multiple of ALIGN
+    scales = workspace.rows(0, count)
+    at = workspace.offset + count
+    scalars = Tensor("scalars", (SCALARS,), F32, workspace.storage, at)
+    rest = workspace.rows(count + ALIGN, workspace.nbytes)
+    beta = 1.0 if accumulate or addend is not None else 0.0
+    dev.launch(
+        BLOCK_SCALES,
+        ceil_div(count, 16 * SCALES_THREADS),
+        SCALES_THREADS,
+        (scales, scalars, scale_a, scale_b, beta, count),
+    )
+    dev.launch(
+        MXFP8_ACCUMULATE if accumulate else MXFP8,
+        1,
+        1,
+        (out, a, b, scales, scalars, bias, addend, rest, *sizes),
+        cost=_fp8_cost(operands, sizes),
+    )
+
+
+def _fp8_sizes(op: str, out: Tensor, a: Tensor, b: Tensor) -> tuple[int, int, int]:
+    """(M, N, K) of out (M,N), a (M,K) and b (N,K)."""
+    (M, N), K = out.shape, a.shape[1]
+    if N % CODES_MULTIPLE or K % CODES_MULTIPLE:
+        raise ValueError(f"{op}: N and K must be multiples of {CODES_MULTIPLE}, got {(N, K)}")
+    expect(op, "a", a, None, (M, K))
+    expect(op, "b", b, None, (N, K))
+    return M, N, K
+
+
+def _expect_result(
+    op: str, out: Tensor | ProductCodes, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The tensor, and of codes the factor and where their largest value goes."""
+    if not isinstance(out, ProductCodes):
+        expect_matrix(op, "out", out, (F32, BF16))
+        return out, None, None
+    expect_matrix(op, "out", out.codes, (E4M3,) if a.dtype == b.dtype else (E4M3, E5M2))
+    expect(op, "factor", out.factor, F32, (1,))
+    expect(op, "largest", out.largest, F32, (1,))
+    return out.codes, out.factor, out.largest
+
+
+# -- The product of signed bytes, exactly summed, with a scale for each row of both matrices
+
+MOST_TERMS = (2**31 - 1) // I8_MAX**2  # of a sum that cannot overflow
+WARP_M, STEP = 64, 64  # rows of a warp, bytes of a step in cu/product/matmul.cu
+
+_INT8_ARGS = (
+    "const i8* a, const i8* b, const f32* scale_a, const f32* scale_b, const bf16*? bias, "
+    "i64 M, i64 N, i64 K"
+)
+MATMUL_INT8 = Kernel("product/matmul.cu", "matmul_int8", args=f"D* out, {_INT8_ARGS}")
+# The same entry; declared apart because it reads what it adds to.
+MATMUL_INT8_ACCUMULATE = Kernel(
+    "product/matmul.cu", "matmul_int8", args=f"inout D* out, {_INT8_ARGS}"
+)
+
+
+class Int8Tiles(NamedTuple):
+    """How a product is cut: a block has warps_m * warps_n warps, of 64 rows and warp_n columns."""
+
+    warps_m: int
+    warps_n: int
+    warp_n: int
+    stages: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of a block."""
+        return WARP_M * self.warps_m, self.warp_n * self.warps_n
+
+    @property
+    def shared_bytes(self) -> int:
+        """The shared memory of a block."""
+        return self.stages * sum(self.shape) * STEP
+
+    @property
+    def consts(self) -> dict[str, int]:
+        """The tiles as the kernel's compile-time constants."""
+        return {name.upper(): value for name, value in self._asdict().items()}
+
+    def count(self, M: int, N: int) -> int:
+        """Blocks of a product."""
+        rows, columns = self.shape
+        return ceil_div(M, rows) * ceil_div(N, columns)
+
+
+# From the one that reads the least to the one that has the most blocks.
+INT8_TILES = (Int8Tiles(4, 2, 64, 3), Int8Tiles(2, 4, 32, 4), Int8Tiles(1, 4, 16, 4))
+
+
+def tiles_of(M: int, N: int, num_sms: int) -> Int8Tiles:
+    """The largest tiles that give every multiprocessor a block, else the smallest ones."""
+    for tiles in INT8_TILES:
+        if tiles.count(M, N) >= num_sms:
+            return tiles
+    return INT8_TILES[-1]
+
+
+def matmul_int8(
+    dev: Device,
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+) -> None:
+    """Row-major out = (scale_a * a) @ (scale_b * b)^T [+ bias | + out] of codes a and b.
+
+    Args (contiguous; N and K multiples of 16, K at most MOST_TERMS):
+        out      out  F32 or BF16  (M,N)   F32 with accumulate
+        a        in   I8           (M,K)
+        b        in   I8           (N,K)
+        scale_a  in   F32          (M,)
+        scale_b  in   F32          (N,)
+        bias     in   BF16         (N,)    or None; added to every row; not with accumulate
+
+    Cost:    2*M*N*K operations; one launch.
+    """
+    op = "matmul_int8"
+    expect_matrix(op, "out", out, (F32, BF16))
+    expect_operands(op, a, b, dtypes=(I8,))
+    (M, N), K = out.shape, a.shape[1]
+    if N % MULTIPLE or K % MULTIPLE:
+        raise ValueError(f"{op}: N and K must be multiples of {MULTIPLE}, got {(N, K)}")
+    if K > MOST_TERMS:
+        raise ValueError(f"{op}: K must be at most {MOST_TERMS}, or sums overflow, got {K}")
+    expect(op, "a", a, I8, (M, K))
+    expect(op, "b", b, I8, (N, K))
+    expect(op, "scale_a", scale_a, F32, (M,))
+    expect(op, "scale_b", scale_b, F32, (N,))
+    if accumulate and out.dtype != F32:
+        raise TypeError(f"{op}: out must be F32 with accumulate, got {out.dtype.label}")
+    expect_added(op, out, bias, accumulate=accumulate)
+    tiles = tiles_of(M, N, dev.spec.num_sms)
+    dev.launch(
+        MATMUL_INT8_ACCUMULATE if accumulate else MATMUL_INT8,
+        tiles.count(M, N),
+        32 * tiles.warps_m * tiles.warps_n,
+        (out, a, b, scale_a, scale_b, bias, M, N, K),
+        consts={**tiles.consts, "BIAS": int(bias is not None), "ACCUMULATE": int(accumulate)},
+        smem=tiles.shared_bytes,
+        cost=product_cost((M, N, K), a.dtype, out.dtype, accumulate=accumulate),
+    )

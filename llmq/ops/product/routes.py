@@ -1,0 +1,161 @@
+"""Rules of where a kernel of ours is taken for a product and what follows it.
+
+A route is a rule of device, formats and sizes, and no measurement: plans have the launches of runs.
+LLMQ_FUSED takes the place of the part of a rule that says what is faster (`Device.fused`).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llmq.base.dtypes import BF16, E4M3, E5M2, DType
+from llmq.ops.common import CAPABILITY, MULTIPLE, TILE_ROWS, Tiles, tile_columns
+from llmq.ops.product import matmul_fused
+from llmq.ops.product.matmul_fused import MAX_RANK
+from llmq.runtime.device import HOST_SPEC, Device
+
+
+class Sizes(NamedTuple):
+    """The sizes that a route goes by: out (M, N) of sums over K; F columns with a gated activation
+    behind it. a, out: formats. rank: columns of the adapters; 0: there are none."""
+
+    M: int
+    N: int
+    K: int
+    a: DType
+    out: DType | None
+    rank: int = 0
+
+    @property
+    def row(self) -> int:
+        """Bytes of a row of a."""
+        return self.a.itemsize * self.K
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A kernel of ours for a product and its epilogue, and where it is taken.
+
+    kernel: one of FUSED. a: formats of the operand a. out: the result's, if it matters. aligned:
+    what has to be multiples of 16, mostly bytes of rows. columns: what N is a multiple of. rows,
+    least: M and N from which it is faster than two kernels; faster: what else says so.
+    fast: whether sums of fp8 codes have fewer bits, so that they must be permitted. bias: whether
+    it takes one. exact: whether its bits are those of two kernels (tests/test_product.py).
+    """
+
+    kernel: str
+    a: tuple[DType, ...]
+    out: DType | None = None
+    aligned: Callable[[Sizes], Iterable[int]]
+    columns: Callable[[], int] = lambda: 1
+    rows: int = 0
+    least: int = 0
+    faster: Callable[[Device, Sizes], bool] = lambda dev, sizes: True
+    fast: bool = False
+    bias: bool = False
+    exact: bool = True
+
+
+def _fills_turns(dev: Device, sizes: Sizes) -> bool:
+    """With fewer columns the last turn of the clusters counts. One without a tile costs the more
+    the longer K is, and what is saved, one reading and writing of the result, does not depend on K:
+    the part of the clusters' tiles that is none, times the bytes of a row of a
+    (h100_gemm_tail.md, and whole steps: docs/decisions/kernels.md)."""
+    if sizes.N >= MANY_COLUMNS:
+        return True
+    M, N, row = sizes.M, sizes.N, sizes.row
+    return Tiles.of(dev, M, N, tile_columns(dev, M, N, row)).idle * row <= MOST_IDLE
+
+
+def _uses_turns(dev: Device, sizes: Sizes) -> bool:
+    """The library divides sums among multiprocessors where turns would be wasted, and has tiles of
+    other sizes. A shorter product hides less of the addition."""
+    M, N = sizes.M, sizes.N
+    tiles = Tiles.of(dev, M, N)
+    used = tiles.count / tiles.computed
+    filled = M * N / (tiles.count * TILE_ROWS * tiles.columns)
+    return sizes.K >= MIN_DEPTH and used >= LEAST_USED and filled >= LEAST_FILLED
+
+
+MANY_COLUMNS, MOST_IDLE = 8192, 2400
+MIN_DEPTH = 4096
+# The share of the turns of all clusters that is work, and of the tiles' elements that are there.
+LEAST_USED, LEAST_FILLED = 0.87, 0.93
+
+# By the kind of the epilogue, and "adapters": what is added, without an epilogue.
+ROUTES = {
+    "adapters": Route(
+        kernel="matmul_adapted",
+        a=(BF16, E4M3, E5M2),
+        out=BF16,
+        aligned=lambda s: (2 * s.N, s.row, 2 * s.rank),
+        rows=2048,
+        faster=_fills_turns,
+        fast=True,
+        bias=True,
+        exact=False,  # adapters are rounded with the rest
+    ),
+    # Tried with 4,096 rows and more, and these columns and more, in fp8 and bf16; no table is kept.
+    # Fewer rows would leave cores idle in the last turn.
+    "glu": Route(
+        kernel="matmul_swiglu",
+        a=(BF16, E4M3),
+        aligned=lambda s: (s.M, s.N, s.row, 2 * s.rank),
+        rows=2048,
+        least=4864,
+        fast=True,
+    ),
+    "glu_grad": Route(  # smaller products were not measured
+        kernel="matmul_swiglu_backward",
+        a=(BF16, E4M3, E5M2),
+        aligned=lambda s: (s.M, s.row, 2 * s.rank),
+        columns=lambda: matmul_fused.GRADIENT_COLUMNS,
+        rows=2048,
+        least=4864,
+        fast=True,
+    ),
+    "gradient": Route(
+        kernel="matmul_gradient",
+        a=(E4M3, E5M2),
+        out=BF16,
+        aligned=lambda s: (2 * s.N, s.K),
+        faster=_uses_turns,
+    ),
+    # Beside the kernel for all cards since Ampere: h200_grouped.md.
+    "grouped": Route(
+        kernel="matmul_grouped",
+        a=(BF16, E4M3, E5M2),
+        out=BF16,
+        aligned=lambda s: (2 * s.N, 2 * s.K, s.K // 4, 2 * s.rank),  # K: of 64
+        least=64,  # adapters have fewer
+        fast=True,
+        bias=True,
+    ),
+    "grouped_grad": Route(
+        kernel="matmul_grouped_gradient", a=(BF16,), out=BF16, aligned=lambda s: (2 * s.M, 2 * s.N)
+    ),
+}
+
+
+def taken(dev: Device, kind: str, sizes: Sizes, *, fast: bool = False) -> Route | None:
+    """The route of an epilogue's kind on a device for a product of these sizes; None: two kernels.
+    fast: whether sums of fp8 codes may have fewer bits. A device that was told what to fuse does
+    not ask what is faster, and may be the CPU. Ranks have the routes of one, and so its bits:
+    no product waits for another block, so that one whose multiprocessor is taken by a collective
+    runs later (docs/decisions/collectives.md)."""
+    route = ROUTES.get(kind)
+    if route is None or sizes.a not in route.a or route.out not in (None, sizes.out):
+        return None
+    if route.fast and sizes.a != BF16 and not fast:
+        return None
+    there = dev.spec.capability == CAPABILITY
+    told = dev.fused
+    if told is not None:
+        on_cpu = dev.spec.capability == HOST_SPEC.capability
+        there = route.kernel in told and (there or on_cpu)
+    if not there or sizes.rank > MAX_RANK or sizes.N % route.columns():
+        return None
+    large = route.rows <= sizes.M and route.least <= sizes.N
+    if told is None and not (large and route.faster(dev, sizes)):
+        return None
+    return route if all(size % MULTIPLE == 0 for size in route.aligned(sizes)) else None

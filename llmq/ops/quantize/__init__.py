@@ -1,0 +1,1 @@
+"""Numbers of eight and four bits, with the scales that belong to them: launchers."""

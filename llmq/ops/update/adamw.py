@@ -1,0 +1,98 @@
+"""AdamW on a flat slab of parameters, with stochastically rounded BF16 or 8-bit state.
+
+8-bit moments are E4M3 codes with an F32 scale for SCALE_BLOCK neighbours: m = code * scale and
+v = (code * scale)^2.
+
+- The root of v is stored: E4M3 covers a range of 2^18, so that elements whose gradients differ by
+  up to 1e5 can share a scale; with v itself these could differ by the root of that.
+- Codes are rounded stochastically, as a step changes v by less than the distance of two codes.
+  Rounded to nearest, roots stay where they are: in a stationary state at 2.2 times the right value
+  with beta2 = 0.95, at 0.4 times with 0.999.
+- The second moment never becomes 0: its smallest code is 1. An element whose root is below 2^-18 of
+  its block's largest takes smaller steps than it should; with 0 they would be of any size.
+- A scale is the smallest power of two with which the block's largest number is at most 448: codes
+  of what has not changed do not change with it, and scaling is exact.
+
+In a stationary state rounding adds, as standard deviations: to the root of v 12 % of it with beta2
+= 0.95 and 15 % with 0.999, beside 11 % and 1 % that it has as an average of few gradients; to m 9 %
+of m's own.
+"""
+
+from llmq.base.dtypes import I64
+from llmq.base.tensor import Tensor
+from llmq.ops.common import expect_moment, expect_part
+from llmq.runtime.cost import Cost
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+
+THREADS = 128
+PER_THREAD = 8  # elements: one 16-byte access of BF16, two of F32
+
+ADAMW = Kernel(
+    "update/adamw.cu",
+    "adamw",
+    args="inout P* param, bf16*? work, const G* grad, inout M* m, inout V* v, "
+    "inout f32*? m_scale, inout f32*? v_scale, const i64* segments, i32 num_segments, "
+    "const i32* scalars, f32 one_minus_beta1, f32 one_minus_beta2, f32 epsilon, f32 weight_decay, "
+    "f32 lr_scale, u32 salt, i64 first, i64 n",
+)
+
+
+def update(
+    dev: Device,
+    param: Tensor,
+    work: Tensor | None,
+    grad: Tensor,
+    m: Tensor,
+    v: Tensor,
+    segments: Tensor,
+    scalars: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    salt: int,
+    lr_scale: float = 1.0,
+    first: int = 0,
+    m_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """One AdamW step on a slab that holds several parameters one after another, or a part of one.
+
+        g = grad_scale * grad
+        m = m + (1 - beta1) * (g - m)           v = v + (1 - beta2) * (g * g - v)
+        param = param - lr * (m * beta1_correction / (sqrt(v) * sqrt(beta2_correction) + epsilon)
+                              + weight_decay * param)
+
+    All in F32; param uses the m and v of this step before they are rounded. BF16 param, m and v
+    are rounded stochastically, and so are E4M3 m and v: eight neighbours share a hash, and their
+    bits are as good as independent. Nothing changes when scalars.skip_update is set. A part, which
+    starts at element `first` of the slab, gets the bits that the whole slab's update has there.
+
+    Args (contiguous; n a positive multiple of 128):
+        param     inout  F32 or BF16 (n,)
+        work      out    BF16 (n,)   param rounded to nearest, or None
+        grad      in     F32 or BF16 (n,)   unscaled sum over tokens
+        m, v      inout  F32, BF16 or E4M3 (n,)   first and second moment; E4M3: codes of m and of
+                                     the root of v, zero at the start
+        segments  in     I64 (S,2)   [end element, 1 if it decays else 0] of each parameter,
+                                     ends ascending multiples of 128, counted from the start of
+                                     the slab, the last one at least first + n
+        scalars   in     I32 (16,)   StepScalars: lr, corrections, seed, step, grad_scale,
+                                     skip_update
+        salt      distinguishes this slab's random numbers
+        lr_scale  factor of scalars.lr
+        first     a multiple of 128
+        m_scale, v_scale   inout  F32 (n / 128,)   where the moment is E4M3, else None
+
+    Segments are not checked: their values are in device memory.
+    """
+    n = expect_part("adamw", {"param": param, "grad": grad}, scalars, first, work)
+    expect("adamw", "segments", segments, I64, (segments.shape[0], 2))
+    expect_moment("adamw", "m", m, m_scale, n)
+    expect_moment("adamw", "v", v, v_scale, n)
+    hyper = (1.0 - beta1, 1.0 - beta2, float(epsilon), float(weight_decay), float(lr_scale))
+    tensors = (param, work, grad, m, v, m_scale, v_scale, segments)
+    args = (*tensors, segments.shape[0], scalars, *hyper, salt, first, n)
+    dev.launch(ADAMW, ceil_div(n, THREADS * PER_THREAD), THREADS, args, cost=Cost(flops=16 * n))

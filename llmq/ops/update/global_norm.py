@@ -1,0 +1,109 @@
+"""The norm of all gradients over all ranks, and the scale that AdamW applies to them."""
+
+from collections.abc import Iterable
+from itertools import accumulate, pairwise
+
+from llmq.base.dtypes import F64, I32, STEP_SCALARS_WORDS
+from llmq.base.tensor import Tensor
+from llmq.ops.common import expect_float, expect_stats
+from llmq.runtime.cost import Cost
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+
+THREADS = 256
+PER_BLOCK = 4 * 16 * THREADS  # bytes: four 16-byte loads in flight per thread
+SUM_THREADS = 1024
+MOST_STATS = 63  # of which a number of 64 bits says which are maxima
+
+PARTIALS = Kernel(
+    "update/global_norm.cu", "global_norm_partials", args="f64* partials, const G* x, i64 n"
+)
+SUM = Kernel(
+    "update/global_norm.cu",
+    "global_norm_sum",
+    args="inout f64* stats, const f64* partials, i32 num_partials",
+)
+COMBINE = Kernel(
+    "update/global_norm.cu",
+    "global_norm_combine",
+    args="f64* stats, const f64* gathered, i32 world_size, i64 maxima",
+)
+FINISH = Kernel(
+    "update/global_norm.cu", "global_norm_finish", args="inout f64* stats, inout i32* scalars"
+)
+
+
+def num_partials(dev: Device, x: Tensor) -> int:
+    """How many partial sums a tensor has: one of each thread block, of which 8 fill an SM. Even, so
+    that the partial sums of the next tensor start on 16 bytes."""
+    return 2 * min(ceil_div(x.nbytes, 2 * PER_BLOCK), 4 * dev.num_sms)
+
+
+def split(dev: Device, sums: Tensor, xs: list[Tensor]) -> list[Tensor]:
+    """The part (num_partials,) that each tensor has of sums, F64 (sum of num_partials,), in
+    order."""
+    ends = list(accumulate(num_partials(dev, x) for x in xs))
+    return [sums.rows(start, end) for start, end in pairwise([0, *ends])]
+
+
+def partials(dev: Device, sums: Tensor, x: Tensor) -> None:
+    """Numbers that add up to the sum of squares of x; the same bits every time.
+
+    Args (contiguous, 16-byte aligned):
+        sums   out  F64 (num_partials(dev, x),)
+        x      in   F32 or BF16, any shape, at least one element
+    """
+    expect_float("global_norm", x.name, x)
+    if x.size == 0:
+        raise ValueError(f"global_norm: {x.name} must have elements, got {x.shape}")
+    expect("global_norm", "sums", sums, F64, (num_partials(dev, x),))
+    dev.launch(PARTIALS, sums.size, THREADS, (sums, x, x.size), cost=Cost(flops=2 * x.size))
+
+
+def total(dev: Device, stats: Tensor, sums: Tensor) -> None:
+    """stats[norm_squared] += sum(sums), in a fixed order.
+
+    Args:
+        stats  inout  F64 (s,)   begins with llmq.base.dtypes.STATS
+        sums   in     F64 (n,)   of all tensors
+    """
+    expect_stats("global_norm", stats)
+    expect("global_norm", "sums", sums, F64, (sums.size,))
+    dev.launch(SUM, 1, SUM_THREADS, (stats, sums, sums.size))
+
+
+def combine(dev: Device, stats: Tensor, gathered: Tensor, maxima: Iterable[int] = ()) -> None:
+    """The statistics of all ranks: sums, added in the order of the ranks.
+
+    Args:
+        stats     out  F64 (s,)             begins with llmq.base.dtypes.STATS; s <= 63
+        gathered  in   F64 (world_size, s)  each rank's own
+        maxima         indices of those of which the largest is taken instead
+    """
+    expect_stats("global_norm", stats)
+    if stats.size > MOST_STATS:
+        raise ValueError(f"global_norm: at most {MOST_STATS} statistics, got {stats.size}")
+    world_size = gathered.shape[0]
+    expect("global_norm", "gathered", gathered, F64, (world_size, stats.size))
+    bits = sum(1 << index for index in maxima)
+    dev.launch(COMBINE, 1, stats.size, (stats, gathered, world_size, bits))
+
+
+def finish(dev: Device, stats: Tensor, scalars: Tensor) -> None:
+    """From the sum of squares to what AdamW needs.
+
+        count = stats[count]              norm = sqrt(stats[norm_squared]) / count
+        stats[norm] = norm
+        scalars.grad_scale = (grad_clip / norm if 0 < grad_clip < norm else 1) / count
+        scalars.skip_update = norm is not finite, or count == 0, or a limit above 0 is not kept:
+                              norm <= scalars.norm_limit, loss / count <= scalars.loss_limit
+
+    Without a count the norm is 0. A skipped update has grad_scale 0.
+
+    Args:
+        stats    inout  F64 (s,)    loss, count and norm_squared are final
+        scalars  inout  I32 (16,)   StepScalars
+    """
+    expect_stats("global_norm", stats)
+    expect("global_norm", "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
+    dev.launch(FINISH, 1, 1, (stats, scalars))

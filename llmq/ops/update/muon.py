@@ -1,0 +1,205 @@
+"""Muon beside its products: what is proposed, its norm, and what changes the weights.
+
+The change of a matrix is its momentum with all singular values about 1, by Newton and Schulz's
+iteration, whose products are in `llmq/state/rules/muon.py`. All in F32 but where a format is named.
+"""
+
+from llmq.base.dtypes import BF16, F32, F64
+from llmq.base.tensor import Tensor
+from llmq.ops.common import expect_moment, expect_part
+from llmq.runtime.cost import Cost
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import POINTER_ALIGN, Kernel, ceil_div, expect
+
+THREADS = 128
+PER_THREAD = 8  # elements: one 16-byte access of BF16, two of F32
+MATRIX_THREADS = 256
+BLOCKS_PER_SM = 8  # that fill it
+
+PROPOSE = Kernel(
+    "update/muon.cu",
+    "muon_propose",
+    args="bf16* change, const G* grad, inout M* m, inout f32*? m_scale, const i32* scalars, "
+    "f32 one_minus_momentum, u32 salt, i64 first, i64 n",
+)
+SQUARES = Kernel("update/muon.cu", "muon_squares", args="f64* partials, const bf16* x, i64 n")
+NORMALIZE = Kernel(
+    "update/muon.cu",
+    "muon_normalize",
+    args="bf16* out, const bf16* x, const f64* partials, i32 num_partials, i64 n",
+)
+DIAGONAL = Kernel(
+    "update/muon.cu", "muon_diagonal", args="sparse inout bf16* x, f32 value, i32 side, i32 count"
+)
+ROW_FACTORS = Kernel(
+    "update/muon.cu",
+    "muon_row_factors",
+    args="f32* factors, inout f32* v, const f64* squares, f32 one_minus_decay, i32 columns, "
+    "i32 rows, i32 shift",
+)
+ROW_SCALE = Kernel(
+    "update/muon.cu", "muon_row_scale", args="inout bf16* x, const f32* factors, i32 columns"
+)
+APPLY = Kernel(
+    "update/muon.cu",
+    "muon_apply",
+    args="inout P* param, bf16*? work, const bf16* change, const i32* scalars, f32 lr_scale, "
+    "f32 weight_decay, u32 salt, i64 first, i64 n",
+)
+
+
+def propose(
+    dev: Device,
+    change: Tensor,
+    grad: Tensor,
+    m: Tensor,
+    scalars: Tensor,
+    *,
+    momentum: float,
+    salt: int,
+    first: int = 0,
+    m_scale: Tensor | None = None,
+) -> None:
+    """The momentum of a part of a slab, and what is proposed for its matrices.
+
+        g = grad_scale * grad       m = m + (1 - momentum) * (g - m)
+        change = m + (1 - momentum) * (g - m), with the new m before it is rounded
+
+    BF16 and E4M3 m are rounded stochastically, with the random bits of AdamW's m. Where
+    scalars.skip_update is set, m stays and the change is 0.
+
+    Args (contiguous; n a positive multiple of 128):
+        change    out    BF16 (n,)
+        grad      in     F32 or BF16 (n,)         unscaled sum over tokens
+        m         inout  F32, BF16 or E4M3 (n,)   zero at the start
+        scalars   in     I32 (16,)                StepScalars: seed, step, grad_scale, skip_update
+        salt      distinguishes this slab's random numbers
+        first     the part's first element in the slab, a multiple of 128
+        m_scale   inout  F32 (n / 128,)           where m is E4M3, else None
+    """
+    n = expect_part("muon", {"change": change, "grad": grad}, scalars, first)
+    expect("muon", "change", change, BF16, (n,))
+    expect_moment("muon", "m", m, m_scale, n)
+    args = (change, grad, m, m_scale, scalars, 1.0 - momentum, salt, first, n)
+    dev.launch(PROPOSE, ceil_div(n, THREADS * PER_THREAD), THREADS, args, cost=Cost(flops=7 * n))
+
+
+def normalize(dev: Device, out: Tensor, x: Tensor) -> None:
+    """Matrices over their Frobenius norms, which torch rounds to BF16, too.
+
+    Args (contiguous, 16-byte aligned; at least one element):
+        out  out  BF16 (count, rows, columns)   may be x
+        x    in   BF16 (count, rows, columns)
+
+    Cost:    reads x twice, writes out once; two launches.
+    """
+    _expect_matrices("x", x)
+    expect("muon", "out", out, BF16, x.shape)
+    count, n = x.shape[0], x.size // x.shape[0]
+    most = ceil_div(BLOCKS_PER_SM * dev.num_sms, count)
+    blocks = min(ceil_div(n, MATRIX_THREADS * PER_THREAD), most)
+    with dev.scratch("squares", (count, blocks), F64) as partials:
+        grid = (count, blocks)
+        dev.launch(SQUARES, grid, MATRIX_THREADS, (partials, x, n), cost=Cost(flops=2 * x.size))
+        args = (out, x, partials, blocks, n)
+        dev.launch(NORMALIZE, grid, MATRIX_THREADS, args, cost=Cost(flops=x.size))
+
+
+def diagonal(dev: Device, x: Tensor, value: float) -> None:
+    """x[i] += value * identity.
+
+    Args (contiguous):
+        x  inout  BF16 (count, side, side)
+
+    Cost:    a sector of memory for each number; one launch.
+    """
+    _expect_matrices("x", x)
+    count, side, _ = x.shape
+    expect("muon", "x", x, BF16, (count, side, side))
+    numbers = count * side
+    dev.launch(
+        DIAGONAL,
+        ceil_div(numbers, MATRIX_THREADS),
+        MATRIX_THREADS,
+        (x, value, side, count),
+        cost=Cost(flops=numbers),
+    )
+
+
+def even(dev: Device, x: Tensor, v: Tensor, *, decay: float) -> None:
+    """Rows of ever the same share of their matrix's norm, as NorMuon has it (arXiv 2510.05491).
+
+        v = decay * v + (1 - decay) * mean square of a row      x = c * x / (sqrt(v) + 1e-10)
+
+    with the c that keeps each matrix's norm. A matrix of zeros changes nothing.
+
+    Args (contiguous, x 16-byte aligned):
+        x  inout  BF16 (count, rows, columns)
+        v  inout  F32 (count, rows)            zero at the start; it may begin at any element
+
+    Cost:    reads x twice and writes it once; three launches.
+    """
+    _expect_matrices("x", x)
+    count, rows, columns = x.shape
+    expect("muon", "v", v, F32, (count, rows))
+    with dev.scratch("squares", v.shape, F64) as squares, dev.scratch("f", v.shape, F32) as factors:
+        each = count * rows
+        _squares(dev, squares.view(each, 1), x.view(each, 1, columns), (each, 1))
+        before, shift = _aligned(v)
+        args = (factors, before, squares, 1.0 - decay, columns, rows, shift)
+        dev.launch(ROW_FACTORS, count, MATRIX_THREADS, args, cost=Cost(flops=10 * v.size))
+        args, cost = (x, factors, columns), Cost(flops=x.size)
+        dev.launch(ROW_SCALE, each, MATRIX_THREADS, args, cost=cost)
+
+
+def _aligned(x: Tensor) -> tuple[Tensor, int]:
+    """The tensor with the elements in front of it from where a kernel's argument may begin, and how
+    many these are."""
+    shift = x.ptr % POINTER_ALIGN // x.dtype.itemsize
+    offset = x.offset - shift * x.dtype.itemsize
+    return Tensor(x.name, (shift + x.size,), x.dtype, x.storage, offset), shift
+
+
+def _squares(dev: Device, partials: Tensor, x: Tensor, grid: tuple[int, int]) -> None:
+    """Sums of squares of matrices, as many of each as the second number of the grid says."""
+    n, cost = x.size // x.shape[0], Cost(flops=2 * x.size)
+    dev.launch(SQUARES, grid, MATRIX_THREADS, (partials, x, n), cost=cost)
+
+
+def apply(
+    dev: Device,
+    param: Tensor,
+    work: Tensor | None,
+    change: Tensor,
+    scalars: Tensor,
+    *,
+    lr_scale: float,
+    weight_decay: float,
+    salt: int,
+    first: int = 0,
+) -> None:
+    """Change a part of a slab.
+
+        lr = lr_scale * scalars.lr      param = param - (lr * change + lr * weight_decay * param)
+
+    BF16 param is rounded stochastically, with the random bits of AdamW's. Nothing changes when
+    scalars.skip_update is set.
+
+    Args (contiguous; n a positive multiple of 128):
+        param     inout  F32 or BF16 (n,)
+        work      out    BF16 (n,)   param rounded to nearest, or None
+        change    in     BF16 (n,)
+        scalars   in     I32 (16,)   StepScalars: lr, seed, step, skip_update
+        salt, first   as of propose
+    """
+    n = expect_part("muon", {"change": change, "param": param}, scalars, first, work)
+    expect("muon", "change", change, BF16, (n,))
+    hyper = (float(lr_scale), float(weight_decay))
+    args = (param, work, change, scalars, *hyper, salt, first, n)
+    dev.launch(APPLY, ceil_div(n, THREADS * PER_THREAD), THREADS, args, cost=Cost(flops=4 * n))
+
+
+def _expect_matrices(name: str, tensor: Tensor) -> None:
+    expect("muon", name, tensor, BF16, tensor.shape)
+    if len(tensor.shape) != 3 or not tensor.size:
+        raise ValueError(f"muon: {name} must be (count, rows, columns), got {tensor.shape}")

@@ -1,0 +1,1 @@
+"""Routers of experts, rows sorted by expert, and products of such rows: references."""

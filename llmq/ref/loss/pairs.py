@@ -1,0 +1,196 @@
+"""References of cu/loss/pairs.cu: losses of pairs of documents."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from llmq.base.dtypes import STATS
+
+# batch, sequence, pairs in a row
+CASES = {
+    "smallest": (1, 8, 1),
+    "across_warps": (2, 100, 2),
+    "many": (3, 264, 9),
+    "rows": (4, 2048, 6),
+    "long": (1, 32768, 4),
+}
+SIGMOID, IPO, ORPO, KTO = range(4)
+# They follow the statistics of all losses. KTO's pairs count as chosen or as rejected, others as
+# both; rewards and log-probabilities are sums over these, and kl of KTO's
+# shift over its pairs.
+SUMS = (
+    *("tokens", "accuracy", "chosen", "rejected"),
+    *("reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected", "kl"),
+)
+
+
+class Documents(NamedTuple):
+    """F64 (pairs,) each: what documents have gained, their log-probability, and their tokens."""
+
+    gain: np.ndarray
+    logp: np.ndarray
+    count: np.ndarray
+
+
+class Form(NamedTuple):
+    """The numbers of a loss. kind: SIGMOID of DPO and SimPO, IPO, ORPO, KTO. normalize: 1 where a
+    document counts by its tokens' mean. beta, gamma, smoothing: as published. sft: the weight of
+    the chosen document's mean cross-entropy. With KTO gamma and sft are the weights of documents
+    that are desirable and that are not."""
+
+    kind: int
+    normalize: int
+    beta: float
+    gamma: float
+    smoothing: float
+    sft: float
+
+
+class Value(NamedTuple):
+    """Arrays (pairs,): the loss, its derivatives by the sums of log-probabilities, the rewards."""
+
+    loss: np.ndarray
+    d_chosen: np.ndarray
+    d_rejected: np.ndarray
+    chosen: np.ndarray
+    rejected: np.ndarray
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return np.exp(-np.logaddexp(0, -x))
+
+
+def _log_odds(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """log(p / (1 - p)) of p = exp(a), and its derivative."""
+    rest = -np.expm1(np.minimum(a, -1e-7))
+    return a - np.log(rest), 1 / rest
+
+
+def of_pair(form: Form, c: Documents, r: Documents) -> Value:
+    """The loss of pairs, c chosen and r rejected."""
+    each_c, each_r = (1 / d.count if form.normalize else 1.0 for d in (c, r))
+    x_c, x_r = c.gain * each_c, r.gain * each_r
+    if form.kind == SIGMOID:
+        m, e = form.beta * (x_c - x_r) - form.gamma, form.smoothing
+        loss = (1 - e) * np.logaddexp(0, -m) + e * np.logaddexp(0, m)
+        slope = form.beta * (e * _sigmoid(m) - (1 - e) * _sigmoid(-m))
+        slopes = (slope * each_c, -slope * each_r)
+    elif form.kind == IPO:
+        m = x_c - x_r - 0.5 / form.beta
+        loss, slopes = m * m, (2 * m * each_c, -2 * m * each_r)
+    else:
+        (odds_c, slope_c), (odds_r, slope_r) = (_log_odds(d.logp / d.count) for d in (c, r))
+        m = odds_c - odds_r
+        loss, slope = form.beta * np.logaddexp(0, -m), -form.beta * _sigmoid(-m)
+        slopes = (slope * slope_c / c.count, -slope * slope_r / r.count)
+    loss = loss - form.sft * c.logp / c.count
+    slopes = (slopes[0] - form.sft / c.count, slopes[1])
+    return Value(loss, *slopes, form.beta * x_c, form.beta * x_r)
+
+
+def of_label(form: Form, own: Documents, preferred: np.ndarray, shift: float) -> Value:
+    """KTO's loss of single documents. gamma, sft: weights of preferred ones and of others."""
+    sign = np.where(preferred, form.beta, -form.beta)
+    weight = np.where(preferred, form.gamma, form.sft)
+    s, reward = _sigmoid(sign * (own.gain - shift)), form.beta * own.gain
+    return Value(weight * (1 - s), -weight * s * (1 - s) * sign, 0 * s, reward, reward)
+
+
+def _documents(sums: np.ndarray, at: np.ndarray) -> Documents:
+    return Documents(*sums.reshape(3, -1)[:, at].astype(np.float64))
+
+
+class _Pairs(NamedTuple):
+    """By pair, (pairs,): where its first and its second document begin among all positions, and
+    whether the first one is preferred."""
+
+    one: np.ndarray
+    two: np.ndarray
+    preferred: np.ndarray
+
+
+def _pairs(starts: np.ndarray, partner: np.ndarray, seq_len: int) -> _Pairs:
+    starts, partner = starts.reshape(-1), partner.reshape(-1)
+    at = np.arange(len(starts)) % seq_len
+    other = np.abs(partner).astype(np.int64) - 1
+    one = np.flatnonzero((partner != 0) & (at == starts) & (starts < other))
+    return _Pairs(one, one - at[one] + other[one], partner[one] > 0)
+
+
+def pairs_sums(sums, targets, losses, reference, starts, partner, n, seq_len):
+    """Only what begins a document is written."""
+    counted = (targets.reshape(-1) >= 0) & (partner.reshape(-1) != 0)
+    logp = -losses.reshape(-1).astype(np.float64)
+    gain = logp - (0 if reference is None else reference.reshape(-1))
+    first = starts.reshape(-1) + np.arange(n) // seq_len * seq_len
+    found = [
+        np.bincount(first[counted], weights=values[counted], minlength=n)
+        for values in (gain, logp, np.ones(n))
+    ]
+    pairs = _pairs(starts, partner, seq_len)
+    at = np.concatenate([pairs.one, pairs.two])
+    sums.reshape(3, n)[:, at] = np.array(found)[:, at]
+
+
+def pairs_gains(gains, sums, starts, partner, n, seq_len):
+    other = _documents(sums, _pairs(starts, partner, seq_len).two)
+    there = other.count > 0
+    gains[:] = other.gain[there].sum(), there.sum()
+
+
+def pairs_shift(shift, gained, ranks):
+    gain, count = gained.sum(axis=0)
+    shift[0] = max(gain / count, 0) if count else 0
+
+
+def _values(
+    sums: np.ndarray, shift: np.ndarray | None, pairs: _Pairs, form: Form
+) -> tuple[np.ndarray, Documents, Documents, Value]:
+    """The pairs that count, their chosen and rejected documents (of KTO the own and the other one),
+    and their values."""
+    one, two = _documents(sums, pairs.one), _documents(sums, pairs.two)
+    there = (one.count > 0) & ((two.count > 0) | (form.kind == KTO))
+    one, two = (Documents(*(x[there] for x in d)) for d in (one, two))
+    preferred = pairs.preferred[there]
+    if form.kind == KTO:
+        return there, one, two, of_label(form, one, preferred, float(shift[0]))
+    c, r = (
+        Documents(*(np.where(preferred, a, b) for a, b in zip(*order, strict=True)))
+        for order in ((one, two), (two, one))
+    )
+    return there, c, r, of_pair(form, c, r)
+
+
+def pairs_weights(weights, sums, shift, targets, starts, partner, n, seq_len, *numbers):
+    """numbers: of Form."""
+    pairs, form = _pairs(starts, partner, seq_len), Form(*numbers)
+    there, _, _, value = _values(sums, shift, pairs, form)
+    of_first = np.zeros(n)
+    swap = form.kind != KTO and ~pairs.preferred[there]
+    of_first[pairs.one[there]] = -np.where(swap, value.d_rejected, value.d_chosen)
+    of_first[pairs.two[there]] = -np.where(swap, value.d_chosen, value.d_rejected)
+    first = starts.reshape(-1) + np.arange(n) // seq_len * seq_len
+    counted = (targets.reshape(-1) >= 0) & (partner.reshape(-1) != 0)
+    weights.reshape(-1)[:] = np.where(counted, of_first[first], 0)
+
+
+def pairs_stats(stats, sums, shift, starts, partner, n, seq_len, *numbers):
+    """numbers: of Form."""
+    pairs, form = _pairs(starts, partner, seq_len), Form(*numbers)
+    there, c, r, value = _values(sums, shift, pairs, form)
+    named = dict.fromkeys((*STATS, *SUMS), 0.0)
+    named |= {"loss": value.loss.sum(), "count": there.sum()}
+    if form.kind == KTO:
+        good = pairs.preferred[there]
+        sides = (("chosen", good, c), ("rejected", ~good, c))
+        named |= {"kl": float(shift[0]) * there.sum()}
+        named |= {"tokens": c.count.sum(), "accuracy": ((value.chosen > 0) == good).sum()}
+    else:
+        every = np.ones(len(value.loss), bool)
+        sides = (("chosen", every, c), ("rejected", every, r))
+        named |= {"tokens": (c.count + r.count).sum()}
+        named["accuracy"] = (value.chosen > value.rejected).sum()
+    for (name, of, documents), reward in zip(sides, (value.chosen, value.rejected), strict=True):
+        named |= {name: of.sum(), f"reward_{name}": reward[of].sum()}
+        named[f"logp_{name}"] = documents.logp[of].sum()
+    stats[: len(named)] += list(named.values())

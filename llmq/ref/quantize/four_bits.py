@@ -1,0 +1,180 @@
+"""References of cu/quantize/four_bits.cu: NF4, blocks of 64 whose scales are codes themselves; and
+MXFP4."""
+
+import functools
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+
+from llmq.ref.common import compute, encode_fp8, row_blocks
+
+BLOCK = 64  # elements that share a scale
+GROUP = 256  # scales that share one
+LEAST = np.float32(1e-38)  # so that a block of zeros has a finite factor
+
+# elements
+CASES = {
+    "one_block": (64,),
+    "less_than_a_group": (64 * 100,),
+    "one_group": (64 * 256,),
+    "ragged": (64 * 700,),
+    "qwen7b_up": (18944 * 3584,),
+}
+
+# The levels of NF4, as the QLoRA paper's appendix lists them: quantiles of a normal distribution,
+# scaled to [-1, 1], of which one is 0.
+LEVELS = np.array(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+        0.7229568362236023, 1.0,
+    ],
+    np.float32,
+)  # fmt: skip
+EDGES = (LEVELS[:-1] + LEVELS[1:]) / np.float32(2)
+
+
+@functools.cache
+def scale_levels() -> np.ndarray:
+    """F32 (256,), ascending: the levels of scales' codes, "dynamic" ones of 8 bits with a sign.
+    Each decimal order from 1e-6 to 1 has twice as many of them as the one before it, which lie in
+    the middles of equal parts of it; and there are 0 and 1 (Dettmers et al., 8-bit Optimizers via
+    Block-wise Quantization, 2021; as bitsandbytes makes them). Read-only."""
+    levels = [np.float32(0), np.float32(1)]
+    for order in range(7):
+        # Steps are torch.linspace's, from the nearer end: one rounding of what F64 has exactly.
+        count = 2**order + 1
+        index = np.arange(count)
+        step = np.float64((np.float32(1) - np.float32(0.1)) / np.float32(count - 1))
+        below, above = np.float32(0.1) + index * step, 1 - (count - 1 - index) * step
+        edges = np.where(index < count // 2, below, above).astype(np.float32)
+        middles = (edges[:-1] + edges[1:]) / 2 * np.float32(10.0 ** (order - 6))
+        levels += [*middles, *-middles]
+    found = np.sort(np.array(levels, np.float32))
+    found.setflags(write=False)
+    return found
+
+
+def nf4_quantize(codes, scales, x, n):
+    """codes (n/2,): of two elements each, the first one in the higher bits; scales (n/64,): the
+    largest |x| of each block."""
+    blocks = x.reshape(-1, BLOCK)
+    for part in row_blocks(n // BLOCK, BLOCK):
+        values = compute(blocks[part])
+        scales[part] = largest = np.abs(values).max(axis=1)
+        scaled = values * (np.float32(1) / np.maximum(largest, LEAST))[:, None]
+        found, above = np.zeros(scaled.shape, np.uint8), np.empty(scaled.shape, bool)
+        for edge in EDGES:  # ten times as fast as a search
+            found += np.greater(scaled, edge, out=above)
+        pairs = found.reshape(-1, 2)
+        half = slice(part.start * BLOCK // 2, part.start * BLOCK // 2 + len(pairs))
+        codes[half] = pairs[:, 0] << 4 | pairs[:, 1]
+
+
+def _edges(levels: np.ndarray) -> np.ndarray:
+    return (levels[:-1] + levels[1:]) * np.float32(0.5)
+
+
+def nf4_quantize_scales(codes, groups, scales, mean, levels, count):
+    """codes (count,) of scales less their mean, groups (ceil(count / 256),): the largest |…| of
+    each group."""
+    values = np.zeros(len(groups) * GROUP, np.float32)
+    np.subtract(scales, mean[0], out=values[:count])
+    values = values.reshape(-1, GROUP)
+    groups[...] = np.abs(values).max(axis=1)
+    values *= (np.float32(1) / np.maximum(groups, LEAST))[:, None]
+    codes[...] = np.searchsorted(_edges(levels), values.reshape(-1)[:count], side="left")
+
+
+def largest_scale(scales: np.ndarray, means: np.ndarray) -> np.float32:
+    """The largest of modules' scales (modules, blocks) as they are decoded. A code grows with its
+    scale, so that those of a group's largest and smallest are enough."""
+    starts, levels = np.arange(0, scales.shape[1], GROUP), scale_levels()
+    values = scales - means[:, None]
+    ends = [end.reduceat(values, starts, axis=1) for end in (np.minimum, np.maximum)]
+    groups = np.maximum(*np.abs(ends))
+    factors = np.float32(1) / np.maximum(groups, LEAST)
+    codes = np.searchsorted(_edges(levels), ends * factors, side="left")
+    return np.abs(levels[codes] * groups + means[:, None]).max()
+
+
+def _decoded(
+    codes: np.ndarray,
+    scale_codes: np.ndarray,
+    groups: np.ndarray,
+    mean: np.ndarray,
+    levels: np.ndarray,
+    n: int,
+) -> Iterator[tuple[slice, np.ndarray]]:
+    """Blocks of all modules, and F32 (blocks, 64) of them."""
+    of_module, num_groups = n // BLOCK, len(groups) // len(mean)
+    for module, part in product(range(len(mean)), row_blocks(of_module, BLOCK)):
+        blocks = slice(module * of_module + part.start, module * of_module + part.stop)
+        of_group = groups[module * num_groups + np.arange(part.start, part.stop) // GROUP]
+        scales = levels[scale_codes[blocks]] * of_group + mean[module]
+        pairs = codes[blocks.start * BLOCK // 2 : blocks.stop * BLOCK // 2]
+        values = np.empty((len(pairs), 2), np.float32)
+        values[:, 0], values[:, 1] = LEVELS[pairs >> 4], LEVELS[pairs & 15]
+        yield blocks, values.reshape(-1, BLOCK) * scales[:, None]
+
+
+def nf4_decode(out, codes, scale_codes, groups, mean, levels, n):
+    """out = level of the code * scale; the scale = level of its code * group + mean. n: of each of
+    the modules."""
+    blocks = out.reshape(-1, BLOCK)
+    for part, values in _decoded(codes, scale_codes, groups, mean, levels, n):
+        blocks[part] = values
+
+
+def nf4_decode_fp8(out, scale, codes, scale_codes, groups, mean, levels, n):
+    """As nf4_decode, out / scale in FP8."""
+    factor = np.float32(1) / scale[0]
+    blocks = out.view(np.uint8).reshape(-1, BLOCK)
+    for part, values in _decoded(codes, scale_codes, groups, mean, levels, n):
+        encode_fp8(blocks[part], values, factor, out.dtype)
+
+
+# -- MXFP4: codes of four bits (E2M1), 32 of which share a power of two (E8M0)
+#
+# Source: the OCP's Microscaling Formats specification, version 1.0.
+
+# elements
+MXFP4_CASES = {"one_block": (32,), "ragged": (5 * 1024 + 96,), "gpt_oss_expert": (5760 * 2880,)}
+
+MXFP4_BLOCK = 32
+MXFP4_BIAS = 127  # of a block's exponent
+MXFP4_LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+"""Values of codes; a fourth bit is the sign."""
+_SIGNED = np.concatenate([MXFP4_LEVELS, -MXFP4_LEVELS])
+_PAIRS = np.stack([_SIGNED[np.arange(256) & 15], _SIGNED[np.arange(256) >> 4]], axis=1)
+_PAIRS = _PAIRS.view(np.uint64)[:, 0]
+"""The values of a byte's two codes, taken as one number, which is faster."""
+
+
+def mxfp4_encode(codes, exponents, x, n):
+    """The smallest power of two with which no value of a block is above 6, and the nearest codes,
+    of two the even one. codes: U8 (n/2,), the first of two in the lower bits. exponents: U8
+    (n/32,). x: (n,), finite."""
+    blocks = x.reshape(-1, MXFP4_BLOCK).astype(np.float32)
+    bits = np.abs(blocks).max(axis=1).view(np.uint32)
+    # 4 * 1.m is at most 6, or half of it is.
+    exponent = (bits >> 23).astype(np.int32) - 2 + ((bits & 0x7FFFFF) > 0x400000)
+    exponents[...] = np.clip(exponent, 0, 2 * MXFP4_BIAS)
+    size = np.ldexp(np.abs(blocks), MXFP4_BIAS - exponents.astype(np.int32)[:, None])
+    edges = (MXFP4_LEVELS[1:] + MXFP4_LEVELS[:-1]) / 2
+    code = np.zeros(blocks.shape, np.uint8)
+    for number, edge in enumerate(edges):
+        code += size >= edge if number % 2 else size > edge
+    code |= np.signbit(blocks).astype(np.uint8) << 3
+    pairs = code.reshape(-1, 2)
+    codes[...] = pairs[:, 0] | pairs[:, 1] << 4
+
+
+def mxfp4_decode(out, codes, exponents, n):
+    """out = level * 2^(exponent - 127), which BF16 holds exactly."""
+    values = _PAIRS[codes].view(np.float32).reshape(-1, MXFP4_BLOCK)
+    with np.errstate(over="ignore", invalid="ignore"):  # an exponent of 255 makes no number
+        values *= np.exp2(exponents.astype(np.float32) - MXFP4_BIAS)[:, None]
+    out[...] = values.reshape(out.shape)

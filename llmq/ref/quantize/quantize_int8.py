@@ -1,0 +1,134 @@
+"""References of cu/quantize/quantize_int8.cu: signed bytes with a scale for each row or column."""
+
+import numpy as np
+
+from llmq.base.dtypes import I8_MAX
+from llmq.ref.common import compute, mix_seed, random_bits, row_blocks, step_scalars
+
+# rows, columns
+CASES = {
+    "smallest": (16, 16),
+    "one_tile": (128, 64),
+    "ragged": (144, 80),
+    "several_warps": (16, 2320),
+    "sixteen_warps": (16, 9008),
+    "tall": (400, 48),
+    "few_rows": (4, 32),
+    "rows_of_no_16": (148, 80),
+    "qwen05b": (32 * 1024, 896),
+    "qwen05b_d_up_gate": (32 * 1024, 9728),
+    "qwen15b": (32 * 1024, 1536),
+    "qwen15b_mlp": (32 * 1024, 8960),
+    "qwen15b_weight": (17920, 1536),
+}
+
+LEAST_ABS_MAX = np.float32(1e-30)  # so that a row of zeros has a finite factor
+
+
+def _scales(largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales, and what x is multiplied by: 0 where there is no scale."""
+    finite = np.isfinite(largest)
+    scale = np.maximum(np.where(finite, largest, 0), LEAST_ABS_MAX) / np.float32(I8_MAX)
+    factor = np.where(finite, np.float32(1) / scale, np.float32(0))
+    return np.where(finite, scale, np.float32(np.nan)), factor
+
+
+def _random(scalars: np.ndarray, salt: int, sequence: int, rows: slice, cols: int) -> np.ndarray:
+    """F32 (rows, cols) in [0, 1), 16 bits each: of sequences as they are dealt to ranks."""
+    s = step_scalars(scalars)
+    seed = mix_seed(int(s["seed"]), int(s["step"]), salt)
+    row = np.arange(rows.start, rows.stop, dtype=np.uint64)
+    number, token = row // np.uint64(sequence), row % np.uint64(sequence)
+    number = np.uint64(s["first_sequence"]) + number * np.uint64(s["sequence_stride"])
+    start = (number * np.uint64(sequence) + token) * np.uint64(cols)
+    pairs = (start[:, None] + np.arange(0, cols, 2, dtype=np.uint64)) >> np.uint64(1)
+    bits = random_bits(seed, pairs)
+    halves = np.stack([bits & np.uint32(0xFFFF), bits >> np.uint32(16)], axis=-1)
+    return halves.reshape(len(row), cols).astype(np.float32) * np.float32(2**-16)
+
+
+def _codes(x: np.ndarray, factor: np.ndarray, uniform: np.ndarray | None) -> np.ndarray:
+    """int8 of x * factor, to nearest even or, with uniform in [0, 1), up by that chance."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        v = np.where(factor == 0, np.float32(0), x * factor)
+    if uniform is None:
+        return np.rint(v).astype(np.int8)
+    return np.floor(v + uniform).clip(-I8_MAX, I8_MAX).astype(np.int8)
+
+
+def quantize_int8_rows(q, scale, x, factors, scalars, salt, sequence, rows, cols):
+    """q = y / scale, scale of each row = the largest |y| / 127, y = x [* factors]."""
+    for block in row_blocks(rows, cols):
+        y = x[block].astype(np.float32, copy=False)
+        if factors is not None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                y = y * factors
+        scale[block], factor = _scales(np.maximum(y.max(axis=1), -y.min(axis=1)))
+        uniform = None if scalars is None else _random(scalars, salt, sequence, block, cols)
+        q[block] = _codes(y, factor[:, None], uniform)
+
+
+def quantize_int8_column_max(column_max, x, rows, cols):
+    """column_max = max(column_max, the largest |x| of each column), NaN wins."""
+    for block in row_blocks(rows, cols):
+        y = x[block].astype(np.float32, copy=False)
+        largest = np.maximum(y.max(axis=0), -y.min(axis=0))
+        np.maximum(column_max, np.abs(largest), out=column_max)
+
+
+def quantize_int8_columns(q_t, scale, x, column_max, scalars, salt, sequence, rows, cols):
+    """q_t = the transpose of x / scale, scale of each column = column_max / 127."""
+    scale[...], factor = _scales(column_max)
+    for block in row_blocks(rows, cols):
+        y = x[block].astype(np.float32, copy=False)
+        uniform = None if scalars is None else _random(scalars, salt, sequence, block, cols)
+        q_t[:, block] = _codes(y, factor, uniform).T
+    q_t[:, rows:] = 0
+
+
+def quantize_int8_decode(out, q, scale, rows, cols):
+    """out = q * scale of its row."""
+    for block in row_blocks(rows, cols):
+        out[block] = q[block].astype(np.float32) * scale[block, None]
+
+
+# -- Columns that signed bytes are too coarse for
+
+# rows, columns, rows of the weight
+OUTLIERS_CASES = {
+    "smallest": (16, 16, 16),
+    "ragged": (48, 208, 80),
+    "wide": (16, 4112, 32),
+    "qwen7b_up": (4096, 3584, 37888),
+    "qwen7b_down": (4096, 18944, 3584),
+}
+
+
+def outliers_select(mask, index, column_max, threshold, most, cols):
+    """index (most,): the columns whose largest |x| is above a limit, in order, then -1; mask: 0 of
+    these columns, 1 of the others. limit: the threshold, or if more columns are above it, the least
+    with which most are enough. NaN is above everything."""
+    bits = np.abs(column_max).view(np.uint32)
+    limit = np.float32(threshold).reshape(1).view(np.uint32)[0]
+    ordered = np.sort(bits)[::-1]
+    if cols > most:
+        limit = max(limit, ordered[most])
+    chosen = np.flatnonzero(bits > limit)
+    index[...] = -1
+    index[: len(chosen)] = chosen
+    mask[...] = 1
+    mask[chosen] = 0
+
+
+def outliers_take(out, x, index, rows, cols, most):
+    """out (rows, most) = the columns of x that index names, 0 where it names none."""
+    out[...] = 0
+    chosen = index[index >= 0]
+    out[:, : len(chosen)] = x[:, chosen]
+
+
+def outliers_weight(out, q, scale, index, rows, cols, most):
+    """Do as outliers_take, with a weight's codes times the scale of their row."""
+    out[...] = 0
+    chosen = index[index >= 0]
+    out[:, : len(chosen)] = compute(q[:, chosen]) * scale[:, None]

@@ -1,0 +1,1 @@
+"""Update rules of parameters, and the norm of all gradients: references."""

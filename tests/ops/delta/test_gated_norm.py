@@ -1,0 +1,69 @@
+"""The gated norm on a device against its reference."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from llmq.base.dtypes import BF16, F32
+from llmq.base.tensor import Accumulator
+from llmq.ops.delta import gated_norm
+from llmq.ref.delta.gated_norm import CASES
+from llmq.runtime.plan_device import PlanDevice
+from tests.harness import GPU_SPEC, close, step_scalars
+
+SMALL = {name: shape for name, shape in CASES.items() if "qwen" not in name}
+EPS = 1e-6
+
+
+# F32 sums of a head in another order; up to three roundings to BF16 may turn.
+check = partial(close, bf16=2**-6, f32=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_equals_reference(dev, rng, name, dtype):
+    rows, heads, size, columns, offset = SMALL[name]
+    width = heads * size
+    arrays = {
+        "out": np.full((rows, width), np.nan, dtype.numpy),
+        "x": rng.normal(size=(rows, width)).astype(dtype.numpy),
+        "gate": rng.normal(size=(rows, columns)).astype(dtype.numpy),
+        "weight": rng.normal(size=size).astype(dtype.numpy),
+    }
+
+    def forward(dev, **t):
+        gated_norm.forward(dev, **t, eps=EPS, offset=offset)
+
+    def backward(dev, d_weight, scalars, **t):
+        target = Accumulator(d_weight, True, scalars, 1)
+        gated_norm.backward(dev, d_weight=target, **t, eps=EPS, offset=offset)
+
+    check(dev, forward, arrays, ["out"])
+    arrays["d_out"] = rng.normal(size=arrays.pop("out").shape).astype(dtype.numpy)
+    arrays |= {
+        "d_x": np.full((rows, width), np.nan, dtype.numpy),
+        "d_gate": np.full((rows, columns), 7, dtype.numpy),
+        "d_weight": rng.normal(size=size).astype(np.float32),
+        "scalars": step_scalars(),
+    }
+    got = check(dev, backward, arrays, ("d_x", "d_gate", "d_weight"))
+    assert (np.delete(got["d_gate"], range(offset, offset + width), axis=1) == 7).all()
+
+
+WRONG = [
+    ({"out": ((3, 64), F32)}, TypeError, "out must be BF16"),
+    ({"gate": ((3, 80), F32)}, TypeError, "gate must be BF16"),
+    ({"gate": ((3, 70), BF16)}, ValueError, "gate has no such columns from 8 on"),
+    ({"weight": ((48,), BF16)}, ValueError, "Hd must be a multiple of 32"),
+]
+
+
+@pytest.mark.parametrize("change, error, text", WRONG)
+def test_wrong_arguments_raise(change, error, text):
+    specs = {"out": ((3, 64), BF16), "x": ((3, 64), BF16), "gate": ((3, 80), BF16)}
+    specs |= {"weight": ((32,), BF16)} | change
+    plan = PlanDevice(GPU_SPEC)
+    tensors = {k: plan.alloc(k, *v, "Activations") for k, v in specs.items()}
+    with pytest.raises(error, match=f"gated_norm.forward: .*{text}"):
+        gated_norm.forward(plan, **tensors, eps=EPS, offset=8)

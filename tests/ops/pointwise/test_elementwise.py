@@ -1,0 +1,75 @@
+"""Operations on each element, on a device against their references."""
+
+import numpy as np
+import pytest
+
+from llmq.base.dtypes import BF16, F32, I32
+from llmq.ops.pointwise.elementwise import add, convert, fill
+from llmq.ref.pointwise.elementwise import CASES
+from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.plan_device import PlanDevice
+from tests.harness import host_device, run
+
+SMALL = {name: shape for name, shape in CASES.items() if not name.startswith("qwen")}
+
+
+@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_sums_equal_the_reference(dev, rng, shape, dtype):
+    a, b = (rng.normal(size=shape).astype(dtype.numpy) for _ in range(2))
+    arrays = {"out": np.full(shape, np.nan, dtype.numpy), "a": a, "b": b}
+    got, want = run(dev, add, arrays), run(host_device(), add, arrays)
+    np.testing.assert_array_equal(got["out"], want["out"])
+    in_place = run(dev, lambda dev, a, b: add(dev, a, a, b), {"a": a, "b": b})
+    np.testing.assert_array_equal(in_place["a"], want["out"])
+
+
+def test_wrong_arguments_of_add():
+    dev = PlanDevice(HOST_SPEC)
+    x = dev.alloc("x", (4,), F32, "Weights")
+    with pytest.raises(TypeError, match="add: a must be F32 or BF16, got I32"):
+        add(dev, x, dev.alloc("a", (4,), I32, "Weights"), x)
+    with pytest.raises(TypeError, match="add: b must be F32, got BF16"):
+        add(dev, x, x, dev.alloc("b", (4,), BF16, "Weights"))
+    with pytest.raises(ValueError, match="add: out must have shape"):
+        add(dev, dev.alloc("out", (5,), F32, "Weights"), x, x)
+
+
+@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("source, target", [(F32, BF16), (BF16, F32)], ids=str)
+def test_conversions_equal_the_reference(dev, rng, shape, source, target):
+    arrays = {
+        "out": np.full(shape, np.nan, target.numpy),
+        "x": (rng.normal(size=shape) * 10.0 ** rng.integers(-38, 38, shape)).astype(source.numpy),
+    }
+    got, want = run(dev, convert, arrays), run(host_device(), convert, arrays)
+    np.testing.assert_array_equal(got["out"], want["out"])
+
+
+def test_wrong_arguments_of_convert():
+    dev = PlanDevice(HOST_SPEC)
+    x = dev.alloc("x", (4,), F32, "Weights")
+    with pytest.raises(TypeError, match="convert: out must be F32 or BF16, got I32"):
+        convert(dev, dev.alloc("out", (4,), I32, "Weights"), x)
+    with pytest.raises(ValueError, match="convert: out must have shape"):
+        convert(dev, dev.alloc("out", (5,), BF16, "Weights"), x)
+
+
+@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_filling_reaches_every_element_and_no_other(dev, shape, dtype):
+    # Tensors follow each other in memory.
+    arrays = {"x": np.full(shape, np.nan, dtype.numpy), "next": np.full(64, 5, np.float32)}
+
+    def call(dev, x, next):
+        fill(dev, x, -0.1)
+
+    got, want = run(dev, call, arrays), run(host_device(), call, arrays)
+    np.testing.assert_array_equal(got["x"], want["x"])
+    np.testing.assert_array_equal(got["next"], 5)
+
+
+def test_wrong_dtype_of_fill():
+    dev = PlanDevice(HOST_SPEC)
+    with pytest.raises(TypeError, match="fill: x must be F32 or BF16, got I32"):
+        fill(dev, dev.alloc("x", (4,), I32, "Weights"), 1)

@@ -1,0 +1,39 @@
+"""Attention's backward in two steps, against the reference of the one that is checked by torch."""
+
+import numpy as np
+import pytest
+
+from llmq.base.dtypes import BF16
+from llmq.ref.attention.attention import attention_backward, attention_forward
+from llmq.ref.attention.attention_backward import CASES, attention_gradient, attention_statistics
+
+SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
+
+
+@pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
+def test_equals_one_step(rng, case):
+    batch, seq_len, heads, kv_heads, head_dim = case
+    shape = (batch, seq_len, heads + 2 * kv_heads, head_dim)
+    qkv = rng.normal(size=shape).astype(BF16.numpy)
+    d_out = rng.normal(size=(batch, seq_len, heads, head_dim)).astype(BF16.numpy)
+    out, lse = np.empty_like(d_out), np.empty((batch, heads, seq_len), np.float32)
+    attention_forward(out, lse, qkv, seq_len, heads, kv_heads, None, seq_len)
+    want, got = np.empty_like(qkv), np.full_like(qkv, np.nan)
+    sizes = (seq_len, heads, kv_heads)
+    attention_backward(want, None, d_out, out, lse, qkv, None, 1, 1, *sizes, None, seq_len)
+    statistics = np.full((batch, heads, seq_len // 64, 2, 64), np.nan, np.float32)
+    taken = np.full(3, 7, np.int32)
+    attention_statistics(statistics, taken, d_out, out, lse, 3, seq_len, heads)
+    assert not taken.any()
+    np.testing.assert_array_equal(
+        statistics[0, 0, 0, 0], lse[0, 0, :64] * np.float32(np.log2(np.e))
+    )
+    rows = batch * seq_len
+    attention_gradient(
+        *(got.reshape(rows, -1), d_out.reshape(rows, -1), statistics, qkv.reshape(rows, -1)),
+        *(taken, None, 1, batch, *sizes),
+    )
+    # lse goes to base 2 and back: 2^-23 of it, which probabilities have as a relative error.
+    np.testing.assert_allclose(
+        got.astype(np.float32), want.astype(np.float32), rtol=2**-7, atol=1e-5
+    )
