@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import F32, STATS
+from llmq.base.step_inputs import ARRAYS, Input
 from llmq.base.tensor import Tensor
 from llmq.model import losses
 from llmq.model.losses.loss import Loss, Rows
@@ -85,13 +86,17 @@ class Preference(Loss):
     """Pairs are sequences 0 and 1, 2 and 3, and so on, of a micro-batch."""
 
     sums = SUMS
-    inputs = ("reference",)
     ahead = True
     largest = BETA
     validated = ("preferred",)
 
-    def __init__(self, dev, options, inputs):
-        super().__init__(dev, options, inputs)
+    @classmethod
+    def inputs(cls, options) -> tuple[Input, ...]:
+        """A float of each token, which `.npy` files beside token files have."""
+        return (Input("reference", sidecar=ARRAYS),)
+
+    def __init__(self, dev, options, named):
+        super().__init__(dev, options, named)
         shape = options.batch_size, options.local_seq_len
         self._weights = dev.alloc("weights", shape, F32, "Activations")
 
@@ -105,7 +110,7 @@ class Preference(Loss):
         self._launch(ADD, stats, rows)
 
     def _launch(self, kernel: Kernel, out: Tensor, rows: Rows) -> None:
-        of_rows = (rows.targets, rows.losses, self.inputs["reference"], *rows.targets.shape, BETA)
+        of_rows = (rows.targets, rows.losses, self.named["reference"], *rows.targets.shape, BETA)
         self.dev.launch(kernel, 1, 1024, (out, *of_rows))
 
     @classmethod

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from llmq.data.tokens import TokenFile
 from tests import preference
 from tests.models import (
     LOSS_RTOL,
@@ -127,6 +128,11 @@ def test_every_way_of_the_head_weighs_rows(how, error):
 def test_log_validation_and_guard_have_its_numbers(tmp_path, monkeypatch, capsys):
     """And a resumed run goes on with it."""
     monkeypatch.chdir(make_workplace(tmp_path))
+    assert train(steps=1) == 2
+    assert "train-0.reference.npy': the loss or the model reads" in capsys.readouterr().err
+    for path in Path("data").glob("*.bin"):
+        count = TokenFile(path).num_tokens
+        np.save(path.with_suffix(".reference.npy"), np.full(count, -1, np.float32))
     how = {"steps": 3, "eval-every-n-steps": 3, "gpus": 2, "guard": "skip", "ckpt-interval": 2}
     assert train(**how) == 0
     steps, (validation, *_) = records("step"), records("eval")
@@ -139,7 +145,7 @@ def test_log_validation_and_guard_have_its_numbers(tmp_path, monkeypatch, capsys
 def test_what_it_reads_is_checked():
     inputs, targets, *rest = batches_of(1)[0][:4]
     with trainer_for(exported("qwen2"), **BATCH) as trainer:
-        with pytest.raises(ValueError, match=r"reads \['reference'\] beside tokens, got \[\]"):
+        with pytest.raises(ValueError, match=r"read \['reference'\] beside tokens, got \[\]"):
             trainer.step([(inputs, targets)])
         with pytest.raises(ValueError, match=r"reference must be float32 \(4, 24\), got float64"):
             trainer.step([(inputs, targets, *rest, {"reference": np.zeros((B, T))})])

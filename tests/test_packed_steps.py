@@ -9,6 +9,7 @@ import pytest
 
 from llmq.data.tokens import TokenWriter
 from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.run.batches import random_batch
 from tests.models import LOSS_RTOL, exported, trainer_for
 
@@ -65,8 +66,9 @@ def test_random_batches_have_documents():
     """Bench and verify take these: accepted by a step, and the same as
     before."""
     config = make_config({"seq-len": 4096, "batch-size": 2, "document-mask": True})
-    batch = random_batch(np.random.default_rng(0), config, 50)
-    plain = random_batch(np.random.default_rng(0), replace(config, document_mask=False), 50)
+    model, free = preset("tiny"), replace(config, document_mask=False)
+    batch = random_batch(np.random.default_rng(0), config, model)
+    plain = random_batch(np.random.default_rng(0), free, model)
     np.testing.assert_array_equal(plain.inputs, batch.inputs)
     assert plain.starts is None
     for starts, targets, free in zip(batch.starts, batch.targets, plain.targets, strict=True):

@@ -16,6 +16,7 @@ from llmq.data.epoch_plan import Split
 from llmq.data.inputs import Portions
 from llmq.data.loader import DataLoader
 from llmq.data.tokens import MASKED_TARGET, TokenFile
+from llmq.model.losses.preferences import PARTNER
 from tests.chat_templates import CHATML, assistant, system, user
 from tests.pairs_data import write_pairs
 from tests.text_data import contents, interrupt_report, run, write_jsonl
@@ -219,6 +220,7 @@ def pairs(tmp_path_factory):
 def loader(path, packing="best-fit", **how):
     layout = SequenceLayout(packing=packing, document_mask=True, pairs="answers")
     how = {"seq_len": T, "micro_batch": 2, "seed": 3, "vocab_size": 1 << 20} | how
+    how = {"inputs": (PARTNER,)} | how
     return DataLoader(path, layout=layout, **how)
 
 
@@ -226,7 +228,7 @@ def halves(batch):
     """By pair that is learned: the trained tokens of its halves, the chosen one first."""
     found = []
     for row in range(len(batch.inputs)):
-        partner = batch.more["partner"][row].astype(int)
+        partner = batch.named["partner"][row].astype(int)
         for start in np.flatnonzero(partner):
             other = abs(partner[start]) - 1
             if batch.starts[row, start] == start and other > start:
@@ -273,7 +275,7 @@ def test_resumed_batches_are_the_same(pairs):
         for _ in range(one.batches_left):
             a, b = one.next_batch(), other.next_batch()
             np.testing.assert_array_equal(a.inputs, b.inputs)
-            np.testing.assert_array_equal(a.more["partner"], b.more["partner"])
+            np.testing.assert_array_equal(a.named["partner"], b.named["partner"])
 
 
 def test_a_split_divides_no_pair(pairs):

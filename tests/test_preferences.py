@@ -390,7 +390,7 @@ def test_scores_of_something_else_are_refused(data, tmp_path, monkeypatch):
     assert command(*again, seq_len=20) == 0
     with (
         trainer_of(data, "dpo", tmp_path, **given) as trainer,
-        pytest.raises(DataError, match="there is no score of a token that is trained"),
+        pytest.raises(DataError, match="there are no scores of a token that is trained"),
     ):
         for _ in range(3):
             trainer.step()

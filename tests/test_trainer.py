@@ -17,7 +17,7 @@ from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.checkpoint.hf import HfWeights
 from llmq.commands.cli import _run
 from llmq.data.loader import DataLoader
-from llmq.model.losses import loss_class
+from llmq.model.rings import named_inputs
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.checks import check_machine
@@ -50,16 +50,13 @@ def same(one, other):
 @pytest.mark.parametrize("loss", ["weighted", "kd"])
 def test_given_batches_bring_the_numbers_of_the_loss(loss):
     """Neither scores nor masks of files are asked for, until files are read."""
-    shape, more = (B, T), {}
-    if loss == "weighted":
-        more = {"scores": np.full(shape, 0.5, np.float32)}
     own = {"train_file": None, "eval_file": None, "learning_rate": 0}
     params = ("top-k=2",) if loss == "kd" else ()
     with trainer(loss=loss, loss_params=params, **own) as one, trainer(**own) as plain:
-        if loss == "kd":  # two tokens of half the probability each
-            widths = loss_class(one.config).widths(one.config)
-            more = {n: np.zeros((*shape, width), np.float32) for n, width in widths.items()}
-        result = one.step([(*batch(), None, 0, more)])
+        (declared,) = named_inputs(one.model, one.config)
+        # Zeros give a teacher of kd two tokens of half the probability each.
+        scores = declared.zeros(B, T) + np.float32(0.5 * (loss == "weighted"))
+        result = one.step([(*batch(), None, 0, {"scores": scores})])
         assert result.loss > 0
         if loss == "weighted":
             assert result.loss == pytest.approx(plain.step([batch()]).loss / 2, rel=1e-6)

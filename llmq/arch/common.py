@@ -12,6 +12,7 @@ from typing import Any
 from llmq.arch.halves import attention, embedding, head, mlp
 from llmq.arch.matrix import HalfSpec, Module
 from llmq.base.errors import ConfigError
+from llmq.base.step_inputs import Input
 
 REQUIRED = object()
 _OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
@@ -63,6 +64,10 @@ class Architecture:
     """Sizes that their text_config need not give."""
     label: str
     """Name in [Options] and in the log."""
+
+    def inputs(self, model: Any) -> tuple[Input, ...]:
+        """The arrays that the model reads of each batch beside tokens and targets."""
+        return ()
 
     @property
     def classifier(self) -> str | None:

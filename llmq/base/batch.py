@@ -19,9 +19,9 @@ class Batch(NamedTuple):
              never falling along a row. None: every row is one document.
     padding  how many of its positions fill rows up, or repeat what is counted elsewhere: reports
              do not count them. Such a position is a document of its own, and masked.
-    more     arrays that the loss reads besides (`Loss.inputs`), float32 (B, T), by name; or None.
-             Pairs of documents have "partner": 1 + the first position of the other one, negative
-             in a document that is not to be preferred, 0 outside of pairs
+    named    arrays that the loss or the architecture declares (`Input`), by name; or None. Pairs of
+             documents have "partner": 1 + the first position of the other one, negative in a
+             document that is not to be preferred, 0 outside of pairs
     lengths  int32 (B,): tokens of documents in each row, or None where documents own every token.
              Later tokens are filler, as padding of an attention mask is in transformers; router
              losses ignore filler
@@ -31,5 +31,5 @@ class Batch(NamedTuple):
     targets: np.ndarray
     starts: np.ndarray | None = None
     padding: int = 0
-    more: Mapping[str, np.ndarray] | None = None
+    named: Mapping[str, np.ndarray] | None = None
     lengths: np.ndarray | None = None

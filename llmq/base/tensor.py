@@ -95,11 +95,13 @@ class Tensor:
             )
         return Tensor(self.name, shape, self.dtype, self.storage, self.offset)
 
-    def view_as(self, dtype: DType) -> Tensor:
-        """The same bytes as elements of another dtype of equal size."""
-        if dtype.itemsize != self.dtype.itemsize:
-            raise ValueError(f"view_as: {self!r} does not have elements of the size of {dtype}")
-        return Tensor(self.name, self.shape, dtype, self.storage, self.offset)
+    def view_as(self, dtype: DType, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The same bytes as elements of another dtype, the first ones as a tensor of this shape;
+        None: all of them, in this tensor's shape, of a dtype of equal size."""
+        found = Tensor(self.name, shape or self.shape, dtype, self.storage, self.offset)
+        if found.nbytes > self.nbytes or (shape is None and found.nbytes != self.nbytes):
+            raise ValueError(f"view_as: {self!r} does not have the bytes of {found!r}")
+        return found
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the first dimension."""

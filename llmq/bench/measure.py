@@ -81,8 +81,8 @@ def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None)
 def random_batches(trainer: Trainer, seed: int = 0) -> list[Batch]:
     """The micro-batches of one step, random ones."""
     rng = np.random.default_rng(seed)
-    vocab_size, count = trainer.model.vocab_size, trainer.micro_batches
-    return [random_batch(rng, trainer.config, vocab_size) for _ in range(count)]
+    count = trainer.micro_batches
+    return [random_batch(rng, trainer.config, trainer.model) for _ in range(count)]
 
 
 def timed_steps(trainer: Trainer, batches: list[Batch], count: int) -> tuple[float, Result]:

@@ -33,6 +33,7 @@ from llmq.data.document_file import documents_path
 MAGIC = b"BIN.SUM\n"
 VERSION = 2
 SUFFIX = ".sums"
+ARRAY_SUFFIX = ".npy"  # of arrays beside token files, see sidecars.py
 PIECE_BYTES = 1 << 16
 _FIELDS = struct.Struct("<8s2i2q2Q")  # the header without its own checksum, which follows
 _SUM = np.dtype("<u8")
@@ -158,7 +159,7 @@ def find_token_files(pattern: str | Path) -> list[Path]:
     return [
         path
         for path in found
-        if path.suffix not in (SUFFIX, DOCUMENTS_SUFFIX) and not path.is_dir()
+        if path.suffix not in (SUFFIX, DOCUMENTS_SUFFIX, ARRAY_SUFFIX) and not path.is_dir()
     ]
 
 

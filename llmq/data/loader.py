@@ -77,9 +77,8 @@ class DataLoader(Closing):
         batches instead of filling them up with sequences that are read elsewhere, too, so that no
         other values arise in the model, and whose targets are masked.
         split: the side of the files that is read; None: all of them. layout: how documents become
-        sequences; None: windows of all files, shuffled together. reading: scores, top_k, weights,
-        labels and pad as of RowReader; the folder of scores may be filled before the first batch
-        is asked for.
+        sequences; None: windows of all files, shuffled together. reading: inputs, scores, labels
+        and pad as of RowReader; sidecars need not be there before the first batch is asked for.
         Every file is checked here; DataError if one is damaged or all together hold no batch.
         """
         if not (seq_len > 0 and micro_batch > 0 and prefetch > 0 and 0 <= rank < world_size):
@@ -123,7 +122,6 @@ class DataLoader(Closing):
             self.seq_len,
             data.vocab_size,
             document_mask=data.layout.document_mask,
-            pairs=data.layout.pairs is not None,
             **self._reading,
         )
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from llmq.base.batch import Batch
 from llmq.base.errors import DataError
-from llmq.data.scores import ScoreFile, scores_path
+from llmq.base.step_inputs import PAIRS, SCORES, TARGET, Input
+from llmq.data.sidecars import Column, column_path, open_column
 from llmq.data.tokens import MASKED_TARGET, TokenFile
 
-PARTNER, SCORES = "partner", "scores"  # of Batch.more, with pairs and with scores
 _OPEN_FILES = 16  # kept open by one reader
 
 
@@ -48,27 +48,22 @@ class RowReader:
         vocab_size: int,
         *,
         document_mask: bool,
-        pairs: bool = False,
+        inputs: Sequence[Input] = (),
         scores: Path | None = None,
-        top_k: int = 0,
-        weights: bool = False,
         labels: int = 0,
         pad: int | None = None,
     ) -> None:
         """paths: the files, as spans number them. document_mask: whether batches have starts.
-        pairs: whether each span is a pair of documents, and batches say where the other one is.
-        scores: the folder with what a reference thinks of each token, which batches then have.
-        top_k: how many probabilities of each; 0: that of the token itself. weights: whether
-        those of the token files are in the place of scores. labels: of a score
-        head, which reads the last token of each document but those of id pad; targets are labels,
-        which stand behind documents, of pairs 0. 0: targets are tokens.
+        inputs: named arrays of batches, from sidecars of the files; with PAIRS each span is a pair
+        of documents. scores: the folder of `.scores` files. labels: of a score head, which reads
+        the last token of each document but those of id pad; targets are labels, which stand behind
+        documents, of pairs 0. 0: targets are tokens.
         """
         self._paths, self.seq_len, self.vocab_size = paths, seq_len, vocab_size
-        self.document_mask, self.pairs = document_mask, pairs
-        self._scores, self._top_k = scores, top_k
-        self._labels, self._pad = labels, pad
-        self._weights, self._has_scores = weights, weights or scores is not None
-        self._open: OrderedDict[int, tuple[TokenFile, ScoreFile | None]] = OrderedDict()
+        self.document_mask, self.inputs = document_mask, tuple(inputs)
+        self._columns = [each for each in self.inputs if each.sidecar != PAIRS]
+        self._scores, self._labels, self._pad = scores, labels, pad
+        self._open: OrderedDict[int, tuple[TokenFile, list[Column]]] = OrderedDict()
 
     def read(self, rows: Sequence[Sequence[Span]], counted: Sequence[bool], size: int) -> Batch:
         """Read a batch of `size` rows; missing rows repeat the first one, all masked. counted:
@@ -77,15 +72,12 @@ class RowReader:
         inputs = np.empty((size, self.seq_len), np.int32)
         targets = np.full_like(inputs, MASKED_TARGET)
         starts = np.zeros_like(inputs) if self.document_mask else None
-        names = [PARTNER] * self.pairs + [SCORES] * self._has_scores
-        width = [2 * self._top_k] * (self._top_k > 0)
-        shapes = {PARTNER: inputs.shape, SCORES: (*inputs.shape, *width)}
-        more = {name: np.zeros(shapes[name], np.float32) for name in names}
+        named = {each.name: each.zeros(size, self.seq_len) for each in self.inputs}
         lengths = np.zeros(size, np.int32)
         for row, spans in enumerate(rows):
             of_row = None if starts is None else starts[row]
-            more_of_row = {name: array[row] for name, array in more.items()}
-            filled = self._read_row(spans, inputs[row], targets[row], of_row, more_of_row)
+            named_of_row = {name: array[row] for name, array in named.items()}
+            filled = self._read_row(spans, inputs[row], targets[row], of_row, named_of_row)
             if counted[row]:
                 lengths[row] = filled
             else:
@@ -94,7 +86,7 @@ class RowReader:
         if starts is not None:
             starts[len(rows) :] = starts[0]
         padding = inputs.size - int(lengths.sum())
-        return Batch(inputs, targets, starts, padding, more or None, lengths)
+        return Batch(inputs, targets, starts, padding, named or None, lengths)
 
     def _read_row(
         self,
@@ -102,11 +94,11 @@ class RowReader:
         inputs: np.ndarray,
         targets: np.ndarray,
         starts: np.ndarray | None,
-        more: Mapping[str, np.ndarray],
+        named: Mapping[str, np.ndarray],
     ) -> int:
-        """Fill a row of each array, (seq_len,); returns how many tokens it has. Only reading goes
-        span by span: a row may have hundreds."""
-        tokens, counts, scores = self._read_spans(spans)
+        """Fill a row of each array, (seq_len, ...); returns how many tokens the row has. Only
+        reading goes span by span: a row may have hundreds."""
+        tokens, counts, columns = self._read_spans(spans)
         lengths = np.array([span.length for span in spans])
         goes_on = np.array([span.goes_on for span in spans])
         filled = int(lengths.sum())
@@ -123,64 +115,79 @@ class RowReader:
             targets[ends - 1] = MASKED_TARGET
             starts[at] = at
             np.maximum.accumulate(starts, out=starts)
-        if scores is not None:
-            learned = targets[:filled] != MASKED_TARGET
-            more[SCORES][:filled][learned] = scores[places[learned] + 1]
-            if np.isnan(more[SCORES]).any():
-                raise self._lacking(spans)
-        if PARTNER in more:  # no span of a pair goes on, so places are those of the row
-            at = np.cumsum([0, *lengths])[:-1].tolist()
-            for begin, span in zip(at, spans, strict=True):
-                middle, end = (begin + length for length in span.ends)
-                preferred, other = np.where(counts[[begin, middle]], 1, -1)
-                more[PARTNER][begin:middle] = preferred * (middle + 1)
-                more[PARTNER][middle:end] = other * (begin + 1)
-                if self._labels:
-                    targets[begin:end] = MASKED_TARGET
-                    for start, stop in ((begin, middle), (middle, end)):
-                        read = np.flatnonzero(inputs[start:stop] != self._pad)
-                        targets[start + read[-1:]] = 0
+        for each, column in zip(self._columns, columns, strict=True):
+            rows = np.arange(filled)
+            if each.per == TARGET:
+                rows = np.flatnonzero(targets[:filled] != MASKED_TARGET)
+            found = named[each.name][rows] = column[places[rows] + (each.per == TARGET)]
+            if np.isnan(found).any():
+                raise self._lacking(each, spans)
+        for each in self.inputs:
+            if each.sidecar == PAIRS:
+                self._read_pairs(spans, counts, inputs, targets, named[each.name])
         if self._labels and (targets[:filled] >= self._labels).any():
             raise self._no_label(spans, int(targets[:filled].max()))
         if filled < self.seq_len:  # padding repeats tokens of the row: no other values arise
             inputs[filled:] = np.resize(inputs[:filled], self.seq_len - filled)
         return filled
 
+    def _read_pairs(
+        self,
+        spans: Sequence[Span],
+        counts: np.ndarray,
+        inputs: np.ndarray,
+        targets: np.ndarray,
+        partner: np.ndarray,
+    ) -> None:
+        """Fill a row's `partner`, (seq_len,), from masks of the first tokens of documents; with a
+        score head also its targets: label 0 behind each document."""
+        edges = np.cumsum([0, *(span.length for span in spans)])  # of tokens too: no span goes on
+        for begin, span in zip(edges[:-1].tolist(), spans, strict=True):
+            middle, end = (begin + length for length in span.ends)
+            preferred, other = np.where(counts[[begin, middle]], 1, -1)
+            partner[begin:middle] = preferred * (middle + 1)
+            partner[middle:end] = other * (begin + 1)
+            if self._labels:
+                targets[begin:end] = MASKED_TARGET
+                for start, stop in ((begin, middle), (middle, end)):
+                    read = np.flatnonzero(inputs[start:stop] != self._pad)
+                    targets[start + read[-1:]] = 0
+
     def _read_spans(
         self, spans: Sequence[Span]
-    ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
         """Tokens of spans, int32, with one more at the end; whether to predict each, None where all
-        are; and their scores, None without."""
+        are; and the elements of each input's column."""
         sizes = [span.length + span.goes_on for span in spans]
         tokens = np.zeros(sum(sizes) + 1, "<i4")
         counts: np.ndarray | None = None
-        width = [2 * self._top_k] * (self._top_k > 0)
-        shape = (len(tokens), *width)
-        scores = np.zeros(shape, np.float32) if self._has_scores else None
+        columns = [np.zeros((len(tokens), *each.shape), each.dtype.numpy) for each in self._columns]
         at = 0
         for span, size in zip(spans, sizes, strict=True):
-            file, scored = self._file(span.file)
+            file, opened = self._file(span.file)
             file.read_tokens_into(span.start, tokens[at : at + size])
             if file.has_masks:
                 counts = np.ones(len(tokens), bool) if counts is None else counts
                 # The bit of the target token itself decides, so that the first token of an answer
                 # is trained and the token after its end is not.
                 counts[at : at + size] = file.read_mask(span.start, size)
-            if scores is not None:
-                read = file.read_weights if self._weights else scored.read
-                scores[at : at + size] = read(span.start, size)
+            for column, elements in zip(opened, columns, strict=True):
+                elements[at : at + size] = column.read(span.start, size)
             at += size
         tokens = tokens.astype(np.int32, copy=False)
         bad = tokens.view(np.uint32) >= self.vocab_size  # a negative id is a large unsigned one
         if bad.any():
             raise self._bad_id(spans, sizes, tokens, int(bad.argmax()))
-        return tokens, counts, scores
+        return tokens, counts, columns
 
-    def _lacking(self, spans: Sequence[Span]) -> DataError:
-        names = {str(scores_path(self._scores, self._paths[span.file])) for span in spans}
+    def _lacking(self, of: Input, spans: Sequence[Span]) -> DataError:
+        paths = [self._paths[span.file] for span in spans]
+        names = {str(column_path(of, path, self._scores)) for path in paths}
+        why = "the sidecar has NaN"
+        if of.sidecar == SCORES:
+            why = "documents were longer than the --seq-len of `llmq score`; score with this one"
         return DataError(
-            f"{', '.join(sorted(names))}: there is no score of a token that is trained: documents "
-            "were longer than the --seq-len that they were scored with; score with this one"
+            f"{', '.join(sorted(names))}: there are no {of.name} of a token that is trained: {why}"
         )
 
     def _no_label(self, spans: Sequence[Span], found: int) -> DataError:
@@ -201,23 +208,21 @@ class RowReader:
             "for another tokenizer; tokenize the data again"
         )
 
-    def _file(self, number: int) -> tuple[TokenFile, ScoreFile | None]:
+    def _file(self, number: int) -> tuple[TokenFile, list[Column]]:
         if number in self._open:
             self._open.move_to_end(number)
         else:
             if len(self._open) == _OPEN_FILES:
                 self._close_one(last=False)
-            file, scores = TokenFile(self._paths[number]), None
-            if self._scores is not None:
-                scores = ScoreFile(scores_path(self._scores, file.path))
-                scores.check(file, self._top_k)
-            self._open[number] = file, scores
+            file = TokenFile(self._paths[number])
+            columns = [open_column(each, file, self._scores) for each in self._columns]
+            self._open[number] = file, columns
         return self._open[number]
 
     def _close_one(self, *, last: bool = True) -> None:
-        for file in self._open.popitem(last=last)[1]:
-            if file is not None:
-                file.close()
+        file, columns = self._open.popitem(last=last)[1]
+        for each in (file, *columns):
+            each.close()
 
     def close(self) -> None:
         """Close the files; the next read opens them again."""

@@ -2,11 +2,13 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import I32, MIB, DType
+from llmq.base.step_inputs import StepInputs
 from llmq.model.activations import Cache
 from llmq.model.model import Model
 from llmq.options.options import TrainConfig
@@ -17,7 +19,10 @@ LOGITS_BYTES = 256 * MIB  # at most, that exist at a time
 
 
 class Inference:
-    """Passes over batches. One shape (B, T) has memory at a time, that of the last batch."""
+    """Passes over batches. One shape (B, T) has memory at a time, that of the last batch.
+    predicts: whether batches have targets."""
+
+    predicts: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -43,22 +48,23 @@ class Inference:
             return
         self._temps.close()
         self._temps.enter_context(self.dev.temporary())
-        self._tokens = self.dev.alloc("tokens", (B, T), I32, "Activations")
+        names = ("tokens", "targets") if self.predicts else ("tokens",)
+        tensors = (self.dev.alloc(name, (B, T), I32, "Activations") for name in names)
+        self._inputs = StepInputs(*tensors)
         options = self.options(B, T)
-        self._model = Model(self.dev, self.config, options, self.weights, **self._how)
+        self._model = Model(
+            self.dev, self.config, options, self.weights, inputs=self._inputs, **self._how
+        )
         self._shape = (B, T)
 
     def _forward(self, position: int = 0) -> None:
-        self._model.forward(self._tokens, stale=False, keep=False, position=position)
+        self._model.forward(stale=False, keep=False, position=position)
 
 
 class Scorer(Inference):
     """The losses of tokens. T: multiples of 4."""
 
-    def take_shape(self, B: int, T: int) -> None:
-        if self._shape != (B, T):
-            super().take_shape(B, T)
-            self._targets = self.dev.alloc("targets", (B, T), I32, "Activations")
+    predicts = True
 
     def rehearse(self, B: int, T: int) -> None:
         """One batch of this shape, for a device that only plans."""
@@ -70,17 +76,17 @@ class Scorer(Inference):
         """The losses F32 (B, T) of each round of targets, 0 where masked; waits for the device.
         inputs, targets: int32 (B, T), targets -100 where masked."""
         self.take_shape(*inputs.shape)
-        self.dev.upload(self._tokens, inputs)
+        self.dev.upload(self._inputs.tokens, inputs)
         self.dev.graph(("score forward", *inputs.shape), self._forward)
         losses = []
         for targets in rounds:
-            self.dev.upload(self._targets, targets)
+            self.dev.upload(self._inputs.targets, targets)
             self.dev.graph(("score loss", *inputs.shape), self._loss)
             losses.append(self.dev.download(self._model.head.losses).reshape(inputs.shape))
         return losses
 
     def _loss(self) -> None:
-        self._model.token_losses(self._targets)
+        self._model.token_losses()
 
 
 class Decoder(Inference):
@@ -117,7 +123,7 @@ class Decoder(Inference):
             raise ValueError(f"decode: the state is that of {self._end} tokens, not of {position}")
         self._end = position + n
         self.take_shape(1, n)
-        self.dev.upload(self._tokens, tokens.astype(np.int32)[None])
+        self.dev.upload(self._inputs.tokens, tokens.astype(np.int32)[None])
         self._forward(position)
         return self._model.next_logits([n - 1])[0]
 

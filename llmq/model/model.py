@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
+from llmq.base.step_inputs import StepInputs
 from llmq.base.tensor import Tensor
 from llmq.formats import operands_of
 from llmq.model.activations import Cache
@@ -27,7 +28,7 @@ from llmq.state.weights import Weights
 
 
 class Model:
-    """Activations of one micro-step, and the passes over them. Tokens and targets: I32 (B,T)."""
+    """Activations of one micro-step, and the passes over its inputs."""
 
     def __init__(
         self,
@@ -36,30 +37,28 @@ class Model:
         options: TrainConfig,
         weights: Weights,
         backend: str,
-        starts: Tensor | None = None,
+        inputs: StepInputs,
         *,
         scalars: Tensor | None = None,
-        targets: Tensor | None = None,
         loss: Loss | None = None,
         cache: Cache | None = None,
     ):
-        """backend: of attention, see directions. starts: I32 (B,T), see Batch; None: all are 0.
-        scalars: StepScalars, which adapters need. targets: I32 (B,T), which a loss needs. loss:
-        what is trained; None without backward passes. cache: of one text that passes continue;
-        None: they see whole sequences."""
-        self.dev, self.config, self.weights, self.starts = dev, config, weights, starts
+        """backend: of attention, see directions. inputs: tensors that passes read; a loss needs
+        targets. scalars: StepScalars, which adapters need. loss: what is trained; None without
+        backward passes. cache: of one text that passes continue; None: they see whole sequences."""
+        self.dev, self.config, self.weights, self.inputs = dev, config, weights, inputs
         self.loss, trains = loss, loss is not None
         self.operands = operands_of(dev, config, options, scalars)
         shape, dtype = self.operands.shape, self.operands.dtype
         offload, layers = options.offload_residual, config.num_layers
         self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
         routes = trains and config.experts is not None
-        self.balance = Balance(dev, config, options, targets) if routes else None
+        self.balance = Balance(dev, config, options, inputs.targets) if routes else None
         linear = BlockLinear(dev, config, options, self.operands, scalars)
         positions = options.local_seq_len if cache is None else cache.positions
         norms = BlockNorms(dev, config, self.operands)
         shared = ModelContext(
-            dev, config, options, self.operands, linear, norms, backend, positions, starts,
+            dev, config, options, self.operands, linear, norms, backend, positions, inputs,
             self.balance,
         )  # fmt: skip
         self.blocks = Blocks(shared, self.residuals, cache, trains=trains)
@@ -82,10 +81,10 @@ class Model:
         """Block and key of the matrix that makes logits."""
         return ("embed", "embed") if self.config.tied_embeddings else ("head", "lm_head")
 
-    def forward(self, tokens: Tensor, *, stale: bool, keep: bool, position: int = 0) -> None:
+    def forward(self, *, stale: bool, keep: bool, position: int = 0) -> None:
         """Tokens to the output of the final norm. stale: as Weights.take_stale said. keep: backward
         follows. position: as of LayerContext."""
-        weights = self.weights
+        weights, tokens, first_key = self.weights, self.inputs.tokens, self.inputs.first_key
         self.operands.scales.start_micro_step(of_step=keep)
         self.dropout.on = keep
         weights.start_micro_step(stale)
@@ -93,7 +92,7 @@ class Model:
         weights.gather("layers.0")
         residual = self.residuals.tensors[0].view(*tokens.shape, self.config.hidden_size)
         w = PartWeights(weights.get("embed"))
-        how = (position, self.config.embedding_scale, self.starts)
+        how = (position, self.config.embedding_scale, first_key)
         embedding.forward(self.dev, residual, tokens, w["embed"], w.get("positions"), *how)
         if self.embedding is not None:
             self.embedding.forward(residual, tokens, w)
@@ -117,12 +116,12 @@ class Model:
             self.blocks.linear.begin_magnitudes(layer, PartWeights(self.weights.get(name)))
             self.weights.release(name)
 
-    def token_losses(self, targets: Tensor) -> None:
+    def token_losses(self) -> None:
         """Per-token losses after `forward`, without gradients."""
         slab, _ = self._head_slab
         self.weights.gather(slab)
         of_rows = None if self.loss is None else self.loss.of_rows()
-        w = PartWeights(self.weights.of_logits())
+        w, targets = PartWeights(self.weights.of_logits()), self.inputs.targets
         self.head.token_losses(w, targets.view(targets.size), of_rows)
         self.weights.release(slab)
 
@@ -143,14 +142,13 @@ class Model:
         logits, cap = np.array(found, np.float32), self.head.softcap
         return logits if cap is None else cap * np.tanh(logits / cap)
 
-    def rows(self, targets: Tensor) -> Rows:
-        """The head's knowledge of the micro-batch with these targets."""
+    def rows(self) -> Rows:
+        """The head's knowledge of the micro-batch."""
+        targets = self.inputs.targets
         losses, lse = (t.view(*targets.shape) for t in (self.head.losses, self.head.lse))
-        return Rows(targets, losses, lse, self.starts)
+        return Rows(targets, losses, lse, self.inputs.first_key)
 
-    def backward(
-        self, grads: Gradients, tokens: Tensor, targets: Tensor, *, accumulate: bool, last: bool
-    ) -> None:
+    def backward(self, grads: Gradients, *, accumulate: bool, last: bool) -> None:
         """Per-token losses and all gradients after `forward`. accumulate False: gradients are
         overwritten; True: added to. last: of an optimizer step."""
         grads.start_micro_step(accumulate, last)
@@ -159,7 +157,7 @@ class Model:
         weights.gather(f"layers.{last_layer}", blocks[last_layer].multiplied_again)
         grads.load(f"layers.{last_layer}")
         with self.dev.range("head"):
-            self._backward_head(grads, targets)
+            self._backward_head(grads)
         for layer in reversed(self._layers):
             if layer > 0:
                 weights.gather(f"layers.{layer - 1}", blocks[layer - 1].multiplied_again)
@@ -176,12 +174,12 @@ class Model:
                 stream.was_read(layer)
             weights.release(name)
             grads.notify(name)
-        self._backward_embedding(grads, tokens)
+        self._backward_embedding(grads)
         grads.end_micro_step()
 
-    def _backward_embedding(self, grads: Gradients, tokens: Tensor) -> None:
+    def _backward_embedding(self, grads: Gradients) -> None:
         """A tied head has already written to the same matrix; else it may hold anything."""
-        dev, g = self.dev, PartGrads(grads.full("embed"))
+        dev, g, tokens = self.dev, PartGrads(grads.full("embed")), self.inputs.tokens
         d_residual = self.d_residual.view(*tokens.shape, self.config.hidden_size)
         scale, padding = self.config.embedding_scale, self.config.padding_row
         vocab = self.config.padded_vocab
@@ -196,7 +194,7 @@ class Model:
             rows = target._replace(tensor=target.tensor.rows(0, stop - first), accumulate=True)
             embedding.backward(dev, rows, d_residual, tokens, scale, padding, first, vocab)
         if "positions" in g:
-            embedding.backward_positions(dev, g["positions"], d_residual, self.starts)
+            embedding.backward_positions(dev, g["positions"], d_residual, self.inputs.first_key)
         if self.embedding is not None:
             self.weights.gather("embed")
             w = PartWeights(self.weights.get("embed"))
@@ -204,7 +202,7 @@ class Model:
             self.weights.release("embed")
         grads.notify("embed")
 
-    def _backward_head(self, grads: Gradients, targets: Tensor) -> None:
+    def _backward_head(self, grads: Gradients) -> None:
         weights, (slab, key) = self.weights, self._head_slab
         of_head = (("lm_head", key), (NEW_ROWS, NEW_ROWS))
         for name in {slab, "head"}:
@@ -215,11 +213,11 @@ class Model:
         last, d_residual, d_norm = self.blocks.layers[-1], self.d_residual, self.d_norm
         d_out = self.blocks.norms.d_out(d_residual, d_norm)
         to = self.operands.measured(last.halves[-1].out_id, d_out)
-        flat = targets.view(targets.size)
+        flat = self.inputs.targets.view(self.inputs.targets.size)
         if self.loss.ahead:
             self.head.token_losses(w, flat, self.loss.of_rows())
-            self.loss.prepare(self.rows(targets))
-        row_weights = self.loss.weights(self.rows(targets))
+            self.loss.prepare(self.rows())
+        row_weights = self.loss.weights(self.rows())
         row_weights = row_weights and row_weights.view(flat.size)
         how = (last.branch, to, d_residual, d_norm, self.loss.of_rows())
         self.head.loss_and_backward(w, g, flat, row_weights, *how)

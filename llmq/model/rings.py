@@ -8,9 +8,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import FILLER_TARGET, Batch
-from llmq.base.dtypes import F32, F64, I32, I64, NO_LIMITS, STEP_SCALARS, STEP_SCALARS_WORDS, Limits
+from llmq.base.dtypes import F64, I32, I64, NO_LIMITS, STEP_SCALARS, STEP_SCALARS_WORDS, Limits
+from llmq.base.step_inputs import Input, StepInputs
 from llmq.base.tensor import Tensor
+from llmq.model.losses import loss_class
 from llmq.model.losses.loss import Loss
 from llmq.ops.pointwise import clock
 from llmq.ops.update import global_norm
@@ -174,28 +177,37 @@ MOST_SLOTS = 1024  # for micro-steps on their way to the device
 HEADER = 64  # words before the tokens in a slot: StepScalars, padded so that tokens are aligned
 
 
-class Inbox:
-    """The memory from which the device reads a micro-step. scalars: I32 (16,) StepScalars. tokens,
-    targets: I32 (B, T). starts: the same, with documents that are masked, else None. more: F32 (B,
-    T) or (B, T, W), the arrays that the loss reads, by name."""
+def named_inputs(config: ModelConfig, options: TrainConfig) -> tuple[Input, ...]:
+    """The inputs of a step beside tokens and targets: the loss's, then the architecture's. An input
+    that both declare alike is one."""
+    declared = (*loss_class(options).inputs(options), *config.arch.inputs(config))
+    found = {each.name: each for each in declared}
+    for each in declared:
+        if found[each.name] != each:
+            raise ValueError(f"inputs: {each.name} is declared as {each} and {found[each.name]}")
+    return tuple(found.values())
 
-    def __init__(self, dev: Device, options: TrainConfig, loss: type[Loss]):
+
+class Inbox:
+    """The memory from which the device reads a micro-step. scalars: I32 (16,) StepScalars. inputs:
+    behind them, in the order of `StepInputs`."""
+
+    def __init__(self, dev: Device, config: ModelConfig, options: TrainConfig):
         self.dev = dev
-        shape = B, T = options.batch_size, options.local_seq_len
-        widths = dict.fromkeys(["tokens", "targets", *["starts"] * options.document_mask], 1)
-        widths |= loss.widths(options)
-        words = HEADER + sum(widths.values()) * B * T
+        B, T = options.batch_size, options.local_seq_len
+        plain = ("tokens", "targets", *["first_key"] * options.document_mask)
+        self._named = named_inputs(config, options)
+        sizes = [B * T] * len(plain) + [each.words(B, T) for each in self._named]
+        self._edges = list(pairwise(np.cumsum([HEADER, *sizes]).tolist()))
+        words = self._edges[-1][1]
         self._inbox = dev.alloc("inbox", (words,), I32, "Activations")
         self.scalars = self._inbox.rows(0, STEP_SCALARS_WORDS)
-        edges = HEADER + np.cumsum([0, *widths.values()]) * B * T
-        found = {
-            name: self._inbox.rows(int(first), int(stop)).view(*shape, *[width] * (width > 1))
-            for (name, width), (first, stop) in zip(widths.items(), pairwise(edges), strict=True)
-        }
-        self.tokens, self.targets, self.starts = (
-            found.get(name) for name in ("tokens", "targets", "starts")
+        parts = [self._inbox.rows(*edges) for edges in self._edges]
+        named = zip(self._named, parts[len(plain) :], strict=True)
+        self.inputs = StepInputs(
+            *(part.view(B, T) for part in parts[: len(plain)]),
+            named={i.name: part.view_as(i.dtype, i.batch_shape(B, T)) for i, part in named},
         )
-        self.more = {name: found[name].view_as(F32) for name in loss.inputs}
         # Enough slots for two steps: by the time a third is enqueued, the first one's result has
         # normally been read, and its slots are free without asking the device. Longer steps wait
         # until the device has got what it was sent so many micro-steps ago.
@@ -204,8 +216,9 @@ class Inbox:
         self._ticket_of_slot = [-1] * slots  # of the step that last used it
 
     def send(self, scalars: np.ndarray, batch: Batch, results: Results) -> None:
-        """Enqueue the copy. batch: what it lacks of `starts` and `more` is 0, and the targets of
-        filler become FILLER_TARGET. results: of steps, which say what the device has read."""
+        """Enqueue the copy. batch: `starts` and named arrays that the batch lacks are 0, and the
+        targets of filler become FILLER_TARGET. results: of steps, which say what the device has
+        read."""
         ring = self._ring
         index = ring.advance()
         if self._ticket_of_slot[index] > results.last_read:
@@ -214,23 +227,25 @@ class Inbox:
         if self.dev.kind != "plan":
             words = ring.slots[index].numpy()
             words[:STEP_SCALARS_WORDS] = scalars
-            np.concatenate(self._content(Batch(*batch)), out=words[HEADER:])
+            arrays = self._arrays(Batch(*batch))
+            for array, (first, stop) in zip(arrays, self._edges, strict=True):
+                content = words[first:stop].view(np.uint8)
+                content[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self.dev.copy(self._inbox, ring.slots[index])
         self.dev.record(ring.events[index])
 
-    def _content(self, batch: Batch) -> list[np.ndarray]:
-        nothing, more = np.zeros_like(batch.inputs), batch.more or {}
-        targets = batch.targets
+    def _arrays(self, batch: Batch) -> list[np.ndarray]:
+        """The arrays of a batch in the order of the inbox."""
+        targets, named = batch.targets, batch.named or {}
         if batch.lengths is not None:
             filler = np.arange(targets.shape[1]) >= batch.lengths[:, None]
             targets = np.where(filler, np.int32(FILLER_TARGET), targets)
-        parts = [batch.inputs, targets]
-        if self.starts is not None:  # None: each sequence is one document
-            parts.append(nothing if batch.starts is None else batch.starts)
-        for name, array in self.more.items():
-            given = name in more  # by the caller, or the data
-            parts.append(more[name].view(np.int32) if given else np.zeros(array.shape, np.int32))
-        return [part.reshape(-1) for part in parts]
+        arrays = [batch.inputs, targets]
+        if self.inputs.first_key is not None:  # None: each sequence is one document
+            arrays.append(np.zeros_like(targets) if batch.starts is None else batch.starts)
+        for each in self._named:
+            arrays.append(named.get(each.name, each.zeros(*targets.shape)))
+        return arrays
 
 
 def scalars_of(

@@ -42,8 +42,8 @@ class Step:
         self.dev, self.config, self.options = dev, config, options
         self.table = table_of(options, config, dev.mesh.size("shard"))
         loss = loss_class(options)
-        inbox = self.inbox = Inbox(dev, options, loss)
-        self.tokens, self.targets, self.scalars = inbox.tokens, inbox.targets, inbox.scalars
+        inbox = self.inbox = Inbox(dev, config, options)
+        self.inputs, self.scalars = inbox.inputs, inbox.scalars
         of_routers = () if config.experts is None else (ROUTER_STATS, ROUTER_SHOWN)
         self.results = Results(dev, loss, *of_routers)
         self.stats = self.results.stats
@@ -52,11 +52,12 @@ class Step:
             dev, self.table, placement, inbox.scalars, all_to_all=options.all_to_all_reduce
         )
         self.optimizer = Optimizer(dev, self.table, placement, options)
-        self.loss = loss(dev, options, inbox.more)
-        shared = (self.weights, backend, inbox.starts)
+        self.loss = loss(dev, options, self.inputs.named)
         trained = None if options.only_scores else self.loss
-        told = {"scalars": inbox.scalars, "targets": inbox.targets}
-        self.model = Model(dev, config, options, *shared, **told, loss=trained)
+        self.model = Model(
+            dev, config, options, self.weights, backend, self.inputs,
+            scalars=inbox.scalars, loss=trained,
+        )  # fmt: skip
         self.scales = self.model.operands.scales
         background = options.ckpt_background and trained is not None
         self.snapshot = Snapshot(dev, self.stored_state()) if background else None
@@ -113,12 +114,12 @@ class Step:
     def _micro_step(
         self, accumulate: bool, last: bool, stale: bool, *, counts: bool = True
     ) -> None:
-        self.model.forward(self.tokens, stale=stale, keep=True)
+        self.model.forward(stale=stale, keep=True)
         if self.model.balance is not None:
             self.model.balance.finish(self.results.more, self.loss.divisor())
-        self.model.backward(self.grads, self.tokens, self.targets, accumulate=accumulate, last=last)
+        self.model.backward(self.grads, accumulate=accumulate, last=last)
         if counts:
-            self.loss.add(self.stats, self.model.rows(self.targets))
+            self.loss.add(self.stats, self.model.rows())
 
     def update(self) -> int:
         """Enqueue the optimizer; returns the ticket of the step's result."""
@@ -160,9 +161,9 @@ class Step:
         self.dev.graph(key, partial(self._evaluate, stale))
 
     def _evaluate(self, stale: bool) -> None:
-        self.model.forward(self.tokens, stale=stale, keep=False)
-        self.model.token_losses(self.targets)
-        rows = self.model.rows(self.targets)
+        self.model.forward(stale=stale, keep=False)
+        self.model.token_losses()
+        rows = self.model.rows()
         self.loss.prepare(rows)
         self.loss.add(self.stats, rows)
 
@@ -171,14 +172,14 @@ class Step:
         changes nothing of the training, as an evaluation does not; all ranks do as many."""
         self.results.interrupt()
         self.evaluate_batch(batch)
-        return self.dev.download(self.model.head.losses).reshape(self.targets.shape)
+        return self.dev.download(self.model.head.losses).reshape(self.inputs.targets.shape)
 
     def score_top_k(self, batch: Batch) -> np.ndarray:
         """The largest log-probabilities behind each token, F32 (B, T, 2 k) as
         `ops.loss.distill.top_k` has them, of a step whose loss reads as many; as `score` does."""
         self.score(batch)
-        told = self.inbox.more["scores"]  # what was sent of it is not read again
-        flat = told.view(self.targets.size, told.shape[-1])
+        told = self.inputs.named["scores"]  # what was sent of it is not read again
+        flat = told.view(self.inputs.targets.size, told.shape[-1])
         self.dev.graph(("top k",), partial(self.model.top_k, flat))
         return self.dev.download(told)
 

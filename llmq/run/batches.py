@@ -9,13 +9,13 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
+from llmq.base.errors import ConfigError
+from llmq.base.step_inputs import PAIRS, Input
 from llmq.data.dataset import SequenceLayout
 from llmq.data.epoch_plan import Split
 from llmq.data.loader import DataLoader
-from llmq.data.reader import PARTNER
 from llmq.data.tokens import MASKED_TARGET
-from llmq.model.losses import loss_class
-from llmq.model.rings import Result
+from llmq.model.rings import Result, named_inputs
 from llmq.options.options import TrainConfig
 from llmq.options.rules import RULES
 from llmq.run.ranks import Ranks, Rounds
@@ -25,13 +25,14 @@ from llmq.state.placement import mesh_of
 DOCUMENT_TOKENS = (100, 1000)  # of documents in random batches, as conversations have
 
 
-def random_batch(rng: np.random.Generator, config: TrainConfig, vocab_size: int) -> Batch:
+def random_batch(rng: np.random.Generator, config: TrainConfig, model: ModelConfig) -> Batch:
     """All tokens equally likely; with --document-mask in documents of DOCUMENT_TOKENS, of which a
-    loss of pairs prefers each second one to the one behind it."""
+    loss of pairs prefers each second one to the one behind it. Other named arrays are 0."""
     shape = (config.batch_size, config.seq_len)
-    inputs, targets = rng.integers(0, vocab_size, (2, *shape), np.int32)
+    inputs, targets = rng.integers(0, model.vocab_size, (2, *shape), np.int32)
+    named = {each.name: each.zeros(*shape) for each in named_inputs(model, config)}
     if not config.document_mask:
-        return Batch(inputs, targets)
+        return Batch(inputs, targets, named=named or None)
     shortest, longest = DOCUMENT_TOKENS
     starts = np.zeros(shape, np.int32)
     for row in starts:
@@ -40,22 +41,21 @@ def random_batch(rng: np.random.Generator, config: TrainConfig, vocab_size: int)
         row[at] = at
     np.maximum.accumulate(starts, axis=1, out=starts)
     targets[:, :-1][np.diff(starts, axis=1) > 0] = MASKED_TARGET
-    widths = loss_class(config).widths(config)
-    more = {n: np.zeros((*shape, *[w] * (w > 1)), np.float32) for n, w in widths.items()}
-    if PARTNER in more:
-        for row, partner in zip(starts, more[PARTNER], strict=True):
+    pairs = [each.name for each in named_inputs(model, config) if each.sidecar == PAIRS]
+    for name in pairs:
+        for row, partner in zip(starts, named[name], strict=True):
             firsts = np.unique(row)
             for one, two in zip(firsts[::2], firsts[1::2], strict=False):
                 partner[row == one], partner[row == two] = two + 1, -(one + 1)
-    return Batch(inputs, targets, starts, 0, more or None)
+    return Batch(inputs, targets, starts, 0, named or None)
 
 
 def checked_batches(
     batches: Sequence[Batch], config: TrainConfig, model: ModelConfig, world_size: int
 ) -> list[Batch]:
     """The batches, of which each may also be a tuple of Batch's fields. ValueError for a wrong
-    number of them, for wrong shapes, dtypes or ids, and for starts or arrays of the loss that are
-    missing or too many."""
+    number of them, for wrong shapes, dtypes or ids, and for starts or named arrays that are missing
+    or too many."""
     batches = [Batch(*batch) for batch in batches]
     shape, count = (config.batch_size, config.seq_len), config.grad_accumulation * world_size
     if len(batches) != count:
@@ -64,10 +64,10 @@ def checked_batches(
             f"step: grad_accumulation is {config.grad_accumulation}{of_ranks}, got "
             f"{len(batches)} batches"
         )
-    for inputs, targets, starts, _, more, lengths in batches:
+    for inputs, targets, starts, _, named, lengths in batches:
         _check_lengths(lengths, shape)
         _check_starts(starts, shape, config)
-        _check_more(more or {}, shape, loss_class(config).widths(config))
+        _check_named(named or {}, shape, named_inputs(model, config))
         for name, array in (("inputs", inputs), ("targets", targets)):
             _check(name, array, shape, "int32")
             bad = array.view(np.uint32) >= model.vocab_size  # a negative id is a large unsigned one
@@ -91,13 +91,16 @@ def _check_lengths(lengths: np.ndarray | None, rows: tuple[int, int]) -> None:
         raise ValueError(f"step: lengths must be from 0 to {rows[1]}, got {lengths.tolist()}")
 
 
-def _check_more(
-    more: Mapping[str, np.ndarray], rows: tuple[int, int], widths: Mapping[str, int]
+def _check_named(
+    named: Mapping[str, np.ndarray], rows: tuple[int, int], inputs: Sequence[Input]
 ) -> None:
-    if set(more) != set(widths):
-        raise ValueError(f"step: the loss reads {list(widths)} beside tokens, got {list(more)}")
-    for name, array in more.items():
-        _check(name, array, (*rows, *[widths[name]] * (widths[name] > 1)), "float32")
+    names = [each.name for each in inputs]
+    if set(named) != set(names):
+        raise ValueError(
+            f"step: the loss and the model read {names} beside tokens, got {list(named)}"
+        )
+    for each in inputs:
+        _check(each.name, named[each.name], each.batch_shape(*rows), each.dtype.numpy.name)
 
 
 def _check_starts(starts: np.ndarray | None, shape: tuple[int, int], config: TrainConfig) -> None:
@@ -126,6 +129,13 @@ def open_loaders(
     which reads every sequence once, else training. pattern: files of a named validation.
     ConfigError for options that do not go with files."""
     RULES.check(config, files=True)
+    inputs = named_inputs(model, config)
+    for each in inputs:
+        if not each.in_files:
+            raise ConfigError(
+                f"--train-file: token files have no '{each.name}', which --loss {config.loss} or "
+                f"{model.architecture} reads: hand Trainer.step batches with it"
+            )
     splits = config.splits and pattern is None
     own_files = held_out and not splits
     shape = (config, world.size, world.num_machines)
@@ -142,9 +152,8 @@ def open_loaders(
         split=Split(config.eval_fraction, held_out) if splits else None,
         layout=SequenceLayout.of(config, held_out=held_out),
         drop_last=config.drop_last and not held_out,
+        inputs=inputs,
         scores=config.scores_folder,
-        top_k=config.loss_values.get("top-k", 0),
-        weights=config.token_weights,
         labels=model.num_labels,
         pad=model.pad_token_id,
     )

@@ -194,7 +194,7 @@ def _rehearse_micro_step(step: Step, micro_step: int, count: int) -> None:
 
 
 def _nothing(step: Step) -> Batch:
-    shape = step.tokens.shape
+    shape = step.inputs.tokens.shape
     return Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32))
 
 
@@ -403,7 +403,7 @@ class Ranks:
         found: dict[int, T] = {}
 
         def run(rank: Rank) -> None:
-            shape = rank.step.tokens.shape
+            shape = rank.step.inputs.tokens.shape
             nothing = Batch(np.zeros(shape, np.int32), np.full(shape, MASKED_TARGET, np.int32))
             for number, _ in enumerate(rounds.of(rank.dev.mesh.rank)):
                 self.pool.beat()
@@ -425,7 +425,7 @@ class Ranks:
         """F32 (V,) behind each text of 1 to T tokens, by a validation's passes over whole rows:
         slower than with a cache, but in the run's own memory, however a model is divided. CutShort
         once stopped() says yes."""
-        B, T = shape = self.first.step.tokens.shape
+        B, T = shape = self.first.step.inputs.tokens.shape
         groups = [texts[first : first + B] for first in range(0, len(texts), B)]
 
         def make(group: list[list[int]]) -> Batch:

@@ -53,7 +53,7 @@ def score_files(
     if len({*paths}) < len(paths):
         raise DataError(f"two of the token files have one name, which '{folder}' cannot hold")
     processes().on_first(lambda: make_directory(folder))
-    seq_len = ranks.first.step.tokens.shape[1]
+    seq_len = ranks.first.step.inputs.tokens.shape[1]
     before = 0
     for file, path in zip(files, paths, strict=True):
         opened: list[ScoreWriter] = []  # on the first process
@@ -84,7 +84,7 @@ class _Scoring:
         self, ranks: Ranks, file: TokenFile, separator: int | None, top_k: int, report: Report
     ):
         self.ranks, self.file, self.top_k, self.report = ranks, file, top_k, report
-        self.B, self.T = ranks.first.step.tokens.shape
+        self.B, self.T = ranks.first.step.inputs.tokens.shape
         self.units = _units(file, separator, self.T)
         self.rows = [*_rows(self.units.length, self.T)]
 

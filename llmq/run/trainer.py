@@ -229,7 +229,8 @@ class Trainer(Closing):
         """One optimizer step; waits for its result. The loss is the mean over all target tokens.
 
         batches: micro-batches of int32 inputs and targets (B, T), targets -100 where masked, and
-        with --document-mask starts (see Batch); W * A with W ranks and A = --grad-accumulation, of
+        with --document-mask starts (see Batch), and `named` arrays that the loss or the model
+        reads; W * A with W ranks and A = --grad-accumulation, of
         which batches[i * W + r] is the i-th of rank r: one rank with W * A micro-steps does the
         same. None takes them from the training files.
         """

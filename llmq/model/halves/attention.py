@@ -99,7 +99,7 @@ class AttentionHalf:
         windows = [config.window_of(layer) for layer in range(config.num_layers)]
         sizes, capability = (shared.backend, self.Hd, self.T), self.dev.spec.capability
         self.backends = [directions(*sizes, window, capability) for window in windows]
-        self.starts = shared.starts
+        self.starts = shared.inputs.first_key
         self.masks = [attention.AttentionMask(self.starts, window) for window in windows]
         self.rope_tables = self._rope_tables(config, shared.positions)
         kind = {"wide": config.arch.wide_qk_norm, "offset": config.arch.norm_offset}

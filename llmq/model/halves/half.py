@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.operand import Operand
+from llmq.base.step_inputs import StepInputs
 from llmq.base.tensor import Tensor
 from llmq.formats.operands import Operands
 from llmq.model.activations import HalfLayer, LayerContext, Recompute
@@ -23,8 +24,8 @@ from llmq.runtime.device import Device
 class ModelContext(NamedTuple):
     """The objects with which all halves of a model work. norms: in front of halves, which make
     their input in forward, and again in backward. backend: of attention, as `directions`
-    takes it. positions: of the longest text. starts: I32 (B,T), of documents; None: all are 0.
-    balance: of experts; None where nothing is trained."""
+    takes it. positions: of the longest text. inputs: of the micro-step. balance:
+    of experts; None where nothing is trained."""
 
     dev: Device
     config: ModelConfig
@@ -34,7 +35,7 @@ class ModelContext(NamedTuple):
     norms: BlockNorms
     backend: str
     positions: int
-    starts: Tensor | None
+    inputs: StepInputs
     balance: Balance | None
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from llmq.base.dtypes import F32
+from llmq.base.step_inputs import SCORES, Input
 from llmq.base.tensor import Tensor
 from llmq.model.losses.cross_entropy import TokenCrossEntropy
 from llmq.model.losses.loss import Rows
@@ -18,15 +19,14 @@ class Distillation(TokenCrossEntropy):
     divergence, in nats, at the temperature. loss_1k is that of the mixture."""
 
     sums = (*TokenCrossEntropy.sums, "kl")
-    inputs = ("scores",)
     validated = ("loss_1k", "kl")
     shown = ("kl",)
 
-    def __init__(self, dev: Device, options: TrainConfig, inputs: Mapping[str, Tensor]):
-        super().__init__(dev, options, inputs)
+    def __init__(self, dev: Device, options: TrainConfig, named: Mapping[str, Tensor]):
+        super().__init__(dev, options, named)
         rows, values = options.batch_size * options.local_seq_len, options.loss_values
         self._teacher = Teacher(
-            told=inputs["scores"].view(rows, 2 * values["top-k"]),
+            told=named["scores"].view(rows, 2 * values["top-k"]),
             kl=dev.alloc("kl", (rows,), F32, "Activations"),
             mixture=values["mixture"],
             temperature=values["temperature"],
@@ -34,9 +34,9 @@ class Distillation(TokenCrossEntropy):
         )
 
     @classmethod
-    def widths(cls, options: TrainConfig) -> dict[str, int]:
-        """Columns and log-probabilities."""
-        return {"scores": 2 * options.loss_values["top-k"]}
+    def inputs(cls, options: TrainConfig) -> tuple[Input, ...]:
+        """Token ids as the bits of F32, then their log-probabilities."""
+        return (Input("scores", shape=(2 * options.loss_values["top-k"],), sidecar=SCORES),)
 
     def of_rows(self) -> Teacher:
         return self._teacher

@@ -6,6 +6,7 @@ from math import log
 from typing import ClassVar, NamedTuple
 
 from llmq.base.dtypes import STATS
+from llmq.base.step_inputs import Input
 from llmq.base.tensor import Tensor
 from llmq.ops.loss.distill import Teacher
 from llmq.ops.loss.labels import Labels
@@ -32,8 +33,7 @@ class Loss(ABC):
     "loss" / "count" is the loss that is reported, and what a limit of the guard is for.
 
     sums: names of statistics of its own, added over micro-batches and ranks. maxima: those of them
-    of which the largest counts, at least 0. inputs: F32 arrays (B, T), or as `widths` says, that it
-    reads of each batch (`Batch.more`). ahead: whether weights need the losses of the whole
+    of which the largest counts, at least 0. ahead: whether weights need the losses of the whole
     micro-batch, so that the head makes its logits twice. largest: the largest absolute value of a
     weight, for an fp8 head, whose codes of gradients are clamped beyond it, and round weights that
     are no powers of two to within 1/8. validated: the numbers that validations report, too. shown:
@@ -43,20 +43,19 @@ class Loss(ABC):
 
     sums: ClassVar[tuple[str, ...]] = ()
     maxima: ClassVar[tuple[str, ...]] = ()
-    inputs: ClassVar[tuple[str, ...]] = ()
     ahead: ClassVar[bool] = False
     largest: ClassVar[float] = 1.0
     validated: ClassVar[tuple[str, ...]] = ()
     shown: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, dev: Device, options: TrainConfig, inputs: Mapping[str, Tensor]):
-        """options: normalized. inputs: by name, of the micro-batch that the device is at."""
-        self.dev, self.options, self.inputs = dev, options, inputs
+    def __init__(self, dev: Device, options: TrainConfig, named: Mapping[str, Tensor]):
+        """options: normalized. named: tensors of the `inputs` by name, of each micro-batch."""
+        self.dev, self.options, self.named = dev, options, named
 
     @classmethod
-    def widths(cls, options: TrainConfig) -> dict[str, int]:
-        """Elements of each input for a token, by name: 1, or W of an array (B, T, W)."""
-        return dict.fromkeys(cls.inputs, 1)
+    def inputs(cls, options: TrainConfig) -> tuple[Input, ...]:
+        """The arrays that the loss reads of each batch beside tokens and targets."""
+        return ()
 
     def of_rows(self) -> Teacher | Labels | None:
         """The operation that makes losses and gradients of rows (B*T), if that is not cross-entropy

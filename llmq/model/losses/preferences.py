@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from llmq.base.dtypes import F32, F64
+from llmq.base.step_inputs import PAIRS, SCORES, TOKEN, Input
 from llmq.base.tensor import Tensor
 from llmq.model.losses.loss import Loss, Rows
 from llmq.ops.loss import pairs
@@ -17,28 +18,35 @@ from llmq.ref.loss.pairs import IPO, KTO, ORPO, SIGMOID, SUMS, Documents, Form, 
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 
+PARTNER = Input("partner", per=TOKEN, sidecar=PAIRS)
+
 
 class Preferences(Loss):
     """DPO: an answer's log-probability less that of a reference model is its reward, times beta.
-    Both answers are in one row, where "partner" says (`Batch.more`). A pair of which one answer has
-    no target counts nothing. The loss is a mean over pairs, and so are its numbers: margin, the
+    Both answers are in one row, where "partner" says (`Batch.named`). A pair of which one answer
+    has no target counts nothing. referenced: whether the loss reads the reference's
+    log-probabilities. The loss is a mean over pairs, and so are its numbers: margin, the
     difference of the answers' rewards; accuracy, how often it is more than 0; reward_chosen,
     reward_rejected; logp_chosen, logp_rejected, their log-probabilities."""
 
     sums = SUMS
-    inputs = ("partner", "scores")
     ahead = True
     validated = ("accuracy", "margin", "reward_chosen", "reward_rejected")
     shown = ("accuracy", "margin")
     kind: ClassVar[int] = SIGMOID
+    referenced: ClassVar[bool] = True
 
-    def __init__(self, dev: Device, options: TrainConfig, inputs: Mapping[str, Tensor]):
-        super().__init__(dev, options, inputs)
+    def __init__(self, dev: Device, options: TrainConfig, named: Mapping[str, Tensor]):
+        super().__init__(dev, options, named)
         shape = options.batch_size, options.local_seq_len
         self._weights = dev.alloc("weights", shape, F32, "Activations")
         self._sums = dev.alloc("pair sums", (3, *shape), F32, "Activations")
         self._shift: Tensor | None = None
         self.form = self._form(options)
+
+    @classmethod
+    def inputs(cls, options: TrainConfig) -> tuple[Input, ...]:
+        return (PARTNER, Input("scores", sidecar=SCORES)) if cls.referenced else (PARTNER,)
 
     @classmethod
     def _form(cls, options: TrainConfig) -> Form:
@@ -51,12 +59,12 @@ class Preferences(Loss):
     def guessing(cls, options: TrainConfig, outputs: int) -> float:
         """That of answers of a token, of which all are as likely."""
         gain, logp, count = np.zeros(1), np.full(1, -log(outputs)), np.ones(1)
-        answer = Documents(gain if "scores" in cls.inputs else logp, logp, count)
+        answer = Documents(gain if cls.referenced else logp, logp, count)
         return float(of_pair(cls._form(options), answer, answer).loss[0])
 
     def prepare(self, rows: Rows) -> None:
         """Have the sums of each answer."""
-        reference, places = self.inputs.get("scores"), self._places(rows)
+        reference, places = self.named.get("scores"), self._places(rows)
         pairs.sums(self.dev, self._sums, rows.targets, rows.losses, reference, places)
 
     def weights(self, rows: Rows) -> Tensor:
@@ -69,7 +77,7 @@ class Preferences(Loss):
         pairs.stats(self.dev, stats, self._sums, self._shift, places, self.form)
 
     def _places(self, rows: Rows) -> pairs.Places:
-        return pairs.Places(rows.starts, self.inputs["partner"])
+        return pairs.Places(rows.starts, self.named["partner"])
 
     @classmethod
     def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
@@ -94,7 +102,7 @@ class Ipo(Preferences):
 class SimPo(Preferences):
     """SimPO: no reference, and answers by their tokens' mean, which are to differ by gamma."""
 
-    inputs = ("partner",)
+    referenced = False
 
 
 class Orpo(SimPo):
@@ -112,8 +120,8 @@ class Kto(Preferences):
     kind = KTO
     validated = (*Preferences.validated, "kl")
 
-    def __init__(self, dev: Device, options: TrainConfig, inputs: Mapping[str, Tensor]):
-        super().__init__(dev, options, inputs)
+    def __init__(self, dev: Device, options: TrainConfig, named: Mapping[str, Tensor]):
+        super().__init__(dev, options, named)
         self._shift = dev.alloc("shift", (1,), F32, "Activations")
         self._gained = dev.alloc("gained", (dev.mesh.size(), 2), F64, "Activations")
         dev.zero(self._gained)  # silent ranks leave theirs as it is

@@ -25,8 +25,8 @@ class Classes(TokenCrossEntropy):
     sums = (*TokenCrossEntropy.sums, "hits")
     validated = shown = ("accuracy",)
 
-    def __init__(self, dev: Device, options: TrainConfig, inputs: Mapping[str, Tensor]):
-        super().__init__(dev, options, inputs)
+    def __init__(self, dev: Device, options: TrainConfig, named: Mapping[str, Tensor]):
+        super().__init__(dev, options, named)
         self._of_rows = _labels(dev, options, linear=False)
 
     def of_rows(self) -> Labels:
@@ -47,8 +47,8 @@ class Reward(SimPo):
 
     kind = SIGMOID
 
-    def __init__(self, dev: Device, options: TrainConfig, inputs: Mapping[str, Tensor]):
-        super().__init__(dev, options, inputs)
+    def __init__(self, dev: Device, options: TrainConfig, named: Mapping[str, Tensor]):
+        super().__init__(dev, options, named)
         self._of_rows = _labels(dev, options, linear=True)
 
     @classmethod

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from math import inf, nan
 
+from llmq.base.step_inputs import SCORES, WEIGHTS, Input
 from llmq.base.tensor import Tensor
 from llmq.model.losses.cross_entropy import TokenCrossEntropy
 from llmq.model.losses.loss import Rows
@@ -15,7 +16,9 @@ class Weighted(TokenCrossEntropy):
     losses is divided by the number of trained tokens, whatever their weights. loss_1k is weighted,
     too."""
 
-    inputs = ("scores",)
+    @classmethod
+    def inputs(cls, options: TrainConfig) -> tuple[Input, ...]:
+        return (Input("scores", sidecar=SCORES),)
 
     @classmethod
     def guessing(cls, options: TrainConfig, outputs: int) -> float:
@@ -23,10 +26,10 @@ class Weighted(TokenCrossEntropy):
         return inf
 
     def weights(self, rows: Rows) -> Tensor:
-        return self.inputs["scores"]
+        return self.named["scores"]
 
     def add(self, stats: Tensor, rows: Rows) -> None:
-        weights = self.inputs["scores"]
+        weights = self.named["scores"]
         cross_entropy.stats(self.dev, stats, rows.losses, rows.lse, rows.targets, weights)
 
 
@@ -35,16 +38,19 @@ class MessageWeights(TokenCrossEntropy):
     sum of weighted losses over that of weights, of all ranks and micro-batches. So is loss_1k."""
 
     sums = (*TokenCrossEntropy.sums, "tokens")
-    inputs = ("scores",)
+
+    @classmethod
+    def inputs(cls, options: TrainConfig) -> tuple[Input, ...]:
+        return (Input("scores", sidecar=WEIGHTS),)
 
     def weights(self, rows: Rows) -> Tensor:
         return self.divisor()
 
     def divisor(self) -> Tensor:
-        return self.inputs["scores"]
+        return self.named["scores"]
 
     def add(self, stats: Tensor, rows: Rows) -> None:
-        weights = self.inputs["scores"]
+        weights = self.named["scores"]
         args = (rows.losses, rows.lse, rows.targets, weights)
         cross_entropy.stats(self.dev, stats, *args, by_weight=True)
 

@@ -1,0 +1,70 @@
+"""The inputs of a step on the device, and the declaration of inputs beside tokens and targets."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from llmq.base.dtypes import F32, DType
+from llmq.base.tensor import Tensor
+
+TOKEN, TARGET, ROW = "token", "target", "row"
+
+PAIRS = "pairs"
+"""Sidecar of pairs of documents: for each token 1 + the first position of the other document."""
+SCORES = "scores"
+"""Sidecar of `.scores` files, in the folder of --scores (`llmq/data/scores.py`)."""
+WEIGHTS = "weights"
+"""Sidecar of messages' weights, which token files hold behind their tokens."""
+ARRAYS = "arrays"
+"""Sidecar `FILE.NAME.npy` beside the token file FILE.bin, an element for each of its tokens."""
+
+
+class Input(NamedTuple):
+    """An array of each micro-batch that a loss or an architecture reads beside tokens and targets.
+
+    name: key in `Batch.named` and `StepInputs.named`. dtype: of elements. shape: of one element, ()
+    for a number. per: TOKEN and TARGET, an array (B, T, *shape); ROW, an array (B, *shape). Token
+    files give the element of the input token for TOKEN; for TARGET that of the token to predict, 0
+    where masked. sidecar: the part of token files that has the elements; None: none has, so that
+    only batches from `Trainer.step`'s caller can bring the array.
+    """
+
+    name: str
+    dtype: DType = F32
+    shape: tuple[int, ...] = ()
+    per: str = TARGET
+    sidecar: str | None = None
+
+    @property
+    def in_files(self) -> bool:
+        """True if token files may have the input."""
+        return self.sidecar is not None
+
+    def batch_shape(self, B: int, T: int) -> tuple[int, ...]:
+        """Shape of the array of a micro-batch."""
+        return (B, *self.shape) if self.per == ROW else (B, T, *self.shape)
+
+    def words(self, B: int, T: int) -> int:
+        """Words of 4 bytes that hold the array of a micro-batch."""
+        return -(-prod(self.batch_shape(B, T)) * self.dtype.itemsize // 4)
+
+    def zeros(self, B: int, T: int) -> np.ndarray:
+        """An array of a micro-batch."""
+        return np.zeros(self.batch_shape(B, T), self.dtype.numpy)
+
+
+class StepInputs(NamedTuple):
+    """The inputs of a micro-step on the device.
+
+    tokens: I32 (B, T). targets: I32 (B, T), negative where masked; None where nothing is predicted.
+    first_key: I32 (B, T), the first position that each query sees, which is the first of its
+    document (`Batch.starts`); None: 0 everywhere. named: what the loss and the architecture declare
+    (`Input`), by name; without the architecture's where text alone is scored or continued.
+    """
+
+    tokens: Tensor
+    targets: Tensor | None = None
+    first_key: Tensor | None = None
+    named: Mapping[str, Tensor] = {}

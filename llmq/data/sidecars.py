@@ -1,0 +1,116 @@
+"""Columns beside token files: for each token of a file an element of a named input of a step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, Protocol
+
+import numpy as np
+
+from llmq.base.errors import DataError
+from llmq.base.files import open_file, read_errors
+from llmq.base.step_inputs import SCORES, WEIGHTS, Input
+from llmq.data.checksums import ARRAY_SUFFIX
+from llmq.data.scores import ScoreFile, scores_path
+from llmq.data.tokens import TokenFile
+
+
+class _Header(NamedTuple):
+    shape: tuple[int, ...]
+    by_columns: bool
+    dtype: np.dtype
+
+
+class Column(Protocol):
+    """Elements of an input for the tokens of one file, for one thread."""
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Elements (count, ...) of the tokens [start, start + count). DataError if damaged."""
+
+    def close(self) -> None: ...
+
+
+class _Weights:
+    """The weights of messages that a token file holds; its mask bits in a file without."""
+
+    def __init__(self, file: TokenFile) -> None:
+        self.read = file.read_weights
+
+    def close(self) -> None:
+        """The token file has another owner."""
+
+
+class ArrayFile:
+    """A `.npy` file with an element of an input for each token of a file."""
+
+    def __init__(self, of: Input, file: TokenFile) -> None:
+        """DataError if the array is missing, or of another shape, dtype or order."""
+        self.path = path = array_path(file.path, of.name)
+        wanted, dtype = (file.num_tokens, *of.shape), of.dtype.numpy
+        try:
+            self._file = open_file(path)
+        except FileNotFoundError:
+            raise DataError(
+                f"there is no '{path}': the loss or the model reads {of.name} of each token, "
+                f"{dtype} {wanted}: write the file with np.save"
+            ) from None
+        try:
+            found = _read_header(self._file)
+        except (OSError, ValueError) as error:
+            self.close()
+            raise DataError(f"cannot read '{path}': {error}") from error
+        # NumPy names the elements of ml_dtypes, such as bfloat16, by their size alone.
+        names = (dtype, np.dtype(f"V{dtype.itemsize}")) if dtype.kind == "V" else (dtype,)
+        if found.shape != wanted or found.dtype not in names or (found.by_columns and of.shape):
+            self.close()
+            raise DataError(
+                f"'{path}' holds {found.dtype} {found.shape}, and {of.name} of the tokens of "
+                f"'{file.path}' is {dtype} {wanted} in C order"
+            )
+        self._record, self._begin = np.dtype((dtype, of.shape)), self._file.tell()
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Elements (count, ...) of the tokens [start, start + count). DataError if truncated."""
+        out = np.empty(count, self._record)
+        with read_errors(self.path):
+            offset = self._begin + self._record.itemsize * start
+            got = os.preadv(self._file.fileno(), (out.view(np.uint8),), offset)
+        if got != out.nbytes:
+            raise DataError(f"'{self.path}' is truncated: write the file again")
+        return out
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _read_header(file: BinaryIO) -> _Header:
+    """The header of a `.npy` file, whose elements follow. ValueError without one."""
+    version = np.lib.format.read_magic(file)
+    if version == (1, 0):
+        return _Header(*np.lib.format.read_array_header_1_0(file))
+    return _Header(*np.lib.format.read_array_header_2_0(file))
+
+
+def array_path(token_file: Path, name: str) -> Path:
+    """The path of a token file's array of this name: X.NAME.npy for X.bin."""
+    return token_file.with_name(f"{token_file.name.removesuffix('.bin')}.{name}{ARRAY_SUFFIX}")
+
+
+def column_path(of: Input, token_file: Path, scores: Path | None) -> Path:
+    """The file that holds an input's column of a token file. scores: of `.scores` files."""
+    if of.sidecar == SCORES:
+        return scores_path(scores, token_file)
+    return token_file if of.sidecar == WEIGHTS else array_path(token_file, of.name)
+
+
+def open_column(of: Input, file: TokenFile, scores: Path | None) -> Column:
+    """An input's column of a token file. scores: the folder of `.scores` files. DataError if the
+    column is missing, damaged, or of other tokens."""
+    if of.sidecar == WEIGHTS:
+        return _Weights(file)
+    if of.sidecar == SCORES:
+        found = ScoreFile(scores_path(scores, file.path))
+        found.check(file, of.shape[0] // 2 if of.shape else 0)
+        return found
+    return ArrayFile(of, file)
