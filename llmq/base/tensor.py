@@ -41,6 +41,9 @@ def host_tiers() -> list[str]:
     return [name for name, tier in TIERS.items() if tier.on_host]
 
 
+POINTER_ALIGN = 16  # bytes: kernels use 16-byte accesses
+
+
 class Storage:
     """One allocation. place: "stack", or the name of a tier. base: address of the first byte, 0 on
     the plan device. bytes: uint8 view of all of it, None where the host has no access. tier: its
@@ -57,11 +60,12 @@ class Storage:
 
 class Tensor:
     """A contiguous array of one dtype inside a storage. Copies of this object share the memory.
-    ptr: address of the first element. on_host, direct: as of its tier."""
+    ptr: address of the first element. on_host, direct: as of its tier. kind: all that the
+    declaration of a kernel's argument says anything about."""
 
     __slots__ = (
-        "_array", "direct", "dtype", "name", "nbytes", "offset", "on_host", "ptr", "shape", "size",
-        "storage",
+        "_array", "direct", "dtype", "kind", "name", "nbytes", "offset", "on_host", "ptr", "shape",
+        "size", "storage",
     )  # fmt: skip
 
     def __init__(
@@ -76,6 +80,7 @@ class Tensor:
         self.on_host, self.direct = storage.tier.on_host, storage.tier.direct
         self.size = prod(self.shape)
         self.nbytes = self.size * dtype.itemsize
+        self.kind = (dtype, self.shape, self.direct, self.ptr % POINTER_ALIGN)
         self._array: np.ndarray | None = None
 
     def numpy(self) -> np.ndarray:

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from llmq.base.errors import LlmqError
-from llmq.base.tensor import Tensor
-from llmq.runtime.kernel import POINTER_ALIGN
+from llmq.base.tensor import POINTER_ALIGN, Tensor
 from llmq.runtime.product import (
     BETA,
     Algorithm,

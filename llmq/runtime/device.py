@@ -210,7 +210,7 @@ class Device(ABC):
         smem: bytes of dynamic shared memory. cost: for the planner, the profile and card files,
         which take nothing from the arguments but what they move. Raises TypeError or ValueError
         when args do not fit the kernel's declaration."""
-        types = kernel.bind(args, aligned=self.spec.capability > 0)
+        types = kernel.bind(args, on_gpu=self.spec.capability > 0)
         self._launch(Launch(kernel, grid, block, args, types, consts or {}, smem, cost))
 
     @abstractmethod

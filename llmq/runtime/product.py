@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmq.base.dtypes import BF16, E4M3, E4M3_HALF, E5M2, F32, FP8, U8, DType
-from llmq.base.tensor import Tensor
-from llmq.runtime.kernel import POINTER_ALIGN, ceil_div
+from llmq.base.tensor import POINTER_ALIGN, Tensor
+from llmq.runtime.kernel import ceil_div
 from llmq.runtime.tuning import DEVICE_TO_HOST, HOST_TO_DEVICE, Unsupported
 
 

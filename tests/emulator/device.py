@@ -26,9 +26,10 @@ from llmq.base.tensor import Tensor
 from llmq.runtime import compile
 from llmq.runtime.cost import MOVES, Cost
 from llmq.runtime.cuda_kernels import MAP_BYTES, Arguments
+from llmq.runtime.declaration import Arg
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
-from llmq.runtime.kernel import Arg, Kernel
+from llmq.runtime.kernel import Kernel
 from tests.emulator.guard import guarded
 
 HERE = Path(__file__).resolve().parent

@@ -5,11 +5,11 @@ iteration, whose products are in `llmq/state/rules/muon.py`. All in F32 but wher
 """
 
 from llmq.base.dtypes import BF16, F32, F64
-from llmq.base.tensor import Tensor
+from llmq.base.tensor import POINTER_ALIGN, Tensor
 from llmq.ops.common import expect_moment, expect_part
 from llmq.runtime.cost import Cost
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import POINTER_ALIGN, Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 128
 PER_THREAD = 8  # elements: one 16-byte access of BF16, two of F32

@@ -15,12 +15,11 @@ from contextlib import ExitStack
 from math import sqrt
 
 from llmq.base.dtypes import BF16
-from llmq.base.tensor import Tensor
+from llmq.base.tensor import POINTER_ALIGN, Tensor
 from llmq.ops.product.matmul import matmul
 from llmq.ops.update import muon
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import POINTER_ALIGN
 from llmq.state.params import Slab
 from llmq.state.rules.adamw import AdamW
 from llmq.state.rules.rule import Moment, Part, Whole

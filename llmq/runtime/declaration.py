@@ -1,0 +1,339 @@
+"""Declarations of a kernel's arguments: how each is read, its dtype and its shape; and their check.
+
+    [sparse | boxN] [out | inout] TYPE[DIMENSIONS][?] NAME      a tensor
+    TYPE NAME                                                   a number
+
+A tensor is read alone unless `out` or `inout` is there. `?`: None may be given. `box64`: the kernel
+gets the matrix as a TensorMap (cu/ptx.cuh), for copies of boxes of 64 of its rows. `sparse`: a
+launch touches little of the tensor, which does not count as traffic.
+
+TYPE is a dtype or a type variable, one capital letter, bound at launch by its tensors, which have
+one dtype: Q one of fp8, all others BF16 or F32 unless the kernel's `types` says more.
+
+A dimension, of those between commas, is `rows`, which has one size in all arguments, that of the
+number `rows` if there is one; `2*F`, so many times as many; in the first place `*rows`, any number
+of dimensions of which `rows` is the product; or an expression of these names, as `K if trans_a else
+M`. In an expression `padded(n)` is n rounded up to whole 16 bytes of codes, and `vector_T` the
+number of elements of type T in 16 bytes.
+
+Rules, between commas, compare such expressions: `C % 8` (C is a multiple of 8), `C <= 8192`, `k >=
+1`. A rule of which an argument is None does not count.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from types import CodeType
+from typing import Any, NamedTuple
+
+from llmq.base.dtypes import BF16, DTYPES, F32, FP8, DType
+from llmq.base.operand import CODES_MULTIPLE
+from llmq.base.tensor import POINTER_ALIGN, Tensor
+
+# Python values of scalar types may be these.
+SCALARS: dict[str, type | tuple[type, ...]] = {
+    "i32": int,
+    "u32": int,
+    "i64": int,
+    "f32": (float, int),
+    "f64": (float, int),
+}
+TYPES = {"Q": FP8}
+"""The dtypes of type variables, where these are not the following two."""
+FLOATS = (F32, BF16)
+
+_ARG = re.compile(r"^(?:(sparse|box\d+) )?(?:(out|inout) )?(\w+)(?:\[(.*)\](\?)?)? (\w+)$")
+_NAMED = re.compile(r"^(?:\*|(\d+)\*)?([A-Za-z_]\w*)$")
+_RULE = re.compile(r"^(.+) (%|<=|>=) (.+)$")
+
+
+def _padded(n: int) -> int:
+    """n rounded up to whole 16 bytes of codes, as base.operand.turned has it."""
+    return -(-n // CODES_MULTIPLE) * CODES_MULTIPLE
+
+
+_FUNCTIONS = {"__builtins__": {}, "padded": _padded, "min": min}
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas that are outside of brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[(") - (letter in "])")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _value(code: CodeType, sizes: Mapping[str, Any]) -> int | None:
+    """The expression's value; None if a name in it has none."""
+    if all(name in sizes or name in _FUNCTIONS for name in code.co_names):
+        return eval(code, _FUNCTIONS, sizes)
+    return None
+
+
+class Dimension(NamedTuple):
+    """One dimension of a declared shape: `factor` times the size of this name, or the product of
+    the leading ones; name "": an expression."""
+
+    text: str
+    name: str
+    factor: int
+    code: CodeType
+
+    @classmethod
+    def of(cls, text: str) -> Dimension:
+        """Parse it."""
+        match = _NAMED.match(text)
+        factor, name = match.groups() if match else (None, "")
+        return cls(text, name, int(factor or 1), compile(text.lstrip("*"), text, "eval"))
+
+    @property
+    def leading(self) -> bool:
+        """True if it stands for any number of dimensions."""
+        return self.text.startswith("*")
+
+
+_OLD = re.compile(r"^(sparse )?(?:(const|inout) )?(\w+)(?:\[(\d+)\])?(\*\??) (\w+)$")
+
+
+def _converted(text: str) -> str:
+    """TODO: goes when all kernels declare shapes."""
+    match = _OLD.match(text)
+    if match is None:
+        return text
+    sparse, access, type_, box_rows, star, name = match.groups()
+    words = [(sparse or "").strip(), f"box{box_rows}" if box_rows else ""]
+    words += [{"const": "", "inout": "inout", None: "out"}[access]]
+    words += [f"{type_}[*{name}]{star[1:]}", name]
+    return " ".join(word for word in words if word)
+
+
+@dataclass(frozen=True, slots=True)
+class Arg:
+    """One declared argument. dtype: of a tensor, None if its type is a variable. shape: None of a
+    number. box_rows: of a TensorMap; 0: the kernel gets the tensor's address."""
+
+    name: str
+    type: str
+    dtype: DType | None
+    shape: tuple[Dimension, ...] | None
+    optional: bool
+    reads: bool
+    writes: bool
+    box_rows: int
+    sparse: bool
+
+    @classmethod
+    def of(cls, text: str) -> Arg:
+        """Parse it; ValueError for what is none."""
+        match = _ARG.match(_converted(text))
+        if match is None:
+            raise ValueError(f"kernel argument {text!r} is not `[out|inout] type[shape][?] name`")
+        word, access, type_, shape, optional, name = match.groups()
+        if shape is None:
+            if type_ not in SCALARS or word or access:
+                raise ValueError(f"kernel argument {text!r}: {type_} is not a scalar type")
+        elif type_ not in DTYPES and not (len(type_) == 1 and type_.isupper()):
+            raise ValueError(f"kernel argument {text!r}: {type_} is not a dtype")
+        return cls(
+            name=name,
+            type=type_,
+            dtype=None if shape is None else DTYPES.get(type_),
+            shape=None if shape is None else tuple(map(Dimension.of, _split(shape))),
+            optional=optional is not None,
+            reads=shape is not None and access != "out",
+            writes=access is not None,
+            box_rows=int(word[3:]) if (word or "").startswith("box") else 0,
+            sparse=word == "sparse",
+        )
+
+    @property
+    def pointer(self) -> bool:
+        """Whether it is a tensor."""
+        return self.shape is not None
+
+    @property
+    def is_type_variable(self) -> bool:
+        """Whether the type is bound at launch."""
+        return len(self.type) == 1
+
+
+_COMPARISONS = {
+    "%": (lambda value, bound: value % bound == 0, "a multiple of"),
+    "<=": (operator.le, "at most"),
+    ">=": (operator.ge, "at least"),
+}
+
+
+class Rule(NamedTuple):
+    """A condition that sizes meet. of_gpu: on GPUs alone, as references take any size."""
+
+    text: str
+    left: CodeType
+    how: str
+    right: CodeType
+    of_gpu: bool
+
+    @classmethod
+    def of(cls, text: str, of_gpu: bool) -> Rule:
+        """Parse it; ValueError for what is none."""
+        match = _RULE.match(text)
+        if match is None:
+            raise ValueError(f"rule {text!r} is not `expression %, <= or >= expression`")
+        left, how, right = match.groups()
+        return cls(left, compile(left, left, "eval"), how, compile(right, right, "eval"), of_gpu)
+
+    def check(self, entry: str, sizes: Mapping[str, Any]) -> None:
+        """Raise ValueError if sizes break it."""
+        value, bound = _value(self.left, sizes), _value(self.right, sizes)
+        if value is None or bound is None:
+            return
+        kept, wanted = _COMPARISONS[self.how]
+        if not kept(value, bound):
+            where = " on a GPU" if self.of_gpu else ""
+            raise ValueError(f"{entry}: {self.text} must be {wanted} {bound}{where}, got {value}")
+
+
+MOST_KNOWN = 1024  # combinations of dtypes and sizes that a declaration remembers
+
+
+class Declaration:
+    """The arguments of one kernel and the rules of their sizes, parsed once. Dtypes and sizes that
+    fit are remembered, so that a step checks nothing twice."""
+
+    def __init__(
+        self, entry: str, args: str, where: str, gpu: str, types: Mapping[str, tuple[DType, ...]]
+    ):
+        """args, where (rules), gpu (rules on GPUs alone): as this module has them. types: dtypes of
+        type variables. Raises ValueError for what cannot be parsed."""
+        self.entry, self.types = entry, TYPES | dict(types)
+        if any(map(_OLD.match, _split(args))):
+            self.types = dict.fromkeys(map(chr, range(65, 91)), tuple(DTYPES.values()))
+        self.args = tuple(map(Arg.of, _split(args)))
+        self.rules = [Rule.of(text, False) for text in _split(where)]
+        self.rules += [Rule.of(text, True) for text in _split(gpu)]
+        self._tensors = [i for i, arg in enumerate(self.args) if arg.pointer]
+        self._numbers = [(i, SCALARS[a.type]) for i, a in enumerate(self.args) if not a.pointer]
+        used = {name for arg in self.args for dim in arg.shape or () for name in dim.code.co_names}
+        used |= {name for rule in self.rules for name in rule.left.co_names + rule.right.co_names}
+        self._sizes = [i for i, _ in self._numbers if self.args[i].name in used]
+        self._known: dict[tuple, Any] = {}
+
+    def check(self, args: tuple, on_gpu: bool) -> dict[str, DType]:
+        """The dtypes of type variables. Raises TypeError or ValueError for arguments that do not
+        fit."""
+        if len(args) != len(self.args):
+            raise TypeError(f"{self.entry}: {len(args)} arguments given, {len(self.args)} declared")
+        for i, types in self._numbers:
+            if not isinstance(args[i], types):
+                arg = self.args[i]
+                raise TypeError(f"{self.entry}: {arg.name} must be {arg.type}, got {args[i]!r}")
+        tensors = [args[i] for i in self._tensors]
+        kinds = [x.kind if type(x) is Tensor else type(x) for x in tensors]
+        key = (on_gpu, *[args[i] for i in self._sizes], *kinds)
+        types = self._known.get(key)
+        if types is None:
+            sizes = {self.args[i].name: args[i] for i, _ in self._numbers}
+            given = zip([self.args[i] for i in self._tensors], tensors, strict=True)
+            types = self._fit(list(given), sizes, on_gpu)
+            for rule in self.rules:
+                if on_gpu or not rule.of_gpu:
+                    rule.check(self.entry, sizes)
+            self._remember(key, types)
+        return types
+
+    def dims(self, given: Mapping[str, Tensor]) -> tuple[int, ...]:
+        """The sizes of the dimensions that these arguments' shapes name, by first appearance.
+        Raises TypeError or ValueError for tensors that do not fit."""
+        key = (*given, *[x.kind if type(x) is Tensor else type(x) for x in given.values()])
+        dims = self._known.get(key)
+        if dims is None:
+            sizes: dict[str, Any] = {}
+            by_name = {arg.name: arg for arg in self.args}
+            tensors = [(by_name[name], tensor) for name, tensor in given.items()]
+            self._fit(tensors, sizes, on_gpu=False)
+            named = dict.fromkeys(dim.name for arg, _ in tensors for dim in arg.shape if dim.name)
+            dims = tuple(sizes[name] for name in named)
+            self._remember(key, dims)
+        return dims
+
+    def _remember(self, key: tuple, value: Any) -> None:
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        self._known[key] = value
+
+    def _fit(
+        self, pairs: list[tuple[Arg, Tensor | None]], sizes: dict[str, Any], on_gpu: bool
+    ) -> dict[str, DType]:
+        """The dtypes of type variables. Adds to sizes; raises where a tensor fits neither these nor
+        what the kernel reads, which is thought to be right."""
+        types: dict[str, DType] = {}
+        given = [(arg, x) for arg, x in pairs if self._is_there(arg, x, on_gpu)]
+        given.sort(key=lambda pair: (not pair[0].reads, pair[0].writes))
+        for arg, tensor in given:
+            allowed = (arg.dtype,) if arg.dtype else self.types.get(arg.type, FLOATS)
+            allowed = (types[arg.type],) if arg.type in types else allowed
+            if tensor.dtype not in allowed:
+                labels = " or ".join(dtype.label for dtype in allowed)
+                given_label = tensor.dtype.label
+                raise TypeError(f"{self.entry}: {arg.name} must be {labels}, got {given_label}")
+            if arg.is_type_variable:
+                types[arg.type] = tensor.dtype
+                sizes[f"vector_{arg.type}"] = POINTER_ALIGN // tensor.dtype.itemsize
+        for arg, tensor in given:
+            self._name_sizes(arg, tensor, sizes)
+        for arg, tensor in given:
+            self._expect_shape(arg, tensor, sizes)
+        return types
+
+    def _is_there(self, arg: Arg, tensor: Tensor | None, on_gpu: bool) -> bool:
+        """False for None, where it is allowed; raises for what no kernel reads or writes."""
+        if tensor is None and arg.optional:
+            return False
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{self.entry}: {arg.name} must be a tensor, got {tensor!r}")
+        if on_gpu and tensor.ptr % POINTER_ALIGN:
+            raise ValueError(f"{self.entry}: {arg.name} is not {POINTER_ALIGN}-byte aligned")
+        if not tensor.direct:
+            where = tensor.storage.place
+            raise TypeError(f"{self.entry}: no kernel reaches {arg.name}, which is {where}")
+        row_bytes = tensor.shape[-1] * tensor.dtype.itemsize if tensor.shape else 0
+        if arg.box_rows and (len(tensor.shape) != 2 or row_bytes % POINTER_ALIGN):
+            raise ValueError(
+                f"{self.entry}: {arg.name} must be a matrix with rows of a multiple of "
+                f"{POINTER_ALIGN} bytes, got {tensor.shape}"
+            )
+        return True
+
+    def _name_sizes(self, arg: Arg, tensor: Tensor, sizes: dict[str, Any]) -> None:
+        """Add the sizes of names that have none."""
+        dims, shape = arg.shape, tensor.shape
+        if dims and dims[0].leading and len(shape) >= len(dims) - 1:
+            count = len(shape) - len(dims) + 1
+            leading, shape, first, dims = shape[:count], shape[count:], dims[0], dims[1:]
+            sizes.setdefault(first.text, leading)
+            sizes.setdefault(first.name, prod(leading))
+        if len(shape) == len(dims):
+            for dim, size in zip(dims, shape, strict=True):
+                if dim.name and size % dim.factor == 0:
+                    sizes.setdefault(dim.name, size // dim.factor)
+
+    def _expect_shape(self, arg: Arg, tensor: Tensor, sizes: Mapping[str, Any]) -> None:
+        shape: list[Any] = []
+        for dim in arg.shape:
+            size = _value(dim.code, sizes)
+            leading = sizes.get(dim.text, ()) if dim.leading else (size,)
+            known = size is not None and prod(leading) == size
+            shape += leading if known else [dim.text if size is None else f"*{size}"]
+        if tensor.shape != tuple(shape):
+            expected = str(tuple(shape)).replace("'", "")
+            raise ValueError(
+                f"{self.entry}: {arg.name} must have shape {expected}, got {tensor.shape}"
+            )
