@@ -3,9 +3,8 @@ rows."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from typing import NamedTuple
@@ -13,7 +12,6 @@ from typing import NamedTuple
 from llmq.base.dtypes import (
     BF16,
     E4M3,
-    E4M3_HALF,
     E5M2,
     F32,
     F64,
@@ -23,7 +21,7 @@ from llmq.base.dtypes import (
     STEP_SCALARS_WORDS,
     DType,
 )
-from llmq.base.operand import CODES_MULTIPLE, Fp8Out, ProductCodes, turned
+from llmq.base.operand import CODES_MULTIPLE, Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -60,7 +58,7 @@ def expect_stats(op: str, stats: Tensor, names: Sequence[str] = STATS) -> None:
 
 @cache
 def _weighted(kernel: Kernel) -> Kernel:
-    return Kernel(kernel.file, kernel.entry, f"{kernel.args}, const f32* weights")
+    return replace(kernel, args=f"{kernel.args}, f32[*rows] weights")
 
 
 def launch_weighted(
@@ -121,12 +119,12 @@ def expect_float(op: str, name: str, tensor: Tensor) -> None:
 BIAS_BACKWARD = Kernel(
     "pointwise/reduce.cu",
     "bias_backward",
-    args="f32* partial, const T* d_out, i64 rows, i32 N, i32 splits",
+    "out f32[splits,N] partial, T[*rows,N] d_out, i64 rows, i32 N, i32 splits",
 )
 COLUMN_SUM = Kernel(
     "pointwise/reduce.cu",
     "column_sum",
-    args="inout G* d, const f32* partial, const i32* scalars, i32 rows, i32 columns, "
+    "inout G[columns] d, f32[rows,columns] partial, i32[16] scalars, i32 rows, i32 columns, "
     "i32 accumulate, u32 salt",
 )
 
@@ -193,23 +191,25 @@ def expect_columns(op: str, dev: Device, name: str, columns: int) -> None:
     expect_multiple(op, dev, name, columns, 8)
 
 
-def abs_max_consts(op: str, abs_max: Tensor | None) -> dict[str, int]:
-    """The constant that switches a kernel's optional result abs_max, F32 (1,), on or off. Raises
-    TypeError or ValueError if the tensor is not one."""
-    if abs_max is not None:
-        expect(op, "abs_max", abs_max, F32, (1,))
+def abs_max_consts(abs_max: Tensor | None) -> dict[str, int]:
+    """The constant that switches a kernel's optional result abs_max, F32 (1,), on or off."""
     return {"ABS_MAX": int(abs_max is not None)}
 
 
 ROWS_MULTIPLE = 4  # of matrices with transposed codes: a thread turns four rows
 
 
-# The end of the arguments of a kernel with an optional FP8 result; fp8_args() are the values.
-FP8_ARGS = "Q*? codes, Q*? transposed, const f32*? scale, inout i32*? saturated"
+def declared_fp8(rows: str, features: str) -> str:
+    """The end of the arguments of a kernel with an optional FP8 result, of these dimensions;
+    fp8_args() are the values."""
+    return (
+        f"out Q[{rows},{features}]? codes, out Q[{features},padded({rows})]? transposed, "
+        "f32[1]? scale, inout i32[1]? saturated"
+    )
 
 
 def fp8_args(fp8: Fp8Out | None) -> tuple[Tensor | None, ...]:
-    """The arguments that FP8_ARGS declares."""
+    """The arguments that declared_fp8() declares."""
     return (None,) * 4 if fp8 is None else tuple(fp8)
 
 
@@ -217,21 +217,11 @@ def fp8_consts(
     op: str, fp8: Fp8Out | None, rows: int, features: int, name: str = "fp8"
 ) -> dict[str, int]:
     """The constants that switch a kernel's two optional FP8 results on or off. Raises TypeError or
-    ValueError if fp8 does not fit a result of (rows, features)."""
+    ValueError for what declared_fp8() does not say: neither result, or sizes that have no codes."""
     if fp8 is None:
         return {"CODES": 0, "TRANSPOSED": 0}
     if fp8.codes is None and fp8.transposed is None:
         raise TypeError(f"{op}: {name}.codes or {name}.transposed must be a tensor, both are None")
-    dtype = None  # of both
-    layouts = (("codes", (rows, features)), ("transposed", turned((rows, features))))
-    for layout, shape in layouts:
-        if (tensor := getattr(fp8, layout)) is not None:
-            expect(op, f"{name}.{layout}", tensor, dtype, shape)
-            dtype = tensor.dtype
-            if dtype not in FP8:
-                raise TypeError(f"{op}: {name}.{layout} must be E4M3 or E5M2, got {dtype.label}")
-    expect(op, f"{name}.scale", fp8.scale, F32, (1,))
-    expect(op, f"{name}.saturated", fp8.saturated, I32, (1,))
     if features % CODES_MULTIPLE or (fp8.transposed is not None and rows % ROWS_MULTIPLE):
         raise ValueError(
             f"{op}: FP8 results have features in multiples of {CODES_MULTIPLE}, and transposed "
@@ -244,7 +234,7 @@ def fp8_consts(
 
 # The end of their arguments; product_args() are the values.
 PRODUCT_ARGS = (
-    "const f32*? in_scale, const f32*? in_largest, inout f32*? in_abs_max, inout i32*? in_saturated"
+    "f32[1]? in_scale, f32[1]? in_largest, inout f32[1]? in_abs_max, inout i32[1]? in_saturated"
 )
 
 
@@ -256,51 +246,31 @@ def product_args(product: ProductCodes | None) -> tuple[Tensor | None, ...]:
     return (product.scale, largest, product.abs_max, product.saturated)
 
 
-def expect_product(op: str, name: str, product: ProductCodes) -> None:
-    """Raise TypeError or ValueError unless these are codes (rows, features) and what they need."""
-    codes = product.codes
-    if codes.dtype not in FP8:
-        raise TypeError(f"{op}: {name}.codes must be E4M3 or E5M2, got {codes.dtype.label}")
-    if len(codes.shape) != 2:
-        raise ValueError(f"{op}: {name}.codes must have 2 dimensions, got {codes.shape}")
-    expect(op, f"{name}.scale", product.scale, F32, (1,))
-    expect(op, f"{name}.largest", product.largest, F32, (1,))
-    if product.abs_max is not None:
-        expect(op, f"{name}.abs_max", product.abs_max, F32, (1,))
-        expect(op, f"{name}.saturated", product.saturated, I32, (1,))
-
-
 # -- Kernels that are an activation's backward, and write what forward has made of its input again -
 
-# The end of their arguments; again_args() are the values.
-AGAIN_ARGS = "T*? out, O*? out_transposed, const f32*? out_scale, inout i32*? out_saturated"
 NOT_AGAIN = {"OUT": 0, "OUT_TRANSPOSED": 0}  # the constants of again_consts for their forward
 
 
+def declared_again(rows: str, features: str) -> str:
+    """The end of their arguments, of results with these dimensions; again_args() are the values."""
+    return (
+        f"out T[*{rows},{features}]? out, out O[{features},padded({rows})]? out_transposed, "
+        "f32[1]? out_scale, inout i32[1]? out_saturated"
+    )
+
+
 def again_args(out: Tensor | None, out_fp8: Fp8Out | None) -> tuple[Tensor | None, ...]:
-    """The arguments that AGAIN_ARGS declares."""
+    """The arguments that declared_again() declares."""
     return (out, *fp8_args(out_fp8)[1:])
 
 
-def again_consts(
-    op: str, out: Tensor | None, out_fp8: Fp8Out | None, dtype: DType, shape: tuple[int, ...]
-) -> dict[str, int]:
-    """The constants that switch forward's result, of this dtype and shape, or its codes on or off.
-    Raises TypeError or ValueError if both are given, or one that does not fit."""
+def again_consts(op: str, out: Tensor | None, out_fp8: Fp8Out | None) -> dict[str, int]:
+    """The constants that switch forward's result, or its transposed codes, on or off. Raises
+    TypeError for both, or for other codes."""
     if out is not None and out_fp8 is not None:
         raise TypeError(f"{op}: out and out_fp8 are both given, only one of them can be written")
-    if out is not None:
-        expect(op, "out", out, dtype, shape)
-    if out_fp8 is not None:
-        if out_fp8.codes is not None:
-            raise TypeError(f"{op}: out_fp8.codes must be None, only out_fp8.transposed is written")
-        rows, features = math.prod(shape[:-1]), shape[-1]
-        transposed = out_fp8.transposed
-        expect(op, "out_fp8.transposed", transposed, None, turned((rows, features)))
-        if transposed.dtype not in (E4M3, E4M3_HALF):
-            label = transposed.dtype.label
-            raise TypeError(f"{op}: out_fp8.transposed must be {E4M3.label}, got {label}")
-        fp8_consts(op, out_fp8, rows, features, "out_fp8")
+    if out_fp8 is not None and (out_fp8.codes is not None or out_fp8.transposed is None):
+        raise TypeError(f"{op}: out_fp8 must have transposed alone, codes must be None")
     return {"OUT": int(out is not None), "OUT_TRANSPOSED": int(out_fp8 is not None)}
 
 

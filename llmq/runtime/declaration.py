@@ -8,7 +8,8 @@ gets the matrix as a TensorMap (cu/ptx.cuh), for copies of boxes of 64 of its ro
 launch touches little of the tensor, which does not count as traffic.
 
 TYPE is a dtype or a type variable, one capital letter, bound at launch by its tensors, which have
-one dtype: Q one of fp8, all others BF16 or F32 unless the kernel's `types` says more.
+one dtype: Q one of fp8, O fp8 but for E5M2, all others F32 or BF16, unless the kernel's `types`
+says more.
 
 A dimension, of those between commas, is `rows`, which has one size in all arguments, that of the
 number `rows` if there is one; `2*F`, so many times as many; in the first place `*rows`, any number
@@ -30,7 +31,7 @@ from math import prod
 from types import CodeType
 from typing import Any, NamedTuple
 
-from llmq.base.dtypes import BF16, DTYPES, F32, FP8, DType
+from llmq.base.dtypes import BF16, DTYPES, E4M3, E4M3_HALF, F32, FP8, DType
 from llmq.base.operand import CODES_MULTIPLE
 from llmq.base.tensor import POINTER_ALIGN, Tensor
 
@@ -42,13 +43,13 @@ SCALARS: dict[str, type | tuple[type, ...]] = {
     "f32": (float, int),
     "f64": (float, int),
 }
-TYPES = {"Q": FP8}
+TYPES = {"Q": FP8, "O": (E4M3, E4M3_HALF)}
 """The dtypes of type variables, where these are not the following two."""
 FLOATS = (F32, BF16)
 
 _ARG = re.compile(r"^(?:(sparse|box\d+) )?(?:(out|inout) )?(\w+)(?:\[(.*)\](\?)?)? (\w+)$")
 _NAMED = re.compile(r"^(?:\*|(\d+)\*)?([A-Za-z_]\w*)$")
-_RULE = re.compile(r"^(.+) (%|<=|>=) (.+)$")
+_RULE = re.compile(r"^(.+) (==|%|<=|>=) (.+)$")
 
 
 def _padded(n: int) -> int:
@@ -166,6 +167,7 @@ class Arg:
 
 
 _COMPARISONS = {
+    "==": (operator.eq, "equal to"),
     "%": (lambda value, bound: value % bound == 0, "a multiple of"),
     "<=": (operator.le, "at most"),
     ">=": (operator.ge, "at least"),
@@ -186,7 +188,7 @@ class Rule(NamedTuple):
         """Parse it; ValueError for what is none."""
         match = _RULE.match(text)
         if match is None:
-            raise ValueError(f"rule {text!r} is not `expression %, <= or >= expression`")
+            raise ValueError(f"rule {text!r} is not `expression ==, %, <= or >= expression`")
         left, how, right = match.groups()
         return cls(left, compile(left, left, "eval"), how, compile(right, right, "eval"), of_gpu)
 
@@ -223,6 +225,11 @@ class Declaration:
         self._numbers = [(i, SCALARS[a.type]) for i, a in enumerate(self.args) if not a.pointer]
         used = {name for arg in self.args for dim in arg.shape or () for name in dim.code.co_names}
         used |= {name for rule in self.rules for name in rule.left.co_names + rule.right.co_names}
+        named = {dim.name for arg in self.args for dim in arg.shape or ()}
+        named |= {arg.name for arg in self.args if not arg.pointer}
+        named |= {f"vector_{arg.type}" for arg in self.args if arg.is_type_variable}
+        if unknown := used - named - _FUNCTIONS.keys():
+            raise ValueError(f"{entry}: no argument has {', '.join(sorted(unknown))}")
         self._sizes = [i for i, _ in self._numbers if self.args[i].name in used]
         self._known: dict[tuple, Any] = {}
 
@@ -282,8 +289,7 @@ class Declaration:
             allowed = (types[arg.type],) if arg.type in types else allowed
             if tensor.dtype not in allowed:
                 labels = " or ".join(dtype.label for dtype in allowed)
-                given_label = tensor.dtype.label
-                raise TypeError(f"{self.entry}: {arg.name} must be {labels}, got {given_label}")
+                raise TypeError(self._unfit(arg, tensor, f"be {labels}", tensor.dtype.label))
             if arg.is_type_variable:
                 types[arg.type] = tensor.dtype
                 sizes[f"vector_{arg.type}"] = POINTER_ALIGN // tensor.dtype.itemsize
@@ -334,6 +340,9 @@ class Declaration:
             shape += leading if known else [dim.text if size is None else f"*{size}"]
         if tensor.shape != tuple(shape):
             expected = str(tuple(shape)).replace("'", "")
-            raise ValueError(
-                f"{self.entry}: {arg.name} must have shape {expected}, got {tensor.shape}"
-            )
+            raise ValueError(self._unfit(arg, tensor, f"have shape {expected}", tensor.shape))
+
+    def _unfit(self, arg: Arg, tensor: Tensor, expected: str, given: Any) -> str:
+        """The message about a tensor, with its own name."""
+        named = "" if tensor.name == arg.name else f" ({tensor.name})"
+        return f"{self.entry}: {arg.name} must {expected}, got {given}{named}"

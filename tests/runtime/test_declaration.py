@@ -128,6 +128,8 @@ def test_dimensions_by_name():
         ("f32 [n] x", "", "is not `"),
         ("out i32 x", "", "i32 is not a scalar type"),
         ("T[n] x", "n < 3", "rule 'n < 3' is not"),
+        ("T[n] x, T[m+1] y", "n % 2", "f: no argument has m"),
+        ("T[n] x", "n <= most", "f: no argument has most"),
     ],
 )
 def test_bad_declarations(args, rules, message):

@@ -11,9 +11,9 @@ from llmq.base.dtypes import F32, I32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
-    FP8_ARGS,
     VECTOR_BYTES,
     abs_max_consts,
+    declared_fp8,
     expect_accumulator,
     expect_fp8_multiples,
     expect_head_dim,
@@ -42,7 +42,7 @@ ROPE_BACKWARD_FUSED = Kernel(
     "rope_backward_fused",
     args="T*? out, const T* d_qkv, f32*? partial, const f32* table, i64 tokens, i32 seq_length, "
     "i32 num_heads, i32 num_kv_heads, const i32*? starts, i32 block_tiles, inout f32*? abs_max, "
-    + FP8_ARGS,
+    + declared_fp8("tokens", "features"),
 )
 
 THREADS = 128
@@ -246,7 +246,7 @@ def forward(
     _check(op, dev, "qkv", qkv, table, num_heads, num_kv_heads, first_position, starts, channels)
     B, T, _, head_dim = qkv.shape
     args = (qkv, table, B * T, T, num_heads, num_kv_heads, first_position, starts)
-    consts = _consts(head_dim, starts, channels) | abs_max_consts(op, None)
+    consts = _consts(head_dim, starts, channels) | abs_max_consts(None)
     _launch(dev, ROPE_FORWARD, num_heads + num_kv_heads, args, consts)
 
 
@@ -281,7 +281,7 @@ def backward(
     _check(op, dev, "d_qkv", d_qkv, table, num_heads, num_kv_heads, 0, starts, channels)
     B, T, all_heads, head_dim = d_qkv.shape
     sizes = (B * T, T, num_heads, num_kv_heads, starts)
-    consts = _consts(head_dim, starts, channels) | abs_max_consts(op, abs_max)
+    consts = _consts(head_dim, starts, channels) | abs_max_consts(abs_max)
     if d_bias is None and fp8 is None:
         heads = num_heads + num_kv_heads if abs_max is None else all_heads
         args = (d_qkv, table, *sizes, abs_max)

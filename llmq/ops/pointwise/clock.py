@@ -1,31 +1,18 @@
 """The time between two points of a stream, added up on the device: works in graphs."""
 
-from llmq.base.dtypes import F64, I64
 from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, expect
+from llmq.runtime.kernel import Kernel
 
-START = Kernel("pointwise/clock.cu", "clock_start", args="i64* at")
-STOP = Kernel("pointwise/clock.cu", "clock_stop", args="inout f64* total, const i64* at")
+START = Kernel("pointwise/clock.cu", "clock_start", "out i64[1] at")
+STOP = Kernel("pointwise/clock.cu", "clock_stop", "inout f64[1] total, i64[1] at")
 
 
 def start(dev: Device, at: Tensor) -> None:
-    """at = now: when the device gets here.
-
-    Args:
-        at  out  I64 (1,)  nanoseconds since some time in the past
-    """
-    expect("clock", "at", at, I64, (1,))
+    """at = nanoseconds since some time in the past, when the device gets here."""
     dev.launch(START, 1, 1, (at,))
 
 
 def stop(dev: Device, total: Tensor, at: Tensor) -> None:
-    """total += milliseconds since `start` has written at. Between the two lies at least a launch.
-
-    Args:
-        total  inout  F64 (1,)  milliseconds
-        at     in     I64 (1,)
-    """
-    expect("clock", "total", total, F64, (1,))
-    expect("clock", "at", at, I64, (1,))
+    """total += milliseconds since `start` has written at. A launch or more lies between the two."""
     dev.launch(STOP, 1, 1, (total, at))

@@ -9,43 +9,48 @@ from llmq.base.dtypes import BF16, F32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
+    MAX_COLUMNS,
     abs_max_consts,
-    expect_accumulator,
-    expect_columns,
-    expect_float,
     finish_column_sum,
     fp8_args,
     fp8_consts,
     row_layout,
 )
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, expect
+from llmq.runtime.kernel import Kernel
 
 # The end of the kernels' arguments; _Launch.results are the values.
-ROW_ARGS = "inout f32*? abs_max, Q*? codes, const f32*? scale, inout i32*? saturated"
+ROW_ARGS = "inout f32[1]? abs_max, out Q[rows,C]? codes, f32[1]? scale, inout i32[1]? saturated"
+ROW_LIMITS = f"C % 8, C <= {MAX_COLUMNS}"
 NORM_FORWARD = Kernel(
     "pointwise/norm.cu",
     "norm_forward",
-    args="T*? out, f32*? mean, f32* rstd, const T* x, const T* weight, const T*? bias, f32 eps, "
-    "i64 rows, i32 C, " + ROW_ARGS,
+    "out T[rows,C]? out, out f32[rows]? mean, out f32[rows] rstd, T[rows,C] x, T[C] weight, "
+    f"T[C]? bias, f32 eps, i64 rows, i32 C, {ROW_ARGS}",
+    gpu=ROW_LIMITS,
 )
 NORM_FORWARD_RESIDUAL = Kernel(
     "pointwise/norm.cu",
     "norm_forward_residual",
-    args="T* residual_out, T*? out, f32*? mean, f32* rstd, const T* residual, const T* branch, "
-    "const T* weight, const T*? bias, f32 eps, i64 rows, i32 C, " + ROW_ARGS,
+    "out T[rows,C] residual_out, out T[rows,C]? out, out f32[rows]? mean, out f32[rows] rstd, "
+    "T[rows,C] residual, T[rows,C] branch, T[C] weight, T[C]? bias, f32 eps, i64 rows, i32 C, "
+    + ROW_ARGS,
+    gpu=ROW_LIMITS,
 )
 NORM_POST = Kernel(
     "pointwise/norm.cu",
     "norm_post",
-    args="T* out, f32* rstd, const T* x, const T*? residual, const T* weight, f32 eps, i64 rows, "
-    "i32 C, " + ROW_ARGS,
+    "out T[rows,C] out, out f32[rows] rstd, T[rows,C] x, T[rows,C]? residual, T[C] weight, "
+    f"f32 eps, i64 rows, i32 C, {ROW_ARGS}",
+    gpu=ROW_LIMITS,
 )
 NORM_BACKWARD = Kernel(
     "pointwise/norm.cu",
     "norm_backward",
-    args="T* d_x, f32*? partial, const T* d_out, const T* x, const T* weight, const f32*? mean, "
-    "const f32* rstd, const T*? d_residual, i64 rows, i32 C, " + ROW_ARGS,
+    "out T[rows,C] d_x, out f32[sums,blocks,C]? partial, T[rows,C] d_out, T[rows,C] x, "
+    "T[C] weight, f32[rows]? mean, f32[rows] rstd, T[rows,C]? d_residual, i64 rows, i32 C, "
+    + ROW_ARGS,
+    gpu=ROW_LIMITS,
 )
 
 # As many as the backward kernels have registers for, SM_WARPS on an SM.
@@ -79,22 +84,13 @@ def forward(
                    with offset                           out = T(rstd * x * (1 + weight))
         LayerNorm  rstd = 1 / sqrt(variance(x) + eps)    out = T((x - mean) * rstd * weight + bias)
 
-    With offset it rounds as HF's Gemma3 does; only RMSNorm has one.
-
-    Args:
-        out      out    T   (rows,C)  F32 or BF16; or None where fp8 is all that is wanted
-        mean     out    F32 (rows,)   of LayerNorm; None makes it RMSNorm
-        rstd     out    F32 (rows,)
-        x        in     T   (rows,C)  C a multiple of 8, at most 8192 (on a GPU)
-        weight   in     T   (C,)
-        bias     in     T   (C,)      of LayerNorm; else None
-        abs_max  inout  F32 (1,)      or None; raised to the largest |out|
-        fp8      out    Fp8Out        or None; out once more, as FP8 codes
+    With offset it rounds as HF's Gemma3 does; only RMSNorm has one. LayerNorm has mean and bias,
+    RMSNorm neither. out may be None with fp8, which is out in FP8, not transposed. abs_max is
+    raised to the largest |out|.
     """
     op = "norm.forward"
-    alike = {} if out is None and fp8 is not None else {"out": out}
-    rows, C = _check(op, dev, "x", x, alike, mean, rstd, weight)
-    _check_bias(op, mean, bias, x)
+    _check(op, mean, bias, out, fp8)
+    rows, C = NORM_FORWARD.dims(x=x)
     launch = _launch(op, dev, x, mean, abs_max, fp8, offset)
     args = (out, mean, rstd, x, weight, bias, eps, rows, C)
     consts, args = launch.consts_for(writes_out=out is not None), (*args, *launch.results)
@@ -119,16 +115,11 @@ def forward_residual(
 ) -> None:
     """residual_out = T(residual + branch); out, mean and rstd = norm of the rounded sum.
 
-    Args as forward, without x, and
-        residual_out  out  T (rows,C)  may be residual
-        residual      in   T (rows,C)  C a multiple of 8, at most 8192 (on a GPU)
-        branch        in   T (rows,C)
+    residual + branch takes the place of forward's x. residual_out may be residual.
     """
     op = "norm.forward_residual"
-    alike = {"residual_out": residual_out, "branch": branch}
-    alike |= {} if out is None and fp8 is not None else {"out": out}
-    rows, C = _check(op, dev, "residual", residual, alike, mean, rstd, weight)
-    _check_bias(op, mean, bias, residual)
+    _check(op, mean, bias, out, fp8)
+    rows, C = NORM_FORWARD_RESIDUAL.dims(residual=residual)
     launch = _launch(op, dev, residual, mean, abs_max, fp8, offset)
     args = (residual_out, out, mean, rstd, residual, branch, weight, bias, eps, rows, C)
     consts, args = launch.consts_for(writes_out=out is not None), (*args, *launch.results)
@@ -150,17 +141,13 @@ def post(
 ) -> None:
     """out = T(residual + T(rstd * x * weight)), or without the sum; rounds as HF's Olmo2 does.
 
-    Offset as in forward. Its backward pass is `backward` without d_residual: the residual's
+    Its backward pass is `backward` without d_residual: the residual's
     gradient is out's.
 
-    Args as forward of an RMSNorm, and
-        out       out  T (rows,C)  F32 or BF16; never None; may be residual
-        residual  in   T (rows,C)  or None
+    offset, abs_max, fp8: as in forward. out may be residual.
     """
-    op = "norm.post"
-    alike = {"out": out} | ({} if residual is None else {"residual": residual})
-    rows, C = _check(op, dev, "x", x, alike, None, rstd, weight)
-    launch = _launch(op, dev, x, None, abs_max, fp8, offset)
+    rows, C = NORM_POST.dims(x=x)
+    launch = _launch("norm.post", dev, x, None, abs_max, fp8, offset)
     args = (out, rstd, x, residual, weight, eps, rows, C, *launch.results)
     dev.launch(NORM_POST, launch.blocks, launch.threads, args, consts=launch.consts_for())
 
@@ -189,30 +176,16 @@ def backward(
         d_weight = or += sum over rows of d_out * x_hat        d_bias = or += of d_out
         offset: 1 + weight in place of weight
 
-    Args:
-        d_x         out    T          (rows,C)  may be d_residual
-        d_weight    inout  F32, BF16  (C,)      or None; added to when accumulating
-        d_bias      inout  F32, BF16  (C,)      or None, as in every RMSNorm
-        d_out       in     T          (rows,C)
-        x           in     T          (rows,C)  C a multiple of 8, at most 8192 (on a GPU)
-        weight      in     T          (C,)
-        mean        in     F32        (rows,)   of LayerNorm; None makes it RMSNorm
-        rstd        in     F32        (rows,)
-        d_residual  in     T          (rows,C)  or None
-        abs_max     inout  F32        (1,)      or None; raised to the largest |d_x|
-        fp8         out    Fp8Out               or None; d_x once more, as FP8 codes
+    d_x may be d_residual. LayerNorm alone has mean and d_bias. fp8: d_x once more, in FP8, not
+    transposed. abs_max is raised to the largest |d_x|.
 
     Cost:    three reads and one write of (rows,C); one launch, and one for each gradient of a
              parameter; if there is any, workspace F32 (grid, C), of LayerNorm (2, grid, C).
     """
     op = "norm.backward"
-    alike = {"d_x": d_x, "d_out": d_out}
-    alike |= {} if d_residual is None else {"d_residual": d_residual}
-    rows, C = _check(op, dev, "x", x, alike, mean, rstd, weight)
+    rows, C = NORM_BACKWARD.dims(x=x)
     if d_bias is not None and mean is None:
         raise TypeError(f"{op}: d_bias must be None without mean, got {d_bias.tensor!r}")
-    expect_accumulator(op, "d_weight", d_weight, (C,))
-    expect_accumulator(op, "d_bias", d_bias, (C,))
     launch = _launch(op, dev, x, mean, abs_max, fp8, offset, backward=True)
     targets = (d_weight,) if mean is None else (d_weight, d_bias)
     rest = (d_out, x, weight, mean, rstd, d_residual, rows, C)
@@ -228,35 +201,12 @@ def backward(
 
 
 def _check(
-    op: str,
-    dev: Device,
-    name: str,
-    x: Tensor,
-    alike: dict[str, Tensor],
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor,
-) -> tuple[int, int]:
-    """(rows, C) of x, the argument of this name. alike: what has its dtype and shape, by name."""
-    expect_float(op, name, x)
-    if len(x.shape) != 2:
-        raise ValueError(f"{op}: {name} must have shape (rows, C), got {x.shape}")
-    rows, C = x.shape
-    expect_columns(op, dev, "C", C)
-    for other, tensor in alike.items():
-        expect(op, other, tensor, x.dtype, (rows, C))
-    if mean is not None:
-        expect(op, "mean", mean, F32, (rows,))
-    expect(op, "rstd", rstd, F32, (rows,))
-    expect(op, "weight", weight, x.dtype, (C,))
-    return rows, C
-
-
-def _check_bias(op: str, mean: Tensor | None, bias: Tensor | None, x: Tensor) -> None:
-    if mean is not None:
-        expect(op, "bias", bias, x.dtype, x.shape[1:])
-    elif bias is not None:
-        raise TypeError(f"{op}: bias must be None without mean, got {bias!r}")
+    op: str, mean: Tensor | None, bias: Tensor | None, out: Tensor | None, fp8: Fp8Out | None
+) -> None:
+    if (bias is None) != (mean is None):
+        raise TypeError(f"{op}: mean and bias are given together, or none: {mean!r}, {bias!r}")
+    if out is None and fp8 is None:
+        raise TypeError(f"{op}: out or fp8 must be given, both are None")
 
 
 class _Launch(NamedTuple):
@@ -292,7 +242,7 @@ def _launch(
     rows, C = x.shape
     lane_vectors = RMS_LANE_VECTORS if mean is None else LAYER_LANE_VECTORS
     layout = row_layout(C, x.dtype.itemsize, lane_vectors[x.dtype])
-    consts = layout.consts | abs_max_consts(op, abs_max)
+    consts = layout.consts | abs_max_consts(abs_max)
     consts |= {"CENTRED": int(mean is not None), "CODES": int(fp8 is not None)}
     consts["OFFSET"] = int(offset)
     fp8_consts(op, fp8, rows, C)

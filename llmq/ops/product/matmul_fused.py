@@ -29,9 +29,7 @@ from llmq.base.dtypes import BF16, E4M3, E5M2, I32, STEP_SCALARS_WORDS, DType
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
-    AGAIN_ARGS,
     CAPABILITY,
-    FP8_ARGS,
     MULTIPLE,
     NARROW,
     TILE_ROWS,
@@ -40,6 +38,8 @@ from llmq.ops.common import (
     abs_max_consts,
     again_args,
     again_consts,
+    declared_again,
+    declared_fp8,
     expect_added,
     expect_matrix,
     expect_operands,
@@ -396,7 +396,7 @@ def swiglu(
     if M % MULTIPLE or F % MULTIPLE:
         raise ValueError(f"{op}: M and F must be multiples of {MULTIPLE}, got {M} and {F}")
     consts = _results(op, {"UP_GATE": (up_gate, BF16, (M, 2 * F)), "OUT": (out, BF16, (M, F))})
-    consts |= abs_max_consts(op, abs_max) | fp8_consts(op, fp8, M, F) | {"GELU": int(gelu)}
+    consts |= abs_max_consts(abs_max) | fp8_consts(op, fp8, M, F) | {"GELU": int(gelu)}
     results = (up_gate, out, abs_max, *fp8_args(fp8))
     how = {"trans_b": True, "fast": True, "epilogue": "swiglu", "rank": p.rank}
     how["transposes"] = consts["CODES"] == consts["TRANSPOSED"] == 1
@@ -404,7 +404,7 @@ def swiglu(
     p.launch(
         dev,
         op,
-        f"bf16*? up_gate, bf16*? out, inout f32*? abs_max, {FP8_ARGS}",
+        "bf16*? up_gate, bf16*? out, inout f32*? abs_max, " + declared_fp8("M", "N"),
         results,
         product_cost((M, 2 * F, p.K), a.dtype, BF16, **how),
         paired=True,
@@ -463,9 +463,8 @@ def swiglu_backward(
     expect(op, "up_gate", up_gate, BF16, (M, 2 * F))
     if d_up_gate is None and fp8 is None:
         raise TypeError(f"{op}: d_up_gate or fp8 must be given, both are None")
-    consts = _results(op, {"D_UP_GATE": (d_up_gate, BF16, (M, 2 * F))}) | {"GELU": int(gelu)}
-    consts |= again_consts(op, out, out_fp8, BF16, (M, F))
-    consts |= abs_max_consts(op, abs_max) | fp8_consts(op, fp8, M, 2 * F)
+    consts = _results(op, {"D_UP_GATE": (d_up_gate, BF16, (M, 2 * F))}) | abs_max_consts(abs_max)
+    consts |= fp8_consts(op, fp8, M, 2 * F) | again_consts(op, out, out_fp8) | {"GELU": int(gelu)}
     written, again = (abs_max, *fp8_args(fp8)), again_args(out, out_fp8)
     # A square b counts as transposed, too: card files have it so.
     how = {"trans_b": b.shape == (F, p.K), "fast": True, "epilogue": "swiglu_backward"}
@@ -474,7 +473,8 @@ def swiglu_backward(
     p.launch(
         dev,
         op,
-        f"T*? d_up_gate, const T* up_gate, inout f32*? abs_max, {FP8_ARGS}, {AGAIN_ARGS}",
+        "T*? d_up_gate, const T* up_gate, inout f32*? abs_max, "
+        f"{declared_fp8('M', '2*N')}, {declared_again('M', 'N')}",
         (d_up_gate, up_gate, *written, *again),
         product_cost((M, F, p.K), a.dtype, BF16, rank=p.rank, **how),
         beside=BOXES + (2 * consts["TRANSPOSED"] + consts["OUT_TRANSPOSED"]) * TRANSPOSED,

@@ -4,9 +4,9 @@ from llmq.base.dtypes import F32, FP8
 from llmq.base.operand import CODES_MULTIPLE, Fp8Out, turned
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
-    FP8_ARGS,
     ROWS_MULTIPLE,
     abs_max_consts,
+    declared_fp8,
     expect_float,
     fp8_args,
     fp8_consts,
@@ -34,7 +34,7 @@ TRANSPOSE = Kernel(
 SCALED = Kernel(
     "quantize/quantize.cu",
     "quantize_scaled",
-    args="const T* x, i64 rows, i32 cols, inout f32*? abs_max, " + FP8_ARGS,
+    args="const T* x, i64 rows, i32 cols, inout f32*? abs_max, " + declared_fp8("rows", "cols"),
 )
 TRANSPOSE_CODES = Kernel(
     "quantize/quantize.cu", "transpose_codes", args="Q* q_t, const Q* q, i64 rows, i32 cols"
@@ -90,7 +90,7 @@ def scaled(dev: Device, x: Tensor, fp8: Fp8Out, *, abs_max: Tensor | None = None
         octet_tiles("quantize", *x.shape),
         THREADS,
         (x, *x.shape, abs_max, *fp8_args(fp8)),
-        consts=abs_max_consts("quantize", abs_max),
+        consts=abs_max_consts(abs_max),
     )
 
 

@@ -43,9 +43,9 @@ def test_wrong_arguments():
     one, half, scalars = (
         dev.alloc("x", (n,), dtype, "Weights") for n, dtype in ((256, F32), (64, F32), (16, I32))
     )
-    with pytest.raises(TypeError, match="average: param must be F32"):
+    with pytest.raises(TypeError, match="average_update: param must be F32"):
         elementwise.average(dev, one, dev.alloc("x", (256,), I32, "Weights"), scalars, 0.5)
-    with pytest.raises(ValueError, match="average: param must have shape"):
+    with pytest.raises(ValueError, match="average_exchange: param must have shape"):
         elementwise.exchange_average(dev, one, half, back=False)
-    with pytest.raises(ValueError, match="size must be a positive multiple of 128, got 64"):
+    with pytest.raises(ValueError, match="n must be a multiple of 128, got 64"):
         elementwise.exchange_average(dev, half, half, back=True)

@@ -46,7 +46,7 @@ def test_spans_add_up_and_what_lies_between_does_not(dev, tensors):
 def test_wrong_tensors():
     dev = PlanDevice(HOST_SPEC)
     at, total = dev.alloc("at", (1,), I64, "Stats"), dev.alloc("total", (2,), F64, "Stats")
-    with pytest.raises(TypeError, match="clock: at must be I64, got I32"):
+    with pytest.raises(TypeError, match="clock_start: at must be I64, got I32"):
         clock.start(dev, dev.alloc("words", (1,), I32, "Stats"))
-    with pytest.raises(ValueError, match=r"clock: total must have shape \(1,\), got \(2,\)"):
+    with pytest.raises(ValueError, match=r"clock_stop: total must have shape \(1,\), got \(2,\)"):
         clock.stop(dev, total, at)

@@ -42,7 +42,7 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"dropout: probability must be in \[0, 1\), got 1"):
         dropout(dev, x, x, words, **how | {"probability": 1})
     for sequences, message in (
-        (8, "a sequence's size must be a multiple of 8"),
+        (8, "per_sequence must be a multiple of 8"),
         (3, "3 sequences"),
     ):
         with pytest.raises(ValueError, match=f"dropout: .*{message}"):

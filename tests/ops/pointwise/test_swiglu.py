@@ -283,13 +283,13 @@ def test_wrong_arguments():
     def make(shape, dtype):
         return dev.alloc("x", shape, dtype, "Activations")
 
-    with pytest.raises(TypeError, match=r"swiglu\.forward: up_gate must be BF16, got F32"):
+    with pytest.raises(TypeError, match=r"swiglu.forward: out must be F32, got BF16"):
         swiglu.forward(dev, make((2, 8), BF16), make((2, 16), F32))
-    with pytest.raises(ValueError, match=r"swiglu\.forward: up_gate must have shape \(2, 16\)"):
+    with pytest.raises(ValueError, match=r"swiglu.forward: out must have shape \(2, 12\)"):
         swiglu.forward(dev, make((2, 8), BF16), make((2, 24), BF16))
-    with pytest.raises(ValueError, match=r"swiglu\.forward: F must be a multiple"):
+    with pytest.raises(ValueError, match=r"swiglu.forward: F must be a multiple of 8 on a GPU"):
         swiglu.forward(dev, make((2, 12), BF16), make((2, 24), BF16))
-    with pytest.raises(ValueError, match=r"swiglu\.backward: d_up_gate must have shape"):
+    with pytest.raises(ValueError, match=r"swiglu.backward: d_up_gate must have shape"):
         swiglu.backward(dev, make((2, 8), F32), make((2, 8), F32), make((2, 16), F32))
 
 
@@ -306,11 +306,11 @@ def test_wrong_fp8_arguments_and_traffic():
     both = fp8(codes, make((48, 32), E4M3))
     swiglu.forward(dev, None, up_gate, fp8=both)
     assert dev.bytes == {"swiglu_forward_fp8": 32 * 48 * 6 + 4 + 8}
-    with pytest.raises(TypeError, match=r"swiglu\.forward: out or fp8 must be given"):
+    with pytest.raises(TypeError, match=r"swiglu.forward: out or fp8 must be given"):
         swiglu.forward(dev, None, up_gate)
-    with pytest.raises(TypeError, match=r"swiglu\.backward: d_up_gate must be a tensor, got None"):
+    with pytest.raises(TypeError, match="d_up_gate, fp8 or abs_max must be given"):
         swiglu.backward(dev, None, make((32, 48), BF16), up_gate)
-    with pytest.raises(ValueError, match=r"swiglu\.backward: fp8\.codes must have shape"):
+    with pytest.raises(ValueError, match=r"swiglu.backward_fp8: codes must have shape"):
         swiglu.backward(dev, None, make((32, 48), BF16), up_gate, fp8=fp8(codes, None))
     with pytest.raises(ValueError, match=r"columns of 16, got 32 and 24"):
         up_gate, d_up_gate = make((32, 48), BF16), make((32, 48), E4M3)
@@ -336,17 +336,17 @@ def test_wrong_products_and_traffic():
     assert dev.bytes == {"swiglu_forward_fp8": 32 * 48 * 4 + 4 + 8 + 4}
     swiglu.backward(dev, None, d, up, fp8=wide)
     assert dev.bytes["swiglu_backward_fp8"] == 32 * 48 * 7 + 4 + 8 + 8
-    with pytest.raises(TypeError, match=r"forward: up_gate must be F8_E4M3, got F8_E5M2"):
+    with pytest.raises(TypeError, match=r"forward_fp8: up_gate must be F8_E4M3, got F8_E5M2"):
         swiglu.forward(dev, None, product((32, 96), E5M2), fp8=both)
-    with pytest.raises(TypeError, match=r"up_gate\.codes must be E4M3 or E5M2, got BF16"):
+    with pytest.raises(TypeError, match=r"up_gate must be F8_E4M3, got BF16"):
         swiglu.forward(dev, None, product((32, 96), BF16), fp8=both)
-    with pytest.raises(TypeError, match=r"up_gate\.scale must be F32, got I32"):
+    with pytest.raises(TypeError, match=r"in_scale must be F32, got I32"):
         swiglu.forward(dev, None, up._replace(scale=both.saturated), fp8=both)
     with pytest.raises(TypeError, match=r"backward: d_out and up_gate must both be codes"):
         swiglu.backward(dev, None, make((32, 48), BF16), up, fp8=wide)
-    with pytest.raises(ValueError, match=r"backward: d_out must have shape \(32, 48\)"):
+    with pytest.raises(ValueError, match=r"backward_fp8: d_out must have shape \(32, 48\)"):
         swiglu.backward(dev, None, product((32, 32), E5M2), up, fp8=wide)
-    with pytest.raises(TypeError, match=r"forward: out must be BF16, got F32"):
+    with pytest.raises(TypeError, match=r"forward_fp8: out must be BF16, got F32"):
         swiglu.forward(dev, make((32, 48), F32), up)
 
 
@@ -367,20 +367,20 @@ def test_wrong_arguments_of_out_again_and_traffic():
     assert dev.bytes["swiglu_backward_fp8"] == 32 * 48 * (2 * 5 + 1) + 4 + 8
 
     def refused(error, match, *, rows=32, d=up_gate, **again):
-        with pytest.raises(error, match=r"swiglu\.backward: " + match):
+        with pytest.raises(error, match=r"swiglu.backward(_fp8)?: " + match):
             swiglu.backward(dev, d, make((rows, 48), BF16), make((rows, 96), BF16), **again)
 
     refused(TypeError, "out and out_fp8 are both given", out=d_out, out_fp8=again)
-    refused(TypeError, r"d_up_gate must be a tensor, got None", d=None, out_fp8=again)
+    refused(TypeError, "d_up_gate, fp8 or abs_max must be given", d=None, out_fp8=again)
     refused(TypeError, "out must be BF16, got F32", out=make((32, 48), F32))
     refused(ValueError, r"out must have shape \(32, 48\)", out=up_gate)
     both = fp8(make((32, 48), E4M3), again.transposed)
-    refused(TypeError, r"out_fp8\.codes must be None", out_fp8=both)
-    refused(TypeError, r"out_fp8\.transposed must be a tensor", out_fp8=fp8(None, None))
+    refused(TypeError, ".*codes must be None", out_fp8=both)
+    refused(TypeError, "out_fp8 must have transposed alone", out_fp8=fp8(None, None))
     five_two = fp8(None, make((48, 32), E5M2))
-    refused(TypeError, r"out_fp8\.transposed must be F8_E4M3, got F8_E5M2", out_fp8=five_two)
-    refused(ValueError, r"out_fp8\.transposed must have shape", out_fp8=fp8(None, both.codes))
+    refused(TypeError, "out_transposed must be .*, got F8_E5M2", out_fp8=five_two)
+    refused(ValueError, "out_transposed must have shape", out_fp8=fp8(None, both.codes))
     wrong_scale = again._replace(scale=again.saturated)
-    refused(TypeError, r"out_fp8\.scale must be F32, got I32", out_fp8=wrong_scale)
+    refused(TypeError, "out_scale must be F32, got I32", out_fp8=wrong_scale)
     d, again = make((22, 96), BF16), fp8(None, make((48, 32), E4M3))
-    refused(ValueError, r".*rows of 4, got \(22, 48\)", rows=22, d=d, out_fp8=again)
+    refused(ValueError, ".*rows in multiples of 4 .*got 22 and", rows=22, d=d, out_fp8=again)

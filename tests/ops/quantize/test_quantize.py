@@ -231,7 +231,7 @@ def test_traffic_and_wrong_arguments():
     count = make((1,), I32)
     quantize.scaled(dev, x, Fp8Out(q, q_t, one, count))
     assert dev.bytes["quantize_scaled"] == 32 * 48 * 4 + 4 + 2 * 4
-    with pytest.raises(ValueError, match=r"quantize: fp8.codes must have shape \(32, 48\)"):
+    with pytest.raises(ValueError, match=r"quantize_scaled: codes must have shape \(32, 48\)"):
         quantize.scaled(dev, x, Fp8Out(q_t, None, one, count))
     with pytest.raises(ValueError, match=r"multiples of 4 rows and 16 others, got \(32, 40\)"):
         quantize.scaled(dev, make((32, 40), BF16), Fp8Out(q, None, one, count))
