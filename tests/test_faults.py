@@ -18,7 +18,6 @@ MACHINES = {
     "Damaged files": 16,
     "Odd options": 24,
     "Divergences": 3,
-    "Files of others": 8,
 }
 
 

@@ -19,7 +19,6 @@ from typing import Annotated
 import typer
 
 from tools.faults.divergence import Divergence
-from tools.faults.foreign import Foreign
 from tools.faults.fuzz import Options
 from tools.faults.kills import Kills, WriteErrors
 from tools.faults.machine import Machine, Tally, attempts
@@ -29,7 +28,7 @@ from tools.faults.power import PowerLoss
 from tools.faults.table import add_to_report, commit_of_tree, table
 
 MACHINES: dict[str, type[Machine]] = {
-    m.name: m for m in (Kills, WriteErrors, PowerLoss, Mutations, Options, Divergence, Foreign)
+    m.name: m for m in (Kills, WriteErrors, PowerLoss, Mutations, Options, Divergence)
 }
 
 

@@ -9,7 +9,6 @@ was bad can be tried again: `--only`. Outcomes have categories:
     touched     a file of somebody else is gone or changed
     changed     another result without a word
     left        what is ours stays behind after a command that ended well
-    acted       something of others does: it steers the terminal, is run, or chooses a place
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-CATEGORIES = ("traceback", "hang", "lost", "touched", "changed", "left", "acted")
+CATEGORIES = ("traceback", "hang", "lost", "touched", "changed", "left")
 Problems = list[tuple[str, str]]
 
 

@@ -198,8 +198,6 @@ def write_runs(root: Path) -> None:
         save_training_state=False, checkpoint_dir="lora-ckpt", log_file="lora.json",
     )  # fmt: skip
     must(root, lora)
-    places = ["--out-dir=talks", "--checkpoint-dir=talks-ckpt", "--log-file=talks.json"]
-    must(root, [*_SIZED, *places])  # with a tokenizer
 
 
 class Mutations:

@@ -29,7 +29,6 @@ bad counts the faults with a problem of any kind:
 | touched | a file of somebody else is gone or changed |
 | changed | another result without a word |
 | left | what is ours stays behind after a command that ended well |
-| acted | something of others does: it steers the terminal, is run, or chooses a place |
 
 """
 
