@@ -54,7 +54,6 @@ ELSEWHERE = {
     "llmq rig": "tests/test_rig.py",
     "PYTHONPATH=. tools/": "tests/test_tools.py",
     "llmq recipe --hours 24 --card h100 --data data/mine --rates": "tests/test_recipe.py",
-    "llmq recipe --hours 24 --card h100 --data data/corpus": "tests/test_recipe.py",
 }
 
 # By a pattern of a whole command, what a part of it becomes; all of them, in this order.

@@ -5,13 +5,8 @@
 from __future__ import annotations
 
 import statistics
-import subprocess
 import sys
-import time
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from llmq.base.errors import ConfigError, LlmqError
@@ -29,7 +24,7 @@ from llmq.commands.common import (
     train_options,
 )
 from llmq.options.option_types import AUTO
-from llmq.options.options import OPTIONS, TrainConfig
+from llmq.options.options import OPTIONS
 from llmq.options.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -54,6 +49,7 @@ CardFile = option(
     "Plan for the rig of this rig.json (llmq rig), with the rates measured there.",
     metavar="FILE",
 )
+HostMemory = option(str | None, "Host memory of a machine to compare with.", metavar="SIZE")
 Search = option(
     bool,
     "Search micro-batch, recomputation, offloading and sharding, beside adapters also "
@@ -77,9 +73,7 @@ def plan(
     gpu_memory: option(
         str | None, "Memory of one GPU to compare with, such as 16GiB.", metavar="SIZE"
     ) = None,
-    host_memory: option(
-        str | None, "Host memory of a machine to compare with.", metavar="SIZE"
-    ) = None,
+    host_memory: HostMemory = None,
     card: CardName = None,
     card_file: CardFile = None,
     reserve: Reserve = None,
@@ -130,8 +124,6 @@ def plan(
 
 
 VOCABULARY = 32768  # where there are no data: as many as nanochat's tokenizer has
-TRIED_SECONDS = 4.0  # of the steps of a short run
-FEWEST_STEPS = 12  # of one: the first ones are captured
 
 Data = option(
     Path | None,
@@ -163,16 +155,13 @@ def files_of(data: Path | None, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tried(recipe: Recipe, *, data: bool) -> Tried:
-    """Time its steps on this machine: in a short run of it if there are data, and little is
-    saved; else on random tokens. Raises LlmqError."""
+def _tried(recipe: Recipe) -> Tried:
+    """Time its steps on this machine, on random tokens. Raises LlmqError."""
     from llmq.bench.child import run_child
     from llmq.options.option_file import fewest_values
-    from llmq.plan.recipe import TRIED_SAVING, Tried
+    from llmq.plan.recipe import Tried
 
     print("Steps of the recipe are tried …", file=sys.stderr)
-    if data and recipe.seconds["saving"] <= TRIED_SAVING:
-        return Tried(*_of_short_run(recipe), ended=True)
     values = fewest_values(recipe.config).items()
     plain = {n: str(value) if isinstance(value, Path) else value for n, value in values}
     options = {OPTIONS[name].flags[0]: value for name, value in plain.items()}
@@ -183,43 +172,6 @@ def _tried(recipe: Recipe, *, data: bool) -> Tried:
     return Tried(statistics.median(result["step_seconds"]), result["first_step_seconds"])
 
 
-def _of_short_run(recipe: Recipe) -> tuple[float, float]:
-    """Seconds of a step, and of all else. The second of two runs says that: beside the first one
-    kernels are compiled, which slows its steps too, and libraries are read from the disk."""
-    _short_run(recipe.config, FEWEST_STEPS)
-    steps = max(round(TRIED_SECONDS / recipe.need.time.total), FEWEST_STEPS)
-    wall, times = _short_run(recipe.config, steps)
-    half = len(times) // 2  # a GPU that waited has a higher clock at first
-    step = (times[-1] - times[half]) / (len(times) - 1 - half)
-    return step, max(wall - steps * step, 0.0)
-
-
-def _short_run(config: TrainConfig, steps: int) -> tuple[float, list[float]]:
-    """Seconds of `llmq train` with so many steps, and when each ended. It leaves nothing behind.
-    Raises LlmqError."""
-    from llmq.options.option_file import save_options
-    from llmq.report.plot import read_log
-
-    on_disk = config.out_dir.absolute()
-    on_disk = next(each for each in on_disk.parents if each.is_dir())
-    with TemporaryDirectory(prefix=".llmq-recipe-", dir=on_disk) as folder:
-        place, file = Path(folder), Path(folder) / "run.yaml"
-        places = {"out_dir": place / "model", "checkpoint_dir": place / "ckpt"}
-        short = {"steps": steps, "warmup": 1, "eval_every_n_steps": 0, "max_hours": 0.0}
-        short |= {"ckpt_every_minutes": 0.0, "log_file": place / "log.json"}
-        save_options(file, replace(config, **places, **short, wandb=None, tensorboard=None))
-        start = time.monotonic()
-        command = [sys.executable, "-m", "llmq", "train", "--config", str(file)]
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-        done = subprocess.run(command, **pipes, stderr=subprocess.PIPE, text=True)
-        wall = time.monotonic() - start
-        if done.returncode:
-            why = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-            raise LlmqError(f"a short run of the recipe: {''.join(why)}; --no-measure goes without")
-        records = read_log(place / "log.json")
-    return wall, [r["time"] for r in records if r["log"] == "step"]
-
-
 @train_options
 def recipe(
     given: dict[str, Any],
@@ -228,13 +180,8 @@ def recipe(
     data: Data = None,
     card: CardName = None,
     card_file: CardFile = None,
-    host_memory: option(
-        str | None, "Host memory of the machine that --card is in.", metavar="SIZE"
-    ) = None,
+    host_memory: HostMemory = None,
     reserve: Reserve = None,
-    law: option(
-        Path | None, "Scaling law of tools/scaling_law.py, of your own data.", metavar="FILE"
-    ) = None,
     rates: Rates = None,
     price: option(float | None, "What an hour of one GPU costs.", min=0) = None,
     kwh_price: option(float | None, "What a kilowatt-hour costs.", min=0) = None,
@@ -252,17 +199,13 @@ def recipe(
     if given.get("from-scratch") is False:
         raise ConfigError("--from-scratch: a recipe begins with random weights")
     elsewhere = card is not None or card_file is not None
-    if elsewhere and measure:
-        raise ConfigError(
-            "--measure: tries a step on this machine, and --card plans for another one"
-        )
+    for flag, used in (("--measure: tries a step", measure), ("--run: trains", run)):
+        if elsewhere and used:
+            raise ConfigError(f"{flag} on this machine, and --card plans for another one")
     files = files_of(data, given)
     has_data = bool(files) or "train-file" in given
-    if run:
-        if elsewhere:
-            raise ConfigError("--run: trains on this machine, and --card plans for another one")
-        if not has_data:
-            raise ConfigError("--run: on which data? Give --data")
+    if run and not has_data:
+        raise ConfigError("--run: on which data? Give --data")
     own = {"model": BASE, "from_scratch": True, "vocab_size": AUTO if has_data else VOCABULARY}
     config, model, _, fields = load_run(given, config_file, plans=True, defaults=own | files)
     asked = MachineOptions(
@@ -271,11 +214,20 @@ def recipe(
         host_memory=size_of("--host-memory", host_memory),
         reserve=size_of("--reserve", reserve, least=0),
     )
-    how = {"law": law, "rates": rates, "price": price, "kwh_price": kwh_price}
-    tries = measure is not False and not elsewhere
-    timed = partial(_tried, data=has_data) if tries else None
-    wanted = {"hours": hours, "data": has_data, "out": out, "json": json, "timed": timed}
-    run_recipe(config, model, fields, asked, **wanted, **how)
+    run_recipe(
+        config,
+        model,
+        fields,
+        asked,
+        hours=hours,
+        data=has_data,
+        rates=rates,
+        price=price,
+        kwh_price=kwh_price,
+        timed=None if elsewhere or measure is False else _tried,
+        out=out,
+        json=json,
+    )
     if run:
         from llmq.run.training import run_training
 

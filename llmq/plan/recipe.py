@@ -20,7 +20,7 @@ from llmq.options.sizes import SIZES, resized
 from llmq.plan.disk import disk_use
 from llmq.plan.estimate import Estimate, Planner
 from llmq.plan.fit import PRODUCT, Candidate, Fit
-from llmq.plan.law import PASSES, Law, worth
+from llmq.plan.law import Law, law_of
 from llmq.plan.memory import OutOfMemory
 from llmq.plan.shrink import FP8, changed
 from llmq.plan.target import PlanTarget
@@ -35,10 +35,8 @@ WIDTH = 64  # channels for each block, as in nanochat: one number says the size
 START, START_OFF = 14.0, 7.0  # seconds to the first step: 8 of a small model, 21 of a large one
 DISK = 1e9  # bytes per second of the last checkpoint and the model; a slow disk takes longer
 RIG_ERROR = 0.05  # of steps that are predicted by a rig's own rates (docs/planning.md)
-# The same where steps were tried: clocks fall while a card becomes warm. Seconds of the start where
-# that was of a first process, which compiles kernels, and where a short run came after it.
-TRIED_ERROR, TRIED_OFF, RUN_OFF = 0.02, 3.0, 1.0
-TRIED_SAVING = 8.0  # seconds of saving, up to which a short run is tried, that saves too
+# The same where steps were tried, and seconds of the start: clocks fall while a card becomes warm.
+TRIED_ERROR, TRIED_OFF = 0.02, 3.0
 GUESS = 0.35e12  # of a peak in TFLOP/s: FLOP/s that a search begins with
 ROUNDS = 3  # of speed by tokens a step, and tokens a step by speed
 # By how much a larger micro-batch must be faster to be looked at: where sizes are compared, and for
@@ -96,11 +94,10 @@ def sizes_of(depth: int) -> dict[str, int]:
 
 
 class Tried(NamedTuple):
-    """Seconds of a step on this machine, and to the first one; ended: as Wanted has it."""
+    """Seconds of a step on this machine, and to the first one."""
 
     step: float
     start: float
-    ended: bool = False
 
 
 class Rates(NamedTuple):
@@ -133,21 +130,17 @@ def read_rates(file: Path) -> Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The wish for a recipe. laws: by optimizer. train_tokens, eval_tokens: that the files have,
-    None without files. tokenizer: fingerprint of theirs. pace: the time of a step that was tried,
-    over the predicted one; None: none was tried. start, start_off: seconds to the first step, and
-    how far off. ended: start is of a short run, and has its last validation and what it saved."""
+    """The wish for a recipe. train_tokens, eval_tokens: that the files have, None without files.
+    pace: the time of a step that was tried, over the predicted one; None: none was tried. start,
+    start_off: seconds to the first step, and how far off."""
 
     hours: float
-    laws: dict[str, Law]
     rates: Rates | None = None
     train_tokens: int | None = None
     eval_tokens: int = 0
-    tokenizer: str | None = None
     pace: float | None = None
     start: float = START
     start_off: float = START_OFF
-    ended: bool = False
 
     @property
     def unique(self) -> float:
@@ -158,10 +151,9 @@ class Wanted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A run, and what is predicted of it. base: its options before a search for what fits, and is
-    fastest. seconds: by what they go into. loss, loss_error: in nats
-    a token by the law, and the part by which it may be off; step_error: that of a step's time,
-    start_off: seconds of the start. unique: as Wanted has it. notes: reasons of options, by
-    field."""
+    fastest. seconds: by what they go into. loss: in nats a token by the law. step_error: the part
+    by which a step's time may be off, start_off: seconds of the start. unique: as Wanted has it.
+    notes: reasons of options, by field."""
 
     config: TrainConfig
     base: TrainConfig
@@ -171,7 +163,6 @@ class Recipe:
     law: Law
     seconds: dict[str, float]
     loss: float
-    loss_error: float
     step_error: float
     start_off: float
     unique: float = math.inf
@@ -194,11 +185,6 @@ class Recipe:
     def is_all_data(self) -> bool:
         """Whether another step would be more passes than data bear."""
         return self.tokens + self.need.tokens > most_tokens(self.unique, self.parameters)
-
-    @property
-    def beyond(self) -> float:
-        """How many times larger it is than the runs of its law; 1: it is not."""
-        return self.law.beyond(self.parameters, worth(self.tokens, self.unique, PASSES))
 
     @property
     def has_ground(self) -> bool:
@@ -270,20 +256,15 @@ class Search:
 
     def best(self) -> Recipe:
         """The recipe with the lowest loss. Raises OutOfMemory or ConfigError if there is none."""
-        found, place = [], None
-        for optimizer in self._optimizers():
-            change = {"optimizer": optimizer}
-            plain = self._climb(change, place)
-            if plain is None:
-                continue
-            place = plain[1]
-            found.append(plain[0])
-            if not {*DELAYED} & self.fixed and plain[0].where.card.fp8:
-                faster = self._climb(change | DELAYED, place)
-                found += [] if faster is None else [faster[0]]
-        if not found:
+        change = {"optimizer": self._optimizer()}
+        plain = self._climb(change, None)
+        if plain is None:
             raise OutOfMemory("no model fits with these options, and trains in these hours", [])
-        return min(found, key=lambda recipe: recipe.loss)
+        best, place = plain
+        if not {*DELAYED} & self.fixed and best.where.card.fp8:
+            faster = self._climb(change | DELAYED, place)
+            best = best if faster is None else min(best, faster[0], key=lambda made: made.loss)
+        return best
 
     def refined(self) -> Recipe:
         """The best of those that were tried, after a thorough search for the fastest micro-batch of
@@ -314,22 +295,19 @@ class Search:
             self.wanted,
             pace=tried.step / recipe.need.time.total,
             start=tried.start,
-            start_off=RUN_OFF if tried.ended else TRIED_OFF,
-            ended=tried.ended,
+            start_off=TRIED_OFF,
         )
         made = self._of(recipe.config, recipe.base, recipe.model, recipe.where, recipe.need)
         if made is None:
             raise ConfigError("--hours: are too few for one step, which was timed")
         return made
 
-    def _optimizers(self) -> list[str]:
+    def _optimizer(self) -> str:
         if "optimizer" in self.fixed:
-            return [self.config.optimizer]
+            return self.config.optimizer
         if self.wanted.rates is not None:
-            return [self.wanted.rates.optimizer]
-        if any(law.derived for law in self.wanted.laws.values()):
-            return ["adamw" if self.where(self.config, self.model).world_size > 1 else "muon"]
-        return list(self.wanted.laws)
+            return self.wanted.rates.optimizer
+        return "adamw" if self.where(self.config, self.model).world_size > 1 else "muon"
 
     def _climb(self, change: dict[str, Any], start: int | None) -> tuple[Recipe, int] | None:
         """The best size with these options, and its place among shapes: from size to size as long
@@ -417,7 +395,7 @@ class Search:
         if config.steps < 1:
             return None
         wanted = self.wanted
-        law = wanted.laws.get(config.optimizer) or next(iter(wanted.laws.values()))
+        law = law_of(config.optimizer)
         parameters, tokens = parameter_count(model), config.steps * need.tokens
         loss = law.loss(parameters, tokens, wanted.unique)
         rates, of_rate = self._rates(config, model, tokens, need.tokens)
@@ -437,7 +415,6 @@ class Search:
             law=law,
             seconds=seconds,
             loss=loss * (FP8_LOSS if config.is_fp8 else 1),
-            loss_error=law.error(parameters, tokens, wanted.tokenizer),
             step_error=self._step_error(where),
             start_off=wanted.start_off,
             unique=wanted.unique,
@@ -459,9 +436,8 @@ class Search:
         one = need.tokens // config.grad_accumulation
         batches = max(VALIDATION_TOKENS // one, 1)
         validation = FORWARD * min(batches * one, wanted.eval_tokens) / speed
-        last = 0.0 if wanted.ended else FORWARD * wanted.eval_tokens / speed
-        last += validation * config.eval_at_start
-        saving = 0.0 if wanted.ended else (disk.checkpoint + disk.model) / DISK
+        last = FORWARD * wanted.eval_tokens / speed + validation * config.eval_at_start
+        saving = (disk.checkpoint + disk.model) / DISK
         left = 3600 * wanted.hours - wanted.start - last - saving
         often = int(min(VALIDATION_SHARE * left / max(validation, step), VALIDATIONS))
         often = often if validation else 0

@@ -8,20 +8,18 @@ from typing import Any
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
-from llmq.data.identity import tokenizers_of_files
 from llmq.data.tokens import open_token_files
 from llmq.options.cards import CARDS
 from llmq.options.option_file import check_new, save_options
 from llmq.options.option_types import MUONS
 from llmq.options.options import TrainConfig
-from llmq.plan.law import published_laws, read_laws
+from llmq.plan.law import OTHER_TEXT
 from llmq.plan.recipe import CHOSEN, Recipe, Search, Tried, Wanted, read_rates
 from llmq.plan.report import target_here
 from llmq.plan.target import MachineOptions, PlanTarget, target
 
 JOULES_PER_KWH = 3.6e6
 POWER_ERROR = 0.1  # of the energy: how much of its limit another card than an H100 draws
-FAR = 3.0  # times as large as the runs of a law: a recipe beyond says so
 
 
 def run_recipe(
@@ -32,7 +30,6 @@ def run_recipe(
     *,
     hours: float,
     data: bool,
-    law: Path | None = None,
     rates: Path | None = None,
     price: float | None = None,
     kwh_price: float | None = None,
@@ -42,10 +39,10 @@ def run_recipe(
 ) -> TrainConfig:
     """Choose the options of a run of so many hours, print what they give, and write them to `out`.
     config, model: with the options of `fixed` as given. asked: the machine, this one if no card is
-    named. data: whether the training files are there. law, rates: files of tools/scaling_law.py and
-    `llmq sweep-lr`. price: of a GPU's hour, kwh_price: of electricity. timed: tries a recipe, whose
-    seconds then count instead of the plan's. Raises OutOfMemory if nothing fits, and ConfigError
-    where a promise has no ground."""
+    named. data: whether the training files are there. rates: the file of `llmq sweep-lr`. price: of
+    a GPU's hour, kwh_price: of electricity. timed: tries a recipe, whose seconds then count instead
+    of the plan's. Raises OutOfMemory if nothing fits, and ConfigError where a promise has no
+    ground."""
     check_new(out, "--out")
     _check(config, fixed)
 
@@ -55,8 +52,7 @@ def run_recipe(
         return _known(target_here(config, model, asked.reserve))
 
     read = None if rates is None else read_rates(rates)
-    laws = published_laws() if law is None else read_laws(law)
-    wanted = Wanted(hours=hours, laws=laws, rates=read, **(_of_data(config) if data else {}))
+    wanted = Wanted(hours=hours, rates=read, **(_of_data(config) if data else {}))
     search = Search(config, model, fixed, where, wanted)
     search.best()
     best = search.refined()
@@ -111,10 +107,7 @@ def _of_data(config: TrainConfig) -> dict[str, Any]:
         train -= held
     elif config.validates:
         held = sum(file.num_tokens for file in open_token_files([config.eval_pattern]))
-    made = {m for pattern in config.train_patterns for _, m in tokenizers_of_files(pattern)}
-    one = made.pop() if len(made) == 1 else None
-    fingerprint = None if one is None else one.fingerprint
-    return {"train_tokens": train, "eval_tokens": held, "tokenizer": fingerprint}
+    return {"train_tokens": train, "eval_tokens": held}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -145,10 +138,8 @@ def recipe_record(
         "timed": search.wanted.pace is not None,
         "learning_rate": best.config.learning_rate,
         "loss": _loss(best),
-        "loss_error": best.loss_error if best.has_ground else None,
+        "loss_error": OTHER_TEXT if best.has_ground else None,
         "law": best.law.source,
-        "beyond": best.beyond,
-        "of_other_text": not best.law.is_of(search.wanted.tokenizer),
         "seconds": best.time,
         "seconds_of": best.seconds,
         "seconds_error": best.time_error,
@@ -195,7 +186,7 @@ def _promise(best: Recipe, record: dict[str, Any]) -> list[str]:
     percent = {name: 100 * record[f"{name}_error"] for name in ("seconds", "kwh")}
     parts = ", ".join(f"{name} {_time(s)}" for name, s in record["seconds_of"].items() if s)
     lines = [
-        f"  Loss:        {_promised_loss(best, record)}",
+        f"  Loss:        {_promised_loss(best)}",
         f"  By the law:  {record['law']}",
         f"  Time:        {_time(record['seconds'])} ± {percent['seconds']:.1f} %: {parts}",
     ]
@@ -208,15 +199,14 @@ def _promise(best: Recipe, record: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _promised_loss(best: Recipe, record: dict[str, Any]) -> str:
+def _promised_loss(best: Recipe) -> str:
     """The loss and its error, or the reason why none is promised."""
     if not best.has_ground:
         guess, ids = math.log(best.model.vocab_size), f"{best.model.vocab_size:,} ids"
         why = f"{best.loss:.3f} is above {guess:.3f}, which a guess among {ids} has"
         return f"none is promised: {why}"
-    text = f"{best.loss:.3f} ± {100 * best.loss_error:.1f} % (nats a token)"
-    text += ", of other texts, whose losses differ" if record["of_other_text"] else ""
-    return text + (f", {best.beyond:.0f} times beyond its runs" if best.beyond > FAR else "")
+    text = f"{best.loss:.3f} ± {100 * OTHER_TEXT:.1f} % (nats a token)"
+    return f"{text}, by a law of other texts, whose losses differ"
 
 
 def _time(seconds: float) -> str:
