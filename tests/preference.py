@@ -22,11 +22,11 @@ from llmq.model.losses.loss import Loss, Rows
 from llmq.runtime.kernel import Kernel
 
 NEEDS = (
-    "llmq/model/losses/__init__.py",
+    "llmq/options/loss_params.py",
     "llmq/ref/loss/preference.py",
     "llmq/cu/loss/preference.cu",
 )
-"""The table of losses, and the kernels with their references: launchers are in the loss's file."""
+"""The table of parameters, and the kernels with their references; launchers are in this file."""
 BETA = 0.5
 SUMS = ("tokens", "margin", "preferred")
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from llmq.data.tokens import TokenFile
+from llmq.model.losses import LOSSES, OF_SCORES
+from llmq.options.loss_params import LOSS_PARAMS
 from tests import preference
 from tests.models import (
     LOSS_RTOL,
@@ -66,14 +68,17 @@ def gradients_in_torch(batches: list[tuple], **changed: object) -> dict[str, np.
 
 
 def test_a_loss_needs_itself_and_three_files():
-    """And a choice of --loss, once there are several."""
     root = Path(__file__).parents[1]
     assert len(NEEDS) <= 3
-    assert [name for name in NEEDS if (root / name).exists()] == ["llmq/model/losses/__init__.py"]
+    assert [name for name in NEEDS if (root / name).exists()] == ["llmq/options/loss_params.py"]
     source = Path(preference.__file__).read_text()
     assert '"loss/preference.cu"' in source and '"llmq.ref.loss.preference"' in source
     for path in (root / "llmq").rglob("*.py"):
         assert "preference_stats" not in path.read_text(), path
+
+
+def test_every_name_of_a_loss_has_a_class():
+    assert {*LOSSES, *OF_SCORES} == {*LOSS_PARAMS}
 
 
 @pytest.mark.parametrize(

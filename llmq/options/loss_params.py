@@ -29,10 +29,12 @@ def _pairs(beta: float, sft: float, normalize: bool | None = None) -> dict[str, 
 _SMOOTHING = _param("smoothing", 0.0, min=0, below=0.5)
 
 LOSS_PARAMS: dict[str, dict[str, Param]] = {
+    "ce": {},
     "dpo": _pairs(0.1, 0.0, normalize=False) | _SMOOTHING,
     "ipo": _pairs(0.1, 0.0, normalize=True),
     "simpo": _pairs(2.0, 0.0, normalize=True) | _param("gamma", 0.5) | _SMOOTHING,
     "orpo": _pairs(0.1, 1.0),
+    "reward": {},
     "kto": {
         **_param("beta", 0.1, above=0),
         **_param("desirable", 1.0, min=0),
@@ -44,8 +46,9 @@ LOSS_PARAMS: dict[str, dict[str, Param]] = {
         **_param("temperature", 1.0, above=0),
         **_param("divergence", "forward", parse_word, choices=("forward", "reverse")),
     },
+    "weighted": {},
 }
-"""Parameters by name, by loss; the other losses have none."""
+"""The losses of --loss, and the parameters of each by name."""
 
 
 def named_values(texts: Iterable[str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from llmq.arch.model_config import ModelConfig
 from llmq.options.derived import SCHEDULES, Derived, learning_rate
+from llmq.options.loss_params import LOSS_PARAMS
 from llmq.options.option_types import (
     ADAPTERS_GROUP,
     FP8_DTYPES,
@@ -19,7 +20,6 @@ from llmq.options.option_types import (
     LOSS_GROUP,
     MUONS,
     POSITIONS_GROUP,
-    PREFERENCES,
     QUANTIZED,
     SIZES_GROUP,
     Option,
@@ -276,7 +276,7 @@ class TrainConfig(Derived):
         "simpo, orpo: losses of pairs of answers, of which one is to be preferred; reward: that "
         "of a score head; kto: of answers with labels; weighted: cross-entropy of tokens, each "
         "times its score; kd: the divergence from a teacher",
-        choices=("ce", *PREFERENCES, "kto", "kd", "weighted"),
+        choices=tuple(LOSS_PARAMS),
         group=LOSS_GROUP,
     )
     num_labels: int | None = option(

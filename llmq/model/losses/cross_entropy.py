@@ -12,6 +12,7 @@ class TokenCrossEntropy(Loss):
     """Each target token counts 1. Its numbers: lse_max, lse_mean of the logits' log-sum-exp;
     loss_1k, the mean loss of tokens at the first 1024 positions of their sequences."""
 
+    name = "ce"
     sums = TOKEN_STATS[len(STATS) :]
     maxima = ("lse_max",)
     validated = ("loss_1k",)

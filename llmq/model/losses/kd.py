@@ -18,6 +18,7 @@ class Distillation(TokenCrossEntropy):
     The teacher tells its k largest ones of each token, and all others count as one. kl: the mean
     divergence, in nats, at the temperature. loss_1k is that of the mixture."""
 
+    name = "kd"
     sums = (*TokenCrossEntropy.sums, "kl")
     validated = ("loss_1k", "kl")
     shown = ("kl",)

@@ -32,15 +32,16 @@ class Loss(ABC):
     and 0 where its target is masked. All of it is divided once, by the "count" of the whole step;
     "loss" / "count" is the loss that is reported, and what a limit of the guard is for.
 
-    sums: names of statistics of its own, added over micro-batches and ranks. maxima: those of them
-    of which the largest counts, at least 0. ahead: whether weights need the losses of the whole
-    micro-batch, so that the head makes its logits twice. largest: the largest absolute value of a
-    weight, for an fp8 head, whose codes of gradients are clamped beyond it, and round weights that
-    are no powers of two to within 1/8. validated: the numbers that validations report, too. shown:
-    those of them that
-    stand beside the loss on the console.
+    name: the word of --loss with an LM head. sums: names of the loss's statistics, added over
+    micro-batches and ranks. maxima: the sums of which the largest counts, at least 0. ahead:
+    whether weights need the losses of the whole micro-batch, so that the head makes its logits
+    twice. largest: the largest absolute value of a weight, for an fp8 head, whose codes of
+    gradients are clamped beyond it, and round weights that are no powers of two to within 1/8.
+    validated: the numbers that validations report, too. shown: the validated numbers beside the
+    loss on the console.
     """
 
+    name: ClassVar[str]
     sums: ClassVar[tuple[str, ...]] = ()
     maxima: ClassVar[tuple[str, ...]] = ()
     ahead: ClassVar[bool] = False

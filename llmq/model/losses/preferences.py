@@ -29,6 +29,7 @@ class Preferences(Loss):
     difference of the answers' rewards; accuracy, how often it is more than 0; reward_chosen,
     reward_rejected; logp_chosen, logp_rejected, their log-probabilities."""
 
+    name = "dpo"
     sums = SUMS
     ahead = True
     validated = ("accuracy", "margin", "reward_chosen", "reward_rejected")
@@ -96,18 +97,21 @@ class Preferences(Loss):
 class Ipo(Preferences):
     """IPO: the difference of the answers' gains is to be 1 / (2 beta)."""
 
+    name = "ipo"
     kind = IPO
 
 
 class SimPo(Preferences):
     """SimPO: no reference, and answers by their tokens' mean, which are to differ by gamma."""
 
+    name = "simpo"
     referenced = False
 
 
 class Orpo(SimPo):
     """ORPO: the odds of answers, beside the cross-entropy of the chosen one."""
 
+    name = "orpo"
     kind = ORPO
 
 
@@ -117,6 +121,7 @@ class Kto(Preferences):
     other prompts have gained, which are the second documents of the pairs, at least 0. The mean is
     over the micro-batch of all ranks, as TRL has it, and has no gradient."""
 
+    name = "kto"
     kind = KTO
     validated = (*Preferences.validated, "kl")
 

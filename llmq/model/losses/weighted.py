@@ -16,6 +16,8 @@ class Weighted(TokenCrossEntropy):
     losses is divided by the number of trained tokens, whatever their weights. loss_1k is weighted,
     too."""
 
+    name = "weighted"
+
     @classmethod
     def inputs(cls, options: TrainConfig) -> tuple[Input, ...]:
         return (Input("scores", sidecar=SCORES),)
