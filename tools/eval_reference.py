@@ -1,7 +1,7 @@
 """Record what lm-eval says about the models and tasks of tests/eval_data.py: the reference of `llmq
 eval`.
 
-    python tools/eval_reference.py        # writes tests/golden/lm_eval.json; needs lm-eval
+    python tools/eval_reference.py        # writes tests/run/golden/lm_eval.json; needs lm-eval
 
 Its published task definitions are used, on local files.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-GOLDEN = ROOT / "tests" / "golden" / "lm_eval.json"
+GOLDEN = ROOT / "tests" / "run" / "golden" / "lm_eval.json"
 # Where lm-eval defines the tasks, below its own folder; for plain texts it has no task.
 DEFINED = {
     "hellaswag": "hellaswag/hellaswag.yaml",

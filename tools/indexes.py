@@ -4,8 +4,8 @@
 
 The first names every entry of the pages in docs/decisions/, with its date, and its status unless it
 is in force. The second names everything in benchmarks/CARD/DATE/, with the command that made it and
-its title. The text in front of a list is written by hand and stays. `tests/test_readme.py` fails
-where a list is not what this tool would write.
+its title. The text in front of a list is written by hand and stays. `tests/project/test_readme.py`
+fails where a list is not what this tool would write.
 """
 
 from __future__ import annotations

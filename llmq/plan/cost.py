@@ -14,7 +14,7 @@ from llmq.runtime.cost import Cost
 from llmq.runtime.plan_device import Work
 
 # Constants of cuDNN 9.19 on an H100; what they give is within 10 % of what
-# tests/test_small_grids.py has.
+# tests/plan/test_small_grids.py has.
 KEY_BLOCK = 128
 LAST_BLOCKS = 0.22  # units that a call waits for its last ones, in the mean
 

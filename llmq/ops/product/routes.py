@@ -40,7 +40,7 @@ class Route:
     what has to be multiples of 16, mostly bytes of rows. columns: what N is a multiple of. rows,
     least: M and N from which it is faster than two kernels; faster: what else says so.
     fast: whether sums of fp8 codes have fewer bits, so that they must be permitted. bias: whether
-    it takes one. exact: whether its bits are those of two kernels (tests/test_product.py).
+    it takes one. exact: whether its bits are those of two kernels (tests/model/test_product.py).
     """
 
     kernel: str

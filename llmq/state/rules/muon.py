@@ -30,7 +30,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 them. Singular values end between 0.7 and 1.2."""
 SEGMENTS = (3, 2)
 """How many steps follow from one Gram matrix: as many as leave changes as near to those of exact
-numbers as steps at full length do (`tests/test_muon.py`)."""
+numbers as steps at full length do (`tests/state/test_muon.py`)."""
 LEAST_SIDE = 256  # shorter ones are limited by launches, of which this way has more
 LONGER = 1.5  # times the shorter side, from which this way takes fewer FLOPs
 MOMENTUM = 0.95  # decay of the momentum, which is Nesterov's: torch.optim.Muon's default

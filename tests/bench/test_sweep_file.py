@@ -1,0 +1,68 @@
+"""Files of sweeps: products of lists, and single runs."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from llmq.base.errors import ConfigError
+from llmq.bench.sweep_file import read_runs
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """The values of these options in each run of a file."""
+
+    def read(text, names, given=()):
+        path = tmp_path / "sweep.yaml"
+        path.write_text(f"model: tiny\n{text}")
+        return [tuple(run.get(n) for n in names) for run in read_runs(dict(given), path)]
+
+    return read
+
+
+def test_runs_have_lists_of_their_own_which_win(rows):
+    text = (
+        "batch-size: [1, 2]\nlr: 3\nruns:\n- {recompute-block: true}\n- {batch-size: [8], lr: 1}\n"
+    )
+    names = ("recompute-block", "batch-size", "learning-rate")
+    assert rows(text, names) == [(True, 1, 3), (True, 2, 3), (None, 8, 1)]
+    assert rows(text, names, {"batch-size": "4"}) == [(True, "4", 3), (None, "4", 1)]
+
+
+def test_equal_runs_are_made_once(rows):
+    text = "lr: [1, 1.0, 2]\nwatchdog: [10, 20]\nruns:\n- {}\n- {lr: 1}\n"
+    assert rows(text, ("learning-rate", "watchdog")) == [(1, 10), (2, 10)]
+
+
+def test_the_file_of_the_page(tmp_path):
+    """The numbers that docs/sweeps.md shows are of its file."""
+    page = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text()
+    block = re.search(r"the command line wins\.\n\n((?:    .*\n)+)", page)[1]
+    path = tmp_path / "sweep.yaml"
+    path.write_text(textwrap.dedent(block))
+    runs = read_runs({}, path)
+    assert f"[7/{len(runs)}]" in page
+    assert {run["model"] for run in runs} == {"Qwen2.5-0.5B", "Qwen2.5-1.5B"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "".join(
+                f"{n}: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\n"
+                for n in ("seed", "lr", "beta-1", "beta-2", "warmup", "grad-clip")
+            ),
+            "its lists stand for 1000000 runs",
+        ),
+        ("batch-size: [0, 1]", r"--batch-size: must be at least 1.*\(run --model=tiny"),
+        ("where: lr > 1", "unknown option where"),
+    ],
+)
+def test_wrong_files(rows, text, message):
+    with pytest.raises(ConfigError, match=message):
+        rows(text, ())
