@@ -51,7 +51,9 @@ __device__ __forceinline__ float exponential(float x) {
     return sizeof(T) == 2 ? exp2_approx(LOG2E * x) : expf(x);
 }
 
-// Of decays. Where these are strong, differences of neighbours' sums lack digits: F32 has more of them.
+// Sums of decays. Where decays are strong, differences of neighbours' sums lack digits: beside F32 sums
+// are F64. e^LEAST_DECAY is 0 in F32, so that stronger ones cost no digits more.
+constexpr float LEAST_DECAY = -128.0f;
 template <class E> struct SumOf { using Type = float; };
 template <> struct SumOf<float> { using Type = double; };
 
@@ -75,7 +77,8 @@ struct Chunk {
             const int start = starts ? __ldg(starts + at.token(known)) : carried ? -1 : 0;
             begin[i] = max(start - first, -1);
             beta[i] = there ? gates[at.gate(t) + at.value_heads] : 0.0f;
-            decays[half] = there && start != t ? gates[at.gate(t)] : 0.0f;
+            const float decay = there && start != t ? gates[at.gate(t)] : 0.0f;
+            decays[half] = decay < LEAST_DECAY ? LEAST_DECAY : decay;  // NaN stays
         }
         Sum before = 0;  // of the first half
 #pragma unroll

@@ -29,6 +29,7 @@ from llmq.ref.common import compute
 
 CHUNK = 64
 EPS = 1e-6  # of lengths of queries and keys
+LEAST_DECAY = -128.0  # exp of it is 0 in F32; larger ones would take the digits of others' sums
 
 # name: (B, T, Hk, Hv, DK, DV)
 CASES = {
@@ -100,6 +101,7 @@ def _inputs(
     times = value_heads // key_heads
     q, k, v = heads_of(compute(qkv), key_heads, value_heads, dk, dv)
     decay, beta = (chunks_of(compute(gates)[:, :, i]) for i in (0, 1))
+    decay = np.maximum(decay, LEAST_DECAY)
     return chunks_of(q, times), chunks_of(k, times), chunks_of(v), decay, beta
 
 
