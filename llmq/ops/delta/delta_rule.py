@@ -238,7 +238,8 @@ def forward(
         out     out    T   (B,T,Hv*DV)            F32 or BF16
         qkv     in     T   (B,T,2*Hk*DK+Hv*DV)    all queries, all keys, all values; DK, DV
                                                   multiples of 32 up to 128 (on a GPU)
-        gates   in     F32 (B,T,2,Hv)             decays, at most 0, and betas
+        gates   in     F32 (B,T,2,Hv)             decays, at most 0, and betas; chunks take decays
+                                                  below -128, where exp is 0, as -128
         starts  in     I32 (B,T) or None          where each one's document starts; None: 0
         state   inout  F32 (B,Hv,DK,DV) or None   of the text before, then of it and this one; None:
                                                   0, and it is not kept; not with starts
@@ -271,7 +272,7 @@ def backward(
 
     Args as forward's, and
         d_qkv    out    T   as qkv
-        d_gates  out    F32 as gates
+        d_gates  out    F32 as gates; 0 for betas of 0, where sigmoid's slope is 0
         d_out    in     T   as out
         state    inout  as in front of the text, then behind it; needs d_state
         d_state  inout  F32 as state    gradient of the state behind, then of that in front
