@@ -19,7 +19,7 @@ GATES = {
     "overwrites": ((0.0,), (1.0,)),
 }
 
-# Where documents begin: within tiles of 16 tokens, at borders of tiles and chunks, one beside.
+# First tokens of documents: within tiles of 16, at borders of tiles and chunks, one beside.
 BEGINS = {
     "within_tiles": (0, 1, 2, 60, 69, 140, 149),
     "at_borders": (0, 16, 32, 48, 64, 128),

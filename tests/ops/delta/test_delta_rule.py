@@ -281,8 +281,8 @@ def test_recurrence_equals_chunks(dev, rng, dtype, B, T, Hk, Hv, DK, DV):
         np.testing.assert_allclose(got["state"], want["state"], rtol=2e-5, atol=2e-5)
 
 
-# Of the norm, by dtype: sums in another order, with BF16 rounding of the result and of a factor of
-# its products. Gradients of decays are sums of differences.
+# Bounds of a launch's error over the norm, by dtype: sums in another order; BF16 rounds the result
+# and one factor of each product. Gradients of decays are sums of differences.
 OF_LAUNCH = {F32: {}, BF16: {"d_gates": 2**-7}}
 
 
@@ -317,7 +317,7 @@ def check_launches(dev, monkeypatch, dtype) -> list[str]:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_launch_equals_its_reference(dev, rng, monkeypatch, dtype, kind):
-    """Of the inputs that the launches before have made, so that errors do not add up."""
+    """Each gets the inputs that the launches before have made, so that errors do not add up."""
     shape = (1, 100, 1, 2, 32, 64)
     arrays = arrays_of(rng, shape, dtype, **KINDS[kind])
     monkeypatch.setattr(delta_rule._Call, "on_hopper", lambda call: False)
