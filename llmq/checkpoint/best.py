@@ -14,7 +14,7 @@ from llmq.base.files import disk_errors, json_object, values_of, write_file
 from llmq.base.run_id import RunId
 from llmq.checkpoint.manifest import MANIFEST, read_manifest
 from llmq.checkpoint.store import own_checkpoints
-from llmq.runtime.processes import processes
+from llmq.runtime.world import World
 
 NOTE = "best.json"
 _HIGHER = ("acc", "acc_norm")  # metrics of which more is better
@@ -55,8 +55,16 @@ class Best:
     measurements that ends the run, 0 for no early stop.
     """
 
-    def __init__(self, metric: str | None, directory: Path, metrics: list[str], patience: int = 0):
-        """metrics: names of all metrics of the run. ConfigError if `metric` is none of these."""
+    def __init__(
+        self,
+        metric: str | None,
+        directory: Path,
+        metrics: list[str],
+        patience: int = 0,
+        world: World = World(),
+    ):
+        """metrics: names of all metrics of the run. world: of the run. ConfigError if `metric` is
+        none of these."""
         if metric is not None and metric not in metrics:
             names = ", ".join(metrics) or "none: give --eval-file or --eval-task"
             of_loss = ", as --stop-after needs" * (patience > 0 and metric == "loss")
@@ -64,6 +72,7 @@ class Best:
                 f"--keep-best: the run measures no {metric!r}{of_loss}; there are {names}"
             )
         self.metric, self.directory, self.patience = metric, directory, patience
+        self._world = world
         self.known: BestValue | None = None
         self.proposed: BestValue | None = None
         self.stale, self._at = 0, -1
@@ -153,7 +162,7 @@ class Best:
         if self.metric is None:
             return
         where = (self.directory, run)
-        note, there = processes().on_first(lambda: (_noted(*where), own_checkpoints(*where)))
+        note, there = self._world.on_first(lambda: (_noted(*where), own_checkpoints(*where)))
         noted = _best_value(note) if note.get("metric") == self.metric else None
         best = _newest([self.known, noted], [step for step in there if step <= steps_done])
         if best is None or best != self.known:  # then the count is not that of this best
@@ -174,7 +183,7 @@ class Best:
                 with disk_errors(path):
                     path.unlink()
 
-        processes().on_first(write)
+        self._world.on_first(write)
 
 
 def _noted(directory: Path, run: RunId) -> dict[str, Any]:

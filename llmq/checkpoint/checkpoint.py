@@ -50,6 +50,7 @@ from llmq.data.tokenizer import is_tokenizer_file, leaves_folder, tokenizer_name
 from llmq.ops.common import SCALE_BLOCK
 from llmq.options.options import OPTIONS
 from llmq.runtime.device import Device
+from llmq.runtime.world import World
 from llmq.state.params import Param, Slab
 from llmq.state.pieces import SlabPiece, State
 from llmq.state.rules import AVERAGE, rule_saved
@@ -257,19 +258,19 @@ def _model_of(saved: dict[str, Any]) -> ModelConfig:
 class CheckpointReader(Closing):
     """A verified checkpoint. All ranks of a process share one reader.
 
-    path; step; world: ranks that wrote it; manifest; rule: whose moments it has.
+    path; step; world_size: ranks that wrote it; manifest; rule: whose moments it has.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Check every file's size and checksum, all processes together; LlmqError names the one
-        that is damaged."""
-        problem = problem_of(path)
+    def __init__(self, path: Path, world: World = World()) -> None:
+        """Check every file's size and checksum; LlmqError names the damaged file. world: whose
+        processes all call this, and each check a share of the files."""
+        problem = problem_of(path, world)
         if problem is not None:
             raise LlmqError(problem)
         self.path = path
         document = read_manifest(path / MANIFEST)
         self.step: int = document["run"]["step"]
-        self.world: int = document["distributed"]["world"]
+        self.world_size: int = document["distributed"]["world"]
         self.manifest = Manifest(
             model=_model_of(document["model"]),
             loader=document["data-loader"],

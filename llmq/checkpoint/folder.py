@@ -30,7 +30,7 @@ from llmq.base.files import (
 )
 from llmq.checkpoint.manifest import MANIFEST, read_manifest
 from llmq.checkpoint.source_model import HASH_THREADS
-from llmq.runtime.processes import Processes, processes
+from llmq.runtime.world import World
 
 SHARED_SECONDS = 10.0  # until a file of one machine is seen by all, on a network's file system
 _UNFINISHED = re.compile(r"step_\d{8,}(\.\d+)?\.tmp")
@@ -52,19 +52,18 @@ def discard(directory: Path, step: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def check_shared(directory: Path, seconds: float = SHARED_SECONDS) -> None:
+def check_shared(directory: Path, world: World, seconds: float = SHARED_SECONDS) -> None:
     """ConfigError unless all processes of a run see the same directory of checkpoints, by a file
-    that the first one leaves in it for a moment. All processes call it. DiskError where it cannot
-    be written."""
-    group = processes()
-    if group.count == 1:
+    that the first process leaves there for a moment. All processes call this function. DiskError
+    where the directory cannot be written."""
+    if not world.several:
         return
-    name = group.share(f".llmq-{secrets.token_hex(8)}")
+    name = world.share(f".llmq-{secrets.token_hex(8)}")
     try:
-        group.on_first(lambda: _leave(directory / name))
-        group.each(lambda: _expect(directory / name, seconds))
+        world.on_first(lambda: _leave(directory / name))
+        world.each(lambda: _expect(directory / name, world, seconds))
     finally:
-        if group.first:
+        if world.first:
             with suppress(OSError):
                 (directory / name).unlink()
 
@@ -75,16 +74,15 @@ def _leave(path: Path) -> None:
         path.touch()
 
 
-def _expect(path: Path, seconds: float) -> None:
+def _expect(path: Path, world: World, seconds: float) -> None:
     with disk_errors(path.parent):
         make_directory(path.parent)  # a network's client may remember that it was not there
     end = time.monotonic() + seconds
     while path.name not in (entry.name for entry in entries(path.parent)):  # which asks a server
         if time.monotonic() > end:
-            group = processes()
             raise ConfigError(
-                f"--checkpoint-dir: '{path.parent}' is another directory here than for process 0 "
-                f"on machine '{group.machines[0]}': a run over several machines needs one that "
+                f"--checkpoint-dir: '{path.parent}' is another directory here than for "
+                f"{world.process_name(0)}: a run over several machines needs one that "
                 "all of them share"
             )
         time.sleep(0.05)
@@ -220,27 +218,26 @@ def delete(paths: Iterable[Path]) -> list[Path]:
 # ------------------------------------------------------------------------------------------------
 
 
-def problem_of(path: Path, group: Processes | None = None) -> str | None:
-    """Why a checkpoint cannot be read, None if it is whole: all files, with their checksums.
+def problem_of(path: Path, world: World = World()) -> str | None:
+    """Why a checkpoint cannot be read; None if it is whole: all files, with their checksums.
 
-    All processes of the group call it, and get the same; None: all of the run.
+    All processes of the world call this function, and get the same result.
     """
-    group = processes() if group is None else group
     files, view, problem = _look(path)
-    seen = group.gather((view, problem))
-    problem = _first(group, [text for _, text in seen])
+    seen = world.gather((view, problem))
+    problem = _first(world, [text for _, text in seen])
     if problem is not None:
         return problem
     views = [other for other, _ in seen]
     for index, (manifest, *_) in enumerate(views):
         if manifest != views[0][0]:
             return (
-                f"'{path}' is not the same checkpoint on machine '{group.machines[0]}' and on "
-                f"machine '{group.machines[index]}'"
+                f"'{path}' is not the same checkpoint on machine '{world.machines[0]}' and on "
+                f"machine '{world.machines[index]}'"
             )
     alike = [index for index, other in enumerate(views) if other == view]
-    damage = _damage(path, files[alike.index(group.index) :: len(alike)])
-    return _first(group, group.gather(damage))
+    damage = _damage(path, files[alike.index(world.index) :: len(alike)])
+    return _first(world, world.gather(damage))
 
 
 def forget_pages(path: Path) -> None:
@@ -294,12 +291,12 @@ def _stats(path: Path, files: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]
     return seen
 
 
-def _first(group: Processes, problems: Sequence[str | None]) -> str | None:
+def _first(world: World, problems: Sequence[str | None]) -> str | None:
     """The first of them, with its machine if it is not that of all."""
     for index, problem in enumerate(problems):
         if problem is not None:
             alike = all(other == problem for other in problems)
-            return problem if alike else f"machine '{group.machines[index]}': {problem}"
+            return problem if alike else f"machine '{world.machines[index]}': {problem}"
     return None
 
 

@@ -24,7 +24,7 @@ from llmq.checkpoint.folder import delete, entries, is_complete, leftovers, look
 from llmq.checkpoint.manifest import MANIFEST, manifest_damage
 from llmq.data.identity import TokenizerId
 from llmq.options.option_types import NEWEST
-from llmq.runtime.processes import processes
+from llmq.runtime.world import World
 
 VERDICT = "verdict.json"
 
@@ -118,16 +118,19 @@ def _check_name(path: Path) -> None:
 
 
 def find_checkpoint(
-    directory: Path, spec: str = NEWEST, passed: list[str] | None = None
+    directory: Path,
+    spec: str = NEWEST,
+    passed: list[str] | None = None,
+    world: World = World(),
 ) -> Path | None:
     """The checkpoint that --continue names, None if there is no complete one, as the first process
-    finds it; all call it. spec: NEWEST or a step in `directory`, or a path as of checkpoint_at, as
-    passed is."""
+    finds it. spec: NEWEST or a step in `directory`, or a path as of checkpoint_at, as passed and
+    world are."""
     if spec.isdecimal():
-        return _of_first(directory).get(int(spec))
+        return world.on_first(lambda: list_checkpoints(directory)).get(int(spec))
     if spec == NEWEST:
-        return checkpoint_at(directory, passed)
-    return checkpoint_at(Path(os.path.abspath(os.path.expanduser(spec))), passed)
+        return checkpoint_at(directory, passed, world)
+    return checkpoint_at(Path(os.path.abspath(os.path.expanduser(spec))), passed, world)
 
 
 class NoCheckpoint(ConfigError):
@@ -139,28 +142,31 @@ class NoCheckpoint(ConfigError):
         super().__init__(f"--continue {spec}: no complete checkpoint{where or ' there'}")
 
 
-def checkpoint_at(path: Path, passed: list[str] | None = None) -> Path | None:
+def checkpoint_at(
+    path: Path, passed: list[str] | None = None, world: World = World()
+) -> Path | None:
     """A complete checkpoint, whatever its directory is called, or the newest in a directory that is
     whole and not known to be bad; passed gets a line for each newer one. If all are bad, the newest
     after which a step was good, or just the newest. LlmqError for the name of another step, or if
-    none is whole. All processes call it."""
+    none is whole. All processes of the world call this function."""
     path = Path(os.path.expanduser(path))
-    if processes().on_first(lambda: is_complete(path)):
-        processes().on_first(lambda: _check_name(path))
+    if world.on_first(lambda: is_complete(path)):
+        world.on_first(lambda: _check_name(path))
         return path
-    return _newest_usable(_of_first(path), [] if passed is None else passed)
+    found = world.on_first(lambda: list_checkpoints(path))
+    return _newest_usable(found, [] if passed is None else passed, world)
 
 
-def _newest_usable(found: dict[int, Path], passed: list[str]) -> Path | None:
+def _newest_usable(found: dict[int, Path], passed: list[str], world: World) -> Path | None:
     """Choose as checkpoint_at does, of checkpoints by step, which all processes know alike."""
     problems, bad = [], []
     for _, path in sorted(found.items(), reverse=True):
-        problem = problem_of(path)
+        problem = problem_of(path, world)
         if problem is not None:
             problems.append(problem)
             passed.append(f"passed over checkpoint '{path}': {problem}")
             continue
-        verdict = processes().on_first(lambda path=path: read_verdict(path))
+        verdict = world.on_first(lambda path=path: read_verdict(path))
         if verdict is None or verdict.good:
             return path
         bad.append((path, verdict))
@@ -173,10 +179,6 @@ def _newest_usable(found: dict[int, Path], passed: list[str]) -> Path | None:
     why = "the newest after which a step was good" if verdict.steps else "the newest"
     passed.append(f"all checkpoints are known to be bad: taking '{path}', {why}")
     return path
-
-
-def _of_first(directory: Path) -> dict[int, Path]:
-    return processes().on_first(lambda: list_checkpoints(directory))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from llmq.comm.collectives import Comm, SingleComm, join, part, same_memory
 from llmq.comm.links import LinkTable
 from llmq.comm.options import CommOptions, allocate
 from llmq.runtime.device import HOST_SPEC, Device, Event
-from llmq.runtime.mesh import World
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.workers import Workers
+from llmq.runtime.world import World
 
 
 def connect_plan(dev: PlanDevice, options: CommOptions, world: World) -> None:
@@ -123,10 +123,10 @@ def connect(
     if devices[0].mesh.size() == 1:
         join(devices[0], partial(SingleComm, devices[0]))
         return None
-    kind = devices[0].kind
+    kind, world = devices[0].kind, world or World.of(devices[0].mesh.size())
     if kind == "plan":
         for dev in devices:
-            connect_plan(dev, options, world or World.of(dev.mesh.size()))
+            connect_plan(dev, options, world)
         return None
     if kind == "host":
         from llmq.comm.host import connect_host
@@ -135,4 +135,4 @@ def connect(
         return None
     from llmq.comm.cuda import connect_cuda
 
-    return connect_cuda(devices, options, workers)
+    return connect_cuda(devices, options, workers, world)

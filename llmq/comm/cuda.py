@@ -17,8 +17,8 @@ from llmq.comm.options import STAGING_CHUNKS, CommMemory, CommOptions, Flags, al
 from llmq.runtime import cuda_api
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import Event
-from llmq.runtime.processes import processes
 from llmq.runtime.workers import Workers
+from llmq.runtime.world import World
 
 LOOK_SECONDS = 0.2  # how often the watching thread looks whether the run is over
 RELEASE_SECONDS = 0.001  # how often it ends waits after a failure: streams still change the flags
@@ -56,10 +56,11 @@ class CudaQueue:
 
 
 def connect_cuda(
-    devices: Sequence[CudaDevice], options: CommOptions, workers: Workers
+    devices: Sequence[CudaDevice], options: CommOptions, workers: Workers, world: World
 ) -> LinkTable | None:
     """Probe all pairs of this process, make the communicators, and give each device its CudaComm.
-    Copies reach no memory of another process: between these everything goes by NCCL."""
+    Copies reach no memory of another process: between these everything goes by NCCL. world: whose
+    processes all call this."""
     mesh, api = devices[0].mesh, devices[0].api
     shards, replicas = mesh.size("shard"), mesh.size("replica")
     gpus = [dev.index for dev in devices]
@@ -73,16 +74,16 @@ def connect_cuda(
         if replicas > 1 or (shards > 1 and options.nccl):
             library = nccl.load()
             # Between two processes both decide, so all of them must do it alike.
-            peer_access = all(processes().gather(options.p2p != "off" and not links.damaged))
+            peer_access = all(world.gather(options.p2p != "off" and not links.damaged))
             several = len(devices) < shards  # the group has more processes
             nccl.set_environment(peer_access, several=several or replicas > 1)
         if shards > 1 and options.nccl:
-            inner = nccl.open_communicators(library, devices, "shard", several=several)
+            inner = nccl.open_communicators(library, devices, "shard", world if several else None)
             pairs = not several or options.all_to_all_reduce or options.matrices
             calls = ("all_gather", "reduce_scatter", *(("all_to_all",) if pairs else ()))
             nccl.establish(library, inner, calls)
         if replicas > 1:
-            cross = nccl.open_communicators(library, devices, "replica", several=True)
+            cross = nccl.open_communicators(library, devices, "replica", world)
             nccl.establish(library, cross, ("all_gather", "all_reduce"))
         copied = shards > 1 and options.copies
         memories = _memories(devices, memory, links) if copied else None

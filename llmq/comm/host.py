@@ -20,20 +20,16 @@ from llmq.base.tensor import Storage, Tensor
 from llmq.comm.collectives import Comm, join, part, same_memory, storages
 from llmq.runtime.device import Event
 from llmq.runtime.host_device import HostDevice
-from llmq.runtime.mesh import World
-from llmq.runtime.processes import processes
 from llmq.runtime.workers import Workers
+from llmq.runtime.world import World
 
 AHEAD = 2  # parts of other ranks that are received while one is added
 
 
-def connect_host(
-    devices: Sequence[HostDevice], workers: Workers, world: World | None = None
-) -> None:
+def connect_host(devices: Sequence[HostDevice], workers: Workers, world: World) -> None:
     """Give each device of this process its collectives, which need no memory of their own. workers:
-    of its ranks. world: None: these are all ranks."""
+    of its ranks."""
     memories = {dev.mesh.rank: storages(dev) for dev in devices}
-    world = world or World.of(len(devices))
     for dev in devices:
         join(dev, partial(HostComm, dev, memories, workers, world))
 
@@ -78,17 +74,17 @@ class HostComm(Comm):
 
     def _send(self, data: np.ndarray, target: int) -> list:
         sends = [(self._process(target), self._number(self.rank, target), data)]
-        return processes().begin(sends=sends)
+        return self._world.mpi.begin(sends=sends)
 
     def _receive(self, data: np.ndarray, source: int) -> list:
         receives = [(self._process(source), self._number(source, self.rank), data)]
-        return processes().begin(receives=receives)
+        return self._world.mpi.begin(receives=receives)
 
     def _finish(self, requests: list, peer: int | None = None) -> None:
         """peer: the rank that is waited for, if it is a single one."""
         if requests:
             self.waits_for = "others" if peer is None else self._world.name(self.ranks[peer])
-            processes().finish(requests, self._workers.check)
+            self._world.mpi.finish(requests, self._workers.check)
             self.waits_for = None
 
     def _barrier(self) -> None:

@@ -11,7 +11,7 @@ from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
 from llmq.comm.collectives import part
 from llmq.runtime.cuda_device import CudaDevice
-from llmq.runtime.processes import processes
+from llmq.runtime.world import World
 
 BYTES = 0  # ncclInt8
 TYPES = {F32: 7, BF16: 9}  # ncclFloat32, ncclBfloat16
@@ -49,17 +49,17 @@ def set_environment(peer_access: bool, *, several: bool) -> None:
 
 
 def open_communicators(
-    nccl: Any, devices: Sequence[CudaDevice], axis: str, *, several: bool
+    nccl: Any, devices: Sequence[CudaDevice], axis: str, world: World | None
 ) -> list[Nccl]:
-    """Each device's end of a communicator of the ranks along an axis. several: whether these groups
-    have ranks of other processes, which then all call this."""
+    """Each device's end of a communicator of the ranks along an axis. world: whose processes, which
+    all call this, have ranks of these groups; None: the groups have this process's ranks only."""
     # From one thread: a rank that made its own would hold the interpreter lock, waiting for all.
-    if not several:
+    if world is None:
         made = nccl.NcclCommunicator.initAll([dev.index for dev in devices])
     else:
         firsts = [dev.mesh for dev in devices if dev.mesh.index(axis) == 0]
         begun = {mesh.ranks(axis): nccl.get_unique_id() for mesh in firsts}
-        ids = {ranks: id for of_one in processes().gather(begun) for ranks, id in of_one.items()}
+        ids = {ranks: id for of_one in world.gather(begun) for ranks, id in of_one.items()}
         made = []
         nccl.groupStart()  # so that none of the calls waits for the others
         for dev in devices:

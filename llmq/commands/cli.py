@@ -18,7 +18,7 @@ from llmq.base.errors import LlmqError, discard, print_error
 from llmq.base.signals import Interrupted, OutOfTime
 from llmq.commands import bench, data, logs, models, plan, train
 from llmq.commands.common import Command, Group, TrainCommand, UsageError, one_line, option
-from llmq.runtime.processes import refuse_several
+from llmq.runtime.world import refuse_several
 
 TRAIN = "llmq-train"  # the console script that is `llmq train`
 

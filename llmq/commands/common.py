@@ -30,7 +30,7 @@ from llmq.options.options_io import config_of, fields_of, layers_of
 from llmq.options.presets import model_warnings
 from llmq.options.removed import REMOVED, flag_of
 from llmq.options.rules import RULES
-from llmq.runtime.processes import processes
+from llmq.runtime.world import World
 
 NAMES = 26  # characters beside which help begins in the same line
 
@@ -321,25 +321,26 @@ def load_run(
     weights: bool = True,
     plans: bool = False,
     defaults: dict[str, Any] | None = None,
+    world: World = World(),
 ) -> tuple[TrainConfig, ModelConfig, Path | None, frozenset[str]]:
     """Options and model of a run, checked, and the fields that the user has set; prints warnings.
 
     trains: on the token files, so that their ids have to be in the vocabulary. weights: of --model,
     which --dry-run does not read. plans: nor a plan, where a preset's name means the trained model.
     defaults: by field, other ones. With --continue, options that were not given are those of the
-    checkpoint. All processes call it.
+    checkpoint. world: whose processes all call this function.
     """
     # They load NumPy, which --help does without.
     from llmq.run import model_of_run as of_run
     from llmq.run.initial_weights import with_adapter
 
-    layers = processes().each(lambda: layers_of(given, file))  # once: the file may be a pipe
+    layers = world.each(lambda: layers_of(given, file))  # once: the file may be a pipe
     values, inherited = layers[0] | layers[1], defaults or {}
-    if any(processes().gather(values.get("continue_from") is not None)):
+    if any(world.gather(values.get("continue_from") is not None)):
         from llmq.run.resume import inherited_options
 
-        inherited = inherited | processes().each(lambda: inherited_options(values))
-    inherited = processes().each(lambda: of_run.packing_of_data(inherited | values)) | inherited
+        inherited = inherited | world.each(lambda: inherited_options(values, world))
+    inherited = world.each(lambda: of_run.packing_of_data(inherited | values)) | inherited
 
     def load() -> tuple[TrainConfig, ModelConfig, Path | None, frozenset[str]]:
         config = config_of(layers, inherited)
@@ -355,7 +356,7 @@ def load_run(
         warn(*(idle + model_warnings(model_dir) + ([] if line is None else [line])))
         return config, model, model_dir, fields_of(layers)
 
-    return processes().each(load)
+    return world.each(load)
 
 
 # The base of all errors of the command-line parser, whose own module is not public.

@@ -28,64 +28,54 @@ from llmq.commands.common import (
     train_options,
 )
 from llmq.options.options_io import config_of, fields_of, layers_of
-from llmq.runtime.processes import (
-    ALONE,
-    Processes,
-    launched,
-    processes,
-    refuse_several,
-    set_processes,
-)
+from llmq.runtime.world import World, launched, refuse_several
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[Processes]:
-    """Within the block, `processes()` are those that were started with this one.
+def joined() -> Iterator[World]:
+    """The world of the processes that a launcher has started with this one.
 
     Only the first one writes to standard output. An error that ends one of them ends all, with its
     status: one that all have is told by the first, any other by the process that has it.
     """
     if launched() == 1:
-        yield processes()
+        yield World()
         return
     from llmq.runtime.mpi import join
 
-    group = join()
-    set_processes(group)
+    world = join()
     with contextlib.ExitStack() as stack:
-        if not group.first:
+        if not world.first:
             keep_warnings()
             null = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(null))
         try:
-            yield group
-            group.gather(None)  # no process ends before all have done their work
+            yield world
+            world.gather(None)  # no process ends before all have done their work
         except (Interrupted, OutOfTime):
-            group.gather(None)
+            world.gather(None)
             raise
         except SystemExit:
             raise
         except BaseException as error:
             if not getattr(error, "agreed", False):
-                _tell(group, error)
-                group.abort(status_of(error))
-            if not group.first:  # MPI lets it end when the first one has told what it is
+                _tell(world, error)
+                world.mpi.abort(status_of(error))
+            if not world.first:  # MPI lets it end when the first one has told what it is
                 raise SystemExit(status_of(error)) from None
             raise
         finally:
-            group.close()
-            set_processes(ALONE)
+            world.mpi.close()
 
 
-def _tell(group: Processes, error: BaseException) -> None:
+def _tell(world: World, error: BaseException) -> None:
     """Print an error that only this process may have."""
-    for line in taken_warnings() if not group.first else []:
+    for line in taken_warnings() if not world.first else []:
         print(f"warning: {line}", file=sys.stderr)
     if status_of(error) == 1:
         traceback.print_exception(error)
     text = one_line(error)
-    machine = group.machines[group.index]
-    where = "" if machine in text else f"process {group.index} on machine '{machine}': "
+    where = "" if world.machine in text else f"{world.process_name(world.index)}: "
     details = error.details if isinstance(error, LlmqError) else ()
     print("\n".join([f"error: {where}{text}", *details]), file=sys.stderr, flush=True)
 
@@ -118,8 +108,8 @@ def train(
         refuse_several("--auto", "let `llmq plan --fit` choose the options beforehand")
     if dry_run:
         refuse_several("--dry-run", "use `llmq plan`")
-    with joined() as processes:
-        _train(processes, given, config_file, save, dry_run, auto, reserve)
+    with joined() as world:
+        _train(world, given, config_file, save, dry_run, auto, reserve)
 
 
 def _restarted(
@@ -145,7 +135,7 @@ def _restarted(
 
 
 def _train(
-    processes: Processes,
+    world: World,
     given: dict[str, Any],
     config_file: Path | None,
     save: Path | None,
@@ -155,14 +145,16 @@ def _train(
 ) -> None:
     if reserve is not None and not auto:
         raise ConfigError("--reserve: needs --auto; use --memory-limit to bound a run without it")
-    weights = not dry_run
-    config, model, model_dir, fields = load_run(given, config_file, trains=True, weights=weights)
+    config, model, model_dir, fields = load_run(
+        given, config_file, trains=True, weights=not dry_run, world=world
+    )
     if config.has_adapters and config.from_scratch and not dry_run:
         raise ConfigError(
             "--lora-rank: adapters need a trained model, and --from-scratch has random weights: "
             "give the directory or the repository of one as --model"
         )
-    processes.start_heartbeat(config.watchdog)
+    if world.several:
+        world.mpi.start_heartbeat(config.watchdog)
     argv = sys.argv
     if auto:
         from llmq.options.option_file import command_line
@@ -170,7 +162,7 @@ def _train(
 
         config = choose(config, model, fields, size_of("--reserve", reserve, least=0))
         argv = command_line(config)
-    processes.on_first(lambda: save_config(save, config))
+    world.on_first(lambda: save_config(save, config))
     if dry_run:
         from llmq.plan.report import run_plan
 
@@ -178,7 +170,7 @@ def _train(
         return
     from llmq.run.training import run_training
 
-    run_training(config, model, model_dir, argv)
+    run_training(config, model, model_dir, argv, world)
 
 
 @train_options

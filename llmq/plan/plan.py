@@ -19,8 +19,9 @@ from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes
 from llmq.runtime.kernel import KernelSource
-from llmq.runtime.mesh import DATA, World
+from llmq.runtime.mesh import DATA
 from llmq.runtime.plan_device import PlanDevice, Trace
+from llmq.runtime.world import World
 from llmq.state.placement import Placement, mesh_of, place, table_of
 
 PARTS = ("micro_steps", "update", "evaluation")  # of a plan

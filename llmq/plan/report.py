@@ -44,7 +44,7 @@ from llmq.plan.target import MachineOptions, PlanTarget, target
 from llmq.report.tables import labelled, terminal_table
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine, choose_machine
-from llmq.runtime.mesh import World
+from llmq.runtime.world import World
 from llmq.state.params import parameter_count
 from llmq.state.placement import Placement, SlabPlacement, Store, place, table_of, trained_count
 

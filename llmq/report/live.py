@@ -24,7 +24,6 @@ from llmq.base.errors import LlmqError
 from llmq.report.plot import read_log
 from llmq.report.views import PlainView, optional_console
 from llmq.runtime.nvml import NO_REASON, REASONS, UNSUPPORTED, reason
-from llmq.runtime.processes import processes
 
 WIDE = 114  # columns, from which on a row also has the card's name, limits and reasons in full
 STALE = 5.0  # seconds, after which a reading is said to be old
@@ -476,8 +475,6 @@ def view_of_run(steps_done: int, total_steps: int, panel: Panel | None, log: Pat
     """A live view on a terminal, if there is anything to see; else lines. panel: of GPUs. log: of
     the run, which has the steps that are done."""
     console = printable_console()
-    if processes().count > 1:  # a launcher lets the first one see a terminal where there is none
-        return PlainView()
     if steps_done < total_steps and console.is_terminal and not console.is_dumb_terminal:
         return LiveView(console, steps_done, total_steps, panel, _losses(log, steps_done))
     return PlainView()

@@ -16,20 +16,20 @@ from llmq.base.files import disk_errors
 from llmq.checkpoint.hf import HfWeights
 from llmq.data.loader import DataLoader
 from llmq.options.options import OPTIONS, TrainConfig
-from llmq.runtime.processes import Processes, processes
+from llmq.runtime.world import World
 
 _OWN = ("gpus",)  # options that each process may have its own of
 _ENDS = 1 << 16  # bytes at both ends of a token file that are compared, beside its size
 
 
 def check_start(
-    config: TrainConfig, model: ModelConfig, plan: Any, weights: HfWeights | None
+    config: TrainConfig, model: ModelConfig, plan: Any, weights: HfWeights | None, world: World
 ) -> None:
     """ConfigError names the first of versions, options, model and plan that is not the same.
 
     plan: what the memory and the graphs of a rank follow from. weights: what the model begins with.
     """
-    if processes().count == 1:
+    if not world.several:
         return
     found: dict[str, Any] = {
         "the version of llmq": __version__,
@@ -44,19 +44,19 @@ def check_start(
         files = sorted(weights.directory.glob("*.safetensors"))
         found |= {f"the weights '{path.name}'": _ends(path) for path in files}
     found["the plan of a step"] = hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
-    compare(found, ConfigError)
+    compare(found, ConfigError, world)
 
 
-def check_token_files(loaders: Sequence[DataLoader]) -> None:
+def check_token_files(loaders: Sequence[DataLoader], world: World) -> None:
     """DataError names the first token file that is not the same in all processes.
 
     Compared are name, size, and the bytes at both ends, the header among them.
     """
-    if processes().count == 1:
+    if not world.several:
         return
     paths = {file.path for loader in loaders for file in loader.files}
     found = {f"token file '{path.name}'": _ends(path) for path in sorted(paths)}
-    compare({"the token files' names": " ".join(found)} | found, DataError)
+    compare({"the token files' names": " ".join(found)} | found, DataError, world)
 
 
 def _ends(path: Path) -> str:
@@ -68,25 +68,21 @@ def _ends(path: Path) -> str:
     return f"{size} bytes, {digest.hexdigest()[:16]}"
 
 
-def compare(found: dict[str, Any], error: type[Exception]) -> None:
+def compare(found: dict[str, Any], error: type[Exception], world: World) -> None:
     """Raise the error, in all processes, for the first of these that differs between them."""
-    group = processes()
-    everyone = group.gather(found)
+    everyone = world.gather(found)
 
     def differing() -> None:
         for name in everyone[0]:
             for index, other in enumerate(everyone):
                 if other.get(name) != everyone[0][name]:
-                    raise error(_sentence(group, name, index, everyone))
+                    raise error(_sentence(world, name, index, everyone))
 
-    group.each(differing)
+    world.each(differing)
 
 
-def _sentence(group: Processes, name: str, index: int, everyone: list[dict[str, Any]]) -> str:
-    found = [
-        f"{_short(everyone[i].get(name))} in process {i} on machine '{group.machines[i]}'"
-        for i in (0, index)
-    ]
+def _sentence(world: World, name: str, index: int, everyone: list[dict[str, Any]]) -> str:
+    found = [f"{_short(everyone[i].get(name))} in {world.process_name(i)}" for i in (0, index)]
     names = [*everyone[0]]
     behind = names[names.index(name) + 1 :]
     others = [n for n in behind if everyone[index].get(n) != everyone[0][n] and n[:2] == "--"]

@@ -19,7 +19,8 @@ from llmq.model.rings import Result, named_inputs
 from llmq.options.options import TrainConfig
 from llmq.options.rules import RULES
 from llmq.run.ranks import Ranks, Rounds
-from llmq.runtime.mesh import DATA, World
+from llmq.runtime.mesh import DATA
+from llmq.runtime.world import World
 from llmq.state.placement import mesh_of
 
 DOCUMENT_TOKENS = (100, 1000)  # of documents in random batches, as conversations have

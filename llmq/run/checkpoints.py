@@ -33,7 +33,7 @@ from llmq.run.requests import Requests
 from llmq.run.run_paths import move_aside, undone_checkpoints
 from llmq.run.saving import BackgroundWriter, Clean, Cleaned, Written
 from llmq.run.trainer import Trainer
-from llmq.runtime.processes import Processes, processes
+from llmq.runtime.world import World
 
 MISSING = 3  # checkpoints that could not be written, after which it is said so that all see it
 SHORT_WAIT = 0.5  # seconds for the checkpoint before, of which nothing is said
@@ -90,7 +90,7 @@ class Checkpoints(Member):
 
     def _kept(self) -> dict[int, CheckpointInfo]:
         where = (self.config.checkpoint_dir, self.trainer.run)
-        return processes().on_first(lambda: kept_checkpoints(*where))
+        return self.trainer.world.on_first(lambda: kept_checkpoints(*where))
 
     def newest_good(self, last: int) -> Path | None:
         """The newest whole checkpoint of the stage up to step `last`; None without one.
@@ -106,7 +106,7 @@ class Checkpoints(Member):
                 good = verdict is None or verdict.good or verdict.level >= 0
             else:
                 good = step % interval == 0 and verdict is not None and verdict.good
-            if good and problem_of(path) is None:
+            if good and problem_of(path, self.trainer.world) is None:
                 return path
         return None
 
@@ -116,7 +116,7 @@ class Checkpoints(Member):
         """Move aside what a run has left that is continued from before its end."""
         if step < self.trainer.total_steps:
             where = (self.config, self.trainer.run, step)
-            for line in processes().on_first(lambda: move_aside(undone_checkpoints(*where))):
+            for line in self.trainer.world.on_first(lambda: move_aside(undone_checkpoints(*where))):
                 self.reporter.message(line, step)
 
     def before_step(self, step: int, *, new_epoch: bool) -> None:
@@ -249,7 +249,7 @@ class Checkpoints(Member):
         written = self._writer.ended(wait=True)
         self._take(written)
         self.finish()  # with old ones, which may be deleted now
-        waited = processes().share(time.monotonic() - start)
+        waited = self.trainer.world.share(time.monotonic() - start)
         if before is not None and waited > SHORT_WAIT and not self._told:
             self._told = True
             self.reporter.message(
@@ -293,7 +293,7 @@ class Checkpoints(Member):
         give_up: what is being written; else it is finished, where this process can do that alone.
         """
         self._writer.stop(give_up=give_up)
-        if processes().count == 1 and not give_up:
+        if not (self.trainer.world.several or give_up):
             with suppress(Exception):  # there is a first error, and a failed device repeats it
                 self.finish()
 
@@ -355,7 +355,7 @@ class Checkpoints(Member):
         if writing is not None and path == checkpoint_path(self.config.checkpoint_dir, writing):
             self._verdict = verdict
             return
-        if not processes().first:
+        if not self.trainer.world.first:
             return
         try:
             mine = self.trainer.run.owns(checkpoint_owner(path))
@@ -374,7 +374,7 @@ class Checkpoints(Member):
         cleaning = self._cleaning(self.saved_at, self._unread)
         self._unclean = self._writer.busy
         if not self.config.ckpt_background:
-            self._take_cleaned(self.saved_at, self._unread, cleaning(processes()))
+            self._take_cleaned(self.saved_at, self._unread, cleaning(self.trainer.world))
         elif not self._unclean:
             self._writer.clean(cleaning)
 
@@ -407,12 +407,12 @@ def clean(
     saved_at: int,
     unread: Path | None,
     spared: Collection[int],
-    group: Processes,
+    world: World,
 ) -> Cleaned:
     """Delete old checkpoints, if the checkpoint of step saved_at is whole.
 
     first: first step of the stage. unread: path of the checkpoint of saved_at, if still to be read
-    back. spared: steps whose checkpoints stay. All processes of the group call this function.
+    back. spared: steps whose checkpoints stay. All processes of the world call this function.
     """
     directory = config.checkpoint_dir
 
@@ -424,12 +424,12 @@ def clean(
         interval = config.ckpt_interval if config.guard == "rollback" else 0
         return outdated(found, *keep, spared=spared, interval=interval, first=first)
 
-    gone = group.on_first(old)
+    gone = world.on_first(old)
     reads = unread is not None and bool(gone)
     if reads:
         forget_pages(unread)
-        problem = problem_of(unread, group)
+        problem = problem_of(unread, world)
         if problem is not None:
             return Cleaned(problem, 0, reads)
-    removed = group.on_first(lambda: delete_old(directory, run, gone))
+    removed = world.on_first(lambda: delete_old(directory, run, gone))
     return Cleaned(None, len(removed), reads)

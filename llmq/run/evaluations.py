@@ -63,7 +63,7 @@ class EvaluationInputs:
 def read_evaluation_inputs(trainer: Trainer) -> EvaluationInputs:
     """LlmqError names what cannot be read, or does not fit into the run."""
     config, model = trainer.config, trainer.model
-    shape = (config, model, trainer.machine.world)
+    shape = (config, model, trainer.world)
     sets = {
         name: open_loaders(*shape, held_out=True, pattern=pattern)
         for name, pattern in config.eval_sets.items()
@@ -237,7 +237,7 @@ class Evaluations(Member):
         whole = loader.batches_per_epoch
         batches = whole if max_batches is None else min(max_batches, whole)
         start = time.perf_counter()
-        ranks, asked = trainer.machine.world.count, itertools.count()
+        ranks, asked = trainer.world.count, itertools.count()
         view = self.reporter.view
 
         def stopped() -> bool:  # asked before each batch of each rank, and after its last one
@@ -349,7 +349,7 @@ class Evaluations(Member):
         step, prompts = trainer.steps_done, range(len(self.material.prompts))
         rngs = [np.random.default_rng([self.config.seed, step, i]) for i in prompts]
         predict = partial(trainer.ranks.next_logits, stopped=self.stopped)
-        predictor = Predictor(predict, trainer.model, self.config.seq_len)
+        predictor = Predictor(predict, trainer.model, self.config.seq_len, trainer.world)
         texts: list[list[int]] = [[] for _ in prompts]
         try:
             with trainer.averaged():

@@ -171,7 +171,7 @@ class Judging(Member):
         """The checkpoint of the best step; LlmqError where it is not whole."""
         directory, step = self.trainer.config.checkpoint_dir, self.checkpoints.best.step
         path = checkpoint_path(directory, step)
-        problem = problem_of(path)
+        problem = problem_of(path, self.trainer.world)
         if problem is not None:
             raise LlmqError(f"--export best: {problem}, or --continue --export last")
         return path

@@ -25,7 +25,6 @@ from llmq.runtime.arena import align_up
 from llmq.runtime.device import Device
 from llmq.runtime.gpu_info import GpuInfo
 from llmq.runtime.nvml import NvmlGpu
-from llmq.runtime.processes import processes
 
 # ------------------------------------------------------------------------------------------------
 # [System] and [Speed of Light]
@@ -207,7 +206,7 @@ class TimeBreakdown(Member):
             yield
 
     def after_step(self, done: StepDone) -> None:
-        of_all = [ranges for own in processes().gather(self._timings) for ranges in own]
+        of_all = [ranges for own in self._trainer.world.gather(self._timings) for ranges in own]
         self._reporter.time_breakdown(done.step, of_all, done.result.communication)
 
 

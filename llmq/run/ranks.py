@@ -34,10 +34,10 @@ from llmq.options.options import TrainConfig
 from llmq.plan.plan import Plan, comm_options
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine
-from llmq.runtime.mesh import DATA, World
-from llmq.runtime.processes import processes
+from llmq.runtime.mesh import DATA
 from llmq.runtime.timing import time_ranges
 from llmq.runtime.workers import Command, RankPool
+from llmq.runtime.world import World
 from llmq.state.frozen import Elements
 from llmq.state.params import Param
 from llmq.state.pieces import SlabPiece, Snapshot
@@ -215,7 +215,7 @@ class Rounds:
         self.cut = False
         self._count, self._stopped = count, stopped
         self._taken = dict.fromkeys(world.local, 0)
-        self._several = world.several
+        self._world = world
         self._decided = 0  # rounds that all processes have agreed on
         self._lock = threading.Lock()
 
@@ -235,11 +235,11 @@ class Rounds:
 
     def _decide(self, taken: int, cut: bool) -> None:
         """Whether it goes on, for a rank that has taken so many. cut: as this process sees it."""
-        if self._several:
+        if self._world.several:
             if taken < self._decided:
                 return
             self._decided += 1
-            cut = any(processes().gather(cut))
+            cut = any(self._world.gather(cut))
         self.cut = cut
         if cut:
             self._count = max(self._taken.values())
@@ -274,14 +274,15 @@ class Ranks:
         self._enqueued = 0
         self._commands: dict[int, Command[int]] = {}  # the last RESULTS, by ticket
         self._batches: dict[int, Sequence[Sequence[Batch]]] = {}  # theirs, if they are steps
-        several = processes().count > 1
+        several = self.world.several
         self.pool = RankPool(
             self.world.count,
             watchdog=0 if several else config.watchdog,
             describe=self._describe,
             world=self.world,
         )
-        processes().watch(self.pool, self._waits)
+        if several:
+            self.world.mpi.watch(self.pool, self._waits)
 
         exchange, sizes = comm_options(config, plan.placement), plan.usage.sizes
 
@@ -372,7 +373,7 @@ class Ranks:
     def padding_of(self, ticket: int) -> int:
         """Positions of all ranks in that step that reports do not count, see Batch."""
         own = sum(batch.padding for batches in self._batches[ticket] for batch in batches)
-        return sum(processes().gather(own))
+        return sum(self.world.gather(own))
 
     def result(self, ticket: int) -> Result:
         """The result of the step with this ticket on all ranks; waits until it is done."""
@@ -416,7 +417,7 @@ class Ranks:
         self.run(name, run)
         if rounds.cut:
             return None
-        of_all = {index: made for own in processes().gather(found) for index, made in own.items()}
+        of_all = {index: made for own in self.world.gather(found) for index, made in own.items()}
         return [of_all[index] for index in range(len(batches))]
 
     def next_logits(
@@ -496,7 +497,7 @@ class Ranks:
             return files
 
         try:
-            of_processes = processes().together(write_all)
+            of_processes = self.world.together(write_all)
         except BaseException:
             writers[self.world.base].discard()
             raise
@@ -527,31 +528,31 @@ class Ranks:
         name = f"reading {param.name}"
         of_ranks = self.run(name, lambda rank: parts_of(rank.dev, param, rank.pieces(group)))
         own = [part for of_rank in of_ranks for part in of_rank]
-        parts = processes().gather_arrays(own, to_all=to_all)
-        return assemble(param, parts) if to_all or processes().first else np.empty(0)
+        parts = self.world.gather_arrays(own, to_all=to_all)
+        return assemble(param, parts) if to_all or self.world.first else np.empty(0)
 
     def first_reads(self, fn: Callable[[Callable[[Param], np.ndarray]], T]) -> T:
         """fn(read) on the first process, where read(param) gives a whole parameter; the others take
         part."""
 
         def read(param: Param) -> np.ndarray:
-            processes().share(param)
+            self.world.share(param)
             return self.read_param("weights", param, to_all=False)
 
         def whole() -> T:
             try:
                 return fn(read)
             finally:
-                processes().share(None)
+                self.world.share(None)
 
-        while not processes().first and (asked := processes().share(None)) is not None:
+        while not self.world.first and (asked := self.world.share(None)) is not None:
             self.read_param("weights", asked, to_all=False)
-        return processes().on_first(whole)
+        return self.world.on_first(whole)
 
     def everywhere(self, name: str, fn: Callable[[Rank], T]) -> list[T]:
         """Call as `run` does, with the results of the ranks of all processes, which must be
         picklable."""
-        results = processes().gather(self.run(name, fn))
+        results = self.world.gather(self.run(name, fn))
         return [result for of_process in results for result in of_process]
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from llmq.base.errors import taken_warnings
 from llmq.base.signals import SUPERVISED, FirstSignal, SaveSignal
 from llmq.options.options import TrainConfig
 from llmq.run.events import Member, StepDone
-from llmq.runtime.processes import processes
+from llmq.runtime.world import World
 
 SAVE_NOW = "save-now"  # a file of this name in the directory of checkpoints asks for one
 LOOK_SECONDS = 1.0  # between two looks for that file: a directory may be far away
@@ -29,8 +29,10 @@ class Requests(Member):
     time.monotonic(), from which --max-hours counts, or from the first attempt of --restarts.
     """
 
-    def __init__(self, config: TrainConfig, checkpoint_bytes: int, start: float):
-        self._config = config
+    def __init__(
+        self, config: TrainConfig, checkpoint_bytes: int, start: float, world: World = World()
+    ):
+        self._config, self._world = config, world
         self._attempt = time.monotonic()
         self._begin = float(os.environ.get(SUPERVISED, start))
         self._looked = -LOOK_SECONDS
@@ -56,7 +58,7 @@ class Requests(Member):
         now, minutes = time.monotonic(), self._config.ckpt_every_minutes
         if self._save.taken():
             return "SIGUSR1"
-        if not processes().first:
+        if not self._world.first:
             return None
         if now - self._looked >= LOOK_SECONDS:
             self._looked = now
@@ -100,12 +102,12 @@ class Requests(Member):
     @property
     def signum(self) -> int | None:
         """The signal that asks for the end, if one came to any process."""
-        return self._first.signum if processes().count == 1 else self._agreed
+        return self._agreed if self._world.several else self._first.signum
 
     @property
     def ends(self) -> bool:
         """Whether the run is to end: by a signal or --max-hours."""
-        if processes().count == 1:
+        if not self._world.several:
             return self.seen_here()
         return self._agreed is not None or self._all_over
 
@@ -115,19 +117,18 @@ class Requests(Member):
     def agree(self, *, asks: bool = False) -> str | None:
         """Exchange with other processes what each may see alone, between two steps; asks: also what
         asks for a checkpoint, which is returned. The first process prints the others' warnings."""
-        group = processes()
+        world = self._world
         asked = self.for_checkpoint() if asks else None
-        if group.count == 1:
+        if not world.several:
             return asked
-        answers = group.gather((self._first.signum, self.for_end(), asked, taken_warnings()))
+        answers = world.gather((self._first.signum, self.for_end(), asked, taken_warnings()))
         signals = [number for number, *_ in answers if number is not None]
         self._all_over |= any(late for _, late, *_ in answers)
         self._agreed = signals[0] if self._agreed is None and signals else self._agreed
         for index, (*_, lines) in enumerate(answers):
             new = [line for line in lines if line not in self._told]
             self._told.update(new)
-            if group.first and index > 0:
+            if world.first and index > 0:
                 for line in new:
-                    where = f"process {index} on machine '{group.machines[index]}'"
-                    print(f"warning: {where}: {line}", file=sys.stderr)
+                    print(f"warning: {world.process_name(index)}: {line}", file=sys.stderr)
         return next((why for *_, why, _ in answers if why is not None), None)

@@ -30,7 +30,7 @@ from llmq.run.agreement import compare
 from llmq.run.initial_weights import ADAPTED_BY
 from llmq.run.run_paths import log_of_run
 from llmq.runtime.machine import choose_machine
-from llmq.runtime.processes import processes
+from llmq.runtime.world import World
 
 
 class Stage(NamedTuple):
@@ -85,14 +85,16 @@ def _sizes_of_longest(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"seq_len": longest, "batch_size": sizes[0] * sizes[1] // longest}
 
 
-def left_stages(config: TrainConfig, model: ModelConfig, checkpoint: Path | None) -> list[Stage]:
+def left_stages(
+    config: TrainConfig, model: ModelConfig, checkpoint: Path | None, world: World
+) -> list[Stage]:
     """The stages that are not over at a checkpoint. LlmqError where one of them cannot be run, so
-    that no run finds that out at its end."""
+    that no run finds that out at its end. All processes of the world call this function."""
     if config.seq_stages is None:
         return stages_of(config)
     step = None if checkpoint is None else read_manifest(checkpoint / MANIFEST)["run"]["step"]
     left = [s for s in stages_of(config) if s.stop is None or (step or 0) < s.stop]
-    machine = choose_machine(config.device, config.gpus)
+    machine = choose_machine(config.device, config.gpus, world)
     for stage in left:
         plan_run(stage.config.validate_with(model), model, machine)
     return left if step is None else [left[0].resumed(step), *left[1:]]
@@ -104,19 +106,20 @@ _FOUND_BY = ("continue_from", "name", "checkpoint_dir")
 _FIXED = ("from_scratch", "init_proj_to_zero")  # of the weights that a run begins with
 
 
-def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def inherited_options(given: Mapping[str, Any], world: World = World()) -> dict[str, Any]:
     """The options of the checkpoint that --continue names, by field, that are not as by default or
-    implied; {} without one. given: what the user has set. ConfigError for what cannot be changed,
-    and for --continue with nothing to begin with."""
+    implied; {} without one. given: what the user has set. world: whose processes all call this
+    function. ConfigError for what cannot be changed, and for --continue with nothing to begin
+    with."""
     spec = given.get("continue_from")
-    compare({OPTIONS[name].flag: given.get(name) for name in _FOUND_BY}, ConfigError)
+    compare({OPTIONS[name].flag: given.get(name) for name in _FOUND_BY}, ConfigError, world)
     if spec is None:
         return {}
     where = {name: given[name] for name in ("name", "checkpoint_dir") if name in given}
     directory = TrainConfig(**where).normalized().checkpoint_dir
     if spec == NEWEST or spec.isdecimal():
-        check_shared(directory)
-    checkpoint = find_checkpoint(directory, spec)
+        check_shared(directory, world)
+    checkpoint = find_checkpoint(directory, spec, world=world)
     if checkpoint is None:
         if spec != NEWEST and "model" not in given:
             raise NoCheckpoint(directory, spec)
@@ -126,13 +129,13 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
                 "give the --name or the --checkpoint-dir of a run, or all options of a new one"
             )
         return {}
-    document = processes().on_first(lambda: read_manifest(checkpoint / MANIFEST))
+    document = world.on_first(lambda: read_manifest(checkpoint / MANIFEST))
     saved, owner = _known(saved_options(document), checkpoint), RunId.of(document["run"])
     homes = [directory, TrainConfig(name=saved.get("name", "")).normalized().checkpoint_dir]
     is_home = checkpoint.resolve().parent in [home.resolve() for home in homes]
     # Before what may differ is looked at.
     last = saved.get("log_file") if is_home else None
-    log = last and processes().on_first(lambda: log_of_run(owner, Path(last)))
+    log = last and world.on_first(lambda: log_of_run(owner, Path(last)))
     saved.pop("adapter", None)  # the checkpoint has gone on from it
     for name in _FIXED:
         if name in given and given[name] != saved.get(name, given[name]):

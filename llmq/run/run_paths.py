@@ -34,6 +34,7 @@ from llmq.checkpoint.store import (
 from llmq.options.option_types import NEWEST
 from llmq.options.options import TrainConfig
 from llmq.report.json_log import has_records, is_damaged_log, log_owner
+from llmq.runtime.world import World
 
 
 @contextmanager
@@ -51,13 +52,13 @@ def locked_places(config: TrainConfig) -> Iterator[None]:
         yield
 
 
-def checkpoint_to_continue(config: TrainConfig) -> Path | None:
+def checkpoint_to_continue(config: TrainConfig, world: World) -> Path | None:
     """The checkpoint that --continue names; without one, or with none there to be the newest, None.
-    All processes call it."""
+    All processes of the world call this function."""
     if config.continue_from is None:
         return None
     passed: list[str] = []
-    found = find_checkpoint(config.checkpoint_dir, config.continue_from, passed)
+    found = find_checkpoint(config.checkpoint_dir, config.continue_from, passed, world)
     warn(*(f"--continue: {line}" for line in passed))
     if found is None:
         if config.continue_from != NEWEST:

@@ -28,7 +28,7 @@ from llmq.options.presets import find_directory, is_preset
 from llmq.plan.checks import check_sizes
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.plan_device import PlanDevice
-from llmq.runtime.processes import processes
+from llmq.runtime.world import World
 from llmq.state.params import Param, weight_table
 from llmq.state.placement import resident
 from llmq.state.weights import Weights
@@ -70,12 +70,14 @@ class Predictor:
         next_logits: Callable[[list[list[int]]], Sequence[np.ndarray]],
         config: ModelConfig,
         positions: int,
+        world: World = World(),
     ):
-        """next_logits: of texts of at least one id, F32 (V,) behind each. ConfigError for a model
-        that predicts no tokens."""
+        """next_logits: of texts of at least one id, F32 (V,) behind each. world: whose processes
+        all ask for the same texts. ConfigError for a model that predicts no tokens."""
         if config.num_labels:
             raise ConfigError("the model has a score head, which predicts no tokens")
         self.next_logits, self.config, self.positions = next_logits, config, positions
+        self._world = world
 
     def texts(
         self,
@@ -94,7 +96,7 @@ class Predictor:
                 return
             pairs = list(zip(texts, self.next_logits([*texts.values()]), strict=True))
             # All processes go on with the same ids, whatever they make of the logits.
-            chosen = processes().on_first(lambda pairs=pairs: {i: choose(i, x) for i, x in pairs})
+            chosen = self._world.on_first(lambda pairs=pairs: {i: choose(i, x) for i, x in pairs})
             ends = {*stop, *self.config.eos_token_ids}
             texts = {i: [*texts[i], new] for i, new in chosen.items() if new not in ends}
             yield {i: ids[-1] for i, ids in texts.items()}

@@ -15,7 +15,7 @@ from llmq.checkpoint.checkpoint import CheckpointWriter, FileEntry, write_group
 from llmq.checkpoint.folder import discard
 from llmq.checkpoint.manifest import Manifest
 from llmq.run.ranks import Ranks
-from llmq.runtime.processes import ALONE, Outcome, Processes, processes
+from llmq.runtime.world import Outcome, World
 from llmq.state.pieces import SlabPiece
 
 THREADS = 8  # that write files of one process
@@ -33,8 +33,8 @@ class Cleaned(NamedTuple):
     read: bool
 
 
-Clean = Callable[[Processes], Cleaned]
-"""Reads the newest checkpoint back and deletes old ones, by these processes together."""
+Clean = Callable[[World], Cleaned]
+"""Reads the newest checkpoint back and deletes old ones, by the processes of a world together."""
 
 
 class Written(NamedTuple):
@@ -69,7 +69,7 @@ class BackgroundWriter:
 
     def __init__(self, ranks: Ranks, directory: Path):
         """directory: of checkpoints."""
-        self._ranks, self._directory = ranks, directory
+        self._ranks, self._world, self._directory = ranks, ranks.world, directory
         self._thread: threading.Thread | None = None
         self._outcome = Outcome(None, None)
         # A function that follows when the threads of all processes have ended; it gets the outcome
@@ -90,7 +90,7 @@ class BackgroundWriter:
         """Begin to write a checkpoint of this moment. clean: what follows the commit."""
         self._step, self._start, self._copied = step, time.monotonic(), False
         self._ranks.run("copying the state", lambda rank: rank.step.snapshot.take())
-        if processes().count == 1:
+        if not self._world.several:
             self._begin(lambda: self._alone(manifest, clean), self._shared)
         else:
             self._begin(self._write, partial(self._commit, manifest, clean))
@@ -98,11 +98,11 @@ class BackgroundWriter:
     def clean(self, clean: Clean) -> None:
         """Begin to delete, between checkpoints."""
         self._step, self._start, self._copied = None, time.monotonic(), True
-        self._on_first(lambda: self._done(cleaned=clean(ALONE)))
+        self._on_first(lambda: self._done(cleaned=clean(World())))
 
     def _on_first(self, work: Callable[[], Written]) -> None:
         """Begin what the first process's thread does for all."""
-        self._begin(work if processes().first else lambda: None, self._shared)
+        self._begin(work if self._world.first else lambda: None, self._shared)
 
     def _begin(self, work: Callable[[], Any], then: Callable[[Outcome], Written | None]) -> None:
         def run() -> None:
@@ -140,13 +140,13 @@ class BackgroundWriter:
     def _last(self, manifest: Manifest, clean: Clean, files: list[FileEntry]) -> Written:
         """The work of one process for all of them."""
         try:
-            path = self._writer(self._ranks.world.base).commit(manifest, files)
+            path = self._writer(self._world.base).commit(manifest, files)
         except DiskError as error:
             return self._done(error=error)
-        return self._done(path, cleaned=clean(ALONE))
+        return self._done(path, cleaned=clean(World()))
 
     def _writer(self, rank: int) -> CheckpointWriter:
-        return CheckpointWriter(self._directory, self._step, rank, self._ranks.world_size)
+        return CheckpointWriter(self._directory, self._step, rank, self._world.size)
 
     def _discard(self) -> None:
         discard(self._directory, self._step)
@@ -203,14 +203,14 @@ class BackgroundWriter:
 
     def _shared(self, outcome: Outcome) -> Written:
         """The outcome of the first process's thread."""
-        return processes().on_first(partial(_value, outcome))
+        return self._world.on_first(partial(_value, outcome))
 
     def _commit(self, manifest: Manifest, clean: Clean, outcome: Outcome) -> Written | None:
         """When the threads of several processes have written their files, or could not."""
         try:
-            of_processes = processes().together(partial(_value, outcome))
+            of_processes = self._world.together(partial(_value, outcome))
         except BaseException as error:
-            if processes().first:
+            if self._world.first:
                 self._discard()
             if not isinstance(error, DiskError):
                 raise
@@ -224,7 +224,7 @@ class BackgroundWriter:
         while wait and self._thread.is_alive():
             self._thread.join(POLL)
             self._ranks.pool.beat()
-        return all(processes().gather(not self._thread.is_alive()))
+        return all(self._world.gather(not self._thread.is_alive()))
 
     def stop(self, *, give_up: bool) -> None:
         """Wait for the thread of this process, whose memory is going to be freed.

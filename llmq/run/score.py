@@ -19,7 +19,6 @@ from llmq.data.scores import COMPLETE, Scored, ScoreWriter, scores_path
 from llmq.data.tokens import TokenFile
 from llmq.run.ranks import Rank, Ranks
 from llmq.runtime.mesh import DATA
-from llmq.runtime.processes import processes
 
 SAVE_SECONDS = 30.0  # between saved states: an interruption costs no more than this
 ROUNDS = 8  # batches of each rank that are computed before their scores are written
@@ -52,7 +51,7 @@ def score_files(
     paths = [scores_path(folder, file.path) for file in files]
     if len({*paths}) < len(paths):
         raise DataError(f"two of the token files have one name, which '{folder}' cannot hold")
-    processes().on_first(lambda: make_directory(folder))
+    ranks.world.on_first(lambda: make_directory(folder))
     seq_len = ranks.first.step.inputs.tokens.shape[1]
     before = 0
     for file, path in zip(files, paths, strict=True):
@@ -68,7 +67,7 @@ def score_files(
                 to.append(ScoreWriter(path, scored, overwrite=True))
             return to[0].done
 
-        done = processes().on_first(open_writer)
+        done = ranks.world.on_first(open_writer)
         if done != COMPLETE:
             scoring = _Scoring(ranks, file, separator, top_k, report)
             scoring.run(opened[0] if opened else None, done, before)

@@ -19,9 +19,8 @@ from llmq.run.metrics import Reporter
 from llmq.runtime.device import Device
 from llmq.runtime.gpu_info import bus_id, cuda_uuid
 from llmq.runtime.host_usage import HostUsage
-from llmq.runtime.mesh import World
 from llmq.runtime.nvml import NO_REASON, UNSUPPORTED, NvmlGpu, find_gpu, load_nvml, reason, xid_text
-from llmq.runtime.processes import processes
+from llmq.runtime.world import World
 
 INTERVAL = 1.0  # seconds between two rounds of readings
 PATIENCE = 2.0  # seconds that the end of a run waits for a driver that does not answer
@@ -285,7 +284,7 @@ class Sensing(Member):
         self.waits.add(done.result, done.ms)
         if self._every > 0 and done.step % self._every == 0:
             self._report(done.step)
-        elif processes().count == 1:
+        elif not self._world.several:
             self._tell(done.step, self.sensors.take_news())
 
     def explain(self, error: Exception) -> None:
@@ -308,9 +307,9 @@ class Sensing(Member):
         """The records of all processes. CPUs have one for each machine."""
         waits, seen = self.waits.take(), set()
         own = (self.sensors.take(), self.sensors.take_news())
-        for index, (summaries, news) in enumerate(processes().gather(own)):
-            machine, place = processes().machines[index], {}
-            if processes().count > 1:
+        for index, (summaries, news) in enumerate(self._world.gather(own)):
+            machine, place = self._world.machines[index], {}
+            if self._world.several:
                 place = {"machine": machine}
                 news = [f"{line} (machine '{machine}')" for line in news]
             self._tell(step, news)

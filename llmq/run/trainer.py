@@ -55,7 +55,7 @@ from llmq.run.score import score_files
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.mesh import DATA
-from llmq.runtime.processes import processes, refuse_several
+from llmq.runtime.world import World, refuse_several
 from llmq.state.params import Param
 
 
@@ -71,11 +71,11 @@ class Trainer(Closing):
     that do not work raise LlmqError before anything is allocated. Several GPUs (gpus=...) have a
     thread each, all driven from the one that calls; an error in one of them stops all.
 
-    config, model: TrainConfig and ModelConfig. plan: what was counted before allocating. machine,
-    world_size: what it runs on, and how many. steps_done: since the beginning of the run.
-    validated_at: how many they were at the last validation. history: what a checkpoint keeps of
-    reports. run: its id; after `load` that of the checkpoint, or of a fork under another name.
-    tokenizer_id: what made the data, None if that is not known.
+    config, model: TrainConfig and ModelConfig. plan: what was counted before allocating. machine:
+    what it runs on. world, world_size: its processes and ranks, and how many ranks. steps_done:
+    since the beginning of the run. validated_at: how many they were at the last validation.
+    history: what a checkpoint keeps of reports. run: its id; after `load` that of the checkpoint,
+    or of a fork under another name. tokenizer_id: what made the data, None if that is not known.
     """
 
     def __init__(self, **options: Any):
@@ -100,13 +100,15 @@ class Trainer(Closing):
         model: ModelConfig,
         model_dir: Path | None,
         tokenizer_id: TokenizerId | None = None,
+        world: World = World(),
     ) -> Trainer:
         """A trainer with checked options, without weights: call `load_weights` or `load` next.
 
-        tokenizer_id: of `agreed_tokenizer`; None where the data do not matter.
+        tokenizer_id: of `agreed_tokenizer`; None where the data do not matter. world: whose
+        processes all make the same calls of the trainer.
         """
         self = cls.__new__(cls)
-        self._open(config, model, model_dir, tokenizer_id)
+        self._open(config, model, model_dir, tokenizer_id, world)
         return self
 
     def _open(
@@ -115,6 +117,7 @@ class Trainer(Closing):
         model: ModelConfig,
         model_dir: Path | None,
         tokenizer_id: TokenizerId | None,
+        world: World = World(),
         named: Collection[str] = (),
     ) -> None:
         """named: options of the caller. Files that are among them are opened; their documents and
@@ -129,15 +132,15 @@ class Trainer(Closing):
         self.history: dict[str, Any] = {}
         self._has_scores = False
         self._restored: TemporaryDirectory | None = None  # for a checkpoint's tokenizer
-        self.machine: Machine = choose_machine(config.device, config.gpus)
-        self.world_size = self.machine.world_size
-        planning = processes().each(lambda: plan_run(config, model, self.machine))
+        self.machine: Machine = choose_machine(config.device, config.gpus, world)
+        self.world, self.world_size = self.machine.world, self.machine.world_size
+        planning = self.world.each(lambda: plan_run(config, model, self.machine))
         self.plan, planned, backend = planning
         self.machine.compile_ahead(self.plan.sources)
         self._check_named(named)
-        self._origin = processes().each(lambda: InitialWeights(config, model, model_dir))
+        self._origin = self.world.each(lambda: InitialWeights(config, model, model_dir))
         chosen = (backend, planned.attn_bwd_chunks, self.plan.usage.sizes)
-        check_start(config, model, chosen, self._origin.weights)
+        check_start(config, model, chosen, self._origin.weights, self.world)
         self.ranks = Ranks(self.machine, self.plan, planned, model, backend)
 
     def _check_named(self, named: Collection[str]) -> None:
@@ -163,14 +166,14 @@ class Trainer(Closing):
     @cached_property
     def train_loaders(self) -> list[DataLoader]:
         """Training batches of this process's ranks; files are opened and checked at first use."""
-        return open_loaders(self.config, self.model, self.machine.world, held_out=False)
+        return open_loaders(self.config, self.model, self.world, held_out=False)
 
     @cached_property
     def eval_loaders(self) -> list[DataLoader]:
         """Validation batches, as train_loaders."""
         if not self.config.validates:
             return []
-        return open_loaders(self.config, self.model, self.machine.world, held_out=True)
+        return open_loaders(self.config, self.model, self.world, held_out=True)
 
     @property
     def train_loader(self) -> DataLoader:
@@ -287,7 +290,7 @@ class Trainer(Closing):
         self.advance_epoch_if_needed()
         count = min(self.config.grad_accumulation, self.train_loader.batches_left)
         turns = self.train_loaders * count
-        return processes().each(lambda: [loader.next_batch() for loader in turns])
+        return self.world.each(lambda: [loader.next_batch() for loader in turns])
 
     @property
     def identity(self) -> BaseId:
@@ -380,7 +383,7 @@ class Trainer(Closing):
         directory = self.config.checkpoint_dir if directory is None else Path(directory)
         writer, files = self.ranks.write(directory, self.steps_done)
         manifest = self.manifest()
-        return processes().on_first(lambda: writer.commit(manifest, files))
+        return self.world.on_first(lambda: writer.commit(manifest, files))
 
     def manifest(self) -> Manifest:
         """The manifest of a checkpoint of this moment; all processes call it."""
@@ -407,7 +410,7 @@ class Trainer(Closing):
                 state = reader.manifest.loader
                 opened = self.__dict__.get("train_loaders", [])
                 move_loaders(self.train_loaders if state else opened, state)
-            runs = (self.config, self.world_size, reader.manifest, reader.world)
+            runs = (self.config, self.world_size, reader.manifest, reader.world_size)
             changes = changed_options(*runs, new_data=new_data)
             warn(*changes.numbers)
             if self._origin.adapters is not None:  # the checkpoint has nothing else
@@ -429,11 +432,11 @@ class Trainer(Closing):
         """A checkpoint of this run's model, or of its adapters, or the newest in a directory;
         LlmqError where there is none."""
         passed: list[str] = []
-        found = checkpoint_at(Path(path), passed)
+        found = checkpoint_at(Path(path), passed, self.world)
         warn(*passed)
         if found is None:
             raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
-        with processes().each(lambda: CheckpointReader(found)) as reader:
+        with self.world.each(lambda: CheckpointReader(found, self.world)) as reader:
             self._origin.check_checkpoint(reader)
             reader.check(self._step.table, self._step.optimizer.trained)
             check_model(reader, self.model)
@@ -470,7 +473,7 @@ class Trainer(Closing):
                 self.ranks.first_reads(write)
         else:
             with self._opened(checkpoint) as reader:
-                processes().on_first(lambda: write(reader.model))
+                self.world.on_first(lambda: write(reader.model))
         if isinstance(tokenizer, Path) and made and made.fingerprint != ByteTokenizer.fingerprint:
             warn(*exported_otherwise(directory, tokenizer, self.config.train_patterns[0]))
 
@@ -487,7 +490,7 @@ class Trainer(Closing):
         tokenizer = guarded_tokenizer(self.tokenizer)
         source = self._origin.source
         model = self.model if source is None else self.model.ending_at(source.ends)
-        predictor = Predictor(self.ranks.next_logits, model, seq_len)
+        predictor = Predictor(self.ranks.next_logits, model, seq_len, self.world)
         with self.averaged():
             return prompt + "".join(choice.texts(predictor, tokenizer, prompt, seq_len=seq_len))
 

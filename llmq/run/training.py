@@ -68,7 +68,7 @@ from llmq.run.trainer import Trainer
 from llmq.runtime.gpu_info import gpu_info
 from llmq.runtime.host_usage import available_host_memory, host_memory
 from llmq.runtime.nvml import NvmlGpu
-from llmq.runtime.processes import processes
+from llmq.runtime.world import World
 
 Gpus = Sequence[NvmlGpu | None]
 """By rank; None where there is nothing to read."""
@@ -101,9 +101,9 @@ def announce_options(
 ) -> None:
     """[Options], and their records. checkpoint: that the run goes on from."""
     resumed_at = 0 if checkpoint is None else checkpoint_step(checkpoint)
-    run, world = trainer.run.record(), trainer.machine.world
-    several = len(world.counts) > 1
-    where = {"machines": [world.machines[p] for p in world.processes]} if several else {}
+    run, world, where = trainer.run.record(), trainer.world, {}
+    if world.several:
+        where = {"machines": [world.machines[process] for process in world.processes]}
     reporter.log.write("cmd", 0, run=run, cmd=argv, resumed_at=resumed_at, **where)
     config = trainer.config
     if config.has_adapters:
@@ -135,9 +135,9 @@ def announce_machine(
         available, total = (size // MIB for size in host_memory())
         lines = [f"  Device 0: {trainer.dev.spec.name}"]
         if trainer.world_size > 1:
-            world = trainer.machine.world
-            processes_ = f", in {len(world.counts)} processes on {world.num_machines} machines"
-            lines.append(f"  Ranks: {world.size}{processes_ if world.several else ' threads'}")
+            world = trainer.world
+            processes = f", in {len(world.counts)} processes on {world.num_machines} machines"
+            lines.append(f"  Ranks: {world.size}{processes if world.several else ' threads'}")
         reporter.block("System 0", [*lines, f"  Memory: {total - available} MiB / {total} MiB"])
     if trainer.machine.note:
         reporter.message(trainer.machine.note)
@@ -169,11 +169,11 @@ def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
 def _system_records(trainer: Trainer, gpus: Gpus) -> list[dict]:
     """The system records of every rank's GPU."""
     infos = trainer.ranks.run("looking at the GPU", lambda rank: gpu_info(rank.dev.index))
-    group, first = processes(), trainer.machine.world.base
-    machine = {} if group.count == 1 else {"machine": group.machines[group.index]}
-    pairs = enumerate(zip(infos, gpus, strict=True), first)
+    world = trainer.world
+    machine = {"machine": world.machine} if world.several else {}
+    pairs = enumerate(zip(infos, gpus, strict=True), world.base)
     own = [system_record(rank, *pair) | machine for rank, pair in pairs]
-    return [record for of_process in group.gather(own) for record in of_process]
+    return [record for of_process in world.gather(own) for record in of_process]
 
 
 def announce_data(
@@ -248,7 +248,7 @@ def _other_memory(trainer: Trainer, gpus: Gpus, host_memory_before: int) -> dict
     """The bytes of the device's memory that are not ours."""
     if trainer.dev.kind == "host":
         needed = needed_bytes(trainer.plan, trainer.dev.spec)
-        available = host_memory_before // trainer.machine.world.ranks_here
+        available = host_memory_before // trainer.world.ranks_here
         return {"Free": min(available, trainer.config.memory_limit or available) - needed}
     record = _system_records(trainer, gpus)[0]
     free, reserved = record["free"], record["reserved"]
@@ -324,27 +324,31 @@ def load_state(trainer: Trainer, reporter: Reporter, checkpoint: Path | None) ->
 
 
 def run_training(
-    config: TrainConfig, model: ModelConfig, model_dir: Path | None, argv: list[str]
+    config: TrainConfig,
+    model: ModelConfig,
+    model_dir: Path | None,
+    argv: list[str],
+    world: World = World(),
 ) -> None:
-    """Train as the options say; Interrupted after saving when a signal ended the run. LlmqError
-    before the first step: paths that cannot be written or belong to another run, no such
-    checkpoint, data that do not fit, too little memory."""
-    processes().on_first(lambda: check_libraries(config))
-    processes().on_first(lambda: check_writable("--out-dir", config.out_dir))
-    processes().each(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
+    """Train as the options say; Interrupted after saving when a signal ended the run. world: whose
+    processes all call this function. LlmqError before the first step: paths that cannot be written
+    or belong to another run, no such checkpoint, data that do not fit, too little memory."""
+    world.on_first(lambda: check_libraries(config))
+    world.on_first(lambda: check_writable("--out-dir", config.out_dir))
+    world.each(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
     with ExitStack() as stack:
-        check_shared(config.checkpoint_dir)
-        processes().on_first(lambda: stack.enter_context(locked_places(config)))
-        checkpoint = processes().each(lambda: checkpoint_to_continue(config))
-        run = processes().on_first(lambda: run_id(config, checkpoint))
+        check_shared(config.checkpoint_dir, world)
+        world.on_first(lambda: stack.enter_context(locked_places(config)))
+        checkpoint = world.each(lambda: checkpoint_to_continue(config, world))
+        run = world.on_first(lambda: run_id(config, checkpoint))
         start = time.monotonic()
-        stage, *others = processes().each(lambda: left_stages(config, model, checkpoint))
-        over = _run_locked(stage, model, model_dir, argv, run, checkpoint, start)
+        stage, *others = world.each(lambda: left_stages(config, model, checkpoint, world))
+        over = _run_locked(stage, model, model_dir, argv, run, checkpoint, start, world)
         for stage in (other.following() for other in others):
             if over:  # by an early stop
                 break
-            checkpoint = processes().each(partial(checkpoint_to_continue, stage.config))
-            over = _run_locked(stage, model, model_dir, argv, run, checkpoint, start)
+            checkpoint = world.each(partial(checkpoint_to_continue, stage.config, world))
+            over = _run_locked(stage, model, model_dir, argv, run, checkpoint, start, world)
 
 
 def _run_locked(
@@ -355,36 +359,35 @@ def _run_locked(
     identity: RunId,
     checkpoint: Path | None,
     start: float,
+    world: World,
 ) -> bool:
     """A stage of run_training, while no other run writes to the same places; True if the run is
-    over with this stage. start: start of the run, of time.monotonic()."""
+    over with this stage. start: start of the run, of time.monotonic(). world: of run_training."""
     config = stage.config
-    where = (config, identity, model_dir, checkpoint)
-    strangers = processes().on_first(lambda: things_in_the_way(*where))
+    strangers = world.on_first(lambda: things_in_the_way(config, identity, model_dir, checkpoint))
     host_memory_before = available_host_memory()
-    tokenizer = processes().each(lambda: agreed_tokenizer(config, model_dir, checkpoint))
+    tokenizer = world.each(lambda: agreed_tokenizer(config, model_dir, checkpoint))
     with ExitStack() as run_end:
-        trainer = run_end.enter_context(Trainer.from_config(config, model, model_dir, tokenizer))
+        opened = run_end.enter_context
+        trainer = opened(Trainer.from_config(config, model, model_dir, tokenizer, world))
         trainer.run = identity
-        processes().each(lambda: check_data(trainer))
-        material = run_end.enter_context(
-            closing(processes().each(lambda: read_evaluation_inputs(trainer)))
-        )
-        check_token_files([*trainer.train_loaders, *trainer.eval_loaders, *material.loaders])
-        best = processes().each(
+        world.each(lambda: check_data(trainer))
+        material = opened(closing(world.each(lambda: read_evaluation_inputs(trainer))))
+        check_token_files([*trainer.train_loaders, *trainer.eval_loaders, *material.loaders], world)
+        best = world.each(
             lambda: Best(
-                config.keep_best, config.checkpoint_dir, material.metrics, config.stop_after
+                config.keep_best, config.checkpoint_dir, material.metrics, config.stop_after, world
             )
         )
-        on_cpu, machines = trainer.dev.kind == "host", trainer.machine.world.num_machines
+        on_cpu, machines = trainer.dev.kind == "host", trainer.world.num_machines
         warn(*RULES.idle(config, ranks=Ranks(trainer.world_size, machines, on_cpu)))
         length = Length(trainer.world_size, trainer.total_steps, trainer.steps_per_epoch)
         warn(*RULES.idle(config, length=length))
-        moved = processes().on_first(lambda: clear_places(config, checkpoint, strangers))
-        path = config.log_file if processes().first else Path(os.devnull)
-        log = processes().each(lambda: JsonLog(path, append=config.continue_from is not None))
+        moved = world.on_first(lambda: clear_places(config, checkpoint, strangers))
+        path = config.log_file if world.first else Path(os.devnull)
+        log = world.each(lambda: JsonLog(path, append=config.continue_from is not None))
         reporter = Reporter(log, PlainView(), trainer.total_steps)
-        if processes().first:
+        if world.first:
             add_sinks(config, log, reporter.message)
         run = _Run(trainer, reporter, material, best, start, stage)
         try:
@@ -393,7 +396,8 @@ def _run_locked(
             announce_memory(trainer, reporter, run.sensing.sensors.sources, host_memory_before)
             announce_start(trainer, reporter, time.monotonic() - start, run.judging.stop)
             steps = (trainer.steps_done, trainer.total_steps)
-            reporter.view = view_of_run(*steps, run.sensing.panel, path)
+            if not world.several:  # a launcher shows the first process a terminal that is none
+                reporter.view = view_of_run(*steps, run.sensing.panel, path)
             try:
                 with run.requests.noted():
                     run.loop.run()
@@ -425,15 +429,15 @@ class _Run:
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
         own, events = (trainer, reporter), Events()
         size = checkpoint_bytes(self.config, trainer.model, trainer.plan.placement)
-        self.events, self.requests = events, Requests(self.config, size, start)
+        self.events, self.requests = events, Requests(self.config, size, start, trainer.world)
         self.evaluations = Evaluations(*own, material, events, self.requests.seen_here)
         guard = Guard(
             self.config, loss_class(self.config).guessing(self.config, trainer.model.outputs)
         )
         self.checkpoints = Checkpoints(*own, best, guard, events, self.requests, stage.first)
         self.judging = Judging(*own, guard, self.checkpoints, self.evaluations, events)
-        world, every = trainer.machine.world, self.config.log_gpu_util
-        self.sensing = Sensing(trainer.ranks.devices, world, reporter, every)
+        every = self.config.log_gpu_util
+        self.sensing = Sensing(trainer.ranks.devices, trainer.world, reporter, every)
         self.loop = Loop(*own, events, self.judging, self.requests, stage.stop)
 
     def close(self) -> None:

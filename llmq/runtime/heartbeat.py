@@ -39,12 +39,12 @@ class Beat(NamedTuple):
 class Heartbeat:
     """The thread of one process."""
 
-    def __init__(self, processes: Any, seconds: float):
-        """processes: an MpiProcesses. seconds: --watchdog, positive."""
-        self._processes = processes
+    def __init__(self, mpi: Any, seconds: float):
+        """mpi: an Mpi. seconds: --watchdog, positive."""
+        self._mpi = mpi
         self._pool: RankPool | None = None
         self._waits: Callable[[int], bool] = lambda rank: False
-        self._seconds = seconds + (0.0 if processes.first else LATER)
+        self._seconds = seconds + (0.0 if mpi.first else LATER)
         self._beats: dict[int, tuple[float, Beat]] = {}  # when, and what
         self._start = time.monotonic()
         self._closed = threading.Event()
@@ -70,18 +70,18 @@ class Heartbeat:
     @property
     def _others(self) -> range:
         """The processes that are told: the first tells all others, these tell the first."""
-        return range(1, self._processes.count) if self._processes.first else range(1)
+        return range(1, self._mpi.count) if self._mpi.first else range(1)
 
     def _tell(self, *, ended: bool = False) -> Beat:
         own = self._own(ended=ended)
         for process in self._others:
-            self._processes.tell(process, own)
+            self._mpi.tell(process, own)
         return own
 
     def _run(self) -> None:
-        first, others = self._processes.first, self._others
+        first, others = self._mpi.first, self._others
         while not self._closed.wait(min(1.0, self._seconds / 8)):
-            for process, beat in self._processes.heard():
+            for process, beat in self._mpi.heard():
                 self._beats[process] = (time.monotonic(), beat)
             own = self._tell()
             problem = self._silent(others) or (self._hanging(own) if first else None)
@@ -105,7 +105,7 @@ class Heartbeat:
         return None
 
     def _name(self, process: int) -> str:
-        return f"process {process} on machine '{self._processes.machines[process]}'"
+        return f"process {process} on machine '{self._mpi.machines[process]}'"
 
     def _hanging(self, own: Beat) -> str | None:
         """The error for ranks of which none, in any process, goes on."""
@@ -129,7 +129,7 @@ class Heartbeat:
 
     def _end(self, problem: str) -> None:
         self._print(f"error: {problem}")
-        self._processes.abort(MachineError.STATUS)
+        self._mpi.abort(MachineError.STATUS)
 
     def close(self) -> None:
         """Stop watching, and tell the others that this process has."""

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llmq.base.dtypes import MIB
@@ -13,8 +13,8 @@ from llmq.runtime.gpu_info import bus_id, gpu_count
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.host_usage import available_host_memory
 from llmq.runtime.kernel import KernelSource
-from llmq.runtime.mesh import Mesh, World
-from llmq.runtime.processes import processes
+from llmq.runtime.mesh import Mesh
+from llmq.runtime.world import World
 
 # A card that `llmq plan` assumes where none is named: as many multiprocessors as any real card has
 # (an RTX PRO 6000 has 188), with which most workspaces are largest (not all: those of adapters'
@@ -96,39 +96,39 @@ def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:
     return CudaDevice(index, sizes, tune=False)
 
 
-def choose_machine(device: str, gpus: int) -> Machine:
-    """The devices of this process, and the world that those of all make. device: "auto", "cpu" or
-    "cuda". gpus: ranks of this process, 0 for all GPUs there are, on the CPU for one. Raises
-    LlmqError when what is asked for is not there; the message says why and what to do."""
-    group = processes()
+def choose_machine(device: str, gpus: int, world: World = World()) -> Machine:
+    """The devices of this process, and the world with a rank for each device. device: "auto", "cpu"
+    or "cuda". gpus: ranks of this process, 0 for all GPUs there are, on the CPU for one. world:
+    whose processes all call this. Raises LlmqError when what is asked for is not there; the message
+    says why and what to do."""
 
     def look() -> tuple[str, int, str | None, list[str]]:
         kind, note = _kind_of(device)
         count = gpu_count() if kind == "cuda" else 0
-        ids = [bus_id(i) if group.count > 1 else str(i) for i in range(count)]
+        ids = [bus_id(i) if world.several else str(i) for i in range(count)]
         return kind, gpus, note, ids
 
-    found = group.together(look)
-    kind, _, note, _ = found[group.index]
+    found = world.together(look)
+    kind, _, note, _ = found[world.index]
     for index, (other, *_) in enumerate(found):
         if other != found[0][0]:
-            names = [f"process {i} on machine '{group.machines[i]}'" for i in (0, index)]
+            names = [world.process_name(i) for i in (0, index)]
             raise ConfigError(
                 f"--device {device}: {names[0]} runs on {found[0][0]}, {names[1]} on {other}: "
                 "give --device cuda or cpu"
             )
     if kind == "host":
         counts = tuple(max(asked, 1) for _, asked, _, _ in found)
-        world = World(counts, group.machines, group.index)
-        return Machine(kind=kind, spec=HOST_SPEC, note=note, world=world)
-    divided = divide_gpus(group.machines, [(asked, ids) for _, asked, _, ids in found])
-    indices = divided[group.index]
-    specs = [spec for specs in group.together(lambda: _specs(indices)) for spec in specs]
+        whole = replace(world, counts=counts)
+        return Machine(kind=kind, spec=HOST_SPEC, note=note, world=whole)
+    divided = divide_gpus(world.machines, [(asked, ids) for _, asked, _, ids in found])
+    indices = divided[world.index]
+    specs = [spec for specs in world.together(lambda: _specs(indices)) for spec in specs]
     return Machine(
         kind=kind,
         spec=common_spec(specs),
         note=difference([spec.name for spec in specs]),
-        world=World(tuple(map(len, divided)), group.machines, group.index),
+        world=replace(world, counts=tuple(map(len, divided))),
         indices=indices,
     )
 

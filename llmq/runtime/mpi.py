@@ -24,7 +24,7 @@ import numpy as np
 from llmq.base.errors import LlmqError
 from llmq.runtime.heartbeat import Heartbeat
 from llmq.runtime.machine import use_all_cpus
-from llmq.runtime.processes import Outcome, Processes, launched
+from llmq.runtime.world import World, launched
 
 if TYPE_CHECKING:
     from llmq.runtime.workers import RankPool
@@ -39,9 +39,9 @@ CONTROL, WATCH = 0, 1  # tags beside those of data
 FIRST_DATA_TAG = 16
 
 
-def join() -> MpiProcesses:
-    """Initialize MPI; LlmqError where that is not possible, or sees other processes than there are.
-    Called once, by all processes."""
+def join() -> World:
+    """Initialize MPI; the world, with one rank for each process. LlmqError where MPI cannot be
+    initialized, or sees other processes than there are. Called once, by all processes."""
     expected = launched()
     try:
         import mpi4py
@@ -62,11 +62,14 @@ def join() -> MpiProcesses:
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise LlmqError("this MPI allows a single thread: one with MPI_THREAD_SERIALIZED is needed")
     use_all_cpus()
-    return MpiProcesses(MPI)
+    mpi = Mpi(MPI)
+    return World((1,) * mpi.count, mpi.machines, mpi.index, mpi)
 
 
-class MpiProcesses(Processes):
-    """See Processes. `gather`, `share`, `together` and `on_first` go through the first process."""
+class Mpi:
+    """The exchange of values between processes, for World; `gather` and `share` go through the
+    first process. index: of this process. count: of all. machines: the name of each one's
+    machine."""
 
     def __init__(self, mpi: Any):
         """mpi: the module mpi4py.MPI, initialized."""
@@ -79,6 +82,7 @@ class MpiProcesses(Processes):
         self._control, self._data = world, world.Dup()
         self._lock = threading.Lock()
         self.index, self.count = world.Get_rank(), world.Get_size()
+        self.first = self.index == 0
         self.check: Callable[[], None] = lambda: None  # raises if there is no use in waiting
         self._heartbeat: Heartbeat | None = None
         self._told: list[Any] = []  # what `tell` has begun, which keeps its memory
@@ -120,6 +124,7 @@ class MpiProcesses(Processes):
         return data
 
     def gather(self, value: T) -> list[T]:
+        """Gather as World.gather does."""
         if self.first:
             others = (pickle.loads(self._receive(i)) for i in range(1, self.count))
             return self.share([value, *others])
@@ -130,38 +135,12 @@ class MpiProcesses(Processes):
         return values
 
     def share(self, value: T) -> T:
+        """Share as World.share does."""
         if self.first:
             data = pickle.dumps(value)
             self.finish([self._send(data, i) for i in range(1, self.count)], self.check)
             return value
         return pickle.loads(self._receive(0))
-
-    def together(self, fn: Callable[[], T]) -> list[T]:
-        outcomes = self.gather(_outcome(fn))
-        for index, outcome in enumerate(outcomes):
-            if outcome.error is not None:
-                alike = all(str(o.error) == str(outcome.error) for o in outcomes)
-                raise self._agreed(outcome.error, None if alike else index)
-        return [outcome.value for outcome in outcomes]
-
-    def each(self, fn: Callable[[], T]) -> T:
-        kept = []
-        self.together(lambda: kept.append(fn()))
-        return kept[0]
-
-    def on_first(self, fn: Callable[[], T]) -> T:
-        outcome = self.share(_outcome(fn) if self.first else None)
-        if outcome.error is not None:
-            raise self._agreed(outcome.error, None)
-        return outcome.value
-
-    def _agreed(self, error: BaseException, index: int | None) -> BaseException:
-        """The error, which all processes raise now. index: of the process that it comes from."""
-        if index is not None and isinstance(error, LlmqError):
-            where = f"process {index} on machine '{self.machines[index]}'"
-            error = type(error)(f"{where}: {error.headline}", error.details)
-        error.agreed = True
-        return error
 
     # -- data ------------------------------------------------------------------------------------
 
@@ -191,6 +170,7 @@ class MpiProcesses(Processes):
     def gather_arrays(
         self, parts: list[tuple[int, np.ndarray]], *, to_all: bool = True
     ) -> list[tuple[int, np.ndarray]]:
+        """Gather arrays as World.gather_arrays does."""
         headers = self.gather([(number, array.size, array.dtype) for number, array in parts])
         others = [p for p in range(self.count) if p != self.index]
         requests, found = [], []
@@ -214,6 +194,8 @@ class MpiProcesses(Processes):
             self._heartbeat = Heartbeat(self, seconds)
 
     def watch(self, pool: RankPool, waits: Callable[[int], bool]) -> None:
+        """From now on the ranks of this process are those of the pool. waits: whether a rank waits
+        for others."""
         self.check = pool.check
         if self._heartbeat is not None:
             self._heartbeat.watch(pool, waits)
@@ -259,10 +241,3 @@ def wait_for_reader(stream: Any, until: float) -> None:
             if time.monotonic() > until:
                 break
             time.sleep(0.01)
-
-
-def _outcome(fn: Callable[[], Any]) -> Outcome:
-    try:
-        return Outcome(fn(), None)
-    except LlmqError as error:
-        return Outcome(None, error)

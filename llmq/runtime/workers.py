@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from llmq.base.errors import LlmqError, MachineError
-from llmq.runtime.mesh import World
+from llmq.runtime.world import World
 
 POLL = 0.1  # seconds after which a waiting caller looks for signals
 PATIENCE = 4.0  # seconds

@@ -13,7 +13,7 @@ import pytest
 from llmq.checkpoint.folder import _digest, problem_of
 from llmq.commands.cli import _run
 from llmq.data.token_shards import gaps
-from llmq.runtime.processes import ALONE, Processes
+from llmq.runtime.world import World
 from tests.runs import make_workplace, train
 from tests.text_data import run, write_jsonl
 
@@ -57,12 +57,10 @@ def test_what_is_whole(capsys):
     assert not any("DAMAGED" in line for line in lines)
 
 
-class Two(Processes):
-    """One of two processes, whose values the other one has as well."""
+class Exchange:
+    """Gathers this process's value, and the value of the other one of two."""
 
-    count, machines = 2, ("a", "b")
-
-    def __init__(self, index, other=lambda value: value):
+    def __init__(self, index, other):
         self.index, self.other = index, other
 
     def gather(self, value):
@@ -71,18 +69,23 @@ class Two(Processes):
         return values
 
 
+def two(index, other=lambda value: value):
+    """The world of one of two processes, whose values the other one has as well."""
+    return World((1, 1), ("a", "b"), index, Exchange(index, other))
+
+
 def test_what_was_hashed_is_not_read_again(tmp_path):
     """Two processes that see the same files hash a half of them each, else all."""
     path = shutil.copytree("ckpt/step_00000002", tmp_path / "step_00000002")
     names = sorted(file.name for file in path.glob("*.safetensors"))
 
-    def read(group):
+    def read(world):
         before = _digest.cache_info().misses
-        assert problem_of(path, group) is None
+        assert problem_of(path, world) is None
         return _digest.cache_info().misses - before
 
     assert len(names) == 3
-    assert [read(Two(0)), read(Two(1)), read(ALONE)] == [2, 1, 0]
+    assert [read(two(0)), read(two(1)), read(World())] == [2, 1, 0]
     for name in names:
         os.utime(path / name)
 
@@ -90,8 +93,8 @@ def test_what_was_hashed_is_not_read_again(tmp_path):
         ((manifest, _), problem) = value if isinstance(value, tuple) else ((None, None), value)
         return value if manifest is None else ((manifest, "other files"), problem)
 
-    assert read(Two(1, copied)) == 3
-    another = problem_of(path, Two(0, lambda value: value and (("another", ""), None)))
+    assert read(two(1, copied)) == 3
+    another = problem_of(path, two(0, lambda value: value and (("another", ""), None)))
     assert another == f"'{path}' is not the same checkpoint on machine 'a' and on machine 'b'"
     (path / names[0]).write_bytes(b"x" * (path / names[0]).stat().st_size)
     assert names[0] in problem_of(path)

@@ -158,7 +158,7 @@ def test_names_and_manifest(tmp_path):
     ]
     with CheckpointReader(path) as reader:
         expected = replace(MANIFEST_VALUES, model=MODEL.without_foreign_tokens())
-    assert (reader.step, reader.world, reader.manifest) == (123, 2, expected)
+    assert (reader.step, reader.world_size, reader.manifest) == (123, 2, expected)
     document = json.loads((path / MANIFEST).read_text("utf-8"))
     assert document["distributed"]["world"] == 2
     assert document["run"]["step"] == 123

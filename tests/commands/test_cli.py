@@ -27,6 +27,7 @@ from llmq.options.options import OPTIONS
 from llmq.options.options_io import COMMAND_LINE_ONLY, make_config
 from llmq.options.presets import preset
 from llmq.plan.target import MachineOptions
+from llmq.runtime.world import World
 
 GOLDEN = Path(__file__).parent / "golden" / "flags.txt"
 TINY = ["--model", "tiny", "--from-scratch"]
@@ -133,11 +134,11 @@ def test_train_passes_config_model_and_arguments(stub, monkeypatch):
     training = stub("run.training.run_training")
     monkeypatch.setattr(sys, "argv", ["llmq", "train", "..."])
     assert _run(["train", *TINY, "--batch=2", "--lr", "1e-3", "--name", "x"]) == 0
-    config, model, model_dir, argv = training.args
+    config, model, model_dir, argv, world = training.args
     assert (config.batch_size, config.learning_rate) == (2, 1e-3)
     assert config.out_dir == Path("output/x")
     assert (model, model_dir) == (preset("tiny"), None)
-    assert argv == ["llmq", "train", "..."]
+    assert (argv, world) == (["llmq", "train", "..."], World())
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_auto_trains_what_it_has_chosen(stub):
     assert (config.batch_size, model, reserve) == (8, preset("tiny"), None)
     assert given == {"model", "from_scratch", "batch_size"}
     argv = ["llmq", "train", "--model=tiny", "--from-scratch", "--recompute-att"]
-    assert training.args == (chosen, preset("tiny"), None, argv)
+    assert training.args == (chosen, preset("tiny"), None, argv, World())
 
 
 @pytest.mark.parametrize("equal", [True, False])

@@ -36,7 +36,7 @@ def test_published_command_lines(monkeypatch, capsys, row):
     command = ["train", f"--model=Qwen2.5-{row.model}", *COMMON, f"--gpus={row.gpus}"]
     command += [f"--matmul-dtype={row.dtype}", *row.options()]
     assert _run(command) == 0
-    ((config, model, _, _),) = runs
+    ((config, model, *_),) = runs
     sizes = {"0.5B": 896, "1.5B": 1536, "3B": 2048, "7B": 3584}
     assert model.hidden_size == sizes.get(row.model, 5120)
     assert config.matmul_dtype == row.dtype

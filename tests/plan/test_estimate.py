@@ -14,7 +14,7 @@ from llmq.plan.checks import plan_run
 from llmq.plan.estimate import Planner
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine
-from llmq.runtime.mesh import World
+from llmq.runtime.world import World
 
 CARD = find_card("4090")
 EVERYTHING = {

@@ -15,8 +15,8 @@ from llmq.plan.checks import attention_backend
 from llmq.runtime import compile, cuda_api, cuda_device, host_usage, machine
 from llmq.runtime.device import DeviceSpec, MemorySizes
 from llmq.runtime.machine import Machine, choose_machine, divide_gpus
-from llmq.runtime.mesh import Mesh, World
-from llmq.runtime.processes import launched
+from llmq.runtime.mesh import Mesh
+from llmq.runtime.world import World, launched
 from tests.runtime.fake_cudnn import FakeCudnn, fake_cupy
 
 GPU = DeviceSpec(name="GPU", capability=90, num_sms=132, memory=80 << 30, library_workspace=0)

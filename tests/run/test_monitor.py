@@ -25,8 +25,8 @@ from llmq.runtime.gpu_info import (
     library_versions,
 )
 from llmq.runtime.host_device import HostDevice
-from llmq.runtime.mesh import World
 from llmq.runtime.nvml import NvmlGpu
+from llmq.runtime.world import World
 from tests.fake_nvml import FakeError, FakeGpu, FakeNvml
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -198,7 +198,8 @@ def test_a_run_says_that_its_card_is_unknown():
         reporter = SimpleNamespace(message=said.append, block=lambda *args: None, log=nothing)
         trainer = SimpleNamespace(
             dev=SimpleNamespace(kind=kind, spec=SimpleNamespace(name=name)),
-            machine=SimpleNamespace(note=None, world=World()),
+            machine=SimpleNamespace(note=None),
+            world=World(),
             ranks=SimpleNamespace(links=None, run=lambda *args: []),
             world_size=1,
         )

@@ -115,7 +115,7 @@ def test_reports_of_two_gpus(monkeypatch, capsys):
     fake_sensors(monkeypatch, FakeGpu(0, power=7000), FakeGpu(1, power=8000))
 
     def connect(devices, options, workers, world):
-        connect_host(devices, workers)
+        connect_host(devices, workers, world)
         return table
 
     def gpu_info(index):

@@ -14,8 +14,8 @@ from llmq.base.errors import LlmqError
 from llmq.model.rings import Result
 from llmq.run.sensors import Sensing, Sensor, Sensors, Waits, Window, open_sensors
 from llmq.runtime.host_usage import HostUsage
-from llmq.runtime.mesh import World
 from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, load_nvml, reason, xid_text
+from llmq.runtime.world import World
 from tests.conftest import gpu_problem
 from tests.fake_nvml import FAKE_UUID, GIB, MIB, FakeError, FakeGpu, FakeNvml, fake_sensors
 
@@ -299,16 +299,13 @@ def test_records_of_several_machines(monkeypatch):
     """Each process reads its own GPUs; the first one writes what all have found."""
     fake_sensors(monkeypatch, FakeGpu(0))
     notes = Notes()
-    sensing = Sensing([device(0, rank=1)], World((1, 1), ("a", "b"), 1), notes, 1)
 
     class Both:
-        count, index, machines = 2, 1, ("a", "b")
-
         def gather(self, own):
             records, _ = own
             return [([records[0] | {"id": 7}], ["GPU 0: Xid 13"]), own]
 
-    monkeypatch.setattr("llmq.run.sensors.processes", Both)
+    sensing = Sensing([device(0, rank=1)], World((1, 1), ("a", "b"), 1, Both()), notes, 1)
     try:
         sensing.after_step(done(0, result(1.0, 2.0), 10.0))
     finally:
@@ -324,15 +321,12 @@ def test_processes_of_one_machine_have_one_record_of_its_cpus(monkeypatch):
     notes, devices = Notes(), [device(0, kind="host")]
     read = HostUsage.read
     monkeypatch.setattr(HostUsage, "read", lambda self: read(self) | {"util": 30})
-    sensing = Sensing(devices, World((1, 1, 1), ("a", "a", "b")), notes, 1)
 
     class Three:
-        count, index, machines = 3, 0, ("a", "a", "b")
-
         def gather(self, own):
             return [own] * 3
 
-    monkeypatch.setattr("llmq.run.sensors.processes", Three)
+    sensing = Sensing(devices, World((1, 1, 1), ("a", "a", "b"), 0, Three()), notes, 1)
     try:
         sensing.after_step(done(0, result(), 10.0))
     finally:

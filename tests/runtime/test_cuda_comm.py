@@ -23,9 +23,9 @@ from llmq.runtime import cuda_api
 from llmq.runtime import machine as machines
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import MemorySizes
-from llmq.runtime.mesh import Mesh, World
-from llmq.runtime.processes import Processes
+from llmq.runtime.mesh import Mesh
 from llmq.runtime.workers import Stopped, Workers
+from llmq.runtime.world import World
 from tests.harness import GPU_SPEC
 from tests.runtime.fake_cuda import CudaError, FakeApi, FakeStatus
 
@@ -351,19 +351,16 @@ def test_nccl_calls(machine, library):
     assert library.log == [(rank, "destroy") for rank in range(3)]
 
 
-def test_nccl_of_several_processes(machine, library, monkeypatch):
+def test_nccl_of_several_processes(machine, library):
     """One grouped call of each process, with the first one's id; ranks count through."""
 
-    class Second(Processes):
-        index, count = 1, 2
-
+    class Second:
         def gather(self, value):
             return [{(0, 1, 2): (7, 8)} if value == {} else False, value]
 
-    monkeypatch.setattr(nccl, "processes", Second)
-    monkeypatch.setattr(cuda, "processes", Second)
     devices = [CudaDevice(i, SIZES, mesh=Mesh.of(3, 1 + i)) for i in range(2)]
-    assert connect(devices, CommOptions(), Workers(2)) is not None
+    world = World((1, 2), ("a", "a"), 1, Second())
+    assert connect(devices, CommOptions(), Workers(2), world) is not None
     assert os.environ["NCCL_P2P_DISABLE"] == "1", "one process cannot, so none does"
     assert library.log[:4] == ["start", ("init", 3, (7, 8), 1), ("init", 3, (7, 8), 2), "end"]
     assert {e[1] for e in library.log[4:] if e[0] in (1, 2)} == {"allGather", "reduceScatter"}
@@ -380,19 +377,16 @@ def test_nccl_of_several_processes(machine, library, monkeypatch):
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_nccl_across_machines(machine, library, monkeypatch):
+def test_nccl_across_machines(machine, library):
     """The second of two machines: copies within, and a communicator for each place across."""
 
-    class Second(Processes):
-        index, count = 1, 2
-
+    class Second:
         def gather(self, value):
             return [{(0, 2): (7,), (1, 3): (8,)} if value == {} else True, value]
 
-    monkeypatch.setattr(nccl, "processes", Second)
-    monkeypatch.setattr(cuda, "processes", Second)
     devices = [CudaDevice(i, SIZES, mesh=Mesh.of(4, 2 + i, shards=2)) for i in range(2)]
-    connect(devices, CommOptions(memcpy_all_gather=True), Workers(2))
+    world = World((2, 2), ("a", "b"), 1, Second())
+    connect(devices, CommOptions(memcpy_all_gather=True), Workers(2), world)
     inner = [entry for entry in library.log if entry[1:2] == ("reduceScatter",)]
     assert [entry[0] for entry in inner] == [0, 1], "of the machine's own communicator"
     at = library.log.index(("init", 2, (7,), 1))
@@ -409,19 +403,16 @@ def test_nccl_across_machines(machine, library, monkeypatch):
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_machine_of_one_gpu(library, monkeypatch):
+def test_a_machine_of_one_gpu(library):
     """It has nobody to share with, and closes what joins it to others."""
 
-    class Second(Processes):
-        index, count = 1, 2
-
+    class Second:
         def gather(self, value):
             return [{(0, 1): (7,)} if value == {} else True, value]
 
-    monkeypatch.setattr(nccl, "processes", Second)
-    monkeypatch.setattr(cuda, "processes", Second)
     dev = CudaDevice(0, SIZES, mesh=Mesh.of(2, 1, shards=1))
-    connect([dev], CommOptions(all_to_all_reduce=True), Workers(1))
+    world = World((1, 1), ("a", "b"), 1, Second())
+    connect([dev], CommOptions(all_to_all_reduce=True), Workers(1), world)
     assert os.environ["NCCL_RUNTIME_CONNECT"] == "0"
     library.log.clear()
     whole, own = make(dev, 2 * N), make(dev, N)
@@ -452,7 +443,7 @@ def test_copies_do_not_reach_other_processes():
 @pytest.mark.parametrize("fails", ["malloc", "groupEnd", "deviceSynchronize"])
 def test_connecting_that_fails_gives_back_its_memory(machine, library, monkeypatch, fails):
     devices = open_devices()
-    ends = nccl.open_communicators(library, devices, "shard", several=False)
+    ends = nccl.open_communicators(library, devices, "shard", None)
     held, owner = set(machine.runtime.buffers), library if fails == "groupEnd" else machine.runtime
     work, calls = getattr(owner, fails), []
 

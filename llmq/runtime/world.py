@@ -1,0 +1,203 @@
+"""The processes of a run and their ranks: one process, or several that a launcher of MPI starts.
+
+Every process runs the whole program. The first process prints, logs, and does what is done once.
+Without a launcher, or with a single process, nothing of MPI is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from llmq.base.errors import LlmqError
+
+if TYPE_CHECKING:  # --help does not wait for NumPy
+    import numpy as np
+
+T = TypeVar("T")
+
+# Launchers tell by these how many processes they have started: Open MPI's mpirun, those of MPICH
+# and Intel MPI, MVAPICH's, srun. (SLURM_NTASKS is also set in a batch script, which is one
+# process.)
+SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> int:
+    """How many processes the launcher has started; 1 without one."""
+    found = (environment.get(name, "") for name in SIZES)
+    return max((int(text) for text in found if text.isdecimal()), default=1)
+
+
+def refuse_several(what: str, instead: str = "start it without mpirun or srun") -> None:
+    """LlmqError if a launcher has started several processes for what works in one."""
+    count = launched()
+    if count > 1:
+        raise LlmqError(f"{what} works in one process, and {count} were started: {instead}")
+
+
+class Outcome(NamedTuple):
+    """The result of a function, or the error that the function raised."""
+
+    value: Any
+    error: BaseException | None
+
+
+@dataclass(frozen=True)
+class World:
+    """This process and its ranks among all processes and ranks of a run.
+
+    Ranks are counted through: machine by machine, on each machine process by process. All processes
+    make the same calls of the methods from `gather` to `gather_arrays`, in the same order.
+
+    counts: ranks of each process; one each until `choose_machine` divides the devices. machines:
+    the name of each process's machine; processes of a machine follow each other. index: this
+    process. mpi: the `llmq.runtime.mpi.Mpi` through which processes exchange values; None: there is
+    one process, or the world is that of a plan. World() is one process with one rank.
+    """
+
+    counts: tuple[int, ...] = (1,)
+    machines: tuple[str, ...] = ("",)
+    index: int = 0
+    mpi: Any = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, size: int) -> World:
+        """One process with so many ranks."""
+        return cls(counts=(size,))
+
+    @classmethod
+    def like(cls, size: int, machines: int) -> World:
+        """So many ranks, divided equally among machines with a process each."""
+        return cls((size // machines,) * machines, tuple(map(str, range(machines))))
+
+    # -- processes -------------------------------------------------------------------------------
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one process."""
+        return len(self.counts) > 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that prints and logs."""
+        return self.index == 0
+
+    @property
+    def machine(self) -> str:
+        """The name of this process's machine."""
+        return self.machines[self.index]
+
+    def process_name(self, index: int) -> str:
+        """The name of a process, for messages."""
+        return f"process {index} on machine '{self.machines[index]}'"
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes, in their order; every process gets the list."""
+        return [value] if self.mpi is None else self.mpi.gather(value)
+
+    def share(self, value: T) -> T:
+        """The first process's value, in every process."""
+        return value if self.mpi is None else self.mpi.share(value)
+
+    def together(self, fn: Callable[[], T]) -> list[T]:
+        """Call fn in every process; the results of all processes. An LlmqError that fn raises in
+        one process is raised in all."""
+        if self.mpi is None:
+            return [fn()]
+        outcomes = self.gather(_outcome(fn))
+        for index, outcome in enumerate(outcomes):
+            if outcome.error is not None:
+                alike = all(str(o.error) == str(outcome.error) for o in outcomes)
+                raise self._agreed(outcome.error, None if alike else index)
+        return [outcome.value for outcome in outcomes]
+
+    def each(self, fn: Callable[[], T]) -> T:
+        """Call fn in every process; this process's result, which need not be picklable. An
+        LlmqError that fn raises in one process is raised in all."""
+        kept = []
+        self.together(lambda: kept.append(fn()))
+        return kept[0]
+
+    def on_first(self, fn: Callable[[], T]) -> T:
+        """Call fn in the first process only; every process gets the result, or raises the
+        LlmqError."""
+        if self.mpi is None:
+            return fn()
+        outcome = self.share(_outcome(fn) if self.first else None)
+        if outcome.error is not None:
+            raise self._agreed(outcome.error, None)
+        return outcome.value
+
+    def gather_arrays(
+        self, parts: list[tuple[int, np.ndarray]], *, to_all: bool = True
+    ) -> list[tuple[int, np.ndarray]]:
+        """The numbered arrays of all processes, in the order of processes; all processes get the
+        list, or only the first does."""
+        return parts if self.mpi is None else self.mpi.gather_arrays(parts, to_all=to_all)
+
+    def _agreed(self, error: BaseException, index: int | None) -> BaseException:
+        """The error, which all processes raise now. index: of the process that raised it alone."""
+        if index is not None and isinstance(error, LlmqError):
+            error = type(error)(f"{self.process_name(index)}: {error.headline}", error.details)
+        error.agreed = True
+        return error
+
+    # -- ranks -----------------------------------------------------------------------------------
+
+    @cached_property
+    def size(self) -> int:
+        """Ranks of all processes."""
+        return sum(self.counts)
+
+    @cached_property
+    def base(self) -> int:
+        """The first rank of this process."""
+        return sum(self.counts[: self.index])
+
+    @property
+    def count(self) -> int:
+        """Ranks of this process."""
+        return self.counts[self.index]
+
+    @property
+    def local(self) -> range:
+        """The ranks of this process."""
+        return range(self.base, self.base + self.count)
+
+    @cached_property
+    def processes(self) -> tuple[int, ...]:
+        """The process of each rank."""
+        return tuple(p for p, count in enumerate(self.counts) for _ in range(count))
+
+    @cached_property
+    def ranks_here(self) -> int:
+        """Ranks on this machine, of all its processes."""
+        return self.ranks_of_machines[self.machine]
+
+    @cached_property
+    def ranks_of_machines(self) -> dict[str, int]:
+        """How many ranks each machine has, by name and in their order."""
+        found = dict.fromkeys(self.machines, 0)
+        for count, machine in zip(self.counts, self.machines, strict=True):
+            found[machine] += count
+        return found
+
+    @property
+    def num_machines(self) -> int:
+        return len(self.ranks_of_machines)
+
+    def name(self, rank: int) -> str:
+        """The name of a rank, for messages: with its machine where there are several processes."""
+        if not self.several:
+            return f"rank {rank}"
+        return f"rank {rank} on machine '{self.machines[self.processes[rank]]}'"
+
+
+def _outcome(fn: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(fn(), None)
+    except LlmqError as error:
+        return Outcome(None, error)
