@@ -84,7 +84,7 @@ class ExpertsHalf:
 
     def __init__(self, shared):
         self.dev, self.operands, self.linear = shared.dev, shared.operands, Linear(shared.dev)
-        self.norms, self.T = shared.norms, shared.options.seq_len
+        self.norms, self.T = shared.norms, shared.options.batch.seq_len
 
     def keeps_input(self, recompute):
         return not recompute.norm

@@ -125,8 +125,8 @@ def note_training(
         shape = {"batch_size": B, "seq_len": T, "z_loss": 1e-4}
         config = TrainConfig(**shape, recompute_block=more, document_mask=more, **fields)
         config = config.normalized()
-        placement = place(config, table_of(config, model))
-        step = Step(NotingDevice(spec, noted), model, config, placement)
+        placement = place(config.for_step, table_of(config, model))
+        step = Step(NotingDevice(spec, noted), model, config.for_step, placement)
         step.train(0, 0.0, 0.0, [batch, batch])
         step.evaluate_batch(batch)
 
@@ -155,8 +155,8 @@ def note_losses(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:
         for dtype in ("bf16", "fp32"):
             shape = {"batch_size": 4, "seq_len": 64, "packing": "best-fit", "model_dtype": dtype}
             config = TrainConfig(**shape, loss=loss).normalized()
-            placement = place(config, table_of(config, model))
-            step = Step(NotingDevice(spec, noted), model, config, placement)
+            placement = place(config.for_step, table_of(config, model))
+            step = Step(NotingDevice(spec, noted), model, config.for_step, placement)
             step.train(0, 0.0, 0.0, [batch])
             step.evaluate_batch(batch)
 

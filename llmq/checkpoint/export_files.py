@@ -14,7 +14,7 @@ from llmq.base.run_id import RunId
 from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import HfTokenizer, Tokenizer, copy_tokenizer_files, tokenizer_names
 from llmq.data.tokenizer_files import take_as_it_is
-from llmq.options.options import TrainConfig
+from llmq.options.groups.model import ModelOptions
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 PROCESSOR_FILES = (
@@ -37,10 +37,10 @@ class HubModel(NamedTuple):
     revision: str
 
     @classmethod
-    def of(cls, config: TrainConfig) -> HubModel | None:
+    def of(cls, options: ModelOptions) -> HubModel | None:
         """The one of these options; None where they name none of the hub."""
-        known = config.revision is not None and not config.from_scratch
-        return cls(config.model, config.revision) if known else None
+        known = options.revision is not None and not options.from_scratch
+        return cls(options.model, options.revision) if known else None
 
     def record(self) -> dict[str, str]:
         return self._asdict()

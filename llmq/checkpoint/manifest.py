@@ -9,7 +9,8 @@ import json
 import os
 import re
 import stat
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from llmq.base.run_id import RunId
 from llmq.checkpoint.hf import BaseId
 from llmq.checkpoint.source_model import SourceModel
 from llmq.data.identity import TokenizerId
-from llmq.options.options import TrainConfig
 
 VERSION = 1
 MANIFEST = "checkpoint.json"
@@ -52,7 +52,7 @@ class Manifest:
     def of(
         cls,
         model: ModelConfig,
-        config: TrainConfig,
+        options: Mapping[str, Any],
         loader: dict[str, Any],
         state: dict[str, Any],
         run: RunId,
@@ -60,19 +60,20 @@ class Manifest:
         base: BaseId | None = None,
         source: SourceModel | None = None,
     ) -> Manifest:
-        """The manifest of a run with these options, which may go on: nothing of it is shared.
+        """The manifest of a run, which may go on: nothing of it is shared.
 
-        made: tokenizer and its identity. base: of adapters. source: of a whole model.
+        options: of all groups, by name. made: tokenizer and its identity. base: of adapters.
+        source: of a whole model.
         """
-        options = {
+        saved = {
             name: str(value) if isinstance(value, Path) else value
-            for name, value in asdict(config).items()
+            for name, value in options.items()
         }
         return cls(
             model=model,
             loader=copy.deepcopy(loader),
             state=copy.deepcopy(state),
-            options=options,
+            options=saved,
             tokenizer=made[0],
             run=run,
             tokenizer_id=made[1] and made[1].record(),

@@ -27,8 +27,8 @@ from llmq.checkpoint.hf import (
 from llmq.checkpoint.safetensors_file import FileTensor
 from llmq.data.identity import RUN_FILE
 from llmq.options.adapters import Adapters, adapted_modules, divided_bias, matches, token_matrices
+from llmq.options.groups.model import ModelOptions
 from llmq.options.option_types import LORA_TARGETS, QUANTIZED
-from llmq.options.options import TrainConfig
 from llmq.state.params import NEW_ROWS, PEFT_PREFIX, SLABS, Param, token_tables, weight_table
 
 # Adapters may have these features that are not there here, by the fields of adapter_config.json.
@@ -71,12 +71,12 @@ class AdapterConfig:
     content: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: TrainConfig) -> AdapterConfig:
+    def of(cls, options: ModelOptions) -> AdapterConfig:
         return cls(
-            dropout=config.lora_dropout,
-            base=config.model,
-            base_dtype=config.base_dtype if config.is_quantized else None,
-            add_tokens=config.add_tokens,
+            dropout=options.lora_dropout,
+            base=options.model,
+            base_dtype=options.base_dtype if options.is_quantized else None,
+            add_tokens=options.add_tokens,
         )
 
 

@@ -30,7 +30,8 @@ from llmq.data.epoch_plan import (
 )
 from llmq.data.packing import Pieces, cut_documents, joined, whole_pairs
 from llmq.data.tokens import TokenFile, open_token_files
-from llmq.options.options import TrainConfig
+from llmq.options.groups.batch import BatchOptions
+from llmq.options.groups.data import DataOptions
 
 _BLOCK = 1 << 20  # documents that are cut at once
 _LEFT_OUT = {
@@ -69,16 +70,19 @@ class SequenceLayout:
     pairs: str | None = None
 
     @classmethod
-    def of(cls, config: TrainConfig, *, held_out: bool = False) -> SequenceLayout:
-        """The layout of a run's training data; held_out: its validation data, without weights."""
+    def of(
+        cls, data: DataOptions, batch: BatchOptions, pairs: str | None, *, held_out: bool = False
+    ) -> SequenceLayout:
+        """The layout of a run's training data. pairs: as OptimOptions.pairs. held_out: of its
+        validation data, without weights."""
         return cls(
-            packing=config.packing,
-            data_order=config.data_order,
-            document_mask=config.document_mask,
-            separator=config.document_separator,
-            long=config.long,
-            weights=None if held_out else config.train_weights,
-            pairs=config.pairs,
+            packing=data.packing,
+            data_order=data.data_order,
+            document_mask=batch.document_mask,
+            separator=data.document_separator,
+            long=data.long,
+            weights=None if held_out else data.train_weights,
+            pairs=pairs,
         )
 
     @property

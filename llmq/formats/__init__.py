@@ -14,7 +14,8 @@ from llmq.formats.mxfp4 import Mxfp4Storage
 from llmq.formats.nf4 import Nf4Storage
 from llmq.formats.operands import Operands
 from llmq.formats.storage import Storage
-from llmq.options.options import TrainConfig
+from llmq.options.groups.precision import PrecisionOptions
+from llmq.options.options import StepOptions
 from llmq.runtime.device import Device
 
 OPERANDS: dict[str, type[Operands]] = {
@@ -34,18 +35,18 @@ STORAGE: dict[str, type[Storage]] = {
 """By --base-dtype."""
 
 
-def codes_of(options: TrainConfig, dtype: str) -> DType | None:
+def codes_of(precision: PrecisionOptions, dtype: str) -> DType | None:
     """The codes of weights that are trained and multiplied in this format; None: they have none."""
     codes = OPERANDS[dtype].weights
-    return e4m3_of(options) if codes is E4M3 else codes
+    return e4m3_of(precision) if codes is E4M3 else codes
 
 
 def operands_of(
-    dev: Device, config: ModelConfig, options: TrainConfig, scalars: Tensor | None
+    dev: Device, config: ModelConfig, options: StepOptions, scalars: Tensor | None
 ) -> Operands:
     """The operands of the products of a model's blocks. options: normalized. scalars: StepScalars,
     I32 (16,)."""
-    found = OPERANDS[options.matmul_dtype](dev)
+    found = OPERANDS[options.precision.matmul_dtype](dev)
     found.prepare(config, options, scalars)
     return found
 

@@ -24,7 +24,8 @@ from llmq.formats.scales import DelayedScales, Scales
 from llmq.formats.storage import Encoder, Frozen, Storage, StorageLayout
 from llmq.ops.quantize import fp8_scale, quantize
 from llmq.options.adapters import needed_inputs
-from llmq.options.options import TrainConfig
+from llmq.options.groups.precision import PrecisionOptions
+from llmq.options.options import StepOptions
 from llmq.ref.quantize import quantize as ref
 
 # By --fp8-fast-accumulation. Precision is lost with the length of the sums: over features in most
@@ -39,8 +40,8 @@ FAST = {
 """Products of blocks, of the head."""
 
 
-def e4m3_of(options: TrainConfig) -> DType:
-    return E4M3_HALF if options.fp8_accumulate == "fp16" else E4M3
+def e4m3_of(precision: PrecisionOptions) -> DType:
+    return E4M3_HALF if precision.fp8_accumulate == "fp16" else E4M3
 
 
 class E4m3Operands(Operands):
@@ -59,12 +60,13 @@ class E4m3Operands(Operands):
 
     weights, makes_codes = E4M3, True
 
-    def prepare(self, config: ModelConfig, options: TrainConfig, scalars: Tensor | None) -> None:
+    def prepare(self, config: ModelConfig, options: StepOptions, scalars: Tensor | None) -> None:
         super().prepare(config, options, scalars)
-        self.delayed = options.fp8_recipe == "delayed"
-        self.multiplied = self.e4m3 = e4m3_of(options)
-        self.fast, self._head_fast = map(frozenset, FAST[options.fp8_fast_accumulation])
-        gradient = parse_dtype(options.gradient_dtype)
+        precision = options.precision
+        self.delayed = precision.fp8_recipe == "delayed"
+        self.multiplied = self.e4m3 = e4m3_of(precision)
+        self.fast, self._head_fast = map(frozenset, FAST[precision.fp8_fast_accumulation])
+        gradient = parse_dtype(precision.gradient_dtype)
         self.gradient_dtype = self.e4m3 if gradient is E4M3 else gradient
         self.formats: dict[str, DType] = {}
         self.products: list[str] = []
@@ -73,9 +75,9 @@ class E4m3Operands(Operands):
         self.whole: set[str] = set()
         self.turned = {HEAD}
         for layer in range(config.num_layers):
-            self._add_layer(config, layer, coded=options.mlp_dtype == "e4m3")
+            self._add_layer(config, layer, coded=precision.mlp_dtype == "e4m3")
             self._add_readers(config, options, layer)
-        if options.head_dtype == "e4m3":
+        if precision.head_dtype == "e4m3":
             self.formats[HEAD], self.limits[HEAD] = self.e4m3, FP8_MAX[self.e4m3]
         if not self.delayed:
             self.scales = Scales(self.dev, self.limits)
@@ -108,8 +110,8 @@ class E4m3Operands(Operands):
         self.formats |= names
         self.limits |= {id_of(layer, name): FP8_MAX[dtype] for name, dtype in names.items()}
 
-    def _add_readers(self, config: ModelConfig, options: TrainConfig, layer: int) -> None:
-        needed, adapts = needed_inputs(config, options, layer), options.freezes_model
+    def _add_readers(self, config: ModelConfig, options: StepOptions, layer: int) -> None:
+        needed, adapts = needed_inputs(config, options.model, layer), options.model.freezes_model
         for half in config.halves(layer):
             if any(module.kind == "router" for module in half.modules):
                 self.whole.add(id_of(layer, half.norm))

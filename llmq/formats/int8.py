@@ -24,7 +24,7 @@ from llmq.base.tensor import Tensor
 from llmq.formats.operands import FORWARD, WEIGHT, Operands
 from llmq.formats.storage import ROWS, Encoder, Frozen, Storage, StorageLayout
 from llmq.ops.quantize import quantize_int8
-from llmq.options.options import TrainConfig
+from llmq.options.options import StepOptions
 from llmq.ref.quantize import quantize_int8 as ref
 
 SALT = 0x80000000  # others' salts count from 0
@@ -33,10 +33,10 @@ SALT = 0x80000000  # others' salts count from 0
 class Int8Operands(Operands):
     """Operands are tensors until they are multiplied."""
 
-    def prepare(self, config: ModelConfig, options: TrainConfig, scalars: Tensor | None) -> None:
+    def prepare(self, config: ModelConfig, options: StepOptions, scalars: Tensor | None) -> None:
         super().prepare(config, options, scalars)
         self.multiplied = I8
-        self._scalars, self._seq_len = scalars, options.local_seq_len
+        self._scalars, self._seq_len = scalars, options.batch.local_seq_len
 
     def pair(self, which: str, a: Operand, b: Operand, salt: int = 0) -> tuple[Operand, Operand]:
         frozen = isinstance(b, Int8)

@@ -25,7 +25,7 @@ from llmq.base.dtypes import DType, parse_dtype
 from llmq.base.operand import Operand, OutBuffers, ProductOutput, Result
 from llmq.base.tensor import Tensor
 from llmq.formats.scales import NoScales
-from llmq.options.options import TrainConfig
+from llmq.options.options import StepOptions
 from llmq.runtime.device import Device
 
 HEAD = "norm"  # the LM head's input
@@ -86,10 +86,11 @@ class Operands:
     def __init__(self, dev: Device):
         self.dev = dev
 
-    def prepare(self, config: ModelConfig, options: TrainConfig, scalars: Tensor | None) -> None:
+    def prepare(self, config: ModelConfig, options: StepOptions, scalars: Tensor | None) -> None:
         """Allocate what products need of a model all the time. Arguments are `operands_of`'s."""
-        rows = options.batch_size * options.local_seq_len
-        self.shape, self.dtype = (rows, config.hidden_size), parse_dtype(options.model_dtype)
+        rows = options.batch.micro_tokens
+        self.dtype = parse_dtype(options.precision.model_dtype)
+        self.shape = (rows, config.hidden_size)
         self.multiplied = self.dtype
 
     @property

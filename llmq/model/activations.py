@@ -11,8 +11,8 @@ from llmq.base.operand import turned
 from llmq.base.tensor import Tensor
 from llmq.formats.operands import Activation, Operands, id_of
 from llmq.model.parameters import PartGrads, PartParameters, PartWeights
+from llmq.options.groups.memory import MemoryOptions
 from llmq.options.option_types import layer_set
-from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
 T = TypeVar("T")
@@ -30,13 +30,13 @@ class Recompute(NamedTuple):
     block: bool = False
 
 
-def recompute_of_layers(options: TrainConfig, config: ModelConfig) -> list[Recompute]:
-    """For each layer what the options say, or nothing. options: normalized. If nobody says, a gated
+def recompute_of_layers(memory: MemoryOptions, config: ModelConfig) -> list[Recompute]:
+    """For each layer what the options say, or nothing. memory: normalized. If nobody says, a gated
     MLP's activation in fp8 with delayed scales is made again: what computes its gradient writes the
     codes that forward would have written. Experts' is one tensor more."""
-    chosen = layer_set(options.recompute_layers, config.num_layers)
+    chosen = layer_set(memory.recompute_layers, config.num_layers)
     free = config.gated and config.experts is None
-    told = {name: getattr(options, f"recompute_{name}") for name in Recompute._fields}
+    told = {name: getattr(memory, f"recompute_{name}") for name in Recompute._fields}
     others = Recompute(swiglu=told["swiglu"] is None and free)
     told["swiglu"] = others.swiglu if told["swiglu"] is None else told["swiglu"]
     return [Recompute(**told) if n in chosen else others for n in range(config.num_layers)]

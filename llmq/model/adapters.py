@@ -25,7 +25,8 @@ from llmq.ops.product import adapter
 from llmq.ops.product.matmul import matmul
 from llmq.ops.product.product import add_dropped
 from llmq.options.adapters import Adapted, adapted_tables, adapters_of
-from llmq.options.options import TrainConfig
+from llmq.options.groups.model import ModelOptions
+from llmq.options.options import StepOptions
 from llmq.runtime.device import Device
 
 HEAD_SALT = 1 << 20  # of dropout: matrices of blocks count from 0
@@ -91,9 +92,9 @@ class Dropout:
     """Dropout of adapters' inputs; a salt tells matrices apart. on: whether what is enqueued is a
     step's, which drops; of capture time."""
 
-    def __init__(self, dev: Device, options: TrainConfig, scalars: Tensor | None):
-        self.probability, self.on, self._dev = options.lora_dropout, False, dev
-        self._scalars, self._sequences = scalars, options.batch_size
+    def __init__(self, dev: Device, options: StepOptions, scalars: Tensor | None):
+        self.probability, self.on, self._dev = options.model.lora_dropout, False, dev
+        self._scalars, self._sequences = scalars, options.batch.batch_size
 
     def mask(self, salt: int) -> DropoutMask | None:
         """The elements that a step's dropout leaves; None without dropout."""
@@ -212,7 +213,7 @@ class HeadAdapters:
             add_dropped(dev, d_x, low.d_hidden, a, mask, trans_b=False)
 
 
-def table_adapters(config: ModelConfig, options: TrainConfig, block: str) -> Adapted | None:
+def table_adapters(config: ModelConfig, options: ModelOptions, block: str) -> Adapted | None:
     """The adapters of the embedding, "embed", or of the LM head, "head"; None without any."""
     adapters = adapters_of(options)
     return None if adapters is None else adapted_tables(config, adapters).get(block)

@@ -11,7 +11,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, I64
 from llmq.base.tensor import Tensor
 from llmq.ops.experts import route
-from llmq.options.options import TrainConfig
+from llmq.options.options import StepOptions
 from llmq.runtime.device import Device
 
 ROUTER_STATS = ("router_aux", "router_z", "router_entropy", "router_busiest")
@@ -25,7 +25,7 @@ class Balance:
     """The sums of a model that has experts, and is trained. factors: F32 (E+1,), for backward; None
     where there is neither loss. totals: I64 (layers with experts, 2E+4), as `route` has sums."""
 
-    def __init__(self, dev: Device, config: ModelConfig, options: TrainConfig, targets: Tensor):
+    def __init__(self, dev: Device, config: ModelConfig, options: StepOptions, targets: Tensor):
         """options: normalized. targets: I32 (B, T), of each micro-batch, with FILLER_TARGET."""
         self.dev, E = dev, config.experts.count
         self.targets = targets.view(targets.size)
@@ -34,7 +34,7 @@ class Balance:
         self._sums = dev.alloc("router_sums", shape, I64, "Activations")
         self.totals = dev.alloc("router_totals", shape, I64, "Activations")
         self._factors = dev.alloc("router_factors", (E + 1,), F32, "Activations")
-        self._coefficients = {"aux": aux_loss(config, options), "z": options.router_z_loss}
+        self._coefficients = {"aux": aux_loss(config, options), "z": options.optim.router_z_loss}
         for tensor in (self._sums, self.totals):
             dev.zero(tensor)
 
@@ -55,10 +55,10 @@ class Balance:
         route.balance(self.dev, *args, **self._coefficients)
 
 
-def aux_loss(config: ModelConfig, options: TrainConfig) -> float:
+def aux_loss(config: ModelConfig, options: StepOptions) -> float:
     """The coefficient of the load-balancing loss: as asked for, else that of config.json for a new
     model, and none for another one, as in transformers."""
-    if options.router_aux_loss is None:
-        is_new = options.from_scratch and options.pairs is None
+    if options.optim.router_aux_loss is None:
+        is_new = options.model.from_scratch and options.optim.pairs is None
         return config.experts.aux_loss if is_new else 0.0
-    return options.router_aux_loss
+    return options.optim.router_aux_loss

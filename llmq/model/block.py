@@ -75,7 +75,7 @@ class Layer:
         self.index, self.recompute, self.residual = index, recompute, stream.before
         rows, C = self.residual.shape
         pre, post = config.arch.pre_norm, config.arch.post_norm
-        needed = needed_inputs(config, shared.options, index)
+        needed = needed_inputs(config, shared.options.model, index)
         of_layer = (index, recompute, self.residual, needed)
         first, second = self.halves = tuple(
             HalfLayer(dev, shared.operands, spec, *of_layer, cache and cache.of(index, spec))
@@ -149,11 +149,11 @@ class Blocks:
             and all(self._adds(layer, spec) for layer, spec in enumerate(of_position))
             for of_position in zip(*specs, strict=True)
         )
-        kinds, again, branch = recompute_of_layers(options, config), None, None
+        kinds, again, branch = recompute_of_layers(options.memory, config), None, None
         # It has to survive until the next layer begins, where the whole block is recomputed.
         if any(kind.block for kind in kinds):
             again = dev.alloc(f"residual_{specs[0][0].name}", shape, dtype, "Activations")
-        offloads = trains and options.offload_between
+        offloads = trains and options.memory.offload_between
         left = [i for i, kind in enumerate(kinds) if offloads and not kind.block]
         self.between = Stream(dev, "residual.between", left, shape, dtype, offload=True)
         if not (first_adds and self.last_adds):

@@ -38,7 +38,7 @@ from llmq.ops.product import adapter
 from llmq.ops.product.matmul import matmul
 from llmq.ops.product.product import accepts_addend, product, weight_gradient
 from llmq.options.adapters import Adapted, adapted_in_layers, adapters_of
-from llmq.options.options import TrainConfig
+from llmq.options.options import StepOptions
 from llmq.runtime.device import Device
 
 
@@ -59,7 +59,7 @@ class BlockLinear:
         self,
         dev: Device,
         config: ModelConfig,
-        options: TrainConfig,
+        options: StepOptions,
         operands: Operands,
         scalars: Tensor | None,
     ):
@@ -69,10 +69,10 @@ class BlockLinear:
         self._matrices = {(layer, matrix.key): matrix for layer, matrix in every}
         self._numbers = {which: number for number, which in enumerate(self._matrices)}
         self.dropout = Dropout(dev, options, scalars)
-        self._rows = options.batch_size * options.local_seq_len
+        self._rows = options.batch.micro_tokens
         self._parts: dict[tuple[int, str], _Parts] = {}
         self._d_hidden: Tensor | None = None
-        adapters = adapters_of(options)
+        adapters = adapters_of(options.model)
         if adapters is None:
             return
         widest = 0

@@ -26,7 +26,8 @@ from llmq.ops.loss import cross_entropy
 from llmq.ops.loss.distill import Teacher, top_k
 from llmq.ops.loss.labels import Labels
 from llmq.ops.quantize import quantize, quantize_int8
-from llmq.options.options import TrainConfig
+from llmq.options.groups.model import ModelOptions
+from llmq.options.options import StepOptions
 from llmq.runtime.device import Device
 
 LARGEST_LSE = 64.0  # of logits, for the bound of their gradient with a z-loss
@@ -38,7 +39,7 @@ def gradient_scale(z_loss: float, weight: float = 1.0) -> float:
     return 2.0 ** math.ceil(math.log2(weight * (1 + z_loss * LARGEST_LSE) / E5M2_MAX))
 
 
-def _columns_of_new_rows(dev: Device, config: ModelConfig, options: TrainConfig) -> Tensor | None:
+def _columns_of_new_rows(dev: Device, config: ModelConfig, options: ModelOptions) -> Tensor | None:
     """I32 (R,): the columns of logits that belong to rows which are trained alone, then -1."""
     if not options.trains_new_rows or not (config.tied_embeddings or "new-rows" in options.train):
         return None
@@ -75,17 +76,17 @@ class Head:
         dev: Device,
         config: ModelConfig,
         operands: Operands,
-        options: TrainConfig,
+        options: StepOptions,
         residual: Tensor,
         largest: float = 1.0,
         dropout: Dropout | None = None,
     ):
         """residual: (rows, C), the stream behind the last block. largest: of the rows' weights.
         dropout: that of blocks, which adapters need."""
-        shape, dtype, z_loss = operands.shape, operands.dtype, options.z_loss
+        shape, dtype, z_loss = operands.shape, operands.dtype, options.optim.z_loss
         rows = shape[0]
         self.dev, self.config, self.dtype, self.rows = dev, config, dtype, rows
-        self.chunks, self.z_loss = options.lmhead_chunks, z_loss
+        self.chunks, self.z_loss = options.memory.lmhead_chunks, z_loss
         self.softcap = None if config.num_labels else config.logit_softcap
         self.norm = Normalization(dev, config)
         self.residual = residual
@@ -95,8 +96,8 @@ class Head:
             self.branch_stats = alloc_stats(dev, config, "branch.final", rows)
         self.losses = dev.alloc("losses", (rows,), F32, "Activations")
         self.lse = dev.alloc("logits_lse", (rows,), F32, "Activations")
-        self.new_columns = _columns_of_new_rows(dev, config, options)
-        table = table_adapters(config, options, "head")
+        self.new_columns = _columns_of_new_rows(dev, config, options.model)
+        table = table_adapters(config, options.model, "head")
         self.adapters = None if table is None else HeadAdapters(dev, table, dropout)
         self.operands = operands.head
         self.fp8 = self.operands.makes_codes

@@ -11,7 +11,7 @@ from llmq.base.dtypes import I32, MIB, DType
 from llmq.base.step_inputs import StepInputs
 from llmq.model.activations import Cache
 from llmq.model.model import Model
-from llmq.options.options import TrainConfig
+from llmq.options.options import StepOptions, TrainConfig
 from llmq.runtime.device import Device
 from llmq.state.weights import Weights
 
@@ -39,8 +39,8 @@ class Inference:
         self._shape = (0, 0)
         self._temps = ExitStack()
 
-    def options(self, B: int, T: int) -> TrainConfig:
-        return scoring_options(self.config, self._dtype, B, T)
+    def options(self, B: int, T: int) -> StepOptions:
+        return scoring_options(self.config, self._dtype, B, T).for_step
 
     def take_shape(self, B: int, T: int) -> None:
         """Have memory for batches of this shape instead of the last one."""
@@ -99,9 +99,11 @@ class Decoder(Inference):
         halves = (half for layer in range(config.num_layers) for half in config.halves(layer))
         self._carries = any(half.carried for half in halves)
 
-    def options(self, B: int, T: int) -> TrainConfig:
+    def options(self, B: int, T: int) -> StepOptions:
         """Those of a model for this shape; logits are made row by row."""
-        return replace(super().options(1, 4), seq_len=T, lmhead_chunks=T)
+        options = super().options(1, 4)
+        batch = replace(options.batch, seq_len=T)
+        return options._replace(batch=batch, memory=replace(options.memory, lmhead_chunks=T))
 
     def rehearse(self) -> None:
         """Passes of the most memory, for a device that only plans: a kernel of ours that computes

@@ -20,7 +20,7 @@ from llmq.model.norms import BlockNorms
 from llmq.model.parameters import PartGrads, PartWeights
 from llmq.model.residuals import Residuals
 from llmq.ops.pointwise import embedding
-from llmq.options.options import TrainConfig
+from llmq.options.options import StepOptions
 from llmq.runtime.device import Device
 from llmq.state.grads import Gradients
 from llmq.state.params import NEW_ROWS
@@ -34,7 +34,7 @@ class Model:
         self,
         dev: Device,
         config: ModelConfig,
-        options: TrainConfig,
+        options: StepOptions,
         weights: Weights,
         backend: str,
         inputs: StepInputs,
@@ -50,12 +50,12 @@ class Model:
         self.loss, trains = loss, loss is not None
         self.operands = operands_of(dev, config, options, scalars)
         shape, dtype = self.operands.shape, self.operands.dtype
-        offload, layers = options.offload_residual, config.num_layers
+        offload, layers = options.memory.offload_residual, config.num_layers
         self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
         routes = trains and config.experts is not None
         self.balance = Balance(dev, config, options, inputs.targets) if routes else None
         linear = BlockLinear(dev, config, options, self.operands, scalars)
-        positions = options.local_seq_len if cache is None else cache.positions
+        positions = options.batch.local_seq_len if cache is None else cache.positions
         norms = BlockNorms(dev, config, self.operands)
         shared = ModelContext(
             dev, config, options, self.operands, linear, norms, backend, positions, inputs,
@@ -66,7 +66,7 @@ class Model:
         final = self.residuals.final
         self.dropout = linear.dropout
         self.head = Head(dev, config, self.operands, options, final, largest, self.dropout)
-        table = table_adapters(config, options, "embed")
+        table = table_adapters(config, options.model, "embed")
         self.embedding = None if table is None else EmbeddingAdapters(dev, config, table)
         if trains:
             self.d_residual = dev.alloc("d_residual", shape, dtype, "Activations")

@@ -17,7 +17,8 @@ from llmq.model.losses import loss_class
 from llmq.model.losses.loss import Loss
 from llmq.ops.pointwise import clock
 from llmq.ops.update import global_norm
-from llmq.options.options import TrainConfig
+from llmq.options.groups.optim import OptimOptions
+from llmq.options.options import StepOptions
 from llmq.runtime.device import Clock, Device
 from llmq.runtime.lane import Ring
 from llmq.runtime.mesh import DATA, Mesh
@@ -177,10 +178,10 @@ MOST_SLOTS = 1024  # for micro-steps on their way to the device
 HEADER = 64  # words before the tokens in a slot: StepScalars, padded so that tokens are aligned
 
 
-def named_inputs(config: ModelConfig, options: TrainConfig) -> tuple[Input, ...]:
+def named_inputs(config: ModelConfig, optim: OptimOptions) -> tuple[Input, ...]:
     """The inputs of a step beside tokens and targets: the loss's, then the architecture's. An input
     that both declare alike is one."""
-    declared = (*loss_class(options).inputs(options), *config.arch.inputs(config))
+    declared = (*loss_class(optim).inputs(optim), *config.arch.inputs(config))
     found = {each.name: each for each in declared}
     for each in declared:
         if found[each.name] != each:
@@ -192,11 +193,11 @@ class Inbox:
     """The memory from which the device reads a micro-step. scalars: I32 (16,) StepScalars. inputs:
     behind them, in the order of `StepInputs`."""
 
-    def __init__(self, dev: Device, config: ModelConfig, options: TrainConfig):
+    def __init__(self, dev: Device, config: ModelConfig, options: StepOptions):
         self.dev = dev
-        B, T = options.batch_size, options.local_seq_len
-        plain = ("tokens", "targets", *["first_key"] * options.document_mask)
-        self._named = named_inputs(config, options)
+        B, T = options.batch.batch_size, options.batch.local_seq_len
+        plain = ("tokens", "targets", *["first_key"] * options.batch.document_mask)
+        self._named = named_inputs(config, options.optim)
         sizes = [B * T] * len(plain) + [each.words(B, T) for each in self._named]
         self._edges = list(pairwise(np.cumsum([HEADER, *sizes]).tolist()))
         words = self._edges[-1][1]
@@ -211,7 +212,7 @@ class Inbox:
         # Enough slots for two steps: by the time a third is enqueued, the first one's result has
         # normally been read, and its slots are free without asking the device. Longer steps wait
         # until the device has got what it was sent so many micro-steps ago.
-        slots = min(2 * options.grad_accumulation, MOST_SLOTS)
+        slots = min(2 * options.batch.grad_accumulation, MOST_SLOTS)
         self._ring = Ring(dev, "inbox", slots, words, I32)
         self._ticket_of_slot = [-1] * slots  # of the step that last used it
 
@@ -249,7 +250,7 @@ class Inbox:
 
 
 def scalars_of(
-    options: TrainConfig,
+    options: StepOptions,
     mesh: Mesh,
     rule: UpdateRule,
     step: int,
@@ -265,11 +266,11 @@ def scalars_of(
     rule.prepare(record, max(step + 1 - rule.begun, 1))  # evaluations have no step
     record["grad_clip"] = grad_clip
     record["norm_limit"], record["loss_limit"] = limits
-    record["seed"] = options.seed & 0xFFFFFFFF
+    record["seed"] = options.optim.seed & 0xFFFFFFFF
     record["step"] = step
     # Over all ranks, so that each rounds its gradients with random numbers of its own.
-    record["micro_step"] = mesh.rank * options.grad_accumulation + micro_step
+    record["micro_step"] = mesh.rank * options.batch.grad_accumulation + micro_step
     # Sequences are numbered as they are dealt, on however many ranks and in whatever batches.
     record["sequence_stride"] = stride = mesh.size(*DATA)
-    record["first_sequence"] = micro_step * options.batch_size * stride + mesh.index(*DATA)
+    record["first_sequence"] = micro_step * options.batch.batch_size * stride + mesh.index(*DATA)
     return words

@@ -17,7 +17,7 @@ from llmq.model.losses import loss_class
 from llmq.model.model import Model
 from llmq.model.rings import Inbox, Result, Results, scalars_of
 from llmq.ops.update import global_norm
-from llmq.options.options import TrainConfig
+from llmq.options.options import StepOptions
 from llmq.runtime.device import Device
 from llmq.state.grads import Gradients
 from llmq.state.optimizer import Optimizer
@@ -34,14 +34,17 @@ class Step:
         self,
         dev: Device,
         config: ModelConfig,
-        options: TrainConfig,
+        options: StepOptions,
         placement: Placement,
         backend: str = "native",
+        *,
+        background: bool = False,
     ):
-        """options: normalized. placement: of them. backend: see directions."""
+        """options: normalized. placement: of them. backend: see directions. background:
+        checkpoints are written while training goes on."""
         self.dev, self.config, self.options = dev, config, options
-        self.table = table_of(options, config, dev.mesh.size("shard"))
-        loss = loss_class(options)
+        self.table = table_of(options.model, config, dev.mesh.size("shard"))
+        loss = loss_class(options.optim)
         inbox = self.inbox = Inbox(dev, config, options)
         self.inputs, self.scalars = inbox.inputs, inbox.scalars
         of_routers = () if config.experts is None else (ROUTER_STATS, ROUTER_SHOWN)
@@ -49,18 +52,19 @@ class Step:
         self.stats = self.results.stats
         self.weights = Weights(dev, self.table, placement)
         self.grads = Gradients(
-            dev, self.table, placement, inbox.scalars, all_to_all=options.all_to_all_reduce
+            dev, self.table, placement, inbox.scalars, all_to_all=options.parallel.all_to_all_reduce
         )
-        self.optimizer = Optimizer(dev, self.table, placement, options)
-        self.loss = loss(dev, options, self.inputs.named)
-        trained = None if options.only_scores else self.loss
+        zero_copy = options.memory.use_zero_copy
+        self.optimizer = Optimizer(dev, self.table, placement, options.optim, zero_copy=zero_copy)
+        self.loss = loss(dev, options.batch, options.optim, self.inputs.named)
+        trained = None if options.model.only_scores else self.loss
         self.model = Model(
             dev, config, options, self.weights, backend, self.inputs,
             scalars=inbox.scalars, loss=trained,
         )  # fmt: skip
         self.scales = self.model.operands.scales
-        background = options.ckpt_background and trained is not None
-        self.snapshot = Snapshot(dev, self.stored_state()) if background else None
+        copies = background and trained is not None
+        self.snapshot = Snapshot(dev, self.stored_state()) if copies else None
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -76,7 +80,7 @@ class Step:
         """Enqueue one optimizer step over these micro-batches; returns the ticket of its result.
         count: of them; None: as many as --grad-accumulation says. step counts from 0. lr is the
         learning rate of this step; grad_clip 0 switches clipping off."""
-        final = (self.options.grad_accumulation if count is None else count) - 1
+        final = (self.options.batch.grad_accumulation if count is None else count) - 1
         self.start()
         for micro_step, batch in enumerate(batches):
             scalars = self.scalars_of(step, micro_step, lr, grad_clip, limits)
@@ -196,7 +200,7 @@ class Step:
         """The part of `state` that a checkpoint holds: with adapters not the model, which is
         elsewhere."""
         groups = self.state()
-        if self.options.has_adapters:
+        if self.options.model.has_adapters:
             trained = self.optimizer.trained
             groups["weights"] = [p for p in groups["weights"] if p.slab.name in trained]
         return groups

@@ -110,41 +110,6 @@ class AttentionHere:
 # Questions
 
 
-def why_weights_stay(o: Options, shards: int) -> str | None:
-    """Why --shard-weights does nothing, None if it does something, with so many shards. A single
-    one needs slots only for blocks whose work weights are not on the device anyway."""
-    if shards > 1 or o.gathered is None or o.gathered[1]:
-        return None
-    if o.freezes_model:
-        return "without --offload-master"
-    if o.is_fp8:
-        return "with --persistent-quants and without --offload-quants"
-    return f"with --master-dtype {o.master_dtype}" if o.own_master else "without --offload-master"
-
-
-def why_gradients_stay(o: Options, shards: int) -> str | None:
-    """Why --shard-gradients does nothing: one shard is nothing to gain on the device alone."""
-    if o.has_adapters:
-        return "with --lora-rank: blocks have no gradients but those of their adapters"
-    return None if shards > 1 or o.offload_gradients else "without --offload-gradients"
-
-
-def why_no_mirrors(o: Options) -> str | None:
-    """Why --mirror-weights does nothing, also with several shards."""
-    if not o.memcpy_all_gather:
-        return "without --memcpy-all-gather"
-    if not o.shard_weights:
-        return "without --shard-weights"
-    if o.p2p == "on":
-        return "with --p2p on"
-    if o.gathered is None:
-        return "without --persistent-quants"
-    dtype, on_host = o.gathered
-    if not on_host:
-        return None
-    return "with --offload-" + ("quants" if dtype == "e4m3" and not o.freezes_model else "master")
-
-
 def why_no_cudnn(o: Options, unsupported: str | None) -> str | None:
     """Why cuDNN cannot compute the attention. unsupported: why it cannot for the GPU and model."""
     if o.document_mask:
@@ -222,8 +187,9 @@ def decodes(o: Options) -> bool:
 
 def undivided(o: Options, ranks: Ranks, *parts: str) -> str | None:
     """Why to divide the blocks' "weights" or "gradients" does nothing for any of these parts."""
-    why, shards = {"weights": why_weights_stay, "gradients": why_gradients_stay}, ranks.shards(o)
-    reasons = [why[part](o, shards) for part in parts]
+    storage, shards = o.weight_storage, ranks.shards(o)
+    why = {"weights": storage.why_weights_stay, "gradients": storage.why_gradients_stay}
+    reasons = [why[part](shards) for part in parts]
     alone = f"{ranks.alone} " if shards == 1 else ""
     return alone + " and ".join(reasons) if all(reasons) else None
 

@@ -509,7 +509,6 @@ class Option:
 
 
 _LARGEST = 2**31 - 1  # of numbers without a limit of their own
-
 _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_bool: "",
     parse_int: "INT",
@@ -562,9 +561,10 @@ def switch(help: str, **more: Any) -> Any:
     return option(False, help, **more)
 
 
-def dtype_option(default: str | None, help: str, *others: str) -> Any:
-    """An option that names a number format: bf16, fp32, or one of these others."""
-    return option(default, help, parse=parse_dtype_name, choices=("bf16", "fp32", *others))
+def dtype_option(default: str | None, help: str, *others: str, **more: Any) -> Any:
+    """An option that names a number format: bf16, fp32, or one of these others. more: of option."""
+    more |= {"choices": ("bf16", "fp32", *others)}
+    return option(default, help, parse=parse_dtype_name, **more)
 
 
 def options_of(config_class: type) -> dict[str, Option]:

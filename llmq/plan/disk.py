@@ -90,7 +90,7 @@ def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placeme
                 total += store.dtype.itemsize * stored_values(moment.group, param)
                 if store.is_scaled:
                     total += F32.itemsize * stored_values(f"{moment.group}{SCALES}", param)
-        if stores.by_matrix and rule_class(config.optimizer).keeps_rows(config):
+        if stores.by_matrix and rule_class(config.optimizer).keeps_rows:
             total += F32.itemsize * sum(param.rows for param in slab.params)
     return total
 

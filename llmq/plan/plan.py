@@ -127,10 +127,10 @@ def make_plan(
     trained."""
     mesh = mesh_of(config, world_size, machines)
     dev, shards = PlanDevice(spec, mesh), mesh.size("shard")
-    placement = place(config, table_of(config, model, shards), shards, frozen)
+    placement = place(config.for_step, table_of(config, model, shards), shards, frozen)
     exchange = comm_options(config, placement)
     connect([dev], exchange, world=World.like(world_size, machines))
-    step = Step(dev, model, config, placement, backend)
+    step = Step(dev, model, config.for_step, placement, backend, background=config.ckpt_background)
     step.weights.refresh()
     cost, micro_steps, update = _run(dev, step, parts)
     return Plan(
@@ -154,8 +154,8 @@ def _run(
 ) -> tuple[np.ndarray, list[tuple[Trace, int]], Trace]:
     """Run these parts of a step: its COUNTED, and what Plan has of its micro-steps and update.
     Without training micro-steps are evaluations, and nothing follows them."""
-    config, trains = step.options, not step.options.only_scores
-    shape, count = (config.batch_size, config.local_seq_len), config.grad_accumulation
+    sizes, trains = step.options.batch, not step.options.model.only_scores
+    shape, count = (sizes.batch_size, sizes.local_seq_len), sizes.grad_accumulation
     batch = Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32))
     if trains and "micro_steps" in parts and not step.scales.ready:
         step.calibrate()  # a part of the first step only

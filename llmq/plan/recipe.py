@@ -432,7 +432,9 @@ class Search:
         step = need.time.total * (wanted.pace or 1.0)
         speed = need.tokens / step
         shards = config.shards(where.world_size, where.network.machines)
-        disk = disk_use(config, model, place(config, table_of(config, model, shards), shards))
+        disk = disk_use(
+            config, model, place(config.for_step, table_of(config, model, shards), shards)
+        )
         one = need.tokens // config.grad_accumulation
         batches = max(VALIDATION_TOKENS // one, 1)
         validation = FORWARD * min(batches * one, wanted.eval_tokens) / speed

@@ -334,7 +334,7 @@ class SearchResult:
         (fit, candidates), model = search_bases(fit), fit.planner.model
         config = candidates[0].config
         shards = config.shards(where.world_size, where.network.machines)
-        placement = place(config, table_of(config, model, shards), shards)
+        placement = place(config.for_step, table_of(config, model, shards), shards)
         return cls(
             candidates=candidates,
             gains=[] if where.card is None else eight_bit_gain(fit, candidates[0]),
@@ -440,7 +440,7 @@ def data_record(config: TrainConfig, model: ModelConfig, world_size: int) -> dic
     """The record of an epoch, for programs. None where files are read as they are: then it is not
     opened. problem: why nothing is known, such as files that are not there yet. visible_share: None
     without document masks, else what they leave of the causal pairs of query and key."""
-    layout = SequenceLayout.of(config)
+    layout = SequenceLayout.of(config, config, config.pairs)
     if not layout.needs_documents and layout.weights is None:
         return None
     try:

@@ -12,7 +12,7 @@ from llmq import __version__
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import prepare_report, write_file
 from llmq.options.card_file import CardFile, checked, record_of, this_host, write_card_file
-from llmq.options.rules import FP8_CAPABILITY
+from llmq.options.groups.precision import FP8_CAPABILITY
 from llmq.rig import steps
 from llmq.rig.child import GRACE, run_part
 from llmq.rig.exchanges import BACKENDS

@@ -151,7 +151,7 @@ def open_loaders(
         world_size=mesh_of(*shape).size(*DATA),
         everything=held_out,
         split=Split(config.eval_fraction, held_out) if splits else None,
-        layout=SequenceLayout.of(config, held_out=held_out),
+        layout=SequenceLayout.of(config, config, config.pairs, held_out=held_out),
         drop_last=config.drop_last and not held_out,
         inputs=inputs,
         scores=config.scores_folder,

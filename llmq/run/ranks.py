@@ -140,7 +140,7 @@ class Rank:
 
             return call
 
-        fresh = (self.step.config, self.step.options.seed)
+        fresh = (self.step.config, self.step.options.optim.seed)
         self.step.weights.load(noted(read), fresh, elements and noted(elements))
         self._begin()
 
@@ -150,7 +150,7 @@ class Rank:
 
     def _begin(self) -> None:
         """Begin what follows from the first weights: averages, magnitudes of adapters (DoRA)."""
-        options = self.step.options
+        options = self.step.options.model
         if options.lora_dora and options.adapter is None:
             self.step.model.begin_magnitudes()
         self.step.optimizer.begin_average(self.step.weights)
@@ -168,9 +168,9 @@ def _rehearse(step: Step) -> None:
     A step of one micro-step may end an epoch, where no more are left.
     """
     _rehearse_evaluation(step)
-    if step.options.only_scores:
+    if step.options.model.only_scores:
         return
-    for count in {step.options.grad_accumulation, 1}:
+    for count in {step.options.batch.grad_accumulation, 1}:
         step.start()
         step.weights.updated()
         for micro_step in sorted({0, min(1, count - 1), count - 1}):
@@ -294,7 +294,10 @@ class Ranks:
             self._ranks[rank] = Rank(dev, self.pool.beat)
 
         def allocate(rank: Rank) -> None:
-            rank.step = Step(rank.dev, model, config, plan.placement, backend)
+            rank.step = Step(
+                *(rank.dev, model, config.for_step, plan.placement, backend),
+                background=config.ckpt_background,
+            )
 
         def connect_all(_: int) -> LinkTable | None:
             return connect(self.devices, exchange, self.pool.workers, self.world)

@@ -21,10 +21,16 @@ from llmq.base.run_id import RunId
 from llmq.checkpoint.folder import check_shared
 from llmq.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from llmq.checkpoint.store import NoCheckpoint, checkpoint_owner, find_checkpoint, saved_options
+from llmq.options.groups.batch import BatchOptions
+from llmq.options.groups.data import DataOptions
+from llmq.options.groups.model import ModelOptions
+from llmq.options.groups.optim import OptimOptions
+from llmq.options.groups.precision import PrecisionOptions
 from llmq.options.option_file import fewest_values, flag
 from llmq.options.option_types import NEWEST, lengths_of
 from llmq.options.options import ONCE, OPTIONS, TrainConfig
 from llmq.options.removed import current_options
+from llmq.options.sizes import SIZES
 from llmq.plan.checks import plan_run
 from llmq.run.agreement import compare
 from llmq.run.initial_weights import ADAPTED_BY
@@ -223,8 +229,8 @@ _ROUNDING = ("lmhead_chunks", "attention", "tune")
 _ROUNDING_OF_RANKS = ("shard_gradients", "shard_over", "all_to_all_reduce")
 
 
-_OF_GROUPS = ("model_dtype", "batch_size", "learning_rate", "lora_rank", "loss")
-"""An option of each group that decides what is computed."""
+_COMPUTED = (ModelOptions, DataOptions, BatchOptions, OptimOptions, PrecisionOptions)
+"""The groups of options that decide which numbers a run computes."""
 
 
 class Changes(NamedTuple):
@@ -251,9 +257,9 @@ def changed_options(
         {"optimizer": "adamw"} | manifest.options | seed, "the checkpoint: ", quiet=True
     )
     saved, config = saved | _sizes_of_longest(saved), of_longest(config)
-    groups = {OPTIONS[name].group for name in _OF_GROUPS}
-    names = [n for n, option in OPTIONS.items() if option.group in groups]
-    names = [n for n in names if n not in _ELSEWHERE.split()]
+    computed = {field.name for group in _COMPUTED for field in fields(group)}
+    computed -= {*_ELSEWHERE.split(), *SIZES}
+    names = [name for name in OPTIONS if name in computed]
     if config.final_lr_fraction != 1 or config.cooldown > 0 or 0 < config.warmup < 1:
         names += ["steps", "epochs"]  # the learning rate depends on when the run ends
     if not new_data:

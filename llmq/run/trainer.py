@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -392,7 +393,7 @@ class Trainer(Closing):
         state = self.ranks.extra_state() | own
         began_as = (self._origin.base, self._origin.kept)
         shared = (self.run, (self.tokenizer, self.tokenizer_id), *began_as)
-        return Manifest.of(self.model, self.config, loader, state, *shared)
+        return Manifest.of(self.model, asdict(self.config), loader, state, *shared)
 
     def load(self, path: str | Path, *, new_data: bool = False) -> list[str]:
         """Go on from a checkpoint, or the newest in a directory; of any number of GPUs. new_data:

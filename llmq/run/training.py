@@ -23,7 +23,7 @@ from llmq.data.identity import read_manifest
 from llmq.data.loader import DataLoader
 from llmq.data.token_shards import duplicates_line, gaps
 from llmq.model.losses import loss_class
-from llmq.options.conditions import Length, Ranks, why_no_mirrors
+from llmq.options.conditions import Length, Ranks
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import MODEL_ROWS, option_rows
 from llmq.options.rules import RULES
@@ -159,7 +159,10 @@ def announce_machine(
 
 def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
     """The advice of the links for or against --mirror-weights; None where it is as it should be."""
-    if why_no_mirrors(config) is not None or config.mirror_weights == links.has_staged:
+    if (
+        config.weight_storage.why_no_mirrors() is not None
+        or config.mirror_weights == links.has_staged
+    ):
         return None
     if links.has_staged:
         return "Weights pass through host memory: faster with --mirror-weights, if there is enough."

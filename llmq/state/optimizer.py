@@ -21,7 +21,7 @@ from llmq.base.tensor import Tensor
 from llmq.comm.collectives import part
 from llmq.ops.common import SCALE_BLOCK
 from llmq.ops.pointwise import elementwise
-from llmq.options.options import TrainConfig
+from llmq.options.groups.optim import OptimOptions
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import ceil_div
 from llmq.runtime.lane import Lane
@@ -74,14 +74,20 @@ class Optimizer:
     slab; scales: of 8-bit moments, F32 per SCALE_BLOCK elements."""
 
     def __init__(
-        self, dev: Device, table: tuple[Slab, ...], placement: Placement, options: TrainConfig
+        self,
+        dev: Device,
+        table: tuple[Slab, ...],
+        placement: Placement,
+        optim: OptimOptions,
+        *,
+        zero_copy: bool = False,
     ):
-        """options: of the rule."""
-        self.dev, self.placement, self.rule = dev, placement, rule_of(options)
-        self.zero_copy = options.use_zero_copy  # the update works in host memory directly
+        """optim: options of the update rule. zero_copy: updates work in host memory directly."""
+        self.dev, self.placement, self.rule = dev, placement, rule_of(optim)
+        self.zero_copy = zero_copy
         self.table = [slab for slab in table if placement[slab.name].trainable]
         self.trained = {slab.name for slab in self.table}
-        self.kept, self.decay = kept(options), options.ema
+        self.kept, self.decay = kept(optim), optim.ema
         self.moments: dict[str, dict[str, Tensor]] = {m.name: {} for m in self.kept}
         self.scales: dict[str, dict[str, Tensor]] = {m.name: {} for m in self.kept}
         self.segments: dict[str, Tensor] = {}
@@ -89,7 +95,7 @@ class Optimizer:
         self._rounds = _rounds(matrices, dev.mesh.size("shard"))
         for slab in self.table:
             self._alloc_slab(slab)
-        self.rows = dict(self._alloc_rows()) if self.rule.keeps_rows(options) else {}
+        self.rows = dict(self._alloc_rows()) if self.rule.keeps_rows else {}
         self.zero_moments()
         self.pieces, self.wholes = Lane(dev, range(BUFFERS)), Lane(dev, range(SLOTS))
 

@@ -13,8 +13,12 @@ from llmq.base.dtypes import E4M3, F32, DType, parse_dtype
 from llmq.base.tensor import TIERS
 from llmq.formats import codes_of
 from llmq.options.adapters import adapters_of
-from llmq.options.conditions import why_gradients_stay, why_no_mirrors
-from llmq.options.options import TrainConfig
+from llmq.options.groups.memory import MemoryOptions
+from llmq.options.groups.model import ModelOptions
+from llmq.options.groups.optim import OptimOptions
+from llmq.options.groups.parallel import ParallelOptions
+from llmq.options.options import StepOptions
+from llmq.options.weight_storage import WeightStorage
 from llmq.runtime.mesh import Mesh
 from llmq.state.params import MAGNITUDES, Slab, trained_slabs, weight_table
 from llmq.state.rules import kept, rule_class
@@ -122,43 +126,43 @@ class Placement:
 # Rules
 
 
-def _memory(config: TrainConfig, offloaded: bool) -> str:
-    host = "write_combined" if config.write_combined else "pinned"
+def _memory(memory: MemoryOptions, offloaded: bool) -> str:
+    host = "write_combined" if memory.write_combined else "pinned"
     return host if offloaded else "device"
 
 
-def _shard(config: TrainConfig, dtype: str, *, offloaded: bool) -> Store:
-    return Store(dtype=parse_dtype(dtype), memory=_memory(config, offloaded), sharded=True)
+def _shard(memory: MemoryOptions, dtype: str, *, offloaded: bool) -> Store:
+    return Store(dtype=parse_dtype(dtype), memory=_memory(memory, offloaded), sharded=True)
 
 
-def _source(config: TrainConfig) -> Store | None:
+def _source(storage: WeightStorage) -> Store | None:
     """The store that streamed blocks are gathered from, as SlabPlacement.source."""
-    if config.gathered is None:
+    if storage.gathered is None:
         return None
-    dtype, on_host = config.gathered
-    return _shard(config, dtype, offloaded=on_host)
+    dtype, on_host = storage.gathered
+    return _shard(storage.memory, dtype, offloaded=on_host)
 
 
-def mesh_of(config: TrainConfig, world_size: int, machines: int = 1, rank: int = 0) -> Mesh:
+def mesh_of(parallel: ParallelOptions, world_size: int, machines: int = 1, rank: int = 0) -> Mesh:
     """The axes of a run's ranks, which are divided equally among machines."""
-    return Mesh.of(world_size, rank, config.shards(world_size, machines))
+    return Mesh.of(world_size, rank, parallel.shards(world_size, machines))
 
 
-def table_of(config: TrainConfig, model: ModelConfig, shards: int = 1) -> tuple[Slab, ...]:
-    """The weight table of a run, with its adapters. config: normalized."""
-    return weight_table(model, shards, adapters_of(config))
+def table_of(options: ModelOptions, model: ModelConfig, shards: int = 1) -> tuple[Slab, ...]:
+    """The weight table of a run, with its adapters. options: normalized."""
+    return weight_table(model, shards, adapters_of(options))
 
 
-def trains(config: TrainConfig, slab: Slab) -> bool:
+def trains(options: ModelOptions, slab: Slab) -> bool:
     """Whether a run updates this slab: all, or with adapters these and what --train names."""
-    adapters = adapters_of(config)
+    adapters = adapters_of(options)
     if adapters is None:
-        return not config.only_scores
+        return not options.only_scores
     return slab.name in trained_slabs(adapters)
 
 
-def trained_count(config: TrainConfig, model: ModelConfig) -> int:
-    table = [slab for slab in table_of(config, model) if trains(config, slab)]
+def trained_count(options: ModelOptions, model: ModelConfig) -> int:
+    table = [slab for slab in table_of(options, model) if trains(options, slab)]
     return sum(p.count for slab in table for p in slab.params)
 
 
@@ -167,94 +171,106 @@ def trained_count(config: TrainConfig, model: ModelConfig) -> int:
 
 
 def place(
-    config: TrainConfig, table: tuple[Slab, ...], shards: int = 1, frozen: Collection[str] = ()
+    options: StepOptions, table: tuple[Slab, ...], shards: int = 1, frozen: Collection[str] = ()
 ) -> Placement:
-    """Decide the placement of a run. config: normalized. table: for as many shards. frozen: further
-    slabs that are not trained. A frozen slab has no gradient, no moments, and no master, except one
-    in the model's format where fp8 codes are made from it."""
-    slabs = {
-        slab.name: _place_slab(
-            config, slab, shards, trainable=slab.name not in frozen and trains(config, slab)
-        )
-        for slab in table
-    }
-    codes = codes_of(config, config.head_dtype)
+    """Decide the placement of a run. options: normalized. table: for as many shards. frozen:
+    further slabs that are not trained. A frozen slab has no gradient, no moments, and no master,
+    except one in the model's format where fp8 codes are made from it."""
+    storage = WeightStorage(options.model, options.precision, options.memory, options.parallel)
+    slabs = {}
+    for slab in table:
+        if slab.is_block and storage.model.is_quantized:
+            slabs[slab.name] = _place_base(storage, slab, shards)
+            continue
+        trainable = slab.name not in frozen and trains(storage.model, slab)
+        slabs[slab.name] = _place_slab(storage, slab, shards, trainable=trainable)
+        if trainable:
+            slabs[slab.name] = _trained(storage, options.optim, slab, shards, slabs[slab.name])
+    codes = codes_of(storage.precision, storage.precision.head_dtype)
     return Placement(slabs=slabs, head=None if codes is None else Store(dtype=codes))
 
 
-def _place_slab(config: TrainConfig, slab: Slab, shards: int, *, trainable: bool) -> SlabPlacement:
-    if slab.is_block and config.is_quantized:
-        return _place_base(config, slab, shards)
-    dtype, differs = parse_dtype(config.model_dtype), config.own_master
+def _place_slab(
+    storage: WeightStorage, slab: Slab, shards: int, *, trainable: bool
+) -> SlabPlacement:
+    _, precision, memory, _ = storage
+    dtype, differs = parse_dtype(precision.model_dtype), precision.own_master
     if slab.name == MAGNITUDES:
         dtype, differs = F32, False
-    coded = codes_of(config, config.matmul_dtype) if slab.is_block else None
-    streams = slab.is_block and config.streams_weights(shards)
-    updates_another = config.has_masters(shards) if slab.is_block else differs
+    coded = codes_of(precision, precision.matmul_dtype) if slab.is_block else None
+    streams = slab.is_block and storage.streams(shards)
+    updates_another = storage.has_masters(shards) if slab.is_block else differs
     gathers_master = trainable and not coded and not differs
-    source = _source(config) if streams else None
+    source = _source(storage) if streams else None
     if coded and source is not None and source.dtype is E4M3:
         source = replace(source, dtype=coded)
-    master_dtype = config.master_dtype if trainable else config.model_dtype
-    master = _shard(config, master_dtype, offloaded=config.offload_master)
-    placement = SlabPlacement(
+    master_dtype = precision.master_dtype if trainable else precision.model_dtype
+    master = _shard(memory, master_dtype, offloaded=memory.offload_master)
+    return SlabPlacement(
         trainable=trainable,
         group=_group(slab),
         work=Store(dtype=coded or dtype, streamed=streams),
         master=master if coded or (trainable and updates_another) else None,
         part=None if gathers_master else source,
-        transposed=coded and Store(dtype=coded, streamed=streams or not config.keep_transposed),
-        mirror=_mirror(config, source, shards),
+        transposed=coded and Store(dtype=coded, streamed=streams or not memory.keep_transposed),
+        mirror=_mirror(storage, source, shards),
     )
-    return _trained(config, slab, shards, placement) if trainable else placement
 
 
-def _mirror(config: TrainConfig, source: Store | None, shards: int) -> Store | None:
-    mirrors = source and shards > 1 and config.mirror_weights and not why_no_mirrors(config)
-    return Store(dtype=source.dtype, memory="pinned", sharded=True) if mirrors else None
+def _mirror(storage: WeightStorage, source: Store | None, shards: int) -> Store | None:
+    wanted = storage.parallel.mirror_weights and storage.why_no_mirrors() is None
+    if source is None or shards == 1 or not wanted:
+        return None
+    return Store(dtype=source.dtype, memory="pinned", sharded=True)
 
 
-def _place_base(config: TrainConfig, slab: Slab, shards: int) -> SlabPlacement:
+def _place_base(storage: WeightStorage, slab: Slab, shards: int) -> SlabPlacement:
     """The placement of a frozen block that is kept as codes."""
-    streams, source = config.streams_weights(shards), _source(config)
+    model, precision, memory, _ = storage
+    streams, source = storage.streams(shards), _source(storage)
     base = source if streams else Store(dtype=source.dtype)
-    codes = codes_of(config, config.matmul_dtype)
-    if config.matmul_dtype == config.base_dtype:
-        codes = parse_dtype(config.base_dtype)
-    dtype = codes or parse_dtype(config.model_dtype)
+    codes = codes_of(precision, precision.matmul_dtype)
+    if precision.matmul_dtype == model.base_dtype:
+        codes = parse_dtype(model.base_dtype)
+    dtype = codes or parse_dtype(precision.model_dtype)
     work = Store(dtype=dtype, streamed=streams or dtype != base.dtype)
-    shared = work.streamed or not config.keep_transposed
+    shared = work.streamed or not memory.keep_transposed
     return SlabPlacement(
         trainable=False,
         group=_group(slab),
         work=work,
         base=base,
         transposed=codes and Store(dtype=codes, streamed=shared),
-        mirror=_mirror(config, source if streams else None, shards),
+        mirror=_mirror(storage, source if streams else None, shards),
     )
 
 
 def _trained(
-    config: TrainConfig, slab: Slab, shards: int, placement: SlabPlacement
+    storage: WeightStorage,
+    optim: OptimOptions,
+    slab: Slab,
+    shards: int,
+    placement: SlabPlacement,
 ) -> SlabPlacement:
     """With gradients and moments."""
-    divides = config.shard_gradients and why_gradients_stay(config, shards) is None
-    streams, rule = slab.is_block and divides, rule_class(config.optimizer)
+    memory = storage.memory
+    divides = storage.parallel.shard_gradients and storage.why_gradients_stay(shards) is None
+    streams, rule = slab.is_block and divides, rule_class(optim.optimizer)
     return replace(
         placement,
         gradient=Store(
-            dtype=parse_dtype(config.grad_accum_dtype),
-            memory=_memory(config, streams and config.offload_gradients),
+            dtype=parse_dtype(storage.precision.grad_accum_dtype),
+            memory=_memory(memory, streams and memory.offload_gradients),
             sharded=streams,
             streamed=streams,
         ),
         moments={
             m.name: Store(
-                dtype=m.format(config),
-                memory=_memory(config, getattr(config, m.offload)),
+                dtype=m.format(optim),
+                memory=_memory(memory, getattr(memory, m.offload)),
                 sharded=True,
             )
-            for m in kept(config, slab)
+            for m in kept(optim, slab)
         },
         by_matrix=rule.by_matrix(slab),
     )

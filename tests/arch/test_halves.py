@@ -159,7 +159,7 @@ def weights_of(model, **options):
     table = weight_table(model, 1, adapters_of(config))
     dev = HostDevice(MemorySizes(device=1 << 23, stack=1 << 21, pinned=0))
     connect([dev], CommOptions())
-    weights = Weights(dev, table, place(config, table))
+    weights = Weights(dev, table, place(config.for_step, table))
     weights.init(model, seed=1)
     weights.start_micro_step(stale=False)
     return weights, {slab.name: {p.key: p for p in slab.params} for slab in table}

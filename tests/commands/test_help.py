@@ -51,7 +51,7 @@ def test_help_shows_all_of_every_option(name, columns, capsys, monkeypatch):
     assert columns is None or flag == "--help" or any(len(line) > 80 for line in out.splitlines())
     if name in ("train", TRAIN):
         titles = re.findall(r"^(\w.*):$", out, re.MULTILINE)
-        assert titles[:3] == ["Options", "Model", "Data and shape"]
+        assert titles[:3] == ["Options", "Model", "Data"]
         last = ("hidden_size", "max_positions", "lora_rank")
         assert titles[-3:] == [OPTIONS[name].group for name in last]
 

@@ -155,7 +155,7 @@ def test_graphs_and_their_keys_do_not_depend_on_documents():
     keys, inboxes = [], []
     for options in (replace(config, document_mask=False), config):
         dev = PlanDevice(HOST_SPEC)
-        step = Step(dev, model, options, place(options, weight_table(model)))
+        step = Step(dev, model, options.for_step, place(options.for_step, weight_table(model)))
         rng = np.random.default_rng(4)
         for firsts in FIRSTS:
             step.train(0, 0.0, 0.0, [batch_of(rng, firsts)])

@@ -290,7 +290,7 @@ def test_placements_and_plans():
 
     def rows(world, **more):
         config = TrainConfig(**options, **more).normalized()
-        table = placement_table(place(config, table_of(config, model, world), world))
+        table = placement_table(place(config.for_step, table_of(config, model, world), world))
         return next(line.split(maxsplit=2)[2] for line in table if "layers" in line)
 
     assert rows(1, base_dtype="nf4").startswith("bf16, in slots  nf4  ")

@@ -133,7 +133,7 @@ def activations(model: ModelConfig, **options) -> int:
     """Bytes of a plan."""
     config = TrainConfig(batch_size=2, seq_len=64, **options).normalized()
     dev = PlanDevice(HOST_SPEC)
-    Step(dev, model, config, place(config, weight_table(model)))
+    Step(dev, model, config.for_step, place(config.for_step, weight_table(model)))
     return dev.arenas["device"].categories["Activations"]
 
 
@@ -257,7 +257,7 @@ def test_which_products_may_accumulate_fast(fast, head, recompute):
     config = TrainConfig(**FP8, **options, batch_size=1, seq_len=64, grad_accumulation=1)
     dev = NotingDevice()
     config = config.normalized()
-    step = Step(dev, model, config, place(config, weight_table(model)))
+    step = Step(dev, model, config.for_step, place(config.for_step, weight_table(model)))
     batch = (np.zeros((1, 64), np.int32),) * 2
     step.train(0, 0.0, 0.0, [batch])
     fp8_head = head == "e4m3"

@@ -265,7 +265,7 @@ def counted_micro_step(model, recipe):
     options = JIT | {"seq_len": 64, "fp8_recipe": recipe, "batch_size": 1, "grad_accumulation": 1}
     dev = PlanDevice(HOST_SPEC)
     config = TrainConfig(**options).normalized()
-    step = Step(dev, model, config, place(config, weight_table(model)))
+    step = Step(dev, model, config.for_step, place(config.for_step, weight_table(model)))
     if not step.model.operands.scales.ready:
         step.calibrate()
     dev.launches.clear()

@@ -164,7 +164,7 @@ def test_which_products_are_of_bytes(kind):
     config = TrainConfig(**options_of(kind), batch_size=1, seq_len=64, grad_accumulation=1)
     config = config.normalized()
     dev = NotingDevice()
-    step = Step(dev, model, config, place(config, table_of(config, model)))
+    step = Step(dev, model, config.for_step, place(config.for_step, table_of(config, model)))
     step.train(0, 0.0, 0.0, [(np.zeros((1, 64), np.int32),) * 2])
     trained = kind == "full"
     assert dev.entries["matmul_int8"] == (12 if trained else 8) * L

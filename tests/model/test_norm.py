@@ -104,7 +104,7 @@ def test_who_adds_to_the_residual_stream(model, options, of_products, with_norms
     model, shape = preset(model), (1, 64)
     config = TrainConfig(batch_size=1, seq_len=64, grad_accumulation=1, **options).normalized()
     dev = NotingDevice()
-    step = Step(dev, model, config, place(config, table_of(config, model)))
+    step = Step(dev, model, config.for_step, place(config.for_step, table_of(config, model)))
     step.train(0, 0.0, 0.0, [(np.zeros(shape, np.int32),) * 2])
     L, counts = model.num_layers, dev.counts
     found = (counts["addend"], counts["norm_forward_residual"], counts["norm_post"])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from llmq.options.derived import SCHEDULES, learning_rate
+from llmq.options.groups.optim import SCHEDULES, learning_rate
 
 
 def rates(steps, **options):

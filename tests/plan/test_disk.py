@@ -52,7 +52,7 @@ def test_a_checkpoint_is_as_large_as_planned(tmp_path, model, options):
 def use(**options: object) -> DiskUse:
     config: TrainConfig = make_config({n.replace("_", "-"): v for n, v in options.items()})
     model = preset("tiny")
-    return disk_use(config, model, place(config, weight_table(model)))
+    return disk_use(config, model, place(config.for_step, weight_table(model)))
 
 
 @pytest.mark.parametrize(

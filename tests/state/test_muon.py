@@ -291,10 +291,12 @@ def test_state_is_that_of_momentum():
     muon, adamw = (plan.usage.categories["device"] for plan in plans)
     assert muon["Adam M"] == adamw["Adam M"]
     assert muon["Adam V"] == 4 * sum(slab.size for slab in with_v) < 0.3 * adamw["Adam V"]
-    placement = place(cfg, table_of(cfg, model))
+    placement = place(cfg.for_step, table_of(cfg, model))
     block = next(line for line in placement_table(placement) if "layers" in line)
     assert block.split()[-2:] == ["shard", "-"]
-    sizes = [disk_use(c, model, place(c, table_of(c, model))).checkpoint for c in (cfg, other)]
+    sizes = [
+        disk_use(c, model, place(c.for_step, table_of(c, model))).checkpoint for c in (cfg, other)
+    ]
     assert sizes[1] - sizes[0] == 4 * sum(
         p.count for slab in weight_table(model) if slab.is_block for p in slab.params
     )

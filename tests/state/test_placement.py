@@ -75,12 +75,12 @@ KEPT = FP8 | STREAMED | {"persistent_quants": True, "offload_quants": True}
     ],
 )
 def test_table(world, options, table):
-    placement = place(config(world, 1, **options), weight_table(QWEN2, world), world)
+    placement = place(config(world, 1, **options).for_step, weight_table(QWEN2, world), world)
     assert placement_table(placement) == table.splitlines()[1:]
 
 
 def test_table_of_frozen_slabs():
-    placement = place(config(1, 1), weight_table(QWEN2), frozen=HALF)
+    placement = place(config(1, 1).for_step, weight_table(QWEN2), frozen=HALF)
     assert [line.split() for line in placement_table(placement)] == [
         ["slabs", "group", "work", "gradient", "m", "v"],
         ["embed", "frozen", "bf16", "-", "-", "-"],
@@ -148,7 +148,7 @@ def test_frozen_slabs_take_less_memory(name, world):
         plan = make_plan(cfg, QWEN2, HOST_SPEC, world_size=world, frozen=frozen)
         kinds = ("Weights", "Quants", "Master", "Gradients", "Adam M", "Adam V")
         found = {p: sum(plan.usage.categories[p].get(k, 0) for k in kinds) for p in TIERS}
-        expected = stored(place(cfg, table, world, frozen), world)
+        expected = stored(place(cfg.for_step, table, world, frozen), world)
         sizes.append({place: found[place] - expected[place] for place in TIERS})
         assert sizes[-1] == sizes[0]
     frozen_at = [plan.placement[slab] for slab in HALF]

@@ -100,7 +100,7 @@ def test_eight_bits_are_refused_by_a_rule_without_scales():
 
 def test_the_table_of_placements_names_its_moment():
     cfg = config(2, 1, offload_opt_m=True)
-    lines = placement_table(place(cfg, table_of(cfg, QWEN2, 2), 2))
+    lines = placement_table(place(cfg.for_step, table_of(cfg, QWEN2, 2), 2))
     assert lines[0].split()[-2:] == ["gradient", "momentum"]
     assert "pinned" in lines[1]
 

@@ -92,10 +92,10 @@ class AttentionHalf:
         config, options = shared.config, shared.options
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
         self.norms = shared.norms
-        self.B, self.T = options.batch_size, options.local_seq_len
+        self.B, self.T = options.batch.batch_size, options.batch.local_seq_len
         self.Hq, self.Hkv = config.num_heads, config.num_kv_heads
         self.Hd, self.eps, self.rotary = config.head_dim, config.norm_eps, config.rotary_dim
-        self.chunks = options.attn_bwd_chunks
+        self.chunks = options.memory.attn_bwd_chunks
         windows = [config.window_of(layer) for layer in range(config.num_layers)]
         sizes, capability = (shared.backend, self.Hd, self.T), self.dev.spec.capability
         self.backends = [directions(*sizes, window, capability) for window in windows]

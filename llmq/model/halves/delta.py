@@ -45,14 +45,11 @@ class DeltaHalf:
     """The delta nets of all layers. Scratch lives as long as `temps`."""
 
     def __init__(self, shared: ModelContext):
-        its, options = shared.config.delta, shared.options
+        its, batch = shared.config.delta, shared.options.batch
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
         self.norms = shared.norms
-        self.B, self.T, self.starts = (
-            options.batch_size,
-            options.local_seq_len,
-            shared.inputs.first_key,
-        )
+        self.B, self.T = batch.batch_size, batch.local_seq_len
+        self.starts = shared.inputs.first_key
         self.eps, self.channels, self.values = shared.config.norm_eps, its.channels, its.values
         self.heads = Heads(its.key_heads, its.value_heads, its.key_dim, its.value_dim)
         self.of_gate = self.channels  # the first column of z in delta_in

@@ -31,7 +31,7 @@ class ExpertLinear:
 
     def __init__(self, shared: ModelContext, rows: int):
         """rows: R."""
-        self.dev, adapters = shared.dev, adapters_of(shared.options)
+        self.dev, adapters = shared.dev, adapters_of(shared.options.model)
         self.fast = shared.operands.fast
         every = adapted_in_layers(shared.config, adapters) if adapters is not None else ()
         self._adapted = {(layer, m.key): m for layer, m in every if m.groups > 1}

@@ -61,11 +61,11 @@ class ExpertsHalf:
     """The experts of all layers that have some."""
 
     def __init__(self, shared: ModelContext):
-        self.dev, self.routers, options = shared.dev, Linear(shared.dev), shared.options
+        self.dev, self.routers = shared.dev, Linear(shared.dev)
         self.norms = shared.norms
         its, self.operands = shared.config.experts, shared.operands
         self.clamp = None if its.alpha is None else (its.alpha, its.limit)
-        rows = options.batch_size * options.local_seq_len * its.active
+        rows = shared.options.batch.micro_tokens * its.active
         self.linear = ExpertLinear(shared, rows)
         shares = its.shared_size is not None
         self.shared, self.balance = SharedExpert(shared) if shares else None, shared.balance

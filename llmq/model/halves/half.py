@@ -17,7 +17,7 @@ from llmq.model.activations import HalfLayer, LayerContext, Recompute
 from llmq.model.balance import Balance
 from llmq.model.block_linear import BlockLinear
 from llmq.model.norms import BlockNorms
-from llmq.options.options import TrainConfig
+from llmq.options.options import StepOptions
 from llmq.runtime.device import Device
 
 
@@ -29,7 +29,7 @@ class ModelContext(NamedTuple):
 
     dev: Device
     config: ModelConfig
-    options: TrainConfig
+    options: StepOptions
     operands: Operands
     linear: BlockLinear
     norms: BlockNorms

@@ -42,7 +42,7 @@ class SharedExpert:
     def __init__(self, shared: ModelContext):
         self.dev, self.linear, self.routers = shared.dev, shared.linear, Linear(shared.dev)
         self.operands = shared.operands
-        rows = shared.options.batch_size * shared.options.local_seq_len
+        rows = shared.options.batch.micro_tokens
         # Each row is its own only choice.
         self._places = self.dev.alloc("shared_places", (rows, 1), I32, "Activations")
         self._chosen = self.dev.alloc("shared_chosen", (rows, 1), I32, "Activations")

@@ -7,7 +7,7 @@ from pkgutil import iter_modules
 from llmq.model.losses.loss import Loss
 from llmq.model.losses.score import Classes, Reward
 from llmq.model.losses.weighted import MessageWeights
-from llmq.options.options import TrainConfig
+from llmq.options.groups.optim import OptimOptions
 
 
 def _named_losses() -> dict[str, type[Loss]]:
@@ -25,7 +25,7 @@ OF_SCORES: dict[str, type[Loss]] = {"ce": Classes, "reward": Reward}
 """Losses of a score head."""
 
 
-def loss_class(options: TrainConfig) -> type[Loss]:
-    if options.token_weights:
+def loss_class(optim: OptimOptions) -> type[Loss]:
+    if optim.token_weights:
         return MessageWeights
-    return (OF_SCORES if options.head == "score" else LOSSES)[options.loss]
+    return (OF_SCORES if optim.head == "score" else LOSSES)[optim.loss]

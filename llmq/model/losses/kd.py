@@ -9,7 +9,8 @@ from llmq.model.losses.cross_entropy import TokenCrossEntropy
 from llmq.model.losses.loss import Rows
 from llmq.ops.loss import distill
 from llmq.ops.loss.distill import Teacher
-from llmq.options.options import TrainConfig
+from llmq.options.groups.batch import BatchOptions
+from llmq.options.groups.optim import OptimOptions
 from llmq.runtime.device import Device
 
 
@@ -23,9 +24,11 @@ class Distillation(TokenCrossEntropy):
     validated = ("loss_1k", "kl")
     shown = ("kl",)
 
-    def __init__(self, dev: Device, options: TrainConfig, named: Mapping[str, Tensor]):
-        super().__init__(dev, options, named)
-        rows, values = options.batch_size * options.local_seq_len, options.loss_values
+    def __init__(
+        self, dev: Device, batch: BatchOptions, optim: OptimOptions, named: Mapping[str, Tensor]
+    ):
+        super().__init__(dev, batch, optim, named)
+        rows, values = batch.micro_tokens, optim.loss_values
         self._teacher = Teacher(
             told=named["scores"].view(rows, 2 * values["top-k"]),
             kl=dev.alloc("kl", (rows,), F32, "Activations"),
@@ -35,9 +38,9 @@ class Distillation(TokenCrossEntropy):
         )
 
     @classmethod
-    def inputs(cls, options: TrainConfig) -> tuple[Input, ...]:
+    def inputs(cls, optim: OptimOptions) -> tuple[Input, ...]:
         """Token ids as the bits of F32, then their log-probabilities."""
-        return (Input("scores", shape=(2 * options.loss_values["top-k"],), sidecar=SCORES),)
+        return (Input("scores", shape=(2 * optim.loss_values["top-k"],), sidecar=SCORES),)
 
     def of_rows(self) -> Teacher:
         return self._teacher

@@ -10,7 +10,8 @@ from llmq.base.step_inputs import Input
 from llmq.base.tensor import Tensor
 from llmq.ops.loss.distill import Teacher
 from llmq.ops.loss.labels import Labels
-from llmq.options.options import TrainConfig
+from llmq.options.groups.batch import BatchOptions
+from llmq.options.groups.optim import OptimOptions
 from llmq.runtime.device import Device
 
 
@@ -49,12 +50,14 @@ class Loss(ABC):
     validated: ClassVar[tuple[str, ...]] = ()
     shown: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, dev: Device, options: TrainConfig, named: Mapping[str, Tensor]):
-        """options: normalized. named: tensors of the `inputs` by name, of each micro-batch."""
-        self.dev, self.options, self.named = dev, options, named
+    def __init__(
+        self, dev: Device, batch: BatchOptions, optim: OptimOptions, named: Mapping[str, Tensor]
+    ):
+        """batch, optim: normalized. named: tensors of the `inputs` by name, of each micro-batch."""
+        self.dev, self.named = dev, named
 
     @classmethod
-    def inputs(cls, options: TrainConfig) -> tuple[Input, ...]:
+    def inputs(cls, optim: OptimOptions) -> tuple[Input, ...]:
         """The arrays that the loss reads of each batch beside tokens and targets."""
         return ()
 
@@ -64,7 +67,7 @@ class Loss(ABC):
         return None
 
     @classmethod
-    def guessing(cls, options: TrainConfig, outputs: int) -> float:
+    def guessing(cls, optim: OptimOptions, outputs: int) -> float:
         """The loss of a model that knows nothing; outputs: of its head. The guard takes a multiple
         of it for a bad step while it knows no usual one."""
         return log(outputs)

@@ -13,7 +13,8 @@ from llmq.base.step_inputs import PAIRS, SCORES, TOKEN, Input
 from llmq.base.tensor import Tensor
 from llmq.model.losses.loss import Loss, Rows
 from llmq.ops.loss import pairs
-from llmq.options.options import TrainConfig
+from llmq.options.groups.batch import BatchOptions
+from llmq.options.groups.optim import OptimOptions
 from llmq.ref.loss.pairs import IPO, KTO, ORPO, SIGMOID, SUMS, Documents, Form, of_pair
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
@@ -37,31 +38,33 @@ class Preferences(Loss):
     kind: ClassVar[int] = SIGMOID
     referenced: ClassVar[bool] = True
 
-    def __init__(self, dev: Device, options: TrainConfig, named: Mapping[str, Tensor]):
-        super().__init__(dev, options, named)
-        shape = options.batch_size, options.local_seq_len
+    def __init__(
+        self, dev: Device, batch: BatchOptions, optim: OptimOptions, named: Mapping[str, Tensor]
+    ):
+        super().__init__(dev, batch, optim, named)
+        shape = batch.batch_size, batch.local_seq_len
         self._weights = dev.alloc("weights", shape, F32, "Activations")
         self._sums = dev.alloc("pair sums", (3, *shape), F32, "Activations")
         self._shift: Tensor | None = None
-        self.form = self._form(options)
+        self.form = self._form(optim)
 
     @classmethod
-    def inputs(cls, options: TrainConfig) -> tuple[Input, ...]:
+    def inputs(cls, optim: OptimOptions) -> tuple[Input, ...]:
         return (PARTNER, Input("scores", sidecar=SCORES)) if cls.referenced else (PARTNER,)
 
     @classmethod
-    def _form(cls, options: TrainConfig) -> Form:
-        values = options.loss_values
+    def _form(cls, optim: OptimOptions) -> Form:
+        values = optim.loss_values
         by_form = (values.get("gamma", 0.0), values.get("smoothing", 0.0))
         by_mean = int(values.get("normalize", True))  # ORPO's answers always are
         return Form(cls.kind, by_mean, values["beta"], *by_form, values["sft"])
 
     @classmethod
-    def guessing(cls, options: TrainConfig, outputs: int) -> float:
+    def guessing(cls, optim: OptimOptions, outputs: int) -> float:
         """That of answers of a token, of which all are as likely."""
         gain, logp, count = np.zeros(1), np.full(1, -log(outputs)), np.ones(1)
         answer = Documents(gain if cls.referenced else logp, logp, count)
-        return float(of_pair(cls._form(options), answer, answer).loss[0])
+        return float(of_pair(cls._form(optim), answer, answer).loss[0])
 
     def prepare(self, rows: Rows) -> None:
         """Have the sums of each answer."""
@@ -125,8 +128,10 @@ class Kto(Preferences):
     kind = KTO
     validated = (*Preferences.validated, "kl")
 
-    def __init__(self, dev: Device, options: TrainConfig, named: Mapping[str, Tensor]):
-        super().__init__(dev, options, named)
+    def __init__(
+        self, dev: Device, batch: BatchOptions, optim: OptimOptions, named: Mapping[str, Tensor]
+    ):
+        super().__init__(dev, batch, optim, named)
         self._shift = dev.alloc("shift", (1,), F32, "Activations")
         self._gained = dev.alloc("gained", (dev.mesh.size(), 2), F64, "Activations")
         dev.zero(self._gained)  # silent ranks leave theirs as it is
@@ -134,13 +139,13 @@ class Kto(Preferences):
         self._lane.add("gained")
 
     @classmethod
-    def guessing(cls, options: TrainConfig, outputs: int) -> float:
+    def guessing(cls, optim: OptimOptions, outputs: int) -> float:
         """The largest one: no loss is more than its weight."""
-        return max(options.loss_values["desirable"], options.loss_values["undesirable"])
+        return max(optim.loss_values["desirable"], optim.loss_values["undesirable"])
 
     @classmethod
-    def _form(cls, options: TrainConfig) -> Form:
-        values = options.loss_values
+    def _form(cls, optim: OptimOptions) -> Form:
+        values = optim.loss_values
         weights = (values["desirable"], 0.0, values["undesirable"])
         return Form(cls.kind, 0, values["beta"], *weights)
 

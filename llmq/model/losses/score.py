@@ -9,13 +9,14 @@ from llmq.model.losses.loss import Rows
 from llmq.model.losses.preferences import SimPo
 from llmq.ops.loss import distill
 from llmq.ops.loss.labels import Labels
-from llmq.options.options import TrainConfig
+from llmq.options.groups.batch import BatchOptions
+from llmq.options.groups.optim import OptimOptions
 from llmq.ref.loss.pairs import SIGMOID, Form
 from llmq.runtime.device import Device
 
 
-def _labels(dev: Device, options: TrainConfig, *, linear: bool) -> Labels:
-    rows = options.batch_size * options.local_seq_len
+def _labels(dev: Device, batch: BatchOptions, *, linear: bool) -> Labels:
+    rows = batch.micro_tokens
     return Labels(dev.alloc("hits", (rows,), F32, "Activations"), linear)
 
 
@@ -25,9 +26,11 @@ class Classes(TokenCrossEntropy):
     sums = (*TokenCrossEntropy.sums, "hits")
     validated = shown = ("accuracy",)
 
-    def __init__(self, dev: Device, options: TrainConfig, named: Mapping[str, Tensor]):
-        super().__init__(dev, options, named)
-        self._of_rows = _labels(dev, options, linear=False)
+    def __init__(
+        self, dev: Device, batch: BatchOptions, optim: OptimOptions, named: Mapping[str, Tensor]
+    ):
+        super().__init__(dev, batch, optim, named)
+        self._of_rows = _labels(dev, batch, linear=False)
 
     def of_rows(self) -> Labels:
         return self._of_rows
@@ -47,12 +50,14 @@ class Reward(SimPo):
 
     kind = SIGMOID
 
-    def __init__(self, dev: Device, options: TrainConfig, named: Mapping[str, Tensor]):
-        super().__init__(dev, options, named)
-        self._of_rows = _labels(dev, options, linear=True)
+    def __init__(
+        self, dev: Device, batch: BatchOptions, optim: OptimOptions, named: Mapping[str, Tensor]
+    ):
+        super().__init__(dev, batch, optim, named)
+        self._of_rows = _labels(dev, batch, linear=True)
 
     @classmethod
-    def _form(cls, options: TrainConfig) -> Form:
+    def _form(cls, optim: OptimOptions) -> Form:
         return Form(cls.kind, 0, 1.0, 0.0, 0.0, 0.0)
 
     def of_rows(self) -> Labels:

@@ -8,7 +8,7 @@ from llmq.base.tensor import Tensor
 from llmq.model.losses.cross_entropy import TokenCrossEntropy
 from llmq.model.losses.loss import Rows
 from llmq.ops.loss import cross_entropy
-from llmq.options.options import TrainConfig
+from llmq.options.groups.optim import OptimOptions
 
 
 class Weighted(TokenCrossEntropy):
@@ -19,11 +19,11 @@ class Weighted(TokenCrossEntropy):
     name = "weighted"
 
     @classmethod
-    def inputs(cls, options: TrainConfig) -> tuple[Input, ...]:
+    def inputs(cls, optim: OptimOptions) -> tuple[Input, ...]:
         return (Input("scores", sidecar=SCORES),)
 
     @classmethod
-    def guessing(cls, options: TrainConfig, outputs: int) -> float:
+    def guessing(cls, optim: OptimOptions, outputs: int) -> float:
         """Weights may be as large as they like."""
         return inf
 
@@ -42,7 +42,7 @@ class MessageWeights(TokenCrossEntropy):
     sums = (*TokenCrossEntropy.sums, "tokens")
 
     @classmethod
-    def inputs(cls, options: TrainConfig) -> tuple[Input, ...]:
+    def inputs(cls, optim: OptimOptions) -> tuple[Input, ...]:
         return (Input("scores", sidecar=WEIGHTS),)
 
     def weights(self, rows: Rows) -> Tensor:

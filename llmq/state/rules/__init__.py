@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmq.base.errors import LlmqError
-from llmq.options.options import TrainConfig
+from llmq.options.groups.optim import OptimOptions
 from llmq.options.removed import current_options
 from llmq.state.params import Slab
 from llmq.state.rules.adamw import AdamW
@@ -18,11 +18,11 @@ AVERAGE = Moment(name="ema", group="ema", category="EMA", dtype=None, offload="o
 """The moving average of weights (`--ema`): it is kept as moments are, and begins as the weights."""
 
 
-def kept(config: TrainConfig, slab: Slab | None = None) -> tuple[Moment, ...]:
+def kept(optim: OptimOptions, slab: Slab | None = None) -> tuple[Moment, ...]:
     """All that a run keeps from update to update beside the weights, of a slab or of any."""
-    rule = rule_class(config.optimizer)
+    rule = rule_class(optim.optimizer)
     moments = rule.moments if slab is None else rule.moments_of(slab)
-    return (*moments, AVERAGE) if config.ema else moments
+    return (*moments, AVERAGE) if optim.ema else moments
 
 
 def rule_class(name: str) -> type[UpdateRule]:
@@ -39,5 +39,5 @@ def rule_saved(options: Mapping[str, Any]) -> type[UpdateRule]:
     return RULES[name]
 
 
-def rule_of(config: TrainConfig) -> UpdateRule:
-    return rule_class(config.optimizer)(config)
+def rule_of(optim: OptimOptions) -> UpdateRule:
+    return rule_class(optim.optimizer)(optim)

@@ -18,7 +18,6 @@ from llmq.base.dtypes import BF16
 from llmq.base.tensor import POINTER_ALIGN, Tensor
 from llmq.ops.product.matmul import matmul
 from llmq.ops.update import muon
-from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 from llmq.state.params import Slab
 from llmq.state.rules.adamw import AdamW
@@ -107,9 +106,7 @@ class NorMuon(Muon):
     """Muon whose changes are divided, row by row, by the root of a running mean of their squares
     (arXiv 2510.05491)."""
 
-    @classmethod
-    def keeps_rows(cls, options: TrainConfig) -> bool:
-        return True
+    keeps_rows = True
 
 
 class _Iteration:

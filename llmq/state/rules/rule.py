@@ -11,7 +11,7 @@ import numpy as np
 
 from llmq.base.dtypes import BF16, F32, DType, parse_dtype
 from llmq.base.tensor import Tensor
-from llmq.options.options import TrainConfig
+from llmq.options.groups.optim import OptimOptions
 from llmq.runtime.device import Device
 from llmq.state.params import Slab
 
@@ -33,7 +33,7 @@ class Moment:
     dtype: str | None
     offload: str
 
-    def format(self, options: TrainConfig) -> DType:
+    def format(self, options: OptimOptions) -> DType:
         return F32 if self.dtype is None else parse_dtype(getattr(options, self.dtype))
 
     @property
@@ -42,7 +42,7 @@ class Moment:
 
 
 ROWS = "rows"
-"""The group of checkpoints with the numbers of rows, see UpdateRule.keeps_rows; F32."""
+"""The group of checkpoints with the numbers of rows, see UpdateRule; F32."""
 
 
 class Part(NamedTuple):
@@ -81,14 +81,16 @@ class Whole(NamedTuple):
 
 class UpdateRule(ABC):
     """How gradients change weights. moments: in the order of their memory. of_change: the format of
-    a change. begun: the step, of those that count from 0, at which the moments were zero. Bytes and
-    launches of an update are those of the kernels that it launches."""
+    a change. keeps_rows: a run keeps a number for each row of whole matrices, on the rank that
+    updates the matrix. begun: the step, of those that count from 0, at which the moments were zero.
+    Bytes and launches of an update are those of the kernels that it launches."""
 
     moments: ClassVar[tuple[Moment, ...]]
     of_change: ClassVar[DType] = BF16
+    keeps_rows: ClassVar[bool] = False
     begun = 0
 
-    def __init__(self, options: TrainConfig):
+    def __init__(self, options: OptimOptions):
         """options: normalized; they are baked into captured launches."""
         self.options = options
 
@@ -102,12 +104,6 @@ class UpdateRule(ABC):
     def moments_of(cls, slab: Slab) -> tuple[Moment, ...]:
         """Those of the moments that are kept of a slab."""
         return cls.moments
-
-    @classmethod
-    def keeps_rows(cls, options: TrainConfig) -> bool:
-        """Whether a run keeps a number for each row of whole matrices; the rank to which a matrix
-        goes for its update has those of it."""
-        return False
 
     @abstractmethod
     def prepare(self, scalars: np.void, step: int) -> None:
