@@ -16,7 +16,7 @@ import pytest
 from llmq.base import tensor
 from llmq.base.tensor import Tier
 
-NEEDS = ("llmq/base/tensor.py", "llmq/options/options.py", "llmq/state/placement.py")
+NEEDS = ("llmq/base/tensor.py", "llmq/options/groups/memory.py", "llmq/state/placement.py")
 """The table of tiers; the option that chooses it, and the line that goes by it."""
 
 

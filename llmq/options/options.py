@@ -32,6 +32,19 @@ from llmq.options.weight_storage import WeightStorage
 Group = TypeVar("Group")
 
 
+GROUPS = {
+    "model": ModelOptions,
+    "data": DataOptions,
+    "batch": BatchOptions,
+    "optim": OptimOptions,
+    "precision": PrecisionOptions,
+    "memory": MemoryOptions,
+    "parallel": ParallelOptions,
+    "run": RunOptions,
+}
+"""The classes of the groups, by the names that files of options may have them under."""
+
+
 class StepOptions(NamedTuple):
     """The groups of options that a training step reads; normalized."""
 

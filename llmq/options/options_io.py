@@ -1,15 +1,16 @@
 """Options from a file and the command line to a TrainConfig, and from a TrainConfig to the log."""
 
+import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
 from llmq.options.loss_params import named_texts, named_values
-from llmq.options.options import OPTIONS, TrainConfig
+from llmq.options.options import GROUPS, OPTIONS, TrainConfig
 from llmq.options.removed import REMOVED, current_options
 from llmq.options.rules import RULES
 from llmq.options.sizes import SIZES
@@ -58,7 +59,8 @@ Layers = tuple[dict[str, Any], dict[str, Any]]
 
 def make_config(given: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
     """Normalized, validated options of a run: those given, then those of the file, then defaults.
-    given: by flag name. file: YAML, JSON or TOML, with the same keys, - or _ alike. ConfigError for
+    given: by flag name, or in mappings by group.
+    file: YAML, JSON or TOML, with the same keys, - or _ alike. ConfigError for
     an unknown key, an invalid value, and one that is off though another implies it."""
     return config_of(layers_of(given, file))
 
@@ -110,7 +112,7 @@ def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Converted values by field name, without those that are None; where: prefix of messages.
     Removed options become today's, with a warning for each."""
     given: dict[str, Any] = {}
-    for key, value in values.items():
+    for key, value in _flat(values, where):
         name = _field_of(key, where)
         if value is None:
             continue
@@ -123,6 +125,21 @@ def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {name: OPTIONS[name].convert(value) for name, value in given.items()}
     except ConfigError as error:
         raise ConfigError(f"{where}{error}") from None
+
+
+def _flat(values: Mapping[str, Any], where: str) -> Iterator[tuple[Any, Any]]:
+    """Keys and values, also of options inside their groups: `memory: {recompute-block: true}`."""
+    for key, value in values.items():
+        group = GROUPS.get(key)
+        if group is None or not isinstance(value, Mapping):
+            yield key, value
+            continue
+        fields = {field.name for field in dataclasses.fields(group)}
+        for inner, of_option in value.items():
+            if (name := _field_of(inner, where)) not in fields and name not in REMOVED:
+                home = next(g for g, c in GROUPS.items() if hasattr(c, name))
+                raise ConfigError(f"{where}{key}: {inner} is of the group {home}")
+            yield inner, of_option
 
 
 def _field_of(key: Any, where: str) -> str:

@@ -20,7 +20,7 @@ from llmq.options.option_types import (
     parse_layers,
     parse_size,
 )
-from llmq.options.options import OPTIONS, TrainConfig
+from llmq.options.options import GROUPS, OPTIONS, TrainConfig
 from llmq.options.options_io import make_config, option_rows
 from llmq.options.presets import preset
 from llmq.options.rules import RULES
@@ -962,3 +962,27 @@ def test_values_of_a_manifest_are_checked(options, said):
     """Somebody may have written a checkpoint's manifest."""
     with pytest.raises(ConfigError, match=said):
         TrainConfig(**options).normalized().validate()
+
+
+def test_options_may_stand_in_their_groups(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {model: tiny, from-scratch: true}\nmemory:\n  recompute_block: true\nseed: 3\n"
+    )
+    config = make_config({"optim": {"learning-rate": 0.25}}, file)
+    assert (config.model, config.from_scratch, config.seed) == ("tiny", True, 3)
+    assert config.recompute_block and config.learning_rate == 0.25
+    file.write_text("memory: {seed: 3}\n")
+    with pytest.raises(ConfigError, match="memory: seed is of the group optim"):
+        make_config({}, file)
+    file.write_text("memory: {sed: 3}\n")
+    with pytest.raises(ConfigError, match="unknown option sed, did you mean seed"):
+        make_config({}, file)
+
+
+def test_a_group_has_its_options_alone():
+    config = make_config({"recompute-block": True, "seed": 3})
+    memory = config.group(GROUPS["memory"])
+    assert memory.recompute_block and not hasattr(memory, "seed")
+    named = [field.name for group in GROUPS.values() for field in dataclasses.fields(group)]
+    assert len(named) == len({*named}) and {*named} == {f.name for f in dataclasses.fields(config)}
