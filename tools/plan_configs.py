@@ -19,8 +19,7 @@ from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.advice import check_fits
 from llmq.plan.cost import step_time
-from llmq.plan.disk import disk_use
-from llmq.plan.memory import DESKTOP_BYTES, mib, needed_bytes
+from llmq.plan.memory import DESKTOP_BYTES, disk_use, mib, needed_bytes
 from llmq.plan.target import MachineOptions, target
 
 CONFIGS = Path(__file__).parents[1] / "configs"

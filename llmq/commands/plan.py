@@ -108,7 +108,7 @@ def plan(
         network=size_of("--network", network and network.removesuffix("/s")),
     )
     if largest:
-        from llmq.plan.largest import run_largest
+        from llmq.plan.fit import run_largest
 
         if placement:
             raise ConfigError("--placement: has no meaning with --largest")

@@ -158,7 +158,7 @@ def _train(
     argv = sys.argv
     if auto:
         from llmq.options.option_file import command_line
-        from llmq.plan.report import choose
+        from llmq.plan.fit import choose
 
         config = choose(config, model, fields, size_of("--reserve", reserve, least=0))
         argv = command_line(config)

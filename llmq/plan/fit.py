@@ -1,20 +1,39 @@
-"""The fastest configurations that fit into given memory: `llmq plan --fit`, `llmq train --auto`.
+"""The fastest configurations that fit into given memory: `llmq plan --fit`, `llmq train --auto`,
+and the largest preset that fits: `llmq plan --largest`.
 
 Beside adapters it also looks for the format that the model is kept in.
 """
 
-from bisect import bisect_left
-from dataclasses import dataclass, replace
+from __future__ import annotations
 
-from llmq.options.options import TrainConfig
+import json as json_module
+import shlex
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llmq.arch.model_config import ModelConfig
+from llmq.base.dtypes import MIB
+from llmq.base.errors import ConfigError
+from llmq.options.option_file import command_line
+from llmq.options.options import OPTIONS, TrainConfig
+from llmq.options.presets import PRESETS, released
 from llmq.options.rule import Changes
 from llmq.options.rules import RULES
 from llmq.options.savers import PLACES
-from llmq.plan.advice import NOTICEABLE, refusal
+from llmq.options.sizes import SIZES
+from llmq.plan.advice import NOTICEABLE, refusal, spelled
 from llmq.plan.estimate import Estimate, Planner
-from llmq.plan.memory import Limits
-from llmq.plan.shrink import ESTIMATE_MARGIN, REARRANGING, Shrinker, having, savers
+from llmq.plan.memory import DiskUse, Limits, OutOfMemory, disk_use, mib, room
+from llmq.plan.shrink import ESTIMATE_MARGIN, FP8, REARRANGING, Shrinker, having, savers
+from llmq.plan.target import MachineOptions, PlanTarget, target, target_here
+from llmq.report.tables import labelled
 from llmq.runtime.device import HOST_SPEC
+from llmq.state.params import parameter_count
+from llmq.state.placement import place, table_of
 
 SHOWN = 5  # configurations
 WORTH_SHOWING = 0.75  # of the speed of the fastest
@@ -233,3 +252,242 @@ def search_bases(fit: Fit) -> tuple[Fit, list[Candidate]]:
     ways = [found[place][1][0] for place in others]
     candidates = found[best][1][: SHOWN - len(ways)]
     return found[best][0], [candidates[0], *ways, *candidates[1:]]
+
+
+# ------------------------------------------------------------------------------------------------
+# Coarser numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EightBitGain:
+    """Number formats that would be faster: as flags, and tokens per second by an estimate."""
+
+    flags: str
+    speed: float
+
+
+def eight_bit_gain(fit: Fit, best: Candidate) -> list[EightBitGain]:
+    """Those of fp8 products, an fp8 LM head beside them, MLPs that keep codes, and 8-bit moments by
+    which a step gets noticeably faster. best: what fit has found. Formats are tried though they
+    were given."""
+    base = fit.base
+    fp8 = {} if base.is_fp8 else FP8
+    alone = _Tried(fit, best, {}, fit.changes_of(best))
+    products = _Tried(fit, best, fp8, ()) if fp8 else alone
+    found = [products.told] if products.gains_over(alone) else []
+    if products.speed:
+        (head,) = savers("head")
+        beside = _Tried(fit, best, fp8 | head(base), products.changes)
+        found += [beside.told] if beside.gains_over(products) else []
+    others = [change for saver in savers("others") if (change := saver(base))]
+    tried = [_Tried(fit, best, change, alone.changes) for change in others]
+    return found + [each.told for each in tried if each.gains_over(alone)]
+
+
+class _Tried:
+    """Some formats, and how fast they are with all that may be arranged otherwise with them. told:
+    for the user. speed: 0 if the card cannot compute them, other options forbid them, or nothing
+    makes them fit. changes: what is arranged otherwise."""
+
+    def __init__(self, fit: Fit, best: Candidate, change: Changes, start: Sequence[Changes]):
+        """start: changes to begin with, of formats that are nearly these."""
+        self._differs = any(getattr(fit.base, name) != value for name, value in change.items())
+        self._fit, self.changes = fit, list(start)
+        self._shrinker = Shrinker(fit.planner, fit.shrinker.limits, fit.fixed - set(change))
+        self.speed = best.need.speed
+        if self._differs:
+            computes = "matmul_dtype" not in change or fit.planner.card.fp8 > 0
+            self.speed = self._searched(best, change) if computes else 0.0
+        self.told = EightBitGain(flags=spelled(fit.base, change), speed=self.speed)
+
+    def gains_over(self, other: _Tried) -> bool:
+        """Whether it is worth a word."""
+        return self._differs and self.speed > (1 + NOTICEABLE) * other.speed
+
+    def _searched(self, best: Candidate, change: Changes) -> float:
+        """With the micro-batch of the best, everything else arranged anew."""
+        size = best.config.batch_size
+        given = next(each for each in self._fit.ladder() if each.batch_size == size)
+        config = self._shrinker.allowed(given, change)
+        if config is None:
+            return 0.0
+        self.changes = self._shrinker.shrink(config, REARRANGING, self.changes)
+        then = having(config, self.changes)
+        if not self._shrinker.fits(then):
+            return 0.0
+        return self._fit.planner.estimate(self._fit.faster(then)).speed
+
+
+# ------------------------------------------------------------------------------------------------
+# What is printed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The result of a search, the fastest first, and the number formats that would be faster."""
+
+    candidates: list[Candidate]
+    gains: list[EightBitGain]
+    disk: DiskUse
+
+    @classmethod
+    def of(cls, fit: Fit, where: PlanTarget) -> SearchResult:
+        """Search. Nothing is known of the speed of a CPU. Raises OutOfMemory if nothing fits."""
+        (fit, candidates), model = search_bases(fit), fit.planner.model
+        config = candidates[0].config
+        shards = config.shards(where.world_size, where.network.machines)
+        placement = place(config.for_step, table_of(config, model, shards), shards)
+        return cls(
+            candidates=candidates,
+            gains=[] if where.card is None else eight_bit_gain(fit, candidates[0]),
+            disk=disk_use(config, model, placement),
+        )
+
+
+def fit_report(found: SearchResult, where: PlanTarget, shown: int = SHOWN) -> list[str]:
+    """For people: the fastest first, each with its command line. shown: so many of them."""
+    card, host = where.card, where.limits.host
+    facts = {
+        "Device": f"{where.spec.name}, {room(where.limits.device)}",
+        # On the CPU all memory is one, and nothing is known of its speed.
+        "Host memory": card and ("not limited" if host is None else room(host)),
+        "Left free": f"{room(where.reserve)} (--reserve)" if where.reserve else None,
+        "Tokens per step": f"{found.candidates[0].need.tokens:,}, as given",
+        **found.disk.facts(),
+        "Speed": card and f"of {card.name}, {card.source}{card.plus_minus(where.world_size)}",
+    }
+    lines = ["[Fit]", *labelled(facts, 17)]
+    for number, candidate in enumerate(found.candidates[:shown], start=1):
+        need, config = candidate.need, candidate.config
+        told = [f"{config.batch_size} x {config.grad_accumulation} sequences", mib(need.device)]
+        if card is not None:
+            told = [f"{need.speed:,.0f} tokens/s", *told, f"{mib(need.host)} of host memory"]
+        command = shlex.join(command_line(config))
+        lines += ["", f"{number}. {', '.join(told)}", f"   {command}"]
+    if found.gains:
+        ways = [f"{way.speed:,.0f} tokens/s with {way.flags}" for way in found.gains]
+        lines += ["", f"Faster, with coarser numbers: about {', '.join(ways)}"]
+    return lines
+
+
+def fit_record(found: SearchResult, where: PlanTarget) -> dict[str, Any]:
+    """For programs; sizes in bytes."""
+    return {
+        "device": where.spec.name,
+        "limit_bytes": where.limits.device,
+        "host_limit_bytes": where.limits.host,
+        "reserve_bytes": where.reserve,
+        "card": where.card and where.card.name,
+        "source": where.card and where.card.source,
+        "found": [
+            {
+                "command": command_line(candidate.config),
+                "needed_bytes": candidate.need.device,
+                "host_bytes": candidate.need.host,
+                "predicted": where.card
+                and where.predicted(candidate.need.tokens, candidate.need.time),
+            }
+            for candidate in found.candidates
+        ],
+        "coarser": [
+            {"flags": way.flags.split(), "tokens_per_second": way.speed} for way in found.gains
+        ],
+    } | found.disk.record()
+
+
+def run_fit(fit: Fit, where: PlanTarget, *, json: bool) -> TrainConfig:
+    """`llmq plan --fit`: print what is found; returns the fastest. OutOfMemory if nothing fits."""
+    if where.limits.device is None:
+        raise ConfigError("--fit: how much memory is there? Give --gpu-memory or --card")
+    found = SearchResult.of(fit, where)
+    _print(found, where, json)
+    return found.candidates[0].config
+
+
+def _print(
+    found: SearchResult,
+    where: PlanTarget,
+    json: bool,
+    first: Sequence[str] = (),
+    **fields: Any,
+) -> None:
+    """For programs, with these fields; or for people, behind the first lines."""
+    if json:
+        print(json_module.dumps(fields | fit_record(found, where), indent=2))
+    else:
+        print("\n".join([*first, *fit_report(found, where)]))
+
+
+def choose(
+    config: TrainConfig, model: ModelConfig, given: frozenset[str], reserve: int | None = None
+) -> TrainConfig:
+    """The fastest configuration that fits into this machine: `llmq train --auto`. given: options
+    that keep their values. reserve: as target_here has it. Raises OutOfMemory if there is none."""
+    where = target_here(config, model, reserve)
+    found = SearchResult.of(Fit(config, where.planner(model), where.limits, given), where)
+    print("\n".join(fit_report(found, where, shown=1)))
+    print()
+    return found.candidates[0].config
+
+
+# ------------------------------------------------------------------------------------------------
+# The largest model
+
+
+ALONE = 1024 * MIB  # of host memory, which a run has where a model is on its card alone
+NEWS_SECONDS = 5.0  # between lines about where the search is
+_TOYS = "tiny"  # with which names of presets begin that are for tests
+
+
+def run_largest(
+    config: TrainConfig, fixed: frozenset[str], asked: MachineOptions, *, json: bool = False
+) -> TrainConfig:
+    """`llmq plan --largest`: print which preset it is, and as `--fit` how it fits; returns that.
+    fixed: options that were given. Raises OutOfMemory if none fits, and ConfigError where options
+    say which model it is."""
+    for name in ("model", *SIZES):
+        if name in fixed:
+            raise ConfigError(f"--largest: chooses the model, leave out {OPTIONS[name].flag}")
+    for name, fit, where in _fits_by_size(config, asked, fixed):
+        try:
+            found = SearchResult.of(fit, where)
+        except OutOfMemory:  # it was not as quickly seen
+            continue
+        parameters = parameter_count(fit.planner.model)
+        said = f"The largest model that fits is {name}, with {parameters:,} parameters."
+        _print(found, where, json, [said, ""], model=name, parameters=parameters)
+        return found.candidates[0].config
+    raise OutOfMemory("no preset fits with these options", [])
+
+
+def _fits_by_size(
+    config: TrainConfig,
+    asked: MachineOptions,
+    fixed: frozenset[str],
+    presets: Iterable[str] | None = None,
+) -> Iterator[tuple[str, Fit, PlanTarget]]:
+    """Searches for presets that may fit, the one with most parameters first, with their names.
+    presets: None: all. Without a limit of host memory all has to be on the card, but for ALONE.
+    Presets that the options do not go with are left out."""
+    real = [name for name in presets or PRESETS if not name.startswith(_TOYS)]
+    told = time.monotonic()
+    for name in sorted(real, key=lambda name: parameter_count(PRESETS[name]), reverse=True):
+        if time.monotonic() - told >= NEWS_SECONDS:
+            print(f"Searching, now {name} …", file=sys.stderr, flush=True)
+            told = time.monotonic()
+        own, model = replace(config, model=name), PRESETS[name]
+        if config.has_adapters:  # which need trained weights
+            repository, model = released(name)
+            own = replace(own, model=repository, download=True, from_scratch=False)
+        try:
+            own.validate_with(model)
+        except ConfigError:
+            continue
+        where = target(config, model, asked, search=True)
+        if where.limits.device is None:
+            raise ConfigError("--largest: of how much memory? Give --gpu-memory or --card")
+        host = ALONE if where.limits.host is None else where.limits.host
+        where = replace(where, limits=Limits(device=where.limits.device, host=host))
+        fit = Fit(own, where.planner(model), where.limits, fixed)
+        if any(each.can_fit() for each in reversed(fits_of(fit))):
+            yield name, fit, where

@@ -17,11 +17,10 @@ from llmq.base.files import read_json
 from llmq.options.option_types import MUONS
 from llmq.options.options import TrainConfig
 from llmq.options.sizes import SIZES, resized
-from llmq.plan.disk import disk_use
 from llmq.plan.estimate import Estimate, Planner
 from llmq.plan.fit import PRODUCT, Candidate, Fit
 from llmq.plan.law import Law, law_of
-from llmq.plan.memory import OutOfMemory
+from llmq.plan.memory import OutOfMemory, disk_use
 from llmq.plan.shrink import FP8, changed
 from llmq.plan.target import PlanTarget
 from llmq.state.params import parameter_count

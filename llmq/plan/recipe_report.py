@@ -15,8 +15,7 @@ from llmq.options.option_types import MUONS
 from llmq.options.options import TrainConfig
 from llmq.plan.law import OTHER_TEXT
 from llmq.plan.recipe import CHOSEN, Recipe, Search, Tried, Wanted, read_rates
-from llmq.plan.report import target_here
-from llmq.plan.target import MachineOptions, PlanTarget, target
+from llmq.plan.target import MachineOptions, PlanTarget, target, target_here
 
 JOULES_PER_KWH = 3.6e6
 POWER_ERROR = 0.1  # of the energy: how much of its limit another card than an H100 draws

@@ -1,21 +1,23 @@
-"""The machine that `llmq plan` is for, from its options."""
+"""The machine that a plan is for: the one of `llmq plan`'s options, or this one."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from llmq.arch.model_config import ModelConfig
+from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError, warn
 from llmq.options.cards import Card, card_from, card_of, card_with, find_card, rig_card, spec_of
 from llmq.options.options import TrainConfig
 from llmq.options.rules import RULES
-from llmq.plan.checks import installed_attention
-from llmq.plan.cost import ONE_MACHINE, Network
+from llmq.plan.checks import attention_backend, check_machine, installed_attention
+from llmq.plan.cost import ONE_MACHINE, Network, StepTime
 from llmq.plan.estimate import Planner
-from llmq.plan.memory import Limits, kept_free
+from llmq.plan.memory import Limits, kept_free, memory_limit
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.runtime.host_usage import available_host_memory
-from llmq.runtime.machine import PLAN_SPEC
+from llmq.runtime.machine import PLAN_SPEC, choose_machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,16 @@ class PlanTarget:
         card = self.card or card_of(self.spec)
         shared = (self.spec, self.backend, card, self.world_size, self.visible_share)
         return Planner(model, *shared, self.network)
+
+    def predicted(self, tokens: int, time: StepTime) -> dict[str, Any]:
+        """The speed of a step of so many tokens, for programs."""
+        return {
+            "tokens_per_second": tokens / time.total,
+            "step_seconds": time.total,
+            "parts_seconds": time.parts,
+            "source": self.card.source,
+            "error": self.card.error_of(self.world_size),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,3 +145,34 @@ def _network(machines: int, rate: int | None, *, predicts: bool) -> Network:
     if machines > 1 and rate is None and predicts:
         raise ConfigError("--machines: how fast is what joins them? Give --network, as 25GB/s")
     return Network(machines, float(rate or math.inf))
+
+
+CONTEXT_WHEN_ASKED = 256 * MIB  # of CONTEXT_BYTES, taken already when the free memory is read
+
+
+def target_here(config: TrainConfig, model: ModelConfig, reserve: int | None = None) -> PlanTarget:
+    """This machine, as --device and --gpus mean it. reserve: bytes that stay free of each GPU's
+    memory that is free now, None for what --reserve says."""
+    machine = choose_machine(config.device, config.gpus)
+    check_machine(config, model, machine)
+    limits = memory_limit(config, machine)
+    if machine.kind == "host":
+        if reserve is not None:
+            raise ConfigError("--reserve: has no meaning on the CPU, use --memory-limit")
+        reserve = 0
+    else:
+        from llmq.runtime.gpu_info import drives_display, least_free
+
+        free = min(machine.spec.memory, least_free(machine.world_size) + CONTEXT_WHEN_ASKED)
+        display = drives_display(machine.world_size)
+        reserve = kept_free(machine.spec.name, free, reserve, drives_display=display)
+        limits = replace(limits, device=min(limits.device, free - reserve))
+    on_gpus = machine.kind == "cuda"
+    return PlanTarget(
+        spec=machine.spec,
+        backend=attention_backend(config, model, machine),
+        limits=limits,
+        world_size=machine.world_size,
+        reserve=reserve,
+        card=rig_card(card_of(machine.spec), machine.world_size) if on_gpus else None,
+    )

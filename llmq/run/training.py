@@ -27,8 +27,7 @@ from llmq.options.conditions import Length, Ranks
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import MODEL_ROWS, option_rows
 from llmq.options.rules import RULES
-from llmq.plan.disk import checkpoint_bytes
-from llmq.plan.memory import allocator_rows, allocator_table, needed_bytes
+from llmq.plan.memory import allocator_rows, allocator_table, checkpoint_bytes, needed_bytes
 from llmq.plan.sol import peaks
 from llmq.report.json_log import JsonLog
 from llmq.report.live import view_of_run

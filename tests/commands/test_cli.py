@@ -223,7 +223,7 @@ def test_what_a_search_leaves_alone(stub, tmp_path):
 
 
 def test_reserve(stub, capsys):
-    choosing = stub("plan.report.choose", result=make_config({"model": "tiny"}))
+    choosing = stub("plan.fit.choose", result=make_config({"model": "tiny"}))
     stub("run.training.run_training")
     for size, expected in (("0", 0), ("1GiB", 1 << 30)):
         assert _run(["train", *TINY, "--auto", "--reserve", size]) == 0
@@ -239,7 +239,7 @@ def test_reserve(stub, capsys):
 def test_auto_trains_what_it_has_chosen(stub):
     chosen = make_config({"model": "tiny", "from-scratch": True, "recompute-att": True})
     choosing, training = (
-        stub("plan.report.choose", result=chosen),
+        stub("plan.fit.choose", result=chosen),
         stub("run.training.run_training"),
     )
     assert _run(["train", *TINY, "--auto", "--batch-size=8"]) == 0

@@ -21,7 +21,7 @@ from llmq.data.tokens import MASKED_TARGET, TokenFile, TokenWriter
 from llmq.options.option_types import split_weight, split_weights
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
-from llmq.plan.report import SAMPLE, data_record
+from llmq.plan.epoch import SAMPLE, data_record
 from llmq.run.trainer import Trainer
 from tests.runs import flags, make_workplace, records, train
 

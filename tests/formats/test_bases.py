@@ -24,8 +24,8 @@ from llmq.options.presets import preset, resolve_model
 from llmq.options.rules import RULES
 from llmq.plan.checks import check_machine
 from llmq.plan.estimate import Planner
+from llmq.plan.placement_table import placement_table
 from llmq.plan.plan import make_plan
-from llmq.plan.report import placement_table
 from llmq.run.sampling import open_model
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.runtime.machine import Machine

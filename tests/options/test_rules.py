@@ -22,8 +22,7 @@ from llmq.options.rules import RULES
 from llmq.plan.advice import advice
 from llmq.plan.cost import PARTS, Network, StepTime
 from llmq.plan.estimate import Estimate, Planner
-from llmq.plan.faster import eight_bit_gain
-from llmq.plan.fit import Fit, search_bases
+from llmq.plan.fit import Fit, eight_bit_gain, search_bases
 from llmq.plan.memory import Limits, OutOfMemory
 from llmq.plan.shrink import Shrinker
 from llmq.runtime.device import DeviceSpec

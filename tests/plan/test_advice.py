@@ -17,7 +17,6 @@ from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.advice import CAREFUL, check_fits, savings, spelled
 from llmq.plan.estimate import Planner
-from llmq.plan.faster import WORTH, larger_batch
 from llmq.plan.memory import Limits, OutOfMemory, memory_limit, needed_bytes
 from llmq.plan.plan import make_plan
 from llmq.plan.shrink import Shrinker, savers
@@ -301,68 +300,3 @@ def test_flags_of_changes():
     changes = {"recompute_norm": True, "offload_opt_m": True, "lmhead_chunks": 4}
     assert spelled(config, changes) == "--offload-opt-m --lmhead-chunks=4"
     assert spelled(config, {"recompute_norm": False}) == "--no-recompute-norm"
-
-
-H100 = find_card("h100")
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_a_larger_micro_batch_that_is_faster_fits(chunks):
-    """More chunks are taken where the head's logits have no room otherwise."""
-    model, spec = preset("Qwen2.5-0.5B"), spec_of(H100)
-    given = {"device": "cuda", "seq_len": 1024, "batch_size": 32, "grad_accumulation": 4}
-    given["lmhead_chunks"] = 1
-    config = options(**given, opt_m_dtype="bf16", opt_v_dtype="bf16")
-    plans = planner(model, spec)
-
-    def followed_exactly(limit: int) -> TrainConfig:
-        larger = larger_batch(config, plans, Limits(device=limit))
-        assert larger.device <= limit
-        flags = [flag.removeprefix("--").split("=") for flag in larger.flags.split()]
-        then = replace(config, **{name.replace("-", "_"): int(value) for name, value in flags})
-        now, need = (plans.exact(c) for c in (config, then))
-        assert need.tokens == now.tokens and need.device <= limit
-        assert need.speed == pytest.approx(larger.speed, rel=1e-3)  # which is an estimate
-        assert need.speed > (1 + WORTH / 2) * now.speed
-        return then
-
-    enough = followed_exactly(1 << 40)  # of the largest that there is
-    assert (enough.batch_size, enough.grad_accumulation) == (128, 1)
-    limit = needed_bytes(
-        make_plan(replace(config, batch_size=64, lmhead_chunks=chunks), model, spec), spec
-    )
-    then = followed_exactly(limit + 2 * MIB)
-    assert (then.batch_size, then.grad_accumulation, then.lmhead_chunks) == (64, 2, chunks)
-
-
-@pytest.mark.parametrize(
-    ("batch", "given", "flags"),
-    [
-        (2, {"attn_bwd_chunks": 14}, "--attn-bwd-chunks=56"),  # 7 parts of each sequence's heads
-        (1, {"lmhead_chunks": 16}, ""),  # with too few rows each in 2 or 4 sequences
-    ],
-)
-def test_a_larger_micro_batch_that_not_every_smaller_one_could_be(batch, given, flags):
-    sizes = {"seq_len": 1024, "batch_size": batch, "grad_accumulation": 4}
-    if not flags:
-        sizes |= {"seq_len": 512, "grad_accumulation": 8}
-    config = options(device="cuda", **sizes, **given)
-    plans = planner(preset("Qwen2.5-0.5B"), spec_of(H100))
-    larger = larger_batch(config, plans, Limits(device=1 << 40))
-    batch *= config.grad_accumulation
-    want = ["--grad-accumulation=1", f"--batch-size={batch}", *flags.split()]
-    assert sorted(larger.flags.split()) == sorted(want)
-
-
-def test_no_larger_micro_batch_without_room_or_gain():
-    model, config = (
-        preset("Qwen2.5-0.5B"),
-        options(device="cuda", seq_len=1024, grad_accumulation=4),
-    )
-    plans, need = planner(model, SPEC), needed(config, model)
-    assert larger_batch(config, plans, Limits(device=2 * need)) is not None
-    assert larger_batch(config, plans, Limits(device=need + 2 * MIB)) is None
-    once = replace(config, grad_accumulation=1)
-    assert larger_batch(once, plans, Limits(device=1 << 40)) is None
-    large = replace(config, batch_size=128)
-    assert larger_batch(large, plans, Limits(device=1 << 40)) is None

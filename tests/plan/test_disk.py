@@ -14,7 +14,7 @@ from llmq.commands.cli import _run
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
-from llmq.plan.disk import DiskUse, disk_use
+from llmq.plan.memory import DiskUse, disk_use
 from llmq.run.guard import Guard
 from llmq.state.params import weight_table
 from llmq.state.placement import place

@@ -25,13 +25,11 @@ from llmq.options.presets import preset, resolve_model
 from llmq.plan import advice
 from llmq.plan.cost import Network
 from llmq.plan.estimate import FEW_LAYERS, Planner
-from llmq.plan.faster import eight_bit_gain
-from llmq.plan.fit import Fit
+from llmq.plan.fit import Fit, SearchResult, choose, eight_bit_gain
 from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
 from llmq.plan.plan import Plan, make_plan
-from llmq.plan.report import CONTEXT_WHEN_ASKED, SearchResult, choose
 from llmq.plan.shrink import REARRANGING, ROUNDING, Shrinker, having
-from llmq.plan.target import MachineOptions, target
+from llmq.plan.target import CONTEXT_WHEN_ASKED, MachineOptions, target
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.gpu_info import drives_display
 from llmq.runtime.machine import Machine
@@ -274,7 +272,7 @@ def test_command_prints_command_lines(capsys):
 @pytest.mark.parametrize("gpus", [None, 2])
 def test_command_lines_are_for_as_many_gpus(capsys, monkeypatch, gpus):
     """Without --gpus training would take all there are, and not the one that was planned for."""
-    monkeypatch.setattr("llmq.plan.report.eight_bit_gain", lambda *_: [])  # has tests of its own
+    monkeypatch.setattr("llmq.plan.fit.eight_bit_gain", lambda *_: [])  # has tests of its own
     assert _run([*PLAN, "--card=4090", *([f"--gpus={gpus}"] if gpus else [])]) == 0
     commands = [line for line in capsys.readouterr().out.splitlines() if "llmq train " in line]
     assert commands and all(f" --gpus={gpus or 1}" in command for command in commands)
@@ -381,10 +379,10 @@ def test_auto_saves_memory_where_it_must(tmp_path, monkeypatch, capsys):
 def test_choice_for_a_gpu(monkeypatch, capsys):
     card = find_card("4090")
     machine = Machine(kind="cuda", spec=spec_of(card), note=None)
-    monkeypatch.setattr("llmq.plan.report.choose_machine", lambda *_: machine)
-    monkeypatch.setattr("llmq.plan.report.attention_backend", lambda *_: "cudnn")
+    monkeypatch.setattr("llmq.plan.target.choose_machine", lambda *_: machine)
+    monkeypatch.setattr("llmq.plan.target.attention_backend", lambda *_: "cudnn")
     monkeypatch.setattr("llmq.plan.memory.available_host_memory", lambda: 9 * GIB)
-    monkeypatch.setattr("llmq.plan.report.eight_bit_gain", lambda *_: [])  # has tests of its own
+    monkeypatch.setattr("llmq.plan.fit.eight_bit_gain", lambda *_: [])  # has tests of its own
     given = FULL | {"model": "Qwen2.5-0.5B", "batch-size": 8, "grad-accumulation": 1}
     config = make_config(given)
     sizes = []
@@ -413,8 +411,8 @@ def test_choice_for_a_gpu(monkeypatch, capsys):
 def test_what_stays_free_for_a_desktop(monkeypatch, name, asked, display, left):
     """In the choice for a GPU: of what is free there, and before --memory-limit."""
     machine = Machine(kind="cuda", spec=replace(spec_of(find_card("4090")), name=name), note=None)
-    monkeypatch.setattr("llmq.plan.report.choose_machine", lambda *_: machine)
-    monkeypatch.setattr("llmq.plan.report.attention_backend", lambda *_: "native")
+    monkeypatch.setattr("llmq.plan.target.choose_machine", lambda *_: machine)
+    monkeypatch.setattr("llmq.plan.target.attention_backend", lambda *_: "native")
     monkeypatch.setattr("llmq.runtime.gpu_info.least_free", lambda _: 4 * GIB)
     monkeypatch.setattr("llmq.runtime.gpu_info.drives_display", lambda _: display)
     searched = []

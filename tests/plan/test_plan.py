@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -349,21 +348,6 @@ def test_command_predicts_the_speed_of_a_known_card(capsys):
         out = capsys.readouterr().out
         memory = f"into 15872 MiB and {host * 1024} MiB of host memory"
         assert out.endswith(f"  Fits:            {verdict}, {memory}\n")
-
-
-def test_a_faster_micro_batch_is_named(capsys):
-    args = ("--card=h100", "--batch-size=4", "--grad-accumulation=2")
-    assert plan(*args) == 0
-    *_, line, fits = capsys.readouterr().out.splitlines()
-    assert re.match(
-        r"  Faster:          by \d+\.\d% with --batch-size=8 --grad-accum.*=1, in \d", line
-    )
-    assert fits.startswith("  Fits:            yes")
-    assert plan(*args, "--json") == 0
-    larger = json.loads(capsys.readouterr().out)["larger_batch"]
-    assert larger["flags"] == ["--batch-size=8", "--grad-accumulation=1"]
-    assert plan(args[1], "--gpu-memory=24GiB", "--json") == 0  # nothing is known of its speed
-    assert json.loads(capsys.readouterr().out)["larger_batch"] is None
 
 
 def test_host_memory_where_the_card_is_not_known(capsys):

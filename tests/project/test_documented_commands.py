@@ -194,7 +194,7 @@ def before(command: str) -> None:
 @pytest.mark.slow
 def test_the_commands_of_readme_and_docs_run(workplace, monkeypatch, capsys):
     few = {"gpt2-124m": PRESETS["gpt2-124m"]}
-    monkeypatch.setattr("llmq.plan.largest.PRESETS", few)
+    monkeypatch.setattr("llmq.plan.fit.PRESETS", few)
     failed = []
     for number, (place, command) in enumerate(commands()):
         if any(command.startswith(start) for start in ELSEWHERE):

@@ -8,7 +8,7 @@ from safetensors.numpy import load_file
 
 import llmq
 from llmq.base.errors import ConfigError
-from llmq.plan.disk import disk_use
+from llmq.plan.memory import disk_use
 from tests.runs import make_workplace, options, records, train
 from tests.sharded import (
     FP8,

@@ -13,9 +13,9 @@ from llmq.arch import ARCHITECTURES
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.options.presets import preset
-from llmq.plan.disk import disk_use
+from llmq.plan.memory import disk_use
+from llmq.plan.placement_table import placement_table
 from llmq.plan.plan import make_plan
-from llmq.plan.report import placement_table
 from llmq.ref.common import step_scalars
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice

@@ -14,8 +14,8 @@ from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter, read_
 from llmq.checkpoint.manifest import Manifest
 from llmq.commands.cli import _run
 from llmq.ops.common import SCALE_BLOCK
+from llmq.plan.placement_table import placement_table
 from llmq.plan.plan import make_plan
-from llmq.plan.report import placement_table
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import HOST_SPEC
 from llmq.state.params import weight_table

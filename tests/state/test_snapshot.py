@@ -10,7 +10,7 @@ from llmq.base.errors import ConfigError
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.options.rules import RULES
-from llmq.plan.disk import checkpoint_bytes
+from llmq.plan.memory import checkpoint_bytes
 from llmq.plan.plan import make_plan
 from llmq.run.model_of_run import model_of_run
 from llmq.run.trainer import Trainer

@@ -10,8 +10,8 @@ from safetensors.numpy import load_file
 
 import llmq
 from llmq.base.errors import ConfigError
-from llmq.plan.disk import disk_use
-from llmq.plan.report import placement_table
+from llmq.plan.memory import disk_use
+from llmq.plan.placement_table import placement_table
 from llmq.state.placement import place, table_of
 from tests import momentum
 from tests.momentum import NEEDS, register
