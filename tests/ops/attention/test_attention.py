@@ -114,6 +114,9 @@ def test_backward(dev, rng, case, dtype):
 MASKS = {
     "documents": ([(1, 6, 60, 94), (64, 32, 4, 93)], None),
     "long_documents": ([(160,), (3, 200)], None),
+    "at_borders": ([(32, 32, 64, 64), (128, 16, 16, 32)], None),
+    "beside_borders": ([(31, 2, 31, 63, 2), (127, 1, 1, 62, 1)], None),
+    "one_token_each": ([(1,) * 229, (64, *(1,) * 64)], None),
     "short_window": (None, 7),
     "window": (None, 96),
     "both": ([(100,), (17, 150)], 40),

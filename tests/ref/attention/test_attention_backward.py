@@ -37,3 +37,34 @@ def test_equals_one_step(rng, case):
     np.testing.assert_allclose(
         got.astype(np.float32), want.astype(np.float32), rtol=2**-7, atol=1e-5
     )
+
+
+def gradient_of(qkv, d_out, heads, kv_heads):
+    """d_qkv in F64, and out of it."""
+    batch, seq_len = qkv.shape[:2]
+    out, lse = np.empty_like(d_out), np.empty((batch, heads, seq_len))
+    attention_forward(out, lse, qkv, seq_len, heads, kv_heads, None, seq_len)
+    statistics = np.full((batch, heads, seq_len // 64, 2, 64), np.nan)
+    taken, rows = np.full(3, 7, np.int32), batch * seq_len
+    attention_statistics(statistics, taken, d_out, out, lse, 3, seq_len, heads)
+    d_qkv = np.full((rows, qkv.size // rows), np.nan)
+    given = (d_qkv, d_out.reshape(rows, -1), statistics, qkv.reshape(rows, -1), taken, None)
+    attention_gradient(*given, 1, batch, seq_len, heads, kv_heads)
+    return d_qkv.reshape(qkv.shape), out
+
+
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(1, 1, 64), (4, 2, 64), (3, 1, 128)])
+def test_gradients_are_slopes(rng, heads, kv_heads, head_dim):
+    """Along random directions, of queries, of keys and of values alone."""
+    h, shape = 1e-5, (2, 128, heads + 2 * kv_heads, head_dim)
+    qkv, d_out = rng.normal(size=shape), rng.normal(size=(2, 128, heads, head_dim))
+    d_qkv, _ = gradient_of(qkv, d_out, heads, kv_heads)
+    for part in np.split(np.arange(shape[2]), [heads, heads + kv_heads]):
+        direction = np.zeros(shape)
+        direction[:, :, part] = rng.normal(size=(2, 128, len(part), head_dim))
+        ends = [
+            (gradient_of(qkv + s * h * direction, d_out, heads, kv_heads)[1] * d_out).sum()
+            for s in (1, -1)
+        ]
+        # LOG2E is F32's, which probabilities have to the power of their scores: some 1e-7.
+        assert (d_qkv * direction).sum() == pytest.approx((ends[0] - ends[1]) / (2 * h), rel=2e-6)
