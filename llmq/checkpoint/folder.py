@@ -292,7 +292,7 @@ def _stats(path: Path, files: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]
 
 
 def _first(world: World, problems: Sequence[str | None]) -> str | None:
-    """The first of them, with its machine if it is not that of all."""
+    """The first problem, with the machine's name unless all processes have the same problem."""
     for index, problem in enumerate(problems):
         if problem is not None:
             alike = all(other == problem for other in problems)

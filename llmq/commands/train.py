@@ -35,8 +35,9 @@ from llmq.runtime.world import World, launched, refuse_several
 def joined() -> Iterator[World]:
     """The world of the processes that a launcher has started with this one.
 
-    Only the first one writes to standard output. An error that ends one of them ends all, with its
-    status: one that all have is told by the first, any other by the process that has it.
+    Only the first process writes to standard output. An error that ends one process ends all, with
+    the error's status. An error that all processes have is printed by the first process, any other
+    error by the process that has it.
     """
     if launched() == 1:
         yield World()

@@ -40,7 +40,7 @@ class Heartbeat:
     """The thread of one process."""
 
     def __init__(self, mpi: Any, seconds: float):
-        """mpi: an Mpi. seconds: --watchdog, positive."""
+        """mpi: an `llmq.runtime.mpi.Mpi`. seconds: --watchdog, positive."""
         self._mpi = mpi
         self._pool: RankPool | None = None
         self._waits: Callable[[int], bool] = lambda rank: False
