@@ -73,12 +73,12 @@ def test_the_walkthrough_can_be_read_at_once():
 
 @pytest.mark.parametrize("page", ["extending.md", "walkthrough.md"])
 def test_paths_in_the_text_exist(page):
-    """From the root or from llmq/; NAME stands for any name."""
+    """From the root or from llmq/; NAME and ROOM stand for any."""
     text = (ROOT / "docs" / page).read_text()
     paths = re.findall(r"`([\w./]+(?:/|\.(?:py|cuh?|md|sh|yaml|txt)|/run))`", text)
     assert len(paths) > 30
     for path in paths:
-        pattern = path.replace("NAME", "*")
+        pattern = path.replace("NAME", "*").replace("ROOM", "*")
         assert [*ROOT.glob(pattern), *PACKAGE.glob(pattern)], path
 
 
