@@ -94,7 +94,7 @@ def untried(request, monkeypatch):
     """An export has transformers make a text's ids, in a process that takes a second. Tests of that
     are marked."""
     if request.node.get_closest_marker("tried") is None:
-        monkeypatch.setattr("llmq.data.tokenizer_files._trial", lambda folder, text: None)
+        monkeypatch.setattr("llmq.text.tokenizer_files._trial", lambda folder, text: None)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import transformers
 from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
-from llmq.data.tokenizer import END_OF_TEXT
+from llmq.text.tokenizer import END_OF_TEXT
 from tests.text_data import write_bpe
 
 WORDS = (

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-import llmq.data.tokenize as tokenize_module
-from llmq.data.tokenize import tokenize
-from llmq.data.tokenizer import END_OF_TEXT
+import llmq.text.tokenize as tokenize_module
 from llmq.data.tokens import TokenFile
+from llmq.text.tokenize import tokenize
+from llmq.text.tokenizer import END_OF_TEXT
 
 EOS = 256
 

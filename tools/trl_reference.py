@@ -25,7 +25,7 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 
 from llmq import Trainer
 from llmq.commands.cli import _run
-from llmq.data.tokenizer import ByteTokenizer
+from llmq.text.tokenizer import ByteTokenizer
 
 WORDS = "tell why how a cat sees rain fall on old red roofs and then sleeps".split()
 PAIRS, T = 6, 192

@@ -24,11 +24,11 @@ from llmq.data.checksums import checksums_path
 from llmq.data.document_file import documents_path
 from llmq.data.document_index import DocumentIndex
 from llmq.data.identity import MANIFEST, RUN_FILE, SHARD_NAME
-from llmq.data.token_shards import Tokenized, token_files
 from llmq.data.tokens import TokenFile
 from llmq.options.presets import resolve_model
 from llmq.state.params import Param, weight_table
 from llmq.state.rules.rule import Moment
+from llmq.text.token_shards import Tokenized, token_files
 
 _BLOCK = 1 << 22  # tokens that are read at once
 

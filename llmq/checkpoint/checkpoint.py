@@ -46,7 +46,6 @@ from llmq.checkpoint.safetensors_file import (
     TensorSpec,
     write_safetensors,
 )
-from llmq.data.tokenizer import is_tokenizer_file, leaves_folder, tokenizer_names
 from llmq.ops.common import SCALE_BLOCK
 from llmq.options.options import OPTIONS
 from llmq.runtime.device import Device
@@ -55,6 +54,7 @@ from llmq.state.params import Param, Slab
 from llmq.state.pieces import SlabPiece, State
 from llmq.state.rules import AVERAGE, rule_saved
 from llmq.state.rules.rule import ROWS, SCALES, UpdateRule
+from llmq.text.tokenizer import is_tokenizer_file, leaves_folder, tokenizer_names
 
 TOKENIZER = "tokenizer"  # the group of files that rank 0 writes alone
 

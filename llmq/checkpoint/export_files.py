@@ -12,9 +12,9 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.files import file_names, json_object, staged_directory
 from llmq.base.run_id import RunId
 from llmq.data.identity import RUN_FILE
-from llmq.data.tokenizer import HfTokenizer, Tokenizer, copy_tokenizer_files, tokenizer_names
-from llmq.data.tokenizer_files import take_as_it_is
 from llmq.options.groups.model import ModelOptions
+from llmq.text.tokenizer import HfTokenizer, Tokenizer, copy_tokenizer_files, tokenizer_names
+from llmq.text.tokenizer_files import take_as_it_is
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 PROCESSOR_FILES = (

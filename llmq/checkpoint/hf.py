@@ -43,8 +43,8 @@ from llmq.checkpoint.safetensors_file import (
 )
 from llmq.checkpoint.source_model import HASH_THREADS, SourceModel
 from llmq.data.identity import RUN_FILE
-from llmq.data.tokenizer import Tokenizer
 from llmq.state.params import Param, Slab, weight_table
+from llmq.text.tokenizer import Tokenizer
 
 IMPORTED_DTYPES = ("BF16", "F16", "F32")
 

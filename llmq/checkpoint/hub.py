@@ -20,8 +20,8 @@ from llmq.checkpoint.export_files import (
     PROCESSOR_FILES,
     SINGLE_FILE,
 )
-from llmq.data.tokenizer import HfTokenizer
 from llmq.options.presets import find_directory, hub_cache
+from llmq.text.tokenizer import HfTokenizer
 
 MODEL, WEIGHTS, TOKENIZER = "model", "weights", "tokenizer"
 """Parts of a repository: config.json and what else describes the model, its weights, tokenizer."""

@@ -17,15 +17,15 @@ from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.hf import HfWeights, base_id, check_same_base, export_model
 from llmq.checkpoint.peft import AdapterFiles, with_additions
 from llmq.checkpoint.source_model import SourceModel
-from llmq.data.guarded import look_into
 from llmq.data.identity import noted_tokenizer
-from llmq.data.tokenizer import HfTokenizer
-from llmq.data.tokenizer_files import parse_tokens
 from llmq.formats import STORAGE
 from llmq.options.adapters import Adapters, adapted_tables, all_adapted
 from llmq.options.option_types import QUANTIZED
 from llmq.options.presets import find_directory, resolve_model, revision_of
 from llmq.state.params import NEW_ROWS, TABLES, Param, trained_slabs, weight_table
+from llmq.text.guarded import look_into
+from llmq.text.tokenizer import HfTokenizer
+from llmq.text.tokenizer_files import parse_tokens
 
 
 def merged_reader(

@@ -28,10 +28,10 @@ from llmq.checkpoint.peft import (
 )
 from llmq.checkpoint.safetensors_file import TensorSpec, write_safetensors
 from llmq.data.identity import RUN_FILE
-from llmq.data.tokenizer import Tokenizer
 from llmq.options.adapters import Adapters, adapted_modules, adapted_tables, all_adapted
 from llmq.options.option_types import LORA_TARGETS, layer_set
 from llmq.state.params import PEFT_PREFIX, Param, trained_slabs, weight_table
+from llmq.text.tokenizer import Tokenizer
 
 
 def export_adapter(

@@ -22,7 +22,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.files import check_readable, json_object
 from llmq.checkpoint.export_files import CONFIG_FILE, GENERATION_FILE, PROCESSOR_FILES
-from llmq.data.tokenizer import HfTokenizer, leaves_folder
+from llmq.text.tokenizer import HfTokenizer, leaves_folder
 
 COPIED, MERGED, REWRITTEN = "copied", "merged", "written anew"
 TOKENIZER, LEFT_OUT = "of the tokenizer", "left out"

@@ -65,10 +65,10 @@ def tokenize(
     """Turn texts and conversations into token files."""
     how = locals()
     from llmq.checkpoint.hub import find_tokenizer
-    from llmq.data.inputs import dataset_of
-    from llmq.data.record_format import one_field
-    from llmq.data.tokenize import tokenize
-    from llmq.data.tokenizer_files import grown_tokenizer, parse_tokens
+    from llmq.text.inputs import dataset_of
+    from llmq.text.record_format import one_field
+    from llmq.text.tokenize import tokenize
+    from llmq.text.tokenizer_files import grown_tokenizer, parse_tokens
 
     if tokenizer is None:
         raise ConfigError(
@@ -102,9 +102,9 @@ def train_tokenizer(
 ) -> None:
     """Make a tokenizer, a byte-level BPE, of text."""
     how = locals()
-    from llmq.data.inputs import dataset_of
-    from llmq.data.record_format import one_field
-    from llmq.data.train_tokenizer import train_tokenizer
+    from llmq.text.inputs import dataset_of
+    from llmq.text.record_format import one_field
+    from llmq.text.train_tokenizer import train_tokenizer
 
     how |= {"inputs": inputs or [], "dataset": dataset_of(dataset, how.pop("split"))}
     how |= {"field": one_field(field, template), "special_tokens": how.pop("special_token") or []}
@@ -127,7 +127,7 @@ def data(
     """Fetch small public data: token files to train on, or questions to evaluate on."""
     from llmq.checkpoint import hub
     from llmq.data.public_sets import FOLDER, fetch, public_set
-    from llmq.data.tokenize import tokenize
+    from llmq.text.tokenize import tokenize
 
     wanted = public_set(name)
     file = fetch(name)
@@ -157,7 +157,7 @@ def show(
 ) -> None:
     """Print documents of token files, with what is trained of them, and counts."""
     how = locals()
-    from llmq.data.show import run_show
+    from llmq.text.show import run_show
 
     run_show(how.pop("files"), **how)
 

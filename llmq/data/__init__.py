@@ -1,5 +1,5 @@
-"""From text to token files to batches.
+"""From token files to batches.
 
-Imports base, the cache folder of runtime, and from config the options and where models are.
+Imports base, and from options the options of data. Whatever knows text or tokenizers is in text.
 Start with `tokens.py` and `loader.py`; `packing.py` and `epoch_plan.py` say what a sequence is.
 """

@@ -30,7 +30,6 @@ import numpy as np
 from llmq.base.errors import DataError
 from llmq.base.files import disk_errors, open_file, read_errors, sync_directory
 from llmq.data.checksums import Checksums, checksums_path, find_token_files, write_checksums
-from llmq.data.conversations import WEIGHT_PARTS
 from llmq.data.document_file import DocumentWriter, PartialFile, documents_path, partial_path
 from llmq.data.public_sets import maker
 
@@ -70,6 +69,7 @@ HEADER_BYTES = 1024
 TOKEN_BYTES = 4
 MAX_TOKENS = 2**31 - 1  # the header counts tokens in an int32
 MASKED_TARGET = -100  # the target id that the loss ignores
+WEIGHT_PARTS = 200  # of 1: what weights are multiples of
 
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
 _COPY_BYTES = 1 << 20

@@ -12,8 +12,6 @@ from llmq.base.console import printable
 from llmq.base.errors import DataError
 from llmq.base.files import disk_errors
 from llmq.checkpoint.store import checkpoint_at
-from llmq.data.tokenize import tokenize
-from llmq.data.tokenizer import ByteTokenizer
 from llmq.options.option_types import NEWEST
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import config_of, layers_of, make_config
@@ -24,6 +22,8 @@ from llmq.run.run_paths import everything_there, locked_places
 from llmq.run.sampling import Sampler, Sampling, open_model
 from llmq.run.training import run_training
 from llmq.runtime.machine import choose_machine
+from llmq.text.tokenize import tokenize
+from llmq.text.tokenizer import ByteTokenizer
 
 PROMPT = "def __init__(self"
 HELD_OUT = 16_384  # bytes, about, of the module that is validated on: all of it takes some seconds

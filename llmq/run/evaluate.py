@@ -19,10 +19,7 @@ from llmq.base.dtypes import DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.files import Closing, check_writable, write_file
 from llmq.base.locks import LOCK, locked
-from llmq.data.guarded import guarded_tokenizer
 from llmq.data.scores import LARGEST_ID
-from llmq.data.scoring import Asked, Batch, Encoder, Score, check_ids, judge, make_batches
-from llmq.data.tasks import Task, read_tasks
 from llmq.data.tokens import open_token_files
 from llmq.model.inference import Scorer, scoring_options
 from llmq.options.options import TrainConfig
@@ -40,6 +37,9 @@ from llmq.runtime.workers import RankPool
 from llmq.state.params import Param, weight_table
 from llmq.state.placement import resident
 from llmq.state.weights import Weights
+from llmq.text.guarded import guarded_tokenizer
+from llmq.text.scoring import Asked, Batch, Encoder, Score, check_ids, judge, make_batches
+from llmq.text.tasks import Task, read_tasks
 
 LEAST = 16  # tokens of the shortest sequences that batches are made for
 

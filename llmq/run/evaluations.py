@@ -19,12 +19,7 @@ from llmq.base.batch import Batch
 from llmq.base.console import printable
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.checkpoint.best import Measured, Measurement
-from llmq.data import scoring
-from llmq.data.guarded import guarded_tokenizer
 from llmq.data.loader import DataLoader
-from llmq.data.scoring import Asked, Encoder, Score, check_ids, judge, make_batches, pack_batches
-from llmq.data.tasks import read_tasks
-from llmq.data.tokenizer import Tokenizer, continuation
 from llmq.model.rings import Result
 from llmq.options.options import TrainConfig
 from llmq.run.batches import mean_loss, open_loaders
@@ -33,6 +28,11 @@ from llmq.run.metrics import Reporter, duration
 from llmq.run.ranks import CutShort, Rank
 from llmq.run.sampling import Predictor, Sampling, choose_token, prompt_ids
 from llmq.run.trainer import Trainer
+from llmq.text import scoring
+from llmq.text.guarded import guarded_tokenizer
+from llmq.text.scoring import Asked, Encoder, Score, check_ids, judge, make_batches, pack_batches
+from llmq.text.tasks import read_tasks
+from llmq.text.tokenizer import Tokenizer, continuation
 
 SAMPLE_TOKENS = 64  # of a sample: enough to see the style
 TEMPERATURE = Sampling().temperature  # of samples, as of `llmq sample`

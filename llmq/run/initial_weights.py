@@ -28,14 +28,14 @@ from llmq.checkpoint.peft import AdapterConfig, AdapterFiles
 from llmq.checkpoint.peft_export import export_adapter
 from llmq.checkpoint.source_model import SourceModel
 from llmq.data.identity import TokenizerId
-from llmq.data.tokenizer import Tokenizer
-from llmq.data.tokenizer_files import first_new_id, parse_tokens
 from llmq.options.adapters import adapters_of, all_adapted
 from llmq.options.option_file import flag
 from llmq.options.option_types import texts_of
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.run.ranks import Ranks
 from llmq.state.params import Param, trained_slabs, weight_table
+from llmq.text.tokenizer import Tokenizer
+from llmq.text.tokenizer_files import first_new_id, parse_tokens
 
 
 def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:

@@ -14,10 +14,7 @@ from llmq.checkpoint import hub, peft
 from llmq.checkpoint.store import recorded_tokenizer
 from llmq.data.checksums import find_token_files
 from llmq.data.document_file import documents_path
-from llmq.data.guarded import guarded_tokenizer
-from llmq.data.identity import TokenizerId, read_manifest, tokenizer_of_folder, tokenizers_of_files
-from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
-from llmq.data.tokenizer_files import difference, new_tokens, parse_tokens
+from llmq.data.identity import TokenizerId, read_manifest, tokenizers_of_files
 from llmq.data.tokens import TokenFile, open_token_files
 from llmq.options.option_types import AUTO, split_weights
 from llmq.options.options import TrainConfig
@@ -30,6 +27,10 @@ from llmq.options.presets import (
     revision_of,
 )
 from llmq.options.sizes import given_sizes, resized
+from llmq.text.guarded import guarded_tokenizer
+from llmq.text.tokenizer import ByteTokenizer, HfTokenizer
+from llmq.text.tokenizer_files import difference, new_tokens, parse_tokens
+from llmq.text.tokenizer_id import tokenizer_of_folder
 
 MUCH_LARGER = 2  # times the data's vocabulary: more than any tokenizer is padded
 

@@ -19,10 +19,6 @@ from llmq.base.records import mended
 from llmq.checkpoint.export_files import ADAPTER_CONFIG
 from llmq.checkpoint.exports.source import open_source
 from llmq.checkpoint.store import checkpoint_at
-from llmq.data.chat_template import ChatTemplate, Message, Stop, end_of_turn, load_chat_template
-from llmq.data.guarded import guarded_tokenizer, process_of
-from llmq.data.identity import check_recorded
-from llmq.data.tokenizer import ByteTokenizer, Tokenizer, streamed
 from llmq.model.inference import Decoder
 from llmq.options.presets import find_directory, is_preset
 from llmq.plan.checks import check_sizes
@@ -32,6 +28,10 @@ from llmq.runtime.world import World
 from llmq.state.params import Param, weight_table
 from llmq.state.placement import resident
 from llmq.state.weights import Weights
+from llmq.text.chat_template import ChatTemplate, Message, Stop, end_of_turn, load_chat_template
+from llmq.text.guarded import guarded_tokenizer, process_of
+from llmq.text.tokenizer import ByteTokenizer, Tokenizer, streamed
+from llmq.text.tokenizer_id import check_recorded
 
 
 def choose_token(

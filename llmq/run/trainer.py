@@ -23,11 +23,9 @@ from llmq.checkpoint.finite import finite
 from llmq.checkpoint.hf import BaseId
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.store import check_model, checkpoint_at
-from llmq.data.guarded import guarded_tokenizer
 from llmq.data.identity import TokenizerId
 from llmq.data.loader import DataLoader
 from llmq.data.scores import ScoreFile, scores_path
-from llmq.data.tokenizer import ByteTokenizer
 from llmq.data.tokens import open_token_files
 from llmq.model.rings import Result
 from llmq.model.step import Step
@@ -58,6 +56,8 @@ from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.mesh import DATA
 from llmq.runtime.world import World, refuse_several
 from llmq.state.params import Param
+from llmq.text.guarded import guarded_tokenizer
+from llmq.text.tokenizer import ByteTokenizer
 
 
 class Trainer(Closing):

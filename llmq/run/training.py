@@ -21,7 +21,6 @@ from llmq.checkpoint.store import checkpoint_step
 from llmq.comm.links import LinkTable
 from llmq.data.identity import read_manifest
 from llmq.data.loader import DataLoader
-from llmq.data.token_shards import duplicates_line, gaps
 from llmq.model.losses import loss_class
 from llmq.options.conditions import Length, Ranks
 from llmq.options.options import TrainConfig
@@ -68,6 +67,7 @@ from llmq.runtime.gpu_info import gpu_info
 from llmq.runtime.host_usage import available_host_memory, host_memory
 from llmq.runtime.nvml import NvmlGpu
 from llmq.runtime.world import World
+from llmq.text.token_shards import duplicates_line, gaps
 
 Gpus = Sequence[NvmlGpu | None]
 """By rank; None where there is nothing to read."""

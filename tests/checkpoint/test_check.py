@@ -12,8 +12,8 @@ import pytest
 
 from llmq.checkpoint.folder import _digest, problem_of
 from llmq.commands.cli import _run
-from llmq.data.token_shards import gaps
 from llmq.runtime.world import World
+from llmq.text.token_shards import gaps
 from tests.runs import make_workplace, train
 from tests.text_data import run, write_jsonl
 

@@ -42,12 +42,12 @@ from llmq.checkpoint.store import (
     list_checkpoints,
     outdated,
 )
-from llmq.data.identity import TokenizerId
-from llmq.data.tokenizer import ByteTokenizer
 from llmq.options.option_types import NEWEST
 from llmq.options.presets import preset
 from llmq.state.params import weight_table
 from llmq.state.rules.adamw import AdamW
+from llmq.text.tokenizer import ByteTokenizer
+from llmq.text.tokenizer_id import identity_of
 from tests.base.test_files import folders_on_the_disk
 
 MODEL = dataclasses.replace(
@@ -787,7 +787,7 @@ def test_export_of_any_number_of_ranks(tmp_path, dtype):
 def test_an_export_brings_its_tokenizer(tmp_path):
     ByteTokenizer().save(tmp_path / "model")
     for source in ("bytes", str(tmp_path / "model")):
-        made = TokenizerId.of(ByteTokenizer()).record()
+        made = identity_of(ByteTokenizer()).record()
         manifest = dataclasses.replace(MANIFEST_VALUES, tokenizer=source, tokenizer_id=made)
         path = save(tmp_path / "ckpt", manifest=manifest)
         assert "tokenizer.json" in export(path, tmp_path / "out")

@@ -34,14 +34,14 @@ from llmq.base.errors import LlmqError
 from llmq.base.locks import lock_beside, locked
 from llmq.checkpoint.exports import export, gguf_vocab
 from llmq.checkpoint.hf import export_model
-from llmq.data.tokenizer import (
+from llmq.options.presets import preset
+from llmq.text.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
     HfTokenizer,
     new_byte_level_bpe,
     save_tokenizer,
 )
-from llmq.options.presets import preset
 from tests.adapters import targets
 from tests.models import CONFIGS, VOCAB, exported, hf_model, trainer_for
 from tests.text_data import write_bpe

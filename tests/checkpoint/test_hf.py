@@ -22,9 +22,9 @@ from llmq.base.errors import LlmqError
 from llmq.checkpoint import hf
 from llmq.checkpoint.export_files import SINGLE_FILE
 from llmq.checkpoint.hf import HfWeights, export_model
-from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, copy_tokenizer_files
 from llmq.options.presets import model_warnings, preset
 from llmq.state.params import weight_table
+from llmq.text.tokenizer import ByteTokenizer, HfTokenizer, copy_tokenizer_files
 
 ROPE = {
     "vocab_size": 301,  # padded to 320

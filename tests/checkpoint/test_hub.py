@@ -20,11 +20,12 @@ from llmq.checkpoint.hf import HfWeights, export_model
 from llmq.checkpoint.hub import find_tokenizer, upload
 from llmq.commands.cli import _run
 from llmq.data.identity import TokenizerId
-from llmq.data.tokenizer import load_tokenizer
 from llmq.options.options_io import make_config
 from llmq.options.presets import find_directory
 from llmq.run.model_of_run import at_commit, model_of_run
 from llmq.state.params import weight_table
+from llmq.text.tokenizer import load_tokenizer
+from llmq.text.tokenizer_id import identity_of
 from tests.hub import SHA, serving
 from tests.runs import CONFIG, make_workplace, train
 from tests.text_data import documents, write_bpe, write_jsonl
@@ -227,7 +228,7 @@ def test_a_tokenizer_of_the_hub(hub, tmp_path, capsys):
     assert _run([*start, "--overwrite"]) == 0  # from the cache
     manifest = json.loads((tmp_path / "out" / "tokenize.json").read_text())
     assert manifest["tokenizer"]["name"] == ID
-    assert TokenizerId.of(load_tokenizer(ID)) == TokenizerId.from_record(manifest["tokenizer"])
+    assert identity_of(load_tokenizer(ID)) == TokenizerId.from_record(manifest["tokenizer"])
     assert find_tokenizer(ID, False) == str(find_directory(ID))
     capsys.readouterr()
     for name in ("bytes", str(tmp_path)):

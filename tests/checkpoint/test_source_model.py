@@ -22,10 +22,10 @@ from llmq.checkpoint.hf import HfWeights, export_model
 from llmq.checkpoint.manifest import MANIFEST, read_manifest
 from llmq.checkpoint.merge import merge_adapter
 from llmq.checkpoint.source_model import FIELDS, FILES
-from llmq.data.tokenizer import TEMPLATES, is_tokenizer_file
 from llmq.options.presets import resolve_model
 from llmq.run.sampling import open_model
 from llmq.state.params import weight_table
+from llmq.text.tokenizer import TEMPLATES, is_tokenizer_file
 from tests.models import VOCAB, exported, random_batch, trainer_for
 from tests.text_data import write_bpe
 

@@ -17,7 +17,7 @@ import pytest
 import typer
 
 import llmq.commands.data
-import llmq.data.tokenize
+import llmq.text.tokenize
 from llmq import __version__
 from llmq.base.errors import LlmqError
 from llmq.commands.cli import _run, app
@@ -273,7 +273,7 @@ COMMANDS = [
     ("rig --out x/rig --minutes 3", "rig.rig.run_rig", ((Path("x/rig"), 3.0), {})),
     (
         "tokenize a.txt b.txt --tokenizer bytes --out data --workers 2 --overwrite",
-        "data.tokenize.tokenize",
+        "text.tokenize.tokenize",
         (
             (["a.txt", "b.txt"],),
             {
@@ -299,7 +299,7 @@ COMMANDS = [
     ),
     (
         "show data a.bin --document 3 --ids",
-        "data.show.run_show",
+        "text.show.run_show",
         (
             (["data", "a.bin"],),
             {
@@ -314,7 +314,7 @@ COMMANDS = [
     ),
     (
         "train-tokenizer a.txt --vocab-size 300 --out t --special-token <a> --special-token <b>",
-        "data.train_tokenizer.train_tokenizer",
+        "text.train_tokenizer.train_tokenizer",
         (
             (["a.txt"],),
             {
@@ -450,7 +450,7 @@ def test_tokenize_has_the_defaults_of_its_implementation():
     def defaults(function):
         return {name: p.default for name, p in inspect.signature(function).parameters.items()}
 
-    command, real = defaults(llmq.commands.data.tokenize), defaults(llmq.data.tokenize.tokenize)
+    command, real = defaults(llmq.commands.data.tokenize), defaults(llmq.text.tokenize.tokenize)
     for made in (
         "inputs",
         "split",
@@ -471,7 +471,7 @@ def test_help_of_verify_promises_what_it_does():
 
 
 def test_results_are_printed(stub, capsys):
-    stub("data.tokenize.tokenize", result=SimpleNamespace(describe=lambda: "7 documents"))
+    stub("text.tokenize.tokenize", result=SimpleNamespace(describe=lambda: "7 documents"))
     assert _run("tokenize a --tokenizer bytes --out d".split()) == 0
     stub(
         "checkpoint.exports.export",
@@ -589,7 +589,7 @@ def test_interrupt_exits_130(stub, capsys):
     ("args", "target"),
     [
         (["bench"], "bench.bench.run_bench"),
-        ("tokenize x --tokenizer bytes --out o".split(), "data.tokenize.tokenize"),
+        ("tokenize x --tokenizer bytes --out o".split(), "text.tokenize.tokenize"),
         ("watch README.md --wandb p".split(), "report.sinks.run_watch"),
     ],
 )

@@ -12,8 +12,8 @@ import pytest
 from llmq.base.errors import DataError
 from llmq.data.document_file import documents_path, partial_path
 from llmq.data.document_index import _SCAN_TOKENS, DocumentIndex
-from llmq.data.inputs import Portions
 from llmq.data.tokens import TokenFile, TokenWriter, open_token_files
+from llmq.text.inputs import Portions
 from tests.text_data import EOS, documents, encoded, ids, run, write_jsonl
 
 

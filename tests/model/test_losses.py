@@ -12,8 +12,8 @@ from llmq.base.errors import ConfigError, LlmqError
 from llmq.bench import losses
 from llmq.bench.losses import lowest, measure_losses, run_sweep_lr
 from llmq.bench.sweep_file import read_runs
-from llmq.data.tokenize import tokenize
 from llmq.data.tokens import open_token_files
+from llmq.text.tokenize import tokenize
 
 SMALL = {
     "model": "tiny-qwen3",

@@ -14,7 +14,6 @@ from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.bench.measure import open_trainer
 from llmq.bench.sweep_file import flag_of, read_runs
 from llmq.commands.cli import _run
-from llmq.data.tokenizer import ByteTokenizer
 from llmq.data.tokens import TokenWriter
 from llmq.options.option_file import command_line
 from llmq.options.options_io import make_config
@@ -23,6 +22,7 @@ from llmq.plan.memory import needed_bytes
 from llmq.run.model_of_run import model_of_run, tokenizer_source, vocabulary_line
 from llmq.run.trainer import Trainer
 from llmq.state.params import parameter_count
+from llmq.text.tokenizer import ByteTokenizer
 from tests.runs import options, records, train
 
 # Preset, options, and what differs from the preset.

@@ -13,7 +13,6 @@ from llmq.base.errors import ConfigError, LlmqError
 from llmq.commands.cli import _run
 from llmq.commands.common import load_run
 from llmq.commands.plan import _tried
-from llmq.data.tokenize import tokenize
 from llmq.options.cards import CARDS, card_of, find_card, is_laptop
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
@@ -37,6 +36,7 @@ from llmq.plan.recipe import (
 from llmq.plan.target import MachineOptions, target
 from llmq.runtime.device import DeviceSpec
 from llmq.state.params import parameter_count
+from llmq.text.tokenize import tokenize
 
 HOURS = 0.05
 PLAIN = {"matmul_dtype", "optimizer"}  # fixed, so that only sizes are searched

@@ -19,8 +19,8 @@ import yaml
 
 from llmq.commands.cli import _run
 from llmq.data.public_sets import SETS, blob_hash
-from llmq.data.tokenizer import HfTokenizer
 from llmq.options.presets import PRESETS
+from llmq.text.tokenizer import HfTokenizer
 from tests.chat_templates import CHATML, assistant, user, write_chat_tokenizer
 from tests.eval_data import write_tasks
 from tests.runs import CONFIG

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from llmq.commands.cli import _run
-from llmq.data.chat_template import load_chat_template
-from llmq.data.tokenizer import HfTokenizer
 from llmq.options.option_file import read_option_file
 from llmq.run.model_of_run import packing_of_data
+from llmq.text.chat_template import load_chat_template
+from llmq.text.tokenizer import HfTokenizer
 from tests.chat_templates import CHATML, assistant, user, write_chat_tokenizer
 from tests.runs import CONFIG
 from tests.text_data import documents, run

@@ -28,7 +28,7 @@ GPU_MODULES = {"cupy", "cupy_backends", "cuda", "nvmath", "cudnn"}
 # no operations: they choose among those that compute a product and what follows it.
 ROOMS = [
     "base", "runtime", "comm", "arch", "options", "report", "ref", "ops", "formats", "data",
-    "state", "model", "checkpoint", "plan", "run", "bench", "rig", "commands",
+    "text", "state", "model", "checkpoint", "plan", "run", "bench", "rig", "commands",
 ]  # fmt: skip
 TOP = {"__init__", "__main__"}
 SINGLE = {"ops", "ref"}

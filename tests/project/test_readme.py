@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmq.data.tokenize import tokenize
+from llmq.text.tokenize import tokenize
 from tools import indexes
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ import pytest
 
 import llmq.run.sampling
 from llmq.commands.cli import _run
-from llmq.data.chat_template import end_of_turn, load_chat_template
-from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.run.sampling import Conversation, open_model
+from llmq.text.chat_template import end_of_turn, load_chat_template
+from llmq.text.tokenizer import ByteTokenizer, HfTokenizer
 from tests.chat_templates import CHATML, TEMPLATES, write_chat_tokenizer
 from tests.runs import CONFIG, make_workplace, train
 from tests.text_data import run

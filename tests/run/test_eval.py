@@ -15,12 +15,12 @@ import pytest
 from llmq.base.dtypes import F32
 from llmq.base.errors import DataError
 from llmq.commands.cli import _run
-from llmq.data.scoring import Encoder, Request, make_batches, pack_batches
-from llmq.data.tasks import Task, Text, read_tasks
-from llmq.data.tokenizer import ByteTokenizer
 from llmq.run.evaluate import Fleet, ask_model, batch_shape, scores_of, table
 from llmq.run.sampling import open_model
 from llmq.runtime.machine import choose_machine
+from llmq.text.scoring import Encoder, Request, make_batches, pack_batches
+from llmq.text.tasks import Task, Text, read_tasks
+from llmq.text.tokenizer import ByteTokenizer
 from tests.eval_data import KINDS, POSITIONS, records, write_model, write_tasks
 from tests.runs import make_workplace, train
 

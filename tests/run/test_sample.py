@@ -19,7 +19,6 @@ from tokenizers import Tokenizer, decoders, models
 from llmq.base.console import printable
 from llmq.base.errors import LlmqError
 from llmq.commands.cli import _run
-from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, continuation
 from llmq.options.presets import preset
 from llmq.run.sampling import (
     Sampler,
@@ -32,6 +31,7 @@ from llmq.run.sampling import (
 from llmq.run.trainer import Trainer
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.machine import Machine, choose_machine
+from llmq.text.tokenizer import ByteTokenizer, HfTokenizer, continuation
 from tests.models import hf_model
 from tests.runs import make_workplace, options, train
 

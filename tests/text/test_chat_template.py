@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from llmq.base.errors import DataError
-from llmq.data.chat_masks import Chat, token_mask
-from llmq.data.chat_template import ChatTemplate, load_chat_template
-from llmq.data.conversations import Conversation
-from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
+from llmq.text.chat_masks import Chat, token_mask
+from llmq.text.chat_template import ChatTemplate, load_chat_template
+from llmq.text.conversations import Conversation
+from llmq.text.tokenizer import ByteTokenizer, HfTokenizer
 from tests.chat_templates import (
     CHATML,
     SHORT,

@@ -12,15 +12,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import llmq.data.tokenize
+import llmq.text.tokenize
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
-from llmq.data.chat_template import load_chat_template
-from llmq.data.conversations import FLAGS, is_trained, parse_conversation
 from llmq.data.document_index import DocumentIndex
-from llmq.data.inputs import HubDataset, Portions
-from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
 from llmq.data.tokens import TokenFile
+from llmq.text.chat_template import load_chat_template
+from llmq.text.conversations import FLAGS, is_trained, parse_conversation
+from llmq.text.inputs import HubDataset, Portions
+from llmq.text.tokenizer import ByteTokenizer, load_tokenizer
 from tests.chat_templates import (
     CALL,
     CHATML,
@@ -427,7 +427,7 @@ def test_interrupted_at_the_end(tmp_path, chatml, monkeypatch):
     write_records(tmp_path / "a.jsonl", records)
     small = Portions(documents=2, seconds=0.0)
     run(tmp_path / "a.jsonl", out=tmp_path / "whole", chat_template=chatml, portions=small)
-    save = llmq.data.tokenize.Manifest.save
+    save = llmq.text.tokenize.Manifest.save
 
     def stop_at_the_end(manifest, position, shards, complete=False):
         if complete:
@@ -435,7 +435,7 @@ def test_interrupted_at_the_end(tmp_path, chatml, monkeypatch):
         save(manifest, position, shards)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llmq.data.tokenize.Manifest, "save", stop_at_the_end)
+        patch.setattr(llmq.text.tokenize.Manifest, "save", stop_at_the_end)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "a.jsonl", out=tmp_path / "out", chat_template=chatml, portions=small)
     assert (tmp_path / "out" / "train-000.bin").exists()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from llmq.data.tokenizer import (
+from llmq.text.tokenizer import (
     INCOMPLETE,
     ByteTokenizer,
     HfTokenizer,

@@ -10,10 +10,10 @@ import pytest
 
 import llmq.base.records
 from llmq.base.errors import DataError
-from llmq.data.inputs import Portions, find_cut, find_files
 from llmq.data.loader import DataLoader
-from llmq.data.tokenizer import END_OF_TEXT, ByteTokenizer, load_tokenizer
 from llmq.data.tokens import TokenFile
+from llmq.text.inputs import Portions, find_cut, find_files
+from llmq.text.tokenizer import END_OF_TEXT, ByteTokenizer, load_tokenizer
 from tests.text_data import (
     EOS,
     documents,

@@ -14,15 +14,11 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import DataError
 from llmq.checkpoint.manifest import MANIFEST
 from llmq.commands.cli import _run
-from llmq.data.identity import (
-    TokenizerId,
-    check_recorded,
-    tokenizer_of_folder,
-    tokenizers_of_files,
-)
-from llmq.data.tokenizer import END_OF_TEXT, ByteTokenizer, HfTokenizer
+from llmq.data.identity import tokenizers_of_files
 from llmq.options.presets import PRESETS
 from llmq.run.trainer import Trainer
+from llmq.text.tokenizer import END_OF_TEXT, ByteTokenizer, HfTokenizer
+from llmq.text.tokenizer_id import check_recorded, identity_of, tokenizer_of_folder
 from tests.runs import CONFIG, options
 from tests.text_data import documents, run, write_bpe, write_jsonl
 
@@ -133,7 +129,7 @@ def test_the_files_of_bytes_are_bytes(tmp_path):
 
 def test_token_files_say_what_made_them(place):
     (path, made), *_ = tokenizers_of_files("data/bpe/*.bin")
-    assert (path, made) == (Path("data/bpe/eval-000.bin"), TokenizerId.of(HfTokenizer(Path("bpe"))))
+    assert (path, made) == (Path("data/bpe/eval-000.bin"), identity_of(HfTokenizer(Path("bpe"))))
     assert str(made) == f"bpe ({made.fingerprint[:8]})"
     assert [str(m) for _, m in tokenizers_of_files("data/bytes/*.bin")] == ["bytes"] * 2
     shutil.copy("data/bpe/train-000.bin", "data/bpe/of_someone.bin")
@@ -182,7 +178,7 @@ def test_another_tokenizer_is_refused(trained, capsys, monkeypatch, changes, nam
         assert command(**changes) == 2
     [error] = [x for x in capsys.readouterr().err.splitlines() if not x.startswith("warning: ")]
     assert error.startswith("error: ")
-    found = [str(TokenizerId.of(_loaded(name))) for name in names]
+    found = [str(identity_of(_loaded(name))) for name in names]
     assert error.index(f"of the tokenizer {found[0]}, but ") < error.index(f"of {found[1]}: ")
     assert "--allow-other-tokenizer" in error
     assert command(allow_other_tokenizer=True, **{"steps": 3} | changes) == 0
@@ -205,7 +201,7 @@ def test_what_belongs_together_is_not_refused(trained, capsys):
 
 
 def test_a_model_and_a_checkpoint_carry_it(trained):
-    made = TokenizerId.of(HfTokenizer(Path("bpe")))
+    made = identity_of(HfTokenizer(Path("bpe")))
     manifest = json.loads(Path("ckpt/step_00000002", MANIFEST).read_text())
     assert manifest["tokenizer-id"] == made.record()
     assert json.loads(Path("out/llmq.json").read_text())["tokenizer"] == made.record()
@@ -352,7 +348,7 @@ def test_a_tokenizer_that_was_replaced_is_noticed(trained, capsys):
     shutil.copytree("out", "export-before")
     shutil.copy("other/tokenizer.json", source / "tokenizer.json")
     shutil.copy("other/tokenizer.json", "export-before/tokenizer.json")
-    names = [str(TokenizerId.of(HfTokenizer(Path(name)))) for name in ("bpe", "other")]
+    names = [str(identity_of(HfTokenizer(Path(name)))) for name in ("bpe", "other")]
     capsys.readouterr()
     sample = ["--device=cpu", "--prompt=a", "--max-new-tokens=1"]
     for args in (

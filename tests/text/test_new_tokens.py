@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from llmq.commands.cli import _run
-from llmq.data.tokenizer import HfTokenizer
+from llmq.text.tokenizer import HfTokenizer
 from tests.chat_templates import assistant, user
 from tests.text.test_conversations import read
 from tests.text_data import documents, write_bpe

@@ -13,10 +13,10 @@ from llmq.commands.cli import _run
 from llmq.data.dataset import SequenceLayout
 from llmq.data.document_index import DocumentIndex
 from llmq.data.epoch_plan import Split
-from llmq.data.inputs import Portions
 from llmq.data.loader import DataLoader
 from llmq.data.tokens import MASKED_TARGET, TokenFile
 from llmq.model.losses.preferences import PARTNER
+from llmq.text.inputs import Portions
 from tests.chat_templates import CHATML, assistant, system, user
 from tests.pairs_data import write_pairs
 from tests.text_data import contents, interrupt_report, run, write_jsonl

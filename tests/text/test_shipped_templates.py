@@ -15,10 +15,10 @@ import pytest
 
 from llmq.base.errors import DataError
 from llmq.commands.cli import _run
-from llmq.data.chat_masks import Chat, token_mask
-from llmq.data.chat_template import load_chat_template, shipped_templates
-from llmq.data.conversations import Conversation, parse_conversation
-from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, load_tokenizer
+from llmq.text.chat_masks import Chat, token_mask
+from llmq.text.chat_template import load_chat_template, shipped_templates
+from llmq.text.conversations import Conversation, parse_conversation
+from llmq.text.tokenizer import ByteTokenizer, HfTokenizer, load_tokenizer
 from tests.chat_templates import THINKING, write_chat_tokenizer
 from tests.text.test_conversations import read, write_records
 

@@ -10,8 +10,8 @@ import pytest
 
 from llmq.commands.cli import _run
 from llmq.data.document_index import count_documents
-from llmq.data.show import LONGEST
 from llmq.data.tokens import TokenFile, TokenWriter
+from llmq.text.show import LONGEST
 from tests.chat_templates import CHATML, assistant, user
 from tests.text_data import run, write_jsonl
 

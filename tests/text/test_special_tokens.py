@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from llmq.base.errors import ConfigError
-from llmq.data.inputs import Portions
-from llmq.data.tokenizer import END_OF_TEXT, HfTokenizer
+from llmq.text.inputs import Portions
+from llmq.text.tokenizer import END_OF_TEXT, HfTokenizer
 from tests.text_data import encoded, ids, mixed_text, run, write_bpe, write_jsonl, write_parquet
 
 BOS, EOS = "<s>", "</s>"

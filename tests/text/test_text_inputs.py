@@ -16,8 +16,8 @@ import zstandard
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
-from llmq.data.inputs import HubDataset, Portions, dataset_of
-from llmq.data.record_format import RecordText, one_field
+from llmq.text.inputs import HubDataset, Portions, dataset_of
+from llmq.text.record_format import RecordText, one_field
 from tests.text_data import (
     contents,
     documents,

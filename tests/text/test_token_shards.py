@@ -8,13 +8,13 @@ from unittest.mock import Mock
 
 import pytest
 
-import llmq.data.tokenize
 import llmq.data.tokens
+import llmq.text.tokenize
 from llmq.base.errors import DataError, LlmqError
 from llmq.base.locks import LOCK, locked
-from llmq.data.inputs import Portions
-from llmq.data.token_shards import Manifest
-from llmq.data.tokenizer import load_tokenizer
+from llmq.text.inputs import Portions
+from llmq.text.token_shards import Manifest
+from llmq.text.tokenizer import load_tokenizer
 from tests.text_data import (
     contents,
     documents,
@@ -73,17 +73,17 @@ def test_resume_after_every_block(tmp_path, all_inputs, monkeypatch, bpe, save_s
 def test_interrupted_while_finishing(tmp_path, all_inputs, monkeypatch):
     """All files have their names, but the manifest does not say so yet."""
     run(all_inputs, out=tmp_path / "whole", **OPTIONS)
-    save = llmq.data.tokenize.Manifest.save
+    save = llmq.text.tokenize.Manifest.save
 
     def stop_at_the_end(manifest, position, shards, complete=False):
         if complete:
             raise KeyboardInterrupt
         save(manifest, position, shards)
 
-    monkeypatch.setattr(llmq.data.tokenize.Manifest, "save", stop_at_the_end)
+    monkeypatch.setattr(llmq.text.tokenize.Manifest, "save", stop_at_the_end)
     with pytest.raises(KeyboardInterrupt):
         run(all_inputs, out=tmp_path / "out", **OPTIONS)
-    monkeypatch.setattr(llmq.data.tokenize.Manifest, "save", save)
+    monkeypatch.setattr(llmq.text.tokenize.Manifest, "save", save)
     assert run(all_inputs, out=tmp_path / "out", **OPTIONS).was_resumed
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
@@ -190,7 +190,7 @@ def test_a_run_that_is_killed_at_once_is_started_again_with_other_options(tmp_pa
     (tmp_path / "a.txt").write_text("some text")
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "discard_if_empty", lambda self: None)
-        patch.setattr(llmq.data.tokenize.Progress, "update", Mock(side_effect=StopError))
+        patch.setattr(llmq.text.tokenize.Progress, "update", Mock(side_effect=StopError))
         with pytest.raises(StopError):
             run(tmp_path / "a.txt", out=tmp_path / "out", shard_tokens=5)
     assert {"tokenize.json", "train-001.bin"} <= set(os.listdir(tmp_path / "out"))

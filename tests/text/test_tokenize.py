@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-import llmq.data.tokenize
 import llmq.report.views
+import llmq.text.tokenize
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
-from llmq.data.inputs import EvalSplit, InputSource, Portions
-from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
 from llmq.data.tokens import TokenFile, open_token_files
+from llmq.text.inputs import EvalSplit, InputSource, Portions
+from llmq.text.tokenizer import ByteTokenizer, load_tokenizer
 from tests.text_data import (
     EOS,
     contents,
@@ -143,11 +143,11 @@ def test_error_in_a_worker(tmp_path):
 
 KILLED = """
 import time
-from llmq.data.inputs import Block, DocumentPart, Position
+from llmq.text.inputs import Block, DocumentPart, Position
 from llmq.base.worker import Bounds
-from llmq.data.encode import Encoder, Recipe, encode_in_workers
-from llmq.data.record_format import RecordText
-from llmq.data.tokenizer import ByteTokenizer
+from llmq.text.encode import Encoder, Recipe, encode_in_workers
+from llmq.text.record_format import RecordText
+from llmq.text.tokenizer import ByteTokenizer
 if __name__ == "__main__":
     block = Block([DocumentPart("text", False, True, "")], Position())
     recipe = Recipe("bytes", RecordText("text", None), ([], []))
@@ -192,7 +192,7 @@ def test_number_of_workers(monkeypatch, bpe):
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "process_cpu_count", lambda: 64, raising=False)
     small, large = (InputSource("a", "text", size, 0, False) for size in (1000, 10**9))
-    choose = llmq.data.tokenize._default_workers
+    choose = llmq.text.tokenize._default_workers
     assert choose([large], load_tokenizer(bpe)) == 16
     assert choose([small, small], load_tokenizer(bpe)) == 1
     assert choose([large], ByteTokenizer()) == 1
@@ -249,7 +249,7 @@ def test_documents_on_both_sides_are_counted(tmp_path, capsys):
     texts = [f"{number % 45:02}" for number in range(100)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     out = tmp_path / "out"
-    summary = llmq.data.tokenize.tokenize(
+    summary = llmq.text.tokenize.tokenize(
         [str(tmp_path / "a.jsonl")], tokenizer="bytes", out=out, eval_fraction=0.1, shard_tokens=99
     )
     sides = {}

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from llmq.base.errors import DataError
-from llmq.data.tokenizer import END_OF_TEXT, ByteTokenizer, HfTokenizer, load_tokenizer
+from llmq.text.tokenizer import END_OF_TEXT, ByteTokenizer, HfTokenizer, load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

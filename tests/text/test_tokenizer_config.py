@@ -11,11 +11,11 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from llmq.base.dtypes import F32
 from llmq.checkpoint.hf import export_model
-from llmq.data.tokenizer import END_OF_TEXT, QWEN2_WORDS, ByteTokenizer, HfTokenizer
-from llmq.data.tokenizer_files import AS_IT_IS, EXACT_MODULE, difference, take_as_it_is
 from llmq.data.tokens import TokenWriter
 from llmq.options.presets import PRESETS
 from llmq.run.model_of_run import exported_otherwise
+from llmq.text.tokenizer import END_OF_TEXT, QWEN2_WORDS, ByteTokenizer, HfTokenizer
+from llmq.text.tokenizer_files import AS_IT_IS, EXACT_MODULE, difference, take_as_it_is
 from tests.text_data import mixed_text, write_bpe
 
 pytestmark = pytest.mark.tried

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 import tests.text_data
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
-from llmq.data.chat_template import end_of_turn, load_chat_template
-from llmq.data.tokenizer import END_OF_TEXT, HfTokenizer
-from llmq.data.train_tokenizer import train_tokenizer
 from llmq.options.presets import PRESETS
+from llmq.text.chat_template import end_of_turn, load_chat_template
+from llmq.text.tokenizer import END_OF_TEXT, HfTokenizer
+from llmq.text.train_tokenizer import train_tokenizer
 from tests.runs import flags, records
 from tests.text.test_tokenizer_config import TEXT, export
 from tests.text_data import documents, ids, write_jsonl

@@ -29,12 +29,12 @@ from llmq.base.worker import Bounds, in_worker
 from llmq.checkpoint.hf import export_model
 from llmq.checkpoint.manifest import digest_of
 from llmq.commands.cli import _run
-from llmq.data import guarded
 from llmq.data.loader import DataLoader
-from llmq.data.tokenize import tokenize
-from llmq.data.tokenizer import EXACT_CODE, EXACT_MODULE, HfTokenizer
 from llmq.data.tokens import TokenWriter
 from llmq.report.views import PlainView
+from llmq.text import guarded
+from llmq.text.tokenize import tokenize
+from llmq.text.tokenizer import EXACT_CODE, EXACT_MODULE, HfTokenizer
 from tests.runs import CONFIG, flags, make_workplace, train
 from tests.text_data import write_bpe, zst
 
@@ -267,7 +267,7 @@ def test_a_process_beside_threads_does_not_run_the_users_script(model):
         "import threading, time\n"
         "print('once')\n"
         "threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
-        "from llmq.data.guarded import guarded_tokenizer\n"
+        "from llmq.text.guarded import guarded_tokenizer\n"
         "tokenizer = guarded_tokenizer('model')\n"
         "print(tokenizer.decode(tokenizer.encode('zebra')), __file__)\n"
     )

@@ -15,8 +15,8 @@ from typing import Any
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.export_files import CONFIG_FILE, save_tokenizer, write_json
-from llmq.data.guarded import look_into
-from llmq.data.tokenizer import (
+from llmq.text.guarded import look_into
+from llmq.text.tokenizer import (
     QWEN2_WORDS,
     Added,
     HfTokenizer,

@@ -24,12 +24,13 @@ from llmq.checkpoint.merge import check_base, open_merged, source_of, tokenizer_
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles
 from llmq.checkpoint.source_model import SourceModel
 from llmq.checkpoint.store import checkpoint_at
-from llmq.data.identity import RUN_FILE, TokenizerId, check_recorded, noted_tokenizer
-from llmq.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_names
+from llmq.data.identity import RUN_FILE, TokenizerId, noted_tokenizer
 from llmq.options.adapters import Adapters, adapters_of
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.presets import find_directory, resolve_model
 from llmq.state.params import Param, Slab, trained_slabs, weight_table
+from llmq.text.tokenizer import ByteTokenizer, Tokenizer, tokenizer_names
+from llmq.text.tokenizer_id import check_recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.data.chat_template import (
+from llmq.text.chat_template import (
     FUNCTION_CALL,
     REASONING,
     TOOL_CALLS,
@@ -24,7 +24,7 @@ from llmq.data.chat_template import (
     shipped_templates,
     text_of,
 )
-from llmq.data.conversations import Conversation, check_roles, is_trained, unread
+from llmq.text.conversations import Conversation, check_roles, is_trained, unread
 
 TRAIN_ON = ("assistant", "last", "each", "all")
 Spans = list[tuple[int, int]]

@@ -20,7 +20,8 @@ from typing import Any
 
 from llmq.base.errors import DataError
 from llmq.base.records import json_record
-from llmq.data.chat_template import (
+from llmq.data.tokens import WEIGHT_PARTS
+from llmq.text.chat_template import (
     FUNCTION_CALL,
     REASONING,
     TOOL_CALLS,
@@ -63,7 +64,6 @@ _ROLES_OF_OTHERS = {
     "function_call": "assistant",
 }
 # Names under which data sets say whether a message is trained, and the values that they give.
-WEIGHT_PARTS = 200  # of 1: what weights are multiples of
 FLAGS = ("weight", "train", "training", "loss")
 _FLAG_VALUES = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 

@@ -23,7 +23,7 @@ from llmq.base.records import (
     read_rows,
     whole_characters,
 )
-from llmq.data.inputs import read_text
+from llmq.text.inputs import read_text
 
 Record = Mapping[str, Any]
 

@@ -18,11 +18,13 @@ from llmq.base.errors import ConfigError, DataError
 from llmq.base.locks import LOCK, locked
 from llmq.base.records import MAX_RECORD
 from llmq.base.worker import Bounds, in_worker
-from llmq.data.chat_masks import TRAIN_ON, Chat, Completion
-from llmq.data.chat_template import end_of_turn, lacking_tokens, load_chat_template
-from llmq.data.conversations import CLASSES, LABELS, PAIRS, PLAIN, RecordConversation
-from llmq.data.encode import Encoder, Recipe, encode_in_workers
-from llmq.data.inputs import (
+from llmq.data.tokens import MAX_TOKENS
+from llmq.report.views import Progress
+from llmq.text.chat_masks import TRAIN_ON, Chat, Completion
+from llmq.text.chat_template import end_of_turn, lacking_tokens, load_chat_template
+from llmq.text.conversations import CLASSES, LABELS, PAIRS, PLAIN, RecordConversation
+from llmq.text.encode import Encoder, Recipe, encode_in_workers
+from llmq.text.inputs import (
     Block,
     EvalSplit,
     HubDataset,
@@ -34,11 +36,9 @@ from llmq.data.inputs import (
     reading_standard_input,
     with_others,
 )
-from llmq.data.record_format import DEFAULT_FIELD, RecordText, choose_format
-from llmq.data.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummary, open_manifest
-from llmq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from llmq.data.tokens import MAX_TOKENS
-from llmq.report.views import Progress
+from llmq.text.record_format import DEFAULT_FIELD, RecordText, choose_format
+from llmq.text.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummary, open_manifest
+from llmq.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 SHARD_TOKENS = 100_000_000  # if not given
 NO_TEMPLATE = "none"  # --chat-template: even if the tokenizer has one

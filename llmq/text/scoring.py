@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from llmq.base.errors import ConfigError, DataError
-from llmq.data.tasks import CLASSES, TEXT, Question, Task, Text
-from llmq.data.tokenizer import Tokenizer
 from llmq.data.tokens import MASKED_TARGET
+from llmq.text.tasks import CLASSES, TEXT, Question, Task, Text
+from llmq.text.tokenizer import Tokenizer
 
 
 class Request(NamedTuple):

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.worker import Bounds, in_worker
-from llmq.data.guarded import look_into
-from llmq.data.identity import TokenizerId, ids_of, tokenizer_of_folder
-from llmq.data.tokenizer import (
+from llmq.data.identity import TokenizerId
+from llmq.text.guarded import look_into
+from llmq.text.tokenizer import (
     CONFIG_FILE,
     END_OF_TEXT,
     EXACT_CODE,
@@ -35,6 +35,7 @@ from llmq.data.tokenizer import (
     open_tokenizer,
     read_json,
 )
+from llmq.text.tokenizer_id import ids_of, tokenizer_of_folder
 
 AS_IT_IS = "PreTrainedTokenizerFast"
 _SAFE = {AS_IT_IS, "TokenizersBackend"}

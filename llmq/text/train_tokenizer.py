@@ -16,8 +16,8 @@ from llmq.base.files import staged_directory
 from llmq.base.locks import lock_beside, locked
 from llmq.base.records import HALVES, mended, whole_characters
 from llmq.base.worker import Bounds, in_worker
-from llmq.data.chat_template import load_chat_template
-from llmq.data.inputs import (
+from llmq.text.chat_template import load_chat_template
+from llmq.text.inputs import (
     EvalSplit,
     HubDataset,
     InputSource,
@@ -26,8 +26,8 @@ from llmq.data.inputs import (
     read_blocks,
     reading_standard_input,
 )
-from llmq.data.record_format import DEFAULT_FIELD, RecordText, having_fields
-from llmq.data.tokenizer import (
+from llmq.text.record_format import DEFAULT_FIELD, RecordText, having_fields
+from llmq.text.tokenizer import (
     END_OF_TEXT,
     TEMPLATE_FILE,
     ByteTokenizer,

@@ -14,9 +14,9 @@ import numpy as np
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.records import HALVES, whole_characters
 from llmq.base.worker import Answer, Begin, Bounds, Worker, forks
-from llmq.data.chat_masks import Chat, Completion, token_mask
-from llmq.data.chat_template import text_of
-from llmq.data.conversations import (
+from llmq.text.chat_masks import Chat, Completion, token_mask
+from llmq.text.chat_template import text_of
+from llmq.text.conversations import (
     CLASSES,
     FLAGS,
     Conversation,
@@ -24,10 +24,10 @@ from llmq.data.conversations import (
     check_whole,
     weight_of,
 )
-from llmq.data.inputs import Block, DocumentPart, Position
-from llmq.data.record_format import RecordText
-from llmq.data.token_shards import Ids
-from llmq.data.tokenizer import Added, Tokenizer, load_tokenizer
+from llmq.text.inputs import Block, DocumentPart, Position
+from llmq.text.record_format import RecordText
+from llmq.text.token_shards import Ids
+from llmq.text.tokenizer import Added, Tokenizer, load_tokenizer
 
 # The end of a block in the input, and its ids for training and for evaluation.
 Encoded = tuple[Position, tuple[Ids, Ids]]

@@ -46,7 +46,7 @@ from llmq.base.records import (
     unpacked_size,
 )
 from llmq.data.identity import MANIFEST, SHARD_NAME, read_manifest
-from llmq.data.tokenizer import TEMPLATES, HfTokenizer
+from llmq.text.tokenizer import TEMPLATES, HfTokenizer
 
 STANDARD_INPUT = "-"
 _SPOOLED = re.compile(r"standard-input-[0-9a-f]{16}(\.gz|\.zst)?")

@@ -16,10 +16,10 @@ from llmq.base.console import print_own, printable
 from llmq.base.errors import ConfigError, DataError
 from llmq.data.document_file import has_pairs
 from llmq.data.document_index import DocumentIndex, count_documents
-from llmq.data.guarded import guarded_tokenizer
 from llmq.data.identity import tokenizers_of_files
-from llmq.data.tokenizer import ByteTokenizer, Tokenizer, continuation
 from llmq.data.tokens import TokenFile, open_token_files
+from llmq.text.guarded import guarded_tokenizer
+from llmq.text.tokenizer import ByteTokenizer, Tokenizer, continuation
 
 DOCUMENTS = 3  # printed if no limit is given
 LONGEST = 4096  # tokens of a document that are printed

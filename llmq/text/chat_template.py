@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from llmq.base.errors import DataError
 from llmq.base.files import check_readable, read_errors
 from llmq.base.records import MAX_RECORD
-from llmq.data.tokenizer import (
+from llmq.text.tokenizer import (
     END_OF_TEXT,
     TEMPLATE_FILE,
     TEMPLATES,
@@ -33,7 +33,7 @@ from llmq.data.tokenizer import (
     Tokenizer,
     read_json,
 )
-from llmq.data.tokenizer_files import OWN_TOKENS
+from llmq.text.tokenizer_files import OWN_TOKENS
 
 SHIPPED = Path(__file__).with_name("chat_templates")
 """Templates of published formats, NAME.jinja, which mark what the model writes."""

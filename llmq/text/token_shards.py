@@ -33,13 +33,14 @@ from llmq.base.files import (
     write_file,
 )
 from llmq.data.checksums import checksums_path
-from llmq.data.conversations import TEXT
 from llmq.data.document_file import documents_path, partial_path
 from llmq.data.document_index import Counts, count_documents, count_duplicates
-from llmq.data.identity import MANIFEST, SHARD_NAME, TokenizerId, tokenizer_of_folder
-from llmq.data.inputs import InputSource, Position
-from llmq.data.tokenizer import TEMPLATE_FILE, HfTokenizer, Tokenizer
+from llmq.data.identity import MANIFEST, SHARD_NAME, TokenizerId
 from llmq.data.tokens import TokenFile, TokenWriter, mask_path
+from llmq.text.conversations import TEXT
+from llmq.text.inputs import InputSource, Position
+from llmq.text.tokenizer import TEMPLATE_FILE, HfTokenizer, Tokenizer
+from llmq.text.tokenizer_id import identity_of, tokenizer_of_folder
 
 SPLITS = ("train", "eval")
 MOST_NOTES = 50  # of a data set whose messages have fields of any name
@@ -275,7 +276,7 @@ def open_manifest(
     path = out / MANIFEST
     earlier = load_manifest(path) if path.exists() and not overwrite else None
     if earlier is not None and not _is_empty(earlier):
-        _check_same(path, earlier, TokenizerId.of(tokenizer), options, inputs)
+        _check_same(path, earlier, identity_of(tokenizer), options, inputs)
         return Manifest(out, earlier, tokenizer)
     if overwrite or earlier is not None:  # an earlier run was killed before its first save
         _remove(out)
@@ -284,7 +285,7 @@ def open_manifest(
     data = {
         "complete": False,
         "options": options,
-        "tokenizer": TokenizerId.of(tokenizer).record(),
+        "tokenizer": identity_of(tokenizer).record(),
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
         "splits": dict.fromkeys(SPLITS, 0),

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.worker import Answer, Begin, Bounds, Worker, in_worker
-from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer, load_tokenizer
 from llmq.options.presets import find_directory
+from llmq.text.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer, load_tokenizer
 
 BOUNDS = Bounds(seconds=5, memory_per_byte=256, threads=True)  # of a call
 _ONCE = Bounds(seconds=20)  # of all that is looked up in a large vocabulary

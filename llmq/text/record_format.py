@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.records import TABLES, column_names, json_record, read_json
-from llmq.data.conversations import (
+from llmq.text.conversations import (
     CLASSES,
     FLAGS,
     FORMATS,
@@ -24,7 +24,7 @@ from llmq.data.conversations import (
     TEXT,
     RecordConversation,
 )
-from llmq.data.inputs import InputSource
+from llmq.text.inputs import InputSource
 
 DEFAULT_FIELD = "text"
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}  # a shell passes them on
