@@ -3,8 +3,8 @@ rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import NamedTuple
@@ -14,10 +14,8 @@ from llmq.base.dtypes import (
     E4M3,
     E5M2,
     F32,
-    F64,
     FP8,
     I32,
-    STATS,
     STEP_SCALARS_WORDS,
     DType,
 )
@@ -49,32 +47,6 @@ STORED_ALONE = 448  # bytes of a row of a, which would be multiplied while a wid
 # column_sum of cu/pointwise/reduce.cu: threads of a block, rows of a warp before several share
 # columns.
 COLUMN_SUM_THREADS, COLUMN_SUM_ROWS = 1024, 8
-
-
-def expect_stats(op: str, stats: Tensor, names: Sequence[str] = STATS) -> None:
-    """Raise TypeError or ValueError unless these are statistics that begin with those names."""
-    expect(op, "stats", stats, F64, (max(stats.size, len(names)),))
-
-
-@cache
-def _weighted(kernel: Kernel) -> Kernel:
-    return replace(kernel, args=f"{kernel.args}, f32[*rows] weights")
-
-
-def launch_weighted(
-    dev: Device,
-    kernel: Kernel,
-    blocks: int,
-    threads: int,
-    args: tuple,
-    consts: dict[str, int],
-    weights: Tensor | None,
-) -> None:
-    """Launch a kernel whose rows may have weights: then it is compiled with WEIGHTED = 1, and they
-    are its last argument. weights: F32 (rows,); None: all are 1."""
-    if weights is not None:
-        kernel, args, consts = _weighted(kernel), (*args, weights), consts | {"WEIGHTED": 1}
-    dev.launch(kernel, blocks, threads, args, consts=consts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,9 +283,8 @@ def expect_fp8_multiples(op: str, rows: int, columns: int) -> None:
         )
 
 
-def octet_tiles(op: str, rows: int, columns: int) -> tuple[int, int]:
+def octet_tiles(rows: int, columns: int) -> tuple[int, int]:
     """Blocks of a kernel that works in OctetTiles: across, down."""
-    expect_fp8_multiples(op, rows, columns)
     return ceil_div(columns, OCTET_TILE[1]), ceil_div(rows, OCTET_TILE[0])
 
 
@@ -354,39 +325,11 @@ def expect_operands(
         raise TypeError(f"{op}: only fp8 codes have scales")
 
 
-def expect_part(
-    op: str,
-    tensors: Mapping[str, Tensor],
-    scalars: Tensor | None = None,
-    first: int = 0,
-    work: Tensor | None = None,
-) -> int:
-    """The number of elements of a part of a slab. Raise as an operation must unless it and its
-    first element are multiples of SCALE_BLOCK, and tensors of it, F32 or BF16, are equally long."""
-    name, n = next((name, tensor.size) for name, tensor in tensors.items())
-    if n == 0 or n % SCALE_BLOCK:
-        raise ValueError(f"{op}: {name}.size must be a positive multiple of {SCALE_BLOCK}, got {n}")
-    if first < 0 or first % SCALE_BLOCK:
-        raise ValueError(f"{op}: first must be a multiple of {SCALE_BLOCK}, got {first}")
-    for each, tensor in tensors.items():
-        expect(op, each, tensor, None, (n,))
-        expect_float(op, each, tensor)
-    if scalars is not None:
-        expect(op, "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
-    if work is not None:
-        expect(op, "work", work, BF16, (n,))
-    return n
-
-
-def expect_moment(op: str, name: str, tensor: Tensor, scale: Tensor | None, n: int) -> None:
-    """Raise as an operation must unless a moment has n elements, and scales if it is E4M3."""
-    expect(op, name, tensor, None, (n,))
-    if tensor.dtype not in (F32, BF16, E4M3):
-        raise TypeError(f"{op}: {name} must be F32, BF16 or E4M3, got {tensor.dtype.label}")
-    if tensor.dtype == E4M3:
-        expect(op, f"{name}_scale", scale, F32, (n // SCALE_BLOCK,))
-    elif scale is not None:
-        raise TypeError(f"{op}: {name}_scale must be None, {name} is {tensor.dtype.label}")
+def expect_scale(op: str, name: str, moment: Tensor, scale: Tensor | None) -> None:
+    """Raise TypeError unless a moment has scales if it is E4M3, and only then."""
+    if (moment.dtype is E4M3) != (scale is not None):
+        given = "given" if scale is None else "None"
+        raise TypeError(f"{op}: {name}_scale must be {given}, {name} is {moment.dtype.label}")
 
 
 def expect_added(

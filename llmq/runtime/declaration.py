@@ -9,7 +9,7 @@ launch touches little of the tensor, which does not count as traffic.
 
 TYPE is a dtype or a type variable, one capital letter, bound at launch by its tensors, which have
 one dtype: Q one of fp8, O fp8 but for E5M2, all others F32 or BF16, unless the kernel's `types`
-says more.
+says otherwise, as `T=bf16, U=e4m3|e5m2`.
 
 A dimension, of those between commas, is `rows`, which has one size in all arguments, that of the
 number `rows` if there is one; `2*F`, so many times as many; in the first place `*rows`, any number
@@ -210,12 +210,12 @@ class Declaration:
     """The arguments of one kernel and the rules of their sizes, parsed once. Dtypes and sizes that
     fit are remembered, so that a step checks nothing twice."""
 
-    def __init__(
-        self, entry: str, args: str, where: str, gpu: str, types: Mapping[str, tuple[DType, ...]]
-    ):
-        """args, where (rules), gpu (rules on GPUs alone): as this module has them. types: dtypes of
-        type variables. Raises ValueError for what cannot be parsed."""
-        self.entry, self.types = entry, TYPES | dict(types)
+    def __init__(self, entry: str, args: str, where: str, gpu: str, types: str):
+        """args, where (rules), gpu (rules on GPUs alone), types: as this module has them. Raises
+        ValueError for what cannot be parsed."""
+        self.entry, self.types = entry, dict(TYPES)
+        for letter, names in (text.split("=") for text in _split(types)):
+            self.types[letter] = tuple(DTYPES[name] for name in names.split("|"))
         if any(map(_OLD.match, _split(args))):
             self.types = dict.fromkeys(map(chr, range(65, 91)), tuple(DTYPES.values()))
         self.args = tuple(map(Arg.of, _split(args)))

@@ -24,16 +24,16 @@ class Kernel:
     the declared arguments, in this order, and launchers take them under the same names.
 
     args: the declaration (llmq/runtime/declaration.py). where: rules of sizes. gpu: further rules,
-    of the CUDA kernel alone. types: dtypes of type variables, which are passed to the compiler as
-    -D<letter>=<type>. capability: the only one, times 10, that has the instructions; None: all that
-    are supported."""
+    of the CUDA kernel alone. types: dtypes of type variables, as "T=bf16, U=e4m3|e5m2"; the bound
+    one is the compiler's -D<letter>. capability: the only one, times 10, that has the instructions;
+    None: all that are supported."""
 
     file: str
     entry: str
     args: str
     where: str = field(default="", kw_only=True)
     gpu: str = field(default="", kw_only=True)
-    types: dict[str, tuple[DType, ...]] = field(default_factory=dict, kw_only=True, compare=False)
+    types: str = field(default="", kw_only=True)
     capability: int | None = field(default=None, kw_only=True)
     declaration: Declaration = field(init=False, compare=False, repr=False)
     _moved: tuple[tuple[int, Arg], ...] = field(init=False, compare=False, repr=False)

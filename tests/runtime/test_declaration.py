@@ -21,7 +21,7 @@ PRODUCT = Kernel(
     "product",
     "out D[M,N] out, S[K if trans_a else M, M if trans_a else K] a, i32 M, i32 N, i32 K, "
     "i32 trans_a",
-    types={"D": (F32,)},
+    types="D=f32",
 )
 
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from llmq.base.dtypes import F32, I32
 from llmq.base.tensor import Tensor
-from llmq.ops.common import expect_float
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, ceil_div
 
 WARPS = 8  # rows of a block
 
 LABELS = Kernel(
     "loss/labels.cu",
     "labels",
-    args="inout T* logits, f32* losses, f32* lse, f32* hits, const i32* targets, "
-    "const f32*? weights, i64 rows, i32 vocab, i32 padded_vocab, i32 linear, i32 gradient",
+    "inout T[rows,padded_vocab] logits, out f32[rows] losses, out f32[rows] lse, "
+    "out f32[rows] hits, i32[rows] targets, f32[rows]? weights, i64 rows, i32 vocab, "
+    "i32 padded_vocab, i32 linear, i32 gradient",
+    where="vocab >= 1, vocab <= padded_vocab",
 )
 
 
@@ -50,25 +50,13 @@ class Labels(NamedTuple):
     ) -> None:
         """Replaces logits by the gradient of the losses, as cu/loss/labels.cu has it.
 
-        Args (X is BF16 or F32):
-            logits   inout  X   (rows, Vp)  columns >= vocab_size are ignored on entry; with a
-                                            gradient they are 0 on return, else all stay as they are
-            losses   out    F32 (rows,)     0 for masked rows
-            lse      out    F32 (rows,)     log-sum-exp of the row; 0 where masked or linear
-            targets  in     I32 (rows,)     the label; negative: masked, gradient 0
-            weights  in     F32 (rows,)     of the gradients; None: all are 1
+        targets: the label; negative: masked, with a loss and gradient of 0. lse: log-sum-exp of the
+        row; 0 where masked or linear. weights: of the gradients; None: all are 1. Columns >=
+        vocab_size are ignored on entry; with a gradient they are 0 on return, else logits stay.
 
         Cost:    logits read twice and written once.
         """
-        expect_float("labels", "logits", logits)
-        rows, padded_vocab = logits.shape
-        if not 0 < vocab_size <= padded_vocab:
-            raise ValueError(f"labels: {vocab_size} columns, but rows have {padded_vocab}")
-        for name, tensor in (("losses", losses), ("lse", lse), ("hits", self.hits)):
-            expect("labels", name, tensor, F32, (rows,))
-        expect("labels", "targets", targets, I32, (rows,))
-        if weights is not None:
-            expect("labels", "weights", weights, F32, (rows,))
+        rows, padded_vocab = LABELS.dims(logits=logits)
         args = (logits, losses, lse, self.hits, targets, weights, rows, vocab_size, padded_vocab)
         how = (int(self.linear), int(gradient))
         dev.launch(LABELS, ceil_div(rows, WARPS), 32 * WARPS, (*args, *how))

@@ -7,33 +7,35 @@ to Understand Learning from Human Preferences, 2023; Meng et al., SimPO, 2024; H
 
 from typing import NamedTuple
 
-from llmq.base.dtypes import F32, F64, I32, STATS
+from llmq.base.dtypes import STATS
 from llmq.base.tensor import Tensor
-from llmq.ops.common import expect_stats
 from llmq.ref.loss.pairs import KTO, SUMS, Form
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS, ONE_BLOCK = 256, 1024
-_PLACES = "const i32* starts, const f32* partner, i64 n, i32 seq_len"
+_PLACES = "i32[B,seq_len] starts, f32[B,seq_len] partner, i64 n, i32 seq_len"
+_SUMS = "f32[3,B,seq_len] sums"
 _FORM = "i32 kind, i32 normalize, f32 beta, f32 gamma, f32 smoothing, f32 sft"
 SUMS_OF = Kernel(
     "loss/pairs.cu",
     "pairs_sums",
-    args="f32* sums, const i32* targets, const f32* losses, const f32*? reference, " + _PLACES,
+    f"out {_SUMS}, i32[B,seq_len] targets, f32[B,seq_len] losses, f32[B,seq_len]? reference, "
+    + _PLACES,
 )
-GAINS = Kernel("loss/pairs.cu", "pairs_gains", args=f"f64* gains, const f32* sums, {_PLACES}")
-SHIFT = Kernel("loss/pairs.cu", "pairs_shift", args="f32* shift, const f64* gained, i32 ranks")
+GAINS = Kernel("loss/pairs.cu", "pairs_gains", f"out f64[2] gains, {_SUMS}, {_PLACES}")
+SHIFT = Kernel("loss/pairs.cu", "pairs_shift", "out f32[1] shift, f64[ranks,2] gained, i32 ranks")
 WEIGHTS = Kernel(
     "loss/pairs.cu",
     "pairs_weights",
-    args="f32* weights, const f32* sums, const f32*? shift, const i32* targets, "
-    f"{_PLACES}, {_FORM}",
+    f"out f32[B,seq_len] weights, {_SUMS}, f32[1]? shift, i32[B,seq_len] targets, {_PLACES}, "
+    + _FORM,
 )
 ADD_STATS = Kernel(
     "loss/pairs.cu",
     "pairs_stats",
-    args=f"inout f64* stats, const f32* sums, const f32*? shift, {_PLACES}, {_FORM}",
+    f"inout f64[statistics] stats, {_SUMS}, f32[1]? shift, {_PLACES}, {_FORM}",
+    where=f"statistics >= {len(STATS) + len(SUMS)}",
 )
 
 
@@ -45,12 +47,10 @@ class Places(NamedTuple):
     starts: Tensor
     partner: Tensor
 
-    def checked(self, op: str) -> tuple[Tensor, Tensor, int, int]:
-        """The last arguments of kernels. TypeError or ValueError for what does not serve."""
-        shape = self.starts.shape
-        expect(op, "starts", self.starts, I32, shape)
-        expect(op, "partner", self.partner, F32, shape)
-        return self.starts, self.partner, self.starts.size, shape[1]
+    @property
+    def args(self) -> tuple[Tensor, Tensor, int, int]:
+        """The last arguments of kernels."""
+        return self.starts, self.partner, self.starts.size, self.starts.shape[-1]
 
 
 def sums(
@@ -63,52 +63,32 @@ def sums(
 ) -> None:
     """Add up each document's trained tokens, at its first position; the rest is not written.
 
-    Args:
-        sums       out  F32 (3, B, T)  of -loss - reference; of -loss; of 1
-        targets    in   I32 (B, T)     negative: masked
-        losses     in   F32 (B, T)     cross-entropy of each token
-        reference  in   F32 (B, T)     log-probabilities by another model; or None: 0
+    sums: of -loss - reference; of -loss; of 1. targets: negative: masked. losses: cross-entropy of
+    each token. reference: log-probabilities by another model; None: 0.
     """
-    where = places.checked("pairs.sums")
-    shape = targets.shape
-    expect("pairs.sums", "sums", sums, F32, (3, *places.starts.shape))
-    expect("pairs.sums", "targets", targets, I32, places.starts.shape)
-    expect("pairs.sums", "losses", losses, F32, shape)
-    if reference is not None:
-        expect("pairs.sums", "reference", reference, F32, shape)
-    args = (sums, targets, losses, reference, *where)
+    args = (sums, targets, losses, reference, *places.args)
     dev.launch(SUMS_OF, ceil_div(targets.size, THREADS), THREADS, args)
 
 
 def gains(dev: Device, gains: Tensor, sums: Tensor, places: Places) -> None:
     """Add up the gains of the second documents of all pairs, of which KTO's shift is the mean.
 
-    Args:
-        gains  out  F64 (2,)       sum of gains, number of documents
-        sums   in   F32 (3, B, T)  as `sums` makes them
+    gains: their sum, and the number of documents. sums: as `sums` makes them.
 
     Cost:    one launch of a single block, with a fixed order of summation.
     """
-    where = places.checked("pairs.gains")
-    expect("pairs.gains", "gains", gains, F64, (2,))
-    expect("pairs.gains", "sums", sums, F32, (3, *places.starts.shape))
-    dev.launch(GAINS, 1, ONE_BLOCK, (gains, sums, *where))
+    dev.launch(GAINS, 1, ONE_BLOCK, (gains, sums, *places.args))
 
 
 def shift(dev: Device, shift: Tensor, gained: Tensor) -> None:
     """Estimate the divergence from the reference, as KTO does: the mean of the gains of all second
     documents, at least 0; each is an answer to another prompt.
 
-    Args:
-        shift   out  F32 (1,)
-        gained  in   F64 (ranks, 2)  `gains` of each rank
+    gained: `gains` of each rank.
 
     Cost:    one launch of a single thread.
     """
-    ranks = gained.shape[0]
-    expect("pairs.shift", "shift", shift, F32, (1,))
-    expect("pairs.shift", "gained", gained, F64, (ranks, 2))
-    dev.launch(SHIFT, 1, 1, (shift, gained, ranks))
+    dev.launch(SHIFT, 1, 1, (shift, gained, gained.shape[0]))
 
 
 def weights(
@@ -122,18 +102,11 @@ def weights(
 ) -> None:
     """The derivative of the sum of all pairs' losses by each token's cross-entropy.
 
-    Args:
-        weights  out  F32 (B, T)     0 where masked, outside of pairs, and in pairs of which one
-                                     document has no trained token
-        sums     in   F32 (3, B, T)  as `sums` makes them
-        shift    in   F32 (1,)       of KTO; else None
-        targets  in   I32 (B, T)     negative: masked
+    weights: 0 where masked, outside of pairs, and in pairs of which one document has no trained
+    token. sums: as `sums` makes them. shift: of KTO; else None. targets: negative: masked.
     """
-    where = places.checked("pairs.weights")
-    _check("pairs.weights", sums, shift, places, form)
-    expect("pairs.weights", "weights", weights, F32, places.starts.shape)
-    expect("pairs.weights", "targets", targets, I32, places.starts.shape)
-    args = (weights, sums, shift, targets, *where, *form)
+    _check("pairs.weights", shift, form)
+    args = (weights, sums, shift, targets, *places.args, *form)
     dev.launch(WEIGHTS, ceil_div(targets.size, THREADS), THREADS, args)
 
 
@@ -145,21 +118,14 @@ def stats(
     accuracy: pairs whose chosen reward is the larger one (KTO: documents whose reward has the right
     sign); chosen, rejected: how many rewards and log-probabilities are in the sums that follow.
 
-    Args:
-        stats  inout  F64 (s,)       begins with STATS and SUMS
-        sums, shift   as of `weights`
+    stats: begins with STATS and SUMS. sums, shift: as of `weights`.
 
     Cost:    one launch of a single block, with a fixed order of summation.
     """
-    expect_stats("pairs.stats", stats, (*STATS, *SUMS))
-    where = places.checked("pairs.stats")
-    _check("pairs.stats", sums, shift, places, form)
-    dev.launch(ADD_STATS, 1, ONE_BLOCK, (stats, sums, shift, *where, *form))
+    _check("pairs.stats", shift, form)
+    dev.launch(ADD_STATS, 1, ONE_BLOCK, (stats, sums, shift, *places.args, *form))
 
 
-def _check(op: str, sums: Tensor, shift: Tensor | None, places: Places, form: Form) -> None:
-    expect(op, "sums", sums, F32, (3, *places.starts.shape))
+def _check(op: str, shift: Tensor | None, form: Form) -> None:
     if (shift is not None) != (form.kind == KTO):
         raise ValueError(f"{op}: shift is for KTO, and needed there")
-    if shift is not None:
-        expect(op, "shift", shift, F32, (1,))

@@ -37,6 +37,7 @@ FORWARD_FP8 = Kernel(
     "gelu_forward_fp8",
     "out T[*rows,columns]? out, T[*rows,columns] x, i64 rows, i32 columns, inout f32[1]? abs_max, "
     + declared_fp8("rows", "columns"),
+    where="rows % 4, columns % 16",
 )
 BACKWARD_FP8 = Kernel(
     "pointwise/gelu.cu",
@@ -44,6 +45,7 @@ BACKWARD_FP8 = Kernel(
     "out T[*rows,columns]? d_x, T[*rows,columns] d_out, T[*rows,columns] x, i64 rows, "
     f"i32 columns, inout f32[1]? abs_max, {declared_fp8('rows', 'columns')}, "
     + declared_again("rows", "columns"),
+    where="rows % 4, columns % 16",
 )
 
 
@@ -76,7 +78,7 @@ def forward(
         rows, columns = FORWARD_FP8.dims(x=x)
         consts |= fp8_consts(op, fp8, rows, columns)
         args = (out, x, rows, columns, abs_max, *fp8_args(fp8))
-        dev.launch(FORWARD_FP8, octet_tiles(op, rows, columns), THREADS, args, consts=consts)
+        dev.launch(FORWARD_FP8, octet_tiles(rows, columns), THREADS, args, consts=consts)
 
 
 def backward(
@@ -108,4 +110,4 @@ def backward(
         rows, columns = BACKWARD_FP8.dims(x=x)
         consts |= fp8_consts(op, fp8, rows, columns)
         args = (d_x, d_out, x, rows, columns, abs_max, *fp8_args(fp8), *again_args(out, out_fp8))
-        dev.launch(BACKWARD_FP8, octet_tiles(op, rows, columns), THREADS, args, consts=consts)
+        dev.launch(BACKWARD_FP8, octet_tiles(rows, columns), THREADS, args, consts=consts)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from llmq.base.dtypes import BF16, E4M3, FP8
 from llmq.base.operand import Fp8Out, ProductCodes, turned
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
@@ -44,16 +43,18 @@ FORWARD_FP8 = Kernel(
     "swiglu_forward_fp8",
     "out T[*rows,F]? out, U[*rows,2*F] up_gate, i64 rows, i32 F, inout f32[1]? abs_max, "
     f"{declared_fp8('rows', 'F')}, {PRODUCT_ARGS}",
+    where="rows % 4, F % 16",
 )
-FORWARD_CODED = replace(FORWARD_FP8, types={"T": (BF16,), "U": (E4M3,)})
+FORWARD_CODED = replace(FORWARD_FP8, types="T=bf16, U=e4m3")
 BACKWARD_FP8 = Kernel(
     "pointwise/swiglu.cu",
     "swiglu_backward_fp8",
     "out T[*rows,2*F]? d_up_gate, D[*rows,F] d_out, U[*rows,2*F] up_gate, i64 rows, i64 turned, "
     f"i32 F, inout f32[1]? abs_max, {declared_fp8('rows', '2*F')}, {declared_again('rows', 'F')}, "
     f"f32[1]? up_scale, {PRODUCT_ARGS}",
+    where="rows % 4, F % 16",
 )
-BACKWARD_CODED = replace(BACKWARD_FP8, types={"T": (BF16,), "U": (E4M3,), "D": FP8})
+BACKWARD_CODED = replace(BACKWARD_FP8, types="T=bf16, U=e4m3, D=e4m3|e5m2")
 
 
 def grid(size: int, itemsize: int) -> int:
@@ -95,7 +96,7 @@ def forward(
         expect(op, "out", out, up_gate.dtype, out.shape)
     consts |= fp8_consts(op, fp8, rows, F)
     args += fp8_args(fp8) + product_args(product)
-    dev.launch(kernel, octet_tiles(op, rows, F), THREADS, args, consts=consts)
+    dev.launch(kernel, octet_tiles(rows, F), THREADS, args, consts=consts)
 
 
 def backward(
@@ -144,7 +145,7 @@ def backward(
     args = (*tensors, rows, turned((rows, F))[1], F, abs_max)
     args += fp8_args(fp8) + again_args(out, out_fp8)
     args += (product.scale if coded else None, *product_args(d_product))
-    dev.launch(kernel, octet_tiles(op, rows, F), THREADS, args, consts=consts)
+    dev.launch(kernel, octet_tiles(rows, F), THREADS, args, consts=consts)
 
 
 def _taken(x: Tensor | ProductCodes) -> tuple[ProductCodes | None, Tensor]:

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable
 
-from llmq.base.dtypes import F32, FP8_MAX, I32, DType
+from llmq.base.dtypes import FP8_MAX, STATS, DType
 from llmq.base.tensor import Tensor
-from llmq.ops.common import expect_float, expect_stats
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 256
 STRIDE = 4  # elements from one tensor's scale to the next one's: products need 16-byte alignment
@@ -14,16 +13,17 @@ STRIDE = 4  # elements from one tensor's scale to the next one's: products need 
 UPDATE = Kernel(
     "quantize/fp8_scale.cu",
     "fp8_scale_update",
-    args="f32* scales, f32*? factors, inout f32* history, const f32*? abs_maxes, "
-    "const f32* limits, i32 length, i32 n",
+    "out f32[n,4] scales, out f32[n,4]? factors, inout f32[length,n] history, "
+    "f32[n,4]? abs_maxes, f32[n] limits, i32 length, i32 n",
 )
 NOW = Kernel(
-    "quantize/fp8_scale.cu", "fp8_scale_now", args="f32* scale, const f32* abs_max, f32 limit"
+    "quantize/fp8_scale.cu", "fp8_scale_now", "out f32[1] scale, f32[1] abs_max, f32 limit"
 )
 COUNT = Kernel(
     "quantize/fp8_scale.cu",
     "fp8_scale_count",
-    args="inout f64* stats, const i32* saturated, const f32* abs_maxes, i32 n",
+    "inout f64[statistics] stats, i32[n,4] saturated, f32[n,4] abs_maxes, i32 n",
+    where=f"statistics >= {len(STATS)}",
 )
 
 
@@ -48,37 +48,17 @@ def update(
     Values up to that largest one then become codes up to limit. scale is 1 where the history has
     nothing but zeros. A largest value that is not finite counts as 0.
 
-    Args (of each row of four only the first element is used):
-        scales     out    F32 (n, 4)
-        history    inout  F32 (length, n)  largest values, the oldest step first
-        limits     in     F32 (n,)         positive
-        abs_maxes  in     F32 (n, 4)       of the step that is added; None: none is
-        factors    out    F32 (n, 4)       or None; 1 / scale
+    history: largest values, the oldest step first. limits: positive. abs_maxes: of the step that is
+    added; None: none is. factors: 1 / scale. Rows of four are used by their first element alone.
     """
-    if len(history.shape) != 2:
-        raise ValueError(f"fp8_scale: history must have 2 dimensions, got {history.shape}")
-    length, n = history.shape
-    expect("fp8_scale", "scales", scales, F32, (n, STRIDE))
-    expect("fp8_scale", "history", history, F32, (length, n))
-    expect("fp8_scale", "limits", limits, F32, (n,))
-    if abs_maxes is not None:
-        expect("fp8_scale", "abs_maxes", abs_maxes, F32, (n, STRIDE))
-    if factors is not None:
-        expect("fp8_scale", "factors", factors, F32, (n, STRIDE))
+    length, n = UPDATE.dims(history=history)
     args = (scales, factors, history, abs_maxes, limits, length, n)
     dev.launch(UPDATE, ceil_div(n, THREADS), THREADS, args)
 
 
 def now(dev: Device, scale: Tensor, abs_max: Tensor, dtype: DType) -> None:
-    """scale = that of `quantize`, for kernels that write codes: max(abs_max, 1e-10) / MAX.
-
-    Args:
-        scale    out  F32 (1,)
-        abs_max  in   F32 (1,)
-        dtype         of the codes, FP8, whose largest finite value is MAX
-    """
-    expect("fp8_scale", "scale", scale, F32, (1,))
-    expect("fp8_scale", "abs_max", abs_max, F32, (1,))
+    """scale = that of `quantize`, for kernels that write codes: max(abs_max, 1e-10) / MAX, the
+    largest finite value of codes of this dtype."""
     dev.launch(NOW, 1, 1, (scale, abs_max, FP8_MAX[dtype]))
 
 
@@ -87,15 +67,10 @@ def count(dev: Device, stats: Tensor, saturated: Tensor, abs_maxes: Tensor) -> N
 
     The norm becomes NaN where a largest value is not finite: codes do not show an infinity.
 
-    Args (of each row of four only the first element is used):
-        stats      inout  F64 (s,)    begins with llmq.base.dtypes.STATS
-        saturated  in     I32 (n, 4)  counts of 32 bits, no sign
-        abs_maxes  in     F32 (n, 4)  of the step
+    saturated: counts of 32 bits, no sign. Rows of four are used by their first element alone.
+    stats: begins with llmq.base.dtypes.STATS.
     """
-    expect_stats("fp8_scale", stats)
     n = saturated.shape[0]
-    expect("fp8_scale", "saturated", saturated, I32, (n, STRIDE))
-    expect("fp8_scale", "abs_maxes", abs_maxes, F32, (n, STRIDE))
     dev.launch(COUNT, 1, THREADS, (stats, saturated, abs_maxes, n))
 
 
@@ -104,17 +79,22 @@ def count(dev: Device, stats: Tensor, saturated: Tensor, abs_maxes: Tensor) -> N
 PER_BLOCK = 4 * 16 * THREADS  # bytes: four 16-byte loads in flight per thread
 BLOCKS_PER_SM = 8  # fill it
 
-ABS_MAX = Kernel("quantize/fp8_scale.cu", "abs_max", args="inout f32* abs_max, const T* x, i64 n")
+ABS_MAX = Kernel(
+    "quantize/fp8_scale.cu",
+    "abs_max",
+    "inout f32[1] abs_max, T[*n] x, i64 n",
+    where="n >= 1",
+)
 COMBINE = Kernel(
     "quantize/fp8_scale.cu",
     "abs_max_combine",
-    args="f32* out, const f32* gathered, i32 world_size, i64 n",
+    "out f32[n] out, f32[world_size*n] gathered, i32 world_size, i64 n",
+    where="world_size >= 1, n >= 1",
 )
-
 SCALES = Kernel(
     "quantize/fp8_scale.cu",
     "abs_max_scales",
-    args="f32* scales, const f32* abs_maxes, f32 largest, i64 n",
+    "out f32[n] scales, f32[n] abs_maxes, f32 largest, i64 n",
 )
 
 
@@ -124,45 +104,21 @@ def grid(nbytes: int, num_sms: int) -> int:
 
 
 def abs_max(dev: Device, abs_max: Tensor, x: Tensor) -> None:
-    """abs_max = max(abs_max, largest |x|); NaN is larger than everything.
-
-    Args:
-        abs_max  inout  F32 (1,)              not negative: zero it before the first of several
-        x        in     F32 or BF16, any shape, at least one element
-    """
-    expect("abs_max", "abs_max", abs_max, F32, (1,))
-    expect_float("abs_max", "x", x)
-    if x.size == 0:
-        raise ValueError(f"abs_max: x must have elements, got {x.shape}")
+    """abs_max = max(abs_max, largest |x|); NaN is larger than everything. abs_max is not negative:
+    zero it before the first of several."""
     dev.launch(ABS_MAX, grid(x.nbytes, dev.num_sms), THREADS, (abs_max, x, x.size))
 
 
 def combine(dev: Device, out: Tensor, gathered: Tensor) -> None:
-    """out[i] = the largest of gathered[rank * n + i] over the ranks; NaN is larger than everything.
-
-    Args:
-        out       out  F32 (n,)
-        gathered  in   F32 (world_size * n,)   of each rank its n largest magnitudes, none negative
-    """
+    """out[i] = the largest of gathered[rank * n + i] over the ranks, none negative; NaN is larger
+    than everything."""
     n = out.size
-    expect("abs_max.combine", "out", out, F32, (n,))
-    expect("abs_max.combine", "gathered", gathered, F32, (gathered.size,))
-    if n == 0 or gathered.size == 0 or gathered.size % n:
-        raise ValueError(
-            f"abs_max.combine: gathered must have world_size * {n} elements, got {gathered.shape}"
-        )
-    dev.launch(COMBINE, ceil_div(n, THREADS), THREADS, (out, gathered, gathered.size // n, n))
+    world_size = gathered.size // n if n else 0
+    dev.launch(COMBINE, ceil_div(n, THREADS), THREADS, (out, gathered, world_size, n))
 
 
 def scales(dev: Device, scales: Tensor, abs_maxes: Tensor, largest: float) -> None:
-    """The scales that `quantize` derives from largest magnitudes, of many tensors at once.
-
-    Args:
-        scales     out  F32 (n,)
-        abs_maxes  in   F32 (n,)
-        largest    the largest finite value of the FP8 format
-    """
+    """The scales that `quantize` derives from largest magnitudes, of many tensors at once. largest:
+    the largest finite value of the FP8 format."""
     n = scales.size
-    expect("abs_max.scales", "scales", scales, F32, (n,))
-    expect("abs_max.scales", "abs_maxes", abs_maxes, F32, (n,))
     dev.launch(SCALES, ceil_div(n, THREADS), THREADS, (scales, abs_maxes, float(largest), n))

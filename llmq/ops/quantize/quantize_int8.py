@@ -4,45 +4,49 @@ Elements that a product sums over must have one scale: rows are for operands as 
 an activation, an output feature of a weight), columns for those that a product takes transposed.
 """
 
-from llmq.base.dtypes import F32, I8, I32, STEP_SCALARS_WORDS
-from llmq.base.operand import CODES_MULTIPLE, Stochastic, turned
+from llmq.base.dtypes import F32
+from llmq.base.operand import Stochastic
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
     FORWARD_WARPS,
-    ROWS_MULTIPLE,
     VECTOR_BYTES,
     WARP,
     RowLayout,
-    expect_float,
     octet_tiles,
 )
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 256
 LANE_VECTORS = 8  # of a row, which lies in registers
 WARPS = (1, 4, 16, 32)  # that may hold a row: few, because each is a compilation
 
-_ROUNDING = "const i32*? scalars, u32 salt, i32 sequence, i64 rows, i32 cols"
+_ROUNDING = "i32[16]? scalars, u32 salt, i32 sequence, i64 rows, i32 cols"
+_MATRIX = "rows % 4, cols % 16"
 ROWS = Kernel(
     "quantize/quantize_int8.cu",
     "quantize_int8_rows",
-    args=f"i8* q, f32* scale, const T* x, const f32*? factors, {_ROUNDING}",
+    f"out i8[rows,cols] q, out f32[rows] scale, T[rows,cols] x, f32[cols]? factors, {_ROUNDING}",
+    where=f"{_MATRIX}, cols <= {WARPS[-1] * WARP * LANE_VECTORS} * vector_T",
 )
 COLUMN_MAX = Kernel(
     "quantize/quantize_int8.cu",
     "quantize_int8_column_max",
-    args="inout f32* column_max, const T* x, i64 rows, i32 cols",
+    "inout f32[cols] column_max, T[rows,cols] x, i64 rows, i32 cols",
+    where=_MATRIX,
 )
 COLUMNS = Kernel(
     "quantize/quantize_int8.cu",
     "quantize_int8_columns",
-    args=f"i8* q_t, f32* scale, const T* x, const f32* column_max, {_ROUNDING}",
+    "out i8[cols,padded(rows)] q_t, out f32[cols] scale, T[rows,cols] x, f32[cols] column_max, "
+    + _ROUNDING,
+    where=_MATRIX,
 )
 DECODE = Kernel(
     "quantize/quantize_int8.cu",
     "quantize_int8_decode",
-    args="T* out, const i8* q, const f32* scale, i64 rows, i32 cols",
+    "out T[rows,cols] out, i8[rows,cols] q, f32[rows] scale, i64 rows, i32 cols",
+    where=_MATRIX,
 )
 
 
@@ -59,29 +63,20 @@ def rows(
 
     Rounded to nearest even, or stochastically. The scale of a row with an infinity or NaN is NaN.
 
-    Args:
-        q        out  I8           (rows, cols)
-        scale    out  F32          (rows,)
-        x        in   BF16 or F32  (rows, cols)  multiples of 4 and 16
-        factors  in   F32          (cols,)  or None; of a matrix of which x is to be multiplied by
-                                            codes without these scales of its rows
+    factors: of the columns of a matrix of which x is to be multiplied by codes without these scales
+    of its rows.
     """
-    n, cols = _check(x, stochastic)
-    expect("quantize_int8", "q", q, I8, x.shape)
-    expect("quantize_int8", "scale", scale, F32, (n,))
-    if factors is not None:
-        expect("quantize_int8", "factors", factors, F32, (cols,))
+    n, cols = ROWS.dims(x=x)
+    rounding = _rounding(stochastic, n)
     of_warp = WARP * LANE_VECTORS * VECTOR_BYTES // x.dtype.itemsize
-    if cols > WARPS[-1] * of_warp:
-        most = WARPS[-1] * of_warp
-        raise ValueError(f"quantize_int8: x must have at most {most} columns, got {cols}")
-    layout = RowLayout(next(warps for warps in WARPS if cols <= warps * of_warp), LANE_VECTORS)
+    warps = next((warps for warps in WARPS if cols <= warps * of_warp), WARPS[-1])
+    layout = RowLayout(warps, LANE_VECTORS)
     blocks, threads = layout.launch(n, FORWARD_WARPS, n)
     dev.launch(
         ROWS,
         blocks,
         threads,
-        (q, scale, x, factors, *_rounding(stochastic), n, cols),
+        (q, scale, x, factors, *rounding, n, cols),
         consts={
             "WARPS": layout.warps,
             "FACTORS": int(factors is not None),
@@ -97,17 +92,11 @@ def columns(
 
     Rounding and scales as those of `rows`.
 
-    Args:
-        q_t    out  I8           turned((rows, cols))
-        scale  out  F32          (cols,)
-        x      in   BF16 or F32  (rows, cols)  multiples of 4 and 16
-
     Cost:    x read twice, q_t written; two launches, and a scratch F32 (cols,) is cleared.
     """
-    n, cols = _check(x, stochastic)
-    expect("quantize_int8", "q_t", q_t, I8, turned((n, cols)))
-    expect("quantize_int8", "scale", scale, F32, (cols,))
-    tiles = octet_tiles("quantize_int8", n, cols)
+    n, cols = COLUMNS.dims(x=x)
+    rounding = _rounding(stochastic, n)
+    tiles = octet_tiles(n, cols)
     with dev.scratch("column_max", (cols,), F32) as column_max:
         dev.zero(column_max)
         dev.launch(COLUMN_MAX, tiles, THREADS, (column_max, x, n, cols))
@@ -115,58 +104,35 @@ def columns(
             COLUMNS,
             tiles,
             THREADS,
-            (q_t, scale, x, column_max, *_rounding(stochastic), n, cols),
+            (q_t, scale, x, column_max, *rounding, n, cols),
             consts={"STOCHASTIC": int(stochastic is not None)},
         )
 
 
 def largest_of_columns(dev: Device, column_max: Tensor, x: Tensor) -> None:
-    """column_max = the largest |x| of each column; NaN is larger than everything.
-
-    Args:
-        column_max  out  F32          (cols,)
-        x           in   BF16 or F32  (rows, cols)  multiples of 4 and 16
-    """
-    n, cols = _check(x, None)
-    expect("quantize_int8", "column_max", column_max, F32, (cols,))
+    """column_max = the largest |x| of each column; NaN is larger than everything."""
+    n, cols = COLUMN_MAX.dims(x=x)
     dev.zero(column_max)
-    tiles = octet_tiles("quantize_int8", n, cols)
+    tiles = octet_tiles(n, cols)
     dev.launch(COLUMN_MAX, tiles, THREADS, (column_max, x, n, cols))
 
 
 def decode(dev: Device, out: Tensor, q: Tensor, scale: Tensor) -> None:
-    """out = q * scale of its row.
-
-    Args:
-        out    out  BF16 or F32  (rows, cols)  multiples of 4 and 16
-        q      in   I8           (rows, cols)
-        scale  in   F32          (rows,)
-    """
-    n, cols = _check(out, None)
-    expect("quantize_int8", "q", q, I8, out.shape)
-    expect("quantize_int8", "scale", scale, F32, (n,))
+    """out = q * scale of its row."""
+    n, cols = DECODE.dims(q=q)
     dev.launch(DECODE, ceil_div(out.size, 4 * THREADS), THREADS, (out, q, scale, n, cols))
 
 
-def _rounding(stochastic: Stochastic | None) -> tuple[Tensor | None, int, int]:
-    return (None, 0, 1) if stochastic is None else tuple(stochastic)
-
-
-def _check(x: Tensor, stochastic: Stochastic | None) -> tuple[int, int]:
-    expect_float("quantize_int8", "x", x)
-    if len(x.shape) != 2 or x.shape[0] % ROWS_MULTIPLE or x.shape[1] % CODES_MULTIPLE:
+def _rounding(stochastic: Stochastic | None, rows: int) -> tuple[Tensor | None, int, int]:
+    """The kernels' arguments of rounding. Raises ValueError for sequences that are not whole."""
+    if stochastic is None:
+        return None, 0, 1
+    if stochastic.sequence % 4 or rows % stochastic.sequence:
         raise ValueError(
-            f"quantize_int8: x must be (rows, cols), in multiples of {ROWS_MULTIPLE} and "
-            f"{CODES_MULTIPLE}, got {x.shape}"
+            f"quantize_int8: sequence must be a multiple of 4 that divides the {rows} rows of x, "
+            f"got {stochastic.sequence}"
         )
-    if stochastic is not None:
-        expect("quantize_int8", "scalars", stochastic.scalars, I32, (STEP_SCALARS_WORDS,))
-        if stochastic.sequence % 4 or x.shape[0] % stochastic.sequence:
-            raise ValueError(
-                f"quantize_int8: sequence must be a multiple of 4 that divides the {x.shape[0]} "
-                f"rows of x, got {stochastic.sequence}"
-            )
-    return x.shape
+    return tuple(stochastic)
 
 
 # -- Columns of an activation that signed bytes are too coarse for, and a product of these alone
@@ -181,17 +147,19 @@ MOST = 64  # outliers of an activation: about ten times as many as the paper fin
 SELECT_OUTLIERS = Kernel(
     "quantize/quantize_int8.cu",
     "outliers_select",
-    args="f32* mask, i32* index, const f32* column_max, f32 threshold, i32 most, i32 cols",
+    "out f32[cols] mask, out i32[most] index, f32[cols] column_max, f32 threshold, i32 most, "
+    "i32 cols",
 )
 TAKE_OUTLIERS = Kernel(
     "quantize/quantize_int8.cu",
     "outliers_take",
-    args="T* out, const T* x, const i32* index, i64 rows, i32 cols, i32 most",
+    "out T[rows,most] out, T[rows,cols] x, i32[most] index, i64 rows, i32 cols, i32 most",
 )
 OUTLIER_WEIGHT = Kernel(
     "quantize/quantize_int8.cu",
     "outliers_weight",
-    args="T* out, const i8* q, const f32* scale, const i32* index, i64 rows, i32 cols, i32 most",
+    "out T[rows,most] out, i8[rows,cols] q, f32[rows] scale, i32[most] index, i64 rows, i32 cols, "
+    "i32 most",
 )
 
 
@@ -202,55 +170,27 @@ def select_outliers(
 
     Where there are more than index has room for, those that are beyond a larger one.
 
-    Args:
-        mask        out  F32 (cols,)   0 of outliers, 1 of other columns
-        index       out  I32 (most,)   outliers in ascending order, then -1
-        column_max  in   F32 (cols,)   the largest element of each column, without its sign
-        threshold   at least 0
+    mask: 0 of outliers, 1 of other columns. index: outliers in ascending order, then -1.
+    column_max: of each column, as `largest_of_columns` has it. threshold: at least 0.
 
     Cost:    one launch of a single block.
     """
     cols = column_max.size
-    expect("outliers", "column_max", column_max, F32, (cols,))
-    expect("outliers", "mask", mask, F32, (cols,))
-    expect("outliers", "index", index, I32, (index.size,))
     args = (mask, index, column_max, float(threshold), index.size, cols)
     dev.launch(SELECT_OUTLIERS, 1, SELECT_THREADS, args)
 
 
 def take_outliers(dev: Device, out: Tensor, x: Tensor, index: Tensor) -> None:
-    """out = the columns of x that index names, 0 where it names none.
-
-    Args (T is BF16 or F32):
-        out    out  T (rows, most)
-        x      in   T (rows, cols)
-        index  in   I32 (most,)      columns in ascending order, then -1
+    """out = the columns of x that index names, ascending; 0 where it is -1.
 
     Cost:    32 bytes of x for each element; one launch.
     """
-    expect_float("outliers", "x", x)
-    (n, cols), most = x.shape, index.size
-    expect("outliers", "out", out, x.dtype, (n, most))
-    expect("outliers", "index", index, I32, (most,))
+    (n, cols), most = TAKE_OUTLIERS.dims(x=x), index.size
     dev.launch(TAKE_OUTLIERS, ceil_div(out.size, THREADS), THREADS, (out, x, index, n, cols, most))
 
 
 def outlier_weight(dev: Device, out: Tensor, q: Tensor, scale: Tensor, index: Tensor) -> None:
-    """Do as `take_outliers` does, with codes q times the scales of their rows.
-
-    Args:
-        out    out  BF16 or F32 (rows, most)
-        q      in   I8 (rows, cols)
-        scale  in   F32 (rows,)
-        index  in   I32 (most,)
-
-    Cost, raises: as of take_outliers.
-    """
-    expect_float("outliers", "out", out)
-    (n, cols), most = q.shape, index.size
-    expect("outliers", "out", out, None, (n, most))
-    expect("outliers", "q", q, I8, q.shape)
-    expect("outliers", "scale", scale, F32, (n,))
-    expect("outliers", "index", index, I32, (most,))
+    """Do as `take_outliers` does, at its cost, with codes q times the scales of their rows."""
+    (n, cols), most = OUTLIER_WEIGHT.dims(q=q), index.size
     args = (out, q, scale, index, n, cols, most)
     dev.launch(OUTLIER_WEIGHT, ceil_div(out.size, THREADS), THREADS, args)

@@ -18,12 +18,11 @@ In a stationary state rounding adds, as standard deviations: to the root of v 12
 of m's own.
 """
 
-from llmq.base.dtypes import I64
 from llmq.base.tensor import Tensor
-from llmq.ops.common import expect_moment, expect_part
+from llmq.ops.common import expect_scale
 from llmq.runtime.cost import Cost
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 128
 PER_THREAD = 8  # elements: one 16-byte access of BF16, two of F32
@@ -31,10 +30,12 @@ PER_THREAD = 8  # elements: one 16-byte access of BF16, two of F32
 ADAMW = Kernel(
     "update/adamw.cu",
     "adamw",
-    args="inout P* param, bf16*? work, const G* grad, inout M* m, inout V* v, "
-    "inout f32*? m_scale, inout f32*? v_scale, const i64* segments, i32 num_segments, "
-    "const i32* scalars, f32 one_minus_beta1, f32 one_minus_beta2, f32 epsilon, f32 weight_decay, "
-    "f32 lr_scale, u32 salt, i64 first, i64 n",
+    "inout P[n] param, out bf16[n]? work, G[n] grad, inout M[n] m, inout V[n] v, "
+    "inout f32[n//128]? m_scale, inout f32[n//128]? v_scale, i64[num_segments,2] segments, "
+    "i32 num_segments, i32[16] scalars, f32 one_minus_beta1, f32 one_minus_beta2, f32 epsilon, "
+    "f32 weight_decay, f32 lr_scale, u32 salt, i64 first, i64 n",
+    where="n % 128, n >= 1, first % 128, first >= 0",
+    types="M=f32|bf16|e4m3, V=f32|bf16|e4m3",
 )
 
 
@@ -70,28 +71,16 @@ def update(
     bits are as good as independent. Nothing changes when scalars.skip_update is set. A part, which
     starts at element `first` of the slab, gets the bits that the whole slab's update has there.
 
-    Args (contiguous; n a positive multiple of 128):
-        param     inout  F32 or BF16 (n,)
-        work      out    BF16 (n,)   param rounded to nearest, or None
-        grad      in     F32 or BF16 (n,)   unscaled sum over tokens
-        m, v      inout  F32, BF16 or E4M3 (n,)   first and second moment; E4M3: codes of m and of
-                                     the root of v, zero at the start
-        segments  in     I64 (S,2)   [end element, 1 if it decays else 0] of each parameter,
-                                     ends ascending multiples of 128, counted from the start of
-                                     the slab, the last one at least first + n
-        scalars   in     I32 (16,)   StepScalars: lr, corrections, seed, step, grad_scale,
-                                     skip_update
-        salt      distinguishes this slab's random numbers
-        lr_scale  factor of scalars.lr
-        first     a multiple of 128
-        m_scale, v_scale   inout  F32 (n / 128,)   where the moment is E4M3, else None
-
-    Segments are not checked: their values are in device memory.
+    work: param rounded to nearest, or None. grad: unscaled sum over tokens. m, v: first and second
+    moment, zero at the start; where they are E4M3, codes of m and of the root of v, with scales.
+    segments: [end element, 1 if it decays else 0] of each parameter, ends ascending multiples of
+    128, counted from the start of the slab, the last one at least first + n; they are not checked,
+    as their values are in device memory. scalars: StepScalars. salt: distinguishes this slab's
+    random numbers. lr_scale: factor of scalars.lr.
     """
-    n = expect_part("adamw", {"param": param, "grad": grad}, scalars, first, work)
-    expect("adamw", "segments", segments, I64, (segments.shape[0], 2))
-    expect_moment("adamw", "m", m, m_scale, n)
-    expect_moment("adamw", "v", v, v_scale, n)
+    expect_scale("adamw", "m", m, m_scale)
+    expect_scale("adamw", "v", v, v_scale)
+    n = param.size
     hyper = (1.0 - beta1, 1.0 - beta2, float(epsilon), float(weight_decay), float(lr_scale))
     tensors = (param, work, grad, m, v, m_scale, v_scale, segments)
     args = (*tensors, segments.shape[0], scalars, *hyper, salt, first, n)

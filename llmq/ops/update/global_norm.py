@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
-from llmq.base.dtypes import F64, I32, STEP_SCALARS_WORDS
+from llmq.base.dtypes import F64, STATS
 from llmq.base.tensor import Tensor
-from llmq.ops.common import expect_float, expect_stats
 from llmq.runtime.cost import Cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -15,21 +14,30 @@ PER_BLOCK = 4 * 16 * THREADS  # bytes: four 16-byte loads in flight per thread
 SUM_THREADS = 1024
 MOST_STATS = 63  # of which a number of 64 bits says which are maxima
 
+_STATS = f"statistics >= {len(STATS)}"
 PARTIALS = Kernel(
-    "update/global_norm.cu", "global_norm_partials", args="f64* partials, const G* x, i64 n"
+    "update/global_norm.cu",
+    "global_norm_partials",
+    "out f64[num_partials] partials, G[*n] x, i64 n",
+    where="n >= 1",
 )
 SUM = Kernel(
     "update/global_norm.cu",
     "global_norm_sum",
-    args="inout f64* stats, const f64* partials, i32 num_partials",
+    "inout f64[statistics] stats, f64[num_partials] partials, i32 num_partials",
+    where=_STATS,
 )
 COMBINE = Kernel(
     "update/global_norm.cu",
     "global_norm_combine",
-    args="f64* stats, const f64* gathered, i32 world_size, i64 maxima",
+    "out f64[statistics] stats, f64[world_size,statistics] gathered, i32 world_size, i64 maxima",
+    where=f"{_STATS}, statistics <= {MOST_STATS}",
 )
 FINISH = Kernel(
-    "update/global_norm.cu", "global_norm_finish", args="inout f64* stats, inout i32* scalars"
+    "update/global_norm.cu",
+    "global_norm_finish",
+    "inout f64[statistics] stats, inout i32[16] scalars",
+    where=_STATS,
 )
 
 
@@ -47,44 +55,24 @@ def split(dev: Device, sums: Tensor, xs: list[Tensor]) -> list[Tensor]:
 
 
 def partials(dev: Device, sums: Tensor, x: Tensor) -> None:
-    """Numbers that add up to the sum of squares of x; the same bits every time.
-
-    Args (contiguous, 16-byte aligned):
-        sums   out  F64 (num_partials(dev, x),)
-        x      in   F32 or BF16, any shape, at least one element
-    """
-    expect_float("global_norm", x.name, x)
-    if x.size == 0:
-        raise ValueError(f"global_norm: {x.name} must have elements, got {x.shape}")
+    """Numbers that add up to the sum of squares of x; the same bits every time. sums:
+    num_partials(dev, x) of them."""
     expect("global_norm", "sums", sums, F64, (num_partials(dev, x),))
     dev.launch(PARTIALS, sums.size, THREADS, (sums, x, x.size), cost=Cost(flops=2 * x.size))
 
 
 def total(dev: Device, stats: Tensor, sums: Tensor) -> None:
-    """stats[norm_squared] += sum(sums), in a fixed order.
-
-    Args:
-        stats  inout  F64 (s,)   begins with llmq.base.dtypes.STATS
-        sums   in     F64 (n,)   of all tensors
-    """
-    expect_stats("global_norm", stats)
-    expect("global_norm", "sums", sums, F64, (sums.size,))
+    """stats[norm_squared] += sum(sums), in a fixed order. stats: begins with base.dtypes.STATS."""
     dev.launch(SUM, 1, SUM_THREADS, (stats, sums, sums.size))
 
 
 def combine(dev: Device, stats: Tensor, gathered: Tensor, maxima: Iterable[int] = ()) -> None:
     """The statistics of all ranks: sums, added in the order of the ranks.
 
-    Args:
-        stats     out  F64 (s,)             begins with llmq.base.dtypes.STATS; s <= 63
-        gathered  in   F64 (world_size, s)  each rank's own
-        maxima         indices of those of which the largest is taken instead
+    stats begins with llmq.base.dtypes.STATS. gathered: each rank's own. maxima: indices of those of
+    which the largest is taken instead.
     """
-    expect_stats("global_norm", stats)
-    if stats.size > MOST_STATS:
-        raise ValueError(f"global_norm: at most {MOST_STATS} statistics, got {stats.size}")
     world_size = gathered.shape[0]
-    expect("global_norm", "gathered", gathered, F64, (world_size, stats.size))
     bits = sum(1 << index for index in maxima)
     dev.launch(COMBINE, 1, stats.size, (stats, gathered, world_size, bits))
 
@@ -100,10 +88,6 @@ def finish(dev: Device, stats: Tensor, scalars: Tensor) -> None:
 
     Without a count the norm is 0. A skipped update has grad_scale 0.
 
-    Args:
-        stats    inout  F64 (s,)    loss, count and norm_squared are final
-        scalars  inout  I32 (16,)   StepScalars
+    stats begins with llmq.base.dtypes.STATS, of which loss, count and norm_squared are final.
     """
-    expect_stats("global_norm", stats)
-    expect("global_norm", "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
     dev.launch(FINISH, 1, 1, (stats, scalars))

@@ -4,47 +4,62 @@ The change of a matrix is its momentum with all singular values about 1, by Newt
 iteration, whose products are in `llmq/state/rules/muon.py`. All in F32 but where a format is named.
 """
 
-from llmq.base.dtypes import BF16, F32, F64
+from llmq.base.dtypes import F32, F64
 from llmq.base.tensor import POINTER_ALIGN, Tensor
-from llmq.ops.common import expect_moment, expect_part
+from llmq.ops.common import expect_scale
 from llmq.runtime.cost import Cost
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 128
 PER_THREAD = 8  # elements: one 16-byte access of BF16, two of F32
 MATRIX_THREADS = 256
 BLOCKS_PER_SM = 8  # that fill it
 
+_PART = "n % 128, n >= 1, first % 128, first >= 0"
 PROPOSE = Kernel(
     "update/muon.cu",
     "muon_propose",
-    args="bf16* change, const G* grad, inout M* m, inout f32*? m_scale, const i32* scalars, "
+    "out bf16[n] change, G[n] grad, inout M[n] m, inout f32[n//128]? m_scale, i32[16] scalars, "
     "f32 one_minus_momentum, u32 salt, i64 first, i64 n",
+    where=_PART,
+    types="M=f32|bf16|e4m3",
 )
-SQUARES = Kernel("update/muon.cu", "muon_squares", args="f64* partials, const bf16* x, i64 n")
+SQUARES = Kernel(
+    "update/muon.cu",
+    "muon_squares",
+    "out f64[count,blocks] partials, bf16[count,rows,columns] x, i64 n",
+    where="n == rows*columns, n >= 1",
+)
 NORMALIZE = Kernel(
     "update/muon.cu",
     "muon_normalize",
-    args="bf16* out, const bf16* x, const f64* partials, i32 num_partials, i64 n",
+    "out bf16[count,rows,columns] out, bf16[count,rows,columns] x, "
+    "f64[count,num_partials] partials, i32 num_partials, i64 n",
+    where="n == rows*columns",
 )
 DIAGONAL = Kernel(
-    "update/muon.cu", "muon_diagonal", args="sparse inout bf16* x, f32 value, i32 side, i32 count"
+    "update/muon.cu",
+    "muon_diagonal",
+    "sparse inout bf16[count,side,side] x, f32 value, i32 side, i32 count",
 )
 ROW_FACTORS = Kernel(
     "update/muon.cu",
     "muon_row_factors",
-    args="f32* factors, inout f32* v, const f64* squares, f32 one_minus_decay, i32 columns, "
-    "i32 rows, i32 shift",
+    "out f32[count,rows] factors, inout f32[shift + count*rows] v, f64[count,rows] squares, "
+    "f32 one_minus_decay, i32 columns, i32 rows, i32 shift",
 )
 ROW_SCALE = Kernel(
-    "update/muon.cu", "muon_row_scale", args="inout bf16* x, const f32* factors, i32 columns"
+    "update/muon.cu",
+    "muon_row_scale",
+    "inout bf16[count,rows,columns] x, f32[count,rows] factors, i32 columns",
 )
 APPLY = Kernel(
     "update/muon.cu",
     "muon_apply",
-    args="inout P* param, bf16*? work, const bf16* change, const i32* scalars, f32 lr_scale, "
+    "inout P[n] param, out bf16[n]? work, bf16[n] change, i32[16] scalars, f32 lr_scale, "
     "f32 weight_decay, u32 salt, i64 first, i64 n",
+    where=_PART,
 )
 
 
@@ -68,18 +83,12 @@ def propose(
     BF16 and E4M3 m are rounded stochastically, with the random bits of AdamW's m. Where
     scalars.skip_update is set, m stays and the change is 0.
 
-    Args (contiguous; n a positive multiple of 128):
-        change    out    BF16 (n,)
-        grad      in     F32 or BF16 (n,)         unscaled sum over tokens
-        m         inout  F32, BF16 or E4M3 (n,)   zero at the start
-        scalars   in     I32 (16,)                StepScalars: seed, step, grad_scale, skip_update
-        salt      distinguishes this slab's random numbers
-        first     the part's first element in the slab, a multiple of 128
-        m_scale   inout  F32 (n / 128,)           where m is E4M3, else None
+    grad: unscaled sum over tokens. m: zero at the start; with scales if it is E4M3. scalars:
+    StepScalars. salt: distinguishes this slab's random numbers. first: the part's first element in
+    the slab.
     """
-    n = expect_part("muon", {"change": change, "grad": grad}, scalars, first)
-    expect("muon", "change", change, BF16, (n,))
-    expect_moment("muon", "m", m, m_scale, n)
+    expect_scale("muon", "m", m, m_scale)
+    n = change.size
     args = (change, grad, m, m_scale, scalars, 1.0 - momentum, salt, first, n)
     dev.launch(PROPOSE, ceil_div(n, THREADS * PER_THREAD), THREADS, args, cost=Cost(flops=7 * n))
 
@@ -87,15 +96,12 @@ def propose(
 def normalize(dev: Device, out: Tensor, x: Tensor) -> None:
     """Matrices over their Frobenius norms, which torch rounds to BF16, too.
 
-    Args (contiguous, 16-byte aligned; at least one element):
-        out  out  BF16 (count, rows, columns)   may be x
-        x    in   BF16 (count, rows, columns)
+    out may be x.
 
     Cost:    reads x twice, writes out once; two launches.
     """
-    _expect_matrices("x", x)
-    expect("muon", "out", out, BF16, x.shape)
-    count, n = x.shape[0], x.size // x.shape[0]
+    count, rows, columns = NORMALIZE.dims(x=x)
+    n = rows * columns
     most = ceil_div(BLOCKS_PER_SM * dev.num_sms, count)
     blocks = min(ceil_div(n, MATRIX_THREADS * PER_THREAD), most)
     with dev.scratch("squares", (count, blocks), F64) as partials:
@@ -108,14 +114,9 @@ def normalize(dev: Device, out: Tensor, x: Tensor) -> None:
 def diagonal(dev: Device, x: Tensor, value: float) -> None:
     """x[i] += value * identity.
 
-    Args (contiguous):
-        x  inout  BF16 (count, side, side)
-
     Cost:    a sector of memory for each number; one launch.
     """
-    _expect_matrices("x", x)
-    count, side, _ = x.shape
-    expect("muon", "x", x, BF16, (count, side, side))
+    count, side = DIAGONAL.dims(x=x)
     numbers = count * side
     dev.launch(
         DIAGONAL,
@@ -133,16 +134,13 @@ def even(dev: Device, x: Tensor, v: Tensor, *, decay: float) -> None:
 
     with the c that keeps each matrix's norm. A matrix of zeros changes nothing.
 
-    Args (contiguous, x 16-byte aligned):
-        x  inout  BF16 (count, rows, columns)
-        v  inout  F32 (count, rows)            zero at the start; it may begin at any element
+    v: zero at the start; it may begin at any element.
 
     Cost:    reads x twice and writes it once; three launches.
     """
-    _expect_matrices("x", x)
-    count, rows, columns = x.shape
-    expect("muon", "v", v, F32, (count, rows))
-    with dev.scratch("squares", v.shape, F64) as squares, dev.scratch("f", v.shape, F32) as factors:
+    count, rows, columns = ROW_SCALE.dims(x=x)
+    of_rows = (count, rows)
+    with dev.scratch("squares", of_rows, F64) as squares, dev.scratch("f", of_rows, F32) as factors:
         each = count * rows
         _squares(dev, squares.view(each, 1), x.view(each, 1, columns), (each, 1))
         before, shift = _aligned(v)
@@ -185,21 +183,9 @@ def apply(
     BF16 param is rounded stochastically, with the random bits of AdamW's. Nothing changes when
     scalars.skip_update is set.
 
-    Args (contiguous; n a positive multiple of 128):
-        param     inout  F32 or BF16 (n,)
-        work      out    BF16 (n,)   param rounded to nearest, or None
-        change    in     BF16 (n,)
-        scalars   in     I32 (16,)   StepScalars: lr, seed, step, skip_update
-        salt, first   as of propose
+    work: param rounded to nearest, or None. scalars, salt, first: as of propose.
     """
-    n = expect_part("muon", {"change": change, "param": param}, scalars, first, work)
-    expect("muon", "change", change, BF16, (n,))
+    n = change.size
     hyper = (float(lr_scale), float(weight_decay))
     args = (param, work, change, scalars, *hyper, salt, first, n)
     dev.launch(APPLY, ceil_div(n, THREADS * PER_THREAD), THREADS, args, cost=Cost(flops=4 * n))
-
-
-def _expect_matrices(name: str, tensor: Tensor) -> None:
-    expect("muon", name, tensor, BF16, tensor.shape)
-    if len(tensor.shape) != 3 or not tensor.size:
-        raise ValueError(f"muon: {name} must be (count, rows, columns), got {tensor.shape}")

@@ -82,7 +82,7 @@ def test_wrong_arguments():
         return dev.alloc("x", shape, dtype, "Weights")
 
     rows = (make(2), make(2), make(2, dtype=I32))
-    with pytest.raises(ValueError, match=r"distill: k must be in 1..256 and at most 16, got 17"):
+    with pytest.raises(ValueError, match="distill: k must be at most 16, got 17"):
         Teacher(make(2, 34), make(2), 0, 1, False).launch(dev, make(2, 32), *rows, None, 16)
     with pytest.raises(ValueError, match=r"distill: kl must have shape \(2,\)"):
         Teacher(make(2, 8), make(3), 0, 1, False).launch(dev, make(2, 32), *rows, None, 16)
@@ -112,7 +112,7 @@ def test_wrong_arguments_of_top_k():
     def make(*shape, dtype=F32):
         return dev.alloc("x", shape, dtype, "Weights")
 
-    with pytest.raises(ValueError, match=r"top_k: k must be in 1..255 and at most 16, got 17"):
+    with pytest.raises(ValueError, match="top_k: k must be at most 16, got 17"):
         distill.top_k(dev, make(2, 34), make(2, 32), make(2), 16)
     with pytest.raises(TypeError, match="top_k: told must be F32, got I32"):
         distill.top_k(dev, make(2, 8, dtype=I32), make(2, 32), make(2), 16)

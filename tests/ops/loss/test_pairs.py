@@ -87,7 +87,7 @@ def test_wrong_arguments():
         return dev.alloc("x", shape, dtype, "Weights")
 
     places = Places(make(2, 8, dtype=I32), make(2, 8))
-    with pytest.raises(TypeError, match=r"pairs.sums: starts must be I32, got F32"):
+    with pytest.raises(TypeError, match=r"pairs.sums: targets must be I32, got F32"):
         pairs.sums(dev, make(3, 2, 8), make(2, 8), make(2, 8), None, Places(make(2, 8), make(2, 8)))
     with pytest.raises(ValueError, match=r"pairs.gains: sums must have shape \(3, 2, 8\)"):
         pairs.gains(dev, make(2, dtype=F64), make(2, 8), places)

@@ -49,9 +49,11 @@ def test_wrong_arguments():
         return dev.alloc("x", shape, dtype, "Weights")
 
     index = make(8, dtype=I32)
-    with pytest.raises(ValueError, match=r"outliers: mask must have shape \(32,\)"):
+    with pytest.raises(
+        ValueError, match=r"outliers_select: mask must have shape \(32,\), got \(16,\)"
+    ):
         quantize_int8.select_outliers(dev, make(16), index, make(32), 6.0)
-    with pytest.raises(TypeError, match="outliers: index must be I32, got F32"):
+    with pytest.raises(TypeError, match="outliers_take: index must be I32, got F32"):
         quantize_int8.take_outliers(dev, make(16, 8), make(16, 32), make(8))
-    with pytest.raises(TypeError, match="outliers: q must be I8, got F32"):
+    with pytest.raises(TypeError, match="outliers_weight: q must be I8, got F32"):
         quantize_int8.outlier_weight(dev, make(16, 8), make(16, 32), make(16), index)

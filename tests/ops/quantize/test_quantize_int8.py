@@ -91,18 +91,26 @@ def test_wrong_arguments():
 
     x, q, scale = tensor(BF16, 32, 48), tensor(I8, 32, 48), tensor(F32, 32)
     quantize_int8.rows(dev, q, scale, x)
-    with pytest.raises(TypeError, match="quantize_int8: q must be I8, got F8_E4M3"):
+    with pytest.raises(TypeError, match="quantize_int8_rows: q must be I8, got F8_E4M3"):
         quantize_int8.rows(dev, tensor(E4M3, 32, 48), scale, x)
-    with pytest.raises(TypeError, match="quantize_int8: x must be F32 or BF16, got I8"):
+    with pytest.raises(TypeError, match="quantize_int8_rows: x must be F32 or BF16, got I8"):
         quantize_int8.rows(dev, q, scale, q)
-    with pytest.raises(ValueError, match=r"quantize_int8: scale must have shape \(48,\)"):
+    with pytest.raises(
+        ValueError, match=r"quantize_int8_columns: scale must have shape \(48,\), got \(32,\)"
+    ):
         quantize_int8.columns(dev, tensor(I8, 48, 32), scale, x)
-    with pytest.raises(ValueError, match=r"quantize_int8: q_t must have shape \(48, 32\)"):
+    with pytest.raises(
+        ValueError, match=r"quantize_int8_columns: q_t must have shape \(48, 32\), got \(32, 48\)"
+    ):
         quantize_int8.columns(dev, q, tensor(F32, 48), x)
-    with pytest.raises(ValueError, match="in multiples of 4 and 16, got"):
+    with pytest.raises(
+        ValueError, match="quantize_int8_rows: cols must be a multiple of 16, got 40"
+    ):
         quantize_int8.rows(dev, tensor(I8, 32, 40), scale, tensor(BF16, 32, 40))
     wide = tensor(F32, 16, 32784)
-    with pytest.raises(ValueError, match="quantize_int8: x must have at most 32768 columns"):
+    with pytest.raises(
+        ValueError, match="quantize_int8_rows: cols must be at most 32768, got 32784"
+    ):
         quantize_int8.rows(dev, tensor(I8, 16, 32784), tensor(F32, 16), wide)
     for sequence in (10, 12):
         chosen = Stochastic(tensor(I32, 16), 0, sequence)

@@ -185,7 +185,7 @@ def test_wrong_scales(plan_tensors):
     dev, make = plan_tensors
     good = {n: make(n) for n in NAMES} | {"m": make("m", dtype=E4M3)}
     update(dev, **good, m_scale=make("m_scale", (2,)))
-    with pytest.raises(TypeError, match="adamw: m_scale must be a tensor, got None"):
+    with pytest.raises(TypeError, match="adamw: m_scale must be given, m is F8_E4M3"):
         update(dev, **good)
     with pytest.raises(ValueError, match=r"adamw: m_scale must have shape \(2,\)"):
         update(dev, **good, m_scale=make("m_scale", (256,)))
@@ -196,14 +196,14 @@ def test_wrong_scales(plan_tensors):
 def test_ragged_slab(plan_tensors):
     dev, make = plan_tensors
     slab = {n: make(n, (200,)) for n in ("param", "work", "grad", "m", "v")}
-    with pytest.raises(ValueError, match=r"adamw: param\.size must be a positive multiple of 128"):
+    with pytest.raises(ValueError, match="adamw: n must be a multiple of 128, got 200"):
         update(dev, **slab, segments=make("segments"), scalars=make("scalars"))
 
 
 def test_ragged_first(plan_tensors):
     dev, make = plan_tensors
     for first in (64, -128):
-        with pytest.raises(ValueError, match="adamw: first must be a multiple of 128"):
+        with pytest.raises(ValueError, match="adamw: first must be "):
             update(dev, **{n: make(n) for n in NAMES}, first=first)
 
 
