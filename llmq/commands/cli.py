@@ -16,7 +16,7 @@ from llmq import __version__
 from llmq.base.console import doors
 from llmq.base.errors import LlmqError, discard, print_error
 from llmq.base.signals import Interrupted, OutOfTime
-from llmq.commands import bench, data, logs, models, plan, train
+from llmq.commands import bench, data, finetune, logs, models, plan, train
 from llmq.commands.common import Command, Group, TrainCommand, UsageError, one_line, option
 from llmq.runtime.world import refuse_several
 
@@ -51,6 +51,7 @@ def _common(
 
 
 COMMANDS = {  # by name, in the order of --help; of a TrainCommand: with the options of a run
+    "finetune": (finetune.finetune, TrainCommand),
     "train": (train.train, TrainCommand),
     "plan": (plan.plan, TrainCommand),
     "verify": (train.verify, TrainCommand),

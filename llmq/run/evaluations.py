@@ -278,7 +278,7 @@ class Evaluations(Member):
             ("tasks", self.material.asked, self.tasks),
             ("samples", self.material.prompts, self.samples),
         ):
-            now = is_due or (step == 0 and self.config.eval_at_start and name == "tasks")
+            now = is_due or (step == 0 and self.config.eval_at_start)
             if given and now and self.done_at.get(name) != step:
                 calls.append(call)
         return calls

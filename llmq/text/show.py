@@ -102,6 +102,17 @@ def run_show(
         )
 
 
+def first_documents(
+    patterns: Sequence[str],
+) -> Iterator[tuple[np.ndarray, np.ndarray, Tokenizer]]:
+    """The documents of token files in order: ids (n,) int32, the mask (n,) bool of trained tokens,
+    and the tokenizer that `llmq tokenize` has left beside the files."""
+    files = open_token_files(patterns)
+    decoder = _tokenizer_beside(files)
+    for found in _documents(files, 1, sys.maxsize, None):
+        yield found.ids, found.mask, decoder
+
+
 def _pattern(given: str) -> str:
     """A folder stands for its token files."""
     return os.path.join(given, "*.bin") if os.path.isdir(given) else given

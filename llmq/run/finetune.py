@@ -1,0 +1,377 @@
+"""`llmq finetune`: from files of records to a better model in one command.
+
+The data decide the length of sequences, the tokens of a step and the number of steps; the plan
+decides the method and the memory; the run keeps the best model by its held-out loss.
+"""
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llmq.arch.model_config import ModelConfig
+from llmq.base.errors import ConfigError, LlmqError
+from llmq.checkpoint import hub
+from llmq.data.show import run_show
+from llmq.options.adapters import adapters_of
+from llmq.options.option_file import command_line, save_options
+from llmq.options.options import TrainConfig
+from llmq.options.options_io import config_of, fields_of, layers_of
+from llmq.options.presets import hub_cache, resolve_model
+from llmq.options.rules import RULES
+from llmq.plan.fit import Candidate, Fit, search_bases
+from llmq.plan.memory import room
+from llmq.plan.report import data_record, target_here
+from llmq.plan.target import MachineOptions, PlanTarget, target
+from llmq.run import model_of_run as of_run
+from llmq.run.finetune_data import FinetuneData, prepare
+from llmq.run.report_card import held_out_prompts, write_card
+from llmq.run.training import run_training
+from llmq.runtime.device import HOST_SPEC
+from llmq.state.params import parameter_count
+from llmq.state.placement import trained_count
+
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"  # what a machine without any model is told to fetch
+METHODS = ("auto", "full", "lora", "qlora")
+FULL_BELOW = 200_000_000  # parameters: adapters of a smaller model save next to nothing
+RANK = 16
+
+STEPS = 60  # at least, where the data allow: a rate that warms up and falls needs some
+FEWEST_STEPS = 20  # below which training changes a model too little to be worth it
+MOST_TOKENS = 32768  # of a step: more of them need larger rates than the ones here
+MOST_LENGTH = 4096  # of sequences, which longer documents are cut to
+EPOCHS, MOST_EPOCHS = 3, 8  # wished, and where the data give too few steps
+FEW_TOKENS = 5_000_000  # of the data, above which one pass is enough
+EVALUATIONS, PATIENCE = 10, 4  # validations in a run, and those without a gain that end the run
+QUESTIONS = 2  # held-out ones that are answered before and after
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """The command as it was given. model: None: the smallest instruct model in the cache. out:
+    None: finetune/NAME. card: plan for this card, on any machine. given: options of `llmq train`,
+    by flag, which win over what is chosen here."""
+
+    files: tuple[str, ...]
+    mapping: Mapping[str, str]
+    model: str | None = None
+    name: str | None = None
+    out: Path | None = None
+    method: str = "auto"
+    chat_template: str | None = None
+    card: str | None = None
+    gpu_memory: int | None = None
+    download: bool = False
+    dry_run: bool = False
+    force: bool = False
+    overwrite: bool = False
+    given: Mapping[str, Any]
+
+
+class Chosen(NamedTuple):
+    """A run that fits. seconds: predicted, None where nothing is known of the machine's speed."""
+
+    config: TrainConfig
+    model: ModelConfig
+    model_dir: Path | None
+    where: PlanTarget
+    candidate: Candidate
+    steps: int
+    given: dict[str, Any]
+
+    @property
+    def seconds(self) -> float | None:
+        if self.where.spec == HOST_SPEC or self.where.card is None:
+            return None
+        return self.steps * self.candidate.need.time.total
+
+
+def run_finetune(wish: Wish) -> None:
+    """Tokenize, choose, train, and compare. LlmqError for what the user can mend; nothing is
+    trained, and no model is written, before the last of these checks."""
+    name = wish.name or Path(wish.files[0]).name.split(".")[0] or "finetune"
+    out = wish.out or Path("finetune") / name
+    source = _model(wish)
+    data = prepare(
+        wish.files,
+        wish.mapping,
+        hub.find_tokenizer(source, wish.download),
+        out / "data",
+        chat_template=wish.chat_template,
+        overwrite=wish.overwrite,
+    )
+    if not data.lengths.size:
+        raise ConfigError(f"'{wish.files[0]}' has no document to train on")
+    chosen = _chosen(wish, name, out, source, data)
+    for line in _summary(chosen, data):
+        print(line)
+    print()
+    run_show(data.patterns("train"), tokenizer=None, document=1, limit=1 + data.in_pairs, ids=False,
+             seq_len=None, document_separator=None)  # fmt: skip
+    if chosen.steps < FEWEST_STEPS and not wish.force:
+        raise ConfigError(
+            f"{chosen.steps} steps change a model too little: give more records, --epochs "
+            f"{_epochs_for(FEWEST_STEPS, chosen)}, or --force"
+        )
+    file = out / "finetune.yaml"
+    if wish.dry_run or wish.card is not None:
+        print(f"\nNothing was trained. To train: {_without_plan(sys.argv[1:])}")
+        return
+    if wish.overwrite:
+        file.unlink(missing_ok=True)
+    save_options(file, chosen.config, notes=_reasons(chosen, data))
+    prompts = held_out_prompts(data.patterns("eval"), QUESTIONS, chosen.config.seq_len)
+    config = replace(chosen.config, sample_prompt=tuple(prompts), task_every=-1)
+    run_training(config, chosen.model, chosen.model_dir, command_line(config))
+    write_card(out, config, chosen.model, about=_summary(chosen, data)[:3])
+    for line in _next(config, source, file):
+        print(line)
+
+
+# ------------------------------------------------------------------------------------------------
+# The model
+
+
+def _model(wish: Wish) -> str:
+    """The model to fine-tune. ConfigError, with what to fetch, where none is given or there."""
+    if wish.model is not None:
+        return wish.model
+    found = cached_instruct_models()
+    if found:
+        return found[0]
+    if wish.download:
+        return MODEL
+    raise ConfigError(
+        f"--model: there is no instruct model in the cache {hub_cache()}: give a directory, or "
+        f"--model {MODEL} --download"
+    )
+
+
+def cached_instruct_models() -> list[str]:
+    """Repositories in the Hugging Face cache that hold an instruct model of a known architecture,
+    the one with fewest parameters first."""
+    found = []
+    for folder in sorted(hub_cache().glob("models--*--*")):
+        name = folder.name.removeprefix("models--").replace("--", "/", 1)
+        words = name.lower()
+        if not any(word in words for word in ("instruct", "-it", "chat", "qwen3-")):
+            continue
+        if words.endswith("-base") or hub.lacking(name, [hub.MODEL, hub.TOKENIZER, hub.WEIGHTS]):
+            continue
+        try:
+            model, _ = resolve_model(name, from_scratch=False)
+        except LlmqError:  # another architecture
+            continue
+        found.append((parameter_count(model), name))
+    return [name for _, name in sorted(found)]
+
+
+# ------------------------------------------------------------------------------------------------
+# The choice
+
+
+def sequence_length(lengths: np.ndarray, longest: int) -> int:
+    """Tokens of a sequence, a multiple of 64: as long as the data need. lengths: of documents.
+    longest: positions of the model. A few very long documents are cut."""
+    most = max(min(longest, MOST_LENGTH) // 64 * 64, 64)
+    needed = int(lengths.max())
+    if needed > 2048:
+        needed = max(2048, int(np.quantile(lengths, 0.99)))
+    return min(max(-(-needed // 64) * 64, 64), most)
+
+
+def _chosen(wish: Wish, name: str, out: Path, source: str, data: FinetuneData) -> Chosen:
+    """The fastest run that fits and suits the data."""
+    given = {"model": source, "download": wish.download, "name": name} | _places(out)
+    given |= {"train-file": data.patterns("train"), "packing": "best-fit"}
+    given |= {"eval-file": _eval_pattern(out, data), "overwrite": wish.overwrite}
+    given |= {"loss": "dpo"} if data.in_pairs else {}
+    own = {str(flag).replace("_", "-"): value for flag, value in wish.given.items()}
+    config = config_of(layers_of(given | own))
+    model, _ = of_run.model_of_run(config, weights=not (wish.dry_run or wish.card))
+    given["seq-len"] = sequence_length(data.lengths, model.longest)
+    here = None if wish.card or wish.gpu_memory else target_here(config, model)
+    on_cpu = here is not None and here.spec == HOST_SPEC
+    given |= _of_method(wish.method, parameter_count(model), model.hidden_size, data, on_cpu=on_cpu)
+    config = config_of(layers_of(given | own))
+    sequences = _sequences(config, model)
+    given |= _of_length(config, sequences, data.tokens, 1 if here is None else here.world_size)
+    layers = layers_of(given | own)
+    config = config_of(layers)
+    model, model_dir = of_run.model_of_run(config, weights=not (wish.dry_run or wish.card))
+    config = of_run.at_commit(config, model_dir).validate_with(model)
+    RULES.check(config, files=True)
+    where = here or target(
+        config,
+        model,
+        MachineOptions(card=wish.card, gpu_memory=wish.gpu_memory),
+        search=True,
+    )
+    share = (data_record(config, model, where.world_size) or {}).get("visible_share")
+    where = replace(where, visible_share=share or 1.0)
+    fit = Fit(config, where.planner(model), where.limits, fields_of(layers))
+    (candidate, *_) = search_bases(fit)[1]
+    config = replace(candidate.config, steps=-1) if config.epochs else candidate.config
+    record = data_record(config, model, where.world_size)
+    steps = config.steps if config.steps >= 0 else config.epochs * record["steps_per_epoch"]
+    config = _evaluated(config, steps, data, frozenset(own))
+    return Chosen(config, model, model_dir, where, candidate, steps, given)
+
+
+def _places(out: Path) -> dict[str, Any]:
+    places = {"checkpoint-dir": "ckpt", "out-dir": "model", "log-file": "log.json"}
+    return {flag: str(out / name) for flag, name in places.items()}
+
+
+def _eval_pattern(out: Path, data: FinetuneData) -> str:
+    """The held-out files: literally where there is one format."""
+    found = data.patterns("eval")
+    if not found:
+        return "none"
+    return found[0] if len(found) == 1 else f"{out / 'data'}/*/eval-*.bin"
+
+
+def _of_method(
+    method: str, parameters: int, width: int, data: FinetuneData, *, on_cpu: bool
+) -> dict[str, Any]:
+    """Options of full training or adapters. The rate of all weights falls with the width of the
+    model, of preferences it is a tenth."""
+    if method == "auto":
+        method = "full" if parameters < FULL_BELOW else "lora"
+    chosen: dict[str, Any] = {"warmup": "5%", "lr-schedule": "cosine", "weight-decay": 0.01}
+    chosen |= {"model-dtype": "fp32"} if on_cpu else {}
+    rate = 2e-4
+    if method == "full":
+        rate = float(f"{min(0.04 / width, 1e-3):.1g}")
+    else:
+        chosen |= {"lora-rank": RANK} | ({"base-dtype": "nf4"} if method == "qlora" else {})
+    return chosen | {"learning-rate": rate / 10 if data.in_pairs else rate}
+
+
+def _sequences(config: TrainConfig, model: ModelConfig) -> int:
+    """Sequences in one pass over the data. DataError where the data make none."""
+    record = data_record(replace(config, batch_size=1, grad_accumulation=1), model, 1)
+    if "problem" in record:
+        raise ConfigError(record["problem"])
+    return record["steps_per_epoch"]
+
+
+def _of_length(config: TrainConfig, sequences: int, tokens: int, ranks: int) -> dict[str, Any]:
+    """Passes over the data, and sequences of a step: at least STEPS of them where the data allow,
+    in as few passes as that takes, and no more than MOST_TOKENS tokens in a step."""
+    epochs = EPOCHS if tokens < FEW_TOKENS else 1
+    if epochs * sequences < STEPS * ranks:
+        epochs = min(-(-STEPS * ranks // sequences), MOST_EPOCHS)
+    most = max(MOST_TOKENS // config.seq_len, 1)
+    together = min(max(epochs * sequences // STEPS, 1), most)
+    return {"epochs": epochs, "batch-size": max(together // ranks, 1), "grad-accumulation": 1}
+
+
+def _evaluated(
+    config: TrainConfig, steps: int, data: FinetuneData, own: frozenset[str]
+) -> TrainConfig:
+    """The run with its validations and checkpoints, which follow from its length."""
+    every = max(steps // EVALUATIONS, 1)
+    chosen = {
+        "eval-every-n-steps": every,
+        "eval-num-steps": max(-(-data.held_out // config.batch_size), 1),
+        "eval-at-start": True,
+        "keep-best": "loss",
+        "stop-after": PATIENCE,
+        "export": "best",
+        "ckpt-interval": max(every * EVALUATIONS // 2, 100),
+        "ckpt-keep-n": 1,
+        "save-training-state": False,
+    }
+    if not data.held_out:
+        chosen = {"save-training-state": False}
+    kept = {flag: value for flag, value in chosen.items() if flag not in own}
+    return replace(config, **layers_of(kept)[1]).normalized().validate()
+
+
+# ------------------------------------------------------------------------------------------------
+# What is said
+
+
+def _summary(chosen: Chosen, data: FinetuneData) -> list[str]:
+    """The five lines before a run: data, model and method, steps, memory, time."""
+    config, model, where = chosen.config, chosen.model, chosen.where
+    total, trained = parameter_count(model), trained_count(config, model)
+    method = "all weights are trained"
+    if adapters_of(config) is not None:
+        method = f"adapters of rank {config.lora_rank} on {config.base_dtype} weights"
+    per_step = config.batch_size * config.grad_accumulation * where.world_size
+    memory = room(chosen.candidate.need.device)
+    if where.limits.device is not None:
+        memory += f" of {room(where.limits.device)}"
+    if chosen.candidate.need.host and where.spec != HOST_SPEC:
+        memory += f", and {room(chosen.candidate.need.host)} of host memory"
+    return [
+        f"Data:    {data.describe()}",
+        f"Model:   {config.model}, {method} ({_short(trained)} of {_short(total)} parameters)",
+        f"Steps:   {chosen.steps} of {per_step} x {config.seq_len} tokens, {config.epochs} passes; "
+        f"{config.course(chosen.steps)}",
+        f"Memory:  {memory} on {where.spec.name}",
+        f"Time:    {_time(chosen)}",
+    ]
+
+
+def _short(count: int) -> str:
+    return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
+
+
+def _time(chosen: Chosen) -> str:
+    if chosen.seconds is None:
+        return "not known of this machine before its first steps"
+    error = chosen.where.card.error_of(chosen.where.world_size)
+    minutes = max(round(chosen.seconds / 60), 1)
+    said = f"about {minutes} minute{'s' * (minutes > 1)}"
+    return said if error is None else f"{said} ± {100 * error:.0f} %"
+
+
+def _without_plan(words: list[str]) -> str:
+    """The command that trains, of the words of one that only plans."""
+    kept, skip = [], False
+    for word in words:
+        planned = word.split("=")[0] in ("--card", "--gpu-memory")
+        if not (skip or planned or word == "--dry-run"):
+            kept.append(word)
+        skip = planned and "=" not in word
+    return shlex.join(["llmq", *kept])
+
+
+def _epochs_for(steps: int, chosen: Chosen) -> int:
+    return -(-steps * chosen.config.epochs // max(chosen.steps, 1))
+
+
+def _reasons(chosen: Chosen, data: FinetuneData) -> dict[str, str]:
+    """Comments of the options in the file that repeats the run."""
+    fits = f"fits into {chosen.where.spec.name} and is the fastest by plan"
+    return {
+        "seq_len": f"the data need no more: their longest record has {int(data.lengths.max())}",
+        "epochs": f"{chosen.steps} steps in all",
+        "batch_size": fits,
+        "grad_accumulation": fits,
+        "learning_rate": "as usual for this method and width",
+        "keep_best": "the model with the least held-out loss is exported",
+        "stop_after": "validations without a gain that end the run",
+    }
+
+
+def _next(config: TrainConfig, source: str, file: Path) -> list[str]:
+    """The commands that people give after a run."""
+    model = shlex.quote(str(config.out_dir))
+    sample = [f"  llmq sample {model} --chat"]
+    if config.has_adapters:
+        base = shlex.quote(source)
+        sample = [
+            f"  llmq sample {base} --adapter {model} --chat",
+            f"  llmq merge {base} {model} --out {shlex.quote(f'{config.out_dir}-merged')}",
+        ]
+    else:
+        sample.append(f"  llmq export {model} --format gguf --out {model}.gguf")
+    return ["Next:", *sample, f"  llmq train --config {shlex.quote(str(file))}  # the same again"]

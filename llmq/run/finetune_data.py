@@ -1,0 +1,249 @@
+"""Files of `llmq finetune`: the format of each, their token files, and the facts of the data that
+decide a run: documents, lengths, trained tokens."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.base.errors import ConfigError, warn
+from llmq.base.files import disk_errors, replacing
+from llmq.base.records import TABLES, json_record, read_json, read_rows
+from llmq.data.conversations import CLASSES, LABELS, OPTIONAL, PAIRS, REQUIRED, TEXT
+from llmq.data.document_index import DocumentIndex, trained_tokens
+from llmq.data.inputs import InputSource, find_files
+from llmq.data.record_format import DEFAULT_FIELD, field_names
+from llmq.data.tokenize import tokenize
+from llmq.data.tokens import open_token_files
+
+CHAT = tuple(form for form in REQUIRED if form not in (PAIRS, LABELS, CLASSES))
+"""Formats of conversations, which `--loss ce` trains."""
+
+COUNTED = 4000  # records, after which more make no other held-out part
+HELD_OUT = 0.1  # part of the records that is held out, within these numbers of records
+FEWEST_HELD_OUT, MOST_HELD_OUT = 4, 200
+
+# Fields of data sets that are no format of ours, by the field that they mean.
+_ALIASES = {
+    "prompt": ("question", "query", "input", "problem", "user", "instruction"),
+    "completion": ("answer", "response", "output", "solution", "assistant", "reply"),
+    "chosen": ("preferred", "better", "accepted"),
+    "rejected": ("dispreferred", "worse", "declined"),
+    DEFAULT_FIELD: ("content", "body", "document"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinetuneData:
+    """The token files of one fine-tuning. files: input files by format. folders: of token files, by
+    format. lengths: int64 (n,), tokens of each training document; of a pair both answers.
+    trained: tokens that are trained in one pass."""
+
+    files: Mapping[str, tuple[str, ...]]
+    folders: Mapping[str, Path]
+    lengths: np.ndarray
+    trained: int
+    held_out: int
+
+    @property
+    def in_pairs(self) -> bool:
+        """True if the records are pairs of answers."""
+        return PAIRS in self.folders
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def patterns(self, split: str) -> list[str]:
+        """The token files of "train" or "eval"."""
+        found = (sorted(folder.glob(f"{split}-*.bin")) for folder in self.folders.values())
+        return [str(path) for paths in found for path in paths]
+
+    def describe(self) -> str:
+        """One line for people."""
+        kinds = ", ".join(f"{' '.join(self.files[form])} ({form})" for form in self.files)
+        unit = "pairs" if self.in_pairs else "records" if TEXT in self.files else "conversations"
+        return (
+            f"{self.lengths.size:,} {unit} of {kinds}: {self.tokens:,} tokens, {self.trained:,} "
+            f"of them trained; {self.held_out:,} held out"
+        )
+
+
+def parse_map(texts: Sequence[str]) -> dict[str, str]:
+    """Fields of records by the fields that they mean, of FIELD=NAME with commas between several.
+    ConfigError for anything else."""
+    known = {DEFAULT_FIELD, "prompt"}.union(*REQUIRED.values(), *OPTIONAL.values())
+    found: dict[str, str] = {}
+    for part in (part for text in texts for part in text.split(",")):
+        name, _, field = (word.strip() for word in part.partition("="))
+        if not field or name not in known:
+            raise ConfigError(
+                f"--map: expected FIELD=NAME, as prompt=question, with FIELD one of "
+                f"{', '.join(sorted(known))}, got {part!r}"
+            )
+        found[name] = field
+    return found
+
+
+def format_of(source: InputSource, mapping: Mapping[str, str]) -> str:
+    """The format of a file's records, by the fields of its first one. ConfigError, with what would
+    help, where these fields are of no format or of several."""
+    names = field_names(source)
+    if names is None:
+        return TEXT
+    renamed = [name for name, field in mapping.items() if field in names]
+    there = {*names, *renamed}
+    if "label" in there:
+        raise ConfigError(
+            f"'{source.path}' has the field 'label': train such records with `llmq tokenize "
+            "--format labels` and --loss kto, or --format classes and --num-labels"
+        )
+    if {*REQUIRED[PAIRS]} <= there:
+        return PAIRS
+    forms = [form for form in CHAT if {*REQUIRED[form]} <= there]
+    forms += [TEXT] * (DEFAULT_FIELD in there)
+    if renamed:  # the fields that are named mean more than those that are there
+        chosen = [form for form in forms if {*renamed} & {*REQUIRED.get(form, (TEXT,))}]
+        forms = chosen or forms
+    if len(forms) == 1:
+        return forms[0]
+    said = ", ".join(names)
+    if not forms:
+        raise ConfigError(f"'{source.path}' has the fields {said}: {_advice(names)}")
+    raise ConfigError(
+        f"'{source.path}' has the fields {said}, which are of the formats {' and '.join(forms)}: "
+        f"name those that count, as --map {_example(forms[0])}"
+    )
+
+
+def _advice(names: Sequence[str]) -> str:
+    """How --map would name the fields of a file."""
+    for form in (PAIRS, "prompt", TEXT):
+        needed = REQUIRED.get(form, (DEFAULT_FIELD,))
+        found = {n: next((a for a in (n, *_ALIASES[n]) if a in names), None) for n in needed}
+        if all(found.values()):
+            return "say what they mean, as --map " + ",".join(f"{n}={a}" for n, a in found.items())
+    return "say what they mean, as --map prompt=FIELD,completion=FIELD or --map text=FIELD"
+
+
+def _example(form: str) -> str:
+    return ",".join(f"{name}={name}" for name in REQUIRED.get(form, (DEFAULT_FIELD,)))
+
+
+def prepare(
+    inputs: Sequence[str],
+    mapping: Mapping[str, str],
+    tokenizer: str,
+    folder: Path,
+    *,
+    chat_template: str | None = None,
+    overwrite: bool = False,
+) -> FinetuneData:
+    """Tokenize files of any formats into `folder`, one folder for each format; again does nothing.
+    mapping: of parse_map. overwrite: token files of other inputs are replaced. ConfigError or
+    DataError for what the user can mend."""
+    sources = find_files(inputs, exclude=folder)
+    by_form: dict[str, list[InputSource]] = {}
+    for source in sources:
+        by_form.setdefault(format_of(source, mapping), []).append(source)
+    if PAIRS in by_form and len(by_form) > 1:
+        other = next(form for form in by_form if form != PAIRS)
+        raise ConfigError(
+            f"'{by_form[PAIRS][0].path}' has pairs of answers and '{by_form[other][0].path}' has "
+            "none: train on the one without, and then on the pairs from that model"
+        )
+    unused = set(mapping.values()).difference(*(field_names(source) or () for source in sources))
+    if unused:
+        raise ConfigError(f"--map: no file has a field {min(unused)!r}")
+    folders = {}
+    for form, found in by_form.items():
+        paths = [_mapped(source, mapping, folder / "mapped", overwrite) for source in found]
+        chat = {} if form == TEXT else {"chat_template": chat_template}
+        folders[form] = folder / form
+        made = tokenize(
+            paths,
+            tokenizer=tokenizer,
+            out=folders[form],
+            eval_fraction=_held_out_part(found),
+            format=form,
+            overwrite=overwrite,
+            **chat,
+        )
+        warn(*made.warnings)
+    names = {form: tuple(Path(source.path).name for source in by_form[form]) for form in by_form}
+    return _measured(names, folders)
+
+
+def _measured(files: Mapping[str, tuple[str, ...]], folders: Mapping[str, Path]) -> FinetuneData:
+    lengths, trained, held_out = [], 0, 0
+    data = FinetuneData(
+        files=files, folders=folders, lengths=np.zeros(0, np.int64), trained=0, held_out=0
+    )
+    for split in ("train", "eval"):
+        for file in open_token_files(data.patterns(split)) if data.patterns(split) else ():
+            index = DocumentIndex.read(file, None)
+            units = np.diff(index.units)
+            if split == "train":
+                lengths.append(units)
+                trained += int(trained_tokens(file, index.offsets).sum())
+            else:
+                held_out += units.size
+            file.close()
+    return FinetuneData(
+        files=files,
+        folders=folders,
+        lengths=np.concatenate(lengths) if lengths else data.lengths,
+        trained=trained,
+        held_out=held_out,
+    )
+
+
+def _records(source: InputSource) -> Iterator[dict[str, Any]]:
+    if source.kind in TABLES:
+        yield from (record for record, _ in read_rows(source.path))
+        return
+    for item in read_json(source.path, source.kind, 0, 0):
+        yield json_record(item.text, item.where)
+
+
+def _held_out_part(sources: Sequence[InputSource]) -> float:
+    """The part of the records that is held out: a tenth, but from 4 up to 200 records."""
+    count = 0
+    for source in sources:
+        if source.kind == "text":
+            return 0.02  # of the text, at its end
+        rows = (
+            _records(source) if source.kind in TABLES else read_json(source.path, source.kind, 0, 0)
+        )
+        count += sum(1 for _ in islice(rows, COUNTED))
+    held_out = min(max(HELD_OUT * count, FEWEST_HELD_OUT), MOST_HELD_OUT)
+    return min(held_out / max(count, 1), 0.5)
+
+
+def _mapped(source: InputSource, mapping: Mapping[str, str], folder: Path, overwrite: bool) -> str:
+    """The path of a file whose fields have the names of a format: the file itself, or a copy."""
+    names = field_names(source) or []
+    renames = {field: name for name, field in mapping.items() if field in names and field != name}
+    if not renames:
+        return source.path
+    copy = folder / f"{Path(source.path).name.split('.')[0]}.jsonl"
+    lines = (
+        json.dumps({renames.get(name, name): value for name, value in record.items()})
+        for record in _records(source)
+    )
+    content = "".join(f"{line}\n" for line in lines).encode()
+    with disk_errors(copy):
+        folder.mkdir(parents=True, exist_ok=True)
+        if copy.is_file() and copy.read_bytes() == content:
+            return str(copy)
+        if copy.exists() and not overwrite:
+            raise ConfigError(
+                f"--map: '{copy}' has the fields of another command: add --overwrite, or --name"
+            )
+    with replacing(copy) as file:
+        file.write(content)
+    return str(copy)
