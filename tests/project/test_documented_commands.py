@@ -76,6 +76,7 @@ SHORTER = [
     (r"^llmq train ", r"$", f" {TINY}"),
     (r"^llmq train .*--name other|--continue --name mine --steps", "--steps 2", "--steps 3"),
     (r"", r"step_00000\d00", "step_00000002"),
+    (r"^llmq finetune ", r"$", " --device cpu --epochs 1 --batch-size 8 --force"),
     (r"^llmq train-tokenizer", "8192", "400"),
     (r"^llmq plan .*--(fit|largest)", "Qwen2.5-[0-9.]+B", "gpt2"),
     (r"^llmq plan .*--largest", "--card 4090", "--gpu-memory 2GiB --base-dtype nf4"),
