@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from llmq.commands.cli import _run
-from llmq.model.losses import LOSSES, Orpo, SimPo
+from llmq.model.losses import LOSSES
+from llmq.model.losses.preferences import Orpo, SimPo
 from tests.conftest import gpu_problem
 from tests.model.test_score_head import write_classes
 from tests.models import VOCAB, exported, trainer_for

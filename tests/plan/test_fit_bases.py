@@ -10,7 +10,7 @@ from llmq.base.dtypes import GIB
 from llmq.commands.cli import _run
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
-from llmq.plan import largest
+from llmq.plan import fit as searches
 from llmq.plan.fit import Fit, search_bases
 from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
 from llmq.plan.target import MachineOptions
@@ -67,8 +67,8 @@ def test_the_largest_model_that_fits():
     def found(memory: float, host: float | None = None) -> str:
         sizes = {"gpu_memory": int(memory * GIB), "host_memory": host and int(host * GIB)}
         asked = MachineOptions(**sizes)
-        name, _, where = next(largest._fits_by_size(config, asked, fixed, few))
-        assert where.limits.host == (largest.ALONE if host is None else int(host * GIB))
+        name, _, where = next(searches._fits_by_size(config, asked, fixed, few))
+        assert where.limits.host == (searches.ALONE if host is None else int(host * GIB))
         return name
 
     assert [found(gib) for gib in (0.75, 0.82, 1)] == ["gpt2-124m", "gpt2-355m", "gpt2-774m"]
@@ -76,8 +76,8 @@ def test_the_largest_model_that_fits():
 
 
 def test_the_command_for_the_largest_model(monkeypatch, capsys):
-    monkeypatch.setattr(largest, "PRESETS", {"gpt2-124m": preset("gpt2-124m")})
-    monkeypatch.setattr(largest, "NEWS_SECONDS", 0.0)
+    monkeypatch.setattr(searches, "PRESETS", {"gpt2-124m": preset("gpt2-124m")})
+    monkeypatch.setattr(searches, "NEWS_SECONDS", 0.0)
     fixed = ["--lora-rank=8", "--batch-size=1", "--grad-accumulation=1", "--base-dtype=nf4"]
     assert _run(["plan", "--largest", *fixed, "--card=4090", "--json"]) == 0
     out, err = capsys.readouterr()
