@@ -16,17 +16,16 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.checkpoint import hub
-from llmq.data.show import run_show
 from llmq.options.adapters import adapters_of
 from llmq.options.option_file import command_line, save_options
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import config_of, fields_of, layers_of
 from llmq.options.presets import hub_cache, resolve_model
 from llmq.options.rules import RULES
+from llmq.plan.epoch import data_record
 from llmq.plan.fit import Candidate, Fit, search_bases
 from llmq.plan.memory import room
-from llmq.plan.report import data_record, target_here
-from llmq.plan.target import MachineOptions, PlanTarget, target
+from llmq.plan.target import MachineOptions, PlanTarget, target, target_here
 from llmq.run import model_of_run as of_run
 from llmq.run.finetune_data import FinetuneData, prepare
 from llmq.run.report_card import held_out_prompts, write_card
@@ -34,6 +33,7 @@ from llmq.run.training import run_training
 from llmq.runtime.device import HOST_SPEC
 from llmq.state.params import parameter_count
 from llmq.state.placement import trained_count
+from llmq.text.show import run_show
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"  # what a machine without any model is told to fetch
 METHODS = ("auto", "full", "lora", "qlora")

@@ -13,12 +13,12 @@ import numpy as np
 from llmq.base.errors import ConfigError, warn
 from llmq.base.files import disk_errors, replacing
 from llmq.base.records import TABLES, json_record, read_json, read_rows
-from llmq.data.conversations import CLASSES, LABELS, OPTIONAL, PAIRS, REQUIRED, TEXT
 from llmq.data.document_index import DocumentIndex, trained_tokens
-from llmq.data.inputs import InputSource, find_files
-from llmq.data.record_format import DEFAULT_FIELD, field_names
-from llmq.data.tokenize import tokenize
 from llmq.data.tokens import open_token_files
+from llmq.text.conversations import CLASSES, LABELS, OPTIONAL, PAIRS, REQUIRED, TEXT
+from llmq.text.inputs import InputSource, find_files
+from llmq.text.record_format import DEFAULT_FIELD, field_names
+from llmq.text.tokenize import tokenize
 
 CHAT = tuple(form for form in REQUIRED if form not in (PAIRS, LABELS, CLASSES))
 """Formats of conversations, which `--loss ce` trains."""

@@ -14,9 +14,9 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.console import printable
 from llmq.base.files import disk_errors, write_file
-from llmq.data.show import first_documents
 from llmq.options.options import TrainConfig
 from llmq.report.plot import figure_of, read_log, read_runs
+from llmq.text.show import first_documents
 
 WIDTH = 100  # of an answer in the text
 PAGE = """<!doctype html>

@@ -15,7 +15,7 @@ from llmq.commands.cli import TRAIN, _command, _run, app
 from llmq.options.options import OPTIONS, USUAL
 
 COMMANDS = typer.main.get_command(app).commands
-OF_RUNS = ("train", "plan", "verify", "score", "bench", "recipe", "sweep-lr")
+OF_RUNS = ("finetune", "train", "plan", "verify", "score", "bench", "recipe", "sweep-lr")
 
 
 def spellings(command) -> set[str]:
