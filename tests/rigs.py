@@ -7,8 +7,8 @@ import copy
 import time
 from typing import Any
 
+from llmq.bench.child import Job
 from llmq.options.card_file import CardFile, this_host
-from llmq.rig.child import Job
 
 H100 = "NVIDIA H100 80GB HBM3"
 SPEC = {"device": H100, "capability": 90, "num_sms": 132, "memory": 84_929_347_584}
@@ -22,7 +22,6 @@ GPU = {
     "persistence": True,
     "power_limit": 700.0,
     "power_default": 700.0,
-    "ecc": True,
     "ecc_errors": 0,
     "rows_failed": False,
     "others": 0,
@@ -32,7 +31,6 @@ HOST = {
     "cores": 32,
     "cores_allowed": 32,
     "memory": 256 << 30,
-    "numa_nodes": 1,
     "iommu": False,
     "iommu_options": [],
     "system": "Linux 6",

@@ -24,7 +24,7 @@ def ok(options: dict[str, Any], speed: float | None = None) -> dict[str, Any]:
     """The outcome of a run that was measured."""
     speed = speed_of(options) if speed is None else speed
     seconds = [64 / speed * factor for factor in (0.99, 1.0, 1.02)]
-    names = "predicted sol_percent joules_per_token kernel_idle python_busy waits_per_step gpu"
+    names = "predicted sol_percent joules_per_token gpu"
     result = {
         "tokens_per_second": speed,
         "spread": 0.03,
@@ -98,7 +98,7 @@ class Sweeps:
 
 
 def name_of(options: dict[str, Any]) -> tuple[str, int]:
-    return options["model"], int(options["batch-size"])
+    return options["model"], int(options.get("batch-size", 4))
 
 
 def planned(speed: float, *, fits: bool = True, on_gpu: bool = True) -> dict[str, Any]:

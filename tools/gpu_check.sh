@@ -57,7 +57,7 @@ for part in "$@"; do
         ;;
     bench)
         run bench '^  (ok|failed|hung|does not fit):|^error' "$python" -m llmq bench \
-            --config "${value:-benchmarks/h100/h100_bf16.yaml}" --peers benchmarks/peers.json \
+            --config "${value:-benchmarks/h100/h100_bf16.yaml}" \
             --out "$logs/bench"
         ;;
     profile)

@@ -9,15 +9,17 @@ share, and the achieved rate (GB/s from the declared traffic, TFLOP/s where FLOP
 from __future__ import annotations
 
 import sys
+import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
+from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError
-from llmq.bench.child import EXTRA_STEPS, WARM_UP
+from llmq.bench.child import WARM_UP
 from llmq.bench.measure import (
-    host_work,
     idle_share,
     launch_times,
     open_trainer,
@@ -25,12 +27,48 @@ from llmq.bench.measure import (
     timed_steps,
 )
 from llmq.commands.common import TrainCommand, train_options
+from llmq.run.trainer import Trainer
 from llmq.runtime.timing import LaunchTime
 
 # Marks between launches let the card rest, which at its power limit runs at another clock then.
 CLOCKS = "(clocks differ: a few per cent, negative ones too, are no idle time)"
 
+EXTRA_STEPS = 3  # after the timed ones: one for the host's work, two for the launches
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def host_work(trainer: Trainer, batches: list[Batch]) -> tuple[float, int | None]:
+    """Seconds that rank 0 needs to enqueue a step, and how often it waited for its GPU in it, None
+    without one. The step is enqueued one graph at a time, each into an empty queue: to wait for a
+    full one is no work. The driver's calls count."""
+    dev, step = trainer.dev, trainer.ranks.first.step
+    enqueue, train = dev.graph, step.train
+    seconds, syncs, waits = 0.0, 0, 0
+
+    def into_an_empty_queue(key: tuple, fn: Callable[[], Any]) -> None:
+        nonlocal seconds, syncs
+        start = time.perf_counter()
+        dev.synchronize()
+        seconds, syncs = seconds - (time.perf_counter() - start), syncs + 1
+        enqueue(key, fn)
+
+    def timed(*args: Any) -> int:
+        nonlocal seconds, waits
+        dev.synchronize()
+        before, start = getattr(dev, "sync_calls", 0), time.perf_counter()
+        ticket = train(*args)
+        seconds += time.perf_counter() - start
+        waits = getattr(dev, "sync_calls", 0) - before - syncs
+        return ticket
+
+    step.train = timed
+    try:
+        with dev.instead(graph=into_an_empty_queue):
+            trainer.result(trainer.enqueue_step(batches))
+    finally:
+        del step.train  # what the class defines is seen again
+    return seconds, waits if dev.kind == "cuda" else None
 
 
 def breakdown(launches: list[LaunchTime]) -> list[str]:

@@ -12,14 +12,13 @@ from pathlib import Path
 class BenchOptions:
     """The options of `llmq bench` that are not of the runs.
 
-    out: of the report, without a suffix. peers: JSON with `runs` of other programs and `floors`.
-    steps: timed in each of the repeats. plan_first: leave out runs that do not fit, the fastest
-    first. resume: runs of the report are not made again; retry: but failed ones. timeout: seconds
-    of one run, 0: none; None: by its prediction. overwrite: a report that is there.
+    out: of the report, without a suffix. steps: timed in each of the repeats. plan_first: leave out
+    runs that do not fit, the fastest first. resume: runs of the report are not made again; retry:
+    but failed ones. timeout: seconds of one run, 0: none; None: by its prediction. overwrite: a
+    report that is there.
     """
 
     out: Path = Path("bench")
-    peers: Path | None = None
     steps: int = 5
     repeats: int = 3
     plan_first: bool = False

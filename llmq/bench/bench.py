@@ -1,82 +1,24 @@
 """`llmq bench`: the speed of one or many configurations, in a report that grows with each run.
-Runs, and all plans before, are made in child processes (llmq/bench/measure.py): this one loads no
+Runs, and all plans before, are made in child processes (llmq/bench/child.py): this one loads no
 CUDA."""
 
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError, LlmqError, warn
-from llmq.base.files import read_json
 from llmq.base.signals import Interrupted
 from llmq.bench import BenchOptions
-from llmq.bench.child import CHILD, EXTRA_STEPS, WARM_UP, ask, run_child
+from llmq.bench.child import WARM_UP, ask, run_child
 from llmq.bench.report import describe, full_title, markdown, shared_flags
 from llmq.bench.report_file import Report, ReportFile, continued, differences, in_order
 from llmq.bench.sweep_file import Row, flag_of, identity, read_runs
 
-# Every entry of --peers has these fields, beside speeds whose names begin with "tps".
-_FACTS = {
-    "runs": ("device", "system", "gpus", "model", "dtype", "batch", "accumulation", "tps"),
-    "floors": ("device", "model", "seq_len"),
-}
-_PEERS_SEQ_LEN = 1024  # of runs that do not say
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """The runs and floors of a --peers file; ConfigError if it is none."""
-    try:
-        content = read_json(path)
-        facts = {kind: [dict(fact) for fact in content[kind]] for kind in _FACTS}
-        for kind, names in _FACTS.items():
-            for fact in facts[kind]:
-                missing = [name for name in names if name not in fact]
-                wrong = [n for n, v in fact.items() if n.startswith("tps") and not v > 0]
-                wrong += [] if isinstance(fact.get("system", ""), str) else ["system"]
-                if missing or wrong:
-                    raise ValueError(f"wrong or missing in {fact}: {', '.join(missing + wrong)}")
-        return facts
-    except OSError as error:
-        raise ConfigError(f"--peers: cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--peers: {path} is not a list of runs and floors ({error!r})") from None
-
-
-def peers_of(facts: dict[str, Any], device: str | None, run: dict[str, Any]) -> dict[str, float]:
-    """Tokens per second of other programs on the same machine with the same batch, by name; the
-    most of each. They had all memory."""
-    if "memory-limit" in run["flags"]:
-        return {}
-    keys = ("gpus", "model", "dtype", "batch", "accumulation", "seq_len")
-    found: dict[str, float] = {}
-    for peer in facts["runs"]:
-        if peer["device"] == device and _same({"seq_len": _PEERS_SEQ_LEN} | peer, run, keys):
-            found[peer["system"]] = max(peer["tps"], found.get(peer["system"], 0))
-    return found
-
-
-def floor_of(facts: dict[str, Any], device: str | None, run: dict[str, Any]) -> float | None:
-    """Tokens per second of nothing but products and attention, the products tuned if known."""
-    for floor in facts["floors"]:
-        same = _same(floor, run, ("model", "seq_len"))
-        if same and floor["device"] == device and run["gpus"] == 1:
-            name = f"tps_{run['dtype']}"
-            best = floor.get(f"{name}_tuned", floor.get(name))
-            # With an fp8 head none was made of tuned products.
-            return max(best, floor.get(f"{name}_head_fp8", best)) if run["fp8_head"] else best
-    return None
-
-
-def _same(fact: dict[str, Any], run: dict[str, Any], keys: tuple[str, ...]) -> bool:
-    return all(str(fact[key]).lower() == str(run[key]).lower() for key in keys)
-
-
-PLANNER = CHILD
 LIMIT = 300  # seconds for the plan of one run
 
 Prediction = dict[str, Any]
@@ -86,52 +28,20 @@ Prediction = dict[str, Any]
 def predict(runs: list[dict[str, Any]]) -> tuple[list[Prediction], dict[str, Any] | None]:
     """The prediction of each run, and the machine. A child that fails is reported, and nothing is
     known."""
-    found, ended = ask(PLANNER, {"runs": runs}, LIMIT)
-    if found is not None:
-        return found["runs"], found["machine"]
-    warn(f"the runs cannot be planned: the process that does it ended with {ended.status}")
+    found, ended = ask("llmq.bench.measure:plans", {"runs": runs}, limit=LIMIT)
+    if "runs" in found["result"]:
+        return found["result"]["runs"], found["result"]["machine"]
+    why = found["error"] or f"the process that does it ended with {ended.status}"
+    warn(f"the runs cannot be planned: {why}")
     return [{}] * len(runs), None
 
 
-class Forecast:
-    """How long runs take, from the plan's predictions and from runs that are over. counted: steps
-    of one run. On the CPU, where plans only compare runs, nothing is known before the first is
-    over."""
-
-    START = 30.0  # seconds beside the steps, before a run has shown how many it takes
-
-    def __init__(self, counted: int):
-        self._counted = counted
-        self._walls: list[float] = []
-        self._starts: list[float] = []
-        self._ratios: list[float] = []
-
-    def finished(self, prediction: Prediction, wall: float, step_seconds: float) -> None:
-        """A run took so long, and each of its steps so long."""
-        self._walls.append(wall)
-        self._starts.append(max(wall - self._counted * step_seconds, 0.0))
-        if prediction.get("step_seconds"):
-            self._ratios.append(step_seconds / prediction["step_seconds"])
-
-    def seconds(self, prediction: Prediction) -> float | None:
-        """The seconds of one run; None: nothing is known."""
-        predicted = prediction.get("step_seconds")
-        if predicted is None or not (self._ratios or prediction["on_gpu"]):
-            return statistics.fmean(self._walls) if self._walls else None
-        ratio = statistics.median(self._ratios) if self._ratios else 1.0
-        start = statistics.median(self._starts) if self._starts else self.START
-        return start + self._counted * ratio * predicted
-
-    def left(self, predictions: Iterable[Prediction]) -> str:
-        """For people, of all these; "" where that is not known."""
-        each = [self.seconds(prediction) for prediction in predictions]
-        if not each or None in each:
-            return ""
-        total = sum(each)
-        for seconds, unit in ((1, "s"), (60, "min")):
-            if total < 90 * seconds:
-                return f", about {total / seconds:.0f} {unit} left"
-        return f", about {total / 3600:.1f} h left"
+def _time_left(seconds: float) -> str:
+    """For people."""
+    for unit, name in ((1, "s"), (60, "min")):
+        if seconds < 90 * unit:
+            return f", about {seconds / unit:.0f} {name} left"
+    return f", about {seconds / 3600:.1f} h left"
 
 
 FAILED = ("failed", "hung")
@@ -150,11 +60,10 @@ def run_bench(
     if how.overwrite and how.resume:
         raise ConfigError("--overwrite: begins anew, --resume keeps what is there: one")
     runs = read_runs(given, file)
-    facts = {"runs": [], "floors": []} if how.peers is None else read_facts(how.peers)
     report_file = ReportFile(how.out)
     with report_file.reserved():
         earlier = _earlier(report_file, how)
-        sweep = Sweep(runs, how, report_file, earlier, facts, argv)
+        sweep = Sweep(runs, how, report_file, earlier, argv)
         try:
             sweep.make()
         except (KeyboardInterrupt, Interrupted):
@@ -192,15 +101,13 @@ class Sweep:
         how: BenchOptions,
         file: ReportFile,
         earlier: Report | None,
-        facts: dict[str, Any],
         argv: list[str],
     ):
-        self.how, self.file, self.earlier, self.facts = how, file, earlier, facts
+        self.how, self.file, self.earlier = how, file, earlier
         self.order = self.pending = runs
         self.begun = False
         self.predictions: dict[Hashable, Prediction] = {}
-        self.steps = WARM_UP + how.steps * how.repeats + EXTRA_STEPS
-        self.forecast = Forecast(self.steps)
+        self.walls: list[float] = []  # seconds that runs have taken
         self.machine: dict[str, Any] | None = None
         self.differing: list[str] = []  # that it was told
         invocation = {
@@ -232,7 +139,10 @@ class Sweep:
                 continue
             if count > 1:
                 self._write(running=options)
-            left = self.forecast.left(self._prediction(p) for p in self.pending if self._tried(p))
+            left = ""
+            if self.walls:
+                runs = sum(map(self._tried, self.pending))
+                left = _time_left(runs * statistics.fmean(self.walls))
             said = f"{number} {full_title(run, self.shared)}{left} ..."
             print(said, file=sys.stderr, flush=True)
             self._finish(options, run | self._measured(options))
@@ -312,8 +222,7 @@ class Sweep:
             told += f"; {strangers} runs of the report are not in this sweep, and stay"
         print(told, file=sys.stderr)
         for run in earlier["runs"]:
-            if "seconds" in run:
-                self._learn(run["options"], run)
+            self._learn(run)
 
     def _measured(self, options: Row) -> dict[str, Any]:
         """The outcome of a run that is made, and how long it took."""
@@ -328,7 +237,8 @@ class Sweep:
         predicted = self._prediction(options)
         if not predicted.get("on_gpu"):
             return 0
-        return PATIENCE + SLOWER * self.steps * predicted["step_seconds"]
+        steps = WARM_UP + self.how.steps * self.how.repeats
+        return PATIENCE + SLOWER * steps * predicted["step_seconds"]
 
     def _compare_machines(self, machine: dict[str, Any] | None) -> None:
         """Note on which it is; ConfigError if what is there was measured on another one."""
@@ -346,24 +256,20 @@ class Sweep:
     def _finish(self, options: Row, run: dict[str, Any]) -> None:
         """Note a run that is over, and see that it is on the disk."""
         self.new["machine"] = self.new["invocations"][0]["machine"] = self.machine
-        device = (self.machine or {}).get("device")
         if run["gpus"] > 1:
             run["flags"].setdefault("gpus", flag_of("gpus", run["gpus"]))
-        run |= {"peers": peers_of(self.facts, device, run)}
-        run |= {"floor": floor_of(self.facts, device, run), "invocation": 0}
-        self.new["runs"].append(run)
+        self.new["runs"].append(run | {"invocation": 0})
         self.pending = [p for p in self.pending if p is not options]
-        self._learn(options, run)
+        self._learn(run)
         try:
             self._write()  # before it is told: who reads that may be gone
         finally:  # the disk may be full
             said = run.get("message") or f"{run['result']['tokens_per_second']:,.0f} tok/s"
             print(f"  {run['status']}: {said}", file=sys.stderr, flush=True)
 
-    def _learn(self, options: Row, run: dict[str, Any]) -> None:
+    def _learn(self, run: dict[str, Any]) -> None:
         if run["status"] == "ok" and "seconds" in run:
-            step = statistics.median(run["result"]["step_seconds"])
-            self.forecast.finished(self._prediction(options), run["seconds"], step)
+            self.walls.append(run["seconds"])
 
     def _write(self, running: Row | None = None) -> None:
         self.begun = True

@@ -1,10 +1,17 @@
-"""A child process that is ended when it shows no more progress, and what it said at last.
+"""One measurement in a process of its own, so that what fails, hangs or crashes ends nothing else.
 
-The child says by a file that it goes on: it gives it a new modification time.
+`python -m llmq.bench.child TASK RESULT ALIVE` calls TASK, "module:function", with a Job and the
+options that it reads as JSON from standard input, beside `seconds`, which it may take, and
+`parent`, the process with which it ends. It writes JSON to the file RESULT whenever it knows more:
+`result`, and `error` where the task failed. While it goes on it touches the file ALIVE, and at
+SIGUSR1 it prints where all threads are.
 """
+
+from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -13,10 +20,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from llmq.base.files import write_file
 from llmq.base.signals import signal_from_parent
 from llmq.options.options_io import make_config
 from llmq.run.restarts import in_words
@@ -25,11 +35,10 @@ POLL = 0.5  # seconds
 LAST_WORDS = 2.0  # seconds from the signal to say where it is until it is ended
 KEPT_BYTES = 8192  # of what it printed
 KEPT_LINES = 40
-CHILD = (sys.executable, "-m", "llmq.bench.measure")
+CHILD = (sys.executable, "-m", "llmq.bench.child")
 WARM_UP = 3  # steps: launched one by one, captured, replayed
 SETTLE = 2.0  # seconds of steps on a GPU, until its clock is that of its power limit
 TIMED = 1.0  # seconds at least that a repeat lasts on a GPU: for shorter ones its clock may rise
-EXTRA_STEPS = 3  # after the timed ones: one for the host's work, two for the launches
 START_SECONDS = 60  # of a child, beside --watchdog: several ranks watch themselves from then on
 
 
@@ -108,59 +117,48 @@ def _pass_on(pipe: IO[bytes], said: bytearray) -> None:
     pipe.close()
 
 
-def job_of_parent() -> dict[str, Any]:
-    """The job of a child: JSON on standard input, without `parent`, with which it ends.
-
-    At SIGUSR1 it prints where all threads are.
-    """
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
-    job = json.load(sys.stdin)
-    end_with(job.pop("parent", None))
-    return job
-
-
-def end_with(parent: int | None) -> None:
+def end_with(parent: int) -> None:
     """End this process when its parent ends, however that does: the GPU must not stay in use.
 
     parent: the process id that is the parent's as long as it lives.
     """
-    if parent is None:
-        return
     signal_from_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-# ------------------------------------------------------------------------------------------------
-# The child that measures
-
-
 def ask(
-    command: Sequence[str], job: dict[str, Any], limit: float, timeout: float = 0
-) -> tuple[Any, Ended]:
-    """The JSON that llmq/bench/measure.py writes for a job, None if it writes none, and how it has
-    ended. command: CHILD. limit, timeout: as of `watched`."""
+    task: str, options: dict[str, Any], *, seconds: float = 0, limit: float = 0, timeout: float = 0
+) -> tuple[dict[str, Any], Ended]:
+    """The `result` and `error` of a task, as far as its child has written them, and how it ended.
+    seconds: that the task may take, as it is told. limit, timeout: as of `watched`."""
+    job = {"seconds": seconds, "options": options, "parent": os.getpid()}
     with tempfile.TemporaryDirectory(prefix="llmq-bench-") as folder:
         path, alive = Path(folder) / "result.json", Path(folder) / "alive"
-        text = json.dumps(job | {"parent": os.getpid()})
-        ended = watched([*command, str(path), str(alive)], text, alive, limit, timeout)
-        return json.loads(path.read_text()) if path.exists() else None, ended
+        command = [*CHILD, task, str(path), str(alive)]
+        ended = watched(command, json.dumps(job), alive, limit, timeout)
+        found = json.loads(path.read_text()) if path.exists() else {}
+    return {"result": {}, "error": None} | found, ended
 
 
 def run_child(
     options: dict[str, Any], steps: int, repeats: int, timeout: float = 0
 ) -> dict[str, Any]:
-    """The measurements of one child: `status` and the rest as llmq/bench/measure.py writes it.
-    timeout: seconds, 0: only --watchdog's. Without a speed it has a `message`, and perhaps
+    """The measurements of one configuration: `status` and the rest as llmq/bench/measure.py notes
+    it. timeout: seconds, 0: only --watchdog's. Without a speed it has a `message`, and perhaps
     `last_words`, lines."""
     watchdog = make_config(options).watchdog
     limit = watchdog + START_SECONDS if watchdog else 0
     job = {"options": options, "steps": steps, "repeats": repeats, "started": time.time()}
     try:
-        outcome, ended = ask(CHILD, job, limit, timeout)
+        found, ended = ask("llmq.bench.measure:measure", job, limit=limit, timeout=timeout)
     except OSError as error:  # there is no memory for a process, say
         return {"status": "failed", "message": f"no process can be made: {error.strerror}"}
-    outcome = _without_result(ended, limit, timeout) if outcome is None else outcome
+    outcome = found["result"]
+    if found["error"]:
+        outcome = {"status": "failed", "message": found["error"]}
+    elif not outcome:
+        outcome = _without_result(ended, limit, timeout)
     said = outcome["status"] in ("failed", "hung") and ended.words
     return outcome | ({"last_words": ended.words} if said else {})
 
@@ -177,3 +175,53 @@ def _without_result(ended: Ended, limit: float, timeout: float) -> dict[str, Any
     if ended.status == -signal.SIGKILL:
         message = "the process was killed, as the system does when host memory runs out"
     return {"status": "failed", "message": message}
+
+
+# ------------------------------------------------------------------------------------------------
+# The child
+
+
+@dataclass
+class Job:
+    """The job of a task. deadline: of time.monotonic. note: keeps what is known. alive: the file to
+    touch."""
+
+    deadline: float = 0.0
+    note: Callable[[dict[str, Any]], None] = field(default=lambda result: None)
+    alive: Path | None = None
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.deadline - time.monotonic()
+
+    @classmethod
+    def within(cls, seconds: float) -> Job:
+        """A job whose results only its caller wants."""
+        return cls(time.monotonic() + seconds)
+
+
+def main() -> None:
+    """The child: see the top of this file."""
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    given = json.load(sys.stdin)
+    end_with(given["parent"])
+    task, path, alive = sys.argv[1:]
+    found: dict[str, Any] = {"result": {}, "error": None}
+
+    def note(result: dict[str, Any]) -> None:
+        found["result"] = result
+        write_file(Path(path), json.dumps(found))
+
+    try:
+        module, _, name = task.partition(":")
+        job = Job(time.monotonic() + given["seconds"], note, Path(alive))
+        getattr(importlib.import_module(module), name)(job, **given["options"])
+    except Exception as error:  # of CUDA, say: the report has it, and the traceback where
+        traceback.print_exc()
+        found["error"] = " ".join(f"{type(error).__name__}: {error}".split())
+        note(found["result"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,27 +1,18 @@
 """How fast the real step is: one configuration on random tokens, timed in a process of its own.
 
-`python -m llmq.bench.measure RESULT ALIVE` reads a job as JSON from standard input: `options` by
-flag name, `steps` and `repeats` to time, `started`, the time at which the process was asked for,
-and `parent`, the process that asked, with which it ends. It writes JSON to the file RESULT:
-`status` ("ok", "does not fit", "failed"), and `message`, or `result`, `machine` and `gpus`, how
-many were used. While the ranks make progress it touches the file ALIVE, and at SIGUSR1 it prints
-where all threads are.
-
-A job with `runs`, a list of options, asks for their plans alone: `machine`, and `runs` in the same
-order with `status` ("fits", "does not fit", "failed" where nothing can be planned), `message`, and
-of what was planned `device` and `host`, bytes that are needed, `step_seconds`,
-`tokens_per_second`, and `on_gpu`: on the CPU the plan only says how runs compare.
+Tasks of llmq/bench/child.py. `measure` notes `status` ("ok", "does not fit", "failed"), and
+`message`, or `result`, `machine` and `gpus`, how many were used; while the ranks make progress it
+touches the job's file. `plans` notes `machine`, and `runs`: of each the `status` ("fits", "does not
+fit", "failed" where nothing can be planned), `message`, and of what was planned `device` and
+`host`, bytes that are needed, `step_seconds`, `tokens_per_second`, and `on_gpu`: on the CPU the
+plan only says how runs compare.
 """
 
-import json
 import math
 import platform
 import statistics
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -32,8 +23,7 @@ import numpy as np
 from llmq import __version__
 from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError, warn
-from llmq.base.files import write_file
-from llmq.bench.child import SETTLE, TIMED, WARM_UP, job_of_parent
+from llmq.bench.child import SETTLE, TIMED, WARM_UP, Job
 from llmq.model.rings import Result
 from llmq.options.adapters import adapters_of
 from llmq.options.cards import card_here
@@ -120,39 +110,6 @@ def settle(
     return max(steps, math.ceil(repeat / steps_for(trainer, batches, duration)[-1]))
 
 
-def host_work(trainer: Trainer, batches: list[Batch]) -> tuple[float, int | None]:
-    """Seconds that rank 0 needs to enqueue a step, and how often it waited for its GPU in it, None
-    without one. The step is enqueued one graph at a time, each into an empty queue: to wait for a
-    full one is no work. The driver's calls count."""
-    dev, step = trainer.dev, trainer.ranks.first.step
-    enqueue, train = dev.graph, step.train
-    seconds, syncs, waits = 0.0, 0, 0
-
-    def into_an_empty_queue(key: tuple, fn: Callable[[], Any]) -> None:
-        nonlocal seconds, syncs
-        start = time.perf_counter()
-        dev.synchronize()
-        seconds, syncs = seconds - (time.perf_counter() - start), syncs + 1
-        enqueue(key, fn)
-
-    def timed(*args: Any) -> int:
-        nonlocal seconds, waits
-        dev.synchronize()
-        before, start = getattr(dev, "sync_calls", 0), time.perf_counter()
-        ticket = train(*args)
-        seconds += time.perf_counter() - start
-        waits = getattr(dev, "sync_calls", 0) - before - syncs
-        return ticket
-
-    step.train = timed
-    try:
-        with dev.instead(graph=into_an_empty_queue):
-            trainer.result(trainer.enqueue_step(batches))
-    finally:
-        del step.train  # what the class defines is seen again
-    return seconds, waits if dev.kind == "cuda" else None
-
-
 def launch_times(
     trainer: Trainer, batches: list[Batch], *, in_turn: bool = False
 ) -> list[LaunchTime]:
@@ -166,10 +123,20 @@ def idle_share(launches: list[LaunchTime], step_seconds: float) -> float:
     return 1 - sum(launch.ms for launch in launches if launch.main) / 1e3 / step_seconds
 
 
-def measure(
-    options: dict[str, Any], steps: int, repeats: int, started: float, alive: Path
+def measure(job: Job, *, options: dict[str, Any], steps: int, repeats: int, started: float) -> None:
+    """The task: time one run. started: when the process was asked for, in time.time()."""
+    try:
+        job.note({"status": "ok"} | _measured(job.alive, options, steps, repeats, started))
+    except OutOfMemory as error:
+        job.note({"status": "does not fit", "message": error.headline})
+    except LlmqError as error:
+        job.note({"status": "failed", "message": str(error)})
+
+
+def _measured(
+    alive: Path | None, options: dict[str, Any], steps: int, repeats: int, started: float
 ) -> dict[str, Any]:
-    """`result`, `machine`, `gpus` of one run; see llmq/bench/bench.py for what the numbers mean."""
+    """`result`, `machine`, `gpus` of one run; llmq/bench/report.py says what the numbers mean."""
     with open_trainer(options, MANY, alive) as trainer:
         config, dev, tokens = trainer.config, trainer.dev, trainer.plan.tokens
         batches = random_batches(trainer)
@@ -192,11 +159,6 @@ def measure(
         light = speed_of_light(config, trainer.model, dev.spec.name, trainer.world_size)
         counted = flops_per_token(trainer.model, config.seq_len, adapters_of(config))
         flops = sum(asdict(counted).values())
-        python = waits = idle = None
-        if on_gpu:  # on the CPU the host's work is all there is
-            python, waits = host_work(trainer, batches)
-            if trainer.world_size == 1:  # launches of collectives wait for other ranks
-                idle = idle_share(launch_times(trainer, batches), step)
         result = {
             "tokens_per_second": tokens / step,
             "spread": (max(seconds) - min(seconds)) / step,
@@ -206,9 +168,6 @@ def measure(
             "tflops": flops * tokens / step / 1e12,
             "memory": _memory(trainer),
             "joules_per_token": None if used is None else used / (tokens * steps * repeats),
-            "kernel_idle": idle,
-            "python_busy": None if python is None else python / step,
-            "waits_per_step": waits,
             "first_step_seconds": first_step,
             "loss": loss,
             "gpu": gpu,
@@ -297,8 +256,8 @@ def planned(options: dict[str, Any]) -> tuple[dict[str, Any], Machine]:
     return found, machine
 
 
-def _plans(runs: list[dict[str, Any]], alive: Path) -> dict[str, Any]:
-    """The plans of all runs, and the machine of the last one that can be planned."""
+def plans(job: Job, *, runs: list[dict[str, Any]]) -> None:
+    """The task: plan all runs; the machine is that of the last one that can be planned."""
     made: list[dict[str, Any]] = []
     where = None
     for options in runs:
@@ -309,29 +268,5 @@ def _plans(runs: list[dict[str, Any]], alive: Path) -> dict[str, Any]:
         except LlmqError as error:
             found = {"status": "failed", "message": error.headline}
         made.append(found)
-        alive.touch()
-    return {"runs": made, "machine": where}
-
-
-def main() -> None:
-    """The child: see the top of this file."""
-    job, alive = job_of_parent(), Path(sys.argv[2])
-    outcome = _plans(job["runs"], alive) if "runs" in job else _measured(job, alive)
-    write_file(Path(sys.argv[1]), json.dumps(outcome))
-
-
-def _measured(job: dict[str, Any], alive: Path) -> dict[str, Any]:
-    try:
-        return {"status": "ok"} | measure(**job, alive=alive)
-    except OutOfMemory as error:
-        return {"status": "does not fit", "message": error.headline}
-    except LlmqError as error:
-        return {"status": "failed", "message": str(error)}
-    except Exception as error:  # of CUDA, say: the report says why, and the traceback where
-        traceback.print_exc()
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        return {"status": "failed", "message": message}
-
-
-if __name__ == "__main__":
-    main()
+        job.alive.touch()
+    job.note({"runs": made, "machine": where})

@@ -15,11 +15,8 @@ Tokens are random. tok/s: median of the repeats, which on a GPU follow two secon
 which its clock settles, and last a second at least; ±: their range over the median. predicted: what
 `llmq plan` says, and what was measured in relation to it. SOL: of the data sheet's peak, by llm.q's
 formula. TFLOP/s: of the model, recomputation not counted. memory: in use on the whole GPU, and its
-ratio to the planned bytes (*: the arenas differ from the plan). idle: 1 - (the launches of a step's
-main stream, timed one by one, added up) / (a step); as clocks differ between both, a few per cent
-say nothing. Python: time in which the host, driver included, enqueues a step into an empty queue,
-of a step. waits: of the host for the GPU within a step. start: from the command to the end of the
-first step."""
+ratio to the planned bytes (*: the arenas differ from the plan). start: from the command to the
+end of the first step."""
 
 
 # Runs whose products are not in the format of the model are called so.
@@ -32,7 +29,6 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
     columns = {
         "model": config.model.rsplit("/", 1)[-1],
         "dtype": _PRODUCTS.get(config.matmul_dtype, config.model_dtype),
-        "fp8_head": config.head_dtype == "e4m3",
         "batch": config.batch_size,
         "accumulation": config.grad_accumulation,
         "seq_len": config.seq_len,
@@ -99,12 +95,8 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "predicted": lambda run: _over(run, run["result"].get("predicted")),
     "SOL": _number("sol_percent", "{:.1f}%"),
     "TFLOP/s": _number("tflops", "{:.3g}"),
-    "of floor": lambda run: _over(run, run["floor"]),
     "memory, GiB": _memory,
     "mJ/token": _number("joules_per_token", "{:.2f}", 1000),
-    "idle": _number("kernel_idle", "{:.1%}"),
-    "Python": _number("python_busy", "{:.1%}"),
-    "waits": _number("waits_per_step", "{}"),
     "start, s": _number("first_step_seconds", "{:.1f}"),
 }
 
@@ -116,7 +108,6 @@ def table_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     if not measured:
         return [], []
     shared = shared_flags(runs)
-    systems = list(dict.fromkeys(name for run in runs for name in run["peers"]))
     several = len(report["invocations"]) > 1  # maybe of different programs
     cells = [
         {
@@ -126,7 +117,6 @@ def table_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             "flags": " ".join(v for k, v in run["flags"].items() if k not in shared),
             "made by": str(run["invocation"] + 1) if several else "",
             **{name: cell(run) for name, cell in _COLUMNS.items()},
-            **{name: _over(run, run["peers"].get(name)) for name in systems},
         }
         for run in measured
     ]
@@ -220,8 +210,7 @@ def as_csv(report: dict[str, Any]) -> str:
 
 
 _NUMBERS = (
-    "tokens_per_second spread predicted sol_percent tflops joules_per_token kernel_idle "
-    "python_busy waits_per_step first_step_seconds loss"
+    "tokens_per_second spread predicted sol_percent tflops joules_per_token first_step_seconds loss"
 ).split()
 
 

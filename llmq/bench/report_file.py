@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmq.base.errors import ConfigError
-from llmq.base.files import prepare_report, read_json, write_file
+from llmq.base.files import prepare_report, read_json, replacing, write_file
 from llmq.base.locks import lock_beside, locked
-from llmq.bench.page import page
+from llmq.bench.picture import figure_of
 from llmq.bench.report import as_csv, full_title, markdown, shared_flags
 from llmq.bench.sweep_file import Row, identity
 from llmq.report.tables import markdown_table
@@ -27,13 +27,15 @@ Report = dict[str, Any]
 made; `running`, the options of the one that is being made."""
 
 _KEYS = ("machine", "invocations", "runs")
-_WRITTEN = {".md": markdown, ".csv": as_csv, ".html": page}  # what is made of it
-_SUFFIXES = (".json", *_WRITTEN)
-PAGE_SECONDS = 30  # between two pages of a sweep that goes on: drawing one takes a second or more
+_WRITTEN = {".md": markdown, ".csv": as_csv}  # what is made of it, beside the picture
+_SUFFIXES = (".json", *_WRITTEN, ".png")
+DRAW_SECONDS = (
+    30  # between two pictures of a sweep that goes on: drawing one takes a second or more
+)
 
 
 class ReportFile:
-    """OUT.json, the whole report, and its renderings: OUT.md, OUT.csv, OUT.html."""
+    """OUT.json, the whole report, and its renderings: OUT.md, OUT.csv, OUT.png."""
 
     def __init__(self, out: Path):
         self.out = out
@@ -54,19 +56,21 @@ class ReportFile:
 
     def write(self, report: Report, *, stopped: bool = False) -> None:
         """Each file is replaced at once, and is on the disk: JSON first, the others follow, but not
-        to say that a run has begun. stopped: no run follows, though some are left. Else pages are
-        drawn now and then only."""
+        to say that a run has begun. stopped: no run follows, though some are left. Else pictures
+        are drawn now and then only."""
         write_file(self.path, json.dumps(report, indent=1) + "\n")
         if report["running"] is not None:
             return
-        goes_on = report["left"] and not stopped
         for suffix, written in _WRITTEN.items():
-            if suffix == ".html":
-                if goes_on and time.monotonic() < self._drawn + PAGE_SECONDS:
-                    continue
-                self._drawn = time.monotonic()
             text = written(report).encode(errors="backslashreplace")  # a path need not be UTF-8
             write_file(self._with(suffix), text.decode())
+        if report["left"] and not stopped and time.monotonic() < self._drawn + DRAW_SECONDS:
+            return
+        self._drawn = time.monotonic()
+        figure = figure_of(report)
+        if figure is not None:
+            with replacing(self._with(".png")) as file:
+                figure.savefig(file, format="png")
 
 
 def read_report(path: Path, flag: str) -> Report:
@@ -82,7 +86,7 @@ def read_report(path: Path, flag: str) -> Report:
         if found["running"] is not None:
             identity(found["running"])
         differences(found["machine"], found["machine"])
-        for written in _WRITTEN.values():  # which must not fail after hours of further runs
+        for written in (*_WRITTEN.values(), figure_of):  # must not fail after hours of more runs
             written(found)
         return found
     except OSError as error:

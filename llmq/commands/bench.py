@@ -18,7 +18,7 @@ ConfigFile = option(
 )
 Out = option(
     Path,
-    "Report to write, without .md, .json, .csv and .html.",
+    "Report to write, without .md, .json, .csv and .png.",
     parser=report_path,
     metavar="<path>",
 )
@@ -37,7 +37,6 @@ def bench(
     config_file: ConfigFile = None,
     save: SaveConfig = None,
     out: Out = BenchOptions.out,
-    peers: option(Path | None, "JSON with other programs' speeds.") = None,
     timed_steps: option(
         int, "Steps of one repeat; on a GPU as many more as take a second.", min=1
     ) = BenchOptions.steps,
@@ -61,7 +60,6 @@ def bench(
     """Measure the speed of one or many configurations on random tokens."""
     how = BenchOptions(
         out=out,
-        peers=peers,
         steps=timed_steps,
         repeats=repeats,
         plan_first=plan_first,

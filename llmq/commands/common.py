@@ -34,7 +34,7 @@ from llmq.runtime.world import World
 
 NAMES = 26  # characters beside which help begins in the same line
 
-_PATHS = ("--out", "--out-dir", "--checkpoint-dir", "--config", "--save-config", "--peers")
+_PATHS = ("--out", "--out-dir", "--checkpoint-dir", "--config", "--save-config")
 
 Record = tuple[str, str]
 """An option or a command as it is written, and its help."""

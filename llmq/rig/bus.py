@@ -9,8 +9,8 @@ from typing import Any
 
 from llmq.base.dtypes import MIB
 from llmq.base.errors import LlmqError
+from llmq.bench.child import Job
 from llmq.comm.links import probe
-from llmq.rig.child import Job
 from llmq.runtime.cuda_device import NON_BLOCKING
 from llmq.runtime.gpu_info import bus_id
 from llmq.runtime.machine import stay_near

@@ -14,13 +14,13 @@ import numpy as np
 
 from llmq.base.dtypes import BF16, F64, I64, MIB, U8, DType
 from llmq.base.tensor import Tensor
+from llmq.bench.child import Job
 from llmq.comm.collectives import part, silenced
 from llmq.comm.connect import connect
 from llmq.comm.links import LinkTable
 from llmq.comm.options import CommOptions
 from llmq.ops.pointwise import clock, elementwise
 from llmq.ops.product import matmul
-from llmq.rig.child import Job
 from llmq.runtime.device import Device, MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.machine import PLAN_SPEC
@@ -54,14 +54,14 @@ class Exchanges:
     none, while kernels run. slowdown: how many times as long these take meanwhile, at the largest
     size. load: bytes that come from host memory, seconds of that alone, and how much longer an
     exchange through host memory takes with them; None where exchanges do not go there. intact:
-    whether what was gathered is what had been sent; None where that was not looked at."""
+    whether what was gathered is what had been sent."""
 
-    links: LinkTable | None
-    alone: Times
+    links: LinkTable | None = None
+    alone: Times = field(default_factory=dict)
     beside: Times = field(default_factory=dict)
-    slowdown: float | None = None
+    slowdown: float = 1.0
     load: tuple[int, float, float] | None = None
-    intact: bool | None = None
+    intact: bool = True
 
 
 class Kernels:
@@ -101,22 +101,21 @@ def _alloc(dev: Device, shape: tuple[int, ...], dtype: DType = BF16, at: str = "
 class Program:
     """All that one rank measures, and the memory of it. A plan is made of one, too."""
 
-    def __init__(self, dev: Device, options: CommOptions, mib: int, kind: str | None):
-        """mib: of the largest slab. kind: of device, if kernels run beside exchanges."""
+    def __init__(self, dev: Device, options: CommOptions, mib: int, kind: str):
+        """mib: of the largest slab. kind: of the device that this is for."""
         self.dev, self.world = dev, dev.mesh.size()
         self.slab = _alloc(dev, (self._length(mib),))
         self._spare = _alloc(dev, (self.slab.size // self.world,))
         # When calls begin, and their data are there: as in a step, what is sent through host memory
         # need not wait for the call before.
         self._ready = dev.event()
-        self.kernels = None if kind is None else Kernels(dev, kind)
+        self.kernels = Kernels(dev, kind)
         self.operations = {"all_gather": self._all_gather, "all_to_all": self._all_to_all}
         if options.nccl:
             self.operations["reduce_scatter"] = dev.mesh.group().reduce_scatter
         # Half of what a rank receives, as weights in fp8 are of their gradients in bf16.
         size = self.slab.nbytes * (self.world - 1) // self.world // 2
-        has_load = kind is not None and options.p2p == "off"
-        places = ("device", "pinned") if has_load else ()
+        places = ("device", "pinned") if options.p2p == "off" else ()
         self._loaded = [_alloc(dev, (size,), U8, place) for place in places]
 
     def _length(self, mib: int) -> int:
@@ -132,17 +131,14 @@ class Program:
 
     def run(self, workers: Workers, sizes: tuple[int, ...]) -> Exchanges:
         """Measure all operations with slabs of these MiB."""
-        dev, found = self.dev, Exchanges(links=None, alone={})
+        dev, found = self.dev, Exchanges()
         dev.zero(self.slab)  # sums of zeros stay finite
-        if self.kernels is not None:
-            once = self._captured(("kernels",), lambda: self.kernels.run(CALLS))
-            once()
-            one = self.kernels.seconds(once)[0] / CALLS
+        once = self._captured(("kernels",), lambda: self.kernels.run(CALLS))
+        once()
+        one = self.kernels.seconds(once)[0] / CALLS
         for (name, call), mib in itertools.product(self.operations.items(), sizes):
             run = partial(call, self.slab.rows(0, self._length(mib)))
             alone = found.alone[name, mib] = self._alone(workers, (name, mib), run)
-            if self.kernels is None:
-                continue
             count = max(1, round(LONGER * CALLS * alone / one))
             found.beside[name, mib], computing = self._beside(workers, (name, mib), run, count)
             if name == "all_gather" and mib == max(sizes):
@@ -249,17 +245,15 @@ def open_device(device: str, rank: int, world_size: int, sizes: MemorySizes) -> 
 
 
 def measured(
-    device: str, world_size: int, options: CommOptions, sizes: tuple[int, ...], together: bool
+    device: str, world_size: int, options: CommOptions, sizes: tuple[int, ...]
 ) -> Exchanges:
-    """Measure one backend; the slowest rank's times count. device: cuda or cpu. together: beside
-    kernels, too."""
+    """Measure one backend; the slowest rank's times count. device: cuda or cpu."""
     devices: list[Device] = [None] * world_size
-    kind = {"cpu": "host"}.get(device, device) if together else None
+    kind = {"cpu": "host"}.get(device, device)
     plan = PlanDevice(PLAN_SPEC, Mesh.of(world_size))
     connect([plan], options)
     planned = Program(plan, options, max(sizes), kind)
-    if planned.kernels is not None:
-        planned.kernels.run(1)
+    planned.kernels.run(1)
 
     def rank_program(rank: int, workers: Workers) -> tuple[LinkTable | None, Exchanges]:
         devices[rank] = open_device(device, rank, world_size, plan.sizes())
@@ -284,7 +278,7 @@ def measured(
         # The time is that of the rank that comes last: the others' times have their waiting for it.
         beside={key: min(rank.beside[key] for rank in ranks) for key in ranks[0].beside},
         load=_slowest([rank.load for rank in ranks if rank.load]),
-        slowdown=max((rank.slowdown for rank in ranks), default=None) if together else None,
+        slowdown=max(rank.slowdown for rank in ranks),
         intact=all(rank.intact for rank in ranks),
     )
 
@@ -300,7 +294,7 @@ def _slowest(loads: list[tuple[int, float, float]]) -> tuple[int, float, float] 
 def measure(job: Job, *, backend: str, gpus: int, device: str = "cuda", **_: Any) -> None:
     """The part: seconds by operation, as [received bytes, alone, beside kernels] of each size; of
     LOAD as Exchanges.load."""
-    found = measured(device, gpus, BACKENDS[backend], SIZES, True)
+    found = measured(device, gpus, BACKENDS[backend], SIZES)
     points: dict[str, list[list[float]]] = {}
     for name, mib in found.alone:
         received = mib * MIB * (gpus - 1) // gpus

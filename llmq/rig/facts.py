@@ -11,14 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmq import __version__
 from llmq.base.errors import LlmqError
-from llmq.rig.child import Job
+from llmq.bench.child import Job
 from llmq.runtime.gpu_info import bus_id, gpu_count, library_versions
-from llmq.runtime.host_usage import allowed_cpus, available_host_memory, host_memory
-from llmq.runtime.machine import choose_machine, parse_cpus
+from llmq.runtime.host_usage import allowed_cpus, host_memory
+from llmq.runtime.machine import choose_machine
 from llmq.runtime.nvml import find_nvml, told
 
 # A fact of a GPU, by NVML: what it is called here, and how it is asked.
@@ -30,17 +28,13 @@ _READINGS: dict[str, Callable[[Any, Any], Any]] = {
     "persistence": lambda n, h: bool(n.nvmlDeviceGetPersistenceMode(h)),
     "power_limit": lambda n, h: n.nvmlDeviceGetEnforcedPowerLimit(h) / 1000,
     "power_default": lambda n, h: n.nvmlDeviceGetPowerManagementDefaultLimit(h) / 1000,
-    "clock_most": lambda n, h: n.nvmlDeviceGetMaxClockInfo(h, n.NVML_CLOCK_SM),
-    "ecc": lambda n, h: bool(n.nvmlDeviceGetEccMode(h)[0]),
     "ecc_errors": lambda n, h: n.nvmlDeviceGetTotalEccErrors(
         h, n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, n.NVML_VOLATILE_ECC
     ),
-    "rows_remapped": lambda n, h: n.nvmlDeviceGetRemappedRows(h)[1],
     "rows_failed": lambda n, h: bool(n.nvmlDeviceGetRemappedRows(h)[3]),
     "others": lambda n, h: sum(
         process.pid != os.getpid() for process in n.nvmlDeviceGetComputeRunningProcesses(h)
     ),
-    "display": lambda n, h: bool(n.nvmlDeviceGetDisplayActive(h)),
 }
 
 
@@ -78,32 +72,23 @@ def gpu_facts(nvml: Any, place: str, devices: Path = Path("/sys/bus/pci/devices"
         except nvml.NVMLError as error:
             return {"nvml": str(error)}
         facts |= {"name": nvml.nvmlDeviceGetName(handle)} | told(nvml, handle, _READINGS)
-    folder = devices / place.lower()
-    for name, file in (("numa", "numa_node"), ("pcie_width_slot", "max_link_width")):
-        if (text := _text(folder / file)).lstrip("-").isdigit():
-            facts[name] = int(text)
-    if cpus := _text(folder / "local_cpulist"):
-        facts["cpus_near"] = len(parse_cpus(cpus))
+    if (text := _text(devices / place.lower() / "max_link_width")).isdigit():
+        facts["pcie_width_slot"] = int(text)
     return facts
 
 
 def host_facts(root: Path = Path("/")) -> dict[str, Any]:
-    """The facts of the machine: its CPU, memory, NUMA nodes, and what stands between its GPUs."""
+    """The facts of the machine: its CPU and memory, and what stands between its GPUs."""
     about = _text(root / "proc/cpuinfo")
     cpu = re.search(r"model name\s*:\s*(.+)", about)
     kernel = _text(root / "proc/cmdline").split()
-    nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
     groups = root / "sys/kernel/iommu_groups"
     return {
         "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "numpy": np.__version__,
         "cpu": cpu[1].strip() if cpu else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "cores_allowed": len(allowed_cpus()),
         "memory": host_memory()[1],
-        "memory_available": available_host_memory(),
-        "numa_nodes": max(len(nodes), 1),
         "iommu": groups.is_dir() and any(groups.iterdir()),
         "iommu_options": [word for word in kernel if "iommu" in word or "acs" in word.lower()],
         "virtual": "hypervisor" in about,

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from llmq.base.dtypes import BF16, U8
+from llmq.bench.child import Job
 from llmq.ops.pointwise import elementwise
 from llmq.ops.product import matmul
-from llmq.rig.child import Job
 from llmq.runtime.device import Device
 from llmq.runtime.gpu_info import bus_id
 from llmq.runtime.machine import Machine, choose_machine, open_apart

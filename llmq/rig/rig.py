@@ -11,15 +11,17 @@ from typing import Any
 from llmq import __version__
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import prepare_report, write_file
+from llmq.bench.child import ask
 from llmq.options.card_file import CardFile, checked, record_of, this_host, write_card_file
 from llmq.options.groups.precision import FP8_CAPABILITY
 from llmq.rig import steps
-from llmq.rig.child import GRACE, run_part
 from llmq.rig.exchanges import BACKENDS
 from llmq.rig.findings import numbers_of, words_on
 from llmq.rig.steps import in_time, merged
+from llmq.run.restarts import in_words
 
 MINUTES = 10.0
+GRACE = 15.0  # seconds that a part may take longer than it was given, to start and to end
 PLEASE_SHARE = (
     "Others who plan for such cards have only a data sheet. Please share what was measured: "
     "attach this report's .json to an issue of the repository of llmq, or propose the card "
@@ -42,6 +44,20 @@ Measure = Callable[[str, float, dict[str, Any]], dict[str, Any]]
 """A function like run_part: it takes a part's name, seconds and options, and returns `result` and
 `error`."""
 Clock = Callable[[], float]
+
+
+def run_part(
+    part: str, seconds: float, options: dict[str, Any], *, grace: float = GRACE
+) -> dict[str, Any]:
+    """`result`, as far as it is known, and `error`, None if all went well, of a part: the function
+    `measure` of the module here with this name, in a child."""
+    task = f"llmq.rig.{part}:measure"
+    found, ended = ask(task, options, seconds=seconds, timeout=seconds + grace)
+    if ended.status is None:
+        return found | {"error": f"it took more than {seconds + grace:.0f} s and was ended"}
+    if ended.status and found["error"] is None:
+        return found | {"error": f"its process {in_words(ended.status)}"}
+    return found
 
 
 class Rig:

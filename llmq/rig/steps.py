@@ -16,7 +16,7 @@ from typing import Any
 
 from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError
-from llmq.bench.child import SETTLE, WARM_UP
+from llmq.bench.child import SETTLE, WARM_UP, Job
 from llmq.bench.measure import (
     MANY,
     idle_share,
@@ -28,7 +28,6 @@ from llmq.bench.measure import (
 )
 from llmq.options.presets import preset
 from llmq.plan.memory import OutOfMemory
-from llmq.rig.child import Job
 from llmq.rig.findings import NO_ROOM
 from llmq.run.trainer import Trainer
 from llmq.runtime.timing import LaunchTime
@@ -134,44 +133,38 @@ def runs(fp8: bool, gpus: int = 1) -> list[dict[str, Any]]:
 
 def _runs(fp8: bool) -> list[dict[str, Any]]:
     small, mid, larger, large = (f"Qwen2.5-{size}" for size in ("0.5B", "1.5B", "3B", "7B"))
-    many = {"batch-size": 16}
-    bf16 = [
+    many = HALF | {"batch-size": 16}
+    found = [
+        quarter(mid, **WHOLE | FP8),
+        quarter(large, **WHOLE | FP8 | many),
+        quarter(small, **WHOLE | FP8),
         quarter(mid, **WHOLE),
         quarter(small, **WHOLE),
         quarter(large, **LORA),
-        quarter(large, **WHOLE | HALF | many),
+        quarter(large, **LORA | CODES | HALF),
+        quarter(large, **LORA | {"base-dtype": "e4m3"} | JIT | HALF),
+        quarter(large, **WHOLE | FP8 | many | {"mlp-dtype": "e4m3"}),
+        quarter(mid, **WHOLE | FP8 | JIT),
         quarter(large, **LORA | NF4),
         quarter(mid, **WHOLE | INT8),
         quarter(large, **LORA | INT8),
+        quarter(mid, **WHOLE | FP8 | LONG),
+        quarter(mid, **WHOLE | FP8 | LONGEST),
+        quarter(large, **WHOLE | FP8 | FAST | AGAIN | {"batch-size": 16}),
+        quarter(small, **WHOLE | FP8 | FAST | MOMENTS),
+        quarter(larger, **WHOLE | FP8 | {"batch-size": 16}),
+        quarter(large, **WHOLE | many),
+        quarter(mid, **WHOLE | FP8 | {"batch-size": 8}),
+        quarter(small, **WHOLE | FP8 | {"batch-size": 4}),
+        quarter(large, **WHOLE | FP8 | {"batch-size": 2}),
+        quarter(mid, **WHOLE | FP8 | EXACT),
         quarter(mid, **WHOLE | {"batch-size": 8}),
         quarter(small, **WHOLE | {"batch-size": 4}),
         quarter(large, **WHOLE | {"batch-size": 2}),
         quarter(mid, **WHOLE | LONG),
         quarter(mid, **WHOLE | LONGEST),
     ]
-    if not fp8:
-        return bf16
-    first = [
-        quarter(mid, **WHOLE | FP8),
-        quarter(large, **WHOLE | FP8 | HALF | many),
-        quarter(small, **WHOLE | FP8),
-    ]
-    second = [
-        quarter(large, **LORA | CODES | HALF),
-        quarter(large, **LORA | {"base-dtype": "e4m3"} | JIT | HALF),
-        quarter(large, **WHOLE | FP8 | HALF | many | {"mlp-dtype": "e4m3"}),
-        quarter(mid, **WHOLE | FP8 | JIT),
-        *bf16[4:7],
-        quarter(mid, **WHOLE | FP8 | LONG),
-        quarter(mid, **WHOLE | FP8 | LONGEST),
-        quarter(large, **WHOLE | FP8 | FAST | AGAIN | many),
-        quarter(small, **WHOLE | FP8 | FAST | MOMENTS),
-        quarter(larger, **WHOLE | FP8 | many),
-    ]
-    few = [(mid, 8), (small, 4), (large, 2)]
-    third = [quarter(model, **WHOLE | FP8 | {"batch-size": batch}) for model, batch in few]
-    last = [quarter(mid, **WHOLE | FP8 | EXACT), *bf16[7:]]
-    return [*first, *bf16[:3], *second, bf16[3], *third, *last]
+    return [options for options in found if fp8 or "e4m3" not in options.values()]
 
 
 def title_of(options: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ def report(runs, machine=MACHINE):
     found = []
     for options, seconds in runs:
         options = {"from-scratch": True, "device": "cpu"} | options
-        run = describe(options) | {"options": options, "invocation": 0, "peers": {}, "floor": None}
+        run = describe(options) | {"options": options, "invocation": 0}
         if isinstance(seconds, str):
             run |= {"status": seconds, "message": "why"}
         else:

@@ -15,7 +15,7 @@ import pytest
 from llmq.base import files
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.bench import BenchOptions, bench, child, measure, report_file
-from llmq.bench.bench import Forecast, run_bench
+from llmq.bench.bench import run_bench
 from llmq.commands.cli import _run
 from tests.conftest import gpu_problem
 from tests.sweeps import GRID, MACHINE, TABLE, Sweeps, ok, planned
@@ -41,7 +41,7 @@ def test_a_sweep_and_its_files(sweeps, capsys):
     report = sweeps.report()
     assert (report["left"], report["running"]) == (0, None)
     assert {p.name for p in sweeps.out.parent.iterdir()} == {
-        *(f"out.{suffix}" for suffix in ("json", "md", "csv", "html")),
+        *(f"out.{suffix}" for suffix in ("json", "md", "csv", "png")),
         "sweep.yaml",
     }
     printed = capsys.readouterr()
@@ -397,29 +397,11 @@ def test_without_plan_first_the_file_says_the_order(sweeps):
 def test_the_time_that_a_run_may_take(sweeps):
     sweeps.predictions = {("tiny", 1): planned(32.0), ("tiny", 2): planned(32.0, on_gpu=False)}
     sweeps.make(steps=2, repeats=3)
-    steps = child.WARM_UP + 2 * 3 + child.EXTRA_STEPS
+    steps = child.WARM_UP + 2 * 3
     assert sweeps.timeouts == [bench.PATIENCE + bench.SLOWER * 2.0 * steps, 0, 0, 0, 0, 0]
     sweeps.timeouts.clear()
     sweeps.make(timeout=7.0, overwrite=True)
     assert sweeps.timeouts == [7.0] * 6
-
-
-def test_forecast():
-    forecast = Forecast(10)
-    fast, slow = planned(64.0), planned(32.0)  # steps of one and of two seconds
-    assert forecast.seconds(fast) == Forecast.START + 10
-    assert forecast.seconds({}) is None and forecast.left([fast, {}]) == ""
-    assert forecast.left([fast, slow]) == ", about 2 min left" and Forecast.START == 30
-    forecast.finished(fast, wall=25.0, step_seconds=2.0)  # twice as long, and five for the start
-    assert (forecast.seconds(fast), forecast.seconds(slow), forecast.seconds({})) == (25, 45, 25)
-    assert forecast.left([slow] * 4) == ", about 3 min left"
-    assert forecast.left([slow] * 400) == ", about 5.0 h left"
-    assert forecast.left([]) == ""
-    on_cpu = Forecast(10)
-    compared = planned(64.0, on_gpu=False)
-    assert on_cpu.seconds(compared) is None
-    on_cpu.finished(compared, wall=25.0, step_seconds=2.0)
-    assert on_cpu.seconds(planned(32.0, on_gpu=False)) == 45
 
 
 def test_time_left_is_said_and_known_again_after_an_interruption(sweeps, monkeypatch, capsys):
@@ -438,7 +420,7 @@ def test_time_left_is_said_and_known_again_after_an_interruption(sweeps, monkeyp
 
 
 def test_a_planner_that_dies_is_no_reason_to_stop(monkeypatch, capfd):
-    monkeypatch.setattr(bench, "PLANNER", (sys.executable, "-c", "raise SystemExit(3)"))
+    monkeypatch.setattr(child, "CHILD", (sys.executable, "-c", "raise SystemExit(3)"))
     runs, machine = bench.predict([{}, {}])
     assert (runs, machine) == ([{}, {}], None)
     assert "warning: the runs cannot be planned: the process that does it ended with 3" in (
@@ -476,14 +458,13 @@ TINY = {"model": "tiny", "from-scratch": True, "device": "cpu", "model-dtype": "
 TINY |= {"batch-size": 1, "seq-len": 16, "grad-accumulation": 1}
 
 
-def test_plans_of_runs(monkeypatch, tmp_path):
-    """The child's records of runs that fit, do not fit, and cannot be planned."""
-    job = {"runs": [TINY, TINY | {"memory-limit": "1MiB"}, TINY | {"seq-len": 4096}]}
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(job | {"parent": None})))
-    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "result.json"), str(tmp_path / "alive")])
-    measure.main()
-    assert (tmp_path / "alive").exists()
-    written = json.loads((tmp_path / "result.json").read_text())
+def test_plans_of_runs(tmp_path):
+    """The records of runs that fit, do not fit, and cannot be planned."""
+    noted = []
+    job = child.Job(note=noted.append, alive=tmp_path / "alive")
+    measure.plans(job, runs=[TINY, TINY | {"memory-limit": "1MiB"}, TINY | {"seq-len": 4096}])
+    assert job.alive.exists()
+    (written,) = noted
     found, none, wrong = written["runs"]
     assert (found["status"], found["message"], found["on_gpu"]) == ("fits", None, False)
     assert found["tokens_per_second"] == pytest.approx(16 / found["step_seconds"])
@@ -526,4 +507,4 @@ def test_a_sweep_on_a_gpu(tmp_path):
         assert made["result"]["memory"]["as_planned"] and made["result"]["predicted"] > 0
         (left_out,) = (r for r in runs if r["batch"] == made["batch"] and r["status"] != "ok")
         assert made["result"]["memory"]["planned"] == left_out["planned"]["device"]
-    assert 'id="predicted"' in (tmp_path / "s.html").read_text()
+    assert (tmp_path / "s.png").exists()

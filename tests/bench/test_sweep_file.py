@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from llmq.base.errors import ConfigError
+from llmq.bench.report import describe
 from llmq.bench.sweep_file import read_runs
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -25,12 +28,11 @@ def rows(tmp_path):
 
 
 def test_runs_have_lists_of_their_own_which_win(rows):
-    text = (
-        "batch-size: [1, 2]\nlr: 3\nruns:\n- {recompute-block: true}\n- {batch-size: [8], lr: 1}\n"
-    )
+    text = "batch-size: [1, 2]\nlr: 3\nruns:\n- {recompute-block: true}\n- {batch: [8], lr: 1}\n"
     names = ("recompute-block", "batch-size", "learning-rate")
     assert rows(text, names) == [(True, 1, 3), (True, 2, 3), (None, 8, 1)]
     assert rows(text, names, {"batch-size": "4"}) == [(True, "4", 3), (None, "4", 1)]
+    assert read_runs({"model": "tiny"}, None) == [{"from-scratch": True, "model": "tiny"}]
 
 
 def test_equal_runs_are_made_once(rows):
@@ -61,8 +63,29 @@ def test_the_file_of_the_page(tmp_path):
         ),
         ("batch-size: [0, 1]", r"--batch-size: must be at least 1.*\(run --model=tiny"),
         ("where: lr > 1", "unknown option where"),
+        ("runs: 3", "runs must be a list of mappings"),
+        ("a: [", "is not valid"),
+        ("batch-sise: 4", "unknown option batch-sise, did you mean batch-size"),
+        ("ckpt_interval: 4", "--ckpt-interval: has no effect on a benchmark"),
+        ("steps: 4", "--steps: has no effect on a benchmark"),
+        ("adapter: a", "--adapter: a benchmark has random weights: give the rank"),
+        ("batch: 4\nbatch_size: 2", "batch-size is given twice"),
+        ("runs:\n- lr: 1\n  lr: 2", "line 4: lr is given in line 3 too"),
+        ("runs: []", "an empty list"),
+        ("batch: []", "an empty list"),
     ],
 )
 def test_wrong_files(rows, text, message):
     with pytest.raises(ConfigError, match=message):
         rows(text, ())
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_runs({}, tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("file", sorted(BENCHMARKS.glob("*/*.yaml")), ids=lambda p: p.name)
+def test_our_own_files_are_valid(file):
+    for options in read_runs({}, file, trains=file.stem.endswith(("_law", "_losses"))):
+        assert describe(options)["model"]

@@ -12,6 +12,7 @@ from llmq.base.dtypes import BF16, E4M3, F32, I32
 from llmq.base.errors import ConfigError, warn_once
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator
+from llmq.bench.child import Job
 from llmq.commands.cli import _run
 from llmq.ops.attention import attention
 from llmq.ops.product import matmul, matmul_fused
@@ -27,7 +28,6 @@ from llmq.plan.plan import make_plan
 from llmq.plan.replay import replay
 from llmq.plan.target import MachineOptions, target
 from llmq.rig import steps
-from llmq.rig.child import Job
 from llmq.runtime.cost import MOVES, Kind
 from llmq.runtime.device import Event
 from llmq.runtime.machine import choose_machine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmq.rig import bus, child, exchanges, facts, load, steps
+from llmq.rig import bus, exchanges, facts, load, rig, steps
 from llmq.runtime.gpu_info import gpu_count
 from tests.conftest import gpu_problem
 from tests.rigs import job
@@ -46,7 +46,7 @@ def test_facts_of_a_gpu():
 @pytest.mark.parametrize("backend", exchanges.BACKENDS)
 def test_exchanges_between_gpus(backend):
     """In a process of its own: NCCL reads its settings once."""
-    found = child.run_part("exchanges", 60.0, {"backend": backend, "gpus": 2})
+    found = rig.run_part("exchanges", 60.0, {"backend": backend, "gpus": 2})
     assert found["error"] is None and found["result"]["intact"]
     assert 1 <= found["result"]["slowdown"] <= 2
     assert ("load" in found["result"]["operations"]) == (backend in ("nccl-off", "staged"))

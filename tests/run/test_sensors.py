@@ -462,7 +462,8 @@ def test_use_of_the_cpus_since_the_last_time(monkeypatch):
 def test_the_thread_reads_while_a_gpu_works_and_adds_no_waits():
     if problem := gpu_problem():
         pytest.skip(problem)
-    from llmq.bench.measure import host_work, open_trainer, random_batches
+    from llmq.bench.measure import open_trainer, random_batches
+    from tools.profile_step import host_work
 
     options = {"model": "tiny", "from-scratch": True, "batch-size": 2, "seq-len": 64, "gpus": 1}
     waits = []

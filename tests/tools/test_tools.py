@@ -8,8 +8,10 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from typer.testing import CliRunner
 
 from llmq.model.rings import Result
 from llmq.options.card_file import record_of
-from llmq.runtime.device import FUSED
+from llmq.runtime.device import FUSED, Device
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.timing import LaunchTime
 from tests.kept import kept
@@ -185,6 +187,55 @@ def test_breakdown(tool):
         ["c", "1", "0.000", "0.0%", "0", "0"],
         ["all", "4", "8.000"],
     ]
+
+
+class BusyGpu:
+    """Takes 0.2 s for what is enqueued; a further graph before its end blocks in the driver."""
+
+    kind, sync_calls = "cuda", 0
+    instead = Device.instead
+
+    def __init__(self):
+        self.free_at = time.perf_counter()
+
+    def synchronize(self):
+        self.sync_calls += 1
+        time.sleep(max(self.free_at - time.perf_counter(), 0))
+
+    def graph(self, key, fn):
+        time.sleep(max(self.free_at - time.perf_counter(), 0))
+        time.sleep(0.01)  # the host's work
+        self.free_at = time.perf_counter() + 0.2
+
+
+class StepOf:
+    """A step of three graphs, which waits for its results by itself."""
+
+    def __init__(self, dev):
+        self.dev = dev
+
+    def train(self, batches):
+        for _ in batches:
+            self.dev.graph(("micro_step",), None)
+        self.dev.synchronize()
+        time.sleep(0.05)
+        return 7
+
+
+def test_host_work_is_what_enqueueing_takes_without_waits(tool):
+    dev = BusyGpu()
+    step = StepOf(dev)
+    trainer = SimpleNamespace(
+        dev=dev,
+        ranks=SimpleNamespace(first=SimpleNamespace(step=step)),
+        enqueue_step=lambda batches: step.train(batches),
+        result=lambda ticket: time.sleep(0.3) if ticket == 7 else None,
+    )
+    seconds, waits = tool("profile_step").host_work(trainer, [1, 2, 3])
+    # The step's own wait of 0.2 s is a part of it; those between the micro-steps are not.
+    assert 0.27 <= seconds < 0.4
+    assert waits == 1
+    assert "graph" not in vars(dev) and "train" not in vars(step)
 
 
 def test_profile_step(tool):
