@@ -1,13 +1,10 @@
 """Collectives on the CPU: against NumPy, what they refuse, how they end, and what a plan counts."""
 
-import importlib
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 
 from llmq.base.dtypes import BF16, E4M3, F32, I32
 from llmq.comm.collectives import part
@@ -272,20 +269,3 @@ def test_one_rank_needs_nothing():
     every_call(plan)
     assert plan.arenas["pinned"].used == 0
     assert set(plan.bytes) == {"copy"}
-
-
-# -- the benchmark --
-
-
-def test_bench_comm(monkeypatch, capsys):
-    tools = Path(__file__).parents[2] / "tools"
-    monkeypatch.syspath_prepend(tools)
-    bench = importlib.import_module("bench_comm")
-    bench.main(gpus=2, sizes="1,2", backend="nccl", device="cpu")
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines] == [
-        [name, size] for name in ("all_gather", "all_to_all", "reduce_scatter") for size in "12"
-    ]
-    assert all(line.endswith("GB/s") for line in lines)
-    with pytest.raises(typer.BadParameter, match="use one of nccl, nccl-off, copies, staged"):
-        bench.main(backend="x")
