@@ -5,14 +5,18 @@ Both generations are read: transformers 4 (rope_theta, rope_scaling, torch_dtype
 (rope_parameters, dtype). A field that asks for what is not implemented is an error, never skipped.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmq.arch.halves import attention, embedding, head, mlp
 from llmq.arch.matrix import HalfSpec, Module
 from llmq.base.errors import ConfigError
-from llmq.base.step_inputs import Input
+
+if TYPE_CHECKING:  # --help does not wait for NumPy
+    from llmq.base.step_inputs import Input
 
 REQUIRED = object()
 _OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
