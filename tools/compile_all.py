@@ -32,6 +32,7 @@ from llmq.ops.common import CAPABILITY, GENERIC_FP8
 from llmq.ops.experts import route
 from llmq.options.options import TrainConfig
 from llmq.options.presets import PRESETS
+from llmq.ref.experts.route import sums_size
 from llmq.runtime.compile import Resources, compile_kernel
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.device import Launch as Launched
@@ -169,7 +170,7 @@ def note_routers(spec: DeviceSpec, noted: Launches) -> None:
         return dev.alloc("t", shape, dtype, "Activations")
 
     chosen, shares, logits = of(I32, S, top_k), of(F32, S, top_k), of(F32, S, E)
-    sums, factors = of(I64, route.sums_size(E)), of(F32, E + 1)
+    sums, factors = of(I64, sums_size(E)), of(F32, E + 1)
     for kind, renormalize in itertools.product(route.KINDS, (False, True)):
         how = {"kind": kind, "renormalize": renormalize}
         route.route(dev, chosen, shares, logits, sums=sums, **how)

@@ -42,6 +42,7 @@ from llmq.ops.pointwise import clock, elementwise, embedding, gelu, norm, reduce
 from llmq.ops.product import adapter, matmul, matmul_fused
 from llmq.ops.quantize import four_bits, fp8_scale, quantize, quantize_int8
 from llmq.ops.update import adamw, global_norm, muon
+from llmq.ref.experts.route import sums_size
 from llmq.ref.quantize.four_bits import scale_levels
 from llmq.runtime.attention_parts import divisions
 from llmq.runtime.device import FUSED, Device
@@ -778,7 +779,7 @@ def grouped_calls(R: int, N: int, K: int, E: int) -> list[Call]:
 
 def route_calls(rows: int, E: int, top_k: int) -> list[Call]:
     chosen, shares, logits = Spec((rows, top_k), I32), f32(rows, top_k), f32(rows, E)
-    sums = Spec((1, route.sums_size(E)), I64, 0)
+    sums = Spec((1, sums_size(E)), I64, 0)
     forward = {"chosen": chosen, "weights": shares, "logits": logits}
     backward = {"d_logits": bf16(rows, E), "d_weights": shares, "logits": logits}
     backward |= {"chosen": even_choice(rows, E, top_k)}

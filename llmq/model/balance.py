@@ -12,6 +12,7 @@ from llmq.base.dtypes import F32, I64
 from llmq.base.tensor import Tensor
 from llmq.ops.experts import route
 from llmq.options.options import StepOptions
+from llmq.ref.experts.route import sums_size
 from llmq.runtime.device import Device
 
 ROUTER_STATS = ("router_aux", "router_z", "router_entropy", "router_busiest")
@@ -30,7 +31,7 @@ class Balance:
         self.dev, E = dev, config.experts.count
         self.targets = targets.view(targets.size)
         self._layers = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
-        shape = (len(self._layers), route.sums_size(E))
+        shape = (len(self._layers), sums_size(E))
         self._sums = dev.alloc("router_sums", shape, I64, "Activations")
         self.totals = dev.alloc("router_totals", shape, I64, "Activations")
         self._factors = dev.alloc("router_factors", (E + 1,), F32, "Activations")

@@ -325,6 +325,17 @@ def expect_operands(
         raise TypeError(f"{op}: only fp8 codes have scales")
 
 
+def expect_scales(
+    op: str, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
+) -> None:
+    """Raise TypeError unless operands of a product have scales if they are fp8 codes, and only
+    then; and for codes that are both E5M2."""
+    if a.dtype is b.dtype is E5M2:
+        raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
+    if not (a.dtype in FP8) is (scale_a is not None) is (scale_b is not None):
+        raise TypeError(f"{op}: fp8 codes have scales, and only they")
+
+
 def expect_scale(op: str, name: str, moment: Tensor, scale: Tensor | None) -> None:
     """Raise TypeError unless a moment has scales if it is E4M3, and only then."""
     if (moment.dtype is E4M3) != (scale is not None):

@@ -57,7 +57,7 @@ def _padded(n: int) -> int:
     return -(-n // CODES_MULTIPLE) * CODES_MULTIPLE
 
 
-_FUNCTIONS = {"__builtins__": {}, "padded": _padded, "min": min}
+_FUNCTIONS = {"__builtins__": {}, "padded": _padded, "max": max}
 
 
 def _split(text: str) -> list[str]:
@@ -265,7 +265,7 @@ class Declaration:
             sizes: dict[str, Any] = {}
             by_name = {arg.name: arg for arg in self.args}
             tensors = [(by_name[name], tensor) for name, tensor in given.items()]
-            self._fit(tensors, sizes, on_gpu=False)
+            self._fit(tensors, sizes, on_gpu=False, complete=False)
             named = dict.fromkeys(dim.name for arg, _ in tensors for dim in arg.shape if dim.name)
             dims = tuple(sizes[name] for name in named)
             self._remember(key, dims)
@@ -277,10 +277,16 @@ class Declaration:
         self._known[key] = value
 
     def _fit(
-        self, pairs: list[tuple[Arg, Tensor | None]], sizes: dict[str, Any], on_gpu: bool
+        self,
+        pairs: list[tuple[Arg, Tensor | None]],
+        sizes: dict[str, Any],
+        on_gpu: bool,
+        *,
+        complete: bool = True,
     ) -> dict[str, DType]:
         """The dtypes of type variables. Adds to sizes; raises where a tensor fits neither these nor
-        what the kernel reads, which is thought to be right."""
+        what the kernel reads, which is thought to be right. complete: all arguments are there, and
+        sizes follow from them."""
         types: dict[str, DType] = {}
         given = [(arg, x) for arg, x in pairs if self._is_there(arg, x, on_gpu)]
         given.sort(key=lambda pair: (not pair[0].reads, pair[0].writes))
@@ -296,7 +302,7 @@ class Declaration:
         for arg, tensor in given:
             self._name_sizes(arg, tensor, sizes)
         for arg, tensor in given:
-            self._expect_shape(arg, tensor, sizes)
+            self._expect_shape(arg, tensor, sizes, complete)
         return types
 
     def _is_there(self, arg: Arg, tensor: Tensor | None, on_gpu: bool) -> bool:
@@ -331,10 +337,14 @@ class Declaration:
                 if dim.name and size % dim.factor == 0:
                     sizes.setdefault(dim.name, size // dim.factor)
 
-    def _expect_shape(self, arg: Arg, tensor: Tensor, sizes: Mapping[str, Any]) -> None:
+    def _expect_shape(
+        self, arg: Arg, tensor: Tensor, sizes: Mapping[str, Any], complete: bool
+    ) -> None:
         shape: list[Any] = []
-        for dim in arg.shape:
+        for place, dim in zip(range(-len(arg.shape), 0), arg.shape, strict=True):
             size = _value(dim.code, sizes)
+            if size is None and not complete and dim.name == "" and len(tensor.shape) >= -place:
+                size = tensor.shape[place]
             leading = sizes.get(dim.text, ()) if dim.leading else (size,)
             known = size is not None and prod(leading) == size
             shape += leading if known else [dim.text if size is None else f"*{size}"]

@@ -2,83 +2,97 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
-from llmq.base.dtypes import BF16, F32, I32
+from llmq.base.dtypes import BF16, F32
 from llmq.base.tensor import Tensor
-from llmq.ops.common import CAPABILITY, expect_float
+from llmq.ops.common import CAPABILITY
 from llmq.runtime.cost import BESIDE_ATTENTION, Cost, delta_cost
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, ceil_div
 
+MULTIPLE, MAX_HEAD = 32, 128  # of DK and DV
 SIZES = "i32 seq_len, i32 key_heads, i32 value_heads"
 FILE = "delta/delta_rule.cu"
+QKV = "T[B,seq_len,2*key_heads*DK + value_heads*DV]"
+OUT = "T[B,seq_len,value_heads*DV]"
+GATES = "f32[B,seq_len,2,value_heads]"
+STATE = "f32[B,value_heads,DK,DV]"
+# Tensors of every chunk of a sequence.
+FACTORS_OF = "f32[B,value_heads,chunks,6,64]"
+KEYS, VALUES = "T[B,value_heads,chunks,64,DK]", "T[B,value_heads,chunks,64,DV]"
+SQUARES, STATES_OF = "T[B,value_heads,chunks,64,64]", "T[B,value_heads,chunks,DV,DK]"
+_RULES = {
+    "where": "value_heads % key_heads",
+    "gpu": f"DK % {MULTIPLE}, DK <= {MAX_HEAD}, DV % {MULTIPLE}, DV <= {MAX_HEAD}",
+}
 PREPARE = Kernel(
     FILE,
     "delta_rule_prepare",
-    args="T* u, T* w, T*? inverse, T*? scores, f32* factors, const T* qkv, const f32* gates, "
-    f"const i32*? starts, {SIZES}, i32 carried",
+    f"out {VALUES} u, out {KEYS} w, out {SQUARES}? inverse, out {SQUARES}? scores, "
+    f"out {FACTORS_OF} factors, {QKV} qkv, {GATES} gates, i32[B,seq_len]? starts, {SIZES}, "
+    "i32 carried",
+    **_RULES,
 )
 SCAN = Kernel(
     FILE,
     "delta_rule_scan",
-    args="T* out, inout f32*? state, const T* qkv, const T* u, const T* w, const T* scores, "
-    f"const f32* factors, {SIZES}",
+    f"out {OUT} out, inout {STATE}? state, {QKV} qkv, {VALUES} u, {KEYS} w, {SQUARES} scores, "
+    f"{FACTORS_OF} factors, {SIZES}",
 )
 STATES = Kernel(
     FILE,
     "delta_rule_states",
-    args="T* states, T* changes, inout f32*? state, const T* qkv, const T* u, const T* w, "
-    f"const f32* factors, {SIZES}",
+    f"out {STATES_OF} states, out {VALUES} changes, inout {STATE}? state, {QKV} qkv, {VALUES} u, "
+    f"{KEYS} w, {FACTORS_OF} factors, {SIZES}",
 )
 SCAN_BACKWARD = Kernel(
     FILE,
     "delta_rule_scan_backward",
-    args="T* d_changes, T* d_states, inout f32*? d_state, const T* d_out, const T* qkv, "
-    f"const T* w, const T* scores, const f32* factors, {SIZES}",
+    f"out {VALUES} d_changes, out {STATES_OF} d_states, inout {STATE}? d_state, {OUT} d_out, "
+    f"{QKV} qkv, {KEYS} w, {SQUARES} scores, {FACTORS_OF} factors, {SIZES}",
 )
 GRADIENTS = Kernel(
     FILE,
     "delta_rule_gradients",
-    args="T* d_qkv, f32* d_gates, const T* d_out, const T* changes, const T* d_changes, "
-    "const T* states, const T* d_states, const T* inverse, const f32* factors, const T* qkv, "
-    f"const f32* gates, const i32*? starts, {SIZES}, i32 carried",
+    f"out {QKV} d_qkv, out {GATES} d_gates, {OUT} d_out, {VALUES} changes, {VALUES} d_changes, "
+    f"{STATES_OF} states, {STATES_OF} d_states, {SQUARES} inverse, {FACTORS_OF} factors, "
+    f"{QKV} qkv, {GATES} gates, i32[B,seq_len]? starts, {SIZES}, i32 carried",
 )
 RECURRENCE = Kernel(
     FILE,
     "delta_rule_recurrence",
-    args=f"T* out, inout f32* state, const T* qkv, const f32* gates, {SIZES}",
+    f"out {OUT} out, inout {STATE} state, {QKV} qkv, {GATES} gates, {SIZES}",
+    **_RULES,
 )
 
-# Scans on Hopper, whose tensors are matrices: rows of tokens, of chunks or of states.
-SCAN_SM90 = Kernel(
-    FILE,
-    "delta_rule_scan_sm90",
-    args="T[64]* out, inout f32*? state, const T[32]* qkv, const T[64]* u, const T[32]* w, "
-    f"const T[32]* scores, const f32* factors, {SIZES}",
-    capability=CAPABILITY,
-)
-STATES_SM90 = Kernel(
-    FILE,
-    "delta_rule_states_sm90",
-    args="T[64]* states, T[64]* changes, inout f32*? state, const T[32]* qkv, const T[64]* u, "
-    f"const T[32]* w, const f32* factors, {SIZES}",
-    capability=CAPABILITY,
-)
-SCAN_BACKWARD_SM90 = Kernel(
-    FILE,
-    "delta_rule_scan_backward_sm90",
-    args="T[64]* d_changes, T[64]* d_states, inout f32*? d_state, const T[64]* d_out, "
-    f"const T[32]* qkv, const T[32]* w, const T[32]* scores, const f32* factors, {SIZES}",
-    capability=CAPABILITY,
-)
-ON_HOPPER = {SCAN: SCAN_SM90, STATES: STATES_SM90, SCAN_BACKWARD: SCAN_BACKWARD_SM90}
+
+def _on_hopper(kernel: Kernel, **box_rows: int) -> Kernel:
+    """The scan of delta_sm90.cuh: these tensors are matrices for it, of the same rows."""
+    args = []
+    for text, arg in zip(kernel.args.split(", "), kernel.declared, strict=True):
+        if rows := box_rows.get(arg.name):
+            access = text.partition("T[")[0]
+            *leading, last = (dim.text for dim in arg.shape)
+            text = f"box{rows} {access}T[{'*'.join(leading)},{last}] {arg.name}"
+        args.append(text)
+    entry = f"{kernel.entry}_sm90"
+    return replace(kernel, entry=entry, args=", ".join(args), capability=CAPABILITY)
+
+
+ON_HOPPER = {
+    SCAN: _on_hopper(SCAN, out=64, qkv=32, u=64, w=32, scores=32),
+    STATES: _on_hopper(STATES, states=64, changes=64, qkv=32, u=64, w=32),
+    SCAN_BACKWARD: _on_hopper(
+        SCAN_BACKWARD, d_changes=64, d_states=64, d_out=64, qkv=32, w=32, scores=32
+    ),
+}
 
 CHUNK = 64  # tokens
 THREADS, RECURRENCE_THREADS, HOPPER_THREADS = 256, 128, 192
 STAGES = 4  # tiles that a scan has in shared memory
 FACTORS = 6  # numbers of a token
-MULTIPLE, MAX_HEAD = 32, 128  # of DK and DV
 FEW_TOKENS = 8  # for which steps are less work than a chunk
 
 
@@ -104,31 +118,14 @@ class _Call:
         op: str,
         dev: Device,
         qkv: Tensor,
-        gates: Tensor,
         heads: Heads,
         starts: Tensor | None,
         state: Tensor | None,
     ):
         Hk, Hv, DK, DV = heads
-        on_gpu = dev.spec.capability > 0
-        if on_gpu and any(d % MULTIPLE or not 0 < d <= MAX_HEAD for d in (DK, DV)):
-            raise ValueError(
-                f"{op}: DK and DV must be multiples of {MULTIPLE} up to {MAX_HEAD} on a GPU, "
-                f"got {DK} and {DV}"
-            )
-        if Hv % Hk:
-            raise ValueError(f"{op}: {Hk} key heads do not divide {Hv} value heads")
-        expect_float(op, "qkv", qkv)
-        if len(qkv.shape) != 3 or qkv.shape[2] != heads.channels:
-            raise ValueError(f"{op}: qkv must have shape (B, T, {heads.channels}), got {qkv.shape}")
-        B, T, _ = qkv.shape
-        expect(op, "gates", gates, F32, (B, T, 2, Hv))
-        if starts is not None:
-            expect(op, "starts", starts, I32, (B, T))
-        if state is not None:
-            expect(op, "state", state, F32, (B, Hv, DK, DV))
-            if starts is not None:
-                raise ValueError(f"{op}: a state belongs to one document, starts must be None")
+        B, T = PREPARE.dims(qkv=qkv)
+        if state is not None and starts is not None:
+            raise ValueError(f"{op}: a state belongs to one document, starts must be None")
         self.dev, self.heads, self.B, self.T = dev, heads, B, T
         self.dtype, self.carried = qkv.dtype, int(state is not None)
         self.chunks = ceil_div(T, CHUNK)
@@ -234,23 +231,15 @@ def forward(
 
     Value head h has the queries and keys of head h * Hk // Hv; they are divided by their lengths.
 
-    Args:
-        out     out    T   (B,T,Hv*DV)            F32 or BF16
-        qkv     in     T   (B,T,2*Hk*DK+Hv*DV)    all queries, all keys, all values; DK, DV
-                                                  multiples of 32 up to 128 (on a GPU)
-        gates   in     F32 (B,T,2,Hv)             decays, at most 0, and betas; chunks take decays
-                                                  below -128, where exp is 0, as -128
-        starts  in     I32 (B,T) or None          where each one's document starts; None: 0
-        state   inout  F32 (B,Hv,DK,DV) or None   of the text before, then of it and this one; None:
-                                                  0, and it is not kept; not with starts
+    qkv: all queries, all keys, all values. gates: decays, at most 0, and betas. starts: where each
+    token's document starts; None: 0. state: of the text before, then of it and this one, not with
+    starts; None: 0, and it is not kept.
 
     Cost:    64 * (3 DK + 2 DV) + 3 DK DV FMAs for a token and a value head, on tensor cores; two
              launches.
     Workspace: 64 + DK + DV elements of T and 6 F32 for a token and a value head.
     """
-    op = "delta_rule.forward"
-    call = _Call(op, dev, qkv, gates, heads, starts, state)
-    expect(op, "out", out, qkv.dtype, (call.B, call.T, heads.Hv * heads.DV))
+    call = _Call("delta_rule.forward", dev, qkv, heads, starts, state)
     with call.scratch("u", "w", "scores", "factors") as (u, w, scores, factors):
         call.prepare((u, w, None, scores, factors), (qkv, gates, starts))
         call.scan(SCAN, (out, state, qkv, u, w, scores, factors), 3)
@@ -270,12 +259,8 @@ def backward(
 ) -> None:
     """The gradients of forward's inputs; what it computed is computed again.
 
-    Args as forward's, and
-        d_qkv    out    T   as qkv
-        d_gates  out    F32 as gates; 0 for betas of 0, where sigmoid's slope is 0
-        d_out    in     T   as out
-        state    inout  as in front of the text, then behind it; needs d_state
-        d_state  inout  F32 as state    gradient of the state behind, then of that in front
+    state: as in front of the text, then behind it. d_state: the gradient of the state behind, then
+    of that in front; both are given, or none.
 
     Cost:    64 * (7 DK + 5 DV) + 8 DK DV FMAs for a token and a value head, on tensor cores; four
              launches.
@@ -283,15 +268,10 @@ def backward(
              head.
     """
     op = "delta_rule.backward"
-    call = _Call(op, dev, qkv, gates, heads, starts, state)
-    Hk, Hv, DK, DV = heads
-    expect(op, "d_qkv", d_qkv, qkv.dtype, qkv.shape)
-    expect(op, "d_gates", d_gates, F32, gates.shape)
-    expect(op, "d_out", d_out, qkv.dtype, (call.B, call.T, Hv * DV))
+    call = _Call(op, dev, qkv, heads, starts, state)
+    Hk, _, DK, DV = heads
     if (state is None) != (d_state is None):
         raise ValueError(f"{op}: state and d_state are given together, or none of them")
-    if d_state is not None:
-        expect(op, "d_state", d_state, F32, state.shape)
     names = ("u", "w", "inverse", "scores", "factors")
     with call.scratch(*names, "states", "changes", "d_states") as (
         *made,
@@ -321,9 +301,7 @@ def recurrence(
     dev: Device, out: Tensor, state: Tensor, qkv: Tensor, gates: Tensor, heads: Heads
 ) -> None:
     """As forward with a state, token by token: for the few tokens that a text is continued by."""
-    op = "delta_rule.recurrence"
-    call = _Call(op, dev, qkv, gates, heads, None, state)
-    expect(op, "out", out, qkv.dtype, (call.B, call.T, heads.Hv * heads.DV))
+    call = _Call("delta_rule.recurrence", dev, qkv, heads, None, state)
     args, grid = (out, state, qkv, gates, *call.sizes), (ceil_div(heads.DV, 32), heads.Hv, call.B)
     threads, cost = RECURRENCE_THREADS, BESIDE_ATTENTION
     dev.launch(RECURRENCE, grid, threads, args, consts=call.consts, cost=cost)

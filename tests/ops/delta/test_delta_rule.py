@@ -397,7 +397,7 @@ def test_when_scans_are_those_of_hopper(B, T, DK, DV, dtype, state, chosen):
 WRONG = [
     ({"gates": ((1, 4, 2, 2), BF16)}, TypeError, "gates must be F32"),
     ({"gates": ((1, 4, 2, 1), F32)}, ValueError, "gates must have shape"),
-    ({"qkv": ((1, 4, 128), BF16)}, ValueError, r"qkv must have shape \(B, T, 256\)"),
+    ({"qkv": ((1, 4, 128), BF16)}, ValueError, r"qkv must have shape \(1, 4, 256\)"),
     ({"starts": ((1, 4), I32)}, ValueError, "a state belongs to one document"),
     ({"out": ((1, 4, 64), BF16)}, ValueError, "out must have shape"),
 ]
@@ -409,7 +409,7 @@ def test_wrong_arguments_raise(change, error, text):
     specs |= {"state": ((1, 2, 64, 64), F32)} | change
     plan = PlanDevice(GPU_SPEC)
     tensors = {k: plan.alloc(k, *v, "Activations") for k, v in specs.items()}
-    with pytest.raises(error, match=f"delta_rule.forward: {text}"):
+    with pytest.raises(error, match=f"delta_rule.(prepare|scan|forward): {text}"):
         delta_rule.forward(plan, **tensors, heads=Heads(1, 2, 64, 64))
 
 
@@ -417,5 +417,7 @@ def test_heads_that_no_kernel_has_are_refused_on_a_gpu():
     plan = PlanDevice(GPU_SPEC)
     qkv = plan.alloc("qkv", (1, 4, 48), F32, "Activations")
     gates = plan.alloc("gates", (1, 4, 2, 1), F32, "Activations")
-    with pytest.raises(ValueError, match="DK and DV must be multiples of 32 up to 128 on a GPU"):
+    with pytest.raises(
+        ValueError, match="delta_rule_prepare: DK must be a multiple of 32 on a GPU, got 16"
+    ):
         delta_rule.forward(plan, qkv, qkv, gates, Heads(1, 1, 16, 16))

@@ -70,9 +70,9 @@ def test_a_text_that_goes_on(dev, rng):
 
 WRONG = [
     ({"out": ((1, 4, 8), F32)}, TypeError, "out must be BF16"),
-    ({"x": ((1, 4, 4), BF16)}, ValueError, "x has fewer columns than the 8 channels"),
-    ({"weight": ((8, 1), BF16)}, ValueError, "x must have shape"),
-    ({"x": ((1, 4, 10), BF16)}, ValueError, "channels and columns must be multiples of 4 on a GPU"),
+    ({"x": ((1, 4, 4), BF16)}, ValueError, "channels must be at most 4, got 8"),
+    ({"weight": ((8, 1), BF16)}, ValueError, "taps must be at least 2, got 1"),
+    ({"x": ((1, 4, 10), BF16)}, ValueError, "columns must be a multiple of 4 on a GPU, got 10"),
     ({"starts": ((1, 5), I32)}, ValueError, "starts must have shape"),
     ({"before": ((1, 2, 8), F32)}, ValueError, "before must have shape"),
 ]

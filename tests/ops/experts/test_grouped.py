@@ -199,13 +199,19 @@ def test_wrong_arguments():
         make((4,), I32),
     )
     op.grouped_matmul(dev, out, x, w, starts)
-    with pytest.raises(ValueError, match=r"grouped_matmul: w must have shape \(3, 16, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"grouped_product: w must have shape \(3, 8, 8\), got \(3, 8, 16\)"
+    ):
         op.grouped_matmul(dev, out, x, w, starts, trans_b=True)
-    with pytest.raises(TypeError, match="grouped_matmul: x must be BF16, got F32"):
+    with pytest.raises(
+        TypeError, match="grouped_matmul: out, x and w must have one dtype, got BF16, F32, BF16"
+    ):
         op.grouped_matmul(dev, out, make((6, 8), F32), w, starts)
-    with pytest.raises(ValueError, match=r"N or K must be a multiple of 8 on a GPU, got 12"):
+    with pytest.raises(
+        ValueError, match="grouped_product: K must be a multiple of 8 on a GPU, got 12"
+    ):
         op.grouped_matmul(dev, out, make((6, 12), BF16), make((3, 12, 16), BF16), starts)
-    with pytest.raises(TypeError, match="grouped_matmul: starts must be I32, got F32"):
+    with pytest.raises(TypeError, match="grouped_product: starts must be I32, got F32"):
         op.grouped_matmul(dev, out, x, w, make((4,), F32))
     scalars = make((16,), I32)
     with pytest.raises(ValueError, match=r"grouped_gradient: d_w must have shape \(3, 16, 8\)"):
