@@ -6,9 +6,9 @@ import errno
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.options.foreign import answer
 from llmq.options.option_types import (
     NEWEST,
     Option,
@@ -60,6 +61,36 @@ def _write(formatter: Any, title: str, records: list[Record]) -> None:
             formatter.write("".join(f"{line.rstrip()}\n" for line in lines))
 
 
+def _foreign(args: Sequence[str], known: Collection[str]) -> list[str]:
+    """Lines about the options of a command line that are none of this command's `known` ones; none
+    unless a name of another trainer, or with _ for -, is among the options."""
+    lines, answered = [], False
+    for index, arg in enumerate(args):
+        flag, equals, text = arg.partition("=")
+        if not flag.startswith("--") or flag in known or arg == "--":
+            continue
+        values = [text] if equals else [*takewhile(_is_value, args[index + 1 :])]
+        line = answer(flag[2:], values or None)
+        if (ours := flag.replace("_", "-")) in known:
+            line = f"{flag} is {' '.join([ours, *values])} here"
+        elif line is not None and not _offered(line, known):
+            line = None
+        answered |= line is not None
+        lines.append(line or f"{flag} is no option")
+    return lines if answered else []
+
+
+def _is_value(word: str) -> bool:
+    """Whether a word of a command line is no option."""
+    return not word.startswith("-") or re.fullmatch(r"-[\d.]+", word) is not None
+
+
+def _offered(line: str, known: Collection[str]) -> bool:
+    """Whether this command has the option that a line about another trainer's name advises."""
+    advised = re.search(r": use (--[a-z0-9-]+)", line)
+    return advised is None or advised[1] in known
+
+
 class Command(TyperCommand):
     """A command whose help shows its options in the groups that they are declared in.
 
@@ -72,7 +103,17 @@ class Command(TyperCommand):
             name, equals, value = arg.partition("=")
             if name in _PATHS and (value if equals else following) == "":
                 raise ConfigError(f"{name}: is empty: give a path")
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, [*args])
+        except UsageError as error:
+            known = {flag for param in self.params for flag in (*param.opts, *param.secondary_opts)}
+            lines = _foreign(args, known) if hasattr(error, "possibilities") else []
+            if not lines:
+                raise
+            if len(lines) == 1:
+                raise ConfigError(lines[0]) from None
+            details = [f"  {line}" for line in lines]
+            raise ConfigError(f"{len(lines)} options are not llmq's:", details) from None
 
     def shown(self, ctx: Any, parameter: Any) -> bool:
         """Whether --help has an option."""

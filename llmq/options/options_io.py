@@ -3,12 +3,13 @@
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
+from llmq.options.foreign import answer
 from llmq.options.loss_params import named_texts, named_values
 from llmq.options.options import GROUPS, OPTIONS, TrainConfig
 from llmq.options.removed import REMOVED, current_options
@@ -17,6 +18,7 @@ from llmq.options.sizes import SIZES
 
 FIELDS = {flag: name for name, opt in OPTIONS.items() for flag in opt.flags}
 """Fields of options, by each of their flags."""
+MOST_WRONG = 50  # lines of an error
 # `llmq train` takes these beside the options of a run.
 COMMAND_LINE_ONLY = {"auto", "config", "dry-run", "help", "reserve", "restarts", "save-config"}
 
@@ -110,50 +112,67 @@ def _merged(values: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, An
 
 def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Converted values by field name, without those that are None; where: prefix of messages.
-    Removed options become today's, with a warning for each."""
+    Removed options become today's, with a warning for each. ConfigError names all wrong keys, and
+    all wrong values of known ones."""
     given: dict[str, Any] = {}
-    for key, value in _flat(values, where):
-        name = _field_of(key, where)
-        if value is None:
-            continue
+    wrong: list[str] = []
+    for key, value, group in _flat(values):
+        name, problem = _field_of(key, value, group)
         if name in given:
-            raise ConfigError(f"{where}{key} is given twice, under two names")
-        given[name] = value
+            problem = f"{key} is given twice, under two names"
+        if problem is not None:
+            wrong.append(problem)
+        elif value is not None:
+            given[name] = value
     if not REMOVED.keys().isdisjoint(given):
         given = current_options(given, where, every=True)
-    try:
-        return {name: OPTIONS[name].convert(value) for name, value in given.items()}
-    except ConfigError as error:
-        raise ConfigError(f"{where}{error}") from None
+    for name, value in given.items():
+        try:
+            given[name] = OPTIONS[name].convert(value)
+        except ConfigError as error:
+            wrong.append(error.headline)
+    _refuse(wrong, where)
+    return given
 
 
-def _flat(values: Mapping[str, Any], where: str) -> Iterator[tuple[Any, Any]]:
-    """Keys and values, also of options inside their groups: `memory: {recompute-block: true}`."""
+def _refuse(wrong: Sequence[str], where: str) -> None:
+    """ConfigError if anything is wrong: in its line, or in a line each."""
+    if len(wrong) == 1:
+        raise ConfigError(f"{where}{wrong[0]}")
+    if wrong:
+        more = [f"  and {len(wrong) - MOST_WRONG} more"] if len(wrong) > MOST_WRONG else []
+        lines = [f"  {line}" for line in wrong[:MOST_WRONG]]
+        raise ConfigError(f"{where}{len(wrong)} options are wrong:", [*lines, *more])
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, str | None]]:
+    """Keys and values, also of options inside their groups, `memory: {recompute-block: true}`, with
+    the group then."""
     for key, value in values.items():
-        group = GROUPS.get(key)
-        if group is None or not isinstance(value, Mapping):
-            yield key, value
-            continue
-        fields = {field.name for field in dataclasses.fields(group)}
-        for inner, of_option in value.items():
-            if (name := _field_of(inner, where)) not in fields and name not in REMOVED:
-                home = next(g for g, c in GROUPS.items() if hasattr(c, name))
-                raise ConfigError(f"{where}{key}: {inner} is of the group {home}")
-            yield inner, of_option
+        if key in GROUPS and isinstance(value, Mapping):
+            yield from ((inner, of_option, key) for inner, of_option in value.items())
+        else:
+            yield key, value, None
 
 
-def _field_of(key: Any, where: str) -> str:
-    """The field of a key, also of a removed option. ConfigError for any other."""
+def _field_of(key: Any, value: Any, group: str | None) -> tuple[str | None, str | None]:
+    """The field of a key, also of a removed option; and None, or what is wrong with the key."""
     flag = str(key).replace("_", "-")
+    name = FIELDS.get(flag, flag.replace("-", "_"))
+    if (foreign := answer(str(key), value)) is not None and name not in REMOVED:
+        return None, foreign
+    if name in REMOVED:
+        return name, None
     if flag in FIELDS:
-        return FIELDS[flag]
-    if (removed := flag.replace("-", "_")) in REMOVED:
-        return removed
+        if group is None or name in {field.name for field in dataclasses.fields(GROUPS[group])}:
+            return name, None
+        home = next(g for g, c in GROUPS.items() if hasattr(c, name))
+        return None, f"{group}: {key} is of the group {home}"
     if flag in COMMAND_LINE_ONLY:
-        raise ConfigError(f"{where}{key} is for the command line of llmq train only")
+        return None, f"{key} is for the command line of llmq train only"
     near = difflib.get_close_matches(flag, FIELDS, n=1)
     hint = f", did you mean {near[0]}?" if near else "; llmq train --help lists them"
-    raise ConfigError(f"{where}unknown option {key}{hint}")
+    return None, f"unknown option {key}{hint}"
 
 
 def _of_file(file: Path | None) -> dict[str, Any]:

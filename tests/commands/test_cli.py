@@ -432,7 +432,7 @@ def test_commands_call_their_implementation(stub, args, target, expected):
     [
         ("train", "--model: is missing: give the directory of a Hugging Face model, a repository"),
         ("train --model gpt2", "add --from-scratch, or give openai-community/gpt2 with --download"),
-        ("train --eval-every 10", "--eval-every, did you mean --eval-every-n-steps?"),
+        ("train --eval-every 10", "eval-every is a name of nanochat: use --eval-every-n-steps 10"),
         ("train --step=10", "--step, did you mean --steps?"),
         ("eval x --task hellaswag", "a kind, and no file: `llmq data hellaswag` fetches data/hell"),
         ("eval x --task arc_easy", "data set allenai/ai2_arc of the hub, and give it as --task"),

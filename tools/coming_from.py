@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""Writes into docs/coming-from.md the names of other trainers' options, with those here.
+
+    PYTHONPATH=. tools/coming_from.py
+
+The tables are those of llmq/options/foreign.py, one for each trainer, between two comments of the
+page.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from llmq.options.foreign import FOREIGN, OUT, PEERS, Answers
+
+PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
+BEGIN, END = "<!-- written by tools/coming_from.py -->\n", "<!-- until here -->\n"
+
+
+def cell(answers: Answers) -> str:
+    """The answer to a name as Markdown, or the answers by value, that of other values last; what is
+    off is left out, which goes without saying."""
+    if isinstance(answers, str):
+        return _marked(answers)
+    by_text: dict[str, list[str]] = {}
+    for value, text in answers.items():
+        if value and (value, text) != ("false", OUT):
+            by_text.setdefault(text, []).append(f"`{value}`")
+    rows = [f"{', '.join(values)}: {_marked(text)}" for text, values in by_text.items()]
+    rows += [f"{'else ' * bool(rows)}{_marked(answers[''])}"] if "" in answers else []
+    return "; ".join(rows)
+
+
+def _marked(text: str) -> str:
+    """Text with options and commands in code style, and capitals for what stands in braces."""
+    text = re.sub(r"\{(\w+)\}", lambda word: word[1].upper(), text)
+    code = re.match(r"(?:--|llmq )[^,:;]*(?::(?=\S)[^,:;]*)*", text)
+    return text if code is None else f"`{code[0].strip('`')}`{text[code.end() :]}"
+
+
+def tables() -> str:
+    """A heading and a table for each trainer."""
+    blocks = []
+    for peer in PEERS:
+        rows = [
+            f"| `{name}` | {cell(found.answers)} |"
+            for name, found in FOREIGN.items()
+            if peer in found.peers.split(", ")
+        ]
+        blocks.append("\n".join([f"## {peer}\n", "| there | here |", "| --- | --- |", *rows, ""]))
+    return "\n".join(blocks)
+
+
+def main() -> None:
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    PAGE.write_text(f"{head}{BEGIN}\n{tables()}\n{END}{tail}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
