@@ -240,7 +240,7 @@ class Architecture:
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """Fields that a model of this architecture must have, given its other fields."""
-        names = "windowed_layers local_rope_theta query_pre_attn_scalar logit_softcap".split()
+        names = "windowed_layers local_rope_theta attention_scale logit_softcap".split()
         names += ["experts", "delta"]
         others = dict.fromkeys(name for name in names if name not in self.own_fields)
         return self.kinds(model.qkv_bias, model.mlp_bias) | others

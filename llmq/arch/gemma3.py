@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import GgufKind, get, reject
+from llmq.arch.common import GgufKind, get, reject, size
 from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily, all_but_every
 from llmq.base.errors import ConfigError
 
@@ -31,7 +31,7 @@ class Gemma3(RopeFamily):
     qkv_bias = None
     o_bias = None
     head_dim = 256
-    own_fields = ("windowed_layers", "local_rope_theta", "query_pre_attn_scalar", "logit_softcap")
+    own_fields = ("windowed_layers", "local_rope_theta", "attention_scale", "logit_softcap")
     windowed = True
     sliding_window = 4096
     full_every = 6
@@ -62,15 +62,15 @@ class Gemma3(RopeFamily):
             )
         local = get(rope, WINDOWED, dict, None) or {}
         reject(local, "rope_type", "default")
-        defaults = {"rope_theta": 1e6, "tie_word_embeddings": True}
+        defaults = {"rope_theta": 1e6, "tie_word_embeddings": True, "query_pre_attn_scalar": 256}
         own = ("hidden_act", "rope_parameters")
         shared = {name: value for name, value in hf.items() if name not in own}
-        fields = super().read_sizes(defaults | shared | {"rope_parameters": rope.get(FULL)})
-        scalar = get(hf, "query_pre_attn_scalar", int, 256)
+        given = defaults | shared | {"rope_parameters": rope.get(FULL)}
+        fields, scalar = super().read_sizes(given), size(given, "query_pre_attn_scalar")
         theta = get(hf, "rope_local_base_freq", float, 1e4)
         return fields | {
             "local_rope_theta": get(local, "rope_theta", float, theta),
-            "query_pre_attn_scalar": None if scalar == fields["head_dim"] else scalar,
+            "attention_scale": None if scalar == fields["head_dim"] else scalar**-0.5,
             "logit_softcap": get(hf, "final_logit_softcapping", float, None),
         }
 
@@ -78,12 +78,13 @@ class Gemma3(RopeFamily):
         fields = super().write_sizes(model)
         del fields["hidden_act"]
         windowed, local = model.windowed_layers, model.local_rope_theta
+        scale = model.attention_scale
         every = (*windowed, False).index(False) + 1
         if windowed == all_but_every(every, model.num_layers):
             fields[self.older_windows] = every
         return fields | {
             "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim,
+            "query_pre_attn_scalar": model.head_dim if scale is None else round(scale**-2),
             "attn_logit_softcapping": None,
             "final_logit_softcapping": model.logit_softcap,
             "rope_local_base_freq": local,

@@ -83,8 +83,8 @@ class ModelConfig:
     """Part of a head's channels that is rotated: the first ones."""
     local_rope_theta: float | None = None
     """Base of the rotary frequencies of layers with a window, not stretched; None: as in others."""
-    query_pre_attn_scalar: int | None = None
-    """Scores are divided by its root; None: by that of Hd. RoPE's tables have the difference."""
+    attention_scale: float | None = None
+    """Factor of attention's scores; None: 1 / sqrt(Hd)."""
     logit_softcap: float | None = None
     """It times tanh of a logit over it stands for each logit; None: itself."""
     qk_norm: bool
@@ -153,18 +153,16 @@ class ModelConfig:
         return longest_sequence(self.rope_scaling, self.max_positions)
 
     def rope_of(self, layer: int) -> Rope | None:
-        """The rotary frequencies in a layer; None without RoPE. length: of the table's rows, which
-        makes scores what query_pre_attn_scalar and the scaling say; where only a part is rotated,
-        there is no query_pre_attn_scalar."""
+        """The rotary frequencies in a layer; None without RoPE. length: of the table's rows, as
+        the scaling says."""
         if self.positions != "rope":
             return None
-        length = (self.head_dim / (self.query_pre_attn_scalar or self.head_dim)) ** 0.25
         windowed = self.windowed_layers is None or self.windowed_layers[layer]
         if windowed and self.local_rope_theta is not None:
-            return Rope(self.local_rope_theta, None, length, self.rotary_dim)
-        if self.rope_scaling is not None:
-            length *= self.rope_scaling.attention(self.max_positions)
-        return Rope(self.rope_theta, self.rope_scaling, length, self.rotary_dim)
+            return Rope(self.local_rope_theta, None, 1.0, self.rotary_dim)
+        scaling = self.rope_scaling
+        length = 1.0 if scaling is None else scaling.attention(self.max_positions)
+        return Rope(self.rope_theta, scaling, length, self.rotary_dim)
 
     @property
     def qkv_channels(self) -> int:
@@ -287,9 +285,9 @@ class ModelConfig:
             self.delta.validate(self.num_layers)
         if not 0 < self.rope_theta < math.inf:
             raise ConfigError(f"model rope_theta: must be positive, got {self.rope_theta}")
-        scalar = self.query_pre_attn_scalar
-        if scalar is not None and scalar <= 0:
-            raise ConfigError(f"model query_pre_attn_scalar: must be positive, got {scalar}")
+        scale = self.attention_scale
+        if scale is not None and not 0 < scale < math.inf:
+            raise ConfigError(f"model attention_scale: must be positive, got {scale}")
         part = self.partial_rotary_factor
         turned = self.rotary_dim if self.positions == "rope" else 2
         if not 0 < part <= 1 or turned < 2 or turned % 2:

@@ -191,7 +191,7 @@ _MORE = {
     "gemma-3-12b": _windows(48, 1024) | _STRETCHED,
     "gemma-3-27b": _windows(62, 1024)
     | _STRETCHED
-    | {"head_dim": 128, "query_pre_attn_scalar": 168},
+    | {"head_dim": 128, "attention_scale": 168**-0.5},
     "tiny-gemma3": _windows(6, 256),
     "Qwen3-30B-A3B": _experts(128, 8, 768, renormalize=True),
     "Qwen3-235B-A22B": _experts(128, 8, 1536, renormalize=True),

@@ -132,7 +132,8 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
                 case = (config.attention, model.head_dim, config.local_seq_len, window)
                 _, ways = directions(*case, machine.spec.capability)
                 for parts in {1, config.attn_bwd_chunks}:  # what the plan chooses is between them
-                    how = {"window": window, "backward": "cudnn" in ways}
+                    how = {"window": window, "scale": model.attention_scale}
+                    how |= {"backward": "cudnn" in ways}
                     library.check(*sizes, chunks=parts, **how)
     except LlmqError as error:
         if config.attention == "cudnn":

@@ -6,7 +6,7 @@ stream breaks a graph capture. One object serves one device and one thread.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmq.base.dtypes import BF16, DType
 from llmq.base.errors import LlmqError
@@ -74,6 +74,13 @@ class _Plan:
     workspace: int
 
 
+class _Scores(NamedTuple):
+    """window: keys up to its own that a query sees. scale: factor of scores."""
+
+    window: int
+    scale: float
+
+
 class CudnnError(Exception):
     """The library did not enqueue something, and says why."""
 
@@ -128,25 +135,27 @@ class CudnnAttention:
         *sizes: int,
         chunks: int = 1,
         window: int | None = None,
+        scale: float | None = None,
         backward: bool = True,
     ) -> None:
         """Raise LlmqError where forward or deterministic backward will not run on this GPU. sizes:
         T, Hq, Hkv, Hd. chunks: of attention.backward. window: keys up to its own that a query sees.
-        backward: False where it is not needed."""
-        T, Hq, Hkv, _ = sizes
-        window = window or T
-        forward = self._plan("forward", (B, *sizes), False, window)
+        scale: of scores; None: 1 / sqrt(Hd). backward: False where it is not needed."""
+        T, Hq, Hkv, Hd = sizes
+        scores = _Scores(window or T, scale or Hd**-0.5)
+        forward = self._plan("forward", (B, *sizes), False, scores)
         _expect_workspace(forward.workspace, FORWARD_WORKSPACE_BYTES)
         if not backward:
             return
         sequences, parts = split(B, chunks)
         for group in head_groups(Hq, Hkv, parts):
-            needed = self._plan("backward", (sequences, *sizes), True, window, group).workspace
+            needed = self._plan("backward", (sequences, *sizes), True, scores, group).workspace
             _expect_workspace(needed, divided_workspace_bytes(sequences, *sizes, parts))
 
     def forward(self, stream: int, *args: Any) -> None:
-        out, lse, qkv, T, Hq, Hkv, _, window, workspace = args
-        plan = self._plan("forward", (qkv.shape[0], T, Hq, Hkv, qkv.shape[3]), False, window)
+        out, lse, qkv, T, Hq, Hkv, _, window, scale, workspace = args
+        shape = (qkv.shape[0], T, Hq, Hkv, qkv.shape[3])
+        plan = self._plan("forward", shape, False, _Scores(window, scale))
         pointers = {**_packed("", qkv, Hq, Hkv), "out": out.ptr, "lse": lse.ptr}
         self._execute(plan, stream, pointers, workspace)
 
@@ -154,11 +163,12 @@ class CudnnAttention:
         """d_kv: (2, Hq, T, Hd), what each query head adds to the gradients of keys and values,
         where `parts` divide the query heads of one of these; the batch is 1 then."""
         d_qkv, d_kv, d_out, out, lse, qkv, workspace, *sizes = args
-        deterministic, parts, T, Hq, Hkv, _, window = sizes
+        deterministic, parts, T, Hq, Hkv, _, window, scale = sizes
         shape = (qkv.shape[0], T, Hq, Hkv, qkv.shape[3])
         head_bytes = qkv.shape[3] * qkv.dtype.itemsize
         for group in head_groups(Hq, Hkv, parts):
-            plan = self._plan("backward", shape, bool(deterministic), window, group)
+            scores = _Scores(window, scale)
+            plan = self._plan("backward", shape, bool(deterministic), scores, group)
             at = (group.first, group.first_kv)
             pointers = {
                 **_packed("", qkv, Hq, Hkv, at),
@@ -188,20 +198,22 @@ class CudnnAttention:
         direction: str,
         shape: tuple,
         deterministic: bool,
-        window: int,
+        scores: _Scores,
         group: HeadGroup | None = None,
     ) -> _Plan:
         """The built graph for these sizes: 0.1 s the first time, then from the cache. shape: of all
         heads. group: those that are computed, None: all."""
         computed = _computed(group, *shape[2:4]) if group else shape[2:4]
         band = {"diagonal_band_right_bound": 0}  # causal
-        if window < shape[1]:  # the library counts a query's own key as the first of the band, too
-            band["diagonal_band_left_bound"] = window
-        key = (direction, shape, computed, deterministic, band.get("diagonal_band_left_bound"))
+        if scores.window < shape[1]:  # the library counts a query's own key as the band's first
+            band["diagonal_band_left_bound"] = scores.window
+        seen = band.get("diagonal_band_left_bound")
+        key = (direction, shape, computed, deterministic, seen, scores.scale)
         if key not in self._plans:
-            build = partial(self._forward_graph, band=band)
+            how = {"scale": scores.scale, "band": band}
+            build = partial(self._forward_graph, **how)
             if direction == "backward":
-                build = partial(self._backward_graph, band=band, deterministic=deterministic)
+                build = partial(self._backward_graph, **how, deterministic=deterministic)
             self._plans[key] = self._build(build, shape, computed)
         return self._plans[key]
 
@@ -214,7 +226,7 @@ class CudnnAttention:
             handle=self._handle,
         )
         try:
-            tensors = add_nodes(graph, _layouts(*shape, *computed), shape[-1] ** -0.5)
+            tensors = add_nodes(graph, _layouts(*shape, *computed))
             graph.validate()
             graph.build_operation_graph()
             graph.create_execution_plans([cudnn.heur_mode.A])
@@ -229,7 +241,7 @@ class CudnnAttention:
         return _Plan(graph, names, graph.get_workspace_size())
 
     def _forward_graph(
-        self, graph: Any, layouts: Layouts, scale: float, *, band: dict[str, int]
+        self, graph: Any, layouts: Layouts, *, scale: float, band: dict[str, int]
     ) -> dict[str, Any]:
         """Adds the nodes of the forward; returns its tensors by name."""
         q, k, v = (graph.tensor(name=name, **layouts[name]) for name in "qkv")
@@ -243,8 +255,8 @@ class CudnnAttention:
         self,
         graph: Any,
         layouts: Layouts,
-        scale: float,
         *,
+        scale: float,
         band: dict[str, int],
         deterministic: bool,
     ) -> dict[str, Any]:

@@ -406,7 +406,7 @@ def refused(where: Path | str, out: Path, message: str, **options: object) -> No
 def test_what_no_gguf_file_holds_is_refused(tmp_path, monkeypatch):
     out = tmp_path / "out" / "m.gguf"
     out.parent.mkdir()
-    refused(exported("gemma3"), out, "with query_pre_attn_scalar 20, only")
+    refused(exported("gemma3"), out, "with scores of attention times 0.223607, only 0.176777")
     refused(exported("olmo2"), out, "no OLMo2 with 4 heads of 32 channels")
     refused(exported("olmoe"), out, "no OLMoE with fewer keys than queries")
     refused(exported("qwen3_moe"), out, "no Qwen3-MoE of which some layers have an MLP")

@@ -91,7 +91,8 @@ class FakeGraph:
         arrays = [t.at(buffers[t.get_uid()]) for t in (*self.inputs, *self.outputs)]
         q, k, v = arrays[:3]
         sizes = (q.shape[1], q.shape[2], k.shape[2])
-        mask = (None, self.options.get("diagonal_band_left_bound") or q.shape[1])
+        window = self.options.get("diagonal_band_left_bound") or q.shape[1]
+        mask = (None, window, self.options["attn_scale"])
         qkv = np.concatenate([q, k, v], axis=2)
         if len(self.outputs) == 2:
             lse = np.empty((len(q), sizes[1], sizes[0]), np.float32)

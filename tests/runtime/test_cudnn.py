@@ -14,6 +14,7 @@ from llmq.runtime.cudnn import (
     FORWARD_WORKSPACE_BYTES,
     CudnnAttention,
     CudnnError,
+    _Scores,
     backward_workspace_bytes,
     unsupported,
 )
@@ -69,10 +70,11 @@ def test_workspace_estimate(shape, any_order, deterministic):
 def test_workspace_estimate_on_this_gpu(dev, shape):
     library = CudnnAttention(0)
     for window in (shape[1], shape[1] // 3):
-        forward = library._plan("forward", shape, False, window)
+        scores = _Scores(window, shape[4] ** -0.5)
+        forward = library._plan("forward", shape, False, scores)
         assert forward.workspace <= FORWARD_WORKSPACE_BYTES
         for deterministic in (False, True):
-            needed = library._plan("backward", shape, deterministic, window).workspace
+            needed = library._plan("backward", shape, deterministic, scores).workspace
             assert needed <= backward_workspace_bytes(*shape, deterministic)
         one, heads, kv_heads = (1, *shape[1:]), *shape[2:4]
         for chunks in divisions(1, heads, kv_heads):
@@ -95,11 +97,21 @@ def _arrays(rng):
 
 
 def _forward_backward(
-    dev, d_qkv, d_out, out, lse, qkv, deterministic=True, backend="cudnn", window=None, chunks=1
+    dev,
+    d_qkv,
+    d_out,
+    out,
+    lse,
+    qkv,
+    deterministic=True,
+    backend="cudnn",
+    window=None,
+    chunks=1,
+    scale=None,
 ):
     mask = attention.AttentionMask(window=window)
-    attention.forward(dev, out, lse, qkv, 4, 2, mask, backend=backend)
-    options = {"mask": mask, "backend": backend, "deterministic": deterministic}
+    attention.forward(dev, out, lse, qkv, 4, 2, mask, backend=backend, scale=scale)
+    options = {"mask": mask, "backend": backend, "deterministic": deterministic, "scale": scale}
     attention.backward(dev, d_qkv, d_out, out, lse, qkv, 4, 2, chunks, **options)
 
 
@@ -144,6 +156,18 @@ def test_windows_are_the_left_bound_of_a_graph(rng, fake):
             np.testing.assert_array_equal(got[name], want[name])
     bounds = [options.get("diagonal_band_left_bound") for _, options in fake.executed]
     assert bounds == [4, 4, None, None, None, None]
+    assert fake.built == 4
+
+
+def test_an_own_scale_is_a_graph_of_its_own(rng, fake):
+    library, arrays = CudnnAttention(0), _arrays(rng)
+    for scale in (None, 0.3):
+        call = partial(_forward_backward, scale=scale)
+        got = run(LibraryDevice(library), call, arrays)
+        want = run(host_device(), call, arrays)
+        for name in arrays:
+            np.testing.assert_array_equal(got[name], want[name])
+    assert [options["attn_scale"] for _, options in fake.executed] == [32**-0.5] * 2 + [0.3] * 2
     assert fake.built == 4
 
 
@@ -241,19 +265,19 @@ def test_errors_of_the_library_while_it_plans_and_runs(rng, fake, error):
 def test_check_builds_what_a_step_runs(rng, fake):
     library = CudnnAttention(0)
     library.check(4, *CASE[1:], chunks=2)
-    heads = CASE[2:4]
-    built = {("forward", (4, *CASE[1:]), heads, False, None)}
-    built |= {("backward", CASE, heads, True, None)}
+    heads, scale = CASE[2:4], CASE[4] ** -0.5
+    built = {("forward", (4, *CASE[1:]), heads, False, None, scale)}
+    built |= {("backward", CASE, heads, True, None, scale)}
     assert set(library._plans) == built
     library.check(4, *CASE[1:], chunks=2, window=4)
-    windowed = {(*key[:4], 4) for key in built}
+    windowed = {(*key[:4], 4, scale) for key in built}
     assert set(library._plans) == built | windowed
     assert len(library._plans) == 4
     library.check(1, *CASE[1:], chunks=2)
     library.check(1, *CASE[1:], chunks=4)
     one = ("backward", (1, *CASE[1:]))
     assert {key for key in library._plans if key[:2] == one} == {
-        (*one, (2, 1), True, None), (*one, (1, 1), True, None),
+        (*one, (2, 1), True, None, scale), (*one, (1, 1), True, None, scale),
     }  # fmt: skip
     fake.workspace = backward_workspace_bytes(*CASE) + 1
     with pytest.raises(LlmqError, match=r"a workspace of \d+ bytes, 1048576 were planned; use"):

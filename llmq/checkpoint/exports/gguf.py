@@ -148,8 +148,8 @@ def _lacks(model: ModelConfig) -> Iterator[str]:
         )
     if not kind.grouped and model.num_kv_heads != model.num_heads:
         yield "with fewer keys than queries"
-    if model.query_pre_attn_scalar not in (None, _own_scalar(model)):
-        yield f"with query_pre_attn_scalar {model.query_pre_attn_scalar}, only {_own_scalar(model)}"
+    if model.attention_scale not in (None, own := _own_scale(model)):
+        yield f"with scores of attention times {model.attention_scale:.6g}, only {own:.6g}"
     if model.logit_softcap is not None:
         yield "with a soft cap of logits, which not all of its versions read"
     positions = None if scaling is None else scaling.kind
@@ -204,9 +204,10 @@ def _windows(model: ModelConfig) -> list[bool]:
     return [model.window_of(layer) is not None for layer in range(model.num_layers)]
 
 
-def _own_scalar(model: ModelConfig) -> int:
-    """By whose root llama.cpp divides scores of a Gemma 3; 27B is told by its layers."""
-    return model.hidden_size // model.num_heads if model.num_layers == 62 else model.head_dim
+def _own_scale(model: ModelConfig) -> float:
+    """The factor of a Gemma 3's scores in llama.cpp, which knows 27B by the number of layers."""
+    size = model.hidden_size // model.num_heads if model.num_layers == 62 else model.head_dim
+    return size**-0.5
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 // attention.cu -- causal self-attention with grouped key/value heads.
 //
-//   S = q k^T / sqrt(Hd), keys that the query does not see masked
+//   S = scale q k^T, keys that the query does not see masked
 //   lse = log sum exp(S);  P = exp(S - lse)
 //   out = P v;   delta = sum over Hd of d_out * out
 //   dS = P * (d_out v^T - delta)
-//   d_v = P^T d_out;   d_k = dS^T q / sqrt(Hd);   d_q = dS k / sqrt(Hd)
+//   d_v = P^T d_out;   d_k = scale dS^T q;   d_q = scale dS k
 //   sum_heads: d_k, d_v = sums of d_kv over the query heads of each, in ascending order, in F32
 //
 // Data     qkv, d_qkv: T (B, seq_len, Hq + 2 Hkv, HEAD_DIM), query, then key, then value heads;
@@ -106,11 +106,11 @@ template <> struct Attention<float> {
 extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, 1)
     attention_forward(T* __restrict__ out, float* __restrict__ lse, const T* __restrict__ qkv,
                       int seq_len, int num_heads, int num_kv_heads,
-                      const int* __restrict__ starts, int window) {
+                      const int* __restrict__ starts, int window, float scale) {
     extern __shared__ __align__(128) char shared[];
     const Sight sight = Sight::of(starts, blockIdx.z, window, seq_len);
     Attention<T>::forward<FORWARD_OWN, FORWARD_STEP, FORWARD_THREADS>(
-        out, lse, qkv, seq_len, num_heads, num_kv_heads, sight, shared);
+        out, lse, qkv, seq_len, num_heads, num_kv_heads, sight, scale, shared);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -151,7 +151,8 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
     attention_backward_tiles(T* __restrict__ d_qkv, const T* __restrict__ d_out,
                              const float* __restrict__ lse, const float* __restrict__ delta,
                              const T* __restrict__ qkv, int seq_len, int num_heads,
-                             int num_kv_heads, const int* __restrict__ starts, int window) {
+                             int num_kv_heads, const int* __restrict__ starts, int window,
+                             float scale) {
     extern __shared__ __align__(128) char shared[];
     // Tiles of one head are neighbours, so that they find what they read in L2. In all parts the
     // long ones come first.
@@ -162,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
 #define BACKWARD(part, tile, strip, heads)                                                        \
     Attention<T>::backward<part, BACKWARD_OWN, BACKWARD_STEP, BACKWARD_THREADS>(                  \
         d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads, tile, (strip) % (heads), \
-        (strip) / (heads), Sight::of(starts, (strip) / (heads), window, seq_len), shared)
+        (strip) / (heads), Sight::of(starts, (strip) / (heads), window, seq_len), scale, shared)
     if (strip < key_strips) {
         BACKWARD(SPLIT_KEYS ? Part::ONLY_K : Part::KEYS, tile, strip, num_kv_heads);
     } else if (SPLIT_KEYS && strip < keys_end) {
@@ -180,7 +181,8 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
 extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
     attention_decode(T* __restrict__ out, T* __restrict__ k_cache, T* __restrict__ v_cache,
                      const T* __restrict__ qkv, int position, int num_new, int max_positions,
-                     int num_heads, int num_kv_heads, int window, const T* __restrict__ sinks) {
+                     int num_heads, int num_kv_heads, int window, float scale,
+                     const T* __restrict__ sinks) {
     constexpr int COLUMNS = pieces(HEAD_DIM, DECODE_THREADS);  // tid, tid + DECODE_THREADS, ...
     __shared__ float query[HEAD_DIM], probs[DECODE_THREADS], reduction[32];
     const int head = blockIdx.x, nth = blockIdx.y, batch = blockIdx.z;
@@ -194,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
     const i64 cached = (i64)batch * max_positions * cache_pitch + kv_head * HEAD_DIM;
 
     for (int d = tid; d < HEAD_DIM; d += DECODE_THREADS) {
-        query[d] = to_f32(rows[nth * new_pitch + head * HEAD_DIM + d]) * rsqrtf((float)HEAD_DIM);
+        query[d] = to_f32(rows[nth * new_pitch + head * HEAD_DIM + d]) * scale;
         if (head % group == 0) {
             const i64 to = cached + (position + nth) * cache_pitch + d;
             k_cache[to] = new_k[nth * new_pitch + d];

@@ -1,7 +1,7 @@
 // attention_backward.cu -- gradient of causal self-attention on Hopper, in products of warpgroups.
 //
-//   P = exp(q k^T / sqrt(Hd) - lse);  dS = P * (d_out v^T - delta), both 0 for later keys
-//   d_v = P^T d_out;   d_k = dS^T q / sqrt(Hd);   d_q = dS k / sqrt(Hd)
+//   P = exp(scale q k^T - lse);  dS = P * (d_out v^T - delta), both 0 for later keys
+//   d_v = P^T d_out;   d_k = scale dS^T q;   d_q = scale dS k
 //
 // attention_gradient: a block of the persistent grid has tiles of 128 rows, keys or queries, of one
 // head, each of two warpgroups 64 of them. They walk over the rows of the other side in steps of 64,
@@ -20,8 +20,9 @@
 //          sums of d_out * out; taken: I32 (1 + B * Hkv * T / 64,), how many tiles blocks have, and
 //          how many warps have left sums of 64 keys; sums: F32, of each part but the last of each
 //          64 keys those of d_k and d_v, as threads have them, null where there are no parts.
-//          part_heads: query heads of a part. HEAD_DIM 64 or 128. T a multiple of 64. Sums are F32;
-//          P and dS are rounded before they are multiplied.
+//          scale_log2: scale * log2(e), which no register holds. part_heads: query heads of a part.
+//          HEAD_DIM 64 or 128. T a multiple of 64. Sums are F32; P and dS are rounded before they
+//          are multiplied.
 // Launch   statistics: 8 threads a row, 256 a block, grid (blocks, B); leaves 0 in taken. gradient:
 //          384 threads, at most as many blocks as multiprocessors; shared memory as
 //          llmq/ops/attention/attention_backward.py says.
@@ -135,11 +136,11 @@ __device__ __forceinline__ void begin_d_s(float (&d_s)[SCORES], SharedAddress st
     }
 }
 
-// p = exp(scores / sqrt(HEAD_DIM) - lse), on the diagonal 0 for keys after their query.
+// p = exp(scale * scores - lse), on the diagonal 0 for keys after their query.
 template <bool IS_KEYS>
 __device__ __forceinline__ void to_probabilities(float (&p)[SCORES], SharedAddress step,
-                                                 const RowStatistics& rows, bool diagonal) {
-    constexpr float SCALE = LOG2E / (D == 64 ? 8.0f : 11.313708498984761f);
+                                                 const RowStatistics& rows, float scale_log2,
+                                                 bool diagonal) {
     if (diagonal) {
         const u32 thread = this_thread(), warp = thread / 32, lane = thread % 32;
 #pragma unroll
@@ -156,7 +157,7 @@ __device__ __forceinline__ void to_probabilities(float (&p)[SCORES], SharedAddre
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float shift = IS_KEYS ? (i % 2 ? l.y : l.x) : rows.lse[i / 2];
-            p[4 * j + i] = exp2_approx(fmaf(p[4 * j + i], SCALE, -shift));
+            p[4 * j + i] = exp2_approx(fmaf(p[4 * j + i], scale_log2, -shift));
         }
     }
 }
@@ -175,6 +176,7 @@ struct Walk {
     const Memory& memory;
     SharedAddress a_tile, b_tile;
     int block, begin, stop, before, behind, heads;  // before, behind: steps that are passed by
+    float scale_log2;
 
     __device__ __forceinline__ SharedAddress x(u32 stage) const {
         return memory.stages + stage * STAGE_BYTES;
@@ -203,7 +205,7 @@ struct Walk {
                 multiply_rows<true>(d_s, b_tile, y);
                 wgmma_wait<1>();
                 arrived(p);
-                to_probabilities<true>(p, statistics(ring.stage), {}, step == block);
+                to_probabilities<true>(p, statistics(ring.stage), {}, scale_log2, step == block);
                 u32 left_p[4][4], left_s[4][4];
                 if constexpr (EARLY) {
 #pragma unroll
@@ -254,7 +256,7 @@ struct Walk {
             multiply_rows<true>(d_s, b_tile, y);
             wgmma_wait<2>();
             arrived(p);
-            to_probabilities<false>(p, 0, rows, step == block);
+            to_probabilities<false>(p, 0, rows, scale_log2, step == block);
             arrived(p);  // computed before what follows is waited for
             wgmma_wait<0>();
             arrived(d_s);
@@ -363,7 +365,7 @@ __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me,
         const int begin = IS_KEYS ? block : item.first;
         const int stop = IS_KEYS ? item.end : present ? min(block + 1, item.end) : item.first;
         const Walk walk{memory, own,  own + 2 * TILE_BYTES, block, begin,
-                        stop,   begin - item.first, item.end - stop, item.heads};
+                        stop,   begin - item.first, item.end - stop, item.heads, sizes.scale_log2};
         if constexpr (IS_KEYS) {
             walk.of_keys(d_x, d_y, ring);
         } else {
@@ -389,7 +391,7 @@ __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me,
     if (present && !leaves) {
         const Item item = item_at(memory, turn);  // again: there were no registers for it
         const int row = item.batch * sizes.seq_len + (item.block + me) * ROWS;
-        store_rows(d_qkv, item.to * D, row, d_x, rsqrtf((float)D), own);
+        store_rows(d_qkv, item.to * D, row, d_x, sizes.scale, own);
         if constexpr (IS_KEYS) {
             const int column = (item.to + sizes.num_kv_heads) * D;
             store_rows(d_qkv, column, row, d_y, 1.0f, own + 2 * TILE_BYTES);
@@ -403,9 +405,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 attention_gradient(const __grid_constant__ TensorMap d_qkv, const __grid_constant__ TensorMap d_out,
                    const float* __restrict__ statistics, const __grid_constant__ TensorMap qkv,
                    i32* taken, float* sums, i32 part_heads, i32 batches, i32 seq_len, i32 num_heads,
-                   i32 num_kv_heads) {
+                   i32 num_kv_heads, float scale, float scale_log2) {
     extern __shared__ char shared[];
-    const Sizes sizes{seq_len, num_heads, num_kv_heads, batches, part_heads};
+    const Sizes sizes{seq_len, num_heads, num_kv_heads, batches, part_heads, scale, scale_log2};
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
         const Memory memory(shared);

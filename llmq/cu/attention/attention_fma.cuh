@@ -134,7 +134,7 @@ __device__ __forceinline__ void spoil(float (&spoiled)[ROWS], float* tile) {
 template <int OWN, int STEP, int THREADS>
 __device__ __forceinline__ void forward(float* out, float* lse, const float* qkv, int seq_len,
                                         int num_heads, int num_kv_heads, const Sight& sight,
-                                        char* shared) {
+                                        float scale, char* shared) {
     constexpr int R = OWN / 16, C = STEP / 16;
     static_assert(THREADS == 256, "16 x 16 threads");
     const int row = threadIdx.x / 16, column = threadIdx.x % 16;
@@ -149,7 +149,6 @@ __device__ __forceinline__ void forward(float* out, float* lse, const float* qkv
     float* q_tile = reinterpret_cast<float*>(shared);
     float *k_tile = q_tile + OWN * PITCH, *v_tile = k_tile + STEP * PITCH;
     float* scores = v_tile + STEP * PITCH + row * (STEP + 4);
-    const float scale = rsqrtf((float)HEAD_DIM);
 
     float sum[R][COLUMNS] = {}, row_max[R], row_sum[R] = {};
 #pragma unroll
@@ -218,7 +217,7 @@ template <int OWN, int STEP, int THREADS, Part PART>
 __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const float* lse,
                                          const float* delta, const float* qkv, int seq_len,
                                          int num_heads, int num_kv_heads, int tile, int head,
-                                         int batch, const Sight& sight, char* shared) {
+                                         int batch, const Sight& sight, float scale, char* shared) {
     constexpr bool OWN_KEYS = PART != Part::QUERIES;
     constexpr bool WANT_X = PART != Part::ONLY_V;
     constexpr bool WANT_Y = PART == Part::KEYS || PART == Part::ONLY_V;
@@ -237,7 +236,6 @@ __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const
     float* a = reinterpret_cast<float*>(shared);
     float *b = a + OWN * PITCH, *x = b + OWN * PITCH, *y = x + STEP * PITCH;
     float* scores = y + STEP * PITCH + row * (STEP + 4);
-    const float scale = rsqrtf((float)HEAD_DIM);
 
     load_rows<OWN, THREADS>(a, OWN_KEYS ? k : q, pitch, own, seq_len);
     load_rows<OWN, THREADS>(b, OWN_KEYS ? v : d_o, OWN_KEYS ? pitch : out_pitch, own, seq_len);

@@ -29,6 +29,7 @@ struct Ring {
 
 struct Sizes {
     int seq_len, num_heads, num_kv_heads, batches, part_heads;
+    float scale, scale_log2;
     __device__ __forceinline__ int blocks() const { return (u32)seq_len / ROWS; }
     __device__ __forceinline__ int tiles() const { return (blocks() + 1) / 2; }
     __device__ __forceinline__ int group() const { return num_heads / num_kv_heads; }

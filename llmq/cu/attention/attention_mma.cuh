@@ -313,7 +313,7 @@ __device__ __forceinline__ void softmax_step(float (&scores)[M][N][4], float (&s
 template <int OWN, int STEP, int THREADS>
 __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, int seq_len,
                                         int num_heads, int num_kv_heads, const Sight& sight,
-                                        char* shared) {
+                                        float scale, char* shared) {
     constexpr int M = OWN / (THREADS / 2), N = STEP / 8;
     static_assert(M * THREADS / 2 == OWN && STEP % 16 == 0, "a warp owns multiples of 16 rows");
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -327,7 +327,7 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
     const bf16* v = k + num_kv_heads * HEAD_DIM;
     const SharedAddress q_tile = shared_address(shared), k_tile = q_tile + OWN * ROW_BYTES;
     const SharedAddress v_tile = k_tile + STEP * ROW_BYTES;
-    const float scale = rsqrtf((float)HEAD_DIM), scale_log2 = scale * LOG2E;
+    const float scale_log2 = scale * LOG2E;
 
     float sum[M][D / 8][4] = {}, row_max[M][2], row_sum[M][2] = {};
 #pragma unroll
@@ -404,14 +404,14 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
 
 // Gradient of OWN keys and values, or one of both, or of OWN queries: tile `tile` of head `head`, a
 // key/value head or a query head. With P the probabilities, dP = dO V^T, dS = P * (dP - delta):
-//   dV = P^T dO,   dK = dS^T Q / sqrt(D)            dQ = dS K / sqrt(D)
+//   dV = P^T dO,   dK = scale dS^T Q               dQ = scale dS K
 // The block owns rows a, b and walks over rows x, y: (K, V | Q, dO) or (Q, dO | K, V). With
 // BACKWARD_STAGES = 2 there are two tiles each of x and y: the next step's arrive during this one.
 template <int OWN, int STEP, int THREADS, Part PART>
 __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const float* lse,
                                          const float* delta, const bf16* qkv, int seq_len,
                                          int num_heads, int num_kv_heads, int tile, int head,
-                                         int batch, const Sight& sight, char* shared) {
+                                         int batch, const Sight& sight, float scale, char* shared) {
     constexpr bool OWN_KEYS = PART != Part::QUERIES;
     constexpr bool WANT_X = PART != Part::ONLY_V;
     constexpr bool WANT_Y = PART == Part::KEYS || PART == Part::ONLY_V;
@@ -432,7 +432,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
     const SharedAddress a_tile = shared_address(shared), b_tile = a_tile + OWN * ROW_BYTES;
     const SharedAddress stages = b_tile + OWN * ROW_BYTES;
     const SharedAddress left = warp_row * ROW_BYTES + left_offset(lane);
-    const float scale = rsqrtf((float)HEAD_DIM), scale_log2 = scale * LOG2E;
+    const float scale_log2 = scale * LOG2E;
 
     // Of the step's tiles, the first and the end of those with something to see.
     const int last_key = min(own + OWN, seq_len) - 1;

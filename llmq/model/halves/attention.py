@@ -95,6 +95,7 @@ class AttentionHalf:
         self.B, self.T = options.batch.batch_size, options.batch.local_seq_len
         self.Hq, self.Hkv = config.num_heads, config.num_kv_heads
         self.Hd, self.eps, self.rotary = config.head_dim, config.norm_eps, config.rotary_dim
+        self.scale = config.attention_scale
         self.chunks = options.memory.attn_bwd_chunks
         windows = [config.window_of(layer) for layer in range(config.num_layers)]
         sizes, capability = (shared.backend, self.Hd, self.T), self.dev.spec.capability
@@ -208,16 +209,17 @@ class AttentionHalf:
         out, qkv = self._by_head(tensors.att), self._by_head(tensors.qkv)
         mask, (backend, _) = self.masks[layer.index], self.backends[layer.index]
         heads, lse = (self.Hq, self.Hkv), layer.saved.lse
+        attend = partial(attention.forward, scale=self.scale, backend=backend)
         if layer.cache is not None:
             caches = (layer.cache["k"], layer.cache["v"])
             how = (ctx.position, *heads, mask.window, w.get("sinks"))
-            attention.decode(self.dev, out, qkv, *caches, *how)
+            attention.decode(self.dev, out, qkv, *caches, *how, scale=self.scale)
         elif "sinks" in w:
             with self.dev.scratch("lse.without_sinks", lse.shape, F32) as without:
-                attention.forward(self.dev, out, without, qkv, *heads, mask, backend=backend)
+                attend(self.dev, out, without, qkv, *heads, mask)
                 attention_gate.sinks_forward(self.dev, out, lse, without, w["sinks"])
         else:
-            attention.forward(self.dev, out, lse, qkv, *heads, mask, backend=backend)
+            attend(self.dev, out, lse, qkv, *heads, mask)
 
     def _gated(self, ctx: LayerContext, tensors: _Tensors) -> Tensor:
         """The output product's input (rows, Hq * Hd)."""
@@ -282,7 +284,7 @@ class AttentionHalf:
                 attention.backward(
                     dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att), lse,
                     by_head, self.Hq, self.Hkv, self.chunks, mask,
-                    backend=self.backends[layer.index][1],
+                    scale=self.scale, backend=self.backends[layer.index][1],
                     kernel=attention_backward.chosen(dev, by_head, mask),
                 )  # fmt: skip
             d_product, bias = self._backward_positions(temps, ctx, qk_raw, d_qkv, d_gate)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from math import inf
 
 from llmq.base.dtypes import BF16, F32, U8
 from llmq.base.tensor import Tensor
@@ -32,7 +33,7 @@ DECODE_THREADS = 128
 SUM_THREADS = 256
 
 _SIZES = "i32 seq_len, i32 num_heads, i32 num_kv_heads"
-_MASK = "const i32*? starts, i32 window"
+_MASK = "const i32*? starts, i32 window, f32 scale"
 FORWARD = Kernel(
     "attention/attention.cu",
     "attention_forward",
@@ -52,7 +53,7 @@ DECODE = Kernel(
     "attention/attention.cu",
     "attention_decode",
     "T* out, inout T* k_cache, inout T* v_cache, const T* qkv, i32 position, i32 num_new, "
-    "i32 max_positions, i32 num_heads, i32 num_kv_heads, i32 window, const T*? sinks",
+    "i32 max_positions, i32 num_heads, i32 num_kv_heads, i32 window, f32 scale, const T*? sinks",
 )
 SUM_HEADS = Kernel(
     "attention/attention.cu",
@@ -93,6 +94,14 @@ def _check(
     return batch, seq_len, head_dim
 
 
+def _scale(op: str, scale: float | None, head_dim: int) -> float:
+    """The factor of scores; None: 1 / sqrt(Hd)."""
+    scale = head_dim**-0.5 if scale is None else scale
+    if not 0 < scale < inf:
+        raise ValueError(f"{op}: scale must be positive, got {scale}")
+    return scale
+
+
 def _names(backend: str | tuple[str, ...]) -> tuple[str, ...]:
     return (backend,) if isinstance(backend, str) else backend
 
@@ -126,9 +135,10 @@ def forward(
     num_kv_heads: int,
     mask: AttentionMask = ALL,
     *,
+    scale: float | None = None,
     backend: str | tuple[str, ...] = "native",
 ) -> None:
-    """out = softmax(q k^T / sqrt(Hd), causal) v for each head; lse for the backward.
+    """out = softmax(scale * q k^T, causal) v for each head; lse for the backward.
 
     Args (contiguous; T-type F32 or BF16, all the same; statistics and sums in F32):
         out      out  (B,T,Hq,Hd)          or (B,T,Hq*Hd)
@@ -136,6 +146,7 @@ def forward(
         qkv      in   (B,T,Hq+2*Hkv,Hd)    query heads, then key heads, then value heads;
                                            query head h uses key/value head h // (Hq/Hkv)
         mask     the keys that queries see; starts with "native" alone
+        scale    factor of scores, rounded to F32; None: 1 / sqrt(Hd)
         backend  "native": cu/attention/attention.cu; "cudnn": the library, BF16 only; several: as
                  Device.choose takes ways
 
@@ -149,7 +160,7 @@ def forward(
     out = out.view(batch, seq_len, num_heads, head_dim)
     mask = mask.within(op, batch, seq_len, backends)
     starts, window = mask.args(seq_len)
-    sizes = (seq_len, num_heads, num_kv_heads, starts, window)
+    sizes = (seq_len, num_heads, num_kv_heads, starts, window, _scale(op, scale, head_dim))
     flops = 2 * batch * num_heads * mask.pairs(seq_len) * head_dim
     seen = (seq_len, head_dim, window)
 
@@ -193,6 +204,7 @@ def backward(
     chunks: int = 1,
     mask: AttentionMask = ALL,
     *,
+    scale: float | None = None,
     backend: str | tuple[str, ...] = "native",
     deterministic: bool = True,
     kernel: Callable[..., None] | None = None,
@@ -206,7 +218,7 @@ def backward(
         qkv            in   (B,T,Hq+2*Hkv,Hd)
         chunks         pieces that the batch is cut into, one after another, to share a workspace;
                        with cudnn up to B*Hq, of which those beyond B cut the heads
-        mask           of the forward
+        mask, scale    of the forward
         backend        of the forward or another one, as there
         kernel         what "native" means here, of ops.attention.attention_backward.chosen()
         deterministic  False lets cudnn add in any order, for less workspace; native always is
@@ -225,19 +237,19 @@ def backward(
         raise ValueError(
             f"{op}: chunks must be from 1 to {most}, the heads of all sequences, got {chunks}"
         )
-    mask = mask.within(op, batch, seq_len, backends)
+    mask, scale = mask.within(op, batch, seq_len, backends), _scale(op, scale, head_dim)
     heads = (batch, seq_len, num_heads, head_dim)
     tensors = (d_qkv, d_out.view(*heads), out.view(*heads), lse, qkv)
     step, parts = split(batch, chunks)
 
     def cudnn() -> None:
         for part, seen in _batches(tensors, mask, step):
-            _backward_cudnn(dev, part, num_heads, num_kv_heads, parts, seen, deterministic)
+            _backward_cudnn(dev, part, num_heads, num_kv_heads, parts, seen, scale, deterministic)
 
     def native() -> None:
         at_once = _fitting(lse, qkv, step, parts) if "cudnn" in backends else step
         for part, seen in _batches(tensors, mask, at_once):
-            (kernel or _backward_native)(dev, part, num_heads, num_kv_heads, seen)
+            (kernel or _backward_native)(dev, part, num_heads, num_kv_heads, seen, scale)
 
     _choose(op, dev, backends, {"native": native, "cudnn": cudnn}, qkv, num_heads, mask)
 
@@ -262,7 +274,12 @@ def _batches(
 
 
 def _backward_native(
-    dev: Device, tensors: tuple, num_heads: int, num_kv_heads: int, mask: AttentionMask
+    dev: Device,
+    tensors: tuple,
+    num_heads: int,
+    num_kv_heads: int,
+    mask: AttentionMask,
+    scale: float,
 ) -> None:
     """One chunk with our kernels; tensors: d_qkv, d_out, out, lse, qkv."""
     d_qkv, d_out, out, lse, qkv = tensors
@@ -271,7 +288,7 @@ def _backward_native(
     tiles, consts = backward_tiles(*kind), compile_consts(*kind)
     blocks, key_strips = ceil_div(seq_len, tiles.own), num_kv_heads * (1 + tiles.split_keys)
     starts, window = mask.args(seq_len)
-    sizes = (seq_len, num_heads, num_kv_heads, starts, window)
+    sizes = (seq_len, num_heads, num_kv_heads, starts, window, scale)
     flops = (7 + tiles.split_keys) * batch * num_heads * mask.pairs(seq_len) * head_dim
     with dev.scratch("attention_delta", lse.shape, F32) as delta:
         dev.launch(
@@ -301,6 +318,7 @@ def _backward_cudnn(
     num_kv_heads: int,
     parts: int,
     mask: AttentionMask,
+    scale: float,
     deterministic: bool,
 ) -> None:
     """Some sequences with cuDNN, their heads in parts; tensors: d_qkv, d_out, out, lse, qkv. The
@@ -316,7 +334,7 @@ def _backward_cudnn(
             shape = (2, num_heads, seq_len, head_dim)
             d_kv = temps.enter_context(dev.scratch("attention_d_kv", shape, BF16))
         with dev.scratch("cudnn_workspace", (nbytes,), U8) as workspace:
-            how = (workspace, int(deterministic), parts, *sizes, starts, window)
+            how = (workspace, int(deterministic), parts, *sizes, starts, window, scale)
             flops = 5 * batch * num_heads * mask.pairs(seq_len) * head_dim
             heads = Heads(batch, num_heads, num_kv_heads, parts)
             cost = attention_cost(CUDNN_BACKWARD, BF16, flops, (seq_len, head_dim, window), heads)
@@ -361,6 +379,8 @@ def decode(
     num_kv_heads: int,
     window: int | None = None,
     sinks: Tensor | None = None,
+    *,
+    scale: float | None = None,
 ) -> None:
     """Store the keys and values of n new positions, and attend causally to those so far.
 
@@ -372,6 +392,7 @@ def decode(
         position          number of positions that the cache holds; position + n <= P
         window            positions that each sees, its own included; None: all so far
         sinks             in     (Hq,)                or None; of each head, a score of nothing
+        scale             factor of scores, rounded to F32; None: 1 / sqrt(Hd)
 
     Cost:    reads the used part of the cache once per query head; one launch.
     """
@@ -391,12 +412,13 @@ def decode(
     out = out.view(batch, num_new, num_heads, head_dim)
     seen = max_positions if window is None else min(window, max_positions)
     sizes = (position, num_new, max_positions, num_heads, num_kv_heads, seen)
+    scale = _scale(op, scale, head_dim)
     flops = 4 * batch * num_heads * num_new * min(position + num_new, seen) * head_dim
     dev.launch(
         DECODE,
         (num_heads, num_new, batch),
         DECODE_THREADS,
-        (out, k_cache, v_cache, qkv, *sizes, sinks),
+        (out, k_cache, v_cache, qkv, *sizes, scale, sinks),
         consts=compile_consts(qkv.dtype, head_dim),
         cost=attention_cost(DECODE, qkv.dtype, flops, (num_new, head_dim, seen)),
     )

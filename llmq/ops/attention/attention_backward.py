@@ -3,15 +3,17 @@
 
 from collections.abc import Callable
 from functools import cache, partial
+from math import e, log2
 
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.base.tensor import Tensor
 from llmq.ops.common import CAPABILITY
-from llmq.runtime.attention_parts import ALL, AttentionMask, sees_all_before
+from llmq.runtime.attention_parts import AttentionMask, sees_all_before
 from llmq.runtime.cost import BESIDE_ATTENTION, attention_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
+LOG2E = log2(e)
 ROWS = 64  # of a warpgroup's part of a tile, and of a step
 THREADS = 384
 STATISTICS_THREADS = 256
@@ -33,7 +35,7 @@ GRADIENT = Kernel(
     "attention_gradient",
     "bf16[16]* d_qkv, const bf16[64]* d_out, const f32* statistics, const bf16[64]* qkv, "
     "inout i32* taken, inout f32*? sums, i32 part_heads, i32 batches, i32 seq_len, "
-    "i32 num_heads, i32 num_kv_heads",
+    "i32 num_heads, i32 num_kv_heads, f32 scale, f32 scale_log2",
     capability=CAPABILITY,
 )
 
@@ -81,17 +83,12 @@ def part_heads(batch: int, seq_len: int, num_heads: int, num_kv_heads: int, num_
 
 
 def backward(
-    dev: Device,
-    tensors: tuple,
-    num_heads: int,
-    num_kv_heads: int,
-    mask: AttentionMask = ALL,
-    *,
-    micro_batch: int,
-) -> None:
+    dev: Device, tensors: tuple, num_heads: int, num_kv_heads: int, mask: AttentionMask,
+    scale: float, *, micro_batch: int,
+) -> None:  # fmt: skip
     """Gradient of attention, for ops.attention.attention.backward, which checks: `own` in there.
 
-    Args: mask, which hides nothing, micro_batch, see chosen(), and tensors (contiguous):
+    Args: mask, which hides nothing, scale of scores, micro_batch, see chosen(), and tensors:
         d_qkv       out  BF16 (B,T,Hq+2*Hkv,Hd)   every element is written
         d_out, out  in   BF16 (B,T,Hq,Hd)
         lse         in   F32  (B,Hq,T)            of the forward
@@ -135,6 +132,7 @@ def backward(
             (
                 *(matrix(d_qkv), matrix(d_out), statistics, matrix(qkv), taken),
                 *(sums if parts > 1 else None, heads, batch, seq_len, num_heads, num_kv_heads),
+                *(scale, scale * LOG2E),
             ),
             consts=consts,
             smem=shared_bytes(head_dim),

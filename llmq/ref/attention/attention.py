@@ -81,13 +81,12 @@ def _mask(scores: np.ndarray, rows: int, window: int) -> None:
 
 
 def attention_forward(
-    out, lse, qkv, seq_len, num_heads, num_kv_heads, starts, window, workspace=None
+    out, lse, qkv, seq_len, num_heads, num_kv_heads, starts, window, scale, workspace=None
 ):
-    """out = softmax(q k^T / sqrt(Hd), causal) v, lse = log of the softmax's denominator. out: (B,
+    """out = softmax(scale * q k^T, causal) v, lse = log of the softmax's denominator. out: (B,
     T, Hq, Hd); lse: F32 (B, Hq, T), natural logarithm; qkv: (B, T, Hq + 2 Hkv, Hd); starts: I32 (B,
     T), the first position of each one's document, or None; window: keys up to its own that a query
     sees. workspace: the cuDNN kernel's memory, not used here."""
-    scale = qkv.shape[-1] ** -0.5
     for batch, part in _parts(qkv, num_heads, starts):
         x, part_out, part_lse = compute(qkv[batch, part]), out[batch, part], lse[batch, :, part]
         q, k, v = np.split(x, (num_heads, num_heads + num_kv_heads), axis=2)
@@ -120,10 +119,9 @@ def attention_delta(delta, d_out, out, seq_len, num_heads):
 
 
 def attention_backward_tiles(
-    d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads, starts, window
+    d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads, starts, window, scale
 ):
     """The whole gradient d_qkv, probabilities recomputed from lse; arguments as in the forward."""
-    scale = qkv.shape[-1] ** -0.5
     for batch, part in _parts(qkv, num_heads, starts):
         x, d_o, d_x = compute(qkv[batch, part]), compute(d_out[batch, part]), d_qkv[batch, part]
         q, k, v = np.split(x, (num_heads, num_heads + num_kv_heads), axis=2)
@@ -151,7 +149,7 @@ def attention_backward_tiles(
 
 def attention_backward(
     d_qkv, d_kv, d_out, out, lse, qkv, workspace, deterministic, parts, seq_len, num_heads,
-    num_kv_heads, starts, window,
+    num_kv_heads, starts, window, scale,
 ):  # fmt: skip
     """d_qkv in one call, as cuDNN computes it. workspace: its memory, parts: how often it is
     called, neither used here. d_out, out: (B, T, Hq, Hd); lse: F32 (B, Hq, T); d_qkv, qkv: (B, T,
@@ -161,14 +159,14 @@ def attention_backward(
     attention_delta(delta, d_out, out, seq_len, num_heads)
     if d_kv is None:
         sizes = (seq_len, num_heads, num_kv_heads)
-        attention_backward_tiles(d_qkv, d_out, lse, delta, qkv, *sizes, starts, window)
+        attention_backward_tiles(d_qkv, d_out, lse, delta, qkv, *sizes, starts, window, scale)
         return
     for head in range(num_heads):
         kv_head, mine = head // (num_heads // num_kv_heads), slice(head, head + 1)
         its = [head, num_heads + kv_head, num_heads + num_kv_heads + kv_head]
         d_its, one = np.empty_like(qkv[:, :, its]), (d_out[:, :, mine], lse[:, mine])
         sizes = (delta[:, mine], qkv[:, :, its], seq_len, 1, 1)
-        attention_backward_tiles(d_its, *one, *sizes, starts, window)
+        attention_backward_tiles(d_its, *one, *sizes, starts, window, scale)
         d_qkv[:, :, head], d_kv[0, head], d_kv[1, head] = np.moveaxis(d_its[0], 1, 0)
 
 
@@ -184,7 +182,7 @@ def attention_sum_heads(d_qkv, d_kv, seq_len, num_heads, num_kv_heads):
 
 def attention_decode(
     out, k_cache, v_cache, qkv, position, num_new, max_positions, num_heads, num_kv_heads, window,
-    sinks=None,
+    scale, sinks=None,
 ):  # fmt: skip
     """Attention of num_new positions to `window` keys up to their own, through a cache. out: (B, n,
     Hq, Hd); k_cache, v_cache: (B, P, Hkv, Hd), rows [position, position + n) are written, earlier
@@ -195,7 +193,7 @@ def attention_decode(
     seen = slice(max(0, position - window + 1), end)
     k_cache[:, position:end], v_cache[:, position:end] = k, v
     queries = _stack(compute(q), num_kv_heads, 0)[..., :-1]
-    queries *= queries.shape[-1] ** -0.5
+    queries *= scale
     scores = queries @ compute(k_cache[:, seen]).transpose(0, 2, 3, 1)
     _mask(scores, num_new, window)
     top = scores.max(axis=-1, keepdims=True)

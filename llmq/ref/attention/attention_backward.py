@@ -42,11 +42,11 @@ def attention_statistics(statistics, taken, d_out, out, lse, counts, seq_len, nu
 
 def attention_gradient(
     d_qkv, d_out, statistics, qkv, taken, sums, part_heads, batches, seq_len, num_heads,
-    num_kv_heads,
+    num_kv_heads, scale, scale_log2,
 ):  # fmt: skip
     """The whole gradient d_qkv. d_qkv, qkv: (B * T, (Hq + 2 Hkv) * Hd); d_out: (B * T, Hq * Hd);
-    statistics, taken: of attention_statistics. taken, sums and part_heads, which divide the work,
-    are not used here."""
+    statistics, taken: of attention_statistics. scale: of scores. taken, sums and
+    part_heads, which divide the work, and scale_log2 are not used here."""
     heads = num_heads + 2 * num_kv_heads
     for b in range(batches):
         rows = slice(b * seq_len, (b + 1) * seq_len)
@@ -56,17 +56,22 @@ def attention_gradient(
         for head in range(num_heads):
             key = num_heads + head // (num_heads // num_kv_heads)
             its = [head, key, key + num_kv_heads]
-            sums = _head(*x[:, its].swapaxes(0, 1), d_o[:, head], statistics[b, head])
+            sums = _head(*x[:, its].swapaxes(0, 1), d_o[:, head], statistics[b, head], scale)
             d_x[:, its] += np.stack(sums, axis=1)
         d_qkv[rows] = d_x.reshape(seq_len, -1)
 
 
 def _head(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, d_o: np.ndarray, statistics: np.ndarray
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    d_o: np.ndarray,
+    statistics: np.ndarray,
+    scale: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """d_q, d_k, d_v of one query head, (T, Hd) as all but statistics (T / 64, 2, 64)."""
     d_q, d_k, d_v = np.empty_like(q), np.zeros_like(k), np.zeros_like(v)
-    scale = np.float32(q.shape[1] ** -0.5)
+    scale = np.float32(scale)
     for block, (lse, minus_delta) in enumerate(statistics):
         mine, seen = slice(block * ROWS, (block + 1) * ROWS), slice((block + 1) * ROWS)
         p = np.exp2(q[mine] @ k[seen].T * (scale * LOG2E) - lse[:, None])

@@ -66,14 +66,25 @@ def _with_sight(call, window):
 
 
 def _backward(
-    dev, qkv, d_out, heads, kv_heads, starts=None, window=None, of_forward=None, **options
+    dev,
+    qkv,
+    d_out,
+    heads,
+    kv_heads,
+    starts=None,
+    window=None,
+    of_forward=None,
+    scale=None,
+    **options,
 ):
     """of_forward: its out and lse; None: the reference's."""
-    out, lse = of_forward or _forward(host_device(), qkv, heads, kv_heads, starts, window)
+    sizes = (qkv, heads, kv_heads, starts, window)
+    out, lse = of_forward or _forward(host_device(), *sizes, scale=scale)
     arrays = {
         "d_qkv": np.full(qkv.shape, np.nan, qkv.dtype),
         **{"d_out": d_out, "out": out, "lse": lse, "qkv": qkv, "starts": starts},
     }
+    options |= {"scale": scale}
     call = partial(attention.backward, num_heads=heads, num_kv_heads=kv_heads, **options)
     return run(dev, _with_sight(call, window), arrays)["d_qkv"]
 
@@ -107,6 +118,24 @@ def test_backward(dev, rng, case, dtype):
     first_k, first_v = case[2], case[2] + case[3]
     for heads in (slice(first_k), slice(first_k, first_v), slice(first_v, None)):
         _compare(got[:, :, heads], want[:, :, heads], dtype, floor)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_an_own_scale(dev, rng, dtype):
+    """Scores times the scale; 1 / sqrt(Hd), which is the default, changes no bit."""
+    case, rest = (2, 70, 4, 2, 64), (4, 2)
+    qkv, d_out = _arrays(rng, case, dtype)
+    out, lse = _forward(dev, qkv, *rest, scale=0.3)
+    want_out, want_lse = _forward(host_device(), qkv, *rest, scale=0.3)
+    _compare(out, want_out, dtype)
+    np.testing.assert_allclose(lse, want_lse, rtol=4e-6, atol=4e-6)
+    plain, default = (_forward(dev, qkv, *rest, scale=scale)[0] for scale in (None, 0.125))
+    np.testing.assert_array_equal(plain, default)
+    assert np.abs(out.astype(np.float64) - plain).max() > 0.1
+    got = _backward(dev, qkv, d_out, *rest, scale=0.3)
+    want = _backward(host_device(), qkv, d_out, *rest, scale=0.3)
+    for heads in (slice(4), slice(4, 6), slice(6, None)):
+        _compare(got[:, :, heads], want[:, :, heads], dtype)
 
 
 # Lengths of documents (the last one takes the rest) and a window. Some of both kinds begin and end
@@ -370,7 +399,8 @@ def test_decode(dev, rng, dtype, window, head_dim):
     """A prompt longer than the kernel's block of keys, then single positions."""
     batch, seq_len, heads, kv_heads, _ = case = (2, 133, 2, 1, head_dim)
     qkv, _ = _arrays(rng, case, dtype)
-    want, lse = _forward(host_device(), qkv, heads, kv_heads, window=window)
+    scale = None if window is None else 0.3
+    want, lse = _forward(host_device(), qkv, heads, kv_heads, window=window, scale=scale)
     sinks = None
     if head_dim == 64:
         sinks = np.array([0.25, 40], dtype.numpy)
@@ -388,7 +418,7 @@ def test_decode(dev, rng, dtype, window, head_dim):
             "sinks": sinks,
         }
         sizes = {"position": position, "num_heads": heads, "num_kv_heads": kv_heads}
-        sizes |= {"window": window}
+        sizes |= {"window": window, "scale": scale}
         got = run(dev, partial(attention.decode, **sizes), arrays)
         caches = [got["k_cache"], got["v_cache"]]
         _compare(got["out"], want[:, piece].reshape(got["out"].shape), dtype)

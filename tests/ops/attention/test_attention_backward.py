@@ -1,6 +1,7 @@
 """Attention's backward in products of warpgroups: against its reference, torch, and itself."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,7 +22,15 @@ NORM_ERROR, MAX_ERROR = 2**-8, 2**-6
 
 
 def gradient(
-    dev, qkv, d_out, heads, kv_heads, chunks=1, chosen=attention_backward.chosen, window=None
+    dev,
+    qkv,
+    d_out,
+    heads,
+    kv_heads,
+    chunks=1,
+    chosen=attention_backward.chosen,
+    window=None,
+    scale=None,
 ):
     """d_qkv of out and lse that the reference has made."""
     batch, seq_len, _, head_dim = qkv.shape
@@ -29,7 +38,7 @@ def gradient(
     lse = np.full((batch, heads, seq_len), np.nan, np.float32)
     forward = run(
         host_device(),
-        lambda dev, **t: attention.forward(dev, **t, num_heads=heads, num_kv_heads=kv_heads),
+        partial(attention.forward, num_heads=heads, num_kv_heads=kv_heads, scale=scale),
         {"out": out, "lse": lse, "qkv": qkv},
     )
     arrays = {"d_qkv": np.full(qkv.shape, np.nan, qkv.dtype), "d_out": d_out, **forward}
@@ -40,7 +49,8 @@ def gradient(
         if chosen is attention_backward.chosen:
             assert (own is None) == (dev.spec.capability != CAPABILITY)
         options = {"num_heads": heads, "num_kv_heads": kv_heads, "chunks": chunks, "kernel": own}
-        attention.backward(dev, **tensors, **options, mask=mask)
+        options |= {"mask": mask, "scale": scale}
+        attention.backward(dev, **tensors, **options)
 
     return run(dev, call, arrays)["d_qkv"]
 
@@ -179,6 +189,19 @@ def test_gradients_grow_with_that_of_the_output(hopper, rng):
         scaled = (d_out.astype(np.float32) * factor).astype(BF16.numpy)
         got = gradient(hopper, qkv, scaled, 2, 1).astype(np.float32)
         np.testing.assert_array_equal(got, want * np.float32(factor))
+
+
+@pytest.mark.parametrize("case", ["one_step", "heads_128"])
+def test_an_own_scale(hopper, rng, case):
+    """Scores times the scale; 1 / sqrt(Hd), which is the default, changes no bit."""
+    case = SMALL[case]
+    qkv, d_out = arrays_of(rng, case)
+    got, plain, default = (
+        gradient(hopper, qkv, d_out, *case[2:4], scale=s) for s in (0.3, None, case[4] ** -0.5)
+    )
+    compare(got, gradient(host_device(), qkv, d_out, *case[2:4], scale=0.3), *case[2:4])
+    np.testing.assert_array_equal(plain, default)
+    assert np.abs(got.astype(np.float64) - plain).max() > 0.1
 
 
 def test_sequences_change_no_bit(hopper, rng):

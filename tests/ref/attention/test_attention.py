@@ -17,25 +17,26 @@ def _inputs(rng, case, dtype=np.float32):
     return qkv, rng.normal(size=(batch, seq_len, heads, head_dim)).astype(dtype)
 
 
-def _forward(qkv, heads, kv_heads, starts=None, window=None):
+def _forward(qkv, heads, kv_heads, starts=None, window=None, scale=None):
     batch, seq_len, _, head_dim = qkv.shape
     out = np.full((batch, seq_len, heads, head_dim), np.nan, qkv.dtype)
     lse = np.full((batch, heads, seq_len), np.nan, np.result_type(qkv.dtype, np.float32))
-    ref.attention_forward(out, lse, qkv, seq_len, heads, kv_heads, starts, window or seq_len)
+    sizes, scale = (seq_len, heads, kv_heads), scale or head_dim**-0.5
+    ref.attention_forward(out, lse, qkv, *sizes, starts, window or seq_len, scale)
     return out, lse
 
 
-def _backward(qkv, d_out, heads, kv_heads, starts=None, window=None):
-    out, lse = _forward(qkv, heads, kv_heads, starts, window)
+def _backward(qkv, d_out, heads, kv_heads, starts=None, window=None, scale=None):
+    out, lse = _forward(qkv, heads, kv_heads, starts, window, scale)
     d_qkv = np.full(qkv.shape, np.nan, qkv.dtype)
     sizes = (qkv.shape[1], heads, kv_heads)
-    mask = (starts, window or qkv.shape[1])
+    mask = (starts, window or qkv.shape[1], scale or qkv.shape[-1] ** -0.5)
     inputs = (d_out, out, lse, qkv, np.empty(0, np.uint8), 1)
     ref.attention_backward(d_qkv, None, *inputs, 1, *sizes, *mask)
     return d_qkv
 
 
-def _torch(qkv, d_out, heads, kv_heads, starts=None, window=None):
+def _torch(qkv, d_out, heads, kv_heads, starts=None, window=None, scale=None):
     """out, lse and d_qkv by torch in F64."""
     batch, seq_len = qkv.shape[:2]
     query, key = torch.arange(seq_len)[:, None], torch.arange(seq_len)
@@ -45,10 +46,11 @@ def _torch(qkv, d_out, heads, kv_heads, starts=None, window=None):
     packed = torch.from_numpy(qkv.astype(np.float64)).requires_grad_()
     q, k, v = (x.transpose(1, 2) for x in packed.split([heads, kv_heads, kv_heads], 2))
     out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=seen, enable_gqa=True
+        q, k, v, attn_mask=seen, enable_gqa=True, scale=scale
     ).transpose(1, 2)
     (d_qkv,) = torch.autograd.grad(out, packed, torch.from_numpy(d_out.astype(np.float64)))
-    scores = q @ k.repeat_interleave(heads // kv_heads, 1).transpose(2, 3) / qkv.shape[-1] ** 0.5
+    scores = q @ k.repeat_interleave(heads // kv_heads, 1).transpose(2, 3)
+    scores = scores * (scale or qkv.shape[-1] ** -0.5)
     lse = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
     return out.detach().numpy(), lse.detach().numpy(), d_qkv.numpy()
 
@@ -68,19 +70,20 @@ def test_equals_torch(rng, case):
 
 @pytest.mark.parametrize("window", [None, 1, 40, 64, 100])
 @pytest.mark.parametrize("documents", [False, True])
-def test_documents_and_windows_equal_torch(rng, documents, window):
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_documents_and_windows_equal_torch(rng, scale, documents, window):
     case = (2, 150, 4, 2, 16)
     qkv, d_out = _inputs(rng, case)
     heads, starts = case[2:4], None
     if documents:
         starts = np.zeros((2, 150), np.int32)
         starts[0, 1:], starts[0, 80:], starts[1, 64:] = 1, 80, 64
-    want_out, want_lse, want_d_qkv = _torch(qkv, d_out, *heads, starts, window)
-    out, lse = _forward(qkv, *heads, starts, window)
+    want_out, want_lse, want_d_qkv = _torch(qkv, d_out, *heads, starts, window, scale)
+    out, lse = _forward(qkv, *heads, starts, window, scale)
     tolerance = {"rtol": 1e-5, "atol": 1e-5}  # as above
     np.testing.assert_allclose(out, want_out, **tolerance)
     np.testing.assert_allclose(lse, want_lse, **tolerance)
-    got = _backward(qkv, d_out, *heads, starts, window)
+    got = _backward(qkv, d_out, *heads, starts, window, scale)
     np.testing.assert_allclose(got, want_d_qkv, **tolerance)
 
 
@@ -124,7 +127,8 @@ def test_large_scores_do_not_overflow(rng):
 def test_decoding_in_pieces_equals_the_forward(rng, window):
     batch, seq_len, heads, kv_heads, head_dim = case = (2, 23, 4, 2, 64)
     qkv, _ = _inputs(rng, case)
-    want, without = _forward(qkv, heads, kv_heads, window=window)
+    scale = 0.3 if window == 12 else head_dim**-0.5
+    want, without = _forward(qkv, heads, kv_heads, window=window, scale=scale)
     sinks = np.array([0.5, -1, 200, 3], np.float32) if window == 5 else None
     if sinks is not None:
         sizes = (batch, seq_len, heads)
@@ -134,7 +138,7 @@ def test_decoding_in_pieces_equals_the_forward(rng, window):
     for n in (9, 1, 1, 12):
         piece = slice(position, position + n)
         out = np.full((batch, n, heads, head_dim), np.nan, np.float32)
-        sizes = (position, n, 32, heads, kv_heads, window or 32, sinks)
+        sizes = (position, n, 32, heads, kv_heads, window or 32, scale, sinks)
         ref.attention_decode(out, k_cache, v_cache, qkv[:, piece], *sizes)
         # Another order of the same F32 sums.
         np.testing.assert_allclose(out, want[:, piece], rtol=1e-5, atol=1e-6)
@@ -146,7 +150,7 @@ def test_decoding_in_pieces_equals_the_forward(rng, window):
 
 def test_parts_of_heads_and_their_sum_are_the_whole(rng):
     heads, kv_heads, seq_len, head_dim = 6, 2, 17, 8
-    sizes = (seq_len, heads, kv_heads, None, 5)
+    sizes = (seq_len, heads, kv_heads, None, 5, 0.3)
     qkv = rng.normal(size=(1, seq_len, heads + 2 * kv_heads, head_dim)).astype(np.float32)
     d_out = rng.normal(size=(1, seq_len, heads, head_dim)).astype(np.float32)
     out, lse = np.empty_like(d_out), np.empty((1, heads, seq_len), np.float32)

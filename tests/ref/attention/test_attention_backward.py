@@ -10,17 +10,20 @@ from llmq.ref.attention.attention_backward import CASES, attention_gradient, att
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
 
 
+@pytest.mark.parametrize("own_scale", [None, 0.3])
 @pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
-def test_equals_one_step(rng, case):
+def test_equals_one_step(rng, case, own_scale):
     batch, seq_len, heads, kv_heads, head_dim = case
+    scale = own_scale or head_dim**-0.5
     shape = (batch, seq_len, heads + 2 * kv_heads, head_dim)
     qkv = rng.normal(size=shape).astype(BF16.numpy)
     d_out = rng.normal(size=(batch, seq_len, heads, head_dim)).astype(BF16.numpy)
     out, lse = np.empty_like(d_out), np.empty((batch, heads, seq_len), np.float32)
-    attention_forward(out, lse, qkv, seq_len, heads, kv_heads, None, seq_len)
+    seen = (None, seq_len, scale)
+    attention_forward(out, lse, qkv, seq_len, heads, kv_heads, *seen)
     want, got = np.empty_like(qkv), np.full_like(qkv, np.nan)
     sizes = (seq_len, heads, kv_heads)
-    attention_backward(want, None, d_out, out, lse, qkv, None, 1, 1, *sizes, None, seq_len)
+    attention_backward(want, None, d_out, out, lse, qkv, None, 1, 1, *sizes, *seen)
     statistics = np.full((batch, heads, seq_len // 64, 2, 64), np.nan, np.float32)
     taken = np.full(3, 7, np.int32)
     attention_statistics(statistics, taken, d_out, out, lse, 3, seq_len, heads)
@@ -31,7 +34,7 @@ def test_equals_one_step(rng, case):
     rows = batch * seq_len
     attention_gradient(
         *(got.reshape(rows, -1), d_out.reshape(rows, -1), statistics, qkv.reshape(rows, -1)),
-        *(taken, None, 1, batch, *sizes),
+        *(taken, None, 1, batch, *sizes, scale, np.nan),
     )
     # lse goes to base 2 and back: 2^-23 of it, which probabilities have as a relative error.
     np.testing.assert_allclose(
