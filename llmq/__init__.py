@@ -3,13 +3,17 @@
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Trainer", "__version__"]
+__all__ = ["Callback", "Trainer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """llmq.Trainer, loaded when it is first used: `llmq --help` does not wait for it."""
+    """llmq.Trainer and llmq.Callback, loaded at first use: `llmq --help` does not wait."""
     if name == "Trainer":
         from llmq.run.trainer import Trainer
 
         return Trainer
+    if name == "Callback":
+        from llmq.base.callback import Callback
+
+        return Callback
     raise AttributeError(f"module 'llmq' has no attribute {name!r}")

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
-from llmq.model.rings import Result
+from llmq.base.result import Result
 from llmq.run.trainer import Trainer
 from llmq.state.params import weight_table
 

@@ -16,8 +16,8 @@ import pytest
 from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.operand import Fp8, Int8, Operand
+from llmq.base.result import Result
 from llmq.comm.connect import connect
-from llmq.model.rings import Result
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config

@@ -23,8 +23,8 @@ import numpy as np
 from llmq import __version__
 from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError, warn
+from llmq.base.result import Result
 from llmq.bench.child import SETTLE, TIMED, WARM_UP, Job
-from llmq.model.rings import Result
 from llmq.options.adapters import adapters_of
 from llmq.options.cards import card_here
 from llmq.options.conditions import Ranks

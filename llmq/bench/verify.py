@@ -12,8 +12,8 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import warn
+from llmq.base.result import Result
 from llmq.bench.measure import random_batches
-from llmq.model.rings import Result
 from llmq.options.conditions import Ranks
 from llmq.options.option_file import flag
 from llmq.options.options import OPTIONS, TrainConfig

@@ -1,4 +1,4 @@
-"""The best checkpoint of a run (--keep-best): its value, its note, and the early stop."""
+"""The best checkpoint of a run (--keep-best), its note best.json, and the early stop."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llmq.base.callback import Callback
 from llmq.base.errors import ConfigError
 from llmq.base.files import disk_errors, json_object, values_of, write_file
 from llmq.base.run_id import RunId
-from llmq.checkpoint.manifest import MANIFEST, read_manifest
 from llmq.checkpoint.store import own_checkpoints
 from llmq.runtime.world import World
 
@@ -80,17 +80,6 @@ class Best:
     @property
     def step(self) -> int | None:
         return None if self.known is None else self.known.step
-
-    @property
-    def exhausted(self) -> str | None:
-        """The reason to end the run early; None without one."""
-        if not 0 < self.patience <= self.stale:
-            return None
-        than = "a finite number"
-        if self.known is not None:
-            than = f"better than {self.known.value:.6g} of step {self.step}"
-        many = f"the last {self.stale} measurements (--stop-after {self.patience})"
-        return f"{self.metric} has not been {than} in {many}"
 
     def __str__(self) -> str:
         return f"{self.metric} {self.known.value:.6g} at step {self.known.step}"
@@ -186,6 +175,36 @@ class Best:
         self._world.on_first(write)
 
 
+class EarlyStopping(Callback):
+    """Ends a run whose last `Best.patience` measurements brought no gain (--stop-after)."""
+
+    def __init__(self, best: Best):
+        self._best = best
+
+    @property
+    def stop(self) -> str | None:
+        best = self._best
+        if not 0 < best.patience <= best.stale:
+            return None
+        than = "a finite number"
+        if best.known is not None:
+            than = f"better than {best.known.value:.6g} of step {best.step}"
+        many = f"the last {best.stale} measurements (--stop-after {best.patience})"
+        return f"{best.metric} has not been {than} in {many}"
+
+
+def recorded_best(
+    document: dict[str, Any], directory: Path, there: Collection[int]
+) -> BestValue | None:
+    """The best of a run: of the newest of its checkpoints' manifest and of the note beside it. None
+    without --keep-best. there: steps of the run's checkpoints."""
+    metric = document["options"].get("keep_best")
+    recorded = document["run"]["state"].get("history", {}).get("best")
+    records = [recorded, _noted(directory, RunId.of(document["run"]))]
+    known = [r for r in records if isinstance(r, dict) and r.get("metric") == metric]
+    return _newest([_best_value(record) for record in known], there) if metric else None
+
+
 def _noted(directory: Path, run: RunId) -> dict[str, Any]:
     """The content of this run's note, {} without a note."""
     note = json_object(directory / NOTE)
@@ -202,22 +221,6 @@ def _newest(found: list[BestValue | None], there: Collection[int]) -> BestValue 
     """The newest of the bests whose checkpoints are on disk."""
     bests = [best for best in found if best is not None and best.step in there]
     return max(bests, key=lambda best: best.step, default=None)
-
-
-def exported_best(newest: Path) -> tuple[Path, BestValue] | None:
-    """The best checkpoint and its value, which a run exports; None if the run exports its last
-    checkpoint, or knows no best. newest: a checkpoint of the run; its parent folder has the
-    others."""
-    document = read_manifest(newest / MANIFEST)
-    metric, export = (document["options"].get(name) for name in ("keep_best", "export"))
-    if metric is None or export == "last":
-        return None
-    run = RunId.of(document["run"])
-    note, there = _noted(newest.parent, run), own_checkpoints(newest.parent, run)
-    recorded = document["run"]["state"].get("history", {}).get("best")
-    records = [r for r in (recorded, note) if isinstance(r, dict) and r.get("metric") == metric]
-    best = _newest([_best_value(record) for record in records], there)
-    return None if best is None else (there[best.step], best)
 
 
 def note_is_damaged(directory: Path) -> bool:

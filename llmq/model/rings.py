@@ -1,8 +1,6 @@
 """The two rings of pinned slots between the host and a step: inputs that go to the device ahead of
 it, and measurements, summed on the device, which are read one step late."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
@@ -11,6 +9,7 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import FILLER_TARGET, Batch
 from llmq.base.dtypes import F64, I32, I64, NO_LIMITS, STEP_SCALARS, STEP_SCALARS_WORDS, Limits
+from llmq.base.result import Result
 from llmq.base.step_inputs import Input, StepInputs
 from llmq.base.tensor import Tensor
 from llmq.model.losses import loss_class
@@ -25,34 +24,6 @@ from llmq.runtime.mesh import DATA, Mesh
 from llmq.state.rules.rule import UpdateRule
 
 RESULTS = 4  # steps whose results can be read; older ones are overwritten
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """The measurements of a step or an evaluation.
-
-    loss: the mean over what the loss counts, NaN where that is nothing. tokens: what it counts, or
-    its own sum of that name: targets that are not masked. norm: the gradient norm before clipping,
-    0 for evaluations. numbers: others of the loss (`Loss.numbers`); validated, shown: those of them
-    that validations report, and that the console has. saturated: elements that
-    were too large for their fp8 scales, with delayed ones. communication: milliseconds of the step
-    in which a rank did nothing but wait for others, the mean of all; None with one rank, 0 for
-    evaluations. waits: the same of each rank; () with one.
-    begin, end: of a step, nanoseconds on the clock of the rank's device, from some time in the past
-    on; end is that of the update.
-    """
-
-    loss: float
-    tokens: int
-    norm: float
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    validated: tuple[str, ...] = field(default=(), compare=False)
-    shown: tuple[str, ...] = field(default=(), compare=False)
-    saturated: int = 0
-    communication: float | None = field(default=None, compare=False)  # a time is never the same
-    waits: tuple[float, ...] = field(default=(), compare=False)
-    begin: int = field(default=0, compare=False)
-    end: int = field(default=0, compare=False)
 
 
 class Results:

@@ -12,10 +12,11 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
+from llmq.base.result import Result
 from llmq.model.balance import ROUTER_SHOWN, ROUTER_STATS
 from llmq.model.losses import loss_class
 from llmq.model.model import Model
-from llmq.model.rings import Inbox, Result, Results, scalars_of
+from llmq.model.rings import Inbox, Results, scalars_of
 from llmq.ops.update import global_norm
 from llmq.options.options import StepOptions
 from llmq.runtime.device import Device

@@ -12,7 +12,7 @@ from llmq.base.dtypes import F32, MIB, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.tensor import TIERS
 from llmq.checkpoint.checkpoint import stored_values
-from llmq.checkpoint.store import PROVEN, left_at_end
+from llmq.checkpoint.states import PROVEN, Keep, left_at_end
 from llmq.options.cards import is_data_center
 from llmq.options.options import TrainConfig
 from llmq.plan.plan import Plan, Usage
@@ -238,13 +238,13 @@ def _checkpoints(config: TrainConfig) -> tuple[int, int | None, bool]:
     periods = [period for period in periods if period > 0]
     major = config.ckpt_major if config.ckpt_major > 0 else 0
     of_majors = [math.lcm(period, major) for period in periods] if major else []
-    interval = config.ckpt_interval if config.guard == "rollback" else 0
+    rule = Keep.of(config)
     stay = keep + (best is not None)
     if config.steps < 0 and periods:
         if keep <= 0:
             return 0, math.gcd(*periods), False
         end = max(periods) * (keep + PROVEN) + 1
-        spared = _spared(keep, periods, major, interval, end, last=1)
+        spared = _spared(rule, periods, end, last=1)
         return stay + spared, math.gcd(*of_majors) if major else None, True
     steps = max(config.steps, 1)
     last = int(config.save_training_state or best is not None)
@@ -252,19 +252,19 @@ def _checkpoints(config: TrainConfig) -> tuple[int, int | None, bool]:
     majors = last * (major > 0 and steps % major == 0) + _multiples(steps - 1, of_majors)
     gone = max(written - majors - stay, 0) if keep > 0 else 0
     if gone > 0:
-        gone = max(gone - _spared(keep, periods, major, interval, steps, last), 0)
+        gone = max(gone - _spared(rule, periods, steps, last), 0)
     return written - gone, None, gone > 0
 
 
-def _spared(keep: int, periods: list[int], major: int, interval: int, steps: int, last: int) -> int:
+def _spared(keep: Keep, periods: list[int], steps: int, last: int) -> int:
     """How many stay beside the newest ones and majors, at the end of so many steps."""
-    count, found = 2 * (keep + PROVEN), {steps} if last else set()
+    count, found = 2 * (keep.newest + PROVEN), {steps} if last else set()
     for period in periods:
         newest = (steps - 1) // period
         found |= {period * i for i in range(max(newest - count, 0) + 1, newest + 1)}
     written = sorted(found)[-count:]
-    minors = len([step for step in written if major <= 0 or step % major])
-    return max(len(left_at_end(written, keep, major, interval)) - min(keep, minors), 0)
+    minors = len(keep.minors(written))
+    return max(len(left_at_end(written, keep)) - min(keep.newest, minors), 0)
 
 
 def _multiples(last: int, periods: list[int]) -> int:

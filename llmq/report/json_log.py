@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from llmq.base.callback import Callback
 from llmq.base.errors import DataError, LlmqError, warn
 from llmq.base.files import check_readable, disk_errors, free_name
 from llmq.base.records import elements
@@ -29,16 +30,6 @@ RETRY_SECONDS = 0.1
 _HEAD_BYTES = 256  # by which a log is known again: the first record has its time there
 _FIRST_RECORD_BYTES = 1 << 20  # at most; it has the command line
 _RECORD_BEGINS = b'{"log": "'
-
-
-class Listener(Protocol):
-    """A reader of each record of a log, in the process that writes the log."""
-
-    def send(self, record: dict[str, Any]) -> None:
-        """Take one record, `time` in seconds since 1970; raises nothing."""
-
-    def close(self) -> None:
-        """Take the end of the log: no record follows."""
 
 
 def _json_value(value: Any) -> Any:
@@ -76,7 +67,7 @@ class JsonLog:
         be replaced and does not even begin as one: a slip of the user's would cost another file.
         """
         self.path = path
-        self.listeners: list[Listener] = []
+        self.listeners: list[Callback] = []
         self._news: list[dict[str, Any]] = []  # records that listeners do not have yet
         self._waiting: list[bytes] = []
         self._first = b""  # record of this process, which says whose log it is
@@ -154,7 +145,7 @@ class JsonLog:
         try:
             while self._news:
                 for listener in list(self.listeners):
-                    listener.send(self._news[0])
+                    listener.on_record(self._news[0])
                 del self._news[0]
         finally:
             self._news.clear()
@@ -220,8 +211,6 @@ class JsonLog:
         if problem is not None:
             warn(f"'{self.path}' lacks its last {len(self._waiting)} records: {problem}")
         self._file.close()
-        for listener in self.listeners:
-            listener.close()
 
 
 def has_records(path: Path) -> bool:

@@ -19,6 +19,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from llmq.base.callback import Callback, RunEnd
 from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError, DataError, LlmqError, warn
 from llmq.base.files import check_writable, disk_errors
@@ -342,7 +343,7 @@ def check_libraries(config: TrainConfig) -> None:
             raise ConfigError(f"--{flag}: there is no library {flag}: pip install {flag}")
 
 
-class SinkListener:
+class SinkListener(Callback):
     """One sink of a log that this process writes, opened with the first record.
 
     A log that goes on from earlier records sends these first. A failure is told once, and ends the
@@ -358,8 +359,7 @@ class SinkListener:
         self._replay: Replay | None = None
         self._sinks: list[Sink] = []
 
-    def send(self, record: dict[str, Any]) -> None:
-        """Send one record, `time` in seconds since 1970."""
+    def on_record(self, record: dict[str, Any]) -> None:
         try:
             if self._replay is None:
                 self._begin([*self._earlier, record])
@@ -370,6 +370,7 @@ class SinkListener:
             for sink in self._sinks:
                 with suppress(Exception):
                     sink.close()
+            self._sinks.clear()
             self._tell(f"WARNING: {self._told(error)}: the run goes on without it", record["step"])
 
     def _told(self, error: Exception) -> str:
@@ -385,7 +386,7 @@ class SinkListener:
         if url := getattr(self._sinks[0], "url", None):
             self._tell(f"Weights & Biases: {url}", records[-1]["step"])
 
-    def close(self) -> None:
+    def on_end(self, end: RunEnd) -> None:
         """Send the rest; a failure is a warning."""
         try:
             for sink in self._sinks:
@@ -394,10 +395,12 @@ class SinkListener:
             warn(self._told(error))
 
 
-def add_sinks(config: TrainConfig, log: JsonLog, tell: Callable[[str, int], None]) -> None:
-    """Let the sinks that the options ask for listen to a log. tell: shows a line about a step."""
+def sinks_of_run(
+    config: TrainConfig, log: JsonLog, tell: Callable[[str, int], None]
+) -> list[Callback]:
+    """The sinks that the options ask for, of a log. tell: shows a line about a step."""
     places = _places_of(config.tensorboard, config.wandb)
-    log.listeners += [SinkListener(*sink, log, tell) for sink in places.items()]
+    return [SinkListener(*sink, log, tell) for sink in places.items()]
 
 
 def run_watch(

@@ -10,12 +10,13 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.errors import ConfigError
+from llmq.base.result import Result
 from llmq.base.step_inputs import PAIRS, Input
 from llmq.data.dataset import SequenceLayout
 from llmq.data.epoch_plan import Split
 from llmq.data.loader import DataLoader
 from llmq.data.tokens import MASKED_TARGET
-from llmq.model.rings import Result, named_inputs
+from llmq.model.rings import named_inputs
 from llmq.options.options import TrainConfig
 from llmq.options.rules import RULES
 from llmq.run.ranks import Ranks, Rounds

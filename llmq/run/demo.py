@@ -11,7 +11,7 @@ from pathlib import Path
 from llmq.base.console import printable
 from llmq.base.errors import DataError
 from llmq.base.files import disk_errors
-from llmq.checkpoint.store import checkpoint_at
+from llmq.checkpoint.states import checkpoint_at
 from llmq.options.option_types import NEWEST
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import config_of, layers_of, make_config

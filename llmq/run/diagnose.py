@@ -9,13 +9,13 @@ is kept for it on the device.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
+from llmq.base.callback import StepDone
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
@@ -23,9 +23,9 @@ from llmq.checkpoint.finite import reached, unmoved_lines
 from llmq.model.step import Step
 from llmq.ops.quantize import fp8_scale
 from llmq.ops.quantize.fp8_scale import STRIDE
-from llmq.run.events import Member, StepDone
 from llmq.run.guard import Guard
 from llmq.run.metrics import Reporter
+from llmq.run.monitor import Probe
 from llmq.run.ranks import Rank, Ranks
 
 MAX_SKIPPED = 10  # updates in a row that change nothing, after which a run is hopeless
@@ -140,18 +140,18 @@ def not_moved(ranks: Ranks) -> list[str]:
     return unmoved_lines([name for name in every if name not in moved], len(every))
 
 
-class AbsMaxes(Member):
+class AbsMaxes(Probe):
     """Reports the largest values of each such step; every: --debug-log-abs-max, in fp8."""
 
     def __init__(self, ranks: Ranks, reporter: Reporter, every: int):
         self._ranks, self._reporter, self._every = ranks, reporter, every
 
-    def watch(self, step: int) -> AbstractContextManager | None:
-        return nullcontext() if step % self._every == 0 else None
+    def measures(self, step: int) -> bool:
+        return step % self._every == 0
 
-    def after_step(self, done: StepDone) -> None:
-        if done.step % self._every == 0:
-            self._reporter.abs_maxes(done.step, abs_maxes(self._ranks))
+    def on_step(self, step: StepDone) -> None:
+        if self.measures(step.step):
+            self._reporter.abs_maxes(step.step, abs_maxes(self._ranks))
 
 
 def abs_maxes(ranks: Ranks) -> dict[str, float]:

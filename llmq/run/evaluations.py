@@ -18,12 +18,11 @@ import numpy as np
 from llmq.base.batch import Batch
 from llmq.base.console import printable
 from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.result import Result
 from llmq.checkpoint.best import Measured, Measurement
 from llmq.data.loader import DataLoader
-from llmq.model.rings import Result
 from llmq.options.options import TrainConfig
 from llmq.run.batches import mean_loss, open_loaders
-from llmq.run.events import Events, Member
 from llmq.run.metrics import Reporter, duration
 from llmq.run.ranks import CutShort, Rank
 from llmq.run.sampling import Predictor, Sampling, choose_token, prompt_ids
@@ -113,7 +112,11 @@ def _digest(*parts: Any) -> str:
     return digest.hexdigest()[:8]
 
 
-class Evaluations(Member):
+Evaluate = Callable[[], Measured]
+"""Runs an evaluation between two steps, and returns the measured values."""
+
+
+class Evaluations:
     """Those of one run. done_at: the step of the last tasks and samples, so that a continued run
     makes up for what was due, and repeats nothing."""
 
@@ -122,15 +125,12 @@ class Evaluations(Member):
         trainer: Trainer,
         reporter: Reporter,
         material: EvaluationInputs,
-        events: Events,
         stopped: Callable[[], bool],
     ):
-        """events: of the members that learn what is measured. stopped: whether to end soon; asked
-        before each batch."""
+        """stopped: whether to end soon; asked before each batch."""
         self.trainer, self.reporter, self.material = trainer, reporter, material
         self.config: TrainConfig = trainer.config
         self.stopped = stopped
-        self._events = events
         self._measured: Measured = {}
         self._losses: dict[str, float] = {}  # the last one of each validation, by name
         self.not_finite: str | None = None  # of the last validation
@@ -144,29 +144,29 @@ class Evaluations(Member):
 
     # -- when ------------------------------------------------------------------------------------
 
-    def before_step(self, step: int, *, new_epoch: bool) -> None:
-        """A checkpoint knows whether its step was evaluated, so that a continued run makes up for
-        it."""
-        every = self.config.eval_every_n_steps
+    def due(self, *, new_epoch: bool) -> list[Evaluate]:
+        """The evaluations before the next step, to be run in order. A checkpoint knows whether its
+        step was evaluated, so that a continued run makes up for it."""
+        step, every = self.trainer.steps_done, self.config.eval_every_n_steps
         due = new_epoch or (every > 0 and step % every == 0)
         due = self.config.eval_at_start if step == 0 else due
-        if due and self.validates and step != self.trainer.validated_at:
-            self._between_steps(partial(self.validate, self.config.eval_num_steps))
-        for call in self.due():
-            self._between_steps(call)
+        validates = due and self.validates and step != self.trainer.validated_at
+        calls = [partial(self.validate, self.config.eval_num_steps)] if validates else []
+        return [partial(self._run, call) for call in [*calls, *self._due_tasks()]]
 
-    def before_end(self, step: int) -> None:
-        """Run the last validation, on all sequences, unless the step of an early stop has had it.
+    def due_at_end(self) -> list[Evaluate]:
+        """The evaluations at the end of the run: the last validation, on all sequences, unless the
+        step of an early stop has had it.
 
         With --keep-best of a loss, a periodic validation comes first, so that the last model can be
         the best.
         """
+        step, calls = self.trainer.steps_done, []
         if self._lacks_measurement(step):
-            self._between_steps(partial(self.validate, self.config.eval_num_steps))
+            calls.append(partial(self.validate, self.config.eval_num_steps))
         if self._takes_part or not self._losses or self.trainer.validated_at != step:
-            self._between_steps(partial(self.validate, None))
-        for call in self.due(at_end=True):
-            self._between_steps(call)
+            calls.append(partial(self.validate, None))
+        return [partial(self._run, call) for call in [*calls, *self._due_tasks(at_end=True)]]
 
     def _lacks_measurement(self, step: int) -> bool:
         """True if earlier steps measured the loss of --keep-best on a part of the sequences, and
@@ -183,15 +183,10 @@ class Evaluations(Member):
         longest = max((one.batches_per_epoch for one in loaders), default=0)
         return longest > self.config.eval_num_steps
 
-    def at_end(self, step: int) -> None:
-        self.reporter.message(self.summary(), step)
-
-    def _between_steps(self, call: Callable[[], None]) -> None:
-        self._events.pause()
+    def _run(self, call: Callable[[], None]) -> Measured:
         call()
         measured, self._measured = self._measured, {}
-        for member in self._events.members:
-            member.measured(self.trainer.steps_done, measured)
+        return measured
 
     # -- validations -----------------------------------------------------------------------------
 
@@ -255,6 +250,8 @@ class Evaluations(Member):
         metric, final = f"{name}/loss" if name else "loss", max_batches is None
         found = Measurement(result.loss, _kind_of_loss(loader, tokens, self.config), final)
         self._measured[metric] = found
+        if name:  # else `Trainer.validate` has told
+            self.trainer.tell_evaluation({metric: result.loss})
         if result.tokens > 0 and not math.isfinite(result.loss):
             self.not_finite = f"the validation loss is {result.loss}"
         if result.tokens == 0:
@@ -270,7 +267,7 @@ class Evaluations(Member):
 
     # -- tasks and samples -----------------------------------------------------------------------
 
-    def due(self, *, at_end: bool = False) -> list[Callable[[], None]]:
+    def _due_tasks(self, *, at_end: bool = False) -> list[Callable[[], None]]:
         """The functions to call now, of tasks and samples."""
         step, every, calls = self.trainer.steps_done, self.config.task_every, []
         is_due = at_end or (step > 0 and every > 0 and step % every == 0)
@@ -315,6 +312,7 @@ class Evaluations(Member):
             self._measured[f"{s.task}/{s.metric}"] = Measurement(s.value, kind)
         line = " | ".join([f"time: {duration(1000 * seconds)}", scores[0].task, *shown])
         self.reporter.line("E", step, line, bold=True)
+        self.trainer.tell_evaluation({f"{s.task}/{s.metric}": s.value for s in scores})
 
     def _likelihoods(self, asked: Asked) -> np.ndarray | None:
         """The likelihoods of a task's requests; None after a signal."""

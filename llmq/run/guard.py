@@ -1,11 +1,11 @@
-"""Divergence: which steps are bad, and what a run does about them.
+"""Divergence: which steps are bad, and when a run goes back because of bad steps.
 
 A step is bad if its loss or gradient norm is not finite, or far above the median of the accepted
-steps before it, in median absolute deviations. A limit comes from steps that ended LAG or more
-before its own, and is known when that is enqueued: the device itself can leave the update out, and
-the same run decides the same, on any number of ranks and over a resume. Before there are so many
-steps, absolute signs warn and leave no update out: a loss far above that of guessing, or many times
-the lowest so far.
+steps before it, in median absolute deviations. The limit of a step comes from steps that ended LAG
+or more before, and is known when the step is enqueued: the device itself can leave the update out,
+and the same run decides the same, on any number of ranks and over a resume. The first steps have no
+limit: absolute signs warn and leave no update out (a loss far above that of guessing, or many times
+the lowest so far).
 """
 
 import math
@@ -17,28 +17,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmq.base.dtypes import NO_LIMITS, Limits
-from llmq.model.rings import Result
+from llmq.base.result import Result
 from llmq.options.options import TrainConfig
 
 LAG = 2  # steps: the newest result that is always read when a step is enqueued is of step - LAG
 LEAST = 16  # accepted steps without which there is no limit
 WINDOW = 128  # accepted steps that a limit is made from
-DEVIATIONS = 10.0  # above the median: beyond them a step is bad
+DEVIATIONS = 10.0  # above the median: beyond this limit a step is bad
 PER_DEVIATION = 1.4826  # standard deviations of a normal distribution per its MAD
 PERSISTS = 3  # bad steps in a row, whose updates were left out: the weights are why, not the data
-NEW_LEVEL = 100  # bad steps in a row, with updates, after which theirs is what is usual
+NEW_LEVEL = 100  # bad steps in a row, with updates, after which their values become the usual ones
 ABOVE_GUESSING = 3.0  # times the loss of guessing, `Loss.guessing`: beyond it a step is bad
 GROWN = 10.0  # times the lowest loss, from LEAST_LOSS on: beyond it a step is bad
-LEAST_LOSS = 1.0  # below it, what has been learned by heart grows by such factors
-ROLLBACKS = 3  # from the same place, after which another one would change nothing
+LEAST_LOSS = 1.0  # below it, a loss of text learned by heart grows by such factors
+ROLLBACKS = 3  # to the same step, after which another rollback would change nothing
 LOWERED = 0.1  # of the learning rate directly after a rollback
 RECOVERY = 100  # steps from there to the whole rate: as many as first and second moments remember
-_KEPT = ("in_row", "unchanged", "not_finite", "last_bad", "trouble", "level", "rollbacks", "origin")
 
 
 class Judgement(NamedTuple):
-    """The judgement of one step. reason: why it is bad; None: it is not. left_out: whether a limit
-    of the guard's was why the device made no update."""
+    """The judgement of one step. reason: why the step is bad; None for a good step. left_out: True
+    if the device made no update because of the guard's limit."""
 
     reason: str | None = None
     left_out: bool = False
@@ -49,25 +48,25 @@ class Judgement(NamedTuple):
 
 
 class Track:
-    """One number of the accepted steps, as (step, value), the newest WINDOW + 1 of them."""
+    """The loss or the norm of the newest WINDOW + 1 accepted steps, as (step, value)."""
 
     def __init__(self, name: str, least: tuple[float, float]):
-        """least: a deviation is at least this part of the median, and at least this much."""
+        """least: the smallest deviation, as a part of the median, and as a value."""
         self.name, self._least = name, least
         self.values: deque[tuple[int, float]] = deque(maxlen=WINDOW + 1)
 
     def reference(self, step: int) -> tuple[float, float] | None:
-        """Median and deviation for this step; None with too few steps before it."""
+        """Median and deviation for this step; None with fewer than LEAST steps before it."""
         known = [value for at, value in self.values if at <= step - LAG][-WINDOW:]
         if len(known) < LEAST:
             return None
         median = float(np.median(known))
         deviation = PER_DEVIATION * float(np.median(np.abs(np.array(known) - median)))
-        part, much = self._least
-        return median, max(deviation, part * abs(median), much)
+        part, value = self._least
+        return median, max(deviation, part * abs(median), value)
 
     def limit(self, step: int) -> float:
-        """For this step, a number that F32 has; 0 without one."""
+        """The limit of this step, exact in F32; 0 without one."""
         known = self.reference(step)
         return 0.0 if known is None else float(np.float32(known[0] + DEVIATIONS * known[1]))
 
@@ -78,19 +77,25 @@ class Track:
         far = f"{score:.1f} deviations above its median {median:.6g}"
         return f"the {self.name} {value:.6g} is {far}"
 
+    def before(self, step: int) -> None:
+        """Date values of later steps back, so that they count for this step."""
+        known = [(min(at, step - LAG), value) for at, value in self.values]
+        self.values.clear()
+        self.values.extend(known)
+
 
 class Guard:
     """Judges each step of a run once, in order.
 
-    in_row: bad steps up to the last one. unchanged: steps up to it that changed no weights.
-    last_bad: the newest bad step, -1: none. not_finite: what of the last step was no finite number.
-    trouble: the step at which bad ones were too many, until a rollback. level: how often what is
-    usual was given up. rollbacks: [to, from] of each. origin: the run's first checkpoint, None: its
-    first weights.
+    in_row: number of bad steps up to the newest one. unchanged: number of steps up to the newest
+    one that changed no weights. last_bad: the newest bad step, -1: none. not_finite: the number of
+    the newest step that was not finite, in words. trouble: the step at which there were too many
+    bad steps, until a rollback. level: how often the usual values were given up. rollbacks: [to,
+    from] steps of each. origin: the run's first checkpoint; None: its first weights.
     """
 
     def __init__(self, config: TrainConfig, guessing: float = math.inf):
-        """guessing: the loss of it, as `Loss.guessing` has it."""
+        """guessing: the loss of guessing, as `Loss.guessing` has it."""
         self.guessing = guessing
         self.mode = config.guard
         # A deviation of the norm is at least 30 % of it, of the loss 1 % and 0.01 nats: where all
@@ -98,28 +103,24 @@ class Guard:
         # norms up to 4 times the usual one are what clipping is for.
         self.loss = Track("loss", (0.01, 0.01))
         self.norm = Track("gradient norm", (0.3, 0.0))
-        self.in_row, self.level, self.last_bad = 0, 0, -1
-        self.unchanged = 0
-        self.not_finite: str | None = None
-        self.trouble: int | None = None
-        self.rollbacks: list[list[int]] = []
-        self.origin: str | None = None
+        self.load({})
 
     # -- before a step ---------------------------------------------------------------------------
 
     def limits(self, step: int) -> Limits:
-        """Beyond which this step would be bad; none with --guard off and in the first steps."""
+        """The limits beyond which this step is bad; none with --guard off and in the first
+        steps."""
         if self.mode == "off":
             return NO_LIMITS
         return Limits(norm=self.norm.limit(step), loss=self.loss.limit(step))
 
     @property
     def leaves_out(self) -> bool:
-        """Whether bad steps make no update, so that the device needs the limits."""
+        """True if bad steps make no update, so that the device needs the limits."""
         return self.mode in ("skip", "rollback")
 
     def rate_factor(self, step: int) -> float:
-        """By which the learning rate of a step is multiplied: it rises again after a rollback."""
+        """The factor of a step's learning rate, which rises again after a rollback."""
         if not self.rollbacks:
             return 1.0
         done = step - self.rollbacks[-1][0]
@@ -128,15 +129,14 @@ class Guard:
         return LOWERED + (1.0 - LOWERED) * done / RECOVERY
 
     def is_due(self, steps_done: int) -> bool:
-        """Whether to roll back now: LAG steps after the one that was too much, not as soon as it is
-        known, which depends on what else makes a run wait."""
+        """True if a rollback is due: LAG steps after the trouble. When the trouble is known depends
+        on what else makes a run wait."""
         return self.trouble is not None and steps_done >= self.trouble + LAG
 
     # -- after a step ----------------------------------------------------------------------------
 
     def judge(self, step: int, result: Result, limits: Limits) -> Judgement:
-        """Judge a step by the limits that it had. A step without targets is neither good nor
-        bad."""
+        """Judge a step by its limits. A step without targets is neither good nor bad."""
         judgement = Judgement() if result.tokens == 0 else self._judged(step, result, limits)
         no_update = judgement.left_out or result.tokens == 0 or not math.isfinite(result.norm)
         self.unchanged = self.unchanged + 1 if no_update else 0
@@ -153,15 +153,15 @@ class Guard:
             if 0 < limit < value:
                 reason = track.excess(step, value)
                 return self._bad(step, Judgement(reason, left_out=self.leaves_out))
-        if limits == NO_LIMITS and (reason := self._early(step, result.loss)) is not None:
+        if limits == NO_LIMITS and (reason := self._early(result.loss)) is not None:
             return self._bad(step, Judgement(reason))
         for track, value, _ in values:
             track.values.append((step, value))
         self.in_row = 0
         return Judgement()
 
-    def _early(self, step: int, loss: float) -> str | None:
-        """The fault of the loss of a step for which there is no limit yet, if it has any."""
+    def _early(self, loss: float) -> str | None:
+        """Why the loss of a step without a limit is bad; None if it is not."""
         if self.mode == "off" or self.level > 0:
             return None
         lowest = min((value for _, value in self.loss.values), default=math.inf)
@@ -180,8 +180,8 @@ class Guard:
         return judgement
 
     def accepts_new_level(self) -> bool:
-        """After a bad step that made an update: whether so many were bad that they are what is
-        usual from now on, as with other data; then the accepted steps are forgotten."""
+        """After a bad step with an update: True if NEW_LEVEL steps in a row were bad. Their values
+        become the usual ones, as with other data, and the accepted steps are forgotten."""
         if self.in_row < NEW_LEVEL:
             return False
         self.level, self.in_row = self.level + 1, 0
@@ -189,35 +189,32 @@ class Guard:
             track.values.clear()
         return True
 
-    # -- rollbacks -------------------------------------------------------------------------------
+    # -- rollbacks and state ---------------------------------------------------------------------
 
     def may_go_back(self, to: int) -> bool:
-        """Whether fewer than ROLLBACKS led to this step."""
+        """True if fewer than ROLLBACKS led to this step."""
         return sum(target == to for target, _ in self.rollbacks) < ROLLBACKS
 
     def went_back(self, to: int, steps_done: int) -> None:
         """After a rollback from so many steps. The usual values stay known: else the next
-        divergence would be the usual after one to the first steps."""
+        divergence would be the usual after a rollback to the first steps."""
         self.rollbacks = [*self.rollbacks, [to, steps_done]]
         self.in_row, self.unchanged, self.last_bad = 0, 0, min(self.last_bad, to - 1)
         self.trouble, self.not_finite = None, None
         for track in (self.loss, self.norm):
-            known = [(min(at, to - LAG), value) for at, value in track.values]
-            track.values.clear()
-            track.values.extend(known)
+            track.before(to)
 
     @property
     def state(self) -> dict[str, Any]:
-        """All that later decisions depend on, in JSON's types: for a checkpoint."""
-        tracks = {"losses": self.loss, "norms": self.norm}
-        values = {name: [list(pair) for pair in track.values] for name, track in tracks.items()}
-        return values | {name: getattr(self, name) for name in _KEPT}
+        """Everything that later decisions depend on, in JSON's types, for a checkpoint."""
+        values = {"losses": self.loss.values, "norms": self.norm.values}
+        kept = "in_row unchanged not_finite last_bad trouble level rollbacks origin".split()
+        tracks = {name: [list(pair) for pair in pairs] for name, pairs in values.items()}
+        return tracks | {name: getattr(self, name) for name in kept}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` gave; {}: of the beginning.
-
-        TypeError, ValueError or AttributeError where it is something else.
-        """
+        """Restore a `state`; {} is the state of the beginning. TypeError, ValueError or
+        AttributeError where it is something else."""
         for track, name in ((self.loss, "losses"), (self.norm, "norms")):
             track.values.clear()
             track.values.extend((index(step), float(value)) for step, value in state.get(name, []))
@@ -228,4 +225,4 @@ class Guard:
         trouble = state.get("trouble") if self.mode == "rollback" else None
         self.trouble = None if trouble is None else index(trouble)
         self.rollbacks = [[index(to), index(before)] for to, before in state.get("rollbacks", [])]
-        self.origin = state.get("origin")
+        self.origin: str | None = state.get("origin")

@@ -1,102 +1,102 @@
-"""The loop of a run: steps, one after the other, and what it tells the members of each."""
+"""The loop of a run: optimizer steps, and the work between two steps in its order."""
 
 import signal
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
+from pathlib import Path
+from typing import Any
 
 from llmq.base.dtypes import Limits
-from llmq.base.errors import DataError
+from llmq.base.errors import DataError, LlmqError
 from llmq.base.signals import Interrupted, OutOfTime
-from llmq.run.events import Events, StepDone
-from llmq.run.judging import Judging
+from llmq.checkpoint.best import Measured
+from llmq.run.evaluations import Evaluations
+from llmq.run.health import HealthMonitor
+from llmq.run.lifecycle import Lifecycle
 from llmq.run.metrics import Reporter
+from llmq.run.monitor import Probe
 from llmq.run.requests import Requests
 from llmq.run.trainer import Trainer
 
 
 class Loop:
-    """Steps until the end or a signal, one step ahead of the reports on a GPU.
+    """Steps until the end or a signal, one step ahead of the results on a GPU.
 
-    last_end: of the step before, as Result.end; None where something else came between. is_last:
-    True if the run ends with this loop, False if another stage follows.
+    Results go to the trainer's callbacks. Between two steps come evaluations, then requests for a
+    checkpoint or for the end, then checkpoints. is_last: True if the run ends with this loop, False
+    if another stage follows. first: the step that the loop begins with. pending: ticket of a step
+    whose result has not been read.
     """
 
     def __init__(
         self,
         trainer: Trainer,
         reporter: Reporter,
-        events: Events,
-        judging: Judging,
+        evaluations: Evaluations,
+        health: HealthMonitor,
+        lifecycle: Lifecycle,
         requests: Requests,
         stop: int | None,
     ):
-        """judging: says at which rate and within which limits steps are made, and goes back. stop:
-        the step before which it ends, where a stage follows; None: the run's last."""
-        self.trainer, self.reporter, self.members = trainer, reporter, events.members
-        self.events, self.judging, self.requests, self.stop = events, judging, requests, stop
-        # The ticket of a step whose result has not been read, and what is known of the step.
-        self.pending: tuple[int, partial[StepDone]] | None = None
-        self.last_end: int | None = None
-        self.is_last = stop is None
-        events.pause = self.pause
+        """stop: the step before which the loop ends, where a stage follows; None: the run's last
+        step."""
+        self.trainer, self.reporter, self.evaluations = trainer, reporter, evaluations
+        self.health, self.lifecycle, self.requests = health, lifecycle, requests
+        self.stop, self.is_last = stop, stop is None
+        self.first = trainer.steps_done
+        self.pending: int | None = None
+
+    @property
+    def stopped(self) -> str | None:
+        """Why a callback ends the run early; None: the run goes on."""
+        why = next((c.stop for c in self.trainer.callbacks if c.stop), None)
+        return why and f"{why}, which ends the run after {self.trainer.steps_done} steps"
 
     def run(self) -> None:
         """Train, and end the run with its last evaluations and its model.
 
-        Interrupted or OutOfTime where it ends before, once it is saved.
+        Interrupted or OutOfTime where the run ends before, once it is saved.
         """
         trainer = self.trainer
-        self.events.first = trainer.steps_done
-        for member in self.members:
-            member.before_steps(trainer.steps_done)
+        self.first = trainer.steps_done
+        self.reporter.epoch = trainer.epoch
+        self.lifecycle.move_undone_aside()
         last = trainer.total_steps if self.stop is None else self.stop
-        while (trainer.steps_done < last and not self.judging.stop) or self._goes_back():
-            if self.judging.guard.is_due(trainer.steps_done):
+        while (trainer.steps_done < last and not self.stopped) or self._goes_back():
+            if self.health.guard.is_due(trainer.steps_done):
                 self._roll_back()
-            new_epoch = trainer.advance_epoch_if_needed()
-            for member in self.members:
-                member.before_step(trainer.steps_done, new_epoch=new_epoch)
-            if not (self.requests.ends or self.judging.stop):
+            self._between_steps()
+            if not (self.requests.ends or self.stopped):
                 self.step()
             self._leave_if_asked()
-        self.is_last = self.stop is None or self.judging.stop is not None
-        if self.judging.stop and trainer.steps_done > self.events.first:
-            self.reporter.message(f"Stopped early: {self.judging.stop}", trainer.steps_done)
-        for member in self.members:
-            member.after_steps(trainer.steps_done, last=self.is_last)
+        self.is_last = self.stop is None or self.stopped is not None
+        if self.stopped and trainer.steps_done > self.first:
+            self.reporter.message(f"Stopped early: {self.stopped}", trainer.steps_done)
+        if not self.is_last:
+            self.save_last()
+        elif trainer.config.save_training_state:  # before the long evaluation at the end
+            self._save()
         self.requests.agree()
         self._leave_if_asked()
         if self.is_last:
             self._end()
 
-    def _goes_back(self) -> bool:
-        """After the last step: whether the last ones are to be undone."""
-        self.collect()
-        if self.judging.guard.trouble is None:
-            return False
-        self._roll_back()
-        return True
-
-    def _roll_back(self) -> None:
-        self.pause()
-        self.judging.roll_back()
+    # -- steps -----------------------------------------------------------------------------------
 
     def step(self) -> None:
         trainer, step = self.trainer, self.trainer.steps_done
-        lr, (limits, sent) = self.judging.learning_rate(step), self.judging.limits(step)
-        watches = [member.watch(step) for member in self.members]
-        watched = [within for within in watches if within is not None]
-        if watched:
+        lr, limits = self.health.learning_rate(step), self.health.limits(step)
+        probes = [c for c in trainer.callbacks if isinstance(c, Probe) and c.measures(step)]
+        if probes:
             self.collect()
         with ExitStack() as stack:
-            for within in watched:
-                stack.enter_context(within)
-            ticket = self._enqueue(lr, sent)
+            for probe in probes:
+                stack.enter_context(probe.measuring())
+            ticket = self._enqueue(lr, limits)
         self.collect()
-        known = {"lr": lr, "limits": limits, "epoch": trainer.epoch, "ticket": ticket}
-        number = step - self.events.first
-        self.pending = ticket, partial(StepDone, step=step, number=number, **known)
-        if watched or trainer.dev.kind == "host":  # where the work is done, nothing runs ahead
+        self.pending = ticket
+        if probes or trainer.dev.kind == "host":  # where the work is done, nothing runs ahead
             self.collect()
 
     def _enqueue(self, lr: float, limits: Limits) -> int:
@@ -111,40 +111,120 @@ class Loop:
             raise
 
     def collect(self) -> None:
-        """Tell of the pending step, if there is one; waits until it is done."""
-        if self.pending is None:
-            return
-        (ticket, known), self.pending = self.pending, None
-        result = self.trainer.result(ticket)
-        ms = (result.end - (self.last_end or result.begin)) / 1e6
-        self.last_end = result.end
-        done = known(result=result, ms=ms)
-        for member in self.members:
-            member.after_step(done)
+        """Wait for the pending step, of which the trainer tells its callbacks."""
+        ticket, self.pending = self.pending, None
+        if ticket is not None:
+            self.trainer.result(ticket)
 
     def pause(self) -> None:
-        """Before what comes between two steps, and is no part of their times."""
+        """Before work that is no part of a step's time."""
         self.collect()
-        self.last_end = None
+        self.trainer.last_end = None
 
-    def _end(self) -> None:
-        """The last evaluations, and the export, which one signal does not stop."""
-        step = self.trainer.steps_done
-        for member in self.members:
-            member.before_end(step)
-        self.requests.agree()
-        self._leave_if_asked()
-        for member in self.members:
-            member.at_end(step)
+    # -- between steps ---------------------------------------------------------------------------
+
+    def _between_steps(self) -> None:
+        new_epoch = self.trainer.advance_epoch_if_needed()
+        for evaluate in self.evaluations.due(new_epoch=new_epoch):
+            self._evaluate(evaluate)
+        step, asked = self.trainer.steps_done, self.requests.agree(asks=True)
+        self.lifecycle.poll()
+        due = self.lifecycle.due(step)
+        if asked is not None:
+            self.reporter.message(f"A checkpoint, as {asked} asks for", step)
+            self._save(asked=True)
+        elif step > self.first and due:
+            self._save()
+
+    def _evaluate(self, evaluate: Callable[[], Measured]) -> None:
+        """Evaluate, and save a checkpoint if its metric of --keep-best is the best so far."""
+        self.pause()
+        if self.lifecycle.measured(evaluate()):
+            self._save()
+
+    def _save(self, *, required: bool = False, asked: bool = False) -> None:
+        self.pause()
+        self.trainer.history = self._state()
+        start = time.monotonic()
+        self.lifecycle.save(required=required, asked=asked)
+        self.requests.save_took(time.monotonic() - start)
+
+    def save_last(self, *, required: bool = True) -> None:
+        """Save the state that another process or stage goes on with."""
+        self._save(required=required)
+        self.lifecycle.finish()
 
     def _leave_if_asked(self) -> None:
-        """By a signal or --max-hours."""
+        """End the run with a checkpoint, by a signal or --max-hours."""
         if not self.requests.ends:
             return
+        self._save(required=True)
         step, why = self.trainer.steps_done, "--max-hours"
-        for member in self.members:
-            member.interrupted(step)
         if self.requests.signum is not None:
             why = signal.Signals(self.requests.signum).name
         self.reporter.message(f"Stopped by {why} after {step} steps; go on with --continue", step)
         raise OutOfTime if self.requests.signum is None else Interrupted(self.requests.signum)
+
+    def _end(self) -> None:
+        """The last evaluations, and the export, which one signal does not stop."""
+        for evaluate in self.evaluations.due_at_end():
+            self._evaluate(evaluate)
+        self.lifecycle.finish()  # whatever becomes of the export
+        self.requests.agree()
+        self._leave_if_asked()
+        step = self.trainer.steps_done
+        self.reporter.message(self.evaluations.summary(), step)
+        self.reporter.warn_of_steps_without_targets(step)
+        self.health.warn_at_end(step)
+        self.lifecycle.export(self.evaluations.not_finite or self.health.guard.not_finite)
+        if self.trainer.config.save_training_state:  # if there was no room before
+            self._save(required=True)
+
+    # -- state and rollback ----------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        """The state of a run beside its weights, for a checkpoint, in JSON's types."""
+        state = self.evaluations.state() | self.reporter.history
+        return state | {"guard": self.health.guard.state} | self.lifecycle.state()
+
+    def _restore(self, history: Mapping[str, Any]) -> None:
+        """Restore a `_state` but for its guard; {} is the state of the beginning."""
+        self.evaluations.load(history)
+        self.reporter.history = history
+        self.lifecycle.load(history)
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on with the history of the run that wrote this checkpoint, which the trainer has
+        loaded. LlmqError if the history is not as llmq writes one."""
+        history = self.trainer.history
+        try:
+            self.health.guard.load(history.get("guard", {}))
+            self._restore(history)
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise LlmqError(
+                f"'{checkpoint}' is none of llmq's: its history is not as llmq writes it "
+                f"({error}); use another checkpoint"
+            ) from error
+        self.reporter.total_steps = self.trainer.total_steps
+        self.lifecycle.resume()
+        # A rollback goes back to this checkpoint if nothing else is there.
+        foreign = checkpoint.parent.resolve() != self.trainer.config.checkpoint_dir.resolve()
+        if foreign or "guard" not in history:
+            self.health.guard.origin = str(checkpoint.absolute())
+
+    def _goes_back(self) -> bool:
+        """True if the last steps were too many bad ones, and the run went back."""
+        self.collect()
+        if self.health.guard.trouble is None:
+            return False
+        self._roll_back()
+        return True
+
+    def _roll_back(self) -> None:
+        """Go back to a good checkpoint, and on with the data that come next. The guard keeps its
+        state, which is newer than the checkpoint's."""
+        self.pause()
+        self.health.roll_back()
+        self._restore(self.trainer.history)
+        self.reporter.total_steps = self.trainer.total_steps
+        self.lifecycle.resume()

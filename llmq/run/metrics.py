@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from operator import index
 from typing import Any
 
+from llmq.base.callback import StepDone
+from llmq.base.result import Result
 from llmq.comm.links import LinkTable
 from llmq.data.loader import DataLoader
-from llmq.model.rings import Result
 from llmq.report.json_log import JsonLog
 from llmq.report.views import PlainView
-from llmq.run.events import StepDone
 
 RULE = "!" * 80
 SHOWN_FILES = 10  # in [Dataset], for each split
@@ -160,7 +160,7 @@ class Reporter:
 
     @history.setter
     def history(self, history: Mapping[str, Any]) -> None:
-        """{}: of the beginning; raises as Member.load."""
+        """{}: of the beginning; raises what `Loop.resume` catches where it is something else."""
         total, count = history.get("losses_since_evaluation", (0.0, 0))
         self._loss_sum = math.nan if total is None else float(total)
         self._loss_count = index(count)
@@ -329,6 +329,12 @@ class Reporter:
                 line = ", ".join(found if ways.total() > 1 else ways)
                 self.view.line(f"  {operation}: {line}")
             self.log.write("choices", step, choices=chosen)
+
+    def warn_of_steps_without_targets(self, step: int) -> None:
+        """At the end of a run of so many steps."""
+        if empty := self.without_targets:
+            text = f"{empty} of {step} steps had no target to train on, and changed nothing"
+            self.message(f"WARNING: {text}: look at the loss masks of the data", step)
 
     def close(self) -> None:
         self.view.close()

@@ -3,7 +3,7 @@ and experts that no token meets.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
+from llmq.base.callback import Callback, RunEnd, StepDone
 from llmq.base.dtypes import BF16, MIB
 from llmq.ops.pointwise import elementwise
 from llmq.ops.product import matmul
 from llmq.options.adapters import adapters_of
 from llmq.options.options import TrainConfig
 from llmq.plan.sol import FlopsPerToken, flops_per_token, nanoseconds_per_token, peaks
-from llmq.run.events import Member, StepDone
 from llmq.run.metrics import Reporter
 from llmq.run.ranks import Rank
 from llmq.run.trainer import Trainer
@@ -162,38 +162,40 @@ def measured_peak(
 # [T]
 
 
-class StepReports(Member):
-    """Reports each step."""
+class StepReports(Callback):
+    """Reports each step on the console, in the live view and in the log, which it closes."""
 
     def __init__(self, trainer: Trainer, reporter: Reporter, sol: SpeedOfLight | None):
         self._trainer, self._reporter, self._sol = trainer, reporter, sol
 
-    def after_step(self, done: StepDone) -> None:
-        computed, tokens = self._trainer.tokens_of(done.ticket)
-        sol = self._sol and self._sol.percent(computed, done.ms)
-        self._reporter.train_step(done, tokens, sol)
-        if done.number == 0:  # all products have been tuned
+    def on_step(self, step: StepDone) -> None:
+        computed, tokens = self._trainer.tokens_of(step.ticket)
+        sol = self._sol and self._sol.percent(computed, step.ms)
+        self._reporter.train_step(step, tokens, sol)
+        if step.number == 0:  # all products have been tuned
             chosen = self._trainer.ranks.run_first(
                 "choices", lambda rank: (rank.dev.fast_products(), rank.dev.choices())
             )
-            self._reporter.choices(done.step, *chosen)
+            self._reporter.choices(step.step, *chosen)
 
-    def before_steps(self, step: int) -> None:
-        self._reporter.epoch = self._trainer.epoch
-
-    def at_end(self, step: int) -> None:
-        if empty := self._reporter.without_targets:
-            text = f"{empty} of {step} steps had no target to train on, and changed nothing"
-            self._reporter.message(f"WARNING: {text}: look at the loss masks of the data", step)
-
-    def state(self) -> dict[str, Any]:
-        return self._reporter.history
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self._reporter.history = state
+    def on_end(self, end: RunEnd) -> None:
+        self._reporter.close()
 
 
-class TimeBreakdown(Member):
+class Probe(Callback):
+    """Measures single steps, of which the result is waited for: the loop does not run ahead."""
+
+    def measures(self, step: int) -> bool:
+        """Whether this step is measured."""
+        return True
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """A context within which a measured step is enqueued."""
+        yield
+
+
+class TimeBreakdown(Probe):
     """Reports the parts of each step, for --debug-time-breakdown."""
 
     def __init__(self, trainer: Trainer, reporter: Reporter):
@@ -201,13 +203,13 @@ class TimeBreakdown(Member):
         self._timings: list[list[tuple[str, float]]] = []
 
     @contextmanager
-    def watch(self, step: int) -> Iterator[None]:
+    def measuring(self) -> Iterator[None]:
         with self._trainer.ranks.time_parts() as self._timings:
             yield
 
-    def after_step(self, done: StepDone) -> None:
+    def on_step(self, step: StepDone) -> None:
         of_all = [ranges for own in self._trainer.world.gather(self._timings) for ranges in own]
-        self._reporter.time_breakdown(done.step, of_all, done.result.communication)
+        self._reporter.time_breakdown(step.step, of_all, step.result.communication)
 
 
 STEPS = 1000
@@ -216,7 +218,7 @@ SHOWN = 8
 """At most so many experts are named in a line."""
 
 
-class IdleExperts(Member):
+class IdleExperts(Callback):
     """Names experts that no token meets: nothing trains them, and routers rarely begin to choose
     them, unless the load-balancing loss brings them back. The counts are looked at every so many
     steps."""
@@ -225,9 +227,9 @@ class IdleExperts(Member):
         self._trainer, self._reporter, self._every = trainer, reporter, every
         self._before: np.ndarray | None = None
 
-    def after_step(self, done: StepDone) -> None:
+    def on_step(self, step: StepDone) -> None:
         """Waits for the devices where it looks."""
-        if self._trainer.model.experts is None or (done.number + 1) % self._every:
+        if self._trainer.model.experts is None or (step.number + 1) % self._every:
             return
         counts = self._counts()
         idle = np.argwhere(counts == (0 if self._before is None else self._before))
@@ -240,7 +242,7 @@ class IdleExperts(Member):
             self._reporter.message(
                 f"WARNING: no token has met {len(idle)} of {counts.size} experts in the last "
                 f"{self._every} steps: {', '.join(names)}{more}; see --router-aux-loss",
-                done.step,
+                step.step,
             )
 
     def _counts(self) -> np.ndarray:

@@ -15,6 +15,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import DiskError
+from llmq.base.result import Result
 from llmq.checkpoint.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
@@ -28,7 +29,7 @@ from llmq.comm.collectives import silenced
 from llmq.comm.connect import connect
 from llmq.comm.links import LinkTable
 from llmq.data.tokens import MASKED_TARGET
-from llmq.model.rings import RESULTS, Result
+from llmq.model.rings import RESULTS
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.plan.plan import Plan, comm_options

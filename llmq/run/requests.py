@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from llmq.base.callback import Callback, StepDone
 from llmq.base.errors import taken_warnings
 from llmq.base.signals import SUPERVISED, FirstSignal, SaveSignal
 from llmq.options.options import TrainConfig
-from llmq.run.events import Member, StepDone
 from llmq.runtime.world import World
 
 SAVE_NOW = "save-now"  # a file of this name in the directory of checkpoints asks for one
@@ -19,14 +19,14 @@ SAVE_MARGIN = 1.5  # what a checkpoint may take longer than the longest so far
 SPARE_SECONDS = 2.0  # for the end of the process
 
 
-class Requests(Member):
+class Requests(Callback):
     """Signals, a file, --ckpt-every-minutes and --max-hours may ask for a checkpoint, or for the
     end of a run before its last step. They are looked for between two steps, in one thread. Answers
     decide when a checkpoint is written and a run ends, never what it computes; several processes
     agree on them.
 
-    asked: what asks for a checkpoint between these two steps. start: of the run, of
-    time.monotonic(), from which --max-hours counts, or from the first attempt of --restarts.
+    start: of the run, of time.monotonic(), from which --max-hours counts, or from the first attempt
+    of --restarts.
     """
 
     def __init__(
@@ -39,7 +39,6 @@ class Requests(Member):
         self._save_seconds = checkpoint_bytes / BYTES_PER_SECOND
         self._step_seconds = 0.0
         self._save, self._first = SaveSignal(), FirstSignal()
-        self.asked: str | None = None
         self._agreed: int | None = None  # signal
         self._over = self._all_over = False  # whether the time of this, or of one process is
         self._told: set[str] = set()
@@ -84,9 +83,9 @@ class Requests(Member):
         """Whether this process sees a reason for the run to end."""
         return self._first.signum is not None or self.for_end()
 
-    def after_step(self, done: StepDone) -> None:
+    def on_step(self, step: StepDone) -> None:
         """Note how long a step took: the next one may take as long."""
-        self._step_seconds = done.ms / 1000
+        self._step_seconds = step.ms / 1000
 
     def save_took(self, seconds: float) -> None:
         """A checkpoint was written or tried to, or was begun in the background."""
@@ -110,9 +109,6 @@ class Requests(Member):
         if not self._world.several:
             return self.seen_here()
         return self._agreed is not None or self._all_over
-
-    def before_step(self, step: int, *, new_epoch: bool) -> None:
-        self.asked = self.agree(asks=True)
 
     def agree(self, *, asks: bool = False) -> str | None:
         """Exchange with other processes what each may see alone, between two steps; asks: also what

@@ -22,13 +22,11 @@ from llmq.checkpoint.best import NOTE, best_owner, note_is_damaged
 from llmq.checkpoint.export_files import export_owner, exported_files
 from llmq.checkpoint.folder import delete, leftovers, move
 from llmq.checkpoint.manifest import MANIFEST, manifest_damage, read_manifest
+from llmq.checkpoint.states import NoCheckpoint, checkpoint_at, resume_from
 from llmq.checkpoint.store import (
-    NoCheckpoint,
-    checkpoint_at,
     checkpoint_owner,
     checkpoints_by_name,
     damaged_checkpoints,
-    find_checkpoint,
     saved_log,
 )
 from llmq.options.option_types import NEWEST
@@ -58,7 +56,7 @@ def checkpoint_to_continue(config: TrainConfig, world: World) -> Path | None:
     if config.continue_from is None:
         return None
     passed: list[str] = []
-    found = find_checkpoint(config.checkpoint_dir, config.continue_from, passed, world)
+    found = resume_from(config.checkpoint_dir, config.continue_from, passed, world)
     warn(*(f"--continue: {line}" for line in passed))
     if found is None:
         if config.continue_from != NEWEST:
@@ -185,19 +183,14 @@ def _has_damaged_log(config: TrainConfig, checkpoint: Path | None) -> bool:
 
 
 def undone_checkpoints(config: TrainConfig, run: RunId, step: int) -> list[ExistingOutput]:
-    """The run's own checkpoints of steps that it is about to make again, for move_aside.
+    """The run's own checkpoints of steps that the run is about to make again, for move_aside.
 
     They are of a course that the run has left; --continue would take the newest of them.
     """
-    found = {
-        path: owner
-        for s, path in checkpoints_by_name(config.checkpoint_dir).items()
-        if s > step and run.owns(owner := checkpoint_owner(path))
-    }
+    later = {s: p for s, p in checkpoints_by_name(config.checkpoint_dir).items() if s > step}
+    paths = [path for path in later.values() if run.owns(checkpoint_owner(path))]
     what = f"the checkpoints after step {step}, which the run makes again"
-    return [
-        ExistingOutput("--checkpoint-dir", [path], what, owner) for path, owner in found.items()
-    ]
+    return [ExistingOutput("--checkpoint-dir", paths, what, run)]
 
 
 def move_aside(strangers: list[ExistingOutput]) -> list[str]:

@@ -18,7 +18,7 @@ from llmq.base.files import Closing
 from llmq.base.records import mended
 from llmq.checkpoint.export_files import ADAPTER_CONFIG
 from llmq.checkpoint.exports.source import open_source
-from llmq.checkpoint.store import checkpoint_at
+from llmq.checkpoint.states import checkpoint_at
 from llmq.model.inference import Decoder
 from llmq.options.presets import find_directory, is_preset
 from llmq.plan.checks import check_sizes

@@ -1,4 +1,4 @@
-"""How a checkpoint is written in a thread while training goes on."""
+"""Checkpoints that threads write while training goes on (--ckpt-background)."""
 
 import signal
 import threading
@@ -25,12 +25,12 @@ PATIENCE = 4.0  # seconds that a copy has to end when the run has failed
 
 
 class Cleaned(NamedTuple):
-    """The checkpoints that were deleted beside the newest. problem: why that one could not be read
-    back. removed: how many went. read: whether it was read back."""
+    """A deletion of old checkpoints. removed: their number. read: whether the newest one was read
+    back before. problem: why the newest one could not be read back; nothing was deleted then."""
 
-    problem: str | None
     removed: int
     read: bool
+    problem: str | None = None
 
 
 Clean = Callable[[World], Cleaned]
@@ -38,33 +38,25 @@ Clean = Callable[[World], Cleaned]
 
 
 class Written(NamedTuple):
-    """The outcome of a thread. step: of the checkpoint; None: there was none to write. path: of it;
-    None where error is why there is none. cleaned: beside it. seconds: from the copy on.
-    """
+    """The outcome of the threads for the checkpoint of a step. cleaned: the deletion beside it, or
+    why there is no checkpoint. seconds: time since the copy began."""
 
-    step: int | None
-    path: Path | None
-    error: DiskError | None
-    cleaned: Cleaned | None
+    step: int
+    cleaned: Cleaned | DiskError
     seconds: float
 
 
 class _GivenUp(Exception):
-    """Nobody wants the checkpoint any more."""
-
-
-def _value(outcome: Outcome) -> Any:
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome.value
+    """The checkpoint is not wanted any more."""
 
 
 class BackgroundWriter:
     """Writes a checkpoint while training goes on; one at a time.
 
-    Threads copy, hash and write; what needs MPI is done by those who call, between two steps. When
-    all processes have written their files, the thread of the first commits, reads back and deletes.
-    All methods but `stop` are called by all processes alike.
+    A thread of each process copies, hashes and writes the files of its ranks. Then a thread of the
+    first process commits, reads back and deletes; with one process the same thread does so at once.
+    Threads call nothing of MPI: processes meet in `ended`, between two steps. All processes call
+    all methods but `stop` alike.
     """
 
     def __init__(self, ranks: Ranks, directory: Path):
@@ -72,39 +64,26 @@ class BackgroundWriter:
         self._ranks, self._world, self._directory = ranks, ranks.world, directory
         self._thread: threading.Thread | None = None
         self._outcome = Outcome(None, None)
-        # A function that follows when the threads of all processes have ended; it gets the outcome
-        # of this one's.
-        self._then: Callable[[Outcome], Written | None] = self._shared
+        self._commit: Callable[[list[FileEntry]], Cleaned] | None = None  # follows the files
         self._given_up = self._copied = False
-        self._step: int | None = None
-        self._start = 0.0
-
-    @property
-    def busy(self) -> bool:
-        """Whether there is something of which `ended` has not told."""
-        return self._thread is not None
-
-    # -- what is begun ---------------------------------------------------------------------------
+        self._step, self._start = 0, 0.0
 
     def save(self, step: int, manifest: Manifest, clean: Clean) -> None:
-        """Begin to write a checkpoint of this moment. clean: what follows the commit."""
+        """Begin to write a checkpoint of this moment. clean: is called after the commit."""
         self._step, self._start, self._copied = step, time.monotonic(), False
         self._ranks.run("copying the state", lambda rank: rank.step.snapshot.take())
+
+        def commit(files: list[FileEntry]) -> Cleaned:
+            self._writer(self._ranks.world.base).commit(manifest, files)
+            return clean(World())
+
         if not self._world.several:
-            self._begin(lambda: self._alone(manifest, clean), self._shared)
+            self._begin(lambda: commit(self._write()))
         else:
-            self._begin(self._write, partial(self._commit, manifest, clean))
+            self._commit = commit
+            self._begin(self._write)
 
-    def clean(self, clean: Clean) -> None:
-        """Begin to delete, between checkpoints."""
-        self._step, self._start, self._copied = None, time.monotonic(), True
-        self._on_first(lambda: self._done(cleaned=clean(World())))
-
-    def _on_first(self, work: Callable[[], Written]) -> None:
-        """Begin what the first process's thread does for all."""
-        self._begin(work if self._world.first else lambda: None, self._shared)
-
-    def _begin(self, work: Callable[[], Any], then: Callable[[Outcome], Written | None]) -> None:
+    def _begin(self, work: Callable[[], Any]) -> None:
         def run() -> None:
             # Signals are for the main thread, which waits in a call that they interrupt.
             signal.pthread_sigmask(signal.SIG_BLOCK, {*ending_signals(), signal.SIGUSR1})
@@ -113,43 +92,13 @@ class BackgroundWriter:
             except BaseException as error:
                 self._outcome = Outcome(None, error)
 
-        self._then = then
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _done(
-        self,
-        path: Path | None = None,
-        error: DiskError | None = None,
-        cleaned: Cleaned | None = None,
-    ) -> Written:
-        return Written(self._step, path, error, cleaned, time.monotonic() - self._start)
-
     # -- in the thread ---------------------------------------------------------------------------
-
-    def _alone(self, manifest: Manifest, clean: Clean) -> Written:
-        try:
-            files = self._write()
-        except BaseException as error:
-            self._discard()
-            if not isinstance(error, DiskError):
-                raise
-            return self._done(error=error)
-        return self._last(manifest, clean, files)
-
-    def _last(self, manifest: Manifest, clean: Clean, files: list[FileEntry]) -> Written:
-        """The work of one process for all of them."""
-        try:
-            path = self._writer(self._world.base).commit(manifest, files)
-        except DiskError as error:
-            return self._done(error=error)
-        return self._done(path, cleaned=clean(World()))
 
     def _writer(self, rank: int) -> CheckpointWriter:
         return CheckpointWriter(self._directory, self._step, rank, self._world.size)
-
-    def _discard(self) -> None:
-        discard(self._directory, self._step)
 
     def _write(self) -> list[FileEntry]:
         """The files of this process's ranks, from the copies."""
@@ -189,35 +138,33 @@ class BackgroundWriter:
         if self._given_up:
             raise _GivenUp
 
-    # -- what is known of it ---------------------------------------------------------------------
+    # -- between two steps -----------------------------------------------------------------------
 
     def ended(self, *, wait: bool = False) -> Written | None:
-        """The outcome of it; None: it goes on, or there is nothing. Raises what is no failure of
-        the disk. wait: until it is known."""
+        """The outcome of the threads; None if they go on, or there is none. Raises errors other
+        than the disk's. wait: until the outcome is known."""
         while self._thread is not None and self._all_have(wait):
-            self._thread = None
-            done = self._then(self._outcome)
-            if done is not None:
-                return done
+            self._thread, commit, self._commit = None, self._commit, None
+            try:
+                if commit is not None:
+                    files = [file for own in self._world.together(self._value) for file in own]
+                    self._begin(partial(commit, files) if self._world.first else lambda: None)
+                    continue
+                cleaned = self._world.on_first(self._value)
+            except BaseException as error:
+                if self._world.first:
+                    discard(self._directory, self._step)
+                if not isinstance(error, DiskError):
+                    raise
+                cleaned = error
+            return Written(self._step, cleaned, time.monotonic() - self._start)
         return None
 
-    def _shared(self, outcome: Outcome) -> Written:
-        """The outcome of the first process's thread."""
-        return self._world.on_first(partial(_value, outcome))
-
-    def _commit(self, manifest: Manifest, clean: Clean, outcome: Outcome) -> Written | None:
-        """When the threads of several processes have written their files, or could not."""
-        try:
-            of_processes = self._world.together(partial(_value, outcome))
-        except BaseException as error:
-            if self._world.first:
-                self._discard()
-            if not isinstance(error, DiskError):
-                raise
-            return self._done(error=error)
-        files = [entry for found in of_processes for entry in found]
-        self._on_first(lambda: self._last(manifest, clean, files))
-        return None
+    def _value(self) -> Any:
+        """The value of this process's thread; raises its error."""
+        if self._outcome.error is not None:
+            raise self._outcome.error
+        return self._outcome.value
 
     def _all_have(self, wait: bool) -> bool:
         """Whether the threads of all processes have ended."""
@@ -227,13 +174,13 @@ class BackgroundWriter:
         return all(self._world.gather(not self._thread.is_alive()))
 
     def stop(self, *, give_up: bool) -> None:
-        """Wait for the thread of this process, whose memory is going to be freed.
-
-        give_up: the checkpoint. It is given up as well if its copy does not end.
-        """
+        """Wait for the thread of this process, whose memory is going to be freed. give_up: discard
+        the checkpoint, as is done, too, if its copy does not end within PATIENCE."""
         if self._thread is None:
             return
         end = time.monotonic() + PATIENCE
         while self._thread.is_alive():
             self._given_up = give_up or (not self._copied and time.monotonic() > end)
             self._thread.join(POLL)
+        if self._given_up and not self._world.several:
+            discard(self._directory, self._step)

@@ -11,10 +11,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
+from llmq.base.callback import Callback, RunEnd, StepDone
 from llmq.base.errors import LlmqError
-from llmq.model.rings import Result
+from llmq.base.result import Result
 from llmq.report.live import Panel, Row, record_line
-from llmq.run.events import Member, StepDone
 from llmq.run.metrics import Reporter
 from llmq.runtime.device import Device
 from llmq.runtime.gpu_info import bus_id, cuda_uuid
@@ -264,7 +264,7 @@ class Waits:
         return [min(sum(column) / total, 1.0) for column in columns]
 
 
-class Sensing(Member):
+class Sensing(Callback):
     """The sensors of a run and its reports of them. every: --log-gpu-util; 0: nothing is read."""
 
     def __init__(self, devices: Sequence[Device], world: World, reporter: Reporter, every: int):
@@ -278,25 +278,21 @@ class Sensing(Member):
         """The panel of the live view; None where nothing is read."""
         return Panel(self._rows) if any(self.sensors.sensors) else None
 
-    def after_step(self, done: StepDone) -> None:
-        """Take the measurements of a step, and of the sensors if it is time for them. All processes
-        call it."""
-        self.waits.add(done.result, done.ms)
-        if self._every > 0 and done.step % self._every == 0:
-            self._report(done.step)
+    def on_step(self, step: StepDone) -> None:
+        """Take the measurements of a step, and of the sensors if it is time for them."""
+        self.waits.add(step.result, step.ms)
+        if self._every > 0 and step.step % self._every == 0:
+            self._report(step.step)
         elif not self._world.several:
-            self._tell(done.step, self.sensors.take_news())
+            self._tell(step.step, self.sensors.take_news())
 
-    def explain(self, error: Exception) -> None:
-        """Add to an error what GPUs have reported, which may be its cause."""
-        lines = self.sensors.last_words()
-        if isinstance(error, LlmqError):
-            error.details += tuple(lines)
-        else:
-            for line in lines:
-                error.add_note(line)
-
-    def close(self) -> None:
+    def on_end(self, end: RunEnd) -> None:
+        """Stop the sensors; add to an error what GPUs have reported, which may be its cause."""
+        if isinstance(end.error, LlmqError):
+            end.error.details += tuple(self.sensors.last_words())
+        elif isinstance(end.error, Exception):
+            for line in self.sensors.last_words():
+                end.error.add_note(line)
         self.sensors.close()
 
     def _tell(self, step: int, news: Sequence[str]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,20 +14,23 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
+from llmq.base.callback import Callback, Evaluation, RunEnd, StepDone
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import ConfigError, DataError, LlmqError, warn
 from llmq.base.files import Closing
+from llmq.base.result import Result
 from llmq.base.run_id import RunId
 from llmq.checkpoint.checkpoint import CheckpointReader, check_formats
 from llmq.checkpoint.finite import finite
 from llmq.checkpoint.hf import BaseId
 from llmq.checkpoint.manifest import Manifest
-from llmq.checkpoint.store import check_model, checkpoint_at
+from llmq.checkpoint.states import checkpoint_at
+from llmq.checkpoint.store import check_model
 from llmq.data.identity import TokenizerId
 from llmq.data.loader import DataLoader
 from llmq.data.scores import ScoreFile, scores_path
 from llmq.data.tokens import open_token_files
-from llmq.model.rings import Result
+from llmq.model.rings import RESULTS
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import config_of, layers_of
@@ -77,9 +80,11 @@ class Trainer(Closing):
     since the beginning of the run. validated_at: how many they were at the last validation.
     history: what a checkpoint keeps of reports. run: its id; after `load` that of the checkpoint,
     or of a fork under another name. tokenizer_id: what made the data, None if that is not known.
+    callbacks: listeners, which are called in this order. last_end: end of the newest step as in
+    `Result`, None if other work of the device follows that step.
     """
 
-    def __init__(self, **options: Any):
+    def __init__(self, *, callbacks: Sequence[Callback] = (), **options: Any):
         refuse_several("llmq.Trainer", "start `llmq train`, which does without a script")
         layers = layers_of(options)
         config = config_of(layers, packing_of_data(layers[1]))
@@ -93,6 +98,7 @@ class Trainer(Closing):
         except BaseException:  # the caller gets nothing that could be closed
             self.close()
             raise
+        self.callbacks += callbacks
 
     @classmethod
     def from_config(
@@ -131,6 +137,10 @@ class Trainer(Closing):
         self._steps_of_epochs: int | None = None
         self.validated_at: int | None = None
         self.history: dict[str, Any] = {}
+        self.callbacks: list[Callback] = []
+        self.last_end: int | None = None
+        self._enqueued: dict[int, partial[StepDone]] = {}  # by ticket: steps without a result
+        self._count = 0  # steps that were enqueued
         self._has_scores = False
         self._restored: TemporaryDirectory | None = None  # for a checkpoint's tokenizer
         self.machine: Machine = choose_machine(config.device, config.gpus, world)
@@ -238,7 +248,8 @@ class Trainer(Closing):
         which batches[i * W + r] is the i-th of rank r: one rank with W * A micro-steps does the
         same. None takes them from the training files.
         """
-        return self.ranks.result(self.ranks.train(*self._next_step(batches)))
+        done, arguments = self._next_step(batches)
+        return self.result(self._noted(self.ranks.train(*arguments), done))
 
     def enqueue_step(
         self,
@@ -251,12 +262,14 @@ class Trainer(Closing):
 
         lr: another learning rate than the schedule's. limits: beyond which no update is made.
         """
-        return self.ranks.train(*self._next_step(batches, lr, limits))
+        done, arguments = self._next_step(batches, lr, limits)
+        return self._noted(self.ranks.train(*arguments), done)
 
     def _next_step(
         self, batches: Sequence[Batch] | None, lr: float | None = None, limits: Limits = NO_LIMITS
-    ) -> tuple[Any, ...]:
-        """The arguments of `Ranks.train` for the next step, which counts as done from now on."""
+    ) -> tuple[partial[StepDone], tuple[Any, ...]]:
+        """The next step, which counts as done from now on: the event of its end without the result,
+        and the arguments of `Ranks.train`."""
         self.ranks.pool.check_open(f"step {self.steps_done}")  # before batches are taken
         lr = self.learning_rate(self.steps_done) if lr is None else lr
         meshes = [dev.mesh for dev in self.ranks.devices]
@@ -266,8 +279,16 @@ class Trainer(Closing):
             size, places = meshes[0].size(*DATA), [mesh.index(*DATA) for mesh in meshes]
             taken = checked_batches(batches, self.config, self.model, size)
         of_ranks = [taken[place::size] for place in places]
-        self.steps_done += 1
-        return self.steps_done - 1, lr, self.config.grad_clip, of_ranks, limits
+        step, number = self.steps_done, self._count
+        self.steps_done, self._count = step + 1, number + 1
+        epoch = self.epoch if batches is None else None
+        done = partial(StepDone, step=step, number=number, lr=lr, epoch=epoch)
+        return done, (step, lr, self.config.grad_clip, of_ranks, limits)
+
+    def _noted(self, ticket: int, done: partial[StepDone]) -> int:
+        self._enqueued[ticket] = done
+        self._enqueued.pop(ticket - RESULTS, None)
+        return ticket
 
     def tokens_of(self, ticket: int) -> tuple[int, int]:
         """Positions that all ranks have computed in the step with this ticket, and how many of them
@@ -277,8 +298,17 @@ class Trainer(Closing):
         return computed, computed - self.ranks.padding_of(ticket)
 
     def result(self, ticket: int) -> Result:
-        """The result of the step with this ticket; at most three steps may follow it."""
-        return self.ranks.result(ticket)
+        """The result of the step with this ticket, which callbacks are told the first time; at most
+        three steps may follow the step."""
+        result = self.ranks.result(ticket)
+        done = self._enqueued.pop(ticket, None)
+        if done is not None:
+            ms = (result.end - (self.last_end or result.begin)) / 1e6
+            self.last_end = result.end
+            event = done(result=result, ms=ms, ticket=ticket)
+            for callback in self.callbacks:
+                callback.on_step(event)
+        return result
 
     @property
     def micro_batches(self) -> int:
@@ -349,9 +379,16 @@ class Trainer(Closing):
         self.score_reference()
         with self.averaged():
             result = mean_loss(self.ranks, self.eval_loaders, max_batches, stopped)
+        self.last_end = None
         if result is not None:
             self.validated_at = self.steps_done
+            self.tell_evaluation({"loss": result.loss})
         return result
+
+    def tell_evaluation(self, metrics: dict[str, float]) -> None:
+        """Tell callbacks of an evaluation at this moment. metrics: as in `Evaluation`."""
+        for callback in self.callbacks:
+            callback.on_evaluation(Evaluation(step=self.steps_done, metrics=metrics))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -384,7 +421,15 @@ class Trainer(Closing):
         directory = self.config.checkpoint_dir if directory is None else Path(directory)
         writer, files = self.ranks.write(directory, self.steps_done)
         manifest = self.manifest()
-        return self.world.on_first(lambda: writer.commit(manifest, files))
+        path = self.world.on_first(lambda: writer.commit(manifest, files))
+        self.last_end = None
+        self.tell_checkpoint(path)
+        return path
+
+    def tell_checkpoint(self, path: Path) -> None:
+        """Tell callbacks that a checkpoint is complete."""
+        for callback in self.callbacks:
+            callback.on_checkpoint(path)
 
     def manifest(self) -> Manifest:
         """The manifest of a checkpoint of this moment; all processes call it."""
@@ -505,10 +550,19 @@ class Trainer(Closing):
         params = self._step.weights.params()
         return {p.name: self.ranks.read_param("weights", p) for p in params}
 
-    def close(self) -> None:
-        """Stop the threads and free the devices."""
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Tell callbacks of the end, stop the threads and free the devices. error: why the run
+        ends."""
+        callbacks, self.callbacks = self.callbacks, []
+        end = RunEnd(steps_done=self.steps_done, error=error)
         try:
-            self.ranks.close()
+            with ExitStack() as stack:
+                stack.callback(self.ranks.close)
+                for callback in reversed(callbacks):  # an error in one keeps no other from its end
+                    stack.callback(callback.on_end, end)
         finally:
             if self._restored is not None:
                 self._restored.cleanup()

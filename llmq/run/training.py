@@ -10,12 +10,13 @@ from functools import partial
 from pathlib import Path
 
 from llmq.arch.model_config import ModelConfig
+from llmq.base.callback import Callback
 from llmq.base.dtypes import MIB
 from llmq.base.errors import DataError, warn
 from llmq.base.files import check_writable
 from llmq.base.run_id import RunId
 from llmq.base.tensor import TIERS
-from llmq.checkpoint.best import Best
+from llmq.checkpoint.best import Best, EarlyStopping
 from llmq.checkpoint.folder import check_shared
 from llmq.checkpoint.store import checkpoint_step
 from llmq.comm.links import LinkTable
@@ -30,15 +31,14 @@ from llmq.plan.memory import allocator_rows, allocator_table, checkpoint_bytes, 
 from llmq.plan.sol import peaks
 from llmq.report.json_log import JsonLog
 from llmq.report.live import view_of_run
-from llmq.report.sinks import add_sinks, check_libraries
+from llmq.report.sinks import check_libraries, sinks_of_run
 from llmq.report.views import PlainView
 from llmq.run.agreement import check_token_files
-from llmq.run.checkpoints import Checkpoints
 from llmq.run.diagnose import AbsMaxes
 from llmq.run.evaluations import EvaluationInputs, Evaluations, read_evaluation_inputs
-from llmq.run.events import Events
 from llmq.run.guard import Guard
-from llmq.run.judging import Judging
+from llmq.run.health import HealthMonitor
+from llmq.run.lifecycle import Lifecycle
 from llmq.run.loop import Loop
 from llmq.run.metrics import Reporter
 from llmq.run.model_of_run import agreed_tokenizer, lost_tokenizer, unknown_tokenizer
@@ -274,7 +274,7 @@ def _allocations(trainer: Trainer) -> list[str]:
 def announce_start(
     trainer: Trainer, reporter: Reporter, setup_seconds: float, stop: str | None
 ) -> None:
-    """Announce the run that begins now. stop: why it makes no steps, see Judging.stop."""
+    """Announce the run that begins now. stop: why it makes no steps, see Loop.stopped."""
     steps, done = trainer.total_steps, trainer.steps_done
     epochs = trainer.config.epochs or steps / trainer.steps_per_epoch
     lost = lost_tokenizer(trainer.config, trainer.tokenizer_id, trainer.tokenizer)
@@ -331,10 +331,13 @@ def run_training(
     model_dir: Path | None,
     argv: list[str],
     world: World = World(),
+    callbacks: Sequence[Callback] = (),
 ) -> None:
     """Train as the options say; Interrupted after saving when a signal ended the run. world: whose
-    processes all call this function. LlmqError before the first step: paths that cannot be written
-    or belong to another run, no such checkpoint, data that do not fit, too little memory."""
+    processes all call this function. callbacks: a user's, which are called after the run's own;
+    `on_end` only if the run has begun. LlmqError before the first step: paths that cannot be
+    written or belong to another run, no such checkpoint, data that do not fit, too little
+    memory."""
     world.on_first(lambda: check_libraries(config))
     world.on_first(lambda: check_writable("--out-dir", config.out_dir))
     world.each(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
@@ -345,23 +348,25 @@ def run_training(
         run = world.on_first(lambda: run_id(config, checkpoint))
         start = time.monotonic()
         stage, *others = world.each(lambda: left_stages(config, model, checkpoint, world))
-        over = _run_locked(stage, model, model_dir, argv, run, checkpoint, start, world)
+        call = partial(_run_locked, model, model_dir, argv, run, start, world, callbacks)
+        over = call(stage, checkpoint)
         for stage in (other.following() for other in others):
             if over:  # by an early stop
                 break
             checkpoint = world.each(partial(checkpoint_to_continue, stage.config, world))
-            over = _run_locked(stage, model, model_dir, argv, run, checkpoint, start, world)
+            over = call(stage, checkpoint)
 
 
 def _run_locked(
-    stage: Stage,
     model: ModelConfig,
     model_dir: Path | None,
     argv: list[str],
     identity: RunId,
-    checkpoint: Path | None,
     start: float,
     world: World,
+    callbacks: Sequence[Callback],
+    stage: Stage,
+    checkpoint: Path | None,
 ) -> bool:
     """A stage of run_training, while no other run writes to the same places; True if the run is
     over with this stage. start: start of the run, of time.monotonic(). world: of run_training."""
@@ -389,34 +394,32 @@ def _run_locked(
         path = config.log_file if world.first else Path(os.devnull)
         log = world.each(lambda: JsonLog(path, append=config.continue_from is not None))
         reporter = Reporter(log, PlainView(), trainer.total_steps)
-        if world.first:
-            add_sinks(config, log, reporter.message)
+        sinks = sinks_of_run(config, log, reporter.message) if world.first else []
+        log.listeners = [*sinks, *callbacks]
         run = _Run(trainer, reporter, material, best, start, stage)
+        loop = run.loop
         try:
-            run.begin(argv, checkpoint, moved + fork_lines(identity, checkpoint))
-            announce_data(trainer, reporter, material.sets)
-            announce_memory(trainer, reporter, run.sensing.sensors.sources, host_memory_before)
-            announce_start(trainer, reporter, time.monotonic() - start, run.judging.stop)
+            notes = moved + fork_lines(identity, checkpoint)
+            run.begin(argv, checkpoint, notes, host_memory_before)
             steps = (trainer.steps_done, trainer.total_steps)
             if not world.several:  # a launcher shows the first process a terminal that is none
                 reporter.view = view_of_run(*steps, run.sensing.panel, path)
             try:
-                with run.requests.noted():
-                    run.loop.run()
+                with loop.requests.noted():
+                    loop.run()
             except DataError:  # found in the middle of the data: what was learned is kept
-                if trainer.steps_done > run.events.first:
-                    run.checkpoints.save_last(required=False)
+                if trainer.steps_done > loop.first:
+                    loop.save_last(required=False)
                 raise
-        except Exception as error:
-            run.sensing.explain(error)
-            raise
         finally:
-            run.close()
-    return run.loop.is_last
+            loop.lifecycle.close(give_up=isinstance(sys.exception(), KeyboardInterrupt))
+        if not loop.is_last:  # the run goes on, and with it a user's callbacks
+            trainer.callbacks = [c for c in trainer.callbacks if c not in callbacks]
+    return loop.is_last
 
 
 class _Run:
-    """The parts of a run, and its loop, which tells them of each step."""
+    """The parts of a run, and its loop, which drives them."""
 
     def __init__(
         self,
@@ -429,47 +432,44 @@ class _Run:
     ):
         """stage: first and last step; the run is saved at the end if another stage follows."""
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
-        own, events = (trainer, reporter), Events()
-        size = checkpoint_bytes(self.config, trainer.model, trainer.plan.placement)
-        self.events, self.requests = events, Requests(self.config, size, start, trainer.world)
-        self.evaluations = Evaluations(*own, material, events, self.requests.seen_here)
-        guard = Guard(
-            self.config, loss_class(self.config).guessing(self.config, trainer.model.outputs)
-        )
-        self.checkpoints = Checkpoints(*own, best, guard, events, self.requests, stage.first)
-        self.judging = Judging(*own, guard, self.checkpoints, self.evaluations, events)
-        every = self.config.log_gpu_util
-        self.sensing = Sensing(trainer.ranks.devices, trainer.world, reporter, every)
-        self.loop = Loop(*own, events, self.judging, self.requests, stage.stop)
+        self.material, self.best, self.start = material, best, start
+        config, world = self.config, trainer.world
+        size = checkpoint_bytes(config, trainer.model, trainer.plan.placement)
+        requests = Requests(config, size, start, world)
+        evaluations = Evaluations(trainer, reporter, material, requests.seen_here)
+        guard = Guard(config, loss_class(config).guessing(config, trainer.model.outputs))
+        lifecycle = Lifecycle(trainer, reporter, best, guard, requests, stage.first)
+        health = HealthMonitor(trainer, reporter, guard, lifecycle)
+        self.sensing = Sensing(trainer.ranks.devices, world, reporter, config.log_gpu_util)
+        self.loop = Loop(trainer, reporter, evaluations, health, lifecycle, requests, stage.stop)
 
-    def close(self) -> None:
-        """End what is being written, stop the sensors and close the reports."""
-        self.checkpoints.close(give_up=isinstance(sys.exception(), KeyboardInterrupt))
-        self.sensing.close()
-        self.reporter.close()
-
-    def begin(self, argv: list[str], checkpoint: Path | None, notes: list[str]) -> None:
-        """Announce what runs, and on what; load the weights: from the checkpoint, else from scratch
-        or the model's directory. notes: lines about its places."""
+    def begin(
+        self, argv: list[str], checkpoint: Path | None, notes: list[str], host_memory_before: int
+    ) -> None:
+        """Announce the run and its machine; load the weights: from the checkpoint, else from
+        scratch or the model's directory. notes: lines about its places. host_memory_before: as of
+        announce_memory."""
         config, trainer, reporter = self.config, self.trainer, self.reporter
-        announce_options(trainer, reporter, argv, checkpoint)
-        for line in notes:
-            reporter.message(line)
-        of_card = (trainer.dev.spec.name, trainer.world_size)
-        sol = speed_of_light(config, trainer.model, *of_card)
-        announce_machine(trainer, reporter, self.sensing.sensors.sources, sol)
         every = config.debug_log_abs_max
-        self.events.members += [
-            self.evaluations,
+        sol = speed_of_light(config, trainer.model, trainer.dev.spec.name, trainer.world_size)
+        trainer.callbacks += [
             StepReports(trainer, reporter, sol),
             self.sensing,
-            self.requests,
-            self.judging,
+            self.loop.requests,
+            self.loop.health,
+            EarlyStopping(self.best),
             IdleExperts(trainer, reporter),
             *([TimeBreakdown(trainer, reporter)] if config.debug_time_breakdown else []),
             *([AbsMaxes(trainer.ranks, reporter, every)] if every > 0 and config.is_fp8 else []),
-            self.checkpoints,
+            *reporter.log.listeners,
         ]
+        announce_options(trainer, reporter, argv, checkpoint)
+        for line in notes:
+            reporter.message(line)
+        announce_machine(trainer, reporter, self.sensing.sensors.sources, sol)
         load_state(trainer, reporter, checkpoint)
         if checkpoint is not None:
-            self.judging.begin(checkpoint)
+            self.loop.resume(checkpoint)
+        announce_data(trainer, reporter, self.material.sets)
+        announce_memory(trainer, reporter, self.sensing.sensors.sources, host_memory_before)
+        announce_start(trainer, reporter, time.monotonic() - self.start, self.loop.stopped)

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 import llmq
 from llmq.base.errors import ConfigError
 from llmq.base.run_id import RunId
-from llmq.checkpoint.best import Best, Measurement, best_owner
+from llmq.checkpoint.best import Best, EarlyStopping, Measurement, best_owner
 from llmq.checkpoint.manifest import MANIFEST, digest_of
 from llmq.commands.cli import _run
 from llmq.options.options_io import make_config
@@ -81,6 +81,7 @@ def found(value, kind="9 items", *, final=False):
 def test_the_first_of_equal_values_of_a_kind_is_the_best(tmp_path):
     mine, other = RunId.new("mine"), RunId.new("other")
     best = Best("arc/acc", tmp_path, ["arc/acc"], patience=2)
+    stopping = EarlyStopping(best)
     checkpoint = tmp_path / "step_00000005"
     checkpoint.mkdir()
     (checkpoint / MANIFEST).write_text("{}")
@@ -99,8 +100,8 @@ def test_the_first_of_equal_values_of_a_kind_is_the_best(tmp_path):
     assert "is measured on 4 items now, and was on 9" in best.begins_anew(found(0.4, "4 items"))
     assert best.take(8, found(0.4, "4 items"))
     best.drop()
-    assert not best.take(9, found(0.1)) and not best.exhausted
-    assert not best.take(10, found(np.nan)) and best.exhausted
+    assert not best.take(9, found(0.1)) and not stopping.stop
+    assert not best.take(10, found(np.nan)) and stopping.stop
     loss = Best("loss", tmp_path, ["loss"])
     assert loss.take(1, {"loss": Measurement(2.0, "a")})
     loss.accept(mine)

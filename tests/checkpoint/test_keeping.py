@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from llmq.base.signals import OutOfTime
-from llmq.checkpoint.store import PROVEN, Candidates, Verdict
 from llmq.options.options_io import make_config
-from llmq.run import checkpoints, requests
+from llmq.run import lifecycle, requests
 from llmq.run.requests import Requests
 from tests.runs import at_step, make_workplace, records, signal_after, train
 
@@ -46,10 +45,15 @@ def failing(patch, *steps, then=lambda: None):
     patch.setattr("llmq.base.files.os.fsync", fsync)
 
 
+BACKGROUND = pytest.mark.parametrize("background", [False, True])
+
+
+@BACKGROUND
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_a_disk_that_breaks_does_not_end_the_run(gpus, monkeypatch, capsys):
+def test_a_disk_that_breaks_does_not_end_the_run(gpus, background, monkeypatch, capsys):
     failing(monkeypatch, 2)
-    assert train(**SHORT, gpus=gpus, steps=4, ckpt_interval=1) == 0
+    more = {"gpus": gpus, "ckpt_background": background}
+    assert train(**SHORT, **more, steps=4, ckpt_interval=1) == 0
     out, err = capsys.readouterr()
     assert "WARNING: no checkpoint of step 2: cannot write 'ckpt/step_00000002.tmp" in out
     assert "Input/output error" in out and err == ""
@@ -62,7 +66,8 @@ def test_a_signal_tries_at_once_what_has_failed(monkeypatch):
     assert kept() == [2]
 
 
-def test_older_ones_stay_until_the_new_one_was_read_back(monkeypatch, capsys):
+@BACKGROUND
+def test_older_ones_stay_until_the_new_one_was_read_back(background, monkeypatch, capsys):
     """A flipped byte on its way to the disk, of which no call of the system tells."""
     calls = []
 
@@ -74,41 +79,19 @@ def test_older_ones_stay_until_the_new_one_was_read_back(monkeypatch, capsys):
             content[-3] ^= 4
             file.write_bytes(content)
 
-    monkeypatch.setattr(checkpoints, "forget_pages", damage)
-    options = SHORT | {"ckpt_interval": 2, "ckpt_keep_n": 1}
+    monkeypatch.setattr(lifecycle, "forget_pages", damage)
+    options = SHORT | {"ckpt_interval": 2, "ckpt_keep_n": 1, "ckpt_background": background}
     assert train(**options, steps=9) == 0
     out = capsys.readouterr().out
     assert calls == ["step_00000008"], "only where something would be deleted"
     assert "WARNING: the checkpoint of step 8 could not be read back, older ones stay: " in out
     assert kept() == [2, 4, 6, 8]
     calls.clear()
-    monkeypatch.setattr(checkpoints, "forget_pages", lambda path: calls.append(path.name))
+    monkeypatch.setattr(lifecycle, "forget_pages", lambda path: calls.append(path.name))
     assert train(**options, steps=13, **{"continue": ""}) == 0
     out, err = capsys.readouterr()
     assert "Loading checkpoint 6" in out and "passed over checkpoint 'ckpt/step_00000008'" in err
     assert calls[0] == "step_00000008" and kept() == [2, 10, 12], "2 is about to be a good one"
-
-
-def test_what_steps_say_of_the_checkpoints_before_them():
-    paths = {step: Path(f"step_{step}") for step in (10, 20, 30)}
-    known = Candidates()
-    known.add(
-        10, paths[10], Verdict(False, 1, "step 11 was bad", level=0)
-    )  # found by a resumed run
-    known.add(20, paths[20])
-    assert known.after_good(15, last_bad=11, level=1) == {} and known.followed == 10
-    assert known.after_bad(24, "its loss", level=1) == [
-        (paths[20], Verdict(False, 4, "step 24 was bad: its loss", 1))
-    ], "once bad, a checkpoint is told of no other bad step"
-    known.add(30, paths[30])
-    assert known.after_good(24 + PROVEN - 1, last_bad=24, level=1) == {}
-    good = Verdict(True, PROVEN, level=1)
-    assert known.after_good(24 + PROVEN, 24, 1) == {paths[10]: None, paths[20]: good}
-    assert known.followed == 30
-    known.add(40, Path("step_40"))
-    known.after_good(40, 24, 1)
-    known.lose(40)
-    assert known.followed == 30 and known.drop(40) is None and known.drop(30) == paths[30]
 
 
 @pytest.mark.parametrize("ask", ["signal", "file"])
@@ -173,7 +156,7 @@ def test_the_end_leaves_time_for_a_checkpoint(monkeypatch):
     clock.now -= 1000
     assert of.for_end(), "a run does not change its mind"
     quick = Requests(make_config({"max-hours": 1}), 0, clock.now)
-    quick.after_step(SimpleNamespace(ms=60_000.0))
+    quick.on_step(SimpleNamespace(ms=60_000.0))
     clock.now += 3600 - 3 * 60 - 2 - 1
     assert not quick.for_end()
     clock.now += 2

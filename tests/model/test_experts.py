@@ -206,14 +206,14 @@ def test_experts_without_tokens_are_named():
         watch = IdleExperts(trainer, reporter, every=2)
         for step in range(4):
             result = trainer.step([random_batch(rng) for _ in range(2)])
-            watch.after_step(SimpleNamespace(step=step, number=step))
+            watch.on_step(SimpleNamespace(step=step, number=step))
         assert lines == [] and "router_busiest" in result.shown
         assert 2 / 5 <= result.numbers["router_busiest"] <= 1
         assert 0 < result.numbers["router_entropy"] <= np.log(5)
         tokens = 4 * 2 * 48
         assert watch._counts().shape == (2, 5)
         np.testing.assert_array_equal(watch._counts().sum(axis=1), 2 * tokens)
-        watch.after_step(SimpleNamespace(step=5, number=5))  # without a step in between
+        watch.on_step(SimpleNamespace(step=5, number=5))  # without a step in between
     (line,) = lines
     assert "met 10 of 10 experts in the last 2 steps: 0 of layer 0, 1 of layer 0" in line
     assert "2 of layer 2 and 2 more; see --router-aux-loss" in line

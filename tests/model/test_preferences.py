@@ -14,6 +14,7 @@ import torch
 
 from llmq.base.dtypes import NO_LIMITS
 from llmq.base.errors import ConfigError, DataError, LlmqError
+from llmq.base.result import Result
 from llmq.commands.cli import _run
 from llmq.commands.models import SCORED
 from llmq.data.document_index import DocumentIndex
@@ -21,7 +22,6 @@ from llmq.data.identity import TokenizerId
 from llmq.data.scores import HEADER_BYTES, Scored, ScoreFile, ScoreWriter, scores_path
 from llmq.data.tokens import TokenFile, TokenWriter
 from llmq.model.losses import loss_class
-from llmq.model.rings import Result
 from llmq.options.options_io import config_of, layers_of, make_config
 from llmq.report.plot import read_log, series_of
 from llmq.run import score

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from llmq.base.errors import LlmqError
-from llmq.model.rings import Result
+from llmq.base.result import Result
 from llmq.report.json_log import JsonLog
 from llmq.report.views import PlainView
 from llmq.run.metrics import Reporter, count_tokens, duration, tokens_per_second

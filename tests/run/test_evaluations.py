@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from llmq.checkpoint.store import VERDICT, Verdict, read_verdict, write_verdict
 from llmq.commands.cli import _run
 from llmq.model.step import Step
 from llmq.options.option_file import command_line
@@ -204,14 +203,6 @@ def test_the_best_checkpoint_stays_beside_the_newest(capsys):
     assert checkpoints() == sorted({1, step, 8, 9})
 
 
-def test_a_metric_of_a_task():
-    assert run(*EVERYTHING, "--keep-best=text/bits_per_byte", steps=3) == 0
-    values = {r["step"]: r["value"] for r in records("task") if r["metric"] == "bits_per_byte"}
-    note = json.loads(Path("ckpt/best.json").read_text())
-    assert note["value"] == min(values.values())
-    assert set(checkpoints()) <= set(values)
-
-
 def test_the_note_of_another_run_is_not_overwritten(capsys):
     assert train(steps=1, eval_every_n_steps=1, keep_best="loss") == 0
     before = Path("ckpt/best.json").read_text()
@@ -265,19 +256,6 @@ def test_sent_elsewhere():
     sample = {"log": "sample", "prompt": "a", "text": "b", **common}
     assert numbers(sample) == {}
     assert text(sample) == ("sample-3", {"a": "b"})
-
-
-@pytest.mark.parametrize("field, value", [("steps", "1e999"), ("level", "[]"), ("reason", None)])
-def test_a_damaged_verdict_says_nothing(tmp_path, field, value):
-    write_verdict(tmp_path, Verdict(True, 20, "none"))
-    assert read_verdict(tmp_path) == Verdict(True, 20, "none")
-    note = json.loads((tmp_path / VERDICT).read_text())
-    del note[field]
-    text = json.dumps(note)
-    if value is not None:
-        text = f'{text[:-1]}, "{field}": {value}}}'
-    (tmp_path / VERDICT).write_text(text)
-    assert read_verdict(tmp_path) is None
 
 
 def test_evaluations_that_are_repeated_count_once(monkeypatch):

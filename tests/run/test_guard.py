@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import NO_LIMITS, Limits
-from llmq.checkpoint.store import PROVEN, read_verdict
+from llmq.base.result import Result
+from llmq.checkpoint.states import PROVEN, read_verdict
 from llmq.commands.cli import _run
-from llmq.model.rings import Result
 from llmq.options.options_io import make_config
 from llmq.run.guard import LAG, LEAST, NEW_LEVEL, ROLLBACKS, WINDOW, Guard
-from llmq.run.judging import Judging
+from llmq.run.health import HealthMonitor
 from llmq.run.loop import Loop
 from llmq.run.trainer import Trainer
 from tests.runs import before_step, make_workplace, records, signal_after, train
@@ -446,13 +446,13 @@ def test_rollback_stays_within_a_length_of_sequences(monkeypatch, spike, to):
 
 
 def test_rollback_without_a_checkpoint_of_the_stage_is_refused(monkeypatch, capsys):
-    real = Judging.roll_back
+    real = HealthMonitor.roll_back
 
     def roll_back(self):
         shutil.rmtree("ckpt/step_00000030")
         real(self)
 
-    monkeypatch.setattr(Judging, "roll_back", roll_back)
+    monkeypatch.setattr(HealthMonitor, "roll_back", roll_back)
     exploding(monkeypatch, 33, factor=1e4)
     assert train(**STAGES | {"ckpt_keep_n": 3}) == 2
     err = capsys.readouterr().err

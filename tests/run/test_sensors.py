@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
+from llmq.base.callback import RunEnd
 from llmq.base.errors import LlmqError
-from llmq.model.rings import Result
+from llmq.base.result import Result
 from llmq.run.sensors import Sensing, Sensor, Sensors, Waits, Window, open_sensors
 from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, load_nvml, reason, xid_text
@@ -276,7 +277,7 @@ def test_what_a_run_reports(monkeypatch):
             if step == 1:
                 nvml.gpus[1].xids.append(94)
                 sensing.sensors._round()
-            sensing.after_step(done(step, result(*waits), 100.0))
+            sensing.on_step(done(step, result(*waits), 100.0))
         waited = [
             (step, rank, fields["communication"]) for _, step, rank, fields, *_ in notes.records
         ]
@@ -288,11 +289,11 @@ def test_what_a_run_reports(monkeypatch):
         rows = sensing.panel.rows()
         assert [(row.label, round(row.waits, 6)) for row in rows] == [("0", 0.023333), ("1", 0.07)]
         error, bug = LlmqError("failed"), KeyError("x")
-        sensing.explain(error)
-        sensing.explain(bug)
+        for each in (error, bug):
+            sensing.on_end(RunEnd(steps_done=3, error=each))
         assert error.details == tuple(bug.__notes__) == (text.removeprefix("WARNING: "),)
     finally:
-        sensing.close()
+        sensing.on_end(RunEnd(steps_done=3, error=None))
 
 
 def test_records_of_several_machines(monkeypatch):
@@ -307,9 +308,9 @@ def test_records_of_several_machines(monkeypatch):
 
     sensing = Sensing([device(0, rank=1)], World((1, 1), ("a", "b"), 1, Both()), notes, 1)
     try:
-        sensing.after_step(done(0, result(1.0, 2.0), 10.0))
+        sensing.on_step(done(0, result(1.0, 2.0), 10.0))
     finally:
-        sensing.close()
+        sensing.on_end(RunEnd(steps_done=3, error=None))
     found = [
         (rank, f["machine"], f["id"], f["communication"]) for _, _, rank, f, *_ in notes.records
     ]
@@ -328,9 +329,9 @@ def test_processes_of_one_machine_have_one_record_of_its_cpus(monkeypatch):
 
     sensing = Sensing(devices, World((1, 1, 1), ("a", "a", "b"), 0, Three()), notes, 1)
     try:
-        sensing.after_step(done(0, result(), 10.0))
+        sensing.on_step(done(0, result(), 10.0))
     finally:
-        sensing.close()
+        sensing.on_end(RunEnd(steps_done=3, error=None))
     assert [(kind, rank, label) for kind, _, rank, _, label, _ in notes.records] == [
         ("cpu", 0, "a"),
         ("cpu", 2, "b"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 
 import llmq
 from llmq.base.dtypes import F32, F64, I64
-from llmq.run.trainer import Trainer
+from llmq.run.ranks import Ranks
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.runs import make_workplace, options, records, train
@@ -27,17 +28,16 @@ def clock_of_a_gpu(monkeypatch, paused):
 
     paused: these steps. The host reads them at other times.
     """
-    real, now = Trainer.result, 10**18
+    real, steps, now = Ranks.result, itertools.count(), 10**18
 
     def result(self, ticket):
         nonlocal now
-        found = real(self, ticket)
-        step = self.steps_done - 1
+        found, step = real(self, ticket), next(steps)
         begin = now + 10**6 * (PAUSE if step in paused else GAP)
         now = begin + 10**6 * STEP
         return replace(found, begin=begin, end=now)
 
-    monkeypatch.setattr(Trainer, "result", result)
+    monkeypatch.setattr(Ranks, "result", result)
 
 
 def test_steps_beside_evaluations_and_checkpoints_take_as_long_as_others(monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import inspect
 import io
 import json
 import os
@@ -34,7 +33,6 @@ from llmq.report import live
 from llmq.report.json_log import JsonLog
 from llmq.run import sensors, training
 from llmq.run.diagnose import MAX_SKIPPED
-from llmq.run.events import Member
 from llmq.run.ranks import Rounds
 from llmq.run.trainer import Trainer
 from llmq.runtime.gpu_info import GpuInfo
@@ -74,21 +72,6 @@ def measured(log="log.json"):
 
 def digests(folder, names):
     return {name: hashlib.sha256((Path(folder) / name).read_bytes()).hexdigest() for name in names}
-
-
-def kinds_of(cls):
-    return [cls, *(kind for sub in cls.__subclasses__() for kind in kinds_of(sub))]
-
-
-def test_members_take_events_as_they_are_told():
-    """Some are members of rare runs alone, as of those that measure how they scale."""
-    events = {name: inspect.signature(f) for name, f in vars(Member).items() if name[0] != "_"}
-    assert len(kinds_of(Member)) >= 10 and "after_steps" in events
-    for kind in kinds_of(Member):
-        for name, told in events.items():
-            taken = inspect.signature(getattr(kind, name))
-            assert [*taken.parameters] == [*told.parameters], (kind, name)
-            assert all(taken.parameters[n].kind == p.kind for n, p in told.parameters.items())
 
 
 # ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from llmq.model.rings import Result
+from llmq.base.result import Result
 from llmq.options.card_file import record_of
 from llmq.runtime.device import FUSED, Device
 from llmq.runtime.machine import choose_machine

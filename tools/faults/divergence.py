@@ -19,7 +19,8 @@ import numpy as np
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.safetensors_file import SafetensorsFile
-from llmq.checkpoint.store import checkpoint_at, checkpoint_step, checkpoints_by_name, read_verdict
+from llmq.checkpoint.states import checkpoint_at, read_verdict
+from llmq.checkpoint.store import checkpoint_step, checkpoints_by_name
 from llmq.run.trainer import Trainer
 from llmq.runtime.host_device import HostDevice
 from tests.runs import T, write_tokens

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llmq.base.errors import LlmqError
-from llmq.checkpoint.store import checkpoint_at, checkpoint_step
+from llmq.checkpoint.states import checkpoint_at
+from llmq.checkpoint.store import checkpoint_step
 from tools.faults.calls import ERRNOS, Calls, Fault, Shared, install
 from tools.faults.child import Ended, run
 from tools.faults.machine import Outcome, Problems

@@ -15,7 +15,8 @@ from pathlib import Path
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.check import run_check
 from llmq.checkpoint.folder import problem_of
-from llmq.checkpoint.store import checkpoint_at, checkpoint_step, checkpoints_by_name
+from llmq.checkpoint.states import checkpoint_at
+from llmq.checkpoint.store import checkpoint_step, checkpoints_by_name
 from llmq.report.json_log import JsonLog
 from tools.faults.calls import Call, Calls, Shared, install
 from tools.faults.child import run

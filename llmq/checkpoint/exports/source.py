@@ -13,7 +13,6 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError, print_error, warn
 from llmq.base.files import json_object
 from llmq.base.run_id import RunId
-from llmq.checkpoint.best import exported_best
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, HubModel
 from llmq.checkpoint.finite import finite
@@ -23,7 +22,7 @@ from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.merge import check_base, open_merged, source_of, tokenizer_folder
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles
 from llmq.checkpoint.source_model import SourceModel
-from llmq.checkpoint.store import checkpoint_at
+from llmq.checkpoint.states import checkpoint_at, exported_best
 from llmq.data.identity import RUN_FILE, TokenizerId, noted_tokenizer
 from llmq.options.adapters import Adapters, adapters_of
 from llmq.options.options import OPTIONS, TrainConfig

@@ -1,0 +1,76 @@
+"""Callbacks of a run: reports, sinks, sensors, and a user's own. `llmq train` and `llmq.Trainer`
+call the same class."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmq.base.result import Result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """An optimizer step whose result is known.
+
+    step: number in the run, from 0. number: number among the steps of this Trainer, from 0.
+    result: loss, gradient norm, counted tokens. ms: milliseconds on the device's clock since the
+    end of the step before, or since the step's own begin if an evaluation or a checkpoint came
+    between. lr: learning rate. epoch: number of the epoch, from 0, and the part of the epoch that
+    has been read; None for batches of the caller. ticket: as of `Trainer.enqueue_step`.
+    """
+
+    step: int
+    number: int
+    result: Result
+    ms: float
+    lr: float
+    epoch: tuple[int, float] | None
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A validation or a task that is complete. step: steps done before. metrics: values by name:
+    "loss", "NAME/loss" of a named validation set, "TASK/METRIC"."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """The end of a run. steps_done: steps of the whole run. error: the exception that ended the
+    run, such as KeyboardInterrupt; None if the run came to its end."""
+
+    steps_done: int
+    error: BaseException | None
+
+
+class Callback:
+    """Listens to a run. Override the methods that you need; those of this class do nothing.
+
+    All methods are called in the thread that drives the run, between two steps, in the order of
+    the callbacks. An exception in a method ends the run. In a run of several processes each process
+    has callbacks of its own.
+
+    stop: the reason to end the run before its last step, as one line for the log; None: go on.
+    `llmq train` looks after each step and evaluation. With several processes all must give the same
+    answer.
+    """
+
+    stop: str | None = None
+
+    def on_step(self, step: StepDone) -> None:
+        """Called after each step, in order, when its result is known: on a GPU one step late."""
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        """Called after each validation and each task."""
+
+    def on_checkpoint(self, path: Path) -> None:
+        """Called when the checkpoint in the directory `path` is complete."""
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Called with each record of the JSON log of `llmq train`, `time` in seconds since 1970."""
+
+    def on_end(self, end: RunEnd) -> None:
+        """Called once, at the end of the run, also after an error."""

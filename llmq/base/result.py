@@ -1,0 +1,31 @@
+"""The measurements of an optimizer step or of an evaluation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The measurements of an optimizer step or of an evaluation.
+
+    loss: mean over the counted target tokens, NaN without any. tokens: counted target tokens, or
+    the loss's own count of that name. norm: gradient norm before clipping, 0 for an evaluation.
+    numbers: further values of the loss (`Loss.numbers`); validated: names of the values that an
+    evaluation reports; shown: names of the values on the console. saturated: elements beyond their
+    delayed fp8 scales. communication: milliseconds in which a rank only waited for other ranks,
+    mean over ranks; None with one rank, 0 for an evaluation. waits: these milliseconds by rank, ()
+    with one rank. begin, end: of a step, in nanoseconds of the clock of rank 0's device; end is the
+    end of the update.
+    """
+
+    loss: float
+    tokens: int
+    norm: float
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    validated: tuple[str, ...] = field(default=(), compare=False)
+    shown: tuple[str, ...] = field(default=(), compare=False)
+    saturated: int = 0
+    communication: float | None = field(default=None, compare=False)  # a time is never the same
+    waits: tuple[float, ...] = field(default=(), compare=False)
+    begin: int = field(default=0, compare=False)
+    end: int = field(default=0, compare=False)

@@ -1,0 +1,430 @@
+"""The checkpoints of a run: saving, verdicts, deletion, the best one, rollback and export.
+
+`llmq/checkpoint/states.py` has the states and the rules; this file carries the rules out. With
+--ckpt-background a thread writes and deletes (saving.py), and the loop calls `poll` between steps:
+verdicts and the note of the best checkpoint wait until a checkpoint is complete.
+"""
+
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llmq.base.errors import DiskError, LlmqError, ModelError
+from llmq.base.run_id import RunId
+from llmq.checkpoint.best import Best, Measured
+from llmq.checkpoint.folder import checkpoint_path, forget_pages, problem_of
+from llmq.checkpoint.states import (
+    Checkpoint,
+    Keep,
+    Proving,
+    Verdict,
+    kept_checkpoints,
+    newest_good,
+    outdated,
+    write_verdict,
+)
+from llmq.checkpoint.store import checkpoint_step, delete_old, own_checkpoints
+from llmq.run.guard import PERSISTS, Guard
+from llmq.run.metrics import Reporter
+from llmq.run.requests import Requests
+from llmq.run.run_paths import move_aside, undone_checkpoints
+from llmq.run.saving import BackgroundWriter, Cleaned, Written
+from llmq.run.trainer import Trainer
+from llmq.runtime.world import World
+
+MISSING = 3  # failed saves in a row, from which on an alarm is shown
+SHORT_WAIT = 0.5  # seconds of waiting for the checkpoint before that are not reported
+
+
+class Lifecycle:
+    """Saves the checkpoints of a run, judges them, deletes old ones, and exports the model.
+
+    best: the best checkpoint so far. keep: the rule of retention. saved_at: step of the newest
+    complete checkpoint. writing: step of the checkpoint that is being written in the background.
+    late: whether a checkpoint waits for the first good step. All processes make the same calls.
+    """
+
+    def __init__(
+        self, trainer: Trainer, reporter: Reporter, best: Best, guard: Guard, requests: Requests,
+        first: int,
+    ):  # fmt: skip
+        """requests: is told how long writing takes. first: first step of the stage, which has
+        sequences of one length."""
+        self.trainer, self.reporter, self.best, self.guard = trainer, reporter, best, guard
+        self.config, self.world = trainer.config, trainer.world
+        self.keep = Keep.of(trainer.config, first)
+        self._requests = requests
+        self._writer = BackgroundWriter(trainer.ranks, self.config.checkpoint_dir)
+        self._proving = Proving()
+        self.saved_at: int | None = None
+        self.late = False
+        self.writing: int | None = None
+        self._verdict: Verdict | None = None  # on the checkpoint that is being written
+        self._unread: Path | None = None  # the newest checkpoint, until it was read back
+        self._unclean = False  # whether old checkpoints wait for the thread, to be deleted
+        self._missing = 0  # failed saves since the newest checkpoint
+        self._told = False  # whether waiting was reported
+        self._write_seconds = 0.0  # of the newest checkpoint in the background
+
+    # -- going on --------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """The best checkpoint and the count of stale measurements, in JSON's types."""
+        return {} if self.best.metric is None else {"best": self.best.state()}
+
+    def load(self, history: Mapping[str, Any]) -> None:
+        """Take what `state` gave; call `resume` next."""
+        self.best.load(history.get("best"))
+
+    def resume(self) -> None:
+        """Go on from the checkpoint, in any directory, that the trainer has loaded."""
+        step = self.trainer.steps_done
+        self.saved_at, self.late, self._unread = step, False, None
+        self._proving = Proving()
+        for at, checkpoint in self._kept().items():
+            verdict = checkpoint.verdict
+            if at <= step and (verdict is None or not verdict.good):
+                self._proving.add(at, verdict)
+        try:
+            self.best.resume(self.trainer.run, step)
+        except DiskError as error:
+            self.reporter.message(f"WARNING: {error}", step)
+
+    def move_undone_aside(self) -> None:
+        """Move aside the run's own checkpoints of steps that the run is about to make again."""
+        step = self.trainer.steps_done
+        if step < self.trainer.total_steps:
+            undone = partial(undone_checkpoints, self.config, self.trainer.run, step)
+            for line in self.world.on_first(lambda: move_aside(undone())):
+                self.reporter.message(line, step)
+
+    def rollback_target(self, last: int) -> Path | None:
+        """The checkpoint that a rollback from step `last` returns to, of the same stage; None: the
+        first weights. LlmqError where a later stage has none."""
+        path, origin = newest_good(self._kept(), self.keep, last, self.world), self.guard.origin
+        first = self.keep.first
+        if path is None and origin is not None and checkpoint_step(Path(origin)) >= first:
+            path = Path(origin)
+        if path is None and first > 0:
+            raise LlmqError(
+                f"--guard rollback: step {last} was the last of too many bad ones, and no good "
+                f"checkpoint is left of the stage with this --seq-len, from step {first} "
+                "on: go on from an older one with --continue STEP and a lower --learning-rate"
+            )
+        return path
+
+    def _kept(self) -> dict[int, Checkpoint]:
+        where = (self.config.checkpoint_dir, self.trainer.run)
+        return self.world.on_first(lambda: kept_checkpoints(*where))
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def due(self, step: int) -> bool:
+        """True if a checkpoint is due before this step: by --ckpt-interval, or because the one
+        before waited for a good step."""
+        interval = self.config.ckpt_interval
+        return (interval > 0 and step % interval == 0) or (self.late and self.guard.in_row == 0)
+
+    def save(self, *, required: bool = False, asked: bool = False) -> None:
+        """Save a checkpoint, if the newest is not of this step, and delete old ones. After a bad
+        step, which may have spoiled the weights, a checkpoint is saved only if required or asked
+        for. required: wait until the checkpoint is complete, DiskError if it fails; else a failure
+        is a message."""
+        if required:
+            self.finish()
+        if self.trainer.steps_done not in (self.saved_at, self.writing):
+            self._save(required=required, asked=asked)
+        if self.writing is None:
+            self._settle_best(self.trainer.steps_done)
+
+    def _save(self, *, required: bool, asked: bool) -> None:
+        config, step = self.config, self.trainer.steps_done
+        if self.guard.in_row and not (required or asked):
+            if not self.late:
+                self.reporter.message(
+                    f"No checkpoint of step {step} as long as steps are bad: the next good step "
+                    "brings one",
+                    step,
+                )
+            self.late = True
+            return
+        self._wait(step)
+        self.late = False
+        text = f"saving checkpoint to `{config.checkpoint_dir}`"
+        if config.ckpt_background and not required:
+            self.reporter.message(f"{text} in the background", step)
+            self.writing, self._verdict = step, None
+            path = checkpoint_path(config.checkpoint_dir, step)
+            self._writer.save(step, self.trainer.manifest(), self._cleaning(step, path))
+            self._unclean = False
+            self._prove(step)
+            return
+        try:
+            with self.reporter.section(text, step):
+                path = self.trainer.save()
+        except DiskError as error:
+            if required:
+                raise
+            self._lost(step, error)
+            return
+        self._complete(step, path)
+        self._prove(step)
+        self._clean()
+
+    def _prove(self, step: int) -> None:
+        """Let the coming steps decide about this checkpoint."""
+        if self.guard.in_row >= PERSISTS:
+            text = f"the last {self.guard.in_row} steps were bad"
+            self._note(step, Verdict.spoiled(text))
+        else:
+            self._proving.add(step)
+
+    def _complete(self, step: int, path: Path) -> None:
+        self.saved_at, self._unread, self._missing = step, path, 0
+        self.reporter.alarm(None)
+
+    def _lost(self, step: int, error: DiskError) -> None:
+        """Report a failed save, from MISSING in a row on by an alarm. DiskError after
+        --ckpt-required of them."""
+        now = self.trainer.steps_done
+        self._missing += 1
+        self.reporter.message(f"WARNING: no checkpoint of step {step}: {error}", now)
+        newest = "none" if self.saved_at is None else f"that of step {self.saved_at}"
+        text = f"{self._missing} checkpoints in a row could not be written, the newest is {newest}"
+        if 0 < self.config.ckpt_required <= self._missing:
+            ended = DiskError(f"--ckpt-required: {text}: {error}")
+            ended.agreed = True  # by all processes
+            raise ended
+        if self._missing >= MISSING:
+            self.reporter.alarm(f"{text}: {error}", now)
+
+    # -- in the background -----------------------------------------------------------------------
+
+    def poll(self, *, wait: bool = False) -> None:
+        """Take the outcome of the thread, if it has ended. wait: until nothing is being written any
+        more."""
+        while (written := self._writer.ended(wait=wait)) is not None:
+            self._take(written)
+
+    def finish(self) -> None:
+        """Wait until nothing is being written any more, and delete old checkpoints."""
+        self.poll(wait=True)
+        if self._unclean:
+            self._clean()
+
+    def _wait(self, step: int) -> None:
+        """Wait for the checkpoint before; one message in a run says that training waits."""
+        before, start = self.writing, time.monotonic()
+        self.poll(wait=True)
+        waited = self.world.share(time.monotonic() - start)
+        if before is not None and waited > SHORT_WAIT and not self._told:
+            self._told = True
+            self.reporter.message(
+                f"WARNING: step {step} has waited {waited:.1f} s for the checkpoint of step "
+                f"{before}, which took {self._write_seconds:.1f} s: with more steps between two "
+                "checkpoints, or a faster disk, training would not wait",
+                step,
+            )
+
+    def _take(self, written: Written) -> None:
+        """Take the outcome of the thread: a complete checkpoint, or a failed save."""
+        step, cleaned, self._write_seconds = written
+        verdict, self._verdict, self.writing = self._verdict, None, None
+        self._requests.write_took(self._write_seconds)
+        if isinstance(cleaned, DiskError):
+            self._settle_best(step)
+            self._proving.lose(step)
+            self._lost(step, cleaned)
+            return
+        path = checkpoint_path(self.config.checkpoint_dir, step)
+        self._complete(step, path)
+        text = f"The checkpoint of step {step} was written in {self._write_seconds:.1f} s"
+        self.reporter.message(text, self.trainer.steps_done)
+        self.trainer.tell_checkpoint(path)
+        if verdict is not None:
+            self._note(step, verdict)
+        self._take_cleaned(cleaned)
+        self._settle_best(step)
+
+    def close(self, *, give_up: bool) -> None:
+        """Stop the thread before the memory that it reads is freed. give_up: discard what is being
+        written; else it is completed, if there is one process."""
+        self._writer.stop(give_up=give_up)
+        if not (self.world.several or give_up):
+            with suppress(Exception):  # there is a first error, and a failed device repeats it
+                self.poll(wait=True)
+
+    # -- the best --------------------------------------------------------------------------------
+
+    def measured(self, measured: Measured) -> bool:
+        """Take an evaluation of this moment; True if its metric of --keep-best is the best so far:
+        then call `save`, which keeps the checkpoint as the best."""
+        if self.best.metric not in measured:
+            return False
+        if self.best.proposed is not None:  # the best so far is still being written
+            self.poll(wait=True)
+        line = self.best.begins_anew(measured)
+        if line is not None:
+            self.reporter.message(line, self.trainer.steps_done)
+        return self.best.take(self.trainer.steps_done, measured)
+
+    def _settle_best(self, step: int | None) -> None:
+        """Accept the proposed best of this step if its checkpoint is complete, else drop it."""
+        best, now = self.best, self.trainer.steps_done
+        if best.proposed is None or best.proposed.step != step:
+            return
+        if self.saved_at != step:
+            best.drop()
+            return
+        try:
+            best.accept(self.trainer.run)
+        except DiskError as error:
+            self.reporter.message(f"WARNING: {error}", now)
+        self.reporter.message(f"Best so far: {best}", now)
+        self._let_go()
+
+    # -- verdicts --------------------------------------------------------------------------------
+
+    def verdict(self, step: int, bad: str | None) -> None:
+        """Apply the judgement of a step to the checkpoints before the step; steps come in order.
+        bad: why the step is bad; None: it is good."""
+        level = self.guard.level
+        if bad is None:
+            verdicts = self._proving.after_good(step, self.guard.last_bad, level)
+        else:
+            verdicts = self._proving.after_bad(step, bad, level)
+        for at, verdict in verdicts.items():
+            self._note(at, verdict)
+        if verdicts and bad is None:
+            self._let_go()
+
+    def condemn(self, step: int, reason: str) -> None:
+        """Mark the checkpoint of this step as spoiled, unless it is known to be good."""
+        if self._proving.drop(step):
+            self._note(step, Verdict.spoiled(reason))
+
+    def _note(self, step: int, verdict: Verdict) -> None:
+        """Write a verdict into its checkpoint, or keep it until the checkpoint is complete."""
+        if step == self.writing:
+            self._verdict = verdict
+            return
+        if not self.world.first:
+            return
+        path = own_checkpoints(self.config.checkpoint_dir, self.trainer.run).get(step)
+        try:
+            if path is not None:  # else it was removed, or replaced
+                write_verdict(path, verdict)
+        except DiskError as error:
+            if path.is_dir():  # else a thread has just deleted it
+                self.reporter.message(f"WARNING: {error}", self.trainer.steps_done)
+
+    # -- old ones --------------------------------------------------------------------------------
+
+    def _let_go(self) -> None:
+        """Delete checkpoints that a verdict or a new best lets go, with --ckpt-background together
+        with those of the next checkpoint: training does not wait for it."""
+        self._unclean = self.config.ckpt_background
+        if not self._unclean:
+            self._clean()
+
+    def _clean(self) -> None:
+        """Delete old checkpoints now."""
+        self._unclean = False
+        if self.saved_at is not None:
+            self._take_cleaned(self._cleaning(self.saved_at, self._unread)(self.world))
+
+    def _cleaning(self, saved_at: int, unread: Path | None) -> partial[Cleaned]:
+        """A call of `clean` that keeps the checkpoint of this step."""
+        spared = [at for at in (self.best.step, self._proving.followed) if at is not None]
+        where = (self.config.checkpoint_dir, self.trainer.run)
+        return partial(clean, *where, self.keep, saved_at, unread, spared)
+
+    def _take_cleaned(self, cleaned: Cleaned) -> None:
+        """Report deleted checkpoints; a newest one that could not be read back is spoiled."""
+        now, saved_at = self.trainer.steps_done, self.saved_at
+        if cleaned.read:
+            self._unread = None
+        if cleaned.removed:
+            self.reporter.message(f"Cleaned {cleaned.removed} checkpoints", now)
+        if cleaned.problem is not None:
+            self._proving.drop(saved_at)
+            self._note(saved_at, Verdict.spoiled(f"it could not be read back: {cleaned.problem}"))
+            self.saved_at = None
+            self.reporter.message(
+                f"WARNING: the checkpoint of step {saved_at} could not be read back, older ones "
+                f"stay: {cleaned.problem}",
+                now,
+            )
+
+    # -- export ----------------------------------------------------------------------------------
+
+    def export(self, problem: str | None) -> None:
+        """Write the best or the last model, if it computes finite numbers; else ModelError, and its
+        checkpoint is spoiled. problem: why the last model does not compute finite numbers."""
+        config, best, step = self.config, self.best, self.trainer.steps_done
+        exported = step if best.step is None or config.export == "last" else best.step
+        source = None
+        if exported != step:
+            source = checkpoint_path(config.checkpoint_dir, exported)
+            damage = problem_of(source, self.world)
+            if damage is not None:
+                raise LlmqError(f"--export best: {damage}, or --continue --export last")
+        try:
+            if problem is not None:
+                self._spoiled(problem, exported)
+            with self.reporter.section(f"Saving model to `{config.out_dir}`", step):
+                self.trainer.export(checkpoint=source)
+        except ModelError as error:
+            self.condemn(exported, str(error))
+            raise
+        if best.metric is not None:
+            found = "none was found" if best.known is None else str(best)
+            which = "best" if exported == best.step else "last"
+            text = f"Exported: the {which} model, of step {exported} of {step}; best: {found}"
+            self.reporter.message(text, step)
+
+    def _spoiled(self, problem: str, exported: int) -> None:
+        """The last model does not compute finite numbers: ModelError if it is exported, unless with
+        --force."""
+        step = self.trainer.steps_done
+        if exported != step:
+            self.condemn(step, problem)
+            self.reporter.message(f"WARNING: {problem}: the model of step {step} is spoiled", step)
+        elif self.config.force:
+            self.reporter.message(f"WARNING: {problem}; the model is written (--force)", step)
+        else:
+            raise ModelError(
+                f"no model is written, because {problem}: '{self.config.out_dir}' stays as it is; "
+                "go on from a good checkpoint (--continue), or write the model all the same with "
+                "--force"
+            )
+
+
+def clean(
+    directory: Path,
+    run: RunId,
+    keep: Keep,
+    saved_at: int,
+    unread: Path | None,
+    spared: Collection[int],
+    world: World,
+) -> Cleaned:
+    """Delete old checkpoints, once the newest was read back from the disk. saved_at: step of the
+    newest. unread: its path if it was not read back yet. spared: steps whose checkpoints stay. All
+    processes of the world call this function."""
+
+    def old() -> list[int]:
+        found = kept_checkpoints(directory, run) if keep.newest > 0 else {}
+        return outdated(found, keep, saved_at, spared)
+
+    gone = world.on_first(old)
+    reads = unread is not None and bool(gone)
+    if reads:
+        forget_pages(unread)
+        problem = problem_of(unread, world)
+        if problem is not None:
+            return Cleaned(0, reads, problem)
+    return Cleaned(len(world.on_first(lambda: delete_old(directory, run, gone))), reads)
