@@ -9,17 +9,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmq.arch.common import Architecture
+from llmq.arch.ernie4_5 import Ernie45, Helium
+from llmq.arch.exaone4 import Exaone4
+from llmq.arch.gemma import Gemma
 from llmq.arch.gemma3 import Gemma3
+from llmq.arch.glm4 import Glm, Glm4
 from llmq.arch.gpt2 import Gpt2
 from llmq.arch.gpt_oss import GptOss
-from llmq.arch.llama import Llama
-from llmq.arch.mistral import Mistral, Mixtral
-from llmq.arch.olmo2 import Olmo2, Olmoe
+from llmq.arch.llama import Cwm, Llama
+from llmq.arch.mistral import Ministral, Mistral, Mixtral
+from llmq.arch.olmo2 import Olmo2, Olmo3, Olmoe
 from llmq.arch.phi3 import Phi3
 from llmq.arch.qwen2 import Qwen2, Qwen2Moe
 from llmq.arch.qwen3 import Qwen3, Qwen3Moe
 from llmq.arch.qwen3_5 import Qwen35, Qwen35Moe
 from llmq.arch.qwen3_next import Qwen3Next
+from llmq.arch.seed_oss import SeedOss
+from llmq.arch.smollm3 import SmolLm3
+from llmq.arch.starcoder2 import Starcoder2
 from llmq.base.errors import ConfigError
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -27,6 +34,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     for arch in (
         Qwen2(), Qwen3(), Llama(), Mistral(), Gpt2(), Phi3(), Olmo2(), Gemma3(), Qwen2Moe(),
         Qwen3Moe(), Olmoe(), Mixtral(), Qwen35(), Qwen35Moe(), Qwen3Next(), GptOss(),
+        SmolLm3(), Olmo3(), SeedOss(), Exaone4(), Gemma(), Ministral(), Cwm(), Starcoder2(),
+        Glm(), Glm4(), Ernie45(), Helium(),
     )
 }  # fmt: skip
 """Every supported architecture by the name that config.json gives in "architectures"."""

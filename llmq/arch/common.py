@@ -94,6 +94,8 @@ class Architecture:
     norm_offset = False
     """Weights of norms, those of qk_norm too, are stored less 1. Then the result is rounded once,
     after the product with the weight; else before it too, but for post_norm's."""
+    rope_pairs = False
+    """Channels of queries and keys that RoPE turns together are stored beside each other."""
     gated_attention = False
     """Attention's output is multiplied by the sigmoid of a gate, whose channels the product of the
     queries has behind each head."""
@@ -240,8 +242,8 @@ class Architecture:
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """Fields that a model of this architecture must have, given its other fields."""
-        names = "windowed_layers local_rope_theta attention_scale logit_softcap".split()
-        names += ["experts", "delta"]
+        names = "windowed_layers rope_layers local_rope_theta attention_scale".split()
+        names += ["logit_softcap", "experts", "delta"]
         others = dict.fromkeys(name for name in names if name not in self.own_fields)
         return self.kinds(model.qkv_bias, model.mlp_bias) | others
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
+from llmq.arch.matrix import HalfSpec, Matrix, Module, Order, Part
 
 
 def attention(config: Any, layer: int) -> HalfSpec:
@@ -25,6 +25,10 @@ def attention(config: Any, layer: int) -> HalfSpec:
         config, layer, "qkv", f"{at}.qkv", {"q": queries, "k": Hkv * Hd, "v": Hkv * Hd}, C,
         bias=config.qkv_bias, input="ln1", gradient="d_qkv",
     )  # fmt: skip
+    if config.arch.rope_pairs:
+        q, k, v = qkv.parts
+        q, k = (replace(part, order=_in_pairs(config, part.rows // Hd)) for part in (q, k))
+        qkv = replace(qkv, parts=(q, k, v))
     inner: tuple[Module, ...] = ()
     if config.qk_norm:
         heads = (Hq, Hkv) if config.arch.wide_qk_norm else (1, 1)
@@ -58,6 +62,19 @@ def attention(config: Any, layer: int) -> HalfSpec:
             "sinks": config.arch.sinks,
         },
     )
+
+
+def _in_pairs(config: Any, heads: int) -> Order:
+    """The order of the rows of heads where the two channels that RoPE turns together are stored
+    beside each other: channel i of a head's first half, and channel i of its second."""
+    Hd, half = config.head_dim, config.rotary_dim // 2
+    order = []
+    for first in range(0, heads * Hd, Hd):
+        for i in range(first, first + half):
+            order += [(i, i + 1), (i + half, i + half + 1)]
+        if 2 * half < Hd:
+            order.append((first + 2 * half, first + Hd))
+    return tuple(order)
 
 
 def mlp(config: Any, layer: int) -> HalfSpec:

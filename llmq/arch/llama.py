@@ -1,7 +1,10 @@
-"""Llama 1 to 3: biases by attention_bias and mlp_bias."""
+"""Llama 1 to 3: biases by attention_bias and mlp_bias. CWM is Llama with windows."""
 
-from llmq.arch.common import GgufKind
-from llmq.arch.rope_family import RopeFamily
+from collections.abc import Mapping
+from typing import Any
+
+from llmq.arch.common import GgufKind, size
+from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily
 
 
 class Llama(RopeFamily):
@@ -17,3 +20,25 @@ class Llama(RopeFamily):
     kv_heads_may_lack = True
     bos_token_id = 1
     eos_token_id = 2
+
+
+class Cwm(RopeFamily):
+    """Each fourth layer, from the first one on, has no window."""
+
+    name = "CwmForCausalLM"
+    classifier = None
+    model_type = "cwm"
+    label = "CWM"
+    own_fields = ("windowed_layers",)
+    windowed = True
+    sliding_window = 8192
+    full_every = 4
+    head_dim = 128
+    norm_eps = 1e-5
+    bos_token_id = 128000
+    eos_token_id = 128001
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        layers = range(size(hf, "num_hidden_layers"))
+        kinds = [WINDOWED if layer % 4 else FULL for layer in layers]
+        return super().read_sizes({"rope_theta": 1e6, "layer_types": kinds, **hf})

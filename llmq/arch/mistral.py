@@ -6,9 +6,9 @@ Mixtral is Mistral with experts in all layers, mostly without a window.
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import GgufKind, reject
+from llmq.arch.common import GgufKind, reject, size
 from llmq.arch.experts import WithExperts
-from llmq.arch.rope_family import RopeFamily
+from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily
 
 
 class Mistral(RopeFamily):
@@ -25,6 +25,23 @@ class Mistral(RopeFamily):
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
         return super().write_sizes(model) | {"sliding_window": model.sliding_window}
+
+
+class Ministral(Mistral):
+    """Layers without a window are named by layer_types; without the field all have one."""
+
+    name = "MinistralForCausalLM"
+    model_type = "ministral"
+    label = "Ministral"
+    gguf = None
+    own_fields = ("windowed_layers",)
+    full_every = 4
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        window = hf.get("sliding_window", self.sliding_window)
+        kinds = [FULL if window is None else WINDOWED] * size(hf, "num_hidden_layers")
+        given = dict(hf) if hf.get("layer_types") else dict(hf) | {"layer_types": kinds}
+        return super().read_sizes(given)
 
 
 _AT = "model.layers.{}.block_sparse_moe"

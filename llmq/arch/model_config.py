@@ -67,6 +67,8 @@ class ModelConfig:
     """Positions that a token sees, itself included; None: all. Shorter than `longest`."""
     windowed_layers: tuple[bool, ...] | None = None
     """Whether each layer has the sliding window; None: all have."""
+    rope_layers: tuple[bool, ...] | None = None
+    """Whether each layer rotates queries and keys; None: all do, where positions are RoPE."""
     norm: str
     """'rmsnorm' or 'layernorm'."""
     norm_eps: float
@@ -155,7 +157,7 @@ class ModelConfig:
     def rope_of(self, layer: int) -> Rope | None:
         """The rotary frequencies in a layer; None without RoPE. length: of the table's rows, as
         the scaling says."""
-        if self.positions != "rope":
+        if self.positions != "rope" or not (self.rope_layers or [True] * (layer + 1))[layer]:
             return None
         windowed = self.windowed_layers is None or self.windowed_layers[layer]
         if windowed and self.local_rope_theta is not None:
@@ -222,23 +224,29 @@ class ModelConfig:
 
     @property
     def layer_kinds(self) -> dict[int, int]:
-        """The first layer of each kind, and how many are like it: with and without a window, with
+        """The first layer of each kind, and how many are like it: with and without a window, RoPE,
         experts and without, with delta nets and without."""
-        windows = self.windowed_layers or (True,) * self.num_layers
-        kinds = [(w, self.has_experts(i), self.has_delta(i)) for i, w in enumerate(windows)]
+        layers = range(self.num_layers)
+        kinds = [
+            (self.window_of(i), self.rope_of(i), self.has_experts(i), self.has_delta(i))
+            for i in layers
+        ]
         return {kinds.index(kind): kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
     def with_layers(self, layers: Iterable[int]) -> ModelConfig:
         """With a layer like each of these, which may be the same."""
         layers, windows, experts = tuple(layers), self.windowed_layers, self.experts
-        delta = self.delta
+        delta, rope = self.delta, self.rope_layers
+        if rope is not None:
+            rope = tuple(rope[layer] for layer in layers)
         if windows is not None:
             windows = tuple(windows[layer] for layer in layers)
         if experts is not None and experts.layers is not None:
             experts = replace(experts, layers=tuple(map(self.has_experts, layers)))
         if delta is not None:
             delta = replace(delta, layers=tuple(map(self.has_delta, layers)))
-        sizes = {"windowed_layers": windows, "experts": experts, "delta": delta}
+        sizes = {"windowed_layers": windows, "rope_layers": rope}
+        sizes |= {"experts": experts, "delta": delta}
         return replace(self, num_layers=len(layers), **sizes)
 
     def without_foreign_tokens(self) -> ModelConfig:
@@ -297,11 +305,12 @@ class ModelConfig:
             )
         if self.rope_scaling is not None:
             self.rope_scaling.check(self.rotary_dim // 2)
-        windows = self.windowed_layers
-        if windows is not None and len(windows) != self.num_layers:
-            raise ConfigError(
-                f"model windowed_layers: must be {self.num_layers} values, got {len(windows)}"
-            )
+        for name in ("windowed_layers", "rope_layers"):
+            each = getattr(self, name)
+            if each is not None and len(each) != self.num_layers:
+                raise ConfigError(
+                    f"model {name}: must be {self.num_layers} values, got {len(each)}"
+                )
         if self.experts is not None:
             self.experts.validate(self.num_layers)
         for name, value in self.arch.fixed(self).items():

@@ -1,4 +1,4 @@
-"""OLMo 2: norms of what each half of a block puts out, and of all queries and all keys at once.
+"""OLMo 2 and 3: norms of what each half of a block puts out, and of all queries and all keys.
 
 OLMoE has experts in all layers, and the same norms of queries and keys.
 """
@@ -6,9 +6,9 @@ OLMoE has experts in all layers, and the same norms of queries and keys.
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import GgufKind, reject
+from llmq.arch.common import GgufKind, get, reject
 from llmq.arch.experts import WithExperts
-from llmq.arch.rope_family import RopeFamily
+from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily
 
 
 class _Olmo(RopeFamily):
@@ -38,6 +38,37 @@ class Olmo2(_Olmo):
     modules = RopeFamily.modules | {
         key: (f"model.layers.{{}}.{module}",) for key, module in norm_names.items()
     }
+
+
+class Olmo3(Olmo2):
+    """Three of four layers have a window, and rotary frequencies that are not stretched."""
+
+    name = "Olmo3ForCausalLM"
+    model_type = "olmo3"
+    label = "OLMo3"
+    gguf = None
+    own_fields = ("windowed_layers", "local_rope_theta")
+    windowed = True
+    sliding_window = 4096
+    full_every = 4
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """rope_parameters may be of kinds of layers; rope_scaling is of those without a window."""
+        rope = get(hf, "rope_parameters", dict, None) or {}
+        local = get(rope, WINDOWED, dict, None) or {}
+        reject(local, "rope_type", "default")
+        given = {"rope_theta": 500000.0} | dict(hf)
+        if {WINDOWED, FULL} & rope.keys():
+            given["rope_parameters"] = rope.get(FULL)
+        fields = super().read_sizes(given)
+        theta = get(local, "rope_theta", float, given["rope_theta"])
+        return fields | {"local_rope_theta": theta}
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        fields = super().write_sizes(model)
+        local = {"rope_type": "default", "rope_theta": model.local_rope_theta}
+        kinds = {FULL: fields["rope_parameters"], WINDOWED: local}
+        return fields | {"rope_parameters": kinds, "rope_scaling": None}
 
 
 class Olmoe(WithExperts, _Olmo):

@@ -71,6 +71,8 @@ def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
     layers = sizes.get("num_layers", model.num_layers)
     if model.windowed_layers is not None:
         sizes["windowed_layers"] = _repeated(model.windowed_layers, layers)
+    if model.rope_layers is not None:
+        sizes["rope_layers"] = _repeated(model.rope_layers, layers)
     of_experts = {name: sizes.pop(name) for name in _OF_EXPERTS if name in sizes}
     sizes["experts"] = _experts(model, of_experts, layers)
     if model.delta is not None:

@@ -1,0 +1,46 @@
+"""EXAONE 4: norms of what each half puts out, and of each head. Where the model has windows, layers
+without one rotate neither queries nor keys."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmq.arch.common import get
+from llmq.arch.olmo2 import Olmo2
+from llmq.arch.rope_family import RopeFamily
+
+
+class Exaone4(RopeFamily):
+    """sliding_window_pattern of its config is the distance of layers without a window."""
+
+    name = "Exaone4ForCausalLM"
+    model_type = "exaone4"
+    label = "EXAONE4"
+    qk_norm = True
+    norm_eps = 1e-5
+    windowed = True
+    full_every = 4
+    own_fields = ("windowed_layers", "rope_layers")
+    bos_token_id = 0
+    eos_token_id = 2
+    norm_names = Olmo2.norm_names
+    modules = Olmo2.modules
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """A config without sliding_window means one of 4096; null: none, and RoPE in all layers."""
+        given, window = {"sliding_window": 4096} | dict(hf), hf.get("sliding_window", 4096)
+        every = get(hf, "sliding_window_pattern", int, None) or 4
+        if "layer_types" not in hf:
+            kinds = ("sliding_attention", "full_attention")
+            layers = range(1, hf["num_hidden_layers"] + 1)
+            given["layer_types"] = [kinds[not window or n % every == 0] for n in layers]
+        fields = super().read_sizes(given)
+        rope = None if window is None else self.layers_by_type(given)
+        return fields | {"rope_layers": rope}
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        """With a window where layers differ in RoPE, also where no sequence is longer."""
+        fields = super().write_sizes(model)
+        if model.rope_layers is None:
+            return fields | {"sliding_window": None}
+        kinds = ["sliding_attention" if rope else "full_attention" for rope in model.rope_layers]
+        return fields | {"layer_types": kinds}

@@ -1,0 +1,37 @@
+"""Gemma: Llama with GeGLU, scaled embeddings and norms whose weights are stored less 1."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmq.arch.common import reject
+from llmq.arch.rope_family import RopeFamily
+
+_GELU = "gelu_pytorch_tanh"
+
+
+class Gemma(RopeFamily):
+    """GELU is its approximation by tanh."""
+
+    name = "GemmaForCausalLM"
+    model_type = "gemma"
+    label = "Gemma"
+    activation = "geglu"
+    norm_offset = True
+    scaled_embedding = True
+    head_dim = 256
+    qkv_bias = None
+    o_bias = None
+    bos_token_id = 2
+    eos_token_id = 1
+    pad_token_id = 0
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """In older files hidden_activation counts, and hidden_act beside it says nothing."""
+        if hf.get("hidden_activation") is None:
+            reject(hf, "hidden_act", _GELU)
+        reject(hf, "hidden_activation", _GELU, None)
+        shared = {name: value for name, value in hf.items() if name != "hidden_act"}
+        return super().read_sizes({"tie_word_embeddings": True, **shared})
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        return super().write_sizes(model) | {"hidden_act": _GELU, "hidden_activation": _GELU}

@@ -1,0 +1,50 @@
+"""GLM-4: RoPE of half of each head's channels, stored in pairs, and gate and up in one matrix.
+
+GLM-4 of 2024 (`glm`) has norms in front of the halves of blocks, GLM-4 of 2025 (`glm4`) also
+behind them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmq.arch.rope_family import RopeFamily
+
+
+class Glm(RopeFamily):
+    """A config without partial_rotary_factor or attention_bias has 0.5 and biases."""
+
+    name = "GlmForCausalLM"
+    model_type = "glm"
+    label = "GLM"
+    rope_pairs = True
+    partial_rotary = True
+    qkv_bias = None
+    gate_first = True
+    head_dim = 128
+    norm_eps = 1.5625e-7
+    eos_token_id = 151329
+    pad_token_id = 151329
+    modules = RopeFamily.modules | {"up": ("model.layers.{}.mlp.gate_up_proj",)}
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        rope = hf.get("rope_parameters") or {}
+        part = hf.get("partial_rotary_factor") or rope.get("partial_rotary_factor", 0.5)
+        given = {"attention_bias": True, "num_key_value_heads": 2, **hf}
+        return super().read_sizes(given | {"partial_rotary_factor": part})
+
+
+class Glm4(Glm):
+    """Four norms in a block."""
+
+    name = "Glm4ForCausalLM"
+    model_type = "glm4"
+    label = "GLM-4"
+    norm_names: Mapping[str, str] = {
+        "ln1": "input_layernorm",
+        "ln2_post": "post_self_attn_layernorm",
+        "ln2": "post_attention_layernorm",
+        "ln1_post": "post_mlp_layernorm",
+    }
+    modules = Glm.modules | {
+        key: (f"model.layers.{{}}.{module}",) for key, module in norm_names.items()
+    }

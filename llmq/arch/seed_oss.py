@@ -1,0 +1,30 @@
+"""Seed-OSS: Llama with biases on queries, keys and values, and heads of a given size."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmq.arch.common import reject
+from llmq.arch.rope_family import RopeFamily
+
+
+class SeedOss(RopeFamily):
+    """A config without attention_bias means that there are some."""
+
+    name = "SeedOssForCausalLM"
+    model_type = "seed_oss"
+    label = "Seed-OSS"
+    qkv_bias = None
+    head_dim = 128
+    kv_heads_may_lack = True
+    bos_token_id = 0
+    eos_token_id = 2
+    pad_token_id = 1
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """The output of attention and the MLP have no biases."""
+        reject(hf, "attention_out_bias", False, None)
+        reject(hf, "mlp_bias", False, None)
+        return super().read_sizes({"attention_bias": True, **hf})
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        return super().write_sizes(model) | {"attention_out_bias": False, "residual_dropout": 0.0}

@@ -1,0 +1,44 @@
+"""StarCoder2: RoPE and shared keys in a transformer with LayerNorm, GELU and biases everywhere."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmq.arch.common import get, reject
+from llmq.arch.rope_family import RopeFamily
+
+_GELU = "gelu_pytorch_tanh"
+
+
+class Starcoder2(RopeFamily):
+    """use_bias of its config is for all projections."""
+
+    name = "Starcoder2ForCausalLM"
+    model_type = "starcoder2"
+    label = "StarCoder2"
+    norm = "layernorm"
+    activation = "gelu"
+    qkv_bias = None
+    o_bias = None
+    mlp_bias = None
+    windowed = True
+    bos_token_id = 50256
+    eos_token_id = 50256
+    modules = RopeFamily.modules | {
+        "up": ("model.layers.{}.mlp.c_fc",),
+        "down": ("model.layers.{}.mlp.c_proj",),
+    }
+    targets = ("q", "k", "v", "o", "up", "down")
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        reject(hf, "hidden_act", _GELU)
+        bias = get(hf, "use_bias", bool, True)
+        shared = {name: value for name, value in hf.items() if name != "hidden_act"}
+        own = {"attention_bias": bias, "mlp_bias": bias, "tie_word_embeddings": True}
+        own["rms_norm_eps"] = get(hf, "norm_epsilon", float, 1e-5)
+        return super().read_sizes({**own, **shared})
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        fields = super().write_sizes(model)
+        fields["norm_epsilon"] = fields.pop("rms_norm_eps")
+        own = {"hidden_act": _GELU, "use_bias": model.mlp_bias}
+        return fields | own | {"sliding_window": model.sliding_window}

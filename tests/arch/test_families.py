@@ -1,0 +1,133 @@
+"""Families that are a file each: the whole way of one, from config.json to text, as in
+transformers."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from llmq.arch.model_config import ModelConfig
+from llmq.checkpoint.hf import HfWeights
+from llmq.options.presets import resolve_model
+from llmq.run.sampling import Sampler
+from llmq.runtime.machine import choose_machine
+from tests.models import _SHARED as SHARED
+from tests.models import LOSS_RTOL, random_batch, same_gradients, step_as_torch, trainer_for
+from tests.models import pieces as by_file
+
+FOUR = SHARED | {"num_hidden_layers": 4, "pad_token_id": None}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+FAMILIES = {
+    "smollm3": lambda: transformers.SmolLM3Config(**FOUR),
+    "smollm3_all": lambda: transformers.SmolLM3Config(
+        **FOUR, no_rope_layers=[1, 0, 0, 1], attention_bias=True, tie_word_embeddings=False
+    ),
+    "olmo3": lambda: transformers.Olmo3Config(
+        **FOUR, sliding_window=5, rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            "full_attention": YARN | {"rope_theta": 5e5},
+        },
+    ),
+    "seed_oss": lambda: transformers.SeedOssConfig(**FOUR, head_dim=32),
+    "exaone4": lambda: transformers.Exaone4Config(**FOUR, sliding_window=5),
+    "exaone4_whole": lambda: transformers.Exaone4Config(
+        **FOUR, sliding_window=None, layer_types=["full_attention"] * 4
+    ),
+    "gemma": lambda: transformers.GemmaConfig(**FOUR, head_dim=32),
+    "ministral": lambda: transformers.MinistralConfig(
+        **FOUR, head_dim=32, sliding_window=5,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+    ),
+    "cwm": lambda: transformers.CwmConfig(**FOUR, head_dim=32, sliding_window=5),
+    "starcoder2": lambda: transformers.Starcoder2Config(**FOUR, sliding_window=7),
+    "glm": lambda: transformers.GlmConfig(**FOUR, head_dim=32),
+    "glm4": lambda: transformers.Glm4Config(**FOUR, head_dim=32),
+    "ernie4_5": lambda: transformers.Ernie4_5Config(**FOUR, head_dim=32, use_bias=True),
+    "helium": lambda: transformers.HeliumConfig(**FOUR, head_dim=16),
+}  # fmt: skip
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def model(request, tmp_path_factory):
+    """A random model in torch, and its export."""
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(FAMILIES[request.param]()).float().eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    path = tmp_path_factory.mktemp(request.param)
+    made.save_pretrained(path)
+    return made, path
+
+
+def test_loss_and_every_gradient_are_those_of_transformers(model):
+    made, path = model
+    made.zero_grad()
+    with trainer_for(path) as trainer:
+        step_as_torch(trainer, [random_batch(np.random.default_rng(0))], made)
+
+
+def test_documents_of_a_sequence_do_not_see_each_other(model):
+    """Packed, they have the loss and the gradients of each alone."""
+    made, path = model
+    made.zero_grad()
+    inputs, targets = random_batch(np.random.default_rng(1), B=1)
+    starts = np.zeros_like(inputs)
+    starts[:, 9:] = 9
+    total, count = 0.0, 0
+    for piece in (slice(0, 9), slice(9, None)):
+        logits = made(torch.from_numpy(inputs[:, piece]).long()).logits[0]
+        labels = torch.from_numpy(targets[0, piece]).long()
+        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        count += int((labels != -100).sum())
+    (total / count).backward()
+    options = {"batch_size": 1, "document_mask": True}
+    with trainer_for(path, **options) as trainer:
+        result = trainer.step([(inputs, targets, starts)])
+        found = by_file(trainer, trainer.gradients())
+    np.testing.assert_allclose(result.loss, total.item() / count, rtol=LOSS_RTOL)
+    ours = {name: gradient / result.tokens for name, gradient in found.items()}
+    same_gradients(ours, made, result.norm)
+
+
+def test_text_goes_on_as_transformers_generates(model):
+    made, path = model
+    prompt = np.random.default_rng(2).integers(3, 131, 7).tolist()
+    with torch.no_grad():
+        want = made.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None
+        )[0].tolist()
+    config, _ = resolve_model(str(path), from_scratch=False)
+    with HfWeights(path) as weights:
+        machine = choose_machine("cpu", 1)
+        decoder = Sampler(machine, config, lambda w: w.load(weights.read), 32).decoder
+    text = list(prompt)
+    logits = decoder.forward(np.array(prompt), 0)
+    for _ in range(12):
+        text.append(int(np.argmax(logits)))
+        logits = decoder.forward(np.array(text[-1:]), len(text) - 1)
+    assert text == want
+
+
+def test_its_export_is_the_model_for_transformers(model, tmp_path):
+    made, path = model
+    with trainer_for(path) as trainer:
+        trainer.export(tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ids = torch.from_numpy(random_batch(np.random.default_rng(3))[0]).long()
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, made(ids).logits, rtol=1e-5, atol=1e-5)
+    hf = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert ModelConfig.from_hf(hf) == ModelConfig.from_hf(
+        json.loads((path / "config.json").read_text())
+    )
+
+
+def test_adapters_of_rank_8_train(model):
+    _, path = model
+    with trainer_for(path, lora_rank=8) as trainer:
+        batch = [random_batch(np.random.default_rng(4))]
+        losses = [trainer.step(batch).loss for _ in range(4)]
+    assert losses[-1] < losses[0]
