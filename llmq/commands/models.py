@@ -15,7 +15,7 @@ from llmq.commands.common import (
 )
 from llmq.commands.plan import CardName
 
-Model = argument(str, "Model directory or cached repository.")
+Model = argument(str, "Name of a run, directory of a model or of adapters, cached repository.")
 Adapter = option(Path | None, "Adapters of the model in PEFT's format, a directory.")
 ModelDtype = option(str, "bf16 or fp32.", callback=checks("model_dtype"))
 
@@ -38,13 +38,14 @@ def sample(
 ) -> None:
     """Continue a text with a trained model."""
     how = locals()
+    from llmq.run.run_paths import find_model
     from llmq.run.sampling import run_sample
 
-    run_sample(**how)
+    run_sample(**how | {"model": find_model(model), "adapter": _adapter(adapter)})
 
 
 def evaluate(
-    model: argument(str, "Model directory, cached repository, or checkpoint."),
+    model: Model,
     task: option(
         list[str],
         "Questions or texts in JSON or Parquet, or a text file; may be repeated.",
@@ -64,8 +65,16 @@ def evaluate(
     """Measure accuracy and perplexity of a model, as lm-eval defines them."""
     how = locals()
     from llmq.run.evaluate import run_eval
+    from llmq.run.run_paths import find_model
 
-    run_eval(**how)
+    run_eval(**how | {"model": find_model(model), "adapter": _adapter(adapter)})
+
+
+def _adapter(given: Path | None) -> Path | None:
+    """--adapter, also by the name of its run."""
+    from llmq.run.run_paths import find_model
+
+    return None if given is None else Path(find_model(str(given)))
 
 
 # A model that is not trained may be kept in any format, and be streamed.
@@ -91,8 +100,10 @@ def score(
     for name, instead in (("model", "MODEL"), ("train-file", "DATA")):
         if name in given:
             raise ConfigError(f"--{name}: {instead} says it here")
+    from llmq.run.run_paths import find_model
+
     patterns = [f"{pattern}/*.bin" if Path(pattern).is_dir() else pattern for pattern in data]
-    given = given | {"model": scored, "train-file": patterns}
+    given = given | {"model": find_model(scored), "train-file": patterns}
     if top_k:
         given |= {"loss": "kd", "loss-params": f"top-k={top_k}", "scores": str(out)}
     if card is not None and not dry_run:
@@ -127,7 +138,8 @@ Format = option(
 def export(
     out: Out,
     source: argument(
-        str | None, "A checkpoint, a model directory or cached repository, or adapters."
+        str | None,
+        "Name of a run, a checkpoint, a model directory or cached repository, or adapters.",
     ) = None,
     to: Format = "hf",
     dtype: option(
@@ -172,15 +184,21 @@ def export(
     from llmq.checkpoint.exports import export as run
 
     del how["source"], how["checkpoint_dir"]
-    where = checkpoint_dir if source is None else source
+    from llmq.run.run_paths import find_model
+
+    where = checkpoint_dir if source is None else find_model(source)
     files = run(where, **how)
     print(f"wrote {out}" if files == [out.name] else f"wrote {', '.join(files)} to {out}")
 
 
 def merge(
-    base: Model,
-    adapter: argument(Path, "Directory of adapters in PEFT's format."),
+    base: argument(
+        str, "Model directory or cached repository; may be left out: adapters name theirs."
+    ),
     out: option(Path, "Directory of the model."),
+    adapter: argument(
+        str | None, "Adapters in PEFT's format: a directory, or the name of a run."
+    ) = None,
     model_dtype: option(
         str | None, "bf16 or fp32; as the model if not given.", callback=checks("model_dtype")
     ) = None,
@@ -193,7 +211,11 @@ def merge(
     text_only: TextOnly = False,
 ) -> None:
     """Write a model with its adapters as a model directory that needs no PEFT."""
+    from llmq.checkpoint.exports.source import base_of
     from llmq.checkpoint.merge import merge_adapter
+    from llmq.run.run_paths import find_model
 
-    files = merge_adapter(base, adapter, out, model_dtype, base_dtype, text_only)
+    adapters = Path(find_model(base if adapter is None else adapter))
+    model = base_of(adapters) if adapter is None else find_model(base)
+    files = merge_adapter(model, adapters, out, model_dtype, base_dtype, text_only)
     print(f"wrote {', '.join(files)} to {out}")

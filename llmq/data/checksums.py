@@ -154,8 +154,11 @@ class Checksums:
 
 
 def find_token_files(pattern: str | Path) -> list[Path]:
-    """Paths that a glob pattern names, without folders and the files beside token files."""
+    """Paths that a glob pattern names, without folders and the files beside token files; of a
+    folder of `llmq tokenize` those of its training part."""
     found = expand_pattern(pattern)
+    if len(found) == 1 and found[0].is_dir():
+        found = sorted(found[0].glob("train*.bin"))
     return [
         path
         for path in found

@@ -19,7 +19,12 @@ from llmq.base.files import disk_errors, free_name, make_directory
 from llmq.base.locks import LOCK, holder, lock_beside, locked
 from llmq.base.run_id import RunId
 from llmq.checkpoint.best import NOTE, best_owner, note_is_damaged
-from llmq.checkpoint.export_files import export_owner, exported_files
+from llmq.checkpoint.export_files import (
+    ADAPTER_CONFIG,
+    CONFIG_FILE,
+    export_owner,
+    exported_files,
+)
 from llmq.checkpoint.folder import delete, leftovers, move
 from llmq.checkpoint.manifest import MANIFEST, manifest_damage, read_manifest
 from llmq.checkpoint.states import NoCheckpoint, checkpoint_at, resume_from
@@ -31,6 +36,7 @@ from llmq.checkpoint.store import (
 )
 from llmq.options.option_types import NEWEST
 from llmq.options.options import TrainConfig
+from llmq.options.presets import find_directory
 from llmq.report.json_log import has_records, is_damaged_log, log_owner
 from llmq.runtime.world import World
 
@@ -231,12 +237,40 @@ def log_of_run(run: RunId, last: Path) -> Path | None:
     return max(beside, key=_modified, default=last if damaged or not there else None)
 
 
+def find_model(text: str) -> str:
+    """The place of a model, by its path, by the folder of its run or by the name of the run, whose
+    exported model is meant, else the checkpoints. The text as it is where there is none: it may be
+    a repository. Another run's name hides no model of that name."""
+    path = Path(os.path.expanduser(text))  # pathlib's raises where there is no such user
+    if _has_model(path) or (not path.is_dir() and find_directory(text) is not None):
+        return text
+    inside = [path / "model", path / "ckpt"]
+    named = model_places(text) if path.name == text else []
+    return next((str(place) for place in [*inside, *named] if _has_model(place)), text)
+
+
+def model_places(name: str) -> list[Path]:
+    """The places in which runs of this name leave their models and checkpoints."""
+    run = Path("finetune", name)
+    return [Path("output", name), run / "model", Path("ckpt", name), run / "ckpt"]
+
+
+def _has_model(path: Path) -> bool:
+    if any((path / file).is_file() for file in (CONFIG_FILE, ADAPTER_CONFIG, MANIFEST)):
+        return True
+    return path.is_dir() and bool(checkpoints_by_name(path))
+
+
 def find_log(text: str) -> Path:
-    """A log, by its path or by the name of its run, of which the newest in logs/ is meant, or the
-    one that the newest checkpoint in ckpt/NAME names. DataError if there is none."""
+    """A log, by its path, by the folder of its run or by the name of the run, of which the newest
+    in logs/ is meant, or the one that the newest checkpoint in ckpt/NAME names. DataError if there
+    is none."""
     path = Path(os.path.expanduser(text))  # pathlib's raises where there is no such user
     if os.path.lexists(path) and not path.is_dir():
         return path
+    for folder in (path, Path("finetune", text)):
+        if (folder / "log.json").is_file():
+            return folder / "log.json"
     defaults = TrainConfig().normalized()
     if path.name == text and path.suffix != ".json":
         logs = ((path, log_owner(path)) for path in _logs_in(defaults.log_file.parent))
@@ -244,7 +278,10 @@ def find_log(text: str) -> Path:
         found |= set(_log_of_checkpoint(text))
         if found:
             return max(found, key=_modified)
-        problem = f"no log in '{defaults.log_file.parent}' is of a run of this name"
+        problem = (
+            f"no log in '{defaults.log_file.parent}' is of a run of this name, and neither "
+            f"'ckpt/{text}' nor 'finetune/{text}' has one"
+        )
     else:
         problem = "it is a directory" if path.is_dir() else "No such file or directory"
     raise DataError(f"cannot read the log '{text}': {problem}")

@@ -22,6 +22,7 @@ from llmq.checkpoint.states import checkpoint_at
 from llmq.model.inference import Decoder
 from llmq.options.presets import find_directory, is_preset
 from llmq.plan.checks import check_sizes
+from llmq.run.run_paths import model_places
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.world import World
@@ -144,16 +145,21 @@ def open_model(
     model: str, adapter: Path | None = None
 ) -> Iterator[tuple[ModelConfig, Callable[[Param], np.ndarray], Path | str]]:
     """Config, weight reader and tokenizer source of a model: a directory, a cached repository, a
-    checkpoint, or a directory of some, of which the newest is meant. adapter: a PEFT directory to
-    be added. LlmqError."""
+    checkpoint, or a directory of some, of which the newest is meant; or adapters, with the model
+    that these name. adapter: a PEFT directory to be added. LlmqError."""
     is_checkpoint = checkpoint_at(Path(model)) is not None
+    directory = find_directory(model)
+    if adapter is None and directory is not None and (directory / ADAPTER_CONFIG).is_file():
+        model, adapter, base = str(directory), directory, None  # which the adapters name
+    else:
+        base = model
     if is_checkpoint and adapter is not None:
         raise ConfigError(
             f"--adapter: needs a model, and '{model}' is a checkpoint: `llmq export` it first"
         )
-    if not is_checkpoint:
+    if not is_checkpoint and base is not None:
         _check_model(model)
-    merged = {} if adapter is None else {"base": model, "merge": True}
+    merged = {} if adapter is None else {"base": base, "merge": True}
     with open_source(adapter or model, force=True, **merged) as source:
         tokenizer, made = source.tokenizer or source.folder, source.origin["made"]
         if source.adapters is not None:
@@ -182,9 +188,12 @@ def _check_model(model: str) -> None:
         return
     if directory is not None and (directory / ADAPTER_CONFIG).is_file():
         raise ConfigError(
-            f"MODEL: {model!r} holds adapters: give the model they are of, and these as --adapter"
+            f"MODEL: {model!r} holds adapters, and there are others as --adapter: give the model"
         )
     problem = "is neither a directory nor a repository in the Hugging Face cache"
+    if Path(model).name == model:
+        places = ", ".join(str(place) for place in model_places(model))
+        problem += f", and none of {places} has a model"
     if directory is not None:
         problem = "holds neither a model nor a complete checkpoint"
     elif is_preset(model):

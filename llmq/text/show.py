@@ -114,8 +114,10 @@ def first_documents(
 
 
 def _pattern(given: str) -> str:
-    """A folder stands for its token files."""
-    return os.path.join(given, "*.bin") if os.path.isdir(given) else given
+    """A folder stands for its token files, and the name of one in data/, too."""
+    inside = os.path.join("data", given)
+    folder = inside if not os.path.lexists(given) and os.path.isdir(inside) else given
+    return os.path.join(folder, "*.bin") if os.path.isdir(folder) else given
 
 
 def _tokenizer_beside(files: Sequence[TokenFile]) -> Tokenizer:

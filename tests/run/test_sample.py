@@ -259,7 +259,7 @@ def test_what_cannot_be_sampled(trained, tmp_path, capsys):
     (tmp_path / "adapters").mkdir()
     (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
     for model, args, message in (
-        (tmp_path / "adapters", (), "adapters' holds adapters: give the model they are of"),
+        (tmp_path / "adapters", (), "adapter_config.json': peft_type None is not supported"),
         (tmp_path / "empty", (), "empty' holds neither a model nor a complete checkpoint: give"),
         (tmp_path / "nothing", (), "is neither a directory nor a repository in the Hugging Face"),
         (no_tokenizer, (), "has neither tokenizer.json nor"),

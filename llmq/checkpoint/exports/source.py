@@ -136,6 +136,13 @@ def _with_tokenizer(directory: Path) -> Path | None:
     return directory if tokenizer_names(directory) else None
 
 
+def base_of(directory: Path) -> str:
+    """The model that the adapters in a directory are of, as they say; LlmqError where there is
+    none."""
+    with AdapterFiles(directory) as files:
+        return _base_of(directory, files, None)
+
+
 def _base_of(directory: Path, files: AdapterFiles, base: str | None) -> str:
     """The model of adapters; LlmqError where there is none."""
     name = base or files.config.base

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 from dataclasses import dataclass
+from pathlib import Path
 
 from llmq.options.conditions import error
 from llmq.options.option_types import (
@@ -15,7 +17,7 @@ from llmq.options.option_types import (
     split_weights,
     switch,
 )
-from llmq.options.rule import REFUSE, default, each, idle, refused
+from llmq.options.rule import REFUSE, Options, default, each, idle, refused
 
 SHAKESPEARE = "data/tiny-shakespeare-qwen"
 
@@ -26,13 +28,13 @@ class DataOptions:
 
     train_file: tuple[str, ...] = option(
         (f"{SHAKESPEARE}/train*.bin",),
-        "Training token files, a glob pattern; may be given several times, also with weights: "
-        "a.bin:0.7 b.bin:0.3",
+        "Training token files, a glob pattern or a folder of `llmq tokenize`; may be given several "
+        "times, also with weights: a.bin:0.7 b.bin:0.3",
         group="Data",
     )
     eval_file: str | tuple[str, ...] | None = option(
         None,
-        "Validation token files, a glob pattern; none: no validation; split: 0.02 of the "
+        "Validation token files, a pattern or folder; none: no validation; split: 0.02 of the "
         "training files, split:0.1 another part; {rule}; NAME=PATTERN, repeated: validations of "
         "their own",
         parse=parse_patterns,
@@ -96,7 +98,8 @@ class DataOptions:
     @property
     def _eval_patterns(self) -> dict[str, str]:
         given = self.eval_file if isinstance(self.eval_file, tuple) else (self.eval_file,)
-        return dict(map(named_pattern, given))
+        named = map(named_pattern, given)
+        return {name: held_out(pattern) or pattern for name, pattern in named}
 
     @property
     def validates(self) -> bool:
@@ -120,14 +123,33 @@ class DataOptions:
         return split_weights(self.train_file)[1]
 
 
+def held_out(folder: str) -> str | None:
+    """The pattern of the validation part that `llmq tokenize` has written into a folder; None for a
+    name that is no folder, or where it kept no such part."""
+    there = Path(folder).expanduser()
+    files = there.is_dir() and any(there.glob("eval*.bin"))
+    return f"{glob.escape(str(there))}/eval*.bin" if files else None
+
+
+def _tokenized(o: Options) -> str | None:
+    """The pattern of the validation parts of --train-file, where these are all folders that have
+    one."""
+    found = [held_out(pattern) for pattern in o.train_patterns]
+    if not found or None in found:
+        return None
+    return found[0] if len(found) == 1 else f"{{{','.join(found)}}}"
+
+
 DATA_RULES = (
     # The default validation files are of the default training data.
     default(
         "eval_file",
         lambda o: f"{SHAKESPEARE}/eval*.bin",
         lambda v, o: o.train_file == (f"{SHAKESPEARE}/train*.bin",),
-        help="if not given: eval*.bin beside the default --train-file, split with others",
+        help="if not given: what `llmq tokenize` kept in the folders of --train-file, split with "
+        "others",
     ),
+    default("eval_file", _tokenized, lambda v, o: not error(split_weights, o.train_file)),
     default("eval_file", lambda o: SPLIT),
     default("long", lambda o: "drop", lambda v, o: o.head == "score" and not o.pairs),
     *each(
