@@ -81,13 +81,12 @@ def _on_hopper(kernel: Kernel, **box_rows: int) -> Kernel:
     return replace(kernel, entry=entry, args=", ".join(args), capability=CAPABILITY)
 
 
-ON_HOPPER = {
-    SCAN: _on_hopper(SCAN, out=64, qkv=32, u=64, w=32, scores=32),
-    STATES: _on_hopper(STATES, states=64, changes=64, qkv=32, u=64, w=32),
-    SCAN_BACKWARD: _on_hopper(
-        SCAN_BACKWARD, d_changes=64, d_states=64, d_out=64, qkv=32, w=32, scores=32
-    ),
-}
+SCAN_SM90 = _on_hopper(SCAN, out=64, qkv=32, u=64, w=32, scores=32)
+STATES_SM90 = _on_hopper(STATES, states=64, changes=64, qkv=32, u=64, w=32)
+SCAN_BACKWARD_SM90 = _on_hopper(
+    SCAN_BACKWARD, d_changes=64, d_states=64, d_out=64, qkv=32, w=32, scores=32
+)
+ON_HOPPER = {SCAN: SCAN_SM90, STATES: STATES_SM90, SCAN_BACKWARD: SCAN_BACKWARD_SM90}
 
 CHUNK = 64  # tokens
 THREADS, RECURRENCE_THREADS, HOPPER_THREADS = 256, 128, 192
