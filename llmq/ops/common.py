@@ -274,15 +274,6 @@ def expect_spans(op: str, spans: Spans, rows: int) -> None:
 OCTET_TILE = (128, 64)  # rows and columns of a block; OctetTile in cu/fp8.cuh
 
 
-def expect_fp8_multiples(op: str, rows: int, columns: int) -> None:
-    """ValueError for a matrix that has no codes in both layouts."""
-    if rows % ROWS_MULTIPLE or columns % CODES_MULTIPLE:
-        raise ValueError(
-            f"{op}: FP8 results need rows in multiples of {ROWS_MULTIPLE} and columns of "
-            f"{CODES_MULTIPLE}, got {rows} and {columns}"
-        )
-
-
 def octet_tiles(rows: int, columns: int) -> tuple[int, int]:
     """Blocks of a kernel that works in OctetTiles: across, down."""
     return ceil_div(columns, OCTET_TILE[1]), ceil_div(rows, OCTET_TILE[0])

@@ -10,32 +10,48 @@ from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
     BACKWARD_WARPS,
     FORWARD_WARPS,
+    MAX_COLUMNS,
     RowLayout,
-    expect_accumulator,
-    expect_columns,
-    expect_head_dim,
-    expect_qkv,
     finish_column_sum,
     row_layout,
 )
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
-
-QK_NORM_FORWARD = Kernel(
-    "attention/qk_norm.cu",
-    "qk_norm_forward",
-    args="inout T* qkv, T* raw, f32* rstd, const T* q_weight, const T* k_weight, f32 eps, "
-    "i64 tokens, i32 num_heads, i32 num_kv_heads, i32 query_blocks",
-)
-QK_NORM_BACKWARD = Kernel(
-    "attention/qk_norm.cu",
-    "qk_norm_backward",
-    args="inout T* d_qkv, f32*? q_partial, f32*? k_partial, const T* raw, const f32* rstd, "
-    "const T* q_weight, const T* k_weight, i64 tokens, i32 num_heads, i32 num_kv_heads, "
-    "i32 query_blocks",
-)
+from llmq.runtime.kernel import Kernel, ceil_div
 
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256  # channels of a lane, at most a warp of lanes a head
+
+
+def _declared(wide: bool) -> tuple[Kernel, Kernel]:
+    """Forward and backward, of rows that are heads, or as wide as all heads."""
+    qkv = "T[batch,seq_len,num_heads + 2*num_kv_heads,Hd]"
+    raw = "T[batch,seq_len,num_heads + num_kv_heads,Hd]"
+    queries, keys, rows = "Hd", "Hd", "num_heads + num_kv_heads"
+    gpu = f"Hd % {HEAD_DIM_MULTIPLE}, Hd <= {MAX_HEAD_DIM}"
+    if wide:
+        queries, keys, rows = "num_heads*Hd", "num_kv_heads*Hd", "2"
+        gpu = ", ".join(f"{row} % 8, {row} <= {MAX_COLUMNS}" for row in (queries, keys))
+    rstd, weights = f"f32[batch,seq_len,{rows}] rstd", f"T[{queries}] q_weight, T[{keys}] k_weight"
+    sizes = "i64 tokens, i32 num_heads, i32 num_kv_heads, i32 query_blocks"
+    return (
+        Kernel(
+            "attention/qk_norm.cu",
+            "qk_norm_forward",
+            f"inout {qkv} qkv, out {raw} raw, out {rstd}, {weights}, f32 eps, {sizes}",
+            gpu=gpu,
+        ),
+        Kernel(
+            "attention/qk_norm.cu",
+            "qk_norm_backward",
+            f"inout {qkv} d_qkv, out f32[q_blocks,{queries}]? q_partial, "
+            f"out f32[k_blocks,{keys}]? k_partial, {raw} raw, {rstd}, {weights}, {sizes}",
+            gpu=gpu,
+        ),
+    )
+
+
+QK_NORM_FORWARD, QK_NORM_BACKWARD = _declared(wide=False)
+WIDE_FORWARD, WIDE_BACKWARD = _declared(wide=True)
+
 THREADS = 256
 HEADS_PER_LANE = 4  # that a thread has loads in flight for
 LANE_VECTORS = 4  # of a wide row, as in norm.py
@@ -112,31 +128,6 @@ def _launch(
     return _Launch(queries, keys, THREADS, consts)
 
 
-def _check(
-    op: str,
-    dev: Device,
-    name: str,
-    qkv: Tensor,
-    heads: tuple[int, int],
-    raw: Tensor,
-    rstd: Tensor,
-    weights: tuple[Tensor, Tensor],
-    wide: bool,
-) -> tuple[int, tuple[int, int]]:
-    """Tokens, and the widths of a row of queries and of keys, of tensors that fit."""
-    B, T, head_dim = expect_qkv(op, name, qkv, *heads)
-    widths = (heads[0] * head_dim, heads[1] * head_dim) if wide else (head_dim, head_dim)
-    if not wide:
-        expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
-    for width in widths if wide else ():
-        expect_columns(op, dev, "channels", width)
-    expect(op, "raw", raw, qkv.dtype, (B, T, sum(heads), head_dim))
-    expect(op, "rstd", rstd, F32, (B, T, 2 if wide else sum(heads)))
-    for weight_name, weight, width in zip(("q_weight", "k_weight"), weights, widths, strict=True):
-        expect(op, weight_name, weight, qkv.dtype, (width,))
-    return B * T, widths
-
-
 def forward(
     dev: Device,
     qkv: Tensor,
@@ -157,22 +148,15 @@ def forward(
         wide: row = T(rstd * row * weight), as HF's Olmo2 rounds
         offset: row = T(rstd * row * (1 + weight)), as HF's Gemma3 does
 
-    A row is a head; wide: all query channels of a token, or all its key channels.
-
-    Args:
-        qkv       inout  T   (B,T,Hq+2Hkv,Hd)  F32 or BF16; value heads are not touched
-        raw       out    T   (B,T,Hq+Hkv,Hd)   heads before the norm, for the backward pass
-        rstd      out    F32 (B,T,Hq+Hkv)      wide: (B,T,2), of queries, of keys
-        q_weight  in     T   (Hd,)             Hd a multiple of 8 up to 256 (on a GPU)
-                                               wide: (Hq*Hd,), a multiple of 8, at most 8192
-        k_weight  in     T   (Hd,)             wide: (Hkv*Hd,), the same
+    A row is a head; wide: all query channels of a token, or all its key channels. Value heads are
+    not touched. raw: heads before the norm, for the backward pass.
     """
-    op = "qk_norm.forward"
-    heads, weights = (num_heads, num_kv_heads), (q_weight, k_weight)
-    tokens, _ = _check(op, dev, "qkv", qkv, heads, raw, rstd, weights, wide)
+    kernel = WIDE_FORWARD if wide else QK_NORM_FORWARD
+    batch, seq_len, _ = kernel.dims(qkv=qkv)
+    heads = (num_heads, num_kv_heads)
     launch = _launch(dev, qkv, heads, wide, offset, FORWARD)
-    args = (qkv, raw, rstd, q_weight, k_weight, eps, tokens, *heads)
-    launch.run(dev, QK_NORM_FORWARD, args)
+    args = (qkv, raw, rstd, q_weight, k_weight, eps, batch * seq_len, *heads)
+    launch.run(dev, kernel, args)
 
 
 def backward(
@@ -196,29 +180,23 @@ def backward(
         d_weight = or += sum over rows of d_row * x_hat        x_hat = rstd * raw
         offset: 1 + weight in place of weight
 
-    Args as forward's, and
-        d_qkv       inout  T          (B,T,Hq+2Hkv,Hd)  F32 or BF16; value heads are not touched
-        d_q_weight  inout  F32, BF16  as q_weight       or None; added to when accumulating
-        d_k_weight  inout  F32, BF16  as k_weight       or None; added to when accumulating
-        raw, rstd   in                                  as the forward pass kept them
+    raw, rstd: as the forward pass kept them.
 
     Cost:    two reads and one write of the query and key heads; one launch, and where a weight's
              gradient is wanted one for each, and workspace F32 (grid, width of a row).
     """
-    op = "qk_norm.backward"
-    heads, weights = (num_heads, num_kv_heads), (q_weight, k_weight)
-    tokens, widths = _check(op, dev, "d_qkv", d_qkv, heads, raw, rstd, weights, wide)
-    expect_accumulator(op, "d_q_weight", d_q_weight, q_weight.shape)
-    expect_accumulator(op, "d_k_weight", d_k_weight, k_weight.shape)
+    kernel = WIDE_BACKWARD if wide else QK_NORM_BACKWARD
+    batch, seq_len, _ = kernel.dims(d_qkv=d_qkv)
+    heads = (num_heads, num_kv_heads)
     launch = _launch(dev, d_qkv, heads, wide, offset, BACKWARD)
-    rest = (raw, rstd, q_weight, k_weight, tokens, *heads)
+    rest = (raw, rstd, q_weight, k_weight, batch * seq_len, *heads)
     if d_q_weight is None and d_k_weight is None:
-        launch.run(dev, QK_NORM_BACKWARD, (d_qkv, None, None, *rest), writes_sums=False)
+        launch.run(dev, kernel, (d_qkv, None, None, *rest), writes_sums=False)
         return
     with (
-        dev.scratch("q_norm_partial", (launch.query_blocks, widths[0]), F32) as q_partial,
-        dev.scratch("k_norm_partial", (launch.key_blocks, widths[1]), F32) as k_partial,
+        dev.scratch("q_norm_partial", (launch.query_blocks, q_weight.size), F32) as q_partial,
+        dev.scratch("k_norm_partial", (launch.key_blocks, k_weight.size), F32) as k_partial,
     ):
-        launch.run(dev, QK_NORM_BACKWARD, (d_qkv, q_partial, k_partial, *rest))
+        launch.run(dev, kernel, (d_qkv, q_partial, k_partial, *rest))
         for target, partial in ((d_q_weight, q_partial), (d_k_weight, k_partial)):
             finish_column_sum(dev, target, partial)

@@ -7,46 +7,50 @@ from typing import Protocol
 
 import numpy as np
 
-from llmq.base.dtypes import F32, I32
+from llmq.base.dtypes import F32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
+    ROWS_MULTIPLE,
     VECTOR_BYTES,
     abs_max_consts,
     declared_fp8,
-    expect_accumulator,
-    expect_fp8_multiples,
-    expect_head_dim,
-    expect_qkv,
     finish_column_sum,
     fp8_args,
     fp8_consts,
 )
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, ceil_div
 
+MAX_HEAD_DIM = 256
+_HEADS, _TABLE = "T[batch,seq_length,num_heads + 2*num_kv_heads,Hd]", "f32[P,Hd//2,2] table"
+_SIZES = "i64 tokens, i32 seq_length, i32 num_heads, i32 num_kv_heads"
+_STARTS, _FEATURES = "i32[batch,seq_length]? starts", "(num_heads + 2*num_kv_heads)*Hd"
+_GPU = f"Hd % 2, Hd <= {MAX_HEAD_DIM}"
 ROPE_FORWARD = Kernel(
     "attention/rope.cu",
     "rope_forward",
-    args="inout T* qkv, const f32* table, i64 tokens, i32 seq_length, i32 num_heads, "
-    "i32 num_kv_heads, i32 first_position, const i32*? starts",
+    f"inout {_HEADS} qkv, {_TABLE}, {_SIZES}, i32 first_position, {_STARTS}",
+    where="seq_length + first_position <= P",
+    gpu=_GPU,
 )
 ROPE_BACKWARD = Kernel(
     "attention/rope.cu",
     "rope_backward",
-    args="inout T* d_qkv, const f32* table, i64 tokens, i32 seq_length, i32 num_heads, "
-    "i32 num_kv_heads, const i32*? starts, inout f32*? abs_max",
+    f"inout {_HEADS} d_qkv, {_TABLE}, {_SIZES}, {_STARTS}, inout f32[1]? abs_max",
+    where="seq_length <= P",
+    gpu=_GPU,
 )
 ROPE_BACKWARD_FUSED = Kernel(
     "attention/rope.cu",
     "rope_backward_fused",
-    args="T*? out, const T* d_qkv, f32*? partial, const f32* table, i64 tokens, i32 seq_length, "
-    "i32 num_heads, i32 num_kv_heads, const i32*? starts, i32 block_tiles, inout f32*? abs_max, "
-    + declared_fp8("tokens", "features"),
+    f"out {_HEADS}? out, {_HEADS} d_qkv, out f32[blocks,{_FEATURES}]? partial, {_TABLE}, {_SIZES}, "
+    f"{_STARTS}, i32 block_tiles, inout f32[1]? abs_max, {declared_fp8('tokens', _FEATURES)}",
+    where="seq_length <= P",
+    gpu=_GPU,
 )
 
 THREADS = 128
-MAX_HEAD_DIM = 256
 WIDE = 16  # what head sizes and rotated channels are multiples of, or threads take single elements
 HEADS_PER_THREAD = 4  # share one load of the angles
 FUSED_THREADS = 256
@@ -168,35 +172,13 @@ def fused_grid(tokens: int, features: int) -> tuple[tuple[int, int], int]:
     return (across, ceil_div(tokens, TILE_ROWS)), ceil_div(tiles, across)
 
 
-def _check(
-    op: str,
-    dev: Device,
-    name: str,
-    qkv: Tensor,
-    table: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    first_position: int,
-    starts: Tensor | None,
-    channels: int | None,
-) -> None:
-    B, T, head_dim = expect_qkv(op, name, qkv, num_heads, num_kv_heads)
-    expect_head_dim(op, dev, head_dim, 2, MAX_HEAD_DIM)
+def _consts(op: str, head_dim: int, starts: Tensor | None, channels: int | None) -> dict[str, int]:
     channels = head_dim if channels is None else channels
     if not 0 < channels <= head_dim or channels % 2:
         raise ValueError(f"{op}: channels must be even and up to {head_dim}, got {channels}")
-    positions = T + first_position
-    if not table.shape or table.shape[0] < positions:
-        raise ValueError(f"{op}: table must have at least {positions} rows, got {table.shape}")
-    expect(op, "table", table, F32, (table.shape[0], head_dim // 2, 2))
-    if starts is not None:
-        expect(op, "starts", starts, I32, (B, T))
-
-
-def _consts(head_dim: int, starts: Tensor | None, channels: int | None) -> dict[str, int]:
     return {
         "HEAD_DIM": head_dim,
-        "ROTARY": head_dim if channels is None else channels,
+        "ROTARY": channels,
         "HEADS_PER_THREAD": HEADS_PER_THREAD,
         "DOCUMENTS": int(starts is not None),
     }
@@ -234,19 +216,13 @@ def forward(
 
     The angles are those of position first_position + t - starts[b, t].
 
-    Args:
-        qkv     inout  T   (B,T,Hq+2Hkv,Hd)  F32 or BF16; Hd even, up to 256; value heads stay
-        table   in     F32 (P,Hd/2,2)        make_table; P >= first_position + T
-        starts  in     I32 (B,T) or None     where each one's document starts, 0 <= starts <= t;
-                                             None: 0
-        channels  R: the first channels of a head, which alone are rotated; even; None: all. The
-                  others come in pairs too, of which the table has the angles 0, last.
+    table: make_table. starts: where each token's document starts, 0 <= starts <= t; None: 0.
+    channels: R, of the first channels of a head, which alone are rotated; None: all. The others
+    come in pairs too, of which the table has the angles 0, last. Value heads stay.
     """
-    op = "rope.forward"
-    _check(op, dev, "qkv", qkv, table, num_heads, num_kv_heads, first_position, starts, channels)
-    B, T, _, head_dim = qkv.shape
+    B, T, head_dim = ROPE_FORWARD.dims(qkv=qkv)
     args = (qkv, table, B * T, T, num_heads, num_kv_heads, first_position, starts)
-    consts = _consts(head_dim, starts, channels) | abs_max_consts(None)
+    consts = _consts("rope.forward", head_dim, starts, channels) | abs_max_consts(None)
     _launch(dev, ROPE_FORWARD, num_heads + num_kv_heads, args, consts)
 
 
@@ -268,20 +244,17 @@ def backward(
     With d_bias or fp8, what follows is done in the same pass over d_qkv: the gradient of a bias
     that was added to qkv, and the rotated gradients in FP8. With fp8 d_qkv itself does not change.
 
-    Args as forward (T and G are BF16 or F32), and
-        abs_max  inout  F32 (1,)  or None; raised to the largest |d_qkv|, value heads included
-        d_bias   inout  Accumulator G (Q,), Q = (Hq+2Hkv)*Hd, or None; sums over B and T, in F32 in
-                        a fixed order, which is not that of bias.backward
-        fp8      out    (B*T, Q)  or None; the rotated gradients, value heads included; B*T a
-                        multiple of 16
+    abs_max: raised to the largest |d_qkv|, value heads included. d_bias: sums over B and T, in F32
+    in a fixed order, which is not that of `reduce.bias_gradient`. fp8: the rotated gradients, value
+    heads included; B * T a multiple of 4.
 
-    Workspace: with d_bias Q F32 for each 64 tokens.
+    Workspace: with d_bias F32, as the bias for each 64 tokens.
     """
     op = "rope.backward"
-    _check(op, dev, "d_qkv", d_qkv, table, num_heads, num_kv_heads, 0, starts, channels)
-    B, T, all_heads, head_dim = d_qkv.shape
+    B, T, head_dim = ROPE_BACKWARD.dims(d_qkv=d_qkv)
+    all_heads = num_heads + 2 * num_kv_heads
     sizes = (B * T, T, num_heads, num_kv_heads, starts)
-    consts = _consts(head_dim, starts, channels) | abs_max_consts(abs_max)
+    consts = _consts(op, head_dim, starts, channels) | abs_max_consts(abs_max)
     if d_bias is None and fp8 is None:
         heads = num_heads + num_kv_heads if abs_max is None else all_heads
         args = (d_qkv, table, *sizes, abs_max)
@@ -293,9 +266,8 @@ def backward(
     consts |= {"BIAS": int(d_bias is not None)}
     consts |= fp8_consts(op, fp8, B * T, features)
     blocks, block_tiles = fused_grid(B * T, features)
-    if fp8 is not None:
-        expect_fp8_multiples(op, B * T, features)
-    expect_accumulator(op, "d_bias", d_bias, (features,))
+    if fp8 is not None and B * T % ROWS_MULTIPLE:
+        raise ValueError(f"{op}: B * T must be a multiple of {ROWS_MULTIPLE} with fp8, got {B * T}")
     with ExitStack() as temps:
         partial = None
         if d_bias is not None:

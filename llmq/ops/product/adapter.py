@@ -27,9 +27,6 @@ from llmq.ops.common import (
     MAX_SPANS,
     VECTOR_BYTES,
     Spans,
-    expect_accumulator,
-    expect_float,
-    expect_multiple,
     expect_spans,
     padded_columns,
 )
@@ -42,20 +39,23 @@ NORM_ROWS = 16  # of a block; NORM_ROWS in cu/product/adapter.cu
 
 _SCALES = ", ".join(f"f32 scale{i}" for i in range(MAX_SPANS))
 _EDGES = ", ".join(f"i64 start{i}, i64 stop{i}" for i in range(MAX_SPANS))
+_COUNT = "(" + " + ".join(f"stop{i} - start{i}" for i in range(MAX_SPANS)) + ")"  # of all spans
 _REST = f"{_SCALES}, i32 rank, i32 columns, i64 rows, i64 period, {_EDGES}"
-EXPAND = Kernel("product/adapter.cu", "adapter_expand", args=f"T* whole, const T* b, {_REST}")
-COLLECT = Kernel("product/adapter.cu", "adapter_collect", args=f"T* b, const T* whole, {_REST}")
+_WHOLE, _B = "T[rows,columns] whole", f"T[rows//period*{_COUNT},rank] b"
+EXPAND = Kernel("product/adapter.cu", "adapter_expand", f"out {_WHOLE}, {_B}, {_REST}")
+COLLECT = Kernel("product/adapter.cu", "adapter_collect", f"out {_B}, {_WHOLE}, {_REST}")
 NORMS = Kernel(
     "product/adapter.cu",
     "adapter_norms",
-    args=f"f32* norms, const T* w, const T* a, const T* b, {_SCALES}, i32 rank, i64 rows, i32 K, "
-    + _EDGES,
+    f"out f32[rows] norms, T[rows,K] w, T[columns,K] a, T[{_COUNT},rank] b, {_SCALES}, i32 rank, "
+    f"i64 rows, i32 K, {_EDGES}",
 )
 COLUMNS = Kernel(
     "product/adapter.cu",
     "adapter_columns",
-    args="T* out, const T* x, const T*? y, const f32* norms, const f32*? magnitudes, "
-    "const T*? bias, i64 rows, i32 columns",
+    "out T[rows,columns] out, T[rows,columns] x, T[rows,columns]? y, f32[columns] norms, "
+    "f32[columns]? magnitudes, T[columns]? bias, i64 rows, i32 columns",
+    gpu="columns % vector_T",
 )
 
 
@@ -64,13 +64,8 @@ def expand(
 ) -> None:
     """whole = its scale * B of each span in the span's rows and columns of its own, elsewhere zero.
 
-    groups: so many matrices lie below each other in both, each with these spans.
-
-    Args:
-        whole   out  T  (rows, columns)   F32 or BF16; columns as padded_columns says
-        b       in   T  (n, rank)         of all spans, below each other: n rows together
-        spans   1 to 4
-        scales  as many
+    groups: so many matrices lie below each other in both, each with these spans. b: of all spans,
+    below each other. whole: columns as padded_columns says.
 
     Cost:    whole written once; one launch. A few megabytes.
     """
@@ -82,10 +77,7 @@ def expand(
 def collect(
     dev: Device, b: Tensor, whole: Tensor, spans: Spans, scales: Sequence[float], groups: int = 1
 ) -> None:
-    """b = its scale * those elements of `whole` that expand takes from b: its gradient.
-
-    Args: as of expand; b is written.
-    """
+    """b = its scale * those elements of `whole` that expand takes from b: its gradient."""
     sizes = _sizes(whole, b, spans, scales, groups)
     dev.launch(COLLECT, ceil_div(b.size, THREADS), THREADS, (b, whole, *sizes))
 
@@ -95,24 +87,13 @@ def norms(
 ) -> None:
     """out = |w + its scale * b a| of each row of a span, in F32, 0 elsewhere.
 
-    Args:
-        out     out  F32 (rows,)
-        w       in   T   (rows, K)      F32 or BF16
-        a       in   T   (columns, K)   as padded_columns says
-        b       in   T   (n, rank)      of all spans, below each other: n rows together
-        spans   1 to 4
-        scales  as many
+    b: of all spans, below each other. a: rows as padded_columns says.
 
     Cost:    w read once, and rank multiplications of each of its elements; one launch.
     """
-    op = "adapter.norms"
-    expect_float(op, "w", w)
-    rows, K = w.shape
-    expect_spans(op, spans, rows)
-    rank = b.shape[1]
-    expect(op, "out", out, F32, (rows,))
-    expect(op, "b", b, w.dtype, (sum(stop - start for start, stop in spans), rank))
-    expect(op, "a", a, w.dtype, (padded_columns(len(spans), rank), K))
+    (rows, K), rank = NORMS.dims(w=w), b.shape[1]
+    expect_spans("adapter.norms", spans, rows)
+    expect("adapter.norms", "a", a, w.dtype, (padded_columns(len(spans), rank), K))
     missing = MAX_SPANS - len(spans)
     sizes = (*map(float, scales), *(0.0,) * missing, rank, rows, K)
     sizes += (*chain(*spans), *(0,) * (2 * missing))
@@ -129,60 +110,32 @@ def scale(
 ) -> None:
     """out = x * magnitudes / norms + bias, column by column; without the factor where norms are 0.
 
-    Args:
-        out         out  T   (rows, columns)   F32 or BF16; may be x. A row is whole 16 bytes
-        x           in   T   (rows, columns)
-        norms       in   F32 (columns,)        of `norms`
-        magnitudes  in   F32 (columns,)
-        bias        in   T   (columns,)        or None
+    out may be x. norms: of `norms`.
     """
-    _columns(dev, "adapter.scale", out, x, None, norms, magnitudes, bias)
+    _columns(dev, out, x, None, norms, magnitudes, bias)
 
 
 def magnitude_gradient(dev: Device, out: Tensor, x: Tensor, y: Tensor, norms: Tensor) -> None:
-    """out = x * y / norms, column by column, 0 where norms are 0: the terms of d_m, of d_y and v.
-
-    Args: as of scale; y is like x.
-    """
-    _columns(dev, "adapter.magnitude_gradient", out, x, y, norms, None, None)
+    """out = x * y / norms, column by column, 0 where norms are 0: the terms of d_m, of d_y and
+    v."""
+    _columns(dev, out, x, y, norms, None, None)
 
 
-def _columns(
-    dev: Device,
-    op: str,
-    out: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    norms: Tensor,
-    magnitudes: Tensor | None,
-    bias: Tensor | None,
-) -> None:
-    expect_float(op, "x", x)
-    rows, columns = x.shape
-    expect_multiple(op, dev, "columns", columns, VECTOR_BYTES // x.dtype.itemsize)
-    for name, tensor in {"out": out, "y": y}.items():
-        if tensor is not None:
-            expect(op, name, tensor, x.dtype, x.shape)
-    for name, tensor, dtype in (
-        ("norms", norms, F32), ("magnitudes", magnitudes, F32), ("bias", bias, x.dtype),
-    ):  # fmt: skip
-        if tensor is not None:
-            expect(op, name, tensor, dtype, (columns,))
+def _columns(dev: Device, out: Tensor, x: Tensor, *others: Tensor | None) -> None:
+    """others: y, norms, magnitudes, bias."""
+    rows, columns = COLUMNS.dims(x=x)
     blocks = ceil_div(x.size * x.dtype.itemsize, VECTOR_BYTES * THREADS)
-    dev.launch(COLUMNS, blocks, THREADS, (out, x, y, norms, magnitudes, bias, rows, columns))
+    dev.launch(COLUMNS, blocks, THREADS, (out, x, *others, rows, columns))
 
 
 def _sizes(
     whole: Tensor, b: Tensor, spans: Spans, scales: Sequence[float], groups: int
 ) -> tuple[float, ...]:
-    """The arguments of expand and collect behind their tensors, which are checked."""
-    expect_float("adapter", "whole", whole)
+    """The arguments of expand and collect behind their tensors."""
     rows, period = whole.shape[0], whole.shape[0] // groups
     expect_spans("adapter", spans, period)
-    count, rank = sum(stop - start for start, stop in spans), b.shape[1]
-    expect("adapter", "b", b, whole.dtype, (groups * count, rank))
+    rank = b.shape[1]
     columns = padded_columns(len(spans), rank)
-    expect("adapter", "whole", whole, None, (groups * period, columns))
     missing = MAX_SPANS - len(spans)
     sizes = (*map(float, scales), *(0.0,) * missing, rank, columns, rows, period)
     return (*sizes, *chain(*spans), *(0,) * (2 * missing))
@@ -208,15 +161,16 @@ _ENDS = ", ".join(f"i32 end{i}" for i in range(MAX_SPANS))
 PARTIALS = Kernel(
     "product/adapter.cu",
     "adapter_backward_partials",
-    args="f32* h_partial, f32* b_partial, const bf16* d_out, const bf16* h, const bf16* b, "
-    f"i64 rows, i64 N, i32 h_columns, i32 split_columns, {_EDGES}",
+    "out f32[splits,rows,ranks] h_partial, out f32[groups,b_rows,ranks] b_partial, "
+    f"bf16[rows,N] d_out, bf16[rows,h_columns] h, bf16[{_COUNT},rank] b, i64 rows, i64 N, "
+    f"i32 h_columns, i32 split_columns, {_EDGES}",
 )
 FINISH = Kernel(
     "product/adapter.cu",
     "adapter_backward_finish",
-    args="bf16* d_h, inout G* d_b, const f32* h_partial, const f32* b_partial, "
-    "const i32* scalars, i32 accumulate, u32 salt, f32 scale, i64 rows, i32 h_columns, "
-    f"i64 b_rows, i32 groups, {_ENDS}",
+    "out bf16[rows,h_columns] d_h, inout G[b_rows,rank] d_b, f32[splits,rows,ranks] h_partial, "
+    "f32[groups,b_rows,ranks] b_partial, i32[16] scalars, i32 accumulate, u32 salt, f32 scale, "
+    f"i64 rows, i32 h_columns, i64 b_rows, i32 groups, {_ENDS}",
 )
 
 
@@ -336,20 +290,21 @@ def backward(
 
     Summed in F32 in a fixed order, scaled, and rounded once.
 
-    Args (what `takes` says of dtypes and sizes holds):
-        d_h    out    BF16         (rows, columns)  columns as `padded_columns` says;
-                                                    zeros behind those of all spans
-        d_b    inout  Accumulator  (n, rank)        BF16 or F32, of all spans, below each other
-        d_out  in     BF16         (rows, N)
-        h      in     BF16         (rows, columns)
-        b      in     BF16         (n, rank)        as d_b's tensor
-        spans  1 to 4 ranges of columns of d_out, none of them empty
+    `takes` is true of dtypes and sizes. d_h, h: columns as padded_columns says, zeros behind those
+    of all spans. d_b, b: of all spans, below each other. spans: of columns of d_out.
 
     Workspace: `layout`'s partial sums, F32. Cost: d_out read once; two launches.
     """
-    spans = tuple(map(tuple, spans))
-    _check_backward(d_h, d_b, d_out, h, b, spans)
-    (rows, N), columns, (b_rows, rank) = d_out.shape, d_h.shape[1], b.shape
+    op, spans = "adapter_backward", tuple(map(tuple, spans))
+    (rows, N), (b_rows, rank) = PARTIALS.dims(d_out=d_out), b.shape
+    expect_spans(op, spans, N)
+    if not takes(BF16, N, spans, rank):
+        raise ValueError(
+            f"{op}: columns must be multiples of {MULTIPLE} and ranks up to {MAX_RANK}, "
+            f"got spans {spans} of {N}, rank {rank}"
+        )
+    expect(op, "d_b", d_b.tensor, None, b.shape)
+    columns = padded_columns(len(spans), rank)
     cut = layout(rows, spans, rank, dev.num_sms)
     tiles = cut.tiles
     missing = MAX_SPANS - len(spans)
@@ -377,25 +332,3 @@ def backward(
             (d_h, target, h_partial, b_partial, scalars, int(accumulate), salt, *sizes),
             consts=_consts(_tiles(rank)[0], rank, dev.spec),  # of any tiles: compiled once
         )
-
-
-def _check_backward(
-    d_h: Tensor, d_b: Accumulator, d_out: Tensor, h: Tensor, b: Tensor, spans: Spans
-) -> None:
-    op = "adapter_backward"
-    if len(d_out.shape) != 2 or len(b.shape) != 2:
-        raise ValueError(f"{op}: d_out and b must have 2 dimensions, got {d_out}, {b}")
-    expect(op, "d_out", d_out, BF16, d_out.shape)
-    (rows, N), rank = d_out.shape, b.shape[1]
-    expect_spans(op, spans, N)
-    if not takes(BF16, N, spans, rank):
-        raise ValueError(
-            f"{op}: columns must be multiples of {MULTIPLE} and ranks up to {MAX_RANK}, "
-            f"got spans {spans} of {N}, rank {rank}"
-        )
-    b_rows = sum(stop - start for start, stop in spans)
-    columns = padded_columns(len(spans), rank)
-    expect(op, "b", b, BF16, (b_rows, rank))
-    expect(op, "h", h, BF16, (rows, columns))
-    expect(op, "d_h", d_h, BF16, (rows, columns))
-    expect_accumulator(op, "d_b", d_b, (b_rows, rank))

@@ -48,8 +48,10 @@ def test_gate(dev, rng, name, dtype):
             np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-7)
 
 
+WIDE = {"product": ((3, 60), BF16), "qkv": ((3, 40), BF16), "gate": ((3, 20), BF16)}
 WRONG = [
-    ({"product": ((3, 60), BF16)}, ValueError, "Hd must be a multiple of 8 on a GPU, got 10"),
+    (WIDE, ValueError, ".* must be a multiple of 8 on a GPU, got 10"),
+    ({"product": ((3, 50), BF16)}, ValueError, "columns must be a multiple of 6, got 50"),
     ({"product": ((3, 48), F32)}, TypeError, "qkv must be F32"),
     ({"gate": ((3, 24), BF16)}, ValueError, "gate must have shape"),
 ]

@@ -169,8 +169,16 @@ WRONG = [
     ({"qkv": ((2, 8, 64), BF16)}, ValueError, "qkv must have shape"),
     ({"k_weight": ((32,), BF16)}, ValueError, "k_weight must have shape"),
 ]
-WRONG_HEAD = {"qkv": ((1, 2, 8, 68), BF16)}, ValueError, "Hd must be a multiple of 8"
-WRONG_ROW = {"qkv": ((1, 2, 8, 3), BF16)}, ValueError, "channels must be a multiple of 8 on a GPU"
+
+
+def of_head_dim(Hd: int, queries: int, keys: int) -> dict[str, tuple]:
+    """Tensors with heads of this size, and weights of these."""
+    tensors = {"qkv": ((1, 2, 8, Hd), BF16), "raw": ((1, 2, 6, Hd), BF16)}
+    return tensors | {"q_weight": ((queries,), BF16), "k_weight": ((keys,), BF16)}
+
+
+WRONG_HEAD = of_head_dim(68, 68, 68), ValueError, "Hd must be a multiple of 8 on a GPU"
+WRONG_ROW = of_head_dim(3, 12, 6), ValueError, r"num_heads\*Hd must be a multiple of 8 on a GPU"
 
 
 @pytest.mark.parametrize(
