@@ -29,9 +29,8 @@ from llmq.checkpoint.states import (
 from llmq.checkpoint.store import checkpoint_step, delete_old, own_checkpoints
 from llmq.run.guard import PERSISTS, Guard
 from llmq.run.metrics import Reporter
-from llmq.run.requests import Requests
 from llmq.run.run_paths import move_aside, undone_checkpoints
-from llmq.run.saving import BackgroundWriter, Cleaned, Written
+from llmq.run.saving import BackgroundWriter, Tidied, Written
 from llmq.run.trainer import Trainer
 from llmq.runtime.world import World
 
@@ -44,30 +43,25 @@ class Lifecycle:
 
     best: the best checkpoint so far. keep: the rule of retention. saved_at: step of the newest
     complete checkpoint. writing: step of the checkpoint that is being written in the background.
-    late: whether a checkpoint waits for the first good step. All processes make the same calls.
+    write_seconds: time that the newest of those took. late: whether a checkpoint waits for the
+    first good step. All processes make the same calls.
     """
 
-    def __init__(
-        self, trainer: Trainer, reporter: Reporter, best: Best, guard: Guard, requests: Requests,
-        first: int,
-    ):  # fmt: skip
-        """requests: is told how long writing takes. first: first step of the stage, which has
-        sequences of one length."""
+    def __init__(self, trainer: Trainer, reporter: Reporter, best: Best, guard: Guard, first: int):
+        """first: first step of the stage, which has sequences of one length."""
         self.trainer, self.reporter, self.best, self.guard = trainer, reporter, best, guard
         self.config, self.world = trainer.config, trainer.world
         self.keep = Keep.of(trainer.config, first)
-        self._requests = requests
         self._writer = BackgroundWriter(trainer.ranks, self.config.checkpoint_dir)
         self._proving = Proving()
         self.saved_at: int | None = None
         self.late = False
         self.writing: int | None = None
+        self.write_seconds = 0.0
         self._verdict: Verdict | None = None  # on the checkpoint that is being written
-        self._unread: Path | None = None  # the newest checkpoint, until it was read back
         self._unclean = False  # whether old checkpoints wait for the thread, to be deleted
         self._missing = 0  # failed saves since the newest checkpoint
         self._told = False  # whether waiting was reported
-        self._write_seconds = 0.0  # of the newest checkpoint in the background
 
     # -- going on --------------------------------------------------------------------------------
 
@@ -82,7 +76,7 @@ class Lifecycle:
     def resume(self) -> None:
         """Go on from the checkpoint, in any directory, that the trainer has loaded."""
         step = self.trainer.steps_done
-        self.saved_at, self.late, self._unread = step, False, None
+        self.saved_at, self.late = step, False
         self._proving = Proving()
         for at, checkpoint in self._kept().items():
             verdict = checkpoint.verdict
@@ -157,22 +151,21 @@ class Lifecycle:
         if config.ckpt_background and not required:
             self.reporter.message(f"{text} in the background", step)
             self.writing, self._verdict = step, None
-            path = checkpoint_path(config.checkpoint_dir, step)
-            self._writer.save(step, self.trainer.manifest(), self._cleaning(step, path))
+            self._writer.save(step, self.trainer.manifest(), self._tidying(step))
             self._unclean = False
             self._prove(step)
             return
         try:
             with self.reporter.section(text, step):
-                path = self.trainer.save()
+                self.trainer.save()
         except DiskError as error:
             if required:
                 raise
             self._lost(step, error)
             return
-        self._complete(step, path)
+        self._complete(step)
         self._prove(step)
-        self._clean()
+        self._take_tidied(self._tidying(step)(self.world))
 
     def _prove(self, step: int) -> None:
         """Let the coming steps decide about this checkpoint."""
@@ -182,8 +175,8 @@ class Lifecycle:
         else:
             self._proving.add(step)
 
-    def _complete(self, step: int, path: Path) -> None:
-        self.saved_at, self._unread, self._missing = step, path, 0
+    def _complete(self, step: int) -> None:
+        self.saved_at, self._missing = step, 0
         self.reporter.alarm(None)
 
     def _lost(self, step: int, error: DiskError) -> None:
@@ -213,7 +206,7 @@ class Lifecycle:
         """Wait until nothing is being written any more, and delete old checkpoints."""
         self.poll(wait=True)
         if self._unclean:
-            self._clean()
+            self._delete_old()
 
     def _wait(self, step: int) -> None:
         """Wait for the checkpoint before; one message in a run says that training waits."""
@@ -224,29 +217,27 @@ class Lifecycle:
             self._told = True
             self.reporter.message(
                 f"WARNING: step {step} has waited {waited:.1f} s for the checkpoint of step "
-                f"{before}, which took {self._write_seconds:.1f} s: with more steps between two "
+                f"{before}, which took {self.write_seconds:.1f} s: with more steps between two "
                 "checkpoints, or a faster disk, training would not wait",
                 step,
             )
 
     def _take(self, written: Written) -> None:
         """Take the outcome of the thread: a complete checkpoint, or a failed save."""
-        step, cleaned, self._write_seconds = written
+        step, tidied, self.write_seconds = written
         verdict, self._verdict, self.writing = self._verdict, None, None
-        self._requests.write_took(self._write_seconds)
-        if isinstance(cleaned, DiskError):
+        if isinstance(tidied, DiskError):
             self._settle_best(step)
             self._proving.lose(step)
-            self._lost(step, cleaned)
+            self._lost(step, tidied)
             return
-        path = checkpoint_path(self.config.checkpoint_dir, step)
-        self._complete(step, path)
-        text = f"The checkpoint of step {step} was written in {self._write_seconds:.1f} s"
+        self._complete(step)
+        text = f"The checkpoint of step {step} was written in {self.write_seconds:.1f} s"
         self.reporter.message(text, self.trainer.steps_done)
-        self.trainer.tell_checkpoint(path)
+        self.trainer.tell_checkpoint(checkpoint_path(self.config.checkpoint_dir, step))
         if verdict is not None:
             self._note(step, verdict)
-        self._take_cleaned(cleaned)
+        self._take_tidied(tidied)
         self._settle_best(step)
 
     def close(self, *, give_up: bool) -> None:
@@ -328,34 +319,33 @@ class Lifecycle:
         with those of the next checkpoint: training does not wait for it."""
         self._unclean = self.config.ckpt_background
         if not self._unclean:
-            self._clean()
+            self._delete_old()
 
-    def _clean(self) -> None:
+    def _delete_old(self) -> None:
         """Delete old checkpoints now."""
         self._unclean = False
         if self.saved_at is not None:
-            self._take_cleaned(self._cleaning(self.saved_at, self._unread)(self.world))
+            tidying = self._tidying(self.saved_at, read_back=False)
+            self._take_tidied(tidying(self.world))
 
-    def _cleaning(self, saved_at: int, unread: Path | None) -> partial[Cleaned]:
-        """A call of `clean` that keeps the checkpoint of this step."""
+    def _tidying(self, saved_at: int, *, read_back: bool = True) -> partial[Tidied]:
+        """A call of `tidy` that keeps the checkpoint of step saved_at."""
         spared = [at for at in (self.best.step, self._proving.followed) if at is not None]
         where = (self.config.checkpoint_dir, self.trainer.run)
-        return partial(clean, *where, self.keep, saved_at, unread, spared)
+        return partial(tidy, *where, self.keep, saved_at, spared, read_back=read_back)
 
-    def _take_cleaned(self, cleaned: Cleaned) -> None:
+    def _take_tidied(self, tidied: Tidied) -> None:
         """Report deleted checkpoints; a newest one that could not be read back is spoiled."""
         now, saved_at = self.trainer.steps_done, self.saved_at
-        if cleaned.read:
-            self._unread = None
-        if cleaned.removed:
-            self.reporter.message(f"Cleaned {cleaned.removed} checkpoints", now)
-        if cleaned.problem is not None:
+        if tidied.removed:
+            self.reporter.message(f"Cleaned {tidied.removed} checkpoints", now)
+        if tidied.problem is not None:
             self._proving.drop(saved_at)
-            self._note(saved_at, Verdict.spoiled(f"it could not be read back: {cleaned.problem}"))
+            self._note(saved_at, Verdict.spoiled(f"it could not be read back: {tidied.problem}"))
             self.saved_at = None
             self.reporter.message(
                 f"WARNING: the checkpoint of step {saved_at} could not be read back, older ones "
-                f"stay: {cleaned.problem}",
+                f"stay: {tidied.problem}",
                 now,
             )
 
@@ -403,28 +393,28 @@ class Lifecycle:
             )
 
 
-def clean(
+def tidy(
     directory: Path,
     run: RunId,
     keep: Keep,
     saved_at: int,
-    unread: Path | None,
     spared: Collection[int],
     world: World,
-) -> Cleaned:
-    """Delete old checkpoints, once the newest was read back from the disk. saved_at: step of the
-    newest. unread: its path if it was not read back yet. spared: steps whose checkpoints stay. All
+    *,
+    read_back: bool,
+) -> Tidied:
+    """Delete old checkpoints. saved_at: step of the newest. spared: steps whose checkpoints stay.
+    read_back: read the newest from the disk before, and delete nothing if it is damaged. All
     processes of the world call this function."""
-
-    def old() -> list[int]:
-        found = kept_checkpoints(directory, run) if keep.newest > 0 else {}
-        return outdated(found, keep, saved_at, spared)
-
-    gone = world.on_first(old)
-    reads = unread is not None and bool(gone)
-    if reads:
-        forget_pages(unread)
-        problem = problem_of(unread, world)
+    if read_back and keep.newest > 0:
+        path = checkpoint_path(directory, saved_at)
+        forget_pages(path)
+        problem = problem_of(path, world)
         if problem is not None:
-            return Cleaned(0, reads, problem)
-    return Cleaned(len(world.on_first(lambda: delete_old(directory, run, gone))), reads)
+            return Tidied(0, problem)
+
+    def delete() -> int:
+        found = kept_checkpoints(directory, run) if keep.newest > 0 else {}
+        return len(delete_old(directory, run, outdated(found, keep, saved_at, spared)))
+
+    return Tidied(world.on_first(delete))

@@ -129,6 +129,7 @@ class Loop:
             self._evaluate(evaluate)
         step, asked = self.trainer.steps_done, self.requests.agree(asks=True)
         self.lifecycle.poll()
+        self.requests.write_took(self.lifecycle.write_seconds)
         due = self.lifecycle.due(step)
         if asked is not None:
             self.reporter.message(f"A checkpoint, as {asked} asks for", step)

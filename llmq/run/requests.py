@@ -12,26 +12,26 @@ from llmq.base.signals import SUPERVISED, FirstSignal, SaveSignal
 from llmq.options.options import TrainConfig
 from llmq.runtime.world import World
 
-SAVE_NOW = "save-now"  # a file of this name in the directory of checkpoints asks for one
-LOOK_SECONDS = 1.0  # between two looks for that file: a directory may be far away
-BYTES_PER_SECOND = 100e6  # of writing a checkpoint, as long as none has been timed
-SAVE_MARGIN = 1.5  # what a checkpoint may take longer than the longest so far
+SAVE_NOW = "save-now"  # name of a file in --checkpoint-dir that asks for a checkpoint
+LOOK_SECONDS = 1.0  # between two looks for the file: the directory may be far away
+BYTES_PER_SECOND = 100e6  # of a save, until the first one was timed
+SAVE_MARGIN = 1.5  # a save may take this much longer than the longest one so far
 SPARE_SECONDS = 2.0  # for the end of the process
 
 
 class Requests(Callback):
     """Signals, a file, --ckpt-every-minutes and --max-hours may ask for a checkpoint, or for the
-    end of a run before its last step. They are looked for between two steps, in one thread. Answers
-    decide when a checkpoint is written and a run ends, never what it computes; several processes
-    agree on them.
-
-    start: of the run, of time.monotonic(), from which --max-hours counts, or from the first attempt
-    of --restarts.
+    end of a run before its last step. The loop looks between two steps, in one thread. Answers
+    decide when a checkpoint is written and when a run ends, never which numbers a run computes;
+    several processes agree on the answers.
     """
 
     def __init__(
         self, config: TrainConfig, checkpoint_bytes: int, start: float, world: World = World()
     ):
+        """checkpoint_bytes: size of a checkpoint, from which the first save's time is guessed.
+        start: begin of the run, of time.monotonic(); --max-hours counts from there, or from the
+        first attempt of --restarts."""
         self._config, self._world = config, world
         self._attempt = time.monotonic()
         self._begin = float(os.environ.get(SUPERVISED, start))
@@ -40,20 +40,20 @@ class Requests(Callback):
         self._step_seconds = 0.0
         self._save, self._first = SaveSignal(), FirstSignal()
         self._agreed: int | None = None  # signal
-        self._over = self._all_over = False  # whether the time of this, or of one process is
+        self._over = self._all_over = False  # time is over for this process, for one of all
         self._told: set[str] = set()
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Signals are noted meanwhile."""
+        """A block in which signals are noted."""
         with self._first, self._save:
             yield
 
     # -- of this process -------------------------------------------------------------------------
 
     def for_checkpoint(self) -> str | None:
-        """The reason to write a checkpoint now, if there is any. Files and clock only ask the first
-        process."""
+        """The reason to write a checkpoint now; None without one. Only the first process looks at
+        the file and the clock."""
         now, minutes = time.monotonic(), self._config.ckpt_every_minutes
         if self._save.taken():
             return "SIGUSR1"
@@ -71,7 +71,8 @@ class Requests(Callback):
         return None
 
     def for_end(self) -> bool:
-        """Whether --max-hours leaves time for no more than a checkpoint. Once so, always so."""
+        """True from the moment on at which --max-hours leaves time for no more than a
+        checkpoint."""
         if self._config.max_hours > 0 and not self._over:
             left = self._begin + 3600 * self._config.max_hours - time.monotonic()
             saves = 2 if self._config.ckpt_background else 1  # one may be under way
@@ -80,7 +81,7 @@ class Requests(Callback):
         return self._over
 
     def seen_here(self) -> bool:
-        """Whether this process sees a reason for the run to end."""
+        """True if this process sees a reason for the run to end."""
         return self._first.signum is not None or self.for_end()
 
     def on_step(self, step: StepDone) -> None:
@@ -88,12 +89,12 @@ class Requests(Callback):
         self._step_seconds = step.ms / 1000
 
     def save_took(self, seconds: float) -> None:
-        """A checkpoint was written or tried to, or was begun in the background."""
+        """A save has ended, failed, or begun in the background."""
         self._attempt = time.monotonic()
         self.write_took(seconds)
 
     def write_took(self, seconds: float) -> None:
-        """One that was begun in the background is written."""
+        """A checkpoint was written in the background."""
         self._save_seconds = max(self._save_seconds, seconds)
 
     # -- of all processes ------------------------------------------------------------------------
@@ -111,8 +112,9 @@ class Requests(Callback):
         return self._agreed is not None or self._all_over
 
     def agree(self, *, asks: bool = False) -> str | None:
-        """Exchange with other processes what each may see alone, between two steps; asks: also what
-        asks for a checkpoint, which is returned. The first process prints the others' warnings."""
+        """Exchange the requests that a process may see alone, between two steps. asks: also look
+        for a request for a checkpoint, which is returned. The first process prints the warnings of
+        all."""
         world = self._world
         asked = self.for_checkpoint() if asks else None
         if not world.several:

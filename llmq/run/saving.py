@@ -24,25 +24,24 @@ POLL = 0.1  # seconds after which a caller that waits shows that it goes on
 PATIENCE = 4.0  # seconds that a copy has to end when the run has failed
 
 
-class Cleaned(NamedTuple):
-    """A deletion of old checkpoints. removed: their number. read: whether the newest one was read
-    back before. problem: why the newest one could not be read back; nothing was deleted then."""
+class Tidied(NamedTuple):
+    """A deletion of old checkpoints. removed: their number. problem: why the newest one could not
+    be read back; nothing was deleted then."""
 
     removed: int
-    read: bool
     problem: str | None = None
 
 
-Clean = Callable[[World], Cleaned]
+Tidy = Callable[[World], Tidied]
 """Reads the newest checkpoint back and deletes old ones, by the processes of a world together."""
 
 
 class Written(NamedTuple):
-    """The outcome of the threads for the checkpoint of a step. cleaned: the deletion beside it, or
+    """The outcome of the threads for the checkpoint of a step. tidied: the deletion beside it, or
     why there is no checkpoint. seconds: time since the copy began."""
 
     step: int
-    cleaned: Cleaned | DiskError
+    tidied: Tidied | DiskError
     seconds: float
 
 
@@ -64,18 +63,18 @@ class BackgroundWriter:
         self._ranks, self._world, self._directory = ranks, ranks.world, directory
         self._thread: threading.Thread | None = None
         self._outcome = Outcome(None, None)
-        self._commit: Callable[[list[FileEntry]], Cleaned] | None = None  # follows the files
+        self._commit: Callable[[list[FileEntry]], Tidied] | None = None  # follows the files
         self._given_up = self._copied = False
         self._step, self._start = 0, 0.0
 
-    def save(self, step: int, manifest: Manifest, clean: Clean) -> None:
-        """Begin to write a checkpoint of this moment. clean: is called after the commit."""
+    def save(self, step: int, manifest: Manifest, tidy: Tidy) -> None:
+        """Begin to write a checkpoint of this moment. tidy: is called after the commit."""
         self._step, self._start, self._copied = step, time.monotonic(), False
         self._ranks.run("copying the state", lambda rank: rank.step.snapshot.take())
 
-        def commit(files: list[FileEntry]) -> Cleaned:
+        def commit(files: list[FileEntry]) -> Tidied:
             self._writer(self._ranks.world.base).commit(manifest, files)
-            return clean(World())
+            return tidy(World())
 
         if not self._world.several:
             self._begin(lambda: commit(self._write()))
@@ -150,14 +149,14 @@ class BackgroundWriter:
                     files = [file for own in self._world.together(self._value) for file in own]
                     self._begin(partial(commit, files) if self._world.first else lambda: None)
                     continue
-                cleaned = self._world.on_first(self._value)
+                tidied = self._world.on_first(self._value)
             except BaseException as error:
                 if self._world.first:
                     discard(self._directory, self._step)
                 if not isinstance(error, DiskError):
                     raise
-                cleaned = error
-            return Written(self._step, cleaned, time.monotonic() - self._start)
+                tidied = error
+            return Written(self._step, tidied, time.monotonic() - self._start)
         return None
 
     def _value(self) -> Any:

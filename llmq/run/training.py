@@ -438,7 +438,7 @@ class _Run:
         requests = Requests(config, size, start, world)
         evaluations = Evaluations(trainer, reporter, material, requests.seen_here)
         guard = Guard(config, loss_class(config).guessing(config, trainer.model.outputs))
-        lifecycle = Lifecycle(trainer, reporter, best, guard, requests, stage.first)
+        lifecycle = Lifecycle(trainer, reporter, best, guard, stage.first)
         health = HealthMonitor(trainer, reporter, guard, lifecycle)
         self.sensing = Sensing(trainer.ranks.devices, world, reporter, config.log_gpu_util)
         self.loop = Loop(trainer, reporter, evaluations, health, lifecycle, requests, stage.stop)
