@@ -221,7 +221,7 @@ def test_the_last_model_is_measured_as_the_ones_before():
 # --export
 
 
-LORA = {"from_scratch": None, "lora_rank": 2, "model": "base", "learning_rate": 0.1}
+LORA = {"from_scratch": None, "lora_rank": 2, "model": "base", "learning_rate": 0.3}
 
 
 @pytest.mark.parametrize(
