@@ -1,7 +1,8 @@
-"""Text to token ids and back: plain bytes, or the tokenizer files of a Hugging Face model.
+"""Tokenizers: plain bytes, or the tokenizer files of a Hugging Face model.
 
-Both recognise special tokens that are written out in the text (`<|endoftext|>` …), as Hugging Face
-tokenizers do. Neither adds any; `added` says which ones transformers would add.
+Both tokenizers recognise special tokens that are written out in a text (`<|endoftext|>` …), as
+Hugging Face tokenizers do. Neither tokenizer adds special tokens; `added` lists the ids that
+transformers would add.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def open_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """Read tokenizer.json, else vocab.json and merges.txt. DataError if neither can be read."""
+    """Tokenizer of tokenizer.json, else of vocab.json with merges.txt. DataError if a file is
+    missing, damaged, or a link that leaves the folder."""
     from tokenizers import Tokenizer
 
     fast, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
@@ -54,8 +56,9 @@ def open_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 @contextmanager
 def _library_errors(what: str, kind: type[Exception] | None = None) -> Iterator[None]:
-    """Turn errors of the library into DataError. kind: all of these; else plain Exception alone. It
-    raises that for files that it cannot read, and for a panic of its Rust code not even that."""
+    """Turn errors of the library `tokenizers` into DataError. kind: class of these errors; None:
+    plain Exception alone, which the library raises for unreadable files. A panic of its Rust code
+    is a BaseException, and becomes DataError in any case."""
     try:
         yield
     except (LlmqError, MemoryError):
@@ -68,7 +71,7 @@ def _library_errors(what: str, kind: type[Exception] | None = None) -> Iterator[
         raise DataError(f"{what}: {said}") from error
 
 
-# Qwen2's tokenizers cut a text into words by this expression. The library knows that of GPT-2.
+# Qwen2's tokenizers cut a text into words by this expression. The library knows only GPT-2's.
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -76,7 +79,7 @@ QWEN2_WORDS = (
 
 
 def new_byte_level_bpe(model: tokenizers.models.BPE | None = None) -> tokenizers.Tokenizer:
-    """A BPE over bytes that cuts texts as Qwen2's does. model: None: an empty vocabulary."""
+    """Byte-level BPE that cuts texts into words as Qwen2's does. model: None: empty."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE() if model is None else model)
@@ -92,7 +95,7 @@ def new_byte_level_bpe(model: tokenizers.models.BPE | None = None) -> tokenizers
 
 
 def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
-    """The byte-level BPE of GPT-2 or Qwen2, from its two old files and its added tokens."""
+    """Byte-level BPE of GPT-2 or Qwen2, from vocab.json, merges.txt and the added tokens."""
     from tokenizers import models, pre_tokenizers
 
     config = read_json(folder / CONFIG_FILE)
@@ -112,9 +115,10 @@ def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> None:
-    """Add the tokens of tokenizer_config.json and added_tokens.json under their ids there.
+    """Add the tokens of tokenizer_config.json and added_tokens.json under the ids of these files.
 
-    The library numbers them itself, so they are added in the order of their ids and checked.
+    The library numbers added tokens itself: tokens are added in the order of their ids, then ids
+    are compared. DataError for another id.
     """
     from tokenizers import AddedToken
 
@@ -139,7 +143,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, config: dict[str,
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or {} if there is no such file. DataError if it holds no object."""
+    """Object of a JSON file; {} without the file. DataError if the file holds no object."""
     if not path.exists():
         return {}
     try:
@@ -151,7 +155,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-# The only code that an export has, see tokenizer_config.py: where, what, and who it is for.
+# The only code that an export has, see tokenizer_files.py: its file, its text, and its auto_map.
 EXACT_MODULE = "tokenization_exact.py"
 EXACT_CODE = """from transformers import PreTrainedTokenizerFast
 
@@ -165,22 +169,23 @@ TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 CONFIG_FILE = "tokenizer_config.json"
 
 Added = tuple[list[int], list[int]]
-"""Ids that go before and behind each text."""
+"""Ids in front of each text, and ids behind each text."""
 
 _BYTES_AS_FILES = "67d112c6d383d71fe45cedc46f6bb068d2663802be0b7e45858f02c97d1b1679"
 """Fingerprint of the files that ByteTokenizer.save writes."""
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """`bytes`, or a folder with tokenizer.json (or vocab.json and merges.txt), or the repository of
-    this name in the Hugging Face cache; DataError if it is none of them."""
+    """Tokenizer of a spec: `bytes`, a folder with tokenizer.json (or vocab.json and merges.txt), or
+    the name of a repository in the Hugging Face cache. DataError for any other spec."""
     if str(spec) == "bytes":
         return ByteTokenizer()
     return HfTokenizer(find_directory(str(spec)) or Path(spec))
 
 
 class ByteTokenizer:
-    """Ids 0..255 are the bytes of UTF-8, 256 is the end of a text, `<|endoftext|>`."""
+    """Tokenizer whose ids 0..255 are the bytes of UTF-8; 256 is the end of a text,
+    `<|endoftext|>`."""
 
     vocab_size = 257
     eos_id: int | None = 256
@@ -193,11 +198,12 @@ class ByteTokenizer:
         return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each text, int32 (n,)."""
+        """Token ids of each text, int32 (n,) each."""
         return [self._encode(text) for text in texts]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids of each text, and (n, 2): which of its characters each token stands for."""
+        """Ids of each text, int32 (n,), and the characters [start, end) of each token, int64
+        (n, 2)."""
         return [(self._encode(text), self._offsets(text)) for text in texts]
 
     def _offsets(self, text: str) -> np.ndarray:
@@ -217,28 +223,28 @@ class ByteTokenizer:
         return np.concatenate(parts)
 
     def is_byte(self, token: int) -> bool:
-        """False: a byte never changes the text before it, as in any byte-level BPE."""
+        """False: a byte never changes the text in front of the byte, as in any byte-level BPE."""
         return False
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; U+FFFD for bytes that are not UTF-8."""
+        """Text of token ids; U+FFFD for bytes that are not UTF-8."""
         text = b"".join(
             END_OF_TEXT.encode() if token == self.eos_id else bytes([token]) for token in ids
         )
         return text.decode(errors="replace")
 
     def is_special(self, token: int) -> bool:
-        """Whether an id is that of a token which is never cut."""
+        """True for the end of a text, the only token that is never cut."""
         return token == self.eos_id
 
     @property
     def control_texts(self) -> list[str]:
-        """Texts that become a control token wherever they are written."""
+        """Texts that become a control token wherever a document contains them."""
         return [END_OF_TEXT]
 
     def save(self, folder: Path) -> None:
-        """Write files from which transformers' AutoTokenizer makes the same tokenizer: a byte-level
-        BPE without merges."""
+        """Write the files of a byte-level BPE without merges, which makes the same ids in
+        transformers' AutoTokenizer."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
         vocab = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
@@ -252,8 +258,8 @@ class ByteTokenizer:
 def save_tokenizer(
     folder: Path, tokenizer: tokenizers.Tokenizer, named: dict[str, str], special: Sequence[str]
 ) -> None:
-    """Write a tokenizer's files, which AutoTokenizer takes as they are. named: texts of "eos_token"
-    and the like. special: all special tokens, whose ids follow those of the vocabulary."""
+    """Write a tokenizer's files in a form that AutoTokenizer takes unchanged. named: texts of
+    "eos_token" and other roles. special: all special tokens; their ids follow the vocabulary's."""
     from tokenizers import AddedToken
 
     added = [AddedToken(token, normalized=False, special=True) for token in special]
@@ -275,19 +281,21 @@ def save_tokenizer(
 
 
 def _byte_level_alphabet() -> list[str]:
-    """The printable character that stands for each byte in byte-level BPE. A printable Latin-1 byte
-    stands for itself; the others get U+0100, U+0101, … in their order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (chr(code) for code in range(0x100, 0x200))
-    return [chr(byte) if byte in printable else next(others) for byte in range(256)]
+    """Printable character that stands for each byte in byte-level BPE, by byte. A printable Latin-1
+    byte stands for itself; the other bytes have U+0100, U+0101, … in their order."""
+    from tokenizers import pre_tokenizers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    others = iter(sorted(character for character in alphabet if ord(character) > 0xFF))
+    return [chr(byte) if chr(byte) in alphabet else next(others) for byte in range(256)]
 
 
 class HfTokenizer:
-    """The tokenizer in a model folder. ids from 0 to vocab_size - 1; eos_id, bos_id may be None.
-    added: ids that AutoTokenizer puts before and behind a text. prefix_id: the token behind which a
-    text is predicted from its first token on: the files' BOS or, without one, EOS."""
+    """Tokenizer of a model folder. Ids are from 0 to vocab_size - 1; eos_id and bos_id may be None.
+    added: ids that AutoTokenizer puts in front of a text and behind a text. prefix_id: the token
+    from which a text's first token is predicted: the files' BOS or, without BOS, EOS."""
 
-    # Files that transformers may look for beside the weights, but for code.
+    # Files that transformers may look for beside the weights, without code.
     FILES = (
         *("tokenizer.json", CONFIG_FILE, "special_tokens_map.json", "vocab.json"),
         *("merges.txt", "added_tokens.json", TEMPLATE_FILE, "tokenizer.model"),
@@ -322,8 +330,8 @@ class HfTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything that decides the ids of a text, however files are written; "bytes"
-        for a ByteTokenizer's files."""
+        """SHA-256 in hex of everything that decides the ids of a text, in whatever layout the files
+        are; "bytes" for a ByteTokenizer's files."""
         content = json.loads(self._tokenizer.to_str())
         parts = ("added_tokens", "normalizer", "pre_tokenizer", "model")
         identity = _without_absent([self.added, *(content[part] for part in parts)])
@@ -332,14 +340,14 @@ class HfTokenizer:
 
     @property
     def is_qwen2(self) -> bool:
-        """Whether texts are cut into words as transformers' Qwen2Tokenizer does."""
+        """True if texts are cut into words as by transformers' Qwen2Tokenizer."""
         content = json.loads(self._tokenizer.to_str())
         parts = (content["pre_tokenizer"] or {}).get("pretokenizers", [{}])
         words = parts[0].get("pattern") == {"Regex": QWEN2_WORDS}
         return words and content["normalizer"] == {"type": "NFC"}
 
     def _added_ids(self) -> Added:
-        """Find `added` by the post-processor, or in tokenizer_config.json of old files."""
+        """Ids of `added`, by the post-processor, or by tokenizer_config.json of old files."""
         if not (self.folder / "tokenizer.json").exists():
             config = read_json(self.folder / CONFIG_FILE)
             bos, eos = (
@@ -354,7 +362,7 @@ class HfTokenizer:
         return encoding.ids[:first], encoding.ids[first + own :]
 
     def _named_id(self, name: str) -> int | None:
-        """Id of the eos or bos token whose text the tokenizer's files give."""
+        """Id of the eos or bos token whose text the tokenizer's files give; None without a text."""
         for file in (CONFIG_FILE, "special_tokens_map.json"):
             token = read_json(self.folder / file).get(f"{name}_token")
             if token is None:
@@ -368,7 +376,8 @@ class HfTokenizer:
         return None
 
     def _special_id(self, name: str) -> int | None:
-        """Id of the eos or bos token: by its text, else by the model's config, else END_OF_TEXT."""
+        """Id of the eos or bos token: by its text, else by the model's config, else by END_OF_TEXT;
+        None if no token has these. DataError for a bad id."""
         named = self._named_id(name)
         if named is not None:
             return named
@@ -391,13 +400,14 @@ class HfTokenizer:
         return _library_errors(f"the tokenizer in '{self.folder}' fails")
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each text, int32 (n,)."""
+        """Token ids of each text, int32 (n,) each. DataError if the library fails."""
         with self._errors():
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids of each text, and (n, 2): which of its characters each token stands for."""
+        """Ids of each text, int32 (n,), and the characters [start, end) of each token, int64
+        (n, 2)."""
         with self._errors():
             encodings = self._with_offsets.encode_batch(texts, add_special_tokens=False)
         return [
@@ -407,7 +417,8 @@ class HfTokenizer:
 
     @cached_property
     def _with_offsets(self) -> tokenizers.Tokenizer:
-        """A copy without post-processor, which may take blanks out of a token's characters."""
+        """Copy of the tokenizer without its post-processor, which may take blanks out of a token's
+        characters."""
         from tokenizers import Tokenizer
 
         copy = Tokenizer.from_str(self._tokenizer.to_str())
@@ -415,21 +426,21 @@ class HfTokenizer:
         return copy
 
     def is_special(self, token: int) -> bool:
-        """Whether an id is that of a token added to the vocabulary, which is never cut."""
+        """True for the id of a token added to the vocabulary, which is never cut."""
         return token in self._tokenizer.get_added_tokens_decoder()
 
     @property
     def control_texts(self) -> list[str]:
-        """Texts that become a control token wherever they are written."""
+        """Texts that become a control token wherever a document contains them."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         return [token.content for token in added if token.special and token.content]
 
     def is_byte(self, token: int) -> bool:
-        """Whether the token stands for one byte of a character that the vocabulary lacks."""
+        """True if the token stands for one byte of a character that the vocabulary lacks."""
         return bool(re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", self._tokenizer.id_to_token(token) or ""))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids, special tokens written out."""
+        """Text of token ids, with special tokens written out."""
         with self._errors():
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
@@ -443,7 +454,7 @@ Tokenizer = ByteTokenizer | HfTokenizer
 
 
 def tokenizer_names(folder: Path) -> list[str]:
-    """Names of the tokenizer files that a folder has."""
+    """Paths of the tokenizer files in a folder, relative to the folder."""
     found = (path for name in HfTokenizer.FILES for path in sorted(folder.glob(name)))
     return [path.relative_to(folder).as_posix() for path in found if path.is_file()]
 
@@ -456,8 +467,8 @@ def is_tokenizer_file(name: str) -> bool:
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
-    """Copy whatever tokenizer files a folder has; returns their names. DiskError. Code of others
-    and links that leave the folder stay behind, with a warning."""
+    """Copy all tokenizer files of a folder; returns their names. Code, and links that leave the
+    folder, stay behind with a warning. DiskError."""
     names = []
     for name in tokenizer_names(source):
         if leaves_folder(source / name):
@@ -473,7 +484,7 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
 
 
 def _drop_code(source: Path, target: Path) -> None:
-    """Take what names Python modules out of a copied tokenizer_config.json."""
+    """Remove auto_map, which names Python modules, from the copied tokenizer_config.json."""
     try:
         config = read_json(target / CONFIG_FILE)
     except DataError:  # nothing can make it load
@@ -488,8 +499,8 @@ def _drop_code(source: Path, target: Path) -> None:
 
 
 def leaves_folder(path: Path) -> bool:
-    """Whether a file is a link to what lies outside of its folder, or of its repository where the
-    hub's cache has links to the contents of files."""
+    """True if a path is a link to a file outside of its folder. In the hub's cache, where files
+    are links to blobs, the folder is the repository's."""
     folder = path.parent.resolve()
     if folder.parent.name == "snapshots":
         folder = folder.parents[1]
@@ -497,32 +508,33 @@ def leaves_folder(path: Path) -> bool:
 
 
 def _without_absent(value: Any) -> Any:
-    """JSON without the fields that are null or false."""
+    """JSON value without fields that are null or false."""
     if isinstance(value, dict):
         return {k: _without_absent(v) for k, v in value.items() if v is not None and v is not False}
     return [_without_absent(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 INCOMPLETE = "\ufffd"  # stands for a character while some of its bytes are missing
-CONTEXT = 16  # new ids are decoded together with so many before them
-WINDOW = 64  # about so many ids at most are decoded again with each new one
+CONTEXT = 16  # ids in front of new ids that are decoded together with the new ids
+WINDOW = 64  # ids, about, that are decoded again with each new id, at most
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:
-    """The text of new ids behind those of a prompt. They are decoded together: some decoders (Llama
-    2's) strip the space that a text begins with."""
+    """Text of new ids behind a prompt's ids. Both are decoded together, because some decoders
+    (Llama 2's) strip the space that a text begins with."""
     before = tokenizer.decode(prompt) if prompt else ""
     text = tokenizer.decode([*prompt, *new])
     return text[len(before) :] if text.startswith(before) else tokenizer.decode(new)
 
 
 def streamed(tokenizer: Tokenizer, prompt: list[int], new: Iterable[int]) -> Iterator[str]:
-    """`continuation` piece by piece: whole characters, as soon as nothing can change them; no piece
-    is empty. U+FFFD at the end and tokens that are single bytes are held back: some decoders make
-    one character of several."""
+    """Pieces of `continuation`: whole characters, as soon as no later id can change these
+    characters; no piece is empty. U+FFFD at the end and tokens of single bytes are held back,
+    because some decoders make one character of several tokens."""
     ids: list[int] = []
     said = ""
-    # Ids before the window, the number of its first id, and the characters said before it.
+    # Ids in front of the window, the number of the window's first id, and the characters of `said`
+    # in front of the window.
     context, start, before = prompt, 0, 0
     for token in new:
         ids.append(token)
