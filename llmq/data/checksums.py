@@ -10,8 +10,8 @@
           48     uint64   XXH3 of the 48 bytes before
           56     n uint64 XXH3 of each piece of the token file
 
-Everything is little-endian; XXH3 has 64 bits and no seed. Pieces are small, because rows are read
-in a shuffled order.
+All numbers are little-endian; XXH3 has 64 bits and no seed. Pieces are small, because rows are
+read in a shuffled order.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ ARRAY_SUFFIX = ".npy"  # of arrays beside token files, see sidecars.py
 PIECE_BYTES = 1 << 16
 _FIELDS = struct.Struct("<8s2i2q2Q")  # the header without its own checksum, which follows
 _SUM = np.dtype("<u8")
-_of_thread = threading.local()  # .buffer: the piece that this thread has read last
+_of_thread = threading.local()  # .buffer: the last piece that this thread has read
 
 
 def checksums_path(token_file: Path) -> Path:
-    """The path of a token file's `.sums` file: X.sums for X.bin."""
+    """Path of a token file's `.sums` file: X.sums for X.bin."""
     return token_file.with_name(token_file.name.removesuffix(".bin") + SUFFIX)
 
 
 def write_checksums(token_file: Path, content: Path | None = None) -> None:
-    """Write the `.sums` file of a token file and its `.docs` file. content: the file that is going
-    to have the name `token_file`; None: it has the name. Raises LlmqError."""
+    """Write the `.sums` file of a token file and its `.docs` file. content: the token file under
+    another name, until it is renamed to `token_file`; None: `token_file`. LlmqError if the disk
+    fails."""
     with disk_errors(checksums_path(token_file)):
         with open(content or token_file, "rb", buffering=0) as file:
             pieces = iter(functools.partial(file.read, PIECE_BYTES), b"")
@@ -65,11 +66,11 @@ def write_checksums(token_file: Path, content: Path | None = None) -> None:
 
 
 class Checksums:
-    """The content of a `.sums` file, and which pieces were found to agree with it. Threads may
-    share one: at worst two of them compare the same piece."""
+    """Content of a `.sums` file, and the pieces that were compared. Threads may share an object: at
+    worst two threads compare the same piece."""
 
     def __init__(self, path: Path, token_file: Path, num_bytes: int) -> None:
-        """num_bytes: the token file's size. DataError if damaged, or for a file of another size."""
+        """num_bytes: size of the token file. DataError if `path` is damaged, or of another size."""
         self.path, self.token_file, self.num_bytes = path, token_file, num_bytes
         with read_errors(path):
             check_readable(path)
@@ -101,8 +102,8 @@ class Checksums:
 
     @classmethod
     def of(cls, token_file: Path) -> Checksums | None:
-        """The checksums of a token file, shared by all who read it; None if there are none.
-        DataError if they cannot be read."""
+        """Checksums of a token file, shared by all readers of the file; None without a `.sums`
+        file. DataError for a `.sums` file that cannot be read."""
         path = checksums_path(token_file)
         try:
             own, other = os.stat(path), os.stat(token_file)
@@ -114,11 +115,11 @@ class Checksums:
         return _checksums(path.absolute(), token_file.absolute(), other.st_size, stamps)
 
     def verify(self, descriptor: int, start: int, stop: int) -> None:
-        """Compare the pieces of bytes [start, stop) that were not compared yet. descriptor: the
-        open token file. DataError names the damaged piece."""
+        """Compare the pieces of bytes [start, stop) that were not compared yet. descriptor: of the
+        open token file. DataError for a damaged piece."""
         unread, shift = self._unread, self._shift
         first, last = start >> shift, (stop - 1) >> shift
-        # Rows are short and many, so mostly this test is all there is to do.
+        # Rows are short and many: mostly this test is the only work.
         if unread[first] or unread[last] or last - first > 1:
             while (first := unread.find(1, first, last + 1)) >= 0:
                 self._compare(descriptor, first)
@@ -126,7 +127,7 @@ class Checksums:
     def _compare(self, descriptor: int, index: int) -> None:
         begin = index * self._piece
         size = min(self._piece, self.num_bytes - begin)
-        # A new buffer for each piece would be fetched from the system every time.
+        # A new buffer for each piece would be a system call each time.
         if len(getattr(_of_thread, "buffer", b"")) < size:
             _of_thread.buffer = memoryview(bytearray(self._piece))
         data = _of_thread.buffer[:size]
@@ -141,11 +142,11 @@ class Checksums:
 
     @property
     def has_documents(self) -> bool:
-        """Whether there was a `.docs` file when these were written."""
+        """True if there was a `.docs` file when the `.sums` file was written."""
         return self._docs_bytes >= 0
 
     def verify_documents(self, data: bytes, path: Path) -> None:
-        """Compare the content of the `.docs` file. DataError if it differs."""
+        """Compare the content of the `.docs` file. DataError for another content."""
         if (len(data), sum_of(data)) != (self._docs_bytes, self._docs):
             raise DataError(
                 f"'{path}' is not the one that '{self.path.name}' was written for: it is damaged, "
@@ -154,8 +155,8 @@ class Checksums:
 
 
 def find_token_files(pattern: str | Path) -> list[Path]:
-    """Paths that a glob pattern names, without folders and the files beside token files; of a
-    folder of `llmq tokenize` those of its training part."""
+    """Token files that a glob pattern names, without the files beside token files; for a folder of
+    `llmq tokenize` the files of the training part."""
     found = expand_pattern(pattern)
     if len(found) == 1 and found[0].is_dir():
         found = sorted(found[0].glob("train*.bin"))
@@ -168,5 +169,5 @@ def find_token_files(pattern: str | Path) -> list[Path]:
 
 @functools.cache
 def _checksums(path: Path, token_file: Path, num_bytes: int, stamps: tuple[int, ...]) -> Checksums:
-    """stamps: they tell files that were replaced meanwhile."""
+    """Checksums of a token file. stamps: differ for files that were replaced."""
     return Checksums(path, token_file, num_bytes)

@@ -1,4 +1,4 @@
-"""Token files of one side of a run, how their documents become sequences, and a report on them."""
+"""Data set of training or validation: token files, the layout of sequences, and a report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from llmq.data.tokens import TokenFile, open_token_files
 from llmq.options.groups.batch import BatchOptions
 from llmq.options.groups.data import DataOptions
 
-_BLOCK = 1 << 20  # documents that are cut at once
+_BLOCK = 1 << 20  # documents that are cut together
 _LEFT_OUT = {
     None: "parts of longer documents have no question and are left out (--long cut keeps them)",
     "truncate": "parts of longer documents are left out (--long truncate)",
@@ -50,15 +50,15 @@ _TOO_LONG = "pairs are longer than a sequence, which has to hold both answers, a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceLayout:
-    """How token files become sequences.
+    """Layout of sequences of token files.
 
-    packing: "concat" takes windows of the files, "best-fit" as many documents as fit, "none" one.
-    data_order: of windows; "shuffle" mixes all files, "llmq" takes file after file as llm.q does.
-    document_mask: whether batches say where documents start. separator: ends a document in files
-    without a `.docs` file. long: of packed documents that are longer than a sequence "cut" keeps
-    all parts, "truncate" the first, "drop" none, None those with a question, as masks say. weights:
-    a share for each pattern; None: every sequence once an epoch. pairs: what the loss is of,
-    "answers" or "labels", pairs that share a sequence; None: documents.
+    packing: of a sequence: "concat": a window of a file; "best-fit": as many documents as fit;
+    "none": a document. data_order: of windows: "shuffle" mixes all files, "llmq" takes file after
+    file as llm.q does. document_mask: batches have starts of documents. separator: id that ends a
+    document in files without a `.docs` file. long: parts of a packed document, longer than a
+    sequence, that are kept: "cut": all; "truncate": the first; "drop": none; None: parts with a
+    question, by masks. weights: share of each pattern; None: every sequence once an epoch. pairs:
+    "answers" or "labels", pairs of documents in a sequence, for losses of pairs; None: documents.
     """
 
     packing: str = "concat"
@@ -73,8 +73,8 @@ class SequenceLayout:
     def of(
         cls, data: DataOptions, batch: BatchOptions, pairs: str | None, *, held_out: bool = False
     ) -> SequenceLayout:
-        """The layout of a run's training data. pairs: as OptimOptions.pairs. held_out: of its
-        validation data, without weights."""
+        """Layout of a run's training data. pairs: as OptimOptions.pairs. held_out: layout of the
+        run's validation data, without weights."""
         return cls(
             packing=data.packing,
             data_order=data.data_order,
@@ -87,7 +87,7 @@ class SequenceLayout:
 
     @property
     def packs(self) -> bool:
-        """Whether sequences are made of documents, not of windows."""
+        """True for sequences of documents, False for windows of files."""
         return self.packing != "concat"
 
     @property
@@ -101,17 +101,18 @@ class SequenceLayout:
 
 
 class DataSet:
-    """The checked files and the plan of their epochs; the same for all ranks, and for any thread.
+    """Checked token files and the plan of their epochs, the same for all ranks and any thread.
 
     files: in sorted order. fingerprint, contents: hashes of names and sizes, and of samples of the
-    tokens. total_tokens: in all files or, with a split or packed, in all sequences. order: a hash
-    of what else decides the plan; None for llm.q's order. documents, cut, untrained: how many there
-    are, are longer than a sequence, and have no token to train on, which packing leaves out;
-    untrained_parts: such parts of cut ones. left_out: parts, or with "drop" documents, that are
-    left out for their length; lost: how many of all `trained` tokens these have. empty_files:
-    without a sequence. scanned: whose documents a separator has found. is_short: no file fills a
-    sequence, and its rest is one. Pairs count as two documents, and are left out if they do not
-    fit.
+    tokens. total_tokens: of all files or, with a split or packed, of all sequences. order: hash of
+    everything else that decides the plan; None for llm.q's order.
+
+    Counts: documents: all. cut: documents longer than a sequence. untrained: documents without a
+    token to train on, which packing leaves out. untrained_parts: such parts of cut documents.
+    left_out: parts, or with "drop" documents, that are left out for their length; lost: tokens of
+    these parts, of all `trained` tokens. empty_files: files without a sequence. scanned: files
+    whose documents a separator has found. is_short: no file fills a sequence, and a shorter window
+    is a sequence. A pair counts as two documents, and is left out if it does not fit.
     """
 
     def __init__(
@@ -124,8 +125,9 @@ class DataSet:
         layout: SequenceLayout,
         everything: bool,
     ) -> None:
-        """everything: every token of every document counts once, not only what fills sequences.
-        DataError for files that are damaged, contradict each other, or cannot be trained on."""
+        """everything: every token of every document counts once, not only tokens of full
+        sequences. DataError for files that are damaged, contradict each other, or have nothing to
+        train on."""
         self.seq_len, self.vocab_size, self.layout = seq_len, vocab_size, layout
         self._patterns = patterns
         self.files = open_token_files(patterns, vocab_size)
@@ -155,12 +157,12 @@ class DataSet:
         if layout.data_order == "llmq":
             self.plan = FilesInTurn(windows)
             return
-        sorts = layout.weighs  # the order in which older checkpoints of such runs have their places
+        sorts = layout.weighs  # the order of places in older checkpoints of runs with weights
         numbered = enumerate(groups)
         self._mix([WindowSource(windows, group, i, sorts=sorts) for i, group in numbered])
 
     def _groups(self, patterns: Sequence[str | Path]) -> list[list[int]]:
-        """Numbers of the files of each source: each pattern is one if it has a weight."""
+        """Numbers of the files of each source: a source for each pattern with a weight, or one."""
         if not self.layout.weighs:
             return [list(range(len(self.files)))]
         number = {file.path: i for i, file in enumerate(self.files)}
@@ -195,7 +197,7 @@ class DataSet:
                 )
 
     def _check_trained(self) -> None:
-        """Raise DataError if windows hold no token that counts, although they hold some."""
+        """Raise DataError for windows with tokens, none of which is trained."""
         some = any(file.num_tokens > 1 for file in self.files)
         if some and not self.layout.packs and not any(map(has_trained_tokens, self.files)):
             raise self._nothing_to_train("all tokens are masked")
@@ -224,8 +226,8 @@ class DataSet:
         return PackedSource(pieces, self.seq_len, which, alone=self.layout.packing == "none")
 
     def _pieces(self, number: int, begin: int, end: int) -> list[Pieces]:
-        """Pieces of documents [begin, end) of a file that have something to train on. They are cut
-        in blocks, which keeps intermediate arrays small."""
+        """Pieces of the documents [begin, end) of a file that have a token to train on. Documents
+        are cut in blocks, which keeps intermediate arrays small."""
         file, offsets = self.files[number], self._indices[number].offsets
         counts = trained_tokens(file, offsets) if file.has_masks else None
         parts = []
@@ -246,7 +248,7 @@ class DataSet:
         return parts
 
     def _pairs(self, number: int, begin: int, end: int) -> list[Pieces]:
-        """Pairs [begin, end) of a file of which both answers have something to train on."""
+        """Pairs [begin, end) of a file whose answers both have a token to train on."""
         file, offsets = self.files[number], self._indices[number].offsets
         targets = trained_tokens(file, offsets).reshape(-1, 2)[begin:end]
         lengths = np.diff(offsets).reshape(-1, 2)[begin:end]
@@ -264,8 +266,8 @@ class DataSet:
         self.lost += int(targets[chosen].sum())
 
     def _kept_parts(self, file: TokenFile, pieces: Pieces) -> Pieces:
-        """The parts of longer documents that --long keeps and that have something to train on."""
-        later = np.zeros(len(pieces), bool)  # parts behind the first one of their document
+        """Pieces that --long keeps and that have a token to train on."""
+        later = np.zeros(len(pieces), bool)  # parts behind the first part of their document
         ends = pieces.start + pieces.length
         later[1:] = pieces.goes_on[:-1] & (pieces.start[1:] == ends[:-1])
         is_part = later | pieces.goes_on
@@ -276,7 +278,7 @@ class DataSet:
             targets[is_part] = found[:, 0]
             if self.layout.long is None:
                 document = np.cumsum(~later[is_part]) - 1
-                asks = np.bincount(document, found[:, 2]) > 0  # else it is all an answer
+                asks = np.bincount(document, found[:, 2]) > 0  # else all of a document is an answer
                 alone = later[is_part] & (found[:, 0] > 0) & (found[:, 1] == 0)
                 chosen[is_part] = alone & asks[document]
         useless = is_part & (targets == 0) & ~chosen
@@ -286,7 +288,7 @@ class DataSet:
         return pieces.only(~left) if left.any() else pieces
 
     def _mix(self, sources: list[SequenceSource]) -> None:
-        """Make the plan one part, in which sources take turns."""
+        """Set the plan: one part, in which sources take turns. DataError for an empty source."""
         weights = self.layout.weights or (1.0,)
         for source, weight in zip(sources, weights, strict=True):
             if source.count == 0 and len(sources) > 1:
@@ -296,7 +298,7 @@ class DataSet:
                 )
         digest = hashlib.sha256(f"{self.layout.packing} {self.layout.weights}".encode())
         if self.layout.packs:
-            self._indices = None  # the pieces hold all that is needed
+            self._indices = None  # no longer needed beside the pieces
             self.total_tokens = sum(source.tokens for source in sources)
             self.documents = sum(source.pieces.documents for source in sources) + self.untrained
             self.cut = sum(source.pieces.cut for source in sources)
@@ -309,12 +311,12 @@ class DataSet:
 
     @property
     def sequences(self) -> int:
-        """Sequences of an epoch, with those that are left out at its end."""
+        """Sequences of an epoch, including sequences that are left out at the end."""
         return sum(self.plan.counts)
 
     @property
     def padding(self) -> float:
-        """The fraction of an epoch's positions that only fills sequences up."""
+        """Fraction of an epoch's positions that is padding."""
         return 1 - self.plan.tokens() / max(self.sequences * self.seq_len, 1)
 
     def record(self) -> dict[str, object]:
@@ -330,7 +332,7 @@ class DataSet:
         return out
 
     def lines(self, name: str) -> list[str]:
-        """Lines about order, documents and weights for the console. name: this side of the run."""
+        """Lines about order, documents and weights for the console. name: of the data set."""
         lines = []
         if self.is_short:
             lines.append(
@@ -376,7 +378,7 @@ class DataSet:
         return lines
 
     def _order_line(self) -> str:
-        """Console line about the order of training files without weights."""
+        """Line about the order of training files without weights for the console."""
         if self.layout.data_order == "llmq":
             return "Order of the data: file after file, each shuffled (--data-order llmq)"
         count = len(self.files)
@@ -385,13 +387,13 @@ class DataSet:
 
 
 def _contents(files: list[TokenFile]) -> str:
-    """A hash of samples of the files' content."""
+    """SHA-256 in hex of samples of the files' content."""
     samples = " ".join(f"{file.sample():08x}" for file in files)
     return hashlib.sha256(samples.encode()).hexdigest()
 
 
 def _fingerprint(files: list[TokenFile], split: Split | None) -> str:
-    """A hash of names, sizes and side of the files, so that folders may be moved."""
+    """SHA-256 in hex of names and sizes of the files, and of the split; folders may be moved."""
     lines = [f"{file.path.name} {file.num_bytes}\n" for file in files]
     lines += [f"{split}\n"] if split is not None else []
     return hashlib.sha256("".join(lines).encode()).hexdigest()

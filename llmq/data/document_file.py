@@ -1,18 +1,18 @@
-"""The `.docs` file beside a token file: where its documents end.
+"""The `.docs` file beside a token file: the ends of documents.
 
     offset 0     8 bytes  b"BIN.DOC\\n"
            8     int32    version, 1; 2 = documents come in pairs, the second behind the first
-          12     int32    1 = the last document is cut: it goes on in another token file
+          12     int32    1 = the last document is cut, and goes on in another token file
           16     int64    number of tokens of the token file
           24     int64    number of documents n
           32     uint32   CRC-32 of some of its tokens (`sample_checksum`)
           36     filler   up to 64 bytes: "*", then a newline
           64     n int64  the position behind each document's last token, rising
 
-The mask bit of the first token of each document of a pair, which nothing predicts, says whether it
-is the one to be preferred; with labels both have that of the pair, of which the second document has
-another one's answer. Everything is little-endian. `train.docs` is of `train.bin`; the token
-file does not know of it, so that it stays what other programs read and write.
+Nothing predicts the first token of a document. In a pair this token's mask bit is set in the
+preferred document; with labels both bits are the pair's label, and the second document has the
+answer of another pair. All numbers are little-endian. `train.docs` belongs to `train.bin`, whose
+header does not name the `.docs` file: other programs read and write the same token files.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ HEADER_BYTES = 64
 SUFFIX = ".docs"
 _FIELDS = struct.Struct("<8s2i2qI")
 _END = np.dtype("<i8")
-_SAMPLES = 32  # tokens that are looked at to tell a token file from another one of its length
+_SAMPLES = 32  # tokens by which token files of the same length are told apart
 
 
 def documents_path(token_file: Path) -> Path:
-    """The path of a token file's `.docs` file: X.docs for X.bin."""
+    """Path of a token file's `.docs` file: X.docs for X.bin."""
     return token_file.with_name(token_file.name.removesuffix(".bin") + SUFFIX)
 
 
@@ -55,13 +55,13 @@ def has_pairs(token_file: Path) -> bool:
 
 
 def partial_path(path: Path) -> Path:
-    """The path under which a file lies until it is complete."""
+    """Path of a file until the file is complete."""
     return path.with_name(path.name + ".partial")
 
 
 def sample_checksum(read_tokens: Callable[[int, int], np.ndarray], ends: np.ndarray) -> int:
-    """CRC-32 of a few tokens, the last ones of documents and others at equal distances: it differs
-    for another file of the same length. read_tokens: maps (start, count) to ids, (count,) int32."""
+    """CRC-32 of a few tokens, at ends of documents and at equal distances, which differs for
+    another file of the same length. read_tokens: maps (start, count) to ids, int32 (count,)."""
     if not len(ends):
         return 0
     chosen = np.linspace(0, len(ends) - 1, min(len(ends), _SAMPLES)).astype(np.int64)
@@ -72,9 +72,9 @@ def sample_checksum(read_tokens: Callable[[int, int], np.ndarray], ends: np.ndar
 
 
 class DocumentFile(NamedTuple):
-    """The content of a `.docs` file, not compared with its token file. ends: (n,) int64, behind
-    each document's last token. is_cut: the last one goes on elsewhere. num_tokens, checksum: of the
-    token file. in_pairs: every two are one."""
+    """Content of a `.docs` file, not compared with the token file. ends: int64 (n,), behind each
+    document's last token. is_cut: the last document goes on in another file. num_tokens, checksum:
+    of the token file. in_pairs: every two documents are a pair."""
 
     ends: np.ndarray
     is_cut: bool
@@ -84,7 +84,7 @@ class DocumentFile(NamedTuple):
 
 
 def read_document_file(path: Path, verify: Callable[[bytes, Path], None] | None) -> DocumentFile:
-    """Read a file. verify: checks its bytes. DataError if it is damaged or no such file."""
+    """Content of a `.docs` file. verify: checks the file's bytes. DataError for a damaged file."""
     with read_errors(path):
         check_readable(path)
         data = path.read_bytes()
@@ -109,16 +109,16 @@ def read_document_file(path: Path, verify: Callable[[bytes, Path], None] | None)
 
 
 class PartialFile:
-    """A file that is written piece by piece and has another name until it is complete. path: by
-    which messages call it. beside: files that belong to it."""
+    """File that is written piece by piece under `partial_path`, and renamed to `path` when it is
+    complete. beside: files that belong to the file."""
 
     path: Path
     beside: Sequence[PartialFile] = ()
     _file: BinaryIO
 
     def _begin(self, keep: int) -> None:
-        """Open it behind its first `keep` bytes, and drop what follows; 0: anew. DataError if it
-        does not have as many."""
+        """Open the partial file behind the first `keep` bytes, and drop the rest; 0: a new file.
+        DataError for a shorter file."""
         partial = partial_path(self.path)
         with disk_errors(partial):
             if keep and (not partial.exists() or partial.stat().st_size < keep):
@@ -130,7 +130,7 @@ class PartialFile:
             self._file.seek(keep)
 
     def sync(self) -> None:
-        """Force everything so far to the disk, so that a later process can rely on it."""
+        """Force all written bytes to the disk."""
         with disk_errors(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -138,7 +138,7 @@ class PartialFile:
             other.sync()
 
     def suspend(self) -> None:
-        """Leave it as it is, to be gone on with."""
+        """Close the partial file, which a later process may resume."""
         for file in (self, *self.beside):
             file._file.close()
 
@@ -149,14 +149,14 @@ class PartialFile:
 
 
 class DocumentWriter(PartialFile):
-    """Writes a `.docs` file to `partial_path` while its token file is written. Only the last end is
-    kept in memory."""
+    """Writer of a `.docs` file, beside the writer of its token file. Only the last end is in
+    memory."""
 
     def __init__(self, path: Path, keep_tokens: int = 0, in_pairs: bool = False) -> None:
-        """keep_tokens: go on with a partial file, and drop what lies behind that token."""
+        """keep_tokens: resume a partial file behind so many tokens, and drop later ends."""
         self.path, self._version = path, IN_PAIRS if in_pairs else VERSION
         kept = _ends_upto(partial_path(path), keep_tokens)
-        # Documents that ended, and the position behind them.
+        # Number of ends so far, and the last end.
         self.count, self.last = len(kept), int(kept[-1]) if len(kept) else 0
         self._begin(HEADER_BYTES + kept.nbytes if keep_tokens else 0)
         with disk_errors(path):
@@ -178,7 +178,7 @@ class DocumentWriter(PartialFile):
         self.last = int(ends[-1]) if len(ends) else self.last
 
     def close(self, num_tokens: int, read_tokens: Callable[[int, int], np.ndarray]) -> None:
-        """Complete the file and give it its name. num_tokens, read_tokens: the token file's."""
+        """Complete and rename the file. num_tokens, read_tokens: of the token file."""
         is_cut = self.last < num_tokens
         self.add(np.array([num_tokens]))
         with disk_errors(self.path), self._file:
@@ -193,13 +193,13 @@ class DocumentWriter(PartialFile):
 
 
 def _ends_upto(partial: Path, tokens: int) -> np.ndarray:
-    """The ends of documents among the first tokens of a partial file."""
+    """Ends of documents among the first tokens of a partial file, int64 (k,)."""
     if not tokens:
         return np.empty(0, _END)
     with read_errors(partial):
         data = partial.read_bytes()
     ends = data[HEADER_BYTES:]
     ends = np.frombuffer(ends[: len(ends) // _END.itemsize * _END.itemsize], _END)
-    if _FIELDS.unpack_from(data.ljust(HEADER_BYTES))[2] == 1:  # complete; its last end closed it
+    if _FIELDS.unpack_from(data.ljust(HEADER_BYTES))[2] == 1:  # complete: `close` added an end
         ends = ends[:-1]
     return ends[ends <= tokens]

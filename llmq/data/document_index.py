@@ -1,6 +1,6 @@
-"""The documents of token files: where they are, and how many of their tokens are trained.
+"""Documents of token files: their places, and the number of their trained tokens.
 
-A `.docs` file beside the token file says where they are; else an id that ends them is looked for.
+Places come from the `.docs` file beside a token file, else from ids that end a document.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _SCAN_TOKENS = 1 << 22  # read at once in the search for a separator
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentIndex:
-    """The documents of one token file: number i has the tokens from offsets[i] to offsets[i + 1].
+    """Documents of a token file: document i has the tokens from offsets[i] to offsets[i + 1].
 
-    offsets: (n + 1,) int64, from 0 to the number of tokens, read-only. is_cut: the last document
-    goes on in another file, or has no end. was_scanned: a separator has found them. in_pairs: every
-    two of them are a pair.
+    offsets: int64 (n + 1,), from 0 to the number of tokens, read-only. is_cut: the last document
+    goes on in another file, or has no end. was_scanned: a separator has found the documents.
+    in_pairs: every two documents are a pair.
     """
 
     offsets: np.ndarray
@@ -46,21 +46,21 @@ class DocumentIndex:
 
     @property
     def units(self) -> np.ndarray:
-        """The offsets of what is never divided: documents, or pairs of them; (u + 1,) int64."""
+        """Offsets of units that are never divided, documents or pairs, int64 (u + 1,)."""
         return self.offsets[:: 1 + self.in_pairs]
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, (n,) int64, its end-of-text token included."""
+        """Tokens of each document, int64 (n,), including the end-of-text token."""
         return np.diff(self.offsets)
 
     @classmethod
     def read(
         cls, token_file: str | Path | TokenFile, separator: int | None = None
     ) -> DocumentIndex:
-        """Read or find the documents of a token file. separator: the id that ends one where there
-        is no `.docs` file; the whole file is then read, once in a process. DataError if nothing
-        says where documents are, or the `.docs` file is damaged or of another file."""
+        """Documents of a token file. separator: id that ends a document, for a file without a
+        `.docs` file, which is read as a whole, once in a process. DataError without both, or for a
+        `.docs` file that is damaged or of another token file."""
         file = token_file if isinstance(token_file, TokenFile) else TokenFile(token_file)
         path = documents_path(file.path)
         if path.exists():
@@ -101,8 +101,9 @@ def _of_document_file(file: TokenFile, path: Path) -> DocumentIndex:
 
 
 def kind_of_pairs(file: TokenFile) -> str | None:
-    """The documents of a token file come in pairs of "answers", of which one is preferred, or with
-    "labels", which both of a pair then have; None: one by one, as far as a `.docs` file says."""
+    """Kind of a token file's pairs of documents: "answers", one of which is preferred, or "labels",
+    which both documents of a pair have; None for documents without pairs, or without a `.docs`
+    file."""
     if not has_pairs(file.path):
         return None
     second = int(DocumentIndex.read(file).offsets[1])
@@ -113,7 +114,8 @@ def kind_of_pairs(file: TokenFile) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def _scanned(path: str, size: int, mtime_ns: int, separator: int) -> DocumentIndex:
-    """size, mtime_ns: by these another file under the same name is known and scanned anew."""
+    """Documents that a separator ends. size, mtime_ns: of the file, which differ for another file
+    under the same name. DataError for a separator that is nowhere in the file."""
     file = TokenFile(path)
     ends = []
     for start in range(0, file.num_tokens, _SCAN_TOKENS):
@@ -132,12 +134,12 @@ def _scanned(path: str, size: int, mtime_ns: int, separator: int) -> DocumentInd
     return DocumentIndex(offsets, is_cut, was_scanned=True)
 
 
-_BLOCK = 1 << 23  # mask bits that are looked at together
+_BLOCK = 1 << 23  # mask bits that are read together
 
 
 def has_trained_tokens(file: TokenFile, block: int = _BLOCK) -> bool:
-    """Whether a file has a token whose prediction counts; nothing predicts its first one. Masks are
-    read up to the first bit that is set, so many together."""
+    """True if a file has a token, besides the first one, whose prediction is trained. Masks are
+    read up to the first set bit, `block` bits together."""
     if not file.has_masks:
         return file.num_tokens > 1
     for start in range(1, file.num_tokens, block):
@@ -147,26 +149,27 @@ def has_trained_tokens(file: TokenFile, block: int = _BLOCK) -> bool:
 
 
 def trained_tokens(file: TokenFile, offsets: np.ndarray, block: int = _BLOCK) -> np.ndarray:
-    """By document, (n,) int64, how many of its tokens are predicted and count; never its first.
-    offsets: (n + 1,) int64, of the documents. All masks of the file are read, so many together."""
+    """Trained tokens of each document, int64 (n,), without the first token, which nothing predicts.
+    offsets: int64 (n + 1,), of the documents. All masks of the file are read, `block` bits
+    together."""
     if not file.has_masks:
         return np.diff(offsets) - 1
-    counts = np.zeros(len(offsets), np.int64)  # of the document before each offset
+    counts = np.zeros(len(offsets), np.int64)  # of the document in front of each offset
     for start in range(0, file.num_tokens, _BLOCK):
         count = min(_BLOCK, file.num_tokens - start)
         bits = file.read_mask(start, count)
         begin, end = np.searchsorted(offsets, (start, start + count))
         firsts = offsets[begin:end] - start
         bits[firsts] = False
-        # A document that begins with the block is there twice, the first time as nothing.
+        # A document that begins with the block is counted twice, the first time as no bits.
         counts[begin : end + 1] += np.add.reduceat(bits, [0, *firsts], dtype=np.int64)
     return counts[1:]
 
 
 def targets_of_parts(file: TokenFile, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """By part of a document, (n, 3) int64: how many of its targets count; how many of these stand
-    behind one in the part that does not count; and how many do not count: a question. starts,
-    counts: (n,), its first token, and how many behind it it predicts."""
+    """Counts of parts of documents, int64 (n, 3): trained targets; trained targets behind an
+    untrained token of the part; and untrained tokens, which are a question. starts: (n,), first
+    token of each part. counts: (n,), tokens that the part predicts."""
     found = np.zeros((len(starts), 3), np.int64)
     for i, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
         mask = file.read_mask(start, count + 1)
@@ -177,9 +180,9 @@ def targets_of_parts(file: TokenFile, starts: np.ndarray, counts: np.ndarray) ->
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts over all documents of some token files. trained: tokens whose prediction counts.
-    longest: tokens of the longest document. cut: longer than seq_len, None without it. untrained:
-    without a trained token, among the first seq_len ones if it is given."""
+    """Counts over all documents of token files. trained: trained tokens. longest: tokens of the
+    longest document. cut: documents longer than seq_len, None without seq_len. untrained: documents
+    without a trained token, among the first seq_len tokens if seq_len is given."""
 
     documents: int
     tokens: int
@@ -201,7 +204,7 @@ class Counts:
         return lines
 
     def warnings(self) -> list[str]:
-        """Lines about documents that a training cuts, or gains nothing from."""
+        """Lines about documents that training cuts, or that have no trained token."""
         found = []
         if self.cut:
             found.append(
@@ -217,7 +220,7 @@ class Counts:
 def count_documents(
     files: Sequence[TokenFile], seq_len: int | None = None, separator: int | None = None
 ) -> Counts:
-    """Count over all files; a document that goes on in another file counts twice. separator: see
+    """Counts over all files; a document that goes on in another file counts twice. separator: of
     DocumentIndex.read, which raises DataError."""
     documents = tokens = all_trained = longest = untrained = cut = 0
     for file in files:
@@ -237,21 +240,21 @@ def count_documents(
 def _trained(
     file: TokenFile, offsets: np.ndarray, seq_len: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Trained tokens of each document, and those among its first seq_len ones, (n,) int64."""
+    """Trained tokens of each document, and of its first seq_len tokens, int64 (n,) each."""
     whole = trained_tokens(file, offsets)
     starts = offsets[:-1]
     is_cut = np.diff(offsets) > (seq_len or np.inf)
     if not is_cut.any():
         return whole, whole
-    # Longer documents are cut in two, and their first parts are looked up.
+    # Longer documents are cut in two, and first parts are looked up.
     parts = np.union1d(offsets, starts[is_cut] + seq_len)
     return whole, trained_tokens(file, parts)[np.searchsorted(parts, starts)]
 
 
 def count_duplicates(train: Sequence[TokenFile], held_out: Sequence[TokenFile]) -> tuple[int, int]:
-    """How many of the documents held out are in the training files too, id by id, and of how many.
-    One that is cut between two files counts as its parts. Only documents of equal lengths are
-    read."""
+    """Number of held-out documents that are in the training files, id by id, and number of all
+    held-out documents. A document that is cut between two files counts as two. Only documents of
+    equal lengths are read."""
     own: Counter[bytes] = Counter()
     for index, file in _indexed(held_out):
         own.update(_hashes(file, index, np.arange(len(index))))
@@ -273,8 +276,7 @@ def _indexed(files: Sequence[TokenFile]) -> Iterator[tuple[DocumentIndex, TokenF
 
 
 def _hashes(file: TokenFile, index: DocumentIndex, numbers: np.ndarray) -> Iterator[bytes]:
-    """The hashes of the documents with these numbers, which are read about _SCAN_TOKENS at a
-    time."""
+    """Hashes of the documents with these numbers, read about _SCAN_TOKENS tokens at a time."""
     blocks = index.offsets[numbers] // _SCAN_TOKENS
     for block in np.split(numbers, np.flatnonzero(np.diff(blocks)) + 1):
         if not len(block):

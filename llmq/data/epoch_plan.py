@@ -1,9 +1,9 @@
-"""The order of sequences in an epoch: plain arithmetic, without reading data.
+"""Order of the sequences of an epoch: arithmetic, without reading data.
 
 An epoch has parts in a random order, and each part has sequences in a random order. A place is
 (epoch, part, sequence). By default an epoch is one part, in which the sequences of all files are
-shuffled together; several sources with weights take turns in it. In llm.q's order the parts are
-files. Sequences are windows of files, or rows of packed documents.
+shuffled together; several sources with weights take turns. In llm.q's order the parts are files.
+Sequences are windows of files, or rows of packed documents.
 
 Orders follow from seeds alone. llm.q's order comes from Philox, a C++ engine and libstdc++'s
 shuffle; the order of all windows from a Feistel network, which needs no array; the orders of packed
@@ -45,13 +45,14 @@ _LEHMER = 2**31 - 1  # modulus of std::default_random_engine in libstdc++
 
 
 def shuffled(n: int, engine_seed: int) -> np.ndarray:
-    """The int32 permutation of 0..n-1 that libstdc++'s std::ranges::shuffle makes with that seed:
+    """Permutation of 0..n-1, int32 (n,), by libstdc++'s std::ranges::shuffle with an engine's seed:
     element i is swapped with a random one of 0..i, for i = 1, 2, …. While n * n fits into the
-    engine's range, one draw gives those of two elements."""
+    engine's range, one draw serves two elements."""
     state, order = engine_seed % _LEHMER or 1, list(range(n))
 
     def draw(end: int) -> int:
-        """std::uniform_int_distribution: draws beyond a multiple of `end` are thrown away."""
+        """Number below `end` by std::uniform_int_distribution, which drops draws beyond a multiple
+        of `end`."""
         nonlocal state
         scale = (_LEHMER - 2) // end
         while True:
@@ -66,7 +67,7 @@ def shuffled(n: int, engine_seed: int) -> np.ndarray:
         for i in range(1, n):
             swap(i, draw(i + 1))
         return np.array(order, np.int32)
-    if n > 1 and n % 2 == 0:  # element 1 has a draw of its own
+    if n > 1 and n % 2 == 0:  # a draw for element 1 alone
         swap(1, draw(2))
     for i in range(1 + (n % 2 == 0), n, 2):
         first, second = divmod(draw((i + 1) * (i + 2)), i + 2)
@@ -80,8 +81,8 @@ FILE_ORDER = 0x73653753  # second counter word of the file shuffle; the i-th fil
 
 
 def remembered(make: Callable[..., T], most: int) -> Callable[..., T]:
-    """Have a function keep its last results, so many of them, each made once for all threads: ranks
-    ask for the same one at about the same time."""
+    """Function that keeps its last `most` results, each computed once for all threads: ranks ask
+    for the same result at about the same time."""
     cached, lock = functools.lru_cache(most)(make), threading.Lock()
 
     def of(*given: int) -> T:
@@ -107,13 +108,13 @@ epoch_order = remembered(_epoch_order, 8)
 
 
 def hashed_order(n: int, seed: int, epoch: int, which: int) -> np.ndarray:
-    """A permutation (n,) int64 of 0..n-1, by another rule than `epoch_order`; not cached."""
+    """Permutation of 0..n-1, int64 (n,), by another rule than `epoch_order`; not cached."""
     return np.argsort(hashes(n, seed, epoch, which))
 
 
 def hashes(n: int, seed: int, epoch: int, which: int) -> np.ndarray:
-    """A random number for each of 0..n-1, no two alike, uint32 (n,); n: at most 2^32. Every step is
-    a bijection, so that sorting by them gives the same order on every machine."""
+    """Random numbers for 0..n-1, no two alike, uint32 (n,); n: at most 2^32. Every step is a
+    bijection, so that sorting by these numbers gives the same order on every machine."""
     words = philox_4x32((seed & 0xFFFFFFFF, seed >> 32), (epoch, which, _HASHED, 0))
     x = np.arange(n, dtype=np.uint32)
     for word, multiplier in zip(words, _MULTIPLIERS, strict=True):
@@ -129,18 +130,18 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B, 0x85EBCA6B, 0xC2B2AE35)  # odd, from wel
 
 
 class Permutation:
-    """A random order of the numbers 0..n-1 that is computed place by place, so that its memory does
-    not depend on n: a Feistel network on the least power of two that is not below n. A result that
-    is not below n goes through the network again (cycle walking).
+    """Random order of the numbers 0..n-1, computed place by place in constant memory: a Feistel
+    network on the least power of two that is not below n. A result that is not below n goes through
+    the network again (cycle walking).
 
-    Each round changes one half of the bits by a hash of the other half, so that the same rounds
-    backwards undo it. n: 1 to 2^64.
+    Each round changes one half of the bits by a hash of the other half, so that the inverse has the
+    same rounds backwards. n: 1 to 2^64.
     """
 
     __slots__ = ("_low", "_masks", "_rounds", "n")
 
     def __init__(self, n: int, seed: int, epoch: int, which: int) -> None:
-        """seed: uint64; epoch, which: uint32. A change of any of them gives an unrelated order."""
+        """seed: uint64; epoch, which: uint32. Other values give an unrelated order."""
         bits = (n - 1).bit_length()
         self.n, self._low = n, bits // 2
         self._masks = (1 << bits - self._low) - 1, (1 << self._low) - 1
@@ -192,15 +193,16 @@ _64_BITS = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One side of files whose last sequences are held out. fraction: of all sequences, above 0 and
-    below 1, at least one. held_out: whether this side is that part, else the rest."""
+    """Split of the sequences of files, whose last sequences are held out. fraction: of all
+    sequences, above 0 and below 1, at least one sequence. held_out: True for the held-out
+    sequences, False for the rest."""
 
     fraction: float
     held_out: bool
 
     def of(self, chunks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """By file, the first sequence of this side, and how many sequences it has. chunks: how many
-        sequences each file has."""
+        """First sequence of the split's side in each file, and the number of sequences there.
+        chunks: number of all sequences of each file."""
         held, total = [], 0
         for count in chunks:
             before, total = int(total * self.fraction), total + count
@@ -217,13 +219,13 @@ class Split:
 
 
 _NO_ENDS = np.empty(0, np.int64)
-_PASSES = 3  # remembered: one ends while the next one begins, and one of a validation
+_PASSES = 3  # remembered: two, as one begins while another ends, and one of a validation
 
 
 class FileWindows:
-    """Windows of seq_len tokens in each file; the token behind one is its last target. counts,
-    first: by file, how many, and the number of the first. tail: tokens of a shorter last window, 0
-    for none."""
+    """Windows of seq_len tokens in each file; the token behind a window is its last target. By
+    file: counts: number of windows. first: number of the first window. tail: tokens of a shorter
+    last window, 0 for none."""
 
     def __init__(
         self,
@@ -234,7 +236,7 @@ class FileWindows:
         *,
         tails: bool = False,
     ) -> None:
-        """indices: documents of each file, if they matter. tails: add a shorter last window."""
+        """indices: documents of each file, for ends of spans. tails: add a shorter last window."""
         self.seq_len, self._indices = seq_len, indices
         self.counts = [max(file.num_tokens - 1, 0) // seq_len for file in files]
         self.first, self.tail = [0] * len(files), [0] * len(files)
@@ -247,20 +249,20 @@ class FileWindows:
                 self.counts[i], self.tail[i] = self.counts[i] + 1, left
 
     def lengths(self, file: int) -> np.ndarray:
-        """Tokens of all windows of a file, (windows,) int64."""
+        """Tokens of each window of a file, int64 (windows,)."""
         out = np.full(self.counts[file], self.seq_len, np.int64)
         if self.tail[file]:
             out[-1] = self.tail[file]
         return out
 
     def tokens(self, files: Sequence[int] | None = None) -> int:
-        """Tokens of all windows of some files; None: of all."""
+        """Number of tokens in the windows of these files; None: of all files."""
         numbers = range(len(self.counts)) if files is None else files
         full = sum(self.counts[i] for i in numbers) * self.seq_len
         return full - sum(self.seq_len - self.tail[i] for i in numbers if self.tail[i])
 
     def span(self, file: int, index: int) -> Span:
-        """A window; index: among those of this file."""
+        """Window `index` of a file."""
         is_tail = self.tail[file] and index == self.counts[file] - 1
         length = self.tail[file] if is_tail else self.seq_len
         start = (self.first[file] + index) * self.seq_len
@@ -273,14 +275,14 @@ class FileWindows:
 
 
 class WindowSource:
-    """The windows of some files as one source of sequences, for any number of threads. Their order
-    in a pass follows from (seed, pass) alone. count: sequences; tokens: without padding."""
+    """Source of sequences: the windows of some files, for any number of threads. The order of a
+    pass follows from (seed, pass) alone. count: sequences; tokens: without padding."""
 
     def __init__(
         self, windows: FileWindows, files: Sequence[int], which: int, *, sorts: bool = False
     ) -> None:
-        """which: the number of the source, which gives it an order of its own. sorts: make the
-        order by sorting hashes, (count,) int64 in memory, else as a Permutation."""
+        """which: number of the source; each number has an order of its own. sorts: the order is
+        made by sorting hashes, int64 (count,) in memory, else by a Permutation."""
         self._windows, self._files, self._which = windows, list(files), which
         self._make_permutation = hashed_order if sorts else Permutation
         self._edges = np.cumsum([0, *(windows.counts[i] for i in files)])
@@ -292,25 +294,26 @@ class WindowSource:
         return self._make_permutation(self.count, seed, number, self._which)
 
     def spans(self, seed: int, number: int, index: int) -> list[Span]:
-        """The index-th sequence of a pass, which has this number."""
+        """Sequence `index` of pass `number`."""
         chosen = int(self._order(seed, number)[index])
         i = int(np.searchsorted(self._edges, chosen, side="right")) - 1
         return [self._windows.span(self._files[i], chosen - int(self._edges[i]))]
 
     def lengths(self, seed: int, number: int) -> np.ndarray:
-        """Tokens of each sequence of a pass, (count,) int64."""
+        """Tokens of each sequence of a pass, int64 (count,)."""
         order, windows = self._order(seed, number), self._windows
         if not isinstance(order, Permutation):
             return np.concatenate([windows.lengths(i) for i in self._files])[order]
         out = np.full(self.count, windows.seq_len, np.int64)
         for i, edge in zip(self._files, self._edges[1:].tolist(), strict=True):
-            if windows.tail[i]:  # the last window of its file
+            if windows.tail[i]:  # of the last window of the file
                 out[order.place_of(edge - 1)] = windows.tail[i]
         return out
 
 
 class PackedSource:
-    """Documents in rows: as many in each as fit, or one; else as WindowSource."""
+    """Source of sequences: rows of documents, as many in a row as fit, or one. Attributes and
+    methods are those of WindowSource."""
 
     def __init__(self, pieces: Pieces, seq_len: int, which: int, *, alone: bool) -> None:
         """alone: one piece in each row."""
@@ -321,7 +324,7 @@ class PackedSource:
         self._pass = remembered(self._make_pass, _PASSES)
 
     def _make_pass(self, seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Orders of the rows, and of the pieces that fill them: the longest first."""
+        """Orders of the rows, and of the pieces that fill rows: the longest first."""
         rows = hashed_order(self.count, seed, number, 2 * self._which)
         if self._rows is None:
             return rows, _NO_ENDS
@@ -350,7 +353,7 @@ SequenceSource = WindowSource | PackedSource
 
 
 def spans_of(pieces: Pieces, chosen: np.ndarray) -> list[Span]:
-    """The pieces with these numbers, one behind the other."""
+    """Spans of the pieces with these numbers, one behind the other."""
     names = ("file", "start", "length", "goes_on", "first")
     columns = (getattr(pieces, name)[chosen].tolist() for name in names)
     return [
@@ -364,46 +367,46 @@ def spans_of(pieces: Pieces, chosen: np.ndarray) -> list[Span]:
 
 
 class FilesInTurn:
-    """llm.q's order: each epoch shuffles the files, and the windows inside each file. counts:
-    sequences of each part. Any number of threads may ask."""
+    """Plan in llm.q's order: each epoch shuffles the files, and the windows of each file. counts:
+    sequences of each part. For any number of threads."""
 
     def __init__(self, windows: FileWindows) -> None:
         self._windows, self.counts = windows, windows.counts
 
     def parts(self, seed: int, epoch: int) -> np.ndarray:
-        """Numbers of the parts in the order of this epoch, (parts,) int32."""
+        """Numbers of the parts in the order of an epoch, int32 (parts,)."""
         return epoch_order(len(self.counts), seed, epoch, FILE_ORDER)
 
     def spans(self, seed: int, epoch: int, place: int, index: int) -> list[Span]:
-        """The index-th sequence of the part that comes at this place of the epoch."""
+        """Sequence `index` of the part at a place of the epoch."""
         file = int(self.parts(seed, epoch)[place])
         order = epoch_order(self.counts[file], seed, epoch, place)
         return [self._windows.span(file, int(order[index]))]
 
     def lengths(self, seed: int, epoch: int, place: int) -> np.ndarray:
-        """Tokens of each sequence of that part, without padding, in its order, int64."""
+        """Tokens of each sequence of the part at a place, without padding, int64 (sequences,)."""
         file = int(self.parts(seed, epoch)[place])
         lengths = self._windows.lengths(file)
-        if not self._windows.tail[file]:  # all are equally long, so their order does not matter
+        if not self._windows.tail[file]:  # all windows are equally long
             return lengths
         return lengths[epoch_order(self.counts[file], seed, epoch, place)]
 
     def tokens(self) -> int:
-        """Tokens of an epoch without padding, on the average where it ends inside a pass."""
+        """Tokens of an epoch without padding; a mean over epochs where epochs end inside a pass."""
         return self._windows.tokens()
 
 
 class Mixture:
-    """Sources that take turns, each with its share of the epoch, spread evenly over it; else as
-    FilesInTurn.
+    """Plan in which sources take turns, each with a share that is spread evenly over the epoch.
+    Attributes and methods are those of FilesInTurn.
 
-    An epoch has as many sequences as all sources together. A source goes through its own in passes,
-    which epochs continue: no sequence is seen again before all of its source have been. shares:
-    sequences of each source in an epoch.
+    An epoch has as many sequences as all sources together. A source's sequences come in passes,
+    which go on from epoch to epoch: no sequence comes again before all sequences of its source.
+    shares: sequences of each source in an epoch.
     """
 
     def __init__(self, sources: Sequence[SequenceSource], weights: Sequence[float]) -> None:
-        """weights: one for each source, more than 0; they need not add up to 1."""
+        """weights: of each source, above 0, with any sum."""
         self.sources = list(sources)
         self.shares = shares_of(sum(source.count for source in sources), weights)
         self.counts = [sum(self.shares)]
@@ -443,8 +446,8 @@ EpochPlan = FilesInTurn | Mixture
 
 
 def shares_of(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide a number in these proportions, by largest remainders: no share is off by 1 or more.
-    DataError for a share of 0."""
+    """Shares of a number in the proportions of weights, by largest remainders: no share is off by 1
+    or more. DataError for a share of 0."""
     exact = [total * weight / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])

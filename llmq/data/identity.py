@@ -1,4 +1,4 @@
-"""The tokenizer that made some ids, by a fingerprint of what decides them, and a name for people.
+"""Identity of a tokenizer: a fingerprint of everything that decides ids, and a name for people.
 
 `llmq tokenize` writes both into tokenize.json, a run into checkpoints and its model (llmq.json).
 """
@@ -21,7 +21,8 @@ SHARD_NAME = re.compile(r"(train|eval)-(\d{3,})\.(bin|docs|sums|mask)(\.partial)
 
 @dataclass(frozen=True, slots=True)
 class TokenizerId:
-    """Tokenizers of one fingerprint make the same ids of every text, whatever their names are."""
+    """Identity of a tokenizer. Tokenizers with the same fingerprint make the same ids of every
+    text, whatever their names are."""
 
     name: str
     fingerprint: str
@@ -33,12 +34,12 @@ class TokenizerId:
         return self.name if known else f"{self.name} ({self.fingerprint[:8]})"
 
     def record(self) -> dict[str, Any]:
-        """For a JSON file; `from_record` reads it."""
+        """Fields for a JSON file, which `from_record` reads."""
         return asdict(self)
 
     @classmethod
     def from_record(cls, record: Any) -> TokenizerId | None:
-        """Read what `record` returns; None for anything else."""
+        """Identity of a `record`; None for any other value."""
         try:
             found = cls(**record)
         except TypeError:
@@ -49,12 +50,12 @@ class TokenizerId:
 
 
 def noted_tokenizer(folder: Path) -> TokenizerId | None:
-    """The tokenizer that a run of ours has noted in a model directory; None for other models."""
+    """Tokenizer that a run of llmq has noted in a model directory; None for other models."""
     return TokenizerId.from_record(json_object(folder / RUN_FILE).get("tokenizer"))
 
 
 def tokenizers_of_files(pattern: str | Path) -> Iterator[tuple[Path, TokenizerId | None]]:
-    """Every token file that a glob pattern names, and its tokenizer, None if unknown."""
+    """Token files that a glob pattern names, each with its tokenizer, None if unknown."""
     manifests: dict[Path, TokenizerId | None] = {}
     for path in find_token_files(pattern):
         folder = path.parent
@@ -65,6 +66,6 @@ def tokenizers_of_files(pattern: str | Path) -> Iterator[tuple[Path, TokenizerId
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """tokenize.json of a folder that `llmq tokenize` has written into, {} of any other one."""
+    """tokenize.json of a folder that `llmq tokenize` has written into; {} of any other folder."""
     manifest = json_object(folder / MANIFEST)
     return manifest if {"complete", "options", "splits", "inputs"} <= manifest.keys() else {}

@@ -1,10 +1,10 @@
 """Batches for one rank: shuffled, sharded over ranks, read ahead, resumable at any batch.
 
-The order is that of an `EpochPlan`: parts of an epoch, and sequences in each. A group is
-`world_size` consecutive sequences of a part, one per rank; a batch is `micro_batch` groups, which
-may come from two or more parts. A part's last, incomplete group and an epoch's last, incomplete
-batch are filled up, or left out (--drop-last, in training). Every position is therefore plain
-arithmetic on (epoch, part, sequence): resuming costs one shuffle and reads no data.
+An `EpochPlan` has the order: parts of an epoch, and sequences of each part. A group is `world_size`
+consecutive sequences of a part, one per rank; a batch is `micro_batch` groups, perhaps of several
+parts. A part's incomplete last group and an epoch's incomplete last batch are filled up, or left
+out (--drop-last, in training). Every position is therefore arithmetic on (epoch, part, sequence):
+resuming costs one shuffle and reads no data.
 
 By default the sequences of all files are one part. A file of n tokens has (n - 1) // T sequences
 of T input tokens, whose targets are the same tokens shifted by one.
@@ -36,10 +36,9 @@ _STATE |= {"file_name": str, "files": str}
 
 @dataclass(frozen=True, slots=True)
 class _EpochPlace:
-    """The place where the next group starts: a part of the epoch and a sequence of it. The names
-    are those of llm.q, where a part is a file and a sequence a chunk of it. chunk_index counts the
-    sequences of the part that are done, at most all of them, so that it fits any number of
-    ranks."""
+    """Place of the next group: a part of the epoch, and a sequence of the part. Names are llm.q's,
+    where a part is a file and a sequence a chunk. chunk_index counts the done sequences of the
+    part, at most all of them, so that a place fits any number of ranks."""
 
     epoch: int = 0
     file_index: int = 0
@@ -47,11 +46,11 @@ class _EpochPlace:
 
 
 class DataLoader(Closing):
-    """Batches of rank `rank` out of `world_size`, read ahead by a thread of its own.
+    """Loader of the batches of rank `rank` out of `world_size`, which reads ahead in a thread.
 
     data: the files and the plan of their epochs, which loaders of several ranks share.
-    batches_per_epoch: how many batches one epoch yields.
-    Attributes may be read at any time; the methods are for one thread.
+    batches_per_epoch: number of batches of an epoch. Attributes may be read at any time; methods
+    are for one thread.
     """
 
     def __init__(
@@ -71,15 +70,15 @@ class DataLoader(Closing):
         prefetch: int = 4,
         **reading: Any,
     ) -> None:
-        """files: glob pattern(s). seed: uint64. vocab_size: the model's. prefetch: batches ahead.
+        """files: glob patterns. seed: uint64. vocab_size: of the model. prefetch: batches read
+        ahead.
 
-        everything: as of DataSet, for validations. drop_last: leave out incomplete groups and
-        batches instead of filling them up with sequences that are read elsewhere, too, so that no
-        other values arise in the model, and whose targets are masked.
-        split: the side of the files that is read; None: all of them. layout: how documents become
-        sequences; None: windows of all files, shuffled together. reading: inputs, scores, labels
-        and pad as of RowReader; sidecars need not be there before the first batch is asked for.
-        Every file is checked here; DataError if one is damaged or all together hold no batch.
+        everything: as of DataSet, for validation. drop_last: leave out incomplete groups and
+        batches; else they are filled up with sequences that are read elsewhere, too, so that no
+        other values arise in the model, and whose targets are masked. split: sequences of the
+        files; None: all. layout: of sequences; None: windows of all files, shuffled together.
+        reading: inputs, scores, labels and pad as of RowReader; sidecars need not exist before the
+        first batch is read. DataError for damaged files, or files without a batch.
         """
         if not (seq_len > 0 and micro_batch > 0 and prefetch > 0 and 0 <= rank < world_size):
             raise ValueError(
@@ -105,15 +104,15 @@ class DataLoader(Closing):
         self._start(rank)
 
     def of_rank(self, rank: int) -> DataLoader:
-        """A loader for another rank, at the beginning, of the same files and the same plan."""
+        """Loader for another rank, at the beginning, with the same files and the same plan."""
         other = copy.copy(self)
         other._start(rank)
         return other
 
     def _start(self, rank: int) -> None:
         self.rank = rank
-        self._position = _EpochPlace()  # the batch that next_batch returns next
-        self._ahead: _EpochPlace | None = self._position  # the batch to read next; None: end
+        self._position = _EpochPlace()  # of the batch that next_batch returns next
+        self._ahead: _EpochPlace | None = self._position  # of the batch to read next; None: end
         self._pending: deque[tuple[Future, _EpochPlace]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"loader-{rank}")
         data = self.data
@@ -127,7 +126,7 @@ class DataLoader(Closing):
 
     @property
     def files(self) -> list[TokenFile]:
-        """The checked token files in sorted order."""
+        """Checked token files in sorted order."""
         return self.data.files
 
     @property
@@ -136,7 +135,7 @@ class DataLoader(Closing):
         return self.data.total_tokens
 
     def _parts(self, count: int, size: int) -> int:
-        """Parts of this size that `count` things make."""
+        """Number of groups of `size` in `count`; an incomplete group counts unless dropped."""
         return count // size if self._drop_last else -(-count // size)
 
     def _too_short(self) -> DataError:
@@ -154,11 +153,11 @@ class DataLoader(Closing):
         )
 
     def sequences(self, batches: int) -> int:
-        """How many sequences the first batches of the current epoch hold on all ranks."""
+        """Number of sequences in the first batches of the current epoch, on all ranks."""
         return sum(count for _, count in self._taken(batches))
 
     def tokens(self, batches: int) -> int:
-        """Tokens in these sequences, without padding."""
+        """Number of tokens in these sequences, without padding."""
         plan = self.data.plan
         return sum(
             int(plan.lengths(self.seed, self.epoch, place)[:count].sum())
@@ -166,7 +165,7 @@ class DataLoader(Closing):
         )
 
     def _taken(self, batches: int) -> Iterator[tuple[int, int]]:
-        """Each part's place in the epoch, and how many of its sequences the batches take."""
+        """Place of each part in the epoch, and number of the part's sequences in the batches."""
         left = batches * self.micro_batch
         for place, part in enumerate(self._order(self.epoch)):
             yield place, min(self._counts[part], min(left, self._groups[part]) * self.world_size)
@@ -174,12 +173,12 @@ class DataLoader(Closing):
 
     @property
     def epoch(self) -> int:
-        """The current epoch, from 0."""
+        """Number of the current epoch, from 0."""
         return self._position.epoch
 
     @property
     def batches_left(self) -> int:
-        """Batches that the current epoch still has."""
+        """Number of batches left in the current epoch."""
         at = self._position
         order = self._order(at.epoch)
         here = order[at.file_index : at.file_index + 1]
@@ -190,20 +189,20 @@ class DataLoader(Closing):
 
     @property
     def passed(self) -> float:
-        """The part of the current epoch's sequences that was handed out, 0 to 1."""
+        """Fraction of the current epoch's sequences that was handed out, 0 to 1."""
         done = self.batches_per_epoch - self.batches_left
         return self.sequences(done) / self.sequences(self.batches_per_epoch)
 
     @property
     def unused_files(self) -> int:
-        """Files that no epoch reads, because they lack a sequence for every rank."""
+        """Number of files that no epoch reads, without a sequence for every rank."""
         in_turn = isinstance(self.data.plan, FilesInTurn)
         return self._groups.count(0) if in_turn else self.data.empty_files
 
     def next_batch(self) -> Batch:
-        """The next batch, arrays of (micro_batch, seq_len) int32; masked targets are -100.
-        DataError, at every further call too, if the data cannot be read or holds an id outside the
-        vocabulary. RuntimeError at the end of the epoch."""
+        """Next batch, arrays int32 (micro_batch, seq_len); masked targets are -100. DataError, at
+        every further call too, for data that cannot be read, or an id outside the vocabulary.
+        RuntimeError at the end of the epoch."""
         self._read_ahead()
         if not self._pending:
             raise RuntimeError(
@@ -217,7 +216,7 @@ class DataLoader(Closing):
         return batch
 
     def advance_epoch(self) -> None:
-        """Go to the start of the next epoch, whatever is left of this one."""
+        """Go to the start of the next epoch from any place of the current epoch."""
         self._move(_EpochPlace(epoch=self.epoch + 1))
 
     def reset(self) -> None:
@@ -225,7 +224,7 @@ class DataLoader(Closing):
         self._move(_EpochPlace())
 
     def state(self) -> dict[str, Any]:
-        """JSON types with which `set_state` goes on after the last batch that was handed out."""
+        """State behind the last batch that was handed out, of JSON types, for `set_state`."""
         at = self._position
         names = [file.path.name for file in self.files]
         in_turn = isinstance(self.data.plan, FilesInTurn)
@@ -242,8 +241,8 @@ class DataLoader(Closing):
         return state if self.data.order is None else state | {"order": self.data.order}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go to where `state` was taken, on any number of ranks. Reads no data. DataError if the
-        state belongs to other files, another sequence length, or another order of them."""
+        """Go to the place of a `state`, on any number of ranks, without reading data. DataError for
+        a state of other files, another sequence length, or another order."""
         if wrong := [name for name, kind in _STATE.items() if type(state.get(name)) is not kind]:
             raise DataError(
                 f"the checkpoint does not say where the training data was ({wrong[0]} is "
@@ -268,7 +267,7 @@ class DataLoader(Closing):
                 f"'{state['file_name']}' with sequences of {state['seq_len']} tokens: restore the "
                 "old one, or pass --new-data to start the data from its beginning"
             )
-        # Names and sizes are the same, so damage may have been mended.
+        # Names and sizes are the same: a damaged file may have been replaced.
         if self.rank == 0 and state.get("contents", self.data.contents) != self.data.contents:
             warn(
                 "the content of the training files changed since the checkpoint: the run goes "
@@ -281,7 +280,7 @@ class DataLoader(Closing):
                 "does not exist: pass --new-data to start the data from its beginning"
             )
         self.seed = state["seed"]
-        # Older versions counted an incomplete group as a full one, past the end of its part.
+        # Older versions counted an incomplete group as a full group, past the end of the part.
         done = min(done, self._counts[self._order(epoch)[place]])
         self._move(_EpochPlace(epoch, place, done))
 
@@ -295,7 +294,7 @@ class DataLoader(Closing):
         return self.data.plan.parts(self.seed, epoch)
 
     def _move(self, position: _EpochPlace) -> None:
-        """Drop what was read ahead and go on from `position`."""
+        """Drop batches that were read ahead, and go on from `position`."""
         for future, _ in self._pending:
             future.cancel()
         self._pending.clear()
@@ -311,8 +310,8 @@ class DataLoader(Closing):
                 self._pending.append((future, self._ahead))
 
     def _plan_batch(self, at: _EpochPlace) -> tuple[list[tuple[int, int]], _EpochPlace | None]:
-        """(file_index, chunk_index) of the next groups, B or less, and the place after them. The
-        place is None if the epoch has no batch left."""
+        """(file_index, chunk_index) of the next groups, micro_batch or fewer, and the place behind
+        these groups; None if the epoch has no batch left."""
         order = self._order(at.epoch)
         file_index, chunk_index = at.file_index, at.chunk_index
         rows: list[tuple[int, int]] = []
@@ -330,7 +329,7 @@ class DataLoader(Closing):
         return rows, _EpochPlace(at.epoch, file_index, chunk_index)
 
     def _read_batch(self, seed: int, epoch: int, groups: list[tuple[int, int]]) -> Batch:
-        """Read this rank's sequence of each group. Runs on the reading thread, in order."""
+        """Batch of this rank's sequence of each group. Runs on the reading thread, in order."""
         plan, order = self.data.plan, self._order(epoch)
         rows: list[list[Span]] = []
         counted = []

@@ -1,9 +1,9 @@
-"""Documents become pieces of at most a sequence's length, and pieces rows, by best fit.
+"""Packing: documents become pieces of at most a sequence's length, and pieces rows, by best fit.
 
-Best-fit decreasing: from the longest piece to the shortest, each goes into the row in which it
-leaves the least room, or into a new one. Pieces of one length are alike, so rows are filled for all
-of a length at once: the time depends on the number of lengths and kinds of rows, not of documents.
-Each epoch draws anew which document of a length comes where.
+Best-fit decreasing: from the longest piece to the shortest, each piece goes into the row in which
+the least room is left, or into a new row. Pieces of a length are alike, and rows are filled with
+all pieces of a length at once: the time depends on the number of lengths and of kinds of rows, not
+on the number of documents. Each epoch draws anew the place of each document among equal lengths.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Parts of documents, each of at most seq_len tokens; arrays of (n,).
+    """Pieces of documents, each of at most seq_len tokens; arrays (n,).
 
-    file: int32, its number; start: int64, the position in it; length: int32, in tokens. goes_on:
-    bool, whether the document has a token behind the piece, which its last token then predicts.
-    first: int32, of a pair of documents the tokens of the first one; 0: it is one document.
-    documents: how many; cut: those that have several pieces or lost their last token as an input.
+    file: int32, number of the file. start: int64, position in the file. length: int32, tokens.
+    goes_on: bool, the document has a token behind the piece, which the piece's last token predicts.
+    first: int32, tokens of the first document of a pair; 0 for a single document. documents: number
+    of documents. cut: documents of several pieces, or without their last token as an input.
     """
 
     file: np.ndarray
@@ -37,7 +37,7 @@ class Pieces:
         return len(self.length)
 
     def only(self, chosen: np.ndarray) -> Pieces:
-        """The pieces where `chosen` (n,) bool is True."""
+        """Pieces where `chosen`, bool (n,), is True."""
         names = ("file", "start", "length", "goes_on", "first")
         return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
@@ -47,16 +47,16 @@ class Pieces:
 
     @property
     def fingerprint(self) -> str:
-        """Checksums of all arrays."""
+        """Checksums of all arrays, as text."""
         arrays = (self.file, self.start, self.length, self.goes_on)
         arrays += (self.first,) if self.first.any() else ()
         return " ".join(str(zlib.crc32(array)) for array in arrays)
 
 
 def cut_documents(file: int, starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
-    """Cut documents of one file into pieces of seq_len tokens and a last one of the rest. starts,
-    lengths: (n,) int64. Every token but a document's first is predicted by one token of one piece.
-    A document's last token that would be alone is no piece: it has nothing to predict."""
+    """Pieces of documents of one file, each of seq_len tokens, with a shorter last piece. starts,
+    lengths: int64 (n,). Every token but a document's first is predicted by one token of one piece.
+    A single last token is no piece, because it has nothing to predict."""
     counts = -(-np.maximum(lengths - 1, 0) // seq_len)
     document = np.repeat(np.arange(len(lengths)), counts)
     first = np.cumsum(counts) - counts
@@ -75,8 +75,8 @@ def cut_documents(file: int, starts: np.ndarray, lengths: np.ndarray, seq_len: i
 
 
 def whole_pairs(file: int, starts: np.ndarray, lengths: np.ndarray, first: np.ndarray) -> Pieces:
-    """Pairs of documents of one file, each of which is one piece. starts, lengths: (n,) int64, of
-    both together. first: (n,), tokens of the first document."""
+    """Pieces of pairs of documents of one file, a piece for each pair. starts, lengths: int64 (n,),
+    of both documents together. first: (n,), tokens of the first document."""
     return Pieces(
         file=np.full(len(starts), file, np.int32),
         start=starts,
@@ -89,7 +89,7 @@ def whole_pairs(file: int, starts: np.ndarray, lengths: np.ndarray, first: np.nd
 
 
 def joined(parts: Sequence[Pieces]) -> Pieces:
-    """All pieces of several parts, of which there may be none."""
+    """Pieces of several parts, or of none."""
     types = {
         "file": np.int32,
         "start": np.int64,
@@ -106,9 +106,9 @@ def joined(parts: Sequence[Pieces]) -> Pieces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """The pieces of each row; pieces are numbered from the longest to the shortest. slots: (n,)
-    int32, the pieces of row 0, then those of row 1, …; edges: (rows + 1,) int64, the place in it
-    where each row begins."""
+    """Rows of pieces, which are numbered from the longest to the shortest. slots: int32 (n,), the
+    pieces of row 0, then the pieces of row 1, …. edges: int64 (rows + 1,), the place in slots where
+    each row begins."""
 
     slots: np.ndarray
     edges: np.ndarray
@@ -118,7 +118,7 @@ class Rows:
 
 
 def best_fit(lengths: np.ndarray, seq_len: int) -> Rows:
-    """Fill rows of seq_len tokens with pieces of these lengths (n,), 1 to seq_len each."""
+    """Rows of seq_len tokens, filled with pieces of these lengths (n,), 1 to seq_len each."""
     counts = np.bincount(lengths, minlength=seq_len + 1)
     row_of = np.empty(len(lengths), np.int32)
     filler = _Filler(seq_len, row_of)
@@ -130,10 +130,10 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> Rows:
 
 
 class _Filler:
-    """Rows that are being filled, ordered by the room that is left in them."""
+    """Rows that are filled, by the room that is left in a row."""
 
     def __init__(self, seq_len: int, row_of: np.ndarray) -> None:
-        """row_of: gets the row of each piece, in the order in which pieces are placed."""
+        """row_of: receives the row of each piece, in the order in which pieces are placed."""
         self.seq_len, self.row_of = seq_len, row_of
         self.rows = self._placed = 0
         self._with_room: list[list[np.ndarray]] = [[] for _ in range(seq_len + 1)]
@@ -151,7 +151,7 @@ class _Filler:
                 new = -(-count // (room // length))
                 rows = np.arange(self.rows, self.rows + new, dtype=np.int32)
                 self.rows += new
-            # After a piece its row has the least room, so the next one of this length goes there.
+            # Behind a piece, its row has the least room: the next piece of this length goes there.
             each = room // length
             full = min(len(rows), count // each)
             self._emit(np.repeat(rows[:full], each))

@@ -1,7 +1,6 @@
-"""Small public data that `llmq data` fetches: where each lies, and what its bytes are.
+"""Small public data sets that `llmq data` fetches, each a file of one commit of a repository.
 
-A file is that of one commit, and is known by the hash that git has of it: another content, on the
-way or in the place that it comes from, is refused.
+git's hash of the file's content is known: a file with another content is refused.
 """
 
 import hashlib
@@ -20,8 +19,8 @@ FOLDER = Path("data")
 
 @dataclass(frozen=True, slots=True)
 class PublicSet:
-    """file: as REPOSITORY/COMMIT/PATH. blob: git's hash of it. task: of `llmq eval`; else it is
-    text or conversations, for token files. about: what it is, and its license."""
+    """Public data set. file: REPOSITORY/COMMIT/PATH. blob: git's hash of the content. task: for
+    `llmq eval`; else text or conversations, for token files. about: description and license."""
 
     file: str
     blob: str
@@ -47,11 +46,11 @@ SETS = {
         task=True,
     ),
 }
-"""By the name that `llmq data` takes."""
+"""Data sets by the name that `llmq data` takes."""
 
 
 def public_set(name: str) -> PublicSet:
-    """The set of this name. ConfigError lists them."""
+    """Data set of this name. ConfigError for an unknown name lists all data sets."""
     if name not in SETS:
         known = [f"  {each}: {found.about}" for each, found in SETS.items()]
         raise ConfigError(f"no public data are called '{name}'; there are", known)
@@ -59,19 +58,19 @@ def public_set(name: str) -> PublicSet:
 
 
 def maker(pattern: str) -> str | None:
-    """The command that makes token files of this pattern, where it is of such a set."""
+    """Command that makes the token files of a pattern; None for a pattern of no public data set."""
     within = PurePosixPath(pattern).parent.name
     return next((f"llmq data {name}" for name in SETS if within == f"{name}-qwen"), None)
 
 
 def file_of(name: str) -> Path:
-    """The path at which the file of a set is kept."""
+    """Path at which the file of a data set is kept."""
     return FOLDER / f"{name}{PurePosixPath(SETS[name].file).suffix}"
 
 
 def fetch(name: str) -> Path:
-    """See that the file of a set is there, and return where. ConfigError where it cannot be had, or
-    has another content than was published."""
+    """Download the file of a data set unless it is there; returns the path. ConfigError if the
+    download fails, or the content is not the published content."""
     wanted, file = SETS[name], file_of(name)
     if file.is_file() and blob_hash(file.read_bytes()) == wanted.blob:
         return file
@@ -96,5 +95,5 @@ def fetch(name: str) -> Path:
 
 
 def blob_hash(content: bytes) -> str:
-    """The name that git gives a file of this content."""
+    """git's hash of a file's content, in hex."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -1,4 +1,4 @@
-"""Spans of token files become the rows of a batch: inputs, targets, and where documents start."""
+"""Reading of spans of token files as rows of a batch: inputs, targets, and starts of documents."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ _OPEN_FILES = 16  # kept open by one reader
 
 
 class Span(NamedTuple):
-    """Tokens of a file that stand beside each other in a row. goes_on: whether their last token
-    predicts the one behind them. ends: rising from 1 to length, how many of them come before each
-    end of a document, as far as known."""
+    """Span of tokens of a file, beside each other in a row. goes_on: the last token predicts the
+    token behind the span. ends: rising from 1 to length, tokens of the span in front of each known
+    end of a document."""
 
     file: int
     start: int
@@ -29,8 +29,8 @@ class Span(NamedTuple):
 
 
 def documents_of(spans: Sequence[Span], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions where documents of a row start, in any order, and where some end, int64. Padding
-    counts as a document."""
+    """Positions of a row where documents start, in any order, and where documents end, int64 each.
+    Padding counts as a document."""
     edges = np.cumsum([0, *(span.length for span in spans)])
     pairs = zip(spans, edges[:-1].tolist(), strict=True)
     ends = np.array([at + end for span, at in pairs for end in span.ends], np.int64)
@@ -39,7 +39,7 @@ def documents_of(spans: Sequence[Span], seq_len: int) -> tuple[np.ndarray, np.nd
 
 
 class RowReader:
-    """Reads rows of seq_len tokens. For one thread."""
+    """Reader of rows of seq_len tokens, for one thread."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class RowReader:
         labels: int = 0,
         pad: int | None = None,
     ) -> None:
-        """paths: the files, as spans number them. document_mask: whether batches have starts.
+        """paths: files, as spans number them. document_mask: batches have starts of documents.
         inputs: named arrays of batches, from sidecars of the files; with PAIRS each span is a pair
-        of documents. scores: the folder of `.scores` files. labels: of a score head, which reads
-        the last token of each document but those of id pad; targets are labels, which stand behind
-        documents, of pairs 0. 0: targets are tokens.
+        of documents. scores: folder of `.scores` files. labels: number of labels of a score head,
+        which reads each document's last token with another id than `pad`: targets are labels, which
+        stand behind documents, or 0 for pairs. 0: targets are tokens.
         """
         self._paths, self.seq_len, self.vocab_size = paths, seq_len, vocab_size
         self.document_mask, self.inputs = document_mask, tuple(inputs)
@@ -66,9 +66,9 @@ class RowReader:
         self._open: OrderedDict[int, tuple[TokenFile, list[Column]]] = OrderedDict()
 
     def read(self, rows: Sequence[Sequence[Span]], counted: Sequence[bool], size: int) -> Batch:
-        """Read a batch of `size` rows; missing rows repeat the first one, all masked. counted:
-        whether a row is to be learned. DataError for files that cannot be read, and ids outside the
-        vocabulary."""
+        """Batch of `size` rows; missing rows repeat the first row, all masked. counted: for each
+        row, True if its targets are trained. DataError for files that cannot be read, and ids
+        outside the vocabulary."""
         inputs = np.empty((size, self.seq_len), np.int32)
         targets = np.full_like(inputs, MASKED_TARGET)
         starts = np.zeros_like(inputs) if self.document_mask else None
@@ -96,13 +96,13 @@ class RowReader:
         starts: np.ndarray | None,
         named: Mapping[str, np.ndarray],
     ) -> int:
-        """Fill a row of each array, (seq_len, ...); returns how many tokens the row has. Only
-        reading goes span by span: a row may have hundreds."""
+        """Fill a row of each array, (seq_len, ...); returns the number of tokens in the row. Only
+        reading goes span by span, because a row may have hundreds of spans."""
         tokens, counts, columns = self._read_spans(spans)
         lengths = np.array([span.length for span in spans])
         goes_on = np.array([span.goes_on for span in spans])
         filled = int(lengths.sum())
-        # Each input has this place among the tokens read; its target is the token behind it.
+        # Place of each input among the tokens read; the target is the token behind this place.
         places = np.arange(filled) + np.repeat(np.cumsum(goes_on) - goes_on, lengths)
         inputs[:filled] = tokens[places]
         targets[:filled] = tokens[places + 1]
@@ -139,9 +139,9 @@ class RowReader:
         targets: np.ndarray,
         partner: np.ndarray,
     ) -> None:
-        """Fill a row's `partner`, (seq_len,), from masks of the first tokens of documents; with a
-        score head also its targets: label 0 behind each document."""
-        edges = np.cumsum([0, *(span.length for span in spans)])  # of tokens too: no span goes on
+        """Fill a row's `partner`, (seq_len,), by masks of the first tokens of documents; with a
+        score head also the row's targets: label 0 behind each document."""
+        edges = np.cumsum([0, *(span.length for span in spans)])  # also of tokens: no span goes on
         for begin, span in zip(edges[:-1].tolist(), spans, strict=True):
             middle, end = (begin + length for length in span.ends)
             preferred, other = np.where(counts[[begin, middle]], 1, -1)
@@ -156,8 +156,8 @@ class RowReader:
     def _read_spans(
         self, spans: Sequence[Span]
     ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
-        """Tokens of spans, int32, with one more at the end; whether to predict each, None where all
-        are; and the elements of each input's column."""
+        """Tokens of spans, int32 (n,), with one token more at the end; bool (n,), True for tokens
+        that are trained, None if all are; and elements (n, ...) of each input's column."""
         sizes = [span.length + span.goes_on for span in spans]
         tokens = np.zeros(sum(sizes) + 1, "<i4")
         counts: np.ndarray | None = None
@@ -168,8 +168,8 @@ class RowReader:
             file.read_tokens_into(span.start, tokens[at : at + size])
             if file.has_masks:
                 counts = np.ones(len(tokens), bool) if counts is None else counts
-                # The bit of the target token itself decides, so that the first token of an answer
-                # is trained and the token after its end is not.
+                # The target token's own bit decides, so that the first token of an answer is
+                # trained, and the token behind the answer is not.
                 counts[at : at + size] = file.read_mask(span.start, size)
             for column, elements in zip(opened, columns, strict=True):
                 elements[at : at + size] = column.read(span.start, size)
@@ -225,6 +225,6 @@ class RowReader:
             each.close()
 
     def close(self) -> None:
-        """Close the files; the next read opens them again."""
+        """Close all files, which the next read opens again."""
         while self._open:
             self._close_one()

@@ -1,31 +1,31 @@
-"""The `.scores` file of a token file: what a model thinks of each token.
+"""The `.scores` file of a token file: log-probabilities of a model for each token.
 
     offset 0     8 bytes  b"BIN.SCR\n"
            8     int32    version, 1
-          12     int32    bytes of what describes it
+          12     int32    bytes of the JSON description
           16     int64    number of tokens of the token file
           24     int64    units (documents or pairs) that are done, -1 = all
-          32     JSON     describes it: see `Scored`
-        4096     n records  one of each token
+          32     JSON     description, a `Scored`
+        4096     n records  one for each token
 
-With top_k = 0 a record is a float32, the log-probability of the token behind those of its document
-before it: 0 where the token file masks it, NaN where it has none. Else it is of the k most likely
-tokens in its place, as the end of this page says.
+With top_k = 0 a record is a float32, the log-probability of the token behind the tokens of its
+document in front: 0 where the token file masks the token, NaN where nothing predicts it. With
+top_k = k a record has the k most likely tokens at a place, in the layout below.
 
-Everything is little-endian. `mine-train.scores` is of `mine/train.bin`, in a folder of all scores;
-beside it lies `mine-train.scores.sums` with checksums of its pieces, as token files have them.
+All numbers are little-endian. `mine-train.scores` is of `mine/train.bin`, in a folder of all
+scores; beside it is `mine-train.scores.sums` with checksums of pieces, as of token files.
 
-A record of a teacher's k largest probabilities of one token takes 3 k + 8 bytes: 200 for 64.
+A record of the k largest probabilities at a place takes 3 k + 8 bytes: 200 for k = 64.
 
-    k uint16     the lower halves of their ids, which rise
-    k uint8      their log-probabilities: c stands for -deepest * (c / 255)^2
-    4 uint8      how many of the ids are below 65536, 2 * 65536, 3 * 65536; 0
+    k uint16     lower halves of ids, which rise
+    k uint8      log-probabilities: code c stands for -deepest * (c / 255)^2
+    4 uint8      number of ids below 65536, 2 * 65536, 3 * 65536; 0
     float16      deepest: the smallest log-probability without its sign
-    uint16       65535 * what all other tokens have together
+    uint16       65535 * the probability of all other tokens together
 
 The square makes likely tokens exact: the step at a log-probability of -0.1 is 0.01 where the
-deepest is -16. A reader scales the codes so that everything adds up to 1, and gives all other
-tokens 2^-16 at least.
+deepest is -16. A reader scales probabilities to a sum of 1, with at least 2^-16 for all other
+tokens.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ from llmq.data.tokens import TokenFile
 
 MOST = 255
 LARGEST_ID = 4 << 16
-LEAST_REST = 2.0**-16  # of what a reader takes all other tokens to have together
+LEAST_REST = 2.0**-16  # probability of all other tokens together, at least
 _LEVELS = 255
 
 
 def record_bytes(k: int) -> int:
-    """Bytes of a record of k probabilities."""
+    """Number of bytes of a record of k probabilities."""
     return 3 * k + 8
 
 
 def encoded(told: np.ndarray) -> np.ndarray:
-    """Records (n, bytes) uint8 of told (n, 2 k) float32: ids, rising, as the bits of int32, and
+    """Records uint8 (n, bytes) of told float32 (n, 2 k): rising ids, as the bits of int32, and
     log-probabilities."""
     n, k = len(told), told.shape[1] // 2
     ids = np.ascontiguousarray(told[:, :k]).view(np.int32)
     logs = np.minimum(told[:, k:], 0)
-    # The next larger one of float16, so that no log-probability is below what codes stand for.
+    # The next larger float16, so that no log-probability is below the range of codes.
     deepest = np.maximum(-logs.min(axis=1), 2.0**-14)
     deepest = np.nextafter(deepest.astype(np.float16), np.float16(np.inf))
     codes = np.rint(_LEVELS * np.sqrt(-logs / deepest.astype(np.float32)[:, None]))
@@ -81,8 +81,8 @@ def encoded(told: np.ndarray) -> np.ndarray:
 
 
 def decoded(records: np.ndarray) -> np.ndarray:
-    """The opposite of `encoded`, (n, 2 k) float32; log-probabilities are NaN where all bits are 1:
-    where nothing was written."""
+    """Inverse of `encoded`, float32 (n, 2 k); log-probabilities are NaN for records of 1 bits,
+    which were never written."""
     n, k = len(records), (records.shape[1] - 8) // 3
     low, codes, below, tail = np.split(records, [2 * k, 3 * k, 3 * k + 4], axis=1)
     places = np.arange(k)
@@ -111,11 +111,11 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """The content that scores are of, and what made them.
+    """Description of scores: their tokens, and the model that has made them.
 
-    model: `BaseId.record`. tokens, num_bytes, sample: of the token file. tokenizer: as the data
-    have it; None if unknown. seq_len: the longest unit scored as a whole. top_k: tokens with a
-    probability in each place; 0: the one that is there.
+    model: `BaseId.record`. tokens, num_bytes, sample: of the token file. tokenizer: of the token
+    file, None if unknown. seq_len: the longest unit that is scored as a whole. top_k: tokens with a
+    probability at each place; 0: only the token of the file.
     """
 
     model: dict[str, Any]
@@ -128,7 +128,7 @@ class Scored:
 
     @classmethod
     def of(cls, file: TokenFile, model: dict[str, Any], seq_len: int, top_k: int = 0) -> Scored:
-        """The content of a model's scores of a token file."""
+        """Description of a model's scores of a token file."""
         ((_, made),) = tokenizers_of_files(file.path)
         return cls(
             model=model,
@@ -142,26 +142,26 @@ class Scored:
 
     @property
     def record(self) -> np.dtype:
-        """A record of the file."""
+        """Dtype of a record."""
         return _SCORE if not self.top_k else np.dtype((np.uint8, record_bytes(self.top_k)))
 
     @property
     def name(self) -> str:
-        """The model's, for messages."""
+        """Name of the model, for messages."""
         return str(self.model.get("name"))
 
 
 def scores_path(folder: Path, token_file: Path) -> Path:
-    """The path of a token file's scores in a folder: MINE-X.scores for MINE/X.bin."""
+    """Path of a token file's scores in a folder: MINE-X.scores for MINE/X.bin."""
     folder_name = token_file.absolute().parent.name
     return folder / f"{folder_name}-{token_file.name.removesuffix('.bin')}{SUFFIX}"
 
 
 class ScoreFile:
-    """The scores of one token file, for one thread."""
+    """Scores of a token file, for one thread."""
 
     def __init__(self, path: Path) -> None:
-        """DataError if they are damaged, not complete, or no such file."""
+        """DataError for a file that is missing, damaged, not complete, or of another format."""
         self.path = path
         self._file: BinaryIO | None = None
         try:
@@ -187,7 +187,7 @@ class ScoreFile:
         self._checksums = Checksums.of(path)
 
     def check(self, file: TokenFile, top_k: int = 0) -> None:
-        """Raise DataError unless the scores are of this token file, and as many of each token."""
+        """Raise DataError unless the scores are of this token file, with top_k tokens a place."""
         if self.scored.top_k != top_k:
             kinds = (f"{k} probabilities" if k else "one score" for k in (self.scored.top_k, top_k))
             raise DataError(
@@ -210,8 +210,8 @@ class ScoreFile:
             )
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Scores [start, start + count), (count,) float32, with top_k (count, 2 top_k): ids, as the
-        bits of int32, and log-probabilities. DataError where they are damaged."""
+        """Scores of the tokens [start, start + count), float32 (count,); with top_k float32
+        (count, 2 top_k): ids, as the bits of int32, and log-probabilities. DataError for damage."""
         out = np.empty(count, self._record)
         at = HEADER_BYTES + self._record.itemsize * start
         with read_errors(self.path):
@@ -227,7 +227,7 @@ class ScoreFile:
 
 
 def read_header(path: Path, header: bytes) -> tuple[int, Scored]:
-    """Units that are done, and what the scores are of. DataError if it is no such file."""
+    """Number of done units, and the description, of a header. DataError for another file."""
     if not header.startswith(MAGIC) or len(header) < HEADER_BYTES:
         raise DataError(f"'{path}' has no scores: `llmq score` writes such files")
     _, version, size, _, done = _FIELDS.unpack_from(header)
@@ -240,11 +240,11 @@ def read_header(path: Path, header: bytes) -> tuple[int, Scored]:
 
 
 class ScoreWriter(PartialFile):
-    """Writes one `.scores` file to `partial_path`, in the order of the units; goes on with what an
-    interrupted run has left of the same. done: units that are on the disk."""
+    """Writer of a `.scores` file, in the order of units, which resumes the partial file of an
+    interrupted run with the same description. done: units that are on the disk."""
 
     def __init__(self, path: Path, scored: Scored, *, overwrite: bool = False) -> None:
-        """DataError for scores of something else, complete or not, unless with overwrite."""
+        """overwrite: remove scores that are there; else DataError for another description."""
         self.path, self.scored, self.done = path, scored, 0
         self._record = scored.record
         text = json.dumps(asdict(scored)).encode()
@@ -259,7 +259,7 @@ class ScoreWriter(PartialFile):
         if found is not None:
             self.done = self._known(found)
         with disk_errors(partial):
-            if self.done == COMPLETE:  # a killed run may have left out the last acts of `close`
+            if self.done == COMPLETE:  # a run may have been killed before the end of `close`
                 if found == partial or not checksums_path(path).exists():
                     self._publish(found)
                 return
@@ -272,8 +272,8 @@ class ScoreWriter(PartialFile):
                     self._file.write(nothing[: count * self._record.itemsize])
 
     def _known(self, there: Path) -> int:
-        """Number of units that a score file of the same content has done; 0 for a partial file that
-        a kill, a full disk or a loss of power has cut off."""
+        """Number of done units in a score file of the same description; 0 for a partial file that
+        a kill, a full disk or a loss of power has cut off. DataError for another file."""
         with read_errors(there), open_file(there) as file:
             header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
         try:
@@ -299,14 +299,14 @@ class ScoreWriter(PartialFile):
         return (_FIELDS.pack(*fields) + self._text).ljust(HEADER_BYTES, b"\0")
 
     def write(self, start: int, scores: np.ndarray) -> None:
-        """Put scores at the tokens [start, start + n): arrays as `ScoreFile.read` returns them."""
+        """Write scores of the tokens [start, start + n), in an array as of `ScoreFile.read`."""
         coded = encoded(scores) if self.scored.top_k else scores.astype(_SCORE)
         with disk_errors(self.path):
             self._file.seek(HEADER_BYTES + self._record.itemsize * start)
             self._file.write(coded.tobytes())
 
     def save(self, done: int) -> None:
-        """Force everything to the disk, of which so many units are done."""
+        """Force all scores to the disk, then the number of done units."""
         with disk_errors(self.path):
             self.sync()
             self._file.seek(0)
@@ -315,18 +315,18 @@ class ScoreWriter(PartialFile):
         self.done = done
 
     def close(self) -> None:
-        """Complete the file: give it checksums, then its name, which says that all is done."""
+        """Complete the file: write checksums, then give the file its name."""
         self.save(COMPLETE)
         self._file.close()
         self._publish(partial_path(self.path))
 
     def _publish(self, content: Path) -> None:
-        """Give a complete file its checksums and its name."""
+        """Write the checksums of a complete file, and give the file its name."""
         write_checksums(self.path, content)
         with disk_errors(self.path):
             os.replace(content, self.path)
             sync_directory(self.path.parent)
 
     def suspend(self) -> None:
-        with suppress(AttributeError):  # it was complete
+        with suppress(AttributeError):  # a complete file was not opened
             super().suspend()

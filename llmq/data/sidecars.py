@@ -1,4 +1,4 @@
-"""Columns beside token files: for each token of a file an element of a named input of a step."""
+"""Columns beside token files: elements of a named input of a step, one for each token of a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Header(NamedTuple):
 
 
 class Column(Protocol):
-    """Elements of an input for the tokens of one file, for one thread."""
+    """Column of an input for the tokens of a file, for one thread."""
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Elements (count, ...) of the tokens [start, start + count). DataError if damaged."""
@@ -32,20 +32,20 @@ class Column(Protocol):
 
 
 class _Weights:
-    """The weights of messages that a token file holds; its mask bits in a file without."""
+    """Weights of messages in a token file; mask bits of a file without weights."""
 
     def __init__(self, file: TokenFile) -> None:
         self.read = file.read_weights
 
     def close(self) -> None:
-        """The token file has another owner."""
+        """Nothing to close: another object owns the token file."""
 
 
 class ArrayFile:
-    """A `.npy` file with an element of an input for each token of a file."""
+    """`.npy` file with an element of an input for each token of a file."""
 
     def __init__(self, of: Input, file: TokenFile) -> None:
-        """DataError if the array is missing, or of another shape, dtype or order."""
+        """DataError for a missing array, or another shape, dtype or order."""
         self.path = path = array_path(file.path, of.name)
         wanted, dtype = (file.num_tokens, *of.shape), of.dtype.numpy
         try:
@@ -85,7 +85,7 @@ class ArrayFile:
 
 
 def _read_header(file: BinaryIO) -> _Header:
-    """The header of a `.npy` file, whose elements follow. ValueError without one."""
+    """Header of a `.npy` file, read up to the elements. ValueError for another file."""
     version = np.lib.format.read_magic(file)
     if version == (1, 0):
         return _Header(*np.lib.format.read_array_header_1_0(file))
@@ -93,20 +93,20 @@ def _read_header(file: BinaryIO) -> _Header:
 
 
 def array_path(token_file: Path, name: str) -> Path:
-    """The path of a token file's array of this name: X.NAME.npy for X.bin."""
+    """Path of a token file's array of this name: X.NAME.npy for X.bin."""
     return token_file.with_name(f"{token_file.name.removesuffix('.bin')}.{name}{ARRAY_SUFFIX}")
 
 
 def column_path(of: Input, token_file: Path, scores: Path | None) -> Path:
-    """The file that holds an input's column of a token file. scores: of `.scores` files."""
+    """Path of the file with an input's column of a token file. scores: as of open_column."""
     if of.sidecar == SCORES:
         return scores_path(scores, token_file)
     return token_file if of.sidecar == WEIGHTS else array_path(token_file, of.name)
 
 
 def open_column(of: Input, file: TokenFile, scores: Path | None) -> Column:
-    """An input's column of a token file. scores: the folder of `.scores` files. DataError if the
-    column is missing, damaged, or of other tokens."""
+    """Column of an input for a token file. scores: folder of `.scores` files. DataError for a
+    column that is missing, damaged, or of other tokens."""
     if of.sidecar == WEIGHTS:
         return _Weights(file)
     if of.sidecar == SCORES:

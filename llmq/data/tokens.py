@@ -1,4 +1,4 @@
-"""Token files (`.bin`): check, read and write them.
+"""Token files (`.bin`): checking, reading and writing.
 
     offset 0     8 bytes  b"BIN.TOK\n"
            8     int32    version, 1 or 2 (written: 2; version 1 carries no vocabulary size)
@@ -9,11 +9,11 @@
           28     filler   up to 1024 bytes: "*", then a newline
         1024     n int32  token ids; documents follow one another
     1024 + 4n    bits     only with masks: one bit per token, least significant first, 1 = train
-    1024 + 4n    n bytes  only with weights: each is a token's weight in 200ths, 0 = do not train
+    1024 + 4n    n bytes  only with weights: weight of each token in 200ths, 0 = do not train
 
-Everything is little-endian. The mask bit of a token says whether *predicting that token* counts.
-While a file is written, weights of its tokens wait in a file of their own, `X.mask.partial` beside
-`X.bin.partial`, because they, or the bits made of them, belong behind the tokens.
+All numbers are little-endian. The mask bit of a token is 1 if *predicting that token* is trained.
+While a file is written, weights are in a file of their own, `X.mask.partial` beside
+`X.bin.partial`, because weights, or mask bits made of weights, come behind all tokens.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from llmq.data.public_sets import maker
 
 
 def mask_path(token_file: Path) -> Path:
-    """The path of the masks that wait for a token file's end; its `partial_path` exists."""
+    """Path of a token file's masks; only its `partial_path` exists, until the file is complete."""
     return token_file.with_name(token_file.name.removesuffix(".bin") + ".mask")
 
 
 class MaskWriter(PartialFile):
-    """Appends the weights of tokens, a byte for each in 200ths, also where they are mask bits."""
+    """Writer of the weights of tokens, a byte in 200ths for each token, or for each mask bit."""
 
     def __init__(self, path: Path, keep: np.ndarray | int = 0) -> None:
-        """keep: how many weights of the partial file to keep, or those weights themselves."""
+        """keep: number of weights of the partial file to keep, or the weights (n,) to keep."""
         self.path = path
         self._begin(keep if isinstance(keep, int) else 0)
         if not isinstance(keep, int):
             self.write(keep)
 
     def write(self, mask: np.ndarray) -> None:
-        """Append weights (n,) from 0 to 1, or bits."""
+        """Append weights (n,) from 0 to 1, or mask bits (n,)."""
         with disk_errors(self.path):
             self._file.write(np.rint(mask * np.float64(WEIGHT_PARTS)).astype(np.uint8).tobytes())
 
     def copy_to(self, file: BinaryIO, *, as_bits: bool) -> None:
-        """Append all weights to another file, or whether they are more than 0."""
+        """Append all weights to another file: bytes, or bits that are 1 for a weight above 0."""
         self.sync()
         with disk_errors(self.path), open(self._file.name, "rb") as weights:
             while piece := weights.read(_COPY_BYTES):
@@ -69,7 +69,7 @@ HEADER_BYTES = 1024
 TOKEN_BYTES = 4
 MAX_TOKENS = 2**31 - 1  # the header counts tokens in an int32
 MASKED_TARGET = -100  # the target id that the loss ignores
-WEIGHT_PARTS = 200  # of 1: what weights are multiples of
+WEIGHT_PARTS = 200  # weights are multiples of 1 / WEIGHT_PARTS
 
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
 _COPY_BYTES = 1 << 20
@@ -80,9 +80,9 @@ _TOKEN = np.dtype("<i4")
 def open_token_files(
     patterns: str | Path | Sequence[str | Path], vocab_size: int | None = None
 ) -> list[TokenFile]:
-    """Open and check every token file that glob patterns name, in sorted order. vocab_size: the
-    model's, which no file's exceeds. DataError for the first that is missing, damaged or of another
-    vocabulary."""
+    """Checked token files that glob patterns name, in sorted order. vocab_size: of the model, which
+    no file's vocabulary may exceed. DataError for the first file that is missing, damaged or of
+    another vocabulary."""
     if isinstance(patterns, str | Path):
         patterns = [patterns]
     paths: set[Path] = set()
@@ -117,9 +117,9 @@ def open_token_files(
 
 
 class TokenFile:
-    """One checked token file, for one thread: to close it ends the reads of others. vocab_size: 0 =
-    unknown. has_weights: which are masks, too. num_bytes: of the whole file. checksums: of its
-    pieces, None without a `.sums` file; each is compared when it is first read."""
+    """Checked token file, for one thread. vocab_size: 0 if unknown. has_weights: weights, which are
+    masks, too. num_bytes: size of the file. checksums: of pieces, None without a `.sums` file; a
+    piece is compared when it is first read."""
 
     __slots__ = (
         "_file",
@@ -134,7 +134,7 @@ class TokenFile:
     )
 
     def __init__(self, path: str | Path) -> None:
-        """Check the header against the format and the file's length. DataError if it is wrong."""
+        """Check the header against the format and the size. DataError for a wrong header."""
         self.path = Path(path)
         self._file: BinaryIO | None = None
         with read_errors(f"token file '{path}'"), open_file(self.path) as file:
@@ -177,17 +177,18 @@ class TokenFile:
             raise DataError(f"'{self.path}' {problem}")
 
     def read_tokens(self, start: int, count: int) -> np.ndarray:
-        """Token ids [start, start + count), (count,) int32; all must be below num_tokens."""
+        """Token ids [start, start + count), int32 (count,); start + count <= num_tokens."""
         out = np.empty(count, _TOKEN)
         self._read_into(HEADER_BYTES + TOKEN_BYTES * start, out)
         return out.astype(np.int32, copy=False)
 
     def read_tokens_into(self, start: int, out: np.ndarray) -> None:
-        """Read as many ids from `start` on as `out` has room for: contiguous, of dtype "<i4"."""
+        """Read ids from `start` on into all of `out`, contiguous, of dtype "<i4"."""
         self._read_into(HEADER_BYTES + TOKEN_BYTES * start, out)
 
     def read_mask(self, start: int, count: int) -> np.ndarray:
-        """Mask bits [start, start + count), (count,) bool: True where predicting it counts."""
+        """Mask bits [start, start + count), bool (count,): True for a token whose prediction is
+        trained."""
         if not self.has_masks:
             return np.ones(count, bool)
         if self.has_weights:
@@ -199,7 +200,7 @@ class TokenFile:
         return bits[start - 8 * first :][:count].astype(bool)
 
     def read_weights(self, start: int, count: int) -> np.ndarray:
-        """Weights [start, start + count), (count,) float32; mask bits in a file without."""
+        """Weights [start, start + count), float32 (count,); mask bits of a file without weights."""
         if not self.has_weights:
             return self.read_mask(start, count).astype(np.float32)
         codes = np.empty(count, np.uint8)
@@ -207,7 +208,7 @@ class TokenFile:
         return codes / np.float32(WEIGHT_PARTS)
 
     def sample(self) -> int:
-        """CRC-32 of a few pieces at equal distances, which differs for other content."""
+        """CRC-32 of a few pieces at equal distances, which differs for another content."""
         size = min(_SAMPLE_BYTES, self.num_bytes)
         piece, checksum = np.empty(size, np.uint8), 0
         for number in range(_SAMPLES):
@@ -217,8 +218,8 @@ class TokenFile:
         return checksum
 
     def _read_into(self, offset: int, out: np.ndarray) -> None:
-        # Plain reads instead of a memory map: a file that shrinks or a network disk that fails
-        # then raises here, where a map would kill the process with SIGBUS.
+        # Reads in place of a memory map: for a file that shrinks, or a network disk that fails, a
+        # read raises an error, and a map would kill the process with SIGBUS.
         try:
             if self._file is None:
                 self._file = open_file(self.path)
@@ -235,7 +236,7 @@ class TokenFile:
             )
 
     def close(self) -> None:
-        """Give the file descriptor back; the next read opens the file again."""
+        """Close the file descriptor; the next read opens the file again."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -246,8 +247,8 @@ class TokenFile:
 
 
 class TokenWriter(PartialFile):
-    """Write one token file piece by piece; it appears under its name only when it is complete. A
-    `with` block closes it at the end, or discards the partial file if the block raises."""
+    """Writer of a token file, piece by piece; only a complete file has the file's name. A `with`
+    block closes the writer at the end, or discards the partial file if the block raises."""
 
     def __init__(
         self,
@@ -261,9 +262,9 @@ class TokenWriter(PartialFile):
         with_checksums: bool = False,
         keep_tokens: int = 0,
     ) -> None:
-        """keep_tokens: go on after that many tokens of a partial file. with_weights: masks are
+        """keep_tokens: resume a partial file behind so many tokens. with_weights: masks are
         weights. in_pairs: every two documents are a pair. with_documents, with_checksums: write the
-        `.docs` and the `.sums` file, too; else those of an earlier file are removed."""
+        `.docs` file and the `.sums` file, too; else files of an earlier token file are removed."""
         self.path = Path(path)
         self._documents: DocumentWriter | None = None
         self._masks: MaskWriter | None = None
@@ -302,12 +303,12 @@ class TokenWriter(PartialFile):
         mask: np.ndarray | None = None,
         ends: np.ndarray | Sequence[int] = (),
     ) -> None:
-        """Append token ids (n,); mask (n,) bool, True = predicting it counts, or weights from 0 to
-        1.
+        """Append token ids (n,). mask: bool (n,), True for a token whose prediction is trained, or
+        weights (n,) from 0 to 1.
 
-        ends: (k,) rising from 0 to n: how many of these tokens come before each end of a document,
-        which may go on in the next call. ValueError for ids outside the vocabulary; LlmqError when
-        the disk is full or the file would hold more than 2^31 - 1 tokens.
+        ends: (k,) rising from 0 to n: tokens of this call in front of each end of a document; the
+        last document may go on in the next call. ValueError for ids outside the vocabulary;
+        LlmqError for a full disk, or a file of more than 2^31 - 1 tokens.
         """
         tokens = np.asarray(tokens)
         if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.vocab_size):
@@ -334,8 +335,8 @@ class TokenWriter(PartialFile):
             self._masks.write(mask)
 
     def close(self) -> None:
-        """Write masks and header, force the file to the disk and give it its name. The `.docs` file
-        gets its name first, so that no complete token file lacks its own."""
+        """Write masks and header, force the file to the disk, and rename the file. The `.docs` file
+        is renamed first, so that no complete token file lacks its `.docs` file."""
         with disk_errors(self.path), self._file:
             if self._masks is not None:
                 self._masks.copy_to(self._file, as_bits=not self.with_weights)

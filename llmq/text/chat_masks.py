@@ -1,10 +1,10 @@
-"""The trained characters of a conversation's text, and the tokens that they make.
+"""Masks of conversations: the trained characters of a text, and the tokens of these characters.
 
-A template with `{% generation %}` marks says it itself. Otherwise a message's text is what it adds:
-the conversation is rendered up to it and with it, and both have to be beginnings of the whole text.
-Nothing is guessed if they are not, as where Qwen3's template leaves out the thinking of earlier
-turns. A token is trained if one of its characters is, as in transformers'
-`return_assistant_tokens_mask`.
+A template with `{% generation %}` marks names the trained characters. Without marks, a message's
+characters are found by rendering the conversation up to the message and with the message: both have
+to be beginnings of the whole text. Nothing is guessed where they are not, as with Qwen3's template,
+which leaves out the thinking of earlier turns. A token is trained if one of its characters is, as
+in transformers' `return_assistant_tokens_mask`.
 """
 
 import re
@@ -32,16 +32,17 @@ Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Renders conversations and finds their trained parts. train_on: "assistant", all its messages;
-    "last", the last of them; "each", every one, in a document that ends with it; "all", every
-    token."""
+    """Renderer of conversations that finds the trained parts. train_on: "assistant": all messages
+    of the assistant; "last": the last of these messages; "each": each message, in a document that
+    ends with the message; "all": every token."""
 
     template: ChatTemplate
     train_on: str
 
     def texts(self, conversation: Conversation) -> list[tuple[str, Spans]]:
-        """Documents, each a text and the (start, end) of its trained parts in characters, in order.
-        DataError if the template refuses it, a part cannot be found, or nothing is trained."""
+        """Documents of a conversation: each a text, and (start, end) of its trained parts in
+        characters, in order. DataError if the template refuses the conversation, a part cannot be
+        found, or nothing is trained."""
         check_roles(conversation.messages, self.template.texts(conversation.tools))
         turns = self._turns(conversation)
         if self.train_on != "each":
@@ -68,7 +69,7 @@ class Chat:
         return whole.text, spans
 
     def _turns(self, conversation: Conversation) -> list[int]:
-        """Numbers of the messages that are trained, from 0."""
+        """Numbers, from 0, of the messages that are trained."""
         if self.train_on == "all":
             return []
         turns = [
@@ -86,14 +87,13 @@ class Chat:
         return turns[-1:] if self.train_on == "last" else turns
 
     def warnings(self) -> list[str]:
-        """Warnings of what the template makes of any conversation, and a model should not learn
-        unawares."""
+        """Warnings of a template that ends the last turn in another way than earlier turns."""
         if self.train_on != "assistant":
             return []
         talk = [{"role": role, "content": role} for role in ("user", "assistant")] * 2
         try:
             ((text, spans),) = self.texts(Conversation(talk))
-        except DataError:  # a template that refuses this will say so about real messages
+        except DataError:  # the template will refuse real messages, too
             return []
         earlier, last = (text[a:b].partition("assistant")[2].strip() for a, b in spans[:2])
         if last.startswith(earlier) and bool(last) == bool(earlier):
@@ -105,7 +105,7 @@ class Chat:
         ]
 
     def notes(self, conversation: Conversation) -> Iterator[str]:
-        """Requests of a conversation that are not met, as the end of a sentence."""
+        """Requests of a conversation that are not met, as ends of sentences."""
         names = self.template.texts(conversation.tools)
         for name in unread(conversation.messages, names):
             yield f"have the field '{name}' in a message, which neither llmq nor the template reads"
@@ -119,13 +119,13 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Prompt and completion as they are, for a model without a chat template; trains the latter.
-    train_on: as of Chat; of one completion they are all alike but for "all"."""
+    """Prompt and completion without a chat template; the completion is trained. train_on: of Chat;
+    all values but "all" are alike for a single completion."""
 
     train_on: str
 
     def texts(self, conversation: Conversation) -> list[tuple[str, Spans]]:
-        """The texts, as of Chat. DataError for messages, and for what only a template can write."""
+        """Texts, as of Chat. DataError for messages and other parts that need a template."""
         if not conversation.is_text:
             raise DataError(
                 "this is more than the texts 'prompt' and 'completion', and there is no chat "
@@ -137,7 +137,7 @@ class Completion:
 
 
 class _View:
-    """A conversation under a template, which renders more or fewer of its messages."""
+    """Conversation with a template, of which more or fewer messages are rendered."""
 
     def __init__(self, template: ChatTemplate, conversation: Conversation) -> None:
         self.template, self.conversation = template, conversation
@@ -153,7 +153,7 @@ class _View:
         )
 
     def check_written(self, text: str) -> None:
-        """Raise DataError if no word of a message is in the text."""
+        """Raise DataError for a message of which no word is in the text."""
         for number, message in enumerate(self.messages, 1):
             if not _has_words(text, message):
                 raise DataError(
@@ -166,14 +166,14 @@ _WORD = re.compile(r"\w+")
 
 
 def _has_words(text: str, message: Message) -> bool:
-    """Whether a word of the message is in the text, or it has none."""
+    """True if a word of the message is in the text, or the message has no words."""
     words = (found[0] for said in _said(message) for found in _WORD.finditer(said))
     first = next(words, None)
     return first is None or first in text or any(word in text for word in words)
 
 
 def _said(message: Message) -> Iterator[str]:
-    """All that a message says: its content, its reasoning, and names and arguments of calls."""
+    """Texts of a message: content, reasoning, and names and arguments of calls."""
     yield text_of(message.get("content"))
     yield from (message[name] for name in REASONING if isinstance(message.get(name), str))
     for name in (TOOL_CALLS, FUNCTION_CALL):
@@ -189,7 +189,7 @@ def _texts_in(value: object) -> Iterator[str]:
 
 
 def _marked(view: _View, whole: Rendered, turns: Sequence[int]) -> Spans:
-    """The template's marks of trained messages."""
+    """Marked parts of the trained messages, (start, end) in characters."""
     answers = [i for i, m in enumerate(view.messages) if m["role"] == "assistant"]
     if [*turns] == answers:
         return whole.generated
@@ -200,7 +200,8 @@ def _marked(view: _View, whole: Rendered, turns: Sequence[int]) -> Spans:
         return [of_each[turn] for turn in turns]
     spans: Spans = []
     for turn in turns:
-        # Marks before it, and before the next answer: both as these stand when others follow.
+        # The marks in front of the turn, and in front of the next answer: none of both may depend
+        # on messages that follow.
         after = next((i for i in answers if i > turn), None)
         before = _marks_upto(view, whole, turn) if turn else 0
         spans += whole.generated[before : after and _marks_upto(view, whole, after)]
@@ -208,7 +209,8 @@ def _marked(view: _View, whole: Rendered, turns: Sequence[int]) -> Spans:
 
 
 def _marks_upto(view: _View, whole: Rendered, turn: int) -> int:
-    """How many marks the messages before a turn have, which must be the first of the whole text."""
+    """Number of marks of the messages in front of a turn, which must be the first marks of the
+    whole text. DataError if they are not."""
     upto = view.render(turn)
     marks = len(upto.generated)
     found, expected = (
@@ -226,7 +228,8 @@ def _marks_upto(view: _View, whole: Rendered, turn: int) -> int:
 
 
 def _found(view: _View, whole: str, turn: int) -> tuple[int, int]:
-    """(start, end) of a message in the text, by rendering up to it and with it."""
+    """(start, end) of a message in the text, by rendering up to the message and with the message.
+    DataError if the place cannot be found."""
     name = f"message {turn + 1} ({view.messages[turn]['role']})"
     origin = view.template.origin
     try:
@@ -254,12 +257,13 @@ _MARKED = "a --chat-template with {% generation %} marks, a file or one by its n
 
 
 def _end(view: _View, whole: str, turn: int) -> int | None:
-    """The end of a message in the whole text; None if the text up to it is no beginning of that."""
+    """End of a message in the whole text; None if the text up to the message is no beginning of
+    the whole text."""
     upto = view.render(turn + 1).text
     if whole.startswith(upto):
         return len(upto)
-    # The last turn ends otherwise than those before it, as gpt-oss's, or the text is closed with
-    # EOS, as Phi-3's. Another message, even if it is only asked for, makes the turn an earlier one.
+    # The last turn ends in another way than earlier ones (gpt-oss), or EOS closes the text (Phi-3).
+    # A next message, even one that is only asked for, makes the turn an earlier one.
     asked = view.render(turn + 1, prompt=True).text
     before, prompt = view.render(turn).text, view.render(turn, prompt=True).text
     closing = view.template.special_tokens.get("eos_token", "")
@@ -271,8 +275,8 @@ def _end(view: _View, whole: str, turn: int) -> int | None:
 
 
 def token_mask(offsets: np.ndarray, spans: Spans) -> np.ndarray:
-    """Whether each token has a character in one of the spans, (n,) bool. offsets: (n, 2), the
-    [start, end) of each token's characters."""
+    """Mask of tokens, bool (n,): True for a character in one of the spans. offsets: int (n, 2), the
+    characters [start, end) of each token."""
     mask = np.zeros(len(offsets), bool)
     for start, end in spans:
         mask |= (offsets[:, 0] < end) & (offsets[:, 1] > start)

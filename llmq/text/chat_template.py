@@ -1,7 +1,7 @@
-"""A tokenizer's chat template: from messages to text, as transformers' apply_chat_template does it.
+"""Chat templates: from messages to text, as by transformers' apply_chat_template.
 
-A template is a program in jinja2's language, run in its sandbox. It may mark what the model writes
-with `{% generation %} … {% endgeneration %}`; rendering then tells where that is.
+A template is a program in jinja2's language, run in jinja2's sandbox. Marks `{% generation %} … {%
+endgeneration %}` say which text the model writes; rendering returns the places of marked text.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from llmq.text.tokenizer import (
 from llmq.text.tokenizer_files import OWN_TOKENS
 
 SHIPPED = Path(__file__).with_name("chat_templates")
-"""Templates of published formats, NAME.jinja, which mark what the model writes."""
+"""Folder of templates of published formats, NAME.jinja, which mark the model's text."""
 _CONTROL = re.compile(r"<[^<>\s]+>")
-_PROBE = "probe"  # a reply, to see what the template writes behind it
+_PROBE = "probe"  # a reply, behind which the template's text is looked at
 _HALF = re.compile("[\ud800-\udfff]")
 _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-TOOL_CALLS, FUNCTION_CALL = "tool_calls", "function_call"  # a list; one, of older OpenAI messages
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one and the same field
+TOOL_CALLS, FUNCTION_CALL = "tool_calls", "function_call"  # list; one call, as OpenAI had earlier
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field
 
 Message = dict[str, Any]
 
 
 class Rendered(NamedTuple):
-    """A conversation as text. generated: (start, end) of each marked part, in characters; None for
+    """Text of a conversation. generated: (start, end) of each marked part, in characters; None for
     a template without marks."""
 
     text: str
@@ -57,8 +57,8 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """Chat templates by name, "default" if there is only one. special_tokens: `eos_token` … to
-    text. origin: where they were found, for messages."""
+    """Chat templates by name; a single one is "default". special_tokens: texts of `eos_token` and
+    other roles. origin: the file or folder of the templates, for messages."""
 
     sources: Mapping[str, str]
     special_tokens: Mapping[str, str]
@@ -66,12 +66,13 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of everything that decides the text of a conversation."""
+        """SHA-256 in hex of everything that decides the text of a conversation."""
         content = json.dumps([dict(self.sources), dict(self.special_tokens)], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def source(self, tools: Sequence[Any] | None = None) -> str:
-        """The template that transformers takes, which may depend on tools. DataError if none."""
+        """Template that transformers chooses, which may depend on tools. DataError if several
+        templates have no default."""
         if tools is not None and len(self.sources) > 1 and "tool_use" in self.sources:
             return self.sources["tool_use"]
         if "default" not in self.sources:
@@ -82,7 +83,7 @@ class ChatTemplate:
         return self.sources["default"]
 
     def texts(self, tools: Sequence[Any] | None = None) -> frozenset[str]:
-        """Literal texts and fields in the template's expressions, such as names of roles."""
+        """Literal texts and field names in the template's expressions, such as names of roles."""
         return _constants(self.source(tools))
 
     def render(
@@ -94,9 +95,9 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """The text of a conversation; contents are texts or lists of parts, whichever the template
-        reads. variables: others that it may use. DataError with its own words if it refuses or
-        fails."""
+        """Text of a conversation. Contents become texts or lists of parts, whichever the template
+        reads. variables: others that the template may use. DataError with the template's words if
+        the template refuses or fails."""
         source = self.source(tools)
         try:
             return _render(
@@ -112,7 +113,7 @@ class ChatTemplate:
                 f"the chat template of {self.origin} has {{% generation %}} inside of a macro, a "
                 "filter or a set block, where its place in the text is unknown: move it out"
             ) from None
-        except MemoryError:  # of the process that this runs in, which says so
+        except MemoryError:  # the worker process reports this
             raise
         except Exception as error:  # the template is a program that may raise anything
             raise DataError(f"the chat template of {self.origin} says: {_said(error)}") from error
@@ -123,18 +124,18 @@ def _said(error: Exception) -> str:
 
 
 def _refuse_half_characters(text: str, *given: Any) -> None:
-    """ValueError for a lone surrogate, which no UTF-8 can hold, unless a record has brought it."""
+    """Raise ValueError for a lone surrogate, which no UTF-8 can hold, unless a record has one."""
     found = _HALF.search(text)
     if found is not None and not _HALF.search(json.dumps(given, ensure_ascii=False, default=str)):
         raise ValueError(f"it writes half a character, U+{ord(found[0]):04X}")
 
 
 class _MarkError(Exception):
-    """A text that is marked as generated is not where it was written."""
+    """Signal that marked text is not at the place of its mark."""
 
 
 def _render(source: str, messages: Sequence[Message], **given: Any) -> Rendered:
-    """Run a template. Raises whatever it raises, and _MarkError."""
+    """Text of a template. Raises any exception of the template, and _MarkError."""
     template = _compiled(source)
     environment: _Environment = template.environment
     pieces: list[str] = []
@@ -154,7 +155,8 @@ def _render(source: str, messages: Sequence[Message], **given: Any) -> Rendered:
 
 
 def _as_template_sees(message: Message) -> Message:
-    """Drop null fields, and give a reasoning all names that templates use, as transformers does."""
+    """Message without null fields, and with a reasoning under all names that templates use, as in
+    transformers."""
     kept = {name: value for name, value in message.items() if value is not None}
     reasoning = next((kept[name] for name in REASONING if name in kept), None)
     if reasoning is None:
@@ -167,7 +169,7 @@ def _as_template_sees(message: Message) -> Message:
 
 
 def _as_read(source: str, messages: Sequence[Message]) -> list[Message]:
-    """The messages with contents and calls in the form that a template reads."""
+    """Messages with contents and calls of tools in the form that a template reads."""
     forms, found, is_old = _forms(source), [], False
     for message in messages:
         message = _in_form(message, forms)
@@ -185,19 +187,19 @@ def _as_read(source: str, messages: Sequence[Message]) -> list[Message]:
 
 
 def as_tool_call(function: dict[str, Any]) -> dict[str, Any]:
-    """A call of a function as an element of `tool_calls`."""
+    """Element of `tool_calls` for a call of a function."""
     return {"type": "function", "function": function}
 
 
 def with_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
-    """The call of a tool with other arguments, in the field "function" if the call has one."""
+    """Call of a tool with other arguments, in the call's field "function" if there is one."""
     if "function" in call:
         return call | {"function": call["function"] | {"arguments": arguments}}
     return call | {"arguments": arguments}
 
 
 def _call_in_form(call: dict[str, Any], reads: _Reads) -> dict[str, Any]:
-    """The call with arguments as a template reads arguments: JSON text stays if both are read."""
+    """Call with arguments in the form that a template reads; JSON text stays if it reads both."""
     given = call.get("function", call).get("arguments")
     if isinstance(given, str) and not reads.texts:
         return with_arguments(call, json.loads(given))
@@ -208,7 +210,7 @@ def _call_in_form(call: dict[str, Any], reads: _Reads) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _reads_arguments(source: str) -> _Reads:
-    """Forms of a call's arguments that a template writes as JSON; `parts` stands for objects."""
+    """Forms of a call's arguments that a template writes as JSON; `parts` means objects."""
     given, text = {_PROBE: 1}, f'{{"{_PROBE}":1}}'
     as_object, as_text = (
         _written(source, [{"role": "user", "content": "?"}, _calling(arguments)])
@@ -223,14 +225,14 @@ def _calling(arguments: Any) -> Message:
 
 
 def text_of(content: Any) -> str:
-    """The text of a content, which is a text, a list of parts, or nothing."""
+    """Text of a message's content, which is a text, a list of parts, or None."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
     return content or ""
 
 
 def _in_form(message: Message, forms: Mapping[str, _Reads]) -> Message:
-    """The message with its content as the template reads it."""
+    """Message with its content in the form that the template reads for the role."""
     content = message.get("content")
     reads = forms.get(message["role"], forms["user"])
     if isinstance(content, list) and not reads.parts:
@@ -245,7 +247,7 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 class _Reads(NamedTuple):
-    """Forms of a value that a template writes: texts; lists of parts, or objects."""
+    """Forms of a value that a template writes: texts, and lists of parts or objects."""
 
     texts: bool
     parts: bool
@@ -253,7 +255,7 @@ class _Reads(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _forms(source: str) -> dict[str, _Reads]:
-    """The contents that a template reads, by role; texts where it refuses both."""
+    """Forms of contents that a template reads, by role; texts where the template refuses both."""
     found: dict[str, _Reads] = {}
     for role in ("user", "assistant", "system"):
         message = {"role": role, "content": _PROBE}
@@ -270,8 +272,8 @@ def _forms(source: str) -> dict[str, _Reads]:
 
 
 def _written(source: str, messages: Sequence[Message]) -> str:
-    """The text that a template makes of a few messages, with no names for special tokens; "" if it
-    fails."""
+    """Text that a template makes of messages, with special tokens as empty texts; "" if the
+    template fails."""
     given = {"tools": None, "documents": None, "add_generation_prompt": False}
     with suppress(Exception):  # the template is a program that may raise anything
         return _render(source, messages, **given, **dict.fromkeys(_SPECIAL, "")).text
@@ -283,8 +285,9 @@ def _written(source: str, messages: Sequence[Message]) -> str:
 
 
 def load_chat_template(tokenizer: Tokenizer, given: str | None = None) -> ChatTemplate | None:
-    """The tokenizer's own template, or a given one, a file or the name of one of the tokenizer's or
-    of SHIPPED; None if it has none. DataError if it is damaged or does not exist."""
+    """Chat template of a tokenizer, or the given one: a file, or the name of a template of the
+    tokenizer or of SHIPPED. None for a tokenizer without a template; DataError for a damaged or
+    missing one."""
     folder = tokenizer.folder if isinstance(tokenizer, HfTokenizer) else None
     special = _special_tokens(folder) if folder else dict.fromkeys(_SPECIAL[:2], END_OF_TEXT)
     sources = _sources_of(folder) if folder else {}
@@ -306,7 +309,7 @@ def load_chat_template(tokenizer: Tokenizer, given: str | None = None) -> ChatTe
 
 
 def shipped_templates() -> list[str]:
-    """The names of SHIPPED."""
+    """Names of the templates in SHIPPED."""
     return sorted(path.stem for path in SHIPPED.glob("*.jinja"))
 
 
@@ -323,7 +326,8 @@ def _given_template(given: str) -> str:
 
 
 def _sources_of(folder: Path) -> dict[str, str]:
-    """Templates by name; files win over tokenizer_config.json, as in transformers."""
+    """Templates of a model folder by name; files win over tokenizer_config.json, as in
+    transformers."""
     files = {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
     if (folder / TEMPLATE_FILE).is_file():
         files = {"default": folder / TEMPLATE_FILE, **files}
@@ -352,7 +356,7 @@ def _read_template(path: Path) -> str:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """Special tokens that a template may name, found as transformers does."""
+    """Texts of special tokens that a template may name, as transformers finds them."""
     config = read_json(folder / "tokenizer_config.json")
     named = (
         {} if "added_tokens_decoder" in config else read_json(folder / "special_tokens_map.json")
@@ -370,18 +374,18 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 class Stop(NamedTuple):
-    """The end of an assistant's turn: any of `ids`, the template's first, or `text`. text: the
-    template's end if that is no token, else None."""
+    """End of an assistant's turn: any of `ids`, the template's first, or `text`. text: the
+    template's end if the end is no token, else None."""
 
     ids: Collection[int]
     text: str | None
 
 
 def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> Stop:
-    """The end that the template writes behind a reply, and the tokenizer's end of a text."""
+    """End that the template writes behind a reply, and the tokenizer's end of a text."""
     ids = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
-    with suppress(DataError):  # a template that refuses this will say so about real messages
+    with suppress(DataError):  # the template will refuse real messages, too
         tail = template.render(messages).text.rpartition(_PROBE)[2].lstrip()
         first = tokenizer.encode(tail)[:1]
         if first and tokenizer.is_special(first[0]):
@@ -392,7 +396,7 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> Stop:
 
 
 def lacking_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> list[str]:
-    """The texts of the template that look like a token and are none of this tokenizer's."""
+    """Texts of the template that look like tokens, and are no tokens of this tokenizer."""
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     found: dict[str, None] = {}
     for start in ([{"role": "system", "content": "!"}], []):
@@ -406,18 +410,18 @@ def lacking_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> list[str]:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox of one template. marks: whether the template has generation blocks."""
+    """Sandbox of one template. marks: True if the template has generation blocks."""
 
     marks = False
 
     def start(self) -> None:
-        """Begin a new text."""
+        """Begin a new text, without characters and marks."""
         self.written = 0  # characters so far
         self.generated: list[tuple[int, str]] = []
 
 
 class _Generation(Extension):
-    """`{% generation %}`: notes the text of the block and its place."""
+    """Tag `{% generation %}`, which notes the text of the block and the block's place."""
 
     tags = frozenset({"generation"})
 
@@ -435,11 +439,11 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=64)
 def _compiled(source: str) -> jinja2.Template:
-    """Compile a template. Raises jinja2.TemplateError if it is none."""
+    """Compiled template. jinja2.TemplateError for a source that is none."""
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
-        optimized=False,  # else products of constants are computed here, whatever it takes
+        optimized=False,  # else products of constants are computed here, of any size
         extensions=[_Generation, "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = _to_json
@@ -464,7 +468,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own filter would write `<` and `'` as escapes, for web pages."""
+    """Value as JSON; jinja2's own filter would escape `<` and `'`, for web pages."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

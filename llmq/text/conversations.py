@@ -1,14 +1,14 @@
-"""Conversations in records of JSON and of tables, in the shapes that data sets of chats have.
+"""Conversations in records of JSON and of tables, in the formats of published data sets.
 
 messages       {"messages": [{"role": "user", "content": "…"}, …]}, with "tools" if there are
 conversations  {"conversations": [{"from": "human", "value": "…"}, …]}
 prompt         {"prompt": "…", "completion": "…"}, texts or lists of messages
 instruction    {"instruction": "…", "input": "…", "output": "…"}
-pairs          {"prompt": "…", "chosen": "…", "rejected": "…"}: two conversations, of which the
-               first is to be preferred; the prompt may be a field of any format above
-labels         {"prompt": "…", "completion": "…", "label": true}: whether an answer is desirable, of
-               any format above
-classes        {"text": "…", "label": 2}: a text and its class, or a conversation and its class
+pairs          {"prompt": "…", "chosen": "…", "rejected": "…"}: two conversations, the first one
+               preferred; the prompt may be a field of any format above
+labels         {"prompt": "…", "completion": "…", "label": true}: a conversation of any format
+               above, and whether the answer is desirable
+classes        {"text": "…", "label": 2}: a text or a conversation, and its class
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from llmq.text.chat_template import (
 )
 
 TEXT = "text"
-# The fields that a record of each format must have, and those that it may have.
+# Fields that a record of each format must have (REQUIRED), and fields that it may have (OPTIONAL).
 REQUIRED = {
     "messages": ("messages",),
     "conversations": ("conversations",),
@@ -57,24 +57,24 @@ OPTIONAL = {
 FORMATS = ("auto", TEXT, *REQUIRED)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-# Other data sets name roles in these ways.
+# Roles under the names of other data sets.
 _ROLES_OF_OTHERS = {
     **dict.fromkeys(("gpt", "chatgpt", "model"), "assistant"),
     **{"human": "user", "observation": "tool", "function_response": "tool"},
     "function_call": "assistant",
 }
-# Names under which data sets say whether a message is trained, and the values that they give.
+# Fields of data sets that say whether a message is trained, and values of these fields.
 FLAGS = ("weight", "train", "training", "loss")
 _FLAG_VALUES = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages, and what else a chat template reads of a record.
+    """Messages and other fields of a record that a chat template reads.
 
-    variables: for the template. first_trained: messages before this number are a prompt, and not
-    trained. is_text: the record is a prompt and a completion, both texts, and nothing else. label:
-    whether the answer is desirable, or the number of its class. text: in place of messages.
+    variables: for the template. first_trained: messages in front of this number are a prompt, and
+    not trained. is_text: the record is a prompt and a completion, both texts, without other fields.
+    label: whether the answer is desirable, or the number of a class. text: in place of messages.
     """
 
     messages: list[Message]
@@ -87,7 +87,7 @@ class Conversation:
     text: str | None = None
 
     def answered_by(self, other: Conversation) -> Conversation:
-        """With the answer of another one in place of its own."""
+        """Conversation with the answer of another conversation in place of its own."""
         answer = other.messages[other.first_trained :]
         is_text = self.is_text and other.is_text
         messages = [*self.messages[: self.first_trained], *answer]
@@ -96,17 +96,17 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class RecordConversation:
-    """Reads conversations of one format out of records, as RecordText does texts."""
+    """Reader of conversations of one format in records, like RecordText for texts."""
 
     form: str
 
     @property
     def in_pairs(self) -> bool:
-        """Whether each record becomes two documents: both answers, or one and that of another."""
+        """True if a record becomes two documents: both answers, or its own and another record's."""
         return self.form in (PAIRS, LABELS)
 
     def columns(self, there: Sequence[str], where: str) -> Sequence[str]:
-        """The fields to read; DataError, which begins with `where`, if a needed one is missing."""
+        """Fields to read; DataError, which begins with `where`, if a required field is missing."""
         missing = [f"'{name}'" for name in REQUIRED[self.form] if name not in there]
         if missing:
             raise DataError(
@@ -117,15 +117,15 @@ class RecordConversation:
         return [name for name in there if name in fields]
 
     def of(self, record: Mapping[str, Any], where: str) -> bytes:
-        """A row of a table as JSON, without nulls, which stand for fields that it lacks."""
+        """Row of a table as JSON, without nulls, which stand for missing fields."""
         try:
             return json.dumps(_without_nulls(record), ensure_ascii=False).encode()
         except TypeError as error:
             raise DataError(f"{where}: a value that no JSON can hold: {error}") from error
 
     def of_json(self, line: bytes, where: str) -> list[Conversation]:
-        """The conversation of a record in JSON, or the two of a pair. DataError, which begins with
-        `where`, if there are none."""
+        """Conversation of a record in JSON, or both of a pair. DataError, which begins with
+        `where`, for a record without a conversation."""
         record = json_record(line, where)
         try:
             _check_required(record, self.form)
@@ -144,7 +144,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def parse_conversation(record: dict[str, Any], form: str) -> Conversation:
-    """The conversation of a record. DataError for missing or wrong fields."""
+    """Conversation of a record. DataError for missing or wrong fields."""
     _check_required(record, form)
     messages, first_trained = _PARSERS[form](record)
     system = record.get("system") if "system" in OPTIONAL[form] else None
@@ -161,9 +161,9 @@ def parse_conversation(record: dict[str, Any], form: str) -> Conversation:
 
 
 def parse_pair(record: dict[str, Any]) -> list[Conversation]:
-    """The two conversations of a record, the chosen one first; only their answers are trained.
-    Answers that begin with another role than the assistant's have their prompt in common. DataError
-    for missing or wrong fields."""
+    """Both conversations of a record, the chosen one first; only answers are trained. Answers that
+    begin with another role than the assistant's are whole conversations, with the prompt in common.
+    DataError for missing or wrong fields."""
     answers = [_answer(record, name) for name in REQUIRED[PAIRS]]
     whole = [isinstance(a, list) and a and a[0]["role"] != "assistant" for a in answers]
     if any(whole) and all(isinstance(a, list) for a in answers):
@@ -179,8 +179,8 @@ def parse_pair(record: dict[str, Any]) -> list[Conversation]:
 
 
 def parse_labelled(record: dict[str, Any]) -> Conversation:
-    """The conversation of a record with a label, of which only the last messages behind the prompt
-    are trained: the completion, or the last message. DataError for missing or wrong fields."""
+    """Conversation of a record with a label; only the messages behind the prompt are trained: the
+    completion, or the last message. DataError for missing or wrong fields."""
     label = _FLAG_VALUES.get(str(record["label"]).strip().lower())
     if label is None:
         raise DataError(f"field 'label' is {record['label']!r}, neither true nor false")
@@ -190,7 +190,7 @@ def parse_labelled(record: dict[str, Any]) -> Conversation:
 
 
 def _conversation_of(record: dict[str, Any]) -> Conversation:
-    """That of the first format whose fields a record has. DataError if it has none."""
+    """Conversation by the first format whose fields a record has. DataError without a format."""
     forms = (PLAIN, "messages", "conversations", "instruction")
     form = next((f for f in forms if all(record.get(n) is not None for n in REQUIRED[f])), None)
     if form is None:
@@ -199,8 +199,8 @@ def _conversation_of(record: dict[str, Any]) -> Conversation:
 
 
 def parse_classified(record: dict[str, Any]) -> Conversation:
-    """The text or the conversation of a record, and the number of its class. DataError for missing
-    or wrong fields."""
+    """Text or conversation of a record, with the number of its class. DataError for missing or
+    wrong fields."""
     label = record["label"]
     if not isinstance(label, int) or label < 0:
         raise DataError(f"field 'label' is {label!r}, which is no class: those count from 0")
@@ -210,7 +210,7 @@ def parse_classified(record: dict[str, Any]) -> Conversation:
 
 
 def _answer(record: dict[str, Any], name: str) -> str | list[Message]:
-    """The value of `chosen` or `rejected`: a text, or messages, of which there may be one alone."""
+    """Value of `chosen` or `rejected`: a text, or one message or several."""
     value = record[name]
     if isinstance(value, str):
         return value
@@ -275,7 +275,8 @@ def _text(value: Any, name: str) -> str:
 
 
 def _parsed(record: dict[str, Any], name: str, kind: type) -> Any:
-    """A field that may hold the JSON of its value, as Parquet files have it; None if absent."""
+    """Value of a field, which may hold JSON text, as in Parquet files; None if absent. DataError
+    for a value of another type than `kind`."""
     value = record.get(name)
     if isinstance(value, str):
         try:
@@ -293,7 +294,7 @@ def _parsed(record: dict[str, Any], name: str, kind: type) -> Any:
 
 def _messages(record: dict[str, Any], name: str) -> list[Message]:
     values = _parsed(record, name, list)
-    if values is None:  # it was the text "null"
+    if values is None:  # the field was the text "null"
         raise DataError(f"field '{name}' holds no list")
     found = []
     for number, value in enumerate(values, 1):
@@ -304,7 +305,8 @@ def _messages(record: dict[str, Any], name: str) -> list[Message]:
 
 
 def _message(value: dict[str, Any], number: int) -> Message:
-    """Give a message role and content, whatever names they have in the file."""
+    """Message with role and content under these names, whatever names the file has. DataError for a
+    message without both, or with other contents than texts."""
     is_trained(value, number)
     message = {key: v for key, v in value.items() if key not in ("from", "value")}
     for key, other in (("role", "from"), ("content", "value")):
@@ -342,7 +344,7 @@ def _check_parts(parts: list[Any], number: int, role: str) -> None:
 
 
 def _calls(content: Any, number: int) -> list[dict[str, Any]]:
-    """The calls of a `function_call` message, whose content is JSON of one call or of several."""
+    """Calls of a `function_call` message, whose content is JSON of one call or of several."""
     try:
         calls = json.loads(content)
         calls = calls if isinstance(calls, list) else [calls]
@@ -357,7 +359,7 @@ def _calls(content: Any, number: int) -> list[dict[str, Any]]:
 
 
 def _parse_calls(message: Message, number: int) -> None:
-    """Make the calls of a message objects, each with arguments. DataError for another value."""
+    """Replace the calls of a message by objects with arguments. DataError for other values."""
     try:
         if calls := _parsed(message, TOOL_CALLS, list):
             message[TOOL_CALLS] = [_parsed_call(call) for call in calls]
@@ -368,7 +370,7 @@ def _parse_calls(message: Message, number: int) -> None:
 
 
 def _parsed_call(call: Any) -> dict[str, Any]:
-    """The call of a tool with arguments that are an object, or its JSON text; {} if it has none."""
+    """Call of a tool whose arguments are an object or the object's JSON text; {} for none."""
     inner = call.get("function", call) if isinstance(call, dict) else call
     if not isinstance(inner, dict):
         raise DataError(f"a call of a tool is a {type(inner).__name__}, not an object")
@@ -378,7 +380,8 @@ def _parsed_call(call: Any) -> dict[str, Any]:
 
 
 def _arguments(given: Any) -> dict[str, Any] | str:
-    """Arguments of a call, unchanged if they are an object or its JSON text; {} for none."""
+    """Arguments of a call, unchanged if they are an object or the object's JSON text; {} for none.
+    DataError for other values."""
     parsed, texts = given, 0
     while isinstance(parsed, str):
         try:
@@ -391,7 +394,7 @@ def _arguments(given: Any) -> dict[str, Any] | str:
 
 
 def check_roles(messages: Sequence[Message], known: Collection[str]) -> None:
-    """Raise DataError for a role that is neither in `ROLES` nor known to the template."""
+    """Raise DataError for a message whose role is neither in ROLES nor known to the template."""
     for number, message in enumerate(messages, 1):
         role = message["role"]
         if role not in ROLES and role not in known:
@@ -402,8 +405,8 @@ def check_roles(messages: Sequence[Message], known: Collection[str]) -> None:
 
 
 def weight_of(message: Message, number: int) -> float | None:
-    """The weight that message `number`, from 1, asks to be trained with, by any of FLAGS; None if
-    it does not say. DataError for a value that is none, or flags that contradict each other."""
+    """Weight of message `number`, from 1, by any of FLAGS; None for a message without these fields.
+    DataError for a bad value, or for fields that contradict each other."""
     found: dict[str, float] = {}
     for name in FLAGS:
         if (value := message.get(name)) is not None:
@@ -421,7 +424,7 @@ def weight_of(message: Message, number: int) -> float | None:
 
 
 def is_trained(message: Message, number: int) -> bool | None:
-    """Whether a message asks to be trained, as `weight_of`."""
+    """True for a message with a weight above 0, False for weight 0, None as by `weight_of`."""
     weight = weight_of(message, number)
     return None if weight is None else weight > 0
 
@@ -437,7 +440,8 @@ def check_whole(conversations: Sequence[Conversation], where: str) -> None:
 
 
 def unread(messages: Sequence[Message], names: Collection[str]) -> Iterator[str]:
-    """Fields of messages that nobody reads. names: fields that the template may read."""
+    """Fields of messages that neither llmq nor the template reads. names: fields that the template
+    may read."""
     known = {"role", "content", "from", "value", "tool_call_id", FUNCTION_CALL, *FLAGS, *names}
     if known & {*REASONING}:
         known |= {*REASONING}

@@ -1,4 +1,4 @@
-"""Blocks of documents to token ids, in this process or in worker processes."""
+"""Encoding of blocks of documents as token ids, in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from llmq.text.record_format import RecordText
 from llmq.text.token_shards import Ids
 from llmq.text.tokenizer import Added, Tokenizer, load_tokenizer
 
-# The end of a block in the input, and its ids for training and for evaluation.
+# End of a block in the input, and the block's ids for training and for evaluation.
 Encoded = tuple[Position, tuple[Ids, Ids]]
 
 UNWEIGHTED = ("last", "each", "all")  # values of --train-on
@@ -40,9 +40,9 @@ _FORGED = (
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Says how documents become ids; it travels to worker processes. tokenizer: for load_tokenizer.
-    wanted: the reader of records. added: ids before and behind each text; conversations have none,
-    completions do. chat: renders conversations; None for texts."""
+    """Recipe by which documents become ids, sent to worker processes. tokenizer: for
+    load_tokenizer. wanted: reader of records. added: ids in front of and behind each text or
+    completion; conversations have none. chat: renders conversations; None for texts."""
 
     tokenizer: str
     wanted: RecordText | RecordConversation
@@ -51,7 +51,7 @@ class Recipe:
     with_weights: bool = False
 
     def weighted(self) -> Recipe:
-        """With messages' weights; ConfigError for documents that are not whole conversations."""
+        """Recipe with messages' weights; ConfigError unless documents are whole conversations."""
         single = not self.wanted.in_pairs and self.wanted.form != CLASSES
         if not (self.is_chat and single and self.chat.train_on not in UNWEIGHTED):
             raise ConfigError(
@@ -62,17 +62,17 @@ class Recipe:
 
     @property
     def with_masks(self) -> bool:
-        """Whether the token files say which tokens are trained."""
+        """True if token files have masks of the tokens that are trained."""
         partly = self.chat is not None and self.chat.train_on != "all"
         return self.wanted.in_pairs or self.wanted.form == CLASSES or partly
 
     @property
     def is_chat(self) -> bool:
-        """Whether a chat template writes the documents, with all their special tokens."""
+        """True if a chat template writes the documents, special tokens included."""
         return isinstance(self.chat, Chat)
 
     def record(self) -> dict[str, Any]:
-        """Everything but the tokenizer that decides the ids, for tokenize.json."""
+        """Everything that decides the ids but the tokenizer, for tokenize.json."""
         is_text = isinstance(self.wanted, RecordText)
         return {
             "field": self.wanted.field if is_text else None,
@@ -86,7 +86,7 @@ class Recipe:
 
 
 class Encoder:
-    """Encodes blocks; each worker process has one."""
+    """Encoder of blocks; each worker process has an encoder."""
 
     def __init__(self, tokenizer: Tokenizer, recipe: Recipe) -> None:
         self.tokenizer, self.recipe = tokenizer, recipe
@@ -100,8 +100,8 @@ class Encoder:
     def encode(
         self, pieces: list[DocumentPart], begin: Begin = lambda number, size: None
     ) -> tuple[Ids, Ids]:
-        """Ids for training and for evaluation; an empty document has none. DataError. begin: called
-        before each of them, with its number and size."""
+        """Ids for training and for evaluation; an empty document has no ids. begin: called in
+        front of each document, with the document's number and size. DataError for a bad record."""
         parts, chat = (_Parts(), _Parts()), self.recipe.chat
         for number, piece in enumerate(pieces):
             begin(number, len(piece.text))
@@ -112,7 +112,7 @@ class Encoder:
         return parts[0].joined(self.recipe.with_masks), parts[1].joined(self.recipe.with_masks)
 
     def _add_text(self, piece: DocumentPart, parts: _Parts) -> None:
-        """Encode a text. An empty one gets no added tokens, which would be one without text."""
+        """Encode a text. An empty text gets no added tokens, which would be a document."""
         text = self.recipe.wanted.of_json(piece.text, piece.where)
         (text,) = _whole([text], piece, parts)
         before, after = self._added
@@ -126,8 +126,8 @@ class Encoder:
     def _add_conversation(
         self, piece: DocumentPart, chat: Chat | Completion, parts: _Parts
     ) -> None:
-        """Encode a conversation, or two: both of a pair, or with the answer of `piece.other`. The
-        tokens that are added behind a completion are trained."""
+        """Encode a conversation, or two: both of a pair, or a second one with the answer of
+        `piece.other`. The tokens that are added behind a completion are trained."""
         wanted = self.recipe.wanted
         conversations = wanted.of_json(piece.text, piece.where)
         written = self.recipe.is_chat and conversations[0].text is None
@@ -166,7 +166,7 @@ class Encoder:
                 ids, mask = np.append(ids, np.int32(label)), np.arange(len(ids) + 1) == len(ids)
             if not mask[wanted.in_pairs :].any():
                 raise DataError(f"{piece.where}: no token of the conversation is trained")
-            if wanted.in_pairs:  # nothing predicts it, and readers take it for what it says
+            if wanted.in_pairs:  # nothing predicts the first token: its bit is the label
                 mask[0] = number == 0 if label is None else label
             parts.add(ids, mask if self.recipe.with_masks else None)
             parts.end()
@@ -174,8 +174,8 @@ class Encoder:
     def _weights(
         self, conversation: Conversation, chat: Chat, offsets: np.ndarray, mask: np.ndarray
     ) -> np.ndarray:
-        """The weight of each token, F32 (n,), of which the mask says whether it is trained: that of
-        its message."""
+        """Weight of each token, float32 (n,): the weight of the token's message, 0 where the mask
+        (n,) is False."""
         messages = conversation.messages
         own = [weight_of(message, n) for n, message in enumerate(messages, 1)]
         found = mask.astype(np.float32)
@@ -185,13 +185,13 @@ class Encoder:
                 for m, w in zip(messages, own, strict=True)
             ]
             if not any(m["weight"] and m["role"] == "assistant" for m in alone):
-                continue  # nothing of it is trained
+                continue  # no message of this weight is trained
             ((_, spans),) = chat.texts(replace(conversation, messages=alone))
             found[token_mask(offsets, spans)] = weight
         return found
 
     def _check_class(self, label: int, where: str) -> None:
-        """DataError for a class number beyond the tokenizer's ids, as which classes are stored."""
+        """Raise DataError for a class beyond the tokenizer's ids: classes are stored as ids."""
         if label >= (ids := self.tokenizer.vocab_size):
             raise DataError(
                 f"{where}: field 'label' is {label}: a class is written as a token id, of which "
@@ -199,7 +199,7 @@ class Encoder:
             )
 
     def _forged(self, conversation: Conversation) -> str | None:
-        """The first control token that a message writes out, perhaps without meaning it."""
+        """First control token that is written out in a message, perhaps unintended; or None."""
         for message in conversation.messages:
             found = self._control.search(text_of(message.get("content")))
             if found is not None:
@@ -208,7 +208,7 @@ class Encoder:
 
 
 def _whole(texts: list[str], piece: DocumentPart, parts: _Parts) -> list[str]:
-    """Texts of a document with U+FFFD for half characters, and a note if there were any."""
+    """Texts of a document with U+FFFD for half characters, which are noted."""
     found = [whole_characters(text, piece.text) for text in texts]
     if found != texts:
         parts.notes.append((f"have {HALVES}", piece.where))
@@ -216,7 +216,7 @@ def _whole(texts: list[str], piece: DocumentPart, parts: _Parts) -> list[str]:
 
 
 class _Parts:
-    """Gathers the parts of `Ids`."""
+    """Parts of `Ids`, gathered one after the other."""
 
     def __init__(self) -> None:
         self._parts, self._ends, self._count = [np.empty(0, np.int32)], [], 0
@@ -224,14 +224,14 @@ class _Parts:
         self.notes: list[tuple[str, str]] = []
 
     def add(self, ids: np.ndarray, mask: np.ndarray | None = None) -> None:
-        """More ids."""
+        """Append ids (n,), with their mask (n,) or weights."""
         self._parts.append(ids)
         self._count += len(ids)
         if mask is not None:
             self._masks.append(mask)
 
     def end(self) -> None:
-        """A document ends here."""
+        """Note the end of a document."""
         self._ends.append(self._count)
 
     def joined(self, with_masks: bool = False) -> Ids:
@@ -247,8 +247,8 @@ class _Parts:
 def encode_in_workers(
     blocks: Iterator[Block], encoder: Encoder, workers: int, bounds: Bounds
 ) -> Iterator[Encoded]:
-    """Encode in other processes, in the order of the blocks, a few of them in flight. DataError
-    names the record of which the tokenizer or the template takes more than the bounds."""
+    """Ends and ids of blocks, in order, encoded by worker processes with a few blocks in flight.
+    DataError names the record for which the tokenizer or the template exceeds the bounds."""
     make = partial(_answering, encoder.recipe, encoder if forks() else None)
     pool = [Worker(make, bounds) for _ in range(workers)]
     idle, busy = [*pool], {}
@@ -279,5 +279,5 @@ def encode_in_workers(
 
 
 def _answering(recipe: Recipe, encoder: Encoder | None) -> Answer:
-    """Called in a worker; encoder: None where it does not come along with a fork."""
+    """Answer of a worker process. encoder: None where the process is no fork with an encoder."""
     return (encoder or Encoder(load_tokenizer(recipe.tokenizer), recipe)).encode

@@ -1,6 +1,7 @@
-"""Tokenizers and chat templates of others, run in a process of their own, each call within bounds.
+"""Foreign tokenizers and chat templates, run in a process of their own, each call within bounds.
 
-A tokenizer that explodes, or a template that never ends, is then one line, in whatever command.
+A tokenizer that takes all memory, or a template that never ends, makes one line of an error in any
+command.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from llmq.options.presets import find_directory
 from llmq.text.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer, load_tokenizer
 
 BOUNDS = Bounds(seconds=5, memory_per_byte=256, threads=True)  # of a call
-_ONCE = Bounds(seconds=20)  # of all that is looked up in a large vocabulary
+_ONCE = Bounds(seconds=20)  # of all look-ups in a large vocabulary together
 _FACTS = ("vocab_size", "eos_id", "bos_id", "prefix_id", "added")
 
 
 class TokenizerProcess:
-    """A process that has loaded a tokenizer, and calls functions of it."""
+    """Process that has loaded a tokenizer, and calls functions with the tokenizer."""
 
     def __init__(self, spec: str | Path) -> None:
-        """spec: the tokenizer's folder or name, as load_tokenizer takes it."""
+        """spec: folder or name of the tokenizer, as of load_tokenizer."""
         self._what, self._lock = f"the tokenizer '{spec}' or its chat template", threading.Lock()
         self._worker = Worker(partial(_loaded, spec), BOUNDS)
 
@@ -60,10 +61,10 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 class GuardedTokenizer(HfTokenizer):
-    """The tokenizer in a model folder, which a process of its own runs."""
+    """Tokenizer of a model folder, run by a process of its own."""
 
     def __init__(self, folder: Path) -> None:
-        """DataError as of HfTokenizer, or where loading takes more than the bounds."""
+        """DataError as of HfTokenizer, or if loading exceeds the bounds."""
         self.folder, self.process = folder, TokenizerProcess(folder)
         vars(self).update(self.process.call(_facts))
 
@@ -78,14 +79,14 @@ def _facts(tokenizer: HfTokenizer) -> dict[str, Any]:
 
 
 def guarded_tokenizer(spec: str | Path) -> Tokenizer:
-    """The tokenizer of a folder or name, in a process of its own unless it is ByteTokenizer."""
+    """Tokenizer of a folder or name, in a process of its own; ByteTokenizer in this process."""
     if str(spec) == ByteTokenizer.fingerprint:
         return ByteTokenizer()
     return GuardedTokenizer(find_directory(str(spec)) or Path(spec))
 
 
 def process_of(tokenizer: Tokenizer) -> TokenizerProcess:
-    """Process of a GuardedTokenizer, to run chat templates; of another tokenizer a new one."""
+    """Process to run chat templates: the tokenizer's own, or a new one for ByteTokenizer."""
     if isinstance(tokenizer, GuardedTokenizer):
         return tokenizer.process
     return TokenizerProcess(ByteTokenizer.fingerprint)

@@ -1,13 +1,13 @@
 """Inputs of `llmq tokenize`: files, folders, glob patterns, standard input and data sets.
 
-Standard input is kept in a file while it is read. Its whole content has to be known before the
-first token is written: whether it holds records, where its part for evaluation begins, and whether
-an interrupted run has read the same.
+Standard input is kept in a file while `llmq tokenize` runs. The whole content has to be known
+before the first token is written: whether records are in it, where the part for evaluation begins,
+and whether an interrupted run has read the same content.
 
-Their documents are a stream that can be resumed anywhere. A text file is one document; each record
-of JSON, each row of a table and each record of a data set is one (`base/records.py`). Memory is
-constant: a long text comes in pieces of up to 256 KiB, each cut where that does not change the
-tokens; Parquet is read one row group at a time.
+Documents are a stream that can be resumed anywhere. A text file is one document, and so is each
+record of JSON, row of a table, or record of a data set (`base/records.py`). Memory is constant: a
+long text comes in pieces of up to 256 KiB, cut where the cut does not change tokens; Parquet is
+read one row group at a time.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class InputSource:
-    """One input file, or a data set. in_folder: found by walking a folder, so it may be left out.
-    dataset: None for a file."""
+    """An input file, or a data set. in_folder: the file was found in a given folder, and may be
+    left out. dataset: None for a file."""
 
     path: str
     kind: str  # text, jsonl, json, csv, tsv, parquet or dataset
     size: int  # bytes; a data set may say 0, for an unknown size
-    mtime_ns: int  # a data set has a number here that differs for other contents
+    mtime_ns: int  # of a data set, a number that differs for other contents
     in_folder: bool
     dataset: HubDataset | None = None
 
     @property
     def identity(self) -> list[str | int]:
-        """Path, size and time, by which an interrupted run knows its inputs again."""
+        """Path, size and time, by which an interrupted run recognizes its inputs."""
         path = os.path.abspath(self.path) if self.dataset is None else self.path
         return [path, self.size, self.mtime_ns]
 
@@ -75,7 +75,8 @@ class InputSource:
 def find_sources(
     inputs: Sequence[str], dataset: HubDataset | None, exclude: Path
 ) -> list[InputSource]:
-    """List a data set, or the files of `find_files`. DataError if one cannot be opened."""
+    """The data set as one source, or the files of `find_files`. ConfigError unless exactly one of
+    inputs and dataset is given; DataError for a source that cannot be opened."""
     if bool(inputs) == (dataset is not None):
         raise ConfigError("give either files or --dataset")
     if dataset is None:
@@ -85,9 +86,9 @@ def find_sources(
 
 
 def find_files(inputs: Sequence[str], exclude: Path) -> list[InputSource]:
-    """List the files that files, folders and glob patterns name, once each; links are followed.
-    Hidden files, the folder `exclude` (the output) and files in folders that `llmq tokenize` wrote
-    are left out. DataError for an input that names nothing."""
+    """Files that paths, folders and glob patterns name, each once; links are followed. Hidden
+    files, the folder `exclude` (the output) and files that `llmq tokenize` has written are left
+    out. DataError for an input that names nothing."""
     sources: dict[str, InputSource] = {}
     for name in inputs:
         if not name:
@@ -110,7 +111,7 @@ def find_files(inputs: Sequence[str], exclude: Path) -> list[InputSource]:
 def _walk(folder: Path, exclude: Path) -> list[Path]:
     found: list[Path] = []
     exclude = exclude.resolve()
-    seen: set[tuple[int, int]] = set()  # links may lead to a folder twice, or in a circle
+    seen: set[tuple[int, int]] = set()  # links may reach a folder twice, or in a circle
     for parent, folders, files in os.walk(folder, onerror=_unreadable, followlinks=True):
         here = Path(parent)
         stat = here.stat()
@@ -118,7 +119,7 @@ def _walk(folder: Path, exclude: Path) -> list[Path]:
             folders.clear()
             continue
         seen.add((stat.st_dev, stat.st_ino))
-        # Sorting makes the path under which a folder is seen first always the same.
+        # Sorted, so that a folder of several paths is always seen under the same one.
         folders[:] = sorted(
             f for f in folders if not f.startswith(".") and (here / f).resolve() != exclude
         )
@@ -164,12 +165,13 @@ def _source(path: Path, in_folder: bool) -> InputSource:
 
 
 def is_html(path: str) -> bool:
-    """Whether a file is HTML, by its name. Such files are no texts."""
+    """True for the name of an HTML file, which is no text to train."""
     return path.lower().removesuffix(".gz").removesuffix(".zst").endswith((".html", ".htm"))
 
 
 def _json_kind(path: Path, in_folder: bool) -> str:
-    """The kind of a .json file, which may hold anything; in a folder it may be a text."""
+    """Kind of a .json file: jsonl or json, or text for a file of a folder without records.
+    DataError for a given file without records."""
     try:
         kind = json_layout(str(path))
     except (OSError, EOFError, zlib.error):  # reading it will report this
@@ -187,9 +189,9 @@ def _json_kind(path: Path, in_folder: bool) -> str:
 
 
 def reading_standard_input(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Decorate a function of inputs and of the folder `out`, so that `-` is standard input. It is
-    kept in a file in `out` until the function returns. Name, size and time of the file follow from
-    its content, so that a run that goes on knows it again."""
+    """Decorate a function of inputs and of a folder `out`: the input `-` becomes a file in `out`
+    with the content of standard input, until the function returns. Name, size and time of the file
+    follow from the content, so that a resumed run recognizes the same content."""
 
     @functools.wraps(function)
     def run(inputs: Sequence[str], *, out: str | Path, **options: Any) -> Result:
@@ -204,7 +206,7 @@ def reading_standard_input(function: Callable[..., Result]) -> Callable[..., Res
             return function(inputs, out=out, **options)
         finally:
             spooled.unlink(missing_ok=True)
-            with suppress(OSError):  # it holds other files
+            with suppress(OSError):  # the folder holds other files
                 made and os.rmdir(out)
 
     return run
@@ -236,8 +238,8 @@ def _spool(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class HubDataset:
-    """Records that the library `datasets` streams. name: a data set of the hub, or a folder.
-    config: one of its configurations, None: the only one."""
+    """Data set whose records the library `datasets` streams. name: of the hub, or a folder.
+    config: a configuration of the data set, None: the only one."""
 
     name: str
     config: str | None
@@ -248,17 +250,18 @@ class HubDataset:
         return f"data set {self.name}{config} ({self.split})"
 
     def facts(self) -> tuple[int, int]:
-        """Bytes, 0 if unknown, and a number that differs for other contents. DataError."""
+        """Size in bytes, 0 if unknown, and a number that differs for other contents. DataError if
+        the data set cannot be opened."""
         builder = self._builder()
         known = (builder.info.splits or {}).get(self.split)
         files = (builder.config.data_files or {}).get(self.split) or []
-        # The hub's file names hold the revision; other files come with a time or a version.
+        # File names of the hub hold the revision; other files come with a time or a version.
         identity = [builder.hash, *files, getattr(files, "origin_metadata", None)]
         digest = hashlib.blake2b(repr(identity).encode(), digest_size=7).digest()
         return (known and known.num_bytes) or 0, int.from_bytes(digest, "little")
 
     def field_names(self) -> list[str] | None:
-        """Fields of its first record or of all; None if it is empty."""
+        """Fields of all records, or of the first one; None for an empty data set."""
         stream = self._stream(self._builder())
         if stream.column_names is not None:
             return stream.column_names
@@ -266,8 +269,9 @@ class HubDataset:
         return None if first is None else list(first)
 
     def read(self, wanted: Wanted, size: int, row: int) -> Iterator[Item]:
-        """Documents that `wanted` makes of the records behind `row` rows, without empty ones. size:
-        that of `facts`. DataError, also if the network fails; the same command then goes on."""
+        """Documents that `wanted` makes of the records behind the first `row` records, without
+        empty documents. size: of `facts`. DataError for bad records and if the network fails; the
+        same command resumes."""
         builder = self._builder()
         stream = self._stream(builder)
         if stream.column_names is not None:
@@ -301,7 +305,8 @@ class HubDataset:
 
 
 def dataset_of(spec: str | None, split: str | None) -> HubDataset | None:
-    """Parse --dataset NAME[:CONFIG] and --split; a folder may have colons in its name."""
+    """Data set of --dataset NAME[:CONFIG] and --split; a folder's name may have colons.
+    ConfigError for --split alone."""
     if spec is None:
         if split is not None:
             raise ConfigError("--split: needs --dataset")
@@ -313,28 +318,28 @@ def dataset_of(spec: str | None, split: str | None) -> HubDataset | None:
 
 
 class Portions(NamedTuple):
-    """How much is read and encoded at a time."""
+    """Limits of one step of reading and encoding."""
 
     size: int = 1 << 18  # bytes of a long text; small, so that Ctrl-C is prompt
-    documents: int = 1024  # small ones that travel together
-    seconds: float = 15.0  # between saved states: an interruption costs no more than this
+    documents: int = 1024  # small documents in one block
+    seconds: float = 15.0  # between saved states, which is what an interruption costs at most
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The place where reading goes on. offset: bytes of the unpacked file, rows of a table."""
+    """Place in the inputs where reading goes on. offset: bytes of the unpacked file, or rows."""
 
     source: int = 0
     offset: int = 0
-    line: int = 0  # lines of JSONL before it, or elements of an array
-    document: int = 0  # documents before it, over all sources
+    line: int = 0  # lines of JSONL, or elements of an array, in front of the place
+    document: int = 0  # documents in front of the place, over all sources
     skipped: int = 0  # files that were not text
-    bytes_read: int = 0  # over all sources, as they lie on the disk; for the progress bar
+    bytes_read: int = 0  # over all sources, as on the disk; for the progress bar
 
 
 class DocumentPart(NamedTuple):
-    """A document or a part of one. text: str, or bytes that hold a JSON record. other: the record
-    whose answer a record with a label is compared with."""
+    """Document, or part of a document. text: str, or the bytes of a JSON record. other: for a
+    record with a label, the record whose answer is compared with this record's."""
 
     text: str | bytes
     is_eval: bool
@@ -345,7 +350,7 @@ class DocumentPart(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Parts of documents to be encoded together, and where reading goes on after them."""
+    """Parts of documents to encode together, and the place where reading goes on."""
 
     pieces: list[DocumentPart]
     end: Position
@@ -356,12 +361,12 @@ class Block(NamedTuple):
 
 
 class EvalSplit:
-    """Sends a fraction of the documents to evaluation, or the last part of a single text. One of
-    every 1/fraction documents is taken, at a place that depends on the seed; of the first
-    1/fraction the second one, so that two documents are enough for both parts."""
+    """Choice of the documents for evaluation: a fraction of all, or the last part of a single text.
+    One of every 1/fraction documents is chosen, at a place that depends on the seed; the first
+    choice is the second document, so that two documents are enough for both parts."""
 
     def __init__(self, fraction: float, seed: int, sources: Sequence[InputSource]) -> None:
-        """fraction: 0 <= fraction < 1. A single text is read a little, to cut it at a line."""
+        """fraction: 0 <= fraction < 1. A single text is read near the cut, to cut at a line."""
         self._fraction = Fraction(fraction).limit_denominator(1_000_000)
         self._seed = seed
         self.offset: int | None = None  # the start of a single text's evaluation part
@@ -377,7 +382,7 @@ class EvalSplit:
             return start + find_cut(file.read(offset - start))
 
     def is_eval(self, document: int) -> bool:
-        """Whether the document with this number, counted over all inputs, is for evaluation."""
+        """True if the document of this number, counted over all inputs, is for evaluation."""
         if not self._fraction:
             return False
         p, q = self._fraction.numerator, self._fraction.denominator
@@ -400,9 +405,9 @@ def read_blocks(
     max_record: int = MAX_RECORD,
     portions: Portions = Portions(),
 ) -> Iterator[Block]:
-    """All documents from `start` on, in order, in blocks of such portions; the last may be empty.
-    wanted: the reader of a table's rows. max_record: bytes of one record. DataError if a source
-    cannot be read, or has a longer one."""
+    """Blocks of all documents from `start` on, in order; the last block may be empty. wanted:
+    reader of a table's rows. max_record: bytes of a record, at most. DataError for a source that
+    cannot be read, or has a longer record."""
     pieces: list[DocumentPart] = []
     size = 0
     at = start
@@ -440,8 +445,8 @@ def read_blocks(
 
 
 def with_others(read: Callable[[Position], Iterator[Block]], start: Position) -> Iterator[Block]:
-    """Blocks of records from `start` on; each record has the next record as `other`, the last one
-    the first, across blocks and across training and evaluation. read: gives the blocks from a
+    """Blocks of records from `start` on, where each record has the next record as `other`, and the
+    last record the first, across blocks and across training and evaluation. read: blocks from a
     position on. DataError for a single record."""
     pieces = (piece for at in (start, Position()) for block in read(at) for piece in block.pieces)
     next(pieces, None)
@@ -473,7 +478,7 @@ def _read(
 
 
 class NotTextError(Exception):
-    """A file in a folder is not text."""
+    """Signal that a file in a folder is not text."""
 
 
 def read_text(
@@ -485,15 +490,15 @@ def read_text(
     *,
     lenient: bool = False,
 ) -> Iterator[Item]:
-    """Pieces of a text from byte `offset` of its content on, also cut at byte `cut`, if given.
-    size, piece: bytes of the file, of a piece. lenient: raise NotTextError if it is no text, else
-    DataError."""
+    """Pieces of a text file from byte `offset` of the content on, also cut at byte `cut`, if given.
+    size, piece: bytes of the file, and of a piece. lenient: a file that is no text raises
+    NotTextError in place of DataError."""
     with open(path, "rb") as raw, unpack(path, raw) as file:
         skip(file, offset)
-        end = None if is_packed(path) else size  # a file that grows ends where it did
+        end = None if is_packed(path) else size  # what is appended meanwhile is not read
         data = b""
         while True:
-            # A piece depends on its own offset only, so a resumed run makes the same ones.
+            # A piece depends on its own offset alone, so that a resumed run makes the same pieces.
             stop = cut if cut is not None and offset < cut else None
             wanted = piece if stop is None else min(piece, stop - offset)
             left = wanted + 1 if end is None else end - offset
@@ -527,12 +532,13 @@ def _decode(path: str, offset: int, data: bytes, lenient: bool) -> str:
 
 
 def find_cut(block: bytes) -> int:
-    """The place to cut a part of a long UTF-8 text at so that its tokens stay the same.
+    """Place to cut a part of a long UTF-8 text, so that tokens stay the same; 0 for a block without
+    a boundary between characters.
 
-    The best place is after a line end between two visible characters: there the usual byte-level
-    vocabularies (GPT-2, Llama 3, Qwen) never have a token across. Otherwise it is after any line
-    end, else before a space, all in the second half, else anywhere between two characters, but not
-    inside `<|…|>`. 0 means that the block has no boundary between characters.
+    The best place is behind a line end between two visible characters: no token of the usual
+    byte-level vocabularies (GPT-2, Llama 3, Qwen) crosses such a place. Other places are behind any
+    line end, then in front of a space, all in the second half, then between any two characters, but
+    not inside of `<|…|>`.
     """
     blank = b" \t\n\r\v\f"
     half = max(1, len(block) // 2)
@@ -555,7 +561,7 @@ def find_cut(block: bytes) -> int:
 
 
 def _positions(block: bytes, byte: bytes, start: int) -> Iterator[int]:
-    """Places of a byte, from the last but one of the block back to `start`."""
+    """Places of a byte, from the block's last byte but one back to `start`."""
     at = len(block) - 1
     while (at := block.rfind(byte, start, at)) >= 0:
         yield at

@@ -1,6 +1,6 @@
-"""Records are texts, of one field or a template over several, or conversations of one shape, which
-the first record of each JSON file, the columns of tables, or --format decide before anything is
-written."""
+"""Format of records: texts, of one field or of a template over several, or conversations of one
+shape. The first record of each JSON file, the columns of tables, or --format decide before anything
+is written."""
 
 import json
 import re
@@ -32,8 +32,9 @@ _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}  # a shell passe
 
 @dataclass(frozen=True)
 class RecordText:
-    """Reads texts out of records. field: its value is the text. template: a text with {names} of
-    fields instead; \\n, \\t, \\r and \\\\ mean what they do in Python, {{ and }} are braces."""
+    """Reader of texts in records. field: the field whose value is the text. template: in place of
+    a field, a text with {names} of fields; \\n, \\t, \\r and \\\\ are escapes as in Python, {{ and
+    }} are braces."""
 
     form: ClassVar[str] = TEXT
     in_pairs: ClassVar[bool] = False
@@ -46,7 +47,7 @@ class RecordText:
 
     @cached_property
     def _parts(self) -> list[tuple[str, str | None]]:
-        """Pairs of the text before each field of the template, and the field; None at its end."""
+        """Pairs of a literal text and the field behind that text; None at the template's end."""
         unescaped = re.sub(r"\\[ntr\\]", lambda found: _ESCAPES[found[0]], self.template)
         try:
             parsed = list(Formatter().parse(unescaped))
@@ -63,35 +64,35 @@ class RecordText:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The fields that a record must have."""
+        """Fields that a record must have."""
         if self.template is None:
             return (self.field,)
         return tuple(dict.fromkeys(name for _, name in self._parts if name is not None))
 
     @property
     def is_default(self) -> bool:
-        """Whether neither a field nor a template was given."""
+        """True if neither a field nor a template was given."""
         return self == RecordText()
 
     @property
     def flag(self) -> str:
-        """The option that asks for these fields."""
+        """Option that asks for these fields, as for a message."""
         return f"--field {self.field}" if self.template is None else "--template"
 
     def missing(self, there: Iterable[str]) -> str | None:
-        """The first of the names that is not there; None if all are."""
+        """First of the names that is not in `there`; None if all are."""
         there = set(there)
         return next((name for name in self.names if name not in there), None)
 
     def columns(self, there: Sequence[str], where: str) -> Sequence[str]:
-        """The names; DataError, which begins with `where`, if one of them is not there."""
+        """The names; DataError, which begins with `where`, for a name that is not in `there`."""
         if self.missing(there) is not None:
             more = ["or, for conversations, --format"] if self.is_default else []
             raise self.lacks(where, there, *more)
         return self.names
 
     def lacks(self, where: str, there: Sequence[str], *more: str) -> DataError:
-        """The error of a record or a file that has other fields. more: other remedies."""
+        """Error for a record or a file with other fields. more: other remedies."""
         name, known = self.missing(there), ", ".join(map(str, there)) or "none"
         mend = f"use --field with one of {known}"
         if self.template is not None:
@@ -99,8 +100,9 @@ class RecordText:
         return DataError(f"{where}: no field '{name}': {', '.join([mend, *more])}")
 
     def of(self, record: Mapping[str, Any], where: str) -> str:
-        """The text; empty where the field, or every field of the template, is null or empty.
-        DataError, which begins with `where`, for a field that is missing or has no text."""
+        """Text of a record; empty where the field, or every field of the template, is null or
+        empty. DataError, which begins with `where`, for a missing field or a value that is no
+        text."""
         self.columns([*record], where)
         if self.template is None:
             return _text(record[self.field], self.field, where)
@@ -112,13 +114,14 @@ class RecordText:
         )
 
     def of_json(self, line: str | bytes, where: str) -> str:
-        """The text of a record in JSON, which may hold half characters, or `line` itself if it is a
-        text. DataError if it is no record."""
+        """Text of a record in JSON bytes, perhaps with half characters; a str is the text itself.
+        DataError for bytes that are no record."""
         return line if isinstance(line, str) else self.of(json_record(line, where), where)
 
 
 def _text(value: Any, field: str, where: str, *, numbers: bool = False) -> str:
-    """The value as text; a null is empty. numbers: write these and booleans as JSON does."""
+    """Value as text; null is empty. numbers: numbers and booleans are written as in JSON, else
+    refused."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -134,7 +137,8 @@ def _text(value: Any, field: str, where: str, *, numbers: bool = False) -> str:
 
 
 def one_field(fields: Sequence[str] | None, template: str | None) -> str:
-    """The field of --field, which may be given once. ConfigError for several, or a template."""
+    """Field of --field, else DEFAULT_FIELD. ConfigError for several fields, or beside a
+    template."""
     if fields and len(fields) > 1:
         names = "".join(f"{{{name}}}" for name in fields)
         raise ConfigError(
@@ -148,9 +152,8 @@ def one_field(fields: Sequence[str] | None, template: str | None) -> str:
 def choose_format(
     sources: Sequence[InputSource], form: str, text: RecordText
 ) -> tuple[RecordText | RecordConversation, list[InputSource], list[str]]:
-    """The reader of all records, the files to read, and warnings. form: one of FORMATS, else
-    ConfigError. text: the reader of texts. DataError if files contradict each other or the
-    format."""
+    """Reader of all records, files to read, and warnings. form: one of FORMATS, else ConfigError.
+    text: the reader of texts. DataError if files contradict each other or the format."""
     if form not in FORMATS:
         raise ConfigError(f"--format is {form}: give {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     if is_auto := form == "auto":
@@ -166,12 +169,12 @@ def choose_format(
 
 
 _DECIDING = ("label", "chosen", "rejected")  # of answers that are not to be trained like others
-_OF_RECORDS = (*FLAGS, "score")  # which no format reads, but of a message or a token
+_OF_RECORDS = (*FLAGS, "score")  # fields of messages or tokens, which no format reads of records
 
 
 def _unread(sources: Sequence[InputSource], form: str, is_auto: bool) -> list[str]:
-    """Warnings of fields that the format `form` does not read. is_auto: --format does not name the
-    format, so that a field of _DECIDING is a DataError."""
+    """Warnings of fields that the format `form` does not read. is_auto: --format names no format,
+    and a field of _DECIDING is a DataError."""
     fields = {other: (*REQUIRED[other], *OPTIONAL[other]) for other in REQUIRED}
     unread = {*_DECIDING, *_OF_RECORDS}
     if form != TEXT:
@@ -203,7 +206,7 @@ def _recognised(sources: Sequence[InputSource], text: RecordText) -> str:
             for n, needs in REQUIRED.items()
             if n not in (LABELS, CLASSES) and {*needs} <= {*fields}
         ]
-        if PAIRS in forms:  # whose prompt may be a field of another format
+        if PAIRS in forms:  # the prompt of a pair may be a field of another format
             forms = [PAIRS]
         if len(forms) > 1:
             raise DataError(
@@ -222,8 +225,8 @@ def _recognised(sources: Sequence[InputSource], text: RecordText) -> str:
 
 
 def _having(sources: Sequence[InputSource], form: str) -> tuple[list[InputSource], list[str]]:
-    """Keep the files of this format; returns them and warnings. Files in folders may be left out,
-    others raise DataError."""
+    """Files of this format, and warnings. Other files are left out of folders; a given file of
+    another format raises DataError."""
     kept, left_out = [], []
     for source in sources:
         fields = field_names(source)
@@ -249,8 +252,9 @@ def _having(sources: Sequence[InputSource], form: str) -> tuple[list[InputSource
 def having_fields(
     sources: Sequence[InputSource], text: RecordText
 ) -> tuple[list[InputSource], list[str]]:
-    """Leave out records of files in folders that lack a field; returns the rest and warnings. The
-    first record of a JSON file decides. DataError, for a wrong field, if no such file is left."""
+    """Files that have the fields of `text`, and warnings. Files in folders without a field are left
+    out; a JSON file's first record decides. DataError, as for a wrong field, if only texts are
+    left."""
     fields = {source: field_names(source) if source.in_folder else None for source in sources}
     lacking = {s: names for s, names in fields.items() if names and text.missing(names)}
     kept = [source for source in sources if source not in lacking]
@@ -266,7 +270,8 @@ def having_fields(
 
 
 def field_names(source: InputSource) -> list[str] | None:
-    """Fields of a table, or of a JSON file's first record; None for texts and unreadable files."""
+    """Fields of a table, a data set, or a JSON file's first record; None for texts and unreadable
+    files."""
     if source.kind == "text":
         return None
     if source.dataset is not None:

@@ -1,7 +1,7 @@
-"""Tasks become sequences of tokens to predict, and log-likelihoods of these become metrics.
+"""Scoring of tasks: requests of tokens to predict, and metrics of their log-likelihoods.
 
-Texts are encoded and metrics computed as lm-eval does for models of Hugging Face: context and
-continuation together, cut where the context alone ends; what is too long loses its beginning.
+Encoding and metrics are those of lm-eval for models of Hugging Face: context and continuation are
+encoded together, and divided where the context alone ends; a long sequence loses its beginning.
 """
 
 import math
@@ -18,15 +18,15 @@ from llmq.text.tokenizer import Tokenizer
 
 
 class Request(NamedTuple):
-    """tokens: int32 (n,), of which the last `count` are to be predicted. 0 < count < n."""
+    """Tokens int32 (n,) of which the last `count` are predicted; 0 < count < n."""
 
     tokens: np.ndarray
     count: int
 
 
 class Asked(NamedTuple):
-    """The requests of a task's items, in order; item i has those from starts[i] to starts[i+1].
-    cut: how many requests have lost their beginning."""
+    """Requests of a task, in order; item i has the requests from starts[i] to starts[i+1]. cut: the
+    number of requests that have lost their beginning."""
 
     task: Task
     requests: list[Request]
@@ -34,7 +34,7 @@ class Asked(NamedTuple):
     cut: int
 
     def cut_lines(self, longest: str) -> list[str]:
-        """Warnings. longest: names the length that sequences exceed."""
+        """Warnings of cut sequences. longest: name of the length that sequences exceed."""
         if self.cut == 0:
             return []
         of_all = f"{self.cut} of its {len(self.requests)} sequences"
@@ -42,8 +42,8 @@ class Asked(NamedTuple):
 
 
 class Encoder:
-    """Makes requests of texts. longest: how many inputs of the model a sequence may have. labels:
-    of its score head, 0: it has none."""
+    """Encoder of tasks as requests. longest: inputs of a sequence, at most. labels: of the model's
+    score head, 0: no score head."""
 
     def __init__(self, tokenizer: Tokenizer, longest: int, labels: int = 0):
         self.tokenizer, self.longest, self.labels = tokenizer, longest, labels
@@ -51,7 +51,8 @@ class Encoder:
         self._prefix_text = None if self._prefix is None else tokenizer.decode([self._prefix])
 
     def ask(self, task: Task) -> Asked:
-        """Make a task's requests. DataError for an item that cannot be scored."""
+        """Requests of a task. DataError for an item that cannot be scored; ConfigError for a task
+        that does not fit the score head."""
         requests: list[Request] = []
         starts, self._cut = [0], 0
         if (task.kind == CLASSES) != (self.labels > 1):
@@ -67,7 +68,8 @@ class Encoder:
         return Asked(task, requests, starts, self._cut)
 
     def _with_added(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids as transformers makes them, unless a text has its first token written out."""
+        """Ids of texts as transformers makes them, int32 (n,) each; no tokens are added to a text
+        that begins with a written prefix."""
         before, behind = (np.array(ids, np.int32) for ids in self.tokenizer.added)
         encoded = self.tokenizer.encode_batch(texts)
         return [
@@ -83,7 +85,7 @@ class Encoder:
         pairs: list[tuple[str, str]] = []
         for question in questions:
             for choice in question.choices:
-                context = choice.context.rstrip()  # blanks belong to the tokens behind them
+                context = choice.context.rstrip()  # blanks belong to the token that follows
                 blanks = choice.context[len(context) :]
                 pairs.append((context, blanks + choice.continuation))
         whole = iter(self._with_added([context + more for context, more in pairs]))
@@ -110,7 +112,7 @@ class Encoder:
         return Request(tokens[-(self.longest + 1) :], count)
 
     def _classes(self, task: Task) -> Iterator[list[Request]]:
-        """One request for each label, which is in place of the token behind the text."""
+        """A request for each label, which takes the place of the token behind the text."""
         questions: tuple[Question, ...] = task.items
         texts = [question.choices[0].context for question in questions]
         for question, ids in zip(questions, self._with_added(texts), strict=True):
@@ -126,8 +128,8 @@ class Encoder:
             yield [Request(np.append(own, np.int32(k)), 1) for k in range(self.labels)]
 
     def _texts(self, task: Task) -> Iterator[list[Request]]:
-        """Predict every token once, in windows of `longest`, the first one behind a prefix. Only
-        the last window overlaps the one before it, so that it is as long."""
+        """Requests that predict every token once, in windows of `longest`, the first one behind a
+        prefix. Only the last window overlaps the window in front, and is as long as others."""
         if self._prefix is None:
             raise DataError("the tokenizer has no token that begins a text: it cannot score texts")
         items: tuple[Text, ...] = task.items
@@ -148,7 +150,7 @@ class Encoder:
 
 
 class _Sequence(NamedTuple):
-    """Inputs (n,) int32, and the requests, each with its index, that have them."""
+    """Inputs int32 (n,), and the requests with these inputs, each with its index."""
 
     inputs: np.ndarray
     asked: list[tuple[int, Request]]
@@ -156,14 +158,14 @@ class _Sequence(NamedTuple):
 
 class Batch(NamedTuple):
     """Sequences that are computed at once. shape: (B, T). placed: each sequence with its row and
-    its first position there, in this order."""
+    the sequence's first position in the row."""
 
     placed: list[tuple[_Sequence, int, int]]
     shape: tuple[int, int]
 
     @property
     def count(self) -> int:
-        """How many rounds there are: several if continuations differ only in their last token."""
+        """Number of rounds: several if continuations differ only in their last token."""
         return max(len(sequence.asked) for sequence, _, _ in self.placed)
 
     def inputs(self) -> np.ndarray:
@@ -174,7 +176,7 @@ class Batch(NamedTuple):
         return inputs
 
     def starts(self) -> np.ndarray:
-        """Starts of documents, int32 (B, T), as in Batch: each sequence is a document."""
+        """Starts of documents, int32 (B, T), as in base.batch.Batch: a sequence is a document."""
         starts = np.zeros(self.shape, np.int32)
         for sequence, b, first in self.placed:
             starts[b, first:] = first
@@ -183,18 +185,18 @@ class Batch(NamedTuple):
         return starts
 
     def targets(self, number: int) -> np.ndarray:
-        """Targets of a round, int32 (B, T), -100 where nothing is asked."""
+        """Targets of a round, int32 (B, T), -100 where no token is asked for."""
         targets = np.full(self.shape, MASKED_TARGET, np.int32)
         for _, request, part in self._asked(number):
             targets[part] = request.tokens[-request.count :]
         return targets
 
     def likelihoods(self, number: int, losses: np.ndarray) -> dict[int, float]:
-        """Log-likelihoods of a round's requests, by their index. losses: F32 (B, T)."""
+        """Log-likelihoods of a round's requests in nats, by index. losses: float32 (B, T)."""
         return {i: -losses[part].sum(dtype=np.float64) for i, _, part in self._asked(number)}
 
     def _asked(self, number: int) -> Iterator[tuple[int, Request, tuple[int, slice]]]:
-        """Requests of a round with their index, and the places of their targets."""
+        """Index, request, and place of the targets, for each request of a round."""
         for sequence, b, first in self.placed:
             if number < len(sequence.asked):
                 index, request = sequence.asked[number]
@@ -214,8 +216,8 @@ def _sequences(requests: Sequence[Request]) -> list[_Sequence]:
 def make_batches(
     requests: Sequence[Request], shape: Callable[[int, int], tuple[int, int]]
 ) -> list[Batch]:
-    """Batch all requests, the longest first, with a row for each sequence. shape: maps the longest
-    length and the number of sequences that are left to (B, T)."""
+    """Batches of all requests, the longest first, with a row for each sequence. shape: (B, T) for
+    the longest length and the number of the sequences that are left."""
     left, batches, first = _sequences(requests), [], 0
     while first < len(left):
         B, T = shape(len(left[first].inputs), len(left) - first)
@@ -226,8 +228,8 @@ def make_batches(
 
 
 def pack_batches(requests: Sequence[Request], shape: tuple[int, int]) -> list[Batch]:
-    """Batch all requests, the longest first, as many in a row as fit, for masked documents. shape:
-    (B, T)."""
+    """Batches of all requests, the longest first, with as many sequences in a row as fit, for
+    masked documents. shape: (B, T)."""
     B, T = shape
     batches: list[Batch] = []
     row, at = -1, T  # the row over all batches, and the place of its next sequence
@@ -242,7 +244,7 @@ def pack_batches(requests: Sequence[Request], shape: tuple[int, int]) -> list[Ba
 
 
 def check_ids(asked: Sequence[Asked], vocab_size: int) -> None:
-    """Raise ConfigError if the tokenizer makes ids that the model does not have."""
+    """Raise ConfigError for an id that is not in the model's vocabulary."""
     most = max((int(r.tokens.max()) for a in asked for r in a.requests), default=0)
     if most >= vocab_size:
         raise ConfigError(
@@ -252,7 +254,7 @@ def check_ids(asked: Sequence[Asked], vocab_size: int) -> None:
 
 
 class Score(NamedTuple):
-    """One metric of a task. stderr: of the mean over items, None if it is no mean. count: items.
+    """Metric of a task. stderr: of the mean over items, None for other metrics. count: items.
     value and stderr are NaN if a log-likelihood is not finite."""
 
     task: str
@@ -263,7 +265,7 @@ class Score(NamedTuple):
 
 
 def judge(asked: Asked, likelihoods: np.ndarray) -> list[Score]:
-    """The task's metrics from log-likelihoods F64 (requests,) in nats."""
+    """Metrics of a task from log-likelihoods, float64 (requests,), in nats."""
     task, count = asked.task, len(asked.task.items)
     finite = bool(np.isfinite(likelihoods).all())
     if task.is_text:
@@ -280,7 +282,7 @@ def judge(asked: Asked, likelihoods: np.ndarray) -> list[Score]:
 
 
 def _hits(asked: Asked, likelihoods: np.ndarray) -> dict[str, np.ndarray]:
-    """By metric, (questions,) F64, 1 if the likeliest answer to a question is right."""
+    """Hits by metric, float64 (questions,): 1 if the likeliest answer is right, else 0."""
     hits: dict[str, list[bool]] = {"acc": [], "acc_norm": []}
     for i, question in enumerate(asked.task.items):
         values = likelihoods[asked.starts[i] : asked.starts[i + 1]]

@@ -26,7 +26,7 @@ LONGEST = 4096  # tokens of a document that are printed
 
 
 class Marks(NamedTuple):
-    """The texts before and behind trained and masked tokens."""
+    """Texts in front of and behind trained tokens, and masked tokens."""
 
     trained: tuple[str, str]
     masked: tuple[str, str]
@@ -37,8 +37,9 @@ PLAIN = Marks(("⟦", "⟧"), ("", ""))
 
 
 class Document(NamedTuple):
-    """number: from 1, over all files. mask: (n,) bool, the tokens whose prediction is trained.
-    chosen: whether it is the preferred one of its pair; None for one document."""
+    """Document of token files. number: from 1, over all files. ids: int32 (n,). mask: bool (n,),
+    tokens whose prediction is trained. chosen: True for the preferred document of a pair; None for
+    a document without a pair."""
 
     number: int
     path: Path
@@ -57,9 +58,10 @@ def run_show(
     seq_len: int | None,
     document_separator: int | None,
 ) -> None:
-    """Print documents of token files, pairs side by side, and the counts of all. patterns: token
-    files, or folders of `llmq tokenize`. tokenizer: None: the one beside the files. document: the
-    first one, from 1. limit: how many. ids: a line for each token."""
+    """Print documents of token files, pairs side by side, and the counts of all documents.
+    patterns: token files, or folders of `llmq tokenize`. tokenizer: None: the tokenizer beside the
+    files. document: the first document, from 1. limit: number of documents. ids: print a line for
+    each token."""
     files = open_token_files([_pattern(pattern) for pattern in patterns])
     decoder = guarded_tokenizer(tokenizer) if tokenizer is not None else _tokenizer_beside(files)
     vocab_size = max(file.vocab_size for file in files)
@@ -114,14 +116,15 @@ def first_documents(
 
 
 def _pattern(given: str) -> str:
-    """A folder stands for its token files, and the name of one in data/, too."""
+    """Glob pattern of an argument; a folder, or the name of a folder in data/, stands for its token
+    files."""
     inside = os.path.join("data", given)
     folder = inside if not os.path.lexists(given) and os.path.isdir(inside) else given
     return os.path.join(folder, "*.bin") if os.path.isdir(folder) else given
 
 
 def _tokenizer_beside(files: Sequence[TokenFile]) -> Tokenizer:
-    """The copy that `llmq tokenize` has left; DataError if there is none."""
+    """Tokenizer that `llmq tokenize` has copied beside the files; DataError without a copy."""
     path = files[0].path
     beside = path.parent / "tokenizer"
     (made,) = (made for _, made in tokenizers_of_files(path))
@@ -146,14 +149,14 @@ def _documents(
             start, end = int(index.offsets[i]), int(index.offsets[i + 1])
             ids, mask = file.read_tokens(start, end - start), file.read_mask(start, end - start)
             chosen = bool(mask[:1].any()) if index.in_pairs else None
-            mask[:1] = False  # nothing predicts it
+            mask[:1] = False  # nothing predicts the first token
             yield Document(number + i + 1, file.path, ids, mask, chosen)
         number += len(index)
         file.close()
 
 
 def _pair(chosen: Document, other: Document, tokenizer: Tokenizer) -> Iterator[str]:
-    """The prompt that both have, and what follows it side by side, as wide as the terminal."""
+    """Lines of a pair: the prompt, then both answers side by side, as wide as the terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -166,7 +169,7 @@ def _pair(chosen: Document, other: Document, tokenizer: Tokenizer) -> Iterator[s
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", expand=True)
     for each in (chosen, other):
         label = "chosen" if each.chosen else "rejected"
-        if chosen.chosen == other.chosen:  # a label, and another one's answer to the same
+        if chosen.chosen == other.chosen:  # a label, and another record's answer
             label = f"label {'true' if each.chosen else 'false'}" if each is chosen else "unrelated"
         drawn.add_column(Text(f"--- {label} ---"), ratio=1, overflow="fold")
     drawn.add_row(*map(Text, texts))
@@ -189,7 +192,7 @@ def _cut_line(seq_len: int) -> str:
 def _text(
     found: Document, tokenizer: Tokenizer, marks: Marks, seq_len: int | None
 ) -> Iterator[str]:
-    """The text, in two parts if seq_len cuts it, with marks."""
+    """Text of a document with marks, in two parts if seq_len cuts the document."""
     shown = found.ids[:LONGEST].tolist()
     changes = np.flatnonzero(np.diff(found.mask[:LONGEST])) + 1
     is_cut = seq_len is not None and seq_len < len(shown)
@@ -208,7 +211,7 @@ def _text(
 
 
 def _table(found: Document, tokenizer: Tokenizer, seq_len: int | None) -> Iterator[str]:
-    """A line for each token: position, id, whether it is trained, text."""
+    """Line for each token: position, id, + for a trained token or -, text."""
     width = len(str(int(found.ids.max(initial=0))))
     pairs = zip(found.ids.tolist(), found.mask.tolist(), strict=True)
     for position, (token, is_trained) in enumerate(pairs):

@@ -1,5 +1,5 @@
-"""Tasks that judge a model: multiple-choice questions in their published files, and plain texts.
-Prompts are those of lm-eval's tasks of the same name, without examples before the question."""
+"""Tasks of `llmq eval`: multiple-choice questions in their published files, and plain texts.
+Prompts are those of lm-eval's tasks of the same name, without examples in front of a question."""
 
 import json
 import os
@@ -29,7 +29,7 @@ Record = Mapping[str, Any]
 
 
 class Answer(NamedTuple):
-    """One answer. The continuation is scored behind the context. length: characters of the answer
+    """Answer whose continuation is scored behind the context. length: characters of the answer
     itself, by which acc_norm divides."""
 
     context: str
@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 
 
 class Question(NamedTuple):
-    """gold: index of the right one among the choices. where: for messages."""
+    """Question with a choice of answers. gold: index of the right answer. where: for messages."""
 
     choices: tuple[Answer, ...]
     gold: int
@@ -46,7 +46,7 @@ class Question(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A document whose every token is scored. where: for messages."""
+    """Document whose every token is scored. where: for messages."""
 
     text: str
     where: str
@@ -54,8 +54,8 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The items of one file, in order. kind: a key of KINDS, or TEXT. name: for reports, unique
-    among the tasks of a command."""
+    """Items of a file, in order. kind: a key of KINDS, or TEXT. name: for reports, unique among the
+    tasks of a command."""
 
     name: str
     kind: str
@@ -64,7 +64,7 @@ class Task:
 
     @property
     def is_text(self) -> bool:
-        """Whether the items are texts, not questions."""
+        """True for texts, False for questions."""
         return self.kind == TEXT
 
     @property
@@ -87,12 +87,13 @@ def _field(record: Record, name: str, kind: type | tuple[type, ...] = str) -> An
 
 
 def _answers(prompt: str, choices: list[str]) -> tuple[Answer, ...]:
-    """Choices behind one prompt."""
+    """Answers for texts of choices behind one prompt."""
     return tuple(Answer(prompt, f" {text}", len(text)) for text in choices)
 
 
 def _index(record: Record, name: str, count: int, first: int = 0) -> int:
-    """A label as an index among `count` choices. first: the label of the first choice."""
+    """Label as an index among `count` choices. first: label of the first choice. DataError for a
+    label that is none of the choices."""
     value = record.get(name)
     try:
         index = int(value) - first
@@ -107,7 +108,7 @@ def _index(record: Record, name: str, count: int, first: int = 0) -> int:
 
 
 def _clean(text: str) -> str:
-    """Remove titles and tags in brackets, which WikiHow's pages have left in HellaSwag."""
+    """Text without titles and tags in brackets, which HellaSwag has of WikiHow's pages."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -127,7 +128,7 @@ def _texts(record: Record, name: str) -> list[str]:
 
 
 def _labelled(record: Record) -> tuple[list[str], list[str]]:
-    """Texts and labels of the choices: two lists at Hugging Face, a list of pairs at AI2."""
+    """Texts and labels of choices: two lists at Hugging Face, a list of pairs at AI2."""
     choices = _field(record, "choices", (dict, list))
     if isinstance(choices, dict):
         texts, labels = _texts(choices, "text"), _texts(choices, "label")
@@ -140,7 +141,8 @@ def _labelled(record: Record) -> tuple[list[str], list[str]]:
 
 
 def _science(record: Record, stem: str, form: str) -> tuple[tuple[Answer, ...], int]:
-    """ARC and OpenBookQA. stem: the question's field at Hugging Face; at AI2 it is "stem"."""
+    """Answers and gold index of ARC and OpenBookQA. stem: the question's field at Hugging Face; AI2
+    names this field "stem"."""
     answer = _field(record, "answerKey").lstrip()
     if isinstance(record.get("question"), dict):
         record, stem = record["question"], "stem"
@@ -157,7 +159,7 @@ def _piqa(record: Record) -> tuple[tuple[Answer, ...], int]:
 
 
 def _winogrande(record: Record) -> tuple[tuple[Answer, ...], int]:
-    """Score what follows the blank behind each way to fill it."""
+    """Answers and gold index: the text behind the blank is scored behind each filled blank."""
     before, blank, after = _field(record, "sentence").partition("_")
     if not blank:
         raise DataError("field 'sentence' has no blank '_'")
@@ -173,7 +175,7 @@ def _boolq(record: Record) -> tuple[tuple[Answer, ...], int]:
 
 
 def _classes(record: Record) -> tuple[tuple[Answer, ...], int]:
-    """A text alone: a score head has the choices."""
+    """One answer without a continuation, and the label: a score head has the choices."""
     text, label = _field(record, "text"), _field(record, "label", int)
     return (Answer(text, "", 1),), int(label)
 
@@ -195,8 +197,8 @@ def _mmlu(record: Record) -> tuple[tuple[Answer, ...], int]:
 
 
 class Kind(NamedTuple):
-    """A published shape of records. fields: they identify it. normalized: whether acc_norm makes
-    sense. source: how to get a file."""
+    """Published format of records. fields: identify the format. normalized: acc_norm is a metric.
+    source: how to get a file, for messages."""
 
     fields: set[str]
     read: Callable[[Record], tuple[tuple[Answer, ...], int]]
@@ -245,7 +247,7 @@ _SPELLINGS = {"arc_easy": "arc", "arc_challenge": "arc"}  # lm-eval's
 
 
 def _recognised(record: Record, where: str) -> str:
-    """The kind of a record, by its fields."""
+    """Kind of a record by its fields. DataError for fields of no kind or several kinds."""
     fields = set(record)
     if {"question", "answerKey"} <= fields and isinstance(record["question"], dict):
         raise DataError(
@@ -268,7 +270,7 @@ def _recognised(record: Record, where: str) -> str:
 
 
 def parse_spec(spec: str) -> tuple[str | None, Path]:
-    """Kind (None: to be recognised) and file of `[KIND=]FILE`. ConfigError for an unknown kind."""
+    """Kind, None without one, and file of `[KIND=]FILE`. ConfigError for an unknown kind."""
     kind, equals, name = spec.partition("=")
     kind = _SPELLINGS.get(kind, kind)
     if equals and (kind in KINDS or kind == TEXT) and name:
@@ -280,9 +282,9 @@ def parse_spec(spec: str) -> tuple[str | None, Path]:
 
 
 def read_tasks(specs: list[str] | tuple[str, ...], limit: int | None = None) -> list[Task]:
-    """Read the tasks of `[KIND=]FILE`, named by kind, or by file if there are several of one;
-    limit: only the first items of each. DataError for an unreadable, empty or unknown file;
-    ConfigError for an unknown kind."""
+    """Tasks of specs `[KIND=]FILE`, named by kind, or by file for several tasks of a kind. limit:
+    first items of each task. DataError for an unreadable, empty or unknown file; ConfigError for an
+    unknown kind."""
     tasks = [_read_task(*parse_spec(spec), limit) for spec in specs]
     kinds = [task.kind for task in tasks]
     named = [t if kinds.count(t.kind) == 1 else replace(t, name=t.path.stem) for t in tasks]
@@ -315,7 +317,8 @@ def _read_task(kind: str | None, path: Path, limit: int | None) -> Task:
 
 
 def _records(path: Path) -> Iterator[tuple[Record, str]]:
-    """The records of JSON lines, a JSON array or a table; any other file is one text."""
+    """Records of JSON lines, a JSON array or a table, each with its place; any other file is one
+    text. DataError for a damaged file."""
     check_readable(path)
     by_name = layout_of_name(path.name)
     if by_name in TABLES:

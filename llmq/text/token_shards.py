@@ -7,8 +7,8 @@
     tokenizer/         the tokenizer, for training and export
     tokenize.json      what was done with which inputs, and how far
 
-The manifest is written after the token files it counts are on the disk. A run that goes on drops
-whatever lies in the files beyond these counts.
+The manifest is written when the counted tokens are on the disk. A resumed run drops all tokens in
+the files beyond the manifest's counts.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ MOST_NOTES = 50  # of a data set whose messages have fields of any name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeSummary:
-    """The result of `tokenize`. tokens: by split; files: the token files, sorted."""
+    """Result of `tokenize`. tokens: by split; files: the token files, sorted."""
 
     documents: int
     tokens: dict[str, int]
     files: list[Path]
     vocab_size: int
-    was_complete: bool  # an earlier run had finished, nothing was done
+    was_complete: bool  # an earlier run had finished, and nothing was done
     was_resumed: bool
     warnings: list[str]
-    special_tokens: str  # in words, those added to each document
+    special_tokens: str  # in words, the tokens added to each document
     counts: Counts
 
     def describe(self) -> str:
@@ -76,7 +76,7 @@ class TokenizeSummary:
 
 
 class Ids(NamedTuple):
-    """A part of a split: token ids (n,) int32. ends: (k,) int64, tokens before each end of a
+    """Part of a split: token ids (n,) int32. ends: (k,) int64, tokens in front of each end of a
     document. mask: (n,) bool, or weights; None without masks. notes: about conversations, ends of
     sentences, each with a place."""
 
@@ -87,20 +87,20 @@ class Ids(NamedTuple):
 
 
 class ShardWriter:
-    """Writes one split into files of `shard_tokens` tokens: train-000.bin, train-001.bin, …."""
+    """Writer of a split in files of `shard_tokens` tokens: train-000.bin, train-001.bin, …."""
 
     def __init__(
         self, out: Path, split: str, vocab_size: int, shard_tokens: int, tokens: int, **masks: bool
     ) -> None:
-        """Go on behind `tokens` tokens, which the last saved state counts; drop what follows.
-        masks: with_masks, with_weights and in_pairs as of TokenWriter."""
+        """tokens: of the last saved state; tokens behind them are dropped. masks: with_masks,
+        with_weights and in_pairs as of TokenWriter."""
         self.out, self.split, self._masks = out, split, masks
         self.vocab_size, self.shard_tokens, self.tokens = vocab_size, shard_tokens, tokens
-        self.documents = 0  # those that ended since then
+        self.documents = 0  # that ended since the saved state
         number, keep = divmod(tokens, shard_tokens)
         path = _shard(out, split, number)
         kept = [mask_path(path), documents_path(path), path] if keep else []
-        for complete in kept:  # they were completed after the state was saved
+        for complete in kept:  # files that were completed after the state was saved
             if complete.exists():
                 os.replace(complete, partial_path(complete))
         for stale in _own_files(out, split):
@@ -155,13 +155,13 @@ def _shard(folder: Path, split: str, number: int) -> Path:
 
 
 def _own_files(out: Path, *splits: str) -> list[Path]:
-    """List files in `out` that are named like ours, complete or not, sorted."""
+    """Files in `out` that are named like shards of these splits, complete or not, sorted."""
     matches = [(SHARD_NAME.fullmatch(path.name), path) for path in out.iterdir()]
     return sorted(path for match, path in matches if match and match[1] in splits)
 
 
 def token_files(folder: Path) -> list[Path]:
-    """List the files of a folder that are named like complete token files, sorted."""
+    """Files of a folder that are named like complete token files, sorted."""
     return [path for path in _own_files(folder, *SPLITS) if path.suffix == ".bin"]
 
 
@@ -170,17 +170,18 @@ def token_files(folder: Path) -> list[Path]:
 
 
 class Manifest:
-    """tokenize.json: options, inputs, tokens written, place in the input."""
+    """Content of tokenize.json: options, inputs, tokens written, place in the input."""
 
     def __init__(self, out: Path, data: dict[str, Any], tokenizer: Tokenizer) -> None:
         self.out, self.data, self._tokenizer = out, data, tokenizer
-        self._documents: int = data["documents"]  # written by earlier parts of the run
+        self._documents: int = data["documents"]  # of earlier parts of the run
         self.chat_template: str | None = None  # replaces the tokenizer's own in the saved copy
 
     def save(
         self, position: Position, shards: dict[str, ShardWriter], complete: bool = False
     ) -> None:
-        """Force the token files to the disk, then record them. complete: the tokenizer, too."""
+        """Force the token files to the disk, then record their counts. complete: save the
+        tokenizer, too."""
         for writer in shards.values():
             writer.sync()
         if complete:
@@ -193,13 +194,13 @@ class Manifest:
         self.write()
 
     def note_duplicates(self) -> None:
-        """Count the documents for evaluation that are in the files for training, too."""
+        """Count the documents for evaluation that are also in the files for training."""
         files = [TokenFile(path) for path in token_files(self.out)]
         sides = ([f for f in files if f.path.name.startswith(split)] for split in SPLITS)
         self.data["duplicates"] = count_duplicates(*sides)
 
     def note(self, ids: Ids) -> None:
-        """Count what the summary warns of."""
+        """Count the notes of which the summary warns."""
         noted = self.data.setdefault("notes", {})
         for note, where in ids.notes:
             if note in noted or len(noted) < MOST_NOTES:
@@ -210,15 +211,15 @@ class Manifest:
         write_file(self.out / MANIFEST, json.dumps(self.data, indent=1))
 
     def discard_if_empty(self) -> None:
-        """Remove what a run has written before its first `save`."""
+        """Remove the files of a run that has not reached its first `save`."""
         if _is_empty(self.data):
             _remove(self.out)
 
     def summary(
         self, warnings: Sequence[str], was_complete: bool, was_resumed: bool, seq_len: int | None
     ) -> TokenizeSummary:
-        """Report the result. DataError if files are missing or damaged. warnings: about the inputs.
-        seq_len: the counts say how many documents are longer."""
+        """Summary of the result. warnings: about the inputs. seq_len: longer documents are counted.
+        DataError if files are missing or damaged."""
         tokens, position = self.data["splits"], self.data["position"]
         files = token_files(self.out)
         opened = [TokenFile(path) for path in files]
@@ -268,8 +269,8 @@ def open_manifest(
     tokenizer: Tokenizer,
     overwrite: bool,
 ) -> Manifest:
-    """Read the manifest in `out`, or make a new one and the folder. DataError if `out` holds tokens
-    that were made in another way."""
+    """Manifest in `out`, or a new one in a new folder. DataError if `out` holds tokens that were
+    made with other options, inputs or tokenizer."""
     with disk_errors(out):
         make_directory(out)
     inputs = [source.identity for source in sources]
@@ -300,18 +301,18 @@ def open_manifest(
 
 
 def _is_empty(data: dict[str, Any]) -> bool:
-    """Whether a manifest says that nothing has been written yet."""
+    """True for the manifest of a run that has written nothing yet."""
     return not data["complete"] and data["position"] == asdict(Position())
 
 
 def _remove(out: Path) -> None:
-    """Remove our files, the manifest first: token files alone never count as complete."""
+    """Remove all files of `tokenize`, the manifest first: token files alone are never complete."""
     for path in [out / MANIFEST, *_own_files(out, *SPLITS)]:
         path.unlink(missing_ok=True)
 
 
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str | None) -> None:
-    """Replace the tokenizer files in `folder` by this tokenizer's."""
+    """Replace the tokenizer files in a folder by the files of this tokenizer."""
     is_there = isinstance(tokenizer, HfTokenizer) and tokenizer.folder.resolve() == folder.resolve()
     with disk_errors(folder):
         if not is_there:
@@ -325,7 +326,7 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str | Non
 
 
 def load_manifest(path: Path) -> dict[str, Any]:
-    """Read a tokenize.json. DataError if it is damaged."""
+    """Content of a tokenize.json. DataError for a damaged file."""
     try:
         data = read_json(path)
         _ = dict(data["options"]), list(data["inputs"]), Position(**data["position"])
@@ -348,7 +349,7 @@ def _check_same(
     options: dict[str, Any],
     inputs: list[list],
 ) -> None:
-    """Raise DataError if the tokens that are there were made in another way."""
+    """Raise DataError if the manifest's tokens were made with other options or inputs."""
     then = data["options"]
     changed = [name for name in options if options[name] != then.get(name)]
     if "tokenizer" in changed:
@@ -369,8 +370,8 @@ def _check_same(
 
 
 class Tokenized:
-    """The content that a folder must have, by its manifest. tokens: by split, from which the number
-    of files follows. made: the tokenizer, if recorded."""
+    """Content that a folder must have by its manifest. tokens: by split, from which the number of
+    files follows. made: the tokenizer, if recorded."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder, self.complete = folder, manifest["complete"]
@@ -381,7 +382,7 @@ class Tokenized:
 
     @classmethod
     def read(cls, folder: Path) -> Tokenized:
-        """Read the manifest. DataError if it is damaged, or there is none."""
+        """Content by the manifest of a folder. DataError for a damaged or missing manifest."""
         path = folder / MANIFEST
         with read_errors(path):
             os.stat(path)
@@ -399,16 +400,16 @@ class Tokenized:
             self._check_tokenizer(self.made)
 
     def missing(self, split: str) -> str | None:
-        """Describe the first token file that was written and is not there; None if all are."""
+        """Message about the first token file that is missing; None if no file is."""
         full, rest = divmod(self.tokens[split], self.shard_tokens)
         there = {*token_files(self.folder)}
         count = full + (rest > 0)
-        # A damaged count may speak of more files than any loop could visit.
+        # A damaged count may be of more files than any loop could visit.
         missing = (n for n in range(count) if _shard(self.folder, split, n) not in there)
         if (first := next(missing, None)) is None:
             return None
         path = _shard(self.folder, split, first)
-        if first == full and not self.complete:  # it was being written
+        if first == full and not self.complete:  # the file was being written
             path = partial_path(path)
             if path.exists():
                 return None
@@ -425,7 +426,7 @@ class Tokenized:
             )
 
     def check_file(self, file: TokenFile) -> None:
-        """Raise DataError unless a token file of the folder is as the manifest says."""
+        """Raise DataError unless a token file of the folder agrees with the manifest."""
         split, number = SHARD_NAME.fullmatch(file.path.name).group(1, 2)
         for path in (documents_path(file.path), checksums_path(file.path)):
             if not path.exists():
@@ -450,14 +451,14 @@ class Tokenized:
 
 
 def duplicates_line(manifest: Mapping[str, Any]) -> list[str]:
-    """A line where a folder's documents for evaluation are among those for training; else none."""
+    """Line about documents for evaluation that are among the documents for training; else none."""
     count, of = manifest.get("duplicates", (0, 0))
     said = f"{count} of {of} documents for evaluation are among those for training, word for word"
     return [f"{said}: their loss says nothing of other texts"] if count else []
 
 
 def gaps(files: Iterable[Path]) -> list[str]:
-    """Warnings, one line each, if folders of these token files lack others of the same split."""
+    """Warnings, one line each, about folders of these token files that lack files of a split."""
     matches = [(path.parent, SHARD_NAME.fullmatch(path.name)) for path in files]
     lines: dict[str, None] = {}
     for folder, split in dict.fromkeys((folder, match[1]) for folder, match in matches if match):
@@ -465,7 +466,7 @@ def gaps(files: Iterable[Path]) -> list[str]:
             continue
         try:
             made = Tokenized.read(folder)
-        except DataError:  # such a manifest counts as none
+        except DataError:  # a damaged manifest counts as none
             continue
         missing = made.missing(split)
         if missing is not None:

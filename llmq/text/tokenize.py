@@ -1,8 +1,8 @@
-"""Turn texts and conversations into token files, in constant memory, resumable.
+"""Tokenization of texts and conversations to token files, in constant memory, resumable.
 
 One process reads and writes, workers encode; results keep the order of the inputs. From time to
-time files are forced to the disk and the place in the input is saved; after an interruption the
-same command goes on from there, with the same result to the byte.
+time files are forced to the disk and the place in the input is saved. After an interruption the
+same command resumes at the saved place, and its files are the same to the byte.
 """
 
 import os
@@ -41,9 +41,9 @@ from llmq.text.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummar
 from llmq.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 SHARD_TOKENS = 100_000_000  # if not given
-NO_TEMPLATE = "none"  # --chat-template: even if the tokenizer has one
+NO_TEMPLATE = "none"  # value of --chat-template, for a tokenizer with a template too
 _bounds = partial(Bounds, flag="--record-seconds")
-_SMALL_INPUT = 4 << 20  # bytes; below, starting workers takes longer than encoding
+_SMALL_INPUT = 4 << 20  # bytes; starting workers takes longer than encoding a smaller input
 
 
 @reading_standard_input
@@ -71,15 +71,17 @@ def tokenize(
     record_seconds: float = 10.0,
     portions: Portions = Portions(),
 ) -> TokenizeSummary:
-    """Write the documents of `inputs`, files, folders, globs, `-`, or of `dataset`, to `out`.
+    """Write token files of the documents of `inputs` (files, folders, globs, `-`) or of `dataset`
+    to the folder `out`, or resume an interrupted call with the same arguments.
 
     tokenizer: see load_tokenizer. field, template: see RecordText. eval_fraction: part of the
-    documents, at least one of two or more (the last part of a single text); 0: none. workers:
-    processes. format: of FORMATS. special_tokens: "auto" adds what transformers' AutoTokenizer adds
-    to a text, and its end; "none": only that end. chat_template: see load_chat_template. train_on:
-    of TRAIN_ON. seq_len: the summary counts longer documents. weights: messages may have some.
-    max_record: bytes. record_seconds: see Bounds. portions: of reading. Goes on where the same
-    arguments were interrupted. DataError or ConfigError for what the user can mend.
+    documents for evaluation, at least one of two or more (the last part of a single text); 0: none.
+    shard_tokens: of a file. workers: processes. format: one of FORMATS. special_tokens: "auto" adds
+    the tokens that transformers' AutoTokenizer adds, and the end of a text; "none": the end alone.
+    chat_template: see load_chat_template. train_on: one of TRAIN_ON. seq_len: the summary counts
+    longer documents. weights: messages may have weights. max_record: bytes of a record.
+    record_seconds: see Bounds. portions: of reading. DataError or ConfigError for input that the
+    user can mend.
     """
     numbers = {"--max-record": max_record, "--record-seconds": record_seconds}
     numbers |= {"--workers": workers, "--seq-len": seq_len, "--shard-tokens": shard_tokens}
@@ -94,7 +96,7 @@ def tokenize(
     options |= {"shard_tokens": shard_tokens, "seed": seed, **recipe.record()}
     with locked(out / LOCK, "--out", out):
         manifest = open_manifest(out, options, sources, loaded, overwrite)
-        if recipe.is_chat:  # what a training needs of it: a given one, and the end of a turn
+        if recipe.is_chat:  # training needs a given template, and the end of a turn
             manifest.chat_template = chat_template and recipe.chat.template.source()
             manifest.data["end_of_turn"] = stop
         was_complete = manifest.data["complete"]
@@ -103,14 +105,14 @@ def tokenize(
             limits = (workers or _default_workers(sources, loaded), max_record, bounds, progress)
             try:
                 _run(manifest, sources, Encoder(loaded, recipe), portions, *limits)
-            except BaseException:  # nothing stays behind of a run that fails at once
+            except BaseException:  # a run that fails at once leaves no files
                 manifest.discard_if_empty()
                 raise
         return manifest.summary(warnings, was_complete, was_resumed, seq_len)
 
 
 class _How(NamedTuple):
-    """Options of `tokenize` that say what becomes of records."""
+    """Options of `tokenize` that decide the tokens of a record."""
 
     special_tokens: str
     train_on: str
@@ -121,8 +123,9 @@ class _How(NamedTuple):
 def _prepared(
     spec: str, wanted: RecordText | RecordConversation, how: _How, bounds: Bounds
 ) -> tuple[Recipe, list[str], int | None]:
-    """The recipe, warnings, and the id that ends a turn of conversations, found where the files of
-    others can do no harm. DataError for what cannot be loaded, or takes more than the bounds."""
+    """Recipe, warnings, and the id that ends a turn of conversations, found in a process of their
+    own, where foreign files can do no harm. DataError for a tokenizer or a template that cannot be
+    loaded, or exceeds the bounds."""
     prepare = partial(_prepare, spec, wanted, how)
     if spec == ByteTokenizer.fingerprint and isinstance(wanted, RecordText):
         return prepare()
@@ -159,14 +162,14 @@ def _recipe(
             "--train-on each: makes several documents of an answer, where a pair has two: give "
             "assistant or last"
         )
-    if isinstance(chat, Chat) and wanted.form != CLASSES:  # which may be texts
+    if isinstance(chat, Chat) and wanted.form != CLASSES:  # records of classes may be texts
         return Recipe(spec, wanted, ([], []), chat)
     if tokenizer.eos_id is None:
         raise DataError(
             f"the tokenizer '{spec}' names no end-of-text token: set eos_token in its "
             "tokenizer_config.json"
         )
-    added = tokenizer.added if how.special_tokens == "auto" else ([], [])  # the end in any case
+    added = tokenizer.added if how.special_tokens == "auto" else ([], [])  # besides the end
     return Recipe(spec, wanted, added, chat)
 
 
@@ -177,7 +180,7 @@ def _chat(
     template = None if given == NO_TEMPLATE else load_chat_template(tokenizer, given)
     if template is not None:
         return Chat(template, how.train_on)
-    if wanted.form in (PLAIN, PAIRS, LABELS, CLASSES):  # the formats that can do without
+    if wanted.form in (PLAIN, PAIRS, LABELS, CLASSES):  # formats that need no template
         return Completion(how.train_on)
     raise DataError(
         f"the tokenizer '{spec}' has no chat template, which the conversations need: give "
@@ -186,7 +189,7 @@ def _chat(
 
 
 def _warnings(recipe: Recipe, how: _How) -> list[str]:
-    """Warnings of the template, and one for every option without effect on records like these."""
+    """Warnings of the template, and a warning for each option without effect on such records."""
     said = recipe.chat.warnings() if recipe.is_chat else []
     if recipe.chat is not None and not recipe.is_chat:
         if how.chat_template is None:
@@ -206,7 +209,7 @@ def _warnings(recipe: Recipe, how: _How) -> list[str]:
 
 
 def _one_file(shard_tokens: int, warnings: list[str]) -> int:
-    """Tokens of a file, so that no pair is cut at the end of one."""
+    """Tokens of a file that no pair is cut at the end of: all."""
     if shard_tokens != SHARD_TOKENS:
         warnings.append("--shard-tokens has no effect: all pairs are in one file, so none is cut")
     return MAX_TOKENS
@@ -215,7 +218,7 @@ def _one_file(shard_tokens: int, warnings: list[str]) -> int:
 def _check_options(
     eval_fraction: float, special_tokens: str, train_on: str, numbers: Mapping[str, float | None]
 ) -> None:
-    """numbers: others, by flag."""
+    """Raise ConfigError for a bad option. numbers: positive ones by flag, None: not given."""
     if not 0 <= eval_fraction < 1:
         raise ConfigError(f"--eval-fraction is {eval_fraction}: give at least 0 and less than 1")
     for flag, number in numbers.items():
@@ -231,7 +234,8 @@ def _check_options(
 
 
 def _default_workers(sources: Sequence[InputSource], tokenizer: Tokenizer) -> int:
-    """Choose by size and tokenizer: bytes are encoded faster than sent to another process."""
+    """Number of worker processes by size and tokenizer: bytes are encoded faster than sent to
+    another process."""
     small = sum(source.size for source in sources) < _SMALL_INPUT
     if small or isinstance(tokenizer, ByteTokenizer):
         return 1
@@ -249,7 +253,8 @@ def _run(
     bounds: Bounds,
     progress: bool,
 ) -> None:
-    """Encode from the manifest's position to the end, saving the state now and then."""
+    """Encode from the manifest's position to the end of the inputs, and save the state every
+    portions.seconds."""
     options, state = manifest.data["options"], manifest.data
     recipe = encoder.recipe
     shards = {

@@ -1,13 +1,13 @@
-"""Files of a tokenizer that are changed: for transformers' AutoTokenizer, and for new tokens.
+"""Changes of tokenizer files: for transformers' AutoTokenizer, and for new tokens.
 
-AutoTokenizer of a model must make the ids of the training. Some classes of transformers 5, such as
-Qwen2Tokenizer, build their own normalizer and pre-tokenizer in place of those in tokenizer.json;
-PreTrainedTokenizerFast takes it as it is. For models of the type qwen2 it ignores the class that
-the file names, unless there is an auto_map: such a model gets one, and the module that it names,
-loaded only with trust_remote_code.
+A model's AutoTokenizer must make the ids of the training. Some classes of transformers 5, such as
+Qwen2Tokenizer, replace the normalizer and pre-tokenizer of tokenizer.json by their own;
+PreTrainedTokenizerFast does not. For models of the type qwen2, AutoTokenizer ignores the class in
+the file unless there is an auto_map: such an export gets an auto_map, and the module of the
+auto_map, which transformers loads only with trust_remote_code.
 
-Special tokens that a tokenizer does not have yet (`--add-tokens`) come behind its last ids, in a
-copy of its files. A model gets rows of embedding and LM head for them (`llmq/checkpoint/hf.py`).
+New special tokens (`--add-tokens`) come behind the last ids, in a copy of the tokenizer's files. A
+model gets rows of embedding and LM head for new tokens (`llmq/checkpoint/hf.py`).
 """
 
 import json
@@ -40,8 +40,8 @@ from llmq.text.tokenizer_id import ids_of, tokenizer_of_folder
 AS_IT_IS = "PreTrainedTokenizerFast"
 _SAFE = {AS_IT_IS, "TokenizersBackend"}
 
-# Prints the ids that a folder's AutoTokenizer makes of standard input, nothing without the library.
-# PyTorch stays out: its import takes most of the time, and tokenizers do without it.
+# Program that prints the ids of standard input by a folder's AutoTokenizer, nothing without
+# transformers. PyTorch's import would take most of the time, and tokenizers do not need PyTorch.
 _TRIAL = """
 import json, sys
 sys.modules["torch"] = None
@@ -61,8 +61,8 @@ print(json.dumps(made))
 """
 _TRIAL_SECONDS = 120  # a cold start from a slow disk may take many
 
-# Special tokens that a class has by default. They are written out, so that they are not lost
-# together with the class.
+# Special tokens that a class has by default. An export names these tokens, because another class
+# has other defaults.
 OWN_TOKENS = {
     "Qwen2Tokenizer": dict.fromkeys(("eos", "pad", "unk"), END_OF_TEXT),
     "GPT2Tokenizer": dict.fromkeys(("bos", "eos", "unk"), END_OF_TEXT),
@@ -72,10 +72,10 @@ OWN_TOKENS = {
 
 
 def take_as_it_is(folder: Path, *, own: str | None = None, theirs: Path | None = None) -> None:
-    """Have AutoTokenizer use the tokenizer.json in a model directory as it is, if it would not; EOS
-    and BOS are added if no file names them. own: the class that transformers takes for this type of
-    model, whatever class the file names. theirs: the folder from which a
-    tokenizer of others was copied, which gets bounds (DataError beyond); None: our own tokenizer.
+    """Change a model directory so that AutoTokenizer uses tokenizer.json unchanged, with EOS and
+    BOS named. own: class that transformers takes for this type of model, whatever class the file
+    names. theirs: folder from which a foreign tokenizer was copied, which is loaded within bounds
+    (DataError beyond); None: the tokenizer is ours.
     """
     if not (folder / "tokenizer.json").is_file():
         return
@@ -89,7 +89,7 @@ def _take_as_it_is(folder: Path, own: str | None) -> None:
     try:
         config = read_json(folder / CONFIG_FILE)
         tokenizer = HfTokenizer(folder)
-    except DataError:  # damaged files are copied as they are; nothing can make them load
+    except DataError:  # damaged files are copied unchanged; nothing can make them load
         return
     named = config.get("tokenizer_class")
     changed = dict(config)
@@ -111,7 +111,7 @@ def _take_as_it_is(folder: Path, own: str | None) -> None:
 
 
 def _name_tokens(config: dict[str, Any], tokenizer: HfTokenizer, own: dict[str, str]) -> None:
-    """Add the special tokens that no file names and the tokenizer has."""
+    """Add special tokens to the config that the tokenizer has and no file names."""
     named = read_json(tokenizer.folder / "special_tokens_map.json")
     for name, text in own.items():
         key = f"{name}_token"
@@ -120,8 +120,9 @@ def _name_tokens(config: dict[str, Any], tokenizer: HfTokenizer, own: dict[str, 
 
 
 def difference(folder: Path, tokenizer: HfTokenizer, text: str) -> str | None:
-    """Describe how AutoTokenizer of a model directory differs from the training, on a text; None if
-    it does not, or transformers is not installed. Another process tries it, without PyTorch."""
+    """Difference between a model directory's AutoTokenizer and the training's tokenizer, on a text,
+    as the end of a sentence; None if there is none, or transformers is not installed. AutoTokenizer
+    runs in another process, without PyTorch."""
     expected = tokenizer.encode(text)  # first, as nothing bounds the trial
     made = _trial(folder, text)
     if made is None:
@@ -141,7 +142,7 @@ def difference(folder: Path, tokenizer: HfTokenizer, text: str) -> str | None:
 
 
 def _trial(folder: Path, text: str) -> dict[str, Any] | None:
-    """The object that _TRIAL prints; None if it fails."""
+    """Object that _TRIAL prints; None if the process fails."""
     command = [sys.executable, "-P", "-c", _TRIAL, str(folder)]
     try:
         done = subprocess.run(
@@ -160,7 +161,7 @@ _OLD_FILE = "added_tokens.json"  # ids by text
 
 
 class NewTokens(NamedTuple):
-    """The ids [first, first + count) of new tokens, and the tokenizer that has them."""
+    """Ids [first, first + count) of new tokens, and the tokenizer with these tokens."""
 
     first: int
     count: int
@@ -168,7 +169,7 @@ class NewTokens(NamedTuple):
 
 
 def parse_tokens(text: str | None) -> tuple[str, ...]:
-    """The tokens of --add-tokens, divided by commas. ConfigError for an empty or repeated one."""
+    """Tokens of --add-tokens, divided by commas. ConfigError for an empty or repeated token."""
     tokens = tuple(text.split(",")) if text else ()
     for token in tokens:
         if not token.strip() or tokens.count(token) > 1:
@@ -178,8 +179,8 @@ def parse_tokens(text: str | None) -> tuple[str, ...]:
 
 @contextmanager
 def grown_tokenizer(spec: str | Path, tokens: Sequence[str]) -> Iterator[str]:
-    """The tokenizer `spec` with these tokens, as a folder for load_tokenizer; it without any.
-    ConfigError for a token that it has, DataError for one that cannot be loaded."""
+    """Folder, for load_tokenizer, of the tokenizer `spec` with new tokens; `spec` without tokens.
+    ConfigError for a token of the tokenizer, DataError for a tokenizer that cannot be loaded."""
     if not tokens:
         yield str(spec)
         return
@@ -192,19 +193,19 @@ def grown_tokenizer(spec: str | Path, tokens: Sequence[str]) -> Iterator[str]:
 
 
 def first_new_id(folder: Path) -> int:
-    """The id of the first token that a model directory's tokenizer gets behind its own."""
+    """Id of the first new token of a model directory's tokenizer, behind the tokenizer's own."""
     return look_into(folder, ids_of)
 
 
 def new_tokens(folder: Path, tokens: Sequence[str]) -> NewTokens:
-    """The ids that grown_tokenizer gives to tokens of a model directory's tokenizer."""
+    """Ids that grown_tokenizer gives to new tokens of a model directory's tokenizer."""
     with grown_tokenizer(folder, tokens) as grown:
         made = tokenizer_of_folder(Path(grown))
     return NewTokens(first_new_id(folder), len(tokens), made)
 
 
 def _write_grown(spec: str | Path, tokens: Sequence[str], folder: Path) -> str | None:
-    """Write the copy; what is wrong with the tokens, if something is."""
+    """Write the copy; returns the problem of a token, None without a problem."""
     tokenizer = load_tokenizer(spec)
     if not isinstance(tokenizer, HfTokenizer):
         return f"the tokenizer '{spec}' has no files: make one with `llmq train-tokenizer`"

@@ -23,13 +23,13 @@ _CACHE_VERSION = b"1"
 
 
 def identity_of(tokenizer: Tokenizer) -> TokenizerId:
-    """The identity of a loaded tokenizer."""
+    """Identity of a loaded tokenizer."""
     named = _folder_name(tokenizer.folder) if isinstance(tokenizer, HfTokenizer) else "bytes"
     return TokenizerId(named, tokenizer.fingerprint, tokenizer.eos_id, tokenizer.bos_id)
 
 
 def _folder_name(folder: Path) -> str:
-    """A folder's name for people; a snapshot in the Hugging Face cache has its repository's."""
+    """Name of a folder for people; a snapshot in the Hugging Face cache has the repository's."""
     folder = Path(os.path.abspath(folder))
     for part in reversed(folder.parts):
         if part.startswith("models--"):
@@ -38,9 +38,9 @@ def _folder_name(folder: Path) -> str:
 
 
 def tokenizer_of_folder(folder: Path) -> TokenizerId | None:
-    """The identity of the tokenizer files in a folder, under the name that a run of ours has noted,
-    else the folder's. Without files it is the run's note; None if there is neither, or none can be
-    read."""
+    """Identity of the tokenizer files in a folder, under the name that a run has noted there, else
+    under the folder's name. A folder without files has the run's note; None without a note, or for
+    files that cannot be read."""
     noted = noted_tokenizer(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return noted
@@ -53,9 +53,9 @@ def tokenizer_of_folder(folder: Path) -> TokenizerId | None:
 def check_recorded(
     source: str | Path, made: TokenizerId | None, vocab_size: int, model: str
 ) -> None:
-    """Raise DataError unless the tokenizer that is there now is the one of a model's training.
-    source: "bytes" or a folder; without a tokenizer in it nothing is checked. made: the training's;
-    if it is None, the ids must at least be in the vocabulary. model: for messages."""
+    """Raise DataError unless the tokenizer of `source` is the tokenizer of a model's training.
+    source: "bytes" or a folder; a folder without a tokenizer is not checked. made: the training's
+    tokenizer; None: the ids must at least be in the vocabulary. model: for messages."""
     if source == "bytes":
         now, size = identity_of(ByteTokenizer()), ByteTokenizer.vocab_size
     else:
@@ -93,7 +93,7 @@ def _fingerprint_of_files(folder: Path) -> str | None:
         fingerprint = look_into(folder, _fingerprint)
     except BoundsError:
         raise
-    except DataError:  # whoever loads the tokenizer reports this
+    except DataError:  # loading the tokenizer reports this
         return None
     with suppress(OSError):
         write_shared(path, _with_checksum(fingerprint).encode())
@@ -105,7 +105,7 @@ def _fingerprint(folder: Path) -> str:
 
 
 def ids_of(folder: Path) -> int:
-    """The number of ids of a folder's tokenizer."""
+    """Number of ids of a folder's tokenizer."""
     return HfTokenizer(folder).vocab_size
 
 

@@ -1,5 +1,5 @@
-"""Make a tokenizer of text: byte-level BPE that cuts texts into words as Qwen's do. Ids 0 to 255
-are the bytes, then come merges, special tokens last. The same text makes the same files."""
+"""Training of a tokenizer: byte-level BPE that cuts texts into words as Qwen's tokenizers do. Ids
+0 to 255 are the bytes, then come merges, special tokens last. Equal texts make equal files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 CHATML = "chatml"
-"""Value of --chat-template that stands for this one, the format that Qwen's models read."""
+"""Value of --chat-template for the following template, the format of Qwen's models."""
 _CHATML = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}
@@ -49,12 +49,13 @@ _CHATML = """\
 """
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 _LEAST_COUNT = 2  # a pair of tokens that occurs once is no pattern
-_SAMPLE = 1 << 20  # characters of the text, on which the tokenizer is measured
+_SAMPLE = 1 << 20  # characters of the text on which bytes per token are measured
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokenizer:
-    """The result. bytes_per_token: over the first part of its text. warnings: one line each."""
+    """Result of `train_tokenizer`. bytes_per_token: over the first part of the text. warnings: one
+    line each."""
 
     folder: Path
     vocab_size: int
@@ -83,11 +84,11 @@ def train_tokenizer(
     chat_template: str | None = None,
     overwrite: bool = False,
 ) -> TrainedTokenizer:
-    """Write the files of a tokenizer that AutoTokenizer and `llmq tokenize` load to `out`.
+    """Train a tokenizer, and write files that AutoTokenizer and `llmq tokenize` load to `out`.
 
-    inputs, field, template, dataset: as for `tokenize`. vocab_size: of all tokens; a text with too
-    few patterns makes fewer. special_tokens: others than the end of a text. chat_template: CHATML
-    or a file. DataError or ConfigError; then nothing is written.
+    inputs, field, template, dataset: as of `tokenize`. vocab_size: number of all tokens; a text
+    with few patterns makes fewer. special_tokens: besides the end of a text. chat_template: CHATML
+    or a file. DataError or ConfigError, with nothing written.
     """
     out = Path(out)
     text = RecordText(field, template)
@@ -129,10 +130,11 @@ def train_tokenizer(
 
 
 def _special_tokens(given: Sequence[str]) -> list[str]:
-    """The end of a text, and these. ConfigError for one that is empty, no text, or there twice."""
+    """Special tokens: the end of a text, and the given ones. ConfigError for a token that is empty,
+    no text, or given twice."""
     special = [END_OF_TEXT, *given]
     for token in given:
-        # Python takes bytes of the command line that are no UTF-8 for surrogates.
+        # Python reads bytes of the command line that are no UTF-8 as surrogates.
         if not token.strip() or mended(token) != token:
             raise ConfigError(f"--special-token: {token!r} is no token")
         if special.count(token) > 1:
@@ -141,7 +143,8 @@ def _special_tokens(given: Sequence[str]) -> list[str]:
 
 
 def _chat_template(spec: str | None) -> tuple[str | None, tuple[str, ...]]:
-    """The template that --chat-template names, and its special tokens. DataError for a bad one."""
+    """Template that --chat-template names, and the template's special tokens. DataError for a
+    damaged template."""
     if spec is None:
         return None, ()
     if spec.lower() == CHATML:
@@ -152,7 +155,7 @@ def _chat_template(spec: str | None) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _trainer(size: int) -> tokenizers.trainers.BpeTrainer:
-    """size: the vocabulary's, without special tokens."""
+    """Trainer of a vocabulary of `size` tokens, without special tokens."""
     from tokenizers import pre_tokenizers, trainers
 
     return trainers.BpeTrainer(
@@ -166,8 +169,8 @@ def _trainer(size: int) -> tokenizers.trainers.BpeTrainer:
 def _texts(
     sources: Sequence[InputSource], text: RecordText, special: Sequence[str], sample: list[str]
 ) -> Iterator[str]:
-    """The texts to learn from. Special tokens that are written out are left out, so that they get
-    no merges. sample: gets the first texts, of about _SAMPLE characters."""
+    """Texts to train on. Special tokens that are written out are left out, so that no merges are
+    made of them. sample: receives the first texts, of about _SAMPLE characters."""
     tokens = re.compile("|".join(map(re.escape, special)))
     split, missing = EvalSplit(0.0, 0, sources), _SAMPLE
     for block in read_blocks(sources, text, split, Position()):
