@@ -175,6 +175,8 @@ class Manifest:
     def __init__(self, out: Path, data: dict[str, Any], tokenizer: Tokenizer) -> None:
         self.out, self.data, self._tokenizer = out, data, tokenizer
         self._documents: int = data["documents"]  # of earlier parts of the run
+        self.was_complete: bool = data["complete"]
+        self.was_resumed = not self.was_complete and data["position"] != asdict(Position())
         self.chat_template: str | None = None  # replaces the tokenizer's own in the saved copy
 
     def save(
@@ -215,9 +217,7 @@ class Manifest:
         if _is_empty(self.data):
             _remove(self.out)
 
-    def summary(
-        self, warnings: Sequence[str], was_complete: bool, was_resumed: bool, seq_len: int | None
-    ) -> TokenizeSummary:
+    def summary(self, warnings: Sequence[str], seq_len: int | None) -> TokenizeSummary:
         """Summary of the result. warnings: about the inputs. seq_len: longer documents are counted.
         DataError if files are missing or damaged."""
         tokens, position = self.data["splits"], self.data["position"]
@@ -245,8 +245,8 @@ class Manifest:
             tokens=tokens,
             files=files,
             vocab_size=self.data["vocab_size"],
-            was_complete=was_complete,
-            was_resumed=was_resumed,
+            was_complete=self.was_complete,
+            was_resumed=self.was_resumed,
             warnings=warnings,
             special_tokens=self._special_tokens(),
             counts=counts,

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +41,6 @@ from llmq.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 SHARD_TOKENS = 100_000_000  # if not given
 NO_TEMPLATE = "none"  # value of --chat-template, for a tokenizer with a template too
-_bounds = partial(Bounds, flag="--record-seconds")
 _SMALL_INPUT = 4 << 20  # bytes; starting workers takes longer than encoding a smaller input
 
 
@@ -76,19 +74,19 @@ def tokenize(
 
     tokenizer: see load_tokenizer. field, template: see RecordText. eval_fraction: part of the
     documents for evaluation, at least one of two or more (the last part of a single text); 0: none.
-    shard_tokens: of a file. workers: processes. format: one of FORMATS. special_tokens: "auto" adds
-    the tokens that transformers' AutoTokenizer adds, and the end of a text; "none": the end alone.
-    chat_template: see load_chat_template. train_on: one of TRAIN_ON. seq_len: the summary counts
-    longer documents. weights: messages may have weights. max_record: bytes of a record.
-    record_seconds: see Bounds. portions: of reading. DataError or ConfigError for input that the
-    user can mend.
+    shard_tokens: of a file. workers: processes. format: of FORMATS. special_tokens: "auto" adds the
+    tokens that AutoTokenizer adds, and the end of a text; "none": the end alone. chat_template: see
+    load_chat_template. train_on: of TRAIN_ON. seq_len: the summary counts longer documents.
+    weights: messages may have weights. max_record: bytes. record_seconds: see Bounds. portions: of
+    reading. DataError or ConfigError.
     """
     numbers = {"--max-record": max_record, "--record-seconds": record_seconds}
     numbers |= {"--workers": workers, "--seq-len": seq_len, "--shard-tokens": shard_tokens}
     _check_options(eval_fraction, special_tokens, train_on, numbers)
     sources = find_sources(inputs, dataset, exclude=(out := Path(out)))
     wanted, sources, warnings = choose_format(sources, format, RecordText(field, template))
-    bounds, how = _bounds(record_seconds), _How(special_tokens, train_on, chat_template, weights)
+    bounds = Bounds(record_seconds, flag="--record-seconds")
+    how = _How(special_tokens, train_on, chat_template, weights)
     recipe, said, stop = _prepared(tokenizer, wanted, how, bounds)
     loaded, warnings = load_tokenizer(tokenizer), warnings + said
     options = {"tokenizer": loaded.fingerprint, "eval_fraction": eval_fraction}
@@ -99,16 +97,14 @@ def tokenize(
         if recipe.is_chat:  # training needs a given template, and the end of a turn
             manifest.chat_template = chat_template and recipe.chat.template.source()
             manifest.data["end_of_turn"] = stop
-        was_complete = manifest.data["complete"]
-        was_resumed = not was_complete and manifest.data["position"] != asdict(Position())
-        if not was_complete:
-            limits = (workers or _default_workers(sources, loaded), max_record, bounds, progress)
+        if not manifest.was_complete:
+            workers, encoder = workers or _default_workers(sources, loaded), Encoder(loaded, recipe)
             try:
-                _run(manifest, sources, Encoder(loaded, recipe), portions, *limits)
-            except BaseException:  # a run that fails at once leaves no files
+                _run(manifest, sources, encoder, portions, workers, max_record, bounds, progress)
+            except BaseException:  # a run that fails at once leaves nothing
                 manifest.discard_if_empty()
                 raise
-        return manifest.summary(warnings, was_complete, was_resumed, seq_len)
+        return manifest.summary(warnings, seq_len)
 
 
 class _How(NamedTuple):
