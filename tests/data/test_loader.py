@@ -1,5 +1,5 @@
-"""llm.q's order of the data against a plain re-statement of its rules, and the order that shuffles
-all files together; resuming; errors."""
+"""llm.q's order of the data against a plain re-statement of its rules; places on any number of
+ranks; errors. Places in other orders: test_packing.py."""
 
 from __future__ import annotations
 
@@ -186,33 +186,6 @@ def test_masks_may_be_in_some_files_only(tmp_path):
 # Resuming
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_resume_at_every_batch_of_every_epoch(data, world_size):
-    """A fresh loader continues exactly there, although the old one has read ahead."""
-    rank = world_size - 1
-    states, batches = [], []
-    with loader(data, rank, world_size) as one:
-        for _ in range(3):
-            while one.batches_left:
-                states.append(one.state())
-                batches.append(one.next_batch())
-            states.append(one.state())
-            one.advance_epoch()
-            batches.append(None)
-    with loader(data, rank, world_size) as reused:
-        for i, state in enumerate(states):
-            with loader(data, rank, world_size, seed=1) as fresh:
-                for resumed in (fresh, reused):
-                    resumed.set_state(state)
-                    assert resumed.state() == state
-                    for batch in batches[i : i + 3]:
-                        if batch is None:
-                            assert not resumed.batches_left
-                            resumed.advance_epoch()
-                        else:
-                            same(resumed.next_batch(), batch)
-
-
 def test_state_is_that_of_the_consumer(data):
     with loader(data, prefetch=8) as one:
         before = one.state()
@@ -227,48 +200,6 @@ def test_state_is_that_of_the_consumer(data):
         assert after["seed"] == TRAIN_SEED
 
 
-def test_resume_reads_no_data(data, monkeypatch):
-    with loader(data) as one:
-        for _ in range(9):
-            one.next_batch()
-        state, batch = one.state(), one.next_batch()
-    reads = []
-    original = TokenFile.read_tokens_into
-    monkeypatch.setattr(
-        TokenFile, "read_tokens_into", lambda *args: (reads.append(args), original(*args))[1]
-    )
-    with loader(data, prefetch=1) as fresh:
-        fresh.set_state(state)
-        assert reads == []
-        same(fresh.next_batch(), batch)
-        assert len(reads) <= 4  # this batch's two sequences and the next one's
-
-
-def test_resume_on_another_rank_count(tmp_path):
-    """With the same B * W, each micro-step has the same set of sequences, whatever W is."""
-    write(tmp_path / "a.bin", np.arange(24 * T + 1))
-
-    def steps(world_size, state=None):
-        out = None
-        for rank in range(world_size):
-            with loader(tmp_path / "a.bin", rank, world_size, 4 // world_size) as one:
-                if state is not None:
-                    one.set_state(state)
-                starts = drain(one)[:, :, 0]
-                out = starts if out is None else np.concatenate([out, starts], axis=1)
-        return np.sort(out, axis=1)
-
-    whole = steps(1)
-    with loader(tmp_path / "a.bin", 3, 4, 1) as one:
-        for _ in range(2):
-            one.next_batch()
-        state = one.state()
-    assert state["chunk_index"] == 8  # the group's first chunk, although this is rank 3
-    for world_size in (1, 2, 4):
-        np.testing.assert_array_equal(steps(world_size), whole)
-        np.testing.assert_array_equal(steps(world_size, state), whole[2:])
-
-
 def trained(loaders):
     """The first tokens of the sequences that the loaders still read in this epoch, sorted."""
     batches = [one.next_batch() for one in loaders for _ in range(one.batches_left)]
@@ -276,18 +207,20 @@ def trained(loaders):
     return sorted(int(row[0]) for row, target in rows if (target != MASKED_TARGET).any())
 
 
+@pytest.mark.parametrize("order", ["llmq", "shuffle"])
 @pytest.mark.parametrize("before", [1, 2, 3, 4])
 @pytest.mark.parametrize("after", [1, 2, 3])
-def test_every_place_is_one_on_any_number_of_ranks(data, before, after):
+def test_every_place_is_one_on_any_number_of_ranks(data, before, after, order):
     """Also where an incomplete group ends a part: what is left is read, each sequence once."""
-    ranks = [loader(data, rank, before, 2, drop_last=False) for rank in range(before)]
-    others = [loader(data, rank, after, 2, drop_last=False) for rank in range(after)]
+    how = {"drop_last": False, "layout": SequenceLayout(data_order=order)}
+    ranks = [loader(data, rank, before, **how) for rank in range(before)]
+    others = [loader(data, rank, after, **how) for rank in range(after)]
     for _ in range(ranks[0].batches_left + 1):
         state = ranks[0].state()
         for one in others:
             one.set_state(state)
             assert one.state() == state
-        copies = [loader(data, rank, before, 2, drop_last=False) for rank in range(before)]
+        copies = [loader(data, rank, before, **how) for rank in range(before)]
         for one in copies:
             one.set_state(state)
         assert trained(others) == trained(copies)

@@ -22,7 +22,7 @@ from llmq.data.epoch_plan import FileWindows, Permutation, WindowSource
 from llmq.data.loader import DataLoader
 from llmq.data.tokens import MASKED_TARGET, TokenWriter
 from llmq.options.options_io import make_config
-from tests.data.test_loader import VOCAB, T, same, write
+from tests.data.test_loader import VOCAB, T, write
 from tests.runs import before_step, make_workplace, options, records, train
 
 SEED = 0x83B45442
@@ -172,47 +172,6 @@ def test_every_sequence_once_in_one_order_on_any_ranks(tmp_path, counts):
         assert epochs[0][0] != epochs[0][1] != epochs[0][2]
         with loader(pattern, seed=1) as other:
             assert firsts([other]) != epochs[0][0]
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_resume_at_every_batch_and_at_the_end(tmp_path, drop_last):
-    pattern, how = files(tmp_path, [12, 7, 1, 0, 9]), {"drop_last": drop_last}
-    states, batches = [], []
-    with loader(pattern, 1, 2, **how) as one:
-        for _ in range(3):
-            while one.batches_left:
-                states.append(one.state())
-                batches.append(one.next_batch())
-            states.append(one.state())
-            batches.append(None)
-            one.advance_epoch()
-    with loader(pattern, 1, 2, seed=1, **how) as again:
-        for state, batch in zip(states, batches, strict=True):
-            again.set_state(state)
-            assert again.state() == state
-            if batch is None:
-                assert not again.batches_left
-            else:
-                same(again.next_batch(), batch)
-
-
-@pytest.mark.parametrize("after", [1, 2, 3])
-def test_resume_on_other_ranks(tmp_path, after):
-    """At every place, the end of an epoch too, what is left is the rest of one rank's order."""
-    pattern = files(tmp_path, [12, 7, 1, 0, 9])
-    with loader(pattern) as one:
-        order = firsts([one])
-    for before in (1, 2, 3):
-        with loader(pattern, 0, before) as one:
-            others = [loader(pattern, rank, after) for rank in range(after)]
-            for done in range(one.batches_left + 1):
-                for other in others:
-                    other.set_state(one.state())
-                assert firsts(others) == order[2 * before * done :]
-                if one.batches_left:
-                    one.next_batch()
-            for other in others:
-                other.close()
 
 
 def test_a_validation_reads_all_files_from_its_first_batch(tmp_path):
