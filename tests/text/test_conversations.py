@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import llmq.text.tokenize
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
 from llmq.data.document_index import DocumentIndex
@@ -35,7 +34,7 @@ from tests.chat_templates import (
     user,
     write_chat_tokenizer,
 )
-from tests.text_data import contents, interrupt_report, run, write_jsonl
+from tests.text_data import run, write_jsonl
 
 QA = [user("q"), assistant("a")]
 
@@ -392,65 +391,6 @@ def test_the_template_goes_with_the_tokens(tmp_path, chat_tokenizer):
     given.write_text(CHATML_MARKED + " ")
     with pytest.raises(DataError, match="made with other chat_template"):
         run(tmp_path / "a.jsonl", out=out, tokenizer=str(chat_tokenizer), **how)
-
-
-# ------------------------------------------------------------------------------------------------
-# Masks in token files
-
-
-def test_resumed_conversations_are_the_same(tmp_path, chatml, monkeypatch):
-    """Shards that end within a byte of mask bits, killed again and again."""
-    small = Portions(documents=2, seconds=0.0)
-    records = [{"messages": [user("q" * i), assistant("a" * (i % 5))]} for i in range(17)]
-    write_records(tmp_path / "a.jsonl", records)
-    options = {"chat_template": chatml, "eval_fraction": 0.2, "shard_tokens": 301}
-    whole = run(tmp_path / "a.jsonl", out=tmp_path / "whole", **options, portions=small)
-    runs = 0
-    while True:
-        runs += 1
-        try:
-            with monkeypatch.context() as patch:
-                interrupt_report(patch, 2)
-                summary = run(tmp_path / "a.jsonl", out=tmp_path / "out", **options, portions=small)
-            break
-        except KeyboardInterrupt:
-            pass
-    assert runs > 5 and summary.was_resumed
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert not list((tmp_path / "out").glob("*.partial"))
-    assert summary.counts == whole.counts
-
-
-def test_interrupted_at_the_end(tmp_path, chatml, monkeypatch):
-    """The token files are complete, and their masks are read back from them."""
-    records = [{"messages": [user("q" * i), assistant("a")]} for i in range(9)]
-    write_records(tmp_path / "a.jsonl", records)
-    small = Portions(documents=2, seconds=0.0)
-    run(tmp_path / "a.jsonl", out=tmp_path / "whole", chat_template=chatml, portions=small)
-    save = llmq.text.tokenize.Manifest.save
-
-    def stop_at_the_end(manifest, position, shards, complete=False):
-        if complete:
-            raise KeyboardInterrupt
-        save(manifest, position, shards)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(llmq.text.tokenize.Manifest, "save", stop_at_the_end)
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "a.jsonl", out=tmp_path / "out", chat_template=chatml, portions=small)
-    assert (tmp_path / "out" / "train-000.bin").exists()
-    assert run(
-        tmp_path / "a.jsonl", out=tmp_path / "out", chat_template=chatml, portions=small
-    ).was_resumed
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-def test_workers_make_the_same(tmp_path, chatml):
-    write_records(tmp_path / "a.jsonl", [{"messages": TURNS}] * 5)
-    for workers in (1, 2):
-        out = tmp_path / str(workers)
-        run(tmp_path / "a.jsonl", out=out, chat_template=chatml, workers=workers)
-    assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
 def test_counts_of_long_documents(tmp_path, chatml):

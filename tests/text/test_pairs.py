@@ -19,7 +19,7 @@ from llmq.model.losses.preferences import PARTNER
 from llmq.text.inputs import Portions
 from tests.chat_templates import CHATML, assistant, system, user
 from tests.pairs_data import write_pairs
-from tests.text_data import contents, interrupt_report, run, write_jsonl
+from tests.text_data import interrupt_report, run, write_jsonl
 
 T = 16
 QUESTION = [user("q1"), assistant("a1"), user("q2")]
@@ -190,18 +190,6 @@ def test_bad_pairs_are_named(tmp_path, record, error):
     with pytest.raises(DataError, match=f"line 2: .*{error}|{error}"):
         tokenized(tmp_path, [SHAPES["texts"], record])
     assert not [*(tmp_path / "out").glob("*.bin*")]
-
-
-def test_interrupted_pairs_are_the_same_files(tmp_path, monkeypatch):
-    small = Portions(documents=2, seconds=0)
-    pairs = [{"prompt": f"q{i}", "chosen": "a" * i, "rejected": "b"} for i in range(1, 12)]
-    tokenized(tmp_path / "a", pairs, eval_fraction=0.25, portions=small)
-    interrupt_report(monkeypatch, 3)
-    with pytest.raises(KeyboardInterrupt):
-        tokenized(tmp_path / "b", pairs, eval_fraction=0.25, portions=small)
-    assert tokenized(tmp_path / "b", pairs, eval_fraction=0.25, portions=small).was_resumed
-    for name, content in contents(tmp_path / "a" / "out").items():
-        assert content == (tmp_path / "b" / "out" / name).read_bytes(), name
 
 
 # ------------------------------------------------------------------------------------------------
