@@ -22,6 +22,7 @@ from tests.text_data import (
     encoded,
     ids,
     interrupt_report,
+    mixed_text,
     run,
     write_inputs,
     write_jsonl,
@@ -47,11 +48,14 @@ RECORDS = {  # of conversations and pairs; files of 301 tokens end within a byte
 }
 
 
-@pytest.fixture(params=["texts", *RECORDS])
+@pytest.fixture(params=["texts", "a text", *RECORDS])
 def made(request, tmp_path, bpe):
-    """An input, and options of `run`."""
+    """An input, and options of `run`. A text is cut for evaluation, and is one document."""
     if request.param == "texts":
         return write_inputs(tmp_path / "in"), OPTIONS | {"tokenizer": str(bpe)}
+    if request.param == "a text":
+        (tmp_path / "a.txt").write_text(mixed_text(5000))
+        return tmp_path / "a.txt", OPTIONS
     (tmp_path / "t.jinja").write_text(CHATML)
     lines = (json.dumps(record) + "\n" for record in RECORDS[request.param])
     (tmp_path / "a.jsonl").write_text("".join(lines))
@@ -65,7 +69,7 @@ def test_resume_after_every_block(tmp_path, made, monkeypatch, save_seconds):
     """Killed again and again, the result is the same to the byte."""
     monkeypatch.setattr(Manifest, "discard_if_empty", lambda self: None)
     inputs, options = made
-    options |= {"portions": options["portions"]._replace(seconds=save_seconds)}
+    options = options | {"portions": options["portions"]._replace(seconds=save_seconds)}
     whole = run(inputs, out=tmp_path / "whole", **options)
     interruptions, limit = 0, 0
     while True:
