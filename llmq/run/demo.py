@@ -12,23 +12,37 @@ from llmq.base.console import printable
 from llmq.base.errors import DataError
 from llmq.base.files import disk_errors
 from llmq.checkpoint.states import checkpoint_at
+from llmq.data.tokens import TokenFile
 from llmq.options.option_types import NEWEST
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import config_of, layers_of, make_config
-from llmq.options.presets import resolve_model
-from llmq.report.plot import run_plot
+from llmq.report.plot import read_log, run_plot
+from llmq.run.model_of_run import model_of_run
 from llmq.run.resume import inherited_options
 from llmq.run.run_paths import everything_there, locked_places
 from llmq.run.sampling import Sampler, Sampling, open_model
 from llmq.run.training import run_training
 from llmq.runtime.machine import choose_machine
+from llmq.text.guarded import guarded_tokenizer
 from llmq.text.tokenize import tokenize
-from llmq.text.tokenizer import ByteTokenizer
+from llmq.text.tokenizer import Tokenizer
+from llmq.text.train_tokenizer import train_tokenizer
 
 PROMPT = "def __init__(self"
 HELD_OUT = 16_384  # bytes, about, of the module that is validated on: all of it takes some seconds
-NEW_TOKENS = 110  # with the prompt, as many as a training sequence has
-STEPS = {"host": 450, "cuda": 4000}
+NEW_TOKENS = 110  # with the prompt, fewer than a training sequence has
+STEPS = {"host": 300, "cuda": 4000}
+# The best of the runs in docs/decisions/runs.md that take as long.
+VOCAB_SIZE = 2048
+SIZES = {
+    "vocab-size": "auto",
+    "hidden-size": 192,
+    "intermediate-size": 512,
+    "num-layers": 2,
+    "num-heads": 3,
+    "num-kv-heads": 1,
+    "head-dim": 64,
+}
 
 
 def python_sources() -> list[str]:
@@ -50,17 +64,20 @@ def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainCo
             "name": "demo",
             "model": "tiny",
             "from-scratch": True,
+            **SIZES,
             "model-dtype": "fp32" if kind == "host" else "bf16",
             # Names, no patterns: what is special in patterns may be in `out`.
             "train-file": str(out / "data" / "train" / "train-000.bin"),
             "eval-file": str(out / "data" / "eval" / "train-000.bin"),
-            "batch-size": 8,
+            "batch-size": 16,
             "seq-len": 128,
             "grad-accumulation": 1,
             "steps": steps,
-            "learning-rate": 2e-3,
-            "warmup": 40,
-            "final-lr-fraction": 0.05,
+            "optimizer": "muon",
+            "learning-rate": 1e-2,
+            "weight-decay": 0.01,
+            "warmup": "5%",
+            "lr-schedule": "cosine",
             "ckpt-interval": 100,
             "ckpt-keep-n": 1,
             "checkpoint-dir": out / "ckpt",
@@ -73,36 +90,58 @@ def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainCo
 
 
 def run_demo(out: Path, device: str, steps: int | None, resume: bool = False) -> None:
-    """Tokenize, train, evaluate, save, plot, and sample before and after; writes into `out`.
+    """Make a tokenizer, tokenize, train, evaluate, save, plot, and sample before and after; writes
+    into `out`.
     device: "auto", "cpu" or "cuda". steps: None for STEPS. resume: go on where the last demo
     stopped, or for more steps; else its results are replaced."""
     start = time.perf_counter()
     machine = choose_machine(device, 1)
-    sources = python_sources()
-    held_out = min(sources, key=lambda name: abs(Path(name).stat().st_size - HELD_OUT))
-    trained = [name for name in sources if name != held_out]
-    for name, files in (("train", trained), ("eval", [held_out])):
-        text = tokenize(files, tokenizer="bytes", out=out / "data" / name, eval_fraction=0)
-        print(text.describe())
+    held_out = _write_data(out, resume)
     config = demo_config(out, device, machine.kind, steps)
     if resume:
         config = _continued(config, steps)
     else:
         with locked_places(config):
             _remove_last(config)
-    model, _ = resolve_model(config.model, config.from_scratch)
-    positions = len(PROMPT) + NEW_TOKENS
+    model, _ = model_of_run(config)
+    tokenizer = guarded_tokenizer(out / "data" / "tokenizer")
+    positions = len(tokenizer.encode(PROMPT)) + NEW_TOKENS
     if not resume:
         with Sampler(machine, model, lambda w: w.init(model, config.seed), positions) as sampler:
-            _show("Before training", sampler)
+            _show("Before training", sampler, tokenizer)
     run_training(config.validate_with(model), model, None, sys.argv)
     run_plot([config.log_file], out / "loss.png", overwrite=True)
     with open_model(str(config.out_dir)) as (model, read, _):
         sampler = Sampler(machine, model, lambda w: w.load(read), positions)
     with sampler:
-        _show("After training", sampler)
-    print(f"The demo took {time.perf_counter() - start:.0f} seconds. To have the model write more:")
+        _show("After training", sampler, tokenizer)
+    losses = [r["loss"] for r in read_log(config.log_file) if r["log"] == "eval"]
+    file = TokenFile(Path(config.eval_pattern))
+    nats = losses[-1] * file.num_tokens / held_out
+    file.close()
+    print(f"The held-out module takes {nats:.2f} nats a byte.")
+    print(f"The demo took {time.perf_counter() - start:.0f} seconds. To have the model write more,")
+    print("and to fine-tune a model on records of your own:")
     print(f"  llmq sample {shlex.quote(str(config.out_dir))} --prompt 'import '")
+    print("  llmq finetune --help")
+
+
+def _write_data(out: Path, resume: bool) -> int:
+    """Write a tokenizer of the sources and their token files, unless `resume` finds these; returns
+    the bytes of the module that is held out."""
+    sources = python_sources()
+    held_out = min(sources, key=lambda name: abs(Path(name).stat().st_size - HELD_OUT))
+    trained = [name for name in sources if name != held_out]
+    data = out / "data"
+    if not (resume and (data / "eval" / "train-000.bin").is_file()):
+        tokenizer = data / "tokenizer"
+        made = train_tokenizer(trained, vocab_size=VOCAB_SIZE, out=tokenizer, overwrite=True)
+        print(made.describe())
+        for name, files in (("train", trained), ("eval", [held_out])):
+            how = {"eval_fraction": 0, "overwrite": True}
+            text = tokenize(files, tokenizer=str(tokenizer), out=data / name, **how)
+            print(text.describe())
+    return Path(held_out).stat().st_size
 
 
 def _continued(config: TrainConfig, steps: int | None) -> TrainConfig:
@@ -127,7 +166,7 @@ def _remove_last(config: TrainConfig) -> None:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _show(title: str, sampler: Sampler) -> None:
+def _show(title: str, sampler: Sampler, tokenizer: Tokenizer) -> None:
     choice = Sampling(max_new_tokens=NEW_TOKENS, temperature=0.6, seed=0)
-    text = printable(PROMPT + "".join(choice.texts(sampler, ByteTokenizer(), PROMPT)))
+    text = printable(PROMPT + "".join(choice.texts(sampler, tokenizer, PROMPT)))
     print(f"\n--- {title}:\n{text}\n---\n", flush=True)
