@@ -57,7 +57,10 @@ def bench(
     ) = None,
     compare: Compare = None,
 ) -> None:
-    """Measure the speed of one or many configurations on random tokens."""
+    """Measure the speed of one or many configurations on random tokens.
+
+    llmq bench --model Qwen2.5-1.5B --from-scratch --matmul-dtype e4m3
+    """
     how = BenchOptions(
         out=out,
         steps=timed_steps,
@@ -91,7 +94,10 @@ def rig(
     ) = Path("rig"),
     minutes: option(float, "That it takes at most; parts become shorter.", min=2, max=10) = 10.0,
 ) -> None:
-    """Measure this machine, say what is wrong with it, and keep its rates for plans."""
+    """Measure this machine, say what is wrong with it, and keep its rates for plans.
+
+    llmq rig
+    """
     from llmq.rig.rig import run_rig
 
     with ending_children():

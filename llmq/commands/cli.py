@@ -50,32 +50,46 @@ def _common(
         refuse_several(f"llmq {context.invoked_subcommand}")
 
 
-COMMANDS = {  # by name, in the order of --help; of a TrainCommand: with the options of a run
-    "finetune": (finetune.finetune, TrainCommand),
-    "train": (train.train, TrainCommand),
-    "plan": (plan.plan, TrainCommand),
-    "verify": (train.verify, TrainCommand),
-    "tokenize": (data.tokenize, Command),
-    "train-tokenizer": (data.train_tokenizer, Command),
-    "data": (data.data, Command),
-    "show": (data.show, Command),
-    "check": (data.check, Command),
-    "demo": (train.demo, Command),
-    "sample": (models.sample, Command),
-    "score": (models.score, TrainCommand),
-    "eval": (models.evaluate, Command),
-    "export": (models.export, Command),
-    "merge": (models.merge, Command),
-    "plot": (logs.plot, Command),
-    "watch": (logs.watch, Command),
-    "top": (logs.top, Command),
-    "bench": (bench.bench, TrainCommand),
-    "rig": (bench.rig, Command),
-    "recipe": (plan.recipe, TrainCommand),
-    "sweep-lr": (plan.sweep_lr, TrainCommand),
+PANELS = {  # by name, as --help has them; of a TrainCommand: with the options of a run
+    "Begin": {
+        "demo": (train.demo, Command),
+        "finetune": (finetune.finetune, TrainCommand),
+    },
+    "Data": {
+        "tokenize": (data.tokenize, Command),
+        "train-tokenizer": (data.train_tokenizer, Command),
+        "data": (data.data, Command),
+        "show": (data.show, Command),
+    },
+    "Before a run": {
+        "plan": (plan.plan, TrainCommand),
+        "recipe": (plan.recipe, TrainCommand),
+        "sweep-lr": (plan.sweep_lr, TrainCommand),
+    },
+    "Runs": {
+        "train": (train.train, TrainCommand),
+        "top": (logs.top, Command),
+        "plot": (logs.plot, Command),
+        "watch": (logs.watch, Command),
+    },
+    "Models": {
+        "sample": (models.sample, Command),
+        "eval": (models.evaluate, Command),
+        "score": (models.score, TrainCommand),
+        "export": (models.export, Command),
+        "merge": (models.merge, Command),
+        "check": (data.check, Command),
+    },
+    "Machines": {
+        "rig": (bench.rig, Command),
+        "bench": (bench.bench, TrainCommand),
+        "verify": (train.verify, TrainCommand),
+    },
 }
-for _name, (_function, _kind) in COMMANDS.items():
-    app.command(_name, cls=_kind)(_function)
+COMMANDS = {name: how for panel in PANELS.values() for name, how in panel.items()}
+for _panel, _commands in PANELS.items():
+    for _name, (_function, _kind) in _commands.items():
+        app.command(_name, cls=_kind, rich_help_panel=_panel)(_function)
 
 
 @cache

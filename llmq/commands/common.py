@@ -133,13 +133,17 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The commands, each with its whole first sentence."""
+    """The commands in panels, in the order in which one uses them, each with what it does."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         found = (parameter.get_help_record(ctx) for parameter in self.get_params(ctx))
         _write(formatter, "Options", [record for record in found if record is not None])
-        commands = [(name, command.help or "") for name, command in self.commands.items()]
-        _write(formatter, "Commands", commands)
+        panels: dict[str, list[Record]] = {}
+        for name, command in self.commands.items():
+            does = (command.help or "").partition("\n\n")[0]
+            panels.setdefault(command.rich_help_panel, []).append((name, does))
+        for title, commands in panels.items():
+            _write(formatter, title, commands)
 
 
 # ------------------------------------------------------------------------------------------------

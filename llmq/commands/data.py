@@ -62,7 +62,10 @@ def tokenize(
     overwrite: option(bool, "Replace token files.", "--overwrite") = False,
     download: option(bool, "Fetch the tokenizer from the Hugging Face hub.", "--download") = False,
 ) -> None:
-    """Turn texts and conversations into token files."""
+    """Turn texts and conversations into token files.
+
+    llmq tokenize talks.jsonl --tokenizer Qwen/Qwen2.5-0.5B --out data/talks
+    """
     how = locals()
     from llmq.checkpoint.hub import find_tokenizer
     from llmq.text.inputs import dataset_of
@@ -100,7 +103,10 @@ def train_tokenizer(
     ) = None,
     overwrite: option(bool, "Replace a tokenizer.", "--overwrite") = False,
 ) -> None:
-    """Make a tokenizer, a byte-level BPE, of text."""
+    """Make a tokenizer, a byte-level BPE, of text.
+
+    llmq train-tokenizer texts/ --vocab-size 8192 --out data/tokenizer
+    """
     how = locals()
     from llmq.text.inputs import dataset_of
     from llmq.text.record_format import one_field
@@ -124,7 +130,10 @@ def data(
         Path | None, "Directory of the token files; data/NAME-TOKENIZER if not given."
     ) = None,
 ) -> None:
-    """Fetch small public data: token files to train on, or questions to evaluate on."""
+    """Fetch small public data: token files to train on, or questions to evaluate on.
+
+    llmq data tiny-shakespeare
+    """
     from llmq.checkpoint import hub
     from llmq.data.public_sets import FOLDER, fetch, public_set
     from llmq.text.tokenize import tokenize
@@ -155,7 +164,10 @@ def show(
         int | None, "Id that ends a document, where no .docs file does.", min=0
     ) = None,
 ) -> None:
-    """Print documents of token files, with what is trained of them, and counts."""
+    """Print documents of token files, with what is trained of them, and counts.
+
+    llmq show data/talks --seq-len 1024
+    """
     how = locals()
     from llmq.text.show import run_show
 
@@ -168,7 +180,10 @@ def check(
         bool, "Say which trained tensors of checkpoints have not moved instead.", "--trained"
     ) = False,
 ) -> None:
-    """Compare files with their checksums, and say which are damaged: exit status 0 if none."""
+    """Compare files with their checksums, and say which are damaged: exit status 0 if none.
+
+    llmq check data/talks output/talks ckpt/talks
+    """
     from llmq.checkpoint.check import run_check
 
     run_check(files, trained=trained)

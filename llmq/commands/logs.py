@@ -21,7 +21,10 @@ def plot(
         float, "Weight of the mean so far in the next one, as TensorBoard's.", min=0, max=0.999
     ) = 0.6,
 ) -> None:
-    """Draw losses, evaluations, learning rate, norm, speed, power and clock of runs on one page."""
+    """Draw losses, evaluations, learning rate, norm, speed, power and clock of runs on one page.
+
+    llmq plot talks
+    """
     from llmq.report.plot import run_plot
     from llmq.run.run_paths import find_log
 
@@ -35,7 +38,10 @@ def watch(
     name: option(str | None, "Name there; that of the log.") = None,
     interval: option(int, "Seconds between looks at the log; 0: one look.", min=0, max=86400) = 10,
 ) -> None:
-    """Send the log of a run to TensorBoard or W&B, while it is written or afterwards."""
+    """Send the log of a run to TensorBoard or W&B, while it is written or afterwards.
+
+    llmq watch talks --tensorboard runs
+    """
     how = locals()
     from llmq.report.sinks import run_watch
     from llmq.run.run_paths import find_log
@@ -54,7 +60,10 @@ def top(
     ) = None,
     once: option(bool, "Show it once, as where there is no terminal.", "--once") = False,
 ) -> None:
-    """Show the progress of a run and its GPUs, second by second, until the run ends or Ctrl-C."""
+    """Show the progress of a run and its GPUs, second by second, until the run ends or Ctrl-C.
+
+    llmq top talks
+    """
     from llmq.run.run_paths import find_log, running_log
     from llmq.run.top import run_top
 

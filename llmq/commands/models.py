@@ -36,7 +36,10 @@ def sample(
     device: Device = "auto",
     model_dtype: ModelDtype = "bf16",
 ) -> None:
-    """Continue a text with a trained model."""
+    """Continue a text with a trained model.
+
+    llmq sample talks --chat
+    """
     how = locals()
     from llmq.run.run_paths import find_model
     from llmq.run.sampling import run_sample
@@ -62,7 +65,10 @@ def evaluate(
     gpus: option(int, "GPUs to use; 0: all.", min=0, max=64) = 0,
     model_dtype: ModelDtype = "bf16",
 ) -> None:
-    """Measure accuracy and perplexity of a model, as lm-eval defines them."""
+    """Measure accuracy and perplexity of a model, as lm-eval defines them.
+
+    llmq eval talks --task hellaswag.jsonl
+    """
     how = locals()
     from llmq.run.evaluate import run_eval
     from llmq.run.run_paths import find_model
@@ -96,7 +102,10 @@ def score(
     dry_run: option(bool, "Print memory and predicted speed, and stop.", "--dry-run") = False,
     card: CardName = None,
 ) -> None:
-    """Write the log-probability of each trained token of token files, for losses that read it."""
+    """Write the log-probability of each trained token of token files, for losses that read it.
+
+    llmq score Qwen/Qwen2.5-7B data/talks --out scores --top-k 64
+    """
     for name, instead in (("model", "MODEL"), ("train-file", "DATA")):
         if name in given:
             raise ConfigError(f"--{name}: {instead} says it here")
@@ -179,7 +188,10 @@ def export(
     text_only: TextOnly = False,
 ) -> None:
     """Write a checkpoint, a model or adapters as transformers, peft, vLLM or llama.cpp load
-    them."""
+    them.
+
+    llmq export talks --format gguf --dtype q8_0 --out talks.gguf
+    """
     how = locals()
     from llmq.checkpoint.exports import export as run
 
@@ -210,7 +222,10 @@ def merge(
     ) = None,
     text_only: TextOnly = False,
 ) -> None:
-    """Write a model with its adapters as a model directory that needs no PEFT."""
+    """Write a model with its adapters as a model directory that needs no PEFT.
+
+    llmq merge talks --out output/merged
+    """
     from llmq.checkpoint.exports.source import base_of
     from llmq.checkpoint.merge import merge_adapter
     from llmq.run.run_paths import find_model

@@ -93,7 +93,10 @@ def plan(
     ) = False,
     json: Json = False,
 ) -> None:
-    """Show the memory, the FLOPs and the time that `llmq train` with these options would need."""
+    """Show the memory, the FLOPs and the time that `llmq train` with these options would need.
+
+    llmq plan --model Qwen2.5-7B --lora-rank 16 --fit --card "rtx 4090"
+    """
     any_model = {"model": next(iter(PRESETS)), "from_scratch": True} if largest else None
     config, model, _, fields = load_run(given, config_file, plans=True, defaults=any_model)
     from llmq.plan.target import MachineOptions
@@ -191,7 +194,10 @@ def recipe(
     json: Json = False,
 ) -> None:
     """Choose size, tokens, batch, rates and formats for the hours that there are; what is given
-    stays."""
+    stays.
+
+    llmq recipe --hours 24 --card h100 --data data/mine
+    """
     from llmq.plan.recipe import BASE
     from llmq.plan.recipe_report import run_recipe
     from llmq.plan.target import MachineOptions
@@ -229,10 +235,15 @@ def recipe(
         json=json,
     )
     if run:
-        from llmq.run.training import run_training
+        _train(out)
 
-        config, model, model_dir, _ = load_run({}, out, trains=True)
-        run_training(config, model, model_dir, sys.argv)
+
+def _train(recipe: Path) -> None:
+    """The run of a file of options."""
+    from llmq.run.training import run_training
+
+    config, model, model_dir, _ = load_run({}, recipe, trains=True)
+    run_training(config, model, model_dir, sys.argv)
 
 
 @train_options
@@ -243,7 +254,10 @@ def sweep_lr(
     rates: option(int, "Rates of the ladder, each twice the last.") = 5,
     out: option(Path, "File with the runs and the best rate.") = Path("rates.json"),
 ) -> None:
-    """Train a small model at a ladder of learning rates, and find the best one."""
+    """Train a small model at a ladder of learning rates, and find the best one.
+
+    llmq sweep-lr --data data/mine
+    """
     from llmq.bench.losses import run_sweep_lr
     from llmq.options.options import OPTIONS
 

@@ -102,7 +102,10 @@ def train(
         min=0,
     ) = 0,
 ) -> None:
-    """Train a model, or continue to."""
+    """Train a model, or continue to.
+
+    llmq train --model Qwen/Qwen2.5-0.5B --train-file data/talks --name talks
+    """
     if restarts > 0:
         raise typer.Exit(_restarted(given, config_file, dry_run, restarts))
     if auto:
@@ -183,7 +186,10 @@ def verify(
     synthetic: option(bool, "Random tokens instead of token files.", "--synthetic") = False,
     json: Json = False,
 ) -> int:
-    """Check that recomputation and offloading change no bit: two runs, exit status 0 if equal."""
+    """Check that recomputation and offloading change no bit: two runs, exit status 0 if equal.
+
+    llmq verify --model tiny --from-scratch --synthetic --recompute-block
+    """
     config, model, model_dir, _ = load_run(given, config_file, trains=not synthetic)
     save_config(save, config)
     from llmq.bench.verify import run_verify
@@ -199,7 +205,10 @@ def demo(
     steps: option(int | None, "Optimizer steps.", min=1) = None,
     resume: option(bool, "Go on where the last demo was stopped.", "--continue") = False,
 ) -> None:
-    """Tokenize a small text, train a tiny model on it, plot the loss and sample from it."""
+    """Tokenize a small text, train a tiny model on it, plot the loss and sample from it.
+
+    llmq demo
+    """
     from llmq.run.demo import run_demo
 
     run_demo(out, device, steps, resume)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ import typer
 from llmq.commands.cli import TRAIN, _command, _run, app
 from llmq.options.options import OPTIONS, USUAL
 
+DIVIDER = "\n\n"  # before the example of a command
 COMMANDS = typer.main.get_command(app).commands
 OF_RUNS = ("finetune", "train", "plan", "verify", "score", "bench", "recipe", "sweep-lr")
 
@@ -71,8 +73,23 @@ def test_help_names_all_commands_with_what_they_do(capsys):
     assert _run(["--help"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     for name, command in COMMANDS.items():
-        assert f"{name} {' '.join(command.help.split())}" in out
+        assert f"{name} {' '.join(command.help.partition(DIVIDER)[0].split())}" in out
     assert "--install-completion" in out and "--show-completion" in out
+
+
+def test_commands_are_in_panels_in_the_order_of_use(capsys):
+    assert _run(["--help"]) == 0
+    titles = re.findall(r"^(\w.*):$", capsys.readouterr().out, re.MULTILINE)
+    assert titles == ["Options", "Begin", "Data", "Before a run", "Runs", "Models", "Machines"]
+    assert [*COMMANDS][:3] == ["demo", "finetune", "tokenize"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example_that_the_command_takes(name, capsys):
+    assert _run([name, "--help"]) == 0
+    (line,) = re.findall(rf"^  (llmq {name}\b.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert COMMANDS[name].help.partition(DIVIDER)[2].split() == line.split()
+    COMMANDS[name].make_context(name, shlex.split(line)[2:])
 
 
 def test_help_in_a_terminal_of_80_columns():
