@@ -427,11 +427,12 @@ class LiveView(PlainView):
         total_steps: int,
         panel: Panel | None = None,
         losses: Iterable[float] = (),
+        brief: bool = True,
     ):
         """first_step: steps that are done already, of total_steps. panel: of GPUs. losses: of the
-        steps that are done, with which the curve begins."""
+        steps that are done, with which the curve begins. brief: as of PlainView."""
         self._console, self._panel = console, panel
-        self.shows_sensors = panel is not None
+        self.shows_sensors, self.brief = panel is not None, brief
         self._progress = Progress(first_step, total_steps)
         for loss in losses:
             self._progress.curve.add(loss)
@@ -471,10 +472,13 @@ def _losses(log: Path, steps_done: int) -> list[float]:
     return []
 
 
-def view_of_run(steps_done: int, total_steps: int, panel: Panel | None, log: Path) -> PlainView:
+def view_of_run(
+    steps_done: int, total_steps: int, panel: Panel | None, log: Path, brief: bool
+) -> PlainView:
     """A live view on a terminal, if there is anything to see; else lines. panel: of GPUs. log: of
-    the run, which has the steps that are done."""
+    the run, which has the steps that are done. brief: as of PlainView."""
     console = printable_console()
     if steps_done < total_steps and console.is_terminal and not console.is_dumb_terminal:
-        return LiveView(console, steps_done, total_steps, panel, _losses(log, steps_done))
+        losses = _losses(log, steps_done)
+        return LiveView(console, steps_done, total_steps, panel, losses, brief)
     return PlainView()

@@ -32,10 +32,12 @@ def optional_console() -> Iterator[None]:
 class PlainView:
     """Lines to standard output, as they come; of a long validation now and then how far it is.
 
-    shows_sensors: whether it shows GPUs and CPUs all the time.
+    shows_sensors: whether it shows GPUs and CPUs all the time. brief: whether lines of steps and
+    validations are short, as the rest is shown beside them.
     """
 
     shows_sensors = False
+    brief = False
 
     def __init__(self) -> None:
         self._next = 0.0  # time of the next line about a validation

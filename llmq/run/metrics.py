@@ -179,15 +179,8 @@ class Reporter:
         step without targets has no loss."""
         step, result, ms, self.epoch = done.step, done.result, done.ms, done.epoch
         has_loss = result.tokens > 0
-        loss = f"{result.loss:10f}" if has_loss else f"{'none':>10}"
         shown = {name: result.numbers[name] for name in result.shown} if has_loss else {}
-        loss += "".join(f" | {name} {value:.4f}" for name, value in shown.items())
-        rate = tokens_per_second(tokens, ms)
-        tail = "" if sol is None else f" | sol {sol:.1f}%"
-        self.view.line(
-            f"[T] step {step:5d} [{self._percent:4.1f}%] | time: {duration(ms)} | norm "
-            f"{result.norm:10f} | loss {loss} | tps {rate}{tail} | {self._of_run(step + 1)}"
-        )
+        self.view.line(self._step_line(step, result, ms, tokens_per_second(tokens, ms), sol))
         if has_loss:
             self._loss_sum += result.loss
         self._loss_count += has_loss
@@ -212,6 +205,22 @@ class Reporter:
         found = {"loss": result.loss, "norm": result.norm} if has_loss else {}
         found |= {"numbers": shown} if shown else {}
         self.view.progress(step=step + 1, lr=done.lr, ms=ms, tokens=tokens, **found)
+
+    def _step_line(self, step: int, result: Result, ms: float, rate: str, sol: float | None) -> str:
+        """The line of a step: llm.q's, or one that fits into 80 columns."""
+        has_loss = result.tokens > 0
+        if self.view.brief:
+            loss = f"{result.loss:8.4f}" if has_loss else f"{'none':>8}"
+            numbers = f"loss {loss} | norm {result.norm:9.4g}"
+            return f"[T] step {step:5d} | {numbers} | {duration(ms)} | {rate} tok/s"
+        loss = f"{result.loss:10f}" if has_loss else f"{'none':>10}"
+        if has_loss:
+            loss += "".join(f" | {name} {result.numbers[name]:.4f}" for name in result.shown)
+        tail = "" if sol is None else f" | sol {sol:.1f}%"
+        return (
+            f"[T] step {step:5d} [{self._percent:4.1f}%] | time: {duration(ms)} | norm "
+            f"{result.norm:10f} | loss {loss} | tps {rate}{tail} | {self._of_run(step + 1)}"
+        )
 
     def time_breakdown(
         self, step: int, timings: Sequence[Sequence[tuple[str, float]]], communication: float | None
@@ -261,13 +270,16 @@ class Reporter:
             train = f"{name} | "
         else:
             self._loss_sum, self._loss_count = 0.0, 0
-        shown = "".join(f"{name} {result.numbers[name]:.4f} | " for name in result.shown)
-        self.view.line(
-            f"[V] step {step:5d} [{self._percent:4.1f}%] | time: {duration(ms)} | eval "
-            f"{result.loss:10f} | {shown}{train}tps {tokens_per_second(tokens, ms)} | "
-            f"{self._of_run(step)}",
-            bold=True,
-        )
+        if self.view.brief:
+            line = f"[V] step {step:5d} | eval {result.loss:8.4f} | {train}{duration(ms)}"
+        else:
+            shown = "".join(f"{name} {result.numbers[name]:.4f} | " for name in result.shown)
+            line = (
+                f"[V] step {step:5d} [{self._percent:4.1f}%] | time: {duration(ms)} | eval "
+                f"{result.loss:10f} | {shown}{train}tps {tokens_per_second(tokens, ms)} | "
+                f"{self._of_run(step)}"
+            )
+        self.view.line(line, bold=True)
         self.log.write(
             "eval",
             step,

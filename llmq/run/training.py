@@ -403,7 +403,8 @@ def _run_locked(
             run.begin(argv, checkpoint, notes, host_memory_before)
             steps = (trainer.steps_done, trainer.total_steps)
             if not world.several:  # a launcher shows the first process a terminal that is none
-                reporter.view = view_of_run(*steps, run.sensing.panel, path)
+                brief = config.log_format != "llmq"
+                reporter.view = view_of_run(*steps, run.sensing.panel, path, brief)
             try:
                 with loop.requests.noted():
                     loop.run()

@@ -86,6 +86,7 @@ LLMQ_DEFAULTS = {
     "continue": None,
     "overwrite": False,
     "new-data": False,
+    "log-format": "auto",
     "log-gpu-util": 25,
     "debug-log-allocations": -1,
     "debug-time-breakdown": False,

@@ -354,6 +354,8 @@ def test_durations(ms, shown):
 class Lines:
     """A View that keeps everything."""
 
+    brief = False
+
     def __init__(self):
         self.lines, self.bold, self.states, self.closed = [], [], [], False
 
@@ -392,6 +394,21 @@ def test_the_history_of_reports_is_json(reporter, tmp_path):
         other.history = history
         assert other.history == history
     assert history["losses_since_evaluation"] == [None, 120]
+
+
+def test_lines_of_a_terminal_fit_into_80_columns(reporter):
+    reporter.view.brief = True
+    large = replace(RESULT, loss=123.456789, norm=1.23456789e-12)
+    for step, result, ms in ((7, RESULT, 12.0), (99_999, large, 1e9)):
+        train_step(reporter, step, result, ms=ms, tokens=10**9, sol=99.9)
+        reporter.evaluation(step, result, ms, 10**9)
+        reporter.evaluation(step, result, ms, 10**9, "prose")
+    assert all(len(line) <= 80 for line in reporter.view.lines)
+    first, second = reporter.view.lines[:2]
+    loss = f"{RESULT.loss:8.4f}"
+    assert first.startswith(f"[T] step     7 | loss {loss} | norm ") and first.endswith(" tok/s")
+    assert second.startswith(f"[V] step     7 | eval {loss} | train {RESULT.loss:9f} | ")
+    assert logged(reporter)[0]["loss"] == RESULT.loss  # all of it
 
 
 def test_products_that_accumulate_fast(reporter):

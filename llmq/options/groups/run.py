@@ -72,6 +72,12 @@ class RunOptions:
     wandb: str | None = option(
         None, "Project of Weights & Biases to which the log is sent, as the run goes"
     )
+    log_format: str = option(
+        "auto",
+        "Lines of steps on a terminal; auto: short ones above the live view, llmq: those of llm.q, "
+        "which files and pipes always have",
+        choices=("auto", "llmq"),
+    )
     log_gpu_util: int = option(25, "Steps between records of GPUs, or CPUs; 0: none", min=0)
     debug_log_allocations: int = option(
         -1, "Print every allocation of at least this many MiB; -1: none", min=-1
