@@ -20,10 +20,12 @@ from llmq.checkpoint.best import Best, EarlyStopping
 from llmq.checkpoint.folder import check_shared
 from llmq.checkpoint.store import checkpoint_step
 from llmq.comm.links import LinkTable
+from llmq.data.checksums import find_token_files
 from llmq.data.identity import read_manifest
 from llmq.data.loader import DataLoader
 from llmq.model.losses import loss_class
 from llmq.options.conditions import Length, Ranks
+from llmq.options.groups.data import held_out
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import MODEL_ROWS, option_rows
 from llmq.options.rules import RULES
@@ -203,6 +205,21 @@ def announce_data(
         if loader.data.layout.packs:
             held = f"{loader.data.documents} documents"
         reporter.message(f"Validation: {held} at the ends of the training files, never trained on")
+        for line in _not_validated_on(trainer.train_loader):
+            reporter.message(line)
+
+
+def _not_validated_on(train: DataLoader) -> list[str]:
+    """Warnings about folders of training files in which `llmq tokenize` has kept documents for a
+    validation, which has others."""
+    paths = [file.path for file in train.files]
+    folders = dict.fromkeys(path.parent for path in paths if read_manifest(path.parent))
+    return [
+        f"WARNING: --train-file: '{folder}' has a validation part of its own, which is not read: "
+        f"give --train-file {folder}, or --eval-file {pattern}"
+        for folder in folders
+        if (pattern := held_out(str(folder))) and {*find_token_files(pattern)}.isdisjoint(paths)
+    ]
 
 
 def _trained_on(train: DataLoader, held_out: DataLoader) -> list[str]:

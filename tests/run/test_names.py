@@ -106,3 +106,14 @@ def test_a_run_on_a_folder_is_the_one_on_its_patterns(place):
                      name=f"run{number}", checkpoint_dir=f"ckpt{number}", **how) == 0  # fmt: skip
         made.append((place / f"out{number}" / "model.safetensors").read_bytes())
     assert made[0] == made[1]
+
+
+def test_a_validation_part_that_is_passed_over_is_told(place, capsys):
+    Path("texts.jsonl").write_text("\n".join(json.dumps({"text": "word " * 50}) for _ in range(20)))
+    tokenize = "tokenize texts.jsonl --tokenizer=bytes --out=data/texts --eval-fraction=0.2"
+    assert _run(tokenize.split()) == 0
+    told = "'data/texts' has a validation part of its own, which is not read: give --train-file"
+    for files, shown in (("data/texts/train*.bin", 1), ("data/texts", 0), ("data/texts/*.bin", 0)):
+        capsys.readouterr()
+        assert train(steps=1, train_file=files, eval_file=None) == 0
+        assert capsys.readouterr().out.count(told) == shown
