@@ -15,7 +15,7 @@ from llmq.base.files import json_object
 from llmq.base.run_id import RunId
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.folder import delete, entries, is_complete, leftovers
-from llmq.checkpoint.manifest import MANIFEST, manifest_damage
+from llmq.checkpoint.manifest import MANIFEST, DamagedManifest, manifest_damage, read_manifest
 from llmq.data.identity import TokenizerId
 
 VERDICT = "verdict.json"
@@ -50,24 +50,25 @@ def _named_step(path: Path) -> int | None:
 
 def _recorded(path: Path) -> dict[str, Any]:
     """Step and run of a complete checkpoint; {} if it is damaged."""
-    if manifest_damage(path / MANIFEST) is not None:
+    try:
+        run = read_manifest(path / MANIFEST)["run"]
+    except DamagedManifest:
         return {}
-    run = json_object(path / MANIFEST).get("run")
+    except LlmqError:  # of another version, which does not change whose it is
+        run = json_object(path / MANIFEST).get("run")
     return run if isinstance(run, dict) and type(run.get("step", 0)) is int else {}
 
 
 def damaged_checkpoints(directory: Path) -> dict[Path, str]:
-    """Those in a directory whose checkpoint.json is damaged, each with the reason.
-
-    They are nobody's. LlmqError if the directory cannot be listed.
-    """
+    """The checkpoints in a directory whose checkpoint.json is damaged, each with the reason. They
+    are nobody's. LlmqError if the directory cannot be listed."""
     steps = (path for path in entries(directory) if _named_step(path) is not None)
     found = {path: manifest_damage(path / MANIFEST) for path in steps}
     return {path: why for path, why in found.items() if why is not None}
 
 
 def checkpoint_owner(path: Path) -> RunId | None:
-    """Whose checkpoint it is; None where it is damaged, or does not say so."""
+    """The run of a checkpoint; None where it is damaged, or does not name one."""
     return RunId.of(_recorded(path))
 
 
@@ -139,22 +140,18 @@ def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
 
 
 def delete_old(directory: Path, run: RunId, steps: Collection[int]) -> list[Path]:
-    """Delete a run's checkpoints of these steps, and what interrupted saves left behind, so no save
-    may be under way; returns the deleted directories. Those of other runs, renamed ones and links
-    stay; what cannot be deleted is warned of."""
+    """Delete a run's checkpoints of these steps, and leftovers of interrupted saves, so no save may
+    be under way; returns the deleted directories. Checkpoints of other runs, renamed ones and links
+    stay; a warning names a checkpoint that cannot be deleted."""
     own = own_checkpoints(directory, run) if steps else {}
     return delete([*leftovers(directory), *(own[step] for step in steps if step in own)])
 
 
 def own_checkpoints(directory: Path, run: RunId) -> dict[int, Path]:
-    """By step those of this run that were not renamed, whole or not."""
-    found = checkpoints_by_name(directory).items()
-    return {step: path for step, path in found if _may_go(path, step, run)}
-
-
-def _may_go(path: Path, step: int, run: RunId) -> bool:
-    """Whether it is a checkpoint of this run that was not renamed, and no link to one."""
-    if path.is_symlink() or manifest_damage(path / MANIFEST) is not None:
-        return False
-    recorded = _recorded(path)
-    return run.owns(RunId.of(recorded)) and recorded.get("step") in (step, None)
+    """The checkpoints of this run by step, whole or not, without renamed ones and links."""
+    found = {}
+    for step, path in checkpoints_by_name(directory).items():
+        recorded = {} if path.is_symlink() else _recorded(path)
+        if run.owns(RunId.of(recorded)) and recorded.get("step") in (step, None):
+            found[step] = path
+    return found

@@ -19,7 +19,7 @@ from llmq.options.options_io import config_of, layers_of, make_config
 from llmq.report.plot import read_log, run_plot
 from llmq.run.model_of_run import model_of_run
 from llmq.run.resume import inherited_options
-from llmq.run.run_paths import everything_there, locked_places
+from llmq.run.run_paths import existing_outputs, locked_places
 from llmq.run.sampling import Sampler, Sampling, open_model
 from llmq.run.training import run_training
 from llmq.runtime.machine import choose_machine
@@ -159,7 +159,7 @@ def _continued(config: TrainConfig, steps: int | None) -> TrainConfig:
 
 def _remove_last(config: TrainConfig) -> None:
     """Delete what the last demo has left; other runs' files stay, and are in the way."""
-    for found in everything_there(config):
+    for found in existing_outputs(config):
         if found.owner is not None and found.owner.name == config.name:
             for path in found.paths:
                 with disk_errors(path):

@@ -1,6 +1,8 @@
-"""`llmq train --restarts`: a process that starts a run again when it has crashed. It holds no GPU.
-Each attempt is a process with the user's command, and goes on from the newest good checkpoint, in
-one log."""
+"""`llmq train --restarts`: a parent process, without a GPU, that starts a crashed run again.
+
+Each attempt is a process with the user's command. It goes on from the newest good checkpoint, in
+the same log.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ POLL = 0.05  # seconds
 
 
 def is_crash(status: int) -> bool:
-    """Whether a run with this exit status, negative for a signal, may do better if started again:
-    not if it is done (0), for bad input (2), an end that was asked for, and --max-hours."""
+    """True if a run with this exit status (negative for a signal) may succeed in another attempt:
+    not after success (0), bad input (2), a signal that asks for the end, and --max-hours."""
     asked = [*ending_signals(), signal.SIGHUP]
     ends = {0, LlmqError.STATUS, OutOfTime.STATUS, *(128 + signum for signum in asked)}
     return status not in ends and -status not in asked
@@ -49,9 +51,9 @@ def in_words(status: int) -> str:
 def supervise(
     command: Sequence[str], config: TrainConfig, restarts: int, pauses: Sequence[float] = PAUSES
 ) -> int:
-    """Run the command until it ends otherwise than by a crash, or `restarts` more times; the status
-    to exit with. command: of `llmq train`, whose last options win. Ending signals and SIGUSR1 are
-    passed on."""
+    """Run the command again after each crash, at most `restarts` times; the exit status. command:
+    of `llmq train`, whose last options win. pauses: seconds before the first restart, and at most.
+    Ending signals and SIGUSR1 are passed on."""
     gpus, before, pause = _gpus(), _Before(config), pauses[0]
     shared = ["--restarts=0", f"--log-file={config.log_file}"]  # the name of a log may have a time
     more: list[str] = []
@@ -86,7 +88,7 @@ def _tell(text: str) -> None:
 
 
 def _gpus() -> list[Sensor]:
-    """Those of the machine, whose errors count from now on; none where NVML cannot be used."""
+    """Sensors of the machine's GPUs, whose errors count from now on; none without NVML."""
     found: list[Sensor] = []
     with suppress(Exception):  # no module, no library, no driver: each its own class
         gpus = enumerate(all_gpus(open_nvml()))
@@ -96,7 +98,7 @@ def _gpus() -> list[Sensor]:
 
 
 def _new_errors(gpus: Sequence[Sensor]) -> list[str]:
-    """In words, since this was last called."""
+    """Lines about errors of GPUs since the last call."""
     return [line for gpu in gpus for line in dict.fromkeys(gpu.errors())]
 
 
@@ -139,9 +141,9 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 class _Run:
-    """The process of the run, in a group of its own, and the signals that are passed on to it.
-    signum: the first that asks it to end. begin: when this was made. If this process is killed, the
-    run is asked to end."""
+    """The process of the run, in a process group of its own, and the signals that are passed on.
+    signum: the first signal that asks for the end. begin: time.monotonic() of the first attempt. If
+    the parent is killed, the run is asked to end."""
 
     def __init__(self) -> None:
         self.begin = time.monotonic()
@@ -182,7 +184,7 @@ class _Run:
             self._process = None
 
     def sleeps(self, seconds: float) -> bool:
-        """Whether a signal came before the time was over."""
+        """Sleep; True if a signal that asks for the end came meanwhile."""
         end = time.monotonic() + seconds
         while self.signum is None and time.monotonic() < end:
             time.sleep(POLL)

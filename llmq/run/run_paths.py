@@ -1,8 +1,7 @@
-"""The places of a run, whether it may write there, and from which checkpoint it goes on.
+"""The paths that a run writes to: locks, files of other runs there, and logs by a run's name.
 
-A run owns what carries its id. Files of another run are refused, or moved aside with --overwrite;
-nothing of it is deleted. A damaged file is nobody's: it gets another name. A log is found by the
-run's identity or by its name.
+A run owns the files that carry its id. Files of another run are refused, or moved aside with
+--overwrite; they are never deleted. A damaged file is nobody's: it gets another name.
 """
 
 import glob
@@ -44,7 +43,7 @@ from llmq.runtime.world import World
 @contextmanager
 def locked_places(config: TrainConfig) -> Iterator[None]:
     """Keep other runs from writing to the same checkpoints, model and log during the block."""
-    # Its folder may be a mount point that several machines share, so its lock lies inside.
+    # The folder may be a mount point that several machines share, so its lock lies inside.
     locks = [(config.checkpoint_dir / LOCK, "--checkpoint-dir", config.checkpoint_dir)]
     for flag, path in (("--out-dir", config.out_dir), ("--log-file", config.log_file)):
         if path.is_file() or path.is_dir() or not path.exists():  # no device such as /dev/null
@@ -73,9 +72,9 @@ def checkpoint_to_continue(config: TrainConfig, world: World) -> Path | None:
 
 
 def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:
-    """The id of the run that these options begin or continue: it keeps it; under another name it is
-    a fork. A run that ended before its first checkpoint is known by its log. LlmqError for a
-    checkpoint that is none of this version's."""
+    """The id of the run that these options begin or continue; under another name the run is a fork
+    with an id of its own. A run that ended before its first checkpoint is known by its log.
+    LlmqError for a checkpoint of another version."""
     new = RunId.new(config.name)
     if config.continue_from is None:
         return new
@@ -91,8 +90,8 @@ def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:
 
 
 class ExistingOutput(NamedTuple):
-    """Files that are there already and would be mixed with what this run writes, or replaced by
-    it."""
+    """Files that exist where this run is going to write. flag: the option of the place. what: the
+    files in words. owner: the run that wrote them."""
 
     flag: str
     paths: list[Path]
@@ -100,9 +99,9 @@ class ExistingOutput(NamedTuple):
     owner: RunId | None
 
 
-def everything_there(config: TrainConfig) -> list[ExistingOutput]:
-    """The files in the places of a run, whoever wrote them, but for damaged checkpoints and their
-    damaged note, which are nobody's."""
+def existing_outputs(config: TrainConfig) -> list[ExistingOutput]:
+    """The files in the places of a run, of any owner, without damaged checkpoints and a damaged
+    note, which have no owner."""
     directory, out, log = config.checkpoint_dir, config.out_dir, config.log_file
     damaged, best = damaged_checkpoints(directory), directory / NOTE
     whole = [p for p in checkpoints_by_name(directory).values() if p not in damaged]
@@ -116,7 +115,7 @@ def everything_there(config: TrainConfig) -> list[ExistingOutput]:
     return [ExistingOutput(*each) for each in found]
 
 
-def things_in_the_way(
+def outputs_of_others(
     config: TrainConfig, run: RunId, model_dir: Path | None, checkpoint: Path | None = None
 ) -> list[ExistingOutput]:
     """The files of another run in the places of this one, to be moved aside; ConfigError names the
@@ -124,7 +123,7 @@ def things_in_the_way(
     damaged."""
     if checkpoint is not None and (damage := manifest_damage(checkpoint / MANIFEST)) is not None:
         raise LlmqError(damage)
-    there = everything_there(config)
+    there = existing_outputs(config)
     strangers = [found for found in there if not run.owns(found.owner)]
     if _has_damaged_log(config, checkpoint):
         strangers = [found for found in strangers if found.flag != "--log-file"]
@@ -152,10 +151,10 @@ def things_in_the_way(
 def clear_places(
     config: TrainConfig, checkpoint: Path | None, strangers: list[ExistingOutput]
 ) -> list[str]:
-    """Just before a run writes to its places: set aside what is damaged, move strangers away, and
-    delete what a killed run has left unfinished; lines as of move_aside. LlmqError where the disk
-    refuses."""
-    # The kept copy of a damaged checkpoint passes for a leftover until that has another name.
+    """Just before a run writes to its places: give damaged files another name, move files of others
+    aside, and delete unfinished checkpoints of a killed run; lines as of move_aside. LlmqError
+    where the disk refuses."""
+    # The kept copy of a damaged checkpoint passes for a leftover until the latter is renamed.
     _set_damaged_aside(config, checkpoint)
     lines = move_aside(strangers)
     delete(leftovers(config.checkpoint_dir))
@@ -163,8 +162,8 @@ def clear_places(
 
 
 def _set_damaged_aside(config: TrainConfig, checkpoint: Path | None) -> None:
-    """Give what is damaged in the places of a run another name, with a warning; a log only where
-    the run of `checkpoint` wrote its own: else it may be a slip. LlmqError where the disk
+    """Give damaged files in the places of a run another name, with a warning; a log only where the
+    run of `checkpoint` wrote its log: else --log-file may be a slip. LlmqError where the disk
     refuses."""
     found = damaged_checkpoints(config.checkpoint_dir)
     if note_is_damaged(config.checkpoint_dir):
@@ -180,7 +179,7 @@ def _set_damaged_aside(config: TrainConfig, checkpoint: Path | None) -> None:
 
 
 def _has_damaged_log(config: TrainConfig, checkpoint: Path | None) -> bool:
-    """Whether something damaged lies where the run of a checkpoint wrote its log."""
+    """True if a damaged file lies where the run of a checkpoint wrote its log."""
     if checkpoint is None:
         return False
     log = saved_log(checkpoint)
@@ -200,10 +199,8 @@ def undone_checkpoints(config: TrainConfig, run: RunId, step: int) -> list[Exist
 
 
 def move_aside(strangers: list[ExistingOutput]) -> list[str]:
-    """Move them away, all of a folder into the same new one; a line for each that is new.
-
-    LlmqError where the disk refuses.
-    """
+    """Move files aside, all files of a folder into the same new folder; a line for each new place.
+    LlmqError where the disk refuses."""
     targets: dict[Path, Path] = {}
     lines: dict[Path, str] = {}
     for flag, paths, what, _ in strangers:
@@ -228,8 +225,8 @@ RECENT = 600.0  # seconds
 
 
 def log_of_run(run: RunId, last: Path) -> Path | None:
-    """The log of a run that goes on: the file it wrote last, also where that is gone, else its
-    newest beside it. None if all that is there is of others."""
+    """The log of a run that goes on: the file that the run wrote last, even if it is gone, else the
+    run's newest log beside it. None if the files there belong to others."""
     there, damaged = os.path.lexists(last), is_damaged_log(last)
     if there and not damaged and (not has_records(last) or run.owns(log_owner(last))):
         return last

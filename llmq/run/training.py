@@ -60,8 +60,8 @@ from llmq.run.run_paths import (
     checkpoint_to_continue,
     clear_places,
     locked_places,
+    outputs_of_others,
     run_id,
-    things_in_the_way,
 )
 from llmq.run.sensors import Sensing
 from llmq.run.trainer import Trainer
@@ -388,7 +388,7 @@ def _run_locked(
     """A stage of run_training, while no other run writes to the same places; True if the run is
     over with this stage. start: start of the run, of time.monotonic(). world: of run_training."""
     config = stage.config
-    strangers = world.on_first(lambda: things_in_the_way(config, identity, model_dir, checkpoint))
+    strangers = world.on_first(lambda: outputs_of_others(config, identity, model_dir, checkpoint))
     host_memory_before = available_host_memory()
     tokenizer = world.each(lambda: agreed_tokenizer(config, model_dir, checkpoint))
     with ExitStack() as run_end:
