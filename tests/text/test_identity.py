@@ -182,6 +182,8 @@ def test_another_tokenizer_is_refused(trained, capsys, monkeypatch, changes, nam
     assert error.index(f"of the tokenizer {found[0]}, but ") < error.index(f"of {found[1]}: ")
     assert "--allow-other-tokenizer" in error
     assert command(allow_other_tokenizer=True, **{"steps": 3} | changes) == 0
+    if changes.get("train") in names:  # and its model has the tokenizer of the data
+        assert tokenizer_of_folder(Path("out")).name == changes["train"]
 
 
 def _loaded(name):
@@ -233,17 +235,6 @@ def test_files_of_other_makers(place, capsys):
 def test_tokenize_names_both(place):
     with pytest.raises(DataError, match=r"tokenizer \(bpe \(\w{8}\) then, other \(\w{8}\) now\)"):
         run("a.jsonl", out="data/bpe", tokenizer="other", eval_fraction=0.2)
-
-
-def test_the_exported_tokenizer_is_that_of_the_data(trained):
-    other = {
-        "train": "other",
-        "model": "finished",
-        "from_scratch": "",
-        "allow_other_tokenizer": True,
-    }
-    assert command(**other, out_dir="x") == 0
-    assert tokenizer_of_folder(Path("x")).name == "other"
 
 
 # ------------------------------------------------------------------------------------------------
