@@ -359,15 +359,17 @@ def adapted_product(
     low: np.ndarray | None,
     scale_a: np.ndarray | None,
     scale_b: np.ndarray | None,
+    alpha: float,
 ) -> Iterator[tuple[slice, np.ndarray]]:
-    """Rows, and of these scale_a * scale_b * (a @ right) [+ h @ low], not rounded. right, low: as
-    they are multiplied, and in the precision that references compute in. a: fp8 codes where there
-    are scales."""
+    """Rows, and of these alpha * scale_a * scale_b * (a @ right) [+ h @ low], not rounded. right,
+    low: as they are multiplied, and in the precision that references compute in. a: fp8 codes where
+    there are scales."""
     for start in range(0, len(a), PRODUCT_ROWS):
         rows = slice(start, start + PRODUCT_ROWS)
         total = (compute(a[rows]) if scale_a is None else decode_fp8(a[rows])) @ right
-        if scale_a is not None:
-            total *= scale_a[0] * scale_b[0]
+        scale = 1 if scale_a is None else scale_a[0] * scale_b[0]
+        if scale_a is not None or alpha != 1:
+            total *= scale * total.dtype.type(alpha)
         if low is not None:
             total += compute(h[rows]) @ low
         yield rows, total

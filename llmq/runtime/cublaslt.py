@@ -110,10 +110,10 @@ class CublasLt:
 
     fp8 = _method(
         "out a b scale_a scale_b bias factor largest addend workspace M N K accumulate "
-        "fast_accumulation"
+        "fast_accumulation alpha"
     )
-    """out = scale_a * scale_b * (a @ b^T) [+ bias] [+ addend | + out]. factor, largest: where out
-    are codes, of what they are multiplied by, and the largest magnitude before that.
+    """out = alpha * scale_a * scale_b * (a @ b^T) [+ bias] [+ addend | + out]. factor, largest:
+    where out are codes, of what they are multiplied by, and the largest magnitude before that.
     fast_accumulation: may be used; tuning takes what is faster, not tuning takes it. No GPU before
     Ada can compute it."""
 

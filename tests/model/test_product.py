@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, E4M3, F32, I32
+from llmq.base.dtypes import BF16, E4M3, F32, I8, I32
 from llmq.base.operand import (
     STORE,
     Activated,
@@ -13,6 +13,7 @@ from llmq.base.operand import (
     Adapters,
     DropoutMask,
     Fp8,
+    Int8,
     OutBuffers,
     ProductOutput,
     Rounded,
@@ -20,6 +21,7 @@ from llmq.base.operand import (
 from llmq.base.tensor import Accumulator
 from llmq.ops.product.product import grouped_gradient, grouped_product, product, weight_gradient
 from llmq.ops.product.routes import ROUTES
+from llmq.ops.quantize import quantize_int8
 from tests.harness import host_device, step_scalars
 
 M, N, K, R = 32, 64, 48, 16
@@ -131,6 +133,74 @@ def test_a_route_has_the_bits_of_two_kernels_where_the_table_says_so(kind, monke
     assert ROUTES[kind].exact == all(map(np.array_equal, *found))
     for ours, others in zip(*found, strict=True):
         assert np.isfinite(ours).all() and np.isfinite(others).all()
+
+
+def frozen(bench, rows, features):
+    """A frozen weight as signed bytes."""
+    w = bench.tensor(rows, features)
+    codes, scale = bench.empty(rows, features, dtype=I8), bench.empty(rows, dtype=F32)
+    quantize_int8.rows(bench.dev, codes, scale, w)
+    turned = bench.put(np.ascontiguousarray(codes.numpy().T), I8)
+    ones = bench.put(np.ones(features, np.float32), F32)
+    return Int8(codes=codes, transposed=turned, scale=scale, ones=ones)
+
+
+def operands_of(bench, kind, left, right):
+    """Operands of these shapes."""
+    if kind == "int8":
+        return Rounded(source=bench.tensor(*left)), frozen(bench, *right)
+    dtype = F32 if kind == "f32" else BF16
+    tensors = (bench.tensor(*shape, dtype=dtype) for shape in (left, right))
+    if kind == "rounded":
+        return tuple(Rounded(source=tensor) for tensor in tensors)
+    if kind != "e4m3":
+        return tuple(tensors)
+    scale = bench.put(np.full(1, 0.5, np.float32), F32)
+    made = []
+    for tensor in tensors:
+        codes = bench.put(tensor.numpy().astype(E4M3.numpy), E4M3)
+        turned = bench.put(np.ascontiguousarray(codes.numpy().T), E4M3)
+        made.append(Fp8(source=tensor, codes=codes, transposed=turned, scale=scale))
+    return tuple(made)
+
+
+@pytest.mark.parametrize("fused", ["all", "none"])
+@pytest.mark.parametrize("with_adapters", [False, True])
+@pytest.mark.parametrize("trans_b", [False, True])
+@pytest.mark.parametrize("kind", ["f32", "bf16", "e4m3", "rounded", "int8"])
+def test_alpha_is_a_factor_of_the_product_alone(kind, trans_b, with_adapters, fused, monkeypatch):
+    """A power of two is exact: what is added, adapters and an addend, is not multiplied."""
+    bench, alpha = Bench(monkeypatch, fused), 0.25
+    a, b = operands_of(bench, kind, (M, K), (N, K) if trans_b else (K, N))
+    how = {"trans_b": trans_b, "fast": True}
+    out, times = bench.empty(M, N, dtype=F32), bench.empty(M, N, dtype=F32)
+    product(bench.dev, out, a, b, **how)
+    more = bench.adapters(*((N, R) if trans_b else (R, N))) if with_adapters else None
+    product(bench.dev, times, a, b, **how, adapters=more, alpha=alpha)
+    want = alpha * bench.dev.download(out)
+    if more is not None:
+        h, tail = (bench.dev.download(t).astype(np.float32) for t in more[:2])
+        want += h @ (tail.T if trans_b else tail)
+    np.testing.assert_allclose(bench.dev.download(times), want, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", ["all", "none"])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("kind", ["f32", "bf16", "e4m3", "rounded"])
+def test_alpha_is_a_factor_of_a_weights_gradient(kind, dtype, accumulate, fused, monkeypatch):
+    """A sum that begins at 0 is the product itself, whose bits stay with a power of two."""
+    if kind == "f32" and dtype == BF16:
+        return  # no such product
+    bench = Bench(monkeypatch, fused)
+    a, b = operands_of(bench, kind, (M, N), (M, K))
+    scalars, found = bench.put(step_scalars(seed=1), I32), []
+    for alpha in (1.0, 0.25):
+        out = bench.put(np.zeros((N, K), dtype.numpy), dtype)
+        weight_gradient(bench.dev, Accumulator(out, accumulate, scalars, 1), a, b, alpha=alpha)
+        found.append(bench.dev.download(out).astype(np.float32))
+    assert np.abs(found[0]).max() > 1
+    np.testing.assert_array_equal(found[1], found[0] / 4)
 
 
 def test_a_product_of_signed_bytes_has_no_route(monkeypatch):

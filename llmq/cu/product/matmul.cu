@@ -1,7 +1,8 @@
 // matmul.cu -- what a block-scaled product of the library reads beside its codes; and products of signed
 // bytes.
 //
-//   scales[i] = 127, which is the scale 1;  scalars[0] = scale_a * scale_b;  scalars[4] = beta
+//   scales[i] = 127, which is the scale 1;  scalars[0] = scale_a * scale_b * alpha;
+//   scalars[4] = beta
 //
 // Data     scales: n bytes, a multiple of 16, 16-byte aligned. scalars: 8 numbers.
 // Launch   256 threads, ceil(n / 4096) blocks: one 16-byte store per thread.
@@ -12,21 +13,22 @@
 
 extern "C" __global__ void __launch_bounds__(256) block_scales(
     u8* __restrict__ scales, f32* __restrict__ scalars, const f32* __restrict__ scale_a,
-    const f32* __restrict__ scale_b, f32 beta, i64 n) {
+    const f32* __restrict__ scale_b, f32 alpha, f32 beta, i64 n) {
     const i64 first = 16 * ((i64)blockIdx.x * blockDim.x + threadIdx.x);
     if (first < n) {
         constexpr u32 ONES = 0x7F7F7F7F;
         *reinterpret_cast<uint4*>(scales + first) = make_uint4(ONES, ONES, ONES, ONES);
     }
     if (first == 0) {
-        scalars[0] = scale_a[0] * scale_b[0];
+        scalars[0] = scale_a[0] * scale_b[0] * alpha;
         scalars[4] = beta;
     }
 }
 
 // -- the product of signed bytes, with a scale for each row of both matrices.
 //
-//   out[m, n] = (f32(sum over k of a[m, k] * b[n, k]) * scale_a[m]) * scale_b[n] [+ bias[n] | + out]
+//   out[m, n] = (f32(sum over k of a[m, k] * b[n, k]) * (scale_a[m] * alpha)) * scale_b[n]
+//               [+ bias[n] | + out]
 //
 // The sum is exact, in 32 bits; the rest is computed in F32 and rounded to out once. That is one
 // pass over `out`: cuBLASLt would write the sums as 32-bit integers, for another kernel to read.
@@ -65,7 +67,7 @@ __device__ __forceinline__ void find_tile(i64& row, i64& column, i64 M, i64 N) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_int8(D* __restrict__ out, const i8* __restrict__ a, const i8* __restrict__ b,
             const f32* __restrict__ scale_a, const f32* __restrict__ scale_b,
-            const bf16* __restrict__ bias, i64 M, i64 N, i64 K) {
+            const bf16* __restrict__ bias, i64 M, i64 N, i64 K, f32 alpha) {
     extern __shared__ __align__(128) char shared[];
     i64 row, column;
     find_tile(row, column, M, N);
@@ -75,7 +77,7 @@ matmul_int8(D* __restrict__ out, const i8* __restrict__ a, const i8* __restrict_
     Mainloop::each_four(sum, [&](int down, int across, const i32(&total)[4]) {
         const i64 r = row + down, c = column + across;
         if (r < M && c < N) {
-            const float own = scale_a[r];
+            const float own = scale_a[r] * alpha;
             const Four<f32> scale = *reinterpret_cast<const Four<f32>*>(scale_b + c);
             Four<bf16> more;
             if (BIAS) { more = *reinterpret_cast<const Four<bf16>*>(bias + c); }

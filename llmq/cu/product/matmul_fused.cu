@@ -1,6 +1,6 @@
 // matmul_fused.cu -- products of our own, each with what follows it: one launch.
 //
-//   x = scale_a * scale_b * (a @ b^T) + h @ tail^T        and of x what the epilogue makes
+//   x = alpha * scale_a * scale_b * (a @ b^T) + h @ tail^T        and of x what the epilogue makes
 //
 // ENTRY is the name of a kernel that is launched, and ENTRY.cuh has its epilogue and says what it
 // computes: `Epilogue`; `Product`, which is how tiles are shared out among warps (pingpong_sm90.cuh,
@@ -10,7 +10,8 @@
 // Data     a: A (M, K). b: B (N, K), with B_K_OUTSIDE = 1 bf16 (K, N). h: bf16 (M, R), tail: bf16 (N,
 //          R), with TAIL_K_OUTSIDE = 1 (R, N), the last tiles of the sum over K. RANK: R rounded up to
 //          16; 0: there are none. scale_a, scale_b: F32 (1), of fp8 codes, which are added as the
-//          tensor cores do it ("fast accumulation"): same bits as cuBLASLt's.
+//          tensor cores do it ("fast accumulation"): same bits as cuBLASLt's. alpha: a
+//          factor that is read with HAS_ALPHA = 1 alone.
 // Launch   an even number of blocks of Product::THREADS threads, not more than there are
 //          multiprocessors, nor tiles; dynamic shared memory for RING_STAGES pairs of tiles, for what an
 //          epilogue has, and barriers (ops/product/matmul_fused.py). TILE_WIDTH: columns of a tile.
@@ -33,14 +34,14 @@ using Mainloop = Sm90Mainloop<A, B, B_K_OUTSIDE, RANK, TAIL_K_OUTSIDE, RING_STAG
 extern "C" __global__ void __cluster_dims__(2, 1, 1)
 __launch_bounds__(Product::THREADS, 1)
 ENTRY(OPERAND(A) a, OPERAND(B) b, OPERAND(bf16) h, OPERAND(bf16) tail, const f32* scale_a,
-      const f32* scale_b, i32 M, i32 N, i32 K, PARAMETERS) {
+      const f32* scale_b, i32 M, i32 N, i32 K, f32 alpha, PARAMETERS) {
     extern __shared__ unsigned char dynamic[];
     const Product product(dynamic, K);
     if (threadIdx.x == 0) { product.init(); }
     cluster_arrive();
     cluster_wait();
     Epilogue epilogue{ARGUMENTS};
-    product.run(Work(WORK), Operands{&a, &b, &h, &tail, scale_a, scale_b, N}, epilogue);
+    product.run(Work(WORK), Operands{&a, &b, &h, &tail, scale_a, scale_b, alpha, N}, epilogue);
     cluster_arrive();
     cluster_wait();  // a block may not end while the other one still arrives at its barriers
 }

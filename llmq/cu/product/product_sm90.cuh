@@ -14,6 +14,9 @@
 #ifndef GROUPED
 #define GROUPED 0
 #endif
+#ifndef HAS_ALPHA
+#define HAS_ALPHA 0
+#endif
 
 // LINE is also the bytes of K in a tile, BOX the rows of a tile (K, N).
 constexpr int TILE_BOXES = (TILE_COLUMNS + BOX - 1) / BOX, SUMS = TILE_COLUMNS / 2;  // of a thread
@@ -170,6 +173,7 @@ __device__ __forceinline__ void multiply(float (&d)[COUNT][SUMS], SharedAddress 
 struct Operands {
     const TensorMap *left, *right, *h, *tail;
     const f32 *scale_left, *scale_right;  // of fp8 codes
+    float alpha;
     int N;
 };
 
@@ -181,7 +185,7 @@ struct Operands {
 template <class Left, class Right, bool RIGHT_OUTSIDE, int TAIL_RANK, bool TAIL_OUTSIDE, int STAGES>
 struct Sm90Mainloop {
     static constexpr int TAILS = (TAIL_RANK + TAIL_K - 1) / TAIL_K;  // pairs of tiles of h and tail
-    static constexpr bool SCALED = sizeof(Left) == 1;
+    static constexpr bool CODED = sizeof(Left) == 1, SCALED = CODED || HAS_ALPHA;
     using Ring = Place<STAGES>;
     static constexpr int STEP_K = LINE / sizeof(Left);
 
@@ -231,7 +235,8 @@ struct Sm90Mainloop {
 
     // Of the sum without tails.
     static __device__ __forceinline__ float scale(const Operands& of) {
-        return SCALED ? *of.scale_left * *of.scale_right : 1.0f;
+        const float scale = CODED ? *of.scale_left * *of.scale_right : 1.0f;
+        return HAS_ALPHA ? scale * of.alpha : scale;
     }
 
     // d = the sum of so many steps, of a warpgroup's rows from first_row on. The last product may be

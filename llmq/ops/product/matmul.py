@@ -37,7 +37,7 @@ MATMUL_ACCUMULATE = Kernel("product/matmul", "matmul", args=f"inout D* out, {_AR
 _FP8_ARGS = (
     "const A* a, const B* b, const f32* scale_a, const f32* scale_b, const bf16*? bias, "
     "const f32*? factor, f32*? largest, const D*? addend, u8* workspace, "
-    "i64 M, i64 N, i64 K, i32 accumulate, i32 fast_accumulation"
+    "i64 M, i64 N, i64 K, i32 accumulate, i32 fast_accumulation, f32 alpha"
 )
 MATMUL_FP8 = Kernel("product/matmul", "matmul_fp8", args=f"D* out, {_FP8_ARGS}")
 MATMUL_FP8_ACCUMULATE = Kernel("product/matmul", "matmul_fp8", args=f"inout D* out, {_FP8_ARGS}")
@@ -52,7 +52,8 @@ MXFP8_ACCUMULATE = Kernel("product/matmul", "matmul_mxfp8", args=f"inout D* out,
 BLOCK_SCALES = Kernel(
     "product/matmul.cu",
     "block_scales",
-    args="u8* scales, f32* scalars, const f32* scale_a, const f32* scale_b, f32 beta, i64 n",
+    args="u8* scales, f32* scalars, const f32* scale_a, const f32* scale_b, f32 alpha, f32 beta, "
+    "i64 n",
 )
 BLOCK_SCALED_GENERATION = 12  # major compute capability where this may be faster
 SCALES_THREADS = 256
@@ -146,8 +147,10 @@ def matmul_fp8(
     addend: Tensor | None = None,
     accumulate: bool = False,
     fast_accumulation: bool = False,
+    alpha: float = 1.0,
 ) -> None:
-    """Row-major out = (scale_a * a) @ (scale_b * b)^T [+ bias] [+ addend] of FP8 codes a and b.
+    """Row-major out = alpha * (scale_a * a) @ (scale_b * b)^T [+ bias] [+ addend] of FP8 codes a
+    and b.
 
     Tensor cores before Blackwell know FP8 operands in this one form only, both with K last.
 
@@ -182,23 +185,28 @@ def matmul_fp8(
     sizes = (M, N, K, int(accumulate), int(fast_accumulation))
     with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
         kernel = MATMUL_FP8_ACCUMULATE if accumulate else MATMUL_FP8
-        args = (*operands[:-1], *of_codes, addend, workspace, *sizes)
+        args = (*operands[:-1], *of_codes, addend, workspace, *sizes, alpha)
         per_tensor = partial(dev.launch, kernel, 1, 1, args, cost=_fp8_cost(operands, sizes))
         if out.dtype not in FP8 and _may_be_block_scaled(dev, a, b):
-            _choose(dev, per_tensor, operands, workspace, sizes)
+            _choose(dev, per_tensor, operands, workspace, sizes, alpha)
         else:
             per_tensor()
 
 
 def _choose(
-    dev: Device, per_tensor: Callable[[], None], operands: tuple, workspace: Tensor, sizes: tuple
+    dev: Device,
+    per_tensor: Callable[[], None],
+    operands: tuple,
+    workspace: Tensor,
+    sizes: tuple,
+    alpha: float,
 ) -> None:
-    """The product by the faster of two ways; operands, sizes: as of _block_scaled."""
+    """The product by the faster of two ways; operands, sizes, alpha: as of _block_scaled."""
     out, a, b, _, _, bias, addend = operands
     *matrices, accumulate, fast = sizes
     types = (False, True, a.dtype, b.dtype, out.dtype)
     flags = (bias is not None, bool(accumulate), workspace.nbytes, bool(fast), addend is not None)
-    block_scaled = partial(_block_scaled, dev, operands, workspace, sizes)
+    block_scaled = partial(_block_scaled, dev, operands, workspace, sizes, alpha)
     ways = {"per-tensor": per_tensor, "block-scaled": block_scaled}
     work = _work(*matrices, *types, *flags)
     dev.choose(work, ways, kept=(out,) if accumulate else ())
@@ -230,9 +238,12 @@ def _block_scales_bytes(a: Tensor, b: Tensor) -> int:
     return scales_bytes(max(a.shape[0], b.shape[0]), a.shape[1])
 
 
-def _block_scaled(dev: Device, operands: tuple, workspace: Tensor, sizes: tuple) -> None:
-    """A product of codes whose block scales are one; those of the tensors become its factor.
-    operands: out, a, b, scale_a, scale_b, bias, addend. sizes: the last arguments of MXFP8."""
+def _block_scaled(
+    dev: Device, operands: tuple, workspace: Tensor, sizes: tuple, alpha: float
+) -> None:
+    """A product of codes whose block scales are one; those of the tensors, times alpha, become its
+    factor. operands: out, a, b, scale_a, scale_b, bias, addend. sizes: the last arguments of
+    MXFP8."""
     out, a, b, scale_a, scale_b, bias, addend = operands
     *_, accumulate, _ = sizes
     count = _block_scales_bytes(a, b)  # a multiple of ALIGN
@@ -245,7 +256,7 @@ def _block_scaled(dev: Device, operands: tuple, workspace: Tensor, sizes: tuple)
         BLOCK_SCALES,
         ceil_div(count, 16 * SCALES_THREADS),
         SCALES_THREADS,
-        (scales, scalars, scale_a, scale_b, beta, count),
+        (scales, scalars, scale_a, scale_b, alpha, beta, count),
     )
     dev.launch(
         MXFP8_ACCUMULATE if accumulate else MXFP8,
@@ -286,7 +297,7 @@ WARP_M, STEP = 64, 64  # rows of a warp, bytes of a step in cu/product/matmul.cu
 
 _INT8_ARGS = (
     "const i8* a, const i8* b, const f32* scale_a, const f32* scale_b, const bf16*? bias, "
-    "i64 M, i64 N, i64 K"
+    "i64 M, i64 N, i64 K, f32 alpha"
 )
 MATMUL_INT8 = Kernel("product/matmul.cu", "matmul_int8", args=f"D* out, {_INT8_ARGS}")
 # The same entry; declared apart because it reads what it adds to.
@@ -346,8 +357,9 @@ def matmul_int8(
     *,
     bias: Tensor | None = None,
     accumulate: bool = False,
+    alpha: float = 1.0,
 ) -> None:
-    """Row-major out = (scale_a * a) @ (scale_b * b)^T [+ bias | + out] of codes a and b.
+    """Row-major out = (alpha * scale_a * a) @ (scale_b * b)^T [+ bias | + out] of codes a and b.
 
     Args (contiguous; N and K multiples of 16, K at most MOST_TERMS):
         out      out  F32 or BF16  (M,N)   F32 with accumulate
@@ -379,7 +391,7 @@ def matmul_int8(
         MATMUL_INT8_ACCUMULATE if accumulate else MATMUL_INT8,
         tiles.count(M, N),
         32 * tiles.warps_m * tiles.warps_n,
-        (out, a, b, scale_a, scale_b, bias, M, N, K),
+        (out, a, b, scale_a, scale_b, bias, M, N, K, alpha),
         consts={**tiles.consts, "BIAS": int(bias is not None), "ACCUMULATE": int(accumulate)},
         smem=tiles.shared_bytes,
         cost=product_cost((M, N, K), a.dtype, out.dtype, accumulate=accumulate),

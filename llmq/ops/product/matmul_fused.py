@@ -1,6 +1,6 @@
 """Matrix products of our own, each with what follows it: one launch.
 
-    x = scale_a * scale_b * (a @ b^T) + h @ tail^T        and of x what the epilogue makes
+    x = alpha * scale_a * scale_b * (a @ b^T) + h @ tail^T     and of x what the epilogue makes
 
 A kernel behind a product reads what the product has just written, and the product of the adapters
 beside a matrix, which is short and wide, reads the first one's result and writes it again. Here an
@@ -16,6 +16,8 @@ For all: operands are contiguous, with rows of multiples of 16 bytes; compute ca
     tail        in   BF16                 (N,R)   or None, with h
     scale_a     in   F32                  (1,)    of fp8 codes, else None
     scale_b     in   F32                  (1,)
+    alpha                                         of `adapted`, `gradient` and `swiglu_backward`;
+                                                  compiled in where it is not 1
 
 Raises TypeError for a wrong dtype or no result, ValueError for a wrong shape.
 """
@@ -74,7 +76,7 @@ def _kernel(entry: str, own: str, *boxes: int) -> Kernel:
         "product/matmul_fused.cu",
         entry,
         args=f"const A[{a}]* a, const B[{b}]* b, const bf16[{h}]*? h, const bf16[{tail}]*? tail, "
-        f"const f32*? scale_a, const f32*? scale_b, i32 M, i32 N, i32 K, {own}",
+        f"const f32*? scale_a, const f32*? scale_b, i32 M, i32 N, i32 K, f32 alpha, {own}",
         capability=CAPABILITY,
     )
 
@@ -104,6 +106,7 @@ class _Product(NamedTuple):
     rank: int
     b_outside: bool
     tail_outside: bool
+    alpha: float = 1.0
 
     @classmethod
     def of(
@@ -119,6 +122,7 @@ class _Product(NamedTuple):
         dtypes: tuple[DType, ...] = (BF16, E4M3, E5M2),
         codes: tuple[DType, ...] = (E4M3,),
         transposed: bool = False,
+        alpha: float = 1.0,
     ) -> _Product:
         """dtypes, codes: as expect_operands. transposed: tail is (R, N), and b (K, N), if BF16."""
         expect_operands(op, a, b, scale_a, scale_b, dtypes=dtypes, codes=codes)
@@ -126,7 +130,8 @@ class _Product(NamedTuple):
         (M, K), N = a.shape, b.shape[1 if outside else 0]
         expect(op, "b", b, None, (K, N) if outside else (N, K))
         R = _rank(op, h, tail, M, (), N, transposed)
-        return cls((a, b, h, tail, scale_a, scale_b), M, N, K, R, outside, transposed)
+        operands = (a, b, h, tail, scale_a, scale_b)
+        return cls(operands, M, N, K, R, outside, transposed, alpha)
 
     def launch(
         self,
@@ -158,7 +163,7 @@ class _Product(NamedTuple):
             _kernel(entry, own, *boxes),
             2 * min(count or tiles.count, tiles.clusters),
             threads,
-            (*self.operands, self.M, N, self.K, *args),
+            (*self.operands, self.M, N, self.K, self.alpha, *args),
             consts={
                 "B_K_OUTSIDE": int(self.b_outside),
                 "TAIL_K_OUTSIDE": int(self.tail_outside),
@@ -166,6 +171,7 @@ class _Product(NamedTuple):
                 "RING_STAGES": stages,
                 "TILE_WIDTH": columns,
             }
+            | ({} if self.alpha == 1 else {"HAS_ALPHA": 1})
             | (consts or {}),
             smem=stages * pair + beside + BARRIERS,
             cost=cost,
@@ -185,8 +191,9 @@ def adapted(
     bias: Tensor | None = None,
     addend: Tensor | None = None,
     transposed: bool = False,
+    alpha: float = 1.0,
 ) -> None:
-    """out = scale_a * scale_b * (a @ b^T) + h @ tail^T + bias + addend, rounded once.
+    """out = alpha * scale_a * scale_b * (a @ b^T) + h @ tail^T + bias + addend, rounded once.
 
     Args (beside those of all):
         out         out  BF16  (M,N)
@@ -198,7 +205,8 @@ def adapted(
     """
     op = "matmul_adapted"
     expect_matrix(op, "out", out, (BF16,))
-    p = _Product.of(op, a, b, h, tail, scale_a, scale_b, codes=(E4M3, E5M2), transposed=transposed)
+    operands = (a, b, h, tail, scale_a, scale_b)
+    p = _Product.of(op, *operands, codes=(E4M3, E5M2), transposed=transposed, alpha=alpha)
     expect(op, "out", out, BF16, (p.M, p.N))
     expect_added(op, out, bias, addend)
     columns = tile_columns(dev, p.M, p.N, a.dtype.itemsize * p.K)
@@ -326,8 +334,9 @@ def gradient(
     scale_b: Tensor | None = None,
     *,
     fast_accumulation: bool = False,
+    alpha: float = 1.0,
 ) -> None:
-    """acc.tensor += BF16(scale_a * scale_b * (a @ b^T)), or = where acc.accumulate is false.
+    """acc.tensor += BF16(alpha * scale_a * scale_b * (a @ b^T)), or = without acc.accumulate.
 
     The bits are those of the product alone, and of `reduce.add` behind it.
 
@@ -339,7 +348,8 @@ def gradient(
     """
     op = "matmul_gradient"
     expect_matrix(op, "acc.tensor", acc.tensor, (BF16,))
-    p = _Product.of(op, a, b, None, None, scale_a, scale_b, dtypes=(E4M3, E5M2))
+    operands = (a, b, None, None, scale_a, scale_b)
+    p = _Product.of(op, *operands, dtypes=(E4M3, E5M2), alpha=alpha)
     sizes = p.M, p.N, p.K
     expect(op, "acc.tensor", acc.tensor, BF16, sizes[:2])
     expect(op, "acc.scalars", acc.scalars, I32, (STEP_SCALARS_WORDS,))
@@ -436,10 +446,10 @@ def swiglu_backward(
     fp8: Fp8Out | None = None,
     out: Tensor | None = None,
     out_fp8: Fp8Out | None = None,
+    alpha: float = 1.0,
 ) -> None:
-    """d_up_gate of d_out = scale_a * scale_b * (a @ b) + h @ tail, as `swiglu.backward` defines it.
-
-    The bits are those of `adapted` and, behind it, `swiglu.backward`. gelu: of GeGLU.
+    """d_up_gate of d_out, the sum x of all, with the bits of `adapted` and `swiglu.backward`
+    behind it. gelu: of GeGLU.
 
     Args (N is F, of codes b E4M3; M a multiple of 16, F of 64):
         d_up_gate  out    BF16  (M,2F)  [d_up | d_gate]; may be up_gate; None with fp8
@@ -454,12 +464,11 @@ def swiglu_backward(
     Cost:    2*M*F*(K+R) FLOPs; one launch.
     """
     op = "matmul_swiglu_backward"
-    p = _Product.of(op, a, b, h, tail, scale_a, scale_b, transposed=True)
+    p = _Product.of(op, a, b, h, tail, scale_a, scale_b, transposed=True, alpha=alpha)
     M, F = p.M, p.N
     if M % MULTIPLE or F % GRADIENT_COLUMNS:
-        raise ValueError(
-            f"{op}: M and F must be multiples of {MULTIPLE} and {GRADIENT_COLUMNS}, got {M} and {F}"
-        )
+        sizes = f"{MULTIPLE} and {GRADIENT_COLUMNS}, got {M} and {F}"
+        raise ValueError(f"{op}: M and F must be multiples of {sizes}")
     expect(op, "up_gate", up_gate, BF16, (M, 2 * F))
     if d_up_gate is None and fp8 is None:
         raise TypeError(f"{op}: d_up_gate or fp8 must be given, both are None")

@@ -62,6 +62,7 @@ class _Terms(NamedTuple):
     bias: Tensor | None
     addend: Tensor | None
     fast: bool
+    alpha: float = 1.0
 
     @property
     def added(self) -> dict[str, Tensor]:
@@ -71,22 +72,23 @@ class _Terms(NamedTuple):
 
     @property
     def library(self) -> Multiply:
-        """The product alone, by a kernel that has no other epilogue."""
+        """The product alone, times alpha, by a kernel that has no other epilogue."""
         if isinstance(self.b, Tensor):
             laid = {"trans_a": self.trans_a, "trans_b": self.trans_b}
-            return partial(matmul, self.dev, a=self.a, b=self.b, **laid)
+            return partial(matmul, self.dev, a=self.a, b=self.b, **laid, alpha=self.alpha)
         if self.half:
             return partial(_matmul_half, self)
         if isinstance(self.b, Fp8):
             operands = {"a": self.left, "b": self.right, "fast_accumulation": self.fast}
-            scale_a, scale_b = self.scales
-            return partial(matmul_fp8, self.dev, **operands, scale_a=scale_a, scale_b=scale_b)
+            operands |= dict(zip(("scale_a", "scale_b"), self.scales, strict=True))
+            return partial(matmul_fp8, self.dev, **operands, alpha=self.alpha)
         return partial(_matmul_rounded if isinstance(self.b, Rounded) else _matmul_int8, self)
 
     @property
     def half(self) -> bool:
-        """Whether its sums are in half precision, which codes and permission say."""
-        is_fp8 = self.fast and isinstance(self.b, Fp8)
+        """Whether its sums are in half precision, which codes and permission say. That kernel has
+        no alpha."""
+        is_fp8 = self.fast and isinstance(self.b, Fp8) and self.alpha == 1
         return is_fp8 and self.left.dtype is self.right.dtype is E4M3_HALF
 
     @property
@@ -116,9 +118,10 @@ class _Terms(NamedTuple):
         return None if route and self.bias is not None and not route.bias else route
 
     def route_of(self, epilogue: Epilogue, out: Result | ProductOutput) -> Route | None:
-        """The route of this product with its activation. Two kernels are faster where a product
-        writes codes, or an activation's gradient reads them."""
-        if isinstance(epilogue, Activated) and epilogue.name in GATED:
+        """The route of this product with its activation; None: two kernels, which are faster where
+        a product writes codes, or an activation's gradient reads them. No kernel computes an
+        activation of a product times alpha."""
+        if isinstance(epilogue, Activated) and epilogue.name in GATED and self.alpha == 1:
             coded = out.codes is not None if isinstance(out, ProductOutput) else _is_coded(out)
             return None if coded else self.route("glu")
         if isinstance(epilogue, ActivatedGradient) and epilogue.name in GATED:
@@ -151,17 +154,17 @@ def product(
     addend: Tensor | None = None,
     epilogue: Epilogue = STORE,
     fast: bool = False,
+    alpha: float = 1.0,
 ) -> None:
-    """out = a @ op(b) + hidden @ tail^T + bias + addend, and the epilogue of that sum.
+    """out = alpha * a @ op(b) + hidden @ tail^T + bias + addend, and the epilogue of that sum.
 
     Sums are F32. Where no kernel of ours is taken, the first product is rounded, with bias and
     addend in it, before the adapters' is added. out: (M,N), in the form that the epilogue says. a:
     (M,K), b: (K,N), or (N,K) with trans_b: tensors, also to be rounded, or codes in the layouts
     that are multiplied; of signed bytes is b alone. bias: (N,), like out, of fp8 codes BF16.
-    addend: (M,N), like out, other memory; only where `accepts_addend`. fast: sums of fp8 codes may
-    have fewer bits, see `matmul_fp8`.
+    addend: (M,N), like out, other memory; only where `accepts_addend`. fast: as of `matmul_fp8`.
     """
-    terms = _Terms(dev, a, b, False, trans_b, adapters, bias, addend, fast)
+    terms = _Terms(dev, a, b, False, trans_b, adapters, bias, addend, fast, alpha)
     to = getattr(epilogue, "to", None)  # buffers of the activation, or of its gradient
     fused, gelu = terms.route_of(epilogue, out) is not None, epilogue.name == "geglu"
     with ExitStack() as temps:
@@ -178,7 +181,7 @@ def product(
         if fused and isinstance(epilogue, ActivatedGradient):
             matmul_fused.swiglu_backward(
                 dev, to.tensor, terms.left, terms.right, epilogue.up, hidden, tail, *terms.scales,
-                gelu=gelu, abs_max=to.abs_max, fp8=to.fp8,
+                gelu=gelu, abs_max=to.abs_max, fp8=to.fp8, alpha=alpha,
                 out=epilogue.again.tensor, out_fp8=epilogue.again.fp8,
             )  # fmt: skip
         elif fused and to:
@@ -189,7 +192,7 @@ def product(
         elif one:
             matmul_fused.adapted(
                 dev, result, terms.left, terms.right, hidden, tail, *terms.scales,
-                bias=bias, addend=addend, transposed=not trans_b,
+                bias=bias, addend=addend, transposed=not trans_b, alpha=alpha,
             )  # fmt: skip
         elif adapters is not None and adapters.dropout is not None:
             add_dropped(dev, result, hidden, tail, adapters.dropout, trans_b=trans_b)
@@ -202,18 +205,24 @@ def product(
 
 
 def weight_gradient(
-    dev: Device, out: Accumulator, a: Operand, b: Operand, *, fast: bool = False
+    dev: Device,
+    out: Accumulator,
+    a: Operand,
+    b: Operand,
+    *,
+    fast: bool = False,
+    alpha: float = 1.0,
 ) -> None:
-    """out (M,N) = or += a^T @ b, of a (K,M) and b (K,N), as operands that `product` takes.
+    """out (M,N) = or += alpha * a^T @ b, of a (K,M) and b (K,N), as operands that `product` takes.
 
     A BF16 sum gets the product's BF16 result added with stochastic rounding: inside the library's
     product small contributions would be lost. fast: as of `product`.
     """
-    terms = _Terms(dev, a, b, True, False, None, None, None, fast)
+    terms = _Terms(dev, a, b, True, False, None, None, None, fast, alpha)
     target = out.tensor
     if terms.route("gradient", target.dtype) is not None:
         operands = (terms.left, terms.right, *terms.scales)
-        matmul_fused.gradient(dev, out, *operands, fast_accumulation=fast)
+        matmul_fused.gradient(dev, out, *operands, fast_accumulation=fast, alpha=alpha)
     elif not out.accumulate:
         terms.library(target)
     elif target.dtype == F32:
@@ -293,7 +302,7 @@ def _matmul_rounded(terms: _Terms, out: Tensor, **added: Any) -> None:
             dev.scratch("int8_scales", b_shape[:1], F32) as scale_b,
         ):
             make_b(dev, right, scale_b, b.source, stochastic=b.stochastic)
-            matmul_int8(dev, out, left, right, scale_a, scale_b, **added)
+            matmul_int8(dev, out, left, right, scale_a, scale_b, alpha=terms.alpha, **added)
 
 
 def _matmul_int8(terms: _Terms, out: Tensor, **added: Any) -> None:
@@ -317,7 +326,8 @@ def _matmul_int8(terms: _Terms, out: Tensor, **added: Any) -> None:
             codes, scale = scratch("d_out.q", I8, rows, columns), scratch("d_out.scale", F32, rows)
             stochastic = terms.a.stochastic
             quantize_int8.rows(dev, codes, scale, x, factors=weight.scale, stochastic=stochastic)
-            matmul_int8(dev, out, codes, weight.transposed, scale, weight.ones)
+            ones, alpha = weight.ones, terms.alpha
+            matmul_int8(dev, out, codes, weight.transposed, scale, ones, alpha=alpha)
             return
         mask, index = scratch("outliers.mask", F32, columns), scratch("outliers", I32, most)
         largest = scratch("column_max", F32, columns)
@@ -325,12 +335,13 @@ def _matmul_int8(terms: _Terms, out: Tensor, **added: Any) -> None:
         quantize_int8.select_outliers(dev, mask, index, largest, quantize_int8.THRESHOLD)
         codes, scale = scratch("x.q", I8, rows, columns), scratch("x.scale", F32, rows)
         quantize_int8.rows(dev, codes, scale, x, factors=mask)
-        matmul_int8(dev, out, codes, weight.codes, scale, weight.scale, **added)
+        how = {"alpha": terms.alpha}
+        matmul_int8(dev, out, codes, weight.codes, scale, weight.scale, **how, **added)
         large = scratch("x.outliers", x.dtype, rows, most)
         part = scratch("weight.outliers", x.dtype, out.shape[1], most)
         quantize_int8.take_outliers(dev, large, x, index)
         quantize_int8.outlier_weight(dev, part, weight.codes, weight.scale, index)
-        matmul(dev, out, large, part, trans_b=True, accumulate=True)
+        matmul(dev, out, large, part, trans_b=True, accumulate=True, **how)
 
 
 def _matmul_half(terms: _Terms, out: Tensor, *, bias: Tensor | None = None, **added: Any) -> None:

@@ -107,14 +107,14 @@ def _add(total: np.ndarray, addend: np.ndarray | None) -> None:
 
 def matmul_fp8(
     out, a, b, scale_a, scale_b, bias, factor, largest, addend, workspace, M, N, K, accumulate,
-    fast_accumulation,
+    fast_accumulation, alpha=1.0,
 ):  # fmt: skip
-    """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ bias (N,)] [+ addend (M,N)].
+    """out (M,N) = alpha * scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ bias (N,)] [+ addend (M,N)].
     Products of codes are exact in F32, and summed in it whatever fast_accumulation is; the rest is
     computed in F32 and rounded to out once. With accumulate out is added. With a factor, out are
     codes of that times the factor, and largest[0] is the largest magnitude before."""
     right = decode_fp8(b).T
-    scale = scale_a[0] * scale_b[0]
+    scale = scale_a[0] * scale_b[0] * np.float32(alpha)
     step = max(CHUNK // N, 256)
     if largest is not None:
         largest[0] = 0
@@ -136,11 +136,11 @@ def matmul_fp8(
             out[rows] = total
 
 
-def block_scales(scales, scalars, scale_a, scale_b, beta, n):
-    """scales: bytes 127, each the scale 1 of 32 codes. scalars F32: at 0 the product of the scales,
-    at 4 beta; the others stay."""
+def block_scales(scales, scalars, scale_a, scale_b, alpha, beta, n):
+    """scales: bytes 127, each the scale 1 of 32 codes. scalars F32: at 0 the product of the scales
+    and alpha, at 4 beta; the others stay."""
     scales[...] = 127
-    scalars[0], scalars[4] = scale_a[0] * scale_b[0], beta
+    scalars[0], scalars[4] = scale_a[0] * scale_b[0] * np.float32(alpha), beta
 
 
 def matmul_mxfp8(
@@ -175,9 +175,9 @@ EXACT = 1024  # products of two codes, at most 127 * 127 each, whose sum is belo
 ROWS = 1024  # of a, at a time
 
 
-def matmul_int8(out, a, b, scale_a, scale_b, bias, M, N, K, *, accumulate):
-    """out (M,N) = (a (M,K) @ b (N,K)^T * scale_a) * scale_b [+ bias (N,)] [+ out]. The sums are
-    exact; the rest is computed in F32 and rounded to out once."""
+def matmul_int8(out, a, b, scale_a, scale_b, bias, M, N, K, alpha, *, accumulate):
+    """out (M,N) = (a (M,K) @ b (N,K)^T * (scale_a * alpha)) * scale_b [+ bias (N,)] [+ out]. The
+    sums are exact; the rest is computed in F32 and rounded to out once."""
     right = b.astype(np.float32).T
     for start in range(0, M, ROWS):
         rows = slice(start, start + ROWS)
@@ -188,7 +188,7 @@ def matmul_int8(out, a, b, scale_a, scale_b, bias, M, N, K, *, accumulate):
             for k in range(EXACT, K, EXACT):
                 total += (left[:, k : k + EXACT] @ right[k : k + EXACT]).astype(np.int32)
             total = total.astype(np.float32)
-        total *= scale_a[rows, None]
+        total *= scale_a[rows, None] * np.float32(alpha)
         total *= scale_b
         add_terms(total, rows, bias, out if accumulate else None)
         out[rows] = total

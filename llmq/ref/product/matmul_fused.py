@@ -3,7 +3,7 @@
 All have a (M,K), b (N,K) or with b_k_outside (K,N), h (M,R), tail (N,R) or with tail_k_outside
 (R,N):
 
-    x = scale_a * scale_b * (a @ b^T) + h @ tail^T
+    x = alpha * scale_a * scale_b * (a @ b^T) + h @ tail^T
 
 is computed in F32, a few rows at a time, and rounded once.
 """
@@ -83,29 +83,30 @@ Array = np.ndarray | None  # None: it is not given, or not wanted
 
 def _sums(
     a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
-    b_k_outside: int = 0, tail_k_outside: int = 0,
+    alpha: float, b_k_outside: int = 0, tail_k_outside: int = 0,
 ) -> Iterator[tuple[slice, np.ndarray]]:  # fmt: skip
     """Rows, and x of them."""
     right = compute(b) if scale_a is None else decode_fp8(b)
     low = None if tail is None else compute(tail if tail_k_outside else tail.T)
-    return adapted_product(a, right if b_k_outside else right.T, h, low, scale_a, scale_b)
+    return adapted_product(a, right if b_k_outside else right.T, h, low, scale_a, scale_b, alpha)
 
 
 def matmul_adapted(
     a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
-    M: int, N: int, K: int, out: np.ndarray, bias: Array = None, addend: Array = None,
+    M: int, N: int, K: int, alpha: float, out: np.ndarray, bias: Array = None, addend: Array = None,
     *, b_k_outside: int = 0, tail_k_outside: int = 0,
 ) -> None:  # fmt: skip
     """out (M,N) = x [+ bias (N)] [+ addend (M,N)]."""
     operands = (a, b, h, tail, scale_a, scale_b)
-    for rows, total in _sums(*operands, b_k_outside, tail_k_outside):
+    for rows, total in _sums(*operands, alpha, b_k_outside, tail_k_outside):
         add_terms(total, rows, bias, addend)
         out[rows] = total
 
 
 def matmul_grouped(
     a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
-    M: int, N: int, K: int, out: np.ndarray, bias: Array, starts: np.ndarray, experts: int,
+    M: int, N: int, K: int, alpha: float,
+    out: np.ndarray, bias: Array, starts: np.ndarray, experts: int,
     *, b_k_outside: int = 0, tail_k_outside: int = 0,
 ) -> None:  # fmt: skip
     """out (M,N) = x [+ bias[e] (N)]: of rows [starts[e], starts[e + 1]) with b[e] and tail[e]."""
@@ -113,7 +114,7 @@ def matmul_grouped(
     tails = None if tail is None else tail.reshape(experts, -1, tail.shape[1])
     for e in np.flatnonzero(np.diff(starts)):
         rows = slice(starts[e], starts[e + 1])
-        sizes = rows.stop - rows.start, N, K
+        sizes = rows.stop - rows.start, N, K, alpha
         low = (None, None) if tail is None else (h[rows], tails[e])
         operands = (a[rows], matrices[e], *low, scale_a, scale_b)
         of_expert = None if bias is None else bias[e]
@@ -123,7 +124,8 @@ def matmul_grouped(
 
 def matmul_grouped_gradient(
     a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
-    M: int, N: int, K: int, d: np.ndarray, scalars: np.ndarray, accumulate: int, salt: int,
+    M: int, N: int, K: int, alpha: float,
+    d: np.ndarray, scalars: np.ndarray, accumulate: int, salt: int,
     starts: np.ndarray, experts: int,
 ) -> None:  # fmt: skip
     """d[e] (M,N) = or += a^T @ b over rows [starts[e], starts[e + 1]), of a (K,M) and b (K,N)."""
@@ -136,7 +138,8 @@ def matmul_grouped_gradient(
 
 def matmul_gradient(
     a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
-    M: int, N: int, K: int, d: np.ndarray, scalars: np.ndarray, accumulate: int, salt: int,
+    M: int, N: int, K: int, alpha: float,
+    d: np.ndarray, scalars: np.ndarray, accumulate: int, salt: int,
     part_steps: int,
 ) -> None:  # fmt: skip
     """d (M,N) = or += x, rounded to BF16.
@@ -144,26 +147,27 @@ def matmul_gradient(
     A sum is rounded stochastically. part_steps: how a GPU sums; here it is in F32.
     """
     product = np.empty((M, N), BF16)
-    matmul_adapted(a, b, h, tail, scale_a, scale_b, M, N, K, product)
+    matmul_adapted(a, b, h, tail, scale_a, scale_b, M, N, K, alpha, product)
     store_gradient(d, product, scalars, bool(accumulate), salt)
 
 
 def matmul_swiglu(
     a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
-    M: int, N: int, K: int, up_gate: Array, out: Array, abs_max: Array = None, codes: Array = None,
+    M: int, N: int, K: int, alpha: float,
+    up_gate: Array, out: Array, abs_max: Array = None, codes: Array = None,
     transposed: Array = None, scale: Array = None, saturated: Array = None, *, gelu: int = 0,
 ) -> None:  # fmt: skip
     """up_gate (M,2N) = x of b (2N,K), rounded to BF16; out (M,N) = up * gate * sigmoid(gate), and
     its codes."""
     up_gate = np.empty((M, 2 * N), BF16) if up_gate is None else up_gate
-    matmul_adapted(a, b, h, tail, scale_a, scale_b, M, N, K, up_gate)
+    matmul_adapted(a, b, h, tail, scale_a, scale_b, M, N, K, alpha, up_gate)
     results = abs_max, codes, transposed, scale, saturated
     swiglu_forward_fp8(out, up_gate, M, N, *results, *[None] * 4, gelu=gelu)
 
 
 def matmul_swiglu_backward(
     a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
-    M: int, N: int, K: int, d_up_gate: Array, up_gate: np.ndarray, abs_max: Array,
+    M: int, N: int, K: int, alpha: float, d_up_gate: Array, up_gate: np.ndarray, abs_max: Array,
     codes: Array, transposed: Array, scale: Array, saturated: Array,
     out: Array, out_transposed: Array, out_scale: Array, out_saturated: Array,
     *, gelu: int = 0, b_k_outside: int = 0, tail_k_outside: int = 0,
@@ -172,7 +176,7 @@ def matmul_swiglu_backward(
     and forward's out or its codes."""
     d = np.empty((M, N), BF16)
     how = {"b_k_outside": b_k_outside, "tail_k_outside": tail_k_outside}
-    matmul_adapted(a, b, h, tail, scale_a, scale_b, M, N, K, d, **how)
+    matmul_adapted(a, b, h, tail, scale_a, scale_b, M, N, K, alpha, d, **how)
     again = out, out_transposed, out_scale, out_saturated
     results = abs_max, codes, transposed, scale, saturated
     swiglu_backward_fp8(d_up_gate, d, up_gate, M, M, N, *results, *again, *[None] * 5, gelu=gelu)

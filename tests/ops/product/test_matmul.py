@@ -156,11 +156,13 @@ def test_fp8_product_of_integers(fp8_dev, rng, case, dtypes, out, fast):
     ]
     bias, start = rng.integers(-9, 10, N) / 4, rng.integers(-99, 100, (M, N)) / 8
     total = codes[0].astype(np.float64) @ codes[1].astype(np.float64).T * 2.0**-4
-    cases = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)] + [(0, 0, 1)] * (out == F32)
-    for with_bias, with_addend, accumulate in cases:
+    cases = [(0, 0, 0, 1), (1, 0, 0, 1), (0, 1, 0, 0.5), (1, 1, 0, 1)]
+    cases += [(0, 0, 1, 0.5)] * (out == F32)
+    for with_bias, with_addend, accumulate, alpha in cases:
 
-        def call(dev, accumulate=accumulate, **tensors):
-            matmul_fp8(dev, accumulate=accumulate, fast_accumulation=fast, **tensors)
+        def call(dev, accumulate=accumulate, alpha=alpha, **tensors):
+            how = {"accumulate": accumulate, "alpha": alpha}
+            matmul_fp8(dev, fast_accumulation=fast, **how, **tensors)
 
         arrays = {
             "out": start.astype(out.numpy) if accumulate else np.full((M, N), np.nan, out.numpy),
@@ -171,7 +173,8 @@ def test_fp8_product_of_integers(fp8_dev, rng, case, dtypes, out, fast):
             "bias": bias.astype(BF16.numpy) if with_bias else None,
             "addend": start.astype(out.numpy) if with_addend else None,
         }
-        product, added = total + with_bias * bias, (accumulate or with_addend) * start
+        product = alpha * total + with_bias * bias
+        added = (accumulate or with_addend) * start
         got, once = run(fp8_dev, call, arrays)["out"], (product + added).astype(out.numpy)
         np.testing.assert_array_equal(got, once)
 
@@ -320,10 +323,11 @@ def test_block_scales(dev, count, beta):
     }
 
     def call(dev, scales, scalars, scale_a, scale_b, next):
-        dev.launch(BLOCK_SCALES, 2, 256, (scales, scalars, scale_a, scale_b, beta, count))
+        dev.launch(BLOCK_SCALES, 2, 256, (scales, scalars, scale_a, scale_b, 0.22, beta, count))
 
     want = compared(dev, call, arrays)
     assert (want["scales"] == 127).all() and want["scalars"][4] == beta
+    np.testing.assert_allclose(want["scalars"][0], 0.37 * 1.9 * 0.22, rtol=1e-6)
     np.testing.assert_array_equal(want["next"], 5)
 
 

@@ -106,10 +106,10 @@ def adapted_arrays(rng, case, a, b, **instead):
     } | instead
 
 
-def check_adapted(dev, rng, case, a, b=None, **instead):
+def check_adapted(dev, rng, case, a, b=None, *, alpha=1.0, **instead):
     arrays = adapted_arrays(rng, case, a, b or a, **instead)
     given = {name: array for name, array in arrays.items() if array is not None}
-    compared(dev, partial(matmul_fused.adapted, transposed=case[-1]), given)
+    compared(dev, partial(matmul_fused.adapted, transposed=case[-1], alpha=alpha), given)
 
 
 @cases_of("matmul_adapted")
@@ -117,6 +117,13 @@ def check_adapted(dev, rng, case, a, b=None, **instead):
 def test_adapted(hopper, rng, case, dtype):
     """Clusters whose second block has nothing, edges of tiles, and more tiles than clusters."""
     check_adapted(hopper, rng, case, dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_adapted_times_alpha(hopper, rng, dtype):
+    """The product without the adapters'; halves and quarters are exact."""
+    check_adapted(hopper, rng, CASES["matmul_adapted"]["small"], dtype, alpha=0.25)
+    check_adapted(hopper, rng, (16, 64, 64, 0, True), dtype, alpha=-0.5)
 
 
 @pytest.fixture
@@ -258,6 +265,10 @@ def test_gradient(hopper, rng, case):
 
 def test_gradient_overwrites(hopper, rng):
     check_gradient(hopper, rng, CASES["matmul_gradient"]["small"], accumulate=False)
+
+
+def test_gradient_times_alpha(hopper, rng):
+    check_gradient(hopper, rng, CASES["matmul_gradient"]["small"], alpha=0.25)
 
 
 @gpu_only
@@ -496,7 +507,7 @@ def down_results(case, *, tensor, fp8, layout, out=False, again=False, abs_max=T
     }
 
 
-def check_backward(dev, rng, case, left=E4M3, *, gelu=False, in_place=False, **wanted):
+def check_backward(dev, rng, case, left=E4M3, *, gelu=False, in_place=False, alpha=1.0, **wanted):
     given = down_arrays(rng, case, left)
     written = down_results(case, **wanted)
     if in_place:
@@ -512,11 +523,13 @@ def check_backward(dev, rng, case, left=E4M3, *, gelu=False, in_place=False, **w
         again = fp8_of(None, out_transposed, out_scale, out_saturated)
         op(dev, gelu=gelu, fp8=fp8, out_fp8=again, **rest)
 
-    got = run(dev, partial(called, matmul_fused.swiglu_backward), given | written)
+    ours = partial(matmul_fused.swiglu_backward, alpha=alpha)
+    got = run(dev, partial(called, ours), given | written)
     M, F, *_ = case
     operands = {name: x for name, x in given.items() if name != "up_gate"}
     operands["out"] = np.empty((M, F), BF16.numpy)
-    d_out = run(host_device(), partial(matmul_fused.adapted, transposed=True), operands)["out"]
+    alone = partial(matmul_fused.adapted, transposed=True, alpha=alpha)
+    d_out = run(host_device(), alone, operands)["out"]
     operands = {"d_out": d_out, "up_gate": given["up_gate"]}
     want = run(dev, partial(called, swiglu.backward), operands | written)
     same_bits(got, want, [*written, "up_gate"])
@@ -530,6 +543,12 @@ def test_swiglu_backward(hopper, rng):
         want = check_backward(hopper, rng, case, tensor=False, fp8=E4M3, layout="both", again=again)
         assert want["saturated"][0] > 7
         assert not again or want["out_saturated"][0] > 3
+
+
+@pytest.mark.parametrize("left", [BF16, E4M3], ids=str)
+def test_swiglu_backward_times_alpha(hopper, rng, left):
+    wanted = {"tensor": True, "fp8": None, "layout": None}
+    check_backward(hopper, rng, (16, 64, 64, 8), left, alpha=0.25, **wanted)
 
 
 LARGE = (2064, 4160, 1040, 0)  # several tiles of each cluster, in several groups of columns

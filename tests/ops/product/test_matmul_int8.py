@@ -38,11 +38,13 @@ def check(dev, arrays, **options):
 
 @pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
 @pytest.mark.parametrize(
-    ("dtype", "how"), [(BF16, "bias"), (BF16, ""), (F32, "accumulate")], ids=str
+    ("dtype", "how"),
+    [(BF16, "bias"), (BF16, ""), (BF16, "alpha"), (F32, "accumulate")],
+    ids=str,
 )
 def test_equals_reference(dev, rng, case, dtype, how):
     arrays = operands(rng, *case, dtype, how == "bias")
-    check(dev, arrays, accumulate=how == "accumulate")
+    check(dev, arrays, accumulate=how == "accumulate", alpha=0.22 if how == "alpha" else 1.0)
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=str)

@@ -94,7 +94,8 @@ def test_fp8_equals_torch(rng, case, formats, dtype, added):
     scale_a, scale_b = (rng.uniform(0.5, 1, 1).astype(np.float32) for _ in range(2))
     b_vector = rng.normal(size=N).astype(BF16.numpy) if bias else None
     out = rng.normal(size=(M, N)).astype(dtype.numpy)
-    want = np.float64(scale_a[0]) * scale_b[0] * torch_product(a, b, False, True)
+    alpha = 0.22 if added == "addend" else 1.0
+    want = alpha * np.float64(scale_a[0]) * scale_b[0] * torch_product(a, b, False, True)
     want += b_vector.astype(np.float64) if bias else 0
     want += out.astype(np.float64) if accumulate else 0
     if not accumulate:
@@ -102,7 +103,7 @@ def test_fp8_equals_torch(rng, case, formats, dtype, added):
     args, sizes = (a, b, scale_a, scale_b, b_vector), (M, N, K, int(accumulate), 0)
     addend = rng.normal(size=(M, N)).astype(dtype.numpy) if added == "addend" else None
     want += 0 if addend is None else addend.astype(np.float64)
-    ref.matmul_fp8(out, *args, None, None, addend, NO_WORKSPACE, *sizes)
+    ref.matmul_fp8(out, *args, None, None, addend, NO_WORKSPACE, *sizes, alpha)
     # Partial sums (below 4 sqrt(K) <= 91) are rounded K times, and BF16 results once more.
     rtol = 2.0**-8 if dtype == BF16 else 0
     np.testing.assert_allclose(out.astype(np.float64), want, rtol=rtol, atol=91 * K * 2.0**-24)
@@ -142,10 +143,10 @@ def test_block_scales_that_are_one_change_nothing():
     start = rng.normal(size=(16, 32)).astype(np.float32)
     scale_a, scale_b = (np.array([x], np.float32) for x in (0.37, 1.9))
     scales, scalars = np.zeros(2 * 512, np.uint8), np.full(8, np.nan, np.float32)
-    ref.block_scales(scales, scalars, scale_a, scale_b, 1.0, scales.size)
+    ref.block_scales(scales, scalars, scale_a, scale_b, 0.22, 1.0, scales.size)
     assert (scales == 127).all() and scalars[4] == 1
     want, got = start.copy(), start.copy()
     rest = (NO_WORKSPACE, 16, 32, 64, 1, 0)
-    ref.matmul_fp8(want, a, b, scale_a, scale_b, None, None, None, None, *rest)
+    ref.matmul_fp8(want, a, b, scale_a, scale_b, None, None, None, None, *rest, 0.22)
     ref.matmul_mxfp8(got, a, b, scales, scalars, None, None, *rest)
     np.testing.assert_array_equal(got, want)

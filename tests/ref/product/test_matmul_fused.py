@@ -37,12 +37,12 @@ def filled(*shape):
     return np.full(shape, np.nan, BF16.numpy)
 
 
-def operands_of(rng, M, N, K, R, a, b=None, *, transposed=False, scales=(0.3, 0.7)):
+def operands_of(rng, M, N, K, R, a, b=None, *, transposed=False, scales=(0.3, 0.7), alpha=1.0):
     """Operands in the order of all references, and x of them."""
     fp8 = a != BF16
     left, right = normal(rng, a, M, K), normal(rng, b or a, N, K)
     h, tail = (normal(rng, BF16, M, R), normal(rng, BF16, N, R)) if R else (None, None)
-    x = wide(left) @ wide(right).T
+    x = wide(left) @ wide(right).T * float(np.float32(alpha))
     if fp8:
         x *= float(np.float32(scales[0])) * float(np.float32(scales[1]))
     if R:
@@ -50,7 +50,7 @@ def operands_of(rng, M, N, K, R, a, b=None, *, transposed=False, scales=(0.3, 0.
     if transposed:
         right, tail = right if fp8 else right.T, tail.T if R else None
     scales = [np.array([s], np.float32) for s in scales] if fp8 else [None, None]
-    return [left, right, h, tail, *scales, M, N, K], x
+    return [left, right, h, tail, *scales, M, N, K, alpha], x
 
 
 def active(gelu, gate):
@@ -61,10 +61,12 @@ def active(gelu, gate):
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("case", small("matmul_adapted").values(), ids=small("matmul_adapted"))
-def test_adapted(rng, case, fp8):
+@pytest.mark.parametrize("alpha", [1.0, 0.22])
+def test_adapted(rng, case, fp8, alpha):
     """Rounded once: half a unit of BF16's last place, beside what F32 sums lose."""
     M, N, K, R, transposed = case
-    operands, x = operands_of(rng, M, N, K, R, E4M3 if fp8 else BF16, transposed=transposed)
+    kind = {"transposed": transposed, "alpha": alpha}
+    operands, x = operands_of(rng, M, N, K, R, E4M3 if fp8 else BF16, **kind)
     bias, addend, out = normal(rng, BF16, N), normal(rng, BF16, M, N), filled(M, N)
     ways = {"b_k_outside": transposed and not fp8, "tail_k_outside": transposed}
     matmul_adapted(*operands, out, bias, addend, **ways)
@@ -75,14 +77,14 @@ def test_adapted(rng, case, fp8):
 def test_adapted_without_adapters(rng):
     a, b = (rng.integers(-3, 4, (16, 32)).astype(BF16.numpy) for _ in range(2))
     out = np.empty((16, 16), np.float32)
-    matmul_adapted(a, b, *[None] * 4, 16, 16, 32, out)
+    matmul_adapted(a, b, *[None] * 4, 16, 16, 32, 1.0, out)
     np.testing.assert_array_equal(out, a.astype(np.float32) @ b.astype(np.float32).T)
 
 
 def test_gradient(rng):
     """The product's rounding leaves half a unit of BF16's last place, the sum's a whole."""
     M, N, K = CASES["matmul_gradient"]["tiles"]
-    operands, product = operands_of(rng, M, N, K, 0, E4M3)
+    operands, product = operands_of(rng, M, N, K, 0, E4M3, alpha=0.22)
     before = normal(rng, BF16, M, N, scale=30)
     rounded = product.abs() * 2**-8 + 1e-4  # 1e-4: what F32 sums lose
     d = before.copy()
@@ -152,7 +154,8 @@ def test_swiglu_backward(rng, gelu, fp8):
     """d_out is rounded to BF16, and what is computed of that is, too."""
     M, F, *_ = case = CASES["matmul_swiglu_backward"]["tiles"]
     formats = (E5M2, E4M3) if fp8 else (BF16, BF16)
-    operands, d_out = operands_of(rng, *case, *formats, transposed=True, scales=(0.25, 0.5))
+    kind = {"transposed": True, "scales": (0.25, 0.5), "alpha": 0.22}
+    operands, d_out = operands_of(rng, *case, *formats, **kind)
     up_gate = normal(rng, BF16, M, 2 * F, scale=4)
     exact = wide(up_gate).requires_grad_()
     up, gate = exact.split(F, dim=1)
@@ -179,7 +182,7 @@ def test_grouped(rng, case):
     laid = np.ascontiguousarray(b.swapaxes(1, 2)) if transposed else b
     out = filled(M, N)
     flat = laid.reshape(-1, laid.shape[2])
-    operands = (a, flat, *[None] * 4, M, N, K, out, bias, starts, E)
+    operands = (a, flat, *[None] * 4, M, N, K, 1.0, out, bias, starts, E)
     matmul_grouped(*operands, b_k_outside=transposed)
     of_row = torch.from_numpy(np.repeat(np.arange(E), np.diff(starts)))
     want = torch.bmm(wide(b)[of_row], wide(a)[:, :, None])[:, :, 0] + wide(bias)[of_row]
@@ -193,7 +196,21 @@ def test_grouped_gradient(rng, accumulate):
     E, starts = 3, np.array([0, 5, 5, R], np.int32)
     a, b, before = normal(rng, BF16, R, M), normal(rng, BF16, R, N), normal(rng, BF16, E, M, N)
     got = before.astype(np.float32)
-    operands = (a, b, *[None] * 4, M, N, R, got, step_scalars(seed=1), accumulate, 3, starts, E)
+    operands = (
+        a,
+        b,
+        *[None] * 4,
+        M,
+        N,
+        R,
+        1.0,
+        got,
+        step_scalars(seed=1),
+        accumulate,
+        3,
+        starts,
+        E,
+    )
     matmul_grouped_gradient(*operands)
     parts = [wide(a)[x:y].T @ wide(b)[x:y] for x, y in pairwise(starts)]
     want = torch.stack(parts) + accumulate * wide(before)
