@@ -253,7 +253,7 @@ class NoCheckpoint(ConfigError):
         super().__init__(f"--continue {spec}: no complete checkpoint{where or ' there'}")
 
 
-def resume_from(
+def find_checkpoint(
     directory: Path,
     wanted: str = NEWEST,
     passed: list[str] | None = None,

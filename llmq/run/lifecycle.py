@@ -12,21 +12,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmq.base.errors import DiskError, LlmqError, ModelError
+from llmq.base.errors import DiskError, LlmqError, ModelError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.best import Best, Measured
 from llmq.checkpoint.folder import checkpoint_path, forget_pages, problem_of
 from llmq.checkpoint.states import (
     Checkpoint,
     Keep,
+    NoCheckpoint,
     Proving,
     Verdict,
+    find_checkpoint,
     kept_checkpoints,
     newest_good,
     outdated,
     write_verdict,
 )
 from llmq.checkpoint.store import checkpoint_step, delete_old, own_checkpoints
+from llmq.options.option_types import NEWEST
+from llmq.options.options import TrainConfig
 from llmq.run.guard import PERSISTS, Guard
 from llmq.run.metrics import Reporter
 from llmq.run.run_paths import move_aside, undone_checkpoints
@@ -64,6 +68,23 @@ class Lifecycle:
         self._told = False  # whether waiting was reported
 
     # -- going on --------------------------------------------------------------------------------
+
+    @staticmethod
+    def resume_from(config: TrainConfig, world: World) -> Path | None:
+        """The checkpoint that --continue names; None without --continue, or if the newest one is
+        wanted and there is none. All processes of the world call this function."""
+        directory, wanted = config.checkpoint_dir, config.continue_from
+        if wanted is None:
+            return None
+        passed: list[str] = []
+        found = find_checkpoint(directory, wanted, passed, world)
+        warn(*(f"--continue: {line}" for line in passed))
+        if found is None:
+            if wanted != NEWEST:
+                raise NoCheckpoint(directory, wanted)
+            problem = f"no complete checkpoint in '{directory}'"
+            warn(f"--continue: {problem}, starting from the beginning")
+        return found
 
     def state(self) -> dict[str, Any]:
         """The best checkpoint and the count of stale measurements, in JSON's types."""

@@ -20,7 +20,7 @@ from llmq.base.errors import ConfigError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.folder import check_shared
 from llmq.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from llmq.checkpoint.states import NoCheckpoint, resume_from
+from llmq.checkpoint.states import NoCheckpoint, find_checkpoint
 from llmq.checkpoint.store import checkpoint_owner, saved_options
 from llmq.options.groups.batch import BatchOptions
 from llmq.options.groups.data import DataOptions
@@ -126,7 +126,7 @@ def inherited_options(given: Mapping[str, Any], world: World = World()) -> dict[
     directory = TrainConfig(**where).normalized().checkpoint_dir
     if spec == NEWEST or spec.isdecimal():
         check_shared(directory, world)
-    checkpoint = resume_from(directory, spec, world=world)
+    checkpoint = find_checkpoint(directory, spec, world=world)
     if checkpoint is None:
         if spec != NEWEST and "model" not in given:
             raise NoCheckpoint(directory, spec)

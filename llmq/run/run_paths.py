@@ -26,18 +26,16 @@ from llmq.checkpoint.export_files import (
 )
 from llmq.checkpoint.folder import delete, leftovers, move
 from llmq.checkpoint.manifest import MANIFEST, manifest_damage, read_manifest
-from llmq.checkpoint.states import NoCheckpoint, checkpoint_at, resume_from
+from llmq.checkpoint.states import checkpoint_at
 from llmq.checkpoint.store import (
     checkpoint_owner,
     checkpoints_by_name,
     damaged_checkpoints,
     saved_log,
 )
-from llmq.options.option_types import NEWEST
 from llmq.options.options import TrainConfig
 from llmq.options.presets import find_directory
 from llmq.report.json_log import has_records, is_damaged_log, log_owner
-from llmq.runtime.world import World
 
 
 @contextmanager
@@ -53,22 +51,6 @@ def locked_places(config: TrainConfig) -> Iterator[None]:
         for lock in locks:
             stack.enter_context(locked(*lock))
         yield
-
-
-def checkpoint_to_continue(config: TrainConfig, world: World) -> Path | None:
-    """The checkpoint that --continue names; without one, or with none there to be the newest, None.
-    All processes of the world call this function."""
-    if config.continue_from is None:
-        return None
-    passed: list[str] = []
-    found = resume_from(config.checkpoint_dir, config.continue_from, passed, world)
-    warn(*(f"--continue: {line}" for line in passed))
-    if found is None:
-        if config.continue_from != NEWEST:
-            raise NoCheckpoint(config.checkpoint_dir, config.continue_from)
-        problem = f"no complete checkpoint in '{config.checkpoint_dir}'"
-        warn(f"--continue: {problem}, starting from the beginning")
-    return found
 
 
 def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:

@@ -57,7 +57,6 @@ from llmq.run.monitor import (
 from llmq.run.requests import Requests
 from llmq.run.resume import Stage, fork_lines, left_stages
 from llmq.run.run_paths import (
-    checkpoint_to_continue,
     clear_places,
     locked_places,
     outputs_of_others,
@@ -361,7 +360,7 @@ def run_training(
     with ExitStack() as stack:
         check_shared(config.checkpoint_dir, world)
         world.on_first(lambda: stack.enter_context(locked_places(config)))
-        checkpoint = world.each(lambda: checkpoint_to_continue(config, world))
+        checkpoint = world.each(lambda: Lifecycle.resume_from(config, world))
         run = world.on_first(lambda: run_id(config, checkpoint))
         start = time.monotonic()
         stage, *others = world.each(lambda: left_stages(config, model, checkpoint, world))
@@ -370,7 +369,7 @@ def run_training(
         for stage in (other.following() for other in others):
             if over:  # by an early stop
                 break
-            checkpoint = world.each(partial(checkpoint_to_continue, stage.config, world))
+            checkpoint = world.each(partial(Lifecycle.resume_from, stage.config, world))
             over = call(stage, checkpoint)
 
 

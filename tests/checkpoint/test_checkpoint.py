@@ -34,7 +34,7 @@ from llmq.checkpoint.exports import export
 from llmq.checkpoint.folder import discard, move
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.manifest import MANIFEST, Manifest, digest_of
-from llmq.checkpoint.states import Keep, checkpoint_at, kept_checkpoints, outdated, resume_from
+from llmq.checkpoint.states import Keep, checkpoint_at, find_checkpoint, kept_checkpoints, outdated
 from llmq.checkpoint.store import delete_old, list_checkpoints
 from llmq.options.option_types import NEWEST
 from llmq.options.presets import preset
@@ -470,7 +470,7 @@ def test_a_write_that_finds_no_space(tmp_path, monkeypatch):
     writer.discard()
     assert listing(tmp_path) == ["step_00000005"]
     assert_complete(older)
-    assert resume_from(tmp_path) == older
+    assert find_checkpoint(tmp_path) == older
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -532,27 +532,27 @@ def steps(*numbers):
     return [f"step_{number:08d}" for number in numbers]
 
 
-def test_resume_from(tmp_path, monkeypatch):
+def test_find_checkpoint(tmp_path, monkeypatch):
     fake(tmp_path / "a", *steps(5, 20, 100), "step_00000200.tmp", "step_final", "old_step_300")
     (tmp_path / "a" / "step_00000300").mkdir()  # incomplete
     (tmp_path / "a" / "step_00000400").write_text("a file")
     fake(tmp_path / "b", *steps(7), "step_123456789", "step_00000008.old")
     a, b = tmp_path / "a", tmp_path / "b"
     assert list_checkpoints(a) == {n: a / f"step_{n:08d}" for n in (5, 20, 100)}
-    assert resume_from(a) == a / "step_00000100"
-    assert resume_from(a, "20") == a / "step_00000020"
-    assert resume_from(a, "0") is None
-    assert resume_from(a, "300") is None
-    assert resume_from(a, str(b)) == b / "step_123456789"  # more digits: by number, not name
-    assert resume_from(a, f"{b}/step_00000007/") == b / "step_00000007"
-    assert resume_from(a, f"{a}/step_00000300") is None
-    assert resume_from(a, f"{b}/step_00000009") is None
-    assert resume_from(a, str(tmp_path)) is None
-    assert resume_from(tmp_path / "none") is None
+    assert find_checkpoint(a) == a / "step_00000100"
+    assert find_checkpoint(a, "20") == a / "step_00000020"
+    assert find_checkpoint(a, "0") is None
+    assert find_checkpoint(a, "300") is None
+    assert find_checkpoint(a, str(b)) == b / "step_123456789"  # more digits: by number, not name
+    assert find_checkpoint(a, f"{b}/step_00000007/") == b / "step_00000007"
+    assert find_checkpoint(a, f"{a}/step_00000300") is None
+    assert find_checkpoint(a, f"{b}/step_00000009") is None
+    assert find_checkpoint(a, str(tmp_path)) is None
+    assert find_checkpoint(tmp_path / "none") is None
     monkeypatch.chdir(b / "step_00000007")
-    assert resume_from(a, ".") == b / "step_00000007"
+    assert find_checkpoint(a, ".") == b / "step_00000007"
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert resume_from(a, "~/b/step_00000007") == b / "step_00000007"
+    assert find_checkpoint(a, "~/b/step_00000007") == b / "step_00000007"
     assert checkpoint_at(Path("~/b/step_00000007")) == b / "step_00000007"
 
 
@@ -561,11 +561,11 @@ def test_directories_of_checkpoints_may_have_any_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("best", "step_best"):
         assert checkpoint_at(Path(name)) == Path(name)
-        assert resume_from(Path("7"), name) == tmp_path / name
+        assert find_checkpoint(Path("7"), name) == tmp_path / name
     assert checkpoint_at(Path("7")) == Path("7/step_00000003")  # a path, not a step
     assert checkpoint_at(Path("latest")) == Path("latest/step_00000004")
     assert checkpoint_at(Path("8")) is None
-    assert resume_from(Path("7"), "7") is None
+    assert find_checkpoint(Path("7"), "7") is None
 
 
 def test_a_checkpoint_named_like_another_step(tmp_path):
@@ -580,8 +580,8 @@ def test_a_checkpoint_named_like_another_step(tmp_path):
     )
     for spec in (NEWEST, "9", "6", str(tmp_path), str(renamed)):
         with pytest.raises(LlmqError, match=f"^{re.escape(message)}$"):
-            resume_from(tmp_path, spec)
-    assert resume_from(tmp_path, str(tmp_path / "step_00000007")).name == "step_00000007"
+            find_checkpoint(tmp_path, spec)
+    assert find_checkpoint(tmp_path, str(tmp_path / "step_00000007")).name == "step_00000007"
     save(tmp_path, step=80)
     assert [path.name for path in clean_old(tmp_path, 1, -1, saved=80)] == ["step_00000007"]
     assert listing(tmp_path) == ["step_00000080", "step_9"]
@@ -589,7 +589,7 @@ def test_a_checkpoint_named_like_another_step(tmp_path):
     manifest.write_text(manifest.read_text().replace('"step": 6', '"step": "6"'))
     assert '"step": "6"' in manifest.read_text() and len(list_checkpoints(tmp_path)) == 2
     os.rename(renamed, tmp_path / "step_best")
-    assert resume_from(tmp_path).name == "step_00000080"
+    assert find_checkpoint(tmp_path).name == "step_00000080"
 
 
 def test_a_stop_in_the_middle_of_replacing_leaves_a_checkpoint(tmp_path, monkeypatch):
@@ -607,11 +607,11 @@ def test_a_stop_in_the_middle_of_replacing_leaves_a_checkpoint(tmp_path, monkeyp
     with pytest.raises(SystemExit):
         save(tmp_path)
     assert not path.exists()
-    found = resume_from(tmp_path)
-    assert found == tmp_path / "step_00000010.llmq-old" == resume_from(tmp_path, "10")
+    found = find_checkpoint(tmp_path)
+    assert found == tmp_path / "step_00000010.llmq-old" == find_checkpoint(tmp_path, "10")
     assert_complete(found)
     monkeypatch.undo()
-    assert save(tmp_path) == path == resume_from(tmp_path)
+    assert save(tmp_path) == path == find_checkpoint(tmp_path)
     assert listing(tmp_path) == ["step_00000010"]
 
 
@@ -694,7 +694,7 @@ def test_clean_old_goes_on_where_it_cannot_delete(tmp_path, monkeypatch, capsys,
     assert clean_old(tmp_path, 1, -1, saved=50) == [tmp_path / steps(20)[0]]
     warning = f"warning: cannot delete '{tmp_path / steps(10)[0]}' (Device or resource busy)"
     assert capsys.readouterr().err == f"{warning}: it stays\n"
-    assert resume_from(tmp_path).name == "step_00000050"
+    assert find_checkpoint(tmp_path).name == "step_00000050"
     assert list_checkpoints(tmp_path).keys() <= {10, 50}
     clean_old(tmp_path, 1, -1, saved=50)
     assert listing(tmp_path) == steps(50), "what was left is deleted the next time"
@@ -706,7 +706,7 @@ def test_a_directory_that_cannot_be_listed_is_not_empty(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", Mock(side_effect=denied))
     monkeypatch.setattr(os, "listdir", Mock(side_effect=denied))
     with pytest.raises(LlmqError, match=f"^cannot list '{tmp_path}': Permission denied$"):
-        resume_from(tmp_path)
+        find_checkpoint(tmp_path)
 
 
 def test_a_checkpoint_that_cannot_be_looked_into_is_not_incomplete(tmp_path, monkeypatch):
@@ -720,7 +720,7 @@ def test_a_checkpoint_that_cannot_be_looked_into_is_not_incomplete(tmp_path, mon
 
     monkeypatch.setattr(os, "stat", stat)
     with pytest.raises(LlmqError, match=r"^cannot look into .*: Input/output err"):
-        resume_from(tmp_path)
+        find_checkpoint(tmp_path)
 
 
 def test_a_file_is_hashed_once_as_long_as_it_is_the_same(tmp_path, monkeypatch):
@@ -732,7 +732,7 @@ def test_a_file_is_hashed_once_as_long_as_it_is_the_same(tmp_path, monkeypatch):
         return real(file, kind)
 
     monkeypatch.setattr(hashlib, "file_digest", digest)
-    assert resume_from(tmp_path) == path
+    assert find_checkpoint(tmp_path) == path
     CheckpointReader(path).close()
     files = sorted(file.name for file in path.glob("*.safetensors"))
     assert sorted(hashed) == files
