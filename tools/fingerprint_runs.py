@@ -522,7 +522,7 @@ COMMANDS: dict[str, list[str]] = {
     "plot": [
         _TRAIN.format("qwen2", 1),
         "plot log.json --out=loss.svg",
-        "plot log.json --x=tokens",
+        "plot log.json --html --x=tokens",
     ],
     "bench": [
         "bench --model=../models/qwen2 --from-scratch --device=cpu --gpus=1 --batch-size=2 "

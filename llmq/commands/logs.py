@@ -12,10 +12,11 @@ def plot(
     ),
     out: option(
         Path | None,
-        "File to write: .png, .svg or .pdf (default: loss.png, or loss-2.png if that is there, "
-        "and so on).",
+        "File to write: .png, .svg, .pdf or .html (default: loss.png, or loss-2.png if "
+        "that is there, and so on).",
     ) = None,
     x: option(str, "What the x-axis counts.", "--x", metavar="step|tokens|hours") = "step",
+    html: option(bool, "Write a page with tooltips (default: loss.html).", "--html") = False,
     overwrite: option(bool, "Replace the file that is there.", "--overwrite") = False,
     smoothing: option(
         float, "Weight of the mean so far in the next one, as TensorBoard's.", min=0, max=0.999
@@ -28,7 +29,7 @@ def plot(
     from llmq.report.plot import run_plot
     from llmq.run.run_paths import find_log
 
-    run_plot([find_log(log) for log in logs], out, x, overwrite, smoothing)
+    run_plot([find_log(log) for log in logs], out, x, html, overwrite, smoothing)
 
 
 def watch(

@@ -1,7 +1,8 @@
 """Curves: series of numbers over steps, tokens and hours, as logs have them; and `llmq plot`, which
-draws those of one or more logs in one picture."""
+draws those of one or more logs on one page, as a picture or in HTML."""
 
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
@@ -83,17 +84,21 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def smoothed(values: np.ndarray, weight: float = SMOOTHING) -> np.ndarray:
+def smoothed(
+    values: np.ndarray, weight: float = SMOOTHING, counts: np.ndarray | None = None
+) -> np.ndarray:
     """The exponential mean of TensorBoard, without the bias of its start: the first is a value.
 
-    values: F64. weight: of the mean so far, 0 to below 1. A value that is not finite gives NaN, and
-    does not count in later means.
+    values: F64. weight: of the mean so far, 0 to below 1. counts: number of logged values that each
+    value is the mean of (1 if not given). A value that is not finite gives NaN, and does not count
+    in later means.
     """
     means, mean, remaining = np.full(len(values), np.nan), 0.0, 1.0
     for index, value in enumerate(values):
         if np.isfinite(value):
-            remaining *= weight
-            mean += (1 - weight) / (1 - remaining) * (value - mean)
+            kept = weight ** (1 if counts is None else counts[index])
+            remaining *= kept
+            mean += (1 - kept) / (1 - remaining) * (value - mean)
             means[index] = mean
     return means
 
@@ -190,11 +195,77 @@ def series_of(records: list[dict[str, Any]]) -> list[Series]:
 # ------------------------------------------------------------------------------------------------
 
 
+MAX_POINTS = 3000  # of a series: more than a screen has columns
+TEMPLATE = Path(__file__).with_name("plot.html")
 COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd")
 COLORS += ("#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 
 
-FORMATS = (".png", ".svg", ".pdf")
+def thinned(values: np.ndarray) -> np.ndarray:
+    """The indices of many values to keep: of neighbours the lowest and the highest; all if few."""
+    count = len(values)
+    if count <= MAX_POINTS:
+        return np.arange(count)
+    edges = np.linspace(0, count, MAX_POINTS // 2 + 1).astype(int)
+    kept = {0, count - 1}
+    for start, stop in itertools.pairwise(edges):
+        part = values[start:stop]
+        if np.isfinite(part).any():
+            kept |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}
+    return np.array(sorted(kept))
+
+
+def _rounded(values: np.ndarray) -> list[float | None]:
+    return [float(f"{v:.7g}") if np.isfinite(v) else None for v in values]
+
+
+def _averages(values: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Means and numbers of the finite values from one kept index to the next, both F64."""
+    starts = np.concatenate(([0], kept[:-1] + 1))
+    finite = np.isfinite(values)
+    counts = np.add.reduceat(finite.astype(float), starts)
+    totals = np.add.reduceat(np.where(finite, values, 0.0), starts)
+    return np.where(counts > 0, totals / np.maximum(counts, 1), np.nan), counts
+
+
+def _drawn(series: Series, run: str, color: str) -> dict[str, Any]:
+    """A series in JSON's types. The page smooths `averages` of `counts` values if points are left
+    out, else `y`."""
+    kept = thinned(series.y)
+    averages = counts = None
+    if series.smooth and len(kept) < len(series.y):
+        averages, counts = map(_rounded, _averages(series.y, kept))
+    return {
+        "panel": series.panel,
+        "run": run,
+        "label": series.label,
+        "color": color,
+        "points": series.points,
+        "smooth": series.smooth,
+        "x": {axis: _rounded(values[kept]) for axis, values in series.x.items()},
+        "y": _rounded(series.y[kept]),
+        "averages": averages,
+        "counts": counts,
+    }
+
+
+def page(runs: dict[str, list[Series]], panels: list[str], x: str, smoothing: float) -> str:
+    """The whole page. panels: titles in order. x, smoothing: the page begins with them."""
+    colors = {run: COLORS[number % len(COLORS)] for number, run in enumerate(runs)}
+    data = {
+        "x": x,
+        "smoothing": smoothing,
+        "axes": AXES,
+        "panels": panels,
+        "runs": colors,
+        "series": [_drawn(s, run, colors[run]) for run, of in runs.items() for s in of],
+    }
+    # In a script, `</` and `<!--` would end it or hide it.
+    content = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    return TEMPLATE.read_text("utf-8").replace("__DATA__", content, 1)
+
+
+FORMATS = (".png", ".svg", ".pdf", ".html")
 COLUMNS = 2  # of the panels below the loss
 MARKERS = "os^Dv*"
 RAW_ALPHA = 0.4
@@ -307,17 +378,20 @@ def figure_of(runs: Runs, x: str, smoothing: float = SMOOTHING) -> Any:
     return figure
 
 
-def output(out: Path | None, overwrite: bool = False) -> Path:
+def output(out: Path | None, html: bool, overwrite: bool = False) -> Path:
     """The file to write; without a name one that is not there, or that may be overwritten.
 
-    ConfigError for an unknown kind, and a file that is there.
+    ConfigError for an unknown kind, a picture where a page is wanted, and a file that is there.
     """
     if out is None:
-        others = (f"loss-{number}.png" for number in itertools.count(2))
-        names = map(Path, itertools.chain(["loss.png"], others))
+        suffix = "html" if html else "png"
+        others = (f"loss-{number}.{suffix}" for number in itertools.count(2))
+        names = map(Path, itertools.chain([f"loss.{suffix}"], others))
         return next(path for path in names if overwrite or not os.path.lexists(path))
     if out.suffix.lower() not in FORMATS:
         raise ConfigError(f"--out: '{out}' must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    if html and out.suffix.lower() != ".html":
+        raise ConfigError(f"--html: writes a page, but --out '{out}' is a picture: leave one out")
     if out.is_file() and not overwrite:
         raise ConfigError(f"--out: '{out}' is there already: add --overwrite, or give another name")
     return out
@@ -327,20 +401,27 @@ def run_plot(
     logs: list[Path],
     out: Path | None = None,
     x: str = "step",
+    html: bool = False,
     overwrite: bool = False,
     smoothing: float = SMOOTHING,
 ) -> None:
     """Draw what the logs have: losses, evaluations, tasks, learning rate, norm, speed, GPUs.
 
-    out: by its suffix one of FORMATS; None: loss.png, or with a number if that is there. x: of
-    AXES. overwrite: replace a file that is there. smoothing: weight of `smoothed`.
+    out: by its suffix one of FORMATS; None: loss.png, or loss.html with `html`, or with a
+    number if that is there. x: of AXES. overwrite: replace a file that is there. smoothing: weight
+    of `smoothed`.
     """
     if x not in AXES:
         raise ConfigError(f"--x: expected {' or '.join(AXES)}, got {x!r}")
-    out = output(out, overwrite)
-    figure = figure_of(read_runs(logs, x), x, smoothing)
+    out = output(out, html, overwrite)
+    runs = read_runs(logs, x)
+    kind = out.suffix[1:].lower()
+    figure = None if kind == "html" else figure_of(runs, x, smoothing)
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as file:
-        figure.savefig(file, format=out.suffix[1:].lower())
+        if figure is None:
+            file.write(page(runs, panels_of(runs), x, smoothing).encode())
+        else:
+            figure.savefig(file, format=kind)
     print(f"wrote {out}")

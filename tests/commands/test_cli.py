@@ -384,9 +384,9 @@ COMMANDS = [
         (("base", Path("adapter"), Path("o"), None, None, False), {}),
     ),
     (
-        "plot pyproject.toml README.md --x hours --overwrite",
+        "plot pyproject.toml README.md --x hours --html",
         "report.plot.run_plot",
-        (([Path("pyproject.toml"), Path("README.md")], None, "hours", True, 0.6), {}),
+        (([Path("pyproject.toml"), Path("README.md")], None, "hours", True, False, 0.6), {}),
     ),
     (
         "sweep-lr --data d --depth 3 --rates 4 --out o.json --lr 0.1",

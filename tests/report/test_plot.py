@@ -1,9 +1,12 @@
-"""Reading logs, smoothing, and the picture of curves."""
+"""Reading logs, smoothing, and the page of curves: as a picture and in HTML."""
 
 from __future__ import annotations
 
 import io
 import json
+import re
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -13,12 +16,15 @@ from matplotlib.image import imread
 from llmq.commands.cli import _run
 from llmq.report.plot import (
     LOSS,
+    MAX_POINTS,
+    _averages,
     figure_of,
     panels_of,
     read_log,
     read_runs,
     series_of,
     smoothed,
+    thinned,
 )
 
 
@@ -133,6 +139,18 @@ def test_a_short_run_is_drawn_as_it_falls():
     np.testing.assert_array_equal(smoothed(np.full(50, 0.1)), np.full(50, 0.1))
 
 
+def test_thinned_series_are_smoothed_by_what_they_stand_for():
+    """Means of the values between kept points, with their numbers, have the mean of all values."""
+    values = np.random.default_rng(0).normal(5.0, 1.0, 20_000)
+    values[[7, 9_000]] = np.nan
+    kept = thinned(values)
+    averages, counts = _averages(values, kept)
+    assert counts.sum() == 19_998
+    np.testing.assert_allclose(np.nansum(averages * counts), np.nansum(values), rtol=1e-12)
+    found = smoothed(averages, 0.999, counts)[100:]
+    np.testing.assert_allclose(found, smoothed(values, 0.999)[kept][100:], atol=0.03)
+
+
 # ------------------------------------------------------------------------------------------------
 # The picture
 
@@ -160,7 +178,7 @@ def test_one_step_is_a_point(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     whole_run(tmp_path / "a.json", steps=1)
     for x in ("step", "tokens", "hours"):
-        assert _run(["plot", "a.json", "--x", x, f"--out={x}.png"]) == 0
+        assert _run(["plot", "a.json", "--x", x, f"--out={x}.html"]) == 0
     (loss, *_) = read_runs([tmp_path / "a.json"], "tokens")["a"]
     assert loss.points and loss.x["tokens"].tolist() == [1000]
 
@@ -168,15 +186,15 @@ def test_one_step_is_a_point(tmp_path, monkeypatch):
 def test_nothing_is_overwritten_unasked(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_log(tmp_path / "a.json", [(0, 5.0), (1, 4.0)])
-    for name in ("loss.png", "loss-2.png", "loss-3.png"):
-        assert _run(["plot", "a.json"]) == 0
+    for name in ("loss.html", "loss-2.html", "loss-3.html"):
+        assert _run(["plot", "a.json", "--html"]) == 0
         assert capsys.readouterr().out == f"wrote {name}\n"
-    (tmp_path / "loss.png").write_text("mine")
-    assert _run(["plot", "a.json", "--out=loss.png"]) == 2
-    assert "--out: 'loss.png' is there already: add --overwrite" in capsys.readouterr().err
-    assert (tmp_path / "loss.png").read_text() == "mine"
-    assert _run(["plot", "a.json", "--overwrite"]) == 0
-    assert capsys.readouterr().out == "wrote loss.png\n"
+    (tmp_path / "loss.html").write_text("mine")
+    assert _run(["plot", "a.json", "--out=loss.html"]) == 2
+    assert "--out: 'loss.html' is there already: add --overwrite" in capsys.readouterr().err
+    assert (tmp_path / "loss.html").read_text() == "mine"
+    assert _run(["plot", "a.json", "--html", "--overwrite"]) == 0
+    assert capsys.readouterr().out == "wrote loss.html\n"
 
 
 @pytest.mark.parametrize("x", ["step", "tokens", "hours"])
@@ -295,7 +313,8 @@ def test_logs_of_the_same_name(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--out", "loss.html"], "--out: 'loss.html' must end in .png, .svg or .pdf"),
+        (["--out", "loss.jpgg"], "--out: 'loss.jpgg' must end in .png, .svg, .pdf or .html"),
+        (["--html", "--out", "a.png"], "--html: writes a page, but --out 'a.png' is a picture"),
         (["--x", "days"], "--x: expected step or tokens or hours, got 'days'"),
         (["--x", "hours"], "does not say how many hours its steps took"),
     ],
@@ -308,3 +327,104 @@ def test_what_cannot_be_drawn(tmp_path, capsys, monkeypatch, args, message):
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     assert _run(["plot", "a.json", "a.json"]) == 2
     assert "a log is given twice" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------
+# The page
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """A page of two runs, the second with a name that is markup."""
+    monkeypatch.chdir(tmp_path)
+    whole_run(tmp_path / "a.json")
+    whole_run(tmp_path / "<b>&.json", steps=3, scale=2.0)
+    assert _run(["plot", "a.json", "<b>&.json", "--x", "tokens", "--html"]) == 0
+    return tmp_path / "loss.html"
+
+
+def test_a_page_holds_all_and_loads_nothing(page):
+    text = page.read_text()
+    assert re.findall(r"\b(?:src|href)\s*=|@import|url\(|fetch\(|XMLHttp|\bimport\b", text) == []
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
+    data = json.loads(re.search(r"^const data = (.*);$", text, re.MULTILINE)[1])
+    assert (data["x"], list(data["axes"])) == ("tokens", ["step", "tokens", "hours"])
+    assert list(data["runs"]) == ["a", "<b>&"]
+    assert "<b>" not in text.replace("\\u003cb>", "")
+    training = data["series"][0]
+    assert training["x"]["tokens"] == [1000, 2000, 3000, 4000, 5000, 6000]
+    np.testing.assert_allclose(training["y"], [5 - s / 10 for s in range(6)])
+    assert {s["panel"] for s in data["series"]} == set(data["panels"])
+
+
+def test_long_series_are_thinned_to_their_extremes():
+    values = np.zeros(100_000)
+    values[[12_345, 54_321]] = 9.0, -9.0
+    values[777] = np.nan
+    kept = thinned(values)
+    assert len(kept) <= MAX_POINTS + 2
+    assert {0, 12_345, 54_321, 99_999} <= set(kept) and (np.diff(kept) > 0).all()
+    np.testing.assert_array_equal(thinned(np.zeros(5)), np.arange(5))
+    assert len(thinned(np.full(10_000, np.nan))) == 2
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+PROBE = """
+<script>
+const errors = [];
+window.addEventListener("error", (e) => errors.push(e.message));
+window.addEventListener("load", () => {
+  const result = { errors, before: document.querySelectorAll("path.curve").length };
+  const svg = document.querySelector("section svg"), box = svg.getBoundingClientRect();
+  const at = { clientX: box.left + box.width / 2, clientY: box.top + 50, bubbles: true };
+  svg.dispatchEvent(new MouseEvent("mousemove", at));
+  const tip = document.getElementById("tip");
+  result.tip = [tip.style.display, [...tip.children].map((row) => row.textContent)];
+  svg.dispatchEvent(new MouseEvent("mouseleave"));
+  result.hidden = tip.style.display;
+  const first = () => [...document.querySelectorAll("section svg")][0].textContent;
+  const tokens = first();
+  document.querySelector("button[data-axis=step]").click();
+  result.axes = [tokens, first()];
+  const curve = () => document.querySelector("path.curve").getAttribute("d");
+  const smooth = curve(), slider = document.querySelector("input[type=range]");
+  slider.value = 0;
+  slider.dispatchEvent(new Event("input"));
+  result.smoothed = [smooth, curve(), document.querySelector("section path").getAttribute("d")];
+  document.querySelectorAll("input[type=checkbox]")[1].click();
+  result.after = document.querySelectorAll("path.curve").length;
+  result.titles = [...document.querySelectorAll("h2")].map((h) => h.textContent);
+  result.labels = [...document.querySelectorAll("label")].map((h) => h.textContent);
+  document.body.textContent = "RESULT" + JSON.stringify(result) + "END";
+});
+</script>
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser")
+def test_a_page_in_a_browser(page, tmp_path):
+    """Curves, tooltip, choice of the axis and of the runs."""
+    probed = tmp_path / "probed.html"
+    probed.write_text(
+        page.read_text().replace('<div id="controls">', PROBE + '<div id="controls">')
+    )
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", probed.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    content = re.search("RESULT(.*)END", done.stdout, re.DOTALL)
+    assert content, done.stdout[-2000:] + done.stderr[-2000:]
+    found = json.loads(content[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    assert found["errors"] == []
+    assert (found["before"], found["after"]) == (24, 12)
+    shown, rows = found["tip"]
+    assert shown == "block" and found["hidden"] == "none"
+    tokens, steps = found["axes"]
+    assert tokens.endswith("tokens") and "6000" in tokens
+    assert steps.endswith("step") and "6000" not in steps
+    assert len(rows) == 6
+    assert rows[0].endswith(" a: training at 3000: 4.8 (mean 4.8673)")
+    smooth, unsmoothed, raw = found["smoothed"]
+    assert smooth != unsmoothed == raw, "the slider smooths the curve over the raw line"
+    assert any("<b>&: evaluation code at 2000: 4" in row for row in rows)
+    assert found["titles"][0] == LOSS and len(found["titles"]) == 8
+    assert [label.strip(" ■") for label in found["labels"]] == ["a", "<b>&"]

@@ -123,7 +123,7 @@ KINDS = [
     Kind("task: ARC", "arc.jsonl", ["eval", "out", "--task", "arc=arc.jsonl", "--device", "cpu"]),
     Kind("card file, signed anew", "card.json", _PLAN,
          mutate=mutators.signed(lambda d: card_file._checksum(d["card"]), "checksum")),
-    Kind("log, plot", "log.json", ["plot", "log.json"]),
+    Kind("log, plot", "log.json", ["plot", "log.json", "--html"]),
     Kind("log, top", "log.json", ["top", "log.json", "--once"]),
     Kind("tuned products", "tuned.json", _tuned, sealed=True),
     Kind("adapter", "adapter/*", _sample("out", "--adapter", "adapter")),
