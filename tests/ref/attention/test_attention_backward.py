@@ -44,15 +44,16 @@ def test_equals_one_step(rng, case, own_scale):
 
 def gradient_of(qkv, d_out, heads, kv_heads):
     """d_qkv in F64, and out of it."""
-    batch, seq_len = qkv.shape[:2]
+    batch, seq_len, _, head_dim = qkv.shape
+    scale = head_dim**-0.5
     out, lse = np.empty_like(d_out), np.empty((batch, heads, seq_len))
-    attention_forward(out, lse, qkv, seq_len, heads, kv_heads, None, seq_len)
+    attention_forward(out, lse, qkv, seq_len, heads, kv_heads, None, seq_len, scale)
     statistics = np.full((batch, heads, seq_len // 64, 2, 64), np.nan)
     taken, rows = np.full(3, 7, np.int32), batch * seq_len
     attention_statistics(statistics, taken, d_out, out, lse, 3, seq_len, heads)
     d_qkv = np.full((rows, qkv.size // rows), np.nan)
     given = (d_qkv, d_out.reshape(rows, -1), statistics, qkv.reshape(rows, -1), taken, None)
-    attention_gradient(*given, 1, batch, seq_len, heads, kv_heads)
+    attention_gradient(*given, 1, batch, seq_len, heads, kv_heads, scale, np.nan)
     return d_qkv.reshape(qkv.shape), out
 
 
