@@ -95,9 +95,9 @@ class Preference(Loss):
         """A float of each token, which `.npy` files beside token files have."""
         return (Input("reference", sidecar=ARRAYS),)
 
-    def __init__(self, dev, options, named):
-        super().__init__(dev, options, named)
-        shape = options.batch_size, options.local_seq_len
+    def __init__(self, dev, batch, optim, named):
+        super().__init__(dev, batch, optim, named)
+        shape = batch.batch_size, batch.local_seq_len
         self._weights = dev.alloc("weights", shape, F32, "Activations")
 
     def weights(self, rows: Rows) -> Tensor:

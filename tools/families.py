@@ -37,7 +37,7 @@ NAMES = (
 
 
 def result(name: str) -> str:
-    """What becomes of a family: "parity", "refused: …", or where its numbers differ."""
+    """Return "parity", "refused: REASON" or "differs: WHERE" for a family."""
     if name not in KNOWN:
         return refusal(name)
     torch.manual_seed(0)
@@ -60,7 +60,7 @@ def result(name: str) -> str:
 
 
 def refusal(name: str) -> str:
-    """The line with which a config.json of a family without a test model is refused."""
+    """Return the reason for which the config.json of a family without a test is refused."""
     kinds = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     architecture = names.get(name) or name

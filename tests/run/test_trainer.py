@@ -276,7 +276,7 @@ def test_formats_that_changed_alike_have_one_line(capsys):
     with trainer(model_dtype="bf16", opt_m_dtype="bf16", learning_rate=0.5) as t:
         t.load(path)
     was = "in the checkpoint's run"
-    formats, rate = capsys.readouterr().err.splitlines()
+    rate, formats = capsys.readouterr().err.splitlines()
     assert formats == (
         "warning: --model-dtype, --master-dtype, --grad-accum-dtype, --matmul-dtype, "
         "--gradient-dtype, --head-dtype, --mlp-dtype, --opt-m-dtype are bf16, "

@@ -72,13 +72,6 @@ BATCH_RULES = (
         lambda v, o: 0 <= v < o.warmup_of(v) + o.cooldown_of(v),
         "--warmup {warmup} and --cooldown {cooldown} do not fit into --steps {value}",
     ),
-    *each(
-        "document_mask",
-        REFUSE,
-        lambda v, o, files: not v and o.loss in ("kd", "weighted"),
-        "--loss {loss}: documents are scored one by one: give --packing best-fit, or "
-        "--document-mask",
-    ),
     *refused("seq_len", lambda v, o: v % 4, "must be a multiple of 4, got {value}"),
     *each("seq_stages", REFUSE, lambda v, o: v and wrong_lengths(o), "--seq-len: {found}"),
     *refused(

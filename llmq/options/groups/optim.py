@@ -425,6 +425,13 @@ OPTIM_RULES = (
         "{loss_values[top-k]} most likely tokens",
     ),
     *each(
+        "document_mask",
+        REFUSE,
+        lambda v, o, files: not v and o.loss in ("kd", "weighted"),
+        "--loss {loss}: documents are scored one by one: give --packing best-fit, or "
+        "--document-mask",
+    ),
+    *each(
         "loss",
         REFUSE,
         lambda v, o, model: v == "kd" and model.logit_softcap is not None,
