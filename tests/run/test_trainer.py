@@ -278,8 +278,8 @@ def test_formats_that_changed_alike_have_one_line(capsys):
     was = "in the checkpoint's run"
     rate, formats = capsys.readouterr().err.splitlines()
     assert formats == (
-        "warning: --model-dtype, --master-dtype, --grad-accum-dtype, --matmul-dtype, "
-        "--gradient-dtype, --head-dtype, --mlp-dtype, --opt-m-dtype are bf16, "
+        "warning: --opt-m-dtype, --model-dtype, --master-dtype, --grad-accum-dtype, "
+        "--matmul-dtype, --gradient-dtype, --head-dtype, --mlp-dtype are bf16, "
         f"{was} they were fp32"
     )
     assert rate == f"warning: --learning-rate is 0.5, {was} it was 0.01"
