@@ -111,18 +111,6 @@ def expect_accumulator(
         expect(op, "scalars", target.scalars, I32, (STEP_SCALARS_WORDS,))
 
 
-def expect_qkv(
-    op: str, name: str, qkv: Tensor, num_heads: int, num_kv_heads: int
-) -> tuple[int, int, int]:
-    """B, T, Hd of packed heads (B, T, Hq + 2 Hkv, Hd); TypeError or ValueError if not."""
-    expect_float(op, name, qkv)
-    heads = num_heads + 2 * num_kv_heads
-    if len(qkv.shape) != 4 or qkv.shape[2] != heads:
-        raise ValueError(f"{op}: {name} must have shape (B, T, {heads}, Hd), got {qkv.shape}")
-    B, T, _, head_dim = qkv.shape
-    return B, T, head_dim
-
-
 def finish_column_sum(dev: Device, target: Accumulator | None, partial: Tensor) -> None:
     """target (columns,) = or += the sum of partial, F32 (rows, columns), over its rows. target
     None: nothing, because nobody wants it."""
@@ -137,16 +125,6 @@ def finish_column_sum(dev: Device, target: Accumulator | None, partial: Tensor) 
         COLUMN_SUM_THREADS,
         (tensor, partial, scalars, rows, columns, int(accumulate), salt),
     )
-
-
-def expect_head_dim(op: str, dev: Device, head_dim: int, multiple: int, most: int) -> None:
-    """Raise ValueError for a head size whose vectors and tiles a GPU kernel cannot form. The CPU's
-    references take any size."""
-    on_gpu = dev.spec.capability > 0
-    if on_gpu and (head_dim % multiple or head_dim > most):
-        raise ValueError(
-            f"{op}: Hd must be a multiple of {multiple} up to {most} on a GPU, got {head_dim}"
-        )
 
 
 def expect_multiple(op: str, dev: Device, name: str, size: int, multiple: int) -> None:

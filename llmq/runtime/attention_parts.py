@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from llmq.base.dtypes import F32, I32, DType
+from llmq.base.dtypes import F32, DType
 from llmq.base.tensor import Tensor
 from llmq.runtime.arena import align_up
-from llmq.runtime.kernel import ceil_div, expect
+from llmq.runtime.kernel import ceil_div
 
 
 def sees_all_before(window: int | None, seq_len: int) -> bool:
@@ -33,12 +33,10 @@ class AttentionMask:
     starts: Tensor | None = None
     window: int | None = None
 
-    def within(self, op: str, batch: int, seq_len: int, backends: tuple[str, ...]) -> AttentionMask:
-        """Without a window that every query's keys fit into. TypeError or ValueError if wrong."""
-        if self.starts is not None:
-            expect(op, "starts", self.starts, I32, (batch, seq_len))
-            if "cudnn" in backends:
-                raise ValueError(f"{op}: the cudnn backend knows no documents within a sequence")
+    def within(self, op: str, seq_len: int, backends: tuple[str, ...]) -> AttentionMask:
+        """Without a window that every query's keys fit into. ValueError if wrong."""
+        if self.starts is not None and "cudnn" in backends:
+            raise ValueError(f"{op}: the cudnn backend knows no documents within a sequence")
         if self.window is not None and self.window < 1:
             raise ValueError(f"{op}: window must be at least 1, got {self.window}")
         whole = sees_all_before(self.window, seq_len)

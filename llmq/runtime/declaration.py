@@ -250,24 +250,25 @@ class Declaration:
             sizes = {self.args[i].name: args[i] for i, _ in self._numbers}
             given = zip([self.args[i] for i in self._tensors], tensors, strict=True)
             types = self._fit(list(given), sizes, on_gpu)
-            for rule in self.rules:
-                if on_gpu or not rule.of_gpu:
-                    rule.check(self.entry, sizes)
             self._remember(key, types)
         return types
 
-    def dims(self, given: Mapping[str, Tensor]) -> tuple[int, ...]:
-        """The sizes of the dimensions that these arguments' shapes name, by first appearance.
-        Raises TypeError or ValueError for tensors that do not fit."""
-        key = (*given, *[x.kind if type(x) is Tensor else type(x) for x in given.values()])
+    def dims(self, given: Mapping[str, Tensor | int]) -> tuple[int, ...]:
+        """The sizes of the dimensions that the shapes of these tensors name, by first appearance,
+        but for those that are given as numbers. Raises TypeError or ValueError for tensors that do
+        not fit."""
+        values = given.values()
+        kinds = [x.kind if type(x) is Tensor else x if type(x) is int else None for x in values]
+        key = (*given, *kinds)
         dims = self._known.get(key)
         if dims is None:
-            sizes: dict[str, Any] = {}
             by_name = {arg.name: arg for arg in self.args}
-            tensors = [(by_name[name], tensor) for name, tensor in given.items()]
+            pairs = [(by_name[name], value) for name, value in given.items()]
+            sizes: dict[str, Any] = {arg.name: value for arg, value in pairs if not arg.pointer}
+            tensors = [(arg, value) for arg, value in pairs if arg.pointer]
             self._fit(tensors, sizes, on_gpu=False, complete=False)
-            named = dict.fromkeys(dim.name for arg, _ in tensors for dim in arg.shape if dim.name)
-            dims = tuple(sizes[name] for name in named)
+            names = (dim.name for arg, _ in tensors for dim in arg.shape if dim.name)
+            dims = tuple(sizes[name] for name in dict.fromkeys(names) if name not in given)
             self._remember(key, dims)
         return dims
 
@@ -303,6 +304,9 @@ class Declaration:
             self._name_sizes(arg, tensor, sizes)
         for arg, tensor in given:
             self._expect_shape(arg, tensor, sizes, complete)
+        for rule in self.rules:
+            if on_gpu or not rule.of_gpu:
+                rule.check(self.entry, sizes)
         return types
 
     def _is_there(self, arg: Arg, tensor: Tensor | None, on_gpu: bool) -> bool:

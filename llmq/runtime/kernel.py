@@ -66,11 +66,11 @@ class Kernel:
         dtypes. Raises TypeError or ValueError that names entry, argument, expected and given."""
         return self.declaration.check(args, on_gpu)
 
-    def dims(self, **tensors: Tensor) -> tuple[int, ...]:
+    def dims(self, **given: Tensor | int) -> tuple[int, ...]:
         """The sizes of the dimensions that the shapes of these arguments name, in the order in
-        which names first appear: what a launcher needs to know before it can launch. Raises as
-        `bind`."""
-        return self.declaration.dims(tensors)
+        which names first appear: what a launcher needs to know before it can launch. Numbers that
+        are given count, and are left out. Raises as `bind`."""
+        return self.declaration.dims(given)
 
     def traffic(self, args: tuple) -> tuple[int, int, int]:
         """Bytes that one launch must move: of device memory, from host memory, and to it. Each

@@ -106,6 +106,11 @@ def test_dimensions_by_name():
     for _ in range(2):
         assert NORM.dims(x=tensor(6, 16)) == (6, 16)
     assert GLU.dims(x=tensor(2, 3, 16)) == (6, 8)
+    assert GLU.dims(x=tensor(6, 16), F=8) == (6,)
+    with pytest.raises(ValueError, match=r"glu: x must have shape \(6, 18\), got \(6, 16\)"):
+        GLU.dims(x=tensor(6, 16), F=9)
+    with pytest.raises(ValueError, match="norm: C must be a multiple of 4, got 6"):
+        NORM.dims(x=tensor(6, 6))
     assert PRODUCT.dims(out=tensor(2, 3, dtype=F32), a=tensor(5, 2)) == (2, 3)
     assert NORM.dims(weight=tensor(16), mean=tensor(6, dtype=F32)) == (16, 6)
     with pytest.raises(ValueError, match=r"norm: x must have shape \(rows, C\), got \(96,\)"):

@@ -6,7 +6,7 @@ from math import inf
 
 from llmq.base.dtypes import BF16, F32, U8
 from llmq.base.tensor import Tensor
-from llmq.ops.common import VECTOR_BYTES, expect_head_dim, expect_qkv
+from llmq.ops.common import VECTOR_BYTES
 from llmq.runtime.arena import ALIGN
 from llmq.runtime.attention_parts import (
     ALL,
@@ -23,7 +23,7 @@ from llmq.runtime.cudnn import (
     divided_workspace_bytes,
 )
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, ceil_div
 
 BACKENDS = ("native", "cudnn")
 MAX_HEAD_DIM = 256
@@ -33,65 +33,81 @@ DECODE_THREADS = 128
 SUM_THREADS = 256
 
 _SIZES = "i32 seq_len, i32 num_heads, i32 num_kv_heads"
-_MASK = "const i32*? starts, i32 window, f32 scale"
+_MASK = "i32[batch,seq_len]? starts, i32 window, f32 scale"
+# Shapes of packed heads, of query heads, and of statistics of their rows.
+_QKV, _OUT = "[batch,seq_len,num_heads + 2*num_kv_heads,Hd]", "[batch,seq_len,num_heads,Hd]"
+_ROWS = "f32[batch,num_heads,seq_len]"
+_RULES = {
+    "where": "num_kv_heads >= 1, num_heads % num_kv_heads",
+    "gpu": f"Hd <= {MAX_HEAD_DIM}",
+}
 FORWARD = Kernel(
     "attention/attention.cu",
     "attention_forward",
-    f"T* out, f32* lse, const T* qkv, {_SIZES}, {_MASK}",
+    f"out T{_OUT} out, out {_ROWS} lse, T{_QKV} qkv, {_SIZES}, {_MASK}",
+    **_RULES,
 )
 DELTA = Kernel(
     "attention/attention.cu",
     "attention_delta",
-    "f32* delta, const T* d_out, const T* out, i32 seq_len, i32 num_heads",
+    f"out {_ROWS} delta, T{_OUT} d_out, T{_OUT} out, i32 seq_len, i32 num_heads",
 )
 BACKWARD = Kernel(
     "attention/attention.cu",
     "attention_backward_tiles",
-    f"T* d_qkv, const T* d_out, const f32* lse, const f32* delta, const T* qkv, {_SIZES}, {_MASK}",
+    f"out T{_QKV} d_qkv, T{_OUT} d_out, {_ROWS} lse, {_ROWS} delta, T{_QKV} qkv, {_SIZES}, {_MASK}",
+    **_RULES,
 )
+_CACHE = "T[batch,max_positions,num_kv_heads,Hd]"
 DECODE = Kernel(
     "attention/attention.cu",
     "attention_decode",
-    "T* out, inout T* k_cache, inout T* v_cache, const T* qkv, i32 position, i32 num_new, "
-    "i32 max_positions, i32 num_heads, i32 num_kv_heads, i32 window, f32 scale, const T*? sinks",
+    f"out T[batch,num_new,num_heads,Hd] out, inout {_CACHE} k_cache, inout {_CACHE} v_cache, "
+    "T[batch,num_new,num_heads + 2*num_kv_heads,Hd] qkv, i32 position, i32 num_new, "
+    "i32 max_positions, i32 num_heads, i32 num_kv_heads, i32 window, f32 scale, "
+    "T[num_heads]? sinks",
+    where=f"position >= 0, position + num_new <= max_positions, {_RULES['where']}",
+    gpu=_RULES["gpu"],
 )
 SUM_HEADS = Kernel(
     "attention/attention.cu",
     "attention_sum_heads",
-    "inout T* d_qkv, const T* d_kv, i32 seq_len, i32 num_heads, i32 num_kv_heads",
+    "inout T[1,seq_len,num_heads + 2*num_kv_heads,Hd] d_qkv, T[2,num_heads,seq_len,Hd] d_kv, "
+    + _SIZES,
+    **_RULES,
 )
 CUDNN_FORWARD = Kernel(
     "attention/attention",
     "attention_forward",
-    f"bf16* out, f32* lse, const bf16* qkv, {_SIZES}, {_MASK}, u8* workspace",
+    f"out bf16{_OUT} out, out {_ROWS} lse, bf16{_QKV} qkv, {_SIZES}, {_MASK}, "
+    "out u8[bytes] workspace",
+    **_RULES,
 )
 CUDNN_BACKWARD = Kernel(
     "attention/attention",
     "attention_backward",
-    "bf16* d_qkv, bf16*? d_kv, const bf16* d_out, const bf16* out, const f32* lse, "
-    f"const bf16* qkv, u8* workspace, i32 deterministic, i32 parts, {_SIZES}, {_MASK}",
+    f"out bf16{_QKV} d_qkv, out bf16[2,num_heads,seq_len,Hd]? d_kv, bf16{_OUT} d_out, "
+    f"bf16{_OUT} out, {_ROWS} lse, bf16{_QKV} qkv, out u8[bytes] workspace, i32 deterministic, "
+    f"i32 parts, {_SIZES}, {_MASK}",
+    **_RULES,
 )
 
 
-def _check(
-    op: str,
-    dev: Device,
-    qkv: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    backends: tuple[str, ...] = ("native",),
-) -> tuple[int, int, int]:
-    """B, T, Hd of packed heads (B, T, Hq + 2 Hkv, Hd)."""
-    batch, seq_len, head_dim = expect_qkv(op, "qkv", qkv, num_heads, num_kv_heads)
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"{op}: {num_heads} heads cannot share {num_kv_heads} key/value heads")
-    expect_head_dim(op, dev, head_dim, 1, MAX_HEAD_DIM)
+def _expect_backends(op: str, qkv: Tensor, backends: tuple[str, ...]) -> None:
     for backend in backends:
         if backend not in BACKENDS:
             raise ValueError(f"{op}: backend must be one of {BACKENDS}, got {backend!r}")
         if backend == "cudnn" and qkv.dtype != BF16:
             raise TypeError(f"{op}: the cudnn backend needs BF16, got {qkv.dtype.label}")
-    return batch, seq_len, head_dim
+
+
+def _heads(op: str, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """x in the shape (B,T,Hq,Hd). Raises ValueError unless x has that, or heads as one
+    dimension."""
+    batch, seq_len, num_heads, head_dim = shape
+    if x.shape not in (shape, (batch, seq_len, num_heads * head_dim)):
+        raise ValueError(f"{op}: {name} must have shape {shape}, got {x.shape}")
+    return x.view(*shape)
 
 
 def _scale(op: str, scale: float | None, head_dim: int) -> float:
@@ -140,25 +156,20 @@ def forward(
 ) -> None:
     """out = softmax(scale * q k^T, causal) v for each head; lse for the backward.
 
-    Args (contiguous; T-type F32 or BF16, all the same; statistics and sums in F32):
-        out      out  (B,T,Hq,Hd)          or (B,T,Hq*Hd)
-        lse      out  F32 (B,Hq,T)         log of the softmax's denominator, natural logarithm
-        qkv      in   (B,T,Hq+2*Hkv,Hd)    query heads, then key heads, then value heads;
-                                           query head h uses key/value head h // (Hq/Hkv)
-        mask     the keys that queries see; starts with "native" alone
-        scale    factor of scores, rounded to F32; None: 1 / sqrt(Hd)
-        backend  "native": cu/attention/attention.cu; "cudnn": the library, BF16 only; several: as
-                 Device.choose takes ways
+    qkv: query heads, then key heads, then value heads; query head h uses key/value head h //
+    (Hq/Hkv). out: (B,T,Hq,Hd) or (B,T,Hq*Hd). lse: log of the softmax's denominator, natural
+    logarithm. mask: the keys that queries see; starts with "native" alone. scale: factor of scores,
+    rounded to F32; None: 1 / sqrt(Hd). backend: "native", cu/attention/attention.cu; "cudnn", the
+    library, BF16 only; several: as Device.choose takes ways.
 
     Cost:    2*B*Hq*T*T*Hd FLOPs (half of the square), or less by what is not seen; one launch;
              cudnn takes a workspace.
     """
     op, backends = "attention.forward", _names(backend)
-    batch, seq_len, head_dim = _check(op, dev, qkv, num_heads, num_kv_heads, backends)
-    expect(op, "out", out, qkv.dtype, _like(out, batch, seq_len, num_heads, head_dim))
-    expect(op, "lse", lse, F32, (batch, num_heads, seq_len))
-    out = out.view(batch, seq_len, num_heads, head_dim)
-    mask = mask.within(op, batch, seq_len, backends)
+    _expect_backends(op, qkv, backends)
+    batch, seq_len, head_dim = FORWARD.dims(qkv=qkv, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    out = _heads(op, "out", out, (batch, seq_len, num_heads, head_dim))
+    mask = mask.within(op, seq_len, backends)
     starts, window = mask.args(seq_len)
     sizes = (seq_len, num_heads, num_kv_heads, starts, window, _scale(op, scale, head_dim))
     flops = 2 * batch * num_heads * mask.pairs(seq_len) * head_dim
@@ -185,13 +196,6 @@ def forward(
     _choose(op, dev, backends, {"native": native, "cudnn": cudnn}, qkv, num_heads, mask)
 
 
-def _like(x: Tensor, batch: int, seq_len: int, num_heads: int, head_dim: int) -> tuple[int, ...]:
-    """The expected shape of x, heads apart or merged as x has them."""
-    if len(x.shape) == 3:
-        return (batch, seq_len, num_heads * head_dim)
-    return (batch, seq_len, num_heads, head_dim)
-
-
 def backward(
     dev: Device,
     d_qkv: Tensor,
@@ -211,35 +215,30 @@ def backward(
 ) -> None:
     """Gradient of attention: probabilities are computed again from lse.
 
-    Args (contiguous; T-type F32 or BF16, all the same; sums in F32):
-        d_qkv          out  (B,T,Hq+2*Hkv,Hd)   every element is written
-        d_out, out     in   (B,T,Hq,Hd)         or (B,T,Hq*Hd)
-        lse            in   F32 (B,Hq,T)        of the forward
-        qkv            in   (B,T,Hq+2*Hkv,Hd)
-        chunks         pieces that the batch is cut into, one after another, to share a workspace;
-                       with cudnn up to B*Hq, of which those beyond B cut the heads
-        mask, scale    of the forward
-        backend        of the forward or another one, as there
-        kernel         what "native" means here, of ops.attention.attention_backward.chosen()
-        deterministic  False lets cudnn add in any order, for less workspace; native always is
+    d_qkv: every element is written. d_out, out: (B,T,Hq,Hd) or (B,T,Hq*Hd). lse, mask, scale: of
+    the forward. chunks: pieces that the batch is cut into, one after another, to share a workspace;
+    with cudnn up to B*Hq, of which those beyond B cut the heads. backend: of the forward or another
+    one, as there. kernel: what "native" means here, of ops.attention.attention_backward.chosen().
+    deterministic: False lets cudnn add in any order, for less workspace; native always is.
 
     Cost:    5*B*Hq*T*T*Hd FLOPs (half of the square, or less by what is not seen; native spends 7,
              or 8 where Hd > 128); native: two launches a chunk, workspace 4*B*Hq*T/chunks bytes,
              chunks beyond B do nothing; cudnn: one or two, about 2*B*Hq*T*T/chunks.
     """
     op, backends = "attention.backward", _names(backend)
-    batch, seq_len, head_dim = _check(op, dev, qkv, num_heads, num_kv_heads, backends)
-    expect(op, "d_qkv", d_qkv, qkv.dtype, qkv.shape)
-    for name, x in (("d_out", d_out), ("out", out)):
-        expect(op, name, x, qkv.dtype, _like(x, batch, seq_len, num_heads, head_dim))
-    expect(op, "lse", lse, F32, (batch, num_heads, seq_len))
+    _expect_backends(op, qkv, backends)
+    # All sequences, as launches check the parts that they are cut into.
+    batch, seq_len, head_dim = BACKWARD.dims(
+        qkv=qkv, lse=lse, d_qkv=d_qkv, num_heads=num_heads, num_kv_heads=num_kv_heads
+    )
     if not 1 <= chunks <= (most := batch * num_heads):
         raise ValueError(
             f"{op}: chunks must be from 1 to {most}, the heads of all sequences, got {chunks}"
         )
-    mask, scale = mask.within(op, batch, seq_len, backends), _scale(op, scale, head_dim)
-    heads = (batch, seq_len, num_heads, head_dim)
-    tensors = (d_qkv, d_out.view(*heads), out.view(*heads), lse, qkv)
+    mask, scale = mask.within(op, seq_len, backends), _scale(op, scale, head_dim)
+    shape = (batch, seq_len, num_heads, head_dim)
+    d_out, out = _heads(op, "d_out", d_out, shape), _heads(op, "out", out, shape)
+    tensors = (d_qkv, d_out, out, lse, qkv)
     step, parts = split(batch, chunks)
 
     def cudnn() -> None:
@@ -347,16 +346,10 @@ def _backward_cudnn(
 def sum_heads(dev: Device, d_qkv: Tensor, d_kv: Tensor) -> None:
     """d_qkv's key and value heads = sums over their query heads, in ascending order, in F32.
 
-    Args (contiguous; F32 or BF16, both the same):
-        d_qkv  inout  (1,T,Hq+2*Hkv,Hd)   its query heads are left as they are
-        d_kv   in     (2,Hq,T,Hd)         of each query head, for keys and for values
+    Its query heads are left as they are. d_kv: of each query head, for keys and for values.
     """
-    op = "attention.sum_heads"
-    num_heads, head_dim = d_kv.shape[1], d_kv.shape[3]
+    num_heads, seq_len, head_dim = SUM_HEADS.dims(d_kv=d_kv)
     num_kv_heads = (d_qkv.shape[2] - num_heads) // 2
-    _, seq_len, _ = _check(op, dev, d_qkv, num_heads, num_kv_heads)
-    expect(op, "d_qkv", d_qkv, None, (1, *d_qkv.shape[1:3], head_dim))
-    expect(op, "d_kv", d_kv, d_qkv.dtype, (2, num_heads, seq_len, head_dim))
     vectors = 2 * num_kv_heads * seq_len * head_dim * d_kv.dtype.itemsize // VECTOR_BYTES
     dev.launch(
         SUM_HEADS,
@@ -384,32 +377,19 @@ def decode(
 ) -> None:
     """Store the keys and values of n new positions, and attend causally to those so far.
 
-    Args (contiguous; F32 or BF16, all the same):
-        out               out    (B,n,Hq,Hd)          or (B,n,Hq*Hd)
-        qkv               in     (B,n,Hq+2*Hkv,Hd)    rotated already
-        k_cache, v_cache  inout  (B,P,Hkv,Hd)         rows [position, position + n) are written,
-                                                      earlier ones read, later ones untouched
-        position          number of positions that the cache holds; position + n <= P
-        window            positions that each sees, its own included; None: all so far
-        sinks             in     (Hq,)                or None; of each head, a score of nothing
-        scale             factor of scores, rounded to F32; None: 1 / sqrt(Hd)
+    qkv: rotated already. out: (B,n,Hq,Hd) or (B,n,Hq*Hd). k_cache, v_cache: rows [position,
+    position + n) are written, earlier ones read, later ones untouched. position: number of
+    positions that the cache holds. window: positions that each sees, its own included; None: all so
+    far. sinks: of each head, a score of nothing. scale: factor of scores, rounded to F32; None: 1 /
+    sqrt(Hd).
 
     Cost:    reads the used part of the cache once per query head; one launch.
     """
     op = "attention.decode"
-    batch, num_new, head_dim = _check(op, dev, qkv, num_heads, num_kv_heads)
-    expect(op, "out", out, qkv.dtype, _like(out, batch, num_new, num_heads, head_dim))
-    max_positions = k_cache.shape[1]
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        expect(op, name, cache, qkv.dtype, (batch, max_positions, num_kv_heads, head_dim))
-    if not 0 <= position <= max_positions - num_new:
-        raise ValueError(
-            f"{op}: position must be from 0 to {max_positions - num_new}, for {num_new} new "
-            f"positions in a cache of {max_positions}, got {position}"
-        )
-    if sinks is not None:
-        expect(op, "sinks", sinks, qkv.dtype, (num_heads,))
-    out = out.view(batch, num_new, num_heads, head_dim)
+    batch, num_new, head_dim, max_positions = DECODE.dims(
+        qkv=qkv, k_cache=k_cache, num_heads=num_heads, num_kv_heads=num_kv_heads
+    )
+    out = _heads(op, "out", out, (batch, num_new, num_heads, head_dim))
     seen = max_positions if window is None else min(window, max_positions)
     sizes = (position, num_new, max_positions, num_heads, num_kv_heads, seen)
     scale = _scale(op, scale, head_dim)

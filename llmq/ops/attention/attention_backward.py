@@ -26,16 +26,20 @@ EVENNESS = 3  # of the work's mean and of its longest tile; with 4, as it was me
 STATISTICS = Kernel(
     "attention/attention_backward.cu",
     "attention_statistics",
-    "f32* statistics, i32* taken, const bf16* d_out, const bf16* out, const f32* lse, "
-    "i32 counts, i32 seq_len, i32 num_heads",
+    "out f32[batch,num_heads,blocks,2,64] statistics, out i32[counts] taken, "
+    "bf16[batch,seq_len,num_heads,Hd] d_out, bf16[batch,seq_len,num_heads,Hd] out, "
+    "f32[batch,num_heads,seq_len] lse, i32 counts, i32 seq_len, i32 num_heads",
     capability=CAPABILITY,
 )
 GRADIENT = Kernel(
     "attention/attention_backward.cu",
     "attention_gradient",
-    "bf16[16]* d_qkv, const bf16[64]* d_out, const f32* statistics, const bf16[64]* qkv, "
-    "inout i32* taken, inout f32*? sums, i32 part_heads, i32 batches, i32 seq_len, "
-    "i32 num_heads, i32 num_kv_heads, f32 scale, f32 scale_log2",
+    "box16 out bf16[batches*seq_len,columns] d_qkv, "
+    "box64 bf16[batches*seq_len,columns // (num_heads + 2*num_kv_heads) * num_heads] d_out, "
+    "f32[batches,num_heads,blocks,2,64] statistics, box64 bf16[batches*seq_len,columns] qkv, "
+    "inout i32[counts] taken, inout f32[parts,batches,num_kv_heads,blocks,2,64,Hd]? sums, "
+    "i32 part_heads, i32 batches, i32 seq_len, i32 num_heads, i32 num_kv_heads, f32 scale, "
+    "f32 scale_log2",
     capability=CAPABILITY,
 )
 
@@ -86,13 +90,10 @@ def backward(
     dev: Device, tensors: tuple, num_heads: int, num_kv_heads: int, mask: AttentionMask,
     scale: float, *, micro_batch: int,
 ) -> None:  # fmt: skip
-    """Gradient of attention, for ops.attention.attention.backward, which checks: `own` in there.
+    """Gradient of attention, for ops.attention.attention.backward: `own` in there.
 
-    Args: mask, which hides nothing, scale of scores, micro_batch, see chosen(), and tensors:
-        d_qkv       out  BF16 (B,T,Hq+2*Hkv,Hd)   every element is written
-        d_out, out  in   BF16 (B,T,Hq,Hd)
-        lse         in   F32  (B,Hq,T)            of the forward
-        qkv         in   BF16 (B,T,Hq+2*Hkv,Hd)
+    mask hides nothing. scale: of scores. micro_batch: see chosen(). tensors: d_qkv, d_out, out,
+    lse, qkv, as there; heads apart.
 
     Cost:    7*B*Hq*T*T*Hd FLOPs; two launches; workspace 8*B*Hq*T bytes, and 8*B*Hkv*T*Hd for each
              part of query heads but the last, see part_heads().

@@ -85,12 +85,12 @@ def forward(
     if out is None and fp8 is None:
         raise TypeError(f"{op}: out or fp8 must be given, both are None")
     product, up_gate = _taken(up_gate)
-    kernel = FORWARD_FP8 if product is None else FORWARD_CODED
+    kernel = FORWARD_CODED if product else FORWARD_FP8 if fp8 else FORWARD
     rows, F = kernel.dims(up_gate=up_gate)
     args, consts = (out, up_gate, rows, F, abs_max), abs_max_consts(abs_max) | NOT_AGAIN
     consts |= {"GELU": int(gelu), "CODED": int(product is not None)}
-    if fp8 is None and product is None:
-        dev.launch(FORWARD, grid(out.size, out.dtype.itemsize), THREADS, args, consts=consts)
+    if kernel is FORWARD:
+        dev.launch(kernel, grid(out.size, out.dtype.itemsize), THREADS, args, consts=consts)
         return
     if product is None and out is not None:
         expect(op, "out", out, up_gate.dtype, out.shape)
@@ -129,14 +129,14 @@ def backward(
         raise TypeError(f"{op}: d_out and up_gate must both be codes of products, or none")
     if d_up_gate is None and fp8 is None and abs_max is None:
         raise TypeError(f"{op}: d_up_gate, fp8 or abs_max must be given, all are None")
-    kernel = BACKWARD_CODED if coded else BACKWARD_FP8
+    kernel = BACKWARD_CODED if coded else BACKWARD_FP8 if fp8 or out_fp8 else BACKWARD
     rows, F = kernel.dims(up_gate=up_gate)
     tensors, consts = (d_up_gate, d_out, up_gate), abs_max_consts(abs_max)
     consts |= again_consts(op, out, out_fp8) | {"GELU": int(gelu), "CODED": int(coded)}
-    if fp8 is None and out_fp8 is None and not coded:
+    if kernel is BACKWARD:
         blocks = grid(d_out.size, d_out.dtype.itemsize)
         args = (*tensors, rows, F, abs_max, out)
-        dev.launch(BACKWARD, blocks, THREADS, args, consts=consts)
+        dev.launch(kernel, blocks, THREADS, args, consts=consts)
         return
     for name, tensor in (("d_up_gate", d_up_gate), ("d_out", d_out), ("out", out)):
         if not coded and tensor is not None:

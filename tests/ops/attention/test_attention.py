@@ -508,11 +508,22 @@ def test_wrong_arguments():
         with pytest.raises(error, match=match):
             call(dev, **{**arguments, "num_heads": 4, "num_kv_heads": 2, **changes})
 
-    refuse(ValueError, r"attention.forward: qkv must have shape \(B, T, 10, Hd\)", num_heads=6)
-    refuse(ValueError, "2 heads cannot share 3 key/value heads", num_heads=2, num_kv_heads=3)
     refuse(
-        ValueError, "Hd must be a multiple of 1 up to 256 on a GPU", qkv=make((2, 8, 8, 257), BF16)
+        ValueError,
+        r"qkv must have shape \(2, 8, 10, 64\)",
+        num_heads=6,
     )
+    refuse(
+        ValueError,
+        "num_heads must be a multiple of 3",
+        num_heads=2,
+        num_kv_heads=3,
+    )
+    wide = {"qkv": make((2, 8, 8, 257), BF16), "out": make((2, 8, 4, 257), BF16)}
+    refuse(ValueError, "Hd must be at most 256 on a GPU, got 257", **wide)
+    merged = make((2, 8, 256), BF16)
+    attention.forward(dev, **forward | {"out": merged}, num_heads=4, num_kv_heads=2)
+    refuse(ValueError, r"out must have shape \(2, 8, 4, 64\)", out=merged.view(2, 8, 64, 4))
     refuse(TypeError, "out must be BF16, got F32", out=make((2, 8, 4, 64), F32))
     refuse(TypeError, "lse must be F32, got BF16", lse=make((2, 4, 8), BF16))
     refuse(ValueError, "backend must be one of", backend="flash")
@@ -525,15 +536,17 @@ def test_wrong_arguments():
     backward(ValueError, "chunks must be from 1 to 8, the heads of all seq.*, got 9", chunks=9)
     with pytest.raises(ValueError, match=r"d_qkv must have shape \(1, 8, 8, 64\)"):
         attention.sum_heads(dev, tensors["qkv"], make((2, 4, 8, 64), BF16))
-    with pytest.raises(TypeError, match="d_kv must be BF16, got F32"):
+    with pytest.raises(TypeError, match="attention_sum_heads: d_qkv must be F32, got BF16"):
         attention.sum_heads(dev, make((1, 8, 8, 64), BF16), make((2, 4, 8, 64), F32))
-    backward(TypeError, r"attention.backward: d_qkv must be BF16", d_qkv=make((2, 8, 8, 64), F32))
+    backward(
+        TypeError, "attention_backward_tiles: d_qkv must be BF16", d_qkv=make((2, 8, 8, 64), F32)
+    )
     single = _plan(dtype=F32)[1]
     backward(TypeError, "the cudnn backend needs BF16", arguments=single, backend="cudnn")
     caches = {"out": tensors["out"], "qkv": tensors["qkv"]}
     caches |= {name: make((2, 16, 2, 64), BF16) for name in ("k_cache", "v_cache")}
     decode = partial(refuse, call=attention.decode, arguments=caches)
-    decode(ValueError, "position must be from 0 to 8, .* got 9", position=9)
+    decode(ValueError, r"position \+ num_new must be at most 16, got 17", position=9)
     decode(ValueError, "v_cache must have shape", position=0, v_cache=make((2, 15, 2, 64), BF16))
 
 

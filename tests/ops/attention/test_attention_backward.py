@@ -302,7 +302,7 @@ def test_statistics(hopper, rng):
 
     def call(dev, statistics, taken, d_out, out, lse):
         blocks = T * Hq * attention_backward.STATISTICS_LANES // 256
-        args = (statistics, taken, d_out, out, lse, counts, T, Hq)
+        args = (statistics, taken.rows(0, counts), d_out, out, lse, counts, T, Hq)
         consts = {"HEAD_DIM": Hd, "STAGES": STAGES[Hd]}
         dev.launch(attention_backward.STATISTICS, (blocks, B), 256, args, consts=consts)
 

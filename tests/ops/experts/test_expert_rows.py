@@ -217,9 +217,7 @@ def test_wrong_arguments():
         op.gather_rows(dev, y, make((4, 12), BF16), place)
     with pytest.raises(TypeError, match="rows_combine: out must be F32, got BF16"):
         op.combine(dev, x, make((8, 16), F32), place)
-    with pytest.raises(
-        ValueError, match=r"rows_combine: y must have shape \(132, 16\), got \(8, 16\)"
-    ):
+    with pytest.raises(ValueError, match="top_k must be at most 32, got 33"):
         op.combine(dev, x, y, make((4, 33), I32))
     with pytest.raises(ValueError, match=r"combine_backward: weights must have shape \(4, 2\)"):
         op.combine_backward(dev, y, make((4, 2), F32), y, place, make((4, 3), F32))
