@@ -63,6 +63,10 @@ CONFIGS = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
         },
     ),
+    "granite": lambda: transformers.GraniteConfig(
+        **_SHARED, tie_word_embeddings=True, embedding_multiplier=12.0, residual_multiplier=0.22,
+        logits_scaling=2.0, attention_multiplier=0.1,
+    ),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(  # an MLP in the second layer
         **_SHARED | {"num_hidden_layers": 3}, head_dim=32, tie_word_embeddings=False,
         num_experts=5, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True,

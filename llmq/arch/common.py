@@ -23,6 +23,9 @@ _OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 """Fields that models with a text_config may give beside it."""
 
 
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+"""Fields of ModelConfig with factors that most architectures fix to 1."""
+
 QUANTIZATIONS = ("bitsandbytes", "compressed-tensors", "fp8", "mxfp4")
 """Kinds of codes, by quantization_config's quant_method, that checkpoint/coded decodes."""
 
@@ -69,6 +72,10 @@ class Architecture:
     label: str
     """Name in [Options] and in the log."""
 
+    def embedding_scale(self, hidden_size: int) -> float:
+        """The factor of the embedding's rows beside the config's, rounded to their format."""
+        return 1.0
+
     def inputs(self, model: Any) -> tuple[Input, ...]:
         """The arrays that the model reads of each batch beside tokens and targets."""
         return ()
@@ -101,8 +108,6 @@ class Architecture:
     queries has behind each head."""
     sinks = False
     """Each query head has a score of its own in its softmax, which gives attention to nothing."""
-    scaled_embedding = False
-    """Rows of the embedding are multiplied by sqrt(C), rounded to their format."""
     pads_embedding = True
     """The row of pad_token_id gets no gradient where it is looked up."""
     qkv_bias: bool | None = False
@@ -244,7 +249,8 @@ class Architecture:
         """Fields that a model of this architecture must have, given its other fields."""
         names = "windowed_layers rope_layers local_rope_theta attention_scale".split()
         names += ["logit_softcap", "experts", "delta"]
-        others = dict.fromkeys(name for name in names if name not in self.own_fields)
+        others = dict.fromkeys(names) | dict.fromkeys(MULTIPLIERS, 1.0)
+        others = {name: value for name, value in others.items() if name not in self.own_fields}
         return self.kinds(model.qkv_bias, model.mlp_bias) | others
 
     def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:

@@ -1,5 +1,6 @@
 """Gemma: Llama with GeGLU, scaled embeddings and norms whose weights are stored less 1."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,13 +18,15 @@ class Gemma(RopeFamily):
     label = "Gemma"
     activation = "geglu"
     norm_offset = True
-    scaled_embedding = True
     head_dim = 256
     qkv_bias = None
     o_bias = None
     bos_token_id = 2
     eos_token_id = 1
     pad_token_id = 0
+
+    def embedding_scale(self, hidden_size: int) -> float:
+        return math.sqrt(hidden_size)
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """In older files hidden_activation counts, and hidden_act beside it says nothing."""

@@ -1,5 +1,6 @@
 """Gemma 3 (text): norms before and behind each half, GeGLU, scaled embeddings, windowed layers."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,6 @@ class Gemma3(RopeFamily):
     gguf = GgufKind("gemma3", windows=True, heads=True)
     activation = "geglu"
     norm_offset = True
-    scaled_embedding = True
     qk_norm = True
     qkv_bias = None
     o_bias = None
@@ -49,6 +49,9 @@ class Gemma3(RopeFamily):
     modules = RopeFamily.modules | {
         key: (f"model.layers.{{}}.{module}",) for key, module in norm_names.items()
     }
+
+    def embedding_scale(self, hidden_size: int) -> float:
+        return math.sqrt(hidden_size)
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """As in its family, but for names, defaults, and parameters that are of kinds of layers."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from llmq.arch import architecture, read_fields
-from llmq.arch.common import Architecture
+from llmq.arch.common import MULTIPLIERS, Architecture
 from llmq.arch.delta import DeltaNet
 from llmq.arch.experts import Experts
 from llmq.arch.matrix import HalfSpec, Matrix
@@ -87,6 +87,12 @@ class ModelConfig:
     """Base of the rotary frequencies of layers with a window, not stretched; None: as in others."""
     attention_scale: float | None = None
     """Factor of attention's scores; None: 1 / sqrt(Hd)."""
+    embedding_multiplier: float = 1.0
+    """Factor of the embedding's rows."""
+    residual_multiplier: float = 1.0
+    """Factor of what each half adds to the residual stream: of the product of its last matrix."""
+    logits_scaling: float = 1.0
+    """Logits are divided by it, before a soft cap."""
     logit_softcap: float | None = None
     """It times tanh of a logit over it stands for each logit; None: itself."""
     qk_norm: bool
@@ -134,7 +140,7 @@ class ModelConfig:
     @property
     def embedding_scale(self) -> float:
         """The factor of the embedding's rows; ops round it to their format."""
-        return math.sqrt(self.hidden_size) if self.arch.scaled_embedding else 1.0
+        return self.embedding_multiplier * self.arch.embedding_scale(self.hidden_size)
 
     @property
     def padding_row(self) -> int | None:
@@ -293,9 +299,7 @@ class ModelConfig:
             self.delta.validate(self.num_layers)
         if not 0 < self.rope_theta < math.inf:
             raise ConfigError(f"model rope_theta: must be positive, got {self.rope_theta}")
-        scale = self.attention_scale
-        if scale is not None and not 0 < scale < math.inf:
-            raise ConfigError(f"model attention_scale: must be positive, got {scale}")
+        self._check_factors()
         part = self.partial_rotary_factor
         turned = self.rotary_dim if self.positions == "rope" else 2
         if not 0 < part <= 1 or turned < 2 or turned % 2:
@@ -318,6 +322,21 @@ class ModelConfig:
                 got = getattr(self, name)
                 raise ConfigError(f"model {name}: {self.architecture} needs {value!r}, got {got!r}")
         return self
+
+    def _check_factors(self) -> None:
+        """ConfigError where a factor is not positive, or not computed beside other fields."""
+        scale = self.attention_scale
+        if scale is not None and not 0 < scale < math.inf:
+            raise ConfigError(f"model attention_scale: must be positive, got {scale}")
+        for name in MULTIPLIERS:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"model {name}: must be positive, got {getattr(self, name)}")
+        biased = self.experts is not None or self.o_bias or self.mlp_bias
+        if self.residual_multiplier != 1 and (biased or self.arch.post_norm):
+            raise ConfigError(
+                "model residual_multiplier: not with experts, biases of attention's output and the "
+                f"MLP, or norms behind halves, got {self.residual_multiplier}"
+            )
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:

@@ -43,10 +43,12 @@ from llmq.runtime.device import Device
 
 
 class _Parts(NamedTuple):
-    """The parts of one matrix of one block. salt: of its dropout. hidden: h (rows, R). norms: F32
-    (out_features,), of rows that have magnitudes; None without those."""
+    """The parts of one matrix of one block. times_alpha: the matrix with scalings times the alpha
+    of its product. salt: of its dropout. hidden: h (rows, R). norms: F32 (out_features,), of rows
+    that have magnitudes; None without those."""
 
     matrix: Adapted
+    times_alpha: Adapted
     salt: int
     hidden: Tensor
     norms: Tensor | None
@@ -67,6 +69,11 @@ class BlockLinear:
         self.dev, self.config, self.operands = dev, config, operands
         every = [(layer, m) for layer in range(config.num_layers) for m in config.matrices(layer)]
         self._matrices = {(layer, matrix.key): matrix for layer, matrix in every}
+        self._alphas = {
+            (layer, half.output): config.residual_multiplier
+            for layer in range(config.num_layers)
+            for half in config.halves(layer)
+        }
         self._numbers = {which: number for number, which in enumerate(self._matrices)}
         self.dropout = Dropout(dev, options, scalars)
         self._rows = options.batch.micro_tokens
@@ -86,12 +93,17 @@ class BlockLinear:
             norms = None
             if adapters.dora:
                 norms = dev.alloc(f"{name}_norms.{layer}", matrix.shape[:1], F32, "Activations")
-            self._parts[layer, name] = _Parts(matrix, len(self._parts), hidden, norms)
+            times_alpha = matrix.times(self._alpha(layer, name))
+            self._parts[layer, name] = _Parts(matrix, times_alpha, len(self._parts), hidden, norms)
             widest = max(widest, width)
         # One matrix at a time: its gradients follow its input's.
         self._d_hidden = dev.alloc(
             "d_hidden", (self._rows * widest,), operands.dtype, "Activations"
         )
+
+    def _alpha(self, layer: int, key: str) -> float:
+        """The factor of a matrix's product: the residual multiplier of a half's last matrix."""
+        return self._alphas.get((layer, key), 1.0)
 
     def accepts_addend(self, layer: int, key: str, out: Tensor) -> bool:
         """Whether forward takes an addend for an `out` like this one."""
@@ -111,7 +123,8 @@ class BlockLinear:
         *,
         epilogue: Epilogue = STORE,
     ) -> None:
-        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the adapters'.
+        """out (rows, out_features) = alpha * x (rows, in_features) @ weight^T + bias, and the
+        adapters', times alpha too. alpha: the residual multiplier, of a half's last matrix; else 1.
         addend: like out, other memory, or None, as it is unless `accepts_addend`. Beside adapters
         no product writes codes."""
         w, bias, parts, adapters = ctx.w, ctx.w.bias(key), self._of(ctx, key), None
@@ -123,12 +136,13 @@ class BlockLinear:
             if parts.norms is not None:
                 self._measure(parts, key, w)
                 magnitudes, bias = Magnitudes(parts.norms, w.magnitudes(key), bias), None
-            blocks = blocks_of(parts.matrix, b)
+            blocks = blocks_of(parts.times_alpha, b)
             adapters = Adapters(parts.hidden, b, blocks, magnitudes=magnitudes)
         x, weight = self.operands.pair(FORWARD, x, w[key])
         product(
             self.dev, out, x, weight, trans_b=True, bias=bias, adapters=adapters, addend=addend,
             epilogue=epilogue, fast=FORWARD in self.operands.fast,
+            alpha=self._alpha(ctx.layer.index, key),
         )  # fmt: skip
 
     def _of(self, ctx: LayerContext, key: str) -> _Parts | None:
@@ -154,8 +168,8 @@ class BlockLinear:
         *,
         epilogue: Epilogue = STORE,
     ) -> None:
-        """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B. d_x:
-        None where nobody wants it."""
+        """d_x (rows, in_features), from d_out (rows, out_features), times forward's alpha; and the
+        gradient of B. d_x: None where nobody wants it."""
         w, parts, adapters = ctx.w, self._of(ctx, key), None
         with ExitStack() as temps:
             if parts is not None:
@@ -165,14 +179,15 @@ class BlockLinear:
                     d_out = d_sum
                 (a, b), (_, d_b) = w.adapters(key), ctx.g.adapters(key)
                 d_hidden, d_y = self._d_hidden_of(parts), tensor_of(d_out)
-                output_gradients(self.dev, parts.matrix, d_hidden, d_b, d_y, parts.hidden, b)
+                matrix = parts.times_alpha
+                output_gradients(self.dev, matrix, d_hidden, d_b, d_y, parts.hidden, b)
                 adapters = Adapters(d_hidden, a, dropout=self.dropout.mask(parts.salt))
             if d_x is not None:
                 salt = self._numbers[ctx.layer.index, key]
                 d_out, weight = self.operands.pair(BACKWARD, d_out, w[key], salt)
                 product(
                     self.dev, d_x, d_out, weight, adapters=adapters, epilogue=epilogue,
-                    fast=BACKWARD in self.operands.fast,
+                    fast=BACKWARD in self.operands.fast, alpha=self._alpha(ctx.layer.index, key),
                 )  # fmt: skip
 
     def needs_input(self, ctx: LayerContext, key: str) -> bool:
@@ -195,7 +210,8 @@ class BlockLinear:
         if key in g:
             salt = self._numbers[ctx.layer.index, key]
             a, b = self.operands.pair(WEIGHT, d_out, x, salt)
-            weight_gradient(dev, g[key], a, b, fast=WEIGHT in self.operands.fast)
+            alpha = self._alpha(ctx.layer.index, key)
+            weight_gradient(dev, g[key], a, b, fast=WEIGHT in self.operands.fast, alpha=alpha)
         d_bias = g.bias(key) if bias else None
         if d_bias is not None:
             reduce.bias_gradient(dev, d_bias, tensor_of(d_out))
@@ -216,8 +232,10 @@ class BlockLinear:
         x, weight = self.operands.pair(FORWARD, x, w[key])
         with ExitStack() as temps:
             both = temps.enter_context(dev.scratch("sum", d_out.shape, d_out.dtype))
-            tail = expanded(dev, temps, parts.matrix, w.adapters(key)[1])
-            product(dev, both, x, weight, trans_b=True, fast=FORWARD in self.operands.fast)
+            tail = expanded(dev, temps, parts.times_alpha, w.adapters(key)[1])
+            how = {"fast": FORWARD in self.operands.fast}
+            how["alpha"] = self._alpha(ctx.layer.index, key)
+            product(dev, both, x, weight, trans_b=True, **how)
             matmul(dev, both, parts.hidden, tail, trans_b=True, accumulate=True)
             adapter.magnitude_gradient(dev, both, both, d_out, parts.norms)
             reduce.bias_gradient(dev, ctx.g.magnitudes(key), both)

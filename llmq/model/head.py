@@ -98,10 +98,11 @@ class Head:
         self.lse = dev.alloc("logits_lse", (rows,), F32, "Activations")
         self.new_columns = _columns_of_new_rows(dev, config, options.model)
         table = table_adapters(config, options.model, "head")
-        self.adapters = None if table is None else HeadAdapters(dev, table, dropout)
+        alpha = 1.0 if config.num_labels else 1 / config.logits_scaling
+        self.adapters = None if table is None else HeadAdapters(dev, table.times(alpha), dropout)
         self.operands = operands.head
         self.fp8 = self.operands.makes_codes
-        self.linear = Linear(dev, self.operands)
+        self.linear = Linear(dev, self.operands, alpha)
         self._code_scale = 1.0
         if self.fp8:
             self._code_scale = gradient_scale(z_loss, largest)

@@ -24,30 +24,33 @@ class Linear:
     """The products of linear layers on one device: of the LM head, of routers, of adapters. Those
     of blocks are `BlockLinear`'s."""
 
-    def __init__(self, dev: Device, operands: Operands | None = None):
-        """operands: of the products; None: tensors that are multiplied as they are."""
-        self.dev, self.operands = dev, operands or Operands(dev)
+    def __init__(self, dev: Device, operands: Operands | None = None, alpha: float = 1.0):
+        """operands: of the products; None: tensors that are multiplied as they are. alpha: factor
+        of all products with the weight, in both directions; biases have none."""
+        self.dev, self.operands, self.alpha = dev, operands or Operands(dev), alpha
 
     def forward(
         self, out: Tensor, x: Operand, weight: Operand, *, adapters: Adapters | None = None
     ) -> None:
-        """out (rows, out_features) = x (rows, in_features) @ weight^T, and the adapters'."""
+        """out (rows, out_features) = alpha * x (rows, in_features) @ weight^T; and adapters'."""
         a, b = self.operands.pair(FORWARD, x, weight)
         fast = FORWARD in self.operands.fast
-        product(self.dev, out, a, b, trans_b=True, adapters=adapters, fast=fast)
+        how = {"adapters": adapters, "fast": fast, "alpha": self.alpha}
+        product(self.dev, out, a, b, trans_b=True, **how)
 
     def input_gradient(self, d_x: Tensor, d_out: Operand, weight: Operand) -> None:
-        """d_x (rows, in_features) = d_out (rows, out_features) @ weight."""
+        """d_x (rows, in_features) = alpha * d_out (rows, out_features) @ weight."""
         a, b = self.operands.pair(BACKWARD, d_out, weight)
-        product(self.dev, d_x, a, b, fast=BACKWARD in self.operands.fast)
+        product(self.dev, d_x, a, b, fast=BACKWARD in self.operands.fast, alpha=self.alpha)
 
     def weight_gradients(
         self, d_weight: Accumulator | None, d_bias: Accumulator | None, d_out: Operand, x: Operand
     ) -> None:
-        """d_weight (out_features, in_features) = or += d_out^T @ x, d_bias the sum of d_out's rows.
-        None: not wanted, because the parameter is frozen or there is none."""
+        """d_weight (out_features, in_features) = or += alpha * d_out^T @ x, d_bias the sum of
+        d_out's rows. None: not wanted, because the parameter is frozen or there is none."""
         if d_weight is not None:
             a, b = self.operands.pair(WEIGHT, d_out, x)
-            weight_gradient(self.dev, d_weight, a, b, fast=WEIGHT in self.operands.fast)
+            fast = WEIGHT in self.operands.fast
+            weight_gradient(self.dev, d_weight, a, b, fast=fast, alpha=self.alpha)
         if d_bias is not None:
             reduce.bias_gradient(self.dev, d_bias, tensor_of(d_out))

@@ -2,6 +2,8 @@
 matrix (out, in): A is (rank, in), B (out, rank). It is of one module as Hugging Face names it,
 which may be queries, keys and values together."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -91,6 +93,11 @@ class Adapted:
     def scales(self) -> tuple[float, ...]:
         """The scaling of each adapter."""
         return tuple(part.scale for part in self.parts)
+
+    def times(self, factor: float) -> Adapted:
+        """The same adapters with scalings times a factor: beside a product times that factor."""
+        parts = tuple(part._replace(scale=factor * part.scale) for part in self.parts)
+        return replace(self, parts=parts)
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:

@@ -32,6 +32,9 @@ OLMOE_7B, MIXTRAL_8X7B, GPT_OSS_20B, GPT2 = (
 )
 
 
+GRANITE = LLAMA32_1B | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+
+
 @pytest.mark.parametrize(
     ("hf", "preset_name", "differences"),
     [
@@ -266,6 +269,14 @@ def test_weights_of_transformers_have_our_shapes(name):
         (GEMMA3_1B, {"final_logit_softcapping": "x"}, "final_logit_softcapping: expected float"),
         (GEMMA3_1B, {"use_bidirectional_attention": True}, "use_bidirectional_attention: True"),
         (GEMMA3_1B, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: must be positive"),
+        (GRANITE, {"residual_multiplier": 0}, "residual_multiplier: must be positive, got 0"),
+        (GRANITE, {"logits_scaling": float("nan")}, "logits_scaling: must be positive, got nan"),
+        (GRANITE, {"attention_multiplier": -1.0}, "attention_scale: must be positive, got -1"),
+        (
+            GRANITE | {"residual_multiplier": 0.22},
+            {"attention_bias": True},
+            "residual_multiplier: not with experts, biases of attention's output and the MLP",
+        ),
         (GEMMA3_1B, {"layer_types": ["full_attention"]}, "layer_types: expected 26 of"),
         (GEMMA3_1B, {"sliding_window_pattern": 0}, "sliding_window_pattern: must be positive"),
         (GEMMA3_1B, {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type: 'yarn'"),

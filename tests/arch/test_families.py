@@ -45,6 +45,11 @@ FAMILIES = {
     "glm": lambda: transformers.GlmConfig(**FOUR, head_dim=32),
     "glm4": lambda: transformers.Glm4Config(**FOUR, head_dim=32),
     "ernie4_5": lambda: transformers.Ernie4_5Config(**FOUR, head_dim=32, use_bias=True),
+    "granite": lambda: transformers.GraniteConfig(
+        **FOUR, embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0,
+        attention_multiplier=0.015625,
+    ),
+    "granite_plain": lambda: transformers.GraniteConfig(**FOUR, attention_bias=True, mlp_bias=True),
     "helium": lambda: transformers.HeliumConfig(**FOUR, head_dim=16),
 }  # fmt: skip
 

@@ -38,7 +38,7 @@ from tests.models import exported, hf_model, torch_loss, trainer_for
 
 LORA = {"lora_rank": 4, "lora_alpha": 6.0, "lora_scaling": "rs", "lora_plus": 2.0}
 LORA["weight_decay"] = 0.1
-MODELS = ["qwen2", "qwen3", "llama_biases", "phi3", "olmo2", "gpt2"]
+MODELS = ["qwen2", "qwen3", "llama_biases", "phi3", "olmo2", "gpt2", "granite"]
 
 
 def tensors(trainer, values) -> dict[str, np.ndarray]:
@@ -99,6 +99,7 @@ CODED = [("qwen2", "e4m3"), ("phi3", "nf4"), ("olmo2", "nf4"), ("gpt2", "int8"),
 
 # With magnitudes, on every base.
 DORA = [("phi3", None), ("gpt2", None), ("qwen2", "nf4"), ("qwen3", "e4m3"), ("olmo2", "int8")]
+DORA += [("granite", None), ("granite", "int8")]
 
 
 @pytest.mark.parametrize(

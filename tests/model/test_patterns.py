@@ -39,6 +39,7 @@ SETTINGS = {
     "tied head": ("qwen3", {"target_modules": ["lm_head"], "rank_pattern": {"lm_head": 7}}),
     "tied, both": ("gpt2", {"target_modules": ["wte", "lm_head", "c_attn"]}),
     "scaled embedding": ("gemma3", {"target_modules": ["embed_tokens", "up_proj"]}),
+    "factors": ("granite", {"target_modules": ["embed_tokens", "lm_head", "o_proj", "down_proj"]}),
     "excluded": ("qwen3", {"exclude_modules": r".*0\.mlp.*|.*1\.self_attn\.o_proj"}),
 }
 
