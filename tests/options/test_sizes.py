@@ -174,7 +174,7 @@ def test_weights_have_their_own_sizes(given):
 
 def test_a_command_line_says_them_again(capsys):
     config = of_options("tiny", **{"vocab-size": "auto", "rope-theta": 5, "tie-embeddings": False})
-    flags = ["--vocab-size=auto", "--rope-theta=5.0", "--no-tie-embeddings"]
+    flags = ["--vocab-size=auto", "--no-tie-embeddings", "--rope-theta=5.0"]
     assert command_line(config)[-3:] == flags
     fit = "plan --model tiny --from-scratch --num-layers 3 --fit --card 4090"
     assert _run([*fit.split(), "--host-memory", "8GiB"]) == 0
