@@ -408,9 +408,9 @@ def test_one_failing_rank_ends_all(phase, level, monkeypatch):
     real = getattr(owner, name)
     before = set(threading.enumerate())
 
-    def __init__(self, dev, *args):
+    def __init__(self, dev, *args, **kwargs):
         self.dev = dev
-        failing(real)(self, dev, *args)
+        failing(real)(self, dev, *args, **kwargs)
 
     method = __init__ if name == "__init__" else failing(real, calls)
     monkeypatch.setattr(owner, name, method)
