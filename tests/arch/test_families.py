@@ -128,11 +128,3 @@ def test_its_export_is_the_model_for_transformers(model, tmp_path):
     assert ModelConfig.from_hf(hf) == ModelConfig.from_hf(
         json.loads((path / "config.json").read_text())
     )
-
-
-def test_adapters_of_rank_8_train(model):
-    _, path = model
-    with trainer_for(path, lora_rank=8) as trainer:
-        batch = [random_batch(np.random.default_rng(4))]
-        losses = [trainer.step(batch).loss for _ in range(4)]
-    assert losses[-1] < losses[0]

@@ -127,11 +127,10 @@ def test_too_few_records_are_refused(here, model, capsys):
 @pytest.mark.parametrize(
     ("size", "sizes", "method"),
     [
-        ("1.5B", (1536, 8960, 28, 12, 2), r"adapters of rank 16 on (bf16|e4m3) weights"),
         ("7B", (3584, 18944, 28, 28, 4), r"adapters of rank 16 on (nf4|e4m3) weights"),
     ],
 )
-def test_a_card_of_8_gb_takes_1_5b_and_7b(here, model, capsys, tmp_path, size, sizes, method):
+def test_a_card_of_8_gb_takes_7b(here, model, capsys, tmp_path, size, sizes, method):
     """By plan: 500 conversations, and no weights are needed."""
     folder = write_chat_tokenizer(tmp_path / size, CHATML)
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
