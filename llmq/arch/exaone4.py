@@ -28,8 +28,8 @@ class Exaone4(RopeFamily):
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """A config without sliding_window means one of 4096; null: none, and RoPE in all layers."""
         given, window = {"sliding_window": 4096} | dict(hf), hf.get("sliding_window", 4096)
-        every = get(hf, "sliding_window_pattern", int, None) or 4
-        if "layer_types" not in hf:
+        if hf.get("layer_types") is None:  # else the pattern is a word such as LLLG
+            every = get(hf, "sliding_window_pattern", int, None) or 4
             kinds = ("sliding_attention", "full_attention")
             layers = range(1, hf["num_hidden_layers"] + 1)
             given["layer_types"] = [kinds[not window or n % every == 0] for n in layers]

@@ -7,8 +7,6 @@ from typing import Any
 from llmq.arch.common import reject
 from llmq.arch.rope_family import RopeFamily
 
-_GELU = "gelu_pytorch_tanh"
-
 
 class Gemma(RopeFamily):
     """GELU is its approximation by tanh."""
@@ -17,6 +15,7 @@ class Gemma(RopeFamily):
     model_type = "gemma"
     label = "Gemma"
     activation = "geglu"
+    hidden_acts = ("gelu_pytorch_tanh",)
     norm_offset = True
     head_dim = 256
     qkv_bias = None
@@ -30,11 +29,9 @@ class Gemma(RopeFamily):
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """In older files hidden_activation counts, and hidden_act beside it says nothing."""
-        if hf.get("hidden_activation") is None:
-            reject(hf, "hidden_act", _GELU)
-        reject(hf, "hidden_activation", _GELU, None)
-        shared = {name: value for name, value in hf.items() if name != "hidden_act"}
-        return super().read_sizes({"tie_word_embeddings": True, **shared})
+        reject(hf, "hidden_activation", *self.hidden_acts, None)
+        named = hf.get("hidden_activation") or hf.get("hidden_act", self.hidden_acts[0])
+        return super().read_sizes({"tie_word_embeddings": True, **hf, "hidden_act": named})
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        return super().write_sizes(model) | {"hidden_act": _GELU, "hidden_activation": _GELU}
+        return super().write_sizes(model) | {"hidden_activation": self.hidden_acts[0]}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmq.arch.common import GgufKind, get, reject, size
-from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily, all_but_every
+from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily, all_but_every, norm_modules
 from llmq.base.errors import ConfigError
 
 
@@ -46,9 +46,7 @@ class Gemma3(RopeFamily):
         "ln2": "pre_feedforward_layernorm",
         "ln1_post": "post_feedforward_layernorm",
     }
-    modules = RopeFamily.modules | {
-        key: (f"model.layers.{{}}.{module}",) for key, module in norm_names.items()
-    }
+    modules = RopeFamily.modules | norm_modules(norm_names)
 
     def embedding_scale(self, hidden_size: int) -> float:
         return math.sqrt(hidden_size)

@@ -7,7 +7,7 @@ behind them.
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.rope_family import RopeFamily
+from llmq.arch.rope_family import RopeFamily, norm_modules
 
 
 class Glm(RopeFamily):
@@ -45,6 +45,4 @@ class Glm4(Glm):
         "ln2": "post_attention_layernorm",
         "ln1_post": "post_mlp_layernorm",
     }
-    modules = Glm.modules | {
-        key: (f"model.layers.{{}}.{module}",) for key, module in norm_names.items()
-    }
+    modules = Glm.modules | norm_modules(norm_names)

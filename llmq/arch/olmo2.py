@@ -8,7 +8,7 @@ from typing import Any
 
 from llmq.arch.common import GgufKind, get, reject
 from llmq.arch.experts import WithExperts
-from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily
+from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily, norm_modules
 
 
 class _Olmo(RopeFamily):
@@ -35,9 +35,7 @@ class Olmo2(_Olmo):
         "ln1_post": "post_feedforward_layernorm",
         "ln2_post": "post_attention_layernorm",
     }
-    modules = RopeFamily.modules | {
-        key: (f"model.layers.{{}}.{module}",) for key, module in norm_names.items()
-    }
+    modules = RopeFamily.modules | norm_modules(norm_names)
 
 
 class Olmo3(Olmo2):

@@ -31,6 +31,8 @@ class RopeFamily(Architecture):
     """How positions may be stretched."""
     partial_rotary = False
     """A part of a head's channels may be rotated alone."""
+    hidden_acts: tuple[str, ...] = ("silu", "swish")
+    """Names of the activation in config.json's hidden_act; the first one is written."""
     modules: Mapping[str, tuple[str, ...]] = {
         "embed": ("model.embed_tokens",),
         "ln1": ("model.layers.{}.input_layernorm",),
@@ -46,7 +48,7 @@ class RopeFamily(Architecture):
     }
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        reject(hf, "hidden_act", "silu", "swish")
+        reject(hf, "hidden_act", *self.hidden_acts)
         reject(hf, "use_mrope", False, None)
         heads, hidden = size(hf, "num_attention_heads"), size(hf, "hidden_size")
         max_positions = size(hf, "max_position_embeddings")
@@ -138,7 +140,7 @@ class RopeFamily(Architecture):
             "head_dim": model.head_dim,
             "max_position_embeddings": model.max_positions,
             "rms_norm_eps": model.norm_eps,
-            "hidden_act": "silu",
+            "hidden_act": self.hidden_acts[0],
             "attention_dropout": 0.0,
             "rope_theta": theta,
             "rope_scaling": rope,
@@ -154,6 +156,11 @@ class RopeFamily(Architecture):
             fields["sliding_window"] = model.sliding_window or model.max_positions
             fields["layer_types"] = [WINDOWED if window else FULL for window in windowed]
         return fields
+
+
+def norm_modules(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Entries of `Architecture.modules` for `Architecture.norm_names`."""
+    return {key: (f"model.layers.{{}}.{module}",) for key, module in names.items()}
 
 
 def all_but_every(every: int, num_layers: int) -> tuple[bool, ...]:

@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import get, reject
+from llmq.arch.common import get
 from llmq.arch.rope_family import RopeFamily
-
-_GELU = "gelu_pytorch_tanh"
 
 
 class Starcoder2(RopeFamily):
@@ -17,6 +15,7 @@ class Starcoder2(RopeFamily):
     label = "StarCoder2"
     norm = "layernorm"
     activation = "gelu"
+    hidden_acts = ("gelu_pytorch_tanh",)
     qkv_bias = None
     o_bias = None
     mlp_bias = None
@@ -30,15 +29,13 @@ class Starcoder2(RopeFamily):
     targets = ("q", "k", "v", "o", "up", "down")
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        reject(hf, "hidden_act", _GELU)
         bias = get(hf, "use_bias", bool, True)
-        shared = {name: value for name, value in hf.items() if name != "hidden_act"}
         own = {"attention_bias": bias, "mlp_bias": bias, "tie_word_embeddings": True}
         own["rms_norm_eps"] = get(hf, "norm_epsilon", float, 1e-5)
-        return super().read_sizes({**own, **shared})
+        return super().read_sizes({**own, **hf})
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
         fields = super().write_sizes(model)
         fields["norm_epsilon"] = fields.pop("rms_norm_eps")
-        own = {"hidden_act": _GELU, "use_bias": model.mlp_bias}
-        return fields | own | {"sliding_window": model.sliding_window}
+        own = {"use_bias": model.mlp_bias, "sliding_window": model.sliding_window}
+        return fields | own

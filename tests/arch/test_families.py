@@ -128,3 +128,11 @@ def test_its_export_is_the_model_for_transformers(model, tmp_path):
     assert ModelConfig.from_hf(hf) == ModelConfig.from_hf(
         json.loads((path / "config.json").read_text())
     )
+
+
+def test_the_pattern_of_exaones_windows_may_be_a_word():
+    """The released config.json of 32B has one beside layer_types."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    fields = FAMILIES["exaone4"]().to_dict() | {"architectures": ["Exaone4ForCausalLM"]}
+    model = ModelConfig.from_hf(fields | {"sliding_window_pattern": "LLLG", "layer_types": kinds})
+    assert model.windowed_layers == model.rope_layers == (True, True, True, False)
