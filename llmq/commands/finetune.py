@@ -28,7 +28,9 @@ def finetune(
     ) = "auto",
     chat_template: option(str | None, "As that of `llmq tokenize`.") = None,
     card: CardName = None,
-    gpu_memory: option(str | None, "Plan for a GPU of this memory.", metavar="SIZE") = None,
+    gpu_memory: option(
+        str | None, "Plan for a GPU of this memory; train nothing.", metavar="SIZE"
+    ) = None,
     dry_run: option(bool, "Tokenize and plan; train nothing.", "--dry-run") = False,
 ) -> None:
     """Fine-tune a model on your records: reads them, chooses, trains, and compares.
@@ -46,17 +48,12 @@ def finetune(
     wish = Wish(
         files=tuple(files),
         mapping=parse_map(map or []),
-        model=own.get("model"),
-        name=own.get("name"),
         out=out,
         method=method,
         chat_template=chat_template,
         card=card,
         gpu_memory=size_of("--gpu-memory", gpu_memory),
-        download=bool(own.get("download")),
         dry_run=dry_run,
-        force=bool(own.get("force")),
-        overwrite=bool(own.get("overwrite")),
         given=own,
     )
     with ending_children():

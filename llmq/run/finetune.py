@@ -52,24 +52,29 @@ QUESTIONS = 2  # held-out ones that are answered before and after
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """The command as it was given. model: None: the smallest instruct model in the cache. out:
-    None: finetune/NAME. card: plan for this card, on any machine. given: options of `llmq train`,
-    by flag, which win over what is chosen here."""
+    """The command as it was given. out: None: finetune/NAME. card, gpu_memory: plan for such a GPU,
+    on any machine, and train nothing. given: options of `llmq train`, by flag, which win over
+    options that are chosen here."""
 
     files: tuple[str, ...]
     mapping: Mapping[str, str]
-    model: str | None = None
-    name: str | None = None
     out: Path | None = None
     method: str = "auto"
     chat_template: str | None = None
     card: str | None = None
     gpu_memory: int | None = None
-    download: bool = False
     dry_run: bool = False
-    force: bool = False
-    overwrite: bool = False
     given: Mapping[str, Any]
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if the plan is for another machine than this one."""
+        return self.card is not None or self.gpu_memory is not None
+
+    @property
+    def plans(self) -> bool:
+        """True if nothing is trained, so that no weights are needed."""
+        return self.dry_run or self.is_elsewhere
 
 
 class Chosen(NamedTuple):
@@ -81,7 +86,6 @@ class Chosen(NamedTuple):
     where: PlanTarget
     candidate: Candidate
     steps: int
-    given: dict[str, Any]
 
     @property
     def seconds(self) -> float | None:
@@ -93,43 +97,41 @@ class Chosen(NamedTuple):
 def run_finetune(wish: Wish) -> None:
     """Tokenize, choose, train, and compare. LlmqError for what the user can mend; nothing is
     trained, and no model is written, before the last of these checks."""
-    name = wish.name or Path(wish.files[0]).name.split(".")[0] or "finetune"
+    name = wish.given.get("name") or Path(wish.files[0]).name.split(".")[0] or "finetune"
     out = wish.out or Path("finetune") / name
     source = _model(wish)
     data = prepare(
         wish.files,
         wish.mapping,
-        hub.find_tokenizer(source, wish.download),
+        hub.find_tokenizer(source, bool(wish.given.get("download"))),
         out / "data",
         chat_template=wish.chat_template,
-        overwrite=wish.overwrite,
+        overwrite=bool(wish.given.get("overwrite")),
     )
     if not data.lengths.size:
         raise ConfigError(f"'{wish.files[0]}' has no document to train on")
     chosen = _chosen(wish, name, out, source, data)
-    for line in _summary(chosen, data):
-        print(line)
-    print()
+    summary = _summary(chosen, data)
+    print("\n".join(summary), end="\n\n")
     run_show(data.patterns("train"), tokenizer=None, document=1, limit=1 + data.in_pairs, ids=False,
              seq_len=None, document_separator=None)  # fmt: skip
-    if chosen.steps < FEWEST_STEPS and not wish.force:
+    if chosen.steps < FEWEST_STEPS and not wish.given.get("force"):
         raise ConfigError(
             f"{chosen.steps} steps change a model too little: give more records, --epochs "
             f"{_epochs_for(FEWEST_STEPS, chosen)}, or --force"
         )
     file = out / "finetune.yaml"
-    if wish.dry_run or wish.card is not None:
+    if wish.plans:
         print(f"\nNothing was trained. To train: {_without_plan(sys.argv[1:])}")
         return
-    if wish.overwrite:
+    if wish.given.get("overwrite"):
         file.unlink(missing_ok=True)
     save_options(file, chosen.config, notes=_reasons(chosen, data))
     prompts = held_out_prompts(data.patterns("eval"), QUESTIONS, chosen.config.seq_len)
     config = replace(chosen.config, sample_prompt=tuple(prompts), task_every=-1)
     run_training(config, chosen.model, chosen.model_dir, command_line(config))
-    write_card(out, config, chosen.model, about=_summary(chosen, data)[:3])
-    for line in _next(config, source, file):
-        print(line)
+    write_card(out, config, about=summary[:3])
+    print("\n".join(_next(config, source, file)))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -138,12 +140,12 @@ def run_finetune(wish: Wish) -> None:
 
 def _model(wish: Wish) -> str:
     """The model to fine-tune. ConfigError, with what to fetch, where none is given or there."""
-    if wish.model is not None:
-        return wish.model
+    if "model" in wish.given:
+        return wish.given["model"]
     found = cached_instruct_models()
     if found:
         return found[0]
-    if wish.download:
+    if wish.given.get("download"):
         return MODEL
     raise ConfigError(
         f"--model: there is no instruct model in the cache {hub_cache()}: give a directory, or "
@@ -186,40 +188,33 @@ def sequence_length(lengths: np.ndarray, longest: int) -> int:
 
 def _chosen(wish: Wish, name: str, out: Path, source: str, data: FinetuneData) -> Chosen:
     """The fastest run that fits and suits the data."""
-    given = {"model": source, "download": wish.download, "name": name} | _places(out)
+    given = {"model": source, "name": name} | _places(out)
     given |= {"train-file": data.patterns("train"), "packing": "best-fit"}
-    given |= {"eval-file": _eval_pattern(out, data), "overwrite": wish.overwrite}
+    given |= {"eval-file": _eval_pattern(out, data)}
     given |= {"loss": "dpo"} if data.in_pairs else {}
-    own = {str(flag).replace("_", "-"): value for flag, value in wish.given.items()}
-    config = config_of(layers_of(given | own))
-    model, _ = of_run.model_of_run(config, weights=not (wish.dry_run or wish.card))
+    config = config_of(layers_of(given | wish.given))
+    model, model_dir = of_run.model_of_run(config, weights=not wish.plans)
     given["seq-len"] = sequence_length(data.lengths, model.longest)
-    here = None if wish.card or wish.gpu_memory else target_here(config, model)
+    here = None if wish.is_elsewhere else target_here(config, model)
     on_cpu = here is not None and here.spec == HOST_SPEC
     given |= _of_method(wish.method, parameter_count(model), model.hidden_size, data, on_cpu=on_cpu)
-    config = config_of(layers_of(given | own))
-    sequences = _sequences(config, model)
-    given |= _of_length(config, sequences, data.tokens, 1 if here is None else here.world_size)
-    layers = layers_of(given | own)
-    config = config_of(layers)
-    model, model_dir = of_run.model_of_run(config, weights=not (wish.dry_run or wish.card))
-    config = of_run.at_commit(config, model_dir).validate_with(model)
+    config = config_of(layers_of(given | wish.given))
+    epoch = _epoch(config, model)
+    ranks = 1 if here is None else here.world_size
+    given |= _of_length(config.seq_len, epoch["steps_per_epoch"], data.tokens, ranks)
+    layers = layers_of(given | wish.given)
+    config = of_run.at_commit(config_of(layers), model_dir).validate_with(model)
     RULES.check(config, files=True)
-    where = here or target(
-        config,
-        model,
-        MachineOptions(card=wish.card, gpu_memory=wish.gpu_memory),
-        search=True,
-    )
-    share = (data_record(config, model, where.world_size) or {}).get("visible_share")
-    where = replace(where, visible_share=share or 1.0)
+    asked = MachineOptions(card=wish.card, gpu_memory=wish.gpu_memory)
+    where = here or target(config, model, asked, search=True)
+    where = replace(where, visible_share=epoch["visible_share"] or 1.0)
     fit = Fit(config, where.planner(model), where.limits, fields_of(layers))
     (candidate, *_) = search_bases(fit)[1]
-    config = replace(candidate.config, steps=-1) if config.epochs else candidate.config
-    record = data_record(config, model, where.world_size)
-    steps = config.steps if config.steps >= 0 else config.epochs * record["steps_per_epoch"]
-    config = _evaluated(config, steps, data, frozenset(own))
-    return Chosen(config, model, model_dir, where, candidate, steps, given)
+    config, steps = candidate.config, candidate.config.steps
+    if steps < 0:
+        steps = config.epochs * data_record(config, model, where.world_size)["steps_per_epoch"]
+    config = _evaluated(config, steps, data, frozenset(wish.given))
+    return Chosen(config, model, model_dir, where, candidate, steps)
 
 
 def _places(out: Path) -> dict[str, Any]:
@@ -252,21 +247,22 @@ def _of_method(
     return chosen | {"learning-rate": rate / 10 if data.in_pairs else rate}
 
 
-def _sequences(config: TrainConfig, model: ModelConfig) -> int:
-    """Sequences in one pass over the data. DataError where the data make none."""
+def _epoch(config: TrainConfig, model: ModelConfig) -> dict[str, Any]:
+    """The record of one pass over the data in steps of one sequence. ConfigError where the data
+    make no sequence."""
     record = data_record(replace(config, batch_size=1, grad_accumulation=1), model, 1)
     if "problem" in record:
         raise ConfigError(record["problem"])
-    return record["steps_per_epoch"]
+    return record
 
 
-def _of_length(config: TrainConfig, sequences: int, tokens: int, ranks: int) -> dict[str, Any]:
+def _of_length(seq_len: int, sequences: int, tokens: int, ranks: int) -> dict[str, Any]:
     """Passes over the data, and sequences of a step: at least STEPS of them where the data allow,
     in as few passes as that takes, and no more than MOST_TOKENS tokens in a step."""
     epochs = EPOCHS if tokens < FEW_TOKENS else 1
     if epochs * sequences < STEPS * ranks:
         epochs = min(-(-STEPS * ranks // sequences), MOST_EPOCHS)
-    most = max(MOST_TOKENS // config.seq_len, 1)
+    most = max(MOST_TOKENS // seq_len, 1)
     together = min(max(epochs * sequences // STEPS, 1), most)
     return {"epochs": epochs, "batch-size": max(together // ranks, 1), "grad-accumulation": 1}
 
@@ -294,7 +290,7 @@ def _evaluated(
 
 
 # ------------------------------------------------------------------------------------------------
-# What is said
+# Lines for people
 
 
 def _summary(chosen: Chosen, data: FinetuneData) -> list[str]:

@@ -3,6 +3,7 @@ decide a run: documents, lengths, trained tokens."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,7 @@ from llmq.base.errors import ConfigError, warn
 from llmq.base.files import disk_errors, replacing
 from llmq.base.records import TABLES, json_record, read_json, read_rows
 from llmq.data.document_index import DocumentIndex, trained_tokens
-from llmq.data.tokens import open_token_files
+from llmq.data.tokens import TokenFile
 from llmq.text.conversations import CLASSES, LABELS, OPTIONAL, PAIRS, REQUIRED, TEXT
 from llmq.text.inputs import InputSource, find_files
 from llmq.text.record_format import DEFAULT_FIELD, field_names
@@ -60,8 +61,7 @@ class FinetuneData:
 
     def patterns(self, split: str) -> list[str]:
         """The token files of "train" or "eval"."""
-        found = (sorted(folder.glob(f"{split}-*.bin")) for folder in self.folders.values())
-        return [str(path) for paths in found for path in paths]
+        return _token_files(self.folders, split)
 
     def describe(self) -> str:
         """One line for people."""
@@ -179,27 +179,23 @@ def prepare(
 
 
 def _measured(files: Mapping[str, tuple[str, ...]], folders: Mapping[str, Path]) -> FinetuneData:
-    lengths, trained, held_out = [], 0, 0
-    data = FinetuneData(
-        files=files, folders=folders, lengths=np.zeros(0, np.int64), trained=0, held_out=0
-    )
-    for split in ("train", "eval"):
-        for file in open_token_files(data.patterns(split)) if data.patterns(split) else ():
-            index = DocumentIndex.read(file, None)
-            units = np.diff(index.units)
-            if split == "train":
-                lengths.append(units)
-                trained += int(trained_tokens(file, index.offsets).sum())
-            else:
-                held_out += units.size
-            file.close()
-    return FinetuneData(
-        files=files,
-        folders=folders,
-        lengths=np.concatenate(lengths) if lengths else data.lengths,
-        trained=trained,
-        held_out=held_out,
-    )
+    lengths, trained, held_out = [np.zeros(0, np.int64)], 0, 0
+    for path in _token_files(folders, "train"):
+        with closing(TokenFile(path)) as file:
+            index = DocumentIndex.read(file)
+            lengths.append(np.diff(index.units))
+            trained += int(trained_tokens(file, index.offsets).sum())
+    for path in _token_files(folders, "eval"):
+        with closing(TokenFile(path)) as file:
+            held_out += DocumentIndex.read(file).units.size - 1
+    sizes = {"lengths": np.concatenate(lengths), "trained": trained, "held_out": held_out}
+    return FinetuneData(files=files, folders=folders, **sizes)
+
+
+def _token_files(folders: Mapping[str, Path], split: str) -> list[str]:
+    """Paths of the token files of "train" or "eval" in these folders."""
+    found = (sorted(folder.glob(f"{split}-*.bin")) for folder in folders.values())
+    return [str(path) for paths in found for path in paths]
 
 
 def _records(source: InputSource) -> Iterator[dict[str, Any]]:

@@ -3,15 +3,14 @@ after, time and energy, as text and as one page with the curve."""
 
 import base64
 import html
+import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from llmq.arch.model_config import ModelConfig
 from llmq.base.console import printable
 from llmq.base.files import disk_errors, write_file
 from llmq.options.options import TrainConfig
@@ -52,7 +51,7 @@ def held_out_prompts(patterns: Sequence[str], count: int, seq_len: int) -> list[
     return found
 
 
-def write_card(out: Path, config: TrainConfig, model: ModelConfig, about: Iterable[str]) -> None:
+def write_card(out: Path, config: TrainConfig, about: Iterable[str]) -> None:
     """Print the card of a run that has ended, and write card.txt and card.html into `out`. about:
     lines on data, model and steps, which head the card."""
     records = read_log(Path(config.log_file))
@@ -118,10 +117,9 @@ def _answers(records: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
 
 def _curve(log: Path) -> str:
     """A picture of the run's losses as PNG, in base 64."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "loss.png"
-        figure_of(read_runs([log], "step"), "step").savefig(path, format="png")
-        return base64.b64encode(path.read_bytes()).decode()
+    picture = io.BytesIO()
+    figure_of(read_runs([log], "step"), "step").savefig(picture, format="png")
+    return base64.b64encode(picture.getvalue()).decode()
 
 
 def _page_of(prompt: str, before: str, after: str) -> str:

@@ -116,6 +116,13 @@ def test_pairs_go_to_dpo(here, model, capsys):
     assert status == 2 and "train on the one without, and then on the pairs" in said
 
 
+def test_a_plan_for_another_gpu_trains_nothing(here, model, capsys):
+    status = _run(["finetune", "talks.jsonl", "--model", model, "--gpu-memory", "8GiB"])
+    said = capsys.readouterr().out
+    assert status == 0 and "Nothing was trained" in said and "--gpu-memory" not in said
+    assert not (here / "finetune" / "talks" / "model").exists()
+
+
 def test_too_few_records_are_refused(here, model, capsys):
     lines = (here / "talks.jsonl").read_text().splitlines()[:6]
     (here / "few.jsonl").write_text("\n".join(lines))
