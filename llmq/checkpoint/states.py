@@ -53,7 +53,7 @@ class State(StrEnum):
     GOOD = "good"
     """PROVEN steps after it were good."""
     SPOILED = "spoiled"
-    """Its weights are bad, or the disk has lost it: it never becomes good."""
+    """The weights are bad, or the disk has lost the checkpoint: no other state follows."""
     DAMAGED = "damaged"
     """A file is missing, or has another size."""
 

@@ -319,7 +319,7 @@ class _Tried:
 
 
 # ------------------------------------------------------------------------------------------------
-# What is printed
+# Lines for people
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -179,8 +179,8 @@ def parse_pair(record: dict[str, Any]) -> list[Conversation]:
 
 
 def parse_labelled(record: dict[str, Any]) -> Conversation:
-    """Conversation of a record with a label; only the messages behind the prompt are trained: the
-    completion, or the last message. DataError for missing or wrong fields."""
+    """Return the conversation of a labelled record. Training covers the completion, or the last
+    message if the record has no completion. DataError for missing or wrong fields."""
     label = _FLAG_VALUES.get(str(record["label"]).strip().lower())
     if label is None:
         raise DataError(f"field 'label' is {record['label']!r}, neither true nor false")

@@ -79,7 +79,7 @@ def _facts(tokenizer: HfTokenizer) -> dict[str, Any]:
 
 
 def guarded_tokenizer(spec: str | Path) -> Tokenizer:
-    """Tokenizer of a folder or name, in a process of its own; ByteTokenizer in this process."""
+    """Load the tokenizer of a folder or repository in a worker process; a ByteTokenizer here."""
     if str(spec) == ByteTokenizer.fingerprint:
         return ByteTokenizer()
     return GuardedTokenizer(find_directory(str(spec)) or Path(spec))

@@ -561,7 +561,7 @@ def find_cut(block: bytes) -> int:
 
 
 def _positions(block: bytes, byte: bytes, start: int) -> Iterator[int]:
-    """Places of a byte, from the block's last byte but one back to `start`."""
+    """Offsets of `byte` in `block`, descending from the second-to-last offset to `start`."""
     at = len(block) - 1
     while (at := block.rfind(byte, start, at)) >= 0:
         yield at

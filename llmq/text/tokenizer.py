@@ -295,7 +295,7 @@ class HfTokenizer:
     added: ids that AutoTokenizer puts in front of a text and behind a text. prefix_id: the token
     from which a text's first token is predicted: the files' BOS or, without BOS, EOS."""
 
-    # Files that transformers may look for beside the weights, without code.
+    # Names of data files that transformers reads beside the weights; Python files are left out.
     FILES = (
         *("tokenizer.json", CONFIG_FILE, "special_tokens_map.json", "vocab.json"),
         *("merges.txt", "added_tokens.json", TEMPLATE_FILE, "tokenizer.model"),

@@ -179,7 +179,7 @@ def parse_tokens(text: str | None) -> tuple[str, ...]:
 
 @contextmanager
 def grown_tokenizer(spec: str | Path, tokens: Sequence[str]) -> Iterator[str]:
-    """Folder, for load_tokenizer, of the tokenizer `spec` with new tokens; `spec` without tokens.
+    """Path of a temporary copy of the tokenizer `spec` with `tokens` added; `spec` without tokens.
     ConfigError for a token of the tokenizer, DataError for a tokenizer that cannot be loaded."""
     if not tokens:
         yield str(spec)

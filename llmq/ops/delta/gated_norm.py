@@ -51,7 +51,7 @@ def _blocks(dev: Device, sizes: tuple, most: int) -> int:
 def forward(
     dev: Device, out: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float, offset: int
 ) -> None:
-    """out = T(T(weight * T(rstd * x)) * silu(gate)), rstd = 1 / sqrt(mean(x^2) + eps) of a head.
+    """out = T(T(weight * T(rstd * x)) * silu(gate)), rstd = 1 / sqrt(mean(x^2) + eps) by head.
 
     gate: of the heads from column `offset` on.
     """

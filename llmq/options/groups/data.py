@@ -103,7 +103,7 @@ class DataOptions:
 
     @property
     def validates(self) -> bool:
-        """Whether there are validation files without a name."""
+        """True if there are validation files without a name."""
         return self.eval_pattern != NONE
 
     @property

@@ -66,7 +66,7 @@ class MemoryOptions:
 
     @property
     def recomputes(self) -> bool:
-        """Whether backward computes anything again."""
+        """True if backward recomputes any activation."""
         names = ("swiglu", "norm", "ffn", "qkv", "att", "block")
         return any(getattr(self, f"recompute_{name}") for name in names)
 

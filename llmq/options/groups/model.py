@@ -165,32 +165,32 @@ class ModelOptions:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether adapters are trained, and the model stays as it is."""
+        """True if adapters are trained and the base model is frozen."""
         return bool(self.lora_rank) and not self.only_scores
 
     @property
     def freezes_model(self) -> bool:
-        """Whether the model stays as it is: adapters are trained, or nothing."""
+        """True if the base model is frozen: adapters are trained, or no weights at all."""
         return self.has_adapters or self.only_scores
 
     @property
     def wants_adapters(self) -> bool:
-        """Whether has_adapters holds, or they are to be read, with their rank, from --adapter."""
+        """True if adapters are trained, also where --adapter gives their rank later."""
         return self.has_adapters or self.adapter is not None
 
     @property
     def trains_new_rows(self) -> bool:
-        """Whether rows of new tokens are trained beside adapters, and no others."""
+        """True if, beside adapters, only the embedding rows of new tokens are trained."""
         return self.has_adapters and not {*NEW_PARTS}.isdisjoint(self.train)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the model beside the adapters is kept as codes."""
+        """True if the frozen base model is stored as codes of fewer bits, such as nf4."""
         return self.freezes_model and self.base_dtype in QUANTIZED
 
     @property
     def lora_scale(self) -> float:
-        """The factor of B @ A."""
+        """Scaling of the adapters' product B @ A: alpha / rank, or alpha / sqrt(rank) (rsLoRA)."""
         root = math.sqrt(self.lora_rank) if self.lora_scaling == "rs" else self.lora_rank
         return self.lora_alpha / root
 

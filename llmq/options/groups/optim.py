@@ -180,7 +180,7 @@ class OptimOptions:
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss reads log-probabilities of a reference model."""
+        """True if the loss reads log-probabilities of a reference model."""
         return self.loss in REFERENCED
 
     def warmup_of(self, steps: int) -> int:

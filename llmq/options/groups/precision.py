@@ -69,12 +69,12 @@ class PrecisionOptions:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether products of the blocks multiply fp8 codes."""
+        """True if the matrix products of blocks run in fp8."""
         return self.matmul_dtype == "e4m3"
 
     @property
     def own_master(self) -> bool:
-        """Whether the optimizer updates weights of another format than the model's."""
+        """True if master weights have another dtype than the model's weights."""
         return self.master_dtype != self.model_dtype
 
 
