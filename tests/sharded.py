@@ -191,7 +191,8 @@ def run(
         if rank == 0:
             connect(devices, comm_options(cfg, plan.placement), workers)
         workers.barrier()
-        session = Session(dev, Step(dev, of, cfg.for_step, plan.placement), cfg, of.vocab_size)
+        step = Step(dev, of, cfg.for_step, plan.placement, background=cfg.ckpt_background)
+        session = Session(dev, step, cfg, of.vocab_size)
         session.step.weights.init(of, seed=1)
         session.step.optimizer.begin_average(session.step.weights)
         result = (program or train_steps())(session)

@@ -128,7 +128,7 @@ def run_finetune(wish: Wish) -> None:
         file.unlink(missing_ok=True)
     save_options(file, chosen.config, notes=_reasons(chosen, data))
     prompts = held_out_prompts(data.patterns("eval"), QUESTIONS, chosen.config.seq_len)
-    config = replace(chosen.config, sample_prompt=tuple(prompts), task_every=-1)
+    config = replace(chosen.config, sample_prompt=(*chosen.config.sample_prompt, *prompts))
     run_training(config, chosen.model, chosen.model_dir, command_line(config))
     write_card(out, config, about=summary[:3])
     print("\n".join(_next(config, source, file)))
@@ -202,6 +202,8 @@ def _chosen(wish: Wish, name: str, out: Path, source: str, data: FinetuneData) -
     epoch = _epoch(config, model)
     ranks = 1 if here is None else here.world_size
     given |= _of_length(config.seq_len, epoch["steps_per_epoch"], data.tokens, ranks)
+    if "steps" in wish.given:  # they exclude each other
+        del given["epochs"]
     layers = layers_of(given | wish.given)
     config = of_run.at_commit(config_of(layers), model_dir).validate_with(model)
     RULES.check(config, files=True)
@@ -283,7 +285,7 @@ def _evaluated(
         "ckpt-keep-n": 1,
         "save-training-state": False,
     }
-    if not data.held_out:
+    if not config.validates:
         chosen = {"save-training-state": False}
     kept = {flag: value for flag, value in chosen.items() if flag not in own}
     return replace(config, **layers_of(kept)[1]).normalized().validate()
@@ -300,6 +302,7 @@ def _summary(chosen: Chosen, data: FinetuneData) -> list[str]:
     method = "all weights are trained"
     if adapters_of(config) is not None:
         method = f"adapters of rank {config.lora_rank} on {config.base_dtype} weights"
+    passes = f", {config.epochs} passes" if config.epochs else ""
     per_step = config.batch_size * config.grad_accumulation * where.world_size
     memory = room(chosen.candidate.need.device)
     if where.limits.device is not None:
@@ -309,7 +312,7 @@ def _summary(chosen: Chosen, data: FinetuneData) -> list[str]:
     return [
         f"Data:    {data.describe()}",
         f"Model:   {config.model}, {method} ({_short(trained)} of {_short(total)} parameters)",
-        f"Steps:   {chosen.steps} of {per_step} x {config.seq_len} tokens, {config.epochs} passes; "
+        f"Steps:   {chosen.steps} of {per_step} x {config.seq_len} tokens{passes}; "
         f"{config.course(chosen.steps)}",
         f"Memory:  {memory} on {where.spec.name}",
         f"Time:    {_time(chosen)}",
@@ -341,7 +344,7 @@ def _without_plan(words: list[str]) -> str:
 
 
 def _epochs_for(steps: int, chosen: Chosen) -> int:
-    return -(-steps * chosen.config.epochs // max(chosen.steps, 1))
+    return -(-steps * (chosen.config.epochs or 1) // max(chosen.steps, 1))
 
 
 def _reasons(chosen: Chosen, data: FinetuneData) -> dict[str, str]:

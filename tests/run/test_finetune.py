@@ -123,6 +123,15 @@ def test_a_plan_for_another_gpu_trains_nothing(here, model, capsys):
     assert not (here / "finetune" / "talks" / "model").exists()
 
 
+def test_given_options_win(here, model, capsys):
+    words = ("--eval-file", "none", "--sample-prompt", "red", "--steps", "20", "--seq-len", "32")
+    status, said = finetune("talks.jsonl", *words, model=model, capsys=capsys)
+    assert status == 0, said
+    assert re.search(r"^Steps: +20 of \d+ x 32 tokens", said, re.MULTILINE)
+    log = (here / "finetune" / "talks" / "log.json").read_text()
+    assert '"prompt": "red"' in log and "Held-out loss" not in said
+
+
 def test_too_few_records_are_refused(here, model, capsys):
     lines = (here / "talks.jsonl").read_text().splitlines()[:6]
     (here / "few.jsonl").write_text("\n".join(lines))
