@@ -33,9 +33,9 @@ NEEDS = (
 MOMENTUM, SCALED, MOVED = (
     Kernel("update/momentum.cu", name, args=args)
     for name, args in (
-        ("momentum", "f32* change, const G* grad, inout M* state, const i32* scalars, f32 decay"),
-        ("scaled", "f32* out, const f32* matrix"),
-        ("moved", "inout P* param, bf16*? work, const f32* change, const i32* scalars"),
+        ("momentum", "out f32[n] change, G[n] grad, inout M[n] state, i32[16] scalars, f32 decay"),
+        ("scaled", "out f32[*n] out, f32[*n] matrix"),
+        ("moved", "inout P[n] param, out bf16[n]? work, f32[n] change, i32[16] scalars"),
     )
 )
 

@@ -24,10 +24,14 @@ NEEDS = ("llmq/formats/__init__.py", "llmq/base/dtypes.py", "llmq/options/option
 BLOCK = 32
 BIAS, LARGEST = 127, 8  # of exponents; of E4M3's
 ENCODE = Kernel(
-    "quantize/mx8.cu", "mx8_encode", args="e4m3* codes, u8* exponents, const T* x, i64 n"
+    "quantize/mx8.cu",
+    "mx8_encode",
+    args="out e4m3[*codes] codes, out u8[*exponents] exponents, T[*x] x, i64 n",
 )
 DECODE = Kernel(
-    "quantize/mx8.cu", "mx8_decode", args="T* out, const e4m3* codes, const u8* exponents, i64 n"
+    "quantize/mx8.cu",
+    "mx8_decode",
+    args="out T[*out] out, e4m3[*codes] codes, u8[*exponents] exponents, i64 n",
 )
 
 

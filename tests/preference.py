@@ -30,9 +30,11 @@ NEEDS = (
 BETA = 0.5
 SUMS = ("tokens", "margin", "preferred")
 
-_OF_ROWS = "const i32* targets, const f32* losses, const f32* reference, i32 B, i32 T, f32 beta"
-WEIGHTS = Kernel("loss/preference.cu", "preference_weights", args=f"f32* weights, {_OF_ROWS}")
-ADD = Kernel("loss/preference.cu", "preference_stats", args=f"inout f64* stats, {_OF_ROWS}")
+_OF_ROWS = "i32[B,T] targets, f32[B,T] losses, f32[B,T] reference, i32 B, i32 T, f32 beta"
+WEIGHTS = Kernel(
+    "loss/preference.cu", "preference_weights", args=f"out f32[B,T] weights, {_OF_ROWS}"
+)
+ADD = Kernel("loss/preference.cu", "preference_stats", args=f"inout f64[*stats] stats, {_OF_ROWS}")
 
 
 def margins(

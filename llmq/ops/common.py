@@ -17,7 +17,6 @@ from llmq.base.dtypes import (
     FP8,
     I32,
     STEP_SCALARS_WORDS,
-    DType,
 )
 from llmq.base.operand import CODES_MULTIPLE, Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
@@ -260,40 +259,6 @@ def octet_tiles(rows: int, columns: int) -> tuple[int, int]:
 # -- What launchers of products check --------------------------------------------------------------
 
 
-def expect_matrix(op: str, name: str, tensor: Tensor, dtypes: tuple[DType, ...]) -> None:
-    """Raise ValueError unless it has two dimensions, TypeError unless it has one of the dtypes."""
-    if len(tensor.shape) != 2:
-        raise ValueError(f"{op}: {name} must have 2 dimensions, got {tensor.shape}")
-    if tensor.dtype not in dtypes:
-        expected = " or ".join(dtype.label for dtype in dtypes)
-        raise TypeError(f"{op}: {name} must be {expected}, got {tensor.dtype.label}")
-
-
-def expect_operands(
-    op: str,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    *,
-    dtypes: tuple[DType, ...],
-    codes: tuple[DType, ...] = FP8,
-) -> None:
-    """Raise TypeError or ValueError unless a and b can be multiplied, but for their sizes. dtypes:
-    those that a may have; b has a's, or is of `codes` if a is fp8, whose scales F32 (1,) are given
-    then, and no others."""
-    expect_matrix(op, "a", a, dtypes)
-    is_fp8 = a.dtype in FP8
-    expect_matrix(op, "b", b, codes if is_fp8 else (a.dtype,))
-    if a.dtype == b.dtype == E5M2:
-        raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
-    if is_fp8:
-        expect(op, "scale_a", scale_a, F32, (1,))
-        expect(op, "scale_b", scale_b, F32, (1,))
-    elif scale_a is not None or scale_b is not None:
-        raise TypeError(f"{op}: only fp8 codes have scales")
-
-
 def expect_scales(
     op: str, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
 ) -> None:
@@ -310,25 +275,6 @@ def expect_scale(op: str, name: str, moment: Tensor, scale: Tensor | None) -> No
     if (moment.dtype is E4M3) != (scale is not None):
         given = "given" if scale is None else "None"
         raise TypeError(f"{op}: {name}_scale must be {given}, {name} is {moment.dtype.label}")
-
-
-def expect_added(
-    op: str,
-    out: Tensor,
-    bias: Tensor | None,
-    addend: Tensor | None = None,
-    *,
-    accumulate: bool = False,
-    bias_dtype: DType = BF16,
-) -> None:
-    """Raise TypeError or ValueError unless bias (N,) and addend can be added to out (M, N)."""
-    for name, tensor in (("bias", bias), ("addend", addend)):
-        if accumulate and tensor is not None:
-            raise ValueError(f"{op}: {name} and accumulate exclude each other")
-    if addend is not None:
-        expect(op, "addend", addend, out.dtype, out.shape)
-    if bias is not None:
-        expect(op, "bias", bias, bias_dtype, out.shape[1:])
 
 
 class Tiles(NamedTuple):

@@ -101,21 +101,6 @@ class Dimension(NamedTuple):
         return self.text.startswith("*")
 
 
-_OLD = re.compile(r"^(sparse )?(?:(const|inout) )?(\w+)(?:\[(\d+)\])?(\*\??) (\w+)$")
-
-
-def _converted(text: str) -> str:
-    """TODO: goes when all kernels declare shapes."""
-    match = _OLD.match(text)
-    if match is None:
-        return text
-    sparse, access, type_, box_rows, star, name = match.groups()
-    words = [(sparse or "").strip(), f"box{box_rows}" if box_rows else ""]
-    words += [{"const": "", "inout": "inout", None: "out"}[access]]
-    words += [f"{type_}[*{name}]{star[1:]}", name]
-    return " ".join(word for word in words if word)
-
-
 @dataclass(frozen=True, slots=True)
 class Arg:
     """One declared argument. dtype: of a tensor, None if its type is a variable. shape: None of a
@@ -134,7 +119,7 @@ class Arg:
     @classmethod
     def of(cls, text: str) -> Arg:
         """Parse it; ValueError for what is none."""
-        match = _ARG.match(_converted(text))
+        match = _ARG.match(text)
         if match is None:
             raise ValueError(f"kernel argument {text!r} is not `[out|inout] type[shape][?] name`")
         word, access, type_, shape, optional, name = match.groups()
@@ -216,8 +201,6 @@ class Declaration:
         self.entry, self.types = entry, dict(TYPES)
         for letter, names in (text.split("=") for text in _split(types)):
             self.types[letter] = tuple(DTYPES[name] for name in names.split("|"))
-        if any(map(_OLD.match, _split(args))):
-            self.types = dict.fromkeys(map(chr, range(65, 91)), tuple(DTYPES.values()))
         self.args = tuple(map(Arg.of, _split(args)))
         self.rules = [Rule.of(text, False) for text in _split(where)]
         self.rules += [Rule.of(text, True) for text in _split(gpu)]

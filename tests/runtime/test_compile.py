@@ -31,7 +31,7 @@ extern "C" __global__ void scale(T* y, const T* x, const G* g) {
 extern "C" __global__ void __launch_bounds__((FACTOR + 1) * 32)
 another(T* y) { y[threadIdx.x] = from_f32<T>(0.0f); }
 """
-SCALE = Kernel(FILE, "scale", args="T* y, const T* x, const G* g")
+SCALE = Kernel(FILE, "scale", args="out T[*y] y, T[*x] x, G[*g] g")
 KERNELS = ("scale", "another")
 BOUND = KernelSource.of(SCALE, {"T": BF16}, {"FACTOR": 32})
 

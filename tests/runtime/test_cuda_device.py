@@ -24,9 +24,9 @@ from tests.conftest import gpu_problem
 from tests.runtime.fake_cuda import PINNED_LIMIT, CudaError, FakeApi
 
 SIZES = MemorySizes(device=1 << 16, stack=1 << 16, pinned=1 << 12)
-SCALE = Kernel("fake.cu", "scale", args="T* y, const T*? x, f32 a, i32 b, u32 c, i64 d, f64 e")
-OTHER = Kernel("fake.cu", "other", args="inout f32* y")
-LIBRARY = Kernel("product/matmul", "matmul", args="f32* out")
+SCALE = Kernel("fake.cu", "scale", args="out T[*y] y, T[*x]? x, f32 a, i32 b, u32 c, i64 d, f64 e")
+OTHER = Kernel("fake.cu", "other", args="inout f32[*y] y")
+LIBRARY = Kernel("product/matmul", "matmul", args="out f32[*out] out")
 
 
 @pytest.fixture
@@ -358,7 +358,9 @@ def test_which_products_accumulate_fast(dev):
 
 
 def test_kernels_of_another_capability(dev):
-    kernel = Kernel("hopper.cu", "hopper", args="f32* x", capability=dev.spec.capability + 10)
+    kernel = Kernel(
+        "hopper.cu", "hopper", args="out f32[*x] x", capability=dev.spec.capability + 10
+    )
     with pytest.raises(LlmqError, match=r"hopper is for GPUs of compute capability .*, this one"):
         dev.launch(kernel, 1, 1, (tensor(dev),))
 

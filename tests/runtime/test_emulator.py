@@ -122,16 +122,16 @@ MESSAGES = (  # of what is wrong in box_of_ones, in order
     "a product in no group",
 )
 FILE = "emulated.cu"
-ROW_SUMS = Kernel(FILE, "row_sums", args="f32* out, const T* x, i64 C")
-NEIGHBOUR = Kernel(FILE, "neighbour", args="f32* out, i32 with_barrier")
-REVERSE = Kernel(FILE, "dynamic_reverse", args="f32* out, const f32* x, i32 overrun")
-DIVERGE = Kernel(FILE, "diverge", args="f32* out")
-HALF_SHUFFLE = Kernel(FILE, "half_shuffle", args="f32* out")
-VOTES = Kernel(FILE, "votes", args="i32* out")
-GEOMETRY = Kernel(FILE, "geometry", args="i32* out, inout i32* count")
-SHIFTED = Kernel(FILE, "shifted", args="f32* out, const f32* x, i32 by")
-PAIR_SUM = Kernel(FILE, "pair_sum", args="f32* out, const f32* x")
-BOX_OF_ONES = Kernel(FILE, "box_of_ones", args="bf16[8]* out, i32 wrong")
+ROW_SUMS = Kernel(FILE, "row_sums", args="out f32[*out] out, T[*x] x, i64 C")
+NEIGHBOUR = Kernel(FILE, "neighbour", args="out f32[*out] out, i32 with_barrier")
+REVERSE = Kernel(FILE, "dynamic_reverse", args="out f32[*out] out, f32[*x] x, i32 overrun")
+DIVERGE = Kernel(FILE, "diverge", args="out f32[*out] out")
+HALF_SHUFFLE = Kernel(FILE, "half_shuffle", args="out f32[*out] out")
+VOTES = Kernel(FILE, "votes", args="out i32[*out] out")
+GEOMETRY = Kernel(FILE, "geometry", args="out i32[*out] out, inout i32[*count] count")
+SHIFTED = Kernel(FILE, "shifted", args="out f32[*out] out, f32[*x] x, i32 by")
+PAIR_SUM = Kernel(FILE, "pair_sum", args="out f32[*out] out, f32[*x] x")
+BOX_OF_ONES = Kernel(FILE, "box_of_ones", args="box8 out bf16[rows_out,columns_out] out, i32 wrong")
 
 
 @pytest.fixture
@@ -240,11 +240,11 @@ def test_clusters_read_each_others_shared_memory(emulated):
 
 
 def test_a_declaration_that_the_source_contradicts_is_an_error(emulated):
-    wrong = Kernel(FILE, "dynamic_reverse", args="f32* out, f32* x, i32 overrun")
+    wrong = Kernel(FILE, "dynamic_reverse", args="out f32[*out] out, out f32[*x] x, i32 overrun")
     out = empty(emulated, (32,), F32)
     with pytest.raises(TypeError, match=r"declared .* takes \(float32\*, const float32\*, int32\)"):
         emulated.launch(wrong, 1, 32, (out, out, 0))
-    absent = Kernel(FILE, "absent", args="f32* out")
+    absent = Kernel(FILE, "absent", args="out f32[*out] out")
     with pytest.raises(RuntimeError, match="absent"):
         emulated.launch(absent, 1, 32, (out,))
 

@@ -98,7 +98,7 @@ def test_runs_launch_every_product():
 def with_another_argument(launch: Launch) -> Launch:
     """The launch of a kernel with a number more; where its cost has a kind, with a tensor in front
     of all others, too."""
-    before, given = ("const bf16*? added, ", (None,)) if launch.cost.kind else ("", ())
+    before, given = ("bf16[*added]? added, ", (None,)) if launch.cost.kind else ("", ())
     kernel = launch.kernel
     args = f"{before}{kernel.args}, i32 number"
     kernel = Kernel(kernel.file, kernel.entry, args, capability=kernel.capability)
@@ -157,7 +157,9 @@ def test_kinds_of_products_are_those_of_kept_card_files(name):
 
 
 def test_what_memory_limits_is_told_apart_by_its_tensors_formats():
-    kernel = Kernel("x.cu", "x", "f32* out, const T* x, const bf16*? bias, i32 n")
+    kernel = Kernel(
+        "x.cu", "x", "out f32[*out] out, T[*x] x, bf16[*bias]? bias, i32 n", types="T=e4m3"
+    )
     dev = PlanDevice(spec_of(H100))
     out, x = dev.alloc("out", (4,), F32, "Weights"), dev.alloc("x", (4,), E4M3, "Weights")
     dev.graph(("x",), lambda: dev.launch(kernel, 1, 1, (out, x, None, 4), cost=Cost(flops=8)))

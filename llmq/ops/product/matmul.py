@@ -8,51 +8,55 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, FP8, I8, I8_MAX, U8
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, FP8, I8_MAX, U8, DType
 from llmq.base.operand import CODES_MULTIPLE, ProductCodes
 from llmq.base.tensor import Tensor
-from llmq.ops.common import (
-    MULTIPLE,
-    VECTOR_BYTES,
-    expect_added,
-    expect_matrix,
-    expect_multiple,
-    expect_operands,
-)
+from llmq.ops.common import VECTOR_BYTES, expect_multiple, expect_scales
 from llmq.runtime.arena import ALIGN
 from llmq.runtime.cost import Cost, product_cost
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, ceil_div
 from llmq.runtime.product import BLOCK, SCALARS, Product, scales_bytes
 
-_ARGS = (
-    "const S* a, const S* b, const D*? bias, const D*? addend, u8* workspace, "
-    "i64 M, i64 N, i64 K, i32 trans_a, i32 trans_b, i32 accumulate, f32 alpha, f32 beta, "
-    "i32 batch"
-)
-MATMUL = Kernel("product/matmul", "matmul", args=f"D* out, {_ARGS}")
-# The same entry; declared apart because it reads what it adds to.
-MATMUL_ACCUMULATE = Kernel("product/matmul", "matmul", args=f"inout D* out, {_ARGS}")
 
-_FP8_ARGS = (
-    "const A* a, const B* b, const f32* scale_a, const f32* scale_b, const bf16*? bias, "
-    "const f32*? factor, f32*? largest, const D*? addend, u8* workspace, "
-    "i64 M, i64 N, i64 K, i32 accumulate, i32 fast_accumulation, f32 alpha"
-)
-MATMUL_FP8 = Kernel("product/matmul", "matmul_fp8", args=f"D* out, {_FP8_ARGS}")
-MATMUL_FP8_ACCUMULATE = Kernel("product/matmul", "matmul_fp8", args=f"inout D* out, {_FP8_ARGS}")
+def _adding_too(file: str, entry: str, args: str, **rules: str) -> tuple[Kernel, Kernel]:
+    """The kernel with D[*batch,M,N] out in front of these arguments; and the same entry, declared
+    apart because the launch reads `out` where the product is added to `out`."""
+    out = "D[*batch,M,N] out" if "i32 batch" in args else "D[M,N] out"
+    return tuple(Kernel(file, entry, f"{a} {out}, {args}", **rules) for a in ("out", "inout"))
 
-_MXFP8_ARGS = (
-    "const A* a, const B* b, const u8* scales, const f32* scalars, const bf16*? bias, "
-    "const D*? addend, u8* workspace, "
-    "i64 M, i64 N, i64 K, i32 accumulate, i32 fast_accumulation"
+
+MATMUL, MATMUL_ACCUMULATE = _adding_too(
+    "product/matmul",
+    "matmul",
+    "S[*batch,K if trans_a else M,M if trans_a else K] a, "
+    "S[*batch,N if trans_b else K,K if trans_b else N] b, D[N]? bias, D[*batch,M,N]? addend, "
+    "out u8[bytes] workspace, i64 M, i64 N, i64 K, i32 trans_a, i32 trans_b, i32 accumulate, "
+    "f32 alpha, f32 beta, i32 batch",
 )
-MXFP8 = Kernel("product/matmul", "matmul_mxfp8", args=f"D* out, {_MXFP8_ARGS}")
-MXFP8_ACCUMULATE = Kernel("product/matmul", "matmul_mxfp8", args=f"inout D* out, {_MXFP8_ARGS}")
+_WHOLE = f"N % {CODES_MULTIPLE}, K % {CODES_MULTIPLE}"
+_CODES = "A=e4m3|e4m3_half|e5m2, B=e4m3|e4m3_half|e5m2"
+MATMUL_FP8, MATMUL_FP8_ACCUMULATE = _adding_too(
+    "product/matmul",
+    "matmul_fp8",
+    "A[M,K] a, B[N,K] b, f32[1] scale_a, f32[1] scale_b, bf16[N]? bias, f32[1]? factor, "
+    "out f32[1]? largest, D[M,N]? addend, out u8[bytes] workspace, i64 M, i64 N, i64 K, "
+    "i32 accumulate, i32 fast_accumulation, f32 alpha",
+    where=_WHOLE,
+    types=f"{_CODES}, D=f32|bf16|e4m3|e4m3_half|e5m2",
+)
+MXFP8, MXFP8_ACCUMULATE = _adding_too(
+    "product/matmul",
+    "matmul_mxfp8",
+    "A[M,K] a, B[N,K] b, u8[count] scales, f32[8] scalars, bf16[N]? bias, D[M,N]? addend, "
+    "out u8[bytes] workspace, i64 M, i64 N, i64 K, i32 accumulate, i32 fast_accumulation",
+    where=_WHOLE,
+    types=_CODES,
+)
 BLOCK_SCALES = Kernel(
     "product/matmul.cu",
     "block_scales",
-    args="u8* scales, f32* scalars, const f32* scale_a, const f32* scale_b, f32 alpha, f32 beta, "
+    "out u8[n] scales, out f32[8] scalars, f32[1] scale_a, f32[1] scale_b, f32 alpha, f32 beta, "
     "i64 n",
 )
 BLOCK_SCALED_GENERATION = 12  # major compute capability where this may be faster
@@ -92,24 +96,13 @@ def matmul(
 
     Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch.
     """
-    several = out.shape[:1] if len(out.shape) == 3 else ()
-    if several:
-        if bias is not None or accumulate:
-            raise ValueError("matmul: several products have no bias and no sum")
-        _expect_several(dev, out, a, b)
-    else:
-        expect_matrix("matmul", "out", out, (F32, BF16))
-        expect_operands("matmul", a, b, dtypes=(F32, BF16))
-    expect_added("matmul", out, bias, addend, accumulate=accumulate, bias_dtype=out.dtype)
-    if a.dtype == F32 and out.dtype != F32:
-        raise TypeError("matmul: out must be F32 where a is F32, got BF16")
-    M, N = out.shape[-2:]
+    batch, M, N = MATMUL.dims(out=out)
     K = a.shape[-2 if trans_a else -1]
-    expect(
-        "matmul", "a", a, BF16 if several else None, (*several, *((K, M) if trans_a else (M, K)))
-    )
-    expect("matmul", "b", b, a.dtype, (*several, *((N, K) if trans_b else (K, N))))
-    batch = several[0] if several else 1
+    if len(out.shape) > 2:
+        _expect_several(dev, out, a, b, bias is not None or accumulate)
+    _expect_alone("matmul", bias, addend, accumulate=accumulate)
+    if a.dtype is F32 is not out.dtype:
+        raise TypeError(f"matmul: out must be F32 where a is F32, got {out.dtype.label}")
     flags = {"trans_a": trans_a, "trans_b": trans_b, "accumulate": accumulate}
     cost = product_cost(
         (M, N, K), a.dtype, out.dtype, addend=addend is not None, batch=batch, **flags
@@ -121,18 +114,27 @@ def matmul(
         dev.launch(MATMUL_ACCUMULATE if accumulate else MATMUL, 1, 1, args, cost=cost)
 
 
-def _expect_several(dev: Device, *matrices: Tensor) -> None:
-    """Raise TypeError or ValueError unless out, a and b are so many matrices in BF16, of which each
-    begins on 16 bytes on a GPU."""
-    for name, x in zip(("out", "a", "b"), matrices, strict=True):
-        expect("matmul", name, x, BF16, x.shape)
-        if len(x.shape) != 3:
-            raise ValueError(
-                f"matmul: several products: {name} must have 3 dimensions, got {x.shape}"
-            )
+def _expect_several(dev: Device, out: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
+    """Raise TypeError or ValueError for several products that the library does not know: those of
+    F32, those that are added to something else than an addend, those that do not begin on 16 bytes
+    on a GPU."""
+    if adds:
+        raise ValueError("matmul: several products have no bias and no sum")
+    for name, x in (("out", out), ("a", a), ("b", b)):
+        if x.dtype is not BF16 or len(x.shape) != 3:
+            raise TypeError(f"matmul: several products: {name} must be BF16 with 3 dimensions")
         if x.shape[0] > 1:
             each, vector = x.size // x.shape[0], VECTOR_BYTES // BF16.itemsize
             expect_multiple("matmul", dev, f"{name}[i].size", each, vector)
+
+
+def _expect_alone(
+    op: str, bias: Tensor | None, addend: Tensor | None = None, *, accumulate: bool
+) -> None:
+    """Raise ValueError for something that is added to a product beside `out`."""
+    for name, tensor in (("bias", bias), ("addend", addend)):
+        if accumulate and tensor is not None:
+            raise ValueError(f"{op}: {name} and accumulate exclude each other")
 
 
 def matmul_fp8(
@@ -172,20 +174,22 @@ def matmul_fp8(
     Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch, of
              which block scales, which a kernel writes before, take a byte for 32 codes.
     """
-    op = "matmul_fp8"
-    out, *of_codes = _expect_result(op, out, a, b)
-    expect_operands(op, a, b, scale_a, scale_b, dtypes=FP8)
-    M, N, K = _fp8_sizes(op, out, a, b)
-    if accumulate and out.dtype != F32:
-        raise TypeError(f"{op}: out must be F32 with accumulate, got {out.dtype.label}")
-    if addend is not None and out.dtype in FP8:
-        raise TypeError(f"{op}: out must be F32 or BF16 with addend, got {out.dtype.label}")
-    expect_added(op, out, bias, addend, accumulate=accumulate)
+    op, factor, largest = "matmul_fp8", None, None
+    allowed: tuple[DType, ...] = (F32,) if accumulate else (F32, BF16)
+    if isinstance(out, ProductCodes):
+        out, factor, largest = out.codes, out.factor, out.largest
+        allowed = () if accumulate or addend else (E4M3,) if a.dtype is b.dtype else (E4M3, E5M2)
+    if out.dtype not in allowed:
+        labels = " or ".join(dtype.label for dtype in allowed) or "no codes where they are added"
+        raise TypeError(f"{op}: out must be {labels}, got {out.dtype.label}")
+    M, K, N = MATMUL_FP8.dims(a=a, b=b)
+    expect_scales(op, a, b, scale_a, scale_b)
+    _expect_alone(op, bias, addend, accumulate=accumulate)
     operands = (out, a, b, scale_a, scale_b, bias, addend)
     sizes = (M, N, K, int(accumulate), int(fast_accumulation))
     with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
         kernel = MATMUL_FP8_ACCUMULATE if accumulate else MATMUL_FP8
-        args = (*operands[:-1], *of_codes, addend, workspace, *sizes, alpha)
+        args = (*operands[:-1], factor, largest, addend, workspace, *sizes, alpha)
         per_tensor = partial(dev.launch, kernel, 1, 1, args, cost=_fp8_cost(operands, sizes))
         if out.dtype not in FP8 and _may_be_block_scaled(dev, a, b):
             _choose(dev, per_tensor, operands, workspace, sizes, alpha)
@@ -267,42 +271,17 @@ def _block_scaled(
     )
 
 
-def _fp8_sizes(op: str, out: Tensor, a: Tensor, b: Tensor) -> tuple[int, int, int]:
-    """(M, N, K) of out (M,N), a (M,K) and b (N,K)."""
-    (M, N), K = out.shape, a.shape[1]
-    if N % CODES_MULTIPLE or K % CODES_MULTIPLE:
-        raise ValueError(f"{op}: N and K must be multiples of {CODES_MULTIPLE}, got {(N, K)}")
-    expect(op, "a", a, None, (M, K))
-    expect(op, "b", b, None, (N, K))
-    return M, N, K
-
-
-def _expect_result(
-    op: str, out: Tensor | ProductCodes, a: Tensor, b: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The tensor, and of codes the factor and where their largest value goes."""
-    if not isinstance(out, ProductCodes):
-        expect_matrix(op, "out", out, (F32, BF16))
-        return out, None, None
-    expect_matrix(op, "out", out.codes, (E4M3,) if a.dtype == b.dtype else (E4M3, E5M2))
-    expect(op, "factor", out.factor, F32, (1,))
-    expect(op, "largest", out.largest, F32, (1,))
-    return out.codes, out.factor, out.largest
-
-
 # -- The product of signed bytes, exactly summed, with a scale for each row of both matrices
 
 MOST_TERMS = (2**31 - 1) // I8_MAX**2  # of a sum that cannot overflow
 WARP_M, STEP = 64, 64  # rows of a warp, bytes of a step in cu/product/matmul.cu
 
-_INT8_ARGS = (
-    "const i8* a, const i8* b, const f32* scale_a, const f32* scale_b, const bf16*? bias, "
-    "i64 M, i64 N, i64 K, f32 alpha"
-)
-MATMUL_INT8 = Kernel("product/matmul.cu", "matmul_int8", args=f"D* out, {_INT8_ARGS}")
-# The same entry; declared apart because it reads what it adds to.
-MATMUL_INT8_ACCUMULATE = Kernel(
-    "product/matmul.cu", "matmul_int8", args=f"inout D* out, {_INT8_ARGS}"
+MATMUL_INT8, MATMUL_INT8_ACCUMULATE = _adding_too(
+    "product/matmul.cu",
+    "matmul_int8",
+    "i8[M,K] a, i8[N,K] b, f32[M] scale_a, f32[N] scale_b, bf16[N]? bias, "
+    "i64 M, i64 N, i64 K, f32 alpha",
+    where=f"{_WHOLE}, K <= {MOST_TERMS}",
 )
 
 
@@ -371,21 +350,10 @@ def matmul_int8(
 
     Cost:    2*M*N*K operations; one launch.
     """
-    op = "matmul_int8"
-    expect_matrix(op, "out", out, (F32, BF16))
-    expect_operands(op, a, b, dtypes=(I8,))
-    (M, N), K = out.shape, a.shape[1]
-    if N % MULTIPLE or K % MULTIPLE:
-        raise ValueError(f"{op}: N and K must be multiples of {MULTIPLE}, got {(N, K)}")
-    if K > MOST_TERMS:
-        raise ValueError(f"{op}: K must be at most {MOST_TERMS}, or sums overflow, got {K}")
-    expect(op, "a", a, I8, (M, K))
-    expect(op, "b", b, I8, (N, K))
-    expect(op, "scale_a", scale_a, F32, (M,))
-    expect(op, "scale_b", scale_b, F32, (N,))
-    if accumulate and out.dtype != F32:
-        raise TypeError(f"{op}: out must be F32 with accumulate, got {out.dtype.label}")
-    expect_added(op, out, bias, accumulate=accumulate)
+    if accumulate and out.dtype is not F32:
+        raise TypeError(f"matmul_int8: out must be F32 with accumulate, got {out.dtype.label}")
+    _expect_alone("matmul_int8", bias, accumulate=accumulate)
+    M, K, N = MATMUL_INT8.dims(a=a, b=b)
     tiles = tiles_of(M, N, dev.spec.num_sms)
     dev.launch(
         MATMUL_INT8_ACCUMULATE if accumulate else MATMUL_INT8,

@@ -27,7 +27,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, I32, STEP_SCALARS_WORDS, DType
+from llmq.base.dtypes import BF16, FP8
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
@@ -42,16 +42,14 @@ from llmq.ops.common import (
     again_consts,
     declared_again,
     declared_fp8,
-    expect_added,
-    expect_matrix,
-    expect_operands,
+    expect_scales,
     fp8_args,
     fp8_consts,
     tile_columns,
 )
 from llmq.runtime.cost import Cost, product_cost
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect, formats
+from llmq.runtime.kernel import Kernel, ceil_div, formats
 
 MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
 MAX_EXPERTS, GROUPED_DEPTH = 512, 64  # experts of `grouped`, and what K is of where it is outside
@@ -64,40 +62,32 @@ PART_STEPS = 4
 # boxes of transposed codes, of 16 rows of a box.
 SHARED, BARRIERS, BOXES, TRANSPOSED, CHUNK = 227 << 10, 1536, 3 * 16384, 16384, 2048
 LINE = 128  # bytes of K in a tile
+ALL_CODES = "A=bf16|e4m3|e5m2, B=bf16|e4m3|e5m2"  # not e5m2 twice
 OUTSIDE = 32  # rows of the half of one where K is the outer dimension
 
 
 @cache
-def _kernel(entry: str, own: str, *boxes: int) -> Kernel:
-    """own: its arguments beside the operands. boxes: the rows of a box of a and of h, and of the
-    half of a tile of b and of tail."""
-    a, b, h, tail = boxes[0], boxes[1], boxes[0], boxes[2]
+def _kernel(
+    entry: str, shapes: tuple[str, str, str], boxes: tuple[int, int, int], own: str, types: str
+) -> Kernel:
+    """shapes: of a, b and tail. boxes: the rows of a box of a and of h, and of the half of a tile
+    of b and of tail. own: the arguments beside the operands. types: as of Kernel."""
+    (a, b, tail), (a_rows, b_rows, tail_rows) = shapes, boxes
     return Kernel(
         "product/matmul_fused.cu",
         entry,
-        args=f"const A[{a}]* a, const B[{b}]* b, const bf16[{h}]*? h, const bf16[{tail}]*? tail, "
-        f"const f32*? scale_a, const f32*? scale_b, i32 M, i32 N, i32 K, f32 alpha, {own}",
+        f"box{a_rows} A[{a}] a, box{b_rows} B[{b}] b, box{a_rows} bf16[M,R]? h, "
+        f"box{tail_rows} bf16[{tail}]? tail, f32[1]? scale_a, f32[1]? scale_b, "
+        f"i32 M, i32 N, i32 K, f32 alpha, {own}",
+        where=f"R <= {MAX_RANK}",
+        types=types,
         capability=CAPABILITY,
     )
 
 
-def _rank(
-    op: str, h: Tensor | None, tail: Tensor | None, M: int, experts: tuple, N: int, transposed: bool
-) -> int:
-    """R of h (M, R) and tail (*experts, N, R), or if transposed (*experts, R, N); 0: none is given.
-    Raises as an operation must unless they are so."""
-    if h is None and tail is None:
-        return 0
-    if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
-        raise ValueError(f"{op}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
-    R = h.shape[1]
-    expect(op, "h", h, BF16, (M, R))
-    expect(op, "tail", tail, BF16, (*experts, *((R, N) if transposed else (N, R))))
-    return R
-
-
 class _Product(NamedTuple):
-    """Operands that fit each other, and whether K is the outer dimension of b and of tail."""
+    """Operands of a product, and whether K is the outer dimension of b and of tail. shapes: of a, b
+    and tail in the declaration. types: dtypes of A and B, as of Kernel."""
 
     operands: tuple[Tensor | None, ...]
     M: int
@@ -106,6 +96,8 @@ class _Product(NamedTuple):
     rank: int
     b_outside: bool
     tail_outside: bool
+    shapes: tuple[str, str, str]
+    types: str
     alpha: float = 1.0
 
     @classmethod
@@ -119,19 +111,26 @@ class _Product(NamedTuple):
         scale_a: Tensor | None = None,
         scale_b: Tensor | None = None,
         *,
-        dtypes: tuple[DType, ...] = (BF16, E4M3, E5M2),
-        codes: tuple[DType, ...] = (E4M3,),
+        types: str = "A=bf16|e4m3|e5m2, B=bf16|e4m3",
         transposed: bool = False,
         alpha: float = 1.0,
+        experts: int = 0,
     ) -> _Product:
-        """dtypes, codes: as expect_operands. transposed: tail is (R, N), and b (K, N), if BF16."""
-        expect_operands(op, a, b, scale_a, scale_b, dtypes=dtypes, codes=codes)
-        outside = transposed and a.dtype == BF16
-        (M, K), N = a.shape, b.shape[1 if outside else 0]
-        expect(op, "b", b, None, (K, N) if outside else (N, K))
-        R = _rank(op, h, tail, M, (), N, transposed)
-        operands = (a, b, h, tail, scale_a, scale_b)
-        return cls(operands, M, N, K, R, outside, transposed, alpha)
+        """transposed: tail is (R, N), and b (K, N), if BF16. experts: of which each has matrices,
+        which lie below each other in b and tail; 0: there are none. Raises TypeError or ValueError
+        for operands that no declaration describes."""
+        expect_scales(op, a, b, scale_a, scale_b)
+        if (a.dtype in FP8) is not (b.dtype in FP8) or (h is None) is not (tail is None):
+            raise TypeError(f"{op}: fp8 codes multiply fp8 codes, and h needs tail")
+        for name, x in (("a", a), ("b", b), *[("h", h)] * (h is not None)):
+            if len(x.shape) != 2:
+                raise ValueError(f"{op}: {name} must have 2 dimensions, got {x.shape}")
+        outside, per = transposed and a.dtype is BF16, "experts*" if experts else ""
+        (M, K), N = a.shape, b.shape[1] if outside else b.shape[0] // max(experts, 1)
+        shapes = "M,K", f"{per}K,N" if outside else f"{per}N,K"
+        shapes = *shapes, f"{per}R,N" if transposed else f"{per}N,R"
+        operands, R = (a, b, h, tail, scale_a, scale_b), 0 if h is None else h.shape[1]
+        return cls(operands, M, N, K, R, outside, transposed, shapes, types, alpha)
 
     def launch(
         self,
@@ -160,7 +159,7 @@ class _Product(NamedTuple):
         outside = self.b_outside, self.tail_outside
         boxes = (a_rows, *(OUTSIDE if way else columns // 2 for way in outside))
         dev.launch(
-            _kernel(entry, own, *boxes),
+            _kernel(entry, self.shapes, boxes, own, f"{self.types}, T=bf16"),
             2 * min(count or tiles.count, tiles.clusters),
             threads,
             (*self.operands, self.M, N, self.K, self.alpha, *args),
@@ -204,17 +203,14 @@ def adapted(
     Cost:    2*M*N*(K+R) FLOPs; one launch.
     """
     op = "matmul_adapted"
-    expect_matrix(op, "out", out, (BF16,))
     operands = (a, b, h, tail, scale_a, scale_b)
-    p = _Product.of(op, *operands, codes=(E4M3, E5M2), transposed=transposed, alpha=alpha)
-    expect(op, "out", out, BF16, (p.M, p.N))
-    expect_added(op, out, bias, addend)
+    p = _Product.of(op, *operands, types=ALL_CODES, transposed=transposed, alpha=alpha)
     columns = tile_columns(dev, p.M, p.N, a.dtype.itemsize * p.K)
     how = {"trans_b": b.shape == (p.N, p.K), "addend": addend is not None}  # a square b counts, too
     p.launch(
         dev,
         op,
-        "bf16[16]* out, const bf16*? bias, const bf16[16]*? addend",
+        "box16 out bf16[M,N] out, bf16[N]? bias, box16 bf16[M,N]? addend",
         (out, bias, addend),
         product_cost(
             (p.M, p.N, p.K), a.dtype, BF16, fast=True, epilogue="adapted", rank=p.rank, **how
@@ -254,35 +250,33 @@ def grouped(
     Cost:    2*M*N*(K+R) FLOPs; one launch.
     """
     op = "matmul_grouped"
-    expect_matrix(op, "out", out, (BF16,))
-    if len(b.shape) != 3:
-        raise ValueError(f"{op}: b must have 3 dimensions, got {b.shape}")
-    E, flat = b.shape[0], b.view(b.shape[0] * b.shape[1], b.shape[2])
-    expect_operands(op, a, flat, scale_a, scale_b, dtypes=(BF16, E4M3, E5M2), codes=(E4M3, E5M2))
-    outside = transposed and a.dtype == BF16
-    (M, N), K = out.shape, a.shape[1]
-    expect(op, "a", a, None, (M, K))
-    expect(op, "b", b, None, (E, K, N) if outside else (E, N, K))
-    expect(op, "starts", starts, I32, (E + 1,))
-    if E > MAX_EXPERTS or (outside and K % GROUPED_DEPTH):
+    if len(b.shape) != 3 or (tail is not None and len(tail.shape) != 3):
+        raise ValueError(f"{op}: b and tail must have 3 dimensions, got {b.shape}")
+    E = b.shape[0]
+    flat, tail = (x and x.view(x.shape[0] * x.shape[1], x.shape[2]) for x in (b, tail))
+    operands = (a, flat, h, tail, scale_a, scale_b)
+    p = _Product.of(op, *operands, types=ALL_CODES, transposed=transposed, experts=E)
+    M, N, K = p.M, p.N, p.K
+    if E > MAX_EXPERTS or (p.b_outside and K % GROUPED_DEPTH):
         limits = f"at most {MAX_EXPERTS} experts, and K outside in multiples of {GROUPED_DEPTH}"
         raise ValueError(f"{op}: {limits}, got {E} and {K}")
-    if bias is not None:
-        expect(op, "bias", bias, BF16, (E, N))
-    R = _rank(op, h, tail, M, (E,), N, transposed)
-    tail = tail and tail.view(E * tail.shape[1], tail.shape[2])
-    p = _Product((a, flat, h, tail, scale_a, scale_b), M, N, K, R, outside, transposed)
     p.launch(
         dev,
         op,
-        "bf16* out, const bf16*? bias, const i32* starts, i32 experts",
+        "out bf16[M,N] out, bf16[experts,N]? bias, i32[experts+1] starts, i32 experts",
         (out, bias, starts, E),
         product_cost(
-            (M, N, K), a.dtype, BF16, fast=True, epilogue="grouped", trans_b=not outside, rank=R
+            (M, N, K),
+            a.dtype,
+            BF16,
+            fast=True,
+            epilogue="grouped",
+            trans_b=not p.b_outside,
+            rank=p.rank,
         ),
         threads=384,
         beside=8 * CHUNK,
-        consts={"BIAS": int(bias is not None), "GROUPED": 1, "TAIL_ROWS": R},
+        consts={"BIAS": int(bias is not None), "GROUPED": 1, "TAIL_ROWS": p.rank},
         count=(ceil_div(M, TILE_ROWS) + E) * ceil_div(N, NARROW),  # no routing has more
         a_rows=TILE_ROWS // 4,
     )
@@ -302,19 +296,17 @@ def grouped_gradient(dev: Device, acc: Accumulator, a: Tensor, b: Tensor, starts
     Cost:    2*R*M*N FLOPs; one launch.
     """
     op = "matmul_grouped_gradient"
-    expect_operands(op, a, b, dtypes=(BF16,))
     (R, M), N, E = a.shape, b.shape[1], starts.size - 1
-    expect(op, "b", b, BF16, (R, N))
-    expect(op, "starts", starts, I32, (E + 1,))
     tensor, accumulate, scalars, salt = acc
-    expect(op, "acc", tensor, BF16, (E, M, N))
-    expect(op, "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
+    operands = (a, b, None, None, None, None)
+    shapes = ("K,M", "K,N", "N,R")
+    p = _Product(operands, M, N, R, 0, True, False, shapes, "A=bf16, B=bf16")
     how = {"trans_a": True, "accumulate": accumulate, "epilogue": "grouped"}
-    _Product((a, b, None, None, None, None), M, N, R, 0, True, False).launch(
+    p.launch(
         dev,
         op,
-        "inout bf16* d, const i32* scalars, i32 accumulate, u32 salt, const i32* starts, "
-        "i32 experts",
+        "inout bf16[experts,M,N] d, i32[16] scalars, i32 accumulate, u32 salt, "
+        "i32[experts+1] starts, i32 experts",
         (tensor, scalars, int(accumulate), salt, starts, E),
         product_cost((M, N, R), BF16, BF16, **how),
         threads=384,
@@ -347,21 +339,18 @@ def gradient(
     Cost:    2*M*N*K FLOPs; acc.tensor written once, and read once if it is added to; one launch.
     """
     op = "matmul_gradient"
-    expect_matrix(op, "acc.tensor", acc.tensor, (BF16,))
     operands = (a, b, None, None, scale_a, scale_b)
-    p = _Product.of(op, *operands, dtypes=(E4M3, E5M2), alpha=alpha)
+    p = _Product.of(op, *operands, types="A=e4m3|e5m2, B=e4m3", alpha=alpha)
     sizes = p.M, p.N, p.K
-    expect(op, "acc.tensor", acc.tensor, BF16, sizes[:2])
-    expect(op, "acc.scalars", acc.scalars, I32, (STEP_SCALARS_WORDS,))
     if 2 * p.N % MULTIPLE or p.K % MULTIPLE:
         raise ValueError(f"{op}: rows must have multiples of {MULTIPLE} bytes, got {sizes}")
     part_steps = 0 if fast_accumulation else PART_STEPS
-    d = "inout bf16* d" if acc.accumulate else "bf16* d"  # one reads what it adds to
+    access = "inout" if acc.accumulate else "out"  # one reads what it adds to
     how = {"accumulate": acc.accumulate, "fast": fast_accumulation, "epilogue": "gradient"}
     p.launch(
         dev,
         op,
-        f"{d}, const i32* scalars, i32 accumulate, u32 salt, i32 part_steps",
+        f"{access} bf16[M,N] d, i32[16] scalars, i32 accumulate, u32 salt, i32 part_steps",
         (acc.tensor, acc.scalars, int(acc.accumulate), acc.salt, part_steps),
         product_cost(sizes, a.dtype, BF16, **how),
         consts={"EXACT": int(part_steps > 0)},
@@ -401,11 +390,12 @@ def swiglu(
         raise TypeError(f"{op}: out or fp8 must be given, both are None")
     if b.shape[0] % 2:
         raise ValueError(f"{op}: b must have rows of up and of gate, got {b.shape}")
-    p = _Product.of(op, a, b, h, tail, scale_a, scale_b, dtypes=(E4M3, BF16))
+    p = _Product.of(op, a, b, h, tail, scale_a, scale_b, types="A=bf16|e4m3, B=bf16|e4m3")
+    p = p._replace(shapes=("M,K", "2*N,K", "2*N,R"))  # the kernel's N is F
     M, F = p.M, p.N // 2
     if M % MULTIPLE or F % MULTIPLE:
         raise ValueError(f"{op}: M and F must be multiples of {MULTIPLE}, got {M} and {F}")
-    consts = _results(op, {"UP_GATE": (up_gate, BF16, (M, 2 * F)), "OUT": (out, BF16, (M, F))})
+    consts = {"UP_GATE": int(up_gate is not None), "OUT": int(out is not None)}
     consts |= abs_max_consts(abs_max) | fp8_consts(op, fp8, M, F) | {"GELU": int(gelu)}
     results = (up_gate, out, abs_max, *fp8_args(fp8))
     how = {"trans_b": True, "fast": True, "epilogue": "swiglu", "rank": p.rank}
@@ -414,20 +404,13 @@ def swiglu(
     p.launch(
         dev,
         op,
-        "bf16*? up_gate, bf16*? out, inout f32*? abs_max, " + declared_fp8("M", "N"),
+        "out bf16[M,2*N]? up_gate, out bf16[M,N]? out, inout f32[1]? abs_max, "
+        + declared_fp8("M", "N"),
         results,
         product_cost((M, 2 * F, p.K), a.dtype, BF16, **how),
         paired=True,
         consts=consts,
     )
-
-
-def _results(op: str, results: dict[str, tuple[Tensor | None, DType, tuple]]) -> dict[str, int]:
-    """The constants that switch results on and off, by what they are and how they must be."""
-    for name, (tensor, dtype, shape) in results.items():
-        if tensor is not None:
-            expect(op, name.lower(), tensor, dtype, shape)
-    return {name: int(tensor is not None) for name, (tensor, *_) in results.items()}
 
 
 def swiglu_backward(
@@ -469,10 +452,9 @@ def swiglu_backward(
     if M % MULTIPLE or F % GRADIENT_COLUMNS:
         sizes = f"{MULTIPLE} and {GRADIENT_COLUMNS}, got {M} and {F}"
         raise ValueError(f"{op}: M and F must be multiples of {sizes}")
-    expect(op, "up_gate", up_gate, BF16, (M, 2 * F))
     if d_up_gate is None and fp8 is None:
         raise TypeError(f"{op}: d_up_gate or fp8 must be given, both are None")
-    consts = _results(op, {"D_UP_GATE": (d_up_gate, BF16, (M, 2 * F))}) | abs_max_consts(abs_max)
+    consts = {"D_UP_GATE": int(d_up_gate is not None)} | abs_max_consts(abs_max)
     consts |= fp8_consts(op, fp8, M, 2 * F) | again_consts(op, out, out_fp8) | {"GELU": int(gelu)}
     written, again = (abs_max, *fp8_args(fp8)), again_args(out, out_fp8)
     # A square b counts as transposed, too: card files have it so.
@@ -482,7 +464,7 @@ def swiglu_backward(
     p.launch(
         dev,
         op,
-        "T*? d_up_gate, const T* up_gate, inout f32*? abs_max, "
+        "out T[M,2*N]? d_up_gate, T[M,2*N] up_gate, inout f32[1]? abs_max, "
         f"{declared_fp8('M', '2*N')}, {declared_again('M', 'N')}",
         (d_up_gate, up_gate, *written, *again),
         product_cost((M, F, p.K), a.dtype, BF16, rank=p.rank, **how),

@@ -80,14 +80,14 @@ def test_wrong_arguments():
     matmul_int8(dev, out, a, b, rows, columns)
     with pytest.raises(TypeError, match="matmul_int8: a must be I8, got BF16"):
         matmul_int8(dev, out, tensor(BF16, 32, 64), b, rows, columns)
-    with pytest.raises(ValueError, match=r"matmul_int8: b must have shape \(48, 64\)"):
+    with pytest.raises(ValueError, match=r"matmul_int8: scale_b must have shape \(32,\)"):
         matmul_int8(dev, out, a, a, rows, columns)
     with pytest.raises(ValueError, match=r"matmul_int8: scale_a must have shape \(32,\)"):
         matmul_int8(dev, out, a, b, columns, columns)
-    with pytest.raises(ValueError, match="N and K must be multiples of 16"):
+    with pytest.raises(ValueError, match="N must be a multiple of 16, got 40"):
         matmul_int8(dev, tensor(BF16, 32, 40), a, tensor(I8, 40, 64), rows, tensor(F32, 40))
     with pytest.raises(TypeError, match="out must be F32 with accumulate, got BF16"):
         matmul_int8(dev, out, a, b, rows, columns, accumulate=True)
     K = MOST_TERMS // 16 * 16 + 16
-    with pytest.raises(ValueError, match="K must be at most 133144, or sums overflow"):
+    with pytest.raises(ValueError, match="K must be at most 133144, got 133152"):
         matmul_int8(dev, out, tensor(I8, 32, K), tensor(I8, 48, K), rows, columns)
