@@ -27,7 +27,7 @@ from llmq.base.tensor import Tensor
 from llmq.model.inference import Decoder
 from llmq.model.losses import LOSSES
 from llmq.model.step import Step
-from llmq.ops.attention import attention
+from llmq.ops.attention import attention, paged
 from llmq.ops.common import CAPABILITY, GENERIC_FP8
 from llmq.ops.experts import route
 from llmq.options.options import TrainConfig
@@ -149,6 +149,18 @@ def note_heads(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:
     attention.sum_heads(dev, d_qkv, d_kv)
 
 
+def note_paged(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:
+    """Note the kernels of texts whose keys and values lie in blocks: of a token, and of many."""
+    dev, heads, size = NotingDevice(spec, noted), model.num_heads, model.head_dim
+    for dtype, n in itertools.product((BF16, F32), (1, 64)):
+        qkv = dev.alloc("qkv", (1, n, heads + 2 * model.num_kv_heads, size), dtype, "Activations")
+        out = dev.alloc("out", (1, n, heads, size), dtype, "Activations")
+        pool = dev.alloc("pool", (4, paged.BLOCK, model.num_kv_heads, size), dtype, "Activations")
+        cache = (pool, pool, *(dev.alloc("i", s, I32, "Activations") for s in ((1, 4), (1,), (1,))))
+        paged.store(dev, qkv, *cache, heads, model.num_kv_heads)
+        paged.attend(dev, out, qkv, *cache, heads, model.num_kv_heads)
+
+
 def note_losses(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:
     """Note the kernels of losses that read more than tokens."""
     batch = (np.zeros((4, 64), np.int32), np.zeros((4, 64), np.int32))
@@ -189,6 +201,7 @@ class Run(NamedTuple):
         preset = PRESETS[self.preset]
         model = preset.with_layers(preset.layer_kinds)
         note_heads(spec, model, noted)
+        note_paged(spec, model, noted)
         note_routers(spec, noted)
         if all(source.file != "loss/distill.cu" for source in noted):  # once for each card
             note_losses(spec, model, noted)

@@ -33,7 +33,7 @@ from llmq.base.dtypes import (
 )
 from llmq.base.operand import CODES_MULTIPLE, Fp8Out, ProductCodes, turned
 from llmq.base.tensor import Tensor
-from llmq.ops.attention import attention, attention_backward, attention_gate, qk_norm, rope
+from llmq.ops.attention import attention, attention_backward, attention_gate, paged, qk_norm, rope
 from llmq.ops.common import ROWS_MULTIPLE, SCALE_BLOCK, padded_columns
 from llmq.ops.delta import delta_gates, delta_rule, gated_norm, short_conv
 from llmq.ops.experts import expert_rows, grouped, route
@@ -242,6 +242,21 @@ def attention_backward_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list
     args |= {"lse": f32(B, Hq, T, value=float(np.log(T))), "num_kv_heads": Hkv}  # as above
     args["kernel"] = partial(attention_backward.backward, micro_batch=B)
     return [Call("backward", attention.backward, args, flops=5 * B * Hq * T * T * Hd)]
+
+
+def paged_calls(S: int, n: int, Hq: int, Hkv: int, Hd: int, size: int, blocks: int) -> list[Call]:
+    """Tables are full. Bytes: of the cache that is read, and of the new tokens."""
+    pool, qkv = bf16(S * blocks, size, Hkv, Hd), bf16(S, n, Hq + 2 * Hkv, Hd)
+    args = {"qkv": qkv, "k_cache": pool, "v_cache": pool, "num_heads": Hq, "num_kv_heads": Hkv}
+    args["table"] = np.arange(S * blocks, dtype=np.int32).reshape(S, blocks)
+    args |= {"lengths": np.full(S, size * blocks - n, np.int32), "new": np.full(S, n, np.int32)}
+    out, stored = bf16(S, n, Hq, Hd), 4 * S * n * Hkv * Hd
+    read = 4 * S * size * blocks * Hkv * Hd + 4 * S * n * Hq * Hd
+    flops = 2 * S * n * Hq * (2 * size * blocks - n) * Hd
+    return [
+        Call("store", paged.store, args, bytes=2 * stored),
+        Call("attend", paged.attend, args | {"out": out}, bytes=read, flops=flops),
+    ]
 
 
 def cross_entropy_calls(rows: int, vocab: int, padded: int) -> list[Call]:
@@ -888,6 +903,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "four_bits": nf4_calls,
     "norm": norm_calls,
     "outliers": outliers_calls,
+    "paged": paged_calls,
     "pairs": pairs_calls,
     "qk_norm": qk_norm_calls,
     "quantize": quantize_calls,

@@ -1,0 +1,467 @@
+// paged.cu -- attention of a few tokens of many sequences to keys and values in blocks of one pool.
+//
+//   store:   rows lengths[s] + [0, new[s]) of the caches = keys and values of qkv
+//   attend:  out = softmax(scale q k^T) v of the keys that query i of sequence s, at position
+//            p = lengths[s] + i, sees: positions max(0, p - window + 1) to p
+//   split:   the same sums over each SPLIT positions alone, and their statistics
+//   combine: out from the results of split
+//
+// Data     qkv: T (S, n, Hq + 2 Hkv, HEAD_DIM), rotated; out: T (S, n, Hq, HEAD_DIM), 0 from query
+//          new[s] on. k_cache, v_cache: T (blocks, BLOCK_SIZE, Hkv, HEAD_DIM); position p of
+//          sequence s is row p % BLOCK_SIZE of block table[s][p / BLOCK_SIZE]. sinks: T (Hq), a
+//          score of each head that gives attention to nothing, or null. partial: F32 (S, n, Hq,
+//          splits, HEAD_DIM), stats: F32 (S, n, Hq, splits, 2): the largest score times log2(e), and
+//          the sum of probabilities. T: BF16 (tensor cores, probabilities rounded before they are
+//          multiplied) or F32. Sums and statistics F32.
+// Launch   store: 256 threads, one for each 16 bytes of new keys, grid (blocks, S). attend, split:
+//          128 threads and dynamic shared memory (llmq/ops/attention/paged.py); a block has ROWS
+//          pairs of query and head that share a key/value head. attend: grid (Hkv, S tiles).
+//          split: grid (x, Hkv, S tiles), any x: each block takes every x-th split. combine: grid
+//          (Hq, S n), 128 threads.
+// Cost     memory: keys and values once for each tile of ROWS pairs. Blocks of idle sequences, and
+//          of splits that a sequence has not, end at once.
+// Needs    sm_80; HEAD_DIM a multiple of 8, up to 256. No atomics. A result depends on nothing but
+//          its own sequence: steps and splits begin at multiples of STEP and SPLIT, in all entries
+//          the splits are added one after the other, and what a query does not see changes no bit.
+#include "common.cuh"
+#include "ptx.cuh"
+
+#ifndef BLOCK_SIZE  // compiled for another entry
+#define BLOCK_SIZE 16
+#endif
+#ifndef ROWS
+#define ROWS 16
+#endif
+#ifndef HEAD_DIM
+#define HEAD_DIM 64
+#endif
+
+constexpr int THREADS = 128, WARPS = 4, SPLIT = 256;
+constexpr bool HALF = sizeof(T) == 2;  // BF16
+constexpr int VECTOR = Vec<T>::N;
+// Keys of a step, and elements of a row of a tile: zeros follow those of a head. A row has an odd
+// number of 16-byte units, so that eight rows lie in different banks.
+constexpr int STEP = HALF ? (HEAD_DIM <= 64 ? 64 : 32) : (HEAD_DIM <= 128 ? 32 : 16);
+constexpr int D = HALF ? (HEAD_DIM + 15) / 16 * 16 : HEAD_DIM, UNITS = D / VECTOR;
+constexpr int PITCH = D + VECTOR, SCORES = STEP + 4, PROBS = STEP + 8;
+constexpr int TILE = STEP * PITCH;  // elements of a tile of keys or of values
+constexpr int TURNS = ROWS / 16;    // eight threads share a row of scores
+
+// Products of a block's rows with keys and values, whose sums are spread over its threads: sum[q][i]
+// is that of row(q, i) and column(q, i), which may be behind the last one.
+template <class E> struct Products;
+
+template <> struct Products<bf16> {
+    static constexpr int KEYS = STEP == 64 ? 16 : 8;
+    static constexpr int UNITS = D / 16, OWN = (UNITS + WARPS - 1) / WARPS;
+    static constexpr int QUADS = TURNS * OWN * 2;
+
+    static __device__ __forceinline__ int row(int q, int i) {
+        return q / (2 * OWN) * 16 + (int)threadIdx.x % 32 / 4 + i / 2 * 8;
+    }
+    static __device__ __forceinline__ int column(int q, int i) {
+        const int unit = q % (2 * OWN) / 2 * WARPS + (int)threadIdx.x / 32;
+        return unit * 16 + q % 2 * 8 + (int)threadIdx.x % 4 * 2 + i % 2;
+    }
+    // scores = queries keys^T: each warp has KEYS of the keys.
+    static __device__ __forceinline__ void score(float* scores, const bf16* queries,
+                                                 const bf16* keys) {
+        const int lane = threadIdx.x % 32, first = (int)threadIdx.x / 32 * KEYS;
+        const int key = first + lane % 8 + (KEYS == 16 ? lane / 16 * 8 : 0);
+        const bf16* left = queries + lane % 16 * PITCH + lane / 16 * 8;
+        const bf16* right = keys + key * PITCH + lane / 8 % 2 * 8;
+        float s[TURNS][KEYS / 8][4] = {};
+#pragma unroll
+        for (int k = 0; k < D; k += 16) {
+            u32 b[4];
+            ldmatrix_x4(b, shared_address(right + k));
+#pragma unroll
+            for (int m = 0; m < TURNS; ++m) {
+                u32 a[4];
+                ldmatrix_x4(a, shared_address(left + m * 16 * PITCH + k));
+                mma_m16n8k16_bf16(s[m][0], a, b[0], b[1]);
+                if constexpr (KEYS == 16) { mma_m16n8k16_bf16(s[m][1], a, b[2], b[3]); }
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < TURNS; ++m) {
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; ++n) {
+                float* to = scores + (m * 16 + lane / 4) * SCORES + first + n * 8 + lane % 4 * 2;
+                store_two(to, s[m][n][0], s[m][n][1]);
+                store_two(to + 8 * SCORES, s[m][n][2], s[m][n][3]);
+            }
+        }
+    }
+    // sum += probs values: each warp has every fourth unit of 16 columns.
+    static __device__ __forceinline__ void add(float (&sum)[QUADS][4], const bf16* probs,
+                                               const bf16* values) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const bf16* left = probs + lane % 16 * PROBS + lane / 16 * 8;
+        const bf16* right = values + lane % 16 * PITCH + lane / 16 * 8;
+#pragma unroll
+        for (int k = 0; k < STEP; k += 16) {
+            u32 a[TURNS][4];
+#pragma unroll
+            for (int m = 0; m < TURNS; ++m) {
+                ldmatrix_x4(a[m], shared_address(left + m * 16 * PROBS + k));
+            }
+#pragma unroll
+            for (int j = 0; j < OWN; ++j) {
+                const int unit = j * WARPS + warp;
+                if (UNITS % WARPS != 0 && unit >= UNITS) { continue; }
+                u32 b[4];
+                ldmatrix_x4_trans(b, shared_address(right + k * PITCH + unit * 16));
+#pragma unroll
+                for (int m = 0; m < TURNS; ++m) {
+                    mma_m16n8k16_bf16(sum[(m * OWN + j) * 2], a[m], b[0], b[1]);
+                    mma_m16n8k16_bf16(sum[(m * OWN + j) * 2 + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+    }
+};
+
+template <> struct Products<float> {
+    static constexpr int OWN = (D + THREADS - 1) / THREADS, QUADS = ROWS / 4 * OWN;
+
+    static __device__ __forceinline__ int row(int q, int i) { return q % (ROWS / 4) * 4 + i; }
+    static __device__ __forceinline__ int column(int q, int i) {
+        return q / (ROWS / 4) * THREADS + (int)threadIdx.x;
+    }
+    static __device__ __forceinline__ void score(float* scores, const float* queries,
+                                                 const float* keys) {
+        constexpr int AT_ONCE = THREADS / STEP;  // rows
+        const int key = threadIdx.x % STEP, first = threadIdx.x / STEP;
+        float s[ROWS / AT_ONCE] = {};
+#pragma unroll 1  // else too many registers hold what is loaded ahead
+        for (int d = 0; d < D; d += 4) {
+            const Vec<float> x = load_vec(keys + key * PITCH + d);
+#pragma unroll
+            for (int i = 0; i < ROWS / AT_ONCE; ++i) {
+                const Vec<float> q = load_vec(queries + (first + i * AT_ONCE) * PITCH + d);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) { s[i] = fmaf(q[k], x[k], s[i]); }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS / AT_ONCE; ++i) { scores[(first + i * AT_ONCE) * SCORES + key] = s[i]; }
+    }
+    static __device__ __forceinline__ void add(float (&sum)[QUADS][4], const float* probs,
+                                               const float* values) {
+#pragma unroll 1
+        for (int k = 0; k < STEP; ++k) {
+#pragma unroll
+            for (int q = 0; q < QUADS; ++q) {
+                const float x = column(q, 0) < D ? values[k * PITCH + column(q, 0)] : 0.0f;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    sum[q][i] = fmaf(probs[row(q, i) * PROBS + k], x, sum[q][i]);
+                }
+            }
+        }
+    }
+};
+
+using Sums = float[Products<T>::QUADS][4];
+
+// What two sums count when they are added, each relative to the largest score of its own.
+struct Factors {
+    float old, added;
+};
+__device__ __forceinline__ Factors merge(float& top, float& total, float more_top,
+                                         float more_total) {
+    const float largest = fmaxf(top, more_top), base = largest == -INFINITY ? 0.0f : largest;
+    const Factors f = {exp2_approx(top - base), exp2_approx(more_top - base)};
+    total = fmaf(more_total, f.added, total * f.old);
+    top = largest;
+    return f;
+}
+
+// The pairs of query and head of a block: rows first_row + [0, ROWS) of a sequence's, whose heads
+// share a key/value head.
+struct Block {
+    const T *k, *v;  // of the key/value head
+    const int* table;
+    i64 pitch;  // elements from a position of a cache's block to the next
+    T *queries, *stages, *probs;
+    float *scores, *factors;  // factors: two of each row
+    float scale;              // times log2(e)
+    int length, count, first_row, group, window, first_head;
+    i64 first_token;
+    int position[TURNS];  // of rows threadIdx.x / 8 + 16 turn
+
+    __device__ __forceinline__ Block(const T* qkv, const T* k_cache, const T* v_cache,
+                                     const int* tables, const int* lengths, const int* new_tokens,
+                                     int n, int max_blocks, int num_heads, int num_kv_heads,
+                                     int window, float scale, int kv_head, int tile, char* shared,
+                                     float* factors)
+        : factors(factors), scale(scale * LOG2E), window(window) {
+        group = num_heads / num_kv_heads;
+        const int tiles = (n * group + ROWS - 1) / ROWS, sequence = tile / tiles;
+        first_row = tile % tiles * ROWS;
+        first_head = kv_head * group;
+        first_token = (i64)sequence * n;
+        length = lengths[sequence];
+        count = min(ROWS, new_tokens[sequence] * group - first_row);
+        pitch = (i64)num_kv_heads * HEAD_DIM;
+        k = k_cache + kv_head * HEAD_DIM, v = v_cache + kv_head * HEAD_DIM;
+        table = tables + (i64)sequence * max_blocks;
+        queries = reinterpret_cast<T*>(shared);
+        stages = queries + ROWS * PITCH;
+        scores = reinterpret_cast<float*>(stages + 4 * TILE);
+        probs = reinterpret_cast<T*>(scores + ROWS * SCORES);
+        if (count <= 0) { return; }
+#pragma unroll
+        for (int turn = 0; turn < TURNS; ++turn) {
+            position[turn] = position_of(threadIdx.x / 8 + 16 * turn);
+        }
+        const i64 row_pitch = (i64)(num_heads + 2 * num_kv_heads) * HEAD_DIM;
+        for (int i = threadIdx.x; i < ROWS * UNITS; i += THREADS) {
+            const int row = i / UNITS, column = i % UNITS * VECTOR;
+            const T* from = qkv + token(row) * row_pitch + head(row) * HEAD_DIM + column;
+            Vec<T> x = {};
+            if (row < count && column < HEAD_DIM) { x = load_vec(from); }
+            store_vec(queries + row * PITCH + column, x);
+        }
+    }
+    __device__ __forceinline__ int position_of(int row) const {
+        return length + (first_row + row) / group;
+    }
+    __device__ __forceinline__ i64 token(int row) const {
+        return first_token + (first_row + row) / group;
+    }
+    __device__ __forceinline__ int head(int row) const {
+        return first_head + (first_row + row) % group;
+    }
+    // The first key that a query there sees.
+    __device__ __forceinline__ int first_key(int at) const { return max(0, at - window + 1); }
+    __device__ __forceinline__ int first_split() const { return first_key(position_of(0)) / SPLIT; }
+    __device__ __forceinline__ int last_split() const { return position_of(count - 1) / SPLIT; }
+
+    // Start copying keys and values first + [0, STEP), those from `end` on as zeros.
+    __device__ __forceinline__ void load(int stage, int first, int end) const {
+        T* const keys = stages + stage * 2 * TILE;
+#pragma unroll
+        for (int i = 0; i < (STEP * UNITS + THREADS - 1) / THREADS; ++i) {
+            const int index = i * THREADS + threadIdx.x, row = index / UNITS, key = first + row;
+            const int column = index % UNITS * VECTOR;
+            if (STEP * UNITS % THREADS != 0 && row >= STEP) { continue; }
+            const bool valid = key < end && column < HEAD_DIM;
+            i64 from = 0;
+            if (valid) {
+                const i64 row_of_pool = (i64)__ldg(table + key / BLOCK_SIZE) * BLOCK_SIZE;
+                from = (row_of_pool + key % BLOCK_SIZE) * pitch + column;
+            }
+            const SharedAddress to = shared_address(keys + row * PITCH + column);
+            cp_async_16(to, k + from, valid);
+            cp_async_16(to + TILE * (int)sizeof(T), v + from, valid);
+        }
+        cp_async_commit();
+    }
+    // Probabilities of the scores of keys first + [0, STEP), relative to the largest score so far.
+    __device__ __forceinline__ void soften(float (&top)[TURNS], float (&total)[TURNS],
+                                           int first) const {
+#pragma unroll
+        for (int turn = 0; turn < TURNS; ++turn) {
+            const int row = threadIdx.x / 8 + 16 * turn, lane = threadIdx.x % 8;
+            const int at = position[turn], least = first_key(at);
+            float s[STEP / 8], largest = -INFINITY, sum = 0.0f;
+#pragma unroll
+            for (int c = 0; c < STEP / 8; ++c) {
+                const int key = first + c * 8 + lane;
+                s[c] = scores[row * SCORES + c * 8 + lane] * scale;
+                if (key > at || key < least) { s[c] = -INFINITY; }
+                largest = fmaxf(largest, s[c]);
+            }
+#pragma unroll
+            for (int mask = 4; mask > 0; mask >>= 1) {
+                largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, mask));
+            }
+            largest = fmaxf(largest, top[turn]);
+            const float base = largest == -INFINITY ? 0.0f : largest;
+#pragma unroll
+            for (int c = 0; c < STEP / 8; ++c) {
+                const float p = exp2_approx(s[c] - base);
+                sum += p;
+                probs[row * PROBS + c * 8 + lane] = from_f32<T>(p);
+            }
+#pragma unroll
+            for (int mask = 4; mask > 0; mask >>= 1) {
+                sum += __shfl_xor_sync(0xFFFFFFFFu, sum, mask);
+            }
+            const float old = exp2_approx(top[turn] - base);
+            top[turn] = largest;
+            total[turn] = fmaf(total[turn], old, sum);
+            if (lane == 0) { factors[2 * row] = old; }
+        }
+    }
+    // The sums and statistics of the rows over the keys of a split.
+    __device__ __forceinline__ void run(Sums& sum, float (&top)[TURNS], float (&total)[TURNS],
+                                        int split) const {
+#pragma unroll
+        for (int q = 0; q < Products<T>::QUADS; ++q) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) { sum[q][i] = 0.0f; }
+        }
+#pragma unroll
+        for (int turn = 0; turn < TURNS; ++turn) { top[turn] = -INFINITY, total[turn] = 0.0f; }
+        const int end = min((split + 1) * SPLIT, position_of(count - 1) + 1);
+        int stage = 0, key = max(split * SPLIT, first_key(position_of(0)) / STEP * STEP);
+        __syncthreads();  // nobody reads the stages of the split before
+        load(stage, key, end);
+        for (; key < end; key += STEP, stage ^= 1) {
+            const T *const keys = stages + stage * 2 * TILE, *const values = keys + TILE;
+            cp_async_wait<0>();
+            __syncthreads();
+            if (key + STEP < end) { load(stage ^ 1, key + STEP, end); }
+            Products<T>::score(scores, queries, keys);
+            __syncthreads();
+            soften(top, total, key);
+            __syncthreads();
+#pragma unroll
+            for (int q = 0; q < Products<T>::QUADS; ++q) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) { sum[q][i] *= factors[2 * Products<T>::row(q, i)]; }
+            }
+            Products<T>::add(sum, probs, values);
+        }
+    }
+};
+
+// f(row, column, q, i) for each sum of this thread.
+template <class F> __device__ __forceinline__ void each(F f) {
+#pragma unroll
+    for (int q = 0; q < Products<T>::QUADS; ++q) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int column = Products<T>::column(q, i);
+            if (column < HEAD_DIM) { f(Products<T>::row(q, i), column, q, i); }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    paged_store(T* __restrict__ k_cache, T* __restrict__ v_cache, const T* __restrict__ qkv,
+                const int* __restrict__ table, const int* __restrict__ lengths,
+                const int* __restrict__ new_tokens, int n, int max_blocks, int block_size,
+                int num_heads, int num_kv_heads) {
+    const int columns = num_kv_heads * HEAD_DIM, vectors = columns / VECTOR;
+    const int index = blockIdx.x * 256 + threadIdx.x, sequence = blockIdx.y;
+    const int i = index / vectors, column = index % vectors * VECTOR;
+    if (i >= new_tokens[sequence]) { return; }
+    const int at = lengths[sequence] + i;
+    const i64 block = table[(i64)sequence * max_blocks + at / block_size];
+    const i64 to = (block * block_size + at % block_size) * columns + column;
+    const T* row = qkv + ((i64)sequence * n + i) * (num_heads * HEAD_DIM + 2 * columns);
+    store_vec(k_cache + to, load_vec(row + num_heads * HEAD_DIM + column));
+    store_vec(v_cache + to, load_vec(row + num_heads * HEAD_DIM + columns + column));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    paged_attend(T* __restrict__ out, const T* __restrict__ qkv, const T* __restrict__ k_cache,
+                 const T* __restrict__ v_cache, const int* __restrict__ table,
+                 const int* __restrict__ lengths, const int* __restrict__ new_tokens, int n,
+                 int max_blocks, int block_size, int num_heads, int num_kv_heads, int window,
+                 float scale, const T* __restrict__ sinks) {
+    extern __shared__ __align__(128) char shared[];
+    __shared__ float factors[2 * ROWS];
+    const Block block(qkv, k_cache, v_cache, table, lengths, new_tokens, n, max_blocks, num_heads,
+                      num_kv_heads, window, scale, blockIdx.x, blockIdx.y, shared, factors);
+    Sums all = {}, sum;
+    float all_top[TURNS], all_total[TURNS], top[TURNS], total[TURNS];
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        const int row = threadIdx.x / 8 + 16 * turn;
+        all_top[turn] = sinks ? to_f32(sinks[block.head(row)]) * LOG2E : -INFINITY;
+        all_total[turn] = sinks ? 1.0f : 0.0f;
+    }
+    const int splits = block.count > 0 ? block.last_split() + 1 : 0;
+    for (int split = block.count > 0 ? block.first_split() : 0; split < splits; ++split) {
+        block.run(sum, top, total, split);
+        __syncthreads();  // the factors of the last step have been read
+#pragma unroll
+        for (int turn = 0; turn < TURNS; ++turn) {
+            const Factors f = merge(all_top[turn], all_total[turn], top[turn], total[turn]);
+            const int row = threadIdx.x / 8 + 16 * turn;
+            if (threadIdx.x % 8 == 0) { factors[2 * row] = f.old, factors[2 * row + 1] = f.added; }
+        }
+        __syncthreads();
+        each([&](int row, int column, int q, int i) {
+            const float old = factors[2 * row], added = factors[2 * row + 1];
+            all[q][i] = fmaf(sum[q][i], added, all[q][i] * old);
+        });
+    }
+    __syncthreads();
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        if (threadIdx.x % 8 == 0) { factors[threadIdx.x / 8 + 16 * turn] = all_total[turn]; }
+    }
+    __syncthreads();
+    const int rows = min(ROWS, n * block.group - block.first_row);
+    each([&](int row, int column, int q, int i) {
+        if (row < rows) {
+            const float x = row < block.count ? all[q][i] / factors[row] : 0.0f;
+            out[(block.token(row) * num_heads + block.head(row)) * HEAD_DIM + column] =
+                from_f32<T>(x);
+        }
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    paged_split(float* __restrict__ partial, float* __restrict__ stats, const T* __restrict__ qkv,
+                const T* __restrict__ k_cache, const T* __restrict__ v_cache,
+                const int* __restrict__ table, const int* __restrict__ lengths,
+                const int* __restrict__ new_tokens, int n, int max_blocks, int block_size,
+                int num_heads, int num_kv_heads, int splits, int window, float scale) {
+    extern __shared__ __align__(128) char shared[];
+    __shared__ float factors[2 * ROWS];
+    const Block block(qkv, k_cache, v_cache, table, lengths, new_tokens, n, max_blocks, num_heads,
+                      num_kv_heads, window, scale, blockIdx.y, blockIdx.z, shared, factors);
+    if (block.count <= 0) { return; }
+    const int last = block.last_split();
+    for (int split = block.first_split() + blockIdx.x; split <= last; split += gridDim.x) {
+        Sums sum;
+        float top[TURNS], total[TURNS];
+        block.run(sum, top, total, split);
+        // Rows that see nothing of the split leave a result that nobody reads.
+#pragma unroll
+        for (int turn = 0; turn < TURNS; ++turn) {
+            const int row = threadIdx.x / 8 + 16 * turn;
+            if (threadIdx.x % 8 == 0 && row < block.count) {
+                const i64 at = (block.token(row) * num_heads + block.head(row)) * splits + split;
+                store_two(stats + 2 * at, top[turn], total[turn]);
+            }
+        }
+        each([&](int row, int column, int q, int i) {
+            if (row < block.count) {
+                const i64 at = (block.token(row) * num_heads + block.head(row)) * splits + split;
+                partial[at * HEAD_DIM + column] = sum[q][i];
+            }
+        });
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    paged_combine(T* __restrict__ out, const float* __restrict__ partial,
+                  const float* __restrict__ stats, const int* __restrict__ lengths,
+                  const int* __restrict__ new_tokens, int n, int num_heads, int splits, int window,
+                  const T* __restrict__ sinks) {
+    const int head = blockIdx.x, sequence = blockIdx.y / n, i = blockIdx.y % n;
+    const i64 row = (i64)blockIdx.y * num_heads + head;
+    const bool idle = i >= new_tokens[sequence];
+    const int at = lengths[sequence] + i, last = idle ? -1 : at / SPLIT;
+    const int first = max(0, at - window + 1) / SPLIT;
+    for (int column = threadIdx.x; column < HEAD_DIM; column += THREADS) {
+        float top = sinks ? to_f32(sinks[head]) * LOG2E : -INFINITY, total = sinks ? 1.0f : 0.0f;
+        float sum = 0.0f;
+#pragma unroll 4
+        for (int split = first; split <= last; ++split) {
+            const float2 found = load_two(stats + 2 * (row * splits + split));
+            const float x = partial[(row * splits + split) * HEAD_DIM + column];
+            const Factors f = merge(top, total, found.x, found.y);
+            sum = fmaf(x, f.added, sum * f.old);
+        }
+        out[row * HEAD_DIM + column] = from_f32<T>(idle ? 0.0f : sum / total);
+    }
+}

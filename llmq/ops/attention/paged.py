@@ -1,0 +1,210 @@
+"""Attention through a paged cache: keys and values of many sequences in blocks of one pool."""
+
+from math import inf
+
+from llmq.base.dtypes import F32
+from llmq.base.tensor import Tensor
+from llmq.ops.common import VECTOR_BYTES
+from llmq.runtime.arena import align_up
+from llmq.runtime.cost import BESIDE_ATTENTION
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div
+
+MAX_HEAD_DIM = 256
+THREADS = 128
+STORE_THREADS = 256
+SPLIT = 256  # keys of one partial result, as in cu/attention/paged.cu
+FEW = 4  # queries of a sequence, up to which keys are split over blocks
+FEW_ROWS, MANY_ROWS = 16, 64  # pairs of query and head of a thread block
+BLOCKS = 8  # of each multiprocessor, about, in a launch that splits keys
+BLOCK = 16  # positions of a block of the cache, unless its tensors have others
+EVERY = 2**31 - 1  # as a window, sees all positions
+
+_CACHE = "T[blocks,block_size,num_kv_heads,Hd]"
+_QKV = "T[sequences,n,num_heads + 2*num_kv_heads,Hd] qkv"
+_TABLE = "i32[sequences,max_blocks] table, i32[sequences] lengths, i32[sequences] new"
+_SIZES = "i32 n, i32 max_blocks, i32 block_size, i32 num_heads, i32 num_kv_heads"
+_READ = f"{_QKV}, sparse {_CACHE} k_cache, sparse {_CACHE} v_cache, {_TABLE}, {_SIZES}"
+_OUT = "out T[sequences,n,num_heads,Hd] out"
+_PARTS = "[sequences,n,num_heads,splits,{}]"
+_PARTIAL, _STATS = f"f32{_PARTS.format('Hd')} partial", f"f32{_PARTS.format('2')} stats"
+_RULES = {
+    "where": "num_kv_heads >= 1, num_heads % num_kv_heads",
+    "gpu": f"Hd <= {MAX_HEAD_DIM}, Hd % 8",
+}
+STORE = Kernel(
+    "attention/paged.cu",
+    "paged_store",
+    f"sparse inout {_CACHE} k_cache, sparse inout {_CACHE} v_cache, {_QKV}, {_TABLE}, {_SIZES}",
+    **_RULES,
+)
+ATTEND = Kernel(
+    "attention/paged.cu",
+    "paged_attend",
+    f"{_OUT}, {_READ}, i32 window, f32 scale, T[num_heads]? sinks",
+    **_RULES,
+)
+SPLIT_KEYS = Kernel(
+    "attention/paged.cu",
+    "paged_split",
+    f"out {_PARTIAL}, out {_STATS}, {_READ}, i32 splits, i32 window, f32 scale",
+    **_RULES,
+)
+COMBINE = Kernel(
+    "attention/paged.cu",
+    "paged_combine",
+    f"{_OUT}, {_PARTIAL}, {_STATS}, i32[sequences] lengths, i32[sequences] new, i32 n, "
+    "i32 num_heads, i32 splits, i32 window, T[num_heads]? sinks",
+)
+
+
+def _many_rows(itemsize: int, head_dim: int) -> int:
+    """Rows of a block where there are many, so that its tiles fit into 99 KiB."""
+    return MANY_ROWS >> (itemsize == 4) >> (head_dim > 128)
+
+
+def _shared_bytes(itemsize: int, head_dim: int, rows: int) -> int:
+    """Bytes of queries, two stages of keys and values, scores and probabilities, as the kernels
+    have them."""
+    if itemsize == 2:
+        step, row = 64 if head_dim <= 64 else 32, align_up(head_dim, 16)
+    else:
+        step, row = 32 if head_dim <= 128 else 16, head_dim
+    tiles = (rows + 4 * step) * (row * itemsize + VECTOR_BYTES)
+    return tiles + rows * (step + 4) * 4 + rows * (step + 8) * itemsize
+
+
+def _expect_numbers(window: int | None, scale: float | None, head_dim: int) -> tuple[int, float]:
+    """The window and the factor of scores. ValueError if they are wrong."""
+    if window is not None and window < 1:
+        raise ValueError(f"paged.attend: window must be at least 1, got {window}")
+    scale = head_dim**-0.5 if scale is None else scale
+    if not 0 < scale < inf:
+        raise ValueError(f"paged.attend: scale must be positive, got {scale}")
+    return EVERY if window is None else window, scale
+
+
+def store(
+    dev: Device,
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    new: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Store the keys and values of the first new[s] of n tokens of each sequence behind the
+    lengths[s] ones that the cache holds.
+
+    qkv: (S, n, Hq + 2 Hkv, Hd), rotated already. k_cache, v_cache: (blocks, block_size, Hkv, Hd).
+    table: I32 (S, max_blocks), the blocks of each sequence; those that no token needs may be
+    anything. lengths, new: I32 (S,); new 0: an idle sequence, of which nothing is stored. All three
+    are read on the device and not checked: lengths[s] + new[s] <= max_blocks * block_size, and no
+    block of two sequences is written.
+    """
+    given = {"qkv": qkv, "k_cache": k_cache, "table": table}
+    sequences, n, head_dim, _, block_size, max_blocks = STORE.dims(
+        **given, num_heads=num_heads, num_kv_heads=num_kv_heads
+    )
+    sizes = (n, max_blocks, block_size)
+    vectors = n * num_kv_heads * ceil_div(head_dim * qkv.dtype.itemsize, VECTOR_BYTES)
+    dev.launch(
+        STORE,
+        (ceil_div(vectors, STORE_THREADS), sequences),
+        STORE_THREADS,
+        (k_cache, v_cache, qkv, table, lengths, new, *sizes, num_heads, num_kv_heads),
+        consts={"HEAD_DIM": head_dim},
+        cost=BESIDE_ATTENTION,
+    )
+
+
+def attend(
+    dev: Device,
+    out: Tensor,
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    new: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float | None = None,
+) -> None:
+    """Attention of new tokens to those of their sequence in the cache, where `store` has put the
+    new ones too: token i of sequence s, at position lengths[s] + i, sees positions up to its own.
+
+    out: (S, n, Hq, Hd) or (S, n, Hq*Hd), 0 from token new[s] on. window: positions that a token
+    sees, its own included; None: all. sinks: (Hq,), of each head a score of nothing. scale: factor
+    of scores, rounded to F32; None: 1 / sqrt(Hd). The rest as `store`.
+
+    On a GPU a token's bits depend on its sequence alone, not on n: sums of SPLIT keys are added
+    one after the other. Raises ValueError for a window below 1 and a scale that is not positive.
+
+    Cost:    reads the used part of the cache once for 16 query heads of a key/value head, which is
+             not counted; up to FEW tokens of a sequence two launches and scratch of 4 * S * n * Hq
+             * (Hd + 2) bytes for each SPLIT positions of the table, else one launch.
+    """
+    given = {"qkv": qkv, "k_cache": k_cache, "table": table}
+    sequences, n, head_dim, _, block_size, max_blocks = ATTEND.dims(
+        **given, num_heads=num_heads, num_kv_heads=num_kv_heads
+    )
+    window, scale = _expect_numbers(window, scale, head_dim)
+    if out.shape == (sequences, n, num_heads * head_dim):
+        out = out.view(sequences, n, num_heads, head_dim)
+    sizes = (n, max_blocks, block_size, num_heads, num_kv_heads)
+    read, consts = (qkv, k_cache, v_cache, table, lengths, new, *sizes), {"HEAD_DIM": head_dim}
+    consts["BLOCK_SIZE"] = block_size
+    if n <= FEW and dev.spec.capability > 0:
+        _attend_in_splits(dev, out, read, consts, window, scale, sinks)
+        return
+    rows = _many_rows(qkv.dtype.itemsize, head_dim)
+    tiles = sequences * ceil_div(n * (num_heads // num_kv_heads), rows)
+    dev.launch(
+        ATTEND,
+        (num_kv_heads, tiles),
+        THREADS,
+        (out, *read, window, scale, sinks),
+        consts=consts | {"ROWS": rows},
+        smem=_shared_bytes(qkv.dtype.itemsize, head_dim, rows),
+        cost=BESIDE_ATTENTION,
+    )
+
+
+def _attend_in_splits(
+    dev: Device,
+    out: Tensor,
+    read: tuple,
+    consts: dict[str, int],
+    window: int,
+    scale: float,
+    sinks: Tensor | None,
+) -> None:
+    """`attend` of few tokens of each sequence. read: the arguments of both kernels that read."""
+    qkv, _, _, _, lengths, new, n, max_blocks, block_size, num_heads, num_kv_heads = read
+    sequences, _, _, head_dim = qkv.shape
+    tiles = sequences * ceil_div(n * (num_heads // num_kv_heads), FEW_ROWS)
+    splits = ceil_div(max_blocks * block_size, SPLIT)
+    at_once = ceil_div(BLOCKS * dev.spec.num_sms, num_kv_heads * tiles)
+    parts = (sequences, n, num_heads, splits)
+    with (
+        dev.scratch("paged_partial", (*parts, head_dim), F32) as partial,
+        dev.scratch("paged_stats", (*parts, 2), F32) as stats,
+    ):
+        dev.launch(
+            SPLIT_KEYS,
+            (min(splits, at_once), num_kv_heads, tiles),
+            THREADS,
+            (partial, stats, *read, splits, window, scale),
+            consts=consts | {"ROWS": FEW_ROWS},
+            smem=_shared_bytes(qkv.dtype.itemsize, head_dim, FEW_ROWS),
+            cost=BESIDE_ATTENTION,
+        )
+        args = (out, partial, stats, lengths, new, n, num_heads, splits, window, sinks)
+        grid, consts = (num_heads, sequences * n), {"HEAD_DIM": head_dim}
+        dev.launch(COMBINE, grid, THREADS, args, consts=consts, cost=BESIDE_ATTENTION)

@@ -1,0 +1,159 @@
+"""Attention through a paged cache: reference of llmq/cu/attention/paged.cu.
+
+Sequences are computed one by one, each from blocks of its own, so that no bit of a sequence depends
+on its neighbours. Queries come in pieces of ROWS positions, as in attention_forward.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from llmq.ref.common import compute
+
+# S, n, Hq, Hkv, Hd, positions of a block, blocks of a sequence; of "qwen" cases for benchmarks.
+CASES = {
+    "mha": (3, 1, 2, 2, 64, 16, 6),
+    "grouped": (4, 1, 14, 2, 64, 16, 40),
+    "wide_heads": (2, 1, 8, 1, 256, 32, 10),
+    "odd_heads": (2, 1, 6, 2, 80, 16, 20),
+    "small_heads": (2, 2, 3, 1, 8, 16, 3),
+    "piece": (2, 37, 6, 2, 128, 32, 12),
+    "long_piece": (2, 70, 10, 2, 72, 16, 24),
+    "qwen05b": (1, 1, 14, 2, 64, 32, 128),
+    "qwen7b": (1, 1, 28, 4, 128, 32, 1024),
+    "qwen7b_batch": (64, 1, 28, 4, 128, 32, 64),
+    "qwen7b_prompt": (1, 512, 28, 4, 128, 32, 128),
+}
+
+ROWS = 64  # queries in one piece
+SPLIT = 256  # keys of one partial result
+LOG2E = np.float32(np.log2(np.e))
+
+
+def paged_store(
+    k_cache, v_cache, qkv, table, lengths, new, n, max_blocks, block_size, num_heads, num_kv_heads
+):
+    """Rows lengths[s] + [0, new[s]) of each sequence = keys and values of qkv (S, n, Hq + 2 Hkv,
+    Hd). k_cache, v_cache: (blocks, block_size, Hkv, Hd); table: I32 (S, max_blocks); lengths, new:
+    I32 (S,)."""
+    for s in np.flatnonzero(new):
+        positions = lengths[s] + np.arange(new[s])
+        at = table[s, positions // block_size], positions % block_size
+        k_cache[at] = qkv[s, : new[s], num_heads : num_heads + num_kv_heads]
+        v_cache[at] = qkv[s, : new[s], num_heads + num_kv_heads :]
+
+
+class _Piece(NamedTuple):
+    """Some queries of one sequence, [first, end) of n. scores: (Hkv, G * rows, keys), times the
+    scale, -inf where a key is not seen. values: (Hkv, keys, Hd + 1), the last column ones. keys:
+    the position of the first one. positions: of the queries."""
+
+    sequence: int
+    first: int
+    end: int
+    scores: np.ndarray
+    values: np.ndarray
+    keys: int
+    positions: np.ndarray
+
+    def by_query(self, x: np.ndarray) -> np.ndarray:
+        """(Hkv, G * rows, columns) as (rows, Hq, columns)."""
+        kv_heads, _, columns = x.shape
+        x = x.reshape(kv_heads, -1, self.end - self.first, columns)
+        return x.transpose(2, 0, 1, 3).reshape(self.end - self.first, -1, columns)
+
+
+def _pieces(
+    qkv, k_cache, v_cache, table, lengths, new, block_size, num_heads, num_kv_heads, window, scale
+) -> Iterator[_Piece]:
+    """All queries that are there, sequence by sequence."""
+    head_dim, group = qkv.shape[3], num_heads // num_kv_heads
+    for s in np.flatnonzero(new):
+        for first in range(0, int(new[s]), ROWS):
+            end = min(first + ROWS, int(new[s]))
+            positions = int(lengths[s]) + np.arange(first, end)
+            start = max(0, int(positions[0]) + 1 - window) // block_size
+            stop = int(positions[-1]) // block_size + 1
+            seen = slice(0, int(positions[-1]) + 1 - start * block_size)
+            blocks = table[s, start:stop]
+            shape = (len(blocks) * block_size, num_kv_heads, head_dim)
+            keys = compute(k_cache[blocks]).reshape(shape)[seen].transpose(1, 2, 0)
+            values = np.ones((num_kv_heads, keys.shape[2], head_dim + 1), keys.dtype)
+            values[..., :-1] = compute(v_cache[blocks]).reshape(shape)[seen].transpose(1, 0, 2)
+            queries = compute(qkv[s, first:end, :num_heads])
+            queries = queries.reshape(end - first, num_kv_heads, group, head_dim)
+            queries = queries.transpose(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+            scores = (queries * scale) @ np.ascontiguousarray(keys)
+            at = start * block_size + np.arange(keys.shape[2])
+            hidden = (at > positions[:, None]) | (at <= positions[:, None] - window)
+            by_head = scores.reshape(num_kv_heads, group, end - first, -1)
+            by_head[..., hidden] = -np.inf
+            yield _Piece(s, first, end, scores, values, start * block_size, positions)
+
+
+def _softmax(scores: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The row maxima, and exp(scores - maxima) @ values; scores are overwritten."""
+    top = scores.max(axis=-1, keepdims=True)
+    scores -= np.where(np.isneginf(top), 0, top)
+    np.exp(scores, out=scores)
+    return top, scores @ values
+
+
+def paged_attend(
+    out, qkv, k_cache, v_cache, table, lengths, new, n, max_blocks, block_size, num_heads,
+    num_kv_heads, window, scale, sinks=None,
+):  # fmt: skip
+    """out (S, n, Hq, Hd) = attention of query i of sequence s, at position lengths[s] + i, to the
+    `window` keys of the cache up to that position; 0 from query new[s] on. qkv: (S, n, Hq + 2 Hkv,
+    Hd), of which the queries are read; sinks: (Hq,), a score of each head that gives attention
+    to nothing, or None. The rest as in paged_store."""
+    out[...] = 0
+    cache = (k_cache, v_cache, table, lengths, new)
+    for piece in _pieces(qkv, *cache, block_size, num_heads, num_kv_heads, window, scale):
+        top, product = _softmax(piece.scores, piece.values)
+        top, product = piece.by_query(top), piece.by_query(product)
+        total = product[..., -1:]
+        if sinks is not None:
+            total = total + np.exp(sinks[:, None] - top)
+        out[piece.sequence, piece.first : piece.end] = product[..., :-1] / total
+
+
+def paged_split(
+    partial, stats, qkv, k_cache, v_cache, table, lengths, new, n, max_blocks, block_size,
+    num_heads, num_kv_heads, splits, window, scale,
+):  # fmt: skip
+    """The sums of paged_attend over the keys of each split, positions SPLIT j to SPLIT (j + 1).
+    partial: F32 (S, n, Hq, splits, Hd), not divided by the sum of probabilities; stats: F32 (S, n,
+    Hq, splits, 2), the largest score times log2(e), and that sum. Splits of which a query sees no
+    key are not written."""
+    cache = (k_cache, v_cache, table, lengths, new)
+    for piece in _pieces(qkv, *cache, block_size, num_heads, num_kv_heads, window, scale):
+        s, rows = piece.sequence, np.arange(piece.first, piece.end)
+        for j in range(piece.keys // SPLIT, int(piece.positions[-1]) // SPLIT + 1):
+            keys = slice(max(j * SPLIT - piece.keys, 0), (j + 1) * SPLIT - piece.keys)
+            top, product = _softmax(piece.scores[..., keys].copy(), piece.values[:, keys])
+            seen = (piece.positions >= j * SPLIT) & (piece.positions - window + 1 < (j + 1) * SPLIT)
+            product = piece.by_query(product)[seen]
+            partial[s, rows[seen], :, j] = product[..., :-1]
+            stats[s, rows[seen], :, j, 0] = piece.by_query(top * LOG2E)[seen, :, 0]
+            stats[s, rows[seen], :, j, 1] = product[..., -1]
+
+
+def paged_combine(out, partial, stats, lengths, new, n, num_heads, splits, window, sinks=None):
+    """out of paged_attend from the results of paged_split, which are added one after the other."""
+    out[...] = 0
+    for s in np.flatnonzero(new):
+        for i in range(new[s]):
+            position = int(lengths[s]) + i
+            total = np.zeros(num_heads, np.float32)
+            top, sums = np.full_like(total, -np.inf), np.zeros(out.shape[2:], np.float32)
+            if sinks is not None:
+                top, total = sinks * LOG2E, total + 1
+            for j in range(max(0, position + 1 - window) // SPLIT, position // SPLIT + 1):
+                largest = np.maximum(top, stats[s, i, :, j, 0])
+                old, added = np.exp2(top - largest), np.exp2(stats[s, i, :, j, 0] - largest)
+                total = total * old + stats[s, i, :, j, 1] * added
+                sums = sums * old[:, None] + partial[s, i, :, j] * added[:, None]
+                top = largest
+            out[s, i] = sums / total[:, None]

@@ -1,0 +1,95 @@
+"""Attention through a paged cache on a device against the reference."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from llmq.base.dtypes import BF16, F32, I32
+from llmq.ops.attention import paged
+from llmq.runtime.plan_device import PlanDevice
+from tests.harness import GPU_SPEC, host_device, run
+from tests.ref.attention.test_paged import SMALL, inputs, lengths_of
+
+# F32: other sums, of up to 600 terms, and 2^x of the special function unit. BF16: probabilities are
+# rounded before they are multiplied, and results after that.
+TOLERANCE = {F32: {"rtol": 2e-5, "atol": 2e-5}, BF16: {"rtol": 2**-6, "atol": 2**-7}}
+
+
+def attend(dev, arrays, heads, dtype, window=None, sinks=None):
+    """The caches and out of a pass."""
+    S, n, _, Hd = arrays["qkv"].shape
+    out = np.full((S, n, heads[0] * Hd), np.nan, dtype.numpy)
+
+    def call(dev, out, sinks, **tensors):
+        paged.store(dev, **tensors, num_heads=heads[0], num_kv_heads=heads[1])
+        paged.attend(dev, out, *tensors.values(), *heads, window, sinks)
+
+    return run(dev, call, {"out": out, "sinks": sinks} | arrays)
+
+
+@pytest.mark.parametrize("how", [(None, False), (40, True), (300, False)], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
+def test_equals_reference(dev, rng, case, dtype, how):
+    window, sinking = how
+    heads = case[2:4]
+    arrays, _ = inputs(rng, case, *lengths_of(rng, case), dtype.numpy)
+    sinks = (rng.normal(size=heads[0]) * 3).astype(dtype.numpy) if sinking else None
+    got = attend(dev, arrays, heads, dtype, window, sinks)
+    want = attend(host_device(), arrays, heads, dtype, window, sinks)
+    for name in ("k_cache", "v_cache"):
+        assert got[name].tobytes() == want[name].tobytes()
+    found, expected = (x["out"].astype(np.float32) for x in (got, want))
+    np.testing.assert_allclose(found, expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_bits_depend_on_the_sequence_alone(dev, rng, dtype):
+    """Not on its neighbours, the room of tables, or how many tokens a pass has."""
+    case, heads = (2, 12, 6, 2, 64, 16, 20), (6, 2)
+    lengths = [290, 255]
+    arrays, _ = inputs(rng, case, lengths, [12, 12], dtype.numpy)
+    whole = attend(dev, arrays, heads, dtype, window=270)
+    qkv = arrays["qkv"]
+    for s in range(2):
+        blocks = -(-(lengths[s] + 12) // 16)
+        alone = {"k_cache": whole["k_cache"], "v_cache": whole["v_cache"]}
+        alone["table"] = arrays["table"][s : s + 1, :blocks]
+        at = 0
+        for n in (1, 4, 2, 5):
+            given = {"qkv": qkv[s : s + 1, at : at + n]} | alone
+            given |= {"lengths": np.int32([lengths[s] + at]), "new": np.int32([n])}
+            got = attend(dev, given, heads, dtype, window=270)["out"][0]
+            np.testing.assert_array_equal(got, whole["out"][s, at : at + n])
+            at += n
+
+
+def test_planned_memory_and_wrong_arguments():
+    dev = PlanDevice(GPU_SPEC)
+
+    def make(*shape, dtype=BF16):
+        return dev.alloc("x", shape, dtype, "Activations")
+
+    tensors = {"out": make(3, 1, 4, 64), "qkv": make(3, 1, 8, 64)}
+    tensors |= {name: make(10, 16, 2, 64) for name in ("k_cache", "v_cache")}
+    tensors |= {"table": make(3, 20, dtype=I32)}
+    tensors |= {name: make(3, dtype=I32) for name in ("lengths", "new")}
+    paged.attend(dev, **tensors, num_heads=4, num_kv_heads=2)
+    # Two splits, of which the statistics are padded.
+    assert dev.stack.high_water_mark == 4 * 3 * 4 * 2 * 64 + 256
+    assert dev.launches["paged_split"] == dev.launches["paged_combine"] == 1
+
+    def refuse(error, match, **changes):
+        with pytest.raises(error, match=match):
+            call = partial(paged.attend, num_heads=4, num_kv_heads=2)
+            call(dev, **{**tensors, **changes})
+
+    refuse(ValueError, "window must be at least 1, got 0", window=0)
+    refuse(ValueError, "scale must be positive", scale=-1.0)
+    refuse(ValueError, r"v_cache must have shape", v_cache=make(9, 16, 2, 64))
+    refuse(TypeError, "k_cache must be BF16, got F32", k_cache=make(10, 16, 2, 64, dtype=F32))
+    refuse(TypeError, "table must be I32", table=make(3, 20, dtype=F32))
+    odd = {"out": make(3, 1, 4, 20), "qkv": make(3, 1, 8, 20)}
+    odd |= {name: make(10, 16, 2, 20) for name in ("k_cache", "v_cache")}
+    refuse(ValueError, "Hd must be a multiple of 8 on a GPU, got 20", **odd)
