@@ -9,7 +9,7 @@ __all__ = ["Callback", "Trainer", "__version__"]
 def __getattr__(name: str) -> Any:
     """llmq.Trainer and llmq.Callback, loaded at first use: `llmq --help` does not wait."""
     if name == "Trainer":
-        from llmq.run.trainer import Trainer
+        from llmq.run.script import Trainer
 
         return Trainer
     if name == "Callback":

@@ -54,8 +54,8 @@ class Callback:
     has callbacks of its own.
 
     stop: the reason to end the run before its last step, as one line for the log; None: go on.
-    `llmq train` looks after each step and evaluation. With several processes all must give the same
-    answer.
+    A run looks after each step and evaluation, `Trainer.step` never. With several processes all
+    must give the same answer.
     """
 
     stop: str | None = None
@@ -70,7 +70,7 @@ class Callback:
         """Called when the checkpoint in the directory `path` is complete."""
 
     def on_record(self, record: dict[str, Any]) -> None:
-        """Called with each record of the JSON log of `llmq train`, `time` in seconds since 1970."""
+        """Called with each record of the JSON log of a run, `time` in seconds since 1970."""
 
     def on_end(self, end: RunEnd) -> None:
         """Called once, at the end of the run, also after an error."""

@@ -4,7 +4,9 @@ below them a table of GPUs with gauges.
 
 from __future__ import annotations
 
+import io
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -18,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from llmq.base.console import printable_console
+from llmq.base.console import printable, printable_console
 from llmq.base.dtypes import GIB
 from llmq.base.errors import LlmqError
 from llmq.report.plot import read_log
@@ -290,6 +292,7 @@ _ASCII = str.maketrans(BARS, "_.:-=+*#")  # of a terminal without UTF-8
 LEAST_BAR = 4  # columns of the bar of steps
 DRAWS = 2  # of the view in a second, which is also fit for a slow line
 WIDTH = 48  # columns of the loss curve, at most
+LAST_LINES = 12  # of the log, in a notebook
 
 
 class LossCurve:
@@ -462,6 +465,50 @@ class LiveView(PlainView):
         return Group(self._progress.render(), *([] if self._panel is None else [self._panel]))
 
 
+class NotebookView(PlainView):
+    """The state of a run above its last lines, in one output of a notebook's cell."""
+
+    brief = True
+
+    def __init__(self, first_step: int, total_steps: int, losses: Iterable[float] = ()):
+        """The arguments are those of LiveView."""
+        super().__init__()
+        from IPython.display import display  # which a notebook has
+
+        self._progress, self._lines = Progress(first_step, total_steps), deque(maxlen=LAST_LINES)
+        for loss in losses:
+            self._progress.curve.add(loss)
+        self._drawn = time.monotonic()
+        self._output = display(self._render(), raw=True, display_id=True)
+
+    def line(self, text: str, *, bold: bool = False) -> None:
+        """Show a line below the state, in place of the oldest one there."""
+        self._lines.append(Text(printable(text), "bold" if bold else ""))
+        self._draw()
+
+    def progress(self, **state: Any) -> None:
+        """Do as LiveView.progress."""
+        self._progress.update(**state)
+        self._draw()
+
+    def close(self) -> None:
+        self._output.update(self._render(), raw=True)
+
+    def _draw(self) -> None:
+        if time.monotonic() - self._drawn >= 1 / DRAWS:
+            self._output.update(self._render(), raw=True)
+            self._drawn = time.monotonic()
+
+    def _render(self) -> dict[str, str]:
+        """The output by MIME type."""
+        how = {"file": io.StringIO(), "record": True, "force_jupyter": False, "width": WIDE}
+        console = Console(**how, force_terminal=False)
+        console.print(Group(self._progress.render(), *self._lines))
+        text = console.export_text(clear=False)
+        page = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+        return {"text/plain": text, "text/html": page}
+
+
 def _losses(log: Path, steps_done: int) -> list[float]:
     """Those of a log that a run goes on with; none where there are none, or it is of others."""
     if steps_done == 0:
@@ -475,10 +522,14 @@ def _losses(log: Path, steps_done: int) -> list[float]:
 def view_of_run(
     steps_done: int, total_steps: int, panel: Panel | None, log: Path, brief: bool
 ) -> PlainView:
-    """A live view on a terminal, if there is anything to see; else lines. panel: of GPUs. log: of
-    the run, which has the steps that are done. brief: as of PlainView."""
+    """A live view on a terminal or in a notebook, if there is anything to see; else lines. panel:
+    of GPUs. log: of the run, which has the steps that are done. brief: as of PlainView."""
     console = printable_console()
-    if steps_done < total_steps and console.is_terminal and not console.is_dumb_terminal:
+    if steps_done >= total_steps:
+        return PlainView()
+    if console.is_jupyter:
+        return NotebookView(steps_done, total_steps, _losses(log, steps_done))
+    if console.is_terminal and not console.is_dumb_terminal:
         losses = _losses(log, steps_done)
         return LiveView(console, steps_done, total_steps, panel, losses, brief)
     return PlainView()

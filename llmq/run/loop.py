@@ -2,11 +2,12 @@
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from llmq.base.callback import StepDone
 from llmq.base.dtypes import Limits
 from llmq.base.errors import DataError, LlmqError
 from llmq.base.signals import Interrupted, OutOfTime
@@ -21,12 +22,13 @@ from llmq.run.trainer import Trainer
 
 
 class Loop:
-    """Steps until the end or a signal, one step ahead of the results on a GPU.
+    """Steps until the end or a signal.
 
     Results go to the trainer's callbacks. Between two steps come evaluations, then requests for a
     checkpoint or for the end, then checkpoints. is_last: True if the run ends with this loop, False
     if another stage follows. first: the step that the loop begins with. pending: ticket of a step
-    whose result has not been read.
+    whose result has not been read. ahead: whether a GPU computes a step while the result of the
+    step before is read.
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class Loop:
         self.stop, self.is_last = stop, stop is None
         self.first = trainer.steps_done
         self.pending: int | None = None
+        self.ahead = True
+        self._done: list[StepDone] = []  # steps that `steps` has not yielded
 
     @property
     def stopped(self) -> str | None:
@@ -54,9 +58,16 @@ class Loop:
         return why and f"{why}, which ends the run after {self.trainer.steps_done} steps"
 
     def run(self) -> None:
-        """Train, and end the run with its last evaluations and its model.
+        """Make all `steps`; signals are noted meanwhile."""
+        with self.requests.noted():
+            for _ in self.steps():
+                pass
 
-        Interrupted or OutOfTime where the run ends before, once it is saved.
+    def steps(self) -> Iterator[StepDone]:
+        """Yield each step when its result is known; behind the last step the run ends with its last
+        evaluations and its model.
+
+        Interrupted or OutOfTime where the run ends before, once the run is saved.
         """
         trainer = self.trainer
         self.first = trainer.steps_done
@@ -70,6 +81,8 @@ class Loop:
             if not (self.requests.ends or self.stopped):
                 self.step()
             self._leave_if_asked()
+            yield from self._taken()
+        yield from self._taken()
         self.is_last = self.stop is None or self.stopped is not None
         if self.stopped and trainer.steps_done > self.first:
             self.reporter.message(f"Stopped early: {self.stopped}", trainer.steps_done)
@@ -96,7 +109,7 @@ class Loop:
             ticket = self._enqueue(lr, limits)
         self.collect()
         self.pending = ticket
-        if probes or trainer.dev.kind == "host":  # where the work is done, nothing runs ahead
+        if probes or not self.ahead or trainer.dev.kind == "host":  # where the work is done by now
             self.collect()
 
     def _enqueue(self, lr: float, limits: Limits) -> int:
@@ -115,6 +128,11 @@ class Loop:
         ticket, self.pending = self.pending, None
         if ticket is not None:
             self.trainer.result(ticket)
+            self._done.append(self.trainer.last_step)
+
+    def _taken(self) -> list[StepDone]:
+        done, self._done = self._done, []
+        return done
 
     def pause(self) -> None:
         """Before work that is no part of a step's time."""

@@ -574,5 +574,7 @@ class Ranks:
                     idle.wait(IDLE_SECONDS)
                 if rank is not None:
                     rank.dev.close()
+                self._ranks[index] = None  # whose memory on the CPU goes with its last reference
 
         self.pool.close(close)
+        self._commands.clear()

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -45,7 +46,10 @@ class Requests(Callback):
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A block in which signals are noted."""
+        """A block in which signals are noted; only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         with self._first, self._save:
             yield
 

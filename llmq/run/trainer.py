@@ -1,4 +1,5 @@
-"""llmq.Trainer: a model, its data and its optimizer, driven step by step from Python."""
+"""A model, its data and its optimizer, driven step by step: by the loop of a run, or by a program
+(llmq/run/script.py)."""
 
 from __future__ import annotations
 
@@ -80,8 +81,9 @@ class Trainer(Closing):
     since the beginning of the run. validated_at: how many they were at the last validation.
     history: what a checkpoint keeps of reports. run: its id; after `load` that of the checkpoint,
     or of a fork under another name. tokenizer_id: what made the data, None if that is not known.
-    callbacks: listeners, which are called in this order. last_end: end of the newest step as in
-    `Result`, None if other work of the device follows that step.
+    callbacks: listeners, which are called in this order. last_step: the newest step whose result is
+    known. last_end: its end as in `Result`, None if other work of the device follows that step.
+    loaded: path of the checkpoint that `load` has read.
     """
 
     def __init__(self, *, callbacks: Sequence[Callback] = (), **options: Any):
@@ -138,7 +140,9 @@ class Trainer(Closing):
         self.validated_at: int | None = None
         self.history: dict[str, Any] = {}
         self.callbacks: list[Callback] = []
+        self.last_step: StepDone | None = None
         self.last_end: int | None = None
+        self.loaded: Path | None = None
         self._enqueued: dict[int, partial[StepDone]] = {}  # by ticket: steps without a result
         self._count = 0  # steps that were enqueued
         self._has_scores = False
@@ -305,9 +309,9 @@ class Trainer(Closing):
         if done is not None:
             ms = (result.end - (self.last_end or result.begin)) / 1e6
             self.last_end = result.end
-            event = done(result=result, ms=ms, ticket=ticket)
+            self.last_step = done(result=result, ms=ms, ticket=ticket)
             for callback in self.callbacks:
-                callback.on_step(event)
+                callback.on_step(self.last_step)
         return result
 
     @property
@@ -471,6 +475,7 @@ class Trainer(Closing):
             self.validated_at = reader.manifest.state.get("validated_at")
             self.history = reader.manifest.state.get("history", {})
             self.run = self.run.continuing(reader.manifest.run, reader.step)
+            self.loaded = reader.path
             return changes.others
 
     @contextmanager
@@ -493,7 +498,7 @@ class Trainer(Closing):
         self.ranks.run("starting again", lambda rank: rank.reset())
         self.load_weights()
         self.steps_done, self._steps_of_epochs = 0, None
-        self.validated_at, self.history = None, {}
+        self.validated_at, self.history, self.loaded = None, {}, None
 
     def export(
         self, directory: str | Path | None = None, *, checkpoint: str | Path | None = None
@@ -553,16 +558,21 @@ class Trainer(Closing):
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.close(error)
 
+    def tell_end(self, error: BaseException | None = None) -> None:
+        """Tell callbacks of the end of the run, and let them go. error: why the run ends."""
+        callbacks, self.callbacks = self.callbacks, []
+        end = RunEnd(steps_done=self.steps_done, error=error)
+        with ExitStack() as stack:
+            for callback in reversed(callbacks):  # an error in one keeps no other from its end
+                stack.callback(callback.on_end, end)
+
     def close(self, error: BaseException | None = None) -> None:
         """Tell callbacks of the end, stop the threads and free the devices. error: why the run
         ends."""
-        callbacks, self.callbacks = self.callbacks, []
-        end = RunEnd(steps_done=self.steps_done, error=error)
         try:
             with ExitStack() as stack:
                 stack.callback(self.ranks.close)
-                for callback in reversed(callbacks):  # an error in one keeps no other from its end
-                    stack.callback(callback.on_end, end)
+                self.tell_end(error)
         finally:
             if self._restored is not None:
                 self._restored.cleanup()

@@ -4,8 +4,8 @@ machine, data, memory."""
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -57,6 +57,7 @@ from llmq.run.monitor import (
 from llmq.run.requests import Requests
 from llmq.run.resume import Stage, fork_lines, left_stages
 from llmq.run.run_paths import (
+    ExistingOutput,
     clear_places,
     locked_places,
     outputs_of_others,
@@ -333,6 +334,10 @@ def load_state(trainer: Trainer, reporter: Reporter, checkpoint: Path | None) ->
     else:
         with reporter.section(f"Loading model from `{trainer.model_dir}`"):
             trainer.load_weights()
+
+
+def score_data(trainer: Trainer, reporter: Reporter) -> None:
+    """Score the data by the model of the first weights, where the loss reads such scores."""
     if trainer.config.scores_folder is not None:
         with reporter.section(f"Scores in `{trainer.config.scores_folder}`"):
             trainer.score_reference()
@@ -388,14 +393,40 @@ def _run_locked(
     over with this stage. start: start of the run, of time.monotonic(). world: of run_training."""
     config = stage.config
     strangers = world.on_first(lambda: outputs_of_others(config, identity, model_dir, checkpoint))
-    host_memory_before = available_host_memory()
+    before = available_host_memory()
     tokenizer = world.each(lambda: agreed_tokenizer(config, model_dir, checkpoint))
-    with ExitStack() as run_end:
-        opened = run_end.enter_context
-        trainer = opened(Trainer.from_config(config, model, model_dir, tokenizer, world))
+    with Trainer.from_config(config, model, model_dir, tokenizer, world) as trainer:
         trainer.run = identity
-        world.each(lambda: check_data(trainer))
-        material = opened(closing(world.each(lambda: read_evaluation_inputs(trainer))))
+        with begun(trainer, argv, stage, checkpoint, strangers, callbacks, start, before) as loop:
+            loop.run()
+        if not loop.is_last:  # the run goes on, and with it a user's callbacks
+            trainer.callbacks = [c for c in trainer.callbacks if c not in callbacks]
+    return loop.is_last
+
+
+@contextmanager
+def begun(
+    trainer: Trainer,
+    argv: list[str],
+    stage: Stage,
+    checkpoint: Path | None,
+    strangers: list[ExistingOutput],
+    callbacks: Sequence[Callback],
+    start: float,
+    host_memory_before: int,
+    *,
+    loads: bool = True,
+) -> Iterator[Loop]:
+    """The loop of a run that has announced itself: with its log, its reports and the weights that
+    the run begins with.
+
+    checkpoint: that the run goes on from. strangers: of `outputs_of_others`. callbacks: a user's,
+    which follow the run's own. start: of the run, of time.monotonic(). host_memory_before: as of
+    announce_memory. loads: False if the trainer has its weights.
+    """
+    config, world = trainer.config, trainer.world
+    world.each(lambda: check_data(trainer))
+    with closing(world.each(lambda: read_evaluation_inputs(trainer))) as material:
         check_token_files([*trainer.train_loaders, *trainer.eval_loaders, *material.loaders], world)
         best = world.each(
             lambda: Best(
@@ -408,31 +439,28 @@ def _run_locked(
         warn(*RULES.idle(config, length=length))
         moved = world.on_first(lambda: clear_places(config, checkpoint, strangers))
         path = config.log_file if world.first else Path(os.devnull)
-        log = world.each(lambda: JsonLog(path, append=config.continue_from is not None))
+        goes_on = config.continue_from is not None or checkpoint is not None
+        log = world.each(lambda: JsonLog(path, append=goes_on))
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         sinks = sinks_of_run(config, log, reporter.message) if world.first else []
-        log.listeners = [*sinks, *callbacks]
+        log.listeners, trainer.callbacks = [*sinks, *callbacks], []
         run = _Run(trainer, reporter, material, best, start, stage)
         loop = run.loop
         try:
-            notes = moved + fork_lines(identity, checkpoint)
-            run.begin(argv, checkpoint, notes, host_memory_before)
+            notes = moved + fork_lines(trainer.run, checkpoint)
+            run.begin(argv, checkpoint, notes, host_memory_before, loads=loads)
             steps = (trainer.steps_done, trainer.total_steps)
             if not world.several:  # a launcher shows the first process a terminal that is none
                 brief = config.log_format != "llmq"
                 reporter.view = view_of_run(*steps, run.sensing.panel, path, brief)
             try:
-                with loop.requests.noted():
-                    loop.run()
+                yield loop
             except DataError:  # found in the middle of the data: what was learned is kept
                 if trainer.steps_done > loop.first:
                     loop.save_last(required=False)
                 raise
         finally:
             loop.lifecycle.close(give_up=isinstance(sys.exception(), KeyboardInterrupt))
-        if not loop.is_last:  # the run goes on, and with it a user's callbacks
-            trainer.callbacks = [c for c in trainer.callbacks if c not in callbacks]
-    return loop.is_last
 
 
 class _Run:
@@ -461,11 +489,17 @@ class _Run:
         self.loop = Loop(trainer, reporter, evaluations, health, lifecycle, requests, stage.stop)
 
     def begin(
-        self, argv: list[str], checkpoint: Path | None, notes: list[str], host_memory_before: int
+        self,
+        argv: list[str],
+        checkpoint: Path | None,
+        notes: list[str],
+        host_memory_before: int,
+        *,
+        loads: bool,
     ) -> None:
         """Announce the run and its machine; load the weights: from the checkpoint, else from
-        scratch or the model's directory. notes: lines about its places. host_memory_before: as of
-        announce_memory."""
+        scratch or the model's directory. notes: lines about its places. host_memory_before, loads:
+        as of begun."""
         config, trainer, reporter = self.config, self.trainer, self.reporter
         every = config.debug_log_abs_max
         sol = speed_of_light(config, trainer.model, trainer.dev.spec.name, trainer.world_size)
@@ -484,7 +518,9 @@ class _Run:
         for line in notes:
             reporter.message(line)
         announce_machine(trainer, reporter, self.sensing.sensors.sources, sol)
-        load_state(trainer, reporter, checkpoint)
+        if loads:
+            load_state(trainer, reporter, checkpoint)
+        score_data(trainer, reporter)
         if checkpoint is not None:
             self.loop.resume(checkpoint)
         announce_data(trainer, reporter, self.material.sets)

@@ -11,7 +11,6 @@ import pytest
 from safetensors.numpy import load_file
 
 import llmq
-from llmq.base.errors import ConfigError
 from llmq.base.run_id import RunId
 from llmq.checkpoint.best import Best, EarlyStopping, Measurement, best_owner
 from llmq.checkpoint.manifest import MANIFEST, digest_of
@@ -427,12 +426,6 @@ def test_what_is_refused(changes, message, capsys):
     assert run(**changes) == 2
     assert f"error: {message}" in capsys.readouterr().err
     assert not Path("out").exists()
-
-
-@pytest.mark.parametrize("option", [{"keep_best": "loss"}, {"eval_at_start": True}])
-def test_a_script_evaluates_by_itself(option):
-    with pytest.raises(ConfigError, match="has no effect here: call validate"):
-        llmq.Trainer(model="model", from_scratch=True, train_file="data/train-*.bin", **option)
 
 
 @pytest.mark.parametrize(

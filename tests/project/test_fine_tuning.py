@@ -23,6 +23,7 @@ from tools.plan_configs import CONFIGS
 
 transformers = pytest.importorskip("transformers")
 
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "finetune.ipynb"
 PAGE = (Path(__file__).parents[2] / "docs" / "fine-tuning.md").read_text()
 SMALL = {
     "train": "--device cpu --model-dtype fp32",
@@ -109,3 +110,26 @@ def test_the_template_for_base_models(tmp_path):
     assert [text[start:end] for start, end in spans] == ["a</s>", "b</s>"]
     prompt = template.render(talk["messages"][:1], add_generation_prompt=True).text
     assert prompt == "### user\nq\n### assistant\n"
+
+
+def test_the_notebook_runs(workplace):
+    """In a kernel of Jupyter, with the small model; the live view is one output that changes."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    assert not [cell for cell in notebook.cells if cell.get("outputs")], "clear all outputs"
+    names, tokenize, train, plot, sample = (c for c in notebook.cells if c.cell_type == "code")
+    names.source = 'MODEL, TALKS, SEQ_LEN, EPOCHS = "model", "few.jsonl", 128, 1'
+    lines = Path("talks.jsonl").read_text().splitlines()[:40]
+    Path("few.jsonl").write_text("\n".join(lines))
+    nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+
+    def said(cell):
+        return "".join(o.get("text", "") or o.data["text/plain"] for o in cell.outputs)
+
+    assert "40 documents" in said(tokenize) and "\033[32m" in said(tokenize), "what is trained"
+    (shown,) = (output for output in train.outputs if output.output_type == "display_data")
+    assert re.search(r"step (\d+)/\1 .* tok/s", shown.data["text/plain"])
+    assert "Saving model to `output/talks`" in shown.data["text/plain"]
+    assert "[T]" not in "".join(o.get("text", "") for o in train.outputs)
+    assert [o for o in plot.outputs if "image/png" in o.get("data", {})]
+    assert said(sample).strip()

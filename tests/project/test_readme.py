@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from llmq.run.run_paths import find_log
 from llmq.text.tokenize import tokenize
 from tools import indexes
 
@@ -19,7 +20,7 @@ def test_python_example_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = Path(re.__file__).read_text() * 2
     Path("mine.txt").write_text(text)
-    tokenize(["mine.txt"], tokenizer="bytes", out=Path("data/mine"), eval_fraction=0.2, workers=1)
+    tokenize(["mine.txt"], tokenizer="bytes", out=Path("data/mine"), eval_fraction=0.1, workers=1)
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(compile(code, "README.md", "exec"), {})
     printed = capsys.readouterr().out
@@ -27,6 +28,7 @@ def test_python_example_runs(tmp_path, monkeypatch, capsys):
     assert 1.0 < loss < 5.0  # ln 257 = 5.5 before training
     assert "validation loss" in printed
     assert (tmp_path / "output/example/model.safetensors").is_file()
+    assert find_log("example").is_file()
 
 
 def test_ci_runs_the_readme_commands():

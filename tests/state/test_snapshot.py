@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32
-from llmq.base.errors import ConfigError
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.options.rules import RULES
@@ -162,5 +161,3 @@ def test_where_the_copy_has_no_effect():
     assert line.startswith("--ckpt-background has no effect but for checkpoints that are asked for")
     for name, value in (("ckpt-interval", 5), ("save-training-state", True)):
         assert RULES.idle(make_config(never | {name: value})) == []
-    with pytest.raises(ConfigError, match=r"^--ckpt-background: has no effect here, where save"):
-        Trainer(model="tiny", from_scratch=True, ckpt_background=True)

@@ -174,14 +174,6 @@ RUN_RULES = (
         "has no effect here, call load() of the trainer instead",
     ),
     *refused(
-        "ckpt_background", lambda v, o, script: v, "has no effect here, where save() writes at once"
-    ),
-    *refused(
-        "keep_best stop_after eval_at_start",
-        lambda v, o, script: v,
-        "has no effect here: call validate() and save(), and export() with that checkpoint",
-    ),
-    *refused(
         "continue_from",
         lambda v, o, verification: v is not None,
         "a verification starts with the model's weights: leave it out",

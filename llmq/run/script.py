@@ -1,0 +1,106 @@
+"""llmq.Trainer: the Trainer of a program of one's own, which can also make the run of `llmq train`,
+as a whole or step by step."""
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from llmq.base.callback import Callback, StepDone
+from llmq.base.errors import LlmqError
+from llmq.base.files import check_writable
+from llmq.options.option_file import command_line
+from llmq.report.sinks import check_libraries
+from llmq.run import trainer
+from llmq.run.resume import Stage
+from llmq.run.run_paths import locked_places, outputs_of_others
+from llmq.run.training import begun
+from llmq.runtime.host_usage import available_host_memory
+
+
+class Trainer(trainer.Trainer):
+    """One training run.
+
+        with llmq.Trainer(model="tiny", from_scratch=True, train_file="data/train*.bin") as trainer:
+            for step in trainer:
+                print(step.step, step.result.loss)
+
+    Keyword arguments are the options of `llmq train`, with underscores. Options, files and memory
+    that do not work raise LlmqError before anything is allocated. Several GPUs (gpus=...) have a
+    thread each, all driven from the one that calls; an error in one of them stops all.
+
+    `train` and iteration make the run of `llmq train`: its validations, checkpoints, log, guard and
+    export, with its lines or its live view, in a notebook too. `step` makes one optimizer step and
+    nothing else, for loops of one's own. Attributes are those of `llmq.run.trainer.Trainer`.
+    """
+
+    def __init__(self, *, callbacks: Sequence[Callback] = (), **options: Any):
+        self._start, self._memory = time.monotonic(), available_host_memory()
+        self._steps: Iterator[StepDone] | None = None
+        super().__init__(callbacks=callbacks, **options)
+
+    def train(self) -> None:
+        """Make the run, or what iteration has left of it; afterwards the model is in --out-dir.
+
+        LlmqError where --out-dir, --checkpoint-dir or --log-file cannot be written, or has files of
+        another run. A signal saves a checkpoint and raises `llmq.base.signals.Interrupted`, the end
+        of --max-hours OutOfTime.
+        """
+        self._steps = self._steps or self._run(ahead=True)
+        for _ in self._steps:
+            pass
+
+    def __iter__(self) -> Iterator[StepDone]:
+        """Yield each step of the run when its result is known; weights are those after this step.
+
+        A loop that is left goes on with the next `for`; behind the last step the run ends as it
+        does with `train`, which has the errors.
+        """
+        self._steps = self._steps or self._run(ahead=False)
+        return self._steps
+
+    def _run(self, *, ahead: bool) -> Iterator[StepDone]:
+        """The steps of the run. ahead: as of `Loop`."""
+        config, checkpoint = self.config, self.loaded
+        try:
+            with ExitStack() as stack:
+                check_libraries(config)
+                check_writable("--out-dir", config.out_dir)
+                check_writable("--checkpoint-dir", config.checkpoint_dir)
+                stack.enter_context(locked_places(config))
+                strangers = outputs_of_others(config, self.run, self.model_dir, checkpoint)
+                stage, argv = Stage(config, 0, None), command_line(config)
+                how = (strangers, self.callbacks, self._start, self._memory)
+                loop = stack.enter_context(begun(self, argv, stage, checkpoint, *how, loads=False))
+                loop.ahead, steps = ahead, loop.steps()
+                while True:
+                    with loop.requests.noted():  # not while the caller's code runs
+                        step = next(steps, None)
+                    if step is None:
+                        break
+                    yield step
+        except GeneratorExit:  # of `close`, which tells callbacks why
+            raise
+        except BaseException as error:
+            self.tell_end(error)
+            raise
+        self.tell_end()
+
+    def load(self, path: str | Path, *, new_data: bool = False) -> list[str]:
+        """Do as `llmq.run.trainer.Trainer.load`; LlmqError once the run has begun."""
+        if self._steps is not None:
+            raise LlmqError("load(): the run has begun: load before train() and iteration")
+        return super().load(path, new_data=new_data)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the run, stop the threads, and free the devices and all memory. error: why the run
+        ends."""
+        try:
+            with ExitStack() as stack:
+                stack.callback(super().close, error)
+                if self._steps is not None:
+                    self._steps.close()
+        finally:
+            gc.collect()  # what is freed refers to itself in circles
