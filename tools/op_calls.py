@@ -37,7 +37,7 @@ from llmq.ops.attention import attention, attention_backward, attention_gate, pa
 from llmq.ops.common import ROWS_MULTIPLE, SCALE_BLOCK, padded_columns
 from llmq.ops.delta import delta_gates, delta_rule, gated_norm, short_conv
 from llmq.ops.experts import expert_rows, grouped, route
-from llmq.ops.loss import cross_entropy, distill, labels, pairs
+from llmq.ops.loss import cross_entropy, distill, grpo, labels, pairs
 from llmq.ops.pointwise import clock, elementwise, embedding, gelu, norm, reduce, swiglu
 from llmq.ops.product import adapter, matmul, matmul_fused
 from llmq.ops.quantize import four_bits, fp8_scale, quantize, quantize_int8
@@ -515,6 +515,29 @@ def _pair_weights(dev: Device, *, starts: Tensor, partner: Tensor, **tensors: Te
     pairs.weights(dev, **tensors, shift=None, places=pairs.Places(starts, partner), form=form)
 
 
+def grpo_calls(B: int, T: int, count: int) -> list[Call]:
+    """Documents that fill the rows."""
+    rows = {"targets": np.zeros((B, T), np.int32), "starts": None}
+    if count:
+        first = np.arange(T) // -(-T // count) * -(-T // count)
+        rows["starts"] = np.tile(first.astype(np.int32), (B, 1))
+    tensors = rows | {n: f32(B, T) for n in ("losses", "old", "reference", "advantages")}
+    tensors |= {"sums": f32(3, B, T, value=1.0)}
+    return [
+        Call("sums", _sample_sums, tensors),
+        Call("weights", _sample_weights, tensors | {"weights": f32(B, T)}),
+    ]
+
+
+def _sample_sums(dev: Device, *, sums: Tensor, **tensors: Tensor) -> None:
+    grpo.sums(dev, sums, grpo.Samples(**tensors))
+
+
+def _sample_weights(dev: Device, *, sums: Tensor, weights: Tensor, **tensors: Tensor) -> None:
+    form = grpo.Form(0, 0.8, 1.2, 0.1, 1, 0.0)
+    grpo.weights(dev, weights, sums, grpo.Samples(**tensors), form)
+
+
 def _told(rows: int, vocab: int, k: int) -> np.ndarray:
     """A teacher whose k columns of each row are equally likely."""
     ids = np.sort(np.random.default_rng(SEED).choice(vocab, k, replace=False)).astype(np.int32)
@@ -901,6 +924,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "muon": muon_calls,
     "mxfp4": mxfp4_calls,
     "four_bits": nf4_calls,
+    "grpo": grpo_calls,
     "norm": norm_calls,
     "outliers": outliers_calls,
     "paged": paged_calls,

@@ -1,8 +1,8 @@
-"""Compares losses and gradients of pairs with TRL's, in a second step, so that the reference is
-another model than the one that is trained.
+"""Compares losses and gradients with TRL's: of pairs in a second step, so that the reference is
+another model than the one that is trained, and of samples with random probabilities beside them.
 
     pip install trl
-    python -m tools.trl_reference [dpo ipo simpo reward]
+    python -m tools.trl_reference [dpo ipo simpo reward grpo dr-grpo dapo gspo cispo]
 
 Prints, for each loss, ours, TRL's, and the largest relative difference of a gradient. All of it is
 in fp32 on the CPU, with a tiny model of bytes. ORPO is not among them: TRL's cross-entropy counts
@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import transformers
 from datasets import Dataset
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 
 from llmq import Trainer
+from llmq.base.batch import Batch
 from llmq.commands.cli import _run
 from llmq.text.tokenizer import ByteTokenizer
 
@@ -38,6 +40,20 @@ LOSSES = {
         {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.5, "cpo_alpha": 0.0},
     ),
     "reward": (RewardTrainer, RewardConfig, {}),
+}
+PROMPT, SAMPLES = 4, [9, 30, 17, 23, 12, 26]  # tokens
+POLICIES = {
+    "grpo": ({"loss_type": "grpo", "epsilon_high": 0.2}, {}),
+    "dr-grpo": (
+        {"loss_type": "dr_grpo", "epsilon_high": 0.2, "max_completion_length": 32},
+        {"length": 32},
+    ),
+    "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28}, {}),
+    "gspo": (
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_high": 0.2},
+        {"epsilon": 0.2, "epsilon-high": 0.2},
+    ),
+    "cispo": ({"loss_type": "cispo", "epsilon_high": 1.2}, {"most": 1.2}),
 }
 
 
@@ -97,6 +113,81 @@ def theirs(folder: Path, loss: str, **more: Any) -> tuple[float, dict[str, np.nd
     return value.item(), {name: p.grad.numpy() for name, p in named if p.grad is not None}
 
 
+def samples() -> dict[str, np.ndarray]:
+    """Ids (B, PROMPT + longest) and, of the tokens that were sampled, arrays (B, longest);
+    advantages: (B, 1)."""
+    rng, (B, longest) = np.random.default_rng(0), (len(SAMPLES), max(SAMPLES))
+    near = -np.log(256) + 0.4 * rng.normal(size=(2, B, longest))
+    return {
+        "ids": rng.integers(0, 256, (B, PROMPT + longest)),
+        "mask": np.arange(longest) < np.array(SAMPLES)[:, None],
+        "sampled": near[0].astype(np.float32),
+        "scores": near[1].astype(np.float32),
+        "advantages": rng.normal(size=(B, 1)).astype(np.float32),
+    }
+
+
+def our_policy(folder: Path, loss: str) -> tuple[float, dict[str, np.ndarray]]:
+    """Loss and mean gradients of a step on samples, all of which are in one packed row."""
+    found, at, shape = samples(), 0, (1, T)
+    inputs, targets = np.zeros(shape, np.int32), np.full(shape, -100, np.int32)
+    starts = np.arange(T, dtype=np.int32)[None].copy()
+    named = {name: np.zeros(shape, np.float32) for name in ("sampled", "scores", "advantages")}
+    for number, length in enumerate(SAMPLES):
+        end, ids = at + PROMPT + length, found["ids"][number]
+        places = slice(at + PROMPT - 1, end - 1)
+        inputs[0, at:end], starts[0, at:end] = ids[: PROMPT + length], at
+        targets[0, places] = ids[PROMPT : PROMPT + length]
+        for name, array in named.items():
+            array[0, places] = found[name][number][:length]
+        at = end
+    how = {"model": str(folder / "base"), "device": "cpu", "gpus": 1, "model_dtype": "fp32"}
+    how |= {
+        "seq_len": T,
+        "batch_size": 1,
+        "grad_accumulation": 1,
+        "document_mask": True,
+        "steps": 1,
+    }
+    with Trainer(loss=loss, loss_params={"beta": 0.05, **POLICIES[loss][1]}, **how) as trainer:
+        result, gradients = trainer.step([Batch(inputs, targets, starts, 0, named)]), {}
+        values, per_token = trainer.gradients(), loss in ("dapo", "cispo")
+        count = sum(SAMPLES) if per_token else len(SAMPLES)
+        for param in (p for slab in trainer._step.table for p in slab.params):
+            for part in param.hf:
+                sums = values[param.name].reshape(-1, *param.row_shape)[part.start : part.stop]
+                gradients[part.name] = part.stored(sums) / count
+        return result.loss, gradients
+
+
+def their_policy(folder: Path, loss: str) -> tuple[float, dict[str, np.ndarray]]:
+    """The same by TRL."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    args = GRPOConfig(
+        output_dir=str(folder / "trl"), per_device_train_batch_size=len(SAMPLES), use_cpu=True,
+        num_generations=3, bf16=False, report_to="none", gradient_checkpointing=False,
+        disable_dropout=True, epsilon=0.2, beta=0.05, **POLICIES[loss][0],
+    )  # fmt: skip
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "base")
+    data = Dataset.from_list([{"prompt": record["prompt"]} for record in records()])
+    trainer = GRPOTrainer(
+        model, lambda completions, **_: [0.0] * len(completions), args=args,
+        train_dataset=data, processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    found = {name: torch.from_numpy(array) for name, array in samples().items()}
+    batch = {"prompt_ids": found["ids"][:, :PROMPT], "completion_ids": found["ids"][:, PROMPT:]}
+    batch |= {"prompt_mask": torch.ones(len(SAMPLES), PROMPT, dtype=torch.long)}
+    batch |= {"completion_mask": found["mask"].long(), "advantages": found["advantages"][:, 0]}
+    batch |= {"old_per_token_logps": found["sampled"], "ref_per_token_logps": found["scores"]}
+    batch["num_items_in_batch"] = found["mask"].sum()
+    value = trainer._compute_loss(trainer.model, batch)
+    value.backward()
+    named = trainer.model.named_parameters()
+    return value.item(), {name: p.grad.numpy() for name, p in named if p.grad is not None}
+
+
 def main(losses: list[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -113,8 +204,9 @@ def main(losses: list[str]) -> None:
         config = json.loads((folder / "base" / "config.json").read_text())
         config["pad_token_id"] = ByteTokenizer.eos_id  # as TRL has it, where nothing else is said
         (folder / "base" / "config.json").write_text(json.dumps(config))
-        for loss in losses or LOSSES:
-            (our_loss, got), (their_loss, wanted) = ours(folder, loss), theirs(folder, loss)
+        for loss in losses or (*LOSSES, *POLICIES):
+            both = (our_policy, their_policy) if loss in POLICIES else (ours, theirs)
+            (our_loss, got), (their_loss, wanted) = (compute(folder, loss) for compute in both)
             norm = max(np.linalg.norm(g) for g in wanted.values())
             worst = max(
                 np.linalg.norm(got[n] - g) / max(np.linalg.norm(g), 1e-3 * norm)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from llmq.base.errors import ConfigError
 from llmq.options.option_types import Option, parse_bool, parse_float, parse_int, parse_word
 
+POLICIES = ("grpo", "dr-grpo", "dapo", "gspo", "cispo")  # losses of a model's own samples
+
 
 class Param(NamedTuple):
     """One parameter of a loss. option: its parser and limits."""
@@ -24,6 +26,12 @@ def _pairs(beta: float, sft: float, normalize: bool | None = None) -> dict[str, 
     """Parameters of losses that compare two answers."""
     found = _param("beta", beta, above=0) | _param("sft", sft, min=0)
     return found if normalize is None else found | _param("normalize", normalize, parse_bool)
+
+
+def _clipped(epsilon: float, high: float) -> dict[str, Param]:
+    """Parameters of losses that keep ratios of probabilities within bounds."""
+    found = _param("epsilon", epsilon, min=0, max=1) | _param("epsilon-high", high, min=0)
+    return found | _param("beta", 0.0, min=0)
 
 
 _SMOOTHING = _param("smoothing", 0.0, min=0, below=0.5)
@@ -47,6 +55,11 @@ LOSS_PARAMS: dict[str, dict[str, Param]] = {
         **_param("divergence", "forward", parse_word, choices=("forward", "reverse")),
     },
     "weighted": {},
+    "grpo": _clipped(0.2, 0.2),
+    "dr-grpo": _clipped(0.2, 0.2) | _param("length", 1024, parse_int, min=1),
+    "dapo": _clipped(0.2, 0.28),
+    "gspo": _clipped(3e-4, 4e-4),
+    "cispo": _param("most", 5.0, above=0) | _param("beta", 0.0, min=0),
 }
 """The losses of --loss, and the parameters of each by name."""
 

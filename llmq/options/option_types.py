@@ -468,8 +468,8 @@ class Option:
 
     @property
     def metavar(self) -> str:
-        """Placeholder of the value in --help."""
-        return "|".join(self.choices) or _METAVARS[self.parse]
+        """Placeholder of the value in --help: its choices, where a line of a terminal has them."""
+        return w if 0 < len(w := "|".join(self.choices)) < 67 else _METAVARS.get(self.parse, "WORD")
 
     def spelled(self, value: Any) -> list[str]:
         """The words of the command line that give this value: one, or one for each of several."""

@@ -15,6 +15,7 @@ import numpy as np
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import disk_errors, replacing
 from llmq.base.run_id import RunId
+from llmq.options.loss_params import POLICIES
 from llmq.options.option_types import PREFERENCES
 from llmq.report.json_log import LogReader, as_written, is_undone, without_undone
 
@@ -111,6 +112,8 @@ def loss_panel(records: list[dict[str, Any]]) -> str:
         return f"{loss} loss (per {'answer' if loss == 'kto' else 'pair'})"
     if loss in ("kd", "weighted"):
         return f"{loss} loss (nats per token)"
+    if loss in POLICIES:
+        return f"{loss} loss"
     return "loss (nats per document)" if options.get("num-labels", "none") != "none" else LOSS
 
 

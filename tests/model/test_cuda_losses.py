@@ -8,6 +8,7 @@ import pytest
 from llmq.commands.cli import _run
 from llmq.model.losses import LOSSES
 from llmq.model.losses.preferences import Orpo, SimPo
+from llmq.options.loss_params import POLICIES
 from tests.conftest import gpu_problem
 from tests.model.test_score_head import write_classes
 from tests.models import VOCAB, exported, trainer_for
@@ -38,7 +39,9 @@ def results(loss, folder, device, **how):
     return [(r.loss, r.norm, *map(n.get, sorted(n))) for r, n in zip(found, numbers, strict=True)]
 
 
-@pytest.mark.parametrize("loss", [n for n in LOSSES if n not in ("ce", "kd", "weighted")])
+@pytest.mark.parametrize(
+    "loss", [n for n in LOSSES if n not in ("ce", "kd", "weighted", *POLICIES)]
+)
 def test_pairs(loss, tmp_path):
     """Their scores, steps and updates; in BF16 nearly, and with graphs as without."""
     cpu, gpu = (results(loss, tmp_path, device) for device in ("cpu", "cuda"))

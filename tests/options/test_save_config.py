@@ -55,7 +55,7 @@ def test_every_option_has_a_comment(tmp_path):
         (at,) = (i for i, line in enumerate(lines) if re.match(f"#?{option.flags[0]}:", line))
         assert lines[at - 1].startswith("# ")
         first = re.sub(r"\W.*", "", option.help)
-        assert any(first in line for line in lines[max(0, at - 8) : at])
+        assert any(first in line for line in lines[max(0, at - 12) : at])
     assert "model: tiny" in lines and "#warmup: 0" in lines
     assert "# ------" in file.read_text() and f" {OPTIONS['warmup'].group} -" in file.read_text()
 

@@ -147,6 +147,8 @@ def workplace(tmp_path, monkeypatch):
     pairs = zip(texts[:20], texts[20:40], texts[40:60], strict=True)
     lines = ({"prompt": p[:9], "chosen": c[:9], "rejected": r[:9]} for p, c, r in pairs)
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    lines = ({"prompt": text[:9], "completion": text[9:30]} for text in texts[:20])
+    Path("samples.jsonl").write_text("\n".join(map(json.dumps, lines)))
     for name, first in (("reviews", 0), ("held-out", 60)):
         lines = ({"text": t[:40], "label": i % 5} for i, t in enumerate(texts[first : first + 60]))
         Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from llmq.options.conditions import draws, error, rounds
-from llmq.options.loss_params import LOSS_PARAMS, complete_params, loss_values, part_rates
+from llmq.options.loss_params import (
+    LOSS_PARAMS,
+    POLICIES,
+    complete_params,
+    loss_values,
+    part_rates,
+)
 from llmq.options.option_types import (
     ADAPTERS_GROUP,
     LOSS_GROUP,
@@ -133,7 +139,8 @@ class OptimOptions:
         "What is minimized; ce: cross-entropy of tokens, or of a score head's classes; dpo, ipo, "
         "simpo, orpo: losses of pairs of answers, of which one is to be preferred; reward: that "
         "of a score head; kto: of answers with labels; weighted: cross-entropy of tokens, each "
-        "times its score; kd: the divergence from a teacher",
+        "times its score; kd: the divergence from a teacher; grpo, dr-grpo, dapo, gspo, cispo: "
+        "samples of the model, by their advantages",
         choices=tuple(LOSS_PARAMS),
         group=LOSS_GROUP,
     )
@@ -145,9 +152,9 @@ class OptimOptions:
     )
     scores: Path | None = option(
         None,
-        "Directory of `llmq score`, with what the reference model thinks of each token; dpo, ipo "
-        "and kto score the data by the first weights if not given; of weighted each token's "
-        "weight, of kd a teacher's --top-k",
+        "Directory of `llmq score`, with what the reference model thinks of each token; dpo, ipo, "
+        "kto, and losses with beta=..., score the data by the first weights if not given; of "
+        "weighted each token's weight, of kd a teacher's --top-k",
     )
     loss_params: tuple[str, ...] = option(
         (),
@@ -157,7 +164,11 @@ class OptimOptions:
         "beta=0.1, normalize=true, sft=0; simpo: beta=2, gamma=0.5 (margin), smoothing=0, "
         "normalize=true, sft=0; orpo: beta=0.1, sft=1; kto: beta=0.1, desirable=1, undesirable=1 "
         "(weights); kd: top-k=64 (probabilities of the teacher per token), mixture=0 (part of the "
-        "data's own tokens), temperature=1, divergence=forward or reverse",
+        "data's own tokens), temperature=1, divergence=forward or reverse; grpo, dapo, gspo: "
+        "epsilon=0.2, of gspo 0.0003, and epsilon-high=0.2, of dapo 0.28, of gspo 0.0004 (ratios "
+        "of probabilities from 1 - epsilon to 1 + epsilon-high), beta=0 (weight of the divergence "
+        "from the reference); dr-grpo: those of grpo, length=1024 (divisor of each sample's sum); "
+        "cispo: most=5 (largest ratio), beta=0",
         parse=parse_params,
     )
     token_weights: bool = False
@@ -181,7 +192,7 @@ class OptimOptions:
     @property
     def has_reference(self) -> bool:
         """True if the loss reads log-probabilities of a reference model."""
-        return self.loss in REFERENCED
+        return self.loss in REFERENCED or (self.loss in POLICIES and self.loss_values["beta"] > 0)
 
     def warmup_of(self, steps: int) -> int:
         """Steps of warm-up of a run with this number of steps."""
@@ -427,7 +438,7 @@ OPTIM_RULES = (
     *each(
         "document_mask",
         REFUSE,
-        lambda v, o, files: not v and o.loss in ("kd", "weighted"),
+        lambda v, o, files: not v and o.loss in ("kd", "weighted", *POLICIES),
         "--loss {loss}: documents are scored one by one: give --packing best-fit, or "
         "--document-mask",
     ),
@@ -458,6 +469,12 @@ OPTIM_RULES = (
         "router_aux_loss router_z_loss",
         lambda v, o: v and o.pairs,
         "is added to losses of tokens, and --loss {loss} compares answers: leave it out",
+    ),
+    *refused(
+        "router_aux_loss router_z_loss",
+        lambda v, o: v and o.loss in ("grpo", "dr-grpo", "gspo"),
+        "is added to losses of tokens, and --loss {loss} is a mean over samples: use --loss dapo, "
+        "or leave it out",
     ),
     *idle(
         "router_aux_loss router_z_loss",

@@ -1,0 +1,166 @@
+// grpo.cu -- losses of a policy's own samples, by their advantages: sums, weights of rows, statistics.
+//
+//   sums      of each document, at its first position: sum over trained tokens of the logarithm of
+//             the ratio, -loss - old; how many they are; sum of their divergences d
+//   weights   d loss / d (loss of the token), 0 where masked
+//   stats     stats[..] += loss, count, and the sums that llmq/model/losses/grpo.py names
+//
+//   x = -loss - old; r = exp(x); A = advantage; g = reference + loss; d = exp(g) - g - 1
+//   TOKEN     -min(r A, clip(r, low, high) A)
+//   SEQUENCE  the same with r = exp(mean x of the document)
+//   CAPPED    -min(r, high) A (-loss), of which min(r, high) has no gradient
+//   and to each   + beta r d, through all of which gradients go
+//   PER_DOCUMENT  each token's loss / length, or with length 0 / trained tokens of its document
+//
+// Data     targets: I32 (n), negative masked. losses, old, reference, advantages: F32 (n); old,
+//          reference: log-probabilities; reference may be null. starts: I32 (n), the first position
+//          of each one's document in its row of seq_len; null: 0. sums: F32 (3, n), written at first
+//          positions of documents only. weights: F32 (n). stats: F64.
+// Launch   sums: 256 threads, a warp looks for documents that begin at its 32 positions, and adds up
+//          each. weights: 256 threads, one position each. stats: one block of 1024.
+// Cost     each array read once; microseconds beside a micro-step.
+// Needs    starts that do not fall along a row; n < 2^31.
+#include "common.cuh"
+
+constexpr int SEQUENCE = 1, CAPPED = 2, PER_DOCUMENT = 1;
+constexpr float LARGEST_LOG = 80.0f;  // exp is finite, so that an advantage of 0 makes 0
+
+struct Form {
+    i32 kind;
+    float low, high, beta;
+    i32 per;
+    float length;
+};
+
+struct Samples {
+    const f32* sums;
+    const i32* targets;
+    const f32 *losses, *old, *reference, *advantages;
+    const i32* starts;
+    i64 n;
+    i32 seq_len;
+};
+
+struct Value {
+    float loss, weight, clipped, ratio, kl;
+};
+
+// The first position of a place's document, in its row.
+__device__ __forceinline__ int start_of(const i32* starts, i64 i) { return starts ? starts[i] : 0; }
+
+// An estimate, by a sample, of the divergence from the reference.
+__device__ __forceinline__ float divergence(float gap) {
+    return expm1f(fminf(gap, LARGEST_LOG)) - gap;
+}
+
+// Of a trained token.
+__device__ __forceinline__ Value value(const Form& form, const Samples& s, i64 i) {
+    const float logp = -s.losses[i], advantage = s.advantages[i];
+    const i64 first = i - (int)((u32)i % (u32)s.seq_len) + start_of(s.starts, i);
+    const float count = s.sums[s.n + first];
+    const float x = form.kind == SEQUENCE ? s.sums[first] / count : logp - s.old[i];
+    Value v{0.0f, 0.0f, 0.0f, expf(fminf(x, LARGEST_LOG)), 0.0f};
+    if (form.kind == CAPPED) {
+        const float bounded = fminf(v.ratio, form.high);
+        v.clipped = v.ratio > form.high;
+        v.weight = bounded * advantage;
+        v.loss = -v.weight * logp;
+    } else {
+        const float own = v.ratio * advantage;
+        const float held = fminf(fmaxf(v.ratio, form.low), form.high) * advantage;
+        v.clipped = own > held;
+        v.weight = own > held ? 0.0f : own;
+        v.loss = own > held ? -held : -own;
+    }
+    if (s.reference) {
+        const float gap = s.reference[i] - logp, own = divergence(gap);
+        const float slope = form.kind == SEQUENCE ? own + gap - s.sums[2 * s.n + first] / count : gap;
+        v.kl = v.ratio * own;
+        v.loss += form.beta * v.kl;
+        v.weight += form.beta * v.ratio * slope;
+    }
+    if (form.per == PER_DOCUMENT) {
+        const float each = 1.0f / (form.length > 0.0f ? form.length : count);
+        v.loss *= each;
+        v.weight *= each;
+    }
+    return v;
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+grpo_sums(f32* __restrict__ sums, const i32* __restrict__ targets, const f32* __restrict__ losses,
+          const f32* __restrict__ old, const f32* __restrict__ reference,
+          const i32* __restrict__ starts, i64 n, i32 seq_len) {
+    const int lane = threadIdx.x & 31;
+    const i64 first = (i64)blockIdx.x * 256 + (threadIdx.x & ~31), mine = first + lane;
+    const bool begins = mine < n && start_of(starts, mine) == (int)((u32)mine % (u32)seq_len);
+    u32 found = __ballot_sync(0xFFFFFFFFu, begins);
+    while (found) {
+        const i64 start = first + __ffs(found) - 1;
+        found &= found - 1;
+        const int own = (int)((u32)start % (u32)seq_len);
+        const i64 end = start - own + seq_len;
+        f64 total = 0.0, count = 0.0, kl = 0.0;
+        for (i64 at = start + lane;; at += 32) {
+            const bool inside = at < end && start_of(starts, at) == own;
+            if (inside && targets[at] >= 0) {
+                total -= (f64)losses[at] + old[at];
+                count += 1.0;
+                if (reference) { kl += divergence(reference[at] + losses[at]); }
+            }
+            if (!__all_sync(0xFFFFFFFFu, inside)) { break; }
+        }
+        total = warp_sum(total);
+        count = warp_sum(count);
+        kl = warp_sum(kl);
+        if (lane == 0) {
+            sums[start] = (f32)total;
+            sums[n + start] = (f32)count;
+            sums[2 * n + start] = (f32)kl;
+        }
+    }
+}
+
+#define SAMPLES_ARGS                                                                              \
+    const f32 *__restrict__ sums, const i32 *__restrict__ targets, const f32 *__restrict__ losses, \
+        const f32 *__restrict__ old, const f32 *__restrict__ reference,                           \
+        const f32 *__restrict__ advantages, const i32 *__restrict__ starts, i64 n, i32 seq_len,   \
+        i32 kind, float low, float high, float beta, i32 per, float length
+
+extern "C" __global__ void __launch_bounds__(256)
+grpo_weights(f32* __restrict__ weights, SAMPLES_ARGS) {
+    const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
+    if (i >= n) { return; }
+    const Samples s{sums, targets, losses, old, reference, advantages, starts, n, seq_len};
+    const Form form{kind, low, high, beta, per, length};
+    weights[i] = targets[i] < 0 ? 0.0f : value(form, s, i).weight;
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+grpo_stats(f64* __restrict__ stats, SAMPLES_ARGS) {
+    constexpr int LOSS = 0, COUNT = 1, FIRST = 6, SUMS = 7;
+    __shared__ f64 shared[32];
+    const Samples s{sums, targets, losses, old, reference, advantages, starts, n, seq_len};
+    const Form form{kind, low, high, beta, per, length};
+    f64 loss = 0.0, of[SUMS] = {};
+    for (i64 i = threadIdx.x; i < n; i += 1024) {
+        const bool begins = start_of(starts, i) == (int)((u32)i % (u32)seq_len);
+        of[1] += begins && sums[n + i] > 0.0f;
+        if (targets[i] < 0) { continue; }
+        const Value v = value(form, s, i);
+        loss += v.loss;
+        of[0] += 1.0;
+        of[2] += v.clipped;
+        of[3] += v.ratio;
+        of[4] += fabsf(-losses[i] - old[i]);
+        of[5] += v.kl;
+        of[6] += losses[i];
+    }
+    loss = block_sum(loss, shared);
+    for (int k = 0; k < SUMS; ++k) { of[k] = block_sum(of[k], shared); }
+    if (threadIdx.x == 0) {
+        stats[LOSS] += loss;
+        stats[COUNT] += form.per == PER_DOCUMENT ? of[1] : of[0];
+        for (int k = 0; k < SUMS; ++k) { stats[FIRST + k] += of[k]; }
+    }
+}

@@ -1,0 +1,115 @@
+"""Losses of a policy's own samples, by their advantages (`ops/loss/grpo.py`)."""
+
+from collections.abc import Mapping
+from math import inf, nan
+from typing import ClassVar
+
+from llmq.base.dtypes import F32
+from llmq.base.step_inputs import ARRAYS, SCORES, Input
+from llmq.base.tensor import Tensor
+from llmq.model.losses.loss import Loss, Rows
+from llmq.ops.loss import grpo
+from llmq.ops.loss.grpo import Samples
+from llmq.options.groups.batch import BatchOptions
+from llmq.options.groups.optim import OptimOptions
+from llmq.ref.loss.grpo import CAPPED, PER_DOCUMENT, PER_TOKEN, SEQUENCE, SUMS, TOKEN, Form
+from llmq.runtime.device import Device
+
+
+class Grpo(Loss):
+    """GRPO: each token's advantage times the ratio of its probability to that of the model which
+    has sampled, where this ratio is in bounds. The loss is a mean over documents of means over
+    their trained tokens. With beta the divergence from a reference is added, whose
+    log-probabilities are "scores": the ratio times exp(g) - g - 1, where g is their difference from
+    those of the model.
+
+    Its numbers are means over tokens: ratio; clipped, the part whose ratio is out of bounds; drift,
+    |log-probability - that of sampling|; kl, with beta the divergence from the reference; entropy,
+    -log-probability, an estimate where the model itself has sampled at temperature 1."""
+
+    name = "grpo"
+    sums = SUMS
+    ahead = True
+    validated = shown = ("clipped",)
+    kind: ClassVar[int] = TOKEN
+    per: ClassVar[int] = PER_DOCUMENT
+
+    def __init__(
+        self, dev: Device, batch: BatchOptions, optim: OptimOptions, named: Mapping[str, Tensor]
+    ):
+        super().__init__(dev, batch, optim, named)
+        shape = batch.batch_size, batch.local_seq_len
+        self._weights = dev.alloc("weights", shape, F32, "Activations")
+        self._sums = dev.alloc("document sums", (3, *shape), F32, "Activations")
+        self.form = self._form(optim)
+
+    @classmethod
+    def inputs(cls, optim: OptimOptions) -> tuple[Input, ...]:
+        """Advantages, and log-probabilities by the model that has sampled, of target tokens."""
+        own = (Input("advantages", sidecar=ARRAYS), Input("sampled", sidecar=ARRAYS))
+        return (*own, Input("scores", sidecar=SCORES)) if optim.has_reference else own
+
+    @classmethod
+    def _form(cls, optim: OptimOptions) -> Form:
+        values = optim.loss_values
+        low, high = 1 - values["epsilon"], 1 + values["epsilon-high"]
+        return Form(cls.kind, low, high, values["beta"], cls.per, values.get("length", 0))
+
+    @classmethod
+    def guessing(cls, optim: OptimOptions, outputs: int) -> float:
+        """Advantages may be as large as they like."""
+        return inf
+
+    def prepare(self, rows: Rows) -> None:
+        """Have the sums of each document."""
+        grpo.sums(self.dev, self._sums, self._samples(rows))
+
+    def weights(self, rows: Rows) -> Tensor:
+        grpo.weights(self.dev, self._weights, self._sums, self._samples(rows), self.form)
+        return self._weights
+
+    def add(self, stats: Tensor, rows: Rows) -> None:
+        grpo.stats(self.dev, stats, self._sums, self._samples(rows), self.form)
+
+    def _samples(self, rows: Rows) -> Samples:
+        of_model = rows.targets, rows.losses, self.named["sampled"], self.named.get("scores")
+        return Samples(*of_model, self.named["advantages"], rows.starts)
+
+    @classmethod
+    def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
+        names = ("clipped", "ratio", "drift", "kl", "entropy")
+        return {name: sums[name] / (sums["tokens"] or nan) for name in names}
+
+
+class DrGrpo(Grpo):
+    """Dr. GRPO: each document's sum is divided by one length, so that long ones count no less."""
+
+    name = "dr-grpo"
+
+
+class Dapo(Grpo):
+    """DAPO: the mean is over the tokens of the whole step, and the upper bound is farther."""
+
+    name = "dapo"
+    per = PER_TOKEN
+
+
+class Gspo(Grpo):
+    """GSPO: the tokens of a document share one ratio, the geometric mean of theirs."""
+
+    name = "gspo"
+    kind = SEQUENCE
+
+
+class Cispo(Grpo):
+    """CISPO: ratios up to a bound are weights without a gradient, so that no token is left out; the
+    mean is over the tokens of the whole step."""
+
+    name = "cispo"
+    kind = CAPPED
+    per = PER_TOKEN
+
+    @classmethod
+    def _form(cls, optim: OptimOptions) -> Form:
+        values = optim.loss_values
+        return Form(cls.kind, 0, values["most"], values["beta"], cls.per, 0)
