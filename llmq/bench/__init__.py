@@ -1,7 +1,7 @@
-"""Measurements: how fast configurations are, and whether options change any bit.
+"""Measurements: the speed of configurations, and whether memory options change any bit.
 
-Imports everything below: base to train.
-Start with `measure.py`, which times one run, and `bench.py`, which makes many.
+Imports everything below: base to train. Start with `measure.py`, which times one run, and
+`bench.py`, which makes many.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """The options of `llmq bench` that are not of the runs.
+    """Options of `llmq bench` itself; the options of its runs are separate.
 
-    out: of the report, without a suffix. steps: timed in each of the repeats. plan_first: leave out
-    runs that do not fit, the fastest first. resume: runs of the report are not made again; retry:
-    but failed ones. timeout: seconds of one run, 0: none; None: by its prediction. overwrite: a
-    report that is there.
+    out: path of the report without suffix. steps: timed steps in each repeat. plan_first: leave out
+    runs that do not fit, and make the fastest first. resume: keep the report's runs; retry: but
+    repeat the failed ones. timeout: seconds of one run; 0: no limit; None: a limit from the
+    prediction. overwrite: replace an existing report.
     """
 
     out: Path = Path("bench")

@@ -1,10 +1,10 @@
-"""One measurement in a process of its own, so that what fails, hangs or crashes ends nothing else.
+"""One measurement in a child process: a failure, hang or crash there ends nothing else.
 
 `python -m llmq.bench.child TASK RESULT ALIVE` calls TASK, "module:function", with a Job and the
-options that it reads as JSON from standard input, beside `seconds`, which it may take, and
-`parent`, the process with which it ends. It writes JSON to the file RESULT whenever it knows more:
-`result`, and `error` where the task failed. While it goes on it touches the file ALIVE, and at
-SIGUSR1 it prints where all threads are.
+options that standard input holds as JSON. Beside the options stand `seconds`, the time limit, and
+`parent`, the process whose end ends the child. The child writes JSON to the file RESULT whenever it
+knows more: `result`, and `error` if the task failed. A working child touches the file ALIVE, and at
+SIGUSR1 prints the stacks of all threads.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from llmq.options.options_io import make_config
 from llmq.run.restarts import in_words
 
 POLL = 0.5  # seconds
-LAST_WORDS = 2.0  # seconds from the signal to say where it is until it is ended
-KEPT_BYTES = 8192  # of what it printed
+LAST_WORDS = 2.0  # seconds from SIGUSR1 (print the stacks) to SIGKILL
+KEPT_BYTES = 8192  # of the child's output, kept for the report
 KEPT_LINES = 40
 CHILD = (sys.executable, "-m", "llmq.bench.child")
 WARM_UP = 3  # steps: launched one by one, captured, replayed
-SETTLE = 2.0  # seconds of steps on a GPU, until its clock is that of its power limit
-TIMED = 1.0  # seconds at least that a repeat lasts on a GPU: for shorter ones its clock may rise
-START_SECONDS = 60  # of a child, beside --watchdog: several ranks watch themselves from then on
+SETTLE = 2.0  # seconds of steps until a GPU's clock settles at its power limit
+TIMED = 1.0  # least seconds of a repeat on a GPU: in shorter ones the clock may rise
+START_SECONDS = 60  # added to --watchdog for the start: several ranks watch themselves later
 
 
 class Ended(NamedTuple):
-    """status: of its exit; None: it had to be ended. late: because its time was over, not because
-    it made no progress. words: the last lines that it printed."""
+    """The end of a child process. status: exit status; None: we ended it. late: True if we ended it
+    at the timeout, not for lack of progress. words: the last lines of its output."""
 
     status: int | None
     late: bool
@@ -52,16 +52,17 @@ class Ended(NamedTuple):
 
 
 def watched(command: list[str], text: str, alive: Path, limit: float, timeout: float = 0) -> Ended:
-    """Run it to its end, its output to our standard error. text: its standard input. alive: the
-    file that it touches. limit: seconds from one touch to the next, timeout: of the whole; 0: as
-    long as it takes. It first gets SIGUSR1, for which it may print where it is."""
+    """Run a command to its end and pass its output to our standard error. text: its standard input.
+    alive: the file that the child touches. limit: seconds from one touch to the next; timeout:
+    seconds in all; 0: no limit. A child beyond a limit gets SIGUSR1, which prints its stacks, and
+    then SIGKILL."""
     alive.touch()
     touched, progress = alive.stat().st_mtime_ns, time.monotonic()
     start, late = progress, False
-    with tempfile.TemporaryFile("w+") as file:  # whatever its size, and when the child reads it
+    with tempfile.TemporaryFile("w+") as file:  # a pipe would block for a large text
         file.write(text)
         file.seek(0)
-        unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}  # what is killed prints all the same
+        unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}  # output of a killed child arrives, too
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with _without_ctrl_c():
             process = subprocess.Popen(command, stdin=file, env=unbuffered, **pipes)
@@ -91,8 +92,9 @@ def watched(command: list[str], text: str, alive: Path, limit: float, timeout: f
 
 @contextlib.contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """A process that is made here never gets Ctrl-C, which a terminal sends to all: not even while
-    it imports would it print a traceback. We get ours behind the block, and end the process."""
+    """Start a child inside this block that ignores Ctrl-C, which a terminal sends to all processes:
+    even during imports a child prints no traceback. Our own Ctrl-C arrives after the block, and we
+    end the child."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -101,13 +103,13 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> None:
-    """For a while: what hangs in a driver does not even end when it is killed."""
+    """Wait LAST_WORDS seconds at most: a process that hangs in a driver survives even SIGKILL."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(LAST_WORDS)
 
 
 def _pass_on(pipe: IO[bytes], said: bytearray) -> None:
-    """To our standard error as it comes; the last of it stays in `said`."""
+    """Copy a pipe to our standard error as data come; `said` keeps the last KEPT_BYTES."""
     while data := os.read(pipe.fileno(), 1 << 16):
         said += data
         del said[:-KEPT_BYTES]
@@ -118,9 +120,9 @@ def _pass_on(pipe: IO[bytes], said: bytearray) -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process when its parent ends, however that does: the GPU must not stay in use.
+    """End this process when its parent ends for any reason, so that no GPU stays in use.
 
-    parent: the process id that is the parent's as long as it lives.
+    parent: the parent's process id; another one from os.getppid() means that the parent has ended.
     """
     signal_from_parent(signal.SIGKILL)
     if os.getppid() != parent:
@@ -130,8 +132,9 @@ def end_with(parent: int) -> None:
 def ask(
     task: str, options: dict[str, Any], *, seconds: float = 0, limit: float = 0, timeout: float = 0
 ) -> tuple[dict[str, Any], Ended]:
-    """The `result` and `error` of a task, as far as its child has written them, and how it ended.
-    seconds: that the task may take, as it is told. limit, timeout: as of `watched`."""
+    """Run a task in a child; return the `result` and `error` that the child has written so far, and
+    how it ended. seconds: time limit that the task itself keeps. limit, timeout: as in
+    `watched`."""
     job = {"seconds": seconds, "options": options, "parent": os.getpid()}
     with tempfile.TemporaryDirectory(prefix="llmq-bench-") as folder:
         path, alive = Path(folder) / "result.json", Path(folder) / "alive"
@@ -144,15 +147,15 @@ def ask(
 def run_child(
     options: dict[str, Any], steps: int, repeats: int, timeout: float = 0
 ) -> dict[str, Any]:
-    """The measurements of one configuration: `status` and the rest as llmq/bench/measure.py notes
-    it. timeout: seconds, 0: only --watchdog's. Without a speed it has a `message`, and perhaps
-    `last_words`, lines."""
+    """Measure one configuration in a child; the outcome has the fields of `measure` in
+    llmq/bench/measure.py. timeout: seconds; 0: only --watchdog limits the run. An outcome without a
+    speed has `message`, and may have `last_words`, the last lines of output."""
     watchdog = make_config(options).watchdog
     limit = watchdog + START_SECONDS if watchdog else 0
     job = {"options": options, "steps": steps, "repeats": repeats, "started": time.time()}
     try:
         found, ended = ask("llmq.bench.measure:measure", job, limit=limit, timeout=timeout)
-    except OSError as error:  # there is no memory for a process, say
+    except OSError as error:  # for example, no memory for a process
         return {"status": "failed", "message": f"no process can be made: {error.strerror}"}
     outcome = found["result"]
     if found["error"]:
@@ -164,7 +167,7 @@ def run_child(
 
 
 def _without_result(ended: Ended, limit: float, timeout: float) -> dict[str, Any]:
-    """The outcome of a child that wrote none."""
+    """The outcome of a child that wrote no result."""
     if ended.status is None:
         why, flag = f"no progress for {limit} seconds", "--watchdog"
         if ended.late:
@@ -183,8 +186,8 @@ def _without_result(ended: Ended, limit: float, timeout: float) -> dict[str, Any
 
 @dataclass
 class Job:
-    """The job of a task. deadline: of time.monotonic. note: keeps what is known. alive: the file to
-    touch."""
+    """The job of a task. deadline: in seconds of time.monotonic(). note: stores the result so far.
+    alive: the file to touch."""
 
     deadline: float = 0.0
     note: Callable[[dict[str, Any]], None] = field(default=lambda result: None)
@@ -192,17 +195,17 @@ class Job:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
     @classmethod
     def within(cls, seconds: float) -> Job:
-        """A job whose results only its caller wants."""
+        """Return a job of `seconds` without files, for a caller in the same process."""
         return cls(time.monotonic() + seconds)
 
 
 def main() -> None:
-    """The child: see the top of this file."""
+    """Run the child; the module's docstring describes its input and output."""
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     given = json.load(sys.stdin)
     end_with(given["parent"])
@@ -217,7 +220,7 @@ def main() -> None:
         module, _, name = task.partition(":")
         job = Job(time.monotonic() + given["seconds"], note, Path(alive))
         getattr(importlib.import_module(module), name)(job, **given["options"])
-    except Exception as error:  # of CUDA, say: the report has it, and the traceback where
+    except Exception as error:  # e.g. of CUDA: the report has its text
         traceback.print_exc()
         found["error"] = " ".join(f"{type(error).__name__}: {error}".split())
         note(found["result"])

@@ -1,8 +1,8 @@
-"""Final losses of many short runs, in one process: sweeps of rates, and of a scaling law; and `llmq
-sweep-lr`, a short ladder of learning rates at small size for `llmq recipe`.
+"""Final losses of many short runs in one process, for sweeps of learning rates and scaling laws.
 
-Runs that differ in rates and length only are made by one trainer, one after the other from the same
-first weights on the same data, without a start each.
+`llmq sweep-lr` trains a short ladder of learning rates at small size for `llmq recipe`. Runs that
+differ only in rates and length share one trainer: each starts from the same first weights on the
+same data, without another start-up.
 """
 
 import dataclasses
@@ -30,19 +30,21 @@ from llmq.run.model_of_run import agreed_tokenizer, model_of_run
 from llmq.run.trainer import Trainer
 from llmq.state.params import parameter_count
 
-LAST = 20  # steps of which `train_loss` is the mean
+LAST = 20  # last steps, whose mean loss is `train_loss`
 _BY_STEP = ("steps", "warmup", "cooldown", "final_lr_fraction", "lr_schedule", "log_file")
 
 
 def measure_losses(
     rows: list[Row], out: Path, *, seconds: float = 0, logs: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Train each row of sweep_file.read_runs; the records of all that are done, in their order.
+    """Train each row of sweep_file.read_runs; return the records of all finished runs, in row
+    order.
 
-    out: the report, which grows; what it holds is not made again. seconds: after which no run is
-    begun, 0: all are. logs: a folder for the courses of runs, as `llmq plot` reads them; `log` of a
-    record is the name there. A run whose loss is no number ends, and its `loss` is None.
-    ConfigError for a report of another device or tokenizer.
+    out: the report, written after each run; runs that it holds are not repeated. seconds: no run
+    begins later; 0: no limit. logs: a folder for one JSON log a run, which `llmq plot` reads; a
+    record's `log` is the file's name. A run ends at the first loss that is not finite, and its
+    `loss` is None. Raises ConfigError for a report of another device or tokenizer, or a row that
+    cannot be swept.
     """
     report = read_json(out) if out.is_file() else {"device": None, "tokenizer": None, "runs": []}
     for row in rows:
@@ -65,19 +67,24 @@ def measure_losses(
         config = make_config(group[0])
         model, model_dir = model_of_run(config)
         tokenizer = agreed_tokenizer(config, model_dir)
-        with Trainer.from_config(config.validate_with(model), model, model_dir, tokenizer) as made:
-            of = {"device": made.dev.spec.name, "tokenizer": tokenizer and tokenizer.fingerprint}
-            for key, value in of.items():
+        with Trainer.from_config(
+            config.validate_with(model), model, model_dir, tokenizer
+        ) as trainer:
+            origin = {
+                "device": trainer.dev.spec.name,
+                "tokenizer": tokenizer and tokenizer.fingerprint,
+            }
+            for key, value in origin.items():
                 if report[key] not in (None, value):
                     raise ConfigError(f"--out: {out} is of {key} {report[key]}, and not of {value}")
-            report |= of
+            report |= origin
             for row in group:
                 if time.monotonic() > end:
                     break
-                own = make_config(row)
-                way = row.get("name", own.optimizer)
-                log = None if logs is None else logs / _log_name(way, own, report["runs"])
-                record = {"options": row} | _run(made, own, log)
+                run_config = make_config(row)
+                name = row.get("name", run_config.optimizer)
+                log = None if logs is None else logs / _log_name(name, run_config, report["runs"])
+                record = {"options": row} | _run(trainer, run_config, log)
                 report["runs"].append(record)
                 done[identity(row)] = record
                 write_file(out, json.dumps(report, indent=1) + "\n")
@@ -86,17 +93,17 @@ def measure_losses(
 
 
 def best_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run with the lowest loss."""
+    """Return the run with the lowest loss."""
     return min(runs, key=lambda run: math.inf if run["loss"] is None else run["loss"])
 
 
 def loss_of(run: dict[str, Any]) -> str:
-    """The loss for people."""
+    """The loss as text for people."""
     return "diverged" if run["loss"] is None else f"{run['loss']:.4f}"
 
 
 def told(record: dict[str, Any]) -> str:
-    """A run for people."""
+    """One run as a line for people."""
     return (
         f"{record['parameters'] / 1e6:7.2f}M parameters, {record['tokens'] / 1e6:7.1f}M tokens, "
         f"{record['optimizer']} at {record['learning_rate']:.3g}: loss {loss_of(record)}, "
@@ -105,9 +112,9 @@ def told(record: dict[str, Any]) -> str:
 
 
 def _shared(config: TrainConfig) -> TrainConfig:
-    """The options that runs of one trainer have in common: rates only by their quotients."""
+    """The config that all runs of one trainer have in common; rates appear only as quotients."""
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    # A captured update has the quotients of the rates.
+    # The captured update has the quotients of rates as constants.
     rate, muon_lr = config.learning_rate, config.muon_lr
     parts = named_texts({name: own / rate for name, own in part_rates(config.lr_parts).items()})
     quotients = {"muon_lr": muon_lr and muon_lr / rate, "lr_parts": parts}
@@ -115,14 +122,14 @@ def _shared(config: TrainConfig) -> TrainConfig:
 
 
 def _log_name(way: str, config: TrainConfig, runs: list[dict[str, Any]]) -> str:
-    """A name that no other run has."""
+    """A file name that no run of the report has yet."""
     name = f"{way}-{config.learning_rate:g}-{config.steps}"
     alike = [run for run in runs if run.get("log", "").startswith(name)]
     return f"{name}-{len(alike) + 1}.json" if alike else f"{name}.json"
 
 
 def _run(trainer: Trainer, config: TrainConfig, log: Path | None) -> dict[str, Any]:
-    """The record of one run, from the first weights and the start of the data."""
+    """Train one run from the first weights and the start of the data; return its record."""
     start, tokens = time.monotonic(), trainer.plan.tokens
     trainer.restart()
     move_loaders(trainer.train_loaders, {})
@@ -161,36 +168,37 @@ def _run(trainer: Trainer, config: TrainConfig, log: Path | None) -> dict[str, A
     }
 
 
-STEP = 2.0  # from one rate to the next
-MOST_FURTHER = 3  # rates beyond an end of the ladder at which the best one lies
-FEWEST = 3  # a curve through less has no lowest point
-# Options that are not given. 16 million tokens are three for each parameter of four blocks: too few
-# for the lowest loss, and enough to tell rates apart.
+STEP = 2.0  # factor from one rate to the next
+MOST_FURTHER = 3  # further rates, while the best one is an end of the ladder
+FEWEST = 3  # rates: a parabola needs three points
+# Defaults of options that are not given. 16 million tokens are three for each parameter of four
+# blocks: too few for the lowest loss, and enough to rank rates.
 USUAL = {"batch-size": 16, "grad-accumulation": 1, "steps": 1000, "eval-num-steps": 32}
 USUAL |= {"learning-rate": 0.002, "lr-schedule": "linear", "final-lr-fraction": 0.0}
-OF_MUON = {"learning-rate": 0.016}  # of what AdamW trains beside it
+OF_MUON = {"learning-rate": 0.016}  # for the parameters that AdamW trains
 
 
 def run_sweep_lr(given: dict[str, Any], *, depth: int, rates: int, out: Path) -> None:
-    """Train a model of so many blocks at each rate of a ladder, and note the best one in `out`.
-    given: options of the runs, by flag name. rates: of the ladder, STEP times one another, around
-    --learning-rate; it goes on where the best is at an end. ConfigError, LlmqError."""
+    """Train a model of `depth` blocks at each rate of a ladder, and write the best rate to `out`.
+    given: options of the runs, by flag name. rates: number of rates, factors of STEP around
+    --learning-rate. The ladder grows by MOST_FURTHER rates at most while its best rate is an end.
+    Raises ConfigError, LlmqError."""
     if rates < FEWEST:
         raise ConfigError(f"--rates: must be at least {FEWEST}, got {rates}")
-    own = {"model": BASE, "from-scratch": True, "vocab-size": "auto"}
-    own |= {OPTIONS[name].flags[0]: size for name, size in sizes_of(depth).items()}
+    base = {"model": BASE, "from-scratch": True, "vocab-size": "auto"}
+    base |= {OPTIONS[name].flags[0]: size for name, size in sizes_of(depth).items()}
     usual = USUAL | (OF_MUON if given.get("optimizer") in MUONS else {})
-    own = ({} if "model" in given else own) | usual | given
-    middle = float(own["learning-rate"])
-    own.setdefault("warmup", max(int(own["steps"]) // 20, 1))
+    base = ({} if "model" in given else base) | usual | given
+    middle = float(base["learning-rate"])
+    base.setdefault("warmup", max(int(base["steps"]) // 20, 1))
     ladder = [middle * STEP ** (n - rates // 2) for n in range(rates)]
-    found = _measured(own, ladder, out)
+    found = _measured(base, ladder, out)
     for _ in range(MOST_FURTHER):
         place = found.index(best_of(found))
         if 0 < place < len(found) - 1:
             break
         further = found[place]["learning_rate"] * (STEP if place else 1 / STEP)
-        found = _measured(own, [run["learning_rate"] for run in found] + [further], out)
+        found = _measured(base, [run["learning_rate"] for run in found] + [further], out)
     rate = lowest(found)
     first = found[0]
     result = {
@@ -211,7 +219,7 @@ def run_sweep_lr(given: dict[str, Any], *, depth: int, rates: int, out: Path) ->
 
 
 def _measured(own: Row, ladder: list[float], out: Path) -> list[dict[str, Any]]:
-    """The runs with these rates, in their order."""
+    """Measure the runs at these rates, in ascending order."""
     rows = [own | {"learning-rate": round_rate(rate)} for rate in sorted(ladder)]
     if own.get("optimizer") in MUONS:
         rows = [{"muon-lr": row["learning-rate"] / TABLES} | row for row in rows]
@@ -221,15 +229,15 @@ def _measured(own: Row, ladder: list[float], out: Path) -> list[dict[str, Any]]:
 
 
 def lowest(runs: list[dict[str, Any]]) -> float:
-    """The rate at which a parabola through the best run and its neighbours is lowest, in the
-    logarithm of the rate; the best run's own where it is at an end. LlmqError if all diverged."""
+    """Return the minimum of a parabola in log(rate) through the best run and its neighbours; the
+    best run's own rate if it is an end of the ladder. LlmqError if all runs diverged."""
     place = runs.index(best_of(runs))
     rate, losses = runs[place]["learning_rate"], [run["loss"] for run in runs]
     if losses[place] is None:
         raise LlmqError("all runs diverged: begin with a lower --learning-rate")
     if not 0 < place < len(runs) - 1 or None in losses[place - 1 : place + 2]:
         return rate
-    before, at, behind = losses[place - 1 : place + 2]
-    curvature = before - 2 * at + behind
-    shift = 0.5 * (before - behind) / curvature if curvature > 0 else 0.0
+    left_loss, middle_loss, right_loss = losses[place - 1 : place + 2]
+    curvature = left_loss - 2 * middle_loss + right_loss
+    shift = 0.5 * (left_loss - right_loss) / curvature if curvature > 0 else 0.0
     return round_rate(rate * STEP**shift)

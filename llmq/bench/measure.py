@@ -1,11 +1,11 @@
-"""How fast the real step is: one configuration on random tokens, timed in a process of its own.
+"""Speed of real training steps: one configuration on random tokens, timed in a child process.
 
-Tasks of llmq/bench/child.py. `measure` notes `status` ("ok", "does not fit", "failed"), and
-`message`, or `result`, `machine` and `gpus`, how many were used; while the ranks make progress it
-touches the job's file. `plans` notes `machine`, and `runs`: of each the `status` ("fits", "does not
-fit", "failed" where nothing can be planned), `message`, and of what was planned `device` and
-`host`, bytes that are needed, `step_seconds`, `tokens_per_second`, and `on_gpu`: on the CPU the
-plan only says how runs compare.
+This module holds tasks of llmq/bench/child.py. `measure` notes `status` ("ok", "does not fit",
+"failed") and either `message`, or `result`, `machine` and `gpus`, the number of GPUs used; it
+touches the job's file while the ranks make progress. `plans` notes `machine`, and `runs`. Each of
+these has `status` ("fits", "does not fit", "failed" if it cannot be planned) and `message`; a
+planned run also has the needed bytes `device` and `host`, `step_seconds`, `tokens_per_second`, and
+`on_gpu`. On the CPU predicted times only compare runs with each other.
 """
 
 import math
@@ -46,16 +46,17 @@ from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.nvml import NvmlGpu
 from llmq.runtime.timing import LaunchTime, time_launches
 
-MANY = 10_000  # steps that a trainer is opened for: more than there is time for
-PIECE = 0.5  # seconds of steps that are enqueued at once
+MANY = 10_000  # steps of the trainer's schedule: more than there is time for
+PIECE = 0.5  # seconds of steps between two synchronizations
 
 
 def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None) -> Trainer:
-    """A trainer with its weights. options: by flag name; steps: how many will be run.
+    """Open a trainer and load its weights. options: by flag name; steps: the length of its
+    schedule.
 
-    alive: a file to touch, from then on, whenever the ranks make progress.
+    alive: file that a thread touches whenever the ranks make progress; None: no such thread.
     """
-    config = make_config(options | {"steps": steps, "cooldown": 0})  # both as the timing needs
+    config = make_config(options | {"steps": steps, "cooldown": 0})  # timing sets both
     model, model_dir = model_of_run(config)
     trainer = Trainer.from_config(config.validate_with(model), model, model_dir)
     on_cpu = trainer.dev.kind == "host"
@@ -69,14 +70,15 @@ def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None)
 
 
 def random_batches(trainer: Trainer, seed: int = 0) -> list[Batch]:
-    """The micro-batches of one step, random ones."""
+    """Random micro-batches of one step."""
     rng = np.random.default_rng(seed)
     count = trainer.micro_batches
     return [random_batch(rng, trainer.config, trainer.model) for _ in range(count)]
 
 
 def timed_steps(trainer: Trainer, batches: list[Batch], count: int) -> tuple[float, Result]:
-    """Seconds a step, results read one step late as in training; and the last result."""
+    """Run `count` steps; return seconds per step and the last result. Results are read one step
+    late, as in training."""
     trainer.dev.synchronize()
     start, ticket = time.perf_counter(), None
     for _ in range(count):
@@ -88,7 +90,8 @@ def timed_steps(trainer: Trainer, batches: list[Batch], count: int) -> tuple[flo
 
 
 def steps_for(trainer: Trainer, batches: list[Batch], duration: float) -> list[float]:
-    """Makes steps for so many seconds, at least one: seconds a step, of each half of a second."""
+    """Run steps for `duration` seconds, at least one; return seconds per step of each PIECE of half
+    a second."""
     end = time.monotonic() + duration
     seconds = [timed_steps(trainer, batches, 1)[0]]
     while time.monotonic() < end:
@@ -104,27 +107,27 @@ def settle(
     duration: float = SETTLE,
     repeat: float = TIMED,
 ) -> int:
-    """Makes steps for `duration` seconds, until a GPU's clock is that of its power limit. How many
-    a repeat of so many seconds needs, at least `steps`: after a wait for the GPU the first ones run
-    at a higher clock."""
+    """Run steps for `duration` seconds, so that a GPU's clock settles at its power limit. Return
+    the number of steps that last `repeat` seconds, at least `steps`: the first steps after a wait
+    run at a higher clock, so short repeats mislead."""
     return max(steps, math.ceil(repeat / steps_for(trainer, batches, duration)[-1]))
 
 
 def launch_times(
     trainer: Trainer, batches: list[Batch], *, in_turn: bool = False
 ) -> list[LaunchTime]:
-    """Every launch of a step, timed by itself; in_turn: as time_launches has it."""
-    trainer.enqueue_step(batches)  # so that the host is ahead of the device
+    """Time each launch of a step by itself; in_turn: as in time_launches."""
+    trainer.enqueue_step(batches)  # keeps the host ahead of the device
     return time_launches(trainer.dev, lambda: trainer.step(batches), in_turn=in_turn)
 
 
 def idle_share(launches: list[LaunchTime], step_seconds: float) -> float:
-    """The part of a step in which none of the main stream's launches runs."""
+    """The fraction of a step in which no launch of the main stream runs."""
     return 1 - sum(launch.ms for launch in launches if launch.main) / 1e3 / step_seconds
 
 
 def measure(job: Job, *, options: dict[str, Any], steps: int, repeats: int, started: float) -> None:
-    """The task: time one run. started: when the process was asked for, in time.time()."""
+    """Task: time one run. started: time.time() when the parent asked for it."""
     try:
         job.note({"status": "ok"} | _measured(job.alive, options, steps, repeats, started))
     except OutOfMemory as error:
@@ -136,14 +139,15 @@ def measure(job: Job, *, options: dict[str, Any], steps: int, repeats: int, star
 def _measured(
     alive: Path | None, options: dict[str, Any], steps: int, repeats: int, started: float
 ) -> dict[str, Any]:
-    """`result`, `machine`, `gpus` of one run; llmq/bench/report.py says what the numbers mean."""
+    """Return `result`, `machine` and `gpus` of one run; llmq/bench/report.py explains the
+    numbers."""
     with open_trainer(options, MANY, alive) as trainer:
         config, dev, tokens = trainer.config, trainer.dev, trainer.plan.tokens
         batches = random_batches(trainer)
         trainer.step(batches)
         first_step = time.time() - started
         on_gpu = dev.kind == "cuda"
-        for _ in range(WARM_UP - 1 - on_gpu):  # a clock settles in the last one
+        for _ in range(WARM_UP - 1 - on_gpu):  # on a GPU `settle` below makes the last one
             trainer.step(batches)
         sensors = open_sensors(trainer.ranks.devices)
         if on_gpu:
@@ -178,21 +182,22 @@ def _measured(
 
 
 def predicted_speed(trainer: Trainer) -> float:
-    """Tokens per second, as `llmq plan` says for this card."""
+    """Tokens per second that `llmq plan` predicts for this card."""
     dev = trainer.dev
     card = card_here(dev.spec, trainer.world_size, cuda=dev.kind == "cuda")
     return trainer.plan.tokens / step_time(trainer.plan, card).total
 
 
 def _joules(gpus: list[NvmlGpu | None]) -> float | None:
-    """The energy that all GPUs have used so far; None where one of them does not say."""
+    """Energy in J that all GPUs have used so far; None if any GPU does not report it."""
     readings = [None if gpu is None else gpu.joules() for gpu in gpus]
     return None if None in readings else sum(readings)
 
 
 def _memory(trainer: Trainer) -> dict[str, Any]:
-    """Bytes: planned, and in use on the whole GPU; whether arenas are as planned. The stack may be
-    smaller: a validation, which is not measured here, may take the most."""
+    """Bytes planned and bytes in use on the whole GPU (None on the CPU), and whether the arenas
+    equal the plan. The stack may be smaller: an evaluation, which is not run here, may need the
+    most."""
     planned, found = trainer.plan.usage.sizes, trainer.usage.sizes
     memory = {
         "planned": needed_bytes(trainer.plan, trainer.dev.spec),
@@ -207,20 +212,21 @@ def _memory(trainer: Trainer) -> dict[str, Any]:
 
 
 def _machine(trainer: Trainer, source: NvmlGpu | None) -> dict[str, Any]:
-    """The machine on which the run depended besides the options."""
+    """The device, GPU record and versions of this run's machine."""
     dev = trainer.dev
     gpu = None if dev.kind != "cuda" else system_record(dev.index, gpu_info(dev.index), source)
     return {"device": dev.spec.name, "gpu": gpu, "versions": versions_of(dev.kind)}
 
 
 def versions_of(kind: str) -> dict[str, str]:
-    """The versions of what a run on this kind of device depends on."""
+    """Versions of the libraries that a run on this kind of device depends on."""
     versions = {"llmq": __version__, "Python": platform.python_version(), "NumPy": np.__version__}
     return versions | (library_versions() if kind == "cuda" else {})
 
 
 def _show_progress(trainer: Trainer, alive: Path) -> None:
-    """A thread's work until the ranks are closed; where Python hangs it hangs, too."""
+    """Touch the file until the ranks are closed (a thread's work); a hanging interpreter stops this
+    thread, too."""
     shown = None
     while not trainer.ranks.pool.closed:
         if trainer.ranks.pool.progress != shown:
@@ -233,11 +239,11 @@ def _show_progress(trainer: Trainer, alive: Path) -> None:
 # Plans
 
 
-_machine_here = cache(choose_machine)  # what is free is asked once: runs are compared with the same
+_machine_here = cache(choose_machine)  # one reading of free memory for all runs
 
 
 def planned(options: dict[str, Any]) -> tuple[dict[str, Any], Machine]:
-    """The record of one run's plan, and where it would run. Raises LlmqError."""
+    """Return the record of one run's plan, and its machine. Raises LlmqError."""
     config = make_config(options | {"steps": 1, "cooldown": 0})
     model, _ = model_of_run(config, weights=False)
     machine = _machine_here(config.device, config.gpus)
@@ -257,16 +263,16 @@ def planned(options: dict[str, Any]) -> tuple[dict[str, Any], Machine]:
 
 
 def plans(job: Job, *, runs: list[dict[str, Any]]) -> None:
-    """The task: plan all runs; the machine is that of the last one that can be planned."""
-    made: list[dict[str, Any]] = []
-    where = None
+    """Task: plan all runs; the noted machine is the one of the last run that can be planned."""
+    records: list[dict[str, Any]] = []
+    machine_record = None
     for options in runs:
         try:
             found, machine = planned(options)
             versions = versions_of(machine.kind)
-            where = {"device": machine.spec.name, "gpu": None, "versions": versions}
+            machine_record = {"device": machine.spec.name, "gpu": None, "versions": versions}
         except LlmqError as error:
             found = {"status": "failed", "message": error.headline}
-        made.append(found)
+        records.append(found)
         job.alive.touch()
-    job.note({"runs": made, "machine": where})
+    job.note({"runs": records, "machine": machine_record})

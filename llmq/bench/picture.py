@@ -1,4 +1,4 @@
-"""The picture of a sweep: speeds against memory, and heat maps of pairs of options."""
+"""Pictures of a sweep: speed against memory, and a heat map for each pair of options."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from llmq.base.errors import ConfigError
 from llmq.bench.sweep_file import value_of
 from llmq.report.plot import COLORS
 
-HEAT_MAPS = 6  # of one model
+HEAT_MAPS = 6  # of one model at most
 SPEED = "tokens per second"
-CELL = 0.36  # inches of a row of a heat map
-LETTERS = 22  # of the name of a row or column
+CELL = 0.36  # height of a heat map's row, inches
+LETTERS = 22  # longest name of a row or column
 Run = dict[str, Any]
 
 
 class HeatMap(NamedTuple):
-    """The fastest run for each pair of values of two options; None: none was measured. tried: where
-    runs failed or did not fit."""
+    """The highest speed, in tokens per second, for each pair of values of two options; None:
+    nothing was measured. tried: True where runs failed or did not fit."""
 
     title: str
     columns: list[str]
@@ -29,7 +29,7 @@ class HeatMap(NamedTuple):
 
 
 def number(value: float, _place: int = 0) -> str:
-    """For people and for axes: 153.1k, 0.25."""
+    """A number as text for people and axes: 153.1k, 0.25."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size * (10 if unit == "k" else 1):
             return f"{value / size:.4g}{unit}"
@@ -37,7 +37,7 @@ def number(value: float, _place: int = 0) -> str:
 
 
 def figure_of(report: dict[str, Any]) -> Any:
-    """The picture of a report, a figure of matplotlib; None where nothing was measured."""
+    """Return the picture of a report as a matplotlib Figure; None if nothing was measured."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -57,7 +57,7 @@ def figure_of(report: dict[str, Any]) -> Any:
 
 
 def _draw_speeds(axes: Any, runs: Sequence[Run]) -> None:
-    """Speeds against memory, a color for each model; both axes begin at 0."""
+    """Draw speed against memory, one color a model; both axes begin at 0."""
     for index, model in enumerate(dict.fromkeys(run["model"] for run in runs)):
         results = [run["result"] for run in runs if run["model"] == model]
         memory = [(r["memory"]["used"] or r["memory"]["planned"]) / GIB for r in results]
@@ -71,29 +71,30 @@ def _draw_speeds(axes: Any, runs: Sequence[Run]) -> None:
     axes.legend()
 
 
-def _draw_map(axes: Any, of: HeatMap) -> None:
-    """The lightest cell has the lowest speed, the darkest the highest one."""
-    known = [speed for line in of.speeds for speed in line if speed is not None]
-    low, high = min(known, default=0.0), max(known, default=1.0)
-    values = [[low if speed is None else speed for speed in line] for line in of.speeds]
-    hidden = [[float(speed is not None) for speed in line] for line in of.speeds]
+def _draw_map(axes: Any, heat: HeatMap) -> None:
+    """Draw a heat map: the darker a cell, the higher its speed."""
+    measured = [speed for line in heat.speeds for speed in line if speed is not None]
+    low, high = min(measured, default=0.0), max(measured, default=1.0)
+    values = [[low if speed is None else speed for speed in line] for line in heat.speeds]
+    hidden = [[float(speed is not None) for speed in line] for line in heat.speeds]
     margin = (high - low or 1.0) / 4
     axes.imshow(
         values, cmap="Blues", vmin=low - margin, vmax=high + margin, alpha=hidden, aspect="auto"
     )
-    for y, line in enumerate(of.speeds):
+    for y, line in enumerate(heat.speeds):
         for x, speed in enumerate(line):
-            text = number(speed) if speed is not None else "✗" if of.tried[y][x] else ""
+            text = number(speed) if speed is not None else "✗" if heat.tried[y][x] else ""
             dark = speed is not None and speed > (low + 2 * high) / 3
             axes.text(x, y, text, ha="center", va="center", color="white" if dark else "#222")
-    axes.set_xticks(range(len(of.columns)), [_shown(name) for name in of.columns])
-    axes.set_yticks(range(len(of.rows)), [_shown(name) for name in of.rows])
+    axes.set_xticks(range(len(heat.columns)), [_shown(name) for name in heat.columns])
+    axes.set_yticks(range(len(heat.rows)), [_shown(name) for name in heat.rows])
     axes.tick_params(length=0)
-    axes.set_title(_shown(of.title, 200), fontsize="medium")
+    axes.set_title(_shown(heat.title, 200), fontsize="medium")
 
 
 def _shown(text: str, letters: int = LETTERS) -> str:
-    """Without characters that fonts know nothing of: control characters, half characters."""
+    """Text without characters that fonts lack: control characters and lone surrogates become
+    escapes."""
     return printable(text).encode(errors="backslashreplace").decode()[:letters]
 
 
@@ -102,8 +103,8 @@ def _shown(text: str, letters: int = LETTERS) -> str:
 
 
 def heat_maps(runs: Sequence[Run], models: Sequence[str]) -> list[HeatMap]:
-    """Maps of each model, for pairs of options that take several values; the best of all other
-    options counts."""
+    """Return the heat maps of each model, for pairs of options that take several values; a cell
+    counts the fastest run over all other options."""
     found = []
     for model in models:
         of_model = [run for run in runs if run["model"] == model]
@@ -114,27 +115,27 @@ def heat_maps(runs: Sequence[Run], models: Sequence[str]) -> list[HeatMap]:
         pairs = [p for p in pairs if len({*zip(*(values[n] for n in p), strict=True)}) > 3]
         for one, other in pairs[:HEAT_MAPS]:
             columns, rows = _in_order(values[one]), _in_order(values[other])
-            at: dict[tuple[str, str], list[Run]] = {}
+            cells: dict[tuple[str, str], list[Run]] = {}
             for run, *place in zip(of_model, values[one], values[other], strict=True):
-                at.setdefault(tuple(place), []).append(run)
+                cells.setdefault(tuple(place), []).append(run)
             title = f"{model}: best {SPEED} by --{one} (columns) and --{other} (rows)"
-            speeds = [[_fastest(at.get((x, y), [])) for x in columns] for y in rows]
-            tried = [[(x, y) in at for x in columns] for y in rows]
+            speeds = [[_fastest(cells.get((x, y), [])) for x in columns] for y in rows]
+            tried = [[(x, y) in cells for x in columns] for y in rows]
             found.append(HeatMap(title, columns, rows, speeds, tried))
     return found
 
 
 def _value(run: Run, name: str) -> str:
-    """A value as an option file has it."""
+    """An option's value, spelled as in an option file."""
     try:
         value = value_of(run["options"], name)
-    except (KeyError, ConfigError):  # of another version
+    except (KeyError, ConfigError):  # an option of another version
         value = run["options"].get(name, "default")
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _in_order(values: Sequence[str]) -> list[str]:
-    """Each once: numbers by size, others as they come."""
+    """Distinct values: numbers ascending, other values in order of appearance."""
     once = dict.fromkeys(values)
     try:
         return sorted(once, key=float)
@@ -143,6 +144,6 @@ def _in_order(values: Sequence[str]) -> list[str]:
 
 
 def _fastest(runs: Sequence[Run]) -> float | None:
-    """The speed of the fastest of these runs."""
+    """The highest tokens per second of these runs; None if none was measured."""
     speeds = [run["result"]["tokens_per_second"] for run in runs if run["status"] == "ok"]
     return max(speeds, default=None)

@@ -1,4 +1,4 @@
-"""The report of `llmq bench` for people and for spreadsheets: Markdown and CSV."""
+"""Report of `llmq bench` as Markdown for people and CSV for spreadsheets."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from llmq.bench.sweep_file import flag_of
 from llmq.options.options_io import make_config
 from llmq.report.tables import csv_table, markdown_table
 
-SHOWN_WORDS = 12  # lines of the last words of a run
+SHOWN_WORDS = 12  # lines of a failed run's output
 
 EXPLANATION = """\
 Tokens are random. tok/s: median of the repeats, which on a GPU follow two seconds of steps, in
@@ -19,12 +19,12 @@ ratio to the planned bytes (*: the arenas differ from the plan). start: from the
 end of the first step."""
 
 
-# Runs whose products are not in the format of the model are called so.
+# Names of runs whose products have another format than the model.
 _PRODUCTS = {"e4m3": "fp8", "int8": "int8"}
 
 
 def describe(options: dict[str, Any]) -> dict[str, Any]:
-    """The columns by which a run is told apart, and its remaining options as flags."""
+    """The columns that tell runs apart, and the remaining options as `flags`, flag text by name."""
     config = make_config(options)
     columns = {
         "model": config.model.rsplit("/", 1)[-1],
@@ -34,7 +34,7 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
         "seq_len": config.seq_len,
         "gpus": max(config.gpus, 1),
     }
-    left_out = {"model", "model-dtype", "batch-size", "grad-accumulation"}  # columns
+    left_out = {"model", "model-dtype", "batch-size", "grad-accumulation"}  # they are columns
     left_out |= {"from-scratch", "device", "watchdog"}
     rest = {key: value for key, value in options.items() if key not in left_out}
     return columns | {"flags": {key: flag_of(key, value) for key, value in rest.items()}}
@@ -46,13 +46,13 @@ def title(run: dict[str, Any]) -> str:
 
 
 def shared_flags(runs: list[dict[str, Any]]) -> dict[str, str]:
-    """Those that all runs have, by name."""
+    """Flags that all runs have in common, by name."""
     flags = [run["flags"] for run in runs]
     return {k: v for k, v in flags[0].items() if all(f.get(k) == v for f in flags)}
 
 
 def full_title(run: dict[str, Any], shared: dict[str, str]) -> str:
-    """A run in a few words, with the flags that not all runs have."""
+    """A run in a few words, with the flags that not all runs share."""
     return " ".join([title(run), *(v for k, v in run["flags"].items() if k not in shared)])
 
 
@@ -61,7 +61,7 @@ def full_title(run: dict[str, Any], shared: dict[str, str]) -> str:
 
 
 def _over(run: dict[str, Any], other: float | None) -> str:
-    """Another speed, and ours in relation to it."""
+    """Another speed in thousands, and our speed as a multiple of it."""
     if other is None:
         return ""
     return f"{other / 1e3:.1f}k ({run['result']['tokens_per_second'] / other:.2f}x)"
@@ -75,7 +75,8 @@ def _memory(run: dict[str, Any]) -> str:
 
 
 def _number(name: str, form: str, scale: int = 1) -> Callable[[dict[str, Any]], str]:
-    """The cell of a number of the result, times scale; empty where it is not known."""
+    """Return a cell function for a number of the result, times scale; the cell is empty if it is
+    None."""
 
     def cell(run: dict[str, Any]) -> str:
         value = run["result"][name]
@@ -85,7 +86,7 @@ def _number(name: str, form: str, scale: int = 1) -> Callable[[dict[str, Any]], 
 
 
 def _spread(run: dict[str, Any]) -> str:
-    """One repeat has none, which is not 0."""
+    """The spread of the repeats; empty for one repeat, which has no spread."""
     return _number("spread", "{:.1%}")(run) if len(run["result"]["step_seconds"]) > 1 else ""
 
 
@@ -102,13 +103,13 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def table_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the measured runs for people, without columns in which nothing stands."""
+    """Return the head and the rows of the measured runs; columns without any text are left out."""
     runs = report["runs"]
     measured = [run for run in runs if run["status"] == "ok"]
     if not measured:
         return [], []
     shared = shared_flags(runs)
-    several = len(report["invocations"]) > 1  # maybe of different programs
+    several = len(report["invocations"]) > 1  # may be of different versions
     cells = [
         {
             "model": run["model"],
@@ -125,7 +126,7 @@ def table_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report for people. Flags that all runs share stand above the table."""
+    """Return the report as Markdown. Flags that all runs share stand above the table."""
     runs = report["runs"]
     if not runs:
         return f"{_heading(report)}\n\n{_left(report)}\n"
@@ -143,7 +144,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def _note(run: dict[str, Any], shared: dict[str, str]) -> str:
-    """Why a run has no speed, and what it said at last."""
+    """One list item: why a run has no speed, and the last lines of its output."""
     lines = [f"- {full_title(run, shared)}: {run['status']}: {run['message']}"]
     if words := _last_words(run):
         lines += ["", "  ```text", *(f"  {word}" for word in words), "  ```", ""]
@@ -151,8 +152,8 @@ def _note(run: dict[str, Any], shared: dict[str, str]) -> str:
 
 
 def _last_words(run: dict[str, Any]) -> list[str]:
-    """The last lines that a run printed, and of the stack of one that hung the innermost calls,
-    which stand first: where it was."""
+    """The last output lines of a run. For a hang: the innermost calls of the last stack, which
+    stand first and show where it hung."""
     words = run.get("last_words", [])
     stacks = [at for at, word in enumerate(words) if word.endswith("(most recent call first):")]
     return words[stacks[-1] :][:SHOWN_WORDS] if stacks else words[-SHOWN_WORDS:]
@@ -171,14 +172,14 @@ def _heading(report: dict[str, Any]) -> str:
     differ = len(set(versions)) > 1
     lines = [
         f"`{i['command']}`, {i['date']}, {i['repeats']} x {i['steps']} steps"
-        + " or more" * bool((made_on or {}).get("gpu"))  # as many as take a second
+        + " or more" * bool((made_on or {}).get("gpu"))  # `settle` adds steps
         + (f", {version}" if differ else "")
         for i, made_on, version in zip(report["invocations"], machines, versions, strict=True)
     ]
     if len(lines) > 1:
         lines = [f"{number}. {line}" for number, line in enumerate(lines, 1)] + [""]
     if machine is not None:
-        driver = (machine["gpu"] or {}).get("driver")  # "" without NVML
+        driver = (machine["gpu"] or {}).get("driver")  # empty without NVML
         device = machine["device"] + (f", driver {driver}" if driver else "")
         lines.insert(0, f"# {device}\n")
         lines += [] if differ else [_versions(machine)]
@@ -196,9 +197,10 @@ def _versions(machine: dict[str, Any] | None) -> str:
 
 
 def as_csv(report: dict[str, Any]) -> str:
-    """One line a run: every option that one of them has, then what became of it.
+    """Return the report as CSV, one line a run: every option that any run has, then the outcome.
 
-    speeds in tokens per second, memory in bytes, step_seconds: the repeats, with blanks.
+    Speeds are in tokens per second, memory in bytes; step_seconds holds the repeats, separated by
+    blanks.
     """
     runs = report["runs"]
     options = list(dict.fromkeys(key for run in runs for key in run["options"]))

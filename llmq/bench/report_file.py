@@ -1,8 +1,7 @@
-"""The files of a report: reading an earlier one, going on with it, and writing.
+"""Files of a bench report: read an earlier report, continue it, write it, and compare two reports.
 
-`llmq bench --compare A B` says which runs of one report are faster in another one, by the medians
-of their repeats. Repeats whose ranges overlap show no difference. Other processes, days and cards
-are not in these ranges.
+`llmq bench --compare A B` compares the medians of the repeats of equal runs. Repeats whose ranges
+overlap show no difference. The ranges do not cover other processes, days or cards.
 """
 
 import json
@@ -23,19 +22,17 @@ from llmq.bench.sweep_file import Row, identity
 from llmq.report.tables import markdown_table
 
 Report = dict[str, Any]
-"""`machine`; `invocations`, the commands that made it; `runs`; `left`, how many are still to be
-made; `running`, the options of the one that is being made."""
+"""`machine`; `invocations`, the commands that made it; `runs`; `left`, the number of runs still to
+be made; `running`, the options of the current run, or None."""
 
 _KEYS = ("machine", "invocations", "runs")
-_WRITTEN = {".md": markdown, ".csv": as_csv}  # what is made of it, beside the picture
+_WRITTEN = {".md": markdown, ".csv": as_csv}  # renderings of the report, beside the picture
 _SUFFIXES = (".json", *_WRITTEN, ".png")
-DRAW_SECONDS = (
-    30  # between two pictures of a sweep that goes on: drawing one takes a second or more
-)
+DRAW_SECONDS = 30  # least seconds between two pictures: drawing one takes a second or more
 
 
 class ReportFile:
-    """OUT.json, the whole report, and its renderings: OUT.md, OUT.csv, OUT.png."""
+    """OUT.json, the whole report, and its renderings OUT.md, OUT.csv, OUT.png."""
 
     def __init__(self, out: Path):
         self.out = out
@@ -46,23 +43,25 @@ class ReportFile:
         return Path(f"{self.out}{suffix}")
 
     def reserved(self) -> AbstractContextManager[None]:
-        """Nobody else writes it meanwhile. LlmqError if somebody does, or it cannot be written."""
+        """Lock the report for this process. LlmqError if another process holds the lock or the path
+        cannot be written."""
         prepare_report("--out", self.out, *_SUFFIXES)
         return locked(lock_beside(self.path), "--out", self.path)
 
     def read(self, flag: str) -> Report | None:
-        """None if there is none. ConfigError names the flag."""
+        """Return the report; None if the file does not exist. ConfigError, which names the flag, if
+        it is no report."""
         return read_report(self.path, flag) if self.path.exists() else None
 
     def write(self, report: Report, *, stopped: bool = False) -> None:
-        """Each file is replaced at once, and is on the disk: JSON first, the others follow, but not
-        to say that a run has begun. stopped: no run follows, though some are left. Else pictures
-        are drawn now and then only."""
+        """Write JSON (fsync), then Markdown and CSV unless a run has just begun; each file is
+        replaced atomically. The picture follows at the end, at most every DRAW_SECONDS before;
+        stopped: True if no run follows although some are left."""
         write_file(self.path, json.dumps(report, indent=1) + "\n")
         if report["running"] is not None:
             return
         for suffix, written in _WRITTEN.items():
-            text = written(report).encode(errors="backslashreplace")  # a path need not be UTF-8
+            text = written(report).encode(errors="backslashreplace")  # paths may not be UTF-8
             write_file(self._with(suffix), text.decode())
         if report["left"] and not stopped and time.monotonic() < self._drawn + DRAW_SECONDS:
             return
@@ -74,7 +73,8 @@ class ReportFile:
 
 
 def read_report(path: Path, flag: str) -> Report:
-    """A report that was written. ConfigError, which names the flag, if the file is none."""
+    """Read a report and check it. ConfigError, which names the flag, if the file is not a
+    report."""
     try:
         report = read_json(path)
         rest = {"left": report.get("left", 0), "running": report.get("running")}
@@ -86,7 +86,7 @@ def read_report(path: Path, flag: str) -> Report:
         if found["running"] is not None:
             identity(found["running"])
         differences(found["machine"], found["machine"])
-        for written in (*_WRITTEN.values(), figure_of):  # must not fail after hours of more runs
+        for written in (*_WRITTEN.values(), figure_of):  # rendering must not fail hours later
             written(found)
         return found
     except OSError as error:
@@ -96,15 +96,16 @@ def read_report(path: Path, flag: str) -> Report:
 
 
 def _check_speed(result: dict[str, Any]) -> None:
-    """ValueError for speeds that are not finite or not above 0: they compare with nothing."""
+    """Raise ValueError for speeds or step times that are not finite and positive: they cannot be
+    compared."""
     for value in (result["tokens_per_second"], *result["step_seconds"]):
         if not 0 < value < math.inf:
             raise ValueError(f"a speed or a time of a step is {value}")
 
 
 def differences(one: dict[str, Any] | None, other: dict[str, Any] | None) -> list[str]:
-    """In what two machines of reports differ; the device first. A value that is not known is
-    equal."""
+    """Differences between two reports' machines, one text each, the device first. Unknown values
+    count as equal."""
     if one is None or other is None:
         return []
     found = []
@@ -122,7 +123,8 @@ def differences(one: dict[str, Any] | None, other: dict[str, Any] | None) -> lis
 
 
 def continued(earlier: Report, later: Report) -> Report:
-    """An earlier report with the runs of a sweep that goes on with it; equal runs are replaced."""
+    """Return an earlier report with a later sweep's runs appended; a later run replaces an equal
+    earlier one."""
     again = {identity(run["options"]) for run in later["runs"]}
     first = len(earlier["invocations"])
     runs = [run for run in earlier["runs"] if identity(run["options"]) not in again]
@@ -134,7 +136,7 @@ def continued(earlier: Report, later: Report) -> Report:
 
 
 def in_order(report: Report, order: list[Row]) -> Report:
-    """The runs of a sweep in its order, then all other runs of the report."""
+    """Return the report with the sweep's runs in the order of `order`, then all other runs."""
     places: dict[Hashable, int] = {identity(row): place for place, row in enumerate(order)}
     runs = sorted(report["runs"], key=lambda r: places.get(identity(r["options"]), len(places)))
     return report | {"runs": runs}
@@ -144,14 +146,15 @@ SAME, UNKNOWN = "no difference to be seen", "one repeat: unknown"
 
 
 class Change(NamedTuple):
-    """The change of a speed as a part of the earlier speed, and a verdict by the repeats."""
+    """A relative change of speed, and a verdict from the repeats."""
 
     part: float
     verdict: str
 
 
 def change(one: Sequence[float], other: Sequence[float]) -> Change:
-    """The change between medians, from seconds a step of the repeats of one run to another's."""
+    """Compare seconds per step of two runs' repeats: the relative change of the medians' speed, and
+    the verdict."""
     part = statistics.median(one) / statistics.median(other) - 1
     if min(len(one), len(other)) < 2:
         return Change(part, UNKNOWN)
@@ -161,13 +164,13 @@ def change(one: Sequence[float], other: Sequence[float]) -> Change:
 
 
 def run_compare(one: Path, other: Path) -> None:
-    """Print what has changed from one report to the other. ConfigError if a file is none."""
+    """Print the changes from one report to the other. ConfigError if a file is not a report."""
     reports = [read_report(path, "--compare") for path in (one, other)]
     print("\n".join(comparison(reports[0], reports[1], (str(one), str(other)))))
 
 
 def comparison(one: Report, other: Report, names: tuple[str, str]) -> list[str]:
-    """The lines of Markdown."""
+    """Return the comparison as lines of Markdown."""
     keyed = [{_key(run): run for run in report["runs"]} for report in (one, other)]
     both = [key for key in keyed[0] if key in keyed[1]]
     shared = shared_flags([*one["runs"], *other["runs"]]) if one["runs"] or other["runs"] else {}
@@ -203,12 +206,13 @@ def comparison(one: Report, other: Report, names: tuple[str, str]) -> list[str]:
 
 
 def _key(run: dict[str, Any]) -> Hashable:
-    """The key by which a run is matched: its options, and how many GPUs there were."""
+    """Key by which runs are matched: options and number of GPUs."""
     return identity(run["options"]), run.get("gpus")
 
 
 def _machines(one: Report, other: Report) -> str:
-    """Differences, other than llmq's code, that may have changed the speed."""
+    """Differences outside llmq's code that may have changed the speed, as Markdown; empty if there
+    are none."""
     lines = [f"- {line}" for line in differences(one["machine"], other["machine"])]
     cards = [((r["machine"] or {}).get("gpu") or {}).get("uuid") for r in (one, other)]
     if all(cards) and cards[0] != cards[1]:

@@ -1,4 +1,4 @@
-"""The rows of a sweep: the runs of a file of `llmq bench` and of the command line."""
+"""Runs of a sweep, from a file of `llmq bench` and the command line."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from llmq.options.option_types import AUTO
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.options_io import FIELDS, make_config
 
-MOST_RUNS = 100_000  # of the product of all lists: more is a slip
+MOST_RUNS = 100_000  # in the product of all lists: more is a mistake
 
 Row = dict[str, Any]
-"""The options of one run, by flag name without dashes."""
+"""The options of one run, by flag name without leading dashes."""
 
 _FIRST_FLAG = {flag: opt.flags[0] for opt in OPTIONS.values() for flag in opt.flags}
 _DATA = "train_file eval_file train_seed eval_seed steps epochs eval_every_n_steps "
 _DATA += "eval_num_steps document_separator data_order"
-# Options that change nothing here: which data there is, what is written when, what is timed beside.
+# Options without effect on a benchmark: training data, outputs and their times, tasks beside
+# training.
 _WITHOUT_EFFECT = {
     opt.flags[0]
     for name, opt in OPTIONS.items()
@@ -35,12 +36,12 @@ _WITHOUT_EFFECT = {
 
 
 def read_runs(given: Mapping[str, Any], file: Path | None, *, trains: bool = False) -> list[Row]:
-    """The options of every run, each once.
+    """Return the options of every distinct run.
 
     given: options of the command line, which win. file: YAML, TOML or JSON with options of all
-    runs, and under `runs` a list of mappings, each with options of runs of its own; lists of values
-    are multiplied. trains: runs train on data, for losses; else tokens are random, and options of
-    data are refused. Raises ConfigError.
+    runs, and under `runs` a list of mappings, each with options of its own runs; lists of values
+    are multiplied. trains: True if runs train on data, for losses; else tokens are random, and
+    options of data are refused. Raises ConfigError.
     """
     shared = {} if file is None else read_option_file(file)
     runs = shared.pop("runs", [{}])
@@ -60,7 +61,7 @@ def read_runs(given: Mapping[str, Any], file: Path | None, *, trains: bool = Fal
 
 
 def one_run(given: Mapping[str, Any], file: Path | None) -> TrainConfig:
-    """The only run of these options, as for read_runs. ConfigError if there are several."""
+    """Return the config of the only run of these options. ConfigError if there are several."""
     runs = read_runs(given, file)
     if len(runs) > 1:
         raise ConfigError(f"--save-config: holds the options of one run, but these are {len(runs)}")
@@ -68,21 +69,22 @@ def one_run(given: Mapping[str, Any], file: Path | None) -> TrainConfig:
 
 
 def identity(options: Row) -> Hashable:
-    """A text that is equal for runs that do the same, however they are spelled."""
+    """A hashable that is equal for runs that do the same, however their options are spelled."""
     return _identity(json.dumps(options, sort_keys=True, default=str))
 
 
 @cache
 def _identity(text: str) -> Hashable:
-    """The identity of options in JSON. A long sweep asks for each of them again after each run."""
-    try:  # the log's name is made from the time, and when a run counts as hung does not change it
+    """The identity of options as JSON text; cached, because a long sweep asks for each after every
+    run."""
+    try:  # neither changes the run: the log's name has the time, the watchdog only watches
         return replace(make_config(json.loads(text)), log_file=None, watchdog=0)
-    except ConfigError:  # of a report by another version, which had other options
+    except ConfigError:  # a report of another version, with other options
         return text
 
 
 def _product(options: Mapping[str, Any]) -> list[Row]:
-    """Every combination of the values of lists."""
+    """All combinations of the values of lists. ConfigError if there are more than MOST_RUNS."""
     choices = [values if isinstance(values, list) else [values] for values in options.values()]
     if (count := math.prod(map(len, choices))) > MOST_RUNS:
         raise ConfigError(f"--config: its lists stand for {count} runs, more than {MOST_RUNS}")
@@ -90,7 +92,7 @@ def _product(options: Mapping[str, Any]) -> list[Row]:
 
 
 def value_of(options: Row, name: str) -> Any:
-    """The value of an option in a run; what is not given has its default."""
+    """The value of an option in a run; its default if it is not given."""
     name = _FIRST_FLAG[name]
     given, field = options.get(name), FIELDS[name]
     found = getattr(_defaults(), field) if given is None else OPTIONS[field].convert(given)
@@ -103,7 +105,7 @@ def _defaults() -> TrainConfig:
 
 
 def _check(options: Row, *, several: bool, trains: bool) -> None:
-    """ConfigError for a run that cannot be made, before any is."""
+    """Raise ConfigError for a run that cannot be made, before any run starts."""
     for key in () if trains else options:
         if key in _WITHOUT_EFFECT:
             raise ConfigError(f"--{key}: has no effect on a benchmark, leave it out")
@@ -120,7 +122,7 @@ def _check(options: Row, *, several: bool, trains: bool) -> None:
 
 
 def _check_random(options: Row) -> None:
-    """ConfigError for adapters that need a model which was trained."""
+    """Raise ConfigError for adapters that need trained weights."""
     why = "a benchmark has random weights"
     if options.get("adapter") is not None:
         raise ConfigError(
@@ -134,14 +136,15 @@ def _spelled(options: Row) -> str:
 
 
 def flag_of(key: str, value: Any) -> str:
-    """An option as on the command line."""
+    """An option as command-line text."""
     if isinstance(value, bool):
         return f"--{key}" if value else f"--no-{key}"
     return f"--{key}={value}"
 
 
 def _by_flag(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same options under each one's first flag; unknown ones are left to make_config."""
+    """The options keyed by each one's first flag; make_config refuses unknown ones. ConfigError if
+    two names of one option are given."""
     found: dict[str, Any] = {}
     for key, value in options.items():
         flag = str(key).replace("_", "-")

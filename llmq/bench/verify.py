@@ -1,5 +1,8 @@
-"""`llmq verify`: whether the options that save memory change any number. The same steps are run
-without and with them; losses, gradient norms and log-sum-exps must be the same bits."""
+"""`llmq verify`: check that options which save memory change no number.
+
+Two runs make the same steps, one without these options. Losses, gradient norms and log-sum-exps
+must agree bit by bit.
+"""
 
 import json as json_module
 import math
@@ -26,8 +29,9 @@ from llmq.runtime.machine import Machine, choose_machine
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The measurements of the two runs. options: flags under test. without, having: results of each
-    step, then of an evaluation on the last step's first batches, which shows the weights."""
+    """Results of two runs. options: flags under test. without, having: the results of each step
+    without and with them, then of an evaluation on the last step's first batches, which compares
+    the weights."""
 
     options: tuple[str, ...]
     without: tuple[Result, ...]
@@ -35,7 +39,7 @@ class Comparison:
 
     @property
     def equal(self) -> list[bool]:
-        """For each result whether both are the same."""
+        """True for each result that is equal in both runs."""
         return [
             np.array_equal([*numbers(one).values()], [*numbers(other).values()], equal_nan=True)
             for one, other in zip(self.without, self.having, strict=True)
@@ -47,7 +51,7 @@ class Comparison:
 
 
 def numbers(result: Result) -> dict[str, float]:
-    """The numbers by which a result is compared: all but times."""
+    """Numbers by which a result is compared: all but times."""
     found = {f.name: getattr(result, f.name) for f in fields(result) if f.compare}
     return found | found.pop("numbers")
 
@@ -62,9 +66,9 @@ def run_verify(
     json: bool = False,
     given: frozenset[str],
 ) -> bool:
-    """`llmq verify`: print the comparison; returns whether everything is equal.
+    """Run `llmq verify` and print the comparison; return True if all results are equal.
 
-    given: fields that are set on the command line, of which some mean nothing here.
+    given: fields set on the command line; a warning names those without effect here.
     """
     idle = [rule for rule in RULES.of(config, IDLE, "measuring") if rule.option in given]
     if idle:
@@ -86,8 +90,9 @@ def compare(
     steps: int,
     synthetic: bool = False,
 ) -> Comparison:
-    """Make both runs, one after the other. synthetic: on random tokens. The learning rate takes the
-    course of a run of so many steps. LlmqError as of training, OutOfMemory without the options."""
+    """Make both runs, one after the other. The learning rate follows the schedule of a run of
+    `steps` steps. synthetic: train on random tokens. Raises LlmqError as training does, and
+    OutOfMemory if the run does not fit without the options."""
     RULES.check(config, verification=steps)
     config = replace(config, steps=steps, epochs=None)
     machine = choose_machine(config.device, config.gpus)
@@ -95,7 +100,7 @@ def compare(
     plain = without_options(config, machine)
     try:
         without = _results(plain, model, model_dir, synthetic)
-    except OutOfMemory:  # whose advice is to add the options
+    except OutOfMemory:  # its own advice is to add the options
         raise OutOfMemory(
             "without the options that are to be verified the run does not fit into memory or "
             "--memory-limit: verify them with a smaller --model, --batch-size or --seq-len"
@@ -110,7 +115,7 @@ def compare(
 
 
 def without_options(config: TrainConfig, machine: Machine) -> TrainConfig:
-    """The same run without what saves memory and must change nothing."""
+    """The same config without the options that save memory and must change no number."""
     return replace(config, **RULES.exact(config, ranks=_ranks(machine)))
 
 
@@ -121,7 +126,8 @@ def _ranks(machine: Machine) -> Ranks:
 def _results(
     config: TrainConfig, model: ModelConfig, model_dir: Path | None, synthetic: bool
 ) -> list[Result]:
-    """All steps, each enqueued before the result of the one before is read, as in training."""
+    """Results of all steps, then an evaluation. Each step is enqueued before the previous result is
+    read, as in training."""
     with Trainer.from_config(config, model, model_dir) as trainer:
         trainer.load_weights()
         results, ticket = [], None
@@ -137,7 +143,7 @@ def _results(
 
 
 def report(found: Comparison) -> list[str]:
-    """For people: one line a result, with all digits where it differs."""
+    """Comparison as lines for people: one line a result, with all digits if the results differ."""
     options = " ".join(found.options) or "none, the same run twice"
     lines = ["[Verify]", f"  Options: {options}", ""]
     rows = zip(found.names, found.equal, found.without, found.having, strict=True)
@@ -158,7 +164,7 @@ def _verdict(names: Sequence[str], equal: Sequence[bool]) -> str:
 
 
 def record(found: Comparison) -> dict[str, Any]:
-    """For programs; numbers that are not finite are null."""
+    """Comparison as a record for JSON; numbers that are not finite become None."""
 
     def finite(result: Result) -> dict[str, float | None]:
         return {k: v if math.isfinite(v) else None for k, v in numbers(result).items()}
