@@ -1,5 +1,4 @@
-"""Measuring a machine: `llmq rig`, its report, and the card file that plans take their rates from.
+"""`llmq rig`: measurements of a machine, their report, and the card file with the rates of plans.
 
-Imports everything below: base to bench.
-Start with `rig.py`.
+Imports everything below: base to bench. Start with `rig.py`.
 """

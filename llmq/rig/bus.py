@@ -1,4 +1,5 @@
-"""How fast GPUs exchange with host memory, and with each other: alone, both ways, and at once."""
+"""Copy rates between GPUs and pinned host memory, and between GPUs: alone, both ways, all at
+once."""
 
 import contextlib
 import threading
@@ -17,19 +18,17 @@ from llmq.runtime.machine import stay_near
 from llmq.runtime.pinned import PinnedMemory
 
 COPY = 256 * MIB  # bytes of a copy
-SECONDS = 0.5  # of a measurement, about
-GUESS = 40e9  # bytes per second, by which copies are counted off
+SECONDS = 0.5  # target duration of a measurement
+GUESS = 40e9  # bytes per second, an assumed rate that sets the number of copies
 WAYS = {"in": (True, False), "out": (False, True), "both": (True, True)}
 
 Rates = dict[str, list[float]]
-"""GB/s of each GPU that takes part, by the ways of WAYS: in the slower direction of both."""
+"""GB/s of each GPU that takes part, by the keys of WAYS; "both" counts the slower direction."""
 
 
 class End:
-    """One GPU with a device buffer, a pinned host buffer and a stream for each direction.
-
-    One thread near the GPU makes, uses and closes an End.
-    """
+    """One GPU with a device buffer, a pinned host buffer and a stream for each direction. One
+    thread near the GPU makes, uses and closes an End."""
 
     def __init__(self, api: Any, gpu: int, nbytes: int = COPY):
         """api: CuPy's CUDA runtime module."""
@@ -47,15 +46,16 @@ class End:
         self.api.memcpyAsync(dst, src, self.nbytes, self.api.memcpyDefault, self.streams[way])
 
     def rate(self, ways: tuple[bool, bool], start: threading.Barrier, seconds: float) -> float:
-        """GB/s of the slower direction of those that take part, by the GPU's own events."""
+        """GB/s of the slower direction among `ways`, by the GPU's events; all Ends wait for each
+        other at `start`."""
         api, count = self.api, int(seconds * GUESS / self.nbytes)
         taking_part = [way for way, takes_part in enumerate(ways) if takes_part]
         for way in taking_part:
-            for _ in range(2):  # the first one wakes the link
+            for _ in range(2):  # the first copy wakes the link
                 begin = time.perf_counter()
                 self.copy(way)
                 api.streamSynchronize(self.streams[way])
-            # Behind a riser with one lane as many copies as fit elsewhere would take minutes.
+            # Behind a riser with one lane the usual number of copies would take minutes.
             count = min(count, int(seconds / (time.perf_counter() - begin)))
         count = max(count, 2)
         start.wait()
@@ -85,7 +85,7 @@ class End:
 
 
 def together(api: Any, gpus: Sequence[int], nbytes: int = COPY, seconds: float = SECONDS) -> Rates:
-    """Rates of GPUs that copy at the same time, each driven by a thread of its own."""
+    """Rates of GPUs that copy at the same time, each driven by its own thread."""
     start = threading.Barrier(len(gpus))
     found: Rates = {name: [0.0] * len(gpus) for name in WAYS}
 
@@ -101,7 +101,7 @@ def together(api: Any, gpus: Sequence[int], nbytes: int = COPY, seconds: float =
             finally:
                 end.close()
         except Exception:
-            start.abort()  # the others would wait for ever
+            start.abort()  # else the other threads would wait for ever
             raise
 
     with ThreadPoolExecutor(len(gpus)) as pool:
@@ -113,8 +113,8 @@ def together(api: Any, gpus: Sequence[int], nbytes: int = COPY, seconds: float =
 
 
 def measure(job: Job, *, gpus: int, **_: Any) -> None:
-    """The part: `alone`, each GPU's rates; `at_once`, by the number of the first GPUs that copy
-    together; `pairs`, of each ordered pair of GPUs."""
+    """Rig part `bus`. Notes `alone`, the rates of each GPU; `at_once`, the rates of the first N
+    GPUs that copy together, by N; `pairs`, one record for each ordered pair of GPUs."""
     from llmq.runtime.cuda_api import load
 
     api = load().runtime

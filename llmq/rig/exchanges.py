@@ -1,7 +1,5 @@
-"""How fast GPUs exchange data by each operation, alone and beside kernels, and what these lose.
-
-A backend needs a process of its own: NCCL reads its settings once.
-"""
+"""Speed of collectives, alone and beside kernels, and the slowdown of these kernels. Each backend
+needs a process of its own, because NCCL reads its settings once."""
 
 import itertools
 import time
@@ -28,8 +26,8 @@ from llmq.runtime.mesh import Mesh
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.workers import RankPool, Workers
 
-CALLS, REPLAYS = 10, 3  # in a graph, and of it
-SIZES = (1, 16, 222)  # MiB of a slab: 222 is a block of Qwen2.5-7B in fp8
+CALLS, REPLAYS = 10, 3  # collectives in a graph, replays of the graph
+SIZES = (1, 16, 222)  # MiB of a slab: one block of Qwen2.5-7B in fp8 has 222
 COPIES = {"memcpy_all_gather": True, "memcpy_send_recv": True}
 BACKENDS = {
     "nccl": CommOptions(all_to_all_reduce=True),
@@ -37,12 +35,12 @@ BACKENDS = {
     "copies": CommOptions(all_to_all_reduce=True, **COPIES),
     "staged": CommOptions(all_to_all_reduce=True, p2p="off", **COPIES),
 }
-# The work that runs beside exchanges: a product of square matrices, then a copy, about as a step
-# has both.
+# Kernels beside the collectives: a product of square matrices, then a copy, in about the proportion
+# of a training step.
 PRODUCT = {"cuda": 4096, "host": 64}  # rows
 COPY = {"cuda": 128 * MIB, "host": MIB}
-LONGER = 2  # times as long as the exchanges, so that these have kernels beside them to their end
-LOAD = "load"  # among the operations, what exchanges through host memory have beside them
+LONGER = 2  # kernel time over collective time, so that kernels outlast the collectives
+LOAD = "load"  # operation name: host-to-GPU traffic beside collectives
 
 Times = dict[tuple[str, int], float]
 """Seconds by operation and MiB of a slab."""
@@ -50,11 +48,11 @@ Times = dict[tuple[str, int], float]
 
 @dataclass
 class Exchanges:
-    """The measurements of a backend. alone: of the slowest rank. beside: of the rank that waits for
-    none, while kernels run. slowdown: how many times as long these take meanwhile, at the largest
-    size. load: bytes that come from host memory, seconds of that alone, and how much longer an
-    exchange through host memory takes with them; None where exchanges do not go there. intact:
-    whether what was gathered is what had been sent."""
+    """Measurements of one backend. alone: seconds on the slowest rank. beside: seconds beside
+    kernels, on the rank that waits for no other. slowdown: duration of the kernels relative to
+    their duration alone, at the largest size. load: (bytes copied from host memory, seconds of
+    these copies alone, seconds that they add to an exchange); None unless collectives go through
+    host memory. intact: True if gathered data equal the sent data."""
 
     links: LinkTable | None = None
     alone: Times = field(default_factory=dict)
@@ -65,28 +63,28 @@ class Exchanges:
 
 
 class Kernels:
-    """Work of the main stream that exchanges have beside them, and clocks for both."""
+    """Kernels of the main stream beside collectives, and clocks for both."""
 
     def __init__(self, dev: Device, kind: str):
-        """kind: of the device that it is for: a plan stands for another one."""
+        """kind: device kind that sets the sizes; a PlanDevice stands for another kind."""
         rows, nbytes = PRODUCT[kind], COPY[kind]
         self.dev = dev
         self.a, self.out = (_alloc(dev, (rows, rows)) for _ in range(2))
         self.copied = [_alloc(dev, (nbytes,), U8) for _ in range(2)]
-        self.at = [_alloc(dev, (1,), I64) for _ in range(2)]
+        self.starts = [_alloc(dev, (1,), I64) for _ in range(2)]
         self.totals = [_alloc(dev, (1,), F64) for _ in range(2)]
         elementwise.normal(dev, self.a, 1.0, 0)
 
     def run(self, count: int) -> None:
-        """Enqueue them, timed."""
-        clock.start(self.dev, self.at[0])
+        """Enqueue `count` rounds of a product and a copy, timed by clock 0."""
+        clock.start(self.dev, self.starts[0])
         for _ in range(count):
             matmul.matmul(self.dev, self.out, self.a, self.a, trans_b=True)
             self.dev.copy(*self.copied)
-        clock.stop(self.dev, self.totals[0], self.at[0])
+        clock.stop(self.dev, self.totals[0], self.starts[0])
 
     def seconds(self, run: Callable[[], None]) -> tuple[float, float]:
-        """The seconds of kernels and of exchanges, added up, in what is run."""
+        """Return the total seconds of kernels and of collectives in `run`, from the two clocks."""
         for total in self.totals:
             self.dev.zero(total)
         run()
@@ -94,32 +92,34 @@ class Kernels:
         return tuple(float(self.dev.download(total)[0]) / 1e3 for total in self.totals)
 
 
-def _alloc(dev: Device, shape: tuple[int, ...], dtype: DType = BF16, at: str = "device") -> Tensor:
-    return dev.alloc("rig", shape, dtype, "Activations", place=at)
+def _alloc(
+    dev: Device, shape: tuple[int, ...], dtype: DType = BF16, place: str = "device"
+) -> Tensor:
+    return dev.alloc("rig", shape, dtype, "Activations", place=place)
 
 
 class Program:
-    """All that one rank measures, and the memory of it. A plan is made of one, too."""
+    """One rank's measurements and their memory; a run on a PlanDevice gives the memory sizes."""
 
     def __init__(self, dev: Device, options: CommOptions, mib: int, kind: str):
-        """mib: of the largest slab. kind: of the device that this is for."""
+        """mib: size of the largest slab. kind: device kind that sets the sizes of kernels."""
         self.dev, self.world = dev, dev.mesh.size()
         self.slab = _alloc(dev, (self._length(mib),))
         self._spare = _alloc(dev, (self.slab.size // self.world,))
-        # When calls begin, and their data are there: as in a step, what is sent through host memory
-        # need not wait for the call before.
+        # Marks that a call's input is complete: as in a step, a send through host memory need not
+        # wait for the call before.
         self._ready = dev.event()
         self.kernels = Kernels(dev, kind)
         self.operations = {"all_gather": self._all_gather, "all_to_all": self._all_to_all}
         if options.nccl:
             self.operations["reduce_scatter"] = dev.mesh.group().reduce_scatter
-        # Half of what a rank receives, as weights in fp8 are of their gradients in bf16.
+        # Half of the bytes that a rank receives, as fp8 weights are half of their bf16 gradients.
         size = self.slab.nbytes * (self.world - 1) // self.world // 2
         places = ("device", "pinned") if options.p2p == "off" else ()
         self._loaded = [_alloc(dev, (size,), U8, place) for place in places]
 
     def _length(self, mib: int) -> int:
-        unit = 128 * self.world  # elements, as slabs are
+        unit = 128 * self.world  # elements, the alignment of slabs
         return mib * MIB // BF16.itemsize // unit * unit
 
     def _all_gather(self, slab: Tensor) -> None:
@@ -130,9 +130,9 @@ class Program:
         self.dev.mesh.group().all_to_all(slab, spare, self._ready)
 
     def run(self, workers: Workers, sizes: tuple[int, ...]) -> Exchanges:
-        """Measure all operations with slabs of these MiB."""
+        """Measure all operations with slabs of these sizes in MiB."""
         dev, found = self.dev, Exchanges()
-        dev.zero(self.slab)  # sums of zeros stay finite
+        dev.zero(self.slab)  # repeated sums of zeros stay finite
         once = self._captured(("kernels",), lambda: self.kernels.run(CALLS))
         once()
         one = self.kernels.seconds(once)[0] / CALLS
@@ -151,14 +151,14 @@ class Program:
         return found
 
     def _calls(self, call: Callable[[], None], count: int) -> None:
-        """Enqueue so many on the current stream."""
+        """Enqueue `count` calls on the current stream."""
         self.dev.record(self._ready)
         for _ in range(count):
             call()
 
     def _captured(self, key: tuple, fn: Callable[[], None]) -> Callable[[], None]:
-        """A graph of it, ready to be replayed. Made without the other ranks, as Rank.warm_up
-        does."""
+        """Capture `fn` as a graph and return its replay. The first run is silent, without the other
+        ranks, as in Rank.warm_up."""
         dev = self.dev
         with silenced(dev), dev.without_graphs():
             fn()
@@ -168,7 +168,7 @@ class Program:
         return lambda: dev.graph(key, fn)
 
     def _alone(self, workers: Workers, key: tuple, call: Callable[[], None]) -> float:
-        """Seconds of one call on this rank, beginning together."""
+        """Seconds of one call on this rank; all ranks begin together."""
 
         def several() -> None:
             with self.dev.on("comm"):
@@ -185,17 +185,17 @@ class Program:
     def _beside(
         self, workers: Workers, key: tuple, call: Callable[[], None], count: int
     ) -> tuple[float, float]:
-        """Seconds of one call on this rank beside so many kernels, and of all those kernels. A call
-        before the clock starts makes ranks begin together: what one that comes late finds in its
-        peer's ring would count as its speed."""
+        """Seconds of one call on this rank beside `count` kernels, and seconds of all these
+        kernels. One call before the clock starts aligns the ranks: data that already wait in a late
+        rank's ring would look like speed."""
         dev, kernels = self.dev, self.kernels
 
         def several() -> None:
             with dev.on("comm"):
                 self._calls(call, 1)
-                clock.start(dev, kernels.at[1])
+                clock.start(dev, kernels.starts[1])
                 self._calls(call, CALLS)
-                clock.stop(dev, kernels.totals[1], kernels.at[1])
+                clock.stop(dev, kernels.totals[1], kernels.starts[1])
             kernels.run(count)
 
         replay = self._captured((*key, "beside"), several)
@@ -204,9 +204,9 @@ class Program:
         return exchanging / (CALLS * REPLAYS), computing / REPLAYS
 
     def _with_load(self, workers: Workers) -> tuple[int, float, float]:
-        """Measure loads as Exchanges.load has them. A load that exchanges have beside them shares
-        their direction of the bus, and what they take away in the other one slows it down, which a
-        load alone is not."""
+        """Measure the load of Exchanges.load. The copies share one direction of the bus with the
+        collective, and its traffic in the other direction slows them down: hence the difference
+        between both and the collective alone."""
         exchange = partial(self._all_to_all, self.slab)
 
         def load() -> None:
@@ -222,7 +222,7 @@ class Program:
         return self._loaded[0].nbytes, took["load"], max(took["both"] - took["exchange"], 1e-9)
 
     def _intact(self, workers: Workers, slab: Tensor) -> bool:
-        """Whether each rank's part arrives at all others: it holds the number of the rank."""
+        """True if each rank's part, filled with rank + 1, arrives at all other ranks."""
         dev = self.dev
         dev.zero(slab)
         elementwise.fill(dev, part(slab, dev.mesh.rank, self.world), float(dev.mesh.rank + 1))
@@ -235,7 +235,7 @@ class Program:
 
 
 def open_device(device: str, rank: int, world_size: int, sizes: MemorySizes) -> Device:
-    """A rank's device; device: cuda or cpu."""
+    """Open a rank's device; device: "cuda" or "cpu"."""
     mesh = Mesh.of(world_size, rank)
     if device == "cpu":
         return HostDevice(sizes, mesh=mesh)
@@ -247,7 +247,7 @@ def open_device(device: str, rank: int, world_size: int, sizes: MemorySizes) -> 
 def measured(
     device: str, world_size: int, options: CommOptions, sizes: tuple[int, ...]
 ) -> Exchanges:
-    """Measure one backend; the slowest rank's times count. device: cuda or cpu."""
+    """Measure one backend on all ranks; the slowest rank's times count. device: "cuda" or "cpu"."""
     devices: list[Device] = [None] * world_size
     kind = {"cpu": "host"}.get(device, device)
     plan = PlanDevice(PLAN_SPEC, Mesh.of(world_size))
@@ -275,7 +275,7 @@ def measured(
     return Exchanges(
         links=results[0][0],
         alone={key: max(rank.alone[key] for rank in ranks) for key in ranks[0].alone},
-        # The time is that of the rank that comes last: the others' times have their waiting for it.
+        # The last rank's time counts: the times of the other ranks include waiting for it.
         beside={key: min(rank.beside[key] for rank in ranks) for key in ranks[0].beside},
         load=_slowest([rank.load for rank in ranks if rank.load]),
         slowdown=max(rank.slowdown for rank in ranks),
@@ -284,7 +284,8 @@ def measured(
 
 
 def _slowest(loads: list[tuple[int, float, float]]) -> tuple[int, float, float] | None:
-    """The slowest load of ranks that load as much at once."""
+    """The load of the slowest rank; None without loads. All ranks load the same number of bytes at
+    once."""
     if not loads:
         return None
     nbytes, alone, beside = zip(*loads, strict=True)
@@ -292,8 +293,8 @@ def _slowest(loads: list[tuple[int, float, float]]) -> tuple[int, float, float] 
 
 
 def measure(job: Job, *, backend: str, gpus: int, device: str = "cuda", **_: Any) -> None:
-    """The part: seconds by operation, as [received bytes, alone, beside kernels] of each size; of
-    LOAD as Exchanges.load."""
+    """Rig part `exchanges`. Notes by operation the points [received bytes, seconds alone, seconds
+    beside kernels], one a size; for LOAD the three numbers of Exchanges.load."""
     found = measured(device, gpus, BACKENDS[backend], SIZES)
     points: dict[str, list[list[float]]] = {}
     for name, mib in found.alone:
@@ -308,5 +309,5 @@ def measure(job: Job, *, backend: str, gpus: int, device: str = "cuda", **_: Any
 
 
 def _pairs(table: list[list[bool]]) -> list[list[bool]]:
-    """Without the diagonal."""
+    """The table without its diagonal."""
     return [[x for s, x in enumerate(row) if s != r] for r, row in enumerate(table)]

@@ -1,8 +1,5 @@
-"""Facts that a machine tells of itself: its GPUs' slots, limits and memory, its driver, CPUs and
-buses.
-
-Nothing is loaded and nothing is changed: NVML is asked, and files of /sys and /proc are read.
-"""
+"""Facts from NVML, /sys and /proc: PCIe slots, limits and memory of GPUs, driver, CPU and IOMMU.
+This module loads no CUDA and changes no setting."""
 
 import os
 import platform
@@ -19,7 +16,7 @@ from llmq.runtime.host_usage import allowed_cpus, host_memory
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.nvml import find_nvml, told
 
-# A fact of a GPU, by NVML: what it is called here, and how it is asked.
+# NVML's reading of each fact of a GPU.
 _READINGS: dict[str, Callable[[Any, Any], Any]] = {
     "pcie_generation": lambda n, h: n.nvmlDeviceGetCurrPcieLinkGeneration(h),
     "pcie_generation_most": lambda n, h: n.nvmlDeviceGetMaxPcieLinkGeneration(h),
@@ -39,12 +36,13 @@ _READINGS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def measure(job: Job, **_: Any) -> None:
-    """The part: `host`, `gpus` (one record each), `problem` where no GPU can be used."""
+    """Rig part `facts`. Notes `host`, `gpus` (one record each), and `problem`, the reason why no
+    GPU can be used."""
     facts: dict[str, Any] = {"host": host_facts(), "gpus": [], "problem": None}
     try:
         machine = choose_machine("cuda", 0)
     except LlmqError as error:
-        # The rest of the advice is for runs.
+        # `--device cpu` is advice for training only.
         job.note(facts | {"problem": str(error).removesuffix(", or use --device cpu")})
         return
     spec = machine.spec
@@ -64,7 +62,7 @@ def measure(job: Job, **_: Any) -> None:
 
 
 def gpu_facts(nvml: Any, place: str, devices: Path = Path("/sys/bus/pci/devices")) -> dict:
-    """The facts of one GPU, by its place such as 0000:19:00.0; what nobody tells is left out."""
+    """Facts of one GPU by its PCI address, such as 0000:19:00.0; unknown facts are left out."""
     facts: dict[str, Any] = {}
     if nvml is not None:
         try:
@@ -78,7 +76,7 @@ def gpu_facts(nvml: Any, place: str, devices: Path = Path("/sys/bus/pci/devices"
 
 
 def host_facts(root: Path = Path("/")) -> dict[str, Any]:
-    """The facts of the machine: its CPU and memory, and what stands between its GPUs."""
+    """Facts of the machine: system, CPU, memory, IOMMU, and whether it is virtual."""
     about = _text(root / "proc/cpuinfo")
     cpu = re.search(r"model name\s*:\s*(.+)", about)
     kernel = _text(root / "proc/cmdline").split()

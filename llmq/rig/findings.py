@@ -1,4 +1,4 @@
-"""Faults of a rig in words, from its measurements, each with a remedy; and numbers of its parts."""
+"""Faults of a rig in words, each with a remedy; and the numbers of each part for the console."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,28 +6,28 @@ from typing import Any
 from llmq.options.cards import card_of
 from llmq.runtime.device import DeviceSpec
 
-# The rate of a PCIe lane in one direction, GB/s on paper, by generation.
+# GB/s of a PCIe lane in one direction on paper, by generation.
 LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-LEAST_BUS = 0.6  # of what the slot has on paper
-LEAST_COPY = 0.75  # of the bandwidth on the data sheet
-LEAST_PRODUCT = 0.7  # of what products sustain on this kind of card
-SLOWER = 0.95  # than the fastest GPU of the rig
-LIMITED = 0.97  # of the power limit that the card comes with
-HELD = 0.1  # share of readings in which something holds the clock down
-CROWDED = 0.75  # of one GPU's rate, what each gets while all copy
-NO_ROOM = "not even a micro-batch of one sequence fits"  # a large model; that is no fault
+LEAST_BUS = 0.6  # least share of the slot's rate on paper
+LEAST_COPY = 0.75  # least share of the data sheet's bandwidth
+LEAST_PRODUCT = 0.7  # least share of the TFLOP/s that this kind of card sustains
+SLOWER = 0.95  # least share of the fastest GPU's rate
+LIMITED = 0.97  # least share of the card's default power limit
+HELD = 0.1  # least share of readings with a reason for a lower clock
+CROWDED = 0.75  # least share of one GPU's copy rate while all GPUs copy
+NO_ROOM = "not even a micro-batch of one sequence fits"  # no fault: the model is large
 PCIE_RISER = "see whether it sits in its slot, and whether a riser or the firmware limits it"
 
 Report = dict[str, Any]
 
 
 def words_on(report: Report) -> list[str]:
-    """One sentence or two for each thing that is wrong, the gravest first."""
+    """Return one or two sentences for each fault, the gravest first."""
     return [line for find in FINDINGS for line in find(report)]
 
 
 def damaged(report: Report) -> Iterator[str]:
-    """Copies between GPUs that arrive otherwise than they were sent."""
+    """Peer copies and collectives that damage data."""
     bad = [p for p in part_of(report, "bus").get("pairs", []) if p["reason"] == "damaged data"]
     pairs = ", ".join(f"{pair['source']} to {pair['reader']}" for pair in bad)
     if bad:
@@ -46,7 +46,7 @@ def damaged(report: Report) -> Iterator[str]:
 
 
 def memory_errors(report: Report) -> Iterator[str]:
-    """ECC, and rows of memory that were replaced."""
+    """ECC errors, and memory rows that cannot be remapped."""
     for gpu in report["gpus"]:
         if gpu.get("ecc_errors"):
             yield (
@@ -59,7 +59,7 @@ def memory_errors(report: Report) -> Iterator[str]:
 
 
 def hot(report: Report) -> Iterator[str]:
-    """Clocks that are held down by something else than the power limit."""
+    """Clocks held down by temperature, board or power supply, not by the power limit."""
     for record in part_of(report, "load").get("gpus", []):
         settled = record["settled"]
         held = {w: s for w, s in settled.get("reasons", {}).items() if s >= HELD}
@@ -78,7 +78,7 @@ def hot(report: Report) -> Iterator[str]:
 
 
 def slower(report: Report) -> Iterator[str]:
-    """GPUs for which all others wait."""
+    """GPUs slower than the fastest one: all other GPUs of a run wait for them."""
     records = part_of(report, "load").get("gpus", [])
     rates = {r["gpu"]: r["settled"].get("tflops") for r in records}
     rates = {gpu: rate for gpu, rate in rates.items() if rate}
@@ -97,7 +97,7 @@ def slower(report: Report) -> Iterator[str]:
 
 
 def slots(report: Report) -> Iterator[str]:
-    """PCIe lanes and generations that a card could have and does not."""
+    """Missing PCIe lanes, lower PCIe generations, and slow copies of host memory."""
     loaded = {r["gpu"]: r["settled"] for r in part_of(report, "load").get("gpus", [])}
     alone = part_of(report, "bus").get("alone", [])
     for gpu in report["gpus"]:
@@ -129,7 +129,7 @@ def slots(report: Report) -> Iterator[str]:
 
 
 def limits(report: Report) -> Iterator[str]:
-    """Settings of the driver that cost speed or time."""
+    """Driver settings that cost speed or start-up time."""
     for gpu in report["gpus"]:
         limit, default = gpu.get("power_limit"), gpu.get("power_default")
         if limit and default and limit < LIMITED * default:
@@ -146,7 +146,7 @@ def limits(report: Report) -> Iterator[str]:
 
 
 def busy(report: Report) -> Iterator[str]:
-    """Others that use the GPUs."""
+    """Other processes on the GPUs."""
     for gpu in report["gpus"]:
         if gpu.get("others"):
             yield (
@@ -156,7 +156,7 @@ def busy(report: Report) -> Iterator[str]:
 
 
 def peers(report: Report) -> Iterator[str]:
-    """GPUs without a direct way to each other."""
+    """Pairs of GPUs without peer access, or with slow peer copies."""
     pairs = part_of(report, "bus").get("pairs", [])
     closed = [p for p in pairs if p["reason"] == "no access"]
     slow = [p for p in pairs if (p["reason"] or "").startswith("slow")]
@@ -181,7 +181,7 @@ def peers(report: Report) -> Iterator[str]:
 
 
 def weak(report: Report) -> Iterator[str]:
-    """Rates far below those of this kind of card."""
+    """Rates far below the usual rates of this kind of card."""
     spec = report.get("spec")
     if not spec:
         return
@@ -204,7 +204,7 @@ def weak(report: Report) -> Iterator[str]:
 
 
 def shared(report: Report) -> Iterator[str]:
-    """Findings on buses that GPUs share, and on CPUs that the process lacks."""
+    """Host links that GPUs share, and CPUs that the process lacks."""
     found = part_of(report, "bus").get("at_once", {})
     if len(found) > 1:
         number = max(found, key=int)
@@ -225,7 +225,7 @@ def shared(report: Report) -> Iterator[str]:
 
 
 def unknown(report: Report) -> Iterator[str]:
-    """Findings on what could not be measured."""
+    """Missing GPUs, NVML or measurements."""
     if report.get("problem"):
         yield f"There is no GPU to measure: {report['problem']}"
     elif report["gpus"] and not report.get("driver"):
@@ -244,7 +244,7 @@ FINDINGS: tuple[Callable[[Report], Iterator[str]], ...] = (
 
 
 def part_of(report: Report, name: str) -> dict[str, Any]:
-    """The measurements of a part; {} where there are none."""
+    """Return the measurements of a part; {} if there are none."""
     return report["measured"].get(name) or {}
 
 
@@ -262,7 +262,7 @@ LOAD = {
 
 
 def numbers_of(part: str, result: dict[str, Any]) -> Iterator[str]:
-    """Lines with the numbers of a part's result, for the console."""
+    """Yield console lines with the numbers of a part's result."""
     if part == "bus":
         for count, rates in result.get("at_once", {}).items():
             to, out, both = (min(rates[way]) for way in ("in", "out", "both"))

@@ -1,4 +1,4 @@
-"""Minutes of load: what clocks settle at, what holds them down, and which GPU is the slowest."""
+"""Load test: minutes of products and copies, which show settled clocks and the slowest GPU."""
 
 import contextlib
 import statistics
@@ -20,14 +20,14 @@ from llmq.runtime.nvml import open_nvml, told
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.timing import Marks
 
-ROWS = (8192, 4096, 2048, 128)  # of a product, the largest that fits
-COPY = 16  # times the bytes of a matrix that are copied at a time
-PRODUCTS = 4  # to a copy
-ALONE = 0.2  # of the time GPU 0 works alone, where there are several
+ROWS = (8192, 4096, 2048, 128)  # rows of a square product; the largest that fits is taken
+COPY = 16  # bytes of a copy, in units of rows * rows
+PRODUCTS = 4  # products before each copy
+ALONE = 0.2  # share of the time in which GPU 0 works alone, with several GPUs
 EVERY = 1.0  # seconds between readings
-SETTLED = 1 / 3  # of the readings, the last ones
-# Bits of NVML's reasons for a lower clock, and their words in the report. The slowdown is set
-# together with what the hardware knows to be its cause, and says something where it knows none.
+SETTLED = 1 / 3  # share of the readings, at the end of the series
+# Bits of NVML's reasons for a lower clock, in words. The hardware sets SLOWDOWN together with a
+# cause that it knows, so SLOWDOWN counts only where it stands alone.
 SLOWDOWN, CAUSES = 0x8, 0x40 | 0x80
 REASONS = {
     0x4: "power limit",
@@ -38,7 +38,8 @@ REASONS = {
 }
 
 
-# Power in W, temperature in °C, clock in MHz, reasons and PCIe link of a GPU, as NVML tells them.
+# NVML's readings of a GPU: power in W, temperature in °C, clock in MHz, reasons for a lower clock,
+# PCIe link.
 _READINGS: dict[str, Callable[[Any, Any], Any]] = {
     "power": lambda n, h: n.nvmlDeviceGetPowerUsage(h) / 1000,
     "temperature": lambda n, h: n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU),
@@ -50,15 +51,15 @@ _READINGS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _reader(gpu: int) -> Callable[[], dict[str, Any]]:
-    """The function that reads a GPU's sensors; it gives nothing without NVML."""
-    with contextlib.suppress(Exception):  # no module, library, driver or GPU: each its own class
+    """Return a function that reads a GPU's sensors; without NVML it returns an empty dict."""
+    with contextlib.suppress(Exception):  # each cause raises another class
         nvml = open_nvml()
         return partial(told, nvml, nvml.nvmlDeviceGetHandleByPciBusId(bus_id(gpu)), _READINGS)
     return dict
 
 
 class Load:
-    """The load of one GPU: products, and copies of its memory, over and over."""
+    """Repeated load of one GPU: products, then a copy within its memory."""
 
     def __init__(self, dev: Device, rows: int):
         self.dev, self.rows = dev, rows
@@ -71,7 +72,8 @@ class Load:
             elementwise.normal(dev, operand, 1.0, seed)
 
     def enqueue(self, mark: Callable[[], object]) -> None:
-        """All of it once. mark: called before, between products and copy, and behind."""
+        """Enqueue one round. mark: called before the products, between products and copy, and after
+        the copy."""
         mark()
         for _ in range(PRODUCTS):
             matmul.matmul(self.dev, self.out, self.a, self.b, trans_b=True)
@@ -80,7 +82,7 @@ class Load:
         mark()
 
     def run(self) -> tuple[float, float]:
-        """Once; TFLOP/s of the products, GB/s of the copy."""
+        """Run one round; return TFLOP/s of the products and GB/s of the copy."""
         marks = Marks(self.dev)
         self.enqueue(marks.mark)
         self.dev.synchronize()
@@ -98,7 +100,8 @@ def _loaded(
     seconds: float,
     every: float,
 ) -> None:
-    """Load one GPU for so long, in this thread; adds to its series after so many seconds each."""
+    """Load one GPU for `seconds` in this thread, and append a reading to its series every `every`
+    seconds."""
     plan = PlanDevice(machine.spec)
     Load(plan, rows).enqueue(lambda: None)
     with closing(open_apart(machine, gpu, plan.sizes())) as dev:
@@ -119,8 +122,9 @@ def _loaded(
 
 
 def measure(job: Job, *, gpus: int, device: str = "cuda", every: float = EVERY, **_: Any) -> None:
-    """The part: of each GPU its `series`, a reading each second, and what they settle at; `alone`,
-    TFLOP/s of GPU 0 with the others idle; `slowest`, of that the share that the slowest one has."""
+    """Rig part `load`. Notes for each GPU its `series`, one reading a second, and the values at
+    which they settle; `alone`, TFLOP/s of GPU 0 while the other GPUs are idle; `slowest`, the
+    slowest GPU's share of `alone`."""
     machine = choose_machine(device, gpus)
     budget = machine.spec.memory // 4
     rows = next((n for n in ROWS if (6 + 2 * COPY) * n * n < budget), ROWS[-1])
@@ -128,11 +132,14 @@ def measure(job: Job, *, gpus: int, device: str = "cuda", every: float = EVERY, 
     errors: list[BaseException] = []
 
     def together(count: int, seconds: float) -> list[dict[str, list[Any]]]:
-        """Each in a thread, which moves to the CPUs near its GPU; where one fails, others go on."""
+        """Load `count` GPUs, each from a thread near its GPU; an error in one thread stops no
+        other."""
         each: list[dict[str, list[Any]]] = [{"seconds": []} for _ in range(count)]
         with ThreadPoolExecutor(count) as pool:
-            how = (machine, rows, seconds, every)
-            loads = [pool.submit(_loaded, g, each[g], *how) for g in range(count)]
+            loads = [
+                pool.submit(_loaded, gpu, each[gpu], machine, rows, seconds, every)
+                for gpu in range(count)
+            ]
         errors.extend(error for load in loads if (error := load.exception()) is not None)
         return each
 
@@ -156,8 +163,8 @@ def measure(job: Job, *, gpus: int, device: str = "cuda", every: float = EVERY, 
 
 
 def settled(series: dict[str, list[Any]]) -> dict[str, Any]:
-    """The values at which a series settles: medians of its last third, the hottest, and every
-    reason there."""
+    """Return the medians of the last third of each series, the highest temperature, and the share
+    of readings in that third with each clock-limiting reason."""
     found: dict[str, Any] = {}
     for name, values in series.items():
         last = values[-max(1, round(SETTLED * len(values))) :] if values else []

@@ -1,4 +1,4 @@
-"""`llmq rig`: measure a machine in minutes, name its faults, and keep the rates that plans need."""
+"""`llmq rig`: measure a machine in minutes, name its faults, and write the card file for plans."""
 
 import json
 import os
@@ -21,16 +21,16 @@ from llmq.rig.steps import in_time, merged
 from llmq.run.restarts import in_words
 
 MINUTES = 10.0
-GRACE = 15.0  # seconds that a part may take longer than it was given, to start and to end
+GRACE = 15.0  # seconds beyond a part's share, for start and end of its process
 PLEASE_SHARE = (
     "Others who plan for such cards have only a data sheet. Please share what was measured: "
     "attach this report's .json to an issue of the repository of llmq, or propose the card "
     "file as a new one in its llmq/cards. Neither names you or the machine."
 )
-LAST = 10.0  # seconds that the report takes
-SHORTEST = 5.0  # seconds that every part gets while there is time
-# The share of the time that each part takes at most; steps, which plans need most, have all that
-# is left.
+LAST = 10.0  # seconds reserved for the report
+SHORTEST = 5.0  # least seconds of a part while there is time
+# Largest share of the time for each part; `steps`, the part that plans need most, gets all that is
+# left.
 SHARES = {"facts": 0.03, "bus": 0.06, "exchanges": 0.13, "load": 0.2, "steps": 1.0}
 LABELS = {
     "facts": "what the machine says of itself",
@@ -49,8 +49,8 @@ Clock = Callable[[], float]
 def run_part(
     part: str, seconds: float, options: dict[str, Any], *, grace: float = GRACE
 ) -> dict[str, Any]:
-    """`result`, as far as it is known, and `error`, None if all went well, of a part: the function
-    `measure` of the module here with this name, in a child."""
+    """Run llmq.rig.PART.measure in a child; return its `result` so far, and `error`, None if all
+    went well."""
     task = f"llmq.rig.{part}:measure"
     found, ended = ask(task, options, seconds=seconds, timeout=seconds + grace)
     if ended.status is None:
@@ -61,8 +61,7 @@ def run_part(
 
 
 class Rig:
-    """One run of the command: the parts take turns, each as long as its share, and no longer than
-    what is left."""
+    """One run of the command: the parts take turns, each within its share and the time left."""
 
     def __init__(self, seconds: float, measure: Measure, clock: Clock):
         self.seconds, self._measure, self._clock = seconds, measure, clock
@@ -79,18 +78,19 @@ class Rig:
 
     @property
     def elapsed(self) -> float:
-        """Seconds."""
+        """Seconds since the start."""
         return self._clock() - self._start
 
     @property
     def left(self) -> float:
-        """Seconds of measurements: the report, and a part that does not end in time, need some."""
+        """Seconds for further measurements, without the time for the report and for a part's late
+        end."""
         return self.seconds - self.elapsed - LAST - GRACE
 
     def part(
         self, name: str, options: dict[str, Any], share: float | None = None, label: str = ""
     ) -> dict[str, Any]:
-        """The result of a measurement, {} if there is none; the report says why not."""
+        """Run a part and return its result, {} if there is none; the report says why."""
         share = SHARES[name] if share is None else share
         seconds = min(max(share * self.seconds, SHORTEST), self.left)
         title = f"{name} {label}".strip()
@@ -109,7 +109,8 @@ class Rig:
         return found["result"]
 
     def note(self, title: str, error: str | None, seconds: float) -> None:
-        """The note of a part for the report, which names no user: nor do paths in it."""
+        """Note a part's time and error in the report; the home directory becomes ~, so that the
+        report names no user."""
         home = os.path.expanduser("~")
         if error and len(home) > 1:
             error = error.replace(home, "~")
@@ -118,7 +119,7 @@ class Rig:
             self.say(f"  {title}: {error}")
 
     def say(self, line: str) -> None:
-        """Progress."""
+        """Print a line of progress."""
         print(f"[{self.elapsed:4.0f} s] {line}", flush=True)
 
 
@@ -128,14 +129,13 @@ def run_rig(
     measure: Measure = run_part,
     clock: Clock = time.monotonic,
 ) -> dict[str, Any]:
-    """Measure, print numbers and faults, write out.json and the card file; returns the report.
-
-    minutes: the longest that the command takes. Without a GPU there are facts, and no card file.
-    """
+    """Measure; print numbers and faults; write out.json and the card file; return the report.
+    minutes: the time limit. Without a GPU the report has facts only, and no card file is
+    written."""
     prepare_report("--out", out, ".json")
     rig = Rig(60 * minutes, measure, clock)
     report = rig.report
-    # The path of the report says nothing of the measurements, and may name the user.
+    # The command leaves out the report's path, which may name the user.
     report["command"] = "llmq rig" + (f" --minutes {minutes:g}" if minutes != MINUTES else "")
     report |= rig.part("facts", {})
     if report["gpus"]:
@@ -143,7 +143,7 @@ def run_rig(
         _keep_card_file(rig)
     report["seconds"] = rig.elapsed
     report["words"] = words_on(report)
-    # Findings of minutes are told before the disk, which may be full, takes the report.
+    # Print before writing: the disk may be full, and minutes of findings would be lost.
     print("\n".join(["", *(f"- {line}" for line in report["words"] or ["Nothing is wrong."])]))
     write_file(Path(f"{out}.json"), json.dumps(report, indent=1) + "\n")
     print(f"\nwrote {out}.json after {rig.elapsed:.0f} s")
@@ -153,8 +153,8 @@ def run_rig(
 
 
 def _measure_gpus(rig: Rig, gpus: int) -> None:
-    """Measure the bus, exchanges, load and steps of these GPUs into the report's `measured`. Load
-    comes before steps: clocks settle sooner on hot GPUs."""
+    """Measure bus, exchanges, load and steps into the report's `measured`. Load comes before steps,
+    because clocks settle sooner on hot GPUs."""
     measured = rig.report["measured"]
     fp8 = rig.report["spec"]["capability"] >= FP8_CAPABILITY
     measured["bus"] = rig.part("bus", {"gpus": gpus})
@@ -169,8 +169,8 @@ def _measure_gpus(rig: Rig, gpus: int) -> None:
 
 
 def _measure_steps(rig: Rig, left: list[dict[str, Any]]) -> None:
-    """Measure as many runs as there is time for, in one process after another: a run that crashes
-    or hangs ends its own process, and is left out."""
+    """Measure as many runs as time allows, in one process. After a crash or hang another process
+    takes the runs behind the guilty one."""
     while left:
         title = steps.title_of(left[0])
         found = rig.part("steps", {"runs": left}, label=title)
@@ -185,8 +185,7 @@ def _measure_steps(rig: Rig, left: list[dict[str, Any]]) -> None:
 
 
 def card_file_of(report: dict[str, Any]) -> CardFile:
-    """The card file that plans need, from a report. Raises ConfigError where too little was
-    measured."""
+    """Return the card file from a report. Raises ConfigError if no launch was measured."""
     measured = report["measured"]
     good = [step for step in measured["steps"] if in_time(step["idle"])]
     launches = merged(step["launches"] for step in good)
@@ -224,7 +223,7 @@ def card_file_of(report: dict[str, Any]) -> CardFile:
 
 
 def _keep_card_file(rig: Rig) -> None:
-    """Write the card file, also into the report; a failure is noted there."""
+    """Write the card file, and copy its record into the report; the report notes a failure."""
     try:
         file = card_file_of(rig.report)
         rig.report["card_file"] = record_of(file)

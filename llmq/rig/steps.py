@@ -1,8 +1,8 @@
-"""Real steps of models a quarter as deep and as rich in tokens: how long each kind of launch takes.
+"""Steps of models with a quarter of the layers and vocabulary: the time of each kind of launch.
 
-A GPU at its power limit runs at the clock that the mix of its work allows, averaged over longer
-than a block takes. A quarter of the layers beside a quarter of the vocabulary makes the mix of the
-whole model, where a few layers beside the whole head would run at another clock than either.
+A GPU at its power limit runs at the clock that the mix of its work allows, averaged over more than
+a block. A quarter of the layers beside a quarter of the vocabulary keeps the mix of the whole
+model; a few layers beside the whole head would run at another clock.
 """
 
 import math
@@ -32,14 +32,14 @@ from llmq.rig.findings import NO_ROOM
 from llmq.run.trainer import Trainer
 from llmq.runtime.timing import LaunchTime
 
-BEHIND = 0.1  # of a step, see in_time
+BEHIND = 0.1  # share of a step, see in_time
 
 Table = dict[str, list[list[Any]]]
-"""By the name of a kind: [sizes, seconds], one of each size."""
+"""Points [sizes, seconds] by kind of launch, one point for each tuple of sizes."""
 
 
 def table_of(times: Iterable[LaunchTime]) -> Table:
-    """The medians of launches of the main stream that take any time."""
+    """Medians of the main stream's launches that take any time."""
     found: defaultdict[tuple[str, tuple[int, ...]], list[float]] = defaultdict(list)
     for launch in times:
         if launch.main and launch.kind is not None and launch.ms > 0 and min(launch.kind.sizes) > 0:
@@ -48,10 +48,9 @@ def table_of(times: Iterable[LaunchTime]) -> Table:
 
 
 def as_in_steps(rounds: list[list[LaunchTime]], seconds: float) -> Table:
-    """The medians of steps whose launches were timed, as they are when nothing is timed. Marks
-    around launches, and the waits for them, leave a GPU another clock, and gaps between launches
-    are in none of them: all are longer or shorter by one factor, by which those of a step take the
-    `seconds` that a step takes."""
+    """Medians of timed launches, scaled to an untimed step of `seconds`. Timing marks change the
+    GPU's clock, and the launches' times leave out the gaps between them. One common factor corrects
+    all times, so that the launches of a step add up to `seconds`."""
     table = table_of(time for times in rounds for time in times)
     medians = {(name, tuple(s)): t for name, points in table.items() for s, t in points}
     total = sum(medians.get(time.kind, time.ms / 1e3) for time in rounds[0] if time.main)
@@ -60,15 +59,15 @@ def as_in_steps(rounds: list[list[LaunchTime]], seconds: float) -> Table:
 
 
 def in_time(idle: float) -> bool:
-    """Whether a step's launches, timed by themselves, are good for more than their sum. idle: the
-    part of the step in which none of them ran, negative where they took longer than it. By more
-    than BEHIND of it no clock does that: the GPU waited for the host between a launch and its
-    marks, the longer the shorter a launch is, and no factor makes up for it."""
+    """True if the times of a step's launches are usable one by one. idle: share of the step in
+    which no launch ran; negative if the launches took longer than the step. No clock explains more
+    than BEHIND: there the GPU waited for the host between a launch and its marks, by an amount that
+    depends on the launch, and no common factor corrects this."""
     return idle > -BEHIND
 
 
 def merged(tables: Iterable[Table]) -> Table:
-    """One table made of several measurements; where sizes are equal, the median of them."""
+    """Merge tables of several measurements; equal sizes get their median."""
     found: defaultdict[tuple[str, tuple[int, ...]], list[float]] = defaultdict(list)
     for table in tables:
         for name, points in table.items():
@@ -84,37 +83,37 @@ def _medians(found: Mapping[tuple[str, tuple[int, ...]], list[float]]) -> Table:
     return table
 
 
-AHEAD = 0.4  # seconds of steps before each one whose launches are timed, at their power
-ROUNDS = 3  # steps whose launches are timed
-RECENT = 3  # runs: the next one takes no longer than these, unlike the first, which loads libraries
-BATCHES = (32, 16, 8, 4, 2, 1)  # sequences, of which as many as fit are taken
+AHEAD = 0.4  # seconds of untimed steps before each timed one, at the same power
+ROUNDS = 3  # timed steps
+RECENT = 3  # runs: the next run takes no longer than these; the first one also loads libraries
+BATCHES = (32, 16, 8, 4, 2, 1)  # batch sizes, of which the largest that fits is taken
 QUARTER = 4
-MULTIPLE = 128  # that vocabularies are of, as Qwen2.5's is
-BESIDE = "beside"  # beside a run's options: whether its products are those beside other GPUs
-FIRST = 5  # runs that are measured so, where there are other GPUs
+MULTIPLE = 128  # vocabulary sizes are multiples of this, as Qwen2.5's is
+BESIDE = "beside"  # key beside a run's options: True for the kernels that several GPUs use
+FIRST = 5  # runs measured with BESIDE on a rig of several GPUs
 SHARED = {"from-scratch": True, "seq-len": 1024, "grad-accumulation": 2, "gpus": 1, "watchdog": 0}
 WHOLE = {"model-dtype": "bf16", "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
 FP8 = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
 FAST = {"fp8-fast-accumulation": "all", "head-dtype": "e4m3"}
-USUAL = SHARED | FP8  # what titles leave out
+USUAL = SHARED | FP8  # left out of titles
 JIT = {"fp8-recipe": "jit"}
 EXACT = JIT | {"fp8-fast-accumulation": "none"}
 AGAIN = {"recompute-norm": True, "recompute-ffn": True}
-# Half of the layers recompute what searches let 7B recompute: there products write less, and others
-# more.
+# Half of the layers recompute as `--fit` lets 7B recompute: recomputation changes the outputs of
+# products.
 HALF = {"recompute-swiglu": True, "recompute-layers": "0-3"}
 MOMENTS = {"opt-m-dtype": "e4m3", "opt-v-dtype": "e4m3"}
 LORA = {"lora-rank": 16, "batch-size": 4}
 CODES = {"base-dtype": "e4m3", "fp8-recipe": "delayed", "head-dtype": "e4m3"}
 INT8 = {"matmul-dtype": "int8"}
-# Where attention is half of a step, or two thirds, clocks are other than those beside products.
+# Attention is half or two thirds of these steps, at clocks other than those beside products.
 LONG = {"seq-len": 16384, "recompute-swiglu": True, "batch-size": 2}
 LONGEST = {"seq-len": 32768, "recompute-swiglu": True, "batch-size": 1}
 NF4 = {"base-dtype": "nf4", "recompute-block": True, "lmhead-chunks": 8, "batch-size": 1}
 
 
 def quarter(model: str, **options: Any) -> dict[str, Any]:
-    """Options of a run of a quarter of this model."""
+    """Options of a run with a quarter of the model's layers and vocabulary."""
     whole = preset(model)
     layers = max(whole.num_layers // QUARTER, 1)
     vocab_size = whole.vocab_size * layers / whole.num_layers
@@ -123,9 +122,9 @@ def quarter(model: str, **options: Any) -> dict[str, Any]:
 
 
 def runs(fp8: bool, gpus: int = 1) -> list[dict[str, Any]]:
-    """The options of every run, the most telling first: sizes, formats, and small micro-batches.
-    batch-size: at most. gpus: of the rig. Several launch other products than one, which computes
-    more in them: the first runs are measured in both ways."""
+    """Return the options of every run, the most telling first: sizes, formats, small micro-batches.
+    batch-size is an upper limit. gpus: number of the rig's GPUs. Several GPUs use other kernels for
+    products than one GPU, so the first runs are measured with both."""
     alone = _runs(fp8)
     beside = [options | {BESIDE: True} for options in alone[:FIRST]] if gpus > 1 else []
     return beside + alone
@@ -168,7 +167,7 @@ def _runs(fp8: bool) -> list[dict[str, Any]]:
 
 
 def title_of(options: dict[str, Any]) -> str:
-    """Short, for progress and the report."""
+    """A short title for progress and the report."""
     flags = [str(options["model"]).rpartition("-")[2], options.get("matmul-dtype", "bf16")]
     flags += ["beside others"] if options.get(BESIDE) else []
     flags += [
@@ -183,9 +182,9 @@ def title_of(options: dict[str, Any]) -> str:
 
 
 def measure(job: Job, *, runs: list[dict[str, Any]], settle: float = SETTLE, **_: Any) -> None:
-    """The part: `steps`, a record of each of the runs that there was time for, and `refused`, why
-    not, of those that do not fit, by index. A record has `launches`, `seconds` that they took to
-    measure, and `tokens_per_second`, `idle`, `options` and BESIDE of the run."""
+    """Rig part `steps`. Notes `steps`, one record for each run that time allowed, and `refused`,
+    the reasons of runs that do not fit, by index. A record has `launches`, `seconds` of the
+    measurement, and `tokens_per_second`, `idle`, `options` and BESIDE of the run."""
     found: dict[str, Any] = {"steps": [], "refused": {}}
     took: list[float] = []
     for index, options in enumerate(runs):
@@ -206,8 +205,8 @@ def measure(job: Job, *, runs: list[dict[str, Any]], settle: float = SETTLE, **_
 
 @contextmanager
 def library_products() -> Iterator[None]:
-    """Devices that are made within the block take no products of ours, as none does beside other
-    GPUs that exchange data (`Device.fused`)."""
+    """Devices made within the block use no fused products, as on a GPU that exchanges data with
+    others (`Device.fused`)."""
     before = os.environ.get("LLMQ_FUSED")
     os.environ["LLMQ_FUSED"] = "none"
     try:
@@ -219,8 +218,8 @@ def library_products() -> Iterator[None]:
 
 
 def _measured(job: Job, given: dict[str, Any], settle: float) -> dict[str, Any]:
-    """Measure the largest micro-batch of BATCHES that fits, and is no larger than the options
-    have."""
+    """Measure the largest micro-batch of BATCHES that fits and does not exceed the options' batch
+    size. LlmqError if none fits."""
     most = given.get("batch-size", BATCHES[0])
     options = {name: value for name, value in given.items() if name != BESIDE}
     for batch in (batch for batch in BATCHES if batch <= most):
@@ -250,9 +249,9 @@ def _measured(job: Job, given: dict[str, Any], settle: float) -> dict[str, Any]:
 
 
 def _launches(trainer: Trainer, batches: list[Batch], count: int) -> list[LaunchTime]:
-    """The launches of a step, each timed by itself, after so many others: the last one runs
-    meanwhile, so that the host stays ahead of the GPU, whose clock is that of steps. Those of other
-    streams take their turn, and no launch's time has a wait for one of them in it."""
+    """Time each launch of one step by itself, after count - 1 untimed steps. The last of these
+    still runs when timing starts, so the host stays ahead of the GPU, at the clock of normal steps.
+    Launches of other streams take turns, so that no launch's time includes a wait for another."""
     if count > 1:
         timed_steps(trainer, batches, count - 1)
     return launch_times(trainer, batches, in_turn=True)
