@@ -37,7 +37,7 @@ from llmq.ops.attention import attention, attention_backward, attention_gate, pa
 from llmq.ops.common import ROWS_MULTIPLE, SCALE_BLOCK, padded_columns
 from llmq.ops.delta import delta_gates, delta_rule, gated_norm, short_conv
 from llmq.ops.experts import expert_rows, grouped, route
-from llmq.ops.loss import cross_entropy, distill, grpo, labels, pairs
+from llmq.ops.loss import cross_entropy, distill, grpo, labels, pairs, sample
 from llmq.ops.pointwise import clock, elementwise, embedding, gelu, norm, reduce, swiglu
 from llmq.ops.product import adapter, matmul, matmul_fused
 from llmq.ops.quantize import four_bits, fp8_scale, quantize, quantize_int8
@@ -652,6 +652,33 @@ def gated_norm_calls(rows: int, heads: int, size: int, columns: int, offset: int
     ]
 
 
+def sample_calls(rows: int, vocab: int, padded: int) -> list[Call]:
+    """Each filter, of logits whose largest ones have little of all probability."""
+    args = {"tokens": Spec((rows,), I32), "logprobs": f32(rows), "logits": bf16(rows, padded)}
+
+    def call(name: str, temperature: float, top_k: int, top_p: float) -> Call:
+        numbers = {"temperature": temperature, "top_p": top_p, "min_p": 0, "repetition": 1}
+        how = {name: np.full(rows, value, np.float32) for name, value in numbers.items()}
+        how |= {"top_k": np.full(rows, top_k, np.int32), "seed": np.arange(rows)}
+        how["position"] = np.zeros(rows, np.int32)
+        return Call(name, partial(_choose, vocab), args | how)
+
+    return [
+        call("highest", 0, 0, 1),
+        call("draw", 1, 0, 1),
+        call("top_k", 1, 20, 1),
+        call("top_p", 1, 0, 0.95),
+        call("top_k, top_p", 1, 20, 0.95),
+    ]
+
+
+def _choose(
+    vocab: int, dev: Device, tokens: Tensor, logprobs: Tensor, logits: Tensor, **how: Tensor
+) -> None:
+    requests = sample.Requests(**how)
+    sample.choose(dev, tokens, logprobs, logits, requests, vocab_size=vocab)
+
+
 def short_conv_calls(B: int, T: int, channels: int, columns: int, taps: int) -> list[Call]:
     out, x = bf16(B, T, channels), bf16(B, T, columns)
     shared = {"x": x, "weight": bf16(channels, taps)}
@@ -936,6 +963,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "reduce": reduce_calls,
     "rope": rope_calls,
     "route": route_calls,
+    "sample": sample_calls,
     "short_conv": short_conv_calls,
     "swiglu": swiglu_calls,
     "labels": labels_calls,

@@ -1,0 +1,243 @@
+// sample.cu -- a token of each row of logits: an id of the largest sum of score and Gumbel noise.
+//
+//   x = cap(logit); l = x, of ids that were seen x / repetition or x * repetition
+//   score q = (l - max l) * (1 / temperature); rank: descending q, equal ones by ascending id
+//   kept: the first top_k ids; of these the first ones whose exp(q), in sum, reach top_p of that of
+//   all of them; of these the ones with exp(q) >= min_p
+//   token = argmax of q + noise(seed, position, id) over those kept; logprob = x - log sum exp(x)
+//
+// Data     tokens: I32 (rows); logprobs: F32 (rows); logits: T (rows, padded_vocab), of which columns
+//          from vocab on count for nothing. temperature (0: the token is argmax l), top_p (1: all),
+//          min_p, repetition: F32 (rows); top_k (0: all), position: I32 (rows); seed: I64 (rows).
+//          seen: I32 (rows, (vocab + 31) / 32), bits, which get the token's; or null. A token is -1,
+//          and its logprob NaN, where a logit is NaN or infinity, or all are -infinity.
+// Launch   THREADS threads, one block for each row.
+// Cost     a row is read once for argmax l, once more for noise, and twice for top_k and for top_p
+//          each: once for a histogram of ranks, once for the ids of the bin in which the last one
+//          that is kept lies; more often where a bin has more than MOST of them. From L2, mostly.
+// Needs    sums of exp(q) are whole numbers of 2^-31, which atomics add in any order.
+#include "common.cuh"
+
+#ifndef SOFTCAP
+#define SOFTCAP 0
+#endif
+
+constexpr int THREADS = 1024, N = Vec<T>::N;
+constexpr int BINS = 1024, MOST = 1024;  // of a histogram, and ids that are ranked one by one
+constexpr float BINS_PER_SCORE = 32.0f;  // so that the last bin has the scores below -32
+constexpr float LARGEST = 3e38f;         // that 1 / temperature is taken for
+constexpr float MOST_NOISE = 23.0f;      // above that of any id
+
+// A place in the order of ids: |q| as bits, then the id. The first one is 0.
+using Rank = u64;
+__device__ __forceinline__ float score_of(Rank rank) { return -__uint_as_float(rank >> 32); }
+// exp(q) as a whole number.
+__device__ __forceinline__ u32 mass_of(Rank rank) {
+    return (u32)rintf(expf(score_of(rank)) * 2147483648.0f);
+}
+// In the order of x, and of equal ones by descending id.
+__device__ __forceinline__ u64 largest_first(float x, int id) {
+    const u32 bits = __float_as_uint(x + 0.0f);  // -0 is 0
+    return (u64)(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | (u32)~id;
+}
+__device__ __forceinline__ u64 block_largest(u64 x, u64* shared) {
+    return block_reduce(x, shared, u64(0), [](u64 y) {
+#pragma unroll
+        for (int mask = 16; mask > 0; mask >>= 1) {
+            const u64 other = __shfl_xor_sync(0xFFFFFFFFu, y, mask);
+            y = other > y ? other : y;
+        }
+        return y;
+    });
+}
+
+// A row of logits as its request reads it. best: the largest l.
+struct Logits {
+    const T* row;
+    const u32* seen;
+    int vocab;
+    float repetition, best, inverse;  // of the temperature
+
+    __device__ __forceinline__ static float capped(T logit) {
+        const float x = to_f32(logit), cap = __uint_as_float(SOFTCAP);
+        return SOFTCAP == 0 ? x : cap * tanhf(x / cap);
+    }
+    // f(id, x, l) for the ids of this thread, ascending.
+    template <class F> __device__ __forceinline__ void each(F f) const {
+#pragma unroll 1
+        for (int first = threadIdx.x * N; first < vocab; first += THREADS * N) {
+            const Vec<T> vector = load_vec(row + first);
+            const u32 word = seen ? seen[first / 32] >> first % 32 : 0;
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                const float x = capped(vector[i]);
+                float l = x;
+                if (word >> i & 1) { l = x > 0.0f ? x / repetition : x * repetition; }
+                if (first + i < vocab) { f(first + i, x, l); }
+            }
+        }
+    }
+    // f(rank) for the ids of this thread up to the rank `last`.
+    template <class F> __device__ __forceinline__ void each_rank(Rank last, F f) const {
+        each([&](int id, float x, float l) {
+            const Rank rank = (u64)__float_as_uint(fabsf((l - best) * inverse)) << 32 | (u32)id;
+            if (rank <= last) { f(rank); }
+        });
+    }
+};
+
+struct Shared {
+    u64 ranks[MOST], sums[32], reduction[32];
+    u32 count[BINS], low[BINS], high[BINS];  // of a bin: its ids, and the two words of their weight
+    float numbers[32];
+    u64 before;  // what the bins in front of the crossing weigh
+    int bin, collected;
+};
+
+// The bin in which the weights of all bins, and `before` in front of them, reach a target: in s.bin,
+// s.before; s.bin = -1 if they do not. by_share: the target is made, top_p of all. Each thread has the
+// bin of its number.
+__device__ __forceinline__ void find_crossing(Shared& s, u64 before, u64& target, bool by_share,
+                                              float top_p) {
+    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+    const u64 own = (u64)s.high[tid] << 32 | s.low[tid];
+    u64 sum = own, in_front = before, total = before;
+#pragma unroll
+    for (int delta = 1; delta < 32; delta *= 2) {
+        const u64 other = __shfl_up_sync(0xFFFFFFFFu, sum, delta);
+        if (lane >= delta) { sum += other; }
+    }
+    if (lane == 31) { s.sums[warp] = sum; }
+    if (tid == 0) { s.bin = -1, s.collected = 0; }
+    __syncthreads();
+    for (int w = 0; w < THREADS / 32; ++w) {
+        if (w == warp) { in_front = total; }
+        total += s.sums[w];
+    }
+    if (by_share) { target = max((u64)ceil((f64)fmaxf(top_p, 0.0f) * (f64)total), u64(1)); }
+    in_front += sum - own;
+    if (in_front < target && target <= in_front + own) { s.bin = tid, s.before = in_front; }
+    __syncthreads();
+}
+
+// The rank of the last id that is kept of those up to `last`: the first top_k ids; or, with top_k = 0,
+// those whose masses reach top_p of all, and one at least.
+__device__ __forceinline__ Rank cut(const Logits& logits, Shared& s, Rank last, u32 top_k, float top_p) {
+    const int tid = threadIdx.x;
+    const auto weight = [&](Rank rank) { return top_k ? 1u : mass_of(rank); };
+    u64 target = top_k, before = 0;   // ids in front of `first` weigh `before`
+    Rank first = 0, end = ~Rank(0);   // the last one that is kept is in [first, end)
+    for (int shift = -1;;) {          // bins have 2^shift ranks, at first equal parts of scores
+        s.count[tid] = s.low[tid] = s.high[tid] = 0;
+        __syncthreads();
+        logits.each_rank(last, [&](Rank rank) {
+            if (rank < first || rank >= end) { return; }
+            const float part = fminf(-score_of(rank) * BINS_PER_SCORE, BINS - 1);
+            const int bin = shift < 0 ? (int)part : (int)((rank - first) >> shift);
+            const u32 more = weight(rank), old = atomicAdd(&s.low[bin], more);
+            if (old + more < old) { atomicAdd(&s.high[bin], 1u); }
+            atomicAdd(&s.count[bin], 1u);
+        });
+        __syncthreads();
+        find_crossing(s, before, target, shift < 0 && !top_k, top_p);
+        const int bin = s.bin;
+        if (bin < 0) { return last; }
+        before = s.before;
+        if (shift < 0) {
+            const float part = 1.0f / BINS_PER_SCORE;
+            if (bin < BINS - 1) { end = (Rank)__float_as_uint((bin + 1) * part) << 32; }
+            first = (Rank)__float_as_uint(bin * part) << 32;
+        } else {
+            first += (Rank)bin << shift;
+            end = min(end, first + (Rank(1) << shift));
+        }
+        if (s.count[bin] <= MOST) { break; }
+        shift = max(0, 64 - __clzll(end - first - 1) - 10);
+        __syncthreads();  // all have read s.count
+    }
+    logits.each_rank(last, [&](Rank rank) {
+        if (rank >= first && rank < end) { s.ranks[atomicAdd(&s.collected, 1)] = rank; }
+    });
+    __syncthreads();
+    Rank kept = 0;
+    if (tid < s.collected) {
+        for (int i = 0; i < s.collected; ++i) {
+            if (s.ranks[i] < s.ranks[tid]) { before += weight(s.ranks[i]); }
+        }
+        if (before < target) { kept = s.ranks[tid]; }
+    }
+    return block_largest(kept, s.reduction);
+}
+
+__device__ __forceinline__ float noise(u32 seed, u64 high, u32 id) {
+    const float uniform = random_bits(seed, high << 32 | id) * 0x1p-32f + 0x1p-33f;
+    return -logf(-log1pf(-fminf(uniform, 1.0f - 0x1p-24f)));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sample_choose(int* __restrict__ tokens, float* __restrict__ logprobs,
+                  const T* __restrict__ rows, const float* __restrict__ temperature,
+                  const int* __restrict__ top_k, const float* __restrict__ top_p,
+                  const float* __restrict__ min_p, const float* __restrict__ repetition,
+                  const i64* __restrict__ seeds, const int* __restrict__ positions,
+                  int* __restrict__ seen, int vocab, int padded_vocab) {
+    __shared__ Shared s;
+    const int r = blockIdx.x, tid = threadIdx.x;
+    u32* const bits = seen ? reinterpret_cast<u32*>(seen) + (i64)r * ((vocab + 31) / 32) : nullptr;
+    Logits logits = {rows + (i64)r * padded_vocab, bits, vocab, repetition[r]};
+
+    float top = -INFINITY, sum = 0.0f;
+    u64 first = 0;
+    bool wrong = false;
+    logits.each([&](int id, float x, float l) {
+        wrong |= !(x < INFINITY);
+        if (x > top) {
+            sum *= expf(top - x);
+            top = x;
+        }
+        if (x > -INFINITY) { sum += expf(x - top); }
+        const u64 own = largest_first(l, id);
+        first = own > first ? own : first;
+    });
+    wrong = __syncthreads_or(wrong);
+    const float largest = block_max(top, s.numbers);
+    sum = block_sum(top > -INFINITY ? sum * expf(top - largest) : 0.0f, s.numbers);
+    if (wrong || largest == -INFINITY) {
+        if (tid == 0) { tokens[r] = -1, logprobs[r] = __uint_as_float(0x7FC00000u); }
+        return;
+    }
+    first = block_largest(first, s.reduction);
+    if (temperature[r] != 0.0f) {
+        logits.inverse = fminf(1.0f / temperature[r], LARGEST);
+        const u32 order = first >> 32;
+        logits.best = __uint_as_float(order >> 31 ? order ^ 0x80000000u : ~order);
+        Rank last = ~Rank(0);
+#pragma unroll 1  // one copy of the code
+        for (int by_mass = 0; by_mass < 2; ++by_mass) {
+            const u32 most = by_mass ? 0 : top_k[r];
+            const float share = by_mass ? top_p[r] : 1.0f;
+            if (most > 0 || share < 1.0f) { last = cut(logits, s, last, most, share); }
+        }
+        const u32 lower = (u64)seeds[r], upper = (u64)seeds[r] >> 32, position = positions[r];
+        const u32 seed = mix_word(mix_word(mix_word(0, lower), upper), position);
+        const u64 high = mix_word(mix_word(mix_word(0, position), upper), lower);
+        const float least = fminf(min_p[r], 1.0f);
+        float most = -INFINITY;
+        u64 own = 0;
+        logits.each_rank(last, [&](Rank rank) {
+            const float q = score_of(rank);
+            if (q + MOST_NOISE < most || expf(q) < least) { return; }
+            const float x = q + noise(seed, high, (u32)rank);
+            most = fmaxf(most, x);
+            const u64 found = largest_first(x, (u32)rank);
+            own = found > own ? found : own;
+        });
+        first = block_largest(own, s.reduction);
+    }
+    if (tid == 0) {
+        const u32 token = ~(u32)first;
+        tokens[r] = token;
+        logprobs[r] = Logits::capped(logits.row[token]) - (largest + logf(sum));
+        if (bits) { bits[token / 32] |= 1u << token % 32; }
+    }
+}
