@@ -69,7 +69,7 @@ def experts(config, layer, F):
         ),
         output=None,
         activations=("many_act",),
-        cached={"moe_input": (C,)},
+        carried={"moe_input": (C,)},
         sizes={"experts": EXPERTS},
     )  # fmt: skip
 
@@ -116,11 +116,11 @@ class ExpertsHalf:
             matmul(self.dev, out, act, planes(w["many_down"])[i], trans_b=True, accumulate=i > 0)
         self._add_neighbours(out, x, 1, 0)
         if layer.cache is not None:
-            (cache,) = layer.cache.values()
-            first, cache = ctx.position, cache.view(*cache.shape[1:])
-            self.dev.copy(cache.rows(first, first + x.shape[0]), x)
-            if first > 0:
-                add(self.dev, out.rows(0, 1), out.rows(0, 1), cache.rows(first - 1, first))
+            before = layer.cache["moe_input"]
+            for b in range(before.shape[0]):
+                first, last, stop = b * self.T, before.rows(b, b + 1), (b + 1) * self.T
+                add(self.dev, out.rows(first, first + 1), out.rows(first, first + 1), last)
+                self.dev.copy(last, x.rows(stop - 1, stop))
 
     def recompute(self, ctx):
         again = ctx.layer.recompute.ffn

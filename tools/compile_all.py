@@ -24,7 +24,7 @@ import llmq.ops
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32, I32, I64, DType
 from llmq.base.tensor import Tensor
-from llmq.model.inference import Decoder
+from llmq.model.generator import Generator
 from llmq.model.losses import LOSSES
 from llmq.model.step import Step
 from llmq.ops.attention import attention, paged
@@ -136,7 +136,8 @@ def note_sampling(spec: DeviceSpec, model: ModelConfig, dtype: DType, noted: Lau
     """Note the kernels of a text that is continued."""
     dev = NotingDevice(spec, noted)
     table = weight_table(model)
-    Decoder(dev, model, Weights(dev, table, resident(table, dtype)), 64).rehearse()
+    weights, sizes = Weights(dev, table, resident(table, dtype)), {"slots": 4, "positions": 64}
+    Generator(dev, model, weights, blocks=17, **sizes).rehearse()
 
 
 def note_heads(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:

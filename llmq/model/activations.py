@@ -1,6 +1,6 @@
 """Tensors that a block keeps from forward to backward, and from one token of a text to the next."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,6 +11,7 @@ from llmq.base.operand import turned
 from llmq.base.tensor import Tensor
 from llmq.formats.operands import Activation, Operands, id_of
 from llmq.model.parameters import PartGrads, PartParameters, PartWeights
+from llmq.ops.attention.paged import BLOCK
 from llmq.options.groups.memory import MemoryOptions
 from llmq.options.option_types import layer_set
 from llmq.runtime.device import Device
@@ -77,35 +78,56 @@ class HalfOut(NamedTuple):
 
 
 class Cache:
-    """The tensors that halves keep of one text that is continued, of at most `positions` tokens."""
+    """The tensors that halves keep of texts that are continued. blocks: by layer and half, tensors
+    (blocks, BLOCK, ...) by the names of HalfSpec.cached: each holds BLOCK tokens of one text.
+    states: the same, F32 (states, ...) by the names of HalfSpec.carried: each row is of one text.
+    """
 
-    def __init__(self, dev: Device, config: ModelConfig, dtype: DType, positions: int):
-        self.positions = positions
-        self._tensors = {
-            (layer, spec.name): {
-                name: dev.alloc(
-                    f"{name}_cache.{layer}", (1, positions, *shape), dtype, "Activations"
-                )
-                for name, shape in spec.cached.items()
-            }
-            | {
-                name: dev.alloc(f"{name}_carried.{layer}", (1, *shape), F32, "Activations")
-                for name, shape in spec.carried.items()
-            }
-            for layer in range(config.num_layers)
-            for spec in config.halves(layer)
-        }
+    def __init__(self, dev: Device, config: ModelConfig, dtype: DType, blocks: int, states: int):
+        self.blocks: dict[tuple[int, str], dict[str, Tensor]] = {}
+        self.states: dict[tuple[int, str], dict[str, Tensor]] = {}
+        for layer in range(config.num_layers):
+            for spec in config.halves(layer):
+                self.blocks[layer, spec.name] = {
+                    name: dev.alloc(
+                        f"{name}_cache.{layer}", (blocks, BLOCK, *shape), dtype, "Activations"
+                    )
+                    for name, shape in spec.cached.items()
+                }
+                self.states[layer, spec.name] = {
+                    name: dev.alloc(f"{name}_carried.{layer}", (states, *shape), F32, "Activations")
+                    for name, shape in spec.carried.items()
+                }
+
+
+class CacheOfPass(NamedTuple):
+    """The cache as a pass over B texts sees it. table: I32 (B, most blocks of a text), the numbers
+    of each text's blocks. lengths: I32 (B,), tokens that the blocks hold before the pass. new: I32
+    (B,), the number of the pass's T tokens that belong to each text. states: the first row of the
+    states and the one behind the last. rope_tables: as of ModelContext."""
+
+    cache: Cache
+    table: Tensor
+    lengths: Tensor
+    new: Tensor
+    states: tuple[int, int]
+    rope_tables: Sequence[Tensor | None]
 
     def of(self, layer: int, spec: HalfSpec) -> Mapping[str, Tensor]:
-        """Tensors of a half: (1, positions, ...) by the names of HalfSpec.cached, F32 (1, ...) by
-        those of HalfSpec.carried."""
-        return self._tensors[layer, spec.name]
+        """The tensors of a half, by the names of HalfSpec.cached, with table, lengths and new, and
+        by those of HalfSpec.carried, one row for each text."""
+        states = self.cache.states[layer, spec.name].items()
+        found = {name: tensor.rows(*self.states) for name, tensor in states}
+        if not spec.cached:
+            return found
+        of_texts = {"table": self.table, "lengths": self.lengths, "new": self.new}
+        return found | self.cache.blocks[layer, spec.name] | of_texts
 
 
 class HalfLayer:
     """A half in one layer: its tensors there, and those that are kept for backward. norm: in front
     of the half. out: where its output goes. saved: the tensors that `Half.keep` has allocated.
-    cache: those of a text that is continued; None: a pass sees whole sequences."""
+    cache: those of texts that are continued; None: a pass sees whole sequences."""
 
     norm: NormTensors
     out: HalfOut
@@ -171,16 +193,13 @@ class LayerContext(NamedTuple):
     """A pass over one half of a layer. temps: how long its scratch lives. layer: the half's tensors
     in this layer. w: the weights of the block. g: where the block's gradients go; None in forward.
     before: (rows, C), the residual stream where the half before began; None where backward need not
-    make the stream again, and where there is no half before. position: of the pass's first tokens
-    in their texts; it may be behind 0 where halves have caches, of one text (B = 1). keep: whether
-    backward follows."""
+    make the stream again, and where there is no half before. keep: whether backward follows."""
 
     temps: ExitStack
     layer: HalfLayer
     w: PartWeights
     g: PartGrads | None = None
     before: Tensor | None = None
-    position: int = 0
     keep: bool = False
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from llmq.arch.matrix import HalfSpec
 from llmq.base.tensor import Tensor
 from llmq.model.activations import (
-    Cache,
+    CacheOfPass,
     HalfLayer,
     HalfOut,
     LayerContext,
@@ -68,7 +68,7 @@ class Layer:
         recompute: Recompute,
         stream: LayerStreams,
         halves: Sequence[Half],
-        cache: Cache | None,
+        cache: CacheOfPass | None,
     ):
         """halves: those that compute this layer's. cache: as of Model."""
         dev, config = shared.dev, shared.config
@@ -135,7 +135,12 @@ class Blocks:
     """All blocks of a model: they share code, and the buffers between blocks."""
 
     def __init__(
-        self, shared: ModelContext, residuals: Residuals, cache: Cache | None, *, trains: bool
+        self,
+        shared: ModelContext,
+        residuals: Residuals,
+        cache: CacheOfPass | None,
+        *,
+        trains: bool,
     ):
         """Allocates every activation of a micro-step. cache: as of Model. trains: backward passes
         follow."""
@@ -176,10 +181,9 @@ class Blocks:
         out = self.residuals.final
         return spec.output is not None and self.linear.accepts_addend(layer, spec.output, out)
 
-    def forward(self, index: int, w: PartWeights, *, keep: bool, position: int) -> None:
+    def forward(self, index: int, w: PartWeights, *, keep: bool) -> None:
         """The stream in front of a block to that behind it, or to that between the halves and the
-        second one's branch. keep: backward follows, and will read the stream in front. position: as
-        of LayerContext."""
+        second one's branch. keep: backward follows, and will read the stream in front."""
         layer, residuals = self.layers[index], self.residuals
         (first, second), (of_first, of_second) = self.halves[index], layer.halves
         before = self.layers[index - 1].between if index > 0 else None
@@ -190,7 +194,7 @@ class Blocks:
             if keep:
                 residuals.written(index)
                 self.between.write(index)
-            ctx = LayerContext(temps, of_first, w, position=position, keep=keep)
+            ctx = LayerContext(temps, of_first, w, keep=keep)
             first.forward(ctx, x)
         with ExitStack() as temps:
             x = self.norms.forward(temps, of_second.norm, layer.residual, w)
@@ -198,7 +202,7 @@ class Blocks:
                 self.between.written(index)
             if keep and self.last_adds:
                 residuals.write(index + 1)
-            ctx = LayerContext(temps, of_second, w, position=position, keep=keep)
+            ctx = LayerContext(temps, of_second, w, keep=keep)
             second.forward(ctx, x)
 
     def backward(

@@ -6,8 +6,8 @@ the target's -1. Its elements are bounded, so the scale is a constant.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -46,9 +46,7 @@ def _columns_of_new_rows(dev: Device, config: ModelConfig, options: ModelOptions
     ids = np.arange(*config.new_tokens, dtype=np.int32)
     padded = np.full(padded_columns(ids.size, 1), -1, np.int32)
     padded[: ids.size] = ids
-    columns = dev.alloc("new_rows.columns", padded.shape, I32, "Activations")
-    dev.upload(columns, padded)
-    return columns
+    return dev.constant("new_rows.columns", padded, I32, "Activations")
 
 
 class _Chunk(NamedTuple):
@@ -106,8 +104,8 @@ class Head:
         self._code_scale = 1.0
         if self.fp8:
             self._code_scale = gradient_scale(z_loss, largest)
-            self.gradient_scale = dev.alloc("d_logits.scale", (1,), F32, "Activations")
-            dev.upload(self.gradient_scale, np.array([self._code_scale], np.float32))
+            scale = np.array([self._code_scale], np.float32)
+            self.gradient_scale = dev.constant("d_logits.scale", scale, F32, "Activations")
 
     def forward(self, w: PartWeights, residual_att: Tensor, branch: Tensor | None) -> None:
         """The final norm, of the last block's residual_att + branch, both (rows, C). branch: None
@@ -183,18 +181,13 @@ class Head:
             code_scale=self._code_scale, weights=weights, softcap=self.softcap,
         )  # fmt: skip
 
-    def logits_of(self, w: PartWeights, rows: Sequence[int]) -> Iterator[Tensor]:
-        """(1, Vp) of each of these rows, which rise, after `forward`; it is there until the next.
-        Whole chunks are multiplied, as for losses, so that nothing needs memory of its own."""
-        for start, stop in self._spans():
-            inside = [row - start for row in rows if start <= row < stop]
-            if not inside:
-                continue
-            with ExitStack() as temps:
-                low = self._begin_adapters(temps, w)
-                chunk = self._chunk(temps, start, stop, w, low, transposed=False)
-                logits = self._logits(chunk, temps)
-                yield from (logits.rows(row, row + 1) for row in inside)
+    @contextmanager
+    def logits(self, w: PartWeights) -> Iterator[Tensor]:
+        """(rows, Vp) of all rows, after `forward`, where they are one chunk; scratch."""
+        with ExitStack() as temps:
+            low = self._begin_adapters(temps, w)
+            chunk = self._chunk(temps, 0, self.rows, w, low, transposed=False)
+            yield self._logits(chunk, temps)
 
     def loss_and_backward(
         self,

@@ -1,18 +1,18 @@
 """The layer loop both ways: gather weights, run the block, release, notify the gradients."""
 
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.step_inputs import StepInputs
 from llmq.base.tensor import Tensor
 from llmq.formats import operands_of
-from llmq.model.activations import Cache
+from llmq.model.activations import CacheOfPass
 from llmq.model.adapters import EmbeddingAdapters, table_adapters
 from llmq.model.balance import Balance
 from llmq.model.block import Blocks
 from llmq.model.block_linear import BlockLinear
+from llmq.model.halves.attention import rope_tables
 from llmq.model.halves.half import ModelContext
 from llmq.model.head import Head
 from llmq.model.losses.loss import Loss, Rows
@@ -28,7 +28,8 @@ from llmq.state.weights import Weights
 
 
 class Model:
-    """Activations of one micro-step, and the passes over its inputs."""
+    """Activations of one micro-step, and the passes over its inputs. activations_at: from this byte
+    of the device's arena on lies only what nobody needs between two micro-steps, and constants."""
 
     def __init__(
         self,
@@ -41,24 +42,28 @@ class Model:
         *,
         scalars: Tensor | None = None,
         loss: Loss | None = None,
-        cache: Cache | None = None,
+        cache: CacheOfPass | None = None,
     ):
         """backend: of attention, see directions. inputs: tensors that passes read; a loss needs
         targets. scalars: StepScalars, which adapters need. loss: what is trained; None without
-        backward passes. cache: of one text that passes continue; None: they see whole sequences."""
+        backward passes. cache: of texts that passes continue; None: they see whole sequences."""
         self.dev, self.config, self.weights, self.inputs = dev, config, weights, inputs
         self.loss, trains = loss, loss is not None
         self.operands = operands_of(dev, config, options, scalars)
         shape, dtype = self.operands.shape, self.operands.dtype
         offload, layers = options.memory.offload_residual, config.num_layers
-        self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
         routes = trains and config.experts is not None
         self.balance = Balance(dev, config, options, inputs.targets) if routes else None
+        self.activations_at, constants = dev.arenas["device"].used, len(dev.constants)
+        self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
         linear = BlockLinear(dev, config, options, self.operands, scalars)
-        positions = options.batch.local_seq_len if cache is None else cache.positions
+        if cache is None:
+            tables = rope_tables(dev, config, options.batch.local_seq_len)
+        else:
+            tables = cache.rope_tables
         norms = BlockNorms(dev, config, self.operands)
         shared = ModelContext(
-            dev, config, options, self.operands, linear, norms, backend, positions, inputs,
+            dev, config, options, self.operands, linear, norms, backend, tables, inputs,
             self.balance,
         )  # fmt: skip
         self.blocks = Blocks(shared, self.residuals, cache, trains=trains)
@@ -71,6 +76,7 @@ class Model:
         if trains:
             self.d_residual = dev.alloc("d_residual", shape, dtype, "Activations")
             self.d_norm = dev.alloc("d_norm", shape, dtype, "Activations")
+        self.constants = dev.constants[constants:]
 
     @property
     def _layers(self) -> range:
@@ -81,9 +87,9 @@ class Model:
         """Block and key of the matrix that makes logits."""
         return ("embed", "embed") if self.config.tied_embeddings else ("head", "lm_head")
 
-    def forward(self, *, stale: bool, keep: bool, position: int = 0) -> None:
+    def forward(self, *, stale: bool, keep: bool) -> None:
         """Tokens to the output of the final norm. stale: as Weights.take_stale said. keep: backward
-        follows. position: as of LayerContext."""
+        follows."""
         weights, tokens, first_key = self.weights, self.inputs.tokens, self.inputs.first_key
         self.operands.scales.start_micro_step(of_step=keep)
         self.dropout.on = keep
@@ -92,8 +98,8 @@ class Model:
         weights.gather("layers.0")
         residual = self.residuals.tensors[0].view(*tokens.shape, self.config.hidden_size)
         w = PartWeights(weights.get("embed"))
-        how = (position, self.config.embedding_scale, first_key)
-        embedding.forward(self.dev, residual, tokens, w["embed"], w.get("positions"), *how)
+        how = {"scale": self.config.embedding_scale, "starts": first_key}
+        embedding.forward(self.dev, residual, tokens, w["embed"], w.get("positions"), **how)
         if self.embedding is not None:
             self.embedding.forward(residual, tokens, w)
         weights.release("embed")
@@ -101,7 +107,7 @@ class Model:
             weights.gather(f"layers.{layer + 1}" if layer + 1 in self._layers else "head")
             with self.dev.range(f"forward {layer}"):
                 w = PartWeights(weights.get(f"layers.{layer}"))
-                self.blocks.forward(layer, w, keep=keep, position=position)
+                self.blocks.forward(layer, w, keep=keep)
             weights.release(f"layers.{layer}")
         last = self.blocks.layers[-1]
         self.head.forward(PartWeights(weights.get("head")), last.between, last.branch)
@@ -132,15 +138,14 @@ class Model:
         self.head.top_k(PartWeights(self.weights.of_logits()), told)
         self.weights.release(slab)
 
-    def logits(self, rows: Sequence[int]) -> Iterator[Tensor]:
-        """After `forward`: what is predicted behind these of the B*T tokens, as Head.logits_of."""
-        return self.head.logits_of(PartWeights(self.weights.of_logits()), rows)
-
-    def next_logits(self, rows: Sequence[int]) -> np.ndarray:
-        """The same on the host, F32 (len(rows), V); waits for the device."""
-        found = [self.dev.download(row)[0, : self.config.outputs] for row in self.logits(rows)]
-        logits, cap = np.array(found, np.float32), self.head.softcap
-        return logits if cap is None else cap * np.tanh(logits / cap)
+    @contextmanager
+    def logits(self) -> Iterator[Tensor]:
+        """After `forward`: what is predicted behind all B*T tokens, as Head.logits."""
+        slab, _ = self._head_slab
+        self.weights.gather(slab)
+        with self.head.logits(PartWeights(self.weights.of_logits())) as logits:
+            yield logits
+        self.weights.release(slab)
 
     def rows(self) -> Rows:
         """The head's knowledge of the micro-batch."""

@@ -4,7 +4,8 @@ Nothing here waits for the device, but for results that are asked for. Values th
 steps go to the device through the inbox, and measurements come back through results.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -14,6 +15,7 @@ from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.result import Result
 from llmq.model.balance import ROUTER_SHOWN, ROUTER_STATS
+from llmq.model.generator import Generator
 from llmq.model.losses import loss_class
 from llmq.model.model import Model
 from llmq.model.rings import Inbox, Results, scalars_of
@@ -64,6 +66,7 @@ class Step:
             scalars=inbox.scalars, loss=trained,
         )  # fmt: skip
         self.scales = self.model.operands.scales
+        self._generator: Generator | None = None
         copies = background and trained is not None
         self.snapshot = Snapshot(dev, self.stored_state()) if copies else None
 
@@ -187,6 +190,29 @@ class Step:
         flat = told.view(self.inputs.targets.size, told.shape[-1])
         self.dev.graph(("top k",), partial(self.model.top_k, flat))
         return self.dev.download(told)
+
+    # -- texts that are continued ----------------------------------------------------------------
+
+    def new_generator(self, **sizes: int) -> Generator:
+        """The generator of this step's weights; it takes the device's memory as it is now."""
+        how = {"options": self.options, "scalars": self.scalars}
+        return Generator(self.dev, self.config, self.weights, **sizes, **how)
+
+    @contextmanager
+    def generating(self, sizes: dict[str, int]) -> Iterator[Generator]:
+        """A block in which the generator has the memory of activations, in turn with steps and
+        evaluations. sizes: of plan_generation, always the same."""
+        self.results.interrupt()
+        self.dev.synchronize()
+        if self._generator is None:
+            with self.dev.arenas["device"].over(self.model.activations_at):
+                self._generator = self.new_generator(**sizes)
+        self.dev.restore(self._generator.constants)
+        try:
+            yield self._generator
+        finally:
+            self.dev.synchronize()
+            self.dev.restore(self.model.constants)
 
     # -- what checkpoints hold -------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from llmq.base.batch import Batch
 from llmq.base.tensor import TIERS
 from llmq.comm.connect import connect
 from llmq.comm.options import CommOptions
+from llmq.model.generator import PIECE, Generator
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes
@@ -24,6 +25,7 @@ from llmq.runtime.plan_device import PlanDevice, Trace
 from llmq.runtime.world import World
 from llmq.state.placement import Placement, mesh_of, place, table_of
 
+SLOTS = (64, 32, 16, 8, 4, 2, 1)  # texts that are continued at a time, the most that fit
 PARTS = ("micro_steps", "update", "evaluation")  # of a plan
 COUNTED = ("flops", "traffic", "launches")
 
@@ -110,6 +112,52 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
+def _planned_step(
+    config: TrainConfig,
+    model: ModelConfig,
+    spec: DeviceSpec,
+    backend: str,
+    world_size: int,
+    machines: int,
+    frozen: Collection[str] = (),
+) -> tuple[PlanDevice, Step, CommOptions]:
+    """The step of one rank on a device that plans, and how it exchanges data."""
+    dev = PlanDevice(spec, mesh_of(config, world_size, machines))
+    shards = dev.mesh.size("shard")
+    placement = place(config.for_step, table_of(config, model, shards), shards, frozen)
+    exchange = comm_options(config, placement)
+    connect([dev], exchange, world=World.like(world_size, machines))
+    how = {"background": config.ckpt_background}
+    return dev, Step(dev, model, config.for_step, placement, backend, **how), exchange
+
+
+@_uncollected()
+def plan_generation(
+    config: TrainConfig,
+    model: ModelConfig,
+    spec: DeviceSpec,
+    backend: str,
+    plan: Plan,
+) -> dict[str, int] | None:
+    """The sizes of the `Generator` that continues the most texts of up to --seq-len tokens in the
+    memory of a step's activations; None where not even one fits. plan: of the step."""
+    for slots in SLOTS:
+        dev, step, _ = _planned_step(config, model, spec, backend, plan.world_size, plan.machines)
+        arena = dev.arenas["device"]
+        of_text = Generator.blocks_of(config.seq_len)
+        most, least = slots * of_text + 1, max(slots * of_text // 2, of_text) + 1
+        sizes = {"slots": slots, "positions": config.seq_len, "piece": min(PIECE, 4 * slots)}
+        with arena.over(step.model.activations_at):
+            sizes["blocks"] = least
+            generator = step.new_generator(**sizes)
+            generator.rehearse()
+            used = arena.used
+        left = arena.used - used
+        if left >= 0 and dev.stack.high_water_mark <= plan.usage.sizes["stack"]:
+            return sizes | {"blocks": min(most, least + left // generator.block_bytes)}
+    return None
+
+
 @_uncollected()
 def make_plan(
     config: TrainConfig,
@@ -125,12 +173,8 @@ def make_plan(
     world_size: ranks of all machines, which have as many each. parts: what is run and counted; an
     evaluation needs no more than a step, running it makes sure. frozen: slabs that are not
     trained."""
-    mesh = mesh_of(config, world_size, machines)
-    dev, shards = PlanDevice(spec, mesh), mesh.size("shard")
-    placement = place(config.for_step, table_of(config, model, shards), shards, frozen)
-    exchange = comm_options(config, placement)
-    connect([dev], exchange, world=World.like(world_size, machines))
-    step = Step(dev, model, config.for_step, placement, backend, background=config.ckpt_background)
+    dev, step, exchange = _planned_step(config, model, spec, backend, world_size, machines, frozen)
+    mesh, shards = dev.mesh, dev.mesh.size("shard")
     step.weights.refresh()
     cost, micro_steps, update = _run(dev, step, parts)
     return Plan(
@@ -142,7 +186,7 @@ def make_plan(
         peer_access=config.p2p != "off",
         tokens=config.batch_size * config.seq_len * config.grad_accumulation * mesh.size(*DATA),
         **{name: int(sum_) for name, sum_ in zip(COUNTED, cost, strict=True)},
-        placement=placement,
+        placement=step.weights.placement,
         sources=frozenset(dev.sources),
         micro_steps=tuple(micro_steps),
         update=update,

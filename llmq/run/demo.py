@@ -20,12 +20,12 @@ from llmq.report.plot import read_log, run_plot
 from llmq.run.model_of_run import model_of_run
 from llmq.run.resume import inherited_options
 from llmq.run.run_paths import existing_outputs, locked_places
-from llmq.run.sampling import Sampler, Sampling, open_model
+from llmq.run.sampling import Sampler, Sampling, open_model, prompt_ids
 from llmq.run.training import run_training
 from llmq.runtime.machine import choose_machine
 from llmq.text.guarded import guarded_tokenizer
 from llmq.text.tokenize import tokenize
-from llmq.text.tokenizer import Tokenizer
+from llmq.text.tokenizer import Tokenizer, streamed
 from llmq.text.train_tokenizer import train_tokenizer
 
 PROMPT = "def __init__(self"
@@ -168,5 +168,8 @@ def _remove_last(config: TrainConfig) -> None:
 
 def _show(title: str, sampler: Sampler, tokenizer: Tokenizer) -> None:
     choice = Sampling(max_new_tokens=NEW_TOKENS, temperature=0.6, seed=0)
-    text = printable(PROMPT + "".join(choice.texts(sampler, tokenizer, PROMPT)))
+    ids = prompt_ids(tokenizer, sampler.config, PROMPT)
+    requests = choice.requests(sampler.config, [ids], 1, [tokenizer.eos_id])
+    with sampler.texts(requests) as (new,):
+        text = printable(PROMPT + "".join(streamed(tokenizer, ids, new)))
     print(f"\n--- {title}:\n{text}\n---\n", flush=True)

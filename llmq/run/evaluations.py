@@ -25,7 +25,7 @@ from llmq.options.options import TrainConfig
 from llmq.run.batches import mean_loss, open_loaders
 from llmq.run.metrics import Reporter, duration
 from llmq.run.ranks import CutShort, Rank
-from llmq.run.sampling import Predictor, Sampling, choose_token, prompt_ids
+from llmq.run.sampling import Sampling, prompt_ids, seed_of
 from llmq.run.trainer import Trainer
 from llmq.text import scoring
 from llmq.text.guarded import guarded_tokenizer
@@ -344,28 +344,23 @@ class Evaluations:
     def samples(self) -> None:
         """Report how the model goes on with each prompt, [S]; after a signal nothing."""
         trainer, tokenizer = self.trainer, self.material.tokenizer
-        step, prompts = trainer.steps_done, range(len(self.material.prompts))
-        rngs = [np.random.default_rng([self.config.seed, step, i]) for i in prompts]
-        predict = partial(trainer.ranks.next_logits, stopped=self.stopped)
-        predictor = Predictor(predict, trainer.model, self.config.seq_len, trainer.world)
-        texts: list[list[int]] = [[] for _ in prompts]
+        step = trainer.steps_done
         try:
-            with trainer.averaged():
-                for chosen in predictor.texts(
-                    [ids for _, ids in self.material.prompts],
-                    SAMPLE_TOKENS,
-                    lambda i, logits: choose_token(logits, rngs[i], temperature=TEMPERATURE),
-                    {tokenizer.eos_id},
-                ):
-                    for i, token in chosen.items():
-                        texts[i].append(token)
+            made = trainer.generate(
+                [ids for _, ids in self.material.prompts],
+                max_new_tokens=SAMPLE_TOKENS,
+                temperature=TEMPERATURE,
+                seed=seed_of(self.config.seed, step),
+                stop=[tokenizer.eos_id],
+                stopped=self.stopped,
+            )
         except CutShort:
             return
         except LlmqError as error:  # predictions that are no numbers: the run itself tells
             self.reporter.message(f"WARNING: no samples: {error}", step)
             return
-        for (prompt, ids), new in zip(self.material.prompts, texts, strict=True):
-            text = continuation(tokenizer, ids if prompt else [], new)
+        for (prompt, ids), (new,) in zip(self.material.prompts, made, strict=True):
+            text = continuation(tokenizer, ids if prompt else [], new.shown)
             shown = printable(prompt + text).replace("\n", "\n    ")
             self.reporter.line("S", step, shown)
             self.reporter.log.write("sample", step, prompt=prompt, text=text)

@@ -5,7 +5,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
-from llmq.base.errors import DiskError
+from llmq.base.errors import ConfigError, DiskError
 from llmq.base.result import Result
 from llmq.checkpoint.checkpoint import (
     CheckpointReader,
@@ -29,10 +29,11 @@ from llmq.comm.collectives import silenced
 from llmq.comm.connect import connect
 from llmq.comm.links import LinkTable
 from llmq.data.tokens import MASKED_TARGET
+from llmq.model.generator import Completion, Request
 from llmq.model.rings import RESULTS
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
-from llmq.plan.plan import Plan, comm_options
+from llmq.plan.plan import Plan, comm_options, plan_generation
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine
 from llmq.runtime.mesh import DATA
@@ -286,6 +287,8 @@ class Ranks:
             self.world.mpi.watch(self.pool, self._waits)
 
         exchange, sizes = comm_options(config, plan.placement), plan.usage.sizes
+        of_step = (config, model, machine.spec, backend, plan)
+        self._plan_generation = partial(plan_generation, *of_step)
 
         def open_device(rank: int) -> None:
             shape = (config, self.world_size, self.world.num_machines)
@@ -424,32 +427,41 @@ class Ranks:
         of_all = {index: made for own in self.world.gather(found) for index, made in own.items()}
         return [of_all[index] for index in range(len(batches))]
 
-    def next_logits(
-        self, texts: list[list[int]], stopped: Callable[[], bool] = lambda: False
-    ) -> list[np.ndarray]:
-        """F32 (V,) behind each text of 1 to T tokens, by a validation's passes over whole rows:
-        slower than with a cache, but in the run's own memory, however a model is divided. CutShort
-        once stopped() says yes."""
-        B, T = shape = self.first.step.inputs.tokens.shape
-        groups = [texts[first : first + B] for first in range(0, len(texts), B)]
+    def generate(
+        self, requests: Sequence[Request], stopped: Callable[[], bool] = lambda: False
+    ) -> list[Completion]:
+        """The completions of these requests, on all processes, in the memory of the step's
+        activations; each rank makes an equal part. stopped: asked before each token; CutShort once
+        it says yes. ConfigError where a step has too little memory."""
+        part = -(-len(requests) // self.first.dev.mesh.size(*DATA))
+        sizes, found = self._generation, {}
 
-        def make(group: list[list[int]]) -> Batch:
-            inputs = np.zeros(shape, np.int32)
-            for b, text in enumerate(group):
-                inputs[b, : len(text)] = text
-            return Batch(inputs, np.full(shape, MASKED_TARGET, np.int32))
+        def goes_on() -> bool:
+            self.pool.beat()
+            return stopped()
 
-        def work(rank: Rank, index: int, batch: Batch) -> Sequence[np.ndarray]:
-            rank.step.score(batch)
-            if index < 0:
-                return ()
-            rows = [b * T + len(text) - 1 for b, text in enumerate(groups[index])]
-            return rank.step.model.next_logits(rows)
+        def work(rank: Rank) -> None:
+            first = part * rank.dev.mesh.index(*DATA)
+            with rank.step.generating(sizes) as generator:
+                for index, made in generator.run(requests[first : first + part], goes_on):
+                    found[first + index] = made
 
-        found = self.share("sample", [partial(make, group) for group in groups], work, stopped)
-        if found is None:
+        self.run("generating", work)
+        of_all = {index: made for own in self.world.gather(found) for index, made in own.items()}
+        if len(of_all) < len(requests):
             raise CutShort
-        return [row for rows in found for row in rows]
+        return [of_all[index] for index in range(len(requests))]
+
+    @cached_property
+    def _generation(self) -> dict[str, int]:
+        """The sizes of each rank's `Generator`."""
+        sizes = self._plan_generation()
+        if sizes is None:
+            raise ConfigError(
+                "--batch-size and --seq-len: the activations of a micro-step leave no memory to "
+                "generate a text of --seq-len tokens in: use larger micro-steps"
+            )
+        return sizes
 
     def _ticket(self, command: Command) -> int:
         ticket = self._enqueued

@@ -1,10 +1,11 @@
 """Texts that a model continues, and `llmq sample`, which prints such."""
 
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,12 @@ from llmq.base.records import mended
 from llmq.checkpoint.export_files import ADAPTER_CONFIG
 from llmq.checkpoint.exports.source import open_source
 from llmq.checkpoint.states import checkpoint_at
-from llmq.model.inference import Decoder
+from llmq.model.generator import Generator, NewToken, Request
 from llmq.options.presets import find_directory, is_preset
 from llmq.plan.checks import check_sizes
 from llmq.run.run_paths import model_places
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.plan_device import PlanDevice
-from llmq.runtime.world import World
 from llmq.state.params import Param, weight_table
 from llmq.state.placement import resident
 from llmq.state.weights import Weights
@@ -35,76 +35,8 @@ from llmq.text.tokenizer import ByteTokenizer, Tokenizer, streamed
 from llmq.text.tokenizer_id import check_recorded
 
 
-def choose_token(
-    logits: np.ndarray,
-    rng: np.random.Generator,
-    *,
-    temperature: float,
-    top_k: int = 0,
-    top_p: float = 1.0,
-) -> int:
-    """The next id from logits (V,). temperature 0: the most likely one. top_k: of the k most
-    likely, 0: all; then top_p: of the most likely that have together this probability. LlmqError if
-    a logit is not a number."""
-    logits = logits.astype(np.float64)
-    if not np.isfinite(logits).all():
-        raise LlmqError(
-            "the model's predictions are not finite numbers: its weights are damaged, use an "
-            "earlier checkpoint"
-        )
-    if temperature == 0:
-        return int(logits.argmax())
-    order = np.argsort(-logits, kind="stable")[: top_k or None]
-    probabilities = np.exp((logits[order] - logits[order[0]]) / temperature)
-    probabilities /= probabilities.sum()
-    if top_p < 1:
-        enough = int(np.searchsorted(np.cumsum(probabilities), top_p)) + 1
-        probabilities = probabilities[:enough] / probabilities[:enough].sum()
-    return int(order[rng.choice(len(probabilities), p=probabilities)])
-
-
-class Predictor:
-    """Continues texts of at most `positions` tokens by what next_logits predicts."""
-
-    def __init__(
-        self,
-        next_logits: Callable[[list[list[int]]], Sequence[np.ndarray]],
-        config: ModelConfig,
-        positions: int,
-        world: World = World(),
-    ):
-        """next_logits: of texts of at least one id, F32 (V,) behind each. world: whose processes
-        all ask for the same texts. ConfigError for a model that predicts no tokens."""
-        if config.num_labels:
-            raise ConfigError("the model has a score head, which predicts no tokens")
-        self.next_logits, self.config, self.positions = next_logits, config, positions
-        self._world = world
-
-    def texts(
-        self,
-        prompts: list[list[int]],
-        count: int,
-        choose: Callable[[int, np.ndarray], int],
-        stop: Collection[int | None] = (),
-    ) -> Iterator[dict[int, int]]:
-        """The next id of each text that goes on, by its number, at most `count` times. choose(i,
-        logits): the next id of the i-th text. stop: ids that end a text, and are left out, beside
-        the config's."""
-        texts = dict(enumerate(map(list, prompts)))
-        for _ in range(count):
-            texts = {i: ids for i, ids in texts.items() if len(ids) < self.positions}
-            if not texts:
-                return
-            pairs = list(zip(texts, self.next_logits([*texts.values()]), strict=True))
-            # All processes go on with the same ids, whatever they make of the logits.
-            chosen = self._world.on_first(lambda pairs=pairs: {i: choose(i, x) for i, x in pairs})
-            ends = {*stop, *self.config.eos_token_ids}
-            texts = {i: [*texts[i], new] for i, new in chosen.items() if new not in ends}
-            yield {i: ids[-1] for i, ids in texts.items()}
-
-
-class Sampler(Predictor, Closing):
-    """A model loaded for inference, with a cache of keys and values of one text."""
+class Sampler(Closing):
+    """A model loaded for inference; `generator` continues texts with it."""
 
     def __init__(
         self,
@@ -113,31 +45,72 @@ class Sampler(Predictor, Closing):
         fill: Callable[[Weights], None],
         positions: int,
         dtype: DType = F32,
+        slots: int = 1,
     ):
-        """fill: loads or initializes the weights. dtype: of weights and activations.
+        """fill: loads or initializes the weights. positions: tokens of the longest text. dtype: of
+        weights and activations. slots: texts at a time, at most.
 
-        LlmqError where the memory is too small.
+        ConfigError for a model that predicts no tokens. LlmqError where the memory is too small.
         """
-        super().__init__(self._next_logits, config, positions)
-        table = weight_table(config)
+        if config.num_labels:
+            raise ConfigError("the model has a score head, which predicts no tokens")
+        self.config, table = config, weight_table(config)
+        blocks = slots * Generator.blocks_of(positions) + 1
+        sizes = {"slots": slots, "positions": positions, "blocks": blocks}
         placement = resident(table, dtype)
         plan = PlanDevice(machine.spec)
-        Decoder(plan, config, Weights(plan, table, placement), positions).rehearse()
+        Generator(plan, config, Weights(plan, table, placement), **sizes).rehearse()
         self.dev = machine.open(plan.sizes())
         weights = Weights(self.dev, table, placement)
-        self.decoder = Decoder(self.dev, config, weights, positions)
+        self.generator = Generator(self.dev, config, weights, **sizes)
         fill(weights)
-        self._cached: list[int] = []  # the text that the cache is of
 
-    def _next_logits(self, texts: list[list[int]]) -> list[np.ndarray]:
-        """The logits of one text; one that goes on with a single token is read from there."""
-        (text,) = texts
-        position = len(text) - 1 if text[:-1] == self._cached else 0
-        self._cached = list(text)
-        return [self.decoder.forward(np.array(text[position:]), position)]
+    @contextmanager
+    def texts(self, requests: Sequence[Request]) -> Iterator[list[Iterator[int]]]:
+        """The new ids of each text, as they come: taking those of one makes the others go on. The
+        ids that end texts are left out. All are made within the block."""
+        queues: list[deque[NewToken]] = [deque() for _ in requests]
+        with closing(self.generator.stream(requests)) as tokens:
+
+            def ids_of(queue: deque[NewToken]) -> Iterator[int]:
+                finish = None
+                while finish is None:
+                    while not queue:
+                        token = next(tokens)
+                        queues[token.index].append(token)
+                    token = queue.popleft()
+                    finish = token.finish
+                    if finish != "stop":
+                        yield token.id
+
+            yield [ids_of(queue) for queue in queues]
 
     def close(self) -> None:
         self.dev.close()
+
+
+def requests_of(
+    config: ModelConfig,
+    prompts: list[list[int]],
+    samples: int,
+    *,
+    seed: int = 0,
+    stop: Collection[int | None] = (),
+    **how: Any,
+) -> list[Request]:
+    """So many samples of each prompt, one prompt after the other. seed: makes another one for each.
+    stop: ids that end a text, beside those of the config. how: other fields of a `Request`."""
+    ends = frozenset([*stop, *config.eos_token_ids]) - {None}
+    return [
+        Request(ids, **how, seed=seed_of(seed, place, sample), stop=ends)
+        for place, ids in enumerate(prompts)
+        for sample in range(samples)
+    ]
+
+
+def seed_of(seed: int, *places: int) -> int:
+    """The seed of the request at these places among others of one seed."""
+    return int(np.random.SeedSequence([seed, *places]).generate_state(1, np.uint64)[0] >> 1)
 
 
 @contextmanager
@@ -206,7 +179,7 @@ def _check_model(model: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How a text is continued: by at most max_new_tokens; the rest is that of `choose_token`.
+    """How a text is continued, as the fields of a `Request` say.
 
     seed: of the choice of tokens; each further sample of one seed has another text.
     """
@@ -217,30 +190,15 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 42
 
-    def ids(
-        self, predictor: Predictor, prompt: list[int], sample: int, stop: Collection[int | None]
-    ) -> Iterator[int]:
-        """New ids behind those of a prompt, one after another. sample: its number. stop: ids that
-        end a text."""
-        rng = np.random.default_rng([self.seed, sample])
-        how = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
-        choose = partial(choose_token, rng=rng, **how)
-        some = predictor.texts([prompt], self.max_new_tokens, lambda _, x: choose(x), stop)
-        for new in some:
-            yield from new.values()
-
-    def texts(
+    def requests(
         self,
-        predictor: Predictor,
-        tokenizer: Tokenizer,
-        prompt: str,
-        sample: int = 0,
-        seq_len: int | None = None,
-    ) -> Iterator[str]:
-        """Pieces of a continuation, as they come. sample: its number. seq_len: as of prompt_ids."""
-        ids = prompt_ids(tokenizer, predictor.config, prompt, seq_len=seq_len)
-        new = self.ids(predictor, ids, sample, {tokenizer.eos_id})
-        return streamed(tokenizer, ids if prompt else [], new)
+        config: ModelConfig,
+        prompts: list[list[int]],
+        samples: int,
+        stop: Collection[int | None],
+    ) -> list[Request]:
+        """Those of `requests_of`."""
+        return requests_of(config, prompts, samples, stop=stop, **asdict(self))
 
     def idle(self, num_samples: int) -> list[str]:
         """One line for every option that has no effect beside the others."""
@@ -318,19 +276,23 @@ def run_sample(
         if ids:
             check_prompt(ids, config)
         sampler = Sampler(
-            machine, config, lambda w: w.load(read), positions, parse_dtype(model_dtype)
-        )
+            machine, config, lambda w: w.load(read), positions, parse_dtype(model_dtype),
+            min(num_samples, SLOTS),
+        )  # fmt: skip
     with sampler:
         if not ids:
             _converse(talk, positions, choice, sampler)
             return
-        for number in range(num_samples):
-            if talk is None:
-                _show(prompt, choice.texts(sampler, tokenizer, prompt, number))
-            else:
-                _reply(talk, ids, choice.ids(sampler, ids, number, talk.stop.ids))
-            if number + 1 < num_samples:
-                print("---")
+        stop = [tokenizer.eos_id] if talk is None else talk.stop.ids
+        requests = choice.requests(config, [ids], num_samples, stop)
+        with sampler.texts(requests) as texts:
+            for number, new in enumerate(texts):
+                if talk is None:
+                    _show(prompt, streamed(tokenizer, ids if prompt else [], new))
+                else:
+                    _reply(talk, ids, new)
+                if number + 1 < num_samples:
+                    print("---")
 
 
 def _show(prompt: str, pieces: Iterator[str]) -> None:
@@ -366,6 +328,35 @@ def check_prompt(ids: list[int], config: ModelConfig, flag: str = "--prompt") ->
         )
 
 
+def known_tokenizer(source: str | None) -> Tokenizer:
+    """The tokenizer of a run. LlmqError where nobody knows it."""
+    if source is None:
+        raise LlmqError(
+            "it is not known which tokenizer made the training data, so there is no text of "
+            "its ids: `llmq tokenize` notes it beside the token files"
+        )
+    return guarded_tokenizer(source)
+
+
+def ids_of(
+    prompt: str | Sequence[int], tokenizer: Tokenizer | None, config: ModelConfig, seq_len: int
+) -> list[int]:
+    """The ids of a prompt of a caller, in a run of this --seq-len. ConfigError for a prompt that
+    does not go."""
+    if isinstance(prompt, str):
+        return prompt_ids(tokenizer, config, prompt, seq_len=seq_len)
+    ids = [index(id_) for id_ in prompt]
+    if not 0 < len(ids) < seq_len:
+        raise ConfigError(
+            f"prompts: one has {len(ids)} tokens, there have to be from 1 to {seq_len - 1}, less "
+            "than --seq-len"
+        )
+    if min(ids) < 0:
+        raise ConfigError(f"prompts: {min(ids)} is no token")
+    check_prompt(ids, config, "prompts")
+    return ids
+
+
 def first_token(config: ModelConfig, flag: str = "--prompt") -> int:
     """The token with which an empty prompt begins."""
     config = config.without_foreign_tokens()
@@ -375,6 +366,7 @@ def first_token(config: ModelConfig, flag: str = "--prompt") -> int:
     raise ConfigError(f"{flag}: this model has no token that begins a text, give a prompt")
 
 
+SLOTS = 64  # texts that are continued at a time
 POSITIONS = 4096  # tokens of a conversation that is typed, if the model has as many
 
 
@@ -458,7 +450,10 @@ def _converse(talk: Conversation, positions: int, choice: Sampling, sampler: Sam
                 f"the conversation has {len(ids)} tokens, and there is room for {positions}: begin "
                 "another one"
             )
-        _reply(talk, ids, _until_interrupted(choice.ids(sampler, ids, number, talk.stop.ids)))
+        how = replace(choice, seed=seed_of(choice.seed, number))
+        requests = how.requests(sampler.config, [ids], 1, talk.stop.ids)
+        with sampler.texts(requests) as (new,):
+            _reply(talk, ids, _until_interrupted(new))
 
 
 def _typed() -> Iterator[str]:

@@ -5,6 +5,7 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from llmq.report.sinks import check_libraries
 from llmq.run import trainer
 from llmq.run.resume import Stage
 from llmq.run.run_paths import locked_places, outputs_of_others
+from llmq.run.sampling import Sampling, known_tokenizer, prompt_ids
 from llmq.run.training import begun
 from llmq.runtime.host_usage import available_host_memory
+from llmq.text.tokenizer import continuation
 
 
 class Trainer(trainer.Trainer):
@@ -51,6 +54,16 @@ class Trainer(trainer.Trainer):
         self._steps = self._steps or self._run(ahead=True)
         for _ in self._steps:
             pass
+
+    def sample(self, prompt: str = "", **how: Any) -> str:
+        """The prompt and its continuation by the weights of this moment, at most --seq-len tokens;
+        in fp32 that of `llmq sample` of an export. how: fields of `sampling.Sampling`. LlmqError
+        for a prompt that is too long, or an unknown tokenizer."""
+        ((made,),) = self.generate([prompt], **asdict(Sampling(**how)))
+        tokenizer, model = known_tokenizer(self.tokenizer), self._generating_model
+        return prompt + continuation(
+            tokenizer, prompt_ids(tokenizer, model, prompt) if prompt else [], made.shown
+        )
 
     def __iter__(self) -> Iterator[StepDone]:
         """Yield each step of the run when its result is known; weights are those after this step.

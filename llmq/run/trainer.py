@@ -31,6 +31,7 @@ from llmq.data.identity import TokenizerId
 from llmq.data.loader import DataLoader
 from llmq.data.scores import ScoreFile, scores_path
 from llmq.data.tokens import open_token_files
+from llmq.model.generator import Completion
 from llmq.model.rings import RESULTS
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
@@ -53,14 +54,13 @@ from llmq.run.model_of_run import (
 )
 from llmq.run.ranks import Ranks
 from llmq.run.resume import changed_options
-from llmq.run.sampling import Predictor, Sampling
+from llmq.run.sampling import ids_of, known_tokenizer, requests_of
 from llmq.run.score import score_files
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.mesh import DATA
 from llmq.runtime.world import World, refuse_several
 from llmq.state.params import Param
-from llmq.text.guarded import guarded_tokenizer
 from llmq.text.tokenizer import ByteTokenizer
 
 
@@ -528,22 +528,38 @@ class Trainer(Closing):
         if isinstance(tokenizer, Path) and made and made.fingerprint != ByteTokenizer.fingerprint:
             warn(*exported_otherwise(directory, tokenizer, self.config.train_patterns[0]))
 
-    def sample(self, prompt: str = "", **how: Any) -> str:
-        """The prompt and its continuation by the weights of this moment, at most --seq-len tokens;
-        in fp32 that of `llmq sample` of an export. how: fields of `sampling.Sampling`. LlmqError
-        for a prompt that is too long, or an unknown tokenizer."""
-        choice, seq_len = Sampling(**how), self.config.seq_len
-        if self.tokenizer is None:
-            raise LlmqError(
-                "it is not known which tokenizer made the training data, so there is no text of "
-                "its ids: `llmq tokenize` notes it beside the token files"
-            )
-        tokenizer = guarded_tokenizer(self.tokenizer)
-        source = self._origin.source
-        model = self.model if source is None else self.model.ending_at(source.ends)
-        predictor = Predictor(self.ranks.next_logits, model, seq_len, self.world)
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        num_samples: int = 1,
+        stopped: Callable[[], bool] = lambda: False,
+        **how: Any,
+    ) -> list[list[Completion]]:
+        """`num_samples` continuations of each prompt by the weights of this moment, many at a time,
+        in the memory of activations; with its prompt each has at most --seq-len tokens.
+
+        prompts: texts, or ids. how: fields of a `Request`; seed, by default 0, with the place of
+        the prompt and the number of the sample decides the choice, and stop ends texts beside the
+        model's own ids. stopped: asked before each token; CutShort once it says yes. ConfigError
+        for a prompt that does not fit, LlmqError for texts where the tokenizer is not known.
+        """
+        model, texts = self._generating_model, any(isinstance(p, str) for p in prompts)
+        if model.num_labels:
+            raise ConfigError("the model has a score head, which predicts no tokens")
+        tokenizer = known_tokenizer(self.tokenizer) if texts else None
+        ids = [ids_of(prompt, tokenizer, model, self.config.seq_len) for prompt in prompts]
+        if tokenizer is not None:
+            how["stop"] = [*how.get("stop", ()), tokenizer.eos_id]
         with self.averaged():
-            return prompt + "".join(choice.texts(predictor, tokenizer, prompt, seq_len=seq_len))
+            made = self.ranks.generate(requests_of(model, ids, num_samples, **how), stopped)
+        return [made[i : i + num_samples] for i in range(0, len(made), num_samples)]
+
+    @property
+    def _generating_model(self) -> ModelConfig:
+        """The model, whose texts end as those of the model of the first weights."""
+        source = self._origin.source
+        return self.model if source is None else self.model.ending_at(source.ends)
 
     def gradients(self) -> dict[str, np.ndarray]:
         """The last step's gradients of the SUM of token losses, by parameter name, for tests."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llmq.base.dtypes import DType
@@ -41,6 +43,21 @@ class Arena:
         self.categories[category] += padded
         self.tensors.append((category, tensor))
         return tensor
+
+    @contextmanager
+    def over(self, start: int) -> Iterator[None]:
+        """A block in which tensors are taken from byte `start` on once more, up to what is taken
+        already. Behind it these tensors may be used in turn with those that lie there."""
+        before, peak, capacity = self.used, self.high_water_mark, self.capacity
+        tensors, categories = self.tensors, self.categories
+        self.tensors, self.categories = [], defaultdict(int)
+        self.used = start
+        self.capacity = None if capacity is None else before
+        try:
+            yield
+        finally:
+            self.used, self.high_water_mark, self.capacity = before, peak, capacity
+            self.tensors, self.categories = tensors, categories
 
     def free_from(self, used: int) -> None:
         """Forget the tensors that were taken since so many bytes were used."""

@@ -138,7 +138,7 @@ class Device(ABC):
     diagnosis; of a graph that is replayed its name. clock: measures how long the main stream waits
     for other ranks; None with one rank. stream_name: the current stream. fused: the products of our
     own that it takes wherever they can be computed, and no others (LLMQ_FUSED); None: it takes
-    those that are faster."""
+    those that are faster. constants: tensors of `constant`, with their content."""
 
     kind: str  # "cuda", "host" or "plan"
     last_operation = "none"
@@ -159,6 +159,7 @@ class Device(ABC):
         capacity = dict.fromkeys((*TIERS, "stack")) if sizes is None else sizes
         self.arenas = {name: Arena(storages[name], capacity[name]) for name in TIERS}
         self.stack = Stack(storages["stack"], capacity["stack"])
+        self.constants: list[tuple[Tensor, np.ndarray]] = []
         self.fused = told_to_fuse()
         self._capture_only = False
 
@@ -173,14 +174,28 @@ class Device(ABC):
         in; content undefined."""
         return self.arenas[place].take(name, shape, dtype, category)
 
+    def constant(self, name: str, array: np.ndarray, dtype: DType, category: str) -> Tensor:
+        """A tensor with this content, of dtype, which nothing but `restore` writes again."""
+        tensor = self.alloc(name, array.shape, dtype, category)
+        self.upload(tensor, array)
+        self.constants.append((tensor, array))
+        return tensor
+
+    def restore(self, constants: Iterable[tuple[Tensor, np.ndarray]]) -> None:
+        """Write constants again, after other work has used their memory."""
+        for tensor, array in constants:
+            self.upload(tensor, array)
+
     @contextmanager
     def temporary(self) -> Iterator[None]:
         """A block whose memory is free again behind it: all that `alloc` takes within it. For work
         of one shape after the other; steps of a training have all their memory at once."""
         before = {place: arena.used for place, arena in self.arenas.items()}
+        constants = len(self.constants)
         try:
             yield
         finally:
+            del self.constants[constants:]
             for place, used in before.items():
                 self.arenas[place].free_from(used)
 

@@ -10,6 +10,7 @@ import transformers
 
 from llmq.arch.model_config import ModelConfig
 from llmq.checkpoint.hf import HfWeights
+from llmq.model.generator import Request
 from llmq.options.presets import resolve_model
 from llmq.run.sampling import Sampler
 from llmq.runtime.machine import choose_machine
@@ -107,13 +108,9 @@ def test_text_goes_on_as_transformers_generates(model):
     config, _ = resolve_model(str(path), from_scratch=False)
     with HfWeights(path) as weights:
         machine = choose_machine("cpu", 1)
-        decoder = Sampler(machine, config, lambda w: w.load(weights.read), 32).decoder
-    text = list(prompt)
-    logits = decoder.forward(np.array(prompt), 0)
-    for _ in range(12):
-        text.append(int(np.argmax(logits)))
-        logits = decoder.forward(np.array(text[-1:]), len(text) - 1)
-    assert text == want
+        sampler = Sampler(machine, config, lambda w: w.load(weights.read), 32)
+    ((_, found),) = sampler.generator.run([Request(prompt, 12, temperature=0)])
+    assert prompt + found.ids == want
 
 
 def test_its_export_is_the_model_for_transformers(model, tmp_path):

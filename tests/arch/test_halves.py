@@ -11,7 +11,6 @@ from safetensors.numpy import load_file, save_file
 
 from llmq.arch import ARCHITECTURES
 from llmq.base.errors import ConfigError
-from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.merge import as_kept, merged_reader
 from llmq.checkpoint.peft_export import target_modules
 from llmq.comm.connect import connect
@@ -23,11 +22,9 @@ from llmq.options.presets import preset
 from llmq.plan.plan import make_plan
 from llmq.plan.sol import flops_per_token
 from llmq.run.diagnose import _place
-from llmq.run.sampling import Sampler
 from llmq.run.trainer import Trainer
 from llmq.runtime.device import HOST_SPEC, MemorySizes
 from llmq.runtime.host_device import HostDevice
-from llmq.runtime.machine import choose_machine
 from llmq.state.params import parameter_count, weight_table
 from llmq.state.placement import place
 from llmq.state.weights import Weights
@@ -301,21 +298,12 @@ def test_a_checkpoint_goes_on(folder, tmp_path):
 
 
 def test_decoding_is_what_training_computes(folder, mixture, tmp_path):
-    """One token after another has the loss of the whole sequence."""
-    inputs, targets = batches(1)[0]
-    with trainer_of(folder) as trainer:
-        losses(trainer, 2)
-        trainer.export(tmp_path / "out")
-    one = {"batch_size": 1, "grad_accumulation": 1}
-    with trainer_of(tmp_path / "out", **one) as trainer:
-        expected = trainer.step([(inputs[:1], targets[:1])]).loss
-    with HfWeights(tmp_path / "out") as weights:
-        machine = choose_machine("cpu", 1)
-        decoder = Sampler(machine, mixture, lambda w: w.load(weights.read), T).decoder
-    singly = [decoder.forward(inputs[0, i : i + 1], i).astype(np.float64) for i in range(T)]
-    found = [np.log(np.exp(x).sum()) - x[i] for x, i in zip(singly, targets[0], strict=True)]
-    np.testing.assert_allclose(np.mean(found), expected, rtol=1e-5)  # F32 sums in another order
-    first = 0
-    for part in np.split(inputs[0], [5, 6, 11]):
-        logits, first = decoder.forward(part, first), first + len(part)
-        np.testing.assert_allclose(logits, singly[first - 1], rtol=1e-4, atol=2e-5)
+    """The tokens of a text, one after another, have the loss of the whole sequence."""
+    prompt = batches(1)[0][0][0, :5].tolist()
+    with trainer_of(folder, batch_size=1, grad_accumulation=1) as trainer:
+        ((found,),) = trainer.generate([prompt], temperature=0)
+        text = np.array([*prompt, *found.ids], np.int32)
+        inputs, targets = np.zeros((1, T), np.int32), np.full((1, T), -100, np.int32)
+        inputs[0, : len(text) - 1], targets[0, 4 : len(text) - 1] = text[:-1], text[5:]
+        expected = trainer.step([(inputs, targets)]).loss
+    np.testing.assert_allclose(-found.logprobs.mean(), expected, rtol=1e-5)  # another order

@@ -9,6 +9,7 @@ import transformers
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
+from llmq.model.generator import Request
 from llmq.run.sampling import Sampler, open_model
 from llmq.runtime.machine import choose_machine
 from tests.models import exported, hf_model, random_batch, step_as_torch, torch_loss, trainer_for
@@ -132,8 +133,10 @@ def test_options_stretch_a_trained_model(tmp_path, text):
     with open_model(str(tmp_path / "out")) as (config, read, _), torch.no_grad():
         machine = choose_machine("cpu", 1)
         with Sampler(machine, config, lambda w: w.load(read), 96) as sampler:
-            found = sampler.next_logits([ids])[0]
-        np.testing.assert_allclose(found, net(torch.tensor([ids])).logits[0, -1], atol=1e-4)
+            ((_, found),) = sampler.generator.run([Request(ids[:-1], 1, temperature=0)])
+        want = net(torch.tensor([ids[:-1]])).logits[0, -1].log_softmax(-1)
+        assert found.ids == [want.argmax()]
+        np.testing.assert_allclose(found.logprobs, want.max(), atol=1e-5)
 
 
 def test_longer_ones_of_other_kinds(tmp_path):

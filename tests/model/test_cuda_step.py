@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from llmq.checkpoint.hf import HfWeights
+from llmq.model.generator import Request
 from llmq.model.halves import attention
 from llmq.ops.common import CAPABILITY
 from llmq.ops.product import matmul
@@ -109,20 +110,21 @@ def test_bf16_gradients_are_close_to_f32(path, attention):
 
 
 def test_texts_are_continued_as_on_the_cpu(path):
-    """In F32: a prompt of 9 tokens, and then one token after another."""
+    """In F32: prompts of several lengths, the likeliest tokens."""
     config, _ = resolve_model(str(path), from_scratch=False)
-    tokens = np.random.default_rng(2).integers(0, VOCAB, 24).astype(np.int32)
-    parts = np.split(tokens, range(9, 24))
-    found = []
+    rng, found = np.random.default_rng(2), []
+    requests = [Request(rng.integers(3, VOCAB, n).tolist(), 12, 0.0) for n in (1, 9, 5)]
     for kind in ("cpu", "cuda"):
         machine = choose_machine(kind, 1)
         with (
             HfWeights(path) as weights,
-            Sampler(machine, config, lambda w, read=weights.read: w.load(read), 24) as sampler,
+            Sampler(machine, config, lambda w, read=weights.read: w.load(read), 24, slots=2) as one,
         ):
-            places = zip(parts, [0, *range(9, 24)], strict=True)
-            found.append([sampler.decoder.forward(*place) for place in places])
-    np.testing.assert_allclose(*found, rtol=1e-4, atol=5e-5)  # sums in another order
+            found.append(dict(one.generator.run(requests)))
+    for index in range(3):
+        on_cpu, on_gpu = (each[index] for each in found)
+        assert on_cpu.ids == on_gpu.ids
+        np.testing.assert_allclose(on_cpu.logprobs, on_gpu.logprobs, atol=5e-5)
 
 
 def test_a_step_that_is_not_full_has_graphs_of_its_own(tmp_path, monkeypatch):

@@ -60,13 +60,14 @@ def test_they_begin_without_effect_and_are_written_for_peft(tmp_path):
         for batch in batches()[1:3]:
             trainer.step([batch])
         trainer.export(tmp_path)
-        said = trainer.ranks.next_logits([[5, 7, 11]])[0]
+        ((said,),) = trainer.generate([[5, 7, 11]], max_new_tokens=1, temperature=0)
         want = trainer.step(batches()[3:4]).loss
     model = peft.PeftModel.from_pretrained(hf_model("qwen3"), tmp_path)
     assert torch_loss(model, batches()[3:4]).item() == pytest.approx(want, abs=1e-5)
     with torch.no_grad():
         logits = model(torch.tensor([[5, 7, 11]])).logits[0, -1]
-    np.testing.assert_allclose(said, logits, atol=1e-4)
+    assert said.ids == [logits.argmax()]
+    np.testing.assert_allclose(said.logprobs, logits.log_softmax(-1).max(), atol=1e-5)
     named = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
     assert named.split("|")[0] == r"model\.embed_tokens" and named.count("|") == 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -83,11 +84,15 @@ def said(monkeypatch):
     """A model that has learned its answers by heart; the prompts that it gets."""
     prompts, replies = [], []
 
-    def ids(self, predictor, prompt, sample, stop):
-        prompts.append((bytes(prompt).decode(), self.max_new_tokens, stop))
+    def reply(request):
+        prompts.append((bytes(request.prompt).decode(), request.max_new_tokens, request.stop))
         yield from replies[len(prompts) - 1].encode()
 
-    monkeypatch.setattr("llmq.run.sampling.Sampling.ids", ids)
+    @contextmanager
+    def texts(self, requests):
+        yield [reply(request) for request in requests]
+
+    monkeypatch.setattr("llmq.run.sampling.Sampler.texts", texts)
     return prompts, replies
 
 
@@ -100,7 +105,7 @@ def test_one_question(model, said, capsys):
     replies += ["hello;u!", "bye"]
     assert chat(model, "--prompt=hi", "--system=be", "--num-samples=2", "--max-new-tokens=9") == 0
     assert capsys.readouterr().out == "hello\n---\nbye\n"
-    assert prompts == [("sbe;uhi;a", 9, [256])] * 2
+    assert prompts == [("sbe;uhi;a", 9, {256})] * 2
 
 
 def test_a_conversation(model, said, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Choosing tokens, generating text, and `llmq sample` on everything that holds a model."""
+"""Generating text, and `llmq sample` on everything that holds a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -19,75 +18,21 @@ from tokenizers import Tokenizer, decoders, models
 from llmq.base.console import printable
 from llmq.base.errors import LlmqError
 from llmq.commands.cli import _run
+from llmq.model.generator import Generator, NewToken
 from llmq.options.presets import preset
 from llmq.run.sampling import (
     Sampler,
     Sampling,
-    choose_token,
     first_token,
     open_model,
     prompt_ids,
 )
-from llmq.run.trainer import Trainer
+from llmq.run.script import Trainer
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.text.tokenizer import ByteTokenizer, HfTokenizer, continuation
 from tests.models import hf_model
 from tests.runs import make_workplace, options, train
-
-LOGITS = np.log(np.array([0.1, 0.4, 0.05, 0.25, 0.2], np.float32))
-
-
-def frequencies(draws=4000, logits=LOGITS, **how):
-    rng = np.random.default_rng(0)
-    chosen = [choose_token(logits, rng, **how) for _ in range(draws)]
-    return np.bincount(chosen, minlength=len(logits)) / draws
-
-
-def near(expected):
-    return pytest.approx(np.array(expected), abs=0.03)  # four standard deviations of 4000 draws
-
-
-def test_probabilities_are_those_of_the_logits():
-    assert frequencies(temperature=1.0) == near([0.1, 0.4, 0.05, 0.25, 0.2])
-    squares = np.array([0.1, 0.4, 0.05, 0.25, 0.2]) ** 2
-    assert frequencies(temperature=0.5) == near(squares / squares.sum())
-
-
-def test_zero_temperature_takes_the_likeliest():
-    assert choose_token(LOGITS, None, temperature=0) == 1
-    assert choose_token(LOGITS, None, temperature=0, top_k=3, top_p=0.1) == 1
-    assert choose_token(np.zeros(3, np.float32), None, temperature=0) == 0
-
-
-def test_top_k():
-    assert frequencies(temperature=1.0, top_k=2) == near([0, 0.4 / 0.65, 0, 0.25 / 0.65, 0])
-    assert frequencies(10, temperature=1.0, top_k=1)[1] == 1
-    assert frequencies(temperature=1.0, top_k=9) == near([0.1, 0.4, 0.05, 0.25, 0.2])
-
-
-def test_top_p():
-    """The fewest likeliest ids whose probabilities add up to at least p."""
-    assert frequencies(temperature=1.0, top_p=0.7) == near(
-        [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85]
-    )
-    assert frequencies(temperature=1.0, top_p=0.6) == near([0, 0.4 / 0.65, 0, 0.25 / 0.65, 0])
-    assert frequencies(10, temperature=1.0, top_p=0.0)[1] == 1
-    # After top_k: 0.4 and 0.25 are 0.615 and 0.385 of what is left.
-    assert frequencies(10, temperature=1.0, top_k=2, top_p=0.6)[1] == 1
-
-
-def test_extreme_temperatures_and_logits():
-    logits = np.array([1e4, -1e4, 0], np.float32)
-    assert frequencies(10, logits, temperature=1.0)[0] == 1
-    assert frequencies(10, temperature=1e-6)[1] == 1
-    assert frequencies(temperature=1e6) == near([0.2] * 5)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_damaged_weights_are_said_to_be(value):
-    with pytest.raises(LlmqError, match="not finite numbers"):
-        choose_token(np.array([0, value], np.float32), None, temperature=0)
 
 
 def test_what_would_steer_a_terminal_is_replaced():
@@ -110,7 +55,19 @@ def sampler_for(path, positions):
 
 def generate(sampler, prompt, count, seed=0, **how):
     choice = Sampling(max_new_tokens=count, seed=seed, **how)
-    return list(choice.ids(sampler, prompt, 0, ()))
+    with sampler.texts(choice.requests(sampler.config, [prompt], 1, ())) as (new,):
+        return list(new)
+
+
+def saying(*ids):
+    """In the place of Generator.stream: these tokens, of the first text."""
+
+    def stream(self, requests):
+        stop = requests[0].stop
+        for id_ in ids:
+            yield NewToken(0, id_, 0.0, "stop" if id_ in stop else None)
+
+    return stream
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +105,7 @@ def test_generation_stops_at_the_positions_and_at_the_end_of_text(model_dir, mon
     with sampler_for(model_dir, 10) as sampler:
         assert len(generate(sampler, [1, 3, 4], 99, temperature=0)) <= 7
         assert len(generate(sampler, [1, 3, 4], 4, temperature=0)) <= 4
-        chosen = iter([7, 8, 2, 9])
-        monkeypatch.setattr("llmq.run.sampling.choose_token", lambda *_, **__: next(chosen))
+        monkeypatch.setattr(Generator, "stream", saying(7, 8, 2, 9))
         assert generate(sampler, [1], 9, temperature=0) == [7, 8]
 
 
@@ -329,17 +285,17 @@ def test_checkpoint_without_a_tokenizer(trained, tmp_path, capsys, monkeypatch):
 def test_text_is_printed_while_it_is_made(trained, monkeypatch):
     """Each piece reaches the reader before the next token is chosen."""
     events = []
-    chosen = iter([*"é!".encode(), ord("x")])
 
-    def choose(*_, **__):
-        events.append("token")
-        return next(chosen)
+    def stream(self, requests):
+        for id_ in [*"é!".encode(), ord("x")]:
+            events.append("token")
+            yield NewToken(0, id_, 0.0, "length" if id_ == ord("x") else None)
 
     def write(text, end="\n"):
         if text + end:
             events.append(text + end)
 
-    monkeypatch.setattr("llmq.run.sampling.choose_token", choose)
+    monkeypatch.setattr(Generator, "stream", stream)
     monkeypatch.setattr("llmq.base.console.print_own", write)
     assert sample(trained / "out", "--prompt=ab", "--max-new-tokens=4", "--temperature=1") == 0
     assert events == ["token", "token", "abé", "token", "!", "token", "x"]
@@ -348,8 +304,9 @@ def test_text_is_printed_while_it_is_made(trained, monkeypatch):
 def test_a_text_that_cannot_be_begun_is_not_printed(trained, monkeypatch, capsys):
     def fail(*_, **__):
         raise LlmqError("not finite")
+        yield
 
-    monkeypatch.setattr("llmq.run.sampling.choose_token", fail)
+    monkeypatch.setattr(Generator, "stream", fail)
     assert sample(trained / "out", "--prompt=ab") == 2
     assert capsys.readouterr().out == ""
 

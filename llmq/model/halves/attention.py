@@ -19,9 +19,17 @@ from llmq.base.tensor import Tensor
 from llmq.formats.operands import Activation
 from llmq.model.activations import HalfLayer, LayerContext, Recompute, scratch_like
 from llmq.model.halves.half import ModelContext
-from llmq.ops.attention import attention, attention_backward, attention_gate, qk_norm, rope
+from llmq.ops.attention import (
+    attention,
+    attention_backward,
+    attention_gate,
+    paged,
+    qk_norm,
+    rope,
+)
 from llmq.ops.attention.attention import AttentionMask
 from llmq.runtime.attention_parts import sees_all_before
+from llmq.runtime.device import Device
 
 # By the largest head size that it is for: the share of the causal pairs of query and key below
 # which a window makes our backward the faster one. cuDNN's takes as long with a window as without,
@@ -53,6 +61,22 @@ def directions(
     limit = next((share for size, share in NATIVE_BACKWARD.items() if head_dim <= size), 0.0)
     seen = AttentionMask(window=min(window or seq_len, seq_len)).pairs(seq_len) / seq_len**2
     return library, ("native",) if seen < limit else library
+
+
+def rope_tables(dev: Device, config: ModelConfig, positions: int) -> list[Tensor | None]:
+    """F32 (positions, Hd/2, 2) for each layer, filled; None for layers without RoPE. Layers with
+    the same angles share a table."""
+    tables: dict[tuple, Tensor] = {}
+
+    def table_of(layer: int) -> Tensor | None:
+        angles = config.rope_of(layer)
+        if angles is not None and angles not in tables:
+            table = rope.make_table(positions, config.head_dim, *angles)
+            name = f"rope_table.{len(tables)}" if tables else "rope_table"
+            tables[angles] = dev.constant(name, table, F32, "Activations")
+        return tables.get(angles)
+
+    return [table_of(layer) for layer in range(config.num_layers)]
 
 
 class _Saved(NamedTuple):
@@ -102,26 +126,10 @@ class AttentionHalf:
         self.backends = [directions(*sizes, window, capability) for window in windows]
         self.starts = shared.inputs.first_key
         self.masks = [attention.AttentionMask(self.starts, window) for window in windows]
-        self.rope_tables = self._rope_tables(config, shared.positions)
+        self.rope_tables = shared.rope_tables
         kind = {"wide": config.arch.wide_qk_norm, "offset": config.arch.norm_offset}
         self.qk_norm = partial(qk_norm.forward, **kind)
         self.qk_norm_backward = partial(qk_norm.backward, **kind)
-
-    def _rope_tables(self, config: ModelConfig, positions: int) -> list[Tensor | None]:
-        """F32 (positions, Hd/2, 2) for each layer, filled; None for models without RoPE. Layers
-        with the same angles share a table."""
-        tables: dict[tuple, Tensor] = {}
-
-        def table_of(layer: int) -> Tensor | None:
-            angles = config.rope_of(layer)
-            if angles is not None and angles not in tables:
-                table = rope.make_table(positions, self.Hd, *angles)
-                name = f"rope_table.{len(tables)}" if tables else "rope_table"
-                tables[angles] = self.dev.alloc(name, table.shape, F32, "Activations")
-                self.dev.upload(tables[angles], table)
-            return tables.get(angles)
-
-        return [table_of(layer) for layer in range(config.num_layers)]
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -201,8 +209,8 @@ class AttentionHalf:
             )  # fmt: skip
         table = self.rope_tables[layer.index]
         if table is not None:
-            where = (ctx.position, self.starts, self.rotary)
-            rope.forward(self.dev, qkv, table, self.Hq, self.Hkv, *where)
+            where = {"starts": self.starts, "channels": self.rotary}
+            rope.forward(self.dev, qkv, table, self.Hq, self.Hkv, **where)
 
     def _attend(self, ctx: LayerContext, tensors: _Tensors) -> None:
         layer, w = ctx.layer, ctx.w
@@ -211,9 +219,11 @@ class AttentionHalf:
         heads, lse = (self.Hq, self.Hkv), layer.saved.lse
         attend = partial(attention.forward, scale=self.scale, backend=backend)
         if layer.cache is not None:
-            caches = (layer.cache["k"], layer.cache["v"])
-            how = (ctx.position, *heads, mask.window, w.get("sinks"))
-            attention.decode(self.dev, out, qkv, *caches, *how, scale=self.scale)
+            names = ("k", "v", "table", "lengths", "new")
+            cache = [layer.cache[name] for name in names]
+            paged.store(self.dev, qkv, *cache, *heads)
+            how = (*heads, mask.window, w.get("sinks"))
+            paged.attend(self.dev, out, qkv, *cache, *how, scale=self.scale)
         elif "sinks" in w:
             with self.dev.scratch("lse.without_sinks", lse.shape, F32) as without:
                 attend(self.dev, out, without, qkv, *heads, mask)

@@ -87,8 +87,6 @@ class DeltaHalf:
 
     def forward(self, ctx: LayerContext, x: Operand) -> None:
         layer, tensors = ctx.layer, self._tensors(ctx.temps, ctx.layer)
-        for carried in (layer.cache or {}).values() if ctx.position == 0 else ():
-            self.dev.zero(carried)  # a text begins
         self.linear.forward(ctx, "delta_in", tensors.delta_in, x)
         self._convolve(ctx, tensors)
         self._read_states(layer, tensors)
@@ -100,19 +98,25 @@ class DeltaHalf:
     def _convolve(self, ctx: LayerContext, tensors: _Tensors) -> None:
         """Queries, keys and values, and the gates."""
         layer, w = ctx.layer, ctx.w
-        before = None if layer.cache is None else layer.cache["before"]
+        starts, before = self.starts, None
+        if layer.cache is not None:  # where texts begin the state is 0
+            starts, before = None, layer.cache["before"]
         out, x = self._by_token(tensors.delta_conv), self._by_token(tensors.delta_in)
-        short_conv.forward(self.dev, out, x, w["conv"], self.starts, before)
+        short_conv.forward(self.dev, out, x, w["conv"], starts, before)
         gates = (w["a_log"], w["dt_bias"], self.of_gates)
         delta_gates.forward(self.dev, layer.saved.gates, tensors.delta_in, *gates)
 
     def _read_states(self, layer: HalfLayer, tensors: _Tensors) -> None:
         out, qkv = self._by_token(tensors.delta_state), self._by_token(tensors.delta_conv)
-        gates, state = layer.saved.gates, None if layer.cache is None else layer.cache["state"]
-        if state is not None and self.T <= delta_rule.FEW_TOKENS:
-            delta_rule.recurrence(self.dev, out, state, qkv, gates, self.heads)
+        gates = layer.saved.gates
+        if layer.cache is None:
+            delta_rule.forward(self.dev, out, qkv, gates, self.heads, self.starts)
             return
-        delta_rule.forward(self.dev, out, qkv, gates, self.heads, self.starts, state)
+        state = layer.cache["state"]
+        if self.T <= delta_rule.FEW_TOKENS:
+            delta_rule.recurrence(self.dev, out, state, qkv, gates, self.heads)
+        else:
+            delta_rule.forward(self.dev, out, qkv, gates, self.heads, state=state)
 
     def _gated(self, ctx: LayerContext, tensors: _Tensors) -> Tensor:
         out = ctx.layer.saved.delta_gated.place(self.dev, ctx.temps)

@@ -1,11 +1,12 @@
-"""The work of a half of a block: in a step, in an evaluation, and when a text is continued.
+"""The work of a half of a block: in a step, in an evaluation, and when texts are continued.
 
 A kind of half is a class in a file of its own and a line of `HALVES`. One object computes the
 halves of its kind in all layers: what differs from layer to layer is in `ctx.layer`, with what the
-architecture declares (`spec`), the tensors that `keep` has allocated (`saved`), and those of a text
-that is continued (`cache`). A `LayerContext` has that, and the differences from pass to pass.
+architecture declares (`spec`), the tensors that `keep` has allocated (`saved`), and those of texts
+that are continued (`cache`). A `LayerContext` has that, and the differences from pass to pass.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from llmq.arch.model_config import ModelConfig
@@ -24,8 +25,8 @@ from llmq.runtime.device import Device
 class ModelContext(NamedTuple):
     """The objects with which all halves of a model work. norms: in front of halves, which make
     their input in forward, and again in backward. backend: of attention, as `directions`
-    takes it. positions: of the longest text. inputs: of the micro-step. balance:
-    of experts; None where nothing is trained."""
+    takes it. rope_tables: by layer, as `rope_tables` in halves/attention.py makes them. inputs: of
+    the micro-step. balance: of experts; None where nothing is trained."""
 
     dev: Device
     config: ModelConfig
@@ -34,7 +35,7 @@ class ModelContext(NamedTuple):
     linear: BlockLinear
     norms: BlockNorms
     backend: str
-    positions: int
+    rope_tables: Sequence[Tensor | None]
     inputs: StepInputs
     balance: Balance | None
 
@@ -54,8 +55,8 @@ class Half(Protocol):
         """Allocates what a layer keeps from forward to backward."""
 
     def forward(self, ctx: LayerContext, x: Operand) -> None:
-        """ctx.layer.out from x (rows, C). With a cache it reads the tensors of the positions before
-        ctx.position, and writes those that later passes read, T positions from ctx.position on."""
+        """ctx.layer.out from x (rows, C). With ctx.layer.cache it reads what the texts' earlier
+        passes have written there, and writes what later ones read."""
 
     def recompute(self, ctx: LayerContext) -> Any:
         """The tensors that backward needs, kept or computed again; if the whole block is computed

@@ -44,9 +44,9 @@ class SharedExpert:
         self.operands = shared.operands
         rows = shared.options.batch.micro_tokens
         # Each row is its own only choice.
-        self._places = self.dev.alloc("shared_places", (rows, 1), I32, "Activations")
+        places = np.arange(rows, dtype=np.int32)[:, None]
+        self._places = self.dev.constant("shared_places", places, I32, "Activations")
         self._chosen = self.dev.alloc("shared_chosen", (rows, 1), I32, "Activations")
-        self.dev.upload(self._places, np.arange(rows, dtype=np.int32)[:, None])
 
     def keep(self, layer: HalfLayer) -> SharedKept:
         r, (_, F) = layer.recompute, layer.spec["shared_down"].shape

@@ -1,0 +1,536 @@
+"""Texts that the weights of a `Step`, or of a model alone, continue: many at a time, each with a
+token per pass.
+
+    prompt -> blocks of keys and values, states        prefill: one text, many tokens
+    last token -> next token, for each text            decode: all texts, one token each
+
+Texts enter and leave between two passes. Next tokens need of a text what lies in a `Cache`: keys
+and values in blocks of BLOCK tokens, wherever a block is free, and a row of states
+(`HalfSpec.cached`, `HalfSpec.carried`). Texts of one prompt share the blocks that the prompt fills.
+A text has the blocks of its tokens so far; where no block is left, the text that came last waits
+again, and is computed once more later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from llmq.arch.model_config import ModelConfig
+from llmq.base.dtypes import F32, I32, I64, DType
+from llmq.base.errors import LlmqError
+from llmq.base.step_inputs import StepInputs
+from llmq.base.tensor import Tensor
+from llmq.formats import OPERANDS
+from llmq.formats.operands import Operands
+from llmq.model.activations import BLOCK, Cache, CacheOfPass
+from llmq.model.halves.attention import rope_tables
+from llmq.model.inference import scoring_options
+from llmq.model.model import Model
+from llmq.ops.loss import sample
+from llmq.options.options import StepOptions
+from llmq.runtime.arena import ALIGN, align_up
+from llmq.runtime.device import Device
+from llmq.state.weights import Weights
+
+PIECE = 256  # tokens of a prompt in one pass, at most
+CODED_ROWS = 4  # tokens in one pass, at least, where products multiply codes
+
+
+class Request(NamedTuple):
+    """A text to be continued, and how.
+
+    prompt: ids, at least one. max_new_tokens: at most so many follow. temperature: 0: always the
+    likeliest token. top_k: only the k likeliest; 0: all. top_p: only the likeliest that have
+    together this probability. min_p: only those with at least this part of the likeliest one's.
+    repetition: logits of tokens that the text has are divided by it if positive, else multiplied.
+    seed: decides the choice, with the position of the token and its logits. stop: ids that end the
+    text.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int = 200
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    seed: int = 0
+    stop: Collection[int] = ()
+
+
+class Completion(NamedTuple):
+    """The continuation of a text. ids: the new tokens, with the one of `stop` that ended it.
+    logprobs: F32, of each of them under the model, whatever temperature and limits chose it.
+    finish: "stop" or "length"."""
+
+    ids: list[int]
+    logprobs: np.ndarray
+    finish: str
+
+    @property
+    def shown(self) -> list[int]:
+        """The new tokens without the one that ended the text."""
+        return self.ids[:-1] if self.finish == "stop" else self.ids
+
+
+class NewToken(NamedTuple):
+    """The next token of a text. index: of its request. finish: as of Completion; None: the text
+    goes on."""
+
+    index: int
+    id: int
+    logprob: float
+    finish: str | None
+
+
+# ------------------------------------------------------------------------------------------------
+# Passes
+
+
+class _Buffer:
+    """Words that one copy moves between host and device, and their parts by name."""
+
+    def __init__(self, dev: Device, name: str, parts: Mapping[str, tuple[tuple[int, ...], DType]]):
+        self._dev = dev
+        sizes = [prod(shape) * dtype.itemsize // 4 for shape, dtype in parts.values()]
+        words = [-(-size // 4) * 4 for size in sizes]  # parts begin at multiples of 16 bytes
+        self._words = dev.alloc(name, (sum(words),), I32, "Activations")
+        self._host = np.zeros(sum(words), np.int32)
+        self.tensors: dict[str, Tensor] = {}
+        self.arrays: dict[str, np.ndarray] = {}
+        start = 0
+        for (key, (shape, dtype)), size, room in zip(parts.items(), sizes, words, strict=True):
+            stop = start + size
+            self.tensors[key] = self._words.rows(start, stop).view_as(dtype, shape)
+            self.arrays[key] = self._host[start:stop].view(dtype.numpy).reshape(shape)
+            start += room
+
+    def clear(self) -> None:
+        self._host[:] = 0
+
+    def upload(self) -> None:
+        self._dev.upload(self._words, self._host)
+
+    def download(self) -> None:
+        self._host[:] = self._dev.download(self._words)
+
+
+class _Pass:
+    """Passes over B texts with T tokens each: their inputs, and the model of this shape."""
+
+    def __init__(self, generator: Generator, B: int, T: int, first_state: int):
+        dev, its = generator.dev, generator
+        parts = {
+            "tokens": ((B, T), I32),
+            "first_key": ((B, T), I32),  # - (tokens before): positions count from there
+            "table": ((B, its.blocks_of(its.positions)), I32),
+            "lengths": ((B,), I32),
+            "new": ((B,), I32),
+        }
+        of_requests = {name: ((B,), dtype) for name, dtype in REQUEST_FIELDS.items()}
+        self.inputs = _Buffer(dev, f"inputs.{B}x{T}", parts | of_requests)
+        chosen = {"tokens": ((B,), I32), "logprobs": ((B,), F32)}
+        self.chosen = _Buffer(dev, f"chosen.{B}x{T}", chosen)
+        self.model = its.model(self.inputs.tensors, B, T, first_state)
+        self.size, self._dev = B * T, dev
+        self._seen = its.seen.rows(0, B) if first_state == 0 else None
+        self._outputs, self._softcap = its.config.outputs, self.model.head.softcap
+
+    def prefill(self, stale: bool) -> None:
+        self.model.forward(stale=stale, keep=False)
+
+    def decode(self, stale: bool) -> None:
+        self.model.forward(stale=stale, keep=False)
+        tensors = self.inputs.tensors
+        requests = sample.Requests(**{name: tensors[name] for name in REQUEST_FIELDS})
+        with self.model.logits() as logits:
+            sample.choose(
+                self._dev, *self.chosen.tensors.values(), logits, requests, self._seen,
+                vocab_size=self._outputs, softcap=self._softcap,
+            )  # fmt: skip
+
+
+REQUEST_FIELDS = {
+    "temperature": F32,
+    "top_k": I32,
+    "top_p": F32,
+    "min_p": F32,
+    "repetition": F32,
+    "seed": I64,
+    "position": I32,
+}
+
+
+# ------------------------------------------------------------------------------------------------
+# Texts
+
+
+@dataclass(slots=True, eq=False)
+class _Text:
+    """A request and what it has so far. ids: with its prompt. blocks: the numbers of those that
+    hold its tokens. slot: its row of states; -1 while it waits."""
+
+    index: int
+    request: Request
+    ids: list[int]
+    blocks: list[int] = field(default_factory=list)
+    slot: int = -1
+
+
+class _Prompt(NamedTuple):
+    """The prompt that was computed last: all its tokens but one. blocks: that hold them. Its states
+    are in the row behind those of texts."""
+
+    ids: list[int]
+    blocks: list[int]
+
+
+class _FreeBlocks:
+    """The blocks that are free, and the number of users of each other one."""
+
+    def __init__(self, count: int):
+        self._free = list(range(count))[::-1]
+        self._users = [0] * count
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """So many blocks, which must be free."""
+        taken = [self._free.pop() for _ in range(count)]
+        self.share(taken)
+        return taken
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """One more user of each of them."""
+        for block in blocks:
+            self._users[block] += 1
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._users[block] -= 1
+            if not self._users[block]:
+                self._free.append(block)
+
+
+class Generator:
+    """Continues at most `slots` texts at a time, of at most `positions` tokens each, prompts
+    included. Blocks: of keys and values, BLOCK tokens each. All memory is taken here."""
+
+    def __init__(
+        self,
+        dev: Device,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        slots: int,
+        positions: int,
+        blocks: int,
+        piece: int = PIECE,
+        options: StepOptions | None = None,
+        scalars: Tensor | None = None,
+    ):
+        """weights: of a `Step`, whose options and StepScalars are given too, or as
+        placement.resident has them. blocks: at least blocks_of(positions) + 1. piece: tokens of a
+        prompt in one pass, at most."""
+        self.dev, self.config, self.weights = dev, config, weights
+        constants, shards = len(dev.constants), dev.mesh.size("shard")
+        self.positions, self.num_blocks = positions, blocks
+        dtype = weights.placement["embed"].work.dtype
+        alone = scoring_options(config, dtype, 1, 4).for_step
+        self._options = alone if options is None else _of_generation(options, alone)
+        coded = OPERANDS[self._options.precision.matmul_dtype] is not Operands
+        rows = CODED_ROWS if coded else 1
+        self.slots = slots = max(slots, rows)
+        self._scalars = scalars
+        self._carries = any(
+            spec.carried for layer in range(config.num_layers) for spec in config.halves(layer)
+        )
+        # A state would go on behind a prompt's last token, so that its passes have exactly its
+        # tokens, and where that makes too few rows, texts that are idle.
+        beside = rows if self._carries else 1
+        self._cache = Cache(dev, config, dtype, blocks, slots + beside)
+        self._tables = rope_tables(dev, config, positions)
+        self.seen = dev.alloc("seen", (slots, -(-config.outputs // 32)), I32, "Activations")
+        self._decodes = {B: _Pass(self, B, 1, 0) for B in _powers(slots) if rows <= B}
+        pieces = [T for T in _powers(min(piece, positions)) if T * beside >= rows]
+        self._prefills = {T: _Pass(self, beside, T, slots) for T in pieces}
+        streams = any(slab.work.streamed for slab in weights.placement.slabs.values())
+        self._busy = None
+        if streams and shards > 1:
+            self._busy = dev.alloc("busy", (shards, ALIGN // 4), I32, "Activations")
+        self._shares = shards > 1
+        self.constants = dev.constants[constants:]
+        self._free = _FreeBlocks(blocks)
+        self._prompt: _Prompt | None = None
+
+    @staticmethod
+    def blocks_of(tokens: int) -> int:
+        """Blocks that hold so many tokens of a text."""
+        return -(-tokens // BLOCK)
+
+    @property
+    def block_bytes(self) -> int:
+        """Memory of one more block, at most."""
+        tensors = [t for half in self._cache.blocks.values() for t in half.values()]
+        return sum(align_up(tensor.nbytes // self.num_blocks) for tensor in tensors)
+
+    def model(self, inputs: Mapping[str, Tensor], B: int, T: int, first_state: int) -> Model:
+        """The model of passes over B texts with T tokens each. first_state: of their rows."""
+        batch = replace(self._options.batch, batch_size=B, seq_len=T)
+        memory = replace(self._options.memory, lmhead_chunks=1)
+        of_pass = (inputs["table"], inputs["lengths"], inputs["new"])
+        cache = CacheOfPass(self._cache, *of_pass, (first_state, first_state + B), self._tables)
+        return Model(
+            self.dev,
+            self.config,
+            self._options._replace(batch=batch, memory=memory),
+            self.weights,
+            "native",
+            StepInputs(inputs["tokens"], first_key=inputs["first_key"]),
+            scalars=self._scalars,
+            cache=cache,
+        )
+
+    def rehearse(self) -> None:
+        """All kinds of passes, for a device that only plans."""
+        for each in self._prefills.values():
+            self._run("prefill", each, each.prefill)
+        for each in self._decodes.values():
+            self._run("decode", each, each.decode)
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    def _run(
+        self, kind: str, each: _Pass, fn: Callable[[bool], None], *, busy: bool = True
+    ) -> bool:
+        """Enqueue a pass, together with the other ranks where they gather weights from each other
+        in each. busy: whether this rank wants it; False: it is made for those that do. Returns
+        whether it was made."""
+        if not self._any_busy(busy):
+            return False
+        each.inputs.upload()
+        stale = self.weights.take_stale()
+        self.dev.graph((kind, each.size, stale), partial(fn, stale))
+        return True
+
+    def _any_busy(self, busy: bool) -> bool:
+        if self._busy is None:
+            return busy
+        shards, words = self._busy.shape
+        own = self._busy.rows(index := self.dev.mesh.index("shard"), index + 1).view(words)
+        self.dev.upload(own, np.full(words, busy, np.int32))
+        self.dev.mesh.group("shard").all_gather(self._busy.view(shards * words), own)
+        return self.dev.kind == "plan" or bool(self.dev.download(self._busy).any())
+
+    def _idle(self, *, busy: bool) -> bool:
+        """A pass over no text."""
+        each = next(iter(self._decodes.values()))
+        each.inputs.clear()
+        return self._run("decode", each, each.decode, busy=busy)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def run(
+        self, requests: Sequence[Request], stopped: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[int, Completion]]:
+        """The requests' completions with their indices, as they end. stopped: as of `stream`."""
+        found: dict[int, list[NewToken]] = {}
+        for token in self.stream(requests, stopped):
+            found.setdefault(token.index, []).append(token)
+            if token.finish is not None:
+                tokens = found.pop(token.index)
+                logprobs = np.array([each.logprob for each in tokens], np.float32)
+                yield token.index, Completion([t.id for t in tokens], logprobs, token.finish)
+
+    def stream(
+        self, requests: Sequence[Request], stopped: Callable[[], bool] = lambda: False
+    ) -> Iterator[NewToken]:
+        """The requests' tokens as they are chosen; waits for the device for each. Requests of one
+        prompt share memory if they follow each other. All ranks make the call, with requests of
+        their own. stopped: asked before each token of all texts, and ends them. ValueError for a
+        request that does not fit; LlmqError if a prediction is not a number."""
+        waiting = deque(_Text(i, r, list(r.prompt)) for i, r in enumerate(requests))
+        for text in waiting:
+            if not 0 < len(text.ids) < self.positions:
+                raise ValueError(
+                    f"generate: request {text.index} has a prompt of {len(text.ids)} tokens; there "
+                    f"have to be from 1 to {self.positions - 1}"
+                )
+        running: list[_Text] = []
+        if self._shares:
+            self._idle(busy=True)  # gathers what an update has left to gather, on all ranks
+        try:
+            while (waiting or running) and not stopped():
+                self._admit(waiting, running)
+                self._extend(waiting, running)
+                yield from self._decode(running)
+        finally:
+            for text in running:
+                self._free.give_back(text.blocks)
+            self._drop_prompt()
+        while self._busy is not None and self._idle(busy=False):
+            pass
+
+    def _admit(self, waiting: deque[_Text], running: list[_Text]) -> None:
+        """Let texts in, as long as there is room for their next token, and for one more block of
+        each that runs."""
+        while waiting and len(running) < self.slots:
+            text = waiting[0]
+            known = self._prompt is not None and self._prompt.ids == text.ids[:-1]
+            needed = self.blocks_of(len(text.ids)) + 1
+            if known:
+                needed -= len(text.ids[:-1]) // BLOCK
+            else:
+                self._drop_prompt()
+            if running and len(self._free) < needed + len(running):
+                return
+            waiting.popleft()
+            if not known:
+                self._prefill(text.ids[:-1])
+            self._enter(text, running)
+            running.append(text)
+
+    def _drop_prompt(self) -> None:
+        if self._prompt is not None:
+            self._free.give_back(self._prompt.blocks)
+        self._prompt = None
+
+    def _prefill(self, ids: list[int]) -> None:
+        """Compute the prompt that texts then begin with."""
+        self._prompt = _Prompt(ids, self._free.take(self.blocks_of(len(ids))))
+        for states in self._cache.states.values():
+            for tensor in states.values():
+                self.dev.zero(tensor.rows(self.slots, self.slots + 1))
+        start = 0
+        while start < len(ids):
+            left = len(ids) - start
+            size = min((size for size in self._prefills if size >= left), default=None)
+            if size is None or (self._carries and size > left):
+                size = max(size for size in self._prefills if size <= left)
+            each, stop = self._prefills[size], min(start + size, len(ids))
+            each.inputs.clear()
+            self._put(each, 0, ids[start:stop], start, self._prompt.blocks)
+            self._run("prefill", each, each.prefill)
+            start = stop
+
+    def _put(
+        self, each: _Pass, row: int, ids: Sequence[int], start: int, blocks: list[int]
+    ) -> None:
+        """Tokens of a text, from its position `start` on, in a row of a pass."""
+        arrays, count = each.inputs.arrays, len(ids)
+        arrays["tokens"][row, :count] = ids
+        arrays["first_key"][row, :count] = -start
+        arrays["table"][row, : len(blocks)] = blocks
+        arrays["lengths"][row], arrays["new"][row] = start, count
+
+    def _enter(self, text: _Text, running: list[_Text]) -> None:
+        """A text begins behind the prompt that was computed last."""
+        used = {other.slot for other in running}
+        text.slot = next(slot for slot in range(self.slots) if slot not in used)
+        full = len(self._prompt.ids) // BLOCK
+        text.blocks = self._prompt.blocks[:full]
+        self._free.share(text.blocks)
+        if full < len(self._prompt.blocks):
+            (own,) = self._free.take(1)
+            for tensors in self._cache.blocks.values():
+                for tensor in tensors.values():
+                    self._copy_row(tensor, own, self._prompt.blocks[full])
+            text.blocks.append(own)
+        self._move(text.slot, self.slots)
+        if text.request.repetition != 1:
+            bits = np.zeros(self.seen.shape[1] * 32, np.uint8)
+            bits[text.ids] = 1
+            words = np.packbits(bits, bitorder="little").view(np.int32)
+            self.dev.upload(self.seen.rows(text.slot, text.slot + 1), words[None])
+
+    def _copy_row(self, tensor: Tensor, to: int, row: int) -> None:
+        self.dev.copy(tensor.rows(to, to + 1), tensor.rows(row, row + 1))
+
+    def _move(self, slot: int, from_slot: int) -> None:
+        """Copy what a text has in one slot."""
+        if max(slot, from_slot) < self.slots:
+            self._copy_row(self.seen, slot, from_slot)
+        for states in self._cache.states.values():
+            for tensor in states.values():
+                self._copy_row(tensor, slot, from_slot)
+
+    def _extend(self, waiting: deque[_Text], running: list[_Text]) -> None:
+        """Give each text the block of its next token; the texts that came last wait again where
+        there are too few."""
+        for text in list(running):
+            if text.slot < 0 or self.blocks_of(len(text.ids)) == len(text.blocks):
+                continue
+            if not len(self._free):
+                self._drop_prompt()
+            while not len(self._free):
+                last = running.pop()
+                self._free.give_back(last.blocks)
+                last.blocks, last.slot = [], -1
+                waiting.appendleft(last)
+            if text.slot >= 0:
+                text.blocks += self._free.take(1)
+
+    def _decode(self, running: list[_Text]) -> Iterator[NewToken]:
+        """The next token of each text."""
+        size = min(B for B in self._decodes if len(running) <= B)
+        used = {text.slot for text in running}
+        free = (slot for slot in range(size) if slot not in used)
+        for text in running:
+            if text.slot >= size:
+                slot = next(free)
+                self._move(slot, text.slot)
+                text.slot = slot
+        each = self._decodes[size]
+        each.inputs.clear()
+        arrays = each.inputs.arrays
+        for text in running:
+            row, its = text.slot, text.request
+            self._put(each, row, text.ids[-1:], len(text.ids) - 1, text.blocks)
+            for name in REQUEST_FIELDS:
+                if name != "position":
+                    arrays[name][row] = getattr(its, name)
+            arrays["position"][row] = len(text.ids)
+        self._run("decode", each, each.decode)
+        each.chosen.download()
+        ids, logprobs = each.chosen.arrays["tokens"], each.chosen.arrays["logprobs"]
+        for text in list(running):
+            new, logprob = int(ids[text.slot]), float(logprobs[text.slot])
+            if not np.isfinite(logprob):
+                raise LlmqError(
+                    "the model's predictions are not finite numbers: its weights are damaged, use "
+                    "an earlier checkpoint"
+                )
+            text.ids.append(new)
+            finish = self._finish(text, new)
+            if finish is not None:
+                running.remove(text)
+                self._free.give_back(text.blocks)
+            yield NewToken(text.index, new, logprob, finish)
+
+    def _finish(self, text: _Text, new: int) -> str | None:
+        if new in text.request.stop:
+            return "stop"
+        count = len(text.ids) - len(text.request.prompt)
+        ends = count >= text.request.max_new_tokens or len(text.ids) >= self.positions
+        return "length" if ends else None
+
+
+def _of_generation(options: StepOptions, alone: StepOptions) -> StepOptions:
+    """The options of a step's passes that keep nothing. Delayed scales are those of a step's own
+    tensors."""
+    how = {"fp8_recipe": "jit", "mlp_dtype": options.precision.model_dtype}
+    precision = replace(options.precision, **how)
+    return options._replace(memory=alone.memory, precision=precision)
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two, and `most` as the last one's place."""
+    return [*(1 << n for n in range((most - 1).bit_length())), most]

@@ -1,0 +1,221 @@
+"""Texts that are continued together, against transformers, against training, and alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from llmq.base.batch import Batch
+from llmq.base.dtypes import BF16, F32
+from llmq.base.errors import ConfigError, LlmqError
+from llmq.checkpoint.hf import HfWeights
+from llmq.model.generator import Generator, Request
+from llmq.options.cards import find_card, spec_of
+from llmq.options.presets import preset, resolve_model
+from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.host_device import HostDevice
+from llmq.runtime.plan_device import PlanDevice
+from llmq.state.params import weight_table
+from llmq.state.placement import resident
+from llmq.state.weights import Weights
+from tests.models import CONFIGS, VOCAB, exported, hf_model, trainer_for
+
+NEW = 12
+PRECISION = {"atol": 1e-5}  # F32 sums in another order
+
+
+def prompts(*lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, n).tolist() for n in lengths]
+
+
+def generator_for(name, *, dtype=F32, poison=False, **sizes):
+    """A model's generator, in exactly the memory that was planned."""
+    config, _ = resolve_model(str(exported(name)), from_scratch=False)
+    sizes = {"slots": 4, "positions": 48, "blocks": 13} | sizes
+    table = weight_table(config)
+    plan = PlanDevice(HOST_SPEC)
+    placement = resident(table, dtype)
+    Generator(plan, config, Weights(plan, table, placement), **sizes).rehearse()
+    dev = HostDevice(plan.sizes(), poison=poison)
+    weights = Weights(dev, table, placement)
+    generator = Generator(dev, config, weights, **sizes)
+    with HfWeights(exported(name)) as files:
+        weights.load(files.read)
+    return generator
+
+
+def completions(generator, requests):
+    found = dict(generator.run(requests))
+    assert sorted(found) == list(range(len(requests)))
+    assert len(generator._free) == generator.num_blocks  # all are given back
+    return [found[index] for index in range(len(requests))]
+
+
+def same(one, other):
+    for a, b in zip(one, other, strict=True):
+        assert (a.ids, a.finish) == (b.ids, b.finish)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, **PRECISION)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_likeliest_tokens_are_those_of_transformers(name):
+    """There are more texts than slots, too few blocks for all, and two texts of one prompt."""
+    model, given = hf_model(name), prompts(1, 5, 17, 30, 16, 9)
+    given.insert(3, given[2])
+    generator = generator_for(name, blocks=8)
+    found = completions(generator, [Request(ids, NEW, temperature=0) for ids in given])
+    for ids, made in zip(given, found, strict=True):
+        with torch.no_grad():
+            want = model.generate(
+                torch.tensor([ids]), max_new_tokens=NEW, do_sample=False, pad_token_id=0,
+                eos_token_id=None,
+            )  # fmt: skip
+            logprobs = model(want).logits[0].log_softmax(-1)
+        places = np.arange(len(ids) - 1, len(ids) + NEW - 1)
+        assert made.ids == want[0, len(ids) :].tolist()
+        np.testing.assert_allclose(
+            made.logprobs, logprobs[places, want[0, len(ids) :]], **PRECISION
+        )
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "qwen3_5"])
+def test_log_probabilities_are_those_of_training(name):
+    """Also of an update's weights, which lie where they are trained."""
+    (prompt,) = prompts(7)
+    with trainer_for(exported(name), batch_size=1, learning_rate=1e-2) as trainer:
+        rows = np.random.default_rng(0).integers(3, VOCAB, (2, 1, 24)).astype(np.int32)
+        before = trainer.generate([prompt], max_new_tokens=NEW, stop=[])[0][0]
+        trainer.step([(rows[0], rows[1])])
+        ((made,),) = trainer.generate([prompt], max_new_tokens=NEW)
+        text = np.array([*prompt, *made.ids], np.int32)
+        inputs, targets = np.zeros((1, 24), np.int32), np.full((1, 24), -100, np.int32)
+        inputs[0, : len(text) - 1], targets[0, 6 : len(text) - 1] = text[:-1], text[7:]
+        losses = trainer._step.score(Batch(inputs, targets))[0, 6 : len(text) - 1]
+    np.testing.assert_allclose(-made.logprobs, losses, **PRECISION)
+    assert not np.array_equal(before.logprobs, made.logprobs)
+
+
+def test_a_text_does_not_depend_on_the_others():
+    """Neighbours, their number and order, and preemption change nothing of it."""
+    given = prompts(*range(1, 17))
+    how = {"temperature": 1.2, "top_k": 50, "top_p": 0.95, "min_p": 0.01}
+    requests = [Request(ids, 30, **how, seed=i) for i, ids in enumerate(given)]
+    alone = [completions(generator_for("qwen3"), [request])[0] for request in requests[::5]]
+    together = completions(generator_for("qwen3", slots=16, blocks=40), requests)
+    same(alone, together[::5])
+    tight = generator_for("qwen3", slots=16, blocks=8)
+    begun, prefill = [], tight._prefill
+    tight._prefill = lambda ids: (begun.append(len(ids)), prefill(ids))
+    same(completions(tight, requests[::-1])[::-1], together)
+    assert len(begun) > len(requests)  # some were computed again
+
+
+def test_samples_of_a_prompt_share_its_memory():
+    (prompt,) = prompts(40)
+    requests = [Request(prompt, 8, seed=i) for i in range(8)]
+    generator = generator_for("llama", slots=8, blocks=19)
+    passes, graph = [], generator.dev.graph
+    generator.dev.graph = lambda key, fn: (passes.append(key[0]), graph(key, fn))
+    found = completions(generator, requests)
+    assert passes == ["prefill"] + ["decode"] * 8  # nothing was computed twice
+    assert len({tuple(made.ids) for made in found}) == 8
+    same(found, completions(generator_for("llama"), requests))
+
+
+def test_what_ends_a_text():
+    generator = generator_for("qwen2")
+    request = Request(prompts(5)[0], 6, temperature=0)
+    (whole,) = completions(generator, [request])
+    assert (len(whole.ids), whole.finish, whole.logprobs.dtype) == (6, "length", np.float32)
+    (ended,) = completions(generator, [request._replace(stop={whole.ids[2]})])
+    assert (ended.ids, ended.finish) == (whole.ids[: whole.ids.index(whole.ids[2]) + 1], "stop")
+    assert ended.shown == ended.ids[:-1]
+    (full,) = completions(generator, [request._replace(max_new_tokens=99)])
+    assert (len(full.ids), full.finish) == (48 - 5, "length")
+
+
+def test_tokens_that_a_text_has_are_penalized_as_in_transformers():
+    model, given = hf_model("qwen3"), prompts(9, 14, seed=1)
+    requests = [Request(ids, NEW, temperature=0, repetition=1.4) for ids in given]
+    found = completions(generator_for("qwen3"), [Request(given[0], 3), *requests])[1:]
+    for ids, made in zip(given, found, strict=True):
+        want = model.generate(
+            torch.tensor([ids]), max_new_tokens=NEW, do_sample=False, pad_token_id=0,
+            eos_token_id=None, repetition_penalty=1.4,
+        )  # fmt: skip
+        assert made.ids == want[0, len(ids) :].tolist()
+
+
+def test_bf16_is_near():
+    requests = [Request(ids, NEW, temperature=0) for ids in prompts(8, 20)]
+    exact, rounded = (completions(generator_for("qwen3", dtype=d), requests) for d in (F32, BF16))
+    for a, b in zip(exact, rounded, strict=True):
+        assert not np.array_equal(a.logprobs, b.logprobs)
+        assert abs(a.logprobs[0] - b.logprobs[0]) < 0.02
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_what_is_not_written_is_not_read(name):
+    """Memory that is full of NaN changes nothing, and all that was planned is used."""
+    requests = [Request(ids, NEW, temperature=0) for ids in prompts(3, 20, 33, 5, 18)]
+    clean, poisoned = (generator_for(name, poison=poison) for poison in (False, True))
+    for a, b in zip(completions(clean, requests), completions(poisoned, requests), strict=True):
+        assert a.ids == b.ids
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+    clean.rehearse()
+    dev = clean.dev
+    assert dev.sizes() == {name: dev.arenas[name].capacity for name in dev.arenas} | {
+        "stack": dev.stack.capacity
+    }
+
+
+@pytest.mark.parametrize("count", [0, 48])
+def test_prompts_that_do_not_fit(count):
+    with pytest.raises(ValueError, match=f"request 1 has a prompt of {count} tokens; there have"):
+        list(generator_for("qwen2").run([Request([5]), Request([5] * count)]))
+
+
+def test_damaged_weights_are_said_to_be():
+    generator = generator_for("qwen2")
+    generator.weights.master["vectors"].numpy()[:] = np.nan
+    with pytest.raises(LlmqError, match="not finite numbers: its weights are damaged"):
+        completions(generator, [Request([5])])
+    assert len(generator._free) == generator.num_blocks
+
+
+def test_a_trainer_generates_in_the_memory_of_activations():
+    with trainer_for(exported("qwen3")) as trainer:
+        usage = trainer.usage
+        made = trainer.generate(prompts(4, 9), num_samples=3, max_new_tokens=5, seed=1)
+        assert [len(samples) for samples in made] == [3, 3]
+        again = trainer.generate(prompts(4, 9), num_samples=2, max_new_tokens=5, seed=1)
+        same([m for samples in again for m in samples], [m for s in made for m in s[:2]])
+        assert trainer.usage.sizes["device"] == usage.sizes["device"]
+        assert trainer.usage.sizes["stack"] <= trainer.plan.usage.sizes["stack"]
+        for prompt, said in (
+            ([], "prompts: one has 0 tokens, there have to be from 1 to 23"),
+            ([5] * 24, "prompts: one has 24 tokens"),
+            ([VOCAB], "prompts: its token 131 is outside"),
+            ([-1], "prompts: -1 is no token"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                trainer.generate([prompt])
+    small = {"batch_size": 1, "seq_len": 4, "recompute_block": True}
+    said = "--batch-size and --seq-len: the activations of a"
+    with trainer_for(exported("qwen3"), **small) as trainer, pytest.raises(ConfigError, match=said):
+        trainer.generate([[5]])
+
+
+def test_passes_take_no_memory_of_the_arena():
+    """On Hopper, too, where products of our own take the place of two."""
+    config = replace(preset("Qwen2.5-0.5B"), num_layers=1, vocab_size=256).validate()
+    table, dev = weight_table(config), PlanDevice(spec_of(find_card("h100")))
+    weights = Weights(dev, table, resident(table, BF16))
+    generator = Generator(dev, config, weights, slots=4, positions=64, blocks=17)
+    before = dev.sizes()["device"]
+    generator.rehearse()
+    assert dev.sizes()["device"] == before
