@@ -404,7 +404,6 @@ def turn_heads(
     table: np.ndarray,
     num_heads: int,
     num_kv_heads: int,
-    first_position: int,
     starts: np.ndarray | None,
     sign: int,
     rotary: int | None = None,
@@ -417,10 +416,10 @@ def turn_heads(
         halves = np.arange(rotary).reshape(2, -1), rotary + np.arange(rest).reshape(2, -1)
         order = np.concatenate(halves, axis=1).reshape(-1)
         heads = np.ascontiguousarray(qkv[:, :, : num_heads + num_kv_heads, order])
-        turn_heads(heads, table, num_heads, num_kv_heads, first_position, starts, sign)
+        turn_heads(heads, table, num_heads, num_kv_heads, starts, sign)
         qkv[:, :, : num_heads + num_kv_heads, order] = heads
         return
-    positions = first_position + np.arange(qkv.shape[1])
+    positions = np.arange(qkv.shape[1])
     # Sequences of the same positions together.
     pieces = [(qkv, positions)]
     if starts is not None:

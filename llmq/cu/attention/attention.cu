@@ -17,9 +17,8 @@
 // Launch   forward: FORWARD_OWN queries a block, grid (tiles, Hq, B). backward: BACKWARD_OWN keys
 //          or queries a block, grid tiles * B * (Hkv + Hq), keys first. Tiles and dynamic shared
 //          memory come from llmq/ops/attention/attention.py. delta: 8 threads a row, grid (blocks, B).
-//          decode: grid (Hq, new positions, B); sinks: T (Hq), a score of each head that gives
-//          attention to nothing, or null. sum_heads: 256 threads, one for each 16-byte vector
-//          of keys and values; d_kv: T (2, Hq, seq_len, HEAD_DIM), for keys and for values.
+//          sum_heads: 256 threads, one for each 16-byte vector of keys and values; d_kv: T
+//          (2, Hq, seq_len, HEAD_DIM), for keys and for values.
 // Cost     forward 2, backward 7 B Hq seq_len^2 HEAD_DIM FLOPs (4 products in blocks that own keys,
 //          3 in those that own queries; with SPLIT_KEYS = 1, where registers do not do for dK and
 //          dV at once, 8 in all); a tile is read by every block that meets it, mostly in L2. Tiles
@@ -173,89 +172,6 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
         BACKWARD(Part::QUERIES, tiles - 1 - tile, query_strip, num_heads);
     }
 #undef BACKWARD
-}
-
-// One query head at one new position: a running softmax over blocks of DECODE_THREADS keys, of the
-// last `window` up to its own. Keys and values from before `position` come from the cache, new ones
-// from qkv, so that no block reads what another one is storing in the cache.
-extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
-    attention_decode(T* __restrict__ out, T* __restrict__ k_cache, T* __restrict__ v_cache,
-                     const T* __restrict__ qkv, int position, int num_new, int max_positions,
-                     int num_heads, int num_kv_heads, int window, float scale,
-                     const T* __restrict__ sinks) {
-    constexpr int COLUMNS = pieces(HEAD_DIM, DECODE_THREADS);  // tid, tid + DECODE_THREADS, ...
-    __shared__ float query[HEAD_DIM], probs[DECODE_THREADS], reduction[32];
-    const int head = blockIdx.x, nth = blockIdx.y, batch = blockIdx.z;
-    const int group = num_heads / num_kv_heads, kv_head = head / group;
-    const int tid = threadIdx.x, keys = position + nth + 1;
-    const i64 new_pitch = (i64)(num_heads + 2 * num_kv_heads) * HEAD_DIM;
-    const i64 cache_pitch = (i64)num_kv_heads * HEAD_DIM;
-    const T* rows = qkv + (i64)batch * num_new * new_pitch;
-    const T* new_k = rows + (num_heads + kv_head) * HEAD_DIM;
-    const T* new_v = new_k + num_kv_heads * HEAD_DIM;
-    const i64 cached = (i64)batch * max_positions * cache_pitch + kv_head * HEAD_DIM;
-
-    for (int d = tid; d < HEAD_DIM; d += DECODE_THREADS) {
-        query[d] = to_f32(rows[nth * new_pitch + head * HEAD_DIM + d]) * scale;
-        if (head % group == 0) {
-            const i64 to = cached + (position + nth) * cache_pitch + d;
-            k_cache[to] = new_k[nth * new_pitch + d];
-            v_cache[to] = new_v[nth * new_pitch + d];
-        }
-    }
-    __syncthreads();
-    // The head's elements; a sink is a key in front of all others, without a value.
-    float top = sinks ? to_f32(sinks[head]) : -INFINITY, total = sinks ? 1.0f : 0.0f;
-    float sum[COLUMNS] = {};
-    for (int first = max(0, keys - window); first < keys; first += DECODE_THREADS) {
-        const int key = first + tid, end = min(DECODE_THREADS, keys - first);
-        float score = -INFINITY;
-        if (key < keys) {
-            const T* k = key < position ? k_cache + cached + key * cache_pitch
-                                        : new_k + (key - position) * new_pitch;
-            score = 0.0f;
-#pragma unroll
-            for (int d = 0; WHOLE_VECTORS && d < HEAD_DIM; d += Vec<T>::N) {
-                const Vec<T> x = load_vec(k + d);
-#pragma unroll
-                for (int i = 0; i < Vec<T>::N; ++i) {
-                    score = fmaf(query[d + i], to_f32(x[i]), score);
-                }
-            }
-            for (int d = 0; !WHOLE_VECTORS && d < HEAD_DIM; ++d) {
-                score = fmaf(query[d], to_f32(k[d]), score);
-            }
-        }
-        const float new_top = fmaxf(top, block_max(score, reduction));
-        const float correction = expf(top - new_top), p = expf(score - new_top);
-        top = new_top;
-        probs[tid] = p;
-        total = fmaf(total, correction, block_sum(p, reduction));  // and probs are there
-#pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) { sum[j] *= correction; }
-        if (tid < HEAD_DIM) {
-#pragma unroll 8 / COLUMNS
-            for (int i = 0; i < end; ++i) {
-                const int at = first + i;
-                const T* v = at < position ? v_cache + cached + at * cache_pitch
-                                           : new_v + (at - position) * new_pitch;
-#pragma unroll
-                for (int j = 0; j < COLUMNS; ++j) {
-                    const int d = min(tid + j * DECODE_THREADS, HEAD_DIM - 1);  // some for nothing
-                    sum[j] = fmaf(probs[i], to_f32(v[d]), sum[j]);
-                }
-            }
-        }
-        __syncthreads();  // before probs are overwritten
-    }
-#pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) {
-        const int d = tid + j * DECODE_THREADS;
-        if (d < HEAD_DIM) {
-            out[(((i64)batch * num_new + nth) * num_heads + head) * HEAD_DIM + d] =
-                from_f32<T>(sum[j] / total);
-        }
-    }
 }
 
 // d_k and d_v of each key/value head from what each of its query heads adds, d_kv.

@@ -8,8 +8,8 @@
 // Data     qkv, d_qkv: T (tokens, Hq + 2 Hkv, HEAD_DIM), value heads last and not changed; table:
 //          F32 (positions, HEAD_DIM / 2, 2), cos and sin. 16-byte aligned. HEAD_DIM and ROTARY are
 //          even, with WIDE = 1 and in the fused kernel multiples of 16.
-//          Token i has position first_position + i % seq_length, less starts[i] with DOCUMENTS = 1:
-//          starts: I32 (tokens), the first position of each one's document; else null.
+//          Token i has position i % seq_length, less starts[i] with DOCUMENTS = 1: starts: I32
+//          (tokens), the first position of each one's document, which may be negative; else null.
 //          abs_max: F32 (1), with ABS_MAX = 1 raised to the largest |d_qkv|, as stored, value heads
 //          included; else not touched, may be null.
 //          fused: out is d_qkv or null. partial: with BIAS = 1 F32 (ceil(tokens / 64), features),
@@ -25,7 +25,7 @@
 //          one before it is worked on; angles stay in registers for block_tiles heads where
 //          HEAD_DIM divides 128, else are read for every head. About 15 (BIAS) to 21 instructions
 //          per element, 3 blocks on an SM (BF16), one barrier per tile.
-// Needs    threads < 2^31. first_position + seq_length rows in the table. fused: fewer than
+// Needs    threads < 2^31. a row of the table for each position. fused: fewer than
 //          2^22 tokens; for FP8 a multiple of 4.
 #include "common.cuh"
 #include "fp8.cuh"
@@ -96,7 +96,7 @@ __device__ __forceinline__ u32 peak_bits(const Piece& piece) { return abs_bits(t
 template <bool BACKWARD, bool VALUES>
 __device__ __forceinline__ u32 rotate(T* qkv, const f32* __restrict__ table, i64 tokens,
                                       i32 seq_length, i32 num_heads, i32 num_kv_heads,
-                                      i32 first_position, const i32* __restrict__ starts) {
+                                      const i32* __restrict__ starts) {
     const u32 heads = num_heads + num_kv_heads, all = heads + num_kv_heads;
     const u32 loaded = VALUES ? all : heads;
     const u32 chunks = (loaded + HEADS_PER_THREAD - 1) / HEADS_PER_THREAD;
@@ -116,7 +116,7 @@ __device__ __forceinline__ u32 rotate(T* qkv, const f32* __restrict__ table, i64
             x2[j] = load_piece(first + head * HEAD_DIM + second);
         }
     }
-    const i64 position = first_position + token % seq_length - (DOCUMENTS ? starts[token] : 0);
+    const i64 position = token % seq_length - (DOCUMENTS ? starts[token] : 0);
     const f32* angles = table + (position * HALF + pair) * 2;
     Angles<N> turn;
     turn.load<BACKWARD>(angles);
@@ -141,16 +141,15 @@ __device__ __forceinline__ u32 rotate(T* qkv, const f32* __restrict__ table, i64
 
 extern "C" __global__ void __launch_bounds__(128)
 rope_forward(T* qkv, const f32* __restrict__ table, i64 tokens, i32 seq_length, i32 num_heads,
-             i32 num_kv_heads, i32 first_position, const i32* __restrict__ starts) {
-    rotate<false, false>(qkv, table, tokens, seq_length, num_heads, num_kv_heads, first_position,
-                         starts);
+             i32 num_kv_heads, const i32* __restrict__ starts) {
+    rotate<false, false>(qkv, table, tokens, seq_length, num_heads, num_kv_heads, starts);
 }
 
 extern "C" __global__ void __launch_bounds__(128)
 rope_backward(T* d_qkv, const f32* __restrict__ table, i64 tokens, i32 seq_length, i32 num_heads,
               i32 num_kv_heads, const i32* __restrict__ starts, f32* abs_max) {
     const u32 largest =
-        rotate<true, ABS_MAX>(d_qkv, table, tokens, seq_length, num_heads, num_kv_heads, 0, starts);
+        rotate<true, ABS_MAX>(d_qkv, table, tokens, seq_length, num_heads, num_kv_heads, starts);
     finish_abs_max<ABS_MAX>(abs_max, largest);
 }
 

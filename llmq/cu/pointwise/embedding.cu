@@ -1,7 +1,7 @@
 // embedding.cu -- token and position embeddings, and gradients without floating-point atomics.
 //
 //   forward             out[i] = weight[tokens[i]] * scale
-//                                + position_weight[first_position + i % seq_len - starts[i]]
+//                                + position_weight[i % seq_len - starts[i]]
 //   sort                order = token indices by (id % buckets, id / buckets), equal ids in order
 //   backward, finish    d_weight[id - first_id] += scale * sum of d_out[i] over the i with
 //                       tokens[i] == id, for ids of its rows but `padding`
@@ -39,12 +39,12 @@ constexpr u32 ALL = 0xFFFFFFFFu;
 extern "C" __global__ void __launch_bounds__(THREADS)
 embedding_forward(T* __restrict__ out, const i32* __restrict__ tokens, const T* __restrict__ weight,
                   const T* __restrict__ position_weight, i64 n, i32 seq_len, i32 C,
-                  i32 first_position, const i32* __restrict__ starts, f32 scale) {
+                  const i32* __restrict__ starts, f32 scale) {
     constexpr int UNROLL = 4;
     const i64 i = (i64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     if (i >= n) { return; }
     const T* const row = weight + (i64)tokens[i] * C;
-    const i64 p = first_position + i % seq_len - (starts ? starts[i] : 0);
+    const i64 p = i % seq_len - (starts ? starts[i] : 0);
     const T* const position = position_weight ? position_weight + p * C : nullptr;
     for (int start = threadIdx.x % 32 * WIDTH; start < C; start += UNROLL * SLICE) {
         Pack<T, WIDTH> x[UNROLL];

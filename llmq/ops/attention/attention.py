@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped key/value heads: training forward and backward, decoding."""
+"""Causal self-attention with grouped key/value heads, forward and backward."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -29,7 +29,6 @@ BACKENDS = ("native", "cudnn")
 MAX_HEAD_DIM = 256
 DELTA_THREADS = 256
 DELTA_LANES = 8  # threads that share a row
-DECODE_THREADS = 128
 SUM_THREADS = 256
 
 _SIZES = "i32 seq_len, i32 num_heads, i32 num_kv_heads"
@@ -57,17 +56,6 @@ BACKWARD = Kernel(
     "attention_backward_tiles",
     f"out T{_QKV} d_qkv, T{_OUT} d_out, {_ROWS} lse, {_ROWS} delta, T{_QKV} qkv, {_SIZES}, {_MASK}",
     **_RULES,
-)
-_CACHE = "T[batch,max_positions,num_kv_heads,Hd]"
-DECODE = Kernel(
-    "attention/attention.cu",
-    "attention_decode",
-    f"out T[batch,num_new,num_heads,Hd] out, inout {_CACHE} k_cache, inout {_CACHE} v_cache, "
-    "T[batch,num_new,num_heads + 2*num_kv_heads,Hd] qkv, i32 position, i32 num_new, "
-    "i32 max_positions, i32 num_heads, i32 num_kv_heads, i32 window, f32 scale, "
-    "T[num_heads]? sinks",
-    where=f"position >= 0, position + num_new <= max_positions, {_RULES['where']}",
-    gpu=_RULES["gpu"],
 )
 SUM_HEADS = Kernel(
     "attention/attention.cu",
@@ -358,47 +346,4 @@ def sum_heads(dev: Device, d_qkv: Tensor, d_kv: Tensor) -> None:
         (d_qkv, d_kv, seq_len, num_heads, num_kv_heads),
         consts=compile_consts(d_qkv.dtype, head_dim),
         cost=BESIDE_ATTENTION,
-    )
-
-
-def decode(
-    dev: Device,
-    out: Tensor,
-    qkv: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    position: int,
-    num_heads: int,
-    num_kv_heads: int,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    *,
-    scale: float | None = None,
-) -> None:
-    """Store the keys and values of n new positions, and attend causally to those so far.
-
-    qkv: rotated already. out: (B,n,Hq,Hd) or (B,n,Hq*Hd). k_cache, v_cache: rows [position,
-    position + n) are written, earlier ones read, later ones untouched. position: number of
-    positions that the cache holds. window: positions that each sees, its own included; None: all so
-    far. sinks: of each head, a score of nothing. scale: factor of scores, rounded to F32; None: 1 /
-    sqrt(Hd).
-
-    Cost:    reads the used part of the cache once per query head; one launch.
-    """
-    op = "attention.decode"
-    batch, num_new, head_dim, max_positions = DECODE.dims(
-        qkv=qkv, k_cache=k_cache, num_heads=num_heads, num_kv_heads=num_kv_heads
-    )
-    out = _heads(op, "out", out, (batch, num_new, num_heads, head_dim))
-    seen = max_positions if window is None else min(window, max_positions)
-    sizes = (position, num_new, max_positions, num_heads, num_kv_heads, seen)
-    scale = _scale(op, scale, head_dim)
-    flops = 4 * batch * num_heads * num_new * min(position + num_new, seen) * head_dim
-    dev.launch(
-        DECODE,
-        (num_heads, num_new, batch),
-        DECODE_THREADS,
-        (out, k_cache, v_cache, qkv, *sizes, scale, sinks),
-        consts=compile_consts(qkv.dtype, head_dim),
-        cost=attention_cost(DECODE, qkv.dtype, flops, (num_new, head_dim, seen)),
     )

@@ -30,8 +30,8 @@ _GPU = f"Hd % 2, Hd <= {MAX_HEAD_DIM}"
 ROPE_FORWARD = Kernel(
     "attention/rope.cu",
     "rope_forward",
-    f"inout {_HEADS} qkv, {_TABLE}, {_SIZES}, i32 first_position, {_STARTS}",
-    where="seq_length + first_position <= P",
+    f"inout {_HEADS} qkv, {_TABLE}, {_SIZES}, {_STARTS}",
+    where="seq_length <= P",
     gpu=_GPU,
 )
 ROPE_BACKWARD = Kernel(
@@ -208,20 +208,20 @@ def forward(
     table: Tensor,
     num_heads: int,
     num_kv_heads: int,
-    first_position: int = 0,
     starts: Tensor | None = None,
     channels: int | None = None,
 ) -> None:
     """Rotate each query and key head in place, pairs (d, d + R/2) as in HF (rotate-half).
 
-    The angles are those of position first_position + t - starts[b, t].
+    The angles are those of position t - starts[b, t].
 
-    table: make_table. starts: where each token's document starts, 0 <= starts <= t; None: 0.
+    table: make_table. starts: where each token's document starts, at most t, and negative for one
+    that began before these tokens, as far as the table goes; None: 0.
     channels: R, of the first channels of a head, which alone are rotated; None: all. The others
     come in pairs too, of which the table has the angles 0, last. Value heads stay.
     """
     B, T, head_dim = ROPE_FORWARD.dims(qkv=qkv)
-    args = (qkv, table, B * T, T, num_heads, num_kv_heads, first_position, starts)
+    args = (qkv, table, B * T, T, num_heads, num_kv_heads, starts)
     consts = _consts("rope.forward", head_dim, starts, channels) | abs_max_consts(None)
     _launch(dev, ROPE_FORWARD, num_heads + num_kv_heads, args, consts)
 

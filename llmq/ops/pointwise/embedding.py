@@ -20,9 +20,9 @@ FORWARD = Kernel(
     "pointwise/embedding.cu",
     "embedding_forward",
     "out T[batch,seq_len,C] out, i32[batch,seq_len] tokens, T[vocab,C] weight, "
-    "T[positions,C]? position_weight, i64 n, i32 seq_len, i32 C, i32 first_position, "
+    "T[positions,C]? position_weight, i64 n, i32 seq_len, i32 C, "
     "i32[batch,seq_len]? starts, f32 scale",
-    where="first_position >= 0, first_position + seq_len <= positions",
+    where="seq_len <= positions",
     gpu="C % 8",
 )
 SORT = Kernel(
@@ -73,14 +73,14 @@ def forward(
     tokens: Tensor,
     weight: Tensor,
     position_weight: Tensor | None,
-    first_position: int = 0,
     scale: float = 1.0,
     starts: Tensor | None = None,
 ) -> None:
     """out[b, t] = X(weight[tokens[b, t]] * scale) (+ position_weight[p]).
 
-    p = first_position + t - starts[b, t]. scale: rounded to out's dtype. starts: where each token's
-    document starts; None: 0. Ids, which are not checked, are less than weight's rows.
+    p = t - starts[b, t]. scale: rounded to out's dtype. starts: where each token's document starts,
+    negative for one that began before these tokens; None: 0. Ids, which are not checked, are less
+    than weight's rows.
     """
     B, T, C = FORWARD.dims(out=out)
     scale = _rounded(scale, out)
@@ -88,7 +88,7 @@ def forward(
         FORWARD,
         ceil_div(B * T, THREADS // 32),
         THREADS,
-        (out, tokens, weight, position_weight, B * T, T, C, first_position, starts, scale),
+        (out, tokens, weight, position_weight, B * T, T, C, starts, scale),
     )
 
 

@@ -178,31 +178,3 @@ def attention_sum_heads(d_qkv, d_kv, seq_len, num_heads, num_kv_heads):
     for head in range(1, each.shape[1]):
         total += each[:, head]
     d_qkv[0, :, num_heads:] = total.transpose(1, 0, 2)
-
-
-def attention_decode(
-    out, k_cache, v_cache, qkv, position, num_new, max_positions, num_heads, num_kv_heads, window,
-    scale, sinks=None,
-):  # fmt: skip
-    """Attention of num_new positions to `window` keys up to their own, through a cache. out: (B, n,
-    Hq, Hd); k_cache, v_cache: (B, P, Hkv, Hd), rows [position, position + n) are written, earlier
-    rows are read; qkv: (B, n, Hq + 2 Hkv, Hd). sinks: (Hq,), a score of each head that gives
-    attention to nothing, or None."""
-    q, k, v = np.split(qkv, (num_heads, num_heads + num_kv_heads), axis=2)
-    end = position + num_new
-    seen = slice(max(0, position - window + 1), end)
-    k_cache[:, position:end], v_cache[:, position:end] = k, v
-    queries = _stack(compute(q), num_kv_heads, 0)[..., :-1]
-    queries *= scale
-    scores = queries @ compute(k_cache[:, seen]).transpose(0, 2, 3, 1)
-    _mask(scores, num_new, window)
-    top = scores.max(axis=-1, keepdims=True)
-    scores -= top
-    np.exp(scores, out=scores)
-    total = scores.sum(axis=-1, keepdims=True)
-    if sinks is not None:
-        of_rows = np.repeat(compute(sinks), num_new).reshape(1, num_kv_heads, -1, 1)
-        with np.errstate(over="ignore"):
-            total += np.exp(of_rows - top)
-    scores /= total
-    out[...] = _unstack(scores @ compute(v_cache[:, seen]).transpose(0, 2, 1, 3), num_new)

@@ -28,11 +28,11 @@ TILE_ROWS = 64  # of one partial sum
 
 
 def rope_forward(
-    qkv, table, tokens, seq_length, num_heads, num_kv_heads, first_position, starts=None, *,
+    qkv, table, tokens, seq_length, num_heads, num_kv_heads, starts=None, *,
     rotary=None,
 ):  # fmt: skip
     """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the pairs (d, d + rotary/2), in place."""
-    turn_heads(qkv, table, num_heads, num_kv_heads, first_position, starts, 1, rotary)
+    turn_heads(qkv, table, num_heads, num_kv_heads, starts, 1, rotary)
 
 
 def rope_backward(
@@ -40,7 +40,7 @@ def rope_backward(
     rotary=None,
 ):  # fmt: skip
     """The rotation by the opposite angles, in place."""
-    turn_heads(d_qkv, table, num_heads, num_kv_heads, 0, starts, -1, rotary)
+    turn_heads(d_qkv, table, num_heads, num_kv_heads, starts, -1, rotary)
     update_abs_max(abs_max, d_qkv)
 
 

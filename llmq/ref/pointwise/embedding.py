@@ -23,15 +23,13 @@ CASES = {
 }
 
 
-def embedding_forward(
-    out, tokens, weight, position_weight, n, seq_len, C, first_position, starts, scale=1.0
-):
+def embedding_forward(out, tokens, weight, position_weight, n, seq_len, C, starts, scale=1.0):
     np.take(weight, tokens, axis=0, out=out, mode="clip")
     if scale != 1:
         wide = compute(out)
         np.multiply(wide, wide.dtype.type(scale), out=out, casting="same_kind")
     if position_weight is not None:
-        positions = first_position + np.arange(seq_len)
+        positions = np.arange(seq_len)
         if starts is not None:
             positions = positions - starts
         rows = compute(position_weight[positions])

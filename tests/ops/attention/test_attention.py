@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32, I32
-from llmq.ops.attention import attention, attention_gate
+from llmq.ops.attention import attention
 from llmq.ops.pointwise import elementwise
 from llmq.ref.attention.attention import CASES
 from llmq.runtime import cuda_device, tuning
@@ -392,43 +392,6 @@ def test_sums_over_heads(dev, rng, case, dtype):
     assert got[:, :, :heads].tobytes() == d_qkv[:, :, :heads].tobytes()
 
 
-@pytest.mark.parametrize("head_dim", [6, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("window", [None, 5, 131])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_decode(dev, rng, dtype, window, head_dim):
-    """A prompt longer than the kernel's block of keys, then single positions."""
-    batch, seq_len, heads, kv_heads, _ = case = (2, 133, 2, 1, head_dim)
-    qkv, _ = _arrays(rng, case, dtype)
-    scale = None if window is None else 1.25 * head_dim**-0.5  # scores as large as usual
-    want, lse = _forward(host_device(), qkv, heads, kv_heads, window=window, scale=scale)
-    sinks = None
-    if head_dim == 64:
-        sinks = np.array([0.25, 40], dtype.numpy)
-        arrays = {"out": want, "lse": np.empty_like(lse), "without": lse, "sinks": sinks}
-        want = run(host_device(), attention_gate.sinks_forward, arrays)["out"]
-    caches = [np.full((batch, 140, kv_heads, head_dim), np.nan, dtype.numpy) for _ in "kv"]
-    position = 0
-    for n in (130, 1, 2):
-        piece = slice(position, position + n)
-        arrays = {
-            "out": np.full((batch, n, heads * head_dim), np.nan, dtype.numpy),
-            "qkv": qkv[:, piece],
-            "k_cache": caches[0],
-            "v_cache": caches[1],
-            "sinks": sinks,
-        }
-        sizes = {"position": position, "num_heads": heads, "num_kv_heads": kv_heads}
-        sizes |= {"window": window, "scale": scale}
-        got = run(dev, partial(attention.decode, **sizes), arrays)
-        caches = [got["k_cache"], got["v_cache"]]
-        _compare(got["out"], want[:, piece].reshape(got["out"].shape), dtype)
-        position += n
-    keys = qkv[:, :, heads : heads + kv_heads]
-    np.testing.assert_array_equal(caches[0][:, :seq_len], keys)
-    np.testing.assert_array_equal(caches[1][:, :seq_len], qkv[:, :, heads + kv_heads :])
-    assert np.isnan(caches[0][:, seq_len:].astype(np.float32)).all()
-
-
 @pytest.mark.parametrize("head_dim", (2, 129, *range(16, 257, 16)))
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_tiles_fit(dtype, head_dim):
@@ -543,11 +506,6 @@ def test_wrong_arguments():
     )
     single = _plan(dtype=F32)[1]
     backward(TypeError, "the cudnn backend needs BF16", arguments=single, backend="cudnn")
-    caches = {"out": tensors["out"], "qkv": tensors["qkv"]}
-    caches |= {name: make((2, 16, 2, 64), BF16) for name in ("k_cache", "v_cache")}
-    decode = partial(refuse, call=attention.decode, arguments=caches)
-    decode(ValueError, r"position \+ num_new must be at most 16, got 17", position=9)
-    decode(ValueError, "v_cache must have shape", position=0, v_cache=make((2, 15, 2, 64), BF16))
 
 
 @pytest.mark.gpu

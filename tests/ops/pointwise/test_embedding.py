@@ -42,10 +42,11 @@ def test_forward(dev, rng, B, T, C, V, dtype, positions):
         "tokens": _tokens(rng, "uniform", B * T, V).reshape(B, T),
         "weight": rng.normal(size=(V, C)).astype(dtype.numpy),
         "position_weight": table if positions else None,
+        "starts": np.full((B, T), -3, np.int32) if positions else None,
     }
 
     def call(dev, **tensors):
-        embedding.forward(dev, **tensors, first_position=3 if positions else 0)
+        embedding.forward(dev, **tensors)
 
     want = run(host_device(), call, arrays)["out"]
     assert np.isfinite(want.astype(np.float32)).all()
@@ -242,15 +243,15 @@ def test_wrong_arguments():
         return dev.alloc("x", shape, dtype, "Gradients")
 
     x, tokens, scalars = make((2, 3, 8), BF16), make((2, 3), I32), make((16,), I32)
-    weight, table = make((9, 8), BF16), make((4, 8), BF16)
+    weight = make((9, 8), BF16)
     with pytest.raises(TypeError, match=r"embedding.forward: out must be F32, got BF16"):
         embedding.forward(dev, x, tokens, make((9, 8), F32), None)
     with pytest.raises(ValueError, match=r"embedding.forward: tokens must have shape \(2, 3\)"):
         embedding.forward(dev, x, make((6,), I32), weight, None)
     with pytest.raises(ValueError, match=r"out must have shape \(batch, seq_len, C\)"):
         embedding.forward(dev, make((6, 8), BF16), tokens, weight, None)
-    with pytest.raises(ValueError, match=r"first_position \+ seq_len must be at most 4, got 5"):
-        embedding.forward(dev, x, tokens, weight, table, first_position=2)
+    with pytest.raises(ValueError, match=r"seq_len must be at most 2, got 3"):
+        embedding.forward(dev, x, tokens, weight, make((2, 8), BF16))
     with pytest.raises(ValueError, match=r"embedding.backward: d_weight must accumulate"):
         embedding.backward(dev, Accumulator(weight, False, scalars, 0), x, tokens)
     with pytest.raises(TypeError, match=r"embedding.backward: d_weight must be F32 or BF16"):

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from llmq.ref.attention import attention as ref
-from llmq.ref.attention.attention_gate import attention_sinks_forward
 
 SMALL = {name: case for name, case in ref.CASES.items() if not name.startswith("qwen")}
 CUT_BATCH = (2, 512, 8, 1, 8)  # too many scores for one block of the reference
@@ -121,31 +120,6 @@ def test_large_scores_do_not_overflow(rng):
     assert lse.max() > 200  # beyond exp's range in F32
     assert np.isfinite(out).all()
     assert np.isfinite(_backward(qkv, d_out, 2, 1)).all()
-
-
-@pytest.mark.parametrize("window", [None, 1, 5, 12])
-def test_decoding_in_pieces_equals_the_forward(rng, window):
-    batch, seq_len, heads, kv_heads, head_dim = case = (2, 23, 4, 2, 64)
-    qkv, _ = _inputs(rng, case)
-    scale = 0.3 if window == 12 else head_dim**-0.5
-    want, without = _forward(qkv, heads, kv_heads, window=window, scale=scale)
-    sinks = np.array([0.5, -1, 200, 3], np.float32) if window == 5 else None
-    if sinks is not None:
-        sizes = (batch, seq_len, heads)
-        attention_sinks_forward(want, without.copy(), without, sinks, *sizes, head_dim=head_dim)
-    k_cache, v_cache = (np.full((batch, 32, kv_heads, head_dim), np.nan, np.float32) for _ in "kv")
-    position = 0
-    for n in (9, 1, 1, 12):
-        piece = slice(position, position + n)
-        out = np.full((batch, n, heads, head_dim), np.nan, np.float32)
-        sizes = (position, n, 32, heads, kv_heads, window or 32, scale, sinks)
-        ref.attention_decode(out, k_cache, v_cache, qkv[:, piece], *sizes)
-        # Another order of the same F32 sums.
-        np.testing.assert_allclose(out, want[:, piece], rtol=1e-5, atol=1e-6)
-        position += n
-    np.testing.assert_array_equal(k_cache[:, :seq_len], qkv[:, :, heads : heads + kv_heads])
-    np.testing.assert_array_equal(v_cache[:, :seq_len], qkv[:, :, heads + kv_heads :])
-    assert np.isnan(k_cache[:, seq_len:]).all()
 
 
 def test_parts_of_heads_and_their_sum_are_the_whole(rng):

@@ -89,7 +89,8 @@ def test_forward_equals_transformers(rng, dtype, first_position):
     table = make_table(16, Hd, 1e4, None)
     before = rng.normal(size=(B, T, Hq + 2 * Hkv, Hd)).astype(dtype)
     qkv = before.copy()
-    ref.rope_forward(qkv, table, B * T, T, Hq, Hkv, first_position)
+    starts = np.full((B, T), -first_position, np.int32)
+    ref.rope_forward(qkv, table, B * T, T, Hq, Hkv, starts)
 
     wide = before.astype(np.float64 if dtype == np.float64 else np.float32)
     q, k, _ = torch.tensor(wide).transpose(1, 2).split([Hq, Hkv, Hkv], dim=1)

@@ -28,9 +28,10 @@ def test_lookup_equals_torch(first_position):
     weight, positions = rng.normal(size=(V, C)), rng.normal(size=(P, C))
     want = torch.nn.functional.embedding(torch.tensor(tokens), torch.tensor(weight)).numpy()
     out = np.full((B, T, C), np.nan)
-    ref.embedding_forward(out, tokens, weight, None, B * T, T, C, 0, None)
+    ref.embedding_forward(out, tokens, weight, None, B * T, T, C, None)
     np.testing.assert_array_equal(out, want)
-    ref.embedding_forward(out, tokens, weight, positions, B * T, T, C, first_position, None)
+    starts = np.full((B, T), -first_position, np.int32)
+    ref.embedding_forward(out, tokens, weight, positions, B * T, T, C, starts)
     np.testing.assert_array_equal(out, want + positions[first_position : first_position + T])
 
 
