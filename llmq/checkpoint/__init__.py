@@ -1,5 +1,5 @@
 """Checkpoints, and model directories in Hugging Face's format.
 
-Imports everything below: base to model.
+This room may import all rooms below: base to model.
 Start with `checkpoint.py` and `hf.py`.
 """

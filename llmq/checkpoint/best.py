@@ -22,8 +22,8 @@ _HIGHER = ("acc", "acc_norm")  # metrics of which more is better
 
 class Measurement(NamedTuple):
     """A metric's value. kind: the evaluation data in words, with number of items and sequence
-    length; only values of one kind are compared. final: True for the evaluation at the end of a
-    run, which takes all data."""
+    length; only values of one kind are compared. final: True for the evaluation of all data at the
+    end of a run."""
 
     value: float
     kind: str
@@ -63,8 +63,8 @@ class Best:
         patience: int = 0,
         world: World = World(),
     ):
-        """metrics: names of all metrics of the run. world: of the run. ConfigError if `metric` is
-        none of these."""
+        """metrics: names of all metrics of the run. world: the processes of the run. ConfigError if
+        `metric` is not in `metrics`."""
         if metric is not None and metric not in metrics:
             names = ", ".join(metrics) or "none: give --eval-file or --eval-task"
             of_loss = ", as --stop-after needs" * (patience > 0 and metric == "loss")
@@ -87,8 +87,8 @@ class Best:
     # -- measurements ----------------------------------------------------------------------------
 
     def begins_anew(self, measured: Measured) -> str | None:
-        """One line that says why the search begins anew: the metric has another kind now. None
-        where the search goes on."""
+        """One line for the log if the metric has another kind now, so that the search begins anew;
+        None if the search goes on."""
         now = measured.get(self.metric)
         if now is None or now.final or self.known is None or now.kind == self.known.kind:
             return None
@@ -99,11 +99,11 @@ class Best:
 
     def take(self, step: int, measured: Measured) -> bool:
         """Count the measurement of a step, once. True for a gain, which becomes `proposed`: then
-        call `accept` when its checkpoint is complete, or `drop`."""
-        found = measured.get(self.metric)
-        if found is None:
+        call `accept` when the checkpoint of the step is complete, or `drop`."""
+        measurement = measured.get(self.metric)
+        if measurement is None:
             return False
-        known, (value, kind, final) = self.known, found
+        known, (value, kind, final) = self.known, measurement
         same = known is not None and kind == known.kind
         if math.isfinite(value) and (
             known is None or (self._is_better(value) if same else not final)
@@ -129,7 +129,7 @@ class Best:
         self.known, self.proposed = self.proposed, None
         self._write_note(run)
 
-    # -- what is written -------------------------------------------------------------------------
+    # -- record and note -------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """The best and the count of stale measurements as JSON, for the record of a checkpoint."""
@@ -150,11 +150,12 @@ class Best:
         `steps_done` does not count. All processes call this method. DiskError as in `accept`."""
         if self.metric is None:
             return
-        where = (self.directory, run)
-        note, there = self._world.on_first(lambda: (_noted(*where), own_checkpoints(*where)))
+        note, on_disk = self._world.on_first(
+            lambda: (_noted(self.directory, run), own_checkpoints(self.directory, run))
+        )
         noted = _best_value(note) if note.get("metric") == self.metric else None
-        best = _newest([self.known, noted], [step for step in there if step <= steps_done])
-        if best is None or best != self.known:  # then the count is not that of this best
+        best = _newest([self.known, noted], [step for step in on_disk if step <= steps_done])
+        if best is None or best != self.known:  # the loaded count belongs to another best
             self.stale, self._at = 0, self._at if best is None else best.step
         self.known = best
         if best != noted:
@@ -194,15 +195,15 @@ class EarlyStopping(Callback):
 
 
 def recorded_best(
-    document: dict[str, Any], directory: Path, there: Collection[int]
+    document: dict[str, Any], directory: Path, steps: Collection[int]
 ) -> BestValue | None:
-    """The best of a run: of the newest of its checkpoints' manifest and of the note beside it. None
-    without --keep-best. there: steps of the run's checkpoints."""
+    """The best of a run, by its newest manifest (`document`) and the note in `directory`; None
+    without --keep-best. steps: steps of the run's checkpoints on disk."""
     metric = document["options"].get("keep_best")
     recorded = document["run"]["state"].get("history", {}).get("best")
     records = [recorded, _noted(directory, RunId.of(document["run"]))]
     known = [r for r in records if isinstance(r, dict) and r.get("metric") == metric]
-    return _newest([_best_value(record) for record in known], there) if metric else None
+    return _newest([_best_value(record) for record in known], steps) if metric else None
 
 
 def _noted(directory: Path, run: RunId) -> dict[str, Any]:
@@ -213,18 +214,18 @@ def _noted(directory: Path, run: RunId) -> dict[str, Any]:
 
 def _best_value(record: dict[str, Any]) -> BestValue | None:
     """The best in a note or a checkpoint's record; None if a field is missing or not finite."""
-    found = values_of(record, step=int, value=float, kind=str)
-    return BestValue(*found) if found is not None and math.isfinite(found[1]) else None
+    fields = values_of(record, step=int, value=float, kind=str)
+    return BestValue(*fields) if fields is not None and math.isfinite(fields[1]) else None
 
 
-def _newest(found: list[BestValue | None], there: Collection[int]) -> BestValue | None:
-    """The newest of the bests whose checkpoints are on disk."""
-    bests = [best for best in found if best is not None and best.step in there]
-    return max(bests, key=lambda best: best.step, default=None)
+def _newest(bests: list[BestValue | None], steps: Collection[int]) -> BestValue | None:
+    """The newest best whose checkpoint is on disk; None without one. steps: those on disk."""
+    saved = [best for best in bests if best is not None and best.step in steps]
+    return max(saved, key=lambda best: best.step, default=None)
 
 
 def note_is_damaged(directory: Path) -> bool:
-    """True if best.json exists but is no note of a best checkpoint."""
+    """True if best.json exists but cannot be read as the note of a best checkpoint."""
     path = directory / NOTE
     if not path.is_file():
         return os.path.lexists(path)
@@ -233,6 +234,7 @@ def note_is_damaged(directory: Path) -> bool:
 
 
 def best_owner(directory: Path) -> RunId | None:
+    """The run that wrote best.json; None without a readable note."""
     return _owner(json_object(directory / NOTE))
 
 

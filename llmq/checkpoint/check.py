@@ -1,6 +1,6 @@
-"""`llmq check`: whether files are what they were when they were written. Checkpoints, token files
-with a `.sums` file and exported weights are compared with checksums, of others what can be told
-without."""
+"""`llmq check`: find files that have changed since they were written. Checkpoints, token files with
+a `.sums` file and exported weights are compared with checksums. Other files are checked for their
+header, their length and valid values."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -33,20 +33,20 @@ from llmq.text.token_shards import Tokenized, token_files
 _BLOCK = 1 << 22  # tokens that are read at once
 
 Check = Callable[[Path], str]
-"""A few words on what is right of a path. LlmqError says what is wrong."""
+"""Check a path; return a phrase with the findings. LlmqError if the path is damaged."""
 
 
 class Checkable(NamedTuple):
-    """Something that can be checked on its own."""
+    """A file or a folder, and the function that checks it."""
 
     path: Path
     check: Check
 
 
 def run_check(names: Sequence[str], *, trained: bool = False) -> None:
-    """Print a line for each thing that the names stand for; LlmqError if any of them is damaged.
-    trained: of checkpoints, print instead which trained tensors have not moved. names: token files,
-    `.docs` files, safetensors files, checkpoints, models, folders of these, or patterns."""
+    """Print one line for each file or folder that the names stand for; LlmqError if one is damaged.
+    names: token files, `.docs` files, safetensors files, checkpoints, models, folders of these, or
+    patterns. trained: print the trained tensors of checkpoints that have not moved, instead."""
     damaged, count = [], 0
     for name in names:
         try:
@@ -111,28 +111,28 @@ def _token_file(path: Path) -> str:
         ids = file.read_tokens(start, min(_BLOCK, file.num_tokens - start))
         bad = ids.view(np.uint32) >= limit
         if bad.any():
-            at = int(bad.argmax())
+            index = int(bad.argmax())
             raise LlmqError(
-                f"'{path}' has token id {ids[at]} at position {start + at}, outside its vocabulary "
-                f"of {limit}: tokenize the data again"
+                f"'{path}' has token id {ids[index]} at position {start + index}, outside its "
+                f"vocabulary of {limit}: tokenize the data again"
             )
         file.read_mask(start, len(ids))
     file.close()
-    said = [f"{file.num_tokens} tokens"]
+    findings = [f"{file.num_tokens} tokens"]
     if SHARD_NAME.fullmatch(path.name) and (path.parent / MANIFEST).exists():
         Tokenized.read(path.parent).check_file(file)
     promised = file.checksums is not None and file.checksums.has_documents
     if promised or documents_path(path).exists():
-        said.append(f"{len(DocumentIndex.read(path))} documents")
+        findings.append(f"{len(DocumentIndex.read(path))} documents")
     agree = f"checksums of '{checksums_path(path).name}' agree"
-    said.append("no checksums" if file.checksums is None else agree)
-    return ", ".join(said)
+    findings.append("no checksums" if file.checksums is None else agree)
+    return ", ".join(findings)
 
 
 def _tokenized(path: Path) -> str:
-    made = Tokenized.read(path)
-    made.check()
-    return "complete" if made.complete else "unfinished: the same tokenize command goes on"
+    tokenized = Tokenized.read(path)
+    tokenized.check()
+    return "complete" if tokenized.complete else "unfinished: the same tokenize command goes on"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def _checkpoint(path: Path) -> str:
 
 
 def _trained(path: Path) -> str:
-    """The tensors of a checkpoint that are as at the start of its run, each in a line."""
+    """The tensors of a checkpoint that training has not moved, one a line."""
     if not is_complete(path):
         raise LlmqError(f"--trained: '{path}' is no checkpoint, and only these know what has moved")
     with CheckpointReader(path) as reader:
@@ -164,7 +164,7 @@ def _trained(path: Path) -> str:
             return False
 
         def still(param: Param, moments: Iterable[Moment]) -> str | None:
-            """The name of a tensor that has not moved, or of which some experts have not."""
+            """The name of a tensor that has not moved, with the experts if some have moved."""
             parts = param.shape[0] if len(param.shape) > 2 else 1
             idle = [i for i in range(parts) if not moved(param, moments, i, parts)]
             if 0 < len(idle) < parts:
@@ -199,7 +199,7 @@ def _adapter(path: Path) -> str:
 
 
 def _sums(directory: Path) -> str:
-    """The findings on the SHA-256 that an export's run has noted."""
+    """Compare files with the SHA-256 in an export's llmq.json; return a phrase for the user."""
     recorded = recorded_sums(directory)
     for name, digest in recorded.items():
         if (directory / name).exists():

@@ -1,16 +1,16 @@
-"""Checkpoints: everything a run needs to go on, in a directory that does not depend on the ranks.
+"""Checkpoints: all state that a run needs to continue, on any number of ranks.
 
     step_00000100/
         weights.shard_000_of_002.safetensors    master weights, one file per rank
-        adam.m.shard_… adam.v.shard_…           moments of the update rule, here of AdamW
-        adam.m.scales.shard_… adam.v.scales…    of 8-bit moments
+        adam.m.shard_… adam.v.shard_…           moments of the update rule, here AdamW
+        adam.m.scales.shard_… adam.v.scales…    scales of 8-bit moments
         tokenizer.shard_000_of_001.safetensors  the tokenizer's files, each as bytes
-        checkpoint.json                         the rest, with sizes and SHA-256 of those files
+        checkpoint.json                         the manifest, with sizes and SHA-256 of all files
 
-Each rank stores ranges [start, stop) of the values of parameters, wherever its shard happens to
-begin and end, so that any number of ranks can read them. A range that is the whole parameter keeps
-its shape. Padding is not stored and reads as zero. Scales are values of a parameter as well, flat:
-one for each 128 of its elements. Until it is complete the directory is called step_00000100.tmp.
+Each rank stores ranges [start, stop) of the values of parameters, as its shard begins and ends.
+Readers join ranges, so the number of ranks may change. A range that is the whole parameter keeps
+the parameter's shape. Padding is not stored and reads as zero. Scales are stored flat, one for each
+128 elements of a parameter. The directory is called step_00000100.tmp until all files are there.
 """
 
 import json
@@ -56,15 +56,16 @@ from llmq.state.rules import AVERAGE, rule_saved
 from llmq.state.rules.rule import ROWS, SCALES, UpdateRule
 from llmq.text.tokenizer import is_tokenizer_file, leaves_folder, tokenizer_names
 
-TOKENIZER = "tokenizer"  # the group of files that rank 0 writes alone
+TOKENIZER = "tokenizer"  # a group with one file, written by rank 0
 
 
 def required_groups(rule: type[UpdateRule]) -> tuple[str, ...]:
-    """The groups that every checkpoint of a rule has: weights, and moments."""
+    """Groups in every checkpoint of an update rule: the weights and the rule's moments."""
     return ("weights", *(moment.group for moment in rule.moments))
 
 
 def _keeps(rule: type[UpdateRule], group: str, slab: Slab) -> bool:
+    """True unless the group is a moment that the rule does not keep for this slab."""
     name = group.removesuffix(SCALES)
     lacks = set(rule.moments) - set(rule.moments_of(slab))
     return name not in {moment.group for moment in lacks}
@@ -85,9 +86,9 @@ class FileEntry(NamedTuple):
 
 
 def slab_ranges(group: str, slab: Slab, start: int, stop: int) -> list[Range]:
-    """The ranges of a group that belong to elements [start, stop) of a slab, gaps left out.
+    """Ranges of a group for elements [start, stop) of a slab, without gaps between parameters.
 
-    Where the group is one of scales, start and stop are multiples of SCALE_BLOCK.
+    start and stop are multiples of SCALE_BLOCK if the group holds scales.
     """
     block, ranges = elements_per_value(group), []
     for param in slab.params:
@@ -98,12 +99,13 @@ def slab_ranges(group: str, slab: Slab, start: int, stop: int) -> list[Range]:
 
 
 def padded_size(group: str, param: Param) -> int:
-    """Values that a group has of a parameter, padding included."""
+    """Number of values of a parameter in a group, padding included."""
     return -(-param.size // elements_per_value(group))
 
 
 def elements_per_value(group: str) -> int:
-    """How many neighbours in a slab share one value of a group. Parameters begin at multiples."""
+    """Number of adjacent slab elements that share one value of a group, 1 or SCALE_BLOCK; offsets
+    of parameters are multiples of this number."""
     return SCALE_BLOCK if group.endswith(SCALES) else 1
 
 
@@ -113,7 +115,7 @@ def _stored_shape(group: str, param: Param) -> tuple[int, ...]:
 
 
 def stored_values(group: str, param: Param) -> int:
-    """Values that a checkpoint has of a parameter, without padding."""
+    """Number of values of a parameter in a checkpoint, without padding."""
     return prod(_stored_shape(group, param))
 
 
@@ -122,9 +124,11 @@ def stored_values(group: str, param: Param) -> int:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint; each rank has its own writer, and calls `write` once per group. Then
-    rank 0 calls `commit` with the entries of all; before that nothing under the final name changes.
-    path: of the checkpoint; temporary: until it is complete."""
+    """Writes one checkpoint. Each rank has its own writer and calls `write` once per group; then
+    rank 0 calls `commit` with the entries of all ranks. Only `commit` changes the final name.
+
+    path: the final directory. temporary: the directory until `commit`.
+    """
 
     def __init__(self, directory: Path, step: int, rank: int = 0, world: int = 1) -> None:
         self.path = checkpoint_path(directory, step)
@@ -132,7 +136,7 @@ class CheckpointWriter:
         self.temporary = unfinished(directory, step)
         with disk_errors(self.temporary):
             make_directory(directory)
-            check_own(self.temporary)  # what is there would be deleted
+            check_own(self.temporary)  # `commit` deletes unknown files in this directory
             self.temporary.mkdir(exist_ok=True)
         with disk_errors(self.path):
             check_own(self.path)
@@ -144,12 +148,12 @@ class CheckpointWriter:
         ranges: Sequence[Range],
         read: Callable[[Param, int, int], np.ndarray],
     ) -> FileEntry:
-        """Write this rank's file of a group, one of required_groups, or of scales.
+        """Write this rank's file of a group, one of required_groups or a group of scales.
 
-        ranges: each parameter at most once. read(param, start, stop): these values, (stop - start,)
-        of dtype, valid until the next call; called once per range, in order. Threads may write
-        several groups at once. DiskError: then somebody calls `discard`, when no rank writes any
-        more.
+        ranges: each parameter at most once. read(param, start, stop) returns the values, dtype
+        (stop - start,), valid until the next call; called once per range, in order. Threads may
+        write several groups at once. DiskError if the disk is full or fails: the caller then calls
+        `discard` as soon as no rank is writing.
         """
         pieces = []
         for param, start, stop in ranges:
@@ -174,9 +178,9 @@ class CheckpointWriter:
         return FileEntry(name, group, self.rank, *written)
 
     def commit(self, manifest: Manifest, entries: Iterable[FileEntry]) -> Path:
-        """Make the checkpoint visible, in place of one of the same step; returns its path.
+        """Rename the checkpoint to its final name, replacing one of the same step; return the path.
 
-        entries: what every `write` returned, of every rank. Rank 0 only. Raises like `write`.
+        entries: the return values of `write` of all ranks. Rank 0 only. Raises like `write`.
         """
         try:
             entries = [*entries, *self._write_tokenizer(manifest.tokenizer)]
@@ -184,7 +188,7 @@ class CheckpointWriter:
             names = {entry["name"] for entry in document["files"]}
             with disk_errors(self.temporary):
                 for path in self.temporary.iterdir():
-                    if path.name not in names:  # of a killed run, perhaps with other ranks
+                    if path.name not in names:  # left by a killed run, maybe with more ranks
                         path.unlink()
             write_file(self.temporary / MANIFEST, json.dumps(document, indent=2) + "\n")
             with disk_errors(self.path):
@@ -195,19 +199,19 @@ class CheckpointWriter:
         return self.path
 
     def _write_tokenizer(self, tokenizer: str | None) -> list[FileEntry]:
-        """Write the tokenizer's files, so that an export needs no other folder. A file that cannot
-        be read is left out: a checkpoint is worth more."""
+        """Write the tokenizer's files, so that an export needs no other folder. Files that cannot
+        be read are left out, because the checkpoint matters more."""
         if tokenizer in (None, "bytes"):
             return []
-        found = {}
+        files = {}
         for path in (Path(tokenizer) / name for name in tokenizer_names(Path(tokenizer))):
             with suppress(OSError, ConfigError), open_file(path) as file:
                 if not leaves_folder(path):
                     name = path.relative_to(tokenizer).as_posix()
-                    found[name] = np.frombuffer(file.readall(), np.uint8)
-        if not found:
+                    files[name] = np.frombuffer(file.readall(), np.uint8)
+        if not files:
             return []
-        specs, arrays = [TensorSpec(n, U8, a.shape) for n, a in found.items()], [*found.values()]
+        specs, arrays = [TensorSpec(n, U8, a.shape) for n, a in files.items()], [*files.values()]
         name = f"{TOKENIZER}.shard_000_of_001.safetensors"
         with replacing(self.temporary / name) as file:
             written = write_safetensors(file, specs, arrays, {"group": TOKENIZER})
@@ -234,7 +238,7 @@ class CheckpointWriter:
         return document | {"sha256": digest_of(document)}
 
     def discard(self) -> None:
-        """Give up: remove what was written by any rank."""
+        """Remove the unfinished checkpoint with the files of all ranks."""
         discard(self.path.parent, self.step)
 
 
@@ -256,14 +260,15 @@ def _model_of(saved: dict[str, Any]) -> ModelConfig:
 
 
 class CheckpointReader(Closing):
-    """A verified checkpoint. All ranks of a process share one reader.
+    """A checkpoint whose checksums have been verified. All ranks of a process share one reader.
 
-    path; step; world_size: ranks that wrote it; manifest; rule: whose moments it has.
+    path, step, manifest: of the checkpoint. world_size: number of ranks that wrote the checkpoint.
+    rule: update rule of the stored moments.
     """
 
     def __init__(self, path: Path, world: World = World()) -> None:
-        """Check every file's size and checksum; LlmqError names the damaged file. world: whose
-        processes all call this, and each check a share of the files."""
+        """Check size and checksum of every file; LlmqError names the damaged file. world: all its
+        processes call this constructor, and each checks a share of the files."""
         problem = problem_of(path, world)
         if problem is not None:
             raise LlmqError(problem)
@@ -308,8 +313,11 @@ class CheckpointReader(Closing):
         return set(self._pieces)
 
     def check(self, table: tuple[Slab, ...], trained: Collection[str] | None = None) -> None:
-        """LlmqError unless every group holds exactly this model's parameters, all of each. trained:
-        names of the slabs that have moments, and with adapters of all that is stored; None: all."""
+        """LlmqError unless every group holds exactly this model's parameters, each in full.
+
+        trained: names of the slabs with moments; a checkpoint of adapters stores only these slabs.
+        None: all slabs.
+        """
         if trained is None and self.manifest.base is not None:
             raise LlmqError(
                 f"checkpoint '{self.path}' holds adapters of '{self.manifest.base['name']}' only: "
@@ -337,32 +345,33 @@ class CheckpointReader(Closing):
     def read(self, group: str, param: Param, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Values [start, stop) of a parameter, padding included, flat, in the stored dtype.
 
-        LlmqError if the checkpoint does not hold all of them, or another shape.
+        LlmqError if values are missing, or if the stored parameter has another shape.
         """
         stop = padded_size(group, param) if stop is None else stop
         cover = self._cover(group, param, start, stop)
         out = np.zeros(stop - start, self.dtype(group))
         for piece, first, last in cover:
-            at = first - piece.start
-            values = piece.file.read(param.name, at, at + last - first)
+            values = piece.file.read(param.name, first - piece.start, last - piece.start)
             out[first - start : last - start] = values
         return out
 
     def model(self, param: Param) -> np.ndarray:
-        """A whole parameter in the model's shape: with --ema the average, in the dtype of the
-        weights. LlmqError as in `read`."""
+        """A whole parameter in its shape, in the dtype of the weights: the average with --ema, else
+        the weights. LlmqError as in `read`."""
         values = self.read("weights", param)
         if param.name in self._pieces.get(AVERAGE.group, {}):
             values = self.read(AVERAGE.group, param).astype(values.dtype)
         return values.reshape(param.shape)
 
     def dtype(self, group: str) -> np.dtype:
+        """NumPy dtype of a group's values."""
         return self._dtypes[group]
 
     def _cover(
         self, group: str, param: Param, start: int, stop: int
     ) -> list[tuple[_FileRange, int, int]]:
-        """The pieces that hold values [start, stop) without padding, and which of them each."""
+        """Stored pieces that cover values [start, stop) without padding, each with the first value
+        taken from the piece and the one behind the last."""
         size = stored_values(group, param)
         cover, position, stop = [], start, min(stop, size)
         if group in self._needed and param.name not in self._pieces.get(group, {}):
@@ -387,8 +396,8 @@ class CheckpointReader(Closing):
         return cover
 
     def restore_tokenizer(self, folder: Path) -> bool:
-        """Write the tokenizer's files into an empty folder; False where the checkpoint has none.
-        LlmqError."""
+        """Write the tokenizer's files into an empty folder; return False if the checkpoint has no
+        tokenizer. LlmqError for a file name that no tokenizer has, or if the disk is full."""
         if self._tokenizer is None:
             return False
         for name in self._tokenizer.tensors:
@@ -405,31 +414,31 @@ class CheckpointReader(Closing):
 
 
 def _ranges_of(file: SafetensorsFile) -> dict[str, list[int]]:
-    """By parameter the first value that a file holds of it, the one behind the last, and how many
-    the whole has. LlmqError if the file does not say so."""
+    """[start, stop, size] of each parameter in a file: the range of its values in the file, and the
+    number of values of the whole parameter. LlmqError if the file's metadata is malformed."""
     try:
-        found = json.loads(file.metadata["ranges"])
-        for start, stop, size in found.values():
+        ranges = json.loads(file.metadata["ranges"])
+        for start, stop, size in ranges.values():
             if not 0 <= start <= stop <= size:
                 raise ValueError(f"{start} to {stop} of {size}")
-        if found.keys() != file.tensors.keys():
+        if ranges.keys() != file.tensors.keys():
             raise ValueError("other names than those of the tensors")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LlmqError(
             f"'{file.path}' does not say what it holds ({error}); use another checkpoint"
         ) from error
-    return found
+    return ranges
 
 
 Part = tuple[int, np.ndarray]
-"""Values of a parameter from an index on."""
+"""Index of a parameter's first value, and consecutive values from this index on."""
 
 Beat = Callable[[], None]
-"""Called now and then, to show that a long action goes on."""
+"""Called for each range, to tell a watchdog that a long save or load is making progress."""
 
 
 def _values(group: str, piece: SlabPiece, param: Param, start: int, stop: int) -> Tensor:
-    """Values [start, stop) of a parameter inside the tensor of a piece."""
+    """View of values [start, stop) of a parameter in the piece's tensor."""
     first = (param.offset - piece.start) // elements_per_value(group) + start
     return piece.tensor.rows(first, first + stop - start)
 
@@ -441,15 +450,14 @@ def write_group(
     pieces: Sequence[SlabPiece],
     beat: Beat,
 ) -> FileEntry:
-    """Write what is a rank's own of a group into its file, in the widest of its formats: weights
-    that are not trained may lie in another one than masters. fetch: the content of a part of a
-    piece."""
+    """Write this rank's pieces of a group into one file, in the widest dtype of the pieces: weights
+    that are not trained may have another dtype than masters. fetch: host copy of a tensor."""
     dtype = max((piece.tensor.dtype for piece in pieces), key=lambda dtype: dtype.itemsize)
     ranges, homes = [], {}
     for piece in pieces:
-        for found in slab_ranges(group, piece.slab, *piece.written):
-            ranges.append(found)
-            homes[found[0].name] = piece
+        for param, start, stop in slab_ranges(group, piece.slab, *piece.written):
+            ranges.append((param, start, stop))
+            homes[param.name] = piece
 
     def read(param: Param, start: int, stop: int) -> np.ndarray:
         beat()
@@ -462,9 +470,10 @@ def write_group(
 def read_group(
     dev: Device, reader: CheckpointReader, group: str, pieces: Sequence[SlabPiece], beat: Beat
 ) -> None:
-    """Fill what a rank holds of a group from a checkpoint of any number of ranks.
+    """Fill this rank's pieces of a group from a checkpoint of any number of ranks.
 
-    Other formats are converted; gaps between parameters, and padding, become zero.
+    Values are converted to the dtype of each piece. Padding and gaps between parameters become
+    zero.
     """
     for piece in pieces:
         dev.zero(piece.tensor)
@@ -476,8 +485,8 @@ def read_group(
 
 
 def check_formats(reader: CheckpointReader, state: State, rule: type[UpdateRule]) -> None:
-    """ConfigError where moments of this rule, if the checkpoint has them, would have to be
-    converted to or from 8 bits."""
+    """ConfigError if moments of this rule are 8-bit either in the checkpoint or in `state`, but not
+    in both: 8-bit moments are not converted."""
     for moment in rule.moments if reader.rule is rule else ():
         if (moment.scales_group in reader.groups) != (moment.scales_group in state):
             numpy, option = reader.dtype(moment.group), OPTIONS[moment.dtype].flag
@@ -489,7 +498,7 @@ def check_formats(reader: CheckpointReader, state: State, rule: type[UpdateRule]
 
 
 def parts_of(dev: Device, param: Param, pieces: Sequence[SlabPiece]) -> list[Part]:
-    """Host copies of what is a rank's own of a parameter."""
+    """Host copies of the ranges of a weight that this rank writes into checkpoints."""
     return [
         (start, dev.download(_values("weights", piece, param, start, stop)))
         for piece in pieces
@@ -499,7 +508,7 @@ def parts_of(dev: Device, param: Param, pieces: Sequence[SlabPiece]) -> list[Par
 
 
 def assemble(param: Param, parts: Sequence[Part]) -> np.ndarray:
-    """The whole parameter in its shape, from the parts of all ranks."""
+    """Join the parts of all ranks into the whole parameter, in its shape."""
     if len(parts) == 1 and parts[0][1].size == param.size:
         return parts[0][1].reshape(param.shape)
     whole = np.empty(padded_size("weights", param), parts[0][1].dtype)

@@ -1,6 +1,6 @@
-"""Files whose matrices are codes with scales, of several kinds of `quantization_config`
-(`arch/common.py`). `decoded` puts what reads as their values in the place of codes; CODED is its
-table."""
+"""Quantized model files: matrices stored as codes with scales, as `quantization_config` says.
+`decoded` replaces codes and scales by matrices that read as F32 or BF16 values. CODED is the table
+of supported methods (names: `arch/common.py`)."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -18,9 +18,9 @@ from llmq.ref.quantize.four_bits import mxfp4_decode
 
 
 class CodedMatrix:
-    """A tensor as the other ones of its file, with the values of codes, F32.
+    """A quantized matrix that reads like a FileTensor, as F32 values.
 
-    path: of the codes' file. decode: rows [start, stop).
+    path: file of the codes. decode(start, stop): values of rows [start, stop).
     """
 
     dtype = "F32"
@@ -46,8 +46,9 @@ class CodedMatrix:
 
 
 def scaled(codes: FileTensor, scales: FileTensor, block: tuple[int, int] | None) -> CodedMatrix:
-    """A matrix (out, in) of numbers with a scale for each block of it; None: with one scale, or one
-    for each row. The last blocks may be smaller."""
+    """A matrix (out, in) of codes that are numbers, with one scale for each block. block: rows and
+    columns of a block; blocks at the right and lower edge may be smaller. None: one scale for the
+    matrix or one for each row, by the number of scales."""
     out, columns = codes.shape
     factors = scales.flat().astype(np.float32)
     if block is None:
@@ -62,8 +63,8 @@ def scaled(codes: FileTensor, scales: FileTensor, block: tuple[int, int] | None)
     return CodedMatrix(codes, codes.shape, decode)
 
 
-def take(tensors: dict[str, Any], *endings: str) -> None:
-    """Leave out the tensors whose names end so: what only products of codes need."""
+def drop(tensors: dict[str, Any], *endings: str) -> None:
+    """Remove tensors whose names end so: scales of activations, which only FP8 products need."""
     for name in [name for name in tensors if name.endswith(endings)]:
         del tensors[name]
 
@@ -72,12 +73,12 @@ _CODES, _SCALES = "_blocks", "_scales"
 
 
 # ------------------------------------------------------------------------------------------------
-# MXFP4 files of gpt-oss: experts as codes of four bits, 32 of which share a power of two.
+# MXFP4 files of gpt-oss: experts as 4-bit codes, with one power of two for each 32 codes.
 #
 # NAME_blocks   U8 (experts, out, in / 32, 16), two codes a byte, the first in the lower bits
-# NAME_scales   U8 (experts, out, in / 32), exponents from 127 on
+# NAME_scales   U8 (experts, out, in / 32), exponents with a bias of 127
 #
-# NAME is a parameter (experts, in, out), whose columns lie in the rows of codes.
+# NAME is a parameter (experts, in, out): its columns are stored as the rows of codes.
 
 
 def decode_mxfp4(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
@@ -90,7 +91,7 @@ def decode_mxfp4(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
 
 
 class _Experts(CodedMatrix):
-    """Its values are BF16 numbers."""
+    """MXFP4 codes of all experts of a layer. All values are BF16 numbers."""
 
     dtype = "BF16"
 
@@ -115,7 +116,7 @@ class _Experts(CodedMatrix):
             yield slice(first, first + 1), rows.T[None]
 
     def rows(self, start: int, stop: int, *, transposed: bool = True) -> np.ndarray:
-        """These rows of all experts', as `FileTensor.rows` counts them."""
+        """Rows [start, stop) of the rows of all experts in sequence, as in `FileTensor.rows`."""
         return self._decode(start, stop)
 
 
@@ -123,39 +124,40 @@ FP8, SCALES = ("F8_E4M3",), ("_scale_inv", "_scale")
 
 
 # ------------------------------------------------------------------------------------------------
-# FP8 and INT8 files: codes with a scale a tensor, row, group of columns, or block.
+# FP8 and INT8 files: codes with one scale per tensor, row, group of columns, or block.
 #
 # DeepSeek and transformers write
 #
 #     NAME.weight                                F8_E4M3 (out, in)
-#     NAME.weight_scale_inv or NAME.weight_scale what codes are multiplied with
+#     NAME.weight_scale_inv or NAME.weight_scale factors: value = code * factor
 #
 # and compressed-tensors (llm-compressor, vLLM)
 #
 #     NAME.weight        F8_E4M3 or I8 (out, in)
-#     NAME.weight_scale  of the whole, of rows (out, 1), of groups of columns, or of blocks
+#     NAME.weight_scale  one for the tensor, per row (out, 1), per group of columns, or per block
 
 
 def decode_fp8(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
     block = config.get("weight_block_size")
     put_scaled(tensors, FP8, None if block is None else _sizes("weight_block_size", block))
-    take(tensors, ".input_scale", ".activation_scale")
+    drop(tensors, ".input_scale", ".activation_scale")
 
 
 def put_scaled(
     tensors: dict[str, Any], dtypes: tuple[str, ...], block: tuple[int, int] | None
 ) -> None:
-    """Decode every tensor of these dtypes, which has scales. block: as of `scaled`."""
+    """Replace every tensor of these dtypes by a CodedMatrix, and remove its scales. block: see
+    `scaled`. LlmqError if a tensor has no scales or the wrong number of scales."""
     for name in [name for name, tensor in tensors.items() if tensor.dtype in dtypes]:
         codes = tensors[name]
-        found = [f"{name}{end}" for end in SCALES if f"{name}{end}" in tensors]
-        if len(codes.shape) != 2 or not found:
+        scales = [f"{name}{end}" for end in SCALES if f"{name}{end}" in tensors]
+        if len(codes.shape) != 2 or not scales:
             raise LlmqError(f"'{codes.path}': {name} is {codes.dtype} without scales")
         try:
-            tensors[name] = scaled(codes, tensors.pop(found[0]), block)
+            tensors[name] = scaled(codes, tensors.pop(scales[0]), block)
         except ValueError as error:
             raise LlmqError(
-                f"'{codes.path}': {found[0]} has not as many scales as {name} {list(codes.shape)} "
+                f"'{codes.path}': {scales[0]} has not as many scales as {name} {list(codes.shape)} "
                 "has parts"
             ) from error
 
@@ -175,11 +177,11 @@ def decode_compressed_tensors(tensors: dict[str, Any], config: Mapping[str, Any]
     if len(blocks) > 1:
         raise LlmqError("quantization_config: groups with different scales cannot be read")
     put_scaled(tensors, (*FP8, "I8"), blocks.pop())
-    take(tensors, ".input_scale", ".output_scale", ".k_scale", ".v_scale")
+    drop(tensors, ".input_scale", ".output_scale", ".k_scale", ".v_scale")
 
 
 def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The part of a matrix that has one scale, as of `scaled`."""
+    """Rows and columns that share one scale, as `block` of `scaled`."""
     if not weights.get("symmetric", True):
         raise LlmqError("quantization_config: codes with zero points cannot be read")
     if weights.get("strategy") == "block":
@@ -202,12 +204,12 @@ _STATE = ".quant_state.bitsandbytes__"
 
 
 # ------------------------------------------------------------------------------------------------
-# Files of bitsandbytes: NF4 codes, the scales of which may be codes too.
+# bitsandbytes files: NF4 codes with scales, which may be quantized too (nested).
 #
 # NAME                                      U8, two codes a byte, the first in the higher bits
-# NAME.absmax                               F32 scales of 64 codes, or U8 codes of scales
-# NAME.quant_map                            F32 (16,), the levels of codes
-# NAME.nested_absmax, NAME.nested_quant_map F32, the scales of 256 scales and the levels of codes
+# NAME.absmax                               F32, one scale for 64 codes; nested: U8 codes of scales
+# NAME.quant_map                            F32 (16,), the value of each code
+# NAME.nested_absmax, NAME.nested_quant_map F32, one factor for 256 scales; value of each scale code
 # NAME.quant_state.bitsandbytes__nf4        JSON: shape, sizes of blocks, nested_offset
 
 
@@ -221,23 +223,24 @@ def decode_bitsandbytes(tensors: dict[str, Any], config: Mapping[str, Any]) -> N
             raise LlmqError(f"'{tensors[state].path}': {name} is {kind}, which cannot be read")
         tensors[name] = _matrix(name, tensors, tensors[state])
     parts = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-    take(tensors, *(f"{name}.{part}" for name in states for part in parts), f"{_STATE}nf4")
+    drop(tensors, *(f"{name}.{part}" for name in states for part in parts), f"{_STATE}nf4")
 
 
 def _matrix(name: str, tensors: Mapping[str, FileTensor], state: FileTensor) -> CodedMatrix:
+    """The NF4 matrix of this name. LlmqError if sizes of codes and scales do not agree."""
     codes = tensors[name]
     try:
-        known = json.loads(state.flat().tobytes())
-        shape, block = tuple(map(int, known["shape"])), int(known["blocksize"])
-        nested = int(known.get("nested_blocksize", 1))
+        fields = json.loads(state.flat().tobytes())
+        shape, block = tuple(map(int, fields["shape"])), int(fields["blocksize"])
+        nested = int(fields.get("nested_blocksize", 1))
         if min(block, nested) < 1:
             raise ValueError(f"blocks of {block} and {nested}")
         scales = tensors[f"{name}.absmax"].flat()
-        if "nested_blocksize" in known:
+        if "nested_blocksize" in fields:
             levels = tensors[f"{name}.nested_quant_map"].flat()
             groups = tensors[f"{name}.nested_absmax"].flat()
             of_scale = np.arange(scales.size) // nested
-            offset = np.float32(known["nested_offset"])
+            offset = np.float32(fields["nested_offset"])
             scales = levels[scales] * groups[of_scale] + offset
         levels = tensors[f"{name}.quant_map"].flat().astype(np.float32)
         size = NUMPY_DTYPES[codes.dtype].itemsize
@@ -262,18 +265,18 @@ def _matrix(name: str, tensors: Mapping[str, FileTensor], state: FileTensor) -> 
 
 
 Tensors = dict[str, Any]
-"""By name: FileTensor, or a matrix that is decoded."""
+"""FileTensor or CodedMatrix, by name."""
 
 _DECODE = (decode_bitsandbytes, decode_compressed_tensors, decode_fp8, decode_mxfp4)
 CODED: dict[str, Callable[[Tensors, Mapping[str, Any]], None]] = dict(
     zip(QUANTIZATIONS, _DECODE, strict=True)
 )
-"""By quant_method: takes codes and scales out of a file's tensors, and puts matrices there."""
+"""By quant_method: the function that replaces codes and scales in a file's tensors by matrices."""
 
 
 def decoded(stored: Mapping[str, FileTensor], config: Mapping[str, Any]) -> Tensors:
-    """The tensors of a file with this quantization_config. LlmqError where it has codes of a kind
-    that cannot be read."""
+    """The tensors of a file, with codes replaced by CodedMatrix. config: quantization_config.
+    LlmqError for codes of a kind that cannot be read."""
     tensors: Tensors = dict(stored)
     try:
         CODED[config["quant_method"]](tensors, config)

@@ -1,4 +1,4 @@
-"""The parts of an export beside weights: its files, its tokenizer, and whose it is."""
+"""The files of an export beside weights: names, tokenizer, and the record of its run."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 MODEL_FILES = (CONFIG_FILE, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors", RUN_FILE)
 MODEL_FILES += (ADAPTER_CONFIG, ADAPTER_FILE)
-"""An export replaces these. RUN_FILE says which run it is of; other readers do not look at it."""
+"""Patterns of the files that an export replaces. RUN_FILE (llmq.json) names the run of an export;
+transformers and PEFT ignore this file."""
 
 
 class HubModel(NamedTuple):
-    """The repository of the hub that a run's first weights are from, and its commit."""
+    """The hub repository of a run's initial weights, and the commit."""
 
     name: str
     revision: str
 
     @classmethod
     def of(cls, options: ModelOptions) -> HubModel | None:
-        """The one of these options; None where they name none of the hub."""
+        """The repository that --model names; None for a directory or random weights."""
         known = options.revision is not None and not options.from_scratch
         return cls(options.model, options.revision) if known else None
 
@@ -47,14 +48,17 @@ class HubModel(NamedTuple):
 
 
 def run_record(**origin: Any) -> dict[str, Any]:
-    """The content of an export's llmq.json. made: what made the data's ids; run; hub: where the
-    first weights are from; base: of adapters."""
+    """The content of an export's llmq.json.
+
+    origin: made (TokenizerId of the training data), run (RunId), hub (HubModel), base (BaseId of
+    the model of adapters); each may be None.
+    """
     records = {name: known.record() for name, known in origin.items() if known is not None}
     return {"tokenizer" if name == "made" else name: record for name, record in records.items()}
 
 
 def tokenizer_files(tokenizer: Tokenizer | Path | None) -> tuple[str, ...]:
-    """The files that an export replaces if this tokenizer comes with it."""
+    """Names of the tokenizer files that an export with this tokenizer replaces."""
     brings = tokenizer_names(tokenizer) if isinstance(tokenizer, Path) else tokenizer is not None
     return tuple(HfTokenizer.WRITTEN) if brings else ()
 
@@ -62,8 +66,8 @@ def tokenizer_files(tokenizer: Tokenizer | Path | None) -> tuple[str, ...]:
 def save_tokenizer(
     folder: Path, config: ModelConfig, tokenizer: Tokenizer | Path | None, *, wrapped: bool = False
 ) -> None:
-    """Write a tokenizer into an export, or copy the tokenizer of a model directory. wrapped: True
-    if config.json describes a model with other parts."""
+    """Write a tokenizer into an export, or copy the tokenizer files of a model directory.
+    wrapped: True if config.json describes a model with other parts, such as a vision tower."""
     if isinstance(tokenizer, Path):
         copy_tokenizer_files(tokenizer, folder)
     elif tokenizer is not None:
@@ -75,25 +79,26 @@ def save_tokenizer(
 
 
 def exported_files(directory: Path) -> list[Path]:
-    """The files of a model directory that an export into it would replace; empty if there is no
-    model."""
-    found = [path for pattern in MODEL_FILES for path in sorted(directory.glob(pattern))]
-    if not found:
+    """The files of a model directory that an export into the directory would replace; empty if the
+    directory holds no model."""
+    weights = [path for pattern in MODEL_FILES for path in sorted(directory.glob(pattern))]
+    if not weights:
         return []
     beside = (GENERATION_FILE, *PROCESSOR_FILES, *HfTokenizer.WRITTEN)
     others = (path for name in beside for path in sorted(directory.glob(name)))
-    return found + [path for path in others if path.is_file()]
+    return weights + [path for path in others if path.is_file()]
 
 
 def export_owner(directory: Path) -> RunId | None:
+    """The run that wrote the export in a directory; None if llmq.json does not name a run."""
     return RunId.of(json_object(directory / RUN_FILE).get("run"))
 
 
 def recorded_sums(directory: Path) -> dict[str, str]:
-    """SHA-256 by name of the files of weights, where the model's run has noted them."""
-    found = json_object(directory / RUN_FILE).get("sha256")
-    found = found if isinstance(found, dict) else {}
-    return {str(name): str(digest) for name, digest in found.items() if "/" not in name}
+    """SHA-256 of each weight file, by name, from llmq.json; {} if there are none."""
+    sums = json_object(directory / RUN_FILE).get("sha256")
+    sums = sums if isinstance(sums, dict) else {}
+    return {str(name): str(digest) for name, digest in sums.items() if "/" not in name}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -110,10 +115,12 @@ def staged_export(
     *,
     wrapped: bool = False,
 ) -> Iterator[Path]:
-    """The folder of an export's files until all are there, to which the tokenizer is added. check:
-    called with it before it has its name. names: gets those of all files. wrapped: as of
-    save_tokenizer. LlmqError where the disk is full or refuses; an older export is replaced, and
-    nothing else."""
+    """A temporary folder for the files of an export. After the `with` block the tokenizer is added,
+    then the files move to out_dir, where they replace an older export and nothing else.
+
+    check: called with the folder before the files move. names: list that gets the names of all
+    files. wrapped: as in save_tokenizer. LlmqError if the disk is full or fails.
+    """
     replaces = MODEL_FILES + tokenizer_files(tokenizer)
     if exported_files(out_dir):
         replaces += (GENERATION_FILE, *PROCESSOR_FILES)

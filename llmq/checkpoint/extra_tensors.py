@@ -1,5 +1,5 @@
-"""The tensors of a checkpoint's model beside the language model, found in the folder of the source
-model: a checkpoint holds only a count by module, and a SHA-256."""
+"""Extra tensors of a model (vision tower, MTP layers), read from the folder of the source model: a
+checkpoint holds only their number by module and their SHA-256."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Weights that training has damaged or not reached: found before they are a model for others."""
+"""Checks of weights before an export: NaN and infinity, and tensors that training never changed."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,8 +11,8 @@ SHOWN = 8  # names of tensors in a line
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Whether all of these F32, F16 or BF16 values are finite. By the bits, at several times the
-    speed at which files are read."""
+    """True if all F32, F16 or BF16 values are finite. Compares bit patterns as integers, which is
+    several times faster than reading the values from a file."""
     size = values.dtype.itemsize
     infinity = int(np.array(np.inf, values.dtype).view(f"u{size}"))
     negative = infinity + (1 << (8 * size - 1))
@@ -35,9 +35,10 @@ def finite(read: Callable[[Param], np.ndarray]) -> Callable[[Param], np.ndarray]
 
 
 def reached(read: Callable[[int, int], np.ndarray], size: int) -> bool:
-    """Whether training has moved a tensor, by one of its moments, which are zero at the start.
+    """True if a moment of a tensor has a nonzero element: moments start as zeros.
 
-    read: elements [start, stop) of `size`. The first few tell this of nearly all tensors.
+    read(start, stop): elements of the moment, which has `size`. Reads a short prefix first, which
+    decides for nearly all tensors.
     """
     start, length = 0, 1 << 12
     while start < size:
@@ -49,7 +50,7 @@ def reached(read: Callable[[int, int], np.ndarray], size: int) -> bool:
 
 
 def unmoved_lines(names: Sequence[str], count: int) -> list[str]:
-    """The finding that training has not moved these of `count` trained tensors; none without."""
+    """A line that names the trained tensors, of `count`, that have not moved; [] without names."""
     if not names:
         return []
     shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" * (len(names) > SHOWN))

@@ -1,7 +1,8 @@
-"""The folder of a run's checkpoints: what is in it, whether that is whole, and how it goes.
+"""The folder of a run's checkpoints: list, verify, move and delete checkpoints.
 
-Links are the user's: what they point to is read, but neither changed nor deleted. Several processes
-that see the same files each hash a share of them; a file is hashed once, as long as it is the same.
+Symbolic links belong to the user: their targets are read, but neither changed nor deleted.
+Processes that see the same files share the work of hashing. A digest is reused as long as size and
+times of its file stay the same.
 """
 
 import errno
@@ -32,7 +33,7 @@ from llmq.checkpoint.manifest import MANIFEST, read_manifest
 from llmq.checkpoint.source_model import HASH_THREADS
 from llmq.runtime.world import World
 
-SHARED_SECONDS = 10.0  # until a file of one machine is seen by all, on a network's file system
+SHARED_SECONDS = 10.0  # for a new file to become visible to all machines of a network file system
 _UNFINISHED = re.compile(r"step_\d{8,}(\.\d+)?\.tmp")
 _OWN_FILE = re.compile(r"(.+\.shard_\d+_of_\d+\.safetensors|[^.].*\.json)(\.tmp)?|\..+\.llmq-tmp")
 
@@ -46,16 +47,17 @@ def unfinished(directory: Path, step: int) -> Path:
 
 
 def discard(directory: Path, step: int) -> None:
-    """Remove an unfinished checkpoint, which nobody may be writing; nothing else of its name."""
+    """Remove the unfinished checkpoint of a step. No rank may be writing the checkpoint. A folder
+    or link of the user with the same name stays."""
     path = unfinished(directory, step)
     if _is_own(path):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def check_shared(directory: Path, world: World, seconds: float = SHARED_SECONDS) -> None:
-    """ConfigError unless all processes of a run see the same directory of checkpoints, by a file
-    that the first process leaves there for a moment. All processes call this function. DiskError
-    where the directory cannot be written."""
+    """ConfigError unless all processes of a run see the same directory of checkpoints: the first
+    process creates a file, and the others wait until the file is visible. All processes call this
+    function. DiskError if the directory cannot be written."""
     if not world.several:
         return
     name = world.share(f".llmq-{secrets.token_hex(8)}")
@@ -76,9 +78,9 @@ def _leave(path: Path) -> None:
 
 def _expect(path: Path, world: World, seconds: float) -> None:
     with disk_errors(path.parent):
-        make_directory(path.parent)  # a network's client may remember that it was not there
+        make_directory(path.parent)  # a network client may have cached that the folder is missing
     end = time.monotonic() + seconds
-    while path.name not in (entry.name for entry in entries(path.parent)):  # which asks a server
+    while path.name not in (entry.name for entry in entries(path.parent)):  # listing asks a server
         if time.monotonic() > end:
             raise ConfigError(
                 f"--checkpoint-dir: '{path.parent}' is another directory here than for "
@@ -89,9 +91,9 @@ def _expect(path: Path, world: World, seconds: float) -> None:
 
 
 def entries(directory: Path) -> list[Path]:
-    """The content of a directory, sorted; nothing where there is none.
+    """The paths in a directory, sorted; [] if the directory does not exist.
 
-    LlmqError if it cannot be listed: what is in it must not pass for missing.
+    LlmqError if the directory cannot be listed: its content must not count as missing.
     """
     try:
         return sorted(directory.iterdir())
@@ -102,7 +104,8 @@ def entries(directory: Path) -> list[Path]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a directory is a complete checkpoint. LlmqError if that cannot be found out."""
+    """True if a directory has a checkpoint.json, which is written last. LlmqError if the directory
+    cannot be read."""
     try:
         return stat.S_ISREG(os.stat(path / MANIFEST).st_mode)
     except OSError as error:
@@ -112,14 +115,14 @@ def is_complete(path: Path) -> bool:
 
 
 def leftovers(directory: Path) -> list[Path]:
-    """The rests of saves that were interrupted, or of deletions; so none may be under way.
+    """Folders that interrupted saves or deletions have left. No save may be under way.
 
-    That is known by its name and by what is in it.
+    Such a folder is recognized by its name and its content.
     """
-    found = [path for path in entries(directory) if _is_unfinished(path)]
+    unfinished = [path for path in entries(directory) if _is_unfinished(path)]
     complete = [path for path in entries(directory) if re.fullmatch(r"step_\d{8,}", path.name)]
     replaced = [retired_path(path) for path in complete if is_complete(path)]
-    return sorted(found + [path for path in replaced if is_complete(path) and _is_own(path)])
+    return sorted(unfinished + [path for path in replaced if is_complete(path) and _is_own(path)])
 
 
 def _is_unfinished(path: Path) -> bool:
@@ -127,22 +130,23 @@ def _is_unfinished(path: Path) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether it is a directory, and no link to one, with nothing but files of a checkpoint."""
+    """True for a directory, not a link, that contains nothing but files of a checkpoint."""
     try:
-        with os.scandir(path) as found:
+        with os.scandir(path) as content:
             return not path.is_symlink() and all(
                 (entry.is_file(follow_symlinks=False) or not os.path.lexists(entry.path))
                 and _OWN_FILE.fullmatch(entry.name)
-                for entry in found
+                for entry in content
             )
     except OSError:
         return False
 
 
 def check_own(path: Path) -> None:
-    """Before a checkpoint is written there: FileExistsError if something else has that name.
+    """FileExistsError if the path, where a checkpoint is to be written, is the user's: a link, or a
+    folder with other files.
 
-    Other ranks may be writing into it. A checkpoint that is complete may be replaced.
+    Other ranks may be writing into the folder. A complete checkpoint may be replaced.
     """
     if path.is_symlink():
         raise FileExistsError(errno.EEXIST, "it is a link")
@@ -152,8 +156,8 @@ def check_own(path: Path) -> None:
 
 
 def move(path: Path, target: Path) -> None:
-    """Move a checkpoint or a file. Raises OSError. It has both names until the new one is on the
-    disk, if there are hard links: else a loss of power might leave neither."""
+    """Move a checkpoint or a file; OSError if that fails. With hard links the old name stays until
+    the new name is on the disk, so that a power failure cannot lose both."""
     linked = target.parent != path.parent and _link(path, target)
     if not linked:
         os.rename(path, target)
@@ -168,7 +172,7 @@ def move(path: Path, target: Path) -> None:
 
 
 def _link(path: Path, target: Path) -> bool:
-    """Give a file or a checkpoint's files a second name; False where that does not go."""
+    """Hard-link a file, or the files of a checkpoint, to the target; False if not possible."""
     try:
         if path.is_symlink() or not path.is_dir():
             os.link(path, target, follow_symlinks=False)
@@ -179,7 +183,7 @@ def _link(path: Path, target: Path) -> bool:
     except OSError:
         return False
     try:
-        # The manifest last: it makes a checkpoint of them.
+        # The manifest last, because a folder with a manifest counts as a checkpoint.
         for name in sorted(os.listdir(path), key=lambda name: (name == MANIFEST, name)):
             os.link(path / name, target / name, follow_symlinks=False)
         sync_directory(target)
@@ -194,8 +198,8 @@ def _deleting(path: Path) -> Path:
 
 
 def delete(paths: Iterable[Path]) -> list[Path]:
-    """Delete directories of checkpoints; returns those that are gone, and warns of the others. Each
-    is renamed first, so that half a checkpoint is never taken for a whole one."""
+    """Delete directories of checkpoints; return the deleted ones, and warn of each that stays. A
+    directory is renamed first, so that half a checkpoint never counts as a complete one."""
     gone = []
     for path in paths:
         try:
@@ -206,7 +210,7 @@ def delete(paths: Iterable[Path]) -> list[Path]:
                 unfinished = _deleting(path)
                 os.rename(path, unfinished)
             shutil.rmtree(unfinished)
-        except FileNotFoundError:  # somebody else was faster
+        except FileNotFoundError:  # another process has deleted the directory
             continue
         except OSError as error:
             warn(f"cannot delete '{path}' ({error.strerror or error}): it stays")
@@ -219,7 +223,7 @@ def delete(paths: Iterable[Path]) -> list[Path]:
 
 
 def problem_of(path: Path, world: World = World()) -> str | None:
-    """Why a checkpoint cannot be read; None if it is whole: all files, with their checksums.
+    """The reason why a checkpoint cannot be read; None if all files have the right checksums.
 
     All processes of the world call this function, and get the same result.
     """
@@ -241,8 +245,8 @@ def problem_of(path: Path, world: World = World()) -> str | None:
 
 
 def forget_pages(path: Path) -> None:
-    """Have the system drop what it holds in memory of a checkpoint's files, if it can: then they
-    are read from the disk."""
+    """Drop a checkpoint's files from the page cache, where the system can, so that the next read
+    comes from the disk."""
     with suppress(OSError, AttributeError, ConfigError):
         for file in path.iterdir():
             with open_file(file) as opened:
@@ -250,13 +254,14 @@ def forget_pages(path: Path) -> None:
 
 
 def looks_whole(path: Path) -> bool:
-    """Whether all files of a checkpoint are there in their sizes, as this process sees it."""
+    """True if this process sees all files of a checkpoint in their recorded sizes."""
     return _look(path)[2] is None
 
 
 def _look(path: Path) -> tuple[list[dict[str, Any]], tuple[str, str], str | None]:
-    """The files of a checkpoint; the checksum of its manifest, and one that is the same where the
-    files are the same ones; what is wrong with it."""
+    """Read a checkpoint's manifest and stat its files. Returns the entries of the files, a view and
+    the problem or None. The view has digests of the manifest and of inodes and times; processes
+    that see the same files have equal views."""
     try:
         if not is_complete(path) and not os.path.lexists(path / MANIFEST):
             raise LlmqError(f"'{path}' is not a complete checkpoint: it has no {MANIFEST}")
@@ -269,13 +274,13 @@ def _look(path: Path) -> tuple[list[dict[str, Any]], tuple[str, str], str | None
 
 
 def _stats(path: Path, files: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
-    """Inode and times of each file; LlmqError if one is missing, or of another size."""
+    """Inode and times of each file; LlmqError if a file is missing or has another size."""
     seen, missing = [], []
     for entry in files:
         file = path / entry["name"]
         try:
             found = os.stat(file)
-        except (FileNotFoundError, UnicodeEncodeError):  # half a character is in no name
+        except (FileNotFoundError, UnicodeEncodeError):  # a lone surrogate is in no file's name
             missing.append(file)
             continue
         except OSError as error:
@@ -305,7 +310,7 @@ def _first(world: World, problems: Sequence[str | None]) -> str | None:
 
 
 def _damage(path: Path, files: Sequence[dict[str, Any]]) -> str | None:
-    """Why one of these files is not what it was."""
+    """The first problem with a file's checksum; None if all agree. files: of the manifest."""
     try:
         with ThreadPoolExecutor(HASH_THREADS) as pool:
             digests = list(pool.map(lambda entry: digest_of_file(path / entry["name"]), files))
@@ -319,7 +324,7 @@ def _damage(path: Path, files: Sequence[dict[str, Any]]) -> str | None:
 
 
 def digest_of_file(path: Path) -> str:
-    """SHA-256, known as long as the file has the same size and times. LlmqError."""
+    """SHA-256 of a file in hex, cached by inode, size and times. LlmqError if a read fails."""
     with read_errors(path, LlmqError):
         found = os.stat(path)
         return _digest(path, (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))

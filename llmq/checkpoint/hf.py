@@ -48,19 +48,19 @@ from llmq.text.tokenizer import Tokenizer
 
 IMPORTED_DTYPES = ("BF16", "F16", "F32")
 
-# Buffers that old checkpoints contain and that follow from the config: causal masks, frequencies.
+# Buffers in old checkpoints that follow from config.json: causal masks, rotary frequencies.
 _BUFFERS = re.compile(r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$")
 _PREFIXES = {"language_model.": "", "model.language_model.": "model."}
-"""Prefixes of a language model beside other parts, and those without other parts. Published files
-have the first prefix, those that transformers 5 may write the second."""
+"""Prefixes of tensor names in a model with other parts (vision tower), each with the prefix in the
+language model alone. Published files have the first prefix; transformers 5 may write the second."""
 _KNOWN_PARTS = re.compile(r"(^|\.)(mtp|visual|vision\w*|audio\w*|multi_modal_projector)(\.|$)")
 """Parts that many models have beside the language model."""
 SCORE_HEAD = "score.weight"
 
 
 class _GrownTable:
-    """A table of rows as FileTensor, of `rows` ones, with new [first, first + count), which are
-    the mean of those before them."""
+    """A stored embedding or LM head, enlarged to `rows` rows; reads like a FileTensor. The new rows
+    [first, first + count) are the mean of the rows before `first`."""
 
     def __init__(self, stored: FileTensor, rows: int, first: int, count: int):
         self.path, self.dtype, self._stored = stored.path, stored.dtype, stored
@@ -92,15 +92,14 @@ class _GrownTable:
 
 
 class HfWeights(Closing):
-    """The tensors of a model directory: model.safetensors, else the files its index names. Threads
-    may share it.
+    """The tensors of a model directory: model.safetensors, else the files of the index. Threads may
+    share an object.
 
     Accepted are names without their first component ("wte.weight" for "transformer.wte.weight"),
-    and the combined matrices of llm.q's exports (self_attn.qkv, mlp.up). Codes read as their
-    values. If there are other parts, such as one that sees images, these are the tensors of the
-    language model, whose names begin with `prefix`. coded: the quantization method of codes, or
-    None. After `check`, extra: tensors by name that the language model does not have; fused: True
-    if the experts of a layer are one tensor.
+    and the combined matrices of llm.q's exports (self_attn.qkv, mlp.up). Quantized matrices read as
+    values. prefix: prefix of the language model's names in a model with other parts (vision tower),
+    else "". coded: quant_method, or None. After `check`: extra has the tensors by name that the
+    language model lacks; fused is True if the experts of a layer are one tensor.
     """
 
     asks = "config.json asks"  # for shapes, in messages
@@ -130,24 +129,25 @@ class HfWeights(Closing):
         unknown = sorted(name for name in self.extra if not _KNOWN_PARTS.search(name))
         if unknown:
             warn(f"'{self._path}' holds {_list(unknown)}, which no model here has: exports keep it")
-        layout = {"prefix": self.prefix, "fused": self.fused}
-        return SourceModel.of(name, revision, self.directory, self.extra, **layout)
+        return SourceModel.of(
+            name, revision, self.directory, self.extra, prefix=self.prefix, fused=self.fused
+        )
 
     def has(self, param: Param) -> bool:
+        """True if all stored tensors of a parameter exist."""
         return all(self._name(part.name) is not None for part in self._parts(param))
 
     @property
     def dtype(self) -> str:
-        """The format that most of the weights have: "bf16", "fp32", or "fp16"."""
+        """The dtype of most elements, without quantized matrices: "bf16", "fp32", or "fp16"."""
         sizes: Counter[str] = Counter()
         for tensor in self._where.values():
             sizes[tensor.dtype] += 0 if isinstance(tensor, CodedMatrix) else prod(tensor.shape)
         return {"F32": "fp32", "F16": "fp16"}.get(max(sizes, key=sizes.__getitem__), "bf16")
 
     def grow(self, model: ModelConfig, first: int, count: int) -> None:
-        """Give embedding and LM head the rows of the model's vocabulary, and the ids [first, first
-        + count) the mean of those before them as theirs.
-        """
+        """Enlarge embedding and LM head to the model's vocabulary. Rows [first, first + count), the
+        new tokens, become the mean of the rows before `first`."""
         embed = weight_table(model)[0].params[0]  # a tied head may be stored, too
         for stored in (self._name(embed.hf[0].name), self._name("lm_head.weight")):
             if stored is not None:
@@ -186,13 +186,14 @@ class HfWeights(Closing):
         return {key: FileTensor(file, key) for key in file.tensors}
 
     def _name(self, name: str) -> str | None:
-        """The name under which a tensor is stored, None if it is not."""
+        """The name of a tensor in the files, maybe without the first component; None without the
+        tensor."""
         short = name.partition(".")[2]
         return next((n for n in (name, short) if n in self._where), None)
 
     def _parts(self, param: Param) -> tuple[HfPart, ...]:
-        """The stored tensors that make up a parameter: Hugging Face's, its one tensor of all
-        experts, or llm.q's one matrix."""
+        """The stored tensors of a parameter: Hugging Face's parts, one tensor of all experts, or
+        llm.q's one combined matrix."""
         if param.fused is not None and self._name(param.fused.name) is not None:
             return (param.fused,)
         if len(param.hf) > 1 and self._name(param.name) is not None:
@@ -200,10 +201,10 @@ class HfWeights(Closing):
         return param.hf
 
     def check(self, table: tuple[Slab, ...]) -> None:
-        """LlmqError unless the files hold this model's tensors in the right shapes, and no others
-        inside of its modules.
+        """LlmqError unless the files hold this model's tensors in the right shapes, and no other
+        tensors in the model's modules.
 
-        Reads no weights, except where a tied checkpoint also stores an LM head: it must be equal.
+        Reads no weights, but for a tied model that stores an LM head too: both must be equal.
         """
         missing, used, names = [], set(), set()
         for param in (p for slab in table for p in slab.params):
@@ -213,7 +214,7 @@ class HfWeights(Closing):
                 names.add(part.name)
                 stored = self._name(part.name)
                 if stored is None and part.name == SCORE_HEAD and not self._is_classifier:
-                    continue  # it begins anew, in place of the LM head
+                    continue  # a new score head starts from random weights, without an LM head
                 if stored is None:
                     missing.append(part.name)
                 else:
@@ -229,7 +230,7 @@ class HfWeights(Closing):
         unexpected = [n for n in self._where if n not in used and not _BUFFERS.search(n)]
         if SCORE_HEAD in names and "lm_head.weight" in unexpected:
             unexpected.remove("lm_head.weight")
-        if "lm_head.weight" in unexpected:  # the table has none: tied
+        if "lm_head.weight" in unexpected:  # a tied model: the weight table has no LM head
             embed = table[0].params[0]
             self._check_part("lm_head.weight", embed, embed.hf[0])
             self._check_tied_head(self._name(embed.hf[0].name))
@@ -237,8 +238,8 @@ class HfWeights(Closing):
         self._check_extra(unexpected, {_module_of(name) for name in {*names, SCORE_HEAD}})
 
     def _check_extra(self, unexpected: list[str], modules: set[str]) -> None:
-        """Count unexpected tensors as tensors of other parts. LlmqError if a tensor belongs to a
-        module of the language model, whose computation would be another."""
+        """Move unexpected tensors, which belong to other parts, to `extra`. LlmqError if a tensor
+        is in a module of the language model, because our computation would ignore the tensor."""
         modules |= {module.partition(".")[2] for module in modules} | {"lm_head"}
         inside = [name for name in unexpected if _module_of(name) in modules]
         if inside:
@@ -274,9 +275,9 @@ class HfWeights(Closing):
             )
 
     def read(self, param: Param) -> np.ndarray:
-        """One parameter in its shape, padding zero; BF16 where stored so, else F32. New rows are
-        taken of their table, where they are not stored alone. LlmqError for a NaN or an
-        infinity."""
+        """A parameter in its shape, with zeros as padding: BF16 if stored as BF16, else F32. Rows
+        of new tokens come from their embedding or head unless stored separately. LlmqError for NaN
+        or infinity."""
         parts = [(part, self._name(part.name)) for part in self._parts(param)]
         if param.first_row is not None and parts[0][1] is None:
             return self._rows_of_table(param)
@@ -299,8 +300,9 @@ class HfWeights(Closing):
         return out
 
     def elements(self, param: Param, start: int, stop: int) -> np.ndarray:
-        """Elements [start, stop) of a matrix without padding, flat: as `read`, of a few rows."""
-        columns, found = param.columns, []
+        """Elements [start, stop) of a matrix without padding, flat, as in `read`; reads only the
+        rows of these elements."""
+        columns, blocks = param.columns, []
         first, last = start // columns, -(-stop // columns)
         bf16 = True
         for part in self._parts(param):
@@ -310,9 +312,9 @@ class HfWeights(Closing):
             for rows in part.stored_ranges(low, high) if low < high else ():
                 values = self._where[name].rows(*rows, transposed=part.transposed)
                 self._check_finite(name, values)
-                found.append(values)
+                blocks.append(values)
         dtype = (BF16 if bf16 else F32).numpy
-        rows = np.concatenate([values.astype(dtype, copy=False) for values in found])
+        rows = np.concatenate([values.astype(dtype, copy=False) for values in blocks])
         return rows.reshape(-1)[start - first * columns : stop - first * columns]
 
     def _check_finite(self, name: str, values: np.ndarray) -> None:
@@ -323,14 +325,14 @@ class HfWeights(Closing):
             )
 
     def digest(self, param: Param) -> str:
-        """SHA-256 of what is stored of a parameter: names, types, shapes and values."""
-        found = hashlib.sha256()
+        """SHA-256 of a parameter's stored tensors: names, dtypes, shapes and values, in hex."""
+        digest = hashlib.sha256()
         for part in self._parts(param):
             tensor = self._where[self._name(part.name)]
-            found.update(f"{part.name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(f"{part.name} {tensor.dtype} {list(tensor.shape)}".encode())
             for _, values in tensor.pieces():
-                found.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
-        return found.hexdigest()
+                digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        return digest.hexdigest()
 
     def close(self) -> None:
         self._where.clear()
@@ -341,8 +343,8 @@ class HfWeights(Closing):
 
 
 def _language_model(names: Iterable[str]) -> tuple[dict[str, str], str]:
-    """A dict from the name of a tensor in a model without other parts to the name in these files,
-    and the prefix of the names in these files, "" without other parts."""
+    """Names of the language model's tensors, each with its name in these files; and the prefix of
+    names in these files, "" for a model without other parts."""
     names = list(names)
     for prefix, own in _PREFIXES.items():
         found = {own + n.removeprefix(prefix): n for n in names if n.startswith(prefix)}
@@ -353,20 +355,20 @@ def _language_model(names: Iterable[str]) -> tuple[dict[str, str], str]:
 
 
 def name_beside(prefix: str, name: str) -> str:
-    """The name of a language model's tensor in files whose names begin with `prefix`."""
+    """The name of a language model's tensor in a model with other parts. prefix: of HfWeights."""
     own = _PREFIXES.get(prefix)
     return name if own is None or not name.startswith(own) else prefix + name.removeprefix(own)
 
 
 def _module_of(name: str) -> str:
-    """The module of a tensor; for a tensor in a layer the module that holds all layers."""
+    """The module of a tensor; for a tensor of a layer, the module that contains all layers."""
     parts = name.split(".")
     layer = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
     return ".".join(parts[:layer])
 
 
 def same_values(one: FileTensor, other: FileTensor) -> bool:
-    """Whether two tensors of a shape hold the same numbers, in whatever formats."""
+    """True if two tensors of the same shape have the same values; their dtypes may differ."""
     return all(
         np.array_equal(a.astype(np.float32), b.astype(np.float32), equal_nan=True)
         for (_, a), (_, b) in zip(one.pieces(), other.pieces(), strict=True)
@@ -374,7 +376,7 @@ def same_values(one: FileTensor, other: FileTensor) -> bool:
 
 
 def stored_shape(param: Param, part: HfPart) -> tuple[int, ...]:
-    """The shape of the part that Hugging Face stores of a parameter."""
+    """The shape of a part of a parameter in a Hugging Face file."""
     rows, columns = part.stop - part.start, param.row_shape
     columns = columns if part.columns is None else (part.columns,)
     if part.depthwise:
@@ -386,16 +388,16 @@ def stored_shape(param: Param, part: HfPart) -> tuple[int, ...]:
 
 
 def _list(names: list[str]) -> str:
-    """At most three of the names, and how many more there are."""
+    """The first three names, and the number of further ones, as text."""
     more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseId:
-    """The identity of a model. name: as a person knows it. sha256: of names, types, shapes and
-    values of its tensors. nested: whether its files have other parts too, so that transformers
-    loads all of them as one model and has this one inside.
+    """The identity of a base model. name: as the user gave it. sha256: digest of names, dtypes,
+    shapes and values of the tensors. nested: True if transformers wraps the language model, because
+    the files have other parts too (vision tower).
     """
 
     name: str
@@ -407,13 +409,13 @@ class BaseId:
 
     @classmethod
     def of(cls, record: Any) -> BaseId | None:
-        """From a record; None if it is none."""
+        """The identity in a record; None if `record` is not one."""
         known = isinstance(record, Mapping) and record.keys() - {"nested"} == {"name", "sha256"}
         return cls(**record) if known else None
 
 
 def base_id(name: str, weights: HfWeights, table: tuple[Slab, ...]) -> BaseId:
-    """The identity of a model directory; reads all of it. table: without adapters."""
+    """The identity of a model directory; reads all weights. table: without adapters."""
     params = [p for slab in table for p in slab.params if weights.has(p)]
     with ThreadPoolExecutor(HASH_THREADS) as pool:
         digests = list(pool.map(weights.digest, params))
@@ -427,7 +429,8 @@ def random_base_id(name: str, seed: int) -> BaseId:
 
 
 def check_same_base(what: str, made_on: BaseId | None, base: BaseId | None) -> None:
-    """LlmqError if adapters were made on another model than this one; what: has them."""
+    """LlmqError if adapters were trained on another model than `base`. what: the owner of the
+    adapters, for the message. made_on: their base model. None is not compared."""
     if made_on is not None and base is not None and made_on.sha256 != base.sha256:
         raise LlmqError(
             f"{what} has adapters of the model '{made_on.name}', whose weights are not those of "
@@ -439,13 +442,13 @@ def check_same_base(what: str, made_on: BaseId | None, base: BaseId | None) -> N
 
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Larger exports are split into several files, so that readers need not map one huge file."""
+"""Maximum bytes of a weight file; a larger export is split, so that no reader maps a huge file."""
 
 
 class StoredAs:
-    """The tensors that a parameter is in a file: those of its modules, in dtype F32 or BF16.
+    """The layout of parameters in exported files: tensors of Hugging Face's modules, F32 or BF16.
 
-    fields: of config.json, beside the model's. prefix, fused: as of HfWeights.
+    fields: added to config.json. prefix, fused: as in HfWeights.
     """
 
     fields: Mapping[str, Any] = {}
@@ -458,18 +461,18 @@ class StoredAs:
         return param.hf if param.fused is None or not self.fused else (param.fused,)
 
     def specs(self, param: Param) -> list[TensorSpec]:
-        """Names, formats and shapes, in the order of the file."""
+        """Names, dtypes and shapes of a parameter's tensors, in the order of the file."""
         return [
             TensorSpec(name_beside(self.prefix, p.name), self.dtype, stored_shape(param, p))
             for p in self.parts(param)
         ]
 
     def values(self, param: Param, values: np.ndarray) -> np.ndarray:
-        """The numbers that its tensors stand for."""
+        """The values that a reader of the file gets for a parameter with these values."""
         return values.astype(self.dtype.numpy)
 
     def arrays(self, param: Param, values: np.ndarray) -> Iterator[np.ndarray]:
-        """Make the tensors of its values in its shape, in the order of specs."""
+        """The tensors of a parameter, in the order of `specs`. values: in the parameter's shape."""
         values = param.by_row(values)
         for part in self.parts(param):
             rows = values[part.start : part.stop].astype(self.dtype.numpy, copy=False)
@@ -489,14 +492,14 @@ def export_model(
     stored: StoredAs | None = None,
     **origin: Any,
 ) -> list[str]:
-    """Write a directory that transformers loads; returns the names of its files.
+    """Write a directory that transformers loads; return the names of its files.
 
-    read: a parameter in its shape, F32 or BF16; called once each, in table order. dtype: F32 or
-    BF16, of the written weights. tokenizer: saved beside them, or a directory whose tokenizer files
-    are copied, such that AutoTokenizer makes the same ids. source: the model that the weights began
-    as, whose other files, fields and tensors go into the export. check: as of staged_export.
-    stored: what becomes of parameters instead. origin: as of run_record. Nothing appears in out_dir
-    before everything is on the disk. LlmqError.
+    read(param): a parameter in its shape, F32 or BF16; called once per parameter, in table order.
+    dtype: F32 or BF16, of the written weights. tokenizer: a tokenizer to save, or a directory whose
+    tokenizer files are copied; AutoTokenizer makes the same ids. source: the initial model, whose
+    other files, fields and tensors go into the export. check: as in staged_export. stored: the
+    layout of parameters; None: StoredAs(dtype). origin: as in run_record. Files appear in out_dir
+    when all are on the disk. LlmqError if the disk is full or fails.
     """
     option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
     stored, names = StoredAs(dtype) if stored is None else stored, []
@@ -523,8 +526,9 @@ def export_model(
 
 
 def _generation_config(config: ModelConfig, source: SourceModel | None) -> dict[str, Any]:
-    """generation_config.json: the source's with added EOS ids, else special tokens."""
-    found = None if source is None else source.generation_config(config)
+    """The content of generation_config.json: the special tokens; with a source that has such a
+    file, its fields and all EOS ids too."""
+    fields = None if source is None else source.generation_config(config)
     config = config.without_foreign_tokens()
     eos = config.eos_token_ids
     ids = {
@@ -533,11 +537,12 @@ def _generation_config(config: ModelConfig, source: SourceModel | None) -> dict[
         "pad_token_id": config.pad_token_id,
     }
     ids = {name: value for name, value in ids.items() if value is not None}
-    return ids | found if found is not None else {"_from_model_config": True} | ids
+    return ids | fields if fields is not None else {"_from_model_config": True} | ids
 
 
 def _copied_spec(name: str, tensor: Any, dtype: DType) -> TensorSpec | CopiedSpec:
-    """Spec of an extra tensor: bytes are copied as they are, codes become values in dtype."""
+    """Spec of an extra tensor: bytes are copied unchanged; quantized matrices become values in
+    dtype."""
     if isinstance(tensor, CodedMatrix):
         return TensorSpec(name, dtype, tensor.shape)
     return CopiedSpec(name, tensor.dtype, tensor.shape, tensor.nbytes)
@@ -556,10 +561,10 @@ def _write_weights(
     arrays: Iterator[Any],
     max_shard_bytes: int,
 ) -> dict[str, str]:
-    """Write tensors in the order of specs; returns the SHA-256 of each file by its name. arrays: as
-    of write_safetensors."""
+    """Write tensors in the order of specs; return the SHA-256 of each file by name. arrays: as in
+    write_safetensors."""
     shards: list[list[TensorSpec | CopiedSpec]] = [[]]
-    filled = 0  # bytes of the last
+    filled = 0  # bytes of the last shard
     for spec in specs:
         if shards[-1] and filled + spec.nbytes > max_shard_bytes:
             shards.append([])

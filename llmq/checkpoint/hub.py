@@ -1,6 +1,6 @@
-"""Models of the hub: what of one is in the local cache, and --download, which fetches the rest of
-what llmq reads: config.json, tokenizer, safetensors. After an interruption the same command goes
-on."""
+"""Models of the Hugging Face hub: look into the local cache, download (--download) the files that
+llmq reads (config.json, tokenizer, safetensors), and upload exports (--push). After an interruption
+the same command continues a download."""
 
 import glob
 import os
@@ -24,7 +24,7 @@ from llmq.options.presets import find_directory, hub_cache
 from llmq.text.tokenizer import HfTokenizer
 
 MODEL, WEIGHTS, TOKENIZER = "model", "weights", "tokenizer"
-"""Parts of a repository: config.json and what else describes the model, its weights, tokenizer."""
+"""Parts of a repository: config.json and other files about the model; weights; tokenizer."""
 
 _DESCRIPTION = (CONFIG_FILE, GENERATION_FILE, *PROCESSOR_FILES)
 BYTES = "bytes"
@@ -33,12 +33,12 @@ _ON = ("1", "on", "yes", "true")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name can be that of a repository, perhaps with @REVISION, and is no directory."""
+    """True if a name can be a repository's, with or without @REVISION, and is no directory."""
     return _ID.fullmatch(name) is not None and not os.path.isdir(os.path.expanduser(name))
 
 
 def lacking(name: str, parts: Sequence[str]) -> str | None:
-    """The first of the parts that is not in the cache, as far as what is there tells."""
+    """The first part of a repository that the cache lacks; None if the cache has all of `parts`."""
     directory = find_directory(name)
     return next((p for p in parts if directory is None or not _has(directory, p)), None)
 
@@ -55,27 +55,27 @@ def _has(directory: Path, part: str) -> bool:
 
 
 def _indexed(index: Path) -> list[str]:
-    """The files that an index names; none where it is damaged, of which reading it will tell."""
+    """The file names in a weight index; [] for a damaged index, which HfWeights reports later."""
     try:
-        found = {*read_json(index)["weight_map"].values()}
-        return sorted(found) if all(Path(name).name == name for name in found) else []
+        names = {*read_json(index)["weight_map"].values()}
+        return sorted(names) if all(Path(name).name == name for name in names) else []
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
         return []
 
 
 def offer(flag: str, name: str, part: str) -> ConfigError:
-    """The error of a part that is not in the cache, where nobody asked for a download."""
-    what = "" if part == MODEL else f"the {part} of "
+    """The error for a part that is not in the cache, without --download."""
+    of_part = "" if part == MODEL else f"the {part} of "
     return ConfigError(
-        f"{flag}: {what}{name} is not on this machine (cache {hub_cache()}): add --download to "
+        f"{flag}: {of_part}{name} is not on this machine (cache {hub_cache()}): add --download to "
         "fetch it from the hub, or give a directory"
     )
 
 
 def download(flag: str, name: str, parts: Sequence[str]) -> None:
-    """Fetch parts of a repository into the cache, after a line that says so: all of one commit.
-    name: with @REVISION for another one than the newest. ConfigError, which names flag, where that
-    cannot be."""
+    """Download parts of a repository into the cache, all files of one commit; prints one line on
+    standard error before. name: OWNER/NAME, or OWNER/NAME@REVISION instead of the newest commit.
+    ConfigError for a missing part (names flag), or if library, network or disk fail."""
     hub = _library("--download")
     api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
     name, _, revision = name.partition("@")
@@ -94,7 +94,8 @@ def download(flag: str, name: str, parts: Sequence[str]) -> None:
             print(f"  {len(files)} files of weights, {_mb(size)}", file=sys.stderr, flush=True)
             for file in files:
                 _fetch(hub, name, file, info.sha)
-        # Under the name of a branch or a tag only now: it is this commit, unless it has moved on.
+        # The branch or tag is cached last, so that its name stands for a complete download. The
+        # commit differs if the branch has moved meanwhile.
         if _fetch(hub, name, first, revision or "main").name != info.sha:
             raise ConfigError(f"--download: {name} has just changed: give the same command again")
     except ConfigError:
@@ -111,8 +112,8 @@ def check_upload(name: str) -> None:
 
 
 def upload(name: str, path: Path, files: Sequence[str]) -> None:
-    """Send files of a folder, or one file, to a repository of the hub, after a line that says so;
-    a new one is private. ConfigError where that is not possible."""
+    """Upload files of a folder, or one file, to a repository of the hub; prints one line on
+    standard error before. A new repository is private. ConfigError if the upload fails."""
     hub = _library("--push")
     print(f"Uploading {len(files)} files to {name}", file=sys.stderr, flush=True)
     try:
@@ -126,7 +127,7 @@ def upload(name: str, path: Path, files: Sequence[str]) -> None:
 
 
 def _library(flag: str) -> Any:
-    """huggingface_hub. ConfigError if it is missing, or the network is switched off."""
+    """The module huggingface_hub. ConfigError if the package is missing, in CI, or offline."""
     if os.environ.get("CI", "").lower() in _ON:
         raise ConfigError(
             f"{flag}: not in CI (the variable CI is set), where a run must not depend on the "
@@ -141,28 +142,34 @@ def _library(flag: str) -> Any:
     return huggingface_hub
 
 
-def _files(flag: str, name: str, parts: Sequence[str], there: Sequence[str]) -> list[str]:
-    """The files to fetch first, of those that are there; ConfigError if a part is not among
-    them."""
+def _files(flag: str, name: str, parts: Sequence[str], files: Sequence[str]) -> list[str]:
+    """The files to download first, from all `files` of the repository: for sharded weights only the
+    index. ConfigError if the repository lacks a part."""
     wanted: list[str] = []
     for part in parts:
-        names = {MODEL: _DESCRIPTION, TOKENIZER: HfTokenizer.FILES}.get(part)
-        if names is None:
-            names = (SINGLE_FILE,) if SINGLE_FILE in there else (INDEX_FILE,)
-        found = [file for name in names for file in there if fnmatchcase(file, name)]
-        if part == TOKENIZER and MODEL in parts:  # of a model it is welcome, not required
-            wanted += found
+        patterns = {MODEL: _DESCRIPTION, TOKENIZER: HfTokenizer.FILES}.get(part)
+        if patterns is None:
+            patterns = (SINGLE_FILE,) if SINGLE_FILE in files else (INDEX_FILE,)
+        of_part = [file for pattern in patterns for file in files if fnmatchcase(file, pattern)]
+        if part == TOKENIZER and MODEL in parts:  # a model without a tokenizer is usable
+            wanted += of_part
             continue
-        if not found or (part == MODEL and _DESCRIPTION[0] not in found):
+        if not of_part or (part == MODEL and _DESCRIPTION[0] not in of_part):
             lacks = {MODEL: "config.json", TOKENIZER: "tokenizer", WEIGHTS: "safetensors weights"}
             raise ConfigError(f"{flag}: {name} has no {lacks[part]} on the hub: use another model")
-        wanted += found
+        wanted += of_part
     return wanted
 
 
 def _fetch(hub: Any, name: str, file: str, revision: str) -> Path:
-    where = {"cache_dir": hub_cache(), "endpoint": os.environ.get("HF_ENDPOINT")}
-    path = hub.hf_hub_download(name, file, revision=revision, **where)
+    """Download one file into the cache; return the folder of its commit there."""
+    path = hub.hf_hub_download(
+        name,
+        file,
+        revision=revision,
+        cache_dir=hub_cache(),
+        endpoint=os.environ.get("HF_ENDPOINT"),
+    )
     return Path(path).parents[file.count("/")]
 
 
@@ -171,8 +178,9 @@ def _mb(size: int) -> str:
 
 
 def find_tokenizer(name: str, fetch: bool) -> str:
-    """The folder that --tokenizer names, of a repository too; `bytes`, a folder and other names
-    stay as they are. fetch: with --download. ConfigError."""
+    """The folder of --tokenizer NAME: for a repository the folder in the cache, else `name` as it
+    is (`bytes`, a folder, an unknown name). fetch: True with --download. ConfigError if the
+    tokenizer is missing or the download fails."""
     if name == BYTES or not is_hub_id(name):
         if fetch:
             warn(f"--download has no effect: --tokenizer {name} is no name of the hub")
@@ -189,6 +197,7 @@ def find_tokenizer(name: str, fetch: bool) -> str:
 
 
 def _said(hub: Any, name: str, error: Exception) -> str:
+    """An exception of huggingface_hub as one line for the user."""
     if isinstance(error, hub.errors.GatedRepoError):
         return f"{name} is gated: accept its terms on its page, then log in with `hf auth login`"
     if isinstance(error, hub.errors.RepositoryNotFoundError):

@@ -28,25 +28,25 @@ MANIFEST = "checkpoint.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of a checkpoint beside tensors. Dictionaries contain JSON types only."""
+    """The content of a checkpoint without tensors. Dictionaries contain JSON types only."""
 
     model: ModelConfig
     loader: dict[str, Any]
-    """The place where the training data goes on: DataLoader.state()."""
+    """DataLoader.state(): the position in the training data."""
     state: dict[str, Any]
-    """The trainer's own: random seeds, counters, histories. Opaque here."""
+    """State of the trainer: random seeds, counters, histories. This module does not read its
+    fields."""
     options: dict[str, Any]
-    """The options of the run, to be shown and compared."""
+    """Options of the run by field, to show and to compare."""
     tokenizer: str | None
     """'bytes', or the absolute path of a directory with tokenizer files; None if unknown."""
     run: RunId
     base: dict[str, Any] | None = None
-    """BaseId.record() of the model whose adapters these are; None where all of it is here."""
+    """BaseId.record() of the base model of adapters; None for a checkpoint of a whole model."""
     tokenizer_id: dict[str, Any] | None = None
-    """TokenizerId.record() of what made the training data."""
+    """TokenizerId.record() of the tokenizer that made the training data."""
     source: dict[str, Any] | None = None
-    """SourceModel.record() of the model that the weights began as; None if these were random, or of
-    adapters."""
+    """SourceModel.record() of the initial model; None for random weights and for adapters."""
 
     @classmethod
     def of(
@@ -60,10 +60,10 @@ class Manifest:
         base: BaseId | None = None,
         source: SourceModel | None = None,
     ) -> Manifest:
-        """The manifest of a run, which may go on: nothing of it is shared.
+        """The manifest of a run. Dictionaries are copied, so the run may continue meanwhile.
 
-        options: of all groups, by name. made: tokenizer and its identity. base: of adapters.
-        source: of a whole model.
+        options: of all option groups, by field. made: the fields tokenizer and tokenizer_id. base:
+        base model of adapters. source: initial model of a whole model.
         """
         saved = {
             name: str(value) if isinstance(value, Path) else value
@@ -83,14 +83,12 @@ class Manifest:
 
 
 class DamagedManifest(LlmqError):
-    """The file is not what was written: what it says, also of its run, counts for nothing."""
+    """checkpoint.json is not what was written: no field of the file can be trusted."""
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The content of this file; LlmqError if it is not there, or none of this version's.
-
-    DamagedManifest where it is damaged.
-    """
+    """The content of a checkpoint.json. LlmqError if the file is missing or of another version;
+    DamagedManifest if the file is damaged."""
     try:
         check_readable(path)
         document = json.loads(path.read_bytes())
@@ -128,8 +126,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def manifest_damage(path: Path) -> str | None:
-    """Why what has this name is damaged; None where it is not, where there is nothing, and where
-    that cannot be found out."""
+    """The reason why a checkpoint.json is damaged; None if the file is intact, missing, or cannot
+    be read."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             return f"'{path}' is no file"
@@ -150,8 +148,8 @@ _FILE = {"name": str, "group": str, "rank": int, "bytes": int, "sha256": str}
 
 
 def _wrong_shape(document: dict[str, Any]) -> str | None:
-    """The field that is not as `CheckpointWriter.document` makes it, if there is one. The checksum
-    agrees."""
+    """The first field that `CheckpointWriter` would not write so, as text for the user; None
+    without one. Called after the checksum has agreed."""
     problem = _wrong_types(document, _PARTS)
     if problem is not None:
         return problem
@@ -177,7 +175,7 @@ def _wrong_shape(document: dict[str, Any]) -> str | None:
 
 
 def _wrong_types(content: Any, types: dict[str, type]) -> str | None:
-    """The first of the fields that is missing or of another type; numbers are not negative."""
+    """The first field that is missing, of another type, or negative, as text; None without one."""
     if not isinstance(content, dict):
         return f"a mapping with {', '.join(types)} is missing"
     for name, kind in types.items():
@@ -188,7 +186,7 @@ def _wrong_types(content: Any, types: dict[str, type]) -> str | None:
 
 
 def digest_of(document: dict[str, Any]) -> str:
-    """SHA-256 of a manifest's content, however it is formatted."""
+    """SHA-256 of a manifest's content, independent of JSON formatting, in hex."""
     content = {key: value for key, value in document.items() if key != "sha256"}
-    content = json.loads(json.dumps(content))  # what a reader gets, e.g. text for every key
+    content = json.loads(json.dumps(content))  # as a reader gets it: all keys are text
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""`llmq merge`: a model and adapters of it as one model."""
+"""`llmq merge`: add adapters to the weights of their base model, and write one model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,16 +34,19 @@ def merged_reader(
     base: Callable[[Param], np.ndarray],
     adapter: Callable[[Param], np.ndarray],
 ) -> Callable[[Param], np.ndarray]:
-    """Reads parameters of the model with its adapters added, in F32, and what was trained instead.
-    base, adapter: a parameter of the table with adapters in its shape. ModelError for sums that are
-    not finite."""
+    """A function that reads parameters of the merged model: adapted matrices in F32 with adapters
+    added, parts that were trained in full from `adapter`, all else from `base`.
+
+    base, adapter: read a parameter of the weight table with adapters, in its shape. The function
+    raises ModelError for sums that are not finite.
+    """
     table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
     params = {p.name: (p, slab) for slab in table for p in slab.params}
     by_key = {(p.block, p.key): p for p, _ in params.values()}
     matrices = {(block, m.key): m for block, m in all_adapted(model, adapters)}
 
     def read(param: Param) -> np.ndarray:
-        # A head that has become a table of its own is the embedding of the model.
+        # After untying, the LM head has no parameter in the base: the embedding is its base.
         own, slab = params.get(param.name) or params[table[0].params[0].name]
         if slab.name in trained:
             return adapter(own)
@@ -53,10 +56,10 @@ def merged_reader(
             return base(own) if rows is None else _with_rows(base(own), own, rows, adapter)
         weight = base(own).astype(np.float32)
         a, b = (adapter(by_key[param.block, f"{param.key}_{n}"]).astype(np.float32) for n in "ab")
-        done, rows_of = 0, param.by_row(weight)  # which is a view
+        done, rows_of = 0, param.by_row(weight)  # a view of weight
         for number, (_, start, stop, rank, scale) in enumerate(matrix.parts):
             rows, own = slice(number * matrix.rank, number * matrix.rank + rank), slice(rank)
-            with np.errstate(over="ignore", invalid="ignore"):  # which is said below
+            with np.errstate(over="ignore", invalid="ignore"):  # ModelError below
                 product = b[done : done + stop - start, own] @ a[rows]
                 rows_of[start:stop] += np.float32(scale) * product
                 if adapters.dora:
@@ -87,9 +90,11 @@ def _with_rows(
 
 
 def as_kept(read: Callable[[Param], np.ndarray], dtype: str | None) -> Callable[..., np.ndarray]:
-    """Reads parameters as a run with --base-dtype computes with them: made to codes and back, F32.
+    """A function that reads parameters as a run with --base-dtype computes with them: quantized and
+    dequantized, F32.
 
-    read: a parameter of a weight table in its shape. dtype: None, bf16, fp32: as they are.
+    read: reads a parameter of a weight table in its shape. dtype: for None, bf16 and fp32 this
+    function returns `read` itself.
     """
     if dtype not in QUANTIZED:
         return read
@@ -111,10 +116,12 @@ def open_merged(
     directory: Path,
     base_dtype: str | None = None,
 ) -> Iterator[tuple[ModelConfig, Callable[[Param], np.ndarray]]]:
-    """The model, and what merged_reader returns, of a checked model directory and its adapters.
-    name: of the model, for messages. base_dtype: how it was kept beside them; None: as in their
-    training. It ends a sequence also where they have learned it. LlmqError if the two do not belong
-    together."""
+    """The merged model and its merged_reader, for a checked model directory and adapters of it. The
+    merged model has the EOS ids of both.
+
+    name: of the base model, for messages. base_dtype: dtype of the frozen base weights; None: as in
+    the training of the adapters. LlmqError if model and adapters do not belong together.
+    """
     with AdapterFiles(directory) as files:
         if files.config.add_tokens is not None:
             model = _grown(model, weights, directory, files.config.add_tokens)
@@ -138,8 +145,8 @@ def _untied(model: ModelConfig, adapters: Adapters) -> ModelConfig:
 
 
 def _grown(model: ModelConfig, weights: HfWeights, directory: Path, tokens: str) -> ModelConfig:
-    """The model with the rows of the tokens that it got for its adapters, whose tokenizer has their
-    ids."""
+    """The model with rows for the new tokens (--add-tokens) of its adapters; enlarges `weights`.
+    directory: of the adapters, with the tokenizer that has the new ids."""
     names = parse_tokens(tokens)
     first = look_into(directory, partial(_first_id, names=names))
     grown = replace(model, vocab_size=max(model.vocab_size, first + len(names)))
@@ -153,10 +160,8 @@ def _first_id(folder: Path, names: Sequence[str]) -> int:
 
 
 def tokenizer_folder(adapter: Path, directory: Path) -> Path:
-    """The one of the two folders whose tokenizer belongs to the model with its adapters.
-
-    That beside the adapters has the chat template that they were trained with.
-    """
+    """The folder of the tokenizer for a model with adapters: `adapter` if there is a tokenizer,
+    because its chat template is that of the training, else the model's `directory`."""
     whole = any((adapter / name).is_file() for name in ("tokenizer.json", "vocab.json"))
     return adapter if whole else directory
 
@@ -169,8 +174,7 @@ def source_of(name: str, weights: HfWeights, model: ModelConfig, *, text_only: b
 
 
 def _base(files: AdapterFiles, weights: HfWeights, param: Param) -> np.ndarray:
-    """The parameter as PEFT loads it: a copy beside the adapters is in place of what the model
-    has."""
+    """The parameter as PEFT loads it: a copy in the adapter's file replaces the model's weights."""
     return (files if files.has(param) else weights).read(param)
 
 
@@ -182,10 +186,13 @@ def merge_adapter(
     base_dtype: str | None = None,
     text_only: bool = False,
 ) -> list[str]:
-    """Write the model with its adapters added in F32; returns the names of the files. base: a model
-    directory or a cached repository. model_dtype: "bf16" or "fp32", None: that of the base.
-    base_dtype: as of open_merged. text_only: without tensors that the language model does not have.
-    LlmqError if the two do not belong together, or out_dir holds a model already."""
+    """Write the model with its adapters added in F32; return the names of the files.
+
+    base: a model directory or a cached repository. model_dtype: "bf16" or "fp32"; None: dtype of
+    the base. base_dtype: as in open_merged. text_only: leave out tensors that the language model
+    does not have. LlmqError if model and adapters do not belong together, or if out_dir holds a
+    model already.
+    """
     with locked(lock_beside(out_dir.resolve()), "--out", out_dir):
         return _merge(base, adapter, out_dir, model_dtype, base_dtype, text_only)
 
@@ -215,7 +222,8 @@ def _merge(
 
 
 def check_base(base: str, flag: str = "BASE") -> None:
-    """LlmqError, with what to give instead, unless there is a model of this name."""
+    """LlmqError unless `base` is a model directory or a cached repository. flag: the option, for
+    the message."""
     directory = find_directory(base)
     if directory is not None and (directory / CONFIG_FILE).is_file():
         return

@@ -31,7 +31,7 @@ from llmq.options.groups.model import ModelOptions
 from llmq.options.option_types import LORA_TARGETS, QUANTIZED
 from llmq.state.params import NEW_ROWS, PEFT_PREFIX, SLABS, Param, token_tables, weight_table
 
-# Adapters may have these features that are not there here, by the fields of adapter_config.json.
+# Fields of adapter_config.json with features of PEFT that llmq does not have.
 _UNKNOWN = ("layer_replication", "lora_bias", "use_qalora")
 _UNKNOWN += ("alora_invocation_tokens", "use_bdlora", "velora_config")
 _UNKNOWN += ("monteclora_config", "kasa_config", "arrow_config")
@@ -41,25 +41,25 @@ _IN_WRAPPER = re.compile(r"\b(modules_to_save|original_module)\.(?=\w+$)")
 _OF_ADAPTED = re.compile(r"\.base_layer\.(?=(bias|weight)$)")
 TIED_HEAD = "lm_head.weight"
 BIASES = {"all": "biases", "lora_only": "adapted-biases"}
-"""By values of PEFT's `bias`, the names that --train has for them."""
+"""Names of --train, by values of PEFT's `bias`."""
 PARTS = ("norms", "embeddings", "head")
-"""Parts that may lie there as copies, too, which were not trained."""
+"""Parts that an adapter file may hold as copies, which were not trained."""
 INSIDE = "model.language_model."
-"""Names begin with one of these, instead of "model.", in a model that has other parts too."""
+"""Prefix in place of "model." for names of a language model beside other parts (vision tower)."""
 _FUSED = ("gate_up_proj", "down_proj")
-"""Parameters of a module of experts in the order in which PEFT wraps them, one in the other."""
+"""Parameters of a module of experts, in the order in which PEFT nests its wrappers."""
 _WRAPPED = ".base_layer"
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """The content of adapter_config.json beside ranks, scalings and targets.
+    """Settings of adapters other than ranks, scalings and targets.
 
-    base_dtype: of the codes that the model was kept as; None: of none, or unknown. modules: ends of
-    names of modules that PEFT trains beside the adapters. content: the whole file. add_tokens: as
-    --add-tokens has them. new_tokens: by module, ids whose rows are trained alone; "" is the
-    embedding.
+    dropout: of LoRA inputs. base: name of the base model, or None. base_dtype: quantized dtype of
+    the frozen base weights; None: not quantized, or unknown. modules: suffixes of modules trained
+    in full (modules_to_save). add_tokens: value of --add-tokens. new_tokens: ids whose rows alone
+    are trained, by module; "" is the embedding. content: adapter_config.json as parsed JSON.
     """
 
     dropout: float
@@ -81,7 +81,8 @@ class AdapterConfig:
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
-    """LlmqError where it is missing or damaged, or asks for what there is not."""
+    """Read adapter_config.json of a directory. LlmqError if the file is missing, is damaged, or
+    asks for features that llmq does not have."""
     path = directory / ADAPTER_CONFIG
     try:
         check_readable(path)
@@ -122,11 +123,11 @@ def _check_numbers(path: Path, content: Mapping[str, Any]) -> None:
             if rank < 1 or not isfinite(alpha):
                 raise LlmqError(f"'{path}': no adapters have rank {rank} and lora_alpha {alpha}")
     for pattern in (*ranks, *alphas):
-        matches(pattern, "")  # which raises an error if it is none
+        matches(pattern, "")  # raises an error for a malformed pattern
 
 
 def _parameters(content: Mapping[str, Any]) -> list[str]:
-    """Names, or ends of names, of the parameters that have adapters."""
+    """target_parameters: names, or suffixes of names, of adapted parameters."""
     return [str(name) for name in content.get("target_parameters") or ()]
 
 
@@ -136,7 +137,8 @@ def _adapts(content: Mapping[str, Any], parameter: str) -> bool:
 
 
 def of_parameter(name: str, content: Mapping[str, Any]) -> str:
-    """The name of an adapter's tensor by its parameter, of that by the module that PEFT wraps."""
+    """The name of an adapter's tensor with the adapted parameter of experts, from PEFT's name with
+    the wrapped module. content: of adapter_config.json."""
     module, lora, end = name.partition(".lora_")
     own = module.removeprefix(PEFT_PREFIX).removesuffix(_WRAPPED)
     fused = [each for each in _FUSED if _adapts(content, f"{own}.{each}")]
@@ -146,7 +148,8 @@ def of_parameter(name: str, content: Mapping[str, Any]) -> str:
 
 
 def by_module(name: str, adapted: Collection[str]) -> str:
-    """The reverse. adapted: names of all modules and parameters that have adapters."""
+    """PEFT's name of an adapter's tensor: the reverse of of_parameter. adapted: names of all
+    adapted modules and parameters."""
     whole, lora, end = name.partition(".lora_")
     module, _, fused = whole.rpartition(".")
     last = f"{module.removeprefix(PEFT_PREFIX)}.{_FUSED[-1]}"
@@ -157,14 +160,14 @@ def by_module(name: str, adapted: Collection[str]) -> str:
 
 
 def _chosen(content: Mapping[str, Any], modules: Collection[str]) -> set[str]:
-    """Those of the modules in a model's blocks that PEFT would make adapters of."""
+    """The modules, of `modules`, that PEFT adapts with this adapter_config.json."""
 
     def named(by: Any, module: str) -> bool:
         if isinstance(by, str):
             return re.fullmatch(by, module) is not None
         return any(module == end or module.endswith(f".{end}") for end in by or ())
 
-    layers, found = content.get("layers_to_transform"), set()
+    layers, chosen = content.get("layers_to_transform"), set()
     layers = {layers} if isinstance(layers, int) else {*(layers or ())}
     patterns = content.get("layers_pattern") or [r"[^.]*"]
     patterns = [patterns] if isinstance(patterns, str) else patterns
@@ -176,8 +179,8 @@ def _chosen(content: Mapping[str, Any], modules: Collection[str]) -> set[str]:
             and not named(content.get("exclude_modules"), name)
             for name in {module, nested_name(module)}
         ):
-            found.add(module)
-    return found
+            chosen.add(module)
+    return chosen
 
 
 def _check_features(path: Path, content: Mapping[str, Any]) -> None:
@@ -207,9 +210,12 @@ def _new_tokens(ids: Any) -> dict[str, list[int]]:
 def with_additions(
     model: ModelConfig, directory: Path, adapter: AdapterConfig | None = None
 ) -> ModelConfig:
-    """The model with what it got for the adapters in a directory: ids whose rows are trained beside
-    them, and a score head. adapter: its config, None: not read yet. LlmqError where they do not go
-    with the model, or are no neighbours of the embedding, and maybe of the head."""
+    """The model with the additions that adapters in a directory need: new token ids, whose rows are
+    trained with the adapters, and a score head.
+
+    adapter: adapter_config.json; None: read here. LlmqError if the ids do not fit the model, are
+    not consecutive, or differ between embedding and LM head.
+    """
     adapter = read_adapter_config(directory) if adapter is None else adapter
     if adapter.content.get("task_type") == "SEQ_CLS" and not model.num_labels:
         with AdapterFiles(directory) as files:
@@ -241,11 +247,11 @@ def with_additions(
 
 
 class AdapterFiles(HfWeights):
-    """The tensors of such a directory, by the names of the weight table.
+    """The tensors of a PEFT directory, by the names of the weight table.
 
-    The file may also have copies of embedding and LM head that were not trained, by PEFT's
-    save_embedding_layers; what PEFT has trained of a part that is not to be trained as a whole
-    counts as one. ends: ids at which the trained model ends a sequence; [] if unknown.
+    The file may hold copies of embedding and LM head that were not trained (PEFT's
+    save_embedding_layers). A part of which PEFT trained only some parameters counts as a copy too.
+    base: identity of the base model, or None. ends: EOS ids of the trained model; [] if unknown.
     """
 
     asks = "the model asks"
@@ -256,17 +262,19 @@ class AdapterFiles(HfWeights):
         self._is_ours = self._agrees()
         record = json_object(directory / RUN_FILE) if self._is_ours else {}
         self.base, dtype = BaseId.of(record.get("base")), record.get("base_dtype")
-        split = record.get("lora_init") == "pissa"  # of an older version: codes of a split model
-        known = {"base_dtype": dtype if dtype in QUANTIZED and not split else None}
-        tokens = record.get("add_tokens")
-        known["add_tokens"] = tokens if isinstance(tokens, str) else None
-        self.config = replace(self.config, **known)
-        ends = record.get("eos_token_ids")
+        # With PiSSA (older versions) base_dtype is of the remaining weights, not of the base.
+        split = record.get("lora_init") == "pissa"
+        tokens, ends = record.get("add_tokens"), record.get("eos_token_ids")
+        self.config = replace(
+            self.config,
+            base_dtype=dtype if dtype in QUANTIZED and not split else None,
+            add_tokens=tokens if isinstance(tokens, str) else None,
+        )
         self.ends = ends if isinstance(ends, list) else []
 
     @property
     def labels(self) -> int:
-        """Rows of the score head that is here; 0: there is none."""
+        """Number of rows of the score head in the file; 0 without a score head."""
         return self._where[SCORE_HEAD].shape[0] if SCORE_HEAD in self._where else 0
 
     def _open(self) -> dict[str, FileTensor]:
@@ -280,13 +288,13 @@ class AdapterFiles(HfWeights):
             raise LlmqError(f"'{self.directory}' has no {ADAPTER_FILE}: copy it again")
         tensors = self._file(ADAPTER_FILE)
         self._check_names(tensors)
-        # save_embedding_layers repeats what modules_to_save has saved, and what it was before.
+        # save_embedding_layers repeats modules_to_save, with the weights before training too.
         twice = {name for name in tensors if _IN_WRAPPER.sub("", name) in tensors.keys() - {name}}
         own = {_own_name(name): x for name, x in tensors.items() if name not in twice}
         return {of_parameter(name, self.config.content): x for name, x in own.items()}
 
     def _check_names(self, names: Iterable[str]) -> None:
-        """LlmqError where PEFT would not find the adapters by them, and would do without."""
+        """LlmqError for names of adapters by which PEFT would silently find no adapters."""
         wrong = [n for n in names if ".lora_" in n and not n.startswith(PEFT_PREFIX)]
         if wrong:
             raise LlmqError(
@@ -296,13 +304,16 @@ class AdapterFiles(HfWeights):
             )
 
     def _agrees(self) -> bool:
-        """Whether what a run of ours has noted is of the adapters that are there now."""
+        """True unless another program has replaced the adapters that llmq.json describes."""
         noted = recorded_sums(self.directory).get(ADAPTER_FILE)
         return noted is None or digest_of_file(self.directory / ADAPTER_FILE) == noted
 
     def adapters(self, model: ModelConfig, named: tuple[str, ...] = ()) -> Adapters:
-        """The matrices and parts of this model that they adapt and train; LlmqError if it has none
-        of it. named: parts to be trained where the file has only copies of them, too."""
+        """The matrices of this model that the file adapts, and the parts that it trains in full.
+
+        named: parts to train even if the file has only copies of them. LlmqError if the file has no
+        adapters, or adapters of another model.
+        """
         modules = {name.rpartition(".lora_")[0] for name in self._where if ".lora_" in name}
         if not modules:
             raise LlmqError(f"--adapter: '{self.directory}' has no adapters in {ADAPTER_FILE}")
@@ -317,10 +328,10 @@ class AdapterFiles(HfWeights):
             p.module: (None, p.targets) for t in token_matrices(model).values() for p in t.parts
         }
         every |= tables
-        here, content = {m for m in every if f"{PEFT_PREFIX}{m}" in modules}, self.config.content
+        adapted, content = {m for m in every if f"{PEFT_PREFIX}{m}" in modules}, self.config.content
         fused = {module for module in every if _adapts(content, module)}
         if content.get("target_modules") not in (None, "all-linear"):
-            here = here and (_chosen(content, every) - fused) | fused
+            adapted = adapted and (_chosen(content, every) - fused) | fused
         parts = [
             part
             for part in PARTS
@@ -335,31 +346,35 @@ class AdapterFiles(HfWeights):
             )
             parts.append("new-rows" if head else "new-embeddings")
         alone = ("use_dora", *(("ensure_weight_tying",) if model.tied_embeddings else ()))
-        if wrong := [name for name in alone if content.get(name) and here & tables.keys()]:
+        if wrong := [name for name in alone if content.get(name) and adapted & tables.keys()]:
             raise LlmqError(
                 f"'{self.directory / ADAPTER_CONFIG}': {wrong[0]} is not supported of adapters of "
                 "embedding or LM head"
             )
-        if not here:
+        if not adapted:
             first = min(modules).removeprefix(PEFT_PREFIX)
             raise LlmqError(
                 f"--adapter: '{self.directory}' does not fit the model: it adapts {first}, which "
                 f"{model.architecture} does not have"
             )
-        found = self._adapters(model, {m: every[m] for m in every if m in here}, tuple(parts))
-        if "adapted-biases" in parts and (problem := divided_bias(model, found)):
+        adapters = self._adapters(model, {m: every[m] for m in every if m in adapted}, tuple(parts))
+        if "adapted-biases" in parts and (problem := divided_bias(model, adapters)):
             raise LlmqError(f"'{self.directory / ADAPTER_CONFIG}': bias 'lora_only': {problem}")
-        return found
+        return adapters
 
     def _adapters(
-        self, model: ModelConfig, here: dict[str, tuple[int | None, tuple[str, ...]]], train: tuple
+        self,
+        model: ModelConfig,
+        modules: dict[str, tuple[int | None, tuple[str, ...]]],
+        train: tuple,
     ) -> Adapters:
-        """Those of these modules, with their layers and the names that targets have."""
+        """The adapters of these modules. modules: by name, the layer (None: embedding, LM head) and
+        the module's names in --lora-targets."""
         content = self.config.content
-        targets = {name for _, names in here.values() for name in names}
-        layers = sorted({layer for layer, _ in here.values() if layer is not None})
+        targets = {name for _, names in modules.values() for name in names}
+        layers = sorted({layer for layer, _ in modules.values() if layer is not None})
         ranks, alphas = (content.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
-        found = Adapters(
+        adapters = Adapters(
             rank=int(content["r"]),
             targets=tuple(target for target in LORA_TARGETS if target in targets),
             train=train,
@@ -370,24 +385,23 @@ class AdapterFiles(HfWeights):
             alphas=tuple((pattern, float(alpha)) for pattern, alpha in alphas.items()),
             dora=bool(content.get("use_dora")),
         )
-        if adapted_modules(model, found).keys() == here.keys():
-            return found
-        said = content.get("target_modules")
-        found = replace(found, targets=said if isinstance(said, str) else "")
-        if adapted_modules(model, found).keys() == here.keys():
-            return found
-        return replace(found, targets="|".join(map(re.escape, here)), layers="all")
+        if adapted_modules(model, adapters).keys() == modules.keys():
+            return adapters
+        pattern = content.get("target_modules")
+        adapters = replace(adapters, targets=pattern if isinstance(pattern, str) else "")
+        if adapted_modules(model, adapters).keys() == modules.keys():
+            return adapters
+        return replace(adapters, targets="|".join(map(re.escape, modules)), layers="all")
 
     def _trains(self, model: ModelConfig, param: Param) -> bool:
-        """Whether PEFT trains this parameter of the model."""
+        """True if modules_to_save names the module of this parameter."""
         names = (param.hf[0].name, *tied_names(model, param))
         modules = [each.rpartition(".")[0] for name in names for each in (name, nested_name(name))]
         return any(module.endswith(self.config.modules) for module in modules)
 
     def unknown_base(self, model: str) -> list[str]:
-        """Lines to warn of where it is not known for certain whether they are of this model: only
-        the name of theirs is known, and it is another, or what we have noted is of other adapters.
-        """
+        """Warnings if the adapters may belong to another model: they name another base model, or
+        llmq.json describes other adapters. model: the name of the base model in use."""
         name, lines = self.config.base, []
         if not self._is_ours:
             lines.append(
@@ -403,12 +417,12 @@ class AdapterFiles(HfWeights):
         return lines
 
     def check_adapters(self, model: ModelConfig, adapters: Adapters) -> None:
-        """LlmqError unless the file holds what is trained, and nothing else but copies."""
+        """LlmqError unless the file holds all trained parameters; besides only copies may exist."""
         path, used = self.directory / ADAPTER_FILE, set()
         if model.tied_embeddings:
             table = _params_of(model, "embeddings")[0]
-            here = {table.hf[0].name, TIED_HEAD} & self._where.keys()
-            if len(here) == 2 or (here and self._trains(model, table)):  # else it is a copy
+            stored = {table.hf[0].name, TIED_HEAD} & self._where.keys()
+            if len(stored) == 2 or (stored and self._trains(model, table)):  # else a copy
                 self._check_tied(path, table.hf[0].name)
             used.add(TIED_HEAD)
         params = [p for s in weight_table(model, 1, adapters) for p in s.params if p.of_adapter]
@@ -434,14 +448,14 @@ class AdapterFiles(HfWeights):
             )
 
     def _copies(self, model: ModelConfig, adapters: Adapters) -> list[tuple[str, Param]]:
-        """The copies that are here of the model's parts that are not trained, and which parts these
-        are."""
+        """The copies in the file: (part, parameter) for parts of the model that are not trained."""
         parts = [part for part in PARTS if part not in adapters.train]
         copies = [(part, p) for part in parts for p in _params_of(model, part) if self.has(p)]
         return [(part, p) for part, p in copies if not ("biases" in adapters.train and p.is_bias)]
 
     def leave_copies(self, model: ModelConfig, adapters: Adapters, weights: HfWeights) -> None:
-        """Do without them; LlmqError where the model, whose weights these are, has others."""
+        """Drop the copies, after comparing each with the model's weights; LlmqError if one differs.
+        weights: of the base model."""
         other = {}
         for part, param in self._copies(model, adapters):
             copy, name = self.read(param), param.hf[0].name
@@ -458,10 +472,11 @@ class AdapterFiles(HfWeights):
             )
 
     def _check_tied(self, path: Path, embed: str) -> None:
-        """A model whose head is its embedding has to have one there, too."""
-        here = [self._where.get(name) for name in (embed, TIED_HEAD)]
-        if None in here or not same_values(*here):
-            alone, other = (embed, "LM head") if here[0] is not None else (TIED_HEAD, "embedding")
+        """LlmqError unless the file has the same values for embedding and LM head, which are one
+        matrix in this model."""
+        tables = [self._where.get(name) for name in (embed, TIED_HEAD)]
+        if None in tables or not same_values(*tables):
+            alone, other = (embed, "LM head") if tables[0] is not None else (TIED_HEAD, "embedding")
             raise LlmqError(
                 f"'{path}': {alone} was trained without the {other}, which is the same matrix in "
                 "this model: train both, with ensure_weight_tying in PEFT"
@@ -469,10 +484,8 @@ class AdapterFiles(HfWeights):
 
 
 def _own_name(name: str) -> str:
-    """The name of a tensor in the weight table: a part of the model has no prefix there.
-
-    If the model lies inside one with other parts, PEFT's prefix of that is left out.
-    """
+    """The name of a tensor in the weight table, from PEFT's name. Names of parts lose PEFT's
+    prefix, names of adapters keep the prefix, and the prefix of a wrapping model is left out."""
     name = _OF_ADAPTED.sub(".", name)
     for inside, own in ((INSIDE, "model."), ("language_model.", "")):
         name = name.replace(PEFT_PREFIX + inside, PEFT_PREFIX + own, 1)
@@ -490,10 +503,10 @@ def _params_of(model: ModelConfig, part: str) -> list[Param]:
 
 
 def nested_name(name: str) -> str:
-    """In a model that has other parts too; the LM head is beside them."""
+    """The name of a tensor in a model with other parts (vision tower); the LM head's name stays."""
     return INSIDE + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def tied_names(model: ModelConfig, param: Param) -> tuple[str, ...]:
-    """Under which PEFT asks for a parameter a second time."""
+    """The second name that PEFT expects for a tied embedding: the LM head's; else ()."""
     return (TIED_HEAD,) if param.key == "embed" and model.tied_embeddings else ()

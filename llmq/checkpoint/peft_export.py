@@ -44,9 +44,11 @@ def export_adapter(
     check: Callable[[Path], None] | None = None,
     **origin: Any,
 ) -> list[str]:
-    """Write a directory that peft loads; returns the names of its files. read: a parameter of the
-    adapters' table in its shape, F32 or BF16. tokenizer, check: as of export_model. origin: as of
-    run_record. LlmqError where the disk is full or refuses."""
+    """Write a directory that PEFT loads; return the names of its files.
+
+    read: reads a parameter of the weight table with adapters in its shape, F32 or BF16. tokenizer,
+    check: as in export_model. origin: as in run_record. LlmqError if the disk is full or fails.
+    """
     table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
     params, names = [p for slab in table if slab.name in trained for p in slab.params], []
     nested = origin.get("base") is not None and origin["base"].nested
@@ -61,7 +63,7 @@ def export_adapter(
             dtype = next(d for d in DTYPES.values() if d.numpy == array.dtype)
             for name in (by_module(part.name, adapted), *tied_names(model, param)):
                 module = name.removesuffix(".bias")
-                if param in biases and module in adapted:  # which PEFT wraps
+                if param in biases and module in adapted:  # PEFT wraps adapted modules
                     name = f"{module}.base_layer.bias"
                 name = name.removeprefix(PEFT_PREFIX)
                 name = PEFT_PREFIX + (nested_name(name) if nested else name)
@@ -119,9 +121,10 @@ def _number(alpha: float) -> float | int:
 def _targets(
     model: ModelConfig, adapters: Adapters, nested: bool
 ) -> tuple[list[str] | str, list[int] | None]:
-    """PEFT's target_modules and layers_to_transform, which do not go with a regular expression.
+    """PEFT's target_modules and layers_to_transform. The latter is None if target_modules is a
+    regular expression, with which PEFT takes no layers.
 
-    nested: other parts have modules of these names, too.
+    nested: True if other parts of the model have modules of the same names.
     """
     targets, every = adapters.targets, adapters.layers == "all"
     names = target_modules(model, adapters)
@@ -141,7 +144,8 @@ def _targets(
 
 
 def target_modules(model: ModelConfig, adapters: Adapters) -> list[str]:
-    """Names that PEFT finds the modules by: their last part, if no other module has it."""
+    """Names for PEFT's target_modules: the last component of a module's name if no other module
+    ends so, else the path in the layer."""
     whole = replace(adapters, layers="all")
     every, chosen = (
         {
@@ -157,8 +161,8 @@ def target_modules(model: ModelConfig, adapters: Adapters) -> list[str]:
 
 
 def _parameters(model: ModelConfig, adapters: Adapters, nested: bool) -> list[str]:
-    """PEFT's target_parameters, which know no layers: ends of names if all that end so have
-    adapters."""
+    """PEFT's target_parameters, which cannot select layers: suffixes of names if all parameters
+    that end so are adapted, else full names."""
     every, chosen = [], {m.fused.module for _, m in all_adapted(model, adapters) if m.fused}
     for layer in range(model.num_layers):
         fused = (matrix.fused for matrix in model.matrices(layer) if matrix.fused)

@@ -1,4 +1,4 @@
-"""The safetensors format, read piece by piece and written as a stream.
+"""The safetensors format: files read piece by piece, and written as a stream.
 
     offset 0      uint64   n, length of the header
            8      JSON     {name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__"}
@@ -33,11 +33,11 @@ from llmq.ref.common import row_blocks
 NUMPY_DTYPES = {d.label: d.numpy for d in DTYPES.values()} | {"F16": np.dtype(np.float16)}
 """The NumPy type of each element type that can be read, by its name in the header."""
 
-HEADER_ALIGN = 64  # bytes: a mapped file then has its tensors where vector loads like them
+HEADER_ALIGN = 64  # bytes: aligns tensors of a mapped file for vector loads
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 READ_BYTES = 1 << 30  # one read call transfers less than 2 GiB
-PIECE = 1 << 20  # elements that are read at once: they stay in the processor's cache
-BYTES = 1 << 24  # bytes of a tensor that is copied as it is
+PIECE = 1 << 20  # elements per read: they stay in the processor's cache
+BYTES = 1 << 24  # bytes per read of a tensor that is copied unchanged
 
 
 class StoredTensor(NamedTuple):
@@ -50,14 +50,15 @@ class StoredTensor(NamedTuple):
 
 
 class SafetensorsFile:
-    """One open file. Threads may share the file.
+    """An open safetensors file. Threads may share the file.
 
-    path; tensors: StoredTensor by name; metadata: text by text.
+    tensors: StoredTensor by name. metadata: the header's `__metadata__`, text by text.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the header of a file whose checksum agrees; other files: `open_foreign`. LlmqError
-        if the file cannot be read, has a damaged header, or not the length in its header."""
+        """Read the header of a file whose checksum agrees; use `open_foreign` for other files.
+        LlmqError if the file cannot be read, has a damaged header, or has another length than the
+        header says."""
         self.path = path
         with read_errors(path, LlmqError):
             self._file = open_file(path)
@@ -100,7 +101,8 @@ class SafetensorsFile:
         )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Elements [start, stop) of a tensor, flat, in the stored dtype. Raises LlmqError."""
+        """Elements [start, stop) of a tensor, flat, in the stored dtype. LlmqError for an unknown
+        dtype, or if the file cannot be read."""
         tensor = self.tensors[name]
         dtype = NUMPY_DTYPES.get(tensor.dtype)
         if dtype is None:
@@ -122,8 +124,8 @@ class SafetensorsFile:
         return out
 
     def byte_pieces(self, name: str) -> Iterator[np.ndarray]:
-        """The bytes of a tensor of any element type, uint8, a few MiB at a time. Raises
-        LlmqError."""
+        """The bytes of a tensor of any dtype, uint8, up to 16 MiB at a time. LlmqError if the file
+        cannot be read."""
         stored = self.tensors[name]
         for start in range(0, stored.nbytes, BYTES):
             yield self._read_bytes(stored.offset + start, min(BYTES, stored.nbytes - start))
@@ -134,8 +136,8 @@ class SafetensorsFile:
 
 def open_foreign(path: Path) -> SafetensorsFile:
     """Open a file of another program. LlmqError as in SafetensorsFile, and if the library refuses
-    the header: gaps, or element types and shapes that do not agree with offsets."""
-    file = SafetensorsFile(path)  # the mapped pages of the header are in memory then
+    the header: gaps, or dtypes and shapes that do not agree with offsets."""
+    file = SafetensorsFile(path)  # reads the header first, so that mapping it raises no SIGBUS
     try:
         with read_errors(path, LlmqError), safe_open(path, framework="numpy"):
             return file
@@ -146,7 +148,7 @@ def open_foreign(path: Path) -> SafetensorsFile:
 
 
 class FileTensor:
-    """A tensor of a file. path: of its file; name, dtype: its names there."""
+    """A tensor of an open file. path: of the file. name, dtype, shape: as in the header."""
 
     def __init__(self, file: SafetensorsFile, name: str):
         stored = file.tensors[name]
@@ -158,19 +160,19 @@ class FileTensor:
         return self._file.read(self.name, start, stop)
 
     def byte_pieces(self) -> Iterator[np.ndarray]:
-        """All bytes, uint8, a few MiB at a time."""
+        """All bytes, uint8, up to 16 MiB at a time."""
         return self._file.byte_pieces(self.name)
 
     def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """A few rows at a time: where they belong, and their values in the stored dtype."""
+        """All rows, a few at a time: the slice of rows, and the values in the stored dtype."""
         size = prod(self.shape[1:])
         for rows in row_blocks(self.shape[0], size, PIECE):
             values = self.flat(rows.start * size, rows.stop * size)
             yield rows, values.reshape(-1, *self.shape[1:])
 
     def rows(self, start: int, stop: int, *, transposed: bool = False) -> np.ndarray:
-        """These rows; transposed: these columns, as rows. A tensor (experts, out, in) or transposed
-        has the rows of all experts, one after another."""
+        """Rows [start, stop); transposed: columns [start, stop), returned as rows. The rows of a
+        tensor with three axes are counted through all experts."""
         inner, height = self.shape[-2:]
         if not transposed:
             return self.flat(start * height, stop * height).reshape(-1, height)
@@ -189,7 +191,7 @@ def _stored_tensor(entry: dict[str, Any], data_start: int) -> StoredTensor:
 
 
 class TensorSpec(NamedTuple):
-    """A tensor that is going to be written."""
+    """A tensor to write: name, dtype and shape."""
 
     name: str
     dtype: DType
@@ -214,7 +216,7 @@ class TensorSpec(NamedTuple):
 
 
 class CopiedSpec(NamedTuple):
-    """A tensor of any element type, copied byte by byte. label: the dtype in the header."""
+    """A tensor to copy byte by byte, of any dtype. label: the dtype in the header."""
 
     name: str
     label: str
@@ -231,9 +233,11 @@ def write_safetensors(
     arrays: Iterable[np.ndarray | FileTensor],
     metadata: dict[str, str],
 ) -> tuple[int, str]:
-    """Write a whole file; returns its size and SHA-256. arrays yields the tensors in the order of
-    specs, one at a time, of a CopiedSpec the FileTensor. ValueError if an array is not what its
-    spec says."""
+    """Write a whole file; return its size in bytes and its SHA-256 in hex.
+
+    arrays: the tensors in the order of specs, consumed one at a time; a CopiedSpec takes a
+    FileTensor. ValueError if an array has another dtype or shape than its spec.
+    """
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for spec in specs:

@@ -1,8 +1,9 @@
-"""The model that weights began as: what an export takes from its folder beside the weights.
+"""The source model of a run, whose weights were the initial weights: files, config fields and extra
+tensors that exports take from its folder.
 
-FILES and FIELDS are the table of what happens to each file and to fields of config.json. Tensors
-that the language model does not have, such as those of a vision tower or of MTP layers, are copied
-byte by byte. A checkpoint keeps all but these tensors, for which it has names and a SHA-256.
+FILES and FIELDS say how an export treats each file and each field of config.json. Extra tensors
+(vision tower, MTP layers) are copied byte by byte. A checkpoint holds the texts of the files, but
+of extra tensors only their number and their SHA-256.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TOKENIZER, LEFT_OUT = "of the tokenizer", "left out"
 
 
 class Fate(NamedTuple):
-    """The rule for a file or a field of the source in an export. why: its reason."""
+    """The rule for a file or a field of the source in an export. why: reason of the rule."""
 
     what: str
     why: str
@@ -60,7 +61,7 @@ FIELDS: dict[str, Fate] = {
 _DTYPES = ("dtype", "torch_dtype")
 _MTP_FIELDS = "mtp_*"
 MAX_TEXT = 1 << 20
-"""Bytes of a file that a checkpoint keeps."""
+"""Maximum bytes of a file that a checkpoint keeps."""
 HASH_THREADS = 8
 
 
@@ -73,7 +74,7 @@ def fate_of(name: str) -> Fate:
 class SourceModel:
     """The folder of a model, without the weights that are trained.
 
-    name: as a person knows the model. folder: absolute path. revision: commit at the hub, if any.
+    name: as the user gave it. folder: absolute path. revision: commit at the hub, or None.
     config: config.json. files: text by name of files that are copied or merged. prefix: prefix of
     the language model's tensor names in a model with other parts, else "". fused: True if the
     experts of a layer are one tensor. extra: open tensors by name that the language model does not
@@ -136,7 +137,7 @@ class SourceModel:
 
     @property
     def copied(self) -> dict[str, str]:
-        """Text by name of the files that are copied."""
+        """The files that an export copies: text by name."""
         return {name: text for name, text in self.files.items() if fate_of(name).what == COPIED}
 
     @property
@@ -235,8 +236,8 @@ def _part_of(name: str) -> str:
 
 
 def _texts(folder: Path) -> dict[str, str]:
-    """Text by name of files that are copied or merged, except config.json."""
-    found = {}
+    """The files that an export copies or merges, without config.json: text by name."""
+    texts = {}
     for name in (GENERATION_FILE, *PROCESSOR_FILES):
         path = folder / name
         if not path.is_file():
@@ -245,10 +246,10 @@ def _texts(folder: Path) -> dict[str, str]:
             check_readable(path)
             if leaves_folder(path) or path.stat().st_size > MAX_TEXT:
                 raise ValueError("it is a link that leaves its folder, or too large")
-            found[name] = path.read_text("utf-8")
+            texts[name] = path.read_text("utf-8")
         except (OSError, ValueError) as error:
             warn(f"'{path}' is left out: {error}")
-    return found
+    return texts
 
 
 _ABSENT = object()
@@ -274,8 +275,8 @@ def _changed(
 
 
 def digest_of_tensor(name: str, tensor: Any) -> str:
-    """SHA-256 of a tensor's name, dtype, shape and bytes."""
-    found = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+    """SHA-256 of a tensor's name, dtype, shape and bytes, in hex."""
+    digest = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
     for piece in tensor.byte_pieces():
-        found.update(piece)
-    return found.hexdigest()
+        digest.update(piece)
+    return digest.hexdigest()

@@ -1,5 +1,5 @@
-"""The states of checkpoints, and every rule that follows from a state: which checkpoints are
-deleted, which one a run goes on from, goes back to, or exports.
+"""The states of checkpoints, and the rules that follow: which checkpoints are deleted, and which
+one a run resumes from, rolls back to, or exports.
 
     save -> WRITING -> UNPROVEN ---- 20 good steps ----> GOOD
                 |         | a bad step                     ^
@@ -9,9 +9,8 @@ deleted, which one a run goes on from, goes back to, or exports.
                 v         v
               (gone)    SPOILED                   any of these: DAMAGED, aside, deleted
 
-A checkpoint being written is step_N.tmp and no checkpoint yet. All others are complete; a verdict,
-which later steps bring, is a note in the checkpoint (verdict.json). docs/checkpoints.md says what
-each state is good for.
+A checkpoint being written is called step_N.tmp and does not count yet. Later steps add a verdict,
+a note in the checkpoint (verdict.json). docs/checkpoints.md says how each state is used.
 """
 
 from __future__ import annotations
@@ -47,21 +46,21 @@ class State(StrEnum):
     """The state of a complete checkpoint."""
 
     UNPROVEN = "unproven"
-    """All steps after it were good, and fewer than PROVEN."""
+    """All later steps were good, but there are fewer than PROVEN of them."""
     SUSPECT = "suspect"
-    """A bad step followed: bad until PROVEN good steps have followed that step."""
+    """A bad step followed; PROVEN good steps after the bad one make the checkpoint GOOD."""
     GOOD = "good"
-    """PROVEN steps after it were good."""
+    """PROVEN good steps followed."""
     SPOILED = "spoiled"
-    """The weights are bad, or the disk has lost the checkpoint: no other state follows."""
+    """The weights are bad, or the disk has lost the checkpoint; this state is final."""
     DAMAGED = "damaged"
     """A file is missing, or has another size."""
 
 
 class Verdict(NamedTuple):
-    """The note of later steps in a checkpoint. good: whether PROVEN steps after it were good.
-    steps: good steps directly after it. reason: why it is not good. level: Guard.level of these
-    steps; -1: it cannot become good."""
+    """The verdict of later steps on a checkpoint. good: True if PROVEN good steps followed. steps:
+    number of good steps directly after the checkpoint. reason: of a verdict that is not good.
+    level: Guard.level of these steps; -1: the checkpoint can never become good."""
 
     good: bool
     steps: int
@@ -74,7 +73,7 @@ class Verdict(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint on disk. whole: whether all files are there in their sizes."""
+    """A checkpoint on disk. whole: True if all files have their recorded sizes."""
 
     path: Path
     verdict: Verdict | None
@@ -92,14 +91,14 @@ class Checkpoint(NamedTuple):
 
 
 def read_verdict(checkpoint: Path) -> Verdict | None:
-    """The verdict on a complete checkpoint; None if there is none, or the note is damaged."""
+    """The verdict on a complete checkpoint; None without a note, or with a damaged one."""
     note = json_object(checkpoint / VERDICT)
-    found = values_of(note, steps=int, reason=str, level=int)
-    return None if found is None or "good" not in note else Verdict(note["good"] is True, *found)
+    fields = values_of(note, steps=int, reason=str, level=int)
+    return None if fields is None or "good" not in note else Verdict(note["good"] is True, *fields)
 
 
 def write_verdict(checkpoint: Path, verdict: Verdict) -> None:
-    """Raises DiskError where the disk is full or refuses."""
+    """Write verdict.json into a checkpoint. DiskError if the disk is full or fails."""
     write_file(checkpoint / VERDICT, json.dumps(verdict._asdict()) + "\n")
 
 
@@ -114,10 +113,10 @@ def kept_checkpoints(directory: Path, run: RunId) -> dict[int, Checkpoint]:
 
 
 class Proving:
-    """The checkpoints of a run whose state depends on the coming steps: UNPROVEN and SUSPECT ones,
-    also while they are being written.
+    """The checkpoints of a run whose state depends on coming steps: UNPROVEN and SUSPECT ones, and
+    those that are still being written.
 
-    followed: step of the newest checkpoint after which a step was good.
+    followed: step of the newest checkpoint that a good step followed; None without one.
     """
 
     def __init__(self) -> None:
@@ -125,41 +124,43 @@ class Proving:
         self._open: dict[int, Verdict | None] = {}  # by step
 
     def add(self, step: int, verdict: Verdict | None = None) -> None:
-        """A checkpoint that is not known to be good. verdict: what is known of it."""
+        """Add a checkpoint that is not GOOD yet. verdict: its note; None for UNPROVEN."""
         self._open[step] = verdict
 
     def drop(self, step: int) -> bool:
-        """The state of this checkpoint is settled; False if it was before."""
+        """Remove a checkpoint, whose state is settled; False if it was not listed."""
         known = step in self._open
         self._open.pop(step, None)
         return known
 
     def lose(self, step: int) -> None:
-        """This checkpoint could not be written."""
+        """Remove a checkpoint that could not be written."""
         self.drop(step)
         if self.followed == step:
-            self.followed = max((at for at in self._open if at < step), default=None)
+            self.followed = max((saved for saved in self._open if saved < step), default=None)
 
-    def after_bad(self, step: int, reason: str, level: int) -> dict[int, Verdict]:
-        """The verdicts that a bad step brings: UNPROVEN becomes SUSPECT. level: Guard.level."""
+    def mark_suspect(self, step: int, reason: str, level: int) -> dict[int, Verdict]:
+        """Apply a bad step: UNPROVEN checkpoints become SUSPECT. Returns their new verdicts by
+        step. level: Guard.level of the bad step."""
         reason = f"step {step} was bad: {reason}"
         new = {
-            at: Verdict(False, step - at, reason, level)
-            for at, verdict in self._open.items()
-            if at <= step and verdict is None
+            saved: Verdict(False, step - saved, reason, level)
+            for saved, verdict in self._open.items()
+            if saved <= step and verdict is None
         }
         self._open |= new
         return new
 
-    def after_good(self, step: int, last_bad: int, level: int) -> dict[int, Verdict]:
-        """The verdicts that a good step brings: UNPROVEN becomes GOOD, and so does SUSPECT, unless
-        another level was usual when the bad step came. last_bad: the last bad step before."""
-        before = [at for at in self._open if at <= step]
+    def mark_good(self, step: int, last_bad: int, level: int) -> dict[int, Verdict]:
+        """Apply a good step: checkpoints with PROVEN good steps become GOOD, SUSPECT ones only if
+        Guard.level is that of their bad step. Returns the new verdicts by step. last_bad: the last
+        bad step before `step`."""
+        before = [saved for saved in self._open if saved <= step]
         self.followed = max(before, default=self.followed)
-        settled = [at for at in before if step - max(at, last_bad + 1) + 1 >= PROVEN]
-        verdicts = {at: self._open.pop(at) for at in settled}
+        settled = [saved for saved in before if step - max(saved, last_bad + 1) + 1 >= PROVEN]
+        verdicts = {saved: self._open.pop(saved) for saved in settled}
         good = Verdict(True, PROVEN, level=level)
-        return {at: good for at, old in verdicts.items() if old is None or old.level == level}
+        return {saved: good for saved, old in verdicts.items() if old is None or old.level == level}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -167,10 +168,12 @@ class Proving:
 
 
 class Keep(NamedTuple):
-    """The checkpoints of a run that stay. newest: --ckpt-keep-n, 0 or less keeps all. major:
-    multiples of it (if positive) stay and are not counted. interval: with --guard rollback the
-    interval of checkpoints that a rollback returns to, else 0. first: first step of the stage,
-    which counts as such a checkpoint."""
+    """The rule for the checkpoints of a run that stay.
+
+    newest: --ckpt-keep-n; 0 or less keeps all. major: steps that are multiples of `major`, if
+    positive, stay and are not counted. interval: with --guard rollback the interval of checkpoints
+    that a rollback returns to, else 0. first: first step of the stage; rollbacks return there too.
+    """
 
     newest: int
     major: int = 0
@@ -183,26 +186,26 @@ class Keep(NamedTuple):
         return cls(config.ckpt_keep_n, config.ckpt_major, interval, first)
 
     def minors(self, steps: Iterable[int]) -> list[int]:
-        """The steps that are no multiples of major."""
+        """The steps that are not multiples of `major`."""
         return [step for step in steps if self.major <= 0 or step % self.major]
 
 
 def outdated(
     found: Mapping[int, Checkpoint], keep: Keep, saved: int, spared: Collection[int] = ()
 ) -> list[int]:
-    """The steps of checkpoints that may be deleted.
+    """The steps of checkpoints that may be deleted, ascending.
 
-    The keep.newest newest stay, where `saved`, written last, counts as the newest; SUSPECT, SPOILED
-    and DAMAGED ones are not counted: they go when so many newer ones are there. Besides stay the
-    steps `spared`, the newest GOOD one of each level, and the one that will be the next; for
-    rollbacks also the newest GOOD one of the interval, and all of the interval that are not known
-    yet: extra saves decide nothing about them.
+    The keep.newest newest checkpoints stay; `saved`, written last, counts as the newest. SUSPECT,
+    SPOILED and DAMAGED ones are not counted: they go when keep.newest newer ones are there. These
+    stay too: the steps `spared`, the newest GOOD checkpoint of each level, and the UNPROVEN one
+    that will be GOOD next. With keep.interval, the newest GOOD checkpoint of the interval and all
+    UNPROVEN ones of the interval stay as well, however many extra saves there are.
     """
     if keep.newest <= 0:
         return []
     states = {step: checkpoint.state for step, checkpoint in sorted(found.items())}
     good = [step for step, state in states.items() if state is State.GOOD]
-    # Older ones have been judged, or are of steps that nobody goes on from.
+    # Older UNPROVEN ones never get a verdict: the run has returned to an earlier step since.
     recent = range(saved - PROVEN + 1, saved + 1)
     unproven = [s for s, state in states.items() if state is State.UNPROVEN and s in recent]
     stay = {saved, *spared, *_maturing(good, unproven)}
@@ -221,14 +224,16 @@ def outdated(
 
 
 def _maturing(good: list[int], unproven: list[int]) -> set[int]:
-    """The newest good step, and the first after it of which it is not known yet."""
+    """The newest good step, and the first unproven step after it."""
     newest = max(good, default=-1)
     return {newest, min((step for step in unproven if step > newest), default=-1)} - {-1}
 
 
 def left_at_end(steps: list[int], keep: Keep) -> list[int]:
-    """The steps, of those at which a healthy run writes checkpoints, ascending up to its end, whose
-    checkpoints are there then, without majors."""
+    """The steps whose checkpoints are left at the end of a run without bad steps, without majors.
+
+    steps: all steps at which the run saves, ascending.
+    """
     left: dict[int, Checkpoint] = {}
     for saved in keep.minors(steps):
         followed = max(left, default=saved)
@@ -241,7 +246,7 @@ def left_at_end(steps: list[int], keep: Keep) -> list[int]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Going on
+# Resuming
 
 
 class NoCheckpoint(ConfigError):
@@ -259,8 +264,8 @@ def find_checkpoint(
     passed: list[str] | None = None,
     world: World = World(),
 ) -> Path | None:
-    """The checkpoint that --continue names, None if there is no complete one. wanted: NEWEST or a
-    step in `directory`, or a path as of checkpoint_at. passed, world: as of checkpoint_at."""
+    """The checkpoint that --continue names; None if there is no complete one. wanted: NEWEST, a
+    step in `directory`, or a path as in checkpoint_at. passed, world: as in checkpoint_at."""
     if wanted.isdecimal():
         return world.on_first(lambda: list_checkpoints(directory)).get(int(wanted))
     if wanted == NEWEST:
@@ -271,10 +276,14 @@ def find_checkpoint(
 def checkpoint_at(
     path: Path, passed: list[str] | None = None, world: World = World()
 ) -> Path | None:
-    """A complete checkpoint, whatever its directory is called, or of a directory the newest
-    UNPROVEN or GOOD one that is whole; passed gets a line for each newer one. Without one, the
-    newest SUSPECT or SPOILED one after which a step was good, or just the newest. LlmqError for the
-    name of another step, or if none is whole. All processes of the world call this function."""
+    """The checkpoint at a path, or the checkpoint of a directory that a run resumes from; None for
+    a directory without checkpoints.
+
+    The order of preference in a directory: the newest whole UNPROVEN or GOOD checkpoint, the newest
+    SUSPECT or SPOILED one that a good step followed, the newest. passed: list that gets a line for
+    each newer checkpoint. LlmqError for a name with another step, or if no checkpoint is whole. All
+    processes of the world call this function.
+    """
     path = Path(os.path.expanduser(path))
     if world.on_first(lambda: is_complete(path)):
         world.on_first(lambda: check_name(path))
@@ -284,7 +293,7 @@ def checkpoint_at(
 
 
 def _newest_usable(found: dict[int, Path], passed: list[str], world: World) -> Path | None:
-    """Choose as checkpoint_at does, of checkpoints by step, which all processes know alike."""
+    """Choose as checkpoint_at does. found: checkpoints by step, the same on all processes."""
     problems, bad = [], []
     for _, path in sorted(found.items(), reverse=True):
         problem = problem_of(path, world)
@@ -313,9 +322,9 @@ def newest_good(
     """The newest whole checkpoint of the stage up to step `last` that a rollback returns to; None
     without one.
 
-    Checkpoints of multiples of keep.interval, which a run that was stopped and went on has, too,
-    count if GOOD; the first one of a later stage unless SPOILED. All processes of the world call
-    this function.
+    A checkpoint counts if its step is a multiple of keep.interval and its state is GOOD; extra
+    saves do not count, because a run without interruption lacks them. The first checkpoint of a
+    later stage counts unless SPOILED. All processes of the world call this function.
     """
     for step, checkpoint in sorted(found.items(), reverse=True):
         state = checkpoint.state
@@ -329,9 +338,9 @@ def newest_good(
 
 
 def exported_best(newest: Path) -> tuple[Path, BestValue] | None:
-    """The best checkpoint and its value, which a run exports; None if the run exports its last
-    checkpoint, or knows no best. newest: a checkpoint of the run; its parent folder has the
-    others."""
+    """The path and value of the best checkpoint, which a run exports; None if the run exports its
+    last checkpoint or has no best. newest: a checkpoint of the run, in the folder of all its
+    checkpoints."""
     document = read_manifest(newest / MANIFEST)
     if document["options"].get("export") == "last":
         return None

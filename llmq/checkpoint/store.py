@@ -24,23 +24,23 @@ VERDICT = "verdict.json"
 def list_checkpoints(directory: Path) -> dict[int, Path]:
     """The complete checkpoints in a directory by step, oldest first.
 
-    LlmqError if one was renamed to another step: their order would not be what it seems.
+    LlmqError if a checkpoint was renamed to another step, which would change the order.
     """
-    found = checkpoints_by_name(directory)
-    for path in found.values():
+    checkpoints = checkpoints_by_name(directory)
+    for path in checkpoints.values():
         check_name(path)
-    return found
+    return checkpoints
 
 
 def checkpoints_by_name(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints in a directory by the step in their name, in this order, and damaged
-    ones with something else in the place of checkpoint.json. LlmqError if it cannot be listed."""
-    found = {}
+    """The complete checkpoints in a directory by the step in their names, ascending, and damaged
+    ones whose checkpoint.json is no regular file. LlmqError if the directory cannot be listed."""
+    checkpoints = {}
     for path in entries(directory):
         step = _named_step(path)
         if step is not None and (is_complete(path) or os.path.lexists(path / MANIFEST)):
-            found.setdefault(step, path)
-    return dict(sorted(found.items()))
+            checkpoints.setdefault(step, path)
+    return dict(sorted(checkpoints.items()))
 
 
 def _named_step(path: Path) -> int | None:
@@ -54,32 +54,32 @@ def _recorded(path: Path) -> dict[str, Any]:
         run = read_manifest(path / MANIFEST)["run"]
     except DamagedManifest:
         return {}
-    except LlmqError:  # of another version, which does not change whose it is
+    except LlmqError:  # another version: step and run still hold
         run = json_object(path / MANIFEST).get("run")
     return run if isinstance(run, dict) and type(run.get("step", 0)) is int else {}
 
 
 def damaged_checkpoints(directory: Path) -> dict[Path, str]:
-    """The checkpoints in a directory whose checkpoint.json is damaged, each with the reason. They
-    are nobody's. LlmqError if the directory cannot be listed."""
+    """The checkpoints in a directory whose checkpoint.json is damaged, each with the reason. Such
+    checkpoints belong to no run. LlmqError if the directory cannot be listed."""
     steps = (path for path in entries(directory) if _named_step(path) is not None)
-    found = {path: manifest_damage(path / MANIFEST) for path in steps}
-    return {path: why for path, why in found.items() if why is not None}
+    reasons = {path: manifest_damage(path / MANIFEST) for path in steps}
+    return {path: reason for path, reason in reasons.items() if reason is not None}
 
 
 def checkpoint_owner(path: Path) -> RunId | None:
-    """The run of a checkpoint; None where it is damaged, or does not name one."""
+    """The run of a checkpoint; None if the checkpoint is damaged or names no run."""
     return RunId.of(_recorded(path))
 
 
 def checkpoint_step(path: Path) -> int:
-    """The step of a complete checkpoint, whatever it is called; 0 where it is damaged."""
+    """The step that a complete checkpoint records, whatever its name; 0 if it is damaged."""
     return _recorded(path).get("step", 0)
 
 
 def saved_options(document: dict[str, Any]) -> dict[str, Any]:
-    """The options of a checkpoint's run, by field, with the seed and the order its data really
-    have; versions without --data-order had other orders for packed or weighted files alone."""
+    """The options of a checkpoint's run by field, with seed and order of its data as the loader
+    recorded them. Versions without --data-order shuffled packed and weighted files only."""
     loader = document["data-loader"]
     if "seed" not in loader:
         return document["options"]
@@ -88,21 +88,19 @@ def saved_options(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def saved_log(path: Path) -> Path | None:
-    """The path at which the run of a complete checkpoint wrote its log; None where it does not say
-    so."""
+    """The log file of a complete checkpoint's run; None if the manifest names none."""
     options = json_object(path / MANIFEST).get("options")
     log = options.get("log_file") if isinstance(options, dict) else None
     return Path(log) if isinstance(log, str) else None
 
 
 def recorded_tokenizer(path: Path) -> TokenizerId | None:
-    """The tokenizer that made the data of a complete checkpoint's run, None where it does not say
-    so."""
+    """The tokenizer that made the training data of a complete checkpoint; None if not recorded."""
     return TokenizerId.from_record(json_object(path / MANIFEST).get("tokenizer-id"))
 
 
 def check_name(path: Path) -> None:
-    """LlmqError if a checkpoint's name says another step than its manifest."""
+    """LlmqError if the step in a checkpoint's name differs from the step in its manifest."""
     named, recorded = _named_step(path), _recorded(path).get("step")
     if None not in (named, recorded) and named != recorded:
         raise LlmqError(
@@ -115,7 +113,7 @@ def check_name(path: Path) -> None:
 # Models
 
 
-# The parts of a model that change nothing in what its weights compute.
+# Fields of a model that do not change the computation with its weights.
 _NO_CONSTANTS = {"architecture", "max_positions", "initializer_range", "bos_token_id"}
 _NO_CONSTANTS |= {"eos_token_id", "other_eos_token_ids", "pad_token_id", "new_tokens"}
 
@@ -136,22 +134,22 @@ def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Those of one run
+# Checkpoints of one run
 
 
 def delete_old(directory: Path, run: RunId, steps: Collection[int]) -> list[Path]:
-    """Delete a run's checkpoints of these steps, and leftovers of interrupted saves, so no save may
-    be under way; returns the deleted directories. Checkpoints of other runs, renamed ones and links
+    """Delete a run's checkpoints of these steps, and leftovers of interrupted saves; return the
+    deleted directories. No save may be under way. Checkpoints of other runs, renamed ones and links
     stay; a warning names a checkpoint that cannot be deleted."""
     own = own_checkpoints(directory, run) if steps else {}
     return delete([*leftovers(directory), *(own[step] for step in steps if step in own)])
 
 
 def own_checkpoints(directory: Path, run: RunId) -> dict[int, Path]:
-    """The checkpoints of this run by step, whole or not, without renamed ones and links."""
-    found = {}
+    """The checkpoints of this run by step, damaged ones too, without renamed ones and links."""
+    checkpoints = {}
     for step, path in checkpoints_by_name(directory).items():
         recorded = {} if path.is_symlink() else _recorded(path)
         if run.owns(RunId.of(recorded)) and recorded.get("step") in (step, None):
-            found[step] = path
-    return found
+            checkpoints[step] = path
+    return checkpoints

@@ -305,9 +305,9 @@ class Lifecycle:
         bad: why the step is bad; None: it is good."""
         level = self.guard.level
         if bad is None:
-            verdicts = self._proving.after_good(step, self.guard.last_bad, level)
+            verdicts = self._proving.mark_good(step, self.guard.last_bad, level)
         else:
-            verdicts = self._proving.after_bad(step, bad, level)
+            verdicts = self._proving.mark_suspect(step, bad, level)
         for at, verdict in verdicts.items():
             self._note(at, verdict)
         if verdicts and bad is None:

@@ -86,10 +86,10 @@ def test_transitions(before, events, after):
         elif event == "spoiled":
             verdict = Verdict.spoiled("NaN") if proving.drop(100) else verdict
         elif event == "-":
-            verdict = proving.after_bad(step, "its loss", level).get(100, verdict)
+            verdict = proving.mark_suspect(step, "its loss", level).get(100, verdict)
             last_bad, step = step, step + 1
         for _ in range(int(event) if event[0] == "+" else 0):
-            verdict = proving.after_good(step, last_bad, level).get(100, verdict)
+            verdict = proving.mark_good(step, last_bad, level).get(100, verdict)
             step += 1
     assert Checkpoint(Path(), verdict, whole=True).state is after
     assert Checkpoint(Path(), verdict, whole=False).state is DAMAGED
@@ -99,21 +99,21 @@ def test_a_bad_step_says_something_of_checkpoints_before_it_alone():
     proving = Proving()
     for step in (10, 20, 30):
         proving.add(step)
-    assert proving.after_bad(24, "its loss", level=1) == {
+    assert proving.mark_suspect(24, "its loss", level=1) == {
         10: Verdict(False, 14, "step 24 was bad: its loss", 1),
         20: Verdict(False, 4, "step 24 was bad: its loss", 1),
     }
-    assert proving.after_bad(25, "its norm", level=1) == {}, "once bad, no other step is told"
+    assert proving.mark_suspect(25, "its norm", level=1) == {}, "once bad, no other step is told"
 
 
 def test_the_newest_that_a_good_step_followed():
     proving = Proving()
-    assert proving.after_good(0, -1, 0) == {} and proving.followed is None
+    assert proving.mark_good(0, -1, 0) == {} and proving.followed is None
     proving.add(10)
-    proving.after_good(10, -1, 0)
+    proving.mark_good(10, -1, 0)
     proving.add(20)
     assert proving.followed == 10
-    proving.after_good(20, -1, 0)
+    proving.mark_good(20, -1, 0)
     assert proving.followed == 20
     proving.lose(20)  # its disk was full
     assert proving.followed == 10 and not proving.drop(20) and proving.drop(10)
@@ -232,9 +232,9 @@ def test_no_good_state_is_lost(seed):
                 deleted[at] = there.pop(at)
                 proving.drop(at)
         if rng.random() < share:
-            new, last_bad = proving.after_bad(step, "its loss", 0), step
+            new, last_bad = proving.mark_suspect(step, "its loss", 0), step
         else:
-            new = proving.after_good(step, last_bad, 0)
+            new = proving.mark_good(step, last_bad, 0)
         there |= {at: verdict for at, verdict in new.items() if at in there}
         good = [at for at, verdict in there.items() if verdict is not None and verdict.good]
         lost = [at for at, verdict in deleted.items() if verdict is not None and verdict.good]

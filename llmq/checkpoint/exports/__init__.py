@@ -1,5 +1,5 @@
-"""`llmq export`: a checkpoint, a model or adapters in a format that others read. Formats have one
-file each, and EXPORTS is their table; `source.py` opens what is exported."""
+"""`llmq export`: write a checkpoint, a model or adapters in a format of other programs. Each format
+is one file, and EXPORTS is the table of formats; `source.py` opens the checkpoint or model."""
 
 import inspect
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from llmq.checkpoint.hub import check_upload, upload
 from llmq.options.option_types import parse_dtype_name
 
 EXPORTS: dict[str, type[ExportFormat]] = {made.name: made for made in (HuggingFace, Gguf, Fp8)}
-"""By --format."""
+"""Formats by the value of --format."""
 
 
 def export(
@@ -40,40 +40,40 @@ def export(
     push: str | None = None,
     **options: str | None,
 ) -> list[str]:
-    """Write what `where` names in the format `to`; returns the names of the files.
+    """Write a checkpoint, model or adapters in the format `to`; return the names of the files.
 
-    where, base, merge, force, text_only: as of open_source. dtype: None: that of the source.
-    verify: as of ExportFormat.write. overwrite: what is at `out`; else a run replaces its own model
-    only. licence: of the folder's README.md. push: a repository of the hub that gets the files.
-    options: of the format. LlmqError, before anything changes, where that is not possible.
+    where, base, merge, force, text_only: as in open_source. dtype: value of --dtype; None: dtype of
+    the source. verify: as in ExportFormat.write. overwrite: replace any files at `out`; else only
+    the model of the same run is replaced. licence: for README.md. push: hub repository for an
+    upload. options: options of the format. LlmqError for wrong arguments, before files change.
     """
     if to not in EXPORTS:
         raise ConfigError(f"--format: expected {' or '.join(EXPORTS)}, got {to!r}")
     given = {name: value for name, value in options.items() if value is not None}
     if alien := given.keys() - inspect.signature(EXPORTS[to]).parameters.keys():
         raise ConfigError(f"--{min(alien)} has no meaning with --format {to}")
-    made = EXPORTS[to](**given)
-    with suppress(ValueError):  # of formats that only GGUF has
+    export_format = EXPORTS[to](**given)
+    with suppress(ValueError):  # dtypes of GGUF alone, such as q8_0
         dtype = None if dtype is None else parse_dtype_name(dtype)
-    if dtype is not None and dtype not in made.dtypes:
-        raise ConfigError(f"--dtype: {to} is {' or '.join(made.dtypes)}, got {dtype!r}")
+    if dtype is not None and dtype not in export_format.dtypes:
+        raise ConfigError(f"--dtype: {to} is {' or '.join(export_format.dtypes)}, got {dtype!r}")
     if push is not None:
         check_upload(push)
     if force:
-        verify = False  # what is no number is not equal to itself
+        verify = False  # NaN is not equal to itself
     with (
         locked(lock_beside(out.resolve()), "--out", out),
         open_source(where, base=base, merge=merge, force=force, text_only=text_only) as source,
         _with_extra(source, base) as source,
     ):
         if not overwrite:
-            _check_free(made, source, out)
+            _check_free(export_format, source, out)
         kept = dtype or source.dtype
-        if kept not in made.dtypes:
+        if kept not in export_format.dtypes:
             warn(f"the model is in {kept} and is written in bf16: --dtype fp32 rounds nothing")
             kept = "bf16"
-        made.check(source, kept)
-        files = made.write(source, out, kept, verify=verify)
+        export_format.check(source, kept)
+        files = export_format.write(source, out, kept, verify=verify)
         if out.suffix != ".gguf":
             files = sorted({*files, *write_card(out, source, to, kept, licence)})
     if push is not None:
@@ -95,15 +95,15 @@ def _with_extra(source: Source, base: str | None) -> Iterator[Source]:
         yield replace(source, began_as=began_as)
 
 
-def _check_free(made: ExportFormat, source: Source, out: Path) -> None:
-    """LlmqError if there is something already, but for the model of the checkpoint's run."""
-    found = made.occupied(out)
-    if not found:
+def _check_free(export_format: ExportFormat, source: Source, out: Path) -> None:
+    """LlmqError if the export would replace files, unless these are a model of the same run."""
+    occupied = export_format.occupied(out)
+    if not occupied:
         return
     owner = export_owner(out)
-    if source.manifest is None or found != exported_files(out):
+    if source.manifest is None or occupied != exported_files(out):
         raise LlmqError(
-            f"--out: '{out}' holds {found[0].name} already: choose another place, or add "
+            f"--out: '{out}' holds {occupied[0].name} already: choose another place, or add "
             "--overwrite"
         )
     run: RunId = source.origin["run"]

@@ -1,4 +1,4 @@
-"""README.md of an export: what the model is, and how it was trained, as hubs show it."""
+"""README.md of an export: the model card that hubs show, with model, training data and options."""
 
 import json
 import re
@@ -21,26 +21,27 @@ from llmq.report.plot import read_log
 CARD = "README.md"
 _MARK = "Written by `llmq export`."
 _LIBRARIES = {"hf": "transformers", "fp8": "transformers", "gguf": "gguf"}
-# Nobody else has these paths of a machine, and they may say whose it was; prompts are private.
+# Options left out of the card: paths, which hold on one machine and may name a user, and prompts.
 _PRIVATE = ("model", "adapter", "out_dir", "checkpoint_dir", "log_file", "train_file", "eval_file")
 _PRIVATE += ("eval_task", "scores", "sample_prompt", "tensorboard", "wandb")
 _MARKUP = re.compile(r"([\\`*_\[\]<>|~$&:])")
 
 
 def write_card(folder: Path, source: Source, to: str, dtype: str, licence: str | None) -> list[str]:
-    """Write it beside an export; returns its name. One that somebody else has written stays, with a
-    warning. to, dtype, licence: as of `card`."""
-    there = folder / CARD
+    """Write README.md into the folder of an export; return [its name]. A README.md that llmq has
+    not written stays, with a warning, and [] is returned. to, dtype, licence: as in `card`."""
+    path = folder / CARD
     with suppress(FileNotFoundError, UnicodeDecodeError):
-        if _MARK not in there.read_text("utf-8"):
-            warn(f"'{there}' stays: llmq has not written it")
+        if _MARK not in path.read_text("utf-8"):
+            warn(f"'{path}' stays: llmq has not written it")
             return []
-    write_file(there, card(source, to, dtype, licence))
+    write_file(path, card(source, to, dtype, licence))
     return [CARD]
 
 
 def card(source: Source, to: str, dtype: str, licence: str | None) -> str:
-    """The text. licence: an identifier as hubs have it; None: that of the model it began as."""
+    """The text of README.md. to: --format. dtype: dtype name of the weights. licence: identifier of
+    the hub, such as apache-2.0; None: the licence of the initial model."""
     config = None if source.manifest is None else saved_config(source.manifest)
     base = _base(source, config)
     head = {"license": licence} if licence else _licence(base, source)
@@ -59,7 +60,7 @@ def card(source: Source, to: str, dtype: str, licence: str | None) -> str:
 
 
 def _base(source: Source, config: TrainConfig | None) -> str | None:
-    """The model that the training began with, or that adapters are of."""
+    """Name or path of the initial model, or of the base model of adapters; None if unknown."""
     hub, of_adapters = source.origin.get("hub"), source.origin.get("base")
     if hub is not None:
         return hub.name
@@ -71,16 +72,16 @@ def _base(source: Source, config: TrainConfig | None) -> str | None:
 
 
 def _licence(base: str | None, source: Source) -> dict[str, Any]:
-    """The fields of the licence in the README.md of the model, where it is on this machine."""
+    """The licence fields in README.md of the source's folder or of its base model; {} without."""
     folders = [source.folder, find_directory(base) if base else None]
     for folder in (folder for folder in folders if folder is not None):
         with suppress(OSError, ValueError, yaml.YAMLError):
             _, head, _ = (folder / CARD).read_text("utf-8").split("---", 2)
-            known = yaml.safe_load(head)
-            known = known if isinstance(known, dict) else {}
-            found = {n: v for n, v in known.items() if str(n).startswith("license")}
-            if found:
-                return found
+            fields = yaml.safe_load(head)
+            fields = fields if isinstance(fields, dict) else {}
+            licence = {n: v for n, v in fields.items() if str(n).startswith("license")}
+            if licence:
+                return licence
     return {}
 
 
@@ -95,7 +96,7 @@ def _sizes(source: Source) -> str:
 
 
 def _training(source: Source, config: TrainConfig) -> str:
-    """Data, losses and options, and the command that plans or trains it again."""
+    """Markdown with data, losses and options of the training, and the commands to repeat it."""
     rows = {"run": source.origin.get("run"), "step": source.step}
     rows["training data"] = ", ".join(Path(p).name for p in config.train_patterns)
     rows["tokenizer"] = source.origin.get("made")
@@ -113,7 +114,7 @@ def _training(source: Source, config: TrainConfig) -> str:
 
 
 def _plain_text(value: Any) -> str:
-    """A foreign name as one line of Markdown, with its markup escaped."""
+    """A name from outside as one line of Markdown, with its markup escaped."""
     return _MARKUP.sub(r"\\\1", printable(" ".join(str(value).split())))
 
 
@@ -137,7 +138,8 @@ def _losses(config: TrainConfig, step: int) -> dict[str, Any]:
 def _best(source: Source) -> dict[str, Any]:
     """The metric and value that made this checkpoint the run's best; {} if another one is best."""
     best = source.manifest.state.get("history", {}).get("best")
-    found = values_of(best, metric=str, step=int, value=float) if best else None
-    if found is None or found[1] != source.step:
+    fields = values_of(best, metric=str, step=int, value=float) if best else None
+    if fields is None or fields[1] != source.step:
         return {}
-    return {f"best {found[0]} up to this step": f"{found[2]:.6g}"}
+    metric, _, value = fields
+    return {f"best {metric} up to this step": f"{value:.6g}"}

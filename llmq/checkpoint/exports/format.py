@@ -1,4 +1,4 @@
-"""A format of exports, and that of model directories."""
+"""The interface of export formats, and the format of Hugging Face's model directories."""
 
 from functools import partial
 from pathlib import Path
@@ -17,34 +17,34 @@ from llmq.checkpoint.source_model import digest_of_tensor
 from llmq.state.params import weight_table
 
 SMALL = 1 << 31
-"""Bytes of an export that is read back unless told not to."""
+"""Maximum bytes of an export that is read back by default."""
 
 
 class ExportFormat:
-    """A format, made with its own options.
+    """A format of exports. The constructor takes the options of the format.
 
-    name: of --format. dtypes: what --dtype may be.
+    name: value of --format. dtypes: values of --dtype.
     """
 
     name: str
     dtypes: tuple[str, ...]
 
     def check(self, source: Source, dtype: str) -> None:
-        """LlmqError, before anything is written, where there is no such file of this source."""
+        """LlmqError if the format cannot hold this source; called before files are written."""
 
     def occupied(self, out: Path) -> list[Path]:
         """Files that an export to `out` would replace."""
         raise NotImplementedError
 
     def write(self, source: Source, out: Path, dtype: str, *, verify: bool | None) -> list[str]:
-        """Write it, all of it or nothing; returns the names of files. verify: read it back and
-        compare; None: where that does not take long. LlmqError for a full disk, or a file that is
-        not what was meant."""
+        """Write all files of the export or none; return their names. verify: read the files back
+        and compare; None: only exports up to SMALL bytes. LlmqError for a full disk, or if a file
+        differs from the source."""
         raise NotImplementedError
 
 
 class HuggingFace(ExportFormat):
-    """A folder that transformers loads, or peft where it is adapters."""
+    """A model directory that transformers loads, or a directory of adapters that PEFT loads."""
 
     name, dtypes = "hf", ("fp32", "bf16")
 
@@ -59,7 +59,7 @@ class HuggingFace(ExportFormat):
         return exported_files(out)
 
     def write(self, source: Source, out: Path, dtype: str, *, verify: bool | None) -> list[str]:
-        if source.adapters is not None:  # they are small: in the format of the checkpoint
+        if source.adapters is not None:  # adapters are small: they keep the checkpoint's dtype
             check = partial(_verify_adapters, source) if verify in (None, True) else None
             return export_adapter(
                 out, source.model, source.adapters, source.settings, source.read,
@@ -69,7 +69,7 @@ class HuggingFace(ExportFormat):
 
 
 def _verify_adapters(source: Source, folder: Path) -> None:
-    """LlmqError unless a directory of adapters has those of a source."""
+    """LlmqError unless the adapters in `folder` are equal to the source's."""
     with AdapterFiles(folder) as files:
         for param in (param for slab in source.table for param in slab.params):
             if not np.array_equal(files.read(param), source.read(param)):
@@ -77,7 +77,8 @@ def _verify_adapters(source: Source, folder: Path) -> None:
 
 
 def write_model(source: Source, out: Path, stored: StoredAs, verify: bool | None) -> list[str]:
-    """Write a model directory; verify and what is returned: as of ExportFormat.write."""
+    """Write a model directory; return the names of its files. stored: the layout of parameters.
+    verify: as in ExportFormat.write."""
     params, check = (p for slab in source.table for p in slab.params), None
     size = sum(spec.nbytes for param in params for spec in stored.specs(param))
     if verify or (verify is None and size <= SMALL):
@@ -89,7 +90,7 @@ def write_model(source: Source, out: Path, stored: StoredAs, verify: bool | None
 
 
 def _verify_model(source: Source, stored: StoredAs, folder: Path) -> None:
-    """LlmqError unless a model directory has the weights of a source."""
+    """LlmqError unless the weights in `folder` are equal to the source's."""
     with HfWeights(folder) as weights:
         weights.check(weight_table(source.model))
         for param in (param for slab in source.table for param in slab.params):
@@ -97,7 +98,7 @@ def _verify_model(source: Source, stored: StoredAs, folder: Path) -> None:
                 raise LlmqError(f"{param.name} is not what was written: write it again")
         extra = {} if source.began_as is None else source.began_as.extra
         for name, tensor in extra.items():
-            if isinstance(tensor, CodedMatrix):  # written as values
+            if isinstance(tensor, CodedMatrix):  # exported as values, not as codes
                 continue
             if digest_of_tensor(name, tensor) != digest_of_tensor(name, weights.extra[name]):
                 raise LlmqError(f"{name} is not what was written: write it again")

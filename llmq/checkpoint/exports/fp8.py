@@ -1,9 +1,9 @@
-"""Model directories whose matrices are FP8 codes, as compressed-tensors has them, for vLLM and for
-transformers with that package.
+"""Model directories with FP8 matrices in the format of compressed-tensors, for vLLM, and for
+transformers with the package compressed-tensors.
 
-A scale is of a whole matrix, as training in e4m3 has it, with its codes, or of each row. Matrices
-that llmq keeps as one have one scale. Activations are scaled when they are there, or by a
-training's delayed scales.
+A matrix has one scale, as in e4m3 training, which then has the same codes, or one scale per row.
+Matrices that llmq fuses (q, k and v) share a scale. Activations are scaled at run time (dynamic),
+or by the delayed scales of the training (static).
 """
 
 import re
@@ -27,13 +27,15 @@ from llmq.state.params import Param
 
 SCALES, ACTIVATIONS = ("tensor", "row"), ("dynamic", "static")
 _STRATEGY = {"tensor": "tensor", "row": "channel"}
-"""compressed-tensors' names."""
+"""Names of `strategy` in compressed-tensors, by --scales."""
 
 
 class Fp8Codes(StoredAs):
-    """Matrices of blocks as codes with their scales, all else in dtype. scales: "tensor" or "row".
-    inputs: by block and key of a matrix, the scale of its input; None: it is found when that is
-    there. others: names of modules without codes, submodules included."""
+    """Layout with the matrices of all layers as E4M3 codes and F32 scales, other tensors in dtype.
+
+    scales: "tensor" or "row". inputs: scale of a matrix's input, by block and key of the matrix;
+    None: dynamic scales. others: names of modules that stay unquantized, submodules included.
+    """
 
     def __init__(
         self,
@@ -46,11 +48,11 @@ class Fp8Codes(StoredAs):
         self._by_row, self._inputs = scales == "row", inputs
         strategy, dynamic = _STRATEGY[scales], inputs is None
         codes = {"num_bits": 8, "type": "float", "symmetric": True}
-        found = {"strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
+        of_inputs = {"strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
         group = {
             "targets": ["Linear"],
             "weights": codes | {"strategy": strategy, "dynamic": False},
-            "input_activations": codes | found,
+            "input_activations": codes | of_inputs,
             "output_activations": None,
         }
         self.fields = {
@@ -71,15 +73,15 @@ class Fp8Codes(StoredAs):
     def specs(self, param: Param) -> list[TensorSpec]:
         if not self._is_coded(param):
             return super().specs(param)
-        found = []
+        specs = []
         for weight in super().specs(param):
             scales = (weight.shape[0], 1) if self._by_row else (1,)
-            found.append(TensorSpec(weight.name, E4M3, weight.shape))
-            found.append(TensorSpec(f"{weight.name}_scale", F32, scales))
+            specs.append(TensorSpec(weight.name, E4M3, weight.shape))
+            specs.append(TensorSpec(f"{weight.name}_scale", F32, scales))
             if self._inputs is not None:
                 module = weight.name.removesuffix(".weight")
-                found.append(TensorSpec(f"{module}.input_scale", F32, (1,)))
-        return found
+                specs.append(TensorSpec(f"{module}.input_scale", F32, (1,)))
+        return specs
 
     def arrays(self, param: Param, values: np.ndarray) -> Iterator[np.ndarray]:
         if not self._is_coded(param):
@@ -101,8 +103,8 @@ class Fp8Codes(StoredAs):
 
 
 def coded(values: np.ndarray, *, by_row: bool) -> tuple[np.ndarray, np.ndarray]:
-    """E4M3 codes of a matrix, as training makes them, and F32 scales (rows,), which are equal
-    unless by_row."""
+    """Quantize a matrix (rows, columns) as e4m3 training does. Returns E4M3 codes and F32 scales
+    (rows,), all equal unless by_row."""
     codes, largest = np.empty(values.shape, np.uint8), np.empty(len(values), np.float32)
     blocks = list(row_blocks(*values.shape))
     for rows in blocks:
@@ -116,8 +118,11 @@ def coded(values: np.ndarray, *, by_row: bool) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Fp8(ExportFormat):
-    """scales, activations: as `--scales` and `--activations` have them; None: "dynamic", and of
-    training in fp8 its own scales, else one for each row."""
+    """FP8 matrices with scales (--format fp8).
+
+    scales: "tensor" or "row"; None: "tensor" for checkpoints of fp8 training, else "row".
+    activations: "dynamic" or "static"; None: "dynamic".
+    """
 
     name, dtypes = "fp8", ("fp32", "bf16")
 
@@ -157,9 +162,10 @@ class Fp8(ExportFormat):
 
 
 def _input_scales(source: Source) -> dict[tuple[str, str], float]:
-    """By block and key of a matrix, the delayed scale of what it multiplies."""
+    """The delayed scale of each matrix's input, by block and key of the matrix. LlmqError if the
+    source is no checkpoint with delayed scales."""
     state = {} if source.manifest is None else source.manifest.state
-    found = {}
+    scales = {}
     for layer in range(source.model.num_layers):
         for matrix in source.model.matrices(layer):
             history = state.get(f"{STATE}{id_of(layer, matrix.input)}")
@@ -168,5 +174,5 @@ def _input_scales(source: Source) -> dict[tuple[str, str], float]:
                     "--activations static: only checkpoints of runs with --matmul-dtype e4m3 "
                     "--fp8-recipe delayed have scales of activations"
                 )
-            found[f"layers.{layer}", matrix.key] = max(history) * SCALE_MARGIN / E4M3_MAX
-    return found
+            scales[f"layers.{layer}", matrix.key] = max(history) * SCALE_MARGIN / E4M3_MAX
+    return scales

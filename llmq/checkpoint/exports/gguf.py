@@ -1,7 +1,7 @@
-"""GGUF files, which llama.cpp and what is made of it read: a model in one file, or adapters.
+"""GGUF files for llama.cpp and programs built on it: a model in one file, or adapters.
 
-Names, metadata and layout are those of llama.cpp's converters: the package gguf knows the names of
-tensors, and writes and quantizes them. Norms and vectors are F32 in every format.
+Names, metadata and layout follow llama.cpp's converters: the package gguf maps names of tensors,
+and quantizes and writes tensors. Norms and vectors are F32 with every --dtype.
 """
 
 import logging
@@ -38,19 +38,19 @@ from llmq.ref.quantize.four_bits import mxfp4_encode
 from llmq.state.params import PEFT_PREFIX, Param
 
 DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
-"""By --dtype, the name of the format there."""
+"""GGUF's names of tensor types, by --dtype."""
 _WORST = {"Q8_0": 0.57 / 127, "Q4_0": 1.01 / 8, "MXFP4": 0.0}
-"""The largest error of what is read back, over the largest value of its block: half a step, or a
-whole one, and the scale's rounding. MXFP4 is only written of values that are such codes."""
+"""Largest quantization error, relative to the largest value of the block: half a step or a whole
+step, and rounding of the scale. MXFP4 is exact: its values come from MXFP4 codes."""
 _BLOCK = 32  # values with one scale
 _PIECE = 1 << 18  # values that a thread encodes at once: they stay in the processor's cache
 _ROPE_KINDS = (None, "linear", "llama3", "yarn")
 _PLAIN = ("_norm.weight", "position_embd.weight", "_inp.weight", "_inp_shexp.weight", ".bias",
           "ssm_conv1d.weight")  # fmt: skip
-"""Tensors whose names end so are F32 in every format."""
+"""Suffixes of the names of tensors that are F32 with every --dtype."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _TOGETHER = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""The tensors that take turns in the rows of a parameter of paired experts."""
+"""Tensors whose rows alternate in a parameter of all experts, by the parameter's name."""
 _LORA = re.compile(r"\.lora_([AB])\.weight$")
 
 
@@ -59,12 +59,13 @@ def _library() -> Any:
         import gguf
     except ImportError as error:
         raise LlmqError("--format gguf needs the package gguf: pip install gguf") from error
-    logging.getLogger("gguf").setLevel(logging.ERROR)  # it tells what is of no use to a user
+    logging.getLogger("gguf").setLevel(logging.ERROR)  # its warnings mean nothing to our users
     return gguf
 
 
 class _Tensor(NamedTuple):
-    """A tensor of the file. kind: its format there. made: its rows of those of the parameter."""
+    """A tensor of the file. kind: GGUF's name of its type. made: computes its rows from the rows of
+    the parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -82,7 +83,7 @@ class _Tensor(NamedTuple):
 
 
 class Gguf(ExportFormat):
-    """One file, at `out` if that ends in .gguf, else in that folder."""
+    """One GGUF file (--format gguf): `out` if the path ends in .gguf, else a file in `out`."""
 
     name, dtypes = "gguf", tuple(DTYPES)
 
@@ -134,12 +135,13 @@ class Gguf(ExportFormat):
 
 
 def _kind_of(model: ModelConfig) -> GgufKind | None:
-    """How the model's own architecture is in GGUF files; a relative is another one there."""
+    """The GGUF declaration of the model's architecture; None without one. A declaration is not
+    inherited, because GGUF has another name for a related architecture."""
     return vars(type(model.arch)).get("gguf")
 
 
 def _lacks(model: ModelConfig) -> Iterator[str]:
-    """Properties of this model that llama.cpp's of its architecture has not."""
+    """Properties of this model that llama.cpp's implementation of the architecture lacks."""
     kind, its, scaling = _kind_of(model), model.experts, model.rope_scaling
     if not kind.heads and model.num_heads * model.head_dim != model.hidden_size:
         yield (
@@ -174,7 +176,7 @@ def _lacks(model: ModelConfig) -> Iterator[str]:
 
 
 def _otherwise(model: ModelConfig) -> Iterator[str]:
-    """Lines to warn of: llama.cpp computes a little otherwise."""
+    """Warnings about small differences between this model and llama.cpp's implementation."""
     if model.sliding_window is not None and not _kind_of(model).windows:
         window = model.sliding_window
         yield f"llama.cpp attends to all positions, where this model sees the last {window}"
@@ -184,7 +186,7 @@ def _otherwise(model: ModelConfig) -> Iterator[str]:
 
 
 def _not_of_adapters(source: Source, adapters: Adapters) -> str | None:
-    """The first thing that these have and a file of adapters cannot; None: there is none."""
+    """The first feature of the adapters that a GGUF file of adapters lacks; None without one."""
     if adapters.train:
         return f"{', '.join(adapters.train)}, which were trained beside them"
     if adapters.dora:
@@ -205,7 +207,7 @@ def _windows(model: ModelConfig) -> list[bool]:
 
 
 def _own_scale(model: ModelConfig) -> float:
-    """The factor of a Gemma 3's scores in llama.cpp, which knows 27B by the number of layers."""
+    """llama.cpp's factor of attention scores for Gemma 3; it recognizes 27B by its 62 layers."""
     size = model.hidden_size // model.num_heads if model.num_layers == 62 else model.head_dim
     return size**-0.5
 
@@ -244,13 +246,13 @@ def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
 
 
 _Made = tuple[str, tuple[int, ...], Callable[[np.ndarray], np.ndarray]]
-"""Name at Hugging Face, shape and maker of a tensor."""
+"""Hugging Face's name of a tensor, its shape, and the function that computes its values."""
 
 
 def _made_of(model: ModelConfig, param: Param) -> Iterator[_Made]:
-    """The tensors that a parameter becomes."""
+    """The tensors of a parameter in the file."""
     modules: dict[str, list[HfPart]] = {}
-    for part in param.hf:  # those of experts become one tensor
+    for part in param.hf:  # parts of single experts are stacked into one tensor
         if part.experts:
             yield from _of_paired(param, part)
         elif _AT in part.name:
@@ -264,7 +266,7 @@ def _made_of(model: ModelConfig, param: Param) -> Iterator[_Made]:
 
 
 def _of_paired(param: Param, part: HfPart) -> Iterator[_Made]:
-    """Those of paired experts, (experts, rows of one, ...)."""
+    """The tensors of a part with gate and up rows of all experts, each (experts, rows, ...)."""
     stem, _, last = part.name.removesuffix("_bias").rpartition(".")
     names, end = _TOGETHER[last], "bias" if part.name.endswith("_bias") else "weight"
     shape = (part.experts, -1, len(names), *param.row_shape)
@@ -275,7 +277,7 @@ def _of_paired(param: Param, part: HfPart) -> Iterator[_Made]:
 
 
 def _keeps_codes(source: Source) -> bool:
-    """Whether experts are the codes of MXFP4 that the model's files have, whatever --dtype says."""
+    """True if experts keep the MXFP4 codes of the model's files, with every --dtype."""
     return source.coded == "mxfp4" and source.exact
 
 
@@ -285,7 +287,7 @@ def _made(rows: list[Callable], dimensions: int, values: np.ndarray) -> np.ndarr
 
 
 def _kind(name: str, shape: tuple[int, ...], *, dtype: str, source: Source) -> str:
-    """The format of a tensor: as llama.cpp's converter chooses it."""
+    """GGUF's type of a tensor, as llama.cpp's converter chooses it. name: GGUF's."""
     if len(shape) == 1 or name.endswith(_PLAIN):
         return "F32"
     if len(shape) == 3 and _keeps_codes(source):
@@ -296,7 +298,7 @@ def _kind(name: str, shape: tuple[int, ...], *, dtype: str, source: Source) -> s
 
 
 def _rows_of(model: ModelConfig, part: Any) -> Callable[[np.ndarray], np.ndarray]:
-    """Make the rows of a tensor of those of its parameter."""
+    """A function that computes the rows of a part's tensor from the rows of its parameter."""
     to_pairs = _kind_of(model).pairs and re.search(r"\.[qk]_proj\.(?!lora_A)", part.name)
     offset = model.arch.norm_offset and re.search(r"norm\.weight$", part.name)
 
@@ -313,7 +315,8 @@ def _rows_of(model: ModelConfig, part: Any) -> Callable[[np.ndarray], np.ndarray
 
 
 def _rope_factors(model: ModelConfig) -> dict[str, np.ndarray]:
-    """Divisors of frequencies, F32 (rotary channels / 2,), that no number of the metadata says."""
+    """Divisors of rotary frequencies by tensor name, F32 (rotary channels / 2,), for scalings that
+    metadata cannot express; {} for the others."""
     scaling = model.rope_scaling
     if scaling is not None and scaling.kind == "longrope":
         both = {"long": scaling.long_factor, "short": scaling.short_factor}
@@ -393,7 +396,7 @@ def _positions(writer: Any, model: ModelConfig) -> None:
 
 
 class _Data:
-    """Arrays that are written with the system's errors, which NumPy's `tofile` does not tell."""
+    """Arrays to write; `tofile` raises the system's OSError, which NumPy's `tofile` does not."""
 
     def __init__(self, nbytes: int, pieces: Iterable[np.ndarray]):
         self.nbytes, self._pieces = nbytes, pieces
@@ -415,7 +418,7 @@ def _write(source: Source, file: BinaryIO, dtype: str) -> None:
         kind = gguf.GGMLQuantizationType[tensor.kind]
         plain = np.dtype(np.float32)
         writer.add_tensor_info(tensor.name, tensor.shape, plain, tensor.nbytes, kind)
-    # It would open a file by itself, which then had its name before it is complete.
+    # Given a path, GGUFWriter would create the final name before the file is complete.
     writer.fout, writer.state = [file], gguf.gguf_writer.WriterState.EMPTY
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -432,7 +435,7 @@ def _write(source: Source, file: BinaryIO, dtype: str) -> None:
 
 
 def _read_ahead(source: Source, params: Iterable[Param]) -> Iterator[tuple[Param, np.ndarray]]:
-    """Parameters with their rows; the next one is read meanwhile."""
+    """Parameters with their rows; a thread reads the next parameter meanwhile."""
     with ThreadPoolExecutor(1) as reader:
         coming: list[tuple[Param, Future[np.ndarray]]] = []
         for param in params:
@@ -449,34 +452,34 @@ def _pieces(tensor: _Tensor) -> list[slice]:
 
 
 def _codes(tensor: _Tensor, rows: np.ndarray) -> np.ndarray:
-    """Rows as the file has them, contiguous bytes."""
+    """Encode rows of a tensor in its type, as contiguous bytes."""
     if tensor.kind == "BF16":
         return np.ascontiguousarray(rows, BF16.numpy).view(np.uint8)
     if tensor.kind == "F16" and rows.dtype == BF16.numpy:
-        found = np.take(_halves(), rows.view(np.uint16))
+        codes = np.take(_halves(), rows.view(np.uint16))
     elif tensor.kind == "MXFP4":
         return _mxfp4(rows.astype(np.float32))
     else:
         with np.errstate(over="ignore"):
             kind = _library().GGMLQuantizationType[tensor.kind]
-            found = _library().quants.quantize(rows.astype(np.float32), kind)
-    if tensor.kind == "F16" and not all_finite(found) and all_finite(rows):
+            codes = _library().quants.quantize(rows.astype(np.float32), kind)
+    if tensor.kind == "F16" and not all_finite(codes) and all_finite(rows):
         raise LlmqError(f"{tensor.name} has values that fp16 cannot hold: give --dtype bf16")
-    return np.ascontiguousarray(found).view(np.uint8)
+    return np.ascontiguousarray(codes).view(np.uint8)
 
 
 @lru_cache(maxsize=1)
 def _halves() -> np.ndarray:
-    """The F16 of each BF16: a third of the time that NumPy takes to round F32."""
+    """F16 value of each BF16 bit pattern, (65536,): a lookup takes a third of NumPy's rounding."""
     with np.errstate(over="ignore"):
         every = np.arange(1 << 16, dtype=np.uint16).view(BF16.numpy)
         return every.astype(np.float32).astype(np.float16)
 
 
 def _mxfp4(values: np.ndarray) -> np.ndarray:
-    """Blocks (..., 17): an exponent, and bytes with a code of the first half in the lower bits and
-    one of the second half. The package takes ten times the memory, and wraps exponents of tiny
-    numbers."""
+    """MXFP4 blocks of F32 values, uint8 (blocks, 17): an exponent, then 16 bytes, each with a code
+    of the first 16 values in the lower bits and a code of the last 16 in the upper bits. The
+    package gguf needs ten times the memory, and wraps exponents of tiny numbers."""
     blocks = values.size // _BLOCK
     codes, out = np.empty((blocks, _BLOCK // 2), np.uint8), np.empty((blocks, 17), np.uint8)
     mxfp4_encode(codes.reshape(-1), out[:, 0], values.reshape(-1), values.size)
@@ -486,18 +489,18 @@ def _mxfp4(values: np.ndarray) -> np.ndarray:
 
 
 def _verify(source: Source, path: Path, dtype: str, shown: Path) -> None:
-    """Read the file back; LlmqError unless each tensor is there as it was, or within rounding."""
+    """Read a file back; LlmqError unless each tensor is equal, or within rounding if quantized."""
     gguf = _library()
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     tensors = _tensors(source, dtype)
     for param, values in _read_ahead(source, tensors):
         for tensor in tensors[param]:
-            found = stored.pop(tensor.name, None)
-            shape = None if found is None else tuple(reversed(found.shape.tolist()))
-            same = shape == tensor.shape and found.tensor_type.name == tensor.kind
+            read = stored.pop(tensor.name, None)
+            shape = None if read is None else tuple(reversed(read.shape.tolist()))
+            same = shape == tensor.shape and read.tensor_type.name == tensor.kind
             rows = tensor.made(values)
             if not same or not all(
-                _agrees(tensor, rows[piece], found.data[piece]) for piece in _pieces(tensor)
+                _agrees(tensor, rows[piece], read.data[piece]) for piece in _pieces(tensor)
             ):
                 raise LlmqError(f"'{shown}': {tensor.name} is not what was written: write it again")
     unknown = stored.keys() - _rope_factors(source.model).keys()
@@ -508,27 +511,27 @@ def _verify(source: Source, path: Path, dtype: str, shown: Path) -> None:
 def _agrees(tensor: _Tensor, rows: np.ndarray, data: np.ndarray) -> bool:
     gguf = _library()
     rows = rows.astype(np.float32)
-    found = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[tensor.kind])
+    values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[tensor.kind])
     if not tensor.quantized:
-        return np.array_equal(_codes(tensor, rows), _codes(tensor, found), equal_nan=True)
+        return np.array_equal(_codes(tensor, rows), _codes(tensor, values), equal_nan=True)
     blocks = rows.reshape(-1, _BLOCK)
-    errors = np.abs(found.reshape(-1, _BLOCK) - blocks)
+    errors = np.abs(values.reshape(-1, _BLOCK) - blocks)
     return bool((errors <= _WORST[tensor.kind] * np.abs(blocks).max(1, keepdims=True)).all())
 
 
 # ------------------------------------------------------------------------------------------------
-# Gated delta nets have the names of state space models there. Orders are those of llama.cpp's
-# converter (conversion/qwen.py): decays are stored as -exp(A_log), Qwen3-Next's products one by
-# one, and value heads of Qwen3.5 in turns, the first one of each key head before all second ones.
+# Gated delta nets have GGUF's names of state space models. The layout follows llama.cpp's converter
+# (conversion/qwen.py). Decays are stored as -exp(A_log), and the fused projections of Qwen3-Next
+# separately. Value heads of Qwen3.5 are interleaved: first the first value head of each key head.
 
 _AT = ".linear_attn."
 _AXES = (11, 11, 10, 0)
-"""Pairs of rotary channels for each axis of images, the converter's where a model's files have
-none. Models whose value heads are stored in turns have to say them."""
+"""Pairs of rotary channels for each axis of images: the converter's values for a model without
+images. GGUF requires this field for models with interleaved value heads."""
 
 
 def _delta_lacks(model: ModelConfig) -> Iterator[str]:
-    """Properties of this model that llama.cpp's delta nets have not."""
+    """Properties of this model that llama.cpp's delta nets lack."""
     net = model.delta
     if net is None:
         yield "without delta nets"
@@ -556,8 +559,8 @@ def _add_delta(writer: Any, model: ModelConfig) -> None:
 
 
 def _delta_tensors(model: ModelConfig, param: Param, part: HfPart) -> Iterator[_Made]:
-    """Those of a part of a delta net. The names are those that modules have or could have at
-    Hugging Face."""
+    """The tensors of a part of a delta net. Names are Hugging Face's, or in Hugging Face's style if
+    a module is separate only in GGUF."""
     stem, _, own = part.name.partition(_AT)
     net, module, count = model.delta, own.split(".")[0], part.stop - part.start
     of_inputs, of_outputs = (".lora_B." not in own, ".lora_A." not in own)
@@ -587,11 +590,11 @@ def _delta_tensors(model: ModelConfig, param: Param, part: HfPart) -> Iterator[_
     for name, order in rows.items():
 
         def made(values: np.ndarray, order: np.ndarray = order) -> np.ndarray:
-            found = values[part.start : part.stop][order]
-            found = found if part.columns is None else found[:, : part.columns]
+            rows = values[part.start : part.stop][order]
+            rows = rows if part.columns is None else rows[:, : part.columns]
             if module == "A_log":
-                return -np.exp(found.astype(np.float32))
-            return found[:, columns] if found.ndim > 1 else found
+                return -np.exp(rows.astype(np.float32))
+            return rows[:, columns] if rows.ndim > 1 else rows
 
         width = param.row_shape if part.columns is None else (part.columns,)
         yield f"{stem}{_AT}{name}", (len(order), *width), made

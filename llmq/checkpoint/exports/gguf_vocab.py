@@ -1,8 +1,8 @@
 """The tokenizer in a GGUF file: tokens and their types, merges or scores, special ids, template.
 
-BPE over bytes has its merges, and a name says how texts are cut into words. BPE over characters has
-tokens for single bytes, as SentencePiece makes it, and joins the neighbours whose token has the
-highest score. Both follow from tokenizer.json.
+Byte-level BPE has merges, and a name for the way in which texts are cut into words. BPE over
+characters, as SentencePiece makes it, has tokens for single bytes, and joins the neighbours whose
+token has the highest score. Both are computed from tokenizer.json.
 """
 
 import json
@@ -36,7 +36,8 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
 
 
 def _cased(short: str, digits: str) -> str:
-    """Words of which upper-case letters begin a new one."""
+    """The expression that begins a new word at upper-case letters. short, digits: expressions of
+    endings such as 's, and of the number of digits."""
     words = rf"{_BEFORE}{_UPPER}*{_LOWER}+{short}|{_BEFORE}{_UPPER}+{_LOWER}*{short}"
     return rf"{words}|\p{{N}}{digits}{_REST}{_BLANKS}"
 
@@ -47,32 +48,32 @@ _EXPRESSIONS = (
     (_DIGITS, _GPT2),
     (QWEN2_WORDS,),
     (_QWEN35_WORDS,),
-    (_LLAMA3_WORDS,),  # "dbrx" where merges hold for words of the vocabulary, too
+    (_LLAMA3_WORDS,),  # "dbrx" unless the tokenizer has ignore_merges
     (_cased("", ""),),
     (_cased(f"{_SHORT}?", "{1,3}"),),
 )
-_NAMES = "gpt-2 smollm qwen2 qwen35 llama-bpe tekken gpt-4o"  # which are tokenizers
+_NAMES = "gpt-2 smollm qwen2 qwen35 llama-bpe tekken gpt-4o"  # each named after a tokenizer
 WORDS: dict[tuple[str, ...], str] = dict(zip(_EXPRESSIONS, _NAMES.split(), strict=True))
 """llama.cpp's name of each way to cut a text into words, by the expressions of tokenizer.json."""
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # of GGUF
 _SPACE = "▁"
-# Added tokens that are no text, even where the files do not say so.
+# Added tokens that are control tokens even if the tokenizer's files do not mark them as special.
 _CONTROL = re.compile(r"<pad>|<mask>|<\|.*\|>|<\uff5c.*\uff5c>|<unused.*>", re.DOTALL)
 _NEVER = "never joined"
-"""A merge of two symbols that no text has: what reads GGUF refuses a tokenizer without merges."""
+"""A merge that no text contains, because readers of GGUF refuse a tokenizer without merges."""
 
 
 def add_vocabulary(
     gguf: Any, writer: Any, model: ModelConfig, tokenizer: Tokenizer | Path | None
 ) -> None:
-    """Add the tokenizer of a model to a GGUFWriter. gguf: the library. LlmqError where GGUF has no
-    such tokenizer."""
+    """Add the tokenizer of a model to a GGUFWriter. gguf: the library's module. LlmqError for a
+    tokenizer that is not BPE, or that llama.cpp has no name for."""
     if tokenizer is None:
         writer.add_tokenizer_model("none")
         return
     if isinstance(tokenizer, Path):
-        look_into(tokenizer, _content)  # which names it where it cannot be read
+        look_into(tokenizer, _content)  # its error names the folder
         for name in HfTokenizer.OBJECTS:
             read_json(tokenizer / name)
     with TemporaryDirectory() as folder:
@@ -83,7 +84,7 @@ def add_vocabulary(
         kind = content["model"]["type"]
         if kind != "BPE":
             raise LlmqError(f"the tokenizer is a {kind}: llmq writes BPE into GGUF files only")
-        write_json(Path(folder) / "tokenizer.json", content)  # where it was of old files
+        write_json(Path(folder) / "tokenizer.json", content)  # missing if the files are vocab.json
         by_bytes = not content["model"].get("byte_fallback")
         try:
             special = gguf.SpecialVocab(folder, load_merges=by_bytes, n_vocab=model.vocab_size)
@@ -100,7 +101,7 @@ def add_vocabulary(
         else:
             writer.add_token_scores(_scores(content, tokens))
             writer.add_add_space_prefix(_begins_with_space(content))
-        # Without these llama.cpp goes by the kind of tokenizer.
+        # Without these fields llama.cpp decides by the kind of tokenizer.
         for name, ids in zip(("bos", "eos"), added, strict=True):
             special.add_special_token[name] = bool(ids)
         ids = special.special_token_ids
@@ -146,30 +147,31 @@ def _steps(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _words(content: dict[str, Any]) -> str:
-    """llama.cpp's name of how texts are cut into words."""
-    found = []
+    """llama.cpp's name for the way in which the tokenizer cuts texts into words. LlmqError if
+    unknown."""
+    expressions = []
     for step in _steps(content["pre_tokenizer"]):
         pattern = step.get("pattern") or {}
         if step["type"] == "ByteLevel":
-            found += [_GPT2] if step.get("use_regex", True) else []
+            expressions += [_GPT2] if step.get("use_regex", True) else []
         elif step["type"] == "Digits" and step.get("individual_digits"):
-            found.append(_DIGITS)
+            expressions.append(_DIGITS)
         else:
-            found.append(pattern.get("Regex") or pattern.get("String") or step["type"])
-    own = content["model"]
-    if not found and not own["merges"]:
-        return "gpt-2"  # each byte is a token, wherever a word ends
-    name = WORDS.get(tuple(found))
+            expressions.append(pattern.get("Regex") or pattern.get("String") or step["type"])
+    bpe = content["model"]
+    if not expressions and not bpe["merges"]:
+        return "gpt-2"  # each byte is a token, so words do not matter
+    name = WORDS.get(tuple(expressions))
     if name is None:
         raise LlmqError(
-            f"the tokenizer cuts texts in a way that llmq knows no name of in GGUF: {found}; "
+            f"the tokenizer cuts texts in a way that llmq knows no name of in GGUF: {expressions}; "
             f"known are {', '.join(WORDS.values())}"
         )
-    return "dbrx" if name == "llama-bpe" and not own.get("ignore_merges") else name
+    return "dbrx" if name == "llama-bpe" and not bpe.get("ignore_merges") else name
 
 
 def _scores(content: dict[str, Any], tokens: list[str]) -> list[float]:
-    """A token that is joined earlier has a higher score."""
+    """A score for each token: the earlier its merge, the higher its score."""
     order: dict[str, int] = {}
     for number, pair in enumerate(content["model"]["merges"]):
         left, right = pair.split(" ") if isinstance(pair, str) else pair
@@ -178,7 +180,7 @@ def _scores(content: dict[str, Any], tokens: list[str]) -> list[float]:
 
 
 def _begins_with_space(content: dict[str, Any]) -> bool:
-    """Whether a text is cut as if a space stood before it."""
+    """True if the tokenizer puts a space before each text."""
     steps = [*_steps(content["normalizer"]), *_steps(content["pre_tokenizer"])]
     return any(
         step["type"] == "Prepend" or step.get("prepend_scheme", "never") != "never"

@@ -1,4 +1,4 @@
-"""A checkpoint, a model directory, and adapters, as one kind of thing that can be exported."""
+"""Sources of exports: a checkpoint, a model directory, or adapters, behind one class."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,13 +34,13 @@ from llmq.text.tokenizer_id import check_recorded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A model, or adapters of it, and what is known of them.
+    """A model or adapters to export.
 
-    read: a parameter of `table` in its shape, F32 or BF16. dtype: "bf16", "fp32" or "fp16", by
-    default. tokenizer: as of export_model. adapters, settings: None of a whole model. origin: as of
-    run_record. began_as: as `source` of export_model; of a checkpoint its extra tensors are not
-    open. manifest, step: of the checkpoint, else folder: of model or adapters. coded: as of
-    HfWeights; exact: the values are those of the codes.
+    read: reads a parameter of `table` in its shape, F32 or BF16. dtype: default dtype of the
+    export, "bf16", "fp32" or "fp16". tokenizer: as in export_model. adapters, settings: None for a
+    whole model. origin: as in run_record. began_as: initial model, the `source` of export_model; a
+    checkpoint's has no open extra tensors. manifest, step: of a checkpoint. folder: of a model or
+    adapters. coded: as in HfWeights. exact: True if values are those of the file's codes.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Source:
 
     @property
     def table(self) -> list[Slab]:
+        """The slabs to export: the whole model, or with adapters only trained slabs."""
         table = weight_table(self.model, 1, self.adapters)
         if self.adapters is None:
             return [*table]
@@ -75,28 +76,29 @@ def open_source(
     force: bool = False,
     text_only: bool = False,
 ) -> Iterator[Source]:
-    """The source of this name: adapters, a model directory or cached repository, or a checkpoint.
+    """Open adapters, a model directory or cached repository, a checkpoint, or a directory of
+    checkpoints.
 
-    base: the model of adapters or of a checkpoint's extra tensors, if not where these say. merge:
-    adapters with their model, as one. force: weights that are not finite, too. text_only: without
-    tensors that the language model does not have. LlmqError where it is none, lacks a part, or an
-    option has no meaning for it.
+    base: base model of adapters, or model with a checkpoint's extra tensors; None: as recorded.
+    merge: add adapters to their model. force: allow weights that are not finite. text_only: leave
+    out tensors that the language model does not have. LlmqError if `where` is none of these or
+    incomplete, or for an option without meaning for this kind of source.
     """
-    found = find_directory(str(where))
-    is_model = found is not None and (found / CONFIG_FILE).is_file()
-    if found is not None and (found / ADAPTER_CONFIG).is_file():
+    folder = find_directory(str(where))
+    is_model = folder is not None and (folder / CONFIG_FILE).is_file()
+    if folder is not None and (folder / ADAPTER_CONFIG).is_file():
         if text_only and not merge:
             raise LlmqError(
                 "--text-only: adapters have no other parts: add --merge, or leave it out"
             )
-        opened = _merged(found, base, text_only) if merge else _adapters(found, base)
+        opened = _merged(folder, base, text_only) if merge else _adapters(folder, base)
     elif merge or (base is not None and is_model):
         flag = "--merge" if merge else "--base"
-        hint = ": export its adapters first, then merge these" if found is not None else ""
+        hint = ": export its adapters first, then merge these" if folder is not None else ""
         raise LlmqError(f"{flag}: '{where}' is no folder of adapters{hint}")
     elif is_model:
-        opened = _model(str(where), found, text_only)
-    elif found is None and isinstance(where, str):  # else it is a directory of checkpoints
+        opened = _model(str(where), folder, text_only)
+    elif folder is None and isinstance(where, str):  # a Path may hold checkpoints
         raise LlmqError(
             f"'{where}' is neither a checkpoint, nor a model directory or a repository in the "
             "Hugging Face cache, nor adapters"
@@ -127,7 +129,7 @@ def _model(name: str, directory: Path, text_only: bool) -> Iterator[Source]:
 
 
 def _noted(directory: Path) -> dict[str, Any]:
-    """The origin that a run of ours has noted in a folder."""
+    """The origin recorded in a folder's llmq.json, as in run_record."""
     run = RunId.of(json_object(directory / RUN_FILE).get("run"))
     return {"made": noted_tokenizer(directory), "run": run}
 
@@ -137,14 +139,14 @@ def _with_tokenizer(directory: Path) -> Path | None:
 
 
 def base_of(directory: Path) -> str:
-    """The model that the adapters in a directory are of, as they say; LlmqError where there is
-    none."""
+    """The name of the base model, as recorded with the adapters in a directory; LlmqError if none
+    is recorded, or if there is no such model."""
     with AdapterFiles(directory) as files:
         return _base_of(directory, files, None)
 
 
 def _base_of(directory: Path, files: AdapterFiles, base: str | None) -> str:
-    """The model of adapters; LlmqError where there is none."""
+    """The name of the base model: `base`, or as the adapters record; LlmqError as in base_of."""
     name = base or files.config.base
     if name is None:
         raise LlmqError(f"'{directory}' does not say which model it adapts: give --base")
@@ -154,7 +156,7 @@ def _base_of(directory: Path, files: AdapterFiles, base: str | None) -> str:
 
 @contextmanager
 def _adapters(directory: Path, base: str | None) -> Iterator[Source]:
-    """Adapters alone; of their model, config.json is read."""
+    """Adapters alone; only config.json of the base model is read."""
     with AdapterFiles(directory) as files:
         if files.config.add_tokens is not None or files.config.new_tokens:
             raise LlmqError(f"'{directory}' brings rows of new tokens: add --merge")
@@ -198,18 +200,18 @@ def _merged(directory: Path, base: str | None, text_only: bool) -> Iterator[Sour
 
 
 def _chosen(where: Path) -> Path:
-    """The checkpoint at this path, or of the run in this directory the checkpoint that an export
-    takes: the best or the newest. One line on standard error names the best checkpoint, because
-    samples go to standard output. LlmqError without a checkpoint."""
+    """The checkpoint at a path, or the best or newest checkpoint in a directory. One line on
+    standard error names the best checkpoint, because samples go to standard output. LlmqError
+    without a checkpoint."""
     passed: list[str] = []
     path = checkpoint_at(where, passed)
     if path is None:
         raise LlmqError(f"there is no complete checkpoint in '{where}'")
-    found = None if path == where.expanduser() else exported_best(path)
-    if found is None:
+    exported = None if path == where.expanduser() else exported_best(path)
+    if exported is None:
         warn(*passed)
         return path
-    best, value = found
+    best, value = exported
     problem, newest = problem_of(best), f"the newest that can be exported is '{path}'"
     if problem is not None:
         raise LlmqError(f"the best checkpoint of '{where}' is damaged: {problem}; {newest}")
@@ -284,14 +286,14 @@ def _adapted(source: Source, reader: CheckpointReader, read: Callable[..., np.nd
 
 
 def saved_config(manifest: Manifest) -> TrainConfig:
-    """The options of a checkpoint's run, as far as this version has them."""
+    """The options of a checkpoint's run; options that this version lacks are left out."""
     saved = {n: v for n, v in manifest.options.items() if n in OPTIONS}
     return TrainConfig(**saved).normalized()
 
 
 def saved_slabs(manifest: Manifest) -> list[Slab]:
-    """The slabs of the weight table that a checkpoint holds: all, or with adapters those that are
-    trained."""
+    """The slabs of the weight table that a checkpoint holds: all, or with adapters only trained
+    slabs."""
     if manifest.base is None:
         return [*weight_table(manifest.model)]
     adapters = adapters_of(saved_config(manifest))
