@@ -6,12 +6,12 @@
           16     int64    bytes of the token file
           24     int64    bytes of its `.docs` file, -1 without one
           32     uint64   XXH3 of the `.docs` file
-          40     uint64   XXH3 of all that is here from offset 56 on
-          48     uint64   XXH3 of the 48 bytes before
+          40     uint64   XXH3 of all bytes of this file from offset 56 on
+          48     uint64   XXH3 of the first 48 bytes of this file
           56     n uint64 XXH3 of each piece of the token file
 
-All numbers are little-endian; XXH3 has 64 bits and no seed. Pieces are small, because rows are
-read in a shuffled order.
+All numbers are little-endian; XXH3 has 64 bits and no seed. Pieces are small, because training
+reads rows in a shuffled order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VERSION = 2
 SUFFIX = ".sums"
 ARRAY_SUFFIX = ".npy"  # of arrays beside token files, see sidecars.py
 PIECE_BYTES = 1 << 16
-_FIELDS = struct.Struct("<8s2i2q2Q")  # the header without its own checksum, which follows
+_FIELDS = struct.Struct("<8s2i2q2Q")  # the header without its own checksum, at offset 48
 _SUM = np.dtype("<u8")
 _of_thread = threading.local()  # .buffer: the last piece that this thread has read
 
@@ -66,7 +66,7 @@ def write_checksums(token_file: Path, content: Path | None = None) -> None:
 
 
 class Checksums:
-    """Content of a `.sums` file, and the pieces that were compared. Threads may share an object: at
+    """Content of a `.sums` file, and which pieces were compared. Threads may share an object: at
     worst two threads compare the same piece."""
 
     def __init__(self, path: Path, token_file: Path, num_bytes: int) -> None:
@@ -91,7 +91,7 @@ class Checksums:
             raise self._wrong(f"is of a file of {size} bytes, not of one of {num_bytes}")
         self._piece, self._shift = piece, piece.bit_length() - 1
         self._sums: list[int] = np.frombuffer(sums, _SUM).tolist()
-        # 1: not compared yet. One more entry serves reads of nothing at the end of the file.
+        # 1: not compared yet. One more entry serves reads of 0 bytes at the end of the file.
         self._unread = bytearray(b"\1" * len(self._sums) + b"\0")
 
     def _wrong(self, problem: str) -> DataError:
@@ -127,7 +127,7 @@ class Checksums:
     def _compare(self, descriptor: int, index: int) -> None:
         begin = index * self._piece
         size = min(self._piece, self.num_bytes - begin)
-        # A new buffer for each piece would be a system call each time.
+        # Allocating a buffer for each piece would cost a system call each time.
         if len(getattr(_of_thread, "buffer", b"")) < size:
             _of_thread.buffer = memoryview(bytearray(self._piece))
         data = _of_thread.buffer[:size]
@@ -157,12 +157,12 @@ class Checksums:
 def find_token_files(pattern: str | Path) -> list[Path]:
     """Token files that a glob pattern names, without the files beside token files; for a folder of
     `llmq tokenize` the files of the training part."""
-    found = expand_pattern(pattern)
-    if len(found) == 1 and found[0].is_dir():
-        found = sorted(found[0].glob("train*.bin"))
+    paths = expand_pattern(pattern)
+    if len(paths) == 1 and paths[0].is_dir():
+        paths = sorted(paths[0].glob("train*.bin"))
     return [
         path
-        for path in found
+        for path in paths
         if path.suffix not in (SUFFIX, DOCUMENTS_SUFFIX, ARRAY_SUFFIX) and not path.is_dir()
     ]
 

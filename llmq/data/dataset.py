@@ -1,4 +1,4 @@
-"""Data set of training or validation: token files, the layout of sequences, and a report."""
+"""The data set of training or validation: token files, the layout of sequences, and a report."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ _TOO_LONG = "pairs are longer than a sequence, which has to hold both answers, a
 class SequenceLayout:
     """Layout of sequences of token files.
 
-    packing: of a sequence: "concat": a window of a file; "best-fit": as many documents as fit;
-    "none": a document. data_order: of windows: "shuffle" mixes all files, "llmq" takes file after
-    file as llm.q does. document_mask: batches have starts of documents. separator: id that ends a
-    document in files without a `.docs` file. long: parts of a packed document, longer than a
-    sequence, that are kept: "cut": all; "truncate": the first; "drop": none; None: parts with a
-    question, by masks. weights: share of each pattern; None: every sequence once an epoch. pairs:
-    "answers" or "labels", pairs of documents in a sequence, for losses of pairs; None: documents.
+    packing: content of a sequence, "concat" (a window of a file), "best-fit" (as many documents as
+    fit) or "none" (one document). data_order: order of windows, "shuffle" (all files mixed) or
+    "llmq" (file after file, as llm.q). document_mask: True if batches have starts of documents.
+    separator: id that ends a document in files without a `.docs` file. long: parts that are kept of
+    a packed document longer than a sequence, "cut" (all), "truncate" (the first), "drop" (none) or
+    None (parts with a question, by masks). weights: share of each pattern; None: every sequence
+    once an epoch. pairs: "answers" or "labels" for losses of pairs of documents, else None.
     """
 
     packing: str = "concat"
@@ -103,16 +103,17 @@ class SequenceLayout:
 class DataSet:
     """Checked token files and the plan of their epochs, the same for all ranks and any thread.
 
-    files: in sorted order. fingerprint, contents: hashes of names and sizes, and of samples of the
+    files: in sorted order. fingerprint: hash of names and sizes. contents: hash of samples of the
     tokens. total_tokens: of all files or, with a split or packed, of all sequences. order: hash of
-    everything else that decides the plan; None for llm.q's order.
+    all other inputs of the plan; None for llm.q's order. is_short: True if no file fills a
+    sequence, so that a shorter window is a sequence.
 
     Counts: documents: all. cut: documents longer than a sequence. untrained: documents without a
-    token to train on, which packing leaves out. untrained_parts: such parts of cut documents.
-    left_out: parts, or with "drop" documents, that are left out for their length; lost: tokens of
-    these parts, of all `trained` tokens. empty_files: files without a sequence. scanned: files
-    whose documents a separator has found. is_short: no file fills a sequence, and a shorter window
-    is a sequence. A pair counts as two documents, and is left out if it does not fit.
+    trained token, which packing leaves out. untrained_parts: parts of cut documents without a
+    trained token. left_out: parts, or with "drop" documents, left out for their length. trained:
+    trained tokens; lost: those in parts that are left out. empty_files: files without a sequence.
+    scanned: files whose documents a separator has found. A pair counts as two documents, and is
+    left out if it does not fit.
     """
 
     def __init__(
@@ -125,9 +126,9 @@ class DataSet:
         layout: SequenceLayout,
         everything: bool,
     ) -> None:
-        """everything: every token of every document counts once, not only tokens of full
-        sequences. DataError for files that are damaged, contradict each other, or have nothing to
-        train on."""
+        """everything: True if every token of every document counts once, not only tokens of full
+        sequences. DataError for files that are damaged, contradict each other, or have no trained
+        token."""
         self.seq_len, self.vocab_size, self.layout = seq_len, vocab_size, layout
         self._patterns = patterns
         self.files = open_token_files(patterns, vocab_size)
@@ -157,12 +158,13 @@ class DataSet:
         if layout.data_order == "llmq":
             self.plan = FilesInTurn(windows)
             return
-        sorts = layout.weighs  # the order of places in older checkpoints of runs with weights
+        sorts = layout.weighs  # keeps the order of older checkpoints of runs with weights
         numbered = enumerate(groups)
         self._mix([WindowSource(windows, group, i, sorts=sorts) for i, group in numbered])
 
     def _groups(self, patterns: Sequence[str | Path]) -> list[list[int]]:
-        """Numbers of the files of each source: a source for each pattern with a weight, or one."""
+        """Numbers of the files of each source: one source for each pattern with a weight, or one
+        for all files."""
         if not self.layout.weighs:
             return [list(range(len(self.files)))]
         number = {file.path: i for i, file in enumerate(self.files)}
@@ -183,7 +185,7 @@ class DataSet:
         self.scanned = sum(index.was_scanned for index in self._indices)
         self.documents = sum(map(len, self._indices))
         for file, index in zip(self.files, self._indices, strict=True):
-            if file.has_masks and not self.layout.packs:  # packing counts them itself
+            if file.has_masks and not self.layout.packs:  # packing counts untrained ones itself
                 self.untrained += int((trained_tokens(file, index.offsets) == 0).sum())
             file.close()
 
@@ -278,7 +280,7 @@ class DataSet:
             targets[is_part] = found[:, 0]
             if self.layout.long is None:
                 document = np.cumsum(~later[is_part]) - 1
-                asks = np.bincount(document, found[:, 2]) > 0  # else all of a document is an answer
+                asks = np.bincount(document, found[:, 2]) > 0  # False: the document has no question
                 alone = later[is_part] & (found[:, 0] > 0) & (found[:, 1] == 0)
                 chosen[is_part] = alone & asks[document]
         useless = is_part & (targets == 0) & ~chosen
@@ -288,7 +290,7 @@ class DataSet:
         return pieces.only(~left) if left.any() else pieces
 
     def _mix(self, sources: list[SequenceSource]) -> None:
-        """Set the plan: one part, in which sources take turns. DataError for an empty source."""
+        """Set the plan: one part, in which sources alternate. DataError for an empty source."""
         weights = self.layout.weights or (1.0,)
         for source, weight in zip(sources, weights, strict=True):
             if source.count == 0 and len(sources) > 1:
@@ -298,7 +300,7 @@ class DataSet:
                 )
         digest = hashlib.sha256(f"{self.layout.packing} {self.layout.weights}".encode())
         if self.layout.packs:
-            self._indices = None  # no longer needed beside the pieces
+            self._indices = None  # the pieces have replaced the indices
             self.total_tokens = sum(source.tokens for source in sources)
             self.documents = sum(source.pieces.documents for source in sources) + self.untrained
             self.cut = sum(source.pieces.cut for source in sources)

@@ -1,18 +1,18 @@
-"""The `.docs` file beside a token file: the ends of documents.
+"""The `.docs` file beside a token file: ends of documents.
 
     offset 0     8 bytes  b"BIN.DOC\\n"
            8     int32    version, 1; 2 = documents come in pairs, the second behind the first
-          12     int32    1 = the last document is cut, and goes on in another token file
+          12     int32    1 = the last document is cut, and continues in another token file
           16     int64    number of tokens of the token file
           24     int64    number of documents n
           32     uint32   CRC-32 of some of its tokens (`sample_checksum`)
           36     filler   up to 64 bytes: "*", then a newline
           64     n int64  the position behind each document's last token, rising
 
-Nothing predicts the first token of a document. In a pair this token's mask bit is set in the
-preferred document; with labels both bits are the pair's label, and the second document has the
-answer of another pair. All numbers are little-endian. `train.docs` belongs to `train.bin`, whose
-header does not name the `.docs` file: other programs read and write the same token files.
+The first token of a document is never a target, so its mask bit is free. In a pair this bit is set
+in the preferred document; with labels both bits are the pair's label, and the second document has
+the answer of another pair. All numbers are little-endian. `train.docs` belongs to `train.bin`; the
+header of `train.bin` does not name the `.docs` file, because other programs read token files too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HEADER_BYTES = 64
 SUFFIX = ".docs"
 _FIELDS = struct.Struct("<8s2i2qI")
 _END = np.dtype("<i8")
-_SAMPLES = 32  # tokens by which token files of the same length are told apart
+_SAMPLES = 32  # tokens that distinguish token files of the same length
 
 
 def documents_path(token_file: Path) -> Path:
@@ -72,9 +72,9 @@ def sample_checksum(read_tokens: Callable[[int, int], np.ndarray], ends: np.ndar
 
 
 class DocumentFile(NamedTuple):
-    """Content of a `.docs` file, not compared with the token file. ends: int64 (n,), behind each
-    document's last token. is_cut: the last document goes on in another file. num_tokens, checksum:
-    of the token file. in_pairs: every two documents are a pair."""
+    """Content of a `.docs` file, not yet compared with the token file. ends: int64 (n,), position
+    behind each document's last token. is_cut: True if the last document continues in another file.
+    num_tokens, checksum: of the token file. in_pairs: True if every two documents are a pair."""
 
     ends: np.ndarray
     is_cut: bool
@@ -84,7 +84,8 @@ class DocumentFile(NamedTuple):
 
 
 def read_document_file(path: Path, verify: Callable[[bytes, Path], None] | None) -> DocumentFile:
-    """Content of a `.docs` file. verify: checks the file's bytes. DataError for a damaged file."""
+    """Content of a `.docs` file. verify(bytes, path): raises DataError for a wrong checksum; None:
+    no check. DataError for a damaged file."""
     with read_errors(path):
         check_readable(path)
         data = path.read_bytes()
@@ -109,8 +110,8 @@ def read_document_file(path: Path, verify: Callable[[bytes, Path], None] | None)
 
 
 class PartialFile:
-    """File that is written piece by piece under `partial_path`, and renamed to `path` when it is
-    complete. beside: files that belong to the file."""
+    """A file that is written piece by piece under `partial_path`, and renamed to `path` when it is
+    complete. beside: other partial files that are synced and closed together with this one."""
 
     path: Path
     beside: Sequence[PartialFile] = ()
@@ -153,7 +154,7 @@ class DocumentWriter(PartialFile):
     memory."""
 
     def __init__(self, path: Path, keep_tokens: int = 0, in_pairs: bool = False) -> None:
-        """keep_tokens: resume a partial file behind so many tokens, and drop later ends."""
+        """keep_tokens: number of tokens to keep of a partial file; later ends are dropped."""
         self.path, self._version = path, IN_PAIRS if in_pairs else VERSION
         kept = _ends_upto(partial_path(path), keep_tokens)
         # Number of ends so far, and the last end.

@@ -1,6 +1,6 @@
-"""Documents of token files: their places, and the number of their trained tokens.
+"""Documents of token files: offsets, and numbers of trained tokens.
 
-Places come from the `.docs` file beside a token file, else from ids that end a document.
+Offsets come from the `.docs` file beside a token file, else from ids that end a document.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _SCAN_TOKENS = 1 << 22  # read at once in the search for a separator
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentIndex:
-    """Documents of a token file: document i has the tokens from offsets[i] to offsets[i + 1].
+    """Documents of a token file: document i has the tokens [offsets[i], offsets[i + 1]).
 
-    offsets: int64 (n + 1,), from 0 to the number of tokens, read-only. is_cut: the last document
-    goes on in another file, or has no end. was_scanned: a separator has found the documents.
-    in_pairs: every two documents are a pair.
+    offsets: int64 (n + 1,), from 0 to the number of tokens, read-only. is_cut: True if the last
+    document continues in another file, or has no end. was_scanned: True if a separator has found
+    the documents. in_pairs: True if every two documents are a pair.
     """
 
     offsets: np.ndarray
@@ -58,9 +58,9 @@ class DocumentIndex:
     def read(
         cls, token_file: str | Path | TokenFile, separator: int | None = None
     ) -> DocumentIndex:
-        """Documents of a token file. separator: id that ends a document, for a file without a
-        `.docs` file, which is read as a whole, once in a process. DataError without both, or for a
-        `.docs` file that is damaged or of another token file."""
+        """Documents of a token file. separator: id that ends a document, used without a `.docs`
+        file: then the whole file is read, once in a process. DataError without a `.docs` file and a
+        separator, or for a `.docs` file that is damaged or of another token file."""
         file = token_file if isinstance(token_file, TokenFile) else TokenFile(token_file)
         path = documents_path(file.path)
         if path.exists():
@@ -77,33 +77,32 @@ class DocumentIndex:
 
 def _of_document_file(file: TokenFile, path: Path) -> DocumentIndex:
     checksums = file.checksums
-    found = read_document_file(path, None if checksums is None else checksums.verify_documents)
-    offsets, how = np.concatenate([np.zeros(1, np.int64), found.ends]), ""
-    at = int((np.diff(offsets) <= 0).argmax()) if len(found.ends) else 0
-    if found.num_tokens != file.num_tokens:
-        how = f"it is of {found.num_tokens} tokens, the file has {file.num_tokens}"
-    elif len(found.ends) and offsets[at + 1] <= offsets[at]:
-        how = f"document {at} would end at {offsets[at + 1]} and begin at {offsets[at]}"
+    docs = read_document_file(path, None if checksums is None else checksums.verify_documents)
+    offsets, problem = np.concatenate([np.zeros(1, np.int64), docs.ends]), ""
+    i = int((np.diff(offsets) <= 0).argmax()) if len(docs.ends) else 0
+    if docs.num_tokens != file.num_tokens:
+        problem = f"it is of {docs.num_tokens} tokens, the file has {file.num_tokens}"
+    elif len(docs.ends) and offsets[i + 1] <= offsets[i]:
+        problem = f"document {i} would end at {offsets[i + 1]} and begin at {offsets[i]}"
     elif offsets[-1] != file.num_tokens:
-        how = f"its documents end at {offsets[-1]}, the file at {file.num_tokens}"
-    elif sample_checksum(file.read_tokens, found.ends) != found.checksum:
-        how = "it was written for other tokens"
-    elif found.in_pairs and (found.is_cut or len(found.ends) % 2):
-        how = "it is of pairs, and one of them lacks its end"
+        problem = f"its documents end at {offsets[-1]}, the file at {file.num_tokens}"
+    elif sample_checksum(file.read_tokens, docs.ends) != docs.checksum:
+        problem = "it was written for other tokens"
+    elif docs.in_pairs and (docs.is_cut or len(docs.ends) % 2):
+        problem = "it is of pairs, and one of them lacks its end"
     file.close()
-    if how:
+    if problem:
         raise DataError(
-            f"'{path}' contradicts '{file.path}': {how}; copy the two of them together, or "
+            f"'{path}' contradicts '{file.path}': {problem}; copy the two of them together, or "
             "tokenize the data again"
         )
     offsets.flags.writeable = False
-    return DocumentIndex(offsets, found.is_cut, in_pairs=found.in_pairs)
+    return DocumentIndex(offsets, docs.is_cut, in_pairs=docs.in_pairs)
 
 
 def kind_of_pairs(file: TokenFile) -> str | None:
-    """Kind of a token file's pairs of documents: "answers", one of which is preferred, or "labels",
-    which both documents of a pair have; None for documents without pairs, or without a `.docs`
-    file."""
+    """The kind of a token file's pairs: "answers" if one document of a pair is preferred, "labels"
+    if both documents have the pair's label; None without pairs or without a `.docs` file."""
     if not has_pairs(file.path):
         return None
     second = int(DocumentIndex.read(file).offsets[1])
@@ -114,22 +113,22 @@ def kind_of_pairs(file: TokenFile) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def _scanned(path: str, size: int, mtime_ns: int, separator: int) -> DocumentIndex:
-    """Documents that a separator ends. size, mtime_ns: of the file, which differ for another file
-    under the same name. DataError for a separator that is nowhere in the file."""
+    """Documents that a separator ends. size, mtime_ns: of the file; part of the cache's key,
+    because a file may be replaced. DataError if the separator is nowhere in the file."""
     file = TokenFile(path)
     ends = []
     for start in range(0, file.num_tokens, _SCAN_TOKENS):
         tokens = file.read_tokens(start, min(_SCAN_TOKENS, file.num_tokens - start))
         ends.append(np.flatnonzero(tokens == separator) + (start + 1))
     file.close()
-    found = np.concatenate([np.zeros(1, np.int64), *ends])
-    if len(found) == 1 and file.num_tokens:
+    offsets = np.concatenate([np.zeros(1, np.int64), *ends])
+    if len(offsets) == 1 and file.num_tokens:
         raise DataError(
             f"--document-separator: token {separator} is nowhere in '{path}': give the id with "
             "which its documents end"
         )
-    is_cut = bool(found[-1] < file.num_tokens)
-    offsets = np.append(found, file.num_tokens) if is_cut else found
+    is_cut = bool(offsets[-1] < file.num_tokens)
+    offsets = np.append(offsets, file.num_tokens) if is_cut else offsets
     offsets.flags.writeable = False
     return DocumentIndex(offsets, is_cut, was_scanned=True)
 
@@ -138,8 +137,8 @@ _BLOCK = 1 << 23  # mask bits that are read together
 
 
 def has_trained_tokens(file: TokenFile, block: int = _BLOCK) -> bool:
-    """True if a file has a token, besides the first one, whose prediction is trained. Masks are
-    read up to the first set bit, `block` bits together."""
+    """True if a file has a trained token behind its first token. Reads masks up to the first set
+    bit, `block` bits at a time."""
     if not file.has_masks:
         return file.num_tokens > 1
     for start in range(1, file.num_tokens, block):
@@ -149,9 +148,9 @@ def has_trained_tokens(file: TokenFile, block: int = _BLOCK) -> bool:
 
 
 def trained_tokens(file: TokenFile, offsets: np.ndarray, block: int = _BLOCK) -> np.ndarray:
-    """Trained tokens of each document, int64 (n,), without the first token, which nothing predicts.
-    offsets: int64 (n + 1,), of the documents. All masks of the file are read, `block` bits
-    together."""
+    """Number of trained tokens of each document, int64 (n,), without first tokens, which are never
+    targets. offsets: int64 (n + 1,), of the documents. Reads all masks of the file, `block` bits at
+    a time."""
     if not file.has_masks:
         return np.diff(offsets) - 1
     counts = np.zeros(len(offsets), np.int64)  # of the document in front of each offset
@@ -167,15 +166,15 @@ def trained_tokens(file: TokenFile, offsets: np.ndarray, block: int = _BLOCK) ->
 
 
 def targets_of_parts(file: TokenFile, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Counts of parts of documents, int64 (n, 3): trained targets; trained targets behind an
-    untrained token of the part; and untrained tokens, which are a question. starts: (n,), first
-    token of each part. counts: (n,), tokens that the part predicts."""
-    found = np.zeros((len(starts), 3), np.int64)
+    """Counts of parts of documents, int64 (n, 3): trained targets; trained targets behind the
+    part's first untrained token; untrained tokens, which are a question. starts: (n,), first token
+    of each part. counts: (n,), number of targets of each part."""
+    targets = np.zeros((len(starts), 3), np.int64)
     for i, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
         mask = file.read_mask(start, count + 1)
         question = int(mask.argmin()) if not mask.all() else count + 1
-        found[i] = mask[1:].sum(), mask[question:].sum(), (~mask).sum()
-    return found
+        targets[i] = mask[1:].sum(), mask[question:].sum(), (~mask).sum()
+    return targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,23 +204,23 @@ class Counts:
 
     def warnings(self) -> list[str]:
         """Lines about documents that training cuts, or that have no trained token."""
-        found = []
+        lines = []
         if self.cut:
-            found.append(
+            lines.append(
                 f"{self.cut} of {self.documents} documents are longer than --seq-len "
                 f"{self.seq_len}: a sequence has only a part of them"
             )
         if self.untrained:
             where = f" among the first {self.seq_len}" if self.cut else ""
-            found.append(f"{self.untrained} documents have no trained token{where}")
-        return found
+            lines.append(f"{self.untrained} documents have no trained token{where}")
+        return lines
 
 
 def count_documents(
     files: Sequence[TokenFile], seq_len: int | None = None, separator: int | None = None
 ) -> Counts:
-    """Counts over all files; a document that goes on in another file counts twice. separator: of
-    DocumentIndex.read, which raises DataError."""
+    """Counts over all files; a document that continues in another file counts twice. separator: as
+    in DocumentIndex.read. DataError for a file without known documents."""
     documents = tokens = all_trained = longest = untrained = cut = 0
     for file in files:
         index = DocumentIndex.read(file, separator)
@@ -246,24 +245,24 @@ def _trained(
     is_cut = np.diff(offsets) > (seq_len or np.inf)
     if not is_cut.any():
         return whole, whole
-    # Longer documents are cut in two, and first parts are looked up.
+    # Cut longer documents in two at seq_len, and take the counts of the first parts.
     parts = np.union1d(offsets, starts[is_cut] + seq_len)
     return whole, trained_tokens(file, parts)[np.searchsorted(parts, starts)]
 
 
 def count_duplicates(train: Sequence[TokenFile], held_out: Sequence[TokenFile]) -> tuple[int, int]:
-    """Number of held-out documents that are in the training files, id by id, and number of all
-    held-out documents. A document that is cut between two files counts as two. Only documents of
-    equal lengths are read."""
-    own: Counter[bytes] = Counter()
+    """Number of held-out documents that the training files contain, id by id, and number of all
+    held-out documents. A document that is cut between two files counts as two. A training document
+    is read only if a held-out one has the same length."""
+    digests: Counter[bytes] = Counter()
     for index, file in _indexed(held_out):
-        own.update(_hashes(file, index, np.arange(len(index))))
+        digests.update(_hashes(file, index, np.arange(len(index))))
     lengths = np.unique(np.concatenate([i.lengths for i, _ in _indexed(held_out)] or [_NONE]))
-    found: set[bytes] = set()
+    duplicates: set[bytes] = set()
     for index, file in _indexed(train):
         alike = np.flatnonzero(np.isin(index.lengths, lengths))
-        found.update(own.keys() & {*_hashes(file, index, alike)})
-    return sum(own[each] for each in found), own.total()
+        duplicates.update(digests.keys() & {*_hashes(file, index, alike)})
+    return sum(digests[digest] for digest in duplicates), digests.total()
 
 
 _NONE = np.empty(0, np.int64)

@@ -1,13 +1,13 @@
-"""Order of the sequences of an epoch: arithmetic, without reading data.
+"""The order of the sequences of an epoch: arithmetic, without reading data.
 
 An epoch has parts in a random order, and each part has sequences in a random order. A place is
 (epoch, part, sequence). By default an epoch is one part, in which the sequences of all files are
-shuffled together; several sources with weights take turns. In llm.q's order the parts are files.
-Sequences are windows of files, or rows of packed documents.
+shuffled together; sources with weights alternate in this part. In llm.q's order the parts are
+files. Sequences are windows of files, or rows of packed documents.
 
-Orders follow from seeds alone. llm.q's order comes from Philox, a C++ engine and libstdc++'s
-shuffle; the order of all windows from a Feistel network, which needs no array; the orders of packed
-documents and of weighted files from sorted hashes.
+Orders are computed from seeds alone. llm.q's order uses Philox and libstdc++'s random engine and
+shuffle. The order of all windows uses a Feistel network, which needs no array. The orders of packed
+documents and of weighted files use sorted hashes.
 """
 
 import functools
@@ -45,9 +45,9 @@ _LEHMER = 2**31 - 1  # modulus of std::default_random_engine in libstdc++
 
 
 def shuffled(n: int, engine_seed: int) -> np.ndarray:
-    """Permutation of 0..n-1, int32 (n,), by libstdc++'s std::ranges::shuffle with an engine's seed:
-    element i is swapped with a random one of 0..i, for i = 1, 2, …. While n * n fits into the
-    engine's range, one draw serves two elements."""
+    """Permutation of 0..n-1, int32 (n,), as std::ranges::shuffle of libstdc++ makes it from an
+    engine's seed: element i is swapped with a random element of 0..i, for i = 1, 2, …. While n * n
+    fits into the engine's range, one draw serves two elements."""
     state, order = engine_seed % _LEHMER or 1, list(range(n))
 
     def draw(end: int) -> int:
@@ -81,8 +81,8 @@ FILE_ORDER = 0x73653753  # second counter word of the file shuffle; the i-th fil
 
 
 def remembered(make: Callable[..., T], most: int) -> Callable[..., T]:
-    """Function that keeps its last `most` results, each computed once for all threads: ranks ask
-    for the same result at about the same time."""
+    """Function `make` with a cache of its last `most` results. A lock makes threads wait for a
+    result instead of computing it again: ranks ask for the same result at about the same time."""
     cached, lock = functools.lru_cache(most)(make), threading.Lock()
 
     def of(*given: int) -> T:
@@ -108,13 +108,13 @@ epoch_order = remembered(_epoch_order, 8)
 
 
 def hashed_order(n: int, seed: int, epoch: int, which: int) -> np.ndarray:
-    """Permutation of 0..n-1, int64 (n,), by another rule than `epoch_order`; not cached."""
+    """Permutation of 0..n-1, int64 (n,), by sorting `hashes`; not cached."""
     return np.argsort(hashes(n, seed, epoch, which))
 
 
 def hashes(n: int, seed: int, epoch: int, which: int) -> np.ndarray:
-    """Random numbers for 0..n-1, no two alike, uint32 (n,); n: at most 2^32. Every step is a
-    bijection, so that sorting by these numbers gives the same order on every machine."""
+    """Distinct random numbers for 0..n-1, uint32 (n,); n: at most 2^32. Every step is a bijection,
+    so no two numbers are equal, and sorting gives the same order on every machine."""
     words = philox_4x32((seed & 0xFFFFFFFF, seed >> 32), (epoch, which, _HASHED, 0))
     x = np.arange(n, dtype=np.uint32)
     for word, multiplier in zip(words, _MULTIPLIERS, strict=True):
@@ -130,12 +130,12 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B, 0x85EBCA6B, 0xC2B2AE35)  # odd, from wel
 
 
 class Permutation:
-    """Random order of the numbers 0..n-1, computed place by place in constant memory: a Feistel
-    network on the least power of two that is not below n. A result that is not below n goes through
-    the network again (cycle walking).
+    """Random permutation of the numbers 0..n-1, 1 <= n <= 2^64, computed place by place in constant
+    memory: a Feistel network on the least power of two that is at least n. A result of n or more
+    goes through the network again (cycle walking).
 
-    Each round changes one half of the bits by a hash of the other half, so that the inverse has the
-    same rounds backwards. n: 1 to 2^64.
+    Each round changes one half of the bits by a hash of the other half. The inverse permutation
+    runs the same rounds backwards.
     """
 
     __slots__ = ("_low", "_masks", "_rounds", "n")
@@ -193,16 +193,16 @@ _64_BITS = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split of the sequences of files, whose last sequences are held out. fraction: of all
-    sequences, above 0 and below 1, at least one sequence. held_out: True for the held-out
-    sequences, False for the rest."""
+    """One side of a split of the sequences of files; the last sequences of files are held out.
+    fraction: share of held-out sequences, 0 < fraction < 1, at least one sequence. held_out: True
+    for the held-out sequences, False for the rest."""
 
     fraction: float
     held_out: bool
 
     def of(self, chunks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """First sequence of the split's side in each file, and the number of sequences there.
-        chunks: number of all sequences of each file."""
+        """For each file, the first sequence of this side, and the number of its sequences. chunks:
+        number of all sequences of each file."""
         held, total = [], 0
         for count in chunks:
             before, total = int(total * self.fraction), total + count
@@ -219,13 +219,15 @@ class Split:
 
 
 _NO_ENDS = np.empty(0, np.int64)
-_PASSES = 3  # remembered: two, as one begins while another ends, and one of a validation
+_PASSES = 3  # cached passes: two of training, as one begins while another ends, one of validation
 
 
 class FileWindows:
-    """Windows of seq_len tokens in each file; the token behind a window is its last target. By
-    file: counts: number of windows. first: number of the first window. tail: tokens of a shorter
-    last window, 0 for none."""
+    """Windows of seq_len tokens in each file; the token behind a window is its last target.
+
+    counts: number of windows of each file. first: number of each file's first window. tail: tokens
+    of each file's shorter last window, 0 for none.
+    """
 
     def __init__(
         self,
@@ -275,14 +277,15 @@ class FileWindows:
 
 
 class WindowSource:
-    """Source of sequences: the windows of some files, for any number of threads. The order of a
-    pass follows from (seed, pass) alone. count: sequences; tokens: without padding."""
+    """Source of sequences: the windows of some files. The order of a pass is computed from (seed,
+    pass) alone. Threads may share a source. count: number of sequences. tokens: number of tokens,
+    without padding."""
 
     def __init__(
         self, windows: FileWindows, files: Sequence[int], which: int, *, sorts: bool = False
     ) -> None:
-        """which: number of the source; each number has an order of its own. sorts: the order is
-        made by sorting hashes, int64 (count,) in memory, else by a Permutation."""
+        """which: number of the source; each number has an order of its own. sorts: True to make the
+        order by sorting hashes, int64 (count,) in memory, False to use a Permutation."""
         self._windows, self._files, self._which = windows, list(files), which
         self._make_permutation = hashed_order if sorts else Permutation
         self._edges = np.cumsum([0, *(windows.counts[i] for i in files)])
@@ -312,11 +315,11 @@ class WindowSource:
 
 
 class PackedSource:
-    """Source of sequences: rows of documents, as many in a row as fit, or one. Attributes and
-    methods are those of WindowSource."""
+    """Source of sequences: rows of documents, as many in a row as fit, or one. Has the attributes
+    and methods of WindowSource."""
 
     def __init__(self, pieces: Pieces, seq_len: int, which: int, *, alone: bool) -> None:
-        """alone: one piece in each row."""
+        """alone: True for one piece in each row."""
         self.pieces, self._seq_len, self._which = pieces, seq_len, which
         self._rows = None if alone else best_fit(pieces.length, seq_len)
         self.count = len(pieces) if alone else len(self._rows)
@@ -367,8 +370,8 @@ def spans_of(pieces: Pieces, chosen: np.ndarray) -> list[Span]:
 
 
 class FilesInTurn:
-    """Plan in llm.q's order: each epoch shuffles the files, and the windows of each file. counts:
-    sequences of each part. For any number of threads."""
+    """Plan in llm.q's order: each epoch shuffles the files, and the windows of each file. Threads
+    may share a plan. counts: number of sequences of each part."""
 
     def __init__(self, windows: FileWindows) -> None:
         self._windows, self.counts = windows, windows.counts
@@ -392,17 +395,17 @@ class FilesInTurn:
         return lengths[epoch_order(self.counts[file], seed, epoch, place)]
 
     def tokens(self) -> int:
-        """Tokens of an epoch without padding; a mean over epochs where epochs end inside a pass."""
+        """Tokens of an epoch without padding; the mean of epochs if epochs end inside a pass."""
         return self._windows.tokens()
 
 
 class Mixture:
-    """Plan in which sources take turns, each with a share that is spread evenly over the epoch.
-    Attributes and methods are those of FilesInTurn.
+    """Plan in which sources alternate, each with a share that is spread evenly over the epoch. Has
+    the attributes and methods of FilesInTurn.
 
     An epoch has as many sequences as all sources together. A source's sequences come in passes,
-    which go on from epoch to epoch: no sequence comes again before all sequences of its source.
-    shares: sequences of each source in an epoch.
+    which continue from epoch to epoch: a sequence is repeated only after all sequences of its
+    source. shares: sequences of each source in an epoch.
     """
 
     def __init__(self, sources: Sequence[SequenceSource], weights: Sequence[float]) -> None:
@@ -446,8 +449,8 @@ EpochPlan = FilesInTurn | Mixture
 
 
 def shares_of(total: int, weights: Sequence[float]) -> list[int]:
-    """Shares of a number in the proportions of weights, by largest remainders: no share is off by 1
-    or more. DataError for a share of 0."""
+    """Divide `total` in the proportions of weights, by largest remainders: each share is off by
+    less than 1. DataError for a share of 0."""
     exact = [total * weight / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])

@@ -1,6 +1,6 @@
-"""Identity of a tokenizer: a fingerprint of everything that decides ids, and a name for people.
+"""The identity of a tokenizer: a fingerprint of everything that decides ids, and a readable name.
 
-`llmq tokenize` writes both into tokenize.json, a run into checkpoints and its model (llmq.json).
+`llmq tokenize` writes the identity into tokenize.json, a run into checkpoints and llmq.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHARD_NAME = re.compile(r"(train|eval)-(\d{3,})\.(bin|docs|sums|mask)(\.partial)
 @dataclass(frozen=True, slots=True)
 class TokenizerId:
     """Identity of a tokenizer. Tokenizers with the same fingerprint make the same ids of every
-    text, whatever their names are."""
+    text; names may differ."""
 
     name: str
     fingerprint: str
@@ -30,8 +30,8 @@ class TokenizerId:
     bos_id: int | None = None
 
     def __str__(self) -> str:
-        known = self.fingerprint == self.name  # bytes
-        return self.name if known else f"{self.name} ({self.fingerprint[:8]})"
+        is_bytes = self.fingerprint == self.name
+        return self.name if is_bytes else f"{self.name} ({self.fingerprint[:8]})"
 
     def record(self) -> dict[str, Any]:
         """Fields for a JSON file, which `from_record` reads."""
@@ -41,16 +41,16 @@ class TokenizerId:
     def from_record(cls, record: Any) -> TokenizerId | None:
         """Identity of a `record`; None for any other value."""
         try:
-            found = cls(**record)
+            identity = cls(**record)
         except TypeError:
             return None
-        texts = isinstance(found.name, str) and isinstance(found.fingerprint, str)
-        ids = all(i is None or type(i) is int for i in (found.eos_id, found.bos_id))
-        return found if texts and ids else None
+        texts = isinstance(identity.name, str) and isinstance(identity.fingerprint, str)
+        ids = all(i is None or type(i) is int for i in (identity.eos_id, identity.bos_id))
+        return identity if texts and ids else None
 
 
 def noted_tokenizer(folder: Path) -> TokenizerId | None:
-    """Tokenizer that a run of llmq has noted in a model directory; None for other models."""
+    """Tokenizer recorded in a model directory's llmq.json; None for models of other programs."""
     return TokenizerId.from_record(json_object(folder / RUN_FILE).get("tokenizer"))
 
 

@@ -1,9 +1,9 @@
 """Batches for one rank: shuffled, sharded over ranks, read ahead, resumable at any batch.
 
-An `EpochPlan` has the order: parts of an epoch, and sequences of each part. A group is `world_size`
-consecutive sequences of a part, one per rank; a batch is `micro_batch` groups, perhaps of several
-parts. A part's incomplete last group and an epoch's incomplete last batch are filled up, or left
-out (--drop-last, in training). Every position is therefore arithmetic on (epoch, part, sequence):
+An `EpochPlan` gives the order: parts of an epoch, and sequences of each part. A group is
+`world_size` consecutive sequences of a part, one per rank; a batch is `micro_batch` groups, perhaps
+of several parts. A part's incomplete last group and an epoch's incomplete last batch are filled up,
+or left out (--drop-last, in training). Positions are arithmetic on (epoch, part, sequence), so
 resuming costs one shuffle and reads no data.
 
 By default the sequences of all files are one part. A file of n tokens has (n - 1) // T sequences
@@ -37,8 +37,8 @@ _STATE |= {"file_name": str, "files": str}
 @dataclass(frozen=True, slots=True)
 class _EpochPlace:
     """Place of the next group: a part of the epoch, and a sequence of the part. Names are llm.q's,
-    where a part is a file and a sequence a chunk. chunk_index counts the done sequences of the
-    part, at most all of them, so that a place fits any number of ranks."""
+    where a part is a file and a sequence a chunk. chunk_index: number of done sequences of the
+    part, of all ranks together, so that a place is valid for any number of ranks."""
 
     epoch: int = 0
     file_index: int = 0
@@ -48,9 +48,9 @@ class _EpochPlace:
 class DataLoader(Closing):
     """Loader of the batches of rank `rank` out of `world_size`, which reads ahead in a thread.
 
-    data: the files and the plan of their epochs, which loaders of several ranks share.
-    batches_per_epoch: number of batches of an epoch. Attributes may be read at any time; methods
-    are for one thread.
+    data: the files and the plan of their epochs, shared by the loaders of all ranks.
+    batches_per_epoch: number of batches of an epoch. Any thread may read attributes; one thread
+    calls methods.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class DataLoader(Closing):
         """files: glob patterns. seed: uint64. vocab_size: of the model. prefetch: batches read
         ahead.
 
-        everything: as of DataSet, for validation. drop_last: leave out incomplete groups and
-        batches; else they are filled up with sequences that are read elsewhere, too, so that no
-        other values arise in the model, and whose targets are masked. split: sequences of the
-        files; None: all. layout: of sequences; None: windows of all files, shuffled together.
-        reading: inputs, scores, labels and pad as of RowReader; sidecars need not exist before the
-        first batch is read. DataError for damaged files, or files without a batch.
+        everything: as in DataSet, for validation. drop_last: True to leave out incomplete groups
+        and batches; False to fill these up with repeated sequences, whose targets are masked and
+        which bring no new values into the model. split: sequences of the files; None: all. layout:
+        of sequences; None: windows of all files, shuffled together. reading: inputs, scores, labels
+        and pad as in RowReader; sidecars need not exist before the first batch is read. DataError
+        for damaged files, or files without a batch.
         """
         if not (seq_len > 0 and micro_batch > 0 and prefetch > 0 and 0 <= rank < world_size):
             raise ValueError(
@@ -104,7 +104,7 @@ class DataLoader(Closing):
         self._start(rank)
 
     def of_rank(self, rank: int) -> DataLoader:
-        """Loader for another rank, at the beginning, with the same files and the same plan."""
+        """Loader for another rank, at the start of epoch 0, with the same files and plan."""
         other = copy.copy(self)
         other._start(rank)
         return other
@@ -181,27 +181,27 @@ class DataLoader(Closing):
         """Number of batches left in the current epoch."""
         at = self._position
         order = self._order(at.epoch)
-        here = order[at.file_index : at.file_index + 1]
-        counts = [max(self._counts[i] - at.chunk_index, 0) for i in here]
+        current = order[at.file_index : at.file_index + 1]  # empty at the end of the epoch
+        counts = [max(self._counts[i] - at.chunk_index, 0) for i in current]
         left = sum(self._parts(n, self.world_size) for n in counts)
         left += sum(self._groups[i] for i in order[at.file_index + 1 :])
         return self._parts(left, self.micro_batch)
 
     @property
     def passed(self) -> float:
-        """Fraction of the current epoch's sequences that was handed out, 0 to 1."""
+        """Fraction of the current epoch's sequences that was returned in batches, 0 to 1."""
         done = self.batches_per_epoch - self.batches_left
         return self.sequences(done) / self.sequences(self.batches_per_epoch)
 
     @property
     def unused_files(self) -> int:
-        """Number of files that no epoch reads, without a sequence for every rank."""
+        """Number of files that no epoch reads, because they have too few sequences."""
         in_turn = isinstance(self.data.plan, FilesInTurn)
         return self._groups.count(0) if in_turn else self.data.empty_files
 
     def next_batch(self) -> Batch:
-        """Next batch, arrays int32 (micro_batch, seq_len); masked targets are -100. DataError, at
-        every further call too, for data that cannot be read, or an id outside the vocabulary.
+        """Next batch, arrays int32 (micro_batch, seq_len); masked targets are -100. DataError for
+        data that cannot be read, or an id outside the vocabulary; further calls raise it again.
         RuntimeError at the end of the epoch."""
         self._read_ahead()
         if not self._pending:
@@ -224,7 +224,8 @@ class DataLoader(Closing):
         self._move(_EpochPlace())
 
     def state(self) -> dict[str, Any]:
-        """State behind the last batch that was handed out, of JSON types, for `set_state`."""
+        """State behind the last batch that `next_batch` returned, in JSON types, for
+        `set_state`."""
         at = self._position
         names = [file.path.name for file in self.files]
         in_turn = isinstance(self.data.plan, FilesInTurn)
@@ -294,7 +295,7 @@ class DataLoader(Closing):
         return self.data.plan.parts(self.seed, epoch)
 
     def _move(self, position: _EpochPlace) -> None:
-        """Drop batches that were read ahead, and go on from `position`."""
+        """Drop batches that were read ahead, and continue from `position`."""
         for future, _ in self._pending:
             future.cancel()
         self._pending.clear()

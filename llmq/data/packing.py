@@ -1,9 +1,9 @@
-"""Packing: documents become pieces of at most a sequence's length, and pieces rows, by best fit.
+"""Packing: cut documents into pieces of at most a sequence's length, and fill rows by best fit.
 
-Best-fit decreasing: from the longest piece to the shortest, each piece goes into the row in which
-the least room is left, or into a new row. Pieces of a length are alike, and rows are filled with
-all pieces of a length at once: the time depends on the number of lengths and of kinds of rows, not
-on the number of documents. Each epoch draws anew the place of each document among equal lengths.
+Best-fit decreasing: from the longest piece to the shortest, each piece goes into the row with the
+least room that is enough, or into a new row. All pieces of one length are placed at once, so the
+time depends on the number of different lengths, not on the number of documents. Each epoch shuffles
+the documents among pieces of equal length.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Pieces:
     """Pieces of documents, each of at most seq_len tokens; arrays (n,).
 
     file: int32, number of the file. start: int64, position in the file. length: int32, tokens.
-    goes_on: bool, the document has a token behind the piece, which the piece's last token predicts.
-    first: int32, tokens of the first document of a pair; 0 for a single document. documents: number
-    of documents. cut: documents of several pieces, or without their last token as an input.
+    goes_on: bool, True if the document has a token behind the piece, the target of the piece's last
+    token. first: int32, tokens of the first document of a pair; 0 for a single document. documents:
+    number of documents. cut: number of documents longer than seq_len.
     """
 
     file: np.ndarray
@@ -37,7 +37,7 @@ class Pieces:
         return len(self.length)
 
     def only(self, chosen: np.ndarray) -> Pieces:
-        """Pieces where `chosen`, bool (n,), is True."""
+        """The pieces for which `chosen`, bool (n,), is True."""
         names = ("file", "start", "length", "goes_on", "first")
         return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
@@ -55,8 +55,8 @@ class Pieces:
 
 def cut_documents(file: int, starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
     """Pieces of documents of one file, each of seq_len tokens, with a shorter last piece. starts,
-    lengths: int64 (n,). Every token but a document's first is predicted by one token of one piece.
-    A single last token is no piece, because it has nothing to predict."""
+    lengths: int64 (n,). Every token but a document's first is the target of one token of one piece.
+    A single last token is no piece, because it has no target."""
     counts = -(-np.maximum(lengths - 1, 0) // seq_len)
     document = np.repeat(np.arange(len(lengths)), counts)
     first = np.cumsum(counts) - counts
@@ -130,7 +130,7 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> Rows:
 
 
 class _Filler:
-    """Rows that are filled, by the room that is left in a row."""
+    """Fills rows with pieces; keeps rows by the room that is left in a row."""
 
     def __init__(self, seq_len: int, row_of: np.ndarray) -> None:
         """row_of: receives the row of each piece, in the order in which pieces are placed."""
@@ -143,7 +143,7 @@ class _Filler:
         """Place `count` pieces of this length; no longer piece may follow."""
         while count:
             fitting = self._rooms >> length
-            if fitting:  # the least room that is enough
+            if fitting:  # take rows with the least room that is enough
                 room = length + (fitting & -fitting).bit_length() - 1
                 rows = self._take(room)
             else:
@@ -151,7 +151,7 @@ class _Filler:
                 new = -(-count // (room // length))
                 rows = np.arange(self.rows, self.rows + new, dtype=np.int32)
                 self.rows += new
-            # Behind a piece, its row has the least room: the next piece of this length goes there.
+            # A row with a new piece has the least room: the next piece of this length goes there.
             each = room // length
             full = min(len(rows), count // each)
             self._emit(np.repeat(rows[:full], each))

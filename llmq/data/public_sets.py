@@ -1,6 +1,6 @@
-"""Small public data sets that `llmq data` fetches, each a file of one commit of a repository.
+"""Small public data sets for `llmq data`, each a file of one commit of a repository.
 
-git's hash of the file's content is known: a file with another content is refused.
+git's hash of each file is recorded here, and a download with another content is refused.
 """
 
 import hashlib
@@ -19,8 +19,9 @@ FOLDER = Path("data")
 
 @dataclass(frozen=True, slots=True)
 class PublicSet:
-    """Public data set. file: REPOSITORY/COMMIT/PATH. blob: git's hash of the content. task: for
-    `llmq eval`; else text or conversations, for token files. about: description and license."""
+    """Public data set. file: REPOSITORY/COMMIT/PATH. blob: git's hash of the content. about:
+    description and license. task: True for a task of `llmq eval`, False for text or conversations
+    to tokenize."""
 
     file: str
     blob: str
@@ -50,15 +51,16 @@ SETS = {
 
 
 def public_set(name: str) -> PublicSet:
-    """Data set of this name. ConfigError for an unknown name lists all data sets."""
+    """Data set of this name. ConfigError, which lists all data sets, for an unknown name."""
     if name not in SETS:
-        known = [f"  {each}: {found.about}" for each, found in SETS.items()]
+        known = [f"  {each}: {public.about}" for each, public in SETS.items()]
         raise ConfigError(f"no public data are called '{name}'; there are", known)
     return SETS[name]
 
 
 def maker(pattern: str) -> str | None:
-    """Command that makes the token files of a pattern; None for a pattern of no public data set."""
+    """Command that makes the token files of a pattern; None if the pattern's folder is not one of a
+    public data set."""
     within = PurePosixPath(pattern).parent.name
     return next((f"llmq data {name}" for name in SETS if within == f"{name}-qwen"), None)
 
@@ -69,8 +71,8 @@ def file_of(name: str) -> Path:
 
 
 def fetch(name: str) -> Path:
-    """Download the file of a data set unless it is there; returns the path. ConfigError if the
-    download fails, or the content is not the published content."""
+    """Download the file of a data set unless it exists; return its path. ConfigError if the
+    download fails, or if the content is not the published content."""
     wanted, file = SETS[name], file_of(name)
     if file.is_file() and blob_hash(file.read_bytes()) == wanted.blob:
         return file

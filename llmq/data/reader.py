@@ -1,4 +1,4 @@
-"""Reading of spans of token files as rows of a batch: inputs, targets, and starts of documents."""
+"""Reader of spans of token files as rows of a batch: inputs, targets, and starts of documents."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ _OPEN_FILES = 16  # kept open by one reader
 
 
 class Span(NamedTuple):
-    """Span of tokens of a file, beside each other in a row. goes_on: the last token predicts the
-    token behind the span. ends: rising from 1 to length, tokens of the span in front of each known
-    end of a document."""
+    """Consecutive tokens of a file, a part of a row. goes_on: True if the target of the last token
+    is the token behind the span. ends: number of tokens of the span in front of each known end of a
+    document, rising, 1 to length."""
 
     file: int
     start: int
@@ -29,8 +29,8 @@ class Span(NamedTuple):
 
 
 def documents_of(spans: Sequence[Span], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions of a row where documents start, in any order, and where documents end, int64 each.
-    Padding counts as a document."""
+    """Positions of a row at which documents start, in any order, and positions behind known ends of
+    documents, int64 each. Padding counts as a document."""
     edges = np.cumsum([0, *(span.length for span in spans)])
     pairs = zip(spans, edges[:-1].tolist(), strict=True)
     ends = np.array([at + end for span, at in pairs for end in span.ends], np.int64)
@@ -53,11 +53,11 @@ class RowReader:
         labels: int = 0,
         pad: int | None = None,
     ) -> None:
-        """paths: files, as spans number them. document_mask: batches have starts of documents.
-        inputs: named arrays of batches, from sidecars of the files; with PAIRS each span is a pair
-        of documents. scores: folder of `.scores` files. labels: number of labels of a score head,
-        which reads each document's last token with another id than `pad`: targets are labels, which
-        stand behind documents, or 0 for pairs. 0: targets are tokens.
+        """paths: files by the number in Span.file. document_mask: True if batches have starts of
+        documents. inputs: named arrays of batches, from sidecars of the files; with PAIRS each span
+        is a pair of documents. scores: folder of `.scores` files. labels: number of labels of a
+        score head; 0: targets are tokens. A score head reads each document's last token that is not
+        `pad`; its target is the label stored behind the document, or 0 for pairs.
         """
         self._paths, self.seq_len, self.vocab_size = paths, seq_len, vocab_size
         self.document_mask, self.inputs = document_mask, tuple(inputs)
@@ -96,8 +96,8 @@ class RowReader:
         starts: np.ndarray | None,
         named: Mapping[str, np.ndarray],
     ) -> int:
-        """Fill a row of each array, (seq_len, ...); returns the number of tokens in the row. Only
-        reading goes span by span, because a row may have hundreds of spans."""
+        """Fill a row of each array, (seq_len, ...); return the number of tokens in the row. All
+        work but reading is on whole rows, because a row may have hundreds of spans."""
         tokens, counts, columns = self._read_spans(spans)
         lengths = np.array([span.length for span in spans])
         goes_on = np.array([span.goes_on for span in spans])
@@ -119,15 +119,15 @@ class RowReader:
             rows = np.arange(filled)
             if each.per == TARGET:
                 rows = np.flatnonzero(targets[:filled] != MASKED_TARGET)
-            found = named[each.name][rows] = column[places[rows] + (each.per == TARGET)]
-            if np.isnan(found).any():
+            elements = named[each.name][rows] = column[places[rows] + (each.per == TARGET)]
+            if np.isnan(elements).any():
                 raise self._lacking(each, spans)
         for each in self.inputs:
             if each.sidecar == PAIRS:
                 self._read_pairs(spans, counts, inputs, targets, named[each.name])
         if self._labels and (targets[:filled] >= self._labels).any():
             raise self._no_label(spans, int(targets[:filled].max()))
-        if filled < self.seq_len:  # padding repeats tokens of the row: no other values arise
+        if filled < self.seq_len:  # padding repeats tokens of the row, which adds no new values
             inputs[filled:] = np.resize(inputs[:filled], self.seq_len - filled)
         return filled
 
@@ -141,7 +141,8 @@ class RowReader:
     ) -> None:
         """Fill a row's `partner`, (seq_len,), by masks of the first tokens of documents; with a
         score head also the row's targets: label 0 behind each document."""
-        edges = np.cumsum([0, *(span.length for span in spans)])  # also of tokens: no span goes on
+        # Edges of spans are edges of the tokens read, because no span of a pair goes on.
+        edges = np.cumsum([0, *(span.length for span in spans)])
         for begin, span in zip(edges[:-1].tolist(), spans, strict=True):
             middle, end = (begin + length for length in span.ends)
             preferred, other = np.where(counts[[begin, middle]], 1, -1)
@@ -156,8 +157,9 @@ class RowReader:
     def _read_spans(
         self, spans: Sequence[Span]
     ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
-        """Tokens of spans, int32 (n,), with one token more at the end; bool (n,), True for tokens
-        that are trained, None if all are; and elements (n, ...) of each input's column."""
+        """Read spans. Returns their tokens, int32 (n,), with one more token at the end; bool (n,),
+        True for trained tokens, or None if all are trained; and elements (n, ...) of each input's
+        column."""
         sizes = [span.length + span.goes_on for span in spans]
         tokens = np.zeros(sum(sizes) + 1, "<i4")
         counts: np.ndarray | None = None

@@ -4,28 +4,28 @@
            8     int32    version, 1
           12     int32    bytes of the JSON description
           16     int64    number of tokens of the token file
-          24     int64    units (documents or pairs) that are done, -1 = all
+          24     int64    number of finished units (documents or pairs), -1 = all
           32     JSON     description, a `Scored`
         4096     n records  one for each token
 
-With top_k = 0 a record is a float32, the log-probability of the token behind the tokens of its
-document in front: 0 where the token file masks the token, NaN where nothing predicts it. With
-top_k = k a record has the k most likely tokens at a place, in the layout below.
+With top_k = 0 a record is a float32, the log-probability of the token given the earlier tokens of
+its document: 0 if the token file masks the token, NaN for a token that is never a target. With
+top_k = k a record has the k most likely tokens at a position, in the layout below.
 
-All numbers are little-endian. `mine-train.scores` is of `mine/train.bin`, in a folder of all
-scores; beside it is `mine-train.scores.sums` with checksums of pieces, as of token files.
+All numbers are little-endian. `mine-train.scores` belongs to `mine/train.bin`; all scores are in
+one folder. `mine-train.scores.sums` has checksums of pieces, as token files do.
 
-A record of the k largest probabilities at a place takes 3 k + 8 bytes: 200 for k = 64.
+A record of the k largest probabilities at a position takes 3 k + 8 bytes: 200 for k = 64.
 
-    k uint16     lower halves of ids, which rise
+    k uint16     lower halves of ids, in rising order of ids
     k uint8      log-probabilities: code c stands for -deepest * (c / 255)^2
     4 uint8      number of ids below 65536, 2 * 65536, 3 * 65536; 0
     float16      deepest: the smallest log-probability without its sign
     uint16       65535 * the probability of all other tokens together
 
-The square makes likely tokens exact: the step at a log-probability of -0.1 is 0.01 where the
-deepest is -16. A reader scales probabilities to a sum of 1, with at least 2^-16 for all other
-tokens.
+The square makes likely tokens precise: with a deepest of -16, codes are 0.01 apart at a
+log-probability of -0.1. A reader scales probabilities to a sum of 1, with at least 2^-16 for all
+other tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from llmq.data.tokens import TokenFile
 
 MOST = 255
 LARGEST_ID = 4 << 16
-LEAST_REST = 2.0**-16  # probability of all other tokens together, at least
+LEAST_REST = 2.0**-16  # minimum probability of all other tokens together
 _LEVELS = 255
 
 
@@ -58,12 +58,12 @@ def record_bytes(k: int) -> int:
     return 3 * k + 8
 
 
-def encoded(told: np.ndarray) -> np.ndarray:
-    """Records uint8 (n, bytes) of told float32 (n, 2 k): rising ids, as the bits of int32, and
-    log-probabilities."""
-    n, k = len(told), told.shape[1] // 2
-    ids = np.ascontiguousarray(told[:, :k]).view(np.int32)
-    logs = np.minimum(told[:, k:], 0)
+def encoded(teacher_logprobs: np.ndarray) -> np.ndarray:
+    """Records, uint8 (n, record_bytes(k)), of teacher_logprobs float32 (n, 2 k): k rising ids, as
+    the bits of int32, and k log-probabilities."""
+    n, k = len(teacher_logprobs), teacher_logprobs.shape[1] // 2
+    ids = np.ascontiguousarray(teacher_logprobs[:, :k]).view(np.int32)
+    logs = np.minimum(teacher_logprobs[:, k:], 0)
     # The next larger float16, so that no log-probability is below the range of codes.
     deepest = np.maximum(-logs.min(axis=1), 2.0**-14)
     deepest = np.nextafter(deepest.astype(np.float16), np.float16(np.inf))
@@ -81,8 +81,8 @@ def encoded(told: np.ndarray) -> np.ndarray:
 
 
 def decoded(records: np.ndarray) -> np.ndarray:
-    """Inverse of `encoded`, float32 (n, 2 k); log-probabilities are NaN for records of 1 bits,
-    which were never written."""
+    """Inverse of `encoded`, float32 (n, 2 k); log-probabilities are NaN for records that were never
+    written, whose bytes are all 0xFF."""
     n, k = len(records), (records.shape[1] - 8) // 3
     low, codes, below, tail = np.split(records, [2 * k, 3 * k, 3 * k + 4], axis=1)
     places = np.arange(k)
@@ -111,11 +111,11 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """Description of scores: their tokens, and the model that has made them.
+    """Description of scores: the token file, and the model that computed the scores.
 
     model: `BaseId.record`. tokens, num_bytes, sample: of the token file. tokenizer: of the token
-    file, None if unknown. seq_len: the longest unit that is scored as a whole. top_k: tokens with a
-    probability at each place; 0: only the token of the file.
+    file, None if unknown. seq_len: length of the longest unit that is scored as a whole. top_k:
+    number of tokens with a probability at each position; 0: only the token of the file.
     """
 
     model: dict[str, Any]
@@ -187,7 +187,8 @@ class ScoreFile:
         self._checksums = Checksums.of(path)
 
     def check(self, file: TokenFile, top_k: int = 0) -> None:
-        """Raise DataError unless the scores are of this token file, with top_k tokens a place."""
+        """Raise DataError unless the scores are of this token file, with top_k tokens at each
+        position."""
         if self.scored.top_k != top_k:
             kinds = (f"{k} probabilities" if k else "one score" for k in (self.scored.top_k, top_k))
             raise DataError(
@@ -227,7 +228,7 @@ class ScoreFile:
 
 
 def read_header(path: Path, header: bytes) -> tuple[int, Scored]:
-    """Number of done units, and the description, of a header. DataError for another file."""
+    """Number of finished units and the description in a header. DataError for another file."""
     if not header.startswith(MAGIC) or len(header) < HEADER_BYTES:
         raise DataError(f"'{path}' has no scores: `llmq score` writes such files")
     _, version, size, _, done = _FIELDS.unpack_from(header)
@@ -241,10 +242,11 @@ def read_header(path: Path, header: bytes) -> tuple[int, Scored]:
 
 class ScoreWriter(PartialFile):
     """Writer of a `.scores` file, in the order of units, which resumes the partial file of an
-    interrupted run with the same description. done: units that are on the disk."""
+    interrupted run with the same description. done: number of units on the disk."""
 
     def __init__(self, path: Path, scored: Scored, *, overwrite: bool = False) -> None:
-        """overwrite: remove scores that are there; else DataError for another description."""
+        """overwrite: remove existing scores; without it, DataError for scores with another
+        description."""
         self.path, self.scored, self.done = path, scored, 0
         self._record = scored.record
         text = json.dumps(asdict(scored)).encode()
@@ -253,15 +255,15 @@ class ScoreWriter(PartialFile):
         self._text = text
         partial = partial_path(path)
         if overwrite:
-            for there in (partial, path, checksums_path(path)):
-                there.unlink(missing_ok=True)
-        found = next((there for there in (path, partial) if there.exists()), None)
-        if found is not None:
-            self.done = self._known(found)
+            for existing in (partial, path, checksums_path(path)):
+                existing.unlink(missing_ok=True)
+        earlier = next((existing for existing in (path, partial) if existing.exists()), None)
+        if earlier is not None:
+            self.done = self._done_units(earlier)
         with disk_errors(partial):
             if self.done == COMPLETE:  # a run may have been killed before the end of `close`
-                if found == partial or not checksums_path(path).exists():
-                    self._publish(found)
+                if earlier == partial or not checksums_path(path).exists():
+                    self._publish(earlier)
                 return
             self._file = open(partial, "r+b" if self.done else "w+b")  # noqa: SIM115 (kept open)
             if not self.done:
@@ -271,27 +273,27 @@ class ScoreWriter(PartialFile):
                     count = min(scored.tokens - first, _BLOCK)
                     self._file.write(nothing[: count * self._record.itemsize])
 
-    def _known(self, there: Path) -> int:
-        """Number of done units in a score file of the same description; 0 for a partial file that
-        a kill, a full disk or a loss of power has cut off. DataError for another file."""
-        with read_errors(there), open_file(there) as file:
+    def _done_units(self, path: Path) -> int:
+        """Number of finished units in a score file of the same description; 0 for a partial file
+        that a kill, a full disk or a power failure has cut off. DataError for another file."""
+        with read_errors(path), open_file(path) as file:
             header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
         try:
-            done, scored = read_header(there, header)
+            done, scored = read_header(path, header)
         except DataError:
-            if there == self.path:
+            if path == self.path:
                 raise
             return 0
         if scored != self.scored:
             before, now = asdict(scored), asdict(self.scored)
             other = ", ".join(name for name in now if now[name] != before[name])
             raise DataError(
-                f"'{there}' has scores of another {other} (by the model {scored.name}): choose "
+                f"'{path}' has scores of another {other} (by the model {scored.name}): choose "
                 "another --out, or --overwrite"
             )
         whole = size == HEADER_BYTES + self._record.itemsize * scored.tokens
-        if there == self.path and (done != COMPLETE or not whole):
-            raise DataError(f"'{there}' is truncated: score the data again, with --overwrite")
+        if path == self.path and (done != COMPLETE or not whole):
+            raise DataError(f"'{path}' is truncated: score the data again, with --overwrite")
         return done if whole else 0
 
     def _header(self, done: int) -> bytes:
@@ -299,14 +301,14 @@ class ScoreWriter(PartialFile):
         return (_FIELDS.pack(*fields) + self._text).ljust(HEADER_BYTES, b"\0")
 
     def write(self, start: int, scores: np.ndarray) -> None:
-        """Write scores of the tokens [start, start + n), in an array as of `ScoreFile.read`."""
+        """Write scores of the tokens [start, start + n). scores: as `ScoreFile.read` returns."""
         coded = encoded(scores) if self.scored.top_k else scores.astype(_SCORE)
         with disk_errors(self.path):
             self._file.seek(HEADER_BYTES + self._record.itemsize * start)
             self._file.write(coded.tobytes())
 
     def save(self, done: int) -> None:
-        """Force all scores to the disk, then the number of done units."""
+        """Force all scores to the disk, then the number of finished units, `done`."""
         with disk_errors(self.path):
             self.sync()
             self._file.seek(0)

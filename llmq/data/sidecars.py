@@ -1,4 +1,4 @@
-"""Columns beside token files: elements of a named input of a step, one for each token of a file."""
+"""Columns of named step inputs beside token files: one element for each token of a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Header(NamedTuple):
 
 
 class Column(Protocol):
-    """Column of an input for the tokens of a file, for one thread."""
+    """Column of an input for the tokens of a file. One thread uses a column."""
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Elements (count, ...) of the tokens [start, start + count). DataError if damaged."""
@@ -42,7 +42,7 @@ class _Weights:
 
 
 class ArrayFile:
-    """`.npy` file with an element of an input for each token of a file."""
+    """`.npy` file with one element of an input for each token of a file."""
 
     def __init__(self, of: Input, file: TokenFile) -> None:
         """DataError for a missing array, or another shape, dtype or order."""
@@ -56,16 +56,16 @@ class ArrayFile:
                 f"{dtype} {wanted}: write the file with np.save"
             ) from None
         try:
-            found = _read_header(self._file)
+            header = _read_header(self._file)
         except (OSError, ValueError) as error:
             self.close()
             raise DataError(f"cannot read '{path}': {error}") from error
-        # NumPy names the elements of ml_dtypes, such as bfloat16, by their size alone.
+        # NumPy names the dtypes of ml_dtypes, such as bfloat16, by their size alone.
         names = (dtype, np.dtype(f"V{dtype.itemsize}")) if dtype.kind == "V" else (dtype,)
-        if found.shape != wanted or found.dtype not in names or (found.by_columns and of.shape):
+        if header.shape != wanted or header.dtype not in names or (header.by_columns and of.shape):
             self.close()
             raise DataError(
-                f"'{path}' holds {found.dtype} {found.shape}, and {of.name} of the tokens of "
+                f"'{path}' holds {header.dtype} {header.shape}, and {of.name} of the tokens of "
                 f"'{file.path}' is {dtype} {wanted} in C order"
             )
         self._record, self._begin = np.dtype((dtype, of.shape)), self._file.tell()
@@ -98,7 +98,7 @@ def array_path(token_file: Path, name: str) -> Path:
 
 
 def column_path(of: Input, token_file: Path, scores: Path | None) -> Path:
-    """Path of the file with an input's column of a token file. scores: as of open_column."""
+    """Path of the file with an input's column for a token file. scores: as in open_column."""
     if of.sidecar == SCORES:
         return scores_path(scores, token_file)
     return token_file if of.sidecar == WEIGHTS else array_path(token_file, of.name)
@@ -110,7 +110,7 @@ def open_column(of: Input, file: TokenFile, scores: Path | None) -> Column:
     if of.sidecar == WEIGHTS:
         return _Weights(file)
     if of.sidecar == SCORES:
-        found = ScoreFile(scores_path(scores, file.path))
-        found.check(file, of.shape[0] // 2 if of.shape else 0)
-        return found
+        column = ScoreFile(scores_path(scores, file.path))
+        column.check(file, of.shape[0] // 2 if of.shape else 0)
+        return column
     return ArrayFile(of, file)

@@ -1,4 +1,4 @@
-"""Token files (`.bin`): checking, reading and writing.
+"""Token files (`.bin`): check, read and write.
 
     offset 0     8 bytes  b"BIN.TOK\n"
            8     int32    version, 1 or 2 (written: 2; version 1 carries no vocabulary size)
@@ -11,9 +11,9 @@
     1024 + 4n    bits     only with masks: one bit per token, least significant first, 1 = train
     1024 + 4n    n bytes  only with weights: weight of each token in 200ths, 0 = do not train
 
-All numbers are little-endian. The mask bit of a token is 1 if *predicting that token* is trained.
+All numbers are little-endian. The mask bit of a token is 1 if the token is trained as a target.
 While a file is written, weights are in a file of their own, `X.mask.partial` beside
-`X.bin.partial`, because weights, or mask bits made of weights, come behind all tokens.
+`X.bin.partial`, because weights and mask bits are stored behind all tokens.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from llmq.data.public_sets import maker
 
 
 def mask_path(token_file: Path) -> Path:
-    """Path of a token file's masks; only its `partial_path` exists, until the file is complete."""
+    """Path of a token file's masks; only its `partial_path` ever exists, while the token file is
+    written."""
     return token_file.with_name(token_file.name.removesuffix(".bin") + ".mask")
 
 
 class MaskWriter(PartialFile):
-    """Writer of the weights of tokens, a byte in 200ths for each token, or for each mask bit."""
+    """Writer of weights or mask bits of tokens, one byte in 200ths for each token."""
 
     def __init__(self, path: Path, keep: np.ndarray | int = 0) -> None:
         """keep: number of weights of the partial file to keep, or the weights (n,) to keep."""
@@ -55,7 +56,7 @@ class MaskWriter(PartialFile):
             self._file.write(np.rint(mask * np.float64(WEIGHT_PARTS)).astype(np.uint8).tobytes())
 
     def copy_to(self, file: BinaryIO, *, as_bits: bool) -> None:
-        """Append all weights to another file: bytes, or bits that are 1 for a weight above 0."""
+        """Append all weights to another file: bytes, or as_bits bits, 1 for a weight above 0."""
         self.sync()
         with disk_errors(self.path), open(self._file.name, "rb") as weights:
             while piece := weights.read(_COPY_BYTES):
@@ -80,22 +81,22 @@ _TOKEN = np.dtype("<i4")
 def open_token_files(
     patterns: str | Path | Sequence[str | Path], vocab_size: int | None = None
 ) -> list[TokenFile]:
-    """Checked token files that glob patterns name, in sorted order. vocab_size: of the model, which
-    no file's vocabulary may exceed. DataError for the first file that is missing, damaged or of
+    """Checked token files that glob patterns name, in sorted order. vocab_size: of the model; no
+    file may have a larger vocabulary. DataError for the first file that is missing, damaged or of
     another vocabulary."""
     if isinstance(patterns, str | Path):
         patterns = [patterns]
     paths: set[Path] = set()
     for pattern in patterns:
-        found = find_token_files(pattern)
-        if not found:
-            made = maker(str(pattern))
-            way = "`llmq tokenize` writes such files" if made is None else f"`{made}` makes this"
+        matches = find_token_files(pattern)
+        if not matches:
+            command = maker(str(pattern))
+            way = f"`{command}` makes this" if command else "`llmq tokenize` writes such files"
             raise DataError(
                 f"no token file matches '{pattern}': give a .bin file or a quoted pattern such as "
                 f"'data/train*.bin'; {way}"
             )
-        paths.update(found)
+        paths.update(matches)
     files = [TokenFile(path) for path in sorted(paths, key=os.fsencode)]
     known = [file for file in files if file.vocab_size]
     for file in known:
@@ -117,9 +118,9 @@ def open_token_files(
 
 
 class TokenFile:
-    """Checked token file, for one thread. vocab_size: 0 if unknown. has_weights: weights, which are
-    masks, too. num_bytes: size of the file. checksums: of pieces, None without a `.sums` file; a
-    piece is compared when it is first read."""
+    """Checked token file, for one thread. vocab_size: 0 if unknown. has_weights: True for weights,
+    which serve as masks too. num_bytes: size of the file. checksums: of pieces, compared at the
+    first read of a piece; None without a `.sums` file."""
 
     __slots__ = (
         "_file",
@@ -187,8 +188,8 @@ class TokenFile:
         self._read_into(HEADER_BYTES + TOKEN_BYTES * start, out)
 
     def read_mask(self, start: int, count: int) -> np.ndarray:
-        """Mask bits [start, start + count), bool (count,): True for a token whose prediction is
-        trained."""
+        """Mask bits [start, start + count), bool (count,): True for a token that is trained as a
+        target."""
         if not self.has_masks:
             return np.ones(count, bool)
         if self.has_weights:
@@ -208,7 +209,7 @@ class TokenFile:
         return codes / np.float32(WEIGHT_PARTS)
 
     def sample(self) -> int:
-        """CRC-32 of a few pieces at equal distances, which differs for another content."""
+        """CRC-32 of a few pieces at equal distances, which recognizes another content."""
         size = min(_SAMPLE_BYTES, self.num_bytes)
         piece, checksum = np.empty(size, np.uint8), 0
         for number in range(_SAMPLES):
@@ -218,8 +219,8 @@ class TokenFile:
         return checksum
 
     def _read_into(self, offset: int, out: np.ndarray) -> None:
-        # Reads in place of a memory map: for a file that shrinks, or a network disk that fails, a
-        # read raises an error, and a map would kill the process with SIGBUS.
+        # Reads instead of a memory map: if a file shrinks or a network disk fails, a read raises
+        # an error, but a map would kill the process with SIGBUS.
         try:
             if self._file is None:
                 self._file = open_file(self.path)
@@ -262,9 +263,10 @@ class TokenWriter(PartialFile):
         with_checksums: bool = False,
         keep_tokens: int = 0,
     ) -> None:
-        """keep_tokens: resume a partial file behind so many tokens. with_weights: masks are
-        weights. in_pairs: every two documents are a pair. with_documents, with_checksums: write the
-        `.docs` file and the `.sums` file, too; else files of an earlier token file are removed."""
+        """keep_tokens: number of tokens to keep of a partial file. with_weights: True for weights
+        as masks. in_pairs: True if every two documents are a pair. with_documents, with_checksums:
+        write the `.docs` file and the `.sums` file; else those of an earlier token file are
+        removed."""
         self.path = Path(path)
         self._documents: DocumentWriter | None = None
         self._masks: MaskWriter | None = None
@@ -303,11 +305,12 @@ class TokenWriter(PartialFile):
         mask: np.ndarray | None = None,
         ends: np.ndarray | Sequence[int] = (),
     ) -> None:
-        """Append token ids (n,). mask: bool (n,), True for a token whose prediction is trained, or
+        """Append token ids (n,). mask: bool (n,), True for a token that is trained as a target, or
         weights (n,) from 0 to 1.
 
-        ends: (k,) rising from 0 to n: tokens of this call in front of each end of a document; the
-        last document may go on in the next call. ValueError for ids outside the vocabulary;
+        ends: (k,) rising from 0 to n: number of this call's tokens in front of each end of a
+        document; the last document may continue in the next call. ValueError for ids outside the
+        vocabulary;
         LlmqError for a full disk, or a file of more than 2^31 - 1 tokens.
         """
         tokens = np.asarray(tokens)
@@ -349,7 +352,7 @@ class TokenWriter(PartialFile):
             complete.close()
         else:
             documents_path(self.path).unlink(missing_ok=True)
-        checksums_path(self.path).unlink(missing_ok=True)  # never those of another content
+        checksums_path(self.path).unlink(missing_ok=True)  # they are of an earlier token file
         os.replace(partial_path(self.path), self.path)
         sync_directory(self.path.parent)
         if self.with_checksums:
