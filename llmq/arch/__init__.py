@@ -17,7 +17,7 @@ from llmq.arch.glm4 import Glm, Glm4
 from llmq.arch.gpt2 import Gpt2
 from llmq.arch.gpt_oss import GptOss
 from llmq.arch.granite import Granite
-from llmq.arch.llama import Cwm, Llama
+from llmq.arch.llama import Arcee, Cwm, Llama
 from llmq.arch.mistral import Ministral, Mistral, Mixtral
 from llmq.arch.olmo2 import Olmo2, Olmo3, Olmoe
 from llmq.arch.phi3 import Phi3
@@ -36,7 +36,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         Qwen2(), Qwen3(), Llama(), Mistral(), Gpt2(), Phi3(), Olmo2(), Gemma3(), Qwen2Moe(),
         Qwen3Moe(), Olmoe(), Mixtral(), Qwen35(), Qwen35Moe(), Qwen3Next(), GptOss(),
         SmolLm3(), Olmo3(), SeedOss(), Exaone4(), Gemma(), Ministral(), Cwm(), Starcoder2(),
-        Glm(), Glm4(), Ernie45(), Helium(), Granite(),
+        Glm(), Glm4(), Ernie45(), Helium(), Granite(), Arcee(),
     )
 }  # fmt: skip
 """Every supported architecture by the name that config.json gives in "architectures"."""

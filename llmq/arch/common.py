@@ -91,7 +91,7 @@ class Architecture:
     norm = "rmsnorm"
     """'rmsnorm' or 'layernorm'."""
     activation = "swiglu"
-    """'swiglu', 'geglu', or 'gelu'; GELU by its tanh approximation."""
+    """'swiglu', 'geglu', 'gelu', or 'relu2', ReLU's square; GELU by its tanh approximation."""
     positions = "rope"
     """'rope' or 'learned'."""
     qk_norm = False

@@ -1,4 +1,5 @@
-"""Llama 1 to 3: biases by attention_bias and mlp_bias. CWM is Llama with windows."""
+"""Llama 1 to 3: biases by attention_bias and mlp_bias. CWM is Llama with windows, Arcee Llama with
+an MLP of two matrices and ReLU's square."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,22 @@ class Llama(RopeFamily):
     kv_heads_may_lack = True
     bos_token_id = 1
     eos_token_id = 2
+
+
+class Arcee(Llama):
+    """Its MLP has no gate."""
+
+    name = "ArceeForCausalLM"
+    model_type = "arcee"
+    label = "Arcee"
+    gguf = None
+    activation = "relu2"
+    hidden_acts = ("relu2",)
+    norm_eps = 1e-5
+    bos_token_id = 128000
+    eos_token_id = 128001
+    modules = RopeFamily.modules | {"up": ("model.layers.{}.mlp.up_proj",)}
+    targets = ("q", "k", "v", "o", "up", "down")
 
 
 class Cwm(RopeFamily):

@@ -74,7 +74,7 @@ class ModelConfig:
     norm_eps: float
     """Added to the mean square (or variance) before the root."""
     activation: str
-    """'swiglu', 'geglu', or 'gelu'; GELU by its tanh approximation."""
+    """'swiglu', 'geglu', 'gelu', or 'relu2', ReLU's square; GELU by its tanh approximation."""
     positions: str
     """'rope' or 'learned'."""
     rope_theta: float = 10000.0

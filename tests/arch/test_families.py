@@ -51,6 +51,7 @@ FAMILIES = {
         attention_multiplier=0.015625,
     ),
     "granite_plain": lambda: transformers.GraniteConfig(**FOUR, attention_bias=True, mlp_bias=True),
+    "arcee": lambda: transformers.ArceeConfig(**FOUR, mlp_bias=True),
     "helium": lambda: transformers.HeliumConfig(**FOUR, head_dim=16),
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 //   SiLU    s = sigmoid(x)
 //   GELU    s = 0.5 * (1 + tanh(u)) = sigmoid(2u), with 2u = x * (C1 + C3 * x^2): the tanh
 //           approximation. The sigmoid form has no branch, unlike tanhf, and no cancellation.
+//   RELU2   s = max(x, 0): the square of ReLU
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
@@ -19,6 +20,7 @@ constexpr float THREE_C3 = 0.21406444881780073f;  // rounded as the references r
 
 // exponent: s = 1 / (1 + 2^exponent). argument: what s is the sigmoid of.
 struct Silu {
+    static constexpr bool SIGMOID = true;
     static __device__ __forceinline__ float argument(float x) { return x; }
     static __device__ __forceinline__ float exponent(float x) { return -LOG2E * x; }
     // The derivative of x * s, given both: s + s * (1 - s) * x.
@@ -28,6 +30,7 @@ struct Silu {
 };
 
 struct Gelu {
+    static constexpr bool SIGMOID = true;
     static __device__ __forceinline__ float argument(float x) { return (x * x * C3 + C1) * x; }
     static __device__ __forceinline__ float exponent(float x) {
         return (x * x * (-LOG2E * C3) + -LOG2E * C1) * x;
@@ -38,14 +41,23 @@ struct Gelu {
     }
 };
 
+struct SquaredRelu {
+    static constexpr bool SIGMOID = false;
+    static __device__ __forceinline__ float slope(float, float s, float) { return 2.0f * s; }
+};
+
 template <bool GELU_GATE> struct GateOf { using Type = Silu; };
 template <> struct GateOf<true> { using Type = Gelu; };
+template <bool SQUARED> struct ActivationOf { using Type = Gelu; };
+template <> struct ActivationOf<true> { using Type = SquaredRelu; };
 
 // s(x). EXACT, for results in F32: within a few units in the last place. Else by two instructions
 // without a branch, within 1e-5 of s, which is 2^-8 of what results in BF16 are rounded by; 0 where
 // s is no normal number.
 template <class Activation, bool EXACT> __device__ __forceinline__ float share(float x) {
-    if constexpr (EXACT) {
+    if constexpr (!Activation::SIGMOID) {
+        return x < 0.0f ? 0.0f : x;  // NaN stays
+    } else if constexpr (EXACT) {
         return sigmoid(Activation::argument(x));
     } else {
         return reciprocal_approx(1.0f + exp2_approx(Activation::exponent(x)));

@@ -1,7 +1,8 @@
-// gelu.cu -- GELU with the tanh approximation, and its gradient.
+// gelu.cu -- GELU with the tanh approximation, or with RELU2 = 1 the square of ReLU, and gradients.
 //
 //   out = x * s      s = 0.5 * (1 + tanh(u)) = sigmoid(2u)      2u = x * (C1 + C3 * x^2)
 //   d_x = d_out * (s + s * (1 - s) * x * (C1 + 3 * C3 * x^2))
+//   RELU2: s = max(x, 0)     d_x = d_out * 2s
 //
 // Data     out, x, d_out, d_x: n elements of T, 16-byte aligned, n a multiple of one 16-byte
 //          vector. Outputs may be inputs. abs_max: F32 (1), with ABS_MAX = 1 raised to the largest
@@ -21,6 +22,7 @@
 #include "common.cuh"
 #include "fp8.cuh"
 
+using Activation = ActivationOf<RELU2>::Type;
 constexpr int THREADS = 256, VECTORS = 2;
 constexpr int N = Vec<T>::N;
 constexpr bool EXACT = sizeof(T) == 4;
@@ -33,14 +35,14 @@ constexpr int BACKWARD_TILES_ON_SM = sizeof(T) == 2 && !(OUT || OUT_TRANSPOSED) 
 
 __device__ __forceinline__ T activation(T x) {
     const float v = to_f32(x);
-    return from_f32<T>(share<Gelu, EXACT>(v) * v);
+    return from_f32<T>(share<Activation, EXACT>(v) * v);
 }
 
 // out: activation() again, of the same sigmoid.
 __device__ __forceinline__ T gradient(T& out, T d_out, T x) {
-    const float v = to_f32(x), s = share<Gelu, EXACT>(v), active = s * v;
+    const float v = to_f32(x), s = share<Activation, EXACT>(v), active = s * v;
     out = from_f32<T>(active);
-    return from_f32<T>(Gelu::slope(v, s, active) * to_f32(d_out));
+    return from_f32<T>(Activation::slope(v, s, active) * to_f32(d_out));
 }
 
 __device__ __forceinline__ i64 offset(int i) {

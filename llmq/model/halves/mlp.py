@@ -1,6 +1,6 @@
 """An MLP as a half of a block, between its norm and the residual stream.
 
-    x -> up -> swiglu|geglu|gelu -> down -> out
+    x -> up -> swiglu|geglu|gelu|relu2 -> down -> out
 
 Dimensions: rows = B*T, C channels, F width; the up product of a gated MLP has 2F columns. The
 activation is the epilogue of the up product, and its gradient that of the down product's input

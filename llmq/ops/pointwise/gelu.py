@@ -1,4 +1,4 @@
-"""GELU with the tanh approximation: the activation of GPT-2 (Hugging Face's gelu_new)."""
+"""GELU with the tanh approximation (Hugging Face's gelu_new), and the square of ReLU."""
 
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Tensor
@@ -61,8 +61,11 @@ def forward(
     *,
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
+    relu2: bool = False,
 ) -> None:
     """out = 0.5 * x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * x^3))), computed in F32.
+
+    With relu2 out = max(x, 0)^2.
 
     out may be x itself, or None with fp8, which is out in FP8: rows a multiple of 4, columns of 16.
     abs_max is raised to the largest |out|.
@@ -70,7 +73,7 @@ def forward(
     Cost:    one launch; with fp8 no more bytes than the codes.
     """
     op = "gelu.forward"
-    consts = abs_max_consts(abs_max) | NOT_AGAIN
+    consts = abs_max_consts(abs_max) | NOT_AGAIN | {"RELU2": int(relu2)}
     if fp8 is None:
         blocks, args = grid(x.size, x.dtype.itemsize), (out, x, x.size, abs_max)
         dev.launch(FORWARD, blocks, THREADS, args, consts=consts)
@@ -91,8 +94,9 @@ def backward(
     fp8: Fp8Out | None = None,
     out: Tensor | None = None,
     out_fp8: Fp8Out | None = None,
+    relu2: bool = False,
 ) -> None:
-    """d_x = d_out * gelu'(x), computed in F32.
+    """d_x = d_out * gelu'(x), computed in F32; with relu2 d_out * 2 max(x, 0).
 
     If forward's result was not kept, out or out_fp8 takes its bits without another look at x.
 
@@ -102,7 +106,7 @@ def backward(
     op = "gelu.backward"
     if d_x is None and fp8 is None:
         raise TypeError(f"{op}: d_x or fp8 must be given, both are None")
-    consts = again_consts(op, out, out_fp8) | abs_max_consts(abs_max)
+    consts = again_consts(op, out, out_fp8) | abs_max_consts(abs_max) | {"RELU2": int(relu2)}
     if fp8 is None and out_fp8 is None:
         blocks, args = grid(x.size, x.dtype.itemsize), (d_x, d_out, x, x.size, abs_max, out)
         dev.launch(BACKWARD, blocks, THREADS, args, consts=consts)

@@ -46,6 +46,7 @@ ACTIVATIONS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "swiglu": (swiglu.forward, swiglu.backward),
     "geglu": (partial(swiglu.forward, gelu=True), partial(swiglu.backward, gelu=True)),
     "gelu": (gelu.forward, gelu.backward),
+    "relu2": (partial(gelu.forward, relu2=True), partial(gelu.backward, relu2=True)),
 }
 GATED = ("swiglu", "geglu")
 

@@ -1,4 +1,5 @@
-"""References of cu/pointwise/gelu.cu: GELU with the tanh approximation, and its gradient."""
+"""References of cu/pointwise/gelu.cu: GELU with the tanh approximation, with relu2 the square of
+ReLU, and their gradients."""
 
 import numpy as np
 
@@ -16,23 +17,24 @@ CASES = {
 }
 
 
-def gelu_forward(out, x, n, abs_max=None):
+def gelu_forward(out, x, n, abs_max=None, *, relu2=0):
     out, x = out.reshape(-1), x.reshape(-1)
     with np.errstate(over="ignore"):
         for block in row_blocks(n, 1):
             xs = compute(x[block])
-            np.multiply(gelu_share(xs), xs, out=out[block], casting="same_kind")
+            share = np.maximum(xs, 0) if relu2 else gelu_share(xs)
+            np.multiply(share, xs, out=out[block], casting="same_kind")
             update_abs_max(abs_max, out[block])
 
 
-def gelu_backward(d_x, d_out, x, n, abs_max=None, out=None):
+def gelu_backward(d_x, d_out, x, n, abs_max=None, out=None, *, relu2=0):
     """out: forward's result again; may be x or d_out."""
     d_x, d_out, x = d_x.reshape(-1), d_out.reshape(-1), x.reshape(-1)
     with np.errstate(over="ignore"):
         for block in row_blocks(n, 1):
             xs = compute(x[block])
-            s = gelu_share(xs)
-            slope = gelu_slope(xs, s)
+            s = np.maximum(xs, 0) if relu2 else gelu_share(xs)
+            slope = 2 * s if relu2 else gelu_slope(xs, s)
             slope *= compute(d_out[block])
             if out is not None:
                 s *= xs
@@ -41,15 +43,15 @@ def gelu_backward(d_x, d_out, x, n, abs_max=None, out=None):
             update_abs_max(abs_max, d_x[block])
 
 
-def gelu_forward_fp8(out, x, rows, columns, abs_max, *fp8):
+def gelu_forward_fp8(out, x, rows, columns, abs_max, *fp8, relu2=0):
     """gelu_forward, and the result in FP8. fp8: codes, transposed, scale, saturated."""
     if out is None:
         out = np.empty_like(x)
-    gelu_forward(out, x, x.size, abs_max)
+    gelu_forward(out, x, x.size, abs_max, relu2=relu2)
     emit_fp8(*fp8, out.reshape(rows, columns))
 
 
-def gelu_backward_fp8(d_x, d_out, x, rows, columns, abs_max, *fp8):
+def gelu_backward_fp8(d_x, d_out, x, rows, columns, abs_max, *fp8, relu2=0):
     """gelu_backward, and the results in FP8. fp8: codes, transposed, scale, saturated, then out,
     out_transposed, out_scale, out_saturated."""
     *codes, out, out_transposed, out_scale, out_saturated = fp8
@@ -57,7 +59,7 @@ def gelu_backward_fp8(d_x, d_out, x, rows, columns, abs_max, *fp8):
         d_x = np.empty_like(x)
     if out_transposed is not None:
         out = np.empty_like(x)
-    gelu_backward(d_x, d_out, x, x.size, abs_max, out)
+    gelu_backward(d_x, d_out, x, x.size, abs_max, out, relu2=relu2)
     emit_fp8(*codes, d_x.reshape(rows, columns))
     if out_transposed is not None:
         emit_fp8(None, out_transposed, out_scale, out_saturated, out.reshape(rows, columns))

@@ -1,5 +1,8 @@
 """GELU on a device against the reference."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -86,6 +89,21 @@ def test_out_again_and_fp8(dev, rng, name, dtype, d, fp8, out):
     x.reshape(-1, shape[-1])[-2:, -1] = [np.inf, np.nan]
     for device in (dev, host_device()):
         check_again(device, gelu, x, d_out, d=d, out=out, fp8=fp8)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_square_of_relu(dev, rng, dtype):
+    forward, backward = partial(gelu.forward, relu2=True), partial(gelu.backward, relu2=True)
+    both = SimpleNamespace(forward=forward, backward=backward)
+    x, d_out = _inputs(rng, CASES["ragged_tiles"], dtype)
+    given = {"out": np.empty_like(x), "x": x}
+    want = run(host_device(), forward, given)["out"]
+    np.testing.assert_array_equal(run(dev, forward, given)["out"], want)
+    given = {"d_x": np.empty_like(x), "d_out": d_out, "x": x}
+    want = run(host_device(), backward, given)["d_x"]
+    np.testing.assert_array_equal(run(dev, backward, given)["d_x"], want)
+    x = rng.normal(size=x.shape).astype(x.dtype)
+    check_again(dev, both, x, d_out, d="x", out="fp8", fp8=E4M3)
 
 
 def test_grid():

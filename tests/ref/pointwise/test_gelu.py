@@ -25,6 +25,18 @@ def test_forward_and_gradient_equal_torch(shape):
     np.testing.assert_allclose(d_x, want_gradient.numpy(), rtol=1e-12, atol=1e-13)
 
 
+def test_the_square_of_relu_and_its_gradient_equal_torch():
+    rng = np.random.default_rng(0)
+    x, d_out = rng.normal(size=(2, 64))
+    tx = torch.tensor(x, requires_grad=True)
+    (want,) = torch.autograd.grad(torch.relu(tx) ** 2, tx, torch.tensor(d_out))
+    out, d_x = np.full(64, np.nan), np.full(64, np.nan)
+    ref.gelu_forward(out, x, 64, relu2=1)
+    ref.gelu_backward(d_x, d_out, x, 64, relu2=1)
+    np.testing.assert_array_equal(out, np.maximum(x, 0) ** 2)
+    np.testing.assert_array_equal(d_x, want.numpy())
+
+
 def test_large_arguments_neither_warn_nor_make_nan():
     x = np.array([-1e4, -100, 0, 100, 1e4], np.float32)
     out, d_x = np.empty_like(x), np.empty_like(x)
