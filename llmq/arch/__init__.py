@@ -18,7 +18,7 @@ from llmq.arch.gpt2 import Gpt2
 from llmq.arch.gpt_oss import GptOss
 from llmq.arch.granite import Granite
 from llmq.arch.llama import Arcee, Cwm, Llama
-from llmq.arch.mistral import Ministral, Mistral, Mixtral
+from llmq.arch.mistral import Ministral, Ministral3, Mistral, Mixtral
 from llmq.arch.olmo2 import Olmo2, Olmo3, Olmoe
 from llmq.arch.phi3 import Phi3
 from llmq.arch.qwen2 import Qwen2, Qwen2Moe
@@ -36,7 +36,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         Qwen2(), Qwen3(), Llama(), Mistral(), Gpt2(), Phi3(), Olmo2(), Gemma3(), Qwen2Moe(),
         Qwen3Moe(), Olmoe(), Mixtral(), Qwen35(), Qwen35Moe(), Qwen3Next(), GptOss(),
         SmolLm3(), Olmo3(), SeedOss(), Exaone4(), Gemma(), Ministral(), Cwm(), Starcoder2(),
-        Glm(), Glm4(), Ernie45(), Helium(), Granite(), Arcee(),
+        Glm(), Glm4(), Ernie45(), Helium(), Granite(), Arcee(), Ministral3(),
     )
 }  # fmt: skip
 """Every supported architecture by the name that config.json gives in "architectures"."""
@@ -57,9 +57,11 @@ def read_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     names = hf.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         raise ConfigError(f"config.json: architectures must hold one name, got {names!r}")
-    for arch in ARCHITECTURES.values():
-        if names[0] == arch.wrapper:
+    wrapped = [arch for arch in ARCHITECTURES.values() if names[0] == arch.wrapper]
+    for arch in wrapped:
+        if len(wrapped) == 1 or hf["text_config"]["model_type"] == arch.model_type:
             return arch.read_wrapped(hf)
+    for arch in ARCHITECTURES.values():
         if names[0] == arch.classifier:
             return arch.read(hf)
     return architecture(names[0]).read(hf)

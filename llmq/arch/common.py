@@ -247,7 +247,7 @@ class Architecture:
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """Fields that a model of this architecture must have, given its other fields."""
-        names = "windowed_layers rope_layers local_rope_theta attention_scale".split()
+        names = "windowed_layers rope_layers local_rope_theta query_growth attention_scale".split()
         names += ["logit_softcap", "experts", "delta"]
         others = dict.fromkeys(names) | dict.fromkeys(MULTIPLIERS, 1.0)
         others = {name: value for name, value in others.items() if name not in self.own_fields}

@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases, with a window in all layers.
+"""Mistral: Llama without biases, with a window in all layers. Ministral 3 has none.
 
 Mixtral is Mistral with experts in all layers, mostly without a window.
 """
@@ -6,9 +6,10 @@ Mixtral is Mistral with experts in all layers, mostly without a window.
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import GgufKind, reject, size
+from llmq.arch.common import GgufKind, get, reject, size
 from llmq.arch.experts import WithExperts
 from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily
+from llmq.arch.rope_scaling import FIRST
 
 
 class Mistral(RopeFamily):
@@ -16,6 +17,7 @@ class Mistral(RopeFamily):
 
     name = "MistralForCausalLM"
     model_type = "mistral"
+    wrapper: str | None = "Mistral3ForConditionalGeneration"
     label = "Mistral"
     gguf = GgufKind("llama", pairs=True, heads=True)
     windowed = True
@@ -32,6 +34,7 @@ class Ministral(Mistral):
 
     name = "MinistralForCausalLM"
     model_type = "ministral"
+    wrapper = None
     label = "Ministral"
     gguf = None
     own_fields = ("windowed_layers",)
@@ -44,6 +47,41 @@ class Ministral(Mistral):
         return super().read_sizes(given)
 
 
+_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, FIRST: 16384, "mscale": 1.0}
+_YARN |= {"mscale_all_dim": 1.0}
+_GROWTH = "llama_4_scaling_beta"
+
+
+class Ministral3(Mistral):
+    """Positions are stretched by YaRN, and queries grow with the logarithm of their position."""
+
+    name = "Ministral3ForCausalLM"
+    model_type = "ministral3"
+    label = "Ministral3"
+    gguf = None
+    own_fields = ("query_growth",)
+    rope_kinds = ("yarn",)
+    head_dim = 128
+    sliding_window = None
+    norm_eps = 1e-5
+    pad_token_id = 11
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        given = {"rope_parameters": _YARN | {_GROWTH: 0.1}, **hf}
+        rope = given.get("rope_scaling") or get(given, "rope_parameters", dict)
+        return super().read_sizes(given) | {"query_growth": get(rope, _GROWTH, float, None)}
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        """transformers needs both numbers."""
+        fields, growth = super().write_sizes(model), {_GROWTH: model.query_growth or 0.0}
+        fields["rope_parameters"] = (
+            {FIRST: model.max_positions} | fields["rope_parameters"] | growth
+        )
+        if fields["rope_scaling"] is not None:
+            fields["rope_scaling"] = fields["rope_scaling"] | growth
+        return fields
+
+
 _AT = "model.layers.{}.block_sparse_moe"
 
 
@@ -52,6 +90,7 @@ class Mixtral(WithExperts, Mistral):
 
     name = "MixtralForCausalLM"
     model_type = "mixtral"
+    wrapper = None
     label = "Mixtral"
     gguf = GgufKind("llama", pairs=True, heads=True, renormalize=True)
     count_names = ("num_local_experts",)

@@ -81,6 +81,9 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Stretching of the rotary frequencies, None: none."""
+    query_growth: float | None = None
+    """Queries at position p are multiplied by 1 + it * log(1 + p // P), P the first length of
+    rope_scaling; None: they are not."""
     partial_rotary_factor: float = 1.0
     """Part of a head's channels that is rotated: the first ones."""
     local_rope_theta: float | None = None
@@ -309,6 +312,8 @@ class ModelConfig:
             )
         if self.rope_scaling is not None:
             self.rope_scaling.check(self.rotary_dim // 2)
+        if self.query_growth is not None and self.rope_scaling is None:
+            raise ConfigError("model query_growth: needs rope_scaling, of which it has its length")
         for name in ("windowed_layers", "rope_layers"):
             each = getattr(self, name)
             if each is not None and len(each) != self.num_layers:

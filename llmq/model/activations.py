@@ -100,6 +100,15 @@ class Cache:
                 }
 
 
+class Rotary(NamedTuple):
+    """RoPE in a layer. table: F32 (positions, Hd/2, 2). channels: of a head that are rotated.
+    lengths: F32 (positions,), factors of queries; None: they have none."""
+
+    table: Tensor
+    channels: int
+    lengths: Tensor | None
+
+
 class CacheOfPass(NamedTuple):
     """The cache as a pass over B texts sees it. table: I32 (B, most blocks of a text), the numbers
     of each text's blocks. lengths: I32 (B,), tokens that the blocks hold before the pass. new: I32
@@ -111,7 +120,7 @@ class CacheOfPass(NamedTuple):
     lengths: Tensor
     new: Tensor
     states: tuple[int, int]
-    rope_tables: Sequence[Tensor | None]
+    rope_tables: Sequence[Rotary | None]
 
     def of(self, layer: int, spec: HalfSpec) -> Mapping[str, Tensor]:
         """The tensors of a half, by the names of HalfSpec.cached, with table, lengths and new, and

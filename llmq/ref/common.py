@@ -376,11 +376,17 @@ def adapted_product(
 
 
 def _rotate(
-    qkv: np.ndarray, cos: np.ndarray, sin: np.ndarray, num_heads: int, num_kv_heads: int
+    qkv: np.ndarray,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    num_heads: int,
+    num_kv_heads: int,
+    by: np.ndarray | None,
 ) -> None:
-    """Rotate the query and key heads of qkv by angles whose cos and sin are (T, Hd/2). Both are
-    laid out as the heads are, (T, Hq + Hkv, 2, Hd/2), because NumPy is slow where a broadcast makes
-    its inner loop as short as half a head."""
+    """Rotate the query and key heads of qkv by angles whose cos and sin are (T, Hd/2), and multiply
+    query heads by `by` (T,), unless that is None. Angles are laid out as the heads are, (T, Hq +
+    Hkv, 2, Hd/2), because NumPy is slow where a broadcast makes its inner loop as short as half a
+    head."""
     seq_length, half = cos.shape
     heads = num_heads + num_kv_heads
     wide_cos = np.empty((seq_length, heads, 2, half), cos.dtype)
@@ -395,6 +401,8 @@ def _rotate(
         swapped *= wide_sin
         rotated = np.multiply(x, wide_cos, out=x if x.dtype == cos.dtype else None)
         rotated += swapped
+        if by is not None:
+            rotated[:, :num_heads] *= by[:, None, None, None]
         if rotated is not x:
             x[...] = rotated
 
@@ -407,16 +415,18 @@ def turn_heads(
     starts: np.ndarray | None,
     sign: int,
     rotary: int | None = None,
+    lengths: np.ndarray | None = None,
 ) -> None:
     """Rotate the query and key heads of qkv (B, T, heads, Hd), in the computing precision. By the
     angles of the tokens' positions, whose cos and sin table has, times sign. rotary: the channels
-    whose pairs lie rotary/2 apart, the first ones; None: all. Then the others' pairs."""
+    whose pairs lie rotary/2 apart, the first ones; None: all. Then the others' pairs.
+    lengths: factors of query heads by position; None: 1."""
     rest = qkv.shape[-1] - (rotary or qkv.shape[-1])
     if rest:
         halves = np.arange(rotary).reshape(2, -1), rotary + np.arange(rest).reshape(2, -1)
         order = np.concatenate(halves, axis=1).reshape(-1)
         heads = np.ascontiguousarray(qkv[:, :, : num_heads + num_kv_heads, order])
-        turn_heads(heads, table, num_heads, num_kv_heads, starts, sign)
+        turn_heads(heads, table, num_heads, num_kv_heads, starts, sign, None, lengths)
         qkv[:, :, : num_heads + num_kv_heads, order] = heads
         return
     positions = np.arange(qkv.shape[1])
@@ -426,7 +436,8 @@ def turn_heads(
         pieces = [(qkv[b : b + 1], positions - row) for b, row in enumerate(starts)]
     for piece, rows in pieces:
         angles = table[rows].astype(compute(qkv[:0]).dtype, copy=False)
-        _rotate(piece, angles[..., 0], sign * angles[..., 1], num_heads, num_kv_heads)
+        by = None if lengths is None else lengths[rows]
+        _rotate(piece, angles[..., 0], sign * angles[..., 1], num_heads, num_kv_heads, by)
 
 
 # -- The gated activation, alone and behind a product

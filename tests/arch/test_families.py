@@ -41,6 +41,11 @@ FAMILIES = {
         **FOUR, head_dim=32, sliding_window=5,
         layer_types=["full_attention", "sliding_attention"] * 2,
     ),
+    "ministral3": lambda: transformers.Ministral3Config(
+        **FOUR, head_dim=32, rope_parameters=YARN | {
+            "rope_theta": 1e6, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3,
+        },
+    ),
     "cwm": lambda: transformers.CwmConfig(**FOUR, head_dim=32, sliding_window=5),
     "starcoder2": lambda: transformers.Starcoder2Config(**FOUR, sliding_window=7),
     "glm": lambda: transformers.GlmConfig(**FOUR, head_dim=32),
@@ -134,3 +139,12 @@ def test_the_pattern_of_exaones_windows_may_be_a_word():
     fields = FAMILIES["exaone4"]().to_dict() | {"architectures": ["Exaone4ForCausalLM"]}
     model = ModelConfig.from_hf(fields | {"sliding_window_pattern": "LLLG", "layer_types": kinds})
     assert model.windowed_layers == model.rope_layers == (True, True, True, False)
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Ministral3"])
+def test_a_model_with_images_says_of_which_family_its_text_is(kind):
+    """Two families have one class beside images."""
+    text = getattr(transformers, f"{kind}Config")(**FOUR)
+    fields = transformers.Mistral3Config(text_config=text).to_dict()
+    fields["architectures"] = ["Mistral3ForConditionalGeneration"]
+    assert ModelConfig.from_hf(fields).architecture == f"{kind}ForCausalLM"

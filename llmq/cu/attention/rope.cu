@@ -3,6 +3,7 @@
 //   forward    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)   for the pairs (d, d + ROTARY/2)
 //              of the first ROTARY channels, then, by angles of 0, for those of the other channels
 //   backward   the same with -sin
+//              LENGTHS = 1: query heads are also multiplied by lengths[position]
 //   fused      backward, and of its result the sums over tokens and the FP8 codes, if wanted
 //
 // Data     qkv, d_qkv: T (tokens, Hq + 2 Hkv, HEAD_DIM), value heads last and not changed; table:
@@ -10,6 +11,7 @@
 //          even, with WIDE = 1 and in the fused kernel multiples of 16.
 //          Token i has position i % seq_length, less starts[i] with DOCUMENTS = 1: starts: I32
 //          (tokens), the first position of each one's document, which may be negative; else null.
+//          lengths: F32 (positions), with LENGTHS = 1; else null.
 //          abs_max: F32 (1), with ABS_MAX = 1 raised to the largest |d_qkv|, as stored, value heads
 //          included; else not touched, may be null.
 //          fused: out is d_qkv or null. partial: with BIAS = 1 F32 (ceil(tokens / 64), features),
@@ -96,7 +98,8 @@ __device__ __forceinline__ u32 peak_bits(const Piece& piece) { return abs_bits(t
 template <bool BACKWARD, bool VALUES>
 __device__ __forceinline__ u32 rotate(T* qkv, const f32* __restrict__ table, i64 tokens,
                                       i32 seq_length, i32 num_heads, i32 num_kv_heads,
-                                      const i32* __restrict__ starts) {
+                                      const i32* __restrict__ starts,
+                                      const f32* __restrict__ lengths) {
     const u32 heads = num_heads + num_kv_heads, all = heads + num_kv_heads;
     const u32 loaded = VALUES ? all : heads;
     const u32 chunks = (loaded + HEADS_PER_THREAD - 1) / HEADS_PER_THREAD;
@@ -120,6 +123,7 @@ __device__ __forceinline__ u32 rotate(T* qkv, const f32* __restrict__ table, i64
     const f32* angles = table + (position * HALF + pair) * 2;
     Angles<N> turn;
     turn.load<BACKWARD>(angles);
+    const float length = LENGTHS ? lengths[position] : 1.0f;
     u32 largest = 0;
 #pragma unroll
     for (int j = 0; j < HEADS_PER_THREAD; ++j) {
@@ -128,8 +132,9 @@ __device__ __forceinline__ u32 rotate(T* qkv, const f32* __restrict__ table, i64
 #pragma unroll
             for (int k = 0; k < N; ++k) {
                 const float a = to_f32(x1[j][k]), b = to_f32(x2[j][k]);
-                x1[j][k] = from_f32<T>(turn.first(k, a, b));
-                x2[j][k] = from_f32<T>(turn.second(k, a, b));
+                const float by = LENGTHS && head < num_heads ? length : 1.0f;
+                x1[j][k] = from_f32<T>(turn.first(k, a, b) * by);
+                x2[j][k] = from_f32<T>(turn.second(k, a, b) * by);
             }
             store_piece(first + head * HEAD_DIM, x1[j]);
             store_piece(first + head * HEAD_DIM + second, x2[j]);
@@ -141,15 +146,18 @@ __device__ __forceinline__ u32 rotate(T* qkv, const f32* __restrict__ table, i64
 
 extern "C" __global__ void __launch_bounds__(128)
 rope_forward(T* qkv, const f32* __restrict__ table, i64 tokens, i32 seq_length, i32 num_heads,
-             i32 num_kv_heads, const i32* __restrict__ starts) {
-    rotate<false, false>(qkv, table, tokens, seq_length, num_heads, num_kv_heads, starts);
+             i32 num_kv_heads, const i32* __restrict__ starts,
+             const f32* __restrict__ lengths) {
+    rotate<false, false>(qkv, table, tokens, seq_length, num_heads, num_kv_heads, starts,
+                         lengths);
 }
 
 extern "C" __global__ void __launch_bounds__(128)
 rope_backward(T* d_qkv, const f32* __restrict__ table, i64 tokens, i32 seq_length, i32 num_heads,
-              i32 num_kv_heads, const i32* __restrict__ starts, f32* abs_max) {
-    const u32 largest =
-        rotate<true, ABS_MAX>(d_qkv, table, tokens, seq_length, num_heads, num_kv_heads, starts);
+              i32 num_kv_heads, const i32* __restrict__ starts, const f32* __restrict__ lengths,
+              f32* abs_max) {
+    const u32 largest = rotate<true, ABS_MAX>(d_qkv, table, tokens, seq_length, num_heads,
+                                              num_kv_heads, starts, lengths);
     finish_abs_max<ABS_MAX>(abs_max, largest);
 }
 
@@ -271,15 +279,16 @@ struct alignas(16) SumTile {
     }
 };
 
-// Turns four neighbours of the first half and those of the second.
-__device__ __forceinline__ void rotate(const Angles<4>& turn, Quad& first, Quad& second) {
+// Turns four neighbours of the first half and those of the second, and multiplies them by length.
+__device__ __forceinline__ void rotate(const Angles<4>& turn, float length, Quad& first,
+                                       Quad& second) {
     float x1[4], x2[4], y1[4], y2[4];
     first.get(x1);
     second.get(x2);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        y1[k] = turn.first(k, x1[k], x2[k]);
-        y2[k] = turn.second(k, x1[k], x2[k]);
+        y1[k] = turn.first(k, x1[k], x2[k]) * length;
+        y2[k] = turn.second(k, x1[k], x2[k]) * length;
     }
     first.set(y1);
     second.set(y2);
@@ -294,7 +303,8 @@ struct FusedShared {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_ON_SM)
 rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
                     const f32* __restrict__ table, i64 tokens, i32 seq_length, i32 num_heads,
-                    i32 num_kv_heads, const i32* __restrict__ starts, i32 block_tiles, f32* abs_max,
+                    i32 num_kv_heads, const i32* __restrict__ starts,
+                    const f32* __restrict__ lengths, i32 block_tiles, f32* abs_max,
                     Q* __restrict__ codes, Q* __restrict__ transposed,
                     const f32* __restrict__ scale, i32* saturated) {
 #if BIAS || CODES || TRANSPOSED
@@ -308,6 +318,7 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
     const i32 first_row = blockIdx.y * TILE_TOKENS, row = first_row + threadIdx.x / TILE_QUADS * 4;
     u32 largest = 0;
     Angles<4> turn[4];
+    float length[4];
 
     // Begins to copy this thread's quads of tile t, which take no registers on the way.
     const auto fetch = [&](i32 t) {
@@ -340,6 +351,7 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
                 const i32 start = DOCUMENTS && row + i < tokens ? starts[row + i] : 0;
                 const i64 row_of_table = position - start;
                 turn[i].load<true>(table + (row_of_table * HALF + quad % HALF_QUADS * 4) * 2);
+                length[i] = LENGTHS ? lengths[row_of_table] : 1.0f;
                 if (++position == seq_length) { position = 0; }
             }
         }
@@ -354,7 +366,7 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
         if (head < heads && there > 0) {  // zeros behind the tokens stay without a sign
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                rotate(turn[i], y1[i], y2[i]);
+                rotate(turn[i], LENGTHS && head < num_heads ? length[i] : 1.0f, y1[i], y2[i]);
                 if (!FP8 && i < there) {
                     T* place = out + at + (i64)i * columns;
                     *reinterpret_cast<Quad*>(place) = y1[i];

@@ -17,7 +17,7 @@ from llmq.base.dtypes import F32
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.formats.operands import Activation
-from llmq.model.activations import HalfLayer, LayerContext, Recompute, scratch_like
+from llmq.model.activations import HalfLayer, LayerContext, Recompute, Rotary, scratch_like
 from llmq.model.halves.half import ModelContext
 from llmq.ops.attention import (
     attention,
@@ -63,17 +63,23 @@ def directions(
     return library, ("native",) if seen < limit else library
 
 
-def rope_tables(dev: Device, config: ModelConfig, positions: int) -> list[Tensor | None]:
-    """F32 (positions, Hd/2, 2) for each layer, filled; None for layers without RoPE. Layers with
-    the same angles share a table."""
-    tables: dict[tuple, Tensor] = {}
+def rope_tables(dev: Device, config: ModelConfig, positions: int) -> list[Rotary | None]:
+    """RoPE of each layer for so many positions, filled; None for layers without. Layers with the
+    same angles share a table."""
+    tables: dict[tuple, Rotary] = {}
+    lengths = None
+    if config.query_growth is not None:
+        first = config.rope_scaling.original_max_positions
+        values = rope.query_lengths(positions, config.query_growth, first)
+        lengths = dev.constant("query_lengths", values, F32, "Activations")
 
-    def table_of(layer: int) -> Tensor | None:
+    def table_of(layer: int) -> Rotary | None:
         angles = config.rope_of(layer)
         if angles is not None and angles not in tables:
             table = rope.make_table(positions, config.head_dim, *angles)
             name = f"rope_table.{len(tables)}" if tables else "rope_table"
-            tables[angles] = dev.constant(name, table, F32, "Activations")
+            table = dev.constant(name, table, F32, "Activations")
+            tables[angles] = Rotary(table, angles.channels, lengths)
         return tables.get(angles)
 
     return [table_of(layer) for layer in range(config.num_layers)]
@@ -118,7 +124,7 @@ class AttentionHalf:
         self.norms = shared.norms
         self.B, self.T = options.batch.batch_size, options.batch.local_seq_len
         self.Hq, self.Hkv = config.num_heads, config.num_kv_heads
-        self.Hd, self.eps, self.rotary = config.head_dim, config.norm_eps, config.rotary_dim
+        self.Hd, self.eps = config.head_dim, config.norm_eps
         self.scale = config.attention_scale
         self.chunks = options.memory.attn_bwd_chunks
         windows = [config.window_of(layer) for layer in range(config.num_layers)]
@@ -207,10 +213,10 @@ class AttentionHalf:
                 self.dev, qkv, to.qk_raw, layer.saved.qk_rstd, w["q_norm"], w["k_norm"], self.eps,
                 self.Hq, self.Hkv,
             )  # fmt: skip
-        table = self.rope_tables[layer.index]
-        if table is not None:
-            where = {"starts": self.starts, "channels": self.rotary}
-            rope.forward(self.dev, qkv, table, self.Hq, self.Hkv, **where)
+        turn = self.rope_tables[layer.index]
+        if turn is not None:
+            how = (self.starts, turn.channels, turn.lengths)
+            rope.forward(self.dev, qkv, turn.table, self.Hq, self.Hkv, *how)
 
     def _attend(self, ctx: LayerContext, tensors: _Tensors) -> None:
         layer, w = ctx.layer, ctx.w
@@ -313,18 +319,21 @@ class AttentionHalf:
         (rows, Hq * Hd): that of the gates, which the product has made too. Returns the gradient of
         the qkv product, and whether the bias's gradient is left to do."""
         layer, w, g, by_head = ctx.layer, ctx.w, ctx.g, self._by_head(d_qkv)
-        tensor_id, table = layer.id_of("d_qkv"), self.rope_tables[layer.index]
-        alone = table is not None and qk_raw is None and d_gate is None
-        if alone and rope.fuses(self.Hd, self.rotary):
+        tensor_id, turn = layer.id_of("d_qkv"), self.rope_tables[layer.index]
+        alone = turn is not None and qk_raw is None and d_gate is None
+        if alone and rope.fuses(self.Hd, turn.channels):
             out = self.operands.gradient_buffers(temps, tensor_id, d_qkv.shape, d_qkv, both=False)
             rope.backward(
-                self.dev, by_head, table, self.Hq, self.Hkv, self.starts, channels=self.rotary,
-                abs_max=out.abs_max, d_bias=g.bias("qkv"), fp8=out.fp8,
+                self.dev, by_head, turn.table, self.Hq, self.Hkv, self.starts,
+                channels=turn.channels, lengths=turn.lengths, abs_max=out.abs_max,
+                d_bias=g.bias("qkv"), fp8=out.fp8,
             )  # fmt: skip
             return self.operands.finalize(temps, out), False
-        if table is not None:
-            heads = (self.Hq, self.Hkv)
-            rope.backward(self.dev, by_head, table, *heads, self.starts, channels=self.rotary)
+        if turn is not None:
+            rope.backward(
+                self.dev, by_head, turn.table, self.Hq, self.Hkv, self.starts,
+                channels=turn.channels, lengths=turn.lengths,
+            )  # fmt: skip
         if qk_raw is not None:
             self.qk_norm_backward(
                 self.dev, by_head, g.get("q_norm"), g.get("k_norm"), qk_raw, layer.saved.qk_rstd,

@@ -14,7 +14,7 @@ from llmq.base.operand import Operand
 from llmq.base.step_inputs import StepInputs
 from llmq.base.tensor import Tensor
 from llmq.formats.operands import Operands
-from llmq.model.activations import HalfLayer, LayerContext, Recompute
+from llmq.model.activations import HalfLayer, LayerContext, Recompute, Rotary
 from llmq.model.balance import Balance
 from llmq.model.block_linear import BlockLinear
 from llmq.model.norms import BlockNorms
@@ -35,7 +35,7 @@ class ModelContext(NamedTuple):
     linear: BlockLinear
     norms: BlockNorms
     backend: str
-    rope_tables: Sequence[Tensor | None]
+    rope_tables: Sequence[Rotary | None]
     inputs: StepInputs
     balance: Balance | None
 

@@ -25,7 +25,10 @@ from llmq.runtime.kernel import Kernel, ceil_div
 MAX_HEAD_DIM = 256
 _HEADS, _TABLE = "T[batch,seq_length,num_heads + 2*num_kv_heads,Hd]", "f32[P,Hd//2,2] table"
 _SIZES = "i64 tokens, i32 seq_length, i32 num_heads, i32 num_kv_heads"
-_STARTS, _FEATURES = "i32[batch,seq_length]? starts", "(num_heads + 2*num_kv_heads)*Hd"
+_STARTS, _FEATURES = (
+    "i32[batch,seq_length]? starts, f32[P]? lengths",
+    "(num_heads + 2*num_kv_heads)*Hd",
+)
 _GPU = f"Hd % 2, Hd <= {MAX_HEAD_DIM}"
 ROPE_FORWARD = Kernel(
     "attention/rope.cu",
@@ -160,6 +163,12 @@ def make_table(
     return table
 
 
+def query_lengths(num_positions: int, growth: float, first: int) -> np.ndarray:
+    """F32 (num_positions,): 1 + growth * log(1 + floor(position / first)), as in Ministral 3."""
+    times = np.arange(num_positions) // first
+    return (1 + growth * np.log1p(times.astype(np.float32))).astype(np.float32)
+
+
 def grid(tokens: int, heads: int, pieces: int) -> int:
     """Blocks for one thread per token, piece of half a head, and HEADS_PER_THREAD heads."""
     return ceil_div(tokens * ceil_div(heads, HEADS_PER_THREAD) * pieces, THREADS)
@@ -172,7 +181,9 @@ def fused_grid(tokens: int, features: int) -> tuple[tuple[int, int], int]:
     return (across, ceil_div(tokens, TILE_ROWS)), ceil_div(tiles, across)
 
 
-def _consts(op: str, head_dim: int, starts: Tensor | None, channels: int | None) -> dict[str, int]:
+def _consts(
+    op: str, head_dim: int, starts: Tensor | None, channels: int | None, lengths: Tensor | None
+) -> dict[str, int]:
     channels = head_dim if channels is None else channels
     if not 0 < channels <= head_dim or channels % 2:
         raise ValueError(f"{op}: channels must be even and up to {head_dim}, got {channels}")
@@ -181,6 +192,7 @@ def _consts(op: str, head_dim: int, starts: Tensor | None, channels: int | None)
         "ROTARY": channels,
         "HEADS_PER_THREAD": HEADS_PER_THREAD,
         "DOCUMENTS": int(starts is not None),
+        "LENGTHS": int(lengths is not None),
     }
 
 
@@ -210,6 +222,7 @@ def forward(
     num_kv_heads: int,
     starts: Tensor | None = None,
     channels: int | None = None,
+    lengths: Tensor | None = None,
 ) -> None:
     """Rotate each query and key head in place, pairs (d, d + R/2) as in HF (rotate-half).
 
@@ -218,11 +231,12 @@ def forward(
     table: make_table. starts: where each token's document starts, at most t, and negative for one
     that began before these tokens, as far as the table goes; None: 0.
     channels: R, of the first channels of a head, which alone are rotated; None: all. The others
-    come in pairs too, of which the table has the angles 0, last. Value heads stay.
+    come in pairs too, of which the table has the angles 0, last. Value heads stay. lengths: F32,
+    factors of query heads by position; None: 1.
     """
     B, T, head_dim = ROPE_FORWARD.dims(qkv=qkv)
-    args = (qkv, table, B * T, T, num_heads, num_kv_heads, starts)
-    consts = _consts("rope.forward", head_dim, starts, channels) | abs_max_consts(None)
+    args = (qkv, table, B * T, T, num_heads, num_kv_heads, starts, lengths)
+    consts = _consts("rope.forward", head_dim, starts, channels, lengths) | abs_max_consts(None)
     _launch(dev, ROPE_FORWARD, num_heads + num_kv_heads, args, consts)
 
 
@@ -235,6 +249,7 @@ def backward(
     starts: Tensor | None = None,
     *,
     channels: int | None = None,
+    lengths: Tensor | None = None,
     abs_max: Tensor | None = None,
     d_bias: Accumulator | None = None,
     fp8: Fp8Out | None = None,
@@ -253,8 +268,8 @@ def backward(
     op = "rope.backward"
     B, T, head_dim = ROPE_BACKWARD.dims(d_qkv=d_qkv)
     all_heads = num_heads + 2 * num_kv_heads
-    sizes = (B * T, T, num_heads, num_kv_heads, starts)
-    consts = _consts(op, head_dim, starts, channels) | abs_max_consts(abs_max)
+    sizes = (B * T, T, num_heads, num_kv_heads, starts, lengths)
+    consts = _consts(op, head_dim, starts, channels, lengths) | abs_max_consts(abs_max)
     if d_bias is None and fp8 is None:
         heads = num_heads + num_kv_heads if abs_max is None else all_heads
         args = (d_qkv, table, *sizes, abs_max)

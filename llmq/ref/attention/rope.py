@@ -28,31 +28,33 @@ TILE_ROWS = 64  # of one partial sum
 
 
 def rope_forward(
-    qkv, table, tokens, seq_length, num_heads, num_kv_heads, starts=None, *,
+    qkv, table, tokens, seq_length, num_heads, num_kv_heads, starts=None, lengths=None, *,
     rotary=None,
 ):  # fmt: skip
-    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the pairs (d, d + rotary/2), in place."""
-    turn_heads(qkv, table, num_heads, num_kv_heads, starts, 1, rotary)
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the pairs (d, d + rotary/2), in place.
+    lengths: factors of query heads by position, or None."""
+    turn_heads(qkv, table, num_heads, num_kv_heads, starts, 1, rotary, lengths)
 
 
 def rope_backward(
-    d_qkv, table, tokens, seq_length, num_heads, num_kv_heads, starts=None, abs_max=None, *,
+    d_qkv, table, tokens, seq_length, num_heads, num_kv_heads, starts=None, lengths=None,
+    abs_max=None, *,
     rotary=None,
 ):  # fmt: skip
     """The rotation by the opposite angles, in place."""
-    turn_heads(d_qkv, table, num_heads, num_kv_heads, starts, -1, rotary)
+    turn_heads(d_qkv, table, num_heads, num_kv_heads, starts, -1, rotary, lengths)
     update_abs_max(abs_max, d_qkv)
 
 
 def rope_backward_fused(
-    out, d_qkv, partial, table, tokens, seq_length, num_heads, num_kv_heads, starts, block_tiles,
-    abs_max, codes, transposed, scale, saturated, *, rotary=None,
+    out, d_qkv, partial, table, tokens, seq_length, num_heads, num_kv_heads, starts, lengths,
+    block_tiles, abs_max, codes, transposed, scale, saturated, *, rotary=None,
 ):  # fmt: skip
     """rope_backward (out is d_qkv, or None and d_qkv stays), its FP8 codes, its column sums."""
     if out is None:
         out = d_qkv.copy()
     sizes = (tokens, seq_length, num_heads, num_kv_heads)
-    rope_backward(out, table, *sizes, starts, abs_max, rotary=rotary)
+    rope_backward(out, table, *sizes, starts, lengths, abs_max, rotary=rotary)
     rows = out.reshape(tokens, -1)
     emit_fp8(codes, transposed, scale, saturated, rows)
     if partial is not None:

@@ -299,6 +299,41 @@ def test_fused_documents_equal_two_steps(dev, rng, name, dtype):
     assert bits(coded["d_bias"]) == bits(got["d_bias"])
 
 
+@pytest.mark.parametrize("name, dtype", [("tiles_64", BF16), ("head_6", F32)], ids=str)
+def test_queries_have_factors_by_position(dev, rng, name, dtype):
+    """In all kernels alike; keys and values have none."""
+    shape = CASES[name]
+    arrays = fused_arrays(rng, shape, dtype, F32)
+    arrays["starts"] = np.tile((np.arange(shape[1]) // 7 * 7).astype(np.int32), (shape[0], 1))
+    arrays["lengths"] = rope.query_lengths(shape[1], 0.5, 3)
+
+    def forward(dev, d_qkv, table, starts, lengths=None, **_):
+        rope.forward(dev, d_qkv, table, *shape[2:4], starts, lengths=lengths)
+
+    got = run(dev, forward, arrays)["d_qkv"].astype(np.float32)
+    np.testing.assert_array_equal(got, run(host_device(), forward, arrays)["d_qkv"])
+    plain = run(dev, forward, arrays | {"lengths": None})["d_qkv"].astype(np.float32)
+    factors = arrays["lengths"][np.arange(shape[1]) % 7, None, None]
+    np.testing.assert_array_equal(got[:, :, shape[2] :], plain[:, :, shape[2] :])
+    want = plain[:, :, : shape[2]] * factors
+    np.testing.assert_allclose(got[:, :, : shape[2]], want, rtol=2**-7)
+
+    def fused(dev, d_qkv, table, starts, lengths, d_bias, scalars, abs_max):
+        acc = Accumulator(d_bias, False, scalars, salt=4)
+        options = {"lengths": lengths, "abs_max": abs_max, "d_bias": acc}
+        rope.backward(dev, d_qkv, table, *shape[2:4], starts, **options)
+
+    def backward(dev, d_qkv, table, starts, lengths, abs_max, **_):
+        options = {"lengths": lengths, "abs_max": abs_max}
+        rope.backward(dev, d_qkv, table, *shape[2:4], starts, **options)
+
+    want = run_exact(dev, backward, arrays)
+    if rope.fuses(shape[4], None):
+        got = run(dev, fused, arrays)
+        for result in ("d_qkv", "abs_max"):
+            np.testing.assert_array_equal(got[result], want[result])
+
+
 @pytest.mark.parametrize("features, across, tiles", [(2048, 8, 2), (1152, 5, 2), (16, 1, 1)])
 def test_fused_grid(features, across, tiles):
     assert rope.fused_grid(32768, features) == ((across, 512), tiles)
