@@ -63,6 +63,12 @@ CONFIGS = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
         },
     ),
+    "gemma4": lambda: transformers.Gemma4TextConfig(
+        **_SHARED, head_dim=16, global_head_dim=32, sliding_window=5,
+        num_global_key_value_heads=1, attention_k_eq_v=True, hidden_size_per_layer_input=0,
+        final_logit_softcapping=30.0, pad_token_id=None,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "granite": lambda: transformers.GraniteConfig(
         **_SHARED, tie_word_embeddings=True, embedding_multiplier=12.0, residual_multiplier=0.22,
         logits_scaling=2.0, attention_multiplier=0.1,
@@ -129,9 +135,19 @@ def hf_model(name: str, seed: int = 0, **changed: object) -> transformers.PreTra
     for module in model.modules():
         if hasattr(module, "limit"):  # some versions of transformers have gpt-oss's fixed
             module.limit = config.swiglu_limit
+    return randomized(model)
+
+
+def randomized(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """The model with random numbers added to every parameter. Gemma 4's layers get factors, and
+    weights of queries that keep their scores, which have no other factor, small."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
+        for module in model.modules():
+            if hasattr(module, "layer_scalar"):
+                module.layer_scalar.fill_(0.75)
+                module.self_attn.q_norm.weight.mul_(0.15)
     return model
 
 

@@ -25,7 +25,7 @@ from llmq import __version__
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError
 from tests.arch.test_families import FAMILIES
-from tests.models import CONFIGS, random_batch, step_as_torch, trainer_for
+from tests.models import CONFIGS, random_batch, randomized, step_as_torch, trainer_for
 
 KNOWN: dict[str, Callable[[], Any]] = CONFIGS | FAMILIES
 NAMES = (
@@ -42,13 +42,11 @@ def result(name: str) -> str:
         return refusal(name)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(KNOWN[name]()).float().eval()
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-        model.save_pretrained(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        randomized(model).save_pretrained(folder)
         path = Path(folder)
         try:
-            with trainer_for(path) as trainer, torch.enable_grad():
+            with trainer_for(path) as trainer:
                 step_as_torch(trainer, [random_batch(np.random.default_rng(0))], model)
                 trainer.export(path / "out")
             transformers.AutoModelForCausalLM.from_pretrained(path / "out")

@@ -33,7 +33,15 @@ from llmq.base.dtypes import (
 )
 from llmq.base.operand import CODES_MULTIPLE, Fp8Out, ProductCodes, turned
 from llmq.base.tensor import Tensor
-from llmq.ops.attention import attention, attention_backward, attention_gate, paged, qk_norm, rope
+from llmq.ops.attention import (
+    attention,
+    attention_backward,
+    attention_gate,
+    paged,
+    qk_norm,
+    rope,
+    value_norm,
+)
 from llmq.ops.common import ROWS_MULTIPLE, SCALE_BLOCK, padded_columns
 from llmq.ops.delta import delta_gates, delta_rule, gated_norm, short_conv
 from llmq.ops.experts import expert_rows, grouped, route
@@ -583,6 +591,21 @@ def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int, wide: bool) -> lis
     ]
 
 
+def value_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int, keys: bool) -> list[Call]:
+    qkv, heads = bf16(B, T, Hq + 2 * Hkv, Hd), {"num_heads": Hq, "num_kv_heads": Hkv}
+    shared = {"qkv": qkv, "rstd": f32(B, T, Hkv, value=1.0)} | heads
+    product = bf16(B * T, (Hq + Hkv) * Hd) if keys else None
+    read, written = 2 * B * T * Hd * Hkv, 2 * B * T * Hd * Hkv
+    if keys:
+        read, written = 2 * B * T * Hd * (Hq + Hkv), 2 * B * T * Hd * (Hq + 2 * Hkv)
+    moved = read + written + 4 * B * T * Hkv
+    back = shared | {"d_qkv": qkv, "d_product": product}
+    return [
+        Call("forward", value_norm.forward, shared | {"product": product, "eps": EPS}, bytes=moved),
+        Call("backward", value_norm.backward, back, bytes=moved + 2 * B * T * Hd * Hkv),
+    ]
+
+
 def attention_gate_calls(rows: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
     gate, heads = bf16(rows, Hq * Hd), {"heads": Hq, "kv_heads": Hkv}
     packed = {"qkv": bf16(rows, (Hq + 2 * Hkv) * Hd), "gate": gate}
@@ -879,9 +902,10 @@ def average_calls(n: int) -> list[Call]:
 
 
 def elementwise_calls(*shape: int) -> list[Call]:
-    add, convert = elementwise.add, elementwise.convert
+    add, convert, x = elementwise.add, elementwise.convert, bf16(*shape)
     return [
         Call("add", add, dict.fromkeys(("out", "a", "b"), bf16(*shape))),
+        Call("scale", elementwise.scale, {"out": x, "x": x, "by": bf16(1)}),
         Call("to bf16", convert, {"out": bf16(*shape), "x": f32(*shape)}),
         Call("to f32", convert, {"out": f32(*shape), "x": bf16(*shape)}),
         Call("fill", elementwise.fill, {"x": bf16(*shape), "value": 1.0}),
@@ -967,6 +991,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "short_conv": short_conv_calls,
     "swiglu": swiglu_calls,
     "labels": labels_calls,
+    "value_norm": value_norm_calls,
 }
 
 

@@ -13,6 +13,7 @@ from llmq.arch.ernie4_5 import Ernie45, Helium
 from llmq.arch.exaone4 import Exaone4
 from llmq.arch.gemma import Gemma
 from llmq.arch.gemma3 import Gemma3
+from llmq.arch.gemma4 import Gemma4, Gemma4Unified
 from llmq.arch.glm4 import Glm, Glm4
 from llmq.arch.gpt2 import Gpt2
 from llmq.arch.gpt_oss import GptOss
@@ -37,6 +38,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         Qwen3Moe(), Olmoe(), Mixtral(), Qwen35(), Qwen35Moe(), Qwen3Next(), GptOss(),
         SmolLm3(), Olmo3(), SeedOss(), Exaone4(), Gemma(), Ministral(), Cwm(), Starcoder2(),
         Glm(), Glm4(), Ernie45(), Helium(), Granite(), Arcee(), Ministral3(),
+        Gemma4(), Gemma4Unified(),
     )
 }  # fmt: skip
 """Every supported architecture by the name that config.json gives in "architectures"."""

@@ -101,6 +101,13 @@ class Architecture:
     norm_offset = False
     """Weights of norms, those of qk_norm too, are stored less 1. Then the result is rounded once,
     after the product with the weight; else before it too, but for post_norm's."""
+    norm_once = False
+    """Norms, those of qk_norm too, round once although their weights are stored as they are."""
+    value_norm = False
+    """RMSNorm of every value head, without weights; where keys are values it is theirs."""
+    layer_scale = False
+    """The residual stream behind a layer is multiplied by a number of the layer that is loaded and
+    never trained."""
     rope_pairs = False
     """Channels of queries and keys that RoPE turns together are stored beside each other."""
     gated_attention = False
@@ -248,8 +255,8 @@ class Architecture:
     def fixed(self, model: Any) -> dict[str, Any]:
         """Fields that a model of this architecture must have, given its other fields."""
         names = "windowed_layers rope_layers local_rope_theta query_growth attention_scale".split()
-        names += ["logit_softcap", "experts", "delta"]
-        others = dict.fromkeys(names) | dict.fromkeys(MULTIPLIERS, 1.0)
+        names += ["logit_softcap", "experts", "delta", "full_kv_heads", "full_head_dim"]
+        others = dict.fromkeys(names) | dict.fromkeys(MULTIPLIERS, 1.0) | {"keys_as_values": False}
         others = {name: value for name, value in others.items() if name not in self.own_fields}
         return self.kinds(model.qkv_bias, model.mlp_bias) | others
 

@@ -16,13 +16,17 @@ def attention(config: Any, layer: int) -> HalfSpec:
     """Queries, keys and values of one product, attention, and the output's product. qkv: the rows
     of all query heads, key heads, value heads; with gated_attention a gate's rows behind those of
     each query head. q_norm, k_norm, with qk_norm: (Hd,), or if it is wide (Hq*Hd,) and (Hkv*Hd,).
-    sinks: (Hq,), where the architecture has them."""
-    C, Hq, Hkv, Hd = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    sinks: (Hq,), where the architecture has them. Where keys are values, qkv has no rows of
+    values."""
+    C, heads = config.hidden_size, config.heads_of(layer)
+    Hq, Hkv, Hd = heads
     at = f"model.layers.{layer}.self_attn"
     gated = config.arch.gated_attention
-    queries = Hq * Hd * (2 if gated else 1)
+    rows = {"q": Hq * Hd * (2 if gated else 1), "k": Hkv * Hd}
+    if config.values_of(layer):
+        rows["v"] = Hkv * Hd
     qkv = matrix(
-        config, layer, "qkv", f"{at}.qkv", {"q": queries, "k": Hkv * Hd, "v": Hkv * Hd}, C,
+        config, layer, "qkv", f"{at}.qkv", rows, C,
         bias=config.qkv_bias, input="ln1", gradient="d_qkv",
     )  # fmt: skip
     if config.arch.rope_pairs:
@@ -31,10 +35,10 @@ def attention(config: Any, layer: int) -> HalfSpec:
         qkv = replace(qkv, parts=(q, k, v))
     inner: tuple[Module, ...] = ()
     if config.qk_norm:
-        heads = (Hq, Hkv) if config.arch.wide_qk_norm else (1, 1)
+        normed = (Hq, Hkv) if config.arch.wide_qk_norm else (1, 1)
         inner = tuple(
             _norm(config, key, f"{at}.{key}", n * Hd, layer)
-            for key, n in zip(("q_norm", "k_norm"), heads, strict=True)
+            for key, n in zip(("q_norm", "k_norm"), normed, strict=True)
         )
     if config.arch.sinks:
         part = Part(module=config.arch.modules["sinks"][0].format(layer), rows=Hq)
@@ -55,9 +59,12 @@ def attention(config: Any, layer: int) -> HalfSpec:
         activations=("qk_raw", "qkv", "att", *(("att_gated",) if gated else ())),
         cached={"k": (Hkv, Hd), "v": (Hkv, Hd)},
         sizes={
+            "heads": heads,
             "window": config.window_of(layer),
             "qk_norm": config.qk_norm,
             "wide_qk_norm": config.arch.wide_qk_norm,
+            "value_norm": config.arch.value_norm,
+            "keys_as_values": not config.values_of(layer),
             "gated": gated,
             "sinks": config.arch.sinks,
         },
@@ -114,7 +121,8 @@ def embedding(config: Any) -> tuple[Module, ...]:
 def head(config: Any) -> tuple[Module, ...]:
     """The norms behind the last block, and the LM head if it is not the embedding, or the score
     head in its place."""
-    post = norms(config, "ln1", config.num_layers)[:1] if config.arch.post_norm else ()
+    post = tuple(m for m in norms(config, "ln1", config.num_layers) if m.key != "ln1")
+    post = post if config.arch.post_norm else ()
     layernorm = config.norm == "layernorm"
     norm = _norm(config, "norm", "model.norm", config.hidden_size, bias=layernorm)
     if config.tied_embeddings:
@@ -135,7 +143,18 @@ def norms(config: Any, key: str, layer: int) -> tuple[Module, ...]:
         if key_ in names and of >= 0:
             name, bias = f"model.layers.{of}.{names[key_]}", config.norm == "layernorm"
             found.append(_norm(config, key_, name, config.hidden_size, of, bias=bias))
+        if key_ == "ln1_post" and config.arch.layer_scale and of >= 0:
+            found.append(_layer_scale(config, of))
     return tuple(found)
+
+
+def _layer_scale(config: Any, layer: int) -> Module:
+    """ln1_scale: (1,), of the stream behind a layer."""
+    part = Part(module=config.arch.modules["ln1_scale"][0].format(layer), rows=1)
+    return Module(
+        key="ln1_scale", name=part.module, tensor="layer_scalar", shape=(1,), parts=(part,),
+        kind="vector", initial="one",
+    )  # fmt: skip
 
 
 def _norm(
@@ -181,7 +200,8 @@ def matrix(
     """A matrix of a block. targets: by name in --lora-targets, rows that Hugging Face may store one
     by one. gate_first: it stores the second half of the rows first."""
     transposed = config.arch.transposed
-    modules, each = config.arch.modules[key], [((name,), n) for name, n in targets.items()]
+    modules = config.arch.modules[key][: len(targets)]
+    each = [((name,), n) for name, n in targets.items()]
     if len(modules) == 1:
         each = [(tuple(targets), sum(targets.values()))]
     parts = tuple(

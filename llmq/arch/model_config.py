@@ -28,6 +28,14 @@ _MAX_SIZE = 2**31 - 1  # of ids and positions, which are int32
 _LARGEST = {"num_layers": 1 << 16, "head_dim": 1 << 16}
 
 
+class Heads(NamedTuple):
+    """Heads of attention in a layer: query heads, key and value heads, and channels of each."""
+
+    query: int
+    kv: int
+    channels: int
+
+
 class Rope(NamedTuple):
     """Base, stretching, length of the table's rows, and channels of a head that are rotated."""
 
@@ -59,6 +67,12 @@ class ModelConfig:
     """Hkv: key and value heads, divides Hq."""
     head_dim: int
     """Hd: channels of one head."""
+    full_kv_heads: int | None = None
+    """Hkv of layers without a window; None: as in others."""
+    full_head_dim: int | None = None
+    """Hd of layers without a window; None: as in others."""
+    keys_as_values: bool = False
+    """Layers without a window have no values of their own, but their keys before norm and RoPE."""
     delta: DeltaNet | None = None
     """The gated delta nets that layers have in the place of attention; None: there are none."""
     max_positions: int
@@ -163,23 +177,37 @@ class ModelConfig:
         """Tokens of the longest sequence that positions are known for."""
         return longest_sequence(self.rope_scaling, self.max_positions)
 
+    def windowed(self, layer: int) -> bool:
+        """Whether a layer is of those that have the window, if there is one."""
+        return self.windowed_layers is None or self.windowed_layers[layer]
+
+    def heads_of(self, layer: int) -> Heads:
+        if self.windowed(layer):
+            return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        kv, channels = self.full_kv_heads, self.full_head_dim
+        return Heads(self.num_heads, kv or self.num_kv_heads, channels or self.head_dim)
+
+    @property
+    def every_heads(self) -> tuple[Heads, ...]:
+        """Those of all layers, each once."""
+        return tuple(dict.fromkeys(map(self.heads_of, range(self.num_layers))))
+
+    def values_of(self, layer: int) -> int:
+        """Heads of values that a layer makes itself; 0: its keys are its values."""
+        shared = self.keys_as_values and not self.windowed(layer)
+        return 0 if shared else self.heads_of(layer).kv
+
     def rope_of(self, layer: int) -> Rope | None:
         """The rotary frequencies in a layer; None without RoPE. length: of the table's rows, as
         the scaling says."""
         if self.positions != "rope" or not (self.rope_layers or [True] * (layer + 1))[layer]:
             return None
-        windowed = self.windowed_layers is None or self.windowed_layers[layer]
-        if windowed and self.local_rope_theta is not None:
-            return Rope(self.local_rope_theta, None, 1.0, self.rotary_dim)
+        channels = int(self.heads_of(layer).channels * self.partial_rotary_factor)
+        if self.windowed(layer) and self.local_rope_theta is not None:
+            return Rope(self.local_rope_theta, None, 1.0, channels)
         scaling = self.rope_scaling
         length = 1.0 if scaling is None else scaling.attention(self.max_positions)
-        return Rope(self.rope_theta, scaling, length, self.rotary_dim)
-
-    @property
-    def qkv_channels(self) -> int:
-        """Width of the query, key and value projections, with the gates of queries."""
-        queries = self.num_heads * (2 if self.arch.gated_attention else 1)
-        return self.head_dim * (queries + 2 * self.num_kv_heads)
+        return Rope(self.rope_theta, scaling, length, channels)
 
     @property
     def padded_vocab(self) -> int:
@@ -197,8 +225,7 @@ class ModelConfig:
 
     def window_of(self, layer: int) -> int | None:
         """Positions that a token sees in a layer, itself included; None: all."""
-        windowed = self.windowed_layers is None or self.windowed_layers[layer]
-        return self.sliding_window if windowed else None
+        return self.sliding_window if self.windowed(layer) else None
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in the place of the MLP."""
@@ -234,10 +261,13 @@ class ModelConfig:
     @property
     def layer_kinds(self) -> dict[int, int]:
         """The first layer of each kind, and how many are like it: with and without a window, RoPE,
-        experts and without, with delta nets and without."""
+        experts and without, with delta nets and without, and with other heads."""
         layers = range(self.num_layers)
         kinds = [
-            (self.window_of(i), self.rope_of(i), self.has_experts(i), self.has_delta(i))
+            (
+                *(self.window_of(i), self.rope_of(i), self.has_experts(i), self.has_delta(i)),
+                *(self.heads_of(i), self.values_of(i)),
+            )
             for i in layers
         ]
         return {kinds.index(kind): kinds.count(kind) for kind in dict.fromkeys(kinds)}
@@ -292,12 +322,18 @@ class ModelConfig:
         for token in self.eos_token_ids:
             if token < 0:
                 raise ConfigError(f"model eos_token_id: must not be negative, got {token}")
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"model num_kv_heads: {self.num_kv_heads} does not divide {self.num_heads} heads"
-            )
-        if self.positions == "rope" and self.head_dim % 2:
-            raise ConfigError(f"model head_dim: RoPE needs an even number, got {self.head_dim}")
+        for name in ("full_kv_heads", "full_head_dim"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= _LARGEST["head_dim"]:
+                raise ConfigError(f"model {name}: must be positive, got {value}")
+        for kv_heads in (self.num_kv_heads, self.full_kv_heads or 1):
+            if self.num_heads % kv_heads:
+                raise ConfigError(
+                    f"model num_kv_heads: {kv_heads} does not divide {self.num_heads} heads"
+                )
+        for size in (self.head_dim, self.full_head_dim or 2):
+            if self.positions == "rope" and size % 2:
+                raise ConfigError(f"model head_dim: RoPE needs an even number, got {size}")
         if self.delta is not None:
             self.delta.validate(self.num_layers)
         if not 0 < self.rope_theta < math.inf:

@@ -27,7 +27,7 @@ class RopeFamily(Architecture):
     has none. None: all layers are alike."""
     older_windows: str | None = None
     """The field with the distance of layers without a window, in files without layer_types."""
-    rope_kinds: tuple[str, ...] = tuple(KINDS)
+    rope_kinds: tuple[str, ...] = tuple(kind for kind in KINDS if kind != "proportional")
     """How positions may be stretched."""
     partial_rotary = False
     """A part of a head's channels may be rotated alone."""
@@ -178,11 +178,12 @@ def read_rope(hf: Mapping[str, Any], kinds: tuple[str, ...], *, partial: bool) -
     nested = [name for name, value in rope.items() if isinstance(value, dict)]
     if nested:
         raise ConfigError(f"config.json: {nested[0]}: parameters per layer type are not supported")
-    if not partial:
+    if not partial and inner.get("rope_type") != "proportional":
         reject(hf, "partial_rotary_factor", 1, None)
         reject(rope, f"{outer}.partial_rotary_factor", 1, None)
     part = get(hf, "partial_rotary_factor", float, None)
-    part = get(rope, f"{outer}.partial_rotary_factor", float, part)
+    if partial:
+        part = get(rope, f"{outer}.partial_rotary_factor", float, part)
     theta = get(hf, "rope_theta", float, 10000.0)
     theta = get(rope, f"{outer}.rope_theta", float, theta)
     longest = size(hf, "max_position_embeddings")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmq.arch.common import get, size
+from llmq.arch.common import REQUIRED, get, size
 from llmq.base.errors import ConfigError
 
 FIRST = "original_max_position_embeddings"
@@ -20,6 +20,7 @@ KINDS: dict[str, tuple[str, ...]] = {
              "truncate"),
     "longrope": (FIRST, "attention_factor", "short_factor", "long_factor"),
     "llama3": (FIRST, "low_freq_factor", "high_freq_factor"),
+    "proportional": ("partial_rotary_factor",),
 }  # fmt: skip
 """Fields beside the factor, which all have."""
 _OLD_KINDS = {"su": "longrope"}
@@ -32,7 +33,8 @@ class RopeScaling:
     kind: str
     """'linear': positions / factor. 'llama3': by wavelength. 'yarn': by how often a frequency turns
     within the first length. 'longrope': by factors for each frequency. 'dynamic': the base grows
-    with sequences that are longer than the first length, and others are as without."""
+    with sequences that are longer than the first length, and others are as without.
+    'proportional': only the first frequencies turn, as they do in a whole head."""
     factor: float | None
     """Stretch factor, at least 1. longrope, None: the model's positions over the first length."""
     original_max_positions: int = 8192
@@ -57,6 +59,9 @@ class RopeScaling:
     """longrope: what each frequency is divided by in sequences up to the first length."""
     long_factor: tuple[float, ...] = ()
     """longrope: the same in longer ones."""
+
+    partial_rotary_factor: float = 1.0
+    """proportional: part of the frequencies that turn."""
 
     def attention(self, max_positions: int) -> float:
         """The length of the table's rows in a model with so many positions."""
@@ -156,7 +161,8 @@ def read_scaling(
             fields[name] = get(named, at, bool if name == "truncate" else float)
     factor = get(named, f"{outer}.factor", float, None) if kind in ("yarn", "longrope") else None
     if kind not in ("yarn", "longrope"):
-        factor = get(named, f"{outer}.factor", float)
+        default = 1.0 if kind == "proportional" else REQUIRED
+        factor = get(named, f"{outer}.factor", float, default)
     elif kind == "yarn" and factor is None:
         factor = max_positions / fields["original_max_positions"]
     return RopeScaling(factor=factor, **fields)

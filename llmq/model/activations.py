@@ -69,6 +69,10 @@ class NormTensors(NamedTuple):
     def post_weight(self, block: PartParameters[T]) -> T | None:
         return block.get(f"{self.out.name}_post")
 
+    def scale(self, block: PartParameters[T]) -> T | None:
+        """The factor of the stream, or its gradient; None: there is none."""
+        return block.get(f"{self.out.name}_scale")
+
 
 class HalfOut(NamedTuple):
     """Where a half's last product goes, (rows, C): to `out`, with `addend` if there is one."""

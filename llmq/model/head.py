@@ -114,6 +114,7 @@ class Head:
         if self.config.arch.post_norm:
             stream, weight = OutBuffers("", residual), w["ln1_post"]
             self.norm.post(stream, self.branch_stats, branch, residual_att, weight)
+            self.norm.scale(residual, w.get("ln1_scale"))
             self.norm.post(to, stats, residual, None, w["norm"])
             return
         added = () if branch is None else (residual_att, branch)
@@ -233,6 +234,7 @@ class Head:
         grads, weight = (g.get("norm"), g.bias("norm")), w["norm"]
         self.norm.backward(stream, *grads, d_norm, x, weight, stats, None)
         if post:
+            self.norm.scale(d_residual, w.get("ln1_scale"), g.get("ln1_scale"))
             grads, weight, stats = (g.get("ln1_post"), None), w["ln1_post"], self.branch_stats
             self.norm.backward(to, *grads, d_residual, branch, weight, stats, None)
 

@@ -25,7 +25,7 @@ from llmq.formats.operands import Operands
 from llmq.model.activations import LayerContext, NormTensors, Stats
 from llmq.model.parameters import PartGrads, PartWeights
 from llmq.ops.pointwise import norm
-from llmq.ops.pointwise.elementwise import add
+from llmq.ops.pointwise.elementwise import add, scale
 from llmq.ops.quantize import quantize
 from llmq.runtime.device import Device
 
@@ -43,6 +43,7 @@ class Normalization:
 
     def __init__(self, dev: Device, config: ModelConfig):
         self.dev, self.eps, self.offset = dev, config.norm_eps, config.arch.norm_offset
+        self.once = config.arch.norm_once
 
     def forward(
         self,
@@ -55,6 +56,9 @@ class Normalization:
     ) -> None:
         """to = norm(x). added: two, whose sum first becomes x. All are (rows, C)."""
         dev, (rstd, mean) = self.dev, stats
+        if self.once and not added:
+            self.post(to, stats, x, None, weight)
+            return
         with ExitStack() as temps:
             fp8 = _by_row(dev, temps, to, x.shape)
             if added:
@@ -83,6 +87,14 @@ class Normalization:
             )  # fmt: skip
             if fp8 is not to.fp8:
                 quantize.transpose(self.dev, to.fp8.transposed, fp8.codes)
+
+    def scale(self, x: Tensor, by: Tensor | None, gradient: Accumulator | None = None) -> None:
+        """x (rows, C) *= by (1,), unless that is None. gradient: that of `by`, which becomes zero,
+        as it is not trained."""
+        if by is not None:
+            scale(self.dev, x, x, by)
+        if gradient is not None and not gradient.accumulate:
+            self.dev.zero(gradient.tensor)
 
     def backward(
         self,
@@ -170,6 +182,7 @@ class BlockNorms:
         if self.post and before is not None:
             into = OutBuffers("", stream) if self.pre else to
             self.norm.post(into, here.post_stats, here.branch, before, here.post_weight(w))
+            self.norm.scale(stream, here.scale(w))
             before = None
         if not self.pre:
             return
@@ -203,6 +216,7 @@ class BlockNorms:
         else:
             add(self.norm.dev, d_residual, d_residual, d_x)
         if self.post and id_before is not None:
+            self.norm.scale(d_residual, here.scale(w), here.scale(g))
             weight, d_weight = here.post_weight(w), here.post_weight(g)
             args = (here.branch, weight, here.post_stats, None)
             self.norm.backward(d_branch, d_weight, None, d_residual, *args)

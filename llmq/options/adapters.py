@@ -251,7 +251,6 @@ def multiplied_sizes(model: ModelConfig) -> dict[str, int]:
         "hidden_size": model.hidden_size,
         "intermediate_size": model.intermediate_size,
         "width of the query heads": model.num_heads * model.head_dim,
-        "width of queries, keys and values": model.qkv_channels,
     }
     for matrix in (m for layer in range(model.num_layers) for m in model.matrices(layer)):
         rows, columns = matrix.shape[-2:]

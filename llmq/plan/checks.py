@@ -94,7 +94,8 @@ def _limits(model: ModelConfig) -> Iterator[_Limit]:
         yield _Limit("width of the shared expert", model.experts.shared_size or 0, VECTOR)
     vectors = (model.qk_norm and not model.arch.wide_qk_norm) or model.arch.gated_attention
     multiple = VECTOR if vectors or model.arch.sinks else 1
-    yield _Limit("head_dim", model.head_dim, multiple, MAX_HEAD_DIM)
+    for heads in model.every_heads:
+        yield _Limit("head_dim", heads.channels, multiple, MAX_HEAD_DIM)
     if model.arch.wide_qk_norm:
         for name, heads in (("query", model.num_heads), ("key", model.num_kv_heads)):
             yield _Limit(f"width of its {name} heads", heads * model.head_dim, VECTOR, MAX_COLUMNS)
@@ -106,7 +107,10 @@ def _limits(model: ModelConfig) -> Iterator[_Limit]:
 
 def _unsupported(config: TrainConfig, model: ModelConfig, spec: DeviceSpec) -> str | None:
     """Why cuDNN cannot compute the model's attention on this GPU; None if it can."""
-    return cudnn.unsupported(spec.capability, parse_dtype(config.model_dtype), model.head_dim)
+    dtype = parse_dtype(config.model_dtype)
+    sizes = (heads.channels for heads in model.every_heads)
+    reasons = (cudnn.unsupported(spec.capability, dtype, size) for size in sizes)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def installed_attention(config: TrainConfig, model: ModelConfig, spec: DeviceSpec) -> str:
@@ -124,12 +128,13 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
     RULES.check(config, attention=AttentionHere(on_cpu=on_cpu, unsupported=unsupported))
     if config.attention == "native" or on_cpu or why_no_cudnn(config, unsupported) is not None:
         return "native"
-    heads = (model.num_heads, model.num_kv_heads, model.head_dim)
-    sizes = (config.batch_size, config.local_seq_len, *heads)
+    layers = range(model.num_layers)
+    cases = {(model.heads_of(layer), model.window_of(layer)) for layer in layers}
     try:
         with closing(cudnn.CudnnAttention(0)) as library:
-            for window in model.windows:
-                case = (config.attention, model.head_dim, config.local_seq_len, window)
+            for heads, window in cases:
+                sizes = (config.batch_size, config.local_seq_len, *heads)
+                case = (config.attention, heads.channels, config.local_seq_len, window)
                 _, ways = directions(*case, machine.spec.capability)
                 for parts in {1, config.attn_bwd_chunks}:  # what the plan chooses is between them
                     how = {"window": window, "scale": model.attention_scale}

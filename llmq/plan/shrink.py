@@ -188,9 +188,9 @@ class Shrinker:
     def _attention_bytes(self, config: TrainConfig, parts: int) -> int:
         """The bytes that the library's backward takes for one of so many parts of a sequence or
         less."""
-        model = self.planner.model
-        sizes = (config.local_seq_len, model.num_heads, model.num_kv_heads, model.head_dim)
-        return backward_scratch_bytes(*sizes, parts // config.batch_size)
+        sizes = (config.local_seq_len, parts // config.batch_size)
+        every = self.planner.model.every_heads
+        return max(backward_scratch_bytes(sizes[0], *heads, sizes[1]) for heads in every)
 
     def _best(self, now: TrainConfig, ratios: dict[Saver, float]) -> Changes | None:
         """The next change, None if nothing helps. ratios: seconds a byte when last looked at. They

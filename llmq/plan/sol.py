@@ -25,17 +25,18 @@ def flops_per_token(
     has one backward product."""
     L = config.num_layers
     used = sum(matrix.used for layer in range(L) for matrix in config.matrices(layer))
-    width = config.num_heads * config.head_dim
     halves = [half for layer in range(L) for half in config.halves(layer)]
     attentions = [half.sizes for half in halves if half.kind == "attention"]
-    windows = [min(its["window"] or seq_len, seq_len) for its in attentions]
-    pairs = sum(window * (2 * seq_len - window) for window in windows) // seq_len
+    pairs = 0  # of channels of query heads
+    for its in attentions:
+        window, heads = min(its["window"] or seq_len, seq_len), its["heads"]
+        pairs += heads.query * heads.channels * window * (2 * seq_len - window) // seq_len
     products = 6 if adapters is None else 4
     head = 6 if adapters is None or _trains_head(config, adapters) else 4
     return FlopsPerToken(
         blocks=products * used + 6 * _adapter_weights(config, adapters),
         lm_head=head * config.outputs * config.hidden_size,
-        attention=6 * width * pairs + 3 * sum(half.flops for half in halves),
+        attention=6 * pairs + 3 * sum(half.flops for half in halves),
     )
 
 

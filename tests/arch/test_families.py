@@ -15,7 +15,14 @@ from llmq.options.presets import resolve_model
 from llmq.run.sampling import Sampler
 from llmq.runtime.machine import choose_machine
 from tests.models import _SHARED as SHARED
-from tests.models import LOSS_RTOL, random_batch, same_gradients, step_as_torch, trainer_for
+from tests.models import (
+    LOSS_RTOL,
+    random_batch,
+    randomized,
+    same_gradients,
+    step_as_torch,
+    trainer_for,
+)
 from tests.models import pieces as by_file
 
 FOUR = SHARED | {"num_hidden_layers": 4, "pad_token_id": None}
@@ -37,6 +44,14 @@ FAMILIES = {
         **FOUR, sliding_window=None, layer_types=["full_attention"] * 4
     ),
     "gemma": lambda: transformers.GemmaConfig(**FOUR, head_dim=32),
+    "gemma4_unified": lambda: transformers.Gemma4UnifiedTextConfig(
+        **FOUR, head_dim=16, global_head_dim=32, num_global_key_value_heads=1, sliding_window=5,
+        attention_k_eq_v=True, layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "gemma4_separate": lambda: transformers.Gemma4TextConfig(
+        **FOUR, head_dim=16, global_head_dim=32, hidden_size_per_layer_input=0, sliding_window=90,
+        final_logit_softcapping=30.0,
+    ),
     "ministral": lambda: transformers.MinistralConfig(
         **FOUR, head_dim=32, sliding_window=5,
         layer_types=["full_attention", "sliding_attention"] * 2,
@@ -66,9 +81,7 @@ def model(request, tmp_path_factory):
     """A random model in torch, and its export."""
     torch.manual_seed(0)
     made = transformers.AutoModelForCausalLM.from_config(FAMILIES[request.param]()).float().eval()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
+    randomized(made)
     path = tmp_path_factory.mktemp(request.param)
     made.save_pretrained(path)
     return made, path

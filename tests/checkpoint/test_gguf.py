@@ -57,7 +57,9 @@ CHANGED = {
     "gpt_oss": {"swiglu_limit": 7.0},
     "qwen3_next": {"mlp_only_layers": (), "linear_value_head_dim": 64},
 }  # fmt: skip
-NAMED = [name for name in CONFIGS if name != "granite"]  # those that have a name in GGUF files
+NAMED = [
+    name for name in CONFIGS if name not in ("granite", "gemma4")
+]  # those that have a name in GGUF files
 DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 ROPE_NAMES = {
     "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",

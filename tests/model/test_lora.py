@@ -38,7 +38,7 @@ from tests.models import exported, hf_model, torch_loss, trainer_for
 
 LORA = {"lora_rank": 4, "lora_alpha": 6.0, "lora_scaling": "rs", "lora_plus": 2.0}
 LORA["weight_decay"] = 0.1
-MODELS = ["qwen2", "qwen3", "llama_biases", "phi3", "olmo2", "gpt2", "granite"]
+MODELS = ["qwen2", "qwen3", "llama_biases", "phi3", "olmo2", "gpt2", "granite", "gemma4"]
 
 
 def tensors(trainer, values) -> dict[str, np.ndarray]:
@@ -94,7 +94,14 @@ def gradients(model: peft.PeftModel, tokens: int) -> dict[str, np.ndarray]:
 
 
 # With weights that are kept as codes: theirs are what these stand for.
-CODED = [("qwen2", "e4m3"), ("phi3", "nf4"), ("olmo2", "nf4"), ("gpt2", "int8"), ("qwen3", "nf4")]
+CODED = [
+    ("qwen2", "e4m3"),
+    ("gemma4", "nf4"),
+    ("phi3", "nf4"),
+    ("olmo2", "nf4"),
+    ("gpt2", "int8"),
+    ("qwen3", "nf4"),
+]
 
 
 # With magnitudes, on every base.

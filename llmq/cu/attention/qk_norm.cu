@@ -3,7 +3,7 @@
 //
 //   forward    raw = row       rstd = 1 / sqrt(mean(row^2) + eps)
 //              row = T(T(rstd * row) * weight)       weight: q_weight or k_weight, of a row's width
-//              WIDE, or OFFSET = 1: row = T(rstd * row * weight)
+//              WIDE, or ROUNDED_ONCE = 1: row = T(rstd * row * weight)
 //   backward   x_hat = rstd * raw      d_weight = sum over rows of d_row * x_hat
 //              d_row = rstd * (d_row * weight - x_hat * mean(d_row * weight * x_hat))
 //
@@ -245,7 +245,7 @@ __device__ __forceinline__ void normalise(T* qkv, T* __restrict__ raw, f32* __re
 #pragma unroll
                 for (int k = 0; k < N; ++k) {
                     const float x_hat = to_f32(x[j][k]) * scale;
-                    const float rounded = OFFSET ? x_hat : to_f32(from_f32<T>(x_hat));
+                    const float rounded = ROUNDED_ONCE ? x_hat : to_f32(from_f32<T>(x_hat));
                     x[j][k] = from_f32<T>(rounded * factor(weight[k]));
                 }
                 x[j].store(qkv + heads.packed_place(head) * HEAD_DIM + column);

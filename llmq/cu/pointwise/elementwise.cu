@@ -1,6 +1,7 @@
 // elementwise.cu -- operations on each element alone.
 //
 //   add      out[i] = T(a[i] + b[i])
+//   scale    out[i] = T(x[i] * by[0])
 //   convert  out[i] = D(x[i])
 //   fill     x[i] = T(value)                              all rounded to nearest
 //
@@ -8,7 +9,7 @@
 // Launch   256 threads; ceil(n / 2048) blocks, 8 elements per thread; of fill ceil(bytes / 4096)
 //          blocks, one 16-byte store per thread.
 // Cost     what is given is read once, what results written once.
-// Needs    out of add may be a or b: a thread reads what it overwrites.
+// Needs    out of add may be a or b, out of scale x: a thread reads what it overwrites.
 #include "common.cuh"
 
 constexpr int COUNT = 8;
@@ -24,6 +25,20 @@ extern "C" __global__ void __launch_bounds__(256) add(T* out, const T* a, const 
         x.store(out + first);
     } else {
         for (i64 i = first; i < n; ++i) { out[i] = from_f32<T>(to_f32(a[i]) + to_f32(b[i])); }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) scale(T* out, const T* x, const T* by, i64 n) {
+    const i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * COUNT;
+    const float factor = to_f32(by[0]);
+    if (first + COUNT <= n) {
+        Pack<T, COUNT> y;
+        y.load(x + first);
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) { y.set(k, from_f32<T>(y.get(k) * factor)); }
+        y.store(out + first);
+    } else {
+        for (i64 i = first; i < n; ++i) { out[i] = from_f32<T>(to_f32(x[i]) * factor); }
     }
 }
 

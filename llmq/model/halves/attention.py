@@ -1,11 +1,13 @@
 """Attention as a half of a block, between its norm and the residual stream.
 
-    x -> qkv (-> qk_norm) (-> rope) -> attention (-> sinks) (-> times sigmoid of gate) -> o -> out
+    x -> qkv (-> norms of values, queries and keys) (-> rope) -> attention (-> sinks)
+      (-> times sigmoid of gate) -> o -> out
 
 A gate's channels come with those of each query head; then the product is scratch, and its parts are
-kept apart. `operands` turns a tensor into what products take: with fp8 codes and a scale, without
-it itself.
+kept apart. Where keys are values, the product has no values, and is scratch too. `operands` turns a
+tensor into what products take: with fp8 codes and a scale, without it itself.
 Heads lie side by side: (rows, Q) is (B, T, Hq + 2 Hkv, Hd), query heads, key heads, value heads.
+Layers may have others (`HalfSpec.sizes["heads"]`).
 """
 
 from contextlib import ExitStack
@@ -26,6 +28,7 @@ from llmq.ops.attention import (
     paged,
     qk_norm,
     rope,
+    value_norm,
 )
 from llmq.ops.attention.attention import AttentionMask
 from llmq.runtime.attention_parts import sees_all_before
@@ -75,12 +78,15 @@ def rope_tables(dev: Device, config: ModelConfig, positions: int) -> list[Rotary
 
     def table_of(layer: int) -> Rotary | None:
         angles = config.rope_of(layer)
-        if angles is not None and angles not in tables:
-            table = rope.make_table(positions, config.head_dim, *angles)
+        if angles is None:
+            return None
+        key = (config.heads_of(layer).channels, *angles)
+        if key not in tables:
+            table = rope.make_table(positions, *key)
             name = f"rope_table.{len(tables)}" if tables else "rope_table"
             table = dev.constant(name, table, F32, "Activations")
-            tables[angles] = Rotary(table, angles.channels, lengths)
-        return tables.get(angles)
+            tables[key] = Rotary(table, angles.channels, lengths)
+        return tables[key]
 
     return [table_of(layer) for layer in range(config.num_layers)]
 
@@ -88,12 +94,14 @@ def rope_tables(dev: Device, config: ModelConfig, positions: int) -> list[Rotary
 class _Saved(NamedTuple):
     """The tensors kept of one layer. qkv: (rows, Q), after qk_norm and RoPE. qk_raw: (rows,
     (Hq+Hkv)*Hd), before qk_norm, and qk_rstd: F32 (B, T, Hq+Hkv), of it; if it is wide (B, T, 2);
-    None without it. lse: F32 (B, Hq, T), of attention. att: (rows, Hq*Hd). gate: (rows, Hq*Hd),
+    None without it. v_rstd: F32 (B, T, Hkv), of value_norm, None without it. lse: F32 (B, Hq, T),
+    of attention. att: (rows, Hq*Hd). gate: (rows, Hq*Hd),
     att_gated: the same, never kept; None where nothing is gated."""
 
     qkv: Activation
     qk_raw: Activation | None
     qk_rstd: Tensor | None
+    v_rstd: Tensor | None
     lse: Tensor
     att: Activation
     gate: Activation | None
@@ -123,18 +131,17 @@ class AttentionHalf:
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
         self.norms = shared.norms
         self.B, self.T = options.batch.batch_size, options.batch.local_seq_len
-        self.Hq, self.Hkv = config.num_heads, config.num_kv_heads
-        self.Hd, self.eps = config.head_dim, config.norm_eps
-        self.scale = config.attention_scale
+        self.eps, self.scale = config.norm_eps, config.attention_scale
         self.chunks = options.memory.attn_bwd_chunks
-        windows = [config.window_of(layer) for layer in range(config.num_layers)]
-        sizes, capability = (shared.backend, self.Hd, self.T), self.dev.spec.capability
-        self.backends = [directions(*sizes, window, capability) for window in windows]
+        layers, capability = range(config.num_layers), self.dev.spec.capability
+        windows = [config.window_of(layer) for layer in layers]
+        sizes = [(shared.backend, config.heads_of(layer).channels, self.T) for layer in layers]
+        self.backends = [directions(*sizes[i], windows[i], capability) for i in layers]
         self.starts = shared.inputs.first_key
         self.masks = [attention.AttentionMask(self.starts, window) for window in windows]
         self.rope_tables = shared.rope_tables
         kind = {"wide": config.arch.wide_qk_norm, "offset": config.arch.norm_offset}
-        self.qk_norm = partial(qk_norm.forward, **kind)
+        self.qk_norm = partial(qk_norm.forward, once=config.arch.norm_once, **kind)
         self.qk_norm_backward = partial(qk_norm.backward, **kind)
 
     # -- memory ----------------------------------------------------------------------------------
@@ -150,10 +157,13 @@ class AttentionHalf:
         return tuple(key for key, again in keys.items() if again)
 
     def keep(self, layer: HalfLayer) -> _Saved:
-        spec, r, raw, rstd = layer.spec, layer.recompute, None, None
-        heads = self.Hq + self.Hkv
+        spec, r, raw, rstd, v_rstd = layer.spec, layer.recompute, None, None, None
+        Hq, Hkv, Hd = spec.sizes["heads"]
+        heads = Hq + Hkv
+        if spec.sizes["value_norm"]:
+            v_rstd = layer.alloc("v_rstd", self.B, self.T, Hkv, dtype=F32)
         if spec.sizes["qk_norm"]:
-            raw = layer.activation("qk_raw", heads * self.Hd, kept=not r.qkv)
+            raw = layer.activation("qk_raw", heads * Hd, kept=not r.qkv)
             norms = 2 if spec.sizes["wide_qk_norm"] else heads
             rstd = layer.alloc("qk_rstd", self.B, self.T, norms, dtype=F32)
         features, gate, gated = spec["o"].shape[1], None, None
@@ -161,24 +171,26 @@ class AttentionHalf:
             gate = layer.activation("gate", features, kept=not r.qkv)
             gated = layer.activation("att_gated", features, kept=False)
         return _Saved(
-            qkv=layer.activation("qkv", (heads + self.Hkv) * self.Hd, kept=not r.qkv),
+            qkv=layer.activation("qkv", (heads + Hkv) * Hd, kept=not r.qkv),
             qk_raw=raw,
             qk_rstd=rstd,
-            lse=layer.alloc("lse", self.B, self.Hq, self.T, dtype=F32),
+            v_rstd=v_rstd,
+            lse=layer.alloc("lse", self.B, Hq, self.T, dtype=F32),
             att=layer.activation("att", features, kept=not r.att),
             gate=gate,
             att_gated=gated,
         )
 
-    def _by_head(self, tensor: Tensor) -> Tensor:
+    def _by_head(self, layer: HalfLayer, tensor: Tensor) -> Tensor:
         """(rows, n * Hd) as (B, T, n, Hd)."""
-        return tensor.view(self.B, self.T, tensor.shape[1] // self.Hd, self.Hd)
+        Hd = layer.spec.sizes["heads"].channels
+        return tensor.view(self.B, self.T, tensor.shape[1] // Hd, Hd)
 
     def _tensors(self, temps: ExitStack, layer: HalfLayer) -> _Tensors:
         """Where they are kept, else scratch."""
         qkv, qk_raw, gate = layer.saved.qkv.place(self.dev, temps), None, layer.saved.gate
         if layer.saved.qk_raw is not None:
-            qk_raw = self._by_head(layer.saved.qk_raw.place(self.dev, temps))
+            qk_raw = self._by_head(layer, layer.saved.qk_raw.place(self.dev, temps))
         att = layer.saved.att.place(self.dev, temps)
         return _Tensors(qkv, qk_raw, att, gate and gate.place(self.dev, temps))
 
@@ -197,32 +209,37 @@ class AttentionHalf:
         self.linear.forward(ctx, "o", out, x, addend)
 
     def _product_memory(self, temps: ExitStack, ctx: LayerContext, to: _Tensors) -> Tensor:
-        """The qkv product's output: to.qkv (rows, Q), or scratch with the gates' channels too."""
-        if to.gate is None:
+        """The qkv product's output: to.qkv (rows, Q), or scratch with the gates' channels too, or
+        without values."""
+        if to.gate is None and not ctx.layer.spec.sizes["keys_as_values"]:
             return to.qkv
         shape = (to.qkv.shape[0], ctx.layer.spec["qkv"].shape[0])
-        return temps.enter_context(self.dev.scratch("qkv and gate", shape, to.qkv.dtype))
+        return temps.enter_context(self.dev.scratch("qkv product", shape, to.qkv.dtype))
 
     def _place_heads(self, ctx: LayerContext, product: Tensor, to: _Tensors) -> None:
         """The heads that attention takes, of the qkv product."""
-        layer, w, qkv = ctx.layer, ctx.w, self._by_head(to.qkv)
+        layer, w, qkv = ctx.layer, ctx.w, self._by_head(ctx.layer, to.qkv)
+        heads, rstd = layer.spec.sizes["heads"][:2], layer.saved.v_rstd
         if to.gate is not None:
-            attention_gate.split(self.dev, to.qkv, to.gate, product, self.Hq, self.Hkv)
+            attention_gate.split(self.dev, to.qkv, to.gate, product, *heads)
+        if rstd is not None:
+            keys = product if layer.spec.sizes["keys_as_values"] else None
+            value_norm.forward(self.dev, qkv, rstd, keys, self.eps, *heads)
         if to.qk_raw is not None:
             self.qk_norm(
                 self.dev, qkv, to.qk_raw, layer.saved.qk_rstd, w["q_norm"], w["k_norm"], self.eps,
-                self.Hq, self.Hkv,
+                *heads,
             )  # fmt: skip
         turn = self.rope_tables[layer.index]
         if turn is not None:
             how = (self.starts, turn.channels, turn.lengths)
-            rope.forward(self.dev, qkv, turn.table, self.Hq, self.Hkv, *how)
+            rope.forward(self.dev, qkv, turn.table, *heads, *how)
 
     def _attend(self, ctx: LayerContext, tensors: _Tensors) -> None:
         layer, w = ctx.layer, ctx.w
-        out, qkv = self._by_head(tensors.att), self._by_head(tensors.qkv)
+        out, qkv = (self._by_head(layer, t) for t in (tensors.att, tensors.qkv))
         mask, (backend, _) = self.masks[layer.index], self.backends[layer.index]
-        heads, lse = (self.Hq, self.Hkv), layer.saved.lse
+        heads, lse = layer.spec.sizes["heads"][:2], layer.saved.lse
         attend = partial(attention.forward, scale=self.scale, backend=backend)
         if layer.cache is not None:
             names = ("k", "v", "table", "lengths", "new")
@@ -293,17 +310,17 @@ class AttentionHalf:
                     return
                 if d_gate is not None:
                     attention_gate.backward(dev, d_att, d_gate, d_att, att, gate)
-                by_head, lse, mask = self._by_head(qkv), layer.saved.lse, self.masks[layer.index]
+                lse, mask = layer.saved.lse, self.masks[layer.index]
+                by_head, *of_out = (self._by_head(layer, t) for t in (qkv, d_att, att))
                 if "sinks" in ctx.g:
-                    heads = (self._by_head(d_att), self._by_head(att), lse)
-                    attention_gate.sinks_backward(dev, ctx.g["sinks"], *heads, ctx.w["sinks"])
+                    attention_gate.sinks_backward(dev, ctx.g["sinks"], *of_out, lse, ctx.w["sinks"])
                 attention.backward(
-                    dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att), lse,
-                    by_head, self.Hq, self.Hkv, self.chunks, mask,
+                    dev, self._by_head(layer, d_qkv), *of_out, lse, by_head,
+                    *layer.spec.sizes["heads"][:2], self.chunks, mask,
                     scale=self.scale, backend=self.backends[layer.index][1],
                     kernel=attention_backward.chosen(dev, by_head, mask),
                 )  # fmt: skip
-            d_product, bias = self._backward_positions(temps, ctx, qk_raw, d_qkv, d_gate)
+            d_product, bias = self._backward_positions(temps, ctx, qkv, qk_raw, d_qkv, d_gate)
             self.linear.input_gradient(ctx, "qkv", d_x, d_product)
             self.linear.weight_gradients(ctx, "qkv", d_product, x, bias=bias)
 
@@ -311,39 +328,45 @@ class AttentionHalf:
         self,
         temps: ExitStack,
         ctx: LayerContext,
+        qkv: Tensor,
         qk_raw: Tensor | None,
         d_qkv: Tensor,
         d_gate: Tensor | None,
     ) -> tuple[Operand, bool]:
-        """RoPE and the q and k norms backward, of d_qkv (rows, Q) as attention has made it. d_gate
+        """RoPE and the norms of heads backward, of d_qkv (rows, Q) as attention has made it. d_gate
         (rows, Hq * Hd): that of the gates, which the product has made too. Returns the gradient of
         the qkv product, and whether the bias's gradient is left to do."""
-        layer, w, g, by_head = ctx.layer, ctx.w, ctx.g, self._by_head(d_qkv)
+        layer, w, g, by_head = ctx.layer, ctx.w, ctx.g, self._by_head(ctx.layer, d_qkv)
         tensor_id, turn = layer.id_of("d_qkv"), self.rope_tables[layer.index]
-        alone = turn is not None and qk_raw is None and d_gate is None
-        if alone and rope.fuses(self.Hd, turn.channels):
+        heads, rstd = layer.spec.sizes["heads"], layer.saved.v_rstd
+        alone = turn is not None and qk_raw is None and d_gate is None and rstd is None
+        if alone and rope.fuses(heads.channels, turn.channels):
             out = self.operands.gradient_buffers(temps, tensor_id, d_qkv.shape, d_qkv, both=False)
             rope.backward(
-                self.dev, by_head, turn.table, self.Hq, self.Hkv, self.starts,
+                self.dev, by_head, turn.table, *heads[:2], self.starts,
                 channels=turn.channels, lengths=turn.lengths, abs_max=out.abs_max,
                 d_bias=g.bias("qkv"), fp8=out.fp8,
             )  # fmt: skip
             return self.operands.finalize(temps, out), False
         if turn is not None:
             rope.backward(
-                self.dev, by_head, turn.table, self.Hq, self.Hkv, self.starts,
+                self.dev, by_head, turn.table, *heads[:2], self.starts,
                 channels=turn.channels, lengths=turn.lengths,
             )  # fmt: skip
         if qk_raw is not None:
             self.qk_norm_backward(
                 self.dev, by_head, g.get("q_norm"), g.get("k_norm"), qk_raw, layer.saved.qk_rstd,
-                w["q_norm"], w["k_norm"], self.Hq, self.Hkv,
+                w["q_norm"], w["k_norm"], *heads[:2],
             )  # fmt: skip
-        d_product = d_qkv
-        if d_gate is not None:
+        d_product, keys = d_qkv, layer.spec.sizes["keys_as_values"]
+        if d_gate is not None or keys:
             shape = (d_qkv.shape[0], layer.spec["qkv"].shape[0])
-            d_product = temps.enter_context(self.dev.scratch("d_qkv and gate", shape, d_qkv.dtype))
-            attention_gate.merge(self.dev, d_product, d_qkv, d_gate, self.Hq, self.Hkv)
+            d_product = temps.enter_context(self.dev.scratch("d_qkv product", shape, d_qkv.dtype))
+        if rstd is not None:
+            of_values = (d_product if keys else None, by_head, self._by_head(layer, qkv), rstd)
+            value_norm.backward(self.dev, *of_values, *heads[:2])
+        if d_gate is not None:
+            attention_gate.merge(self.dev, d_product, d_qkv, d_gate, *heads[:2])
         d_product = self.operands.quantize(
             temps, tensor_id, d_product, measured=False, transposed=True
         )

@@ -113,10 +113,17 @@ class _Launch(NamedTuple):
 
 
 def _launch(
-    dev: Device, qkv: Tensor, heads: tuple[int, int], wide: bool, offset: bool, passes: Passes
+    dev: Device,
+    qkv: Tensor,
+    heads: tuple[int, int],
+    wide: bool,
+    offset: bool,
+    passes: Passes,
+    once: bool = False,
 ) -> _Launch:
     B, T, _, head_dim = qkv.shape
     consts = {"HEAD_DIM": head_dim, "WIDE": int(wide), "OFFSET": int(offset)}
+    consts["ROUNDED_ONCE"] = int(once or offset)
     if wide:
         layout = row_layout(max(heads) * head_dim, qkv.dtype.itemsize, LANE_VECTORS)
         max_blocks = passes.wide_blocks * dev.num_sms
@@ -141,12 +148,14 @@ def forward(
     *,
     wide: bool = False,
     offset: bool = False,
+    once: bool = False,
 ) -> None:
     """Keep the query and key heads in raw, then normalise them in qkv.
 
         row = T(T(rstd * row) * weight)        rstd = 1 / sqrt(mean(row^2) + eps)
         wide: row = T(rstd * row * weight), as HF's Olmo2 rounds
         offset: row = T(rstd * row * (1 + weight)), as HF's Gemma3 does
+        once: row = T(rstd * row * weight), as HF's Gemma4 does
 
     A row is a head; wide: all query channels of a token, or all its key channels. Value heads are
     not touched. raw: heads before the norm, for the backward pass.
@@ -154,7 +163,7 @@ def forward(
     kernel = WIDE_FORWARD if wide else QK_NORM_FORWARD
     batch, seq_len, _ = kernel.dims(qkv=qkv)
     heads = (num_heads, num_kv_heads)
-    launch = _launch(dev, qkv, heads, wide, offset, FORWARD)
+    launch = _launch(dev, qkv, heads, wide, offset, FORWARD, once)
     args = (qkv, raw, rstd, q_weight, k_weight, eps, batch * seq_len, *heads)
     launch.run(dev, kernel, args)
 

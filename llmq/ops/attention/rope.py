@@ -76,6 +76,7 @@ class Scaling(Protocol):
     truncate: bool
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
+    partial_rotary_factor: float
 
 
 def _llama3(inv_freq: np.ndarray, scaling: Scaling) -> np.ndarray:
@@ -129,6 +130,9 @@ def inverse_frequencies(
         return inv_freq
     if scaling.kind == "llama3":
         return _llama3(inv_freq, scaling)
+    if scaling.kind == "proportional":
+        inv_freq[int(scaling.partial_rotary_factor * channels // 2) :] = 0
+        return inv_freq / np.float32(scaling.factor)
     if scaling.kind == "linear":
         return inv_freq / np.float32(scaling.factor)
     if scaling.kind == "yarn":

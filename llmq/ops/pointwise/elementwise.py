@@ -11,6 +11,7 @@ THREADS = 256
 PER_THREAD = 8  # elements
 
 ADD = Kernel("pointwise/elementwise.cu", "add", "out T[*n] out, T[*n] a, T[*n] b, i64 n")
+SCALE = Kernel("pointwise/elementwise.cu", "scale", "out T[*n] out, T[*n] x, T[1] by, i64 n")
 CONVERT = Kernel("pointwise/elementwise.cu", "convert", "out D[*n] out, S[*n] x, i64 n")
 FILL = Kernel("pointwise/elementwise.cu", "fill", "out T[*n] x, f32 value, i64 n")
 
@@ -18,6 +19,11 @@ FILL = Kernel("pointwise/elementwise.cu", "fill", "out T[*n] x, f32 value, i64 n
 def add(dev: Device, out: Tensor, a: Tensor, b: Tensor) -> None:
     """out[i] = a[i] + b[i], rounded to nearest. out may be a or b."""
     dev.launch(ADD, ceil_div(a.size, THREADS * PER_THREAD), THREADS, (out, a, b, a.size))
+
+
+def scale(dev: Device, out: Tensor, x: Tensor, by: Tensor) -> None:
+    """out[i] = x[i] * by[0], rounded to nearest. out may be x."""
+    dev.launch(SCALE, ceil_div(x.size, THREADS * PER_THREAD), THREADS, (out, x, by, x.size))
 
 
 def convert(dev: Device, out: Tensor, x: Tensor) -> None:

@@ -40,7 +40,7 @@ NORM_FORWARD_RESIDUAL = Kernel(
 NORM_POST = Kernel(
     "pointwise/norm.cu",
     "norm_post",
-    "out T[rows,C] out, out f32[rows] rstd, T[rows,C] x, T[rows,C]? residual, T[C] weight, "
+    "out T[rows,C]? out, out f32[rows] rstd, T[rows,C] x, T[rows,C]? residual, T[C] weight, "
     f"f32 eps, i64 rows, i32 C, {ROW_ARGS}",
     gpu=ROW_LIMITS,
 )
@@ -128,7 +128,7 @@ def forward_residual(
 
 def post(
     dev: Device,
-    out: Tensor,
+    out: Tensor | None,
     rstd: Tensor,
     x: Tensor,
     residual: Tensor | None,
@@ -146,10 +146,12 @@ def post(
 
     offset, abs_max, fp8: as in forward. out may be residual.
     """
+    _check("norm.post", None, None, out, fp8)
     rows, C = NORM_POST.dims(x=x)
     launch = _launch("norm.post", dev, x, None, abs_max, fp8, offset)
     args = (out, rstd, x, residual, weight, eps, rows, C, *launch.results)
-    dev.launch(NORM_POST, launch.blocks, launch.threads, args, consts=launch.consts_for())
+    consts = launch.consts_for(writes_out=out is not None)
+    dev.launch(NORM_POST, launch.blocks, launch.threads, args, consts=consts)
 
 
 def backward(

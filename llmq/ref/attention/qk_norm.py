@@ -38,10 +38,10 @@ def _parts(num_heads: int, num_kv_heads: int, wide: int) -> Iterator[tuple[slice
 
 def qk_norm_forward(
     qkv, raw, rstd, q_weight, k_weight, eps, tokens, num_heads, num_kv_heads, query_blocks, *,
-    wide=0, offset=0,
+    wide=0, offset=0, rounded_once=0,
 ):  # fmt: skip
     """raw = the query and key heads of qkv, whose rows become T(T(rstd * row) * weight). Wide rows
-    T(rstd * row * weight); with an offset T(rstd * row * (1 + weight))."""
+    and with rounded_once T(rstd * row * weight); with an offset T(rstd * row * (1 + weight))."""
     raw[...] = qkv[:, :, : num_heads + num_kv_heads]
     parts, stats = _parts(num_heads, num_kv_heads, wide), rstd.reshape(tokens, -1)
     for (heads, rows), weight in zip(parts, (q_weight, k_weight), strict=True):
@@ -49,7 +49,7 @@ def qk_norm_forward(
         real = x.dtype.type
         stats[:, rows] = real(1) / np.sqrt(np.vecdot(x, x) / real(weight.size) + real(eps))
         normalised = x * stats[:, rows, None]
-        if not (wide or offset):
+        if not (wide or offset or rounded_once):
             normalised = compute(normalised.astype(qkv.dtype, copy=False))
         normalised *= norm_factor(weight, offset)
         qkv[:, :, heads] = normalised.reshape(raw[:, :, heads].shape)

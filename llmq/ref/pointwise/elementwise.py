@@ -12,6 +12,11 @@ def add(out, a, b, n):
     out[...] = compute(a) + compute(b)
 
 
+def scale(out, x, by, n):
+    """out = x * by, rounded to nearest."""
+    out[...] = compute(x) * compute(by)
+
+
 def convert(out, x, n):
     """out = x in out's dtype, rounded to nearest."""
     out[...] = x

@@ -114,6 +114,7 @@ def norm_forward_residual(
 
 def norm_post(out, rstd, x, residual, weight, eps, rows, C, *results, offset=0):
     """out = T(residual + T(rstd * x * weight)), or without the sum."""
+    out = np.empty_like(x) if out is None else out
     normalised = np.empty_like(out)
     _rms_norm(normalised, rstd, compute(x), norm_factor(weight, offset), eps, once=1)
     out[...] = normalised if residual is None else compute(residual) + compute(normalised)

@@ -23,8 +23,8 @@ SHAPES = pytest.mark.parametrize(
 )
 
 
-def call_forward(shape, offset: bool = False):
-    kind = {"num_heads": shape[2], "num_kv_heads": shape[3], "wide": shape[5], "offset": offset}
+def call_forward(shape, **kind):
+    kind |= {"num_heads": shape[2], "num_kv_heads": shape[3], "wide": shape[5]}
     return lambda dev, **t: qk_norm.forward(dev, **t, **kind, eps=EPS)
 
 
@@ -100,6 +100,7 @@ def test_backward(dev, rng, shape, dtype):
 def test_offset(dev, rng, name, dtype):
     shape = CASES[name]
     run_exact(dev, call_forward(shape, offset=True), forward_arrays(rng, shape, dtype))
+    run_exact(dev, call_forward(shape, once=True), forward_arrays(rng, shape, dtype))
     arrays = backward_arrays(rng, shape, dtype, F32)
     run_exact(dev, call_backward(shape, False, offset=True), arrays)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32, I32
-from llmq.ops.pointwise.elementwise import add, convert, fill
+from llmq.ops.pointwise.elementwise import add, convert, fill, scale
 from llmq.ref.pointwise.elementwise import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
@@ -22,6 +22,16 @@ def test_sums_equal_the_reference(dev, rng, shape, dtype):
     np.testing.assert_array_equal(got["out"], want["out"])
     in_place = run(dev, lambda dev, a, b: add(dev, a, a, b), {"a": a, "b": b})
     np.testing.assert_array_equal(in_place["a"], want["out"])
+
+
+@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_products_equal_the_reference(dev, rng, shape, dtype):
+    x, by = (rng.normal(size=s).astype(dtype.numpy) for s in (shape, 1))
+    arrays = {"out": np.full(shape, np.nan, dtype.numpy), "x": x, "by": by}
+    got, want = run(dev, scale, arrays), run(host_device(), scale, arrays)
+    np.testing.assert_array_equal(got["out"], want["out"])
+    np.testing.assert_array_equal(want["out"], (x.astype(np.float32) * by).astype(dtype.numpy))
 
 
 def test_wrong_arguments_of_add():

@@ -1,0 +1,93 @@
+"""RMSNorm of values, head by head and without weights; the values may be the keys."""
+
+from llmq.base.tensor import Tensor
+from llmq.ops.common import VECTOR_BYTES
+from llmq.runtime.cost import BESIDE_ATTENTION
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div
+
+_QKV = "T[batch,seq_len,num_heads + 2*num_kv_heads,Hd]"
+_RSTD, _PRODUCT = "f32[batch,seq_len,num_kv_heads]", "T[tokens,(num_heads + num_kv_heads)*Hd]"
+_SIZES, _RULES = "i64 tokens, i32 num_heads, i32 num_kv_heads", {"gpu": "Hd % 8"}
+
+
+FORWARD = Kernel(
+    "attention/value_norm.cu",
+    "value_norm_forward",
+    f"inout {_QKV} qkv, out {_RSTD} rstd, {_PRODUCT}? product, f32 eps, {_SIZES}",
+    **_RULES,
+)
+BACKWARD = Kernel(
+    "attention/value_norm.cu",
+    "value_norm_backward",
+    f"out {_PRODUCT}? d_product, inout {_QKV} d_qkv, {_QKV} qkv, {_RSTD} rstd, {_SIZES}",
+    **_RULES,
+)
+
+THREADS = 256
+
+
+def _sizes(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[int, int, int]:
+    """Tokens, query heads and key heads."""
+    batch, seq_len, _ = FORWARD.dims(qkv=qkv, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    return batch * seq_len, num_heads, num_kv_heads
+
+
+def _launch(
+    dev: Device,
+    kernel: Kernel,
+    args: tuple,
+    qkv: Tensor,
+    sizes: tuple[int, int, int],
+    *,
+    keys: bool,
+) -> None:
+    """A warp for each head of values; keys: and of queries."""
+    tokens, num_heads, num_kv_heads = sizes
+    heads, head_dim = num_kv_heads + (num_heads if keys else 0), qkv.shape[-1]
+    vectors = ceil_div(head_dim * qkv.dtype.itemsize, 32 * VECTOR_BYTES)  # of a lane
+    consts = {"HEAD_DIM": head_dim, "KEYS": int(keys), "VECTORS": vectors}
+    blocks = ceil_div(32 * tokens * heads, THREADS)
+    dev.launch(kernel, blocks, THREADS, args, consts=consts, cost=BESIDE_ATTENTION)
+
+
+def forward(
+    dev: Device,
+    qkv: Tensor,
+    rstd: Tensor,
+    product: Tensor | None,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Normalise the value heads in qkv.
+
+        value = T(rstd * x)        rstd = 1 / sqrt(mean(x^2) + eps)
+
+    product: (B*T, (Hq+Hkv)*Hd), query and key heads, which come into qkv; x then is the key. None:
+    qkv has all heads, and x is the value.
+    """
+    sizes = _sizes(qkv, num_heads, num_kv_heads)
+    args = (qkv, rstd, product, eps, *sizes)
+    _launch(dev, FORWARD, args, qkv, sizes, keys=product is not None)
+
+
+def backward(
+    dev: Device,
+    d_product: Tensor | None,
+    d_qkv: Tensor,
+    qkv: Tensor,
+    rstd: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Turn the gradients of the normalised values into those of x.
+
+        d_x = T(rstd * (d_value - value * mean(d_value * value)))
+
+    qkv, rstd: as the forward pass left them. d_product: the gradient of forward's product: query
+    heads of d_qkv, and its key heads + d_x. None: value heads of d_qkv become d_x.
+    """
+    sizes = _sizes(qkv, num_heads, num_kv_heads)
+    args = (d_product, d_qkv, qkv, rstd, *sizes)
+    _launch(dev, BACKWARD, args, qkv, sizes, keys=d_product is not None)
