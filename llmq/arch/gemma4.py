@@ -44,7 +44,7 @@ class Gemma4(Gemma3):
     )
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """As its family's, but for parts that are not implemented."""
+        """Read the fields, and refuse parts that are not implemented."""
         given = {**_DEFAULTS, "hidden_size_per_layer_input": self.per_layer_size, **hf}
         reject(given, "hidden_activation", "gelu_pytorch_tanh")
         reject(given, "hidden_size_per_layer_input", 0, None)
@@ -112,7 +112,7 @@ class Gemma4Unified(Gemma4):
 def _of_full_layers(
     hf: Mapping[str, Any], windowed: tuple[bool, ...], shared: bool
 ) -> Mapping[str, Any]:
-    """What layers without a window have in the place of others: head_dim, num_key_value_heads."""
+    """Return head_dim and num_key_value_heads of the layers without a window."""
     each = get(hf, "per_layer_config", dict, None)
     if each is None:
         kv_heads = get(hf, "num_global_key_value_heads", int, None)
