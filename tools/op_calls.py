@@ -47,7 +47,7 @@ from llmq.ops.delta import delta_gates, delta_rule, gated_norm, short_conv
 from llmq.ops.experts import expert_rows, grouped, route
 from llmq.ops.loss import cross_entropy, distill, grpo, labels, pairs, sample
 from llmq.ops.pointwise import clock, elementwise, embedding, gelu, norm, reduce, swiglu
-from llmq.ops.product import adapter, matmul, matmul_fused
+from llmq.ops.product import adapter, matmul, matmul_fused, skinny
 from llmq.ops.quantize import four_bits, fp8_scale, quantize, quantize_int8
 from llmq.ops.update import adamw, global_norm, muon
 from llmq.ref.experts.route import sums_size
@@ -780,6 +780,14 @@ def rope_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
     return calls
 
 
+def skinny_calls(M: int, N: int, K: int) -> list[Call]:
+    args = {"out": bf16(M, N), "a": bf16(M, K), "b": bf16(N, K)}
+    return [
+        Call("skinny", skinny.skinny, args),
+        Call("matmul", matmul.matmul, args | {"trans_b": True}),
+    ]
+
+
 def swiglu_calls(rows: int, F: int) -> list[Call]:
     x, wide = bf16(rows, F), bf16(rows, 2 * F)
     forward, backward = {"up_gate": wide}, {"d_out": x, "up_gate": wide}
@@ -989,6 +997,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "route": route_calls,
     "sample": sample_calls,
     "short_conv": short_conv_calls,
+    "skinny": skinny_calls,
     "swiglu": swiglu_calls,
     "labels": labels_calls,
     "value_norm": value_norm_calls,

@@ -38,6 +38,7 @@ RUNS = {
     "int8": (RTX_5090, {"matmul-dtype": "int8"}),
     "block scales": (RTX_5090, DELAYED),
     "experts": (H100, {"model": "Qwen3-30B-A3B"}),
+    "few rows": (H100, {"batch-size": 1, "seq-len": 16}),
 }
 
 

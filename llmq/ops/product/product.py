@@ -33,7 +33,7 @@ from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.experts import grouped
 from llmq.ops.pointwise import gelu, reduce, swiglu
 from llmq.ops.pointwise.elementwise import dropout
-from llmq.ops.product import adapter, matmul_fused
+from llmq.ops.product import adapter, matmul_fused, skinny
 from llmq.ops.product.matmul import matmul, matmul_fp8, matmul_int8
 from llmq.ops.product.routes import Route, Sizes, taken
 from llmq.ops.quantize import fp8_scale, quantize_int8
@@ -74,6 +74,8 @@ class _Terms(NamedTuple):
     @property
     def library(self) -> Multiply:
         """The product alone, times alpha, by a kernel that has no other epilogue."""
+        if self.few_rows:
+            return partial(skinny.skinny, self.dev, a=self.a, b=self.b, alpha=self.alpha)
         if isinstance(self.b, Tensor):
             laid = {"trans_a": self.trans_a, "trans_b": self.trans_b}
             return partial(matmul, self.dev, a=self.a, b=self.b, **laid, alpha=self.alpha)
@@ -84,6 +86,12 @@ class _Terms(NamedTuple):
             operands |= dict(zip(("scale_a", "scale_b"), self.scales, strict=True))
             return partial(matmul_fp8, self.dev, **operands, alpha=self.alpha)
         return partial(_matmul_rounded if isinstance(self.b, Rounded) else _matmul_int8, self)
+
+    @property
+    def few_rows(self) -> bool:
+        """Whether the product is one of tensors with so few rows that weights' memory limits it."""
+        forward = self.trans_b and not self.trans_a and isinstance(self.b, Tensor)
+        return forward and skinny.takes(self.dev, self.a, self.b)
 
     @property
     def half(self) -> bool:

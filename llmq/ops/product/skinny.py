@@ -1,0 +1,65 @@
+"""Products of few rows, which the memory of their weights limits: each weight is read once."""
+
+from llmq.base.dtypes import BF16
+from llmq.base.tensor import Tensor
+from llmq.ops.common import VECTOR_BYTES, WARP
+from llmq.runtime.cost import product_cost
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div
+
+MOST_ROWS = 16
+WARPS = 8  # of a block, each of which sums a part of K
+FEATURES = 16  # of b's rows in a block
+COLUMNS = 8  # of a tile of the result, transposed: rows of a
+
+SKINNY = Kernel(
+    "product/skinny.cu",
+    "skinny",
+    "out D[M,N] out, bf16[M,K] a, bf16[N,K] b, D[N]? bias, D[M,N]? addend, i32 M, i32 N, i32 K, "
+    "f32 alpha",
+    where=f"M <= {MOST_ROWS}",
+    gpu=f"K % {VECTOR_BYTES // BF16.itemsize}",
+)
+
+
+def takes(dev: Device, a: Tensor, b: Tensor) -> bool:
+    """Whether this is the kernel for a product of these tensors on the device."""
+    few = a.shape[0] <= MOST_ROWS and dev.spec.capability > 0
+    aligned = a.shape[1] * a.dtype.itemsize % VECTOR_BYTES == 0
+    return few and aligned and a.dtype is b.dtype is BF16
+
+
+def skinny(
+    dev: Device,
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
+    alpha: float = 1.0,
+) -> None:
+    """out (M,N) = alpha * a @ b^T [+ bias] [+ addend], summed in F32 and rounded once.
+
+    A row's bits depend on no other row, nor on how many there are.
+
+    Args (contiguous; K a multiple of 8):
+        out     out  F32 or BF16  (M,N)   M at most MOST_ROWS
+        a       in   BF16         (M,K)
+        b       in   BF16         (N,K)
+        bias    in   as out       (N,)    or None; added to every row
+        addend  in   as out       (M,N)   or None
+
+    Cost:    b read once; one launch.
+    """
+    M, K, N = SKINNY.dims(a=a, b=b)
+    dev.launch(
+        SKINNY,
+        ceil_div(N, FEATURES),
+        WARP * WARPS,
+        (out, a, b, bias, addend, M, N, K, alpha),
+        consts={"TILES": ceil_div(M, COLUMNS)},
+        cost=product_cost(
+            (M, N, K), BF16, out.dtype, trans_b=True, addend=addend is not None, epilogue="skinny"
+        ),
+    )

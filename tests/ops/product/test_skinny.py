@@ -1,0 +1,58 @@
+"""Products of few rows on a device against the reference."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from llmq.base.dtypes import BF16, F32
+from llmq.ops.product import skinny
+from llmq.ops.product.product import product
+from llmq.ref.product.skinny import CASES
+from llmq.runtime.plan_device import PlanDevice
+from tests.harness import GPU_SPEC, close, run
+
+SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
+
+
+def arrays_of(rng, case, dtype, added):
+    M, N, K = case
+    arrays = {"out": np.full((M, N), np.nan, dtype.numpy)}
+    arrays |= {name: rng.normal(size=s) for name, s in (("a", (M, K)), ("b", (N, K)))}
+    arrays |= {name: x.astype(BF16.numpy) for name, x in arrays.items() if name != "out"}
+    shapes = {"bias": N, "addend": (M, N)}
+    return arrays | {
+        name: rng.normal(size=shape).astype(dtype.numpy) if added else None
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
+def test_equals_reference(dev, rng, case, dtype, added):
+    """Products are exact in F32; sums have another order, and may round to the next BF16."""
+    call = partial(skinny.skinny, alpha=0.7 if added else 1.0)
+    close(dev, call, arrays_of(rng, case, dtype, added), ["out"], bf16=2**-7, f32=2e-4)
+
+
+def test_a_row_depends_on_no_other(dev, rng):
+    arrays = arrays_of(rng, (16, 24, 1000), F32, False)
+    whole = run(dev, skinny.skinny, arrays)["out"]
+    for rows in (slice(0, 1), slice(3, 8), slice(7, 16)):
+        part = arrays | {"out": arrays["out"][rows], "a": arrays["a"][rows]}
+        np.testing.assert_array_equal(run(dev, skinny.skinny, part)["out"], whole[rows])
+
+
+def test_products_of_few_rows_are_taken():
+    """On GPUs, of BF16 and an input of whole vectors."""
+    dev = PlanDevice(GPU_SPEC)
+
+    def multiply(M, K, dtype=BF16):
+        out, a, b = (dev.alloc("x", s, dtype, "Weights") for s in ((M, 32), (M, K), (32, K)))
+        dev.launches.clear()
+        product(dev, out, a, b, trans_b=True, alpha=2.0)
+        return list(dev.launches)
+
+    assert multiply(16, 24) == ["skinny"]
+    assert multiply(17, 24) == multiply(16, 20) == multiply(16, 24, F32) == ["matmul"]
