@@ -1,8 +1,8 @@
 """Number formats, one file each: bf16 and fp32, e4m3, int8, nf4, mxfp4.
 
-`Operands` (`operands.py`) are what the products of a model's blocks multiply: in which form
-activations and gradients are made, made again and kept from forward to backward. `Storage`
-(`storage.py`) is how frozen matrices are kept, encoded and decoded.
+`Operands` (`operands.py`) makes what the products of a model's blocks read: tensors or codes, in
+forward, recompute and backward. `Storage` (`storage.py`) encodes, stores and decodes frozen
+matrices.
 """
 
 from llmq.arch.model_config import ModelConfig
@@ -24,7 +24,7 @@ OPERANDS: dict[str, type[Operands]] = {
     "e4m3": E4m3Operands,
     "int8": Int8Operands,
 }
-"""By --matmul-dtype."""
+"""Class of operands, by --matmul-dtype."""
 
 STORAGE: dict[str, type[Storage]] = {
     "e4m3": E4m3Storage,
@@ -32,11 +32,11 @@ STORAGE: dict[str, type[Storage]] = {
     "nf4": Nf4Storage,
     "mxfp4": Mxfp4Storage,
 }
-"""By --base-dtype."""
+"""Class of storage, by --base-dtype."""
 
 
 def codes_of(precision: PrecisionOptions, dtype: str) -> DType | None:
-    """The codes of weights that are trained and multiplied in this format; None: they have none."""
+    """Return the dtype of codes made of trained weights; None if products read the weights."""
     codes = OPERANDS[dtype].weights
     return e4m3_of(precision) if codes is E4M3 else codes
 
@@ -44,13 +44,13 @@ def codes_of(precision: PrecisionOptions, dtype: str) -> DType | None:
 def operands_of(
     dev: Device, config: ModelConfig, options: StepOptions, scalars: Tensor | None
 ) -> Operands:
-    """The operands of the products of a model's blocks. options: normalized. scalars: StepScalars,
-    I32 (16,)."""
-    found = OPERANDS[options.precision.matmul_dtype](dev)
-    found.prepare(config, options, scalars)
-    return found
+    """Return the operands of the products of a model's blocks, ready for a run. options:
+    normalized. scalars: StepScalars, I32 (16,)."""
+    operands = OPERANDS[options.precision.matmul_dtype](dev)
+    operands.prepare(config, options, scalars)
+    return operands
 
 
 def storage_of(dev: Device, dtype: DType) -> Storage:
-    """The storage of frozen matrices that are kept in codes of this kind."""
+    """Return the storage of frozen matrices whose codes have this dtype."""
     return next(kind for name, kind in STORAGE.items() if parse_dtype(name) == dtype)(dev)

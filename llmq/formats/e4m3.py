@@ -1,10 +1,10 @@
-"""e4m3: products multiply fp8 codes with one scale for each tensor, which it gets in two ways.
+"""e4m3: products multiply fp8 codes with one scale a tensor, just-in-time or delayed.
 
-Codes lie in two layouts, (rows, features) for products and (features, rows) for weights' gradients
-(`model/linear.py` says why). A tensor that is made again in backward has a scale from forward, so
-that the kernel which makes it writes its codes and no tensor, in both ways.
+Codes have two layouts: (rows, features) for products, (features, rows) for weight gradients
+(`model/linear.py` says why). A tensor that backward recomputes has a scale from forward. So with
+both kinds of scales, the kernel that recomputes a tensor writes codes and no tensor.
 
-Scratch is a stack: codes of a tensor that is gone before them are taken before it.
+Scratch is a stack: codes that outlive their tensor are allocated before the tensor.
 """
 
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ from llmq.options.groups.precision import PrecisionOptions
 from llmq.options.options import StepOptions
 from llmq.ref.quantize import quantize as ref
 
-# By --fp8-fast-accumulation. Precision is lost with the length of the sums: over features in most
-# products, over tokens in weights' gradients, and over the vocabulary in the gradient of the head's
+# Values of --fp8-fast-accumulation. Precision falls with the length of the sums: over features in
+# most products, over tokens in weight gradients, over the vocabulary in the gradient of the head's
 # input.
 FAST = {
     "none": ((), ()),
@@ -37,7 +37,7 @@ FAST = {
     "activations": ((FORWARD, BACKWARD), (FORWARD,)),
     "all": ((FORWARD, BACKWARD, WEIGHT), (FORWARD, BACKWARD, WEIGHT)),
 }
-"""Products of blocks, of the head."""
+"""Products that accumulate fast: (of blocks, of the LM head)."""
 
 
 def e4m3_of(precision: PrecisionOptions) -> DType:
@@ -45,17 +45,17 @@ def e4m3_of(precision: PrecisionOptions) -> DType:
 
 
 class E4m3Operands(Operands):
-    """A tensor gets its codes just in time, or with delayed scales.
+    """Operands as fp8 codes, whose scales are just-in-time or delayed.
 
-    just in time  The kernel writes the tensor and records its largest value; codes follow.
-    delayed       The kernel writes codes, with the scale of earlier steps; just in time until there
-                  is one.
+        just in time  The kernel writes the tensor and records its largest |x|; codes follow.
+        delayed       The kernel writes codes with a scale of earlier steps. Until the first scale
+                      exists, codes are made just in time.
 
-    formats: of codes, by name of a layer's tensor. products: ids of those that products write.
-    outs: those of the gradients of halves' outputs. limits: the largest finite value of each
-    tensor's format, by its id. whole: ids of the tensors that are read as they are, too: by
-    adapters, by routers, and for the gradients of experts. turned: ids of those whose transposed
-    codes the gradients of other matrices need.
+    formats: dtype of the codes, by name of a layer's tensor. products: ids of tensors whose codes a
+    product writes. outs: ids of the gradients of halves' outputs. limits: by tensor id, the largest
+    finite value of its codes' dtype. whole: ids of tensors that are also read without codes: by
+    adapters, routers and the weight gradients of experts. turned: ids of tensors whose transposed
+    codes the gradients of other weights read.
     """
 
     weights, makes_codes = E4M3, True
@@ -94,12 +94,12 @@ class E4m3Operands(Operands):
     def head(self) -> Operands:
         if HEAD not in self.formats:
             return super().head
-        found = copy(self)
-        found.fast = self._head_fast
-        return found
+        head = copy(self)
+        head.fast = self._head_fast
+        return head
 
     def _add_layer(self, config: ModelConfig, layer: int, *, coded: bool) -> None:
-        """Formats and limits of a layer. coded: whether products write codes."""
+        """Add the formats and limits of a layer. coded: True if products write codes."""
         halves = config.halves(layer)
         names = dict.fromkeys(halves_inputs(halves), self.e4m3)
         names |= dict.fromkeys(halves_gradients(halves), self.gradient_dtype)
@@ -139,7 +139,8 @@ class E4m3Operands(Operands):
         product: bool = True,
         transposed: bool = True,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Scratch for codes (rows, features) and transposed ones, as far as they are needed."""
+        """Scratch for codes (rows, features) and for transposed codes; None for an unread
+        layout."""
         name = tensor_id.rpartition(".")[2]
         dtype, q, q_t = self.formats[name], None, None
         if product:
@@ -163,7 +164,7 @@ class E4m3Operands(Operands):
 
     @property
     def _known(self) -> bool:
-        """Whether scales are there before tensors are."""
+        """True if scales are known before their tensors are computed."""
         return self.delayed and self.scales.ready
 
     # -- tensors that kernels make ----------------------------------------------------------------
@@ -205,14 +206,14 @@ class E4m3Operands(Operands):
             return self.measured(tensor_id, out)
         q, q_t = self._codes(temps, tensor_id, shape)
         if not known:
-            made = OutBuffers(tensor_id, out, self.scales.abs_max(tensor_id))
-            made.pending = self.scales.fp8_out_again(tensor_id, q, q_t)
-            made.operand = self._fp8(tensor_id, None, q, q_t)
-            return made
-        made = self._direct(tensor_id, out if bias or keeps else None, q, q_t)
+            buffers = OutBuffers(tensor_id, out, self.scales.abs_max(tensor_id))
+            buffers.pending = self.scales.fp8_out_again(tensor_id, q, q_t)
+            buffers.operand = self._fp8(tensor_id, None, q, q_t)
+            return buffers
+        buffers = self._direct(tensor_id, out if bias or keeps else None, q, q_t)
         if of_product and self.products:
-            made.first = self.scales.first_of(tensor_id)
-        return made
+            buffers.first = self.scales.first_of(tensor_id)
+        return buffers
 
     def measured(self, tensor_id: str, out: Tensor) -> OutBuffers:
         if self._known and tensor_id in self.outs:
@@ -220,7 +221,7 @@ class E4m3Operands(Operands):
         return OutBuffers(tensor_id, out, self.scales.abs_max(tensor_id))
 
     def finalize(self, temps: ExitStack, out: OutBuffers) -> Operand:
-        if out.operand is None:  # codes are taken behind the kernel, whose scratch is gone by then
+        if out.operand is None:  # codes are allocated now, after the kernel's scratch
             return self.quantize(temps, out.name, out.tensor, measured=True, transposed=True)
         if out.pending is not None:
             codes, transposed, scale, _ = out.pending
@@ -261,17 +262,17 @@ class E4m3Operands(Operands):
         return self._fp8(tensor_id, x, q, q_t)
 
     def largest(self) -> dict[tuple[int, str], float]:
-        values, found = self.dev.download(self.scales.abs_maxes)[:, 0].tolist(), {}
+        values, largest = self.dev.download(self.scales.abs_maxes)[:, 0].tolist(), {}
         for name, value in zip(self.scales.names, values, strict=True):
             if name != HEAD:
                 _, layer, tensor = name.split(".")
-                found[int(layer), tensor] = value
-        return found
+                largest[int(layer), tensor] = value
+        return largest
 
     # -- results of products that an activation reads ---------------------------------------------
-    # Before the first scales are known, products of codes run twice: with any scale for the largest
-    # value, and with the scale that follows from it. Another way would need memory that no later
-    # step needs.
+    # Before the first scales are known, a product of codes runs twice: with any scale, to find the
+    # largest |x|, and with the scale that follows from this |x|. Any other way would need memory
+    # that no later step uses.
 
     def result_dtype(self, name: str) -> DType:
         return self.formats[name] if self.products else self.dtype
@@ -287,22 +288,22 @@ class E4m3Operands(Operands):
 
 
 class E4m3Storage(Storage):
-    """Frozen matrices of fp8 codes, with one scale for each."""
+    """Frozen matrices as fp8 codes with one scale each."""
 
     def layout(self, matrix: Frozen) -> StorageLayout:
         return {"codes": (matrix.shape, E4M3), "scale": ((1,), F32)}
 
-    def encode(self, made: Encoder) -> None:
-        """One scale, from the largest value of the matrix."""
-        largest, scale, size = made.number(0), made.number(1), made.matrix.size
+    def encode(self, encoder: Encoder) -> None:
+        """Make codes with one scale, from the largest |x| of the matrix."""
+        largest, scale, size = encoder.number(0), encoder.number(1), encoder.matrix.size
         self.dev.zero(largest)
-        for start, count in made.pieces(size):
-            fp8_scale.abs_max(self.dev, largest, made.read(start, count))
-        for start, count in made.pieces(size):
-            x, codes = made.read(start, count), made.codes.view_as(E4M3).rows(0, count)
+        for start, count in encoder.pieces(size):
+            fp8_scale.abs_max(self.dev, largest, encoder.read(start, count))
+        for start, count in encoder.pieces(size):
+            x, codes = encoder.read(start, count), encoder.codes.view_as(E4M3).rows(0, count)
             quantize.quantize(self.dev, codes, None, scale, x, largest)
-            made.put("codes", codes, start)
-        made.put("scale", scale, 0)
+            encoder.put("codes", codes, start)
+        encoder.put("scale", scale, 0)
 
     def decode(
         self, matrix: Frozen, kept: Mapping[str, Tensor], out: Tensor, scale: Tensor | None = None

@@ -4,13 +4,14 @@
     d_x      = d_out   (rows, out) @ weight_t (in, out)^T
     d_weight = d_out_t (out, rows) @ x_t      (in, rows)^T
 
-Elements that a product sums over have one scale. Weights, activations and gradients exist in BF16;
-codes of both operands are made just before a product, with a scale for each row as they lie here:
-for each token and output feature forward, and so on. A frozen weight that is kept as codes is
-multiplied as such. `ops/product/product.py` computes all of them.
+Elements that a product sums together share one scale. Weights, activations and gradients are stored
+in BF16. Just before a product, both operands get codes with a scale for each row as written above:
+for each token and output feature in forward, and so on. The stored codes of a frozen weight are
+multiplied as they are. `ops/product/product.py` computes all three products.
 
-Codes of gradients are rounded stochastically, or what is always lost of small ones would add up
-over steps; others to nearest, so that what is computed again is the same.
+Codes of gradients are rounded stochastically: rounded to nearest, small gradients would lose the
+same part in every step. Other codes are rounded to nearest, so that recomputed values have the same
+codes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,11 +28,11 @@ from llmq.ops.quantize import quantize_int8
 from llmq.options.options import StepOptions
 from llmq.ref.quantize import quantize_int8 as ref
 
-SALT = 0x80000000  # others' salts count from 0
+SALT = 0x80000000  # salts of other kernels count from 0
 
 
 class Int8Operands(Operands):
-    """Operands are tensors until they are multiplied."""
+    """Operands stay tensors until a product makes their codes."""
 
     def prepare(self, config: ModelConfig, options: StepOptions, scalars: Tensor | None) -> None:
         super().prepare(config, options, scalars)
@@ -53,7 +54,7 @@ class Int8Operands(Operands):
 
 
 class Int8Storage(Storage):
-    """Frozen matrices of signed bytes, with a scale for each row."""
+    """Frozen matrices as signed bytes with a scale for each row."""
 
     def layout(self, matrix: Frozen) -> StorageLayout:
         rows = matrix.size // matrix.columns
@@ -68,16 +69,16 @@ class Int8Storage(Storage):
             self._ones = self.dev.alloc("int8_ones", (widest,), F32, "Activations")
             self.dev.upload(self._ones, np.ones(widest, np.float32))
 
-    def encode(self, made: Encoder) -> None:
-        """In pieces of whole rows."""
-        columns = made.matrix.columns
-        for start, size in made.pieces(made.matrix.size, ROWS * columns):
+    def encode(self, encoder: Encoder) -> None:
+        """Encode pieces of whole rows."""
+        columns = encoder.matrix.columns
+        for start, size in encoder.pieces(encoder.matrix.size, ROWS * columns):
             count = size // columns
-            codes, scales = made.codes.view_as(I8).rows(0, size), made.scales.rows(0, count)
-            x, shape = made.read(start, size), (count, columns)
+            codes, scales = encoder.codes.view_as(I8).rows(0, size), encoder.scales.rows(0, count)
+            x, shape = encoder.read(start, size), (count, columns)
             quantize_int8.rows(self.dev, codes.view(*shape), scales, x.view(*shape))
-            made.put("codes", codes, start)
-            made.put("scale", scales, start // columns * F32.itemsize)
+            encoder.put("codes", codes, start)
+            encoder.put("scale", scales, start // columns * F32.itemsize)
 
     def decode(
         self, matrix: Frozen, kept: Mapping[str, Tensor], out: Tensor, scale: Tensor | None = None

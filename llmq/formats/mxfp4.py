@@ -1,7 +1,7 @@
-"""mxfp4: frozen experts of four bits as gpt-oss's files have them, decoded before products.
+"""mxfp4: frozen experts as 4-bit codes like gpt-oss's files, decoded before products.
 
-Files of such codes are kept without a loss: what is decoded has the same codes again
-(`ops/quantize/four_bits.py`). All other matrices of blocks are kept in BF16, as there.
+Weights from such files are kept without loss: decoded values are encoded to the same codes again
+(`ops/quantize/four_bits.py`). All other matrices of blocks stay BF16, as in these files.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def _bytes_as(scratch: Tensor, dtype: DType) -> Tensor:
 
 
 class Mxfp4Storage(Storage):
-    """Products take what was decoded."""
+    """Frozen experts as 4-bit codes; products read decoded matrices."""
 
     def layout(self, matrix: Frozen) -> StorageLayout:
         if not _of_experts(matrix):
@@ -34,28 +34,28 @@ class Mxfp4Storage(Storage):
         blocks = matrix.size // ref.MXFP4_BLOCK
         return {"codes": ((matrix.size // 2,), U8), "exponents": ((blocks,), U8)}
 
-    def encode(self, made: Encoder) -> None:
-        if not _of_experts(made.matrix):
-            self._values(made)
+    def encode(self, encoder: Encoder) -> None:
+        if not _of_experts(encoder.matrix):
+            self._values(encoder)
             return
-        for first, count in made.pieces(made.matrix.size, ref.MXFP4_BLOCK):
-            codes = made.codes.rows(0, count // 2)
-            exponents = _bytes_as(made.scales, U8).rows(0, count // ref.MXFP4_BLOCK)
-            four_bits.encode_mxfp4(self.dev, codes, exponents, made.read(first, count))
-            made.put("codes", codes, first // 2)
-            made.put("exponents", exponents, first // ref.MXFP4_BLOCK)
+        for first, count in encoder.pieces(encoder.matrix.size, ref.MXFP4_BLOCK):
+            codes = encoder.codes.rows(0, count // 2)
+            exponents = _bytes_as(encoder.scales, U8).rows(0, count // ref.MXFP4_BLOCK)
+            four_bits.encode_mxfp4(self.dev, codes, exponents, encoder.read(first, count))
+            encoder.put("codes", codes, first // 2)
+            encoder.put("exponents", exponents, first // ref.MXFP4_BLOCK)
 
-    def _values(self, made: Encoder) -> None:
-        rounded = _bytes_as(made.codes, BF16)
-        for first, count in made.pieces(made.matrix.size):
-            x = made.read(first, count)
+    def _values(self, encoder: Encoder) -> None:
+        rounded = _bytes_as(encoder.codes, BF16)
+        for first, count in encoder.pieces(encoder.matrix.size):
+            x = encoder.read(first, count)
             step = count if x.dtype == BF16 else rounded.size
             for start in range(0, count, step):
                 part = x.rows(start, min(start + step, count))
                 if x.dtype != BF16:
                     convert(self.dev, rounded.rows(0, part.size), part)
                     part = rounded.rows(0, part.size)
-                made.put("values", part, BF16.itemsize * (first + start))
+                encoder.put("values", part, BF16.itemsize * (first + start))
 
     def decode(
         self, matrix: Frozen, kept: Mapping[str, Tensor], out: Tensor, scale: Tensor | None = None

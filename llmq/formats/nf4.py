@@ -1,9 +1,8 @@
-"""nf4: frozen matrices of four bits, decoded before products; `ops/quantize/four_bits.py` has
-codes.
+"""nf4: frozen matrices as 4-bit codes (`ops/quantize/four_bits.py`), decoded before products.
 
-Modules that Hugging Face names are quantized one by one, as others do it. Those of one size that
-follow each other, as of experts, are a *run*, whose tensors lie together: one launch decodes it.
-`scale` is that of the whole matrix's fp8 codes, if they are made of these.
+Each module that Hugging Face names is quantized by itself, as in bitsandbytes. Adjacent modules
+of one size, such as experts, form a *run*: their tensors lie together, and one launch decodes them.
+`scale` is the scale of the whole matrix's fp8 codes, where products read such codes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +20,8 @@ from llmq.runtime.kernel import ceil_div
 
 
 class _Run(NamedTuple):
-    """first: its first element. size: of each of its modules, of which there are so many."""
+    """Adjacent modules of one size. first: element of the matrix where they begin. size: elements
+    of one module. count: of modules."""
 
     first: int
     size: int
@@ -29,31 +29,31 @@ class _Run(NamedTuple):
 
 
 def _runs(matrix: Frozen) -> list[_Run]:
-    found: list[_Run] = []
+    runs: list[_Run] = []
     for part in matrix.hf:
         first, size = part.start * matrix.columns, (part.stop - part.start) * matrix.columns
-        run = found[-1] if found else None
+        run = runs[-1] if runs else None
         if run and run.size == size and run.first + run.count * size == first:
-            found[-1] = run._replace(count=run.count + 1)
+            runs[-1] = run._replace(count=run.count + 1)
         else:
-            found.append(_Run(first, size, 1))
-    return found
+            runs.append(_Run(first, size, 1))
+    return runs
 
 
 class Nf4Storage(Storage):
-    """Products take what was decoded."""
+    """Frozen matrices as 4-bit codes; products read decoded matrices."""
 
     def layout(self, matrix: Frozen) -> StorageLayout:
-        found: StorageLayout = {"scale": ((1,), F32)}
+        layout: StorageLayout = {"scale": ((1,), F32)}
         for number, (_, size, count) in enumerate(_runs(matrix)):
             half, blocks, groups = four_bits.sizes(size)
-            found |= {
+            layout |= {
                 f"codes.{number}": ((count * half,), U8),
                 f"scale_codes.{number}": ((count * blocks,), U8),
                 f"groups.{number}": ((count * groups,), F32),
                 f"mean.{number}": ((count,), F32),
             }
-        return found
+        return layout
 
     def piece(self, matrix: Frozen) -> int:
         return piece_of(max(run.size * run.count for run in _runs(matrix)))
@@ -62,51 +62,54 @@ class Nf4Storage(Storage):
         self._levels = self.dev.alloc("nf4_levels", (four_bits.NUM_LEVELS,), F32, "Quants")
         self.dev.upload(self._levels, ref.scale_levels())
 
-    def encode(self, made: Encoder) -> None:
-        largest = [self._run(made, number, run) for number, run in enumerate(_runs(made.matrix))]
-        # Each block has an element of level 1 or -1: the largest scale is the largest value.
+    def encode(self, encoder: Encoder) -> None:
+        largest = [
+            self._run(encoder, number, run) for number, run in enumerate(_runs(encoder.matrix))
+        ]
+        # Each block has an element of level 1 or -1, so the largest scale is the largest |x|.
         scale = max(LEAST_ABS_MAX, *largest) / np.float32(E4M3_MAX)
-        self.dev.upload(made.number(1), np.array([scale], np.float32))
-        made.put("scale", made.number(1), 0)
+        self.dev.upload(encoder.number(1), np.array([scale], np.float32))
+        encoder.put("scale", encoder.number(1), 0)
 
-    def _run(self, made: Encoder, number: int, run: _Run) -> np.float32:
-        """Returns the largest scale. Scales wait here for their means, each of a module."""
+    def _run(self, encoder: Encoder, number: int, run: _Run) -> np.float32:
+        """Encode a run; return its largest scale. Scales wait on the host for their module's
+        mean."""
         dev, (first, size, count) = self.dev, run
         _, blocks, groups = four_bits.sizes(size)
-        found = np.zeros((count, blocks), np.float32)
-        for start, n in made.pieces(count * size):
+        all_scales = np.zeros((count, blocks), np.float32)
+        for start, n in encoder.pieces(count * size):
             half, some, _ = four_bits.sizes(n)
-            codes, scales = made.codes.rows(0, half), made.scales.rows(0, some)
-            four_bits.quantize(dev, codes, scales, made.read(first + start, n))
-            made.put(f"codes.{number}", codes, start // 2)
-            found.reshape(-1)[start // ref.BLOCK :][:some] = dev.download(scales)
-        means = np.array([row.mean(dtype=np.float64) for row in found], np.float32)
+            codes, scales = encoder.codes.rows(0, half), encoder.scales.rows(0, some)
+            four_bits.quantize(dev, codes, scales, encoder.read(first + start, n))
+            encoder.put(f"codes.{number}", codes, start // 2)
+            all_scales.reshape(-1)[start // ref.BLOCK :][:some] = dev.download(scales)
+        means = np.array([row.mean(dtype=np.float64) for row in all_scales], np.float32)
         for module in range(count):
             before = module * blocks, module * groups
-            self._scales(made, number, before, found[module], means[module : module + 1])
-            made.put(f"mean.{number}", made.number(0), module * F32.itemsize)
-        return ref.largest_scale(found, means)
+            self._scales(encoder, number, before, all_scales[module], means[module : module + 1])
+            encoder.put(f"mean.{number}", encoder.number(0), module * F32.itemsize)
+        return ref.largest_scale(all_scales, means)
 
     def _scales(
         self,
-        made: Encoder,
+        encoder: Encoder,
         number: int,
         before: tuple[int, int],
         scales: np.ndarray,
         mean: np.ndarray,
     ) -> None:
-        """Codes of a module's scales. before: blocks and groups of the modules in front of it."""
-        dev, step = self.dev, made.scales.size // ref.GROUP * ref.GROUP or scales.size
-        dev.upload(made.number(0), mean)
+        """Encode a module's scales. before: numbers of blocks and groups of the modules before."""
+        dev, step = self.dev, encoder.scales.size // ref.GROUP * ref.GROUP or scales.size
+        dev.upload(encoder.number(0), mean)
         for start in range(0, scales.size, step):
             part = scales[start : start + step]
-            given, codes = made.scales.rows(0, part.size), made.codes.rows(0, part.size)
-            groups = made.groups.rows(0, ceil_div(part.size, ref.GROUP))
+            given, codes = encoder.scales.rows(0, part.size), encoder.codes.rows(0, part.size)
+            groups = encoder.groups.rows(0, ceil_div(part.size, ref.GROUP))
             dev.upload(given, part)
-            four_bits.quantize_scales(dev, codes, groups, given, made.number(0), self._levels)
-            made.put(f"scale_codes.{number}", codes, before[0] + start)
+            four_bits.quantize_scales(dev, codes, groups, given, encoder.number(0), self._levels)
+            encoder.put(f"scale_codes.{number}", codes, before[0] + start)
             group = before[1] + start // ref.GROUP
-            made.put(f"groups.{number}", groups, group * F32.itemsize)
+            encoder.put(f"groups.{number}", groups, group * F32.itemsize)
 
     def decode(
         self, matrix: Frozen, kept: Mapping[str, Tensor], out: Tensor, scale: Tensor | None = None
@@ -123,13 +126,13 @@ class Nf4Storage(Storage):
     def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:
         out, levels = np.empty(x.size, np.float32), ref.scale_levels()
         for part in matrix.hf:
-            own = slice(part.start * matrix.columns, part.stop * matrix.columns)
-            n = own.stop - own.start
+            span = slice(part.start * matrix.columns, part.stop * matrix.columns)
+            n = span.stop - span.start
             half, blocks, num_groups = four_bits.sizes(n)
             codes, scales = np.empty(half, np.uint8), np.empty(blocks, np.float32)
-            ref.nf4_quantize(codes, scales, x[own], n)
+            ref.nf4_quantize(codes, scales, x[span], n)
             mean = scales.mean(dtype=np.float64, keepdims=True).astype(np.float32)
             scale_codes, groups = np.empty(blocks, np.uint8), np.empty(num_groups, np.float32)
             ref.nf4_quantize_scales(scale_codes, groups, scales, mean, levels, blocks)
-            ref.nf4_decode(out[own], codes, scale_codes, groups, mean, levels, n)
+            ref.nf4_decode(out[span], codes, scale_codes, groups, mean, levels, n)
         return out

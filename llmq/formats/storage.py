@@ -1,11 +1,11 @@
-"""How frozen matrices lie as codes with scales, and what makes them while they are read.
+"""Layout of frozen matrices as codes with scales, and their encoding while weights are read.
 
     e4m3    | codes | scale |
     int8    | codes | a scale for each row |
-    nf4     | scale of fp8 codes | of modules of one size: codes, codes of scales, groups, means |
+    nf4     | scale of fp8 codes | a run of modules: codes, codes of scales, groups, means | ...
 
-A block's are one run of bytes. A rank's part of it, and the parts that are gathered and streamed,
-are parts of these bytes, wherever a tensor ends.
+All tensors of a block form one run of bytes. Ranks' shards, gathered parts and streamed parts are
+ranges of these bytes, which may begin and end inside a tensor.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from llmq.ref.quantize.four_bits import GROUP
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import Device
 
-ALIGN = 256  # bytes, of tensors as in an arena, for the fastest products; and of each rank's part
-PIECE = 1 << 22  # elements on the device at a time: whole groups of NF4's scales
-ROWS = 16  # of INT8 codes that are made at once, and their least number of columns
-NUMBER = 4  # elements of F32 from one number to the next, 16 bytes
+ALIGN = 256  # bytes: of tensors, for the fastest products, and of each rank's shard
+PIECE = 1 << 22  # elements encoded at a time: whole groups of NF4's scales
+ROWS = 16  # rows of INT8 codes made at once, and the least number of columns
+NUMBER = 4  # F32 elements from one number to the next, 16 bytes
 
 Write = Callable[[Tensor, int], None]
-"""Fills a tensor (n,) with the elements of a matrix from this one on."""
+"""Function (tensor, first): fill a tensor (n,) with the matrix's elements from `first` on."""
 Put = Callable[[str, Tensor, int], None]
-"""Keeps one of a matrix's tensors, by its name, from this byte of it on."""
+"""Function (name, tensor, byte): store a part of the matrix's tensor `name` from `byte` on."""
 StorageLayout = dict[str, tuple[tuple[int, ...], DType]]
-"""Shape and format of the tensors that a matrix is kept as, by their names."""
+"""Shape and dtype of the tensors that store a matrix, by name."""
 
 
 class Frozen(Protocol):
-    """A frozen matrix, as the weight table has it (`Param`)."""
+    """A frozen matrix; the weight table's `Param` is one."""
 
     key: str
     shape: tuple[int, ...]
@@ -49,12 +49,12 @@ class Frozen(Protocol):
 
 
 def piece_of(size: int) -> int:
-    """How many of so many elements are encoded at a time."""
+    """Return how many of `size` elements are encoded at a time."""
     return min(PIECE, size)
 
 
 class Region(NamedTuple):
-    """A tensor inside of a block's bytes, at this offset."""
+    """A tensor inside a block's bytes. offset: in bytes."""
 
     offset: int
     shape: tuple[int, ...]
@@ -62,11 +62,11 @@ class Region(NamedTuple):
 
 
 class CodeLayout:
-    """The places of a block's matrices' tensors. nbytes: of all, a multiple of ALIGN a rank.
-    regions: by key and name."""
+    """Places of the tensors of a block's matrices. nbytes: of all tensors, a multiple of ALIGN for
+    each rank. regions: by a matrix's key and a tensor's name."""
 
     def __init__(self, matrices: Mapping[str, StorageLayout], shards: int = 1):
-        """matrices: the layout of each matrix, by key."""
+        """matrices: the tensors of each matrix, by key. shards: number of ranks."""
         self.regions: dict[str, dict[str, Region]] = {}
         used = 0
         for key, tensors in matrices.items():
@@ -78,7 +78,7 @@ class CodeLayout:
         self.nbytes = align_up(used, ALIGN * shards)
 
     def tensors(self, packed: Tensor, key: str) -> dict[str, Tensor]:
-        """A matrix's, in bytes that begin with those of the block."""
+        """Return a matrix's tensors by name. packed: U8, from the block's first byte on."""
         return {
             name: Tensor(name, shape, dtype, packed.storage, packed.offset + offset)
             for name, (offset, shape, dtype) in self.regions[key].items()
@@ -86,16 +86,16 @@ class CodeLayout:
 
 
 class Encoder:
-    """Scratch for the codes of one matrix after the other, and for pieces of it. It is taken once
-    when this is made, so that plans know of it. matrix: that of which codes are made, and put: what
-    keeps them. codes: U8, one for each element of a piece. scales: F32, one for ROWS elements.
-    groups: F32, one for GROUP scales."""
+    """Scratch for encoding one matrix after another, in pieces. The constructor takes the scratch
+    once, so that plans count the memory. matrix: the matrix to encode. put: stores its tensors.
+    codes: U8, one for each element of a piece. scales: F32, one for ROWS elements. groups: F32, one
+    for GROUP scales."""
 
     matrix: Frozen
     put: Put
 
     def __init__(self, dev: Device, pieces: Iterable[int]):
-        """pieces: of each matrix, as of `Storage.piece`."""
+        """pieces: elements encoded at a time, for each matrix (`Storage.piece`)."""
         self.dev, self._piece = dev, max(pieces)
         with self._scratch(F32):
             pass
@@ -103,7 +103,7 @@ class Encoder:
     @contextmanager
     def _scratch(self, dtype: DType) -> Iterator[None]:
         take, n = self.dev.scratch, self._piece
-        blocks = -(-n // ROWS)  # no row is shorter, nor is a block of NF4
+        blocks = -(-n // ROWS)  # no row and no NF4 block is shorter
         with (
             take("base.x", (n,), dtype) as self._x,
             take("base.codes", (n,), U8) as self.codes,
@@ -115,64 +115,65 @@ class Encoder:
 
     @contextmanager
     def of(self, matrix: Frozen, write: Write, dtype: DType, put: Put) -> Iterator[Encoder]:
-        """write, dtype: of the elements as they are read, F32 or BF16."""
+        """Encode `matrix` in a with block. write: gives its elements, in dtype F32 or BF16."""
         with self._scratch(dtype):
-            self.matrix, self.put, self._write, self._there = matrix, put, write, (0, 0)
+            self.matrix, self.put, self._write, self._loaded = matrix, put, write, (0, 0)
             yield self
 
     def number(self, index: int) -> Tensor:
-        """One of two, F32 (1,)."""
+        """Return one of two numbers, F32 (1,). index: 0 or 1."""
         return self._numbers.rows(NUMBER * index, NUMBER * index + 1)
 
     def pieces(self, size: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
-        """First element and count of parts of so many elements, all but the last multiples."""
+        """Yield (first, count) of the pieces of `size` elements; counts but the last are
+        multiples."""
         step = self._piece // multiple * multiple
         for first in range(0, size, step):
             yield first, min(step, size - first)
 
     def read(self, first: int, count: int) -> Tensor:
-        """The matrix's elements from this one on, F32 or BF16 (count,)."""
+        """Return `count` elements of the matrix from `first` on, F32 or BF16 (count,)."""
         x = self._x.rows(0, count)
-        if self._there != (first, count):
+        if self._loaded != (first, count):
             self._write(x, first)
-            self._there = first, count
+            self._loaded = first, count
         return x
 
 
 class Storage:
-    """The way in which frozen matrices are kept in one number format, a class in each format's
-    file. dev: the device on which codes are made, and decoded before products or multiplied."""
+    """Base class of the number formats of frozen matrices, with a subclass in each format's file.
+    dev: the device that makes codes, and decodes or multiplies them."""
 
     def __init__(self, dev: Device):
         self.dev = dev
 
     def layout(self, matrix: Frozen) -> StorageLayout:
-        """The tensors that a matrix is kept as."""
+        """Return the tensors that store a matrix."""
         raise NotImplementedError
 
     def piece(self, matrix: Frozen) -> int:
-        """The number of elements that are encoded at a time."""
+        """Return the number of elements encoded at a time."""
         return piece_of(matrix.size)
 
     def start(self, matrices: Iterable[Frozen], *, multiplied: bool) -> None:
-        """Allocate the tables of a format before the first matrix is encoded. multiplied: whether
-        products read matrices as they are kept."""
+        """Allocate the tables of a format before the first matrix is encoded. multiplied: True if
+        products read the stored codes."""
 
-    def encode(self, made: Encoder) -> None:
-        """Read a matrix in pieces, and put its tensors."""
+    def encode(self, encoder: Encoder) -> None:
+        """Read the encoder's matrix in pieces, and store its tensors."""
         raise NotImplementedError
 
     def decode(
         self, matrix: Frozen, kept: Mapping[str, Tensor], out: Tensor, scale: Tensor | None = None
     ) -> None:
-        """out, of the matrix's shape, from its tensors. scale: F32 (1,) out, if out is of e4m3."""
+        """Write a matrix to out, of its shape. scale: F32 (1,) out, if out is E4M3; else None."""
         raise NotImplementedError
 
     def weight(self, kept: Mapping[str, Tensor], transposed: Tensor) -> Operand:
-        """The operand that a product reads of a matrix. transposed: its codes (..., in, out)."""
+        """Return the operand of a stored matrix. transposed: its codes (..., in, out)."""
         raise NotImplementedError
 
     @staticmethod
     def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:
-        """The elements x (n,) of a matrix encoded and decoded, F32 (n,), by the references."""
+        """Return the elements x (n,), encoded and decoded by the references; F32 (n,)."""
         raise NotImplementedError
