@@ -21,7 +21,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel
 from llmq.state import rules
 from llmq.state.params import Slab
-from llmq.state.rules.rule import Moment, Part, UpdateRule
+from llmq.state.rules.rule import OptimizerState, ShardSlice, UpdateRule
 
 NEEDS = (
     "llmq/state/rules/__init__.py",
@@ -68,7 +68,7 @@ class Momentum(UpdateRule):
     """One moment, and whole matrices."""
 
     moments = (
-        Moment(
+        OptimizerState(
             name="momentum", group="momentum", category="Momentum", dtype="opt_m_dtype",
             offload="offload_opt_m",
         ),
@@ -88,13 +88,13 @@ class Momentum(UpdateRule):
     def prepare(self, scalars: np.void, step: int) -> None:
         """It reads nothing of its own."""
 
-    def update(self, dev: Device, part: Part, scalars: Tensor) -> None:
+    def update(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
         """Two launches over what has no matrices, or only such as change by element."""
         with dev.scratch("change", part.master.shape, F32) as change:
             self.propose(dev, part._replace(change=change), scalars)
             self.apply(dev, part._replace(change=change), scalars)
 
-    def propose(self, dev: Device, part: Part, scalars: Tensor) -> None:
+    def propose(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
         """The momentum."""
         tensors = (part.change, part.grad, part.moments["momentum"], scalars)
         dev.launch(MOMENTUM, 1, 128, (*tensors, self.options.beta_1))
@@ -106,7 +106,7 @@ class Momentum(UpdateRule):
                 matrix, out = (tensor.rows(i, i + 1) for tensor in (proposed, change))
                 dev.launch(SCALED, 1, 128, (out, matrix))
 
-    def apply(self, dev: Device, part: Part, scalars: Tensor) -> None:
+    def apply(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
         """A step of this length."""
         dev.launch(MOVED, 1, 128, (part.master, part.work, part.change, scalars))
 

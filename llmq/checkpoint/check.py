@@ -27,7 +27,7 @@ from llmq.data.identity import MANIFEST, RUN_FILE, SHARD_NAME
 from llmq.data.tokens import TokenFile
 from llmq.options.presets import resolve_model
 from llmq.state.params import Param, weight_table
-from llmq.state.rules.rule import Moment
+from llmq.state.rules.rule import OptimizerState
 from llmq.text.token_shards import Tokenized, token_files
 
 _BLOCK = 1 << 22  # tokens that are read at once
@@ -155,7 +155,7 @@ def _trained(path: Path) -> str:
         slabs = saved_slabs(reader.manifest)
         params = [(p, reader.rule.moments_of(slab)) for slab in slabs for p in slab.params]
 
-        def moved(param: Param, moments: Iterable[Moment], part: int, parts: int) -> bool:
+        def moved(param: Param, moments: Iterable[OptimizerState], part: int, parts: int) -> bool:
             for m in moments:
                 size = padded_size(m.group, param) // parts
                 read = partial(_read_part, partial(reader.read, m.group, param), part * size)
@@ -163,7 +163,7 @@ def _trained(path: Path) -> str:
                     return True
             return False
 
-        def still(param: Param, moments: Iterable[Moment]) -> str | None:
+        def still(param: Param, moments: Iterable[OptimizerState]) -> str | None:
             """The name of a tensor that has not moved, with the experts if some have moved."""
             parts = param.shape[0] if len(param.shape) > 2 else 1
             idle = [i for i in range(parts) if not moved(param, moments, i, parts)]

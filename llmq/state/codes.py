@@ -1,7 +1,7 @@
-"""Codes of weight matrices that are trained, made once per update, and of all the other layout.
+"""Codes of trained weight matrices, made once per update; transposed codes of all matrices.
 
-A rank quantizes the part of each matrix that it owns, with a scale from the whole matrix: every
-rank records the largest values of its parts, and the ranks' maxima give the scales.
+A rank quantizes its shard of each matrix with a scale of the whole matrix. Every rank records the
+largest |x| of its shard, and the maximum over ranks gives the scale.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -19,8 +19,8 @@ from llmq.state.placement import Placement
 
 
 class Transposes:
-    """Transposed codes of the blocks' matrices: of each block, or one set for the block in use.
-    own: blocks that keep theirs."""
+    """Transposed codes of the blocks' matrices: a set for each block, or one set that blocks share.
+    own: blocks with a set of their own."""
 
     def __init__(self, dev: Device, table: Iterable[Slab], placement: Placement):
         self.dev, self.own = dev, set[str]()
@@ -30,12 +30,12 @@ class Transposes:
             store = placement[slab.name].transposed
             if store is None:
                 continue
-            found, prefix = (shared, "") if store.streamed else ({}, f"{slab.name}.")
+            tensors, prefix = (shared, "") if store.streamed else ({}, f"{slab.name}.")
             for p in slab.params:
-                if p.key not in found:
+                if p.key not in tensors:
                     name, shape = f"{prefix}{p.key}.q_t", p.transposed_shape
-                    found[p.key] = dev.alloc(name, shape, store.dtype, "Quants", store.memory)
-            self._of[slab.name] = found
+                    tensors[p.key] = dev.alloc(name, shape, store.dtype, "Quants", store.memory)
+            self._of[slab.name] = tensors
             if not store.streamed:
                 self.own.add(slab.name)
 
@@ -43,28 +43,29 @@ class Transposes:
         return self._of[name]
 
     def written(self, name: str, operands: Mapping[str, Operand]) -> None:
-        """Make those of a block whose codes have been written, if it keeps them."""
+        """Make a block's transposed codes, if the block keeps a set; its codes have been
+        written."""
         if name in self.own:
             self._make(operands)
 
     def used(self, name: str, operands: Mapping[str, Operand]) -> None:
-        """Make those of a block if it does not keep them; until another one does so."""
+        """Make a block's transposed codes in the shared set; valid until another block does so."""
         if name in self._of and name not in self.own:
             self._make(operands)
 
     def _make(self, operands: Mapping[str, Operand]) -> None:
         for operand in operands.values():
             if isinstance(operand, Fp8 | Int8):
-                # Bytes, whatever their type: the kernel moves them.
+                # The kernel moves bytes, whatever their type.
                 by_columns = operand.transposed.view_as(E4M3)
                 quantize.transpose(self.dev, by_columns, operand.codes.view_as(E4M3))
 
 
 class WeightCodes:
-    """The codes of the blocks' matrices, in a slab's layout: the whole of it or a rank's shard."""
+    """Codes of the blocks' matrices, laid out like a whole slab or a rank's shard of it."""
 
     def __init__(self, dev: Device, table: tuple[Slab, ...], transposes: Transposes, limit: float):
-        """table: the slabs that have codes. limit: the largest one."""
+        """table: the slabs that have codes. limit: the largest finite value of a code."""
         self.dev, self.transposes = dev, transposes
         self.slabs = {slab.name: slab for slab in table}
         self._limit = limit
@@ -80,7 +81,7 @@ class WeightCodes:
         )
 
     def operands(self, name: str, codes: Tensor) -> dict[str, Operand]:
-        """A block's matrices by key, as products take them. codes: the whole slab."""
+        """Return a block's operands, by the matrices' keys. codes: the whole slab."""
         slab, transposed = self.slabs[name], self.transposes[name]
         return {
             p.key: Fp8(
@@ -95,6 +96,7 @@ class WeightCodes:
     # -- after an update -------------------------------------------------------------------------
 
     def forget(self, names: Collection[str]) -> None:
+        """Zero the largest |x| of these slabs."""
         first = 0
         for changes, run in groupby(self.slabs.values(), key=lambda slab: slab.name in names):
             stop = first + STRIDE * sum(len(slab.params) for slab in run)
@@ -103,13 +105,13 @@ class WeightCodes:
             first = stop
 
     def observe(self, slab: Slab, start: int, stop: int, master: Tensor) -> None:
-        """Record the largest values of elements [start, stop) of a slab, which are in `master`."""
+        """Record the largest |x| of a slab's elements [start, stop), which `master` holds."""
         for param, first, last in slab.pieces(start, stop):
             piece = master.rows(first - start, last - start)
             fp8_scale.abs_max(self.dev, self._abs_max_of[param.name], piece)
 
     def finish_scales(self) -> None:
-        """Scales from the largest values of all shards."""
+        """Make the scales from the largest |x| over all shards."""
         if self._gathered is not None:
             self.dev.mesh.group("shard").all_gather(self._gathered, self._abs_maxes)
             fp8_scale.combine(self.dev, self._abs_maxes, self._gathered)
@@ -118,7 +120,8 @@ class WeightCodes:
     def quantize(
         self, name: str, master: Tensor, codes: Tensor, keys: Collection[str] | None = None
     ) -> None:
-        """codes (n,) of a rank's shard from its master (n,); of these matrices, None: of all."""
+        """Make codes (n,) of a rank's shard from its master (n,). keys: of the matrices to
+        quantize; None: all."""
         slab = self.slabs[name]
         start = self.dev.mesh.index("shard") * slab.shard_size
         for param, first, last in slab.pieces(start, start + slab.shard_size):
@@ -129,14 +132,15 @@ class WeightCodes:
             quantize.quantize(self.dev, q, None, scale, x, largest)
 
     def with_transposed(
-        self, name: str, operands: Mapping[str, Operand], master: Tensor, there: Collection[str]
+        self, name: str, operands: Mapping[str, Operand], master: Tensor, coded: Collection[str]
     ) -> dict[str, Operand]:
-        """Do as Transposes.used, for a block of which only some codes are there; the operands then.
-        The other matrices' transposed codes are made of the whole slab's master (n,)."""
+        """Make a block's transposed codes like `Transposes.used`, and return its operands. coded:
+        keys of the matrices that have codes. Other matrices' transposed codes are made of the
+        slab's master (n,), which is whole."""
         made = dict(operands)
         for p in self.slabs[name].params:
             operand = operands[p.key]
-            if p.key in there:
+            if p.key in coded:
                 quantize.transpose(self.dev, operand.transposed, operand.codes)
                 continue
             x, largest = self.slabs[name].view(master, p), self._abs_max_of[p.name]
@@ -147,7 +151,7 @@ class WeightCodes:
 
 
 class HeadCodes:
-    """The codes of the LM head's matrix, which each rank makes as a whole."""
+    """Codes of the LM head's matrix; each rank makes all of them."""
 
     def __init__(self, dev: Device, matrix: Tensor, dtype: DType):
         self.dev = dev
@@ -161,8 +165,10 @@ class HeadCodes:
         )
 
     def quantize(self) -> None:
-        """Codes in both layouts from the matrix as it is now."""
-        dev, made, largest = self.dev, self.operand, self._abs_max
+        """Make codes in both layouts from the present matrix."""
+        dev, operand, largest = self.dev, self.operand, self._abs_max
         dev.zero(largest)
-        fp8_scale.abs_max(dev, largest, made.source)
-        quantize.quantize(dev, made.codes, made.transposed, made.scale, made.source, largest)
+        fp8_scale.abs_max(dev, largest, operand.source)
+        quantize.quantize(
+            dev, operand.codes, operand.transposed, operand.scale, operand.source, largest
+        )

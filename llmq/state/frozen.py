@@ -1,16 +1,16 @@
-"""Blocks that are not trained and are kept as codes with scales: --base-dtype e4m3, int8 and nf4.
+"""Frozen blocks, kept as codes with scales: --base-dtype e4m3, int8, nf4 and mxfp4.
 
-Where products read codes of this format they lie as they are, whole or in a slot; else a block is
-decoded into a slot, before it is used:
+Products that multiply this format read the stored codes, resident or in a slot. For other products
+a block is decoded into a slot before its use:
 
-    kept      whole on the device | a shard of each rank, on the device or in host memory
-    arrives                       | gathered: into a slot, or if it is decoded into `arriving`
-    used      as it is            | decoded into a slot, in the model's format or as fp8 codes
+    stored    whole on the device | a shard of each rank, on the device or in host memory
+    arrives                       | gathered into a slot, or into `arriving` to be decoded
+    used      as stored           | decoded into a slot, in the model's dtype or as fp8 codes
 
-All of it happens on the stream on which the slot arrives, while the block before is computed.
+All this runs on the stream on which the slot arrives, while the block before is computed.
 
-Codes are made while weights are read, piece by piece. A rank makes those of all of a block and
-keeps its part of the bytes. So scales are the same on all ranks, and nothing has to be exchanged.
+Codes are made while weights are read, piece by piece. Each rank encodes the whole block and keeps
+its part of the bytes: scales are equal on all ranks, and ranks need not communicate.
 """
 
 from collections.abc import Callable
@@ -29,13 +29,13 @@ from llmq.state.params import Param, Slab
 from llmq.state.placement import Placement
 
 Source = Callable[[Param], tuple[Write, DType]]
-"""How a parameter's elements are written, and in which format, F32 or BF16."""
+"""Function that gives a parameter's `Write`, and the dtype of its elements, F32 or BF16."""
 Elements = Callable[[Param, int, int], np.ndarray]
-"""Elements [start, stop) of a parameter, flat, F32 or BF16."""
+"""Function that returns elements [start, stop) of a parameter, flat, F32 or BF16."""
 
 
 def of_host(dev: Device, elements: Elements) -> Source:
-    """Parameters as they are read."""
+    """Return a source that uploads the arrays of `elements`."""
 
     def source(param: Param) -> tuple[Write, DType]:
         def write(target: Tensor, first: int) -> None:
@@ -47,13 +47,13 @@ def of_host(dev: Device, elements: Elements) -> Source:
 
 
 class FrozenBlocks:
-    """All such blocks of a model, as far as this rank holds them. packed: by slab, U8, the whole
-    bytes of its layout or this rank's part of them."""
+    """Frozen blocks of a model, as far as this rank holds them. packed: by slab, U8, all bytes of
+    its layout or this rank's shard of the bytes."""
 
     def __init__(
         self, dev: Device, table: tuple[Slab, ...], placement: Placement, transposes: Transposes
     ):
-        """table: the slabs that are kept so."""
+        """table: the slabs that are kept as codes."""
         self.dev, self.transposes = dev, transposes
         self.slabs = {slab.name: slab for slab in table}
         first = placement[table[0].name]  # all are placed alike
@@ -86,7 +86,7 @@ class FrozenBlocks:
         return self.dev.alloc(f"{name}.base", (size,), U8, "Quants", self._store.memory)
 
     def alloc_slot(self, index: int) -> Tensor:
-        """For the work weights of any block."""
+        """Allocate a slot for the work weights of any block."""
         name = f"weights.slot.{index}"
         if self._multiplied is None:
             longest = max(slab.size for slab in self.slabs.values())
@@ -97,7 +97,8 @@ class FrozenBlocks:
     # -- use -------------------------------------------------------------------------------------
 
     def arrive(self, name: str, slot: Tensor, mirror: Tensor | None) -> None:
-        """Fill a slot with a block's work weights. mirror: of this rank's part, or None."""
+        """Fill a slot with a block's work weights. mirror: a copy of this rank's shard for
+        peers."""
         packed = self.packed[name]
         if self._store.sharded:
             whole = self._arriving if self.decodes else slot
@@ -113,41 +114,50 @@ class FrozenBlocks:
             self._storage.decode(param, kept, out["codes"], out.get("scale"))
 
     def operands(self, name: str, slot: Tensor | None) -> dict[str, Operand]:
-        """A block's matrices by key, as products take them. slot: where it is, None: in place."""
+        """Return a block's operands, by the matrices' keys. slot: the block's; None: resident."""
         slab = self.slabs[name]
         if self._multiplied is None:
             return {p.key: slab.view(slot, p) for p in slab.params}
         packed, layout = slot or self.packed[name], self._slot_layouts[name]
         kept = {p.key: layout.tensors(packed, p.key) for p in slab.params}
         transposed = self.transposes[name]
-        return {key: self._multiplied.weight(own, transposed[key]) for key, own in kept.items()}
+        return {
+            key: self._multiplied.weight(tensors, transposed[key]) for key, tensors in kept.items()
+        }
 
     # -- loading ---------------------------------------------------------------------------------
 
     def fill(self, source: Source) -> None:
-        """Make the bytes of all blocks."""
+        """Encode all blocks."""
         for name, slab in self.slabs.items():
             for param in slab.params:
                 write, dtype = source(param)
                 regions = self._layouts[name].regions[param.key]
 
-                def put(part: str, made: Tensor, first: int, name=name, regions=regions) -> None:
-                    self._put(name, regions[part].offset + first, made)
+                def put(part: str, content: Tensor, first: int, name=name, regions=regions) -> None:
+                    self._put(name, regions[part].offset + first, content)
 
-                with self._encoder.of(param, write, dtype, put) as made:
-                    self._storage.encode(made)
+                with self._encoder.of(param, write, dtype, put) as encoder:
+                    self._storage.encode(encoder)
             if name in self.transposes.own:
                 self.transposes.written(name, self.operands(name, None))
 
-    def _put(self, name: str, begin: int, made: Tensor) -> None:
-        """Keep a block's bytes from this one on, as far as they are this rank's."""
+    def _put(self, name: str, begin: int, content: Tensor) -> None:
+        """Keep the bytes of `content` that lie in this rank's shard. begin: its first byte in the
+        block's layout."""
         packed = self.packed[name]
-        own = self._first_byte(name)
-        low, high = max(begin, own), min(begin + made.nbytes, own + packed.nbytes)
+        shard_begin = self._first_byte(name)
+        low, high = (
+            max(begin, shard_begin),
+            min(begin + content.nbytes, shard_begin + packed.nbytes),
+        )
         if low < high:
-            raw = Tensor(made.name, (made.nbytes,), U8, made.storage, made.offset)
-            self.dev.copy(packed.rows(low - own, high - own), raw.rows(low - begin, high - begin))
+            raw = Tensor(content.name, (content.nbytes,), U8, content.storage, content.offset)
+            self.dev.copy(
+                packed.rows(low - shard_begin, high - shard_begin),
+                raw.rows(low - begin, high - begin),
+            )
 
     def _first_byte(self, name: str) -> int:
-        """The byte of a block's layout that `packed` begins with."""
+        """Return the byte of a block's layout at which `packed` begins."""
         return self.dev.mesh.index("shard") * self.packed[name].nbytes if self._store.sharded else 0

@@ -1,20 +1,20 @@
-"""The life cycle of gradients: load(block) -> full(block) -> notify(block), their sums in the end.
+"""The life cycle of gradients: load(block) -> full(block) -> notify(block), then their sums.
 
 Each rank ends up with its shard of every slab: sums over micro-steps and ranks, divided by the
-target tokens of the whole step. There are three ways there:
+target tokens of the whole step. One of three classes makes these sums:
 
-    _Whole      a slab's gradients are resident; ranks reduce them in the last micro-step
+    _Resident   a slab's gradients are resident; ranks reduce them in the last micro-step
     _Streamed   (--shard-gradients) blocks take turns in two slots; in every micro-step ranks reduce
                 a slot and add it to their shards
     _AddToShard blocks of one rank take turns in two slots, where products add to its shards
 
-So it is among the ranks that share a replica of the state. Where there are several replicas, one on
-each machine, the shards are summed over these once in a step, after the last micro-step.
+All three work among the ranks that share a replica of the state. With several replicas, one on each
+machine, the shards are summed over replicas once per step, after the last micro-step.
 
-A shard in host memory is on the device while it is added to. A kernel that worked in host memory
-would keep the multiprocessors from products for as long as the bus takes. One rank has it in the
-slot: it arrives while the block before is computed, in pieces, where another one is still leaving.
-Several ranks have it in a part of the slot that is free once the slot is reduced.
+A shard in host memory moves to the device to be added to: a kernel that worked in host memory would
+keep the multiprocessors from products for as long as the bus takes. A single rank's shard arrives
+in the slot, in pieces, while the block before is computed and another shard is still leaving. With
+several ranks, the shard arrives in a part of the slot that is free once the slot is reduced.
 """
 
 from collections.abc import Callable, Hashable
@@ -31,25 +31,26 @@ from llmq.state.params import SHARED, Slab
 from llmq.state.placement import Placement
 
 SLOTS = 2
-# Elements: 16 MiB of BF16 take 0.3 ms over PCIe 5 x16, long beside a launch. A multiple of 512, so
-# that the scales of 8-bit moments of each piece of an update are aligned.
+# Elements of one copy: 16 MiB of BF16 take 0.3 ms over PCIe 5 x16, much longer than a launch. A
+# multiple of 512 aligns the scales of 8-bit moments in each piece of an update.
 PIECE = 8 << 20
 
 
 class MicroStep(NamedTuple):
-    """The use of gradients in a micro-step; a part of its graph's key. accumulate: add to them,
-    else overwrite; False in the first of a step. last: they get reduced."""
+    """The use of gradients in a micro-step; a part of its graph's key. accumulate: False in the
+    first micro-step of a step, which overwrites gradients. last: True if ranks reduce gradients
+    now."""
 
     accumulate: bool
     last: bool
 
 
 class _Exchange:
-    """How what all ranks have of a slab becomes sums on the rank that owns them. lane: slots of
-    streamed blocks, and one for all that is resident, are reduced as they leave."""
+    """Reduction of slabs: all ranks' gradients become sums on the rank that owns the shard. lane:
+    slots are reduced as they leave, one for each streamed block and one for all resident slabs."""
 
     def __init__(self, dev: Device, scalars: Tensor, spare: Tensor | None):
-        """spare: room for a shard, where the sums are made here and not by the library."""
+        """spare: buffer for a shard if ranks make the sums here; None if the library reduces."""
         self.dev, self.scalars, self.spare = dev, scalars, spare
         several = dev.mesh.size() > 1
         self.stream = dev.mesh.group("shard").exchange_stream if several else "comm"
@@ -57,7 +58,7 @@ class _Exchange:
         self.lane.add("resident")
 
     def parts(self, slab: Slab, buffer: Tensor, slot: Hashable) -> list[Tensor]:
-        """The parts, in buffer (slab.size,) and in the spare, whose sum is this rank's shard."""
+        """Return the parts, in buffer (slab.size,) and spare, whose sum is this rank's shard."""
         if self.spare is None:
             self.dev.mesh.group("shard").reduce_scatter(buffer)
             return [slab.shard(buffer, self.dev.mesh.index("shard"))]
@@ -65,8 +66,8 @@ class _Exchange:
         return self.dev.mesh.group("shard").all_to_all(buffer, spare, written)
 
     def add(self, slab: Slab, target: Tensor, parts: list[Tensor], *, accumulate: bool) -> None:
-        """target = or += the sum of parts, parameter by parameter. So its random numbers are those
-        of gradients that are not streamed."""
+        """Write the sum of parts to target, or add it, parameter by parameter: stochastic rounding
+        then draws the same numbers as for resident gradients."""
         start = self.dev.mesh.index("shard") * slab.shard_size
         for param, first, last in slab.pieces(start, start + slab.shard_size):
             acc = Accumulator(
@@ -76,32 +77,32 @@ class _Exchange:
             reduce.sum_parts(self.dev, acc, pieces, first - param.offset)
 
     def across(self, sums: Tensor) -> None:
-        """The sums of a shard become those of all replicas."""
+        """Sum a shard over all replicas."""
         if self.dev.mesh.size("replica") > 1:
             self.dev.mesh.group("replica").all_reduce(sums)
 
     def zero_gaps(self, slab: Slab, tensor: Tensor) -> None:
-        """Reductions leave anything in the parts of a slab that are not the rank's own."""
+        """Zero the slab's gaps: reductions leave garbage in parts that belong to other ranks."""
         if self.dev.mesh.size("shard") > 1:
             for start, stop in slab.gaps():
                 self.dev.zero(tensor.rows(start, stop))
 
 
 class _HostShards:
-    """Shards in host memory: what is in a slot of the lane arrives from them and leaves to them.
-    squares[name]: sums of squares of a shard's last sums, made before they leave."""
+    """Shards in host memory, which arrive in a slot of the lane and leave it again. squares[name]:
+    sums of squares of a shard's final sums, made before these leave."""
 
     def __init__(self, dev: Device, shard: dict[str, Tensor], squares: dict[str, Tensor]):
         self.dev, self._shard, self._squares = dev, shard, squares
         self.lane = Lane(dev, range(SLOTS))
 
     def arrive(self, slab: Slab, slot: Hashable, place: Tensor) -> None:
-        """The shard comes to `place` on the device, when the current stream has got here."""
+        """Copy the shard to `place` on the device, after the current stream's work so far."""
         self.lane.follow()
         self.lane.arrive(slot, *self._copies(slab, place, self._shard[slab.name]))
 
     def leave(self, slab: Slab, slot: Hashable, place: Tensor, *, last: bool) -> None:
-        """Send back the sums that the current stream has made."""
+        """Copy the sums that the current stream has made back to host memory."""
         if last:
             sums = place.rows(0, slab.shard_size)
             global_norm.partials(self.dev, self._squares[slab.name], sums)
@@ -113,22 +114,22 @@ class _HostShards:
         return [partial(self.dev.copy, dst.rows(*piece), src.rows(*piece)) for piece in pieces]
 
 
-class _Whole:
+class _Resident:
     """Resident slabs, which several ranks reduce in the last micro-step."""
 
     def __init__(self, exchange: _Exchange, whole: dict[str, Tensor], shard: dict[str, Tensor]):
         self._exchange, self._whole, self._shard = exchange, whole, shard
 
     def load(self, slab: Slab, step: MicroStep) -> None:
-        """Before `full`, to prepare it beside other work."""
+        """Prepare for `full`, beside other work."""
 
     def full(self, slab: Slab, step: MicroStep) -> tuple[Tensor, bool]:
-        """The place for products to put a slab's gradients (slab.size,), and whether they add to
-        them."""
+        """Return the memory of a slab's gradients (slab.size,), and True if products add to its
+        content."""
         return self._whole[slab.name], step.accumulate
 
     def notify(self, slab: Slab, step: MicroStep) -> None:
-        """The slab's gradients of this micro-step are enqueued."""
+        """Say that the slab's gradients of this micro-step are enqueued."""
         if step.last and self._exchange.dev.mesh.size() > 1:
             self._exchange.lane.leave("resident", partial(self._reduce, slab))
 
@@ -140,7 +141,7 @@ class _Whole:
 
 
 class _AddToShard:
-    """Blocks of one rank, with shards in host memory: products add to them in a slot."""
+    """Blocks of one rank with shards in host memory: products add to a shard in a slot."""
 
     def __init__(self, exchange: _Exchange, slots: list[Tensor], host: _HostShards):
         self._exchange, self._slots, self._host, self._lane = exchange, slots, host, host.lane
@@ -164,15 +165,16 @@ class _AddToShard:
         if not step.last or exchange.dev.mesh.size("replica") == 1:
             self._host.leave(slab, slot, sums, last=step.last)
             return
-        # The next block takes the slot's neighbour, and this slot only when all of it is gone.
+        # The next block takes the other slot; this slot is taken again only once all of it has
+        # left.
         exchange.lane.leave(slot, partial(exchange.across, sums))
         with exchange.dev.on(exchange.stream):
             self._host.leave(slab, slot, sums, last=True)
 
 
 class _Streamed:
-    """Blocks of several ranks, in slots that are reduced and added to shards, here or on the host.
-    host: where the shards are in host memory."""
+    """Blocks of several ranks in slots, which are reduced and added to shards. host: holds the
+    shards that are in host memory; None if shards are on the device."""
 
     def __init__(
         self,
@@ -218,10 +220,10 @@ class _Streamed:
 
 
 class Gradients:
-    """start_micro_step -> load, full, notify of each block -> end_micro_step, for every micro-step.
-    slabs: those that have gradients. shard[name]: this rank's elements of a slab's gradients,
-    complete after the last micro-step. slots: of streamed blocks; what nobody needs between
-    micro-steps."""
+    """Gradients of a model. In every micro-step call start_micro_step; load, full and notify for
+    each block; end_micro_step. slabs: the slabs that have gradients. shard[name]: this rank's
+    elements of a slab's gradients, complete after the last micro-step. slots: of streamed blocks;
+    free between micro-steps."""
 
     def __init__(
         self,
@@ -232,7 +234,7 @@ class Gradients:
         *,
         all_to_all: bool = False,
     ):
-        """all_to_all: ranks exchange parts and sum them here, else the library reduces."""
+        """all_to_all: True if ranks exchange parts and sum them here, not in the library."""
         self.dev, self.placement, self.scalars = dev, placement, scalars
         self.slabs = {slab.name: slab for slab in table if placement[slab.name].trainable}
         self.shard: dict[str, Tensor] = {}
@@ -250,13 +252,13 @@ class Gradients:
         self._exchange = exchange = _Exchange(dev, scalars, spare)
         host = _HostShards(dev, self.shard, self._squares) if self._on_host else None
         self._lanes = [exchange.lane, *([host.lane] if host else [])]
-        self._resident = _Whole(exchange, self._whole, self.shard)
+        self._resident = _Resident(exchange, self._whole, self.shard)
         self._streams: _AddToShard | _Streamed = (
             _AddToShard(exchange, self.slots, host)
             if host is not None and dev.mesh.size("shard") == 1
             else _Streamed(exchange, self.slots, self.shard, host)
         )
-        self._step: MicroStep | None = None  # that is enqueued now: of capture time
+        self._step: MicroStep | None = None  # the micro-step being enqueued: of capture time
 
     def _alloc_sums(self, slab: Slab) -> None:
         name, store = slab.name, self.placement[slab.name].gradient
@@ -268,7 +270,8 @@ class Gradients:
         self.shard[name] = shard
 
     def _alloc(self, name: str, size: int, slab: Slab, place: str = "device") -> Tensor:
-        """Zeros in the slab's format: the gaps between parameters count in the norm."""
+        """Allocate zeros in the slab's gradient dtype: gaps between parameters count in the
+        norm."""
         dtype = self.placement[slab.name].gradient.dtype
         tensor = self.dev.alloc(name, (size,), dtype, "Gradients", place)
         self.dev.zero(tensor)
@@ -279,7 +282,7 @@ class Gradients:
         return self._alloc(f"grad.slot.{index}", longest.size, longest)
 
     def _alloc_squares(self) -> dict[str, Tensor]:
-        """Allocate, for each shard, the sums of squares that its blocks of threads make."""
+        """Allocate the sums of squares of each shard, one for each block of threads."""
         shards = list(self.shard.values())
         count = sum(global_norm.num_partials(self.dev, x) for x in shards)
         self._all_squares = self.dev.alloc("grad.squares", (count,), F64, "Activations")
@@ -288,11 +291,11 @@ class Gradients:
 
     @property
     def has_last(self) -> bool:
-        """Whether a step's last micro-step does more than the others."""
+        """True if a step's last micro-step does more than the others."""
         return self.dev.mesh.size() > 1 or self._on_host
 
     def start_micro_step(self, accumulate: bool, last: bool) -> None:
-        """Begin a micro-step; accumulate, last: as MicroStep's."""
+        """Begin a micro-step. accumulate, last: see MicroStep."""
         if self._step is not None:
             raise AssertionError("grads: start_micro_step inside a micro-step")
         self._step = MicroStep(accumulate, last)
@@ -301,44 +304,45 @@ class Gradients:
         for name, whole in {} if accumulate else self._whole.items():
             self._exchange.zero_gaps(self.slabs[name], whole)
 
-    def _now(self, call: str) -> MicroStep:
+    def _current(self, call: str) -> MicroStep:
         if self._step is None:
             raise AssertionError(f"grads: {call} outside of a micro-step")
         return self._step
 
-    def _way(self, name: str) -> _Whole | _AddToShard | _Streamed:
+    def _reducer(self, name: str) -> _Resident | _AddToShard | _Streamed:
         return self._resident if name in self._whole else self._streams
 
     def wants(self, block: str) -> bool:
-        """Whether any of a block's parameters has a gradient."""
+        """True if any of a block's parameters has a gradient."""
         return any(p.block == block for slab in self.slabs.values() for p in slab.params)
 
     def load(self, block: str) -> None:
-        """Give the block a slot, and start bringing what products add to. One block ahead."""
-        step = self._now(f"load({block!r})")
+        """Give the block a slot, and start to fetch the sums that products add to. One block
+        ahead."""
+        step = self._current(f"load({block!r})")
         if block in self.slabs:
-            self._way(block).load(self.slabs[block], step)
+            self._reducer(block).load(self.slabs[block], step)
 
     def full(self, block: str) -> dict[str, Accumulator]:
-        """The places of the gradients of a block's parameters in this micro-step, by key."""
-        step, where = self._now(f"full({block!r})"), {}
+        """Return where a block's gradients go in this micro-step, by the parameters' keys."""
+        step, accumulators = self._current(f"full({block!r})"), {}
         for slab in [self.slabs[name] for name in (*SHARED, block) if name in self.slabs]:
-            tensor, accumulate = self._way(slab.name).full(slab, step)
-            where |= {
+            tensor, accumulate = self._reducer(slab.name).full(slab, step)
+            accumulators |= {
                 p.key: Accumulator(slab.view(tensor, p), accumulate, self.scalars, p.index)
                 for p in slab.params
                 if p.block == block
             }
-        return where
+        return accumulators
 
     def notify(self, block: str) -> None:
         """Say that the block's gradients of this micro-step are enqueued; reduction may start."""
-        step = self._now(f"notify({block!r})")
+        step = self._current(f"notify({block!r})")
         if block in self.slabs:
-            self._way(block).notify(self.slabs[block], step)
+            self._reducer(block).notify(self.slabs[block], step)
 
     def end_micro_step(self) -> None:
-        """Close the micro-step: what follows on the main stream comes after all reductions."""
+        """Close the micro-step: the main stream waits for all reductions."""
         for name in SHARED:
             self.notify(name)
         for lane in self._lanes:
@@ -346,8 +350,8 @@ class Gradients:
         self._step = None
 
     def norm_squared(self, stats: Tensor) -> None:
-        """stats[norm_squared] += the squares of all shards, after the last micro-step. stats: F64
-        (10,). Those in host memory were squared when they left."""
+        """Add the squares of all shards to stats[norm_squared], after the last micro-step. stats:
+        F64 (10,). Shards in host memory have been squared as they left."""
         for name, shard in self.shard.items():
             if not shard.on_host:
                 global_norm.partials(self.dev, self._squares[name], shard)

@@ -1,13 +1,12 @@
-"""The update of this rank's shards by the rule; state in host memory passes through.
+"""The optimizer: runs the update rule on this rank's shards, and moves state in host memory.
 
-State in host memory goes through three sets of buffers on the device, a few megabytes at a time:
-while one piece is updated, the next one arrives on the copy stream and the last one leaves on the
-store stream. fp8 codes need all of a master, because the scales depend on a whole matrix. Where
-blocks of gradients are streamed, their two slots are free now and hold a whole master each, which
-so need not arrive twice.
+State in host memory passes through three sets of buffers on the device, a few megabytes at a time.
+While one piece is updated, the next one arrives on the copy stream and the last one leaves on the
+store stream. fp8 codes need a whole master, because scales depend on whole matrices. Two slots of
+streamed gradients are free during the update: each holds a whole master, which so arrives once.
 
-A rule that works on whole matrices has three parts: what is proposed element by element, what a
-whole matrix makes of it, and its application element by element (`_update_matrices`).
+A rule for whole matrices has three parts (`_update_matrices`): a change is proposed element by
+element, transformed as a whole matrix, and applied element by element.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from llmq.state.params import Slab
 from llmq.state.pieces import SlabPiece
 from llmq.state.placement import Placement
 from llmq.state.rules import AVERAGE, kept, rule_of
-from llmq.state.rules.rule import Part, Whole
+from llmq.state.rules.rule import FullMatrix, ShardSlice
 from llmq.state.weights import Weights
 
 BUFFERS = 3  # one arrives, one is updated, one leaves
-TOGETHER = 1 << 27  # elements of whole matrices that a rank transforms together, of several slabs
-WEIGHTS = ("master", "work", AVERAGE.name)  # of what an update reads and writes
+TOGETHER = 1 << 27  # elements of several slabs' matrices that a rank transforms at once
+WEIGHTS = ("master", "work", AVERAGE.name)  # names in _State.movable
 
 
 class _State(NamedTuple):
-    """All that the update of one slab's shard reads and writes, or of a piece of it. name: of the
-    slab. movable: what of it may be in host memory, by name: "master", "work", "grad" and the
-    moments. Scales stay on the device. codes: of a whole shard, what is made at the end of its
-    master, which all comes from host memory."""
+    """Tensors that the update of a slab's shard, or of a piece of the shard, reads and writes.
+    name: of the slab. movable: tensors that may be in host memory: "master", "work", "grad" and
+    moments. scales: of moments, always on the device. codes: of a whole shard whose master comes
+    from host memory; made when all of the master is updated."""
 
     name: str
     movable: dict[str, Tensor]
@@ -58,20 +57,20 @@ class _State(NamedTuple):
         )
 
     def of_weights(self) -> _State:
-        """Master and work alone, which a change is applied to, and their average."""
+        """Return master, work weights and their average, to which a change is applied."""
         kinds = {name: t for name, t in self.movable.items() if name in WEIGHTS}
         return _State(self.name, kinds, {}, self.codes)
 
     def beside_weights(self) -> _State:
-        """The rest, of which a change is made."""
+        """Return the other tensors, from which a change is made."""
         kinds = {name: t for name, t in self.movable.items() if name not in WEIGHTS}
         return _State(self.name, kinds, self.scales)
 
 
 class Optimizer:
-    """The moments of this rank's shards, zero at start, and the update by the run's rule. table:
-    slabs that are trained; trained: their names. moments, scales: by name of the moment and of the
-    slab; scales: of 8-bit moments, F32 per SCALE_BLOCK elements."""
+    """Moments of this rank's shards, zero at the start, and the update by the run's rule. table:
+    trained slabs. trained: their names. moments, scales: by names of moment and slab. scales: of
+    8-bit moments, one F32 per SCALE_BLOCK elements."""
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class Optimizer:
         *,
         zero_copy: bool = False,
     ):
-        """optim: options of the update rule. zero_copy: updates work in host memory directly."""
+        """optim: options of the update rule. zero_copy: kernels update host memory directly."""
         self.dev, self.placement, self.rule = dev, placement, rule_of(optim)
         self.zero_copy = zero_copy
         self.table = [slab for slab in table if placement[slab.name].trainable]
@@ -119,8 +118,9 @@ class Optimizer:
         dev.upload(self.segments[name], segments)
 
     def _alloc_rows(self) -> Iterator[tuple[str, SlabPiece]]:
-        """Those of the slabs that come to this rank, by the first slab of a turn. Where none comes
-        there are some that nobody writes down, so that all ranks have the same memory."""
+        """Allocate row statistics of the slabs that this rank transforms, by the first slab of a
+        turn. A rank without a slab in a turn has row statistics that are not saved, so that all
+        ranks use the same memory."""
         mesh = self.dev.mesh
         ranks, index = mesh.size("shard"), mesh.index("shard")
         turns = (
@@ -134,7 +134,7 @@ class Optimizer:
             yield turn[0].name, SlabPiece(slab, 0, slab.size, tensor, own)
 
     def zero_moments(self) -> None:
-        """Let all be as at the start."""
+        """Zero the moments, their scales and the row statistics."""
         for tensors in (*self.moments.values(), *self.scales.values()):
             for tensor in tensors.values():
                 self.dev.zero(tensor)
@@ -145,11 +145,11 @@ class Optimizer:
         return {m.group: self.moments[m.name] for m in self.kept}
 
     def scale_groups(self) -> dict[str, dict[str, Tensor]]:
-        found = {m.scales_group: self.scales[m.name] for m in self.kept}
-        return {group: scales for group, scales in found.items() if scales}
+        groups = {m.scales_group: self.scales[m.name] for m in self.kept}
+        return {group: scales for group, scales in groups.items() if scales}
 
     def update(self, weights: Weights, grads: Gradients, scalars: Tensor) -> None:
-        """Every slab's update. Only launches. scalars: as `global_norm.finish` leaves them."""
+        """Update every slab. Only launches. scalars: StepScalars after `global_norm.finish`."""
         weights.start_update()
         states = {slab.name: self._state(weights, grads, slab) for slab in self.table}
         with ExitStack() as temps:
@@ -164,13 +164,13 @@ class Optimizer:
         weights.finish_update()
 
     def begin_average(self, weights: Weights) -> None:
-        """Let the average be the weights, which the host has just written."""
+        """Set the average to the weights, which the host has just written."""
         for name, tensor in self.moments[AVERAGE.name].items() if self.decay else ():
             elementwise.convert(self.dev, tensor, weights.master[name])
 
     def exchange_average(self, weights: Weights, *, back: bool) -> None:
-        """Let the masters be the average, or give both back, and make from them what products and
-        peers read; all ranks do. No step may be made between the two."""
+        """Exchange masters and average, or exchange both back, and remake what products and peers
+        read; a call of all ranks. No step may run between the two calls."""
         for name, tensor in self.moments[AVERAGE.name].items():
             elementwise.exchange_average(self.dev, tensor, weights.master[name], back=back)
         weights.refresh()
@@ -195,11 +195,11 @@ class Optimizer:
         slab: Slab,
         state: _State,
         work: _Work,
-        method: Callable[[Device, Part, Tensor], None],
+        method: Callable[[Device, ShardSlice, Tensor], None],
         change: Tensor | None = None,
     ) -> None:
-        """Call a method of the rule over this rank's shard, in pieces where it passes through
-        buffers. change: (shard_size,), as Part has it."""
+        """Call a method of the rule on this rank's shard, in pieces if the shard passes through
+        buffers. change: (shard_size,), see ShardSlice."""
         shard, size = self.dev.mesh.index("shard") * slab.shard_size, slab.shard_size
         with work.staging.whole(state) as whole:
             step = PIECE if work.staging.passes_through(state) else size
@@ -210,17 +210,17 @@ class Optimizer:
                     changed = change and change.rows(*rows)
                     method(self.dev, self._part(slab, shard + first, piece, changed), work.scalars)
                     if "master" in piece.movable:
-                        at = (shard + rows[0], shard + rows[1])
-                        work.weights.observe(slab, *at, piece.movable["master"])
+                        master = piece.movable["master"]
+                        work.weights.observe(slab, shard + rows[0], shard + rows[1], master)
                         if self.decay:
-                            both = piece.movable[AVERAGE.name], piece.movable["master"]
-                            elementwise.average(self.dev, *both, work.scalars, self.decay)
+                            average = piece.movable[AVERAGE.name]
+                            elementwise.average(self.dev, average, master, work.scalars, self.decay)
             if whole:
                 work.weights.quantize(slab.name, *whole)
 
-    def _part(self, slab: Slab, first: int, piece: _State, change: Tensor | None) -> Part:
+    def _part(self, slab: Slab, first: int, piece: _State, change: Tensor | None) -> ShardSlice:
         tensors = piece.movable
-        return Part(
+        return ShardSlice(
             slab=slab,
             first=first,
             segments=self.segments[slab.name],
@@ -233,10 +233,10 @@ class Optimizer:
         )
 
     def _update_matrices(self, slabs: list[Slab], states: dict[str, _State], work: _Work) -> None:
-        """Update slabs that are laid out alike, each whole on one rank, as many on each. Shards
-        stay cut anywhere: what is proposed for a slab goes to the rank that has its number, and the
-        change of it comes back, in all as much as two shards. A rank without a slab transforms
-        zeros, so that all launch the same."""
+        """Update slabs of one layout: each is whole on one rank, equally many on each rank. Shards
+        stay cut anywhere: a slab's proposed change goes to the rank with the slab's number, and the
+        final change comes back, together as much traffic as two shards. A rank without a slab
+        transforms zeros, so that all ranks launch the same kernels."""
         dev, first, group = self.dev, slabs[0], self.dev.mesh.group("shard")
         turns = [slabs[i : i + group.size] for i in range(0, len(slabs), group.size)]
         with ExitStack() as temps:
@@ -245,14 +245,14 @@ class Optimizer:
                 tensor = dev.scratch(f"change.{name}", shape, self.rule.of_change)
                 return temps.enter_context(tensor)
 
-            here, there = (scratch(name, len(turns) * first.size) for name in ("here", "there"))
+            source, target = (scratch(name, len(turns) * first.size) for name in ("here", "there"))
             spare = scratch("spare", first.shard_size) if group.size > 1 else None
 
-            def own(tensor: Tensor, turn: int) -> Tensor:
+            def turn_of(tensor: Tensor, turn: int) -> Tensor:
                 return tensor.rows(turn * first.size, (turn + 1) * first.size)
 
             for turn, several in enumerate(turns):
-                proposed = own(here, turn)
+                proposed = turn_of(source, turn)
                 for index in range(group.size):
                     change = part(proposed, index, group.size)
                     if index < len(several):
@@ -262,25 +262,27 @@ class Optimizer:
                         dev.zero(change)
                 if group.size > 1:
                     for index, piece in enumerate(group.all_to_all(proposed, spare)):
-                        dev.copy(part(own(there, turn), index, group.size), piece)
+                        dev.copy(part(turn_of(target, turn), index, group.size), piece)
             if group.size > 1:
-                here, there = there, here
+                source, target = target, source
             wholes = []
             for turn, several in enumerate(turns):
                 end, kept_rows = 0, self.rows.get(several[0].name)
-                for at, count, rows, columns in (*first.alike(), (first.size, 0, 0, 0)):
-                    if end < at:  # between matrices nothing changes
-                        dev.zero(own(there, turn).rows(end, at))
-                    end = at + count * rows * columns
+                for start, count, rows, columns in (*first.alike(), (first.size, 0, 0, 0)):
+                    if end < start:  # no change between matrices
+                        dev.zero(turn_of(target, turn).rows(end, start))
+                    end = start + count * rows * columns
                     if count:
-                        both = (own(tensor, turn).rows(at, end) for tensor in (here, there))
+                        both = (
+                            turn_of(tensor, turn).rows(start, end) for tensor in (source, target)
+                        )
                         views = (tensor.view(count, rows, columns) for tensor in both)
-                        begin = first.row_of(at)
+                        begin = first.row_of(start)
                         of_rows = kept_rows and kept_rows.tensor.rows(begin, begin + count * rows)
-                        wholes.append(Whole(*views, of_rows and of_rows.view(count, rows)))
+                        wholes.append(FullMatrix(*views, of_rows and of_rows.view(count, rows)))
             self.rule.transform(dev, wholes)
             for turn, several in enumerate(turns):
-                made = own(there, turn)
+                made = turn_of(target, turn)
                 changes = group.all_to_all(made, spare) if group.size > 1 else [made]
                 for slab, change in zip(several, changes, strict=False):
                     state = states[slab.name].of_weights()
@@ -288,7 +290,7 @@ class Optimizer:
 
 
 class _Work(NamedTuple):
-    """The arguments that all parts of one update share."""
+    """Arguments shared by all parts of one update."""
 
     weights: Weights
     scalars: Tensor
@@ -296,7 +298,7 @@ class _Work(NamedTuple):
 
 
 def _rounds(slabs: Iterable[Slab], ranks: int) -> list[list[Slab]]:
-    """Slabs that are laid out alike, for each rank one or as many as have TOGETHER elements."""
+    """Group slabs of one layout: in a round each rank has one, or several of TOGETHER elements."""
     alike: dict[tuple, list[Slab]] = {}
     for slab in slabs:
         alike.setdefault((slab.size, slab.matrices()), []).append(slab)
@@ -309,8 +311,8 @@ def _rounds(slabs: Iterable[Slab], ranks: int) -> list[list[Slab]]:
 
 
 class _Staging:
-    """Buffers on the device for what the update needs of host memory, for one update. wholes: free
-    buffers, each long enough for a shard's master, or none. codes: for its codes."""
+    """Device buffers of one update, for state in host memory. wholes: free buffers, each long
+    enough for a shard's master; may be empty. codes: buffers for the codes of these masters."""
 
     def __init__(
         self,
@@ -342,27 +344,26 @@ class _Staging:
             self._pieces.follow()
 
     def _moved(self, state: _State) -> dict[str, Tensor]:
-        """The state of a slab that goes through buffers, by name."""
-        stays = self.optimizer.zero_copy  # where kernels reach it
-        found = state.movable.items()
-        return {name: t for name, t in found if t.on_host and not (stays and t.direct)}
+        """Return the tensors of a state that pass through buffers, by name."""
+        zero_copy, tensors = self.optimizer.zero_copy, state.movable.items()
+        return {name: t for name, t in tensors if t.on_host and not (zero_copy and t.direct)}
 
     def _stays(self, state: _State) -> bool:
-        """Whether the master is on the device until codes are made from it."""
+        """True if the master stays on the device until its codes are made."""
         return state.codes is not None
 
     def passes_through(self, state: _State) -> bool:
-        """Whether the slab is updated in pieces."""
+        """True if the slab is updated in pieces."""
         return bool(self._moved(state))
 
     @contextmanager
     def whole(self, state: _State) -> Iterator[tuple[Tensor, Tensor] | None]:
-        """Where a shard's master stays, and where its codes go, on the device; if it has both."""
+        """Yield device memory of a shard's master and codes; None if the master does not stay."""
         if not self._stays(state):
             yield None
             return
         slot, size = self._wholes.take(state.name), state.movable["master"].size
-        with self.dev.on("copy"):  # on which the master arrives, in pieces
+        with self.dev.on("copy"):  # the stream on which the master arrives, in pieces
             self._wholes.free(slot)
         codes = self._code_buffers[slot].rows(0, size) if state.codes.on_host else state.codes
         yield self._whole_buffers[slot].rows(0, size), codes
@@ -375,33 +376,33 @@ class _Staging:
 
     @contextmanager
     def piece(self, state: _State, master: Tensor | None) -> Iterator[_State]:
-        """The piece with everything on the device; what is written leaves at the end. master: where
-        its master stays, if anywhere."""
+        """Yield the piece with all tensors on the device; written tensors leave at the end. master:
+        device memory in which the piece's master stays; None: a buffer."""
         moved = self._moved(state)
         if not moved:
             yield state
             return
         slot = self._pieces.take(state.name)
-        here = {"master": master} if master else {}
+        buffers = {"master": master} if master else {}
         for name, tensor in moved.items():
-            if name not in here:
-                here[name] = self._buffers[name][slot].rows(0, tensor.size)
+            if name not in buffers:
+                buffers[name] = self._buffers[name][slot].rows(0, tensor.size)
 
         def arrive() -> None:
             for name, tensor in moved.items():
-                self.dev.copy(here[name], tensor)
+                self.dev.copy(buffers[name], tensor)
 
         def leave() -> None:
             for name, tensor in moved.items():
                 if name != "grad":
-                    self.dev.copy(tensor, here[name])
+                    self.dev.copy(tensor, buffers[name])
 
         self._pieces.arrive(slot, arrive)
         self._pieces.use(slot)
-        yield state._replace(movable=state.movable | here)
+        yield state._replace(movable=state.movable | buffers)
         self._pieces.leave(slot, leave)
 
     def finish(self) -> None:
-        """Work that follows on the main stream comes after all that leaves."""
+        """Let the main stream wait for all copies to host memory."""
         self._pieces.join()
         self._wholes.join()

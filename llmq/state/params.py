@@ -1,15 +1,17 @@
 """THE weight table: every parameter's name, shape, place in memory, decay, init and HF name.
 
-It follows from what the architecture declares (`llmq/arch/matrix.py`), by block.
-Allocation, sharding, initialization, weight decay, checkpoints, import and export all read it.
-Parameters are grouped into slabs: the matrices of each transformer block, "embed" (the token table
-and learned positions), "head" (an LM head of its own, or a score head), and "vectors", the norms,
-biases, routers and short convolutions of all blocks. Adapters are "lora_a" and "lora_b", beside
-which the norms may be "norms", to be trained alone, biases "biases", and new rows of the token
-tables "new_rows". A slab is one contiguous piece of memory in every kind of storage (weights,
-gradients, moments), so that copies, collectives and the optimizer work on whole blocks; a
-parameter's place in it is its `offset`, counted in elements and therefore the same for every dtype.
-Each of W shards has the same number of its elements.
+The table follows from the modules that the architecture declares (`llmq/arch/matrix.py`), by block.
+Allocation, sharding, initialization, weight decay, checkpoints, import and export read the table.
+
+Parameters are grouped into slabs: the matrices of each transformer block; "embed" (the token table
+and learned positions); "head" (an untied LM head or a score head); "vectors", the norms, biases,
+routers and short convolutions of all blocks. Adapters are "lora_a", "lora_b" and "lora_m".
+Parameters trained beside adapters have slabs of their own: "norms", "biases" and, for new rows of
+the token tables, "new_rows".
+
+A slab is one contiguous piece of memory in every kind of storage (weights, gradients, moments), so
+that copies, collectives and the optimizer work on whole blocks. A parameter's `offset` in its slab
+counts elements, and so is the same for every dtype. All W shards have the same number of elements.
 
     slab      | embed | layers.0: qkv, o, up, down | layers.1 ... | vectors: ln1, ln2, ... | head |
     shard 0 is the first 1/W of each slab, shard 1 the second, wherever a parameter ends
@@ -33,27 +35,27 @@ from llmq.options.option_types import NEW_PARTS
 from llmq.runtime.arena import align_up
 
 PEFT_PREFIX = "base_model.model."
-"""Names of parameters in adapter_model.safetensors begin so."""
+"""Prefix of parameter names in adapter_model.safetensors."""
 
 
 OF_ROWS = ".token_adapter.trainable_tokens_delta"
-"""Names of rows of a table that are trained alone end so, as PEFT's TrainableTokensLayer has it."""
+"""Suffix of names of separately trained rows of a table, as in PEFT's TrainableTokensLayer."""
 MAGNITUDES = "lora_m"
-"""Slab of the magnitudes of adapted rows, which are in F32: they are divided by norms of F32."""
+"""Slab of the magnitudes of adapted rows; F32, because they are divided by F32 norms."""
 NEW_ROWS = "new_rows"
-"""Slab and key of the rows of embedding and LM head that are trained alone."""
+"""Slab and key of separately trained rows of embedding and LM head."""
 
 
 SLABS = {"norms": "norms", "embeddings": "embed", "head": "head"}
 SLABS |= dict.fromkeys(NEW_PARTS, NEW_ROWS)
 SLABS |= dict.fromkeys(("biases", "adapted-biases"), "biases")
-"""By what --train names."""
+"""Slab of each name in --train."""
 
 
 def trained_slabs(adapters: Adapters) -> set[str]:
-    """Names of the slabs that are trained; the model may lack some."""
-    own = {"lora_a", "lora_b"} | ({MAGNITUDES} if adapters.dora else set())
-    return own | {SLABS[part] for part in adapters.train}
+    """Return the names of trained slabs; the model may lack some."""
+    slabs = {"lora_a", "lora_b"} | ({MAGNITUDES} if adapters.dora else set())
+    return slabs | {SLABS[part] for part in adapters.train}
 
 
 ELEMENT_ALIGN = 128  # elements: 256 bytes of BF16, and a whole number of 16-byte vectors
@@ -61,12 +63,12 @@ ELEMENT_ALIGN = 128  # elements: 256 bytes of BF16, and a whole number of 16-byt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
-    """One parameter. name: as in checkpoints. block: what uses it: "embed", "layers.3" or "head".
-    key: its name there. shape: with padded rows. kind: as of Module. init: as of Module, or
-    "adapter" (normal, 1/sqrt(3 in_features)), or "unit" (normal, 1). index: number in the whole
-    model, seeds its random numbers. offset: first element in the slab. first_row: of the block's
-    token table, whose rows from there on these are; None: it is no part of another parameter.
-    fused: one tensor that files may hold instead of those of hf."""
+    """One parameter. name: as in checkpoints. block: the block that uses the parameter: "embed",
+    "layers.3" or "head". key: its name in the block. shape: with padded rows. kind, init: see
+    Module; init may also be "adapter" (normal, 1/sqrt(3 in_features)) or "unit" (normal, 1). index:
+    number in the whole model, which seeds its random numbers. offset: first element in the slab.
+    first_row: row of the block's token table at which this parameter's rows belong; None: not rows
+    of another parameter. fused: one tensor that files may hold instead of the tensors of hf."""
 
     name: str
     block: str
@@ -82,12 +84,12 @@ class Param:
 
     @property
     def size(self) -> int:
-        """Elements, padded rows included."""
+        """Number of elements, padded rows included."""
         return prod(self.shape)
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """(columns,), or () where a row is one element of a vector."""
+        """Shape of a row: (columns,), or () where a row is one element of a vector."""
         return self.shape[-1:] if len(self.shape) > 1 else ()
 
     @property
@@ -96,7 +98,7 @@ class Param:
 
     @property
     def table(self) -> str:
-        """The module at Hugging Face of which these are some rows."""
+        """Return the Hugging Face module whose rows the parameter has."""
         return self.hf[0].name.removesuffix(OF_ROWS)
 
     @property
@@ -109,17 +111,18 @@ class Param:
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """Rows [start, stop) between those that Hugging Face knows; they stay zero."""
+        """Return ranges of rows [start, stop) between rows that Hugging Face knows; they stay
+        zero."""
         edges = sorted(edge for part in self.hf for edge in (part.start, part.stop))
         return [pair for pair in zip(edges[1::2], edges[2::2], strict=False) if pair[0] < pair[1]]
 
     @property
     def decay(self) -> bool:
-        """Whether weight decay applies."""
+        """True if weight decay applies."""
         return self.kind in ("matrix", "embedding", "router", "conv")
 
     def by_row(self, values: np.ndarray) -> np.ndarray:
-        """An array of its shape with one axis of rows: those of all experts, one after another."""
+        """Return an array of the parameter's shape as rows; experts' rows follow one another."""
         return values.reshape(-1, *self.row_shape)
 
     @property
@@ -130,19 +133,20 @@ class Param:
 
     @property
     def of_adapter(self) -> bool:
-        """Whether it is a part of adapters, which the model itself does not have."""
+        """True if the parameter belongs to adapters and not to the model itself."""
         return self.hf[0].name.startswith(PEFT_PREFIX)
 
     @property
     def rows(self) -> int:
-        """Rows that Hugging Face knows, of all experts; what follows is padding and stays zero."""
+        """Number of rows that Hugging Face knows, of all experts; padding follows and stays
+        zero."""
         return max(part.stop for part in self.hf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slab:
-    """A group of parameters that lies contiguously. size: elements, gaps and tail included.
-    shard_size: those of each shard."""
+    """Parameters that lie contiguously. size: elements, gaps and tail included. shard_size:
+    elements of each shard."""
 
     name: str
     params: tuple[Param, ...]
@@ -151,28 +155,30 @@ class Slab:
 
     @property
     def is_block(self) -> bool:
-        """Whether these are the matrices of a transformer block."""
+        """True if the slab has the matrices of a transformer block."""
         return self.name.startswith("layers.")
 
     def _ranges(self) -> list[tuple[Param, int]]:
-        """Parameters, each with the element where the next one begins."""
+        """Return each parameter with the element at which the next one begins."""
         stops = [p.offset for p in self.params[1:]] + [self.size]
         return list(zip(self.params, stops, strict=True))
 
     def segments(self) -> np.ndarray:
-        """int64 (S, 2): the element each parameter's range ends at, and whether it decays."""
+        """Return int64 (S, 2): the element at which a parameter's range ends, and 1 if it
+        decays."""
         return np.array([(stop, p.decay) for p, stop in self._ranges()], np.int64)
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Ranges of elements that belong to no parameter."""
+        """Return the ranges of elements that belong to no parameter."""
         ends = [(p.offset + p.size, stop) for p, stop in self._ranges()]
         return [(end, stop) for end, stop in ends if end < stop]
 
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
-        """Those of Hugging Face, and of every expert: first element, rows and columns of each."""
+        """Return (first element, rows, columns) of each Hugging Face matrix, and of every
+        expert."""
         found = []
         for param in self.params:
-            height = param.shape[-2]  # of all experts one after another, where there are several
+            height = param.shape[-2]  # of one expert; a part holds the rows of all experts
             for part in param.hf:
                 for start in range(part.start, part.stop, height):
                     rows = min(start + height, part.stop) - start
@@ -180,7 +186,7 @@ class Slab:
         return tuple(sorted(found))
 
     def by_rows(self) -> Slab:
-        """A slab of one number for each row of the parameters, one after another without gaps."""
+        """Return a slab with one element for each row of the parameters, without gaps."""
         params, offset = [], 0
         for p in self.params:
             params.append(replace(p, shape=(p.size // p.columns,), offset=offset))
@@ -189,14 +195,14 @@ class Slab:
         return replace(self, params=tuple(params), size=size, shard_size=size)
 
     def row_of(self, element: int) -> int:
-        """The element of `by_rows` that belongs to the row of this one."""
+        """Return the element of `by_rows` for the row that has this slab's `element`."""
         at = max(i for i, param in enumerate(self.params) if param.offset <= element)
         param = self.params[at]
         return self.by_rows().params[at].offset + (element - param.offset) // param.columns
 
     def alike(self) -> list[tuple[int, int, int, int]]:
-        """`matrices`, of which equal neighbours are taken together: first element, how many there
-        are, rows and columns of each. Each begins on 16 bytes of BF16 if the first one does."""
+        """Return `matrices` with equal neighbours merged: (first element, count, rows, columns).
+        Each matrix begins at a multiple of 16 bytes of BF16 if the first one of its run does."""
         found: list[tuple[int, int, int, int]] = []
         for at, rows, columns in self.matrices():
             first, count, *shape = found[-1] if found else (0, 0, 0, 0)
@@ -208,35 +214,35 @@ class Slab:
         return found
 
     def view(self, slab: Tensor, param: Param) -> Tensor:
-        """A parameter inside a tensor of `size` elements."""
+        """Return a parameter's view of a tensor of `size` elements."""
         offset = slab.offset + param.offset * slab.dtype.itemsize
         return Tensor(param.name, param.shape, slab.dtype, slab.storage, offset)
 
     def shard(self, slab: Tensor, index: int) -> Tensor:
-        """The elements of a shard inside a tensor of `size` elements."""
+        """Return a shard's view of a tensor of `size` elements."""
         return slab.rows(index * self.shard_size, (index + 1) * self.shard_size)
 
     def pieces(self, start: int, stop: int) -> list[tuple[Param, int, int]]:
-        """Parameters with the elements [first, last) of the slab that they have in [start, stop).
-        The gap behind a parameter counts as its own, so that pieces are multiples of ELEMENT_ALIGN
-        where start and stop are."""
+        """Return (param, first, last): the elements [first, last) of each parameter in [start,
+        stop). The gap behind a parameter counts as its own, so that pieces are multiples of
+        ELEMENT_ALIGN if start and stop are."""
         clipped = [(p, max(start, p.offset), min(stop, end)) for p, end in self._ranges()]
         return [(p, first, last) for p, first, last in clipped if first < last]
 
 
 def planes(matrix: Tensor) -> list[Tensor]:
-    """A matrix (out, in), or those of all experts (experts, out, in) one by one."""
+    """Return the matrices (out, in): one, or each expert's of (experts, out, in)."""
     if len(matrix.shape) == 2:
         return [matrix]
     return [matrix.rows(i, i + 1).view(*matrix.shape[1:]) for i in range(matrix.shape[0])]
 
 
 SHARED = ("vectors", "norms", "biases", "lora_a", "lora_b", MAGNITUDES, NEW_ROWS)
-"""Slabs of which several blocks have parameters."""
+"""Slabs that have parameters of several blocks."""
 
 
 def by_block(table: tuple[Slab, ...], slabs: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The parameters of whole slabs as tensors, by block and key; slabs may lack some of them."""
+    """Return the parameters' views of whole slabs, by block and key; some slabs may be missing."""
     views: dict[str, dict[str, Tensor]] = {}
     for slab in table:
         for param in slab.params if slab.name in slabs else ():
@@ -255,7 +261,7 @@ def _slab(name: str, params: Iterable[Param], shards: int) -> Slab:
 
 
 def _params(block: str, module: Module) -> Iterator[Param]:
-    """A module's weight and bias."""
+    """Yield a module's weight and, if it has one, its bias."""
     whole = module.fused if isinstance(module, Matrix) else None
     yield Param(
         name=f"{module.name}.{module.tensor}", block=block, key=module.key, shape=module.shape,
@@ -282,9 +288,9 @@ def _modules(config: ModelConfig) -> dict[str, tuple[Module, ...]]:
 def weight_table(
     config: ModelConfig, shards: int = 1, adapters: Adapters | None = None
 ) -> tuple[Slab, ...]:
-    """The slabs of a model: "embed", "layers.0" … "layers.L-1", "vectors", "head" (if untied). With
-    adapters also "lora_a" and "lora_b", with DoRA "lora_m", and where norms are trained beside
-    them, "norms", biases, "biases", or new rows, "new_rows"."""
+    """Return the slabs of a model: "embed", "layers.0" … "layers.L-1", "vectors", "head" (if
+    untied). Adapters add "lora_a", "lora_b" and, with DoRA, "lora_m". Parameters trained beside
+    adapters are in "norms", "biases" and "new_rows"."""
     train, biased = adapters.train if adapters else (), set()
     if "adapted-biases" in train:
         biased = {(block, f"{m.key}_bias") for block, m in all_adapted(config, adapters)}
@@ -313,11 +319,11 @@ def weight_table(
 
 
 def _adapter_params(config: ModelConfig, adapters: Adapters) -> dict[str, list[Param]]:
-    """By slab, "lora_a", "lora_b", with DoRA "lora_m" and, where they are trained, the new rows.
-    The adapters' A (n * rank, in_features) of a matrix lie below each other, padded with zeros as
-    `padded_columns` says; their B (rows of all, rank) do, too. rank: the largest of the matrix.
-    Magnitudes (out_features,) are where the matrix has its rows; they begin as the rows' norms, of
-    which nobody here knows anything."""
+    """Return the parameters of "lora_a", "lora_b", with DoRA "lora_m", and new rows if trained, by
+    slab. The adapters of a matrix share an A (n * rank, in_features), padded with zero rows to
+    `padded_columns`, and a B (rows of all, rank). rank: the largest of the matrix. Magnitudes
+    (out_features,) have the order of the matrix's rows. They begin as norms of these rows, which
+    this table does not know."""
     slabs: dict[str, list[Param]] = {"lora_a": [], "lora_b": []}
     for block, matrix in all_adapted(config, adapters):
         a, b = _of_matrix(matrix, block)
@@ -331,8 +337,8 @@ def _adapter_params(config: ModelConfig, adapters: Adapters) -> dict[str, list[P
 
 
 def _new_rows(config: ModelConfig, *, of_head: bool) -> list[Param]:
-    """Those of the embedding and, where it is another table, of the LM head, unless that stays;
-    padded in number as adapters' columns are."""
+    """Return the separately trained rows of the embedding and, if untied and of_head, of the LM
+    head; padded to `padded_columns`."""
     first, stop = config.new_tokens
     rows, shape = stop - first, (padded_columns(stop - first, 1), config.hidden_size)
     tables = token_tables(config)
@@ -347,35 +353,51 @@ def _new_rows(config: ModelConfig, *, of_head: bool) -> list[Param]:
 
 
 def token_tables(config: ModelConfig) -> dict[str, Module]:
-    """The embedding and, where it is another one, the LM head's matrix, by block."""
+    """Return the embedding and, if untied, the LM head's matrix, by block."""
     blocks = {"embed": config.arch.embedding(config), "head": config.arch.head(config)}
     return {block: m for block, ms in blocks.items() for m in ms if m.key == TABLES[block]}
 
 
 TABLES = {"embed": "embed", "head": "lm_head"}
-"""By block, the key of the matrix that has a row for each token."""
+"""Key of the matrix that has a row for each token, by block."""
 
 
 def _of_matrix(matrix: Adapted, block: str) -> tuple[Param, Param]:
-    """A and B."""
+    """Return A and B of a matrix's adapters."""
     key, a, b, rows, rank, initial = matrix.key, [], [], 0, matrix.rank, "adapter"
     count = len(matrix.parts)
     if matrix.fused is not None:  # PEFT's ParamWrapper has all experts in one A and one B
         name, rows = f"{PEFT_PREFIX}{matrix.fused.module}", matrix.fused.rows
         a.append(HfPart(name=f"{name}.lora_A.weight", start=0, stop=count * rank))
-        how = {"experts": count, "by_rank": True, "order": matrix.fused.order}
-        b.append(HfPart(name=f"{name}.lora_B.weight", start=0, stop=rows, **how))
-    if block == "embed":  # PEFT has it transposed: what tokens choose among comes first
+        b.append(
+            HfPart(
+                name=f"{name}.lora_B.weight",
+                start=0,
+                stop=rows,
+                experts=count,
+                by_rank=True,
+                order=matrix.fused.order,
+            )
+        )
+    if block == "embed":  # PEFT stores both transposed, and calls the factor with tokens A
         (part,), name = matrix.parts, f"{PEFT_PREFIX}{matrix.modules[0]}.lora_embedding_"
         a.append(HfPart(name=f"{name}B", start=0, stop=rank, transposed=True))
         rows, initial = part.stop, "unit"
         b.append(HfPart(name=f"{name}A", start=0, stop=rows, transposed=True))
     one_by_one = () if matrix.fused or block == "embed" else matrix.parts
-    for i, (part, start, stop, own, _) in enumerate(one_by_one):
+    for i, (part, start, stop, part_rank, _) in enumerate(one_by_one):
         name, end = f"{PEFT_PREFIX}{part.module}", rows + stop - start
-        a.append(HfPart(name=f"{name}.lora_A.weight", start=i * rank, stop=i * rank + own))
-        how = {"order": part.order, "columns": None if own == rank else own}
-        b.append(HfPart(name=f"{name}.lora_B.weight", start=rows, stop=end, **how))
+        a.append(HfPart(name=f"{name}.lora_A.weight", start=i * rank, stop=i * rank + part_rank))
+        columns = None if part_rank == rank else part_rank
+        b.append(
+            HfPart(
+                name=f"{name}.lora_B.weight",
+                start=rows,
+                stop=end,
+                order=part.order,
+                columns=columns,
+            )
+        )
         rows = end
     full = f"model.{block}.{key}"
     return (

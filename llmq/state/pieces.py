@@ -1,9 +1,8 @@
-"""The pieces of a slab that a rank holds, and those that it writes down; and a copy of them in host
-memory, from which a checkpoint is written during training.
+"""Pieces of slabs: what a rank holds and what it saves; and a snapshot of them in host memory.
 
-Masters and moments change in the update of a step and nowhere else. So they are copied beside
-forward and backward passes of the step that follows, on a stream of their own, and only the update
-waits for the copy: it costs a step nothing that is as long as the copy takes.
+A checkpoint is written from the snapshot while training goes on. Masters and moments change only in
+the update of a step. So the snapshot is copied during forward and backward of the next step, on a
+stream of its own, and only the update waits for the copy. A step shorter than the copy is delayed.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from llmq.state.params import ELEMENT_ALIGN, Slab
 
 class SlabPiece(NamedTuple):
     """Elements [start, stop) of a slab, which a rank holds in `tensor`. own: the elements [first,
-    last) that it writes down, where ranks with the same shard each write a part of it; None:
-    all."""
+    last) that this rank saves, where ranks with the same shard each save a part; None: all
+    elements."""
 
     slab: Slab
     start: int
@@ -30,7 +29,8 @@ class SlabPiece(NamedTuple):
 
     @classmethod
     def of(cls, dev: Device, slab: Slab, tensor: Tensor) -> SlabPiece:
-        """This rank's shard of a slab. The first replica, which plans are made of, writes most."""
+        """Return this rank's shard of a slab. The first replica, which plans describe, saves
+        most."""
         shard, replica = dev.mesh.index("shard"), dev.mesh.index("replica")
         start, stop = shard * slab.shard_size, (shard + 1) * slab.shard_size
         most = -(-slab.shard_size // (dev.mesh.size("replica") * ELEMENT_ALIGN)) * ELEMENT_ALIGN
@@ -39,13 +39,13 @@ class SlabPiece(NamedTuple):
 
     @property
     def written(self) -> tuple[int, int]:
-        """The elements [first, last) that this rank writes down."""
+        """The elements [first, last) that this rank saves."""
         return self.own or (self.start, self.stop)
 
     @property
     def written_piece(self) -> SlabPiece:
-        """That part of it, and of its tensor; where it is nothing, a part that is not written,
-        since no tensor is empty."""
+        """The piece of the elements that this rank saves. A rank that saves nothing gets a piece
+        with `own` empty, since no tensor is empty."""
         first, last = self.written
         start = first if first < last else self.start
         stop = last if first < last else self.start + ELEMENT_ALIGN
@@ -55,48 +55,51 @@ class SlabPiece(NamedTuple):
 
 
 State = dict[str, list[SlabPiece]]
-"""The pieces of a checkpoint's groups that a rank holds."""
+"""Pieces that a rank holds, by group of the checkpoint."""
 
 
 def state_of(
     dev: Device, table: Iterable[Slab], groups: Mapping[str, Mapping[str, Tensor]]
 ) -> State:
-    """The pieces of groups, whose tensors are this rank's shards by name of the slab."""
+    """Return this rank's pieces by group. groups: by group and slab, this rank's shards."""
     return {
         group: [SlabPiece.of(dev, slab, of[slab.name]) for slab in table if slab.name in of]
         for group, of in groups.items()
     }
 
 
-# Bytes of one copy. Others that share a copy engine, of residuals and streamed weights, wait no
-# longer for it than 1 ms.
+# Bytes of one copy. Copies of residuals and streamed weights on the same copy engine wait at most 1
+# ms for it.
 COPIED = 16 * MIB
 
 
 class Snapshot:
-    """Memory for one copy of a state, in pinned memory, and the order between it and updates. copy:
-    the state as of the last `take`; may be read once `is_done`, until the next `take`."""
+    """A copy of a state in pinned memory, ordered with updates. copy: the state at the last `take`;
+    may be read once `is_done`, until the next `take`."""
 
     def __init__(self, dev: Device, state: State, copied: int | None = None):
-        """state: always the same tensors. The parts of it that this rank writes down are copied,
-        so many bytes at a time."""
+        """state: always the same tensors; the parts that this rank saves are copied. copied: bytes
+        of one copy; None: COPIED."""
         self.dev = dev
         self._copied = COPIED if copied is None else copied
         self._state = {group: [p.written_piece for p in of] for group, of in state.items()}
         self.copy: State = {group: [self._like(p) for p in of] for group, of in self._state.items()}
         on_host = any(piece.tensor.on_host for of in state.values() for piece in of)
-        # A copy from host memory to host memory would keep the rank's thread: it goes this way.
-        self._way = dev.alloc("snapshot", (self._copied,), U8, "Checkpoint") if on_host else None
+        # Copying host memory to host memory would block the rank's thread, so a device buffer is
+        # between.
+        self._bounce = dev.alloc("snapshot", (self._copied,), U8, "Checkpoint") if on_host else None
         self._begun, self._ended = dev.event(), dev.event()
-        self._waits = False  # whether no update has waited for the last copy
+        self._waits = False  # True until an update has waited for the last copy
 
     def _like(self, piece: SlabPiece) -> SlabPiece:
         tensor = piece.tensor
-        memory = (f"{tensor.name}.copy", tensor.shape, tensor.dtype, "Checkpoint", "pinned")
-        return piece._replace(tensor=self.dev.alloc(*memory))
+        copy = self.dev.alloc(
+            f"{tensor.name}.copy", tensor.shape, tensor.dtype, "Checkpoint", "pinned"
+        )
+        return piece._replace(tensor=copy)
 
     def take(self) -> None:
-        """Begin to copy the state as it is after all that was enqueued; call between two steps."""
+        """Start to copy the state after all work enqueued so far; call between two steps."""
         self.dev.record(self._begun)
         with self.dev.on("save"):
             self.dev.wait(self._begun)
@@ -109,19 +112,19 @@ class Snapshot:
     def _enqueue(self, dst: Tensor, src: Tensor) -> None:
         step = max(self._copied // src.dtype.itemsize, 1)
         for start in range(0, src.size, step):
-            there, here = (t.rows(start, min(start + step, src.size)) for t in (dst, src))
+            target, source = (t.rows(start, min(start + step, src.size)) for t in (dst, src))
             if src.on_host:
-                way = self._way.rows(0, here.nbytes)
-                self.dev.copy(way, here)
-                here = way
-            self.dev.copy(there, here)
+                bounce = self._bounce.rows(0, source.nbytes)
+                self.dev.copy(bounce, source)
+                source = bounce
+            self.dev.copy(target, source)
 
     def hold(self) -> None:
-        """Let what follows on the current stream, which may change the state, wait for the copy."""
+        """Let later work of the current stream, which may change the state, wait for the copy."""
         if self._waits:
             self.dev.wait(self._ended)
             self._waits = False
 
     def is_done(self) -> bool:
-        """Whether the copy is complete; any thread may ask. RuntimeError if the device failed."""
+        """True if the copy is complete; any thread may ask. RuntimeError if the device failed."""
         return self.dev.has_passed(self._ended)

@@ -1,8 +1,8 @@
-"""Decide here, once, where everything of a slab lies and in which format; all others read it.
+"""Dtype and place of all tensors of a slab, decided once here; all other code reads the decision.
 
-Weights, gradients, moments, checkpoints, plans and the warnings about options read a `Placement`,
-which `place` makes from the options of a run and the weight table. Whether an option about places
-does something, the rules of options say (`options/rules.py`).
+Weights, gradients, moments, checkpoints, plans and warnings about options read a `Placement`, which
+`place` makes from a run's options and weight table. The rules of options say which options about
+places have an effect (`options/rules.py`).
 """
 
 from collections.abc import Collection, Mapping
@@ -26,9 +26,9 @@ from llmq.state.rules import kept, rule_class
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """Format and place of one kind of tensor of a slab. memory: the name of a tier. sharded: a rank
-    keeps one of W shards of the elements, else all of them. streamed: the whole slab is in a slot
-    of the device, only while it is in use; else it is resident."""
+    """Dtype and place of one kind of tensor of a slab. memory: name of a tier. sharded: a rank
+    keeps one of W shards of the elements, else all elements. streamed: the whole slab is in a slot
+    on the device only while in use, else always."""
 
     dtype: DType
     memory: str = "device"
@@ -37,27 +37,27 @@ class Store:
 
     @property
     def on_host(self) -> bool:
-        """Whether it is beside the device, as its tier says."""
+        """True if the tier is host memory."""
         return TIERS[self.memory].on_host
 
     @property
     def is_scaled(self) -> bool:
-        """Whether a moment in it has scales."""
+        """True if moments of this dtype have scales."""
         return self.dtype == E4M3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabPlacement:
-    """The stores of one slab; None where it has no such tensor.
+    """The stores of one slab; None where the slab has no such tensor.
 
-    trainable: the optimizer updates it. group: of slabs that the optimizer treats alike. work: what
-    products read. base: codes that a frozen block is kept as, see state/frozen.py; as a shard,
-    ranks gather them at each use. master: the shard that work weights are made from, where it is
-    not a part of these themselves. part: of streamed work weights a shard in their format, where
-    that is not the master; without both, codes are made from the master at every gather.
-    transposed: codes in the other layout, streamed where blocks share one set. mirror: a second
-    copy, for peers, of the shard that they gather. gradient: sums. moments: by name, those of the
-    update rule. by_matrix: True if the update rule works on whole matrices.
+    trainable: the optimizer updates the slab. group: of slabs that the optimizer treats alike.
+    work: weights that products read. base: codes that store a frozen block, see state/frozen.py;
+    sharded: ranks gather the codes at each use. master: the shard from which work weights are made,
+    unless it is a part of the work weights. part: a shard of streamed work weights in their dtype,
+    unless the master has this dtype. Without a part, fp8 codes are made from the master at each
+    gather. transposed: codes in the other layout; streamed: blocks share one set. mirror: a second
+    copy of the gathered shard, for peers. gradient: sums. moments: of the update rule, by name.
+    by_matrix: True if the update rule works on whole matrices.
     """
 
     trainable: bool
@@ -74,31 +74,31 @@ class SlabPlacement:
 
     @property
     def is_coded(self) -> bool:
-        """Whether products read codes that are made after every update."""
+        """True if products read codes that are made after every update."""
         return self.base is None and self.transposed is not None
 
     @property
     def decodes(self) -> bool:
-        """Whether work weights are made from the base's codes at each use."""
+        """True if work weights are decoded from the base's codes at each use."""
         return self.base is not None and self.base.dtype != self.work.dtype
 
     @property
     def source(self) -> Store | None:
-        """The shard that ranks gather streamed work weights from, if there is one all the time."""
+        """The shard from which ranks gather streamed work weights; None if made at each gather."""
         if self.base is not None:
             return self.base if self.base.sharded else None
         return self.part or (None if self.is_coded else self.master)
 
     @property
     def keeps_codes(self) -> bool:
-        """Whether a rank has the codes of its shard from update to update."""
+        """True if a rank keeps the codes of its shard from update to update."""
         return self.is_coded and (self.part is not None or not self.work.streamed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The placement of all slabs, by name. head: fp8 codes of the LM head's matrix beside it, in
-    both layouts."""
+    """The placement of all slabs, by name. head: fp8 codes of the LM head's matrix in both layouts,
+    beside the matrix; None: no codes."""
 
     slabs: Mapping[str, SlabPlacement]
     head: Store | None = None
@@ -108,14 +108,14 @@ class Placement:
 
     @property
     def gathers_from_host(self) -> bool:
-        """Whether ranks read each other's weights in host memory, in sources or mirrors."""
+        """True if ranks read each other's weights in host memory, from sources or mirrors."""
         streamed = [slab for slab in self.slabs.values() if slab.work.streamed]
         sources = [store for slab in streamed for store in (slab.source, slab.mirror) if store]
         return any(store.on_host for store in sources)
 
     def stays_whole(self, name: str) -> bool:
-        """Whether an update brings all of a master from host memory at once. So it does where codes
-        are made from it and a slot of the gradients, which nobody needs by then, has its format."""
+        """True if an update brings a whole master from host memory at once: if codes are made from
+        the master, and a slot of the gradients, free by then, has the master's dtype."""
         slab = self.slabs[name]
         sums = [other.gradient for other in self.slabs.values() if other.gradient]
         slots = {gradient.dtype for gradient in sums if gradient.streamed}
@@ -136,7 +136,7 @@ def _shard(memory: MemoryOptions, dtype: str, *, offloaded: bool) -> Store:
 
 
 def _source(storage: WeightStorage) -> Store | None:
-    """The store that streamed blocks are gathered from, as SlabPlacement.source."""
+    """The store from which streamed blocks are gathered, see SlabPlacement.source."""
     if storage.gathered is None:
         return None
     dtype, on_host = storage.gathered
@@ -144,17 +144,17 @@ def _source(storage: WeightStorage) -> Store | None:
 
 
 def mesh_of(parallel: ParallelOptions, world_size: int, machines: int = 1, rank: int = 0) -> Mesh:
-    """The axes of a run's ranks, which are divided equally among machines."""
+    """Return the mesh of a run's ranks, which are divided equally among machines."""
     return Mesh.of(world_size, rank, parallel.shards(world_size, machines))
 
 
 def table_of(options: ModelOptions, model: ModelConfig, shards: int = 1) -> tuple[Slab, ...]:
-    """The weight table of a run, with its adapters. options: normalized."""
+    """Return the weight table of a run, with its adapters. options: normalized."""
     return weight_table(model, shards, adapters_of(options))
 
 
 def trains(options: ModelOptions, slab: Slab) -> bool:
-    """Whether a run updates this slab: all, or with adapters these and what --train names."""
+    """True if a run updates this slab; with adapters only theirs and the slabs of --train."""
     adapters = adapters_of(options)
     if adapters is None:
         return not options.only_scores
@@ -173,9 +173,9 @@ def trained_count(options: ModelOptions, model: ModelConfig) -> int:
 def place(
     options: StepOptions, table: tuple[Slab, ...], shards: int = 1, frozen: Collection[str] = ()
 ) -> Placement:
-    """Decide the placement of a run. options: normalized. table: for as many shards. frozen:
-    further slabs that are not trained. A frozen slab has no gradient, no moments, and no master,
-    except one in the model's format where fp8 codes are made from it."""
+    """Return the placement of a run. options: normalized. table: for this number of shards. frozen:
+    further slabs that are not trained. A frozen slab has no gradient and no moments. It has a
+    master, in the model's dtype, only if fp8 codes are made from the master."""
     storage = WeightStorage(options.model, options.precision, options.memory, options.parallel)
     slabs = {}
     for slab in table:
@@ -225,7 +225,7 @@ def _mirror(storage: WeightStorage, source: Store | None, shards: int) -> Store 
 
 
 def _place_base(storage: WeightStorage, slab: Slab, shards: int) -> SlabPlacement:
-    """The placement of a frozen block that is kept as codes."""
+    """Return the placement of a frozen block that is stored as codes."""
     model, precision, memory, _ = storage
     streams, source = storage.streams(shards), _source(storage)
     base = source if streams else Store(dtype=source.dtype)
@@ -252,7 +252,7 @@ def _trained(
     shards: int,
     placement: SlabPlacement,
 ) -> SlabPlacement:
-    """With gradients and moments."""
+    """Return the placement with gradients and moments."""
     memory = storage.memory
     divides = storage.parallel.shard_gradients and storage.why_gradients_stay(shards) is None
     streams, rule = slab.is_block and divides, rule_class(optim.optimizer)
@@ -277,15 +277,15 @@ def _trained(
 
 
 def _group(slab: Slab) -> str:
-    """Weight decay is for matrices only, and --lora-plus for adapters' B."""
+    """Return the slab's group: weight decay is for matrices only, --lora-plus for adapters' B."""
     if slab.name in ("lora_a", "lora_b"):
         return slab.name
     return "matrices" if any(param.decay for param in slab.params) else "vectors"
 
 
 def resident(table: tuple[Slab, ...], dtype: DType) -> Placement:
-    """A placement of weights that are only read, all on the device and in one format: to sample
-    from them."""
+    """Return the placement of weights that are only read, for sampling: all on the device, in one
+    dtype."""
     return Placement(
         slabs={
             slab.name: SlabPlacement(trainable=False, group=_group(slab), work=Store(dtype=dtype))

@@ -1,18 +1,18 @@
 """Weights on the device: the work copy that products read, the master copy that is updated.
 
 Life cycle of a block's weights: gather(block) -> get(block) -> release(block). Each rank updates
-its shard of every slab; the others get it by a gather on the comm stream, one block ahead of its
+its shard of every slab; other ranks gather the shard on the comm stream, one block ahead of its
 use:
 
-    whole      all of a slab is resident; gathered in the first micro-step after an update, or if
-               it is not trained, once it has been loaded
+    whole      the slab is resident. A trained slab is gathered in the first micro-step after an
+               update, a frozen slab once it has been loaded
     streamed   (--shard-weights) one of two slots holds the block, gathered at every use
 
-In fp8 the blocks travel as codes, from which the transposed codes are made after the gather.
+In fp8 the blocks travel as codes; transposed codes are made after the gather.
 
-With `--mirror-weights` the shards that ranks gather from each other at every use have copies in
-pinned memory. A GPU reads there what its peer cannot copy to it: then the peer writes its shard to
-the host once per update, not once per gather.
+With `--mirror-weights` the shards that ranks gather at every use have copies in pinned memory. A
+GPU without peer access to another GPU reads that GPU's mirror. A shard so travels to the host once
+per update, not once per gather.
 """
 
 from collections.abc import Callable, Collection
@@ -38,14 +38,14 @@ SLOTS = 2  # one block is used, the next one arrives
 
 
 class Mirrors:
-    """Mirrors of the blocks in the order in which forward gathers them."""
+    """Pinned copies of the blocks' shards, in the order in which forward gathers the blocks."""
 
     def __init__(self, dev: Device):
         self.dev = dev
         self._shards: dict[str, Tensor] = {}
         self._mirrors: dict[str, Tensor] = {}
         self._lane = Lane(dev, arrive="stage")
-        # These are of capture time. next: the first of the blocks whose mirror is not written yet.
+        # Both are of capture time. _next: number of the first block without written mirror.
         self._stale, self._next = False, 0
 
     def add(self, block: str, shard: Tensor, category: str) -> None:
@@ -57,12 +57,12 @@ class Mirrors:
         self._lane.add(block)
 
     def start_micro_step(self, stale: bool) -> None:
-        """Before the first gather. stale: it is the first after an update."""
+        """Prepare for the first gather. stale: True in the first micro-step after an update."""
         self._stale, self._next = stale, 0
 
     def get(self, block: str) -> Tensor | None:
-        """The memory that peers may read in the gather that comes next on the current stream; None:
-        nothing. If mirrors are stale, that of the next block is written while this one is
+        """Return the memory that peers may read in the current stream's next gather; None: no
+        mirror. If mirrors are stale, the next block's mirror is written while this block is
         gathered."""
         mirror = self._mirrors.get(block)
         if mirror is not None and self._stale:
@@ -84,10 +84,10 @@ class Mirrors:
 def first_values(
     dev: Device, param: Param, target: Tensor, first: int, config: ModelConfig, seed: int
 ) -> None:
-    """Fresh values of a parameter from element `first` on, in `target`, which is zero."""
+    """Write fresh values of a parameter, from element `first` on, to `target`, which is zero."""
     if param.init == "one":
         elementwise.fill(dev, target, 1.0)
-    elif param.init == "log_uniform":  # of vectors, which are small
+    elif param.init == "log_uniform":  # only vectors, which are small
         rng = np.random.default_rng((seed & 0xFFFFFFFF, param.index))
         values = np.log(rng.uniform(0.01, 16, param.size))[first : first + target.size]
         dev.upload(target, values.astype(target.dtype.numpy))
@@ -97,23 +97,23 @@ def first_values(
             std /= np.sqrt(2.0 * config.num_layers)
         elif param.init == "unit":
             std = 1.0
-        elif param.init == "adapter":  # as wide as PEFT's, which are uniform
+        elif param.init == "adapter":  # the standard deviation of PEFT's uniform values
             std = 1.0 / np.sqrt(3.0 * param.columns)
         param_seed = (param.index << 32) | (seed & 0xFFFFFFFF)
         elementwise.normal(dev, target, float(std), param_seed, first)
     for start, stop in param.gaps:
-        own = [min(max(row * param.columns - first, 0), target.size) for row in (start, stop)]
-        if own[0] < own[1]:
-            dev.zero(target.rows(*own))
+        low, high = (min(max(row * param.columns - first, 0), target.size) for row in (start, stop))
+        if low < high:
+            dev.zero(target.rows(low, high))
 
 
 @dataclass(slots=True, kw_only=True)
 class _Pass:
     """One micro-step, evaluation or update while it is enqueued: of capture time, as lanes are.
-    stale: what other ranks updated is not here yet; to_gather: the resident slabs that it is in.
-    held: blocks between gather and release. partly: of blocks in slots, the matrices that are
-    there, if not all. changing: slabs whose masters the update writes; quantized: those whose codes
-    it has made."""
+    stale: True if other ranks' updates are not gathered yet. to_gather: resident slabs still to be
+    gathered. held: blocks between gather and release. partly: by block in a slot, the keys of the
+    matrices that are there, if not all. changing: slabs whose masters the update writes. quantized:
+    slabs whose codes the update has made."""
 
     stale: bool = False
     to_gather: set[str] = field(default_factory=set)
@@ -124,10 +124,10 @@ class _Pass:
 
 
 class Weights:
-    """All slabs of a model, as far as this rank holds them. master[name]: this rank's shard;
-    without a master of its own, of the work weights themselves. work[name]: what an update also
-    writes, rounded: this rank's shard of the work weights, or None. slots: of streamed blocks; what
-    nobody needs in an update."""
+    """All slabs of a model, as far as this rank holds them. master[name]: this rank's shard of the
+    master, or of the work weights if there is no other master. work[name]: this rank's shard of the
+    work weights, to which an update writes the rounded master; None: nothing to write. slots: of
+    streamed blocks; free during an update."""
 
     def __init__(self, dev: Device, table: tuple[Slab, ...], placement: Placement):
         self.dev, self.table, self.placement = dev, table, placement
@@ -135,7 +135,7 @@ class Weights:
         self.master: dict[str, Tensor] = {}
         self.work: dict[str, Tensor | None] = {}
         self._whole: dict[str, Tensor] = {}
-        self._part: dict[str, Tensor] = {}  # of streamed blocks: this rank's shard, for gathers
+        self._part: dict[str, Tensor] = {}  # this rank's shards of streamed blocks, for gathers
         self._mirrors = Mirrors(dev)
         coded = tuple(slab for slab in table if placement[slab.name].is_coded)
         kept = tuple(slab for slab in table if placement[slab.name].base is not None)
@@ -163,7 +163,7 @@ class Weights:
         for name in self._whole:
             self._lane.add(name)
         self._operands: dict[tuple, dict[str, Operand]] = {}
-        self._updated = False  # since the last micro-step or evaluation, be they replayed or not
+        self._updated = False  # True between an update and the next pass, replayed or not
         self._trained = {slab.name for slab in table if placement[slab.name].trainable}
         self._pass = _Pass()
 
@@ -204,7 +204,8 @@ class Weights:
             self._mirrors.add(name, part, "Quants" if narrow else "Weights")
 
     def _places_of_new_rows(self) -> list[tuple[Tensor, Tensor]]:
-        """Each with their place in the table that they are rows of, which products read."""
+        """Return (place, rows): the new rows, and their place in the token table that products
+        read."""
         slab = self.slabs.get(NEW_ROWS)
         return [
             (
@@ -220,13 +221,13 @@ class Weights:
         return block in self.slabs and self.placement[block].work.streamed
 
     def take_stale(self) -> bool:
-        """Whether the micro-step or evaluation that is enqueued now is the first after an update.
-        It has to gather what later ones find in place, so it is another graph."""
+        """True if the micro-step or evaluation being enqueued is the first after an update: its
+        graph also gathers weights, which later passes find in place."""
         stale, self._updated = self._updated and self.dev.mesh.size("shard") > 1, False
         return stale
 
     def start_micro_step(self, stale: bool) -> None:
-        """Before the first gather of a micro-step or evaluation. stale: as take_stale said."""
+        """Prepare for the first gather of a micro-step or evaluation. stale: see take_stale."""
         to_gather = self._trained & self._whole.keys() if stale else set()
         self._pass = _Pass(stale=stale, to_gather=to_gather)
         self._lane.forget()
@@ -238,8 +239,8 @@ class Weights:
                 self._gather_whole(name)
 
     def gather(self, block: str, products: Collection[str] | None = None) -> None:
-        """Start bringing a block's weights to where `get` can hand them out. products: keys of the
-        matrices that multiply inputs, and not only gradients; None: all."""
+        """Start to fetch a block's weights for `get`. products: keys of the matrices whose outputs
+        are computed, not only gradients; None: all."""
         self._pass.held.add(block)
         if block in self._pass.to_gather:
             self._gather_whole(block)
@@ -250,8 +251,8 @@ class Weights:
             self._lane.arrive(slot, partial(self._gather_streamed, block, self.slots[slot]))
 
     def _can_turn(self, block: str) -> bool:
-        """Whether transposed codes can be made of the master itself, when they are needed: that
-        reads and writes less than codes from which they are made."""
+        """True if transposed codes can be made from the master when needed: that moves fewer bytes
+        than making transposed codes from codes."""
         alone = self.dev.mesh.size("shard") == 1 and block not in self._part
         return self.weight_codes is not None and alone and not self.master[block].on_host
 
@@ -291,7 +292,7 @@ class Weights:
         self.dev.mesh.group("shard").all_gather(whole, part, self._mirrors.get(name))
 
     def get(self, block: str, *, transposed: bool = False) -> dict[str, Operand]:
-        """The work weights of a gathered block, by key. transposed: for products in backward."""
+        """Return the work weights of a gathered block, by key. transposed: True in backward."""
         if block not in self._pass.held:
             raise AssertionError(f"weights: get({block!r}) without gather")
         if self._pass.stale:
@@ -303,9 +304,9 @@ class Weights:
         if key not in self._operands:
             self._operands[key] = self._views.get(block, {}) | self._matrices(block, slot)
         if transposed and block in self._pass.partly:
-            there = self._pass.partly[block]
+            coded = self._pass.partly[block]
             return self.weight_codes.with_transposed(
-                block, self._operands[key], self.master[block], there
+                block, self._operands[key], self.master[block], coded
             )
         if transposed:
             self._transposes.used(block, self._operands[key])
@@ -317,7 +318,7 @@ class Weights:
         return self.slots[slot]
 
     def _matrices(self, block: str, slot: Tensor | None) -> dict[str, Operand]:
-        """Those of a transformer block, by key."""
+        """Return the matrices of a transformer block, by key; empty for another block."""
         slab, matrices = self.slabs.get(block), slot or self._whole.get(block)
         if self.frozen is not None and block in self.frozen.slabs:
             return self.frozen.operands(block, slot)
@@ -328,17 +329,18 @@ class Weights:
         return {p.key: slab.view(matrices, p) for p in slab.params}
 
     def lm_head(self) -> Operand:
-        """The matrix that makes logits; its block must have been got in this micro-step."""
+        """Return the matrix that makes logits; call `get` for its block before, in each
+        micro-step."""
         return self._lm_head if self._head_codes is None else self._head_codes.operand
 
     def of_logits(self) -> dict[str, Operand]:
-        """The same with its adapters, by key."""
-        own = (f"{TABLES['head']}_{n}" for n in "ab")
-        adapters = {key: self._views["head"][key] for key in own if key in self._views["head"]}
+        """Return the matrix that makes logits and its adapters, by key."""
+        keys = (f"{TABLES['head']}_{n}" for n in "ab")
+        adapters = {key: self._views["head"][key] for key in keys if key in self._views["head"]}
         return {"lm_head": self.lm_head(), **adapters}
 
     def release(self, block: str) -> None:
-        """Say that enqueued work was the last to read this block's work weights."""
+        """Say that enqueued work is the last to read this block's work weights."""
         if block not in self._pass.held:
             raise AssertionError(f"weights: release({block!r}) without gather")
         self._pass.held.remove(block)
@@ -348,19 +350,19 @@ class Weights:
     # -- after an update -------------------------------------------------------------------------
 
     def start_update(self, names: set[str] | None = None) -> None:
-        """Before masters are written. names: of these slabs; None: of those that are trained."""
+        """Prepare for writing masters. names: slabs to write; None: all trained slabs."""
         names = self._trained if names is None else names
         self._pass = _Pass(changing=names)
         if self.weight_codes is not None:
             self.weight_codes.forget(names)
 
     def observe(self, slab: Slab, start: int, stop: int, master: Tensor) -> None:
-        """Look at elements [start, stop) of a slab, which have just been written, in `master`."""
+        """Record statistics of a slab's elements [start, stop), just written to `master`."""
         if self.weight_codes is not None and slab.is_block:
             self.weight_codes.observe(slab, start, stop, master)
 
     def codes(self, name: str) -> Tensor | None:
-        """This rank's codes of a slab, where it keeps any from update to update."""
+        """Return this rank's codes of a slab; None if no codes are kept from update to update."""
         if not self.placement[name].keeps_codes:
             return None
         if name in self._part:
@@ -368,13 +370,13 @@ class Weights:
         return self.slabs[name].shard(self._whole[name], self.dev.mesh.index("shard"))
 
     def quantize(self, name: str, master: Tensor, codes: Tensor) -> None:
-        """codes (n,) of this rank's shard, from `master` (n,), all of which was observed."""
+        """Make codes (n,) of this rank's shard from `master` (n,), after `observe` of all of it."""
         self.weight_codes.finish_scales()
         self.weight_codes.quantize(name, master, codes)
         self._pass.quantized.add(name)
 
     def finish_update(self) -> None:
-        """Make from the updated masters what products and peers read. Only launches."""
+        """Make what products and peers read from the updated masters. Only launches."""
         alone = self.dev.mesh.size("shard") == 1
         if self.weight_codes is not None:
             self.weight_codes.finish_scales()
@@ -390,11 +392,12 @@ class Weights:
             self._head_codes.quantize()
 
     def updated(self) -> None:
-        """Say that an update has been enqueued: what others gathered is no longer right."""
+        """Say that an update is enqueued: gathered weights of other ranks are stale now."""
         self._updated = True
 
     def refresh(self) -> None:
-        """Make everything from the masters, after the host has written these; all ranks."""
+        """Make everything from the masters, after the host has written these; a call of all
+        ranks."""
         self.start_update(set(self.slabs))
         for slab in self._with_masters():
             master, work = self.master[slab.name], self.work[slab.name]
@@ -411,8 +414,9 @@ class Weights:
     # -- contents --------------------------------------------------------------------------------
 
     def init(self, config: ModelConfig, seed: int, *, zero_projections: bool = False) -> None:
-        """Fresh weights: normal(0, std), projections into the residual stream / sqrt(2L). Depends
-        on the seed and the parameter only, never on ranks or dtypes beyond rounding."""
+        """Write fresh weights: normal(0, std), projections into the residual stream / sqrt(2L).
+        They depend on the seed and the parameter only, never on ranks, nor on dtypes beyond
+        rounding."""
 
         def begin(param: Param, target: Tensor, first: int) -> None:
             if not (zero_projections and param.init == "residual"):
@@ -440,9 +444,9 @@ class Weights:
         new: tuple[ModelConfig, int] | None = None,
         elements: Elements | None = None,
     ) -> None:
-        """Fill the masters from host arrays of the parameters' shapes, any float dtype. new: config
-        and seed as of `init`, for parameters of which `read` has none. elements: reads less than a
-        whole parameter; None if nothing is kept as codes."""
+        """Fill the masters from host arrays of the parameters' shapes, any float dtype. read:
+        returns None for a parameter that gets fresh values. new: config and seed of fresh values,
+        see `init`. elements: reads a part of a parameter; None if no slab is stored as codes."""
         for slab in self._with_masters():
             master = self.master[slab.name]
             self.dev.zero(master)
@@ -452,8 +456,8 @@ class Weights:
                     first_values(self.dev, param, target, first, *new)
                     continue
                 flat = values.reshape(-1)[first : first + target.size]
-                at = param.offset + first - self.dev.mesh.index("shard") * slab.shard_size
-                part = master.rows(at, at + target.size)
+                start = param.offset + first - self.dev.mesh.index("shard") * slab.shard_size
+                part = master.rows(start, start + target.size)
                 self.dev.upload(part, flat.astype(master.dtype.numpy, copy=False))
         if self.frozen is not None:
             self.frozen.fill(of_host(self.dev, elements))
@@ -466,7 +470,7 @@ class Weights:
         return [param for slab in self._with_masters() for param in slab.params]
 
     def _owned(self, slab: Slab) -> list[tuple[Param, Tensor, int]]:
-        """This rank's part of each parameter, without padding, and its first element there."""
+        """Return (param, tensor, first element): this rank's part of each parameter, no padding."""
         start = self.dev.mesh.index("shard") * slab.shard_size
         owned = []
         for param, first, last in slab.pieces(start, start + slab.shard_size):

@@ -24,7 +24,7 @@ from llmq.state.params import weight_table
 from llmq.state.placement import place, table_of
 from llmq.state.rules import rule_of
 from llmq.state.rules.muon import COEFFICIENTS, LEAST_SIDE, MOMENTUM, ROWS_DECAY, STEPS
-from llmq.state.rules.rule import Whole
+from llmq.state.rules.rule import FullMatrix
 from tests.harness import GPU_SPEC, host_device
 from tests.harness import run as launch
 from tests.mixture import EXPERTS, Mixture
@@ -134,7 +134,7 @@ def change(*matrices, dev=None, rows=None, **more):
     rule = rule_of(config(1, 1, **(MUON if rows is None else NORMUON) | more))
 
     def call(dev, x, out, rows):
-        rule.transform(dev, [Whole(x, out, rows)])
+        rule.transform(dev, [FullMatrix(x, out, rows)])
 
     x = np.stack(matrices).astype(BF16.numpy)
     made = launch(dev or host_device(), call, {"x": x, "out": np.zeros_like(x), "rows": rows})
@@ -213,7 +213,7 @@ def test_a_gpu_takes_matrices_whose_gram_matrices_are_no_multiple_of_16_bytes(rn
 
     def whole(count):
         x, out = (dev.alloc(name, (count, *shape), BF16, "Adam V") for name in ("x", "out"))
-        return Whole(x, out, dev.alloc("rows", (count, shape[0]), F32, "Adam V"))
+        return FullMatrix(x, out, dev.alloc("rows", (count, shape[0]), F32, "Adam V"))
 
     rule.transform(dev, [whole(1), whole(2), whole(1)])
     matrices = rng.normal(size=(3, *shape))

@@ -1,4 +1,4 @@
-"""Update rules: one file each; everything else asks them for moments and updates."""
+"""Update rules, one file each; all other code asks the rule for its moments and updates."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,17 +9,19 @@ from llmq.options.removed import current_options
 from llmq.state.params import Slab
 from llmq.state.rules.adamw import AdamW
 from llmq.state.rules.muon import Muon, NorMuon
-from llmq.state.rules.rule import Moment, UpdateRule
+from llmq.state.rules.rule import OptimizerState, UpdateRule
 
 RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": Muon, "normuon": NorMuon}
 
 
-AVERAGE = Moment(name="ema", group="ema", category="EMA", dtype=None, offload="offload_master")
-"""The moving average of weights (`--ema`): it is kept as moments are, and begins as the weights."""
+AVERAGE = OptimizerState(
+    name="ema", group="ema", category="EMA", dtype=None, offload="offload_master"
+)
+"""The moving average of weights (`--ema`): stored like moments; begins as the weights."""
 
 
-def kept(optim: OptimOptions, slab: Slab | None = None) -> tuple[Moment, ...]:
-    """All that a run keeps from update to update beside the weights, of a slab or of any."""
+def kept(optim: OptimOptions, slab: Slab | None = None) -> tuple[OptimizerState, ...]:
+    """Return the states that a run keeps of a slab (None: of all) from update to update."""
     rule = rule_class(optim.optimizer)
     moments = rule.moments if slab is None else rule.moments_of(slab)
     return (*moments, AVERAGE) if optim.ema else moments
@@ -30,8 +32,8 @@ def rule_class(name: str) -> type[UpdateRule]:
 
 
 def rule_saved(options: Mapping[str, Any]) -> type[UpdateRule]:
-    """The rule of a checkpoint, of whose options old ones name none. LlmqError for an unknown
-    one."""
+    """Return the rule of a checkpoint's options; "adamw" if old ones name none. LlmqError for an
+    unknown rule."""
     today = current_options(options, "the checkpoint: ", quiet=True)
     name = today.get("optimizer", "adamw")
     if name not in RULES:

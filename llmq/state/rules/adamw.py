@@ -5,30 +5,30 @@ import numpy as np
 from llmq.base.tensor import Tensor
 from llmq.ops.update import adamw
 from llmq.runtime.device import Device
-from llmq.state.rules.rule import Moment, Part, UpdateRule
+from llmq.state.rules.rule import OptimizerState, ShardSlice, UpdateRule
 
 
 class AdamW(UpdateRule):
     """The first moment m and the second moment v, see llmq/ops/update/adamw.py."""
 
     moments = (
-        Moment(
+        OptimizerState(
             name="m", group="adam.m", category="Adam M", dtype="opt_m_dtype",
             offload="offload_opt_m",
         ),
-        Moment(
+        OptimizerState(
             name="v", group="adam.v", category="Adam V", dtype="opt_v_dtype",
             offload="offload_opt_v",
         ),
     )  # fmt: skip
 
     def prepare(self, scalars: np.void, step: int) -> None:
-        """The factors by which moments that began at zero are too small."""
+        """Write the corrections of the bias of moments that began at zero."""
         scalars["beta1_correction"] = 1.0 / (1.0 - self.options.beta_1**step)
         scalars["beta2_correction"] = 1.0 / (1.0 - self.options.beta_2**step)
 
-    def update(self, dev: Device, part: Part, scalars: Tensor) -> None:
-        """One launch, at the slab's own rate."""
+    def update(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
+        """Update with one launch, at the slab's own learning rate."""
         options = self.options
         adamw.update(
             dev,

@@ -1,13 +1,14 @@
-"""Muon: the momentum of each matrix of a block with all singular values about 1; AdamW for others.
+"""Muon: the momentum of each matrix of a block, orthogonalized; AdamW for other parameters.
 
-The change of a matrix with momentum M = U S V' is about U V', times a factor of its sizes: five
-steps of Newton and Schulz's iteration, whose products are of BF16. As torch.optim.Muon has it
-(Keller Jordan, https://kellerjordan.github.io/posts/muon).
+A matrix with momentum M = U S V' changes by about U V' times a factor of its shape. Five steps of
+Newton-Schulz iteration in BF16 compute U V', as in torch.optim.Muon (Keller Jordan,
+https://kellerjordan.github.io/posts/muon).
 
-A step multiplies X by a polynomial P of its Gram matrix G = X X', and G becomes P G P. So that of
-long matrices some steps in a row are of G alone, and X is multiplied once by the product of their
-polynomials. That is the same in exact numbers. BF16 moves eigenvalues of G near 0 as far as those
-near 1, and each step multiplies them, so that G has to be made again of X after two or three.
+A step multiplies X by a polynomial P of its Gram matrix G = X X', and G becomes P G P. For long
+matrices, several steps in a row work on G alone, and X is multiplied once by the product of their
+polynomials: the same result in exact arithmetic. BF16 moves eigenvalues of G near 0 as far as
+eigenvalues near 1, and each step multiplies this error. So G is made again from X after two or
+three steps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,41 +22,41 @@ from llmq.ops.update import muon
 from llmq.runtime.device import Device
 from llmq.state.params import Slab
 from llmq.state.rules.adamw import AdamW
-from llmq.state.rules.rule import Moment, Part, Whole
+from llmq.state.rules.rule import FullMatrix, OptimizerState, ShardSlice
 
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""(a, b, c) of X <- P X with P = a + b G + c G G: the steepest at 0, as Keller Jordan's code has
-them. Singular values end between 0.7 and 1.2."""
+"""(a, b, c) of X <- P X with P = a + b G + c G G: Keller Jordan's, steepest at 0. Singular values
+end between 0.7 and 1.2."""
 SEGMENTS = (3, 2)
-"""How many steps follow from one Gram matrix: as many as leave changes as near to those of exact
-numbers as steps at full length do (`tests/state/test_muon.py`)."""
-LEAST_SIDE = 256  # shorter ones are limited by launches, of which this way has more
-LONGER = 1.5  # times the shorter side, from which this way takes fewer FLOPs
-MOMENTUM = 0.95  # decay of the momentum, which is Nesterov's: torch.optim.Muon's default
-ROWS_DECAY = 0.95  # of NorMuon's mean squares of rows, as its authors have it
+"""Numbers of steps on one Gram matrix: as many as leave changes as near to exact arithmetic as
+steps on X do (`tests/state/test_muon.py`)."""
+LEAST_SIDE = 256  # launches limit shorter sides, and steps on G launch more
+LONGER = 1.5  # ratio of longer to shorter side, from which steps on G take fewer FLOPs
+MOMENTUM = 0.95  # decay of Nesterov momentum: torch.optim.Muon's default
+ROWS_DECAY = 0.95  # decay of NorMuon's mean squares of rows: its authors' value
 
 
 def _match_rms(rows: int, columns: int) -> float:
-    """The factor of the change of a matrix, (rows, columns). Changes become as large as AdamW's,
-    whose learning rates and weight decay then serve (torch's match_rms_adamw)."""
+    """Return the factor of the change of a matrix (rows, columns). Changes then are as large as
+    AdamW's, so that AdamW's learning rate and weight decay serve (torch's match_rms_adamw)."""
     return 0.2 * sqrt(max(rows, columns))
 
 
 class Muon(AdamW):
-    """The momentum m of the matrices of blocks, see llmq/ops/update/muon.py; AdamW's m and v of
-    others."""
+    """Muon with momentum m for matrices of blocks, see llmq/ops/update/muon.py; AdamW with m and v
+    for other parameters."""
 
     @classmethod
     def by_matrix(cls, slab: Slab) -> bool:
         return slab.is_block
 
     @classmethod
-    def moments_of(cls, slab: Slab) -> tuple[Moment, ...]:
+    def moments_of(cls, slab: Slab) -> tuple[OptimizerState, ...]:
         return cls.moments[:1] if cls.by_matrix(slab) else cls.moments
 
-    def propose(self, dev: Device, part: Part, scalars: Tensor) -> None:
-        """One launch."""
+    def propose(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
+        """Propose with one launch."""
         muon.propose(
             dev,
             part.change,
@@ -68,26 +69,26 @@ class Muon(AdamW):
             m_scale=part.scales.get("m"),
         )
 
-    def transform(self, dev: Device, matrices: Sequence[Whole]) -> None:
-        """Products of all matrices with an equal shorter side are launched together, as far as
-        they are of that side alone."""
-        together: dict[int, list[Whole]] = {}
+    def transform(self, dev: Device, matrices: Sequence[FullMatrix]) -> None:
+        """Orthogonalize all matrices. Matrices with an equal shorter side share the launches of
+        products that have only this side."""
+        together: dict[int, list[FullMatrix]] = {}
         for each in matrices:
             side, longer = sorted(each.proposed.shape[1:])
             if side * side * BF16.itemsize % POINTER_ALIGN:
-                # A Gram matrix behind another one would not begin where a product may.
+                # The next Gram matrix would begin at an address that products do not accept.
                 for one in each.apart():
                     _Iteration(dev, side, [one]).run((1,) * STEPS)
                 continue
-            # The sign tells those that are iterated at full length.
+            # A negative key marks matrices that are iterated at full length.
             by_gram = side >= LEAST_SIDE and longer > LONGER * side
             together.setdefault(side if by_gram else -side, []).append(each)
         for key, of in together.items():
             segments = SEGMENTS if key > 0 else (1,) * STEPS
             _Iteration(dev, abs(key), of).run(segments)
 
-    def apply(self, dev: Device, part: Part, scalars: Tensor) -> None:
-        """One launch, at a rate that is a fixed multiple of AdamW's."""
+    def apply(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
+        """Apply with one launch, at a rate that is a fixed multiple of AdamW's."""
         options = self.options
         muon.apply(
             dev,
@@ -115,16 +116,17 @@ class _Iteration:
     pairs: (x, out), BF16 (count, rows, columns) each.
     """
 
-    def __init__(self, dev: Device, side: int, matrices: list[Whole]):
+    def __init__(self, dev: Device, side: int, matrices: list[FullMatrix]):
         self.dev, self.side = dev, side
         self.pairs = [(each.proposed, each.change) for each in matrices]
         self.rows = [each.rows for each in matrices]
 
     def run(self, segments: tuple[int, ...]) -> None:
-        """segments: how many steps follow from Gram matrices before these are made again."""
+        """Run the steps. segments: numbers of steps on one Gram matrix, which is then made
+        again."""
         count, full = sum(x.shape[0] for x, _ in self.pairs), max(segments) == 1
         shapes = {x.shape for x, _ in self.pairs}
-        # Each lies alone, and all its products are with all of it: together they are packed.
+        # Single matrices whose products all read whole matrices: packed, they share each launch.
         packed = full and count > 1 and shapes == {(1, *self.pairs[0][0].shape[1:])}
         with ExitStack() as temps:
 
@@ -143,38 +145,39 @@ class _Iteration:
                 self.pairs = [(x, out) if odd else (out, x) for x, out in apart]
                 self._normalize(apart, [x for x, _ in self.pairs])
             for index, length in enumerate(segments):
-                for x, _, own in self._parts(gram):
+                for x, _, square in self._parts(gram):
                     tall = x.shape[1] > x.shape[2]
-                    matmul(self.dev, own, x, x, trans_a=tall, trans_b=not tall)
-                if length == 1:  # a is not rounded, but a factor of what the product adds
-                    beside, by = COEFFICIENTS[0], others[0]
-                    self._polynomial(by, gram)
+                    matmul(self.dev, square, x, x, trans_a=tall, trans_b=not tall)
+                if length == 1:  # a is a factor of the product's addend, and so is not rounded
+                    a, p = COEFFICIENTS[0], others[0]
+                    self._polynomial(p, gram)
                 else:
-                    beside, by = 0.0, self._steps(gram, *others, length)
+                    a, p = 0.0, self._steps(gram, *others, length)
                 last = index == len(segments) - 1
                 if last and packed:
                     x = self.pairs[0][0]
                     self.pairs = [(x.rows(i, i + 1), out) for i, (_, out) in enumerate(apart)]
-                self._multiply(by, beside, last=last)
+                self._multiply(p, a, last=last)
 
     def _normalize(self, pairs: list[tuple[Tensor, Tensor]], into: list[Tensor]) -> None:
         for (x, _), to in zip(pairs, into, strict=True):
             muon.normalize(self.dev, to, x)
 
     def _parts(self, squares: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """x, out, and those of the square matrices (count, side, side) that are theirs."""
+        """Yield x, out and the part of the square matrices (count, side, side) for this x."""
         end = 0
         for x, out in self.pairs:
             at, end = end, end + x.shape[0]
             yield x, out, squares.rows(at, end)
 
     def _polynomial(self, out: Tensor, gram: Tensor) -> None:
-        """P without its term a."""
+        """Make P without its term a."""
         _, b, c = COEFFICIENTS
         matmul(self.dev, out, gram, gram, addend=gram, alpha=c, beta=b)
 
     def _steps(self, gram: Tensor, p: Tensor, spare: Tensor, total: Tensor, count: int) -> Tensor:
-        """The matrices that `count` steps multiply by. All four are scratch, gram is read, too."""
+        """Return the product of `count` steps' polynomials. All four are overwritten; gram is
+        the input."""
         for i in range(count):
             self._polynomial(p, gram)
             muon.diagonal(self.dev, p, COEFFICIENTS[0])
@@ -189,14 +192,14 @@ class _Iteration:
                 matmul(self.dev, gram, spare, own)
         return total
 
-    def _multiply(self, by: Tensor, beside: float, *, last: bool) -> None:
-        """x and out are exchanged, where out is (by + beside) x, or of tall matrices x (by +
-        beside). The last product has the factor of the sizes, and then rows are scaled."""
-        for i, (x, out, own) in enumerate(self._parts(by)):
+    def _multiply(self, p: Tensor, a: float, *, last: bool) -> None:
+        """Set out to (p + a) x, or to x (p + a) for tall matrices, and exchange x and
+        out. The last product includes the factor of the shape; then rows are scaled."""
+        for i, (x, out, square) in enumerate(self._parts(p)):
             rows, columns = x.shape[1:]
             times = _match_rms(rows, columns) if last else 1.0
-            operands = (x, own) if rows > columns else (own, x)
-            added = {"addend": x, "beta": beside * times} if beside else {}
+            operands = (x, square) if rows > columns else (square, x)
+            added = {"addend": x, "beta": a * times} if a else {}
             matmul(self.dev, out, *operands, alpha=times, **added)
             if last and self.rows[i] is not None:
                 muon.even(self.dev, out, self.rows[i], decay=ROWS_DECAY)
