@@ -1,5 +1,4 @@
-"""The machine: devices, memory, kernels, graphs, streams and threads. It knows nothing of models.
+"""The machine: devices, memory, kernels, graphs, streams and threads, without models.
 
-Imports base.
 Start with `device.py`, the interface that the training step sees.
 """

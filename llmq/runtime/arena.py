@@ -1,4 +1,4 @@
-"""Bump arenas and the named LIFO stack: every byte the trainer uses, counted by category."""
+"""Bump arenas and a named LIFO stack: every byte of the trainer, counted by category."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from llmq.base.dtypes import DType
 from llmq.base.tensor import Storage, Tensor
 
-ALIGN = 256  # bytes; cuBLASLt, cuDNN and 16-byte vector accesses are all satisfied
+ALIGN = 256  # bytes: enough for cuBLASLt, cuDNN and 16-byte vector accesses
 
 
 def align_up(n: int, multiple: int = ALIGN) -> int:
-    """The smallest multiple of `multiple` that is at least n."""
+    """Return the smallest multiple of `multiple` that is at least n."""
     return -(-n // multiple) * multiple
 
 
 class Arena:
-    """Hands out memory, one tensor behind the other. capacity None (plan device): counts only.
-    used: bytes that are taken; high_water_mark: the most that ever were."""
+    """Hands out memory, one tensor behind the other. capacity: bytes; None (plan device): only
+    counts. used: bytes in use. high_water_mark: the most bytes ever in use."""
 
     def __init__(self, storage: Storage, capacity: int | None = None):
         self.storage = storage
@@ -30,7 +30,7 @@ class Arena:
         self.tensors: list[tuple[str, Tensor]] = []
 
     def take(self, name: str, shape: tuple[int, ...], dtype: DType, category: str) -> Tensor:
-        """A new tensor of this shape, counted under the category."""
+        """Return a new tensor of this shape, counted under the category."""
         tensor = Tensor(name, shape, dtype, self.storage, self.used)
         padded = align_up(tensor.nbytes)
         if self.capacity is not None and self.used + padded > self.capacity:
@@ -60,7 +60,7 @@ class Arena:
             self.tensors, self.categories = tensors, categories
 
     def free_from(self, used: int) -> None:
-        """Forget the tensors that were taken since so many bytes were used."""
+        """Free the tensors that were taken since `used` bytes were in use."""
         while self.tensors and self.tensors[-1][1].offset >= used:
             category, tensor = self.tensors.pop()
             self.categories[category] -= align_up(tensor.nbytes)
@@ -68,7 +68,8 @@ class Arena:
 
 
 class Stack:
-    """Step-local memory: named, last in first out, with a high-water mark and what made it."""
+    """Step-local memory: named, last in first out; high_water_tensors: live at the high-water
+    mark."""
 
     def __init__(self, storage: Storage, capacity: int | None = None):
         self.storage = storage
@@ -79,11 +80,11 @@ class Stack:
         self.high_water_tensors: list[tuple[str, int]] = []
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: DType) -> Scratch:
-        """A tensor that lives until the end of the `with` block. Its content is undefined."""
+        """Return a tensor that lives as long as its `with` block; content undefined."""
         return Scratch(self, name, shape, dtype)
 
     def push(self, name: str, shape: tuple[int, ...], dtype: DType) -> Tensor:
-        """A tensor that lives until `pop`."""
+        """Return a tensor that lives until `pop`."""
         start = self.used
         tensor = Tensor(name, shape, dtype, self.storage, start)
         end = start + align_up(tensor.nbytes)
@@ -107,7 +108,7 @@ class Stack:
 
 
 class Scratch:
-    """The `with` block of a tensor on a stack. No generator: a plan opens hundreds of thousands."""
+    """The `with` block of a tensor on a stack. A generator is too slow: plans open 100,000s."""
 
     __slots__ = ("_args", "_stack", "_tensor")
 

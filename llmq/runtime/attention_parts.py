@@ -1,10 +1,10 @@
-"""The keys that attention sees, and how its work is cut: into tiles, and backward into parts.
+"""The keys that attention sees; how kernels tile its work, and how backward splits heads.
 
-The library's workspace of backward grows with the square of the sequence length for every query
-head that one call computes (`llmq.runtime.cudnn.backward_workspace_bytes`). Parts beyond one for
-each sequence divide heads: whole key/value heads with their query heads first, whose gradients stay
-where they are in one call; then the query heads of each key/value head, whose parts of its
-gradients have to be added up.
+The workspace of cuDNN's backward grows with the square of the sequence length, for every query head
+of one call (`llmq.runtime.cudnn.backward_workspace_bytes`). With more parts than sequences, a call
+computes some heads of a sequence. First whole key/value heads are split off with their query heads,
+whose gradients one call computes. Further parts split the query heads of a key/value head, and
+their parts of its gradients have to be added up.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from llmq.runtime.kernel import ceil_div
 
 
 def sees_all_before(window: int | None, seq_len: int) -> bool:
-    """Whether a window, None without one, hides no key of a sequence."""
+    """True if a window hides no key of a sequence. window: None: there is no window."""
     return window is None or window >= seq_len
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
-    """The keys up to their own that queries see, for all of attention's kernels. starts: I32 (B,
-    T), the first position of the document of each, None: all are of one. They never fall along a
-    row. window: how many keys, the query's own included; None: all."""
+    """The keys, up to its own, that each query sees, in all attention kernels. starts: I32 (B, T),
+    the first position of each token's document, non-decreasing in a row; None: one document a row.
+    window: number of keys, the query's own included; None: all."""
 
     starts: Tensor | None = None
     window: int | None = None
 
     def within(self, op: str, seq_len: int, backends: tuple[str, ...]) -> AttentionMask:
-        """Without a window that every query's keys fit into. ValueError if wrong."""
+        """Return the mask without a window that hides nothing. ValueError if the mask is
+        invalid."""
         if self.starts is not None and "cudnn" in backends:
             raise ValueError(f"{op}: the cudnn backend knows no documents within a sequence")
         if self.window is not None and self.window < 1:
@@ -44,31 +45,31 @@ class AttentionMask:
 
     @property
     def masked(self) -> bool:
-        """Whether there is more to it than that keys come before their query."""
+        """True if queries do not see all keys up to their own."""
         return self.starts is not None or self.window is not None
 
     def args(self, seq_len: int) -> tuple[Tensor | None, int]:
         return self.starts, seq_len if self.window is None else self.window
 
     def rows(self, start: int, stop: int) -> AttentionMask:
-        """The mask of these sequences of the batch."""
+        """Return the mask of these sequences of the batch."""
         return AttentionMask(
             None if self.starts is None else self.starts.rows(start, stop), self.window
         )
 
     def pairs(self, seq_len: int) -> int:
-        """Twice the pairs of query and key, where a query's own key counts half. Pairs that
-        documents hide are not known here, and not taken off."""
+        """Return twice the pairs of query and key, where a query's own key counts half. Pairs that
+        documents hide are counted, since documents are not known here."""
         window = seq_len if self.window is None else self.window
         return window * (2 * seq_len - window)
 
 
 ALL = AttentionMask()
-"""Every query sees all keys up to its own."""
+"""The causal mask: every query sees all keys up to its own."""
 
 
 class HeadGroup(NamedTuple):
-    """Heads that one call computes: query heads from `first`, key/value heads from `first_kv`."""
+    """Heads of one call: query heads from `first` on, key/value heads from `first_kv` on."""
 
     first: int
     count: int
@@ -81,17 +82,18 @@ class HeadGroup(NamedTuple):
 
 
 def split(batch: int, chunks: int) -> tuple[int, int]:
-    """Sequences that are computed at a time, and parts of the heads of one that are."""
+    """Return the sequences computed at a time, and the parts that a sequence's heads are split
+    into."""
     return ceil_div(batch, chunks), ceil_div(chunks, batch)
 
 
 def splits_query_heads(num_kv_heads: int, parts: int) -> bool:
-    """Whether so many parts divide the query heads of one key/value head."""
+    """True if this number of parts splits the query heads of one key/value head."""
     return parts > num_kv_heads
 
 
 def head_groups(num_heads: int, num_kv_heads: int, parts: int) -> list[HeadGroup]:
-    """Groups of a sequence's heads, at least `parts`; sizes of groups differ by one at the most.
+    """Return at least `parts` groups of a sequence's heads, whose sizes differ by one at most.
     parts: up to num_heads."""
     group = num_heads // num_kv_heads
     if not splits_query_heads(num_kv_heads, parts):
@@ -105,36 +107,36 @@ def head_groups(num_heads: int, num_kv_heads: int, parts: int) -> list[HeadGroup
 
 
 def _spans(count: int, parts: int) -> list[tuple[int, int]]:
-    """First of each part, and how many it has."""
+    """Return (first, count) of each part."""
     edges = [count * i // parts for i in range(parts + 1)]
     return [(a, b - a) for a, b in pairwise(edges)]
 
 
 def divisions(batch: int, num_heads: int, num_kv_heads: int) -> list[int]:
-    """Numbers of parts, ascending: each one's calls compute fewer heads than those before it.
-    Divisors of the batch, then multiples of it."""
-    found = [n for n in range(1, batch + 1) if batch % n == 0]
+    """Return numbers of parts, ascending: divisors of the batch, then multiples of it. The calls of
+    each number compute fewer heads than the calls of the number before."""
+    numbers = [n for n in range(1, batch + 1) if batch % n == 0]
     heads = num_heads
     for parts in range(2, num_heads + 1):
         groups = head_groups(num_heads, num_kv_heads, parts)
         largest = max(group.count for group in groups)
         if largest < heads:
-            found.append(batch * len(groups))
+            numbers.append(batch * len(groups))
             heads = largest
-    return found
+    return numbers
 
 
-# Bytes of tiles with which a multiprocessor that has 100 KiB of shared memory takes two blocks:
-# half of it, less what the driver takes and what kernels have beside tiles.
+# Bytes of tiles with which two blocks fit on a multiprocessor with 100 KiB of shared memory: half
+# of it, less the driver's part and what kernels have beside tiles.
 HALF_SHARED = (50 << 10) - 1024 - 256
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a kernel cuts its work. A thread block owns `own` rows (queries in the forward, keys or
-    queries in the backward) and walks over the other side in steps of `step` rows. shared: bytes of
-    dynamic shared memory. stages: how many steps it holds at once. split_keys: dK and dV are the
-    work of different blocks."""
+    """How a kernel tiles its work. A thread block owns `own` rows (queries in forward, keys or
+    queries in backward) and walks over the other side in steps of `step` rows. shared: bytes of
+    dynamic shared memory. stages: steps in shared memory at once. split_keys: True if different
+    blocks make dK and dV."""
 
     own: int
     step: int
@@ -145,26 +147,26 @@ class Tiles:
 
 
 def in_tiles(head_dim: int) -> int:
-    """Elements of a row of a tile: zeros follow those of a head up to a multiple of 16, one step of
-    the tensor cores' inner dimension."""
+    """Return the elements of a row of a tile: the head size padded with zeros to a multiple of 16,
+    one step of the tensor cores' inner dimension."""
     return align_up(head_dim, 16)
 
 
 def _row_bytes(head_dim: int) -> int:
-    """The bytes of a row of BF16 in shared memory (attention_mma.cuh)."""
+    """Return the bytes of a BF16 row in shared memory (attention_mma.cuh)."""
     return 2 * (head_dim if head_dim % 64 == 0 else head_dim + 8)
 
 
 def forward_tiles(dtype: DType, head_dim: int, masked: bool = False) -> Tiles:
-    """Tiles of attention_forward: shared memory holds the queries and one step's keys, values.
-    masked: as compile_consts."""
+    """Return the tiles of attention_forward: shared memory holds the queries and one step's keys
+    and values. masked: see compile_consts."""
     head_dim = in_tiles(head_dim)
     large = head_dim > 128
     if dtype == F32:
         own, step = (32, 16) if large else (64, 32)
         return Tiles(own, step, 256, (own + 2 * step) * (head_dim + 4) * 4 + own * (step + 4) * 4)
-    # 32 queries a warp: each key fragment that is read from shared memory is used twice. Larger
-    # heads leave registers for fewer scores, and then for fewer queries.
+    # 32 queries a warp use each key fragment that is read from shared memory twice. Larger heads
+    # leave registers for fewer scores, and then for fewer queries.
     own = 64 if large else 128
     step = 64 if head_dim <= (64 if masked else 80) else 32
     return Tiles(own, step, 128, (own + 2 * step) * _row_bytes(head_dim))
@@ -173,8 +175,8 @@ def forward_tiles(dtype: DType, head_dim: int, masked: bool = False) -> Tiles:
 def backward_tiles(
     dtype: DType, head_dim: int, masked: bool = False, small_shared: bool = False
 ) -> Tiles:
-    """Tiles of attention_backward_tiles: shared memory holds two tiles of owned rows and two of
-    each step, for BF16 with the step's statistics. small_shared: as DeviceSpec has it."""
+    """Return the tiles of attention_backward_tiles: shared memory holds two tiles of owned rows and
+    two of each step; in BF16 also the step's statistics. small_shared: see DeviceSpec."""
     head_dim = in_tiles(head_dim)
     large = head_dim > 128
     if dtype == F32:
@@ -182,21 +184,21 @@ def backward_tiles(
         rows = 2 * own + 2 * step
         shared = rows * (head_dim + 4) * 4 + own * (step + 4) * 4
         return Tiles(own, step, 256, shared)
-    # Tiles are as large as registers allow for two sums of own rows, or for one.
+    # Tiles are as large as registers allow: for two sums of own rows, or for one.
     own = 128 if head_dim <= 64 and not masked else 64
     step, stages = (16, 1) if large else (32, 2)
     stage = 2 * step * (_row_bytes(head_dim) + 4)
     shared = 2 * own * _row_bytes(head_dim) + stages * stage
     if small_shared and shared > HALF_SHARED >= shared - stage:
-        stages, shared = 1, shared - stage  # one block copies while the other one multiplies
+        stages, shared = 1, shared - stage  # one block copies while the other multiplies
     return Tiles(own, step, 128, shared, stages, split_keys=large)
 
 
 def compile_consts(
     dtype: DType, head_dim: int, masked: bool = False, small_shared: bool = False
 ) -> dict[str, int]:
-    """The compile-time constants of attention.cu: the same for all its entries. masked: queries see
-    less than all that is before them. small_shared: as DeviceSpec has it."""
+    """Return the compile-time constants of attention.cu, the same for all its entries. masked:
+    queries do not see all keys before them. small_shared: see DeviceSpec."""
     backward = backward_tiles(dtype, head_dim, masked, small_shared)
     consts = {
         "HEAD_DIM": head_dim,

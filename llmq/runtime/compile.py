@@ -1,8 +1,8 @@
-"""Kernel source to machine code: NVRTC, with a cache on disk.
+"""Compilation of kernels to machine code by NVRTC, with a cache on disk.
 
-NVRTC needs neither a GPU nor a driver, so every kernel can be compiled anywhere for any GPU.
-Settings: LLMQ_CACHE_DIR (where compiled kernels are kept), LLMQ_LINEINFO=1 (source lines for
-profilers and sanitizers).
+NVRTC needs neither a GPU nor a driver: any machine compiles kernels for any GPU. Environment
+variables: LLMQ_CACHE_DIR (folder of compiled kernels), LLMQ_LINEINFO=1 (source lines for profilers
+and sanitizers).
 """
 
 import atexit
@@ -25,7 +25,7 @@ from llmq.runtime.cuda_api import load_libraries
 from llmq.runtime.kernel import TYPE_VARIABLES, KernelSource
 
 KERNEL_DIR = Path(__file__).resolve().parent.parent / "cu"
-DEFAULT_TYPE = "f32"  # of a type variable that only other entry points of the same file use
+DEFAULT_TYPE = "f32"  # for type variables that only other entry points of the file use
 FLAGS = ("-std=c++17", "-fmad=false", "--ptxas-options=-v")
 
 _locks: dict[Path, threading.Lock] = {}
@@ -39,10 +39,10 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """The needs of a kernel on a multiprocessor, as the assembler reports them. registers: of one
+    """A kernel's needs on a multiprocessor, as the assembler reports them. registers: of one
     thread. shared: bytes of static shared memory of a block. spilled, stack: bytes of one thread in
-    local memory, which is slow. serialized: whether each product of a warpgroup is waited for at
-    once, because the assembler could not tell when its registers are free."""
+    local memory, which is slow. serialized: True if the assembler waits for each product of a
+    warpgroup at once, because it could not tell when the product's registers are free."""
 
     registers: int
     shared: int
@@ -53,7 +53,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cubin:
-    """Machine code of one kernel under one set of definitions. path: the file that holds it."""
+    """Machine code of one kernel under one set of definitions. path: the cubin file."""
 
     path: Path
     code: bytes
@@ -61,8 +61,8 @@ class Cubin:
 
 
 def cache_dir() -> Path:
-    """The folder of compiled kernels: LLMQ_CACHE_DIR, else llmq/ in the user's cache folder.
-    ConfigError where there is none, as of a container's user without a name."""
+    """Return the folder of compiled kernels: LLMQ_CACHE_DIR, else llmq/ in the user's cache folder.
+    ConfigError if the user has no home directory, as in some containers."""
     if chosen := os.environ.get("LLMQ_CACHE_DIR"):
         return Path(chosen)
     try:
@@ -72,7 +72,7 @@ def cache_dir() -> Path:
 
 
 def cuda_include_dirs(major: int | None = None) -> list[Path]:
-    """Folders with cuda_bf16.h, pip packages first; major: the CUDA release preferred."""
+    """Return folders with cuda_bf16.h, pip packages first. major: preferred CUDA release."""
     packages = {12: "cuda_runtime/include", 13: "cu13/include"}
     order = sorted(packages, key=lambda m: m != major)
     try:
@@ -81,30 +81,31 @@ def cuda_include_dirs(major: int | None = None) -> list[Path]:
         roots = [Path(p) for p in nvidia.__path__]
     except ImportError:
         roots = []
-    found = [root / packages[m] for m in order for root in roots]
-    found += [
+    folders = [root / packages[m] for m in order for root in roots]
+    folders += [
         Path(os.environ[v]) / "include" for v in ("CUDA_PATH", "CUDA_HOME") if v in os.environ
     ]
-    found.append(Path("/usr/local/cuda/include"))
-    return [path for path in found if (path / "cuda_bf16.h").exists()]
+    folders.append(Path("/usr/local/cuda/include"))
+    return [path for path in folders if (path / "cuda_bf16.h").exists()]
 
 
 def definitions(file: str, types: Mapping[str, str], consts: Mapping[str, int]) -> list[str]:
-    """`#define` lines: the type variables of the file's kernels, then the constants."""
+    """Return `#define` lines of the type variables of the file's kernels, then of the constants."""
     variables = TYPE_VARIABLES.get(file, set()) | set(types)
     lines = [f"#define {v} {types.get(v, DEFAULT_TYPE)}" for v in sorted(variables)]
     return lines + [f"#define {name} {value}" for name, value in sorted(consts.items())]
 
 
 def kernel_text(file: str, entry: str) -> str:
-    """A kernel file. ENTRY in it is the entry point, which may have a header of its own."""
+    """Return the text of a kernel file; its word ENTRY becomes the entry point, which may choose a
+    header."""
     return re.sub(r"\bENTRY\b", entry, (KERNEL_DIR / file).read_text())
 
 
 def program(source: KernelSource) -> str:
-    """The text that the compiler gets. Shared headers come before the definitions, whose one-letter
-    names would otherwise meet the template parameters in there. The file's other kernels become
-    templates: of these, which nobody uses, it makes no code."""
+    """Return the text for the compiler. Shared headers come before the definitions, whose
+    one-letter names would replace the headers' template parameters. The file's other kernels become
+    templates, for which the compiler makes no code."""
     file, entry, types, consts = source
 
     def declared(match: re.Match) -> str:
@@ -125,7 +126,7 @@ def digest(parts: Iterable[str | bytes]) -> str:
 
 
 def included_texts(text: str, headers: dict[str, str]) -> list[str]:
-    """The headers (name -> text) that `text` includes by `#include "name"`, and those they do."""
+    """Return the headers (name -> text) that `text` includes as `#include "name"`, recursively."""
     used: set[str] = set()
     pending = [text]
     while pending:
@@ -137,14 +138,14 @@ def included_texts(text: str, headers: dict[str, str]) -> list[str]:
 
 
 def headers() -> dict[str, str]:
-    """The texts of all headers in llmq/cu, by the names of their includes:
+    """Return the texts of all headers in llmq/cu by their names in includes, such as
     product/smem_tiles.cuh."""
     paths = sorted(KERNEL_DIR.rglob("*.cuh"))
     return {path.relative_to(KERNEL_DIR).as_posix(): path.read_text() for path in paths}
 
 
 class Nvrtc:
-    """NVRTC's functions. RuntimeError where one fails. version: (major, minor)."""
+    """NVRTC's functions; RuntimeError if one fails. version: (major, minor)."""
 
     def __init__(self) -> None:
         load_libraries()
@@ -161,13 +162,13 @@ class Nvrtc:
         return tuple(values)
 
     def _read(self, what: str, program: Any) -> bytes:
-        """The Log or CUBIN of a program."""
+        """Return the ProgramLog or CUBIN of a program."""
         content = bytearray(self._call(f"nvrtcGet{what}Size", program)[0])
-        self._call(f"nvrtcGet{what}", program, content)  # fills it
+        self._call(f"nvrtcGet{what}", program, content)  # fills content
         return bytes(content)
 
     def compile(self, file: str, text: str, options: tuple[str, ...]) -> tuple[bytes | None, str]:
-        """Machine code, None where the text does not compile; and the compiler's messages."""
+        """Return machine code (None if the text does not compile) and the compiler's messages."""
         (program,) = self._call("nvrtcCreateProgram", text.encode(), file.encode(), 0, [], [])
         try:
             flags = [option.encode() for option in options]
@@ -190,21 +191,21 @@ def _nvrtc() -> Nvrtc:
 
 
 def target(capability: int) -> str:
-    """The architecture to compile for: the GPU's own, or the nearest older one of its family."""
-    known = [a for a in _nvrtc().architectures if a // 10 == capability // 10]
-    usable = [a for a in known if a <= capability]
+    """Return the architecture to compile for: the GPU's, or the next older one of its family."""
+    family = [a for a in _nvrtc().architectures if a // 10 == capability // 10]
+    usable = [a for a in family if a <= capability]
     if not usable:
         raise LlmqError(
             f"NVRTC {'.'.join(map(str, _nvrtc().version))} cannot compile for compute "
             f"capability {capability / 10}; install a newer CUDA release of CuPy"
         )
-    # 90a: the only way to Hopper's warpgroup products and register hand-over.
+    # Only 90a has Hopper's warpgroup products and register hand-over.
     return "sm_90a" if max(usable) == 90 else f"sm_{max(usable)}"
 
 
 def parse_resources(log: str) -> dict[str, Resources]:
-    """Read the assembler's -v report."""
-    found: dict[str, Resources] = {}
+    """Return the resources of each entry point in the assembler's -v report."""
+    resources: dict[str, Resources] = {}
     for part in log.split("Compiling entry function '")[1:]:
         entry = part[: part.index("'")]
 
@@ -212,30 +213,30 @@ def parse_resources(log: str) -> dict[str, Resources]:
             match = re.search(pattern, part)
             return int(match.group(1)) if match else 0
 
-        found[entry] = Resources(
+        resources[entry] = Resources(
             registers=number(r"Used (\d+) registers"),
             shared=number(r"(\d+) bytes smem"),
             spilled=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
             stack=number(r"(\d+) bytes stack frame"),
             serialized=bool(re.search(_SERIALIZED + f"'{entry}'", log)),
         )
-    return found
+    return resources
 
 
 def compile_kernel(source: KernelSource, capability: int) -> Cubin:
-    """Machine code of a kernel for a GPU of this capability, from the cache if it is there. Raises
-    LlmqError when the compiler or its headers are missing, RuntimeError with the compiler's
-    messages when the source does not compile."""
+    """Return a kernel's machine code for a GPU of this compute capability, from the cache if
+    present. Raises LlmqError if the compiler or its headers are missing, RuntimeError with the
+    compiler's messages if the source does not compile."""
     nvrtc = _nvrtc()
     text = program(source)
     flags = [f"-arch={target(capability)}", *FLAGS]
     if nvrtc.version >= (12, 9):
-        flags.append("--no-cache")  # what NVRTC's own cache returns lacks the assembler's report
+        flags.append("--no-cache")  # NVRTC's own cache omits the assembler's report
     if os.environ.get("LLMQ_LINEINFO") == "1":
         flags.append("-lineinfo")
     key = digest([text, *included_texts(text, headers()), *flags, str(nvrtc.version)])
     path = cache_dir() / f"{source.entry}-{key}.cubin"
-    # Ranks and compile_ahead want the same kernels: one thread compiles, the others read.
+    # Ranks and compile_ahead need the same kernels: one thread compiles, the others read.
     with _locks.setdefault(path, threading.Lock()):
         cached = _read(path)
         if cached is None:
@@ -244,11 +245,11 @@ def compile_kernel(source: KernelSource, capability: int) -> Cubin:
 
 
 def compile_ahead(sources: Iterable[KernelSource], capability: int) -> None:
-    """Start to fill the cache in threads, which NVRTC lets run side by side; returns at once.
-    Whoever needs one of these kernels earlier waits for it, or compiles it. Errors are left to
-    them, too. A process that ends waits for those that are being compiled, for no others."""
+    """Start to fill the cache in threads, which NVRTC runs in parallel; returns at once. A caller
+    that needs a kernel earlier waits for it or compiles it, and gets its error. At exit the process
+    waits only for kernels that are being compiled."""
     waiting = deque(sorted(sources))
-    # No executor: at the end of the process its threads would do all that is waiting.
+    # An executor's threads would compile all waiting kernels at the end of the process.
     threads = [
         threading.Thread(target=_compile_waiting, args=(waiting, capability), daemon=True)
         for _ in range(os.cpu_count() or 1)
@@ -259,18 +260,18 @@ def compile_ahead(sources: Iterable[KernelSource], capability: int) -> None:
 
 
 def _compile_waiting(waiting: deque[KernelSource], capability: int) -> None:
-    """A thread of compile_ahead."""
+    """Run a thread of compile_ahead."""
     while True:
         try:
             source = waiting.popleft()
-        except IndexError:  # nothing is left
+        except IndexError:  # all are compiled
             return
-        with contextlib.suppress(Exception):  # it comes up again at the kernel's first use
+        with contextlib.suppress(Exception):  # the kernel's first use raises the error again
             compile_kernel(source, capability)
 
 
 def _stop_compiling(waiting: deque[KernelSource], threads: list[threading.Thread]) -> None:
-    """At exit: NVRTC crashes in threads that still use it when the process unloads it."""
+    """Let threads end at exit: NVRTC crashes in threads that use it while it is unloaded."""
     waiting.clear()
     for thread in threads:
         thread.join()
@@ -279,7 +280,7 @@ def _stop_compiling(waiting: deque[KernelSource], threads: list[threading.Thread
 def _compile(
     nvrtc: Nvrtc, source: KernelSource, text: str, flags: list[str]
 ) -> tuple[bytes, Resources]:
-    """Machine code, and what it needs."""
+    """Return machine code and its resources."""
     includes = cuda_include_dirs(nvrtc.version[0])
     if not includes:
         raise LlmqError(
@@ -297,19 +298,19 @@ def _compile(
 
 
 def _read(path: Path) -> Cubin | None:
-    """The cached entry; None when there is none, or not a whole one. ConfigError as `read_own`."""
+    """Return the cached entry; None if it is absent or incomplete. ConfigError: see `read_own`."""
     try:
         code, facts = read_own(path), json.loads(read_own(path.with_suffix(".json")))
         if facts["sha256"] != hashlib.sha256(code).hexdigest():
             return None
         resources = Resources(**facts["resources"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # writing says what is wrong
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # _write reports errors
         return None
     return Cubin(path=path, code=code, resources=resources)
 
 
 def _write(path: Path, code: bytes, resources: Resources) -> Cubin:
-    """Keep an entry: the machine code, which CuPy reads, and beside it what belongs to it."""
+    """Write the machine code, which CuPy loads by its path, and the entry's JSON file beside it."""
     facts = {"sha256": hashlib.sha256(code).hexdigest(), "resources": asdict(resources)}
     try:
         write_shared(path, code)

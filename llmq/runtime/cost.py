@@ -1,8 +1,7 @@
-"""The cost of a launch, as the operation that launches it says: plans and card files go by that.
+"""The cost of a launch, declared by the operation that launches; plans and card files use costs.
 
-Nobody finds it out from a kernel's arguments. The bytes that a launch moves follow from the
-declarations of its tensors (`Kernel.traffic`), so that an operation bound by memory has nothing to
-say.
+FLOPs cannot be derived from a kernel's arguments. The bytes that a launch moves follow from the
+declarations of its tensors (`Kernel.traffic`), so that memory-bound operations declare nothing.
 """
 
 from __future__ import annotations
@@ -14,42 +13,43 @@ from typing import NamedTuple
 from llmq.base.dtypes import F32, FP8, I8, DType
 from llmq.runtime.kernel import Kernel
 
-CACHED = 4096  # costs that are made once: a step launches the same few hundred, time after time
+CACHED = 4096  # costs that are kept: a step launches the same few hundred again and again
 
-# Epilogues are what launches of ours do beside the library's product. Those of LONGER take so much
-# time for it that their kinds say what they write; those of HIDDEN take none.
+# Epilogues: work that our kernels do beside the library's product. Epilogues in LONGER take so long
+# that their kinds name what they write; epilogues in HIDDEN take no time.
 LONGER = ("swiglu", "swiglu_backward")
 HIDDEN = ("gradient", "grouped")
 
 
 class Kind(NamedTuple):
-    """The name and sizes by which launches are told apart when their times are kept. name: words
-    from the most telling one on, with `/` between them: what differs only in the last ones takes
-    about as long. sizes: of a product (M, N, K); of attention (FLOPs, sequence length, head size,
-    window); of all others (bytes of device memory,)."""
+    """Name and sizes by which times of launches are kept. name: words separated by `/`, the most
+    telling first; launches that differ only in the last words take about as long. sizes: of a
+    product (M, N, K); of attention (FLOPs, sequence length, head size, window); of other launches
+    (bytes of device memory,)."""
 
     name: str
     sizes: tuple[int, ...]
 
     @property
     def is_product(self) -> bool:
-        """Whether it is a matrix product."""
+        """True if the launch is a matrix product."""
         return self.name.startswith("matmul")
 
     @classmethod
     def moving(cls, name: str, device_bytes: int, formats: str = "") -> Kind:
-        """The kind of what memory limits: a kernel of these tensors' formats, a copy or a fill."""
+        """Return the kind of a memory-bound launch: a kernel on tensors of these formats, a copy or
+        a fill."""
         return cls(f"{name}/{formats}", (device_bytes,))
 
     @classmethod
     def of(cls, kernel: Kernel, args: tuple, cost: Cost, device_bytes: int) -> Kind:
-        """The kind of a launch, which its cost says, unless memory limits it."""
+        """Return the kind of a launch: its cost's, or a memory-bound one."""
         return cost.kind or cls.moving(kernel.entry, device_bytes, kernel.formats(args))
 
 
 class Heads(NamedTuple):
-    """The heads of a call of the library's backward of attention, which takes them in so many
-    parts, one after the other."""
+    """The heads of one call of the library's attention backward, which computes `parts` of them in
+    turn."""
 
     batch: int
     queries: int
@@ -61,18 +61,20 @@ class Heads(NamedTuple):
 class Cost:
     """The cost of one launch beside the bytes that its tensors' declarations say.
 
-    part: the part of a step that its time belongs to: "product", "attention" or "memory_bound".
+    part: part of a step to which its time belongs: "product", "attention" or "memory_bound".
     flops: floating-point operations.
 
-    The rest is for launches that FLOPs may limit; `product_cost` and `attention_cost` give it.
-    kind: what its time is kept by; that of all others is made of their tensors' formats.
-    rate: which FLOP/s it reaches: "matmul", "matmul_fp8", "matmul_fp8_half", "matmul_int8", "f32",
-    or a kernel of attention and where it is from, "attention_forward/library".
-    fast: whether a product of fp8 codes may sum with fewer bits.
-    matrices: bytes of the library's product of the same matrices, if the launch takes time for what
-    it moves besides; else None. transposes: whether it writes codes in both layouts.
-    heads: those of the library's backward of attention.
-    label: what a profile says of it behind the kernel's name.
+    The other fields are for launches that FLOPs may limit; `product_cost` and `attention_cost` set
+    them.
+    kind: by which its time is kept; None: made of the tensors' formats.
+    rate: the FLOP/s that the launch reaches: "matmul", "matmul_fp8", "matmul_fp8_half",
+    "matmul_int8", "f32", or an attention kernel and its origin, "attention_forward/library".
+    fast: True if a product of fp8 codes may accumulate in fewer bits.
+    matrices: bytes of the library's product of the same matrices, if the launch takes extra time
+    for further bytes; else None.
+    transposes: True if the launch writes codes in both layouts.
+    heads: of the library's attention backward.
+    label: text behind the kernel's name in a profile.
     """
 
     part: str = "memory_bound"
@@ -87,7 +89,7 @@ class Cost:
 
 
 MOVES = Cost()
-"""The cost of launches that memory limits."""
+"""The cost of memory-bound launches."""
 
 
 @lru_cache(CACHED)
@@ -108,21 +110,20 @@ def product_cost(
     batch: int = 1,
     half: bool = False,
 ) -> Cost:
-    """The cost of a matrix product, of the library or of ours.
+    """Return the cost of a matrix product by the library or by a kernel of ours.
 
-    sizes: M, N, K. a, out: formats of the first operand, and of what the library would write.
-    trans_a, trans_b, accumulate, addend, fast (fast_accumulation): as ops.product.matmul has them.
-    epilogue: a word for what a launch of ours does besides; a card file without it is asked for the
-    library's product. rank: columns of the adapters that are in the product. besides: the formats
-    (`kernel.formats`) of the other tensors of one of LONGER. transposes: as Cost has it. batch: how
-    many products of these sizes there are, which are kept as one with so many times M. half:
-    with sums in half precision.
+    sizes: M, N, K. a, out: dtypes of the first operand, and of what the library would write.
+    trans_a, trans_b, accumulate, addend, fast (fast_accumulation): see ops.product.matmul.
+    epilogue: a word for further work of our kernel; card files without this word use the library's
+    product. rank: columns of the adapters in the product. besides: formats (`kernel.formats`) of
+    the other tensors of an epilogue in LONGER. transposes: see Cost. batch: number of products of
+    these sizes, kept as one product with batch * M. half: True for sums in half precision.
     """
     M, N, K = sizes
     matrices = (M * K + N * K) * a.itemsize + M * N * out.itemsize
     label = f"{M}x{N}x{K}"
     added = str(int(accumulate and not epilogue))
-    if a in FP8:  # whether sums are fast matters more than which 8-bit format
+    if a in FP8:  # fast accumulation matters more than which 8-bit format
         library, words = "matmul_fp8", [str(int(fast)), a.name, added]
     elif a is I8:
         library, words = "matmul_int8", [a.name]
@@ -157,8 +158,8 @@ def attention_cost(
     sizes: tuple[int, int, int],
     heads: Heads | None = None,
 ) -> Cost:
-    """The cost of one of attention's kernels. dtype: the format of its tensors. sizes: sequence
-    length, head size, and how many keys a query sees. heads: those of the library's backward."""
+    """Return the cost of an attention kernel. dtype: of its tensors. sizes: sequence length, head
+    size, number of keys that a query sees. heads: of the library's backward."""
     way = f"{kernel.entry}/{kernel.file.partition('.')[2] or 'library'}"
     kind = Kind(f"{way}/{dtype.name}", (flops, *sizes))
     rate = "f32" if dtype is F32 else way
@@ -167,12 +168,12 @@ def attention_cost(
 
 @lru_cache(CACHED)
 def delta_cost(kernel: Kernel, dtype: DType, flops: int, sizes: tuple[int, int, int]) -> Cost:
-    """The cost of one of the delta rule's kernels. dtype: the format of its tensors. sizes:
-    sequence length, channels of a key, states."""
+    """Return the cost of a delta-rule kernel. dtype: of its tensors. sizes: sequence length,
+    channels of a key, states."""
     way = f"{kernel.entry}/delta"
     kind = Kind(f"{way}/{dtype.name}", (flops, *sizes))
     return Cost(part="attention", flops=flops, kind=kind, rate="f32" if dtype is F32 else way)
 
 
 BESIDE_ATTENTION = Cost(part="attention")
-"""The cost of launches that memory limits and whose time counts to that of attention."""
+"""The cost of memory-bound launches whose time counts as attention."""

@@ -1,8 +1,8 @@
 """Matrix products through cuBLASLt: one plan a shape, run by its fastest algorithm.
 
-cuBLASLt thinks in columns: a row-major matrix (rows, cols) is its column-major (cols, rows) with
-leading dimension cols. So out = op(a) @ op(b) is asked for as out^T = op(b)^T @ op(a)^T, operands
-swapped and transposition flags as they are.
+cuBLASLt is column-major: a row-major matrix (rows, cols) is a column-major (cols, rows) with
+leading dimension cols. So out = op(a) @ op(b) is computed as out^T = op(b)^T @ op(a)^T, with the
+operands swapped and the transposition flags kept.
 """
 
 from __future__ import annotations
@@ -28,46 +28,46 @@ from llmq.runtime.product import (
 )
 from llmq.runtime.tuning import CHOICE_BYTES, Unsupported, algorithm_file, fastest
 
-CANDIDATES = 48  # algorithms asked of the heuristic
+CANDIDATES = 48  # algorithms requested from the heuristic
 
 
 def _method(names: str) -> Callable[..., None]:
-    """A product with these arguments, in their order, which the library kernel of its name in
-    llmq/ops/product/matmul.py declares; those that it lacks are as in `a @ b^T`."""
+    """Return a method that enqueues a product, with the arguments, in order, of the library kernel
+    of its name in llmq/ops/product/matmul.py. Missing arguments are as in `a @ b^T`."""
     fields = names.split()
 
     def enqueue(self: CublasLt, stream: int, *args: Any) -> None:
-        given = dict(zip(fields, args, strict=False))
-        out, a, b = (given[name] for name in ("out", "a", "b"))
-        scales = given.pop("scales", None)
+        values = dict(zip(fields, args, strict=False))
+        out, a, b = (values[name] for name in ("out", "a", "b"))
+        scales = values.pop("scales", None)
         if scales is not None:
-            given |= {"scale_a": scales, "scale_b": scales, "fast_accumulation": False}
+            values |= {"scale_a": scales, "scale_b": scales, "fast_accumulation": False}
         product = Product(
-            *(given[size] for size in "MNK"),
-            trans_a=bool(given.get("trans_a", False)),
-            trans_b=bool(given.get("trans_b", True)),
+            *(values[size] for size in "MNK"),
+            trans_a=bool(values.get("trans_a", False)),
+            trans_b=bool(values.get("trans_b", True)),
             a=a.dtype,
             b=b.dtype,
             out=out.dtype,
-            bias=given["bias"] is not None,
-            accumulate=bool(given["accumulate"]),
-            workspace=given["workspace"].nbytes,
-            fast_accumulation=bool(given.get("fast_accumulation", False)),
-            addend=given["addend"] is not None,
+            bias=values["bias"] is not None,
+            accumulate=bool(values["accumulate"]),
+            workspace=values["workspace"].nbytes,
+            fast_accumulation=bool(values.get("fast_accumulation", False)),
+            addend=values["addend"] is not None,
             block_scaled=scales is not None,
-            batch=given.get("batch", 1),
+            batch=values.get("batch", 1),
         )
-        operands = {name: given[name] for name in Operands._fields if name in given}
+        operands = {name: values[name] for name in Operands._fields if name in values}
         self._multiply(stream, product, Operands(**operands))
 
     return enqueue
 
 
 class CublasLt:
-    """The matrix-product library of one rank; for the rank's thread, with its GPU current. Its
-    products take a stream (an integer), on which they are enqueued, and the arguments of their
-    kernels. They raise Unsupported for a product that cuBLASLt cannot compute, and RuntimeError
-    inside a graph capture for one that would have to be tuned first."""
+    """The matrix-product library of one rank, for the rank's thread with its GPU current. Its
+    products take a stream (an integer) to enqueue on, and the arguments of their kernels. They
+    raise Unsupported if cuBLASLt cannot compute the product, and RuntimeError inside a graph
+    capture if the product is not tuned yet."""
 
     def __init__(
         self,
@@ -78,51 +78,51 @@ class CublasLt:
         library: Any = None,
         cuda: Any = None,
     ):
-        """tune: time the heuristic's best candidates when a product is first seen, on its own
-        operands; else take the heuristic's first. device_name: with cuBLASLt's version, what a
-        tuned algorithm holds for. cache_path: file of tuned algorithms, or None. library and cuda
-        stand in for nvmath and CuPy in tests. Raises LlmqError where they cannot be loaded."""
+        """tune: True: time the heuristic's best candidates when a product is first seen, on the
+        call's operands; False: take the heuristic's first. device_name: part of the key of a tuned
+        algorithm, with cuBLASLt's version. cache_path: file of tuned algorithms, or None. library,
+        cuda: replace nvmath and CuPy in tests. Raises LlmqError if these cannot be loaded."""
         try:
             if library is None:
                 from nvmath.bindings import cublasLt as library
             if cuda is None:
                 from cupy.cuda import runtime as cuda
             self._handle = library.create()
-        except Exception as error:  # the loader raises what it likes
+        except Exception as error:  # the loader raises errors of many classes
             raise LlmqError(
                 f"cuBLASLt is not available ({error}); install nvidia-cublas and nvmath-python of "
                 "CuPy's CUDA release"
             ) from error
         self._lt = library
-        self.errors = (library.cuBLASLtError,)  # of calls that are enqueued
+        self.errors = (library.cuBLASLtError,)  # of enqueued calls
         self._cuda = cuda
         self._tune_new = tune
         self._file = algorithm_file(cache_path)
         self._name = f"{device_name}, cuBLASLt {library.get_version()}"
         self.plans: dict[Product, Plan] = {}
         self._factors = np.empty(2, np.float32)  # alpha and beta of a call
-        self._block_scales_work: bool | None = None  # None: not tried yet
+        self._block_scales_work: bool | None = None  # None: not tested yet
 
     matmul = _method(
         "out a b bias addend workspace M N K trans_a trans_b accumulate alpha beta batch"
     )
-    """out = alpha * op(a) @ op(b) [+ bias] [+ beta * (addend | out)]; batch: of so many of them."""
+    """out = alpha * op(a) @ op(b) [+ bias] [+ beta * (addend | out)]. batch: number of products."""
 
     fp8 = _method(
         "out a b scale_a scale_b bias factor largest addend workspace M N K accumulate "
         "fast_accumulation alpha"
     )
-    """out = alpha * scale_a * scale_b * (a @ b^T) [+ bias] [+ addend | + out]. factor, largest:
-    where out are codes, of what they are multiplied by, and the largest magnitude before that.
-    fast_accumulation: may be used; tuning takes what is faster, not tuning takes it. No GPU before
-    Ada can compute it."""
+    """out = alpha * scale_a * scale_b * (a @ b^T) [+ bias] [+ addend | + out]. For out of codes:
+    factor multiplies results before rounding, largest gets the largest magnitude before factor.
+    fast_accumulation: allowed; tuning takes what is faster, without tuning it is used. GPUs before
+    Ada cannot compute fp8 products."""
 
     mxfp8 = _method(
         "out a b scales scalars bias addend workspace M N K accumulate fast_accumulation"
     )
-    """out = alpha * (a @ b^T) [+ bias] [+ addend | + out]. scales: of the blocks of both, all one.
-    scalars: F32, alpha, and at BETA 1 if there is an addend, else 0. fast_accumulation has no
-    effect, these sums are F32's. Raises Unsupported also where the library is wrong."""
+    """out = alpha * (a @ b^T) [+ bias] [+ addend | + out]. scales: of the blocks of both operands,
+    all one. scalars: F32, alpha, and at BETA 1 if there is an addend, else 0. fast_accumulation: no
+    effect, sums are F32. Raises Unsupported also if the library computes wrong results."""
 
     def close(self) -> None:
         for plan in self.plans.values():
@@ -131,8 +131,8 @@ class CublasLt:
         self._lt.destroy(self._handle)
 
     def _multiply(self, stream: int, product: Product, operands: Operands) -> None:
-        """Enqueue the product. A new one is planned, and tuned on these operands. Tuning
-        synchronizes; it overwrites out, unless accumulate: then out keeps its content."""
+        """Enqueue the product. A new product is planned, and tuned on these operands. Tuning
+        synchronizes and overwrites out; with accumulate, out keeps its content."""
         plan = self.plans.get(product)
         if plan is None:
             plan = describe(self._lt, product)
@@ -146,7 +146,7 @@ class CublasLt:
         self._run(stream, plan, plan.choice.algorithm, operands)
 
     def _try_block_scales(self, stream: int, workspace: Tensor) -> None:
-        """Raise Unsupported unless block-scaled products are right, which is tried once."""
+        """Raise Unsupported unless block-scaled products are right, tested once."""
 
         def run(product: Product, operands: Operands) -> None:
             plan = describe(self._lt, product)
@@ -166,7 +166,7 @@ class CublasLt:
             raise Unsupported(f"matmul: {self._name} does not compute block-scaled products")
 
     def _choose(self, stream: int, plan: Plan, operands: Operands) -> Algorithm:
-        """Choose the algorithm to run: remembered, or tuned, or the heuristic's first."""
+        """Return the algorithm to run: remembered, tuned, or the heuristic's first."""
         if not self._tune_new:
             return self._candidates(plan, 1, plan.product.fast_accumulation)[0]
         key = f"{self._name}, {plan.product}"
@@ -180,25 +180,25 @@ class CublasLt:
         return Algorithm.frombytes(chosen)
 
     def _accumulate_fast(self, plan: Plan, fast: bool) -> None:
-        """Describe an FP8 product as one that accumulates fast, or not."""
+        """Switch fast accumulation of an FP8 product on or off."""
         if plan.product.fp8 and not plan.product.block_scaled:
             name = self._lt.MatmulDescAttribute.FAST_ACCUM
             set_attribute(self._lt, "matmul_desc", plan.desc, name, fast)
 
     def _candidates(self, plan: Plan, count: int, fast: bool) -> list[Algorithm]:
-        """Up to `count` ways to compute it, best first by the heuristic's estimate."""
+        """Return up to `count` algorithms for the plan, best first by the heuristic's estimate."""
         lt = self._lt
         self._accumulate_fast(plan, fast)
         attribute = lt.MatmulPreferenceAttribute
         values = {
             attribute.MAX_WORKSPACE_BYTES: plan.product.workspace,
-            # Split sums must meet in F32. The other schemes would round them to BF16 in between.
+            # Split sums are added in F32; other schemes round partial sums to BF16.
             attribute.REDUCTION_SCHEME_MASK: lt.ReductionScheme.COMPUTE_TYPE,
         }
         for matrix in "ABCD":
             values[getattr(attribute, f"MIN_ALIGNMENT_{matrix}_BYTES")] = POINTER_ALIGN
         results = np.zeros(count, lt.matmul_heuristic_result_dtype)
-        found = np.zeros(1, np.int32)
+        count_found = np.zeros(1, np.int32)
         preference = lt.matmul_preference_create()
         try:
             for name, value in values.items():
@@ -210,19 +210,19 @@ class CublasLt:
                 preference,
                 count,
                 results.ctypes.data,
-                found.ctypes.data,
+                count_found.ctypes.data,
             )
         except lt.cuBLASLtError as error:
             raise Unsupported(self._no_algorithm(plan)) from error
         finally:
             lt.matmul_preference_destroy(preference)
-        usable = [r["algo"].tobytes() for r in results[: found[0]] if r["state"] == 0]
+        usable = [r["algo"].tobytes() for r in results[: count_found[0]] if r["state"] == 0]
         if not usable:
             raise Unsupported(self._no_algorithm(plan))
         return [Algorithm(np.frombuffer(algorithm, np.uint8), fast) for algorithm in usable]
 
     def _tune(self, stream: int, plan: Plan, operands: Operands) -> Algorithm:
-        """The fastest of the heuristic's candidates, each timed on the operands of this call."""
+        """Return the fastest of the heuristic's candidates, timed on the operands of this call."""
         cuda = self._cuda
         if cuda.streamIsCapturing(stream):
             raise RuntimeError(
@@ -231,7 +231,7 @@ class CublasLt:
             )
         if plan.product.block_scaled:
             self._try_block_scales(stream, operands.workspace)
-        candidates = self._candidates(plan, CANDIDATES, False)  # first: they win if equally fast
+        candidates = self._candidates(plan, CANDIDATES, False)  # first, so that they win ties
         if plan.product.fast_accumulation:
             candidates += self._candidates(plan, CANDIDATES, True)
 
@@ -246,7 +246,7 @@ class CublasLt:
         return best
 
     def _accepts(self, plan: Plan, choice: Algorithm) -> bool:
-        """Whether cuBLASLt accepts a remembered choice for this product and workspace."""
+        """True if cuBLASLt accepts a remembered choice for this product and workspace."""
         lt = self._lt
         self._accumulate_fast(plan, choice.fast)
         result = np.zeros(1, lt.matmul_heuristic_result_dtype)
@@ -266,14 +266,14 @@ class CublasLt:
         lt = self._lt
         out, a, b, bias, addend, workspace, scale_a, scale_b, *others = operands
         factor, largest, scalars, *factors = others
-        # On the host: the library reads them before it returns.
+        # Host memory: the library reads both before it returns.
         self._factors[:] = factors[0], factors[1] if plan.product.adds else 0.0
         alpha, beta = self._factors.ctypes.data, self._factors[1:].ctypes.data
         if scalars is not None:
             alpha, beta = scalars.ptr, scalars.ptr + BETA * scalars.dtype.itemsize
         added = out if addend is None else addend
-        # The addresses of this call. lt.matmul reads the descriptor before it returns, so that a
-        # captured graph keeps those of its own call.
+        # Addresses of this call. lt.matmul reads the descriptor before it returns, so that a
+        # captured graph keeps the addresses of its own call.
         if bias is not None:
             self._point(plan, lt.MatmulDescAttribute.BIAS_POINTER, bias)
         if scale_a is not None:

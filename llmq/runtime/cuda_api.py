@@ -1,7 +1,7 @@
-"""The bindings of CUDA, and what a GPU is. The first use loads them, not the import.
+"""CUDA bindings and properties of GPUs. Libraries load at the first use, not at import.
 
-CuPy's runtime functions and RawModule, and NVIDIA's binding of the driver, are used without CuPy's
-own allocators and streams.
+CuPy's runtime functions and RawModule, and NVIDIA's driver binding, are used without CuPy's
+allocators and streams.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from llmq.runtime.device import DeviceSpec
 from llmq.runtime.nvml import open_nvml
 
 MIN_CAPABILITY, OLDEST_CUDA = 80, 12000
-# Libraries of CUDA 12 that have another name in CUDA 13: what wheels and toolkits call them, and
-# where the wheel has them. Those of cuDNN and NCCL have the same names in both.
+# CUDA 12 libraries whose names differ in CUDA 13, and their folder in the wheel. cuDNN and NCCL
+# have the same names in both.
 LIBRARIES_OF_12 = {
     "libnvrtc.so.12": "nvidia/cuda_nvrtc/lib",
     "libcublasLt.so.12": "nvidia/cublas/lib",
@@ -26,7 +26,7 @@ LIBRARIES_OF_12 = {
 
 
 def cupy_release() -> int | None:
-    """The CUDA release of the installed CuPy wheel, 12 or 13; None where there is no wheel."""
+    """Return the CUDA release of the installed CuPy wheel, 12 or 13; None without a wheel."""
     for major in (12, 13):
         with contextlib.suppress(metadata.PackageNotFoundError):
             metadata.distribution(f"cupy-cuda{major}x")
@@ -36,10 +36,10 @@ def cupy_release() -> int | None:
 
 @functools.cache
 def load_libraries() -> None:
-    """Load NVRTC and cuBLASLt of CuPy's CUDA release, before anything searches for them. CuPy,
-    cuda-bindings and nvmath-python all take what the process has loaded, and else prefer CUDA 13,
-    which a PyTorch in the same environment brings along. A library that is missing is left to them:
-    they may know another place, and say what is wrong."""
+    """Load NVRTC and cuBLASLt of CuPy's CUDA release before other packages search for them. CuPy,
+    cuda-bindings and nvmath-python use libraries that the process has loaded, and otherwise prefer
+    CUDA 13, which PyTorch in the same environment may install. A missing library is left to these
+    packages, which may find it elsewhere or report the error."""
     if cupy_release() != 12:
         return
     for name, folder in LIBRARIES_OF_12.items():
@@ -51,19 +51,18 @@ def load_libraries() -> None:
 
 
 def has_gpu() -> bool:
-    """Whether NVML sees an NVIDIA GPU, which needs no package of CUDA."""
+    """True if NVML sees an NVIDIA GPU; needs no CUDA package."""
     try:
         return open_nvml().nvmlDeviceGetCount() > 0
-    except Exception:  # no library, no driver: each has a class of its own
+    except Exception:  # no library, no driver: different classes
         return False
 
 
 def install_command() -> str:
-    """The command that installs the packages for GPUs that llmq's own metadata lists, those of CUDA
-    12."""
+    """Return the command that installs the GPU packages of llmq's metadata, for CUDA 12."""
     try:
         listed = [line.partition(";") for line in metadata.requires("llmq-train") or []]
-    except metadata.PackageNotFoundError:  # it runs from its source tree
+    except metadata.PackageNotFoundError:  # llmq runs from its source tree
         return "pip install ."
     packages = [name.strip() for name, _, marker in listed if "platform_machine" in marker]
     return shlex.join(["pip", "install", *packages])
@@ -71,9 +70,9 @@ def install_command() -> str:
 
 @functools.cache
 def load() -> SimpleNamespace:
-    """runtime, nvtx: CuPy's modules. driver: of cuda.bindings. RawModule, DriverError: CuPy's.
-    Raises LlmqError where one of the libraries is missing."""
-    # Hardware queues per GPU, 8 by default. Streams that share one, of ours and NCCL's, block each
+    """Return runtime, nvtx (CuPy's modules), driver (of cuda.bindings), RawModule and DriverError
+    (CuPy's). Raises LlmqError if a library is missing."""
+    # Hardware queues per GPU, 8 by default. Our streams and NCCL's that share a queue block each
     # other: a stream that waits for another GPU could hold up what that GPU waits for.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     load_libraries()
@@ -109,7 +108,7 @@ def load() -> SimpleNamespace:
 
 
 def device_spec(index: int) -> DeviceSpec:
-    """The properties of GPU `index`. Raises LlmqError where it is not there or cannot be used."""
+    """Return the properties of GPU `index`. LlmqError if the GPU is absent or unusable."""
     runtime = load().runtime
     try:
         have, need = runtime.driverGetVersion(), runtime.runtimeGetVersion()
@@ -146,8 +145,8 @@ def device_spec(index: int) -> DeviceSpec:
 
 
 def lowered(capability: int) -> int:
-    """LLMQ_CAPABILITY of the environment, for developers: as what GPU one chooses its kernels.
-    Raises ConfigError where it is no number."""
+    """Return the capability for which kernels are chosen: LLMQ_CAPABILITY, for developers, else
+    `capability`. ConfigError if the variable is no number."""
     text = os.environ.get("LLMQ_CAPABILITY") or str(capability)
     if not text.isdecimal():
         raise ConfigError(f"LLMQ_CAPABILITY: '{text}' is no number as 89, which means 8.9")
@@ -155,7 +154,7 @@ def lowered(capability: int) -> int:
 
 
 def compute_capability(index: int) -> int:
-    """The real one of GPU `index`, times 10, for which kernels are compiled."""
+    """Return the compute capability of GPU `index`, times 10, for which kernels are compiled."""
     properties = load().runtime.getDeviceProperties(index)
     return 10 * properties["major"] + properties["minor"]
 

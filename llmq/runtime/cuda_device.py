@@ -1,7 +1,7 @@
-"""An NVIDIA GPU as a device. Only here and beside it are CUDA libraries loaded, and only on use.
+"""An NVIDIA GPU as a device. Only this module and its neighbours load CUDA libraries, on first use.
 
-LLMQ_SYNC=1 in the environment waits for every launch, so that an error names the one that failed,
-and runs without graphs.
+LLMQ_SYNC=1 in the environment waits for every launch, so that an error names the launch that
+failed, and disables graphs.
 """
 
 import os
@@ -28,14 +28,14 @@ from llmq.runtime.tuning import Choices
 STREAMS = ("main", "comm", "exchange", "copy", "store", "stage", "save")
 NOT_READY = 600  # cudaErrorNotReady
 NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the legacy default stream
-TUNED = "matmul.json"  # in the folder of the cache: what was tuned, of products and else
+TUNED = "matmul.json"  # file in the cache folder: tuned products and choices
 DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper events
 
 
 class CudaDevice(Device):
-    """One GPU, used by one thread. All memory is taken at construction. sync_calls: how often the
-    host has waited for the GPU. use_graphs: may be switched off for a while, to see single
-    launches."""
+    """One GPU, used by one thread. All memory is allocated at construction. sync_calls: number of
+    times the host has waited for the GPU. use_graphs: may be switched off for a while, to see
+    single launches."""
 
     kind = "cuda"
 
@@ -49,10 +49,10 @@ class CudaDevice(Device):
         num_sms: int | None = None,
         mesh: Mesh | None = None,
     ):
-        """graphs: `graph` captures and replays. tune: matrix products use the fastest of several
-        algorithms, which are timed once per shape; else the library's first choice. num_sms: what
-        grids are sized by, of the plan that `sizes` are of; None: the GPU's own. mesh: as for every
-        device. Raises LlmqError where the GPU cannot be used or has too little memory."""
+        """graphs: True if `graph` captures and replays. tune: True: matrix products use the fastest
+        of several algorithms, timed once per shape; False: the library's first choice. num_sms:
+        sizes grids, and must be the number in the plan of `sizes`; None: the GPU's. mesh: see
+        Device. Raises LlmqError if the GPU is unusable or has too little memory."""
         spec = cuda_api.device_spec(index)
         if num_sms is not None:
             spec = replace(spec, num_sms=num_sms)
@@ -69,7 +69,7 @@ class CudaDevice(Device):
                 memory = PinnedMemory(self._runtime, sizes[name], TIERS[name])
                 undo.callback(memory.free)
                 self._host_memory.append(memory)
-            undo.pop_all()  # all is there
+            undo.pop_all()  # all memory is allocated
         storages = {
             "device": Storage("device", self._memory),
             "stack": Storage("stack", self._memory + stack_offset),
@@ -177,8 +177,8 @@ class CudaDevice(Device):
 
     def fast_products(self) -> dict[str, bool]:
         plans = getattr(self._libraries.get("matmul"), "plans", {})
-        found = {str(p): plan.choice.fast for p, plan in plans.items() if p.fast_accumulation}
-        return found | dict.fromkeys(self._kernels.fast_products(), True)
+        library = {str(p): plan.choice.fast for p, plan in plans.items() if p.fast_accumulation}
+        return library | dict.fromkeys(self._kernels.fast_products(), True)
 
     # -- data --
 

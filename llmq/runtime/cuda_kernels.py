@@ -1,9 +1,9 @@
 """CUDA C kernels on one GPU: loaded as CuPy's RawModule, launched with arguments packed in place.
 
-CuPy's own launch makes an object of every argument and takes its types from Python's, so kernels
-are launched by the driver's function, on the handle that CuPy has loaded. It takes arguments as an
-array of pointers to typed values. A matrix that the copy engine of Hopper and later GPUs reads is
-one that the driver makes.
+CuPy's own launch makes an object of every argument and derives C types from Python types. So the
+driver's function launches kernels, with the function handle that CuPy has loaded, and takes
+arguments as an array of pointers to typed values. A TensorMap, which the copy engine of Hopper and
+later GPUs reads, is encoded by the driver.
 """
 
 import ctypes
@@ -20,22 +20,22 @@ from llmq.runtime.compile import compile_kernel
 from llmq.runtime.device import FUSED, Launch
 from llmq.runtime.kernel import Kernel, KernelSource
 
-# One 8-byte slot per argument, whatever its type. Neither CuPy nor the driver converts values.
+# One 8-byte slot per argument of any type. Neither CuPy nor the driver converts values.
 _POINTER = "Q"
 _SLOT = {"i32": "i4x", "u32": "I4x", "i64": "q", "f32": "f4x", "f64": "d"}
 MAP_BYTES = 128
 _MAP = f"{MAP_BYTES}s"
 
 EncodeMap = Callable[[Tensor, int], bytes]
-"""The TensorMap of a matrix, MAP_BYTES, for copies of boxes of so many of its rows."""
+"""Function (matrix, box_rows) that returns a TensorMap, MAP_BYTES, for copies of boxes of rows."""
 
 
 class Arguments:
-    """A reusable place for the arguments of one kernel; not for use by two threads. address: of the
-    pointer array, the kernelParams of cuLaunchKernel. It stays the same."""
+    """Reusable memory for the arguments of one kernel, for one thread. address: of the pointer
+    array (kernelParams of cuLaunchKernel), constant."""
 
     def __init__(self, kernel: Kernel, encode_map: EncodeMap | None = None):
-        """encode_map: for kernels that take maps."""
+        """encode_map: needed for kernels that take TensorMaps."""
         slots = [
             _MAP if a.box_rows else _POINTER if a.pointer else _SLOT[a.type]
             for a in kernel.declared
@@ -50,26 +50,26 @@ class Arguments:
         self._encode_map = encode_map
 
     def set(self, args: tuple) -> None:
-        """Store the values: tensors by address or as their maps, None as zeros. They fit:
-        Kernel.bind was called."""
+        """Store the values: tensors by address or as TensorMaps, None as zeros. Kernel.bind has
+        checked that they fit."""
         plain = [a.ptr if isinstance(a, Tensor) else 0 if a is None else a for a in args]
         for i, rows in self._maps:
             plain[i] = b"" if args[i] is None else self._encode_map(args[i], rows)
         self._pack_into(self._values, 0, *plain)
 
 
-ROW_BYTES = 128  # of a box: what one swizzle spans
+ROW_BYTES = 128  # of a box's row: the span of one swizzle
 
 
 def tensor_map(driver: Any, tensor: Tensor, box_rows: int) -> bytes:
-    """The CUtensorMap of a row-major matrix: boxes of so many rows of 128 bytes, swizzled as
-    cu/ptx.cuh says; zeros stand for what lies outside of the matrix. driver: NVIDIA's binding.
-    Raises RuntimeError where the driver refuses."""
+    """Return the CUtensorMap of a row-major matrix: boxes of box_rows rows of 128 bytes, swizzled
+    as cu/ptx.cuh says; elements outside of the matrix read as zero. driver: NVIDIA's binding.
+    RuntimeError if the driver refuses."""
     rows, columns = tensor.shape
     itemsize = tensor.dtype.itemsize
     types = driver.CUtensorMapDataType
-    status, found = driver.cuTensorMapEncodeTiled(
-        # Elements are moved, not computed with.
+    status, encoded = driver.cuTensorMapEncodeTiled(
+        # Only the size of elements matters, which are copied.
         {1: types.CU_TENSOR_MAP_DATA_TYPE_UINT8, 2: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}[
             itemsize
         ],
@@ -86,32 +86,32 @@ def tensor_map(driver: Any, tensor: Tensor, box_rows: int) -> bytes:
     )
     if status:
         raise RuntimeError(f"cuTensorMapEncodeTiled: {status.name} for {tensor!r}")
-    return ctypes.string_at(int(found.getPtr()), MAP_BYTES)
+    return ctypes.string_at(int(encoded.getPtr()), MAP_BYTES)
 
 
-DEFAULT_SHARED = 48 << 10  # bytes of a block's shared memory that need no opting in
+DEFAULT_SHARED = 48 << 10  # bytes of a block's shared memory without opting in
 
 
 class Loaded:
-    """A kernel on the GPU. shared: bytes of dynamic shared memory that it may have."""
+    """A kernel on the GPU. shared: bytes of dynamic shared memory that a launch may request."""
 
     def __init__(self, api: SimpleNamespace, raw: Any):
         self.function = api.driver.CUfunction(raw.kernel.ptr)
-        self.shared = DEFAULT_SHARED - raw.shared_size_bytes  # beside the static ones
+        self.shared = DEFAULT_SHARED - raw.shared_size_bytes  # beside static shared memory
         self._raw = raw
 
     def allow(self, smem: int) -> None:
-        """Let launches ask for so many bytes of dynamic shared memory."""
+        """Let launches request `smem` bytes of dynamic shared memory."""
         if smem > self.shared:
-            # Another device of this GPU, which has the same module, may have asked for more.
+            # Another device of this GPU has the same module, and may have requested more.
             self.shared = max(smem, self._raw.max_dynamic_shared_size_bytes)
             self._raw.max_dynamic_shared_size_bytes = self.shared
 
 
 class CudaKernels:
-    """The kernels of the calling thread's current GPU. Not for use by two threads. CuPy keeps what
-    it has loaded for a GPU until the process ends, and the next device of this GPU gets the same
-    again."""
+    """The kernels of the calling thread's current GPU, for one thread. CuPy keeps modules that it
+    has loaded for a GPU until the process ends, and the next device of this GPU gets the same
+    modules."""
 
     def __init__(self, api: SimpleNamespace, capability: int):
         self._api = api
@@ -121,8 +121,8 @@ class CudaKernels:
         self._arguments: dict[Kernel, Arguments] = {}
 
     def launch(self, launch: Launch, stream: int) -> None:
-        """Enqueue on the stream (a cudaStream_t); a kernel's first use compiles and loads it.
-        Raises the api's DriverError."""
+        """Enqueue a launch on the stream (a cudaStream_t); a kernel's first use compiles and loads
+        it. Raises the api's DriverError."""
         kernel, grid, block, args, types, consts, smem, _ = launch
         loaded = self.load(kernel, types, consts)
         loaded.allow(smem)
@@ -152,7 +152,8 @@ class CudaKernels:
         return loaded
 
     def fast_products(self) -> list[str]:
-        """Products of fp8 codes so far that sum with fewer bits, as ours do but for EXACT ones."""
+        """Return products of fp8 codes so far that accumulate in fewer bits: ours, except EXACT
+        ones."""
         ours = [source for source in self._loaded if source.entry in FUSED]
         fast = [source for source in ours if not dict(source.consts).get("EXACT")]
         return [str(source) for source in fast if dict(source.types).get("A", "bf16") != "bf16"]

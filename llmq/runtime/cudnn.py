@@ -1,7 +1,7 @@
-"""cuDNN's fused attention (cudnn-frontend), as a library that CudaDevice launches like a kernel.
+"""cuDNN's fused attention (cudnn-frontend), a library that CudaDevice launches like a kernel.
 
-Tensors go in as plain integer addresses: arrays would go through DLPack, whose use of the legacy
-stream breaks a graph capture. One object serves one device and one thread.
+Tensors are passed as integer addresses: arrays would pass through DLPack, whose use of the legacy
+stream breaks graph capture. One object serves one device and one thread.
 """
 
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ from llmq.runtime.kernel import ceil_div
 MIN_CAPABILITY = 80
 MAX_BACKWARD_HEAD_DIM = 128
 MIN_VERSION = 90100  # cuDNN 9.1: deterministic backward
-SLACK = 1 << 20  # bytes: semaphores and rounding inside the library
+SLACK = 1 << 20  # bytes for semaphores and rounding inside the library
 NATIVE = "use --attention native"
-FORWARD_WORKSPACE_BYTES = SLACK  # that the forward may ask for; the first call on a GPU checks it
+FORWARD_WORKSPACE_BYTES = SLACK  # limit of the forward; checked at its first call on a GPU
 
 
-# Sizes: B sequences of T positions, Hq query heads, Hkv key/value heads, Hd channels each.
+# Sizes: B sequences of T positions, Hq query heads, Hkv key/value heads, head size Hd.
 
 
 def backward_workspace_bytes(
     B: int, T: int, Hq: int, Hkv: int, Hd: int, deterministic: bool = True
 ) -> int:
-    """Bytes that the backward may ask for. An estimate: the first call on a GPU checks it. Fitted
-    on cuDNN 9.19, H100, T a multiple of 256, head sizes 64 to 128, where it is within 2 MiB: F32
-    dQ, or when deterministic one for every block of keys, which is 2 T^2 bytes for a head of any
-    size; BF16 dK and dV of every query head before their group is summed, if there are several in
-    one; F32 row sums. Other lengths are taken to be padded."""
+    """Return the bytes that the backward may request: an estimate that the first call on a GPU
+    checks. Fitted on cuDNN 9.19, H100, T a multiple of 256, head sizes 64 to 128, where the error
+    is within 2 MiB. The sum of: F32 dQ, or when deterministic one dQ for every block of keys, 2 T^2
+    bytes for a head of any size; if Hq > Hkv, BF16 dK and dV of every query head before the sum
+    over a group; F32 row sums. Other lengths are assumed to be padded."""
     padded = 256 * ceil_div(T, 256)
     rows = B * Hq * padded
     d_q = 2 * rows * padded if deterministic else 4 * rows * Hd
@@ -43,31 +43,32 @@ def backward_workspace_bytes(
 def divided_workspace_bytes(
     B: int, T: int, Hq: int, Hkv: int, Hd: int, parts: int, deterministic: bool = True
 ) -> int:
-    """Count as backward_workspace_bytes does, for the largest of so many parts of the heads."""
+    """Return backward_workspace_bytes of the largest of `parts` parts of the heads."""
     sizes = {_computed(group, Hq, Hkv) for group in head_groups(Hq, Hkv, parts)}
     return max(backward_workspace_bytes(B, T, *n, Hd, deterministic) for n in sizes)
 
 
 def backward_scratch_bytes(T: int, Hq: int, Hkv: int, Hd: int, parts: int) -> int:
-    """The bytes that the deterministic backward of one sequence takes, and those that its query
-    heads add to the gradients of one key/value head, where parts divide these."""
+    """Return the bytes of the deterministic backward of one sequence: its workspace and, if parts
+    split the query heads of a key/value head, their dK and dV before these are added up."""
     d_kv = 2 * Hq * T * Hd * BF16.itemsize * splits_query_heads(Hkv, parts)
     return divided_workspace_bytes(1, T, Hq, Hkv, Hd, parts) + d_kv
 
 
 def _computed(group: HeadGroup, Hq: int, Hkv: int) -> tuple[int, int]:
-    """Query and key/value heads as the library sees a group. Some query heads of a key/value head
-    are to it as many heads with keys and values of their own, which lie at the same place."""
+    """Return query and key/value heads of a group as the library sees them. For the library, some
+    query heads of a key/value head are as many heads with keys and values of their own, at the same
+    address."""
     whole = group.count * Hkv == group.kv_count * Hq
     return group.sizes if whole else (group.count, group.count)
 
 
-Layouts = dict[str, dict[str, list[int]]]  # of each tensor: what `_layouts` returns
+Layouts = dict[str, dict[str, list[int]]]  # by tensor: the result of `_layouts`
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A built graph; names maps our names of its tensors to the library's ids."""
+    """A built graph. names: the library's ids of its tensors by our names."""
 
     graph: Any
     names: dict[str, int]
@@ -75,18 +76,18 @@ class _Plan:
 
 
 class _Scores(NamedTuple):
-    """window: keys up to its own that a query sees. scale: factor of scores."""
+    """window: number of keys, up to its own, that a query sees. scale: factor of scores."""
 
     window: int
     scale: float
 
 
 class CudnnError(Exception):
-    """The library did not enqueue something, and says why."""
+    """The library refused to enqueue a call; the message says why."""
 
 
 def unsupported(capability: int, dtype: DType, head_dim: int) -> str | None:
-    """The case that this attention is not made for; None if it computes it. capability: compute
+    """Return why this attention cannot compute a case; None if it can. capability: compute
     capability times 10. dtype: of qkv."""
     if capability < MIN_CAPABILITY:
         return f"compute capability {capability / 10} is below {MIN_CAPABILITY / 10}"
@@ -98,13 +99,12 @@ def unsupported(capability: int, dtype: DType, head_dim: int) -> str | None:
 
 
 class CudnnAttention:
-    """Attention forward and backward through cuDNN, for one device. `forward` and `backward`
-    take a stream (a cudaStream_t as an integer), on which they are enqueued, and the
-    arguments of the library kernels of these names that llmq/ops/attention/attention.py
-    declares."""
+    """Attention forward and backward through cuDNN, for one device. `forward` and `backward` take a
+    stream (a cudaStream_t as an integer) to enqueue on, and the arguments of the library kernels of
+    these names in llmq/ops/attention/attention.py."""
 
     def __init__(self, device_index: int):
-        """Raises LlmqError where the library or its Python front end is missing or too old."""
+        """Raises LlmqError if the library or its Python front end is missing or too old."""
         try:
             import cudnn
             import cupy
@@ -114,15 +114,16 @@ class CudnnAttention:
                 raise RuntimeError(f"cuDNN {version} is older than {MIN_VERSION}")
             with cupy.cuda.Device(device_index):
                 self._handle = cudnn.create_handle()
-        except Exception as error:  # the loader raises what it likes: ImportError, RuntimeError, …
+        except Exception as error:  # the loader raises many classes: ImportError, RuntimeError, …
             raise LlmqError(
                 f"cuDNN attention is not available ({error}); install nvidia-cudnn-cu12 and "
                 f"nvidia-cudnn-frontend, or {NATIVE}"
             ) from error
         self._cudnn = cudnn
-        # The front end raises these: the others stand for codes of its own and of the library.
+        # The front end raises these classes; the last two for error codes of its own and the
+        # library's.
         self._refusals = (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError)
-        self.errors = (CudnnError,)  # of calls that are enqueued
+        self.errors = (CudnnError,)  # of enqueued calls
         self._plans: dict[tuple, _Plan] = {}
 
     def close(self) -> None:
@@ -138,9 +139,10 @@ class CudnnAttention:
         scale: float | None = None,
         backward: bool = True,
     ) -> None:
-        """Raise LlmqError where forward or deterministic backward will not run on this GPU. sizes:
-        T, Hq, Hkv, Hd. chunks: of attention.backward. window: keys up to its own that a query sees.
-        scale: of scores; None: 1 / sqrt(Hd). backward: False where it is not needed."""
+        """Raise LlmqError if forward or deterministic backward will not run on this GPU. sizes: T,
+        Hq, Hkv, Hd. chunks: see attention.backward. window: number of keys, up to its own, that a
+        query sees. scale: of scores; None: 1 / sqrt(Hd). backward: False if only forward is
+        needed."""
         T, Hq, Hkv, Hd = sizes
         scores = _Scores(window or T, scale or Hd**-0.5)
         forward = self._plan("forward", (B, *sizes), False, scores)
@@ -160,8 +162,8 @@ class CudnnAttention:
         self._execute(plan, stream, pointers, workspace)
 
     def backward(self, stream: int, *args: Any) -> None:
-        """d_kv: (2, Hq, T, Hd), what each query head adds to the gradients of keys and values,
-        where `parts` divide the query heads of one of these; the batch is 1 then."""
+        """Enqueue the backward. d_kv: (2, Hq, T, Hd), each query head's part of dK and dV, if
+        `parts` split the query heads of a key/value head (then the batch is 1); else None."""
         d_qkv, d_kv, d_out, out, lse, qkv, workspace, *sizes = args
         deterministic, parts, T, Hq, Hkv, _, window, scale = sizes
         shape = (qkv.shape[0], T, Hq, Hkv, qkv.shape[3])
@@ -169,10 +171,10 @@ class CudnnAttention:
         for group in head_groups(Hq, Hkv, parts):
             scores = _Scores(window, scale)
             plan = self._plan("backward", shape, bool(deterministic), scores, group)
-            at = (group.first, group.first_kv)
+            heads = (group.first, group.first_kv)
             pointers = {
-                **_packed("", qkv, Hq, Hkv, at),
-                **_packed("d_", d_qkv, Hq, Hkv, at),
+                **_packed("", qkv, Hq, Hkv, heads),
+                **_packed("d_", d_qkv, Hq, Hkv, heads),
                 "d_out": d_out.ptr + group.first * head_bytes,
                 "out": out.ptr + group.first * head_bytes,
                 "lse": lse.ptr + group.first * T * lse.dtype.itemsize,
@@ -201,19 +203,20 @@ class CudnnAttention:
         scores: _Scores,
         group: HeadGroup | None = None,
     ) -> _Plan:
-        """The built graph for these sizes: 0.1 s the first time, then from the cache. shape: of all
-        heads. group: those that are computed, None: all."""
+        """Return the built graph for these sizes: built in 0.1 s once, then cached. shape: of all
+        heads. group: the heads to compute; None: all."""
         computed = _computed(group, *shape[2:4]) if group else shape[2:4]
         band = {"diagonal_band_right_bound": 0}  # causal
-        if scores.window < shape[1]:  # the library counts a query's own key as the band's first
+        if scores.window < shape[1]:  # the library's band begins with the query's own key
             band["diagonal_band_left_bound"] = scores.window
         seen = band.get("diagonal_band_left_bound")
         key = (direction, shape, computed, deterministic, seen, scores.scale)
         if key not in self._plans:
-            how = {"scale": scores.scale, "band": band}
-            build = partial(self._forward_graph, **how)
+            build = partial(self._forward_graph, scale=scores.scale, band=band)
             if direction == "backward":
-                build = partial(self._backward_graph, **how, deterministic=deterministic)
+                build = partial(
+                    self._backward_graph, scale=scores.scale, band=band, deterministic=deterministic
+                )
             self._plans[key] = self._build(build, shape, computed)
         return self._plans[key]
 
@@ -243,7 +246,7 @@ class CudnnAttention:
     def _forward_graph(
         self, graph: Any, layouts: Layouts, *, scale: float, band: dict[str, int]
     ) -> dict[str, Any]:
-        """Adds the nodes of the forward; returns its tensors by name."""
+        """Add the nodes of the forward; return its tensors by name."""
         q, k, v = (graph.tensor(name=name, **layouts[name]) for name in "qkv")
         out, lse = graph.sdpa(q, k, v, generate_stats=True, attn_scale=scale, **band)
         _output(out, layouts["out"])
@@ -260,15 +263,19 @@ class CudnnAttention:
         band: dict[str, int],
         deterministic: bool,
     ) -> dict[str, Any]:
-        """Adds the nodes of the backward; returns its tensors by name."""
+        """Add the nodes of the backward; return its tensors by name."""
         layouts = layouts | {"d_out": layouts["out"]}
         tensors = {
             name: graph.tensor(name=name, **layouts[name]) for name in (*"qkv", "out", "d_out")
         }
         kind = self._cudnn.data_type.FLOAT
         tensors["lse"] = graph.tensor(name="lse", data_type=kind, **layouts["lse"])
-        how = {"attn_scale": scale, "use_deterministic_algorithm": deterministic}
-        gradients = graph.sdpa_backward(*tensors.values(), **how, **band)
+        gradients = graph.sdpa_backward(
+            *tensors.values(),
+            attn_scale=scale,
+            use_deterministic_algorithm=deterministic,
+            **band,
+        )
         for name, gradient in zip("qkv", gradients, strict=True):
             _output(gradient, layouts[f"d_{name}"])
             tensors[f"d_{name}"] = gradient
@@ -284,21 +291,21 @@ def _expect_workspace(needed: int, planned: int) -> None:
 
 
 def _packed(
-    prefix: str, qkv: Tensor, Hq: int, Hkv: int, at: tuple[int, int] = (0, 0)
+    prefix: str, qkv: Tensor, Hq: int, Hkv: int, heads: tuple[int, int] = (0, 0)
 ) -> dict[str, int]:
-    """Addresses of a query, a key and a value head in (B, T, Hq + 2 Hkv, Hd). at: which query head,
-    which key/value head."""
+    """Return the addresses of a query, a key and a value head in (B, T, Hq + 2 Hkv, Hd). heads:
+    numbers of the query head and the key/value head."""
     head_bytes = qkv.shape[3] * qkv.dtype.itemsize
-    head, kv_head = at
-    found = {"q": head, "k": Hq + kv_head, "v": Hq + Hkv + kv_head}
-    return {prefix + name: qkv.ptr + index * head_bytes for name, index in found.items()}
+    head, kv_head = heads
+    indices = {"q": head, "k": Hq + kv_head, "v": Hq + Hkv + kv_head}
+    return {prefix + name: qkv.ptr + index * head_bytes for name, index in indices.items()}
 
 
 def _layouts(
     batch: int, seq_len: int, heads: int, kv_heads: int, head_dim: int, count: int, kv_count: int
 ) -> Layouts:
-    """dim and stride (elements) of each tensor in the library's order (B, H, T, Hd). count,
-    kv_count: query and key/value heads that are computed, as `_computed` has them."""
+    """Return dim and stride (elements) of each tensor in the library's order (B, H, T, Hd). count,
+    kv_count: query and key/value heads to compute, from `_computed`."""
 
     def rows(num_heads: int, row: int, head: int = head_dim) -> dict[str, list[int]]:
         return {
@@ -307,7 +314,7 @@ def _layouts(
         }
 
     packed = (heads + 2 * kv_heads) * head_dim
-    shared = kv_heads < heads and count == kv_count  # query heads of one key/value head
+    shared = kv_heads < heads and count == kv_count  # some query heads of one key/value head
     keys = rows(kv_count, packed, 0 if shared else head_dim)
     apart = rows(count, head_dim, seq_len * head_dim)  # a piece of (Hq, T, Hd)
     return {

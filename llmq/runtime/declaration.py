@@ -1,24 +1,24 @@
-"""Declarations of a kernel's arguments: how each is read, its dtype and its shape; and their check.
+"""Declarations of a kernel's arguments: access, dtype and shape of each, and checks of calls.
 
     [sparse | boxN] [out | inout] TYPE[DIMENSIONS][?] NAME      a tensor
     TYPE NAME                                                   a number
 
-A tensor is read alone unless `out` or `inout` is there. `?`: None may be given. `box64`: the kernel
-gets the matrix as a TensorMap (cu/ptx.cuh), for copies of boxes of 64 of its rows. `sparse`: a
-launch touches little of the tensor, which does not count as traffic.
+A tensor is only read unless `out` or `inout` is given. `?`: None is allowed. `box64`: the kernel
+gets the matrix as a TensorMap (cu/ptx.cuh), for copies of boxes of 64 rows. `sparse`: a launch
+touches little of the tensor, which does not count as traffic.
 
-TYPE is a dtype or a type variable, one capital letter, bound at launch by its tensors, which have
-one dtype: Q one of fp8, O fp8 but for E5M2, all others F32 or BF16, unless the kernel's `types`
-says otherwise, as `T=bf16, U=e4m3|e5m2`.
+TYPE is a dtype or a type variable, one capital letter. A launch binds the variable to the dtype of
+its tensors, which must be equal: Q to an fp8 dtype, O to an fp8 dtype but E5M2, all others to F32
+or BF16, unless the kernel's `types` says otherwise, such as `T=bf16, U=e4m3|e5m2`.
 
-A dimension, of those between commas, is `rows`, which has one size in all arguments, that of the
-number `rows` if there is one; `2*F`, so many times as many; in the first place `*rows`, any number
-of dimensions of which `rows` is the product; or an expression of these names, as `K if trans_a else
-M`. In an expression `padded(n)` is n rounded up to whole 16 bytes of codes, and `vector_T` the
-number of elements of type T in 16 bytes.
+Dimensions are separated by commas. `rows`: one size in all arguments, equal to the number `rows` if
+there is one. `2*F`: a multiple of the size F. `*rows`, in the first place: any number of dimensions
+with the product `rows`. Otherwise an expression of these names, such as `K if trans_a else M`. In
+expressions `padded(n)` is n rounded up to whole 16 bytes of codes, and `vector_T` the number of
+elements of type T in 16 bytes.
 
-Rules, between commas, compare such expressions: `C % 8` (C is a multiple of 8), `C <= 8192`, `k >=
-1`. A rule of which an argument is None does not count.
+Rules, separated by commas, compare such expressions: `C % 8` (C is a multiple of 8), `C <= 8192`,
+`k >= 1`. A rule does not apply if one of its arguments is None.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from llmq.base.dtypes import BF16, DTYPES, E4M3, E4M3_HALF, F32, FP8, DType
 from llmq.base.operand import CODES_MULTIPLE
 from llmq.base.tensor import POINTER_ALIGN, Tensor
 
-# Python values of scalar types may be these.
+# Python types of values for scalar types.
 SCALARS: dict[str, type | tuple[type, ...]] = {
     "i32": int,
     "u32": int,
@@ -44,7 +44,7 @@ SCALARS: dict[str, type | tuple[type, ...]] = {
     "f64": (float, int),
 }
 TYPES = {"Q": FP8, "O": (E4M3, E4M3_HALF)}
-"""The dtypes of type variables, where these are not the following two."""
+"""Allowed dtypes of type variables; FLOATS for all others."""
 FLOATS = (F32, BF16)
 
 _ARG = re.compile(r"^(?:(sparse|box\d+) )?(?:(out|inout) )?(\w+)(?:\[(.*)\](\?)?)? (\w+)$")
@@ -53,7 +53,7 @@ _RULE = re.compile(r"^(.+) (==|%|<=|>=) (.+)$")
 
 
 def _padded(n: int) -> int:
-    """n rounded up to whole 16 bytes of codes, as base.operand.turned has it."""
+    """Return n rounded up to whole 16 bytes of codes, see base.operand.turned."""
     return -(-n // CODES_MULTIPLE) * CODES_MULTIPLE
 
 
@@ -61,7 +61,7 @@ _FUNCTIONS = {"__builtins__": {}, "padded": _padded, "max": max}
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas that are outside of brackets."""
+    """Return the parts between commas outside of brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "[(") - (letter in "])")
@@ -73,15 +73,15 @@ def _split(text: str) -> list[str]:
 
 
 def _value(code: CodeType, sizes: Mapping[str, Any]) -> int | None:
-    """The expression's value; None if a name in it has none."""
+    """Return the expression's value; None if one of its names has none."""
     if all(name in sizes or name in _FUNCTIONS for name in code.co_names):
         return eval(code, _FUNCTIONS, sizes)
     return None
 
 
 class Dimension(NamedTuple):
-    """One dimension of a declared shape: `factor` times the size of this name, or the product of
-    the leading ones; name "": an expression."""
+    """One dimension of a declared shape. It is `factor` times the size `name`, or the product of
+    the leading dimensions. name: "" for an expression."""
 
     text: str
     name: str
@@ -90,20 +90,20 @@ class Dimension(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Dimension:
-        """Parse it."""
+        """Parse a dimension."""
         match = _NAMED.match(text)
         factor, name = match.groups() if match else (None, "")
         return cls(text, name, int(factor or 1), compile(text.lstrip("*"), text, "eval"))
 
     @property
     def leading(self) -> bool:
-        """True if it stands for any number of dimensions."""
+        """True if the dimension stands for any number of dimensions."""
         return self.text.startswith("*")
 
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """One declared argument. dtype: of a tensor, None if its type is a variable. shape: None of a
+    """One declared argument. dtype: of a tensor; None if its type is a variable. shape: None for a
     number. box_rows: of a TensorMap; 0: the kernel gets the tensor's address."""
 
     name: str
@@ -118,7 +118,7 @@ class Arg:
 
     @classmethod
     def of(cls, text: str) -> Arg:
-        """Parse it; ValueError for what is none."""
+        """Parse an argument; ValueError if the text is not one."""
         match = _ARG.match(text)
         if match is None:
             raise ValueError(f"kernel argument {text!r} is not `[out|inout] type[shape][?] name`")
@@ -142,12 +142,12 @@ class Arg:
 
     @property
     def pointer(self) -> bool:
-        """Whether it is a tensor."""
+        """True if the argument is a tensor."""
         return self.shape is not None
 
     @property
     def is_type_variable(self) -> bool:
-        """Whether the type is bound at launch."""
+        """True if the type is bound at launch."""
         return len(self.type) == 1
 
 
@@ -160,30 +160,32 @@ _COMPARISONS = {
 
 
 class Rule(NamedTuple):
-    """A condition that sizes meet. of_gpu: on GPUs alone, as references take any size."""
+    """A condition on sizes. of_gpu: True if it applies only to GPUs; references take any size."""
 
     text: str
     left: CodeType
-    how: str
+    comparison: str
     right: CodeType
     of_gpu: bool
 
     @classmethod
     def of(cls, text: str, of_gpu: bool) -> Rule:
-        """Parse it; ValueError for what is none."""
+        """Parse a rule; ValueError if the text is not one."""
         match = _RULE.match(text)
         if match is None:
             raise ValueError(f"rule {text!r} is not `expression ==, %, <= or >= expression`")
-        left, how, right = match.groups()
-        return cls(left, compile(left, left, "eval"), how, compile(right, right, "eval"), of_gpu)
+        left, comparison, right = match.groups()
+        return cls(
+            left, compile(left, left, "eval"), comparison, compile(right, right, "eval"), of_gpu
+        )
 
     def check(self, entry: str, sizes: Mapping[str, Any]) -> None:
         """Raise ValueError if sizes break it."""
         value, bound = _value(self.left, sizes), _value(self.right, sizes)
         if value is None or bound is None:
             return
-        kept, wanted = _COMPARISONS[self.how]
-        if not kept(value, bound):
+        holds, wanted = _COMPARISONS[self.comparison]
+        if not holds(value, bound):
             where = " on a GPU" if self.of_gpu else ""
             raise ValueError(f"{entry}: {self.text} must be {wanted} {bound}{where}, got {value}")
 
@@ -193,11 +195,11 @@ MOST_KNOWN = 1024  # combinations of dtypes and sizes that a declaration remembe
 
 class Declaration:
     """The arguments of one kernel and the rules of their sizes, parsed once. Dtypes and sizes that
-    fit are remembered, so that a step checks nothing twice."""
+    fit are remembered, so that steps check nothing twice."""
 
     def __init__(self, entry: str, args: str, where: str, gpu: str, types: str):
-        """args, where (rules), gpu (rules on GPUs alone), types: as this module has them. Raises
-        ValueError for what cannot be parsed."""
+        """args, where (rules), gpu (rules for GPUs alone), types: texts in this module's syntax.
+        ValueError if a text cannot be parsed."""
         self.entry, self.types = entry, dict(TYPES)
         for letter, names in (text.split("=") for text in _split(types)):
             self.types[letter] = tuple(DTYPES[name] for name in names.split("|"))
@@ -217,8 +219,7 @@ class Declaration:
         self._known: dict[tuple, Any] = {}
 
     def check(self, args: tuple, on_gpu: bool) -> dict[str, DType]:
-        """The dtypes of type variables. Raises TypeError or ValueError for arguments that do not
-        fit."""
+        """Return the dtypes of type variables. TypeError or ValueError if arguments do not fit."""
         if len(args) != len(self.args):
             raise TypeError(f"{self.entry}: {len(args)} arguments given, {len(self.args)} declared")
         for i, types in self._numbers:
@@ -237,9 +238,8 @@ class Declaration:
         return types
 
     def dims(self, given: Mapping[str, Tensor | int]) -> tuple[int, ...]:
-        """The sizes of the dimensions that the shapes of these tensors name, by first appearance,
-        but for those that are given as numbers. Raises TypeError or ValueError for tensors that do
-        not fit."""
+        """Return the sizes of the dimensions named in these tensors' shapes, by first appearance,
+        without names given as numbers. TypeError or ValueError if tensors do not fit."""
         values = given.values()
         kinds = [x.kind if type(x) is Tensor else x if type(x) is int else None for x in values]
         key = (*given, *kinds)
@@ -268,11 +268,11 @@ class Declaration:
         *,
         complete: bool = True,
     ) -> dict[str, DType]:
-        """The dtypes of type variables. Adds to sizes; raises where a tensor fits neither these nor
-        what the kernel reads, which is thought to be right. complete: all arguments are there, and
-        sizes follow from them."""
+        """Return the dtypes of type variables, and add to sizes. Raises if a tensor does not fit
+        sizes or the tensors that the kernel reads, which are assumed right. complete: True if all
+        arguments are given, so that all sizes are known."""
         types: dict[str, DType] = {}
-        given = [(arg, x) for arg, x in pairs if self._is_there(arg, x, on_gpu)]
+        given = [(arg, x) for arg, x in pairs if self._is_given(arg, x, on_gpu)]
         given.sort(key=lambda pair: (not pair[0].reads, pair[0].writes))
         for arg, tensor in given:
             allowed = (arg.dtype,) if arg.dtype else self.types.get(arg.type, FLOATS)
@@ -292,8 +292,8 @@ class Declaration:
                 rule.check(self.entry, sizes)
         return types
 
-    def _is_there(self, arg: Arg, tensor: Tensor | None, on_gpu: bool) -> bool:
-        """False for None, where it is allowed; raises for what no kernel reads or writes."""
+    def _is_given(self, arg: Arg, tensor: Tensor | None, on_gpu: bool) -> bool:
+        """False for an allowed None; raises for a value that no kernel can read or write."""
         if tensor is None and arg.optional:
             return False
         if not isinstance(tensor, Tensor):

@@ -1,7 +1,8 @@
-"""The interface through which the training step sees a machine.
+"""The interface of a machine, as the training step sees it.
 
-Three devices implement it: CudaDevice launches kernels, HostDevice calls their NumPy references,
-PlanDevice checks, counts and moves nothing. One thread owns one device; nothing here is shared.
+Three devices implement the interface: CudaDevice launches kernels, HostDevice calls their NumPy
+references, PlanDevice checks and counts, and moves nothing. One thread owns one device; devices
+share nothing.
 """
 
 import os
@@ -23,7 +24,7 @@ from llmq.runtime.mesh import Mesh
 
 T = TypeVar("T")
 
-# Products of our own, which do what follows a product of the library's, too.
+# Our kernels that compute a product and the operation behind it.
 FUSED = (
     "matmul_adapted",
     "matmul_gradient",
@@ -36,11 +37,10 @@ FUSED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """The properties of a machine that launchers and the planner need. capability: compute
-    capability times 10 (90 for an H100), 0 for the CPU. num_sms: sizes the grids and with them the
-    workspaces. memory: bytes in total. library_workspace: bytes that the matrix-product library
-    gets, taken from the arena; if not given, what NVIDIA advises: 32 MiB on Hopper and later, 4
-    before."""
+    """Properties of a machine that launchers and the planner need. capability: compute capability
+    times 10 (90 for an H100), 0 for the CPU. num_sms: multiprocessors, which size grids and
+    workspaces. memory: bytes in total. library_workspace: bytes from the arena for the
+    matrix-product library; default as NVIDIA advises: 32 MiB on Hopper and later, 4 MiB before."""
 
     name: str
     capability: int
@@ -55,12 +55,12 @@ class DeviceSpec:
 
     @property
     def version(self) -> float:
-        """The compute capability as people write it."""
+        """The compute capability as people write it, such as 9.0."""
         return self.capability / 10
 
     @property
     def small_shared(self) -> bool:
-        """Whether a multiprocessor has 100 KiB of shared memory, as GeForce's, or 164 and more."""
+        """True if a multiprocessor has 100 KiB of shared memory, as on GeForce, not 164 or more."""
         return self.capability in (86, 89, 120, 121)
 
 
@@ -68,8 +68,8 @@ HOST_SPEC = DeviceSpec(name="CPU", capability=0, num_sms=4, memory=0, library_wo
 
 
 def told_to_fuse() -> frozenset[str] | None:
-    """The products of our own that LLMQ_FUSED in the environment names; None where it is not set.
-    Raises ConfigError for a name that is none of FUSED."""
+    """Return the fused products that LLMQ_FUSED in the environment names; None if it is not set.
+    ConfigError for a name that is not in FUSED."""
     text = os.environ.get("LLMQ_FUSED", "")
     names = {"": [], "none": [], "all": [*FUSED]}.get(text, text.split(","))
     for name in names:
@@ -82,8 +82,8 @@ def told_to_fuse() -> frozenset[str] | None:
 
 
 class MemorySizes(dict[str, int]):
-    """Bytes of each memory that one rank needs: the result of a plan, the input of a device. By the
-    names of tiers, and "stack"."""
+    """Bytes of each memory that one rank needs, by tier and "stack": a plan returns them, a device
+    takes them."""
 
     def __init__(self, **sizes: int):
         super().__init__({name: sizes.pop(name, 0) for name in (*TIERS, "stack")})
@@ -92,17 +92,17 @@ class MemorySizes(dict[str, int]):
 
     @property
     def on_device(self) -> int:
-        """The bytes of the device's own memory: its arena and the stack."""
+        """Bytes of the device's own memory: its arena and the stack."""
         return self["device"] + self["stack"]
 
     @property
     def host(self) -> int:
-        """The bytes of the machine's memory beside the device."""
+        """Bytes of the machine's RAM beside the device."""
         return sum(self[name] for name, tier in TIERS.items() if tier.on_host and tier.in_ram)
 
 
 class Launch(NamedTuple):
-    """The arguments of one `Device.launch`. types: what the arguments bind type variables to."""
+    """The arguments of one `Device.launch`. types: the dtypes bound to type variables."""
 
     kernel: Kernel
     grid: int | tuple[int, ...]
@@ -115,30 +115,29 @@ class Launch(NamedTuple):
 
 
 class Event:
-    """A point in a stream's work; where calls return when the work is done, it has always passed.
-    of_comm: last recorded where collectives are, and the main stream has not waited for it
-    since."""
+    """A point in a stream's work; on devices without streams it has always passed. of_comm: True if
+    last recorded on a stream of collectives, and the main stream has not waited for it since."""
 
     of_comm = False
 
     def synchronize(self) -> None:
-        """Make the host wait until the work before the last `record` is done."""
+        """Make the host wait for the work before the last `record`."""
 
 
 class Clock(NamedTuple):
-    """Launches on the current stream that measure: `stop` adds the time since `start` to a sum."""
+    """Launches that measure on the current stream: `stop` adds the time since `start` to a sum."""
 
     start: Callable[[], None]
     stop: Callable[[], None]
 
 
 class Device(ABC):
-    """Memory, launches, copies and order on one rank's machine. mesh: where its rank is among all
-    ranks, and its ends of their collectives. last_operation: what was enqueued of them last, for
-    diagnosis; of a graph that is replayed its name. clock: measures how long the main stream waits
-    for other ranks; None with one rank. stream_name: the current stream. fused: the products of our
-    own that it takes wherever they can be computed, and no others (LLMQ_FUSED); None: it takes
-    those that are faster. constants: tensors of `constant`, with their content."""
+    """Memory, launches, copies and order on one rank's machine. mesh: the rank's place among all
+    ranks, and its ends of their collectives. last_operation: name of the last enqueued collective
+    or replayed graph, for diagnosis. clock: measures how long the main stream waits for other
+    ranks; None with one rank. stream_name: the current stream. fused: the fused products to use
+    wherever possible, and no others (LLMQ_FUSED); None: the faster kernels. constants: tensors of
+    `constant`, with their content."""
 
     kind: str  # "cuda", "host" or "plan"
     last_operation = "none"
@@ -153,8 +152,8 @@ class Device(ABC):
         *,
         mesh: Mesh | None = None,
     ):
-        """storages: "stack" and one for each of TIERS. sizes None: unlimited (plan). mesh: the
-        device's own; None: that of one rank."""
+        """storages: "stack" and one for each of TIERS. sizes: None: unlimited (plan). mesh: None:
+        the mesh of a single rank."""
         self.spec, self.mesh = spec, mesh or Mesh.of()
         capacity = dict.fromkeys((*TIERS, "stack")) if sizes is None else sizes
         self.arenas = {name: Arena(storages[name], capacity[name]) for name in TIERS}
@@ -170,12 +169,12 @@ class Device(ABC):
     def alloc(
         self, name: str, shape: tuple[int, ...], dtype: DType, category: str, place: str = "device"
     ) -> Tensor:
-        """A tensor that lives as long as the device, or the block of `temporary` that it is taken
-        in; content undefined."""
+        """Return a tensor that lives as long as the device, or the surrounding block of
+        `temporary`; content undefined."""
         return self.arenas[place].take(name, shape, dtype, category)
 
     def constant(self, name: str, array: np.ndarray, dtype: DType, category: str) -> Tensor:
-        """A tensor with this content, of dtype, which nothing but `restore` writes again."""
+        """Return a tensor of dtype with this content, which only `restore` writes again."""
         tensor = self.alloc(name, array.shape, dtype, category)
         self.upload(tensor, array)
         self.constants.append((tensor, array))
@@ -188,8 +187,8 @@ class Device(ABC):
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
-        """A block whose memory is free again behind it: all that `alloc` takes within it. For work
-        of one shape after the other; steps of a training have all their memory at once."""
+        """Free all memory that `alloc` takes within the block at its end. For work of one shape
+        after another; training steps have all their memory at once."""
         before = {place: arena.used for place, arena in self.arenas.items()}
         constants = len(self.constants)
         try:
@@ -202,11 +201,11 @@ class Device(ABC):
     def scratch(
         self, name: str, shape: tuple[int, ...], dtype: DType
     ) -> AbstractContextManager[Tensor]:
-        """A tensor from the LIFO stack, for the length of a `with` block; content undefined."""
+        """Return a tensor of the LIFO stack for a `with` block; content undefined."""
         return self.stack.scratch(name, shape, dtype)
 
     def sizes(self) -> MemorySizes:
-        """The most that was taken so far: what another device needs to repeat it."""
+        """Return the largest sizes so far, which another device needs to repeat the work."""
         used = {place: arena.high_water_mark for place, arena in self.arenas.items()}
         return MemorySizes(stack=self.stack.high_water_mark, **used)
 
@@ -222,9 +221,9 @@ class Device(ABC):
         cost: Cost = MOVES,
     ) -> None:
         """Enqueue one kernel on the current stream. consts: compile-time integers (-DNAME=value).
-        smem: bytes of dynamic shared memory. cost: for the planner, the profile and card files,
-        which take nothing from the arguments but what they move. Raises TypeError or ValueError
-        when args do not fit the kernel's declaration."""
+        smem: bytes of dynamic shared memory. cost: for planner, profile and card files, which
+        derive only traffic from the arguments. TypeError or ValueError if args do not fit the
+        kernel's declaration."""
         types = kernel.bind(args, on_gpu=self.spec.capability > 0)
         self._launch(Launch(kernel, grid, block, args, types, consts or {}, smem, cost))
 
@@ -234,20 +233,21 @@ class Device(ABC):
     def choose(
         self, work: str, ways: dict[str, Callable[[], None]], kept: tuple[Tensor, ...] = ()
     ) -> None:
-        """Enqueue a piece of work in one of several ways, the first where nothing is timed. work:
-        tells it from all other. ways: by name; each enqueues launches on the current stream, and
-        has all that it writes written over by any other, but for `kept`, what it adds to, or reads.
-        A CUDA device that tunes takes the fastest one, and the same ever after; it does without
-        those that raise Unsupported (llmq/runtime/tuning.py)."""
+        """Enqueue a piece of work in one of several ways; the first one unless ways are timed.
+        work: a unique name. ways: by name; each enqueues launches on the current stream, and
+        overwrites all that another way writes. kept: tensors that a way adds to, or reads and
+        changes. A CUDA device that tunes takes the fastest way, and then always the same; ways that
+        raise Unsupported do not count (llmq/runtime/tuning.py)."""
         next(iter(ways.values()))()
 
     def alike(self, items: Sequence[T]) -> Iterable[T]:
-        """The items of a loop that does the same for each of them but the first: a plan goes
-        through two, and counts the second one for all others."""
+        """Return the items of a loop that does the same for all but the first item. A plan runs two
+        items, and counts the second one for all further items."""
         return items
 
     def choices(self) -> dict[str, str]:
-        """The choice made for each piece of work so far that `choose` had several ways for."""
+        """Return the way chosen for each piece of work so far that `choose` had several ways
+        for."""
         return {}
 
     @abstractmethod
@@ -264,14 +264,14 @@ class Device(ABC):
 
     @abstractmethod
     def download(self, src: Tensor) -> np.ndarray:
-        """A host copy of the tensor, after all work enqueued so far; synchronous."""
+        """Return a host copy of the tensor, after all work enqueued so far; synchronous."""
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
         """Make a stream the current one within the `with` block. "main": compute. "comm":
-        collectives, "exchange": those of gradients where they run beside gathers. "copy": host to
-        device. "store": device to host. "stage": what peers get. "save": state on its way to a
-        checkpoint, in no graph, which would wait for it."""
+        collectives. "exchange": collectives of gradients that run beside gathers. "copy": host to
+        device. "store": device to host. "stage": copies for peers. "save": state for a checkpoint,
+        never in a graph, since the graph would wait for it."""
         before = self.stream_name
         self._switch(stream)
         try:
@@ -280,7 +280,7 @@ class Device(ABC):
             self._switch(before)
 
     def _switch(self, stream: str) -> None:
-        """Make a stream the current one. Where there are none, all is on the main stream."""
+        """Make a stream the current one; devices without streams run all work in order."""
         self.stream_name = stream
 
     def event(self) -> Event:
@@ -302,11 +302,11 @@ class Device(ABC):
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
-        """Around what may make the main stream wait for other ranks: the clock measures it."""
+        """Mark a wait of the main stream for other ranks, which the clock measures."""
         if self.clock is None or self.stream_name != "main":
             yield
             return
-        clock, self.clock = self.clock, None  # what lies within is not counted twice
+        clock, self.clock = self.clock, None  # nested waits are not counted twice
         clock.start()
         try:
             yield
@@ -315,7 +315,8 @@ class Device(ABC):
         clock.stop()
 
     def has_passed(self, event: Event) -> bool:
-        """Whether the work before the event's last record is done; on any thread, at once."""
+        """True if the work before the event's last record is done; callable on any thread, at
+        once."""
         return True
 
     def _record(self, event: Event) -> None:  # noqa: B027 - without streams all is in order
@@ -327,16 +328,16 @@ class Device(ABC):
     @abstractmethod
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
         """Run fn's launches; a CUDA device captures them under the key and replays them later.
-        Everything that may differ between two calls of one key is in device memory."""
+        Values that differ between calls of one key must be in device memory."""
 
     def fast_products(self) -> dict[str, bool]:
-        """The fp8 products so far that may sum with fewer bits, and whether they do."""
+        """Return True for each fp8 product so far that accumulates in fewer bits, if it may."""
         return {}
 
     @contextmanager
     def capture_only(self) -> Iterator[None]:
-        """Within the block `graph` captures what it has not yet, and runs nothing. Every kernel
-        must have run before."""
+        """Within the block, `graph` captures functions that are not captured yet, and runs nothing.
+        Every kernel must have run before."""
         self._capture_only = True
         try:
             yield
@@ -345,29 +346,29 @@ class Device(ABC):
 
     @contextmanager
     def without_graphs(self) -> Iterator[None]:
-        """Within the block `graph` runs its function, and remembers nothing of it."""
+        """Within the block, `graph` runs its function and remembers nothing."""
         yield
 
     @contextmanager
     def instead(self, **methods: Callable[..., Any]) -> Iterator[None]:
-        """Within the block these functions are called instead of the device's methods. For
-        measurements: a function gets a method's arguments and calls it, if it kept it."""
+        """Within the block, call these functions instead of the device's methods. For measurements:
+        a function gets a method's arguments and may call the method, if it kept a reference."""
         before = {name: vars(self)[name] for name in methods if name in vars(self)}
         vars(self).update(methods)
         try:
             yield
         finally:
             for name in methods:
-                del vars(self)[name]  # what the class defines is seen again
+                del vars(self)[name]  # the class's method is visible again
             vars(self).update(before)
 
     def synchronize(self) -> None:  # noqa: B027 - without streams there is nothing to wait for
-        """Make the host wait for everything enqueued."""
+        """Make the host wait for all enqueued work."""
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """Name a span of work for profilers; costs nothing where there is none."""
+        """Name a span of work for profilers; free of cost without a profiler."""
         yield
 
     def close(self) -> None:  # noqa: B027 - most devices hold nothing that needs closing
-        """Release what the operating system or a driver holds."""
+        """Release resources of the operating system or driver."""

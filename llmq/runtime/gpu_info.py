@@ -1,4 +1,4 @@
-"""Facts of a GPU and the libraries on it, for reports."""
+"""Properties of a GPU and releases of its libraries, for reports."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -11,9 +11,9 @@ from llmq.runtime.nvml import open_nvml
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuInfo:
-    """One GPU as CUDA sees it. Sizes in bytes; shared_mem is that of one multiprocessor. bus_id:
-    its place in the machine, by which NVML finds it whatever CUDA_VISIBLE_DEVICES says.
-    cuda_driver, cuda_runtime: releases, 1000 * major + 10 * minor."""
+    """One GPU as CUDA sees it. Sizes in bytes; shared_mem: of one multiprocessor. bus_id: PCI
+    address, by which NVML finds the GPU whatever CUDA_VISIBLE_DEVICES is. cuda_driver,
+    cuda_runtime: releases, 1000 * major + 10 * minor."""
 
     name: str
     bus_id: str
@@ -36,22 +36,22 @@ def gpu_count() -> int:
 
 
 def bus_id(index: int) -> str:
-    """The place of GPU `index` in the machine, such as 0000:19:00.0."""
+    """Return the PCI address of GPU `index`, such as 0000:19:00.0."""
     from cupy.cuda import runtime
 
     return runtime.deviceGetPCIBusId(index)
 
 
 def cuda_uuid(index: int) -> str:
-    """Hexadecimal; of a MIG instance its own. CuPy ends it at a byte that is 0."""
+    """Return the UUID in hexadecimal, of a MIG instance its own; CuPy cuts it at a zero byte."""
     from cupy.cuda import runtime
 
     return runtime.getDeviceProperties(index).get("uuid", b"").hex()
 
 
 def gpu_info(index: int) -> GpuInfo:
-    """GPU `index`, which must be usable and the calling thread's current one. Raises MachineError
-    where others leave it no memory for us to begin with."""
+    """Return the properties of GPU `index`, which must be usable and the calling thread's current
+    GPU. MachineError if other programs leave no memory to open it."""
     from cupy.cuda import runtime
 
     properties = runtime.getDeviceProperties(index)
@@ -78,7 +78,7 @@ def gpu_info(index: int) -> GpuInfo:
 
 
 def least_free(count: int) -> int:
-    """Bytes that are free on the fullest of the first `count` GPUs. Raises as gpu_info does."""
+    """Return the free bytes of the fullest of the first `count` GPUs. Errors: see gpu_info."""
     from cupy.cuda import runtime
 
     current, free = runtime.getDevice(), []
@@ -92,8 +92,8 @@ def least_free(count: int) -> int:
 
 
 def drives_display(count: int) -> bool:
-    """Whether a display is connected to one of the first `count` GPUs, as far as NVML says so."""
-    with contextlib.suppress(Exception):  # no module, no library, no answer: each its own class
+    """True if NVML reports a display on one of the first `count` GPUs."""
+    with contextlib.suppress(Exception):  # no module, no library, no answer: different classes
         nvml = open_nvml()
         for index in range(count):
             handle = nvml.nvmlDeviceGetHandleByPciBusId(bus_id(index))
@@ -113,9 +113,9 @@ _LIBRARIES: dict[str, Callable[[], object]] = {
 def library_versions(
     libraries: Mapping[str, Callable[[], object]] = _LIBRARIES,
 ) -> dict[str, str]:
-    """Releases of the CUDA libraries in use; those that do not load are left out."""
+    """Return the releases of the CUDA libraries in use, without libraries that do not load."""
     versions = {}
     for name, read in libraries.items():
-        with contextlib.suppress(Exception):  # the loaders raise what they like
+        with contextlib.suppress(Exception):  # loaders raise errors of many classes
             versions[name] = str(read())
     return versions

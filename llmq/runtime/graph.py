@@ -1,4 +1,4 @@
-"""CUDA graphs: the second run of a function is captured, every later one replayed."""
+"""CUDA graphs: a function's second run is captured, every later run is a replay."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,13 +9,14 @@ from typing import Any
 from llmq.runtime.device import Event
 
 WAIT_EXTERNAL = 1  # cudaEventWaitExternal: the event is recorded outside of the graph
-# Kernels run later than they are launched: whichever call comes next is told that one has failed.
+# Kernels run after their launch returns, so that a later call reports a failed kernel's error.
 LATE = "this may be of something enqueued earlier, LLMQ_SYNC=1 in the environment says of what"
 
 
 @contextlib.contextmanager
 def noticing(api: Any, what: str) -> Iterator[None]:
-    """Name the call that noticed a CUDA error within the block, and how to find its cause."""
+    """Name the call that noticed a CUDA error within the block, and how to find the error's
+    cause."""
     try:
         yield
     except api.CUDARuntimeError as error:
@@ -23,10 +24,10 @@ def noticing(api: Any, what: str) -> Iterator[None]:
 
 
 class CudaEvent(Event):
-    """A CUDA event. capture: what it was last recorded in; None outside of a graph."""
+    """A CUDA event. capture: the graph capture of its last record; None outside of a graph."""
 
     def __init__(self, api: Any, handle: int, waiting: Callable[[], AbstractContextManager]):
-        """waiting: makes what surrounds every wait of the host."""
+        """waiting: returns the context of every wait of the host."""
         self._api = api
         self._waiting = waiting
         self.handle = handle
@@ -40,7 +41,8 @@ class CudaEvent(Event):
 @dataclass(eq=False, slots=True)
 class Capture:
     """One captured function. executable: 0 until instantiated. stack_used: bytes of the stack at
-    its start; replays need the same. streams: side streams it uses. events: those it records."""
+    its start; replays need the same number. streams: side streams that it uses. events: events that
+    it records."""
 
     stack_used: int
     executable: int = 0
@@ -49,10 +51,9 @@ class Capture:
 
 
 class Graphs:
-    """The graphs of one device, by key. Not for use by two threads. A replay behaves, for the
-    streams and events outside, as the calls themselves would: side streams that the function uses
-    wait for it and are waited for, and each event it records counts as recorded when the whole
-    graph is done."""
+    """The graphs of one device by key, for one thread. For streams and events outside, a replay
+    orders like the calls themselves. Side streams of the function wait for the graph, and the main
+    stream for them. Each recorded event counts as recorded when the whole graph is done."""
 
     def __init__(self, api: Any, streams: dict[str, int], new_event: Callable[[], int]):
         """api: CuPy's CUDA runtime module. streams: handles by name, "main" among them."""
@@ -66,16 +67,16 @@ class Graphs:
         self.capturing: Capture | None = None
 
     def prepare(self, key: tuple, fn: Callable[[], Any], stack_used: int) -> None:
-        """Capture fn's launches, all of which have been loaded and tuned; run nothing."""
+        """Capture fn's launches, all loaded and tuned before, and run nothing."""
         self._ran.add(key)
         if key not in self._captured:
             captured = self._captured[key] = self._capture(key, fn, stack_used)
             self._api.graphUpload(captured.executable, self._main)
 
     def run(self, key: tuple, fn: Callable[[], Any], stack_used: int) -> None:
-        """Run fn's launches: at first as they are, then from a graph. Everything is loaded, tuned
-        and allocated when fn runs for the first time, because capturing forbids it. Raises
-        RuntimeError when a replay would use other addresses."""
+        """Run fn's launches: directly at first, later from a graph. The first run loads, tunes and
+        allocates everything, because capturing forbids it. RuntimeError if a replay would use other
+        addresses."""
         if key not in self._ran:
             self._ran.add(key)
             fn()
@@ -92,13 +93,13 @@ class Graphs:
             self._launch(captured)
 
     def use_stream(self, name: str) -> None:
-        """Within a capture: make the stream a part of it, from the graph's start on."""
+        """Add a stream to the current capture, from the graph's start on."""
         if name != "main" and name not in self.capturing.streams:
             self.capturing.streams.append(name)
             self._api.streamWaitEvent(self._streams[name], self._start)
 
     def record(self, event: CudaEvent, stream: int) -> None:
-        """Mark the stream's current end."""
+        """Record the event at the stream's current end."""
         self._api.eventRecord(event.handle, stream)
         event.capture = self.capturing
         if self.capturing is not None:
@@ -136,8 +137,8 @@ class Graphs:
         return capture
 
     def _abandon(self) -> None:
-        """End a failed capture, so that the stream can be used again."""
-        # The error that broke the capture is the one to report.
+        """End a failed capture, so that the stream is usable again."""
+        # Errors here only follow from the error that broke the capture, which is reported.
         with contextlib.suppress(self._api.CUDARuntimeError):
             self._api.graphDestroy(self._api.streamEndCapture(self._main))
 

@@ -1,8 +1,8 @@
-"""Whether the processes of a run still answer, and whether any of their ranks makes progress.
+"""Heartbeats between the processes of a run: does each answer, and does any rank make progress?
 
-A thread of each process tells the first one what its ranks do, and the first one answers, whatever
-the other threads are waiting for. Who is not heard of for so long, or a run in which no rank goes
-on, ends all processes on all machines.
+A thread of each process tells the first process what its ranks do, and the first process answers,
+whatever other threads wait for. All processes on all machines end if a process stays silent too
+long, or if no rank makes progress.
 """
 
 import sys
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from llmq.base.errors import MachineError
 from llmq.runtime.workers import RankPool
 
-STARTING = 60.0  # seconds: loading CUDA's libraries may stop all threads of a process so long
-LATER = 3.0  # seconds by which the others are more patient than the first process, which knows more
+STARTING = 60.0  # seconds: loading CUDA libraries may stop all threads of a process this long
+LATER = 3.0  # seconds that other processes wait longer than the first, which knows more
 
 
 class Doing(NamedTuple):
-    """The state of a rank. waits: for others, so that it is not the one that hangs."""
+    """The state of a rank. waits: True if it waits for another rank, and so is not the cause."""
 
     rank: int
     waits: bool
@@ -27,8 +27,8 @@ class Doing(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """The message of a process. idle: seconds since its ranks made progress. busy: they have
-    work."""
+    """The message of a process. idle: seconds since its ranks made progress. busy: True if they
+    have work."""
 
     idle: float
     busy: bool
@@ -37,7 +37,7 @@ class Beat(NamedTuple):
 
 
 class Heartbeat:
-    """The thread of one process."""
+    """The heartbeat thread of one process."""
 
     def __init__(self, mpi: Any, seconds: float):
         """mpi: an `llmq.runtime.mpi.Mpi`. seconds: --watchdog, positive."""
@@ -45,14 +45,14 @@ class Heartbeat:
         self._pool: RankPool | None = None
         self._waits: Callable[[int], bool] = lambda rank: False
         self._seconds = seconds + (0.0 if mpi.first else LATER)
-        self._beats: dict[int, tuple[float, Beat]] = {}  # when, and what
+        self._beats: dict[int, tuple[float, Beat]] = {}  # by process: when the last one came
         self._start = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def watch(self, pool: RankPool, waits: Callable[[int], bool]) -> None:
-        """Tell what these ranks do. waits: whether one of them waits for others."""
+        """Report what these ranks do. waits: returns True if a rank waits for another."""
         self._waits, self._pool = waits, pool
         self._tell()
 
@@ -69,7 +69,7 @@ class Heartbeat:
 
     @property
     def _others(self) -> range:
-        """The processes that are told: the first tells all others, these tell the first."""
+        """The processes to tell: all others for the first process, the first for all others."""
         return range(1, self._mpi.count) if self._mpi.first else range(1)
 
     def _tell(self, *, ended: bool = False) -> Beat:
@@ -92,7 +92,7 @@ class Heartbeat:
         return time.monotonic() - self._beats.get(process, (self._start,))[0]
 
     def _silent(self, others: range) -> str | None:
-        """The error that names a process that does not answer."""
+        """Return an error that names a process that does not answer; None if all answer."""
         for process in others:
             _, last = self._beats.get(process, (0.0, None))
             age = self._age(process)
@@ -108,16 +108,16 @@ class Heartbeat:
         return f"process {process} on machine '{self._mpi.machines[process]}'"
 
     def _hanging(self, own: Beat) -> str | None:
-        """The error for ranks of which none, in any process, goes on."""
+        """Return the error for ranks of which none, in any process, makes progress; else None."""
         beats = {0: own} | {process: beat for process, (_, beat) in self._beats.items()}
         ages = {process: self._age(process) for process in self._beats} | {0: 0.0}
         idle = min(beat.idle + ages[process] for process, beat in beats.items())
         if idle < self._seconds or not any(beat.busy for beat in beats.values()):
             return None
-        found = [(p, doing) for p, beat in sorted(beats.items()) for doing in beat.ranks]
-        for process, doing in found:
+        ranks = [(p, doing) for p, beat in sorted(beats.items()) for doing in beat.ranks]
+        for process, doing in ranks:
             self._print(f"rank {doing.rank} of {self._name(process)}: {doing.line}")
-        process, culprit = next((pair for pair in found if not pair[1].waits), found[0])
+        process, culprit = next((pair for pair in ranks if not pair[1].waits), ranks[0])
         return (
             f"no rank has made progress for {idle:.0f} seconds; the first that waits for no other "
             f"one is rank {culprit.rank} of {self._name(process)}: {culprit.line}; raise "
@@ -132,7 +132,7 @@ class Heartbeat:
         self._mpi.abort(MachineError.STATUS)
 
     def close(self) -> None:
-        """Stop watching, and tell the others that this process has."""
+        """Stop the thread, and tell other processes that this one has ended."""
         if self._closed.is_set():
             return
         self._closed.set()

@@ -1,4 +1,4 @@
-"""The CPU as a device: kernels are their NumPy references, called on views of the tensors."""
+"""The CPU as a device: launches call kernels' NumPy references on views of the tensors."""
 
 import importlib
 import inspect
@@ -17,13 +17,14 @@ from llmq.runtime.mesh import Mesh
 
 @cache
 def reference(kernel: Kernel) -> Callable[..., None]:
-    """The NumPy function that a kernel is checked against."""
+    """Return the NumPy function that a kernel is checked against."""
     return getattr(importlib.import_module(f"llmq.ref.{kernel.module}"), kernel.entry)
 
 
 @cache
 def constants_of(kernel: Kernel) -> tuple[str, ...]:
-    """The compile-time constants that a kernel's reference takes: its keyword-only arguments."""
+    """Return the compile-time constants that a kernel's reference takes as keyword-only
+    arguments."""
     parameters = inspect.signature(reference(kernel)).parameters.values()
     return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
@@ -33,16 +34,16 @@ def _bytes(tensor: Tensor) -> np.ndarray:
 
 
 class HostDevice(Device):
-    """Runs on NumPy arrays, in the calling thread. poison: fill each tensor with 0xFF (NaN in every
-    float format) when it is handed out, to expose reads of memory that nothing wrote. mesh: as for
-    every device."""
+    """Runs on NumPy arrays, in the calling thread. poison: True to fill each allocated tensor with
+    0xFF (NaN in every float format), which exposes reads of memory that nothing wrote. mesh: see
+    Device."""
 
     kind = "host"
 
     def __init__(self, sizes: MemorySizes, *, poison: bool = False, mesh: Mesh | None = None):
         storages = {}
         for place, size in sizes.items():
-            # A NumPy array starts at a multiple of 16 bytes only; the arena needs 256.
+            # NumPy aligns arrays to 16 bytes only; the arena needs 256.
             raw = TIERS.get(place, DEVICE).memory(size + 256)
             skip = -raw.ctypes.data % 256
             data = raw[skip : skip + size]
@@ -65,7 +66,7 @@ class HostDevice(Device):
 
     def _launch(self, launch: Launch) -> None:
         args = [a.numpy() if isinstance(a, Tensor) else a for a in launch.args]
-        # A diverging run is reported by the trainer, not by one warning per operation.
+        # The trainer reports a diverging run, not one warning per operation.
         with np.errstate(all="ignore"):
             named = {name: launch.consts.get(name.upper()) for name in constants_of(launch.kernel)}
             constants = {name: value for name, value in named.items() if value is not None}

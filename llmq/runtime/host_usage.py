@@ -1,4 +1,4 @@
-"""How busy the CPUs are, how much memory the host has, and how much a process may still take."""
+"""Load of the CPUs, memory of the host, and memory that a process may still take."""
 
 import os
 from collections.abc import Iterator
@@ -8,20 +8,21 @@ import psutil
 
 
 def host_memory() -> tuple[int, int]:
-    """Bytes of host memory that are free or can be freed, and bytes in all."""
+    """Return (available, total) bytes of host memory; available includes what can be freed."""
     memory = psutil.virtual_memory()
     return memory.available, memory.total
 
 
 def available_host_memory() -> int:
-    """Bytes that this process may still take: free memory, or less under a cgroup's limit."""
+    """Return the bytes that this process may still take: free memory, or less in a cgroup."""
     return min([host_memory()[0], *_cgroup_headrooms()])
 
 
 def _cgroup_headrooms(
     membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[int]:
-    """The bytes that each memory limit above this process leaves; file caches count as free."""
+    """Yield the bytes left under each memory limit above this process; file caches count as
+    free."""
     for line in _lines(membership):
         _, controllers, group = line.split(":", 2)
         if controllers == "":  # version 2
@@ -31,7 +32,7 @@ def _cgroup_headrooms(
             limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
-        # Inside a container the group may be named as the host sees it, but be mounted as the root.
+        # A container may see the host's name of the group, while the group is mounted as the root.
         inner = root / group.lstrip("/")
         for folder in (inner, *inner.parents):
             most, current = _lines(folder / limit), _lines(folder / used)
@@ -61,8 +62,8 @@ class HostUsage:
         self._before = self._times()
 
     def read(self) -> dict[str, int]:
-        """cpus: how many this process may use. util: percent of their time since the last reading,
-        UNSUPPORTED where it is not told; memory_used, memory_total: bytes."""
+        """Return cpus: number that this process may use; util: percent of their time since the last
+        reading, or UNSUPPORTED; memory_used, memory_total: bytes."""
         times, before = self._times(), self._before
         busy, total = (now - then for now, then in zip(times, before, strict=True))
         available, memory = host_memory()
@@ -76,11 +77,11 @@ class HostUsage:
         }
 
     def _times(self) -> tuple[float, float]:
-        """Seconds that these CPUs were busy, and in all."""
+        """Return (busy, total) seconds of these CPUs."""
         allowed, busy, total = allowed_cpus(), 0.0, 0.0
         try:
             cpus = psutil.cpu_times(percpu=True)
-        except OSError:  # a sandbox may hide it
+        except OSError:  # a sandbox may hide the times
             cpus = []
         for number, times in enumerate(cpus):
             if number in allowed:
@@ -91,8 +92,8 @@ class HostUsage:
 
 
 def allowed_cpus() -> set[int]:
-    """Numbers of the CPUs that this process may run on."""
+    """Return the numbers of the CPUs that this process may run on."""
     try:
         return os.sched_getaffinity(0)
-    except AttributeError:  # no Linux
+    except AttributeError:  # not Linux
         return set(range(os.cpu_count() or 1))

@@ -12,21 +12,21 @@ from llmq.base.dtypes import DType
 from llmq.base.tensor import Tensor
 from llmq.runtime.declaration import Arg, Declaration
 
-# Type variables of each kernel file, over all its declared entry points: one compilation defines
-# all of them, also those that the launched entry does not use.
+# Type variables of each kernel file, over all its declared entry points: a compilation defines all
+# variables, even ones that the launched entry does not use.
 TYPE_VARIABLES: defaultdict[str, set[str]] = defaultdict(set)
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """An entry point of llmq/cu/<file>, or of a library when file has no `.cu` ending. The
-    reference of the entry is the function of the same name in llmq/ref/<file>.py; both take
-    the declared arguments, in this order, and launchers take them under the same names.
+    """An entry point of llmq/cu/<file>, or of a library if `file` has no `.cu` ending. Its
+    reference is the function of the same name in llmq/ref/<file>.py. Both take the declared
+    arguments in this order, and launchers use the same names.
 
-    args: the declaration (llmq/runtime/declaration.py). where: rules of sizes. gpu: further rules,
-    of the CUDA kernel alone. types: dtypes of type variables, as "T=bf16, U=e4m3|e5m2"; the bound
-    one is the compiler's -D<letter>. capability: the only one, times 10, that has the instructions;
-    None: all that are supported."""
+    args: the declaration (llmq/runtime/declaration.py). where: rules of sizes. gpu: further rules
+    for the CUDA kernel alone. types: dtypes of type variables, such as "T=bf16, U=e4m3|e5m2"; the
+    bound dtype is the compiler's -D<letter>. capability: the only compute capability, times 10,
+    with the instructions; None: all supported ones."""
 
     file: str
     entry: str
@@ -48,35 +48,36 @@ class Kernel:
 
     @property
     def op(self) -> str:
-        """The operation this entry belongs to: the stem of its file."""
+        """The operation of this entry: the stem of its file."""
         return self.module.rpartition(".")[2]
 
     @property
     def module(self) -> str:
-        """The operation's module below llmq.ops and llmq.ref, with its room: product.matmul."""
+        """The operation's module below llmq.ops and llmq.ref, with its room, such as
+        product.matmul."""
         return self.file.removesuffix(".cu").replace("/", ".")
 
     @property
     def declared(self) -> tuple[Arg, ...]:
-        """The arguments."""
+        """The declared arguments."""
         return self.declaration.args
 
     def bind(self, args: tuple, *, on_gpu: bool = True) -> dict[str, DType]:
-        """Check the arguments of a launch against the declaration; returns the type variables'
-        dtypes. Raises TypeError or ValueError that names entry, argument, expected and given."""
+        """Check a launch's arguments against the declaration; return the dtypes of type variables.
+        TypeError or ValueError names entry, argument, expected and given."""
         return self.declaration.check(args, on_gpu)
 
     def dims(self, **given: Tensor | int) -> tuple[int, ...]:
-        """The sizes of the dimensions that the shapes of these arguments name, in the order in
-        which names first appear: what a launcher needs to know before it can launch. Numbers that
-        are given count, and are left out. Raises as `bind`."""
+        """Return the sizes of the dimensions named in these arguments' shapes, by first appearance,
+        which a launcher needs before the launch. Numbers in `given` are used and left out. Errors:
+        see `bind`."""
         return self.declaration.dims(given)
 
     def traffic(self, args: tuple) -> tuple[int, int, int]:
-        """Bytes that one launch must move: of device memory, from host memory, and to it. Each
-        tensor is read once and written once as declared. A `sparse` one, of which few elements are
-        touched, does not count, nor does a `workspace`: how much of it a library uses is not
-        known."""
+        """Return the bytes that one launch must move: of device memory, from host memory, to host
+        memory. Each tensor is read once and written once as declared. A `sparse` tensor, of which
+        few elements are touched, does not count. Nor does a `workspace`, whose use by a library is
+        unknown."""
         device = loaded = stored = 0
         for index, arg in self._moved:
             tensor = args[index]
@@ -94,13 +95,13 @@ class Kernel:
 
 
 def formats(tensors: Iterable[Tensor | None]) -> str:
-    """Their names, with commas between them, and "-" for each tensor that is not given."""
+    """Return the tensors' dtype names, separated by commas; "-" for None."""
     return ",".join("-" if x is None else x.dtype.name for x in tensors)
 
 
 class KernelSource(NamedTuple):
-    """The source of one compilation, which makes machine code of a kernel with types and constants.
-    file: of llmq/cu. types: names by type variable. consts: -DNAME=value. Both sorted."""
+    """The source of one compilation: a kernel with its types and constants. file: in llmq/cu.
+    types: dtype names by type variable, sorted. consts: -DNAME=value, sorted."""
 
     file: str
     entry: str
@@ -111,9 +112,9 @@ class KernelSource(NamedTuple):
     def of(
         cls, kernel: Kernel, types: dict[str, DType], consts: dict[str, int] | None
     ) -> KernelSource:
-        """The source for a launch with these types of its variables."""
-        given = tuple(types.items()), tuple((consts or {}).items())
-        return _source(kernel.file, kernel.entry, *given)
+        """Return the source for a launch with these dtypes of type variables."""
+        consts = consts or {}
+        return _source(kernel.file, kernel.entry, tuple(types.items()), tuple(consts.items()))
 
     def __str__(self) -> str:
         return " ".join(
@@ -121,7 +122,7 @@ class KernelSource(NamedTuple):
         )
 
 
-@cache  # the same few hundred, launch after launch
+@cache  # the same few hundred in all launches
 def _source(
     file: str, entry: str, types: tuple[tuple[str, DType], ...], consts: tuple[tuple[str, int], ...]
 ) -> KernelSource:

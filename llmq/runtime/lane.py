@@ -1,27 +1,27 @@
-"""Lanes: what moves between memories beside the computation, and the order that this needs.
+"""Lanes: transfers between memories beside the computation, and their order.
 
-A lane is a number of slots, through which content passes:
+A lane has slots, through which content passes:
 
-    arrive   one stream fills a slot, once what was in it is gone
-    use      the current stream goes on once the slot is full
-    leave    another stream takes the content away, once the current stream has got here
+    arrive   one stream fills a slot, once its former content is gone
+    use      the current stream waits until the slot is full
+    leave    another stream takes the content away, after the current stream's work so far
 
-Streams: "copy" brings from host memory and "store" takes there, "stage" writes what peers read,
-"comm" and "exchange" are those of collectives, "main" computes. A lane owns events and no memory.
+Streams: "copy" copies from host memory and "store" to host memory, "stage" writes what peers read,
+"comm" and "exchange" run collectives, "main" computes. A lane owns events and no memory.
 
-Time. A CUDA graph captures what a function launches, once; replays launch it again and call no
-Python. So what a lane remembers, and those who hold it (who has a slot, whether somebody must wait
-for it), is of capture time: it is about the launches that are being enqueued, changes while a
-function is captured or runs without a graph, and does not change in a replay. Two rules follow:
+Time. A CUDA graph captures a function's launches once; replays launch them again and call no
+Python. So the state of a lane and of its owners (which content has a slot, whether a stream must
+wait for a slot) is of capture time. The state describes launches that are being enqueued. It
+changes while a function is captured or runs without a graph, and stays unchanged in a replay. Two
+rules follow:
 
-    Each capture starts with empty lanes, whatever ran before it: those who hold one call `forget`,
-    or empty it themselves by the end. Otherwise a graph would depend on what happened to be
-    captured before it, and might wait for an event that is not its own.
-    An empty slot is not waited for. So before a lane is empty the current stream waits for all that
-    was in it (`use`, `free`, `join`), and what is to arrive first follows it (`follow`).
+    Each capture starts with empty lanes, whatever ran before: owners call `forget`, or empty their
+    lane at the end. Otherwise a graph would depend on earlier captures, and might wait for an event
+    that it does not record.
+    An empty slot is not waited for. So before a lane becomes empty, the current stream waits for
+    all its content (`use`, `free`, `join`), and the first content to arrive follows it (`follow`).
 
-State that differs from replay to replay must be in the graph's key or in device memory, never in
-here.
+State that differs between replays belongs in the graph's key or in device memory, never here.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -34,9 +34,9 @@ from llmq.runtime.device import Device, Event
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """The state of one slot: its events, which live as long as the device, and what is of capture
-    time. gone: the events after which each piece of its content may be overwritten. content: who
-    has it."""
+    """The state of one slot: its events, which live as long as the device, and state of capture
+    time. gone: for each piece of the content, the event after which it may be overwritten. content:
+    key of the content in the slot."""
 
     arrived: Event
     used: Event
@@ -47,9 +47,9 @@ class _Slot:
 
 
 class Lane:
-    """Slots between the stream on which content arrives and the one on which it leaves. All methods
-    only enqueue. A piece is a function that enqueues a copy, or another part of the work that fills
-    or empties a slot."""
+    """Slots between the stream on which content arrives and the stream on which content leaves. All
+    methods only enqueue. A piece is a function that enqueues a copy or other work that fills or
+    empties a part of a slot."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Lane:
         arrive: str = "copy",
         leave: str = "store",
     ):
-        """slots: keys of those that `take` gives, in this order."""
+        """slots: keys of the slots that `take` assigns, in this order."""
         self.dev = dev
         self._arrive, self._leave = arrive, leave
         self._slots: dict[Hashable, _Slot] = {}
@@ -70,20 +70,20 @@ class Lane:
         self.forget()
 
     def add(self, key: Hashable) -> None:
-        """A slot beside those that `take` gives, for what always uses the same one."""
+        """Add a slot that `take` does not assign, for content that always uses the same slot."""
         self._slots[key] = _Slot(self.dev.event(), self.dev.event())
 
     def forget(self) -> None:
-        """Take all slots as empty, as a capture must find them."""
+        """Mark all slots as empty, as a capture must find them."""
         for slot in self._slots.values():
             slot.gone, slot.content, slot.in_use = [], None, False
         self._turn = 0
         self._last: Event | None = None
 
-    # -- who has a slot --------------------------------------------------------------------------
+    # -- slots of contents ------------------------------------------------------------------------
 
     def take(self, content: Hashable) -> Hashable:
-        """The next slot that is not in use is for this content now."""
+        """Assign the next slot that is not in use to this content; return its key."""
         count = len(self._takable)
         for turn in range(self._turn, self._turn + count):
             slot = self._slots[key := self._takable[turn % count]]
@@ -94,7 +94,7 @@ class Lane:
         raise AssertionError(f"lane: no slot for {content!r}, {contents} are in use")
 
     def keep(self, content: Hashable) -> bool:
-        """Use what is still in a slot, or on its way there, again; False if it is in none."""
+        """Use content again that is still in a slot or arriving; False if no slot has it."""
         for slot in self._slots.values():
             if slot.content == content:
                 slot.in_use = True
@@ -110,14 +110,13 @@ class Lane:
     # -- order -----------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Let content that arrives from now on come after all that the current stream has so
-        far."""
+        """Let content that arrives from now on wait for the current stream's work so far."""
         self.dev.record(self._asked)
         with self.dev.on(self._arrive):
             self.dev.wait(self._asked)
 
     def arrive(self, key: Hashable, *pieces: Callable[[], None]) -> None:
-        """Fill a slot; each piece, once the same piece of what was there before is gone."""
+        """Fill a slot; each piece waits until the same piece of the former content is gone."""
         slot = self._slots[key]
         gone = slot.gone if len(slot.gone) == len(pieces) else slot.gone[-1:]
         with self.dev.on(self._arrive):
@@ -132,25 +131,25 @@ class Lane:
         self.dev.wait(self._slots[key].arrived)
 
     def free(self, key: Hashable) -> None:
-        """Let the current stream wait until what was in the slot is gone."""
+        """Let the current stream wait until the slot's former content is gone."""
         for event in self._slots[key].gone[-1:]:
             self.dev.wait(event)
 
     def used(self, key: Hashable) -> Event:
-        """After it, what used the slot last is done with it; recorded by `release` and `leave`."""
+        """Return the event after the last use of the slot; `release` and `leave` record it."""
         return self._slots[key].used
 
     def release(self, key: Hashable) -> None:
-        """Say that the current stream was the last to use the slot, whose content may go."""
+        """Say that the current stream has used the slot last; its content may be overwritten."""
         slot = self._slots[key]
         self.dev.record(slot.used)
         slot.gone, slot.in_use = [slot.used], False
 
     def leave(self, key: Hashable, *pieces: Callable[[], None]) -> None:
-        """Take away what the current stream has made or changed in the slot, at least one piece."""
+        """Take away the slot's content that the current stream has made; at least one piece."""
         self.release(key)
         slot = self._slots[key]
-        while len(slot.left) < len(pieces):  # at first, when nothing is captured
+        while len(slot.left) < len(pieces):  # only at first, outside of captures
             slot.left.append(self.dev.event())
         slot.gone = slot.left[: len(pieces)]
         with self.dev.on(self._leave):
@@ -161,13 +160,13 @@ class Lane:
         self._last = slot.gone[-1]
 
     def join(self) -> None:
-        """Let the current stream wait until all that has left is gone, the last of it last."""
+        """Let the current stream wait until all content that leaves is gone."""
         if self._last is not None:
             self.dev.wait(self._last)
 
 
 class Ring:
-    """Pinned buffers that are used in turn, each with the event of its last use."""
+    """Pinned buffers used in turn, each with the event of its last use."""
 
     def __init__(self, dev: Device, name: str, slots: int, words: int, dtype: DType):
         self.slots = [
@@ -177,7 +176,7 @@ class Ring:
         self.used = 0
 
     def advance(self) -> int:
-        """Index of the next slot; recording its event is the caller's part."""
+        """Return the index of the next slot; the caller records the slot's event."""
         index = self.used % len(self.slots)
         self.used += 1
         return index

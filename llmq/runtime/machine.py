@@ -1,4 +1,4 @@
-"""The machine that a run gets: the CPU or GPUs, and how much memory it may use."""
+"""The machine of a run: its CPU or GPUs, and the memory that a run may use."""
 
 import contextlib
 import os
@@ -16,11 +16,11 @@ from llmq.runtime.kernel import KernelSource
 from llmq.runtime.mesh import Mesh
 from llmq.runtime.world import World
 
-# A card that `llmq plan` assumes where none is named: as many multiprocessors as any real card has
-# (an RTX PRO 6000 has 188), with which most workspaces are largest (not all: those of adapters'
-# gradients may take more on a small card), and the largest workspace for the library. Not Hopper's
-# capability, whose products have more in them and need less scratch than two kernels elsewhere; the
-# one that needs more is planned here, too (`ops/product/matmul_fused.py`).
+# The card that `llmq plan` assumes by default. It has as many multiprocessors as any real card (an
+# RTX PRO 6000 has 188), which makes most workspaces largest (but those of adapters' gradients may
+# be larger on a small card), and the largest workspace for the library. Its capability is not
+# Hopper's, whose fused products need less scratch than two kernels elsewhere; the one that needs
+# more is planned here, too (`ops/product/matmul_fused.py`).
 PLAN_SPEC = DeviceSpec(
     name="any GPU", capability=100, num_sms=192, memory=0, library_workspace=32 * MIB
 )
@@ -28,10 +28,10 @@ PLAN_SPEC = DeviceSpec(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A chosen kind of device, and how many of them. kind: "host" or "cuda". spec: of every device;
-    where GPUs differ, what fits all of them. note: one line for the user on what was chosen, or
-    None. world: its ranks, one device each, and those of other processes. indices: which GPUs this
-    process has, by rank; empty: from the first one on."""
+    """A chosen kind of device, and the number of devices. kind: "host" or "cuda". spec: of every
+    device; if GPUs differ, a spec that fits all. note: one line for the user about the choice, or
+    None. world: ranks of this process, one device each, and of other processes. indices: this
+    process's GPUs, by rank; empty: from the first GPU on."""
 
     kind: str
     spec: DeviceSpec
@@ -44,12 +44,12 @@ class Machine:
         return self.world.size
 
     def index(self, rank: int) -> int:
-        """The number of a rank's own GPU among those that this process sees."""
+        """Return the number of a rank's GPU among the GPUs that this process sees."""
         place = rank - self.world.base
         return self.indices[place] if self.indices else place
 
     def compile_ahead(self, sources: Iterable[KernelSource]) -> None:
-        """Start to compile kernels that will be launched; on the CPU there is nothing to do."""
+        """Start to compile kernels that will be launched; does nothing on the CPU."""
         if self.kind == "cuda":
             from llmq.runtime import cuda_api
             from llmq.runtime.compile import compile_ahead
@@ -64,10 +64,11 @@ class Machine:
         graphs: bool = True,
         tune: bool = True,
     ) -> Device:
-        """The device of a rank of this process, with the sizes of a plan; LlmqError if it has too
-        little memory. Must be called in the thread that will use it. With several ranks the thread
-        moves to the CPUs near its GPU. mesh: of that rank; None: the first one's, and each rank has
-        a shard. graphs, tune: --use-cuda-graphs and --tune, which mean nothing on the CPU."""
+        """Return the device of a rank of this process, with the sizes of a plan; LlmqError if it
+        has too little memory. Call this in the thread that will use the device; with several ranks
+        this moves the thread to the CPUs near its GPU. mesh: of the rank; None: of the first rank,
+        with a shard for each rank. graphs, tune: --use-cuda-graphs and --tune, without effect on
+        the CPU."""
         mesh = mesh or Mesh.of(self.world_size)
         if self.kind == "host":
             _check_host_memory(sizes, self.world.ranks_here)
@@ -77,15 +78,15 @@ class Machine:
         index = self.index(mesh.rank)
         if self.world_size > 1:
             stay_near(bus_id(index))
-        # Where GPUs differ, all size their grids alike: a smaller one may want larger workspaces.
-        how = {"graphs": graphs, "tune": tune, "num_sms": self.spec.num_sms}
-        return CudaDevice(index, sizes, mesh=mesh, **how)
+        # GPUs that differ size their grids alike: a smaller one may need larger workspaces.
+        return CudaDevice(
+            index, sizes, graphs=graphs, tune=tune, num_sms=self.spec.num_sms, mesh=mesh
+        )
 
 
 def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:
-    """The index-th device of a machine as the only rank of its own; nothing is tuned. For work that
-    devices do beside each other without exchanging anything. It opens devices as Machine.open
-    does."""
+    """Return device `index` of a machine, opened like `Machine.open` but as a single rank and
+    without tuning. For devices that work side by side and exchange nothing."""
     if machine.kind == "host":
         _check_host_memory(sizes, 1)
         return HostDevice(sizes)
@@ -97,10 +98,10 @@ def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:
 
 
 def choose_machine(device: str, gpus: int, world: World = World()) -> Machine:
-    """The devices of this process, and the world with a rank for each device. device: "auto", "cpu"
-    or "cuda". gpus: ranks of this process, 0 for all GPUs there are, on the CPU for one. world:
-    whose processes all call this. Raises LlmqError when what is asked for is not there; the message
-    says why and what to do."""
+    """Return the devices of this process, and the world with a rank for each device. device:
+    "auto", "cpu" or "cuda". gpus: ranks of this process; 0: one for each GPU, on the CPU one.
+    world: all its processes call this. LlmqError if the devices are absent; the message says why
+    and what to do."""
 
     def look() -> tuple[str, int, str | None, list[str]]:
         kind, note = _kind_of(device)
@@ -108,20 +109,20 @@ def choose_machine(device: str, gpus: int, world: World = World()) -> Machine:
         ids = [bus_id(i) if world.several else str(i) for i in range(count)]
         return kind, gpus, note, ids
 
-    found = world.together(look)
-    kind, _, note, _ = found[world.index]
-    for index, (other, *_) in enumerate(found):
-        if other != found[0][0]:
+    looks = world.together(look)
+    kind, _, note, _ = looks[world.index]
+    for index, (other, *_) in enumerate(looks):
+        if other != looks[0][0]:
             names = [world.process_name(i) for i in (0, index)]
             raise ConfigError(
-                f"--device {device}: {names[0]} runs on {found[0][0]}, {names[1]} on {other}: "
+                f"--device {device}: {names[0]} runs on {looks[0][0]}, {names[1]} on {other}: "
                 "give --device cuda or cpu"
             )
     if kind == "host":
-        counts = tuple(max(asked, 1) for _, asked, _, _ in found)
+        counts = tuple(max(asked, 1) for _, asked, _, _ in looks)
         whole = replace(world, counts=counts)
         return Machine(kind=kind, spec=HOST_SPEC, note=note, world=whole)
-    divided = divide_gpus(world.machines, [(asked, ids) for _, asked, _, ids in found])
+    divided = divide_gpus(world.machines, [(asked, ids) for _, asked, _, ids in looks])
     indices = divided[world.index]
     specs = [spec for specs in world.together(lambda: _specs(indices)) for spec in specs]
     return Machine(
@@ -134,13 +135,13 @@ def choose_machine(device: str, gpus: int, world: World = World()) -> Machine:
 
 
 def _kind_of(device: str) -> tuple[str, str | None]:
-    """ "host" or "cuda", and what to say of the choice."""
+    """ "host" or "cuda", and a note on the choice or None."""
     if device == "cpu":
         return "host", None
     from llmq.runtime import cuda_api
 
     try:
-        cuda_api.device_spec(0)  # says why, if there is none
+        cuda_api.device_spec(0)  # raises with the reason if there is no GPU
         return "cuda", None
     except LlmqError as error:
         if device != "auto":
@@ -149,7 +150,7 @@ def _kind_of(device: str) -> tuple[str, str | None]:
 
 
 def _specs(indices: Iterable[int]) -> list[DeviceSpec]:
-    """The specs of the GPUs that this process sees under these numbers."""
+    """Return the specs of the GPUs with these numbers, as this process sees them."""
     from llmq.runtime import cuda_api
 
     try:
@@ -161,7 +162,7 @@ def _specs(indices: Iterable[int]) -> list[DeviceSpec]:
 
 
 def difference(names: list[str]) -> str | None:
-    """The text that says how GPUs with these names differ, if they do."""
+    """Return a warning if GPUs with these names differ, else None."""
     if len(set(names)) == 1:
         return None
     return f"WARNING: the GPUs differ ({', '.join(names)}): each waits for the slowest."
@@ -170,9 +171,9 @@ def difference(names: list[str]) -> str | None:
 def divide_gpus(
     machines: Sequence[str], wishes: Sequence[tuple[int, list[str]]]
 ) -> list[tuple[int, ...]]:
-    """The GPUs that each process takes, as numbers of those that it sees. wishes: --gpus of each
-    process, and where the GPUs that it sees are (bus ids). On a machine a process takes those that
-    no process before it has taken; with --gpus 0 processes that see the same ones share them
+    """Return the GPUs that each process takes, as numbers of the GPUs that it sees. wishes: --gpus
+    of each process, and bus ids of the GPUs that it sees. A process takes GPUs of its machine that
+    no earlier process has taken. With --gpus 0, processes that see the same GPUs share them
     equally. ConfigError if there are too few."""
     taken: set[tuple[str, str]] = set()
     divided = []
@@ -196,8 +197,7 @@ def divide_gpus(
 
 
 def common_spec(specs: list[DeviceSpec]) -> DeviceSpec:
-    """A spec of what all of these GPUs can do, with workspaces that are large enough for each of
-    them."""
+    """Return a spec of what all these GPUs can do, with workspaces large enough for each GPU."""
     return DeviceSpec(
         name=specs[0].name,
         capability=min(spec.capability for spec in specs),
@@ -208,10 +208,10 @@ def common_spec(specs: list[DeviceSpec]) -> DeviceSpec:
 
 
 def _check_host_memory(sizes: MemorySizes, ranks_here: int) -> None:
-    """ranks_here: those that take as much of this machine's memory."""
+    """Raise LlmqError if memory is short. ranks_here: ranks on this machine with equal needs."""
     needed = (sizes.on_device + sizes.host) * ranks_here
     available = available_host_memory()
-    if needed > available:  # the system would promise more than it has, and kill us later
+    if needed > available:  # the system would promise more than it has, and kill the process later
         raise LlmqError(
             f"out of memory: {-(-needed // MIB)} MiB are needed, {available // MIB} MiB of host "
             "memory are available: close other programs, or use a smaller model"
@@ -222,7 +222,7 @@ DEVICES = Path("/sys/bus/pci/devices")
 
 
 def parse_cpus(text: str) -> set[int]:
-    """The CPUs that the kernel's lists name, such as 0-3,8,10-11."""
+    """Return the CPUs in a list of the Linux kernel, such as 0-3,8,10-11."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -231,19 +231,19 @@ def parse_cpus(text: str) -> set[int]:
 
 
 def use_all_cpus(environment: Mapping[str, str] = os.environ) -> None:
-    """Let a process that Open MPI's mpirun has started, and what it starts, run on all CPUs. mpirun
-    lets a process run on a single core, if nobody says otherwise, where all ranks' threads and the
-    readers of data would have to share it. A limit of the system itself stays."""
+    """Let a process that Open MPI's mpirun has started, and its children, run on all CPUs. By
+    default mpirun binds a process to a single core, which all ranks' threads and data readers would
+    share. A limit of the system itself stays."""
     if "OMPI_COMM_WORLD_SIZE" in environment:
         with contextlib.suppress(OSError, AttributeError):
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 def stay_near(bus_id: str, devices: Path = DEVICES) -> None:
-    """Let the calling thread, and those that it starts, run only on the CPUs next to a GPU. bus_id:
-    the GPU's place, such as 0000:19:00.0. Where the system does not tell or does not permit it, or
-    none of those CPUs is ours, nothing changes: it is only about speed."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # no Linux: no sched_…
+    """Let the calling thread, and threads that it starts, run only on the CPUs next to a GPU.
+    bus_id: the GPU's PCI address, such as 0000:19:00.0. Nothing changes if the system does not tell
+    or permit this, or none of these CPUs is ours: only speed depends on it."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # sched_… exists only on Linux
         near = parse_cpus((devices / bus_id.lower() / "local_cpulist").read_text())
         ours = near & os.sched_getaffinity(0)
         if ours:

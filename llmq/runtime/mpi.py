@@ -1,8 +1,8 @@
-"""The processes of a run that a launcher of MPI has started.
+"""Exchange between the processes of a run that an MPI launcher has started.
 
-No call into MPI waits: all are of the kind that begins something, and are looked after until they
-are done. So one lock is enough for all threads, a library without support for several threads at
-once serves too, signals and failures are seen while waiting, and no thread keeps the interpreter.
+No call into MPI blocks: each starts an operation, and the caller polls until it is done. So one
+lock is enough for all threads, MPI libraries without full support of threads work, signals and
+failures are seen while waiting, and no thread holds the interpreter.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SPIN_SECONDS = 2e-4  # that a wait looks without a pause: small messages arrive in less
-LONGEST_PAUSE = 1e-3  # seconds between two looks later
+SPIN_SECONDS = 2e-4  # that a wait polls without a pause: small messages arrive sooner
+LONGEST_PAUSE = 1e-3  # seconds between two polls later
 LARGEST = 1 << 30  # bytes of one message: MPI counts elements in 32 bits
-EXIT_SECONDS = 5.0  # after which a process ends itself where MPI does not end it
-CONTROL, WATCH = 0, 1  # tags beside those of data
+EXIT_SECONDS = 5.0  # until a process ends itself, if MPI does not end it
+CONTROL, WATCH = 0, 1  # tags of control and watch messages
 FIRST_DATA_TAG = 16
 
 
 def join() -> World:
-    """Initialize MPI; the world, with one rank for each process. LlmqError where MPI cannot be
-    initialized, or sees other processes than there are. Called once, by all processes."""
+    """Initialize MPI; return the world, with one rank for each process. LlmqError if MPI cannot be
+    initialized, or sees another number of processes than were started. All processes call this
+    once."""
     expected = launched()
     try:
         import mpi4py
 
-        mpi4py.rc.thread_level = "multiple"  # what there is may be less
+        mpi4py.rc.thread_level = "multiple"  # MPI may provide less
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LlmqError(
@@ -67,8 +68,8 @@ def join() -> World:
 
 
 class Mpi:
-    """The exchange of values between processes, for World; `gather` and `share` go through the
-    first process. index: of this process. count: of all. machines: the name of each one's
+    """The exchange of values between processes, for World. `gather` and `share` go through the
+    first process. index: of this process. count: of all processes. machines: name of each process's
     machine."""
 
     def __init__(self, mpi: Any):
@@ -77,27 +78,28 @@ class Mpi:
         machine = os.environ.get("LLMQ_MACHINE") or socket.gethostname()
         names = mpi.COMM_WORLD.allgather(machine)
         self.machines = tuple(sorted(names, key=names.index))
-        # The launcher may deal processes to machines in turn; here those of a machine are together.
+        # Launchers may deal processes to machines in turn; here processes of a machine are
+        # adjacent.
         world = mpi.COMM_WORLD.Split(0, names.index(machine))
         self._control, self._data = world, world.Dup()
         self._lock = threading.Lock()
         self.index, self.count = world.Get_rank(), world.Get_size()
         self.first = self.index == 0
-        self.check: Callable[[], None] = lambda: None  # raises if there is no use in waiting
+        self.check: Callable[[], None] = lambda: None  # raises if waiting is pointless
         self._heartbeat: Heartbeat | None = None
-        self._told: list[Any] = []  # what `tell` has begun, which keeps its memory
+        self._told: list[Any] = []  # requests of `tell`, which keep their memory
 
     # -- waiting ---------------------------------------------------------------------------------
 
     def wait(self, done: Callable[[], T | None], check: Callable[[], None]) -> T:
-        """Call done() under the lock until it returns something, and that. check: called between;
-        raises if there is no use in waiting."""
+        """Call done() under the lock until it returns something true, and return this. check:
+        called in between; raises if waiting is pointless."""
         start, pause = time.perf_counter(), 0.0
         while True:
             with self._lock:
-                found = done()
-            if found:
-                return found
+                result = done()
+            if result:
+                return result
             check()
             if pause == 0.0 and time.perf_counter() - start < SPIN_SECONDS:
                 time.sleep(0)
@@ -124,7 +126,7 @@ class Mpi:
         return data
 
     def gather(self, value: T) -> list[T]:
-        """Gather as World.gather does."""
+        """Gather values, see World.gather."""
         if self.first:
             others = (pickle.loads(self._receive(i)) for i in range(1, self.count))
             return self.share([value, *others])
@@ -135,7 +137,7 @@ class Mpi:
         return values
 
     def share(self, value: T) -> T:
-        """Share as World.share does."""
+        """Share a value, see World.share."""
         if self.first:
             data = pickle.dumps(value)
             self.finish([self._send(data, i) for i in range(1, self.count)], self.check)
@@ -149,53 +151,54 @@ class Mpi:
         sends: Sequence[tuple[int, int, np.ndarray]] = (),
         receives: Sequence[tuple[int, int, np.ndarray]] = (),
     ) -> list[Any]:
-        """Begin to send and to receive contiguous arrays; their memory is in use until `finish`.
-        Each: the other process, a number that says which data it is, and the array. Between two
-        processes, arrays of the same number arrive in the order in which they were sent."""
+        """Start to send and receive contiguous arrays; `finish` ends the use of their memory. Each
+        item: the other process, a number for this data, the array. Between two processes, arrays of
+        the same number arrive in the order in which they were sent."""
         requests = []
         with self._lock:
             for calls, begin in ((receives, self._data.Irecv), (sends, self._data.Isend)):
                 for process, number, array in calls:
                     data = array.reshape(-1).view(np.uint8)
-                    for at in range(0, data.size, LARGEST):
-                        piece = [data[at : at + LARGEST], self._mpi.BYTE]
+                    for start in range(0, data.size, LARGEST):
+                        piece = [data[start : start + LARGEST], self._mpi.BYTE]
                         requests.append(begin(piece, process, FIRST_DATA_TAG + number))
         return requests
 
     def finish(self, requests: list[Any], check: Callable[[], None]) -> None:
-        """Wait until they are done. check: raises if there is no use in waiting."""
+        """Wait until the requests are done. check: raises if waiting is pointless."""
         if requests:
             self.wait(lambda: self._mpi.Request.Testall(requests), check)
 
     def gather_arrays(
         self, parts: list[tuple[int, np.ndarray]], *, to_all: bool = True
     ) -> list[tuple[int, np.ndarray]]:
-        """Gather arrays as World.gather_arrays does."""
+        """Gather arrays, see World.gather_arrays."""
         headers = self.gather([(number, array.size, array.dtype) for number, array in parts])
         others = [p for p in range(self.count) if p != self.index]
-        requests, found = [], []
+        requests, gathered = [], []
         for process, header in enumerate(headers):
             if process == self.index:
-                found += parts
+                gathered += parts
             elif to_all or self.first:
                 arrays = [(number, np.empty(size, dtype)) for number, size, dtype in header]
                 requests += self.begin(receives=[(process, 0, array) for _, array in arrays])
-                found += arrays
+                gathered += arrays
         for process in others if to_all else [] if self.first else [0]:
             requests += self.begin(sends=[(process, 0, array) for _, array in parts])
         self.finish(requests, self.check)
-        return found
+        return gathered
 
     # -- watching --------------------------------------------------------------------------------
 
     def start_heartbeat(self, seconds: float) -> None:
-        """See from now on that all processes answer and go on. seconds: --watchdog; 0: never."""
+        """Watch from now on that all processes answer and progress. seconds: --watchdog; 0:
+        never."""
         if seconds > 0:
             self._heartbeat = Heartbeat(self, seconds)
 
     def watch(self, pool: RankPool, waits: Callable[[int], bool]) -> None:
-        """From now on the ranks of this process are those of the pool. waits: whether a rank waits
-        for others."""
+        """Make the pool's ranks the ranks of this process. waits: returns True if a rank waits for
+        another."""
         self.check = pool.check
         if self._heartbeat is not None:
             self._heartbeat.watch(pool, waits)
@@ -205,18 +208,18 @@ class Mpi:
             self._heartbeat.close()
 
     def tell(self, to: int, value: Any) -> None:
-        """Send something small to a process's `heard`, without waiting for anything."""
+        """Send a small value to a process's `heard`, without waiting."""
         with self._lock:
             self._told = [request for request in self._told if not request.Test()]
             self._told.append(self._data.isend(value, to, WATCH))
 
     def heard(self) -> list[tuple[int, Any]]:
-        """The messages that processes have sent since this was last called."""
-        found, status = [], self._mpi.Status()
+        """Return (process, value) of all messages since the last call."""
+        messages, status = [], self._mpi.Status()
         with self._lock:
             while self._data.iprobe(self._mpi.ANY_SOURCE, WATCH, status):
-                found.append((status.source, self._data.recv(None, status.source, WATCH)))
-        return found
+                messages.append((status.source, self._data.recv(None, status.source, WATCH)))
+        return messages
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -234,9 +237,9 @@ class Mpi:
 
 
 def wait_for_reader(stream: Any, until: float) -> None:
-    """Wait until the other end of a pipe has read all that was written. A launcher drops what a
-    process that aborts has in its pipe, which may be the reason."""
-    with contextlib.suppress(OSError, ValueError):  # it is no pipe, or has no file
+    """Wait until the other end of a pipe has read all bytes. A launcher drops the unread output of
+    a process that aborts, which may say why."""
+    with contextlib.suppress(OSError, ValueError):  # not a pipe, or without a file
         while any(fcntl.ioctl(stream.fileno(), termios.FIONREAD, b"\0\0\0\0")):
             if time.monotonic() > until:
                 break

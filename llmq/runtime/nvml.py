@@ -1,7 +1,6 @@
-"""Readings of a GPU by NVML: sensors, what holds its clock down, errors. It reads, and sets
-nothing.
+"""Readings of a GPU by NVML: sensors, reasons of a low clock, errors. Nothing is set.
 
-NVML is called through ctypes, which lets other threads run during a call.
+NVML is called through ctypes, so that other threads run during a call.
 """
 
 import contextlib
@@ -11,12 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 UNSUPPORTED = -1
-"""The reading of what a card does not tell."""
+"""A reading that the card does not give."""
 NO_REASON = "not supported"
-_MOST_EVENTS = 32  # that are taken at a time
+_MOST_EVENTS = 32  # events that are read at a time
 
-# Field of a reading, and how NVML gives it for a handle. PCIe: KB/s of the last 20 ms, which is how
-# long that takes.
+# NVML's call for each reading. PCIe: KB/s over the last 20 ms, for which the call waits.
 _READINGS: dict[str, Callable[[Any, Any], int]] = {
     "clock": lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM),
     "max_clock": lambda n, h: n.nvmlDeviceGetMaxClockInfo(h, n.NVML_CLOCK_SM),
@@ -34,7 +32,7 @@ _READINGS: dict[str, Callable[[Any, Any], int]] = {
     "pcie_rx": lambda n, h: 1000 * n.nvmlDeviceGetPcieThroughput(h, n.NVML_PCIE_UTIL_RX_BYTES),
     "pcie_tx": lambda n, h: 1000 * n.nvmlDeviceGetPcieThroughput(h, n.NVML_PCIE_UTIL_TX_BYTES),
 }
-# Since the driver was loaded.
+# Counted since the driver was loaded.
 _ERRORS: dict[str, Callable[[Any, Any], int]] = {
     "ecc_corrected": lambda n, h: n.nvmlDeviceGetTotalEccErrors(
         h, n.NVML_MEMORY_ERROR_TYPE_CORRECTED, n.NVML_VOLATILE_ECC
@@ -46,7 +44,7 @@ _ERRORS: dict[str, Callable[[Any, Any], int]] = {
 
 
 class Reason(NamedTuple):
-    """Why a clock is lower than it could be. bits: of NVML's answer. kind: llm.q's word in logs."""
+    """A reason why the clock is low. bits: of NVML's answer. kind: llm.q's word in logs."""
 
     bits: int
     kind: str
@@ -54,7 +52,7 @@ class Reason(NamedTuple):
     short: str  # at most 7 characters
 
 
-REASONS = (  # the most telling first
+REASONS = (  # the most informative first
     Reason(0x4, "power cap", "power limit", "power"),  # SwPowerCap
     Reason(0x80, "power cap", "power brake", "brake"),  # HwPowerBrakeSlowdown: by the power supply
     Reason(0x20, "thermal cap", "heat", "heat"),  # SwThermalSlowdown
@@ -69,11 +67,11 @@ REASONS = (  # the most telling first
 
 
 def reason(bits: int) -> Reason | None:
-    """The most telling of NVML's reasons; None where nothing holds the clock down."""
+    """Return the most informative of NVML's reasons; None if the clock is not held down."""
     return next((one for one in REASONS if bits & one.bits), None)
 
 
-# Meanings of the driver's numbers of errors, by NVIDIA's catalogue of them.
+# Meanings of the driver's error numbers, from NVIDIA's catalogue.
 XIDS = {
     8: "the GPU stopped processing",
     13: "a kernel failed",
@@ -104,10 +102,10 @@ def xid_text(xid: int) -> str:
 
 @functools.cache
 def load_nvml() -> Any | None:
-    """The initialized NVML module; None, after one warning, where NVML cannot be used."""
+    """Return the initialized NVML module; None, after one warning, if NVML does not work."""
     try:
         return open_nvml()
-    except Exception as error:  # no module, no library, no driver: each its own class
+    except Exception as error:  # no module, no library, no driver: different classes
         print(
             f"warning: no GPU readings, NVML cannot be used ({error}); install nvidia-ml-py and "
             "the NVIDIA driver's tools, or use --log-gpu-util 0",
@@ -117,7 +115,7 @@ def load_nvml() -> Any | None:
 
 
 def open_nvml() -> Any:
-    """The initialized NVML module; raises what it likes."""
+    """Return the initialized NVML module; raises many classes of errors."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -125,8 +123,8 @@ def open_nvml() -> Any:
 
 
 def find_nvml() -> Any | None:
-    """The initialized NVML module; None where NVML cannot be used."""
-    with contextlib.suppress(Exception):  # no module, no library, no driver: each its own class
+    """Return the initialized NVML module; None if NVML does not work."""
+    with contextlib.suppress(Exception):  # no module, no library, no driver: different classes
         return open_nvml()
     return None
 
@@ -134,46 +132,47 @@ def find_nvml() -> Any | None:
 def told(
     nvml: Any, handle: Any, readings: Mapping[str, Callable[[Any, Any], Any]]
 ) -> dict[str, Any]:
-    """Readings by name; those that the card, or this release of NVML, does not tell are left
-    out."""
-    found = {}
+    """Return readings by name, without readings that the card or this release of NVML lacks."""
+    values = {}
     for name, get in readings.items():
         with contextlib.suppress(nvml.NVMLError, AttributeError):
-            found[name] = get(nvml, handle)
-    return found
+            values[name] = get(nvml, handle)
+    return values
 
 
 class NvmlGpu:
-    """One GPU, or an instance of one that MIG has divided, which tells less. lost: why it does not
-    answer any more; None while it does."""
+    """One GPU, or an instance of a GPU that MIG has divided, which has fewer readings. lost: why
+    the GPU no longer answers; None while it answers."""
 
     def __init__(self, nvml: Any, handle: Any, instance: Any | None = None):
-        """instance: handle of the MIG instance; handle: of the whole GPU."""
+        """instance: handle of the MIG instance. handle: of the whole GPU."""
         self._nvml = nvml
         self._handles = [handle] if instance is None else [instance, handle]
         self._events = self._watched_errors(handle)
         self.lost: str | None = None
 
     def read(self) -> dict[str, Any]:
-        """Readings of this moment, UNSUPPORTED for what the card does not tell. Clocks in MHz,
-        power in mW, temperatures in °C, utilisation and fan in percent, memory in bytes, PCIe in
-        bytes per second. reasons: why the clock is held down, bits of NVML's."""
-        found = {name: self._read(get) for name, get in _READINGS.items()}
-        found["reasons"] = self._read(lambda n, h: n.nvmlDeviceGetCurrentClocksThrottleReasons(h))
-        return found | self.read_errors()
+        """Return the current readings, UNSUPPORTED if the card lacks one. Clocks in MHz, power in
+        mW, temperatures in °C, utilisation and fan in percent, memory in bytes, PCIe in bytes per
+        second. reasons: why the clock is held down, as NVML's bits."""
+        readings = {name: self._read(get) for name, get in _READINGS.items()}
+        readings["reasons"] = self._read(
+            lambda n, h: n.nvmlDeviceGetCurrentClocksThrottleReasons(h)
+        )
+        return readings | self.read_errors()
 
     def read_errors(self) -> dict[str, Any]:
-        """Errors of memory since the driver was loaded; xid: the driver's errors since last time"""
+        """Return memory errors since the driver was loaded; xid: new errors of the driver."""
         counts = {name: self._read(get) for name, get in _ERRORS.items()}
         return counts | {"xid": list(self._new_errors())}
 
     def joules(self) -> float | None:
-        """Energy that the GPU has used since the driver was loaded; None if it does not count."""
+        """Return the energy used since the driver was loaded; None if the GPU does not count it."""
         millijoules = self._read(lambda n, h: n.nvmlDeviceGetTotalEnergyConsumption(h))
         return None if millijoules == UNSUPPORTED else millijoules / 1000
 
     def identity(self) -> dict[str, Any]:
-        """driver: its release; uuid: hexadecimal; reserved: bytes that the driver keeps."""
+        """Return driver: release; uuid: hexadecimal; reserved: bytes that the driver keeps."""
         memory = self._read(lambda n, h: n.nvmlDeviceGetMemoryInfo(h, n.nvmlMemory_v2))
         driver = self._read(lambda n, h: n.nvmlSystemGetDriverVersion())
         return {
@@ -184,7 +183,7 @@ class NvmlGpu:
 
     @property
     def uuid(self) -> str:
-        """Hexadecimal; "" where it is not told."""
+        """The UUID in hexadecimal; "" if NVML does not tell."""
         return _hexadecimal(self._read(lambda n, h: n.nvmlDeviceGetUUID(h)))
 
     @property
@@ -199,7 +198,7 @@ class NvmlGpu:
                 self._nvml.nvmlEventSetFree(events)
 
     def _read(self, get: Callable[[Any, Any], Any]) -> Any:
-        """The value that NVML gives for this GPU, UNSUPPORTED where it refuses."""
+        """Return NVML's value for this GPU; UNSUPPORTED if NVML refuses."""
         for handle in self._handles:
             if self.lost is not None:
                 break
@@ -212,7 +211,8 @@ class NvmlGpu:
         return UNSUPPORTED
 
     def _watched_errors(self, handle: Any) -> Any | None:
-        """The set that gets the driver's errors of this GPU from now on; None if it cannot."""
+        """Return an event set that gets the driver's new errors of this GPU; None if
+        unsupported."""
         with contextlib.suppress(self._nvml.NVMLError):
             events = self._nvml.nvmlEventSetCreate()
             kind = self._nvml.nvmlEventTypeXidCriticalError
@@ -225,7 +225,7 @@ class NvmlGpu:
 
     def _new_errors(self) -> Iterator[int]:
         events, kind = self._events, self._nvml.nvmlEventTypeXidCriticalError
-        with contextlib.suppress(self._nvml.NVMLError):  # there are no more
+        with contextlib.suppress(self._nvml.NVMLError):  # raised when no event is left
             for _ in range(_MOST_EVENTS if events is not None else 0):
                 event = self._nvml.nvmlEventSetWait_v2(events, 0)
                 if event.eventType == kind:
@@ -233,7 +233,7 @@ class NvmlGpu:
 
 
 def _hexadecimal(uuid: Any) -> str:
-    """GPU-5c57ee15-34b0-… without what is no digit."""
+    """Return the digits of a UUID such as GPU-5c57ee15-34b0-…, in lower case."""
     text = "" if uuid == UNSUPPORTED else str(uuid)
     return text.removeprefix("MIG-").removeprefix("GPU-").replace("-", "").lower()
 
@@ -243,10 +243,10 @@ def find_gpu(nvml: Any, bus_id: str, uuid: str = "") -> NvmlGpu:
     tells it, hexadecimal, perhaps not to its end: of an instance, where MIG has divided the GPU.
     Raises nvml.NVMLError where none is there."""
     handle = nvml.nvmlDeviceGetHandleByPciBusId(bus_id)
-    with contextlib.suppress(nvml.NVMLError):  # most cards know no MIG
+    with contextlib.suppress(nvml.NVMLError):  # most cards do not support MIG
         if nvml.nvmlDeviceGetMigMode(handle)[0]:
             for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-                with contextlib.suppress(nvml.NVMLError):  # there is no instance of this number
+                with contextlib.suppress(nvml.NVMLError):  # no instance has this number
                     instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
                     if uuid and _hexadecimal(nvml.nvmlDeviceGetUUID(instance)).startswith(uuid):
                         return NvmlGpu(nvml, handle, instance)
@@ -254,11 +254,11 @@ def find_gpu(nvml: Any, bus_id: str, uuid: str = "") -> NvmlGpu:
 
 
 def all_gpus(nvml: Any) -> list[NvmlGpu | None]:
-    """Those of the machine, also those that CUDA_VISIBLE_DEVICES hides; None: does not answer."""
-    found: list[NvmlGpu | None] = []
+    """Return all GPUs, even if CUDA_VISIBLE_DEVICES hides them; None for one without an answer."""
+    gpus: list[NvmlGpu | None] = []
     for index in range(nvml.nvmlDeviceGetCount()):
         gpu = None
         with contextlib.suppress(nvml.NVMLError):
             gpu = NvmlGpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index))
-        found.append(gpu)
-    return found
+        gpus.append(gpu)
+    return gpus

@@ -1,4 +1,4 @@
-"""Pinned host memory: the GPU copies to and from it without the host's help."""
+"""Pinned host memory, which the GPU copies without the host's help."""
 
 import ctypes
 import mmap
@@ -13,25 +13,25 @@ from llmq.base.tensor import PINNED, Storage, Tensor, Tier
 
 PORTABLE = 1  # cudaHostAllocPortable, cudaHostRegisterPortable: pinned for every GPU
 WRITE_COMBINED = 4  # cudaHostAllocWriteCombined: not cached by the CPU
-PIECE = 256 << 20  # bytes that one thread makes present at a time
+PIECE = 256 << 20  # bytes that one thread faults in at a time
 THREADS = 8
-# By address. Registered memory must stay mapped, even if its owner is forgotten instead of freed:
-# the driver would refuse whatever the system puts there next.
+# By address. Registered memory stays mapped even if its owner forgets to free it: the driver would
+# refuse new memory at the same address.
 _REGISTERED: dict[int, mmap.mmap] = {}
 BOUNCE_BYTES = 4 << 20
 
 
 class PinnedMemory:
-    """One locked range; `storage` is readable and writable by the host and by all GPUs.
-    cudaHostAlloc makes page after page, in one thread of the whole process. So memory that the CPU
-    caches is made here, in large pages and by several threads, and only registered."""
+    """One locked range; the host and all GPUs read and write `storage`. cudaHostAlloc faults pages
+    in one by one, in one thread of the whole process. So memory that the CPU caches is mapped here,
+    in large pages and by several threads, and only registered."""
 
     def __init__(self, api: Any, nbytes: int, tier: Tier = PINNED):
-        """api: CuPy's CUDA runtime module. tier: of host memory. Raises LlmqError if so much cannot
-        be locked."""
+        """api: CuPy's CUDA runtime module. tier: of host memory. LlmqError if the memory cannot be
+        locked."""
         self._api = api
         try:
-            # A byte more than nothing: there is no address without.
+            # At least one byte: empty memory has no address.
             if not tier.cached:
                 self._address = api.hostAlloc(max(nbytes, 1), PORTABLE | WRITE_COMBINED)
             else:
@@ -56,9 +56,10 @@ class PinnedMemory:
 
 
 def _present(nbytes: int) -> tuple[mmap.mmap, int]:
-    """Memory of zeros, in large pages where the system has them, and its address."""
+    """Return zeroed memory, in large pages if the system has them, and its address."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # After a fork the first one to write gets a copy: the GPU must not be left with the other page.
+    # After a fork, the first process to write to a page gets a copy of it: the GPU must not be left
+    # with the other page.
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             memory.madvise(getattr(mmap, advice))
@@ -73,8 +74,8 @@ def _present(nbytes: int) -> tuple[mmap.mmap, int]:
 
 
 def read_write_combined(api: Any, target: int, src: Tensor) -> None:
-    """Copy a tensor to other host memory, by way of the GPU: the CPU reads write-combined memory at
-    a hundredth of the speed of other."""
+    """Copy a tensor to other host memory through the GPU: the CPU reads write-combined memory at a
+    hundredth of the usual speed."""
     size = min(src.nbytes, BOUNCE_BYTES)
     bounce = api.malloc(size)
     for start in range(0, src.nbytes, size):

@@ -1,4 +1,4 @@
-"""The device that runs nothing: it checks arguments, hands out offsets, counts and takes notes."""
+"""The device that runs nothing: it checks arguments, assigns offsets, counts and traces."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +17,13 @@ from llmq.runtime.mesh import Mesh
 class Work(NamedTuple):
     """One launch, copy, fill or collective.
 
-    part: name of the outermost `range` around it, or "". file, entry: of the kernel; for what is
-    none, file is "". kind, cost: of the launch, as runtime.cost has them. Bytes: device_bytes of
-    the GPU's own memory, read and written; loaded and stored are host memory's, which the GPU reads
-    and writes over its bus; received are those from other GPUs. shared are of other ranks' host
-    memory: they are loaded too, unless there is a link beside the bus, over which they are
-    received. sent are those that others receive from it: what all of them want leaves once if it is
-    copied to host memory. network: those that this GPU's machine receives from others at the same
-    time.
+    part: name of the outermost `range` around the work, or "". file, entry: of the kernel; file is
+    "" without a kernel. kind, cost: see runtime.cost. All others are bytes. device_bytes: of the
+    GPU's own memory, read and written. loaded, stored: of host memory, which the GPU reads and
+    writes over its bus. received: from other GPUs. shared: of other ranks' host memory; loaded,
+    too, unless a link beside the bus makes them received. sent: to other ranks; bytes that all
+    ranks want leave once if they are copied to host memory. network: what this GPU's machine
+    receives from other machines meanwhile.
     """
 
     stream: str
@@ -43,7 +42,7 @@ class Work(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A stream records an event, or (wait) goes on only after what was recorded last."""
+    """A stream records an event, or (wait) waits for the event's last record."""
 
     stream: str
     event: Event
@@ -54,15 +53,15 @@ Trace = list[Work | Mark]
 
 
 class PlanDevice(Device):
-    """Unlimited memory that does not exist. After a run: `sizes()`, the arenas' categories, the
-    stack's high-water mark, and per entry point `launches`, `bytes` (memory traffic) and `flops`;
-    `sources`, all that it would compile; graphs: the key and the trace of every graph that was run,
-    in order."""
+    """Unlimited memory that does not exist. Results of a run: `sizes()`; the arenas' categories;
+    the stack's high-water mark; `launches`, `bytes` (memory traffic) and `flops` by entry point;
+    `sources`, all kernels that the run would compile; graphs: key and trace of every graph that
+    ran, in order."""
 
     kind = "plan"
 
     def __init__(self, spec: DeviceSpec, mesh: Mesh | None = None):
-        """mesh: as for every device."""
+        """mesh: see Device."""
         storages = {place: Storage(place) for place in ("stack", *TIERS)}
         super().__init__(spec, storages, None, mesh=mesh)
         self.launches: Counter[str] = Counter()
@@ -70,21 +69,21 @@ class PlanDevice(Device):
         self.flops: Counter[str] = Counter()
         self.sources: set[KernelSource] = set()
         self.graphs: list[tuple[tuple, Trace]] = []
-        self._trace: Trace | None = None  # of the graph that is being run
+        self._trace: Trace | None = None  # of the graph that runs now
         self._part = ""
-        self._counts = True  # launches, that is; not their memory
-        self._chosen: set[tuple[str, int]] = set()  # work with several ways, and where on the stack
+        self._counts = True  # False: launches are not counted, only their memory
+        self._chosen: set[tuple[str, int]] = set()  # work with several ways, stack
 
     def choose(
         self, work: str, ways: dict[str, Callable[[], None]], kept: tuple[Tensor, ...] = ()
     ) -> None:
-        """There is memory and code for all ways; the first one is what counts as launched."""
+        """Plan memory and code of all ways; only the first way's launches count."""
         first, *others = ways.values()
         first()
-        here = work, self.stack.used
-        if here in self._chosen:  # its memory and code are there
+        key = work, self.stack.used
+        if key in self._chosen:  # memory and code are planned already
             return
-        self._chosen.add(here)
+        self._chosen.add(key)
         before, self._counts = self._counts, False
         for way in others:
             way()
@@ -119,20 +118,20 @@ class PlanDevice(Device):
         self._move("zero", tensor.nbytes - stored, 0, stored)
 
     def collective(self, kind: str, device_bytes: int, **sizes: int) -> None:
-        """Count an exchange with other GPUs; sizes: by their names in `Work`, 0 if not given."""
+        """Count an exchange with other GPUs. sizes: bytes by their names in `Work`; default 0."""
         names = ("loaded", "stored", "received", "shared", "sent", "network")
         self._move(kind, device_bytes, *(sizes.get(name, 0) for name in names))
 
     def _move(self, name: str, *sizes: int) -> None:
-        """Count what is no kernel; sizes: as of _note."""
+        """Count work without a kernel. sizes: see _note."""
         self._note("", name, Kind.moving(name, sizes[0]), MOVES, *sizes)
 
     def _note(self, file: str, entry: str, kind: Kind, cost: Cost, *sizes: int) -> None:
-        """Count; sizes: as many as are not 0 of those in `Work`, from device_bytes on."""
+        """Count work. sizes: bytes in `Work`'s order from device_bytes on; missing ones are 0."""
         if not self._counts:
             return
         self.launches[entry] += 1
-        self.bytes[entry] += sum(sizes[:3])  # of this device's own memory and of the host's
+        self.bytes[entry] += sum(sizes[:3])  # of device and host memory
         self.flops[entry] += cost.flops
         if self._trace is not None:
             stream, part = self.stream_name, self._part

@@ -1,6 +1,4 @@
-"""One matrix product for cuBLASLt: what tells it from others, its tensors, how it is computed,
-and cuBLASLt's description of it.
-"""
+"""One matrix product for cuBLASLt: its key, tensors, algorithm and cuBLASLt's description."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from llmq.runtime.tuning import DEVICE_TO_HOST, HOST_TO_DEVICE, Unsupported
 
 
 class Product(NamedTuple):
-    """Everything that tells one plan from another; all matrices are contiguous."""
+    """Key of a plan; all matrices are contiguous."""
 
     M: int
     N: int
@@ -29,10 +27,10 @@ class Product(NamedTuple):
     bias: bool
     accumulate: bool
     workspace: int  # bytes that the library may use
-    fast_accumulation: bool = False  # may be used; of FP8 only
-    addend: bool = False  # another matrix than out is added; not to codes
-    block_scaled: bool = False  # of FP8, by scales of blocks that are one; see below
-    batch: int = 1  # products of these sizes, whose matrices lie one after another
+    fast_accumulation: bool = False  # allowed; only for FP8
+    addend: bool = False  # a matrix other than out is added; not to codes
+    block_scaled: bool = False  # FP8 with scales of blocks that are all one; see below
+    batch: int = 1  # number of such products, whose matrices lie one after another
 
     @property
     def fp8(self) -> bool:
@@ -75,15 +73,15 @@ class Operands(NamedTuple):
     workspace: Tensor
     scale_a: Tensor | None = None  # of FP8 operands
     scale_b: Tensor | None = None
-    factor: Tensor | None = None  # of results that are codes
+    factor: Tensor | None = None  # if results are codes
     largest: Tensor | None = None
-    scalars: Tensor | None = None  # alpha and beta, of block-scaled products
-    alpha: float = 1.0  # factors of the product, and of what is added, of all others
+    scalars: Tensor | None = None  # alpha and beta of block-scaled products
+    alpha: float = 1.0  # for all other products: factors of the product and of the addend
     beta: float = 1.0
 
 
 class Algorithm(NamedTuple):
-    """How a product is computed: algorithm uint8 (64,), and whether it accumulates fast (FP8)."""
+    """An algorithm, uint8 (64,); fast: True if an FP8 product accumulates fast."""
 
     algorithm: np.ndarray
     fast: bool
@@ -96,34 +94,34 @@ class Algorithm(NamedTuple):
         return cls(np.frombuffer(content[:-1], np.uint8), bool(content[-1]))
 
 
-COMPUTE_32F = 68  # cublasComputeType_t: products summed in F32, and no TF32 for F32 operands
+COMPUTE_32F = 68  # cublasComputeType_t: sums in F32, and no TF32 for F32 operands
 CUDA_TYPES = {F32: 0, BF16: 14, E4M3: 28, E4M3_HALF: 28, E5M2: 29}  # cudaDataType_t
 
 
 class Plan:
-    """cuBLASLt's description of one product, and how it is computed."""
+    """cuBLASLt's description of one product, and the chosen algorithm."""
 
     __slots__ = ("address", "choice", "desc", "layouts", "product")
 
     def __init__(self, product: Product, desc: int, layouts: tuple[int, ...]):
         self.product = product
         self.desc = desc
-        self.layouts = layouts  # of b, a, what is added, out
+        self.layouts = layouts  # of b, a, the addend, out
         self.choice: Algorithm | None = None
-        self.address = np.zeros(1, np.int64)  # on its way into desc
+        self.address = np.zeros(1, np.int64)  # buffer for pointer attributes of desc
 
 
 def describe(lt: Any, product: Product) -> Plan:
-    """Raises Unsupported where the library, nvmath.bindings.cublasLt, is too old for it."""
+    """Return a plan; Unsupported if the library, nvmath.bindings.cublasLt, is too old for it."""
     attribute = lt.MatmulDescAttribute
     # The first operand of out^T = op(b)^T @ op(a)^T is b.
     values = {attribute.TRANSA: product.trans_b, attribute.TRANSB: product.trans_a}
     if product.bias:
         values[attribute.EPILOGUE] = lt.Epilogue.BIAS
-        # Not an address yet: the heuristic reads from it how the bias will be aligned.
+        # Not a real address: the heuristic reads the bias's future alignment from this value.
         values[attribute.BIAS_POINTER] = POINTER_ALIGN
     if product.fp8:
-        # Not addresses yet. One scale a tensor is the default mode.
+        # Not real addresses. One scale a tensor is the default mode.
         values[attribute.A_SCALE_POINTER] = values[attribute.B_SCALE_POINTER] = POINTER_ALIGN
         if product.bias:
             values[attribute.BIAS_DATA_TYPE] = CUDA_TYPES[BF16]
@@ -150,7 +148,7 @@ def describe(lt: Any, product: Product) -> Plan:
             set_attribute(
                 lt, "matrix_layout", layout, attribute.STRIDED_BATCH_OFFSET, rows * columns
             )
-    # The addend lies as out does; codes, to which nothing is added, still need one in BF16.
+    # The addend has out's layout; codes, to which nothing is added, still need a BF16 layout.
     added = layouts[-1]
     if product.makes_codes:
         added = lt.matrix_layout_create(CUDA_TYPES[BF16], *product.layouts[-1])
@@ -158,8 +156,7 @@ def describe(lt: Any, product: Product) -> Plan:
 
 
 def _block_scaling(lt: Any) -> dict[int, int]:
-    """Attributes of products with scales of blocks, whose factors alpha and beta are on the
-    device."""
+    """Return the attributes of block-scaled products, with alpha and beta in device memory."""
     if not hasattr(lt, "MatmulMatrixScale"):
         raise Unsupported("nvmath-python is older than block scales")
     attribute, mode = lt.MatmulDescAttribute, lt.MatmulMatrixScale.VEC32_UE8M0
@@ -174,45 +171,45 @@ def free(lt: Any, plan: Plan) -> None:
 
 
 def set_attribute(lt: Any, kind: str, handle: int, name: int, value: Any) -> None:
-    """kind: of the handle, "matmul_desc", "matmul_preference" or "matrix_layout"."""
+    """Set an attribute. kind: of the handle: "matmul_desc", "matmul_preference",
+    "matrix_layout"."""
     buffer = np.array([value], getattr(lt, f"get_{kind}_attribute_dtype")(name))
     getattr(lt, f"{kind}_set_attribute")(handle, name, buffer.ctypes.data, buffer.nbytes)
 
 
-# -- Block-scaled products (MXFP8) of codes that have one scale a tensor: all block scales are one
-#
-# GeForce cards of Blackwell multiply block-scaled codes at twice the speed of others. The scale of
-# a block of 32 codes along K is a byte, 2^(byte - 127), and cuBLASLt wants these bytes in tiles of
-# 128 x 4. If all are alike, nothing but their number matters. The scales of the tensors are then
-# the factor `alpha`, which has to be in device memory, and with it `beta`.
+# -- Block-scaled products (MXFP8) of codes with one scale a tensor: all block scales are one
+# GeForce cards of Blackwell multiply block-scaled codes at twice the speed of other codes. The
+# scale of a block of 32 codes along K is a byte, 2^(byte - 127), and cuBLASLt wants these bytes in
+# tiles of 128 x 4. If all bytes are equal, only their number matters. The scales of the tensors
+# then go into the factor `alpha`, which must be in device memory together with `beta`.
 
 ONE = 127  # the byte of the scale 1
 BLOCK = 32  # codes that share a scale
-BETA = 4  # where beta is among the scalars, in numbers of F32: 16 bytes behind alpha
-SCALARS = 8  # numbers of F32 that alpha and beta take
-M, N, K = 144, 272, 160  # of the trial: its blocks of scales do not fill their tiles
+BETA = 4  # index of beta among the scalars, in F32 numbers: 16 bytes behind alpha
+SCALARS = 8  # F32 numbers of alpha and beta
+M, N, K = 144, 272, 160  # of the test: its blocks of scales do not fill their tiles
 TRIAL_BYTES = 1 << 20
 
 
 def scales_bytes(rows: int, depth: int) -> int:
-    """Bytes of the block scales of codes (rows, depth): whole tiles of 128 rows and 4 blocks."""
+    """Return the bytes of the block scales of codes (rows, depth): whole tiles of 128 rows, 4
+    blocks."""
     return 128 * ceil_div(rows, 128) * 4 * ceil_div(depth, 4 * BLOCK)
 
 
 def computes_right(
     cuda: Any, stream: int, workspace: Tensor, run: Callable[[Product, Operands], None]
 ) -> bool:
-    """Whether a block-scaled product of small integers is what it must be, to the bit: with a beta
-    of 0 whatever is in the result's memory, and with one of 1. Waits for the stream. workspace: U8,
-    that of a product; what the trial needs lies at its start. run: enqueues."""
+    """True if a block-scaled product of small integers is right to the bit: with beta 0 whatever
+    the result's memory holds, and with beta 1. Waits for the stream. workspace: U8, of a product;
+    the test's data lies at its start. run: enqueues a product."""
     if workspace.nbytes < 2 * TRIAL_BYTES:
         return False
     offset = 0
 
     def put(name: str, array: np.ndarray, dtype: DType) -> Tensor:
         nonlocal offset
-        at = workspace.offset + offset
-        tensor = Tensor(name, array.shape, dtype, workspace.storage, at)
+        tensor = Tensor(name, array.shape, dtype, workspace.storage, workspace.offset + offset)
         offset += 256 * ceil_div(tensor.nbytes, 256)
         cuda.memcpyAsync(tensor.ptr, array.ctypes.data, array.nbytes, HOST_TO_DEVICE, stream)
         cuda.streamSynchronize(stream)
@@ -229,9 +226,9 @@ def computes_right(
     )
     want = 0.25 * (a @ b.T)  # exact, in any order
     for beta, factor in ((0.0, 1), (1.0, 2)):
-        both = np.zeros(SCALARS, np.float32)
-        both[0], both[BETA] = 0.25, beta
-        scalars = put("scalars", both, F32)
+        factors = np.zeros(SCALARS, np.float32)
+        factors[0], factors[BETA] = 0.25, beta
+        scalars = put("scalars", factors, F32)
         run(product, Operands(out, *codes, None, None, rest, scales, scales, scalars=scalars))
         got = np.empty((M, N), np.float32)
         cuda.memcpyAsync(got.ctypes.data, out.ptr, out.nbytes, DEVICE_TO_HOST, stream)
@@ -242,6 +239,6 @@ def computes_right(
 
 
 def _integers(shape: tuple[int, int], step: int) -> np.ndarray:
-    """From -4 to 4, in an order that no row or column repeats soon."""
+    """Return integers from -4 to 4 as F32, in an order that rows and columns do not soon repeat."""
     rows, columns = np.indices(shape)
     return ((step * rows + 3 * columns + rows * columns // 11) % 9 - 4).astype(np.float32)

@@ -1,4 +1,4 @@
-"""How long work on a device takes: marks in a stream, and every launch of a function by itself."""
+"""Time of work on a device: marks in a stream, and each launch of a function by itself."""
 
 import itertools
 import statistics
@@ -14,12 +14,12 @@ from llmq.runtime.cost import MOVES, Cost, Kind
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel
 
-CALIBRATIONS = 33  # empty spans whose median is what a span costs by itself
+CALIBRATIONS = 33  # empty spans; their median is a span's own cost
 
 
 class Marks:
-    """Points in a device's current stream, and the time between them. On a GPU they are events, on
-    the host readings of the clock."""
+    """Points in a device's current stream, and the time between them. Marks are events on a GPU,
+    readings of the clock on the host."""
 
     def __init__(self, dev: Device):
         self._dev = dev
@@ -27,7 +27,7 @@ class Marks:
         self._marks: list[Any] = []
 
     def mark(self) -> int:
-        """Mark the current end of the current stream; returns the mark's index."""
+        """Mark the current end of the current stream; return the mark's index."""
         if self._api is None:
             self._marks.append(time.perf_counter())
         else:
@@ -37,7 +37,7 @@ class Marks:
         return len(self._marks) - 1
 
     def milliseconds(self, first: int, second: int) -> float:
-        """Between two marks that the device has passed: synchronize first."""
+        """Return the time between two marks that the device has passed: synchronize first."""
         first, second = self._marks[first], self._marks[second]
         if self._api is None:
             return (second - first) * 1e3
@@ -52,8 +52,8 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class LaunchTime:
-    """One launch. traffic: bytes that it must move, as the kernel declares them. main: whether it
-    was on the main stream. kind: None where it reads or writes host memory, too."""
+    """One launch. traffic: bytes that the launch must move, as its kernel declares. main: True if
+    on the main stream. kind: None if the launch also reads or writes host memory."""
 
     name: str
     ms: float
@@ -65,8 +65,8 @@ class LaunchTime:
 
 @contextmanager
 def time_ranges(dev: Device) -> Iterator[list[tuple[str, float]]]:
-    """Within the block, time every `dev.range`; afterwards the list holds (name, milliseconds).
-    Runs without graphs, and waits for the device at the end of the block."""
+    """Time every `dev.range` within the block; afterwards the list holds (name, milliseconds). Runs
+    without graphs, and waits for the device at the end of the block."""
     marks, spans, times = Marks(dev), [], []
 
     @contextmanager
@@ -86,12 +86,11 @@ def time_ranges(dev: Device) -> Iterator[list[tuple[str, float]]]:
 
 
 def time_launches(dev: Device, fn: Callable[[], Any], *, in_turn: bool = False) -> list[LaunchTime]:
-    """Run fn without graphs and time each launch, copy and fill of it; waits for the device.
-    in_turn: all on the main stream, in the order in which they are enqueued, which is right for any
-    order that events ask for. A launch beside one of another stream has waits for that in its time.
-    The time that a pair of marks takes by itself is taken off. The host must stay ahead of the
-    device, as it does once the device has work for a few milliseconds, or gaps count as time of the
-    launches."""
+    """Run fn without graphs and time each of its launches, copies and fills; waits for the device.
+    in_turn: True to run all on the main stream, in the order of enqueueing, which satisfies all
+    events. Without in_turn, the time of a launch includes waits for launches on other streams. The
+    time of a pair of marks itself is subtracted. The host must stay ahead of the device, as it does
+    once the device has work for a few milliseconds; otherwise gaps count as time of launches."""
     marks = Marks(dev)
     spans: list[tuple[Callable[[], tuple], bool, int, int]] = []
 
@@ -100,7 +99,7 @@ def time_launches(dev: Device, fn: Callable[[], Any], *, in_turn: bool = False) 
             main, first = dev.stream_name == "main", marks.mark()
             call(*args, **options)
             second = marks.mark()
-            # To describe it takes longer than a small launch: afterwards.
+            # Describing a launch takes longer than a small launch: done afterwards.
             spans.append((partial(describe, *args, **options), main, first, second))
 
         return run
@@ -116,9 +115,9 @@ def time_launches(dev: Device, fn: Callable[[], Any], *, in_turn: bool = False) 
             fn()
         empty = [marks.mark() for _ in range(CALIBRATIONS)]
         dev.synchronize()
-    own = statistics.median(marks.milliseconds(*pair) for pair in itertools.pairwise(empty))
+    empty_ms = statistics.median(marks.milliseconds(*pair) for pair in itertools.pairwise(empty))
     times = [
-        LaunchTime(name, max(marks.milliseconds(*pair) - own, 0.0), traffic, flops, main, kind)
+        LaunchTime(name, max(marks.milliseconds(*pair) - empty_ms, 0.0), traffic, flops, main, kind)
         for describe, main, *pair in spans
         for name, traffic, flops, kind in [describe()]
     ]
@@ -127,7 +126,7 @@ def time_launches(dev: Device, fn: Callable[[], Any], *, in_turn: bool = False) 
 
 
 def _moved(name: str, *tensors: Tensor) -> tuple[str, int, int, Kind | None]:
-    """Name, traffic, FLOPs and kind of a copy or fill."""
+    """Return name, traffic, FLOPs and kind of a copy or fill."""
     nbytes = sum(tensor.nbytes for tensor in tensors)
     on_host = any(tensor.on_host for tensor in tensors)
     return name, nbytes, 0, None if on_host else Kind.moving(name, nbytes)
@@ -136,7 +135,7 @@ def _moved(name: str, *tensors: Tensor) -> tuple[str, int, int, Kind | None]:
 def _launched(
     kernel: Kernel, grid: Any, block: Any, args: tuple, *, cost: Cost = MOVES, **_: Any
 ) -> tuple[str, int, int, Kind | None]:
-    """Describe a launch as _moved does; matrix products are named after what they multiply."""
+    """Describe a launch like _moved; the name of a matrix product includes its sizes."""
     device, loaded, stored = kernel.traffic(args)
     kind = None if loaded or stored else Kind.of(kernel, args, cost, device)
     name = f"{kernel.entry} {cost.label}" if cost.label else kernel.entry

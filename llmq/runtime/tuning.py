@@ -1,9 +1,9 @@
 """Choosing the fastest of several ways to run the same work on a GPU.
 
-A first look at every candidate, then the best ones again, in turns and for longer: a card under
-load runs at a lower clock than one that has just woken up, and the order may change. One run of
-long work is look enough: half a hundred ways to multiply with a large head take seconds a run.
-Choices are kept in a file, which the ranks of a process share.
+All candidates are timed briefly, then the best ones again, in turns and for longer: a card under
+load runs at a lower clock than an idle card, and the order may change. Long work is timed once:
+fifty algorithms for a product with a large head take seconds a run. Choices are kept in a file,
+which the ranks of a process share.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ from llmq.base.files import read_own, write_shared
 from llmq.base.tensor import Tensor
 
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
-LOOK = 3  # runs of every candidate that takes less than LONG_MS
+LOOK = 3  # first runs of a candidate that takes less than LONG_MS
 LONG_MS = 1.0
 FINALISTS = 10
 ROUNDS = 4
 ROUND_MS = 8.0  # of one finalist; 40 rounds of 15 products take 5 s of a cold start
-WORTH_MS = 0.05  # below this the first look decides: nobody waits for such a product
+WORTH_MS = 0.05  # faster work is chosen by its first runs: longer tuning would not pay
 MIN_GAIN = 0.99  # a later candidate must take less than this share of the best one's time
 
 Candidate = TypeVar("Candidate")
 
 
 class Unsupported(RuntimeError):
-    """A library cannot compute something here, in any way that it was asked for."""
+    """A library cannot compute some work here, with any of the requested algorithms."""
 
 
 def fastest(
@@ -46,9 +46,9 @@ def fastest(
     refused: type[Exception],
     kept: Sequence[Tensor] = (),
 ) -> Candidate | None:
-    """The candidate that takes the least time, the first of equals; None if all are refused. cuda:
-    CuPy's runtime module. run: enqueues one run on the stream, or raises `refused`. kept: what a
-    run adds to, which is as before afterwards. Waits for the stream."""
+    """Return the candidate that takes the least time, the first of equals; None if all are refused.
+    cuda: CuPy's runtime module. run: enqueues one run on the stream, or raises `refused`. kept:
+    tensors that a run adds to, restored afterwards. Waits for the stream."""
     saved = [np.empty(tensor.nbytes, np.uint8) for tensor in kept]
     for copy, tensor in zip(saved, kept, strict=True):
         cuda.memcpyAsync(copy.ctypes.data, tensor.ptr, tensor.nbytes, DEVICE_TO_HOST, stream)
@@ -95,23 +95,23 @@ Ways = dict[str, Callable[[], None]]
 
 
 class Choices:
-    """The choices of one rank; for the rank's thread, with its GPU current. As tuned algorithms of
-    products, a choice is kept in a file, and the first one that a rank publishes holds for all: two
-    runs take the same kernels, and so do all GPUs of one. chosen: of each piece of work so far, the
-    way that is taken."""
+    """The choices of one rank, for the rank's thread with its GPU current. Like tuned products,
+    choices are kept in a file, and the first choice that a rank publishes holds for all ranks: two
+    runs use the same kernels, and so do all GPUs of a run. chosen: the way taken for each piece of
+    work so far."""
 
     def __init__(self, machine: str, *, cuda: Any, cache_path: Path | None):
-        """machine: the GPU and the releases that a choice holds for. cuda: CuPy's CUDA runtime.
-        cache_path: as CublasLt."""
+        """machine: the GPU and the releases for which a choice holds. cuda: CuPy's CUDA runtime.
+        cache_path: see CublasLt."""
         self._machine = machine
         self._cuda = cuda
         self._file = algorithm_file(cache_path)
         self.chosen: dict[str, str] = {}
 
     def run(self, stream: int, work: str, ways: Ways, kept: tuple[Tensor, ...]) -> None:
-        """Enqueue the work once. Its first time times every way on the stream, which synchronizes.
-        Arguments as those of Device.choose. Raises RuntimeError inside a graph capture for work
-        that would have to be timed first."""
+        """Enqueue the work once. The first time, every way is timed on the stream, which
+        synchronizes. Arguments: see Device.choose. RuntimeError inside a graph capture if the work
+        is not timed yet."""
         name = self.chosen.get(work)
         if name is None:
             name = self.chosen[work] = self._choose(stream, work, ways, kept)
@@ -129,21 +129,21 @@ class Choices:
                 "it once outside of the graph, or switch tuning off"
             )
         best = fastest(self._cuda, stream, list(ways), lambda name: ways[name](), Unsupported, kept)
-        best = best or next(iter(ways))  # which says why it cannot run
+        best = best or next(iter(ways))  # running the first way raises its reason
         return names.get(self._file.publish(key, best.encode(), instead_of=remembered), best)
 
 
 FORMAT = 3
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t): plain data, valid for one cuBLASLt version
-CHOICE_BYTES = ALGORITHM_BYTES + 1  # and whether FP8 products accumulate fast: 0 or 1
-CHECK_BYTES = 4  # of an entry of the file
+CHOICE_BYTES = ALGORITHM_BYTES + 1  # the last byte: 1 if FP8 products accumulate fast, else 0
+CHECK_BYTES = 4  # CRC of an entry in the file
 
 
 class AlgorithmFile:
-    """The results of tuning, shared by the ranks of a process and, on disk, by processes. All ranks
-    must run the same algorithm, and every run of a command the same as the last: the first one
-    published for a key stays. path None: in memory only. A file that cannot be read is treated as
-    empty; one of another user (`read_own`) and one that cannot be written are warned of."""
+    """Results of tuning, shared by the ranks of a process and, on disk, by processes. All ranks
+    must run the same algorithm, and every run of a command the same as the last run: the first
+    result published for a key stays. path: None: in memory only. An unreadable file counts as
+    empty. A file of another user (`read_own`) or one that cannot be written causes a warning."""
 
     def __init__(self, path: Path | None):
         self.path = path
@@ -151,13 +151,13 @@ class AlgorithmFile:
         self._known = self._read()
 
     def get(self, key: str) -> bytes | None:
-        """The algorithm of the key, None if there is none."""
+        """Return the algorithm of the key; None if there is none."""
         with self._lock:
             return self._known.get(key)
 
     def publish(self, key: str, algorithm: bytes, instead_of: bytes | None) -> bytes:
-        """Offer an algorithm; returns the one to use, another's if that came first. instead_of:
-        what `get` returned, and what is replaced if it is still there."""
+        """Offer an algorithm; return the one to use, which is another rank's if published earlier.
+        instead_of: the result of `get`, which is replaced unless it has changed since."""
         with self._lock:
             if self._known.get(key) != instead_of:
                 return self._known[key]
@@ -167,16 +167,15 @@ class AlgorithmFile:
             return self._known[key]
 
     def _merge(self, key: str, instead_of: bytes | None) -> None:
-        """Put the key on disk, where other processes may have added others, or the same one."""
+        """Write the key to disk, where other processes may have added keys, or the same key."""
         try:
             with _locked(self.path.parent):
-                there = self._read()
-                if there.get(key, instead_of) != instead_of:
-                    self._known[key] = there[key]
-                # An algorithm that is already used here stays; what others have replaced on disk
-                # does, too.
-                self._write(self._known | there | {key: self._known[key]})
-                self._known = there | self._known
+                on_disk = self._read()
+                if on_disk.get(key, instead_of) != instead_of:
+                    self._known[key] = on_disk[key]
+                # An algorithm in use here stays; so do replacements by other processes on disk.
+                self._write(self._known | on_disk | {key: self._known[key]})
+                self._known = on_disk | self._known
         except OSError as error:
             folder, reason = self.path.parent, error.strerror
             line = f"what was tuned is not kept in {folder} ({reason}); set LLMQ_CACHE_DIR"
@@ -190,14 +189,14 @@ class AlgorithmFile:
             content = json.loads(read_own(self.path))
             if content["format"] != FORMAT:
                 return {}
-            found = {str(k): bytes.fromhex(v) for k, v in content["algorithms"].items()}
+            entries = {str(k): bytes.fromhex(v) for k, v in content["algorithms"].items()}
         except ConfigError as error:
             warn(str(error))
             return {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return {}
-        known = {key: entry[:-CHECK_BYTES] for key, entry in found.items()}
-        return {key: v for key, v in known.items() if _entry(key, v) == found[key]}
+        known = {key: entry[:-CHECK_BYTES] for key, entry in entries.items()}
+        return {key: v for key, v in known.items() if _entry(key, v) == entries[key]}
 
     def _write(self, known: dict[str, bytes]) -> None:
         algorithms = {k: _entry(k, v).hex() for k, v in sorted(known.items())}
@@ -206,13 +205,13 @@ class AlgorithmFile:
 
 
 def _entry(key: str, algorithm: bytes) -> bytes:
-    """The file's entry of a key: damaged bytes could be another algorithm that runs, too."""
+    """Return the file's entry of a key; its CRC shows damage, as damaged bytes could still run."""
     return algorithm + zlib.crc32(key.encode() + algorithm).to_bytes(CHECK_BYTES, "little")
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from writing files of this kind there. Raises OSError."""
+    """Keep other processes from writing such files in the folder. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -228,7 +227,7 @@ _files_lock = threading.Lock()
 
 
 def algorithm_file(path: Path | None) -> AlgorithmFile:
-    """The process's one AlgorithmFile for the path."""
+    """Return the process's only AlgorithmFile for the path."""
     with _files_lock:
         if path not in _files:
             _files[path] = AlgorithmFile(path)

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from llmq.base.errors import LlmqError, MachineError
 from llmq.runtime.world import World
 
-POLL = 0.1  # seconds after which a waiting caller looks for signals
+POLL = 0.1  # seconds between a waiting caller's checks for signals
 PATIENCE = 4.0  # seconds
 QUEUE = 8  # commands that a rank may be behind the caller
 PACKAGE = str(Path(__file__).parents[1])
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """Raised in a rank's thread because another rank failed. Never the cause of a failure."""
+    """Raised in a rank's thread because another rank failed; never the cause of a failure."""
 
 
 class Workers:
-    """State that the ranks of one run share: a stop flag and a barrier. Anything that makes a rank
-    wait for another must end when `stopped` is set."""
+    """State shared by the ranks of a run: a stop flag and a barrier. Every wait of a rank for
+    another rank must end when `stopped` is set."""
 
     def __init__(self, world_size: int):
         self.world_size = world_size
@@ -56,8 +56,8 @@ class Workers:
 
 
 class Command(Generic[T]):
-    """A function that some ranks run, each on what it is given. results: by rank, as far as they
-    have; waiting: the rest."""
+    """A function that some ranks run, each on its own argument. results: of finished ranks, by
+    rank. waiting: all other ranks."""
 
     def __init__(self, name: str, fn: Callable[[Any], T], given: Mapping[int, Any]):
         self.name, self.fn, self.given = name, fn, given
@@ -66,16 +66,16 @@ class Command(Generic[T]):
 
 
 class RankPool:
-    """Runs commands on the ranks, on each in the order in which they were given.
+    """Runs commands on the ranks, on each rank in the order of the calls.
 
-    Every rank has a thread and goes at its own pace: `post` waits for none, `run` for all of them.
-    A single rank has no thread: its commands run in the calling one, at once. But where ranks of
-    other processes can make it wait, it has one. Here ranks are counted from the process's first.
+    Every rank has a thread and its own pace: `post` waits for no rank, `run` for all. A single rank
+    has no thread: the calling thread runs its commands at once, unless ranks of other processes can
+    make the rank wait. Ranks count from the process's first.
 
-    The first exception that a command raises stops all ranks. Every further call raises it: it
-    names the rank, in its message (an LlmqError) or in a note. So does an exception that a signal
-    handler raises while the caller waits. Commands that have not begun are dropped; those that
-    cannot be ended in time are left alone, and do not keep the process from ending.
+    The first exception of a command stops all ranks, and every further call raises it. Its message
+    (LlmqError) or a note names the rank. An exception that a signal handler raises while the caller
+    waits does the same. Commands that have not begun are dropped. Commands that do not end in time
+    are left alone, and do not keep the process from ending.
 
     workers: stop flag and barrier of the ranks.
     """
@@ -89,10 +89,10 @@ class RankPool:
         world: World | None = None,
         patience: float = PATIENCE,
     ):
-        """watchdog: seconds without `beat` or the end of a command after which commands that are
-        under way are taken to hang; 0: never, or somebody else looks. describe: more on what a rank
-        is doing. world: where these ranks are among those of other processes. patience: seconds
-        that ranks have to end what they do when they are stopped."""
+        """watchdog: seconds without `beat` or the end of a command after which running commands
+        count as hanging; 0: never, or another watchdog looks. describe: returns more about what a
+        rank is doing. world: place of these ranks among other processes' ranks. patience: seconds
+        that ranks have to end their commands when they are stopped."""
         self.world_size = world_size
         self.world = world or World.of(world_size)
         self._alone = self.world.size == 1
@@ -100,10 +100,10 @@ class RankPool:
         self._watchdog, self._describe, self._patience = watchdog, describe, patience
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._failed = False  # the last command of a single rank
-        self._deadline: float | None = None  # of the patience, once the ranks are stopped
+        self._failed = False  # True if a single rank's last command failed
+        self._deadline: float | None = None  # end of the patience, once the ranks are stopped
         self._closed = threading.Event()
-        self._running: list[tuple[str, float] | None] = [None] * world_size  # since when
+        self._running: list[tuple[str, float] | None] = [None] * world_size  # (name, start)
         self._behind = [0] * world_size
         self._progress = time.monotonic()
         self._threads: list[threading.Thread] = []
@@ -123,18 +123,18 @@ class RankPool:
     def run(
         self, name: str, fn: Callable[[Any], T], given: Mapping[int, Any] | None = None
     ) -> list[T]:
-        """fn(given[rank]) on the ranks that are given something; their results by rank. name: for
+        """Run fn(given[rank]) on the ranks in `given`; return the results by rank. name: for
         diagnosis. given: None gives each rank its number."""
         return self.wait(self.post(name, fn, given))
 
     def post(
         self, name: str, fn: Callable[[Any], T], given: Mapping[int, Any] | None = None
     ) -> Command[T]:
-        """Like `run`, without waiting, except where a rank is QUEUE commands behind."""
+        """Start like `run`, without waiting, unless a rank is QUEUE commands behind."""
         self.check_open(name)
         command = Command(name, fn, given or {rank: rank for rank in range(self.world_size)})
         if self._alone:
-            self._failed = True  # unless it returns
+            self._failed = True  # unless the call returns
             command.results[0] = fn(command.given[0])
             self._failed, self._progress = False, time.monotonic()
             command.waiting.clear()
@@ -147,7 +147,7 @@ class RankPool:
                 for rank in command.waiting:
                     self._behind[rank] += 1
                     self._queues[rank].put(command)
-        except BaseException:  # of a signal handler: those that have it would wait for the others
+        except BaseException:  # from a signal handler: ranks with the command would wait for others
             self._settle()
             raise
         return command
@@ -166,7 +166,7 @@ class RankPool:
         return self._progress
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
-        """Wait until it is so. Raises what has stopped the ranks."""
+        """Wait until ready() is true. Raises the error that has stopped the ranks."""
         try:
             with self._changed:
                 while not ready() and not self.workers.stopped.is_set():
@@ -177,14 +177,14 @@ class RankPool:
         self.check()
 
     def check(self) -> None:
-        """Raise what has stopped the ranks, if they are."""
+        """Raise the error that has stopped the ranks, if they are stopped."""
         if self.workers.stopped.is_set():
             self._settle()
             raise self._error or Stopped("the ranks were stopped")
 
     def _work(self, rank: int) -> None:
-        """A rank's thread."""
-        # Signals are for the main thread, which waits in a call that they interrupt.
+        """Run a rank's thread."""
+        # Signals belong to the main thread, whose waiting call they interrupt.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         while (command := self._queues[rank].get()) is not None:
             if not self.workers.stopped.is_set():
@@ -207,7 +207,7 @@ class RankPool:
 
     @property
     def busy(self) -> bool:
-        """Whether a rank has something to do."""
+        """True if a rank has work."""
         return any(self._behind)
 
     # -- failures --------------------------------------------------------------------------------
@@ -226,14 +226,14 @@ class RankPool:
         self._stop()
 
     def _stop(self) -> None:
-        """Stop all ranks. Once more changes nothing."""
+        """Stop all ranks; repeated calls change nothing."""
         with self._changed:
             self._deadline = self._deadline or time.monotonic() + self._patience
             self.workers.stop()
             self._changed.notify_all()
 
     def _settle(self) -> bool:
-        """Stop, and wait for commands that are under way to end; whether they have."""
+        """Stop, and wait for running commands to end; True if all have ended."""
         self._stop()
         with self._changed:
             while any(self._running) and (left := self._deadline - time.monotonic()) > 0:
@@ -241,7 +241,7 @@ class RankPool:
             return not any(self._running)
 
     def _watch(self) -> None:
-        """The watchdog's thread."""
+        """Run the watchdog's thread."""
         while not self._closed.wait(min(1.0, self._watchdog / 4)):
             idle = time.monotonic() - self._progress
             if idle < self._watchdog or not any(self._running) or self.workers.stopped.is_set():
@@ -256,7 +256,7 @@ class RankPool:
             )
 
     def doing(self, rank: int) -> str:
-        """The text that says what a rank does, for how long, and where."""
+        """Return what a rank does, for how long, and in which line."""
         running = self._running[rank]
         parts = ["idle"]
         if running is not None:
@@ -271,18 +271,18 @@ class RankPool:
 
     @property
     def closed(self) -> bool:
-        """Whether there are no ranks any more."""
+        """True if the ranks are closed."""
         return self._closed.is_set()
 
     def check_open(self, name: str) -> None:
-        """Raise RuntimeError after `close`. name: the name of the call, for the message."""
+        """Raise RuntimeError after `close`. name: of the call, for the message."""
         if self.closed:
             raise RuntimeError(f"{name}: the ranks are closed: make a new Trainer")
 
     def close(self, cleanup: Callable[[int], None] | None = None) -> None:
-        """End the threads, after cleanup(rank) in each of them. Where ranks were stopped, cleanup
-        is tried if none of them hangs. After a failure its errors are swallowed: a GPU repeats what
-        has failed at every call, and the first error is the one to see. Once more changes
+        """End the threads, after cleanup(rank) in each of them. If ranks were stopped, cleanup is
+        tried unless a rank hangs. After a failure, errors of cleanup are swallowed: a GPU repeats
+        its failure at every call, and the first error is the one to see. Repeated calls change
         nothing."""
         if self.closed:
             return
@@ -310,7 +310,7 @@ class RankPool:
                 atexit.register(_end_process, self._threads)
 
     def _clean_up(self, cleanup: Callable[[int], None]) -> None:
-        """Clean up after a failure. The ranks' threads drop commands now: take others."""
+        """Clean up after a failure, in new threads: the ranks' threads drop commands now."""
 
         def clean(rank: int) -> None:
             with contextlib.suppress(Exception):
@@ -322,7 +322,7 @@ class RankPool:
 
 
 def _place(thread: threading.Thread) -> str:
-    """The innermost line of this package that a thread is in."""
+    """Return the innermost line of this package in which a thread is."""
     frame = sys._current_frames().get(thread.ident)
     stack = [] if frame is None else traceback.extract_stack(frame)
     ours = [entry for entry in stack if entry.filename.startswith(PACKAGE)] or stack
@@ -332,7 +332,7 @@ def _place(thread: threading.Thread) -> str:
 
 
 def _end_process(threads: list[threading.Thread]) -> None:
-    """At exit: libraries' own clean-up would wait for ever for what these threads are in."""
+    """Exit at once: libraries' own clean-up would wait forever for these threads' work."""
     if any(thread.is_alive() for thread in threads):
         sys.stdout.flush()
         sys.stderr.flush()

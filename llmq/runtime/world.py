@@ -1,7 +1,7 @@
-"""The processes of a run and their ranks: one process, or several that a launcher of MPI starts.
+"""The processes of a run and their ranks: one process, or several that an MPI launcher starts.
 
-Every process runs the whole program. The first process prints, logs, and does what is done once.
-Without a launcher, or with a single process, nothing of MPI is imported.
+Every process runs the whole program. The first process prints, logs, and does work that is done
+once. Without a launcher, or with a single process, MPI is not imported.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ if TYPE_CHECKING:  # --help does not wait for NumPy
 
 T = TypeVar("T")
 
-# Launchers tell by these how many processes they have started: Open MPI's mpirun, those of MPICH
-# and Intel MPI, MVAPICH's, srun. (SLURM_NTASKS is also set in a batch script, which is one
-# process.)
+# Variables in which launchers give the number of processes: Open MPI's mpirun, MPICH and Intel MPI,
+# MVAPICH, srun. (SLURM_NTASKS is also set in a batch script, which is one process.)
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> int:
-    """How many processes the launcher has started; 1 without one."""
-    found = (environment.get(name, "") for name in SIZES)
-    return max((int(text) for text in found if text.isdecimal()), default=1)
+    """Return the number of processes that the launcher has started; 1 without a launcher."""
+    counts = (environment.get(name, "") for name in SIZES)
+    return max((int(text) for text in counts if text.isdecimal()), default=1)
 
 
 def refuse_several(what: str, instead: str = "start it without mpirun or srun") -> None:
-    """LlmqError if a launcher has started several processes for what works in one."""
+    """Raise LlmqError if a launcher has started several processes for single-process work."""
     count = launched()
     if count > 1:
         raise LlmqError(f"{what} works in one process, and {count} were started: {instead}")
@@ -49,13 +48,13 @@ class Outcome(NamedTuple):
 class World:
     """This process and its ranks among all processes and ranks of a run.
 
-    Ranks are counted through: machine by machine, on each machine process by process. All processes
-    make the same calls of the methods from `gather` to `gather_arrays`, in the same order.
+    Ranks are numbered machine by machine, on each machine process by process. All processes make
+    the same calls of the methods from `gather` to `gather_arrays`, in the same order.
 
     counts: ranks of each process; one each until `choose_machine` divides the devices. machines:
-    the name of each process's machine; processes of a machine follow each other. index: this
-    process. mpi: the `llmq.runtime.mpi.Mpi` through which processes exchange values; None: there is
-    one process, or the world is that of a plan. World() is one process with one rank.
+    name of each process's machine; processes of a machine are adjacent. index: of this process.
+    mpi: the `llmq.runtime.mpi.Mpi` through which processes exchange values; None with one process,
+    or in a plan. World() is one process with one rank.
     """
 
     counts: tuple[int, ...] = (1,)
@@ -65,24 +64,24 @@ class World:
 
     @classmethod
     def of(cls, size: int) -> World:
-        """One process with so many ranks."""
+        """Return one process with this number of ranks."""
         return cls(counts=(size,))
 
     @classmethod
     def like(cls, size: int, machines: int) -> World:
-        """So many ranks, divided equally among machines with a process each."""
+        """Return `size` ranks, divided equally among machines with one process each."""
         return cls((size // machines,) * machines, tuple(map(str, range(machines))))
 
     # -- processes -------------------------------------------------------------------------------
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one process."""
+        """True if there is more than one process."""
         return len(self.counts) > 1
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that prints and logs."""
+        """True if this process prints and logs."""
         return self.index == 0
 
     @property
@@ -95,16 +94,16 @@ class World:
         return f"process {index} on machine '{self.machines[index]}'"
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, in their order; every process gets the list."""
+        """Return the values of all processes, in their order, in every process."""
         return [value] if self.mpi is None else self.mpi.gather(value)
 
     def share(self, value: T) -> T:
-        """The first process's value, in every process."""
+        """Return the first process's value, in every process."""
         return value if self.mpi is None else self.mpi.share(value)
 
     def together(self, fn: Callable[[], T]) -> list[T]:
-        """Call fn in every process; the results of all processes. An LlmqError that fn raises in
-        one process is raised in all."""
+        """Call fn in every process; return the results of all processes. All processes raise an
+        LlmqError that fn raises in one."""
         if self.mpi is None:
             return [fn()]
         outcomes = self.gather(_outcome(fn))
@@ -115,14 +114,14 @@ class World:
         return [outcome.value for outcome in outcomes]
 
     def each(self, fn: Callable[[], T]) -> T:
-        """Call fn in every process; this process's result, which need not be picklable. An
-        LlmqError that fn raises in one process is raised in all."""
-        kept = []
-        self.together(lambda: kept.append(fn()))
-        return kept[0]
+        """Call fn in every process; return this process's result, which need not be picklable. All
+        processes raise an LlmqError that fn raises in one."""
+        results = []
+        self.together(lambda: results.append(fn()))
+        return results[0]
 
     def on_first(self, fn: Callable[[], T]) -> T:
-        """Call fn in the first process only; every process gets the result, or raises the
+        """Call fn in the first process only; every process returns its result or raises its
         LlmqError."""
         if self.mpi is None:
             return fn()
@@ -134,12 +133,13 @@ class World:
     def gather_arrays(
         self, parts: list[tuple[int, np.ndarray]], *, to_all: bool = True
     ) -> list[tuple[int, np.ndarray]]:
-        """The numbered arrays of all processes, in the order of processes; all processes get the
-        list, or only the first does."""
+        """Return the numbered arrays of all processes, in the processes' order. to_all: False: only
+        the first process gets all arrays."""
         return parts if self.mpi is None else self.mpi.gather_arrays(parts, to_all=to_all)
 
     def _agreed(self, error: BaseException, index: int | None) -> BaseException:
-        """The error, which all processes raise now. index: of the process that raised it alone."""
+        """Return the error, which all processes raise. index: of the only process that raised
+        it."""
         if index is not None and isinstance(error, LlmqError):
             error = type(error)(f"{self.process_name(index)}: {error.headline}", error.details)
         error.agreed = True
@@ -149,7 +149,7 @@ class World:
 
     @cached_property
     def size(self) -> int:
-        """Ranks of all processes."""
+        """Number of ranks of all processes."""
         return sum(self.counts)
 
     @cached_property
@@ -159,7 +159,7 @@ class World:
 
     @property
     def count(self) -> int:
-        """Ranks of this process."""
+        """Number of ranks of this process."""
         return self.counts[self.index]
 
     @property
@@ -174,23 +174,23 @@ class World:
 
     @cached_property
     def ranks_here(self) -> int:
-        """Ranks on this machine, of all its processes."""
+        """Number of ranks on this machine, of all its processes."""
         return self.ranks_of_machines[self.machine]
 
     @cached_property
     def ranks_of_machines(self) -> dict[str, int]:
-        """How many ranks each machine has, by name and in their order."""
-        found = dict.fromkeys(self.machines, 0)
+        """Number of ranks of each machine, by name, in order."""
+        counts = dict.fromkeys(self.machines, 0)
         for count, machine in zip(self.counts, self.machines, strict=True):
-            found[machine] += count
-        return found
+            counts[machine] += count
+        return counts
 
     @property
     def num_machines(self) -> int:
         return len(self.ranks_of_machines)
 
     def name(self, rank: int) -> str:
-        """The name of a rank, for messages: with its machine where there are several processes."""
+        """The name of a rank for messages; with its machine if there are several processes."""
         if not self.several:
             return f"rank {rank}"
         return f"rank {rank} on machine '{self.machines[self.processes[rank]]}'"
