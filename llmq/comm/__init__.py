@@ -1,5 +1,4 @@
-"""Collectives between ranks: threads of the CPU, NCCL, copy engines, host memory between them.
+"""Collectives between ranks: by CPU threads, NCCL or copy engines, also through host memory.
 
-Imports base and runtime.
 Start with `collectives.py`, then `connect.py`.
 """

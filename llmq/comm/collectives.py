@@ -1,14 +1,14 @@
-"""Collectives between ranks: what the training step calls on the groups of `dev.mesh`.
+"""Collectives between ranks, which the training step calls on the groups of `dev.mesh`.
 
-The ranks along "shard" together have one replica of the state, each its shard of it; those along
-"replica" have the same shard, one of each replica. Along several axes ranks gather, and no more.
+The ranks along "shard" hold one replica of the state together, each rank its shard. The ranks along
+"replica" hold the same shard of different replicas. Along several axes, ranks only gather.
 
-Every call is enqueued on the current stream and returns at once; when the stream has done it, its
-targets are complete and its sources may be written again. The calls of one rank must be ordered
-among themselves (one stream, or events between streams), except that gathers from pinned memory may
-run beside exchanges (`exchange_stream`), and all ranks make the same calls in the same order. All
-ranks allocate the same tensors in the same order, so a tensor of a peer lies at the same offset in
-the peer's memory of the same place.
+Every call is enqueued on the current stream and returns at once. When the stream has executed the
+call, its targets are complete and its sources may be overwritten. The calls of one rank must be
+ordered among themselves (one stream, or events between streams); only gathers from pinned memory
+may run beside exchanges (`exchange_stream`). All ranks make the same calls in the same order. All
+ranks also allocate the same tensors in the same order, so that a peer's tensor lies at the same
+offset of the peer's memory.
 """
 
 from abc import ABC, abstractmethod
@@ -27,29 +27,29 @@ def storages(dev: Device) -> dict[str, Storage]:
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one device start at the same byte."""
+    """True if two tensors of one device start at the same byte."""
     return a.storage is b.storage and a.offset == b.offset
 
 
 class Comm(ABC):
-    """One rank's end of the collectives of a group. ranks: of the group, in order, `size` of them;
-    rank: this one's place among them. waits_for: whom the rank's thread is waiting for now, for
-    diagnosis; None: for nobody. exchange_stream: on which gradients are reduced, "comm" where
-    gathers are, or "exchange"."""
+    """One rank's end of the collectives of a group. ranks: the group's `size` ranks, in order.
+    rank: this rank's place among them. waits_for: ranks for which this rank's thread waits now, for
+    diagnosis; None: it does not wait. exchange_stream: stream on which gradients are reduced:
+    "comm", like gathers, or "exchange"."""
 
     exchange_stream = "comm"
     waits_for: str | None = None
 
     def __init__(self, dev: Device, *axes: str):
-        """The group is that of the ranks along these axes of the device's mesh."""
+        """axes: axes of the device's mesh along which the group's ranks lie."""
         self._dev = dev
         self.ranks = dev.mesh.ranks(*axes)
         self.rank, self.size = dev.mesh.index(*axes), len(self.ranks)
 
     def all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None = None) -> None:
-        """Part p of dst becomes rank p's src. dst (W*n,), src (n,) of the same dtype; src may be
-        dst's own part (in place) or pinned. mirror: a pinned tensor with the content of src, given
-        by all ranks or by none, for peers to which copies cannot be made directly."""
+        """Write rank p's src to part p of dst. dst (W*n,), src (n,) of the same dtype; src may be
+        dst's own part (in place) or pinned. mirror: a pinned copy of src for peers that direct
+        copies cannot reach; given by all ranks or by none."""
         if dst.dtype != src.dtype:
             raise TypeError(f"all_gather: dst is {dst.dtype.label}, src is {src.dtype.label}")
         if dst.size != self.size * src.size:
@@ -61,7 +61,7 @@ class Comm(ABC):
             self._all_gather(dst, src, mirror)
 
     def reduce_scatter(self, buffer: Tensor) -> None:
-        """The rank's own part of buffer becomes the sum over ranks, the other parts undefined.
+        """Write the sum over ranks to this rank's part of buffer; the other parts become undefined.
         buffer (W*n,), F32 or BF16; part p is elements [p*n, (p+1)*n)."""
         if buffer.dtype not in (F32, BF16):
             raise TypeError(f"reduce_scatter: buffer must be F32 or BF16, got {buffer!r}")
@@ -71,7 +71,7 @@ class Comm(ABC):
             self._reduce_scatter(buffer)
 
     def all_reduce(self, buffer: Tensor) -> None:
-        """buffer becomes the sum over ranks, F32 or BF16, with the same bits on all of them."""
+        """Write the sum over ranks to buffer, F32 or BF16, with the same bits on all ranks."""
         if buffer.dtype not in (F32, BF16):
             raise TypeError(f"all_reduce: buffer must be F32 or BF16, got {buffer!r}")
         self._begin(f"all_reduce {buffer.name}")
@@ -81,12 +81,13 @@ class Comm(ABC):
     def all_to_all(
         self, buffer: Tensor, spare: Tensor | None, written: Event | None = None
     ) -> list[Tensor]:
-        """Everyone's part for this rank: W tensors (n,) by source rank, inside buffer or spare.
-        buffer (W*n,) with part p for rank p, spare (n,) of the same dtype (None with one rank).
-        Destroys the other parts of buffer: in round k rank r sends to rank r + k and receives from
-        rank r - k, in the first round into spare, later into the part sent in the round before.
-        written: after it nothing else changes buffer. Then data that go through host memory leave,
-        even if the current stream is still busy with an exchange before."""
+        """Exchange parts; return W tensors (n,), all ranks' parts for this rank, by source rank.
+        buffer: (W*n,), with part p for rank p. spare: (n,) of the same dtype; None with one rank.
+        The results lie inside buffer or spare; other parts of buffer are destroyed. In round k rank
+        r sends to rank r + k and receives from rank r - k: in the first round into spare, later
+        into the part sent in the round before. written: event after which nothing else changes
+        buffer. Data that pass through host memory are sent after this event, even if the current
+        stream is still busy with an earlier exchange."""
         self._check_parts("all_to_all", buffer)
         if self.size > 1:
             if spare is None or spare.dtype != buffer.dtype:
@@ -105,11 +106,11 @@ class Comm(ABC):
         return [targets[(self.rank - source) % self.size] for source in range(self.size)]
 
     def free_part(self, buffer: Tensor) -> Tensor:
-        """After reduce_scatter or all_to_all: a part (n,) of buffer where no result lies."""
+        """Return a part (n,) of buffer that has no result after reduce_scatter or all_to_all."""
         return part(buffer, self.rank - 1, self.size)
 
     def close(self) -> None:  # noqa: B027 - most have none
-        """Release what a library holds; the device does this when it is closed."""
+        """Release a library's resources; the device calls this when it is closed."""
 
     def _begin(self, operation: str) -> None:
         self._dev.last_operation = operation
@@ -129,18 +130,18 @@ class Comm(ABC):
 
     @abstractmethod
     def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
-        """targets[k]: where round k puts what comes from rank r - k. targets[0]: own part."""
+        """targets[k]: where round k writes the part from rank r - k. targets[0]: own part."""
 
 
 def part(buffer: Tensor, index: int, count: int) -> Tensor:
-    """Part `index` modulo W of a buffer (W*n,), which has `count` = W of them."""
+    """Return part `index` modulo W of a buffer (W*n,). count: W."""
     n = buffer.size // count
     first = index % count * n
     return buffer.rows(first, first + n)
 
 
 class SilentComm(Comm):
-    """Collectives that move nothing: what they would bring keeps its last content."""
+    """Collectives that move nothing: targets keep their former content."""
 
     def _nothing(self, *_: object) -> None:
         pass
@@ -149,7 +150,7 @@ class SilentComm(Comm):
 
 
 class SingleComm(SilentComm):
-    """One rank: nothing to do, except to copy the source of an all_gather that is not in place."""
+    """The collectives of one rank: only copies the source of an all_gather that is not in place."""
 
     def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
         if not same_memory(dst, src):
@@ -157,11 +158,11 @@ class SingleComm(SilentComm):
 
 
 class AxesComm(SilentComm):
-    """The ranks along several axes: what those along the inner ones have gathered goes along the
-    next one."""
+    """The ranks along several axes: the result of gathering along an inner axis is gathered along
+    the next outer axis."""
 
     def __init__(self, dev: Device, axes: Sequence[str], ends: Sequence[Comm]):
-        """ends: along one axis each, the outermost one first."""
+        """ends: this rank's end along each axis, outermost first."""
         super().__init__(dev, *axes)
         self._ends = ends
 
@@ -175,14 +176,14 @@ class AxesComm(SilentComm):
 
 
 def join(dev: Device, make: Callable[[str], Comm]) -> None:
-    """Give a device's mesh the ends of all its groups. make: of the one along an axis, which is
-    called where there is more than one rank."""
+    """Give a device's mesh its ends of all groups. make: returns the end along an axis that has
+    more than one rank."""
     mesh = dev.mesh
     ends = {axis: make(axis) if n > 1 else SingleComm(dev, axis) for axis, n in mesh.axes.items()}
     mesh.groups.clear()
     for count in range(len(ends)):
         for axes in combinations(ends, count + 1):
-            # The innermost one puts a source into its place also where there is one rank.
+            # The innermost end copies the source to its place, even for a single rank.
             *outer, inner = (ends[axis] for axis in axes)
             several = [*(end for end in outer if end.size > 1), inner]
             mesh.groups[axes] = AxesComm(dev, axes, several) if len(several) > 1 else inner
@@ -190,7 +191,7 @@ def join(dev: Device, make: Callable[[str], Comm]) -> None:
 
 @contextmanager
 def silenced(dev: Device) -> Iterator[None]:
-    """Within the block the device's collectives move nothing and wait for nobody."""
+    """Let the device's collectives move nothing and wait for no rank within the block."""
     mesh, dev.mesh = dev.mesh, Mesh(dev.mesh.axes, dev.mesh.rank)
     join(dev, lambda axis: SilentComm(dev, axis))
     try:

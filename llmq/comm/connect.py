@@ -1,6 +1,6 @@
 """Choose the collectives of a run's ranks by their devices and options.
 
-Those of a plan are here, too: nothing moves, and what would is counted.
+A plan's collectives are also here: they move nothing, and count bytes.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from llmq.runtime.world import World
 
 
 def connect_plan(dev: PlanDevice, options: CommOptions, world: World) -> None:
-    """For one rank of the world; its machines have as many ranks each."""
+    """Connect one rank of the world in a plan; all machines have equally many ranks."""
     if dev.spec != HOST_SPEC:
         allocate(dev, options)
     machines = world.num_machines if dev.mesh.size("replica") == 1 else 1
@@ -29,34 +29,34 @@ def connect_plan(dev: PlanDevice, options: CommOptions, world: World) -> None:
 
 
 class PlanComm(Comm):
-    """Counts. A collective's memory traffic: what is received is written, as much is read."""
+    """Plan-only collectives: count bytes. Received bytes are written, and as many are read."""
 
     _dev: PlanDevice
 
     def __init__(self, dev: PlanDevice, options: CommOptions, machines: int = 1):
-        """machines: that the group is spread over."""
+        """machines: number of machines over which the group is spread."""
         super().__init__(dev, "shard")
         self._options, self._machines = options, machines
         self.exchange_stream = options.exchange_stream
 
     def _others(self, buffer: Tensor) -> int:
-        """Bytes of all parts but one."""
+        """Return the bytes of all parts but one."""
         return buffer.nbytes // self.size * (self.size - 1)
 
     def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
         received = dst.nbytes - src.nbytes
         loaded = src.nbytes if src.on_host else 0
-        own = 0 if same_memory(part(dst, self.rank, self.size), src) else src.nbytes
+        copied = 0 if same_memory(part(dst, self.rank, self.size), src) else src.nbytes
         copies = self._options.memcpy_all_gather
         sizes = {"loaded": loaded, "network": self._ring(received)}
         if copies and (src.on_host or mirror is not None):
             sizes["shared"] = received
-        else:  # a copy serves all others; NCCL sends from one to the next
+        else:  # one copy serves all other ranks; NCCL sends from rank to rank
             sizes |= {"received": received, "sent": src.nbytes if copies else received}
-        self._dev.collective("all_gather", 2 * (received + own) - loaded, **sizes)
+        self._dev.collective("all_gather", 2 * (received + copied) - loaded, **sizes)
 
     def _ring(self, received: int) -> int:
-        """The bytes that each machine of a ring through all GPUs passes on: those that one GPU
+        """Return the bytes that each machine in a ring of all GPUs passes on: as many as one GPU
         receives."""
         return received if self._machines > 1 else 0
 
@@ -68,18 +68,19 @@ class PlanComm(Comm):
         raise AssertionError("all_reduce is for the groups across replicas")
 
     def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
-        here = self.size // self._machines
-        from_others = buffer.nbytes // self.size * (self.size - here)
-        self._exchange("all_to_all", self._others(buffer), here * from_others)
+        ranks_here = self.size // self._machines
+        from_others = buffer.nbytes // self.size * (self.size - ranks_here)
+        self._exchange("all_to_all", self._others(buffer), ranks_here * from_others)
 
     def _exchange(self, kind: str, received: int, network: int) -> None:
-        """Every rank sends as much as it receives."""
+        """Count an exchange in which every rank sends as many bytes as it receives."""
         sizes = {"received": received, "sent": received, "network": network}
         self._dev.collective(kind, 2 * received, **sizes)
 
 
 class CrossPlanComm(Comm):
-    """Counts what goes across machines, by the network alone. All ranks of one do so at once."""
+    """Plan-only collectives across machines: count network bytes, of all ranks of a machine at
+    once."""
 
     _dev: PlanDevice
 
@@ -108,17 +109,17 @@ def connect(
     workers: Workers | None = None,
     world: World | None = None,
 ) -> LinkTable | None:
-    """Give each device's mesh its groups; returns the measured links between GPUs, or None.
+    """Give each device's mesh its groups; return the measured links between GPUs, or None.
 
-    Called once, in one thread, with the devices of all ranks of the process, directly after they
-    are made: it allocates. Threads of ranks meet at a barrier before and behind it.
+    Call this once, in one thread, with the devices of all ranks of the process, directly after
+    their construction: it allocates. The ranks' threads meet at a barrier before and after.
 
-    workers: of the ranks' threads; needed by more than one rank, except on the plan device. When
-    they are stopped, everything that waits for a peer, on the host or on a GPU, stops waiting.
-    Close the devices when the threads of all ranks have ended, or after `dev.synchronize()` and a
-    barrier: until then peers may use their flags and staging buffers. A plan needs one device, of
-    any rank. world: where the ranks are, if they are of several processes, which all call this.
-    Raises LlmqError where GPUs cannot talk to each other as the options demand.
+    workers: of the ranks' threads; needed for more than one rank, except on the plan device. When
+    workers are stopped, every wait for a peer ends, on the host and on GPUs. Close the devices when
+    all ranks' threads have ended, or after `dev.synchronize()` and a barrier: until then peers may
+    use their flags and staging buffers. A plan needs one device, of any rank. world: the ranks'
+    places in several processes, which all call this. LlmqError if GPUs cannot communicate as the
+    options demand.
     """
     if devices[0].mesh.size() == 1:
         join(devices[0], partial(SingleComm, devices[0]))

@@ -1,14 +1,15 @@
-"""Collectives by the copy engines: each rank pushes to its peers, without kernels and the host.
+"""Collectives by the copy engines: ranks push to their peers, without kernels or the host.
 
-Push, not pull: the driver lets the source's GPU do a copy, whichever stream asks for it, and in the
-order in which it was asked. Copies that several readers ask of one GPU would wait for each other's
-flags in any order, so that three GPUs can wait in a circle.
+Push, not pull: the driver lets the source's GPU execute a copy, whichever stream requests it, in
+the order of the requests. Copies that several readers request from one GPU would wait for each
+other's flags in any order, so that three GPUs could wait in a circle.
 
-A reader grants a target, the source writes there and says so. Peers are visited in rotated order,
-rank r begins with a neighbour, so that no rank is written by all at once. A peer that cannot be
-reached directly reads from the source's staging ring. A source in pinned memory is read there by
-all, unless its rank reaches them beside the bus: then it is loaded once, and pushed. A mirror of a
-source in pinned memory is read there by those who cannot be reached directly.
+A reader grants a target; the source writes there and sets a flag. A rank visits its peers in
+rotated order, starting with a neighbour, so that not all ranks write to one rank at once. A peer
+that cannot be reached directly reads from the source's staging ring. A source in pinned memory is
+read there by all peers, unless its rank reaches them beside the bus: then it is loaded once, and
+pushed. Peers that cannot be reached directly read a source's mirror in pinned memory, if there is
+one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,34 +23,33 @@ from llmq.comm.options import EMPTY, EXCHANGED, FULL, PINNED, RING, TARGET, Flag
 from llmq.runtime.device import Device, Event
 
 # -- Between GPUs that cannot reach each other, through rings of buffers in pinned memory
-#
-# Each rank has one ring. It copies a chunk into the next buffer and marks it full for those who
-# read it; each of them copies it to its GPU and marks it empty. Sending runs on the stage stream,
-# so that both directions of the bus are busy, and the chunks of all sources are received in turn. A
-# chunk's position within one collective decides through which buffer it goes, so that sender and
-# reader agree without talking and a graph may be replayed.
+# Each rank has one ring. The rank copies a chunk into the next buffer and marks the buffer full for
+# its readers. Each reader copies the chunk to its GPU and marks the buffer empty. Sending runs on
+# the stage stream, so that both directions of the bus are busy, and chunks of all sources are
+# received in turn. A chunk's position within one collective determines its buffer, so that sender
+# and reader agree without talking and a graph may be replayed.
 
 
 class Queue(Protocol):
-    """The operations of a rank's current stream on addresses in the memory of any rank."""
+    """Operations of a rank's current stream on addresses in any rank's memory."""
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
-        """Copy from this GPU, also to another one to which there is access; or from pinned memory
-        to this GPU."""
+        """Copy from this GPU (also to another GPU with access) or from pinned memory to this
+        GPU."""
 
     def wait(self, address: int, value: int) -> None:
         """Wait until the 32-bit word at the address has a bit in common with value."""
 
     def write(self, address: int, value: int) -> None:
-        """Write the word; everything before is visible to whoever sees it."""
+        """Write the word; a reader of it also sees all earlier writes."""
 
     def pace(self) -> None:
-        """Called between short sequences of the above: the host may wait here for the stream."""
+        """Allow the host to wait for the stream; called between short sequences of operations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rings:
-    """All ranks' rings: their addresses, each of `count` buffers of `chunk` bytes."""
+    """All ranks' rings: the address of each, with `count` buffers of `chunk` bytes."""
 
     addresses: Sequence[int]
     chunk: int
@@ -57,7 +57,7 @@ class Rings:
 
 
 class Incoming(NamedTuple):
-    """The data to receive from one source: to which address, from which position of its ring on."""
+    """Data to receive from one source. target: address. position: first position in its ring."""
 
     source: int
     target: int
@@ -65,7 +65,7 @@ class Incoming(NamedTuple):
 
 
 class Staging:
-    """One rank's sending and receiving."""
+    """One rank's sending and receiving through rings."""
 
     def __init__(self, rank: int, queue: Queue, flags: Flags, rings: Rings, readers: list[int]):
         """readers: the ranks that may read this rank's ring."""
@@ -78,23 +78,23 @@ class Staging:
         self.chunk = rings.chunk
 
     def chunks(self, nbytes: int) -> int:
-        """How many positions of a ring that many bytes take."""
+        """Return the number of ring positions that `nbytes` take."""
         return -(-nbytes // self.chunk)
 
     def begin(self, nbytes: int) -> None:
-        """Start a new collective, at position 0. nbytes: what one source sends to one reader. That
-        is cut into 8 chunks: fewer would make the first and the last one, which nothing overlaps, a
-        larger share, and more would cost more waits."""
+        """Start a new collective, at position 0. nbytes: bytes from one source to one reader, sent
+        in 8 chunks. With fewer, the first and last chunk, which nothing overlaps, would be a larger
+        share; more chunks would cost more waits."""
         self._last.clear()
         eighth = -(-nbytes // (8 * 256)) * 256
         self.chunk = min(self._rings.chunk, max(self._rings.chunk // 16, eighth))
 
     def send(self, src: int, nbytes: int, readers: list[int], position: int) -> None:
-        """Copy to the ring, from that position on; positions of one collective only grow."""
+        """Copy to the ring, from `position` on; positions only grow within one collective."""
         queue, chunk = self._queue, self.chunk
         for i in range(self.chunks(nbytes)):
             index, buffer = self._buffer(self._rank, position + i)
-            # At first the buffer may still hold what an earlier collective left for anyone.
+            # At first the buffer may still hold a chunk of an earlier collective, for any reader.
             for reader in self._last.get(index, self._readers):
                 queue.wait(self._flag(index, self._rank, reader), EMPTY)
             self._last[index] = readers
@@ -103,7 +103,7 @@ class Staging:
                 queue.write(self._flag(index, self._rank, reader), FULL)
 
     def receive(self, pieces: Sequence[Incoming], nbytes: int) -> None:
-        """Copy nbytes from each source's ring, one chunk of each in turn."""
+        """Copy nbytes from each source's ring, one chunk from each source in turn."""
         queue, chunk = self._queue, self.chunk
         for i in range(self.chunks(nbytes)):
             for source, target, position in pieces:
@@ -126,9 +126,9 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class Memories:
-    """The buffers and flags that ranks know of each other. storages: by rank and place.
-    direct[reader][source]: whether source can write to reader's GPU; beside_bus: whether that also
-    leaves the bus to the host alone. rings: None if every pair is direct."""
+    """Buffers and flags that ranks share. storages: by rank and place. direct[reader][source]: True
+    if source can write to reader's GPU. beside_bus[reader][source]: True if these writes also leave
+    the bus free for the host. rings: None if every pair is direct."""
 
     storages: Sequence[dict[str, Storage]]
     flags: Flags
@@ -138,15 +138,14 @@ class Memories:
 
 
 class Pairs(NamedTuple):
-    """The peers that a rank is connected with in some way, in rotated order."""
+    """The peers with one kind of connection to a rank, in rotated order."""
 
     sources: list[int]
     readers: list[int]
 
 
 class Copies:
-    """One rank's end; the calls mean what they mean in Comm. Ranks are those of a group of shards,
-    all in one process."""
+    """One rank's end of a group of shards, all in one process; for the calls see Comm."""
 
     def __init__(
         self,
@@ -157,9 +156,9 @@ class Copies:
         piece: int = 32 << 20,
         span_chunks: int = 32,
     ):
-        """piece: bytes of a source in pinned memory that are pushed while the next ones are loaded.
-        span_chunks: so many transfers are enqueued for sending before the receiving starts: with
-        three operations for each of 8 ranks, a queue of 1024 holds those of 32."""
+        """piece: bytes of a pinned source that are pushed while the next bytes are loaded.
+        span_chunks: number of transfers enqueued for sending before receiving starts. A queue of
+        1024 operations holds 32 transfers of three operations for each of 8 ranks."""
         self._piece, self._span_chunks = piece, span_chunks
         self._dev = dev
         self._queue = queue
@@ -172,13 +171,14 @@ class Copies:
         self._staged_sources = [p for p in others if p not in direct.sources]
         self._staged_readers = [p for p in others if p not in direct.readers]
         if memories.rings is not None:
-            args = (self._rank, queue, self._flags, memories.rings)
-            self._staging = Staging(*args, self._staged_readers)
+            self._staging = Staging(
+                self._rank, queue, self._flags, memories.rings, self._staged_readers
+            )
         self._fork = dev.event()
         self._sent = [dev.event() for _ in range(self._world_size)]
 
     def _pairs(self, connected: Sequence[Sequence[bool]]) -> Pairs:
-        """connected[reader][source]."""
+        """Return the peers of this rank. connected[reader][source]: True if connected."""
         rank = self._rank
         sources = [p for p in self._others if connected[rank][p]]
         return Pairs(sources, [p for p in self._others if connected[p][rank]])
@@ -198,7 +198,7 @@ class Copies:
         self._queue.write(self._flags.address(kind, source, self._rank), EMPTY)
 
     def _push(self, kind: int, reader: int, target: Tensor, src: Tensor) -> None:
-        """Copy to where the reader has `target`, once it lets us."""
+        """Copy to the reader's `target`, once the reader grants it."""
         flag = self._flags.address(kind, self._rank, reader)
         self._queue.wait(flag, EMPTY)
         self._queue.copy(self._address(reader, target), src.ptr, src.nbytes)
@@ -210,7 +210,7 @@ class Copies:
     # -- collectives -----------------------------------------------------------------------------
 
     def all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
-        """dst (W*n,), src (n,), mirror (n,) or None."""
+        """Gather dst (W*n,) from src (n,); mirror (n,) or None. See Comm.all_gather."""
         own = self._part(dst, self._rank)
         shared = src if src.on_host else mirror
         pushed = self._beside_bus if src.on_host else self._direct
@@ -237,14 +237,14 @@ class Copies:
         self._queue.pace()
 
     def _offer(self, pushed_readers: Sequence[int]) -> None:
-        """Let all others read what this rank has in pinned memory."""
+        """Let all other peers read this rank's pinned memory."""
         for reader in self._others:
             if reader not in pushed_readers:
                 self._queue.write(self._flags.address(PINNED, self._rank, reader), FULL)
 
     def _read(self, dst: Tensor, shared: Tensor, pushed: Pairs) -> None:
-        """Copy from the pinned memory of those who do not push, where `shared` lies; and wait
-        until this rank's has been read."""
+        """Pull `shared` from the pinned memory of ranks that do not push; then wait until readers
+        have read this rank's pinned memory."""
         for source in self._others:
             if source not in pushed.sources:
                 flag = self._flags.address(PINNED, source, self._rank)
@@ -257,7 +257,7 @@ class Copies:
                 self._queue.wait(self._flags.address(PINNED, self._rank, reader), EMPTY)
 
     def _load_and_push(self, own: Tensor, src: Tensor, readers: Sequence[int]) -> None:
-        """The own part from host memory; each piece that is there goes on to the peers at once."""
+        """Load the own part from host memory; push each loaded piece to the peers at once."""
         flags = [self._flags.address(TARGET, self._rank, reader) for reader in readers]
         with self._staging_stream():
             for flag in flags:
@@ -276,12 +276,13 @@ class Copies:
         self._dev.wait(self._sent[0])
 
     def all_to_all(self, buffer: Tensor, targets: Sequence[Tensor], written: Event | None) -> None:
-        """targets[k]: where round k puts what comes from rank r - k, k from 1 on."""
+        """Exchange parts. targets[k]: where round k writes the part from rank r - k, k from 1
+        on."""
         if self._staged_readers or self._staged_sources:
             self._start_staging(targets[0].nbytes, written)
         for k in range(1, self._world_size):
             source, reader = self._peer(-k), self._peer(k)
-            self._wait_sent(k - 1)  # that part is this round's target
+            self._wait_sent(k - 1)  # the part sent in round k - 1 is this round's target
             if source in self._direct.sources:
                 self._grant(EXCHANGED, source)
             piece = self._part(buffer, reader)
@@ -307,7 +308,7 @@ class Copies:
 
     @contextmanager
     def _staging_stream(self, after: Event | None = None) -> Iterator[None]:
-        """On it, after this event; without one, after all that the current stream has so far."""
+        """Switch to the staging stream, after this event; None: after the current stream's work."""
         if after is None:
             after = self._fork
             self._dev.record(after)
@@ -316,7 +317,7 @@ class Copies:
             yield
 
     def _gather_staged(self, dst: Tensor, src: Tensor) -> None:
-        """The own source is staged once for all who need it."""
+        """Gather through rings; the own source is staged once for all its readers."""
         span = self._span_chunks * self._staging.chunk
         for start in range(0, src.nbytes, span):
             position = self._staging.chunks(start)
@@ -339,6 +340,6 @@ class Copies:
             self._dev.record(self._sent[k])
 
     def _wait_sent(self, k: int) -> None:
-        """Wait until what round k sends may be overwritten; pushes are in this stream anyway."""
+        """Wait until data sent in round k may be overwritten; this stream orders pushes anyway."""
         if k > 0 and self._peer(k) in self._staged_readers:
             self._dev.wait(self._sent[k])

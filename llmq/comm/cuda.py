@@ -20,15 +20,15 @@ from llmq.runtime.device import Event
 from llmq.runtime.workers import Workers
 from llmq.runtime.world import World
 
-LOOK_SECONDS = 0.2  # how often the watching thread looks whether the run is over
-RELEASE_SECONDS = 0.001  # how often it ends waits after a failure: streams still change the flags
+LOOK_SECONDS = 0.2  # between the watch thread's looks for the end of the run
+RELEASE_SECONDS = 0.001  # between releases after a failure: streams still change the flags
 WAIT_AND = 2  # CU_STREAM_WAIT_VALUE_AND: until (word & value) != 0
 
 
 class CudaQueue:
-    """The current stream of a device, as staged.Queue describes it. Calls release the interpreter
-    lock: they block where a stream's queue is full, and it may be another rank's thread that lets
-    the stream go on."""
+    """The current stream of a device as a Queue (copies.py). Calls release the interpreter lock: a
+    call blocks while the stream's queue is full, and another rank's thread may have to let the
+    stream go on."""
 
     def __init__(self, dev: CudaDevice):
         self._dev = dev
@@ -42,9 +42,9 @@ class CudaQueue:
         self._check(*self._driver.cuStreamWriteValue32(self._dev.stream, address, value, 0))
 
     def pace(self) -> None:
-        """Outside of graphs, wait for the stream. A stream holds about a thousand operations. Where
-        it is full the driver blocks the thread, and with it, for peer copies, threads of other
-        ranks that would let the stream go on."""
+        """Wait for the stream, outside of graphs. A stream holds about a thousand operations. When
+        it is full, the driver blocks the thread and, for peer copies, also threads of other ranks
+        that would let the stream go on."""
         if not self._dev.capturing:
             self._dev.synchronize_stream()
 
@@ -59,23 +59,23 @@ def connect_cuda(
     devices: Sequence[CudaDevice], options: CommOptions, workers: Workers, world: World
 ) -> LinkTable | None:
     """Probe all pairs of this process, make the communicators, and give each device its CudaComm.
-    Copies reach no memory of another process: between these everything goes by NCCL. world: whose
-    processes all call this."""
+    Copies cannot reach memory of other processes, so that NCCL serves these. world: all its
+    processes call this."""
     mesh, api = devices[0].mesh, devices[0].api
     shards, replicas = mesh.size("shard"), mesh.size("replica")
     gpus = [dev.index for dev in devices]
     memory = [allocate(dev, options) for dev in devices]
     current = api.getDevice()
-    inner: list[Any] = []  # communicators of the groups of shards, and across them
+    inner: list[Any] = []  # communicators within groups of shards; cross: across the groups
     cross: list[Any] = []
     library = None
     try:
         links = probe(api, gpus, options.p2p)
         if replicas > 1 or (shards > 1 and options.nccl):
             library = nccl.load()
-            # Between two processes both decide, so all of them must do it alike.
+            # Both processes of a pair decide, and must decide alike.
             peer_access = all(world.gather(options.p2p != "off" and not links.damaged))
-            several = len(devices) < shards  # the group has more processes
+            several = len(devices) < shards  # a group of shards spans processes
             nccl.set_environment(peer_access, several=several or replicas > 1)
         if shards > 1 and options.nccl:
             inner = nccl.open_communicators(library, devices, "shard", world if several else None)
@@ -128,7 +128,8 @@ class CudaComm(Comm):
         options: CommOptions | None = None,
         copies: Copies | None = None,
     ):
-        """options, copies: of shards, which need not go by NCCL; replicas are on other machines."""
+        """options, copies: for shards, which may do without NCCL; replicas are on other
+        machines."""
         super().__init__(dev, axis)
         options = options or CommOptions()
         self.exchange_stream = options.exchange_stream
@@ -166,14 +167,14 @@ class CudaComm(Comm):
 
 
 class Watch:
-    """A thread, shared by the ranks, that lets the GPUs go on when the ranks are stopped. Without
-    it the streams of the other ranks would wait for ever for the one that failed, and their threads
-    for the streams."""
+    """A thread, shared by the ranks, that ends the GPUs' waits when the ranks are stopped.
+    Otherwise the streams of other ranks would wait forever for the failed rank, and their threads
+    for these streams."""
 
     def __init__(
         self, workers: Workers, ranks: list[int], flags: Flags | None, communicators: list[Any]
     ):
-        """ranks: of this process, by their places among those of their shards."""
+        """ranks: of this process, as places along "shard"."""
         self.workers = workers
         self._flags = flags
         self._communicators = communicators
@@ -186,7 +187,7 @@ class Watch:
             if not self._open:
                 return
         for communicator in self._communicators:
-            # Its kernels end at once; the call itself returns when its graphs are destroyed.
+            # Its kernels end at once; abort returns only when its graphs are destroyed.
             threading.Thread(target=communicator.abort, daemon=True).start()
         while self._flags is not None:
             with self._lock:
@@ -196,10 +197,10 @@ class Watch:
             time.sleep(RELEASE_SECONDS)
 
     def close(self, rank: int) -> None:
-        """The rank's memory goes away. The last rank destroys the communicators, when no graph
-        uses them any more."""
+        """Note that the rank's memory is freed. The last rank destroys the communicators, which no
+        graph uses any more."""
         with self._lock:
-            last = self._open == {rank}  # once
+            last = self._open == {rank}  # True only once
             self._open.discard(rank)
         if last and not self.workers.stopped.is_set():
             for communicator in self._communicators:

@@ -1,13 +1,13 @@
-"""Collectives between ranks on the CPU: threads that share memory, in one process or in several.
+"""Collectives between ranks on the CPU: threads that share memory, in one or several processes.
 
-Copies are done by the calling thread; ranks of a process wait for each other at the barrier of
-their Workers, which raises Stopped in all of them when one fails. Every rank is in one group of
-each kind, and all make the same calls: so a barrier of all serves each of these groups.
+The calling thread copies. Ranks of a process wait for each other at the barrier of their Workers,
+which raises Stopped in all ranks if one fails. Every rank is in one group of each kind, and all
+ranks make the same calls: so a barrier of all ranks serves each group.
 
-Data of other processes travel through MPI. The rank that needs data of another process
-receives them, directly into their place; data that all ranks of a process need are received by one
-of them, in turn, and copied by the others. Sums are in rank order, so that it makes no difference
-to any bit how ranks are spread over processes.
+Data of other processes arrive by MPI. The rank that needs such data receives them, directly into
+their place. Data that all ranks of a process need are received by one rank, in turn, and copied by
+the others. Sums are in rank order, so that the bits do not depend on how ranks are spread over
+processes.
 """
 
 from collections import deque
@@ -23,19 +23,19 @@ from llmq.runtime.host_device import HostDevice
 from llmq.runtime.workers import Workers
 from llmq.runtime.world import World
 
-AHEAD = 2  # parts of other ranks that are received while one is added
+AHEAD = 2  # other ranks' parts that are received while one part is added
 
 
 def connect_host(devices: Sequence[HostDevice], workers: Workers, world: World) -> None:
     """Give each device of this process its collectives, which need no memory of their own. workers:
-    of its ranks."""
+    of the process's ranks."""
     memories = {dev.mesh.rank: storages(dev) for dev in devices}
     for dev in devices:
         join(dev, partial(HostComm, dev, memories, workers, world))
 
 
 class HostComm(Comm):
-    """One rank's end. Sums are in F32, rounded once. Ranks are meant by their places in the
+    """One rank's end. Sums are in F32, rounded once. Ranks are numbered by their places in the
     group."""
 
     def __init__(
@@ -46,10 +46,10 @@ class HostComm(Comm):
         world: World,
         axis: str,
     ):
-        """memories: storages by place of each rank of this process."""
+        """memories: by rank of this process, storages by place."""
         super().__init__(dev, axis)
         self._memories, self._workers, self._world = memories, workers, world
-        self._members: dict[int, list[int]] = {}  # of each process, those in the group
+        self._members: dict[int, list[int]] = {}  # by process: its ranks in the group
         for place, rank in enumerate(self.ranks):
             self._members.setdefault(world.processes[rank], []).append(place)
         self._local = self._members[world.index]
@@ -57,7 +57,7 @@ class HostComm(Comm):
         self._others = [process for process in self._members if process != world.index]
 
     def _peer(self, place: int, tensor: Tensor) -> np.ndarray:
-        """The tensor of a peer in this process: its bytes, where they are."""
+        """Return the bytes of a tensor of a peer in this process, without a copy."""
         data = self._memories[self.ranks[place]][tensor.storage.place].bytes
         return data[tensor.offset : tensor.offset + tensor.nbytes]
 
@@ -68,7 +68,7 @@ class HostComm(Comm):
         return self._world.processes[self.ranks[place]]
 
     def _reader(self, source: int, process: int) -> int:
-        """The rank of a process that receives what a rank sends to all."""
+        """Return the rank of a process that receives the source's data for all ranks there."""
         members = self._members[process]
         return members[source % len(members)]
 
@@ -81,7 +81,7 @@ class HostComm(Comm):
         return self._world.mpi.begin(receives=receives)
 
     def _finish(self, requests: list, peer: int | None = None) -> None:
-        """peer: the rank that is waited for, if it is a single one."""
+        """Wait for requests. peer: the only rank to wait for, if there is one."""
         if requests:
             self.waits_for = "others" if peer is None else self._world.name(self.ranks[peer])
             self._world.mpi.finish(requests, self._workers.check)
@@ -93,13 +93,13 @@ class HostComm(Comm):
         self.waits_for = None
 
     def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
-        here, own = self._world.index, part(dst, self.rank, self.size)
+        process, own = self._world.index, part(dst, self.rank, self.size)
         in_place = same_memory(own, src)
-        self._barrier()  # of no rank anything is read any more
+        self._barrier()  # now no rank's memory is being read
         receives = {
             r: self._receive(self._peer(self.rank, part(dst, r, self.size)), r)
             for r in self._remote
-            if self._reader(r, here) == self.rank
+            if self._reader(r, process) == self.rank
         }
         sent = self._peer(self.rank, src if mirror is None else mirror)
         sends = [q for p in self._others for q in self._send(sent, self._reader(self.rank, p))]
@@ -115,7 +115,7 @@ class HostComm(Comm):
         for rank in self._remote:
             if rank not in receives:
                 piece = part(dst, rank, self.size)
-                self._peer(self.rank, piece)[:] = self._peer(self._reader(rank, here), piece)
+                self._peer(self.rank, piece)[:] = self._peer(self._reader(rank, process), piece)
         if self._remote:
             self._barrier()
 
@@ -134,27 +134,27 @@ class HostComm(Comm):
         own.view(buffer.dtype.numpy)[:] = self._sum(buffer, sends)
 
     def _sum(self, tensor: Tensor, sends: list) -> np.ndarray:
-        """The sum of what all have in a tensor, once all of this one's sends have been read."""
+        """Return the sum of all ranks' tensors, once this rank's sends have been read."""
         numpy = tensor.dtype.numpy
         self._barrier()
-        coming: deque[tuple[list, np.ndarray]] = deque()
+        pending: deque[tuple[list, np.ndarray]] = deque()
         left = iter(self._remote)
 
         def receive() -> None:
             rank = next(left, None)
             if rank is not None:
                 data = np.empty(tensor.nbytes, np.uint8)
-                coming.append((self._receive(data, rank), data))
+                pending.append((self._receive(data, rank), data))
 
         for _ in range(AHEAD):
             receive()
         total: np.ndarray | None = None
-        with np.errstate(all="ignore"):  # a diverging run is reported by the trainer
+        with np.errstate(all="ignore"):  # the trainer reports a diverging run
             for rank in range(self.size):
                 if rank in self._local:
                     data = self._peer(rank, tensor)
                 else:
-                    requests, data = coming.popleft()
+                    requests, data = pending.popleft()
                     self._finish(requests, rank)
                     receive()
                 if total is None:

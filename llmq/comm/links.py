@@ -1,6 +1,6 @@
-"""How each GPU reaches the memory of each other one: what is measured, and what is used.
+"""Links between GPUs: whether and how fast data arrive, and which way is used.
 
-First it is measured whether data arrive, then how fast.
+The probe first checks that data arrive, then measures the speed.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from llmq.base.errors import LlmqError
 from llmq.runtime.cuda_device import NON_BLOCKING
 from llmq.runtime.pinned import PinnedMemory
 
-# A direct copy may be this much slower than staging before staging is taken: what is measured for
-# staging is only its two halves, without the waits between them or a shared host memory.
+# A direct copy may be this much slower than staging before staging is chosen: only staging's two
+# halves are measured, without waits between them or a shared host memory.
 SLOWER = 0.8
-# A direct copy that is this much faster than one to or from the host does not take the bus.
+# A direct copy that is this much faster than a copy to or from the host does not use the bus.
 BESIDE_BUS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One ordered pair: source writes to reader. GB/s are 10^9 bytes per second. access: the driver
-    gives the source access to the reader's memory. correct: a copied pattern arrived as it was
-    (None: not tried). direct: GB/s of a direct copy. staged: the slower one of source to pinned
-    memory and pinned memory to reader."""
+    """Measurements of one ordered pair: source writes to reader. GB/s are 10^9 bytes per second.
+    access: True if the driver gives the source access to the reader's memory. correct: True if a
+    copied pattern arrived unchanged (None: not tried). direct: GB/s of a direct copy. staged: GB/s
+    of the slower of source to pinned memory and pinned memory to reader."""
 
     access: bool
     correct: bool | None
@@ -35,8 +35,9 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The connection of one pair: "peer" (direct copies) or "staged", its GB/s, and why not "peer".
-    beside_bus: direct copies leave the GPUs' bus to the host alone, as those over NVLink do."""
+    """The connection of one pair. kind: "peer" (direct copies) or "staged". speed: GB/s. reason:
+    why not "peer". beside_bus: True if direct copies leave the GPUs' bus free for the host, as over
+    NVLink."""
 
     kind: str
     speed: float
@@ -45,8 +46,8 @@ class Link:
 
 
 def choose(p2p: str, source: int, reader: int, measured: Measured) -> Link:
-    """The link from GPU `source` to GPU `reader`; p2p: "auto", "on" or "off". Raises LlmqError
-    where "on" asks for what does not work."""
+    """Return the link from GPU `source` to GPU `reader`. p2p: "auto", "on" or "off". LlmqError if
+    p2p is "on" and direct copies do not work."""
     reason = None
     if p2p == "off":
         reason = "off"
@@ -74,33 +75,35 @@ def choose(p2p: str, source: int, reader: int, measured: Measured) -> Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTable:
-    """gpus: indices by rank. links[reader][source] by rank, None on the diagonal."""
+    """Links of all pairs. gpus: indices by rank. links[reader][source]: by rank, None on the
+    diagonal."""
 
     gpus: list[int]
     links: list[list[Link | None]]
 
     @property
     def direct(self) -> list[list[bool]]:
-        """[reader][source]: whether source writes to reader's memory."""
+        """[reader][source]: True if source writes to reader's memory."""
         return [[link is not None and link.kind == "peer" for link in row] for row in self.links]
 
     @property
     def has_staged(self) -> bool:
-        """Whether any pair goes through host memory."""
+        """True if any pair's copies go through host memory."""
         return any(link is not None and link.kind == "staged" for row in self.links for link in row)
 
     @property
     def beside_bus(self) -> list[list[bool]]:
-        """[reader][source]: whether it does so beside the bus."""
+        """[reader][source]: True if source writes to reader's memory beside the bus."""
         return [[link is not None and link.beside_bus for link in row] for row in self.links]
 
     @property
     def damaged(self) -> bool:
-        """Whether a pair's direct copies arrive damaged; no library may use them either."""
+        """True if a pair's direct copies arrive damaged; then no library may use direct copies
+        either."""
         return any(link and link.reason == "damaged data" for row in self.links for link in row)
 
     def lines(self) -> list[str]:
-        """The table for the console: GB/s, then what is staged and why."""
+        """Return the table for the console: GB/s, then staged pairs and the reasons."""
         head = "[Links] GB/s to (down) from (across), * through host memory"
         lines = [head, "  GPU" + "".join(f"{gpu:>9}" for gpu in self.gpus)]
         reasons: dict[str, list[str]] = {}
@@ -117,7 +120,7 @@ class LinkTable:
         return lines
 
     def records(self) -> list[dict[str, Any]]:
-        """One record per pair, for the log."""
+        """Return one record per pair, for the log."""
         return [
             {
                 "source": source,
@@ -135,13 +138,13 @@ class LinkTable:
 
 SIZE = 16 << 20  # bytes of a timed copy
 PATTERN = 1 << 20  # bytes that are compared
-COPIES = 2  # timed at once
+COPIES = 2  # copies that are timed together
 ALREADY_ENABLED = 704  # cudaErrorPeerAccessAlreadyEnabled: NCCL, or an earlier run of this process
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """A GPU's buffers and stream for the measurement."""
+    """A GPU's buffers (addresses) and stream for the measurement."""
 
     gpu: int
     source: int
@@ -150,9 +153,9 @@ class _End:
 
 
 def probe(api: Any, gpus: Sequence[int], p2p: str) -> LinkTable:
-    """Probe every ordered pair, one after the other. Changes the thread's current GPU. api: CuPy's
-    CUDA runtime module. p2p "off" gives no GPU access to another. Raises LlmqError where p2p is
-    "on" and a pair does not work."""
+    """Probe every ordered pair in turn. Changes the thread's current GPU. api: CuPy's CUDA runtime
+    module. p2p: "off" gives no GPU access to another. LlmqError if p2p is "on" and a pair does not
+    work."""
     pinned = PinnedMemory(api, SIZE)
     ends = [_open(api, gpu) for gpu in gpus]
     try:
@@ -194,7 +197,7 @@ def _measure(api: Any, source: _End, reader: _End, p2p: str, staged: float) -> M
 
 
 def _enable(api: Any, source: int, reader: int) -> bool:
-    """Give the source access to the reader's memory; False where there is no way."""
+    """Give the source access to the reader's memory; False if that is impossible."""
     if not api.deviceCanAccessPeer(source, reader):
         return False
     api.setDevice(source)
@@ -206,19 +209,21 @@ def _enable(api: Any, source: int, reader: int) -> bool:
 
 
 def _arrives(api: Any, source: _End, reader: _End) -> bool:
-    """Whether a pattern of this pair's own is the same after the copy."""
+    """True if a pattern unique to this pair is unchanged after a copy."""
     pattern = np.random.default_rng([source.gpu, reader.gpu]).bytes(PATTERN)
     pattern = np.frombuffer(pattern, np.uint8)
     api.setDevice(source.gpu)
     _copy(api, source.stream, source.source, pattern.ctypes.data, PATTERN)
     api.setDevice(reader.gpu)
-    found = np.zeros(PATTERN, np.uint8)
-    _copy(api, reader.stream, reader.target, found.ctypes.data, PATTERN)  # not an older pattern
+    arrived = np.zeros(PATTERN, np.uint8)
+    _copy(
+        api, reader.stream, reader.target, arrived.ctypes.data, PATTERN
+    )  # erases an older pattern
     api.setDevice(source.gpu)
     _copy(api, source.stream, reader.target, source.source, PATTERN)
     api.setDevice(reader.gpu)
-    _copy(api, reader.stream, found.ctypes.data, reader.target, PATTERN)
-    return bool(np.array_equal(found, pattern))
+    _copy(api, reader.stream, arrived.ctypes.data, reader.target, PATTERN)
+    return bool(np.array_equal(arrived, pattern))
 
 
 def _copy(api: Any, stream: int, dst: int, src: int, nbytes: int) -> None:
@@ -227,10 +232,10 @@ def _copy(api: Any, stream: int, dst: int, src: int, nbytes: int) -> None:
 
 
 def _speed(api: Any, end: _End, dst: int, src: int) -> float:
-    """GB/s of copies on the GPU's stream."""
+    """Return the GB/s of copies on the GPU's stream."""
     api.setDevice(end.gpu)
     start, stop = api.eventCreate(), api.eventCreate()
-    _copy(api, end.stream, dst, src, PATTERN)  # the first copy between two places sets things up
+    _copy(api, end.stream, dst, src, PATTERN)  # the first copy of a pair has a setup cost
     api.eventRecord(start, end.stream)
     for _ in range(COPIES):
         api.memcpyAsync(dst, src, SIZE, api.memcpyDefault, end.stream)
