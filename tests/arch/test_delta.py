@@ -16,7 +16,6 @@ from llmq.checkpoint.hf import HfWeights
 from llmq.options.presets import model_warnings, preset
 from llmq.plan.sol import flops_per_token
 from llmq.state.params import weight_table
-from tests.model.test_decode import decoder_for
 from tests.models import (
     exported,
     hf_model,
@@ -64,15 +63,6 @@ def test_nothing_of_one_document_changes_a_bit_of_another(device):
     for name, gradient in gradients.items():
         if "embed" not in name:
             assert np.array_equal(gradient, same[name]), name
-
-
-def test_a_text_goes_on_where_its_state_is():
-    decoder, tokens = decoder_for(exported(NAME)), np.arange(1, 13, dtype=np.int32)
-    whole = decoder.forward(tokens, 0)
-    decoder.forward(tokens[:10], 0)  # in chunks, then token by token
-    with pytest.raises(ValueError, match="decode: the state is that of 10 tokens, not of 5"):
-        decoder.forward(tokens[5:], 5)
-    np.testing.assert_allclose(decoder.forward(tokens[10:], 10), whole, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", [NAME, "qwen3_5_moe"])
