@@ -1,10 +1,10 @@
 """Masks of conversations: the trained characters of a text, and the tokens of these characters.
 
-A template with `{% generation %}` marks names the trained characters. Without marks, a message's
-characters are found by rendering the conversation up to the message and with the message: both have
-to be beginnings of the whole text. Nothing is guessed where they are not, as with Qwen3's template,
-which leaves out the thinking of earlier turns. A token is trained if one of its characters is, as
-in transformers' `return_assistant_tokens_mask`.
+`{% generation %}` marks in a template name the trained characters. Without marks, a message's
+characters are found by two renderings, up to the message and with the message, which must both be
+prefixes of the whole text. If a rendering is no prefix, DataError is raised: Qwen3's template, for
+example, leaves out the thinking of earlier turns. A token is trained if one of its characters is,
+as in transformers' `return_assistant_tokens_mask`.
 """
 
 import re
@@ -32,17 +32,17 @@ Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Renderer of conversations that finds the trained parts. train_on: "assistant": all messages
-    of the assistant; "last": the last of these messages; "each": each message, in a document that
-    ends with the message; "all": every token."""
+    """Renderer of conversations that finds the trained parts. train_on: "assistant" (all messages
+    of the assistant), "last" (its last message), "each" (each of its messages, in a document of its
+    own that ends with the message) or "all" (every token)."""
 
     template: ChatTemplate
     train_on: str
 
     def texts(self, conversation: Conversation) -> list[tuple[str, Spans]]:
-        """Documents of a conversation: each a text, and (start, end) of its trained parts in
-        characters, in order. DataError if the template refuses the conversation, a part cannot be
-        found, or nothing is trained."""
+        """Documents of a conversation, in order: each a text, and (start, end) of its trained parts
+        in characters. DataError if the template refuses the conversation, a part cannot be found,
+        or nothing is trained."""
         check_roles(conversation.messages, self.template.texts(conversation.tools))
         turns = self._turns(conversation)
         if self.train_on != "each":
@@ -87,7 +87,7 @@ class Chat:
         return turns[-1:] if self.train_on == "last" else turns
 
     def warnings(self) -> list[str]:
-        """Warnings of a template that ends the last turn in another way than earlier turns."""
+        """A warning if the template ends the last turn differently from earlier turns; else []."""
         if self.train_on != "assistant":
             return []
         talk = [{"role": role, "content": role} for role in ("user", "assistant")] * 2
@@ -105,7 +105,7 @@ class Chat:
         ]
 
     def notes(self, conversation: Conversation) -> Iterator[str]:
-        """Requests of a conversation that are not met, as ends of sentences."""
+        """Fields of a conversation that have no effect, as ends of sentences for warnings."""
         names = self.template.texts(conversation.tools)
         for name in unread(conversation.messages, names):
             yield f"have the field '{name}' in a message, which neither llmq nor the template reads"
@@ -119,13 +119,14 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Prompt and completion without a chat template; the completion is trained. train_on: of Chat;
-    all values but "all" are alike for a single completion."""
+    """Renderer of a prompt and a completion without a chat template; the completion is trained.
+    train_on: as in Chat; all values but "all" mean the same for a single completion."""
 
     train_on: str
 
     def texts(self, conversation: Conversation) -> list[tuple[str, Spans]]:
-        """Texts, as of Chat. DataError for messages and other parts that need a template."""
+        """One document, as in Chat.texts. DataError for messages and other fields that need a
+        template."""
         if not conversation.is_text:
             raise DataError(
                 "this is more than the texts 'prompt' and 'completion', and there is no chat "
@@ -137,7 +138,7 @@ class Completion:
 
 
 class _View:
-    """Conversation with a template, of which more or fewer messages are rendered."""
+    """A conversation and its template; renders any number of the first messages."""
 
     def __init__(self, template: ChatTemplate, conversation: Conversation) -> None:
         self.template, self.conversation = template, conversation
@@ -153,7 +154,7 @@ class _View:
         )
 
     def check_written(self, text: str) -> None:
-        """Raise DataError for a message of which no word is in the text."""
+        """Raise DataError for a message none of whose words is in the text."""
         for number, message in enumerate(self.messages, 1):
             if not _has_words(text, message):
                 raise DataError(
@@ -167,12 +168,12 @@ _WORD = re.compile(r"\w+")
 
 def _has_words(text: str, message: Message) -> bool:
     """True if a word of the message is in the text, or the message has no words."""
-    words = (found[0] for said in _said(message) for found in _WORD.finditer(said))
+    words = (match[0] for part in _texts_of(message) for match in _WORD.finditer(part))
     first = next(words, None)
     return first is None or first in text or any(word in text for word in words)
 
 
-def _said(message: Message) -> Iterator[str]:
+def _texts_of(message: Message) -> Iterator[str]:
     """Texts of a message: content, reasoning, and names and arguments of calls."""
     yield text_of(message.get("content"))
     yield from (message[name] for name in REASONING if isinstance(message.get(name), str))
@@ -200,8 +201,8 @@ def _marked(view: _View, whole: Rendered, turns: Sequence[int]) -> Spans:
         return [of_each[turn] for turn in turns]
     spans: Spans = []
     for turn in turns:
-        # The marks in front of the turn, and in front of the next answer: none of both may depend
-        # on messages that follow.
+        # Count the marks in front of the turn, and in front of the next answer. Neither count may
+        # depend on later messages.
         after = next((i for i in answers if i > turn), None)
         before = _marks_upto(view, whole, turn) if turn else 0
         spans += whole.generated[before : after and _marks_upto(view, whole, after)]
@@ -209,15 +210,15 @@ def _marked(view: _View, whole: Rendered, turns: Sequence[int]) -> Spans:
 
 
 def _marks_upto(view: _View, whole: Rendered, turn: int) -> int:
-    """Number of marks of the messages in front of a turn, which must be the first marks of the
-    whole text. DataError if they are not."""
+    """Number of marks of the messages in front of a turn. DataError unless these marks are the
+    first marks of the whole text."""
     upto = view.render(turn)
     marks = len(upto.generated)
-    found, expected = (
+    of_upto, of_whole = (
         [(span, text.text[slice(*span)]) for span in text.generated[:marks]]
         for text in (upto, whole)
     )
-    if found != expected:
+    if of_upto != of_whole:
         raise DataError(
             f"the marks of message {turn + 1} ({view.messages[turn]['role']}) cannot be told from "
             f"those of others: the chat template of {view.template.origin} marks the messages "
@@ -228,8 +229,8 @@ def _marks_upto(view: _View, whole: Rendered, turn: int) -> int:
 
 
 def _found(view: _View, whole: str, turn: int) -> tuple[int, int]:
-    """(start, end) of a message in the text, by rendering up to the message and with the message.
-    DataError if the place cannot be found."""
+    """(start, end) of a message in the text, found by rendering up to the message and with the
+    message. DataError if the renderings are no prefixes of the text."""
     name = f"message {turn + 1} ({view.messages[turn]['role']})"
     origin = view.template.origin
     try:
@@ -257,13 +258,13 @@ _MARKED = "a --chat-template with {% generation %} marks, a file or one by its n
 
 
 def _end(view: _View, whole: str, turn: int) -> int | None:
-    """End of a message in the whole text; None if the text up to the message is no beginning of
+    """End of a message in the whole text; None if the rendering up to the message is no prefix of
     the whole text."""
     upto = view.render(turn + 1).text
     if whole.startswith(upto):
         return len(upto)
-    # The last turn ends in another way than earlier ones (gpt-oss), or EOS closes the text (Phi-3).
-    # A next message, even one that is only asked for, makes the turn an earlier one.
+    # The template ends the last turn differently (gpt-oss), or closes the text with EOS (Phi-3).
+    # Rendering with a prompt for the next message makes the turn an earlier one.
     asked = view.render(turn + 1, prompt=True).text
     before, prompt = view.render(turn).text, view.render(turn, prompt=True).text
     closing = view.template.special_tokens.get("eos_token", "")
@@ -275,8 +276,8 @@ def _end(view: _View, whole: str, turn: int) -> int | None:
 
 
 def token_mask(offsets: np.ndarray, spans: Spans) -> np.ndarray:
-    """Mask of tokens, bool (n,): True for a character in one of the spans. offsets: int (n, 2), the
-    characters [start, end) of each token."""
+    """Mask of tokens, bool (n,): True for a token with a character in one of the spans. offsets:
+    int (n, 2), the characters [start, end) of each token."""
     mask = np.zeros(len(offsets), bool)
     for start, end in spans:
         mask |= (offsets[:, 0] < end) & (offsets[:, 1] > start)

@@ -1,7 +1,7 @@
-"""Chat templates: from messages to text, as by transformers' apply_chat_template.
+"""Chat templates: from messages to text, as transformers' apply_chat_template does.
 
 A template is a program in jinja2's language, run in jinja2's sandbox. Marks `{% generation %} … {%
-endgeneration %}` say which text the model writes; rendering returns the places of marked text.
+endgeneration %}` surround text that the model writes; rendering returns the places of marked text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from llmq.text.tokenizer_files import OWN_TOKENS
 SHIPPED = Path(__file__).with_name("chat_templates")
 """Folder of templates of published formats, NAME.jinja, which mark the model's text."""
 _CONTROL = re.compile(r"<[^<>\s]+>")
-_PROBE = "probe"  # a reply, behind which the template's text is looked at
+_PROBE = "probe"  # content of a test message: where and how a template writes it
 _HALF = re.compile("[\ud800-\udfff]")
 _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 TOOL_CALLS, FUNCTION_CALL = "tool_calls", "function_call"  # list; one call, as OpenAI had earlier
@@ -57,8 +57,9 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """Chat templates by name; a single one is "default". special_tokens: texts of `eos_token` and
-    other roles. origin: the file or folder of the templates, for messages."""
+    """Chat templates of a tokenizer. sources: by name; a single one is "default". special_tokens:
+    texts of `eos_token` and other roles. origin: the file or folder of the templates, for
+    messages."""
 
     sources: Mapping[str, str]
     special_tokens: Mapping[str, str]
@@ -71,8 +72,8 @@ class ChatTemplate:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def source(self, tools: Sequence[Any] | None = None) -> str:
-        """Template that transformers chooses, which may depend on tools. DataError if several
-        templates have no default."""
+        """The template that transformers chooses: "tool_use" with tools, if there is one, else
+        "default". DataError if there is no default."""
         if tools is not None and len(self.sources) > 1 and "tool_use" in self.sources:
             return self.sources["tool_use"]
         if "default" not in self.sources:
@@ -95,8 +96,8 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """Text of a conversation. Contents become texts or lists of parts, whichever the template
-        reads. variables: others that the template may use. DataError with the template's words if
+        """Text of a conversation. Contents become texts or lists of parts, as the template reads
+        them. variables: further variables of the template. DataError with the template's words if
         the template refuses or fails."""
         source = self.source(tools)
         try:
@@ -124,10 +125,10 @@ def _said(error: Exception) -> str:
 
 
 def _refuse_half_characters(text: str, *given: Any) -> None:
-    """Raise ValueError for a lone surrogate, which no UTF-8 can hold, unless a record has one."""
-    found = _HALF.search(text)
-    if found is not None and not _HALF.search(json.dumps(given, ensure_ascii=False, default=str)):
-        raise ValueError(f"it writes half a character, U+{ord(found[0]):04X}")
+    """Raise ValueError for a lone surrogate, which UTF-8 cannot encode, unless a record has one."""
+    half = _HALF.search(text)
+    if half is not None and not _HALF.search(json.dumps(given, ensure_ascii=False, default=str)):
+        raise ValueError(f"it writes half a character, U+{ord(half[0]):04X}")
 
 
 class _MarkError(Exception):
@@ -135,7 +136,7 @@ class _MarkError(Exception):
 
 
 def _render(source: str, messages: Sequence[Message], **given: Any) -> Rendered:
-    """Text of a template. Raises any exception of the template, and _MarkError."""
+    """Render a template. Raises any exception of the template, and _MarkError."""
     template = _compiled(source)
     environment: _Environment = template.environment
     pieces: list[str] = []
@@ -155,8 +156,8 @@ def _render(source: str, messages: Sequence[Message], **given: Any) -> Rendered:
 
 
 def _as_template_sees(message: Message) -> Message:
-    """Message without null fields, and with a reasoning under all names that templates use, as in
-    transformers."""
+    """Message without null fields, and with the reasoning under all names that templates read, as
+    in transformers."""
     kept = {name: value for name, value in message.items() if value is not None}
     reasoning = next((kept[name] for name in REASONING if name in kept), None)
     if reasoning is None:
@@ -170,7 +171,7 @@ def _as_template_sees(message: Message) -> Message:
 
 def _as_read(source: str, messages: Sequence[Message]) -> list[Message]:
     """Messages with contents and calls of tools in the form that a template reads."""
-    forms, found, is_old = _forms(source), [], False
+    forms, converted, is_old = _forms(source), [], False
     for message in messages:
         message = _in_form(message, forms)
         if message.get(FUNCTION_CALL) and FUNCTION_CALL not in _constants(source):
@@ -182,8 +183,8 @@ def _as_read(source: str, messages: Sequence[Message]) -> list[Message]:
         if message.get(TOOL_CALLS):
             calls = [_call_in_form(call, _reads_arguments(source)) for call in message[TOOL_CALLS]]
             message = message | {TOOL_CALLS: calls}
-        found.append(message)
-    return found
+        converted.append(message)
+    return converted
 
 
 def as_tool_call(function: dict[str, Any]) -> dict[str, Any]:
@@ -199,7 +200,8 @@ def with_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
 
 
 def _call_in_form(call: dict[str, Any], reads: _Reads) -> dict[str, Any]:
-    """Call with arguments in the form that a template reads; JSON text stays if it reads both."""
+    """Call with arguments in the form that a template reads; JSON text stays if the template reads
+    both forms."""
     given = call.get("function", call).get("arguments")
     if isinstance(given, str) and not reads.texts:
         return with_arguments(call, json.loads(given))
@@ -210,7 +212,8 @@ def _call_in_form(call: dict[str, Any], reads: _Reads) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _reads_arguments(source: str) -> _Reads:
-    """Forms of a call's arguments that a template writes as JSON; `parts` means objects."""
+    """Forms of a call's arguments that a template can write as JSON. texts: JSON text; parts:
+    objects."""
     given, text = {_PROBE: 1}, f'{{"{_PROBE}":1}}'
     as_object, as_text = (
         _written(source, [{"role": "user", "content": "?"}, _calling(arguments)])
@@ -247,7 +250,8 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 class _Reads(NamedTuple):
-    """Forms of a value that a template writes: texts, and lists of parts or objects."""
+    """Forms of a value that a template accepts. texts: a text. parts: a list of parts, or an
+    object."""
 
     texts: bool
     parts: bool
@@ -255,11 +259,11 @@ class _Reads(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _forms(source: str) -> dict[str, _Reads]:
-    """Forms of contents that a template reads, by role; texts where the template refuses both."""
-    found: dict[str, _Reads] = {}
+    """Forms of contents that a template reads, by role; texts if the template refuses both."""
+    forms: dict[str, _Reads] = {}
     for role in ("user", "assistant", "system"):
         message = {"role": role, "content": _PROBE}
-        question = _in_form({"role": "user", "content": "?"}, found or {"user": _Reads(True, True)})
+        question = _in_form({"role": "user", "content": "?"}, forms or {"user": _Reads(True, True)})
         beside = {"user": [[], []], "assistant": [[question], []], "system": [[], [question]]}[role]
         as_text, as_parts = (
             _written(source, [*beside[0], message | {"content": content}, *beside[1]])
@@ -267,12 +271,12 @@ def _forms(source: str) -> dict[str, _Reads]:
         )
         printed = any(f"{q}text{q}: {q}{_PROBE}{q}" in as_parts for q in "'\"")
         parts = _PROBE in as_parts and not printed
-        found[role] = _Reads(_PROBE in as_text or not parts, parts)
-    return found
+        forms[role] = _Reads(_PROBE in as_text or not parts, parts)
+    return forms
 
 
 def _written(source: str, messages: Sequence[Message]) -> str:
-    """Text that a template makes of messages, with special tokens as empty texts; "" if the
+    """Text that a template writes for messages, with special tokens as empty texts; "" if the
     template fails."""
     given = {"tools": None, "documents": None, "add_generation_prompt": False}
     with suppress(Exception):  # the template is a program that may raise anything
@@ -285,9 +289,9 @@ def _written(source: str, messages: Sequence[Message]) -> str:
 
 
 def load_chat_template(tokenizer: Tokenizer, given: str | None = None) -> ChatTemplate | None:
-    """Chat template of a tokenizer, or the given one: a file, or the name of a template of the
-    tokenizer or of SHIPPED. None for a tokenizer without a template; DataError for a damaged or
-    missing one."""
+    """The chat template of a tokenizer, or the `given` one: a file, or the name of a template of
+    the tokenizer or in SHIPPED. None for a tokenizer without a template; DataError for a damaged or
+    missing template."""
     folder = tokenizer.folder if isinstance(tokenizer, HfTokenizer) else None
     special = _special_tokens(folder) if folder else dict.fromkeys(_SPECIAL[:2], END_OF_TEXT)
     sources = _sources_of(folder) if folder else {}
@@ -300,7 +304,7 @@ def load_chat_template(tokenizer: Tokenizer, given: str | None = None) -> ChatTe
     for name, source in sources.items():
         try:
             _compiled(source)
-        except Exception as error:  # also Python's compiler has its limits
+        except Exception as error:  # jinja2's errors, and those of Python's compiler
             what = "" if name == "default" else f" '{name}'"
             raise DataError(
                 f"the chat template{what} of {origin} is no template: {_said(error)}"
@@ -326,7 +330,7 @@ def _given_template(given: str) -> str:
 
 
 def _sources_of(folder: Path) -> dict[str, str]:
-    """Templates of a model folder by name; files win over tokenizer_config.json, as in
+    """Templates of a model folder by name; files take precedence over tokenizer_config.json, as in
     transformers."""
     files = {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
     if (folder / TEMPLATE_FILE).is_file():
@@ -338,12 +342,12 @@ def _sources_of(folder: Path) -> dict[str, str]:
     try:
         if isinstance(content, list):
             content = {entry["name"]: entry["template"] for entry in content}
-        found = {"default": content} if isinstance(content, str) else dict(content or {})
+        sources = {"default": content} if isinstance(content, str) else dict(content or {})
     except (TypeError, KeyError, ValueError):
-        found = {"": None}
-    if not all(isinstance(text, str) for pair in found.items() for text in pair):
+        sources = {"": None}
+    if not all(isinstance(text, str) for pair in sources.items() for text in pair):
         raise DataError(f"'{path}': its chat_template is neither a text nor a list of named texts")
-    return found
+    return sources
 
 
 def _read_template(path: Path) -> str:
@@ -362,10 +366,10 @@ def _special_tokens(folder: Path) -> dict[str, str]:
         {} if "added_tokens_decoder" in config else read_json(folder / "special_tokens_map.json")
     )
     of_class = OWN_TOKENS.get(str(config.get("tokenizer_class")).removesuffix("Fast"), {})
-    found = {f"{name}_token": text for name, text in of_class.items()}
+    tokens = {f"{name}_token": text for name, text in of_class.items()}
     for source in (config, named):
-        found.update({name: source[name] for name in _SPECIAL if name in source})
-    texts = {n: t.get("content") if isinstance(t, dict) else t for n, t in found.items()}
+        tokens.update({name: source[name] for name in _SPECIAL if name in source})
+    texts = {n: t.get("content") if isinstance(t, dict) else t for n, t in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
@@ -374,15 +378,15 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 class Stop(NamedTuple):
-    """End of an assistant's turn: any of `ids`, the template's first, or `text`. text: the
-    template's end if the end is no token, else None."""
+    """The end of an assistant's turn. ids: each of these ids ends the turn; the template's is the
+    first. text: the end that the template writes if this end is no token, else None."""
 
     ids: Collection[int]
     text: str | None
 
 
 def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> Stop:
-    """End that the template writes behind a reply, and the tokenizer's end of a text."""
+    """The end that the template writes behind a reply, and the tokenizer's EOS."""
     ids = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
     with suppress(DataError):  # the template will refuse real messages, too
@@ -396,21 +400,22 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> Stop:
 
 
 def lacking_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> list[str]:
-    """Texts of the template that look like tokens, and are no tokens of this tokenizer."""
+    """Texts such as <|im_end|> in the template's output that are no single token of the
+    tokenizer."""
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    found: dict[str, None] = {}
+    texts: dict[str, None] = {}
     for start in ([{"role": "system", "content": "!"}], []):
-        with suppress(DataError):  # of a system message
-            found |= dict.fromkeys(_CONTROL.findall(template.render([*start, *messages]).text))
-    return [text for text in found if len(tokenizer.encode(text)) > 1]
+        with suppress(DataError):  # some templates refuse a system message
+            texts |= dict.fromkeys(_CONTROL.findall(template.render([*start, *messages]).text))
+    return [text for text in texts if len(tokenizer.encode(text)) > 1]
 
 
 # ------------------------------------------------------------------------------------------------
-# jinja2 as transformers sets it up
+# jinja2's environment with the settings of transformers
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Sandbox of one template. marks: True if the template has generation blocks."""
+    """jinja2's sandbox for one template. marks: True if the template has generation blocks."""
 
     marks = False
 
@@ -421,7 +426,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """Tag `{% generation %}`, which notes the text of the block and the block's place."""
+    """The tag `{% generation %}`, which records the text and the place of its block."""
 
     tags = frozenset({"generation"})
 
@@ -439,15 +444,15 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=64)
 def _compiled(source: str) -> jinja2.Template:
-    """Compiled template. jinja2.TemplateError for a source that is none."""
+    """The compiled template. jinja2.TemplateError for a malformed source."""
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
-        optimized=False,  # else products of constants are computed here, of any size
+        optimized=False,  # True would compute constant expressions of any size at compile time
         extensions=[_Generation, "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = _to_json
-    del environment.globals["lipsum"]  # text for web pages, in any amount
+    del environment.globals["lipsum"]  # writes filler text of any length
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(source)
@@ -456,9 +461,9 @@ def _compiled(source: str) -> jinja2.Template:
 @lru_cache(maxsize=64)
 def _constants(source: str) -> frozenset[str]:
     tree = _compiled(source).environment.parse(source)
-    found = [node.value for node in tree.find_all(nodes.Const)]
-    found += [node.attr for node in tree.find_all(nodes.Getattr)]
-    return frozenset(value for value in found if isinstance(value, str))
+    values = [node.value for node in tree.find_all(nodes.Const)]
+    values += [node.attr for node in tree.find_all(nodes.Getattr)]
+    return frozenset(value for value in values if isinstance(value, str))
 
 
 def _to_json(
@@ -468,7 +473,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Value as JSON; jinja2's own filter would escape `<` and `'`, for web pages."""
+    """Value as JSON; jinja2's own filter escapes `<` and `'` for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,4 +1,4 @@
-"""Conversations in records of JSON and of tables, in the formats of published data sets.
+"""Conversations in JSON records and rows of tables, in the formats of published data sets.
 
 messages       {"messages": [{"role": "user", "content": "…"}, …]}, with "tools" if there are
 conversations  {"conversations": [{"from": "human", "value": "…"}, …]}
@@ -7,7 +7,7 @@ instruction    {"instruction": "…", "input": "…", "output": "…"}
 pairs          {"prompt": "…", "chosen": "…", "rejected": "…"}: two conversations, the first one
                preferred; the prompt may be a field of any format above
 labels         {"prompt": "…", "completion": "…", "label": true}: a conversation of any format
-               above, and whether the answer is desirable
+               above; label: true if the answer is desirable
 classes        {"text": "…", "label": 2}: a text or a conversation, and its class
 """
 
@@ -31,7 +31,7 @@ from llmq.text.chat_template import (
 )
 
 TEXT = "text"
-# Fields that a record of each format must have (REQUIRED), and fields that it may have (OPTIONAL).
+# Fields that a record of each format must have (REQUIRED), and may have (OPTIONAL).
 REQUIRED = {
     "messages": ("messages",),
     "conversations": ("conversations",),
@@ -57,13 +57,13 @@ OPTIONAL = {
 FORMATS = ("auto", TEXT, *REQUIRED)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-# Roles under the names of other data sets.
+# Roles by their names in other data sets.
 _ROLES_OF_OTHERS = {
     **dict.fromkeys(("gpt", "chatgpt", "model"), "assistant"),
     **{"human": "user", "observation": "tool", "function_response": "tool"},
     "function_call": "assistant",
 }
-# Fields of data sets that say whether a message is trained, and values of these fields.
+# Fields of published data sets that switch training of a message on or off, and their values.
 FLAGS = ("weight", "train", "training", "loss")
 _FLAG_VALUES = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 
@@ -72,9 +72,10 @@ _FLAG_VALUES = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True
 class Conversation:
     """Messages and other fields of a record that a chat template reads.
 
-    variables: for the template. first_trained: messages in front of this number are a prompt, and
-    not trained. is_text: the record is a prompt and a completion, both texts, without other fields.
-    label: whether the answer is desirable, or the number of a class. text: in place of messages.
+    variables: of the template. first_trained: messages in front of this index are the prompt, and
+    not trained. is_text: True if the record is a prompt and a completion, both texts, without other
+    fields. label: True if the answer is desirable, or the number of a class. text: a text without
+    messages.
     """
 
     messages: list[Message]
@@ -87,7 +88,7 @@ class Conversation:
     text: str | None = None
 
     def answered_by(self, other: Conversation) -> Conversation:
-        """Conversation with the answer of another conversation in place of its own."""
+        """This conversation's prompt with the answer of another conversation."""
         answer = other.messages[other.first_trained :]
         is_text = self.is_text and other.is_text
         messages = [*self.messages[: self.first_trained], *answer]
@@ -96,13 +97,15 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class RecordConversation:
-    """Reader of conversations of one format in records, like RecordText for texts."""
+    """Reader of conversations in records of one format; RecordText is the reader of texts. form:
+    key of REQUIRED."""
 
     form: str
 
     @property
     def in_pairs(self) -> bool:
-        """True if a record becomes two documents: both answers, or its own and another record's."""
+        """True if a record becomes two documents: with both of its answers, or with its own answer
+        and another record's."""
         return self.form in (PAIRS, LABELS)
 
     def columns(self, there: Sequence[str], where: str) -> Sequence[str]:
@@ -117,15 +120,16 @@ class RecordConversation:
         return [name for name in there if name in fields]
 
     def of(self, record: Mapping[str, Any], where: str) -> bytes:
-        """Row of a table as JSON, without nulls, which stand for missing fields."""
+        """Row of a table as JSON bytes, without nulls, which stand for missing fields. DataError,
+        which begins with `where`, for a value that is no JSON."""
         try:
             return json.dumps(_without_nulls(record), ensure_ascii=False).encode()
         except TypeError as error:
             raise DataError(f"{where}: a value that no JSON can hold: {error}") from error
 
     def of_json(self, line: bytes, where: str) -> list[Conversation]:
-        """Conversation of a record in JSON, or both of a pair. DataError, which begins with
-        `where`, for a record without a conversation."""
+        """The conversation of a JSON record, or both conversations of a pair. DataError, which
+        begins with `where`, for a record without a conversation."""
         record = json_record(line, where)
         try:
             _check_required(record, self.form)
@@ -161,9 +165,9 @@ def parse_conversation(record: dict[str, Any], form: str) -> Conversation:
 
 
 def parse_pair(record: dict[str, Any]) -> list[Conversation]:
-    """Both conversations of a record, the chosen one first; only answers are trained. Answers that
-    begin with another role than the assistant's are whole conversations, with the prompt in common.
-    DataError for missing or wrong fields."""
+    """Both conversations of a record, the chosen one first; only answers are trained. If an answer
+    begins with another role than the assistant's, both are whole conversations, and their common
+    messages are the prompt. DataError for missing or wrong fields."""
     answers = [_answer(record, name) for name in REQUIRED[PAIRS]]
     whole = [isinstance(a, list) and a and a[0]["role"] != "assistant" for a in answers]
     if any(whole) and all(isinstance(a, list) for a in answers):
@@ -184,13 +188,13 @@ def parse_labelled(record: dict[str, Any]) -> Conversation:
     label = _FLAG_VALUES.get(str(record["label"]).strip().lower())
     if label is None:
         raise DataError(f"field 'label' is {record['label']!r}, neither true nor false")
-    found = _conversation_of(record)
-    prompt = found.first_trained or len(found.messages) - 1
-    return replace(found, first_trained=prompt, label=label)
+    conversation = _conversation_of(record)
+    prompt = conversation.first_trained or len(conversation.messages) - 1
+    return replace(conversation, first_trained=prompt, label=label)
 
 
 def _conversation_of(record: dict[str, Any]) -> Conversation:
-    """Conversation by the first format whose fields a record has. DataError without a format."""
+    """Conversation in the first format whose fields a record has. DataError without a format."""
     forms = (PLAIN, "messages", "conversations", "instruction")
     form = next((f for f in forms if all(record.get(n) is not None for n in REQUIRED[f])), None)
     if form is None:
@@ -210,7 +214,7 @@ def parse_classified(record: dict[str, Any]) -> Conversation:
 
 
 def _answer(record: dict[str, Any], name: str) -> str | list[Message]:
-    """Value of `chosen` or `rejected`: a text, or one message or several."""
+    """Value of `chosen` or `rejected`: a text, or a list of messages."""
     value = record[name]
     if isinstance(value, str):
         return value
@@ -275,7 +279,7 @@ def _text(value: Any, name: str) -> str:
 
 
 def _parsed(record: dict[str, Any], name: str, kind: type) -> Any:
-    """Value of a field, which may hold JSON text, as in Parquet files; None if absent. DataError
+    """Value of a field, parsed if it is JSON text, as in Parquet files; None if absent. DataError
     for a value of another type than `kind`."""
     value = record.get(name)
     if isinstance(value, str):
@@ -296,17 +300,17 @@ def _messages(record: dict[str, Any], name: str) -> list[Message]:
     values = _parsed(record, name, list)
     if values is None:  # the field was the text "null"
         raise DataError(f"field '{name}' holds no list")
-    found = []
+    messages = []
     for number, value in enumerate(values, 1):
         if not isinstance(value, dict):
             raise DataError(f"message {number} is a {type(value).__name__}, not an object")
-        found.append(_message(value, number))
-    return found
+        messages.append(_message(value, number))
+    return messages
 
 
 def _message(value: dict[str, Any], number: int) -> Message:
-    """Message with role and content under these names, whatever names the file has. DataError for a
-    message without both, or with other contents than texts."""
+    """Message with the fields `role` and `content`, which other data sets call `from` and `value`.
+    DataError for a message without role or content, or with other contents than texts."""
     is_trained(value, number)
     message = {key: v for key, v in value.items() if key not in ("from", "value")}
     for key, other in (("role", "from"), ("content", "value")):
@@ -375,7 +379,7 @@ def _parsed_call(call: Any) -> dict[str, Any]:
     if not isinstance(inner, dict):
         raise DataError(f"a call of a tool is a {type(inner).__name__}, not an object")
     if "name" not in inner or ("arguments" not in inner and "parameters" in inner):
-        return call  # of another kind, which a template may know
+        return call  # another kind of call, which a template may know
     return with_arguments(call, _arguments(inner.get("arguments")))
 
 
@@ -405,9 +409,9 @@ def check_roles(messages: Sequence[Message], known: Collection[str]) -> None:
 
 
 def weight_of(message: Message, number: int) -> float | None:
-    """Weight of message `number`, from 1, by any of FLAGS; None for a message without these fields.
-    DataError for a bad value, or for fields that contradict each other."""
-    found: dict[str, float] = {}
+    """Weight of message `number` (from 1), 0 to 1, by any field of FLAGS; None without these
+    fields. DataError for a bad value, or for fields that contradict each other."""
+    weights: dict[str, float] = {}
     for name in FLAGS:
         if (value := message.get(name)) is not None:
             known = _FLAG_VALUES.get(str(value).strip().lower())
@@ -417,20 +421,20 @@ def weight_of(message: Message, number: int) -> float | None:
                     f"message {number}: '{name}' is {value!r}: a message is trained (1, true) or "
                     f"not (0, false); 'weight' may also be a multiple of {1 / WEIGHT_PARTS} between"
                 )
-            found[name] = round(parts) / WEIGHT_PARTS if known is None else float(known)
-    if len({*found.values()}) > 1:
-        raise DataError(f"message {number}: {' and '.join(found)} contradict each other")
-    return next(iter(found.values()), None)
+            weights[name] = round(parts) / WEIGHT_PARTS if known is None else float(known)
+    if len({*weights.values()}) > 1:
+        raise DataError(f"message {number}: {' and '.join(weights)} contradict each other")
+    return next(iter(weights.values()), None)
 
 
 def is_trained(message: Message, number: int) -> bool | None:
-    """True for a message with a weight above 0, False for weight 0, None as by `weight_of`."""
+    """True for a message with a weight above 0, False for weight 0, None without a weight."""
     weight = weight_of(message, number)
     return None if weight is None else weight > 0
 
 
 def check_whole(conversations: Sequence[Conversation], where: str) -> None:
-    """Raise DataError for a weight between 0 and 1."""
+    """Raise DataError for a message with a weight between 0 and 1."""
     for number, message in (m for each in conversations for m in enumerate(each.messages, 1)):
         if (weight := weight_of(message, number)) not in (None, 0, 1):
             raise DataError(

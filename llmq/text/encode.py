@@ -29,7 +29,7 @@ from llmq.text.record_format import RecordText
 from llmq.text.token_shards import Ids
 from llmq.text.tokenizer import Added, Tokenizer, load_tokenizer
 
-# End of a block in the input, and the block's ids for training and for evaluation.
+# Position behind a block in the input, and the block's ids for training and for evaluation.
 Encoded = tuple[Position, tuple[Ids, Ids]]
 
 UNWEIGHTED = ("last", "each", "all")  # values of --train-on
@@ -40,9 +40,10 @@ _FORGED = (
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Recipe by which documents become ids, sent to worker processes. tokenizer: for
-    load_tokenizer. wanted: reader of records. added: ids in front of and behind each text or
-    completion; conversations have none. chat: renders conversations; None for texts."""
+    """Settings of encoding, sent to worker processes. tokenizer: argument of load_tokenizer.
+    wanted: reader of records. added: ids in front of and behind each text or completion; none for
+    conversations. chat: renderer of conversations; None for texts. with_weights: messages have
+    weights."""
 
     tokenizer: str
     wanted: RecordText | RecordConversation
@@ -51,7 +52,8 @@ class Recipe:
     with_weights: bool = False
 
     def weighted(self) -> Recipe:
-        """Recipe with messages' weights; ConfigError unless documents are whole conversations."""
+        """This recipe with weights of messages; ConfigError unless documents are whole
+        conversations."""
         single = not self.wanted.in_pairs and self.wanted.form != CLASSES
         if not (self.is_chat and single and self.chat.train_on not in UNWEIGHTED):
             raise ConfigError(
@@ -62,7 +64,7 @@ class Recipe:
 
     @property
     def with_masks(self) -> bool:
-        """True if token files have masks of the tokens that are trained."""
+        """True if token files have masks of trained tokens."""
         partly = self.chat is not None and self.chat.train_on != "all"
         return self.wanted.in_pairs or self.wanted.form == CLASSES or partly
 
@@ -72,7 +74,7 @@ class Recipe:
         return isinstance(self.chat, Chat)
 
     def record(self) -> dict[str, Any]:
-        """Everything that decides the ids but the tokenizer, for tokenize.json."""
+        """All settings that decide the ids, besides the tokenizer, for tokenize.json."""
         is_text = isinstance(self.wanted, RecordText)
         return {
             "field": self.wanted.field if is_text else None,
@@ -86,7 +88,7 @@ class Recipe:
 
 
 class Encoder:
-    """Encoder of blocks; each worker process has an encoder."""
+    """Encoder of blocks of documents; each worker process has one."""
 
     def __init__(self, tokenizer: Tokenizer, recipe: Recipe) -> None:
         self.tokenizer, self.recipe = tokenizer, recipe
@@ -100,8 +102,8 @@ class Encoder:
     def encode(
         self, pieces: list[DocumentPart], begin: Begin = lambda number, size: None
     ) -> tuple[Ids, Ids]:
-        """Ids for training and for evaluation; an empty document has no ids. begin: called in
-        front of each document, with the document's number and size. DataError for a bad record."""
+        """Ids of documents for training, and for evaluation; an empty document has no ids. begin:
+        called before each document, with its number and size. DataError for a bad record."""
         parts, chat = (_Parts(), _Parts()), self.recipe.chat
         for number, piece in enumerate(pieces):
             begin(number, len(piece.text))
@@ -112,7 +114,7 @@ class Encoder:
         return parts[0].joined(self.recipe.with_masks), parts[1].joined(self.recipe.with_masks)
 
     def _add_text(self, piece: DocumentPart, parts: _Parts) -> None:
-        """Encode a text. An empty text gets no added tokens, which would be a document."""
+        """Encode a text. An empty text gets no added tokens: these alone would be a document."""
         text = self.recipe.wanted.of_json(piece.text, piece.where)
         (text,) = _whole([text], piece, parts)
         before, after = self._added
@@ -126,8 +128,9 @@ class Encoder:
     def _add_conversation(
         self, piece: DocumentPart, chat: Chat | Completion, parts: _Parts
     ) -> None:
-        """Encode a conversation, or two: both of a pair, or a second one with the answer of
-        `piece.other`. The tokens that are added behind a completion are trained."""
+        """Encode a conversation, both conversations of a pair, or for labels the conversation and
+        its prompt with the answer of `piece.other`. Tokens added behind a completion are
+        trained."""
         wanted = self.recipe.wanted
         conversations = wanted.of_json(piece.text, piece.where)
         written = self.recipe.is_chat and conversations[0].text is None
@@ -177,18 +180,18 @@ class Encoder:
         """Weight of each token, float32 (n,): the weight of the token's message, 0 where the mask
         (n,) is False."""
         messages = conversation.messages
-        own = [weight_of(message, n) for n, message in enumerate(messages, 1)]
-        found = mask.astype(np.float32)
-        for weight in {w for w in own if w is not None and 0 < w < 1}:
+        of_messages = [weight_of(message, n) for n, message in enumerate(messages, 1)]
+        weights = mask.astype(np.float32)
+        for weight in {w for w in of_messages if w is not None and 0 < w < 1}:
             alone = [
                 {**{k: v for k, v in m.items() if k not in FLAGS}, "weight": int(w == weight)}
-                for m, w in zip(messages, own, strict=True)
+                for m, w in zip(messages, of_messages, strict=True)
             ]
             if not any(m["weight"] and m["role"] == "assistant" for m in alone):
                 continue  # no message of this weight is trained
             ((_, spans),) = chat.texts(replace(conversation, messages=alone))
-            found[token_mask(offsets, spans)] = weight
-        return found
+            weights[token_mask(offsets, spans)] = weight
+        return weights
 
     def _check_class(self, label: int, where: str) -> None:
         """Raise DataError for a class beyond the tokenizer's ids: classes are stored as ids."""
@@ -199,24 +202,25 @@ class Encoder:
             )
 
     def _forged(self, conversation: Conversation) -> str | None:
-        """First control token that is written out in a message, perhaps unintended; or None."""
+        """First control token that a message's text contains, perhaps by accident; else None."""
         for message in conversation.messages:
-            found = self._control.search(text_of(message.get("content")))
-            if found is not None:
-                return found[0]
+            match = self._control.search(text_of(message.get("content")))
+            if match is not None:
+                return match[0]
         return None
 
 
 def _whole(texts: list[str], piece: DocumentPart, parts: _Parts) -> list[str]:
-    """Texts of a document with U+FFFD for half characters, which are noted."""
-    found = [whole_characters(text, piece.text) for text in texts]
-    if found != texts:
+    """Texts of a document with U+FFFD for half characters; adds a note to `parts` if there are
+    any."""
+    mended = [whole_characters(text, piece.text) for text in texts]
+    if mended != texts:
         parts.notes.append((f"have {HALVES}", piece.where))
-    return found
+    return mended
 
 
 class _Parts:
-    """Parts of `Ids`, gathered one after the other."""
+    """Builder of `Ids` from parts in order."""
 
     def __init__(self) -> None:
         self._parts, self._ends, self._count = [np.empty(0, np.int32)], [], 0
@@ -231,7 +235,7 @@ class _Parts:
             self._masks.append(mask)
 
     def end(self) -> None:
-        """Note the end of a document."""
+        """Record the end of a document."""
         self._ends.append(self._count)
 
     def joined(self, with_masks: bool = False) -> Ids:
@@ -247,8 +251,9 @@ class _Parts:
 def encode_in_workers(
     blocks: Iterator[Block], encoder: Encoder, workers: int, bounds: Bounds
 ) -> Iterator[Encoded]:
-    """Ends and ids of blocks, in order, encoded by worker processes with a few blocks in flight.
-    DataError names the record for which the tokenizer or the template exceeds the bounds."""
+    """Position and ids of each block, in order, encoded by worker processes with at most three
+    blocks each in flight. DataError names the record for which tokenizer or template exceed the
+    bounds."""
     make = partial(_answering, encoder.recipe, encoder if forks() else None)
     pool = [Worker(make, bounds) for _ in range(workers)]
     idle, busy = [*pool], {}
@@ -279,5 +284,6 @@ def encode_in_workers(
 
 
 def _answering(recipe: Recipe, encoder: Encoder | None) -> Answer:
-    """Answer of a worker process. encoder: None where the process is no fork with an encoder."""
+    """The function that a worker process calls for each block. encoder: inherited by a forked
+    process; None: load one."""
     return (encoder or Encoder(load_tokenizer(recipe.tokenizer), recipe)).encode

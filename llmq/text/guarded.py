@@ -1,7 +1,6 @@
-"""Foreign tokenizers and chat templates, run in a process of their own, each call within bounds.
+"""Foreign tokenizers and chat templates, run in a separate process with bounds for each call.
 
-A tokenizer that takes all memory, or a template that never ends, makes one line of an error in any
-command.
+If a tokenizer takes all memory, or a template never ends, the command ends with one line of error.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from llmq.options.presets import find_directory
 from llmq.text.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer, load_tokenizer
 
 BOUNDS = Bounds(seconds=5, memory_per_byte=256, threads=True)  # of a call
-_ONCE = Bounds(seconds=20)  # of all look-ups in a large vocabulary together
+_ONCE = Bounds(seconds=20)  # of one look_into, which may read a large vocabulary
 _FACTS = ("vocab_size", "eos_id", "bos_id", "prefix_id", "added")
 
 
 class TokenizerProcess:
-    """Process that has loaded a tokenizer, and calls functions with the tokenizer."""
+    """Process that loads a tokenizer, and calls functions with the tokenizer."""
 
     def __init__(self, spec: str | Path) -> None:
-        """spec: folder or name of the tokenizer, as of load_tokenizer."""
+        """spec: folder or name of the tokenizer, as in load_tokenizer."""
         self._what, self._lock = f"the tokenizer '{spec}' or its chat template", threading.Lock()
         self._worker = Worker(partial(_loaded, spec), BOUNDS)
 
@@ -61,10 +60,10 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 class GuardedTokenizer(HfTokenizer):
-    """Tokenizer of a model folder, run by a process of its own."""
+    """HfTokenizer whose methods run in a TokenizerProcess."""
 
     def __init__(self, folder: Path) -> None:
-        """DataError as of HfTokenizer, or if loading exceeds the bounds."""
+        """DataError as in HfTokenizer, or if loading exceeds the bounds."""
         self.folder, self.process = folder, TokenizerProcess(folder)
         vars(self).update(self.process.call(_facts))
 
@@ -79,7 +78,8 @@ def _facts(tokenizer: HfTokenizer) -> dict[str, Any]:
 
 
 def guarded_tokenizer(spec: str | Path) -> Tokenizer:
-    """Load the tokenizer of a folder or repository in a worker process; a ByteTokenizer here."""
+    """The tokenizer of a folder or repository, loaded in a worker process; a ByteTokenizer, which
+    needs no such process, for `bytes`."""
     if str(spec) == ByteTokenizer.fingerprint:
         return ByteTokenizer()
     return GuardedTokenizer(find_directory(str(spec)) or Path(spec))
@@ -93,7 +93,7 @@ def process_of(tokenizer: Tokenizer) -> TokenizerProcess:
 
 
 def look_into(folder: Path, function: Callable[[Path], Any], name: Path | None = None) -> Any:
-    """Result of function(folder), which reads tokenizer files in a process that ends with the call.
-    name: the folder in messages, if another. DataError if the call exceeds its bounds in time or
-    memory."""
+    """Result of function(folder), called in a new process, because it reads foreign tokenizer
+    files. name: the folder to name in messages; None: `folder`. DataError if the call exceeds its
+    bounds in time or memory."""
     return in_worker(partial(function, folder), f"the tokenizer '{name or folder}'", _ONCE)

@@ -1,13 +1,13 @@
 """Inputs of `llmq tokenize`: files, folders, glob patterns, standard input and data sets.
 
-Standard input is kept in a file while `llmq tokenize` runs. The whole content has to be known
-before the first token is written: whether records are in it, where the part for evaluation begins,
-and whether an interrupted run has read the same content.
+Standard input is kept in a file while `llmq tokenize` runs, because three facts about the whole
+content are needed before the first token is written: its format, the place of the evaluation part,
+and a fingerprint to recognize it when an interrupted run resumes.
 
-Documents are a stream that can be resumed anywhere. A text file is one document, and so is each
-record of JSON, row of a table, or record of a data set (`base/records.py`). Memory is constant: a
-long text comes in pieces of up to 256 KiB, cut where the cut does not change tokens; Parquet is
-read one row group at a time.
+Documents are a stream that can be resumed anywhere. A document is a text file, a JSON record, a row
+of a table, or a record of a data set (`base/records.py`). Memory is constant: a long text comes in
+pieces of up to 256 KiB, cut at places that do not change tokens; Parquet is read one row group at a
+time.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class InputSource:
-    """An input file, or a data set. in_folder: the file was found in a given folder, and may be
-    left out. dataset: None for a file."""
+    """An input file, or a data set. in_folder: True for a file of a given folder, which may be left
+    out. dataset: None for a file."""
 
     path: str
     kind: str  # text, jsonl, json, csv, tsv, parquet or dataset
     size: int  # bytes; a data set may say 0, for an unknown size
-    mtime_ns: int  # of a data set, a number that differs for other contents
+    mtime_ns: int  # for a data set, a hash of its content
     in_folder: bool
     dataset: HubDataset | None = None
 
     @property
     def identity(self) -> list[str | int]:
-        """Path, size and time, by which an interrupted run recognizes its inputs."""
+        """Path, size and time, by which a resumed run recognizes its inputs."""
         path = os.path.abspath(self.path) if self.dataset is None else self.path
         return [path, self.size, self.mtime_ns]
 
@@ -87,8 +87,8 @@ def find_sources(
 
 def find_files(inputs: Sequence[str], exclude: Path) -> list[InputSource]:
     """Files that paths, folders and glob patterns name, each once; links are followed. Hidden
-    files, the folder `exclude` (the output) and files that `llmq tokenize` has written are left
-    out. DataError for an input that names nothing."""
+    files, the folder `exclude` (the output) and files written by `llmq tokenize` are left out.
+    DataError for an input without files."""
     sources: dict[str, InputSource] = {}
     for name in inputs:
         if not name:
@@ -99,7 +99,7 @@ def find_files(inputs: Sequence[str], exclude: Path) -> list[InputSource]:
         for path in paths:
             in_folder = path.is_dir()
             files = _walk(path, exclude) if in_folder else [path] * path.is_file()
-            if not files:  # a pipe has neither a size nor a place to resume at
+            if not files:  # such as a pipe, which has neither a size nor a position to resume at
                 raise DataError(f"'{path}' is not a file and holds no files, hidden ones left out")
             for file in files:
                 place = os.path.abspath(file)
@@ -109,27 +109,27 @@ def find_files(inputs: Sequence[str], exclude: Path) -> list[InputSource]:
 
 
 def _walk(folder: Path, exclude: Path) -> list[Path]:
-    found: list[Path] = []
+    paths: list[Path] = []
     exclude = exclude.resolve()
     seen: set[tuple[int, int]] = set()  # links may reach a folder twice, or in a circle
-    for parent, folders, files in os.walk(folder, onerror=_unreadable, followlinks=True):
-        here = Path(parent)
-        stat = here.stat()
+    for name, folders, files in os.walk(folder, onerror=_unreadable, followlinks=True):
+        parent = Path(name)
+        stat = parent.stat()
         if (stat.st_dev, stat.st_ino) in seen:
             folders.clear()
             continue
         seen.add((stat.st_dev, stat.st_ino))
-        # Sorted, so that a folder of several paths is always seen under the same one.
+        # Sorted, so that a folder with several paths is always found under the same path.
         folders[:] = sorted(
-            f for f in folders if not f.startswith(".") and (here / f).resolve() != exclude
+            f for f in folders if not f.startswith(".") and (parent / f).resolve() != exclude
         )
-        own = _own_names(here)
-        found += [
-            here / f
+        written = _own_names(parent)
+        paths += [
+            parent / f
             for f in files
-            if not f.startswith(".") and f not in own and (here / f).is_file()
+            if not f.startswith(".") and f not in written and (parent / f).is_file()
         ]
-    return sorted(found, key=os.fsencode)
+    return sorted(paths, key=os.fsencode)
 
 
 def _own_names(folder: Path) -> Collection[str]:
@@ -165,16 +165,16 @@ def _source(path: Path, in_folder: bool) -> InputSource:
 
 
 def is_html(path: str) -> bool:
-    """True for the name of an HTML file, which is no text to train."""
+    """True for the name of an HTML file, compressed or not."""
     return path.lower().removesuffix(".gz").removesuffix(".zst").endswith((".html", ".htm"))
 
 
 def _json_kind(path: Path, in_folder: bool) -> str:
-    """Kind of a .json file: jsonl or json, or text for a file of a folder without records.
-    DataError for a given file without records."""
+    """Kind of a .json file: jsonl, json, or text for a file without records in a folder. DataError
+    for a file without records that was named itself."""
     try:
         kind = json_layout(str(path))
-    except (OSError, EOFError, zlib.error):  # reading it will report this
+    except (OSError, EOFError, zlib.error):  # reported when the records are read
         return "jsonl"
     if kind is None and not in_folder:
         raise DataError(
@@ -189,9 +189,9 @@ def _json_kind(path: Path, in_folder: bool) -> str:
 
 
 def reading_standard_input(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Decorate a function of inputs and of a folder `out`: the input `-` becomes a file in `out`
-    with the content of standard input, until the function returns. Name, size and time of the file
-    follow from the content, so that a resumed run recognizes the same content."""
+    """Decorator of a function of `inputs` and a folder `out`: the content of standard input, given
+    as `-`, is kept as a file in `out` until the function returns. Name, size and time of the file
+    depend on the content alone, so that a resumed run recognizes the same content."""
 
     @functools.wraps(function)
     def run(inputs: Sequence[str], *, out: str | Path, **options: Any) -> Result:
@@ -199,7 +199,7 @@ def reading_standard_input(function: Callable[..., Result]) -> Callable[..., Res
             return function(inputs, out=out, **options)
         if [*inputs].count(STANDARD_INPUT) > 1:
             raise DataError(f"'{STANDARD_INPUT}' is given twice: standard input can be read once")
-        made = not Path(out).exists()
+        is_new = not Path(out).exists()
         spooled = _spool(Path(out))
         try:
             inputs = [str(spooled) if name == STANDARD_INPUT else name for name in inputs]
@@ -207,7 +207,7 @@ def reading_standard_input(function: Callable[..., Result]) -> Callable[..., Res
         finally:
             spooled.unlink(missing_ok=True)
             with suppress(OSError):  # the folder holds other files
-                made and os.rmdir(out)
+                is_new and os.rmdir(out)
 
     return run
 
@@ -238,8 +238,8 @@ def _spool(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class HubDataset:
-    """Data set whose records the library `datasets` streams. name: of the hub, or a folder.
-    config: a configuration of the data set, None: the only one."""
+    """Data set that the library `datasets` streams. name: of the hub, or a folder. config: name of
+    a configuration; None: the only one."""
 
     name: str
     config: str | None
@@ -250,8 +250,8 @@ class HubDataset:
         return f"data set {self.name}{config} ({self.split})"
 
     def facts(self) -> tuple[int, int]:
-        """Size in bytes, 0 if unknown, and a number that differs for other contents. DataError if
-        the data set cannot be opened."""
+        """Size in bytes, 0 if unknown, and a hash of the content. DataError if the data set cannot
+        be opened."""
         builder = self._builder()
         known = (builder.info.splits or {}).get(self.split)
         files = (builder.config.data_files or {}).get(self.split) or []
@@ -261,7 +261,8 @@ class HubDataset:
         return (known and known.num_bytes) or 0, int.from_bytes(digest, "little")
 
     def field_names(self) -> list[str] | None:
-        """Fields of all records, or of the first one; None for an empty data set."""
+        """Names of the fields of all records, or of the first record; None for an empty data
+        set."""
         stream = self._stream(self._builder())
         if stream.column_names is not None:
             return stream.column_names
@@ -269,9 +270,9 @@ class HubDataset:
         return None if first is None else list(first)
 
     def read(self, wanted: Wanted, size: int, row: int) -> Iterator[Item]:
-        """Documents that `wanted` makes of the records behind the first `row` records, without
-        empty documents. size: of `facts`. DataError for bad records and if the network fails; the
-        same command resumes."""
+        """Documents of the records behind the first `row` records, without empty documents. wanted:
+        reader of records. size: from `facts`. DataError for a bad record, or if the network fails;
+        the same command resumes."""
         builder = self._builder()
         stream = self._stream(builder)
         if stream.column_names is not None:
@@ -300,8 +301,8 @@ class HubDataset:
         try:
             return function()
         except Exception as error:  # the library, the network and damaged files raise anything
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"--dataset: cannot read the {self}: {said[:500]}") from error
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(f"--dataset: cannot read the {self}: {reason[:500]}") from error
 
 
 def dataset_of(spec: str | None, split: str | None) -> HubDataset | None:
@@ -327,19 +328,20 @@ class Portions(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Place in the inputs where reading goes on. offset: bytes of the unpacked file, or rows."""
+    """Position in the inputs. source: index of the file. offset: bytes of the unpacked file, or
+    rows."""
 
     source: int = 0
     offset: int = 0
-    line: int = 0  # lines of JSONL, or elements of an array, in front of the place
-    document: int = 0  # documents in front of the place, over all sources
+    line: int = 0  # lines of JSONL, or elements of an array, in front of the position
+    document: int = 0  # documents in front of the position, over all sources
     skipped: int = 0  # files that were not text
     bytes_read: int = 0  # over all sources, as on the disk; for the progress bar
 
 
 class DocumentPart(NamedTuple):
-    """Document, or part of a document. text: str, or the bytes of a JSON record. other: for a
-    record with a label, the record whose answer is compared with this record's."""
+    """Document, or part of a document. text: str, or the bytes of a JSON record. other: the record
+    whose answer is compared with this record's, for records with a label."""
 
     text: str | bytes
     is_eval: bool
@@ -350,7 +352,7 @@ class DocumentPart(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Parts of documents to encode together, and the place where reading goes on."""
+    """Parts of documents to encode together, and the position behind these parts."""
 
     pieces: list[DocumentPart]
     end: Position
@@ -361,15 +363,18 @@ class Block(NamedTuple):
 
 
 class EvalSplit:
-    """Choice of the documents for evaluation: a fraction of all, or the last part of a single text.
-    One of every 1/fraction documents is chosen, at a place that depends on the seed; the first
-    choice is the second document, so that two documents are enough for both parts."""
+    """Choice of the documents for evaluation: a fraction of all documents, or the last part of a
+    single text. One of every 1/fraction documents is chosen, at random by the seed; the first is
+    always the second document, so that two documents are enough for training and evaluation.
+
+    offset: byte at which a single text's evaluation part begins; None for other inputs.
+    """
 
     def __init__(self, fraction: float, seed: int, sources: Sequence[InputSource]) -> None:
-        """fraction: 0 <= fraction < 1. A single text is read near the cut, to cut at a line."""
+        """fraction: 0 <= fraction < 1. Reads a single text near the cut, to cut at a line."""
         self._fraction = Fraction(fraction).limit_denominator(1_000_000)
         self._seed = seed
-        self.offset: int | None = None  # the start of a single text's evaluation part
+        self.offset: int | None = None
         if self._fraction and len(sources) == 1 and sources[0].kind == "text":
             self.offset = self._cut(sources[0])
 
@@ -382,7 +387,7 @@ class EvalSplit:
             return start + find_cut(file.read(offset - start))
 
     def is_eval(self, document: int) -> bool:
-        """True if the document of this number, counted over all inputs, is for evaluation."""
+        """True if document number `document`, counted over all inputs, is for evaluation."""
         if not self._fraction:
             return False
         p, q = self._fraction.numerator, self._fraction.denominator
@@ -406,7 +411,7 @@ def read_blocks(
     portions: Portions = Portions(),
 ) -> Iterator[Block]:
     """Blocks of all documents from `start` on, in order; the last block may be empty. wanted:
-    reader of a table's rows. max_record: bytes of a record, at most. DataError for a source that
+    reader of a table's rows. max_record: maximum bytes of a record. DataError for a source that
     cannot be read, or has a longer record."""
     pieces: list[DocumentPart] = []
     size = 0
@@ -445,20 +450,20 @@ def read_blocks(
 
 
 def with_others(read: Callable[[Position], Iterator[Block]], start: Position) -> Iterator[Block]:
-    """Blocks of records from `start` on, where each record has the next record as `other`, and the
-    last record the first, across blocks and across training and evaluation. read: blocks from a
-    position on. DataError for a single record."""
+    """Blocks of records from `start` on, with the next record as `other` of each record; the last
+    record has the first. Blocks, training and evaluation make no difference. read: function that
+    returns the blocks from a position on. DataError for a single record."""
     pieces = (piece for at in (start, Position()) for block in read(at) for piece in block.pieces)
     next(pieces, None)
     for block in read(start):
         others = islice(pieces, len(block.pieces))
-        found = [p._replace(other=other) for p, other in zip(block.pieces, others, strict=True)]
-        if any(piece.where == piece.other.where for piece in found):
+        paired = [p._replace(other=other) for p, other in zip(block.pieces, others, strict=True)]
+        if any(piece.where == piece.other.where for piece in paired):
             raise DataError(
-                f"{found[0].where}: the only record, and an answer with a label is compared with "
+                f"{paired[0].where}: the only record, and an answer with a label is compared with "
                 "that of another one: give two records or more"
             )
-        yield block._replace(pieces=found)
+        yield block._replace(pieces=paired)
 
 
 def _read(
@@ -490,15 +495,15 @@ def read_text(
     *,
     lenient: bool = False,
 ) -> Iterator[Item]:
-    """Pieces of a text file from byte `offset` of the content on, also cut at byte `cut`, if given.
-    size, piece: bytes of the file, and of a piece. lenient: a file that is no text raises
-    NotTextError in place of DataError."""
+    """Pieces of a text file from byte `offset` of the content on. cut: a byte at which a piece
+    ends, or None. size: bytes of the file. piece: maximum bytes of a piece. lenient: True to raise
+    NotTextError, instead of DataError, for a file that is no text."""
     with open(path, "rb") as raw, unpack(path, raw) as file:
         skip(file, offset)
-        end = None if is_packed(path) else size  # what is appended meanwhile is not read
+        end = None if is_packed(path) else size  # bytes that are appended meanwhile are not read
         data = b""
         while True:
-            # A piece depends on its own offset alone, so that a resumed run makes the same pieces.
+            # A piece depends only on its offset, so that a resumed run makes the same pieces.
             stop = cut if cut is not None and offset < cut else None
             wanted = piece if stop is None else min(piece, stop - offset)
             left = wanted + 1 if end is None else end - offset
@@ -532,13 +537,13 @@ def _decode(path: str, offset: int, data: bytes, lenient: bool) -> str:
 
 
 def find_cut(block: bytes) -> int:
-    """Place to cut a part of a long UTF-8 text, so that tokens stay the same; 0 for a block without
-    a boundary between characters.
+    """Offset at which to cut a part of a long UTF-8 text, so that tokens stay the same; 0 for a
+    block without a boundary between characters.
 
     The best place is behind a line end between two visible characters: no token of the usual
-    byte-level vocabularies (GPT-2, Llama 3, Qwen) crosses such a place. Other places are behind any
-    line end, then in front of a space, all in the second half, then between any two characters, but
-    not inside of `<|…|>`.
+    byte-level vocabularies (GPT-2, Llama 3, Qwen) crosses such a place. The next choices in the
+    second half are behind any line end, then in front of a space. The last choice is between any
+    two characters, but not inside of `<|…|>`.
     """
     blank = b" \t\n\r\v\f"
     half = max(1, len(block) // 2)

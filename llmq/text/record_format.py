@@ -1,6 +1,6 @@
-"""Format of records: texts, of one field or of a template over several, or conversations of one
-shape. The first record of each JSON file, the columns of tables, or --format decide before anything
-is written."""
+"""The format of records: texts from one field, texts from a template over several fields, or
+conversations of one shape. --format decides, or the first record of each JSON file and the columns
+of each table, before anything is written."""
 
 import json
 import re
@@ -32,9 +32,9 @@ _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}  # a shell passe
 
 @dataclass(frozen=True)
 class RecordText:
-    """Reader of texts in records. field: the field whose value is the text. template: in place of
-    a field, a text with {names} of fields; \\n, \\t, \\r and \\\\ are escapes as in Python, {{ and
-    }} are braces."""
+    """Reader of texts in records. field: the field whose value is the text. template: instead of a
+    field, a text with {names} of fields; \\n, \\t, \\r and \\\\ are escapes as in Python, {{ and }}
+    are braces."""
 
     form: ClassVar[str] = TEXT
     in_pairs: ClassVar[bool] = False
@@ -76,33 +76,33 @@ class RecordText:
 
     @property
     def flag(self) -> str:
-        """Option that asks for these fields, as for a message."""
+        """The option that names the fields, for messages."""
         return f"--field {self.field}" if self.template is None else "--template"
 
-    def missing(self, there: Iterable[str]) -> str | None:
-        """First of the names that is not in `there`; None if all are."""
-        there = set(there)
-        return next((name for name in self.names if name not in there), None)
+    def missing(self, fields: Iterable[str]) -> str | None:
+        """The first of `names` that is not in `fields`; None if all are."""
+        fields = set(fields)
+        return next((name for name in self.names if name not in fields), None)
 
     def columns(self, there: Sequence[str], where: str) -> Sequence[str]:
-        """The names; DataError, which begins with `where`, for a name that is not in `there`."""
+        """The fields to read, `names`; DataError, which begins with `where`, for a name that is not
+        in `there`, the fields of the file."""
         if self.missing(there) is not None:
             more = ["or, for conversations, --format"] if self.is_default else []
             raise self.lacks(where, there, *more)
         return self.names
 
-    def lacks(self, where: str, there: Sequence[str], *more: str) -> DataError:
-        """Error for a record or a file with other fields. more: other remedies."""
-        name, known = self.missing(there), ", ".join(map(str, there)) or "none"
+    def lacks(self, where: str, fields: Sequence[str], *more: str) -> DataError:
+        """The error for a record or a file with other `fields`. more: other remedies."""
+        name, known = self.missing(fields), ", ".join(map(str, fields)) or "none"
         mend = f"use --field with one of {known}"
         if self.template is not None:
             mend = f"--template asks for it, and there is {known}"
         return DataError(f"{where}: no field '{name}': {', '.join([mend, *more])}")
 
     def of(self, record: Mapping[str, Any], where: str) -> str:
-        """Text of a record; empty where the field, or every field of the template, is null or
-        empty. DataError, which begins with `where`, for a missing field or a value that is no
-        text."""
+        """Text of a record; "" if the field, or every field of the template, is null or empty.
+        DataError, which begins with `where`, for a missing field or a value that is no text."""
         self.columns([*record], where)
         if self.template is None:
             return _text(record[self.field], self.field, where)
@@ -114,14 +114,14 @@ class RecordText:
         )
 
     def of_json(self, line: str | bytes, where: str) -> str:
-        """Text of a record in JSON bytes, perhaps with half characters; a str is the text itself.
+        """Text of a JSON record in bytes, perhaps with half characters; a str is returned as it is.
         DataError for bytes that are no record."""
         return line if isinstance(line, str) else self.of(json_record(line, where), where)
 
 
 def _text(value: Any, field: str, where: str, *, numbers: bool = False) -> str:
-    """Value as text; null is empty. numbers: numbers and booleans are written as in JSON, else
-    refused."""
+    """Value as text, "" for null. numbers: True to write numbers and booleans as in JSON, False to
+    refuse these."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -137,7 +137,7 @@ def _text(value: Any, field: str, where: str, *, numbers: bool = False) -> str:
 
 
 def one_field(fields: Sequence[str] | None, template: str | None) -> str:
-    """Field of --field, else DEFAULT_FIELD. ConfigError for several fields, or beside a
+    """Field of --field, else DEFAULT_FIELD. ConfigError for several fields, or for a field and a
     template."""
     if fields and len(fields) > 1:
         names = "".join(f"{{{name}}}" for name in fields)
@@ -153,7 +153,7 @@ def choose_format(
     sources: Sequence[InputSource], form: str, text: RecordText
 ) -> tuple[RecordText | RecordConversation, list[InputSource], list[str]]:
     """Reader of all records, files to read, and warnings. form: one of FORMATS, else ConfigError.
-    text: the reader of texts. DataError if files contradict each other or the format."""
+    text: the reader to use for texts. DataError if files contradict each other or the format."""
     if form not in FORMATS:
         raise ConfigError(f"--format is {form}: give {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     if is_auto := form == "auto":
@@ -168,13 +168,13 @@ def choose_format(
     return RecordConversation(form), kept, warnings
 
 
-_DECIDING = ("label", "chosen", "rejected")  # of answers that are not to be trained like others
-_OF_RECORDS = (*FLAGS, "score")  # fields of messages or tokens, which no format reads of records
+_DECIDING = ("label", "chosen", "rejected")  # fields of answers that may be bad to train on
+_OF_RECORDS = (*FLAGS, "score")  # fields of messages or tokens, which no format reads in records
 
 
 def _unread(sources: Sequence[InputSource], form: str, is_auto: bool) -> list[str]:
-    """Warnings of fields that the format `form` does not read. is_auto: --format names no format,
-    and a field of _DECIDING is a DataError."""
+    """Warnings of fields that the format `form` does not read. is_auto: True if --format names no
+    format; then a field of _DECIDING raises DataError."""
     fields = {other: (*REQUIRED[other], *OPTIONAL[other]) for other in REQUIRED}
     unread = {*_DECIDING, *_OF_RECORDS}
     if form != TEXT:
@@ -189,10 +189,10 @@ def _unread(sources: Sequence[InputSource], form: str, is_auto: bool) -> list[st
         readers = [other for other, names in fields.items() if name in names]
         no = f"which --format {form} does not read: {' or '.join(readers)} does"
         no = no if readers else "which no format reads"
-        said = f"'{source.path}' has the field '{name}', {no}"
+        warning = f"'{source.path}' has the field '{name}', {no}"
         if is_auto and name in _DECIDING:
-            raise DataError(f"{said}; choose one with --format")
-        warnings.append(said)
+            raise DataError(f"{warning}; choose one with --format")
+        warnings.append(warning)
     return warnings
 
 
@@ -225,8 +225,8 @@ def _recognised(sources: Sequence[InputSource], text: RecordText) -> str:
 
 
 def _having(sources: Sequence[InputSource], form: str) -> tuple[list[InputSource], list[str]]:
-    """Files of this format, and warnings. Other files are left out of folders; a given file of
-    another format raises DataError."""
+    """Files of the format `form`, and warnings. Files of other formats are left out if they are in
+    a given folder, and raise DataError if they were named themselves."""
     kept, left_out = [], []
     for source in sources:
         fields = field_names(source)
@@ -252,8 +252,8 @@ def _having(sources: Sequence[InputSource], form: str) -> tuple[list[InputSource
 def having_fields(
     sources: Sequence[InputSource], text: RecordText
 ) -> tuple[list[InputSource], list[str]]:
-    """Files that have the fields of `text`, and warnings. Files in folders without a field are left
-    out; a JSON file's first record decides. DataError, as for a wrong field, if only texts are
+    """Files that have the fields of `text`, and warnings. Files in folders that lack a field are
+    left out; a JSON file's first record decides. DataError for a missing field if only texts are
     left."""
     fields = {source: field_names(source) if source.in_folder else None for source in sources}
     lacking = {s: names for s, names in fields.items() if names and text.missing(names)}
@@ -265,8 +265,8 @@ def having_fields(
     first, names = next(iter(lacking.items()))
     if only_texts:
         raise text.lacks(f"'{first.path}'", names, "or leave the file out")
-    said = f"{len(lacking)} files in folders have no field '{text.missing(names)}': left out"
-    return kept, [f"{said}, the first is '{first.path}'"]
+    warning = f"{len(lacking)} files in folders have no field '{text.missing(names)}': left out"
+    return kept, [f"{warning}, the first is '{first.path}'"]
 
 
 def field_names(source: InputSource) -> list[str] | None:
@@ -286,6 +286,6 @@ def field_names(source: InputSource) -> list[str] | None:
         zlib.error,
         ValueError,
         StopIteration,
-    ):  # reading it will report this
+    ):  # reported when the records are read
         return None
     return list(record) if isinstance(record, dict) else None

@@ -1,7 +1,8 @@
-"""Scoring of tasks: requests of tokens to predict, and metrics of their log-likelihoods.
+"""Scoring of tasks: requests for log-likelihoods of tokens, and metrics of log-likelihoods.
 
-Encoding and metrics are those of lm-eval for models of Hugging Face: context and continuation are
-encoded together, and divided where the context alone ends; a long sequence loses its beginning.
+Encoding and metrics follow lm-eval for Hugging Face models. Context and continuation are encoded
+together, and split at the number of tokens of the context alone. A long sequence loses its
+beginning.
 """
 
 import math
@@ -25,8 +26,8 @@ class Request(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Requests of a task, in order; item i has the requests from starts[i] to starts[i+1]. cut: the
-    number of requests that have lost their beginning."""
+    """Requests of a task, in order; item i has the requests [starts[i], starts[i + 1]). cut: number
+    of requests that have lost their beginning."""
 
     task: Task
     requests: list[Request]
@@ -34,7 +35,7 @@ class Asked(NamedTuple):
     cut: int
 
     def cut_lines(self, longest: str) -> list[str]:
-        """Warnings of cut sequences. longest: name of the length that sequences exceed."""
+        """A warning of cut sequences; [] without one. longest: name of the exceeded length."""
         if self.cut == 0:
             return []
         of_all = f"{self.cut} of its {len(self.requests)} sequences"
@@ -42,8 +43,8 @@ class Asked(NamedTuple):
 
 
 class Encoder:
-    """Encoder of tasks as requests. longest: inputs of a sequence, at most. labels: of the model's
-    score head, 0: no score head."""
+    """Encoder of tasks as requests. longest: maximum number of inputs of a sequence. labels: number
+    of labels of the model's score head; 0: no score head."""
 
     def __init__(self, tokenizer: Tokenizer, longest: int, labels: int = 0):
         self.tokenizer, self.longest, self.labels = tokenizer, longest, labels
@@ -62,14 +63,14 @@ class Encoder:
                 "several labels, other tasks for none"
             )
         ways = {TEXT: self._texts, CLASSES: self._classes}
-        for found in ways.get(task.kind, self._questions)(task):
-            requests += found
+        for of_item in ways.get(task.kind, self._questions)(task):
+            requests += of_item
             starts.append(len(requests))
         return Asked(task, requests, starts, self._cut)
 
     def _with_added(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of texts as transformers makes them, int32 (n,) each; no tokens are added to a text
-        that begins with a written prefix."""
+        """Ids of texts, int32 (n,) each, with the tokens that transformers adds; no tokens are
+        added to a text that already begins with the prefix token's text."""
         before, behind = (np.array(ids, np.int32) for ids in self.tokenizer.added)
         encoded = self.tokenizer.encode_batch(texts)
         return [
@@ -85,7 +86,7 @@ class Encoder:
         pairs: list[tuple[str, str]] = []
         for question in questions:
             for choice in question.choices:
-                context = choice.context.rstrip()  # blanks belong to the token that follows
+                context = choice.context.rstrip()  # blanks belong to the continuation's first token
                 blanks = choice.context[len(context) :]
                 pairs.append((context, blanks + choice.continuation))
         whole = iter(self._with_added([context + more for context, more in pairs]))
@@ -112,7 +113,7 @@ class Encoder:
         return Request(tokens[-(self.longest + 1) :], count)
 
     def _classes(self, task: Task) -> Iterator[list[Request]]:
-        """A request for each label, which takes the place of the token behind the text."""
+        """Requests for each item, one for each label: the label is the target behind the text."""
         questions: tuple[Question, ...] = task.items
         texts = [question.choices[0].context for question in questions]
         for question, ids in zip(questions, self._with_added(texts), strict=True):
@@ -124,12 +125,13 @@ class Encoder:
                     f"{self.labels - 1}"
                 )
             self._cut += len(ids) > self.longest
-            own = ids[-self.longest :]
-            yield [Request(np.append(own, np.int32(k)), 1) for k in range(self.labels)]
+            ids = ids[-self.longest :]
+            yield [Request(np.append(ids, np.int32(k)), 1) for k in range(self.labels)]
 
     def _texts(self, task: Task) -> Iterator[list[Request]]:
-        """Requests that predict every token once, in windows of `longest`, the first one behind a
-        prefix. Only the last window overlaps the window in front, and is as long as others."""
+        """Requests that predict every token once, in windows of `longest` inputs; the first window
+        begins with the prefix token. The last window is as long as the others, and overlaps the
+        window before."""
         if self._prefix is None:
             raise DataError("the tokenizer has no token that begins a text: it cannot score texts")
         items: tuple[Text, ...] = task.items
@@ -157,15 +159,16 @@ class _Sequence(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Sequences that are computed at once. shape: (B, T). placed: each sequence with its row and
-    the sequence's first position in the row."""
+    """Sequences that are computed together. shape: (B, T). placed: each sequence with its row and
+    its first position in the row."""
 
     placed: list[tuple[_Sequence, int, int]]
     shape: tuple[int, int]
 
     @property
     def count(self) -> int:
-        """Number of rounds: several if continuations differ only in their last token."""
+        """Number of rounds; a round has one request of each sequence, and several requests have
+        the same inputs if they differ only in their last token."""
         return max(len(sequence.asked) for sequence, _, _ in self.placed)
 
     def inputs(self) -> np.ndarray:
@@ -205,19 +208,21 @@ class Batch(NamedTuple):
 
 
 def _sequences(requests: Sequence[Request]) -> list[_Sequence]:
-    """Sequences, the longest first. Requests with equal inputs, such as letters, share one."""
-    found: dict[bytes, _Sequence] = {}
+    """Sequences, the longest first. Requests with equal inputs share a sequence, such as answers of
+    one letter."""
+    sequences: dict[bytes, _Sequence] = {}
     for index, request in enumerate(requests):
         inputs = request.tokens[:-1]
-        found.setdefault(inputs.tobytes(), _Sequence(inputs, [])).asked.append((index, request))
-    return sorted(found.values(), key=lambda sequence: -len(sequence.inputs))
+        sequence = sequences.setdefault(inputs.tobytes(), _Sequence(inputs, []))
+        sequence.asked.append((index, request))
+    return sorted(sequences.values(), key=lambda sequence: -len(sequence.inputs))
 
 
 def make_batches(
     requests: Sequence[Request], shape: Callable[[int, int], tuple[int, int]]
 ) -> list[Batch]:
-    """Batches of all requests, the longest first, with a row for each sequence. shape: (B, T) for
-    the longest length and the number of the sequences that are left."""
+    """Batches of all requests, the longest first, with a row for each sequence. shape(length, n):
+    (B, T) for n remaining sequences, of which the longest has `length` inputs."""
     left, batches, first = _sequences(requests), [], 0
     while first < len(left):
         B, T = shape(len(left[first].inputs), len(left) - first)
@@ -254,8 +259,8 @@ def check_ids(asked: Sequence[Asked], vocab_size: int) -> None:
 
 
 class Score(NamedTuple):
-    """Metric of a task. stderr: of the mean over items, None for other metrics. count: items.
-    value and stderr are NaN if a log-likelihood is not finite."""
+    """Metric of a task. stderr: standard error of the mean over items; None for other metrics.
+    count: number of items. value and stderr are NaN if a log-likelihood is not finite."""
 
     task: str
     metric: str

@@ -1,4 +1,4 @@
-"""`llmq show`: the documents of token files as text, in which trained tokens are marked."""
+"""`llmq show`: print documents of token files as text with marks around trained tokens."""
 
 import io
 import itertools
@@ -26,7 +26,7 @@ LONGEST = 4096  # tokens of a document that are printed
 
 
 class Marks(NamedTuple):
-    """Texts in front of and behind trained tokens, and masked tokens."""
+    """Texts in front of and behind trained tokens, and in front of and behind masked tokens."""
 
     trained: tuple[str, str]
     masked: tuple[str, str]
@@ -38,8 +38,8 @@ PLAIN = Marks(("⟦", "⟧"), ("", ""))
 
 class Document(NamedTuple):
     """Document of token files. number: from 1, over all files. ids: int32 (n,). mask: bool (n,),
-    tokens whose prediction is trained. chosen: True for the preferred document of a pair; None for
-    a document without a pair."""
+    True for tokens trained as targets. chosen: True for the preferred document of a pair, False for
+    the other one; None for a document without a pair."""
 
     number: int
     path: Path
@@ -58,10 +58,12 @@ def run_show(
     seq_len: int | None,
     document_separator: int | None,
 ) -> None:
-    """Print documents of token files, pairs side by side, and the counts of all documents.
-    patterns: token files, or folders of `llmq tokenize`. tokenizer: None: the tokenizer beside the
-    files. document: the first document, from 1. limit: number of documents. ids: print a line for
-    each token."""
+    """Print documents of token files, pairs side by side, and counts over all documents.
+
+    patterns: token files, or folders of `llmq tokenize`. tokenizer: None takes the tokenizer beside
+    the files. document: number of the first document to print, from 1. limit: number of documents
+    to print. ids: print one line for each token. seq_len: mark cuts at this length.
+    """
     files = open_token_files([_pattern(pattern) for pattern in patterns])
     decoder = guarded_tokenizer(tokenizer) if tokenizer is not None else _tokenizer_beside(files)
     vocab_size = max(file.vocab_size for file in files)
@@ -79,13 +81,13 @@ def run_show(
     marks = COLOURS if is_terminal and not os.environ.get("NO_COLOR") else PLAIN
     if not ids and all(has_pairs(file.path) for file in files):  # documents 2n - 1 and 2n
         first = (document or 1) + (document or 1) % 2 - 1
-        found = _documents(files, first, 2 * limit, document_separator)
-        bodies = ((a, _pair(a, b, decoder)) for a, b in zip(found, found, strict=True))
+        documents = _documents(files, first, 2 * limit, document_separator)
+        bodies = ((a, _pair(a, b, decoder)) for a, b in zip(documents, documents, strict=True))
         marks = PLAIN
     else:
         show = _table if ids else partial(_text, marks=marks)
-        found = _documents(files, document or 1, limit, document_separator)
-        bodies = ((each, show(each, decoder, seq_len=seq_len)) for each in found)
+        documents = _documents(files, document or 1, limit, document_separator)
+        bodies = ((each, show(each, decoder, seq_len=seq_len)) for each in documents)
     for each, body in bodies:
         print(_head(each, counts.documents))
         for line in body:
@@ -107,17 +109,17 @@ def run_show(
 def first_documents(
     patterns: Sequence[str],
 ) -> Iterator[tuple[np.ndarray, np.ndarray, Tokenizer]]:
-    """The documents of token files in order: ids (n,) int32, the mask (n,) bool of trained tokens,
-    and the tokenizer that `llmq tokenize` has left beside the files."""
+    """All documents of token files, in order: ids (n,) int32, mask (n,) bool of trained tokens, and
+    the tokenizer that `llmq tokenize` has copied beside the files."""
     files = open_token_files(patterns)
     decoder = _tokenizer_beside(files)
-    for found in _documents(files, 1, sys.maxsize, None):
-        yield found.ids, found.mask, decoder
+    for document in _documents(files, 1, sys.maxsize, None):
+        yield document.ids, document.mask, decoder
 
 
 def _pattern(given: str) -> str:
-    """Glob pattern of an argument; a folder, or the name of a folder in data/, stands for its token
-    files."""
+    """Glob pattern of an argument: all token files of a folder, or of a folder in data/ with this
+    name; else the argument itself."""
     inside = os.path.join("data", given)
     folder = inside if not os.path.lexists(given) and os.path.isdir(inside) else given
     return os.path.join(folder, "*.bin") if os.path.isdir(folder) else given
@@ -149,7 +151,7 @@ def _documents(
             start, end = int(index.offsets[i]), int(index.offsets[i + 1])
             ids, mask = file.read_tokens(start, end - start), file.read_mask(start, end - start)
             chosen = bool(mask[:1].any()) if index.in_pairs else None
-            mask[:1] = False  # nothing predicts the first token
+            mask[:1] = False  # the first token is never a target
             yield Document(number + i + 1, file.path, ids, mask, chosen)
         number += len(index)
         file.close()
@@ -178,10 +180,10 @@ def _pair(chosen: Document, other: Document, tokenizer: Tokenizer) -> Iterator[s
     yield from (line.rstrip() for line in file.getvalue().splitlines())
 
 
-def _head(found: Document, total: int) -> str:
+def _head(document: Document, total: int) -> str:
     return (
-        f"--- document {found.number} of {total} in {found.path}: {len(found.ids)} tokens, "
-        f"{int(found.mask.sum())} trained ---"
+        f"--- document {document.number} of {total} in {document.path}: {len(document.ids)} "
+        f"tokens, {int(document.mask.sum())} trained ---"
     )
 
 
@@ -190,30 +192,30 @@ def _cut_line(seq_len: int) -> str:
 
 
 def _text(
-    found: Document, tokenizer: Tokenizer, marks: Marks, seq_len: int | None
+    document: Document, tokenizer: Tokenizer, marks: Marks, seq_len: int | None
 ) -> Iterator[str]:
     """Text of a document with marks, in two parts if seq_len cuts the document."""
-    shown = found.ids[:LONGEST].tolist()
-    changes = np.flatnonzero(np.diff(found.mask[:LONGEST])) + 1
+    shown = document.ids[:LONGEST].tolist()
+    changes = np.flatnonzero(np.diff(document.mask[:LONGEST])) + 1
     is_cut = seq_len is not None and seq_len < len(shown)
     edges = sorted({0, *changes.tolist(), len(shown), *([seq_len] if is_cut else [])})
     text = ""
     for start, end in itertools.pairwise(edges):
         part = continuation(tokenizer, shown[:start], shown[start:end])
-        opening, closing = marks.trained if found.mask[start] else marks.masked
+        opening, closing = marks.trained if document.mask[start] else marks.masked
         text += opening + printable(part) + closing
         if end == seq_len and is_cut:
             yield from (text, _cut_line(seq_len))
             text = ""
     yield text
-    if len(found.ids) > LONGEST:
-        yield f"--- {len(found.ids) - LONGEST} more tokens ---"
+    if len(document.ids) > LONGEST:
+        yield f"--- {len(document.ids) - LONGEST} more tokens ---"
 
 
-def _table(found: Document, tokenizer: Tokenizer, seq_len: int | None) -> Iterator[str]:
-    """Line for each token: position, id, + for a trained token or -, text."""
-    width = len(str(int(found.ids.max(initial=0))))
-    pairs = zip(found.ids.tolist(), found.mask.tolist(), strict=True)
+def _table(document: Document, tokenizer: Tokenizer, seq_len: int | None) -> Iterator[str]:
+    """One line for each token: position, id, + for a trained token or - for others, text."""
+    width = len(str(int(document.ids.max(initial=0))))
+    pairs = zip(document.ids.tolist(), document.mask.tolist(), strict=True)
     for position, (token, is_trained) in enumerate(pairs):
         if position == seq_len:
             yield _cut_line(seq_len)

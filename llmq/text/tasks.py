@@ -1,5 +1,5 @@
-"""Tasks of `llmq eval`: multiple-choice questions in their published files, and plain texts.
-Prompts are those of lm-eval's tasks of the same name, without examples in front of a question."""
+"""Tasks of `llmq eval`: published files of multiple-choice questions, and plain texts. Prompts are
+those of lm-eval's tasks of the same name, zero-shot."""
 
 import json
 import os
@@ -29,8 +29,8 @@ Record = Mapping[str, Any]
 
 
 class Answer(NamedTuple):
-    """Answer whose continuation is scored behind the context. length: characters of the answer
-    itself, by which acc_norm divides."""
+    """Answer of a question: the continuation is scored given the context. length: characters of
+    the answer, by which acc_norm divides."""
 
     context: str
     continuation: str
@@ -46,7 +46,7 @@ class Question(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Document whose every token is scored. where: for messages."""
+    """Document all of whose tokens are scored. where: for messages."""
 
     text: str
     where: str
@@ -108,7 +108,7 @@ def _index(record: Record, name: str, count: int, first: int = 0) -> int:
 
 
 def _clean(text: str) -> str:
-    """Text without titles and tags in brackets, which HellaSwag has of WikiHow's pages."""
+    """Text without the titles and tags in brackets that HellaSwag took over from WikiHow."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -159,7 +159,7 @@ def _piqa(record: Record) -> tuple[tuple[Answer, ...], int]:
 
 
 def _winogrande(record: Record) -> tuple[tuple[Answer, ...], int]:
-    """Answers and gold index: the text behind the blank is scored behind each filled blank."""
+    """Answers and gold index: the text behind the blank is scored given each filled blank."""
     before, blank, after = _field(record, "sentence").partition("_")
     if not blank:
         raise DataError("field 'sentence' has no blank '_'")
@@ -175,7 +175,7 @@ def _boolq(record: Record) -> tuple[tuple[Answer, ...], int]:
 
 
 def _classes(record: Record) -> tuple[tuple[Answer, ...], int]:
-    """One answer without a continuation, and the label: a score head has the choices."""
+    """One answer without a continuation, and the label: the score head scores the choices."""
     text, label = _field(record, "text"), _field(record, "label", int)
     return (Answer(text, "", 1),), int(label)
 
@@ -197,8 +197,9 @@ def _mmlu(record: Record) -> tuple[tuple[Answer, ...], int]:
 
 
 class Kind(NamedTuple):
-    """Published format of records. fields: identify the format. normalized: acc_norm is a metric.
-    source: how to get a file, for messages."""
+    """Published format of records. fields: names that identify the format. read: returns a
+    record's answers and the right one's index. source: a sentence on where to get a file.
+    normalized: True if acc_norm is a metric."""
 
     fields: set[str]
     read: Callable[[Record], tuple[tuple[Answer, ...], int]]
@@ -254,15 +255,15 @@ def _recognised(record: Record, where: str) -> str:
             f"{where}: a file of ARC looks like one of OpenBookQA here: say which it is, as in "
             "--task arc=FILE"
         )
-    found = [kind for kind, s in KINDS.items() if s.fields <= fields and kind != CLASSES]
-    if not found and "text" in fields:
+    kinds = [kind for kind, s in KINDS.items() if s.fields <= fields and kind != CLASSES]
+    if not kinds and "text" in fields:
         return TEXT
-    if len(found) != 1:
+    if len(kinds) != 1:
         raise DataError(
             f"{where}: fields {', '.join(sorted(fields))} are those of no task: say which it is, "
             f"as in --task KIND=FILE, with one of {', '.join([*KINDS, TEXT])}"
         )
-    return found[0]
+    return kinds[0]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -278,7 +279,7 @@ def parse_spec(spec: str) -> tuple[str | None, Path]:
     if equals and not Path(spec).exists():
         kinds = ", ".join([*KINDS, TEXT])
         raise ConfigError(f"a task is FILE or KIND=FILE with one of {kinds}, got {spec!r}")
-    return None, Path(os.path.expanduser(spec))  # pathlib's raises where there is no such user
+    return None, Path(os.path.expanduser(spec))  # pathlib's expanduser raises for an unknown user
 
 
 def read_tasks(specs: list[str] | tuple[str, ...], limit: int | None = None) -> list[Task]:
@@ -317,8 +318,8 @@ def _read_task(kind: str | None, path: Path, limit: int | None) -> Task:
 
 
 def _records(path: Path) -> Iterator[tuple[Record, str]]:
-    """Records of JSON lines, a JSON array or a table, each with its place; any other file is one
-    text. DataError for a damaged file."""
+    """Records of JSON lines, a JSON array or a table, each with its place in the file for messages;
+    any other file is one text. DataError for a damaged file."""
     check_readable(path)
     by_name = layout_of_name(path.name)
     if by_name in TABLES:

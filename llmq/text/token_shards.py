@@ -1,13 +1,13 @@
 """The folder that `llmq tokenize` writes: token files filled one after the other, and a manifest.
 
     train-000.bin …    token files of at most `shard_tokens` tokens
-    train-000.docs …   where their documents end
-    train-000.sums …   checksums of both
-    eval-000.bin …     the same for the evaluation part
+    train-000.docs …   ends of the documents of each token file
+    train-000.sums …   checksums of the token file and its ends of documents
+    eval-000.bin …     token files of the evaluation part, with the same companions
     tokenizer/         the tokenizer, for training and export
-    tokenize.json      what was done with which inputs, and how far
+    tokenize.json      the manifest: options, inputs, counts of tokens, position in the inputs
 
-The manifest is written when the counted tokens are on the disk. A resumed run drops all tokens in
+The manifest is written after the counted tokens are on the disk. A resumed run drops all tokens in
 the files beyond the manifest's counts.
 """
 
@@ -43,7 +43,7 @@ from llmq.text.tokenizer import TEMPLATE_FILE, HfTokenizer, Tokenizer
 from llmq.text.tokenizer_id import identity_of, tokenizer_of_folder
 
 SPLITS = ("train", "eval")
-MOST_NOTES = 50  # of a data set whose messages have fields of any name
+MOST_NOTES = 50  # different notes that are counted: messages may have fields of any name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +76,9 @@ class TokenizeSummary:
 
 
 class Ids(NamedTuple):
-    """Part of a split: token ids (n,) int32. ends: (k,) int64, tokens in front of each end of a
-    document. mask: (n,) bool, or weights; None without masks. notes: about conversations, ends of
-    sentences, each with a place."""
+    """Part of a split: token ids (n,) int32. ends: (k,) int64, number of tokens in front of each
+    end of a document. mask: (n,) bool, or weights; None without masks. notes: (end of a sentence
+    about conversations, place of the record)."""
 
     tokens: np.ndarray
     ends: np.ndarray
@@ -92,11 +92,11 @@ class ShardWriter:
     def __init__(
         self, out: Path, split: str, vocab_size: int, shard_tokens: int, tokens: int, **masks: bool
     ) -> None:
-        """tokens: of the last saved state; tokens behind them are dropped. masks: with_masks,
-        with_weights and in_pairs as of TokenWriter."""
+        """tokens: number of tokens at the last saved state; later tokens are dropped. masks:
+        with_masks, with_weights and in_pairs as in TokenWriter."""
         self.out, self.split, self._masks = out, split, masks
         self.vocab_size, self.shard_tokens, self.tokens = vocab_size, shard_tokens, tokens
-        self.documents = 0  # that ended since the saved state
+        self.documents = 0  # number of documents that ended since the saved state
         number, keep = divmod(tokens, shard_tokens)
         path = _shard(out, split, number)
         kept = [mask_path(path), documents_path(path), path] if keep else []
@@ -155,13 +155,13 @@ def _shard(folder: Path, split: str, number: int) -> Path:
 
 
 def _own_files(out: Path, *splits: str) -> list[Path]:
-    """Files in `out` that are named like shards of these splits, complete or not, sorted."""
+    """Files in `out` with names of shards of these splits, complete or not, sorted."""
     matches = [(SHARD_NAME.fullmatch(path.name), path) for path in out.iterdir()]
     return sorted(path for match, path in matches if match and match[1] in splits)
 
 
 def token_files(folder: Path) -> list[Path]:
-    """Files of a folder that are named like complete token files, sorted."""
+    """Files of a folder with names of complete token files, sorted."""
     return [path for path in _own_files(folder, *SPLITS) if path.suffix == ".bin"]
 
 
@@ -170,14 +170,14 @@ def token_files(folder: Path) -> list[Path]:
 
 
 class Manifest:
-    """Content of tokenize.json: options, inputs, tokens written, place in the input."""
+    """Content of tokenize.json: options, inputs, counts of tokens, position in the inputs."""
 
     def __init__(self, out: Path, data: dict[str, Any], tokenizer: Tokenizer) -> None:
         self.out, self.data, self._tokenizer = out, data, tokenizer
-        self._documents: int = data["documents"]  # of earlier parts of the run
+        self._documents: int = data["documents"]  # of earlier, interrupted runs
         self.was_complete: bool = data["complete"]
         self.was_resumed = not self.was_complete and data["position"] != asdict(Position())
-        self.chat_template: str | None = None  # replaces the tokenizer's own in the saved copy
+        self.chat_template: str | None = None  # replaces the template in the tokenizer's copy
 
     def save(
         self, position: Position, shards: dict[str, ShardWriter], complete: bool = False
@@ -196,13 +196,13 @@ class Manifest:
         self.write()
 
     def note_duplicates(self) -> None:
-        """Count the documents for evaluation that are also in the files for training."""
+        """Record the number of evaluation documents that are also in the training files."""
         files = [TokenFile(path) for path in token_files(self.out)]
         sides = ([f for f in files if f.path.name.startswith(split)] for split in SPLITS)
         self.data["duplicates"] = count_duplicates(*sides)
 
     def note(self, ids: Ids) -> None:
-        """Count the notes of which the summary warns."""
+        """Count the notes of `ids`, for warnings in the summary."""
         noted = self.data.setdefault("notes", {})
         for note, where in ids.notes:
             if note in noted or len(noted) < MOST_NOTES:
@@ -218,8 +218,8 @@ class Manifest:
             _remove(self.out)
 
     def summary(self, warnings: Sequence[str], seq_len: int | None) -> TokenizeSummary:
-        """Summary of the result. warnings: about the inputs. seq_len: longer documents are counted.
-        DataError if files are missing or damaged."""
+        """Summary of the result. warnings: about the inputs. seq_len: the summary counts longer
+        documents. DataError if files are missing or damaged."""
         tokens, position = self.data["splits"], self.data["position"]
         files = token_files(self.out)
         opened = [TokenFile(path) for path in files]
@@ -269,8 +269,8 @@ def open_manifest(
     tokenizer: Tokenizer,
     overwrite: bool,
 ) -> Manifest:
-    """Manifest in `out`, or a new one in a new folder. DataError if `out` holds tokens that were
-    made with other options, inputs or tokenizer."""
+    """The manifest in `out`, or a new manifest if `out` is empty or overwrite is True. DataError if
+    `out` holds tokens that were made with other options, inputs or tokenizer."""
     with disk_errors(out):
         make_directory(out)
     inputs = [source.identity for source in sources]
@@ -306,7 +306,7 @@ def _is_empty(data: dict[str, Any]) -> bool:
 
 
 def _remove(out: Path) -> None:
-    """Remove all files of `tokenize`, the manifest first: token files alone are never complete."""
+    """Remove all files of `tokenize`, the manifest first: without it token files do not count."""
     for path in [out / MANIFEST, *_own_files(out, *SPLITS)]:
         path.unlink(missing_ok=True)
 
@@ -370,8 +370,8 @@ def _check_same(
 
 
 class Tokenized:
-    """Content that a folder must have by its manifest. tokens: by split, from which the number of
-    files follows. made: the tokenizer, if recorded."""
+    """The content that a folder must have by its manifest. tokens: number by split, which decides
+    the number of files. made: the tokenizer, or None if not recorded."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder, self.complete = folder, manifest["complete"]
@@ -402,10 +402,10 @@ class Tokenized:
     def missing(self, split: str) -> str | None:
         """Message about the first token file that is missing; None if no file is."""
         full, rest = divmod(self.tokens[split], self.shard_tokens)
-        there = {*token_files(self.folder)}
+        existing = {*token_files(self.folder)}
         count = full + (rest > 0)
-        # A damaged count may be of more files than any loop could visit.
-        missing = (n for n in range(count) if _shard(self.folder, split, n) not in there)
+        # A generator, because a damaged count may be too large to visit all files.
+        missing = (n for n in range(count) if _shard(self.folder, split, n) not in existing)
         if (first := next(missing, None)) is None:
             return None
         path = _shard(self.folder, split, first)
@@ -417,12 +417,12 @@ class Tokenized:
 
     def _check_tokenizer(self, made: TokenizerId) -> None:
         folder = self.folder / "tokenizer"
-        found = tokenizer_of_folder(folder)
-        if found is None or found.fingerprint != made.fingerprint:
-            what = "missing or damaged" if found is None else f"{found}, not {made}"
+        copy = tokenizer_of_folder(folder)
+        if copy is None or copy.fingerprint != made.fingerprint:
+            problem = "missing or damaged" if copy is None else f"{copy}, not {made}"
             raise DataError(
-                f"the tokenizer in '{folder}' is {what}: copy the whole folder again, or tokenize "
-                "the data again"
+                f"the tokenizer in '{folder}' is {problem}: copy the whole folder again, or "
+                "tokenize the data again"
             )
 
     def check_file(self, file: TokenFile) -> None:
@@ -438,9 +438,10 @@ class Tokenized:
             raise self._contradicted(file, f"a vocabulary of {self.vocab_size}")
         full, rest = divmod(self.tokens[split], self.shard_tokens)
         if int(number) < full or self.complete:
-            here = self.shard_tokens if int(number) < full else rest * (int(number) == full)
-            if file.num_tokens != here:
-                raise self._contradicted(file, f"{here} tokens" if here else "no such file")
+            expected = self.shard_tokens if int(number) < full else rest * (int(number) == full)
+            if file.num_tokens != expected:
+                what = f"{expected} tokens" if expected else "no such file"
+                raise self._contradicted(file, what)
 
     def _contradicted(self, file: TokenFile, what: str) -> DataError:
         return DataError(
@@ -451,14 +452,15 @@ class Tokenized:
 
 
 def duplicates_line(manifest: Mapping[str, Any]) -> list[str]:
-    """Line about documents for evaluation that are among the documents for training; else none."""
+    """A line about evaluation documents that are among the training documents; [] without any."""
     count, of = manifest.get("duplicates", (0, 0))
-    said = f"{count} of {of} documents for evaluation are among those for training, word for word"
-    return [f"{said}: their loss says nothing of other texts"] if count else []
+    line = f"{count} of {of} documents for evaluation are among those for training, word for word"
+    return [f"{line}: their loss says nothing of other texts"] if count else []
 
 
 def gaps(files: Iterable[Path]) -> list[str]:
-    """Warnings, one line each, about folders of these token files that lack files of a split."""
+    """Warnings, one line each, about folders of token files in which files of a split are missing.
+    files: token files of all these folders."""
     matches = [(path.parent, SHARD_NAME.fullmatch(path.name)) for path in files]
     lines: dict[str, None] = {}
     for folder, split in dict.fromkeys((folder, match[1]) for folder, match in matches if match):

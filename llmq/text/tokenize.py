@@ -1,8 +1,9 @@
 """Tokenization of texts and conversations to token files, in constant memory, resumable.
 
-One process reads and writes, workers encode; results keep the order of the inputs. From time to
-time files are forced to the disk and the place in the input is saved. After an interruption the
-same command resumes at the saved place, and its files are the same to the byte.
+One process reads and writes, and worker processes encode; results keep the order of the inputs.
+Every few seconds files are forced to the disk, and the position in the input is saved. After an
+interruption the same command resumes at the saved position, and writes files that are equal to the
+byte.
 """
 
 import os
@@ -86,28 +87,28 @@ def tokenize(
     sources = find_sources(inputs, dataset, exclude=(out := Path(out)))
     wanted, sources, warnings = choose_format(sources, format, RecordText(field, template))
     bounds = Bounds(record_seconds, flag="--record-seconds")
-    how = _How(special_tokens, train_on, chat_template, weights)
-    recipe, said, stop = _prepared(tokenizer, wanted, how, bounds)
-    loaded, warnings = load_tokenizer(tokenizer), warnings + said
+    encoding = _Encoding(special_tokens, train_on, chat_template, weights)
+    recipe, of_template, stop = _prepared(tokenizer, wanted, encoding, bounds)
+    loaded, warnings = load_tokenizer(tokenizer), warnings + of_template
     options = {"tokenizer": loaded.fingerprint, "eval_fraction": eval_fraction}
     shard_tokens = _one_file(shard_tokens, warnings) if wanted.in_pairs else shard_tokens
     options |= {"shard_tokens": shard_tokens, "seed": seed, **recipe.record()}
     with locked(out / LOCK, "--out", out):
         manifest = open_manifest(out, options, sources, loaded, overwrite)
-        if recipe.is_chat:  # training needs a given template, and the end of a turn
+        if recipe.is_chat:  # training reads a given template, and the end of a turn
             manifest.chat_template = chat_template and recipe.chat.template.source()
             manifest.data["end_of_turn"] = stop
         if not manifest.was_complete:
             workers, encoder = workers or _default_workers(sources, loaded), Encoder(loaded, recipe)
             try:
                 _run(manifest, sources, encoder, portions, workers, max_record, bounds, progress)
-            except BaseException:  # a run that fails at once leaves nothing
+            except BaseException:  # a run that fails before its first save leaves no files
                 manifest.discard_if_empty()
                 raise
         return manifest.summary(warnings, seq_len)
 
 
-class _How(NamedTuple):
+class _Encoding(NamedTuple):
     """Options of `tokenize` that decide the tokens of a record."""
 
     special_tokens: str
@@ -117,24 +118,24 @@ class _How(NamedTuple):
 
 
 def _prepared(
-    spec: str, wanted: RecordText | RecordConversation, how: _How, bounds: Bounds
+    spec: str, wanted: RecordText | RecordConversation, encoding: _Encoding, bounds: Bounds
 ) -> tuple[Recipe, list[str], int | None]:
-    """Recipe, warnings, and the id that ends a turn of conversations, found in a process of their
-    own, where foreign files can do no harm. DataError for a tokenizer or a template that cannot be
+    """Recipe, warnings, and the id that ends a turn of conversations, computed in a worker process,
+    where foreign files can do no harm. DataError for a tokenizer or a template that cannot be
     loaded, or exceeds the bounds."""
-    prepare = partial(_prepare, spec, wanted, how)
+    prepare = partial(_prepare, spec, wanted, encoding)
     if spec == ByteTokenizer.fingerprint and isinstance(wanted, RecordText):
         return prepare()
-    given = f" or the chat template '{how.chat_template}'" if how.chat_template else ""
+    given = f" or the chat template '{encoding.chat_template}'" if encoding.chat_template else ""
     return in_worker(prepare, f"the tokenizer '{spec}'{given}", bounds)
 
 
 def _prepare(
-    spec: str, wanted: RecordText | RecordConversation, how: _How
+    spec: str, wanted: RecordText | RecordConversation, encoding: _Encoding
 ) -> tuple[Recipe, list[str], int | None]:
     tokenizer = load_tokenizer(spec)
-    recipe = _recipe(tokenizer, spec, wanted, how)
-    recipe = recipe.weighted() if how.weights else recipe
+    recipe = _recipe(tokenizer, spec, wanted, encoding)
+    recipe = recipe.weighted() if encoding.weights else recipe
     stop = end_of_turn(recipe.chat.template, tokenizer) if recipe.is_chat else None
     if stop is not None and stop.text and tokenizer.fingerprint != ByteTokenizer.fingerprint:
         missing = lacking_tokens(recipe.chat.template, tokenizer)
@@ -146,14 +147,14 @@ def _prepare(
                 "of a format whose tokens it has"
             )
     ends = None if stop is None or stop.text is not None else next(iter(stop.ids), None)
-    return recipe, _warnings(recipe, how), ends
+    return recipe, _warnings(recipe, encoding), ends
 
 
 def _recipe(
-    tokenizer: Tokenizer, spec: str, wanted: RecordText | RecordConversation, how: _How
+    tokenizer: Tokenizer, spec: str, wanted: RecordText | RecordConversation, encoding: _Encoding
 ) -> Recipe:
-    chat = None if isinstance(wanted, RecordText) else _chat(tokenizer, spec, wanted, how)
-    if chat is not None and wanted.in_pairs and how.train_on == "each":
+    chat = None if isinstance(wanted, RecordText) else _chat(tokenizer, spec, wanted, encoding)
+    if chat is not None and wanted.in_pairs and encoding.train_on == "each":
         raise ConfigError(
             "--train-on each: makes several documents of an answer, where a pair has two: give "
             "assistant or last"
@@ -165,47 +166,49 @@ def _recipe(
             f"the tokenizer '{spec}' names no end-of-text token: set eos_token in its "
             "tokenizer_config.json"
         )
-    added = tokenizer.added if how.special_tokens == "auto" else ([], [])  # besides the end
+    added = tokenizer.added if encoding.special_tokens == "auto" else ([], [])  # besides EOS
     return Recipe(spec, wanted, added, chat)
 
 
 def _chat(
-    tokenizer: Tokenizer, spec: str, wanted: RecordConversation, how: _How
+    tokenizer: Tokenizer, spec: str, wanted: RecordConversation, encoding: _Encoding
 ) -> Chat | Completion:
-    given = how.chat_template
+    given = encoding.chat_template
     template = None if given == NO_TEMPLATE else load_chat_template(tokenizer, given)
     if template is not None:
-        return Chat(template, how.train_on)
+        return Chat(template, encoding.train_on)
     if wanted.form in (PLAIN, PAIRS, LABELS, CLASSES):  # formats that need no template
-        return Completion(how.train_on)
+        return Completion(encoding.train_on)
     raise DataError(
         f"the tokenizer '{spec}' has no chat template, which the conversations need: give "
         "--chat-template FILE, or the tokenizer of a model that has one"
     )
 
 
-def _warnings(recipe: Recipe, how: _How) -> list[str]:
-    """Warnings of the template, and a warning for each option without effect on such records."""
-    said = recipe.chat.warnings() if recipe.is_chat else []
+def _warnings(recipe: Recipe, encoding: _Encoding) -> list[str]:
+    """Warnings of the template, and a warning for each option without effect on the records."""
+    warnings = recipe.chat.warnings() if recipe.is_chat else []
     if recipe.chat is not None and not recipe.is_chat:
-        if how.chat_template is None:
-            said.append(
+        if encoding.chat_template is None:
+            warnings.append(
                 "the tokenizer has no chat template: prompt and completion follow each other as "
                 f"they are; --chat-template {NO_TEMPLATE} says that this is meant"
             )
-        return said
+        return warnings
     if recipe.is_chat:
-        idle = [f"--special-tokens {how.special_tokens}"] * (how.special_tokens != "auto")
+        special = encoding.special_tokens
+        idle = [f"--special-tokens {special}"] * (special != "auto")
         reason = "the chat template says which special tokens a conversation has"
     else:
-        idle = [f"--train-on {how.train_on}"] * (how.train_on != "assistant")
-        idle += [f"--chat-template {how.chat_template}"] * (how.chat_template is not None)
+        train_on, template = encoding.train_on, encoding.chat_template
+        idle = [f"--train-on {train_on}"] * (train_on != "assistant")
+        idle += [f"--chat-template {template}"] * (template is not None)
         reason = "the inputs are texts, not conversations"
-    return said + [f"{flag} has no effect: {reason}" for flag in idle]
+    return warnings + [f"{flag} has no effect: {reason}" for flag in idle]
 
 
 def _one_file(shard_tokens: int, warnings: list[str]) -> int:
-    """Tokens of a file that no pair is cut at the end of: all."""
+    """The maximum number of tokens of a file: pairs are all in one file, so that none is cut."""
     if shard_tokens != SHARD_TOKENS:
         warnings.append("--shard-tokens has no effect: all pairs are in one file, so none is cut")
     return MAX_TOKENS
@@ -214,7 +217,7 @@ def _one_file(shard_tokens: int, warnings: list[str]) -> int:
 def _check_options(
     eval_fraction: float, special_tokens: str, train_on: str, numbers: Mapping[str, float | None]
 ) -> None:
-    """Raise ConfigError for a bad option. numbers: positive ones by flag, None: not given."""
+    """Raise ConfigError for a bad option. numbers: by flag, must be positive; None: not given."""
     if not 0 <= eval_fraction < 1:
         raise ConfigError(f"--eval-fraction is {eval_fraction}: give at least 0 and less than 1")
     for flag, number in numbers.items():
@@ -230,8 +233,8 @@ def _check_options(
 
 
 def _default_workers(sources: Sequence[InputSource], tokenizer: Tokenizer) -> int:
-    """Number of worker processes by size and tokenizer: bytes are encoded faster than sent to
-    another process."""
+    """Number of worker processes for the size of the inputs: 1 for small ones, and for bytes, which
+    are encoded faster than sent to another process."""
     small = sum(source.size for source in sources) < _SMALL_INPUT
     if small or isinstance(tokenizer, ByteTokenizer):
         return 1

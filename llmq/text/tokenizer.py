@@ -1,8 +1,8 @@
 """Tokenizers: plain bytes, or the tokenizer files of a Hugging Face model.
 
-Both tokenizers recognise special tokens that are written out in a text (`<|endoftext|>` …), as
-Hugging Face tokenizers do. Neither tokenizer adds special tokens; `added` lists the ids that
-transformers would add.
+Both tokenizers recognize special tokens that a text contains (`<|endoftext|>` …), as Hugging Face
+tokenizers do. Neither tokenizer adds special tokens; `added` lists the ids that transformers would
+add.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def open_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """Tokenizer of tokenizer.json, else of vocab.json with merges.txt. DataError if a file is
-    missing, damaged, or a link that leaves the folder."""
+    """The library's tokenizer from tokenizer.json, else from vocab.json with merges.txt. DataError
+    if a file is missing, damaged, or a link that leaves the folder."""
     from tokenizers import Tokenizer
 
     fast, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
@@ -57,8 +57,8 @@ def open_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 @contextmanager
 def _library_errors(what: str, kind: type[Exception] | None = None) -> Iterator[None]:
     """Turn errors of the library `tokenizers` into DataError. kind: class of these errors; None:
-    plain Exception alone, which the library raises for unreadable files. A panic of its Rust code
-    is a BaseException, and becomes DataError in any case."""
+    only plain Exception, which the library raises for unreadable files. A panic of the library's
+    Rust code is a BaseException, and always becomes DataError."""
     try:
         yield
     except (LlmqError, MemoryError):
@@ -67,11 +67,11 @@ def _library_errors(what: str, kind: type[Exception] | None = None) -> Iterator[
         known = type(error) is Exception if kind is None else isinstance(error, kind)
         if not known and type(error).__name__ != "PanicException":
             raise
-        said = " ".join(str(error).split())[:300]
-        raise DataError(f"{what}: {said}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"{what}: {reason}") from error
 
 
-# Qwen2's tokenizers cut a text into words by this expression. The library knows only GPT-2's.
+# Expression by which Qwen2's tokenizers cut a text into words. The library has only GPT-2's.
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -79,7 +79,8 @@ QWEN2_WORDS = (
 
 
 def new_byte_level_bpe(model: tokenizers.models.BPE | None = None) -> tokenizers.Tokenizer:
-    """Byte-level BPE that cuts texts into words as Qwen2's does. model: None: empty."""
+    """Byte-level BPE that cuts texts into words as Qwen2's tokenizer does. model: None for an empty
+    vocabulary."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE() if model is None else model)
@@ -115,10 +116,10 @@ def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> None:
-    """Add the tokens of tokenizer_config.json and added_tokens.json under the ids of these files.
+    """Add the tokens of tokenizer_config.json and added_tokens.json with the ids in these files.
 
-    The library numbers added tokens itself: tokens are added in the order of their ids, then ids
-    are compared. DataError for another id.
+    The library chooses the ids of added tokens, so tokens are added in the order of their ids.
+    DataError if the library gives a token another id.
     """
     from tokenizers import AddedToken
 
@@ -143,7 +144,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, config: dict[str,
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Object of a JSON file; {} without the file. DataError if the file holds no object."""
+    """The object in a JSON file; {} without the file. DataError if the file holds no object."""
     if not path.exists():
         return {}
     try:
@@ -155,7 +156,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-# The only code that an export has, see tokenizer_files.py: its file, its text, and its auto_map.
+# The only Python module that an export may have (see tokenizer_files.py), and its auto_map.
 EXACT_MODULE = "tokenization_exact.py"
 EXACT_CODE = """from transformers import PreTrainedTokenizerFast
 
@@ -176,8 +177,8 @@ _BYTES_AS_FILES = "67d112c6d383d71fe45cedc46f6bb068d2663802be0b7e45858f02c97d1b1
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """Tokenizer of a spec: `bytes`, a folder with tokenizer.json (or vocab.json and merges.txt), or
-    the name of a repository in the Hugging Face cache. DataError for any other spec."""
+    """Load a tokenizer. spec: `bytes`, a folder with tokenizer.json (or vocab.json and merges.txt),
+    or the name of a repository in the Hugging Face cache. DataError for any other spec."""
     if str(spec) == "bytes":
         return ByteTokenizer()
     return HfTokenizer(find_directory(str(spec)) or Path(spec))
@@ -209,8 +210,8 @@ class ByteTokenizer:
     def _offsets(self, text: str) -> np.ndarray:
         codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
         counts = 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)  # bytes of each character
-        for found in re.finditer(re.escape(END_OF_TEXT), text):
-            counts[slice(*found.span())] = [1, *[0] * (len(END_OF_TEXT) - 1)]
+        for match in re.finditer(re.escape(END_OF_TEXT), text):
+            counts[slice(*match.span())] = [1, *[0] * (len(END_OF_TEXT) - 1)]
         starts = np.repeat(np.arange(len(counts)), counts)
         ends = starts + np.where(self._encode(text) == self.eos_id, len(END_OF_TEXT), 1)
         return np.stack([starts, ends], axis=1)
@@ -223,7 +224,8 @@ class ByteTokenizer:
         return np.concatenate(parts)
 
     def is_byte(self, token: int) -> bool:
-        """False: a byte never changes the text in front of the byte, as in any byte-level BPE."""
+        """False, as in any byte-level BPE: a later byte never changes earlier text. See
+        HfTokenizer.is_byte."""
         return False
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -234,17 +236,17 @@ class ByteTokenizer:
         return text.decode(errors="replace")
 
     def is_special(self, token: int) -> bool:
-        """True for the end of a text, the only token that is never cut."""
+        """True for the end of a text, the only special token."""
         return token == self.eos_id
 
     @property
     def control_texts(self) -> list[str]:
-        """Texts that become a control token wherever a document contains them."""
+        """Texts of control tokens, which a document may contain by accident."""
         return [END_OF_TEXT]
 
     def save(self, folder: Path) -> None:
-        """Write the files of a byte-level BPE without merges, which makes the same ids in
-        transformers' AutoTokenizer."""
+        """Write the files of a byte-level BPE without merges, with which transformers'
+        AutoTokenizer makes the same ids."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
         vocab = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
@@ -258,7 +260,7 @@ class ByteTokenizer:
 def save_tokenizer(
     folder: Path, tokenizer: tokenizers.Tokenizer, named: dict[str, str], special: Sequence[str]
 ) -> None:
-    """Write a tokenizer's files in a form that AutoTokenizer takes unchanged. named: texts of
+    """Write a tokenizer's files in a form that AutoTokenizer uses unchanged. named: texts of
     "eos_token" and other roles. special: all special tokens; their ids follow the vocabulary's."""
     from tokenizers import AddedToken
 
@@ -281,8 +283,8 @@ def save_tokenizer(
 
 
 def _byte_level_alphabet() -> list[str]:
-    """Printable character that stands for each byte in byte-level BPE, by byte. A printable Latin-1
-    byte stands for itself; the other bytes have U+0100, U+0101, … in their order."""
+    """The printable character of each byte in byte-level BPE, by byte. A printable Latin-1 byte is
+    its own character; the other bytes have U+0100, U+0101, … in their order."""
     from tokenizers import pre_tokenizers
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -292,10 +294,10 @@ def _byte_level_alphabet() -> list[str]:
 
 class HfTokenizer:
     """Tokenizer of a model folder. Ids are from 0 to vocab_size - 1; eos_id and bos_id may be None.
-    added: ids that AutoTokenizer puts in front of a text and behind a text. prefix_id: the token
-    from which a text's first token is predicted: the files' BOS or, without BOS, EOS."""
+    added: ids that AutoTokenizer adds in front of a text, and behind a text. prefix_id: the token
+    in front of a text's first token in scoring, BOS or else EOS."""
 
-    # Names of data files that transformers reads beside the weights; Python files are left out.
+    # Names of tokenizer files that transformers reads, without Python files.
     FILES = (
         *("tokenizer.json", CONFIG_FILE, "special_tokens_map.json", "vocab.json"),
         *("merges.txt", "added_tokens.json", TEMPLATE_FILE, "tokenizer.model"),
@@ -330,8 +332,8 @@ class HfTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 in hex of everything that decides the ids of a text, in whatever layout the files
-        are; "bytes" for a ByteTokenizer's files."""
+        """SHA-256 in hex of everything that decides the ids of a text, independent of the layout of
+        files; "bytes" for a ByteTokenizer's files."""
         content = json.loads(self._tokenizer.to_str())
         parts = ("added_tokens", "normalizer", "pre_tokenizer", "model")
         identity = _without_absent([self.added, *(content[part] for part in parts)])
@@ -340,14 +342,15 @@ class HfTokenizer:
 
     @property
     def is_qwen2(self) -> bool:
-        """True if texts are cut into words as by transformers' Qwen2Tokenizer."""
+        """True if the tokenizer cuts texts into words as transformers' Qwen2Tokenizer does."""
         content = json.loads(self._tokenizer.to_str())
         parts = (content["pre_tokenizer"] or {}).get("pretokenizers", [{}])
         words = parts[0].get("pattern") == {"Regex": QWEN2_WORDS}
         return words and content["normalizer"] == {"type": "NFC"}
 
     def _added_ids(self) -> Added:
-        """Ids of `added`, by the post-processor, or by tokenizer_config.json of old files."""
+        """Ids of `added`: from the post-processor, or without tokenizer.json from
+        tokenizer_config.json."""
         if not (self.folder / "tokenizer.json").exists():
             config = read_json(self.folder / CONFIG_FILE)
             bos, eos = (
@@ -370,14 +373,14 @@ class HfTokenizer:
             text = token.get("content") if isinstance(token, dict) else token
             if not isinstance(text, str):
                 raise DataError(f"'{self.folder / file}': {name}_token {token!r} is no token")
-            with suppress(UnicodeEncodeError):  # half a character is no token's text
+            with suppress(UnicodeEncodeError):  # no token has a lone surrogate in its text
                 if self._tokenizer.token_to_id(text) is not None:
                     return self._tokenizer.token_to_id(text)
         return None
 
     def _special_id(self, name: str) -> int | None:
-        """Id of the eos or bos token: by its text, else by the model's config, else by END_OF_TEXT;
-        None if no token has these. DataError for a bad id."""
+        """Id of the eos or bos token: by its text, else by the model's config, else the id of
+        END_OF_TEXT; None without any of these. DataError for a bad id."""
         named = self._named_id(name)
         if named is not None:
             return named
@@ -388,7 +391,7 @@ class HfTokenizer:
             first = token_id[0] if isinstance(token_id, list) and token_id else token_id
             if type(first) is not int or first < 0:
                 raise DataError(f"'{self.folder / file}': {name}_token_id {token_id!r} is no id")
-            if first < self.vocab_size:  # else a default, as GPT-2's 50256 for any vocabulary
+            if first < self.vocab_size:  # larger: a default value, such as GPT-2's 50256
                 return first
         return self._tokenizer.token_to_id(END_OF_TEXT)
 
@@ -417,8 +420,8 @@ class HfTokenizer:
 
     @cached_property
     def _with_offsets(self) -> tokenizers.Tokenizer:
-        """Copy of the tokenizer without its post-processor, which may take blanks out of a token's
-        characters."""
+        """Copy of the tokenizer without its post-processor, which may remove blanks from a token's
+        offsets."""
         from tokenizers import Tokenizer
 
         copy = Tokenizer.from_str(self._tokenizer.to_str())
@@ -426,12 +429,12 @@ class HfTokenizer:
         return copy
 
     def is_special(self, token: int) -> bool:
-        """True for the id of a token added to the vocabulary, which is never cut."""
+        """True for the id of an added token, which the tokenizer never cuts."""
         return token in self._tokenizer.get_added_tokens_decoder()
 
     @property
     def control_texts(self) -> list[str]:
-        """Texts that become a control token wherever a document contains them."""
+        """Texts of control tokens, which a document may contain by accident."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         return [token.content for token in added if token.special and token.content]
 
@@ -455,8 +458,8 @@ Tokenizer = ByteTokenizer | HfTokenizer
 
 def tokenizer_names(folder: Path) -> list[str]:
     """Paths of the tokenizer files in a folder, relative to the folder."""
-    found = (path for name in HfTokenizer.FILES for path in sorted(folder.glob(name)))
-    return [path.relative_to(folder).as_posix() for path in found if path.is_file()]
+    paths = (path for name in HfTokenizer.FILES for path in sorted(folder.glob(name)))
+    return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
 def is_tokenizer_file(name: str) -> bool:
@@ -467,8 +470,8 @@ def is_tokenizer_file(name: str) -> bool:
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
-    """Copy all tokenizer files of a folder; returns their names. Code, and links that leave the
-    folder, stay behind with a warning. DiskError."""
+    """Copy all tokenizer files of a folder; return their names. Code, and links that leave the
+    folder, are not copied, with a warning. DiskError if the disk is full or fails."""
     names = []
     for name in tokenizer_names(source):
         if leaves_folder(source / name):
@@ -487,7 +490,7 @@ def _drop_code(source: Path, target: Path) -> None:
     """Remove auto_map, which names Python modules, from the copied tokenizer_config.json."""
     try:
         config = read_json(target / CONFIG_FILE)
-    except DataError:  # nothing can make it load
+    except DataError:  # transformers cannot load a damaged file either
         return
     if (named := config.pop("auto_map", None)) is None:
         return
@@ -499,8 +502,8 @@ def _drop_code(source: Path, target: Path) -> None:
 
 
 def leaves_folder(path: Path) -> bool:
-    """True if a path is a link to a file outside of its folder. In the hub's cache, where files
-    are links to blobs, the folder is the repository's."""
+    """True if a path is a link to a file outside of its folder. In the hub's cache, where files are
+    links to blobs, True only for a link out of the repository's folder."""
     folder = path.parent.resolve()
     if folder.parent.name == "snapshots":
         folder = folder.parents[1]
@@ -516,25 +519,25 @@ def _without_absent(value: Any) -> Any:
 
 INCOMPLETE = "\ufffd"  # stands for a character while some of its bytes are missing
 CONTEXT = 16  # ids in front of new ids that are decoded together with the new ids
-WINDOW = 64  # ids, about, that are decoded again with each new id, at most
+WINDOW = 64  # maximum ids, about, that are decoded again with each new id
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:
-    """Text of new ids behind a prompt's ids. Both are decoded together, because some decoders
-    (Llama 2's) strip the space that a text begins with."""
+    """Text of new ids behind a prompt's ids. Prompt and new ids are decoded together, because some
+    decoders (Llama 2's) strip a leading space."""
     before = tokenizer.decode(prompt) if prompt else ""
     text = tokenizer.decode([*prompt, *new])
     return text[len(before) :] if text.startswith(before) else tokenizer.decode(new)
 
 
 def streamed(tokenizer: Tokenizer, prompt: list[int], new: Iterable[int]) -> Iterator[str]:
-    """Pieces of `continuation`: whole characters, as soon as no later id can change these
-    characters; no piece is empty. U+FFFD at the end and tokens of single bytes are held back,
-    because some decoders make one character of several tokens."""
+    """Pieces of `continuation`, never empty: whole characters, as soon as no later id can change
+    these characters. U+FFFD at the end and tokens of single bytes are held back, because some
+    decoders join several tokens to one character."""
     ids: list[int] = []
-    said = ""
-    # Ids in front of the window, the number of the window's first id, and the characters of `said`
-    # in front of the window.
+    sent = ""  # the pieces so far
+    # Ids in front of the window, the index of the window's first id, and the number of characters
+    # of `sent` in front of the window.
     context, start, before = prompt, 0, 0
     for token in new:
         ids.append(token)
@@ -542,10 +545,10 @@ def streamed(tokenizer: Tokenizer, prompt: list[int], new: Iterable[int]) -> Ite
             continue
         text = continuation(tokenizer, context, ids[start:])
         settled = text.rstrip(INCOMPLETE)
-        if piece := settled[len(said) - before :]:
-            said += piece
+        if piece := settled[len(sent) - before :]:
+            sent += piece
             yield piece
         if len(ids) - start > WINDOW and settled == text:
-            context, start, before = ids[-CONTEXT:], len(ids), len(said)
-    if rest := continuation(tokenizer, prompt, ids)[len(said) :]:
+            context, start, before = ids[-CONTEXT:], len(ids), len(sent)
+    if rest := continuation(tokenizer, prompt, ids)[len(sent) :]:
         yield rest

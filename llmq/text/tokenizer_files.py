@@ -1,13 +1,13 @@
 """Changes of tokenizer files: for transformers' AutoTokenizer, and for new tokens.
 
-A model's AutoTokenizer must make the ids of the training. Some classes of transformers 5, such as
-Qwen2Tokenizer, replace the normalizer and pre-tokenizer of tokenizer.json by their own;
+The AutoTokenizer of an export must make the ids of the training. Some classes of transformers 5,
+such as Qwen2Tokenizer, replace the normalizer and pre-tokenizer of tokenizer.json by their own;
 PreTrainedTokenizerFast does not. For models of the type qwen2, AutoTokenizer ignores the class in
-the file unless there is an auto_map: such an export gets an auto_map, and the module of the
-auto_map, which transformers loads only with trust_remote_code.
+the file unless there is an auto_map. Such an export gets an auto_map and its Python module, which
+transformers loads only with trust_remote_code.
 
-New special tokens (`--add-tokens`) come behind the last ids, in a copy of the tokenizer's files. A
-model gets rows of embedding and LM head for new tokens (`llmq/checkpoint/hf.py`).
+New special tokens (`--add-tokens`) have the ids behind the last one, in a copy of the tokenizer's
+files. `llmq/checkpoint/hf.py` adds rows of embedding and LM head for new tokens.
 """
 
 import json
@@ -40,8 +40,9 @@ from llmq.text.tokenizer_id import ids_of, tokenizer_of_folder
 AS_IT_IS = "PreTrainedTokenizerFast"
 _SAFE = {AS_IT_IS, "TokenizersBackend"}
 
-# Program that prints the ids of standard input by a folder's AutoTokenizer, nothing without
-# transformers. PyTorch's import would take most of the time, and tokenizers do not need PyTorch.
+# Program that encodes standard input with a folder's AutoTokenizer and prints the ids; without
+# transformers it prints nothing. PyTorch is blocked: its import takes most of the time, and
+# tokenizers do not need it.
 _TRIAL = """
 import json, sys
 sys.modules["torch"] = None
@@ -59,10 +60,10 @@ except Exception as error:  # the files may make the library raise anything
     made = {"error": " ".join(str(error).split())[:200]}
 print(json.dumps(made))
 """
-_TRIAL_SECONDS = 120  # a cold start from a slow disk may take many
+_TRIAL_SECONDS = 120  # long enough for a cold start from a slow disk
 
-# Special tokens that a class has by default. An export names these tokens, because another class
-# has other defaults.
+# Default special tokens of transformers' classes. An export writes these tokens into its config,
+# because its class may have other defaults.
 OWN_TOKENS = {
     "Qwen2Tokenizer": dict.fromkeys(("eos", "pad", "unk"), END_OF_TEXT),
     "GPT2Tokenizer": dict.fromkeys(("bos", "eos", "unk"), END_OF_TEXT),
@@ -72,10 +73,12 @@ OWN_TOKENS = {
 
 
 def take_as_it_is(folder: Path, *, own: str | None = None, theirs: Path | None = None) -> None:
-    """Change a model directory so that AutoTokenizer uses tokenizer.json unchanged, with EOS and
-    BOS named. own: class that transformers takes for this type of model, whatever class the file
-    names. theirs: folder from which a foreign tokenizer was copied, which is loaded within bounds
-    (DataError beyond); None: the tokenizer is ours.
+    """Change a model directory so that AutoTokenizer uses tokenizer.json unchanged, and so that
+    tokenizer_config.json names EOS and BOS.
+
+    own: class that transformers uses for this type of model, even if the file names another one.
+    theirs: folder of a foreign tokenizer that was copied, which is loaded in a process with bounds
+    (DataError beyond); None for a tokenizer of llmq.
     """
     if not (folder / "tokenizer.json").is_file():
         return
@@ -89,7 +92,7 @@ def _take_as_it_is(folder: Path, own: str | None) -> None:
     try:
         config = read_json(folder / CONFIG_FILE)
         tokenizer = HfTokenizer(folder)
-    except DataError:  # damaged files are copied unchanged; nothing can make them load
+    except DataError:  # damaged files, which transformers cannot load either, stay unchanged
         return
     named = config.get("tokenizer_class")
     changed = dict(config)
@@ -111,7 +114,7 @@ def _take_as_it_is(folder: Path, own: str | None) -> None:
 
 
 def _name_tokens(config: dict[str, Any], tokenizer: HfTokenizer, own: dict[str, str]) -> None:
-    """Add special tokens to the config that the tokenizer has and no file names."""
+    """Add special tokens to the config: those of `own` that the tokenizer has and no file names."""
     named = read_json(tokenizer.folder / "special_tokens_map.json")
     for name, text in own.items():
         key = f"{name}_token"
@@ -120,9 +123,9 @@ def _name_tokens(config: dict[str, Any], tokenizer: HfTokenizer, own: dict[str, 
 
 
 def difference(folder: Path, tokenizer: HfTokenizer, text: str) -> str | None:
-    """Difference between a model directory's AutoTokenizer and the training's tokenizer, on a text,
-    as the end of a sentence; None if there is none, or transformers is not installed. AutoTokenizer
-    runs in another process, without PyTorch."""
+    """Compare a model directory's AutoTokenizer with the tokenizer of the training on a text.
+    Returns the difference as the end of a sentence; None if the ids are equal, or if transformers
+    is not installed. AutoTokenizer runs in another process, without PyTorch."""
     expected = tokenizer.encode(text)  # first, as nothing bounds the trial
     made = _trial(folder, text)
     if made is None:
@@ -142,7 +145,7 @@ def difference(folder: Path, tokenizer: HfTokenizer, text: str) -> str | None:
 
 
 def _trial(folder: Path, text: str) -> dict[str, Any] | None:
-    """Object that _TRIAL prints; None if the process fails."""
+    """The object that the program _TRIAL prints; None if its process fails."""
     command = [sys.executable, "-P", "-c", _TRIAL, str(folder)]
     try:
         done = subprocess.run(
@@ -161,7 +164,8 @@ _OLD_FILE = "added_tokens.json"  # ids by text
 
 
 class NewTokens(NamedTuple):
-    """Ids [first, first + count) of new tokens, and the tokenizer with these tokens."""
+    """Ids [first, first + count) of new tokens. made: identity of the tokenizer with these
+    tokens."""
 
     first: int
     count: int
@@ -179,8 +183,9 @@ def parse_tokens(text: str | None) -> tuple[str, ...]:
 
 @contextmanager
 def grown_tokenizer(spec: str | Path, tokens: Sequence[str]) -> Iterator[str]:
-    """Path of a temporary copy of the tokenizer `spec` with `tokens` added; `spec` without tokens.
-    ConfigError for a token of the tokenizer, DataError for a tokenizer that cannot be loaded."""
+    """Path of a temporary copy of the tokenizer `spec` with `tokens` added; `spec` itself if there
+    are no tokens. ConfigError for a token that the tokenizer has already, DataError for a tokenizer
+    that cannot be loaded."""
     if not tokens:
         yield str(spec)
         return
@@ -193,7 +198,7 @@ def grown_tokenizer(spec: str | Path, tokens: Sequence[str]) -> Iterator[str]:
 
 
 def first_new_id(folder: Path) -> int:
-    """Id of the first new token of a model directory's tokenizer, behind the tokenizer's own."""
+    """Id that the first new token of a model directory gets: the number of its tokenizer's ids."""
     return look_into(folder, ids_of)
 
 
@@ -205,7 +210,8 @@ def new_tokens(folder: Path, tokens: Sequence[str]) -> NewTokens:
 
 
 def _write_grown(spec: str | Path, tokens: Sequence[str], folder: Path) -> str | None:
-    """Write the copy; returns the problem of a token, None without a problem."""
+    """Write a copy of the tokenizer with new tokens into `folder`. Returns the problem with a
+    token, or None."""
     tokenizer = load_tokenizer(spec)
     if not isinstance(tokenizer, HfTokenizer):
         return f"the tokenizer '{spec}' has no files: make one with `llmq train-tokenizer`"

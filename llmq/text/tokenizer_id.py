@@ -1,6 +1,6 @@
-"""The identity of a tokenizer: of a loaded one, or of the files in a folder.
+"""The identity of a loaded tokenizer, or of the tokenizer files in a folder.
 
-The fingerprint of a folder follows from the tokenizer's files, and the cache folder remembers it.
+The fingerprint of a folder is computed from the tokenizer's files, and kept in the cache folder.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _CACHE_VERSION = b"1"
 
 def identity_of(tokenizer: Tokenizer) -> TokenizerId:
     """Identity of a loaded tokenizer."""
-    named = _folder_name(tokenizer.folder) if isinstance(tokenizer, HfTokenizer) else "bytes"
-    return TokenizerId(named, tokenizer.fingerprint, tokenizer.eos_id, tokenizer.bos_id)
+    name = _folder_name(tokenizer.folder) if isinstance(tokenizer, HfTokenizer) else "bytes"
+    return TokenizerId(name, tokenizer.fingerprint, tokenizer.eos_id, tokenizer.bos_id)
 
 
 def _folder_name(folder: Path) -> str:
-    """Name of a folder for people; a snapshot in the Hugging Face cache has the repository's."""
+    """Readable name of a folder: the repository's for a snapshot in the Hugging Face cache."""
     folder = Path(os.path.abspath(folder))
     for part in reversed(folder.parts):
         if part.startswith("models--"):
@@ -38,9 +38,9 @@ def _folder_name(folder: Path) -> str:
 
 
 def tokenizer_of_folder(folder: Path) -> TokenizerId | None:
-    """Identity of the tokenizer files in a folder, under the name that a run has noted there, else
-    under the folder's name. A folder without files has the run's note; None without a note, or for
-    files that cannot be read."""
+    """Identity of the tokenizer files in a folder, with the name in the folder's llmq.json if there
+    is one, else with the folder's name. Without tokenizer files, the identity in llmq.json. None
+    without both, or for files that cannot be read."""
     noted = noted_tokenizer(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return noted
@@ -54,8 +54,8 @@ def check_recorded(
     source: str | Path, made: TokenizerId | None, vocab_size: int, model: str
 ) -> None:
     """Raise DataError unless the tokenizer of `source` is the tokenizer of a model's training.
-    source: "bytes" or a folder; a folder without a tokenizer is not checked. made: the training's
-    tokenizer; None: the ids must at least be in the vocabulary. model: for messages."""
+    source: "bytes" or a folder; a folder without a tokenizer is not checked. made: tokenizer of the
+    training; None if unknown, then only the number of ids is checked. model: for messages."""
     if source == "bytes":
         now, size = identity_of(ByteTokenizer()), ByteTokenizer.vocab_size
     else:
@@ -86,14 +86,15 @@ def _fingerprint_of_files(folder: Path) -> str | None:
             digest.update(content)
     path = cache_dir() / "tokenizers" / digest.hexdigest()
     with suppress(OSError):
-        found, _, _ = kept = read_own(path).decode(errors="replace").partition(" ")
-        if "".join(kept) == _with_checksum(found):
-            return found
+        cached = read_own(path).decode(errors="replace")
+        fingerprint = cached.partition(" ")[0]
+        if cached == _with_checksum(fingerprint):
+            return fingerprint
     try:
         fingerprint = look_into(folder, _fingerprint)
     except BoundsError:
         raise
-    except DataError:  # loading the tokenizer reports this
+    except DataError:  # reported when the tokenizer is loaded
         return None
     with suppress(OSError):
         write_shared(path, _with_checksum(fingerprint).encode())
@@ -105,7 +106,7 @@ def _fingerprint(folder: Path) -> str:
 
 
 def ids_of(folder: Path) -> int:
-    """Number of ids of a folder's tokenizer."""
+    """Number of ids of a folder's tokenizer, gaps included."""
     return HfTokenizer(folder).vocab_size
 
 

@@ -1,5 +1,5 @@
 """Training of a tokenizer: byte-level BPE that cuts texts into words as Qwen's tokenizers do. Ids
-0 to 255 are the bytes, then come merges, special tokens last. Equal texts make equal files."""
+are bytes (0 to 255), then merges, then special tokens. Equal texts make equal files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 CHATML = "chatml"
-"""Value of --chat-template for the following template, the format of Qwen's models."""
+"""Value of --chat-template for the template below, the format of Qwen's models."""
 _CHATML = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}
@@ -54,8 +54,8 @@ _SAMPLE = 1 << 20  # characters of the text on which bytes per token are measure
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokenizer:
-    """Result of `train_tokenizer`. bytes_per_token: over the first part of the text. warnings: one
-    line each."""
+    """Result of `train_tokenizer`. bytes_per_token: measured on the first part of the text.
+    warnings: one line each."""
 
     folder: Path
     vocab_size: int
@@ -86,9 +86,9 @@ def train_tokenizer(
 ) -> TrainedTokenizer:
     """Train a tokenizer, and write files that AutoTokenizer and `llmq tokenize` load to `out`.
 
-    inputs, field, template, dataset: as of `tokenize`. vocab_size: number of all tokens; a text
-    with few patterns makes fewer. special_tokens: besides the end of a text. chat_template: CHATML
-    or a file. DataError or ConfigError, with nothing written.
+    inputs, field, template, dataset: as in `tokenize`. vocab_size: number of all tokens; a text
+    with few patterns gives fewer. special_tokens: besides the end of a text. chat_template: CHATML
+    or a file. DataError or ConfigError, before anything is written.
     """
     out = Path(out)
     text = RecordText(field, template)
@@ -99,9 +99,9 @@ def train_tokenizer(
             f"--vocab-size: {vocab_size} is too small: 256 bytes and {len(special)} special tokens "
             f"are {256 + len(special)}"
         )
-    there = next((name for name in HfTokenizer.FILES if (out / name).exists()), None)
-    if there is not None and not overwrite:
-        raise DataError(f"'{out / there}' is there: choose another --out, or give --overwrite")
+    existing = next((name for name in HfTokenizer.FILES if (out / name).exists()), None)
+    if existing is not None and not overwrite:
+        raise DataError(f"'{out / existing}' is there: choose another --out, or give --overwrite")
     sources, warnings = having_fields(find_sources(inputs, dataset, exclude=out), text)
     tokenizer = new_byte_level_bpe()
     parts: list[str] = []
@@ -110,8 +110,8 @@ def train_tokenizer(
     if not (sample := "".join(parts)):
         raise DataError(f"there is no text in the {len(sources)} inputs")
     config = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
-    where = locked(lock_beside(out.resolve()), "--out", out)
-    with where, staged_directory(out, HfTokenizer.FILES) as staging:
+    lock = locked(lock_beside(out.resolve()), "--out", out)
+    with lock, staged_directory(out, HfTokenizer.FILES) as staging:
         save_tokenizer(staging, tokenizer, config, special)
         if written is not None:
             (staging / TEMPLATE_FILE).write_text(written, "utf-8")
@@ -134,7 +134,7 @@ def _special_tokens(given: Sequence[str]) -> list[str]:
     no text, or given twice."""
     special = [END_OF_TEXT, *given]
     for token in given:
-        # Python reads bytes of the command line that are no UTF-8 as surrogates.
+        # Python decodes command-line bytes that are not UTF-8 to surrogates.
         if not token.strip() or mended(token) != token:
             raise ConfigError(f"--special-token: {token!r} is no token")
         if special.count(token) > 1:
@@ -143,8 +143,8 @@ def _special_tokens(given: Sequence[str]) -> list[str]:
 
 
 def _chat_template(spec: str | None) -> tuple[str | None, tuple[str, ...]]:
-    """Template that --chat-template names, and the template's special tokens. DataError for a
-    damaged template."""
+    """The template that --chat-template names, and its special tokens. DataError for a damaged
+    template."""
     if spec is None:
         return None, ()
     if spec.lower() == CHATML:
@@ -169,17 +169,17 @@ def _trainer(size: int) -> tokenizers.trainers.BpeTrainer:
 def _texts(
     sources: Sequence[InputSource], text: RecordText, special: Sequence[str], sample: list[str]
 ) -> Iterator[str]:
-    """Texts to train on. Special tokens that are written out are left out, so that no merges are
-    made of them. sample: receives the first texts, of about _SAMPLE characters."""
+    """Texts to train on, without the special tokens that a text contains, so that no merges are
+    made from these. sample: list that gets the first texts, about _SAMPLE characters."""
     tokens = re.compile("|".join(map(re.escape, special)))
     split, missing = EvalSplit(0.0, 0, sources), _SAMPLE
     for block in read_blocks(sources, text, split, Position()):
         for piece in block.pieces:
             written = text.of_json(piece.text, piece.where)
-            found = whole_characters(written, piece.text)
-            if found != written:
+            whole = whole_characters(written, piece.text)
+            if whole != written:
                 warn_once(f"a text has {HALVES}")
-            if found and missing > 0:
-                sample.append(found[:missing])
-                missing -= len(found)
-            yield from filter(None, tokens.split(found))
+            if whole and missing > 0:
+                sample.append(whole[:missing])
+                missing -= len(whole)
+            yield from filter(None, tokens.split(whole))
