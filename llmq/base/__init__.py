@@ -1,5 +1,4 @@
-"""Small types and helpers that every room shares: errors, number formats, tensors, atomic files.
+"""Small types and helpers for all rooms: errors, dtypes, tensors, atomic files.
 
-Imports nothing of llmq.
-Start with `tensor.py` and `operand.py`.
+Imports nothing else of llmq. Start with `tensor.py` and `operand.py`.
 """

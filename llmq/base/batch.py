@@ -1,4 +1,4 @@
-"""The input of one micro-step: tokens, what follows each, and where its document starts."""
+"""The input of one micro-step: tokens, targets, and where documents start."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,16 +14,16 @@ class Batch(NamedTuple):
 
     inputs   token ids
     targets  the ids to predict; -100 where nothing is predicted
-    starts   for each position the first position of its row that belongs to the same document:
-             attention sees nothing before it, and RoPE counts from it. 0 <= starts[b, t] <= t,
-             never falling along a row. None: every row is one document.
-    padding  how many of its positions fill rows up, or repeat what is counted elsewhere: reports
+    starts   for each position the first position of its document in the row: attention sees nothing
+             before it, and RoPE counts from it. 0 <= starts[b, t] <= t, non-decreasing in a row.
+             None: every row is one document.
+    padding  number of positions that fill rows up, or repeat positions counted elsewhere: reports
              do not count them. Such a position is a document of its own, and masked.
     named    arrays that the loss or the architecture declares (`Input`), by name; or None. Pairs of
-             documents have "partner": 1 + the first position of the other one, negative in a
-             document that is not to be preferred, 0 outside of pairs
+             documents have "partner": 1 + the first position of the other document, negative in a
+             rejected document, 0 outside of pairs
     lengths  int32 (B,): tokens of documents in each row, or None where documents own every token.
-             Later tokens are filler, as padding of an attention mask is in transformers; router
+             Later tokens are filler, like positions that transformers' attention_mask hides; router
              losses ignore filler
     """
 

@@ -1,5 +1,7 @@
-"""Callbacks of a run: reports, sinks, sensors, and a user's own. `llmq train` and `llmq.Trainer`
-call the same class."""
+"""Callbacks of a run: reports, sinks, sensors, and a user's own.
+
+`llmq train` and `llmq.Trainer` call the same class.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +14,11 @@ from llmq.base.result import Result
 class StepDone:
     """An optimizer step whose result is known.
 
-    step: number in the run, from 0. number: number among the steps of this Trainer, from 0.
-    result: loss, gradient norm, counted tokens. ms: milliseconds on the device's clock since the
-    end of the step before, or since the step's own begin if an evaluation or a checkpoint came
-    between. lr: learning rate. epoch: number of the epoch, from 0, and the part of the epoch that
-    has been read; None for batches of the caller. ticket: as of `Trainer.enqueue_step`.
+    step: number in the run, from 0. number: among the steps of this Trainer, from 0. result: loss,
+    gradient norm, counted tokens. ms: milliseconds on the device's clock since the end of the step
+    before, or since the step's own begin if an evaluation or a checkpoint came between. lr:
+    learning rate. epoch: number of the epoch, from 0, and the part of the epoch that has been read;
+    None for batches of the caller. ticket: see `Trainer.enqueue_step`.
     """
 
     step: int
@@ -30,7 +32,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A validation or a task that is complete. step: steps done before. metrics: values by name:
+    """A complete validation or task. step: number of steps done before. metrics: values by name:
     "loss", "NAME/loss" of a named validation set, "TASK/METRIC"."""
 
     step: int

@@ -1,6 +1,6 @@
-"""The door to the terminal: whatever is printed, no text of others steers it.
+"""Terminal output: every printed text is made safe, so that foreign text cannot steer the terminal.
 
-Colours of ours and the moves of a live view go past it by `Door.own`.
+Our own colours and the moves of a live view bypass this by `Door.own`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Control characters but \n and \t, of which some begin commands, and those that turn the direction
-# of what follows.
+# Control characters except \n and \t, some of which begin terminal commands, and characters that
+# change the direction of text.
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """The text with U+FFFD for what would steer a terminal."""
+    """Return the text with U+FFFD for each character that steers a terminal."""
     return _STEERING.sub("\ufffd", text)
 
 
 class Door(io.TextIOWrapper):
-    """A standard stream that lets only printable text through, and never fails to encode text.
-    lost: the error of a failed write, else None."""
+    """A standard stream that writes only printable text, and never fails to encode text. lost: the
+    error of a failed write, else None."""
 
     lost: OSError | None = None
 
@@ -46,7 +46,7 @@ class Door(io.TextIOWrapper):
         return self.own(printable(text))
 
     def own(self, text: str) -> int:
-        """Write a text of ours, with what steers the terminal."""
+        """Write our own text, which may steer the terminal."""
         try:
             return super().write(text)
         except OSError as error:
@@ -56,7 +56,7 @@ class Door(io.TextIOWrapper):
 
 @contextmanager
 def doors() -> Iterator[None]:
-    """Standard output and standard error are doors inside the block."""
+    """Make standard output and standard error doors inside the block."""
     before = {}
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -70,23 +70,23 @@ def doors() -> Iterator[None]:
         for name, stream in before.items():
             door = getattr(sys, name)
             setattr(sys, name, stream)
-            with suppress(OSError, ValueError):  # whoever read it has gone
+            with suppress(OSError, ValueError):  # the reader has gone
                 door.detach()
 
 
 def print_own(text: str, end: str = "\n") -> None:
-    """Print a text of ours to standard output, with what steers the terminal."""
+    """Print our own text, which may steer the terminal, to standard output."""
     getattr(sys.stdout, "own", sys.stdout.write)(text + end)
     sys.stdout.flush()
 
 
 def print_text(text: str) -> None:
-    """Print a part of a model's text: as it is where no terminal reads it."""
+    """Print a part of a model's text; unchanged if standard output is no terminal."""
     print_own(printable(text) if sys.stdout.isatty() else text, end="")
 
 
 class _PastTheDoor:
-    """A door as the file of a console that has looked at the texts itself."""
+    """A door as the file of a console that makes texts printable itself."""
 
     def __init__(self, door: Door) -> None:
         self._door = door
@@ -97,7 +97,7 @@ class _PastTheDoor:
 
 
 def printable_console(*, stderr: bool = False) -> Console:
-    """rich's console on a standard stream, which makes every text printable that it draws."""
+    """Return rich's console on a standard stream; it makes every drawn text printable."""
     from rich.console import Console
     from rich.segment import Segment
 

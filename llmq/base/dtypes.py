@@ -1,4 +1,4 @@
-"""Number formats: what a tensor's elements are, and the constants that belong to each format."""
+"""Dtypes of tensors' elements, and their constants."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,15 +11,14 @@ GIB = 1 << 30
 
 E4M3_MAX = 448.0  # largest finite E4M3 value, S.1111.110
 E5M2_MAX = 57344.0  # largest finite E5M2 value, S.11110.11
-# Half precision, which ends at 65,504, holds the sum of 64 products of codes up to 30.
+# Half precision, whose maximum is 65,504, holds the sum of 64 products of codes up to 30.
 E4M3_HALF_MAX, HALF_TERMS = 30.0, 64
-I8_MAX = 127  # of codes: as far from 0 as -127, so that -128 is not used
+I8_MAX = 127  # of codes; -128 is unused, so that the range is symmetric
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # one object each, compared in every launch
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity in every launch
 class DType:
-    """One element type. name: how kernels and options spell it; label: how llm.q-style reports
-    print it."""
+    """One element type. name: in kernels and options. label: in llm.q-style reports."""
 
     name: str
     label: str
@@ -39,7 +38,7 @@ F64 = _dtype("f64", "F64", np.float64)
 F32 = _dtype("f32", "F32", np.float32)
 BF16 = _dtype("bf16", "BF16", ml_dtypes.bfloat16)
 E4M3 = _dtype("e4m3", "F8_E4M3", ml_dtypes.float8_e4m3fn)
-# E4M3 of which nothing is beyond E4M3_HALF_MAX. NumPy's type has the same bits up to 240.
+# E4M3 with values up to E4M3_HALF_MAX. NumPy's type has the same bits up to 240.
 E4M3_HALF = _dtype("e4m3_half", "F8_E4M3_HALF", ml_dtypes.float8_e4m3)
 E5M2 = _dtype("e5m2", "F8_E5M2", ml_dtypes.float8_e5m2)
 I32 = _dtype("i32", "I32", np.int32)
@@ -47,25 +46,25 @@ I64 = _dtype("i64", "I64", np.int64)
 I8 = _dtype("i8", "I8", np.int8)
 U8 = _dtype("u8", "U8", np.uint8)
 NF4 = _dtype("nf4", "NF4", np.uint8)  # bytes of codes and their scales, see formats/nf4.py
-MXFP4 = _dtype("mxfp4", "MXFP4", np.uint8)  # as NF4, see formats/mxfp4.py
+MXFP4 = _dtype("mxfp4", "MXFP4", np.uint8)  # like NF4, see formats/mxfp4.py
 
 FP8_MAX = {E4M3: E4M3_MAX, E4M3_HALF: E4M3_HALF_MAX, E5M2: E5M2_MAX}
 FP8 = tuple(FP8_MAX)
 DTYPES = {d.name: d for d in (F64, F32, BF16, *FP8, I32, I64, I8, U8)}
 
-# The option spelling ("fp32", "bf16", ...) of the formats that a user may choose.
+# Dtypes that a user may choose, by option value ("fp32", "bf16", ...).
 OPTION_DTYPES = {"fp32": F32, "bf16": BF16, "e4m3": E4M3, "e5m2": E5M2, "nf4": NF4, "int8": I8}
 OPTION_DTYPES |= {"mxfp4": MXFP4}
 
 
 def parse_dtype(option: str) -> DType:
-    """The format that a canonical option value names; KeyError for anything else."""
+    """Return the dtype of a canonical option value; KeyError for any other value."""
     return OPTION_DTYPES[option]
 
 
-# Values that change from launch to launch live in device memory, so that captured graphs can be
-# replayed: 16 words, written by the host before each micro-step, except the last two, which
-# global_norm writes. The CUDA side of this layout is `struct StepScalars` in cu/common.cuh.
+# Values that change between launches live in device memory, so that captured graphs can be
+# replayed. The host writes 16 words before each micro-step, except the last two, which global_norm
+# writes. The CUDA side of this layout is `struct StepScalars` in cu/common.cuh.
 STEP_SCALARS_WORDS = 16
 STEP_SCALARS = np.dtype(
     [
@@ -76,9 +75,9 @@ STEP_SCALARS = np.dtype(
         ("seed", np.uint32),
         ("step", np.uint32),
         ("micro_step", np.uint32),
-        ("norm_limit", np.float32),  # a step beyond one of the two makes no update; 0: none
+        ("norm_limit", np.float32),  # a step beyond this or loss_limit makes no update; 0: none
         ("loss_limit", np.float32),
-        # The b-th sequence of a micro-batch is number first + b * stride of the step, of all ranks.
+        # Sequence b of a micro-batch has number first + b * stride in the step of all ranks.
         ("first_sequence", np.uint32),
         ("sequence_stride", np.uint32),
         ("reserved", np.uint32, 3),
@@ -90,8 +89,8 @@ assert STEP_SCALARS.itemsize == 4 * STEP_SCALARS_WORDS
 
 
 class Limits(NamedTuple):
-    """A step whose gradient norm or mean loss is beyond one of these makes no update. 0: none.
-    Numbers that F32 has, so that the host can tell as the device does."""
+    """Limits of a step's gradient norm and mean loss: a step beyond one makes no update. 0: none.
+    Values are exact in F32, so that host and device agree."""
 
     norm: float = 0.0
     loss: float = 0.0
@@ -99,10 +98,10 @@ class Limits(NamedTuple):
 
 NO_LIMITS = Limits()
 
-# Statistics of one optimizer step, F64 on the device: the loss, fp8_scale and global_norm add to
-# them, the trainer reads them one step late. Gradients are divided by count, and loss / count is
-# the loss that is reported. exposed: milliseconds in which the main stream stood still for other
-# ranks. Sums of a loss's own follow (`llmq.model.losses`).
+# Statistics of one optimizer step, F64 on the device. The loss, fp8_scale and global_norm add to
+# them, and the trainer reads them one step late. Gradients are divided by count; the reported loss
+# is loss / count. exposed: milliseconds in which the main stream waited for other ranks. A loss's
+# own sums follow (`llmq.model.losses`).
 STATS = ("loss", "count", "norm_squared", "norm", "saturated", "exposed")
 STAT = {name: index for index, name in enumerate(STATS)}
-TOKEN_STATS = (*STATS, "loss_1k", "tokens_1k", "lse_sum", "lse_max")  # as cross_entropy adds
+TOKEN_STATS = (*STATS, "loss_1k", "tokens_1k", "lse_sum", "lse_max")  # of cross_entropy

@@ -1,4 +1,4 @@
-"""Errors that a user can cause and can fix. Everything else is a bug and keeps its traceback."""
+"""Errors that a user can fix. All other exceptions are bugs and keep their traceback."""
 
 import functools
 import os
@@ -11,9 +11,9 @@ from llmq.base.console import printable
 
 
 class LlmqError(Exception):
-    """An error of the user's or the machine's: its text says in one line what is wrong, where, and
-    what to do about it. The CLI prints it and exits with STATUS. details: further lines, where what
-    to do is a list; str() of the error has them too."""
+    """An error of the user or the machine. Its text says in one line what is wrong, where, and what
+    to do; the CLI prints it and exits with STATUS. details: further lines, if there are several
+    things to do; str() includes them."""
 
     STATUS = 2
 
@@ -26,38 +26,37 @@ class LlmqError(Exception):
 
 
 class ConfigError(LlmqError):
-    """An option, a preset name or a model's config.json that cannot be used as it is."""
+    """An unusable option, preset name or config.json of a model."""
 
 
 class DataError(LlmqError):
-    """A token file, a text input or a tokenizer that is missing, damaged or does not fit."""
+    """A missing, damaged or unfitting token file, text input or tokenizer."""
 
 
 class ModelError(LlmqError):
-    """The model's weights, or what it computes, are no finite numbers."""
+    """The model's weights or results are not finite numbers."""
 
 
 class DiskError(LlmqError):
-    """A file could not be written; nothing of it is left, and what was there stays."""
+    """A file could not be written; no part of it is left, and an older file is unchanged."""
 
 
 class MachineError(LlmqError):
-    """A GPU, its driver or another process does not do what it should: later it may."""
+    """A GPU, its driver or another process fails; a later try may succeed."""
 
     STATUS = 71  # EX_OSERR of sysexits.h
 
 
 def status_of(error: BaseException) -> int:
-    """The status with which a process ends after an error: the table in docs/logs.md. 1 is a
-    bug's."""
+    """Return a process's exit status after an error, see docs/logs.md. 1: a bug."""
     if isinstance(error, LlmqError):
         return error.STATUS
-    known = isinstance(error, OSError | MemoryError | RecursionError)
-    return LlmqError.STATUS if known else 1
+    expected = isinstance(error, OSError | MemoryError | RecursionError)
+    return LlmqError.STATUS if expected else 1
 
 
 def warn(*lines: str) -> None:
-    """Tell the user of what may not be as meant, without stopping: one line each."""
+    """Warn the user, without stopping: one line each."""
     for line in (printable(line.replace("\n", " ")) for line in lines):
         _warnings.append(line)
         if not _kept:
@@ -66,7 +65,7 @@ def warn(*lines: str) -> None:
 
 @functools.cache
 def warn_once(line: str) -> None:
-    """The same, of a line that was not told before."""
+    """Warn, unless this line was given before."""
     warn(line)
 
 
@@ -75,13 +74,13 @@ _kept = False
 
 
 def keep_warnings() -> None:
-    """From now on `warn` prints nothing: another process asks `taken_warnings` for them."""
+    """Print no warnings from now on: another process fetches them by `taken_warnings`."""
     global _kept
     _kept = True
 
 
 def taken_warnings() -> list[str]:
-    """The warnings given since this was last called."""
+    """Return the warnings since the last call."""
     lines = list(_warnings)
     _warnings.clear()
     return lines
@@ -96,6 +95,6 @@ def print_error(*lines: str) -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Let all that is written to it from now on succeed, also what Python flushes at exit."""
+    """Let all later writes to a stream succeed, even what Python flushes at exit."""
     with open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), stream.fileno())

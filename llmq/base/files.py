@@ -1,7 +1,7 @@
 """Files and directories that appear only when they are complete and on the disk.
 
-A file that is not complete has a name of our own, `.NAME.llmq-tmp`, beside what it becomes. Nothing
-else is ever overwritten or removed on the way, and no link is followed to what it points to.
+An incomplete file has a name of our own, `.NAME.llmq-tmp`, beside its future path. No other file is
+overwritten or removed meanwhile, and no link is followed.
 """
 
 import errno
@@ -23,7 +23,7 @@ from llmq.base.errors import ConfigError, DataError, DiskError, LlmqError
 
 
 class Closing:
-    """Something that a `with` block closes at its end."""
+    """An object that a `with` block closes at its end."""
 
     def __enter__(self) -> Self:
         return self
@@ -47,8 +47,8 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def read_errors(what: Path | str, kind: type[LlmqError] = DataError) -> Iterator[None]:
-    """Turn an OSError inside the block into a one-line error about reading this file; what: words
-    for it, where its path alone does not say enough."""
+    """Turn an OSError inside the block into a one-line error about reading a file. what: the file's
+    path, or words if the path alone is not enough."""
     try:
         yield
     except OSError as error:
@@ -56,17 +56,17 @@ def read_errors(what: Path | str, kind: type[LlmqError] = DataError) -> Iterator
         raise kind(f"cannot read {named}: {error.strerror}") from error
 
 
-_REPLACEABLE = (stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR)  # the last one is refused by the system
+_REPLACEABLE = (stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR)  # the system refuses the last one
 
 
 def temporary_path(path: Path) -> Path:
-    """The place of a file or directory until it is complete."""
+    """Return the path of a file or directory while it is incomplete."""
     return path.with_name(f".{path.name}.llmq-tmp")
 
 
 def free_name(path: Path, why: str) -> Path:
-    """The first free path of path.why-1, path.why-2, …; a path that ends in .why-N already gets
-    another N alone, so that names do not grow."""
+    """Return the first free path of path.why-1, path.why-2, …. If the path ends in .why-N, only N
+    changes, so that names do not grow."""
     name = re.sub(rf"\.{why}-\d+$", "", path.name)
     names = (path.with_name(f"{name}.{why}-{n}") for n in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
@@ -74,8 +74,8 @@ def free_name(path: Path, why: str) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """An open file that becomes `path` when the block ends; if it raises, `path` stays as it was.
-    LlmqError where the disk is full or refuses, and for a pipe or a device."""
+    """Yield an open file that becomes `path` when the block ends; if the block raises, `path` is
+    unchanged. LlmqError if the disk is full or refuses, or `path` is a pipe or a device."""
     if os.path.lexists(path) and stat.S_IFMT(os.lstat(path).st_mode) not in _REPLACEABLE:
         raise ConfigError(f"'{path}' is a pipe or a device: give a file")
     with disk_errors(path), _completing(path, temporary_path(path)) as file:
@@ -84,8 +84,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _completing(path: Path, temporary: Path) -> Iterator[BinaryIO]:
-    """`replacing`, by way of the file `temporary`. Raises OSError."""
-    temporary.unlink(missing_ok=True)  # of a process that was killed
+    """Do as `replacing`, through the file `temporary`. Raises OSError."""
+    temporary.unlink(missing_ok=True)  # left by a killed process
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(temporary, flags, 0o666)
     try:
@@ -96,20 +96,20 @@ def _completing(path: Path, temporary: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
         sync_directory(path.parent)
     except BaseException:
-        with suppress(OSError):  # else the reason would be hidden
+        with suppress(OSError):  # another error would hide the reason
             temporary.unlink(missing_ok=True)
         raise
 
 
 def write_file(path: Path, content: str) -> None:
-    """Replace the file `path` by this text in UTF-8, all of it or nothing. Raises LlmqError."""
+    """Replace the file `path` by this text in UTF-8, completely or not at all. Raises LlmqError."""
     with replacing(path) as file:
         file.write(content.encode())
 
 
 def write_shared(path: Path, data: bytes) -> None:
-    """Replace a file that other processes may read and write meanwhile, all of it or nothing. Makes
-    its folder where there is none. Raises OSError."""
+    """Replace a file that other processes may read and write meanwhile, completely or not at all.
+    Makes a missing folder. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _completing(path, path.with_name(f".{uuid.uuid4().hex}.llmq-tmp")) as file:
         file.write(data)
@@ -125,19 +125,19 @@ def sync_directory(directory: Path) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory and those above it, which a loss of power then leaves there. OSError."""
+    """Make a directory and its missing parents, which survive a loss of power. Raises OSError."""
     missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     if missing:
         directory.mkdir(parents=True, exist_ok=True)
-    for made in reversed(missing):
-        with suppress(PermissionError):  # of a folder that can be written and not read
-            sync_directory(made.parent)
+    for folder in reversed(missing):
+        with suppress(PermissionError):  # the folder is writable but not readable
+            sync_directory(folder.parent)
 
 
 def publish_directory(temporary: Path, path: Path) -> None:
-    """Give a directory, whose files are on the disk, its name, in place of one that has it.
-    OSError. For a moment the old one is called `path`.llmq-old, under which it is complete if the
-    machine stops then."""
+    """Rename a directory, whose files are on the disk, to `path`, in place of an existing one. For
+    a moment the old directory is called `path`.llmq-old, and is complete under this name if the
+    machine stops then. Raises OSError."""
     sync_directory(temporary)
     old = retired_path(path)
     if path.exists():
@@ -154,7 +154,7 @@ def publish_directory(temporary: Path, path: Path) -> None:
 
 
 def retired_path(path: Path) -> Path:
-    """The place of a directory while `publish_directory` puts another one in its place."""
+    """Return the old directory's path while `publish_directory` replaces it."""
     return path.with_name(path.name + ".llmq-old")
 
 
@@ -162,20 +162,20 @@ def retired_path(path: Path) -> Path:
 def staged_directory(
     path: Path, replaces: tuple[str, ...], owner: str | None = None
 ) -> Iterator[Path]:
-    """An empty directory whose files appear in `path` when the block ends, not if it raises.
-    LlmqError.
+    """Yield an empty directory whose files appear in `path` when the block ends; not if it raises.
+    Raises LlmqError.
 
-    A new `path` appears all at once; an existing one, which may be a mount point, receives the
-    files one by one, when all are on the disk. `replaces` are patterns of files that go, if not
-    overwritten; the first names the file that makes the directory valid: it goes first and arrives
-    last. owner: the file that says whose the others are, which arrives first.
+    A new `path` appears all at once. An existing one, which may be a mount point, receives the
+    files one by one, when all are on the disk. replaces: patterns of old files to remove, if not
+    overwritten. The first pattern names the file that makes the directory valid: it is removed
+    first and arrives last. owner: the file that says to whom the others belong; it arrives first.
     """
     path = path.resolve()
     fresh = not path.exists()
     staging = temporary_path(path) if fresh else path / ".llmq-tmp"
     with disk_errors(path):
         try:
-            shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
+            shutil.rmtree(staging, ignore_errors=True)  # left by a killed run
             make_directory(staging.parent)
             staging.mkdir()
             yield staging
@@ -183,7 +183,7 @@ def staged_directory(
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
-        # From here on the new files are complete, and stay where they are if this fails.
+        # From here on the new files are complete, and stay where they are after an error.
         if fresh:
             os.rename(staging, path)
             sync_directory(path.parent)
@@ -192,12 +192,12 @@ def staged_directory(
 
 
 def file_names(directory: Path) -> set[str]:
-    """Relative POSIX paths of all files in a directory, and in directories inside."""
+    """Return relative POSIX paths of all files in a directory, recursively."""
     return {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
 
 
 def sync_files(directory: Path) -> None:
-    """Force the files and entries of a directory, and of directories inside, to the disk."""
+    """Force the files and entries of a directory to the disk, recursively."""
     for path in directory.rglob("*"):
         if path.is_dir():
             sync_directory(path)
@@ -208,7 +208,7 @@ def sync_files(directory: Path) -> None:
 
 
 def _move_files(source: Path, target: Path, replaces: tuple[str, ...], owner: str | None) -> None:
-    # A loss of power may leave any of the names that were changed since the last sync.
+    # A loss of power may undo any renames since the last sync.
     last = replaces[0]
     names = file_names(source)
     (target / last).unlink(missing_ok=True)
@@ -229,8 +229,8 @@ def _move_files(source: Path, target: Path, replaces: tuple[str, ...], owner: st
 
 
 def check_readable(path: Path) -> None:
-    """ConfigError for a pipe or a device: it may never end. OSError if there is nothing. A pipe of
-    the shell's, as <(command) makes, is one that somebody writes to."""
+    """Raise ConfigError for a pipe or a device, which may never end, and OSError if nothing is
+    there. Pipes of the shell, such as <(command), are allowed: a process writes to them."""
     mode = os.stat(path).st_mode
     of_shell = str(path).startswith(("/dev/fd/", "/proc/self/fd/", "/dev/stdin"))
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (of_shell and stat.S_ISFIFO(mode))):
@@ -238,8 +238,8 @@ def check_readable(path: Path) -> None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading, without a buffer. ConfigError for anything else, which is
-    neither opened nor waited for, also where it has just taken the file's place. OSError."""
+    """Open a regular file for reading, unbuffered. ConfigError for anything else, even if it has
+    just taken the file's place; it is neither opened nor waited for. Raises OSError."""
     check_readable(path)
     return open(path, "rb", buffering=0, opener=_open_at_once)
 
@@ -254,8 +254,8 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def read_own(path: Path) -> bytes:
-    """The content of a file in a cache, which may be code. ConfigError for one of another user in a
-    folder that others than its owner may write to: anybody may have put it there. OSError."""
+    """Return the content of a file in a cache, which may be code. ConfigError if another user owns
+    the file in a folder that others may write to: anybody may have put it there. Raises OSError."""
     folder = os.stat(path.parent).st_mode
     with open_file(path) as file:
         owners = {os.fstat(file.fileno()).st_uid, os.lstat(path).st_uid}
@@ -272,8 +272,8 @@ def read_own(path: Path) -> bytes:
 
 
 def check_writable(flag: str, directory: Path) -> None:
-    """Find out now, not after hours, that nothing can be written there: LlmqError names the flag.
-    The directory need not exist yet."""
+    """Raise LlmqError, naming the flag, if a directory is not writable: now, not after hours. The
+    directory need not exist yet."""
     existing = next(p for p in (directory, *directory.parents) if os.path.lexists(p))
     missing = directory.parts[len(existing.parts) :]
     longest = (temporary_path(Path(name)).name for name in missing)
@@ -286,7 +286,7 @@ def check_writable(flag: str, directory: Path) -> None:
     elif any(len(os.fsencode(n)) > os.pathconf(existing, "PC_NAME_MAX") for n in longest):
         problem = "the name is too long"
     else:
-        try:  # the super-user may write anywhere, but not on every file system
+        try:  # root may write anywhere, but not on every file system
             with tempfile.TemporaryFile(dir=existing, prefix=".llmq-", suffix=".llmq-tmp"):
                 return
         except OSError as error:
@@ -295,15 +295,16 @@ def check_writable(flag: str, directory: Path) -> None:
 
 
 def report_path(text: str | Path) -> Path:
-    """--out of a report. ConfigError where it ends in a slash, which a Path forgets: a folder."""
+    """Return --out of a report. ConfigError if it ends in a slash, which a Path forgets: a
+    folder."""
     if str(text).endswith("/"):
         raise ConfigError(f"--out: '{text}' is a folder: give the name of a report in it")
     return Path(text)
 
 
 def prepare_report(flag: str, out: Path, *suffixes: str) -> list[Path]:
-    """The files of a report, OUT and each suffix; makes their folder. LlmqError names the flag.
-    Called before minutes or hours of measurements, which could not be written in the end."""
+    """Return the files of a report, OUT with each suffix, and make their folder. LlmqError names
+    the flag. Call this before long measurements, whose results must be writable in the end."""
     if out.name in ("", ".."):
         raise ConfigError(f"{flag}: '{out}' is a folder: give the name of a report in it")
     check_writable(flag, out.parent)
@@ -312,7 +313,7 @@ def prepare_report(flag: str, out: Path, *suffixes: str) -> list[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         for path in paths:
             with suppress(FileNotFoundError):
-                os.lstat(temporary_path(path))  # which says so where the name is too long
+                os.lstat(temporary_path(path))  # raises if the name is too long
             with suppress(FileNotFoundError):
                 if stat.S_IFMT(os.lstat(path).st_mode) not in (stat.S_IFREG, stat.S_IFLNK):
                     raise ConfigError(f"{flag}: '{path}' is no file: choose another name")
@@ -320,9 +321,9 @@ def prepare_report(flag: str, out: Path, *suffixes: str) -> list[Path]:
 
 
 def expand_pattern(pattern: str | Path) -> list[Path]:
-    """The paths that a glob pattern with `~`, `{a,b}`, `*`, `?`, `[…]` names, sorted, once each. A
-    name that exists is taken literally, so that special characters in it do no harm."""
-    literal = Path(os.path.expanduser(pattern))  # pathlib's raises if there is no such user
+    """Return the paths that match a glob pattern with `~`, `{a,b}`, `*`, `?`, `[…]`, sorted, once
+    each. An existing name is taken literally, even with special characters."""
+    literal = Path(os.path.expanduser(pattern))  # Path.expanduser raises for an unknown user
     if literal.exists():
         return [literal]
     names: set[str] = set()
@@ -332,27 +333,27 @@ def expand_pattern(pattern: str | Path) -> list[Path]:
 
 
 def _expand_braces(pattern: str) -> list[str]:
-    """`a{b,c{d,e}}` -> ab, acd, ace, some twice. Braces without a partner or a comma stand for
-    themselves."""
-    found = _INNERMOST.search(pattern)
-    if found is None:
+    """Expand `a{b,c{d,e}}` to ab, acd, ace, some twice. Braces without a partner or a comma are
+    literal."""
+    match = _INNERMOST.search(pattern)
+    if match is None:
         return [pattern]
-    begin, end = pattern[: found.start()], pattern[found.end() :]
-    return [each for part in found[1].split(",") for each in _expand_braces(begin + part + end)]
+    begin, end = pattern[: match.start()], pattern[match.end() :]
+    return [each for part in match[1].split(",") for each in _expand_braces(begin + part + end)]
 
 
 _INNERMOST = re.compile(r"\{([^{}]*,[^{}]*)\}")
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file in UTF-8. ConfigError where it is a pipe or a device, else what
-    reading and parsing raise: OSError, ValueError, RecursionError."""
+    """Return the content of a JSON file in UTF-8. ConfigError for a pipe or a device; otherwise the
+    errors of reading and parsing: OSError, ValueError, RecursionError."""
     check_readable(path)
     return json.loads(path.read_text("utf-8"))
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The object in a file; {} where there is none that can be read."""
+    """Return the object in a JSON file; {} if there is no readable object."""
     try:
         content = read_json(path)
     except (OSError, ValueError, RecursionError, ConfigError):
@@ -361,8 +362,8 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def values_of(content: dict[str, Any], **kinds: Callable[[Any], Any]) -> tuple[Any, ...] | None:
-    """Take an object's fields, each as the type of its name makes it; None where one is missing or
-    is no such value."""
+    """Return the fields of an object, each converted by the type given under its name; None if a
+    field is missing or does not convert."""
     try:
         return tuple(kind(content[name]) for name, kind in kinds.items())
     except (ValueError, LookupError, TypeError, OverflowError):  # int() of infinity

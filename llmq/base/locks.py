@@ -1,4 +1,4 @@
-"""Locks that keep processes from writing to the same place."""
+"""Locks that keep processes from writing to the same path."""
 
 import fcntl
 import os
@@ -15,27 +15,27 @@ from llmq.base.files import make_directory
 LOCK = ".llmq-lock"
 """The lock file inside a directory."""
 
-_MARK = b"llmq: "  # by which a lock file is known for ours; an empty one holds nothing to lose
+_MARK = b"llmq: "  # start of our lock files; an empty file may be overwritten, too
 _OWNER_BYTES = 1000
 _OWNER = re.compile(rb"llmq: process (\d+) on (.*)\n")
 _TRIES = 1000
 
 
 def lock_beside(path: Path) -> Path:
-    """The lock file of what may be replaced itself, or is no directory."""
+    """Return the lock file of a path that may be replaced or is no directory."""
     return path.with_name(f".{path.name}{LOCK}")
 
 
 @contextmanager
 def locked(path: Path, flag: str, target: Path) -> Iterator[None]:
-    """Hold the lock file `path` during the block; LlmqError where another process does, or
-    something else has that name. flag, target: what is locked, for the message.
+    """Hold the lock file `path` during the block. LlmqError if another process holds it, or the
+    name belongs to something else. flag, target: the locked thing, for the message.
 
-    The system ends the lock together with the process: a file that is left behind means nothing. If
-    the lock file cannot be made, the target itself is locked if it is there; a file system without
-    locks has none.
+    The system releases the lock when the process ends: a leftover file means nothing. If the lock
+    file cannot be made, an existing target itself is locked. On a file system without locks nothing
+    is locked.
     """
-    made = [folder for folder in path.parents if not folder.exists()]
+    new_folders = [folder for folder in path.parents if not folder.exists()]
     descriptor = _lock_file(path, flag, target)
     is_ours = descriptor is not None
     if descriptor is None:
@@ -48,14 +48,14 @@ def locked(path: Path, flag: str, target: Path) -> Iterator[None]:
                 path.unlink()
         if descriptor is not None:
             os.close(descriptor)
-        for folder in made:
-            with suppress(OSError):  # it is not empty
+        for folder in new_folders:
+            with suppress(OSError):  # the folder is not empty
                 folder.rmdir()
 
 
 def holder(path: Path) -> tuple[int, str] | None:
-    """The process that holds the lock file `path`, and its machine; None where there is no lock.
-    One that was killed has left it. Nothing is locked for this, so it is in nobody's way."""
+    """Return the process that holds the lock file `path`, and its machine; None if there is no
+    lock. A killed process may have left the file. Nothing is locked for the question."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -68,31 +68,31 @@ def holder(path: Path) -> tuple[int, str] | None:
 
 
 def _lock_file(path: Path, flag: str, target: Path) -> int | None:
-    """The descriptor that holds the lock; None where there are no locks, or no such file."""
+    """Return the descriptor that holds the lock; None if there are no locks, or no such file."""
     for _ in range(_TRIES):
         try:
-            make_directory(path.parent)  # what is written there must not vanish with it
+            make_directory(path.parent)  # files written there must survive a loss of power
             descriptor = _open(path, flag)
-        except FileNotFoundError:  # the last holder has just removed the folder, too
+        except FileNotFoundError:  # the last holder has just removed the folder
             continue
         except OSError:
             return None
-        if not _held(descriptor, flag, target):  # as network file systems may say
+        if not _held(descriptor, flag, target):  # no locks, as on some network file systems
             with suppress(OSError):
                 path.unlink()
             return None
-        if os.fstat(descriptor).st_nlink > 0:  # else its last holder has just removed it
+        if os.fstat(descriptor).st_nlink > 0:  # else its last holder has just removed the file
             with suppress(OSError):  # the disk is full
                 os.ftruncate(descriptor, 0)
                 owner = f"process {os.getpid()} on {socket.gethostname()}\n"
                 os.pwrite(descriptor, _MARK + owner.encode(), 0)
             return descriptor
         os.close(descriptor)
-    return None  # as in /proc, which takes no files
+    return None  # the folder takes no files, such as /proc
 
 
 def _open(path: Path, flag: str) -> int:
-    """A descriptor of the lock file, new or old. LlmqError if something else has its name."""
+    """Return a descriptor of the lock file, new or old. LlmqError if the name is not a lock's."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     stranger = f"{flag}: '{path}' is no lock of llmq's: move it away"
     if path.is_symlink():
@@ -106,14 +106,14 @@ def _open(path: Path, flag: str) -> int:
 
 
 def _is_ours(content: bytes) -> bool:
-    """Whether it is what a lock file holds, or what a loss of power leaves of that: a part, or as
-    many zeros."""
+    """True if the content is a lock file's, or what a loss of power leaves: a part of it, or
+    zeros."""
     torn = len(content) <= _OWNER_BYTES and _MARK.startswith(content.rstrip(b"\0"))
     return torn or content.startswith(_MARK)
 
 
 def _lock_target(flag: str, target: Path) -> int | None:
-    """The descriptor that locks what is there itself; None if nothing is, or it takes no lock."""
+    """Return the descriptor that locks the target itself; None if it is absent or unlockable."""
     try:
         descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -122,8 +122,8 @@ def _lock_target(flag: str, target: Path) -> int | None:
 
 
 def _held(descriptor: int, flag: str, target: Path) -> bool:
-    """Whether it holds the lock now; it is closed where there are no locks. LlmqError where another
-    process has it."""
+    """True if the descriptor holds the lock now. Closes the descriptor if there are no locks.
+    LlmqError if another process has the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

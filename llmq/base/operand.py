@@ -1,7 +1,7 @@
-"""Operands of a product, as they are and as codes, and its epilogue: the terms added to it and the
-function that follows. `llmq.ops.product.product` computes it all.
+"""Operands of a product, as tensors and as codes, and the product's epilogue: the terms added to a
+product and the function that follows. `llmq.ops.product.product` computes product and epilogue.
 
-Sizes of epilogues are those of the product: out (M, N).
+Sizes of epilogues are the product's: out (M, N).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from llmq.base.dtypes import DType
 from llmq.base.tensor import Tensor
 
 CODES_MULTIPLE = 16
-"""Codes that products take at a time, 16 bytes: their sums are over multiples of so many."""
+"""Codes that products read at a time, 16 bytes: the summed dimension is a multiple of it."""
 
 
 def turned(shape: tuple[int, int]) -> tuple[int, int]:
-    """The shape (features, rows) of a matrix's transposed codes, with as many zeros behind the rows
-    as fill whole 16 bytes: a product over rows adds nothing there."""
+    """Return the shape (features, rows) of a matrix's transposed codes. Zeros follow the rows up to
+    whole 16 bytes: they add nothing to a product over rows."""
     rows, features = shape
     return features, -(-rows // CODES_MULTIPLE) * CODES_MULTIPLE
 
@@ -27,8 +27,8 @@ def turned(shape: tuple[int, int]) -> tuple[int, int]:
 class Fp8Out(NamedTuple):
     """An operation's result as FP8, with a scale that is known beforehand.
 
-    A value x, as the BF16 or F32 result holds it, becomes x * (1 / scale), rounded to nearest even
-    and clamped to the largest finite value MAX; NaN stays NaN. So x is about code * scale.
+    A value x of the BF16 or F32 result becomes x * (1 / scale), rounded to nearest even and clamped
+    to the largest finite value MAX; NaN stays NaN. So x is about code * scale.
 
         codes       out    E4M3, E5M2 (rows, features)  or None; at least one of the two
         transposed  out    the same   turned((rows, features)), or None; codes of zeros behind rows
@@ -43,8 +43,8 @@ class Fp8Out(NamedTuple):
 
 
 class FirstScale(NamedTuple):
-    """The first delayed scale of a tensor, which has no history yet: the kernel writes the tensor
-    once with any scale to find its largest |x|, this scale is made, and the kernel runs again.
+    """The first delayed scale of a tensor without history. The kernel writes the tensor once with
+    any scale to find its largest |x|, this scale is made, and the kernel runs again.
 
         scale    out    F32 (1,4)
         history  inout  F32 (1,1)   scratch of `fp8_scale.update`
@@ -64,9 +64,9 @@ class ProductCodes(NamedTuple):
     """A product's result as FP8, with a scale that is known beforehand: x ~ code * scale.
 
     A value x of the product's F32 sums becomes x * factor, rounded to nearest even and clamped to
-    the largest finite value MAX; NaN stays NaN. The product finds its largest |x|, which is an
-    infinity or NaN where there is an infinity, and NaN where there is a NaN. The kernel that reads
-    the codes first records the tensor's statistics: a product cannot.
+    the largest finite value MAX; NaN stays NaN. The product finds the largest |x|, which is an
+    infinity or NaN if one x is an infinity, and NaN if one x is NaN. The first kernel that reads
+    the codes records the tensor's statistics: a product cannot.
 
         codes      out    E4M3, E5M2 (rows, features)  None until `product` has taken memory
         scale      in     F32        (1,)              positive
@@ -75,7 +75,7 @@ class ProductCodes(NamedTuple):
         abs_max    inout  F32        (1,)              or None; the reader raises it to `largest`
         saturated  inout  I32        (1,)              or None; if `largest` is above MAX * scale,
                                                        the reader adds the number of codes +-MAX
-        first                                          None where the scale is known
+        first                                          None if the scale is known
     """
 
     codes: Tensor | None
@@ -88,23 +88,23 @@ class ProductCodes(NamedTuple):
 
 
 Result = Tensor | ProductCodes
-"""A product's result as the product has written it."""
+"""A product's output, as the product has written it."""
 
 
 @dataclass(slots=True)
 class OutBuffers:
-    """The memory that a kernel writes for a tensor which products read later.
+    """Memory that a kernel writes for a tensor which products read later.
 
-    name     names the tensor for its number format
+    name     of the tensor, for its number format
     tensor   out    BF16, F32 (rows, features)  or None, where codes are enough
     abs_max  inout  F32 (1,)                    or None; raised to the largest |x|
     fp8      out    codes                       or None; their scale is known before the launch
     pending  out    codes                       or None; their scale follows from abs_max.
-             `Operands.finalize` makes them of the tensor, unless the launcher has computed the
-             tensor twice: then it has written the codes itself and sets this None
+             `Operands.finalize` makes the codes from the tensor. A launcher that computes the
+             tensor twice writes the codes itself, and sets pending to None
     first                                       None, unless `fp8` has no scale yet
-    operand  what products read, as far as its memory is there before the launch
-    scratch  ends with `finalize`; None: the tensor lives on
+    operand  the operand for products, if its memory exists before the launch; else None
+    scratch  closed by `finalize`; None: the tensor is kept
     """
 
     name: str
@@ -118,16 +118,16 @@ class OutBuffers:
 
 
 NOWHERE = OutBuffers("", None)
-"""The buffers of a tensor that nobody needs."""
+"""Buffers of a tensor that is not needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductOutput:
-    """The result of a product in front of an activation, where no kernel computes both.
+    """The output of a product in front of an activation, where no kernel computes both.
 
-    name, shape, dtype: of that result. tensor: memory of it that somebody reads later, so that it
-    is written in any case; None: `product` takes scratch where it needs it. codes: the product
-    writes codes with this scale; None: it writes the tensor.
+    name, shape, dtype: of the output. tensor: memory that is always written, because it is read
+    later; None: `product` takes scratch if necessary. codes: the product writes codes with this
+    scale; None: it writes the tensor.
     """
 
     name: str
@@ -139,8 +139,8 @@ class ProductOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8:
-    """An fp8 tensor: source ~ codes * scale, in the layouts that were asked for. codes: (rows,
-    features). transposed: as `turned` has it. source: what was quantized, None where it is gone."""
+    """An fp8 tensor: source ~ codes * scale, in the requested layouts. codes: (rows, features).
+    transposed: shape of `turned`. source: the quantized tensor; None if it no longer exists."""
 
     source: Tensor | None
     codes: Tensor | None
@@ -152,7 +152,7 @@ class Fp8:
 class Int8:
     """A frozen weight as signed bytes: row r ~ codes[r] * scale[r], in two layouts. codes: I8
     (rows, features). transposed: I8 (features, rows). scale: F32 (rows,). ones: F32 (features,),
-    the scales of transposed's rows, where `scale` has gone into the other operand."""
+    scales of transposed's rows when `scale` is multiplied into the other operand."""
 
     codes: Tensor
     transposed: Tensor
@@ -161,11 +161,11 @@ class Int8:
 
 
 class Stochastic(NamedTuple):
-    """Rounding up or down with the probabilities that make the mean right.
+    """Rounding up or down with probabilities that keep the mean.
 
-    An element's random number follows from the step's seed and number, the salt, the number in the
-    step of the sequence that its row is of (of so many rows), and its place there: it does not
-    matter which rank or micro-step has the sequence. scalars: StepScalars, I32 (16,).
+    An element's random number follows from the step's seed and number, the salt, its sequence's
+    number in the step, and its place in the sequence. So the rank and the micro-step of a sequence
+    do not matter. scalars: StepScalars, I32 (16,). sequence: number of rows in a sequence.
     """
 
     scalars: Tensor
@@ -175,8 +175,8 @@ class Stochastic(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounded:
-    """A tensor that a product rounds to signed bytes, with one scale for what it sums over.
-    stochastic: how, if not to nearest even."""
+    """A tensor that a product rounds to signed bytes, with one scale for elements that are summed
+    together. stochastic: the stochastic rounding; None: to nearest even."""
 
     source: Tensor
     stochastic: Stochastic | None = None
@@ -186,13 +186,13 @@ Operand = Tensor | Fp8 | Int8 | Rounded
 
 
 def tensor_of(x: Operand) -> Tensor:
-    """The tensor itself, of an operand that is there as codes too."""
+    """Return an operand's tensor, even if the operand also has codes."""
     return x if isinstance(x, Tensor) else x.source
 
 
 class AdapterBlocks(NamedTuple):
-    """The places of several adapters' B in one matrix (N, R): see `ops.product.adapter.expand`.
-    rows: N. columns: R. spans: of rows, one for each adapter. scales: as many factors."""
+    """Places of several adapters' B in one matrix (N, R), see `ops.product.adapter.expand`. rows:
+    N. columns: R. spans: rows of each adapter. scales: factor of each adapter."""
 
     rows: int
     columns: int
@@ -201,7 +201,7 @@ class AdapterBlocks(NamedTuple):
 
 
 class DropoutMask(NamedTuple):
-    """The elements that dropout leaves, as `ops.pointwise.elementwise.dropout` draws them. scalars:
+    """The elements that dropout keeps, see `ops.pointwise.elementwise.dropout`. scalars:
     StepScalars, I32 (16,). sequences: of a micro-batch."""
 
     probability: float
@@ -211,8 +211,8 @@ class DropoutMask(NamedTuple):
 
 
 class Magnitudes(NamedTuple):
-    """Factors of a sum's columns (DoRA): magnitudes / norms, F32 (N,) both, and the bias (N,) that
-    is added behind them, or None."""
+    """Factors of a sum's columns (DoRA): magnitudes / norms, both F32 (N,). bias: (N,), added after
+    the multiplication; or None."""
 
     norms: Tensor
     magnitudes: Tensor
@@ -224,8 +224,8 @@ class Adapters(NamedTuple):
 
     hidden      in  (M, R)
     tail        in  (N, R), or (R, N) where b is not transposed; with blocks (n, rank)
-    blocks      how tail is expanded to (N, R) before the product; None: it is that
-    dropout     the second product's elements that are added; None: all
+    blocks      how tail is expanded to (N, R) before the product; None: tail has this shape
+    dropout     elements of the second product that are added; None: all
     magnitudes  factors of the whole sum's columns; None: none
     """
 
@@ -243,8 +243,8 @@ class Adapters(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
-    """The sum of a product and its addends is stored as it is: out is a Tensor, or ProductCodes of
-    a product of fp8 codes without addend and adapters."""
+    """Stores the sum of a product and its addends: out is a Tensor, or ProductCodes for a product
+    of fp8 codes without addend and adapters."""
 
     kind: ClassVar[str] = "store"
     name: str = ""
@@ -255,9 +255,9 @@ STORE = Epilogue()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activated(Epilogue):
-    """An activation of the product, whose out is a ProductOutput. A gated one is of [up | gate],
-    (M, 2F). name: of ACTIVATIONS. to: buffers of the activation, (M, F). None: the product is
-    written alone, with the bits that it has with the activation behind it; out is then as of
+    """An activation of the product, whose out is a ProductOutput. A gated activation reads [up |
+    gate], (M, 2F). name: in ACTIVATIONS. to: buffers of the activation, (M, F). None: only the
+    product is written, with the same bits as in front of the activation; out is then as for
     STORE."""
 
     kind: ClassVar[str] = "glu"
@@ -267,10 +267,9 @@ class Activated(Epilogue):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivatedGradient(Epilogue):
-    """The gradient of an activation, of whose result the product is the gradient: out is a
-    ProductOutput. up: the activation's input. to: buffers of up's gradient, which may be up's
-    memory. again: buffers of the activation, written once more, (M, F); NOWHERE: nobody needs
-    it."""
+    """The gradient of an activation, with the product as the gradient of the activation's result.
+    out is a ProductOutput. up: the activation's input. to: buffers of up's gradient, which may be
+    up's memory. again: buffers of the recomputed activation, (M, F); NOWHERE: not needed."""
 
     kind: ClassVar[str] = "glu_grad"
     name: str

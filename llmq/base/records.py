@@ -1,7 +1,7 @@
-"""The records of JSON lines, JSON arrays, Parquet, CSV and TSV, in order, from any place on; also
-of files that are packed with gzip or Zstandard.
+"""Records of JSON lines, JSON arrays, Parquet, CSV and TSV, in order, from any place on.
 
-While files are read JSON is not parsed: where a record ends is all that has to be known.
+Files may be packed with gzip or Zstandard. JSON is not parsed while files are read: reading needs
+only the ends of records.
 """
 
 import csv
@@ -21,25 +21,25 @@ from llmq.base.errors import DataError
 _MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # RFC 1952, RFC 8878
 PACKED = tuple(_MAGIC)
 READ_BYTES = 1 << 18  # of a file at once
-_PACKED_BYTES = 1 << 12  # of Zstandard at once, whose content may be thousands of times as long
-MOST_RATIO = 500  # bytes of content for each that is packed; text has 2 to 20
-_FREE_BYTES = 64 << 20  # of content, which may have any ratio
+_PACKED_BYTES = 1 << 12  # of Zstandard at once; its content may be thousands of times longer
+MOST_RATIO = 500  # bytes of content for each packed byte; text has 2 to 20
+_FREE_BYTES = 64 << 20  # of content that may have any ratio
 
 
 def is_packed(path: str) -> bool:
-    """Whether `unpack` does anything, by the name."""
+    """True if the name is that of a file which `unpack` unpacks."""
     return path.lower().endswith(PACKED)
 
 
 def packing_of(begin: bytes) -> str:
-    """The ending of a file's name that goes with how its content begins; "" if it is not packed."""
+    """Return the suffix for a file whose content begins like this; "" if it is not packed."""
     return next((ending for ending, magic in _MAGIC.items() if begin.startswith(magic)), "")
 
 
 def unpack(path: str, raw: io.BufferedReader) -> io.BufferedReader:
-    """The content of an open file, whose path says how it is packed; `raw` itself if it is not.
-    Reading raises OSError, EOFError or zlib.error for damage; DataError for a missing library, and
-    a bomb: MOST_RATIO."""
+    """Return the content of an open file, packed as its path says; `raw` itself if not packed.
+    Reading raises OSError, EOFError or zlib.error for damage, and DataError for a missing library
+    or a bomb (MOST_RATIO)."""
     if path.lower().endswith(".gz"):
         pieces = iter(partial(gzip.GzipFile(fileobj=raw).read1, READ_BYTES), b"")
     elif path.lower().endswith(".zst"):
@@ -50,7 +50,7 @@ def unpack(path: str, raw: io.BufferedReader) -> io.BufferedReader:
 
 
 def skip(file: BinaryIO, count: int) -> None:
-    """Go on `count` bytes behind the start of what was just opened, by reading if it must be."""
+    """Skip `count` bytes of a newly opened file, by reading if it cannot seek."""
     if file.seekable():
         file.seek(count)
         return
@@ -59,7 +59,7 @@ def skip(file: BinaryIO, count: int) -> None:
 
 
 def unpacked_size(path: str) -> int:
-    """Bytes of the content, which takes reading all of it."""
+    """Return the number of content bytes, by reading all of the content."""
     size = 0
     with open(path, "rb") as raw, unpack(path, raw) as file:
         while block := file.read(READ_BYTES):
@@ -68,7 +68,7 @@ def unpacked_size(path: str) -> int:
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a packed file, as long as it is not too long for what it is packed in."""
+    """The content of a packed file; DataError if it is too long for the packed bytes."""
 
     def __init__(self, path: str, raw: BinaryIO, pieces: Iterator[bytes]) -> None:
         self._path, self._raw, self._pieces = path, raw, pieces
@@ -91,8 +91,8 @@ class _Unpacked(io.RawIOBase):
 
 
 def _of_frames(raw: BinaryIO, zstandard: ModuleType) -> Iterator[bytes]:
-    """The content of Zstandard frames, in pieces. The library's own reader is silent about a file
-    that ends in the middle of one."""
+    """Yield the content of Zstandard frames in pieces. The library's own reader does not report a
+    file that ends inside a frame."""
     frame, packed = None, b""
     while packed := packed or raw.read(_PACKED_BYTES):
         frame = frame or zstandard.ZstdDecompressor().decompressobj()
@@ -115,27 +115,27 @@ def _library(path: str, name: str) -> ModuleType:
         raise DataError(f"reading '{path}' needs {package}: pip install {package}") from error
 
 
-TABLES = ("parquet", "csv", "tsv")  # layouts that name their columns once
+TABLES = ("parquet", "csv", "tsv")  # layouts with column names at the beginning
 BATCH_ROWS = 1024  # rows of Parquet that are read at once
 _NAME = re.compile(r".*\.(jsonl|ndjson|json|csv|tsv)(\.gz|\.zst)?")
 
 
 def layout_of_name(name: str) -> str | None:
-    """ "jsonl", "json", "csv", "tsv" or "parquet", by a file's name; None for any other one."""
+    """Return "jsonl", "json", "csv", "tsv" or "parquet" for a file's name; None for other names."""
     if name.lower().endswith((".parquet", ".pq")):
         return "parquet"
-    found = _NAME.fullmatch(name.lower())
-    return found and {"ndjson": "jsonl"}.get(found[1], found[1])
+    match = _NAME.fullmatch(name.lower())
+    return match and {"ndjson": "jsonl"}.get(match[1], match[1])
 
 
 class Item(NamedTuple):
-    """A document or a part of one. text: str, or bytes that hold a JSON record."""
+    """A document or a part of it. text: str, or bytes that hold a JSON record."""
 
     text: str | bytes
-    is_end: bool  # the document ends here
-    offset: int  # where reading goes on: bytes of the unpacked file, rows of a table
-    line: int  # of the file so far, for an array records
-    bytes_read: int  # of this file, as it lies on the disk
+    is_end: bool  # True if the document ends here
+    offset: int  # where reading continues: bytes of the unpacked file, rows of a table
+    line: int  # lines of the file so far; records for an array
+    bytes_read: int  # of this file, as stored on the disk
     where: str  # for messages
 
 
@@ -143,17 +143,17 @@ class Item(NamedTuple):
 # JSON
 
 _BLANK = b" \t\r\n\xef\xbb\xbf"  # with the byte order mark
-# Characters that lie between two elements of an array, before the first or behind the last.
+# Characters between two elements of an array, before the first or behind the last.
 _GAP = re.compile(rb"[%b]*(\[?)[%b]*([,\]]?)[%b]*" % (_BLANK, _BLANK, _BLANK))
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+("?)|[\[\]{}]', re.DOTALL)  # a string may be cut off
 
 
-MAX_RECORD = 64 << 20  # bytes, as long as nobody gives --max-record
+MAX_RECORD = 64 << 20  # bytes, without --max-record
 
 
 def json_layout(path: str) -> str | None:
-    """The layout of records in a JSON file: "jsonl", one on each line, or "json", in one array.
-    None if it begins like neither. Raises what reading the file raises."""
+    """Return the layout of records in a JSON file: "jsonl", one on each line, or "json", in one
+    array; None if the file begins like neither. Raises errors of reading the file."""
     with open(path, "rb") as raw, unpack(path, raw) as file:
         first = _next_byte(file)
         if first == b"[":
@@ -161,13 +161,13 @@ def json_layout(path: str) -> str | None:
         line = file.readline(MAX_RECORD)
         try:
             is_record = not first or isinstance(json.loads(first + line), dict)
-        except ValueError:  # reading it will report one that is too long
+        except ValueError:  # the reader will report a line that is too long
             return "jsonl" if len(line) == MAX_RECORD and first == b"{" else None
         return "jsonl" if is_record else None
 
 
 def _next_byte(file: BufferedReader) -> bytes:
-    """The next one that is not blank, b"" at the end."""
+    """Return the next byte that is not blank; b"" at the end."""
     while block := file.peek():
         text = block.lstrip(_BLANK)
         file.read(len(block) - len(text))
@@ -179,16 +179,16 @@ def _next_byte(file: BufferedReader) -> bytes:
 def read_json(
     path: str, layout: str, offset: int, line: int, max_record: int = MAX_RECORD
 ) -> Iterator[Item]:
-    """The records as bytes. layout: of json_layout. offset, line: as in the Item read before.
-    max_record: bytes of a record; DataError for a longer one, which is not read."""
+    """Yield the records as bytes. layout: of json_layout. offset, line: of the Item read before.
+    max_record: bytes of a record; DataError for a longer record, which is not read."""
     with open(path, "rb") as raw, unpack(path, raw) as file:
         skip(file, offset)
         is_array = layout == "json"
         if is_array:
-            found = elements(path, file, offset, max_record=max_record)
+            records = elements(path, file, offset, max_record=max_record)
         else:
-            found = _lines(file, offset, max_record)
-        for text, end in found:
+            records = _lines(file, offset, max_record)
+        for text, end in records:
             line += 1
             where = f"{path}: record {line}" if is_array else f"{path}:{line}"
             if len(text.rstrip(b"\r\n")) > max_record:
@@ -198,14 +198,14 @@ def read_json(
 
 
 def too_long(where: str, max_record: int) -> DataError:
-    """The error for a record that has more bytes than it may."""
+    """Return the error for a record that has too many bytes."""
     return DataError(
         f"{where}: a record of more than {max_record:,} bytes: leave it out, or raise --max-record"
     )
 
 
 def _lines(file: BinaryIO, offset: int, max_record: int) -> Iterator[tuple[bytes, int]]:
-    """Each line, and where it ends; of one that is too long as much as shows that it is."""
+    """Yield each line and its end; of a line that is too long, enough bytes to show this."""
     while text := file.readline(max_record + 3):  # with \r\n
         offset += len(text)
         yield text, offset
@@ -214,10 +214,10 @@ def _lines(file: BinaryIO, offset: int, max_record: int) -> Iterator[tuple[bytes
 def elements(
     path: str, file: BinaryIO, offset: int, *, growing: bool = False, max_record: int = MAX_RECORD
 ) -> Iterator[tuple[bytes, int]]:
-    """The objects in an array and where each ends. offset: of the file's start or such an end.
-    growing: the array may stop anywhere, as one that is still written. path: for messages.
-    DataError where something else begins, or an object has more than max_record bytes."""
-    data, start = b"", 0  # what was read last, and how much of it is done with
+    """Yield the objects in an array, each with its end. offset: of the file's start, or such an
+    end. growing: True if the array may stop anywhere, because it is still being written. path: for
+    messages. DataError if another thing begins, or an object has more than max_record bytes."""
+    data, start = b"", 0  # bytes read last, and how many of them are finished
     bracket, comma = (b"", b",") if offset else (b"[", b"")
     at_end = False
     while True:
@@ -246,7 +246,7 @@ def elements(
 
 
 def _end_of_object(data: bytes, start: int) -> int:
-    """Behind the object that begins at `start`; 0 if its end is not there."""
+    """Return the end of the object that begins at `start`; 0 if data does not hold the end."""
     depth = 0
     for token in _TOKEN.finditer(data, start):
         byte = token[0][:1]
@@ -265,7 +265,7 @@ def _end_of_object(data: bytes, start: int) -> int:
 
 
 def column_names(path: str) -> list[str]:
-    """Names of the columns of a table. Raises what reading it raises."""
+    """Return the names of a table's columns. Raises errors of reading the table."""
     if layout_of_name(path) != "parquet":
         with open(path, "rb") as raw:
             return _columns(path, _csv_rows(path, raw))
@@ -273,37 +273,38 @@ def column_names(path: str) -> list[str]:
 
 
 class Wanted(Protocol):
-    """Make something of a record."""
+    """Makes documents from records."""
 
     def columns(self, there: Sequence[str], where: str) -> Sequence[str]:
-        """The fields to read, of those that are there. DataError for missing ones."""
+        """Return the fields to read, of the fields that exist. DataError for missing ones."""
 
     def of(self, record: Mapping[str, Any], where: str) -> str | bytes:
-        """A document, empty for none. DataError, which begins with `where`, for bad values."""
+        """Return a document, empty for none. DataError, beginning with `where`, for bad values."""
 
 
 def read_table(path: str, wanted: Wanted, size: int, row: int) -> Iterator[Item]:
-    """Yield what `wanted` makes of each row, without the empty ones. size: of the file in bytes.
-    row: where to begin."""
+    """Yield what `wanted` makes of each row, without empty documents. size: bytes of the file. row:
+    number of rows to skip."""
     columns = partial(wanted.columns, where=f"'{path}'")
-    for at, read, record in _rows(path, columns, size, row):
-        where = f"{path}: row {at}"
+    for number, read, record in _rows(path, columns, size, row):
+        where = f"{path}: row {number}"
         if text := wanted.of(record, where):
-            yield Item(text, True, at, 0, read, where)
+            yield Item(text, True, number, 0, read, where)
 
 
 def read_rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """The rows of a table as JSON's types, each with where it is, for messages."""
-    for at, _, record in _rows(path, list, 0, 0):
-        yield record, f"{path}: row {at}"
+    """Yield the rows of a table as JSON's types, each with its place for messages."""
+    for number, _, record in _rows(path, list, 0, 0):
+        yield record, f"{path}: row {number}"
 
 
 def _rows(
     path: str, choose: Callable[[list[str]], Sequence[str]], size: int, row: int
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Each row's number from 1, the bytes of the file that have been read, and its columns. choose:
-    told their names, before the first; Parquet has those that it takes. size: of the file. row: how
-    many to leave out; of Parquet whole row groups of them are not read."""
+    """Yield each row's number from 1, the bytes read of the file, and the row's columns. choose:
+    gets the columns' names before the first row; Parquet reads the columns that it returns. size:
+    bytes of the file. row: number of rows to skip; Parquet does not read whole skipped row
+    groups."""
     if layout_of_name(path) == "parquet":
         yield from _parquet_rows(path, choose, size, row)
         return
@@ -311,19 +312,18 @@ def _rows(
         rows = _csv_rows(path, raw)
         names = _columns(path, rows)
         choose(names)
-        for at, values in enumerate(rows, 1):
-            if at <= row:
+        for number, values in enumerate(rows, 1):
+            if number <= row:
                 continue
             if len(values) != len(names):
                 counts = f"{len(values)} fields instead of {len(names)}"
-                raise DataError(f"{path}: row {at}: {counts}, as the first line")
-            yield at, raw.tell(), dict(zip(names, values, strict=True))
+                raise DataError(f"{path}: row {number}: {counts}, as the first line")
+            yield number, raw.tell(), dict(zip(names, values, strict=True))
 
 
 def _csv_rows(path: str, raw: BinaryIO) -> Iterator[list[str]]:
-    """The names of the columns, then the values of each row; blank lines are none. Columns are
-    divided by tabs in TSV, in CSV by what the first line has most of: commas, semicolons or
-    tabs."""
+    """Yield the column names, then the values of each row, without blank lines. The separator is a
+    tab in TSV, in CSV the most frequent in the first line of comma, semicolon and tab."""
     with unpack(path, raw) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         try:
             first = text.readline()
@@ -355,16 +355,16 @@ def _parquet_rows(
         first = 0  # row of the group
         for group in range(file.num_row_groups):
             end = first + file.metadata.row_group(group).num_rows
-            at = first
+            number = first
             first = end
             if end <= row:
                 continue
             for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns):
                 for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-                    at += 1
-                    if at > row:
+                    number += 1
+                    if number > row:
                         record = dict(zip(batch.schema.names, values, strict=True))
-                        yield at, size * at // rows, record
+                        yield number, size * number // rows, record
     except arrow_error as error:
         raise DataError(f"cannot read '{path}': {error}") from error
 
@@ -374,7 +374,7 @@ def _parquet_rows(
 
 
 def json_record(line: bytes, where: str) -> dict[str, Any]:
-    """Parse a record. DataError, which begins with `where`, if it is no JSON object."""
+    """Return the parsed record. DataError, beginning with `where`, if it is no JSON object."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -389,12 +389,13 @@ HALVES = "half a character (a lone surrogate) in a text, for which U+FFFD stands
 
 
 def whole_characters(text: str, line: str | bytes) -> str:
-    """The text with U+FFFD for lone surrogates, which JSON in bytes can hold. line: the source of
-    the text."""
+    """Return the text with U+FFFD for lone surrogates, which JSON in bytes can hold. line: the
+    source of the text."""
     may_hold = isinstance(line, bytes) and b"\\ud" in line.lower()
     return mended(text) if may_hold else text
 
 
 def mended(text: str) -> str:
-    """Replace half characters (lone surrogates), which no UTF-8 can hold, by U+FFFD."""
+    """Return the text with U+FFFD for half characters (lone surrogates), which UTF-8 cannot
+    hold."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -25,7 +25,7 @@ class Result:
     validated: tuple[str, ...] = field(default=(), compare=False)
     shown: tuple[str, ...] = field(default=(), compare=False)
     saturated: int = 0
-    communication: float | None = field(default=None, compare=False)  # a time is never the same
+    communication: float | None = field(default=None, compare=False)  # times differ in each run
     waits: tuple[float, ...] = field(default=(), compare=False)
     begin: int = field(default=0, compare=False)
     end: int = field(default=0, compare=False)

@@ -1,4 +1,4 @@
-"""Who wrote a checkpoint, an export or a log: the identity of a run."""
+"""The identity of a run: who wrote a checkpoint, an export or a log."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 
 class Parent(NamedTuple):
-    """The run that another one forked from, and the step of the checkpoint that it began with."""
+    """The run from which another run forked, and the step of the checkpoint where the fork
+    began."""
 
     id: str
     name: str
@@ -20,8 +21,8 @@ class Parent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunId:
-    """A run's random id, which it keeps over --continue under the same name; under another one it
-    is a fork, which knows its parent."""
+    """A run's random id. The run keeps it over --continue under the same name; under another name
+    the new run is a fork with a parent."""
 
     id: str
     name: str
@@ -29,12 +30,12 @@ class RunId:
 
     @classmethod
     def new(cls, name: str) -> RunId:
-        """The identity of a run that begins now."""
+        """Return the identity of a run that begins now."""
         return cls(secrets.token_hex(6), name)
 
     @classmethod
     def of(cls, record: Any) -> RunId | None:
-        """Read back what `record` gave, from JSON; None if there is no id in it."""
+        """Return the identity that `record` has written to JSON; None if there is no id."""
         if not isinstance(record, dict) or not isinstance(record.get("id"), str):
             return None
         try:
@@ -44,19 +45,19 @@ class RunId:
         return cls(record["id"], str(record.get("name", "")), parent)
 
     def continuing(self, owner: RunId, step: int) -> RunId:
-        """The identity of the run that goes on from a checkpoint of `owner` at this step: the owner
-        under its own name, else a fork of it with the id of this run."""
+        """Return the identity of the run that continues from a checkpoint of `owner` at this step:
+        the owner under its own name, else a fork of it with the id of this run."""
         if owner.name == self.name:
             return owner
         return replace(self, parent=Parent(owner.id, owner.name, step))
 
     def record(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """Return the identity in JSON's types."""
         parent = {} if self.parent is None else {"parent": self.parent._asdict()}
         return {"id": self.id, "name": self.name} | parent
 
     def owns(self, owner: RunId | None) -> bool:
-        """Whether what belongs to `owner` is this run's. None: nothing says whose it is."""
+        """True if this run owns what belongs to `owner`. owner: None if the owner is unknown."""
         return owner is not None and owner.id == self.id
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end, and how they end what is going on."""
+"""Signals that ask a run to end, and their effect on running work."""
 
 import ctypes
 import os
@@ -9,14 +9,14 @@ from contextlib import contextmanager, suppress
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Ctrl-C, SIGTERM, and a lost terminal unless that is ignored already, as nohup has it."""
+    """Return SIGINT, SIGTERM and, unless it is ignored as under nohup, SIGHUP."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to end; its state is saved. signum: which one. No KeyboardInterrupt:
-    the command-line parser would turn that into the status of Ctrl-C."""
+    """A signal asked the run to end; its state is saved. signum: the signal. Not a
+    KeyboardInterrupt, which the command-line parser would turn into the status of Ctrl-C."""
 
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)
@@ -26,17 +26,17 @@ class Interrupted(BaseException):
 class OutOfTime(BaseException):
     """A run ended before its last step because its time was over; its state is saved."""
 
-    STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same again later will do
+    STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same command may be repeated later
 
 
 class SaveSignal:
-    """Notes SIGUSR1, which asks for a checkpoint, during a block."""
+    """Notes SIGUSR1, which asks for a checkpoint, during a `with` block."""
 
     def __init__(self) -> None:
         self._asked, self._before = False, None
 
     def taken(self) -> bool:
-        """Whether one came since this was last called."""
+        """True if a signal came since the last call."""
         asked, self._asked = self._asked, False
         return asked
 
@@ -50,16 +50,16 @@ class SaveSignal:
         self._asked = True
 
 
-# In the environment of a run whose parent passes signals on: since when, of time.monotonic(), which
-# all processes of a machine share.
+# Environment variable of a run whose parent passes signals on: the start of this, by
+# time.monotonic(), which all processes of a machine share.
 SUPERVISED = "LLMQ_SUPERVISED"
-PASSED_ON = 1.0  # seconds in which the parent's signal follows the one that all processes got
+PASSED_ON = 1.0  # seconds in which the parent passes on a signal that all processes got
 
 
 class FirstSignal:
-    """Keeps the first ending signal, for whoever looks, in signum; a second one acts as usual. But
-    not SIGHUP, of which a shell and the system send one each, nor what a parent passes on, which
-    may have come to all processes."""
+    """Keeps the first ending signal in `signum`; a second one acts as usual. Exceptions are SIGHUP,
+    which a shell and the system each send, and signals passed on by a parent, which may have
+    reached all processes."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
@@ -90,7 +90,7 @@ class FirstSignal:
 
 
 def signal_from_parent(signum: int) -> None:
-    """Have Linux send this signal to this process when its parent has died."""
+    """Have Linux send this signal to this process when its parent dies."""
     PR_SET_PDEATHSIG = 1
     with suppress(OSError, AttributeError):  # only Linux has it
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
@@ -98,7 +98,7 @@ def signal_from_parent(signum: int) -> None:
 
 @contextmanager
 def ending_children() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that no child outlives this process."""
+    """Let SIGTERM and SIGHUP end the block like Ctrl-C, so that no child outlives this process."""
 
     def stop(signum: int, frame: object) -> None:
         raise Interrupted(signum)

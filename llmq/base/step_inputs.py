@@ -25,10 +25,10 @@ class Input(NamedTuple):
     """An array of each micro-batch that a loss or an architecture reads beside tokens and targets.
 
     name: key in `Batch.named` and `StepInputs.named`. dtype: of elements. shape: of one element, ()
-    for a number. per: TOKEN and TARGET, an array (B, T, *shape); ROW, an array (B, *shape). Token
-    files give the element of the input token for TOKEN; for TARGET that of the token to predict, 0
-    where masked. sidecar: the part of token files that has the elements; None: none has, so that
-    only batches from `Trainer.step`'s caller can bring the array.
+    for a number. per: TOKEN or TARGET: an array (B, T, *shape); ROW: an array (B, *shape). From
+    token files, TOKEN gets the input token's element, and TARGET the element of the token to
+    predict, 0 where masked. sidecar: the part of token files that has the elements; None: only the
+    caller of `Trainer.step` can bring the array.
     """
 
     name: str
@@ -43,15 +43,15 @@ class Input(NamedTuple):
         return self.sidecar is not None
 
     def batch_shape(self, B: int, T: int) -> tuple[int, ...]:
-        """Shape of the array of a micro-batch."""
+        """Return the shape of a micro-batch's array."""
         return (B, *self.shape) if self.per == ROW else (B, T, *self.shape)
 
     def words(self, B: int, T: int) -> int:
-        """Words of 4 bytes that hold the array of a micro-batch."""
+        """Return the number of 4-byte words of a micro-batch's array."""
         return -(-prod(self.batch_shape(B, T)) * self.dtype.itemsize // 4)
 
     def zeros(self, B: int, T: int) -> np.ndarray:
-        """An array of a micro-batch."""
+        """Return a micro-batch's array of zeros."""
         return np.zeros(self.batch_shape(B, T), self.dtype.numpy)
 
 
@@ -59,8 +59,8 @@ class StepInputs(NamedTuple):
     """The inputs of a micro-step on the device.
 
     tokens: I32 (B, T). targets: I32 (B, T), negative where masked; None where nothing is predicted.
-    first_key: I32 (B, T), the first position that each query sees, which is the first of its
-    document (`Batch.starts`); None: 0 everywhere. named: what the loss and the architecture declare
+    first_key: I32 (B, T), the first position that each query sees, its document's first
+    (`Batch.starts`); None: 0 everywhere. named: inputs that the loss and the architecture declare
     (`Input`), by name; without the architecture's where text alone is scored or continued.
     """
 

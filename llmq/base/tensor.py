@@ -1,5 +1,7 @@
-"""Tensors: a typed, contiguous, named piece of an arena; and tiers, the kinds of memory, of which
-this is the one place that knows what of a machine reaches each."""
+"""Tensors, contiguous typed pieces of an arena, and tiers, the kinds of memory.
+
+Only this module knows which parts of a machine can access a tier.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ from llmq.base.dtypes import DType
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A kind of memory. on_host: beside the device, behind the bus, so that an update moves what
-    lies in it. direct: kernels and collectives work in it where it lies; else only copies reach it.
-    in_ram: its bytes are the machine's memory. cached: the CPU reads it as fast as other memory."""
+    """A kind of memory. on_host: True if it lies beside the device, behind the bus, so that an
+    update has to move its content. direct: True if kernels and collectives work in it; otherwise
+    only copies reach it. in_ram: True if its bytes are the machine's memory. cached: True if the
+    CPU reads it at full speed."""
 
     name: str
     on_host: bool = True
@@ -25,7 +28,7 @@ class Tier:
     cached: bool = True
 
     def memory(self, nbytes: int) -> np.ndarray:
-        """Bytes of this kind, uint8 (nbytes,), of a device that is the CPU."""
+        """Return bytes of this kind, uint8 (nbytes,), for a device that is the CPU."""
         return np.empty(nbytes, np.uint8)
 
 
@@ -33,11 +36,11 @@ DEVICE = Tier("device", on_host=False, in_ram=False)
 PINNED = Tier("pinned")
 WRITE_COMBINED = Tier("write_combined", cached=False)  # fast for GPUs
 TIERS = {tier.name: tier for tier in (DEVICE, PINNED, WRITE_COMBINED)}
-"""By name. A device has an arena in each, and its stack in its own memory."""
+"""Tiers by name. A device has an arena in each tier, and its stack in its own memory."""
 
 
 def host_tiers() -> list[str]:
-    """The names of those beside the device."""
+    """Return the names of the tiers beside the device."""
     return [name for name, tier in TIERS.items() if tier.on_host]
 
 
@@ -46,8 +49,8 @@ POINTER_ALIGN = 16  # bytes: kernels use 16-byte accesses
 
 class Storage:
     """One allocation. place: "stack", or the name of a tier. base: address of the first byte, 0 on
-    the plan device. bytes: uint8 view of all of it, None where the host has no access. tier: its
-    memory."""
+    the plan device. bytes: uint8 view of the allocation; None if the host has no access. tier: of
+    the memory."""
 
     __slots__ = ("base", "bytes", "place", "tier")
 
@@ -60,8 +63,8 @@ class Storage:
 
 class Tensor:
     """A contiguous array of one dtype inside a storage. Copies of this object share the memory.
-    ptr: address of the first element. on_host, direct: as of its tier. kind: all that the
-    declaration of a kernel's argument says anything about."""
+    ptr: address of the first element. on_host, direct: of its tier. kind: all properties that
+    declarations of kernel arguments check."""
 
     __slots__ = (
         "_array", "direct", "dtype", "kind", "name", "nbytes", "offset", "on_host", "ptr", "shape",
@@ -84,7 +87,7 @@ class Tensor:
         self._array: np.ndarray | None = None
 
     def numpy(self) -> np.ndarray:
-        """The elements as a NumPy view in place; only where the host can read the storage."""
+        """Return the elements as a NumPy view in place; only if the host can read the storage."""
         if self._array is None:
             if self.storage.bytes is None:
                 raise RuntimeError(f"{self!r} is not readable by the host")
@@ -93,7 +96,7 @@ class Tensor:
         return self._array
 
     def view(self, *shape: int) -> Tensor:
-        """The same elements under another shape of equal size."""
+        """Return the same elements under another shape of equal size."""
         if prod(shape) != self.size:
             raise ValueError(
                 f"view: {self!r} has {self.size} elements, {shape} needs {prod(shape)}"
@@ -101,15 +104,15 @@ class Tensor:
         return Tensor(self.name, shape, self.dtype, self.storage, self.offset)
 
     def view_as(self, dtype: DType, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The same bytes as elements of another dtype, the first ones as a tensor of this shape;
-        None: all of them, in this tensor's shape, of a dtype of equal size."""
-        found = Tensor(self.name, shape or self.shape, dtype, self.storage, self.offset)
-        if found.nbytes > self.nbytes or (shape is None and found.nbytes != self.nbytes):
-            raise ValueError(f"view_as: {self!r} does not have the bytes of {found!r}")
-        return found
+        """Return the first bytes as a tensor of another dtype and this shape. shape: None: all
+        bytes in this tensor's shape, for a dtype of equal size."""
+        view = Tensor(self.name, shape or self.shape, dtype, self.storage, self.offset)
+        if view.nbytes > self.nbytes or (shape is None and view.nbytes != self.nbytes):
+            raise ValueError(f"view_as: {self!r} does not have the bytes of {view!r}")
+        return view
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the first dimension."""
+        """Return elements [start, stop) of the first dimension."""
         if not 0 <= start < stop <= self.shape[0]:
             raise ValueError(f"rows: [{start}, {stop}) is outside of {self!r}")
         row_bytes = self.nbytes // self.shape[0]
@@ -121,9 +124,9 @@ class Tensor:
 
 
 class Accumulator(NamedTuple):
-    """A place that a parameter's gradient is written or added to.
+    """Target of a parameter's gradient, which is written or added to it.
 
-    tensor: the gradient, F32 or BF16. accumulate: add to what is there, else overwrite.
+    tensor: the gradient, F32 or BF16. accumulate: True to add to the tensor, False to overwrite it.
     scalars: I32 (16,), the step's StepScalars. salt: distinguishes this tensor's random numbers.
     Adding to a BF16 gradient rounds stochastically, per element; everything else rounds to nearest.
     """

@@ -1,5 +1,6 @@
-"""A process for code of others, such as chat templates and tokenizers: it may use only so much
-processor time and memory for each item, and whatever it does ends no other process.
+"""A process for foreign code such as chat templates and tokenizers.
+
+Each item may use limited processor time and memory, and no failure ends another process.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits of an item. seconds: processor time, with one second more per 100 kB of the item.
-    memory: bytes beyond the memory of the idle process. memory_per_byte: bytes more per byte of
-    the item. flag: the option that raises `seconds`, "" for none. threads: True lets the tokenizers
+    """The limits of an item. seconds: processor time; each 100 kB of the item add one second.
+    memory: bytes beyond the memory of the idle process. memory_per_byte: further bytes per byte of
+    the item. flag: the option that raises `seconds`; "" for none. threads: True lets the tokenizers
     library use several threads."""
 
     seconds: float = 10.0
@@ -47,39 +48,41 @@ class BoundsError(DataError):
 
 
 def forks() -> bool:
-    """Whether a worker is a fork, which has at once all that is loaded here: not where there are
-    other threads, which may hold locks."""
+    """True if a worker is a fork, which shares all loaded modules at once; False with other
+    threads, which may hold locks."""
     return threading.active_count() == 1 and sys.platform == "linux"
 
 
 class Worker:
-    """A process that answers one task after the other: `answer(task, begin)`. It calls begin(n,
-    size) before it looks at item n of a task, of so many bytes."""
+    """A process that answers one task after another by `answer(task, begin)`. It calls begin(n,
+    size) before it reads item n of a task, of `size` bytes."""
 
     def __init__(self, make: Callable[[], Answer], bounds: Bounds) -> None:
-        """make: called in the process; picklable where this one has several threads."""
+        """make: called in the process; must be picklable if this process has several threads."""
         context = multiprocessing.get_context("fork" if forks() else "spawn")
         self.bounds = bounds
-        self.connection, there = context.Pipe()
+        self.connection, child_end = context.Pipe()
         self._item = context.RawValue("q", -1)
-        args = (make, bounds, there, self._item)
-        self._process = context.Process(target=_serve, args=args, daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(make, bounds, child_end, self._item), daemon=True
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # BLAS's threads hold no lock
             with _without_script():
                 self._process.start()
-        there.close()
-        # Workers ignore the signal by which Python ends leftover processes: this comes before.
+        child_end.close()
+        # Workers ignore the signal by which Python ends leftover processes, so this runs before.
         self._at_end = Finalize(self, _end, (self._process, self.connection), exitpriority=1)
 
     def send(self, task: Any, places: Sequence[str]) -> None:
-        """Give it a task. places: of its items, for messages."""
+        """Send a task. places: of its items, for messages."""
         self._places, self._item.value = places, -1
-        with contextlib.suppress(OSError):  # it has ended, which `result` tells
+        with contextlib.suppress(OSError):  # the process has ended, which `result` reports
             self.connection.send(task)
 
     def result(self) -> Any:
-        """The worker's answer to the task. DataError, with the item's place, if it cannot."""
+        """Return the worker's answer to the task. DataError, with the item's place, if it
+        failed."""
         try:
             value, error = self.connection.recv()
         except (EOFError, OSError):
@@ -97,7 +100,7 @@ class Worker:
         return BoundsError(f"{place}: {problem}" if place else problem)
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, even in the middle of a task."""
         self._at_end()
 
 
@@ -111,13 +114,13 @@ def _end(process: BaseProcess, connection: Connection) -> None:
 def _without_script() -> Iterator[None]:
     """Keep a spawned process from running the user's script: workers need nothing of the script."""
     main = vars(sys.modules["__main__"])
-    kept = {name: main[name] for name in ("__spec__", "__file__") if name in main}
+    saved = {name: main[name] for name in ("__spec__", "__file__") if name in main}
     main |= {"__spec__": None, "__file__": None}
     try:
         yield
     finally:
         del main["__file__"]
-        main |= kept
+        main |= saved
 
 
 Begin = Callable[[int, int], None]
@@ -125,7 +128,8 @@ Answer = Callable[[Any, Begin], Any]
 
 
 def in_worker(fn: Callable[[], T], what: str, bounds: Bounds) -> T:
-    """The result of fn() in a process of its own. DataError, with `what`, if it cannot."""
+    """Return the result of fn() in a process of its own. DataError, beginning with `what`, if it
+    fails."""
     worker = Worker(partial(_once, fn), bounds)
     try:
         worker.send(None, [what])
@@ -139,7 +143,7 @@ def _once(fn: Callable[[], T]) -> Answer:
 
 
 def _why(status: int | None, bounds: Bounds) -> str:
-    """Why a process has ended with this status."""
+    """Return why a process has ended with this status."""
     if status == -signal.SIGXCPU:
         return (
             f"it took more than {bounds.seconds:g} s of processor time: leave the record out, use "
@@ -160,13 +164,13 @@ def _why(status: int | None, bounds: Bounds) -> str:
 # In the process
 
 
-def _serve(make: Callable[[], Answer], bounds: Bounds, there: Connection, item: Any) -> None:
+def _serve(make: Callable[[], Answer], bounds: Bounds, connection: Connection, item: Any) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # they are the parent's to handle
+        signal.signal(signum, signal.SIG_IGN)  # the parent handles these
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = str(bounds.threads).lower()
     os.environ.setdefault("RAYON_NUM_THREADS", "8")  # each reserves memory
-    with open(os.devnull, "wb") as null:  # libraries that give up say so at length
+    with open(os.devnull, "wb") as null:  # failing libraries write long reports
         os.dup2(null.fileno(), 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_memory(bounds.memory)
@@ -186,10 +190,10 @@ def _serve(make: Callable[[], Answer], bounds: Bounds, there: Connection, item: 
         answer = partial(_fail, error)
     while True:
         try:
-            task = there.recv()
+            task = connection.recv()
         except EOFError:
             return
-        there.send(_outcome(answer, task, begin))
+        connection.send(_outcome(answer, task, begin))
 
 
 def _fail(error: Exception, task: Any, begin: Begin) -> None:
@@ -197,7 +201,7 @@ def _fail(error: Exception, task: Any, begin: Begin) -> None:
 
 
 def _outcome(answer: Answer, task: Any, begin: Begin) -> tuple[Any, Exception | str | None]:
-    """The answer, or an error: of ours, or what is wrong with the item."""
+    """Return the answer, or an error: one of ours, or text on what is wrong with the item."""
     try:
         return answer(task, begin), None
     except LlmqError as error:
@@ -209,12 +213,12 @@ def _outcome(answer: Answer, task: Any, begin: Begin) -> tuple[Any, Exception | 
         )
     except (OSError, RecursionError, OverflowError) as error:
         return None, error
-    except Exception:  # a bug, which the parent shows
+    except Exception:  # a bug, shown by the parent
         return None, RuntimeError(traceback.format_exc())
 
 
 def _limit_memory(more: int) -> None:
-    """Set the limit, if the system tells how much this process has."""
+    """Set the limit, if the system tells how much memory this process uses."""
     with contextlib.suppress(OSError), open("/proc/self/statm") as file:
         most = int(file.read().split()[0]) * resource.getpagesize() + more
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -226,6 +230,6 @@ def _lower(limit: int, hard: int) -> int:
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed cannot say so."""
+    """End this process when its parent is killed."""
     multiprocessing.parent_process().join()
     os._exit(1)
