@@ -432,7 +432,9 @@ def turn_heads(
     positions = np.arange(qkv.shape[1])
     # Sequences of the same positions together.
     pieces = [(qkv, positions)]
-    if starts is not None:
+    if starts is not None and len(positions) == 1:  # the tokens of all sequences as those of one
+        pieces = [(qkv.swapaxes(0, 1), -starts[:, 0])]
+    elif starts is not None:
         pieces = [(qkv[b : b + 1], positions - row) for b, row in enumerate(starts)]
     for piece, rows in pieces:
         angles = table[rows].astype(compute(qkv[:0]).dtype, copy=False)

@@ -544,6 +544,7 @@ class Trainer(Closing):
         model's own ids. stopped: asked before each token; CutShort once it says yes. ConfigError
         for a prompt that does not fit, LlmqError for texts where the tokenizer is not known.
         """
+        self.ranks.pool.check_open("generate")
         model, texts = self._generating_model, any(isinstance(p, str) for p in prompts)
         if model.num_labels:
             raise ConfigError("the model has a score head, which predicts no tokens")
@@ -553,6 +554,7 @@ class Trainer(Closing):
             how["stop"] = [*how.get("stop", ()), tokenizer.eos_id]
         with self.averaged():
             made = self.ranks.generate(requests_of(model, ids, num_samples, **how), stopped)
+        self.last_end = None
         return [made[i : i + num_samples] for i in range(0, len(made), num_samples)]
 
     @property
