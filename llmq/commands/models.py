@@ -24,6 +24,9 @@ def sample(
     model: Model,
     adapter: Adapter = None,
     prompt: option(str, "Text to continue.") = "",
+    prompts: option(
+        Path | None, "Records with prompt or messages, JSON lines; prints such.", metavar="FILE"
+    ) = None,
     max_new_tokens: option(int, "Longest continuation.", min=1) = 200,
     temperature: option(float, "0: always the likeliest.", min=0.0) = 0.8,
     top_k: option(int, "Only the k likeliest tokens; 0: all.", min=0) = 0,
@@ -42,9 +45,18 @@ def sample(
     """
     how = locals()
     from llmq.run.run_paths import find_model
-    from llmq.run.sampling import run_sample
 
-    run_sample(**how | {"model": find_model(model), "adapter": _adapter(adapter)})
+    how |= {"model": find_model(model), "adapter": _adapter(adapter)}
+    if how.pop("prompts") is None:
+        from llmq.run.sampling import run_sample
+
+        run_sample(**how)
+        return
+    if how.pop("prompt"):
+        raise ConfigError("--prompts: excludes --prompt, give one of them")
+    from llmq.run.prompts import run_prompts
+
+    run_prompts(**how, prompts=prompts)
 
 
 def evaluate(

@@ -266,7 +266,7 @@ def run_sample(
     with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)
         tokenizer: Tokenizer = guarded_tokenizer(source)
-        talk = _begin(model, tokenizer, system, chat_template) if chat else None
+        talk = begin_chat(model, tokenizer, system, chat_template) if chat else None
         if talk is None:
             ids = prompt_ids(tokenizer, config, prompt)
         else:
@@ -425,7 +425,11 @@ def _prompt(tokenizer: Tokenizer, template: ChatTemplate, messages: list[Message
     return tokenizer.encode(template.render(messages, add_generation_prompt=True).text)
 
 
-def _begin(model: str, tokenizer: Tokenizer, system: str | None, given: str | None) -> Conversation:
+def begin_chat(
+    model: str, tokenizer: Tokenizer, system: str | None, given: str | None
+) -> Conversation:
+    """A conversation with the model of this name. given: a file of its template; None: that of the
+    tokenizer. ConfigError where there is none."""
     template = process_of(tokenizer).call(load_chat_template, given)
     if template is None:
         raise ConfigError(

@@ -147,6 +147,20 @@ def test_on_a_terminal(model, said, capsys, monkeypatch):
     assert prompts[1][0] == "ufirst;ao;usecond;a"
 
 
+def test_conversations_of_a_file(model, tmp_path, capsys):
+    """Messages are answered as what the user says."""
+    how = ("--max-new-tokens=4", "--temperature=0", "--device=cpu", "--model-dtype=fp32")
+    talk = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
+    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": talk}))
+    assert _run(["sample", str(model), f"--prompts={tmp_path / 'p.jsonl'}", *how]) == 0
+    of_messages = json.loads(capsys.readouterr().out)
+    assert of_messages["messages"] == talk
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "hi"}))
+    given = (f"--prompts={tmp_path / 'p.jsonl'}", "--system=be")
+    assert chat(model, *given, *how[:2]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == of_messages["text"]
+
+
 def test_a_real_model_answers(model, capsys):
     assert chat(model, "--prompt=hi", "--max-new-tokens=4", "--temperature=0") == 0
     first = capsys.readouterr().out

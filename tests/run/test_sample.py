@@ -159,6 +159,52 @@ def test_several_samples(trained, capsys):
     assert capsys.readouterr().out != out
 
 
+def write_prompts(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return f"--prompts={path}"
+
+
+def test_prompts_of_a_file(trained, tmp_path, capsys):
+    """Lines are in the order of the file, and the first prompt has the texts of `--prompt`."""
+    args = ("--max-new-tokens=5", "--num-samples=2", "--temperature=1.5")
+    records = [{"prompt": "a"}, {"prompt": "bcd" * 9, "id": 7}, {"prompt": ""}]
+    assert sample(trained / "out", write_prompts(tmp_path / "p.jsonl", *records), *args) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(r["prompt"], r.get("id")) for r in found] == [
+        (r["prompt"], r.get("id")) for r in records for _ in range(2)
+    ]
+    for record in found:
+        assert record["finish"] in ("stop", "length") and record["logprob"] < 0
+        assert record["tokens"] == 5 or record["finish"] == "stop"
+    assert sample(trained / "out", "--prompt=a", *args) == 0
+    texts = capsys.readouterr().out.removesuffix("\n").split("\n---\n")
+    assert ["a" + record["text"] for record in found[:2]] == texts
+
+
+@pytest.mark.parametrize(
+    ("content", "args", "message"),
+    [
+        ("", (), "p.jsonl' has no record"),
+        ("no JSON", (), "p.jsonl' is no JSON: give a record on each line"),
+        ('{"prompt": "a"}\n{"prompt": 5}', (), "p.jsonl:2: neither 'prompt' is a text nor 'mes"),
+        ('{"messages": [{"role": "user"}]}', (), "--chat: the tokenizer of"),
+        (json.dumps({"prompt": "x" * 70}), (), "p.jsonl:1: --prompts: it has 70 tokens, but the"),
+        ('{"prompt": "a"}', ("--prompt=b",), "--prompts: excludes --prompt"),
+        ('{"prompt": "a"}', ("--system=b",), "--system: needs --chat, or a file of prompts with"),
+    ],
+)
+def test_files_that_hold_no_prompts(trained, tmp_path, capsys, content, args, message):
+    (tmp_path / "p.jsonl").write_text(content)
+    assert sample(trained / "out", f"--prompts={tmp_path / 'p.jsonl'}", *args) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and message in err
+
+
+def test_a_file_of_prompts_that_is_not_there(trained, capsys):
+    assert sample(trained / "out", "--prompts=nowhere.jsonl") == 2
+    assert "--prompts: No such file or directory: 'nowhere.jsonl'" in capsys.readouterr().err
+
+
 def test_empty_prompt_begins_a_text(trained, capsys):
     assert sample(trained / "out", "--max-new-tokens=3", "--temperature=0") == 0
     empty = capsys.readouterr().out
