@@ -1,6 +1,5 @@
-"""Everything that is told of a run, or of many: the log, the live view, plots, tables, other
-programs' views.
+"""Reports of a run or of many runs: the log, the live view, plots, tables, TensorBoard and W&B.
 
-Imports base and runtime. It knows what records and rows look like, and nothing of training.
-Start with `json_log.py`, the log that all the others show.
+Imports base and runtime. This package knows records and rows, and nothing of training. Start with
+`json_log.py`, the log that all other modules show.
 """

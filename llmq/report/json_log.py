@@ -1,7 +1,7 @@
-"""The JSON log of a run: one array that is complete after every record.
+"""JSON log of a run: one array that is complete after every record.
 
-Numbers that are not finite are written as null. A run that goes on from an earlier checkpoint than
-its last step undoes the steps since then: the log keeps their records, a curve has each step once.
+Numbers that are not finite are written as null. A run that resumes from a checkpoint before its
+last step undoes the later steps: the log keeps their records, and a curve shows each step once.
 """
 
 import errno
@@ -23,17 +23,17 @@ from llmq.base.files import check_readable, disk_errors, free_name
 from llmq.base.records import elements
 from llmq.base.run_id import RunId
 
-DONE = ("Done. validation loss", "Done. No validation")  # the message of a run at its end
+DONE = ("Done. validation loss", "Done. No validation")  # message of a finished run
 _EMPTY_LOG = b"[\n]\n"
 _LOG_END = b"\n]\n"
 RETRY_SECONDS = 0.1
-_HEAD_BYTES = 256  # by which a log is known again: the first record has its time there
-_FIRST_RECORD_BYTES = 1 << 20  # at most; it has the command line
+_HEAD_BYTES = 256  # first bytes, which identify a log by its first record's time
+_FIRST_RECORD_BYTES = 1 << 20  # longest first record; the record has the command line
 _RECORD_BEGINS = b'{"log": "'
 
 
 def _json_value(value: Any) -> Any:
-    """The value in JSON's types."""
+    """Return the value in JSON's types; floats that are not finite become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Path):
@@ -46,31 +46,31 @@ def _json_value(value: Any) -> Any:
 
 
 def _utc_now() -> str:
-    """YYYY-MM-DD HH:MM:SS and nanoseconds."""
+    """UTC time as YYYY-MM-DD HH:MM:SS with nanoseconds."""
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}.{nanoseconds:09d}"
 
 
 class JsonLog:
-    """A JSON array on disk, one record a line. Each record is written with the array's end behind
-    it, in one call of the system, so that the file is valid whenever the process stops. Records
-    that the disk refuses wait in memory, with one warning, and are written with a later record. A
-    file that vanishes or is cut meanwhile is begun anew, with a warning, and so is one that another
-    file has taken the place of, beside that. listeners: get each record, too.
-    """
+    """A JSON array on disk, one record a line, that receives records during a run. Each system call
+    writes a record and the array's end, so the file is valid whenever the process stops. Records
+    that the disk refuses wait in memory, with one warning, until a later record. A file that
+    vanishes or is cut is begun anew, with a warning; if another file has taken its place, the log
+    begins anew beside that file. listeners: callbacks that get each record."""
 
     def __init__(self, path: Path, *, append: bool = False):
-        """append: go on with the log that is there, if there is one; else it is replaced.
+        """append: continue an existing log; else replace it.
 
-        The torn tail that a machine may have left behind the last whole record is cut off, with a
-        warning. LlmqError where it cannot be written, or is to be continued and is no log, or is to
-        be replaced and does not even begin as one: a slip of the user's would cost another file.
+        A torn tail behind the last whole record, left by a machine that stopped, is cut off with a
+        warning. Raises LlmqError for a path that cannot be written, a file to continue that is no
+        log, or a file to replace that does not even begin as a log: a typing error would cost that
+        file.
         """
         self.path = path
         self.listeners: list[Callback] = []
-        self._news: list[dict[str, Any]] = []  # records that listeners do not have yet
+        self._news: list[dict[str, Any]] = []  # records not yet sent to all listeners
         self._waiting: list[bytes] = []
-        self._first = b""  # record of this process, which says whose log it is
+        self._first = b""  # this process's first record, which names the run
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             keep = append and path.exists() and path.stat().st_size > 0
@@ -80,7 +80,7 @@ class JsonLog:
                         raise LlmqError(
                             f"'{path}' is no log and is not overwritten: choose another --log-file"
                         )
-            # Without a buffer: what Python holds back would be lost in a kill.
+            # No buffer: a kill would lose its content.
             self._file = open(path, "r+b" if keep else "w+b", buffering=0)  # noqa: SIM115
             if not self._file.seekable():
                 raise LlmqError(f"'{path}' cannot hold a log: it is no file on a disk")
@@ -90,7 +90,8 @@ class JsonLog:
                 self._mend()
 
     def _mend(self) -> None:
-        """Cut a log that does not end as one back to its last whole record, if that is why."""
+        """Cut a log without its end back to its last whole record. LlmqError if it is more than
+        torn."""
         with open(self.path, "rb") as file:
             end = count = 0
             with suppress(DataError):
@@ -138,7 +139,8 @@ class JsonLog:
             self._tell(_parsed(line))
 
     def _tell(self, record: dict[str, Any]) -> None:
-        """Send a record to all listeners; a record that a listener writes meanwhile follows."""
+        """Send a record to all listeners; records that a listener writes meanwhile follow in
+        order."""
         self._news.append(record)
         if len(self._news) > 1:
             return
@@ -151,7 +153,7 @@ class JsonLog:
             self._news.clear()
 
     def _write_waiting(self) -> str | None:
-        """Write all records that wait; why they go on waiting, if they do."""
+        """Write all waiting records; return the reason if they must wait longer, else None."""
         try:
             self._check_place()
             first = self._end == len(_EMPTY_LOG)
@@ -163,24 +165,24 @@ class JsonLog:
         return None
 
     def _check_place(self) -> None:
-        """Begin anew where the file is no longer what was written. Raises OSError."""
+        """Begin the log anew if another file has its path or it has been cut. Raises OSError."""
         mine = os.fstat(self._file.fileno())
         if not stat.S_ISREG(mine.st_mode):
             return
         try:
-            there = os.stat(self.path)
+            current = os.stat(self.path)
         except FileNotFoundError:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._begin_anew(self.path, "vanished")
             return
-        if not os.path.samestat(there, mine):
-            free = free_name(self.path, "new") if there.st_size else self.path
+        if not os.path.samestat(current, mine):
+            free = free_name(self.path, "new") if current.st_size else self.path
             self._begin_anew(free, "has been replaced by another file")
-        elif there.st_size < self._end:
-            self._end = there.st_size
+        elif current.st_size < self._end:
+            self._end = current.st_size
             try:
                 self._mend()
-            except LlmqError:  # nothing of it is whole
+            except LlmqError:  # no record is whole
                 self._begin_anew(self.path, "has been cut by somebody else")
 
     def _begin_anew(self, path: Path, problem: str) -> None:
@@ -200,7 +202,7 @@ class JsonLog:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             self._file.seek(start)
-            self._file.write(_LOG_END)  # over what is there, which takes no space
+            self._file.write(_LOG_END)  # overwrites, which needs no more disk space
             self._file.truncate(self._end)
             raise
         self._end = start + len(data)
@@ -214,7 +216,7 @@ class JsonLog:
 
 
 def has_records(path: Path) -> bool:
-    """Whether a file begins as a log with something in it; not one of other kinds, or a device."""
+    """True if a regular file begins as a log with at least one record."""
     if not path.is_file():
         return False
     with disk_errors(path), open(path, "rb") as file:
@@ -223,7 +225,7 @@ def has_records(path: Path) -> bool:
 
 
 def log_owner(path: Path) -> RunId | None:
-    """Whose log it is, as its first record says; None where it does not say so."""
+    """Return the run that the first record names; None if it names none."""
     try:
         return RunId.of(json.loads(_first_record(path))["run"])
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -231,8 +233,8 @@ def log_owner(path: Path) -> RunId | None:
 
 
 def is_damaged_log(path: Path) -> bool:
-    """Whether something lies in the place of a log that is none: a folder, or a file that neither
-    begins with a record nor is what a machine that stopped may leave of the first one."""
+    """True if the path holds something that is no log: a folder, a pipe, or a file that neither
+    begins with a record nor is a torn first record."""
     if not path.is_file():
         return path.is_dir() or path.is_fifo()
     with disk_errors(path), open(path, "rb") as file:
@@ -249,24 +251,24 @@ def _first_record(path: Path) -> bytes:
 
 
 class LogReader:
-    """Reads a log that may still be written: what is new since the last time."""
+    """Reader of a log that may still grow: each call returns new records only."""
 
     def __init__(self, path: Path, retry: float = RETRY_SECONDS):
-        """retry: seconds after which what seems to be no record is read again."""
+        """retry: seconds until an incomplete record is read a second time."""
         self.path, self._retry = path, retry
-        self.count = 0  # of the records that were read
-        self._offset = 0  # behind the last one
+        self.count = 0  # records read so far
+        self._offset = 0  # byte behind the last record
         self._head = b""
 
     def new_records(self) -> Iterator[dict[str, Any]]:
-        """The complete ones, `time` in seconds since 1970.
+        """Yield the complete new records, with `time` in seconds since 1970.
 
-        LlmqError where the log cannot be read, is none, or is not the one that it was.
+        LlmqError if the log cannot be read, is no log, or has been replaced or cut.
         """
         try:
             try:
                 yield from self._new_records()
-            except DataError:  # perhaps a record was written just then
+            except DataError:  # perhaps a write was under way
                 time.sleep(self._retry)
                 yield from self._new_records()
         except OSError as error:
@@ -281,12 +283,12 @@ class LogReader:
         check_readable(self.path)
         with open(self.path, "rb") as file:
             head = os.pread(file.fileno(), _HEAD_BYTES, 0)
-            # All at once: a log's end is replaced by the next record.
+            # One read: the next record replaces the log's end.
             size = os.fstat(file.fileno()).st_size - self._offset
             data = os.pread(file.fileno(), max(size, 0), self._offset)
         if not head.startswith(self._head):
             raise LlmqError(f"'{self.path}' has been replaced by another log: start again")
-        if size < 0:  # one that is begun anew has the same first record
+        if size < 0:  # a log begun anew has the same first record
             raise LlmqError(f"'{self.path}' has been cut or begun anew: start again")
         for text, end in elements(str(self.path), BytesIO(data), self._offset, growing=True):
             record = _parsed(text)
@@ -296,17 +298,17 @@ class LogReader:
 
 @contextmanager
 def as_written(log: Path, what: str) -> Iterator[None]:
-    """DataError that names `what`, a part of this log, where it is not as a run writes it."""
+    """Turn errors of the block into a DataError that names `what`, a malformed part of this log."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = " ".join(repr(error).split())[:100]
-        told = f"{what} is not as it should be ({reason})"
-        raise DataError(f"'{log}' is not a log of llmq train: {told}") from error
+        fault = f"{what} is not as it should be ({reason})"
+        raise DataError(f"'{log}' is not a log of llmq train: {fault}") from error
 
 
 def _is_torn_beginning(data: bytes) -> bool:
-    """Whether it is what a machine that stopped may leave of a log with one record."""
+    """True if the data may be the torn beginning of a log's first record."""
     line = data.removeprefix(b"[").strip(b" \n\0")
     begins = line.startswith(_RECORD_BEGINS) or _RECORD_BEGINS.startswith(line)
     torn = begins and b"\n" not in line and not _is_record(line)
@@ -332,18 +334,19 @@ def _parsed(text: bytes) -> dict[str, Any]:
     return record
 
 
-# Step s writes them; others are written between two steps.
+# Kinds of records that step s writes; all other kinds are written between two steps.
 _OF_STEPS = ("step", "gpu", "cpu", "abs-maxes", "fast-products", "choices")
 
 
 class Course:
-    """Follows the records of a log."""
+    """Tracker of resumed steps along the records of a log."""
 
     def __init__(self) -> None:
         self._newest = -1  # step
 
     def back_to(self, record: dict[str, Any]) -> int | None:
-        """How many steps count as done from this record on, if it undoes others; else None."""
+        """Return the number of done steps to which this record goes back; None if it undoes no
+        record."""
         if record["log"] not in ("step", "cmd"):
             return None
         is_step = record["log"] == "step"
@@ -355,21 +358,21 @@ class Course:
 
 
 def is_undone(record: dict[str, Any], steps: int) -> bool:
-    """Whether a record is about what going back to so many done steps undoes."""
+    """True if going back to `steps` done steps undoes this record."""
     of_step = record["log"] in _OF_STEPS or record.get("type") == "time-breakdown"
     return record["step"] >= steps if of_step else record["step"] > steps
 
 
-# Records between two steps that a continued run makes again if its checkpoint is older than the
-# records, and the fields that name an evaluation.
+# Records between two steps that a resumed run repeats if its checkpoint is older, and the fields
+# that identify such an evaluation.
 _REPEATED = {"eval": ("name", "eval_tokens"), "task": ("name", "metric"), "sample": ("prompt",)}
 
 
 def without_undone(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records of a log without undone steps, and without evaluations that a continued run
+    """Return the records of a log without undone steps and without evaluations that a resumed run
     has repeated."""
     course, kept = Course(), []
-    begun = resumed_at = 0  # of the newest `cmd`: how many are kept before, and its step
+    begun = resumed_at = 0  # of the newest `cmd`: number of kept records before it, its step
     for record in records:
         back = course.back_to(record)
         if back is not None:

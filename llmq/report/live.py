@@ -1,6 +1,5 @@
-"""The live view on a terminal: progress, speed, loss curve and time left under the log lines, and
-below them a table of GPUs with gauges.
-"""
+"""Live view of a terminal: progress, speed, loss curve and time left, with a table of GPUs
+below."""
 
 from __future__ import annotations
 
@@ -27,9 +26,9 @@ from llmq.report.plot import read_log
 from llmq.report.views import PlainView, optional_console
 from llmq.runtime.nvml import NO_REASON, REASONS, UNSUPPORTED, reason
 
-WIDE = 114  # columns, from which on a row also has the card's name, limits and reasons in full
-STALE = 5.0  # seconds, after which a reading is said to be old
-LATE = 0.01  # of a step: a rank for which the others wait so much longer is named
+WIDE = 114  # least columns for rows with the card's name, limits and full reasons
+STALE = 5.0  # seconds after which a reading counts as old
+LATE = 0.01  # least share of a step for which a late rank is named
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _MARKS = {"heat": "bold red", "heat!": "bold red", "power": "yellow", "brake": "bold red"}
 _STYLES = {name: _MARKS.get(one.short, "") for one in REASONS for name in (one.text, one.short)}
@@ -37,12 +36,9 @@ _STYLES = {name: _MARKS.get(one.short, "") for one in REASONS for name in (one.t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One GPU of the live view, or the CPUs of a machine.
-
-    label: its rank, or "CPU". sample: readings as in a `gpu` or `cpu` record. waits: the part of a
-    step in which it stands still for other ranks; None where that is not known. note: what to show
-    in place of readings. age: seconds since they were taken.
-    """
+    """One GPU of the live view, or the CPUs of a machine. label: the rank, or "CPU". sample:
+    readings of a `gpu` or `cpu` record. waits: share of a step in which the rank waits for other
+    ranks; None if unknown. note: text in place of readings. age: seconds since the readings."""
 
     label: str
     sample: dict[str, Any]
@@ -55,10 +51,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """The rows of the live view; it is drawn when it is shown, as wide as there is room.
-
-    rows: called then.
-    """
+    """The rows of the live view, drawn anew at each refresh in the terminal's width. rows: function
+    called at each refresh."""
 
     rows: Callable[[], Sequence[Row]]
 
@@ -72,16 +66,16 @@ def _line() -> Text:
 
 
 def _add(line: Text, part: str, width: int, style: str = "", *, left: bool = False) -> None:
-    """A part in a column and a space behind it; what is too wide is cut."""
+    """Append a cell and a space; a cell that is too wide is cut."""
     part = part if len(part) <= width else part[: width - 1] + "…"
     line.append(part.ljust(width) if left else part.rjust(width), style)
     line.append(" ")
 
 
 def panel_lines(rows: Sequence[Row], width: int, *, ascii_only: bool = False) -> list[Text]:
-    """A heading, a row for each GPU, and with several ranks who waits for whom.
+    """The heading, a line for each GPU, and with several ranks a line on waiting.
 
-    width: columns of the terminal; 80 are enough. ascii_only: without characters beyond ASCII.
+    width: columns of the terminal; 80 are enough. ascii_only: no characters beyond ASCII.
     """
     gpus = [row for row in rows if row.label != "CPU"]
     lines = [_cpu_line(row, ascii_only) for row in rows if row.label == "CPU"]
@@ -96,7 +90,7 @@ def panel_lines(rows: Sequence[Row], width: int, *, ascii_only: bool = False) ->
 
 
 def bar(part: float, width: int, *, ascii_only: bool = False) -> str:
-    """A bar of `width` characters, filled by this part of it."""
+    """A bar of `width` characters, filled to the share `part`, 0 to 1."""
     eighths = round(8 * width * min(max(part, 0.0), 1.0))
     if ascii_only:
         return ("#" * round(eighths / 8)).ljust(width, ".")
@@ -104,24 +98,24 @@ def bar(part: float, width: int, *, ascii_only: bool = False) -> str:
     return ("█" * whole + (_EIGHTHS[rest] if rest else "")).ljust(width)
 
 
-def _told(sample: dict[str, Any], name: str) -> int | None:
+def _reading(sample: dict[str, Any], name: str) -> int | None:
     value = sample.get(name, UNSUPPORTED)
     return None if value in (UNSUPPORTED, None) else value
 
 
 def _number(sample: dict[str, Any], name: str, unit: int = 1, end: str = "") -> str:
-    value = _told(sample, name)
+    value = _reading(sample, name)
     return "-" if value is None else f"{value / unit:.0f}{end}"
 
 
 def _pair(sample: dict[str, Any], name: str, limit: str, unit: int = 1) -> str:
-    """Such as 651/700; what the card does not tell is left out."""
-    of = _number(sample, limit, unit)
-    return _number(sample, name, unit) + ("" if of == "-" else f"/{of}")
+    """Reading and limit, such as 651/700; an unknown limit is left out."""
+    most = _number(sample, limit, unit)
+    return _number(sample, name, unit) + ("" if most == "-" else f"/{most}")
 
 
 def _sizes(used: int | None, total: int | None) -> str:
-    """GiB of GiB, in at most nine characters."""
+    """Used and total GiB in at most nine characters; "-" if either is unknown."""
     if used is None or total is None:
         return "-"
     digits = 1 if total < 100 * GIB else 0
@@ -129,13 +123,13 @@ def _sizes(used: int | None, total: int | None) -> str:
 
 
 def _used_memory(sample: dict[str, Any], free: str = "dram_free") -> int | None:
-    free, total = _told(sample, free), _told(sample, "dram_total")
+    free, total = _reading(sample, free), _reading(sample, "dram_total")
     return None if free is None or total is None else total - free
 
 
 def _rate(sample: dict[str, Any], name: str) -> str:
     """Bytes per second in at most five characters."""
-    value = _told(sample, name)
+    value = _reading(sample, name)
     if value is None:
         return "-"
     for unit, letter in ((1e9, "G"), (1e6, "M")):
@@ -145,30 +139,31 @@ def _rate(sample: dict[str, Any], name: str) -> str:
 
 
 def _held_by(sample: dict[str, Any], *, wide: bool) -> str:
-    """The limit that holds the clock down."""
+    """The limit that holds the clock down: "" for none, "-" if unknown."""
     reasons = sample.get("reasons", UNSUPPORTED)
-    if isinstance(reasons, dict):  # of a record: the most frequent one
+    if isinstance(reasons, dict):  # a record's shares: the first is the most frequent
         found = next((one for one in REASONS if one.text == next(iter(reasons), "")), None)
-        told = sample.get("throttle") != NO_REASON
+        supported = sample.get("throttle") != NO_REASON
     else:
-        told = reasons != UNSUPPORTED
-        found = reason(reasons) if told else None
+        supported = reasons != UNSUPPORTED
+        found = reason(reasons) if supported else None
     if found is None:
-        return "" if told else "-"
+        return "" if supported else "-"
     return found.text if wide else found.short
 
 
 def _columns(wide: bool, ascii_only: bool) -> list[tuple[str, int, bool, Callable[[Any], str]]]:
-    """Headings of readings, how wide they are, whether at the left, and what a sample has there."""
+    """Columns of readings: heading, width, True for left-aligned, and the function that makes a
+    cell."""
     room = 12 if wide else 9
 
     def use(sample: dict[str, Any]) -> str:
-        return bar((_told(sample, "gpu_util") or 0) / 100, room, ascii_only=ascii_only)
+        return bar((_reading(sample, "gpu_util") or 0) / 100, room, ascii_only=ascii_only)
 
     def memory(sample: dict[str, Any]) -> str:
-        return _sizes(_used_memory(sample), _told(sample, "dram_total"))
+        return _sizes(_used_memory(sample), _reading(sample, "dram_total"))
 
-    def of(name: str, limit: str) -> Callable[[dict[str, Any]], str]:
+    def limited(name: str, limit: str) -> Callable[[dict[str, Any]], str]:
         return lambda sample: _pair(sample, name, limit) if wide else _number(sample, name)
 
     return [
@@ -176,8 +171,13 @@ def _columns(wide: bool, ascii_only: bool) -> list[tuple[str, int, bool, Callabl
         ("", 4, False, lambda sample: _number(sample, "gpu_util", end="%")),
         ("mem GiB", 9, False, memory),
         ("W", 9, False, lambda sample: _pair(sample, "power", "power_limit", 1000)),
-        ("C" if ascii_only else "°C", 6 if wide else 3, False, of("temperature", "temp_slowdown")),
-        ("MHz", 9 if wide else 4, False, of("clock", "max_clock")),
+        (
+            "C" if ascii_only else "°C",
+            6 if wide else 3,
+            False,
+            limited("temperature", "temp_slowdown"),
+        ),
+        ("MHz", 9 if wide else 4, False, limited("clock", "max_clock")),
         ("held by", 13 if wide else 7, True, lambda sample: _held_by(sample, wide=wide)),
         ("PCIin" if ascii_only else "PCI↓", 5, False, lambda sample: _rate(sample, "pcie_rx")),
         ("PCIou" if ascii_only else "PCI↑", 5, False, lambda sample: _rate(sample, "pcie_tx")),
@@ -221,21 +221,19 @@ def _cpu_line(row: Row, ascii_only: bool) -> Text:
     _add(line, "CPU", 3)
     if row.machine:
         _add(line, row.machine, min(len(row.machine), 18))
-    _add(line, bar((_told(sample, "util") or 0) / 100, 9, ascii_only=ascii_only), 9)
+    _add(line, bar((_reading(sample, "util") or 0) / 100, 9, ascii_only=ascii_only), 9)
     _add(line, _number(sample, "util", end="%"), 4)
-    if _told(sample, "cpus") is not None:
+    if _reading(sample, "cpus") is not None:
         line.append(f"of {sample['cpus']} cores  ")
-    memory = _sizes(_told(sample, "memory_used"), _told(sample, "memory_total"))
+    memory = _sizes(_reading(sample, "memory_used"), _reading(sample, "memory_total"))
     line.append(f"memory {memory} GiB")
     return line
 
 
 def waiting_line(rows: Sequence[Row]) -> str:
-    """Exposed communication, and for whom the others wait; "" where it is not known.
-
-    Ranks meet in every exchange, so the one that comes last waits least: by how much less is how
-    long the others wait for it, beside what the exchanges themselves take.
-    """
+    """A line on exposed communication and the rank that the others wait for; "" if unknown. Ranks
+    meet in every exchange, so the last one waits least. The difference of waits is the time that it
+    costs the others, beside the exchanges themselves."""
     waits = {row.label: row.waits for row in rows if row.waits is not None}
     if len(waits) < 2:
         return ""
@@ -253,10 +251,10 @@ def waiting_line(rows: Sequence[Row]) -> str:
 
 
 def record_line(sample: dict[str, Any]) -> str:
-    """A record for the console: of most numbers the mean and, behind ^, the maximum."""
+    """A sensor record as console text: for most numbers the mean and, behind ^, the maximum."""
     if "util" in sample:
-        used, most = (_told(sample, name) for name in ("memory_used", "memory_used_max"))
-        memory = _told(sample, "memory_total")
+        used, most = (_reading(sample, name) for name in ("memory_used", "memory_used_max"))
+        memory = _reading(sample, "memory_total")
         return f"use {_both(sample, 'util')}% | mem {_sizes_both(used, most, memory)}"
     used, most = (_used_memory(sample, name) for name in ("dram_free", "dram_free_min"))
     held = ", ".join(f"{name} {share}%" for name, share in sample["reasons"].items())
@@ -265,7 +263,7 @@ def record_line(sample: dict[str, Any]) -> str:
     rates = [f"{_rate(sample, name)}^{_rate(sample, f'{name}_max')}" for name in pcie]
     parts = [
         f"use {_both(sample, 'gpu_util')}%",
-        f"mem {_sizes_both(used, most, _told(sample, 'dram_total'))}",
+        f"mem {_sizes_both(used, most, _reading(sample, 'dram_total'))}",
         f"power {_both(sample, 'power', 1000)}/{_number(sample, 'power_limit', 1000)} W",
         f"temp {_both(sample, 'temperature')}/{_number(sample, 'temp_slowdown')}°C",
         f"clock {_both(sample, 'clock')} MHz",
@@ -288,28 +286,25 @@ def _sizes_both(used: int | None, most: int | None, total: int | None) -> str:
 
 
 BARS = "▁▂▃▄▅▆▇█"
-_ASCII = str.maketrans(BARS, "_.:-=+*#")  # of a terminal without UTF-8
-LEAST_BAR = 4  # columns of the bar of steps
-DRAWS = 2  # of the view in a second, which is also fit for a slow line
-WIDTH = 48  # columns of the loss curve, at most
-LAST_LINES = 12  # of the log, in a notebook
+_ASCII = str.maketrans(BARS, "_.:-=+*#")  # characters of a terminal without UTF-8
+LEAST_BAR = 4  # least columns of the bar of steps
+DRAWS = 2  # refreshes per second; few enough for a slow connection
+WIDTH = 48  # most columns of the loss curve
+LAST_LINES = 12  # log lines in a notebook
 
 
 class LossCurve:
-    """The course of a loss in at most WIDTH points; each is the mean of equally many values.
-
-    When the points run out, neighbours are joined, so that adding a value to a long run costs no
-    more than to a short one.
-    """
+    """A loss curve of at most WIDTH points, each the mean of equally many values. When the points
+    run out, neighbours are joined: adding a value costs the same in a long run."""
 
     def __init__(self) -> None:
         self.points: list[float] = []
         self._size = 1  # values in each point
-        self._sum = 0.0  # of the values that do not make a point yet
+        self._sum = 0.0  # of values that fill no point yet
         self._count = 0
 
     def add(self, value: float) -> None:
-        """The next value; one that is not finite is left out."""
+        """Add the next value; a value that is not finite is left out."""
         if not math.isfinite(value):
             return
         self._sum += value
@@ -325,7 +320,7 @@ class LossCurve:
         self._sum, self._count = 0.0, 0
 
     def __str__(self) -> str:
-        """One character per point, the lowest value as the lowest bar."""
+        """One character per point; the lowest value is the lowest bar."""
         if not self.points:
             return ""
         low, high = min(self.points), max(self.points)
@@ -334,15 +329,15 @@ class LossCurve:
 
 
 def time_left(seconds: float) -> str:
-    """Hours, minutes and seconds."""
+    """Seconds as H:MM:SS."""
     whole = int(seconds)
     return f"{whole // 3600:d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """The lines of `Progress.render`. Where there is too little room for the bar of steps it is
-    shorter, and where there is none, it is left out or the line becomes two."""
+    """Lines of `Progress.render`. In a narrow terminal the bar of steps becomes shorter, then
+    disappears, then the line becomes two."""
 
     step: int
     total: int
@@ -370,20 +365,17 @@ class _Shown:
 
 
 class Progress:
-    """How far a run is: the lines of the live view that are not about GPUs.
-
-    total: steps of the run.
-    """
+    """Progress of a run: the lines of the live view above the GPUs. total: steps of the run."""
 
     def __init__(self, first_step: int, total_steps: int):
-        """first_step: steps that are done already, of total_steps."""
+        """first_step: steps already done, of total_steps."""
         self.total = max(total_steps, 1)
         self._state: dict[str, Any] = {"step": first_step}
         self.curve = LossCurve()
-        self._times: deque[float] = deque(maxlen=20)  # ms of the last steps
+        self._times: deque[float] = deque(maxlen=20)  # ms of recent steps
 
     def update(self, **state: Any) -> None:
-        """Do as LiveView.progress."""
+        """Update the state with the keywords of LiveView.progress."""
         self._state |= state
         if "loss" in state:
             self.curve.add(state["loss"])
@@ -391,8 +383,8 @@ class Progress:
             self._times.append(state["ms"])
 
     def render(self, *, goes_on: bool = True) -> _Shown:
-        """Its lines: three, or more where scores have many names. A run that does not go on has no
-        time left."""
+        """Return the lines: three, or more with many scores. goes_on: False leaves out the time
+        left."""
         state = self._state
         numbers = [f"{name} {state[name]:.4g}" for name in ("loss", "norm", "lr") if name in state]
         more = state.get("numbers", {}) | state.get("scores", {})
@@ -407,11 +399,11 @@ class Progress:
 
     @property
     def ms(self) -> float:
-        """The mean time of the last steps; 0 as long as there is none."""
+        """Mean time of recent steps in ms; 0 before the first step."""
         return sum(self._times) / len(self._times) if self._times else 0.0
 
     def _speed(self, goes_on: bool) -> str:
-        """Tokens per second and the time left, from the last steps."""
+        """Tokens per second and the time left, from recent steps; "" before the first step."""
         if not self._times:
             return ""
         seconds = self.ms / 1000
@@ -421,7 +413,7 @@ class Progress:
 
 
 class LiveView(PlainView):
-    """Lines with the state drawn below them."""
+    """Log lines with the run's state drawn below them."""
 
     def __init__(
         self,
@@ -432,8 +424,8 @@ class LiveView(PlainView):
         losses: Iterable[float] = (),
         brief: bool = True,
     ):
-        """first_step: steps that are done already, of total_steps. panel: of GPUs. losses: of the
-        steps that are done, with which the curve begins. brief: as of PlainView."""
+        """first_step: steps already done, of total_steps. panel: table of GPUs. losses: of done
+        steps, the curve's beginning. brief: as of PlainView."""
         self._console, self._panel = console, panel
         self.shows_sensors, self.brief = panel is not None, brief
         self._progress = Progress(first_step, total_steps)
@@ -443,19 +435,18 @@ class LiveView(PlainView):
         self._live.start()
 
     def line(self, text: str, *, bold: bool = False) -> None:
-        """Print above the view."""
+        """Print a line above the view."""
         with optional_console():
-            # All of it, and cut nowhere, which is not meant for the view that is drawn behind it.
+            # Print the line whole: only the view below is cut to the terminal's width.
             line = Text(text, "bold" if bold else "", no_wrap=True, overflow="ignore")
-            self._console.print(Group(line), crop=False)  # a Text alone is made anew
+            self._console.print(Group(line), crop=False)  # rich would copy a bare Text
 
     def progress(self, **state: Any) -> None:
-        """step (done so far), loss, norm, lr, ms, tokens, and numbers of the loss by name after a
-        step; scores, by name, after an evaluation; validated, the part of a validation that is
-        done, None if there is none; alarm, what must not be overlooked, None if there is nothing.
-        """
+        """Update the view. After a step: step (done so far), loss, norm, lr, ms, tokens, numbers
+        (of the loss, by name). After an evaluation: scores, by name. validated: done share of a
+        validation, None outside. alarm: text of an alarm, None without."""
         self._progress.update(**state)
-        self._live.update(self._render())  # drawn by a thread of its own, which sees only this
+        self._live.update(self._render())  # rich's own thread draws this
 
     def close(self) -> None:
         with optional_console():
@@ -466,14 +457,14 @@ class LiveView(PlainView):
 
 
 class NotebookView(PlainView):
-    """The state of a run above its last lines, in one output of a notebook's cell."""
+    """State of a run above its last log lines, in one output of a notebook cell."""
 
     brief = True
 
     def __init__(self, first_step: int, total_steps: int, losses: Iterable[float] = ()):
-        """The arguments are those of LiveView."""
+        """Take the arguments of LiveView."""
         super().__init__()
-        from IPython.display import display  # which a notebook has
+        from IPython.display import display  # installed in every notebook
 
         self._progress, self._lines = Progress(first_step, total_steps), deque(maxlen=LAST_LINES)
         for loss in losses:
@@ -482,12 +473,12 @@ class NotebookView(PlainView):
         self._output = display(self._render(), raw=True, display_id=True)
 
     def line(self, text: str, *, bold: bool = False) -> None:
-        """Show a line below the state, in place of the oldest one there."""
+        """Show a line below the state, in place of the oldest line."""
         self._lines.append(Text(printable(text), "bold" if bold else ""))
         self._draw()
 
     def progress(self, **state: Any) -> None:
-        """Do as LiveView.progress."""
+        """Update the view with the keywords of LiveView.progress."""
         self._progress.update(**state)
         self._draw()
 
@@ -501,8 +492,9 @@ class NotebookView(PlainView):
 
     def _render(self) -> dict[str, str]:
         """The output by MIME type."""
-        how = {"file": io.StringIO(), "record": True, "force_jupyter": False, "width": WIDE}
-        console = Console(**how, force_terminal=False)
+        console = Console(
+            file=io.StringIO(), record=True, force_jupyter=False, force_terminal=False, width=WIDE
+        )
         console.print(Group(self._progress.render(), *self._lines))
         text = console.export_text(clear=False)
         page = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
@@ -510,7 +502,8 @@ class NotebookView(PlainView):
 
 
 def _losses(log: Path, steps_done: int) -> list[float]:
-    """Those of a log that a run goes on with; none where there are none, or it is of others."""
+    """Losses of the done steps from the log of a resumed run; [] if the log has none or cannot be
+    read."""
     if steps_done == 0:
         return []
     with suppress(LlmqError):
@@ -522,8 +515,8 @@ def _losses(log: Path, steps_done: int) -> list[float]:
 def view_of_run(
     steps_done: int, total_steps: int, panel: Panel | None, log: Path, brief: bool
 ) -> PlainView:
-    """A live view on a terminal or in a notebook, if there is anything to see; else lines. panel:
-    of GPUs. log: of the run, which has the steps that are done. brief: as of PlainView."""
+    """Return a live view for a terminal or notebook, else a PlainView; also a PlainView if no step
+    is left. panel: table of GPUs. log: of the run, with its done steps. brief: as of PlainView."""
     console = printable_console()
     if steps_done >= total_steps:
         return PlainView()

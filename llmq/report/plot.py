@@ -1,5 +1,5 @@
-"""Curves: series of numbers over steps, tokens and hours, as logs have them; and `llmq plot`, which
-draws those of one or more logs on one page, as a picture or in HTML."""
+"""Curves of logs over steps, tokens or hours; and `llmq plot`, which draws one or more logs on one
+page, as a picture or as HTML."""
 
 import itertools
 import json
@@ -19,24 +19,24 @@ from llmq.options.loss_params import POLICIES
 from llmq.options.option_types import PREFERENCES
 from llmq.report.json_log import LogReader, as_written, is_undone, without_undone
 
-SMOOTHING = 0.6  # weight of the mean so far, TensorBoard's default
+SMOOTHING = 0.6  # weight of the previous mean; TensorBoard's default
 
 AXES = {
     "step": "step",
     "tokens": "tokens",
     "hours": "hours of steps, without validations and checkpoints",
 }
-"""The x-axis may count these, and is labelled so."""
+"""Labels of the possible x-axes."""
 
 LOSS = "loss (nats per token)"
-# By title, in their order: of a step's record a number, of a GPU's a reading.
+# Panels by title, in order: a number of a `step` record, then a reading of a `gpu` record.
 _OF_STEP: dict[str, Callable[[dict[str, Any]], float | None]] = {
     LOSS: lambda r: r["loss"],
     "learning rate": lambda r: r.get("lr"),
     "gradient norm": lambda r: r.get("norm"),
     "tokens per second": lambda r: _rate(r),
 }
-_OF_LOSS = {  # of losses that have them, in records of steps and of evaluations
+_OF_LOSS = {  # fields of some losses, in `step` and `eval` records
     "pairs preferred as they should be": "accuracy",
     "margin of rewards": "margin",
     "reward of chosen answers": "reward_chosen",
@@ -53,9 +53,9 @@ _SMOOTH = {LOSS, "gradient norm", "tokens per second"}
 class Series:
     """Points of one run in one panel.
 
-    panel: title. label: name within the run, such as "evaluation". points: values are few, and
-    each is drawn as a point, too. smooth: the values are drawn faintly below their mean. x: F64
-    by axis, as many as y. y: F64, NaN where the log has null.
+    panel: title. label: name within the run, such as "evaluation". points: True draws each value as
+    a point, too. smooth: True draws the values faintly below their mean. x: F64 (N,) by axis. y:
+    F64 (N,), NaN where the log has null.
     """
 
     panel: str
@@ -67,7 +67,7 @@ class Series:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log without undone steps; the log may still be written.
+    """Return the records of a log without undone steps; the log may still grow.
 
     LlmqError for a log that cannot be read or has nothing to plot.
     """
@@ -76,7 +76,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     if not points:
         raise DataError(f"'{path}' has nothing to plot: no step was made")
     for r in points:
-        # A loss of null was not finite; one that is missing is an error.
+        # A null loss was not finite; a missing loss is an error.
         if not isinstance(r.get("loss", ""), float | int | None):
             raise DataError(
                 f"'{path}' is not a log of llmq train: a record of {r['log']} at step {r['step']} "
@@ -88,11 +88,12 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def smoothed(
     values: np.ndarray, weight: float = SMOOTHING, counts: np.ndarray | None = None
 ) -> np.ndarray:
-    """The exponential mean of TensorBoard, without the bias of its start: the first is a value.
+    """Exponential mean as in TensorBoard, without bias at the start: the first mean is the first
+    value.
 
-    values: F64. weight: of the mean so far, 0 to below 1. counts: number of logged values that each
-    value is the mean of (1 if not given). A value that is not finite gives NaN, and does not count
-    in later means.
+    values: F64 (N,). weight: of the previous mean, 0 to below 1. counts: number of logged values
+    behind each value (default 1 each). A value that is not finite gives NaN and does not enter
+    later means. Returns F64 (N,).
     """
     means, mean, remaining = np.full(len(values), np.nan), 0.0, 1.0
     for index, value in enumerate(values):
@@ -105,7 +106,7 @@ def smoothed(
 
 
 def loss_panel(records: list[dict[str, Any]]) -> str:
-    """The title of the panel of a run's loss: losses of other units share no axis."""
+    """Title of the panel of a run's loss; losses in different units get different panels."""
     options = {r.get("name"): r.get("value") for r in records if r["log"] == "option"}
     loss = options.get("loss", "ce")
     if loss in (*PREFERENCES, "kto"):
@@ -118,10 +119,10 @@ def loss_panel(records: list[dict[str, Any]]) -> str:
 
 
 def _clock(steps: list[dict[str, Any]]) -> Callable[[list[dict[str, Any]]], dict[str, np.ndarray]]:
-    """A function that gives positions of records by axis, from the records of steps in order.
+    """Return a function from records to their positions by axis. steps: `step` records in order.
 
-    A record that a step has written is at the step's end. Steps before the log's first step count
-    as many tokens as the first, and have no time.
+    A record that a step has written lies at the step's end. Steps before the log's first step count
+    as many tokens as the first step, and no time.
     """
     numbers = np.array([r["step"] for r in steps], int)
     tokens = np.array([r.get("step_tokens", 0) for r in steps], float)
@@ -133,16 +134,16 @@ def _clock(steps: list[dict[str, Any]]) -> Callable[[list[dict[str, Any]]], dict
     }
 
     def x(records: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-        at = np.array([r["step"] for r in records], int)
+        step = np.array([r["step"] for r in records], int)
         of_step = [is_undone(r, r["step"]) for r in records]
-        made = np.searchsorted(numbers, at + np.array(of_step, int), "left")
-        return {"step": at.astype(float)} | {name: of[made] for name, of in sums.items()}
+        made = np.searchsorted(numbers, step + np.array(of_step, int), "left")
+        return {"step": step.astype(float)} | {name: total[made] for name, total in sums.items()}
 
     return x
 
 
 def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """In the order of their steps; of several of a step the last one counts."""
+    """The records in the order of steps; of several records of one step the last one counts."""
     found = {r["step"]: r for r in records}
     return [found[step] for step in sorted(found)]
 
@@ -157,25 +158,25 @@ def _rate(r: dict[str, Any]) -> float | None:
 
 
 def series_of(records: list[dict[str, Any]]) -> list[Series]:
-    """All that a log has to show, in the order of the panels. records: of read_log."""
+    """Return all series of a log, in the order of panels. records: from read_log."""
     by_log: dict[str, list[dict[str, Any]]] = {}
     for r in records:
         by_log.setdefault(r["log"], []).append(r)
     steps = _by_step(by_log.get("step", []))
     x, found, loss = _clock(steps), [], loss_panel(records)
 
-    def add(panel: str, label: str, of: list[dict], y: list[Any], **drawn: bool) -> None:
+    def add(panel: str, label: str, rows: list[dict], y: list[Any], **drawn: bool) -> None:
         values = np.array([_number(value) for value in y], float)
         if len(values) and (panel == loss or np.isfinite(values).any()):
             drawn["points"] = drawn.get("points", False) or len(values) == 1
-            found.append(Series(panel, label, x(of), values, **drawn))
+            found.append(Series(panel, label, x(rows), values, **drawn))
 
-    def add_named(of: list[dict], panel: Callable[[dict], str], value: str, label: str) -> None:
-        """One series for each panel and name of these records."""
-        for key in dict.fromkeys((panel(r), r.get("name")) for r in of):
-            own = _by_step(r for r in of if (panel(r), r.get("name")) == key)
+    def add_named(rows: list[dict], panel: Callable[[dict], str], value: str, label: str) -> None:
+        """Add one series for each pair of panel and name of these records."""
+        for key in dict.fromkeys((panel(r), r.get("name")) for r in rows):
+            named_rows = _by_step(r for r in rows if (panel(r), r.get("name")) == key)
             named = " ".join(filter(None, (label, key[1])))
-            add(key[0], named, own, [r.get(value) for r in own], points=True)
+            add(key[0], named, named_rows, [r.get(value) for r in named_rows], points=True)
 
     for title, value in _OF_STEP.items():
         panel = loss if title == LOSS else title
@@ -190,7 +191,7 @@ def series_of(records: list[dict[str, Any]]) -> list[Series]:
     for panel, (field, unit) in _OF_GPU.items():
         for rank in sorted({r.get("rank", 0) for r in by_log.get("gpu", [])}):
             of_rank = _by_step(r for r in by_log["gpu"] if r.get("rank", 0) == rank)
-            of_rank = [r for r in of_rank if r.get(field, -1) != -1]  # the card tells it
+            of_rank = [r for r in of_rank if r.get(field, -1) != -1]  # -1: unknown to the card
             add(panel, f"GPU {rank}", of_rank, [_number(r[field]) / unit for r in of_rank])
     return found
 
@@ -198,14 +199,14 @@ def series_of(records: list[dict[str, Any]]) -> list[Series]:
 # ------------------------------------------------------------------------------------------------
 
 
-MAX_POINTS = 3000  # of a series: more than a screen has columns
+MAX_POINTS = 3000  # points of a series: more than a screen has columns
 TEMPLATE = Path(__file__).with_name("plot.html")
 COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd")
 COLORS += ("#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 
 
 def thinned(values: np.ndarray) -> np.ndarray:
-    """The indices of many values to keep: of neighbours the lowest and the highest; all if few."""
+    """Indices of the values to draw: all of a few, else the lowest and highest of each stretch."""
     count = len(values)
     if count <= MAX_POINTS:
         return np.arange(count)
@@ -223,7 +224,7 @@ def _rounded(values: np.ndarray) -> list[float | None]:
 
 
 def _averages(values: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means and numbers of the finite values from one kept index to the next, both F64."""
+    """Means and counts of the finite values between kept indices, both F64."""
     starts = np.concatenate(([0], kept[:-1] + 1))
     finite = np.isfinite(values)
     counts = np.add.reduceat(finite.astype(float), starts)
@@ -232,7 +233,7 @@ def _averages(values: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _drawn(series: Series, run: str, color: str) -> dict[str, Any]:
-    """A series in JSON's types. The page smooths `averages` of `counts` values if points are left
+    """A series in JSON's types. The page smooths `averages` with their `counts` if points are left
     out, else `y`."""
     kept = thinned(series.y)
     averages = counts = None
@@ -253,7 +254,7 @@ def _drawn(series: Series, run: str, color: str) -> dict[str, Any]:
 
 
 def page(runs: dict[str, list[Series]], panels: list[str], x: str, smoothing: float) -> str:
-    """The whole page. panels: titles in order. x, smoothing: the page begins with them."""
+    """Return the HTML page. panels: titles in order. x, smoothing: initial settings of the page."""
     colors = {run: COLORS[number % len(COLORS)] for number, run in enumerate(runs)}
     data = {
         "x": x,
@@ -263,24 +264,25 @@ def page(runs: dict[str, list[Series]], panels: list[str], x: str, smoothing: fl
         "runs": colors,
         "series": [_drawn(s, run, colors[run]) for run, of in runs.items() for s in of],
     }
-    # In a script, `</` and `<!--` would end it or hide it.
+    # `</` and `<!--` would end or hide the script.
     content = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     return TEMPLATE.read_text("utf-8").replace("__DATA__", content, 1)
 
 
 FORMATS = (".png", ".svg", ".pdf", ".html")
-COLUMNS = 2  # of the panels below the loss
+COLUMNS = 2  # columns of panels below the loss
 MARKERS = "os^Dv*"
 RAW_ALPHA = 0.4
 LINES = ("-", "--", ":", "-.")
-LEGEND_LETTERS = 120  # in a row of the names of runs
+LEGEND_LETTERS = 120  # letters in a legend row of run names
 
 Runs = dict[str, list[Series]]
-"""The records that are drawn, by the name of the run."""
+"""Series by the name of the run."""
 
 
 def _names(logs: dict[Path, list[dict[str, Any]]]) -> Iterator[str]:
-    """A name for each log: its run's name; if two runs share it, the file's name, else its path."""
+    """Yield a name for each log: its run's name; if two logs share this name, the file's stem, else
+    its path."""
     stems = [path.stem for path in logs]
     owners = [RunId.of(records[0].get("run")) for records in logs.values()]
     names = [stem if run is None else run.name for run, stem in zip(owners, stems, strict=True)]
@@ -292,7 +294,8 @@ def _names(logs: dict[Path, list[dict[str, Any]]]) -> Iterator[str]:
 
 
 def read_runs(logs: list[Path], x: str) -> Runs:
-    """The series of each log. DataError if one cannot be read, or does not have this axis."""
+    """Return the series of each log. DataError if a log cannot be read or lacks this axis;
+    ConfigError if a log is given twice."""
     if len(set(logs)) < len(logs):
         raise ConfigError("a log is given twice")
     records, runs = {}, {}
@@ -308,7 +311,7 @@ def read_runs(logs: list[Path], x: str) -> Runs:
 
 
 def panels_of(runs: Runs) -> list[str]:
-    """The titles of all panels, losses first; each kind of number that a log has is one."""
+    """Titles of all panels, losses first."""
     orders = [list(dict.fromkeys(s.panel for s in series)) for series in runs.values()]
     most = max(orders, key=len)
     losses = [order[0] for order in orders if order]  # `series_of` begins with the loss
@@ -316,14 +319,14 @@ def panels_of(runs: Runs) -> list[str]:
 
 
 def _escaped(name: str) -> str:
-    """A label in which matplotlib gives `$` and a first `_` no meaning."""
+    """A label in which matplotlib gives no meaning to `$` and a leading `_`."""
     name = name.replace("$", r"\$")
     return f" {name}" if name.startswith("_") else name
 
 
 def _draw(axes: Any, runs: Runs, panel: str, x: str, smoothing: float) -> None:
-    """One panel: a run has a color, a label a marker or kind of line; smooth series also as they
-    are."""
+    """Draw one panel: a color for each run, a marker or line style for each label; smooth series
+    also faintly without smoothing."""
     labels = list(dict.fromkeys(s.label for of in runs.values() for s in of if s.panel == panel))
     handles = {}
     for number, all_series in enumerate(runs.values()):
@@ -338,7 +341,7 @@ def _draw(axes: Any, runs: Runs, panel: str, x: str, smoothing: float) -> None:
             drawn = smoothed(series.y, smoothing) if series.smooth else series.y
             (line,) = axes.plot(series.x[x], drawn, **style)
             handles[series.label] = copy(line)
-            handles[series.label].set_color("#444")  # several runs share the label
+            handles[series.label].set_color("#444")  # one label of all runs
     axes.set_title(_escaped(panel), fontsize="medium")
     axes.grid(alpha=0.3)
     axes.ticklabel_format(useOffset=False)
@@ -355,7 +358,7 @@ def _draw(axes: Any, runs: Runs, panel: str, x: str, smoothing: float) -> None:
 
 
 def _places(grid: Any, count: int) -> list[Any]:
-    """The cells of so many panels: the first and a last odd one have a whole row."""
+    """Grid cells of the panels: the first panel and a last odd one take a whole row."""
     places = [grid[0, :], *(grid[1 + n // COLUMNS, n % COLUMNS] for n in range(count - 1))]
     if (count - 1) % COLUMNS:
         places[-1] = grid[-1, :]
@@ -363,8 +366,8 @@ def _places(grid: Any, count: int) -> list[Any]:
 
 
 def figure_of(runs: Runs, x: str, smoothing: float = SMOOTHING) -> Any:
-    """All panels on one page: the loss over the whole width, the others below it. The names of the
-    runs stand above."""
+    """Return the matplotlib Figure of all panels: the loss over the whole width, other panels
+    below, run names above."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -382,9 +385,10 @@ def figure_of(runs: Runs, x: str, smoothing: float = SMOOTHING) -> Any:
 
 
 def output(out: Path | None, html: bool, overwrite: bool = False) -> Path:
-    """The file to write; without a name one that is not there, or that may be overwritten.
+    """Return the path to write; without a name the first free default, or the default itself with
+    `overwrite`.
 
-    ConfigError for an unknown kind, a picture where a page is wanted, and a file that is there.
+    ConfigError for an unknown suffix, a picture where HTML is wanted, or an existing file.
     """
     if out is None:
         suffix = "html" if html else "png"
@@ -408,11 +412,11 @@ def run_plot(
     overwrite: bool = False,
     smoothing: float = SMOOTHING,
 ) -> None:
-    """Draw what the logs have: losses, evaluations, tasks, learning rate, norm, speed, GPUs.
+    """Draw the curves of logs: losses, evaluations, tasks, learning rate, norm, speed, GPUs.
 
-    out: by its suffix one of FORMATS; None: loss.png, or loss.html with `html`, or with a
-    number if that is there. x: of AXES. overwrite: replace a file that is there. smoothing: weight
-    of `smoothed`.
+    out: its suffix is one of FORMATS; None: loss.png, or loss.html with `html`, with a number if
+    the file exists. x: one of AXES. overwrite: replace an existing file. smoothing: weight of
+    `smoothed`.
     """
     if x not in AXES:
         raise ConfigError(f"--x: expected {' or '.join(AXES)}, got {x!r}")

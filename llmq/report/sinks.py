@@ -1,8 +1,8 @@
 """TensorBoard and Weights & Biases as sinks of a run's log.
 
-A `SinkListener` sends each record of a run as the log gets it; `llmq watch` sends the records of a
-file. A record holds either numbers of its step, under names such as `train/loss`, or a text about
-the whole run, such as the command line.
+A `SinkListener` sends each record of a run as soon as the log has it; `llmq watch` sends the
+records of a file. A record holds either numbers of its step, under names such as `train/loss`, or a
+text about the whole run, such as the command line.
 """
 
 import functools
@@ -37,14 +37,14 @@ from llmq.report.json_log import (
 )
 
 _COMMON = {"log", "time", "step"}
-# The log has some of a GPU's readings in other units than W, MiB and MiB/s.
+# Divisors of readings that the log has in other units than W, MiB and MiB/s.
 _UNITS = {"power": 1000, "power_limit": 1000, "pcie_rx": MIB, "pcie_tx": MIB}
 _UNITS |= dict.fromkeys(("dram_free", "dram_total", "memory_used", "memory_total"), MIB)
 _EXTREME = re.compile("_(max|min)$")
 
 
 def _numeric(fields: dict[str, Any]) -> dict[str, float]:
-    """The fields that are numbers; null, which was not finite, is NaN."""
+    """The fields that are numbers; null, a value that was not finite, becomes NaN."""
     return {
         name: math.nan if value is None else value
         for name, value in fields.items()
@@ -53,7 +53,7 @@ def _numeric(fields: dict[str, Any]) -> dict[str, float]:
 
 
 def numbers(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record by the names that sinks show; {} for a record without numbers."""
+    """Numbers of a record by their names in sinks; {} for a record without numbers."""
     kind, values = record["log"], _numeric(record)
     match kind:
         case "step" | "eval":
@@ -66,7 +66,7 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
             return {
                 f"{kind}{rank}/{name}": value / _UNITS.get(_EXTREME.sub("", name), 1)
                 for name, value in values.items()
-                if name not in ("id", "samples") and value != -1  # the card does not tell
+                if name not in ("id", "samples") and value != -1  # unknown to the card
             }
         case "task":
             name = f"task/{record['name']}/{record['metric']}"
@@ -83,7 +83,7 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
         case "sol":
             return {f"flops_per_token/{p}": values[p] for p in ("blocks", "lm_head", "attention")}
         case "info" if record["type"] == "time-breakdown":
-            sums: dict[str, float] = {}  # over the micro-steps
+            sums: dict[str, float] = {}  # sums over micro-steps
             for part in record["breakdown"]:
                 for name in part.keys() - {"step"}:
                     sums[name] = sums.get(name, 0.0) + part[name]
@@ -92,7 +92,8 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
 
 
 def text(record: dict[str, Any]) -> tuple[str, Any] | None:
-    """Name and content, in JSON's types, of what a record says about the whole run, if anything."""
+    """Name and content (in JSON's types) of a record about the whole run; None for other
+    records."""
     kind = record["log"]
     match kind:
         case "cmd":
@@ -102,14 +103,14 @@ def text(record: dict[str, Any]) -> tuple[str, Any] | None:
         case "links" | "fast-products" | "choices":
             return kind, record[kind.replace("-", "_")]
         case "sol" | "dataset" | "gpu-model":
-            of = record.get("split", record.get("rank"))
-            name = kind if of is None else f"{kind}-{of}"
+            split = record.get("split", record.get("rank"))
+            name = kind if split is None else f"{kind}-{split}"
             return name, {k: v for k, v in record.items() if k not in _COMMON}
     return None
 
 
 # ------------------------------------------------------------------------------------------------
-# Where it goes. at: seconds since 1970
+# Sinks. timestamp: seconds since 1970
 
 
 def _library(flag: str, module: str) -> Any:
@@ -120,14 +121,12 @@ def _library(flag: str, module: str) -> Any:
 
 
 class TensorBoard:
-    """An event file, made with the first event. The library's `Writer` is not used: it takes only
-    numbers, and its thread prints a traceback where the disk is full.
-    """
+    """A TensorBoard event file, created with the first event. The library's `Writer` is not used:
+    it takes only numbers, and its thread prints a traceback if the disk is full."""
 
     def __init__(self, directory: Path, run: RunId | None = None, first: int = 0):
-        """run: the run of all events. Events of the same run in the directory are replaced from the
-        step `first` on; ConfigError if the directory holds events of another run.
-        """
+        """run: the run of all events. Earlier events of this run in the directory are replaced from
+        the step `first` on; ConfigError if the directory holds events of another run."""
         library = functools.partial(_library, "tensorboard")
         self._scalar = library("tensorboard.plugins.scalar.summary_v2").scalar_pb
         self._text = library("tensorboard.plugins.text.summary_v2").text_pb
@@ -136,11 +135,11 @@ class TensorBoard:
         self._writer_of = library("tensorboard.summary.writer.record_writer").RecordWriter
         check_writable("--tensorboard", directory)
         before = sorted(directory.glob("*tfevents*"))
-        own = "" if run is None else f".run-{run.id}"
-        if not all(own and path.name.endswith(own) for path in before):
+        suffix = "" if run is None else f".run-{run.id}"
+        if not all(suffix and path.name.endswith(suffix) for path in before):
             raise ConfigError(f"'{directory}' holds a run already: delete it or change --name")
         # TensorBoard reads files in the order of their names.
-        start = f"{int(time.time())}.{len(before):04d}.{socket.gethostname()}{own}"
+        start = f"{int(time.time())}.{len(before):04d}.{socket.gethostname()}{suffix}"
         self._path = directory / f"events.out.tfevents.{start}"
         self._first = first
 
@@ -150,24 +149,24 @@ class TensorBoard:
         writer = self._writer_of(open(self._path, "xb"))  # noqa: SIM115
         start = self._event(wall_time=time.time(), file_version="brain.Event:2")
         writer.write(start.SerializeToString())
-        # TensorBoard takes the first of these in a directory for the beginning.
+        # TensorBoard takes a directory's first restart event for the beginning.
         writer.write(self._restart(time.time(), self._first).SerializeToString())
         return writer
 
-    def _restart(self, at: float, step: int) -> Any:
-        """The event that makes TensorBoard forget all numbers from a step on."""
-        event = self._event(wall_time=at, step=step)
+    def _restart(self, timestamp: float, step: int) -> Any:
+        """An event after which TensorBoard forgets all numbers from `step` on."""
+        event = self._event(wall_time=timestamp, step=step)
         event.session_log.status = event.session_log.START
         return event
 
-    def rewind(self, at: float, step: int) -> bool:
-        """Take back the numbers of this step and of later ones; returns whether that can be."""
+    def rewind(self, timestamp: float, step: int) -> bool:
+        """Take back the numbers from `step` on; return True, because TensorBoard can."""
         with disk_errors(self._path):
-            self._writer.write(self._restart(at, step).SerializeToString())
+            self._writer.write(self._restart(timestamp, step).SerializeToString())
         return True
 
-    def _write(self, at: float, summary: Any, step: int = 0) -> None:
-        event = self._event(wall_time=at, step=step, summary=summary)
+    def _write(self, timestamp: float, summary: Any, step: int = 0) -> None:
+        event = self._event(wall_time=timestamp, step=step, summary=summary)
         with disk_errors(self._path):
             self._writer.write(event.SerializeToString())
 
@@ -175,16 +174,16 @@ class TensorBoard:
         with disk_errors(self._path):
             self._writer.flush()
 
-    def numbers(self, at: float, step: int, values: dict[str, float]) -> None:
+    def numbers(self, timestamp: float, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            self._write(at, self._scalar(name, value), step)
+            self._write(timestamp, self._scalar(name, value), step)
         self._flush()
 
-    def text(self, at: float, name: str, content: Any) -> None:
+    def text(self, timestamp: float, name: str, content: Any) -> None:
         if name == "options":
             plain = {k: v if isinstance(v, int | float) else str(v) for k, v in content.items()}
-            self._write(at, self._hparams(plain, start_time_secs=at))
-        self._write(at, self._text(name, _markdown(content)))
+            self._write(timestamp, self._hparams(plain, start_time_secs=timestamp))
+        self._write(timestamp, self._text(name, _markdown(content)))
         self._flush()
 
     def close(self) -> None:
@@ -193,47 +192,47 @@ class TensorBoard:
 
 
 def _markdown(content: Any) -> str:
-    """A table of a dict, anything else as code."""
+    """A dict as a Markdown table, other content as code."""
     if not isinstance(content, dict):
         return "    " + (content if isinstance(content, str) else json.dumps(content))
     return "\n".join(["| | |", "| --- | --- |", *(f"| {k} | {v} |" for k, v in content.items())])
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; the library's own settings say if the run is online."""
+    """A run of Weights & Biases; the library's own settings decide if the run is online."""
 
     def __init__(self, project: str, name: str, run: RunId | None = None):
-        """run: goes on if the project has a run with its id."""
+        """run: continued if the project has a run with its id."""
         wandb = _library("wandb", "wandb")
         same = {} if run is None else {"id": run.id, "resume": "allow"}
         self._run = self._call(wandb.init, project=project, name=name, **same)
-        # Steps before are there already, and of this one these names.
+        # Steps before `_step` are complete; `_names` are the numbers sent of `_step`.
         self._step, self._names = getattr(self._run, "starting_step", 0) or 0, set()
 
     @property
     def url(self) -> str | None:
-        """The address at which the run can be seen; None where it stays on this machine."""
+        """The web address of the run; None for an offline run."""
         return getattr(self._run, "url", None)
 
-    def rewind(self, at: float, step: int) -> bool:
-        """No: this library takes no step after a later one."""
+    def rewind(self, timestamp: float, step: int) -> bool:
+        """Return False: Weights & Biases takes no step after a later step."""
         return False
 
     def _call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         try:
             return function(*args, **options)
-        except Exception as error:  # the library's own, of its settings, of the network
+        except Exception as error:  # of the library, its settings, the network
             raise LlmqError(f"--wandb: {error or type(error).__name__}") from error
 
-    def numbers(self, at: float, step: int, values: dict[str, float]) -> None:
+    def numbers(self, timestamp: float, step: int, values: dict[str, float]) -> None:
         if step > self._step:
             self._step, self._names = step, set()
         new = {name: value for name, value in values.items() if name not in self._names}
         if step == self._step and new:
             self._names |= new.keys()
-            self._call(self._run.log, {**new, "_timestamp": at}, step=step)
+            self._call(self._run.log, {**new, "_timestamp": timestamp}, step=step)
 
-    def text(self, at: float, name: str, content: Any) -> None:
+    def text(self, timestamp: float, name: str, content: Any) -> None:
         values = content if name == "options" else {name: content}
         self._call(self._run.config.update, values, allow_val_change=True)
 
@@ -245,32 +244,32 @@ Sink = TensorBoard | WeightsAndBiases
 
 
 class Replay:
-    """Records on their way to sinks. Steps that a continued run makes again replace the undone ones
-    in sinks that can take numbers back. The first options and texts count.
-    """
+    """Records on their way to sinks. Repeated steps of a resumed run replace the undone ones in
+    sinks that can take numbers back. The first options and texts count."""
 
     def __init__(self, log: Path, sinks: list[Sink]):
         self.log, self.sinks = log, sinks
-        self.done = False  # the run has made all its steps, and no other has begun
+        self.done = False  # True once the run is complete and no other has begun
         self._course = Course()
         self._newest = 0  # step
-        self._sent: set[str] = set()  # names of the numbers of that step
-        self._between: dict[int, list[tuple[float, dict[str, float]]]] = {}  # by step: of no step
+        self._sent: set[str] = set()  # names of the numbers sent of that step
+        # Timestamps and numbers of records between steps, by step.
+        self._between: dict[int, list[tuple[float, dict[str, float]]]] = {}
         self._options: dict[str, Any] = {}
 
     def send(self, record: dict[str, Any]) -> None:
-        """DataError where the record is not as llmq train writes it."""
-        kind, step, at = record["log"], record["step"], record["time"]
+        """Send a record to all sinks. DataError if it is not as llmq train writes it."""
+        kind, step, timestamp = record["log"], record["step"], record["time"]
         with as_written(self.log, f"its record of {kind} at step {step}"):
             if kind == "option":
                 self._options[record["name"]] = record["value"]
                 return
             ends = str(record.get("message")).startswith(DONE)
             self.done = kind != "cmd" and (self.done or ends)
-            values, about = numbers(record), text(record)
+            values, description = numbers(record), text(record)
             back = self._course.back_to(record)
         if back is not None:
-            self._go_back(at, back)
+            self._go_back(timestamp, back)
         options, self._options = self._options, {}
         if step < self._newest:
             return
@@ -279,24 +278,24 @@ class Replay:
         values = {name: value for name, value in values.items() if name not in self._sent}
         self._sent |= values.keys()
         if values and not is_undone(record, step):
-            self._between.setdefault(step, []).append((at, values))
+            self._between.setdefault(step, []).append((timestamp, values))
         for sink in self.sinks:
             if options:
-                sink.text(at, "options", options)
-            if about is not None:
-                sink.text(at, *about)
+                sink.text(timestamp, "options", options)
+            if description is not None:
+                sink.text(timestamp, *description)
             if values:
-                sink.numbers(at, step, values)
+                sink.numbers(timestamp, step, values)
 
-    def _go_back(self, at: float, step: int) -> None:
-        """Take back the numbers of undone steps, but none that come before this step."""
+    def _go_back(self, timestamp: float, step: int) -> None:
+        """Take back the numbers of undone steps, but keep numbers written before this step."""
         kept = self._between.get(step, [])
-        self._between = {s: of for s, of in self._between.items() if s <= step}
+        self._between = {s: kept for s, kept in self._between.items() if s <= step}
         self._newest, self._sent = step, {name for _, values in kept for name in values}
         for sink in self.sinks:
-            if sink.rewind(at, step):
-                for then, values in kept:
-                    sink.numbers(then, step, values)
+            if sink.rewind(timestamp, step):
+                for earlier, values in kept:
+                    sink.numbers(earlier, step, values)
 
 
 _OPEN: dict[str, Callable[[Any, str | None, Path, RunId | None, int], Sink]] = {
@@ -310,7 +309,7 @@ first: first step of the log."""
 def open_sinks(
     places: Mapping[str, Any], name: str | None, log: Path, records: list[dict[str, Any]]
 ) -> list[Sink]:
-    """The sinks of these flags, for a log that begins with these records. Raises LlmqError."""
+    """Open the sinks of these flags, for a log that begins with these records. Raises LlmqError."""
     started = [r for r in records if r["log"] == "cmd"]
     run = RunId.of(started[0].get("run")) if started else None
     begins = [r.get("resumed_at", 0) for r in started]
@@ -321,7 +320,8 @@ def open_sinks(
 def _tensorboard(
     directory: Path, log: Path, name: str | None, run: RunId | None, first: int
 ) -> TensorBoard:
-    """Under the name of the log; where that is another run's there, with the run's id behind it."""
+    """Open a TensorBoard sink under the log's name; if another run has this name, append the run's
+    id."""
     try:
         return TensorBoard(directory / (name or log.stem), run, first)
     except ConfigError:
@@ -331,28 +331,26 @@ def _tensorboard(
 
 
 def _places_of(tensorboard: Path | None, wandb: str | None) -> dict[str, Any]:
-    """The values of the flags that ask for a sink, by flag."""
+    """Values of the given sink flags, by flag."""
     places = {"tensorboard": tensorboard, "wandb": wandb}
     return {flag: place for flag, place in places.items() if place is not None}
 
 
 def check_libraries(config: TrainConfig) -> None:
-    """ConfigError, before anything is loaded, for a sink whose library is not installed."""
+    """Raise ConfigError for a sink whose library is not installed, before anything is loaded."""
     for flag in _places_of(config.tensorboard, config.wandb):
         if importlib.util.find_spec(flag) is None:
             raise ConfigError(f"--{flag}: there is no library {flag}: pip install {flag}")
 
 
 class SinkListener(Callback):
-    """One sink of a log that this process writes, opened with the first record.
-
-    A log that goes on from earlier records sends these first. A failure is told once, and ends the
-    listener, never the run.
-    """
+    """One sink of a log that this process writes, opened with the first record. A log that
+    continues sends its earlier records first. A failure is reported once and ends the listener,
+    never the run."""
 
     def __init__(self, flag: str, place: Any, log: JsonLog, tell: Callable[[str, int], None]):
         """flag, place: an item of `_places_of`. log: a log without records of this process. tell:
-        shows a line about a step."""
+        function that shows a line about a step."""
         self._flag, self._place, self._log, self._tell = flag, place, log, tell
         reader = LogReader(log.path)
         self._earlier = list(reader.new_records()) if has_records(log.path) else []
@@ -365,7 +363,7 @@ class SinkListener(Callback):
                 self._begin([*self._earlier, record])
             else:
                 self._replay.send(record)
-        except Exception as error:  # of the library, its settings, the network, the disk
+        except Exception as error:  # any cause: library, settings, network, disk
             self._log.listeners.remove(self)
             for sink in self._sinks:
                 with suppress(Exception):
@@ -374,9 +372,9 @@ class SinkListener(Callback):
             self._tell(f"WARNING: {self._told(error)}: the run goes on without it", record["step"])
 
     def _told(self, error: Exception) -> str:
-        """One-line message of an error, behind the flag that caused it."""
-        why = " ".join(str(error).split()) or type(error).__name__
-        return f"--{self._flag}: {why.removeprefix(f'--{self._flag}: ')}"
+        """One-line message of an error, after the flag that caused it."""
+        message = " ".join(str(error).split()) or type(error).__name__
+        return f"--{self._flag}: {message.removeprefix(f'--{self._flag}: ')}"
 
     def _begin(self, records: list[dict[str, Any]]) -> None:
         self._sinks = open_sinks({self._flag: self._place}, None, self._log.path, records)
@@ -387,7 +385,7 @@ class SinkListener(Callback):
             self._tell(f"Weights & Biases: {url}", records[-1]["step"])
 
     def on_end(self, end: RunEnd) -> None:
-        """Send the rest; a failure is a warning."""
+        """Close the sinks, which sends the rest; a failure is a warning."""
         try:
             for sink in self._sinks:
                 sink.close()
@@ -398,7 +396,8 @@ class SinkListener(Callback):
 def sinks_of_run(
     config: TrainConfig, log: JsonLog, tell: Callable[[str, int], None]
 ) -> list[Callback]:
-    """The sinks that the options ask for, of a log. tell: shows a line about a step."""
+    """Return a listener for each sink that the options ask for. tell: function that shows a line
+    about a step."""
     places = _places_of(config.tensorboard, config.wandb)
     return [SinkListener(*sink, log, tell) for sink in places.items()]
 
@@ -408,17 +407,17 @@ def run_watch(
 ) -> None:
     """Send a log's records, and every `interval` seconds new ones until the run is done.
 
-    interval: 0 sends the records that are there. name: name of the run in the sink; None: the
-    log's name.
+    interval: 0 sends only the existing records. name: name of the run in the sink; None: the log's
+    name.
     """
     places = _places_of(tensorboard, wandb)
     if not places:
         raise ConfigError("nowhere to send the log to: give --tensorboard DIR or --wandb PROJECT")
     reader = LogReader(log)
-    records = list(reader.new_records())  # before anything is made
+    records = list(reader.new_records())  # read before a sink is created
     if interval == 0 and not records:
         raise DataError(f"'{log}' has no records yet")
-    while not records:  # the first says whose log it is
+    while not records:  # the first record names the run
         time.sleep(interval)
         records = list(reader.new_records())
     with ExitStack() as stack:

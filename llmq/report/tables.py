@@ -1,6 +1,6 @@
-"""Tables: the same head and rows for a terminal, in Markdown and CSV.
+"""Tables of one head and rows for a terminal, in Markdown and in CSV.
 
-Cells are shown as `str` shows them. No text has a newline at its end but that of CSV.
+Cells are shown as by `str`. Only CSV text ends with a newline.
 """
 
 import csv
@@ -12,20 +12,20 @@ Cells = Sequence[Any]
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Cells]) -> str:
-    """Nothing at all where there are no rows."""
+    """Return a Markdown table; "" without rows."""
     rows = list(rows)
     lines = [head, ["---"] * len(head), *rows] if rows else []
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def labelled(facts: Mapping[str, str | None], width: int) -> list[str]:
-    """Lines of a terminal, "  Name:   fact", without those that are None. width: of a name, its
-    colon and the blanks behind it."""
+    """Terminal lines " Name: fact"; facts that are None are left out. width: characters of name,
+    colon and blanks."""
     return [f"  {name + ':':{width}}{fact}" for name, fact in facts.items() if fact is not None]
 
 
 def csv_table(head: Sequence[str], rows: Iterable[Cells]) -> str:
-    """True and false are spelled as in option files, and None is empty."""
+    """Return CSV text. Booleans are spelled as in option files, and None is an empty cell."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(head)
@@ -37,10 +37,10 @@ def csv_table(head: Sequence[str], rows: Iterable[Cells]) -> str:
 def terminal_table(
     head: Sequence[str], rows: Iterable[Cells], *, right: Collection[int] = (), indent: int = 0
 ) -> str:
-    """Columns that rich has aligned, two blanks apart. They are never cut to the terminal's width:
-    a program that reads them finds them whole.
+    """Return a table with columns two blanks apart, aligned by rich. Lines are never cut to the
+    terminal's width, because programs read them.
 
-    right: places of columns whose cells stand at the right. indent: blanks before each line.
+    right: indices of right-aligned columns. indent: blanks before each line.
     """
     from rich.console import Console
     from rich.table import Table

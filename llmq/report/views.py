@@ -1,6 +1,5 @@
-"""The places that a run's lines go to: plain output, or the live view of a terminal (live.py); and
-how far a command is that reads or makes tokens.
-"""
+"""Output of a run's lines, plain or through a live view (live.py); and progress of commands that
+read or make tokens."""
 
 from __future__ import annotations
 
@@ -13,15 +12,13 @@ from typing import Any
 from llmq.base.console import print_own, printable, printable_console
 from llmq.base.errors import discard, warn
 
-PROGRESS_SECONDS = 3  # between lines about a validation that takes longer
+PROGRESS_SECONDS = 3  # seconds between lines about a long validation
 
 
 @contextmanager
 def optional_console() -> Iterator[None]:
-    """Where standard output cannot be written inside the block, training goes on without it.
-
-    The reader has gone (Ctrl-C ends tee, too), the disk under it is full, the terminal was closed.
-    """
+    """Let training go on without standard output if the block cannot write it: the reader has gone
+    (Ctrl-C ends tee, too), the disk is full, or the terminal was closed."""
     try:
         yield
     except OSError as error:
@@ -30,10 +27,10 @@ def optional_console() -> Iterator[None]:
 
 
 class PlainView:
-    """Lines to standard output, as they come; of a long validation now and then how far it is.
+    """Lines on standard output, and from time to time the progress of a long validation.
 
-    shows_sensors: whether it shows GPUs and CPUs all the time. brief: whether lines of steps and
-    validations are short, as the rest is shown beside them.
+    shows_sensors: True if GPUs and CPUs are always shown. brief: True if lines of steps and
+    validations are short, because the view shows the rest.
     """
 
     shows_sensors = False
@@ -50,7 +47,7 @@ class PlainView:
             print_own(f"\033[1m{text}\033[22m" if bold else text)
 
     def progress(self, **state: Any) -> None:
-        """Show what has changed beside the log; keys as in live.LiveView."""
+        """Show progress beside the log; keywords as in live.LiveView.progress."""
         part, now = state.get("validated"), time.monotonic()
         if part == 0.0:
             self._next = now + PROGRESS_SECONDS
@@ -62,25 +59,23 @@ class PlainView:
         """Stop showing."""
 
 
-REPORT_SECONDS = 10.0  # between lines where there is no terminal
+REPORT_SECONDS = 10.0  # seconds between lines without a terminal
 
 
 class Progress:
-    """A bar on a terminal, else a line now and then; nothing if it is not enabled.
-
-    Rates are those since the first update, of what was not done before.
-    """
+    """A bar on a terminal, else a line from time to time; nothing if `enabled` is False. Rates
+    count from the first update, without work done before it."""
 
     def __init__(self, name: str, total: int, *, enabled: bool = True) -> None:
-        """name: the command's. total: of what `update` is told, in any unit."""
+        """name: of the command. total: work in the unit of `update`."""
         self._name, self._total, self._enabled = name, total, enabled
         self._bar = _bar(name, total) if enabled and sys.stderr.isatty() else None
         self._last = time.monotonic()
         self._first: tuple[int, float] | None = None
 
     def update(self, done: int, tokens: int | None = None) -> None:
-        """done: so far, of the total. tokens: they are; None: the unit is tokens. Both count what
-        earlier runs have done."""
+        """done: work so far, including earlier runs. tokens: tokens of that work; None: the unit is
+        tokens."""
         now, tokens = time.monotonic(), done if tokens is None else tokens
         self._first = self._first or (tokens, now)
         first, start = self._first
@@ -105,7 +100,7 @@ class Progress:
 
 
 def _bar(name: str, total: int) -> Any:
-    from rich import progress  # here: it takes a while to load
+    from rich import progress  # slow to import
 
     columns = (progress.BarColumn(), progress.TaskProgressColumn())
     bar = progress.Progress(
