@@ -1,5 +1,4 @@
-"""The description of a run: its options, presets of models, cards and their speeds.
+"""Options of a run, presets of models, and cards with their speeds.
 
-Imports base, runtime and arch.
-Start with `options.py` and `rules.py`.
+Imports base, runtime and arch. Start with `options.py` and `rules.py`.
 """

@@ -1,6 +1,6 @@
-"""Low-rank adapters of a frozen model: which matrices they are of. An adapter adds s * B @ A to a
-matrix (out, in): A is (rank, in), B (out, rank). It is of one module as Hugging Face names it,
-which may be queries, keys and values together."""
+"""Low-rank adapters of a frozen model, and the matrices that get them. An adapter adds s * B @ A to
+a matrix (out, in): A is (rank, in), B (out, rank). Each adapter belongs to one Hugging Face module,
+which may hold queries, keys and values together."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from llmq.options.rule import Options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """The adapters that are trained beside matrices that stay; they decide about the model's weight
+    """The adapters to train beside a frozen model; they determine entries of the model's weight
     table.
 
-    targets: some of LORA_TARGETS, or a regular expression of whole names of modules. train: some of
-    LORA_PARTS. layers: as of `layer_set`. alpha: of the scaling, as `rs` says. ranks, alphas:
-    others of modules whose names end with a pattern, PEFT's rank_pattern and alpha_pattern; the
-    first match holds. dora: adapted rows have trained magnitudes, PEFT's use_dora.
+    targets: some of LORA_TARGETS, or a regular expression that matches whole module names. train:
+    some of LORA_PARTS. layers: as of `layer_set`. alpha, rs: the scaling is alpha / rank, or alpha
+    / sqrt(rank) with rs. ranks, alphas: exceptions for modules whose names end with a pattern
+    (PEFT's rank_pattern and alpha_pattern); the first match counts. dora: True if adapted rows have
+    trained magnitudes (PEFT's use_dora).
     """
 
     rank: int
@@ -42,7 +43,7 @@ class Adapters:
 
     @property
     def uniform(self) -> bool:
-        """Whether all have one rank and one scaling."""
+        """True if all adapters have one rank and one scaling."""
         return not self.ranks and not self.alphas
 
     def of(self, module: str) -> tuple[int, float]:
@@ -57,12 +58,12 @@ def _of(patterns: Iterable[tuple[str, Any]], module: str, otherwise: Any) -> Any
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether a pattern of ranks or alphas is of this module."""
+    """True if a pattern of ranks or alphas applies to this module."""
     return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
 class AdaptedPart(NamedTuple):
-    """An adapter of rows [start, stop) of a matrix."""
+    """The adapter of rows [start, stop) of a matrix."""
 
     part: Part
     start: int
@@ -73,9 +74,10 @@ class AdaptedPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapted:
-    """A matrix of a block, by its key there, with its adapters; or the embedding or the LM head.
-    shape: (rows, in_features), rows of all experts. groups: experts, 1 if it is of none. active:
-    those that a token meets. parts: of fused experts one each, with one module."""
+    """A matrix of a block, the embedding or the LM head, with its adapters. key: name in the block.
+    shape: (rows, in_features), with the rows of all experts. groups: number of experts, 1 without
+    experts. active: experts that a token meets. parts: its adapters; fused experts have one each,
+    all with one module."""
 
     key: str
     shape: tuple[int, int]
@@ -85,8 +87,8 @@ class Adapted:
 
     @property
     def rank(self) -> int:
-        """The largest of its adapters; the others' A and B have zeros beyond theirs, of which all
-        gradients are zeros."""
+        """The largest rank of its adapters. A and B of smaller adapters are padded with zeros,
+        whose gradients are zero."""
         return max(part.rank for part in self.parts)
 
     @property
@@ -95,7 +97,8 @@ class Adapted:
         return tuple(part.scale for part in self.parts)
 
     def times(self, factor: float) -> Adapted:
-        """The same adapters with scalings times a factor: beside a product times that factor."""
+        """Return the same adapters with scalings times `factor`, for a product that is multiplied
+        by it."""
         parts = tuple(part._replace(scale=factor * part.scale) for part in self.parts)
         return replace(self, parts=parts)
 
@@ -106,21 +109,21 @@ class Adapted:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of the adapters' modules at Hugging Face."""
+        """Hugging Face module name of each adapter."""
         return tuple(part.part.module for part in self.parts)
 
     @property
     def fused(self) -> Part | None:
-        """The parameter, where they are adapters of one."""
+        """The fused experts' parameter to which all adapters belong; None for other matrices."""
         part = self.parts[0].part
         return part if part.experts else None
 
 
 def adapters_of(config: Options) -> Adapters | None:
-    """The adapters of a run; None where all of the model is trained. config: normalized."""
+    """Return the adapters of a run; None if the whole model is trained. config: normalized."""
     if not config.has_adapters:
         return None
-    # Experts are so many that they have to be asked for, and so have tables, as in PEFT.
+    # "all" leaves out experts, because they are many, and tables, as in PEFT.
     targets = tuple(t for t in LORA_TARGETS if t not in (*OF_EXPERTS, *OF_TABLES))
     if config.lora_targets != "all":
         targets = tuple(config.lora_targets.split(","))
@@ -138,7 +141,7 @@ def adapters_of(config: Options) -> Adapters | None:
 
 
 def has_target(model: ModelConfig, target: str) -> bool:
-    """Whether a module of the model is named so in --lora-targets."""
+    """True if the model has a module that --lora-targets may name so."""
     matrices = (m for layer in range(model.num_layers) for m in model.matrices(layer))
     parts = (part for matrix in matrices for part in (*matrix.parts, matrix.fused))
     parts = chain(parts, (part for table in token_matrices(model).values() for part in table.parts))
@@ -147,8 +150,8 @@ def has_target(model: ModelConfig, target: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def adapted_matrices(model: ModelConfig, adapters: Adapters, layer: int) -> tuple[Adapted, ...]:
-    """The matrices of a layer that get adapters, in the order of the block. ConfigError where only
-    a part of a module is named; ValueError for layers that it does not have."""
+    """Return the matrices of a layer that get adapters, in the block's order. ConfigError if only a
+    part of a module is named; ValueError for layers that the model lacks."""
     if layer not in layer_set(adapters.layers, model.num_layers):
         return ()
     every = (_adapted(model, adapters, matrix) for matrix in model.matrices(layer))
@@ -157,8 +160,8 @@ def adapted_matrices(model: ModelConfig, adapters: Adapters, layer: int) -> tupl
 
 @lru_cache(maxsize=64)
 def adapted_tables(model: ModelConfig, adapters: Adapters) -> Mapping[str, Adapted]:
-    """The embedding and the LM head, by block, if they get adapters: each its own, also where both
-    are one table."""
+    """Return the embedding and the LM head by block, if they get adapters. Each gets its own, also
+    if both are one table."""
     every = {
         block: _adapted(model, adapters, table) for block, table in token_matrices(model).items()
     }
@@ -166,7 +169,8 @@ def adapted_tables(model: ModelConfig, adapters: Adapters) -> Mapping[str, Adapt
 
 
 def token_matrices(model: ModelConfig) -> dict[str, Module]:
-    """The embedding and the LM head, by block, whether it is a table of its own or not."""
+    """Return the embedding and the LM head by block, also if the head shares the embedding's
+    table."""
     untied = replace(model, tied_embeddings=False)
     blocks = {"embed": model.arch.embedding(model), "head": model.arch.head(untied)}
     keys = ("embed", "lm_head")
@@ -174,7 +178,7 @@ def token_matrices(model: ModelConfig) -> dict[str, Module]:
 
 
 def _adapted(model: ModelConfig, adapters: Adapters, matrix: Module) -> Adapted | None:
-    """A matrix with its adapters, if it has any."""
+    """Return a matrix with its adapters; None if it gets none."""
     targets, chosen = adapters.targets, []
     whole = matrix.fused if isinstance(matrix, Matrix) else None
     fused = [] if whole is None else [(whole, 0, whole.rows)]
@@ -193,9 +197,10 @@ def _adapted(model: ModelConfig, adapters: Adapters, matrix: Module) -> Adapted 
             )
         if named:
             step = (stop - start) // max(part.experts, 1)
-            its = adapters.of(part.module)
+            rank_and_scale = adapters.of(part.module)
             chosen += [
-                AdaptedPart(part, first, first + step, *its) for first in range(start, stop, step)
+                AdaptedPart(part, first, first + step, *rank_and_scale)
+                for first in range(start, stop, step)
             ]
     if not chosen:
         return None
@@ -206,14 +211,14 @@ def _adapted(model: ModelConfig, adapters: Adapters, matrix: Module) -> Adapted 
 
 
 def adapted_in_layers(model: ModelConfig, adapters: Adapters) -> Iterator[tuple[int, Adapted]]:
-    """As adapted_matrices, of all layers, each with its number."""
+    """Yield the adapted matrices of all layers, each with its layer's number."""
     for layer in range(model.num_layers):
         for matrix in adapted_matrices(model, adapters, layer):
             yield layer, matrix
 
 
 def all_adapted(model: ModelConfig, adapters: Adapters) -> Iterator[tuple[str, Adapted]]:
-    """All matrices that get adapters, each with the name of its block."""
+    """Yield all adapted matrices, each with its block's name."""
     tables = adapted_tables(model, adapters)
     yield from ((block, table) for block, table in tables.items() if block == "embed")
     for layer, matrix in adapted_in_layers(model, adapters):
@@ -222,7 +227,7 @@ def all_adapted(model: ModelConfig, adapters: Adapters) -> Iterator[tuple[str, A
 
 
 def divided_bias(model: ModelConfig, adapters: Adapters) -> str | None:
-    """The problem where some of the modules that share a bias have adapters, and others not."""
+    """A message if some modules that share a bias have adapters and others have none; else None."""
     for layer, matrix in adapted_in_layers(model, adapters):
         whole = next(m for m in model.matrices(layer) if m.key == matrix.key)
         if whole.bias and len(matrix.parts) < len(whole.parts):
@@ -232,13 +237,14 @@ def divided_bias(model: ModelConfig, adapters: Adapters) -> str | None:
 
 
 def adapted_modules(model: ModelConfig, adapters: Adapters | None) -> dict[str, int]:
-    """Ranks by the names of all modules that have adapters."""
+    """Ranks of all adapters, by module name."""
     matrices = all_adapted(model, adapters) if adapters is not None else ()
     return {part.part.module: part.rank for _, matrix in matrices for part in matrix.parts}
 
 
 def needed_inputs(model: ModelConfig, config: Options, layer: int) -> set[str]:
-    """Keys of a layer's matrices whose gradients, or those of adapters, need their inputs."""
+    """Keys of a layer's matrices whose gradients, or whose adapters' gradients, need the matrix's
+    input."""
     adapters = adapters_of(config)
     if adapters is None:
         return {matrix.key for matrix in model.matrices(layer)}
@@ -246,7 +252,7 @@ def needed_inputs(model: ModelConfig, config: Options, layer: int) -> set[str]:
 
 
 def multiplied_sizes(model: ModelConfig) -> dict[str, int]:
-    """Rows and columns of all matrices of blocks, by what messages call them."""
+    """Rows and columns of all matrices of blocks, by their names in messages."""
     sizes = {
         "hidden_size": model.hidden_size,
         "intermediate_size": model.intermediate_size,

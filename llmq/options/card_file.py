@@ -1,6 +1,6 @@
-"""Measurements of a machine's GPUs by `llmq rig`, kept for plans: JSON in the folder `cards` of the
-cache directory, one file for each machine, with a checksum. They stand in place of the data
-sheet."""
+"""Card files: rates of a machine's GPUs, measured by `llmq rig`, that replace the data sheet in
+plans. The folder `cards` of the cache directory has one JSON file for each machine, with a
+checksum."""
 
 import hashlib
 import json
@@ -21,21 +21,22 @@ FORMAT = 1
 LAYOUT = "llmq card file"
 
 Points = Sequence[tuple[Sequence[int], float]]
-"""Sizes of a launch, and the seconds that it took."""
+"""Sizes of a launch, and its seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CardFile:
-    """One machine's measurements. Seconds, and GB/s of 10^9 bytes.
+    """Measurements of one machine, in seconds and GB/s (1e9 bytes).
 
-    gpus: how many; device, capability, num_sms, memory: of each; host: this_host. date: UTC.
-    launches: by the name of a `Kind`, seconds in the middle of steps. bus: by how many GPUs copy at
-    once, of each: host to GPU, GPU to host, each way while both go on. exchange: by GPUs, backend
-    ("nccl", "copies", without peer access "nccl-off", "staged") and operation: bytes that each
-    receives, and seconds, beside kernels; of "load" bytes from host memory, and how many seconds
-    longer an exchange through it takes. beside: by GPUs and backend, how many times as long kernels
-    take meanwhile. beside_bus: peers reach each other without the host's bus. slowest: the
-    slowest's part of the speed of one GPU alone, when all work.
+    gpus: number of GPUs; device, capability, num_sms, memory (bytes): of each GPU; host: of
+    this_host. date: UTC. launches: by name of a `Kind`, seconds within steps. bus: by number of
+    GPUs that copy at once, rates of each: host to GPU, GPU to host, each way while both run.
+    exchange: by number of GPUs, backend ("nccl", "copies", without peer access "nccl-off",
+    "staged") and operation: bytes that each GPU receives, and seconds beside kernels; for "load":
+    bytes copied from host memory, and seconds that they add to an exchange through host memory.
+    beside: by number of GPUs and backend, the factor by which exchanges slow kernels. beside_bus:
+    True if peer traffic bypasses the host's bus. slowest: speed of the slowest GPU while all work,
+    relative to one GPU alone.
     """
 
     device: str
@@ -56,11 +57,11 @@ class CardFile:
 
     @property
     def day(self) -> str:
-        """The day of the measurement."""
+        """The date without the time."""
         return self.date[:10]
 
     def spec(self) -> DeviceSpec:
-        """Its GPUs as devices to plan for."""
+        """The machine's GPU as a device to plan for."""
         sizes = {"num_sms": self.num_sms, "memory": self.memory}
         return DeviceSpec(name=self.device, capability=self.capability, **sizes)
 
@@ -74,32 +75,34 @@ def folder() -> Path:
 
 
 def this_host() -> str:
-    """A hash that tells this machine from others that share the folder; its name stays private."""
+    """A hash of the host name, which distinguishes machines that share the folder and keeps the
+    name private."""
     return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
 def path_of(device: str, gpus: int, host: str | None = None) -> Path:
-    """The file of a machine with so many GPUs of this name."""
+    """Return the card file's path for `gpus` GPUs of this name; host: this machine if None."""
     words = (device.removeprefix("NVIDIA "), f"x{gpus}", host or this_host())
     name = "_".join(re.sub(r"[^\w.-]+", "-", word) for word in words)
     return folder() / f"{name}.json"
 
 
 def record_of(file: CardFile) -> dict[str, Any]:
-    """The record to write: the measurements, and the hash by which they are known to be whole."""
+    """Return the record to write: the measurements and their checksum."""
     card = asdict(file)
     return {"layout": LAYOUT, "format": FORMAT, "checksum": _checksum(card), "card": card}
 
 
 def write_card_file(file: CardFile) -> Path:
-    """Keep it for the plans of this machine. Raises OSError."""
+    """Write the file for plans of this machine, and return its path. Raises OSError."""
     path = path_of(file.device, file.gpus, file.host)
     write_shared(path, json.dumps(record_of(file)).encode() + b"\n")
     return path
 
 
 def read_card_file(path: Path) -> CardFile:
-    """A card file, or the one in a report of `llmq rig` (rig.json). Raises ConfigError."""
+    """Read a card file, or the card file inside a report of `llmq rig` (rig.json). Raises
+    ConfigError."""
     try:
         found = read_json(path)
         return _file_of(found.get("card_file", found) or {})
@@ -120,7 +123,7 @@ def _checksum(card: dict[str, Any]) -> str:
 
 
 def checked(file: CardFile) -> CardFile:
-    """The same, as a file would give it back. Raises ConfigError if that were damaged."""
+    """Return the card file as reading it would. Raises ConfigError if reading would fail."""
     try:
         return _file_of(json.loads(json.dumps(record_of(file))))
     except (ValueError, TypeError) as error:
@@ -128,7 +131,8 @@ def checked(file: CardFile) -> CardFile:
 
 
 def _file_of(found: dict[str, Any]) -> CardFile:
-    """Raises ValueError, TypeError or KeyError."""
+    """Return the card file of a record. Raises ValueError, TypeError or KeyError for a damaged
+    one."""
     if found.get("layout") != LAYOUT:
         raise ValueError("it has no measurements of GPUs")
     if found["format"] != FORMAT:

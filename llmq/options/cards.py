@@ -1,8 +1,8 @@
-"""Cards: the data sheet of each, and how much of that a training step gets.
+"""Cards: data sheets of GPUs, and the share of each peak that a training step reaches.
 
-Data sheets are NVIDIA's, the peaks as collected by llm.q. The share that products reach in a step
-was measured on two cards, and follows for others from the speeds that llm.q publishes. Measurements
-of this machine, of a report, or of a shared rig stand in place of the sheet.
+Data sheets are NVIDIA's; llm.q collected the peaks. The shares of products were measured on two
+cards, and follow from llm.q's published speeds for other cards. Measurements of this machine, a
+report, or a shared rig replace the sheet.
 """
 
 import difflib
@@ -20,15 +20,14 @@ from llmq.runtime.device import DeviceSpec
 class Card:
     """One GPU.
 
-    name: as its driver calls it, with the size behind it where several are sold under one name.
-    memory: in GiB, about what CUDA reports. bandwidth: of that; bus: to the host, one direction, as
-    copies reach it; link: over NVLink, as collectives reach it, 0 without; in GB/s. tf32, bf16,
-    fp8: dense peaks with fp32 sums in TFLOP/s, fp8 0 where there is none. power: watts that it is
-    sold to draw at most, None where the sheet leaves that to a laptop; an H100 draws 99 % of them
-    in training. sustained: what products
-    reach of the bf16 and of the fp8 peak in a step, at the power limit. source: of that, for the
-    user. error: the part by which a predicted speed may be off; None where rates were measured
-    here. measured: by `llmq rig`, counts instead.
+    name: the driver's name, followed by the memory's size where several cards share a name. memory:
+    GiB, about as CUDA reports. bandwidth: of this memory; bus: to the host in one direction, as
+    copies reach; link: NVLink as collectives reach, 0 without NVLink; all in GB/s. tf32, bf16, fp8:
+    dense peaks with fp32 sums in TFLOP/s; fp8 is 0 if unsupported. power: largest power in W, of
+    which an H100 draws 99 % in training; None for a laptop, whose maker sets it. sustained: shares
+    of the bf16 and fp8 peaks that products reach in a step at the power limit. source: origin of
+    these shares, for users. error: relative error of a predicted speed; None if rates were measured
+    here. measured: rates of `llmq rig`, which replace the sheet.
     """
 
     name: str
@@ -48,53 +47,52 @@ class Card:
     measured: CardFile | None = None
 
     def plus_minus(self, gpus: int) -> str:
-        """The error with so many GPUs, behind a speed; nothing where it is None."""
+        """Text of the error with `gpus` GPUs, to follow a speed; "" if it is None."""
         error = self.error_of(gpus)
         return "" if error is None else f" ± {100 * error:.0f} %"
 
     def error_of(self, gpus: int) -> float | None:
-        """The error with so many GPUs, which is larger where exchanges were not measured."""
-        known = 1 if self.measured is None else self.measured.gpus
-        return None if self.error is None else self.error + SEVERAL * (gpus > known)
+        """Relative error with `gpus` GPUs, larger if exchanges were not measured; None if measured
+        here."""
+        measured = 1 if self.measured is None else self.measured.gpus
+        return None if self.error is None else self.error + SEVERAL * (gpus > measured)
 
     @property
     def int8(self) -> float:
-        """Dense peak of products of signed bytes, in TOP/s: on cards for data centers and
-        workstations twice that of bf16 (A100: 624, RTX A6000: 310, L4: 242), on GeForce, whose fp32
-        sums of bf16 products take twice as long, four times (RTX 3090: 284, RTX 4090: 661, RTX
-        5090: 838)."""
+        """Dense int8 peak in TOP/s. Cards for data centers and workstations have twice their bf16
+        peak (A100: 624, RTX A6000: 310, L4: 242). GeForce cards have four times, because their bf16
+        products with fp32 sums run at half rate (RTX 3090: 284, RTX 4090: 661, RTX 5090: 838)."""
         return self.bf16 * (4 if self.sums_slowly else 2)
 
     @property
     def sums_slowly(self) -> bool:
-        """Whether its tensor cores add bf16 and fp8 products in F32 at half of their rate."""
+        """True if tensor cores add bf16 and fp8 products in F32 at half their rate."""
         return "GeForce" in self.name or "GB10" in self.name
 
     @property
     def size(self) -> int:
-        """The memory that it is sold with, in GB."""
+        """Memory on the label, in GB."""
         return next(size for size in _SIZES if size >= self.memory)
 
     @property
     def driver_name(self) -> str:
-        """The name that its driver has for it, which may be that of a card with other memory,
-        too."""
+        """The driver's name, which may also name a card with other memory."""
         plain = _without_size(self.name)
         return plain if plain in CARDS else self.name
 
 
-# Cards are sold with these memories, in GB.
+# Memory sizes on labels, in GB.
 _SIZES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 141, 180, 192, 288)
 
-# Copies between a card and pinned memory reach these rates, in GB/s. PCIe 5 x16: measured on an
-# H100.
+# GB/s of copies between a card and pinned memory. PCIe 5 x16: measured on an H100.
 _PCIE5, _PCIE4 = 55.0, 26.0
 _PCIE5_X8, _PCIE4_X8 = 27.0, 13.0
 _C2C = 350.0  # Grace Hopper
-# Half of what NVLink has on paper: 212-236 of 450 GB/s in NCCL's reduce-scatter on H200.
+# GB/s of collectives: half of NVLink's rate on paper, as NCCL's reduce-scatter reaches 212-236 of
+# 450 GB/s on H200.
 _NVLINK5, _NVLINK4, _NVLINK3 = 450.0, 225.0, 150.0
 
-# By name (after "NVIDIA "). Where some words fit several cards, the first one is meant.
+# By name after "NVIDIA ". If words fit several cards, find_card takes the first.
 _COLUMNS = "capability num_sms memory bandwidth bus link tf32 bf16 fp8 power".split()
 _SHEETS: dict[str, tuple[float, ...]] = {
     "H100 80GB HBM3": (90, 132, 79.1, 3350, _PCIE5, _NVLINK4, 494.7, 989.4, 1978.9, 700),
@@ -140,8 +138,8 @@ _SHEETS: dict[str, tuple[float, ...]] = {
     "GB10": (121, 48, 119.6, 273, _PCIE5, 0, 29.7, 59.4, 118.8, 140),
 }  # fmt: skip
 
-# Cards whose peaks follow from a sibling's by multiprocessors x clock in MHz: their own, GiB, GB/s,
-# bus, watts, and the sibling with its own clock.
+# Cards whose peaks follow from a sibling's by multiprocessors x clock. Columns: multiprocessors,
+# MHz, GiB, GB/s, bus, watts, sibling with its clock.
 _RTX_4090 = ("GeForce RTX 4090", 2520)
 _RTX_5070 = ("GeForce RTX 5070", 2512)
 _RTX_3070 = ("GeForce RTX 3070", 1725)
@@ -169,7 +167,7 @@ _SCALED: dict[str, tuple[int, int, float, float, float, int | None, tuple[str, i
     "RTX 4000 Ada Generation": (48, 2175, 19.6, 360, _PCIE4, 130, _RTX_6000_ADA),
     "RTX 2000 Ada Generation": (22, 2130, 15.5, 224, _PCIE4_X8, 70, _RTX_6000_ADA),
     "RTX PRO 4000 Blackwell": (70, 2055, 23.5, 672, _PCIE5, 140, _RTX_PRO_6000),
-    # Sold under a name that is above, with other memory; some have other chips, too.
+    # Other memory under a name from above; some also have another chip.
     "GeForce RTX 5060 Ti 8GB": (36, 2572, 7.6, 448, _PCIE5_X8, 180, _RTX_5070),
     "GeForce RTX 4060 Ti 8GB": (34, 2535, 7.6, 288, _PCIE4_X8, 165, _RTX_4090),
     "GeForce RTX 3080 12GB": (70, 1710, 11.6, 912, _PCIE4, 350, _RTX_3070),
@@ -211,24 +209,24 @@ _SCALED: dict[str, tuple[int, int, float, float, float, int | None, tuple[str, i
 MEASURED = "measured on this card"
 PUBLISHED = "from llm.q's published speeds on this card"
 
-# Products reach these shares of the peaks in bf16 and fp8 (summed in F32), and predictions by them
-# are off by so much; the last word says how that is known. The H100's and H200's are from
-# benchmarks/, the others fit llm.q's own step to its published speeds (published.md).
-# GeForce cards reach more than 1 where they clock higher than their sheets say. Errors are the
-# largest of a run predicted by all others, and what our own plans are off on an H100.
+# Shares of the bf16 and fp8 peaks (F32 sums) that products reach, the predictions' relative error,
+# and the source. H100's and H200's are from benchmarks/; the others fit llm.q's own step to its
+# published speeds (published.md). GeForce cards exceed 1 because they clock higher than their
+# sheets say. An error is the largest one of a run predicted from all other runs, plus our plans'
+# error on an H100.
 _OURS = 0.04
-SEVERAL = 0.1  # what exchanges add to that: two and four H200 are 6 to 10 % slower than predicted
+SEVERAL = 0.1  # added for exchanges: 2 and 4 H200 are 6 to 10 % slower than predicted
 _SUSTAINED: dict[str, tuple[float, float, float, str]] = {
     "H100 80GB HBM3": (0.71, 0.615, 0.05, MEASURED),
-    "H200": (0.71, 0.59, 0.05, MEASURED),  # in bf16 as the H100: not measured
+    "H200": (0.71, 0.59, 0.05, MEASURED),  # bf16: the H100's share, not measured
     "GeForce RTX 4090": (0.97, 0.95, 0.07 + _OURS, PUBLISHED),
     "GeForce RTX 5090": (1.05, 1.05, 0.04 + _OURS, PUBLISHED),
     "GeForce RTX 5060 Ti": (1.06, 1.07, 0.03 + _OURS, PUBLISHED),
     "RTX PRO 6000 Blackwell Server Edition": (0.74, 0.68, 0.05 + _OURS, PUBLISHED),
     "L40S": (0.53, 0.42, 0.07 + _OURS, PUBLISHED),
 }
-# The same where a card is taken to be as another one: what those above are off by each other's
-# shares. GeForce cards are alike, those for servers have power limits of their own.
+# Errors if a card borrows another card's shares: the deviation among the cards above. GeForce cards
+# are alike; cards for servers have various power limits.
 _GEFORCE_ERROR, _OTHER_ERROR = 0.15 + _OURS, 0.41 + _OURS
 
 
@@ -237,20 +235,20 @@ def _without_size(name: str) -> str:
 
 
 def is_laptop(name: str) -> bool:
-    """Whether a card of this name is built into laptops."""
+    """True if a card of this name is built into laptops."""
     return "Laptop" in name
 
 
 def is_data_center(name: str) -> bool:
-    """Whether a card of this name is made for servers, and drives no display: a name of letters and
-    a number (H100, L40S, A10, Tesla T4), but for the GB10, and editions for servers."""
+    """True if a card of this name is made for servers: letters and a number (H100, L40S, A10, Tesla
+    T4) except GB10, or a server edition."""
     words = name.removeprefix("NVIDIA ").removeprefix("Tesla ").replace("-", " ").split()
     product = words[0] if words else ""
     return "Server" in words or (product != "GB10" and bool(re.match(r"[A-Z]+\d", product)))
 
 
 def _like(name: str, capability: int) -> str:
-    """The card whose share of the peaks is taken for one without a speed of its own."""
+    """The card whose shares of peaks stand for a card without measured speed."""
     geforce = name.startswith("GeForce")
     if capability in (86, 89):
         return "GeForce RTX 4090" if geforce else "L40S"
@@ -290,13 +288,13 @@ def spec_of(card: Card) -> DeviceSpec:
 CARDS: dict[str, Card] = {card.name: card for card in map(_card, (*_SHEETS, *_SCALED))}
 
 
-NEAREST = 5  # cards that are named where none is known
+NEAREST = 5  # cards in the error for an unknown name
 
 
 def find_card(words: str) -> Card:
-    """The card of --card: the first one with all words in its name, or as the size of its memory,
-    "5060 ti 8gb": then the one with the shortest name. Words on no card are taken apart at digits:
-    "rtx5060ti". ConfigError names the nearest cards."""
+    """Return the card of --card: the first card with all words in its name. A memory size counts as
+    a word ("5060 ti 8gb"); then the shortest matching name wins. Unknown words are split at digits
+    ("rtx5060ti"). ConfigError names the nearest cards."""
     given = re.sub(r"(\d+) ?(gb|gib|g)\b", r" \1gb ", words.lower().replace("-", " "))
     apart = re.findall(r"\d+gb\b|\d+|[^\d\s]+", given)
     for wanted in (given.split(), apart):
@@ -320,7 +318,7 @@ def _plain(card: Card) -> str:
 
 
 def _nearest(wanted: list[str]) -> list[Card]:
-    """The cards with most of the words, and of these those whose names look most alike."""
+    """Cards with most of the words; ties by similarity of the names."""
     text = " ".join(wanted)
 
     def likeness(card: Card) -> tuple[int, float]:
@@ -331,8 +329,8 @@ def _nearest(wanted: list[str]) -> list[Card]:
 
 
 def card_of(spec: DeviceSpec) -> Card:
-    """The card of a GPU that is there, the one with its memory; for an unknown one a similar one
-    scaled to it: of the nearest capability, laptop or not, and number of multiprocessors."""
+    """Return the card of an installed GPU, by name and memory. An unknown GPU gets a similar card,
+    scaled by the number of multiprocessors: nearest capability, laptop or not, multiprocessors."""
     named = [card for card in CARDS.values() if spec.name in (card.name, card.driver_name)]
     if named:
         return min(named, key=lambda card: abs(card.memory * GIB - spec.memory))
@@ -354,21 +352,21 @@ def card_of(spec: DeviceSpec) -> Card:
 
 
 def card_with(memory: int) -> Card:
-    """The card to think of where only the bytes of its memory are known: one of known speed."""
-    known = [CARDS[f"NVIDIA {name}"] for name in _SUSTAINED]
-    return min(known, key=lambda card: abs(card.memory * GIB - memory))
+    """The card of known speed whose memory, in bytes, is nearest to `memory`."""
+    measured = [CARDS[f"NVIDIA {name}"] for name in _SUSTAINED]
+    return min(measured, key=lambda card: abs(card.memory * GIB - memory))
 
 
-SIBLING = 0.1  # cards of one name whose memory differs by more are different cards
-# Predictions by another rig's rates: two H100 ran llm.q's steps 0 to 7 % apart
+SIBLING = 0.1  # relative difference of memory above which cards of one name differ
+# Error of predictions by another rig's rates: two H100 ran llm.q's steps 0 to 7 % apart
 # (benchmarks/published.txt).
 OTHER_RIG = 0.08
 SHARED = Path(__file__).parents[1] / "cards"
-"""The files that owners of rigs have shared."""
+"""Folder of card files that owners of rigs have shared."""
 
 
 def card_of_file(file: CardFile) -> Card:
-    """A rig's GPU as a card whose rates are measured."""
+    """A rig's GPU as a card with measured rates."""
     return _measured(card_of(file.spec()), file, own=file.host == this_host())
 
 
@@ -379,7 +377,7 @@ def _measured(card: Card, file: CardFile, *, own: bool) -> Card:
 
 
 def card_from(path: Path) -> Card:
-    """The card of --card-file. Raises ConfigError."""
+    """Return the card of --card-file. Raises ConfigError."""
     try:
         return card_of_file(read_card_file(path))
     except ConfigError as error:
@@ -387,16 +385,16 @@ def card_from(path: Path) -> Card:
 
 
 def card_here(spec: DeviceSpec, gpus: int, *, cuda: bool) -> Card:
-    """The card of this machine's devices, with its own rates where they are GPUs that were
-    measured."""
+    """Return the card of this machine's devices, with measured rates if they are GPUs and have a
+    card file."""
     card = card_of(spec)
     return rig_card(card, gpus) if cuda else card
 
 
 def rig_card(card: Card, gpus: int) -> Card:
-    """With the rates that were measured on this machine, else on a shared one, where there are any.
-    A file that is damaged, or of other GPUs, is a warning. gpus: of several sets the smallest with
-    as many, else the largest."""
+    """Return the card with rates measured on this machine, else on a shared rig, else unchanged. A
+    damaged or foreign file causes a warning. gpus: of several files the one with the fewest GPUs,
+    but at least as many, counts, else the largest."""
     own = _files(card, folder(), this_host())
     found = own or _files(card, SHARED, "*")
     if not found:
@@ -406,7 +404,7 @@ def rig_card(card: Card, gpus: int) -> Card:
 
 
 def _files(card: Card, place: Path, host: str) -> dict[int, CardFile]:
-    """The newest file of each number of this card's GPUs. host: of which machine, * of any."""
+    """The newest file for each number of this card's GPUs. host: of the machine; "*": of any."""
     pattern = path_of(card.driver_name, 0, "HOST").name.replace("_x0_HOST", f"_x*_{host}")
     found: dict[int, CardFile] = {}
     for path in sorted(place.glob(pattern)):

@@ -1,6 +1,6 @@
-"""Facts and questions of rules' conditions (`rules.py`), which have a fact beside the options as
-their third argument: the model (`ModelConfig`), a GPU (`DeviceSpec`), its `Card`, or one of those
-here."""
+"""Facts and predicates for the conditions of rules (`rules.py`). A condition's third argument is a
+fact beside the options: the model (`ModelConfig`), a GPU (`DeviceSpec`), its `Card`, or a class of
+this file."""
 
 import math
 from collections.abc import Callable
@@ -22,18 +22,16 @@ from llmq.options.adapters import (
 from llmq.options.option_types import NEW_PARTS, OF_EXPERTS, lengths_of, numbers_of
 from llmq.options.rule import Options
 
-# Tokens whose logits are made at a time: rows with which products of the LM head still fill a GPU,
-# and with which adding its gradient up once more for each part is little beside them. A plan goes
-# through all parts: more than MOST_PARTS nobody needs, and to refuse those takes it minutes.
+# Tokens of one chunk of logits. Chunks this large fill a GPU in the LM head's products; a trained
+# head also adds up its gradient once a chunk, so its chunks are larger. MOST_PARTS bounds the
+# chunks because a plan steps through all of them, which takes minutes for more.
 CHUNK_ROWS, TRAINED_CHUNK_ROWS, MOST_PARTS = 512, 16384, 512
 
 
 def parts_of_logits(o: Options) -> int:
-    """The number of parts in which logits are made if nobody says.
-
-    A head that is not trained has no gradient to add up.
-    """
-    from llmq.base.operand import CODES_MULTIPLE  # here: --help does not wait for NumPy
+    """Default number of chunks of the logits. A frozen head has no gradient to add up, so its
+    chunks are smaller."""
+    from llmq.base.operand import CODES_MULTIPLE  # slow import, not for --help
 
     parts, trained = 1, {"embeddings", "head", *NEW_PARTS}
     frozen = o.wants_adapters and trained.isdisjoint(o.train or ())
@@ -46,8 +44,8 @@ def parts_of_logits(o: Options) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """How many ranks there are, on how many machines, and whether they run on the CPU, which
-    --device auto may have chosen."""
+    """Number of ranks and machines. on_cpu: True if they run on the CPU, which --device auto may
+    choose."""
 
     world_size: int
     machines: int = 1
@@ -55,17 +53,17 @@ class Ranks:
 
     @property
     def alone(self) -> str:
-        """How messages call ranks that share nothing."""
+        """Words of messages for ranks that share no state."""
         return "with one GPU" + (" on each machine" if self.machines > 1 else "")
 
     def shards(self, o: Options) -> int:
-        """In how many parts they keep the state."""
+        """Number of shards in which the ranks keep the state."""
         return o.shards(self.world_size, self.machines)
 
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How long a run is, and with how many ranks."""
+    """Number of ranks, steps, and steps per epoch of a run."""
 
     world_size: int
     steps: int
@@ -74,8 +72,8 @@ class Length:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Here:
-    """The machines of a run: ranks of each, by name. ranks: of this process; processes: of all
-    machines. most_summed: GPUs whose parts one kernel can sum."""
+    """Machines of a run. machines: number of ranks by machine name. ranks: of this process.
+    processes: of all machines. most_summed: most GPUs whose parts one kernel can sum."""
 
     on_gpus: bool
     machines: dict[str, int]
@@ -85,22 +83,23 @@ class Here:
 
     @property
     def listed(self) -> str:
-        """The machines and their ranks."""
+        """Text that lists the machines and their ranks."""
         return ", ".join(f"{count} on '{name}'" for name, count in self.machines.items())
 
     @property
     def or_less_shared(self) -> str:
-        """The other advice where too many ranks share a state."""
+        """A second remedy, if too many ranks share a state; "" on one machine."""
         return ", or give --shard-over machine" if len(self.machines) > 1 else ""
 
     def shards(self, o: Options) -> int:
-        """In how many parts the ranks keep the state."""
+        """Number of shards in which the ranks keep the state."""
         return o.shards(sum(self.machines.values()), len(self.machines))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionHere:
-    """Whether it runs on the CPU, and why cuDNN cannot compute it on the GPU, if so."""
+    """Facts of attention. on_cpu: True on the CPU. unsupported: why cuDNN cannot compute it on the
+    GPU, else None."""
 
     on_cpu: bool
     unsupported: str | None
@@ -111,14 +110,16 @@ class AttentionHere:
 
 
 def why_no_cudnn(o: Options, unsupported: str | None) -> str | None:
-    """Why cuDNN cannot compute the attention. unsupported: why it cannot for the GPU and model."""
+    """Why cuDNN cannot compute the attention, else None. unsupported: the reason by GPU and
+    model."""
     if o.document_mask:
         return "it knows no documents within a sequence, which --document-mask asks for"
     return unsupported
 
 
 def why_not_half(o: Options) -> str | None:
-    """Why no fp8 products are summed in half precision, which holds few of larger codes."""
+    """Why no fp8 products are summed in half precision, else None. FP16 sums overflow for larger
+    codes."""
     if not o.is_fp8:
         return "needs --matmul-dtype e4m3"
     if o.fp8_fast_accumulation == "none":
@@ -135,14 +136,14 @@ def why_not_half(o: Options) -> str | None:
 
 
 def instead_of_fp8(o: Options) -> str:
-    """The advice for a card without fp8. 8-bit bases imply their products' format."""
+    """Advice for a card without fp8. Quantized bases imply the format of products."""
     if o.is_quantized and o.base_dtype == "e4m3":
         return "use --base-dtype int8, or --matmul-dtype bf16"
     return "use int8 or bf16"
 
 
 def error(function: Callable[..., Any], *args: Any) -> str | None:
-    """The error that the function raises for its arguments, as text."""
+    """The text of the error that the function raises for its arguments; None if it raises none."""
     try:
         function(*args)
     except (ConfigError, ValueError) as problem:
@@ -151,22 +152,22 @@ def error(function: Callable[..., Any], *args: Any) -> str | None:
 
 
 def draws(o: Options) -> bool:
-    """Whether --seed decides about more than rounding."""
+    """True if --seed decides about more than rounding."""
     return o.from_scratch or o.has_adapters or (o.lora_dropout or 0) > 0
 
 
 def rounds(o: Options) -> bool:
-    """Whether an update rounds at random."""
+    """True if an update rounds stochastically."""
     return {o.model_dtype, o.opt_m_dtype, o.opt_v_dtype} != {"fp32"}
 
 
 def writes(o: Options) -> bool:
-    """Whether there are checkpoints that nobody asks for while the run goes."""
+    """True if the run writes checkpoints on its own, not only on request."""
     return o.ckpt_interval > 0 or o.save_training_state or o.ckpt_every_minutes > 0
 
 
 def measured_before_end(o: Options, length: Length) -> int:
-    """Evaluations of the metric of --keep-best before the one at the end."""
+    """Number of evaluations of --keep-best's metric before the evaluation at the end."""
     last, of_tasks = length.steps - 1, (o.task_every,)
     of_losses = (o.eval_every_n_steps, length.steps_per_epoch)
     periods = of_losses if o.keep_best.endswith("loss") else of_tasks
@@ -176,17 +177,18 @@ def measured_before_end(o: Options, length: Length) -> int:
 
 
 def offloads_optimizer(o: Options) -> bool:
-    """Whether an update reads or writes host memory."""
+    """True if an update reads or writes host memory."""
     return o.offload_master or o.offload_opt_m or o.offload_opt_v
 
 
 def decodes(o: Options) -> bool:
-    """Whether work weights are made from a base of another format at each use."""
+    """True if work weights are decoded at each use, from a base in another format."""
     return o.is_quantized and o.base_dtype != o.matmul_dtype
 
 
 def undivided(o: Options, ranks: Ranks, *parts: str) -> str | None:
-    """Why to divide the blocks' "weights" or "gradients" does nothing for any of these parts."""
+    """Why it does nothing to shard any of these parts ("weights", "gradients") of the blocks, else
+    None."""
     storage, shards = o.weight_storage, ranks.shards(o)
     why = {"weights": storage.why_weights_stay, "gradients": storage.why_gradients_stay}
     reasons = [why[part](shards) for part in parts]
@@ -195,13 +197,13 @@ def undivided(o: Options, ranks: Ranks, *parts: str) -> str | None:
 
 
 def not_multiple(sizes: dict[str, int], multiple: int) -> tuple[str, int, int] | None:
-    """The first size that is no multiple: its name, itself, and of what."""
+    """The first size that is not a multiple, as (name, size, multiple); None if all are."""
     return next(((n, size, multiple) for n, size in sizes.items() if size % multiple), None)
 
 
 def uncoded_product(o: Options, model: ModelConfig) -> tuple[str, int, int] | None:
-    """The first size that a product of 8-bit codes cannot have."""
-    from llmq.base.operand import CODES_MULTIPLE  # as above
+    """The first size that products of 8-bit codes cannot have, as not_multiple."""
+    from llmq.base.operand import CODES_MULTIPLE  # slow import, not for --help
 
     if o.matmul_dtype not in ("e4m3", "int8"):
         return None
@@ -209,7 +211,7 @@ def uncoded_product(o: Options, model: ModelConfig) -> tuple[str, int, int] | No
 
 
 def uncoded_base(o: Options, model: ModelConfig) -> tuple[str, int, int] | None:
-    """The first matrix that --base-dtype cannot make blocks of, as not_multiple."""
+    """The first matrix that --base-dtype cannot divide into blocks, as not_multiple."""
     multiple = {"e4m3": 16, "nf4": 64, "mxfp4": 32}.get(o.base_dtype)  # elements
     if multiple is None or not o.freezes_model:
         return None
@@ -225,7 +227,7 @@ def uncoded_base(o: Options, model: ModelConfig) -> tuple[str, int, int] | None:
 
 
 def lacking_targets(o: Options, model: ModelConfig) -> str:
-    """Those of --lora-targets, if they are named, that the model has not."""
+    """Names in --lora-targets that the model lacks, separated by commas."""
     if not o.has_adapters or o.lora_targets == "all":
         return ""
     targets = adapters_of(o).targets
@@ -235,14 +237,14 @@ def lacking_targets(o: Options, model: ModelConfig) -> str:
 
 
 def idle_pattern(o: Options, model: ModelConfig, texts: tuple[str, ...]) -> str | None:
-    """The first pattern of ranks or alphas that no module with adapters matches."""
+    """The first pattern of ranks or alphas that matches no adapted module; None if all match."""
     modules = adapted_modules(model, adapters_of(o)) if o.has_adapters else ()
     patterns = (pattern for pattern, _ in numbers_of(texts, float))
     return next((p for p in patterns if not any(matches(p, m) for m in modules)), None)
 
 
 def wrong_for_experts(o: Options, model: ModelConfig) -> str | None:
-    """The error where experts would get adapters that they cannot have."""
+    """The error if adapters of experts are impossible, else None."""
     has = o.has_adapters and model.experts is not None
     if has and {*OF_EXPERTS} <= {*adapters_of(o).targets}:
         return f"--lora-targets: {' and '.join(OF_EXPERTS)} are the same matrices: name one"
@@ -260,7 +262,7 @@ def wrong_for_experts(o: Options, model: ModelConfig) -> str | None:
 
 
 def wrong_tables(o: Options, model: ModelConfig) -> str | None:
-    """The problem with adapters of the embedding or the LM head."""
+    """The problem with adapters of the embedding or the LM head, else None."""
     tables = adapted_tables(model, adapters_of(o)) if o.has_adapters else {}
     whole = {"embed": ("embeddings", *NEW_PARTS), "head": ("head", "new-rows")}
     if model.tied_embeddings:
@@ -277,14 +279,15 @@ def wrong_tables(o: Options, model: ModelConfig) -> str | None:
 
 
 def divided_modules(o: Options, model: ModelConfig) -> str | None:
-    """The error where a part of a module is named, and another one is not."""
+    """The error if --lora-targets names only a part of a module, else None."""
     if not o.has_adapters:
         return None
     return error(lambda: [*all_adapted(model, adapters_of(o))])
 
 
 def too_small_for_rank(o: Options, model: ModelConfig) -> dict[str, Any] | None:
-    """The first matrix whose adapters would be larger than itself."""
+    """Facts about the first matrix that is smaller than its adapters' rank; None if there is
+    none."""
     if not o.has_adapters:
         return None
     for _, matrix in all_adapted(model, adapters_of(o)):
@@ -301,7 +304,7 @@ def too_small_for_rank(o: Options, model: ModelConfig) -> dict[str, Any] | None:
 
 
 def wrong_lengths(o: Options) -> str | None:
-    """The problem with several lengths of sequences."""
+    """The problem with several sequence lengths, else None."""
     lengths = [length for length, _ in lengths_of(o.seq_stages)]
     if o.steps < 1:
         return "lengths have parts of the steps: give --steps"
@@ -319,7 +322,8 @@ def adapts_experts(o: Options, model: ModelConfig) -> bool:
 
 
 def wrong_parts(o: Options, model: ModelConfig) -> str | None:
-    """The problem with --train beside adapters: parts that are not there, or named twice."""
+    """The problem with --train beside adapters, else None: parts that are missing or named
+    twice."""
     named = {*o.train}
     if "head" in named and model.tied_embeddings:
         return "the head is the embedding in this model: name embeddings"
@@ -345,8 +349,8 @@ def wrong_parts(o: Options, model: ModelConfig) -> str | None:
 
 
 def untrained_rows(o: Options, model: ModelConfig) -> str | None:
-    """The value of --train with which the rows of new tokens are trained beside adapters, None if
-    they are."""
+    """The value of --train that also trains the rows of new tokens, beside adapters; None if they
+    are trained."""
     if o.trains_new_rows:
         return None
     needed = ["embeddings", *([] if model.tied_embeddings else ["head"])]

@@ -1,7 +1,7 @@
-"""Names of options in other trainers, with the answer to each: the option here, or what to do.
+"""Names of options in other trainers, each with an answer: the option here, or other advice.
 
-`answer` serves the command line, files of options and keyword arguments; docs/coming-from.md shows
-the same table.
+`answer` serves the command line, option files and keyword arguments; docs/coming-from.md shows the
+same table.
 """
 
 import shlex
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from llmq.options.option_types import LORA_TARGETS
 
 Answers = str | dict[str, str]
-"""The answer to a name, or the answers by value: "" is that for all other values, "…" is shown
-where no value is known. {value} and the words of _WORDS stand for the given value."""
+"""One answer, or answers by value: "" is the default, "…" stands for an unknown value in messages.
+{value} and the other words of _WORDS stand for the given value."""
 
 OUT = "leave it out"
-_ON = {"false": OUT}  # of a switch
+_ON = {"false": OUT}  # of a switch that is off
 
 _EIGHT_BITS = "--opt-m-dtype e4m3 --opt-v-dtype e4m3"
 _PAGED = "--offload-opt-m --offload-opt-v"
@@ -364,7 +364,7 @@ NAMES: tuple[tuple[str, dict[str, Answers]], ...] = (
 
 
 class Foreign(NamedTuple):
-    """A name of other trainers: whose it is, and the answer to it, or the answers by value."""
+    """A name of other trainers. peers: these trainers. answers: the answer, or answers by value."""
 
     peers: str
     answers: Answers
@@ -378,9 +378,9 @@ PEERS = tuple(dict.fromkeys(peer for peers, _ in NAMES for peer in peers.split("
 
 
 def answer(key: str, value: Any = None) -> str | None:
-    """The line about a name of another trainer: whose name it is, and what to give instead. value:
-    what was given with it, None if that is unknown. None for any other name, and for a name that
-    is also an option here, unless the value is another trainer's."""
+    """Return a line about another trainer's name: the trainer, and the option to use instead.
+    value: the given value, None if unknown. Return None for any other name, and for an option of
+    llmq with the same name unless the value is another trainer's."""
     name = key.lower().replace("-", "_")
     if name not in FOREIGN:
         return None
@@ -410,7 +410,7 @@ def _number(text: str) -> str:
 
 
 def _targets(text: str) -> str:
-    """Words of --lora-targets for names of modules; all-linear is all."""
+    """Words of --lora-targets for module names; all-linear is all. ValueError for other names."""
     if text in ("all", "all-linear"):
         return "all"
     words = [word.strip().removesuffix("_proj") for word in text.split(",")]
@@ -423,7 +423,7 @@ _PARTS = {"embed_tokens": "embeddings", "wte": "embeddings", "lm_head": "head"}
 
 
 def _parts(text: str) -> str:
-    """Words of --train for names of modules."""
+    """Words of --train for module names; "…" for other names."""
     return ",".join(_PARTS.get(word.strip(), "…") for word in text.split(","))
 
 
@@ -438,7 +438,7 @@ _WORDS: dict[str, Callable[[str], str]] = {
 
 
 def _filled(template: str, text: str | None) -> str:
-    """An answer with the value, or with … where the value is unknown or says nothing here."""
+    """The answer with its value; with … if the value is unknown or has no meaning here."""
     for word, write in _WORDS.items():
         try:
             shown = "…" if text is None else write(text)

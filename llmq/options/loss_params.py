@@ -1,5 +1,5 @@
-"""Options of several named values: parameters of the losses (`--loss-params`) with defaults and
-limits, and rates of parts (`--lr-parts`)."""
+"""Options of several named values: parameters of losses (`--loss-params`) with defaults and limits,
+and learning rates of parts (`--lr-parts`)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 from llmq.base.errors import ConfigError
 from llmq.options.option_types import Option, parse_bool, parse_float, parse_int, parse_word
 
-POLICIES = ("grpo", "dr-grpo", "dapo", "gspo", "cispo")  # losses of a model's own samples
+POLICIES = (
+    "grpo",
+    "dr-grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+)  # losses of a model's own samples
 
 
 class Param(NamedTuple):
@@ -29,7 +35,7 @@ def _pairs(beta: float, sft: float, normalize: bool | None = None) -> dict[str, 
 
 
 def _clipped(epsilon: float, high: float) -> dict[str, Param]:
-    """Parameters of losses that keep ratios of probabilities within bounds."""
+    """Parameters of losses that clip ratios of probabilities."""
     found = _param("epsilon", epsilon, min=0, max=1) | _param("epsilon-high", high, min=0)
     return found | _param("beta", 0.0, min=0)
 
@@ -61,16 +67,16 @@ LOSS_PARAMS: dict[str, dict[str, Param]] = {
     "gspo": _clipped(3e-4, 4e-4),
     "cispo": _param("most", 5.0, above=0) | _param("beta", 0.0, min=0),
 }
-"""The losses of --loss, and the parameters of each by name."""
+"""Parameters by name, of each loss of --loss."""
 
 
 def named_values(texts: Iterable[str]) -> dict[str, str]:
-    """Values by name, of the texts NAME=VALUE that parse_params returns."""
+    """Values by name, from the texts NAME=VALUE of parse_params."""
     return dict(text.split("=", 1) for text in texts)
 
 
 def named_texts(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Texts NAME=VALUE in the form that parse_params returns."""
+    """Texts NAME=VALUE in the form of parse_params."""
     return tuple(f"{name}={_text(value)}" for name, value in values.items())
 
 
@@ -81,7 +87,7 @@ def _text(value: Any) -> str:
 
 
 def complete_params(loss: str, texts: Iterable[str]) -> tuple[str, ...]:
-    """The texts of --loss-params with the defaults of the loss, in the loss's order. Unknown names
+    """Return the texts of --loss-params with defaults added, in the loss's order. Unknown names
     stay at the end."""
     defaults = named_texts(
         {name: param.default for name, param in LOSS_PARAMS.get(loss, {}).items()}
@@ -90,9 +96,9 @@ def complete_params(loss: str, texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def loss_values(loss: str, texts: Iterable[str]) -> dict[str, Any]:
-    """All parameters of a loss by name, from the texts of --loss-params and the defaults.
+    """Return all parameters of a loss by name, from the texts of --loss-params and the defaults.
 
-    ConfigError for a name that the loss does not have, and a value out of its limits.
+    ConfigError for a name that the loss lacks, and a value out of limits.
     """
     known, given = LOSS_PARAMS.get(loss, {}), named_values(texts)
     unknown = next((name for name in given if name not in known), None)
@@ -107,14 +113,14 @@ def loss_values(loss: str, texts: Iterable[str]) -> dict[str, Any]:
 
 
 RATED_PARTS = ("embedding", "head", "vectors")
-"""Parts that --lr-parts may give a learning rate of their own."""
+"""Parts that --lr-parts may give their own learning rate."""
 
 _RATE = Option(flags=("lr-parts",), help="", group="", parse=parse_float, min=0)
 
 
 def part_rates(texts: Iterable[str]) -> dict[str, float]:
-    """Learning rates by part, of the texts of --lr-parts. ConfigError for another part, and a rate
-    below 0."""
+    """Return learning rates by part, from the texts of --lr-parts. ConfigError for another part,
+    and a negative rate."""
     rates = {name: _RATE.convert(text) for name, text in named_values(texts).items()}
     for name, rate in rates.items():
         if name not in RATED_PARTS:

@@ -1,6 +1,5 @@
-"""Files of options, and the command line that a configuration is. Imported when one is wanted:
---help does not wait for YAML.
-"""
+"""Option files, and the command line of a configuration. Import this module only when needed:
+--help does not wait for YAML."""
 
 import json
 import os
@@ -25,8 +24,8 @@ def flag(name: str, value: Any) -> str:
 
 
 def fewest_values(config: TrainConfig) -> dict[str, Any]:
-    """The values, by field, without which it would be another configuration: not defaults, what
-    others imply, and a log called after the time of a start. config: normalized."""
+    """Return the smallest set of values, by field, that gives this configuration: no defaults, no
+    implied values, no log file named by the start time. config: normalized."""
     names = [*OPTIONS]
     if re.fullmatch(rf"logs/{re.escape(config.name)}-[-\dT_]{{19}}\.json", str(config.log_file)):
         names.remove("log_file")
@@ -36,7 +35,7 @@ def fewest_values(config: TrainConfig) -> dict[str, Any]:
         return [getattr(made, name) for name in names]
 
     wanted = [getattr(config, name) for name in names]
-    defaults = TrainConfig()  # to give one of these is to give nothing
+    defaults = TrainConfig()  # giving a default changes nothing
     given = {n: v for n, v in zip(names, wanted, strict=True) if v != getattr(defaults, n)}
     for name in reversed(given):
         fewer = {other: value for other, value in given.items() if other != name}
@@ -46,9 +45,9 @@ def fewest_values(config: TrainConfig) -> dict[str, Any]:
 
 
 def command_line(config: TrainConfig) -> list[str]:
-    """`llmq train`, or `llmq score`, with the flags of fewest_values. config: normalized."""
+    """Return `llmq train`, or `llmq score`, with the flags of fewest_values. config: normalized."""
     given, command = fewest_values(config), ["train"]
-    if config.only_scores:  # whose --out is no option of a run
+    if config.only_scores:  # `score` has --out, which is no option of a run
         command = ["score", str(given.pop("model")), *given.pop("train_file"), "--out=OUT"]
     flags = (OPTIONS[name].spelled(value) for name, value in given.items())
     return ["llmq", *command, *chain(*flags)]
@@ -58,9 +57,9 @@ def command_line(config: TrainConfig) -> list[str]:
 
 
 YAML_SUFFIXES = (".yaml", ".yml")
-MOST_YAML = 1 << 17  # characters of a file: YAML takes up to 50 µs for each
+MOST_YAML = 1 << 17  # characters of a file: YAML takes up to 50 µs a character
 MOST_JSON = 1 << 24
-_WIDTH = 98  # of a comment
+_WIDTH = 98  # columns of a comment
 _HEAD = """\
 # Options of `llmq train`, as --save-config writes them: `--config FILE` reads them, and what the
 # command line gives wins. Lines behind a # are not set; they say what each option is, and what it
@@ -69,10 +68,8 @@ _HEAD = """\
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice, of which YAML would silently take the last.
-
-    And aliases, with which a few lines can stand for more values than fit into memory.
-    """
+    """A YAML loader that refuses duplicate keys, of which YAML silently takes the last, and
+    aliases, which let a few lines stand for more values than fit into memory."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -104,10 +101,10 @@ def _json_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_option_file(file: Path) -> dict[str, Any]:
-    """The one mapping in a file: JSON or TOML by its suffix, else YAML; {} if it is empty.
+    """Return the mapping in a file: JSON or TOML by suffix, else YAML; {} if it is empty.
 
-    ${NAME} in a value is an environment variable. Raises ConfigError, also where a mapping has a
-    key twice.
+    ${NAME} in a value stands for an environment variable. Raises ConfigError, also for duplicate
+    keys.
     """
     try:
         check_readable(file)
@@ -134,10 +131,8 @@ def read_option_file(file: Path) -> dict[str, Any]:
 
 
 def _expanded(value: Any, where: str) -> Any:
-    """The value with environment variables for ${NAME} in its texts, and ${ for $${.
-
-    where: prefix of messages. ConfigError for a variable that is not set.
-    """
+    """The value with environment variables in place of ${NAME}, and ${ in place of $${. where:
+    prefix of messages. ConfigError for a variable that is not set."""
     if isinstance(value, list):
         return [_expanded(each, where) for each in value]
     if isinstance(value, dict):
@@ -158,8 +153,8 @@ def _expanded(value: Any, where: str) -> Any:
 
 
 def check_new(file: Path, flag: str) -> None:
-    """Raise ConfigError if the file exists or is no YAML, before save_options: for a command whose
-    options are known only after its work."""
+    """Raise ConfigError if the file exists or is no YAML. Commands whose options are known only
+    after their work call this first."""
     _check_yaml(file, flag)
     if os.path.lexists(file):
         raise ConfigError(f"{flag}: '{file}' is there: delete it, or choose another name")
@@ -178,11 +173,11 @@ def save_options(
     head: Sequence[str] = (),
     notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a configuration as YAML, with a comment for each option, also for those not set.
+    """Write a configuration as YAML: fewest_values as set, the other options as comments.
 
-    Set are fewest_values without options of one command. flag: that named the file. head: lines
-    above all. notes: by field, in the place of its help; then only what is set is written.
-    ConfigError for another kind of file, and where one is there that says something else.
+    flag: the flag that named the file. head: first lines. notes: by field, replace help texts; then
+    only set values are written. Options of one command are left out. ConfigError for another
+    suffix, and an existing file with other content.
     """
     _check_yaml(file, flag)
     content = _as_yaml(config, head, notes)
@@ -218,12 +213,12 @@ def _as_yaml(config: TrainConfig, head: Sequence[str], notes: Mapping[str, str] 
 
 
 def _escaped(value: Any) -> Any:
-    """The value with $${ for ${, which _expanded undoes."""
+    """The value with $${ in place of ${, which _expanded reverts."""
     return value.replace("${", "$${") if isinstance(value, str) else value
 
 
 def _scalar(value: Any) -> str:
-    """A value behind its key; nothing for None, which is no value."""
+    """The YAML of a value after its key; "" for None."""
     if value is None:
         return ""
     plain = str(value) if isinstance(value, Path) else value

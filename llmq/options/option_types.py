@@ -1,4 +1,4 @@
-"""One option: its flags, help and limits, and how text or a YAML value becomes its value."""
+"""Option: flags, help and limits of an option, and parsers from text or YAML values."""
 
 import dataclasses
 import json
@@ -25,36 +25,40 @@ DTYPE_ALIASES = {
     "nf4": ("nf4",),
     "mxfp4": ("mxfp4",),
 }
-"""Every spelling of a number format, in lower case, by its canonical name."""
+"""All spellings of a number format, in lower case, by canonical name."""
 
 _SIZE_UNITS = {"": 1, "b": 1}
 _SIZE_UNITS |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", start=1)}
 _SIZE_UNITS |= {f"{unit}b": 1000**power for power, unit in enumerate("kmgt", start=1)}
 _SIZE_UNITS |= {unit: 1024**power for power, unit in enumerate("kmgt", start=1)}
 
-_TOO_LARGE = 2**63  # bytes: what sizes are counted in elsewhere ends here, and floats at inf
+_TOO_LARGE = 2**63  # bytes: sizes elsewhere are int64, and floats become inf
 
 NEWEST = "latest"
-"""Value of --continue that stands for the newest checkpoint of --checkpoint-dir."""
+"""Value of --continue for the newest checkpoint of --checkpoint-dir."""
 
 NONE = "none"
-"""Value of --eval-file that stands for no validation at all."""
+"""Value of --eval-file for no validation."""
 
 AUTO = "auto"
-"""Value of --vocab-size that stands for what the training files have."""
+"""Value of --vocab-size for the vocabulary of the training files."""
 
-SPLIT, SPLIT_PART = "split", 0.02  # of the training files: the loss hardly scatters
+SPLIT, SPLIT_PART = (
+    "split",
+    0.02,
+)  # share of the files: little noise
 """Value of --eval-file that stands for a part of the training files, and that part."""
 
 OF_TABLES = ("embedding", "head")
-"""Those of LORA_TARGETS that have a row for each token."""
+"""Entries of LORA_TARGETS with a row for each token."""
 
 LORA_TARGETS = tuple(dict.fromkeys(t for arch in ARCHITECTURES.values() for t in arch.targets))
+"""Matrices that may have adapters."""
 LORA_TARGETS += OF_TABLES
 """Matrices that may have adapters."""
 
 OF_EXPERTS = ("experts", "fused_experts")
-"""Some of these: matrices of experts, module by module or as transformers fuses them."""
+"""Entries of LORA_TARGETS for experts: one module each, or fused as in transformers."""
 
 NEW_PARTS = ("new-rows", "new-embeddings")
 LORA_PARTS = ("norms", "biases", "adapted-biases", "embeddings", "head", *NEW_PARTS)
@@ -64,19 +68,19 @@ FP8_DTYPES = ("e4m3", "e5m2")
 """Formats of output gradients in fp8 products."""
 
 QUANTIZED = ("e4m3", "int8", "nf4", "mxfp4")
-"""Formats of --base-dtype in which weights are codes with scales."""
+"""Formats of --base-dtype that store weights as codes with scales."""
 
 SIZES_GROUP = "Own sizes of a new model, instead of those of --model"
 POSITIONS_GROUP = "Positions, instead of those of --model"
 ADAPTERS_GROUP = "Adapters (LoRA)"
 LOSS_GROUP = "Loss"
-MUONS = ("muon", "normuon")  # optimizers with a rate of their own for matrices of blocks
+MUONS = ("muon", "normuon")  # optimizers with a separate rate for matrices of blocks
 PREFERENCES = ("dpo", "ipo", "simpo", "orpo", "reward")  # losses of pairs of answers
 REFERENCED = ("dpo", "ipo", "kto")  # losses that read a reference's log-probabilities
 
 
 def parse_bool(value: Any) -> bool:
-    """true/false, yes/no, on/off, 1/0 in any case. ValueError otherwise."""
+    """Parse true/false, yes/no, on/off or 1/0 in any case. ValueError otherwise."""
     word = str(value).lower()
     if word in ("true", "yes", "on", "1"):
         return True
@@ -86,7 +90,7 @@ def parse_bool(value: Any) -> bool:
 
 
 def parse_int(value: Any) -> int:
-    """An integer, of NumPy too, in text also as 0x... ValueError otherwise."""
+    """Parse an integer, also of NumPy, or text that may begin with 0x. ValueError otherwise."""
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return operator.index(value)
     try:
@@ -96,7 +100,7 @@ def parse_int(value: Any) -> int:
 
 
 def parse_float(value: Any) -> float:
-    """A finite number. ValueError otherwise."""
+    """Parse a finite number. ValueError otherwise."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -107,14 +111,14 @@ def parse_float(value: Any) -> float:
 
 
 def parse_str(value: Any) -> str:
-    """Text that is not empty; numbers count as text. ValueError otherwise."""
+    """Parse text that is not empty; numbers count as text. ValueError otherwise."""
     if value == "" or isinstance(value, bool | list | dict):
         raise ValueError(f"expected text, got {value!r}")
     return str(value)
 
 
 def parse_texts(value: Any) -> tuple[str, ...]:
-    """One text or a list of them, each not empty. ValueError otherwise."""
+    """Parse one text or a list, each not empty. ValueError otherwise."""
     texts = value if isinstance(value, list | tuple) else [value]
     if not texts:
         raise ValueError(f"expected text, got {value!r}")
@@ -122,7 +126,7 @@ def parse_texts(value: Any) -> tuple[str, ...]:
 
 
 def parse_name(value: Any) -> str:
-    """Text that can be the name of one file. ValueError otherwise."""
+    """Parse text that can be a file's name. ValueError otherwise."""
     name = parse_str(value)
     if name in (".", "..") or re.search(r"[/\\]", name) or not name.isprintable() or name.isspace():
         raise ValueError(f"expected a name without / and \\ and control characters, got {value!r}")
@@ -130,21 +134,21 @@ def parse_name(value: Any) -> str:
 
 
 def parse_path(value: Any) -> Path:
-    """A path, with ~ expanded. ValueError otherwise."""
+    """Parse a path, and expand ~. ValueError otherwise."""
     try:
         return Path(parse_str(value)).expanduser()
-    except RuntimeError:  # left as it is, it would become a directory called ~name
+    except RuntimeError:  # else a directory called ~name would be made
         raise ValueError(f"~ names a user who has no home directory here, got {value!r}") from None
 
 
 def parse_repeated(value: Any) -> tuple[str, ...]:
-    """Parse as parse_texts does; there may be none at all."""
+    """Parse like parse_texts, but also accept an empty list."""
     return () if value in ((), []) else parse_texts(value)
 
 
 def parse_patterns(value: Any) -> str | tuple[str, ...]:
-    """One pattern of files as it is, or several; those with a name are NAME=PATTERN. ValueError
-    where two have the same name, or none."""
+    """Parse one file pattern, which stays text, or several; NAME=PATTERN names one. ValueError if
+    two have the same name, or none."""
     patterns = parse_texts(value)
     names = [named_pattern(pattern)[0] for pattern in patterns]
     for name, pattern in map(named_pattern, patterns):
@@ -158,7 +162,7 @@ def parse_patterns(value: Any) -> str | tuple[str, ...]:
 
 
 def split_part(pattern: str) -> float | None:
-    """The part that split, or split:PART, keeps for validation; None of another pattern."""
+    """Validation share of "split" or "split:PART", 0 to 1; None for other patterns. ValueError."""
     word, colon, number = pattern.partition(":")
     if word != SPLIT:
         return None
@@ -169,21 +173,20 @@ def split_part(pattern: str) -> float | None:
 
 
 def named_pattern(text: str) -> tuple[str, str]:
-    """Name and pattern of NAME=PATTERN; the name is "" where there is none."""
+    """Name and pattern of NAME=PATTERN; the name is "" if there is none."""
     named = re.fullmatch(r"([\w.-]+)=(.+)", text, re.DOTALL)
     return (named[1], named[2]) if named else ("", text)
 
 
 def split_weight(text: str) -> tuple[str, float | None]:
-    """A pattern of --train-file and its weight behind the last colon, `data/a.bin:0.7`, None
-    without one. A name that exists is taken literally. ConfigError for a weight that is not
-    positive."""
+    """A pattern of --train-file and the weight after its last colon, `data/a.bin:0.7`, or None. An
+    existing name is taken literally. ConfigError for a weight that is not positive."""
     pattern, colon, number = text.rpartition(":")
     if not colon or not pattern or os.path.exists(os.path.expanduser(text)):
         return text, None
     try:
         weight = float(number)
-    except ValueError:  # a name with a colon
+    except ValueError:  # the name has a colon
         return text, None
     if not (math.isfinite(weight) and weight > 0):
         raise ConfigError(
@@ -193,10 +196,8 @@ def split_weight(text: str) -> tuple[str, float | None]:
 
 
 def split_weights(texts: Sequence[str]) -> tuple[list[str], tuple[float, ...] | None]:
-    """All patterns, and their weights; None if there are none, or only one pattern.
-
-    ConfigError if only some have one.
-    """
+    """Return all patterns, and their weights; None without weights or for a single pattern.
+    ConfigError if only some patterns have a weight."""
     pairs = [split_weight(text) for text in texts]
     lacking = [pattern for pattern, weight in pairs if weight is None]
     if 0 < len(lacking) < len(pairs):
@@ -209,19 +210,19 @@ def split_weights(texts: Sequence[str]) -> tuple[list[str], tuple[float, ...] | 
 
 
 def parse_word(value: Any) -> str:
-    """One of a few words; case does not matter. ValueError otherwise."""
+    """Parse one word; case does not matter. ValueError otherwise."""
     return parse_str(value).lower()
 
 
 def parse_switch(value: Any) -> str:
-    """One of a few words of which two are on and off: true and false in YAML. ValueError else."""
+    """Parse a word; true and false of YAML become on and off. ValueError otherwise."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return parse_word(value)
 
 
 class UnknownDtype(ValueError):
-    """A word that no number format has as its name."""
+    """Raised for a word that names no number format."""
 
 
 def parse_dtype_name(value: Any) -> str:
@@ -236,7 +237,7 @@ def parse_dtype_name(value: Any) -> str:
 
 
 def parse_size(value: Any) -> int:
-    """Bytes, from a number or from text: 512MiB and 16G are binary, 16GB is decimal. ValueError."""
+    """Parse bytes: 512MiB and 16G are binary, 16GB is decimal, numbers are bytes. Or ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
     if isinstance(value, bool) or not match or match[2] not in _SIZE_UNITS:
         raise ValueError(f"expected a size such as 512MiB or 16GiB, got {value!r}")
@@ -247,14 +248,14 @@ def parse_size(value: Any) -> int:
 
 
 def parse_continue(value: Any) -> str | None:
-    """Parse --continue: NEWEST (also true), a step number or a path; false: nothing."""
+    """Parse --continue: NEWEST (also true), a step number, a path; false becomes None."""
     if isinstance(value, bool):
         return NEWEST if value else None
     return parse_str(value)
 
 
 def parse_vocab_size(value: Any) -> int | str:
-    """A number of tokens, or AUTO. ValueError otherwise."""
+    """Parse a number of tokens, or AUTO. ValueError otherwise."""
     if isinstance(value, str) and value.lower() == AUTO:
         return AUTO
     try:
@@ -267,14 +268,14 @@ def parse_vocab_size(value: Any) -> int | str:
 
 
 def parse_every(value: Any) -> int:
-    """A number of steps; true: every step, false: never. ValueError otherwise."""
+    """Parse a number of steps; true: 1 (every step), false: -1 (never). ValueError otherwise."""
     if isinstance(value, bool):
         return 1 if value else -1
     return parse_int(value)
 
 
 def parse_steps(value: Any) -> float:
-    """A number of steps, or a part of the run: 20% and 0.2 are a fifth. ValueError otherwise."""
+    """Parse a number of steps, or a share of the run: 20% and 0.2 are a fifth. Or ValueError."""
     text = str(value).strip()
     share = float(text[:-1]) / 100 if re.fullmatch(r"[\d.]+%", text) else None
     if share is None and isinstance(value, float | str) and re.fullmatch(r"0?\.\d+", text):
@@ -287,7 +288,7 @@ def parse_steps(value: Any) -> float:
 
 
 def parse_layers(value: Any) -> str:
-    """'all', or numbers and ranges such as 0-11,20, in this form. ValueError otherwise."""
+    """Parse 'all', or numbers and ranges in the form 0-11,20. ValueError otherwise."""
     text = "".join(str(value).lower().split())
     known = text == "all" or re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text)
     ranges = (pair.split("-") for pair in re.findall(r"\d+-\d+", text))
@@ -297,15 +298,15 @@ def parse_layers(value: Any) -> str:
 
 
 def parse_targets(value: Any) -> str:
-    """'all', some of LORA_TARGETS in this order, separated by commas, or a regular expression.
-    ValueError otherwise."""
+    """Parse 'all', some of LORA_TARGETS, or a regular expression. Targets are returned in the order
+    of LORA_TARGETS, separated by commas. ValueError otherwise."""
     if isinstance(value, str) and re.search(r"[.*+?|()\[\]\\]", value):
         return _regular(value)
     return "all" if value == "all" else ",".join(_some_of(LORA_TARGETS, value)) or "all"
 
 
 def parse_numbers(value: Any) -> tuple[str, ...]:
-    """PATTERN=NUMBER, several with commas between them or as a mapping. ValueError otherwise."""
+    """Parse PATTERN=NUMBER, several with commas or in a mapping. ValueError otherwise."""
     if isinstance(value, Mapping):
         value = [f"{pattern}={number}" for pattern, number in value.items()]
     texts, found = value if isinstance(value, list | tuple) else [value], []
@@ -318,13 +319,13 @@ def parse_numbers(value: Any) -> tuple[str, ...]:
 
 
 def numbers_of(texts: Iterable[str], kind: type) -> tuple[tuple[str, Any], ...]:
-    """Patterns with their numbers, of the texts that parse_numbers gives."""
+    """Return patterns and their numbers, from the texts of parse_numbers."""
     pairs = (text.rpartition("=") for text in texts)
     return tuple((pattern, kind(number)) for pattern, _, number in pairs)
 
 
 def parse_lengths(value: Any) -> int | str:
-    """A length, or lengths with parts of the steps, 1024:0.8,8192:0.2. ValueError otherwise."""
+    """Parse a length, or lengths with shares of the steps, 1024:0.8,8192:0.2. Or ValueError."""
     if not isinstance(value, str) or ":" not in value:
         return parse_int(value)
     lengths_of(value)
@@ -332,8 +333,7 @@ def parse_lengths(value: Any) -> int | str:
 
 
 def lengths_of(text: str) -> list[tuple[int, float]]:
-    """Lengths with the parts of a run's steps that have them; one alone has all. ValueError where
-    they are none."""
+    """Return lengths and their shares of a run's steps (one length: 1). ValueError otherwise."""
     pairs = [each.partition(":") for each in text.split(",")]
     try:
         found = [(parse_int(length), parse_float(part or 1)) for length, _, part in pairs]
@@ -351,15 +351,15 @@ def lengths_of(text: str) -> list[tuple[int, float]]:
 
 
 def parse_stages(value: Any) -> str:
-    """Lengths with parts of the steps, as lengths_of reads them. ValueError otherwise."""
+    """Parse lengths with shares of the steps, as lengths_of reads them. ValueError otherwise."""
     text = parse_str(value)
     lengths_of(text)
     return text
 
 
 def parse_rope(value: Any) -> str:
-    """KIND:FACTOR and NAME=NUMBER behind commas, JSON, or a mapping, as rope_parameters of
-    config.json; none. Returns JSON. ValueError otherwise."""
+    """Parse KIND:FACTOR,NAME=NUMBER,..., "none", JSON, or a mapping like rope_parameters of
+    config.json; return JSON. ValueError otherwise."""
     if isinstance(value, Mapping):
         return json.dumps(dict(value))
     text = parse_str(value)
@@ -376,7 +376,7 @@ def parse_rope(value: Any) -> str:
 
 
 def texts_of(numbers: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
-    """Texts of patterns and numbers, as parse_numbers gives them."""
+    """Texts of patterns and numbers, in the form of parse_numbers."""
     return tuple(f"{pattern}={number:g}" for pattern, number in numbers)
 
 
@@ -389,8 +389,8 @@ def _regular(text: str) -> str:
 
 
 def parse_params(value: Any) -> tuple[str, ...]:
-    """NAME=VALUE, several with commas between them or as a mapping; each name once, in lower case
-    with - for _. ValueError otherwise."""
+    """Parse NAME=VALUE; several stand in a mapping or between commas. Names are unique, in lower
+    case, with - for _. ValueError otherwise."""
     if isinstance(value, Mapping):
         value = [f"{name}={each}" for name, each in value.items()]
     texts = value if isinstance(value, list | tuple) else [value]
@@ -407,7 +407,7 @@ def parse_params(value: Any) -> tuple[str, ...]:
 
 
 def _plain_number(word: str) -> str:
-    """The shortest text of the same number, such as 2 of 2.0; another word as it is."""
+    """The number's shortest text, such as 2 for 2.0; another word unchanged."""
     try:
         number = float(word)
     except ValueError:
@@ -416,7 +416,7 @@ def _plain_number(word: str) -> str:
 
 
 def parse_parts(value: Any) -> tuple[str, ...]:
-    """Some of LORA_PARTS, or none, of a list or text with commas. ValueError otherwise."""
+    """Parse some of LORA_PARTS, or none, from a list or text with commas. ValueError otherwise."""
     return _some_of(LORA_PARTS, value)
 
 
@@ -431,7 +431,7 @@ def _some_of(known: tuple[str, ...], value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """How one field of TrainConfig is set from outside."""
+    """Command-line and file form of one field of TrainConfig."""
 
     flags: tuple[str, ...]
     """Spellings on the command line, without dashes; the first is the one that messages use."""
@@ -450,7 +450,7 @@ class Option:
 
     @property
     def repeats(self) -> bool:
-        """Whether the command line may give it several times."""
+        """True if the command line may give the option several times."""
         several = (
             parse_texts,
             parse_repeated,
@@ -463,23 +463,23 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The name that messages use, with dashes."""
+        """The name in messages, with dashes."""
         return f"--{self.flags[0]}"
 
     @property
     def metavar(self) -> str:
-        """Placeholder of the value in --help: its choices, where a line of a terminal has them."""
+        """Placeholder of the value in --help: its choices, if they fit into a line."""
         return w if 0 < len(w := "|".join(self.choices)) < 67 else _METAVARS.get(self.parse, "WORD")
 
     def spelled(self, value: Any) -> list[str]:
-        """The words of the command line that give this value: one, or one for each of several."""
+        """Words of the command line that give this value: one, or one for each of several."""
         if self.parse is parse_bool:
             return [self.flag if value else f"--no-{self.flags[0]}"]
         values = value if isinstance(value, tuple) else (value,)
         return [f"{self.flag}={each}" for each in values]
 
     def convert(self, value: Any) -> Any:
-        """The field's value. Raises ConfigError naming the flag."""
+        """Return the field's value. Raises ConfigError that names the flag."""
         try:
             return self.parse(value)
         except UnknownDtype:
@@ -491,7 +491,7 @@ class Option:
             raise ConfigError(f"{self.flag}: {error}") from None
 
     def check(self, value: Any) -> None:
-        """Raise ConfigError unless there is a value, within choices and limits."""
+        """Raise ConfigError unless the value is within choices and limits."""
         if value is None:
             raise ConfigError(f"{self.flag}: has no value")
         if self.choices and value not in self.choices:
@@ -508,7 +508,7 @@ class Option:
             raise ConfigError(f"{self.flag}: must be less than {self.below}, got {value}")
 
 
-_LARGEST = 2**31 - 1  # of numbers without a limit of their own
+_LARGEST = 2**31 - 1  # default limit of numbers
 _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_bool: "",
     parse_int: "INT",
@@ -543,33 +543,32 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "Path": parse_path,
     "tuple[str, ...]": parse_texts,
 }
-"""By the type of the field, as it is written."""
+"""Parsers by the text of the field's type."""
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
-    """A dataclass field that is an option, to be read back with options_of.
+    """Return a dataclass field that is an option, which options_of reads back.
 
-    more: group, the panel of --help; if not given that of the option before; flag, its spelling
-    without dashes, the field's name if not given; alias, another one; parse, if not given for a
-    word where there are choices, else by the field's type; choices and limits as in Option.
+    more: group, the panel of --help (default: the panel of the option before); flag, the spelling
+    without dashes (default: the field's name); alias, a second spelling; parse (default: by the
+    field's type, or as a word if there are choices); choices and limits as in Option.
     """
     return dataclasses.field(default=default, metadata={"help": help, **more})
 
 
 def switch(help: str, **more: Any) -> Any:
-    """An option that is off unless it is given."""
+    """An option that is off unless given."""
     return option(False, help, **more)
 
 
 def dtype_option(default: str | None, help: str, *others: str, **more: Any) -> Any:
-    """An option that names a number format: bf16, fp32, or one of these others. more: of option."""
+    """An option for a number format: bf16, fp32, or one of `others`. more: as in `option`."""
     more |= {"choices": ("bf16", "fp32", *others)}
     return option(default, help, parse=parse_dtype_name, **more)
 
 
 def options_of(config_class: type) -> dict[str, Option]:
-    """The options of a dataclass, its fields that were made with option(), by field name, in
-    order."""
+    """Return the options of a dataclass by field name, in order: the fields made with option()."""
     options, group = {}, ""
     for field in dataclasses.fields(config_class):
         if not (meta := dict(field.metadata)):
@@ -585,16 +584,14 @@ def options_of(config_class: type) -> dict[str, Option]:
 
 
 def layer_set(text: str, num_layers: int) -> frozenset[int]:
-    """The layers that "all" or numbers and ranges such as 0-11,20 name.
-
-    ValueError if there are not so many.
-    """
+    """Return the layers of "all", or of numbers and ranges such as 0-11,20. ValueError for a layer
+    beyond num_layers."""
     if text == "all":
         return frozenset(range(num_layers))
     layers: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
-        if int(last or first) >= num_layers:  # before a set of that size is made
+        if int(last or first) >= num_layers:  # before a huge set is made
             raise ValueError(f"{text} names layers that a model of {num_layers} does not have")
         layers.update(range(int(first), int(last or first) + 1))
     return frozenset(layers)

@@ -1,5 +1,5 @@
-"""TrainConfig: every option of a training run, its name, default, help and limits, from which the
-command line, files of options, the log and checkpoints are made."""
+"""TrainConfig: every option of a training run with name, default, help and limits. The command
+line, option files, the log and checkpoints are made from these."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ GROUPS = {
     "parallel": ParallelOptions,
     "run": RunOptions,
 }
-"""The classes of the groups, by the names that files of options may have them under."""
+"""Classes of option groups, by their keys in option files."""
 
 
 class StepOptions(NamedTuple):
-    """The groups of options that a training step reads; normalized."""
+    """Groups of options that a training step reads; normalized."""
 
     model: ModelOptions
     batch: BatchOptions
@@ -56,7 +56,7 @@ class StepOptions(NamedTuple):
     parallel: ParallelOptions
 
 
-# A dataclass takes the fields of its last base first.
+# A dataclass lists the fields of its last base first.
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
     RunOptions,
@@ -70,17 +70,17 @@ class TrainConfig(
 ):
     """Options of one run. Build one with options_io.make_config, or directly and normalized().
 
-    Commands, `Trainer` and the plan's searches read and change options of any group here. The rooms
-    below them receive `group(...)` or `for_step`.
+    Commands, `Trainer` and the plan's searches use options of all groups here. Rooms below these
+    receive `group(...)` or `for_step`.
     """
 
     def group(self, kind: type[Group]) -> Group:
-        """The options of one group alone. kind: its class, such as MemoryOptions."""
+        """Return the options of one group. kind: its class, such as MemoryOptions."""
         return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(kind)})
 
     @property
     def for_step(self) -> StepOptions:
-        """The groups of options that a training step reads."""
+        """Groups of options that a training step reads."""
         return StepOptions(
             model=self.group(ModelOptions),
             batch=self.group(BatchOptions),
@@ -97,21 +97,21 @@ class TrainConfig(
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens whose logits are made at a time."""
+        """Tokens of one chunk of logits."""
         return self.micro_tokens // self.lmhead_chunks
 
     @property
     def scores_folder(self) -> Path | None:
-        """Folder of the scores that the loss reads, or None: that of --scores, or the folder that
-        the run fills from its first weights."""
+        """Folder of the scores that the loss reads: --scores, or the folder that the run fills with
+        scores of its first weights. None for a loss without scores."""
         if self.has_reference:
             return self.scores or self.checkpoint_dir / "reference"
         return self.scores if self.loss in ("kd", "weighted") else None
 
     def normalized(self, now: datetime | None = None) -> TrainConfig:
-        """With what is implied written out: spellings, formats, recomputation, %n, files; once more
-        changes nothing. now: the start of the run for the log's name, in UTC. ConfigError for
-        values of a wrong type."""
+        """Return the options with implied values written out: spellings, formats, recomputation,
+        %n, files. A second call changes nothing. now: start of the run in UTC, for the log's name.
+        ConfigError for values of a wrong type."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name, opt in OPTIONS.items():
             if values[name] is not None:
@@ -134,13 +134,13 @@ class TrainConfig(
         return self
 
     def validate_with(self, model: ModelConfig) -> TrainConfig:
-        """Return self. validate(), and the options against the model they are for."""
+        """Return self after validate() and a check of the options against the model."""
         self.validate()
         RULES.check(self, model=model)
         return self
 
     def check_total(self, steps: int) -> None:
-        """ConfigError if the cooldown is longer than the whole run, of so many steps."""
+        """Raise ConfigError if the cooldown is longer than the run of `steps` steps."""
         RULES.check(self, total=steps)
 
 
@@ -148,14 +148,15 @@ _LAST_PANELS = (SIZES_GROUP, POSITIONS_GROUP, ADAPTERS_GROUP)
 
 
 def options_with_rules(config_class: type, rules: Rules = RULES) -> dict[str, Option]:
-    """How each field is set, by field name, in the order of --help, with what rules add to that."""
+    """Return the options by field name, in the order of --help, with help texts completed by
+    rules."""
     found = options_of(config_class)
     names = sorted(found, key=lambda name: found[name].group in _LAST_PANELS)
     return {name: replace(found[name], help=rules.help(name, found[name].help)) for name in names}
 
 
 OPTIONS: dict[str, Option] = options_with_rules(TrainConfig)
-"""How each field of TrainConfig is set, by field name, in the order of --help."""
+"""Options of TrainConfig by field name, in the order of --help."""
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
 
@@ -164,7 +165,7 @@ USUAL = (
     "seq_len grad_accumulation steps epochs eval_every_n_steps learning_rate warmup name "
     "continue_from device gpus"
 ).split()
-"""Options that most runs are told with, which --help shows; the others are in --help-all."""
+"""Options of --help, which most runs use; --help-all shows all others."""
 
 ONCE = ("download", "continue_from", "overwrite", "new_data", "force")
-"""Options of one command, not of the run: the next command begins without them."""
+"""Options of a single command, which saved configurations leave out."""

@@ -1,4 +1,4 @@
-"""Options from a file and the command line to a TrainConfig, and from a TrainConfig to the log."""
+"""From an option file and the command line to a TrainConfig, and from a TrainConfig to the log."""
 
 import dataclasses
 import difflib
@@ -17,12 +17,12 @@ from llmq.options.rules import RULES
 from llmq.options.sizes import SIZES
 
 FIELDS = {flag: name for name, opt in OPTIONS.items() for flag in opt.flags}
-"""Fields of options, by each of their flags."""
-MOST_WRONG = 50  # lines of an error
-# `llmq train` takes these beside the options of a run.
+"""Field names of options, by each of their flags."""
+MOST_WRONG = 50  # most lines of an error
+# Flags of `llmq train` that are no options of a run.
 COMMAND_LINE_ONLY = {"auto", "config", "dry-run", "help", "reserve", "restarts", "save-config"}
 
-# Rows of [Options] that have another name than the flag: row, field of TrainConfig.
+# Rows of [Options] with another name than the flag: row, field of TrainConfig.
 _RENAMED = {
     "lm-head-chunks": "lmhead_chunks",
     "cuda-graphs": "use_cuda_graphs",
@@ -34,7 +34,7 @@ _RENAMED = {
     "train-loader-seed": "train_seed",
     "eval-loader-seed": "eval_seed",
 }
-# The first rows, in llm.q's order; all others follow as --help has them.
+# First rows, in llm.q's order; the other rows follow in the order of --help.
 _FIRST = (
     "name recompute-swiglu recompute-norm recompute-ffn recompute-qkv recompute-att "
     "recompute-block lm-head-chunks attn-bwd-chunks offload-master offload-quants offload-opt-m "
@@ -56,19 +56,19 @@ MODEL_ROWS = (
 
 
 Layers = tuple[dict[str, Any], dict[str, Any]]
-"""The values of a file and those given, by field name; what is given wins."""
+"""Values of a file and given values, both by field name; given values win."""
 
 
 def make_config(given: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
-    """Normalized, validated options of a run: those given, then those of the file, then defaults.
-    given: by flag name, or in mappings by group.
-    file: YAML, JSON or TOML, with the same keys, - or _ alike. ConfigError for
-    an unknown key, an invalid value, and one that is off though another implies it."""
+    """Return the normalized, validated options of a run: given values, then the file's, then
+    defaults. given: by flag name, or in mappings by group. file: YAML, JSON or TOML with the same
+    keys; - and _ are equal. ConfigError for an unknown key, an invalid value, or a switch that is
+    off although another option implies it."""
     return config_of(layers_of(given, file))
 
 
 def layers_of(given: Mapping[str, Any], file: Path | None = None) -> Layers:
-    """The file's values, which is read here, and those given; both as of make_config."""
+    """Read the file; return its values and the given ones, as of make_config."""
     return _of_file(file), _by_field(given, "")
 
 
@@ -78,12 +78,11 @@ def fields_of(layers: Layers) -> frozenset[str]:
 
 
 def config_of(layers: Layers, inherited: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Make the config as make_config does. inherited: values by field name that are used instead of
-    defaults."""
+    """Make the config like make_config. inherited: values by field name that replace defaults."""
     values = dict(inherited or {})
     for layer in layers:
         for one, other in (("steps", "epochs"), ("epochs", "steps")):
-            if one in layer:  # they exclude each other, and the later one wins
+            if one in layer:  # steps and epochs exclude each other; the later layer wins
                 values.pop(other, None)
         values |= layer | _merged(values, layer)
     config = TrainConfig(**values).normalized().validate()
@@ -98,8 +97,8 @@ def config_of(layers: Layers, inherited: Mapping[str, Any] | None = None) -> Tra
 
 
 def _merged(values: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Named values (--loss-params, --lr-parts) of a layer over those of the layers below, by field.
-    Parameters of a loss are dropped where the layer names another loss."""
+    """Named values (--loss-params, --lr-parts) by field, a layer's over those below. Another loss
+    drops the parameters below."""
     found = {}
     for name in ("loss_params", "lr_parts"):
         below, given = (named_values(each.get(name, ())) for each in (values, layer))
@@ -111,9 +110,9 @@ def _merged(values: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, An
 
 
 def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Converted values by field name, without those that are None; where: prefix of messages.
-    Removed options become today's, with a warning for each. ConfigError names all wrong keys, and
-    all wrong values of known ones."""
+    """Converted values by field name, without None; where: prefix of messages. Removed options
+    become current ones, with a warning each. ConfigError lists all wrong keys, and all wrong values
+    of known keys."""
     given: dict[str, Any] = {}
     wrong: list[str] = []
     for key, value, group in _flat(values):
@@ -136,7 +135,7 @@ def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _refuse(wrong: Sequence[str], where: str) -> None:
-    """ConfigError if anything is wrong: in its line, or in a line each."""
+    """Raise ConfigError if anything is wrong; several errors get a line each."""
     if len(wrong) == 1:
         raise ConfigError(f"{where}{wrong[0]}")
     if wrong:
@@ -146,8 +145,8 @@ def _refuse(wrong: Sequence[str], where: str) -> None:
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, str | None]]:
-    """Keys and values, also of options inside their groups, `memory: {recompute-block: true}`, with
-    the group then."""
+    """Yield key, value and group; group is None for keys outside a mapping such as `memory:
+    {recompute-block: true}`."""
     for key, value in values.items():
         if key in GROUPS and isinstance(value, Mapping):
             yield from ((inner, of_option, key) for inner, of_option in value.items())
@@ -156,7 +155,8 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, str | None]]:
 
 
 def _field_of(key: Any, value: Any, group: str | None) -> tuple[str | None, str | None]:
-    """The field of a key, also of a removed option; and None, or what is wrong with the key."""
+    """Return the field of a key (also of a removed option) and None, or None and the problem with
+    the key."""
     flag = str(key).replace("_", "-")
     name = FIELDS.get(flag, flag.replace("-", "_"))
     if (foreign := answer(str(key), value)) is not None and name not in REMOVED:
@@ -178,7 +178,7 @@ def _field_of(key: Any, value: Any, group: str | None) -> tuple[str | None, str 
 def _of_file(file: Path | None) -> dict[str, Any]:
     if file is None:
         return {}
-    from llmq.options import option_file  # here, so that --help does not wait for YAML
+    from llmq.options import option_file  # imported here, so that --help does not wait for YAML
 
     return _by_field(option_file.read_option_file(file), f"{file}: ")
 
@@ -191,10 +191,10 @@ def option_rows(
     steps_per_epoch: int | None = None,
     total_steps: int | None = None,
 ) -> list[tuple[str, bool | int | float | str]]:
-    """Name and value of every option, for [Options] and the log: llm.q's rows under its names
-    first. total-batch and steps-per-epoch are left out where their numbers are not given;
-    total_steps replaces --steps. None is 'none'."""
-    names = [name for name in OPTIONS if name not in SIZES]  # the model's own say it
+    """Return name and value of every option, for [Options] and the log: llm.q's rows first, under
+    its names. Rows total-batch and steps-per-epoch need their arguments; total_steps replaces
+    --steps. None becomes 'none'."""
+    names = [name for name in OPTIONS if name not in SIZES]  # rows of the model have the sizes
     shown = {OPTIONS[name].flags[0]: getattr(config, name) for name in names}
     for row, name in _RENAMED.items():
         shown[row] = shown.pop(OPTIONS[name].flags[0])
@@ -212,10 +212,13 @@ def option_rows(
 
 
 def _of_model(model: ModelConfig) -> dict[str, bool | int | float | str]:
-    scaling, its = model.rope_scaling, model.experts
+    scaling, experts_of = model.rope_scaling, model.experts
     experts = {}
-    if its is not None:
-        experts = {"experts": f"{its.active} of {its.count}", "expert-size": model.expert_size}
+    if experts_of is not None:
+        experts = {
+            "experts": f"{experts_of.active} of {experts_of.count}",
+            "expert-size": model.expert_size,
+        }
     return {
         "arch": model.arch.label,
         "vocab-size": model.vocab_size,
@@ -236,8 +239,8 @@ def _of_model(model: ModelConfig) -> dict[str, bool | int | float | str]:
 
 
 def _label(row: str, value: Any) -> bool | int | float | str:
-    """The text of a value in the log: number formats as llm.q spells them, paths as text."""
-    from llmq.base.dtypes import parse_dtype  # here, because it loads NumPy
+    """The log's text of a value: number formats as llm.q spells them, paths as text."""
+    from llmq.base.dtypes import parse_dtype  # imported here, because NumPy loads slowly
 
     if value is None:
         return "none"

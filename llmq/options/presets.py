@@ -1,4 +1,4 @@
-"""Models by name: presets for training from scratch, and model files on this machine."""
+"""Models by name: presets for training from scratch, and model directories on this machine."""
 
 import difflib
 import os
@@ -102,10 +102,10 @@ _ALIASES = {
     "gpt2-xl": "gpt2-1558m",
 }
 
-# Architecture, sizes by name, and what all of these share; head_dim None: hidden / heads.
-# Qwen's vocabulary is that of llm.q's presets, whose flags keep their meaning. Released, Qwen2.5-7B
-# and larger have 152,064 rows, the others these: whoever needs the shape of a released model gives
-# its directory instead of a preset. Tiny models read bytes; id 256 ends a document.
+# Architecture, sizes by name, and the fields that all sizes share; head_dim None: hidden / heads.
+# Qwen's vocabulary is that of llm.q's presets, so that llm.q's flags keep their meaning. The
+# released Qwen2.5-7B and larger have 152,064 rows, smaller ones this number: for a released model's
+# shape give its directory. Tiny models read bytes; id 256 ends a document.
 _SHARED = (
     "vocab_size bos_token_id eos_token_id pad_token_id max_positions rope_theta head_dim"
 ).split()
@@ -147,7 +147,7 @@ _FAMILIES = (
 
 
 def _windows(num_layers: int, window: int) -> dict[str, Any]:
-    """Gemma-3's: five of six layers have the window, and RoPE with a base of its own."""
+    """Fields of Gemma-3: five of six layers have the window, and RoPE with another base."""
     windowed = all_but_every(6, num_layers)
     return {"sliding_window": window, "windowed_layers": windowed, "local_rope_theta": 1e4}
 
@@ -161,8 +161,8 @@ def _shared(count: int, active: int, size: int | None, shared_size: int) -> dict
 
 
 def _delta(num_layers: int, key_heads: int, value_heads: int, size: int = 128) -> dict[str, Any]:
-    """Qwen3.5's: three of four layers are delta nets, in the others RoPE turns a quarter of a head.
-    size: of a key and of a value."""
+    """Fields of Qwen3.5: three of four layers are delta nets; RoPE turns a quarter of each head in
+    the others. size: of a key and of a value."""
     layers = all_but_every(4, num_layers)
     heads = {"key_heads": key_heads, "value_heads": value_heads}
     net = DeltaNet(**heads, key_dim=size, value_dim=size, taps=4, layers=layers)
@@ -170,7 +170,7 @@ def _delta(num_layers: int, key_heads: int, value_heads: int, size: int = 128) -
 
 
 def _gpt_oss(num_layers: int, count: int, active: int, window: int, aux_loss: float) -> dict:
-    """gpt-oss's: every other layer has the window."""
+    """Fields of gpt-oss: every other layer has the window."""
     activation = {"renormalize": True, "alpha": 1.702, "limit": 7.0}
     return _experts(count, active, aux_loss=aux_loss, **activation) | {
         "sliding_window": window,
@@ -183,7 +183,7 @@ def _gpt_oss(num_layers: int, count: int, active: int, window: int, aux_loss: fl
 _FAR = {"original_max_positions": 4096, "truncate": False}
 _FAR = {"rope_scaling": RopeScaling(kind="yarn", factor=32.0, **_FAR)}
 _STRETCHED = {"rope_scaling": RopeScaling(kind="linear", factor=8.0)}
-# Single models have these besides.
+# Additional fields of single models.
 _MORE = {
     "gemma-3-270m": _windows(18, 512),
     "gemma-3-1b": _windows(26, 512),
@@ -228,12 +228,13 @@ def _presets() -> Iterator[tuple[str, ModelConfig]]:
 
 
 PRESETS: dict[str, ModelConfig] = dict(_presets())
-"""Every preset by its canonical name."""
+"""All presets by canonical name."""
 
 _BY_LOWER_NAME = {name.lower(): name for name in PRESETS} | _ALIASES
 
 _OWNERS = {"Qwen": "Qwen/", "gemma-3": "google/", "gpt-oss": "openai/"}
 RELEASED = {n: f"{o}{n}" for n in PRESETS for start, o in _OWNERS.items() if n.startswith(start)}
+"""Hub repository of the trained weights, by preset."""
 RELEASED |= {
     "llama-2-7b": "meta-llama/Llama-2-7b-hf",
     "llama-2-13b": "meta-llama/Llama-2-13b-hf",
@@ -258,9 +259,9 @@ RELEASED |= {name: f"{RELEASED[name]}-pt" for name in _GEMMA3_LARGE | {"gemma-3-
 
 
 def released(name: str) -> tuple[str, ModelConfig] | None:
-    """Repository and sizes of the trained model that a preset or a repository's name means.
+    """Return repository and config of the trained model that a preset's or repository's name means.
 
-    None for other names, and for presets that nobody has trained. Nothing is read.
+    Return None for other names, and for presets without released weights. Reads no files.
     """
     known = _BY_LOWER_NAME.get(name.lower())
     canonical = next((n for n, repository in RELEASED.items() if repository == name), known)
@@ -273,7 +274,7 @@ def released(name: str) -> tuple[str, ModelConfig] | None:
 
 
 def preset(name: str) -> ModelConfig:
-    """The preset of this name in any case. Raises ConfigError with the closest names."""
+    """Return the preset of this name, in any case. ConfigError suggests the closest names."""
     canonical = _BY_LOWER_NAME.get(name.lower())
     if canonical is None:
         raise ConfigError(f"--model: no preset is called {name!r}; {_near_presets(name)}")
@@ -281,38 +282,37 @@ def preset(name: str) -> ModelConfig:
 
 
 def _near_presets(name: str) -> str:
-    """The end of an error message: what the user may have meant."""
+    """End of an error message: the names that the user may have meant."""
     near = difflib.get_close_matches(name.lower(), _BY_LOWER_NAME, n=3)
     return f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(PRESETS)}"
 
 
 def is_preset(name: str) -> bool:
-    """Whether `preset` knows this name."""
+    """True if `preset` knows this name."""
     return name.lower() in _BY_LOWER_NAME
 
 
 def pinned(name: str, revision: str | None) -> str:
-    """NAME@REVISION: how a revision of a repository of the hub is written."""
+    """NAME@REVISION, the spelling of a revision of a hub repository."""
     return name if revision is None else f"{name}@{revision}"
 
 
 def revision_of(directory: Path | None) -> str | None:
-    """The commit of a snapshot in the hub's cache; None of any other directory."""
+    """Commit of a snapshot directory in the hub's cache; None for any other directory."""
     is_snapshot = directory is not None and directory.parent.name == "snapshots"
     return directory.name if is_snapshot else None
 
 
 def find_directory(name: str) -> Path | None:
-    """The directory of this name, else of the repository of this name in the cache, which may end
-    in @REVISION."""
-    directory = Path(os.path.expanduser(name))  # pathlib's raises where there is no such user
+    """Return the directory of this name, else the cached snapshot of the hub repository of this
+    name, which may end in @REVISION; None if neither exists."""
+    directory = Path(os.path.expanduser(name))  # pathlib's expanduser raises for unknown users
     return directory if directory.is_dir() else _cached_snapshot(name)
 
 
 def resolve_model(name: str, from_scratch: bool) -> tuple[ModelConfig, Path | None]:
-    """Find what --model names: a directory, a repository in the Hugging Face cache, or,
-    from_scratch only, a preset; its configuration, and its directory, None for a preset.
-    ConfigError."""
+    """Return config and directory of the model that --model names: a directory, a repository in the
+    Hugging Face cache, or with from_scratch a preset (directory None). Raises ConfigError."""
     directory = find_directory(name)
     if directory is not None and ((directory / "config.json").is_file() or not from_scratch):
         content = _read_config_json(directory)
@@ -333,7 +333,7 @@ def resolve_model(name: str, from_scratch: bool) -> tuple[ModelConfig, Path | No
 
 
 def model_warnings(directory: Path | None) -> list[str]:
-    """The parts that training will leave out of the model in this directory, one line each."""
+    """Lines about parts of the model in this directory that training will leave out."""
     return [] if directory is None else ignored_fields(_read_config_json(directory))
 
 
@@ -372,8 +372,7 @@ def hub_cache() -> Path:
 
 
 def _cached_snapshot(repository: str) -> Path | None:
-    """The snapshot of the revision, else that which refs/main names, else the newest one; None if
-    there is none."""
+    """Snapshot of the revision, else of refs/main, else the newest one; None if there is none."""
     repository, _, revision = repository.partition("@")
     cached = hub_cache() / f"models--{repository.replace('/', '--')}"
     if ".." in revision.split("/"):

@@ -1,7 +1,7 @@
-"""Options that llmq had once: the option or the constant in the place of each.
+"""Removed options of earlier versions: the option or constant that replaces each.
 
-Command lines, arguments, files of options and checkpoints that name a removed option go on with a
-warning, unless their value made other numbers than the constant.
+Command lines, arguments, option files and checkpoints with a removed option still work, with a
+warning, unless the value gave other numbers than the constant.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,10 +17,10 @@ Values = Mapping[str, Any]
 class Removed(NamedTuple):
     """A removed option.
 
-    now: the sentence behind "--flag: ". value: the constant, where `numbers` says that another
-    value computed other numbers. becomes: values of today's options that say the same, from the
-    old value and all old values; None where no options do. when: whether the old option had an
-    effect beside the others. switch: whether the flag had no value.
+    now: sentence after "--flag: ". value: the constant, if `numbers` is True, which says that other
+    values computed other numbers. becomes: function from the old value and all old values to the
+    same values of current options; None if no option corresponds. when: True if the option had an
+    effect beside the others. switch: True if the flag had no value.
     """
 
     now: str
@@ -32,8 +32,8 @@ class Removed(NamedTuple):
 
 
 def _loss_param(name: str, example: Any, switch: bool = False) -> Removed:
-    """A removed option for a parameter of losses, which --loss-params sets today. Losses without
-    the parameter ignored the option; where the values name no loss, the run's loss may have it."""
+    """A removed option that --loss-params replaces. Losses without the parameter ignored it; values
+    without a loss may be for a loss that has it."""
 
     def becomes(value: Any, values: Values) -> dict[str, Any]:
         known = "loss" not in values or name in LOSS_PARAMS.get(values["loss"], {})
@@ -43,7 +43,7 @@ def _loss_param(name: str, example: Any, switch: bool = False) -> Removed:
 
 
 def _rows(value: Any, values: Values) -> dict[str, Any] | None:
-    """Options for --muon-normalize-rows: --optimizer normuon has the decay 0.95 alone."""
+    """Options for --muon-normalize-rows: --optimizer normuon decays by 0.95 only."""
     if not value or values.get("optimizer") != "muon":
         return {}
     return {"optimizer": "normuon"} if value == 0.95 else None
@@ -69,7 +69,7 @@ def _head(value: Any, values: Values) -> dict[str, Any]:
 
 
 def _split(value: Any, values: Values) -> dict[str, Any]:
-    """--eval-file with the part of --eval-fraction; --train-file alone implies split."""
+    """--eval-file with the share of --eval-fraction; --train-file alone implies split."""
     file = values.get("eval_file") or ("split" if values.get("train_file") else None)
     files = [file] if isinstance(file, str) else list(file or ())
     files = [f"split:{value}" if each == "split" else each for each in files]
@@ -79,7 +79,7 @@ def _split(value: Any, values: Values) -> dict[str, Any]:
 REMOVED: dict[str, Removed] = {
     "token_weights": Removed(
         "weights in token files always count with --loss ce: `llmq tokenize` without --weights",
-        becomes=lambda value, values: {},  # False is also the value of files without weights
+        becomes=lambda value, values: {},  # False also stands for files without weights
         switch=True,
     ),
     "attention_dtype": Removed("attention multiplies in the model's format", numbers=True),
@@ -132,8 +132,8 @@ REMOVED: dict[str, Removed] = {
 def current_options(
     values: Values, where: str, *, every: bool = False, quiet: bool = False
 ) -> dict[str, Any]:
-    """Values of an older version by today's field names, with a warning for each removed option
-    whose value was another than the constant.
+    """Return an earlier version's values by current field names; warn of each removed option whose
+    value differs from the constant.
 
     where: the source, such as "checkpoint 'ckpt/x/step_1': ". every: warn of all removed options;
     quiet: of none. ConfigError for a value that computed other numbers.
@@ -155,7 +155,7 @@ def current_options(
 
 
 def _typed(value: Any) -> Any:
-    """A value of a removed option; a command line gives numbers and booleans as text."""
+    """The value of a removed option; text of a command line becomes a number or boolean."""
     if not isinstance(value, str):
         return value
     for kind in (int, float):
@@ -167,12 +167,12 @@ def _typed(value: Any) -> Any:
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field name, without dashes before it."""
+    """The flag of a field name, without leading dashes."""
     return name.replace("_", "-")
 
 
 def _flags(values: Values) -> str:
-    """Options as a command line gives them."""
+    """Options as on a command line."""
     each = (
         (name, new if isinstance(new, tuple | list) else (new,)) for name, new in values.items()
     )

@@ -1,6 +1,6 @@
-"""A rule about options, and the one engine that evaluates rules (the table is `rules.py`): what is
-implied, refused and idle, what --help says beside an option, what `llmq plan --fit` may try, and
-which options must not change a bit in `llmq verify`."""
+"""Rule and Rules: rules about options and the engine that evaluates them; `rules.py` has the table.
+Rules say which values are implied, refused or idle, complete the text of --help, list values for
+`llmq plan --fit`, and name the options that must change no bit in `llmq verify`."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from llmq.base.errors import ConfigError
 from llmq.options.option_types import Option, options_of
 
 Options = Any
-"""A TrainConfig, which is made with these rules and lies above them."""
+"""A TrainConfig, which is defined with these rules, in a module above."""
 
 Changes = dict[str, Any]
 """Values of options by field name."""
 
 IMPLY, REFUSE, IDLE, SAVE, EXACT = "imply", "refuse", "idle", "save", "exact"
-"""Effects of rules. imply: sets options. refuse: is an error. idle: is a warning. save: --fit and
-advice may try the values that it sets. exact: `llmq verify` expects the same bits without it."""
+"""Effects of rules. imply: sets options. refuse: raises an error. idle: warns. save: --fit and
+advice may try its values. exact: `llmq verify` expects the same bits without the option."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rule:
-    """One sentence about one option.
+    """One statement about one option.
 
-    group: in place of the option, each of this group, where its value is not the default. when:
-    called with the option's value, the options, and one fact if it has a third argument, known by
-    its name; true: the rule applies. text: a line for str.format with {value}, {flag}, {shown}
-    ("--seed 5"), {given} ("--seed=5"), {found} (what `when` has returned), the fact and the options
-    by their names. sets: values of options, or what makes them from the options. use: of savers,
-    who tries them. help: a clause of the option's --help. last_word: no other idle rule of this
-    option is told where this one applies. given: where the value is not the default.
+    group: instead of `option`, each option of this group whose value is not the default. when:
+    condition on the option's value, the options, and a fact if it has a third argument, whose name
+    identifies the fact; the rule applies if it is true. text: message for str.format with {value},
+    {flag}, {shown} ("--seed 5"), {given} ("--seed=5"), {found} (the result of `when`), the fact,
+    and options by name. sets: values of options, or a function from the options to values. use: of
+    save rules, the search that tries them. help: clause for the option's --help. last_word: True
+    hides other idle rules of this option. given: True if the rule needs a value other than the
+    default.
     """
 
     option: str = ""
@@ -49,12 +50,12 @@ class Rule:
 
     @property
     def about(self) -> str | None:
-        """The name of what must be known beside the options, such as "model"."""
+        """Name of the fact that the condition needs, such as "model"; None without a fact."""
         code = self.when.__code__ if self.when is not None else None
         return code.co_varnames[2] if code is not None and code.co_argcount == 3 else None
 
     def each(self, config_class: type) -> Iterator[Rule]:
-        """The rule of each option that it is of."""
+        """Yield the rule for each option of its group, or the rule itself."""
         if not self.group:
             yield self
             return
@@ -63,20 +64,21 @@ class Rule:
                 yield replace(self, option=name, group="", given=True)
 
     def found(self, options: Options, *fact: Any) -> Any:
-        """The value of `when`; true where there is no condition."""
+        """Return the result of `when`; True without a condition, None if the option has its default
+        and `given` is set."""
         value = getattr(options, self.option)
         if self.given and value == getattr(_defaults(type(options)), self.option):
             return None
         return True if self.when is None else self.when(value, options, *fact)
 
     def changes(self, options: Options, *fact: Any) -> Changes:
-        """The values that it sets, by field name; {} where it does not apply."""
+        """Return the values that the rule sets, by field name; {} if it does not apply."""
         if not self.found(options, *fact):
             return {}
         return self.sets(options) if callable(self.sets) else dict(self.sets)
 
     def line(self, options: Options, found: Any, **fact: Any) -> str:
-        """The text about these options."""
+        """Return the message about these options."""
         option, value = _table(type(options))[self.option], getattr(options, self.option)
         words = {"value": value, "flag": option.flag, "found": found, **fact}
         words["given"] = " ".join(option.spelled(value))
@@ -106,16 +108,16 @@ def _defaults(config_class: type) -> Options:
 
 
 class Rules:
-    """A table of rules, and what follows from it. A fact is one keyword, and only the rules about
-    it are evaluated; without one those about nothing but the options."""
+    """A table of rules and its evaluation. A fact is passed as one keyword, and selects the rules
+    about it; without a fact only rules about options alone count."""
 
     def __init__(self, table: Iterable[Rule]):
-        """table: in the order in which errors and warnings are looked for."""
+        """table: in the order in which errors and warnings are reported."""
         self.table = tuple(table)
         self._chosen: dict[tuple[type, str, str | None], list[Rule]] = {}
 
     def of(self, options: Options, effect: str, about: str | None = None) -> list[Rule]:
-        """The rules with this effect that are about this fact."""
+        """Return the rules with this effect about this fact."""
         key = (type(options), effect, about)
         if key not in self._chosen:
             rules = [rule for rule in self.table if (rule.effect, rule.about) == (effect, about)]
@@ -123,43 +125,41 @@ class Rules:
         return self._chosen[key]
 
     def imply(self, options: Options) -> None:
-        """Set what is implied. options: just made, and nobody else's yet, because they change."""
+        """Set implied values in place. options: new and not yet shared, because they change."""
         for rule in self.of(options, IMPLY):
             for name, value in rule.changes(options).items():
                 object.__setattr__(options, name, value)
 
     def implied_by(self, name: str, options: Options) -> str | None:
-        """The flag that switches this option on in normalized options, if one does.
-
-        The one at the beginning, where another one follows from it.
-        """
+        """Return the flag that switches this option on in normalized options, the first of a chain;
+        None if none does."""
         for rule in self.of(options, IMPLY):
             if rule.option != name and rule.changes(options).get(name) is True:
                 option, value = _table(type(options))[rule.option], getattr(options, rule.option)
-                own = " ".join(option.spelled(value)).replace("=", " ", 1)
-                return self.implied_by(rule.option, options) or own
+                flag = " ".join(option.spelled(value)).replace("=", " ", 1)
+                return self.implied_by(rule.option, options) or flag
         return None
 
     def check(self, options: Options, **fact: Any) -> None:
-        """Raise ConfigError with the line of the first rule that refuses these options."""
+        """Raise ConfigError with the message of the first rule that refuses these options."""
         for rule in self.of(options, REFUSE, *fact):
             found = rule.found(options, *fact.values())
             if found:
                 raise ConfigError(rule.line(options, found, **fact))
 
     def idle(self, options: Options, **fact: Any) -> list[str]:
-        """One line for every option that has another value than its default, and no effect."""
-        told = []
+        """Return a line for every option that differs from its default and has no effect."""
+        applying = []
         for rule in self.of(options, IDLE, *fact):
             found = rule.found(options, *fact.values())
-            told += [(rule, found)] if found else []
-        final = {rule.option for rule, _ in told if rule.last_word}
-        told = [each for each in told if each[0].last_word or each[0].option not in final]
-        return [rule.line(options, found, **fact) for rule, found in told if rule.text]
+            applying += [(rule, found)] if found else []
+        final = {rule.option for rule, _ in applying if rule.last_word}
+        applying = [each for each in applying if each[0].last_word or each[0].option not in final]
+        return [rule.line(options, found, **fact) for rule, found in applying if rule.text]
 
     def help(self, name: str, text: str) -> str:
-        """The help of an option: its own text, with what its rules add: a clause in place of
-        {rule}; else one that ends with a colon before it, and others behind it."""
+        """Return an option's help with the clauses of its rules. A clause replaces {rule}; else one
+        that ends with a colon goes first, and other clauses follow."""
         for clause in self._clauses(name):
             if "{rule}" in text:
                 text = text.replace("{rule}", clause)
@@ -173,12 +173,12 @@ class Rules:
         return (rule.help for rule in self.table if rule.option == name and rule.help)
 
     def savers(self, use: str) -> tuple[Rule, ...]:
-        """The rules whose values may be tried for this use, in their order."""
+        """Return the save rules for this use, in table order."""
         return tuple(rule for rule in self.table if rule.effect == SAVE and rule.use == use)
 
     def exact(self, options: Options, **fact: Any) -> Changes:
-        """Values of other options with which a run must compute the same bits: the defaults, where
-        a rule does not say another one."""
+        """Return values of other options with which a run must compute the same bits: defaults,
+        unless a rule sets other values."""
         found: Changes = {}
         for rule in self.of(options, EXACT, *fact):
             if rule.found(options, *fact.values()):
@@ -192,12 +192,12 @@ class Rules:
 
 
 def each(names: str, effect: str, when: Any, text: str = "", **more: Any) -> Iterator[Rule]:
-    """A rule for each of the options that are named."""
+    """A rule for each of the options in `names`, separated by blanks."""
     return (Rule(option=n, effect=effect, when=when, text=text, **more) for n in names.split())
 
 
 def default(name: str, value: Callable[[Options], Any], when: Any = None, **more: Any) -> Rule:
-    """A value that the option has where it is not given."""
+    """A rule for the value of an option that is not given."""
 
     def missing(v: Any, o: Options) -> bool:
         return v is None and (when is None or when(v, o))
@@ -206,22 +206,23 @@ def default(name: str, value: Callable[[Options], Any], when: Any = None, **more
 
 
 def switches(name: str, *others: str, when: Any = lambda v, o: v, help: str = "") -> Rule:
-    """An option that switches others on."""
+    """A rule for an option that switches other options on."""
     return Rule(option=name, effect=IMPLY, when=when, sets=dict.fromkeys(others, True), help=help)
 
 
 def refused(names: str, when: Any, text: str, **more: Any) -> Iterator[Rule]:
-    """Options that are an error. text: what follows "--flag: "."""
+    """Rules for options that are an error. text: follows "--flag: "."""
     return each(names, REFUSE, when, f"{{flag}}: {text}", **more)
 
 
 def idle(names: str, when: Any, text: str, **more: Any) -> Iterator[Rule]:
-    """Options that have no effect though they have another value than the default. text: the line,
-    or what follows "--flag=value" where it begins with "has no effect"."""
+    """Rules for options that differ from their default and have no effect. text: the line, or the
+    words after "--flag=value" if it begins with "has no effect"."""
     text = f"{{given}} {text}" if text.startswith("has no effect") else text
     return each(names, IDLE, when, text, given=True, **more)
 
 
 def without(names: str, has: Callable[[Options], Any], what: str) -> Iterator[Rule]:
-    """Options that have no effect without others. has: whether these are given; what: which."""
+    """Rules for options without effect unless others are given. has: True if the others are given;
+    what: their names."""
     return idle(names, lambda v, o: not has(o), f"has no effect without {what}")

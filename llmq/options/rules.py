@@ -1,4 +1,4 @@
-"""The table of all rules, in the order in which errors and warnings are looked for."""
+"""Table of all rules, in the order in which errors and warnings are reported."""
 
 from llmq.options.groups.batch import BATCH_RULES
 from llmq.options.groups.data import DATA_RULES
@@ -11,8 +11,8 @@ from llmq.options.groups.run import RUN_RULES
 from llmq.options.rule import Rules
 from llmq.options.savers import SAME_BITS, SAVERS
 
-# An implied value is set after the values from which it follows: batch sizes and formats are known
-# before the parts of the logits.
+# Implied values come after the values they depend on: batch sizes and formats before the chunks of
+# the logits.
 RULES = Rules(
     (
         *BATCH_RULES,

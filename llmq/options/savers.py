@@ -1,4 +1,5 @@
-"""Tables of rules say what may be tried to save memory or time, and what must not change a bit."""
+"""Tables of rules for values that may save memory or time, and for options that must not change a
+bit."""
 
 import math
 from collections.abc import Callable
@@ -7,14 +8,15 @@ from typing import Any
 from llmq.options.conditions import MOST_PARTS
 from llmq.options.rule import EXACT, SAVE, Changes, Options, Rule, each
 
-MIN_CHUNK_ROWS = 256  # of the LM head's products, below which advice does not go
+MIN_CHUNK_ROWS = 256  # least rows of the LM head's products in advice
 
 PLACES = tuple(f"offload_{name}" for name in ("residual", "opt_m", "opt_v", "master", "gradients"))
-"""State that can be in host memory."""
+"""Options that put state into host memory."""
 
 
 def _more_chunks(head: int, attention: int) -> Callable[[Options], Changes]:
-    """So many times as many of both, while the head's products still fill a GPU."""
+    """Values with `head` times as many chunks of logits and `attention` times as many of attention,
+    unless the head's products would become too small for a GPU."""
 
     def changes(o: Options) -> Changes:
         chunks = o.lmhead_chunks * head
@@ -29,7 +31,7 @@ def _more_chunks(head: int, attention: int) -> Callable[[Options], Changes]:
 
 
 def _smaller_batch(o: Options) -> Changes:
-    """Half as many sequences at a time, twice as often; a third, where they cannot be halved, …"""
+    """Values with half the batch size and twice the accumulation; another factor if it is odd."""
     batch = o.batch_size
     if batch == 1:
         return {}
@@ -40,18 +42,18 @@ def _smaller_batch(o: Options) -> Changes:
         "batch_size": fewer,
         "grad_accumulation": factor * o.grad_accumulation,
         "lmhead_chunks": math.gcd(o.lmhead_chunks, fewer * o.seq_len),
-        # The most parts that leave parts of attention no larger.
+        # The most parts that keep each part of attention as small.
         "attn_bwd_chunks": math.gcd(o.attn_bwd_chunks, fewer) if rest else fewer * per_sequence,
     }
 
 
 def _saver(use: str, sets: Changes, when: Any = None) -> Rule:
-    """Values that may be tried. The option it is of is the first one of them."""
+    """A rule for values to try; the first of these names the rule's option."""
     return Rule(option=next(iter(sets)), effect=SAVE, when=when, sets=sets, use=use)
 
 
 def _made(use: str, name: str, sets: Callable[[Options], Changes]) -> Rule:
-    """Values that may be tried, the option's and others', which are made from the options."""
+    """A rule for values to try, computed from the options."""
     return Rule(option=name, effect=SAVE, sets=sets, use=use)
 
 
@@ -62,8 +64,8 @@ def _set(value: Any, *names: str) -> Changes:
 _FP8 = {"matmul_dtype": "e4m3", "gradient_dtype": "e4m3"}
 
 SAVERS = (
-    # These change when and where numbers are computed and kept, but not their formats. Some do
-    # nothing alone and are therefore here in pairs.
+    # Values that change when and where numbers are computed and kept, but not their formats. Some
+    # do nothing alone, so they stand here in pairs.
     *(_saver("arrange", _set(True, f"recompute_{name}")) for name in ("swiglu", "norm", "ffn")),
     *(_saver("arrange", _set(True, f"recompute_{name}")) for name in ("qkv", "att", "block")),
     _saver("arrange", {"recompute_layers": "all"}),
@@ -80,11 +82,11 @@ SAVERS = (
     _saver("arrange", _set(True, "shard_gradients")),
     _saver("arrange", _set(True, "shard_gradients", "offload_gradients")),
     _saver("arrange", {"shard_over": "world"}),
-    # These need less host memory, and more of the device's, but for the first one.
+    # Values that need less host memory and more device memory, except the first.
     _saver("stay", _set(False, "ckpt_background")),
     *(_saver("stay", _set(False, name)) for name in (*PLACES, "offload_quants")),
     _made("batch", "batch_size", _smaller_batch),
-    # With these the device holds the least, whatever they cost.
+    # Values with the least device memory, at any cost in speed.
     _saver("lightest", {"recompute_block": True}),
     _saver("lightest", {"recompute_layers": "all"}),
     _saver("lightest", {"keep_transposed": False}),
@@ -93,7 +95,7 @@ SAVERS = (
     _saver("lightest", {"shard_gradients": True}),
     _saver("lightest", {"offload_quants": False}),
     _saver("lightest", {"persistent_quants": False}),
-    # These round more, the least harmful first.
+    # Values that round more, the least harmful first.
     _saver("round", _set("bf16", "opt_m_dtype", "opt_v_dtype")),
     _made("round", "grad_accum_dtype", lambda o: {"grad_accum_dtype": o.model_dtype}),
     _made("round", "master_dtype", lambda o: {"master_dtype": o.model_dtype}),
@@ -101,16 +103,16 @@ SAVERS = (
     _saver("round", _set("e4m3", "opt_m_dtype", "opt_v_dtype")),
     _saver("round", {"base_dtype": "nf4"}, lambda v, o: o.freezes_model),
     _saver("round", _set("bf16", "model_dtype", "grad_accum_dtype", "master_dtype")),
-    # These take memory for speed, which only those who ask for it get.
+    # Values that take memory for speed, tried only on request.
     _saver("fast", _set(True, "persistent_quants")),
     _saver("fast", _set(True, "persistent_quants", "offload_quants")),
     _saver("fast", _set(False, "recompute_swiglu", "recompute_norm"), lambda v, o: o.has_adapters),
-    # Formats of 8 bits that may be faster: of products, beside them of the head, and of others.
+    # 8-bit formats that may be faster: of products, of the head beside them, of other tensors.
     _saver("products", _FP8),
     _saver("head", {"head_dtype": "e4m3"}),
     _saver("others", {"mlp_dtype": "e4m3"}, lambda v, o: o.fp8_recipe != "jit"),
     _saver("others", _set("e4m3", "opt_m_dtype", "opt_v_dtype")),
-    # Bases of adapters that the card computes fast with, the finest first.
+    # Adapter bases that the card multiplies fast, the most precise first.
     _saver("base", {"base_dtype": "e4m3"} | _FP8, lambda v, o, card: card.fp8),
     _saver(
         "base",
@@ -120,9 +122,8 @@ SAVERS = (
     _saver("base", {"base_dtype": "nf4"}, lambda v, o, card: True),
 )
 
-# The following is not among them: --lmhead-chunks, which changes the order in which the gradient of
-# the LM head is summed, and, for the same reason, what several ranks share and --all-to-all-reduce;
-# but by what way data get from rank to rank must not matter.
+# Left out: --lmhead-chunks, shared state of several ranks and --all-to-all-reduce, because they
+# change the order of summation. The transport of data between ranks must not matter.
 SAME_BITS = (
     *each(
         "recompute_ffn recompute_qkv recompute_att recompute_block recompute_layers "
@@ -133,7 +134,7 @@ SAME_BITS = (
         EXACT,
         lambda v, o, ranks: True,
     ),
-    *(  # whose defaults are not always off; None is what a model does by itself
+    *(  # defaults that are not always off; None: by the model
         Rule(option=name, effect=EXACT, when=lambda v, o, ranks: v is not None, sets={name: False})
         for name in ("recompute_swiglu", "recompute_norm")
     ),

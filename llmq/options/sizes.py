@@ -1,8 +1,8 @@
-"""Own sizes of a new model, and positions of any: the options that change those of --model.
+"""Sizes of a new model, and positions of any model: options that override those of --model.
 
-A size that is not given stays the preset's, unless it follows from one that is: as many key and
-value heads as query heads where the preset has as many; a head of the width divided by the heads,
-unless set apart; an MLP that the architecture makes a multiple of the width.
+A size that is not given stays the preset's, unless it follows from a given one. Key and value heads
+follow the query heads if the preset has equal numbers. A head follows width / heads, unless the
+architecture sets it separately. The MLP follows the width if the architecture makes it a multiple.
 """
 
 import json
@@ -19,11 +19,11 @@ from llmq.options.options import OPTIONS, TrainConfig
 
 _GROUPS = (SIZES_GROUP, POSITIONS_GROUP)
 SIZES = tuple(name for name, option in OPTIONS.items() if option.group in _GROUPS)
-"""Names of these options, which are those of ModelConfig but for _RENAMED and _OF_EXPERTS."""
+"""Names of these options: fields of ModelConfig except for _RENAMED and _OF_EXPERTS."""
 
 _RENAMED = {"tie_embeddings": "tied_embeddings"}
 _OF_EXPERTS = {"num_experts": "count", "active_experts": "active", "expert_size": "size"}
-"""Those that are fields of Experts."""
+"""Options that are fields of Experts."""
 
 
 def given_sizes(config: TrainConfig) -> dict[str, Any]:
@@ -33,9 +33,9 @@ def given_sizes(config: TrainConfig) -> dict[str, Any]:
 
 
 def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
-    """The model with other sizes. given: of given_sizes, vocab_size a number.
+    """Return the model with other sizes. given: of given_sizes, with vocab_size as a number.
 
-    ConfigError, naming the flag at fault, where they contradict each other or the architecture.
+    ConfigError, which names the flag, if sizes contradict each other or the architecture.
     """
     if not given:
         return model
@@ -84,7 +84,7 @@ def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
 
 
 def _experts(model: ModelConfig, given: dict[str, int], layers: int) -> Experts | None:
-    """The experts of a model with so many layers."""
+    """The experts of a model with `layers` layers."""
     its = model.experts
     if its is None and given:
         raise ConfigError(f"{OPTIONS[next(iter(given))].flag}: this model has no experts")
@@ -100,8 +100,8 @@ def _experts(model: ModelConfig, given: dict[str, int], layers: int) -> Experts 
 
 
 def _scaling(model: ModelConfig, longest: int, text: str | None) -> RopeScaling | None:
-    """The stretching in a model with so many positions. text: of --rope-scaling; None: as the
-    model has it."""
+    """The RoPE scaling of a model with `longest` positions. text: of --rope-scaling; None: as in
+    the model."""
     own = model.rope_scaling
     if text is None:
         grows = own is not None and own.kind == "dynamic"
@@ -115,19 +115,19 @@ def _scaling(model: ModelConfig, longest: int, text: str | None) -> RopeScaling 
 
 
 def _repeated(pattern: tuple[bool, ...], count: int) -> tuple[bool, ...]:
-    """So many values, which go on as the pattern, of which the shortest period counts."""
+    """The pattern continued to `count` values, by its shortest period."""
     found = range(1, len(pattern) + 1)
     period = next(p for p in found if all(v == pattern[i % p] for i, v in enumerate(pattern)))
     return tuple(pattern[i % period] for i in range(count))
 
 
 def _flag(name: str, given: dict[str, Any]) -> str:
-    """The flag of a size if it was given, else that of the width, with which it has to agree."""
+    """The flag of a size if given, else of the width, which must agree with it."""
     return OPTIONS[name if name in given else "hidden_size"].flag
 
 
 def _naming_the_flag(message: str) -> str:
-    """A message of ModelConfig about one of its fields, about the flag that sets it."""
+    """A ModelConfig message with the field replaced by its flag."""
     names = {_RENAMED.get(name, name): OPTIONS[name].flag for name in SIZES}
     names["experts"] = OPTIONS["active_experts"].flag
     found = re.match(r"model (\w+): ", message)

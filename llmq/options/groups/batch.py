@@ -1,4 +1,4 @@
-"""Options of the shape of a step, and the number of steps, with their rules."""
+"""Batch options: the shape of a step and the number of steps, with their rules."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class BatchOptions:
 
     @property
     def local_seq_len(self) -> int:
-        """Tokens of a sequence that one device computes, T of its tensors; `seq_len` is what the
-        data have. They are the same as long as no axis of the mesh divides sequences."""
+        """Tokens T of a sequence on one device; `seq_len` is the data's. Both are equal as long as
+        no axis of the mesh divides sequences."""
         return self.seq_len
 
     @property
@@ -49,7 +49,7 @@ class BatchOptions:
 
 
 BATCH_RULES = (
-    # The longest is planned; `stages_of` has the others.
+    # Plans use the longest length; `stages_of` has the others.
     Rule(
         option="seq_len",
         effect=IMPLY,

@@ -77,22 +77,22 @@ class DataOptions:
 
     @property
     def splits(self) -> bool:
-        """True if the validation data are a part of the training files."""
+        """True if validation data are a part of the training files."""
         return self.eval_fraction is not None
 
     @property
     def eval_fraction(self) -> float | None:
-        """Part of the training files that is validation data, 0 to 1; None for other files."""
+        """Validation share of the training files, 0 to 1; None for separate files."""
         return split_part(self.eval_pattern)
 
     @property
     def eval_pattern(self) -> str:
-        """The pattern that --eval-file has without a name; NONE where all its patterns have one."""
+        """The unnamed pattern of --eval-file; NONE if all patterns have names."""
         return self._eval_patterns.get("", NONE)
 
     @property
     def eval_sets(self) -> dict[str, str]:
-        """Named patterns of validation files beside it."""
+        """Named patterns of --eval-file, by name."""
         return {name: pattern for name, pattern in self._eval_patterns.items() if name}
 
     @property
@@ -108,32 +108,31 @@ class DataOptions:
 
     @property
     def train_patterns(self) -> list[str]:
-        """The glob patterns of --train-file, without weights."""
+        """Glob patterns of --train-file, without weights."""
         return split_weights(self.train_file)[0]
 
     @property
     def all_patterns(self) -> list[str]:
-        """Patterns of all token files, of training and of validations."""
-        own = [self.eval_pattern] if self.validates and not self.splits else []
-        return [*self.train_patterns, *own, *self.eval_sets.values()]
+        """Patterns of all token files, for training and validation."""
+        unnamed = [self.eval_pattern] if self.validates and not self.splits else []
+        return [*self.train_patterns, *unnamed, *self.eval_sets.values()]
 
     @property
     def train_weights(self) -> tuple[float, ...] | None:
-        """The weights of these patterns; None if they have none, or there is only one."""
+        """Weights of the training patterns; None without weights or for a single pattern."""
         return split_weights(self.train_file)[1]
 
 
 def held_out(folder: str) -> str | None:
-    """The pattern of the validation part that `llmq tokenize` has written into a folder; None for a
-    name that is no folder, or where it kept no such part."""
-    there = Path(folder).expanduser()
-    files = there.is_dir() and any(there.glob("eval*.bin"))
-    return f"{glob.escape(str(there))}/eval*.bin" if files else None
+    """Pattern of the validation files that `llmq tokenize` has written into a folder; None for any
+    other name, and a folder without such files."""
+    path = Path(folder).expanduser()
+    files = path.is_dir() and any(path.glob("eval*.bin"))
+    return f"{glob.escape(str(path))}/eval*.bin" if files else None
 
 
 def _tokenized(o: Options) -> str | None:
-    """The pattern of the validation parts of --train-file, where these are all folders that have
-    one."""
+    """Pattern of the validation files in the folders of --train-file; None unless each has some."""
     found = [held_out(pattern) for pattern in o.train_patterns]
     if not found or None in found:
         return None
@@ -141,7 +140,7 @@ def _tokenized(o: Options) -> str | None:
 
 
 DATA_RULES = (
-    # The default validation files are of the default training data.
+    # Default validation files belong to the default training data.
     default(
         "eval_file",
         lambda o: f"{SHAKESPEARE}/eval*.bin",

@@ -1,4 +1,4 @@
-"""Options of recomputation, and state that lies in host memory, with their rules."""
+"""Memory options: recomputation and state in host memory, with their rules."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ MEMORY_RULES = (
     ),
     switches("recompute_att", "recompute_qkv", help="implies --recompute-qkv"),
     switches("recompute_ffn", "recompute_swiglu", help="implies --recompute-swiglu"),
-    # Adapters alone read these in backward. Beside products of 16 bits it costs nearly nothing.
-    # Without adapters the activation is left to the model where delayed scales are.
+    # Only adapters read these in backward. Beside 16-bit products recomputation costs little.
+    # Without adapters the model decides about the activation if scales are delayed.
     *(
         default(
             name,

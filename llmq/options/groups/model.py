@@ -161,7 +161,7 @@ class ModelOptions:
         parse=parse_parts,
     )
     only_scores: bool = False
-    """No option: the command asks a model for losses, and trains nothing."""
+    """Not an option: True for `llmq score`, which computes losses and trains nothing."""
 
     @property
     def has_adapters(self) -> bool:
@@ -200,7 +200,7 @@ def _adapters_default(name: str, value: Callable[[Options], Any], **more: Any) -
 
 
 MODEL_RULES = (
-    _adapters_default(  # PEFT's users have these two
+    _adapters_default(  # the values that PEFT's users choose
         "lora_alpha", lambda o: 2.0 * o.lora_rank, help="twice --lora-rank if not given"
     ),
     _adapters_default("lora_targets", lambda o: "all", help="all if not given"),

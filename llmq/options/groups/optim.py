@@ -29,7 +29,7 @@ from llmq.options.option_types import (
 )
 from llmq.options.rule import IMPLY, REFUSE, Options, Rule, default, each, idle, refused
 
-_LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
+_LEAST_EPSILON = 2.0**-126  # AdamW's; the smallest normal F32, which no GPU flushes to 0
 
 _TRAINED_BY = {
     "embedding": ("embeddings",),
@@ -172,11 +172,11 @@ class OptimOptions:
         parse=parse_params,
     )
     token_weights: bool = False
-    """No option: the token files have weights of tokens, which the loss takes."""
+    """Not an option: True if the token files have weights, which the loss uses."""
 
     @property
     def pairs(self) -> str | None:
-        """The unit of the loss: pairs of "answers", answers with "labels", or None, tokens."""
+        """Unit of the loss: "answers" (pairs), "labels" (labelled answers), or None (tokens)."""
         return "answers" if self.loss in PREFERENCES else "labels" if self.loss == "kto" else None
 
     @property
@@ -203,8 +203,8 @@ class OptimOptions:
         return _count(self.cooldown, steps)
 
     def course(self, steps: int) -> str:
-        """The learning rates of a run with this number of steps, in words such as
-        "1e-5, 20 steps of warm-up, cosine to 0"."""
+        """Words for the learning rates of a run with this number of steps, such as "1e-5, 20 steps
+        of warm-up, cosine to 0"."""
         warmup, cooldown = self.warmup_of(steps), self.cooldown_of(steps)
         fraction = 1 if self.lr_schedule == "wsd" else self.final_lr_fraction
         floor = _short(self.learning_rate * fraction)
@@ -217,7 +217,7 @@ class OptimOptions:
         return ", ".join(words)
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate of a step, counted from 0, of a run of so many."""
+        """Learning rate of `step`, counted from 0, in a run of `steps` steps."""
         return learning_rate(
             step,
             steps=steps,
@@ -229,8 +229,7 @@ class OptimOptions:
         )
 
     def rate_factor(self, slab: str) -> float:
-        """By how much the learning rate of a slab, which AdamW updates, is more than that of the
-        run."""
+        """Factor of the learning rate of a slab that AdamW updates, relative to the run's."""
         if slab == "lora_b":
             return self.lora_plus
         rates = part_rates(self.lr_parts)
@@ -241,7 +240,7 @@ class OptimOptions:
 
 
 def _count(given: float, steps: int) -> int:
-    """Number of steps. given: steps, or below 1 a part of all `steps`."""
+    """Number of steps. given: steps, or below 1 a share of all `steps`."""
     return int(given) if given >= 1 else round(given * steps)
 
 
@@ -296,7 +295,8 @@ def learning_rate(
 
 
 def _untrained(o: Options) -> str | None:
-    """Line about the first rate of --lr-parts whose part is not trained beside adapters."""
+    """Line about the first rate of --lr-parts whose part is not trained beside adapters; None if
+    there is none."""
     for text in o.lr_parts if o.wants_adapters else ():
         names = _TRAINED_BY.get(text.partition("=")[0], ())
         if names and not {*names} & {*(o.train or ())}:
@@ -310,7 +310,7 @@ OPTIM_RULES = (
         lambda o: 2e-4 if o.wants_adapters else 1e-5,
         help="1e-5 if not given, with adapters 2e-4",
     ),
-    # A schedule that is named falls; llm.q's constant rate is a cosine to the rate itself.
+    # A named schedule decays; llm.q's constant rate is a cosine that ends at the rate itself.
     default(
         "cooldown",
         lambda o: 0.2 if o.lr_schedule == "wsd" else 0,
@@ -421,7 +421,7 @@ OPTIM_RULES = (
         lambda v, o: (o.loss != "ce" or o.token_weights) and v > 0,
         "would be weighted as tokens are, of which --loss {loss} makes some less likely",
     ),
-    # About token files: batches of a caller's own bring scores and masks with them.
+    # For token files: a caller's own batches have scores and masks.
     *each(
         "scores",
         REFUSE,

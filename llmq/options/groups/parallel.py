@@ -1,4 +1,4 @@
-"""Options of devices, and the division of a run among them, with their rules."""
+"""Parallel options: devices and the division of a run among them, with their rules."""
 
 from __future__ import annotations
 
@@ -63,10 +63,8 @@ class ParallelOptions:
     watchdog: int = option(300, "Seconds without progress after which a run stops; 0: never", min=0)
 
     def shards(self, world_size: int, machines: int = 1) -> int:
-        """In how many parts the ranks keep the state: as many as there are, or as a machine has.
-
-        machines: among which the ranks are divided equally.
-        """
+        """Number of shards of the state: all ranks, or the ranks of one machine. machines: share
+        the ranks equally."""
         return world_size if self.shard_over == "world" else world_size // machines
 
 
@@ -150,7 +148,7 @@ PARALLEL_RULES = (
         lambda v, o, ranks: ranks.world_size == 1,
         "{shown} has no effect {ranks.alone}",
     ),
-    # The options that --zero-level implies count as one, which may do something in part.
+    # Options implied by --zero-level count as one, which may work in part.
     *idle(
         "shard_weights",
         lambda v, o, ranks: o.zero_level < 3 and undivided(o, ranks, "weights"),
@@ -166,7 +164,7 @@ PARALLEL_RULES = (
         lambda v, o, ranks: v >= 2 and undivided(o, ranks, *["weights"][v < 3 :], "gradients"),
         "{shown} has no effect {found}",
     ),
-    # With --device cpu it is said already.
+    # Another rule warns with --device cpu.
     *idle(_GPUS_ONLY, lambda v, o, ranks: o.device == "cpu", "", last_word=True),
     *idle(
         _GPUS_ONLY,

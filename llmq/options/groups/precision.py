@@ -1,4 +1,4 @@
-"""Options of number formats of weights, products and gradients, with their rules."""
+"""Precision options: number formats of weights, products and gradients, with their rules."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from llmq.options.conditions import instead_of_fp8, uncoded_product, why_not_hal
 from llmq.options.option_types import FP8_DTYPES, dtype_option, option
 from llmq.options.rule import REFUSE, Options, Rule, default, each, refused
 
-FP8_BASES = ("e4m3", "nf4")  # whose weights can be multiplied as fp8 codes
+FP8_BASES = ("e4m3", "nf4")  # bases whose weights fp8 products can multiply
 FP8_CAPABILITY = 89  # Ada is the first with fp8 tensor cores
 
-_INT8_TERMS = (2**31 - 1) // 127**2 // 16 * 16  # of a sum of codes' products, which has 32 bits
-_INT8_WIDTH = 65536  # of a row that is quantized
+_INT8_TERMS = (2**31 - 1) // 127**2 // 16 * 16  # most terms of an int32 sum of products of codes
+_INT8_WIDTH = 65536  # widest quantized row
 _AS_MODEL = "as --model-dtype if not given"
 
 
 def _formats(name: str, *codes: str) -> Iterator[Rule]:
-    """Formats that the option may have: the model's, beside bf16 also these."""
+    """Rules for the formats of an option: the model's, and `codes` beside a bf16 model."""
 
     def others(v: str, o: Options) -> str | None:
         allowed = (o.model_dtype, *(codes if o.model_dtype == "bf16" else ()))
@@ -89,7 +89,7 @@ PRECISION_RULES = (
         lambda o: "fp32" if o.wants_adapters else o.model_dtype,
         help=f"{_AS_MODEL}, with adapters fp32",
     ),
-    # 8-bit codes of adapters' bases are multiplied as they are.
+    # Products multiply the 8-bit codes of adapter bases directly.
     default(
         "matmul_dtype",
         lambda o: o.base_dtype,
@@ -130,7 +130,7 @@ PRECISION_RULES = (
         lambda v, o: o.model_dtype == "fp32" and v == "bf16",
         "bf16 is too coarse for --model-dtype fp32, use fp32",
     ),
-    # The products run in the model's format, or in 8 bits with output gradients in 8 bits.
+    # Products run in the model's format, or in 8 bits with 8-bit output gradients.
     *refused(
         "matmul_dtype",
         lambda v, o: o.freezes_model and v == "e4m3" and o.base_dtype not in FP8_BASES,
@@ -166,7 +166,7 @@ PRECISION_RULES = (
         lambda v, o: v == "delayed" and not o.is_fp8,
         "delayed needs --matmul-dtype e4m3",
     ),
-    # Products write codes only with a scale that is known before them.
+    # Products write codes only with a scale known in advance.
     *_formats("mlp_dtype", "e4m3"),
     *refused(
         "mlp_dtype",

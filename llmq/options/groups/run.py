@@ -1,4 +1,4 @@
-"""Options of checkpoints, evaluations, logs, and the end of a run, with their rules."""
+"""Run options: checkpoints, evaluations, logs, and the end of a run, with their rules."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ RUN_RULES = (
         lambda v, o, length: v > 0 and v >= measured_before_end(o, length),
         "has no effect: the run measures {keep_best} too few times before its end",
     ),
-    # A run measures these, and a verification does not.
+    # Only runs measure these; verification does not.
     *idle(
         "debug_log_abs_max debug_log_allocations debug_time_breakdown",
         lambda v, o, measuring: True,
