@@ -1,6 +1,4 @@
-"""Plans say what a run will need and how fast it will be, by the real step on a device that does
-nothing.
+"""Plans: memory and speed of a run, from the real step on a device that only counts.
 
-Imports everything below: base to checkpoint.
-Start with `plan.py`, then `cost.py`.
+Imports everything below: base to checkpoint. Start with `plan.py`, then `cost.py`.
 """

@@ -1,4 +1,4 @@
-"""Does a plan fit, and what to say if it does not."""
+"""Fit of a plan into memory, and advice if it does not fit."""
 
 import shlex
 from bisect import bisect_left
@@ -32,14 +32,14 @@ from llmq.state.params import parameter_count
 T = TypeVar("T")
 
 CAREFUL = (*REARRANGING, *STAYING, *savers("batch"))
-MIN_SEQ_LEN = 128  # of advice
-NOTICEABLE = 0.05  # by how much rounding more must be faster to be worth a word
+MIN_SEQ_LEN = 128  # shortest sequence in advice
+NOTICEABLE = 0.05  # least relative speedup for which advice names coarser formats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """One change of an advice. flags: as on the command line. device, host: bytes needed, before
-    and after. slower: by what part of the time of a step."""
+    """One change in a piece of advice. flags: as on the command line. device, host: needed bytes
+    before and after. slower: relative increase of a step's time."""
 
     flags: str
     device: tuple[int, int]
@@ -48,7 +48,7 @@ class Saving:
 
 
 def savings(config: TrainConfig, planner: Planner, changes: Sequence[Changes]) -> list[Saving]:
-    """The savings and the costs of each of the changes, one after the other."""
+    """Return the saving and cost of each change, applied one after the other."""
     configs = [having(config, changes[:n]) for n in range(len(changes) + 1)]
     needs = [planner.estimate(c) for c in configs]
     return [
@@ -63,7 +63,7 @@ def savings(config: TrainConfig, planner: Planner, changes: Sequence[Changes]) -
 
 
 def spelled(config: TrainConfig, changes: Changes) -> str:
-    """The flags that make these changes, without what they imply."""
+    """Flags that make these changes, without implied ones."""
     changed = {name: v for name, v in changes.items() if getattr(config, name) != v}
     if changed.get("gradient_dtype") == changed.get("matmul_dtype"):
         changed.pop("gradient_dtype", None)
@@ -71,7 +71,7 @@ def spelled(config: TrainConfig, changes: Changes) -> str:
 
 
 def check_fits(config: TrainConfig, planner: Planner, plan: Plan, limits: Limits) -> None:
-    """Raise OutOfMemory unless the plan, of config by planner, fits."""
+    """Raise OutOfMemory with advice unless the plan of `config` fits."""
     problems = shortages(plan, planner.spec, limits)
     if problems:
         raise OutOfMemory(
@@ -80,14 +80,14 @@ def check_fits(config: TrainConfig, planner: Planner, plan: Plan, limits: Limits
 
 
 def whole_command(config: TrainConfig, planner: Planner) -> str:
-    """`llmq train` with all of these options and as many GPUs as were planned for."""
-    if planner.spec != HOST_SPEC:  # the default is what a machine has
+    """`llmq train` with all options of `config` and the planned number of GPUs."""
+    if planner.spec != HOST_SPEC:  # the default is the number of a machine's GPUs
         config = replace(config, gpus=planner.gpus)
     return f"  {shlex.join(command_line(config))}"
 
 
 def shortages(plan: Plan, spec: DeviceSpec, limits: Limits) -> list[str]:
-    """The memories that are too small, with what takes most of them."""
+    """Messages on memories that are too small, with the largest categories."""
     problems = []
     device = needed_bytes(plan, spec)
     if limits.device is not None and device > limits.device:
@@ -105,7 +105,7 @@ def shortages(plan: Plan, spec: DeviceSpec, limits: Limits) -> list[str]:
 
 
 def _largest(plan: Plan, places: Iterable[str]) -> str:
-    """The largest categories, of one rank."""
+    """Text with the three largest categories of one rank."""
     sizes: Counter[str] = Counter()
     for place in places:
         sizes.update(plan.usage.categories[place])
@@ -113,8 +113,8 @@ def _largest(plan: Plan, places: Iterable[str]) -> str:
 
 
 def advice(config: TrainConfig, planner: Planner, limits: Limits) -> list[str]:
-    """Lines: the cheapest changes that make it fit, as a list and as one command; and flags of
-    faster ones that round more."""
+    """Return lines with the cheapest changes that make the run fit, as a list and as one command;
+    and flags of faster changes that round more."""
     exact = Shrinker(planner, limits).shrink(config, CAREFUL)
     found = savings(config, planner, exact)
     fits = _enough(found, limits)
@@ -145,7 +145,7 @@ def _enough(found: list[Saving], limits: Limits) -> bool:
 
 
 def _slower(found: list[Saving]) -> float:
-    """By what part of its time a step becomes slower through all of these."""
+    """Relative increase of a step's time by all of these changes."""
     factor = 1.0
     for saving in found:
         factor *= 1 + saving.slower
@@ -153,7 +153,7 @@ def _slower(found: list[Saving]) -> float:
 
 
 def _told(found: list[Saving], planner: Planner, limits: Limits) -> list[str]:
-    """Each change with what it saves of what there is too little of, and what it costs."""
+    """Lines with each change, its saving of the short memory, and its cost."""
     device = limits.device is not None and found[0].device[0] > limits.device
     width = max(len(saving.flags) for saving in found)
     entries = []
@@ -168,7 +168,7 @@ def _told(found: list[Saving], planner: Planner, limits: Limits) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """Something that would help. config: what to run then; None: it is not about options."""
+    """A remedy. config: the options to run with it; None if the remedy is no option."""
 
     text: str
     config: TrainConfig | None = None
@@ -177,8 +177,8 @@ class Way:
 def refusal(
     config: TrainConfig, planner: Planner, limits: Limits, fixed: frozenset[str]
 ) -> OutOfMemory:
-    """The error of a search that found nothing: what is missing at the least, and what would help.
-    config: with the smallest micro-batch. fixed: options that keep their values."""
+    """Return the error of a search without result: the least shortage, and remedies. config: with
+    the smallest micro-batch. fixed: names of options that keep their values."""
     shrinker = Shrinker(planner, limits, fixed)
     boundless = Shrinker(planner, Limits(device=limits.device), fixed)
     changes = _with_least_host_memory(config, boundless) or boundless.shrink(config, REARRANGING)
@@ -186,7 +186,7 @@ def refusal(
     flags = [flag("batch_size", config.batch_size)]
     flags += [spelled(config, change) for change in changes]
     missing = "; ".join(shortages(planner.plan(least), planner.spec, limits))
-    if not missing:  # the search goes by estimates, which may be a bit too high
+    if not missing:  # estimates of the search may be slightly too high
         problem = "nothing was found, but without --fit or --auto this fits:"
         return OutOfMemory(problem, [whole_command(least, planner)])
     ways = [_with_coarser_numbers(config, shrinker, changes), _with_fp8(config, shrinker, changes)]
@@ -206,7 +206,7 @@ def refusal(
 
 
 def _with_least_host_memory(config: TrainConfig, boundless: Shrinker) -> list[Changes] | None:
-    """The changes by which it fits into the device; None: nothing does that."""
+    """Return the changes that fit the device with the least host memory; None if none fit it."""
     places = boundless.host_choices(config)
     if not places:
         return None
@@ -226,7 +226,8 @@ def _with_coarser_numbers(
 
 
 def _with_fp8(config: TrainConfig, shrinker: Shrinker, start: list[Changes]) -> Way | None:
-    """fp8 products on a card that has them: their operands take less, above all in host memory."""
+    """fp8 products as a remedy, on a card with fp8: operands take less memory, above all host
+    memory."""
     of_formats = Shrinker(shrinker.planner, shrinker.limits, shrinker.fixed - set(FP8))
     then = of_formats.allowed(config, FP8) if shrinker.planner.card.fp8 else None
     if then is None or config.matmul_dtype == then.matmul_dtype:
@@ -253,9 +254,9 @@ def _with_shorter_sequences(
 def _with_a_smaller_model(
     config: TrainConfig, shrinker: Shrinker, start: list[Changes]
 ) -> Way | None:
-    """The largest preset of the same kind that fits. Its weights need not be there, because nothing
-    is run."""
-    own = shrinker.planner.model
+    """The largest preset of the same architecture that fits, as a remedy. Its weights may be
+    missing, because nothing runs."""
+    planned = shrinker.planner.model
 
     def fits(name: str) -> bool:
         other = Shrinker(shrinker.planner.of(PRESETS[name]), shrinker.limits, shrinker.fixed)
@@ -264,14 +265,15 @@ def _with_a_smaller_model(
     sizes = {
         name: parameter_count(model)
         for name, model in PRESETS.items()
-        if (model.architecture, model.vocab_size) == (own.architecture, own.vocab_size)
+        if (model.architecture, model.vocab_size) == (planned.architecture, planned.vocab_size)
     }
-    smaller = [name for name in sizes if sizes[name] < parameter_count(own)]
+    smaller = [name for name in sizes if sizes[name] < parameter_count(planned)]
     largest = _last_that_fits(sorted(smaller, key=sizes.__getitem__), fits)
     return largest and Way(text=flag("model", largest))
 
 
 def _last_that_fits(choices: Sequence[T], fits: Callable[[T], bool]) -> T | None:
-    """The last one of a sequence whose first ones fit; each try takes a good part of a second."""
+    """Return the last fitting choice of a sequence that begins with fitting ones; None if none
+    fits. Bisection, because each try takes a good part of a second."""
     count = bisect_left(choices, True, key=lambda choice: not fits(choice))
     return choices[count - 1] if count else None

@@ -1,5 +1,5 @@
-"""Whether a machine can compute a run at all, and by which attention; the plan of a run that begins
-on it."""
+"""Checks that a machine can compute a run, the choice of attention kernels, and the plan of a run
+that starts."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -26,12 +26,12 @@ from llmq.runtime import cudnn
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.machine import PLAN_SPEC, Machine
 
-VECTOR = 8  # elements of BF16 in 16 bytes
-CONV_MULTIPLE = 4  # columns of BF16 that a thread of short_conv loads
+VECTOR = 8  # BF16 elements in 16 bytes
+CONV_MULTIPLE = 4  # BF16 columns that a thread of short_conv loads
 
 
 def check_machine(config: TrainConfig, model: ModelConfig, machine: Machine) -> None:
-    """ConfigError for formats and sizes that the machine cannot compute."""
+    """Raise ConfigError for formats and sizes that the machine cannot compute."""
     check_options(config, machine)
     check_sizes(model, machine)
     spec = machine.spec
@@ -49,7 +49,7 @@ def check_machine(config: TrainConfig, model: ModelConfig, machine: Machine) -> 
 
 
 def check_options(config: TrainConfig, machine: Machine) -> None:
-    """ConfigError for options with which the machine cannot compute."""
+    """Raise ConfigError for options that the machine cannot compute."""
     world = machine.world
     here = Here(
         on_gpus=machine.kind == "cuda",
@@ -64,7 +64,7 @@ def check_options(config: TrainConfig, machine: Machine) -> None:
 
 
 class _Limit(NamedTuple):
-    """A size of a model that GPU kernels cut into vectors and tiles."""
+    """A model size that GPU kernels cut into vectors and tiles."""
 
     name: str
     size: int
@@ -73,7 +73,7 @@ class _Limit(NamedTuple):
 
 
 def check_sizes(model: ModelConfig, machine: Machine) -> None:
-    """ConfigError for sizes that only the CPU device can compute."""
+    """Raise ConfigError for sizes that only the CPU device can compute."""
     for name, size, multiple, most in _limits(model) if machine.kind == "cuda" else ():
         if size % multiple or (most is not None and size > most):
             allowed = [f"a multiple of {multiple}"] if multiple > 1 else []
@@ -85,7 +85,8 @@ def check_sizes(model: ModelConfig, machine: Machine) -> None:
 
 
 def _limits(model: ModelConfig) -> Iterator[_Limit]:
-    """The limits of the kernels for all GPUs, by what config.json calls the sizes, if it does."""
+    """Yield the limits of all GPUs' kernels, under config.json's names of the sizes if it has
+    them."""
     yield _Limit("hidden_size", model.hidden_size, VECTOR, MAX_COLUMNS)
     if model.experts is None or model.experts.layers is not None:
         yield _Limit("intermediate_size", model.intermediate_size, VECTOR)
@@ -114,15 +115,15 @@ def _unsupported(config: TrainConfig, model: ModelConfig, spec: DeviceSpec) -> s
 
 
 def installed_attention(config: TrainConfig, model: ModelConfig, spec: DeviceSpec) -> str:
-    """Choose as attention_backend does on a GPU where cuDNN is taken to be installed."""
+    """Return the choice of attention_backend for a GPU with cuDNN installed."""
     reason = why_no_cudnn(config, _unsupported(config, model, spec))
     return config.attention if reason is None else "native"
 
 
 def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine) -> str:
-    """The backend that --attention means here: "native" or "cudnn" for all, or "auto", see
-    directions. Where cuDNN is missing or refuses, ConfigError if it is asked for, else native and a
-    warning."""
+    """Return the backend for --attention on this machine: "native" or "cudnn" for both directions,
+    or "auto" (see `directions`). If cuDNN is missing or refuses: ConfigError for --attention cudnn,
+    else "native" with a warning."""
     on_cpu = machine.kind == "host"
     unsupported = None if on_cpu else _unsupported(config, model, machine.spec)
     RULES.check(config, attention=AttentionHere(on_cpu=on_cpu, unsupported=unsupported))
@@ -136,10 +137,14 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
                 sizes = (config.batch_size, config.local_seq_len, *heads)
                 case = (config.attention, heads.channels, config.local_seq_len, window)
                 _, ways = directions(*case, machine.spec.capability)
-                for parts in {1, config.attn_bwd_chunks}:  # what the plan chooses is between them
-                    how = {"window": window, "scale": model.attention_scale}
-                    how |= {"backward": "cudnn" in ways}
-                    library.check(*sizes, chunks=parts, **how)
+                for parts in {1, config.attn_bwd_chunks}:  # the plan chooses a number between these
+                    library.check(
+                        *sizes,
+                        chunks=parts,
+                        window=window,
+                        scale=model.attention_scale,
+                        backward="cudnn" in ways,
+                    )
     except LlmqError as error:
         if config.attention == "cudnn":
             raise ConfigError(f"--attention cudnn: {error}") from error
@@ -149,7 +154,7 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
 
 
 class RunPlan(NamedTuple):
-    """A plan, the options that it is of, and by which attention it computes."""
+    """A plan, its options, and its attention backend."""
 
     plan: Plan
     config: TrainConfig
@@ -157,7 +162,8 @@ class RunPlan(NamedTuple):
 
 
 def plan_run(config: TrainConfig, model: ModelConfig, machine: Machine) -> RunPlan:
-    """Raises ConfigError for what the machine cannot compute, OutOfMemory for what does not fit."""
+    """Return the plan of a run. Raises ConfigError if the machine cannot compute it, OutOfMemory if
+    it does not fit."""
     planner, run = plan_unchecked(config, model, machine)
     check_fits(config, planner, run.plan, memory_limit(config, machine))
     return run
@@ -166,12 +172,20 @@ def plan_run(config: TrainConfig, model: ModelConfig, machine: Machine) -> RunPl
 def plan_unchecked(
     config: TrainConfig, model: ModelConfig, machine: Machine
 ) -> tuple[Planner, RunPlan]:
-    """As plan_run, whether it fits or not; and what has planned it."""
+    """Return the planner and the plan of a run, whether it fits or not; errors else as of
+    plan_run."""
     check_machine(config, model, machine)
     backend, spec = attention_backend(config, model, machine), machine.spec
     network = Network(machine.world.num_machines)
     card = card_here(spec, machine.world_size, cuda=machine.kind == "cuda")
-    shared = (spec, backend, card, machine.world_size)
-    planner = Planner(model, *shared, network=network, gpus=machine.world.ranks_here)
+    planner = Planner(
+        model,
+        spec,
+        backend,
+        card,
+        machine.world_size,
+        network=network,
+        gpus=machine.world.ranks_here,
+    )
     planned = planner.with_fewest_parts(config)
     return planner, RunPlan(planner.plan(planned), planned, backend)

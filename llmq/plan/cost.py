@@ -1,4 +1,4 @@
-"""How long an optimizer step takes: its trace on the plan device, replayed at a card's rates."""
+"""Duration of an optimizer step: the plan device's trace, replayed at a card's rates."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,24 +13,23 @@ from llmq.runtime.attention_parts import head_groups
 from llmq.runtime.cost import Cost
 from llmq.runtime.plan_device import Work
 
-# Constants of cuDNN 9.19 on an H100; what they give is within 10 % of what
-# tests/plan/test_small_grids.py has.
+# Constants of cuDNN 9.19 on an H100; predictions are within 10 % of the times in
+# tests/plan/test_small_grids.py.
 KEY_BLOCK = 128
-LAST_BLOCKS = 0.22  # units that a call waits for its last ones, in the mean
+LAST_BLOCKS = 0.22  # mean wait of a call for its last blocks, in units
 
 
 def small_grids(cost: Cost, num_sms: int, beside: int) -> float:
-    """How many times as long the library's backward of attention takes where its heads are in
-    parts; 1 for all else.
+    """Slowdown of cuDNN's attention backward if its heads are divided into parts; 1 for all other
+    work.
 
-    A block of its kernel computes the gradients of KEY_BLOCK keys of a head, and walks over all
-    queries from there on; the blocks of a head go from the longest to the shortest. Every
-    multiprocessor has one at a time. A short one follows a long one, so that a multiprocessor
-    computes two of them in the time of the longest, which is the unit here: a call takes a whole
-    number of units, and waits for the last of its blocks. In one call for all heads the next ones
-    fill what one leaves idle.
+    One block computes the gradients of KEY_BLOCK keys of a head, and walks over all queries from
+    there on. A head's blocks go from the longest to the shortest, one at a time on a
+    multiprocessor. A short block follows a long one, so a multiprocessor computes two blocks in the
+    time of the longest, the unit here. A call takes a whole number of units, and waits for its last
+    block. In a single call for all heads the next blocks fill idle multiprocessors.
 
-    beside: so many positions a query costs beside those that it sees, undivided.
+    beside: extra positions a query costs beside the visible ones, without division.
     """
     if cost.heads is None or cost.heads.parts == 1:
         return 1.0
@@ -44,74 +43,72 @@ def small_grids(cost: Cost, num_sms: int, beside: int) -> float:
 
 PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer")
 
-# From h100_ops.txt and peers.json in benchmarks/, and from the products tuned for an H100.
-COPY_SHARE = 0.88  # of the sheet's bandwidth, in kernels that are bound by it
-LAUNCH = 5e-6  # seconds that a launch takes beside its bytes or FLOPs: filling and draining the GPU
-# On multiprocessors with 100 KB of shared memory (GeForce, workstations): the library's tiles are
-# half as large as on an H100, and at 2.5 GHz instead of 1.5 a card is filled and drained sooner.
-# Both follow from llm.q's published speeds (published.md).
+# From h100_ops.txt and peers.json in benchmarks/, and products tuned for an H100.
+COPY_SHARE = 0.88  # share of the sheet's bandwidth in memory-bound kernels
+LAUNCH = 5e-6  # seconds of a launch beside its bytes or FLOPs: filling and draining the GPU
+# Multiprocessors with 100 KB of shared memory (GeForce, workstations): the library's tiles are half
+# as large as on an H100, and at 2.5 GHz instead of 1.5 a launch fills and drains sooner. Both
+# numbers follow from llm.q's published speeds (published.md).
 SMALL, SMALL_TILES, SMALL_LAUNCH = (86, 89, 120, 121), 0.5, 3e-6
-# Both directions together have so many times one direction's rate: 48 of 55 GB/s each
-# (h200_x4_bus.txt).
+# Rate of both directions together over one direction's rate: 48 of 55 GB/s each (h200_x4_bus.txt).
 BOTH_WAYS = 1.74
-# Kernels that work in host memory themselves reach so much of a copy's rate, by whether they write
-# there (h200_bus.txt).
+# Kernels that access host memory directly reach this share of a copy's rate; key: True if they
+# write there (h200_bus.txt).
 KERNEL_SHARE = {False: 0.94, True: 0.87}
-# Exchanges through the host, by whether NCCL makes them: of one direction's rate of the bus, what
-# they reach in both at once (two H200), and bytes per second that host memory gives and takes, of
-# all GPUs and directions together (four). Plain copies of four H200 pass 134 to 180 GB/s; one alone
-# 55 in a direction (h200_x4_staged.md, h200_x4_bus.txt).
+# Exchanges through host memory; key: True with NCCL. HOST_SHARE: rate of both directions at once,
+# over the bus's one-way rate (two H200). HOST_MEMORY: bytes per second of host memory for all GPUs
+# and directions together (four). Plain copies of four H200 pass 134 to 180 GB/s; one alone 55 in a
+# direction (h200_x4_staged.md, h200_x4_bus.txt).
 HOST_SHARE = {True: 0.43, False: 0.53}
 HOST_MEMORY = {True: 185e9, False: 160e9}
-FAST_ACCUMULATION = {90: 1.12}  # by capability: speed of fp8 products that may sum with fewer bits
-# Products of signed bytes reach this part of the share of the peak that bf16 products reach: they
-# use the tensor cores as Ampere has them, which are a part of Hopper's and later servers'. Hopper's
-# is from h100_int8.md; the others are not measured.
+FAST_ACCUMULATION = {90: 1.12}  # by capability: speedup of fp8 products that sum with fewer bits
+# int8 products: their share of the peak, over the bf16 products' share. They run on Ampere's kind
+# of tensor cores, a part of those in Hopper and later servers. Hopper's is from h100_int8.md; the
+# others are not measured.
 INT8_SHARE = {90: 0.43, 100: 0.25}
 INT8_SHARE_ELSEWHERE = 0.8
-# GeForce's tensor cores add products of fp8 codes in half precision at twice the rate of F32.
-# Kernels of others on Ada are 1 to 1.72 times as fast; ours has run on none.
+# GeForce's tensor cores sum fp8 products in half precision at twice the rate of F32. Other authors'
+# kernels on Ada are 1 to 1.72 times as fast; ours has not run on a GeForce card.
 HALF_SUMS = 1.5
 
-# Products of rows that are sorted by expert reach this part of a dense one's rate, the mean of
-# h200_grouped.md: an expert's rows do not fill all tiles, and its sums are short.
+# Grouped products of experts reach this share of a dense product's rate, the mean of
+# h200_grouped.md: rows of an expert do not fill all tiles, and sums are short.
 GROUPED_SHARE = 0.88
 
-F32_RATE = 0.3e12  # FLOP/s of a multiprocessor without tensor cores, not measured
+F32_RATE = 0.3e12  # FLOP/s of a multiprocessor without tensor cores; not measured
 SOFTMAX = 100 / (989.4 / 132)  # channels per bf16 TFLOP/s of a multiprocessor
 
 
 class Attention(NamedTuple):
-    """How fast a kernel of attention is. rate: of what it computes. causal: so many positions a
-    query costs beside those that it sees, at the diagonal, where scores are computed for nothing,
-    and at the start of its block. edge: as many where a window begins; None: all that the window
-    hides is computed."""
+    """Speed of an attention kernel. rate: in the units of its table. causal: extra positions a
+    query costs at the diagonal, where scores are computed in vain, and at the start of its block.
+    edge: extra positions where a window begins; None if the kernel computes everything that the
+    window hides."""
 
     rate: float
     causal: int
     edge: int | None
 
     def computed(self, seq_len: int, window: float) -> float:
-        """Twice the pairs of query and key that are computed, or what takes as long."""
-        edge = seq_len - window if self.edge is None else self.edge  # T^2 is all
+        """Twice the computed query-key pairs, or pairs of equal duration."""
+        edge = seq_len - window if self.edge is None else self.edge  # the window hides nothing
         return _seen(seq_len, window) + self.causal * seq_len + edge * (seq_len - window)
 
 
 def _seen(seq_len: int, window: float) -> float:
-    """Twice the pairs of query and key, as FLOPs go."""
+    """Twice the visible query-key pairs, the measure of FLOPs."""
     return window * (2 * seq_len - window)
 
 
-# The library's (deterministic backward). Their rate is the part of the bf16 peak that they would
-# reach with infinite head size: the softmax of a score costs as much as SOFTMAX further channels,
-# on an H100. It is not done by tensor cores, of which other cards have less. Edges are from
-# h100_attention.txt, as is all of ours.
+# cuDNN's kernels (deterministic backward). rate: share of the bf16 peak for an infinite head size.
+# The softmax of a score costs as much as SOFTMAX more channels on an H100; other cards have fewer
+# units for it beside their tensor cores. Edges and all numbers of our kernels are from
+# h100_attention.txt.
 CUDNN_ATTENTION = {
     "attention_forward": Attention(1.2, 416, 230),
     "attention_backward": Attention(0.89, 725, None),
 }
-# Ours, by the largest head size: FLOP/s of a multiprocessor. Others than 64 and 128 have not been
-# measured.
+# Our kernels, by largest head size; rate: FLOP/s of a multiprocessor. Only 64 and 128 are measured.
 NATIVE_ATTENTION = {
     "attention_forward": {
         64: Attention(1.86e12, 370, 140),
@@ -121,7 +118,7 @@ NATIVE_ATTENTION = {
         64: Attention(3.44e12, 423, 256),
         MAX_HEAD_DIM: Attention(2.35e12, 160, 67),
     },
-    # On Hopper, from h100_attention_backward.txt; it has no windows.
+    # Hopper's kernel, from h100_attention_backward.txt; it skips nothing outside windows.
     "attention_gradient": {
         64: Attention(4.05e12, 129, None),
         MAX_HEAD_DIM: Attention(4.84e12, 125, None),
@@ -130,17 +127,15 @@ NATIVE_ATTENTION = {
 
 
 class Delta(NamedTuple):
-    """How fast a kernel of the delta rule is. rate: FLOP/s of a multiprocessor that has enough
-    blocks. turn: seconds that a chunk takes from the one before, at least; 0 where chunks do not
-    wait for each other."""
+    """Speed of a delta-rule kernel. rate: FLOP/s of a multiprocessor with enough blocks. turn:
+    least seconds from one chunk to the next; 0 if chunks do not wait for each other."""
 
     rate: float
     turn: float = 0.0
 
 
-# They are those of heads of 128, of one sequence of 4,096 tokens and of four: of scans with sm90 on
-# an H200, of the others on an H100 (h100_delta_kernels.md). Other cards and sizes are taken to be
-# as fast.
+# Measured with heads of 128 and one or four sequences of 4,096 tokens: sm90 scans on an H200, the
+# others on an H100 (h100_delta_kernels.md). Other cards and sizes are taken to be as fast.
 DELTA_RULE = {
     "delta_rule_prepare": Delta(1.0e12),
     "delta_rule_scan": Delta(1.35e12, 3.6e-6),
@@ -155,8 +150,8 @@ CHUNK = 64  # tokens
 
 
 class Network(NamedTuple):
-    """The network that joins machines of as many GPUs each. rate: bytes per second that one of them
-    sends, and receives at the same time."""
+    """Network between machines of equal numbers of GPUs. rate: bytes per second that each machine
+    sends and receives at once."""
 
     machines: int = 1
     rate: float = math.inf
@@ -166,7 +161,7 @@ ONE_MACHINE = Network()
 
 
 class Rates:
-    """The times that a card takes for each piece of work."""
+    """Times of a card for each piece of work."""
 
     def __init__(
         self,
@@ -178,9 +173,9 @@ class Rates:
         visible_share: float = 1.0,
         network: Network = ONE_MACHINE,
     ):
-        """gpus: how many of this card share the host's memory. nccl: whether it exchanges.
-        peer_access: whether GPUs may reach each other's memory. visible_share: what documents leave
-        of the causal pairs of query and key. Measurements of the card count, else its sheet."""
+        """gpus: GPUs that share the host's memory. nccl: True if NCCL exchanges. peer_access: True
+        if GPUs may access each other's memory. visible_share: share of causal query-key pairs that
+        documents leave. Measurements of the card replace its sheet."""
         card = card if peer_access else replace(card, link=0.0)
         self.card, self._visible, self._network = card, visible_share, network
         bf16, fp8 = card.sustained
@@ -190,7 +185,7 @@ class Rates:
         self._products["f32"] = F32_RATE * card.num_sms
         half = HALF_SUMS if card.sums_slowly else 1.0
         self._products["matmul_fp8_half"] = half * self._products["matmul_fp8"]
-        if card.fp8 == 0:  # which the CPU is taken for, and that has fp8 products
+        if card.fp8 == 0:  # also the stand-in for the CPU, which has fp8 products
             self._products["matmul_fp8"] = self._products["matmul"]
         self._memory = COPY_SHARE * 1e9 * card.bandwidth
         small = card.capability in SMALL
@@ -200,20 +195,25 @@ class Rates:
         self._staged = HOST_SHARE[nccl] * self._bus
         self._transfers: dict[tuple, Transfers] = {}
         self._launches = self._links = None
-        self._slowest = 1.0  # of one GPU's speed, where all of them work
+        self._slowest = 1.0  # relative to one GPU alone, while all work
         if card.measured is not None:
             self._launches = measured(card.measured)
             self._slowest = card.measured.slowest if gpus > 1 else 1.0
-            how = {"nccl": nccl, "peer_access": peer_access, "at_once": card.link == math.inf}
-            self._links = RigLinks(card.measured, gpus, **how)
+            self._links = RigLinks(
+                card.measured,
+                gpus,
+                nccl=nccl,
+                peer_access=peer_access,
+                at_once=card.link == math.inf,
+            )
 
     @property
     def slowdown(self) -> float:
-        """How many times as long kernels take while GPUs exchange data beside them."""
+        """Factor on the time of kernels beside exchanges."""
         return 1.0 if self._links is None else self._links.slowdown
 
     def compute(self, work: Work) -> float:
-        """Seconds that one piece of work takes on the GPU itself."""
+        """Seconds of a piece of work on the GPU itself, without transfers."""
         if self._launches is not None:
             seconds = self._as_measured(work)
             if seconds is not None:
@@ -228,7 +228,7 @@ class Rates:
         return self._launch + self._product(cost, memory) + exposed(more) / self._memory
 
     def _as_measured(self, work: Work) -> float | None:
-        """None where nothing like it was measured."""
+        """Measured seconds of a piece of work; None if nothing similar was measured."""
         cost, kind = work.cost, work.kind
         if not (cost.part == "attention" and cost.rate):
             more = More.of(cost, work.device_bytes)
@@ -245,23 +245,23 @@ class Rates:
 
     @property
     def both_ways(self) -> tuple[float, float]:
-        """How many times as long a transfer to the card, and one from it, takes while the bus
-        carries another one the other way."""
-        known = None if self._links is None else self._links.both_ways
-        return known or (2 / BOTH_WAYS, 2 / BOTH_WAYS)
+        """Factors on the times of a transfer to the card, and of one from it, while the bus carries
+        data the other way."""
+        measured_ratios = None if self._links is None else self._links.both_ways
+        return measured_ratios or (2 / BOTH_WAYS, 2 / BOTH_WAYS)
 
     @property
     def beside_exchanges(self) -> tuple[float, float]:
-        """The same, while GPUs exchange data through the host; HOST_SHARE is of runs that load
-        beside that."""
+        """The same factors while GPUs exchange through the host; 1 without measurements, because
+        HOST_SHARE is of runs that also load."""
         return (1.0, 1.0) if self._links is None else self._links.beside_exchanges
 
     def transfers(self, work: Work) -> Transfers:
-        """How long each carrier is busy with a piece of work."""
+        """Seconds that each carrier is busy with a piece of work."""
         sizes = (work.loaded, work.stored, work.received, work.shared, work.sent, work.network)
         kernel = bool(work.file)
         key = (work.entry, *sizes) if work.received else (kernel, *sizes)
-        if key not in self._transfers:  # pieces of transfers are all alike
+        if key not in self._transfers:  # most pieces of transfers are alike
             carried = None if self._links is None else self._links.carried(work)
             share = KERNEL_SHARE[bool(work.stored)] if kernel else 1.0
             found = carried or self._carried(*sizes[:5], share)
@@ -315,8 +315,8 @@ class Rates:
         window: int,
         visible: float = 1.0,
     ) -> float:
-        """Seconds of a kernel in BF16, by the sizes of its cost; way: the rate of that. flops: of
-        what the window leaves."""
+        """Seconds of a BF16 attention or delta kernel by the sizes of its cost. way: the cost's
+        rate. flops: of the pairs that the window leaves."""
         narrow = window
         entry, _, where = way.partition("/")
         if where == "delta":
@@ -331,7 +331,7 @@ class Rates:
             sizes = NATIVE_ATTENTION[entry]
             kernel = sizes[min((s for s in sizes if head_dim <= s), default=max(sizes))]
             rate = min(kernel.rate * self.card.num_sms, self._products["matmul"])
-            # Documents take as long as a window that hides as much.
+            # Documents cost as much as a window that hides as many pairs.
             narrow = min(window, seq_len * (1 - math.sqrt(1 - visible)))
         return flops / _seen(seq_len, window) * kernel.computed(seq_len, narrow) / rate
 
@@ -339,9 +339,8 @@ class Rates:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
     """Predicted seconds of one optimizer step, by part. parts: "blocks" and "head", matrix
-    products; "attention"; "memory_bound", kernels that memory limits; "transfers", how long
-    micro-steps wait for other streams, or for host memory; "optimizer", all that follows the
-    micro-steps."""
+    products; "attention"; "memory_bound", kernels limited by memory; "transfers", waits of
+    micro-steps for other streams or host memory; "optimizer", all work after the micro-steps."""
 
     parts: dict[str, float]
 
@@ -354,21 +353,27 @@ class StepTime:
 def step_time(
     plan: Plan, card: Card, visible_share: float = 1.0, network: Network = ONE_MACHINE
 ) -> StepTime:
-    """The time of a step. All streams meet between micro-steps, and before the update.
-    visible_share: as Rates has it."""
+    """Return the time of a step. All streams meet between micro-steps, and before the update.
+    visible_share: as in Rates."""
     return _step_time(plan, _rates(plan, card, visible_share, network))
 
 
 def _rates(plan: Plan, card: Card, visible_share: float, network: Network) -> Rates:
     gpus = plan.world_size // network.machines
-    how = {"nccl": plan.nccl, "peer_access": plan.peer_access, "visible_share": visible_share}
-    return Rates(card, gpus, network=network, **how)
+    return Rates(
+        card,
+        gpus,
+        nccl=plan.nccl,
+        peer_access=plan.peer_access,
+        visible_share=visible_share,
+        network=network,
+    )
 
 
 class KindCost(NamedTuple):
-    """The launches of one kind (`llmq.runtime.cost`) in an optimizer step of one rank. nbytes: read
-    and written of the GPU's own memory, and moved to or from other memories. seconds: predicted, as
-    if each launch ran alone; None where no card is known."""
+    """Launches of one kind (`llmq.runtime.cost`) in an optimizer step of one rank. nbytes: read and
+    written in GPU memory, and moved to or from other memories. seconds: predicted for launches that
+    run alone; None without a card."""
 
     launches: int = 0
     flops: int = 0
@@ -379,8 +384,8 @@ class KindCost(NamedTuple):
 def cost_by_kind(
     plan: Plan, card: Card | None, visible_share: float = 1.0, network: Network = ONE_MACHINE
 ) -> dict[str, KindCost]:
-    """The cost of a step's launches, copies, fills and exchanges, by name of kind in order.
-    Arguments are as step_time's."""
+    """Return the cost of a step's launches, copies, fills and exchanges, sorted by name of kind.
+    card: None leaves out seconds; other arguments as of step_time."""
     rates = None if card is None else _rates(plan, card, visible_share, network)
     found: dict[str, KindCost] = {}
     for trace, count in (*plan.micro_steps, (plan.update, 1)):
@@ -399,11 +404,11 @@ def cost_by_kind(
 def exposed_seconds(
     plan: Plan, card: Card, visible_share: float = 1.0, network: Network = ONE_MACHINE
 ) -> float:
-    """The time by which a step is longer because GPUs and machines exchange data."""
+    """Seconds that exchanges between GPUs and machines add to a step."""
     gpus = plan.world_size // network.machines
-    how = {"nccl": plan.nccl, "visible_share": visible_share}
-    at_once = _step_time(plan, Rates(replace(card, link=math.inf), gpus, **how))
-    return step_time(plan, card, visible_share, network).total - at_once.total
+    at_once = Rates(replace(card, link=math.inf), gpus, nccl=plan.nccl, visible_share=visible_share)
+    seconds = step_time(plan, card, visible_share, network).total
+    return seconds - _step_time(plan, at_once).total
 
 
 def _step_time(plan: Plan, rates: Rates) -> StepTime:

@@ -1,4 +1,5 @@
-"""[Data] of `llmq plan`: the sequences of an epoch, and what their documents leave of attention."""
+"""[Data] of `llmq plan`: the sequences of an epoch, and the share of attention that document masks
+leave."""
 
 import functools
 from bisect import bisect_right
@@ -14,13 +15,14 @@ from llmq.data.epoch_plan import Split
 from llmq.data.reader import documents_of
 from llmq.options.options import TrainConfig
 
-SAMPLE = 256  # sequences whose documents are looked at
+SAMPLE = 256  # sequences whose documents are read
 
 
 def data_record(config: TrainConfig, model: ModelConfig, world_size: int) -> dict[str, Any] | None:
-    """The record of an epoch, for programs. None where files are read as they are: then it is not
-    opened. problem: why nothing is known, such as files that are not there yet. visible_share: None
-    without document masks, else what they leave of the causal pairs of query and key."""
+    """Return the record of an epoch, for programs; None if files are read without packing or
+    weights, and need not be opened. problem: why nothing is known, such as missing files.
+    visible_share: share of the causal query-key pairs that document masks leave; None without
+    masks."""
     layout = SequenceLayout.of(config, config, config.pairs)
     if not layout.needs_documents and layout.weights is None:
         return None
@@ -35,7 +37,7 @@ def data_record(config: TrainConfig, model: ModelConfig, world_size: int) -> dic
         )
     except DataError as error:
         return {"problem": str(error)}
-    up = 0 if config.drop_last else 1  # whether what does not fill a part counts
+    up = 0 if config.drop_last else 1  # 1: incomplete parts count
     groups = sum((count + up * (world_size - 1)) // world_size for count in data.plan.counts)
     sizes = (config.batch_size, config.grad_accumulation)
     steps = functools.reduce(lambda n, size: (n + up * (size - 1)) // size, sizes, groups)
@@ -51,7 +53,7 @@ def data_record(config: TrainConfig, model: ModelConfig, world_size: int) -> dic
 
 
 def _visible_share(data: DataSet, seed: int) -> float:
-    """The mean of some sequences, evenly spread over the first epoch."""
+    """Mean share of SAMPLE sequences, evenly spread over the first epoch."""
     of_places = [data.plan.counts[part] for part in data.plan.parts(seed, 0)]
     edges = list(accumulate(of_places, initial=0))
     chosen = np.unique(np.linspace(0, edges[-1] - 1, SAMPLE).astype(int))
@@ -66,7 +68,7 @@ def _visible_share(data: DataSet, seed: int) -> float:
 
 
 def data_report(record: dict[str, Any]) -> list[str]:
-    """The same for people."""
+    """Lines of [Data] for people."""
     if "problem" in record:
         return ["[Data]", f"  not known: {record['problem']}"]
     share = record["visible_share"]

@@ -1,7 +1,7 @@
-"""Memory and time of a configuration in a few milliseconds, from plans of a few layers.
+"""Estimates of memory and time in a few milliseconds, from plans of a few layers.
 
-Every layer from the third one on adds the same as the third, if that is of its kind: two small
-plans give any number, and one more where layers with and without a window take turns.
+Each layer beyond the second adds the same as any other of its kind. So two small plans give any
+number of layers, plus one plan for each further kind, such as layers with and without a window.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from llmq.runtime.device import DeviceSpec
 from llmq.runtime.mesh import DATA
 from llmq.state.placement import mesh_of
 
-FEW_LAYERS = 2  # at least as many as the buffers that layers take turns in
+FEW_LAYERS = 2  # at least the number of buffers that layers alternate between
 RECOMPUTE = tuple(f"recompute_{name}" for name in Recompute._fields)
 
-# Options that do not matter to the update, whose plan is therefore shared.
+# Options without influence on the update; configurations that differ only in these share its plan.
 WITHOUT_UPDATE = dict.fromkeys((*RECOMPUTE, "offload_residual", "offload_between"), False)
 WITHOUT_UPDATE |= dict.fromkeys(
     ("batch_size", "grad_accumulation", "lmhead_chunks", "attn_bwd_chunks"), 1
 )
-WITHOUT_UPDATE["seq_len"] = 16  # what fp8 needs
+WITHOUT_UPDATE["seq_len"] = 16  # least length of fp8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """The needs of one configuration. device: bytes that must fit into each rank's device memory.
-    host: bytes of host memory of all ranks together. tokens: of a step."""
+    """Needs of one configuration. device: bytes of device memory of each rank. host: bytes of host
+    memory of all ranks together. tokens: of a step."""
 
     device: int
     host: int
@@ -53,8 +53,7 @@ class Estimate:
 
 
 class Planner:
-    """Plans of one model for one kind of machine; remembers what it has planned. gpus: of one
-    machine."""
+    """Plans of one model for one kind of machine, with a cache. gpus: of one machine."""
 
     def __init__(
         self,
@@ -67,31 +66,45 @@ class Planner:
         network: Network = ONE_MACHINE,
         gpus: int | None = None,
     ):
-        """world_size: GPUs of all machines that the network joins. visible_share: as step_time
-        takes it. gpus: of the machine that is looked at, None if all have as many."""
+        """world_size: GPUs of all machines in the network. visible_share: as of step_time. gpus: of
+        the planned machine; None if all machines have equal numbers."""
         self.network = network
         self.model, self.spec, self.backend = model, spec, backend
         self.card, self.world_size, self.visible_share = card, world_size, visible_share
         self.gpus = gpus or world_size // network.machines
         self._estimates: dict[TrainConfig, Estimate] = {}
-        self._known: dict[tuple[TrainConfig, tuple[int, ...], str], np.ndarray] = {}
+        self._measured: dict[tuple[TrainConfig, tuple[int, ...], str], np.ndarray] = {}
 
     def of(self, model: ModelConfig) -> Planner:
-        """For the same machine."""
-        shared = (self.spec, self.backend, self.card, self.world_size, self.visible_share)
-        return Planner(model, *shared, self.network, self.gpus)
+        """Return a planner of another model for the same machine."""
+        return Planner(
+            model,
+            self.spec,
+            self.backend,
+            self.card,
+            self.world_size,
+            self.visible_share,
+            self.network,
+            self.gpus,
+        )
 
     def plan(self, config: TrainConfig, parts: tuple[str, ...] = PARTS) -> Plan:
-        """The exact plan. parts: as make_plan's."""
-        how = (self.backend, self.world_size, parts)
-        machines = self.network.machines
-        made = make_plan(config, self.model, self.spec, *how, machines=machines)
-        return replace(made, gpus=self.gpus)
+        """Return the exact plan. parts: as of make_plan."""
+        plan = make_plan(
+            config,
+            self.model,
+            self.spec,
+            self.backend,
+            self.world_size,
+            parts,
+            machines=self.network.machines,
+        )
+        return replace(plan, gpus=self.gpus)
 
     def with_fewest_parts(self, config: TrainConfig) -> TrainConfig:
-        """With as few parts of attention's backward as take no more memory, and its results. They
-        are there to bound a workspace that often lies where another part of the step needs more:
-        then one part is as small, and faster."""
+        """Return the config with the fewest parts of attention's backward that need no more memory.
+        Parts bound a workspace that often lies where another phase of the step needs more; then one
+        part needs no more memory, and is faster. Results stay the same."""
 
         def stack(parts: int) -> int:
             cut = replace(config, attn_bwd_chunks=parts)
@@ -103,11 +116,11 @@ class Planner:
         return replace(config, attn_bwd_chunks=next((n for n in fewer if stack(n) <= most), asked))
 
     def exact(self, config: TrainConfig) -> Estimate:
-        """From the exact plan."""
+        """Return the needs by the exact plan."""
         return self._estimate(config, self._values(self.plan(config)))
 
     def estimate(self, config: TrainConfig) -> Estimate:
-        """From plans of few layers, where these are cheaper."""
+        """Return the needs by plans of few layers, where these are cheaper."""
         if config not in self._estimates:
             self._estimates[config] = self._estimate(config, self._extrapolate(config))
         return self._estimates[config]
@@ -125,18 +138,18 @@ class Planner:
                 step = self._measure(config, (*few, kind)) - small
                 values = values + (number - few.count(kind)) * step
             return values
-        # Those that recompute and those that do not are each like their likes.
+        # Layers that recompute, and layers that do not, are each alike.
         everywhere = replace(config, recompute_layers="all")
-        swiglu = None if config.recompute_swiglu is None else False  # None: in all layers alike
+        swiglu = None if config.recompute_swiglu is None else False  # None: the same in all layers
         without = dict.fromkeys(RECOMPUTE, False) | {"recompute_swiglu": swiglu}
         nowhere = replace(everywhere, **without)
         none, all_ = self._extrapolate(nowhere), self._extrapolate(everywhere)
         mixed = none + recomputed / layers * (all_ - none)
-        mixed[1] = max(none[1], all_[1])  # the stack is that of the layer that needs most
+        mixed[1] = max(none[1], all_[1])  # the neediest layer decides the stack
         return mixed
 
     def _measure(self, config: TrainConfig, layers: tuple[int, ...]) -> np.ndarray:
-        """From plans of layers like these: of the micro-steps, and of the update."""
+        """Values from plans of layers of these kinds: of the micro-steps, and of the update."""
         update = self._part(replace(config, **WITHOUT_UPDATE), layers, "update")
         micro_steps = self._part(config, layers, "micro_steps")
         together = micro_steps + update
@@ -146,13 +159,13 @@ class Planner:
 
     def _part(self, config: TrainConfig, layers: tuple[int, ...], part: str) -> np.ndarray:
         key = (config, layers, part)
-        if key not in self._known:
+        if key not in self._measured:
             few = self.of(self.model.with_layers(layers))
-            self._known[key] = self._values(few.plan(config, (part,)))
-        return self._known[key]
+            self._measured[key] = self._values(few.plan(config, (part,)))
+        return self._measured[key]
 
     def _values(self, plan: Plan) -> np.ndarray:
-        """float64: bytes of the arena, of the stack, and of host memory; seconds of each part."""
+        """F64 (3 + parts,): bytes of arena, stack, host memory; seconds of each part."""
         stack = plan.usage.sizes["stack"]
         device = needed_bytes(plan, self.spec) - page_tables(plan.host_bytes, self.spec)
         memory = [device - stack, stack, plan.host_bytes]

@@ -1,7 +1,7 @@
-"""The fastest configurations that fit into given memory: `llmq plan --fit`, `llmq train --auto`,
-and the largest preset that fits: `llmq plan --largest`.
+"""Search for the fastest configurations that fit into memory (`llmq plan --fit`, `llmq train
+--auto`), and for the largest preset that fits (`llmq plan --largest`).
 
-Beside adapters it also looks for the format that the model is kept in.
+With adapters the search also chooses the format of the frozen model.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from llmq.runtime.device import HOST_SPEC
 from llmq.state.params import parameter_count
 from llmq.state.placement import place, table_of
 
-SHOWN = 5  # configurations
-WORTH_SHOWING = 0.75  # of the speed of the fastest
-LADDER = 1.4  # a micro-batch that is tried and the next larger one differ at least by this factor
-# A larger micro-batch is no faster, and to plan one of a million short sequences takes minutes.
+SHOWN = 5  # configurations shown
+WORTH_SHOWING = 0.75  # least speed shown, relative to the fastest
+LADDER = 1.4  # least factor between micro-batches that are tried
+# Most tokens of a micro-batch: larger ones are no faster, and planning a million short sequences
+# takes minutes.
 MOST_TOKENS = 1 << 18
-PRODUCT = frozenset({"batch_size", "grad_accumulation"})  # only their product is kept
+PRODUCT = frozenset({"batch_size", "grad_accumulation"})  # the search keeps only their product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A configuration that fits, and what it needs and takes by its exact plan."""
+    """A configuration that fits, with its needs by the exact plan."""
 
     config: TrainConfig
     need: Estimate
@@ -55,43 +56,43 @@ class Fit:
     """The search for one model, one kind of machine, and a number of tokens per step."""
 
     def __init__(self, base: TrainConfig, planner: Planner, limits: Limits, fixed: frozenset[str]):
-        """base: options as given. fixed: names of those that keep their values."""
-        if planner.spec != HOST_SPEC:  # the default is what a machine has, not what was planned for
+        """base: options as given. fixed: names of options that keep their values."""
+        if planner.spec != HOST_SPEC:  # the default is the number of this machine's GPUs
             base = replace(base, gpus=planner.gpus)
         self.base, self.planner, self.limits = base, planner, limits
         self.fixed = fixed - PRODUCT
         self.shrinker = Shrinker(planner, limits.less(ESTIMATE_MARGIN), self.fixed)
-        self._found: dict[int, Candidate | None] = {}  # by micro-batch
+        self._found: dict[int, Candidate | None] = {}  # by micro-batch size
         self._changes: dict[int, list[Changes]] = {}
 
     def search(self) -> list[Candidate]:
-        """Search as `found` does. Raises OutOfMemory if nothing fits."""
+        """Return the candidates of `found`. Raises OutOfMemory if nothing fits."""
         found = self.found()
         if not found:
             raise refusal(self.ladder()[0], self.planner, self.limits, self.fixed)
         return found
 
     def is_hopeless(self) -> bool:
-        """Whether it is quickly seen that nothing fits."""
+        """True if a quick check shows that nothing fits."""
         return self.shrinker.is_hopeless(self.ladder()[0])
 
     def can_fit(self) -> bool:
-        """Whether something fits, by estimates of the lightest that there is; takes longer."""
+        """True if the lightest configurations fit, by estimates; slower than is_hopeless."""
         return self.shrinker.can_fit(self.ladder()[0])
 
     def found(self) -> list[Candidate]:
-        """Candidates that fit, the fastest first, at most SHOWN of them. Larger micro-batches are
-        faster until they have to save too much: from the middle, uphill."""
+        """Return candidates that fit, the fastest first, at most SHOWN. Larger micro-batches are
+        faster until they have to save too much, so the search climbs from the middle."""
         ladder = self.ladder()
         ladder = ladder[: bisect_left(ladder, True, key=lambda config: not self._may_fit(config))]
         place, best = -1, len(ladder) // 2
         if ladder and self._speed(ladder[best]) == self._speed(ladder[0]) == 0:
-            ladder = []  # what does not even fit with the smallest one, fits with none
+            ladder = []  # if neither fits, none does
         while ladder and best != place:
             place = best
             near = range(max(place - 1, 0), min(place + 2, len(ladder)))
             best = max(near, key=lambda n: self._speed(ladder[n]))
-        # Smaller ones can be faster only if they would be without having to save anything.
+        # Smaller micro-batches can win only if they are faster before any saving.
         for config in reversed(ladder[:place]):
             if self.planner.estimate(config).speed > self._speed(ladder[place]):
                 self._speed(config)
@@ -104,9 +105,9 @@ class Fit:
         return [c for c in found if _by_speed(c) >= WORTH_SHOWING * _by_speed(fastest)][:SHOWN]
 
     def fastest(self, worth: float) -> Candidate | None:
-        """The best of the candidates alone, which takes less time: from the micro-batch that is
-        fastest without having to save anything uphill, as long as a larger one could gain more than
-        this part, and gains anything. None: nothing fits."""
+        """Return only the best candidate, in less time; None if nothing fits. The climb starts at
+        the micro-batch that is fastest without savings, and ends where a larger one could gain no
+        more than the share `worth`, or gains nothing."""
 
         def most(config: TrainConfig) -> float:
             return self.planner.estimate(config).speed
@@ -125,11 +126,11 @@ class Fit:
         return self._found[best.batch_size]
 
     def changes_of(self, candidate: Candidate) -> list[Changes]:
-        """The changes, beside the micro-batch, that made a found one fit."""
+        """Return the changes, beside the micro-batch, that made a candidate fit."""
         return self._changes[candidate.config.batch_size]
 
     def ladder(self) -> list[TrainConfig]:
-        """The configuration with each micro-batch that is tried, the smallest first."""
+        """Return the configuration with each micro-batch to try, the smallest first."""
         sequences = self.base.batch_size * self.base.grad_accumulation
         enough = max(MOST_TOKENS // self.base.local_seq_len, self.base.batch_size)
         ladder: list[TrainConfig] = []
@@ -143,14 +144,14 @@ class Fit:
         return ladder
 
     def _may_fit(self, config: TrainConfig) -> bool:
-        """Whether it fits into the device, if as much as possible saves memory there."""
-        # It often fits as it is, which is seen sooner than with the logits in hundreds of parts.
+        """True if the config fits the device with all savings of device memory."""
+        # It often fits unchanged, which shows sooner than with hundreds of chunks of logits.
         if not self.limits.excess(self.planner.estimate(config).device, 0):
             return True
         return not self.limits.excess(self.shrinker.least_device(config), 0)
 
     def _speed(self, config: TrainConfig) -> float:
-        """Tokens per second with what it has to save; 0 if it does not fit."""
+        """Tokens per second with the savings that it needs; 0 if it does not fit."""
         batch = config.batch_size
         if batch not in self._found:
             near = min(self._changes, key=lambda known: abs(known - batch), default=None)
@@ -162,7 +163,8 @@ class Fit:
         return 0.0 if candidate is None else candidate.need.speed
 
     def _without_host_memory(self, config: TrainConfig) -> list[Candidate]:
-        """The same micro-batch with nothing in host memory, if that is another way to fit."""
+        """A candidate with the same micro-batch and no state in host memory; [] if that is no other
+        way to fit."""
         if not any(getattr(config, name) for name in PLACES):
             return []
         batch = {name: getattr(config, name) for name in PRODUCT}
@@ -174,7 +176,7 @@ class Fit:
         return [] if candidate is None else [candidate]
 
     def faster(self, config: TrainConfig) -> TrainConfig:
-        """With what makes it faster, as far as there is room."""
+        """Return the config with options that make it faster, as far as memory allows."""
         for saver in savers("fast"):
             then = self.shrinker.allowed(config, saver(config))
             if then is not None and self.shrinker.fits(then):
@@ -183,11 +185,12 @@ class Fit:
         return config
 
     def _candidate(self, config: TrainConfig) -> Candidate | None:
-        """With recomputation in as few layers as will do; None if it does not fit."""
+        """The config as a candidate, with recomputation in the fewest layers; None if it does not
+        fit."""
         for choice in (self._fewer_layers(config), config):
             rough = self.planner.estimate(choice)
             if self.limits.excess(rough.device, rough.host) > 2 * ESTIMATE_MARGIN:
-                continue  # hopeless, and an exact plan takes fifty times as long
+                continue  # hopeless; an exact plan takes fifty times as long
             need = self.planner.exact(choice)
             if not self.limits.excess(need.device, need.host):
                 return Candidate(config=choice, need=need)
@@ -217,13 +220,13 @@ def _by_speed(candidate: Candidate) -> float:
 
 
 def _first(layers: int) -> str:
-    """The value of --recompute-layers for so many layers."""
+    """Value of --recompute-layers for the first `layers` layers."""
     return "0" if layers == 1 else f"0-{layers - 1}"
 
 
 def fits_of(fit: Fit) -> list[Fit]:
-    """The same search with each --base-dtype that the card computes fast with, the finest first.
-    Only itself where nothing is kept in another format, or this was given."""
+    """Return a search for each --base-dtype that the card multiplies fast, the most precise first.
+    Only `fit` itself without adapters, or if the format was given."""
     if not fit.base.has_adapters or "base_dtype" in fit.fixed or fit.planner.spec == HOST_SPEC:
         return [fit]
     changes = [rule.changes(fit.base, fit.planner.card) for rule in RULES.savers("base")]
@@ -233,9 +236,9 @@ def fits_of(fit: Fit) -> list[Fit]:
 
 
 def search_bases(fit: Fit) -> tuple[Fit, list[Candidate]]:
-    """Candidates that fit, the best first, at most SHOWN of them, and the search that found the
-    best. A coarser format of the model comes before a finer one only if it is noticeably faster.
-    Each other search gives one. Raises OutOfMemory if nothing fits."""
+    """Return candidates that fit, the best first, at most SHOWN, and the search that found the
+    best. A coarser base format wins only if noticeably faster. Each other search adds one
+    candidate. Raises OutOfMemory if nothing fits."""
     fits = fits_of(fit)
     if len(fits) == 1:
         return fit, fit.search()
@@ -260,37 +263,37 @@ def search_bases(fit: Fit) -> tuple[Fit, list[Candidate]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EightBitGain:
-    """Number formats that would be faster: as flags, and tokens per second by an estimate."""
+    """Number formats that would be faster: flags, and estimated tokens per second."""
 
     flags: str
     speed: float
 
 
 def eight_bit_gain(fit: Fit, best: Candidate) -> list[EightBitGain]:
-    """Those of fp8 products, an fp8 LM head beside them, MLPs that keep codes, and 8-bit moments by
-    which a step gets noticeably faster. best: what fit has found. Formats are tried though they
-    were given."""
+    """Return the formats that make a step noticeably faster: fp8 products, an fp8 LM head beside
+    these, MLPs that keep codes, 8-bit moments. best: the result of `fit`. Formats are tried even if
+    the user gave others."""
     base = fit.base
     fp8 = {} if base.is_fp8 else FP8
     alone = _Tried(fit, best, {}, fit.changes_of(best))
     products = _Tried(fit, best, fp8, ()) if fp8 else alone
-    found = [products.told] if products.gains_over(alone) else []
+    found = [products.gain] if products.gains_over(alone) else []
     if products.speed:
         (head,) = savers("head")
         beside = _Tried(fit, best, fp8 | head(base), products.changes)
-        found += [beside.told] if beside.gains_over(products) else []
+        found += [beside.gain] if beside.gains_over(products) else []
     others = [change for saver in savers("others") if (change := saver(base))]
     tried = [_Tried(fit, best, change, alone.changes) for change in others]
-    return found + [each.told for each in tried if each.gains_over(alone)]
+    return found + [each.gain for each in tried if each.gains_over(alone)]
 
 
 class _Tried:
-    """Some formats, and how fast they are with all that may be arranged otherwise with them. told:
-    for the user. speed: 0 if the card cannot compute them, other options forbid them, or nothing
-    makes them fit. changes: what is arranged otherwise."""
+    """A trial of formats, with everything else rearranged for them. gain: for the user. speed:
+    tokens per second; 0 if the card lacks the format, other options forbid it, or nothing fits.
+    changes: the rearrangement."""
 
     def __init__(self, fit: Fit, best: Candidate, change: Changes, start: Sequence[Changes]):
-        """start: changes to begin with, of formats that are nearly these."""
+        """start: first changes to try, those of similar formats."""
         self._differs = any(getattr(fit.base, name) != value for name, value in change.items())
         self._fit, self.changes = fit, list(start)
         self._shrinker = Shrinker(fit.planner, fit.shrinker.limits, fit.fixed - set(change))
@@ -298,14 +301,15 @@ class _Tried:
         if self._differs:
             computes = "matmul_dtype" not in change or fit.planner.card.fp8 > 0
             self.speed = self._searched(best, change) if computes else 0.0
-        self.told = EightBitGain(flags=spelled(fit.base, change), speed=self.speed)
+        self.gain = EightBitGain(flags=spelled(fit.base, change), speed=self.speed)
 
     def gains_over(self, other: _Tried) -> bool:
-        """Whether it is worth a word."""
+        """True if the formats differ from the given ones and are noticeably faster than the other
+        trial."""
         return self._differs and self.speed > (1 + NOTICEABLE) * other.speed
 
     def _searched(self, best: Candidate, change: Changes) -> float:
-        """With the micro-batch of the best, everything else arranged anew."""
+        """Speed with the best candidate's micro-batch and a new arrangement."""
         size = best.config.batch_size
         given = next(each for each in self._fit.ladder() if each.batch_size == size)
         config = self._shrinker.allowed(given, change)
@@ -324,7 +328,7 @@ class _Tried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The result of a search, the fastest first, and the number formats that would be faster."""
+    """Candidates, the fastest first, and number formats that would be faster."""
 
     candidates: list[Candidate]
     gains: list[EightBitGain]
@@ -332,7 +336,8 @@ class SearchResult:
 
     @classmethod
     def of(cls, fit: Fit, where: PlanTarget) -> SearchResult:
-        """Search. Nothing is known of the speed of a CPU. Raises OutOfMemory if nothing fits."""
+        """Run the search. A CPU's speed is unknown, so formats are not compared there. Raises
+        OutOfMemory if nothing fits."""
         (fit, candidates), model = search_bases(fit), fit.planner.model
         config = candidates[0].config
         shards = config.shards(where.world_size, where.network.machines)
@@ -345,11 +350,11 @@ class SearchResult:
 
 
 def fit_report(found: SearchResult, where: PlanTarget, shown: int = SHOWN) -> list[str]:
-    """For people: the fastest first, each with its command line. shown: so many of them."""
+    """Lines for people: the fastest first, each with its command. shown: number of candidates."""
     card, host = where.card, where.limits.host
     facts = {
         "Device": f"{where.spec.name}, {room(where.limits.device)}",
-        # On the CPU all memory is one, and nothing is known of its speed.
+        # The CPU has a single memory, and its speed is unknown.
         "Host memory": card and ("not limited" if host is None else room(host)),
         "Left free": f"{room(where.reserve)} (--reserve)" if where.reserve else None,
         "Tokens per step": f"{found.candidates[0].need.tokens:,}, as given",
@@ -359,11 +364,11 @@ def fit_report(found: SearchResult, where: PlanTarget, shown: int = SHOWN) -> li
     lines = ["[Fit]", *labelled(facts, 17)]
     for number, candidate in enumerate(found.candidates[:shown], start=1):
         need, config = candidate.need, candidate.config
-        told = [f"{config.batch_size} x {config.grad_accumulation} sequences", mib(need.device)]
+        words = [f"{config.batch_size} x {config.grad_accumulation} sequences", mib(need.device)]
         if card is not None:
-            told = [f"{need.speed:,.0f} tokens/s", *told, f"{mib(need.host)} of host memory"]
+            words = [f"{need.speed:,.0f} tokens/s", *words, f"{mib(need.host)} of host memory"]
         command = shlex.join(command_line(config))
-        lines += ["", f"{number}. {', '.join(told)}", f"   {command}"]
+        lines += ["", f"{number}. {', '.join(words)}", f"   {command}"]
     if found.gains:
         ways = [f"{way.speed:,.0f} tokens/s with {way.flags}" for way in found.gains]
         lines += ["", f"Faster, with coarser numbers: about {', '.join(ways)}"]
@@ -371,7 +376,7 @@ def fit_report(found: SearchResult, where: PlanTarget, shown: int = SHOWN) -> li
 
 
 def fit_record(found: SearchResult, where: PlanTarget) -> dict[str, Any]:
-    """For programs; sizes in bytes."""
+    """The result for programs; sizes in bytes."""
     return {
         "device": where.spec.name,
         "limit_bytes": where.limits.device,
@@ -396,7 +401,7 @@ def fit_record(found: SearchResult, where: PlanTarget) -> dict[str, Any]:
 
 
 def run_fit(fit: Fit, where: PlanTarget, *, json: bool) -> TrainConfig:
-    """`llmq plan --fit`: print what is found; returns the fastest. OutOfMemory if nothing fits."""
+    """Print the result of `llmq plan --fit`; return the fastest. OutOfMemory if nothing fits."""
     if where.limits.device is None:
         raise ConfigError("--fit: how much memory is there? Give --gpu-memory or --card")
     found = SearchResult.of(fit, where)
@@ -411,7 +416,7 @@ def _print(
     first: Sequence[str] = (),
     **fields: Any,
 ) -> None:
-    """For programs, with these fields; or for people, behind the first lines."""
+    """Print JSON with these fields, or lines for people after the `first` lines."""
     if json:
         print(json_module.dumps(fields | fit_record(found, where), indent=2))
     else:
@@ -421,8 +426,8 @@ def _print(
 def choose(
     config: TrainConfig, model: ModelConfig, given: frozenset[str], reserve: int | None = None
 ) -> TrainConfig:
-    """The fastest configuration that fits into this machine: `llmq train --auto`. given: options
-    that keep their values. reserve: as target_here has it. Raises OutOfMemory if there is none."""
+    """Return the fastest configuration that fits into this machine (`llmq train --auto`). given:
+    options that keep their values. reserve: as of target_here. Raises OutOfMemory if none fits."""
     where = target_here(config, model, reserve)
     found = SearchResult.of(Fit(config, where.planner(model), where.limits, given), where)
     print("\n".join(fit_report(found, where, shown=1)))
@@ -434,24 +439,24 @@ def choose(
 # The largest model
 
 
-ALONE = 1024 * MIB  # of host memory, which a run has where a model is on its card alone
-NEWS_SECONDS = 5.0  # between lines about where the search is
-_TOYS = "tiny"  # with which names of presets begin that are for tests
+ALONE = 1024 * MIB  # host memory of a run whose state is all on the card
+NEWS_SECONDS = 5.0  # seconds between lines of progress
+_TOYS = "tiny"  # first word of the names of test presets
 
 
 def run_largest(
     config: TrainConfig, fixed: frozenset[str], asked: MachineOptions, *, json: bool = False
 ) -> TrainConfig:
-    """`llmq plan --largest`: print which preset it is, and as `--fit` how it fits; returns that.
-    fixed: options that were given. Raises OutOfMemory if none fits, and ConfigError where options
-    say which model it is."""
+    """Print the largest preset that fits, with its fit as `--fit` shows it (`llmq plan --largest`);
+    return its config. fixed: given options. Raises OutOfMemory if none fits, and ConfigError if
+    options choose the model."""
     for name in ("model", *SIZES):
         if name in fixed:
             raise ConfigError(f"--largest: chooses the model, leave out {OPTIONS[name].flag}")
     for name, fit, where in _fits_by_size(config, asked, fixed):
         try:
             found = SearchResult.of(fit, where)
-        except OutOfMemory:  # it was not as quickly seen
+        except OutOfMemory:  # the estimate was too low
             continue
         parameters = parameter_count(fit.planner.model)
         said = f"The largest model that fits is {name}, with {parameters:,} parameters."
@@ -466,21 +471,21 @@ def _fits_by_size(
     fixed: frozenset[str],
     presets: Iterable[str] | None = None,
 ) -> Iterator[tuple[str, Fit, PlanTarget]]:
-    """Searches for presets that may fit, the one with most parameters first, with their names.
-    presets: None: all. Without a limit of host memory all has to be on the card, but for ALONE.
-    Presets that the options do not go with are left out."""
+    """Yield name, search and target of presets that may fit, the most parameters first. presets:
+    None: all. Without a limit of host memory all but ALONE must fit on the card. Presets that
+    contradict the options are left out."""
     real = [name for name in presets or PRESETS if not name.startswith(_TOYS)]
-    told = time.monotonic()
+    last_line = time.monotonic()
     for name in sorted(real, key=lambda name: parameter_count(PRESETS[name]), reverse=True):
-        if time.monotonic() - told >= NEWS_SECONDS:
+        if time.monotonic() - last_line >= NEWS_SECONDS:
             print(f"Searching, now {name} …", file=sys.stderr, flush=True)
-            told = time.monotonic()
-        own, model = replace(config, model=name), PRESETS[name]
-        if config.has_adapters:  # which need trained weights
+            last_line = time.monotonic()
+        trial, model = replace(config, model=name), PRESETS[name]
+        if config.has_adapters:  # adapters need trained weights
             repository, model = released(name)
-            own = replace(own, model=repository, download=True, from_scratch=False)
+            trial = replace(trial, model=repository, download=True, from_scratch=False)
         try:
-            own.validate_with(model)
+            trial.validate_with(model)
         except ConfigError:
             continue
         where = target(config, model, asked, search=True)
@@ -488,6 +493,6 @@ def _fits_by_size(
             raise ConfigError("--largest: of how much memory? Give --gpu-memory or --card")
         host = ALONE if where.limits.host is None else where.limits.host
         where = replace(where, limits=Limits(device=where.limits.device, host=host))
-        fit = Fit(own, where.planner(model), where.limits, fixed)
+        fit = Fit(trial, where.planner(model), where.limits, fixed)
         if any(each.can_fit() for each in reversed(fits_of(fit))):
             yield name, fit, where

@@ -1,6 +1,5 @@
-"""How long launches and transfers take by what was measured on a machine: between its sizes and
-for its like, over its buses, and in exchanges.
-"""
+"""Times of launches, transfers and exchanges from a card file: interpolated between measured sizes,
+or taken from similar kinds."""
 
 from __future__ import annotations
 
@@ -16,14 +15,13 @@ from llmq.plan.replay import Transfers
 from llmq.runtime.cost import LONGER, Cost, Kind
 from llmq.runtime.plan_device import Work
 
-NEAREST = 4  # products that one of another size is compared with
-TILE = 128 * 256  # elements of a product's result that a multiprocessor computes at a time
-TILE_DEPTH = 2048  # longer sums of a product are split among multiprocessors
-LARGE = 16 << 20  # bytes from which on a launch shows the memory's rate
-# Bytes that products of ours move beside a product's own matrices take so many times as long as
-# they would take alone; the second factor is for codes in both layouts, which is more to compute.
-# About the means of h100_gemm_swiglu.md, whose rows have 0.6 to 1.8 times and, with codes in both
-# layouts, 1.1 to 1.7 times.
+NEAREST = 4  # measured products that predict another size
+TILE = 128 * 256  # elements of a product's tile on a multiprocessor
+TILE_DEPTH = 2048  # longer sums are split among multiprocessors
+LARGE = 16 << 20  # least bytes of a launch at the memory's rate
+# Time of bytes that our fused products move beside their matrices, relative to moving them alone;
+# the second factor is for codes in both layouts, which takes more computation. About the means of
+# h100_gemm_swiglu.md, whose rows have 0.6 to 1.8 and, with codes in both layouts, 1.1 to 1.7.
 EXPOSED, EXPOSED_TRANSPOSED = 0.9, 1.5
 
 Known = dict[tuple[int, ...], float]
@@ -31,15 +29,16 @@ Known = dict[tuple[int, ...], float]
 
 
 class More(NamedTuple):
-    """The work of a launch beside the library's product of the same matrices. nbytes: what it
-    moves. transposes: whether it writes codes in both layouts."""
+    """Work of a launch beyond the library's product of the same matrices. nbytes: extra bytes.
+    transposes: True if it writes codes in both layouts."""
 
     nbytes: int = 0
     transposes: bool = False
 
     @classmethod
     def of(cls, cost: Cost, device_bytes: int) -> More:
-        """Nothing of launches that are no such product, or hide what they do besides."""
+        """Return the extra work; NOTHING for launches that are no fused product, or hide the extra
+        work."""
         if cost.matrices is None:
             return NOTHING
         return cls(max(device_bytes - cost.matrices, 0), cost.transposes)
@@ -49,13 +48,13 @@ NOTHING = More()
 
 
 def exposed(more: More) -> float:
-    """So many bytes would take as long, alone, as what a product of ours does besides."""
+    """Bytes whose transfer alone takes as long as a fused product's extra work."""
     return (EXPOSED_TRANSPOSED if more.transposes else EXPOSED) * more.nbytes
 
 
 class Measured:
-    """A card file's launches. A launch that it has no like of is None, and left to the data
-    sheet."""
+    """Launches of a card file. A launch unlike all measured ones gives None, and the data sheet
+    decides."""
 
     def __init__(self, file: CardFile):
         self.file = file
@@ -64,14 +63,14 @@ class Measured:
         merged = defaultdict(lambda: defaultdict(list))
         for name, points in file.launches.items():
             words = tuple(name.split("/"))
-            # A product's time has what is computed besides it: no other product is like it.
+            # A fused product's time has its extra work: it stands for no other kind.
             longer = not set(LONGER).isdisjoint(words)
             for count in range(len(words) if longer else 1, len(words) + 1):
                 for sizes, seconds in points:
                     merged[words[:count]][tuple(sizes)].append(seconds)
         for words, by_sizes in merged.items():
             self._by_words[words] = {s: statistics.median(times) for s, times in by_sizes.items()}
-        for name, points in file.launches.items():  # counts more than its like
+        for name, points in file.launches.items():  # an exact kind replaces medians of similar ones
             self._by_words[tuple(name.split("/"))] |= {tuple(s): times for s, times in points}
         moves = [p for name, p in file.launches.items() if len(p[0][0]) == 1]
         self._least = min((t for points in moves for _, t in points), default=0.0)
@@ -81,8 +80,8 @@ class Measured:
     def seconds(
         self, kind: Kind, flops: int, device_bytes: int, more: More = NOTHING
     ) -> float | None:
-        """The seconds of one launch that is no attention. more: what its like would not do, which
-        takes time of its own."""
+        """Seconds of one launch that is no attention; None if unknown. more: work that similar
+        launches lack, which takes extra time."""
         key = (kind, more)
         if key not in self._seconds:
             besides = 0.0 if self.bandwidth is None else exposed(more) / self.bandwidth
@@ -94,10 +93,9 @@ class Measured:
         return self._seconds[key]
 
     def nearest(self, kind: Kind) -> tuple[tuple[int, ...], float] | None:
-        """Sizes and seconds of the launch of this kind, or its like, that is nearest in size. The
-        nearest measurement of attention: of those with its length, head size and window, if there
-        is any. They differ in the number of heads alone, which does not change what the kernel
-        does."""
+        """Sizes and seconds of the measurement nearest in size, of this kind or a similar one; None
+        if there is none. For attention: one of equal length, head size and window if possible, so
+        that only the number of heads differs, which does not change the kernel's work per head."""
         known = self._like(kind)
         if not known:
             return None
@@ -106,22 +104,23 @@ class Measured:
         return sizes, known[sizes]
 
     def _like(self, kind: Kind) -> Known:
-        """The kinds that share the most first words with it, and have as many sizes."""
+        """Measurements of the kinds that share the most leading words with `kind`, with equally
+        many sizes."""
         words = tuple(kind.name.split("/"))
         counts = range(len(words), 0, -1)
         like = next((self._by_words[words[:n]] for n in counts if words[:n] in self._by_words), {})
         return {sizes: times for sizes, times in like.items() if len(sizes) == len(kind.sizes)}
 
     def _product(self, kind: Kind, flops: int, device_bytes: int, besides: float) -> float | None:
-        """As its own size took, or at the rate of the nearest ones, the more the nearer they are;
-        one of LONGER by its depth, between two others. The last wave of tiles, half empty as it is
-        on average, counts as work. besides: seconds that it takes for what a product does not do,
-        which is by the size of the result."""
+        """Seconds of a product: as measured at its size, else at the mean rate of the nearest
+        sizes, weighted by nearness. A kind of LONGER is interpolated between two depths. Half a
+        wave of tiles, the mean idle part of the last wave, counts as work. besides: seconds of
+        extra work, in proportion to the result."""
         known = self._like(kind)
         if not known:
             return None
         words = tuple(kind.name.split("/"))
-        itself = words in self._by_words  # does that, too
+        itself = words in self._by_words  # measured with the extra work
         if kind.sizes in known:
             return known[kind.sizes] + (0.0 if itself else besides)
         between = _between_depths(known, kind.sizes)
@@ -143,7 +142,8 @@ class Measured:
         return alone + besides
 
     def _moves(self, kind: Kind, device_bytes: int) -> float | None:
-        """On the line between the two sizes around it; a launch of nothing takes the least time."""
+        """Seconds on the line between the two sizes around it; a launch without bytes takes the
+        least time."""
         known = self._like(kind)
         if not known:
             if self.bandwidth is None:
@@ -160,24 +160,23 @@ class Measured:
 
 @functools.lru_cache(maxsize=16)
 def measured(file: CardFile) -> Measured:
-    """The one of a file."""
+    """The Measured of a file, cached."""
     return Measured(file)
 
 
 def half_wave(depth: int, num_sms: int) -> int:
-    """FLOPs that half of the multiprocessors could do in a product's last wave of tiles."""
+    """FLOPs of half the multiprocessors in a product's last wave of tiles."""
     return TILE * min(depth, TILE_DEPTH) * num_sms
 
 
 def _product_alone(seconds: float, besides: float) -> float:
-    """The seconds of the product alone; what it does besides is hidden where it would be more than
-    half."""
+    """Seconds without extra work, but at least half: more extra work must be hidden."""
     return max(seconds - besides, seconds / 2)
 
 
 def _between_depths(known: Known, sizes: tuple[int, ...]) -> float | None:
-    """By the time for an element of the result, on the line between depths, whose nearest sizes
-    count; None where it is deeper than all, or less deep."""
+    """Seconds per element of the result, interpolated between depths, times the result's elements;
+    each depth counts its nearest size. None beyond the measured depths."""
     depth = sizes[2]
     near: dict[int, tuple[int, ...]] = {}
     for other in sorted(known, key=lambda other: _distance(other[:2], sizes[:2]), reverse=True):
@@ -192,39 +191,39 @@ def _between_depths(known: Known, sizes: tuple[int, ...]) -> float | None:
 
 
 def _distance(one: tuple[int, ...], other: tuple[int, ...]) -> float:
-    """Squared, of logarithms: twice as large is as far as half as large."""
+    """Squared distance of log2 sizes: twice as large is as far as half as large."""
     return sum(math.log2(max(a, 1) / max(b, 1)) ** 2 for a, b in zip(one, other, strict=True))
 
 
 def _bandwidth(moves: list[Points]) -> float | None:
-    """Bytes per second of a typical kernel that memory limits; None if there is no large one."""
+    """Bytes per second of a typical memory-bound kernel; None without a large one."""
     large = [sizes[0] / t for points in moves for sizes, t in points if sizes[0] >= LARGE]
     return statistics.median(large) if large else None
 
 
-_WITHOUT_ACCESS = {True: "nccl-off", False: "staged"}  # backends, by whether NCCL exchanges
+_WITHOUT_ACCESS = {True: "nccl-off", False: "staged"}  # backends; key: True with NCCL
 
 
 class RigLinks:
-    """The carriers of the data of so many of a machine's GPUs, which all do the same at once."""
+    """Measured carriers of data between `gpus` GPUs of a machine that all do the same at once."""
 
     def __init__(
         self, file: CardFile, gpus: int, *, nccl: bool, peer_access: bool, at_once: bool = False
     ):
-        """nccl: whether it exchanges. peer_access: whether GPUs may reach each other's memory.
-        at_once: exchanges take no time, whatever was measured."""
+        """nccl: True if NCCL exchanges. peer_access: True if GPUs may access each other's memory.
+        at_once: True if exchanges take no time, whatever was measured."""
         number = str(gpus)
         backend = ("nccl" if nccl else "copies") if peer_access else _WITHOUT_ACCESS[nccl]
         self._bus = file.bus.get(number)
         self._exchange = file.exchange.get(number, {}).get(backend, {})
         self._beside_bus, self._at_once = file.beside_bus and peer_access, at_once
-        # How many times as long products take that run beside an exchange.
+        # Factor on the time of products beside an exchange.
         beside = file.beside.get(number, {}).get(backend, 1.0)
         self.slowdown = 1.0 if at_once else max(beside, 1.0)
 
     @property
     def both_ways(self) -> tuple[float, float] | None:
-        """The factor that Rates.both_ways has; None where so many GPUs were not measured."""
+        """The factors of Rates.both_ways; None if this number of GPUs was not measured."""
         if self._bus is None:
             return None
         into, out, both = self._bus
@@ -232,9 +231,8 @@ class RigLinks:
 
     @property
     def beside_exchanges(self) -> tuple[float, float]:
-        """The factor that Rates has: what loads add to exchanges where that was measured, else as
-        beside plain copies the other way. 1 where exchanges are the data sheet's, because none was
-        measured."""
+        """The factors of Rates.beside_exchanges: measured loads beside exchanges, else as beside
+        plain copies the other way. 1 if exchanges were not measured and are the data sheet's."""
         if self._bus is None or not self._exchange:
             return 1.0, 1.0
         into, out = self.both_ways
@@ -243,8 +241,8 @@ class RigLinks:
         return into, out
 
     def carried(self, work: Work) -> Transfers | None:
-        """The transfers that Rates.transfers has, without a network; None where so many GPUs were
-        not measured."""
+        """The transfers of Rates.transfers, without a network; None if this number of GPUs was not
+        measured."""
         received, loaded = 0 if self._at_once else work.received, work.loaded
         if self._beside_bus and "all_gather" in self._exchange:
             received += 0 if self._at_once else work.shared
@@ -258,13 +256,13 @@ class RigLinks:
         load, store = loaded / into, work.stored / out
         if self._beside_bus:
             return Transfers.of(load, store, (0.0, 0.0), link=exchange)
-        # Another GPU sends the bytes that one receives, at the same time.
+        # Another GPU sends the received bytes at the same time.
         return Transfers.of(load, store, (exchange, exchange))
 
 
 def exchange_seconds(points: Points, received: int) -> float:
-    """The time of a collective by which a GPU receives so many bytes; points: as measured. On the
-    line between two sizes; a smaller one takes the smallest one's time: that of its parts."""
+    """Seconds of a collective in which a GPU receives `received` bytes, on the line between two
+    measured sizes. Smaller sizes take the smallest one's time, a latency of its parts."""
     times = sorted((sizes[0], seconds) for sizes, seconds in points)
     place = bisect_left(times, (received, 0.0))
     if place == len(times):

@@ -1,5 +1,5 @@
-"""The memory and the disk space that a run needs, and the memory that it may take;
-[Allocator State]."""
+"""Memory and disk space that a run needs, memory that it may take, and the table [Allocator
+State]."""
 
 from __future__ import annotations
 
@@ -26,30 +26,29 @@ from llmq.state.rules.rule import SCALES
 
 
 class OutOfMemory(LlmqError):
-    """A plan that does not fit; the details are what would make it fit, with a whole command."""
+    """A plan that does not fit; the details advise changes, with a whole command."""
 
 
-# CUDA takes this beside the arena: context, kernels, cuBLASLt and cuDNN. Measured on an H100 with
+# CUDA's memory beside the arena: context, kernels, cuBLASLt and cuDNN. Measured on an H100 with
 # driver 580: 537 MiB in a run of the 0.5B preset.
 CONTEXT_BYTES = 540 * MIB
-# NCCL 2.28 takes this on each of four H200, with the channels of comm/nccl.py. A communicator
-# across machines is taken to need as much, which was not measured.
+# NCCL 2.28's memory on each of four H200, with the channels of comm/nccl.py. A communicator across
+# machines is taken to need as much, which was not measured.
 NCCL_BYTES = 930 * MIB
 
 
 def mib(size: int) -> str:
-    """Bytes that are needed, for people: rounded up, so that never less seems to be needed."""
+    """Needed bytes as text in MiB, rounded up so that the need never looks smaller."""
     return f"{-(-size // MIB)} MiB"
 
 
 def room(size: int) -> str:
-    """Bytes that are there, for people: rounded down."""
+    """Available bytes as text in MiB, rounded down."""
     return f"{size // MIB} MiB"
 
 
 def needed_bytes(plan: Plan, spec: DeviceSpec) -> int:
-    """The bytes that must fit into the device's memory. On the CPU pinned memory is the same
-    memory."""
+    """Bytes that must fit into the device's memory. On the CPU pinned memory is the same memory."""
     if spec == HOST_SPEC:
         return plan.usage.device_bytes + plan.usage.sizes.host
     beside = CONTEXT_BYTES + plan.communicators * NCCL_BYTES
@@ -57,18 +56,18 @@ def needed_bytes(plan: Plan, spec: DeviceSpec) -> int:
 
 
 def page_tables(pinned: int, spec: DeviceSpec) -> int:
-    """Bytes in which each GPU keeps where the pinned memory of its machine lies: 8 per 4 KiB."""
+    """Bytes of each GPU's page table for its machine's pinned memory: 8 per 4 KiB."""
     return 0 if spec == HOST_SPEC else pinned // 512
 
 
-# A desktop wants this of a card's memory: windows, and a browser that is opened later.
+# Room for a desktop in a card's memory: windows, and a browser opened later.
 DESKTOP_BYTES = 512 * MIB
 
 
 def kept_free(name: str, available: int, asked: int | None, *, drives_display: bool = False) -> int:
-    """Bytes that a search leaves free of what is available on a card of this name: --reserve.
-    asked: the option's value. None: room for a desktop, unless the card is made for servers and
-    drives no display. ConfigError if what is asked for leaves nothing."""
+    """Bytes of the available ones that a search leaves free on a card of this name (--reserve).
+    asked: the option's value; None: room for a desktop, unless the card is made for servers and
+    drives no display. ConfigError if nothing would be left."""
     if asked is None:
         needs_room = drives_display or not is_data_center(name)
         return min(DESKTOP_BYTES, available) if needs_room else 0
@@ -82,31 +81,31 @@ def kept_free(name: str, available: int, asked: int | None, *, drives_display: b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bytes that a run may take: of each rank's device memory, and of a machine's host memory.
-    None: there is nothing to compare with. On the CPU device holds everything."""
+    """Bytes that a run may take of each rank's device memory, and of a machine's host memory. None:
+    no limit is known. On the CPU `device` covers everything."""
 
     device: int | None = None
     host: int | None = None
 
     def excess(self, device: int, host: int) -> int:
-        """Bytes too many, of both kinds together; 0: it fits."""
+        """Bytes over the limits, of both memories together; 0 if it fits."""
         pairs = ((device, self.device), (host, self.host))
         return sum(max(n - limit, 0) for n, limit in pairs if limit is not None)
 
     def less(self, size: int) -> Limits:
-        """With so many bytes less of both kinds."""
+        """Return both limits lowered by `size` bytes."""
         kinds = (self.device, self.host)
         device, host = (None if limit is None else max(limit - size, 0) for limit in kinds)
         return Limits(device=device, host=host)
 
 
-# Host memory of a run beside what is pinned, an estimate: interpreter and CUDA's libraries, and the
-# driver's of each GPU.
+# Host memory of a run beside pinned memory, an estimate: interpreter and CUDA libraries, and the
+# driver's for each GPU.
 PROCESS_BYTES, DRIVER_BYTES = 2 << 30, 512 * MIB
 
 
 def memory_limit(config: TrainConfig, machine: Machine) -> Limits:
-    """The memory that a run may take on this machine."""
+    """Return the memory that a run may take on this machine."""
     if machine.kind == "host":
         available, host = available_host_memory() // machine.world.ranks_here, None
     else:
@@ -117,8 +116,8 @@ def memory_limit(config: TrainConfig, machine: Machine) -> Limits:
 
 
 def allocator_rows(usage: Usage, others: dict[str, int] | None = None) -> list[dict[str, Any]]:
-    """[Allocator State] for programs: bytes of each category by kind of memory. others: rows that
-    are not the trainer's, such as "Free", and their device memory."""
+    """[Allocator State] for programs: bytes of each category by kind of memory. others: device
+    bytes of rows beyond the trainer's, such as "Free"."""
     rows = []
     for name in dict.fromkeys(name for place in TIERS for name in usage.categories[place]):
         device, *host = (usage.categories[place].get(name, 0) for place in TIERS)
@@ -127,12 +126,13 @@ def allocator_rows(usage: Usage, others: dict[str, int] | None = None) -> list[d
 
 
 def _row(name: str, device: int, pinned: int) -> dict[str, Any]:
-    """In llm.q's columns, two of which are never used here."""
+    """A row in llm.q's columns, two of which are always 0 here."""
     return {"name": name, "device": device, "managed": 0, "pinned": pinned, "pageable": 0}
 
 
 def allocator_table(usage: Usage, others: dict[str, int] | None = None) -> list[str]:
-    """The lines of [Allocator State], in MiB: rows as above, then the stack at its highest."""
+    """Lines of [Allocator State], in MiB: the rows of allocator_rows, then the stack at its
+    peak."""
     lines = [f" {'in MiB':>17}  Device | Managed | Pinned "]
     for row in allocator_rows(usage, others):
         device, managed, pinned = (row[kind] // MIB for kind in ("device", "managed", "pinned"))
@@ -149,11 +149,12 @@ def allocator_table(usage: Usage, others: dict[str, int] | None = None) -> list[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskUse:
-    """Bytes on the disk, of tensors: what is beside them are some KiB and the tokenizer's files.
-    checkpoint: of one. kept: checkpoints that are there in the end. every: None, or that kept grows
-    by one after so many steps, the number of which only the data tells. deletes: whether older ones
-    are deleted, each of which is there until the next one is complete. model: of the exported one.
-    at_most: with --keep-best, where the numbers decide how often there is a better one."""
+    """Bytes of tensors on the disk; other files take some KiB, beside the tokenizer's. checkpoint:
+    of one checkpoint. kept: checkpoints at the end. every: `kept` grows by one after this many
+    steps, because only the data tell the number of steps; None if it does not grow. deletes: True
+    if older checkpoints are deleted, each after the next one is complete. model: of the exported
+    model. at_most: True with --keep-best, whose numbers decide how often a better checkpoint
+    comes."""
 
     checkpoint: int
     kept: int
@@ -164,11 +165,11 @@ class DiskUse:
 
     @property
     def total(self) -> int | None:
-        """The size of all that stays; None if it grows with the number of steps."""
+        """Bytes of everything that stays; None if it grows with the number of steps."""
         return self.kept * self.checkpoint + self.model if self.every is None else None
 
     def record(self) -> dict[str, int | None]:
-        """For programs."""
+        """The facts for programs."""
         return {
             "checkpoint_bytes": self.checkpoint,
             "checkpoints_kept": None if self.every else self.kept,
@@ -177,7 +178,7 @@ class DiskUse:
         }
 
     def facts(self) -> dict[str, str]:
-        """For people."""
+        """The facts for people."""
         most = "at most " if self.at_most else ""
         kept = [f"{most}{self.kept} checkpoint{'s' * (self.kept != 1)}"] if self.kept else []
         grows = [f"{most}one checkpoint every {self.every} steps"] if self.every else []
@@ -188,7 +189,7 @@ class DiskUse:
 
 
 def disk_use(config: TrainConfig, model: ModelConfig, placement: Placement) -> DiskUse:
-    """The disk use of a run with these options, whatever the number of its ranks."""
+    """Return the disk use of a run with these options, for any number of ranks."""
     kept, every, deletes = _checkpoints(config)
     exported = parameter_count(model) * parse_dtype(config.model_dtype).itemsize
     if config.has_adapters:
@@ -204,9 +205,9 @@ def disk_use(config: TrainConfig, model: ModelConfig, placement: Placement) -> D
 
 
 def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placement) -> int:
-    """Bytes of the tensors of one checkpoint: master weights, all in the widest of their formats,
-    moments of trained parameters, scales of 8-bit moments, and numbers of rows. With adapters, only
-    tensors of the adapters and of other trained parameters."""
+    """Bytes of one checkpoint's tensors: master weights (all in their widest format), moments of
+    trained parameters, scales of 8-bit moments, and statistics of rows. With adapters only tensors
+    of adapters and other trained parameters count."""
     table, masters = table_of(config, model), []
     if config.has_adapters:
         table = tuple(slab for slab in table if placement[slab.name].trainable)
@@ -228,9 +229,9 @@ def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placeme
 
 
 def _checkpoints(config: TrainConfig) -> tuple[int, int | None, bool]:
-    """How many stay, DiskUse.every, and whether older ones go; at most, where the best is kept.
-    They are written at multiples of the interval before the last step, where what --keep-best names
-    is measured, and (training state) at the last step."""
+    """Number that stays, DiskUse.every, and True if older ones go; an upper bound with --keep-best.
+    Checkpoints are written at multiples of the interval before the last step, at evaluations of
+    --keep-best, and at the last step (training state)."""
     keep, best = config.ckpt_keep_n, config.keep_best
     periods = [config.ckpt_interval]
     if best is not None:
@@ -257,7 +258,7 @@ def _checkpoints(config: TrainConfig) -> tuple[int, int | None, bool]:
 
 
 def _spared(keep: Keep, periods: list[int], steps: int, last: int) -> int:
-    """How many stay beside the newest ones and majors, at the end of so many steps."""
+    """Number that stays beside the newest and major ones, at the end of `steps` steps."""
     count, found = 2 * (keep.newest + PROVEN), {steps} if last else set()
     for period in periods:
         newest = (steps - 1) // period
@@ -268,6 +269,6 @@ def _spared(keep: Keep, periods: list[int], steps: int, last: int) -> int:
 
 
 def _multiples(last: int, periods: list[int]) -> int:
-    """How many of the steps 1 to last are multiples of one or two periods."""
+    """Number of steps from 1 to `last` that are multiples of one or two periods."""
     both = last // math.lcm(*periods) if len(periods) == 2 else 0
     return sum(last // period for period in periods) - both

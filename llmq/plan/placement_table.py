@@ -9,13 +9,13 @@ from llmq.base.dtypes import OPTION_DTYPES
 from llmq.report.tables import terminal_table
 from llmq.state.placement import Placement, SlabPlacement, Store
 
-# Tensors of a slab, as the columns of [Placement]: then come moments.
+# Tensors of a slab, the first columns of [Placement]; moments follow.
 PLACED = ("work", "base", "master", "part", "transposed", "mirror", "gradient")
 NAMES = {dtype: name for name, dtype in OPTION_DTYPES.items()}
 
 
 def _groups(placement: Placement) -> list[tuple[str, SlabPlacement]]:
-    """Neighbours that are placed alike as one: "layers.0-27"."""
+    """Slabs of equal placement, neighbours joined under one name: "layers.0-27"."""
     groups = []
     kinds = [(name.partition(".")[0], slab) for name, slab in placement.slabs.items()]
     for (_, alike), run in groupby(zip(kinds, placement.slabs, strict=True), itemgetter(0)):
@@ -26,14 +26,15 @@ def _groups(placement: Placement) -> list[tuple[str, SlabPlacement]]:
 
 
 def _stores(slab: SlabPlacement, placement: Placement) -> dict[str, Store | None]:
-    """By kind of tensor, in the order of the columns; of moments those that any slab has."""
+    """Stores by kind of tensor in column order, with the moments that any slab has."""
     names = dict.fromkeys(name for other in placement.slabs.values() for name in other.moments)
     moments = {name: slab.moments.get(name) for name in names}
     return {kind: getattr(slab, kind) for kind in PLACED} | moments
 
 
 def placement_record(placement: Placement) -> dict[str, Any]:
-    """For programs. slabs: those that are placed alike in one row; head: see Placement."""
+    """The placement for programs. slabs: one row for neighbours of equal placement; head: see
+    Placement."""
     rows = [
         {"slabs": name, "trainable": slab.trainable, "group": slab.group}
         | {kind: _record(store) for kind, store in _stores(slab, placement).items()}
@@ -47,7 +48,7 @@ def _record(store: Store | None) -> dict[str, Any] | None:
 
 
 def placement_table(placement: Placement) -> list[str]:
-    """The lines of [Placement], without kinds of tensors that no slab has."""
+    """Lines of [Placement], without kinds of tensors that no slab has."""
     groups = [(name, slab, _stores(slab, placement)) for name, slab in _groups(placement)]
     every = dict.fromkeys(kind for *_, stores in groups for kind in stores)
     kinds = [kind for kind in every if any(stores[kind] for *_, stores in groups)]

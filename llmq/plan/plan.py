@@ -1,4 +1,4 @@
-"""The needs of a run before it starts: the real step, run on the device that does nothing."""
+"""Needs of a run before it starts: the real step, run on a device that only counts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from llmq.runtime.world import World
 from llmq.state.placement import Placement, mesh_of, place, table_of
 
 SLOTS = (64, 32, 16, 8, 4, 2, 1)  # texts that are continued at a time, the most that fit
-PARTS = ("micro_steps", "update", "evaluation")  # of a plan
+PARTS = ("micro_steps", "update", "evaluation")  # parts of a plan
 COUNTED = ("flops", "traffic", "launches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Bytes by place and category ("Stack" among them), and what the stack's peak is made of."""
+    """Bytes by place and category ("Stack" among these), and the tensors of the stack's peak."""
 
     categories: dict[str, dict[str, int]]
     stack: tuple[tuple[str, int], ...]
@@ -40,12 +40,12 @@ class Usage:
 
     @property
     def device_bytes(self) -> int:
-        """Everything in device memory: the arena and the stack."""
+        """Bytes of device memory: arena and stack."""
         return self.sizes.on_device
 
     @classmethod
     def of(cls, dev: Device) -> Usage:
-        """The tensors that a device holds, and its stack's high-water mark so far."""
+        """Return the tensors that a device holds, and its stack's high-water mark so far."""
         categories = {place: dict(dev.arenas[place].categories) for place in TIERS}
         categories["device"]["Stack"] = dev.stack.high_water_mark
         return cls(
@@ -55,18 +55,18 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One optimizer step, counted. usage, flops, traffic and launches are those of one rank.
-    placement: where weights, gradients and moments are. sources: what its kernels, and those of an
-    evaluation, are compiled from. micro_steps: what each of them enqueues, and how many of them do;
-    update: what follows them. machines: that the ranks are on. shards: in how many parts these keep
-    the state. gpus: ranks of one machine, None if it has all."""
+    """Counts of one optimizer step. usage, flops, traffic (bytes), launches: of one rank.
+    placement: where weights, gradients and moments are. sources: sources of its kernels, and of an
+    evaluation's. micro_steps: trace of each kind of micro-step, with the number of such
+    micro-steps; update: trace of the work after them. machines: of all ranks. shards: parts of the
+    state. gpus: ranks of one machine, None if it has all."""
 
     usage: Usage
     world_size: int
     machines: int
     shards: int
-    nccl: bool  # whether anything goes by it among the ranks that have the shards
-    peer_access: bool  # whether GPUs may reach each other's memory
+    nccl: bool  # True if the ranks that share a state use NCCL
+    peer_access: bool  # True if GPUs may access each other's memory
     tokens: int
     flops: int
     traffic: int
@@ -79,17 +79,17 @@ class Plan:
 
     @property
     def communicators(self) -> int:
-        """The number of NCCL's communicators that each rank is in."""
+        """Number of NCCL communicators of each rank."""
         return int(self.nccl) + int(self.shards < self.world_size)
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of all ranks of a machine together that the GPUs work with."""
+        """Bytes of host memory that the GPUs use, of all ranks of a machine together."""
         return self.usage.sizes.host * (self.gpus or self.world_size)
 
 
 def comm_options(config: TrainConfig, placement: Placement) -> CommOptions:
-    """How the ranks of a run exchange data."""
+    """Options of the exchanges between a run's ranks."""
     return CommOptions(
         gathers_from_host=placement.gathers_from_host,
         matrices=any(slab.by_matrix for slab in placement.slabs.values()),
@@ -102,7 +102,7 @@ def comm_options(config: TrainConfig, placement: Placement) -> CommOptions:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the collector of cyclic garbage: it would look for some in every note of a plan."""
+    """Switch off Python's cyclic garbage collector, which would search every record of a plan."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -169,10 +169,10 @@ def make_plan(
     frozen: Collection[str] = (),
     machines: int = 1,
 ) -> Plan:
-    """Run one step of one rank on a PlanDevice. config: normalized. Takes well under a second.
-    world_size: ranks of all machines, which have as many each. parts: what is run and counted; an
-    evaluation needs no more than a step, running it makes sure. frozen: slabs that are not
-    trained."""
+    """Run one step of one rank on a PlanDevice; takes well under a second. config: normalized.
+    world_size: ranks of all machines, equally many on each. parts: the parts to run and count; an
+    evaluation needs no more memory than a step, and running it makes sure. frozen: names of slabs
+    that are not trained."""
     dev, step, exchange = _planned_step(config, model, spec, backend, world_size, machines, frozen)
     mesh, shards = dev.mesh, dev.mesh.size("shard")
     step.weights.refresh()
@@ -196,14 +196,14 @@ def make_plan(
 def _run(
     dev: PlanDevice, step: Step, parts: tuple[str, ...]
 ) -> tuple[np.ndarray, list[tuple[Trace, int]], Trace]:
-    """Run these parts of a step: its COUNTED, and what Plan has of its micro-steps and update.
-    Without training micro-steps are evaluations, and nothing follows them."""
+    """Run these parts of a step: return its COUNTED, and the Plan's micro_steps and update. Without
+    training micro-steps are evaluations, and no update follows."""
     sizes, trains = step.options.batch, not step.options.model.only_scores
     shape, count = (sizes.batch_size, sizes.local_seq_len), sizes.grad_accumulation
     batch = Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32))
     if trains and "micro_steps" in parts and not step.scales.ready:
-        step.calibrate()  # a part of the first step only
-        step.weights.updated()  # what it has gathered, each step gathers
+        step.calibrate()  # only in the first step
+        step.weights.updated()  # each step gathers anew
     micro_steps, update = [], []
     cost = _counted(dev)
     step.start()
@@ -233,9 +233,9 @@ def _run(
 
 
 def _kinds(count: int, world_size: int) -> list[tuple[int, int]]:
-    """The micro-steps of a step that are run, and for how many of their like each one stands. All
-    between the first and the last one are alike. One rank at most squares sums in the last one:
-    where all count as such, a plan takes less time and is 0.5 % off."""
+    """Numbers of the micro-steps to run, each with the number of micro-steps that it represents.
+    All between the first and the last are alike. A single rank squares sums in the last one only:
+    counting all as such is faster to plan, and 0.5 % off."""
     last = max(count - 1, 1)
     middle = {1: count - 2, count - 1: 1} if world_size > 1 else {last: count - 1}
     kinds = {0: 1} | middle
@@ -243,5 +243,5 @@ def _kinds(count: int, world_size: int) -> list[tuple[int, int]]:
 
 
 def _counted(dev: PlanDevice) -> np.ndarray:
-    """(3,): what COUNTED names so far, as Python's integers, which have no largest one."""
+    """Sums (3,) of COUNTED so far, as Python integers, which never overflow."""
     return np.array([sum(c.values()) for c in (dev.flops, dev.bytes, dev.launches)], object)

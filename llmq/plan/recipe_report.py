@@ -1,4 +1,4 @@
-"""`llmq recipe`: for which machine and data, what is printed, and the file of options."""
+"""`llmq recipe`: machine and data, printed report, and the option file."""
 
 import json as json_module
 import math
@@ -18,7 +18,7 @@ from llmq.plan.recipe import CHOSEN, Recipe, Search, Tried, Wanted, read_rates
 from llmq.plan.target import MachineOptions, PlanTarget, target, target_here
 
 JOULES_PER_KWH = 3.6e6
-POWER_ERROR = 0.1  # of the energy: how much of its limit another card than an H100 draws
+POWER_ERROR = 0.1  # error of the energy: cards other than H100 draw another share
 
 
 def run_recipe(
@@ -36,12 +36,12 @@ def run_recipe(
     out: Path = Path("recipe.yaml"),
     json: bool = False,
 ) -> TrainConfig:
-    """Choose the options of a run of so many hours, print what they give, and write them to `out`.
-    config, model: with the options of `fixed` as given. asked: the machine, this one if no card is
-    named. data: whether the training files are there. rates: the file of `llmq sweep-lr`. price: of
-    a GPU's hour, kwh_price: of electricity. timed: tries a recipe, whose seconds then count instead
-    of the plan's. Raises OutOfMemory if nothing fits, and ConfigError where a promise has no
-    ground."""
+    """Choose the options of a run of `hours` hours, print the prediction, and write the options to
+    `out`. config, model: with the options of `fixed` as given. asked: the machine; this one if no
+    card is named. data: True if the training files exist. rates: file of `llmq sweep-lr`. price: of
+    a GPU's hour; kwh_price: of electricity. timed: function that tries a recipe; its seconds then
+    replace the plan's. Raises OutOfMemory if nothing fits, and ConfigError if no prediction is
+    possible."""
     check_new(out, "--out")
     _check(config, fixed)
 
@@ -73,7 +73,7 @@ def run_recipe(
 
 
 def _check(config: TrainConfig, fixed: frozenset[str]) -> None:
-    """ConfigError for options that go with no recipe."""
+    """Raise ConfigError for options that no recipe supports."""
     for name in sorted(CHOSEN & fixed):
         raise ConfigError(f"--{name.replace('_', '-')}: follows from --hours, leave it out")
     if config.wants_adapters:
@@ -84,7 +84,7 @@ def _check(config: TrainConfig, fixed: frozenset[str]) -> None:
 
 
 def _known(where: PlanTarget) -> PlanTarget:
-    """This machine, if anything is known of its speed. Raises ConfigError."""
+    """Return `where`; ConfigError if the speed of its card is unknown."""
     if where.card is None:
         raise ConfigError(
             "--card: nothing is known of the speed of a CPU: name the card to plan for"
@@ -98,7 +98,7 @@ def _known(where: PlanTarget) -> PlanTarget:
 
 
 def _of_data(config: TrainConfig) -> dict[str, Any]:
-    """The fields of Wanted that the token files decide."""
+    """Fields of Wanted that follow from the token files."""
     train = sum(file.num_tokens for file in open_token_files(config.train_patterns))
     held = 0
     if config.splits:
@@ -116,7 +116,7 @@ def _of_data(config: TrainConfig) -> dict[str, Any]:
 def recipe_record(
     best: Recipe, search: Search, price: float | None, kwh_price: float | None
 ) -> dict[str, Any]:
-    """The recipe for programs; NAME_error is the part of NAME by which it may be off."""
+    """The recipe for programs; NAME_error is the relative error of NAME."""
     wanted, ranks = search.wanted, best.where.world_size
     energy = best.joules and best.joules / JOULES_PER_KWH
     costs = [] if price is None else [price * ranks * best.time / 3600]
@@ -156,12 +156,12 @@ def recipe_record(
 
 
 def _loss(recipe: Recipe) -> float | None:
-    """None where there is no promise."""
+    """The promised loss; None without a promise."""
     return recipe.loss if recipe.has_ground else None
 
 
 def recipe_report(best: Recipe, record: dict[str, Any]) -> list[str]:
-    """Lines for people; the file of options has the rest."""
+    """Lines for people; the option file has the rest."""
     model, passes = best.model, record["passes"]
     of_data = "" if passes is None else f", {passes:,.2f} passes over the data"
     if best.is_all_data:
@@ -181,7 +181,7 @@ def recipe_report(best: Recipe, record: dict[str, Any]) -> list[str]:
 
 
 def _promise(best: Recipe, record: dict[str, Any]) -> list[str]:
-    """Lines with loss, time, energy and cost, and by how much they may be off."""
+    """Lines with loss, time, energy and cost, and their errors."""
     percent = {name: 100 * record[f"{name}_error"] for name in ("seconds", "kwh")}
     parts = ", ".join(f"{name} {_time(s)}" for name, s in record["seconds_of"].items() if s)
     lines = [
@@ -191,15 +191,15 @@ def _promise(best: Recipe, record: dict[str, Any]) -> list[str]:
     ]
     if record["kwh"] is None:
         return [*lines, "  Energy:      not known: this card has no power limit of its own"]
-    told = f"{record['kwh']:.3g} kWh ± {percent['kwh']:.0f} %"
-    lines.append(f"  Energy:      {told}, the GPUs alone at their power limit")
+    energy = f"{record['kwh']:.3g} kWh ± {percent['kwh']:.0f} %"
+    lines.append(f"  Energy:      {energy}, the GPUs alone at their power limit")
     if record["cost"] is not None:
         lines.append(f"  Cost:        {record['cost']:,.2f} ± {percent['seconds']:.0f} %")
     return lines
 
 
 def _promised_loss(best: Recipe) -> str:
-    """The loss and its error, or the reason why none is promised."""
+    """Text of the loss and its error, or the reason why none is promised."""
     if not best.has_ground:
         guess, ids = math.log(best.model.vocab_size), f"{best.model.vocab_size:,} ids"
         why = f"{best.loss:.3f} is above {guess:.3f}, which a guess among {ids} has"
@@ -215,7 +215,7 @@ def _time(seconds: float) -> str:
 
 
 def _notes(best: Recipe) -> dict[str, str]:
-    """The reason of each option that was chosen, by field."""
+    """Reason of each chosen option, by field."""
     config, model = best.config, best.model
     muon = config.optimizer in MUONS
     law = f"the lowest loss of all sizes that was found by {best.law.source}"

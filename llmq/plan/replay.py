@@ -1,8 +1,8 @@
-"""A trace of the plan device, replayed at a card's rates.
+"""Replay of the plan device's trace at a card's rates.
 
-Work on one stream runs in order. Streams run beside each other, held back by the events between
-them and by what carries one transfer at a time: the bus in each direction, the link to peers, and
-each GPU's share of the host's memory.
+Work on one stream runs in order. Streams run concurrently, held back by the events between them and
+by carriers of one transfer at a time: the bus in each direction, the link to peers, and each GPU's
+share of host memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from llmq.runtime.plan_device import Mark, Trace, Work
 
 
 class Transfers(NamedTuple):
-    """Seconds that a piece of work needs of each carrier, without those that it does not need.
-    carriers: the bus towards the card ("load") and away from it ("store"), "link", "host" for host
-    memory, "network". load, store: what of these two is slower while the bus carries something the
-    other way, too. exchange: whether GPUs exchange over the bus, by both ways at once."""
+    """Seconds that a piece of work keeps each carrier busy; unused carriers are left out. carriers:
+    the bus to the card ("load") and from it ("store"), "link", "host" (host memory), "network".
+    load, store: the seconds of these two that grow while the bus carries data the other way.
+    exchange: True if GPUs exchange over the bus, both ways at once."""
 
     carriers: dict[str, float]
     load: float = 0.0
@@ -32,7 +32,8 @@ class Transfers(NamedTuple):
     def of(
         cls, load: float, store: float, exchange: tuple[float, float], **others: float
     ) -> Transfers:
-        """exchange: of the bus, each way, at a rate that both ways have at once."""
+        """exchange: seconds on the bus in each direction, at the rate of both directions at
+        once."""
         into, out = exchange
         carriers = {"load": load + into, "store": store + out} | others
         needed = {name: seconds for name, seconds in carriers.items() if seconds}
@@ -40,7 +41,7 @@ class Transfers(NamedTuple):
 
 
 class Rates(Protocol):
-    """The rates that a replay asks of a card (llmq.plan.cost has them)."""
+    """Rates of a card that a replay needs; llmq.plan.cost implements them."""
 
     @property
     def slowdown(self) -> float: ...
@@ -58,8 +59,8 @@ class Rates(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """One replayed trace, in seconds. busy: of the main stream by part. wall: until all is done.
-    load, store: of the bus, as Transfers has them."""
+    """One replayed trace, in seconds. busy: of the main stream by part. wall: until all streams are
+    done. load, store: of the bus, as in Transfers."""
 
     busy: dict[str, float]
     wall: float
@@ -68,10 +69,10 @@ class Phase:
 
 
 def replay(trace: Trace, rates: Rates) -> Phase:
-    """Run a trace from an idle machine until all of its streams are done. Kernels of the main
-    stream wait while one of another stream runs, whose blocks come first. A transfer over the bus
-    is slower while the bus is busy the other way, too: how long that is, a first run says
-    (`_longer`), and a second one has the transfers take that much longer."""
+    """Replay a trace on an idle machine until all its streams are done. Kernels of the main stream
+    wait while a kernel of another stream runs, whose blocks come first. Transfers over the bus are
+    slower while the bus is busy the other way: a first run measures this overlap (`_longer`), and a
+    second run lengthens the transfers."""
     timed = [_timed(item, rates) for item in trace]
     phase, moved = _replay(timed, rates.slowdown)
     longer = _longer(moved, phase, rates)
@@ -85,21 +86,20 @@ def replay(trace: Trace, rates: Rates) -> Phase:
 
 
 _Timed = tuple[Work | Mark, float, Transfers | None]
-"""A phase: the contents of a trace, its seconds on the GPU itself, and those of the carriers if it
-needs any."""
+"""An item of a trace, its seconds on the GPU itself, and the seconds of carriers if it uses any."""
 
 
 def _timed(item: Work | Mark, rates: Rates) -> _Timed:
     if not isinstance(item, Work):
         return item, 0.0, None
-    # Most move nothing, and to find that out takes time.
+    # Most items move nothing, and calculating that takes time.
     moves = item.loaded or item.stored or item.received or item.shared or item.network
     return item, rates.compute(item), rates.transfers(item) if moves else None
 
 
 class _Moved(NamedTuple):
-    """A piece of work that needed carriers: its place in the trace, and when it could have started,
-    did so, and had left them all."""
+    """A piece of work with transfers: its index in the trace, and the times when it could start,
+    started, and left all carriers."""
 
     place: int
     needs: Transfers
@@ -109,11 +109,11 @@ class _Moved(NamedTuple):
 
 
 def _longer(moved: list[_Moved], phase: Phase, rates: Rates) -> dict[int, Transfers]:
-    """The times of transfers that are slower than alone, by their places. Each direction of the bus
-    is slower in that part of the phase in which the other one is busy, and all of its transfers by
-    the same factor. Where a transfer and an exchange through the host waited for each other, they
-    really share the bus: for so long the transfer has the other direction busy, too."""
-    exchanges = [span for span in moved if span.needs.exchange]  # one after the other
+    """Lengthened transfers by index in the trace. Each direction of the bus slows all its transfers
+    by one factor, for the share of the phase in which the other direction is busy. A transfer and
+    an exchange through the host that waited for each other really share the bus: for that long the
+    transfer meets traffic of the other direction."""
+    exchanges = [span for span in moved if span.needs.exchange]  # exchanges run one after the other
     if not exchanges and not (phase.load and phase.store):
         return {}
     more_load, more_store = (
@@ -141,7 +141,7 @@ def _longer(moved: list[_Moved], phase: Phase, rates: Rates) -> dict[int, Transf
 
 
 def _beside(transfer: _Moved, exchanges: list[_Moved]) -> Iterator[_Moved]:
-    """The exchanges that this transfer waited for, or that waited for it."""
+    """Yield the exchanges that this transfer waited for, or that waited for it."""
     first = bisect_right(exchanges, transfer.ready, key=lambda exchange: exchange.end)
     for exchange in exchanges[first:]:
         if exchange.ready >= transfer.end:
@@ -150,8 +150,8 @@ def _beside(transfer: _Moved, exchanges: list[_Moved]) -> Iterator[_Moved]:
 
 
 def _shared(transfer: _Moved, exchange: _Moved, times: float) -> float:
-    """The seconds of the transfer alone that go beside the exchange, where it takes so many times
-    as long: while it waited it would have got on by a part of that time."""
+    """Seconds of the transfer alone that overlap with the exchange, beside which it takes `times`
+    as long. While it waited it would have made progress."""
     waited = _overlap(transfer.ready, transfer.start, exchange.start, exchange.end)
     held_up = _overlap(transfer.start, transfer.end, exchange.ready, exchange.start)
     return waited / times + min(held_up, (exchange.end - exchange.start) / times)
@@ -162,8 +162,8 @@ def _overlap(start: float, end: float, other_start: float, other_end: float) -> 
 
 
 class _Carriers:
-    """Carriers, each with one transfer at a time. moved: what did. load, store: seconds of the bus,
-    as Phase has them."""
+    """Carriers, each with one transfer at a time. moved: finished pieces. load, store: seconds of
+    the bus, as in Phase."""
 
     def __init__(self) -> None:
         self._free: defaultdict[str, float] = defaultdict(float)
@@ -171,7 +171,7 @@ class _Carriers:
         self.load = self.store = 0.0
 
     def carry(self, place: int, needs: Transfers, ready: float) -> tuple[float, float]:
-        """When it starts, and for how long its longest carrier is busy."""
+        """Return the start of a piece, and the seconds of its busiest carrier."""
         self.load, self.store = self.load + needs.load, self.store + needs.store
         start = max([ready, *(self._free[name] for name in needs.carriers)])
         for name, duration in needs.carriers.items():
@@ -182,7 +182,7 @@ class _Carriers:
 
 
 def _replay(timed: list[_Timed], slowdown: float) -> tuple[Phase, list[_Moved]]:
-    """slowdown: as Rates has it."""
+    """Replay once. slowdown: as of Rates."""
     streams: defaultdict[str, float] = defaultdict(float)
     recorded: dict[Event, float] = {}
     busy: defaultdict[str, float] = defaultdict(float)
@@ -197,7 +197,7 @@ def _replay(timed: list[_Timed], slowdown: float) -> tuple[Phase, list[_Moved]]:
             continue
         start = streams[stream]
         if stream == "main":
-            # Exchanges take memory's rate and multiprocessors from it.
+            # Exchanges take memory bandwidth and multiprocessors from the kernel.
             seconds += (slowdown - 1) * exchanges.beside(start, seconds)
             seconds += kernels.wait(start, seconds)
         lasts = seconds
@@ -217,27 +217,27 @@ def _replay(timed: list[_Timed], slowdown: float) -> tuple[Phase, list[_Moved]]:
 
 
 class _GoingOn:
-    """When other streams did something that kernels of the main stream may have beside them; these
-    ask in order of time."""
+    """Intervals of work on other streams beside the main stream's kernels, which ask in order of
+    time."""
 
     def __init__(self) -> None:
         self._times: list[tuple[float, float]] = []
 
     def note(self, start: float, end: float) -> None:
-        """Note the time of something that was enqueued."""
+        """Add the interval of a piece of work."""
         self._times.append((start, end))
 
     def beside(self, start: float, seconds: float) -> float:
-        """How long something goes on in the time of a kernel that takes so long."""
+        """Seconds of overlap with a kernel that starts at `start` and takes `seconds`."""
         self._forget(start)
         return min(sum(_overlap(start, start + seconds, s, e) for s, e in self._times), seconds)
 
     def wait(self, start: float, seconds: float) -> float:
-        """How much later a kernel ends where these are kernels, too. They have the multiprocessors,
-        or wait there for the bus. Their blocks, more than fit at once, come before those of all
-        that is enqueued later: a launch waits for a whole kernel."""
+        """Seconds by which other streams' kernels delay a kernel. Their blocks, more than fit at
+        once, occupy the multiprocessors or wait there for the bus, and come before the blocks of
+        later launches: a launch waits for a whole kernel."""
         self._forget(start)
-        now, end = start, start + seconds  # now: until when others are taken into account
+        now, end = start, start + seconds  # now: end of the intervals so far
         for s, e in sorted(self._times):
             now = max(now, s)
             if now < min(e, end):

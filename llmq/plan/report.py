@@ -1,4 +1,4 @@
-"""`llmq plan`: what is printed of the plan of one configuration."""
+"""`llmq plan`: the printed plan of one configuration."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from llmq.state.placement import trained_count
 def run_plan(
     config: TrainConfig,
     model: ModelConfig,
-    asked: MachineOptions = MachineOptions(),  # noqa: B008 - nobody can change it
+    asked: MachineOptions = MachineOptions(),  # noqa: B008 - immutable
     *,
     fit: frozenset[str] | None = None,
     placement: bool = False,
     json: bool = False,
 ) -> TrainConfig:
-    """`llmq plan`: print the plan of a run, or (fit) the fastest ones that fit; returns the first.
-    asked: the machine. fit: options that keep their values in a search. placement: print, too,
-    where everything lies. Raises OutOfMemory, after printing the plan, if it does not fit, or
-    nothing does."""
+    """Print the plan of a run, or with `fit` the fastest configurations that fit; return the first.
+    asked: the machine. fit: names of options that keep their values in a search. placement: True
+    also prints where all tensors lie. Raises OutOfMemory, after printing the plan, if nothing
+    fits."""
     if placement and fit is not None:
         raise ConfigError("--placement: has no meaning with --fit, use it with what that finds")
     where, machines = target(config, model, asked, search=fit is not None), asked.machines
     kind = "host" if where.spec == HOST_SPEC else "cuda"
-    of = {"spec": where.spec, "world": World.like(where.world_size, machines)}
-    check_machine(config, model, Machine(kind=kind, note=None, **of))
+    world = World.like(where.world_size, machines)
+    check_machine(config, model, Machine(kind=kind, note=None, spec=where.spec, world=world))
     warn(*RULES.idle(config, ranks=Ranks(where.world_size, machines)))
     data = None if config.only_scores else data_record(config, model, where.world_size)
     where = replace(where, visible_share=(data or {}).get("visible_share") or 1.0)
@@ -77,7 +77,7 @@ def run_plan(
 def plan_report(
     plan: Plan, record: dict[str, Any], where: PlanTarget, disk: dict[str, str]
 ) -> list[str]:
-    """The plan for people. record: as for programs. disk: facts about it."""
+    """Lines of the plan for people. record: as for programs. disk: facts about the disk."""
     needed, limit, count = record["needed_bytes"], where.limits.device, record["trained_parameters"]
     free = None if limit is None or needed > limit else {"Free": limit - needed}
     trained = "" if count == record["parameters"] else f", and {count:,} that are trained"
@@ -109,7 +109,7 @@ def _machines(plan: Plan) -> str:
 
 
 def _speed_facts(record: dict[str, Any], where: PlanTarget) -> dict[str, str | None]:
-    """The facts about the predicted speed."""
+    """Facts about the predicted speed, by label; {} without a prediction."""
     predicted = record["predicted"]
     if not predicted:
         return {}
@@ -126,7 +126,7 @@ def _speed_facts(record: dict[str, Any], where: PlanTarget) -> dict[str, str | N
 
 
 def _verdict(record: dict[str, Any], where: PlanTarget, free: dict[str, int] | None) -> str:
-    """Whether it fits. free: as the allocator's table has it."""
+    """Text that says if the plan fits. free: as in the allocator's table."""
     limit, host_limit = where.limits.device, where.limits.host
     if record["fits"] is None:
         return "compare with the card, or give --gpu-memory"
@@ -143,9 +143,9 @@ def _verdict(record: dict[str, Any], where: PlanTarget, free: dict[str, int] | N
 def plan_record(
     plan: Plan, model: ModelConfig, where: PlanTarget, time: StepTime | None
 ) -> dict[str, Any]:
-    """The plan for programs; sizes in bytes. fits is null where the card's memory is not known.
-    needed_bytes is what is compared with limit_bytes, host_bytes with host_limit_bytes. predicted
-    is null where no card is known, its error where `llmq rig` has measured this machine."""
+    """The plan for programs; sizes in bytes. fits is null if the card's memory is unknown.
+    needed_bytes compares with limit_bytes, host_bytes with host_limit_bytes. predicted is null
+    without a card; its error is null if `llmq rig` has measured this machine."""
     needed, limits = needed_bytes(plan, where.spec), where.limits
     excess = limits.excess(needed, plan.host_bytes)
     return {
@@ -172,7 +172,7 @@ def plan_record(
 
 
 def _kinds(plan: Plan, where: PlanTarget) -> list[dict[str, Any]]:
-    """The launches of a step of one rank, by kind; its cost for programs."""
+    """Cost of a rank's launches in a step, by kind, for programs."""
     card = where.card if where.named else None
     costs = cost_by_kind(plan, card, where.visible_share, where.network)
     keys = ("kind", "launches", "flops", "bytes", "seconds")
@@ -180,7 +180,7 @@ def _kinds(plan: Plan, where: PlanTarget) -> list[dict[str, Any]]:
 
 
 def _exposed(plan: Plan, where: PlanTarget) -> dict[str, float]:
-    """The lines that a plan of several GPUs has besides."""
+    """Additional fields of a plan of several GPUs."""
     if plan.world_size == 1:
         return {}
     shares = (where.visible_share, where.network)

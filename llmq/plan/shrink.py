@@ -1,4 +1,4 @@
-"""Ways to need less memory, and the cheapest ones that make a configuration fit."""
+"""Search for the cheapest changes with which a configuration needs less memory."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -17,17 +17,17 @@ from llmq.plan.memory import Limits
 from llmq.runtime.attention_parts import divisions
 from llmq.runtime.cudnn import backward_scratch_bytes
 
-MIN_ATTENTION = 256 * MIB  # of attention's backward, below which advice divides no heads
-ESTIMATE_MARGIN = MIB  # by which estimates may be wrong
-TROUBLE = 1e-3  # part of a step's time that any change must be worth
-NEARLY = 0.9  # by what part of it the least memory is not the same wherever it is
-TRIES = 3  # choices of what is in host memory that are followed up
+MIN_ATTENTION = 256 * MIB  # workspace of attention's backward below which heads are not divided
+ESTIMATE_MARGIN = MIB  # error of estimates
+TROUBLE = 1e-3  # cost of any change, as a share of a step's time
+NEARLY = 0.9  # least memory of device and host together varies by this factor
+TRIES = 3  # choices of state in host memory that are pursued
 
-Saver = Callable[[TrainConfig], Changes]  # what to change, nothing where that does nothing
+Saver = Callable[[TrainConfig], Changes]  # the changes; {} if they do nothing
 
 
 def savers(use: str) -> tuple[Saver, ...]:
-    """The changes that the rules of options have for this use, in their order."""
+    """Return the functions for this use from the rules of options, in table order."""
     return tuple(rule.changes for rule in RULES.savers(use))
 
 
@@ -36,33 +36,33 @@ REARRANGING, STAYING, ROUNDING = savers("arrange"), savers("stay"), savers("roun
 
 
 def changed(config: TrainConfig, changes: Changes) -> TrainConfig:
-    """The configuration with these options, and what they imply."""
+    """Return the configuration with these options and all implied values."""
     return replace(config, **changes).normalized()
 
 
 class Shrinker:
-    """Looks for the cheapest changes that make configurations fit."""
+    """Search for the cheapest changes that make configurations fit."""
 
     def __init__(self, planner: Planner, limits: Limits, fixed: frozenset[str] = frozenset()):
         """fixed: names of options that keep their values."""
         self.planner, self.limits, self.fixed = planner, limits, fixed
 
     def excess(self, config: TrainConfig) -> int:
-        """Bytes too many, by an estimate; 0: it fits."""
+        """Bytes over the limits, by an estimate; 0 if it fits."""
         need = self.planner.estimate(config)
         return self.limits.excess(need.device, need.host)
 
     def fits(self, config: TrainConfig) -> bool:
-        """Whether it fits, by an estimate."""
+        """True if the config fits, by an estimate."""
         return self.excess(config) == 0
 
     def shrink(
         self, config: TrainConfig, savers: Sequence[Saver], start: Sequence[Changes] = ()
     ) -> list[Changes]:
-        """The changes to make, one after the other, none superfluous; they may not be enough.
-        Always next: what costs the least time for each byte that is still too much. start: changes
-        to begin with, such as those of a similar configuration. If both memories are short, that
-        can fill the host's with the wrong things: then what is to be there is chosen first."""
+        """Return changes to make in this order, none superfluous; they may not be enough. Greedy:
+        the next change costs the least time for each byte over the limit. start: first changes to
+        try, such as those of a similar configuration. If both memories are short, greed can fill
+        host memory with the wrong state: then the state in host memory is chosen first."""
         found = self._cheapest(config, savers, start)
         if self.limits.host is None or self.fits(having(config, found)):
             return found
@@ -77,15 +77,15 @@ class Shrinker:
     def with_hosted(
         self, config: TrainConfig, place: Changes, savers: Sequence[Saver]
     ) -> list[Changes]:
-        """`place`, one of the host_choices, and the cheapest changes beside it."""
+        """Return `place`, one of the host_choices, followed by the cheapest changes beside it."""
         kept = self.fixed | {*PLACES, "offload_quants"}
         rest = Shrinker(self.planner, self.limits, kept)
         first = [place] if place else []
         return first + rest._cheapest(having(config, first), savers, ())
 
     def host_choices(self, config: TrainConfig) -> list[tuple[Changes, Estimate]]:
-        """The choices of what is in host memory with which all fits, if the rest is as light as can
-        be, and what is needed then; the fastest first."""
+        """Choices of state in host memory that fit with everything else as light as possible, with
+        their needs; the fastest first."""
         if self.is_hopeless(config):
             return []
         found = []
@@ -99,18 +99,18 @@ class Shrinker:
         return sorted(found, key=lambda choice: choice[1].time.total)
 
     def can_fit(self, config: TrainConfig) -> bool:
-        """Whether host_choices has any."""
+        """True if host_choices is not empty."""
         if self.is_hopeless(config):
             return False
         return any(self.fits(light) for light in self._lightest_of_all(config))
 
     def _lightest_of_all(self, config: TrainConfig) -> list[TrainConfig]:
-        """With each choice of what is in host memory."""
+        """The lightest configuration for each choice of state in host memory."""
         hosted = [places for n in range(len(PLACES) + 1) for places in combinations(PLACES, n)]
         return [*dict.fromkeys(self.lightest(config, places) for places in hosted)]
 
     def is_hopeless(self, config: TrainConfig) -> bool:
-        """Whether the device is too small for what must be there, or both memories together are."""
+        """True if the device, or both memories together, are too small at the least."""
         device, host, ranks = self.limits.device, self.limits.host, self.planner.world_size
         if device is None:
             return False
@@ -119,19 +119,19 @@ class Shrinker:
         return self.least_device(config) > device or both < NEARLY * least
 
     def least_device(self, config: TrainConfig) -> int:
-        """Bytes of the device with which it can do, at the least, by an estimate."""
+        """Least bytes of device memory, by an estimate."""
         return min(need.device for need in self._lightest_needs(config))
 
     def _lightest_needs(self, config: TrainConfig) -> list[Estimate]:
-        """With all of PLACES in host memory, and with none: on the CPU, where all memory is one,
-        that is less."""
+        """Needs with all of PLACES in host memory, and with none: on the CPU, with a single memory,
+        none needs less."""
         return [self.planner.estimate(self.lightest(config, places)) for places in (PLACES, ())]
 
     def lightest(self, config: TrainConfig, hosted: Collection[str]) -> TrainConfig:
-        """With these of PLACES in host memory, and what else leaves least on the device; as far as
-        it is allowed."""
+        """Return the config with `hosted` in host memory and everything else with the least device
+        memory, as far as options allow."""
         rest = config.local_seq_len % MIN_CHUNK_ROWS
-        chunks = 1 if rest else config.local_seq_len // MIN_CHUNK_ROWS  # of a sequence
+        chunks = 1 if rest else config.local_seq_len // MIN_CHUNK_ROWS  # chunks of a sequence
         changes = [saver(config) for saver in savers("lightest")]
         changes += [{name: name in hosted} for name in PLACES]
         changes.append({"attn_bwd_chunks": self._smallest_parts(config)})
@@ -153,7 +153,7 @@ class Shrinker:
             if best is None:
                 break
             found.append(best)
-        # Changes that later ones imply or make unnecessary go, the dearest first.
+        # Remove changes that later ones imply or make unnecessary, the most expensive first.
         enough = self.excess(having(config, found))
         for change in reversed(found[:-1]):
             rest = [c for c in found if c is not change]
@@ -162,21 +162,21 @@ class Shrinker:
         return found
 
     def _divide_attention(self, config: TrainConfig) -> Changes:
-        """The next larger number of parts of attention's backward that makes these smaller; of
-        sequences, which cost least, 4 times as many, if these are not too many."""
+        """The next number of parts of attention's backward with smaller parts. Dividing sequences
+        costs least: while there are enough, the number grows fourfold."""
         parts, batch = config.attn_bwd_chunks, config.batch_size
         more = [n for n in self._attention_parts(config) if n > parts]
         fewer = (n for n in more if 4 * parts <= n <= batch)
         return {"attn_bwd_chunks": next(fewer, more[0])} if more else {}
 
     def _smallest_parts(self, config: TrainConfig) -> int:
-        """So many parts of attention's backward that one needs least."""
+        """The number of parts of attention's backward whose part needs the least memory."""
         numbers = (n for n in self._attention_parts(config) if n >= config.batch_size)
         return min(numbers, key=lambda n: self._attention_bytes(config, n))
 
     def _attention_parts(self, config: TrainConfig) -> list[int]:
-        """Numbers of parts of attention's backward, the heads of a sequence no further divided than
-        down to MIN_ATTENTION."""
+        """Numbers of parts of attention's backward; heads are divided only down to MIN_ATTENTION
+        bytes."""
         model, batch = self.planner.model, config.batch_size
         found = []
         for n in divisions(batch, model.num_heads, model.num_kv_heads):
@@ -186,16 +186,15 @@ class Shrinker:
         return found
 
     def _attention_bytes(self, config: TrainConfig, parts: int) -> int:
-        """The bytes that the library's backward takes for one of so many parts of a sequence or
-        less."""
+        """Bytes of the library's backward for one of `parts` parts, each a sequence or less."""
         sizes = (config.local_seq_len, parts // config.batch_size)
         every = self.planner.model.every_heads
         return max(backward_scratch_bytes(sizes[0], *heads, sizes[1]) for heads in every)
 
     def _best(self, now: TrainConfig, ratios: dict[Saver, float]) -> Changes | None:
-        """The next change, None if nothing helps. ratios: seconds a byte when last looked at. They
-        only grow, as less is missing: what was worse before than the best is now, is not looked at
-        again."""
+        """The next change; None if nothing helps. ratios: seconds per byte when last computed.
+        Ratios only grow, because less is missing: a saver whose old ratio exceeds the current best
+        is skipped."""
         best, lowest = None, math.inf
         for saver in sorted(ratios, key=ratios.__getitem__):
             if ratios[saver] > lowest:
@@ -207,7 +206,7 @@ class Shrinker:
         return best
 
     def _ratio(self, now: TrainConfig, change: Changes) -> float:
-        """Seconds for each byte less; infinite where there are none, or it is not allowed."""
+        """Seconds for each byte saved; infinite if none are saved or the change is not allowed."""
         then = self.allowed(now, change)
         saved = 0 if then is None else self.excess(now) - self.excess(then)
         if saved <= 0:
@@ -216,7 +215,7 @@ class Shrinker:
         return (max(after - before, 0.0) + TROUBLE * before) / saved
 
     def allowed(self, now: TrainConfig, change: Changes) -> TrainConfig | None:
-        """The changed configuration, None if it is not valid or changes what is fixed."""
+        """The changed configuration; None if it is invalid or changes fixed options."""
         try:
             then = changed(now, change).validate_with(self.planner.model)
         except ConfigError:
@@ -226,11 +225,11 @@ class Shrinker:
         return then if change and kept else None
 
     def _reaches_all(self, config: TrainConfig) -> bool:
-        """Whether there are several machines, and the ranks of all of them can share a state."""
-        local = config.memcpy_all_gather or config.all_to_all_reduce  # copies, and at most 8 ranks
+        """True if there are several machines, and all their ranks can share a state."""
+        local = config.memcpy_all_gather or config.all_to_all_reduce  # within one machine
         return self.planner.network.machines > 1 and not local
 
 
 def having(config: TrainConfig, changes: Iterable[Changes]) -> TrainConfig:
-    """The configuration after several changes."""
+    """Return the configuration after several changes."""
     return reduce(changed, changes, config)

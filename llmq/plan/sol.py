@@ -1,4 +1,4 @@
-"""Speed of light: the tokens per second that a card's peak arithmetic would allow."""
+"""Speed of light: tokens per second at a card's peak arithmetic."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from llmq.options.cards import CARDS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlopsPerToken:
-    """Floating-point operations per trained token, by part; recomputation is not credited."""
+    """FLOPs per trained token, by part; recomputation does not count."""
 
     blocks: int
     lm_head: int
@@ -19,10 +19,10 @@ class FlopsPerToken:
 def flops_per_token(
     config: ModelConfig, seq_len: int, adapters: Adapters | None = None
 ) -> FlopsPerToken:
-    """llm.q's formula: forward and two backward products; attention counts its causal half. Windows
-    leave their part of this half; documents within a sequence are taken for one; what tokens do to
-    the states of gated delta nets counts to attention. With adapters a matrix that is not trained
-    has one backward product."""
+    """FLOPs by llm.q's formula: forward and two backward products; attention counts its causal
+    half. Windows leave their share of this half; documents within a sequence count as one; the
+    state updates of gated delta nets count as attention. With adapters a frozen matrix has one
+    backward product."""
     L = config.num_layers
     used = sum(matrix.used for layer in range(L) for matrix in config.matrices(layer))
     halves = [half for layer in range(L) for half in config.halves(layer)]
@@ -49,7 +49,7 @@ def _adapter_weights(config: ModelConfig, adapters: Adapters | None) -> int:
         return 0
     total = 0
     for block, matrix in all_adapted(config, adapters):
-        chosen = block == "embed"  # its rows are not multiplied
+        chosen = block == "embed"  # an embedding selects rows instead of multiplying
         rows = (0 if chosen else p.stop - p.start for p in matrix.parts)
         sizes = (p.rank * (n + matrix.shape[1]) for p, n in zip(matrix.parts, rows, strict=True))
         total += sum(sizes) * matrix.active // matrix.groups
@@ -57,7 +57,7 @@ def _adapter_weights(config: ModelConfig, adapters: Adapters | None) -> int:
 
 
 def peaks(name: str) -> tuple[float, float, float, float] | None:
-    """TF32, BF16, FP8 and INT8 peak of a card in TFLOP/s by its driver name; None if unknown."""
+    """TF32, BF16, FP8 and INT8 peaks of a card in TFLOP/s, by driver name; None if unknown."""
     card = CARDS.get(name)
     return None if card is None else (card.tf32, card.bf16, card.fp8, card.int8)
 
@@ -69,7 +69,8 @@ def nanoseconds_per_token(
     attention_peak: float,
     world_size: int = 1,
 ) -> int:
-    """llm.q's integer arithmetic: each part in whole nanoseconds; peaks in TFLOP/s."""
+    """Time per token by llm.q's integer arithmetic: each part in whole nanoseconds; peaks in
+    TFLOP/s."""
     parts = (
         (flops.blocks, blocks_peak),
         (flops.lm_head, head_peak),

@@ -1,4 +1,4 @@
-"""The machine that a plan is for: the one of `llmq plan`'s options, or this one."""
+"""Machine of a plan: the one of `llmq plan`'s options, or this machine."""
 
 import math
 from dataclasses import dataclass, replace
@@ -22,10 +22,10 @@ from llmq.runtime.machine import PLAN_SPEC, choose_machine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTarget:
-    """The machine that a plan is for. reserve: bytes of each device that are to stay free, which
-    the limits leave out. card: whose speed is predicted, or None. named: whether that card is what
-    was asked for, and not only one with as much memory. world_size: GPUs of all machines, which the
-    network joins. visible_share: what documents leave of attention, as far as it is known."""
+    """The machine of a plan. reserve: bytes of each device that stay free, already subtracted from
+    the limits. card: the card that predicts speed, or None. named: True if the user named the card;
+    False if only its memory is similar. world_size: GPUs of all machines in the network.
+    visible_share: share of attention that documents leave, if known."""
 
     spec: DeviceSpec
     backend: str
@@ -38,13 +38,20 @@ class PlanTarget:
     visible_share: float = 1.0
 
     def planner(self, model: ModelConfig) -> Planner:
-        """For this machine."""
+        """Return a planner for this machine."""
         card = self.card or card_of(self.spec)
-        shared = (self.spec, self.backend, card, self.world_size, self.visible_share)
-        return Planner(model, *shared, self.network)
+        return Planner(
+            model,
+            self.spec,
+            self.backend,
+            card,
+            self.world_size,
+            self.visible_share,
+            self.network,
+        )
 
     def predicted(self, tokens: int, time: StepTime) -> dict[str, Any]:
-        """The speed of a step of so many tokens, for programs."""
+        """Speed of a step of `tokens` tokens, for programs."""
         return {
             "tokens_per_second": tokens / time.total,
             "step_seconds": time.total,
@@ -56,10 +63,10 @@ class PlanTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineOptions:
-    """The options of `llmq plan` about the machine. gpu_memory, host_memory: bytes. card: words of
-    its name; card_file: the report of `llmq rig` there. reserve: bytes of a GPU's memory that are
-    to stay free, None for what --reserve says. machines: of as many GPUs each; network: bytes per
-    second of what joins them."""
+    """Options of `llmq plan` about the machine. gpu_memory, host_memory: bytes. card: words of its
+    name; card_file: report of `llmq rig` on that machine. reserve: bytes of a GPU's memory that
+    stay free; None: the default of --reserve. machines: number of equal machines; network: bytes
+    per second between machines."""
 
     gpu_memory: int | None = None
     host_memory: int | None = None
@@ -71,16 +78,15 @@ class MachineOptions:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether a card is named, which need not be here."""
+        """True if a card is named, which may be elsewhere."""
         return self.card is not None or self.card_file is not None
 
 
 def target(
     config: TrainConfig, model: ModelConfig, asked: MachineOptions, *, search: bool
 ) -> PlanTarget:
-    """The machine that is asked for; never loads CUDA. Raises ConfigError for contradictions.
-    search: --fit, which leaves room for a desktop on a card where nobody has said how much is
-    free."""
+    """Return the machine of these options; never loads CUDA. Raises ConfigError for contradictions.
+    search: True for --fit, which leaves room for a desktop unless the free memory is given."""
     machines, gpu_memory, reserve = asked.machines, asked.gpu_memory, asked.reserve
     joined = _network(machines, asked.network, predicts=search or asked.is_elsewhere)
     world_size = max(config.gpus, 1) * machines
@@ -89,11 +95,16 @@ def target(
             if getattr(asked, name) is not None:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag}: has no meaning with --device cpu, use --memory-limit")
-        here = world_size // machines
-        least = min(filter(None, (asked.host_memory, available_host_memory()))) // here
+        ranks = world_size // machines
+        least = min(filter(None, (asked.host_memory, available_host_memory()))) // ranks
         limits = Limits(device=min(least, config.memory_limit or least))
-        rest = {"world_size": world_size, "network": joined}
-        return PlanTarget(spec=HOST_SPEC, backend="native", limits=limits, **rest)
+        return PlanTarget(
+            spec=HOST_SPEC,
+            backend="native",
+            limits=limits,
+            world_size=world_size,
+            network=joined,
+        )
     card = _card(asked.card, asked.card_file, world_size // machines)
     if card is not None:
         RULES.check(config, gpu=spec_of(card))
@@ -121,8 +132,8 @@ def target(
 
 
 def _card(words: str | None, file: Path | None, gpus: int) -> Card | None:
-    """The card that --card and --card-file name, with the rates that were measured of it, if there
-    are any."""
+    """The card of --card and --card-file, with measured rates if there are any; None if neither is
+    given."""
     if file is None:
         return None if words is None else rig_card(find_card(words), gpus)
     card = card_from(file)
@@ -139,7 +150,7 @@ def _card(words: str | None, file: Path | None, gpus: int) -> Card | None:
 
 
 def _network(machines: int, rate: int | None, *, predicts: bool) -> Network:
-    """The network that --machines and --network describe."""
+    """The network of --machines and --network."""
     if machines == 1 and rate is not None:
         raise ConfigError("--network: joins several machines: give --machines")
     if machines > 1 and rate is None and predicts:
@@ -147,12 +158,12 @@ def _network(machines: int, rate: int | None, *, predicts: bool) -> Network:
     return Network(machines, float(rate or math.inf))
 
 
-CONTEXT_WHEN_ASKED = 256 * MIB  # of CONTEXT_BYTES, taken already when the free memory is read
+CONTEXT_WHEN_ASKED = 256 * MIB  # part of CONTEXT_BYTES that is in use when free memory is read
 
 
 def target_here(config: TrainConfig, model: ModelConfig, reserve: int | None = None) -> PlanTarget:
-    """This machine, as --device and --gpus mean it. reserve: bytes that stay free of each GPU's
-    memory that is free now, None for what --reserve says."""
+    """Return this machine, by --device and --gpus. reserve: bytes of each GPU's currently free
+    memory that stay free; None: the default of --reserve."""
     machine = choose_machine(config.device, config.gpus)
     check_machine(config, model, machine)
     limits = memory_limit(config, machine)
