@@ -1,28 +1,28 @@
-// four_bits.cu -- NF4: four bits for each weight, a scale for 64 of them, eight bits for each scale.
+// four_bits.cu -- NF4: 4-bit codes of weights, a scale for 64 of them, 8-bit codes of scales.
 //
 //   scales[b] = max |x| in block b of 64       codes: the level nearest to x / scales[b], of 16
 //   groups[g] = max |scales - mean| in group g of 256 blocks
 //   codes of scales: the level nearest to (scales - mean) / groups[g], of 256
 //   x ~ level * (scale level * groups[g] + mean)           in F32, then rounded to out
 //
-// Data     x, out: T (n); codes: U8 (n/2), of two neighbours each, the first one in the higher bits;
+// Data     x, out: T (n); codes: U8 (n/2), two neighbours each, the first in the higher bits;
 //          scale_codes: U8 (n/64); groups: F32; levels: F32 (256), ascending. All 16-byte aligned.
-//          nf4_decode_fp8: out E4M3 (n), divided by *scale before it is rounded.
-//          Decoding: n is of one of the modules that follow each other, each with groups and a mean
-//          of its own.
-// Launch   256 threads. 8 elements per thread, which decodes 16: ceil(n / 2048) or ceil(n / 4096)
-//          blocks, times modules where these are decoded. nf4_quantize_scales: a block for each group.
-// Cost     what is read and written, once; a thread that decodes reads 8 bytes of codes.
+//          nf4_decode_fp8: out E4M3 (n), divided by *scale before rounding.
+//          Decoding: n elements of one of several modules, one after another, each with its own
+//          groups and mean.
+// Launch   256 threads. A thread encodes 8 or decodes 16 elements: ceil(n / 2048) or ceil(n / 4096)
+//          blocks, times modules when decoding. nf4_quantize_scales: a block for each group.
+// Cost     inputs read and outputs written once; a decoding thread reads 8 bytes of codes.
 // Needs    n a multiple of 64.
 #include "common.cuh"
 #include "ptx.cuh"
 
 constexpr int THREADS = 256, COUNT = 8, DECODED = 16;  // elements of a thread
-constexpr int BLOCK = 64, GROUP = 256;   // of llmq/ref/quantize/four_bits.py, as LEAST
-constexpr int LANES = BLOCK / COUNT;     // that share a block
+constexpr int BLOCK = 64, GROUP = 256;   // equal to llmq/ref/quantize/four_bits.py's, like LEAST
+constexpr int LANES = BLOCK / COUNT;     // threads that share a block
 constexpr float LEAST = 1e-38f;
 
-// LEVELS in llmq/ref/quantize/four_bits.py.
+// Equal to LEVELS in llmq/ref/quantize/four_bits.py.
 __device__ __constant__ float LEVELS[16] = {
     -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
     -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
@@ -59,7 +59,7 @@ nf4_quantize_scales(u8* __restrict__ codes, f32* __restrict__ groups,
     const int t = threadIdx.x;
     edges[t] = t < 255 ? (levels[t] + levels[t + 1]) * 0.5f : INFINITY;
     const float value = i < count ? scales[i] - *mean : 0.0f;
-    const float largest = block_max(fabsf(value), shared);  // its barriers are those of edges, too
+    const float largest = block_max(fabsf(value), shared);  // its barriers also order edges
     const float scaled = value * (1.0f / fmaxf(largest, LEAST));
     int code = 0;
 #pragma unroll
@@ -70,7 +70,7 @@ nf4_quantize_scales(u8* __restrict__ codes, f32* __restrict__ groups,
     if (t == 0) { groups[blockIdx.x] = largest; }
 }
 
-// DECODED elements of this block's module from `first` on, n of a module, and their scale. `before`:
+// Decode DECODED elements of this block's module, from `first` on. n: elements of a module. before:
 // elements of the modules before. table: LEVELS, in shared memory.
 __device__ __forceinline__ void decode(float (&v)[DECODED], const float* table, i64 first, i64 before,
                                        i64 n, const u8* codes, const u8* scale_codes,
@@ -127,21 +127,21 @@ nf4_decode_fp8(e4m3* __restrict__ out, const f32* __restrict__ scale,
         make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// -- four bits for each weight (E2M1), and a power of two for 32 of them (E8M0).
+// -- MXFP4: 4-bit codes of weights (E2M1), a power of two for 32 of them (E8M0).
 //
 //   exponents[b] = 127 + the smallest e with which no |x| / 2^e in block b of 32 is above 6
-//   codes: the level nearest to x / 2^e, of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign; of two the even one
-//   x ~ level * 2^e, which BF16 holds exactly
+//   codes: the level nearest to x / 2^e, of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign; ties to even
+//   x ~ level * 2^e, exact in BF16
 //
-// Data     x, out: T (n); codes: U8 (n/2), of two neighbours each, the first one in the lower bits;
+// Data     x, out: T (n); codes: U8 (n/2), two neighbours each, the first in the lower bits;
 //          exponents: U8 (n/32). All 16-byte aligned.
 // Launch   256 threads. 8 elements per thread: ceil(n / 2048) blocks.
-// Cost     what is read and written, once; a thread reads 4 bytes of codes.
+// Cost     inputs read and outputs written once; a thread reads 4 bytes of codes.
 // Needs    n a multiple of 32.
 
 constexpr int MXFP4_BLOCK = 32, MXFP4_LANES = MXFP4_BLOCK / COUNT;
 
-// 2^(exponent - 127); of exponent 0 nothing that F32 holds as a normal number.
+// 2^(exponent - 127), which is subnormal for exponent 0.
 __device__ __forceinline__ float power_of(u32 exponent) {
     return __uint_as_float(exponent ? exponent << 23 : 0x00400000u);
 }
@@ -159,7 +159,7 @@ mxfp4_encode(u8* __restrict__ codes, u8* __restrict__ exponents, const T* __rest
     float v[COUNT];
     const float largest = load_block<MXFP4_LANES>(v, x + first, inside);
     if (!inside) { return; }
-    // 4 * 1.m is at most 6, or half of it is.
+    // 4 * 1.m is at most 6, or else half of it is.
     const u32 bits = __float_as_uint(largest);
     const int wanted = (int)(bits >> 23) - 2 + ((bits & 0x7FFFFFu) > 0x400000u);
     const u32 exponent = wanted < 0 ? 0 : wanted;

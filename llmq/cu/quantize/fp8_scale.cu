@@ -1,25 +1,25 @@
-// fp8_scale.cu -- scales of FP8 tensors from the largest values of the last optimizer steps.
+// fp8_scale.cu -- scales of FP8 tensors from the largest |x| of the last optimizer steps.
 //
-//   update   history[h] = history[h + 1], the last one = abs_max, or 0 where that is not finite
-//            m = largest of history      scale = max(m, 1e-10) / limit, 1 where m is 0
+//   update   history[h] = history[h + 1], the last one = abs_max, or 0 if this is not finite
+//            m = largest of history      scale = max(m, 1e-10) / limit, 1 if m is 0
 //            factor = 1 / scale
-//   now      scale = max(abs_max, 1e-10) / limit, NaN where that is not finite
+//   now      scale = max(abs_max, 1e-10) / limit, NaN if abs_max is not finite
 //   count    stats[saturated] += sum of saturated
 //            stats[norm_squared] = NaN if an abs_max is not finite
 //
-// Data     scales, factors, abs_maxes: F32 (n, 4), saturated: I32 (n, 4); of each row the first
-//          counts, the others keep addresses multiples of 16 bytes. history: F32 (length, n),
-//          oldest first. limits: F32 (n). factors may be null, and abs_maxes: then history stays as
-//          it is. stats: F64, first llmq.base.dtypes.STATS.
+// Data     scales, factors, abs_maxes: F32 (n, 4), saturated: I32 (n, 4); only the first element of
+//          a row is used, the others align addresses to 16 bytes. history: F32 (length, n),
+//          oldest first. limits: F32 (n). factors and abs_maxes may be null; history is unchanged
+//          without abs_maxes. stats: F64, begins with llmq.base.dtypes.STATS.
 //          now: scale, abs_max: F32 (1).
 // Launch   update: 256 threads, ceil(n / 256) blocks. count: 256 threads, one block. now: one thread.
-// Cost     history read and written once; launches of some microseconds.
+// Cost     history read and written once; a launch takes some microseconds.
 // Needs    limits positive, history finite and not negative. Counts are exact below 2^32 each.
 #include "common.cuh"
 
 constexpr int THREADS = 256, STRIDE = 4;
 constexpr int NORM_SQUARED = 2, SATURATED = 4;  // llmq.base.dtypes.STAT
-constexpr float LEAST_ABS_MAX = 1e-10f;         // as in cu/quantize/quantize.cu
+constexpr float LEAST_ABS_MAX = 1e-10f;         // equal to cu/quantize/quantize.cu's
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 fp8_scale_update(f32* __restrict__ scales, f32* __restrict__ factors, f32* __restrict__ history,
@@ -58,23 +58,23 @@ fp8_scale_count(f64* __restrict__ stats, const i32* __restrict__ saturated,
     for (int i = threadIdx.x; i < n; i += THREADS) {
         sum += (u32)saturated[i * STRIDE];
         const float seen = abs_maxes[i * STRIDE];
-        if (!isfinite(seen)) { stats[NORM_SQUARED] = seen - seen; }  // of any thread: all are NaN
+        if (!isfinite(seen)) { stats[NORM_SQUARED] = seen - seen; }  // all write NaN
     }
     sum = block_sum(sum, shared);
     if (threadIdx.x == 0) { stats[SATURATED] += sum; }
 }
 
-// -- the largest magnitude of a tensor, from which its FP8 scale follows.
+// -- Largest |x| of a tensor, from which its FP8 scale follows.
 //
-//   abs_max = max(abs_max, max_i |x_i|)        NaN is larger than everything
+//   abs_max = max(abs_max, max_i |x_i|)        NaN counts as largest
 //   combine: out[i] = max over ranks of gathered[rank, i]
-//   scales:  scales[i] = max(abs_maxes[i], 1e-10) / largest, NaN where abs_maxes[i] is not finite
+//   scales:  scales[i] = max(abs_maxes[i], 1e-10) / largest, NaN if abs_maxes[i] is not finite
 //
 // Data     x: n elements of T, 16-byte aligned. abs_max: F32 (1), not negative. out: F32 (n).
 //          gathered: F32 (world_size, n), none negative. scales, abs_maxes: F32 (n).
 // Launch   256 threads; abs_max: any grid, others: ceil(n / 256) blocks.
-// Cost     x read once, and left in the L2 cache for whoever quantizes it; four 16-byte loads in
-//          flight per thread, one atomic per block.
+// Cost     x read once, and left in the L2 cache for the kernel that quantizes it; four 16-byte
+//          loads in flight per thread, one atomic per block.
 // Needs    nothing. Deterministic: the maximum of integers does not depend on their order.
 
 constexpr int N = Vec<T>::N, UNROLL = 4;
@@ -113,7 +113,7 @@ abs_max_combine(f32* __restrict__ out, const f32* __restrict__ gathered, i32 wor
     out[i] = __uint_as_float(largest);
 }
 
-// As scale_factor in quantize.cu, for many tensors.
+// scale_factor of quantize.cu, for many tensors.
 extern "C" __global__ void __launch_bounds__(256)
 abs_max_scales(f32* __restrict__ scales, const f32* __restrict__ abs_maxes, f32 largest, i64 n) {
     const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;

@@ -1,38 +1,38 @@
 // quantize.cu -- FP8 with one scale for the whole tensor: row-major, transposed, or both at once;
-// and the transpose of what is FP8 already.
+// and the transpose of FP8 codes.
 //
 //   scale = max(abs_max, 1e-10) / MAX          q[r, c] = q_t[c, r] = fp8(x[r, c] * (1 / scale))
 //
 // so that x = q * scale up to rounding. MAX is the largest finite value of Q; fp8() rounds to
-// nearest even and clamps to +-MAX, NaN becomes 0x7F. Where abs_max is infinite or NaN, scale and
-// all codes are NaN. quantize_scaled: with a scale that is given, as fp8.cuh has it: the same codes
-// for the same scale. transpose_codes: q_t[c, r] = q[r, c]. dequantize: out[i] = q[i] * scale.
+// nearest even and clamps to +-MAX, NaN becomes 0x7F. If abs_max is infinite or NaN, scale and all
+// codes are NaN. quantize_scaled: with a given scale, see fp8.cuh; equal scales give equal codes.
+// transpose_codes: q_t[c, r] = q[r, c]. dequantize: out[i] = q[i] * scale.
 //
 // Data     x: T (rows, cols), read once. q, codes: Q (rows, cols). q_t, transposed: Q (cols, rows
 //          and codes of zeros up to a multiple of 16). All 16-byte aligned. scale, abs_max: F32 (1),
 //          saturated: I32 (1). quantize_transpose: q may be null. quantize_scaled: one of codes and
-//          transposed may be null; abs_max is, with ABS_MAX = 1, raised to the largest |x|, else
+//          transposed may be null; with ABS_MAX = 1 abs_max is raised to the largest |x|, else
 //          not touched.
 // Launch   256 threads. quantize: ceil(n / 8192) blocks, n = rows * cols. quantize_transpose and
 //          quantize_scaled: a block for every OctetTile of fp8.cuh, 128 rows and 64 columns, grid
-//          (across, down). transpose_codes: tiles of 128 rows and 128 columns, times
+//          (across, down). transpose_codes: tiles of 128 rows and 128 columns, times the number of
 //          matrices below each other. dequantize: 16 elements per thread, ceil(n / 4096) blocks.
 // Cost     memory-bound, about 8 instructions per element; every access to global memory is 16
 //          bytes. A tile reads lines of 128 bytes (BF16), writes 64 bytes of each row of q, 128 of
-//          each row of q_t. It is turned in 8 KiB of shared memory without bank conflicts;
+//          each row of q_t. It is transposed in 8 KiB of shared memory without bank conflicts;
 //          transpose_codes reads and writes lines of 128 bytes through 16 KiB.
 // Needs    rows a multiple of 4, cols of 16; rows at most 65535 * 128.
 #include "common.cuh"
 #include "fp8.cuh"
 
 constexpr int THREADS = 256, OCTETS = 4;  // of a thread of quantize, 8 elements each
-constexpr float LEAST_ABS_MAX = 1e-10f;   // LEAST_ABS_MAX in llmq/ref/quantize/quantize.py
+constexpr float LEAST_ABS_MAX = 1e-10f;   // equal to llmq/ref/quantize/quantize.py's
 
-#ifndef ABS_MAX  // compiled for another entry
+#ifndef ABS_MAX  // in compilations of other entries
 #define ABS_MAX 0
 #endif
 
-// What x is multiplied by. One thread of the grid writes the scale.
+// The factor of x. One thread of the grid writes the scale.
 __device__ __forceinline__ float scale_factor(f32* scale, const f32* abs_max) {
     const float m = *abs_max;
     const float value = isfinite(m) ? fmaxf(m, LEAST_ABS_MAX) / Fp8<Q>::MAX : m - m;  // or NaN
@@ -47,7 +47,7 @@ template <class Eight> __device__ __forceinline__ uint2 quantized(const Eight& x
     return make_uint2(to_fp8<Q>(v[0], v[1], v[2], v[3]), to_fp8<Q>(v[4], v[5], v[6], v[7]));
 }
 
-// Eight neighbours as they were loaded: BF16 stays packed, so that many fit in the registers.
+// Eight neighbours as loaded: BF16 stays packed, so that many fit in the registers.
 struct Octet {
     static constexpr int PARTS = 8 / Vec<T>::N;
     uint4 part[PARTS];
@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_16(Q* p, uint4 x) { *reinterpret_cast<uint
 extern "C" __global__ void __launch_bounds__(THREADS)
 quantize(Q* __restrict__ q, f32* __restrict__ scale, const T* __restrict__ x,
          const f32* __restrict__ abs_max, i64 n) {
-    constexpr int STEP = THREADS * 8;  // from an octet of this thread to its next one
+    constexpr int STEP = THREADS * 8;  // from one octet of this thread to the next
     const i64 first = (i64)blockIdx.x * OCTETS * STEP + threadIdx.x * 8;
     Octet loaded[OCTETS];
 #pragma unroll
@@ -90,7 +90,8 @@ quantize(Q* __restrict__ q, f32* __restrict__ scale, const T* __restrict__ x,
     }
 }
 
-// A thread's codes go to q and, turned, to q_t; either may be null. All threads of a block call it.
+// Write a thread's codes to q and, transposed, to q_t; either may be null. All threads of a block
+// call this.
 __device__ __forceinline__ void store_tile(Q* q, Q* q_t, const uint2 (&codes)[4],
                                            const OctetPlace& place, i64 rows, i32 cols) {
     __shared__ OctetTile tile;
@@ -137,7 +138,7 @@ quantize_scaled(const T* __restrict__ x, i64 rows, i32 cols, f32* abs_max, Q* __
     finish_abs_max<ABS_MAX>(abs_max, largest);
 }
 
-// From the last rows to the first: a norm that wrote q just before leaves its last rows in the L2
+// From the last rows to the first: a norm that wrote q just before leaves q's last rows in the L2
 // cache.
 extern "C" __global__ void __launch_bounds__(THREADS)
 transpose_codes(Q* __restrict__ q_t, const Q* __restrict__ q, i64 rows, i32 cols) {

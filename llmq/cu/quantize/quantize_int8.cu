@@ -3,28 +3,28 @@
 //   rows      q[r, c] = int8(y[r, c] / scale[r])      scale[r] = max(largest |y[r, :]|, 1e-30) / 127
 //   columns   q_t[c, r] = int8(x[r, c] / scale[c])    scale[c] = max(largest |x[:, c]|, 1e-30) / 127
 //
-// y = x, or with FACTORS x[r, c] * factors[c]. int8() rounds to nearest even; with STOCHASTIC up or
-// down, with the probabilities that make the mean right, by random numbers that follow from seed,
-// step, salt, the row's sequence in the step and the place there. Where the largest value of a row
-// or column is infinite or NaN, its scale is NaN and its codes are 0: so is all that is computed
-// with it. column_max: the largest |x[:, c]| of each column, which `columns` reads. decode: out =
-// q * scale of its row.
+// y = x, or with FACTORS x[r, c] * factors[c]. int8() rounds to nearest even. With STOCHASTIC it
+// rounds up or down with probabilities that keep the mean, by random numbers that follow from seed,
+// step, salt, the row's sequence in the step and its place there. If the largest value of a row or
+// column is infinite or NaN, its scale is NaN and its codes are 0: all results of them are NaN.
+// column_max: the largest |x[:, c]| of each column, which `columns` reads. decode: out = q * scale
+// of its row.
 //
 // Data     x: T (rows, cols). q: I8 (rows, cols). q_t: I8 (cols, rows and zeros up to a multiple of
 //          16). scale: F32 (rows) or (cols).
 //          factors, column_max: F32 (cols). All 16-byte aligned.
 // Launch   rows: WARPS warps hold a row, 32 * WARPS * ROWS threads, a block for every ROWS rows.
 //          column_max, columns: 256 threads, a block for every OctetTile, grid (across, down).
-// Cost     memory-bound: `rows` reads x once, the others once each. Rounding stochastically takes
-//          6 instructions for an element's random bits.
+// Cost     memory-bound: `rows` reads x once, column_max and columns once each. Stochastic rounding
+//          takes 6 instructions for an element's random bits.
 // Needs    rows and sequence (rows of one) multiples of 4, cols of 16. column_max zero before.
 #include "common.cuh"
 #include "fp8.cuh"
 
 constexpr float I8_MAX = 127.0f;
-constexpr float LEAST_ABS_MAX = 1e-30f;  // LEAST_ABS_MAX in llmq/ref/quantize/quantize_int8.py
+constexpr float LEAST_ABS_MAX = 1e-30f;  // equal to llmq/ref/quantize/quantize_int8.py's
 
-#ifndef WARPS  // compiled for another entry
+#ifndef WARPS  // in compilations of other entries
 #define WARPS 1
 #define FACTORS 0
 #endif
@@ -32,13 +32,13 @@ constexpr float LEAST_ABS_MAX = 1e-30f;  // LEAST_ABS_MAX in llmq/ref/quantize/q
 #define STOCHASTIC 0
 #endif
 
-// Of quantize_int8_rows. VECTORS: 16 bytes each, of a row in a lane's registers.
+// Constants of quantize_int8_rows. VECTORS: 16 bytes each, of a row in a lane's registers.
 constexpr int VECTORS = 8, ROWS = block_rows(WARPS, 4), THREADS = 32 * WARPS * ROWS;
 
 struct Scale {
     float value, factor;
 
-    // largest: as abs_bits.
+    // largest: from abs_bits.
     __device__ __forceinline__ explicit Scale(u32 largest) {
         const float m = __uint_as_float(largest);
         const bool finite = isfinite(m);
@@ -47,7 +47,7 @@ struct Scale {
     }
 };
 
-// The random numbers of one row of a step.
+// Random numbers of one row of a step.
 struct RowBits {
     u32 seed;
     u64 start;
@@ -61,16 +61,16 @@ struct RowBits {
             start = (first * (u32)sequence + token) * (u32)cols;
         }
     }
-    // Of the row's columns c and c + 1, c even: 16 bits each.
+    // Bits of the row's columns c and c + 1, c even: 16 bits each.
     __device__ __forceinline__ u32 pair(int c) const {
         if constexpr (STOCHASTIC) { return random_bits(seed, (start + (u32)c) >> 1); }
         return 0;
     }
 };
 
-// One byte of a result; bits: 16 random ones.
+// One byte of a result; bits: 16 random bits.
 __device__ __forceinline__ u32 code(float x, float factor, u32 bits) {
-    // Zero, also for infinities, where no scale is.
+    // Zero without a scale, also for infinities.
     const float v = factor == 0.0f ? 0.0f : x * factor;
     int rounded;
     if constexpr (STOCHASTIC) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ u32 four_codes(const RowBits& row, int c, Get get, Fa
            code(get(2), factor(2), high) << 16 | code(get(3), factor(3), high >> 16) << 24;
 }
 
-// x, or what it is multiplied by comes to it.
+// x, or x times its column's factor.
 __device__ __forceinline__ float scaled_by(float x, const f32* factors, int c) {
     if constexpr (FACTORS) { return x * factors[c]; }
     return x;
@@ -140,7 +140,7 @@ quantize_int8_rows(i8* __restrict__ q, f32* __restrict__ scale, const T* __restr
         const int c = values.column(i);
         if (c >= cols) { continue; }
         uint4 packed = pack(values.v[i]);
-        forget(packed);  // or all would be unpacked early, into too many registers
+        forget(packed);  // else all would be unpacked early, into too many registers
         const Vec<T> part = unpack<T>(packed);
         u32 words[N / 4];
 #pragma unroll
@@ -185,7 +185,7 @@ quantize_int8_column_max(f32* column_max, const T* __restrict__ x, i64 rows, i32
     __syncthreads();
     const int column = place.first_column + threadIdx.x;
     if (threadIdx.x < OctetTile::COLUMNS && column < cols) {
-        // The maximum of integers does not depend on the order of the blocks.
+        // The maximum of integers does not depend on the order of blocks.
         atomicMax(reinterpret_cast<u32*>(column_max) + column, of_block[threadIdx.x]);
     }
 }
@@ -239,11 +239,11 @@ quantize_int8_decode(T* __restrict__ out, const i8* __restrict__ q, const f32* _
     }
 }
 
-// -- columns of an activation that signed bytes are too coarse for
+// -- outliers: columns of an activation for which signed bytes are too coarse
 //
 //   select    limit = threshold, or the least with which at most `most` columns are above it
 //             index = columns c with column_max[c] > limit, ascending, then -1
-//             mask[c] = 0 of these columns, 1 of others
+//             mask[c] = 0 for these columns, 1 for others
 //   take      out[r, j] = x[r, index[j]], 0 where index[j] < 0
 //   weight    out[r, j] = q[r, index[j]] * scale[r], 0 where index[j] < 0
 //
@@ -251,11 +251,11 @@ quantize_int8_decode(T* __restrict__ out, const i8* __restrict__ q, const f32* _
 //          q: I8 (rows, cols), scale: F32 (rows).
 // Launch   select: one block of 1024 threads. take, weight: 256 threads, one element each.
 // Cost     select: cols read 32 times, from the cache. take, weight: a sector for each element.
-// Needs    column_max not negative; NaN is above everything.
+// Needs    column_max not negative; NaN is above every limit.
 
 constexpr int SELECT_THREADS = 1024;
 
-// How many columns are above the limit; the same in all threads.
+// The number of columns above the limit, in all threads.
 __device__ __forceinline__ int count_above(const f32* column_max, int cols, u32 limit,
                                            int* shared) {
     int count = 0;
@@ -269,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS)
 outliers_select(f32* __restrict__ mask, i32* __restrict__ index,
                 const f32* __restrict__ column_max, f32 threshold, i32 most, i32 cols) {
     __shared__ int shared[32], before[SELECT_THREADS];
-    // Bits of numbers that are not negative have their order.
+    // Bits of numbers that are not negative have the numbers' order.
     u32 limit = __float_as_uint(threshold);
     if (count_above(column_max, cols, limit, shared) > most) {
         u32 low = limit, high = 0x7FFFFFFFu;  // too many are above low, few enough above high
@@ -283,7 +283,7 @@ outliers_select(f32* __restrict__ mask, i32* __restrict__ index,
         }
         limit = high;
     }
-    // Each thread has neighbouring columns, so that theirs follow those of the threads before.
+    // Each thread has neighbouring columns, so that threads write their indices in order.
     const int each = (cols + SELECT_THREADS - 1) / SELECT_THREADS, t = threadIdx.x;
     const int first = t * each, last = min(first + each, cols);
     int own = 0;

@@ -5,20 +5,20 @@
 //   param -= lr * beta1_correction * m / (sqrt(v) * sqrt(beta2_correction) + epsilon) + decay * param
 //   decay = lr * weight_decay in the segments that decay, else 0;  work = bf16(param)
 //
-// E4M3 moments: see moments.cuh, and llmq/ops/update/adamw.py for why.
+// E4M3 moments: see moments.cuh; for the reasons see llmq/ops/update/adamw.py.
 //
 // Data     param P, grad G: F32 or BF16; m M, v V: F32, BF16 or E4M3; work BF16 or null; n elements,
 //          n % 128 == 0. m_scale, v_scale: F32 (n / 128), null unless the moment is E4M3.
 //          segments: (end element, decays) of each parameter, ends ascending multiples of 128,
 //          counted from the start of the slab; param, work, grad, m, v start at its element first.
 // Launch   128 threads, ceil(n / 1024) blocks: 8 elements per thread, 16 threads for a scale.
-// Cost     param, m, v read and written, grad read, work written, once each; memory-bound, though
-//          not by far: 80 instructions per element with three stochastic roundings. Of division and
-//          root, which are exact, each takes ten.
+// Cost     param, m, v read and written, grad read, work written, once each; memory-bound, but
+//          barely: 80 instructions per element with three stochastic roundings. An exact division
+//          or root takes ten instructions.
 // Needs    scalars final on the same stream. skip_update: every thread returns at once.
 #include "update/moments.cuh"
 
-// Whether the parameter that holds element i decays: binary search for the first end above i.
+// True if the parameter that holds element i decays: binary search for the first end above i.
 __device__ __forceinline__ bool decays_at(const i64* segments, i32 num_segments, i64 i) {
     int low = 0, high = num_segments - 1;
     while (low < high) {
@@ -75,7 +75,7 @@ adamw(P* __restrict__ param, bf16* __restrict__ work, const G* __restrict__ grad
     v_state.fit(v_new);
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) {
-        const u32 shared_bits = hash * neighbour_factor(k);  // its low half for param, high for v
+        const u32 shared_bits = hash * neighbour_factor(k);  // low half: param, high: v
         float p_new = p_pack.get(k);
         float change = m_new[k] / (root[k] * root_correction + epsilon) * step_size;
         if (decays) { change += p_new * decay; }

@@ -1,11 +1,11 @@
-// global_norm.cu -- the norm of all gradients and what AdamW makes of it.
+// global_norm.cu -- the norm of all gradients, gradient scale and skip flag for the update rule.
 //
 //   partials[block] = sum of x^2 over the block's part      stats[norm_squared] += sum(partials)
-//   combine: stats[k] = sum of gathered[rank, k] in the order of the ranks; the largest if maxima has
+//   combine: stats[k] = sum of gathered[rank, k] in the order of ranks; the largest if maxima has
 //            bit k
 //   norm = sqrt(norm_squared) / count
 //   grad_scale = (grad_clip / norm if 0 < grad_clip < norm else 1) / count
-//   skip_update = norm is not finite or count == 0 or a limit above 0 is not kept:
+//   skip_update = norm is not finite or count == 0 or, for a limit above 0, one of these is false:
 //                 norm <= norm_limit, loss / count <= loss_limit
 //
 // Data     x: n elements of G, F32 or BF16, n >= 1. partials: one F64 per block. stats: F64 (n,).
@@ -17,7 +17,7 @@
 // Needs    finish: loss, count and norm_squared final on the same stream.
 #include "common.cuh"
 
-// Of llmq.base.dtypes.STAT.
+// Indices of llmq.base.dtypes.STAT.
 constexpr int LOSS = 0, COUNT = 1, NORM_SQUARED = 2, NORM = 3;
 constexpr int UNROLL = 4;
 

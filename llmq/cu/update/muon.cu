@@ -1,7 +1,7 @@
-// muon.cu -- Muon beside its products: what is proposed, its norm, and what changes the weights.
+// muon.cu -- Muon's kernels beside its products: proposed change, its norm, its application.
 //
 //   propose     g = grad_scale * grad          m += (1 - momentum) * (g - m)
-//               change = bf16(m + (1 - momentum) * (g - m)), which is Nesterov's
+//               change = bf16(m + (1 - momentum) * (g - m)), Nesterov's rule
 //   squares     partials[i] = sums of squares of the elements of matrix i
 //   normalize   out[i] = x[i] / max(bf16(norm of x[i]), 1e-7)
 //   diagonal    x[i] += value * identity
@@ -11,22 +11,22 @@
 //   apply       param -= lr * change + lr * weight_decay * param;  work = bf16(param)
 //
 // Data     param P, grad G: F32 or BF16; m M: F32, BF16 or E4M3 with m_scale, see moments.cuh, else
-//          null; work BF16 or null; change, x, out BF16; n elements, of propose and apply
-//          n % 128 == 0. first: element of the slab. Of squares and normalize x are matrices of n
-//          elements, one after another, out may be x; of diagonal they are square, of row_scale they
-//          have `columns`. partials: F64, equally many of each matrix. squares: F64, of each row, as
-//          squares makes them of rows; v, factors: F32 of each, v from its element `shift` on.
+//          null; work BF16 or null; change, x, out BF16. propose, apply: n elements,
+//          n % 128 == 0; first: element of the slab. squares, normalize: x are matrices of n
+//          elements, one after another, out may be x. diagonal: x are square matrices. row_scale:
+//          x has `columns`. partials: F64, equally many for each matrix. squares: F64, one for each
+//          row, made by `squares`; v, factors: F32, one for each row, v from element `shift` on.
 // Launch   propose, apply: 128 threads, ceil(n / 1024) blocks. squares, normalize: 256 threads, a
 //          column of blocks for each matrix. diagonal: 256 threads, one for each number. row_factors:
 //          256 threads, a block for each matrix. row_scale: 256 threads, a block for each row.
 // Cost     every tensor once; memory-bound. normalize: each block also sums the partials of its
-//          matrix. squares, normalize of several matrices of n elements, 8 no divisor of n: a load
-//          for each element. diagonal: a sector of memory for each number.
-// Needs    scalars final on the same stream. skip_update: propose writes zeros, apply nothing, and v of
-//          a matrix of zeros stays.
+//          matrix. squares, normalize of several matrices of n elements, n not a multiple of 8: a
+//          load for each element. diagonal: a sector of memory for each number.
+// Needs    scalars final on the same stream. skip_update: propose writes zeros, apply nothing, and
+//          v of a matrix of zeros stays.
 #include "update/moments.cuh"
 
-// The words that AdamW mixes, too: a slab has one rule.
+// The same seed as AdamW's: a slab has one rule.
 __device__ __forceinline__ u32 slab_seed(const StepScalars* scalars, u32 salt) {
     return mix_word(mix_word(mix_word(0, scalars->seed), scalars->step), salt);
 }
@@ -68,7 +68,7 @@ muon_propose(bf16* __restrict__ change, const G* __restrict__ grad, M* __restric
     state.store(m, m_scale, start);
 }
 
-// Vectors of a matrix of n elements, of several: none where not all of them begin on 16 bytes.
+// Vectors of a matrix of n elements among several: 0 if not all matrices begin on 16 bytes.
 __device__ __forceinline__ i64 whole_vectors(i64 n) {
     return gridDim.x == 1 || n % Vec<bf16>::N == 0 ? n / Vec<bf16>::N : 0;
 }

@@ -1,9 +1,9 @@
-"""NF4: four bits for each weight, a scale for 64 of them, and for the scales eight bits each.
+"""NF4: 4-bit codes of weights, a scale for each 64 of them, and 8-bit codes of these scales.
 
-A matrix, in the order it lies in, is cut into blocks of 64 elements. A block is a scale, its
-largest absolute value, times levels between -1 and 1, of which there are 16; two codes are a byte.
-The scales of a matrix, less their mean, are quantized in the same way in groups of 256, with 256
-levels. This is the QLoRA paper's format (Dettmers et al., 2023); codes are those of bitsandbytes.
+A matrix, in memory order, is cut into blocks of 64 elements. A block is stored as its scale, the
+largest absolute value, and a code for each element, one of 16 levels between -1 and 1; two codes
+are a byte. The scales of a matrix, minus their mean, are quantized likewise in groups of 256, with
+256 levels. This is the QLoRA paper's format (Dettmers et al., 2023) with bitsandbytes' codes.
 """
 
 from llmq.base.tensor import Tensor
@@ -12,8 +12,8 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 256
-PER_THREAD, DECODED = 8, 16  # elements that a thread encodes, and decodes
-NUM_LEVELS = 256  # of scales
+PER_THREAD, DECODED = 8, 16  # elements that a thread encodes and decodes
+NUM_LEVELS = 256  # of the codes of scales
 
 _OF_MODULES = (
     "u8[M*n//2] codes, u8[M*n//64] scale_codes, f32[M*((n//64 + 255)//256)] groups, f32[M] mean, "
@@ -43,20 +43,20 @@ DECODE_FP8 = Kernel(
 
 
 def sizes(n: int) -> tuple[int, int, int]:
-    """Bytes of the codes of n elements, blocks, groups."""
+    """Return the bytes of the codes of n elements, the number of blocks, the number of groups."""
     return n // 2, n // BLOCK, ceil_div(n // BLOCK, GROUP)
 
 
 def quantize(dev: Device, codes: Tensor, scales: Tensor, x: Tensor) -> None:
-    """The codes of x, of two neighbours each, the first one in the higher bits; and the largest |x|
-    of each block."""
+    """Write the codes of x, two neighbours a byte, the first in the higher bits, and scales, the
+    largest |x| of each block."""
     dev.launch(QUANTIZE, _blocks(x.size), THREADS, (codes, scales, x, x.size))
 
 
 def quantize_scales(
     dev: Device, codes: Tensor, groups: Tensor, scales: Tensor, mean: Tensor, levels: Tensor
 ) -> None:
-    """The codes of scales, and a scale of these for each group.
+    """Write the codes of scales, and for each group the scale of these codes.
 
     groups: the largest |scale - mean|. mean: of all scales of the matrix. levels:
     ref.four_bits.scale_levels().
@@ -76,11 +76,11 @@ def decode(
     levels: Tensor,
     fp8_scale: Tensor | None = None,
 ) -> None:
-    """out = what the codes stand for, rounded to its format; in FP8 divided by fp8_scale before.
+    """Write the decoded values to out, rounded to its dtype; for E4M3 divided by fp8_scale before.
 
-    Modules of the same size follow each other, each with groups and a mean of its own.
+    Modules of one size follow one another, each with its own groups and mean.
 
-    out is E4M3 with fp8_scale.
+    fp8_scale: given if out is E4M3.
 
     Cost:    half a byte read, out written; one launch.
     """
@@ -102,7 +102,7 @@ def _blocks(n: int) -> int:
 # -- MXFP4: four bits for each weight, and a power of two for 32 of them
 # (`ref/quantize/four_bits.py`)
 #
-# Values that were decoded are encoded again to the same ones: files of such codes lose nothing.
+# Encoding decoded values gives the same codes: files of such codes are kept without loss.
 
 ENCODE_MXFP4 = Kernel(
     "quantize/four_bits.cu",
@@ -119,11 +119,11 @@ DECODE_MXFP4 = Kernel(
 
 
 def encode_mxfp4(dev: Device, codes: Tensor, exponents: Tensor, x: Tensor) -> None:
-    """The codes of x, of two neighbours each, the first one in the lower bits; and the exponents of
-    its blocks. x is finite."""
+    """Write the codes of x, two neighbours a byte, the first in the lower bits, and the exponents
+    of its blocks. x: finite."""
     dev.launch(ENCODE_MXFP4, _blocks(x.size), THREADS, (codes, exponents, x, x.size))
 
 
 def decode_mxfp4(dev: Device, out: Tensor, codes: Tensor, exponents: Tensor) -> None:
-    """The values of codes."""
+    """Write the values of codes to out."""
     dev.launch(DECODE_MXFP4, _blocks(out.size), THREADS, (out, codes, exponents, out.size))

@@ -1,4 +1,4 @@
-"""Scales of FP8 tensors: from largest values of the last optimizer steps, or one of them."""
+"""Scales of FP8 tensors, from the largest |x| of the last optimizer steps or of one tensor."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 256
-STRIDE = 4  # elements from one tensor's scale to the next one's: products need 16-byte alignment
+STRIDE = 4  # elements from one tensor's scale to the next: products need 16-byte alignment
 
 UPDATE = Kernel(
     "quantize/fp8_scale.cu",
@@ -28,8 +28,7 @@ COUNT = Kernel(
 
 
 def slots(table: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-    """The slots of a table of n * STRIDE elements: each tensor's own one (1,), by the tensor's
-    name."""
+    """Return the slot (1,) of each tensor, by its name, in a table of n * STRIDE elements."""
     flat = table.view(table.size)
     return {name: flat.rows(i * STRIDE, i * STRIDE + 1) for i, name in enumerate(names)}
 
@@ -43,13 +42,13 @@ def update(
     *,
     factors: Tensor | None = None,
 ) -> None:
-    """Add a step to the history, and scale = largest of the history / limit.
+    """Add a step to the history, and set scale = largest of the history / limit.
 
-    Values up to that largest one then become codes up to limit. scale is 1 where the history has
-    nothing but zeros. A largest value that is not finite counts as 0.
+    Values up to this largest one then become codes up to limit. scale is 1 if all values of the
+    history are zero. A largest value that is not finite counts as 0.
 
-    history: largest values, the oldest step first. limits: positive. abs_maxes: of the step that is
-    added; None: none is. factors: 1 / scale. Rows of four are used by their first element alone.
+    history: largest |x|, oldest step first. limits: positive. abs_maxes: of the added step; None:
+    add no step. factors: 1 / scale. Only the first element of each row of four is used.
     """
     length, n = UPDATE.dims(history=history)
     args = (scales, factors, history, abs_maxes, limits, length, n)
@@ -57,27 +56,27 @@ def update(
 
 
 def now(dev: Device, scale: Tensor, abs_max: Tensor, dtype: DType) -> None:
-    """scale = that of `quantize`, for kernels that write codes: max(abs_max, 1e-10) / MAX, the
+    """Set scale as `quantize` does, for kernels that write codes: max(abs_max, 1e-10) / MAX, the
     largest finite value of codes of this dtype."""
     dev.launch(NOW, 1, 1, (scale, abs_max, FP8_MAX[dtype]))
 
 
 def count(dev: Device, stats: Tensor, saturated: Tensor, abs_maxes: Tensor) -> None:
-    """Adds the counts of saturated elements to the statistics of the optimizer step.
+    """Add the counts of saturated elements to the statistics of the optimizer step.
 
-    The norm becomes NaN where a largest value is not finite: codes do not show an infinity.
+    The norm becomes NaN if an abs_max is not finite: codes cannot show an infinity.
 
-    saturated: counts of 32 bits, no sign. Rows of four are used by their first element alone.
-    stats: begins with llmq.base.dtypes.STATS.
+    saturated: unsigned 32-bit counts. Only the first element of each row of four is used. stats:
+    begins with llmq.base.dtypes.STATS.
     """
     n = saturated.shape[0]
     dev.launch(COUNT, 1, THREADS, (stats, saturated, abs_maxes, n))
 
 
-# -- The largest magnitude of a tensor, where the kernel that made it has not found it
+# -- Largest |x| of a tensor whose kernel has not recorded it
 
 PER_BLOCK = 4 * 16 * THREADS  # bytes: four 16-byte loads in flight per thread
-BLOCKS_PER_SM = 8  # fill it
+BLOCKS_PER_SM = 8  # fill a multiprocessor
 
 ABS_MAX = Kernel(
     "quantize/fp8_scale.cu",
@@ -99,26 +98,26 @@ SCALES = Kernel(
 
 
 def grid(nbytes: int, num_sms: int) -> int:
-    """Blocks for a tensor of this many bytes; they loop over what is more than fills the GPU."""
+    """Return the blocks for a tensor of this many bytes; they loop once the GPU is full."""
     return min(ceil_div(nbytes, PER_BLOCK), BLOCKS_PER_SM * num_sms)
 
 
 def abs_max(dev: Device, abs_max: Tensor, x: Tensor) -> None:
-    """abs_max = max(abs_max, largest |x|); NaN is larger than everything. abs_max is not negative:
-    zero it before the first of several."""
+    """Set abs_max = max(abs_max, largest |x|); NaN counts as largest. abs_max: not negative; zero
+    it before the first of several tensors."""
     dev.launch(ABS_MAX, grid(x.nbytes, dev.num_sms), THREADS, (abs_max, x, x.size))
 
 
 def combine(dev: Device, out: Tensor, gathered: Tensor) -> None:
-    """out[i] = the largest of gathered[rank * n + i] over the ranks, none negative; NaN is larger
-    than everything."""
+    """Set out[i] = the largest gathered[rank * n + i] over ranks; NaN counts as largest. gathered:
+    not negative."""
     n = out.size
     world_size = gathered.size // n if n else 0
     dev.launch(COMBINE, ceil_div(n, THREADS), THREADS, (out, gathered, world_size, n))
 
 
 def scales(dev: Device, scales: Tensor, abs_maxes: Tensor, largest: float) -> None:
-    """The scales that `quantize` derives from largest magnitudes, of many tensors at once. largest:
-    the largest finite value of the FP8 format."""
+    """Set the scales of many tensors at once, as `quantize` does. largest: the largest finite value
+    of the FP8 dtype."""
     n = scales.size
     dev.launch(SCALES, ceil_div(n, THREADS), THREADS, (scales, abs_maxes, float(largest), n))

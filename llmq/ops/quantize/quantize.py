@@ -10,7 +10,7 @@ THREADS = 256
 PER_BLOCK = (
     4 * 8 * THREADS
 )  # elements: four times eight per thread; OCTETS in cu/quantize/quantize.cu
-CODES_TILE = 128  # rows and columns of transpose_codes; CodesTile in cu/fp8.cuh
+CODES_TILE = 128  # rows and columns of a tile of transpose_codes; CodesTile in cu/fp8.cuh
 
 _MATRIX = "rows % 4, rows >= 1, cols % 16, cols >= 1"
 QUANTIZE = Kernel(
@@ -47,21 +47,21 @@ DEQUANTIZE = Kernel(
 
 
 def grid(size: int) -> int:
-    """Blocks to quantize this many elements in the order they lie in."""
+    """Return the blocks that quantize this many elements in memory order."""
     return ceil_div(size, PER_BLOCK)
 
 
 def quantize(
     dev: Device, q: Tensor | None, q_t: Tensor | None, scale: Tensor, x: Tensor, abs_max: Tensor
 ) -> None:
-    """q = x / scale, q_t its transpose; scale = max(abs_max, 1e-10) / MAX.
+    """Set q = x / scale and q_t to its transpose; scale = max(abs_max, 1e-10) / MAX.
 
-    MAX is the largest finite value of the FP8 format. Values are rounded to nearest even and
-    clamped to +-MAX. Where abs_max is infinite or NaN, scale is NaN, and so is all that is computed
-    with it: a clamped infinity would go on unnoticed.
+    MAX is the largest finite value of the FP8 dtype. Values are rounded to nearest even and clamped
+    to +-MAX. If abs_max is infinite or NaN, scale is NaN, and so are all results of the codes: a
+    clamped infinity would pass unnoticed.
 
-    abs_max: the largest |x|. One of q and q_t may be None. Without q_t, x may be a part of a matrix
-    in the order in which it lies.
+    abs_max: the largest |x|. One of q and q_t may be None. Without q_t, x may be any contiguous
+    part of a matrix.
     """
     if q_t is None:
         dev.launch(QUANTIZE, grid(x.size), THREADS, (q, scale, x, abs_max, x.size))
@@ -72,10 +72,10 @@ def quantize(
 
 
 def scaled(dev: Device, x: Tensor, fp8: Fp8Out, *, abs_max: Tensor | None = None) -> None:
-    """x in FP8 with a scale that is known beforehand, as Fp8Out has it. abs_max is raised to the
+    """Write x in FP8 with a scale that is known beforehand, see Fp8Out. abs_max is raised to the
     largest |x|."""
     rows, cols = SCALED.dims(x=x)
-    fp8_consts("quantize", fp8, rows, cols)  # the kernel goes by null pointers
+    fp8_consts("quantize", fp8, rows, cols)  # the kernel reads null pointers itself
     dev.launch(
         SCALED,
         octet_tiles(rows, cols),
@@ -86,13 +86,13 @@ def scaled(dev: Device, x: Tensor, fp8: Fp8Out, *, abs_max: Tensor | None = None
 
 
 def transpose(dev: Device, q_t: Tensor, q: Tensor) -> None:
-    """q_t = the transpose of q, or of each of several matrices."""
+    """Set q_t to the transpose of q, or of each of several matrices."""
     _, rows, cols = TRANSPOSE_CODES.dims(q=q)
     blocks = (ceil_div(cols, CODES_TILE), ceil_div(rows, CODES_TILE), *q.shape[:-2])
     dev.launch(TRANSPOSE_CODES, blocks, THREADS, (q_t, q, rows, cols))
 
 
 def dequantize(dev: Device, out: Tensor, q: Tensor, scale: Tensor) -> None:
-    """out = q * scale, computed in F32."""
+    """Set out = q * scale, computed in F32."""
     blocks = ceil_div(out.size, 16 * THREADS)
     dev.launch(DEQUANTIZE, blocks, THREADS, (out, q, scale, out.size))

@@ -1,7 +1,7 @@
 """BF16 or F32 to signed bytes, with a scale for each row, or for each column of the transpose.
 
-Elements that a product sums over must have one scale: rows are for operands as they lie (a token of
-an activation, an output feature of a weight), columns for those that a product takes transposed.
+Elements that a product sums together must share one scale. Rows are for operands in memory order (a
+token of an activation, an output feature of a weight), columns for transposed operands.
 """
 
 from llmq.base.dtypes import F32
@@ -18,8 +18,8 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 256
-LANE_VECTORS = 8  # of a row, which lies in registers
-WARPS = (1, 4, 16, 32)  # that may hold a row: few, because each is a compilation
+LANE_VECTORS = 8  # of a row, in a lane's registers
+WARPS = (1, 4, 16, 32)  # warps of a row: few numbers, because each is a compilation
 
 _ROUNDING = "i32[16]? scalars, u32 salt, i32 sequence, i64 rows, i32 cols"
 _MATRIX = "rows % 4, cols % 16"
@@ -59,12 +59,13 @@ def rows(
     factors: Tensor | None = None,
     stochastic: Stochastic | None = None,
 ) -> None:
-    """q = y / scale with y = x [* factors]; scale of a row = max(largest |y|, 1e-30) / 127.
+    """Set q = y / scale with y = x [* factors]; scale of a row = max(largest |y|, 1e-30) / 127.
 
-    Rounded to nearest even, or stochastically. The scale of a row with an infinity or NaN is NaN.
+    Codes are rounded to nearest even, or stochastically. A row with an infinity or NaN has scale
+    NaN.
 
-    factors: of the columns of a matrix of which x is to be multiplied by codes without these scales
-    of its rows.
+    factors: row scales of the int8 matrix that x is multiplied by, taken into x's columns, so that
+    the product reads this matrix's codes alone.
     """
     n, cols = ROWS.dims(x=x)
     rounding = _rounding(stochastic, n)
@@ -90,7 +91,7 @@ def columns(
 ) -> None:
     """q_t = the transpose of x / scale; scale of a column = max(largest |x|, 1e-30) / 127.
 
-    Rounding and scales as those of `rows`.
+    Rounding and NaN: see `rows`.
 
     Cost:    x read twice, q_t written; two launches, and a scratch F32 (cols,) is cleared.
     """
@@ -110,7 +111,7 @@ def columns(
 
 
 def largest_of_columns(dev: Device, column_max: Tensor, x: Tensor) -> None:
-    """column_max = the largest |x| of each column; NaN is larger than everything."""
+    """Set column_max to the largest |x| of each column; NaN counts as largest."""
     n, cols = COLUMN_MAX.dims(x=x)
     dev.zero(column_max)
     tiles = octet_tiles(n, cols)
@@ -118,13 +119,13 @@ def largest_of_columns(dev: Device, column_max: Tensor, x: Tensor) -> None:
 
 
 def decode(dev: Device, out: Tensor, q: Tensor, scale: Tensor) -> None:
-    """out = q * scale of its row."""
+    """Set out = q * scale of its row."""
     n, cols = DECODE.dims(q=q)
     dev.launch(DECODE, ceil_div(out.size, 4 * THREADS), THREADS, (out, q, scale, n, cols))
 
 
 def _rounding(stochastic: Stochastic | None, rows: int) -> tuple[Tensor | None, int, int]:
-    """The kernels' arguments of rounding. Raises ValueError for sequences that are not whole."""
+    """Return the rounding arguments of kernels. ValueError if rows are not whole sequences."""
     if stochastic is None:
         return None, 0, 1
     if stochastic.sequence % 4 or rows % stochastic.sequence:
@@ -135,14 +136,13 @@ def _rounding(stochastic: Stochastic | None, rows: int) -> tuple[Tensor | None, 
     return tuple(stochastic)
 
 
-# -- Columns of an activation that signed bytes are too coarse for, and a product of these alone
-#
-# A few features of large language models are tens of times as large as the others, so that a row's
-# codes would leave nothing of the rest (Dettmers et al., LLM.int8(), 2022).
+# -- Outliers: columns of an activation for which signed bytes are too coarse, multiplied separately
+# A few features of large language models are tens of times larger than the others, so that the
+# codes of a row would keep nothing of the others (Dettmers et al., LLM.int8(), 2022).
 
 SELECT_THREADS = 1024
 THRESHOLD = 6.0  # the paper's
-MOST = 64  # outliers of an activation: about ten times as many as the paper finds
+MOST = 64  # outliers of an activation: about ten times the number in the paper
 
 SELECT_OUTLIERS = Kernel(
     "quantize/quantize_int8.cu",
@@ -166,12 +166,12 @@ OUTLIER_WEIGHT = Kernel(
 def select_outliers(
     dev: Device, mask: Tensor, index: Tensor, column_max: Tensor, threshold: float
 ) -> None:
-    """Mark the columns that are outliers: those with an element beyond the threshold.
+    """Mark the outliers: columns with an element beyond the threshold.
 
-    Where there are more than index has room for, those that are beyond a larger one.
+    If index has too few places, only columns beyond a larger threshold are marked.
 
-    mask: 0 of outliers, 1 of other columns. index: outliers in ascending order, then -1.
-    column_max: of each column, as `largest_of_columns` has it. threshold: at least 0.
+    mask: 0 for outliers, 1 for other columns. index: outliers in ascending order, then -1.
+    column_max: from `largest_of_columns`. threshold: at least 0.
 
     Cost:    one launch of a single block.
     """
@@ -181,7 +181,7 @@ def select_outliers(
 
 
 def take_outliers(dev: Device, out: Tensor, x: Tensor, index: Tensor) -> None:
-    """out = the columns of x that index names, ascending; 0 where it is -1.
+    """Set out to the columns of x in index, ascending; 0 where index is -1.
 
     Cost:    32 bytes of x for each element; one launch.
     """
@@ -190,7 +190,7 @@ def take_outliers(dev: Device, out: Tensor, x: Tensor, index: Tensor) -> None:
 
 
 def outlier_weight(dev: Device, out: Tensor, q: Tensor, scale: Tensor, index: Tensor) -> None:
-    """Do as `take_outliers` does, at its cost, with codes q times the scales of their rows."""
+    """Do as `take_outliers`, at the same cost, with codes q times the scales of their rows."""
     (n, cols), most = OUTLIER_WEIGHT.dims(q=q), index.size
     args = (out, q, scale, index, n, cols, most)
     dev.launch(OUTLIER_WEIGHT, ceil_div(out.size, THREADS), THREADS, args)

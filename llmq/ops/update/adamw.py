@@ -3,19 +3,19 @@
 8-bit moments are E4M3 codes with an F32 scale for SCALE_BLOCK neighbours: m = code * scale and
 v = (code * scale)^2.
 
-- The root of v is stored: E4M3 covers a range of 2^18, so that elements whose gradients differ by
-  up to 1e5 can share a scale; with v itself these could differ by the root of that.
-- Codes are rounded stochastically, as a step changes v by less than the distance of two codes.
-  Rounded to nearest, roots stay where they are: in a stationary state at 2.2 times the right value
-  with beta2 = 0.95, at 0.4 times with 0.999.
+- The root of v is stored: E4M3 covers a range of 2^18, so that gradients of elements that share a
+  scale can differ by up to 1e5. With v itself they could differ only by the root of this.
+- Codes are rounded stochastically, because a step changes v by less than the distance of two codes.
+  Rounded to nearest, roots would not move: in a stationary state they stay at 2.2 times the right
+  value with beta2 = 0.95, at 0.4 times with 0.999.
 - The second moment never becomes 0: its smallest code is 1. An element whose root is below 2^-18 of
-  its block's largest takes smaller steps than it should; with 0 they would be of any size.
+  its block's largest takes smaller steps than it should; with 0 its steps could have any size.
 - A scale is the smallest power of two with which the block's largest number is at most 448: codes
-  of what has not changed do not change with it, and scaling is exact.
+  of unchanged numbers do not change with the scale, and scaling is exact.
 
-In a stationary state rounding adds, as standard deviations: to the root of v 12 % of it with beta2
-= 0.95 and 15 % with 0.999, beside 11 % and 1 % that it has as an average of few gradients; to m 9 %
-of m's own.
+In a stationary state rounding adds noise, as standard deviations. The root of v gets 12 % of itself
+with beta2 = 0.95 and 15 % with 0.999, beside 11 % and 1 % from averaging few gradients. m gets 9 %
+of its own standard deviation.
 """
 
 from llmq.base.tensor import Tensor
@@ -59,24 +59,25 @@ def update(
     m_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """One AdamW step on a slab that holds several parameters one after another, or a part of one.
+    """Run one AdamW step on a slab with several parameters, one after another, or on a part of it.
 
         g = grad_scale * grad
         m = m + (1 - beta1) * (g - m)           v = v + (1 - beta2) * (g * g - v)
         param = param - lr * (m * beta1_correction / (sqrt(v) * sqrt(beta2_correction) + epsilon)
                               + weight_decay * param)
 
-    All in F32; param uses the m and v of this step before they are rounded. BF16 param, m and v
-    are rounded stochastically, and so are E4M3 m and v: eight neighbours share a hash, and their
-    bits are as good as independent. Nothing changes when scalars.skip_update is set. A part, which
-    starts at element `first` of the slab, gets the bits that the whole slab's update has there.
+    Computed in F32; param uses this step's m and v before they are rounded. BF16 param, m and v are
+    rounded stochastically, and so are E4M3 m and v: eight neighbours share a hash, from which
+    practically independent bits are made. If scalars.skip_update is set, nothing changes. A part,
+    which starts at element `first` of the slab, gets the same bits as in an update of the whole
+    slab.
 
     work: param rounded to nearest, or None. grad: unscaled sum over tokens. m, v: first and second
-    moment, zero at the start; where they are E4M3, codes of m and of the root of v, with scales.
-    segments: [end element, 1 if it decays else 0] of each parameter, ends ascending multiples of
-    128, counted from the start of the slab, the last one at least first + n; they are not checked,
-    as their values are in device memory. scalars: StepScalars. salt: distinguishes this slab's
-    random numbers. lr_scale: factor of scalars.lr.
+    moment, zero at the start; if E4M3, codes of m and of the root of v, with scales. segments: [end
+    element, 1 if it decays else 0] of each parameter, ends ascending multiples of 128, counted from
+    the start of the slab, the last one at least first + n. Segments are not checked, because their
+    values are in device memory. scalars: StepScalars. salt: distinguishes this slab's random
+    numbers. lr_scale: factor of scalars.lr.
     """
     expect_scale("adamw", "m", m, m_scale)
     expect_scale("adamw", "v", v, v_scale)

@@ -12,7 +12,7 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 THREADS = 256
 PER_BLOCK = 4 * 16 * THREADS  # bytes: four 16-byte loads in flight per thread
 SUM_THREADS = 1024
-MOST_STATS = 63  # of which a number of 64 bits says which are maxima
+MOST_STATS = 63  # bits of the 64-bit number that says which statistics are maxima
 
 _STATS = f"statistics >= {len(STATS)}"
 PARTIALS = Kernel(
@@ -42,35 +42,35 @@ FINISH = Kernel(
 
 
 def num_partials(dev: Device, x: Tensor) -> int:
-    """How many partial sums a tensor has: one of each thread block, of which 8 fill an SM. Even, so
-    that the partial sums of the next tensor start on 16 bytes."""
+    """Return the number of partial sums of a tensor, one for each thread block, of which 8 fill an
+    SM. Even, so that the next tensor's partial sums start at a multiple of 16 bytes."""
     return 2 * min(ceil_div(x.nbytes, 2 * PER_BLOCK), 4 * dev.num_sms)
 
 
 def split(dev: Device, sums: Tensor, xs: list[Tensor]) -> list[Tensor]:
-    """The part (num_partials,) that each tensor has of sums, F64 (sum of num_partials,), in
-    order."""
+    """Return each tensor's part (num_partials,) of sums, F64 (sum of num_partials,), in order."""
     ends = list(accumulate(num_partials(dev, x) for x in xs))
     return [sums.rows(start, end) for start, end in pairwise([0, *ends])]
 
 
 def partials(dev: Device, sums: Tensor, x: Tensor) -> None:
-    """Numbers that add up to the sum of squares of x; the same bits every time. sums:
-    num_partials(dev, x) of them."""
+    """Write partial sums of squares of x, the same bits every time. sums: num_partials(dev, x) of
+    them."""
     expect("global_norm", "sums", sums, F64, (num_partials(dev, x),))
     dev.launch(PARTIALS, sums.size, THREADS, (sums, x, x.size), cost=Cost(flops=2 * x.size))
 
 
 def total(dev: Device, stats: Tensor, sums: Tensor) -> None:
-    """stats[norm_squared] += sum(sums), in a fixed order. stats: begins with base.dtypes.STATS."""
+    """Add sum(sums) to stats[norm_squared], in a fixed order. stats: begins with
+    base.dtypes.STATS."""
     dev.launch(SUM, 1, SUM_THREADS, (stats, sums, sums.size))
 
 
 def combine(dev: Device, stats: Tensor, gathered: Tensor, maxima: Iterable[int] = ()) -> None:
-    """The statistics of all ranks: sums, added in the order of the ranks.
+    """Write the statistics of all ranks: sums, added in the order of the ranks.
 
-    stats begins with llmq.base.dtypes.STATS. gathered: each rank's own. maxima: indices of those of
-    which the largest is taken instead.
+    stats: begins with llmq.base.dtypes.STATS. gathered: each rank's own. maxima: indices of the
+    statistics whose largest value is taken instead of the sum.
     """
     world_size = gathered.shape[0]
     bits = sum(1 << index for index in maxima)
@@ -78,7 +78,7 @@ def combine(dev: Device, stats: Tensor, gathered: Tensor, maxima: Iterable[int] 
 
 
 def finish(dev: Device, stats: Tensor, scalars: Tensor) -> None:
-    """From the sum of squares to what AdamW needs.
+    """Compute norm, gradient scale and skip flag for the update rule from the sum of squares.
 
         count = stats[count]              norm = sqrt(stats[norm_squared]) / count
         stats[norm] = norm
@@ -86,8 +86,8 @@ def finish(dev: Device, stats: Tensor, scalars: Tensor) -> None:
         scalars.skip_update = norm is not finite, or count == 0, or a limit above 0 is not kept:
                               norm <= scalars.norm_limit, loss / count <= scalars.loss_limit
 
-    Without a count the norm is 0. A skipped update has grad_scale 0.
+    The norm is 0 if count is 0. A skipped update has grad_scale 0.
 
-    stats begins with llmq.base.dtypes.STATS, of which loss, count and norm_squared are final.
+    stats: begins with llmq.base.dtypes.STATS; loss, count and norm_squared are final.
     """
     dev.launch(FINISH, 1, 1, (stats, scalars))

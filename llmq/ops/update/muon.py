@@ -1,7 +1,7 @@
-"""Muon beside its products: what is proposed, its norm, and what changes the weights.
+"""Muon's launches beside its products: proposal of a change, its norm, and its application.
 
-The change of a matrix is its momentum with all singular values about 1, by Newton and Schulz's
-iteration, whose products are in `llmq/state/rules/muon.py`. All in F32 but where a format is named.
+A matrix changes by its orthogonalized momentum: Newton-Schulz iteration makes all singular values
+about 1, with products in `llmq/state/rules/muon.py`. Computed in F32 unless a dtype is named.
 """
 
 from llmq.base.dtypes import F32, F64
@@ -14,7 +14,7 @@ from llmq.runtime.kernel import Kernel, ceil_div
 THREADS = 128
 PER_THREAD = 8  # elements: one 16-byte access of BF16, two of F32
 MATRIX_THREADS = 256
-BLOCKS_PER_SM = 8  # that fill it
+BLOCKS_PER_SM = 8  # fill a multiprocessor
 
 _PART = "n % 128, n >= 1, first % 128, first >= 0"
 PROPOSE = Kernel(
@@ -75,17 +75,16 @@ def propose(
     first: int = 0,
     m_scale: Tensor | None = None,
 ) -> None:
-    """The momentum of a part of a slab, and what is proposed for its matrices.
+    """Update the momentum of a part of a slab, and propose a change of its matrices.
 
         g = grad_scale * grad       m = m + (1 - momentum) * (g - m)
         change = m + (1 - momentum) * (g - m), with the new m before it is rounded
 
-    BF16 and E4M3 m are rounded stochastically, with the random bits of AdamW's m. Where
+    BF16 and E4M3 m are rounded stochastically, with the random bits of AdamW's m. If
     scalars.skip_update is set, m stays and the change is 0.
 
-    grad: unscaled sum over tokens. m: zero at the start; with scales if it is E4M3. scalars:
-    StepScalars. salt: distinguishes this slab's random numbers. first: the part's first element in
-    the slab.
+    grad: unscaled sum over tokens. m: zero at the start; with scales if E4M3. scalars: StepScalars.
+    salt: distinguishes this slab's random numbers. first: the part's first element in the slab.
     """
     expect_scale("muon", "m", m, m_scale)
     n = change.size
@@ -94,7 +93,7 @@ def propose(
 
 
 def normalize(dev: Device, out: Tensor, x: Tensor) -> None:
-    """Matrices over their Frobenius norms, which torch rounds to BF16, too.
+    """Divide matrices by their Frobenius norms, rounded to BF16 as in torch.
 
     out may be x.
 
@@ -128,13 +127,13 @@ def diagonal(dev: Device, x: Tensor, value: float) -> None:
 
 
 def even(dev: Device, x: Tensor, v: Tensor, *, decay: float) -> None:
-    """Rows of ever the same share of their matrix's norm, as NorMuon has it (arXiv 2510.05491).
+    """Scale rows towards equal shares of their matrix's norm, as NorMuon does (arXiv 2510.05491).
 
         v = decay * v + (1 - decay) * mean square of a row      x = c * x / (sqrt(v) + 1e-10)
 
     with the c that keeps each matrix's norm. A matrix of zeros changes nothing.
 
-    v: zero at the start; it may begin at any element.
+    v: zero at the start; may begin at any element.
 
     Cost:    reads x twice and writes it once; three launches.
     """
@@ -151,15 +150,15 @@ def even(dev: Device, x: Tensor, v: Tensor, *, decay: float) -> None:
 
 
 def _aligned(x: Tensor) -> tuple[Tensor, int]:
-    """The tensor with the elements in front of it from where a kernel's argument may begin, and how
-    many these are."""
+    """Return the tensor with preceding elements, from an address that kernels accept, and the
+    number of these elements."""
     shift = x.ptr % POINTER_ALIGN // x.dtype.itemsize
     offset = x.offset - shift * x.dtype.itemsize
     return Tensor(x.name, (shift + x.size,), x.dtype, x.storage, offset), shift
 
 
 def _squares(dev: Device, partials: Tensor, x: Tensor, grid: tuple[int, int]) -> None:
-    """Sums of squares of matrices, as many of each as the second number of the grid says."""
+    """Write partial sums of squares of matrices, as many for each as the grid's second number."""
     n, cost = x.size // x.shape[0], Cost(flops=2 * x.size)
     dev.launch(SQUARES, grid, MATRIX_THREADS, (partials, x, n), cost=cost)
 
@@ -176,14 +175,14 @@ def apply(
     salt: int,
     first: int = 0,
 ) -> None:
-    """Change a part of a slab.
+    """Change the parameters in a part of a slab.
 
         lr = lr_scale * scalars.lr      param = param - (lr * change + lr * weight_decay * param)
 
-    BF16 param is rounded stochastically, with the random bits of AdamW's. Nothing changes when
-    scalars.skip_update is set.
+    BF16 param is rounded stochastically, with the random bits of AdamW's. If scalars.skip_update is
+    set, nothing changes.
 
-    work: param rounded to nearest, or None. scalars, salt, first: as of propose.
+    work: param rounded to nearest, or None. scalars, salt, first: see propose.
     """
     n = change.size
     hyper = (float(lr_scale), float(weight_decay))

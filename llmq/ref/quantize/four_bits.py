@@ -1,5 +1,4 @@
-"""References of cu/quantize/four_bits.cu: NF4, blocks of 64 whose scales are codes themselves; and
-MXFP4."""
+"""References of cu/quantize/four_bits.cu: NF4, blocks of 64 with coded scales; and MXFP4."""
 
 import functools
 from collections.abc import Iterator
@@ -10,8 +9,8 @@ import numpy as np
 from llmq.ref.common import compute, encode_fp8, row_blocks
 
 BLOCK = 64  # elements that share a scale
-GROUP = 256  # scales that share one
-LEAST = np.float32(1e-38)  # so that a block of zeros has a finite factor
+GROUP = 256  # scales that share a scale
+LEAST = np.float32(1e-38)  # gives blocks of zeros a finite factor
 
 # elements
 CASES = {
@@ -22,8 +21,8 @@ CASES = {
     "qwen7b_up": (18944 * 3584,),
 }
 
-# The levels of NF4, as the QLoRA paper's appendix lists them: quantiles of a normal distribution,
-# scaled to [-1, 1], of which one is 0.
+# The levels of NF4 in the QLoRA paper's appendix: quantiles of a normal distribution, scaled to
+# [-1, 1], one of them 0.
 LEVELS = np.array(
     [
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -38,13 +37,13 @@ EDGES = (LEVELS[:-1] + LEVELS[1:]) / np.float32(2)
 
 @functools.cache
 def scale_levels() -> np.ndarray:
-    """F32 (256,), ascending: the levels of scales' codes, "dynamic" ones of 8 bits with a sign.
-    Each decimal order from 1e-6 to 1 has twice as many of them as the one before it, which lie in
-    the middles of equal parts of it; and there are 0 and 1 (Dettmers et al., 8-bit Optimizers via
-    Block-wise Quantization, 2021; as bitsandbytes makes them). Read-only."""
+    """Return the levels of scales' codes, F32 (256,), ascending and read-only: bitsandbytes' signed
+    dynamic 8-bit levels (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021). Each
+    decade from 1e-6 to 1 has twice as many levels as the decade before; the levels are the middles
+    of equal parts of the decade. 0 and 1 are levels, too."""
     levels = [np.float32(0), np.float32(1)]
     for order in range(7):
-        # Steps are torch.linspace's, from the nearer end: one rounding of what F64 has exactly.
+        # Steps are torch.linspace's, from the nearer end: one rounding of a value exact in F64.
         count = 2**order + 1
         index = np.arange(count)
         step = np.float64((np.float32(1) - np.float32(0.1)) / np.float32(count - 1))
@@ -58,8 +57,8 @@ def scale_levels() -> np.ndarray:
 
 
 def nf4_quantize(codes, scales, x, n):
-    """codes (n/2,): of two elements each, the first one in the higher bits; scales (n/64,): the
-    largest |x| of each block."""
+    """Reference of nf4_quantize. codes (n/2,): two elements each, the first in the higher bits.
+    scales (n/64,): the largest |x| of each block."""
     blocks = x.reshape(-1, BLOCK)
     for part in row_blocks(n // BLOCK, BLOCK):
         values = compute(blocks[part])
@@ -78,8 +77,8 @@ def _edges(levels: np.ndarray) -> np.ndarray:
 
 
 def nf4_quantize_scales(codes, groups, scales, mean, levels, count):
-    """codes (count,) of scales less their mean, groups (ceil(count / 256),): the largest |…| of
-    each group."""
+    """Reference of nf4_quantize_scales. codes (count,): of scales minus mean. groups (ceil(count /
+    256),): the largest |scale - mean| of each group."""
     values = np.zeros(len(groups) * GROUP, np.float32)
     np.subtract(scales, mean[0], out=values[:count])
     values = values.reshape(-1, GROUP)
@@ -89,8 +88,8 @@ def nf4_quantize_scales(codes, groups, scales, mean, levels, count):
 
 
 def largest_scale(scales: np.ndarray, means: np.ndarray) -> np.float32:
-    """The largest of modules' scales (modules, blocks) as they are decoded. A code grows with its
-    scale, so that those of a group's largest and smallest are enough."""
+    """Return the largest decoded scale of modules' scales (modules, blocks). Codes grow with
+    scales, so that each group's largest and smallest scale are enough."""
     starts, levels = np.arange(0, scales.shape[1], GROUP), scale_levels()
     values = scales - means[:, None]
     ends = [end.reduceat(values, starts, axis=1) for end in (np.minimum, np.maximum)]
@@ -108,7 +107,7 @@ def _decoded(
     levels: np.ndarray,
     n: int,
 ) -> Iterator[tuple[slice, np.ndarray]]:
-    """Blocks of all modules, and F32 (blocks, 64) of them."""
+    """Yield (slice of blocks, their values F32 (blocks, 64)) of all modules."""
     of_module, num_groups = n // BLOCK, len(groups) // len(mean)
     for module, part in product(range(len(mean)), row_blocks(of_module, BLOCK)):
         blocks = slice(module * of_module + part.start, module * of_module + part.stop)
@@ -121,15 +120,15 @@ def _decoded(
 
 
 def nf4_decode(out, codes, scale_codes, groups, mean, levels, n):
-    """out = level of the code * scale; the scale = level of its code * group + mean. n: of each of
-    the modules."""
+    """Reference of nf4_decode: out = level of the code * scale; scale = level of its code * group +
+    mean. n: elements of each module."""
     blocks = out.reshape(-1, BLOCK)
     for part, values in _decoded(codes, scale_codes, groups, mean, levels, n):
         blocks[part] = values
 
 
 def nf4_decode_fp8(out, scale, codes, scale_codes, groups, mean, levels, n):
-    """As nf4_decode, out / scale in FP8."""
+    """Reference of nf4_decode_fp8: the result of nf4_decode / scale, in FP8."""
     factor = np.float32(1) / scale[0]
     blocks = out.view(np.uint8).reshape(-1, BLOCK)
     for part, values in _decoded(codes, scale_codes, groups, mean, levels, n):
@@ -146,20 +145,20 @@ MXFP4_CASES = {"one_block": (32,), "ragged": (5 * 1024 + 96,), "gpt_oss_expert":
 MXFP4_BLOCK = 32
 MXFP4_BIAS = 127  # of a block's exponent
 MXFP4_LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-"""Values of codes; a fourth bit is the sign."""
+"""Values of codes without their fourth bit, the sign."""
 _SIGNED = np.concatenate([MXFP4_LEVELS, -MXFP4_LEVELS])
 _PAIRS = np.stack([_SIGNED[np.arange(256) & 15], _SIGNED[np.arange(256) >> 4]], axis=1)
 _PAIRS = _PAIRS.view(np.uint64)[:, 0]
-"""The values of a byte's two codes, taken as one number, which is faster."""
+"""Values of the two codes of each byte, looked up together, which is faster."""
 
 
 def mxfp4_encode(codes, exponents, x, n):
-    """The smallest power of two with which no value of a block is above 6, and the nearest codes,
-    of two the even one. codes: U8 (n/2,), the first of two in the lower bits. exponents: U8
-    (n/32,). x: (n,), finite."""
+    """Reference of mxfp4_encode: the smallest power of two with which no |x| of a block is above 6,
+    and the nearest codes, ties to even. codes: U8 (n/2,), the first of two in the lower bits.
+    exponents: U8 (n/32,). x: (n,), finite."""
     blocks = x.reshape(-1, MXFP4_BLOCK).astype(np.float32)
     bits = np.abs(blocks).max(axis=1).view(np.uint32)
-    # 4 * 1.m is at most 6, or half of it is.
+    # 4 * 1.m is at most 6, or else half of it is.
     exponent = (bits >> 23).astype(np.int32) - 2 + ((bits & 0x7FFFFF) > 0x400000)
     exponents[...] = np.clip(exponent, 0, 2 * MXFP4_BIAS)
     size = np.ldexp(np.abs(blocks), MXFP4_BIAS - exponents.astype(np.int32)[:, None])
@@ -173,8 +172,8 @@ def mxfp4_encode(codes, exponents, x, n):
 
 
 def mxfp4_decode(out, codes, exponents, n):
-    """out = level * 2^(exponent - 127), which BF16 holds exactly."""
+    """Reference of mxfp4_decode: out = level * 2^(exponent - 127), exact in BF16."""
     values = _PAIRS[codes].view(np.float32).reshape(-1, MXFP4_BLOCK)
-    with np.errstate(over="ignore", invalid="ignore"):  # an exponent of 255 makes no number
+    with np.errstate(over="ignore", invalid="ignore"):  # exponent 255 stands for no number
         values *= np.exp2(exponents.astype(np.float32) - MXFP4_BIAS)[:, None]
     out[...] = values.reshape(out.shape)

@@ -1,4 +1,4 @@
-"""References of cu/quantize/fp8_scale.cu: scales from the largest values of the last optimizer
+"""References of cu/quantize/fp8_scale.cu: scales from the largest |x| of the last optimizer
 steps."""
 
 import numpy as np
@@ -9,12 +9,12 @@ from llmq.ref.common import row_blocks, update_abs_max
 # steps in the history, tensors
 CASES = {"one": (1, 1), "short": (2, 300), "qwen05b": (16, 193), "qwen7b": (16, 225)}
 
-LEAST_ABS_MAX = np.float32(1e-10)  # as in llmq/ref/quantize/quantize.py
+LEAST_ABS_MAX = np.float32(1e-10)  # equal to llmq/ref/quantize/quantize.py's
 
 
 def fp8_scale_update(scales, factors, history, abs_maxes, limits, length, n):
-    """The newest step goes to the end of the history; scale = largest of the history / limit.
-    factor = 1 / scale."""
+    """Append the newest step to the history; scale = largest of the history / limit; factor = 1 /
+    scale."""
     if abs_maxes is not None:
         history[:-1] = history[1:].copy()
         newest = abs_maxes[:, 0]
@@ -27,19 +27,19 @@ def fp8_scale_update(scales, factors, history, abs_maxes, limits, length, n):
 
 
 def fp8_scale_now(scale, abs_max, limit):
-    """The scale that `quantize` writes; limit: the largest finite value of the codes' format."""
+    """Set scale as `quantize` does. limit: the largest finite value of the codes' dtype."""
     finite = np.isfinite(abs_max[0])
     scale[0] = max(abs_max[0], LEAST_ABS_MAX) / np.float32(limit) if finite else np.nan
 
 
 def fp8_scale_count(stats, saturated, abs_maxes, n):
-    """stats[saturated] += sum of the counts, which have no sign; the norm NaN for an infinity."""
+    """stats[saturated] += sum of the unsigned counts; the norm becomes NaN for an infinity."""
     stats[STAT["saturated"]] += saturated[:, 0].view(np.uint32).sum(dtype=np.uint64)
     if not np.isfinite(abs_maxes[:, 0]).all():
         stats[STAT["norm_squared"]] = np.nan
 
 
-# -- The largest magnitude of a tensor
+# -- Largest |x| of a tensor
 
 ABS_MAX_CASES = {
     "one": (1,),
@@ -52,19 +52,19 @@ ABS_MAX_CASES = {
 
 
 def abs_max(abs_max, x, n):
-    """abs_max[0] = max(abs_max[0], largest |x|), NaN wins."""
+    """abs_max[0] = max(abs_max[0], largest |x|); NaN counts as largest."""
     x = x.reshape(-1)
     for block in row_blocks(n, 1):
         update_abs_max(abs_max, x[block])
 
 
 def abs_max_combine(out, gathered, world_size, n):
-    """out = the maxima over the ranks, NaN wins."""
+    """out = the maxima over ranks; NaN counts as largest."""
     np.maximum.reduce(gathered.reshape(world_size, n), axis=0, out=out)
 
 
 def abs_max_scales(scales, abs_maxes, largest, n):
-    """Derive scales as quantize does, for many tensors."""
+    """Set the scales of many tensors, as `quantize` does."""
     np.maximum(abs_maxes, np.float32(1e-10), out=scales)
     scales /= np.float32(largest)
     scales[~np.isfinite(abs_maxes)] = np.nan

@@ -28,18 +28,18 @@ CASES = {
     "qwen15b_mlp": (32 * 1024, 8960),
 }
 
-LEAST_ABS_MAX = np.float32(1e-10)  # so that all-zero tensors have a finite factor
+LEAST_ABS_MAX = np.float32(1e-10)  # gives tensors of zeros a finite factor
 
 
 def _factor(scale: np.ndarray, abs_max: np.ndarray, dtype: np.dtype) -> np.float32:
-    """Writes the scale; returns what x is multiplied by."""
+    """Write the scale; return the factor of x."""
     finite = np.isfinite(abs_max[0])
     scale[0] = max(abs_max[0], LEAST_ABS_MAX) / FP8_MAX[dtype] if finite else np.nan
     return np.float32(1) / scale[0]
 
 
 def quantize(q, scale, x, abs_max, n):
-    """q = x / scale, scale = abs_max / the largest finite value of q's format."""
+    """q = x / scale, scale = abs_max / the largest finite value of q's dtype."""
     factor = _factor(scale, abs_max, q.dtype)
     codes, x = q.reshape(-1).view(np.uint8), x.reshape(-1)
     for block in row_blocks(n, 1):
@@ -47,7 +47,7 @@ def quantize(q, scale, x, abs_max, n):
 
 
 def quantize_transpose(q, q_t, scale, x, abs_max, rows, cols):
-    """Quantize as `quantize` does; q_t gets the transpose of q, which may be None."""
+    """Quantize like `quantize`; q_t gets the transpose of q, and q may be None."""
     factor = _factor(scale, abs_max, q_t.dtype)
     codes = np.empty(x.shape, np.uint8) if q is None else q.view(np.uint8)
     for block in row_blocks(rows, cols):

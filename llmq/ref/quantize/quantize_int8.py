@@ -22,11 +22,11 @@ CASES = {
     "qwen15b_weight": (17920, 1536),
 }
 
-LEAST_ABS_MAX = np.float32(1e-30)  # so that a row of zeros has a finite factor
+LEAST_ABS_MAX = np.float32(1e-30)  # gives rows of zeros a finite factor
 
 
 def _scales(largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales, and what x is multiplied by: 0 where there is no scale."""
+    """Return the scales, and the factors of x: 0 where there is no scale."""
     finite = np.isfinite(largest)
     scale = np.maximum(np.where(finite, largest, 0), LEAST_ABS_MAX) / np.float32(I8_MAX)
     factor = np.where(finite, np.float32(1) / scale, np.float32(0))
@@ -34,7 +34,7 @@ def _scales(largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _random(scalars: np.ndarray, salt: int, sequence: int, rows: slice, cols: int) -> np.ndarray:
-    """F32 (rows, cols) in [0, 1), 16 bits each: of sequences as they are dealt to ranks."""
+    """Return F32 (rows, cols) in [0, 1), 16 bits each: by sequences as they are dealt to ranks."""
     s = step_scalars(scalars)
     seed = mix_seed(int(s["seed"]), int(s["step"]), salt)
     row = np.arange(rows.start, rows.stop, dtype=np.uint64)
@@ -48,7 +48,8 @@ def _random(scalars: np.ndarray, salt: int, sequence: int, rows: slice, cols: in
 
 
 def _codes(x: np.ndarray, factor: np.ndarray, uniform: np.ndarray | None) -> np.ndarray:
-    """int8 of x * factor, to nearest even or, with uniform in [0, 1), up by that chance."""
+    """Return x * factor as int8, rounded to nearest even or, with uniform in [0, 1), up by
+    chance."""
     with np.errstate(invalid="ignore", over="ignore"):
         v = np.where(factor == 0, np.float32(0), x * factor)
     if uniform is None:
@@ -69,7 +70,7 @@ def quantize_int8_rows(q, scale, x, factors, scalars, salt, sequence, rows, cols
 
 
 def quantize_int8_column_max(column_max, x, rows, cols):
-    """column_max = max(column_max, the largest |x| of each column), NaN wins."""
+    """column_max = max(column_max, the largest |x| of each column); NaN counts as largest."""
     for block in row_blocks(rows, cols):
         y = x[block].astype(np.float32, copy=False)
         largest = np.maximum(y.max(axis=0), -y.min(axis=0))
@@ -92,7 +93,7 @@ def quantize_int8_decode(out, q, scale, rows, cols):
         out[block] = q[block].astype(np.float32) * scale[block, None]
 
 
-# -- Columns that signed bytes are too coarse for
+# -- Columns for which signed bytes are too coarse
 
 # rows, columns, rows of the weight
 OUTLIERS_CASES = {
@@ -105,9 +106,9 @@ OUTLIERS_CASES = {
 
 
 def outliers_select(mask, index, column_max, threshold, most, cols):
-    """index (most,): the columns whose largest |x| is above a limit, in order, then -1; mask: 0 of
-    these columns, 1 of the others. limit: the threshold, or if more columns are above it, the least
-    with which most are enough. NaN is above everything."""
+    """Write index (most,), the columns whose largest |x| is above a limit, in order, then -1; and
+    mask, 0 for these columns, 1 for others. limit: the threshold; or, if more than `most` columns
+    are above it, the least limit that leaves at most `most`. NaN is above everything."""
     bits = np.abs(column_max).view(np.uint32)
     limit = np.float32(threshold).reshape(1).view(np.uint32)[0]
     ordered = np.sort(bits)[::-1]
@@ -121,14 +122,14 @@ def outliers_select(mask, index, column_max, threshold, most, cols):
 
 
 def outliers_take(out, x, index, rows, cols, most):
-    """out (rows, most) = the columns of x that index names, 0 where it names none."""
+    """out (rows, most) = the columns of x in index; 0 where index is -1."""
     out[...] = 0
     chosen = index[index >= 0]
     out[:, : len(chosen)] = x[:, chosen]
 
 
 def outliers_weight(out, q, scale, index, rows, cols, most):
-    """Do as outliers_take, with a weight's codes times the scale of their row."""
+    """Do as outliers_take, with a weight's codes times the scales of their rows."""
     out[...] = 0
     chosen = index[index >= 0]
     out[:, : len(chosen)] = compute(q[:, chosen]) * scale[:, None]

@@ -4,7 +4,7 @@ import numpy as np
 
 from llmq.ref.common import SCALE_BLOCK, Scaled, Stored, mix_seed, neighbour_bits, step_scalars
 
-# name: ends of the parameters in the slab, in elements; every second one decays.
+# name: ends of the parameters in the slab, in elements; every second parameter decays.
 CASES = {
     "one": (128,),
     "three": (256, 384, 2432),
@@ -13,14 +13,14 @@ CASES = {
     "qwen15b": (13762560, 46792704),
 }
 
-BLOCK = 1 << 16  # elements at a time: few calls, and what a block needs stays in the L2 cache
+BLOCK = 1 << 16  # elements at a time: few calls, and a block's data stay in the L2 cache
 
 
 def adamw(
     param, work, grad, m, v, m_scale, v_scale, segments, num_segments, scalars, one_minus_beta1,
     one_minus_beta2, epsilon, weight_decay, lr_scale, salt, first, n,
 ):  # fmt: skip
-    """One step of AdamW on a slab; see llmq.ops.update.adamw for the arguments and the formula."""
+    """Run one step of AdamW on a slab; llmq.ops.update.adamw has the arguments and the formula."""
     s = step_scalars(scalars)
     if s["skip_update"]:
         return
@@ -65,7 +65,7 @@ def _update(
     constants: dict[str, np.floating],
     temporaries: np.ndarray,
 ) -> None:
-    """p, m and v in place, in the kernel's order of operations."""
+    """Update p, m and v in place, in the kernel's order of operations."""
     t, u = temporaries[:, : p.size]
     np.multiply(g, constants["grad_scale"], out=t)
     np.subtract(t, m, out=u)
@@ -87,11 +87,11 @@ def _update(
 
 
 def _round(stored: list[Stored], values: list[np.ndarray], seed: int, first: int) -> None:
-    """Write back what is rounded, each element with random bits of its own for p, m and v."""
+    """Write rounded values back, with separate random bits for each element of p, m and v."""
     if not any(x.rounds for x in stored):
         return
     shared, own = (neighbour_bits(one, first, values[0].size) for one in (seed, mix_seed(seed)))
-    bits = (shared, own, shared)  # p takes the low halves, v the high ones
+    bits = (shared, own, shared)  # p uses the low halves, v the high halves
     for one, value, b, high in zip(stored, values, bits, (False, False, True), strict=True):
         if one.rounds:
             one.round(value, b, high)

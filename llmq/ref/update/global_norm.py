@@ -18,7 +18,8 @@ BLOCK = 1 << 16  # elements summed in F32 before the F64 sum
 
 
 def global_norm_partials(partials, x, n):
-    """Numbers that add up to sum(x^2); here the first holds it all and the others are zero."""
+    """Write numbers that add up to sum(x^2): here the first has the whole sum, the others are
+    zero."""
     flat = x.reshape(-1)
     total = 0.0
     for start in range(0, n, BLOCK):
@@ -34,7 +35,7 @@ def global_norm_sum(stats, partials, num_partials):
 
 
 def global_norm_combine(stats, gathered, world_size, maxima):
-    """stats = sums over the ranks in their order; of those with a bit in maxima the largest."""
+    """stats = sums over ranks in their order; for statistics with a bit in maxima, the largest."""
     stats[:] = 0
     for one in gathered:
         stats += one
@@ -43,7 +44,7 @@ def global_norm_combine(stats, gathered, world_size, maxima):
 
 
 def global_norm_finish(stats, scalars):
-    """Norm of the mean gradient, clip factor over count, and whether to skip the update."""
+    """Write the norm of the mean gradient, clip factor / count, and whether to skip the update."""
     s = step_scalars(scalars)
     count = stats[STAT["count"]]
     norm = np.sqrt(stats[STAT["norm_squared"]]) / count if count > 0 else np.float64(0)

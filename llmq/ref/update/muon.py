@@ -1,4 +1,4 @@
-"""Reference of Muon beside its products."""
+"""Reference of Muon's kernels beside its products."""
 
 import numpy as np
 
@@ -14,11 +14,11 @@ CASES = {
 }
 
 BLOCK = 1 << 16  # elements at a time, a multiple of SCALE_BLOCK, so that they stay in the L2 cache
-LEAST_NORM = np.float32(1e-7)  # that torch divides by
+LEAST_NORM = np.float32(1e-7)  # torch's least divisor
 
 
 def muon_propose(change, grad, m, m_scale, scalars, one_minus_momentum, salt, first, n):
-    """The momentum, and the change by Nesterov's rule; see llmq.ops.update.muon."""
+    """Write the momentum, and the change by Nesterov's rule; see llmq.ops.update.muon."""
     s = step_scalars(scalars)
     if s["skip_update"]:
         change[...] = 0
@@ -42,7 +42,7 @@ def muon_propose(change, grad, m, m_scale, scalars, one_minus_momentum, salt, fi
 
 
 def muon_squares(partials, x, n):
-    """The squares of each matrix, all in the first of its sums."""
+    """Write each matrix's sum of squares to the first of its partial sums."""
     partials[...] = 0
     for sums, matrix in zip(partials, x.reshape(len(x), n), strict=True):
         values = matrix.astype(np.float64)
@@ -50,7 +50,7 @@ def muon_squares(partials, x, n):
 
 
 def muon_normalize(out, x, partials, num_partials, n):
-    """Each matrix over its norm, as BF16 has that."""
+    """Divide each matrix by its norm, rounded to BF16."""
     for to, matrix, sums in zip(out, x, partials, strict=True):
         norm = np.float32(np.sqrt(sums.sum())).astype(BF16).astype(np.float32)
         factor = np.float32(1) / np.maximum(norm, LEAST_NORM)
@@ -58,14 +58,14 @@ def muon_normalize(out, x, partials, num_partials, n):
 
 
 def muon_diagonal(x, value, side, count):
-    """Each matrix with the value added to its diagonal."""
+    """Add the value to the diagonal of each matrix."""
     for matrix in x:
         numbers = matrix.reshape(-1)[:: side + 1]
         numbers[...] = numbers.astype(np.float32) + np.float32(value)
 
 
 def muon_row_factors(factors, v, squares, one_minus_decay, columns, rows, shift):
-    """The means of rows' squares, and what each row is multiplied by; see
+    """Write the means of rows' squares, and the factor of each row; see
     llmq.ops.update.muon.even."""
     tensors = (factors, v.reshape(-1)[shift:], squares)
     for to, mean, of in zip(*(t.reshape(-1, rows) for t in tensors), strict=True):
@@ -78,13 +78,13 @@ def muon_row_factors(factors, v, squares, one_minus_decay, columns, rows, shift)
 
 
 def muon_row_scale(x, factors, columns):
-    """Each row times its factor."""
+    """Multiply each row by its factor."""
     for row, factor in zip(x.reshape(-1, columns), factors.ravel(), strict=True):
         row[...] = row.astype(np.float32) * factor
 
 
 def muon_apply(param, work, change, scalars, lr_scale, weight_decay, salt, first, n):
-    """param minus lr times the change, and its decay."""
+    """Subtract lr times the change, and the decay, from param."""
     s = step_scalars(scalars)
     if s["skip_update"]:
         return
