@@ -86,7 +86,7 @@ def print_text(text: str) -> None:
 
 
 class _PastTheDoor:
-    """A door as the file of a console that makes texts printable itself."""
+    """File for rich's console, which makes texts printable itself: writes bypass the door."""
 
     def __init__(self, door: Door) -> None:
         self._door = door

@@ -27,7 +27,7 @@ _FREE_BYTES = 64 << 20  # of content that may have any ratio
 
 
 def is_packed(path: str) -> bool:
-    """True if the name is that of a file which `unpack` unpacks."""
+    """True if `unpack` unpacks a file of this name."""
     return path.lower().endswith(PACKED)
 
 

@@ -54,8 +54,8 @@ def forks() -> bool:
 
 
 class Worker:
-    """A process that answers one task after another by `answer(task, begin)`. It calls begin(n,
-    size) before it reads item n of a task, of `size` bytes."""
+    """A process that answers one task after another by `answer(task, begin)`. `answer` calls
+    begin(n, size) before it reads item n of a task, of `size` bytes."""
 
     def __init__(self, make: Callable[[], Answer], bounds: Bounds) -> None:
         """make: called in the process; must be picklable if this process has several threads."""

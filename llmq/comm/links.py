@@ -93,7 +93,8 @@ class LinkTable:
 
     @property
     def beside_bus(self) -> list[list[bool]]:
-        """[reader][source]: True if source writes to reader's memory beside the bus."""
+        """[reader][source]: True if direct copies from source to reader do not use the host's
+        bus."""
         return [[link is not None and link.beside_bus for link in row] for row in self.links]
 
     @property

@@ -75,8 +75,8 @@ def open_communicators(
 def establish(nccl: Any, ends: Sequence[Nccl], calls: Sequence[str]) -> None:
     """Make all connections that these calls need, by one call of each kind, from one thread.
     Otherwise NCCL would connect within the first calls, in the ranks' threads, which would wait on
-    the host for other ranks. Those ranks' streams may be waiting for a flag that this rank has yet
-    to write."""
+    the host for other ranks. The other ranks' streams may be waiting for a flag that this rank has
+    yet to write."""
     api, buffers = ends[0].dev.api, []
     try:
         for end in ends:

@@ -20,12 +20,12 @@ STAGING_CHUNKS = 4  # of a ring: one is written, one is read, and two keep both 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommOptions:
-    """How data travel between GPUs; without effect on other devices. memcpy_all_gather: all_gather
-    by the copy engines, else by NCCL. all_to_all_reduce: gradients are reduced with all_to_all,
-    else with reduce_scatter. memcpy_send_recv: all_to_all by the copy engines, else by NCCL. p2p:
-    direct access to the memory of other GPUs: "on", "off" or "auto". gathers_from_host: True if
-    blocks are gathered from pinned memory, sources or mirrors. matrices: True if ranks exchange
-    changes of whole matrices, with all_to_all."""
+    """Options of transfers between GPUs; without effect on other devices. memcpy_all_gather:
+    all_gather by the copy engines, else by NCCL. all_to_all_reduce: gradients are reduced with
+    all_to_all, else with reduce_scatter. memcpy_send_recv: all_to_all by the copy engines, else by
+    NCCL. p2p: direct access to the memory of other GPUs: "on", "off" or "auto". gathers_from_host:
+    True if blocks are gathered from pinned memory, sources or mirrors. matrices: True if ranks
+    exchange changes of whole matrices, with all_to_all."""
 
     memcpy_all_gather: bool = False
     memcpy_send_recv: bool = False

@@ -46,8 +46,8 @@ class Arena:
 
     @contextmanager
     def over(self, start: int) -> Iterator[None]:
-        """A block in which tensors are taken from byte `start` on once more, up to what is taken
-        already. Behind it these tensors may be used in turn with those that lie there."""
+        """Take tensors again from byte `start` on within the block, in bytes already in use.
+        After the block, the new tensors and the old ones there may be used in turn."""
         before, peak, capacity = self.used, self.high_water_mark, self.capacity
         tensors, categories = self.tensors, self.categories
         self.tensors, self.categories = [], defaultdict(int)

@@ -133,7 +133,7 @@ HALF_SHARED = (50 << 10) - 1024 - 256
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a kernel tiles its work. A thread block owns `own` rows (queries in forward, keys or
+    """Tiling of a kernel's work. A thread block owns `own` rows (queries in forward, keys or
     queries in backward) and walks over the other side in steps of `step` rows. shared: bytes of
     dynamic shared memory. stages: steps in shared memory at once. split_keys: True if different
     blocks make dK and dV."""

@@ -43,7 +43,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, kernel: Kernel, args: tuple, cost: Cost, device_bytes: int) -> Kind:
-        """Return the kind of a launch: its cost's, or a memory-bound one."""
+        """Return the kind in a launch's cost; if there is none, a memory-bound kind."""
         return cost.kind or cls.moving(kernel.entry, device_bytes, kernel.formats(args))
 
 

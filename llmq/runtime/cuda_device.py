@@ -143,7 +143,7 @@ class CudaDevice(Device):
             ) from error
 
     def _library(self, name: str) -> Any:
-        """The library behind kernels that have no source of ours."""
+        """Return the library of kernels that have no .cu file; loaded at its first use."""
         if name not in self._libraries:
             if name == "matmul":
                 from llmq.runtime.cublaslt import CublasLt
@@ -246,7 +246,7 @@ class CudaDevice(Device):
 
     @property
     def capturing(self) -> bool:
-        """Whether launches go into a graph instead of to the GPU."""
+        """True if launches go into a graph, not to the GPU."""
         return self._graphs.capturing is not None
 
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
@@ -269,7 +269,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Around a wait of the host: counted, and forbidden in a capture."""
+        """Count a wait of the host; RuntimeError during a capture."""
         if self.capturing:
             raise RuntimeError("the host may not wait for the GPU while a graph is captured")
         self.sync_calls += 1

@@ -312,7 +312,7 @@ class Declaration:
         return True
 
     def _name_sizes(self, arg: Arg, tensor: Tensor, sizes: dict[str, Any]) -> None:
-        """Add the sizes of names that have none."""
+        """Add to sizes the names of the declared shape that are still missing there."""
         dims, shape = arg.shape, tensor.shape
         if dims and dims[0].leading and len(shape) >= len(dims) - 1:
             count = len(shape) - len(dims) + 1

@@ -331,7 +331,7 @@ class Device(ABC):
         Values that differ between calls of one key must be in device memory."""
 
     def fast_products(self) -> dict[str, bool]:
-        """Return True for each fp8 product so far that accumulates in fewer bits, if it may."""
+        """Return the fp8 products so far that may accumulate in fewer bits, and True if they do."""
         return {}
 
     @contextmanager

@@ -239,9 +239,9 @@ def _hexadecimal(uuid: Any) -> str:
 
 
 def find_gpu(nvml: Any, bus_id: str, uuid: str = "") -> NvmlGpu:
-    """The GPU at a place in the machine, whatever CUDA_VISIBLE_DEVICES calls it. uuid: as CUDA
-    tells it, hexadecimal, perhaps not to its end: of an instance, where MIG has divided the GPU.
-    Raises nvml.NVMLError where none is there."""
+    """Return the GPU with this PCI address, whatever CUDA_VISIBLE_DEVICES is. uuid: in hexadecimal
+    and perhaps cut, as CUDA gives it; of an instance if MIG has divided the GPU. nvml.NVMLError if
+    there is no such GPU."""
     handle = nvml.nvmlDeviceGetHandleByPciBusId(bus_id)
     with contextlib.suppress(nvml.NVMLError):  # most cards do not support MIG
         if nvml.nvmlDeviceGetMigMode(handle)[0]:

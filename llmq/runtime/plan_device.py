@@ -22,7 +22,7 @@ class Work(NamedTuple):
     GPU's own memory, read and written. loaded, stored: of host memory, which the GPU reads and
     writes over its bus. received: from other GPUs. shared: of other ranks' host memory; loaded,
     too, unless a link beside the bus makes them received. sent: to other ranks; bytes that all
-    ranks want leave once if they are copied to host memory. network: what this GPU's machine
+    ranks want leave once if they are copied to host memory. network: bytes that this GPU's machine
     receives from other machines meanwhile.
     """
 

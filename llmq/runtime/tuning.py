@@ -205,7 +205,7 @@ class AlgorithmFile:
 
 
 def _entry(key: str, algorithm: bytes) -> bytes:
-    """Return the file's entry of a key; its CRC shows damage, as damaged bytes could still run."""
+    """Return the file's entry of a key, with a CRC: damaged bytes could be another algorithm."""
     return algorithm + zlib.crc32(key.encode() + algorithm).to_bytes(CHECK_BYTES, "little")
 
 

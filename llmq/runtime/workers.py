@@ -70,7 +70,7 @@ class RankPool:
 
     Every rank has a thread and its own pace: `post` waits for no rank, `run` for all. A single rank
     has no thread: the calling thread runs its commands at once, unless ranks of other processes can
-    make the rank wait. Ranks count from the process's first.
+    make the rank wait. Ranks are numbered from 0 in each process.
 
     The first exception of a command stops all ranks, and every further call raises it. Its message
     (LlmqError) or a note names the rank. An exception that a signal handler raises while the caller

@@ -1,4 +1,4 @@
-"""Pieces of slabs: what a rank holds and what it saves; and a snapshot of them in host memory.
+"""Pieces of slabs that a rank holds and saves, and their snapshot in host memory.
 
 A checkpoint is written from the snapshot while training goes on. Masters and moments change only in
 the update of a step. So the snapshot is copied during forward and backward of the next step, on a

@@ -84,7 +84,7 @@ class SlabPlacement:
 
     @property
     def source(self) -> Store | None:
-        """The shard from which ranks gather streamed work weights; None if made at each gather."""
+        """The shard from which ranks gather streamed work weights; None if no shard is kept."""
         if self.base is not None:
             return self.base if self.base.sharded else None
         return self.part or (None if self.is_coded else self.master)

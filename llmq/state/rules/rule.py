@@ -79,10 +79,10 @@ class FullMatrix(NamedTuple):
 
 
 class UpdateRule(ABC):
-    """How gradients change weights. moments: in the order of their memory. of_change: dtype of a
-    change. keeps_rows: True if a run keeps a number for each row of whole matrices, on the rank
-    that updates the matrix. begun: the step, counted from 0, at which the moments were zero. Bytes
-    and launches of an update follow from the kernels that it launches."""
+    """Rule by which gradients change weights. moments: in the order of their memory. of_change:
+    dtype of a change. keeps_rows: True if a run keeps a number for each row of whole matrices, on
+    the rank that updates the matrix. begun: the step, counted from 0, at which the moments were
+    zero. Bytes and launches of an update follow from the kernels that it launches."""
 
     moments: ClassVar[tuple[OptimizerState, ...]]
     of_change: ClassVar[DType] = BF16
