@@ -187,6 +187,10 @@ class DataLoader(Closing):
         left += sum(self._groups[i] for i in order[at.file_index + 1 :])
         return self._parts(left, self.micro_batch)
 
+    def step_batches(self, most: int) -> int:
+        """Number of batches of the next step, of which `most` are wanted."""
+        return min(most, self.batches_left)
+
     @property
     def passed(self) -> float:
         """Fraction of the current epoch's sequences that was returned in batches, 0 to 1."""

@@ -43,6 +43,8 @@ _STRATEGIES |= {"": "--eval-every-n-steps N"}
 _LOSSES = {
     **{name: f"--loss {name}" for name in ("dpo", "ipo", "kto", "orpo", "simpo")},
     "sigmoid": "--loss dpo",
+    **{name: f"--loss {name}" for name in ("grpo", "dapo", "cispo")},
+    "dr_grpo": "--loss dr-grpo",
     "": "--loss dpo, ipo, simpo, orpo, kto or reward; others have no counterpart",
 }
 _STAGES = _LOSSES | {

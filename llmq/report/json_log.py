@@ -335,7 +335,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 # Kinds of records that step s writes; all other kinds are written between two steps.
-_OF_STEPS = ("step", "gpu", "cpu", "abs-maxes", "fast-products", "choices")
+_OF_STEPS = ("step", "rollout", "gpu", "cpu", "abs-maxes", "fast-products", "choices")
 
 
 class Course:

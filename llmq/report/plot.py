@@ -188,6 +188,9 @@ def series_of(records: list[dict[str, Any]]) -> list[Series]:
         add(panel, "training", steps, [r.get(field) for r in steps], smooth=True)
         of_field = [r for r in by_log.get("eval", []) if field in r]
         add_named(of_field, lambda _, panel=panel: panel, field, "evaluation")
+    rollouts = _by_step(by_log.get("rollout", []))
+    for field in ("reward", "reward_std", "length"):
+        add(f"{field} of samples", "rollouts", rollouts, [r.get(field) for r in rollouts])
     for panel, (field, unit) in _OF_GPU.items():
         for rank in sorted({r.get("rank", 0) for r in by_log.get("gpu", [])}):
             of_rank = _by_step(r for r in by_log["gpu"] if r.get("rank", 0) == rank)

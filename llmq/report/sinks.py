@@ -68,6 +68,8 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
                 for name, value in values.items()
                 if name not in ("id", "samples") and value != -1  # unknown to the card
             }
+        case "rollout":
+            return {f"rollout/{name}": value for name, value in values.items()}
         case "task":
             name = f"task/{record['name']}/{record['metric']}"
             found = {name: values["value"], f"{name}_stderr": values["stderr"]}

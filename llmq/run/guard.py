@@ -168,7 +168,7 @@ class Guard:
         if loss > ABOVE_GUESSING * self.guessing:
             times = loss / self.guessing
             return f"the loss {loss:.6g} is {times:.1f} times that of guessing, {self.guessing:.4g}"
-        if loss > max(GROWN * lowest, LEAST_LOSS):
+        if self.guessing < math.inf and loss > max(GROWN * lowest, LEAST_LOSS):
             return f"the loss {loss:.6g} is {loss / lowest:.1f} times the lowest, {lowest:.6g}"
         return None
 

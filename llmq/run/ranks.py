@@ -44,8 +44,8 @@ from llmq.state.frozen import Elements
 from llmq.state.params import Param
 from llmq.state.pieces import SlabPiece, Snapshot
 from llmq.state.placement import mesh_of
-from llmq.state.rules import AVERAGE
-from llmq.state.rules.rule import ROWS
+from llmq.state.rules import AVERAGE, FIRST
+from llmq.state.rules.rule import ROWS, OptimizerState
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ class Rank:
         moments = optimizer.moment_groups() | optimizer.scale_groups()
         for group, pieces in self.step.stored_state().items():
             there = goes_on or group not in moments
-            if group in (AVERAGE.group, ROWS):
+            if group in (AVERAGE.group, FIRST.group, ROWS):
                 there = group in reader.groups
             if there:
                 read_group(self.dev, reader, group, pieces, self.beat)
@@ -125,8 +125,9 @@ class Rank:
         self.step.load_extra_state(reader.manifest.state)
         if not goes_on:
             optimizer.rule.begun = reader.step
-        if AVERAGE.group not in reader.groups:
-            optimizer.begin_average(self.step.weights)
+        for moment in (AVERAGE, FIRST):
+            if moment.group not in reader.groups:
+                optimizer.begin_average(self.step.weights, moment)
         self.step.weights.refresh()
 
     def load(
@@ -151,17 +152,19 @@ class Rank:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin what follows from the first weights: averages, magnitudes of adapters (DoRA)."""
+        """Begin what follows from the first weights: averages, magnitudes of adapters (DoRA), the
+        reference."""
         options = self.step.options.model
         if options.lora_dora and options.adapter is None:
             self.step.model.begin_magnitudes()
-        self.step.optimizer.begin_average(self.step.weights)
+        for moment in (AVERAGE, FIRST):
+            self.step.optimizer.begin_average(self.step.weights, moment)
 
-    def exchange_average(self, *, back: bool) -> None:
-        """Let the weights be their average, or give both back; all ranks do."""
+    def exchange_average(self, moment: OptimizerState = AVERAGE, *, back: bool) -> None:
+        """Let the weights be their average, or FIRST, or give both back; all ranks do."""
         if self.step.snapshot is not None:
             self.step.snapshot.hold()  # which may still copy them
-        self.step.optimizer.exchange_average(self.step.weights, back=back)
+        self.step.optimizer.exchange_average(self.step.weights, moment, back=back)
 
 
 def _rehearse(step: Step) -> None:

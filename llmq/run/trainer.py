@@ -83,7 +83,7 @@ class Trainer(Closing):
     or of a fork under another name. tokenizer_id: what made the data, None if that is not known.
     callbacks: listeners, which are called in this order. last_step: the newest step whose result is
     known. last_end: its end as in `Result`, None if other work of the device follows that step.
-    loaded: path of the checkpoint that `load` has read.
+    loaded: path of the checkpoint that `load` has read. samples: `Rollouts` in place of files.
     """
 
     def __init__(self, *, callbacks: Sequence[Callback] = (), **options: Any):
@@ -146,6 +146,7 @@ class Trainer(Closing):
         self._enqueued: dict[int, partial[StepDone]] = {}  # by ticket: steps without a result
         self._count = 0  # steps that were enqueued
         self._has_scores = False
+        self.samples: Any = None
         self._restored: TemporaryDirectory | None = None  # for a checkpoint's tokenizer
         self.machine: Machine = choose_machine(config.device, config.gpus, world)
         self.world, self.world_size = self.machine.world, self.machine.world_size
@@ -323,7 +324,7 @@ class Trainer(Closing):
         """The batches of this process; DataError in all if one cannot read its own."""
         self.score_reference()
         self.advance_epoch_if_needed()
-        count = min(self.config.grad_accumulation, self.train_loader.batches_left)
+        count = self.train_loader.step_batches(self.config.grad_accumulation)
         turns = self.train_loaders * count
         return self.world.each(lambda: [loader.next_batch() for loader in turns])
 
@@ -337,7 +338,7 @@ class Trainer(Closing):
         --scores the model of the first weights scores all files once, into --checkpoint-dir.
         LlmqError for scores of another model."""
         folder = self.config.scores_folder
-        if folder is None or self._has_scores:
+        if folder is None or self._has_scores or self.samples is not None:
             return
         files = open_token_files(self.config.all_patterns, self.model.vocab_size)
         if self.config.scores is None and self.steps_done == 0:

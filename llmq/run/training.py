@@ -4,7 +4,7 @@ machine, data, memory."""
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,7 @@ from llmq.run.monitor import (
 )
 from llmq.run.requests import Requests
 from llmq.run.resume import Stage, fork_lines, left_stages
+from llmq.run.rollouts import Rollouts
 from llmq.run.run_paths import (
     ExistingOutput,
     clear_places,
@@ -338,7 +339,7 @@ def load_state(trainer: Trainer, reporter: Reporter, checkpoint: Path | None) ->
 
 def score_data(trainer: Trainer, reporter: Reporter) -> None:
     """Score the data by the model of the first weights, where the loss reads such scores."""
-    if trainer.config.scores_folder is not None:
+    if trainer.config.scores_folder is not None and trainer.samples is None:
         with reporter.section(f"Scores in `{trainer.config.scores_folder}`"):
             trainer.score_reference()
 
@@ -353,11 +354,13 @@ def run_training(
     argv: list[str],
     world: World = World(),
     callbacks: Sequence[Callback] = (),
+    samples: Callable[[Trainer], Rollouts] | None = None,
 ) -> None:
     """Train as the options say; Interrupted after saving when a signal ended the run. world: whose
     processes all call this function. callbacks: a user's, which are called after the run's own;
-    `on_end` only if the run has begun. LlmqError before the first step: paths that cannot be
-    written or belong to another run, no such checkpoint, data that do not fit, too little
+    `on_end` only if the run has begun. samples: makes the training data, in place of token files.
+    LlmqError before the first step: paths that cannot be written or belong to another run, no such
+    checkpoint, data that do not fit, too little
     memory."""
     world.on_first(lambda: check_libraries(config))
     world.on_first(lambda: check_writable("--out-dir", config.out_dir))
@@ -369,7 +372,7 @@ def run_training(
         run = world.on_first(lambda: run_id(config, checkpoint))
         start = time.monotonic()
         stage, *others = world.each(lambda: left_stages(config, model, checkpoint, world))
-        call = partial(_run_locked, model, model_dir, argv, run, start, world, callbacks)
+        call = partial(_run_locked, model, model_dir, argv, run, start, world, callbacks, samples)
         over = call(stage, checkpoint)
         for stage in (other.following() for other in others):
             if over:  # by an early stop
@@ -386,6 +389,7 @@ def _run_locked(
     start: float,
     world: World,
     callbacks: Sequence[Callback],
+    samples: Callable[[Trainer], Rollouts] | None,
     stage: Stage,
     checkpoint: Path | None,
 ) -> bool:
@@ -397,6 +401,8 @@ def _run_locked(
     tokenizer = world.each(lambda: agreed_tokenizer(config, model_dir, checkpoint))
     with Trainer.from_config(config, model, model_dir, tokenizer, world) as trainer:
         trainer.run = identity
+        if samples is not None:
+            samples(trainer)
         with begun(trainer, argv, stage, checkpoint, strangers, callbacks, start, before) as loop:
             loop.run()
         if not loop.is_last:  # the run goes on, and with it a user's callbacks
@@ -425,9 +431,12 @@ def begun(
     announce_memory. loads: False if the trainer has its weights.
     """
     config, world = trainer.config, trainer.world
-    world.each(lambda: check_data(trainer))
+    loaders: list[DataLoader] = []
+    if trainer.samples is None:
+        world.each(lambda: check_data(trainer))
+        loaders = trainer.train_loaders
     with closing(world.each(lambda: read_evaluation_inputs(trainer))) as material:
-        check_token_files([*trainer.train_loaders, *trainer.eval_loaders, *material.loaders], world)
+        check_token_files([*loaders, *trainer.eval_loaders, *material.loaders], world)
         best = world.each(
             lambda: Best(
                 config.keep_best, config.checkpoint_dir, material.metrics, config.stop_after, world
@@ -523,6 +532,9 @@ class _Run:
         score_data(trainer, reporter)
         if checkpoint is not None:
             self.loop.resume(checkpoint)
-        announce_data(trainer, reporter, self.material.sets)
+        if trainer.samples is None:
+            announce_data(trainer, reporter, self.material.sets)
+        else:
+            trainer.samples.announce(reporter)
         announce_memory(trainer, reporter, self.sensing.sensors.sources, host_memory_before)
         announce_start(trainer, reporter, time.monotonic() - self.start, self.loop.stopped)

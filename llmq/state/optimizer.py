@@ -28,8 +28,8 @@ from llmq.state.grads import PIECE, SLOTS, Gradients
 from llmq.state.params import Slab
 from llmq.state.pieces import SlabPiece
 from llmq.state.placement import Placement
-from llmq.state.rules import AVERAGE, kept, rule_of
-from llmq.state.rules.rule import FullMatrix, ShardSlice
+from llmq.state.rules import AVERAGE, FIRST, kept, rule_of
+from llmq.state.rules.rule import FullMatrix, OptimizerState, ShardSlice
 from llmq.state.weights import Weights
 
 BUFFERS = 3  # one arrives, one is updated, one leaves
@@ -163,15 +163,17 @@ class Optimizer:
             staging.finish()
         weights.finish_update()
 
-    def begin_average(self, weights: Weights) -> None:
-        """Set the average to the weights, which the host has just written."""
-        for name, tensor in self.moments[AVERAGE.name].items() if self.decay else ():
+    def begin_average(self, weights: Weights, state: OptimizerState = AVERAGE) -> None:
+        """Set the average, or FIRST, to the weights, which the host has just written."""
+        for name, tensor in self.moments.get(state.name, {}).items():
             elementwise.convert(self.dev, tensor, weights.master[name])
 
-    def exchange_average(self, weights: Weights, *, back: bool) -> None:
-        """Exchange masters and average, or exchange both back, and remake what products and peers
-        read; a call of all ranks. No step may run between the two calls."""
-        for name, tensor in self.moments[AVERAGE.name].items():
+    def exchange_average(
+        self, weights: Weights, state: OptimizerState = AVERAGE, *, back: bool
+    ) -> None:
+        """Exchange masters and average, or FIRST, or exchange both back, and remake what products
+        and peers read; a call of all ranks. No step may run between the two calls."""
+        for name, tensor in self.moments[state.name].items():
             elementwise.exchange_average(self.dev, tensor, weights.master[name], back=back)
         weights.refresh()
 
@@ -182,7 +184,9 @@ class Optimizer:
             "master": weights.master[name],
             "work": weights.work[name],
             "grad": grads.shard[name],
-        } | {moment: of[name] for moment, of in self.moments.items() if name in of}
+        }
+        updated = {kind: of for kind, of in self.moments.items() if kind != FIRST.name}
+        tensors |= {kind: of[name] for kind, of in updated.items() if name in of}
         return _State(
             name,
             movable={kind: tensor for kind, tensor in tensors.items() if tensor is not None},

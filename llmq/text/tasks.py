@@ -304,7 +304,7 @@ def _read_task(kind: str | None, path: Path, limit: int | None) -> Task:
         raise DataError(f"task file '{path}' is not there")
     items: list[Question] | list[Text] = []
     try:
-        for record, where in _records(path):
+        for record, where in read_records(path):
             kind = kind or _recognised(record, where)
             items.append(_item(kind, record, where))
             if len(items) == limit:
@@ -317,7 +317,7 @@ def _read_task(kind: str | None, path: Path, limit: int | None) -> Task:
     return Task(kind, kind, path, tuple(items))
 
 
-def _records(path: Path) -> Iterator[tuple[Record, str]]:
+def read_records(path: Path) -> Iterator[tuple[Record, str]]:
     """Records of JSON lines, a JSON array or a table, each with its place in the file for messages;
     any other file is one text. DataError for a damaged file."""
     check_readable(path)

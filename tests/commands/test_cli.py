@@ -267,6 +267,11 @@ COMMANDS = [
         "run.training.run_training",
         None,  # its arguments have a test of their own
     ),
+    (
+        "rl --model tiny --from-scratch --prompts p.jsonl --reward r.py:score",
+        "run.rl.run_rl",
+        None,
+    ),
     ("plan --model tiny --from-scratch", "plan.report.run_plan", None),
     ("verify --model tiny --from-scratch", "bench.verify.run_verify", None),
     ("score tiny a.bin --from-scratch --out s", "run.evaluate.run_score", None),

@@ -17,7 +17,7 @@ from llmq.options.options import OPTIONS, USUAL
 
 DIVIDER = "\n\n"  # before the example of a command
 COMMANDS = typer.main.get_command(app).commands
-OF_RUNS = ("finetune", "train", "plan", "verify", "score", "bench", "recipe", "sweep-lr")
+OF_RUNS = ("finetune", "train", "rl", "plan", "verify", "score", "bench", "recipe", "sweep-lr")
 
 
 def spellings(command) -> set[str]:

@@ -32,9 +32,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     *(ROOT / "docs" / f"{name}.md" for name in (
-        "fine-tuning", "lora", "preferences", "data", "models", "checkpoints", "export", "planning",
-        "optimizer", "experts", "delta", "memory", "formats", "multi-gpu", "multi-machine", "logs",
-        "evaluation", "python", "speed", "sweeps", "rig", "recipe", "coming-from",
+        "fine-tuning", "lora", "preferences", "rl", "data", "models", "checkpoints", "export",
+        "planning", "optimizer", "experts", "delta", "memory", "formats", "multi-gpu",
+        "multi-machine", "logs", "evaluation", "python", "speed", "sweeps", "rig", "recipe",
+        "coming-from",
     )),
 ]  # fmt: skip
 WRITTEN_FOR = {"decisions", "extending", "walkthrough"}  # people who change llmq
@@ -76,6 +77,8 @@ SHORTER = [
     (r"^llmq train ", r"$", f" {TINY}"),
     (r"^llmq train .*--name other|--continue --name mine --steps", "--steps 2", "--steps 3"),
     (r"", r"step_00000\d00", "step_00000002"),
+    (r"^llmq rl ", r"--(steps|seq-len|max-new-tokens) \d+", ""),
+    (r"^llmq rl ", r"$", " --device cpu --gpus 1 --steps 1 --seq-len 64 --max-new-tokens 8"),
     (r"^llmq finetune ", r"$", " --device cpu --epochs 1 --batch-size 8 --force"),
     (r"^llmq train-tokenizer", "8192", "400"),
     (r"^llmq plan .*--(fit|largest)", "Qwen2.5-[0-9.]+B", "gpt2"),
@@ -149,6 +152,10 @@ def workplace(tmp_path, monkeypatch):
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
     lines = ({"prompt": text[:9], "completion": text[9:30]} for text in texts[:20])
     Path("samples.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    lines = ({"prompt": f"{n} + 1 = ", "answer": n + 1} for n in range(20))
+    Path("sums.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    function = "def score(texts, record):\n    return [float(len(text)) for text in texts]\n"
+    Path("rewards.py").write_text(function)
     for name, first in (("reviews", 0), ("held-out", 60)):
         lines = ({"text": t[:40], "label": i % 5} for i, t in enumerate(texts[first : first + 60]))
         Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -171,6 +171,11 @@ class OptimOptions:
         "cispo: most=5 (largest ratio), beta=0",
         parse=parse_params,
     )
+    keep_reference: bool = option(
+        False,
+        "Keep the weights that the run begins with, in fp32, as the reference of samples; `llmq "
+        "rl` does where --loss-params has a beta",
+    )
     token_weights: bool = False
     """Not an option: True if the token files have weights, which the loss uses."""
 
@@ -459,6 +464,11 @@ OPTIM_RULES = (
         lambda v, o, files: v is None and o.has_reference and o.adapter is not None,
         "--loss {loss}: the reference of a run that goes on from --adapter is the model without: "
         "score it with `llmq score`, and give --scores",
+    ),
+    *idle(
+        "keep_reference",
+        lambda v, o: v and not (o.loss in POLICIES and o.has_reference),
+        "has no effect without a loss of samples with beta=...",
     ),
     *idle(
         "scores",

@@ -18,13 +18,17 @@ AVERAGE = OptimizerState(
     name="ema", group="ema", category="EMA", dtype=None, offload="offload_master"
 )
 """The moving average of weights (`--ema`): stored like moments; begins as the weights."""
+FIRST = OptimizerState(
+    name="first", group="first", category="Reference", dtype=None, offload="offload_master"
+)
+"""The weights that the run begins with (`--keep-reference`), stored like moments."""
 
 
 def kept(optim: OptimOptions, slab: Slab | None = None) -> tuple[OptimizerState, ...]:
     """Return the states that a run keeps of a slab (None: of all) from update to update."""
     rule = rule_class(optim.optimizer)
     moments = rule.moments if slab is None else rule.moments_of(slab)
-    return (*moments, AVERAGE) if optim.ema else moments
+    return (*moments, *[AVERAGE] * (optim.ema > 0), *[FIRST] * optim.keep_reference)
 
 
 def rule_class(name: str) -> type[UpdateRule]:

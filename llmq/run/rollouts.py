@@ -1,0 +1,473 @@
+"""The training data of `llmq rl`: samples of the model itself, and advantages of their rewards.
+
+A rollout is a group of samples of each of a few prompts, made by the weights of its moment. Prompts
+and seeds follow from the number of the rollout. One optimizer step or several train all samples of
+a rollout. A Trainer asks `Rollouts` for batches in place of token files.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from llmq.base.batch import Batch
+from llmq.base.errors import ConfigError, DataError, warn
+from llmq.base.files import disk_errors
+from llmq.data.tokens import MASKED_TARGET
+from llmq.model.generator import Completion
+from llmq.options.loss_params import POLICIES
+from llmq.run.metrics import Reporter
+from llmq.run.ranks import Rank
+from llmq.run.rewards import REWARD, Function, Group, RewardError, Rewards
+from llmq.run.sampling import known_tokenizer, prompt_ids
+from llmq.state.rules import FIRST
+from llmq.text.chat_template import ChatTemplate, Message, end_of_turn, load_chat_template
+from llmq.text.guarded import process_of
+from llmq.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llmq.run.trainer import Trainer
+
+LEAST_STD = 1e-4  # added to the standard deviation of a group's rewards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOptions:
+    """prompts_per_step, num_samples: of a rollout, and of each of its prompts. max_new_tokens: of a
+    sample. temperature: of the choice of tokens. updates: optimizer steps on the samples of a
+    rollout. scale: advantages are divided by the standard deviation of their group's rewards; None:
+    but with --loss dr-grpo. skip_cut: samples that max_new_tokens has cut are not trained.
+    keep_equal: groups whose rewards are equal are trained, too; their advantages are 0, and the
+    mean of the loss counts them. on_reward_error: "stop", or "skip": a group without rewards is not
+    trained. chat_template: for prompts of messages, in place of the tokenizer's."""
+
+    prompts_per_step: int = 8
+    num_samples: int = 8
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    updates: int = 1
+    scale: bool | None = None
+    skip_cut: bool = False
+    keep_equal: bool = False
+    on_reward_error: str = "stop"
+    chat_template: str | None = None
+
+
+class Sample(NamedTuple):
+    """A completion of a prompt, by its number. ids: new tokens, with the one that ended the text.
+    logprobs: of each by the model that has sampled. advantage: 0 before the rewards are known."""
+
+    prompt: int
+    ids: list[int]
+    logprobs: list[float]
+    advantage: float
+
+
+def advantages(rewards: np.ndarray, *, scale: bool) -> np.ndarray:
+    """Advantages F64 (n,) of the samples of a group: rewards less their mean, divided by their
+    standard deviation (of n - 1) plus LEAST_STD if `scale`."""
+    apart = rewards - rewards.mean()
+    return apart / (rewards.std(ddof=1) + LEAST_STD) if scale else apart
+
+
+def packed(
+    samples: Sequence[Sample], prompts: Sequence[list[int]], shape: tuple[int, int], ranks: int
+) -> list[Batch]:
+    """Micro-batches (B, T) of samples with their prompts, as few as hold them, a multiple of ranks;
+    at least one for each rank. The longest come first, each into the first row with room."""
+    B, T = shape
+    rows: list[list[int]] = []  # numbers of samples
+    room: list[int] = []
+    lengths = [len(prompts[s.prompt]) + len(s.ids) - 1 for s in samples]
+    for number in sorted(range(len(samples)), key=lambda i: -lengths[i]):
+        at = next((i for i, left in enumerate(room) if left >= lengths[number]), len(rows))
+        if at == len(rows):
+            rows.append([])
+            room.append(T)
+        rows[at].append(number)
+        room[at] -= lengths[number]
+    count = max(-(-len(rows) // (B * ranks)), 1) * ranks
+    rows += [[] for _ in range(B * count - len(rows))]
+    numbered = [rows[first::count] for first in range(count)]  # the fullest rows lie apart
+    return [
+        _batch([[(samples[i], prompts[samples[i].prompt]) for i in row] for row in part], T)
+        for part in numbered
+    ]
+
+
+def _batch(rows: Sequence[Sequence[tuple[Sample, list[int]]]], T: int) -> Batch:
+    """The micro-batch of rows of samples, each with the ids of its prompt."""
+    shape, at = (len(rows), T), np.arange(T, dtype=np.int32)
+    inputs, targets = np.zeros(shape, np.int32), np.full(shape, MASKED_TARGET, np.int32)
+    starts, lengths = np.tile(at, (shape[0], 1)), np.zeros(shape[0], np.int32)
+    named = {name: np.zeros(shape, np.float32) for name in ("advantages", "sampled")}
+    for row, of_row in enumerate(rows):
+        first = 0
+        for sample, prompt in of_row:
+            ids = [*prompt, *sample.ids]
+            end, new = first + len(ids) - 1, first + len(prompt) - 1
+            inputs[row, first:end], starts[row, first:end] = ids[:-1], first
+            targets[row, new:end] = sample.ids
+            named["sampled"][row, new:end] = sample.logprobs
+            named["advantages"][row, new:end] = sample.advantage
+            first = end
+        lengths[row] = first
+    padding = int(shape[0] * T - lengths.sum())
+    return Batch(inputs, targets, starts, padding, named, lengths)
+
+
+class Rollouts:
+    """Samples as the training data of a Trainer, in place of token files.
+
+    last: numbers of the newest rollout by name: reward, its mean over samples; reward_std, the mean
+    standard deviation within groups; each component's mean as reward/NAME; length, mean tokens of a
+    sample; cut, the part that max_new_tokens has cut; equal, the part of the groups whose rewards
+    are equal; failed, groups without rewards; sample_ms, reward_ms. seed: --train-seed, of the
+    order of prompts and of the samples. reporter: gets these numbers, and a file of all samples
+    beside its log; None: nothing is reported.
+    """
+
+    def __init__(
+        self,
+        trainer: "Trainer",
+        records: Sequence[Mapping[str, Any]],
+        reward: Rewards | Function,
+        options: RolloutOptions = RolloutOptions(),
+        places: Sequence[str] = (),
+    ):
+        """records: with `prompt`, a text or messages of a chat, and what the reward reads. reward:
+        a function of a group's texts and its record. places: of the records, for messages.
+        ConfigError for options that do not go together; DataError for a prompt that is none, or
+        that leaves no room in --seq-len."""
+        self._trainer, self.options, config = trainer, options, trainer.config
+        self._reward = reward if isinstance(reward, Rewards) else Rewards(reward)
+        self._places = places or [f"prompt {number}" for number in range(len(records))]
+        self._check(config, records)
+        self._scale = config.loss != "dr-grpo" if options.scale is None else options.scale
+        self._records = [dict(record) for record in records]
+        self._tokenizer, self._stop = known_tokenizer(trainer.tokenizer), set()
+        self._prompts = [*self._encoded()]
+        content = json.dumps([self._prompts, options.prompts_per_step, options.updates])
+        self._digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+        self.seed = config.train_seed
+        self._update, self._taken = 0, 0  # the next update, and its batches that were handed out
+        self._sampled: int | None = None  # the number of the rollout that has these samples
+        self._samples: list[Sample] = []
+        self._batches: list[Batch] = []
+        self.last: dict[str, float] = {}
+        self.reporter: Reporter | None = None
+        trainer.samples, trainer.train_loaders = self, [self] * self._ranks
+
+    def _check(self, config: Any, records: Sequence[Mapping[str, Any]]) -> None:
+        own, trainer = self.options, self._trainer
+        if trainer.world.several:
+            raise ConfigError("llmq rl: runs in one process, with all GPUs of one machine")
+        if config.loss not in POLICIES:
+            raise ConfigError(
+                f"--loss {config.loss}: does not learn from samples: give --loss dapo"
+            )
+        if config.has_reference and not config.keep_reference:
+            raise ConfigError(
+                "--loss-params: beta compares with the first weights: give --keep-reference"
+            )
+        if not config.document_mask:
+            raise ConfigError("--no-document-mask: several samples share a sequence: leave it out")
+        if not records:
+            raise DataError("there are no prompts to sample from")
+        if own.num_samples < 2:
+            raise ConfigError("--num-samples: an advantage compares samples: give 2 or more")
+        rows = own.prompts_per_step * own.num_samples
+        capacity = config.batch_size * trainer.micro_batches
+        if rows > capacity:
+            raise ConfigError(
+                f"--grad-accumulation: {rows} samples of a step may fill as many sequences, and "
+                f"{capacity} fit: raise it by {-(-rows // capacity)} times"
+            )
+
+    # -- prompts ---------------------------------------------------------------------------------
+
+    def _encoded(self) -> Iterator[list[int]]:
+        """The ids of each prompt."""
+        process, template = process_of(self._tokenizer), None
+        if self._tokenizer.eos_id is not None:
+            self._stop.add(self._tokenizer.eos_id)
+        for record, where in zip(self._records, self._places, strict=True):
+            prompt = record.get("prompt")
+            if isinstance(prompt, str):
+                ids = prompt_ids(self._tokenizer, self._trainer.model, prompt, flag=where)
+            elif isinstance(prompt, list) and prompt:
+                if template is None:
+                    template = process.call(load_chat_template, self.options.chat_template)
+                    if template is None:
+                        raise ConfigError(
+                            f"{where}: 'prompt' is a list of messages, and the tokenizer has no "
+                            "chat template: give --chat-template FILE"
+                        )
+                    self._stop |= process.call(_ends, template)
+                ids = process.call(_rendered, template, prompt)
+            else:
+                raise DataError(f"{where}: 'prompt' must be a text or a list of messages")
+            longest = len(ids) + self.options.max_new_tokens
+            if longest > self._trainer.config.seq_len:
+                raise DataError(
+                    f"{where}: the prompt has {len(ids)} tokens, and with --max-new-tokens "
+                    f"{self.options.max_new_tokens} more it does not fit into --seq-len "
+                    f"{self._trainer.config.seq_len}: leave it out, or raise --seq-len"
+                )
+            yield ids
+
+    def _chosen(self, rollout: int) -> list[int]:
+        """The numbers of a rollout's prompts: each pass over all has an order of its own, and its
+        last rollout is filled up from the beginning."""
+        per_pass, count = self._rollouts_per_pass, self.options.prompts_per_step
+        which, place = divmod(rollout, per_pass)
+        order = np.random.default_rng([self.seed, which]).permutation(len(self._prompts))
+        return np.resize(order, per_pass * count)[place * count : (place + 1) * count].tolist()
+
+    @property
+    def _rollouts_per_pass(self) -> int:
+        return -(-len(self._prompts) // self.options.prompts_per_step)
+
+    # -- a rollout -------------------------------------------------------------------------------
+
+    def _roll_out(self, rollout: int) -> list[Sample]:
+        """The samples that are trained. RewardError, unless such groups are to be skipped."""
+        chosen, start = self._chosen(rollout), time.monotonic()
+        made = self._generated(rollout, chosen)
+        sampled = time.monotonic()
+        texts = [[self._tokenizer.decode(each.shown) for each in group] for group in made]
+        groups = [
+            Group(of_prompt, self._records[number], self._places[number])
+            for number, of_prompt in zip(chosen, texts, strict=True)
+        ]
+        found = self._reward(groups)
+        times = {"sample_ms": 1000 * (sampled - start)}
+        times["reward_ms"] = 1000 * (time.monotonic() - sampled)
+        kept, rows, equal = [], [], 0
+        for number, group, completions, scores in zip(chosen, groups, made, found, strict=True):
+            if isinstance(scores, str):
+                rows += self._failed(group, scores)
+                continue
+            rewards = np.array([one[REWARD] for one in scores])
+            same = bool(rewards.min() == rewards.max())
+            equal += same
+            of_group = advantages(rewards, scale=self._scale).tolist()
+            for each, text, score, advantage in zip(
+                completions, group.texts, scores, of_group, strict=True
+            ):
+                row = {"prompt": group.record["prompt"], "text": text, "rewards": score}
+                rows.append(row | {"advantage": advantage, "finish": each.finish})
+                if not ((same and not self.options.keep_equal) or self._is_skipped(each)):
+                    logprobs = np.asarray(each.logprobs, np.float32).tolist()
+                    kept.append(Sample(number, list(each.ids), logprobs, advantage))
+        scored = [scores for scores in found if not isinstance(scores, str)]
+        shares = {"equal": equal / len(groups), "failed": len(groups) - len(scored)}
+        self.last = {**_of_rewards(scored), **_of_lengths(made), **shares, **times}
+        self._report(rows)
+        return kept
+
+    def _generated(self, rollout: int, chosen: Sequence[int]) -> list[list[Completion]]:
+        own, trainer = self.options, self._trainer
+        made = trainer.generate(
+            [self._prompts[number] for number in chosen],
+            num_samples=own.num_samples,
+            max_new_tokens=own.max_new_tokens,
+            temperature=own.temperature,
+            seed=int(np.random.SeedSequence([self.seed, rollout]).generate_state(1)[0]),
+            stop=self._stop,
+        )
+        trainer.last_end = None  # sampling is no part of a step's time
+        return made
+
+    def _is_skipped(self, made: Completion) -> bool:
+        return self.options.skip_cut and made.finish == "length"
+
+    def _failed(self, group: Group, problem: str) -> list[dict[str, Any]]:
+        """The rows of a group without rewards."""
+        line = f"{group.where}: the reward function {problem}"
+        if self.options.on_reward_error == "stop":
+            raise RewardError(f"{line}: mend it, or give --on-reward-error skip")
+        warn(f"{line}: its samples are not trained")
+        prompt = group.record["prompt"]
+        return [{"prompt": prompt, "text": text, "error": problem} for text in group.texts]
+
+    def announce(self, reporter: Reporter) -> None:
+        """[Prompts], and where the samples of the run go."""
+        own, longest = self.options, max(map(len, self._prompts))
+        self.reporter = reporter
+        lines = [
+            f"  {len(self._prompts)} prompts of at most {longest} tokens",
+            f"  {own.prompts_per_step} prompts x {own.num_samples} samples of at most "
+            f"{own.max_new_tokens} tokens, trained {own.updates} times",
+            f"  Samples: `{samples_path(reporter.log.path)}`",
+        ]
+        reporter.block("Prompts", lines)
+
+    def _report(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log the numbers of the rollout, and write its samples beside the log."""
+        reporter, step, last = self.reporter, self._update, self.last
+        if reporter is None:
+            return
+        reporter.log.write("rollout", step, **last)
+        if "reward" in last:
+            reporter.score("reward", last["reward"])
+        text = (
+            f"reward {last.get('reward', np.nan):.4f} | within groups ± "
+            f"{last.get('reward_std', np.nan):.4f} | {last['length']:.0f} tokens | "
+            f"{last['equal']:.0%} equal groups | sampled in {last['sample_ms'] / 1000:.1f} s"
+        )
+        reporter.line("R", step, text)
+        path = samples_path(reporter.log.path)
+        with disk_errors(path), open(path, "a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps({"step": step} | dict(row), ensure_ascii=False) + "\n")
+
+    # -- what a Trainer asks of its data ---------------------------------------------------------
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Micro-batches of each rank in a pass over all prompts, at most."""
+        of_step = self._trainer.config.grad_accumulation
+        return self._rollouts_per_pass * self.options.updates * of_step
+
+    @property
+    def epoch(self) -> int:
+        """The number of the pass over all prompts, from 0."""
+        return self._update // (self._rollouts_per_pass * self.options.updates)
+
+    @property
+    def passed(self) -> float:
+        """The part of the pass that was trained."""
+        of_pass = self._rollouts_per_pass * self.options.updates
+        return self._update % of_pass / of_pass
+
+    @property
+    def batches_left(self) -> int:
+        """Micro-batches of each rank that are left in the pass, at most."""
+        return round((1 - self.passed) * self.batches_per_epoch)
+
+    def step_batches(self, most: int) -> int:
+        """The number of micro-batches of each rank in the next update, which is sampled if its
+        samples are not there yet."""
+        if self._sampled != self._rollout:
+            self._samples, self._batches = self._roll_out(self._rollout), []
+            self._sampled = self._rollout
+        if not self._batches:
+            self._batches = self._packed()
+        return len(self._batches) // self._ranks
+
+    @property
+    def _rollout(self) -> int:
+        return self._update // self.options.updates
+
+    @property
+    def _ranks(self) -> int:
+        return len(self._trainer.ranks.devices)
+
+    def _packed(self) -> list[Batch]:
+        """The batches of an update, with the reference's log-probabilities if the loss reads
+        them."""
+        config, trainer = self._trainer.config, self._trainer
+        shape = (config.batch_size, config.seq_len)
+        batches = packed(self._samples, self._prompts, shape, self._ranks)
+        if not config.has_reference:
+            return batches
+        nothing = np.zeros(shape, np.float32)
+        batches = [b._replace(named={**b.named, "scores": nothing}) for b in batches]
+        given = [partial(Batch, *batch) for batch in batches]
+        trainer.ranks.run("exchanging weights", partial(_exchange, back=False))
+        try:
+            losses = trainer.ranks.share("score", given, _scored)
+        finally:
+            trainer.ranks.run("exchanging weights", partial(_exchange, back=True))
+        pairs = zip(batches, losses, strict=True)
+        return [b._replace(named={**b.named, "scores": 0 - loss}) for b, loss in pairs]
+
+    def next_batch(self) -> Batch:
+        """The next micro-batch of the update; ranks take turns."""
+        batch = self._batches[self._taken]
+        self._taken += 1
+        if self._taken == len(self._batches):
+            self._update, self._taken = self._update + 1, 0
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """State before the next update, of JSON types: also the samples, where a rollout has
+        further updates."""
+        state = {"seed": self.seed, "prompts": self._digest, "update": self._update}
+        if self._update % self.options.updates:
+            state["samples"] = [sample._asdict() for sample in self._samples]
+        return state
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go to the place of a `state`. DataError for a state of other prompts."""
+        if state.get("prompts") != self._digest:
+            raise DataError(
+                "the prompts, --prompts-per-step or --updates changed since the checkpoint: give "
+                "those of the run, or --new-data to begin the prompts anew"
+            )
+        self.seed, self._update = state["seed"], state["update"]
+        self._taken, self._sampled, self._batches = 0, None, []
+        if "samples" in state:
+            self._samples = [Sample(**sample) for sample in state["samples"]]
+            self._sampled = self._rollout
+
+    def reset(self) -> None:
+        """Go to the first rollout."""
+        self._update, self._taken, self._sampled = 0, 0, None
+
+    def close(self) -> None:
+        """End the processes of the reward function."""
+        self._reward.close()
+
+
+def samples_path(log: Path) -> Path:
+    """The file of all samples of a run, beside its log."""
+    return log.with_suffix(".samples.jsonl")
+
+
+def _of_rewards(scored: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, float]:
+    """Means over samples of the reward and its components, and within groups; {} without any."""
+    if not scored:
+        return {}
+    every = [one for scores in scored for one in scores]
+    spread = [np.std([one[REWARD] for one in scores], ddof=1) for scores in scored]
+    names = dict.fromkeys(name for one in every for name in one)
+    means = {n: float(np.mean([one[n] for one in every if n in one])) for n in names}
+    parts = {f"{REWARD}/{name}": mean for name, mean in means.items() if name != REWARD}
+    return {REWARD: means[REWARD], "reward_std": float(np.mean(spread)), **parts}
+
+
+def _of_lengths(made: Sequence[Sequence[Completion]]) -> dict[str, float]:
+    """The mean length of samples, and which part of them was cut."""
+    every = [each for group in made for each in group]
+    cut = sum(each.finish == "length" for each in every) / len(every)
+    return {"length": float(np.mean([len(each.ids) for each in every])), "cut": cut}
+
+
+def _exchange(rank: Rank, *, back: bool) -> None:
+    rank.exchange_average(FIRST, back=back)
+
+
+def _scored(rank: Rank, _: int, batch: Batch) -> np.ndarray:
+    return rank.step.score(batch)
+
+
+def _ends(tokenizer: Tokenizer, template: ChatTemplate) -> set[int]:
+    end = end_of_turn(template, tokenizer)
+    if end.text is not None:
+        raise ConfigError(
+            f"--chat-template: ends a turn with the text {end.text!r}, which is no token, so that "
+            "samples would not end: give prompts as texts, or another template"
+        )
+    return {*end.ids}
+
+
+def _rendered(tokenizer: Tokenizer, template: ChatTemplate, messages: list[Message]) -> list[int]:
+    return tokenizer.encode(template.render(messages, add_generation_prompt=True).text)
