@@ -22,14 +22,16 @@ import typer
 
 import llmq.ops
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import BF16, F32, I32, I64, DType
+from llmq.base.dtypes import BF16, F32, I32, I64, U8, DType
+from llmq.base.operand import Nf4, Nf4Run
 from llmq.base.tensor import Tensor
 from llmq.model.generator import Generator
 from llmq.model.losses import LOSSES
 from llmq.model.step import Step
-from llmq.ops.attention import attention, paged
+from llmq.ops.attention import attention
 from llmq.ops.common import CAPABILITY, GENERIC_FP8
 from llmq.ops.experts import route
+from llmq.ops.product import skinny
 from llmq.options.options import TrainConfig
 from llmq.options.presets import PRESETS
 from llmq.ref.experts.route import sums_size
@@ -150,16 +152,17 @@ def note_heads(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:
     attention.sum_heads(dev, d_qkv, d_kv)
 
 
-def note_paged(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:
-    """Note the kernels of texts whose keys and values lie in blocks: of a token, and of many."""
-    dev, heads, size = NotingDevice(spec, noted), model.num_heads, model.head_dim
-    for dtype, n in itertools.product((BF16, F32), (1, 64)):
-        qkv = dev.alloc("qkv", (1, n, heads + 2 * model.num_kv_heads, size), dtype, "Activations")
-        out = dev.alloc("out", (1, n, heads, size), dtype, "Activations")
-        pool = dev.alloc("pool", (4, paged.BLOCK, model.num_kv_heads, size), dtype, "Activations")
-        cache = (pool, pool, *(dev.alloc("i", s, I32, "Activations") for s in ((1, 4), (1,), (1,))))
-        paged.store(dev, qkv, *cache, heads, model.num_kv_heads)
-        paged.attend(dev, out, qkv, *cache, heads, model.num_kv_heads)
+def note_codes(spec: DeviceSpec, noted: Launches) -> None:
+    """Note the products of few rows with matrices of codes."""
+    dev = NotingDevice(spec, noted)
+
+    def of(dtype: DType, *shape: int) -> Tensor:
+        return dev.alloc("t", shape, dtype, "Activations")
+
+    run = Nf4Run(0, 16, of(U8, 512), of(U8, 16), of(F32, 1), of(F32, 1))
+    matrix = Nf4(shape=(16, 64), runs=(run,), levels=of(F32, 256))
+    for rows in (1, skinny.MOST_ROWS):
+        skinny.skinny_nf4(dev, of(BF16, rows, 16), of(BF16, rows, 64), matrix)
 
 
 def note_losses(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:
@@ -202,7 +205,7 @@ class Run(NamedTuple):
         preset = PRESETS[self.preset]
         model = preset.with_layers(preset.layer_kinds)
         note_heads(spec, model, noted)
-        note_paged(spec, model, noted)
+        note_codes(spec, noted)
         note_routers(spec, noted)
         if all(source.file != "loss/distill.cu" for source in noted):  # once for each card
             note_losses(spec, model, noted)

@@ -31,7 +31,7 @@ from llmq.base.dtypes import (
     U8,
     DType,
 )
-from llmq.base.operand import CODES_MULTIPLE, Fp8Out, ProductCodes, turned
+from llmq.base.operand import CODES_MULTIPLE, Fp8Out, Nf4, Nf4Run, ProductCodes, turned
 from llmq.base.tensor import Tensor
 from llmq.ops.attention import (
     attention,
@@ -788,6 +788,23 @@ def skinny_calls(M: int, N: int, K: int) -> list[Call]:
     ]
 
 
+def skinny_nf4_calls(M: int, N: int, K: int, first: int, end: int, modules: int) -> list[Call]:
+    n = (end - first) * K
+    half, blocks, groups = four_bits.sizes(n // modules)
+    codes = {"codes": Spec((modules * half,), U8), "scale_codes": Spec((modules * blocks,), U8)}
+    codes |= {"groups": f32(modules * groups), "mean": f32(modules, value=1.0)}
+    args = {"out": bf16(M, N), "a": bf16(M, K), "levels": scale_levels(), **codes}
+    return [Call("skinny_nf4", partial(_multiply_nf4, (N, K), first), args)]
+
+
+def _multiply_nf4(
+    shape: tuple[int, int], first: int, dev: Device, out: Tensor, a: Tensor, levels: Tensor,
+    **codes: Tensor,
+) -> None:  # fmt: skip
+    run = Nf4Run(first, codes["codes"].size * 2 // shape[1], **codes)
+    skinny.skinny_nf4(dev, out, a, Nf4(shape=shape, runs=(run,), levels=levels))
+
+
 def swiglu_calls(rows: int, F: int) -> list[Call]:
     x, wide = bf16(rows, F), bf16(rows, 2 * F)
     forward, backward = {"up_gate": wide}, {"d_out": x, "up_gate": wide}
@@ -998,6 +1015,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "sample": sample_calls,
     "short_conv": short_conv_calls,
     "skinny": skinny_calls,
+    "skinny_nf4": skinny_nf4_calls,
     "swiglu": swiglu_calls,
     "labels": labels_calls,
     "value_norm": value_norm_calls,
@@ -1018,6 +1036,7 @@ KINDS = {
     "mxfp4": ("four_bits", "MXFP4_CASES"),
     "outliers": ("quantize_int8", "OUTLIERS_CASES"),
     "random": ("elementwise", "CASES"),
+    "skinny_nf4": ("skinny", "NF4_CASES"),
 }
 
 

@@ -160,6 +160,28 @@ class Int8:
     ones: Tensor
 
 
+class Nf4Run(NamedTuple):
+    """Rows [first, first + rows) of a matrix (N, K), of modules of one size, as NF4 codes that lie
+    together: see `ops.quantize.four_bits`."""
+
+    first: int
+    rows: int
+    codes: Tensor
+    scale_codes: Tensor
+    groups: Tensor
+    mean: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nf4:
+    """A frozen weight (N, K) as NF4 codes, which products of few rows decode as they read them.
+    runs: of all its rows. levels: F32 (256,), of scales."""
+
+    shape: tuple[int, int]
+    runs: tuple[Nf4Run, ...]
+    levels: Tensor
+
+
 class Stochastic(NamedTuple):
     """Rounding up or down with probabilities that keep the mean.
 
@@ -182,7 +204,7 @@ class Rounded:
     stochastic: Stochastic | None = None
 
 
-Operand = Tensor | Fp8 | Int8 | Rounded
+Operand = Tensor | Fp8 | Int8 | Nf4 | Rounded
 
 
 def tensor_of(x: Operand) -> Tensor:

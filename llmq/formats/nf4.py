@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llmq.base.dtypes import E4M3_MAX, F32, U8
+from llmq.base.operand import Nf4, Nf4Run, Operand
 from llmq.base.tensor import Tensor
 from llmq.formats.storage import Encoder, Frozen, Storage, StorageLayout, piece_of
 from llmq.ops.quantize import four_bits
@@ -41,7 +42,9 @@ def _runs(matrix: Frozen) -> list[_Run]:
 
 
 class Nf4Storage(Storage):
-    """Frozen matrices as 4-bit codes; products read decoded matrices."""
+    """Frozen matrices as 4-bit codes. Products read decoded matrices, those of few rows codes."""
+
+    multiplied_coded = True
 
     def layout(self, matrix: Frozen) -> StorageLayout:
         layout: StorageLayout = {"scale": ((1,), F32)}
@@ -121,6 +124,13 @@ class Nf4Storage(Storage):
             coded = [kept[f"{name}.{number}"] for name in names]
             flat = out.view(out.size).rows(first, first + count * size)
             four_bits.decode(self.dev, flat, *coded, self._levels, fp8_scale=scale)
+
+    def coded(self, matrix: Frozen, kept: Mapping[str, Tensor]) -> Operand:
+        runs, columns = [], matrix.columns
+        for number, (first, size, count) in enumerate(_runs(matrix)):
+            coded = (kept[f"{n}.{number}"] for n in ("codes", "scale_codes", "groups", "mean"))
+            runs.append(Nf4Run(first // columns, count * size // columns, *coded))
+        return Nf4(shape=matrix.shape, runs=tuple(runs), levels=self._levels)
 
     @staticmethod
     def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:

@@ -173,6 +173,13 @@ class Storage:
         """Return the operand of a stored matrix. transposed: its codes (..., in, out)."""
         raise NotImplementedError
 
+    multiplied_coded = False
+    """Whether `coded` gives operands."""
+
+    def coded(self, matrix: Frozen, kept: Mapping[str, Tensor]) -> Operand:
+        """The operand of a matrix as it is kept, which products of few rows decode themselves."""
+        raise NotImplementedError
+
     @staticmethod
     def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:
         """Return the elements x (n,), encoded and decoded by the references; F32 (n,)."""

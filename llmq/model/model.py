@@ -20,6 +20,7 @@ from llmq.model.norms import BlockNorms
 from llmq.model.parameters import PartGrads, PartWeights
 from llmq.model.residuals import Residuals
 from llmq.ops.pointwise import embedding
+from llmq.ops.product.skinny import MOST_ROWS
 from llmq.options.options import StepOptions
 from llmq.runtime.device import Device
 from llmq.state.grads import Gradients
@@ -51,6 +52,8 @@ class Model:
         self.loss, trains = loss, loss is not None
         self.operands = operands_of(dev, config, options, scalars)
         shape, dtype = self.operands.shape, self.operands.dtype
+        # Norms of adapted rows (DoRA) are made of decoded weights.
+        self._few_rows = not trains and shape[0] <= MOST_ROWS and not options.model.lora_dora
         offload, layers = options.memory.offload_residual, config.num_layers
         routes = trains and config.experts is not None
         self.balance = Balance(dev, config, options, inputs.targets) if routes else None
@@ -93,7 +96,7 @@ class Model:
         weights, tokens, first_key = self.weights, self.inputs.tokens, self.inputs.first_key
         self.operands.scales.start_micro_step(of_step=keep)
         self.dropout.on = keep
-        weights.start_micro_step(stale)
+        weights.start_micro_step(stale, few_rows=self._few_rows)
         weights.gather("embed")
         weights.gather("layers.0")
         residual = self.residuals.tensors[0].view(*tokens.shape, self.config.hidden_size)

@@ -2,6 +2,7 @@
 rounding."""
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -19,7 +20,19 @@ LEAST_EXPONENT = 27  # of such a scale, with F32's bias of 127, so that 1 / scal
 # Powers of the best of many random numbers: the lattices of the first three have shortest vectors
 # of 0.88 of the longest that there are, or more, modulo 2^16 and 2^32.
 NEIGHBOUR_FACTORS = np.array([pow(0xA7F7D5BD, n, 2**32) for n in range(8)], np.uint32)
+NF4_BLOCK, NF4_GROUP = 64, 256  # elements that share a scale, and scales that share one
 FP8_NAN = 0x7F  # what NVIDIA's conversion writes for NaN, of either sign, in both formats
+# The levels of NF4 in the QLoRA paper's appendix: quantiles of a normal distribution, scaled to
+# [-1, 1], one of them 0.
+NF4_LEVELS = np.array(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+        0.7229568362236023, 1.0,
+    ],
+    np.float32,
+)  # fmt: skip
 
 
 def compute(x: np.ndarray) -> np.ndarray:
@@ -373,6 +386,27 @@ def adapted_product(
         if low is not None:
             total += compute(h[rows]) @ low
         yield rows, total
+
+
+def nf4_blocks(
+    codes: np.ndarray,
+    scale_codes: np.ndarray,
+    groups: np.ndarray,
+    mean: np.ndarray,
+    levels: np.ndarray,
+    n: int,
+) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield (slice of blocks, their values F32 (blocks, 64)) of all modules of n elements: levels
+    of codes times scales. A scale is the level of its code times its group, plus the mean."""
+    of_module, num_groups = n // NF4_BLOCK, len(groups) // len(mean)
+    for module, part in itertools.product(range(len(mean)), row_blocks(of_module, NF4_BLOCK)):
+        blocks = slice(module * of_module + part.start, module * of_module + part.stop)
+        of_group = groups[module * num_groups + np.arange(part.start, part.stop) // NF4_GROUP]
+        scales = levels[scale_codes[blocks]] * of_group + mean[module]
+        pairs = codes[blocks.start * NF4_BLOCK // 2 : blocks.stop * NF4_BLOCK // 2]
+        values = np.empty((len(pairs), 2), np.float32)
+        values[:, 0], values[:, 1] = NF4_LEVELS[pairs >> 4], NF4_LEVELS[pairs & 15]
+        yield blocks, values.reshape(-1, NF4_BLOCK) * scales[:, None]
 
 
 def _rotate(

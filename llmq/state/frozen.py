@@ -96,6 +96,16 @@ class FrozenBlocks:
 
     # -- use -------------------------------------------------------------------------------------
 
+    @property
+    def multiplied_coded(self) -> bool:
+        """Whether products of few rows can read codes as they are kept."""
+        matrices = [param for slab in self.slabs.values() for param in slab.params]
+        there = not self._store.sharded and not self._store.on_host
+        there &= self._storage.multiplied_coded and self.dev.spec.capability > 0
+        decoded = self.decodes and self._multiplied is None and self._work.dtype == BF16
+        whole = all(len(m.shape) == 2 and m.columns % BLOCK == 0 for m in matrices)
+        return there and decoded and whole
+
     def arrive(self, name: str, slot: Tensor, mirror: Tensor | None) -> None:
         """Fill a slot with a block's work weights. mirror: a copy of this rank's shard for
         peers."""
@@ -114,10 +124,15 @@ class FrozenBlocks:
             self._storage.decode(param, kept, out["codes"], out.get("scale"))
 
     def operands(self, name: str, slot: Tensor | None) -> dict[str, Operand]:
-        """Return a block's operands, by the matrices' keys. slot: the block's; None: resident."""
+        """Return a block's operands, by the matrices' keys. slot: the block's; None: resident. Then
+        products of few rows read codes that others read decoded."""
         slab = self.slabs[name]
-        if self._multiplied is None:
+        if self._multiplied is None and slot is not None:
             return {p.key: slab.view(slot, p) for p in slab.params}
+        if self._multiplied is None:
+            packed, layout = self.packed[name], self._layouts[name]
+            kept = {p: layout.tensors(packed, p.key) for p in slab.params}
+            return {param.key: self._storage.coded(param, own) for param, own in kept.items()}
         packed, layout = slot or self.packed[name], self._slot_layouts[name]
         kept = {p.key: layout.tensors(packed, p.key) for p in slab.params}
         transposed = self.transposes[name]

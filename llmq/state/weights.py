@@ -112,13 +112,15 @@ class _Pass:
     """One micro-step, evaluation or update while it is enqueued: of capture time, as lanes are.
     stale: True if other ranks' updates are not gathered yet. to_gather: resident slabs still to be
     gathered. held: blocks between gather and release. partly: by block in a slot, the keys of the
-    matrices that are there, if not all. changing: slabs whose masters the update writes. quantized:
-    slabs whose codes the update has made."""
+    matrices that are there, if not all. coded: True if products read frozen blocks' codes as they
+    are kept. changing: slabs whose masters the update writes. quantized: slabs whose codes the
+    update has made."""
 
     stale: bool = False
     to_gather: set[str] = field(default_factory=set)
     held: set[str] = field(default_factory=set)
     partly: dict[str, Collection[str]] = field(default_factory=dict)
+    coded: bool = False
     changing: set[str] = field(default_factory=set)
     quantized: set[str] = field(default_factory=set)
 
@@ -218,7 +220,8 @@ class Weights:
     # -- use -------------------------------------------------------------------------------------
 
     def _takes_slot(self, block: str) -> bool:
-        return block in self.slabs and self.placement[block].work.streamed
+        in_place = self._pass.coded and block in self.frozen.slabs
+        return block in self.slabs and self.placement[block].work.streamed and not in_place
 
     def take_stale(self) -> bool:
         """True if the micro-step or evaluation being enqueued is the first after an update: its
@@ -226,10 +229,12 @@ class Weights:
         stale, self._updated = self._updated and self.dev.mesh.size("shard") > 1, False
         return stale
 
-    def start_micro_step(self, stale: bool) -> None:
-        """Prepare for the first gather of a micro-step or evaluation. stale: see take_stale."""
+    def start_micro_step(self, stale: bool, *, few_rows: bool = False) -> None:
+        """Prepare for the first gather of a micro-step or evaluation. stale: see take_stale.
+        few_rows: products have so few rows that they read frozen blocks' codes as they are kept."""
         to_gather = self._trained & self._whole.keys() if stale else set()
-        self._pass = _Pass(stale=stale, to_gather=to_gather)
+        coded = few_rows and self.frozen is not None and self.frozen.multiplied_coded
+        self._pass = _Pass(stale=stale, to_gather=to_gather, coded=coded)
         self._lane.forget()
         self._mirrors.start_micro_step(stale)
         if stale or self.slots:

@@ -15,6 +15,16 @@
 // Needs    fewer than 2^31 heads.
 #include "common.cuh"
 
+#ifndef KEYS  // no preset launches it
+#define KEYS 1
+#endif
+#ifndef HEAD_DIM
+#define HEAD_DIM 512
+#endif
+#ifndef VECTORS
+#define VECTORS 2
+#endif
+
 constexpr int N = Vec<T>::N;
 using Registers = Row<T, 1, VECTORS>;
 

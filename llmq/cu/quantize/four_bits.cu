@@ -16,18 +16,11 @@
 // Needs    n a multiple of 64.
 #include "common.cuh"
 #include "ptx.cuh"
+#include "quantize/nf4.cuh"
 
 constexpr int THREADS = 256, COUNT = 8, DECODED = 16;  // elements of a thread
-constexpr int BLOCK = 64, GROUP = 256;   // equal to llmq/ref/quantize/four_bits.py's, like LEAST
 constexpr int LANES = BLOCK / COUNT;     // threads that share a block
-constexpr float LEAST = 1e-38f;
-
-// Equal to LEVELS in llmq/ref/quantize/four_bits.py.
-__device__ __constant__ float LEVELS[16] = {
-    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
-    -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
-    0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
-    0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+constexpr float LEAST = 1e-38f;          // equal to llmq/ref/quantize/four_bits.py's
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 nf4_quantize(u8* __restrict__ codes, f32* __restrict__ scales, const T* __restrict__ x, i64 n) {

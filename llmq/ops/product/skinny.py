@@ -1,9 +1,10 @@
 """Products of few rows, which the memory of their weights limits: each weight is read once."""
 
 from llmq.base.dtypes import BF16
+from llmq.base.operand import Nf4
 from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES, WARP
-from llmq.runtime.cost import product_cost
+from llmq.runtime.cost import Cost, product_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
@@ -19,6 +20,14 @@ SKINNY = Kernel(
     "f32 alpha",
     where=f"M <= {MOST_ROWS}",
     gpu=f"K % {VECTOR_BYTES // BF16.itemsize}",
+)
+NF4 = Kernel(
+    "product/skinny.cu",
+    "skinny_nf4",
+    "inout D[M,N] out, bf16[M,K] a, u8[rows*K//2] codes, u8[rows*K//64] scale_codes, "
+    "f32[count] groups, f32[modules] mean, f32[256] levels, D[N]? bias, D[M,N]? addend, i32 M, "
+    "i32 N, i32 K, i32 first, i32 rows, i32 modules, f32 alpha",
+    where=f"M <= {MOST_ROWS}, K % 64, rows % modules, first >= 0, first + rows <= N",
 )
 
 
@@ -63,3 +72,32 @@ def skinny(
             (M, N, K), BF16, out.dtype, trans_b=True, addend=addend is not None, epilogue="skinny"
         ),
     )
+
+
+def skinny_nf4(
+    dev: Device,
+    out: Tensor,
+    a: Tensor,
+    b: Nf4,
+    *,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
+    alpha: float = 1.0,
+) -> None:
+    """`skinny` of a matrix b (N,K) of NF4 codes: weights are those that four_bits.decode rounds to
+    BF16. K: a multiple of 64.
+
+    Cost:    codes and scales read once; a launch for each of b's runs.
+    """
+    N, K = b.shape
+    for run in b.runs:
+        sizes = (a.shape[0], N, K, run.first, run.rows, run.mean.size)
+        coded = (run.codes, run.scale_codes, run.groups, run.mean, b.levels)
+        dev.launch(
+            NF4,
+            ceil_div(run.rows, FEATURES),
+            WARP * WARPS,
+            (out, a, *coded, bias, addend, *sizes, alpha),
+            consts={"TILES": ceil_div(a.shape[0], COLUMNS)},
+            cost=Cost(flops=2 * a.shape[0] * run.rows * K),
+        )

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from llmq.ref.common import compute
+from llmq.ref.common import BF16, compute, nf4_blocks
 
 # M, N, K
 CASES = {
@@ -17,6 +17,15 @@ CASES = {
     "qwen7b_down": (1, 3584, 18944),
     "qwen7b_up_16": (16, 37888, 3584),
 }
+# M, N, K, first and last row of b that are codes, modules of these
+NF4_CASES = {
+    "one_row": (1, 48, 64, 0, 48, 1),
+    "part": (3, 64, 320, 8, 56, 2),
+    "ragged": (16, 37, 1088, 0, 37, 1),
+    "qwen7b_up": (1, 37888, 3584, 0, 37888, 2),
+    "qwen7b_down": (1, 3584, 18944, 0, 3584, 1),
+    "qwen7b_up_16": (16, 37888, 3584, 0, 37888, 2),
+}
 
 
 def skinny(out, a, b, bias, addend, M, N, K, alpha):
@@ -27,3 +36,18 @@ def skinny(out, a, b, bias, addend, M, N, K, alpha):
         if added is not None:
             total += compute(added)
     out[...] = total
+
+
+def skinny_nf4(
+    out, a, codes, scale_codes, groups, mean, levels, bias, addend, M, N, K, first, rows, modules,
+    alpha,
+):  # fmt: skip
+    """Columns first + [0, rows) of `skinny`'s out, of rows of b that are NF4 codes, decoded to
+    BF16. codes (rows K / 2,), scale_codes (rows K / 64,), groups, mean (modules,), levels (256,):
+    as of nf4_decode."""
+    b = np.empty((rows * K // 64, 64), BF16)
+    for part, values in nf4_blocks(codes, scale_codes, groups, mean, levels, rows * K // modules):
+        b[part] = values
+    own = slice(first, first + rows)
+    added = [None if bias is None else bias[own], None if addend is None else addend[:, own]]
+    skinny(out[:, own], a, b.reshape(rows, K), *added, M, rows, K, alpha)

@@ -1,15 +1,13 @@
 """References of cu/quantize/four_bits.cu: NF4, blocks of 64 with coded scales; and MXFP4."""
 
 import functools
-from collections.abc import Iterator
-from itertools import product
 
 import numpy as np
 
-from llmq.ref.common import compute, encode_fp8, row_blocks
+from llmq.ref.common import NF4_BLOCK as BLOCK
+from llmq.ref.common import NF4_GROUP as GROUP
+from llmq.ref.common import NF4_LEVELS, compute, encode_fp8, nf4_blocks, row_blocks
 
-BLOCK = 64  # elements that share a scale
-GROUP = 256  # scales that share a scale
 LEAST = np.float32(1e-38)  # gives blocks of zeros a finite factor
 
 # elements
@@ -21,18 +19,7 @@ CASES = {
     "qwen7b_up": (18944 * 3584,),
 }
 
-# The levels of NF4 in the QLoRA paper's appendix: quantiles of a normal distribution, scaled to
-# [-1, 1], one of them 0.
-LEVELS = np.array(
-    [
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-        0.7229568362236023, 1.0,
-    ],
-    np.float32,
-)  # fmt: skip
-EDGES = (LEVELS[:-1] + LEVELS[1:]) / np.float32(2)
+EDGES = (NF4_LEVELS[:-1] + NF4_LEVELS[1:]) / np.float32(2)
 
 
 @functools.cache
@@ -99,31 +86,11 @@ def largest_scale(scales: np.ndarray, means: np.ndarray) -> np.float32:
     return np.abs(levels[codes] * groups + means[:, None]).max()
 
 
-def _decoded(
-    codes: np.ndarray,
-    scale_codes: np.ndarray,
-    groups: np.ndarray,
-    mean: np.ndarray,
-    levels: np.ndarray,
-    n: int,
-) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield (slice of blocks, their values F32 (blocks, 64)) of all modules."""
-    of_module, num_groups = n // BLOCK, len(groups) // len(mean)
-    for module, part in product(range(len(mean)), row_blocks(of_module, BLOCK)):
-        blocks = slice(module * of_module + part.start, module * of_module + part.stop)
-        of_group = groups[module * num_groups + np.arange(part.start, part.stop) // GROUP]
-        scales = levels[scale_codes[blocks]] * of_group + mean[module]
-        pairs = codes[blocks.start * BLOCK // 2 : blocks.stop * BLOCK // 2]
-        values = np.empty((len(pairs), 2), np.float32)
-        values[:, 0], values[:, 1] = LEVELS[pairs >> 4], LEVELS[pairs & 15]
-        yield blocks, values.reshape(-1, BLOCK) * scales[:, None]
-
-
 def nf4_decode(out, codes, scale_codes, groups, mean, levels, n):
     """Reference of nf4_decode: out = level of the code * scale; scale = level of its code * group +
     mean. n: elements of each module."""
     blocks = out.reshape(-1, BLOCK)
-    for part, values in _decoded(codes, scale_codes, groups, mean, levels, n):
+    for part, values in nf4_blocks(codes, scale_codes, groups, mean, levels, n):
         blocks[part] = values
 
 
@@ -131,7 +98,7 @@ def nf4_decode_fp8(out, scale, codes, scale_codes, groups, mean, levels, n):
     """Reference of nf4_decode_fp8: the result of nf4_decode / scale, in FP8."""
     factor = np.float32(1) / scale[0]
     blocks = out.view(np.uint8).reshape(-1, BLOCK)
-    for part, values in _decoded(codes, scale_codes, groups, mean, levels, n):
+    for part, values in nf4_blocks(codes, scale_codes, groups, mean, levels, n):
         encode_fp8(blocks[part], values, factor, out.dtype)
 
 

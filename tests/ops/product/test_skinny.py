@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32
+from llmq.base.operand import Nf4, Nf4Run
 from llmq.ops.product import skinny
 from llmq.ops.product.product import product
-from llmq.ref.product.skinny import CASES
+from llmq.ref.product.skinny import CASES, NF4_CASES
+from llmq.ref.quantize.four_bits import scale_levels
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, close, run
 
+SMALL_NF4 = {name: case for name, case in NF4_CASES.items() if not name.startswith("qwen")}
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
 
 
@@ -34,6 +37,35 @@ def test_equals_reference(dev, rng, case, dtype, added):
     """Products are exact in F32; sums have another order, and may round to the next BF16."""
     call = partial(skinny.skinny, alpha=0.7 if added else 1.0)
     close(dev, call, arrays_of(rng, case, dtype, added), ["out"], bf16=2**-7, f32=2e-4)
+
+
+def nf4_of(dev, arrays, N, K, first, modules):
+    """A run of a matrix of NF4 codes, of the tensors by their names."""
+    names = ("codes", "scale_codes", "groups", "mean")
+    run = Nf4Run(first, arrays["codes"].size * 2 // K, *(arrays[name] for name in names))
+    return Nf4(shape=(N, K), runs=(run,), levels=arrays["levels"])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("case", SMALL_NF4.values(), ids=SMALL_NF4)
+def test_codes_of_nf4_equal_the_reference(dev, rng, case, dtype):
+    M, N, K, first, end, modules = case
+    size = (end - first) * K
+    blocks = size // 64 // modules
+    arrays = arrays_of(rng, (M, N, K), dtype, M > 1)
+    arrays["out"][:] = 7  # other columns stay
+    del arrays["b"]
+    arrays |= {"codes": rng.integers(0, 256, size // 2, np.uint8), "levels": scale_levels()}
+    arrays["scale_codes"] = rng.integers(0, 256, size // 64, np.uint8)
+    arrays["groups"] = rng.random(modules * -(-blocks // 256)).astype(np.float32)
+    arrays["mean"] = rng.random(modules).astype(np.float32) + 1
+
+    def call(dev, out, a, bias, addend, **codes):
+        b = nf4_of(dev, codes, N, K, first, modules)
+        skinny.skinny_nf4(dev, out, a, b, bias=bias, addend=addend, alpha=0.7)
+
+    got = close(dev, call, arrays, ["out"], bf16=2**-7, f32=2e-4)["out"]
+    assert (got[:, :first] == 7).all() and (got[:, end:] == 7).all()
 
 
 def test_a_row_depends_on_no_other(dev, rng):

@@ -1,0 +1,72 @@
+"""Products of few rows with frozen matrices that are kept as NF4 codes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llmq.base.dtypes import BF16, I32
+from llmq.base.operand import Nf4
+from llmq.model.generator import Generator
+from llmq.ops.product.product import product
+from llmq.options.cards import find_card, spec_of
+from llmq.options.options import TrainConfig
+from llmq.options.presets import preset
+from llmq.runtime.plan_device import PlanDevice
+from llmq.state.placement import place, table_of
+from llmq.state.weights import Weights
+from tests.emulator import device as emulator
+from tests.harness import SIZES
+
+LAYERS, RUNS = 2, {"qkv": 2, "o": 1, "up": 1, "down": 1}
+
+
+def weights_of(dev, **options):
+    """The model, its options for a step, and its weights."""
+    given = {"model_dtype": "bf16", "base_dtype": "nf4", "lora_rank": 4, "seq_len": 64}
+    model = replace(preset("tiny-llama"), num_layers=LAYERS)
+    config = TrainConfig(batch_size=1, **given | options).normalized()
+    table = table_of(config, model)
+    return model, config.for_step, Weights(dev, table, place(config.for_step, table))
+
+
+@pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
+def test_they_read_codes_as_they_are_kept(rng):
+    dev = emulator.EmulatorDevice(SIZES)
+    model, _, weights = weights_of(dev)
+    weights.init(model, seed=1)
+    found = []
+    for few_rows in (True, False):
+        weights.start_micro_step(stale=False, few_rows=few_rows)
+        weights.gather("layers.1")
+        matrices = weights.get("layers.1")
+        for key, runs in RUNS.items():
+            w = matrices[key]
+            assert isinstance(w, Nf4) == few_rows and (not few_rows or len(w.runs) == runs)
+            N, K = w.shape
+            x, out = (dev.alloc(n, (3, size), BF16, "Weights") for n, size in (("x", K), ("y", N)))
+            dev.upload(x, np.resize(np.sin(np.arange(5 * K)), (3, K)).astype(BF16.numpy))
+            product(dev, out, x, w, trans_b=True)
+            found.append(dev.download(out).astype(np.float32))
+        weights.release("layers.1")
+    for one, other in zip(found[:4], found[4:], strict=True):
+        assert np.abs(one).max() > 0.05
+        # The same products, summed in another order, and rounded to BF16.
+        np.testing.assert_allclose(one, other, rtol=2**-7, atol=1e-6)
+
+
+def test_decoding_one_token_decodes_no_matrix():
+    dev = PlanDevice(spec_of(find_card("h100")))
+    model, options, weights = weights_of(dev)
+    scalars = dev.alloc("scalars", (16,), I32, "Weights")
+    sizes = {"slots": 2, "positions": 64, "blocks": 9}
+    generator = Generator(dev, model, weights, options=options, scalars=scalars, **sizes)
+    dev.launches.clear()
+    for each in generator._decodes.values():
+        each.decode(stale=False)
+    assert dev.launches["skinny_nf4"] == 2 * LAYERS * sum(RUNS.values())
+    assert "nf4_decode" not in dev.launches
+    generator._prefills[64].prefill(stale=False)
+    assert dev.launches["nf4_decode"] == LAYERS * sum(RUNS.values())
