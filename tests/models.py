@@ -139,11 +139,15 @@ def hf_model(name: str, seed: int = 0, **changed: object) -> transformers.PreTra
 
 
 def randomized(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """The model with random numbers added to every parameter. Gemma 4's layers get factors, and
-    weights of queries that keep their scores, which have no other factor, small."""
+    """The model with random numbers added to every parameter, and to constants of routers. Gemma
+    4's layers get factors, and weights of queries that keep their scores, which have no other
+    factor, small."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
         for module in model.modules():
             if hasattr(module, "layer_scalar"):
                 module.layer_scalar.fill_(0.75)

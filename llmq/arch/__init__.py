@@ -15,10 +15,12 @@ from llmq.arch.gemma import Gemma
 from llmq.arch.gemma3 import Gemma3
 from llmq.arch.gemma4 import Gemma4, Gemma4Unified
 from llmq.arch.glm4 import Glm, Glm4
+from llmq.arch.glm4_moe import Glm4Moe
 from llmq.arch.gpt2 import Gpt2
 from llmq.arch.gpt_oss import GptOss
 from llmq.arch.granite import Granite
 from llmq.arch.llama import Arcee, Cwm, Llama
+from llmq.arch.minimax_m2 import MiniMaxM2
 from llmq.arch.mistral import Ministral, Ministral3, Mistral, Mixtral
 from llmq.arch.olmo2 import Olmo2, Olmo3, Olmoe
 from llmq.arch.phi3 import Phi3
@@ -38,7 +40,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         Qwen3Moe(), Olmoe(), Mixtral(), Qwen35(), Qwen35Moe(), Qwen3Next(), GptOss(),
         SmolLm3(), Olmo3(), SeedOss(), Exaone4(), Gemma(), Ministral(), Cwm(), Starcoder2(),
         Glm(), Glm4(), Ernie45(), Helium(), Granite(), Arcee(), Ministral3(),
-        Gemma4(), Gemma4Unified(),
+        Gemma4(), Gemma4Unified(), Glm4Moe(), MiniMaxM2(),
     )
 }  # fmt: skip
 """Every supported architecture by the name that config.json gives in "architectures"."""

@@ -2,7 +2,10 @@
 
     logits = router @ x        the `active` experts of a token are those with the largest ones
     out    = sum of weight * down @ (silu(gate @ x) * up @ x) over the active experts
-             [+ sigmoid(shared_gate @ x) * the same of the shared expert]
+             [+ sigmoid(shared_gate @ x) * the same of the shared expert, which may have no gate]
+
+Scores of experts are a softmax of the logits. Where a router takes sigmoids, a constant of each
+expert is added to its score for the choice alone.
 
 or with paired experts, which have biases as their router has, of rows g0 u0 g1 u1 ...
 
@@ -43,6 +46,8 @@ class Experts:
     renormalize: bool = False
     """Weights of the active experts are divided by their sum; else they are of a softmax over all
     experts."""
+    scale: float = 1.0
+    """Factor of the weights of the active experts."""
     layers: tuple[bool, ...] | None = None
     """Whether each layer has experts, or else an MLP; None: all have."""
     aux_loss: float = 0.0
@@ -66,6 +71,8 @@ class Experts:
             raise ConfigError(
                 f"model experts: layers must be {num_layers} values, got {len(self.layers)}"
             )
+        if not 0 < self.scale < inf:
+            raise ConfigError(f"model experts: scale must be positive, got {self.scale}")
         if not 0 <= self.aux_loss < inf:
             raise ConfigError(f"model experts: aux_loss must be at least 0, got {self.aux_loss}")
         for name, value in (("alpha", self.alpha), ("limit", self.limit)):
@@ -85,12 +92,18 @@ class WithExperts(Architecture):
     """Weights are renormalized without a field that says it."""
     shares = False
     """There is a shared expert."""
+    shared_gated = True
+    """It has a gate."""
+    sigmoid = False
+    """Routers take sigmoids, and have a constant for each expert, which is loaded and never
+    trained."""
     paired = False
     """Experts are paired, and in files a layer's are one parameter."""
     aux_loss = 0.001
     """Coefficient of the load-balancing loss where the config does not say."""
     expert_modules: Mapping[str, tuple[str, ...]] = {
         "router": ("model.layers.{}.mlp.gate",),
+        "router_correction": ("model.layers.{}.mlp.gate",),
         "experts_up": (
             "model.layers.{}.mlp.experts.{}.up_proj",
             "model.layers.{}.mlp.experts.{}.gate_proj",
@@ -163,14 +176,18 @@ class WithExperts(Architecture):
 
 def experts(config: Any, layer: int) -> HalfSpec:
     """The experts of a layer, and the shared one, of which Fs is the width. router: (E, C).
+    router_correction: (E,), of sigmoids.
     shared_gate: (1, C). shared_up: (2Fs, C). shared_down: (C, Fs). experts_up: (E, 2F, C).
     experts_down: (E, C, F). The rows of up are before those of gate; in paired experts each one of
     gate is before its own of up."""
     its, F = config.experts, config.expert_size
     routers, shared = [_router(config, layer, "router", its.count)], ()
     activations = ("router_logits", "expert_up", "expert_act")
+    if config.arch.sigmoid:
+        routers.append(_correction(config, layer))
     if its.shared_size is not None:
-        routers.append(_router(config, layer, "shared_gate", 1))
+        if config.arch.shared_gated:
+            routers.append(_router(config, layer, "shared_gate", 1))
         targets = (("up",), ("gate",), ("down",))
         shared = _matrices(config, layer, "shared", its.shared_size, targets=targets)
         activations += ("shared_up", "shared_act")
@@ -184,7 +201,6 @@ def experts(config: Any, layer: int) -> HalfSpec:
         activations=activations,
         made_again=() if config.arch.paired else ("expert_act",),
         sizes={
-            "renormalize": its.renormalize,
             "active": its.active,
             "shared": its.shared_size is not None,
             "paired": config.arch.paired,
@@ -245,6 +261,15 @@ def _router(config: Any, layer: int, key: str, rows: int) -> Module:
         kind="router",
         bias=config.arch.paired,
     )
+
+
+def _correction(config: Any, layer: int) -> Module:
+    (module,) = config.arch.expert_modules["router_correction"]
+    part = Part(module=module.format(layer), rows=config.experts.count)
+    return Module(
+        key="router_correction", name=part.module, tensor="e_score_correction_bias",
+        shape=(part.rows,), parts=(part,), kind="constant", initial="zero",
+    )  # fmt: skip
 
 
 def _parts(

@@ -117,12 +117,12 @@ class Part:
 class Module:
     """A weight of a model and its bias, if it has one.
 
-    key: the weight's name in its block; the bias is KEY_bias. Layers that have a weight of one key
-    have it in one shape. name: of the module in checkpoints.
-    shape: (features,), (out, in), or (experts, out, in), with padded rows. parts: those of its rows
-    that Hugging Face knows, in order. kind: what the optimizer takes the weight for: "matrix",
-    "embedding", "router", "norm", "vector", or "conv" (a few weights for each channel); norms and
-    vectors do not decay. initial: "normal", "residual" (normal, scaled by 1/sqrt(2L)), "one",
+    key: the weight's name in its block; the bias is KEY_bias. Layers may have it in other shapes.
+    name: of the module in checkpoints. shape: (features,), (out, in), or (experts, out, in), with
+    padded rows. parts: those of its rows that Hugging Face knows, in order. kind: what the
+    optimizer takes the weight for: "matrix", "embedding", "router", "norm", "vector", "conv" (a few
+    weights for each channel), or "constant" (in F32, whose gradient is zero); norms, vectors and
+    constants do not decay. initial: "normal", "residual" (normal, scaled by 1/sqrt(2L)), "one",
     "zero" or "log_uniform" (log of a number from 0.01 to 16). tensor: of the modules, that is the
     weight.
     """

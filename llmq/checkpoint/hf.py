@@ -111,6 +111,9 @@ class HfWeights(Closing):
         every, self.coded = self._open(), None
         config = json_object(directory / CONFIG_FILE)
         self._is_classifier = str(config.get("architectures")).endswith("Classification']")
+        first, more = (config.get(n) for n in ("num_hidden_layers", "num_nextn_predict_layers"))
+        given = type(first) is type(more) is int
+        self._predicting = [str(first + i) for i in range(more)] if given else []
         if (coded := config.get("quantization_config")) is not None:
             every, self.coded = decoded(every, coded), coded["quant_method"]
         self._own_names, self.prefix = _language_model(every)
@@ -126,7 +129,7 @@ class HfWeights(Closing):
     def source_model(self, name: str, revision: str | None = None) -> SourceModel:
         """The source model of checked weights; keep the weights open while extra tensors are read.
         name, revision: fields of SourceModel. Warns of tensors of unknown parts."""
-        unknown = sorted(name for name in self.extra if not _KNOWN_PARTS.search(name))
+        unknown = sorted(name for name in self.extra if not self._is_known_part(name))
         if unknown:
             warn(f"'{self._path}' holds {_list(unknown)}, which no model here has: exports keep it")
         return SourceModel.of(
@@ -241,13 +244,19 @@ class HfWeights(Closing):
         """Move unexpected tensors, which belong to other parts, to `extra`. LlmqError if a tensor
         is in a module of the language model, because our computation would ignore the tensor."""
         modules |= {module.partition(".")[2] for module in modules} | {"lm_head"}
-        inside = [name for name in unexpected if _module_of(name) in modules]
+        beside = (name for name in unexpected if not self._is_known_part(name))
+        inside = [name for name in beside if _module_of(name) in modules]
         if inside:
             raise LlmqError(
                 f"'{self._path}' holds {_list(inside)}, which a model of this config.json does "
                 "not have: the two do not belong together, or this kind of model is not supported"
             )
         self.extra |= {self._own_names[name]: self._where.pop(name) for name in unexpected}
+
+    def _is_known_part(self, name: str) -> bool:
+        """True for a tensor of a known part, or of an MTP layer behind the model's last one."""
+        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        return bool(_KNOWN_PARTS.search(name) or (layer and layer[1] in self._predicting))
 
     @property
     def _path(self) -> Path:
@@ -446,7 +455,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 class StoredAs:
-    """The layout of parameters in exported files: tensors of Hugging Face's modules, F32 or BF16.
+    """The layout of parameters in exported files: Hugging Face's modules; constants are in F32.
 
     fields: added to config.json. prefix, fused: as in HfWeights.
     """
@@ -460,23 +469,25 @@ class StoredAs:
     def parts(self, param: Param) -> tuple[HfPart, ...]:
         return param.hf if param.fused is None or not self.fused else (param.fused,)
 
+    def dtype_of(self, param: Param) -> DType:
+        return F32 if param.kind == "constant" else self.dtype
+
     def specs(self, param: Param) -> list[TensorSpec]:
         """Names, dtypes and shapes of a parameter's tensors, in the order of the file."""
+        dtype = self.dtype_of(param)
         return [
-            TensorSpec(name_beside(self.prefix, p.name), self.dtype, stored_shape(param, p))
+            TensorSpec(name_beside(self.prefix, p.name), dtype, stored_shape(param, p))
             for p in self.parts(param)
         ]
 
     def values(self, param: Param, values: np.ndarray) -> np.ndarray:
         """The values that a reader of the file gets for a parameter with these values."""
-        return values.astype(self.dtype.numpy)
+        return values.astype(self.dtype_of(param).numpy, copy=False)
 
     def arrays(self, param: Param, values: np.ndarray) -> Iterator[np.ndarray]:
         """The tensors of a parameter, in the order of `specs`. values: in the parameter's shape."""
-        values = param.by_row(values)
         for part in self.parts(param):
-            rows = values[part.start : part.stop].astype(self.dtype.numpy, copy=False)
-            yield part.stored(rows)
+            yield part.stored(self.values(param, param.by_row(values)[part.start : part.stop]))
 
 
 def export_model(

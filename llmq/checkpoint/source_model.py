@@ -59,7 +59,7 @@ FIELDS: dict[str, Fate] = {
 """Fate of a field of config.json, by name. --text-only leaves out fields of other parts, too."""
 
 _DTYPES = ("dtype", "torch_dtype")
-_MTP_FIELDS = "mtp_*"
+_MTP_FIELDS = ("mtp_*", "num_nextn_predict_layers")
 MAX_TEXT = 1 << 20
 """Maximum bytes of a file that a checkpoint keeps."""
 HASH_THREADS = 8
@@ -162,7 +162,11 @@ class SourceModel:
         arch, config = self._model.arch, self.config
         if self.has_parts:
             config = arch.text_config(config) | {"architectures": [arch.name]}
-        config = {n: value for n, value in config.items() if not fnmatch(n, _MTP_FIELDS)}
+        config = {
+            name: value
+            for name, value in config.items()
+            if not any(fnmatch(name, field) for field in _MTP_FIELDS)
+        }
         files = {n: text for n, text in self.files.items() if n not in PROCESSOR_FILES}
         own = {"config": config, "files": files, "prefix": "", "parts": {}}
         return replace(self, **own, noted=None, extra={})

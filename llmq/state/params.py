@@ -5,9 +5,9 @@ Allocation, sharding, initialization, weight decay, checkpoints, import and expo
 
 Parameters are grouped into slabs: the matrices of each transformer block; "embed" (the token table
 and learned positions); "head" (an untied LM head or a score head); "vectors", the norms, biases,
-routers and short convolutions of all blocks. Adapters are "lora_a", "lora_b" and "lora_m".
-Parameters trained beside adapters have slabs of their own: "norms", "biases" and, for new rows of
-the token tables, "new_rows".
+routers and short convolutions of all blocks; "constants". Adapters are "lora_a", "lora_b" and
+"lora_m". Parameters trained beside adapters have slabs of their own: "norms", "biases" and, for new
+rows of the token tables, "new_rows".
 
 A slab is one contiguous piece of memory in every kind of storage (weights, gradients, moments), so
 that copies, collectives and the optimizer work on whole blocks. A parameter's `offset` in its slab
@@ -42,6 +42,8 @@ OF_ROWS = ".token_adapter.trainable_tokens_delta"
 """Suffix of names of separately trained rows of a table, as in PEFT's TrainableTokensLayer."""
 MAGNITUDES = "lora_m"
 """Slab of the magnitudes of adapted rows; F32, because they are divided by F32 norms."""
+CONSTANTS = "constants"
+"""Slab of F32 numbers that are loaded and never change: their gradients are zero."""
 NEW_ROWS = "new_rows"
 """Slab and key of separately trained rows of embedding and LM head."""
 
@@ -237,7 +239,7 @@ def planes(matrix: Tensor) -> list[Tensor]:
     return [matrix.rows(i, i + 1).view(*matrix.shape[1:]) for i in range(matrix.shape[0])]
 
 
-SHARED = ("vectors", "norms", "biases", "lora_a", "lora_b", MAGNITUDES, NEW_ROWS)
+SHARED = ("vectors", CONSTANTS, "norms", "biases", "lora_a", "lora_b", MAGNITUDES, NEW_ROWS)
 """Slabs that have parameters of several blocks."""
 
 
@@ -296,6 +298,8 @@ def weight_table(
         biased = {(block, f"{m.key}_bias") for block, m in all_adapted(config, adapters)}
 
     def slab_of(param: Param) -> str:
+        if param.kind == "constant":
+            return CONSTANTS
         if param.kind == "norm" and "norms" in train:
             return "norms"
         if param.is_bias and ("biases" in train or (param.block, param.key) in biased):
@@ -303,7 +307,7 @@ def weight_table(
         return "vectors" if param.kind in ("norm", "vector", "router", "conv") else param.block
 
     every = (p for block, ms in _modules(config).items() for m in ms for p in _params(block, m))
-    last = ("norms", "biases", "vectors", "head")
+    last = ("norms", "biases", "vectors", CONSTANTS, "head")
     found: dict[str, list[Param]] = {}
     for param in (replace(param, index=index) for index, param in enumerate(every)):
         found.setdefault(slab_of(param), []).append(param)

@@ -20,7 +20,7 @@ from llmq.options.groups.parallel import ParallelOptions
 from llmq.options.options import StepOptions
 from llmq.options.weight_storage import WeightStorage
 from llmq.runtime.mesh import Mesh
-from llmq.state.params import MAGNITUDES, Slab, trained_slabs, weight_table
+from llmq.state.params import CONSTANTS, MAGNITUDES, Slab, trained_slabs, weight_table
 from llmq.state.rules import kept, rule_class
 
 
@@ -195,7 +195,7 @@ def _place_slab(
 ) -> SlabPlacement:
     _, precision, memory, _ = storage
     dtype, differs = parse_dtype(precision.model_dtype), precision.own_master
-    if slab.name == MAGNITUDES:
+    if slab.name in (MAGNITUDES, CONSTANTS):
         dtype, differs = F32, False
     coded = codes_of(precision, precision.matmul_dtype) if slab.is_block else None
     streams = slab.is_block and storage.streams(shards)
@@ -285,10 +285,14 @@ def _group(slab: Slab) -> str:
 
 def resident(table: tuple[Slab, ...], dtype: DType) -> Placement:
     """Return the placement of weights that are only read, for sampling: all on the device, in one
-    dtype."""
+    dtype but for the constants."""
     return Placement(
         slabs={
-            slab.name: SlabPlacement(trainable=False, group=_group(slab), work=Store(dtype=dtype))
+            slab.name: SlabPlacement(
+                trainable=False,
+                group=_group(slab),
+                work=Store(dtype=F32 if slab.name == CONSTANTS else dtype),
+            )
             for slab in table
         }
     )

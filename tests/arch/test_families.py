@@ -2,11 +2,13 @@
 transformers."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from llmq.arch.model_config import ModelConfig
 from llmq.checkpoint.hf import HfWeights
@@ -51,6 +53,14 @@ FAMILIES = {
     "gemma4_separate": lambda: transformers.Gemma4TextConfig(
         **FOUR, head_dim=16, global_head_dim=32, hidden_size_per_layer_input=0, sliding_window=90,
         final_logit_softcapping=30.0,
+    ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **FOUR, head_dim=32, n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=48,
+        n_shared_experts=2, routed_scaling_factor=2.5, use_qk_norm=True, attention_bias=True,
+    ),
+    "minimax_m2": lambda: transformers.MiniMaxM2Config(
+        **FOUR, head_dim=32, num_local_experts=6, num_experts_per_tok=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
     ),
     "ministral": lambda: transformers.MinistralConfig(
         **FOUR, head_dim=32, sliding_window=5,
@@ -144,6 +154,25 @@ def test_its_export_is_the_model_for_transformers(model, tmp_path):
     assert ModelConfig.from_hf(hf) == ModelConfig.from_hf(
         json.loads((path / "config.json").read_text())
     )
+
+
+def test_layers_that_predict_further_tokens_stay_in_exports_of_glm(tmp_path):
+    """Its files have them behind the last layer, and its config their number."""
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(FAMILIES["glm4_moe"]()).save_pretrained(tmp_path)
+    further = {f"model.layers.4.{name}.weight": torch.ones(6, 64) for name in ("enorm", "mlp.gate")}
+    tensors = load_file(tmp_path / "model.safetensors") | further
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for text_only in (False, True):
+        with trainer_for(tmp_path, text_only=text_only) as trainer:
+            trainer.export(tmp_path / "out")
+        kept = load_file(tmp_path / "out" / "model.safetensors").keys() & further.keys()
+        assert kept == (set() if text_only else further.keys())
+        hf = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert ("num_nextn_predict_layers" in hf) != text_only
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_the_pattern_of_exaones_windows_may_be_a_word():

@@ -67,6 +67,8 @@ class ExpertsHalf:
         self.clamp = None if its.alpha is None else (its.alpha, its.limit)
         rows = shared.options.batch.micro_tokens * its.active
         self.linear = ExpertLinear(shared, rows)
+        self.scores = {"scale": its.scale, "renormalize": its.renormalize}
+        self.scores["kind"] = "sigmoid" if shared.config.arch.sigmoid else "softmax"
         shares = its.shared_size is not None
         self.shared, self.balance = SharedExpert(shared) if shares else None, shared.balance
 
@@ -96,7 +98,7 @@ class ExpertsHalf:
     def forward(self, ctx: LayerContext, x: Operand) -> None:
         dev, layer, kept, out = self.dev, ctx.layer, ctx.layer.saved, ctx.layer.out.out
         self._multiply_router(kept.router_logits, ctx.w, tensor_of(x))
-        how = {"renormalize": layer.spec.sizes["renormalize"]}
+        how = self.scores | {"bias": ctx.w.get("router_correction")}
         if ctx.keep and self.balance is not None:
             how |= {"sums": self.balance.sums(layer.index), "targets": self.balance.targets}
         route(dev, kept.chosen, kept.weights, kept.router_logits, **how)
@@ -238,8 +240,8 @@ class ExpertsHalf:
     ) -> None:
         """Adds to d_x, if it is wanted."""
         dev, layer, w, g, logits = self.dev, ctx.layer, ctx.w, ctx.g, ctx.layer.saved.router_logits
-        balance, how = self.balance, {"renormalize": layer.spec.sizes["renormalize"]}
-        how |= {"factors": balance.factors, "targets": balance.targets}
+        balance = self.balance
+        how = self.scores | {"factors": balance.factors, "targets": balance.targets}
         biases = biases_of(w, "experts_down", logits.shape[1])
         with ExitStack() as temps:
             scratch = dev.scratch("d_router_logits", logits.shape, w["router"].dtype)
@@ -251,6 +253,9 @@ class ExpertsHalf:
             if d_x is not None:
                 matmul(dev, d_x, d_logits, w["router"], accumulate=True)
             self.routers.weight_gradients(g.get("router"), g.bias("router"), d_logits, x)
+        correction = g.get("router_correction")
+        if correction is not None and not correction.accumulate:
+            dev.zero(correction.tensor)
 
     def _multiply_router(self, logits: Tensor, w: PartWeights, x: Tensor) -> None:
         bias = w.bias("router")

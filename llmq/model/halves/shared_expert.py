@@ -1,9 +1,9 @@
-"""The expert that every token meets beside those that its router chooses, behind a gate.
+"""The expert that every token meets beside those that its router chooses, behind a gate or not.
 
-    x -> shared_up -> swiglu -> * sigmoid(x @ shared_gate) -> shared_down -> added to out
+    x -> shared_up -> swiglu (-> * sigmoid(x @ shared_gate)) -> shared_down -> added to out
 
-Architectures have the gate behind shared_down. In front of it, it is the same factor, and backward
-needs no output of shared_down.
+Architectures have the gate behind shared_down. In front of shared_down, the gate is the same
+factor, and backward needs no output of shared_down.
 """
 
 from contextlib import ExitStack
@@ -28,10 +28,11 @@ _SIGMOID = {"kind": "sigmoid"}  # of a router with one expert
 
 
 class SharedKept(NamedTuple):
-    """The tensors kept of one layer. gate_logits, gate: F32 (S, 1). up: (S, 2Fs). act: (S, Fs)."""
+    """The tensors kept of one layer. gate_logits, gate: F32 (S, 1); None without a gate. up: (S,
+    2Fs). act: (S, Fs)."""
 
-    gate_logits: Tensor
-    gate: Tensor
+    gate_logits: Tensor | None
+    gate: Tensor | None
     up: Activation
     act: Activation
 
@@ -42,17 +43,22 @@ class SharedExpert:
     def __init__(self, shared: ModelContext):
         self.dev, self.linear, self.routers = shared.dev, shared.linear, Linear(shared.dev)
         self.operands = shared.operands
-        rows = shared.options.batch.micro_tokens
-        # Each row is its own only choice.
-        places = np.arange(rows, dtype=np.int32)[:, None]
-        self._places = self.dev.constant("shared_places", places, I32, "Activations")
-        self._chosen = self.dev.alloc("shared_chosen", (rows, 1), I32, "Activations")
+        self.gated = shared.config.arch.shared_gated
+        if self.gated:  # each row is its own only choice
+            rows = shared.options.batch.micro_tokens
+            places = np.arange(rows, dtype=np.int32)[:, None]
+            self._places = self.dev.constant("shared_places", places, I32, "Activations")
+            self._chosen = self.dev.alloc("shared_chosen", (rows, 1), I32, "Activations")
 
     def keep(self, layer: HalfLayer) -> SharedKept:
         r, (_, F) = layer.recompute, layer.spec["shared_down"].shape
+        gate_logits = gate = None
+        if self.gated:
+            gate_logits = layer.alloc("shared_gate_logits", layer.rows, 1, dtype=F32)
+            gate = layer.alloc("shared_gate", layer.rows, 1, dtype=F32)
         return SharedKept(
-            gate_logits=layer.alloc("shared_gate_logits", layer.rows, 1, dtype=F32),
-            gate=layer.alloc("shared_gate", layer.rows, 1, dtype=F32),
+            gate_logits=gate_logits,
+            gate=gate,
             up=layer.activation("shared_up", 2 * F, kept=not r.ffn),
             act=layer.activation("shared_act", F, kept=not r.swiglu),
         )
@@ -60,15 +66,17 @@ class SharedExpert:
     def forward(self, ctx: LayerContext, x: Operand) -> None:
         """Adds to layer.out, from x (S, C)."""
         dev, kept, out = self.dev, ctx.layer.saved.shared, ctx.layer.out.out
-        matmul(dev, kept.gate_logits, tensor_of(x), ctx.w["shared_gate"], trans_b=True)
-        route(dev, self._chosen, kept.gate, kept.gate_logits, **_SIGMOID)
+        if self.gated:
+            matmul(dev, kept.gate_logits, tensor_of(x), ctx.w["shared_gate"], trans_b=True)
+            route(dev, self._chosen, kept.gate, kept.gate_logits, **_SIGMOID)
         up, act = (each.place(dev, ctx.temps) for each in (kept.up, kept.act))
         self.linear.forward(ctx, "shared_up", up, x)
         swiglu.forward(dev, act, up)
         with ExitStack() as temps:
-            gated = scratch_like(dev, temps, "shared_act.gated", act)
-            y = scratch_like(dev, temps, "shared_out", out)
-            combine(dev, gated, act, self._places, kept.gate)
+            y, gated = scratch_like(dev, temps, "shared_out", out), act
+            if self.gated:
+                gated = scratch_like(dev, temps, "shared_act.gated", act)
+                combine(dev, gated, act, self._places, kept.gate)
             operand = self.operands.quantize(
                 temps, kept.act.tensor_id, gated, measured=False, transposed=False
             )
@@ -90,16 +98,17 @@ class SharedExpert:
     ) -> None:
         """d_x (S, C), if it is wanted, and the weights' gradients; overwrites up."""
         dev, linear, operands = self.dev, self.linear, self.operands
-        layer, kept, gate = ctx.layer, ctx.layer.saved.shared, ctx.w["shared_gate"]
+        layer, kept, gate = ctx.layer, ctx.layer.saved.shared, ctx.w.get("shared_gate")
         with ExitStack() as temps:
             act = kept.act.place(dev, temps)
             if kept.act.tensor is None:
                 swiglu.forward(dev, act, up)
             d_act = scratch_like(dev, temps, "d_shared_act", act)
-            d_gate = scratch_like(dev, temps, "d_shared_gate", kept.gate)
             d_y = operands.quantize(temps, layer.out_id, d_out, measured=True, transposed=True)
             linear.input_gradient(ctx, "shared_down", d_act, d_y)
-            combine_backward(dev, d_act, d_gate, act, self._places, kept.gate, weighted=act)
+            if gate is not None:
+                d_gate = scratch_like(dev, temps, "d_shared_gate", kept.gate)
+                combine_backward(dev, d_act, d_gate, act, self._places, kept.gate, weighted=act)
             again = operands.quantize_again(temps, kept.act.tensor_id, act, product=False)
             linear.weight_gradients(ctx, "shared_down", d_y, again)
             d_up = operands.gradient_buffers(temps, layer.id_of("d_shared_up"), up.shape, up)
@@ -110,6 +119,8 @@ class SharedExpert:
                 x, norm = tensor_of(x), layer.norm.out.tensor_id
                 again = operands.quantize_again(temps, norm, x, product=False)
                 linear.weight_gradients(ctx, "shared_up", d_up, again)
+            if gate is None:
+                return
             scratch = dev.scratch("d_gate_logits", kept.gate.shape, gate.dtype)
             d_logits = temps.enter_context(scratch)
             route_backward(dev, d_logits, d_gate, kept.gate_logits, self._chosen, **_SIGMOID)

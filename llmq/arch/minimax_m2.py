@@ -1,0 +1,46 @@
+"""MiniMax-M2: experts behind sigmoids in all layers, norms of all queries and all keys."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmq.arch.common import reject, size
+from llmq.arch.experts import WithExperts
+from llmq.arch.rope_family import RopeFamily
+
+_AT = "model.layers.{}.block_sparse_moe"
+
+
+class MiniMaxM2(WithExperts, RopeFamily):
+    """The weights of the active experts always have the sum 1."""
+
+    name = "MiniMaxM2ForCausalLM"
+    classifier = None
+    model_type = "minimax_m2"
+    label = "MiniMax-M2"
+    qk_norm = True
+    wide_qk_norm = True
+    partial_rotary = True
+    head_dim = 128
+    bos_token_id = 200034
+    eos_token_id = 200020
+    sigmoid = True
+    renormalized = True
+    own_size = False
+    count_names = ("num_local_experts",)
+    expert_modules: Mapping[str, tuple[str, ...]] = {
+        "router": (f"{_AT}.gate",),
+        "router_correction": (_AT,),
+        "experts_up": (f"{_AT}.experts.{{}}.w3", f"{_AT}.experts.{{}}.w1"),
+        "experts_down": (f"{_AT}.experts.{{}}.w2",),
+    }
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Released files have the number of rotated channels."""
+        reject(hf, "scoring_func", "sigmoid")
+        reject(hf, "use_routing_bias", True)
+        reject(hf, "shared_intermediate_size", 0, None)
+        reject(hf, "router_jitter_noise", 0, None)
+        given = {"rope_theta": 5e6, "head_dim": self.head_dim, **hf}
+        if "rotary_dim" in hf:
+            given["partial_rotary_factor"] = size(hf, "rotary_dim") / size(given, "head_dim")
+        return super().read_sizes(given)
