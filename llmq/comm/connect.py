@@ -79,8 +79,8 @@ class PlanComm(Comm):
 
 
 class CrossPlanComm(Comm):
-    """Plan-only collectives across machines: count network bytes, of all ranks of a machine at
-    once."""
+    """Plan-only collectives across machines: count network bytes, of all ranks of a machine
+    together."""
 
     _dev: PlanDevice
 

@@ -52,8 +52,9 @@ class Capture:
 
 class Graphs:
     """The graphs of one device by key, for one thread. For streams and events outside, a replay
-    orders like the calls themselves. Side streams of the function wait for the graph, and the main
-    stream for them. Each recorded event counts as recorded when the whole graph is done."""
+    keeps the order of the calls themselves. The graph waits for the function's side streams, and
+    these streams wait for the graph. Each recorded event counts as recorded when the whole graph is
+    done."""
 
     def __init__(self, api: Any, streams: dict[str, int], new_event: Callable[[], int]):
         """api: CuPy's CUDA runtime module. streams: handles by name, "main" among them."""

@@ -53,10 +53,10 @@ Trace = list[Work | Mark]
 
 
 class PlanDevice(Device):
-    """Unlimited memory that does not exist. Results of a run: `sizes()`; the arenas' categories;
-    the stack's high-water mark; `launches`, `bytes` (memory traffic) and `flops` by entry point;
-    `sources`, all kernels that the run would compile; graphs: key and trace of every graph that
-    ran, in order."""
+    """A device that only counts; its memory is unlimited. Results of a run: `sizes()`; the arenas'
+    categories; the stack's high-water mark; `launches`, `bytes` (memory traffic) and `flops` by
+    entry point; `sources`, all kernels that the run would compile; graphs: key and trace of every
+    graph that ran, in order."""
 
     kind = "plan"
 
