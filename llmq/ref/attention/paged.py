@@ -27,6 +27,7 @@ CASES = {
 }
 
 ROWS = 64  # queries in one piece
+BLOCKS = 4  # of keys: numbers of blocks of single queries are multiples
 SPLIT = 256  # keys of one partial result
 LOG2E = np.float32(np.log2(np.e))
 
@@ -37,11 +38,10 @@ def paged_store(
     """Rows lengths[s] + [0, new[s]) of each sequence = keys and values of qkv (S, n, Hq + 2 Hkv,
     Hd). k_cache, v_cache: (blocks, block_size, Hkv, Hd); table: I32 (S, max_blocks); lengths, new:
     I32 (S,)."""
-    for s in np.flatnonzero(new):
-        positions = lengths[s] + np.arange(new[s])
-        at = table[s, positions // block_size], positions % block_size
-        k_cache[at] = qkv[s, : new[s], num_heads : num_heads + num_kv_heads]
-        v_cache[at] = qkv[s, : new[s], num_heads + num_kv_heads :]
+    s, i = np.nonzero(np.arange(n) < new[:, None])
+    positions, rows = lengths[s] + i, qkv[s, i, num_heads:]
+    at = table[s, positions // block_size], positions % block_size
+    k_cache[at], v_cache[at] = rows[:, :num_kv_heads], rows[:, num_kv_heads:]
 
 
 class _Piece(NamedTuple):
@@ -110,6 +110,9 @@ def paged_attend(
     to nothing, or None. The rest as in paged_store."""
     out[...] = 0
     cache = (k_cache, v_cache, table, lengths, new)
+    if n == 1:
+        _attend_tokens(out, qkv, *cache, block_size, num_heads, num_kv_heads, window, scale, sinks)
+        return
     for piece in _pieces(qkv, *cache, block_size, num_heads, num_kv_heads, window, scale):
         top, product = _softmax(piece.scores, piece.values)
         top, product = piece.by_query(top), piece.by_query(product)
@@ -117,6 +120,39 @@ def paged_attend(
         if sinks is not None:
             total = total + np.exp(sinks[:, None] - top)
         out[piece.sequence, piece.first : piece.end] = product[..., :-1] / total
+
+
+def _attend_tokens(
+    out, qkv, k_cache, v_cache, table, lengths, new, block_size, num_heads, num_kv_heads, window,
+    scale, sinks,
+):  # fmt: skip
+    """paged_attend of one query for each sequence, all at once whose keys lie in as many blocks, up
+    to multiples of BLOCKS: NumPy computes each by itself, so that no bit depends on the others."""
+    rows, head_dim = np.flatnonzero(new), qkv.shape[3]
+    ends = lengths[rows] // block_size
+    starts = np.maximum(lengths[rows] + 1 - window, 0) // block_size
+    counts = -(-(ends + 1 - starts) // BLOCKS) * BLOCKS
+    for count in np.unique(counts):
+        chosen = counts == count
+        s, start, end = rows[chosen], starts[chosen, None], ends[chosen, None]
+        blocks = np.take_along_axis(table[s], np.minimum(start + np.arange(count), end), 1)
+        at, own = start * block_size + np.arange(count * block_size), lengths[s, None]
+        hidden = (at > own) | (at <= own - window)
+        shape = (len(s), count * block_size, num_kv_heads, head_dim)
+        keys = compute(k_cache[blocks]).reshape(shape).transpose(0, 2, 3, 1)
+        values = compute(v_cache[blocks]).reshape(shape)
+        values[hidden] = 0
+        queries = compute(qkv[s, 0, :num_heads]).reshape(len(s), num_kv_heads, -1, head_dim)
+        scores = (queries * scale) @ np.ascontiguousarray(keys)
+        scores[np.broadcast_to(hidden[:, None, None], scores.shape)] = -np.inf
+        top = scores.max(axis=-1, keepdims=True)
+        scores -= top
+        np.exp(scores, out=scores)
+        total = scores.sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            total += np.exp(compute(sinks).reshape(num_kv_heads, -1, 1) - top)
+        product = scores @ np.ascontiguousarray(values.transpose(0, 2, 1, 3))
+        out[s, 0] = (product / total).reshape(len(s), num_heads, head_dim)
 
 
 def paged_split(

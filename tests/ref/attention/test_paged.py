@@ -87,10 +87,11 @@ def test_equals_torch(rng, case, how):
             assert not got[s, m:].any()
 
 
-def test_a_sequence_depends_on_none_beside_it(rng):
+@pytest.mark.parametrize("n", [1, 8])
+def test_a_sequence_depends_on_none_beside_it(rng, n):
     """Bitwise; pieces of a text change rounding alone."""
-    case = (3, 8, 6, 2, 32, 16, 8)
-    lengths, new = np.array([0, 70, 100]), np.array([8, 5, 8])
+    case = (3, n, 6, 2, 32, 16, 8)
+    lengths, new = np.array([0, 70, 100]), np.minimum([8, 5, 8], n)
     arrays, _ = inputs(rng, case, lengths, new)
     sizes, how = sizes_of(case), (2**31 - 1, 0.2)
 
@@ -98,7 +99,7 @@ def test_a_sequence_depends_on_none_beside_it(rng):
         given = {name: x.copy() for name, x in arrays.items()}
         qkv, k_cache, v_cache, *rows = given.values()
         ref.paged_store(k_cache, v_cache, qkv, *rows, *sizes)
-        out = np.full((S, 8, 6, 32), np.nan, np.float32)
+        out = np.full((S, n, 6, 32), np.nan, np.float32)
         ref.paged_attend(out, *given.values(), *sizes, *how)
         return out
 
