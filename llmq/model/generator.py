@@ -318,7 +318,7 @@ class Generator:
             return False
         each.inputs.upload()
         stale = self.weights.take_stale()
-        self.dev.graph((kind, each.size, stale), partial(fn, stale))
+        self.dev.replay((kind, each.size, stale), partial(fn, stale))
         return True
 
     def _any_busy(self, busy: bool) -> bool:

@@ -330,6 +330,10 @@ class Device(ABC):
         """Run fn's launches; a CUDA device captures them under the key and replays them later.
         Values that differ between calls of one key must be in device memory."""
 
+    def replay(self, key: tuple, fn: Callable[[], Any]) -> None:
+        """Run fn as `graph` does, for short work that repeats often: the CPU keeps it, too."""
+        self.graph(key, fn)
+
     def fast_products(self) -> dict[str, bool]:
         """Return the fp8 products so far that may accumulate in fewer bits, and True if they do."""
         return {}

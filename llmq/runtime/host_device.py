@@ -4,7 +4,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,8 @@ class HostDevice(Device):
             storages[place] = Storage(place, raw.ctypes.data + skip, data)
         super().__init__(HOST_SPEC, storages, sizes, mesh=mesh)
         self.poison = poison
+        self._noted: list[Callable[[], None]] | None = None
+        self._kept: dict[tuple, list[Callable[[], None]]] = {}
 
     def alloc(self, *args: Any, **place: str) -> Tensor:
         tensor = super().alloc(*args, **place)
@@ -70,15 +72,20 @@ class HostDevice(Device):
         with np.errstate(all="ignore"):
             named = {name: launch.consts.get(name.upper()) for name in constants_of(launch.kernel)}
             constants = {name: value for name, value in named.items() if value is not None}
-            reference(launch.kernel)(*args, **constants)
+            self._do(partial(reference(launch.kernel), *args, **constants))
+
+    def _do(self, call: Callable[[], None]) -> None:
+        if self._noted is not None:
+            self._noted.append(call)
+        call()
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         if dst.nbytes != src.nbytes:
             raise ValueError(f"copy: {dst!r} and {src!r} differ in size")
-        _bytes(dst)[:] = _bytes(src)
+        self._do(partial(np.copyto, _bytes(dst), _bytes(src)))
 
     def zero(self, tensor: Tensor) -> None:
-        _bytes(tensor).fill(0)
+        self._do(partial(_bytes(tensor).fill, 0))
 
     def upload(self, dst: Tensor, array: np.ndarray) -> None:
         if array.shape != dst.shape or array.dtype != dst.dtype.numpy:
@@ -94,3 +101,23 @@ class HostDevice(Device):
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
         if not self._capture_only:
             fn()
+
+    def replay(self, key: tuple, fn: Callable[[], Any]) -> None:
+        """Run fn, and keep its calls of references, which alone are repeated for the key later,
+        unless ranks meet in fn, or somebody watches it."""
+        watched = self.poison or {"launch", "copy", "zero"} & vars(self).keys()
+        if self._capture_only or watched or self.mesh.size() > 1:
+            self.graph(key, fn)
+            return
+        kept = self._kept.get((key, self.stack.used))
+        if kept is None:
+            self._noted = noted = []
+            try:
+                fn()
+            finally:
+                self._noted = None
+            self._kept[key, self.stack.used] = noted
+            return
+        with np.errstate(all="ignore"):
+            for call in kept:
+                call()

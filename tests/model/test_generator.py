@@ -118,8 +118,8 @@ def test_samples_of_a_prompt_share_its_memory():
     (prompt,) = prompts(40)
     requests = [Request(prompt, 8, seed=i) for i in range(8)]
     generator = generator_for("llama", slots=8, blocks=19)
-    passes, graph = [], generator.dev.graph
-    generator.dev.graph = lambda key, fn: (passes.append(key[0]), graph(key, fn))
+    passes, replay = [], generator.dev.replay
+    generator.dev.replay = lambda key, fn: (passes.append(key[0]), replay(key, fn))
     found = completions(generator, requests)
     assert passes == ["prefill"] + ["decode"] * 8  # nothing was computed twice
     assert len({tuple(made.ids) for made in found}) == 8

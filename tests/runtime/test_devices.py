@@ -84,6 +84,25 @@ def test_the_plan_has_no_content():
     dev.upload(x, np.zeros(4, np.float32))
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_the_host_keeps_what_it_replays(watched):
+    """References are called again, with what tensors hold by then; nothing else of fn is run."""
+    dev, ran = HostDevice(SIZES, poison=watched), []
+    x, y = (dev.alloc(name, (4,), F32, "Activations") for name in "xy")
+
+    def fn():
+        ran.append(True)
+        with dev.scratch("temporary", (4,), F32) as temporary:
+            dev.copy(temporary, x)
+            elementwise.add(dev, y, temporary, x)
+
+    for value in (1, 2, 3):
+        dev.upload(x, np.full(4, value, np.float32))
+        dev.replay(("k",), fn)
+        assert dev.download(y).tolist() == [2.0 * value] * 4
+    assert len(ran) == (3 if watched else 1)
+
+
 def test_poison():
     dev = HostDevice(SIZES, poison=True)
     x = dev.alloc("x", (4,), BF16, "Weights")
