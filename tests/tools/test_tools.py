@@ -249,6 +249,14 @@ def test_profile_step(tool):
     assert lines[-1].startswith("step with graphs, less these: ")
 
 
+def test_decode_speed(tool, capsys):
+    speed = tool("decode_speed")
+    speed.main(texts="1,3", device="cpu", prompt=3, new=4, repeats=1)
+    title, rate, _, _, _, *rows = capsys.readouterr().out.splitlines()
+    assert title.endswith(", CPU, tiny in bf16, 3 + 4 tokens") and rate.startswith("copies ")
+    assert [row.split(" | ")[0] for row in rows] == ["| 1", "| 3"]
+
+
 def test_profile_step_says_in_one_line_what_is_wrong(tool, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["profile_step.py", "--model", "tinny", "--device", "cpu"])
     with pytest.raises(SystemExit, match="error: --model: no preset is called 'tinny'"):

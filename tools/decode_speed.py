@@ -1,0 +1,128 @@
+"""How fast texts are continued: tokens per second of so many texts at a time, and the floor.
+
+    python tools/decode_speed.py --model Qwen2.5-0.5B --texts 1,16,64 [--device cuda] [--new 256]
+
+The model is a preset with random weights. A row is the median of --repeats runs, behind one that
+warms up: all texts with prompts of --prompt tokens, and --new tokens each, from the first pass over
+a prompt to the last token. `floor` are the tokens per second of a device that does nothing but
+read: in each pass all weights that it multiplies, and the keys and values of all texts at half
+their length, at the speed at which the device copies 256 MiB.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import numpy as np
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from llmq import __version__
+from llmq.base.dtypes import MIB, U8, parse_dtype
+from llmq.model.generator import Request
+from llmq.options.presets import preset
+from llmq.run.sampling import Sampler
+from llmq.runtime.device import Device, MemorySizes
+from llmq.runtime.machine import Machine, choose_machine
+
+COPIED, COPIES = 256 * MIB, 5
+
+
+class Row(NamedTuple):
+    """So many texts at a time. tokens: a second, the median; least, most: of the runs. floor: as in
+    the module's docstring."""
+
+    texts: int
+    tokens: float
+    least: float
+    most: float
+    floor: float
+
+    def line(self, alone: float) -> str:
+        """The row of the table. alone: tokens a second of the first row."""
+        cells = [str(self.texts), f"{self.tokens:,.0f}", f"{self.least:,.0f}-{self.most:,.0f}"]
+        cells += [f"{self.tokens / alone:.1f}", f"{self.floor:,.0f}"]
+        cells.append(f"{self.tokens / self.floor:.1%}")
+        return f"| {' | '.join(cells)} |"
+
+
+def copy_rate(machine: Machine) -> float:
+    """Bytes a second, read and written, at which the device copies."""
+    dev: Device = machine.open(MemorySizes(device=2 * COPIED))
+    try:
+        one, two = (dev.alloc(name, (COPIED,), U8, "Activations") for name in ("from", "to"))
+        dev.zero(one)
+        times = []
+        for _ in range(1 + COPIES):
+            dev.synchronize()
+            start = time.perf_counter()
+            dev.copy(two, one)
+            dev.synchronize()
+            times.append(time.perf_counter() - start)
+        return 2 * COPIED / min(times[1:])
+    finally:
+        dev.close()
+
+
+def bytes_read(sampler: Sampler, texts: int, length: float) -> float:
+    """In a pass over so many texts of this length."""
+    config, weights = sampler.config, sampler.generator.weights
+    item = weights.placement["embed"].work.dtype.itemsize
+    params = [p for slab in weights.table for p in slab.params]
+    read = [p for p in params if p.block != "embed" or config.tied_embeddings]
+    states, kept = 0, 0
+    for layer in range(config.num_layers):
+        for spec in config.halves(layer):
+            kept += sum(int(np.prod(shape)) * item for shape in spec.cached.values())
+            states += sum(int(np.prod(shape)) * 8 for shape in spec.carried.values())
+    return sum(p.size for p in read) * item + texts * (kept * length + states)
+
+
+def measure(
+    machine: Machine, model: str, dtype: str, texts: int, prompt: int, new: int, repeats: int
+) -> tuple[float, list[float]]:
+    """The bytes that a pass reads, and tokens a second of each run."""
+    config, rng = preset(model), np.random.default_rng(0)
+    ids = [rng.integers(0, config.vocab_size, prompt).tolist() for _ in range(texts)]
+    requests = [Request(each, new, seed=i) for i, each in enumerate(ids)]
+    form = (prompt + new, parse_dtype(dtype), texts)
+    with Sampler(machine, config, lambda w: w.init(config, 0), *form) as sampler:
+        found = []
+        for _ in range(1 + repeats):
+            start = time.perf_counter()
+            count = sum(1 for _ in sampler.generator.stream(requests))
+            found.append(count / (time.perf_counter() - start))
+        return bytes_read(sampler, texts, prompt + new / 2), found[1:]
+
+
+def main(
+    model: Annotated[str, typer.Option(help="A preset.")] = "tiny",
+    texts: Annotated[str, typer.Option(help="At a time, one row for each number.")] = "1,16",
+    device: str = "auto",
+    model_dtype: str = "bf16",
+    prompt: int = 16,
+    new: int = 128,
+    repeats: int = 5,
+) -> None:
+    """Print a table."""
+    machine = choose_machine(device, 1)
+    rate, rows = copy_rate(machine), []
+    for count in map(int, texts.split(",")):
+        read, found = measure(machine, model, model_dtype, count, prompt, new, repeats)
+        speeds = (statistics.median(found), min(found), max(found))
+        rows.append(Row(count, *speeds, count * rate / read))
+    what = f"{model} in {model_dtype}, {prompt} + {new} tokens"
+    print(f"llmq {__version__}, {machine.spec.name}, {what}")
+    print(f"copies {rate / 1e9:.1f} GB/s\n")
+    print("| texts | tokens/s | runs | x the first row | floor | of the floor |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        print(row.line(rows[0].tokens))
+
+
+if __name__ == "__main__":
+    typer.run(main)
