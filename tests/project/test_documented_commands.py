@@ -34,8 +34,8 @@ PAGES = [
     *(ROOT / "docs" / f"{name}.md" for name in (
         "fine-tuning", "lora", "preferences", "rl", "data", "models", "checkpoints", "export",
         "planning", "optimizer", "experts", "delta", "memory", "formats", "multi-gpu",
-        "multi-machine", "logs", "evaluation", "python", "speed", "sweeps", "rig", "recipe",
-        "coming-from",
+        "multi-machine", "logs", "evaluation", "generation", "python", "speed", "sweeps", "rig",
+        "recipe", "coming-from",
     )),
 ]  # fmt: skip
 WRITTEN_FOR = {"decisions", "extending", "walkthrough"}  # people who change llmq
