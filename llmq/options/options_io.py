@@ -97,8 +97,8 @@ def config_of(layers: Layers, inherited: Mapping[str, Any] | None = None) -> Tra
 
 
 def _merged(values: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Named values (--loss-params, --lr-parts) by field, a layer's over those below. Another loss
-    drops the parameters below."""
+    """Named values (--loss-params, --lr-parts) by field: a layer's values win over those of lower
+    layers. Another loss drops the lower layers' parameters."""
     found = {}
     for name in ("loss_params", "lr_parts"):
         below, given = (named_values(each.get(name, ())) for each in (values, layer))

@@ -87,7 +87,7 @@ class Rule:
 
 
 class _Words(dict):
-    """Words of a text: those given, and values of options by their names."""
+    """Words of a message: the given ones, and values of options by name."""
 
     def __init__(self, options: Options, words: Mapping[str, Any]):
         super().__init__(words)

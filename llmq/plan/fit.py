@@ -226,7 +226,7 @@ def _first(layers: int) -> str:
 
 def fits_of(fit: Fit) -> list[Fit]:
     """Return a search for each --base-dtype that the card multiplies fast, the most precise first.
-    Only `fit` itself without adapters, or if the format was given."""
+    Return only `fit` without adapters, or if the format was given."""
     if not fit.base.has_adapters or "base_dtype" in fit.fixed or fit.planner.spec == HOST_SPEC:
         return [fit]
     changes = [rule.changes(fit.base, fit.planner.card) for rule in RULES.savers("base")]

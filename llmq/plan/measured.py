@@ -142,8 +142,8 @@ class Measured:
         return alone + besides
 
     def _moves(self, kind: Kind, device_bytes: int) -> float | None:
-        """Seconds on the line between the two sizes around it; a launch without bytes takes the
-        least time."""
+        """Seconds of a memory-bound launch, interpolated between the next smaller and larger
+        measured size. A launch without bytes takes the least measured time."""
         known = self._like(kind)
         if not known:
             if self.bandwidth is None:

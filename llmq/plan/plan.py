@@ -234,8 +234,8 @@ def _run(
 
 def _kinds(count: int, world_size: int) -> list[tuple[int, int]]:
     """Numbers of the micro-steps to run, each with the number of micro-steps that it represents.
-    All between the first and the last are alike. A single rank squares sums in the last one only:
-    counting all as such is faster to plan, and 0.5 % off."""
+    All micro-steps between the first and the last are alike. A single rank squares sums in the last
+    one only: counting all as such is faster to plan, and 0.5 % off."""
     last = max(count - 1, 1)
     middle = {1: count - 2, count - 1: 1} if world_size > 1 else {last: count - 1}
     kinds = {0: 1} | middle

@@ -393,8 +393,8 @@ class Search:
         where: PlanTarget,
         need: Estimate,
     ) -> Recipe | None:
-        """The recipe of options that fit; None if the hours are too few for a step. base: as of
-        Recipe."""
+        """The recipe for a config that fits; None if the hours are too few for one step. base: as
+        of Recipe."""
         config, seconds = self._timed(config, model, where, need)
         if config.steps < 1:
             return None

@@ -150,8 +150,8 @@ def _beside(transfer: _Moved, exchanges: list[_Moved]) -> Iterator[_Moved]:
 
 
 def _shared(transfer: _Moved, exchange: _Moved, times: float) -> float:
-    """Seconds of the transfer alone that overlap with the exchange, beside which it takes `times`
-    as long. While it waited it would have made progress."""
+    """Seconds of a transfer, at its own speed, that fall beside an exchange; beside it the transfer
+    takes `times` as long. A transfer that waited would have made progress meanwhile."""
     waited = _overlap(transfer.ready, transfer.start, exchange.start, exchange.end)
     held_up = _overlap(transfer.start, transfer.end, exchange.ready, exchange.start)
     return waited / times + min(held_up, (exchange.end - exchange.start) / times)

@@ -274,7 +274,7 @@ def learning_rate(
         step < warmup   rises by base / warmup per step; step 0 has 0
         step < E        cosine or linear: from base down to the floor, base * final_fraction, which
                         step E - 1 has exactly (a phase of a single step stays at base); wsd: base
-        step >= E       what step E would have otherwise, times 1 - sqrt((step - E) / cooldown)
+        step >= E       the rate of step E without cooldown, times 1 - sqrt((step - E) / cooldown)
 
     schedule is one of SCHEDULES in any case, else ValueError.
     """
