@@ -1,14 +1,14 @@
-"""How fast each operation is, next to what the machine allows.
+"""Speed of each operation, relative to the machine's ceilings.
 
     python tools/bench_ops.py norm [--case qwen15b]      python tools/bench_ops.py all
 
-The shapes are those of llmq/ref/<op>.py, in bf16 (those of matmul_fp8 are in matmul.py), except
-those that are too small to fill a GPU; --case runs any of them. Before every run the L2 cache is
-filled with other (dirty) lines. Printed are the median time of many runs and the rate: TFLOP/s of
-products and attention, else GB/s of the bytes that must be moved. The ceiling is, for bytes, a
-large copy on this device; for products and attention, what benchmarks/peers.json has for this card
-and shape, else a large product in bf16, twice its speed for fp8 and int8. A call below 85 % of a
-large copy is compared with a copy of as many bytes too, which needs time to start and to end as
+Shapes are the CASES of llmq/ref/<op>.py in bf16 (those of matmul_fp8 are in matmul.py), without
+shapes too small to fill a GPU; --case runs any of these. Before every run the L2 cache is filled
+with other (dirty) lines. The table has the median time of many runs and the rate: TFLOP/s of
+products and attention, else GB/s of the bytes that must be moved. The ceiling of bytes is a large
+copy on this device. The ceiling of products and attention is the value in benchmarks/peers.json for
+this card and shape, else a large product in bf16, twice its speed for fp8 and int8. A call below 85
+% of a large copy is also compared with a copy of equal size, which needs time to start and end as
 well.
 """
 
@@ -43,7 +43,7 @@ from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.timing import Marks
 
 MIB = 1 << 20
-LEAST_BYTES, LEAST_FLOPS = 16 * MIB, 10**10  # cases below both are for tests
+LEAST_BYTES, LEAST_FLOPS = 16 * MIB, 10**10  # smaller cases are for tests
 WARM_UP, MIN_RUNS, MAX_RUNS, SECONDS = 3, 10, 100, 0.3
 FACTS = Path(__file__).parents[1] / "benchmarks" / "peers.json"
 GOAL = 85  # percent of the bandwidth of a copy
@@ -55,19 +55,19 @@ PRODUCTS = (
     "matmul_fp8",
     "matmul_int8",
     *FUSED,
-)  # bound by arithmetic, all others by memory
+)  # compute-bound; all others are memory-bound
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A call with its tensors made, and a buffer larger than the L2 cache."""
+    """A call with allocated tensors, and a buffer larger than the L2 cache."""
 
     run: Callable[[], None]
     flush: Tensor
 
 
 def fill_codes(dev: Device, codes: Tensor, seed: int = 0) -> None:
-    """Codes of normally distributed numbers: of zeros a product would be faster."""
+    """Fill codes from normally distributed numbers; a product of zeros would be faster."""
     with (
         dev.scratch("numbers", codes.shape, BF16) as numbers,
         dev.scratch("largest", (1,), F32) as largest,
@@ -83,7 +83,7 @@ def fill_codes(dev: Device, codes: Tensor, seed: int = 0) -> None:
 
 
 def prepare(dev: Device, call: Call, flush_bytes: int) -> Prepared:
-    """Allocate and fill what the call needs."""
+    """Allocate and fill the tensors of a call."""
     shared = dev.alloc("scalars", (STEP_SCALARS_WORDS,), I32, "Activations")
     dev.upload(shared, scalars())
 
@@ -116,7 +116,8 @@ def prepare(dev: Device, call: Call, flush_bytes: int) -> Prepared:
 
 
 def plan(spec: DeviceSpec, call: Call, flush_bytes: int) -> tuple[MemorySizes, int, int]:
-    """The memory that the call needs, the bytes it must move and the FLOPs it must compute."""
+    """Return the memory sizes that the call needs, the bytes it must move and the FLOPs it must
+    compute."""
     dev = PlanDevice(spec)
     prepared = prepare(dev, call, flush_bytes)
     moved, computed = sum(dev.bytes.values()), sum(dev.flops.values())
@@ -129,8 +130,8 @@ def plan(spec: DeviceSpec, call: Call, flush_bytes: int) -> tuple[MemorySizes, i
 def median_ms(
     dev: Device, run: Callable[[], None], flush: Tensor, seconds: float = SECONDS
 ) -> float:
-    """Median time of the runs of so many seconds, but of MIN_RUNS to MAX_RUNS; each begins with a
-    cache full of the flush buffer's lines."""
+    """Median milliseconds of MIN_RUNS to MAX_RUNS runs in about `seconds`; each begins with a cache
+    full of the flush buffer's lines."""
     marks = Marks(dev)
 
     def timed(count: int) -> list[float]:
@@ -151,14 +152,16 @@ def median_ms(
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes per second of a copy, FLOP/s of a product, and facts about this card from a file."""
+    """Bytes per second of a copy, FLOP/s of a product, and this card's part of
+    benchmarks/peers.json."""
 
     copy: float
     product: float
     facts: dict[str, Any]
 
     def of(self, op: str, call: str, case: str, computed: int) -> tuple[float, str]:
-        """Bytes or FLOPs per second that a call could reach, and where the number is from."""
+        """Return the bytes or FLOPs per second that a call could reach, and the source of this
+        number."""
         if op not in PRODUCTS:
             return self.copy, "copy"
         known = self.facts.get(op, {}).get(case)
@@ -172,7 +175,7 @@ class Ceilings:
 
 
 def copy_speed(open_device: Callable[[MemorySizes], Device], size: int, flush_bytes: int) -> float:
-    """Bytes per second, read and written, of a copy that reads `size` bytes."""
+    """Bytes per second, read plus written, of a copy of `size` bytes."""
     with closing(open_device(MemorySizes(device=2 * size + flush_bytes, stack=0, pinned=0))) as dev:
         source, target, flush = (
             dev.alloc(name, (n,), U8, "Activations")
@@ -182,7 +185,7 @@ def copy_speed(open_device: Callable[[MemorySizes], Device], size: int, flush_by
 
 
 def ceilings(open_device: Callable[[MemorySizes], Device], on_gpu: bool) -> Ceilings:
-    """Measure this device's."""
+    """Measure the ceilings of this device."""
     size = 1024 * MIB if on_gpu else MIB
     product = 4 * PRODUCT_SIZES[0] ** 2 * 2 if on_gpu else MIB  # three matrices and a workspace
     copied = copy_speed(open_device, size, size)
@@ -201,7 +204,7 @@ def measured(
     flush_bytes: int,
     seconds: float = SECONDS,
 ) -> Iterator[dict[str, Any]]:
-    """A record for every call of every case of an operation."""
+    """Yield a record for every call of every case of an operation."""
     shapes = cases(op)
     for name in shapes if case is None else {case} & set(shapes):
         for call in OPS[op](*shapes[name]):
@@ -213,7 +216,7 @@ def measured(
                 with closing(open_device(sizes)) as dev:
                     prepared = prepare(dev, call, flush_bytes)
                     ms = median_ms(dev, prepared.run, prepared.flush, seconds)
-            except (LlmqError, RuntimeError) as error:  # a library that is missing, or a bug
+            except (LlmqError, RuntimeError) as error:  # a missing library, or a bug
                 yield record | {"error": str(error), "failed": not isinstance(error, LlmqError)}
                 continue
             ceiling, source = limits.of(op, call.name, name, computed)
@@ -233,7 +236,7 @@ def measured(
 
 
 def line(record: dict[str, Any]) -> str:
-    """A record for people."""
+    """One record as a line for people."""
     start = f"{record['op']:13} {record['call']:22} {record['case']:21}"
     if "error" in record:
         return f"{start} {record['error']}"

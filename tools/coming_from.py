@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes into docs/coming-from.md the names of other trainers' options, with those here.
+"""Write the tables of other trainers' options, with llmq's answers, into docs/coming-from.md.
 
     PYTHONPATH=. tools/coming_from.py
 
-The tables are those of llmq/options/foreign.py, one for each trainer, between two comments of the
-page.
+llmq/options/foreign.py holds the tables, one for each trainer; the page has these between two
+comments.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ BEGIN, END = "<!-- written by tools/coming_from.py -->\n", "<!-- until here -->\
 
 
 def cell(answers: Answers) -> str:
-    """The answer to a name as Markdown, or the answers by value, that of other values last; what is
-    off is left out, which goes without saying."""
+    """The answer or the answers by value as Markdown, the default last. A switch that is off needs
+    no answer."""
     if isinstance(answers, str):
         return _marked(answers)
     by_text: dict[str, list[str]] = {}
@@ -33,7 +33,7 @@ def cell(answers: Answers) -> str:
 
 
 def _marked(text: str) -> str:
-    """Text with options and commands in code style, and capitals for what stands in braces."""
+    """Text with options and commands in code style, and capitals for names in braces."""
     text = re.sub(r"\{(\w+)\}", lambda word: word[1].upper(), text)
     code = re.match(r"(?:--|llmq )[^,:;]*(?::(?=\S)[^,:;]*)*", text)
     return text if code is None else f"`{code[0].strip('`')}`{text[code.end() :]}"

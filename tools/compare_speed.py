@@ -25,7 +25,8 @@ import yaml
 
 
 def measure(tree: Path, row: Path, out: Path, steps: int, repeats: int) -> dict[str, Any]:
-    """The report of this checkout's `llmq bench` about the one run in `row`."""
+    """Return the run in the report of `llmq bench` by this checkout, for the single run in
+    `row`."""
     command = [sys.executable, "-m", "llmq", "bench", "--config", str(row), "--out", str(out)]
     command += ["--timed-steps", str(steps), "--repeats", str(repeats)]
     paths = [str(tree.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]

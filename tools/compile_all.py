@@ -1,8 +1,8 @@
-"""Compile every kernel for every architecture, without a GPU; print what each needs.
+"""Compile every kernel for every architecture, without a GPU, and print the resources of each.
 
-It compiles what training and sampling launch: steps of all presets in all formats run on a plan
-device that notes its launches. Kernels that none of them uses are compiled for all types. Exits 1
-if a kernel spills registers to memory or asks for more than a multiprocessor has.
+The kernels are the launches of training and sampling: steps of all presets in all formats run on a
+plan device that notes its launches. Kernels without any launch are compiled for all types. Exits
+with 1 if a kernel spills registers to memory or needs more than a multiprocessor has.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ from llmq.state.params import weight_table
 from llmq.state.placement import place, resident, table_of
 from llmq.state.weights import Weights
 
-# Multiprocessors of a typical card, and KiB of shared memory that one block may have.
+# By capability: multiprocessors of a typical card, KiB of shared memory for one block at most.
 ARCHITECTURES = {80: (108, 163), 89: (128, 99), 90: (132, 227), 100: (148, 227), 120: (188, 99)}
 FP8, INT8 = {"matmul_dtype": "e4m3"}, {"matmul_dtype": "int8"}
-REGISTERS, RESERVED = 65536, 1024  # of a multiprocessor, and bytes of shared memory of a block
+REGISTERS = 65536  # of a multiprocessor
+RESERVED = 1024  # bytes of shared memory that CUDA takes beside a block's own
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched: threads of a block, bytes of shared memory."""
+    """One launch of a kernel: threads per block, bytes of shared memory."""
 
     threads: int
     shared: int
@@ -61,7 +62,7 @@ Launches = dict[KernelSource, set[Launch]]
 
 
 class Work(NamedTuple):
-    """A kernel, compiled for one architecture, and how it is launched."""
+    """A kernel to compile for one architecture, and its launches."""
 
     capability: int
     source: KernelSource
@@ -69,7 +70,7 @@ class Work(NamedTuple):
 
 
 class NotingDevice(PlanDevice):
-    """A plan device that notes which kernels are launched and how."""
+    """A plan device that notes each kernel and its launches."""
 
     def __init__(self, spec: DeviceSpec, noted: Launches):
         super().__init__(spec)
@@ -84,7 +85,7 @@ class NotingDevice(PlanDevice):
 
 
 def declared_kernels() -> list[Kernel]:
-    """Every kernel of ours that llmq/ops declares."""
+    """Return every kernel of ours that llmq/ops declares."""
     kernels = {}
     for module in pkgutil.walk_packages(llmq.ops.__path__, "llmq.ops."):
         names = vars(importlib.import_module(module.name))
@@ -96,7 +97,8 @@ ADAPTERS = {"lora_rank": 8, "lora_dropout": 0.1}
 
 
 def formats() -> Iterator[dict[str, str]]:
-    """Choices of formats as fields of TrainConfig: all, 8-bit moments only both together."""
+    """Yield choices of formats as fields of TrainConfig: all, with 8-bit moments only for both
+    moments."""
     both = ("bf16", "fp32")
     moments = (*itertools.product(both, repeat=2), ("e4m3", "e4m3"))
     for master, grad, (m, v) in itertools.product(both, both, moments):
@@ -118,10 +120,8 @@ def _formats(model: str, master: str, grad: str, m: str, v: str) -> dict[str, st
 def note_training(
     spec: DeviceSpec, model: ModelConfig, fields: dict[str, Any], noted: Launches
 ) -> None:
-    """One micro-step that overwrites gradients, one that adds, an update and an evaluation.
-
-    Once more with recomputation, and documents that are masked.
-    """
+    """Note a micro-step that overwrites gradients, one that adds, an update and an evaluation; then
+    the same with recomputation and document masks."""
     B, T = 4, min(1024, model.max_positions)
     batch = (np.zeros((B, T), np.int32), np.zeros((B, T), np.int32))
     for more in (False, True):
@@ -135,7 +135,7 @@ def note_training(
 
 
 def note_sampling(spec: DeviceSpec, model: ModelConfig, dtype: DType, noted: Launches) -> None:
-    """Note the kernels of a text that is continued."""
+    """Note the kernels that continue a text."""
     dev = NotingDevice(spec, noted)
     table = weight_table(model)
     weights, sizes = Weights(dev, table, resident(table, dtype)), {"slots": 4, "positions": 64}
@@ -143,8 +143,7 @@ def note_sampling(spec: DeviceSpec, model: ModelConfig, dtype: DType, noted: Lau
 
 
 def note_heads(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:
-    """Note the kernels that follow the library's backward of attention where it is divided by query
-    heads."""
+    """Note the kernels after the library's backward of attention, divided by query heads."""
     dev, heads, size = NotingDevice(spec, noted), model.num_heads, model.head_dim
     packed = (1, 16, heads + 2 * model.num_kv_heads, size)
     d_qkv = dev.alloc("d_qkv", packed, BF16, "Activations")
@@ -179,7 +178,7 @@ def note_losses(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:
 
 
 def note_routers(spec: DeviceSpec, noted: Launches) -> None:
-    """Note those of the most experts, which take the most registers."""
+    """Note routers of the most experts, which need the most registers."""
     dev, S, E, top_k = NotingDevice(spec, noted), 64, route.MAX_EXPERTS, 10
 
     def of(dtype: DType, *shape: int) -> Tensor:
@@ -201,13 +200,13 @@ class Run(NamedTuple):
     sampled: DType | None = None
 
     def note(self, spec: DeviceSpec, noted: Launches) -> None:
-        """Add what it launches on such a GPU."""
+        """Add the launches of this run on such a GPU."""
         preset = PRESETS[self.preset]
         model = preset.with_layers(preset.layer_kinds)
         note_heads(spec, model, noted)
         note_codes(spec, noted)
         note_routers(spec, noted)
-        if all(source.file != "loss/distill.cu" for source in noted):  # once for each card
+        if all(source.file != "loss/distill.cu" for source in noted):  # losses once for each card
             note_losses(spec, model, noted)
         if self.sampled is not None:
             note_sampling(spec, model, self.sampled, noted)
@@ -216,7 +215,8 @@ class Run(NamedTuple):
 
 
 def all_runs(capability: int) -> list[Run]:
-    """All presets, and all formats of the smallest, for cards of this capability."""
+    """Return runs of all presets, and of all formats of the smallest, for cards of this
+    capability."""
     first, *_ = PRESETS
     runs = [Run(name, sampled=dtype) for name in PRESETS for dtype in (BF16, F32)]
     of_all = [{"model_dtype": name} for name in ("bf16", "fp32")]
@@ -225,7 +225,7 @@ def all_runs(capability: int) -> list[Run]:
         of_all += [fields, fields | {"fp8_recipe": "delayed", "head_dtype": "e4m3"}]
     for base, recipe in (("e4m3", "jit"), ("nf4", "delayed")):
         of_all.append(FP8 | {"fp8_recipe": recipe, "base_dtype": base} | ADAPTERS)
-    of_codes = (CAPABILITY, *GENERIC_FP8)  # of experts
+    of_codes = (CAPABILITY, *GENERIC_FP8)  # capabilities with e4m3 products of experts
     runs += [
         Run(name, tuple(fields.items()))
         for fields in of_all
@@ -238,7 +238,7 @@ def all_runs(capability: int) -> list[Run]:
         for gradient in ("e4m3", "e5m2"):
             fields = FP8 | {"gradient_dtype": gradient, "fp8_recipe": "delayed"}
             runs.append(Run(name, tuple((fields | {"mlp_dtype": "e4m3"}).items())))
-    # These have all layouts and tiles of products of int8.
+    # These presets cover all layouts and tiles of int8 products.
     runs += [Run(name, tuple(INT8.items())) for name in ("tiny", "Qwen2.5-1.5B", "Qwen2.5-72B")]
     of_one = [INT8 | ADAPTERS, INT8 | {"grad_accum_dtype": "fp32"}, *formats()]
     for name in ("bf16", "fp32"):
@@ -249,7 +249,7 @@ def all_runs(capability: int) -> list[Run]:
     if capability in GENERIC_FP8:
         fields = FP8 | {"fp8_recipe": "delayed", "head_dtype": "e4m3", "fp8_accumulate": "fp16"}
         runs += [Run(name, tuple(fields.items())) for name in (first, *of_activation.values())]
-    if capability == CAPABILITY:  # in both directions: without dropout
+    if capability == CAPABILITY:  # without dropout, fused in both directions
         adapted = {"lora_rank": 8, "lora_dropout": 0.0}
         formats_of = [{"model_dtype": "bf16", "matmul_dtype": "bf16"}]
         for gradient in ("e4m3", "e5m2"):
@@ -266,15 +266,13 @@ def all_runs(capability: int) -> list[Run]:
 
 
 def entries(found: dict[int, Launches]) -> set[tuple[str, str]]:
-    """File and entry point of what is launched on any architecture."""
+    """File and entry point of all kernels launched on any architecture."""
     return {(source.file, source.entry) for noted in found.values() for source in noted}
 
 
 def launches_of(runs: Iterable[tuple[int, Run]]) -> dict[int, Launches]:
-    """By capability, every kernel launch of these runs on a card of it, by what is compiled.
-
-    Kernels that none of them launches are there for all types.
-    """
+    """Return the launches of these runs by capability and compiled kernel. Kernels without a launch
+    are added for all types."""
     found: dict[int, Launches] = {}
     for capability, run in runs:
         num_sms, _ = ARCHITECTURES[capability]
@@ -307,8 +305,8 @@ class Report:
 
     @property
     def blocks(self) -> int:
-        """How many must run on a multiprocessor together: one hides the other's epilogue, or what
-        it waits for."""
+        """Blocks that must share a multiprocessor, so that one hides the other's epilogue or
+        waits."""
         file, entry, types, consts = self.source
         grouped = file == "experts/grouped.cu" and self.launch.threads == 128  # fp8 codes: 256
         tiles = entry in ("attention_forward", "attention_backward_tiles")
@@ -317,18 +315,18 @@ class Report:
 
     @property
     def problem(self) -> str | None:
-        """Why it may not be so; None if all is well."""
+        """The problem with the kernel's resources; None if there is none."""
         r, limit = self.resources, ARCHITECTURES[self.capability][1] << 10
         if r.spilled:
             return f"spills {r.spilled} bytes"
         if r.serialized:
             return "waits for each product of a warpgroup at once"
-        # Registers are handed out to warps in units of 256.
+        # Warps get registers in units of 256.
         threads = self.blocks * -(-self.launch.threads // 32) * 32
         registers = -(-r.registers // 8) * 8 * threads
         if registers > REGISTERS:
             return f"{threads} threads need {registers} registers, there are {REGISTERS}"
-        # Each block takes RESERVED bytes more, and the limit is that of one alone.
+        # Each block takes RESERVED bytes more; the limit is that of a single block.
         shared = self.blocks * (r.shared + self.launch.shared + RESERVED) - RESERVED
         if shared > limit:
             return f"needs {shared} bytes of shared memory of {limit}"
@@ -358,7 +356,7 @@ def compiled(capability: int, source: KernelSource, launches: set[Launch]) -> li
 
 
 def work_of(launches: dict[int, Launches]) -> list[Work]:
-    """The compilations for these launches."""
+    """Return the compilations for these launches."""
     return [
         Work(capability, source, noted[source])
         for capability, noted in launches.items()
@@ -367,7 +365,7 @@ def work_of(launches: dict[int, Launches]) -> list[Work]:
 
 
 def reports(work: list[Work]) -> Iterator[Report]:
-    """All launches of these kernels."""
+    """Yield a report for each launch of these kernels."""
     with ThreadPoolExecutor() as pool:
         for part in pool.map(lambda item: compiled(*item), work):
             yield from part

@@ -1,9 +1,9 @@
-"""Record what lm-eval says about the models and tasks of tests/eval_data.py: the reference of `llmq
+"""Record lm-eval's results on the models and tasks of tests/eval_data.py, the reference of `llmq
 eval`.
 
     python tools/eval_reference.py        # writes tests/run/golden/lm_eval.json; needs lm-eval
 
-Its published task definitions are used, on local files.
+lm-eval's published task definitions run on local files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "run" / "golden" / "lm_eval.json"
-# Where lm-eval defines the tasks, below its own folder; for plain texts it has no task.
+# Task definitions below lm-eval's folder; plain texts have none.
 DEFINED = {
     "hellaswag": "hellaswag/hellaswag.yaml",
     "arc": "arc/arc_easy.yaml",
@@ -38,7 +38,7 @@ TEXTS = {
 
 
 def _definition(kind: str, path: Path, number: int) -> dict[str, Any]:
-    """The task as lm-eval has it, on a local file."""
+    """lm-eval's task definition on a local file."""
     from lm_eval import tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -58,7 +58,8 @@ def _definition(kind: str, path: Path, number: int) -> dict[str, Any]:
 
 
 def reference(model: Path, tasks: dict[str, Path], number: int) -> dict[str, Any]:
-    """By kind: the metrics, and the likelihoods of all requests. number: another in each call."""
+    """Return by kind the metrics, and the log-likelihoods of all requests. number: unique for each
+    call."""
     os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
     import lm_eval
 
@@ -87,7 +88,7 @@ def reference(model: Path, tasks: dict[str, Path], number: int) -> dict[str, Any
 
 
 def references(folder: Path) -> dict[str, Any]:
-    """The references of both models, by whether the tokenizer adds a first token."""
+    """Return the references of both models, by whether the tokenizer adds a first token."""
     from tests.eval_data import write_model, write_tasks
 
     tasks = write_tasks(folder)

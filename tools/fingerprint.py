@@ -66,21 +66,21 @@ from fingerprint_runs import (
 )
 from safetensors.numpy import load_file, save_file
 
-STEPS = 3  # of a run, and of its part after ->
-SLOWEST = 5  # runs that are named at the end
-OWN_SIZES = (  # that only new models can have
+STEPS = 3  # steps of a run, and of its part after ->
+SLOWEST = 5  # slowest runs, named at the end
+OWN_SIZES = (  # sizes that only new models can have
     "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim "
     "max_positions rope_theta tie_embeddings"
 ).split()
 DRAWINGS = (".svg", ".png", ".html")
 WORDS_ONLY = re.compile(r"[^A-Za-z]+")
-# As root, and with more processes than cores, on a machine without other networks than its own.
+# Allow root, more processes than cores, and a machine without a network.
 MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":OVERSUBSCRIBE",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
-    "OMPI_MCA_rmaps_base_oversubscribe": "true",  # the same of Open MPI 4
+    "OMPI_MCA_rmaps_base_oversubscribe": "true",  # the same for Open MPI 4
     "OMPI_MCA_hwloc_base_binding_policy": "none",
     "OMPI_MCA_btl": "^tcp",
 }
@@ -93,7 +93,7 @@ SIZES = re.compile(r"\b(memory|sizes)\.|_bytes$|stack\.\d+\.bytes$|log\.\d+\.sta
 
 
 def options_of(words: list[str]) -> dict[str, Any]:
-    """Options of a trainer from the words of a run."""
+    """Return options of a trainer from the words of a run."""
     options: dict[str, Any] = {}
     for word in words:
         name, has_value, value = word.partition("=")
@@ -104,7 +104,7 @@ def options_of(words: list[str]) -> dict[str, Any]:
 
 
 def sha256(*parts: bytes) -> str:
-    """The hash of all parts, one after the other."""
+    """The hash of all parts in order."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -112,7 +112,7 @@ def sha256(*parts: bytes) -> str:
 
 
 def tensors_hash(tensors: dict[str, np.ndarray]) -> str:
-    """The hash of names, shapes, dtypes and values, in the order given."""
+    """The hash of names, shapes, dtypes and values, in the given order."""
     heads = (f"{name} {x.shape} {x.dtype}" for name, x in tensors.items())
     values = (np.ascontiguousarray(x).tobytes() for x in tensors.values())
     return sha256(
@@ -121,7 +121,8 @@ def tensors_hash(tensors: dict[str, np.ndarray]) -> str:
 
 
 def masked_batches(count: int, config: Any) -> list[tuple[np.ndarray, ...]]:
-    """Micro-batches of random tokens, some targets masked; with --document-mask of documents."""
+    """Return micro-batches of random tokens with some masked targets; with --document-mask, of
+    documents."""
     rng, batches = np.random.default_rng(7), []
     shape = rows, T = config.batch_size, config.seq_len
     for _ in range(count):
@@ -136,15 +137,15 @@ def masked_batches(count: int, config: Any) -> list[tuple[np.ndarray, ...]]:
 
 
 def measured(result: Any) -> dict[str, Any]:
-    """The fields of a result but its time, and the names of some of its numbers."""
+    """The fields of a result without times and some other numbers."""
     left_out = ("communication", "waits", "begin", "end", "validated", "shown")
     found = dataclasses.asdict(result)
-    found |= found.pop("numbers", {})  # which older versions have as fields
+    found |= found.pop("numbers", {})  # fields in older versions
     return {k: v for k, v in found.items() if k not in left_out}
 
 
 def trained(trainer: Any) -> dict[str, Any]:
-    """Steps and a validation of a trainer: what they measure, and the plan that they go by."""
+    """Run steps and an evaluation; return their results and the trainer's plan."""
     usage = trainer.plan.usage
     steps = [measured(trainer.step(masked_batches(trainer.micro_batches, trainer.config)))]
     steps += [measured(trainer.step()) for _ in range(STEPS - 1)]
@@ -156,7 +157,7 @@ def trained(trainer: Any) -> dict[str, Any]:
         "gradients": tensors_hash(trainer.gradients()),
         "memory": usage.categories,
         "stack": [{"name": name, "bytes": size} for name, size in usage.stack],
-        # A dataclass in older versions.
+        # Older versions have a dataclass.
         "sizes": dict(sizes) if isinstance(sizes, dict) else dataclasses.asdict(sizes),
         "used": trainer.usage == usage,
         "counts": {k: getattr(trainer.plan, k) for k in ("tokens", "flops", "traffic", "launches")},
@@ -164,13 +165,13 @@ def trained(trainer: Any) -> dict[str, Any]:
 
 
 def files_of(folder: Path) -> dict[str, Any]:
-    """Hashes of the files below a folder; of a checkpoint.json what every machine has alike."""
+    """Hashes of the files below a folder; for a checkpoint.json its machine-independent content."""
     found: dict[str, Any] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
         if path.name == "checkpoint.json":
             found[name] = json.loads(portable(path.read_text()))
-            del found[name]["sha256"]  # which is of the paths in it, too
+            del found[name]["sha256"]  # this hash covers paths in the file
         elif path.suffix == ".json" and not name.startswith("timed/"):
             found[name] = sha256(portable(path.read_text()).encode())
         elif path.suffix in DRAWINGS or name.startswith("timed/"):
@@ -181,7 +182,7 @@ def files_of(folder: Path) -> dict[str, Any]:
 
 
 def portable(text: str) -> str:
-    """Without the temporary folder, dates, times, speeds, progress and ids of runs."""
+    """Text without temporary folders, dates, times, speeds, progress and run ids."""
     text = text.replace(str(Path.cwd()), "RUN").replace(str(Path.cwd().parent), "ROOT")
     text = re.sub(r"\d{4}-\d\d-\d\d[T ]\d\d[:_]\d\d[:_]\d\d(\.\d+)?", "DATE", text)
     text = re.sub(r"\b[0-9a-f]{12}\b(?=[\")])", "ID", text)
@@ -225,7 +226,7 @@ def train(run: str) -> dict[str, Any]:
         saved = trainer.save("first")
         trainer.export("out")
     found["files"] = files_of(Path())
-    # The second trainer goes on from the checkpoint, or begins from the model that was exported.
+    # The second trainer resumes from the checkpoint, or starts from the exported model.
     if second:
         options |= options_of(second.split())
     elif "lora_rank" in options:
@@ -244,7 +245,8 @@ def train(run: str) -> dict[str, Any]:
 
 
 def kinds_of(options: dict[str, Any], card: str = "") -> list[dict[str, Any]]:
-    """The launches that `llmq plan` tells of a step with these options. card: --card or none."""
+    """The launches by kind that `llmq plan` reports for a step with these options. card: --card, or
+    none."""
     words = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -258,10 +260,10 @@ def kinds_of(options: dict[str, Any], card: str = "") -> list[dict[str, Any]]:
 
 
 def on_a_gpu(line: str, fused: bool, device: str) -> dict[str, Any]:
-    """The fingerprint of a line of GPU_RUNS: losses, norms, weights and what is launched.
+    """The fingerprint of a line of GPU_RUNS: losses, norms, weights and launches.
 
-    fused: with products of our own where the rules take them; on the CPU, which has none by rule,
-    all that there can be, in a model that is small enough.
+    fused: True uses our fused products where the rules choose these. The rules choose none on the
+    CPU, so there True uses all possible ones, in a small enough model.
     """
     from llmq import Trainer
 
@@ -294,7 +296,8 @@ def on_a_gpu(line: str, fused: bool, device: str) -> dict[str, Any]:
 
 
 def in_two_files(model: Path) -> str:
-    """A copy of an exported F32 model with its weights in two files and an index."""
+    """Copy an exported F32 model, with its weights split into two files and an index; return the
+    folder."""
     folder, weights = Path("parts"), load_file(model / "model.safetensors")
     folder.mkdir()
     shutil.copy(model / "config.json", folder)
@@ -314,7 +317,7 @@ def in_two_files(model: Path) -> str:
 
 
 def command(line: str) -> dict[str, Any]:
-    """Run `python -m llmq` with these arguments, in this process."""
+    """Run `python -m llmq` with these arguments in this process; return status and output."""
     out, err, argv = io.StringIO(), io.StringIO(), sys.argv
     sys.argv, status = ["llmq", *shlex.split(line)], 0
     try:
@@ -328,7 +331,7 @@ def command(line: str) -> dict[str, Any]:
 
 
 def in_two_processes(line: str) -> dict[str, Any]:
-    """The same, as two processes under mpirun."""
+    """Run the command as two processes under mpirun."""
     beside = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or "mpirun"
     given = [beside, "-n", "2", sys.executable, "-m", "llmq", *shlex.split(line)]
     how = {"capture_output": True, "text": True, "env": os.environ | MPI, "timeout": 120}
@@ -338,12 +341,12 @@ def in_two_processes(line: str) -> dict[str, Any]:
 
 
 def commands(lines: list[str]) -> dict[str, Any]:
-    """The fingerprint of an entry of COMMANDS: consoles, log and files."""
+    """The fingerprint of an entry of COMMANDS: console output, log and files."""
     found: dict[str, Any] = {}
     for line in lines:
         first, _, rest = line.partition(" ")
         shown = in_two_processes(rest) if first == "mpirun" else command(line)
-        if first == "bench":  # whose lines are speeds
+        if first == "bench":  # its lines have speeds
             shown |= {name: WORDS_ONLY.sub(" ", shown[name]) for name in ("out", "err")}
         found[f"{len(found)} {line.split()[0]}"] = shown | {"out": shown["out"].splitlines()}
     log = Path("log.json")
@@ -354,7 +357,7 @@ def commands(lines: list[str]) -> dict[str, Any]:
 
 
 def _record(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of a log without times and without what is free of the machine's memory."""
+    """A log record without times and without the machine's free memory."""
     gone = {"time", "duration_ms", "communication"}
     kept = {name: value for name, value in record.items() if name not in gone}
     if record["log"] == "allocator":
@@ -369,7 +372,7 @@ def plan(line: str) -> dict[str, Any]:
 
 
 def golden(line: str) -> dict[str, Any]:
-    """The fingerprint of a line of GOLDEN: the plan on each of CARDS."""
+    """The fingerprint of a line of GOLDEN: its plan on each of CARDS."""
     found = {}
     for card in CARDS:
         where = f"--from-scratch --num-layers=4 --card='{card}' --device=cuda"
@@ -397,10 +400,10 @@ GPU_RUNNERS = {
 
 
 def fingerprint(name: str, root: Path, device: str) -> tuple[dict[str, Any], float]:
-    """The fingerprint of one run, in a new folder in root, and its seconds; an error is a
-    fingerprint too."""
+    """Return the fingerprint of one run, made in a new folder below root, and its seconds; an error
+    is a fingerprint too."""
     runner, what = (RUNNERS | GPU_RUNNERS)[name]
-    os.environ.pop("LLMQ_FUSED", None)  # which the run before may have set
+    os.environ.pop("LLMQ_FUSED", None)  # the run before may have set this
     folder = Path(tempfile.mkdtemp(dir=root))
     os.chdir(folder)
     warnings, start = io.StringIO(), time.perf_counter()
@@ -416,7 +419,8 @@ def fingerprint(name: str, root: Path, device: str) -> tuple[dict[str, Any], flo
 
 
 def make_workplace(root: Path, bases: list[str]) -> None:
-    """models/*/config.json, bases/* with weights, texts, tasks and token files of three kinds."""
+    """Write models/*/config.json, bases/* with weights, texts, tasks and token files of three
+    kinds."""
     for name, (architecture, fields) in MODELS.items():
         (root / "models" / name).mkdir(parents=True)
         content = {"architectures": [architecture]} | fields
@@ -425,7 +429,7 @@ def make_workplace(root: Path, bases: list[str]) -> None:
     for name, records in texts_of(np.random.default_rng(0)).items():
         lines = (json.dumps(record) + "\n" for record in records)
         Path(f"{name}.jsonl").write_text("".join(lines))
-        os.utime(f"{name}.jsonl", (0, 0))  # which `llmq tokenize` notes
+        os.utime(f"{name}.jsonl", (0, 0))  # `llmq tokenize` records this time
     Path("chatml.jinja").write_text(CHATML)
     for line in WORKPLACE:
         made = command(line)
@@ -436,7 +440,7 @@ def make_workplace(root: Path, bases: list[str]) -> None:
 
 
 def texts_of(rng: np.random.Generator) -> dict[str, list[dict[str, Any]]]:
-    """Records of texts, of short ones, of conversations, and of questions, by name of file."""
+    """Records of texts, short texts, conversations and questions, by file name."""
     words = [bytes(rng.integers(97, 123, rng.integers(1, 9))).decode() for _ in range(99)]
 
     def say(count: int) -> str:
@@ -456,7 +460,7 @@ def texts_of(rng: np.random.Generator) -> dict[str, list[dict[str, Any]]]:
 
 
 def write_base(folder: Path, model: str) -> None:
-    """A model with weights in fp32, as a few steps leave them."""
+    """Write a model with fp32 weights, after a few training steps."""
     from llmq import Trainer
 
     options = {"model": model, "from_scratch": True, "device": "cpu", "gpus": 1, "tune": False}
@@ -469,7 +473,7 @@ def write_base(folder: Path, model: str) -> None:
 
 
 def bases_of(names: list[str]) -> list[str]:
-    """The models that need weights for these runs."""
+    """Return the models whose weights these runs need."""
     needed = {name.split()[1] for name in names if name.startswith("train ") and " base " in name}
     for name in names:
         needed |= set(re.findall(r"\.\./bases/([\w-]+)", str(RUNNERS.get(name))))
@@ -479,8 +483,8 @@ def bases_of(names: list[str]) -> list[str]:
 def fingerprints(
     names: list[str], jobs: int, device: str
 ) -> Iterator[tuple[str, dict[str, Any], float]]:
-    """The fingerprints of these runs, in processes of their own, and the seconds of each. device:
-    of GPU_RUNS."""
+    """Yield name, fingerprint and seconds of these runs, each in its own process. device: of
+    GPU_RUNS."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(jobs, spawn) as pool:
         root, count = Path(folder).resolve(), len(names)
@@ -491,7 +495,7 @@ def fingerprints(
 
 
 def record(names: list[str], out: Path, jobs: int, device: str) -> int:
-    """Write the fingerprints of these runs; returns how many have failed."""
+    """Write the fingerprints of these runs; return the number of failed runs."""
     start, found, took = time.perf_counter(), {}, {}
     for name, result, seconds in fingerprints(names, jobs, device):
         found[name], took[name] = result, seconds

@@ -1,5 +1,4 @@
-"""Show the differences between two records of tools/fingerprint.py, in groups of runs that differ
-alike."""
+"""Differences between two records of tools/fingerprint.py, grouped by the fields that differ."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 MISSING = "nothing"
-SHOWN = 6  # lines of a group, and fields of its heading
-# Fields that are planned sizes.
+SHOWN = 6  # most lines of a group, and fields in its heading
+# Fields with planned sizes.
 SIZES = re.compile(r"\b(memory|sizes)\.|_bytes$|stack\.\d+\.bytes$|log\.\d+\.stats\.")
 
 Record = dict[str, dict[str, Any]]
@@ -19,7 +18,7 @@ Difference = tuple[str, Any, Any]
 
 
 def fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The numbers and texts in a fingerprint, by the keys that lead to them."""
+    """Yield the numbers and texts in a fingerprint, with their paths of keys."""
     if isinstance(value, dict | list) and value:
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             yield from fields(part, f"{path}.{key}" if path else str(key))
@@ -28,20 +27,21 @@ def fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[Difference]:
-    """Fields of one run that are not the same, with both values."""
+    """Return the fields of one run that differ, with both values."""
     a, b = dict(fields(old)), dict(fields(new))
     pairs = ((field, a.get(field, MISSING), b.get(field, MISSING)) for field in {**a, **b})
-    return [(field, x, y) for field, x, y in pairs if repr(x) != repr(y)]  # NaN is itself
+    return [(field, x, y) for field, x, y in pairs if repr(x) != repr(y)]  # NaN != NaN
 
 
 def is_smaller(difference: Difference) -> bool:
-    """Whether it is a planned size that got smaller."""
+    """True if the difference is a planned size that became smaller."""
     field, x, y = difference
     return bool(SIZES.search(field)) and isinstance(x, int) and isinstance(y, int) and y < x
 
 
 def unproven(old: Record, new: Record) -> dict[str, str]:
-    """Runs that say nothing, because one record does not have them, or because they failed."""
+    """Return runs that prove nothing, by name, with the reason: missing in one record, or
+    failed."""
     found = {}
     for run in sorted(old.keys() | new.keys()):
         sides = {"the old record": old.get(run), "the new record": new.get(run)}
@@ -57,10 +57,8 @@ def unproven(old: Record, new: Record) -> dict[str, str]:
 
 
 def grouped(found: dict[str, list[Difference]]) -> list[str]:
-    """Lines on runs and their differences: those that differ in the same fields are together.
-
-    Numbers in the names of fields, such as those of steps, do not make them different fields.
-    """
+    """Lines on runs and their differences; runs that differ in the same fields stand together.
+    Numbers in field names, such as those of steps, do not count."""
     groups: defaultdict[tuple[str, ...], dict[str, list[Difference]]] = defaultdict(dict)
     for run, parts in found.items():
         names = dict.fromkeys(re.sub(r"\b\d+\b", "*", field) for field, _, _ in parts)
@@ -78,10 +76,11 @@ def grouped(found: dict[str, list[Difference]]) -> list[str]:
 
 
 def compare(old: Record, new: Record, allowed: Sequence[str] = ()) -> int:
-    """Print what differs, planned bytes that got fewer apart; returns how many runs differ.
+    """Print the differences, with fewer planned bytes in a separate section; return the number of
+    runs that differ.
 
-    allowed: names of runs, with * and ?, whose differences are shown and do not count. A pattern
-    that allows nothing is an error (SystemExit), because it is a name that nobody has checked.
+    allowed: patterns of run names, with * and ?, whose differences are shown and do not count. A
+    pattern without effect raises SystemExit, because nobody has checked this name.
     """
     problems = unproven(old, new)
     found = {run: differences(old[run], new[run]) for run in old.keys() & new.keys()}

@@ -2,10 +2,10 @@
 
     python tools/indexes.py
 
-The first names every entry of the pages in docs/decisions/, with its date, and its status unless it
-is in force. The second names everything in benchmarks/CARD/DATE/, with the command that made it and
-its title. The text in front of a list is written by hand and stays. `tests/project/test_readme.py`
-fails where a list is not what this tool would write.
+The first list names every entry of the pages in docs/decisions/ with its date, and its status
+unless it is in force. The second list names everything in benchmarks/CARD/DATE/ with its command
+and title. Text before a list is written by hand and stays. `tests/project/test_readme.py` fails if
+a list differs from this tool's output.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 DECISIONS = ROOT / "docs" / "decisions.md"
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
 MARK = "<!-- the list -->\n"
-GONE = "4f89c99e"  # a commit that has the tools which are gone (tools/README.md)
+GONE = "4f89c99e"  # a commit with the removed tools (tools/README.md)
 
 
 class Entry(NamedTuple):
@@ -28,16 +28,16 @@ class Entry(NamedTuple):
     date: str
     status: str
     lines: int
-    """Lines of its text, the one with the date included."""
+    """Lines of the text, including the one with the date."""
 
 
 def slug(title: str) -> str:
-    """The anchor that GitHub gives a heading."""
+    """GitHub's anchor of a heading."""
     return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
 def entries(page: Path) -> list[Entry]:
-    """The entries of a page. An entry without a date and a status raises ValueError."""
+    """Return the entries of a page. ValueError for an entry without date and status."""
     found = []
     for part in re.split(r"^### ", page.read_text(), flags=re.MULTILINE)[1:]:
         title, _, body = part.partition("\n")
@@ -49,7 +49,7 @@ def entries(page: Path) -> list[Entry]:
 
 
 def decisions() -> str:
-    """The text of docs/decisions.md, its list made anew."""
+    """The text of docs/decisions.md with a new list."""
     lines = []
     for page in sorted((DECISIONS.parent / "decisions").glob("*.md")):
         link = f"decisions/{page.name}"
@@ -61,7 +61,7 @@ def decisions() -> str:
 
 
 def benchmarks() -> str:
-    """The text of benchmarks/README.md, its list made anew."""
+    """The text of benchmarks/README.md with a new list."""
     lines = []
     for card in sorted(path for path in BENCHMARKS.parent.iterdir() if any(path.glob("20*"))):
         lines += ["", f"## {card.name}", "", "| date | results | made by | title |"]
@@ -75,10 +75,10 @@ def benchmarks() -> str:
 
 
 def _made(card: Path, parts: list[Path]) -> tuple[str, str]:
-    """The command that made these files, and their title.
+    """Return the command that made these files, and their title.
 
-    The title is that of the sweep file with the same name or in the command, if there is one, or
-    else the heading of a page.
+    The title is that of the sweep file of the same name or in the command, else the heading of a
+    page.
     """
     files = [file for part in parts for file in (part.rglob("*") if part.is_dir() else [part])]
     pages = [f for f in files if f.suffix in (".md", ".txt") and f.name != "predicted.md"]

@@ -1,6 +1,6 @@
-"""The calls that tools/bench_ops.py times: one function an operation, from a case to its calls.
+"""Calls that tools/bench_ops.py times: one function for each operation, from a case to its calls.
 
-Arguments are described, not made, so that a plan can size the device that they are made on.
+Arguments are descriptions, so that a plan can size the device before tensors are made.
 """
 
 from __future__ import annotations
@@ -62,10 +62,8 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor: normally distributed, or of one value; or a gradient that is added to.
-
-    In an Fp8Out or ProductCodes it stands for its tensors.
-    """
+    """Description of a tensor: normally distributed, or of one value; or a gradient to add to. In
+    an Fp8Out or ProductCodes it stands for their tensors."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -75,10 +73,8 @@ class Spec:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operation. args: Specs, lists of them, arrays, plain values, by name.
-
-    bytes, flops: what it must move and compute, where that is not what its kernels declare.
-    """
+    """One call of an operation. args: by name; Specs, lists of these, arrays, plain values. bytes,
+    flops: what the call must move and compute, where kernels declare something else."""
 
     name: str
     function: Callable[..., None]
@@ -103,7 +99,7 @@ def fp8_out(rows: int, features: int, *, codes: bool = True, transposed: bool = 
     return Fp8Out(
         Spec((rows, features), E4M3) if codes else None,
         Spec(turned((rows, features)), E4M3) if transposed else None,
-        f32(1, value=0.1),  # nothing is saturated, as in most steps
+        f32(1, value=0.1),  # no value is saturated, as in most steps
         Spec((1,), I32),
     )
 
@@ -208,16 +204,16 @@ def _backward_documents(dev: Device, starts: Tensor, **args: Any) -> None:
 
 def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
     out, qkv = bf16(B, T, Hq, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
-    lse = f32(B, Hq, T, value=float(np.log(T)))  # about what these scores have
+    lse = f32(B, Hq, T, value=float(np.log(T)))  # about the value for these scores
     heads = {"qkv": qkv, "num_heads": Hq, "num_kv_heads": Hkv}
     forward = heads | {"out": out, "lse": lse}
     backward = forward | {"d_qkv": qkv, "d_out": out}
-    square, length = B * Hq * T * T * Hd, max(T // 8, 1)  # of a document, and of a window
+    square, length = B * Hq * T * T * Hd, max(T // 8, 1)  # length of a document, and of a window
     seen = square * (2 * T - length) * length // T**2
     window = {"mask": attention.AttentionMask(window=length)}
     starts = {"starts": np.tile(np.arange(T, dtype=np.int32) // length * length, (B, 1))}
     calls = []
-    for backend in attention.BACKENDS:  # FLOPs without what a kernel computes twice
+    for backend in attention.BACKENDS:  # FLOPs without recomputation in the kernel
         chosen = {"backend": backend}
         ahead, back = forward | chosen, backward | chosen
         calls += [
@@ -235,7 +231,7 @@ def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
         ]
         d_kv = {"d_qkv": qkv, "d_kv": bf16(2, Hq, T, Hd)}
         calls.append(Call("sum of heads", attention.sum_heads, d_kv))
-    square = square * length // T  # of all documents together
+    square = square * length // T  # FLOPs of all documents together
     return [
         *calls,
         Call("forward documents", _forward_documents, forward | starts, flops=2 * square),
@@ -244,7 +240,7 @@ def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
 
 
 def attention_backward_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
-    """FLOPs without what the kernel computes twice."""
+    """Backward of attention; FLOPs exclude the kernel's recomputation."""
     out, qkv = bf16(B, T, Hq, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
     args = {"d_qkv": qkv, "d_out": out, "out": out, "qkv": qkv, "num_heads": Hq}
     args |= {"lse": f32(B, Hq, T, value=float(np.log(T))), "num_kv_heads": Hkv}  # as above
@@ -253,7 +249,7 @@ def attention_backward_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list
 
 
 def paged_calls(S: int, n: int, Hq: int, Hkv: int, Hd: int, size: int, blocks: int) -> list[Call]:
-    """Tables are full. Bytes: of the cache that is read, and of the new tokens."""
+    """Attention through full block tables; bytes of the cache and of the new tokens."""
     pool, qkv = bf16(S * blocks, size, Hkv, Hd), bf16(S, n, Hq + 2 * Hkv, Hd)
     args = {"qkv": qkv, "k_cache": pool, "v_cache": pool, "num_heads": Hq, "num_kv_heads": Hkv}
     args["table"] = np.arange(S * blocks, dtype=np.int32).reshape(S, blocks)
@@ -452,7 +448,7 @@ def nf4_calls(n: int) -> list[Call]:
 
 
 def norm_calls(rows: int, C: int, centred: bool) -> list[Call]:
-    """The same with codes too, if C allows, and without out but in post."""
+    """Norms, also with codes if C allows; `out` is only written in `post`."""
     x, w = bf16(rows, C), bf16(C)
     mean = f32(rows, value=0.0) if centred else None
     stats = {"mean": mean, "rstd": f32(rows, value=1.0), "weight": w}
@@ -501,7 +497,7 @@ def outliers_calls(rows: int, cols: int, outs: int) -> list[Call]:
 
 
 def pairs_calls(B: int, T: int, count: int) -> list[Call]:
-    """Pairs of documents that fill the rows."""
+    """Losses of pairs of documents that fill the rows."""
     edges = np.linspace(0, T, 2 * count + 1).astype(np.int32)
     starts, other = np.repeat(edges[:-1], np.diff(edges)), edges[:-1].reshape(-1, 2)[:, ::-1]
     partner = np.repeat(other.reshape(-1) + 1, np.diff(edges))
@@ -524,7 +520,7 @@ def _pair_weights(dev: Device, *, starts: Tensor, partner: Tensor, **tensors: Te
 
 
 def grpo_calls(B: int, T: int, count: int) -> list[Call]:
-    """Documents that fill the rows."""
+    """Losses of documents that fill the rows."""
     rows = {"targets": np.zeros((B, T), np.int32), "starts": None}
     if count:
         first = np.arange(T) // -(-T // count) * -(-T // count)
@@ -676,7 +672,7 @@ def gated_norm_calls(rows: int, heads: int, size: int, columns: int, offset: int
 
 
 def sample_calls(rows: int, vocab: int, padded: int) -> list[Call]:
-    """Each filter, of logits whose largest ones have little of all probability."""
+    """Each filter, on logits whose largest values have little of the probability."""
     args = {"tokens": Spec((rows,), I32), "logprobs": f32(rows), "logits": bf16(rows, padded)}
 
     def call(name: str, temperature: float, top_k: int, top_p: float) -> Call:
@@ -1022,7 +1018,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
 }
 
 
-# Operations with several kinds of kernels have cases for each kind: the file, and their name there.
+# Cases of operations with several kinds of kernels: the file, and their name in this file.
 KINDS = {
     "abs_max": ("fp8_scale", "ABS_MAX_CASES"),
     "adapter_backward": ("adapter", "BACKWARD_CASES"),
@@ -1041,7 +1037,8 @@ KINDS = {
 
 
 def cases(op: str) -> dict[str, tuple]:
-    """The named shapes of an operation, of a kind of it, or of a kernel of matmul_fused."""
+    """Return the named shapes of an operation, of one of its kinds, or of a kernel of
+    matmul_fused."""
     if op in FUSED:
         return importlib.import_module("llmq.ref.product.matmul_fused").CASES[op]
     file, name = KINDS.get(op, (op, "CASES"))

@@ -1,5 +1,5 @@
-"""peft's side of tools/peft_speed.py, or that of transformers alone: its model and step, in a
-process of its own."""
+"""peft's, or plain transformers', side of tools/peft_speed.py: model and step in their own
+process."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LEARNING_RATE, BETAS = 1e-4, (0.9, 0.95)
 @dataclass(frozen=True, kw_only=True)
 class PeftJob:
     """The job of peft's process. document: config.json of the model. rank: of adapters; 0: all
-    weights are trained, without peft. modules: names of those with adapters. transposed: whether
-    their weights are (in, out). masked: whether SDPA gets the mask that transformers makes.
-    compiled: "layers", "model" or "none". mode: of torch.compile. clip: gradient norm, 0: none."""
+    weights are trained, without peft. modules: names of adapted modules. transposed: True if their
+    weights are (in, out). masked: True if SDPA gets the mask that transformers makes. compiled:
+    "layers", "model" or "none". mode: of torch.compile. clip: gradient norm, 0: none."""
 
     document: dict[str, Any]
     modules: list[str]
@@ -51,18 +51,18 @@ class PeftJob:
 
 
 class PeftSide:
-    """A model of transformers with peft's adapters, and its training step; in its own process.
+    """A transformers model with peft's adapters and its training step, in its own process.
 
-    Three things a user has to know, without which it would be slower:
+    Three facts that a fast setup depends on:
     - transformers gives SDPA a mask of (T, T) while torch compiles, for which there are no flash
-      kernels. So the attention is registered under another name, which gets none and is causal
-      (not where layers have windows).
+      kernels. So the attention is registered under another name without a mask, and is causal
+      (not for layers with windows).
     - With gradient checkpointing, peft's hook that makes the embeddings require a gradient breaks
-      the compiled graph; where checkpoints are not reentrant it is not needed.
+      the compiled graph; checkpoints that are not reentrant do not need this hook.
     - Without autocast adapters in fp32 would be multiplied in fp32 (TF32).
 
-    started: time.time() when its process was asked for. tell: is called with the name of each phase
-    as it begins.
+    started: time.time() when the process was asked for. tell: called with the name of each phase
+    at its start.
     """
 
     def __init__(self, job: PeftJob, started: float, tell: Callable[[str], None]):
@@ -83,7 +83,7 @@ class PeftSide:
         config.use_cache = False
         attention = "sdpa" if job.masked else "sdpa_causal"
         tell("model")
-        with torch.device(job.device):  # weights are drawn where they stay: 7B on the CPU: minutes
+        with torch.device(job.device):  # draw weights in place: 7B take minutes on the CPU
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.bfloat16, attn_implementation=attention
             )
@@ -106,8 +106,9 @@ class PeftSide:
         if job.compiled == "model":
             self.loss_of = torch.compile(self._loss_of, **given)
         elif job.compiled == "layers":
-            # The delta rule is no part of a graph. It cannot be with flash-linear-attention, and
-            # transformers' torch path would put every chunk, and every token of one, into it.
+            # Keep the delta rule out of graphs: flash-linear-attention cannot be compiled, and
+            # transformers' torch path would put every chunk, and every token of one, into the
+            # graph.
             whole = not hasattr(config, "linear_conv_kernel_dim")
             if not whole:
                 code = sys.modules[type(model).__module__]
@@ -131,11 +132,11 @@ class PeftSide:
             )
 
     def _loss_of(self, tokens: Any) -> Any:
-        """The logits are no result, so that a compiled graph need not keep them."""
+        """The loss alone, so that a compiled graph need not keep the logits."""
         return self.model(input_ids=tokens, labels=tokens).loss
 
     def step(self) -> Any:
-        """The loss before the update, on the device."""
+        """Run a step; return the loss before the update, on the device."""
         torch, job = self.torch, self.job
         if job.compiled != "none" and job.mode != "default":  # other modes may replay CUDA graphs
             torch.compiler.cudagraph_mark_step_begin()
@@ -149,7 +150,7 @@ class PeftSide:
         return loss.detach()
 
     def measure(self) -> dict[str, Any]:
-        """Seconds a step of each repeat, and bytes."""
+        """Return seconds per step of each repeat, and bytes."""
         cuda, job = self.torch.cuda, self.job
         first_step_seconds = None
         for name in WARM_UP:
@@ -183,8 +184,8 @@ class PeftSide:
         return found
 
     def _settle(self, duration: float = SETTLE, repeat: float = TIMED) -> int:
-        """Steps for `duration` seconds, until the clock is that of steps; how many of them a repeat
-        of so many seconds has."""
+        """Run steps for `duration` seconds, until the clock settles; return the number of steps
+        that last `repeat` seconds."""
         start, steps = time.monotonic(), 0
         while time.monotonic() - start < duration:
             self.step()
@@ -197,14 +198,14 @@ class PeftSide:
             self.torch.cuda.synchronize()
 
     def _graphs(self) -> tuple[int, int]:
-        """How many parts torch.compile has made of it, and how often it had to stop."""
+        """Return the number of graphs that torch.compile has made, and of graph breaks."""
         from torch._dynamo.utils import counters
 
         return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
     def _versions(self) -> dict[str, str]:
-        """Plain strings: torch has a class of its own, for which the reader would import torch.
-        "none" stands for what transformers would use if it were there."""
+        """Versions as plain strings, because torch's own class would make the reader import torch;
+        "none" for an optional library that is missing."""
         names = ["torch", "transformers", *["peft"] * (self.job.rank > 0)]
         if "linear_conv_kernel_dim" in self.job.document:
             names += ["flash-linear-attention", "causal-conv1d"]
@@ -223,11 +224,11 @@ def _in_use(cuda: Any) -> int:
 
 
 def compile_parts(torch: Any, model: Any, given: dict[str, Any]) -> None:
-    """Compile each layer, the last norm, and the loss, by themselves, with the options `given`.
+    """Compile each layer, the last norm and the loss separately, with the options `given`.
 
-    All layers share one graph, so that it is compiled once and not once a layer. For that the first
-    layer's input needs a gradient, too, as the others' do (peft itself asks for that beside
-    checkpoints): less than 0.1 % of a step's work.
+    All layers share one graph, which is compiled once. For this the first layer's input needs a
+    gradient like the other layers' (peft itself asks for that with checkpoints): less than 0.1 % of
+    a step's work.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -241,7 +242,8 @@ def compile_parts(torch: Any, model: Any, given: dict[str, Any]) -> None:
 
 
 def peft_process(connection: Connection, job: PeftJob, started: float) -> None:
-    """Send {"phase": its name} as each begins; then what was measured, or {"error": why not}."""
+    """Send {"phase": name} at the start of each phase; then the measurements, or {"error":
+    reason}."""
     end_with(job.parent)
     try:
         side = PeftSide(job, started, lambda name: connection.send({"phase": name}))
@@ -252,14 +254,14 @@ def peft_process(connection: Connection, job: PeftJob, started: float) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """The error's kind and the first sentence of what it says."""
+    """The error's class and the start of its message."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}{'…' if len(text) > 200 else ''}"
 
 
 class Peft:
-    """The process of peft. phases: their names, and when each began, in seconds from the start.
-    found: what it measured; error: why there is nothing."""
+    """The process of peft. phases: names, and start times in seconds from the start. found: the
+    measurements; error: the reason if there are none."""
 
     def __init__(self, job: PeftJob):
         self.phases: list[tuple[str, float]] = [("start", 0.0)]
@@ -273,8 +275,8 @@ class Peft:
         other.close()
 
     def receive(self, limit: float, began: Callable[[str], None]) -> None:
-        """Wait until it has measured, failed, or used `limit` seconds; calls began(name) with each
-        phase."""
+        """Wait until the process has measured, failed, or used `limit` seconds; call began(name) at
+        each phase."""
         try:
             while self._connection.poll(max(0, self._start + limit - time.monotonic())):
                 found = self._connection.recv()
@@ -294,17 +296,18 @@ class Peft:
             self.error = f"its process ended with status {status}, in the phase: {phase}"
 
     def end(self) -> None:
-        """Free what it holds. After it has measured, it is left to end as torch wants to end."""
+        """End the process and free its memory. A process that has measured gets time to end by
+        itself."""
         self._connection.close()
         self._process.join(0 if self.found is None else GRACE)
         self._process.kill()
         self._process.join()
 
     def row(self) -> dict[str, Any]:
-        """The row that it measured; only a form and an error where there is nothing."""
+        """The measured row; only a form and an error if there is none."""
         return {"form": "", "error": self.error} | (self.found or {})
 
     def seconds(self) -> str:
-        """`start 2.0, imports 9.1, ...` of the phases that have ended."""
+        """Text `start 2.0, imports 9.1, ...` of the finished phases."""
         spans = zip(self.phases, self.phases[1:], strict=False)
         return ", ".join(f"{name} {end - begin:.1f}" for (name, begin), (_, end) in spans)

@@ -81,7 +81,7 @@ Options = dict[str, Any]
 
 
 def options_of(form: str) -> Options:
-    """`--base-dtype=e4m3 --no-keep-transposed` as keys and values of a file for llmq bench."""
+    """Keys and values for a file of llmq bench, from `--base-dtype=e4m3 --no-keep-transposed`."""
     found: Options = {}
     for word in form.split():
         name, given, value = word.removeprefix("--").partition("=")
@@ -92,8 +92,8 @@ def options_of(form: str) -> Options:
 
 
 def status_of(command: list[str], environment: dict[str, str], limit: float) -> int | None:
-    """The status of its exit; None: it took more than `limit` seconds and was ended, as it is if we
-    are."""
+    """Return the exit status; None if the process took more than `limit` seconds. It also ends if
+    we are ended."""
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     try:
         return process.wait(limit)
@@ -108,7 +108,7 @@ def status_of(command: list[str], environment: dict[str, str], limit: float) -> 
 
 
 def llmq_row(shared: Options, form: str, how: list[str], limit: float) -> dict[str, Any]:
-    """The row that `llmq bench` finds in at most `limit` seconds. how: its options."""
+    """Return the row that `llmq bench` measures in at most `limit` seconds. how: its options."""
     failed = {"form": form, "error": f"ended after {limit:.0f} s (--limit)"}
     with tempfile.TemporaryDirectory() as name:
         file, out = Path(name) / "runs.yaml", Path(name) / "report"
@@ -146,7 +146,7 @@ def gib(size: int | None) -> str:
 
 
 def table(peft: dict[str, Any] | None, rows: list[dict[str, Any]], tokens: int) -> list[str]:
-    """Lines of Markdown. peft: its row, if it was measured; tokens: of a step."""
+    """Lines of Markdown. peft: its row, if measured; tokens: of a step."""
     base = peft if peft is not None and "step_seconds" in peft else None
     names = "| | options | tok/s | ± | tok/s of peft's | allocated, GiB | reserved, GiB "
     lines = [names + "| in use, GiB | of peft's memory | start, s |", "| --- " * 10 + "|"]
@@ -179,8 +179,8 @@ process, or of the command of a run, to the end of the first step, compilation i
 
 @dataclass(kw_only=True)
 class Page:
-    """The page, as far as it is known. again: llmq's first row, measured after peft. now: what is
-    under way. start: time.monotonic() of the whole."""
+    """The page as far as it is known. again: llmq's first row, measured after peft. now: name of
+    the current measurement. start: time.monotonic() at the start."""
 
     out: Path | None
     shared: Options
@@ -194,7 +194,7 @@ class Page:
     start: float = field(default_factory=time.monotonic)
 
     def lines(self) -> list[str]:
-        """Markdown."""
+        """The page as lines of Markdown."""
         peft = None if self.peft is None else self.peft.row()
         told = (self.peft and self.peft.found) or {}
         names = [row["name"] for row in (told, *self.rows) if "name" in row]
@@ -227,13 +227,13 @@ class Page:
 
     @property
     def failed(self) -> bool:
-        """Whether something that was to be measured was not."""
+        """True if a measurement failed."""
         others = [] if self.peft is None else [self.peft.row()]
         others += [] if self.again is None else [self.again]
         return any(row["error"] is not None for row in (*self.rows, *others))
 
     def tell(self, name: str, row: dict[str, Any]) -> None:
-        """Print a row, and write the page that has it."""
+        """Print a row, and write the page with it."""
         said = row["error"]
         if said is None:
             said = f"{speed(row, self.job.batch_size * self.job.seq_len):,.0f} tok/s"
@@ -246,7 +246,7 @@ class Page:
         self.write()
 
     def write(self) -> None:
-        """To the file, if there is one."""
+        """Write the page to the file, if there is one."""
         if self.out is not None:
             self.out.write_text("\n".join(self.lines()) + "\n")
 
@@ -279,7 +279,8 @@ def peft_settings(job: PeftJob, told: dict[str, Any]) -> str:
 
 
 def checked(shared: Options, forms: list[str]) -> tuple[ModelConfig, TrainConfig]:
-    """The model, and what all runs share; LlmqError if a run cannot be, or differs in that."""
+    """Return the model, and the config that all runs share. LlmqError if a run is impossible or
+    differs in shared options."""
     model = preset(shared["model"])
     model = model.with_layers(range(shared.get("num-layers", model.num_layers)))
     base = make_config(shared).validate_with(model)
@@ -295,7 +296,7 @@ def checked(shared: Options, forms: list[str]) -> tuple[ModelConfig, TrainConfig
 
 
 def peft_job(model: ModelConfig, config: TrainConfig, masked: bool, **given: Any) -> PeftJob:
-    """The job that both sides share, as peft and transformers name it."""
+    """The job of both sides, in the words of peft and transformers."""
     return PeftJob(
         document=model.to_hf(),
         modules=target_modules(model, adapters_of(config)) if config.lora_rank else [],
@@ -312,7 +313,7 @@ def peft_job(model: ModelConfig, config: TrainConfig, masked: bool, **given: Any
 
 
 def compare(page: Page, forms: list[str], sides: tuple[str, ...], once: bool, limit: float) -> None:
-    """Measure the sides, filling the page. limit: seconds for all of it."""
+    """Measure the sides, and fill the page. limit: seconds in all."""
     how = ["--timed-steps", str(page.job.steps), "--repeats", str(page.job.repeats)]
 
     def left() -> float:
@@ -417,5 +418,5 @@ def main(
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that children are ended
     typer.run(main)

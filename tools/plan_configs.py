@@ -25,7 +25,7 @@ from llmq.plan.target import MachineOptions, target
 CONFIGS = Path(__file__).parents[1] / "configs"
 README = CONFIGS.parent / "README.md"
 ROWS = re.compile(r"(?<=\n\| card \| Qwen2.5-0.5B \|)(.*\n.*\n)(\|.*\n)+")
-SIZES, MEMORIES = ("0.5b", "1.5b", "7b"), (8, 12, 16, 24)  # of the rows
+SIZES, MEMORIES = ("0.5b", "1.5b", "7b"), (8, 12, 16, 24)  # sizes and memories of the rows
 BEGIN, END = "# --- written by tools/plan_configs.py", "# ---"
 BLOCK = re.compile(rf"^{re.escape(BEGIN)}\n.*?^{END}\n", re.MULTILINE | re.DOTALL)
 
@@ -57,7 +57,7 @@ def predicted(path: Path) -> str:
 
 
 def readme() -> str:
-    """The text of README.md, its table made anew."""
+    """The text of README.md with a new table."""
     lines = []
     for memory in MEMORIES:
         cells, pinned, card = [], [], ""

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes into docs/multi-machine.md how far several machines are predicted to go.
+"""Write the predictions for several machines into docs/multi-machine.md.
 
     PYTHONPATH=. tools/plan_machines.py
 
-Each number is what `llmq plan --card h100 --gpus 8 --machines N --network SIZE --shard-over …` says
-with the options of a model. They, and the table, stand between two comments in that page.
+Each number is a result of `llmq plan --card h100 --gpus 8 --machines N --network SIZE --shard-over
+…` with the options of a model. The page has these options, and the table, between two comments.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def options(text: str) -> dict[str, str | bool]:
 
 
 def cells(model: str, machines: int, over: str) -> list[str]:
-    """Memory of a GPU, then speed and exposed communication by each network."""
+    """Memory of a GPU, then speed and exposed communication for each network."""
     config = make_config(options(f"{MODELS[model]} {COMMON}") | {"shard_over": over})
     sizes, found = preset(config.model), []
     for rate in NETWORKS:
@@ -62,14 +62,14 @@ def cells(model: str, machines: int, over: str) -> list[str]:
 
 
 def _short(number: float) -> str:
-    """Three digits."""
+    """A number with about three digits."""
     if number >= 1e6:
         return f"{number / 1e6:.3g}M"
     return f"{number / 1e3:.0f}k"
 
 
 def block() -> str:
-    """The block that stands in the page."""
+    """The block of the page."""
     where = f"--card {CARD} --gpus {PER_MACHINE} --machines N --network SIZE --shard-over …"
     text = f"{CARD.upper()}, {PER_MACHINE} per machine, fp8: `llmq plan {where}` with"
     lines = [BEGIN, text, ""]

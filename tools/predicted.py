@@ -34,7 +34,7 @@ PLAIN |= {"watchdog", "model-dtype", "opt-m-dtype", "opt-v-dtype"}
 
 
 def plan_of(card: Card, options: dict[str, Any], gpus: int) -> Plan:
-    """The plan of a run on so many of these cards."""
+    """The plan of a run on `gpus` of these cards."""
     config = make_config(options)
     model, spec = preset(config.model), spec_of(card)
     planner = Planner(model, spec, installed_attention(config, model, spec), card, gpus)
@@ -42,14 +42,15 @@ def plan_of(card: Card, options: dict[str, Any], gpus: int) -> Plan:
 
 
 def date_of(report: dict[str, Any], run: dict[str, Any]) -> str:
-    """When it was made, UTC; reports of one invocation may have it for all."""
+    """The UTC date of a run; "" if unknown. A report of one invocation may have a date for all
+    runs."""
     made = report["invocations"][run["invocation"]] if "invocation" in run else report
     return made.get("date", "")
 
 
 def measured_shares(plan: Plan, card: Card) -> tuple[float, float]:
-    """The shares of the predicted time of the main stream's kernels: of those whose kind is in the
-    card file, and of those in the same size, too."""
+    """Shares of the predicted time of the main stream's kernels: of kinds in the card file, and of
+    these in the same size."""
     known = {
         name: {tuple(sizes) for sizes, _ in points}
         for name, points in card.measured.launches.items()
@@ -66,8 +67,8 @@ def measured_shares(plan: Plan, card: Card) -> tuple[float, float]:
 
 
 def row(cards: list[Card], run: dict[str, Any]) -> tuple[str, float]:
-    """One line of the table, and the difference by the first card. cards: the same one, by what is
-    measured of it and by its data sheet, or only that."""
+    """One line of the table, and the difference by the first card, in percent. cards: the card by
+    measurements and by data sheet, or only by data sheet."""
     options = run["options"]
     flags = " ".join(
         f"--{name}" if value is True else f"--{name}={value}"

@@ -1,4 +1,4 @@
-"""Show where a step's time goes: whole steps with graphs, then every launch of one step by itself.
+"""Profile of a step: whole steps with graphs, then every launch of one step by itself.
 
     python tools/profile_step.py --model Qwen2.5-0.5B --batch-size 32 [more options of llmq train]
 
@@ -30,18 +30,18 @@ from llmq.commands.common import TrainCommand, train_options
 from llmq.run.trainer import Trainer
 from llmq.runtime.timing import LaunchTime
 
-# Marks between launches let the card rest, which at its power limit runs at another clock then.
+# Marks between launches let the card rest; a card at its power limit then runs at another clock.
 CLOCKS = "(clocks differ: a few per cent, negative ones too, are no idle time)"
 
-EXTRA_STEPS = 3  # after the timed ones: one for the host's work, two for the launches
+EXTRA_STEPS = 3  # after the timed steps: one for the host's work, two for the launches
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def host_work(trainer: Trainer, batches: list[Batch]) -> tuple[float, int | None]:
-    """Seconds that rank 0 needs to enqueue a step, and how often it waited for its GPU in it, None
-    without one. The step is enqueued one graph at a time, each into an empty queue: to wait for a
-    full one is no work. The driver's calls count."""
+    """Seconds that rank 0 needs to enqueue a step, and the number of waits for its GPU in it (None
+    without a GPU). Each graph is enqueued into an empty queue, because waiting for a full queue is
+    no work. Driver calls count."""
     dev, step = trainer.dev, trainer.ranks.first.step
     enqueue, train = dev.graph, step.train
     seconds, syncs, waits = 0.0, 0, 0
@@ -67,12 +67,12 @@ def host_work(trainer: Trainer, batches: list[Batch]) -> tuple[float, int | None
         with dev.instead(graph=into_an_empty_queue):
             trainer.result(trainer.enqueue_step(batches))
     finally:
-        del step.train  # what the class defines is seen again
+        del step.train  # restores the class's method
     return seconds, waits if dev.kind == "cuda" else None
 
 
 def breakdown(launches: list[LaunchTime]) -> list[str]:
-    """One line a kernel, the longest first, and their sum."""
+    """One line for each kernel, the longest first, and their sum."""
     totals: dict[str, list] = defaultdict(lambda: [0, 0.0, 0, 0])
     for launch in launches:
         numbers = (1, launch.ms, launch.traffic, launch.flops)
@@ -111,7 +111,7 @@ def main(
 
 
 def run() -> None:
-    """The command, with errors of its user in one line."""
+    """Run the command; a user's error is one line."""
     try:
         app()
     except LlmqError as error:

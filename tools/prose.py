@@ -3,10 +3,10 @@
 
     python tools/prose.py [PATH...]
 
-It looks at sentences that begin with Of, What, Where, Which or As, in the Python files at PATH
-(llmq/ if none is given), and prints those that are only such a clause, with their places. It ends
-with status 1 if there are any. A clause of place or manner may come first if a comma and the main
-clause follow it ("Where nothing is given, the default holds.").
+The tool looks at sentences that begin with Of, What, Where, Which or As, in the Python files at
+PATH (llmq/ if none is given), and prints those without a main clause, with their places. Its exit
+status is 1 if there are any. A clause of place or manner may come first if a comma and the main
+clause follow ("Where nothing is given, the default holds.").
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ CONTINUING = {
 
 
 class Sentence(NamedTuple):
-    """A sentence, and the line of the file in which its paragraph begins."""
+    """A sentence, and the first line of its paragraph in the file."""
 
     line: int
     text: str
 
 
 def is_fragment(sentence: str) -> bool:
-    """Whether a sentence begins with one of the words, and no main clause follows."""
+    """True if a sentence begins with one of the words, and no main clause follows."""
     first = FIRST.match(sentence)
     if not first:
         return False
@@ -49,7 +49,7 @@ def is_fragment(sentence: str) -> bool:
 
 
 def paragraphs(source: str) -> Iterator[Sentence]:
-    """The paragraphs of all docstrings, and all comments, each in one line."""
+    """Yield the paragraphs of all docstrings, and all comments, each in one line."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for inner in node.body:
@@ -81,10 +81,10 @@ def _blocks(text: str, line: int) -> Iterator[Sentence]:
 
 
 def fragments(path: Path) -> list[Sentence]:
-    """The sentences of a Python file that are only a clause."""
+    """Return the sentences of a Python file that are only a clause."""
     source = path.read_text()
     if not re.search(rf"\b{FIRST.pattern}", source):
-        return []  # most have none, and to take them apart takes seconds
+        return []  # most files have none, and parsing takes seconds
     return [
         Sentence(line, sentence)
         for line, text in paragraphs(source)
@@ -94,7 +94,7 @@ def fragments(path: Path) -> list[Sentence]:
 
 
 def main(names: list[str]) -> int:
-    """Print the fragments of all files below the paths. Returns the exit status."""
+    """Print the fragments of all files below the paths; return the exit status."""
     given = [Path(name) for name in names or ["llmq"]]
     files = [file for p in given for file in ([p] if p.is_file() else sorted(p.rglob("*.py")))]
     found = [(file, sentence) for file in files for sentence in fragments(file)]

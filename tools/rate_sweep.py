@@ -31,14 +31,14 @@ from llmq.commands.common import TrainCommand, train_options
 from llmq.report.plot import run_plot
 
 RATE = "learning-rate"
-WARMUP = 20  # a run's steps over those of its warm-up, where nobody says these
+WARMUP = 20  # steps of a run over steps of its default warm-up
 Records = list[dict[str, Any]]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def ways_of(rows: list[Row]) -> dict[str, list[Row]]:
-    """Runs by what tells their way from the others."""
+    """Group runs by way; the name tells the options in which ways differ."""
     ways: dict[str, list[Row]] = {}
     keys = sorted({key for row in rows for key in row} - {RATE})
     differ = [key for key in keys if len({str(row.get(key)) for row in rows}) > 1]
@@ -49,7 +49,7 @@ def ways_of(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def table(ways: dict[str, Records], share: float) -> list[str]:
-    """The losses of all runs, and whether a share of the tokens was enough for the others."""
+    """The losses of all runs, and whether a share of the tokens was enough for the other ways."""
     head = f"| way | tokens | rate | evaluation loss | training loss, last {LAST} | seconds |"
     lines = [head, f"|{' --- |' * 6}"]
     best = {way: best_of(runs) for way, runs in ways.items()}
@@ -105,7 +105,7 @@ def main(
     if not runs:
         raise ConfigError("--minutes: are too few to begin a run")
     found = {way: [run for run in runs if run["options"] in of] for way, of in ways.items()}
-    found = {way: of for way, of in found.items() if of}  # of the others there was no time for any
+    found = {way: of for way, of in found.items() if of}  # ways without time for a run are left out
     lines = [
         f"# {' and '.join(found)}: {runs[0]['parameters'] / 1e6:.0f}M parameters, "
         f"{read_json(report)['device']}",
@@ -121,7 +121,7 @@ def main(
 
 
 def run() -> None:
-    """The command, with errors of its user in one line."""
+    """Run the command; a user's error is one line."""
     try:
         app()
     except LlmqError as error:

@@ -23,15 +23,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PLATFORM = ("--python-platform", "x86_64-manylinux_2_28", "--python-version", "3.12")
-# By what a user types after `pip install`: requirement files and options of `uv pip compile`, and
-# the libraries that llmq is installed beside.
+# The words after `pip install`: requirement files and options of `uv pip compile`, and libraries
+# that stand beside llmq.
 Way = tuple[tuple[str, ...], tuple[str, ...]]
 WIDEST: dict[str, Way] = {
     ".[test]": (("pyproject.toml", "--extra", "test"), ()),
     ". peft lm-eval": (("pyproject.toml",), ("peft", "lm-eval", "torch")),
     "-r requirements/cuda13.txt": (("requirements/cuda13.txt",), ()),
 }
-# They need metadata only that the widest have fetched just before: nothing is fetched again.
+# Ways whose metadata the widest ways have just fetched: nothing is fetched again.
 WITHIN: dict[str, Way] = {
     ".": (("pyproject.toml",), ()),
     ". torch": (("pyproject.toml",), ("torch",)),
@@ -45,7 +45,7 @@ class NotReached(Exception):
 
 
 def compiled(way: Way, cache: str, *options: str) -> dict[str, str]:
-    """Versions by name that uv finds. cache: the folder where it keeps metadata.
+    """Return versions by name that uv finds. cache: folder for metadata.
 
     Raises NotReached, or RuntimeError with uv's reason why nothing fits.
     """
@@ -69,7 +69,7 @@ def compiled(way: Way, cache: str, *options: str) -> dict[str, str]:
 
 
 def problem(way: Way, cache: str, *options: str) -> str | None:
-    """Why a way to install llmq does not do; None if it does."""
+    """The reason why a way to install llmq fails; None if it works."""
     beside = way[1]
     try:
         found = compiled(way, cache, *options)
@@ -81,7 +81,7 @@ def problem(way: Way, cache: str, *options: str) -> str | None:
 
 
 def problems() -> dict[str, str | None]:
-    """By way, why it does not do. Raises NotReached."""
+    """Problems by way; None if the way works. Raises NotReached."""
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor() as threads:
         fetching = {name: threads.submit(problem, way, cache) for name, way in WIDEST.items()}
         found = {name: future.result() for name, future in fetching.items()}
@@ -89,7 +89,7 @@ def problems() -> dict[str, str | None]:
 
 
 def main() -> int:
-    """Say of each way whether it resolves."""
+    """Report for each way whether it resolves."""
     try:
         found = problems()
     except NotReached as error:

@@ -1,13 +1,13 @@
-"""The gain of a whole step from one of our fused products: steps with it and without, in turns.
+"""Gain of a whole step from one fused product: steps with it and without, in turns.
 
     python tools/route_turns.py --without glu --model Qwen2.5-0.5B --batch-size 32 [more options of
         llmq train]
 
-`--without` names routes of llmq/ops/product/routes.py, with commas. Each is left out by itself, and
-the library's product and the kernels behind it take its place. All steps are of one process, in the
-same memory and of the same batches. The order of the ways changes from turn to turn, because a card
+`--without` names routes of llmq/ops/product/routes.py, separated by commas. Each is left out by
+itself; the library's product and separate kernels replace it. All steps run in one process, in the
+same memory, on the same batches. The order of the ways changes from turn to turn, because a card
 becomes slower as it gets warm. Prints tokens per second and mJ a token of each turn, their medians,
-and by how much steps with all routes are faster than those without one.
+and the speedup of all routes over all but one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def ways_of(without: str) -> dict[str, str | None]:
-    """The ways by name, and the route that each leaves out."""
+    """Return the ways by name, with the route that each leaves out. ConfigError for an unknown
+    route."""
     for name in without.split(","):
         if name not in ROUTES:
             raise ConfigError(f"--without: no route is '{name}'; there are {', '.join(ROUTES)}")
@@ -49,7 +50,7 @@ def ways_of(without: str) -> dict[str, str | None]:
 
 @contextmanager
 def without_route(name: str | None) -> Iterator[None]:
-    """Within the block there is no such route; None: there are all."""
+    """Remove the route within the block; None removes none."""
     routes = dict(ROUTES)
     ROUTES.pop(name, None)
     try:
@@ -60,8 +61,8 @@ def without_route(name: str | None) -> Iterator[None]:
 
 
 def largest(options: dict[str, Any], ways: dict[str, str | None]) -> str | None:
-    """The route without which a step needs the most memory, which serves all ways then; None: with
-    all routes it does."""
+    """Return the route without which a step needs the most memory, which then serves all ways; None
+    if all routes together need the most."""
 
     def memory(name: str | None) -> int:
         with without_route(name):
@@ -95,7 +96,7 @@ def main(
         def joules() -> float:
             return (gpu and gpu.joules()) or 0.0
 
-        for turn in range(turns + 1):  # the first one captures graphs, and the clock settles
+        for turn in range(turns + 1):  # turn 0 captures graphs and lets the clock settle
             names = list(ways)
             for way in names[turn % len(names) :] + names[: turn % len(names)]:
                 left_out = ways[way] or ""
@@ -122,7 +123,7 @@ def main(
 
 
 def run() -> None:
-    """The command, with errors of its user in one line."""
+    """Run the command; a user's error is one line."""
     try:
         app()
     except LlmqError as error:

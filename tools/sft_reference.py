@@ -33,12 +33,12 @@ from llmq.run.trainer import Trainer
 WORDS = (
     "one two three four five six seven eight nine ten red green blue why how what is not".split()
 )
-VOCABULARY = 512  # of the tokenizer
+VOCABULARY = 512  # size of the tokenizer's vocabulary
 BETAS, EPSILON, LR, CLIP = (0.9, 0.95), 1e-8, 2e-5, 1.0
 
 
 def conversations(path: Path, count: int) -> None:
-    """Turns of random words; an answer repeats the question's words in reverse."""
+    """Write turns of random words; an answer repeats the question's words in reverse."""
     rng = random.Random(0)
     with open(path, "w") as file:
         for _ in range(count):
@@ -51,7 +51,7 @@ def conversations(path: Path, count: int) -> None:
 
 
 def llmq(*arguments: str) -> None:
-    """A command of this checkout; its output is shown where it fails."""
+    """Run a command of this checkout; show its output if it fails."""
     command = [sys.executable, "-m", "llmq", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -59,7 +59,7 @@ def llmq(*arguments: str) -> None:
 
 
 def make_inputs(folder: Path, model: str, count: int) -> None:
-    """A tokenizer, token files and a model of random weights, in `folder`."""
+    """Write a tokenizer, token files and a model of random weights into `folder`."""
     conversations(folder / "talks.jsonl", count)
     text, tokenizer = folder / "text.txt", folder / "tokenizer"
     text.write_text((folder / "talks.jsonl").read_text())
@@ -84,7 +84,7 @@ def make_inputs(folder: Path, model: str, count: int) -> None:
 
 
 def visible(starts: torch.Tensor) -> torch.Tensor:
-    """The keys that a query may see, bool (B, 1, T, T), of starts (B, T)."""
+    """Keys that a query may see, bool (B, 1, T, T), from document starts (B, T)."""
     at = torch.arange(starts.shape[1], device=starts.device)
     return ((at[None, None] <= at[:, None]) & (at[None, None] >= starts[:, :, None]))[:, None]
 
@@ -92,7 +92,7 @@ def visible(starts: torch.Tensor) -> torch.Tensor:
 def reference_losses(
     folder: Path, steps: list[list[Batch]], device: str, dtype: torch.dtype
 ) -> list[float]:
-    """The mean loss of each step before its update. dtype: of products."""
+    """Mean loss of each step before its update. dtype: of products."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"
     ).to(device)
@@ -126,7 +126,7 @@ def reference_losses(
 def our_losses(
     folder: Path, steps: int, options: dict[str, Any]
 ) -> tuple[list[float], list[list[Batch]]]:
-    """Losses, and the batches of each step."""
+    """Return losses, and the batches of each step."""
     losses, taken = [], []
     with Trainer(
         **options, model=str(folder / "model"), train_file=str(folder / "data" / "train*.bin"),

@@ -58,7 +58,7 @@ POLICIES = {
 
 
 def records() -> list[dict[str, str]]:
-    """Prompts and answers of random words."""
+    """Records of prompts and answers of random words."""
     rng = np.random.default_rng(0)
 
     def text(count: int) -> str:
@@ -69,8 +69,8 @@ def records() -> list[dict[str, str]]:
 
 
 def ours(folder: Path, loss: str) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and mean gradients of the second step, by names of transformers; the model before it is
-    exported."""
+    """Return loss and mean gradients of the second step, by transformers' names; export the model
+    before this step."""
     how = {"model": str(folder / "base"), "device": "cpu", "gpus": 1, "model_dtype": "fp32"}
     how |= {"train_file": (str(folder / "data" / "train-000.bin"),), "eval_file": "none"}
     how |= {"seq_len": T, "batch_size": PAIRS, "grad_accumulation": 1, "packing": "best-fit"}
@@ -88,7 +88,7 @@ def ours(folder: Path, loss: str) -> tuple[float, dict[str, np.ndarray]]:
 
 
 def theirs(folder: Path, loss: str, **more: Any) -> tuple[float, dict[str, np.ndarray]]:
-    """The same by TRL, of the exported model."""
+    """Return TRL's loss and gradients of the exported model."""
     make, config, how = LOSSES[loss]
     kind = transformers.AutoModelForCausalLM
     if loss == "reward":
@@ -102,7 +102,7 @@ def theirs(folder: Path, loss: str, **more: Any) -> tuple[float, dict[str, np.nd
     if make is DPOTrainer:
         more["ref_model"] = kind.from_pretrained(folder / "base")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "base")
-    tokenizer.bos_token = None  # some of its trainers would put it in front of prompts
+    tokenizer.bos_token = None  # some of TRL's trainers would put BOS before prompts
     data = Dataset.from_list(records())
     trainer = make(model, args=args, train_dataset=data, processing_class=tokenizer, **more)
     batch = next(iter(trainer.get_train_dataloader()))
@@ -114,8 +114,8 @@ def theirs(folder: Path, loss: str, **more: Any) -> tuple[float, dict[str, np.nd
 
 
 def samples() -> dict[str, np.ndarray]:
-    """Ids (B, PROMPT + longest) and, of the tokens that were sampled, arrays (B, longest);
-    advantages: (B, 1)."""
+    """Return ids (B, PROMPT + longest); mask, sampled and scores (B, longest), which cover the
+    sampled tokens; and advantages (B, 1)."""
     rng, (B, longest) = np.random.default_rng(0), (len(SAMPLES), max(SAMPLES))
     near = -np.log(256) + 0.4 * rng.normal(size=(2, B, longest))
     return {
@@ -128,7 +128,7 @@ def samples() -> dict[str, np.ndarray]:
 
 
 def our_policy(folder: Path, loss: str) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and mean gradients of a step on samples, all of which are in one packed row."""
+    """Return loss and mean gradients of a step on samples, all packed into one row."""
     found, at, shape = samples(), 0, (1, T)
     inputs, targets = np.zeros(shape, np.int32), np.full(shape, -100, np.int32)
     starts = np.arange(T, dtype=np.int32)[None].copy()
@@ -161,7 +161,7 @@ def our_policy(folder: Path, loss: str) -> tuple[float, dict[str, np.ndarray]]:
 
 
 def their_policy(folder: Path, loss: str) -> tuple[float, dict[str, np.ndarray]]:
-    """The same by TRL."""
+    """Return TRL's loss and gradients of the same samples."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
     args = GRPOConfig(
         output_dir=str(folder / "trl"), per_device_train_batch_size=len(SAMPLES), use_cpu=True,
@@ -202,7 +202,7 @@ def main(losses: list[str]) -> None:
             trainer.export(folder / "base")
         ByteTokenizer().save(folder / "base")
         config = json.loads((folder / "base" / "config.json").read_text())
-        config["pad_token_id"] = ByteTokenizer.eos_id  # as TRL has it, where nothing else is said
+        config["pad_token_id"] = ByteTokenizer.eos_id  # TRL's default
         (folder / "base" / "config.json").write_text(json.dumps(config))
         for loss in losses or (*LOSSES, *POLICIES):
             both = (our_policy, their_policy) if loss in POLICIES else (ours, theirs)
