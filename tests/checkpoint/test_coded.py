@@ -16,7 +16,8 @@ from llmq.checkpoint.exports import export
 from llmq.checkpoint.hf import HfWeights, StoredAs
 from llmq.formats import STORAGE
 from llmq.options.presets import resolve_model
-from llmq.ref.quantize.four_bits import LEVELS, scale_levels
+from llmq.ref.common import NF4_LEVELS
+from llmq.ref.quantize.four_bits import scale_levels
 from llmq.state.params import weight_table
 from tests.models import CONFIGS, exported, hf_model, random_batch, torch_loss, trainer_for
 
@@ -142,7 +143,7 @@ def nf4(nested: bool, expected: dict[str, torch.Tensor]):
         blocks = matrix.numel() // 64
         state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16"}
         state["shape"] = list(matrix.shape)
-        made = {key: codes, f"{key}.quant_map": LEVELS.copy()}
+        made = {key: codes, f"{key}.quant_map": NF4_LEVELS.copy()}
         if nested:
             made[f"{key}.absmax"] = rng.integers(128, 256, blocks).astype(np.uint8)
             made[f"{key}.nested_absmax"] = rng.random(-(-blocks // 256)).astype(np.float32) / 16
@@ -153,7 +154,7 @@ def nf4(nested: bool, expected: dict[str, torch.Tensor]):
         else:
             scales = made[f"{key}.absmax"] = rng.random(blocks).astype(np.float32) / 16
         flat = np.stack([codes >> 4, codes & 15], 1).reshape(-1, 64)
-        expected[key] = (LEVELS[flat] * scales[:, None]).reshape(matrix.shape)
+        expected[key] = (NF4_LEVELS[flat] * scales[:, None]).reshape(matrix.shape)
         text = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
         made[f"{key}.quant_state.bitsandbytes__nf4"] = text
         found = {name: torch.from_numpy(array) for name, array in made.items()}
