@@ -174,10 +174,11 @@ class Nf4Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nf4:
-    """A frozen weight (N, K) as NF4 codes, which products of few rows decode as they read them.
-    runs: of all its rows. levels: F32 (256,), of scales."""
+    """A frozen weight (N, K) as NF4 codes, which products of few rows decode as they read them; or
+    those of experts, (E, N, K). runs: of all rows, of experts one. levels: F32 (256,), of
+    scales."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     runs: tuple[Nf4Run, ...]
     levels: Tensor
 

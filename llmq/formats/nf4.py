@@ -44,8 +44,6 @@ def _runs(matrix: Frozen) -> list[_Run]:
 class Nf4Storage(Storage):
     """Frozen matrices as 4-bit codes. Products read decoded matrices, those of few rows codes."""
 
-    multiplied_coded = True
-
     def layout(self, matrix: Frozen) -> StorageLayout:
         layout: StorageLayout = {"scale": ((1,), F32)}
         for number, (_, size, count) in enumerate(_runs(matrix)):
@@ -124,6 +122,11 @@ class Nf4Storage(Storage):
             coded = [kept[f"{name}.{number}"] for name in names]
             flat = out.view(out.size).rows(first, first + count * size)
             four_bits.decode(self.dev, flat, *coded, self._levels, fp8_scale=scale)
+
+    def has_coded(self, matrix: Frozen) -> bool:
+        """Whole rows of blocks; matrices of experts lie together."""
+        one = len(matrix.shape) == 2 or len(_runs(matrix)) == 1
+        return one and matrix.columns % ref.BLOCK == 0
 
     def coded(self, matrix: Frozen, kept: Mapping[str, Tensor]) -> Operand:
         runs, columns = [], matrix.columns

@@ -173,8 +173,9 @@ class Storage:
         """Return the operand of a stored matrix. transposed: its codes (..., in, out)."""
         raise NotImplementedError
 
-    multiplied_coded = False
-    """Whether `coded` gives operands."""
+    def has_coded(self, matrix: Frozen) -> bool:
+        """Whether `coded` gives an operand of the matrix."""
+        return False
 
     def coded(self, matrix: Frozen, kept: Mapping[str, Tensor]) -> Operand:
         """The operand of a matrix as it is kept, which products of few rows decode themselves."""

@@ -20,7 +20,7 @@ from llmq.model.norms import BlockNorms
 from llmq.model.parameters import PartGrads, PartWeights
 from llmq.model.residuals import Residuals
 from llmq.ops.pointwise import embedding
-from llmq.ops.product.skinny import MOST_ROWS
+from llmq.ops.product.skinny import MOST_CODED_ROWS
 from llmq.options.options import StepOptions
 from llmq.runtime.device import Device
 from llmq.state.grads import Gradients
@@ -53,7 +53,7 @@ class Model:
         self.operands = operands_of(dev, config, options, scalars)
         shape, dtype = self.operands.shape, self.operands.dtype
         # Norms of adapted rows (DoRA) are made of decoded weights.
-        self._few_rows = not trains and shape[0] <= MOST_ROWS and not options.model.lora_dora
+        self._few_rows = not trains and shape[0] <= MOST_CODED_ROWS and not options.model.lora_dora
         offload, layers = options.memory.offload_residual, config.num_layers
         routes = trains and config.experts is not None
         self.balance = Balance(dev, config, options, inputs.targets) if routes else None

@@ -99,12 +99,12 @@ class FrozenBlocks:
     @property
     def multiplied_coded(self) -> bool:
         """Whether products of few rows can read codes as they are kept."""
-        matrices = [param for slab in self.slabs.values() for param in slab.params]
-        there = not self._store.sharded and not self._store.on_host
-        there &= self._storage.multiplied_coded and self.dev.spec.capability > 0
+        in_place = not self._store.sharded and not self._store.on_host
         decoded = self.decodes and self._multiplied is None and self._work.dtype == BF16
-        whole = all(len(m.shape) == 2 and m.columns % BLOCK == 0 for m in matrices)
-        return there and decoded and whole
+        if not (in_place and decoded and self.dev.spec.capability > 0):
+            return False
+        matrices = (param for slab in self.slabs.values() for param in slab.params)
+        return all(map(self._storage.has_coded, matrices))
 
     def arrive(self, name: str, slot: Tensor, mirror: Tensor | None) -> None:
         """Fill a slot with a block's work weights. mirror: a copy of this rank's shard for

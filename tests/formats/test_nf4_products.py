@@ -23,10 +23,10 @@ from tests.harness import SIZES
 LAYERS, RUNS = 2, {"qkv": 2, "o": 1, "up": 1, "down": 1}
 
 
-def weights_of(dev, **options):
+def weights_of(dev, name="tiny-llama", **options):
     """The model, its options for a step, and its weights."""
-    given = {"model_dtype": "bf16", "base_dtype": "nf4", "lora_rank": 4, "seq_len": 64}
-    model = replace(preset("tiny-llama"), num_layers=LAYERS)
+    given = {"model_dtype": "bf16", "base_dtype": "nf4", "lora_rank": 4, "seq_len": 128}
+    model = replace(preset(name), num_layers=LAYERS)
     config = TrainConfig(batch_size=1, **given | options).normalized()
     table = table_of(config, model)
     return model, config.for_step, Weights(dev, table, place(config.for_step, table))
@@ -57,16 +57,18 @@ def test_they_read_codes_as_they_are_kept(rng):
         np.testing.assert_allclose(one, other, rtol=2**-7, atol=1e-6)
 
 
-def test_decoding_one_token_decodes_no_matrix():
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3-moe"])
+def test_passes_of_few_tokens_decode_no_matrix(name):
+    """Those of experts neither, of which each run has all."""
     dev = PlanDevice(spec_of(find_card("h100")))
-    model, options, weights = weights_of(dev)
+    model, options, weights = weights_of(dev, name)
     scalars = dev.alloc("scalars", (16,), I32, "Weights")
-    sizes = {"slots": 2, "positions": 64, "blocks": 9}
+    sizes = {"slots": 2, "positions": 128, "blocks": 9}
     generator = Generator(dev, model, weights, options=options, scalars=scalars, **sizes)
     dev.launches.clear()
     for each in generator._decodes.values():
         each.decode(stale=False)
     assert dev.launches["skinny_nf4"] == 2 * LAYERS * sum(RUNS.values())
     assert "nf4_decode" not in dev.launches
-    generator._prefills[64].prefill(stale=False)
+    generator._prefills[128].prefill(stale=False)
     assert dev.launches["nf4_decode"] == LAYERS * sum(RUNS.values())

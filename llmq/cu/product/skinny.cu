@@ -4,9 +4,13 @@
 //
 // Data     a: BF16 (M, K); b: BF16 (N, K); out, addend: D (M, N); bias: D (N). bias, addend may be
 //          null.
+//          skinny_nf4: rows first + [0, rows) of b as NF4 codes (quantize/four_bits.cu) of so many
+//          modules, decoded to BF16. starts: I32 (E + 1), null where E = 1: rows [starts[e],
+//          starts[e + 1]) of a are multiplied by the e-th N rows of b, with the e-th N of bias.
 // Launch   32 WARPS threads, a block for each FEATURES rows of b; TILES: of 8 rows of a. The tensor
 //          cores have b on the left, so that rows of a are columns. Warps take every eighth 64
 //          elements of K; their sums are added one warp after the other.
+//          skinny_nf4: grid (blocks, E); 128 elements of K, and any M.
 // Cost     memory: b once, in 16-byte loads past L1; a from L1 and L2 for each block.
 // Needs    sm_80; K a multiple of 8; M <= 8 TILES. A sum's order follows from K alone, not from M, N
 //          or the other rows.
@@ -21,7 +25,7 @@
 constexpr int WARPS = 8, FEATURES = 16, COLUMNS = 8 * TILES;
 constexpr int CHUNK = 64;  // elements of K at a time: of each row two vectors a lane
 constexpr int NF4_CHUNK = 128;  // of NF4 codes: one vector a lane
-constexpr int AHEAD = 4;   // chunks that are on their way
+constexpr int AHEAD = 4, NF4_AHEAD = 3;   // chunks that are on their way
 constexpr int PITCH = FEATURES + 1;
 
 // Two rows' elements of a chunk: vectors k and 32 + k behind its first element.
@@ -134,14 +138,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     skinny_nf4(D* __restrict__ out, const bf16* __restrict__ a, const u8* __restrict__ codes,
                const u8* __restrict__ scale_codes, const float* __restrict__ groups,
                const float* __restrict__ mean, const float* __restrict__ levels,
-               const D* __restrict__ bias, const D* __restrict__ addend, int M, int N, int K,
-               int first, int rows, int modules, float alpha) {
+               const D* __restrict__ bias, const D* __restrict__ addend,
+               const int* __restrict__ starts, int M, int N, int K, int E, int first, int rows,
+               int modules, float alpha) {
     __shared__ float table[16], scale_levels[GROUP];
+    const int expert = blockIdx.y;
+    const int begin = starts ? starts[expert] : 0, end = starts ? starts[expert + 1] : M;
+    if (begin == end) { return; }
     if (threadIdx.x < 16) { table[threadIdx.x] = LEVELS[threadIdx.x]; }
     scale_levels[threadIdx.x] = levels[threadIdx.x];
     __syncthreads();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int of_module = rows / modules, blocks = K / BLOCK;  // rows, and blocks of a row
+    const int of_module = E * rows / modules, blocks = K / BLOCK;  // rows, and blocks of a row
     const i64 of_groups = ((i64)of_module * blocks + GROUP - 1) / GROUP;
     const float* group[2];
     float means[2];
@@ -151,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     for (int r = 0; r < 2; ++r) {
         const int n = blockIdx.x * FEATURES + 8 * r + g;
         there[r] = n < rows;
-        row[r] = there[r] ? n : 0;
+        row[r] = there[r] ? (i64)expert * rows + n : 0;
         group[r] = groups + row[r] / of_module * of_groups;
         means[r] = mean[row[r] / of_module];
         block[r] = row[r] % of_module * blocks;
@@ -167,42 +175,48 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         }
         return x;
     };
-    Sums sum = {};
-    for (int start = warp * NF4_CHUNK + 32 * t; start - 32 * t < K;
-         start += AHEAD * WARPS * NF4_CHUNK) {
-        Codes left[AHEAD];
+    for (int top = begin; top < end; top += COLUMNS) {
+        Sums sum = {};
+        for (int start = warp * NF4_CHUNK + 32 * t; start - 32 * t < K;
+             start += NF4_AHEAD * WARPS * NF4_CHUNK) {
+            Codes left[NF4_AHEAD];
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) { left[i] = load(start + i * WARPS * NF4_CHUNK); }
+            for (int i = 0; i < NF4_AHEAD; ++i) { left[i] = load(start + i * WARPS * NF4_CHUNK); }
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            const int k = start + i * WARPS * NF4_CHUNK;
-            if (k - 32 * t >= K) { break; }
-            float scale[2];
+            for (int i = 0; i < NF4_AHEAD; ++i) {
+                const int k = start + i * WARPS * NF4_CHUNK;
+                if (k - 32 * t >= K) { break; }
+                float scale[2];
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const bool valid = there[r] && k < K;
-                const float of = valid ? group[r][(block[r] + k / BLOCK) / GROUP] : 0.0f;
-                scale[r] = scale_levels[left[i].scales[r]] * of + means[r];
-            }
+                for (int r = 0; r < 2; ++r) {
+                    const bool valid = there[r] && k < K;
+                    const float of = valid ? group[r][(block[r] + k / BLOCK) / GROUP] : 0.0f;
+                    scale[r] = scale_levels[left[i].scales[r]] * of + means[r];
+                }
 #pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                u32 low[4], high[4];
-                decode(low, reinterpret_cast<const u32*>(&left[i].codes[0])[w], table, scale[0]);
-                decode(high, reinterpret_cast<const u32*>(&left[i].codes[1])[w], table, scale[1]);
+                for (int w = 0; w < 4; ++w) {
+                    u32 low[4], high[4];
+                    decode(low, reinterpret_cast<const u32*>(&left[i].codes[0])[w], table, scale[0]);
+                    decode(high, reinterpret_cast<const u32*>(&left[i].codes[1])[w], table, scale[1]);
 #pragma unroll
-                for (int tile = 0; tile < TILES; ++tile) {
-                    const int m = tile * 8 + g;
-                    uint4 x = zeros();
-                    if (m < M && k < K) {
-                        x = __ldg(reinterpret_cast<const uint4*>(a + (i64)m * K + k + 8 * w));
+                    for (int tile = 0; tile < TILES; ++tile) {
+                        const int m = top + tile * 8 + g;
+                        uint4 x = zeros();
+                        if (m < end && k < K) {
+                            x = __ldg(reinterpret_cast<const uint4*>(a + (i64)m * K + k + 8 * w));
+                        }
+                        const u32 one[4] = {low[0], high[0], low[1], high[1]};
+                        const u32 two[4] = {low[2], high[2], low[3], high[3]};
+                        mma_m16n8k16_bf16(sum[tile], one, x.x, x.y);
+                        mma_m16n8k16_bf16(sum[tile], two, x.z, x.w);
                     }
-                    const u32 one[4] = {low[0], high[0], low[1], high[1]};
-                    const u32 two[4] = {low[2], high[2], low[3], high[3]};
-                    mma_m16n8k16_bf16(sum[tile], one, x.x, x.y);
-                    mma_m16n8k16_bf16(sum[tile], two, x.z, x.w);
                 }
             }
         }
+        const i64 at = (i64)top * N;
+        finish(sum, out + at, bias ? bias + (i64)expert * N : nullptr,
+               addend ? addend + at : nullptr, end - top, N, first + blockIdx.x * FEATURES,
+               first + rows, alpha);
+        __syncthreads();  // before the sums of the next rows
     }
-    finish(sum, out, bias, addend, M, N, first + blockIdx.x * FEATURES, first + rows, alpha);
 }

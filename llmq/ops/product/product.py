@@ -261,6 +261,11 @@ def grouped_product(
     tensors, or of codes. adapters: h (R, r) and each expert's tail (E, N, r), or (E, r, N) without
     trans_b, whose product is added. fast: as of `product`."""
     terms = _Terms(dev, x, w, False, trans_b, None, bias, None, fast)
+    if isinstance(w, Nf4):
+        skinny.skinny_nf4(dev, out, x, w, starts, bias=bias)
+        if adapters is not None:
+            grouped.grouped_matmul(dev, out, *adapters, starts, trans_b=trans_b, addend=out)
+        return
     left, right, scales = terms.left, terms.right, terms.scales
     rank = 0 if adapters is None else adapters[0].shape[1]
     sizes = Sizes(*out.shape, left.shape[1], left.dtype, out.dtype, rank)

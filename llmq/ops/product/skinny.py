@@ -9,6 +9,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 MOST_ROWS = 16
+MOST_CODED_ROWS = 64  # of codes, of which more are decoded once for all of them
 WARPS = 8  # of a block, each of which sums a part of K
 FEATURES = 16  # of b's rows in a block
 COLUMNS = 8  # of a tile of the result, transposed: rows of a
@@ -24,10 +25,10 @@ SKINNY = Kernel(
 NF4 = Kernel(
     "product/skinny.cu",
     "skinny_nf4",
-    "inout D[M,N] out, bf16[M,K] a, u8[rows*K//2] codes, u8[rows*K//64] scale_codes, "
-    "f32[count] groups, f32[modules] mean, f32[256] levels, D[N]? bias, D[M,N]? addend, i32 M, "
-    "i32 N, i32 K, i32 first, i32 rows, i32 modules, f32 alpha",
-    where=f"M <= {MOST_ROWS}, K % 64, rows % modules, first >= 0, first + rows <= N",
+    "inout D[M,N] out, bf16[M,K] a, u8[E*rows*K//2] codes, u8[E*rows*K//64] scale_codes, "
+    "f32[count] groups, f32[modules] mean, f32[256] levels, D[E*N]? bias, D[M,N]? addend, "
+    "i32[E + 1]? starts, i32 M, i32 N, i32 K, i32 E, i32 first, i32 rows, i32 modules, f32 alpha",
+    where="K % 64, E*rows % modules, first >= 0, first + rows <= N",
 )
 
 
@@ -79,25 +80,32 @@ def skinny_nf4(
     out: Tensor,
     a: Tensor,
     b: Nf4,
+    starts: Tensor | None = None,
     *,
     bias: Tensor | None = None,
     addend: Tensor | None = None,
     alpha: float = 1.0,
 ) -> None:
-    """`skinny` of a matrix b (N,K) of NF4 codes: weights are those that four_bits.decode rounds to
-    BF16. K: a multiple of 64.
+    """`skinny` of any number of rows and a matrix b (N,K) of NF4 codes: weights are those that
+    four_bits.decode rounds to BF16. K: a multiple of 64.
 
-    Cost:    codes and scales read once; a launch for each of b's runs.
+    b: or E matrices (E,N,K), of one run. starts: I32 (E + 1,), ascending from 0 to M: rows of a
+    that each of them multiplies. bias: (E,N) then.
+
+    Cost:    codes and scales of matrices that have rows, read once for each 16 rows; a launch for
+             each of b's runs.
     """
-    N, K = b.shape
+    *experts, N, K = b.shape
+    (M, _), E = a.shape, experts[0] if experts else 1
     for run in b.runs:
-        sizes = (a.shape[0], N, K, run.first, run.rows, run.mean.size)
         coded = (run.codes, run.scale_codes, run.groups, run.mean, b.levels)
+        added = (bias and bias.view(E * N), addend, starts)
+        rows = run.rows // E
         dev.launch(
             NF4,
-            ceil_div(run.rows, FEATURES),
+            (ceil_div(rows, FEATURES), E),
             WARP * WARPS,
-            (out, a, *coded, bias, addend, *sizes, alpha),
-            consts={"TILES": ceil_div(a.shape[0], COLUMNS)},
-            cost=Cost(flops=2 * a.shape[0] * run.rows * K),
+            (out, a, *coded, *added, M, N, K, E, run.first, rows, run.mean.size, alpha),
+            consts={"TILES": min(ceil_div(M, COLUMNS), MOST_ROWS // COLUMNS)},
+            cost=Cost(flops=2 * M * rows * K),
         )

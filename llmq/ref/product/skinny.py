@@ -1,5 +1,7 @@
 """Products of few rows: reference of llmq/cu/product/skinny.cu."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from llmq.ref.common import BF16, compute, nf4_blocks
@@ -22,6 +24,7 @@ NF4_CASES = {
     "one_row": (1, 48, 64, 0, 48, 1),
     "part": (3, 64, 320, 8, 56, 2),
     "ragged": (16, 37, 1088, 0, 37, 1),
+    "several_tiles": (37, 24, 192, 0, 24, 1),
     "qwen7b_up": (1, 37888, 3584, 0, 37888, 2),
     "qwen7b_down": (1, 3584, 18944, 0, 3584, 1),
     "qwen7b_up_16": (16, 37888, 3584, 0, 37888, 2),
@@ -39,15 +42,20 @@ def skinny(out, a, b, bias, addend, M, N, K, alpha):
 
 
 def skinny_nf4(
-    out, a, codes, scale_codes, groups, mean, levels, bias, addend, M, N, K, first, rows, modules,
-    alpha,
+    out, a, codes, scale_codes, groups, mean, levels, bias, addend, starts, M, N, K, E, first, rows,
+    modules, alpha,
 ):  # fmt: skip
     """Columns first + [0, rows) of `skinny`'s out, of rows of b that are NF4 codes, decoded to
-    BF16. codes (rows K / 2,), scale_codes (rows K / 64,), groups, mean (modules,), levels (256,):
-    as of nf4_decode."""
-    b = np.empty((rows * K // 64, 64), BF16)
-    for part, values in nf4_blocks(codes, scale_codes, groups, mean, levels, rows * K // modules):
+    BF16. codes (E rows K / 2,), scale_codes (E rows K / 64,), groups, mean (modules,), levels
+    (256,): as of nf4_decode. starts: I32 (E + 1,), rows of a that each matrix multiplies, with its
+    bias, or None of one matrix."""
+    b = np.empty((E * rows * K // 64, 64), BF16)
+    sizes = E * rows * K // modules
+    for part, values in nf4_blocks(codes, scale_codes, groups, mean, levels, sizes):
         b[part] = values
-    own = slice(first, first + rows)
-    added = [None if bias is None else bias[own], None if addend is None else addend[:, own]]
-    skinny(out[:, own], a, b.reshape(rows, K), *added, M, rows, K, alpha)
+    own, b = slice(first, first + rows), b.reshape(E, rows, K)
+    for e, (begin, end) in enumerate(pairwise([0, M] if starts is None else starts)):
+        its = slice(begin, end)
+        added = [None if bias is None else bias.reshape(E, N)[e, own]]
+        added.append(None if addend is None else addend[its, own])
+        skinny(out[its, own], a[its], b[e], *added, end - begin, rows, K, alpha)

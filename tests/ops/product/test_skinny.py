@@ -39,33 +39,43 @@ def test_equals_reference(dev, rng, case, dtype, added):
     close(dev, call, arrays_of(rng, case, dtype, added), ["out"], bf16=2**-7, f32=2e-4)
 
 
-def nf4_of(dev, arrays, N, K, first, modules):
-    """A run of a matrix of NF4 codes, of the tensors by their names."""
-    names = ("codes", "scale_codes", "groups", "mean")
-    run = Nf4Run(first, arrays["codes"].size * 2 // K, *(arrays[name] for name in names))
-    return Nf4(shape=(N, K), runs=(run,), levels=arrays["levels"])
+def codes_of(rng, rows, K, modules):
+    """Random codes of so many rows, as of `Nf4Run`."""
+    blocks = rows * K // 64
+    arrays = {"codes": rng.integers(0, 256, 32 * blocks, np.uint8)}
+    arrays["scale_codes"] = rng.integers(0, 256, blocks, np.uint8)
+    arrays["groups"] = rng.random(modules * -(-blocks // modules // 256)).astype(np.float32)
+    arrays["mean"] = rng.random(modules).astype(np.float32) + 1
+    return arrays | {"levels": scale_levels()}
+
+
+def multiply_codes(shape, first, dev, out, a, levels, starts=None, bias=None, addend=None, **codes):
+    run = Nf4Run(first, codes["codes"].size * 2 // shape[-1], **codes)
+    b = Nf4(shape=shape, runs=(run,), levels=levels)
+    skinny.skinny_nf4(dev, out, a, b, starts, bias=bias, addend=addend, alpha=0.7)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("case", SMALL_NF4.values(), ids=SMALL_NF4)
 def test_codes_of_nf4_equal_the_reference(dev, rng, case, dtype):
     M, N, K, first, end, modules = case
-    size = (end - first) * K
-    blocks = size // 64 // modules
     arrays = arrays_of(rng, (M, N, K), dtype, M > 1)
     arrays["out"][:] = 7  # other columns stay
     del arrays["b"]
-    arrays |= {"codes": rng.integers(0, 256, size // 2, np.uint8), "levels": scale_levels()}
-    arrays["scale_codes"] = rng.integers(0, 256, size // 64, np.uint8)
-    arrays["groups"] = rng.random(modules * -(-blocks // 256)).astype(np.float32)
-    arrays["mean"] = rng.random(modules).astype(np.float32) + 1
-
-    def call(dev, out, a, bias, addend, **codes):
-        b = nf4_of(dev, codes, N, K, first, modules)
-        skinny.skinny_nf4(dev, out, a, b, bias=bias, addend=addend, alpha=0.7)
-
+    arrays |= codes_of(rng, end - first, K, modules)
+    call = partial(multiply_codes, (N, K), first)
     got = close(dev, call, arrays, ["out"], bf16=2**-7, f32=2e-4)["out"]
     assert (got[:, :first] == 7).all() and (got[:, end:] == 7).all()
+
+
+def test_codes_of_experts_equal_the_reference(dev, rng):
+    """Each has its rows, one of them more than a block takes at a time, and two have none."""
+    E, N, K, starts = 6, 40, 128, [0, 0, 3, 4, 24, 29, 29]
+    arrays = arrays_of(rng, (29, N, K), BF16, False) | codes_of(rng, E * N, K, 2 * E)
+    arrays |= {"starts": np.array(starts, np.int32), "bias": rng.normal(size=(E, N))}
+    arrays["bias"] = arrays["bias"].astype(BF16.numpy)
+    del arrays["b"]
+    close(dev, partial(multiply_codes, (E, N, K), 0), arrays, ["out"], bf16=2**-7, f32=2e-4)
 
 
 def test_a_row_depends_on_no_other(dev, rng):
