@@ -924,9 +924,13 @@ def average_calls(n: int) -> list[Call]:
 
 def elementwise_calls(*shape: int) -> list[Call]:
     add, convert, x = elementwise.add, elementwise.convert, bf16(*shape)
+    rows, columns = math.prod(shape[:-1]), shape[-1] // 16 * 8
+    wide, moved = bf16(rows, max(columns, 8) * 2), 2 * 3 * rows * max(columns, 8)
+    products = {"out": wide, "a": wide, "b": wide, "channels": max(columns, 8), "at": (0, 0, 8)}
     return [
         Call("add", add, dict.fromkeys(("out", "a", "b"), bf16(*shape))),
         Call("scale", elementwise.scale, {"out": x, "x": x, "by": bf16(1)}),
+        Call("multiply", elementwise.multiply, products, bytes=moved),
         Call("to bf16", convert, {"out": bf16(*shape), "x": f32(*shape)}),
         Call("to f32", convert, {"out": f32(*shape), "x": bf16(*shape)}),
         Call("fill", elementwise.fill, {"x": bf16(*shape), "value": 1.0}),

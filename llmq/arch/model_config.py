@@ -14,6 +14,7 @@ from llmq.arch.delta import DeltaNet
 from llmq.arch.experts import Experts
 from llmq.arch.matrix import HalfSpec, Matrix
 from llmq.arch.rope_scaling import RopeScaling, longest_sequence
+from llmq.arch.short_conv import ShortConvs
 from llmq.base.errors import ConfigError
 
 VOCAB_PADDING = 64
@@ -75,6 +76,8 @@ class ModelConfig:
     """Layers without a window have no values of their own, but their keys before norm and RoPE."""
     delta: DeltaNet | None = None
     """The gated delta nets that layers have in the place of attention; None: there are none."""
+    convs: ShortConvs | None = None
+    """The short convolutions that layers have in the place of attention; None: there are none."""
     max_positions: int
     """Longest sequence in tokens."""
     sliding_window: int | None = None
@@ -240,6 +243,10 @@ class ModelConfig:
         """Whether a layer has a gated delta net in the place of attention."""
         return self.delta is not None and self.delta.layers[layer]
 
+    def has_conv(self, layer: int) -> bool:
+        """Whether a layer has a short convolution in the place of attention."""
+        return self.convs is not None and self.convs.layers[layer]
+
     @property
     def windows(self) -> set[int | None]:
         return {self.window_of(layer) for layer in range(self.num_layers)}
@@ -266,7 +273,7 @@ class ModelConfig:
         kinds = [
             (
                 *(self.window_of(i), self.rope_of(i), self.has_experts(i), self.has_delta(i)),
-                *(self.heads_of(i), self.values_of(i)),
+                *(self.heads_of(i), self.values_of(i), self.has_conv(i)),
             )
             for i in layers
         ]
@@ -275,7 +282,7 @@ class ModelConfig:
     def with_layers(self, layers: Iterable[int]) -> ModelConfig:
         """With a layer like each of these, which may be the same."""
         layers, windows, experts = tuple(layers), self.windowed_layers, self.experts
-        delta, rope = self.delta, self.rope_layers
+        delta, convs, rope = self.delta, self.convs, self.rope_layers
         if rope is not None:
             rope = tuple(rope[layer] for layer in layers)
         if windows is not None:
@@ -284,7 +291,9 @@ class ModelConfig:
             experts = replace(experts, layers=tuple(map(self.has_experts, layers)))
         if delta is not None:
             delta = replace(delta, layers=tuple(map(self.has_delta, layers)))
-        sizes = {"windowed_layers": windows, "rope_layers": rope}
+        if convs is not None:
+            convs = replace(convs, layers=tuple(map(self.has_conv, layers)))
+        sizes = {"windowed_layers": windows, "rope_layers": rope, "convs": convs}
         sizes |= {"experts": experts, "delta": delta}
         return replace(self, num_layers=len(layers), **sizes)
 
@@ -322,20 +331,10 @@ class ModelConfig:
         for token in self.eos_token_ids:
             if token < 0:
                 raise ConfigError(f"model eos_token_id: must not be negative, got {token}")
-        for name in ("full_kv_heads", "full_head_dim"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= _LARGEST["head_dim"]:
-                raise ConfigError(f"model {name}: must be positive, got {value}")
-        for kv_heads in (self.num_kv_heads, self.full_kv_heads or 1):
-            if self.num_heads % kv_heads:
-                raise ConfigError(
-                    f"model num_kv_heads: {kv_heads} does not divide {self.num_heads} heads"
-                )
-        for size in (self.head_dim, self.full_head_dim or 2):
-            if self.positions == "rope" and size % 2:
-                raise ConfigError(f"model head_dim: RoPE needs an even number, got {size}")
-        if self.delta is not None:
-            self.delta.validate(self.num_layers)
+        self._check_heads()
+        for each in (self.delta, self.convs):
+            if each is not None:
+                each.validate(self.num_layers)
         if not 0 < self.rope_theta < math.inf:
             raise ConfigError(f"model rope_theta: must be positive, got {self.rope_theta}")
         self._check_factors()
@@ -363,6 +362,21 @@ class ModelConfig:
                 got = getattr(self, name)
                 raise ConfigError(f"model {name}: {self.architecture} needs {value!r}, got {got!r}")
         return self
+
+    def _check_heads(self) -> None:
+        """ConfigError where the numbers or the sizes of heads are not computed."""
+        for name in ("full_kv_heads", "full_head_dim"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= _LARGEST["head_dim"]:
+                raise ConfigError(f"model {name}: must be positive, got {value}")
+        for kv_heads in (self.num_kv_heads, self.full_kv_heads or 1):
+            if self.num_heads % kv_heads:
+                raise ConfigError(
+                    f"model num_kv_heads: {kv_heads} does not divide {self.num_heads} heads"
+                )
+        for size in (self.head_dim, self.full_head_dim or 2):
+            if self.positions == "rope" and size % 2:
+                raise ConfigError(f"model head_dim: RoPE needs an even number, got {size}")
 
     def _check_factors(self) -> None:
         """ConfigError where a factor is not positive, or not computed beside other fields."""

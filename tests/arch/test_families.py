@@ -54,6 +54,10 @@ FAMILIES = {
         **FOUR, head_dim=16, global_head_dim=32, hidden_size_per_layer_input=0, sliding_window=90,
         final_logit_softcapping=30.0,
     ),
+    "lfm2": lambda: transformers.Lfm2Config(
+        **FOUR | {"intermediate_size": 150}, block_multiple_of=16, conv_L_cache=4,
+        layer_types=["conv", "full_attention", "conv", "conv"],
+    ),
     "glm4_moe": lambda: transformers.Glm4MoeConfig(
         **FOUR, head_dim=32, n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=48,
         n_shared_experts=2, routed_scaling_factor=2.5, use_qk_norm=True, attention_bias=True,

@@ -4,6 +4,7 @@
 //   forward    z[t] = sum over j < TAPS of weight[j] * x[t - TAPS + 1 + j];  out = z * sigmoid(z)
 //   backward   d_z = d_out * silu'(z);  d_x[t] = sum over j of weight[TAPS - 1 - j] * d_z[t + j]
 //              d_weight[j] = sum over t of d_z[t] * x[t - TAPS + 1 + j]
+//   SILU = 0   out = z;  d_z = d_out
 //   keep       the last TAPS - 1 tokens, for what follows a text
 //
 // Data     x, d_x: T (B, seq_len, columns), of which the first `channels` are read, or written.
@@ -51,7 +52,9 @@ __device__ __forceinline__ void store_few(T* p, const Few& x) {
     }
     *reinterpret_cast<uint2*>(p) = make_uint2(words[0], words[1]);
 }
-__device__ __forceinline__ float part_of(float z) { return share<Silu, sizeof(T) == 4>(z); }
+__device__ __forceinline__ float part_of(float z) {
+    return SILU ? share<Silu, sizeof(T) == 4>(z) : 1.0f;
+}
 
 // Channels of a sequence, whose tokens a thread meets in order.
 struct Channels {
@@ -191,7 +194,8 @@ struct Gradients {
 #pragma unroll
         for (int c = 0; c < WIDE; ++c) {
             const float part = part_of(z.v[c]);
-            d_z[BEFORE].v[c] = d_out.v[c] * Silu::slope(z.v[c], part, z.v[c] * part);
+            const float slope = SILU ? Silu::slope(z.v[c], part, z.v[c] * part) : 1.0f;
+            d_z[BEFORE].v[c] = d_out.v[c] * slope;
         }
         if (own) {
 #pragma unroll

@@ -2,6 +2,7 @@
 //
 //   add      out[i] = T(a[i] + b[i])
 //   scale    out[i] = T(x[i] * by[0])
+//   multiply out[r, i + c] = T(a[r, j + c] * b[r, k + c]) for c < channels
 //   convert  out[i] = D(x[i])
 //   fill     x[i] = T(value)                              all rounded to nearest
 //
@@ -40,6 +41,20 @@ extern "C" __global__ void __launch_bounds__(256) scale(T* out, const T* x, cons
     } else {
         for (i64 i = first; i < n; ++i) { out[i] = from_f32<T>(to_f32(x[i]) * factor); }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+multiply(T* out, const T* a, const T* b, i64 rows, i32 channels, i32 out_first, i32 a_first,
+         i32 b_first, i32 out_columns, i32 a_columns, i32 b_columns) {
+    const i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * COUNT;
+    if (first >= rows * channels) { return; }
+    const i64 row = first / channels, column = first % channels;
+    Pack<T, COUNT> x, y;
+    x.load(a + row * a_columns + a_first + column);
+    y.load(b + row * b_columns + b_first + column);
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) { x.set(k, from_f32<T>(x.get(k) * y.get(k))); }
+    x.store(out + row * out_columns + out_first + column);
 }
 
 extern "C" __global__ void __launch_bounds__(256)

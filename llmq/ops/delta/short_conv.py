@@ -1,4 +1,4 @@
-"""Causal convolution of every channel with a few weights, and SiLU, inside of documents."""
+"""Causal convolution of every channel with a few weights, inside documents, and SiLU or not."""
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
@@ -39,10 +39,13 @@ THREADS, SPAN, SPAN_BACKWARD = 128, 32, 512  # of a block; tokens
 class _Call:
     """The launches for x and a weight."""
 
-    def __init__(self, dev: Device, x: Tensor, weight: Tensor):
+    def __init__(self, dev: Device, x: Tensor, weight: Tensor, silu: bool):
         self.dev = dev
         self.B, self.T, columns, self.channels, taps = FORWARD.dims(x=x, weight=weight)
-        self.sizes, self.consts = (self.T, self.channels, columns), {"TAPS": taps}
+        self.sizes, self.consts = (
+            (self.T, self.channels, columns),
+            {"TAPS": taps, "SILU": int(silu)},
+        )
         self.wide = 8 // x.dtype.itemsize
         self.spans = ceil_div(self.T, SPAN_BACKWARD)  # of sums
 
@@ -60,13 +63,16 @@ def forward(
     weight: Tensor,
     starts: Tensor | None = None,
     before: Tensor | None = None,
+    *,
+    silu: bool = True,
 ) -> None:
     """out[t] = silu(sum over j of weight[j] * x[t - taps + 1 + j]), of tokens of its document.
 
     x: its first channels are convolved. starts: where each token's document starts; None: 0.
     before: the tokens in front, then the last ones of them and x; None: 0.
+    silu: False: the sum itself.
     """
-    call = _Call(dev, x, weight)
+    call = _Call(dev, x, weight, silu)
     spans, channels = ceil_div(call.T, SPAN), THREADS * call.wide
     call.launch(FORWARD, spans, (out, x, weight, before, starts), channels)
     if before is not None:
@@ -81,6 +87,8 @@ def backward(
     x: Tensor,
     weight: Tensor,
     starts: Tensor | None = None,
+    *,
+    silu: bool = True,
 ) -> None:
     """The gradients of forward's inputs, where nothing is in front.
 
@@ -88,7 +96,7 @@ def backward(
 
     Workspace: with d_weight F32, as the weight for every 512 tokens.
     """
-    call = _Call(dev, x, weight)
+    call = _Call(dev, x, weight, silu)
     rest = (d_out, x, weight, starts)
     if d_weight is None:
         call.launch(BACKWARD, call.spans, (d_x, None, *rest), 32 * call.wide)

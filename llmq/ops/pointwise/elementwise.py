@@ -12,6 +12,17 @@ PER_THREAD = 8  # elements
 
 ADD = Kernel("pointwise/elementwise.cu", "add", "out T[*n] out, T[*n] a, T[*n] b, i64 n")
 SCALE = Kernel("pointwise/elementwise.cu", "scale", "out T[*n] out, T[*n] x, T[1] by, i64 n")
+MULTIPLY = Kernel(
+    "pointwise/elementwise.cu",
+    "multiply",
+    "out T[rows,out_columns] out, T[rows,a_columns] a, T[rows,b_columns] b, i64 rows, "
+    "i32 channels, i32 out_first, i32 a_first, i32 b_first, i32 out_columns, i32 a_columns, "
+    "i32 b_columns",
+    where="out_first + channels <= out_columns, a_first + channels <= a_columns, "
+    "b_first + channels <= b_columns",
+    gpu="channels % 8, out_first % 8, a_first % 8, b_first % 8, out_columns % 8, a_columns % 8, "
+    "b_columns % 8",
+)
 CONVERT = Kernel("pointwise/elementwise.cu", "convert", "out D[*n] out, S[*n] x, i64 n")
 FILL = Kernel("pointwise/elementwise.cu", "fill", "out T[*n] x, f32 value, i64 n")
 
@@ -24,6 +35,18 @@ def add(dev: Device, out: Tensor, a: Tensor, b: Tensor) -> None:
 def scale(dev: Device, out: Tensor, x: Tensor, by: Tensor) -> None:
     """out[i] = x[i] * by[0], rounded to nearest. out may be x."""
     dev.launch(SCALE, ceil_div(x.size, THREADS * PER_THREAD), THREADS, (out, x, by, x.size))
+
+
+def multiply(
+    dev: Device, out: Tensor, a: Tensor, b: Tensor, channels: int, at: tuple[int, int, int]
+) -> None:
+    """out[r, i + c] = a[r, j + c] * b[r, k + c] for all c < channels, rounded to nearest.
+
+    at: (i, j, k). Other columns of out stay as they are. out may be a or b, where columns are.
+    """
+    rows, *columns = MULTIPLY.dims(out=out, a=a, b=b)
+    blocks = ceil_div(rows * channels, THREADS * PER_THREAD)
+    dev.launch(MULTIPLY, blocks, THREADS, (out, a, b, rows, channels, *at, *columns))
 
 
 def convert(dev: Device, out: Tensor, x: Tensor) -> None:

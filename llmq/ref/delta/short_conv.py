@@ -1,4 +1,4 @@
-"""Reference of the causal short convolution with SiLU, channel by channel, inside of documents."""
+"""Reference of the causal short convolution, with SiLU or not, channel by channel, in documents."""
 
 import numpy as np
 
@@ -32,31 +32,34 @@ def _inputs(
     return met
 
 
-def short_conv_forward(out, x, weight, before, starts, seq_len, channels, columns, *, taps):
+def short_conv_forward(out, x, weight, before, starts, seq_len, channels, columns, *, taps, silu=1):
     """out (B, T, channels) = silu(sum over taps of weight (channels, taps) * x), x (B, T, columns).
     before: (B, taps - 1, channels), the tokens in front; None: 0."""
     z = (_inputs(x, before, starts, channels, taps) * compute(weight)).sum(-1)
-    with np.errstate(over="ignore"):
-        z *= sigmoid(z)
+    if silu:
+        with np.errstate(over="ignore"):
+            z *= sigmoid(z)
     out[...] = z.astype(out.dtype, copy=False)
 
 
-def short_conv_keep(before, x, seq_len, channels, columns, *, taps):
+def short_conv_keep(before, x, seq_len, channels, columns, *, taps, silu=1):
     """The last taps - 1 tokens of before and x, in before."""
     wide = np.concatenate([before, compute(x[..., :channels])], axis=1)
     before[...] = wide[:, -before.shape[1] :]
 
 
 def short_conv_backward(
-    d_x, partial, d_out, x, weight, starts, seq_len, channels, columns, *, taps
+    d_x, partial, d_out, x, weight, starts, seq_len, channels, columns, *, taps, silu=1
 ):
     """d_x (B, T, columns), of which it writes the first channels, and partial (B * spans,
     channels * taps): of the weight's gradient, of 512 tokens each."""
     T = x.shape[1]
     met, w = _inputs(x, None, starts, channels, taps), compute(weight)
     z = (met * w).sum(-1)
-    with np.errstate(over="ignore"):
-        d_z = compute(d_out) * silu_slope(z, sigmoid(z))
+    d_z = compute(d_out)
+    if silu:
+        with np.errstate(over="ignore"):
+            d_z = d_z * silu_slope(z, sigmoid(z))
     spans = -(-T // SPAN)
     for i in range(spans if partial is not None else 0):
         part = slice(i * SPAN, (i + 1) * SPAN)

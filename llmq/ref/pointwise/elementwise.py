@@ -17,6 +17,14 @@ def scale(out, x, by, n):
     out[...] = compute(x) * compute(by)
 
 
+def multiply(
+    out, a, b, rows, channels, out_first, a_first, b_first, out_columns, a_columns, b_columns
+):
+    """out = a * b, of so many channels of each from its first on, rounded to nearest."""
+    x, y = a[:, a_first : a_first + channels], b[:, b_first : b_first + channels]
+    out[:, out_first : out_first + channels] = compute(x) * compute(y)
+
+
 def convert(out, x, n):
     """out = x in out's dtype, rounded to nearest."""
     out[...] = x

@@ -30,19 +30,19 @@ def arrays_of(rng, shape, dtype, documents: bool) -> dict:
 check = partial(close, bf16=2**-7, f32=1e-5)
 
 
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("documents, silu", [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("name", SMALL)
-def test_equals_reference(dev, rng, name, dtype, documents):
+def test_equals_reference(dev, rng, name, dtype, documents, silu):
     shape = SMALL[name]
     B, T, channels, columns, taps = shape
     arrays = arrays_of(rng, shape, dtype, documents)
     out = np.full((B, T, channels), np.nan, dtype.numpy)
-    check(dev, short_conv.forward, arrays | {"out": out}, ("out",))
+    check(dev, partial(short_conv.forward, silu=silu), arrays | {"out": out}, ("out",))
 
     def backward(dev, d_weight, scalars, **t):
         target = None if d_weight is None else Accumulator(d_weight, True, scalars, 1)
-        short_conv.backward(dev, d_weight=target, **t)
+        short_conv.backward(dev, d_weight=target, **t, silu=silu)
 
     arrays |= {
         "d_x": np.full((B, T, columns), 7, dtype.numpy),

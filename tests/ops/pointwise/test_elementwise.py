@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32, I32
-from llmq.ops.pointwise.elementwise import add, convert, fill, scale
+from llmq.ops.pointwise.elementwise import add, convert, fill, multiply, scale
 from llmq.ref.pointwise.elementwise import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
@@ -32,6 +32,28 @@ def test_products_equal_the_reference(dev, rng, shape, dtype):
     got, want = run(dev, scale, arrays), run(host_device(), scale, arrays)
     np.testing.assert_array_equal(got["out"], want["out"])
     np.testing.assert_array_equal(want["out"], (x.astype(np.float32) * by).astype(dtype.numpy))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_products_of_columns_equal_the_reference(dev, rng, dtype):
+    """Other columns stay, and the result may lie where a factor was."""
+    a, b = (rng.normal(size=(19, n)).astype(dtype.numpy) for n in (48, 40))
+
+    def call(dev, out, a, b):
+        multiply(dev, out, a, b, 24, (8, 16, 0))
+        multiply(dev, a, a, b, 24, (0, 0, 16))
+
+    arrays = {"out": np.ones((19, 40), dtype.numpy), "a": a, "b": b}
+    got, want = run(dev, call, arrays), run(host_device(), call, arrays)
+    for name in ("out", "a"):
+        np.testing.assert_array_equal(got[name], want[name])
+    products = a[:, 16:40].astype(np.float32) * b[:, :24].astype(np.float32)
+    np.testing.assert_array_equal(want["out"][:, 8:32], products.astype(dtype.numpy))
+    assert (want["out"][:, [*range(8), *range(32, 40)]] == 1).all()
+    plan = PlanDevice(HOST_SPEC)
+    x = plan.alloc("x", (2, 16), F32, "Weights")
+    with pytest.raises(ValueError, match="multiply: "):
+        multiply(plan, x, x, x, 8, (0, 0, 16))
 
 
 def test_wrong_arguments_of_add():

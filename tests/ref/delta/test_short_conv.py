@@ -18,29 +18,31 @@ def inputs(rng) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     )
 
 
-def torch_forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def torch_forward(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> torch.Tensor:
     x = x[..., :CHANNELS].mT
     z = torch.nn.functional.conv1d(x, weight[:, None], padding=TAPS - 1, groups=CHANNELS)
-    return torch.nn.functional.silu(z[..., : x.shape[-1]]).mT
+    z = z[..., : x.shape[-1]].mT
+    return torch.nn.functional.silu(z) if silu else z
 
 
-def results(x, weight, d_out, starts=None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def results(x, weight, d_out, starts=None, silu=1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """out, d_x, d_weight."""
     out, d_x = np.full(d_out.shape, np.nan), np.zeros_like(x)
     sizes = (x.shape[1], *SIZES[1:])
-    ref.short_conv_forward(out, x, weight, None, starts, *sizes, taps=TAPS)
+    ref.short_conv_forward(out, x, weight, None, starts, *sizes, taps=TAPS, silu=silu)
     partial = np.full((x.shape[0] * -(-x.shape[1] // ref.SPAN), CHANNELS, TAPS), np.nan)
-    ref.short_conv_backward(d_x, partial, d_out, x, weight, starts, *sizes, taps=TAPS)
+    ref.short_conv_backward(d_x, partial, d_out, x, weight, starts, *sizes, taps=TAPS, silu=silu)
     return out, d_x, partial.sum(0)
 
 
-def test_equals_torch(rng):
+@pytest.mark.parametrize("silu", [True, False])
+def test_equals_torch(rng, silu):
     x, weight, d_out = inputs(rng)
     leaves = [torch.tensor(a, requires_grad=True) for a in (x, weight)]
-    want = torch_forward(*leaves)
+    want = torch_forward(*leaves, silu)
     gradients = torch.autograd.grad((want * torch.tensor(d_out)).sum(), leaves)
     # F64 on both sides: sums in another order.
-    for a, b in zip(results(x, weight, d_out), (want, *gradients), strict=True):
+    for a, b in zip(results(x, weight, d_out, silu=silu), (want, *gradients), strict=True):
         np.testing.assert_allclose(a, b.detach().numpy(), rtol=1e-10, atol=1e-12)
 
 
