@@ -16,7 +16,7 @@ from llmq import __version__
 from llmq.base.console import doors
 from llmq.base.errors import LlmqError, discard, print_error
 from llmq.base.signals import Interrupted, OutOfTime
-from llmq.commands import bench, data, finetune, logs, models, plan, rl, train
+from llmq.commands import bench, data, finetune, logs, models, plan, rl, serve, train
 from llmq.commands.common import Command, Group, TrainCommand, UsageError, one_line, option
 from llmq.runtime.world import refuse_several
 
@@ -75,6 +75,7 @@ PANELS = {  # by name, as --help has them; of a TrainCommand: with the options o
     },
     "Models": {
         "sample": (models.sample, Command),
+        "serve": (serve.serve, Command),
         "eval": (models.evaluate, Command),
         "score": (models.score, TrainCommand),
         "export": (models.export, Command),

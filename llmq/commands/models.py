@@ -46,7 +46,7 @@ def sample(
     how = locals()
     from llmq.run.run_paths import find_model
 
-    how |= {"model": find_model(model), "adapter": _adapter(adapter)}
+    how |= {"model": find_model(model), "adapter": adapter_folder(adapter)}
     if how.pop("prompts") is None:
         from llmq.run.sampling import run_sample
 
@@ -65,9 +65,15 @@ def evaluate(
         list[str],
         "Questions or texts in JSON or Parquet, or a text file; may be repeated.",
         metavar="[KIND=]FILE",
-    ),
+    ) = (),
+    tasks: option(str | None, "Tasks of lm-evaluation-harness, with commas between.") = None,
     adapter: Adapter = None,
-    limit: option(int | None, "Only as many records of each file.", min=1) = None,
+    num_fewshot: option(int | None, "With --tasks: examples before each question.", min=0) = None,
+    apply_chat_template: option(
+        bool, "With --tasks: ask in the form of a chat.", "--apply-chat-template"
+    ) = False,
+    include_path: option(Path | None, "With --tasks: folder with tasks of your own.") = None,
+    limit: option(int | None, "Only as many records of each file or task.", min=1) = None,
     out: option(Path | None, "JSON to write.", metavar="FILE") = None,
     seq_len: option(
         int | None, "Longest sequence; what is longer loses its beginning.", min=1
@@ -82,13 +88,37 @@ def evaluate(
     llmq eval talks --task hellaswag.jsonl
     """
     how = locals()
-    from llmq.run.evaluate import run_eval
     from llmq.run.run_paths import find_model
 
-    run_eval(**how | {"model": find_model(model), "adapter": _adapter(adapter)})
+    of_harness = {
+        "num_fewshot": num_fewshot,
+        "apply_chat_template": apply_chat_template or None,
+        "include_path": include_path,
+    }
+    if (tasks is None) == (not task):
+        problem = "they exclude each other" if task else "give --task FILE or --tasks NAME"
+        raise ConfigError(f"--task, --tasks: {problem}")
+    if tasks is None:
+        for name, value in of_harness.items():
+            if value is not None:
+                raise ConfigError(f"--{name.replace('_', '-')}: needs --tasks")
+    how |= {"model": find_model(model), "adapter": adapter_folder(adapter)}
+    if tasks is not None:
+        try:
+            from llmq.run.harness import run_harness
+        except ImportError as error:
+            raise ConfigError(f"--tasks: {error}: pip install 'llmq-train[eval]'") from error
+        del how["task"]
+        run_harness(**how)
+        return
+    from llmq.run.evaluate import run_eval
+
+    for name in ("tasks", *of_harness):
+        del how[name]
+    run_eval(**how)
 
 
-def _adapter(given: Path | None) -> Path | None:
+def adapter_folder(given: Path | None) -> Path | None:
     """--adapter, also by the name of its run."""
     from llmq.run.run_paths import find_model
 

@@ -270,6 +270,9 @@ class Generator:
         self.constants = dev.constants[constants:]
         self._free = _FreeBlocks(blocks)
         self._prompt: _Prompt | None = None
+        self._waiting: deque[_Text] = deque()
+        self._running: list[_Text] = []
+        self._count = 0  # of requests
 
     @staticmethod
     def blocks_of(tokens: int) -> int:
@@ -357,46 +360,66 @@ class Generator:
         prompt share memory if they follow each other. All ranks make the call, with requests of
         their own. stopped: asked before each token of all texts, and ends them. ValueError for a
         request that does not fit; LlmqError if a prediction is not a number."""
-        waiting = deque(_Text(i, r, list(r.prompt)) for i, r in enumerate(requests))
-        for text in waiting:
-            if not 0 < len(text.ids) < self.positions:
-                raise ValueError(
-                    f"generate: request {text.index} has a prompt of {len(text.ids)} tokens; there "
-                    f"have to be from 1 to {self.positions - 1}"
-                )
-        running: list[_Text] = []
-        if self._shares:
-            self._idle(busy=True)  # gathers what an update has left to gather, on all ranks
+        first = self._count
         try:
-            while (waiting or running) and not stopped():
-                self._admit(waiting, running)
-                self._extend(waiting, running)
-                yield from self._decode(running)
+            for request in requests:
+                self.add(request)
+            if self._shares:
+                self._idle(busy=True)  # gathers what an update has left to gather, on all ranks
+            while (self._waiting or self._running) and not stopped():
+                for token in self.step():
+                    yield token._replace(index=token.index - first)
         finally:
-            for text in running:
-                self._free.give_back(text.blocks)
+            for text in (*self._running, *self._waiting):
+                self.drop(text.index)
             self._drop_prompt()
         while self._busy is not None and self._idle(busy=False):
             pass
 
-    def _admit(self, waiting: deque[_Text], running: list[_Text]) -> None:
+    def add(self, request: Request) -> int:
+        """Let a request wait for the next `step` that has room; returns the index of its tokens.
+        ValueError for a request that does not fit."""
+        if not 0 < len(request.prompt) < self.positions:
+            raise ValueError(
+                f"generate: a prompt has {len(request.prompt)} tokens; there have to be from 1 to "
+                f"{self.positions - 1}"
+            )
+        index, self._count = self._count, self._count + 1
+        self._waiting.append(_Text(index, request, list(request.prompt)))
+        return index
+
+    def drop(self, index: int) -> None:
+        """Give up a request that has not ended."""
+        for text in (*self._running, *self._waiting):
+            if text.index == index:
+                self._free.give_back(text.blocks)
+                (self._running if text.slot >= 0 else self._waiting).remove(text)
+
+    def step(self) -> list[NewToken]:
+        """Let requests begin where there is room, and choose a token of each that runs; waits for
+        the device. LlmqError if a prediction is not a number."""
+        self._admit()
+        self._extend()
+        return self._decode() if self._running else []
+
+    def _admit(self) -> None:
         """Let texts in, as long as there is room for their next token, and for one more block of
         each that runs."""
-        while waiting and len(running) < self.slots:
-            text = waiting[0]
+        while self._waiting and len(self._running) < self.slots:
+            text = self._waiting[0]
             known = self._prompt is not None and self._prompt.ids == text.ids[:-1]
             needed = self.blocks_of(len(text.ids)) + 1
             if known:
                 needed -= len(text.ids[:-1]) // BLOCK
             else:
                 self._drop_prompt()
-            if running and len(self._free) < needed + len(running):
+            if self._running and len(self._free) < needed + len(self._running):
                 return
-            waiting.popleft()
+            self._waiting.popleft()
             if not known:
                 self._prefill(text.ids[:-1])
-            self._enter(text, running)
-            running.append(text)
+            self._enter(text)
+            self._running.append(text)
 
     def _drop_prompt(self) -> None:
         if self._prompt is not None:
@@ -431,9 +454,9 @@ class Generator:
         arrays["table"][row, : len(blocks)] = blocks
         arrays["lengths"][row], arrays["new"][row] = start, count
 
-    def _enter(self, text: _Text, running: list[_Text]) -> None:
+    def _enter(self, text: _Text) -> None:
         """A text begins behind the prompt that was computed last."""
-        used = {other.slot for other in running}
+        used = {other.slot for other in self._running}
         text.slot = next(slot for slot in range(self.slots) if slot not in used)
         full = len(self._prompt.ids) // BLOCK
         text.blocks = self._prompt.blocks[:full]
@@ -462,28 +485,28 @@ class Generator:
             for tensor in states.values():
                 self._copy_row(tensor, slot, from_slot)
 
-    def _extend(self, waiting: deque[_Text], running: list[_Text]) -> None:
+    def _extend(self) -> None:
         """Give each text the block of its next token; the texts that came last wait again where
         there are too few."""
-        for text in list(running):
+        for text in list(self._running):
             if text.slot < 0 or self.blocks_of(len(text.ids)) == len(text.blocks):
                 continue
             if not len(self._free):
                 self._drop_prompt()
             while not len(self._free):
-                last = running.pop()
+                last = self._running.pop()
                 self._free.give_back(last.blocks)
                 last.blocks, last.slot = [], -1
-                waiting.appendleft(last)
+                self._waiting.appendleft(last)
             if text.slot >= 0:
                 text.blocks += self._free.take(1)
 
-    def _decode(self, running: list[_Text]) -> Iterator[NewToken]:
+    def _decode(self) -> list[NewToken]:
         """The next token of each text."""
-        size = min(B for B in self._decodes if len(running) <= B)
-        used = {text.slot for text in running}
+        size = min(B for B in self._decodes if len(self._running) <= B)
+        used = {text.slot for text in self._running}
         free = (slot for slot in range(size) if slot not in used)
-        for text in running:
+        for text in self._running:
             if text.slot >= size:
                 slot = next(free)
                 self._move(slot, text.slot)
@@ -491,7 +514,7 @@ class Generator:
         each = self._decodes[size]
         each.inputs.clear()
         arrays = each.inputs.arrays
-        for text in running:
+        for text in self._running:
             row, its = text.slot, text.request
             self._put(each, row, text.ids[-1:], len(text.ids) - 1, text.blocks)
             for name in REQUEST_FIELDS:
@@ -501,7 +524,8 @@ class Generator:
         self._run("decode", each, each.decode)
         each.chosen.download()
         ids, logprobs = each.chosen.arrays["tokens"], each.chosen.arrays["logprobs"]
-        for text in list(running):
+        tokens = []
+        for text in list(self._running):
             new, logprob = int(ids[text.slot]), float(logprobs[text.slot])
             if not np.isfinite(logprob):
                 raise LlmqError(
@@ -511,9 +535,10 @@ class Generator:
             text.ids.append(new)
             finish = self._finish(text, new)
             if finish is not None:
-                running.remove(text)
+                self._running.remove(text)
                 self._free.give_back(text.blocks)
-            yield NewToken(text.index, new, logprob, finish)
+            tokens.append(NewToken(text.index, new, logprob, finish))
+        return tokens
 
     def _finish(self, text: _Text, new: int) -> str | None:
         if new in text.request.stop:

@@ -23,7 +23,7 @@ from llmq.run.sampling import (
     prompt_ids,
 )
 from llmq.runtime.machine import choose_machine
-from llmq.text.chat_template import ChatTemplate, Message
+from llmq.text.chat_template import Message
 from llmq.text.conversations import parse_conversation
 from llmq.text.guarded import guarded_tokenizer
 from llmq.text.tokenizer import Tokenizer, continuation
@@ -135,13 +135,9 @@ def _ids(
         messages = parse_conversation({"messages": given}, "messages").messages
     else:
         raise DataError("neither 'prompt' is a text nor 'messages' is a list")
-    ids = talk.process.call(_rendered, talk.template, [*talk.messages, *messages])
+    ids = talk.prompt([*talk.messages, *messages])
     check_prompt(ids, config, FLAG)
     return ids
-
-
-def _rendered(tokenizer: Tokenizer, template: ChatTemplate, messages: list[Message]) -> list[int]:
-    return tokenizer.encode(template.render(messages, add_generation_prompt=True).text)
 
 
 def in_order(found: Iterator[tuple[int, Completion]]) -> Iterator[tuple[int, Completion]]:

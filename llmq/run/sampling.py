@@ -31,6 +31,7 @@ from llmq.state.placement import resident
 from llmq.state.weights import Weights
 from llmq.text.chat_template import ChatTemplate, Message, Stop, end_of_turn, load_chat_template
 from llmq.text.guarded import guarded_tokenizer, process_of
+from llmq.text.stop_strings import until
 from llmq.text.tokenizer import ByteTokenizer, Tokenizer, streamed
 from llmq.text.tokenizer_id import check_recorded
 
@@ -381,48 +382,61 @@ class Conversation:
         if system is not None:
             self.messages.append({"role": "system", "content": system})
 
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+        """The ids of messages, up to the beginning of the next reply. LlmqError if the template
+        refuses."""
+        return self.process.call(_prompt, self.template, messages, tools)
+
+    def text(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        """The text of messages. LlmqError as of `prompt`."""
+        return self.process.call(_text, self.template, messages, add_generation_prompt)
+
     def ask(self, text: str) -> list[int]:
-        """Add what the user says; the prompt for the reply. LlmqError if the template refuses."""
+        """Add a message of the user; returns the prompt of the reply. LlmqError as of `prompt`."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = self.process.call(_prompt, self.template, messages)
+        prompt = self.prompt(messages)
         self.messages = messages
         return prompt
 
     def reply(self, prompt: list[int], new: Iterator[int], say: Callable[[str], None]) -> None:
-        """Say the reply as it comes, up to the end of the turn, and add it to the messages.
-
-        A piece that may be the beginning of the end is held back.
-        """
-        text, said = "", 0
-        for piece in streamed(self.tokenizer, prompt, new):
+        """Say the reply as it comes, up to the end of the turn, and add it to the messages."""
+        text = ""
+        stops = [] if self.stop.text is None else [self.stop.text]
+        for piece in until(streamed(self.tokenizer, prompt, new), stops):
+            say(piece)
             text += piece
-            if self._end(text) is not None:
-                break
-            ready = len(text) - self._held_back(text)
-            if ready > said:
-                say(text[said:ready])
-                said = ready
-        text = text[: self._end(text)]
-        say(text[said:])
         self.messages.append({"role": "assistant", "content": text})
-
-    def _end(self, text: str) -> int | None:
-        at = -1 if self.stop.text is None else text.find(self.stop.text)
-        return at if at >= 0 else None
-
-    def _held_back(self, text: str) -> int:
-        """Characters at the end of a text with which the end of the turn may begin."""
-        stop = self.stop.text or ""
-        lengths = range(min(len(stop), len(text)), 0, -1)
-        return next((n for n in lengths if text.endswith(stop[:n])), 0)
 
 
 def _stop(tokenizer: Tokenizer, template: ChatTemplate) -> Stop:
     return end_of_turn(template, tokenizer)
 
 
-def _prompt(tokenizer: Tokenizer, template: ChatTemplate, messages: list[Message]) -> list[int]:
-    return tokenizer.encode(template.render(messages, add_generation_prompt=True).text)
+def _prompt(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+) -> list[int]:
+    text = template.render(messages, tools=tools, add_generation_prompt=True).text
+    return tokenizer.encode(text)
+
+
+def _text(
+    _: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+) -> str:
+    return template.render(messages, add_generation_prompt=add_generation_prompt).text
+
+
+def conversation(
+    tokenizer: Tokenizer, given: str | None, system: str | None = None
+) -> Conversation | None:
+    """A conversation with the template of a file, or else the tokenizer's; None without one."""
+    template = process_of(tokenizer).call(load_chat_template, given)
+    return template and Conversation(template, tokenizer, clean_text(system))
 
 
 def begin_chat(
@@ -430,13 +444,13 @@ def begin_chat(
 ) -> Conversation:
     """A conversation with the model of this name. given: a file of its template; None: that of the
     tokenizer. ConfigError where there is none."""
-    template = process_of(tokenizer).call(load_chat_template, given)
-    if template is None:
+    talk = conversation(tokenizer, given, system)
+    if talk is None:
         raise ConfigError(
             f"--chat: the tokenizer of '{model}' has no chat template: give --chat-template FILE, "
             "or leave --chat away"
         )
-    return Conversation(template, tokenizer, clean_text(system))
+    return talk
 
 
 def _reply(talk: Conversation, ids: list[int], new: Iterator[int]) -> None:

@@ -175,7 +175,7 @@ def test_what_is_not_written_is_not_read(name):
 
 @pytest.mark.parametrize("count", [0, 48])
 def test_prompts_that_do_not_fit(count):
-    with pytest.raises(ValueError, match=f"request 1 has a prompt of {count} tokens; there have"):
+    with pytest.raises(ValueError, match=f"a prompt has {count} tokens; there have"):
         list(generator_for("qwen2").run([Request([5]), Request([5] * count)]))
 
 

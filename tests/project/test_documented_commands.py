@@ -34,8 +34,8 @@ PAGES = [
     *(ROOT / "docs" / f"{name}.md" for name in (
         "fine-tuning", "lora", "preferences", "rl", "data", "models", "checkpoints", "export",
         "planning", "optimizer", "experts", "delta", "memory", "formats", "multi-gpu",
-        "multi-machine", "logs", "evaluation", "generation", "python", "speed", "sweeps", "rig",
-        "recipe", "coming-from",
+        "multi-machine", "logs", "evaluation", "generation", "serving", "python", "speed", "sweeps",
+        "rig", "recipe", "coming-from",
     )),
 ]  # fmt: skip
 WRITTEN_FOR = {"decisions", "extending", "walkthrough"}  # people who change llmq
@@ -51,6 +51,8 @@ ELSEWHERE = {
     "llmq train --config": "tests/options/test_configs.py",
     "mpirun ": "tests/run/test_processes.py",
     "srun ": "tests/run/test_processes.py",
+    "llmq serve": "tests/run/test_serve.py",
+    "llmq eval output/mine --tasks": "tests/run/test_harness.py",
     "kill -USR1 PID": "tests/checkpoint/test_keeping.py",
     "llmq rig": "tests/rig/test_rig.py",
     "PYTHONPATH=. tools/": "tests/tools/test_tools.py",
