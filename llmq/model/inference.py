@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import I32, MIB, DType
+from llmq.base.dtypes import F32, I32, MIB, DType
 from llmq.base.step_inputs import StepInputs
 from llmq.model.model import Model
 from llmq.options.options import TrainConfig
@@ -19,12 +19,21 @@ class Scorer:
     """The losses of tokens. One shape (B, T) has memory at a time, that of the last batch. T:
     multiples of 4."""
 
-    def __init__(self, dev: Device, config: ModelConfig, weights: Weights, backend: str = "native"):
-        """weights: as placement.resident has them. backend: see directions."""
+    def __init__(
+        self,
+        dev: Device,
+        config: ModelConfig,
+        weights: Weights,
+        backend: str = "native",
+        *,
+        greedy: bool = False,
+    ):
+        """weights: as placement.resident has them. backend: see directions. greedy: find the
+        likeliest tokens too."""
         self.dev, self.config, self.weights = dev, config, weights
         self._backend = backend
         self._dtype = weights.placement["embed"].work.dtype
-        self._shape = (0, 0)
+        self._shape, self._greedy = (0, 0), greedy
         self._temps = ExitStack()
 
     def take_shape(self, B: int, T: int) -> None:
@@ -37,6 +46,8 @@ class Scorer:
             self.dev.alloc(name, (B, T), I32, "Activations") for name in ("tokens", "targets")
         )
         self._inputs = StepInputs(*tensors)
+        if self._greedy:
+            self._likeliest = self.dev.alloc("likeliest", (B * T, 2), F32, "Activations")
         options = scoring_options(self.config, self._dtype, B, T).for_step
         self._model = Model(
             self.dev, self.config, options, self.weights, self._backend, self._inputs
@@ -65,8 +76,16 @@ class Scorer:
             losses.append(self.dev.download(self._model.head.losses).reshape(inputs.shape))
         return losses
 
+    def likeliest(self) -> np.ndarray:
+        """The likeliest next tokens I32 (B, T) of the batch that was scored last, if `greedy`;
+        waits for the device."""
+        ids = self.dev.download(self._likeliest)[:, :1].copy()
+        return ids.view(np.int32).reshape(self._shape)
+
     def _loss(self) -> None:
         self._model.token_losses()
+        if self._greedy:
+            self._model.top_k(self._likeliest)
 
 
 def scoring_options(config: ModelConfig, dtype: DType, B: int, T: int) -> TrainConfig:

@@ -143,7 +143,11 @@ def batch_shape(tokens: int, longest: int, length: int, left: int) -> tuple[int,
 
 
 class Fleet(Closing):
-    """A model on every device of a machine. Devices take batches in turn, as they get done."""
+    """A model on every device of a machine. Devices take batches in turn, as they get done.
+
+    greedy: after `likelihoods`, whether each request has the likeliest tokens, by index; empty if
+    nobody has asked.
+    """
 
     def __init__(
         self,
@@ -152,26 +156,30 @@ class Fleet(Closing):
         dtype: DType,
         batches: list[Batch],
         read: Callable[[Param], np.ndarray],
+        *,
+        greedy: bool = False,
     ):
-        """read: a whole parameter; called by all threads. LlmqError where memory is too small."""
-        self.batches = batches
+        """read: a whole parameter; called by all threads. greedy: find out whether requests are
+        greedy, too. LlmqError where memory is too small."""
+        self.batches, self._greedy = batches, greedy
         shapes = sorted({batch.shape for batch in batches}, key=lambda shape: -shape[1])
         largest = scoring_options(config, dtype, *shapes[0])
         backend = attention_backend(largest, config, machine)
         table, placement = weight_table(config), resident(weight_table(config), dtype)
         plan = PlanDevice(machine.spec)
-        planned = Scorer(plan, config, Weights(plan, table, placement), backend)
+        planned = Scorer(plan, config, Weights(plan, table, placement), backend, greedy=greedy)
         for shape in shapes:
             planned.rehearse(*shape)
         self._sizes: MemorySizes = plan.sizes()
         machine.compile_ahead(plan.sources)
         self.pool = RankPool(machine.world_size)
         self._scorers: dict[int, Scorer] = {}
+        self.greedy: dict[int, bool] = {}
 
         def open_rank(rank: int) -> None:
             dev = open_apart(machine, rank, self._sizes)
             weights = Weights(dev, table, placement)
-            self._scorers[rank] = Scorer(dev, config, weights, backend)
+            self._scorers[rank] = Scorer(dev, config, weights, backend, greedy=greedy)
             weights.load(read)
 
         try:
@@ -194,9 +202,12 @@ class Fleet(Closing):
                 if batch is None:
                     return
                 rounds = [batch.targets(number) for number in range(batch.count)]
-                for number, losses in enumerate(self._scorers[rank].score(batch.inputs(), rounds)):
+                scorer = self._scorers[rank]
+                for number, losses in enumerate(scorer.score(batch.inputs(), rounds)):
                     for index, value in batch.likelihoods(number, losses).items():
                         out[index] = value
+                    if self._greedy:
+                        self.greedy |= batch.are_greedy(number, scorer.likeliest())
                 with lock:
                     done += math.prod(batch.shape)
                     report(done)

@@ -68,7 +68,7 @@ class Encoder:
             starts.append(len(requests))
         return Asked(task, requests, starts, self._cut)
 
-    def _with_added(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of texts, int32 (n,) each, with the tokens that transformers adds; no tokens are
         added to a text that already begins with the prefix token's text."""
         before, behind = (np.array(ids, np.int32) for ids in self.tokenizer.added)
@@ -89,9 +89,9 @@ class Encoder:
                 context = choice.context.rstrip()  # blanks belong to the continuation's first token
                 blanks = choice.context[len(context) :]
                 pairs.append((context, blanks + choice.continuation))
-        whole = iter(self._with_added([context + more for context, more in pairs]))
+        whole = iter(self.encode([context + more for context, more in pairs]))
         alone = dict.fromkeys(context for context, _ in pairs)
-        alone = dict(zip(alone, map(len, self._with_added([*alone])), strict=True))
+        alone = dict(zip(alone, map(len, self.encode([*alone])), strict=True))
         contexts = (context for context, _ in pairs)
         for question in questions:
             yield [
@@ -116,7 +116,7 @@ class Encoder:
         """Requests for each item, one for each label: the label is the target behind the text."""
         questions: tuple[Question, ...] = task.items
         texts = [question.choices[0].context for question in questions]
-        for question, ids in zip(questions, self._with_added(texts), strict=True):
+        for question, ids in zip(questions, self.encode(texts), strict=True):
             if not len(ids):
                 raise DataError(f"{question.where}: the text has no tokens")
             if not 0 <= question.gold < self.labels:
@@ -135,16 +135,19 @@ class Encoder:
         if self._prefix is None:
             raise DataError("the tokenizer has no token that begins a text: it cannot score texts")
         items: tuple[Text, ...] = task.items
-        for ids in self._with_added([item.text for item in items]):
-            tokens = np.concatenate([np.array([self._prefix], np.int32), ids])
-            windows = []
-            done = 0
-            while done < len(ids):
-                count = min(len(ids) - done, self.longest)
-                done += count
-                start = max(0, done - self.longest)
-                windows.append(Request(tokens[start : done + 1], count))
-            yield windows
+        for ids in self.encode([item.text for item in items]):
+            yield self.windows(ids)
+
+    def windows(self, ids: np.ndarray) -> list[Request]:
+        """Requests that predict every token of a text once, as `_texts` says. ids: int32 (n,)."""
+        tokens = np.concatenate([np.array([self._prefix], np.int32), ids])
+        windows, done = [], 0
+        while done < len(ids):
+            count = min(len(ids) - done, self.longest)
+            done += count
+            start = max(0, done - self.longest)
+            windows.append(Request(tokens[start : done + 1], count))
+        return windows
 
 
 # ------------------------------------------------------------------------------------------------
@@ -197,6 +200,14 @@ class Batch(NamedTuple):
     def likelihoods(self, number: int, losses: np.ndarray) -> dict[int, float]:
         """Log-likelihoods of a round's requests in nats, by index. losses: float32 (B, T)."""
         return {i: -losses[part].sum(dtype=np.float64) for i, _, part in self._asked(number)}
+
+    def are_greedy(self, number: int, likeliest: np.ndarray) -> dict[int, bool]:
+        """True for each request of a round whose tokens are the likeliest ones, by index.
+        likeliest: int32 (B, T)."""
+        return {
+            i: np.array_equal(likeliest[part], request.tokens[-request.count :])
+            for i, request, part in self._asked(number)
+        }
 
     def _asked(self, number: int) -> Iterator[tuple[int, Request, tuple[int, slice]]]:
         """Index, request, and place of the targets, for each request of a round."""
