@@ -107,7 +107,7 @@ def evaluate(
         try:
             from llmq.run.harness import run_harness
         except ImportError as error:
-            raise ConfigError(f"--tasks: {error}: pip install 'llmq-train[eval]'") from error
+            raise ConfigError(f"--tasks: {error}: pip install lm-eval") from error
         del how["task"]
         run_harness(**how)
         return

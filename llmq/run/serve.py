@@ -548,7 +548,7 @@ def run_serve(
     try:
         import uvicorn
     except ImportError as error:
-        raise ConfigError(f"llmq serve: {error}: pip install 'llmq-train[serve]'") from error
+        raise ConfigError(f"llmq serve: {error}: pip install starlette uvicorn") from error
     machine = choose_machine(device, 1)
     with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)

@@ -211,4 +211,4 @@ def test_texts_whose_reader_goes_end(served):
 def test_serve_needs_its_packages(monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
     assert _run(["serve", str(Path("nowhere"))]) == 2
-    assert "pip install 'llmq-train[serve]'" in capsys.readouterr().err
+    assert "pip install starlette uvicorn" in capsys.readouterr().err
