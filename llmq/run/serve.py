@@ -453,6 +453,26 @@ def problem(status: int, message: str) -> dict[str, Any]:
 # HTTP
 
 
+async def body_of(request: Any, key: str | None) -> Any:
+    """The JSON value of a request's body. Refused without the key, for another content type, and
+    for a body that is too large or no JSON."""
+    given = request.headers.get("authorization", "")
+    if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+        raise Refused(401, "the API key is missing or wrong")
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a form of any web page could send others
+        raise Refused(415, "the content type must be application/json")
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise Refused(413, f"the body has more than {MOST_BYTES} bytes")
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is no JSON: {error}") from None
+
+
 def application(
     service: Service, hosts: Sequence[str], key: str | None, origins: Sequence[str]
 ) -> Any:
@@ -468,25 +488,8 @@ def application(
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-    async def body_of(request: HttpRequest) -> Any:
-        given = request.headers.get("authorization", "")
-        if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-            raise Refused(401, "the API key is missing or wrong")
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a form of any web page could send others
-            raise Refused(415, "the content type must be application/json")
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > MOST_BYTES:
-                raise Refused(413, f"the body has more than {MOST_BYTES} bytes")
-        try:
-            return json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise Refused(400, f"the body is no JSON: {error}") from None
-
     async def answer(request: HttpRequest, *, chat: bool) -> Response:
-        body = await body_of(request)
+        body = await body_of(request, key)
         asked = await run_in_threadpool(service.asked, body, chat=chat)
         texts = service.engine.submit(asked.requests)
         if asked.stream:
