@@ -15,6 +15,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import Closing
 from llmq.base.worker import Answer, Begin, Bounds, Worker
@@ -50,6 +52,7 @@ def components(found: Any, count: int) -> Scores | str:
     for one in found:
         parts = dict(one) if isinstance(one, Mapping) else {REWARD: one}
         for name, value in parts.items():
+            value = value.item() if isinstance(value, np.generic) else value
             if not isinstance(value, numbers.Real) or not math.isfinite(value):
                 return f"returned {_short(value)} as '{name}', which is no finite number"
         parts = {str(name): float(value) for name, value in parts.items()}
@@ -114,12 +117,7 @@ class Rewards(Closing):
         self._make = partial(_loaded, Path(file), name)
         self._workers = [Worker(self._make, _BOUNDS) for _ in range(workers)]
         for worker in self._workers:
-            worker.send(None, [""])
-        for worker in self._workers:
-            problem = self._result(worker, _START_SECONDS)
-            if problem is not None:
-                self.close()
-                raise ConfigError(f"--reward: {problem}")
+            self._wait_for(worker)
 
     def __call__(self, groups: Sequence[Group]) -> list[Scores | str]:
         """The components of the rewards of each group's texts, or what is wrong with them."""
@@ -147,8 +145,17 @@ class Rewards(Closing):
                 if isinstance(found[number], str):  # its process may have ended, or still computes
                     worker.close()
                     self._workers[place] = Worker(self._make, _BOUNDS)
+                    self._wait_for(self._workers[place])  # a call's time begins behind this
                 del busy[place]
         return found
+
+    def _wait_for(self, worker: Worker) -> None:
+        """See that a new process has the function. ConfigError if it has not."""
+        worker.send(None, [""])
+        problem = self._result(worker, _START_SECONDS)
+        if problem is not None:
+            self.close()
+            raise ConfigError(f"--reward: {problem}")
 
     def _result(self, worker: Worker, seconds: float) -> Any:
         if not worker.connection.poll(seconds):

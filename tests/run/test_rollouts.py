@@ -176,6 +176,7 @@ def test_groups_without_a_gradient_change_nothing():
 
 FUNCTIONS = """
 import os, time
+import numpy as np
 
 def good(texts, record):
     return [{"length": len(text), "bonus": record["bonus"]} for text in texts]
@@ -190,11 +191,13 @@ def score(texts, record):
         os._exit(3)
     if what == "number":
         return 1.0
+    if what == "numpy":
+        return np.ones(len(texts), bool)
     made = {"nan": float("nan"), "text": "1", "true": True}.get(what, 2.0)
     return [made] * (len(texts) - (what == "few"))
 """
 PROBLEMS = {
-    "raises": r"raised KeyError: 'answer' \(rewards.py:10\)",
+    "raises": r"raised KeyError: 'answer' \(rewards.py:11\)",
     "hangs": "took more than 0.5 s",
     "ends": "has ended its process",
     "nan": "returned nan as 'reward', which is no finite number",
@@ -213,12 +216,12 @@ def file(tmp_path_factory):
 
 def test_what_is_wrong_with_a_reward_is_said(file):
     """Each group has a problem of its own; the last one has its rewards."""
-    groups = [Group(["a", "bc"], {"what": what}, "") for what in [*PROBLEMS, "true"]]
+    groups = [Group(["a", "bc"], {"what": what}, "") for what in [*PROBLEMS, "true", "numpy"]]
     with Rewards(f"{file}:score", seconds=0.5, workers=2) as rewards:
         start = time.monotonic()
-        *wrong, right = rewards(groups)
+        *wrong, right, array = rewards(groups)
         assert time.monotonic() - start < 10
-    assert right == [{"reward": 1.0}] * 2
+    assert right == array == [{"reward": 1.0}] * 2
     for found, problem in zip(wrong, PROBLEMS.values(), strict=True):
         assert re.search(problem, found), found
 
