@@ -502,8 +502,8 @@ def parts_of(dev: Device, param: Param, pieces: Sequence[SlabPiece]) -> list[Par
     return [
         (start, dev.download(_values("weights", piece, param, start, stop)))
         for piece in pieces
-        for found, start, stop in slab_ranges("weights", piece.slab, *piece.written)
-        if found.name == param.name
+        for stored, start, stop in slab_ranges("weights", piece.slab, *piece.written)
+        if stored.name == param.name
     ]
 
 

@@ -279,18 +279,18 @@ def _stats(path: Path, files: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]
     for entry in files:
         file = path / entry["name"]
         try:
-            found = os.stat(file)
+            status = os.stat(file)
         except (FileNotFoundError, UnicodeEncodeError):  # a lone surrogate is in no file's name
             missing.append(file)
             continue
         except OSError as error:
             raise LlmqError(f"cannot read '{file}': {error.strerror}") from error
-        if found.st_size != entry["bytes"]:
+        if status.st_size != entry["bytes"]:
             raise LlmqError(
-                f"checkpoint file '{file}' has {found.st_size} bytes instead of {entry['bytes']}; "
+                f"checkpoint file '{file}' has {status.st_size} bytes instead of {entry['bytes']}; "
                 "use another checkpoint"
             )
-        seen.append((found.st_ino, found.st_mtime_ns, found.st_ctime_ns))
+        seen.append((status.st_ino, status.st_mtime_ns, status.st_ctime_ns))
     if missing:
         raise LlmqError(f"checkpoint file '{missing[0]}' is missing; use another checkpoint")
     return seen
@@ -326,8 +326,10 @@ def _damage(path: Path, files: Sequence[dict[str, Any]]) -> str | None:
 def digest_of_file(path: Path) -> str:
     """SHA-256 of a file in hex, cached by inode, size and times. LlmqError if a read fails."""
     with read_errors(path, LlmqError):
-        found = os.stat(path)
-        return _digest(path, (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+        status = os.stat(path)
+        return _digest(
+            path, (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        )
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -356,10 +356,10 @@ def _language_model(names: Iterable[str]) -> tuple[dict[str, str], str]:
     names in these files, "" for a model without other parts."""
     names = list(names)
     for prefix, own in _PREFIXES.items():
-        found = {own + n.removeprefix(prefix): n for n in names if n.startswith(prefix)}
-        if found:
+        stored = {own + n.removeprefix(prefix): n for n in names if n.startswith(prefix)}
+        if stored:
             heads = ("lm_head.weight", SCORE_HEAD)
-            return found | {name: name for name in names if name in heads}, prefix
+            return stored | {name: name for name in names if name in heads}, prefix
     return {name: name for name in names}, ""
 
 

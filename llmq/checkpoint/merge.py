@@ -168,9 +168,9 @@ def tokenizer_folder(adapter: Path, directory: Path) -> Path:
 
 def source_of(name: str, weights: HfWeights, model: ModelConfig, *, text_only: bool) -> SourceModel:
     """The source model of checked weights, with the files and tensors that go with `model`."""
-    found = weights.source_model(name, revision_of(weights.directory))
-    warn(*found.notes(model, text_only=text_only))
-    return found.for_model(model, text_only=text_only)
+    source = weights.source_model(name, revision_of(weights.directory))
+    warn(*source.notes(model, text_only=text_only))
+    return source.for_model(model, text_only=text_only)
 
 
 def _base(files: AdapterFiles, weights: HfWeights, param: Param) -> np.ndarray:

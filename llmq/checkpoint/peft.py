@@ -137,8 +137,9 @@ def _adapts(content: Mapping[str, Any], parameter: str) -> bool:
 
 
 def of_parameter(name: str, content: Mapping[str, Any]) -> str:
-    """The name of an adapter's tensor with the adapted parameter of experts, from PEFT's name with
-    the wrapped module. content: of adapter_config.json."""
+    """llmq's name of an adapter's tensor. PEFT's names of adapters of experts have the wrapped
+    module, llmq's have the parameter: `experts.lora_A` becomes `experts.down_proj.lora_A`. Other
+    names stay. content: of adapter_config.json."""
     module, lora, end = name.partition(".lora_")
     own = module.removeprefix(PEFT_PREFIX).removesuffix(_WRAPPED)
     fused = [each for each in _FUSED if _adapts(content, f"{own}.{each}")]
@@ -148,8 +149,8 @@ def of_parameter(name: str, content: Mapping[str, Any]) -> str:
 
 
 def by_module(name: str, adapted: Collection[str]) -> str:
-    """PEFT's name of an adapter's tensor: the reverse of of_parameter. adapted: names of all
-    adapted modules and parameters."""
+    """PEFT's name of an adapter's tensor, from llmq's: the inverse of of_parameter. adapted: names
+    of all adapted modules and parameters."""
     whole, lora, end = name.partition(".lora_")
     module, _, fused = whole.rpartition(".")
     last = f"{module.removeprefix(PEFT_PREFIX)}.{_FUSED[-1]}"

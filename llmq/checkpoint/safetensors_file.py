@@ -176,12 +176,12 @@ class FileTensor:
         inner, height = self.shape[-2:]
         if not transposed:
             return self.flat(start * height, stop * height).reshape(-1, height)
-        size, found = inner * height, []
+        size, blocks = inner * height, []
         for first in range(start - start % height, stop, height):
             own = slice(max(start - first, 0), min(stop - first, height))
             expert = self.flat(first * inner, first * inner + size).reshape(inner, height)
-            found.append(expert[:, own].T)
-        return np.concatenate(found)
+            blocks.append(expert[:, own].T)
+        return np.concatenate(blocks)
 
 
 def _stored_tensor(entry: dict[str, Any], data_start: int) -> StoredTensor:

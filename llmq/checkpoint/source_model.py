@@ -1,5 +1,5 @@
-"""The source model of a run, whose weights were the initial weights: files, config fields and extra
-tensors that exports take from its folder.
+"""The source model of a run, from which its initial weights came: files, fields of config.json and
+extra tensors that exports copy from the folder of this model.
 
 FILES and FIELDS say how an export treats each file and each field of config.json. Extra tensors
 (vision tower, MTP layers) are copied byte by byte. A checkpoint holds the texts of the files, but
@@ -115,11 +115,11 @@ class SourceModel:
         if record is None:
             return None
         try:
-            found = cls(**record)
-            ModelConfig.from_hf(found.config)
+            source = cls(**record)
+            ModelConfig.from_hf(source.config)
         except (TypeError, AttributeError, ConfigError) as error:
             raise LlmqError(f"the checkpoint's model cannot be read ({error})") from error
-        return found
+        return source
 
     def record(self) -> dict[str, Any]:
         """JSON for a checkpoint; the first time reads all extra tensors."""
@@ -203,12 +203,12 @@ class SourceModel:
     def generation_config(self, model: ModelConfig) -> dict[str, Any] | None:
         """generation_config.json of the source with all EOS ids of both; None if the source has no
         such file, or holds no JSON object there."""
-        if (found := self._generation) is None:
+        if (fields := self._generation) is None:
             return None
         every = list(dict.fromkeys([*self.ends, *model.without_foreign_tokens().eos_token_ids]))
         if every != self.ends:
-            found = found | {"eos_token_id": every if len(every) > 1 else every[0]}
-        return found
+            fields = fields | {"eos_token_id": every if len(every) > 1 else every[0]}
+        return fields
 
     @property
     def ends(self) -> list[int]:
@@ -223,9 +223,9 @@ class SourceModel:
         if GENERATION_FILE not in self.files:
             return None
         try:
-            found = json.loads(self.files[GENERATION_FILE])
-            if isinstance(found, dict):
-                return found
+            fields = json.loads(self.files[GENERATION_FILE])
+            if isinstance(fields, dict):
+                return fields
             problem = "it holds no JSON object"
         except (ValueError, RecursionError) as error:
             problem = str(error)

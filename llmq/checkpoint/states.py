@@ -191,7 +191,7 @@ class Keep(NamedTuple):
 
 
 def outdated(
-    found: Mapping[int, Checkpoint], keep: Keep, saved: int, spared: Collection[int] = ()
+    checkpoints: Mapping[int, Checkpoint], keep: Keep, saved: int, spared: Collection[int] = ()
 ) -> list[int]:
     """The steps of checkpoints that may be deleted, ascending.
 
@@ -203,13 +203,13 @@ def outdated(
     """
     if keep.newest <= 0:
         return []
-    states = {step: checkpoint.state for step, checkpoint in sorted(found.items())}
+    states = {step: checkpoint.state for step, checkpoint in sorted(checkpoints.items())}
     good = [step for step, state in states.items() if state is State.GOOD]
-    # Older UNPROVEN ones never get a verdict: the run has returned to an earlier step since.
+    # Older checkpoints have a verdict, or are of steps from which no run continues.
     recent = range(saved - PROVEN + 1, saved + 1)
     unproven = [s for s, state in states.items() if state is State.UNPROVEN and s in recent]
     stay = {saved, *spared, *_maturing(good, unproven)}
-    stay |= set({found[step].verdict.level: step for step in good}.values())  # newest of each
+    stay |= set({checkpoints[step].verdict.level: step for step in good}.values())  # newest of each
     if keep.interval > 0:
         returned_to = [s for s in states if s == keep.first or s % keep.interval == 0]
         stay |= {step for step in unproven if step in returned_to}
@@ -288,14 +288,14 @@ def checkpoint_at(
     if world.on_first(lambda: is_complete(path)):
         world.on_first(lambda: check_name(path))
         return path
-    found = world.on_first(lambda: list_checkpoints(path))
-    return _newest_usable(found, [] if passed is None else passed, world)
+    checkpoints = world.on_first(lambda: list_checkpoints(path))
+    return _newest_usable(checkpoints, [] if passed is None else passed, world)
 
 
-def _newest_usable(found: dict[int, Path], passed: list[str], world: World) -> Path | None:
-    """Choose as checkpoint_at does. found: checkpoints by step, the same on all processes."""
+def _newest_usable(checkpoints: dict[int, Path], passed: list[str], world: World) -> Path | None:
+    """Choose as checkpoint_at does. checkpoints: by step, the same on all processes."""
     problems, bad = [], []
-    for _, path in sorted(found.items(), reverse=True):
+    for _, path in sorted(checkpoints.items(), reverse=True):
         problem = problem_of(path, world)
         if problem is not None:
             problems.append(problem)
@@ -306,10 +306,12 @@ def _newest_usable(found: dict[int, Path], passed: list[str], world: World) -> P
             return path
         bad.append((path, verdict))
         passed.append(f"passed over checkpoint '{path}': {verdict.reason}")
-    if not found:
+    if not checkpoints:
         return None
     if not bad:
-        raise LlmqError(f"none of the {len(found)} checkpoints is whole; the newest: {problems[0]}")
+        raise LlmqError(
+            f"none of the {len(checkpoints)} checkpoints is whole; the newest: {problems[0]}"
+        )
     path, verdict = next((pair for pair in bad if pair[1].steps > 0), bad[0])
     why = "the newest after which a step was good" if verdict.steps else "the newest"
     passed.append(f"all checkpoints are known to be bad: taking '{path}', {why}")
@@ -317,7 +319,7 @@ def _newest_usable(found: dict[int, Path], passed: list[str], world: World) -> P
 
 
 def newest_good(
-    found: Mapping[int, Checkpoint], keep: Keep, last: int, world: World = World()
+    checkpoints: Mapping[int, Checkpoint], keep: Keep, last: int, world: World = World()
 ) -> Path | None:
     """The newest whole checkpoint of the stage up to step `last` that a rollback returns to; None
     without one.
@@ -326,7 +328,7 @@ def newest_good(
     saves do not count, because a run without interruption lacks them. The first checkpoint of a
     later stage counts unless SPOILED. All processes of the world call this function.
     """
-    for step, checkpoint in sorted(found.items(), reverse=True):
+    for step, checkpoint in sorted(checkpoints.items(), reverse=True):
         state = checkpoint.state
         if step == keep.first > 0:
             fits = state in (State.UNPROVEN, State.SUSPECT, State.GOOD)

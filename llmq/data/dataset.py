@@ -276,12 +276,12 @@ class DataSet:
         targets = pieces.length - ~pieces.goes_on
         chosen = later if self.layout.long == "truncate" else np.zeros(len(pieces), bool)
         if file.has_masks:
-            found = targets_of_parts(file, pieces.start[is_part], targets[is_part])
-            targets[is_part] = found[:, 0]
+            counts = targets_of_parts(file, pieces.start[is_part], targets[is_part])
+            targets[is_part] = counts[:, 0]
             if self.layout.long is None:
                 document = np.cumsum(~later[is_part]) - 1
-                asks = np.bincount(document, found[:, 2]) > 0  # False: the document has no question
-                alone = later[is_part] & (found[:, 0] > 0) & (found[:, 1] == 0)
+                asks = np.bincount(document, counts[:, 2]) > 0  # False: no question
+                alone = later[is_part] & (counts[:, 0] > 0) & (counts[:, 1] == 0)
                 chosen[is_part] = alone & asks[document]
         useless = is_part & (targets == 0) & ~chosen
         self.untrained_parts += int(useless.sum())

@@ -93,7 +93,8 @@ def remembered(make: Callable[..., T], most: int) -> Callable[..., T]:
 
 
 def _epoch_order(n: int, seed: int, epoch: int, which: int) -> np.ndarray:
-    """Permutation (n,) int32 of the files (which = FILE_ORDER) or of the which-th file's chunks."""
+    """Permutation, int32 (n,), of n files if `which` is FILE_ORDER, else of the n chunks of file
+    number `which`."""
     word = philox_4x32((seed & 0xFFFFFFFF, seed >> 32), (epoch, which, 0, 0))[0]
     order = shuffled(n, word)
     order.flags.writeable = False

@@ -157,9 +157,11 @@ class RowReader:
     def _read_spans(
         self, spans: Sequence[Span]
     ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
-        """Read spans. Returns their tokens, int32 (n,), with one more token at the end; bool (n,),
-        True for trained tokens, or None if all are trained; and elements (n, ...) of each input's
-        column."""
+        """Read the tokens, masks and columns of spans.
+
+        Returns token ids, int32 (n,), with one extra element at the end; masks, bool (n,), True for
+        trained tokens, or None if all are trained; and for each column its elements (n, ...).
+        """
         sizes = [span.length + span.goes_on for span in spans]
         tokens = np.zeros(sum(sizes) + 1, "<i4")
         counts: np.ndarray | None = None
@@ -192,10 +194,10 @@ class RowReader:
             f"{', '.join(sorted(names))}: there are no {of.name} of a token that is trained: {why}"
         )
 
-    def _no_label(self, spans: Sequence[Span], found: int) -> DataError:
+    def _no_label(self, spans: Sequence[Span], label: int) -> DataError:
         names = {str(self._paths[span.file]) for span in spans}
         return DataError(
-            f"{', '.join(sorted(names))}: {found} is none of the labels 0 to {self._labels - 1} of "
+            f"{', '.join(sorted(names))}: {label} is none of the labels 0 to {self._labels - 1} of "
             "--num-labels: `llmq tokenize --format classes` writes a document's label behind it"
         )
 

@@ -340,15 +340,16 @@ def _check_parts(parts: list[Any], number: int, role: str) -> None:
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            found = kind if isinstance(part, dict) else type(part).__name__
+            name = kind if isinstance(part, dict) else type(part).__name__
             raise DataError(
-                f"message {number} ({role}): a part of its content is {found!r}; only texts can be "
+                f"message {number} ({role}): a part of its content is {name!r}; only texts can be "
                 "trained"
             )
 
 
 def _calls(content: Any, number: int) -> list[dict[str, Any]]:
-    """Calls of a `function_call` message, whose content is JSON of one call or of several."""
+    """Tool calls of a `function_call` message, parsed from its content: JSON of a call or a list.
+    DataError for other content."""
     try:
         calls = json.loads(content)
         calls = calls if isinstance(calls, list) else [calls]

@@ -48,7 +48,7 @@ class RecordText:
     @cached_property
     def _parts(self) -> list[tuple[str, str | None]]:
         """Pairs of a literal text and the field behind that text; None at the template's end."""
-        unescaped = re.sub(r"\\[ntr\\]", lambda found: _ESCAPES[found[0]], self.template)
+        unescaped = re.sub(r"\\[ntr\\]", lambda match: _ESCAPES[match[0]], self.template)
         try:
             parsed = list(Formatter().parse(unescaped))
         except ValueError as error:
@@ -179,13 +179,13 @@ def _unread(sources: Sequence[InputSource], form: str, is_auto: bool) -> list[st
     unread = {*_DECIDING, *_OF_RECORDS}
     if form != TEXT:
         unread = unread.union(*fields.values()) - {TEXT, *fields[form]}
-    found: dict[str, InputSource] = {}
+    sources_by_field: dict[str, InputSource] = {}
     for source in sources:
         for name in field_names(source) or []:
             if name in unread:
-                found.setdefault(name, source)
+                sources_by_field.setdefault(name, source)
     warnings = []
-    for name, source in found.items():
+    for name, source in sources_by_field.items():
         readers = [other for other, names in fields.items() if name in names]
         no = f"which --format {form} does not read: {' or '.join(readers)} does"
         no = no if readers else "which no format reads"
@@ -197,7 +197,7 @@ def _unread(sources: Sequence[InputSource], form: str, is_auto: bool) -> list[st
 
 
 def _recognised(sources: Sequence[InputSource], text: RecordText) -> str:
-    found: dict[str, InputSource] = {}
+    sources_by_form: dict[str, InputSource] = {}
     for source in sources:
         fields = field_names(source) or []
         forms = [TEXT] * (text.field in fields)
@@ -214,14 +214,14 @@ def _recognised(sources: Sequence[InputSource], text: RecordText) -> str:
                 "with --format"
             )
         for form in forms:
-            found.setdefault(form, source)
-    if len(found) > 1:
-        (one, first), (other, second), *_ = found.items()
+            sources_by_form.setdefault(form, source)
+    if len(sources_by_form) > 1:
+        (one, first), (other, second), *_ = sources_by_form.items()
         raise DataError(
             f"'{first.path}' is of the format {one} and '{second.path}' of {other}: tokenize them "
             "one by one, or choose one with --format"
         )
-    return next(iter(found), TEXT)
+    return next(iter(sources_by_form), TEXT)
 
 
 def _having(sources: Sequence[InputSource], form: str) -> tuple[list[InputSource], list[str]]:

@@ -52,8 +52,8 @@ class Encoder:
         self._prefix_text = None if self._prefix is None else tokenizer.decode([self._prefix])
 
     def ask(self, task: Task) -> Asked:
-        """Requests of a task. DataError for an item that cannot be scored; ConfigError for a task
-        that does not fit the score head."""
+        """Encode a task as requests. DataError for an item that cannot be scored; ConfigError for a
+        task that does not fit the score head."""
         requests: list[Request] = []
         starts, self._cut = [0], 0
         if (task.kind == CLASSES) != (self.labels > 1):
@@ -170,8 +170,8 @@ class Batch(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Number of rounds; a round has one request of each sequence, and several requests have
-        the same inputs if they differ only in their last token."""
+        """Number of rounds. A round has one request of each sequence; a sequence has several
+        requests if these differ only in their last token."""
         return max(len(sequence.asked) for sequence, _, _ in self.placed)
 
     def inputs(self) -> np.ndarray:
@@ -210,7 +210,7 @@ class Batch(NamedTuple):
         }
 
     def _asked(self, number: int) -> Iterator[tuple[int, Request, tuple[int, slice]]]:
-        """Index, request, and place of the targets, for each request of a round."""
+        """Each request of a round: its index, the request, and (row, positions) of its targets."""
         for sequence, b, first in self.placed:
             if number < len(sequence.asked):
                 index, request = sequence.asked[number]

@@ -382,7 +382,8 @@ class Tokenized:
 
     @classmethod
     def read(cls, folder: Path) -> Tokenized:
-        """Content by the manifest of a folder. DataError for a damaged or missing manifest."""
+        """Read the expected content of a folder from its manifest. DataError for a damaged or
+        missing manifest."""
         path = folder / MANIFEST
         with read_errors(path):
             os.stat(path)

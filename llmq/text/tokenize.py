@@ -73,13 +73,13 @@ def tokenize(
     """Write token files of the documents of `inputs` (files, folders, globs, `-`) or of `dataset`
     to the folder `out`, or resume an interrupted call with the same arguments.
 
-    tokenizer: see load_tokenizer. field, template: see RecordText. eval_fraction: part of the
-    documents for evaluation, at least one of two or more (the last part of a single text); 0: none.
-    shard_tokens: of a file. workers: processes. format: of FORMATS. special_tokens: "auto" adds the
-    tokens that AutoTokenizer adds, and the end of a text; "none": the end alone. chat_template: see
-    load_chat_template. train_on: of TRAIN_ON. seq_len: the summary counts longer documents.
-    weights: messages may have weights. max_record: bytes. record_seconds: see Bounds. portions: of
-    reading. DataError or ConfigError.
+    tokenizer: see load_tokenizer. field, template: see RecordText. eval_fraction: fraction of the
+    documents for evaluation, or of a single text; 0 for none. shard_tokens: maximum tokens of a
+    file. workers: number of processes; None: by the size of the inputs. format: one of FORMATS.
+    special_tokens: "auto" adds the tokens that AutoTokenizer adds, and the end of a text; "none"
+    adds the end alone. chat_template: see load_chat_template. train_on: one of TRAIN_ON. seq_len:
+    the summary counts longer documents. weights: True if messages may have weights. max_record:
+    maximum bytes. record_seconds: see Bounds. DataError for inputs, ConfigError for arguments.
     """
     numbers = {"--max-record": max_record, "--record-seconds": record_seconds}
     numbers |= {"--workers": workers, "--seq-len": seq_len, "--shard-tokens": shard_tokens}

@@ -136,7 +136,7 @@ def _losses(config: TrainConfig, step: int) -> dict[str, Any]:
 
 
 def _best(source: Source) -> dict[str, Any]:
-    """The metric and value that made this checkpoint the run's best; {} if another one is best."""
+    """A table row with metric and value, if the source is the run's best checkpoint; else {}."""
     best = source.manifest.state.get("history", {}).get("best")
     fields = values_of(best, metric=str, step=int, value=float) if best else None
     if fields is None or fields[1] != source.step:

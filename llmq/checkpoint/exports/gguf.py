@@ -266,7 +266,7 @@ def _made_of(model: ModelConfig, param: Param) -> Iterator[_Made]:
 
 
 def _of_paired(param: Param, part: HfPart) -> Iterator[_Made]:
-    """The tensors of a part with gate and up rows of all experts, each (experts, rows, ...)."""
+    """The tensors of a part whose rows alternate between them, each (experts, rows, ...)."""
     stem, _, last = part.name.removesuffix("_bias").rpartition(".")
     names, end = _TOGETHER[last], "bias" if part.name.endswith("_bias") else "weight"
     shape = (part.experts, -1, len(names), *param.row_shape)
