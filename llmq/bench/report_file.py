@@ -174,7 +174,7 @@ def comparison(one: Report, other: Report, names: tuple[str, str]) -> list[str]:
     keyed = [{_key(run): run for run in report["runs"]} for report in (one, other)]
     both = [key for key in keyed[0] if key in keyed[1]]
     shared = shared_flags([*one["runs"], *other["runs"]]) if one["runs"] or other["runs"] else {}
-    rows, changes, notes = [], [], []
+    rows, notes = [], []
     for key in both:
         runs = [of[key] for of in keyed]
         called = full_title(runs[0], shared)
@@ -184,7 +184,6 @@ def comparison(one: Report, other: Report, names: tuple[str, str]) -> list[str]:
             continue
         results = [run["result"] for run in runs]
         found = change(*(result["step_seconds"] for result in results))
-        changes.append(found)
         speeds = [f"{result['tokens_per_second']:,.0f}" for result in results]
         rows.append([called, *speeds, f"{found.part:+.1%}", found.verdict])
     for name, own, of in ((names[0], *keyed), (names[1], *keyed[::-1])):
@@ -198,7 +197,7 @@ def comparison(one: Report, other: Report, names: tuple[str, str]) -> list[str]:
         blocks.append(f"All runs: {' '.join(shared.values())}")
     if rows:
         heads = ["run", "tok/s before", "tok/s after", "change", "verdict"]
-        blocks += [markdown_table(heads, rows), _summary(changes)]
+        blocks.append(markdown_table(heads, rows))
     else:
         blocks.append("No run was measured in both.")
     blocks.append("\n".join(notes))
@@ -218,11 +217,3 @@ def _machines(one: Report, other: Report) -> str:
     if all(cards) and cards[0] != cards[1]:
         lines.append("- another card of the same kind" if not lines else "- another card")
     return "\n".join(["They differ in:", *lines]) if lines else ""
-
-
-def _summary(changes: Sequence[Change]) -> str:
-    verdicts = [found.verdict for found in changes]
-    shown = {v: f"with {v}" if v in (SAME, UNKNOWN) else v for v in verdicts}
-    counted = [f"{verdicts.count(v)} {told}" for v, told in shown.items()]
-    mean = math.expm1(statistics.fmean(math.log1p(found.part) for found in changes))
-    return f"{', '.join(counted)}; all together {mean:+.1%} (geometric mean)."
