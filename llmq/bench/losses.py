@@ -88,7 +88,7 @@ def measure_losses(
                 report["runs"].append(record)
                 done[identity(row)] = record
                 write_file(out, json.dumps(report, indent=1) + "\n")
-                print(told(record), flush=True)
+                print(run_line(record), flush=True)
     return [done[identity(row)] for row in rows if identity(row) in done]
 
 
@@ -102,7 +102,7 @@ def loss_of(run: dict[str, Any]) -> str:
     return "diverged" if run["loss"] is None else f"{run['loss']:.4f}"
 
 
-def told(record: dict[str, Any]) -> str:
+def run_line(record: dict[str, Any]) -> str:
     """One run as a line for people."""
     return (
         f"{record['parameters'] / 1e6:7.2f}M parameters, {record['tokens'] / 1e6:7.1f}M tokens, "

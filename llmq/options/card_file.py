@@ -62,8 +62,12 @@ class CardFile:
 
     def spec(self) -> DeviceSpec:
         """The machine's GPU as a device to plan for."""
-        sizes = {"num_sms": self.num_sms, "memory": self.memory}
-        return DeviceSpec(name=self.device, capability=self.capability, **sizes)
+        return DeviceSpec(
+            name=self.device,
+            capability=self.capability,
+            num_sms=self.num_sms,
+            memory=self.memory,
+        )
 
 
 # ------------------------------------------------------------------------------------------------

@@ -275,14 +275,19 @@ def _card(name: str) -> Card:
         if is_laptop(name):
             source += "; at the highest power that a laptop gives it"
     columns = dict(zip(_COLUMNS, sheet, strict=True))
-    rates = {"sustained": tuple(sustained), "source": source, "error": error}
-    return Card(name=f"NVIDIA {name}", **columns, **rates)
+    return Card(
+        name=f"NVIDIA {name}", **columns, sustained=tuple(sustained), source=source, error=error
+    )
 
 
 def spec_of(card: Card) -> DeviceSpec:
     """The card as a device to plan for."""
-    sizes = {"num_sms": card.num_sms, "memory": int(card.memory * GIB)}
-    return DeviceSpec(name=card.name, capability=card.capability, **sizes)
+    return DeviceSpec(
+        name=card.name,
+        capability=card.capability,
+        num_sms=card.num_sms,
+        memory=int(card.memory * GIB),
+    )
 
 
 CARDS: dict[str, Card] = {card.name: card for card in map(_card, (*_SHEETS, *_SCALED))}
@@ -343,12 +348,18 @@ def card_of(spec: DeviceSpec) -> Card:
     near = min(CARDS.values(), key=unlikeness)
     ratio = spec.num_sms / near.num_sms
     scaled = {name: ratio * getattr(near, name) for name in ("bandwidth", "tf32", "bf16", "fp8")}
-    own = {"capability": spec.capability, "num_sms": spec.num_sms, "memory": spec.memory / GIB}
     named = CARDS.get(_without_size(spec.name))
-    own["power"] = None if named is None else named.power
-    own["source"] = f"not known, taken as {near.name} with {spec.num_sms} multiprocessors"
-    own["error"] = max(near.error, _GEFORCE_ERROR if "GeForce" in spec.name else _OTHER_ERROR)
-    return replace(near, name=spec.name, **own, **scaled)
+    return replace(
+        near,
+        name=spec.name,
+        capability=spec.capability,
+        num_sms=spec.num_sms,
+        memory=spec.memory / GIB,
+        power=None if named is None else named.power,
+        source=f"not known, taken as {near.name} with {spec.num_sms} multiprocessors",
+        error=max(near.error, _GEFORCE_ERROR if "GeForce" in spec.name else _OTHER_ERROR),
+        **scaled,
+    )
 
 
 def card_with(memory: int) -> Card:

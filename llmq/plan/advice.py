@@ -135,9 +135,15 @@ def advice(config: TrainConfig, planner: Planner, limits: Limits) -> list[str]:
             return ["no options make it need less, use a smaller model or --seq-len"]
         if not _enough(found, limits):
             problem = "no options make it fit, use a smaller model or --seq-len; the best are:"
-            return [problem, *_told(found, planner, limits)]
+            return [problem, *_saving_lines(found, planner, limits)]
     command = whole_command(having(config, exact), planner)
-    return [title, *_told(found, planner, limits), "all of them in one command:", command, *lines]
+    return [
+        title,
+        *_saving_lines(found, planner, limits),
+        "all of them in one command:",
+        command,
+        *lines,
+    ]
 
 
 def _enough(found: list[Saving], limits: Limits) -> bool:
@@ -152,7 +158,7 @@ def _slower(found: list[Saving]) -> float:
     return factor - 1
 
 
-def _told(found: list[Saving], planner: Planner, limits: Limits) -> list[str]:
+def _saving_lines(found: list[Saving], planner: Planner, limits: Limits) -> list[str]:
     """Lines with each change, its saving of the short memory, and its cost."""
     device = limits.device is not None and found[0].device[0] > limits.device
     width = max(len(saving.flags) for saving in found)

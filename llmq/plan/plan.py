@@ -121,14 +121,14 @@ def _planned_step(
     machines: int,
     frozen: Collection[str] = (),
 ) -> tuple[PlanDevice, Step, CommOptions]:
-    """The step of one rank on a device that plans, and how it exchanges data."""
+    """Return a PlanDevice, the step of one rank on it, and the options of its exchanges."""
     dev = PlanDevice(spec, mesh_of(config, world_size, machines))
     shards = dev.mesh.size("shard")
     placement = place(config.for_step, table_of(config, model, shards), shards, frozen)
     exchange = comm_options(config, placement)
     connect([dev], exchange, world=World.like(world_size, machines))
-    how = {"background": config.ckpt_background}
-    return dev, Step(dev, model, config.for_step, placement, backend, **how), exchange
+    step = Step(dev, model, config.for_step, placement, backend, background=config.ckpt_background)
+    return dev, step, exchange
 
 
 @_uncollected()
@@ -139,8 +139,8 @@ def plan_generation(
     backend: str,
     plan: Plan,
 ) -> dict[str, int] | None:
-    """The sizes of the `Generator` that continues the most texts of up to --seq-len tokens in the
-    memory of a step's activations; None where not even one fits. plan: of the step."""
+    """Return the sizes of the `Generator` that continues the most texts of up to --seq-len tokens
+    within the memory of a step's activations; None if not even one text fits. plan: of the step."""
     for slots in SLOTS:
         dev, step, _ = _planned_step(config, model, spec, backend, plan.world_size, plan.machines)
         arena = dev.arenas["device"]
