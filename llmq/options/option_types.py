@@ -47,13 +47,12 @@ SPLIT, SPLIT_PART = (
     "split",
     0.02,
 )  # share of the files: little noise
-"""Value of --eval-file that stands for a part of the training files, and that part."""
+"""Value of --eval-file for a share of the training files, and the default share."""
 
 OF_TABLES = ("embedding", "head")
 """Entries of LORA_TARGETS with a row for each token."""
 
 LORA_TARGETS = tuple(dict.fromkeys(t for arch in ARCHITECTURES.values() for t in arch.targets))
-"""Matrices that may have adapters."""
 LORA_TARGETS += OF_TABLES
 """Matrices that may have adapters."""
 

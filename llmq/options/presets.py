@@ -234,7 +234,6 @@ _BY_LOWER_NAME = {name.lower(): name for name in PRESETS} | _ALIASES
 
 _OWNERS = {"Qwen": "Qwen/", "gemma-3": "google/", "gpt-oss": "openai/"}
 RELEASED = {n: f"{o}{n}" for n in PRESETS for start, o in _OWNERS.items() if n.startswith(start)}
-"""Hub repository of the trained weights, by preset."""
 RELEASED |= {
     "llama-2-7b": "meta-llama/Llama-2-7b-hf",
     "llama-2-13b": "meta-llama/Llama-2-13b-hf",
@@ -255,7 +254,7 @@ RELEASED |= {
     "OLMo-2-32B": "allenai/OLMo-2-0325-32B",
 }
 RELEASED |= {name: f"{RELEASED[name]}-pt" for name in _GEMMA3_LARGE | {"gemma-3-1b": None}}
-"""The repository of the hub that holds the trained weights of a preset's sizes."""
+"""Hub repository of the trained weights, by preset."""
 
 
 def released(name: str) -> tuple[str, ModelConfig] | None:

@@ -11,7 +11,7 @@ from llmq.options.rule import IMPLY, REFUSE, Rule, default, each, idle, refused
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """Options of the shape of a step, and the number of steps."""
+    """Options of a step's shape, and the number of steps."""
 
     batch_size: int = option(
         4, "Sequences per GPU and micro-step", alias="batch", min=1, group="Batch and length"

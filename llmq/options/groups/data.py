@@ -1,4 +1,4 @@
-"""Options of training and validation files, and the order of their sequences, with their rules."""
+"""Data options: training and validation files and the order of sequences, with their rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAKESPEARE = "data/tiny-shakespeare-qwen"
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Options of training and validation files, and the order of their sequences."""
+    """Options of training and validation files, and the order of sequences."""
 
     train_file: tuple[str, ...] = option(
         (f"{SHAKESPEARE}/train*.bin",),

@@ -19,7 +19,7 @@ from llmq.options.rule import default, idle, refused, switches, without
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
-    """Options of recomputation, and state that lies in host memory."""
+    """Options of recomputation, and of state in host memory."""
 
     recompute_swiglu: bool | None = option(
         None,

@@ -1,4 +1,4 @@
-"""Options of the model that is trained, its sizes, and its adapters, with their rules."""
+"""Model options: the model, its sizes and its adapters, with their rules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from llmq.options.rule import REFUSE, Options, Rule, default, each, idle, refuse
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options of the model that is trained, its sizes, and its adapters."""
+    """Options of the model, its sizes and its adapters."""
 
     model: str = option(
         ".",

@@ -1,4 +1,4 @@
-"""Options of the loss, the update rule and the learning rate, with their rules."""
+"""Optimizer options: the loss, the update rule and the learning rate, with their rules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TRAINED_BY = {
     "head": ("head",),
     "vectors": ("norms", "biases", "adapted-biases"),
 }
-"""Words of --train by which the parts of --lr-parts are trained beside adapters."""
+"""Words of --train by part of --lr-parts: beside adapters one of these words must be given."""
 
 SCHEDULES = ("cosine", "linear", "wsd")
 

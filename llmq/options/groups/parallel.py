@@ -11,7 +11,7 @@ from llmq.options.rule import REFUSE, each, idle, refused, switches
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """Options of devices, and the division of a run among them."""
+    """Options of devices, and of the division of a run among devices."""
 
     device: str = option(
         "auto",
