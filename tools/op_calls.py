@@ -542,7 +542,7 @@ def _sample_weights(dev: Device, *, sums: Tensor, weights: Tensor, **tensors: Te
     grpo.weights(dev, weights, sums, grpo.Samples(**tensors), form)
 
 
-def _told(rows: int, vocab: int, k: int) -> np.ndarray:
+def _teacher(rows: int, vocab: int, k: int) -> np.ndarray:
     """A teacher whose k columns of each row are equally likely."""
     ids = np.sort(np.random.default_rng(SEED).choice(vocab, k, replace=False)).astype(np.int32)
     row = np.concatenate([ids.view(np.float32), np.full(k, -np.log(k + 1.0), np.float32)])
@@ -552,14 +552,14 @@ def _told(rows: int, vocab: int, k: int) -> np.ndarray:
 def distill_calls(rows: int, vocab: int, padded_vocab: int, k: int) -> list[Call]:
     of_rows = {name: f32(rows) for name in ("losses", "lse", "kl")}
     args = {"logits": bf16(rows, padded_vocab), **of_rows, "targets": tokens(vocab, rows)}
-    args |= {"told": _told(rows, vocab, k), "vocab_size": vocab}
-    largest = {"told": f32(rows, 2 * k), "logits": bf16(rows, padded_vocab), "lse": f32(rows)}
+    args |= {"logprobs": _teacher(rows, vocab, k), "vocab_size": vocab}
+    largest = {"top": f32(rows, 2 * k), "logits": bf16(rows, padded_vocab), "lse": f32(rows)}
     top_k = Call("top k", distill.top_k, largest | {"vocab_size": vocab})
     return [Call("distill", _distill, args), top_k]
 
 
-def _distill(dev: Device, *, told: Tensor, kl: Tensor, **tensors: Any) -> None:
-    distill.Teacher(told, kl, 0.5, 2.0, False).launch(dev, **tensors, weights=None)
+def _distill(dev: Device, *, logprobs: Tensor, kl: Tensor, **tensors: Any) -> None:
+    distill.Teacher(logprobs, kl, 0.5, 2.0, False).launch(dev, **tensors, weights=None)
 
 
 def labels_calls(rows: int, vocab: int, padded_vocab: int, linear: int) -> list[Call]:

@@ -130,14 +130,14 @@ class Head:
                 logits = self._logits(at, at.temps)
                 self._lose(at, logits, targets, None, of_rows, gradient=False)
 
-    def top_k(self, w: PartWeights, told: Tensor) -> None:
+    def top_k(self, w: PartWeights, top: Tensor) -> None:
         """The largest logits of all rows, F32 (rows, 2 k) as the operation says; after losses,
         whose log-sum-exp it takes."""
         with ExitStack() as temps:
             low = self._begin_adapters(temps, w)
             for at in self._parts(w, low):
                 logits = self._logits(at, at.temps)
-                top_k(self.dev, at.of(told), logits, at.of(self.lse), self.config.outputs)
+                top_k(self.dev, at.of(top), logits, at.of(self.lse), self.config.outputs)
 
     def _parts(
         self, w: PartWeights, low: OfPass | None, *, transposed: bool = False

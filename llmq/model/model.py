@@ -134,11 +134,11 @@ class Model:
         self.head.token_losses(w, targets.view(targets.size), of_rows)
         self.weights.release(slab)
 
-    def top_k(self, told: Tensor) -> None:
+    def top_k(self, top: Tensor) -> None:
         """The largest logits of all rows, after `token_losses`, as Head.top_k."""
         slab, _ = self._head_slab
         self.weights.gather(slab)
-        self.head.top_k(PartWeights(self.weights.of_logits()), told)
+        self.head.top_k(PartWeights(self.weights.of_logits()), top)
         self.weights.release(slab)
 
     @contextmanager

@@ -186,10 +186,10 @@ class Step:
         """The largest log-probabilities behind each token, F32 (B, T, 2 k) as
         `ops.loss.distill.top_k` has them, of a step whose loss reads as many; as `score` does."""
         self.score(batch)
-        told = self.inputs.named["scores"]  # what was sent of it is not read again
-        flat = told.view(self.inputs.targets.size, told.shape[-1])
+        scores = self.inputs.named["scores"]  # what was sent of it is not read again
+        flat = scores.view(self.inputs.targets.size, scores.shape[-1])
         self.dev.graph(("top k",), partial(self.model.top_k, flat))
-        return self.dev.download(told)
+        return self.dev.download(scores)
 
     # -- texts that are continued ----------------------------------------------------------------
 

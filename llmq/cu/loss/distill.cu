@@ -5,8 +5,8 @@
 //   loss = mixture * (cross-entropy of the target) + (1 - mixture) * temperature^2 * kl
 //   x = d loss / d x
 //   add: stats[index] += the sum of kl
-//   top_k, by which a teacher is read: told[:k] = the columns v < vocab of the k largest x[v],
-//   ascending, of equal ones the first; told[k:] = x of these - lse
+//   top_k, by which a teacher is read: top[:k] = the columns v < vocab of the k largest x[v],
+//   ascending, of equal ones the first; top[k:] = x of these - lse
 //
 // Data     logits: (rows, padded_vocab) of T; columns >= vocab are ignored on entry, and with a
 //          gradient 0 on return. losses, lse, kl: F32 (rows); lse at temperature 1. targets: I32
@@ -58,11 +58,11 @@ distill(T* __restrict__ logits, f32* __restrict__ losses, f32* __restrict__ lse,
     const bool has = t < k;
     const int id = has ? __float_as_int(of_row[t]) : 0;
     const T kept = row[id];
-    const float x_id = to_f32(kept), told = has ? of_row[k + t] : 0.0f;
+    const float x_id = to_f32(kept), teacher_logprob = has ? of_row[k + t] : 0.0f;
     const float x_target = target < 0 ? 0.0f : to_f32(row[target]);
     if (has) { ids[t] = id; }
     __syncthreads();
-    bool counts = has;  // where nobody told a row anything, all its columns are column 0
+    bool counts = has;  // for a row without a teacher, all its columns are column 0
     for (int i = 0; has && i < t; ++i) { counts &= ids[i] != id; }
     if (has) { row[id] = from_f32<T>(-INFINITY); }
     __syncthreads();
@@ -74,15 +74,16 @@ distill(T* __restrict__ logits, f32* __restrict__ losses, f32* __restrict__ lse,
     }
     sum = block_sum(sum + (counts ? expf(x_id - max) : 0.0f), shared);
     soft_others = block_sum(soft_others, shared);
-    const float told_sum = block_sum(counts ? expf((x_id - max) * inverse) : 0.0f, shared);
-    const float soft_sum = soft_others + told_sum;
+    const float teacher_columns = block_sum(counts ? expf((x_id - max) * inverse) : 0.0f, shared);
+    const float soft_sum = soft_others + teacher_columns;
     const float own_lse = max + logf(sum), soft_lse = max * inverse + logf(soft_sum);
     if (has) { row[id] = kept; }
 
-    const f64 mass = block_sum(has ? exp((f64)told) : 0.0, shared64);
-    const float softened = block_sum(has ? expf(told * inverse) : 0.0f, shared);
+    const f64 mass = block_sum(has ? exp((f64)teacher_logprob) : 0.0, shared64);
+    const float softened = block_sum(has ? expf(teacher_logprob * inverse) : 0.0f, shared);
     const float rest = fmaxf((float)(1.0 - mass), LEAST);
-    const float log_p = told * inverse - logf(softened) + logf(1.0f - rest), p = expf(log_p);
+    const float log_p = teacher_logprob * inverse - logf(softened) + logf(1.0f - rest);
+    const float p = expf(log_p);
     const float log_q = x_id * inverse - soft_lse, q = expf(log_q);
     const float q_rest = fmaxf(soft_others / soft_sum, LEAST);
     const float log_ratio = logf(q_rest / rest);
@@ -128,7 +129,7 @@ __device__ __forceinline__ u32 key(T x) {
 }
 
 extern "C" __global__ void __launch_bounds__(TOLD_THREADS)
-top_k(f32* __restrict__ told, const T* __restrict__ logits, const f32* __restrict__ lse, i64 rows,
+top_k(f32* __restrict__ top, const T* __restrict__ logits, const f32* __restrict__ lse, i64 rows,
       i32 vocab, i32 padded_vocab, i32 k) {
     __shared__ int shared[32], greater[TOLD_THREADS], equal[TOLD_THREADS];
     const T* const row = logits + blockIdx.x * (i64)padded_vocab;
@@ -165,8 +166,8 @@ top_k(f32* __restrict__ told, const T* __restrict__ logits, const f32* __restric
         const u32 x = key(row[v]);
         if (x > low || (x == low && alike < room)) {
             const i64 place = blockIdx.x * (i64)(2 * k) + before + min(alike, room);
-            told[place] = __int_as_float(v);
-            told[place + k] = to_f32(row[v]) - lse[blockIdx.x];
+            top[place] = __int_as_float(v);
+            top[place + k] = to_f32(row[v]) - lse[blockIdx.x];
         }
         before += x > low;
         alike += x == low;

@@ -30,7 +30,7 @@ class Distillation(TokenCrossEntropy):
         super().__init__(dev, batch, optim, named)
         rows, values = batch.micro_tokens, optim.loss_values
         self._teacher = Teacher(
-            told=named["scores"].view(rows, 2 * values["top-k"]),
+            logprobs=named["scores"].view(rows, 2 * values["top-k"]),
             kl=dev.alloc("kl", (rows,), F32, "Activations"),
             mixture=values["mixture"],
             temperature=values["temperature"],

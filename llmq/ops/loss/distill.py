@@ -12,9 +12,9 @@ from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel
 
-THREADS, ADD_THREADS, TOLD_THREADS = 512, 1024, 1024
+THREADS, ADD_THREADS, TOP_THREADS = 512, 1024, 1024
 MOST = 256  # columns of a teacher's row
-MOST_TOLD = 255  # of a row that becomes a teacher's
+MOST_TOP = 255  # of a row that becomes a teacher's
 
 DISTILL = Kernel(
     "loss/distill.cu",
@@ -32,19 +32,19 @@ ADD = Kernel(
 TOP_K = Kernel(
     "loss/distill.cu",
     "top_k",
-    "out f32[rows,2*k] told, T[rows,padded_vocab] logits, f32[rows] lse, i64 rows, i32 vocab, "
+    "out f32[rows,2*k] top, T[rows,padded_vocab] logits, f32[rows] lse, i64 rows, i32 vocab, "
     "i32 padded_vocab, i32 k",
-    where=f"k >= 1, k <= {MOST_TOLD}, k <= vocab, vocab <= padded_vocab",
+    where=f"k >= 1, k <= {MOST_TOP}, k <= vocab, vocab <= padded_vocab",
 )
 
 
 class Teacher(NamedTuple):
-    """A teacher of rows, and how they learn from it. told: F32 (rows, 2 k), k columns as the bits
-    of I32, and their log-probabilities at temperature 1. kl: F32 (rows,), where the divergences go.
-    mixture: of the target's cross-entropy in the loss, 0 to 1. temperature: more than 0. reverse:
-    the divergence of the model from the teacher."""
+    """A teacher's predictions of rows, and how the rows learn. logprobs: F32 (rows, 2 k), k columns
+    as the bits of I32, and the columns' log-probabilities at temperature 1. kl: F32 (rows,), out:
+    the divergences. mixture: the target's cross-entropy in the loss, 0 to 1. temperature: more than
+    0. reverse: True for the divergence of the model from the teacher."""
 
-    told: Tensor
+    logprobs: Tensor
     kl: Tensor
     mixture: float
     temperature: float
@@ -52,7 +52,7 @@ class Teacher(NamedTuple):
 
     def rows(self, start: int, stop: int) -> Teacher:
         """The teacher of these rows alone."""
-        return self._replace(told=self.told.rows(start, stop), kl=self.kl.rows(start, stop))
+        return self._replace(logprobs=self.logprobs.rows(start, stop), kl=self.kl.rows(start, stop))
 
     def launch(
         self,
@@ -76,9 +76,19 @@ class Teacher(NamedTuple):
         Cost:    logits read three times and written once.
         """
         rows, padded_vocab = DISTILL.dims(logits=logits)
-        k = self.told.shape[-1] // 2
+        k = self.logprobs.shape[-1] // 2
         numbers = (int(self.reverse), int(gradient), self.mixture, self.temperature)
-        args = (logits, losses, lse, self.kl, targets, self.told, rows, vocab_size, padded_vocab)
+        args = (
+            logits,
+            losses,
+            lse,
+            self.kl,
+            targets,
+            self.logprobs,
+            rows,
+            vocab_size,
+            padded_vocab,
+        )
         dev.launch(DISTILL, rows, THREADS, (*args, k, *numbers))
 
 
@@ -87,14 +97,14 @@ def add(dev: Device, stats: Tensor, kl: Tensor, index: int) -> None:
     dev.launch(ADD, 1, ADD_THREADS, (stats, kl, kl.size, index))
 
 
-def top_k(dev: Device, told: Tensor, logits: Tensor, lse: Tensor, vocab_size: int) -> None:
+def top_k(dev: Device, top: Tensor, logits: Tensor, lse: Tensor, vocab_size: int) -> None:
     """Find the k largest logits of each row; of equal ones the first columns.
 
-    told: their columns, ascending, as the bits of I32, and logit - lse. logits: columns >=
+    top: their columns, ascending, as the bits of I32, and logit - lse. logits: columns >=
     vocab_size are ignored. lse: log-sum-exp of the rows.
 
     Cost:    one launch, each row read 33 times, from the cache where it holds some rows.
     """
     rows, padded_vocab = TOP_K.dims(logits=logits)
-    k = told.shape[-1] // 2
-    dev.launch(TOP_K, rows, TOLD_THREADS, (told, logits, lse, rows, vocab_size, padded_vocab, k))
+    k = top.shape[-1] // 2
+    dev.launch(TOP_K, rows, TOP_THREADS, (top, logits, lse, rows, vocab_size, padded_vocab, k))

@@ -25,9 +25,9 @@ def distill(
         lse[block] = own_lse = np.logaddexp.reduce(x, axis=1)
         soft_lse = np.logaddexp.reduce(x / temperature, axis=1)[:, None]
         ids = teacher[block, :k].view(np.int32)
-        told = teacher[block, k:].astype(np.float64)
-        rest = np.maximum(1 - np.exp(told).sum(axis=1, keepdims=True), LEAST)
-        log_p = told / temperature
+        log_t = teacher[block, k:].astype(np.float64)
+        rest = np.maximum(1 - np.exp(log_t).sum(axis=1, keepdims=True), LEAST)
+        log_p = log_t / temperature
         log_p += np.log(1 - rest) - np.logaddexp.reduce(log_p, axis=1)[:, None]
         log_q = np.take_along_axis(x, ids, axis=1) / temperature - soft_lse
         p, q = np.exp(log_p), np.exp(log_q)
@@ -59,10 +59,10 @@ def distill_add(stats, kl, rows, index):
     stats[index] += kl.sum(dtype=np.float64)
 
 
-def top_k(told, logits, lse, rows, vocab, padded_vocab, k):
-    """told (rows, 2 k): the columns of the largest logits, ascending, and their logarithms."""
+def top_k(top, logits, lse, rows, vocab, padded_vocab, k):
+    """top (rows, 2 k): the columns of the largest logits, ascending, and their logarithms."""
     for row in range(rows):
         x = compute(logits[row, :vocab])
         largest = np.sort(np.argsort(-x, kind="stable")[:k])
-        told[row, :k] = largest.astype(np.int32).view(np.float32)
-        told[row, k:] = x[largest] - lse[row]
+        top[row, :k] = largest.astype(np.int32).view(np.float32)
+        top[row, k:] = x[largest] - lse[row]

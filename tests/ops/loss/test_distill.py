@@ -25,14 +25,14 @@ def test_equals_reference(dev, rng, case, dtype, how):
     logits = rng.normal(size=(rows, padded)) * 2
     logits[:, vocab:] = np.nan
     targets = rng.integers(0, vocab, rows).astype(np.int32)
-    told = teacher_of(rng, rows, vocab, k)
-    targets[0], targets[-1] = told[0, :1].view(np.int32)[0], -100
-    arrays = {"logits": logits.astype(dtype.numpy), "targets": targets, "told": told}
+    logprobs = teacher_of(rng, rows, vocab, k)
+    targets[0], targets[-1] = logprobs[0, :1].view(np.int32)[0], -100
+    arrays = {"logits": logits.astype(dtype.numpy), "targets": targets, "logprobs": logprobs}
     arrays |= {name: np.full(rows, np.nan, np.float32) for name in ("losses", "lse", "kl")}
     arrays["stats"] = np.ones(9)
 
-    def call(dev, logits, losses, lse, kl, targets, told, stats, gradient=True):
-        teacher = Teacher(told, kl, *how)
+    def call(dev, logits, losses, lse, kl, targets, logprobs, stats, gradient=True):
+        teacher = Teacher(logprobs, kl, *how)
         teacher.launch(dev, logits, losses, lse, targets, None, vocab, gradient=gradient)
         distill.add(dev, stats, kl, 7)
 
@@ -52,21 +52,21 @@ def test_equals_reference(dev, rng, case, dtype, how):
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_little_that_is_left_to_other_columns_does_not_cancel(dev, rng, reverse):
-    """A model and a teacher are sure of four columns; nobody told the last row anything."""
+    """A model and a teacher are sure of four columns; the last row has no teacher."""
     rows, vocab, k = 6, 300, 4
     left = np.geomspace(1e-2, 1e-7, rows)
-    told = teacher_of(rng, rows, vocab, k)
-    told[:, k:] = np.log(rng.dirichlet(np.ones(k), rows) * (1 - left[:, None]))
+    logprobs = teacher_of(rng, rows, vocab, k)
+    logprobs[:, k:] = np.log(rng.dirichlet(np.ones(k), rows) * (1 - left[:, None]))
     logits = rng.normal(size=(rows, vocab)) * 2
-    for row, ids in enumerate(told[:, :k].view(np.int32)):
+    for row, ids in enumerate(logprobs[:, :k].view(np.int32)):
         logits[row, ids] += np.log(300 / left[::-1][row])
-    told[-1] = 0
+    logprobs[-1] = 0
     targets = np.append(np.zeros(rows - 1), -100).astype(np.int32)
-    arrays = {"logits": logits.astype(np.float32), "targets": targets, "told": told}
+    arrays = {"logits": logits.astype(np.float32), "targets": targets, "logprobs": logprobs}
     arrays |= {name: np.full(rows, np.nan, np.float32) for name in ("losses", "lse", "kl")}
 
-    def call(dev, logits, losses, lse, kl, targets, told):
-        teacher = Teacher(told, kl, 0.0, 1.0, reverse)
+    def call(dev, logits, losses, lse, kl, targets, logprobs):
+        teacher = Teacher(logprobs, kl, 0.0, 1.0, reverse)
         teacher.launch(dev, logits, losses, lse, targets, None, vocab)
 
     got, want = run(dev, call, arrays), run(host_device(), call, arrays)
@@ -97,13 +97,13 @@ def test_the_largest_logits_equal_the_reference(dev, rng, case, dtype):
     logits[:, vocab:] = np.nan
     logits[0, : vocab // 2] = 0.5
     arrays = {"logits": logits, "lse": rng.random(rows).astype(np.float32)}
-    arrays["told"] = np.full((rows, 2 * k), np.nan, np.float32)
+    arrays["top"] = np.full((rows, 2 * k), np.nan, np.float32)
 
     def call(dev, **tensors):
         distill.top_k(dev, **tensors, vocab_size=vocab)
 
     found = compared(dev, call, arrays)
-    assert (np.diff(found["told"][:, :k].view(np.int32), axis=1) > 0).all()
+    assert (np.diff(found["top"][:, :k].view(np.int32), axis=1) > 0).all()
 
 
 def test_wrong_arguments_of_top_k():
@@ -114,5 +114,5 @@ def test_wrong_arguments_of_top_k():
 
     with pytest.raises(ValueError, match="top_k: k must be at most 16, got 17"):
         distill.top_k(dev, make(2, 34), make(2, 32), make(2), 16)
-    with pytest.raises(TypeError, match="top_k: told must be F32, got I32"):
+    with pytest.raises(TypeError, match="top_k: top must be F32, got I32"):
         distill.top_k(dev, make(2, 8, dtype=I32), make(2, 32), make(2), 16)

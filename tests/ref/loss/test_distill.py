@@ -29,10 +29,10 @@ def test_is_the_formula(rng, reverse, mixture, temperature, spread):
     targets = targets.astype(np.int32)
     targets[1], targets[2] = -100, teacher[2, :1].view(np.int32)[0]
     x = torch.tensor(logits[:, :vocab].astype(np.float64), requires_grad=True)
-    ids, told = torch.from_numpy(teacher[:, :k].view(np.int32)).long(), teacher[:, k:]
-    told = torch.from_numpy(told.astype(np.float64))
-    rest = 1 - told.exp().sum(1, keepdim=True)
-    p = torch.cat([(told / temperature).softmax(1) * (1 - rest), rest], 1)
+    ids, logprobs = torch.from_numpy(teacher[:, :k].view(np.int32)).long(), teacher[:, k:]
+    logprobs = torch.from_numpy(logprobs.astype(np.float64))
+    rest = 1 - logprobs.exp().sum(1, keepdim=True)
+    p = torch.cat([(logprobs / temperature).softmax(1) * (1 - rest), rest], 1)
     q = (x / temperature).softmax(1).gather(1, ids)
     q = torch.cat([q, 1 - q.sum(1, keepdim=True)], 1)
     one, other = (q, p) if reverse else (p, q)
@@ -52,10 +52,10 @@ def test_is_the_formula(rng, reverse, mixture, temperature, spread):
 
 def test_ascending_columns_of_the_largest():
     logits = np.array([[3, 1, 4, 1, 5, 9, 2, 6], [1, 1, 1, 1, 0, 2, 7, 7]], np.float32)
-    told = np.empty((2, 6), np.float32)
-    top_k(told, logits, np.array([1, 2], np.float32), 2, 7, 8, 3)
-    assert told[:, :3].view(np.int32).tolist() == [
+    top = np.empty((2, 6), np.float32)
+    top_k(top, logits, np.array([1, 2], np.float32), 2, 7, 8, 3)
+    assert top[:, :3].view(np.int32).tolist() == [
         [2, 4, 5],
         [0, 5, 6],
     ]  # the last column is padding
-    assert told[:, 3:].tolist() == [[3, 4, 8], [-1, 0, 5]]
+    assert top[:, 3:].tolist() == [[3, 4, 8], [-1, 0, 5]]
