@@ -31,7 +31,7 @@ from llmq.base.dtypes import (
     U8,
     DType,
 )
-from llmq.base.operand import CODES_MULTIPLE, Fp8Out, Nf4, Nf4Run, ProductCodes, turned
+from llmq.base.operand import CODES_MULTIPLE, Fp8Out, Mxfp4, Nf4, Nf4Run, ProductCodes, turned
 from llmq.base.tensor import Tensor
 from llmq.ops.attention import (
     attention,
@@ -801,6 +801,18 @@ def _multiply_nf4(
     skinny.skinny_nf4(dev, out, a, Nf4(shape=shape, runs=(run,), levels=levels))
 
 
+def skinny_mxfp4_calls(M: int, N: int, K: int) -> list[Call]:
+    args = {"out": bf16(M, N), "a": bf16(M, K), "codes": Spec((N * K // 2,), U8)}
+    args["exponents"] = Spec((N * K // 32,), U8)
+    return [Call("skinny_mxfp4", partial(_multiply_mxfp4, (N, K)), args)]
+
+
+def _multiply_mxfp4(
+    shape: tuple[int, int], dev: Device, out: Tensor, a: Tensor, **codes: Tensor
+) -> None:
+    skinny.skinny_mxfp4(dev, out, a, Mxfp4(shape=shape, **codes))
+
+
 def swiglu_calls(rows: int, F: int) -> list[Call]:
     x, wide = bf16(rows, F), bf16(rows, 2 * F)
     forward, backward = {"up_gate": wide}, {"d_out": x, "up_gate": wide}
@@ -1015,6 +1027,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "sample": sample_calls,
     "short_conv": short_conv_calls,
     "skinny": skinny_calls,
+    "skinny_mxfp4": skinny_mxfp4_calls,
     "skinny_nf4": skinny_nf4_calls,
     "swiglu": swiglu_calls,
     "labels": labels_calls,
@@ -1036,6 +1049,7 @@ KINDS = {
     "mxfp4": ("four_bits", "MXFP4_CASES"),
     "outliers": ("quantize_int8", "OUTLIERS_CASES"),
     "random": ("elementwise", "CASES"),
+    "skinny_mxfp4": ("skinny", "MXFP4_CASES"),
     "skinny_nf4": ("skinny", "NF4_CASES"),
 }
 

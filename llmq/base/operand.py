@@ -183,6 +183,16 @@ class Nf4:
     levels: Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mxfp4:
+    """Frozen experts (E, N, K) as MXFP4 codes, which products of few rows decode as they read
+    them. codes: U8 (E N K / 2,). exponents: U8 (E N K / 32,)."""
+
+    shape: tuple[int, ...]
+    codes: Tensor
+    exponents: Tensor
+
+
 class Stochastic(NamedTuple):
     """Rounding up or down with probabilities that keep the mean.
 
@@ -205,7 +215,7 @@ class Rounded:
     stochastic: Stochastic | None = None
 
 
-Operand = Tensor | Fp8 | Int8 | Nf4 | Rounded
+Operand = Tensor | Fp8 | Int8 | Mxfp4 | Nf4 | Rounded
 
 
 def tensor_of(x: Operand) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from llmq.base.dtypes import BF16, U8, DType
+from llmq.base.operand import Mxfp4, Operand
 from llmq.base.tensor import Tensor
 from llmq.formats.storage import Encoder, Frozen, Storage, StorageLayout
 from llmq.ops.pointwise.elementwise import convert
@@ -26,7 +27,7 @@ def _bytes_as(scratch: Tensor, dtype: DType) -> Tensor:
 
 
 class Mxfp4Storage(Storage):
-    """Frozen experts as 4-bit codes; products read decoded matrices."""
+    """Frozen experts as 4-bit codes. Products read decoded matrices, those of few rows codes."""
 
     def layout(self, matrix: Frozen) -> StorageLayout:
         if not _of_experts(matrix):
@@ -65,6 +66,14 @@ class Mxfp4Storage(Storage):
             four_bits.decode_mxfp4(self.dev, flat, kept["codes"], kept["exponents"])
         else:
             convert(self.dev, flat, kept["values"])
+
+    def has_coded(self, matrix: Frozen) -> bool:
+        return not _of_experts(matrix) or matrix.columns % ref.MXFP4_BLOCK == 0
+
+    def coded(self, matrix: Frozen, kept: Mapping[str, Tensor]) -> Operand:
+        if not _of_experts(matrix):
+            return kept["values"].view(*matrix.shape)
+        return Mxfp4(shape=matrix.shape, **kept)
 
     @staticmethod
     def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:

@@ -33,6 +33,14 @@ NF4_LEVELS = np.array(
     ],
     np.float32,
 )  # fmt: skip
+MXFP4_BLOCK = 32  # elements that share a power of two
+MXFP4_BIAS = 127  # of a block's exponent
+MXFP4_LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+"""Values of codes without their fourth bit, the sign."""
+_SIGNED = np.concatenate([MXFP4_LEVELS, -MXFP4_LEVELS])
+_PAIRS = np.stack([_SIGNED[np.arange(256) & 15], _SIGNED[np.arange(256) >> 4]], axis=1)
+_PAIRS = _PAIRS.view(np.uint64)[:, 0]
+"""Values of the two codes of each byte, looked up together, which is faster."""
 
 
 def compute(x: np.ndarray) -> np.ndarray:
@@ -407,6 +415,14 @@ def nf4_blocks(
         values = np.empty((len(pairs), 2), np.float32)
         values[:, 0], values[:, 1] = NF4_LEVELS[pairs >> 4], NF4_LEVELS[pairs & 15]
         yield blocks, values.reshape(-1, NF4_BLOCK) * scales[:, None]
+
+
+def mxfp4_blocks(codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
+    """The values of blocks F32 (blocks, 32): level * 2^(exponent - 127)."""
+    values = _PAIRS[codes].view(np.float32).reshape(-1, MXFP4_BLOCK)
+    with np.errstate(over="ignore", invalid="ignore"):  # exponent 255 stands for no number
+        values *= np.exp2(exponents.astype(np.float32) - MXFP4_BIAS)[:, None]
+    return values
 
 
 def _rotate(

@@ -5,18 +5,19 @@
 // Data     a: BF16 (M, K); b: BF16 (N, K); out, addend: D (M, N); bias: D (N). bias, addend may be
 //          null.
 //          skinny_nf4: rows first + [0, rows) of b as NF4 codes (quantize/four_bits.cu) of so many
-//          modules, decoded to BF16. starts: I32 (E + 1), null where E = 1: rows [starts[e],
-//          starts[e + 1]) of a are multiplied by the e-th N rows of b, with the e-th N of bias.
+//          modules, decoded to BF16. skinny_mxfp4: all of b as MXFP4 codes. starts: I32 (E + 1),
+//          null where E = 1: rows [starts[e], starts[e + 1]) of a are multiplied by the e-th N rows
+//          of b, with the e-th N of bias.
 // Launch   32 WARPS threads, a block for each FEATURES rows of b; TILES: of 8 rows of a. The tensor
 //          cores have b on the left, so that rows of a are columns. Warps take every eighth 64
 //          elements of K; their sums are added one warp after the other.
-//          skinny_nf4: grid (blocks, E); 128 elements of K, and any M.
+//          Those of codes: grid (blocks, E); 128 elements of K, and any M.
 // Cost     memory: b once, in 16-byte loads past L1; a from L1 and L2 for each block.
 // Needs    sm_80; K a multiple of 8; M <= 8 TILES. A sum's order follows from K alone, not from M, N
 //          or the other rows.
 #include "common.cuh"
 #include "ptx.cuh"
-#include "quantize/nf4.cuh"
+#include "quantize/four_bits.cuh"
 
 #ifndef TILES
 #define TILES 1
@@ -24,8 +25,8 @@
 
 constexpr int WARPS = 8, FEATURES = 16, COLUMNS = 8 * TILES;
 constexpr int CHUNK = 64;  // elements of K at a time: of each row two vectors a lane
-constexpr int NF4_CHUNK = 128;  // of NF4 codes: one vector a lane
-constexpr int AHEAD = 4, NF4_AHEAD = 3;   // chunks that are on their way
+constexpr int CODED_CHUNK = 128;  // of codes: one vector a lane
+constexpr int AHEAD = 4, CODED_AHEAD = 3;   // chunks that are on their way
 constexpr int PITCH = FEATURES + 1;
 
 // Two rows' elements of a chunk: vectors k and 32 + k behind its first element.
@@ -119,12 +120,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     finish(sum, out, bias, addend, M, N, first, N, alpha);
 }
 
-// Pairs of BF16 of eight codes, of two in a byte the first one in the higher bits.
+// Pairs of BF16 of eight codes, of which a byte has two.
+template <bool HIGH_FIRST>
 __device__ __forceinline__ void decode(u32 (&pairs)[4], u32 word, const float* table, float scale) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const u32 two = word >> 8 * i;
-        pairs[i] = to_pair(table[two >> 4 & 15] * scale, table[two & 15] * scale);
+        const u32 low = word >> 8 * i & 15, high = word >> (8 * i + 4) & 15;
+        const float one = table[HIGH_FIRST ? high : low], two = table[HIGH_FIRST ? low : high];
+        pairs[i] = to_pair(one * scale, two * scale);
     }
 }
 
@@ -134,75 +137,78 @@ struct Codes {
     u8 scales[2];
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    skinny_nf4(D* __restrict__ out, const bf16* __restrict__ a, const u8* __restrict__ codes,
-               const u8* __restrict__ scale_codes, const float* __restrict__ groups,
-               const float* __restrict__ mean, const float* __restrict__ levels,
-               const D* __restrict__ bias, const D* __restrict__ addend,
-               const int* __restrict__ starts, int M, int N, int K, int E, int first, int rows,
-               int modules, float alpha) {
-    __shared__ float table[16], scale_levels[GROUP];
-    const int expert = blockIdx.y;
-    const int begin = starts ? starts[expert] : 0, end = starts ? starts[expert + 1] : M;
-    if (begin == end) { return; }
-    if (threadIdx.x < 16) { table[threadIdx.x] = LEVELS[threadIdx.x]; }
-    scale_levels[threadIdx.x] = levels[threadIdx.x];
-    __syncthreads();
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int of_module = E * rows / modules, blocks = K / BLOCK;  // rows, and blocks of a row
-    const i64 of_groups = ((i64)of_module * blocks + GROUP - 1) / GROUP;
-    const float* group[2];
-    float means[2];
-    i64 row[2], block[2];  // its place, and its first block in its module
+// Rows of a that this block's matrix multiplies: all, or those of an expert.
+struct Span {
+    int begin, end;
+    __device__ __forceinline__ Span(const int* starts, int M)
+        : begin(starts ? starts[blockIdx.y] : 0), end(starts ? starts[blockIdx.y + 1] : M) {}
+};
+
+// The two rows of b that this lane has, by their place among all codes, and whether they are there.
+struct TwoRows {
+    i64 row[2];
     bool there[2];
+    __device__ __forceinline__ explicit TwoRows(int rows) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int n = blockIdx.x * FEATURES + 8 * r + g;
-        there[r] = n < rows;
-        row[r] = there[r] ? (i64)expert * rows + n : 0;
-        group[r] = groups + row[r] / of_module * of_groups;
-        means[r] = mean[row[r] / of_module];
-        block[r] = row[r] % of_module * blocks;
+        for (int r = 0; r < 2; ++r) {
+            const int n = blockIdx.x * FEATURES + 8 * r + (int)threadIdx.x % 32 / 4;
+            there[r] = n < rows;
+            row[r] = there[r] ? (i64)blockIdx.y * rows + n : 0;
+        }
     }
+};
+
+// The product with rows of codes, of which PER_SCALE have a scale: scale_of(r, k, its code) for
+// element k of row r of the lane's. table: what the codes stand for, in shared memory.
+template <bool HIGH_FIRST, int PER_SCALE, class Scale>
+__device__ __forceinline__ void multiply_codes(D* out, const bf16* a, const u8* codes,
+                                               const u8* scale_codes, const D* bias,
+                                               const D* addend, const Span& span,
+                                               const TwoRows& b, int N, int K, int first, int rows,
+                                               float alpha, const float* table, Scale scale_of) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const auto load = [&](int k) {
         Codes x;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const bool valid = there[r] && k < K;
-            const u8* from = codes + (row[r] * K + k) / 2;
-            x.codes[r] = valid ? __ldcs(reinterpret_cast<const uint4*>(from)) : zeros();
-            x.scales[r] = valid ? scale_codes[row[r] * blocks + k / BLOCK] : 0;
+            const bool valid = b.there[r] && k < K;
+            const i64 at = b.row[r] * K + k;
+            const uint4* from = reinterpret_cast<const uint4*>(codes + at / 2);
+            x.codes[r] = valid ? __ldcs(from) : zeros();
+            x.scales[r] = valid ? scale_codes[at / PER_SCALE] : 0;
         }
         return x;
     };
-    for (int top = begin; top < end; top += COLUMNS) {
+    for (int top = span.begin; top < span.end; top += COLUMNS) {
         Sums sum = {};
-        for (int start = warp * NF4_CHUNK + 32 * t; start - 32 * t < K;
-             start += NF4_AHEAD * WARPS * NF4_CHUNK) {
-            Codes left[NF4_AHEAD];
+        for (int start = warp * CODED_CHUNK + 32 * t; start - 32 * t < K;
+             start += CODED_AHEAD * WARPS * CODED_CHUNK) {
+            Codes left[CODED_AHEAD];
 #pragma unroll
-            for (int i = 0; i < NF4_AHEAD; ++i) { left[i] = load(start + i * WARPS * NF4_CHUNK); }
+            for (int i = 0; i < CODED_AHEAD; ++i) { left[i] = load(start + i * WARPS * CODED_CHUNK); }
 #pragma unroll
-            for (int i = 0; i < NF4_AHEAD; ++i) {
-                const int k = start + i * WARPS * NF4_CHUNK;
+            for (int i = 0; i < CODED_AHEAD; ++i) {
+                const int k = start + i * WARPS * CODED_CHUNK;
                 if (k - 32 * t >= K) { break; }
                 float scale[2];
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const bool valid = there[r] && k < K;
-                    const float of = valid ? group[r][(block[r] + k / BLOCK) / GROUP] : 0.0f;
-                    scale[r] = scale_levels[left[i].scales[r]] * of + means[r];
+                    const bool valid = b.there[r] && k < K;
+                    scale[r] = valid ? scale_of(r, k, left[i].scales[r]) : 0.0f;
                 }
 #pragma unroll
                 for (int w = 0; w < 4; ++w) {
+                    const auto word = [&](int r) {
+                        return reinterpret_cast<const u32*>(&left[i].codes[r])[w];
+                    };
                     u32 low[4], high[4];
-                    decode(low, reinterpret_cast<const u32*>(&left[i].codes[0])[w], table, scale[0]);
-                    decode(high, reinterpret_cast<const u32*>(&left[i].codes[1])[w], table, scale[1]);
+                    decode<HIGH_FIRST>(low, word(0), table, scale[0]);
+                    decode<HIGH_FIRST>(high, word(1), table, scale[1]);
 #pragma unroll
                     for (int tile = 0; tile < TILES; ++tile) {
                         const int m = top + tile * 8 + g;
                         uint4 x = zeros();
-                        if (m < end && k < K) {
+                        if (m < span.end && k < K) {
                             x = __ldg(reinterpret_cast<const uint4*>(a + (i64)m * K + k + 8 * w));
                         }
                         const u32 one[4] = {low[0], high[0], low[1], high[1]};
@@ -214,9 +220,57 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             }
         }
         const i64 at = (i64)top * N;
-        finish(sum, out + at, bias ? bias + (i64)expert * N : nullptr,
-               addend ? addend + at : nullptr, end - top, N, first + blockIdx.x * FEATURES,
+        finish(sum, out + at, bias ? bias + (i64)blockIdx.y * N : nullptr,
+               addend ? addend + at : nullptr, span.end - top, N, first + blockIdx.x * FEATURES,
                first + rows, alpha);
         __syncthreads();  // before the sums of the next rows
     }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    skinny_nf4(D* __restrict__ out, const bf16* __restrict__ a, const u8* __restrict__ codes,
+               const u8* __restrict__ scale_codes, const float* __restrict__ groups,
+               const float* __restrict__ mean, const float* __restrict__ levels,
+               const D* __restrict__ bias, const D* __restrict__ addend,
+               const int* __restrict__ starts, int M, int N, int K, int E, int first, int rows,
+               int modules, float alpha) {
+    __shared__ float table[16], scale_levels[GROUP];
+    const Span span(starts, M);
+    if (span.begin == span.end) { return; }
+    if (threadIdx.x < 16) { table[threadIdx.x] = LEVELS[threadIdx.x]; }
+    scale_levels[threadIdx.x] = levels[threadIdx.x];
+    __syncthreads();
+    const TwoRows b(rows);
+    const int of_module = E * rows / modules, blocks = K / BLOCK;  // rows, and blocks of a row
+    const i64 of_groups = ((i64)of_module * blocks + GROUP - 1) / GROUP;
+    const float* group[2];
+    float means[2];
+    i64 block[2];  // the row's first one in its module
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const i64 module = b.row[r] / of_module;
+        group[r] = groups + module * of_groups;
+        means[r] = mean[module];
+        block[r] = (b.row[r] - module * of_module) * blocks;
+    }
+    const auto scale_of = [&](int r, int k, u8 code) {
+        return scale_levels[code] * group[r][(block[r] + k / BLOCK) / GROUP] + means[r];
+    };
+    multiply_codes<true, BLOCK>(out, a, codes, scale_codes, bias, addend, span, b, N, K, first, rows,
+                                alpha, table, scale_of);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    skinny_mxfp4(D* __restrict__ out, const bf16* __restrict__ a, const u8* __restrict__ codes,
+                 const u8* __restrict__ exponents, const D* __restrict__ bias,
+                 const D* __restrict__ addend, const int* __restrict__ starts, int M, int N, int K,
+                 int E, float alpha) {
+    __shared__ float table[16];
+    const Span span(starts, M);
+    if (span.begin == span.end) { return; }
+    if (threadIdx.x < 16) { table[threadIdx.x] = level_of(threadIdx.x); }
+    __syncthreads();
+    const auto scale_of = [](int r, int k, u8 code) { return power_of(code); };
+    multiply_codes<false, 32>(out, a, codes, exponents, bias, addend, span, TwoRows(N), N, K, 0, N,
+                              alpha, table, scale_of);
 }

@@ -16,7 +16,7 @@
 // Needs    n a multiple of 64.
 #include "common.cuh"
 #include "ptx.cuh"
-#include "quantize/nf4.cuh"
+#include "quantize/four_bits.cuh"
 
 constexpr int THREADS = 256, COUNT = 8, DECODED = 16;  // elements of a thread
 constexpr int LANES = BLOCK / COUNT;     // threads that share a block
@@ -133,17 +133,6 @@ nf4_decode_fp8(e4m3* __restrict__ out, const f32* __restrict__ scale,
 // Needs    n a multiple of 32.
 
 constexpr int MXFP4_BLOCK = 32, MXFP4_LANES = MXFP4_BLOCK / COUNT;
-
-// 2^(exponent - 127), which is subnormal for exponent 0.
-__device__ __forceinline__ float power_of(u32 exponent) {
-    return __uint_as_float(exponent ? exponent << 23 : 0x00400000u);
-}
-
-__device__ __forceinline__ float level_of(u32 code) {
-    const u32 m = code & 7;
-    const float size = m < 2 ? 0.5f * m : 0.25f * ((2 + (m & 1)) << (m >> 1));
-    return code & 8 ? -size : size;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 mxfp4_encode(u8* __restrict__ codes, u8* __restrict__ exponents, const T* __restrict__ x, i64 n) {

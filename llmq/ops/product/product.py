@@ -21,6 +21,7 @@ from llmq.base.operand import (
     Fp8,
     Fp8Out,
     Int8,
+    Mxfp4,
     Nf4,
     Operand,
     ProductCodes,
@@ -77,8 +78,8 @@ class _Terms(NamedTuple):
         """The product alone, times alpha, by a kernel that has no other epilogue."""
         if self.few_rows:
             return partial(skinny.skinny, self.dev, a=self.a, b=self.b, alpha=self.alpha)
-        if isinstance(self.b, Nf4):
-            return partial(skinny.skinny_nf4, self.dev, a=self.a, b=self.b, alpha=self.alpha)
+        if isinstance(self.b, Nf4 | Mxfp4):
+            return partial(skinny.coded, self.dev, a=self.a, b=self.b, alpha=self.alpha)
         if isinstance(self.b, Tensor):
             laid = {"trans_a": self.trans_a, "trans_b": self.trans_b}
             return partial(matmul, self.dev, a=self.a, b=self.b, **laid, alpha=self.alpha)
@@ -142,7 +143,7 @@ class _Terms(NamedTuple):
 
     def sizes(self, kind: str, out: DType | None) -> Sizes | None:
         """Those that a route goes by; None: no kernel of ours has such operands."""
-        if isinstance(self.b, Int8 | Nf4 | Rounded) or self.right.dtype is E4M3_HALF:
+        if isinstance(self.b, Int8 | Mxfp4 | Nf4 | Rounded) or self.right.dtype is E4M3_HALF:
             return None
         adapters, left, right = self.adapters, self.left, self.right
         if adapters is not None and not (adapters.at_once and adapters.hidden.dtype == BF16):
@@ -173,7 +174,7 @@ def product(
     Sums are F32. Where no kernel of ours is taken, the first product is rounded, with bias and
     addend in it, before the adapters' is added. out: (M,N), in the form that the epilogue says. a:
     (M,K), b: (K,N), or (N,K) with trans_b: tensors, also to be rounded, or codes in the layouts
-    that are multiplied; b alone is signed bytes, or NF4. bias: (N,), like out, of fp8 codes BF16.
+    that are multiplied; b alone is signed bytes, or 4 bit. bias: (N,), like out, of fp8 codes BF16.
     addend: (M,N), like out, other memory; only where `accepts_addend`. fast: as of `matmul_fp8`.
     """
     terms = _Terms(dev, a, b, False, trans_b, adapters, bias, addend, fast, alpha)
@@ -261,8 +262,8 @@ def grouped_product(
     tensors, or of codes. adapters: h (R, r) and each expert's tail (E, N, r), or (E, r, N) without
     trans_b, whose product is added. fast: as of `product`."""
     terms = _Terms(dev, x, w, False, trans_b, None, bias, None, fast)
-    if isinstance(w, Nf4):
-        skinny.skinny_nf4(dev, out, x, w, starts, bias=bias)
+    if isinstance(w, Nf4 | Mxfp4):
+        skinny.coded(dev, out, x, w, starts, bias=bias)
         if adapters is not None:
             grouped.grouped_matmul(dev, out, *adapters, starts, trans_b=trans_b, addend=out)
         return

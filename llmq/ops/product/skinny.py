@@ -1,7 +1,9 @@
 """Products of few rows, which the memory of their weights limits: each weight is read once."""
 
+from typing import Any
+
 from llmq.base.dtypes import BF16
-from llmq.base.operand import Nf4
+from llmq.base.operand import Mxfp4, Nf4
 from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES, WARP
 from llmq.runtime.cost import Cost, product_cost
@@ -29,6 +31,13 @@ NF4 = Kernel(
     "f32[count] groups, f32[modules] mean, f32[256] levels, D[E*N]? bias, D[M,N]? addend, "
     "i32[E + 1]? starts, i32 M, i32 N, i32 K, i32 E, i32 first, i32 rows, i32 modules, f32 alpha",
     where="K % 64, E*rows % modules, first >= 0, first + rows <= N",
+)
+MXFP4 = Kernel(
+    "product/skinny.cu",
+    "skinny_mxfp4",
+    "out D[M,N] out, bf16[M,K] a, u8[E*N*K//2] codes, u8[E*N*K//32] exponents, D[E*N]? bias, "
+    "D[M,N]? addend, i32[E + 1]? starts, i32 M, i32 N, i32 K, i32 E, f32 alpha",
+    where="K % 32",
 )
 
 
@@ -109,3 +118,37 @@ def skinny_nf4(
             consts={"TILES": min(ceil_div(M, COLUMNS), MOST_ROWS // COLUMNS)},
             cost=Cost(flops=2 * M * rows * K),
         )
+
+
+def skinny_mxfp4(
+    dev: Device,
+    out: Tensor,
+    a: Tensor,
+    b: Mxfp4,
+    starts: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
+    alpha: float = 1.0,
+) -> None:
+    """`skinny_nf4` of MXFP4 codes, whose values BF16 has. K: a multiple of 32.
+
+    Cost:    codes of matrices that have rows, read once for each 16 rows; one launch.
+    """
+    *experts, N, K = b.shape
+    (M, _), E = a.shape, experts[0] if experts else 1
+    added = (bias and bias.view(E * N), addend, starts)
+    dev.launch(
+        MXFP4,
+        (ceil_div(N, FEATURES), E),
+        WARP * WARPS,
+        (out, a, b.codes, b.exponents, *added, M, N, K, E, alpha),
+        consts={"TILES": min(ceil_div(M, COLUMNS), MOST_ROWS // COLUMNS)},
+        cost=Cost(flops=2 * M * N * K),
+    )
+
+
+def coded(dev: Device, out: Tensor, a: Tensor, b: Nf4 | Mxfp4, *args: Tensor, **how: Any) -> None:
+    """The product with codes by the kernel of their format; arguments: as of these."""
+    multiply = skinny_nf4 if isinstance(b, Nf4) else skinny_mxfp4
+    multiply(dev, out, a, b, *args, **how)

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from llmq.ref.common import BF16, compute, nf4_blocks
+from llmq.ref.common import BF16, compute, mxfp4_blocks, nf4_blocks
 
 # M, N, K
 CASES = {
@@ -28,6 +28,12 @@ NF4_CASES = {
     "qwen7b_up": (1, 37888, 3584, 0, 37888, 2),
     "qwen7b_down": (1, 3584, 18944, 0, 3584, 1),
     "qwen7b_up_16": (16, 37888, 3584, 0, 37888, 2),
+}
+# M, N, K
+MXFP4_CASES = {
+    "one_row": (1, 40, 96),
+    "several_tiles": (19, 24, 1120),
+    "gpt_oss_up": (4, 5760, 2880),
 }
 
 
@@ -53,9 +59,22 @@ def skinny_nf4(
     sizes = E * rows * K // modules
     for part, values in nf4_blocks(codes, scale_codes, groups, mean, levels, sizes):
         b[part] = values
-    own, b = slice(first, first + rows), b.reshape(E, rows, K)
+    sizes = (M, N, K, first, rows)
+    _multiply_each(out, a, b.reshape(E, rows, K), bias, addend, starts, sizes, alpha)
+
+
+def skinny_mxfp4(out, a, codes, exponents, bias, addend, starts, M, N, K, E, alpha):
+    """`skinny` of MXFP4 codes (E N K / 2,) and exponents (E N K / 32,). starts: as above."""
+    b = mxfp4_blocks(codes, exponents).reshape(E, N, K)
+    _multiply_each(out, a, b, bias, addend, starts, (M, N, K, 0, N), alpha)
+
+
+def _multiply_each(out, a, b, bias, addend, starts, sizes, alpha):
+    """Columns first + [0, rows) of each matrix's rows. sizes: M, N, K, first, rows."""
+    M, N, K, first, rows = sizes
+    own = slice(first, first + rows)
     for e, (begin, end) in enumerate(pairwise([0, M] if starts is None else starts)):
         its = slice(begin, end)
-        added = [None if bias is None else bias.reshape(E, N)[e, own]]
+        added = [None if bias is None else bias.reshape(len(b), N)[e, own]]
         added.append(None if addend is None else addend[its, own])
         skinny(out[its, own], a[its], b[e], *added, end - begin, rows, K, alpha)

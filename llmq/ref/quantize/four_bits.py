@@ -4,9 +4,19 @@ import functools
 
 import numpy as np
 
+from llmq.ref.common import (
+    MXFP4_BIAS,
+    MXFP4_BLOCK,
+    MXFP4_LEVELS,
+    NF4_LEVELS,
+    compute,
+    encode_fp8,
+    mxfp4_blocks,
+    nf4_blocks,
+    row_blocks,
+)
 from llmq.ref.common import NF4_BLOCK as BLOCK
 from llmq.ref.common import NF4_GROUP as GROUP
-from llmq.ref.common import NF4_LEVELS, compute, encode_fp8, nf4_blocks, row_blocks
 
 LEAST = np.float32(1e-38)  # gives blocks of zeros a finite factor
 
@@ -109,15 +119,6 @@ def nf4_decode_fp8(out, scale, codes, scale_codes, groups, mean, levels, n):
 # elements
 MXFP4_CASES = {"one_block": (32,), "ragged": (5 * 1024 + 96,), "gpt_oss_expert": (5760 * 2880,)}
 
-MXFP4_BLOCK = 32
-MXFP4_BIAS = 127  # of a block's exponent
-MXFP4_LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-"""Values of codes without their fourth bit, the sign."""
-_SIGNED = np.concatenate([MXFP4_LEVELS, -MXFP4_LEVELS])
-_PAIRS = np.stack([_SIGNED[np.arange(256) & 15], _SIGNED[np.arange(256) >> 4]], axis=1)
-_PAIRS = _PAIRS.view(np.uint64)[:, 0]
-"""Values of the two codes of each byte, looked up together, which is faster."""
-
 
 def mxfp4_encode(codes, exponents, x, n):
     """Reference of mxfp4_encode: the smallest power of two with which no |x| of a block is above 6,
@@ -140,7 +141,4 @@ def mxfp4_encode(codes, exponents, x, n):
 
 def mxfp4_decode(out, codes, exponents, n):
     """Reference of mxfp4_decode: out = level * 2^(exponent - 127), exact in BF16."""
-    values = _PAIRS[codes].view(np.float32).reshape(-1, MXFP4_BLOCK)
-    with np.errstate(over="ignore", invalid="ignore"):  # exponent 255 stands for no number
-        values *= np.exp2(exponents.astype(np.float32) - MXFP4_BIAS)[:, None]
-    out[...] = values.reshape(out.shape)
+    out[...] = mxfp4_blocks(codes, exponents).reshape(out.shape)

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32
-from llmq.base.operand import Nf4, Nf4Run
+from llmq.base.operand import Mxfp4, Nf4, Nf4Run
 from llmq.ops.product import skinny
 from llmq.ops.product.product import product
-from llmq.ref.product.skinny import CASES, NF4_CASES
+from llmq.ref.product.skinny import CASES, MXFP4_CASES, NF4_CASES
 from llmq.ref.quantize.four_bits import scale_levels
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, close, run
 
+SMALL_MXFP4 = {name: case for name, case in MXFP4_CASES.items() if "gpt" not in name}
 SMALL_NF4 = {name: case for name, case in NF4_CASES.items() if not name.startswith("qwen")}
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
 
@@ -76,6 +77,27 @@ def test_codes_of_experts_equal_the_reference(dev, rng):
     arrays["bias"] = arrays["bias"].astype(BF16.numpy)
     del arrays["b"]
     close(dev, partial(multiply_codes, (E, N, K), 0), arrays, ["out"], bf16=2**-7, f32=2e-4)
+
+
+def multiply_mxfp4(shape, dev, out, a, codes, exponents, starts=None, bias=None, addend=None):
+    b = Mxfp4(shape=shape, codes=codes, exponents=exponents)
+    skinny.skinny_mxfp4(dev, out, a, b, starts, bias=bias, addend=addend, alpha=0.7)
+
+
+@pytest.mark.parametrize("experts", [1, 5])
+@pytest.mark.parametrize("case", SMALL_MXFP4.values(), ids=SMALL_MXFP4)
+def test_codes_of_mxfp4_equal_the_reference(dev, rng, case, experts):
+    M, N, K = case
+    arrays, n = arrays_of(rng, case, BF16, experts == 1), experts * N * K
+    del arrays["b"]
+    arrays["codes"] = rng.integers(0, 256, n // 2, np.uint8)
+    arrays["exponents"] = rng.integers(120, 130, n // 32).astype(np.uint8)
+    shape = (N, K)
+    if experts > 1:
+        shape, cuts = (experts, N, K), np.sort(rng.integers(0, M + 1, experts - 1))
+        arrays["starts"] = np.array([0, *cuts, M], np.int32)
+        arrays["bias"] = rng.normal(size=(experts, N)).astype(BF16.numpy)
+    close(dev, partial(multiply_mxfp4, shape), arrays, ["out"], bf16=2**-7, f32=1e-3)
 
 
 def test_a_row_depends_on_no_other(dev, rng):

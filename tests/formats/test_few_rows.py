@@ -1,4 +1,4 @@
-"""Products of few rows with frozen matrices that are kept as NF4 codes."""
+"""Products of few rows with frozen matrices that are kept as codes of four bits."""
 
 from __future__ import annotations
 
@@ -72,3 +72,16 @@ def test_passes_of_few_tokens_decode_no_matrix(name):
     assert "nf4_decode" not in dev.launches
     generator._prefills[128].prefill(stale=False)
     assert dev.launches["nf4_decode"] == LAYERS * sum(RUNS.values())
+
+
+def test_passes_of_few_tokens_read_experts_of_mxfp4():
+    """Each pass has two matrices of experts a layer; others are kept in BF16."""
+    dev = PlanDevice(spec_of(find_card("h100")))
+    model, options, weights = weights_of(dev, "tiny-gpt-oss", base_dtype="mxfp4")
+    scalars = dev.alloc("scalars", (16,), I32, "Weights")
+    sizes = {"slots": 1, "positions": 64, "blocks": 9}
+    generator = Generator(dev, model, weights, options=options, scalars=scalars, **sizes)
+    dev.launches.clear()
+    generator._decodes[1].decode(stale=False)
+    assert dev.launches["skinny_mxfp4"] == 2 * LAYERS
+    assert "mxfp4_decode" not in dev.launches
