@@ -191,7 +191,7 @@ def test_weights_of_transformers_have_our_shapes(name):
         return sum(p[model.arch.transposed] for p in parts)
 
     assert shapes[f"{names['embed'][0]}.weight"] == (model.vocab_size, model.hidden_size)
-    assert rows("qkv") == model.qkv_channels
+    assert rows("qkv") == model.matrices(0)[0].shape[0]
     biases = {"qkv": model.qkv_bias, "o": model.o_bias}
     if model.has_experts(0):
         at, C, F = "model.layers.0.mlp.experts", model.hidden_size, model.expert_size
@@ -445,7 +445,7 @@ def test_config_class_is_frozen_slotted_and_documented():
 
 def test_derived_sizes():
     model = preset("qwen2.5-0.5b")
-    assert model.qkv_channels == 64 * (14 + 2 * 2)
+    assert model.matrices(0)[0].shape == (64 * (14 + 2 * 2), 896)
     assert (model.padded_vocab, preset("gpt2").padded_vocab) == (151936, 50304)
     llama = ModelConfig.from_hf(LLAMA32_1B)
     assert llama.eos_token_id == 128001
