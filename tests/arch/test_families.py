@@ -16,6 +16,7 @@ from llmq.model.generator import Request
 from llmq.options.presets import resolve_model
 from llmq.run.sampling import Sampler
 from llmq.runtime.machine import choose_machine
+from llmq.state.params import weight_table
 from tests.models import _SHARED as SHARED
 from tests.models import (
     LOSS_RTOL,
@@ -194,3 +195,33 @@ def test_a_model_with_images_says_of_which_family_its_text_is(kind):
     fields = transformers.Mistral3Config(text_config=text).to_dict()
     fields["architectures"] = ["Mistral3ForConditionalGeneration"]
     assert ModelConfig.from_hf(fields).architecture == f"{kind}ForCausalLM"
+
+
+PUBLISHED = {
+    "LFM2-1.2B": (1_170_340_608, {
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "block_ff_dim": 12288,
+        "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256,
+        "conv_L_cache": 3, "conv_bias": False, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "hidden_size": 2048, "max_position_embeddings": 128000, "norm_eps": 1e-5,
+        "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+        "rope_theta": 1e6, "vocab_size": 65536,
+    }),
+    "MiniMax-M2": (228_689_764_864, {
+        "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 1536, "rotary_dim": 64,
+        "max_position_embeddings": 196608, "num_attention_heads": 48, "num_experts_per_tok": 8,
+        "num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256,
+        "rms_norm_eps": 1e-6, "rope_theta": 5e6, "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0, "use_routing_bias": True, "vocab_size": 200064,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_fields_of_released_files_that_transformers_replaces(name):
+    """The number of parameters is that of the model's name."""
+    count, fields = PUBLISHED[name]
+    model = ModelConfig.from_hf(fields)
+    assert sum(param.count for slab in weight_table(model) for param in slab.params) == count
+    assert model.rotary_dim == 64
+    assert ModelConfig.from_hf(model.to_hf()) == model.without_foreign_tokens()
