@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,12 +16,13 @@ from llmq.checkpoint.hf import HfWeights
 from llmq.model.generator import Generator, Request
 from llmq.options.cards import find_card, spec_of
 from llmq.options.presets import preset, resolve_model
-from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.device import HOST_SPEC, MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.plan_device import PlanDevice
 from llmq.state.params import weight_table
 from llmq.state.placement import resident
 from llmq.state.weights import Weights
+from tests.emulator import device as emulator
 from tests.models import CONFIGS, VOCAB, exported, hf_model, trainer_for
 
 NEW = 12
@@ -32,15 +34,15 @@ def prompts(*lengths, seed=0):
     return [rng.integers(3, VOCAB, n).tolist() for n in lengths]
 
 
-def generator_for(name, *, dtype=F32, poison=False, **sizes):
-    """A model's generator, in exactly the memory that was planned."""
+def generator_for(name, *, dtype=F32, device=HostDevice, spec=HOST_SPEC, **sizes):
+    """A model's generator, in exactly the memory that was planned. device: of `spec`."""
     config, _ = resolve_model(str(exported(name)), from_scratch=False)
     sizes = {"slots": 4, "positions": 48, "blocks": 13} | sizes
     table = weight_table(config)
-    plan = PlanDevice(HOST_SPEC)
+    plan = PlanDevice(spec)
     placement = resident(table, dtype)
     Generator(plan, config, Weights(plan, table, placement), **sizes).rehearse()
-    dev = HostDevice(plan.sizes(), poison=poison)
+    dev = device(plan.sizes())
     weights = Weights(dev, table, placement)
     generator = Generator(dev, config, weights, **sizes)
     with HfWeights(exported(name)) as files:
@@ -150,6 +152,26 @@ def test_tokens_that_a_text_has_are_penalized_as_in_transformers():
         assert made.ids == want[0, len(ids) :].tolist()
 
 
+@pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
+@pytest.mark.parametrize("name, dtype", [("qwen3_5", F32), ("gemma3", BF16)])
+def test_kernels_continue_texts(name, dtype):
+    """Passes of kernels in the emulator choose the tokens of their references."""
+    hows = ({"temperature": 0}, {"temperature": 0}, {"top_k": 40, "top_p": 0.9, "seed": 3})
+    given = zip(prompts(1, 21, 6), hows, strict=True)
+    requests = [Request(ids, 4, **how) for ids, how in given]
+    spec = emulator.EmulatorDevice(MemorySizes()).spec
+    sizes = {"dtype": dtype, "slots": 2, "blocks": 8, "piece": 16}
+    made = generator_for(name, device=emulator.EmulatorDevice, spec=spec, **sizes)
+    error = 1e-5 if dtype is F32 else 0.01
+    for a, b in zip(
+        completions(made, requests),
+        completions(generator_for(name, **sizes), requests),
+        strict=True,
+    ):
+        assert a.ids == b.ids
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=error)
+
+
 def test_bf16_is_near():
     requests = [Request(ids, NEW, temperature=0) for ids in prompts(8, 20)]
     exact, rounded = (completions(generator_for("qwen3", dtype=d), requests) for d in (F32, BF16))
@@ -162,7 +184,8 @@ def test_bf16_is_near():
 def test_what_is_not_written_is_not_read(name):
     """Memory that is full of NaN changes nothing, and all that was planned is used."""
     requests = [Request(ids, NEW, temperature=0) for ids in prompts(3, 20, 33, 5, 18)]
-    clean, poisoned = (generator_for(name, poison=poison) for poison in (False, True))
+    clean = generator_for(name)
+    poisoned = generator_for(name, device=partial(HostDevice, poison=True))
     for a, b in zip(completions(clean, requests), completions(poisoned, requests), strict=True):
         assert a.ids == b.ids
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
