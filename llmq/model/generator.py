@@ -267,6 +267,8 @@ class Generator:
         if streams and shards > 1:
             self._busy = dev.alloc("busy", (shards, ALIGN // 4), I32, "Activations")
         self._shares = shards > 1
+        smallest = next(iter(self._decodes.values()))
+        self._idle_pass = ("decode", smallest, smallest.decode)
         self.constants = dev.constants[constants:]
         self._free = _FreeBlocks(blocks)
         self._prompt: _Prompt | None = None
@@ -303,11 +305,14 @@ class Generator:
         )
 
     def rehearse(self) -> None:
-        """All kinds of passes, for a device that only plans."""
-        for each in self._prefills.values():
-            self._run("prefill", each, each.prefill)
-        for each in self._decodes.values():
-            self._run("decode", each, each.decode)
+        """All kinds of passes once, for a device that only plans, or to load kernels and capture
+        graphs; they exchange nothing but weights."""
+        passes = [("prefill", each, each.prefill) for each in self._prefills.values()]
+        passes += [("decode", each, each.decode) for each in self._decodes.values()]
+        for kind, each, fn in passes:
+            self._enqueue(kind, each, fn, stale=False)
+        if self._shares:
+            self._enqueue(*self._idle_pass, stale=True)
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -319,10 +324,12 @@ class Generator:
         whether it was made."""
         if not self._any_busy(busy):
             return False
-        each.inputs.upload()
-        stale = self.weights.take_stale()
-        self.dev.replay((kind, each.size, stale), partial(fn, stale))
+        self._enqueue(kind, each, fn, stale=self.weights.take_stale())
         return True
+
+    def _enqueue(self, kind: str, each: _Pass, fn: Callable[[bool], None], *, stale: bool) -> None:
+        each.inputs.upload()
+        self.dev.replay((kind, each.size, stale), partial(fn, stale))
 
     def _any_busy(self, busy: bool) -> bool:
         if self._busy is None:
@@ -335,9 +342,9 @@ class Generator:
 
     def _idle(self, *, busy: bool) -> bool:
         """A pass over no text."""
-        each = next(iter(self._decodes.values()))
+        kind, each, fn = self._idle_pass
         each.inputs.clear()
-        return self._run("decode", each, each.decode, busy=busy)
+        return self._run(kind, each, fn, busy=busy)
 
     # -- requests --------------------------------------------------------------------------------
 

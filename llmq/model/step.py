@@ -14,6 +14,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.result import Result
+from llmq.comm.collectives import silenced
 from llmq.model.balance import ROUTER_SHOWN, ROUTER_STATS
 from llmq.model.generator import Generator
 from llmq.model.losses import loss_class
@@ -213,6 +214,16 @@ class Step:
         finally:
             self.dev.synchronize()
             self.dev.restore(self.model.constants)
+
+    def warm_up_generation(self, sizes: dict[str, int]) -> None:
+        """Load kernels and capture graphs without the other ranks, as `Rank.warm_up` does and why;
+        all ranks do before any of them generates. sizes: as of `generating`."""
+        with self.generating(sizes) as generator:
+            with silenced(self.dev), self.dev.without_graphs():
+                generator.rehearse()
+                self.dev.synchronize()
+            with self.dev.capture_only():
+                generator.rehearse()
 
     # -- what checkpoints hold -------------------------------------------------------------------
 

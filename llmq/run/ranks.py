@@ -436,8 +436,8 @@ class Ranks:
         """The completions of these requests, on all processes, in the memory of the step's
         activations; each rank makes an equal part. stopped: asked before each token; CutShort once
         it says yes. ConfigError where a step has too little memory."""
-        part = -(-len(requests) // self.first.dev.mesh.size(*DATA))
-        sizes, found = self._generation, {}
+        part, sizes = -(-len(requests) // self.first.dev.mesh.size(*DATA)), self._generation
+        found: dict[int, Completion] = {}
 
         def goes_on() -> bool:
             self.pool.beat()
@@ -464,6 +464,8 @@ class Ranks:
                 "--batch-size and --seq-len: the activations of a micro-step leave no memory to "
                 "generate a text of --seq-len tokens in: use larger micro-steps"
             )
+        if self.world_size > 1 and self.first.dev.kind == "cuda":
+            self.run("warming up", lambda rank: rank.step.warm_up_generation(sizes))
         return sizes
 
     def _ticket(self, command: Command) -> int:

@@ -49,19 +49,26 @@ class Sampler(Closing):
         slots: int = 1,
     ):
         """fill: loads or initializes the weights. positions: tokens of the longest text. dtype: of
-        weights and activations. slots: texts at a time, at most.
+        weights and activations. slots: texts at a time, at most; fewer where memory is short.
 
         ConfigError for a model that predicts no tokens. LlmqError where the memory is too small.
         """
         if config.num_labels:
             raise ConfigError("the model has a score head, which predicts no tokens")
         self.config, table = config, weight_table(config)
-        blocks = slots * Generator.blocks_of(positions) + 1
-        sizes = {"slots": slots, "positions": positions, "blocks": blocks}
         placement = resident(table, dtype)
-        plan = PlanDevice(machine.spec)
-        Generator(plan, config, Weights(plan, table, placement), **sizes).rehearse()
-        self.dev = machine.open(plan.sizes())
+        while True:
+            blocks = slots * Generator.blocks_of(positions) + 1
+            sizes = {"slots": slots, "positions": positions, "blocks": blocks}
+            plan = PlanDevice(machine.spec)
+            Generator(plan, config, Weights(plan, table, placement), **sizes).rehearse()
+            try:
+                self.dev = machine.open(plan.sizes())
+                break
+            except LlmqError:  # of memory: fewer texts at a time take less
+                if slots == 1:
+                    raise
+                slots //= 2
         weights = Weights(self.dev, table, placement)
         self.generator = Generator(self.dev, config, weights, **sizes)
         fill(weights)
