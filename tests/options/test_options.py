@@ -183,6 +183,7 @@ def test_defaults_of_known_flags():
         "ckpt-background": False,
         "download": False,
         "text-only": False,
+        "keep-reference": False,
         "seed": 42,
         "tensorboard": None,
         "wandb": None,
