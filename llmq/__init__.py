@@ -3,11 +3,11 @@
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "Trainer", "__version__"]
+__all__ = ["ArrayLoss", "Callback", "Trainer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """llmq.Trainer and llmq.Callback, loaded at first use: `llmq --help` does not wait."""
+    """The classes of `__all__`, loaded at first use: `llmq --help` does not wait."""
     if name == "Trainer":
         from llmq.run.script import Trainer
 
@@ -16,4 +16,8 @@ def __getattr__(name: str) -> Any:
         from llmq.base.callback import Callback
 
         return Callback
+    if name == "ArrayLoss":
+        from llmq.model.losses.arrays import ArrayLoss
+
+        return ArrayLoss
     raise AttributeError(f"module 'llmq' has no attribute {name!r}")

@@ -7,7 +7,7 @@ import numbers
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -440,7 +440,7 @@ class Option:
     """Panel of --help."""
     parse: Callable[[Any], Any]
     """From text or a YAML value to the field's value; ValueError says what was expected."""
-    choices: tuple[str, ...] = ()
+    choices: Collection[str] = ()
     """All permitted values; empty: any."""
     min: float | None = None
     max: float | None = None

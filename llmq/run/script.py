@@ -12,6 +12,7 @@ from typing import Any
 from llmq.base.callback import Callback, StepDone
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_writable
+from llmq.model.losses import register
 from llmq.options.option_file import command_line
 from llmq.report.sinks import check_libraries
 from llmq.run import trainer
@@ -30,7 +31,8 @@ class Trainer(trainer.Trainer):
             for step in trainer:
                 print(step.step, step.result.loss)
 
-    Keyword arguments are the options of `llmq train`, with underscores. Options, files and memory
+    Keyword arguments are the options of `llmq train`, with underscores; loss may also be a subclass
+    of `llmq.ArrayLoss`. Options, files and memory
     that do not work raise LlmqError before anything is allocated. Several GPUs (gpus=...) have a
     thread each, all driven from the one that calls; an error in one of them stops all.
 
@@ -42,6 +44,8 @@ class Trainer(trainer.Trainer):
     def __init__(self, *, callbacks: Sequence[Callback] = (), **options: Any):
         self._start, self._memory = time.monotonic(), available_host_memory()
         self._steps: Iterator[StepDone] | None = None
+        if isinstance(options.get("loss"), type):
+            options["loss"] = register(options["loss"])
         super().__init__(callbacks=callbacks, **options)
 
     def train(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmq import __version__
+from llmq.base.dtypes import BF16
 from llmq.base.errors import LlmqError, MachineError
 from llmq.base.tensor import TIERS, Storage, Tensor, host_tiers
 from llmq.runtime import cuda_api
@@ -89,6 +90,7 @@ class CudaDevice(Device):
         self._kernels = CudaKernels(api, cuda_api.compute_capability(index))
         self._libraries: dict[str, Any] = {}
         self._choices: Choices | None = None
+        self._pool: Any = None  # CuPy's memory for array functions
         self._errors = (api.runtime.CUDARuntimeError, api.DriverError)  # of launches
 
     def _take_memory(self, spec: DeviceSpec, need: int) -> int:
@@ -194,6 +196,22 @@ class CudaDevice(Device):
 
     def zero(self, tensor: Tensor) -> None:
         self._runtime.memsetAsync(tensor.ptr, 0, tensor.nbytes, self._stream)
+
+    def compute(self, fn: Callable[..., None], *tensors: Tensor) -> None:
+        """With a memory pool of its own: what a graph was captured with is there in each replay."""
+        import cupy
+
+        if self._pool is None:
+            self._pool = cupy.cuda.MemoryPool()
+
+        def array(tensor: Tensor) -> Any:
+            dtype = np.uint16 if tensor.dtype is BF16 else tensor.dtype.numpy
+            memory = cupy.cuda.UnownedMemory(tensor.ptr, tensor.nbytes, self, self.index)
+            return cupy.ndarray(tensor.shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+        stream = cupy.cuda.ExternalStream(self._stream, self.index)
+        with stream, cupy.cuda.using_allocator(self._pool.malloc):
+            fn(cupy, *map(array, tensors))
 
     def upload(self, dst: Tensor, array: np.ndarray) -> None:
         if array.shape != dst.shape or array.dtype != dst.dtype.numpy:
@@ -304,4 +322,6 @@ class CudaDevice(Device):
             self._runtime.streamDestroy(stream)
         for memory in self._host_memory:
             memory.free()
+        if self._pool is not None:
+            self._pool.free_all_blocks()
         self._runtime.free(self._memory)

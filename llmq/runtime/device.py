@@ -259,6 +259,13 @@ class Device(ABC):
         """Enqueue filling the tensor with zero bytes on the current stream."""
 
     @abstractmethod
+    def compute(self, fn: Callable[..., None], *tensors: Tensor) -> None:
+        """Enqueue fn(xp, *arrays) on the current stream, which writes in place: xp is NumPy on the
+        CPU and CuPy on a GPU, arrays are its views of the tensors, of BF16 the bits as uint16. The
+        arrays that fn makes are outside of the arenas. Neither values nor the host may decide about
+        what fn computes: a graph replays it."""
+
+    @abstractmethod
     def upload(self, dst: Tensor, array: np.ndarray) -> None:
         """Write host data of the same shape and dtype; synchronous, for set-up and tests."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from llmq.base.dtypes import BF16
 from llmq.base.tensor import DEVICE, TIERS, Storage, Tensor
 from llmq.runtime.device import HOST_SPEC, Device, Launch, MemorySizes
 from llmq.runtime.kernel import Kernel
@@ -86,6 +87,11 @@ class HostDevice(Device):
 
     def zero(self, tensor: Tensor) -> None:
         self._do(partial(_bytes(tensor).fill, 0))
+
+    def compute(self, fn: Callable[..., None], *tensors: Tensor) -> None:
+        arrays = [t.numpy().view(np.uint16) if t.dtype is BF16 else t.numpy() for t in tensors]
+        with np.errstate(all="ignore"):
+            fn(np, *arrays)
 
     def upload(self, dst: Tensor, array: np.ndarray) -> None:
         if array.shape != dst.shape or array.dtype != dst.dtype.numpy:

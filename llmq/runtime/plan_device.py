@@ -117,6 +117,10 @@ class PlanDevice(Device):
         stored = tensor.nbytes * tensor.on_host
         self._move("zero", tensor.nbytes - stored, 0, stored)
 
+    def compute(self, fn: Callable[..., None], *tensors: Tensor) -> None:
+        """Counts that fn reads or writes each tensor once."""
+        self._move("arrays", sum(tensor.nbytes for tensor in tensors), 0, 0)
+
     def collective(self, kind: str, device_bytes: int, **sizes: int) -> None:
         """Count an exchange with other GPUs. sizes: bytes by their names in `Work`; default 0."""
         names = ("loaded", "stored", "received", "shared", "sent", "network")

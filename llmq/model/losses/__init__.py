@@ -4,10 +4,13 @@ numbers that reports have of them."""
 from importlib import import_module
 from pkgutil import iter_modules
 
+from llmq.base.errors import ConfigError
+from llmq.model.losses.arrays import ArrayLoss
 from llmq.model.losses.loss import Loss
 from llmq.model.losses.score import Classes, Reward
 from llmq.model.losses.weighted import MessageWeights
 from llmq.options.groups.optim import OptimOptions
+from llmq.options.loss_params import LOSS_PARAMS, OF_LOGITS
 
 
 def _named_losses() -> dict[str, type[Loss]]:
@@ -23,6 +26,24 @@ LOSSES: dict[str, type[Loss]] = _named_losses()
 
 OF_SCORES: dict[str, type[Loss]] = {"ce": Classes, "reward": Reward}
 """Losses of a score head."""
+
+
+_OWN = frozenset(LOSS_PARAMS)
+
+
+def register(loss: type[ArrayLoss]) -> str:
+    """Make a user's class a loss of --loss, in the place of an earlier one of its name, which is
+    returned. ConfigError where it is none, or has a name of ours."""
+    if not issubclass(loss, ArrayLoss) or "name" not in vars(loss):
+        raise ConfigError(
+            f"--loss: {loss.__name__} is no loss: give a subclass of llmq.ArrayLoss with a name"
+        )
+    if loss.name in _OWN:
+        raise ConfigError(f"--loss: {loss.__name__} has the name of another loss: {loss.name!r}")
+    LOSSES[loss.name], LOSS_PARAMS[loss.name] = loss, {}
+    if loss.overrides("of_logits"):
+        OF_LOGITS.add(loss.name)
+    return loss.name
 
 
 def loss_class(optim: OptimOptions) -> type[Loss]:

@@ -11,6 +11,7 @@ from typing import Any
 from llmq.options.conditions import draws, error, rounds
 from llmq.options.loss_params import (
     LOSS_PARAMS,
+    OF_LOGITS,
     POLICIES,
     complete_params,
     loss_values,
@@ -141,7 +142,7 @@ class OptimOptions:
         "of a score head; kto: of answers with labels; weighted: cross-entropy of tokens, each "
         "times its score; kd: the divergence from a teacher; grpo, dr-grpo, dapo, gspo, cispo: "
         "samples of the model, by their advantages",
-        choices=tuple(LOSS_PARAMS),
+        choices=LOSS_PARAMS,
         group=LOSS_GROUP,
     )
     num_labels: int | None = option(
@@ -450,8 +451,8 @@ OPTIM_RULES = (
     *each(
         "loss",
         REFUSE,
-        lambda v, o, model: v == "kd" and model.logit_softcap is not None,
-        "--loss kd: is computed from logits without a soft cap, and this model has one",
+        lambda v, o, model: v in OF_LOGITS and model.logit_softcap is not None,
+        "--loss {value}: is computed from logits without a soft cap, and this model has one",
     ),
     *refused(
         "loss_params",

@@ -1,0 +1,158 @@
+"""Losses in arrays: what a user's class computes with NumPy on the CPU, and with CuPy on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple
+
+from llmq.base.dtypes import F32
+from llmq.base.step_inputs import ARRAYS, Input
+from llmq.base.tensor import Tensor
+from llmq.model.losses.cross_entropy import TokenCrossEntropy
+from llmq.model.losses.loss import Rows
+from llmq.ops.loss import cross_entropy
+from llmq.options.groups.batch import BatchOptions
+from llmq.options.groups.optim import OptimOptions
+from llmq.runtime.device import Device
+
+
+class ArrayLoss(TokenCrossEntropy):
+    """A loss of one's own: a subclass with a `name` overrides `row_weights`, `of_logits` or both,
+    and is passed to `llmq.Trainer(loss=...)`.
+
+    The methods compute with `xp`, which is NumPy on the CPU and CuPy on a GPU. A GPU captures their
+    launches once and replays them for every micro-batch: no branch may depend on an element, and
+    nothing may wait for the GPU. CuPy's memory for their results is not in the plan. The reported
+    loss is the mean over trained tokens of each token's loss times its weight.
+
+    name: the word of --loss. arrays: names of float32 arrays (B, T) that come with each batch, in
+    `Batch.named` or in files FILE.NAME.npy beside token files. ahead: whether `row_weights` reads
+    losses, so that the head makes its logits twice. largest: as of `Loss`, for an fp8 head.
+    """
+
+    arrays: ClassVar[tuple[str, ...]] = ()
+
+    def row_weights(self, xp: ModuleType, targets: Any, losses: Any, **arrays: Any) -> Any:
+        """float32 (B, T), what each token's gradient is multiplied by, of any sign.
+
+        targets: int32 (B, T), negative where masked, where weights do not count. losses: float32
+        (B, T), each token's loss; None without `ahead`. arrays: float32 (B, T) by name.
+        """
+        raise NotImplementedError
+
+    def of_logits(self, xp: ModuleType, logits: Any, targets: Any, **arrays: Any) -> tuple:
+        """Losses float32 (rows,), and their gradients float32 (rows, V) by the logits of their row,
+        for some rows of the micro-batch; without this method they are those of cross-entropy.
+
+        logits: float32 (rows, V). targets: int32 (rows,), 0 where masked, where results do not
+        count. arrays: float32 (rows,) by name.
+        """
+        raise NotImplementedError
+
+    # -- what the head and the step ask ----------------------------------------------------------
+
+    @classmethod
+    def overrides(cls, method: str) -> bool:
+        """Whether the subclass has this method."""
+        return getattr(cls, method) is not getattr(ArrayLoss, method)
+
+    def __init__(
+        self, dev: Device, batch: BatchOptions, optim: OptimOptions, named: Mapping[str, Tensor]
+    ):
+        super().__init__(dev, batch, optim, named)
+        shape, self._weights = (batch.batch_size, batch.local_seq_len), None
+        if self.overrides("row_weights"):
+            self._weights = dev.alloc("row_weights", shape, F32, "Activations")
+        self._rows = None
+        if self.overrides("of_logits"):
+            self._rows = ArrayRows(
+                self, [self.named[n].view(batch.micro_tokens) for n in self.arrays]
+            )
+
+    @classmethod
+    def inputs(cls, optim: OptimOptions) -> tuple[Input, ...]:
+        return tuple(Input(name, sidecar=ARRAYS) for name in cls.arrays)
+
+    @classmethod
+    def guessing(cls, optim: OptimOptions, outputs: int) -> float:
+        """Losses may be as large as they like."""
+        return inf
+
+    def weights(self, rows: Rows) -> Tensor | None:
+        """One call of the array function."""
+        if self._weights is None:
+            return None
+
+        def weigh(xp: ModuleType, weights: Any, targets: Any, losses: Any, *arrays: Any) -> None:
+            named = dict(zip(self.arrays, arrays, strict=True))
+            weights[...] = self.row_weights(xp, targets, losses if self.ahead else None, **named)
+
+        named = [self.named[name] for name in self.arrays]
+        self.dev.compute(weigh, self._weights, rows.targets, rows.losses, *named)
+        return self._weights
+
+    def of_rows(self) -> ArrayRows | None:
+        return self._rows
+
+    def add(self, stats: Tensor, rows: Rows) -> None:
+        """The weights are those of these losses, also in a validation."""
+        weights = self.weights(rows)
+        cross_entropy.stats(self.dev, stats, rows.losses, rows.lse, rows.targets, weights)
+
+
+class ArrayRows(NamedTuple):
+    """The losses of rows by `ArrayLoss.of_logits`. arrays: F32 (rows,), in the loss's order."""
+
+    loss: ArrayLoss
+    arrays: Sequence[Tensor]
+
+    def rows(self, start: int, stop: int) -> ArrayRows:
+        """Those of these rows alone."""
+        return self._replace(arrays=[array.rows(start, stop) for array in self.arrays])
+
+    def launch(
+        self,
+        dev: Device,
+        logits: Tensor,
+        losses: Tensor,
+        lse: Tensor,
+        targets: Tensor,
+        weights: Tensor | None,
+        vocab_size: int,
+        *,
+        gradient: bool,
+    ) -> None:
+        """Replaces logits by the gradient of the losses times weights; masked rows, and columns >=
+        vocab_size, have none. Without a gradient logits stay. lse: log-sum-exp of the row."""
+        names, wide = self.loss.arrays, logits.dtype is F32
+
+        def work(xp: ModuleType, logits: Any, losses: Any, lse: Any, targets: Any, *more: Any):
+            named, factors = dict(zip(names, more, strict=False)), more[len(names) :]
+            values = (logits if wide else widened(xp, logits))[:, :vocab_size]
+            real, top = targets >= 0, values.max(axis=1)
+            sums = xp.exp(values - top[:, None]).sum(axis=1)
+            lse[...] = xp.where(real, top + xp.log(sums), 0)
+            found, slopes = self.loss.of_logits(xp, values, xp.maximum(targets, 0), **named)
+            losses[...] = xp.where(real, found, 0)
+            if gradient:
+                counted = xp.where(real, *factors, 0) if factors else real
+                slopes = xp.where(real[:, None], slopes * counted[:, None], 0).astype(xp.float32)
+                logits[:, :vocab_size] = slopes if wide else rounded(xp, slopes)
+                logits[:, vocab_size:] = 0
+
+        given = [*self.arrays, *([] if weights is None else [weights])]
+        dev.compute(work, logits, losses, lse, targets, *given)
+
+
+def widened(xp: ModuleType, bits: Any) -> Any:
+    """float32 numbers of the uint16 bits of BF16."""
+    return (bits.astype(xp.uint32) << 16).view(xp.float32)
+
+
+def rounded(xp: ModuleType, values: Any) -> Any:
+    """The uint16 bits of BF16 nearest to float32 numbers; NaN stays NaN."""
+    bits = values.view(xp.uint32)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return xp.where(xp.isnan(values), 0x7FC0, nearest).astype(xp.uint16)
