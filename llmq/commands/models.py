@@ -137,17 +137,29 @@ SCORED = {
 def score(
     given: dict[str, Any],
     scored: argument(str, "As --model of llmq train: whose scores are wanted.", metavar="MODEL"),
-    data: argument(list[str], "Token files, patterns, folders of tokenize."),
-    out: option(Path, "Directory of the scores."),
+    data: argument(
+        list[str],
+        "Token files, patterns, folders of tokenize; for a score head files of records.",
+    ),
+    out: option(Path, "Directory of the scores, of records a file."),
     config_file: ConfigFile = None,
     top_k: option(int, "A teacher's: so many probabilities of each token.", min=0, max=255) = 0,
+    best_of: option(
+        bool, "Of the records with one prompt keep that with the highest score.", "--best-of"
+    ) = False,
     dry_run: option(bool, "Print memory and predicted speed, and stop.", "--dry-run") = False,
     card: CardName = None,
 ) -> None:
-    """Write the log-probability of each trained token of token files, for losses that read it.
+    """Write what a model thinks of each trained token of token files, or a score head of records.
 
     llmq score Qwen/Qwen2.5-7B data/talks --out scores --top-k 64
     """
+    if all(Path(name).is_file() and Path(name).suffix != ".bin" for name in data):
+        others = {"--config": config_file, "--top-k": top_k, "--dry-run": dry_run, "--card": card}
+        _score_records(scored, data, out, given, best_of, [n for n, v in others.items() if v])
+        return
+    if best_of:
+        raise ConfigError("--best-of: is for files of records, of which a score head thinks")
     for name, instead in (("model", "MODEL"), ("train-file", "DATA")):
         if name in given:
             raise ConfigError(f"--{name}: {instead} says it here")
@@ -170,6 +182,33 @@ def score(
     from llmq.run.evaluate import run_score
 
     run_score(config, model, model_dir, out, top_k)
+
+
+def _score_records(
+    scored: str, data: list[str], out: Path, given: dict[str, Any], best: bool, others: list[str]
+) -> None:
+    """`llmq score` of records. given: options of a run, of which few say anything here. others:
+    options of the command that say nothing here."""
+    from llmq.run.evaluate import run_rewards
+    from llmq.run.run_paths import find_model
+
+    how = {"seq-len": None, "device": "auto", "gpus": 0, "model-dtype": "bf16"}
+    known = {"adapter", "overwrite", *how}
+    others += [f"--{name}" for name in given if name not in known]
+    if others:
+        names = ", ".join(f"--{name}" for name in sorted(known))
+        raise ConfigError(f"{others[0]}: has no effect on records: of these are {names}")
+    adapter = given.get("adapter")
+    run_rewards(
+        find_model(scored),
+        [Path(name) for name in data],
+        out,
+        best=best,
+        overwrite=bool(given.get("overwrite")),
+        adapter=adapter and _adapter(Path(adapter)),
+        batch_tokens=4096,
+        **{name.replace("-", "_"): given.get(name, value) for name, value in how.items()},
+    )
 
 
 TextOnly = option(

@@ -8,6 +8,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, I32, MIB, DType
 from llmq.base.step_inputs import StepInputs
 from llmq.model.model import Model
+from llmq.ops.loss.labels import Labels
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 from llmq.state.weights import Weights
@@ -16,8 +17,8 @@ LOGITS_BYTES = 256 * MIB  # at most, that exist at a time
 
 
 class Scorer:
-    """The losses of tokens. One shape (B, T) has memory at a time, that of the last batch. T:
-    multiples of 4."""
+    """The losses of tokens; of a score head with one label its numbers with another sign. One shape
+    (B, T) has memory at a time, that of the last batch. T: multiples of 4."""
 
     def __init__(
         self,
@@ -45,7 +46,10 @@ class Scorer:
         tensors = (
             self.dev.alloc(name, (B, T), I32, "Activations") for name in ("tokens", "targets")
         )
-        self._inputs = StepInputs(*tensors)
+        self._inputs, self._labels = StepInputs(*tensors), None
+        if self.config.num_labels == 1:
+            hits = self.dev.alloc("hits", (B * T,), F32, "Activations")
+            self._labels = Labels(hits, linear=True)
         if self._greedy:
             self._likeliest = self.dev.alloc("likeliest", (B * T, 2), F32, "Activations")
         options = scoring_options(self.config, self._dtype, B, T).for_step
@@ -83,7 +87,7 @@ class Scorer:
         return ids.view(np.int32).reshape(self._shape)
 
     def _loss(self) -> None:
-        self._model.token_losses()
+        self._model.token_losses(self._labels)
         if self._greedy:
             self._model.top_k(self._likeliest)
 

@@ -19,6 +19,7 @@ from llmq.model.losses.loss import Loss, Rows
 from llmq.model.norms import BlockNorms
 from llmq.model.parameters import PartGrads, PartWeights
 from llmq.model.residuals import Residuals
+from llmq.ops.loss.labels import Labels
 from llmq.ops.pointwise import embedding
 from llmq.ops.product.skinny import MOST_CODED_ROWS
 from llmq.options.options import StepOptions
@@ -125,11 +126,12 @@ class Model:
             self.blocks.linear.begin_magnitudes(layer, PartWeights(self.weights.get(name)))
             self.weights.release(name)
 
-    def token_losses(self) -> None:
-        """Per-token losses after `forward`, without gradients."""
+    def token_losses(self, of_rows: Labels | None = None) -> None:
+        """Per-token losses after `forward`, without gradients. of_rows: of a model without a
+        loss."""
         slab, _ = self._head_slab
         self.weights.gather(slab)
-        of_rows = None if self.loss is None else self.loss.of_rows()
+        of_rows = of_rows if self.loss is None else self.loss.of_rows()
         w, targets = PartWeights(self.weights.of_logits()), self.inputs.targets
         self.head.token_losses(w, targets.view(targets.size), of_rows)
         self.weights.release(slab)

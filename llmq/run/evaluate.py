@@ -7,16 +7,17 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DType, parse_dtype
-from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.errors import ConfigError, DataError, LlmqError, warn
 from llmq.base.files import Closing, check_writable, write_file
 from llmq.base.locks import LOCK, locked
 from llmq.data.scores import LARGEST_ID
@@ -38,8 +39,18 @@ from llmq.state.params import Param, weight_table
 from llmq.state.placement import resident
 from llmq.state.weights import Weights
 from llmq.text.guarded import guarded_tokenizer
-from llmq.text.scoring import Asked, Batch, Encoder, Score, check_ids, judge, make_batches
-from llmq.text.tasks import Task, read_tasks
+from llmq.text.record_format import prompt_of, score_form, scored_line
+from llmq.text.scoring import (
+    Asked,
+    Batch,
+    Encoder,
+    Request,
+    Score,
+    check_ids,
+    judge,
+    make_batches,
+)
+from llmq.text.tasks import PAIRS, TEXT, Task, read_records, read_tasks
 
 LEAST = 16  # tokens of the shortest sequences that batches are made for
 
@@ -53,11 +64,7 @@ def run_eval(
         check_writable("--out", out.absolute().parent)
     start = time.perf_counter()
     asked, likelihoods = ask_model(model, read_tasks(task, limit), **how)
-    if not np.isfinite(likelihoods).all():
-        raise LlmqError(
-            "the model's predictions are not finite numbers: its weights are damaged, use an "
-            "earlier checkpoint"
-        )
+    _check_finite(likelihoods)
     scores = scores_of(asked, likelihoods)
     for line in table(scores):
         print(line)
@@ -68,9 +75,41 @@ def run_eval(
         write_file(out, json.dumps(about | {"tasks": _by_task(asked, scores)}, indent=2) + "\n")
 
 
-def ask_model(
+def _check_finite(likelihoods: np.ndarray) -> None:
+    if not np.isfinite(likelihoods).all():
+        raise LlmqError(
+            "the model's predictions are not finite numbers: its weights are damaged, use an "
+            "earlier checkpoint"
+        )
+
+
+class Asker(NamedTuple):
+    """A model that is about to score. encoder: of texts as requests. longest: tokens of a
+    sequence."""
+
+    encoder: Encoder
+    longest: int
+    machine: Machine
+    config: ModelConfig
+    read: Callable[[Param], np.ndarray]
+    dtype: DType
+    batch_tokens: int
+
+    def likelihoods(self, requests: list[Request]) -> np.ndarray:
+        """The log-likelihoods of requests, F64 in nats; of a score head with one label its
+        numbers."""
+        batches = make_batches(requests, partial(batch_shape, self.batch_tokens, self.longest))
+        total = sum(math.prod(batch.shape) for batch in batches)
+        with (
+            Fleet(self.machine, self.config, self.dtype, batches, self.read) as fleet,
+            Progress("eval", total) as progress,
+        ):
+            return fleet.likelihoods(len(requests), progress.update)
+
+
+@contextmanager
+def asking(
     model: str,
-    tasks: list[Task],
     *,
     adapter: Path | None = None,
     seq_len: int | None,
@@ -78,11 +117,8 @@ def ask_model(
     device: str,
     gpus: int,
     model_dtype: str,
-) -> tuple[list[Asked], np.ndarray]:
-    """The requests of each task, and the log-likelihoods, F64 in nats, of all of them.
-
-    adapter: as of open_model.
-    """
+) -> Iterator[Asker]:
+    """A model for requests. adapter: as of open_model."""
     machine = choose_machine(device, gpus)
     if machine.note:
         print(machine.note, file=sys.stderr)
@@ -94,14 +130,19 @@ def ask_model(
             )
         longest = seq_len or config.max_positions
         encoder = Encoder(guarded_tokenizer(source), longest, config.num_labels)
-        asked = [encoder.ask(task) for task in tasks]
-        check_ids(asked, config.vocab_size)
-        warn(*[line for a in asked for line in a.cut_lines(f"the model's {longest} positions")])
+        dtype = parse_dtype(model_dtype)
+        yield Asker(encoder, longest, machine, config, read, dtype, batch_tokens)
+
+
+def ask_model(model: str, tasks: list[Task], **how: Any) -> tuple[list[Asked], np.ndarray]:
+    """The requests of each task, and the likelihoods of all of them. how: as of asking."""
+    with asking(model, **how) as asker:
+        asked = [asker.encoder.ask(task) for task in tasks]
         requests = [request for a in asked for request in a.requests]
-        batches = make_batches(requests, partial(batch_shape, batch_tokens, longest))
-        fleet = Fleet(machine, config, parse_dtype(model_dtype), batches, read)
-    with fleet, Progress("eval", sum(math.prod(batch.shape) for batch in batches)) as progress:
-        return asked, fleet.likelihoods(len(requests), progress.update)
+        check_ids(requests, asker.config.vocab_size)
+        lengths = f"the model's {asker.longest} positions"
+        warn(*[line for a in asked for line in a.cut_lines(lengths)])
+        return asked, asker.likelihoods(requests)
 
 
 def _by_task(asked: list[Asked], scores: list[Score]) -> dict[str, dict[str, Any]]:
@@ -224,6 +265,78 @@ class Fleet(Closing):
 # `llmq score`
 
 
+def run_rewards(
+    model: str, files: list[Path], out: Path, *, best: bool, overwrite: bool, **how: Any
+) -> None:
+    """Write records with what a score head says of them to `out`, as lines of JSON: `score`, of
+    classes `scores`, their probabilities, of pairs `score_chosen` and `score_rejected`. best: of
+    the records with one prompt only that with the highest score. how: as of asking. LlmqError for
+    records that cannot be scored, and for a file at `out` without `overwrite`."""
+    check_writable("--out", out.absolute().parent)
+    if out.exists() and not overwrite:
+        raise ConfigError(f"--out: '{out}' is there: give another file, or --overwrite")
+    records = [each for file in files for each in read_records(file)]
+    if not records:
+        raise DataError(f"'{files[0]}' has no records")
+    with asking(model, **how) as asker:
+        labels, encoder = asker.config.num_labels, asker.encoder
+        if not labels:
+            raise ConfigError(
+                f"MODEL: '{model}' has no score head, which texts are scored by: of a language "
+                "model give token files, as `llmq tokenize` writes them"
+            )
+        form = score_form(records[0][0], labels)
+        if best and (labels > 1 or form in (PAIRS, TEXT)):
+            raise ConfigError("--best-of: is for answers to prompts, which a reward model scores")
+        found = list(encoder.of_records(form, [scored_line(*each, labels) for each in records]))
+        requests = [request for of_record in found for request in of_record]
+        check_ids(requests, asker.config.vocab_size)
+        if encoder.cut:
+            warn(
+                f"{encoder.cut} texts are longer than {asker.longest} tokens, and lose their "
+                "beginning"
+            )
+        values = asker.likelihoods(requests)
+    _check_finite(values)
+    of_records = np.split(values, np.cumsum([len(each) for each in found])[:-1])
+    scored = [
+        {**record, **_numbers(own, labels)}
+        for (record, _), own in zip(records, of_records, strict=True)
+    ]
+    kept = best_of(scored, form) if best else scored
+    write_file(out, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
+    print(_summary(kept, len(scored), out))
+
+
+def _numbers(values: np.ndarray, labels: int) -> dict[str, Any]:
+    """What a score head says of a record."""
+    if labels > 1:
+        return {"scores": [float(f"{math.exp(value):.6g}") for value in values]}
+    names = ("score",) if len(values) == 1 else ("score_chosen", "score_rejected")
+    return {name: float(f"{value:.6g}") for name, value in zip(names, values, strict=True)}
+
+
+def best_of(records: list[dict[str, Any]], form: str) -> list[dict[str, Any]]:
+    """Of the records with one prompt that with the highest `score`, in the order of prompts."""
+    found: dict[str, dict[str, Any]] = {}
+    for record in records:
+        prompt = prompt_of(record, form)
+        if prompt not in found or record["score"] > found[prompt]["score"]:
+            found[prompt] = record
+    return [*found.values()]
+
+
+def _summary(kept: list[dict[str, Any]], count: int, out: Path) -> str:
+    of_all = f" of {count}" if len(kept) < count else ""
+    line = f"{len(kept)}{of_all} records with scores in {out}"
+    if "score_chosen" in kept[0]:
+        right = sum(record["score_chosen"] > record["score_rejected"] for record in kept)
+        line += f", the chosen answer scores higher in {right / len(kept):.1%}"
+    elif "score" in kept[0]:
+        line += f", mean {np.mean([record['score'] for record in kept]):.4f}"
+    return line
+
+
 def run_score(
     config: TrainConfig, model: ModelConfig, model_dir: Path | None, out: Path, top_k: int = 0
 ) -> None:
@@ -236,7 +349,10 @@ def run_score(
             "both"
         )
     if model.num_labels:
-        raise ConfigError("MODEL: has a score head, which says nothing of tokens")
+        raise ConfigError(
+            "MODEL: has a score head, which says nothing of tokens: give files of records, and a "
+            "file as --out"
+        )
     if top_k and model.vocab_size > LARGEST_ID:
         raise ConfigError(f"--top-k: files have room for {LARGEST_ID} ids, not {model.vocab_size}")
     if not config.document_mask:

@@ -73,7 +73,7 @@ def read_evaluation_inputs(trainer: Trainer) -> EvaluationInputs:
     tokenizer = _tokenizer(trainer)
     encoder = Encoder(tokenizer, config.seq_len)
     asked = [encoder.ask(task) for task in read_tasks(config.eval_task)]
-    check_ids(asked, model.vocab_size)
+    check_ids([request for a in asked for request in a.requests], model.vocab_size)
     warn(*[line for a in asked for line in a.cut_lines(f"--seq-len {config.seq_len}")])
     metrics += [f"{a.task.name}/{metric}" for a in asked for metric in a.task.metrics]
     of_run = {"flag": "--sample-prompt", "seq_len": config.seq_len}

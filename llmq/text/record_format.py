@@ -20,6 +20,7 @@ from llmq.text.conversations import (
     LABELS,
     OPTIONAL,
     PAIRS,
+    PLAIN,
     REQUIRED,
     TEXT,
     RecordConversation,
@@ -289,3 +290,37 @@ def field_names(source: InputSource) -> list[str] | None:
     ):  # reported when the records are read
         return None
     return list(record) if isinstance(record, dict) else None
+
+
+# ------------------------------------------------------------------------------------------------
+# Records for a score head
+
+
+def score_form(record: Mapping[str, Any], labels: int) -> str:
+    """Format of records that a score head of so many labels is asked about, as of
+    `encode_records`: that in which `tokenize` reads such records for training. DataError for fields
+    of no format."""
+    if labels > 1:
+        return CLASSES
+    forms = (PAIRS, PLAIN, "messages", "conversations", "instruction")
+    form = next((f for f in forms if all(record.get(name) for name in REQUIRED[f])), None)
+    if form is None and record.get(DEFAULT_FIELD) is None:
+        raise DataError(
+            f"the fields {', '.join(record)} are of no text and of no conversation: see "
+            "`llmq tokenize` for the formats"
+        )
+    return form or TEXT
+
+
+def scored_line(record: Mapping[str, Any], where: str, labels: int) -> tuple[bytes, str]:
+    """Record in JSON, with a class that nobody reads where a record has to have one, and its
+    place."""
+    label = {"label": 0} if labels > 1 else {}
+    return json.dumps({**record, **label}).encode(), where
+
+
+def prompt_of(record: Mapping[str, Any], form: str) -> str:
+    """Prompt of a conversation, without the last answer, as a key."""
+    (conversation,) = RecordConversation(form).of_json(json.dumps(record).encode(), "")
+    count = conversation.first_trained or len(conversation.messages) - 1
+    return json.dumps([conversation.messages[:count], conversation.tools])

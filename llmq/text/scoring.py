@@ -14,8 +14,12 @@ import numpy as np
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.data.tokens import MASKED_TARGET
-from llmq.text.tasks import CLASSES, TEXT, Question, Task, Text
+from llmq.text.guarded import process_of
+from llmq.text.tasks import CLASSES, PAIRS, TEXT, Pair, Question, Task, Text
+from llmq.text.tokenize import encode_records
 from llmq.text.tokenizer import Tokenizer
+
+RECORDS = 200  # that a process encodes at a time
 
 
 class Request(NamedTuple):
@@ -44,10 +48,11 @@ class Asked(NamedTuple):
 
 class Encoder:
     """Encoder of tasks as requests. longest: maximum number of inputs of a sequence. labels: number
-    of labels of the model's score head; 0: no score head."""
+    of labels of the model's score head; 0: no score head. cut: number of requests of the last task
+    that have lost their beginning."""
 
     def __init__(self, tokenizer: Tokenizer, longest: int, labels: int = 0):
-        self.tokenizer, self.longest, self.labels = tokenizer, longest, labels
+        self.tokenizer, self.longest, self.labels, self.cut = tokenizer, longest, labels, 0
         self._prefix = tokenizer.prefix_id
         self._prefix_text = None if self._prefix is None else tokenizer.decode([self._prefix])
 
@@ -55,18 +60,19 @@ class Encoder:
         """Encode a task as requests. DataError for an item that cannot be scored; ConfigError for a
         task that does not fit the score head."""
         requests: list[Request] = []
-        starts, self._cut = [0], 0
-        if (task.kind == CLASSES) != (self.labels > 1):
+        starts, self.cut = [0], 0
+        own = {PAIRS: self.labels == 1, CLASSES: self.labels > 1}
+        if not own.get(task.kind, self.labels == 0):
             what = f"a score head of {self.labels} labels" if self.labels else "no score head"
             raise ConfigError(
                 f"task {task.name}: the model has {what}, and --task classes=FILE is for one of "
-                "several labels, other tasks for none"
+                "several labels, pairs=FILE for one of one label, other tasks for none"
             )
-        ways = {TEXT: self._texts, CLASSES: self._classes}
+        ways = {TEXT: self._texts, CLASSES: self._classes, PAIRS: self._pairs}
         for of_item in ways.get(task.kind, self._questions)(task):
             requests += of_item
             starts.append(len(requests))
-        return Asked(task, requests, starts, self._cut)
+        return Asked(task, requests, starts, self.cut)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of texts, int32 (n,) each, with the tokens that transformers adds; no tokens are
@@ -109,7 +115,7 @@ class Encoder:
             raise DataError(
                 f"{where}: an answer has {count} tokens, more than the {self.longest} of a sequence"
             )
-        self._cut += len(tokens) > self.longest + 1
+        self.cut += len(tokens) > self.longest + 1
         return Request(tokens[-(self.longest + 1) :], count)
 
     def _classes(self, task: Task) -> Iterator[list[Request]]:
@@ -124,9 +130,27 @@ class Encoder:
                     f"{question.where}: label {question.gold} is none of the model's 0 to "
                     f"{self.labels - 1}"
                 )
-            self._cut += len(ids) > self.longest
+            self.cut += len(ids) > self.longest
             ids = ids[-self.longest :]
             yield [Request(np.append(ids, np.int32(k)), 1) for k in range(self.labels)]
+
+    def _pairs(self, task: Task) -> Iterator[list[Request]]:
+        """A request for each answer."""
+        pairs: tuple[Pair, ...] = task.items
+        yield from self.of_records(PAIRS, [(pair.record, pair.where) for pair in pairs])
+
+    def of_records(
+        self, form: str, records: Sequence[tuple[bytes, str]]
+    ) -> Iterator[list[Request]]:
+        """A request for each label behind each document of a record, as of `encode_records`."""
+        for first in range(0, len(records), RECORDS):
+            part = records[first : first + RECORDS]
+            encoded = process_of(self.tokenizer).call(encode_records, form, part)
+            for documents in encoded:
+                self.cut += sum(len(ids) > self.longest for ids in documents)
+                own = [ids[-self.longest :] for ids in documents]
+                labels = range(self.labels)
+                yield [Request(np.append(ids, np.int32(k)), 1) for ids in own for k in labels]
 
     def _texts(self, task: Task) -> Iterator[list[Request]]:
         """Requests that predict every token once, in windows of `longest` inputs; the first window
@@ -259,9 +283,9 @@ def pack_batches(requests: Sequence[Request], shape: tuple[int, int]) -> list[Ba
     return batches
 
 
-def check_ids(asked: Sequence[Asked], vocab_size: int) -> None:
+def check_ids(requests: Sequence[Request], vocab_size: int) -> None:
     """Raise ConfigError for an id that is not in the model's vocabulary."""
-    most = max((int(r.tokens.max()) for a in asked for r in a.requests), default=0)
+    most = max((int(request.tokens.max()) for request in requests), default=0)
     if most >= vocab_size:
         raise ConfigError(
             f"token {most} of a task is outside the model's vocabulary of {vocab_size}: the "

@@ -45,6 +45,23 @@ class Question(NamedTuple):
     where: str
 
 
+class Pair(NamedTuple):
+    """Record with two answers, in JSON, of which the first is the right one. where: for
+    messages."""
+
+    record: bytes
+    where: str
+
+    @property
+    def choices(self) -> tuple[Answer, Answer]:
+        """Answers that only the record has."""
+        return (Answer("", "", 1),) * 2
+
+    @property
+    def gold(self) -> int:
+        return 0
+
+
 class Text(NamedTuple):
     """Document all of whose tokens are scored. where: for messages."""
 
@@ -60,7 +77,7 @@ class Task:
     name: str
     kind: str
     path: Path
-    items: tuple[Question, ...] | tuple[Text, ...]
+    items: tuple[Question, ...] | tuple[Pair, ...] | tuple[Text, ...]
 
     @property
     def is_text(self) -> bool:
@@ -71,6 +88,8 @@ class Task:
     def metrics(self) -> tuple[str, ...]:
         if self.is_text:
             return TEXT_METRICS
+        if self.kind == PAIRS:
+            return ("acc",)
         return ("acc", "acc_norm") if KINDS[self.kind].normalized else ("acc",)
 
 
@@ -242,7 +261,8 @@ KINDS = {
         {"text", "label"}, _classes, "it is of records with text and label, --task classes=FILE"
     ),
 }
-TEXT, CLASSES = "text", "classes"
+TEXT, CLASSES, PAIRS = "text", "classes", "pairs"
+_OTHERS = (TEXT, PAIRS)  # kinds without questions
 TEXT_METRICS = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
 _SPELLINGS = {"arc_easy": "arc", "arc_challenge": "arc"}  # lm-eval's
 
@@ -256,12 +276,14 @@ def _recognised(record: Record, where: str) -> str:
             "--task arc=FILE"
         )
     kinds = [kind for kind, s in KINDS.items() if s.fields <= fields and kind != CLASSES]
+    if not kinds and {"chosen", "rejected"} <= fields:
+        return PAIRS
     if not kinds and "text" in fields:
         return TEXT
     if len(kinds) != 1:
         raise DataError(
             f"{where}: fields {', '.join(sorted(fields))} are those of no task: say which it is, "
-            f"as in --task KIND=FILE, with one of {', '.join([*KINDS, TEXT])}"
+            f"as in --task KIND=FILE, with one of {', '.join([*KINDS, *_OTHERS])}"
         )
     return kinds[0]
 
@@ -274,10 +296,10 @@ def parse_spec(spec: str) -> tuple[str | None, Path]:
     """Kind, None without one, and file of `[KIND=]FILE`. ConfigError for an unknown kind."""
     kind, equals, name = spec.partition("=")
     kind = _SPELLINGS.get(kind, kind)
-    if equals and (kind in KINDS or kind == TEXT) and name:
+    if equals and (kind in KINDS or kind in _OTHERS) and name:
         return kind, Path(os.path.expanduser(name))
     if equals and not Path(spec).exists():
-        kinds = ", ".join([*KINDS, TEXT])
+        kinds = ", ".join([*KINDS, *_OTHERS])
         raise ConfigError(f"a task is FILE or KIND=FILE with one of {kinds}, got {spec!r}")
     return None, Path(os.path.expanduser(spec))  # pathlib's expanduser raises for an unknown user
 
@@ -302,7 +324,7 @@ def _read_task(kind: str | None, path: Path, limit: int | None) -> Task:
         if named is not None:
             raise DataError(f"task '{path}' is a kind, and no file: {named.source}")
         raise DataError(f"task file '{path}' is not there")
-    items: list[Question] | list[Text] = []
+    items: list[Question] | list[Pair] | list[Text] = []
     try:
         for record, where in read_records(path):
             kind = kind or _recognised(record, where)
@@ -342,7 +364,9 @@ def read_records(path: Path) -> Iterator[tuple[Record, str]]:
         yield record, item.where
 
 
-def _item(kind: str, record: Record, where: str) -> Question | Text:
+def _item(kind: str, record: Record, where: str) -> Question | Pair | Text:
+    if kind == PAIRS:
+        return Pair(json.dumps(record).encode(), where)
     try:
         if kind == TEXT:
             return Text(_field(record, "text"), where)

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.locks import LOCK, locked
 from llmq.base.records import MAX_RECORD
@@ -22,10 +24,11 @@ from llmq.data.tokens import MAX_TOKENS
 from llmq.report.views import Progress
 from llmq.text.chat_masks import TRAIN_ON, Chat, Completion
 from llmq.text.chat_template import end_of_turn, lacking_tokens, load_chat_template
-from llmq.text.conversations import CLASSES, LABELS, PAIRS, PLAIN, RecordConversation
+from llmq.text.conversations import CLASSES, LABELS, PAIRS, PLAIN, TEXT, RecordConversation
 from llmq.text.encode import Encoder, Recipe, encode_in_workers
 from llmq.text.inputs import (
     Block,
+    DocumentPart,
     EvalSplit,
     HubDataset,
     InputSource,
@@ -106,6 +109,24 @@ def tokenize(
                 manifest.discard_if_empty()
                 raise
         return manifest.summary(warnings, seq_len)
+
+
+def encode_records(
+    tokenizer: Tokenizer, form: str, records: Sequence[tuple[bytes, str]]
+) -> list[list[np.ndarray]]:
+    """Token ids, int32 (n,) each, of the documents that `tokenize` makes of records in JSON: two of
+    a pair, else one. form: of FORMATS but auto; of classes the label is left out. records: with
+    their places for messages. DataError for a record that is not of this format."""
+    wanted = RecordText() if form == TEXT else RecordConversation(form)
+    recipe = _recipe(tokenizer, "of the model", wanted, _Encoding("auto", "all", None, False))
+    encoder, found = Encoder(tokenizer, recipe), []
+    for text, where in records:
+        ids, _ = encoder.encode([DocumentPart(text, False, True, where)])
+        parts = np.split(ids.tokens, ids.ends[:-1])
+        found.append([part[: len(part) - (form == CLASSES)] for part in parts])
+        if not all(map(len, found[-1])):
+            raise DataError(f"{where}: the text has no tokens")
+    return found
 
 
 class _Encoding(NamedTuple):

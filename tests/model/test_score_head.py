@@ -206,3 +206,49 @@ def test_what_does_not_fit_is_refused(data, tmp_path):
         pytest.raises(DataError, match="2 is none of the labels 0 to 1 of --num-labels"),
     ):
         trainer.step()
+
+
+def test_records_get_numbers(tmp_path, monkeypatch, capsys):
+    """Those of transformers; the best answer of each prompt is kept, and pairs have an accuracy."""
+    monkeypatch.chdir(tmp_path)
+    answers = [("q", "good"), ("q", "bad"), ("r", "so so"), ("q", "fine"), ("r", "poor")]
+    records = [{"prompt": p, "completion": a, "id": i} for i, (p, a) in enumerate(answers)]
+    pairs = [{"prompt": "q", "chosen": "good", "rejected": "bad"}]
+    pairs += [{"prompt": "r", "chosen": "poor", "rejected": "so so"}]
+    for name, lines in (("answers", records), ("pairs", pairs)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    tokenize = ["tokenize", "pairs.jsonl", "--tokenizer=bytes", "--out=data", "--eval-fraction=0"]
+    assert _run(tokenize) == 0
+    own = {"train_file": ("data/train-000.bin",), "eval_file": "none", "packing": "best-fit"}
+    own |= {"from_scratch": True, "vocab_size": 257, "loss": "reward", "num_labels": 1}
+    with trainer_for("tiny", **own) as trainer:
+        for _ in range(3):
+            trainer.step()
+        trainer.export("reward")
+    model, how = classifier("reward"), ["--device=cpu", "--model-dtype=fp32"]
+
+    def score(prompt: str, answer: str) -> float:
+        ids = [*(prompt + answer).encode(), 256]  # the end of a completion is a part of it
+        return model(torch.tensor([ids])).logits[0, 0].item()
+
+    assert _run(["score", "reward", "answers.jsonl", "--out=scored.jsonl", *how]) == 0
+    scored = [json.loads(line) for line in (tmp_path / "scored.jsonl").open()]
+    expected = [score(*answer) for answer in answers]
+    np.testing.assert_allclose([record.pop("score") for record in scored], expected, rtol=1e-4)
+    assert scored == records
+    best = ["score", "reward", "answers.jsonl", "--out=best.jsonl", "--best-of", *how]
+    assert _run(best) == 0
+    kept = [json.loads(line)["id"] for line in (tmp_path / "best.jsonl").open()]
+    assert kept == [max((0, 1, 3), key=expected.__getitem__), max((2, 4), key=expected.__getitem__)]
+    assert _run(["eval", "reward", "--task=pairs.jsonl", "--out=a.json", *how]) == 0
+    found = json.loads((tmp_path / "a.json").read_text())["tasks"]["pairs"]["acc"]
+    right = np.mean(
+        [score(r["prompt"], r["chosen"]) > score(r["prompt"], r["rejected"]) for r in pairs]
+    )
+    assert found == right
+    capsys.readouterr()
+    assert _run(["score", "reward", "pairs.jsonl", "--out=p.jsonl", *how]) == 0
+    assert f"the chosen answer scores higher in {right:.1%}" in capsys.readouterr().out
+    assert _run(best) == ConfigError.STATUS
+    assert _run(["score", "reward", "answers.jsonl", "--out=x.jsonl", "--lr=1"]) == 2
+    assert "--learning-rate: has no effect on records" in capsys.readouterr().err
