@@ -343,11 +343,8 @@ def run_score(
     """Write the scores of --train-file to `out`, and print where they are. top_k: of a teacher.
     LlmqError for options that mean more than a model and documents, another tokenizer, and scores
     of something else in `out` without --overwrite."""
-    if config.adapter is not None or config.continue_from is not None:
-        raise ConfigError(
-            "--adapter, --continue: a model is scored, without adapters: `llmq merge` makes one of "
-            "both"
-        )
+    if config.continue_from is not None:
+        raise ConfigError("--continue: a model is scored: `llmq export` makes one of a checkpoint")
     if model.num_labels:
         raise ConfigError(
             "MODEL: has a score head, which says nothing of tokens: give files of records, and a "

@@ -1,5 +1,6 @@
 """The first weights of a run: random numbers or a model, and the adapters of one."""
 
+import hashlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -199,6 +200,19 @@ class InitialWeights:
         if self.weights is None:
             return random_base_id(self.config.model, self.config.seed)
         return base_id(self.config.model, self.weights, weight_table(self.model))
+
+    @cached_property
+    def reference(self) -> BaseId:
+        """The first weights with those of --adapter: the reference of losses that have one."""
+        if self._files is None:
+            return self.identity
+        own, name = self.adapters, f"{self.identity.name} with {self.config.adapter}"
+        scaling = (own.rank, own.alpha, own.rs, own.ranks, own.alphas)
+        digest = hashlib.sha256(f"{self.identity.sha256} {scaling}".encode())
+        for slab in weight_table(self.model, 1, own):
+            for param in filter(self._files.has, slab.params):
+                digest.update(param.name.encode() + self._files.read(param).tobytes())
+        return BaseId(name=name, sha256=digest.hexdigest())
 
     def _warn_of_base(self) -> None:
         """Warn of adapters that were trained beside another model, or beside another form of it."""

@@ -330,8 +330,9 @@ class Trainer(Closing):
 
     @property
     def identity(self) -> BaseId:
-        """The model of the first weights, without adapters. The first time reads all of it."""
-        return self._origin.identity
+        """The model of the first weights, with those of --adapter. The first time reads all of
+        it."""
+        return self._origin.reference
 
     def score_reference(self) -> None:
         """See that there is what the reference thinks of each token, if the loss reads it. Without
@@ -355,8 +356,8 @@ class Trainer(Closing):
             if made_by is None or made_by.sha256 != self.identity.sha256:
                 raise LlmqError(
                     f"--scores: '{scores.path}' has scores of the model '{name}', whose "
-                    f"weights are not those of '{self.config.model}', with which the run begins: "
-                    "score the data with that model"
+                    f"weights are not those of '{self.identity.name}', with which the run begins: "
+                    "score the data with that model, and with --adapter where the run has one"
                 )
         self._has_scores = True
 

@@ -156,7 +156,7 @@ def table_of(options: ModelOptions, model: ModelConfig, shards: int = 1) -> tupl
 def trains(options: ModelOptions, slab: Slab) -> bool:
     """True if a run updates this slab; with adapters only theirs and the slabs of --train."""
     adapters = adapters_of(options)
-    if adapters is None:
+    if options.only_scores or adapters is None:
         return not options.only_scores
     return slab.name in trained_slabs(adapters)
 

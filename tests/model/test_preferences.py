@@ -251,6 +251,35 @@ def test_gradients_of_adapters_are_those_of_the_paper(data, tmp_path):
             assert abs(first.numbers["margin"]) < 1e-4 < second.numbers["margin"]
 
 
+def test_the_reference_has_the_adapters_that_a_run_begins_with(data, tmp_path, capsys):
+    """By its own scores and by those of `llmq score --adapter`, beside a base in nf4, too."""
+    how = {"batch_size": 6, **LORA, "learning_rate": 3e-2, "warmup": 0}
+    with trainer_of(data, "dpo", tmp_path / "sft", **how) as trainer:
+        for _ in range(2):
+            trainer.step()
+        trainer.export(tmp_path / "adapters")
+    again = {"batch_size": 6, "adapter": tmp_path / "adapters", "lora_plus": None}
+    words = ("score", exported("qwen2"), data, "--adapter", tmp_path / "adapters", "--out")
+    for base in (None, "nf4"):
+        given = again if base is None else again | {"base_dtype": base}
+        more = {} if base is None else {"base-dtype": base}
+        scored = tmp_path / f"scores-{base}"
+        assert command(*words, scored, **more) == 0
+        for scores in ({}, {"scores": scored}):
+            with trainer_of(data, "dpo", tmp_path / "dpo", **given | scores) as trainer:
+                first = trainer.step()
+                assert first.loss == pytest.approx(np.log(2), rel=1e-5)
+                assert abs(first.numbers["margin"]) < 1e-4
+                assert trainer.usage == trainer.plan.usage
+        shutil.rmtree(tmp_path / "dpo")
+    assert command("score", exported("qwen2"), data, "--out", tmp_path / "without") == 0
+    with (
+        trainer_of(data, "dpo", tmp_path / "x", **again, scores=tmp_path / "without") as trainer,
+        pytest.raises(LlmqError, match="with that model, and with --adapter"),
+    ):
+        trainer.step()
+
+
 # ------------------------------------------------------------------------------------------------
 # Scores are made once.
 

@@ -165,8 +165,9 @@ class ModelOptions:
 
     @property
     def has_adapters(self) -> bool:
-        """True if adapters are trained and the base model is frozen."""
-        return bool(self.lora_rank) and not self.only_scores
+        """True if there are adapters beside a frozen base model, which are trained unless the
+        command only asks for losses."""
+        return bool(self.lora_rank) and not (self.only_scores and self.adapter is None)
 
     @property
     def freezes_model(self) -> bool:
@@ -175,7 +176,7 @@ class ModelOptions:
 
     @property
     def wants_adapters(self) -> bool:
-        """True if adapters are trained, also where --adapter gives their rank later."""
+        """True if there are adapters, also where --adapter gives their rank later."""
         return self.has_adapters or self.adapter is not None
 
     @property
@@ -225,8 +226,8 @@ MODEL_RULES = (
     *idle(
         "lora_rank lora_alpha lora_targets lora_layers lora_rank_pattern lora_alpha_pattern "
         "lora_dora lora_dropout lora_scaling lora_plus train",
-        lambda v, o: o.only_scores,
-        "has no effect: a model is scored without adapters",
+        lambda v, o: o.only_scores and o.adapter is None,
+        "has no effect: a model without --adapter is scored without adapters",
     ),
     *refused(
         "text_only",

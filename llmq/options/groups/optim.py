@@ -459,13 +459,6 @@ OPTIM_RULES = (
         lambda v, o, model: o.loss == "kd" and o.loss_values["top-k"] > model.vocab_size,
         "top-k={loss_values[top-k]} is more than the vocabulary of {model.vocab_size}",
     ),
-    *each(
-        "scores",
-        REFUSE,
-        lambda v, o, files: v is None and o.has_reference and o.adapter is not None,
-        "--loss {loss}: the reference of a run that goes on from --adapter is the model without: "
-        "score it with `llmq score`, and give --scores",
-    ),
     *idle(
         "keep_reference",
         lambda v, o: v and not (o.loss in POLICIES and o.has_reference),
