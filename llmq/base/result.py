@@ -1,5 +1,6 @@
 """The measurements of an optimizer step or of an evaluation."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -29,3 +30,10 @@ class Result:
     waits: tuple[float, ...] = field(default=(), compare=False)
     begin: int = field(default=0, compare=False)
     end: int = field(default=0, compare=False)
+
+    @property
+    def told(self) -> dict[str, float]:
+        """The values for the console, without those of which there is nothing: the reward of
+        desirable answers, where a validation has none."""
+        found = {name: self.numbers[name] for name in self.shown}
+        return {name: value for name, value in found.items() if not math.isnan(value)}

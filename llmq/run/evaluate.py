@@ -27,7 +27,7 @@ from llmq.options.options import TrainConfig
 from llmq.plan.checks import attention_backend, check_sizes
 from llmq.report.tables import terminal_table
 from llmq.report.views import Progress
-from llmq.run.model_of_run import agreed_tokenizer
+from llmq.run.model_of_run import agreed_tokenizer, packing_of_data
 from llmq.run.sampling import open_model
 from llmq.run.score import score_files
 from llmq.run.trainer import Trainer
@@ -355,6 +355,11 @@ def run_score(
     if not config.document_mask:
         raise ConfigError(
             "--no-document-mask: each document is scored alone, as losses that read scores have it"
+        )
+    if top_k and not packing_of_data({"train_file": config.train_patterns}):
+        warn(
+            "--top-k: `llmq train` reads these files by windows (--packing concat), as --loss kd "
+            "does not: give --packing best-fit there"
         )
     check_writable("--out", out.absolute())
     with locked(out / LOCK, "--out", out):

@@ -179,7 +179,7 @@ class Reporter:
         step without targets has no loss."""
         step, result, ms, self.epoch = done.step, done.result, done.ms, done.epoch
         has_loss = result.tokens > 0
-        shown = {name: result.numbers[name] for name in result.shown} if has_loss else {}
+        shown = result.told if has_loss else {}
         self.view.line(self._step_line(step, result, ms, tokens_per_second(tokens, ms), sol))
         if has_loss:
             self._loss_sum += result.loss
@@ -215,7 +215,7 @@ class Reporter:
             return f"[T] step {step:5d} | {numbers} | {duration(ms)} | {rate} tok/s"
         loss = f"{result.loss:10f}" if has_loss else f"{'none':>10}"
         if has_loss:
-            loss += "".join(f" | {name} {result.numbers[name]:.4f}" for name in result.shown)
+            loss += "".join(f" | {name} {value:.4f}" for name, value in result.told.items())
         tail = "" if sol is None else f" | sol {sol:.1f}%"
         return (
             f"[T] step {step:5d} [{self._percent:4.1f}%] | time: {duration(ms)} | norm "
@@ -273,7 +273,7 @@ class Reporter:
         if self.view.brief:
             line = f"[V] step {step:5d} | eval {result.loss:8.4f} | {train}{duration(ms)}"
         else:
-            shown = "".join(f"{name} {result.numbers[name]:.4f} | " for name in result.shown)
+            shown = "".join(f"{name} {value:.4f} | " for name, value in result.told.items())
             line = (
                 f"[V] step {step:5d} [{self._percent:4.1f}%] | time: {duration(ms)} | eval "
                 f"{result.loss:10f} | {shown}{train}tps {tokens_per_second(tokens, ms)} | "
@@ -290,8 +290,8 @@ class Reporter:
             **({"name": name} if name else {}),
         )
         self.score(f"{name}/loss" if name else "eval", result.loss)
-        for number in result.shown:
-            self.score(f"{name or 'eval'}/{number}", result.numbers[number])
+        for number, value in result.told.items():
+            self.score(f"{name or 'eval'}/{number}", value)
 
     def score(self, name: str, value: float) -> None:
         """A number that the live view shows until there is a newer one."""

@@ -12,7 +12,7 @@ from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
 from llmq.data.document_index import DocumentIndex
 from llmq.data.scores import ScoreFile, decoded, encoded, record_bytes, scores_path
-from llmq.data.tokens import TokenFile
+from llmq.data.tokens import TokenFile, TokenWriter
 from tests.models import LOSS_RTOL, VOCAB, exported, hf_model, pieces, same_gradients, trainer_for
 from tests.pairs_data import write_documents
 from tests.ref.loss.test_distill import teacher_of
@@ -159,7 +159,11 @@ def test_a_model_comes_near_its_teacher(data, scores):
     assert first.validated == ("loss_1k", "kl")
 
 
-def test_other_scores_are_refused(data, scores):
+def test_other_scores_are_refused(data, scores, teacher, tmp_path, capsys):
+    with TokenWriter(tmp_path / "text.bin", VOCAB, with_documents=True) as writer:
+        writer.write(np.arange(3, 20), None, [17])
+    assert scored(teacher, tmp_path / "text.bin", tmp_path) == 0
+    assert "as --loss kd does not: give --packing best-fit" in capsys.readouterr().err
     with (
         trainer_of(data, scores, loss_params="top-k=4") as trainer,
         pytest.raises(DataError, match="has 8 probabilities of each token, and the loss reads 4"),

@@ -173,6 +173,14 @@ def test_labels_have_the_shift_of_other_answers(tmp_path):
     same_gradients(ours, model, second.norm * len(losses))
 
 
+def test_a_side_without_answers_has_no_number(tmp_path):
+    path = write_pairs(tmp_path / "train.bin", LENGTHS, VOCAB, labels=[True] * len(LENGTHS))
+    with trainer_of(path, "kto", tmp_path) as trainer:
+        result = trainer.step()
+    assert np.isnan(result.numbers["margin"]) and "margin" in result.shown
+    assert not any(map(np.isnan, result.told.values())) and "accuracy" in result.told
+
+
 def test_the_shift_is_that_of_all_ranks(tmp_path):
     """Answers have one shift, however many ranks divide a micro-batch."""
     labels = [True, False, False, True, True, False, True, True]

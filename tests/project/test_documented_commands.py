@@ -89,7 +89,8 @@ SHORTER = [
     (r"^llmq plan", "rig.json", f"{ROOT}/benchmarks/h100/2026-11-23/h100_rig/rig.json"),
     (r"^llmq verify", "$", " --num-layers 1 --verify-steps 1"),
     (r"^llmq eval", "$", " --device cpu"),
-    (r"^llmq score", "$", " --device cpu --gpus 1 --seq-len 64 --batch-size 1"),
+    (r"^llmq score", "$", " --device cpu --gpus 1 --seq-len 64"),
+    (r"^llmq score (?!.*jsonl)", "$", " --batch-size 1"),
     (r"^llmq sample", "$", " --device cpu --max-new-tokens 4"),
     (r"^llmq bench --config", "$", " --timed-steps 1 --repeats 1"),
     (r"^llmq top", "$", " --once"),
@@ -152,6 +153,7 @@ def workplace(tmp_path, monkeypatch):
     pairs = zip(texts[:20], texts[20:40], texts[40:60], strict=True)
     lines = ({"prompt": p[:9], "chosen": c[:9], "rejected": r[:9]} for p, c, r in pairs)
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    shutil.copy("pairs.jsonl", "held-out-pairs.jsonl")
     lines = ({"prompt": text[:9], "completion": text[9:30]} for text in texts[:20])
     Path("samples.jsonl").write_text("\n".join(map(json.dumps, lines)))
     lines = ({"prompt": f"{n} + 1 = ", "answer": n + 1} for n in range(20))
