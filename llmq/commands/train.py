@@ -4,6 +4,7 @@ started; and two commands that train by themselves: `llmq verify`, `demo`.
 
 import contextlib
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator
@@ -172,9 +173,12 @@ def _train(
 
         run_plan(config, model)
         return
+    from llmq.run.summary import next_commands
     from llmq.run.training import run_training
 
     run_training(config, model, model_dir, argv, world)
+    plot = f"  llmq plot {shlex.quote(config.name)}"
+    print("\n".join(["Next:", *next_commands(config, base=config.model), plot]))
 
 
 @train_options

@@ -309,7 +309,7 @@ def run_rewards(
 
 
 def _numbers(values: np.ndarray, labels: int) -> dict[str, Any]:
-    """What a score head says of a record."""
+    """Return what a score head says of a record."""
     if labels > 1:
         return {"scores": [float(f"{math.exp(value):.6g}") for value in values]}
     names = ("score",) if len(values) == 1 else ("score_chosen", "score_rejected")
@@ -317,7 +317,7 @@ def _numbers(values: np.ndarray, labels: int) -> dict[str, Any]:
 
 
 def best_of(records: list[dict[str, Any]], form: str) -> list[dict[str, Any]]:
-    """Of the records with one prompt that with the highest `score`, in the order of prompts."""
+    """Keep of the records with one prompt that with the highest `score`, by order of prompts."""
     found: dict[str, dict[str, Any]] = {}
     for record in records:
         prompt = prompt_of(record, form)

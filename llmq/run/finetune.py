@@ -16,7 +16,6 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.checkpoint import hub
-from llmq.options.adapters import adapters_of
 from llmq.options.option_file import command_line, save_options
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import config_of, fields_of, layers_of
@@ -24,15 +23,14 @@ from llmq.options.presets import hub_cache, resolve_model
 from llmq.options.rules import RULES
 from llmq.plan.epoch import data_record
 from llmq.plan.fit import Candidate, Fit, search_bases
-from llmq.plan.memory import room
 from llmq.plan.target import MachineOptions, PlanTarget, target, target_here
 from llmq.run import model_of_run as of_run
 from llmq.run.finetune_data import FinetuneData, prepare
 from llmq.run.report_card import held_out_prompts, write_card
+from llmq.run.summary import five_lines, next_commands
 from llmq.run.training import run_training
 from llmq.runtime.device import HOST_SPEC
 from llmq.state.params import parameter_count
-from llmq.state.placement import trained_count
 from llmq.text.show import run_show
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"  # what a machine without any model is told to fetch
@@ -129,9 +127,10 @@ def run_finetune(wish: Wish) -> None:
     save_options(file, chosen.config, notes=_reasons(chosen, data))
     prompts = held_out_prompts(data.patterns("eval"), QUESTIONS, chosen.config.seq_len)
     config = replace(chosen.config, sample_prompt=(*chosen.config.sample_prompt, *prompts))
-    run_training(config, chosen.model, chosen.model_dir, command_line(config))
+    run_training(config, chosen.model, chosen.model_dir, command_line(config), told=True)
     write_card(out, config, about=summary[:3])
-    print("\n".join(_next(config, source, file)))
+    again = f"  llmq train --config {shlex.quote(str(file))}  # the same again"
+    print("\n".join(["Next:", *next_commands(config, base=source), again]))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -296,40 +295,22 @@ def _evaluated(
 
 
 def _summary(chosen: Chosen, data: FinetuneData) -> list[str]:
-    """The five lines before a run: data, model and method, steps, memory, time."""
-    config, model, where = chosen.config, chosen.model, chosen.where
-    total, trained = parameter_count(model), trained_count(config, model)
-    method = "all weights are trained"
-    if adapters_of(config) is not None:
-        method = f"adapters of rank {config.lora_rank} on {config.base_dtype} weights"
-    passes = f", {config.epochs} passes" if config.epochs else ""
-    per_step = config.batch_size * config.grad_accumulation * where.world_size
-    memory = room(chosen.candidate.need.device)
-    if where.limits.device is not None:
-        memory += f" of {room(where.limits.device)}"
-    if chosen.candidate.need.host and where.spec != HOST_SPEC:
-        memory += f", and {room(chosen.candidate.need.host)} of host memory"
-    return [
-        f"Data:    {data.describe()}",
-        f"Model:   {config.model}, {method} ({_short(trained)} of {_short(total)} parameters)",
-        f"Steps:   {chosen.steps} of {per_step} x {config.seq_len} tokens{passes}; "
-        f"{config.course(chosen.steps)}",
-        f"Memory:  {memory} on {where.spec.name}",
-        f"Time:    {_time(chosen)}",
-    ]
-
-
-def _short(count: int) -> str:
-    return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
-
-
-def _time(chosen: Chosen) -> str:
-    if chosen.seconds is None:
-        return "not known of this machine before its first steps"
-    error = chosen.where.card.error_of(chosen.where.world_size)
-    minutes = max(round(chosen.seconds / 60), 1)
-    said = f"about {minutes} minute{'s' * (minutes > 1)}"
-    return said if error is None else f"{said} ± {100 * error:.0f} %"
+    """The five lines before a run."""
+    config, where, need = chosen.config, chosen.where, chosen.candidate.need
+    card = None if chosen.seconds is None else where.card
+    return five_lines(
+        config,
+        chosen.model,
+        where.spec,
+        data=data.describe(),
+        steps=chosen.steps,
+        world_size=where.world_size,
+        device_bytes=need.device,
+        limit=where.limits.device,
+        host_bytes=0 if where.spec == HOST_SPEC else need.host,
+        seconds=chosen.seconds,
+        error=card and card.error_of(where.world_size),
+    )
 
 
 def _without_plan(words: list[str]) -> str:
@@ -359,18 +340,3 @@ def _reasons(chosen: Chosen, data: FinetuneData) -> dict[str, str]:
         "keep_best": "the model with the least held-out loss is exported",
         "stop_after": "validations without a gain that end the run",
     }
-
-
-def _next(config: TrainConfig, source: str, file: Path) -> list[str]:
-    """The commands that people give after a run."""
-    model = shlex.quote(str(config.out_dir))
-    sample = [f"  llmq sample {model} --chat"]
-    if config.has_adapters:
-        base = shlex.quote(source)
-        sample = [
-            f"  llmq sample {base} --adapter {model} --chat",
-            f"  llmq merge {base} {model} --out {shlex.quote(f'{config.out_dir}-merged')}",
-        ]
-    else:
-        sample.append(f"  llmq export {model} --format gguf --out {model}.gguf")
-    return ["Next:", *sample, f"  llmq train --config {shlex.quote(str(file))}  # the same again"]

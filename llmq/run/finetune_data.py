@@ -2,6 +2,7 @@
 decide a run: documents, lengths, trained tokens."""
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -113,11 +114,64 @@ def format_of(source: InputSource, mapping: Mapping[str, str]) -> str:
         return forms[0]
     said = ", ".join(names)
     if not forms:
-        raise ConfigError(f"'{source.path}' has the fields {said}: {_advice(names)}")
-    raise ConfigError(
+        raise UnclearFields(f"'{source.path}' has the fields {said}: {_advice(names)}", names)
+    raise UnclearFields(
         f"'{source.path}' has the fields {said}, which are of the formats {' and '.join(forms)}: "
-        f"name those that count, as --map {_example(forms[0])}"
+        f"name those that count, as --map {_example(forms[0])}",
+        names,
     )
+
+
+class UnclearFields(ConfigError):
+    """Records whose fields are of no format or of several. names: of the fields."""
+
+    def __init__(self, headline: str, names: Sequence[str]):
+        super().__init__(headline)
+        self.names = names
+
+
+_KINDS = {"answers": "prompt", "pairs": PAIRS, "texts": TEXT}
+"""Formats by the words of the question what records are."""
+
+
+def ask_fields(source: InputSource, unclear: UnclearFields) -> dict[str, str]:
+    """Ask at the terminal what fields of a file mean, and return that as parse_map does. An empty
+    answer takes what is in brackets. ConfigError for the end of input."""
+    print(f"'{source.path}' has the fields {', '.join(unclear.names)}.")
+    kind = _answer(f"Are these {', '.join(_KINDS)}?", "answers", [*_KINDS])
+    needed = REQUIRED.get(_KINDS[kind], (DEFAULT_FIELD,))
+    if _KINDS[kind] == PAIRS:
+        needed = ("prompt", *needed)
+    found = {}
+    for name in needed:
+        likely = next((a for a in (name, *_ALIASES[name]) if a in unclear.names), unclear.names[0])
+        found[name] = _answer(f"Which field is the {name}?", likely, unclear.names)
+    said = ",".join(f"{name}={field}" for name, field in found.items())
+    print(f"The same without questions: --map {said}")
+    return found
+
+
+def _answer(question: str, likely: str, known: Sequence[str]) -> str:
+    while True:
+        try:
+            said = input(f"{question} [{likely}] ").strip() or likely
+        except EOFError:
+            raise ConfigError(f"no answer to: {question}") from None
+        if said in known:
+            return said
+        print(f"one of {', '.join(known)}")
+
+
+def format_or_ask(source: InputSource, mapping: dict[str, str]) -> str:
+    """The format of a file's records as of format_of; where their fields are unclear, a person at
+    the terminal is asked, and the answers are added to the mapping."""
+    try:
+        return format_of(source, mapping)
+    except UnclearFields as unclear:
+        if mapping or not (sys.stdin.isatty() and sys.stdout.isatty()):
+            raise
+        mapping |= ask_fields(source, unclear)
+    return format_of(source, mapping)
 
 
 def _advice(names: Sequence[str]) -> str:
@@ -144,12 +198,13 @@ def prepare(
     overwrite: bool = False,
 ) -> FinetuneData:
     """Tokenize files of any formats into `folder`, one folder for each format; again does nothing.
-    mapping: of parse_map. overwrite: token files of other inputs are replaced. ConfigError or
-    DataError for what the user can mend."""
-    sources = find_files(inputs, exclude=folder)
+    mapping: of parse_map; where it is empty, a terminal is asked about unclear fields. overwrite:
+    token files of other inputs are replaced. ConfigError or DataError for what the user can
+    mend."""
+    sources, mapping = find_files(inputs, exclude=folder), {**mapping}
     by_form: dict[str, list[InputSource]] = {}
     for source in sources:
-        by_form.setdefault(format_of(source, mapping), []).append(source)
+        by_form.setdefault(format_or_ask(source, mapping), []).append(source)
     if PAIRS in by_form and len(by_form) > 1:
         other = next(form for form in by_form if form != PAIRS)
         raise ConfigError(

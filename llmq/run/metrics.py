@@ -122,6 +122,7 @@ class Reporter:
         lines = []
         for name, value in rows:
             shown = str(value).lower() if isinstance(value, bool) else str(value)
+            shown = shown.replace("\n", "\\n")
             lines += [f"  {name:<{width}}: {shown}"] * (usual.get(name) != value)
             self.log.write("option", 0, name=name, value=value)
         self.block("Options", lines)

@@ -24,12 +24,22 @@ from llmq.data.checksums import find_token_files
 from llmq.data.identity import read_manifest
 from llmq.data.loader import DataLoader
 from llmq.model.losses import loss_class
+from llmq.options.cards import Card, card_here
 from llmq.options.conditions import Length, Ranks
 from llmq.options.groups.data import held_out
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import MODEL_ROWS, option_rows
 from llmq.options.rules import RULES
-from llmq.plan.memory import allocator_rows, allocator_table, checkpoint_bytes, needed_bytes
+from llmq.plan.checks import attention_backend
+from llmq.plan.cost import Network
+from llmq.plan.estimate import Planner
+from llmq.plan.memory import (
+    allocator_rows,
+    allocator_table,
+    checkpoint_bytes,
+    memory_limit,
+    needed_bytes,
+)
 from llmq.plan.sol import peaks
 from llmq.report.json_log import JsonLog
 from llmq.report.live import view_of_run
@@ -65,6 +75,7 @@ from llmq.run.run_paths import (
     run_id,
 )
 from llmq.run.sensors import Sensing
+from llmq.run.summary import five_lines
 from llmq.run.trainer import Trainer
 from llmq.runtime.gpu_info import gpu_info
 from llmq.runtime.host_usage import available_host_memory, host_memory
@@ -98,22 +109,60 @@ def check_data(trainer: Trainer) -> None:
         )
 
 
-def announce_options(
-    trainer: Trainer, reporter: Reporter, argv: list[str], checkpoint: Path | None
+def announce_run(
+    trainer: Trainer, reporter: Reporter, argv: list[str], checkpoint: Path | None, *, told: bool
 ) -> None:
-    """[Options], and their records. checkpoint: that the run goes on from."""
+    """The five lines of a run, and the record of its command. checkpoint: that the run goes on
+    from. told: whether the lines were printed before."""
     resumed_at = 0 if checkpoint is None else checkpoint_step(checkpoint)
     run, world, where = trainer.run.record(), trainer.world, {}
     if world.several:
         where = {"machines": [world.machines[process] for process in world.processes]}
     reporter.log.write("cmd", 0, run=run, cmd=argv, resumed_at=resumed_at, **where)
-    config = trainer.config
-    if config.has_adapters:
-        reporter.message(
-            f"Adapters of rank {config.lora_rank}, alpha {config.lora_alpha:g}, scaling "
-            f"{config.lora_scale:g}"
-        )
-    reporter.message(f"Learning rate: {config.course(trainer.total_steps)}")
+    if told:
+        return
+    config, spec = trainer.config, trainer.dev.spec
+    card, step = _prediction(trainer)
+    data = "samples of the model"
+    if trainer.samples is None:
+        loader = trainer.train_loader
+        count = f"{len(loader.files)} file{'s' * (len(loader.files) > 1)}"
+        data = f"{loader.total_tokens:,} tokens of {count}"
+    if config.validates and not config.splits:
+        data += f", {trainer.eval_loader.total_tokens:,} held out"
+    for line in five_lines(
+        config,
+        trainer.model,
+        spec,
+        data=data,
+        steps=trainer.total_steps,
+        world_size=trainer.world_size,
+        device_bytes=needed_bytes(trainer.plan, spec),
+        limit=memory_limit(config, trainer.machine).device,
+        host_bytes=0 if trainer.dev.kind == "host" else trainer.plan.host_bytes,
+        seconds=step and step * (trainer.total_steps - resumed_at),
+        error=card and card.error_of(trainer.world_size),
+    ):
+        reporter.message(line)
+    reporter.view.line("")
+
+
+def _prediction(trainer: Trainer) -> tuple[Card | None, float | None]:
+    """The card of this run's GPUs and the predicted seconds of a step; None on the CPU, and where
+    samples are made between steps."""
+    if trainer.dev.kind != "cuda" or trainer.samples is not None:
+        return None, None
+    config, world = trainer.config, trainer.world
+    card = card_here(trainer.dev.spec, trainer.world_size, cuda=True)
+    backend = attention_backend(config, trainer.model, trainer.machine)
+    shared = (trainer.dev.spec, backend, card, trainer.world_size)
+    how = {"network": Network(world.num_machines), "gpus": world.ranks_here}
+    return card, Planner(trainer.model, *shared, **how).estimate(config).time.total
+
+
+def announce_options(trainer: Trainer, reporter: Reporter) -> None:
+    """[Options], and their records; the console has those that are not as usual, and the sizes of
+    the model with llm.q's lines alone."""
     rows = option_rows(
         trainer.config,
         trainer.model,
@@ -122,7 +171,9 @@ def announce_options(
         total_steps=trainer.total_steps,
     )
     usual = dict(option_rows(TrainConfig().normalized(), trainer.model))
-    reporter.options(rows, {n: v for n, v in usual.items() if n not in MODEL_ROWS})
+    if trainer.config.log_format == "llmq":
+        usual = {name: value for name, value in usual.items() if name not in MODEL_ROWS}
+    reporter.options(rows, usual)
 
 
 def announce_machine(
@@ -355,13 +406,14 @@ def run_training(
     world: World = World(),
     callbacks: Sequence[Callback] = (),
     samples: Callable[[Trainer], Rollouts] | None = None,
+    *,
+    told: bool = False,
 ) -> None:
     """Train as the options say; Interrupted after saving when a signal ended the run. world: whose
     processes all call this function. callbacks: a user's, which are called after the run's own;
     `on_end` only if the run has begun. samples: makes the training data, in place of token files.
-    LlmqError before the first step: paths that cannot be written or belong to another run, no such
-    checkpoint, data that do not fit, too little
-    memory."""
+    told: as of begun. LlmqError before the first step: paths that cannot be written or belong to
+    another run, no such checkpoint, data that do not fit, too little memory."""
     world.on_first(lambda: check_libraries(config))
     world.on_first(lambda: check_writable("--out-dir", config.out_dir))
     world.each(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
@@ -372,7 +424,8 @@ def run_training(
         run = world.on_first(lambda: run_id(config, checkpoint))
         start = time.monotonic()
         stage, *others = world.each(lambda: left_stages(config, model, checkpoint, world))
-        call = partial(_run_locked, model, model_dir, argv, run, start, world, callbacks, samples)
+        parts = (callbacks, samples, told)
+        call = partial(_run_locked, model, model_dir, argv, run, start, world, *parts)
         over = call(stage, checkpoint)
         for stage in (other.following() for other in others):
             if over:  # by an early stop
@@ -390,6 +443,7 @@ def _run_locked(
     world: World,
     callbacks: Sequence[Callback],
     samples: Callable[[Trainer], Rollouts] | None,
+    told: bool,
     stage: Stage,
     checkpoint: Path | None,
 ) -> bool:
@@ -403,7 +457,8 @@ def _run_locked(
         trainer.run = identity
         if samples is not None:
             samples(trainer)
-        with begun(trainer, argv, stage, checkpoint, strangers, callbacks, start, before) as loop:
+        how = (strangers, callbacks, start, before)
+        with begun(trainer, argv, stage, checkpoint, *how, told=told or stage.first > 0) as loop:
             loop.run()
         if not loop.is_last:  # the run goes on, and with it a user's callbacks
             trainer.callbacks = [c for c in trainer.callbacks if c not in callbacks]
@@ -422,13 +477,15 @@ def begun(
     host_memory_before: int,
     *,
     loads: bool = True,
+    told: bool = False,
 ) -> Iterator[Loop]:
     """The loop of a run that has announced itself: with its log, its reports and the weights that
     the run begins with.
 
     checkpoint: that the run goes on from. strangers: of `outputs_of_others`. callbacks: a user's,
     which follow the run's own. start: of the run, of time.monotonic(). host_memory_before: as of
-    announce_memory. loads: False if the trainer has its weights.
+    announce_memory. loads: False if the trainer has its weights. told: whether the five lines of
+    the run were printed before.
     """
     config, world = trainer.config, trainer.world
     loaders: list[DataLoader] = []
@@ -457,7 +514,7 @@ def begun(
         loop = run.loop
         try:
             notes = moved + fork_lines(trainer.run, checkpoint)
-            run.begin(argv, checkpoint, notes, host_memory_before, loads=loads)
+            run.begin(argv, checkpoint, notes, host_memory_before, loads=loads, told=told)
             steps = (trainer.steps_done, trainer.total_steps)
             if not world.several:  # a launcher shows the first process a terminal that is none
                 brief = config.log_format != "llmq"
@@ -505,10 +562,11 @@ class _Run:
         host_memory_before: int,
         *,
         loads: bool,
+        told: bool,
     ) -> None:
         """Announce the run and its machine; load the weights: from the checkpoint, else from
-        scratch or the model's directory. notes: lines about its places. host_memory_before, loads:
-        as of begun."""
+        scratch or the model's directory. notes: lines about its places. host_memory_before, loads,
+        told: as of begun."""
         config, trainer, reporter = self.config, self.trainer, self.reporter
         every = config.debug_log_abs_max
         sol = speed_of_light(config, trainer.model, trainer.dev.spec.name, trainer.world_size)
@@ -523,7 +581,7 @@ class _Run:
             *([AbsMaxes(trainer.ranks, reporter, every)] if every > 0 and config.is_fp8 else []),
             *reporter.log.listeners,
         ]
-        announce_options(trainer, reporter, argv, checkpoint)
+        announce_run(trainer, reporter, argv, checkpoint, told=told)
         for line in notes:
             reporter.message(line)
         announce_machine(trainer, reporter, self.sensing.sensors.sources, sol)
@@ -536,5 +594,6 @@ class _Run:
             announce_data(trainer, reporter, self.material.sets)
         else:
             trainer.samples.announce(reporter)
+        announce_options(trainer, reporter)
         announce_memory(trainer, reporter, self.sensing.sensors.sources, host_memory_before)
         announce_start(trainer, reporter, time.monotonic() - self.start, self.loop.stopped)

@@ -178,7 +178,7 @@ def test_what_is_no_loss():
 @pytest.mark.gpu
 @pytest.mark.skipif(gpu_problem() is not None, reason=str(gpu_problem()))
 def test_graphs_replay_it():
-    """As the launches alone, and near the CPU."""
+    """Steps are those of the launches alone, and near those of the CPU."""
     found = []
     for more in ({}, {"use_cuda_graphs": False}, {"device": "cpu"}):
         how = HOW | {"device": "cuda"} | more

@@ -108,6 +108,19 @@ def test_formats_are_mixed_and_fields_are_named(here, model, capsys):
     assert status == 2 and "question, answer" in said
 
 
+def test_a_terminal_is_asked_about_unclear_fields(here, model, capsys, monkeypatch):
+    """Once; an answer that is no field is asked for again, an empty one is the likely one."""
+    answers = iter(["", "", "reply", "answer"])
+    for stream in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda question: print(question) or next(answers))
+    status, said = finetune("qa.jsonl", "--dry-run", model=model, capsys=capsys)
+    assert status == 0 and not [*answers], said
+    assert "'qa.jsonl' has the fields question, answer." in said
+    assert "Which field is the prompt? [question]" in said and "one of question, answer" in said
+    assert "The same without questions: --map prompt=question,completion=answer" in said
+
+
 def test_pairs_go_to_dpo(here, model, capsys):
     status, said = finetune("pairs.jsonl", "--dry-run", model=model, capsys=capsys)
     assert status == 0, said

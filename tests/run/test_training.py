@@ -438,10 +438,12 @@ def test_second_signal_acts_at_once(first, monkeypatch):
 # ------------------------------------------------------------------------------------------------
 # Reports
 
-CONSOLE = r"""Learning rate: 0.01, constant
-\[Options\]
-(  [a-z0-9-]+ *: [^\n]*
-)+
+CONSOLE = r"""Data:    323 tokens of 3 files, 113 held out
+Model:   model, all weights are trained \(0.03M of 0.03M parameters\)
+Steps:   6 of 4 x 16 tokens; 0.01, constant
+Memory:  \d+ MiB of \d+ MiB on CPU
+Time:    not known of this machine before its first steps
+
 \[System 0\]
   Device 0: CPU
   Memory: \d+ MiB / \d+ MiB
@@ -458,6 +460,9 @@ Initializing model from scratch ...
    data/eval.bin :        113
 
 Order of the data: 20 sequences of all 3 files are shuffled together
+\[Options\]
+(  [a-z0-9-]+ *: [^\n]*
+)+
 \[Allocator State\]
             in MiB  Device \| Managed \| Pinned 
 (  [ A-Za-z]{16}: +\d+ \| +0 \| +\d+ 
@@ -487,6 +492,10 @@ Done. validation loss +\d+\.\d{6}
 Saving model to `out` ...
   done in \d+ ms
 
+Next:
+  llmq sample out --prompt "Once"
+  llmq export out --format gguf --out out.gguf
+  llmq plot llmq
 """
 
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from llmq.ref.loss.sample import CASES
 
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.ops.loss import sample
+from llmq.ref.loss.sample import CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, dtype_of, host_device, run
 from tests.ref.loss.test_sample import requests

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from llmq.ref.loss.sample import gumbel, kept, sample_choose
 from transformers.generation import logits_process as hf
+
+from llmq.ref.loss.sample import gumbel, kept, sample_choose
 
 GREEDY = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition": 1, "seed": 5}
 DTYPES = {"top_k": np.int32, "seed": np.int64, "position": np.int32}

@@ -1,0 +1,87 @@
+"""The five lines of a run before its first step, and the commands that follow its last."""
+
+import shlex
+from pathlib import Path
+
+from llmq.arch.model_config import ModelConfig
+from llmq.options.adapters import adapters_of
+from llmq.options.options import TrainConfig
+from llmq.plan.memory import room
+from llmq.runtime.device import DeviceSpec
+from llmq.state.params import parameter_count
+from llmq.state.placement import trained_count
+from llmq.text.tokenizer import TEMPLATE_FILE
+
+
+def five_lines(
+    config: TrainConfig,
+    model: ModelConfig,
+    spec: DeviceSpec,
+    *,
+    data: str,
+    steps: int,
+    world_size: int,
+    device_bytes: int,
+    limit: int | None,
+    host_bytes: int,
+    seconds: float | None,
+    error: float | None,
+) -> list[str]:
+    """The lines Data, Model, Steps, Memory and Time.
+
+    data: in words. device_bytes, limit: of each GPU, or of the CPU's memory, limit None where none
+    is known. host_bytes: of pinned memory, 0 on the CPU. seconds: of the run, predicted, and the
+    relative error of the prediction; None where they are not known.
+    """
+    method = "all weights are trained"
+    if adapters_of(config) is not None:
+        method = (
+            f"adapters of rank {config.lora_rank} on {config.base_dtype} weights, alpha "
+            f"{config.lora_alpha:g}, scaling {config.lora_scale:g}"
+        )
+    sizes = (_short(trained_count(config, model)), _short(parameter_count(model)))
+    passes = f", {config.epochs} pass{'es' * (config.epochs > 1)}" if config.epochs else ""
+    per_step = config.batch_size * config.grad_accumulation * world_size
+    memory = room(device_bytes) + ("" if limit is None else f" of {room(limit)}")
+    if host_bytes:
+        memory += f", and {room(host_bytes)} of host memory"
+    return [
+        f"Data:    {data}",
+        f"Model:   {config.model}, {method} ({sizes[0]} of {sizes[1]} parameters)",
+        f"Steps:   {steps} of {per_step} x {config.seq_len} tokens{passes}; {config.course(steps)}",
+        f"Memory:  {memory} on {spec.name}",
+        f"Time:    {_time(seconds, error)}",
+    ]
+
+
+def _short(count: int) -> str:
+    return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
+
+
+def _time(seconds: float | None, error: float | None) -> str:
+    if seconds is None:
+        return "not known of this machine before its first steps"
+    minutes = max(round(seconds / 60), 1)
+    said = f"about {minutes} minute{'s' * (minutes > 1)}"
+    return said if error is None else f"{said} ± {100 * error:.0f} %"
+
+
+def next_commands(config: TrainConfig, *, base: str) -> list[str]:
+    """The commands that people give after a run. base: the model of adapters, as it was given."""
+    folder, model = config.out_dir, shlex.quote(str(config.out_dir))
+    if config.head == "score":
+        return [f"  llmq score {model} FILE.jsonl --out scored.jsonl"]
+    has_template = (folder / TEMPLATE_FILE).is_file() or "chat_template" in _text(folder)
+    how = "--chat" if has_template else '--prompt "Once"'
+    other = f"llmq export {model} --format gguf --out {model}.gguf"
+    if config.has_adapters:
+        other = f"llmq merge {shlex.quote(base)} {model} --out {shlex.quote(f'{folder}-merged')}"
+    return [f"  llmq sample {model} {how}", f"  {other}"]
+
+
+def _text(folder: Path) -> str:
+    """The configuration of a model's tokenizer; "" where there is none."""
+    try:
+        return (folder / "tokenizer_config.json").read_text()
+    except OSError:
+        return ""
