@@ -205,7 +205,7 @@ def _score_records(
         out,
         best=best,
         overwrite=bool(given.get("overwrite")),
-        adapter=adapter and _adapter(Path(adapter)),
+        adapter=adapter_folder(adapter and Path(adapter)),
         batch_tokens=4096,
         **{name.replace("-", "_"): given.get(name, value) for name, value in how.items()},
     )
