@@ -330,8 +330,7 @@ class Trainer(Closing):
 
     @property
     def identity(self) -> BaseId:
-        """The model of the first weights, with those of --adapter. The first time reads all of
-        it."""
+        """The model of the first weights with those of --adapter, read whole the first time."""
         return self._origin.reference
 
     def score_reference(self) -> None:

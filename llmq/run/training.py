@@ -488,10 +488,9 @@ def begun(
     the run were printed before.
     """
     config, world = trainer.config, trainer.world
-    loaders: list[DataLoader] = []
     if trainer.samples is None:
         world.each(lambda: check_data(trainer))
-        loaders = trainer.train_loaders
+    loaders = trainer.train_loaders if trainer.samples is None else []
     with closing(world.each(lambda: read_evaluation_inputs(trainer))) as material:
         check_token_files([*loaders, *trainer.eval_loaders, *material.loaders], world)
         best = world.each(
@@ -511,7 +510,6 @@ def begun(
         sinks = sinks_of_run(config, log, reporter.message) if world.first else []
         log.listeners, trainer.callbacks = [*sinks, *callbacks], []
         run = _Run(trainer, reporter, material, best, start, stage)
-        loop = run.loop
         try:
             notes = moved + fork_lines(trainer.run, checkpoint)
             run.begin(argv, checkpoint, notes, host_memory_before, loads=loads, told=told)
@@ -520,13 +518,13 @@ def begun(
                 brief = config.log_format != "llmq"
                 reporter.view = view_of_run(*steps, run.sensing.panel, path, brief)
             try:
-                yield loop
+                yield run.loop
             except DataError:  # found in the middle of the data: what was learned is kept
-                if trainer.steps_done > loop.first:
-                    loop.save_last(required=False)
+                if trainer.steps_done > run.loop.first:
+                    run.loop.save_last(required=False)
                 raise
         finally:
-            loop.lifecycle.close(give_up=isinstance(sys.exception(), KeyboardInterrupt))
+            run.loop.lifecycle.close(give_up=isinstance(sys.exception(), KeyboardInterrupt))
 
 
 class _Run:
