@@ -19,7 +19,7 @@ from llmq.checkpoint import hub
 from llmq.options.option_file import command_line, save_options
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import config_of, fields_of, layers_of
-from llmq.options.presets import hub_cache, resolve_model
+from llmq.options.presets import find_directory, hub_cache, resolve_model
 from llmq.options.rules import RULES
 from llmq.plan.epoch import data_record
 from llmq.plan.fit import Candidate, Fit, search_bases
@@ -140,7 +140,13 @@ def run_finetune(wish: Wish) -> None:
 def _model(wish: Wish) -> str:
     """The model to fine-tune. ConfigError, with what to fetch, where none is given or there."""
     if "model" in wish.given:
-        return wish.given["model"]
+        model = wish.given["model"]
+        if find_directory(model) is None and "/" not in model:
+            raise ConfigError(
+                f"--model: '{model}' is no directory of a model and no repository: give one, or "
+                f"--model {MODEL} --download"
+            )
+        return model
     found = cached_instruct_models()
     if found:
         return found[0]

@@ -121,6 +121,11 @@ def test_a_terminal_is_asked_about_unclear_fields(here, model, capsys, monkeypat
     assert "The same without questions: --map prompt=question,completion=answer" in said
 
 
+def test_a_model_that_is_not_there_is_named(here, capsys):
+    status, said = finetune("talks.jsonl", model="nothing", capsys=capsys)
+    assert status == 2 and said.startswith("error: --model: 'nothing' is no directory of a model")
+
+
 def test_pairs_go_to_dpo(here, model, capsys):
     status, said = finetune("pairs.jsonl", "--dry-run", model=model, capsys=capsys)
     assert status == 0, said
