@@ -189,25 +189,25 @@ def _score_records(
 ) -> None:
     """`llmq score` of records. given: options of a run, of which few say anything here. others:
     options of the command that say nothing here."""
+    from llmq.options.options_io import layers_of
     from llmq.run.evaluate import run_rewards
     from llmq.run.run_paths import find_model
 
-    how = {"seq-len": None, "device": "auto", "gpus": 0, "model-dtype": "bf16"}
-    known = {"adapter", "overwrite", *how}
-    others += [f"--{name}" for name in given if name not in known]
+    how = {"seq_len": None, "device": "auto", "gpus": 0, "model_dtype": "bf16"}
+    values, known = layers_of(given)[1], {"adapter", "overwrite", *how}
+    others += [f"--{name.replace('_', '-')}" for name in values if name not in known]
     if others:
-        names = ", ".join(f"--{name}" for name in sorted(known))
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(known))
         raise ConfigError(f"{others[0]}: has no effect on records: of these are {names}")
-    adapter = given.get("adapter")
     run_rewards(
         find_model(scored),
         [Path(name) for name in data],
         out,
         best=best,
-        overwrite=bool(given.get("overwrite")),
-        adapter=adapter_folder(adapter and Path(adapter)),
+        overwrite=values.get("overwrite", False),
+        adapter=adapter_folder(values.get("adapter")),
         batch_tokens=4096,
-        **{name.replace("-", "_"): given.get(name, value) for name, value in how.items()},
+        **{name: values.get(name, value) for name, value in how.items()},
     )
 
 

@@ -231,7 +231,8 @@ def test_records_get_numbers(tmp_path, monkeypatch, capsys):
         ids = [*(prompt + answer).encode(), 256]  # the end of a completion is a part of it
         return model(torch.tensor([ids])).logits[0, 0].item()
 
-    assert _run(["score", "reward", "answers.jsonl", "--out=scored.jsonl", *how]) == 0
+    words = ["score", "reward", "answers.jsonl", "--out=scored.jsonl"]
+    assert _run([*words, "--gpus=1", "--seq-len=32", *how]) == 0
     scored = [json.loads(line) for line in (tmp_path / "scored.jsonl").open()]
     expected = [score(*answer) for answer in answers]
     np.testing.assert_allclose([record.pop("score") for record in scored], expected, rtol=1e-4)
