@@ -473,10 +473,7 @@ def test_saturated_elements_are_reported(reporter):
 
 def test_line_of_an_evaluation_has_the_mean_of_the_steps_before(reporter):
     for loss in (1.0, 2.0):
-        result = SimpleNamespace(
-            **{n: getattr(RESULT, n) for n in RESULT.__slots__} | {"loss": loss}
-        )
-        train_step(reporter, 0, result)
+        train_step(reporter, 0, replace(RESULT, loss=loss))
     masked = replace(RESULT, loss=math.nan, tokens=0)  # has no loss
     train_step(reporter, 1, masked)
     assert "| loss       none | tps" in reporter.view.lines[-1]
