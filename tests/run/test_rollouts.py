@@ -58,15 +58,24 @@ def learner(reward=ascii_part, prompts=PROMPTS, options=None, **changed):
 
 
 def test_a_reward_rises():
-    trainer, samples = learner()
+    """One prompt wants what the other one does not."""
+    found = {}
+
+    def wanted(texts, record):
+        parts = [abs(record["least"] - part) for part in ascii_part(texts, record)]
+        found[record["prompt"]] = np.mean(parts)
+        return parts
+
+    prompts = [{"prompt": "aaaa", "least": 0}, {"prompt": "zzzz", "least": 1}]
+    trainer, _ = learner(wanted, prompts, {"prompts_per_step": 2, "num_samples": 16}, steps=24)
     with trainer:
-        rewards, first = [], trainer.step()
-        for _ in range(17):
-            rewards.append(samples.last["reward"])
+        first = trainer.step()
+        assert max(found.values()) < 0.6
+        for _ in range(23):
             trainer.step()
         assert trainer.usage == trainer.plan.usage
     assert first.numbers["drift"] < 1e-5  # what samples computes as what trains
-    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.25, rewards
+    assert min(found.values()) > 0.8, found
 
 
 @pytest.mark.parametrize("stop", [2, 3])
