@@ -108,7 +108,7 @@ def test_backward_is_the_transposed_rotation(rng):
     table = make_table(T, Hd, 1e4, None)
     x, d_out = (rng.normal(size=(B, T, Hq + 2 * Hkv, Hd)) for _ in range(2))
     out, d_x = x.copy(), d_out.copy()
-    ref.rope_forward(out, table, B * T, T, Hq, Hkv, 0)
+    ref.rope_forward(out, table, B * T, T, Hq, Hkv)
     ref.rope_backward(d_x, table, B * T, T, Hq, Hkv)
     # F64; <d_out, R x> = <R^T d_out, x> for each token, up to the order of the sums.
     np.testing.assert_allclose((d_out * out).sum((2, 3)), (d_x * x).sum((2, 3)), rtol=1e-11)

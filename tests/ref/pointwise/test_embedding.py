@@ -40,7 +40,7 @@ def test_sum_with_positions_is_rounded_once():
     weight, positions = (rng.normal(size=(8, C)).astype(BF16.numpy) for _ in range(2))
     tokens = np.arange(8, dtype=np.int32)[None]
     out = np.empty((1, 8, C), BF16.numpy)
-    ref.embedding_forward(out, tokens, weight, positions, 8, 8, C, 0, None)
+    ref.embedding_forward(out, tokens, weight, positions, 8, 8, C, None)
     want = weight.astype(np.float32) + positions.astype(np.float32)
     np.testing.assert_array_equal(out[0], want.astype(BF16.numpy))
 
@@ -55,7 +55,7 @@ def test_scaled_lookup_is_that_of_gemma3():
         want = lookup(torch.tensor(tokens))
         scale = lookup.embed_scale.to(torch_dtype).item()
         out = np.empty((B, T, 72), dtype)
-        ref.embedding_forward(out, tokens, weight.astype(dtype), None, B * T, T, 72, 0, None, scale)
+        ref.embedding_forward(out, tokens, weight.astype(dtype), None, B * T, T, 72, None, scale)
         np.testing.assert_array_equal(out.astype(np.float64), want.detach().double().numpy())
     (d_want,) = torch.autograd.grad(want, lookup.weight, torch.tensor(d_out))
     d_weight = np.zeros((V, 72))
