@@ -55,8 +55,8 @@ class ReportFile:
 
     def write(self, report: Report, *, stopped: bool = False) -> None:
         """Write JSON (fsync), then Markdown and CSV unless a run has just begun; each file is
-        replaced atomically. The picture follows at the end, at most every DRAW_SECONDS before;
-        stopped: True if no run follows although some are left."""
+        replaced atomically. The picture is drawn at the end, and before the end at most once in
+        DRAW_SECONDS. stopped: True if this is the end although some runs are left."""
         write_file(self.path, json.dumps(report, indent=1) + "\n")
         if report["running"] is not None:
             return

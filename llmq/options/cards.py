@@ -404,8 +404,8 @@ def card_here(spec: DeviceSpec, gpus: int, *, cuda: bool) -> Card:
 
 def rig_card(card: Card, gpus: int) -> Card:
     """Return the card with rates measured on this machine, else on a shared rig, else unchanged. A
-    damaged or foreign file causes a warning. gpus: of several files the one with the fewest GPUs,
-    but at least as many, counts, else the largest."""
+    damaged or foreign file causes a warning. gpus: the file of the fewest GPUs counts that has at
+    least this number, else the file of the most GPUs."""
     own = _files(card, folder(), this_host())
     found = own or _files(card, SHARED, "*")
     if not found:

@@ -231,8 +231,9 @@ class RigLinks:
 
     @property
     def beside_exchanges(self) -> tuple[float, float]:
-        """The factors of Rates.beside_exchanges: measured loads beside exchanges, else as beside
-        plain copies the other way. 1 if exchanges were not measured and are the data sheet's."""
+        """The factors of Rates.beside_exchanges: of measured loads beside exchanges, else of plain
+        copies in both directions. 1 without measured exchanges, because the data sheet then gives
+        the exchanges."""
         if self._bus is None or not self._exchange:
             return 1.0, 1.0
         into, out = self.both_ways

@@ -247,7 +247,7 @@ Sink = TensorBoard | WeightsAndBiases
 
 class Replay:
     """Records on their way to sinks. Repeated steps of a resumed run replace the undone ones in
-    sinks that can take numbers back. The first options and texts count."""
+    sinks that can take numbers back. Records of steps before the newest one are left out."""
 
     def __init__(self, log: Path, sinks: list[Sink]):
         self.log, self.sinks = log, sinks
@@ -292,7 +292,7 @@ class Replay:
     def _go_back(self, timestamp: float, step: int) -> None:
         """Take back the numbers of undone steps, but keep numbers written before this step."""
         kept = self._between.get(step, [])
-        self._between = {s: kept for s, kept in self._between.items() if s <= step}
+        self._between = {s: sent for s, sent in self._between.items() if s <= step}
         self._newest, self._sent = step, {name for _, values in kept for name in values}
         for sink in self.sinks:
             if sink.rewind(timestamp, step):
