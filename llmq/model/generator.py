@@ -380,8 +380,8 @@ class Generator:
             for text in (*self._running, *self._waiting):
                 self.drop(text.index)
             self._drop_prompt()
-        while self._busy is not None and self._idle(busy=False):
-            pass
+            while self._busy is not None and self._idle(busy=False):
+                pass  # others go on, also after an error
 
     def add(self, request: Request) -> int:
         """Let a request wait for the next `step` that has room; returns the index of its tokens.

@@ -12,6 +12,7 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
+from llmq.base.errors import ConfigError
 from llmq.base.tensor import TIERS
 from llmq.comm.connect import connect
 from llmq.comm.options import CommOptions
@@ -138,9 +139,10 @@ def plan_generation(
     spec: DeviceSpec,
     backend: str,
     plan: Plan,
-) -> dict[str, int] | None:
+) -> dict[str, int]:
     """Return the sizes of the `Generator` that continues the most texts of up to --seq-len tokens
-    within the memory of a step's activations; None if not even one text fits. plan: of the step."""
+    within the memory of a step's activations. plan: of the step. ConfigError if not even one text
+    fits."""
     for slots in SLOTS:
         dev, step, _ = _planned_step(config, model, spec, backend, plan.world_size, plan.machines)
         arena = dev.arenas["device"]
@@ -155,7 +157,10 @@ def plan_generation(
         left = arena.used - used
         if left >= 0 and dev.stack.high_water_mark <= plan.usage.sizes["stack"]:
             return sizes | {"blocks": min(most, least + left // generator.block_bytes)}
-    return None
+    raise ConfigError(
+        "--batch-size and --seq-len: the activations of a micro-step leave no memory to generate a "
+        "text of --seq-len tokens in: use larger micro-steps"
+    )
 
 
 @_uncollected()

@@ -14,7 +14,7 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
-from llmq.base.errors import ConfigError, DiskError
+from llmq.base.errors import DiskError, LlmqError
 from llmq.base.result import Result
 from llmq.checkpoint.checkpoint import (
     CheckpointReader,
@@ -435,9 +435,11 @@ class Ranks:
     ) -> list[Completion]:
         """The completions of these requests, on all processes, in the memory of the step's
         activations; each rank makes an equal part. stopped: asked before each token; CutShort once
-        it says yes. ConfigError where a step has too little memory."""
+        it says yes. ConfigError where a step has too little memory. LlmqError for predictions that
+        are no numbers."""
         part, sizes = -(-len(requests) // self.first.dev.mesh.size(*DATA)), self._generation
         found: dict[int, Completion] = {}
+        failed: list[LlmqError] = []  # which stop no rank: the weights are damaged, not the run
 
         def goes_on() -> bool:
             self.pool.beat()
@@ -446,11 +448,17 @@ class Ranks:
         def work(rank: Rank) -> None:
             first = part * rank.dev.mesh.index(*DATA)
             with rank.step.generating(sizes) as generator:
-                for index, made in generator.run(requests[first : first + part], goes_on):
-                    found[first + index] = made
+                try:
+                    for index, made in generator.run(requests[first : first + part], goes_on):
+                        found[first + index] = made
+                except LlmqError as error:
+                    failed.append(error)
 
         self.run("generating", work)
-        of_all = {index: made for own in self.world.gather(found) for index, made in own.items()}
+        of_processes = self.world.gather((found, failed))
+        for error in (error for _, errors in of_processes for error in errors):
+            raise error
+        of_all = {index: made for own, _ in of_processes for index, made in own.items()}
         if len(of_all) < len(requests):
             raise CutShort
         return [of_all[index] for index in range(len(requests))]
@@ -459,11 +467,6 @@ class Ranks:
     def _generation(self) -> dict[str, int]:
         """The sizes of each rank's `Generator`."""
         sizes = self._plan_generation()
-        if sizes is None:
-            raise ConfigError(
-                "--batch-size and --seq-len: the activations of a micro-step leave no memory to "
-                "generate a text of --seq-len tokens in: use larger micro-steps"
-            )
         if self.world_size > 1 and self.first.dev.kind == "cuda":
             self.run("warming up", lambda rank: rank.step.warm_up_generation(sizes))
         return sizes

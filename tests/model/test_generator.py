@@ -210,6 +210,23 @@ def test_damaged_weights_are_said_to_be():
     assert len(generator._free) == generator.num_blocks
 
 
+@pytest.mark.parametrize("ranks", [{}, {"gpus": 2, "zero_level": 3}])
+def test_a_trainer_goes_on_with_damaged_weights(ranks):
+    """The run itself tells what a loss that is no number means."""
+    with trainer_for(exported("qwen2"), **ranks) as trainer:
+
+        def damage(rank):
+            rank.step.weights.master["vectors"].numpy()[:] = np.nan
+            rank.step.weights.refresh()
+
+        trainer.ranks.run("damaging", damage)
+        for _ in range(2):
+            with pytest.raises(LlmqError, match="not finite numbers"):
+                trainer.generate(prompts(5, 9, 3))
+        rows = np.full((2, 24), 5, np.int32)
+        assert np.isnan(trainer.step([(rows, rows)] * ranks.get("gpus", 1)).loss)
+
+
 def test_a_trainer_generates_in_the_memory_of_activations():
     with trainer_for(exported("qwen3")) as trainer:
         usage = trainer.usage
