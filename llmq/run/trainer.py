@@ -177,6 +177,7 @@ class Trainer(Closing):
 
     @property
     def _step(self) -> Step:
+        self.ranks.pool.check_open("step")
         return self.ranks.first.step
 
     @cached_property
@@ -412,9 +413,6 @@ class Trainer(Closing):
     def load_weights(self) -> None:
         """Random weights with --from-scratch, else those of the model directory."""
         self._origin.load(self.ranks)
-
-    def init_weights(self) -> None:
-        self._origin.init(self.ranks)
 
     @cached_property
     def tokenizer(self) -> str | None:

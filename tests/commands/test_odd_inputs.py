@@ -94,11 +94,11 @@ def test_places_that_are_none(capsys):
 
 
 def test_files_of_options(capsys):
-    many = ",".join(f'"key{i}": 1' for i in range(60_000))
+    many = ",".join(f'"key{i}": 1' for i in range(6_000))
     Path("many.json").write_text("{" + many + "}")
     assert _run(["train", "--config=many.json"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert "unknown option key0" in lines[1] and lines[-1] == "  and 59950 more"
+    assert "unknown option key0" in lines[1] and lines[-1] == "  and 5950 more"
     Path("bomb.yaml").write_text("train-file: [&a [x, x], &b [*a, *a], [*b, *b]]\n")
     message = refused(capsys, ["train", "--config=bomb.yaml"])
     assert "line 1: write the values instead of *a" in message

@@ -89,7 +89,7 @@ def one_rank():
     return ONE
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -128,9 +128,9 @@ def test_a_step_from_files_has_the_same_sequences_on_any_number_of_ranks():
         assert_close(results[world], results[1])
 
 
-@pytest.mark.parametrize("count", [12, 13, 5])
-def test_validation_is_the_mean_over_all_ranks(count):
+def test_validation_is_the_mean_over_all_ranks():
     """Also where ranks do not get equally many sequences."""
+    count = 13
     write_tokens(Path("data/eval.bin"), count, seed=99)
     with trainer() as t:
         whole = t.validate()
@@ -177,13 +177,11 @@ def test_less_data_than_a_batch_of_all_ranks():
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"model_dtype": "bf16", "zero_level": 3},
-        {"model_dtype": "bf16", "master_dtype": "fp32", "opt_m_dtype": "e4m3",
+        {"model_dtype": "bf16", "zero_level": 3, "master_dtype": "fp32", "opt_m_dtype": "e4m3",
          "opt_v_dtype": "e4m3", "offload_opt_v": True},
         {"model_dtype": "bf16", "matmul_dtype": "e4m3", "fp8_recipe": "delayed"},
     ],
-    ids=["fp32", "bf16", "8-bit", "delayed"],
+    ids=["8-bit", "delayed"],
 )  # fmt: skip
 def test_four_ranks_are_continued_by_three_and_by_one(changes):
     with trainer(4, **changes) as t:
@@ -400,8 +398,7 @@ PHASES = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("level", [1, 3])
-def test_one_failing_rank_ends_all(phase, level, monkeypatch):
+def test_one_failing_rank_ends_all(phase, monkeypatch):
     """One error that names the rank, at once; no thread, device or half checkpoint remains."""
     write_tokens(Path("data/eval.bin"), 12, seed=99)
     owner, name, calls, action = PHASES[phase]
@@ -416,7 +413,7 @@ def test_one_failing_rank_ends_all(phase, level, monkeypatch):
     monkeypatch.setattr(owner, name, method)
     start = time.monotonic()
     error = pytest.raises(LlmqError, match=r"^rank 1: no more$")
-    with error, trainer(3, zero_level=level) as t:
+    with error, trainer(3, zero_level=3) as t:
         action(t)
     assert time.monotonic() - start < 5
     left = set(threading.enumerate()) - before
