@@ -7,12 +7,12 @@ import math
 
 import pytest
 
-from llmq import Trainer
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.bench import losses
 from llmq.bench.losses import lowest, measure_losses, run_sweep_lr
 from llmq.bench.sweep_file import read_runs
 from llmq.data.tokens import open_token_files
+from llmq.run.trainer import Trainer
 from llmq.text.tokenize import tokenize
 
 SMALL = {
