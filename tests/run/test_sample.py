@@ -361,7 +361,6 @@ def test_a_text_that_cannot_be_begun_is_not_printed(trained, monkeypatch, capsys
 # From a running trainer
 
 RUNS = [
-    {"model-dtype": "fp32"},
     {"model-dtype": "fp32", "gpus": 2, "zero-level": 3, "lmhead-chunks": 2, "document-mask": True,
      "document-separator": 51},
     {"gpus": 2, "zero-level": 3, "offload-master": True, "grad-accumulation": 1},

@@ -12,9 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MACHINES = {
-    "Kills": 8,
-    "Write errors": 8,
-    "Loss of power": 60,
+    "Kills": 6,
+    "Write errors": 6,
+    "Loss of power": 40,
     "Damaged files": 16,
     "Odd options": 24,
     "Divergences": 3,

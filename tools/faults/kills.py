@@ -87,7 +87,7 @@ def _lost(root: Path, committed: int) -> Problems:
 class Kills(_AtCalls):
     """Three of four die at a call, the others at any moment."""
 
-    name, title, quick, full = "kills", "Kills", 8, 1_000
+    name, title, quick, full = "kills", "Kills", 6, 1_000
 
     def attempt(self, rng: random.Random) -> Outcome:
         """One death."""
@@ -104,7 +104,7 @@ class Kills(_AtCalls):
 class WriteErrors(_AtCalls):
     """One call fails, or all from one on for a while."""
 
-    name, title, quick, full = "errors", "Write errors", 8, 1_000
+    name, title, quick, full = "errors", "Write errors", 6, 1_000
 
     def attempt(self, rng: random.Random) -> Outcome:
         """One error, or several in a row."""

@@ -40,7 +40,7 @@ _COMMIT = re.compile(r"(step_\d{8})\.tmp")
 class PowerLoss:
     """States of the disk after a loss of power."""
 
-    name, title, quick, full = "power", "Loss of power", 60, 5_000
+    name, title, quick, full = "power", "Loss of power", 40, 5_000
 
     def prepare(self, folder: Path, rng: random.Random) -> None:
         """Record what the commands do, and what their checkpoints hold."""
