@@ -16,6 +16,7 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.checkpoint import hub
+from llmq.checkpoint.export_files import ADAPTER_CONFIG
 from llmq.options.option_file import command_line, save_options
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import config_of, fields_of, layers_of
@@ -27,6 +28,7 @@ from llmq.plan.target import MachineOptions, PlanTarget, target, target_here
 from llmq.run import model_of_run as of_run
 from llmq.run.finetune_data import FinetuneData, prepare
 from llmq.run.report_card import held_out_prompts, write_card
+from llmq.run.run_paths import find_model
 from llmq.run.summary import five_lines, next_commands
 from llmq.run.training import run_training
 from llmq.runtime.device import HOST_SPEC
@@ -98,6 +100,7 @@ def run_finetune(wish: Wish) -> None:
     name = wish.given.get("name") or Path(wish.files[0]).name.split(".")[0] or "finetune"
     out = wish.out or Path("finetune") / name
     source = _model(wish)
+    wish = replace(wish, given=wish.given | {"model": source})
     data = prepare(
         wish.files,
         wish.mapping,
@@ -108,7 +111,7 @@ def run_finetune(wish: Wish) -> None:
     )
     if not data.lengths.size:
         raise ConfigError(f"'{wish.files[0]}' has no document to train on")
-    chosen = _chosen(wish, name, out, source, data)
+    chosen = _chosen(wish, name, out, data)
     summary = _summary(chosen, data)
     print("\n".join(summary), end="\n\n")
     run_show(data.patterns("train"), tokenizer=None, document=1, limit=1 + data.in_pairs, ids=False,
@@ -138,9 +141,15 @@ def run_finetune(wish: Wish) -> None:
 
 
 def _model(wish: Wish) -> str:
-    """The model to fine-tune. ConfigError, with what to fetch, where none is given or there."""
+    """The model to fine-tune, which may be given by the name of its run. ConfigError, with what to
+    fetch, where none is given or there, and for adapters alone."""
     if "model" in wish.given:
-        model = wish.given["model"]
+        model = find_model(wish.given["model"])
+        if (Path(model) / ADAPTER_CONFIG).is_file():
+            raise ConfigError(
+                f"--model: '{model}' holds adapters: `llmq merge` makes one model of them and "
+                "theirs, or give the model, and these as --adapter"
+            )
         if find_directory(model) is None and "/" not in model:
             raise ConfigError(
                 f"--model: '{model}' is no directory of a model and no repository: give one, or "
@@ -191,9 +200,9 @@ def sequence_length(lengths: np.ndarray, longest: int) -> int:
     return min(max(-(-needed // 64) * 64, 64), most)
 
 
-def _chosen(wish: Wish, name: str, out: Path, source: str, data: FinetuneData) -> Chosen:
+def _chosen(wish: Wish, name: str, out: Path, data: FinetuneData) -> Chosen:
     """The fastest run that fits and suits the data."""
-    given = {"model": source, "name": name} | _places(out)
+    given = {"name": name} | _places(out)
     given |= {"train-file": data.patterns("train"), "packing": "best-fit"}
     given |= {"eval-file": _eval_pattern(out, data)}
     given |= {"loss": "dpo"} if data.in_pairs else {}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -124,6 +125,16 @@ def test_a_terminal_is_asked_about_unclear_fields(here, model, capsys, monkeypat
 def test_a_model_that_is_not_there_is_named(here, capsys):
     status, said = finetune("talks.jsonl", model="nothing", capsys=capsys)
     assert status == 2 and said.startswith("error: --model: 'nothing' is no directory of a model")
+
+
+def test_the_model_of_a_run_is_found_by_its_name(here, model, capsys):
+    shutil.copytree(model, here / "output" / "mine")
+    status, said = finetune("talks.jsonl", "--dry-run", model="mine", capsys=capsys)
+    assert status == 0 and "Model:   output/mine, all weights are trained" in said, said
+    (here / "adapters").mkdir()
+    (here / "adapters" / "adapter_config.json").write_text("{}")
+    status, said = finetune("talks.jsonl", model="adapters", capsys=capsys)
+    assert status == 2 and said.startswith("error: --model: 'adapters' holds adapters: ")
 
 
 def test_pairs_go_to_dpo(here, model, capsys):
