@@ -46,7 +46,6 @@ CODES = STREAMED | QUANTS | {"offload_master": True, "offload_quants": True}
 # Ranks, micro-steps, options.
 CASES = {
     "one rank": (1, 2, EVERYTHING),
-    "one rank, turned": (1, 2, FP8 | {"shard_weights": True, "recompute_att": True}),
     "one rank, quants": (1, 3, FP8 | EVERYTHING | QUANTS),
     "one rank, codes": (1, 2, FP8 | CODES | {"offload_gradients": True}),
     "one rank, gradients": (1, 2, {"shard_gradients": True} | HOST | {"offload_master": False}),
@@ -54,7 +53,6 @@ CASES = {
     "copies, everything, fp8": (3, 2, COPIES | EVERYTHING | DELAYED | HEAD),
     "copies, recompute": (2, 1, COPIES | FP8 | {"recompute_block": True, "keep_transposed": False}),
     "copies, mirrors, fp8": (2, 2, COPIES | FP8 | STREAMED | MIRRORS | {"persistent_quants": True}),
-    "nccl": (2, 1, {"offload_residual": True}),
     "nccl, fp8": (2, 2, FP8 | {"shard_gradients": True} | MOMENTS),
     "nccl, everything": (3, 2, EVERYTHING | DELAYED),
     "nccl, codes": (2, 2, FP8 | CODES),
@@ -62,7 +60,6 @@ CASES = {
     "exchanges by nccl": (2, 1, GATHER | A2A | EVERYTHING | FP8 | QUANTS),
     "one rank, adapters": (1, 2, ADAPTERS | STREAMED | HOST | MOMENTS),
     "copies, adapters": (2, 2, COPIES | ADAPTERS),
-    "nccl, adapters": (2, 1, ADAPTERS | {"shard_weights": True} | MOMENTS),
     "one rank, nf4": (1, 2, ADAPTERS | NF4 | {"offload_residual": True}),
     "one rank, nf4, host": (1, 1, ADAPTERS | NF4 | FP8 | STREAMED | HOST),
     "copies, nf4": (2, 2, COPIES | ADAPTERS | NF4 | {"shard_weights": True} | MIRRORS),

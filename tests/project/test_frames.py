@@ -90,12 +90,12 @@ def depths(monkeypatch, model, options):
         return launch(self, kernel, *args, **kwargs)
 
     monkeypatch.setattr(HostDevice, "launch", counted)
-    shape = {"batch_size": B, "seq_len": T, "grad_accumulation": 2, "steps": 2}
+    shape = {"batch_size": B, "seq_len": T, "grad_accumulation": 1, "steps": 2}
     how = {"from_scratch": True, "device": "cpu", "gpus": 1, "tune": False}
     with llmq.Trainer(model=model, **shape, **how, **options) as trainer:
         tokens = np.zeros((B, T), np.int32)
         for _ in range(2):
-            trainer.step([(tokens, tokens)] * 2)
+            trainer.step([(tokens, tokens)])
     assert found
     return found
 

@@ -54,20 +54,17 @@ def succeed(count: int, *cases: dict, names: str) -> str:
 
 @pytest.mark.slow
 def test_bits_do_not_depend_on_the_processes_of_a_machine():
-    """Three processes, which the launcher deals to two machines in turn, or two with two ranks."""
+    """Three processes, which the launcher deals to two machines in turn."""
     rows = list(enumerate(ROWS))
     own = [["--gpus=1"], ["--gpus=2"], ["--gpus=1"]]
     three = [case(own=own, **options_of(row), **places(f"three-{i}")) for i, row in rows]
     out = succeed(3, *three, names="aba")
     assert "Ranks: 4, in 3 processes on 2 machines" in out
-    two = [case(gpus=2, **options_of(row), **places(f"two-{i}")) for i, row in rows]
-    succeed(2, *two, names="ab")
     for i, row in rows:
-        same_bits(f"three-{i}", f"two-{i}", 2)
         assert train(gpus=4, **options_of(row), **places(f"one-{i}")) == 0
         # Sums in another order: in fp32 each rounds at 6e-8; gradients of BF16 have 8 bits.
         exact = {"fp32": 1e-6, "delayed": 2e-3}[row["numbers"]]
-        assert losses(f"two-{i}.json") == pytest.approx(losses(f"one-{i}.json"), rel=exact), row
+        assert losses(f"three-{i}.json") == pytest.approx(losses(f"one-{i}.json"), rel=exact), row
 
 
 def test_checkpoints_of_machines():
