@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import contextlib
 import functools
+import gc
 import shutil
 import signal
 import sys
@@ -78,6 +79,13 @@ def pytest_configure(config):
         tqdm.monitor_interval = 0
     # A script's background jobs ignore Ctrl-C, and what they start too; tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish(session):
+    """Leave modules and tests out of later collections of garbage, of which each closed Trainer
+    makes one: with torch they are a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config, items):
