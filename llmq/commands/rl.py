@@ -94,6 +94,9 @@ def rl(
     if "grad_accumulation" not in fields:  # as many as the samples may fill
         rows = prompts_per_step * num_samples
         config = replace(config, grad_accumulation=-(-rows // config.batch_size))
+    if config.loss == "dr-grpo" and "loss_params" not in fields:
+        others = [text for text in config.loss_params if not text.startswith("length=")]
+        config = replace(config, loss_params=(*others, f"length={max_new_tokens}"))
     if config.has_reference:
         config = replace(config, keep_reference=True)
     save_config(save, config)

@@ -291,6 +291,17 @@ def test_a_run_of_the_command(tmp_path, file, capsys):
     assert [r["step"] for r in records] == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("given", "length"), [([], "length=6"), (["--loss-params=length=9"], "length=9")]
+)
+def test_dr_grpo_divides_by_the_longest_sample(tmp_path, file, given, length):
+    write_prompts(tmp_path, [""] * 4)
+    saved = tmp_path / "saved.yaml"
+    words = ["--loss=dr-grpo", f"--save-config={saved}", *given]
+    assert command(tmp_path, file, "good", *words, steps=1, **{"max-new-tokens": 6}) == 0
+    assert length in saved.read_text()
+
+
 def test_a_reward_error_stops_or_is_left_out(tmp_path, file, capsys):
     write_prompts(tmp_path, ["fine", "raises", "fine", "fine"])
     assert command(tmp_path, file, "score") == 2
