@@ -37,6 +37,13 @@ class ModelError(LlmqError):
     """The model's weights or results are not finite numbers."""
 
 
+NOT_FINITE = (
+    "the model's predictions are not finite numbers: its weights are damaged, use an earlier "
+    "checkpoint"
+)
+"""The text of an LlmqError where a forward pass has made NaN or an infinity."""
+
+
 class DiskError(LlmqError):
     """A file could not be written; no part of it is left, and an older file is unchanged."""
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, I32, I64, DType
-from llmq.base.errors import LlmqError
+from llmq.base.errors import NOT_FINITE, LlmqError
 from llmq.base.step_inputs import StepInputs
 from llmq.base.tensor import Tensor
 from llmq.formats import OPERANDS
@@ -535,10 +535,7 @@ class Generator:
         for text in list(self._running):
             new, logprob = int(ids[text.slot]), float(logprobs[text.slot])
             if not np.isfinite(logprob):
-                raise LlmqError(
-                    "the model's predictions are not finite numbers: its weights are damaged, use "
-                    "an earlier checkpoint"
-                )
+                raise LlmqError(NOT_FINITE)
             text.ids.append(new)
             finish = self._finish(text, new)
             if finish is not None:

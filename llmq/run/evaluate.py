@@ -17,7 +17,7 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DType, parse_dtype
-from llmq.base.errors import ConfigError, DataError, LlmqError, warn
+from llmq.base.errors import NOT_FINITE, ConfigError, DataError, LlmqError, warn
 from llmq.base.files import Closing, check_writable, write_file
 from llmq.base.locks import LOCK, locked
 from llmq.data.scores import LARGEST_ID
@@ -64,7 +64,6 @@ def run_eval(
         check_writable("--out", out.absolute().parent)
     start = time.perf_counter()
     asked, likelihoods = ask_model(model, read_tasks(task, limit), **how)
-    _check_finite(likelihoods)
     scores = scores_of(asked, likelihoods)
     for line in table(scores):
         print(line)
@@ -73,14 +72,6 @@ def run_eval(
         about = {"model": model, "limit": limit, "seconds": time.perf_counter() - start, **how}
         about |= {"adapter": named and str(named)}
         write_file(out, json.dumps(about | {"tasks": _by_task(asked, scores)}, indent=2) + "\n")
-
-
-def _check_finite(likelihoods: np.ndarray) -> None:
-    if not np.isfinite(likelihoods).all():
-        raise LlmqError(
-            "the model's predictions are not finite numbers: its weights are damaged, use an "
-            "earlier checkpoint"
-        )
 
 
 class Asker(NamedTuple):
@@ -97,14 +88,22 @@ class Asker(NamedTuple):
 
     def likelihoods(self, requests: list[Request]) -> np.ndarray:
         """The log-likelihoods of requests, F64 in nats; of a score head with one label its
-        numbers."""
+        numbers. LlmqError if one of them is not finite."""
+        return self.scored(requests)[0]
+
+    def scored(
+        self, requests: list[Request], *, greedy: bool = False
+    ) -> tuple[np.ndarray, dict[int, bool]]:
+        """The `likelihoods`; with `greedy` also, by index, whether the tokens of each request are
+        the likeliest ones, else {}."""
         batches = make_batches(requests, partial(batch_shape, self.batch_tokens, self.longest))
         total = sum(math.prod(batch.shape) for batch in batches)
-        with (
-            Fleet(self.machine, self.config, self.dtype, batches, self.read) as fleet,
-            Progress("eval", total) as progress,
-        ):
-            return fleet.likelihoods(len(requests), progress.update)
+        form = (self.machine, self.config, self.dtype, batches, self.read)
+        with Fleet(*form, greedy=greedy) as fleet, Progress("eval", total) as progress:
+            values = fleet.likelihoods(len(requests), progress.update)
+        if not np.isfinite(values).all():
+            raise LlmqError(NOT_FINITE)
+        return values, fleet.greedy
 
 
 @contextmanager
@@ -297,7 +296,6 @@ def run_rewards(
                 "beginning"
             )
         values = asker.likelihoods(requests)
-    _check_finite(values)
     of_records = np.split(values, np.cumsum([len(each) for each in found])[:-1])
     scored = [
         {**record, **_numbers(own, labels)}

@@ -6,10 +6,6 @@ nothing.
 """
 
 import json
-import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +17,14 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
-from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import check_writable, write_file
 from llmq.model.generator import Request as Continued
-from llmq.plan.checks import check_sizes
-from llmq.report.views import Progress
-from llmq.run.evaluate import Fleet, batch_shape
-from llmq.run.sampling import SLOTS, Sampler, conversation, open_model, seed_of
-from llmq.runtime.machine import Machine, choose_machine
-from llmq.state.params import Param
-from llmq.text.guarded import guarded_tokenizer
-from llmq.text.scoring import Encoder, Request, make_batches
+from llmq.run.evaluate import Asker, asking
+from llmq.run.sampling import SLOTS, Sampler, conversation, seed_of
+from llmq.text.scoring import Request
 from llmq.text.stop_strings import until
-from llmq.text.tokenizer import Tokenizer, streamed
+from llmq.text.tokenizer import streamed
 
 NEW_TOKENS = 256  # of a generated answer, where the task says nothing
 
@@ -43,24 +32,11 @@ NEW_TOKENS = 256  # of a generated answer, where the task says nothing
 class Harness(TemplateLM):
     """A model as lm-evaluation-harness wants it. Weights are loaded for each kind of question."""
 
-    def __init__(
-        self,
-        machine: Machine,
-        config: ModelConfig,
-        read: Callable[[Param], np.ndarray],
-        tokenizer: Tokenizer,
-        longest: int,
-        batch_tokens: int,
-        dtype: str,
-    ):
-        """longest: inputs of a sequence, at most. batch_tokens: that a device computes at a time.
-        dtype: of weights and activations."""
+    def __init__(self, asker: Asker):
         super().__init__()
-        self._machine, self._config, self._read, self._tokens = machine, config, read, tokenizer
-        self._longest, self._batch_tokens = longest, batch_tokens
-        self._dtype = parse_dtype(dtype)
-        self._encoder = Encoder(tokenizer, longest)
-        self._chat = conversation(tokenizer, None)
+        self._asker, self._config, self._longest = asker, asker.config, asker.longest
+        self._encoder, self._tokens = asker.encoder, asker.encoder.tokenizer
+        self._chat = conversation(self._tokens, None)
 
     # -- what the harness asks about tokens ------------------------------------------------------
 
@@ -82,7 +58,7 @@ class Harness(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return getattr(self._tokens, "fingerprint", "bytes")
+        return str(getattr(self._tokens, "folder", "bytes")).replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
@@ -126,28 +102,17 @@ class Harness(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        self.prefix_token_id  # noqa: B018 (raises)
         texts = self._encoder.encode([request.args[0] for request in requests])
         windows = [self._encoder.windows(ids) for ids in texts]
         found = iter(self._likelihoods([window for each in windows for window in each]))
         return [sum(next(found)[0] for _ in each) for each in windows]
 
-    def _likelihoods(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
+    def _likelihoods(self, requests: list[Request]) -> list[tuple[float, bool]]:
         """Log-likelihood in nats of each request, and whether its tokens are the likeliest."""
         if not requests:
             return []
-        shape = partial(batch_shape, self._batch_tokens, self._longest)
-        batches = make_batches(requests, shape)
-        total = sum(math.prod(batch.shape) for batch in batches)
-        fleet = Fleet(self._machine, self._config, self._dtype, batches, self._read, greedy=True)
-        with fleet, Progress("eval", total) as progress:
-            values = fleet.likelihoods(len(requests), progress.update)
-        if not np.isfinite(values).all():
-            raise LlmqError(
-                "the model's predictions are not finite numbers: its weights are damaged, use an "
-                "earlier checkpoint"
-            )
-        return [(float(value), fleet.greedy[i]) for i, value in enumerate(values)]
+        values, greedy = self._asker.scored(requests, greedy=True)
+        return [(float(value), greedy[i]) for i, value in enumerate(values)]
 
     # -- texts -----------------------------------------------------------------------------------
 
@@ -172,10 +137,10 @@ class Harness(TemplateLM):
                     stop=ends,
                 )
             )
-        slots = min(SLOTS, len(asked))
+        model, slots = self._asker, min(SLOTS, len(asked))
         sampler = Sampler(
-            self._machine, self._config, lambda w: w.load(self._read), self._longest,
-            self._dtype, slots,
+            model.machine, model.config, lambda w: w.load(model.read), model.longest, model.dtype,
+            slots,
         )  # fmt: skip
         with sampler, sampler.texts(asked) as texts:
             return [
@@ -188,38 +153,28 @@ def run_harness(
     model: str,
     tasks: str,
     *,
-    adapter: Path | None,
     num_fewshot: int | None,
     apply_chat_template: bool,
     include_path: Path | None,
     limit: int | None,
     out: Path | None,
-    seq_len: int | None,
-    batch_tokens: int,
-    device: str,
-    gpus: int,
-    model_dtype: str,
+    **how: Any,
 ) -> None:
     """Print the harness's table for a model, and write its results to `out` as JSON. tasks: names
-    with commas. include_path: folder of further tasks. ConfigError for an unknown task."""
+    with commas. include_path: folder of further tasks. how: as of asking. ConfigError for an
+    unknown task."""
     if out is not None:
         check_writable("--out", out.absolute().parent)
-    machine = choose_machine(device, gpus)
     names = [name for name in tasks.split(",") if name]
     manager = TaskManager(include_path=include_path and str(include_path))
     unknown = [name for name in names if not manager.match_tasks([name])]
     if unknown or not names:
         raise ConfigError(f"--tasks: lm-eval has no task {', '.join(unknown) or tasks!r}")
-    with ExitStack() as stack:
-        config, read, source = stack.enter_context(open_model(model, adapter))
-        check_sizes(config, machine)
-        if config.num_labels:
+    with asking(model, **how) as asker:
+        if asker.config.num_labels:
             raise ConfigError("--tasks: the model has a score head, which predicts no tokens")
-        longest = min(seq_len or config.max_positions, config.max_positions)
-        tokenizer = guarded_tokenizer(source)
-        harness = Harness(machine, config, read, tokenizer, longest, batch_tokens, model_dtype)
         results = simple_evaluate(
-            harness,
+            Harness(asker),
             tasks=names,
             task_manager=manager,
             num_fewshot=num_fewshot,

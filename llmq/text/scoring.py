@@ -156,14 +156,14 @@ class Encoder:
         """Requests that predict every token once, in windows of `longest` inputs; the first window
         begins with the prefix token. The last window is as long as the others, and overlaps the
         window before."""
-        if self._prefix is None:
-            raise DataError("the tokenizer has no token that begins a text: it cannot score texts")
         items: tuple[Text, ...] = task.items
         for ids in self.encode([item.text for item in items]):
             yield self.windows(ids)
 
     def windows(self, ids: np.ndarray) -> list[Request]:
         """Requests that predict every token of a text once, as `_texts` says. ids: int32 (n,)."""
+        if self._prefix is None:
+            raise DataError("the tokenizer has no token that begins a text: it cannot score texts")
         tokens = np.concatenate([np.array([self._prefix], np.int32), ids])
         windows, done = [], 0
         while done < len(ids):

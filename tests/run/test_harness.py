@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from llmq.commands.cli import _run
+from tests.chat_templates import CHATML
 from tests.text_data import documents, write_bpe
 
 lm_eval = pytest.importorskip("lm_eval")
+pytest.importorskip("lm_eval.tasks")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
@@ -59,6 +61,7 @@ def place(tmp_path_factory):
     (folder / "model").mkdir()
     write_bpe(folder / "model")
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    names["chat_template"] = CHATML
     (folder / "model" / "tokenizer_config.json").write_text(json.dumps(names))
     torch.manual_seed(0)
     rows = transformers.AutoTokenizer.from_pretrained(folder / "model")
@@ -82,20 +85,23 @@ def place(tmp_path_factory):
     return folder
 
 
-def test_numbers_are_those_of_transformers(place, monkeypatch, capsys):
+@pytest.mark.parametrize("chat", [[], ["--apply-chat-template"]], ids=["texts", "chats"])
+def test_numbers_are_those_of_transformers(place, monkeypatch, capsys, chat):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(place / "cache"))
-    names = [f"own_{name}" for name in TASKS]
+    own = partial(lm_eval.tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr("llmq.run.harness.TaskManager", own)
+    names = [f"own_{name}" for name in TASKS if not chat or name in ("choice", "generated")]
     out = place / "results.json"
     words = f"--tasks {','.join(names)} --include-path {place} --out {out}".split()
     words += "--device cpu --gpus 1 --model-dtype fp32 --batch-tokens 256".split()
-    assert _run(["eval", str(place / "model"), *words]) == 0
+    assert _run(["eval", str(place / "model"), *words, *chat]) == 0
     assert "own_generated" in capsys.readouterr().out
     ours = json.loads(out.read_text())["results"]
     model = lm_eval.api.registry.get_model("hf")(
         pretrained=str(place / "model"), device="cpu", dtype="float32", batch_size=4
     )
     theirs = lm_eval.simple_evaluate(
-        model, tasks=names, log_samples=True,
+        model, tasks=names, log_samples=True, apply_chat_template=bool(chat),
         task_manager=lm_eval.tasks.TaskManager(include_path=str(place), include_defaults=False),
     )  # fmt: skip
     for name in names:
