@@ -25,11 +25,8 @@ from llmq.options.loss_params import POLICIES
 from llmq.run.metrics import Reporter
 from llmq.run.ranks import Rank
 from llmq.run.rewards import REWARD, Function, Group, RewardError, Rewards
-from llmq.run.sampling import known_tokenizer, prompt_ids
+from llmq.run.sampling import Conversation, conversation, known_tokenizer, prompt_ids
 from llmq.state.rules import FIRST
-from llmq.text.chat_template import ChatTemplate, Message, end_of_turn, load_chat_template
-from llmq.text.guarded import process_of
-from llmq.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llmq.run.trainer import Trainer
@@ -194,7 +191,7 @@ class Rollouts:
 
     def _encoded(self) -> Iterator[list[int]]:
         """The ids of each prompt."""
-        process, template = process_of(self._tokenizer), None
+        talk: Conversation | None = None
         if self._tokenizer.eos_id is not None:
             self._stop.add(self._tokenizer.eos_id)
         for record, where in zip(self._records, self._places, strict=True):
@@ -202,15 +199,8 @@ class Rollouts:
             if isinstance(prompt, str):
                 ids = prompt_ids(self._tokenizer, self._trainer.model, prompt, flag=where)
             elif isinstance(prompt, list) and prompt:
-                if template is None:
-                    template = process.call(load_chat_template, self.options.chat_template)
-                    if template is None:
-                        raise ConfigError(
-                            f"{where}: 'prompt' is a list of messages, and the tokenizer has no "
-                            "chat template: give --chat-template FILE"
-                        )
-                    self._stop |= process.call(_ends, template)
-                ids = process.call(_rendered, template, prompt)
+                talk = talk or self._chat(where)
+                ids = talk.prompt(prompt)
             else:
                 raise DataError(f"{where}: 'prompt' must be a text or a list of messages")
             longest = len(ids) + self.options.max_new_tokens
@@ -221,6 +211,22 @@ class Rollouts:
                     f"{self._trainer.config.seq_len}: leave it out, or raise --seq-len"
                 )
             yield ids
+
+    def _chat(self, where: str) -> Conversation:
+        """The chat whose template renders prompts of messages; its turns end samples."""
+        talk = conversation(self._tokenizer, self.options.chat_template)
+        if talk is None:
+            raise ConfigError(
+                f"{where}: 'prompt' is a list of messages, and the tokenizer has no chat template: "
+                "give --chat-template FILE"
+            )
+        if talk.stop.text is not None:
+            raise ConfigError(
+                f"--chat-template: ends a turn with the text {talk.stop.text!r}, which is no "
+                "token, so that samples would not end: give prompts as texts, or another template"
+            )
+        self._stop |= {*talk.stop.ids}
+        return talk
 
     def _chosen(self, rollout: int) -> list[int]:
         """The numbers of a rollout's prompts: each pass over all has an order of its own, and its
@@ -457,17 +463,3 @@ def _exchange(rank: Rank, *, back: bool) -> None:
 
 def _scored(rank: Rank, _: int, batch: Batch) -> np.ndarray:
     return rank.step.score(batch)
-
-
-def _ends(tokenizer: Tokenizer, template: ChatTemplate) -> set[int]:
-    end = end_of_turn(template, tokenizer)
-    if end.text is not None:
-        raise ConfigError(
-            f"--chat-template: ends a turn with the text {end.text!r}, which is no token, so that "
-            "samples would not end: give prompts as texts, or another template"
-        )
-    return {*end.ids}
-
-
-def _rendered(tokenizer: Tokenizer, template: ChatTemplate, messages: list[Message]) -> list[int]:
-    return tokenizer.encode(template.render(messages, add_generation_prompt=True).text)
