@@ -1,5 +1,6 @@
 """`llmq serve`: a model behind OpenAI's HTTP interface."""
 
+from llmq.base.errors import ConfigError
 from llmq.commands.common import Device, option
 from llmq.commands.models import Adapter, Model, ModelDtype, adapter_folder
 
@@ -27,6 +28,9 @@ def serve(
     """
     how = locals()
     from llmq.run.run_paths import find_model
-    from llmq.run.serve import run_serve
 
+    try:
+        from llmq.run.serve_http import run_serve
+    except ImportError as error:
+        raise ConfigError(f"llmq serve: {error}: pip install starlette uvicorn") from error
     run_serve(**how | {"model": find_model(model), "adapter": adapter_folder(adapter)})

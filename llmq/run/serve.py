@@ -11,52 +11,39 @@ request has a bound, and fields without support are refused by name.
 
 from __future__ import annotations
 
-import asyncio
-import hmac
 import json
 import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from llmq.base.console import print_text
-from llmq.base.dtypes import parse_dtype
-from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.errors import LlmqError
 from llmq.model.generator import Generator, NewToken, Request
-from llmq.plan.checks import check_sizes
 from llmq.run.sampling import (
     Conversation,
     Sampler,
     check_prompt,
-    conversation,
-    open_model,
     prompt_ids,
     seed_of,
 )
-from llmq.runtime.machine import choose_machine
-from llmq.text.guarded import guarded_tokenizer
+from llmq.run.serve_fields import (
+    CHAT,
+    LONGEST_STOP,
+    MOST_STOPS,
+    MOST_TEXTS,
+    NEUTRAL,
+    TEXT,
+    UNUSED,
+    Asked,
+    Refused,
+    short,
+)
 from llmq.text.stop_strings import until
 from llmq.text.tokenizer import Tokenizer, streamed
 
-MOST_BYTES = 8 << 20  # of a request's body
-MOST_TEXTS = 128  # of one request: prompts times n
 MOST_WAITING = 1024  # texts of all requests; further requests are told to come again
-MOST_STOPS, LONGEST_STOP = 16, 1000  # stop strings of a request, characters of one
-LOOK = 0.5  # seconds between two looks whether a client that waits is still there
-LOCAL = ("127.0.0.1", "localhost", "::1")
-
-
-class Refused(Exception):
-    """A request that is answered with an HTTP status other than 200."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
 
 
 # ------------------------------------------------------------------------------------------------
@@ -162,93 +149,6 @@ class Engine:
             return not self._closed
 
 
-# ------------------------------------------------------------------------------------------------
-# Fields of requests
-
-
-class Field(NamedTuple):
-    """A field of a request's body. types: of its JSON value. least, most: of a number."""
-
-    types: tuple[type, ...]
-    default: Any = None
-    least: float | None = None
-    most: float | None = None
-
-    def read(self, name: str, body: Mapping[str, Any]) -> Any:
-        """Return the value, or the default for null and a missing field. Refused (400) for
-        another."""
-        value = body.get(name)
-        if value is None:
-            return self.default
-        if type(value) not in self.types:
-            kinds = " or ".join(kind.__name__ for kind in self.types)
-            raise Refused(400, f"{name}: must be {kinds}, is {_short(value)}")
-        number = type(value) in (int, float)
-        if number and not (self.least is None or self.least <= value <= self.most):
-            raise Refused(400, f"{name}: must be from {self.least} to {self.most}, is {value}")
-        return value
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-NUMBER = (int, float)
-SHARED = {
-    "temperature": Field(NUMBER, 1.0, 0.0, 100.0),
-    "top_p": Field(NUMBER, 1.0, 0.0, 1.0),
-    "top_k": Field((int,), 0, 0, 1 << 30),
-    "min_p": Field(NUMBER, 0.0, 0.0, 1.0),
-    "repetition_penalty": Field(NUMBER, 1.0, 0.01, 100.0),
-    "seed": Field((int,), None, -(1 << 63), (1 << 63) - 1),
-    "n": Field((int,), 1, 1, MOST_TEXTS),
-    "stream": Field((bool,), False),
-    "stop": Field((str, list), []),
-    "max_tokens": Field((int,), None, 1, 1 << 30),
-}
-CHAT = SHARED | {
-    "messages": Field((list,)),
-    "tools": Field((list,)),
-    "max_completion_tokens": Field((int,), None, 1, 1 << 30),
-    "logprobs": Field((bool,), False),
-    "stream_options": Field((dict,), {}),
-}
-TEXT = SHARED | {
-    "prompt": Field((str, list)),
-    "logprobs": Field((int,), None, 0, 0),
-    "stream_options": Field((dict,), {}),
-}
-UNUSED = {"model", "user", "metadata", "store", "parallel_tool_calls", "service_tier"}
-"""Fields that change nothing about a text."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "top_logprobs": (0,),
-    "echo": (False,),
-    "suffix": ("",),
-    "best_of": (1,),
-    "tool_choice": ("auto", "none"),
-    "response_format": ({"type": "text"},),
-}
-"""Fields without support, and their values that ask for nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request after its check. prompts: ids of each. stops: stop strings. counts: True if a
-    stream ends with the number of tokens."""
-
-    prompts: list[list[int]]
-    requests: list[Request]
-    n: int
-    stops: list[str]
-    stream: bool
-    logprobs: bool
-    counts: bool
-
-
 class Service:
     """The model that is served, and the answers to requests.
 
@@ -269,12 +169,12 @@ class Service:
     def asked(self, body: Any, *, chat: bool) -> Asked:
         """Check the body of a request. Refused (400) with the field that is wrong."""
         if not isinstance(body, dict):
-            raise Refused(400, f"the body must be an object, is {_short(body)}")
+            raise Refused(400, f"the body must be an object, is {short(body)}")
         fields = CHAT if chat else TEXT
         for name, value in body.items():
             neutral = (None, *NEUTRAL.get(name, ()))
             if name not in fields and name not in UNUSED and value not in neutral:
-                raise Refused(400, f"{name}: {_short(value)} is not supported")
+                raise Refused(400, f"{name}: {short(value)} is not supported")
         values = {name: field.read(name, body) for name, field in fields.items()}
         stops = [values["stop"]] if isinstance(values["stop"], str) else values["stop"]
         if len(stops) > MOST_STOPS or not all(
@@ -351,7 +251,7 @@ class Service:
                 each = prompt_ids(self.tokenizer, self.config, each, flag="prompt")
             ids = isinstance(each, list) and all(type(id_) is int and id_ >= 0 for id_ in each)
             if not (ids and each):
-                raise Refused(400, f"prompt: {_short(each)} is neither a text nor ids")
+                raise Refused(400, f"prompt: {short(each)} is neither a text nor ids")
             check_prompt(each, self.config, "prompt")
             found.append(each)
         return found
@@ -402,9 +302,6 @@ class Service:
                 yield event(choices=[], usage=usage(texts, asked))
         except LlmqError as error:
             yield f"data: {json.dumps(problem(500, str(error)))}\n\n"
-        finally:
-            for text in texts:
-                text.end()
         yield "data: [DONE]\n\n"
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -447,134 +344,3 @@ def problem(status: int, message: str) -> dict[str, Any]:
     """The body of an answer that refuses."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
-
-
-# ------------------------------------------------------------------------------------------------
-# HTTP
-
-
-async def body_of(request: Any, key: str | None) -> Any:
-    """The JSON value of a request's body. Refused without the key, for another content type, and
-    for a body that is too large or no JSON."""
-    given = request.headers.get("authorization", "")
-    if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-        raise Refused(401, "the API key is missing or wrong")
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a form of any web page could send others
-        raise Refused(415, "the content type must be application/json")
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MOST_BYTES:
-            raise Refused(413, f"the body has more than {MOST_BYTES} bytes")
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is no JSON: {error}") from None
-
-
-def application(
-    service: Service, hosts: Sequence[str], key: str | None, origins: Sequence[str]
-) -> Any:
-    """The ASGI application. hosts: names under which clients reach the server, so that no page of
-    another name does ("*": any). key: what clients must send as bearer token. origins: of pages
-    whose scripts may call."""
-    from starlette.applications import Starlette
-    from starlette.concurrency import run_in_threadpool
-    from starlette.middleware import Middleware
-    from starlette.middleware.cors import CORSMiddleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
-    from starlette.requests import Request as HttpRequest
-    from starlette.responses import JSONResponse, Response, StreamingResponse
-    from starlette.routing import Route
-
-    async def answer(request: HttpRequest, *, chat: bool) -> Response:
-        body = await body_of(request, key)
-        asked = await run_in_threadpool(service.asked, body, chat=chat)
-        texts = service.engine.submit(asked.requests)
-        if asked.stream:
-            events = service.events(texts, asked, chat=chat)
-            return StreamingResponse(events, media_type="text/event-stream")
-        made = asyncio.ensure_future(run_in_threadpool(service.whole, texts, asked, chat=chat))
-        while not (await asyncio.wait({made}, timeout=LOOK))[0]:
-            if await request.is_disconnected():
-                for text in texts:
-                    text.end()
-                    text.queue.put(LlmqError("the client has gone"))
-        return JSONResponse(await made)
-
-    async def refused(_: HttpRequest, error: Exception) -> Response:
-        status = error.status if isinstance(error, Refused) else 500
-        return JSONResponse(problem(status, str(error)), status)
-
-    async def models(_: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": service.name, "object": "model"}]})
-
-    async def health(_: HttpRequest) -> Response:
-        failed = service.engine.error
-        return JSONResponse({"status": str(failed or "ok")}, 200 if failed is None else 503)
-
-    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=[*hosts])]
-    if origins:
-        cors = {"allow_origins": [*origins], "allow_methods": ["*"], "allow_headers": ["*"]}
-        middleware.append(Middleware(CORSMiddleware, **cors))
-    return Starlette(
-        routes=[
-            Route("/v1/chat/completions", partial(answer, chat=True), methods=["POST"]),
-            Route("/v1/completions", partial(answer, chat=False), methods=["POST"]),
-            Route("/v1/models", models),
-            Route("/health", health),
-        ],
-        middleware=middleware,
-        exception_handlers={Refused: refused, LlmqError: refused},
-    )
-
-
-def run_serve(
-    model: str,
-    *,
-    adapter: Path | None,
-    host: str,
-    port: int,
-    texts: int,
-    max_tokens: int,
-    chat_template: str | None,
-    api_key: str | None,
-    allow_origin: Sequence[str],
-    device: str,
-    model_dtype: str,
-    ready: Callable[[Any], None] = lambda server: None,
-) -> None:
-    """Serve a model until a signal ends the program. texts: that are continued at a time.
-    max_tokens: of the longest text, prompt included. ready: is called with uvicorn's server before
-    it begins. ConfigError without the packages of the extra `serve`."""
-    try:
-        import uvicorn
-    except ImportError as error:
-        raise ConfigError(f"llmq serve: {error}: pip install starlette uvicorn") from error
-    machine = choose_machine(device, 1)
-    with open_model(model, adapter) as (config, read, source):
-        check_sizes(config, machine)
-        tokenizer: Tokenizer = guarded_tokenizer(source)
-        chat = conversation(tokenizer, chat_template)
-        positions = min(max_tokens, config.max_positions)
-        sampler = Sampler(
-            machine, config, lambda w: w.load(read), positions, parse_dtype(model_dtype), texts
-        )
-    if host not in LOCAL and api_key is None:
-        warn(f"--host {host}: whoever reaches this machine can use the model: give --api-key")
-    hosts = [*LOCAL, host] if host in LOCAL else ["*"]
-    with sampler:
-        service = Service(Path(model).name, sampler, tokenizer, chat)
-        try:
-            app = application(service, hosts, api_key, allow_origin)
-            settings = uvicorn.Config(
-                app, host=host, port=port, log_level="warning", access_log=False,
-                limit_concurrency=MOST_WAITING, timeout_keep_alive=30,
-            )  # fmt: skip
-            server = uvicorn.Server(settings)
-            ready(server)
-            print_text(f"Serving {service.name} at http://{host}:{port}/v1, Ctrl-C ends it\n")
-            server.run()
-        finally:
-            service.engine.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from llmq.commands.cli import _run
-from llmq.run import serve
+from llmq.model.generator import Generator
+from llmq.run.serve_http import run_serve
 from llmq.run.trainer import Trainer
 from llmq.text.stop_strings import until
 from tests.runs import make_workplace, options
 
-pytest.importorskip("uvicorn")
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
@@ -89,7 +90,7 @@ def served(tmp_path_factory):
             "model_dtype": "fp32",
         }  # fmt: skip
         thread = threading.Thread(
-            target=lambda: serve.run_serve("model", **settings, ready=ready), daemon=True
+            target=lambda: run_serve("model", **settings, ready=ready), daemon=True
         )
         thread.start()
         assert started.wait(60)
@@ -176,6 +177,8 @@ def test_stop_strings(served):
         ({"prompt": "x", "logprobs": 5}, 400, "logprobs: must be from 0 to 0"),
         ({"prompt": "x", "frequency_penalty": 0, "user": "me", "max_tokens": 1}, 200, ""),
         ({"prompt": "x", "best": 1}, 400, "best: 1 is not supported"),
+        (b'{"prompt": "\\ud800", "max_tokens": 1}', 200, ""),
+        (b'{"prompt": "x", "\\ud800": 1}', 400, "is not supported"),
         (b" " * (9 << 20), 413, "bytes"),
     ],
     ids=str,
@@ -194,10 +197,14 @@ def test_other_pages_and_keys(served):
     assert json.loads(served.ask("/v1/models", method="GET")[1])["data"][0]["id"] == "model"
     assert served.ask("/health", method="GET")[0] == 200
     assert served.ask("/v1/chat/completions", {"messages": []})[0] == 400
+    half = b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 1}'
+    assert served.ask("/v1/chat/completions", half)[0] == 200
 
 
-def test_texts_whose_reader_goes_end(served):
-    """So that others begin."""
+def test_texts_whose_reader_goes_end(served, monkeypatch):
+    """So that others begin: all tokens that were asked for would take 400 steps of four texts."""
+    steps, step = [], Generator.step
+    monkeypatch.setattr(Generator, "step", lambda self: steps.append(1) or step(self))
     for _ in range(8):
         connection = http.client.HTTPConnection("127.0.0.1", served.port)
         body = {"prompt": "x", "max_tokens": 50, "n": 4, "stream": True}
@@ -206,9 +213,11 @@ def test_texts_whose_reader_goes_end(served):
         )
         connection.close()
     assert served.text(prompt="x", max_tokens=1)["usage"]["completion_tokens"] == 1
+    assert len(steps) < 200
 
 
 def test_serve_needs_its_packages(monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "llmq.run.serve_http")
     assert _run(["serve", str(Path("nowhere"))]) == 2
     assert "pip install starlette uvicorn" in capsys.readouterr().err
