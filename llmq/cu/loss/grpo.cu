@@ -21,6 +21,7 @@
 // Cost     each array read once; microseconds beside a micro-step.
 // Needs    starts that do not fall along a row; n < 2^31.
 #include "common.cuh"
+#include "loss/document_sums.cuh"
 
 constexpr int SEQUENCE = 1, CAPPED = 2, PER_DOCUMENT = 1;
 constexpr float LARGEST_LOG = 80.0f;  // exp is finite, so that an advantage of 0 makes 0
@@ -91,34 +92,14 @@ extern "C" __global__ void __launch_bounds__(256)
 grpo_sums(f32* __restrict__ sums, const i32* __restrict__ targets, const f32* __restrict__ losses,
           const f32* __restrict__ old, const f32* __restrict__ reference,
           const i32* __restrict__ starts, i64 n, i32 seq_len) {
-    const int lane = threadIdx.x & 31;
-    const i64 first = (i64)blockIdx.x * 256 + (threadIdx.x & ~31), mine = first + lane;
-    const bool begins = mine < n && start_of(starts, mine) == (int)((u32)mine % (u32)seq_len);
-    u32 found = __ballot_sync(0xFFFFFFFFu, begins);
-    while (found) {
-        const i64 start = first + __ffs(found) - 1;
-        found &= found - 1;
-        const int own = (int)((u32)start % (u32)seq_len);
-        const i64 end = start - own + seq_len;
-        f64 total = 0.0, count = 0.0, kl = 0.0;
-        for (i64 at = start + lane;; at += 32) {
-            const bool inside = at < end && start_of(starts, at) == own;
-            if (inside && targets[at] >= 0) {
-                total -= (f64)losses[at] + old[at];
-                count += 1.0;
-                if (reference) { kl += divergence(reference[at] + losses[at]); }
-            }
-            if (!__all_sync(0xFFFFFFFFu, inside)) { break; }
-        }
-        total = warp_sum(total);
-        count = warp_sum(count);
-        kl = warp_sum(kl);
-        if (lane == 0) {
-            sums[start] = (f32)total;
-            sums[n + start] = (f32)count;
-            sums[2 * n + start] = (f32)kl;
-        }
-    }
+    document_sums(
+        sums, n, seq_len, [&](i64 i, int column) { return start_of(starts, i) == column; },
+        [&](i64 i, f64 (&total)[3]) {
+            if (targets[i] < 0) { return; }
+            total[0] -= (f64)losses[i] + old[i];
+            total[1] += 1.0;
+            if (reference) { total[2] += divergence(reference[i] + losses[i]); }
+        });
 }
 
 #define SAMPLES_ARGS                                                                              \

@@ -27,6 +27,7 @@
 // Cost     each array read once or twice; microseconds beside a micro-step.
 // Needs    starts that do not fall along a row; a pair in one row; n < 2^31.
 #include "common.cuh"
+#include "loss/document_sums.cuh"
 
 constexpr int SIGMOID = 0, IPO = 1, ORPO = 2, KTO = 3;
 
@@ -103,34 +104,14 @@ extern "C" __global__ void __launch_bounds__(256)
 pairs_sums(f32* __restrict__ sums, const i32* __restrict__ targets, const f32* __restrict__ losses,
            const f32* __restrict__ reference, const i32* __restrict__ starts,
            const f32* __restrict__ partner, i64 n, i32 seq_len) {
-    const int lane = threadIdx.x & 31;
-    const i64 first = (i64)blockIdx.x * 256 + (threadIdx.x & ~31), mine = first + lane;
-    const bool begins = mine < n && partner[mine] != 0.0f && starts[mine] == (int)((u32)mine % (u32)seq_len);
-    u32 found = __ballot_sync(0xFFFFFFFFu, begins);
-    while (found) {
-        const i64 start = first + __ffs(found) - 1;
-        found &= found - 1;
-        const int own = (int)((u32)start % (u32)seq_len);
-        const i64 end = start - own + seq_len;
-        f64 gain = 0.0, logp = 0.0, count = 0.0;
-        for (i64 at = start + lane;; at += 32) {
-            const bool inside = at < end && starts[at] == own && partner[at] != 0.0f;
-            if (inside && targets[at] >= 0) {
-                logp -= losses[at];
-                gain -= (f64)losses[at] + (reference ? reference[at] : 0.0f);
-                count += 1.0;
-            }
-            if (!__all_sync(0xFFFFFFFFu, inside)) { break; }
-        }
-        gain = warp_sum(gain);
-        logp = warp_sum(logp);
-        count = warp_sum(count);
-        if (lane == 0) {
-            sums[start] = (f32)gain;
-            sums[n + start] = (f32)logp;
-            sums[2 * n + start] = (f32)count;
-        }
-    }
+    document_sums(
+        sums, n, seq_len, [&](i64 i, int column) { return partner[i] != 0.0f && starts[i] == column; },
+        [&](i64 i, f64 (&total)[3]) {
+            if (targets[i] < 0) { return; }
+            total[0] -= (f64)losses[i] + (reference ? reference[i] : 0.0f);
+            total[1] -= losses[i];
+            total[2] += 1.0;
+        });
 }
 
 // The pair whose first document begins at a position; none elsewhere.
