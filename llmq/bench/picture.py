@@ -1,4 +1,4 @@
-"""Pictures of a sweep: speed against memory, and a heat map for each pair of options."""
+"""Plots of a sweep: tokens/s against memory, and a heat map for each pair of options."""
 
 import itertools
 from collections.abc import Sequence

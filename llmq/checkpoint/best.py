@@ -234,7 +234,7 @@ def note_is_damaged(directory: Path) -> bool:
 
 
 def best_owner(directory: Path) -> RunId | None:
-    """The run that wrote best.json; None without a readable note."""
+    """Return the id of the run that wrote best.json; None if best.json cannot be read."""
     return _owner(json_object(directory / NOTE))
 
 

@@ -149,8 +149,8 @@ def of_parameter(name: str, content: Mapping[str, Any]) -> str:
 
 
 def by_module(name: str, adapted: Collection[str]) -> str:
-    """PEFT's name of an adapter's tensor, from llmq's: the inverse of of_parameter. adapted: names
-    of all adapted modules and parameters."""
+    """Return PEFT's name of an adapter tensor for llmq's name, the inverse of `of_parameter`.
+    adapted: names of all adapted modules and parameters."""
     whole, lora, end = name.partition(".lora_")
     module, _, fused = whole.rpartition(".")
     last = f"{module.removeprefix(PEFT_PREFIX)}.{_FUSED[-1]}"

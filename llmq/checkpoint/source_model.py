@@ -30,7 +30,8 @@ TOKENIZER, LEFT_OUT = "of the tokenizer", "left out"
 
 
 class Fate(NamedTuple):
-    """The rule for a file or a field of the source in an export. why: reason of the rule."""
+    """Treatment of one file or config field of the source model by an export. what: a constant
+    such as MERGED. why: reason of the treatment."""
 
     what: str
     why: str

@@ -63,8 +63,8 @@ class CommMemory(NamedTuple):
 
 
 def allocate(dev: Device, options: CommOptions) -> CommMemory:
-    """Allocate a GPU's memory for collectives; a plan allocates the same memory. With p2p "auto"
-    the ring is allocated even if the probe finds no use for it."""
+    """Allocate a rank's flags and staging ring of collectives; a plan allocates the same bytes.
+    With --p2p auto the ring is allocated even if the probe finds no use for the ring."""
     flags = staging = None
     shards = dev.mesh.size("shard")
     if shards > 1 and options.copies:

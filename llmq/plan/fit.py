@@ -236,8 +236,8 @@ def fits_of(fit: Fit) -> list[Fit]:
 
 
 def search_bases(fit: Fit) -> tuple[Fit, list[Candidate]]:
-    """Return candidates that fit, the best first, at most SHOWN, and the search that found the
-    best. A coarser base format wins only if noticeably faster. Each other search adds one
+    """Return the search that found the fastest candidate, and at most SHOWN candidates that fit,
+    the fastest first. A coarser base format wins only if noticeably faster. Each other search adds one
     candidate. Raises OutOfMemory if nothing fits."""
     fits = fits_of(fit)
     if len(fits) == 1:

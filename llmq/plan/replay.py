@@ -228,7 +228,7 @@ class _GoingOn:
         self._times.append((start, end))
 
     def beside(self, start: float, seconds: float) -> float:
-        """Seconds of overlap with a kernel that starts at `start` and takes `seconds`."""
+        """Seconds in which other streams' kernels run beside a kernel of this start and length."""
         self._forget(start)
         return min(sum(_overlap(start, start + seconds, s, e) for s, e in self._times), seconds)
 

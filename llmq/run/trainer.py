@@ -535,8 +535,8 @@ class Trainer(Closing):
         stopped: Callable[[], bool] = lambda: False,
         **how: Any,
     ) -> list[list[Completion]]:
-        """`num_samples` continuations of each prompt by the weights of this moment, many at a time,
-        in the memory of activations; with its prompt each has at most --seq-len tokens.
+        """Generate `num_samples` completions of each prompt with the current weights, in batches
+        and in the memory of activations; prompt and completion have at most --seq-len tokens.
 
         prompts: texts, or ids. how: fields of a `Request`; seed, by default 0, with the place of
         the prompt and the number of the sample decides the choice, and stop ends texts beside the

@@ -238,8 +238,8 @@ def _spool(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class HubDataset:
-    """Data set that the library `datasets` streams. name: of the hub, or a folder. config: name of
-    a configuration; None: the only one."""
+    """Data set that the library `datasets` streams. name: repository of the hub, or a folder.
+    config: name of a configuration; None: the only one."""
 
     name: str
     config: str | None

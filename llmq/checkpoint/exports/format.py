@@ -21,7 +21,7 @@ SMALL = 1 << 31
 
 
 class ExportFormat:
-    """A format of exports. The constructor takes the options of the format.
+    """Base class of the formats that `llmq export` writes; constructors take a format's options.
 
     name: value of --format. dtypes: values of --dtype.
     """

@@ -74,8 +74,8 @@ def _edges(levels: np.ndarray) -> np.ndarray:
 
 
 def nf4_quantize_scales(codes, groups, scales, mean, levels, count):
-    """Reference of nf4_quantize_scales. codes (count,): of scales minus mean. groups (ceil(count /
-    256),): the largest |scale - mean| of each group."""
+    """Reference of nf4_quantize_scales. codes U8 (count,): the codes of scales minus mean. groups
+    F32 (ceil(count / 256),): the largest |scale - mean| of each 256 scales."""
     values = np.zeros(len(groups) * GROUP, np.float32)
     np.subtract(scales, mean[0], out=values[:count])
     values = values.reshape(-1, GROUP)

@@ -78,7 +78,7 @@ def muon_row_factors(factors, v, squares, one_minus_decay, columns, rows, shift)
 
 
 def muon_row_scale(x, factors, columns):
-    """Multiply each row by its factor."""
+    """Multiply each row of x (rows, columns) by one of factors F32 (rows,)."""
     for row, factor in zip(x.reshape(-1, columns), factors.ravel(), strict=True):
         row[...] = row.astype(np.float32) * factor
 
