@@ -1,14 +1,14 @@
-"""Texts that the weights of a `Step`, or of a model alone, continue: many at a time, each with a
-token per pass.
+"""Generation with a paged key-value cache and continuous batching, from the weights of a `Step` or
+of a model alone.
 
     prompt -> blocks of keys and values, states        prefill: one text, many tokens
     last token -> next token, for each text            decode: all texts, one token each
 
-Texts enter and leave between two passes. Next tokens need of a text what lies in a `Cache`: keys
-and values in blocks of BLOCK tokens, wherever a block is free, and a row of states
-(`HalfSpec.cached`, `HalfSpec.carried`). Texts of one prompt share the blocks that the prompt fills.
-A text has the blocks of its tokens so far; where no block is left, the text that came last waits
-again, and is computed once more later.
+Texts enter and leave the batch between two passes. A `Cache` holds keys and values in blocks of
+BLOCK tokens, and a row of states for each text (`HalfSpec.cached`, `HalfSpec.carried`). Samples of
+one prompt share the full blocks of the prompt. A text takes a block when its next token needs one.
+Without a free block the newest text is preempted: it gives its blocks back, waits, and is prefilled
+again later.
 """
 
 from __future__ import annotations

@@ -237,8 +237,8 @@ def fits_of(fit: Fit) -> list[Fit]:
 
 def search_bases(fit: Fit) -> tuple[Fit, list[Candidate]]:
     """Return the search that found the fastest candidate, and at most SHOWN candidates that fit,
-    the fastest first. A coarser base format wins only if noticeably faster. Each other search adds one
-    candidate. Raises OutOfMemory if nothing fits."""
+    the fastest first. A coarser base format wins only if noticeably faster. Each other search adds
+    one candidate. Raises OutOfMemory if nothing fits."""
     fits = fits_of(fit)
     if len(fits) == 1:
         return fit, fit.search()
