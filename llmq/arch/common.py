@@ -255,14 +255,16 @@ class Architecture:
     def fixed(self, model: Any) -> dict[str, Any]:
         """Fields that a model of this architecture must have, given its other fields."""
         names = "windowed_layers rope_layers local_rope_theta query_growth attention_scale".split()
-        names += ["logit_softcap", "experts", "delta", "convs", "full_kv_heads", "full_head_dim"]
+        names += ["logit_softcap", "experts", "mixers", "full_kv_heads", "full_head_dim"]
         others = dict.fromkeys(names) | dict.fromkeys(MULTIPLIERS, 1.0) | {"keys_as_values": False}
         others = {name: value for name, value in others.items() if name not in self.own_fields}
         return self.kinds(model.qkv_bias, model.mlp_bias) | others
 
     def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
         """The two halves of a block, in order; they may differ from layer to layer."""
-        return attention(model, layer), mlp(model, layer)
+        mixed = model.has_mixer(layer)
+        first = model.mixers.half(model, layer) if mixed else attention(model, layer)
+        return first, mlp(model, layer)
 
     def embedding(self, model: Any) -> tuple[Module, ...]:
         return embedding(model)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmq.arch.halves import matrix, norms
-from llmq.arch.matrix import HalfSpec, Module, Part
+from llmq.arch.matrix import HalfSpec
+from llmq.arch.mixers import Mixers, vector
 from llmq.base.errors import ConfigError
 
 _AT = "model.layers.{}.linear_attn"
@@ -27,7 +28,7 @@ DELTA_TARGETS = ("delta_qkv", "delta_z", "delta_b", "delta_a", "delta_o")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNet:
+class DeltaNet(Mixers):
     """The gated delta nets of a model."""
 
     key_heads: int
@@ -38,10 +39,6 @@ class DeltaNet:
     """Channels of a query or key head, rows of a state."""
     value_dim: int
     """Channels of a value head, columns of a state."""
-    taps: int
-    """Tokens that the short convolution of queries, keys and values sees."""
-    layers: tuple[bool, ...]
-    """Whether each layer has a delta net, or else attention."""
 
     @property
     def channels(self) -> int:
@@ -53,7 +50,7 @@ class DeltaNet:
         return self.value_heads * self.value_dim
 
     def validate(self, num_layers: int) -> None:
-        """ConfigError where sizes disagree."""
+        Mixers.validate(self, num_layers)
         for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
             value = getattr(self, name)
             if not 0 < value < 1 << 16:
@@ -63,65 +60,38 @@ class DeltaNet:
                 f"model delta key_heads: {self.key_heads} do not divide "
                 f"{self.value_heads} value heads"
             )
-        if not 2 <= self.taps <= 16:
-            raise ConfigError(f"model delta taps: must be between 2 and 16, got {self.taps}")
-        if len(self.layers) != num_layers:
-            raise ConfigError(
-                f"model delta layers: must be {num_layers} values, got {len(self.layers)}"
-            )
 
-
-def delta(config: Any, layer: int) -> HalfSpec:
-    """A gated delta net. delta_in: (2K + V + V + 2 Hv, C), the rows of q, k and v, of z, of b, of
-    a. conv: (2K + V, taps). a_log, dt_bias: (Hv,). delta_norm: (channels of a value head,).
-    delta_o: (C, V)."""
-    its, C, at = config.delta, config.hidden_size, _AT.format(layer)
-    rows = {"delta_qkv": its.channels, "delta_z": its.values}
-    rows |= dict.fromkeys(("delta_b", "delta_a"), its.value_heads)
-    heads = (its.value_heads,)
-    inner = (
-        _vector("conv", f"{at}.conv1d", (its.channels, its.taps), "normal", kind="conv"),
-        _vector("a_log", at, heads, "log_uniform", tensor="A_log"),
-        _vector("dt_bias", at, heads, "one", tensor="dt_bias"),
-        _vector("delta_norm", f"{at}.norm", (its.value_dim,), "one", kind="norm"),
-    )
-    delta_in = matrix(
-        config, layer, "delta_in", f"{at}.in_proj", rows, C, input="ln1", gradient="d_delta_in"
-    )
-    delta_o = matrix(
-        config, layer, "delta_o", f"{at}.out_proj", {"delta_o": C}, its.values,
-        initial="residual", input="delta_gated", gradient="d_delta",
-    )  # fmt: skip
-    state = (its.value_heads, its.key_dim, its.value_dim)
-    return HalfSpec(
-        kind="delta",
-        name="delta",
-        norm="ln1",
-        norms=norms(config, "ln1", layer),
-        modules=(delta_in, *inner, delta_o),
-        output="delta_o",
-        activations=("delta_in", "delta_conv", "delta_state", "delta_gated"),
-        carried={"state": state, "before": (its.taps - 1, its.channels)},
-        # S^T k, k change^T, S^T q of each token.
-        flops=6 * its.value_heads * its.key_dim * its.value_dim,
-    )
-
-
-def _vector(
-    key: str,
-    module: str,
-    shape: tuple[int, ...],
-    initial: str,
-    *,
-    kind: str = "vector",
-    tensor: str = "weight",
-) -> Module:
-    return Module(
-        key=key,
-        name=module,
-        shape=shape,
-        parts=(Part(module=module, rows=shape[0], depthwise=kind == "conv"),),
-        kind=kind,
-        initial=initial,
-        tensor=tensor,
-    )
+    def half(self, config: Any, layer: int) -> HalfSpec:
+        """A gated delta net. delta_in: (2K + V + V + 2 Hv, C), the rows of q, k and v, of z, of b,
+        of a. conv: (2K + V, taps). a_log, dt_bias: (Hv,). delta_norm: (channels of a value head,).
+        delta_o: (C, V)."""
+        C, at = config.hidden_size, _AT.format(layer)
+        rows = {"delta_qkv": self.channels, "delta_z": self.values}
+        rows |= dict.fromkeys(("delta_b", "delta_a"), self.value_heads)
+        heads = (self.value_heads,)
+        inner = (
+            vector("conv", f"{at}.conv1d", (self.channels, self.taps), "normal", kind="conv"),
+            vector("a_log", at, heads, "log_uniform", tensor="A_log"),
+            vector("dt_bias", at, heads, "one", tensor="dt_bias"),
+            vector("delta_norm", f"{at}.norm", (self.value_dim,), "one", kind="norm"),
+        )
+        delta_in = matrix(
+            config, layer, "delta_in", f"{at}.in_proj", rows, C, input="ln1", gradient="d_delta_in"
+        )
+        delta_o = matrix(
+            config, layer, "delta_o", f"{at}.out_proj", {"delta_o": C}, self.values,
+            initial="residual", input="delta_gated", gradient="d_delta",
+        )  # fmt: skip
+        state = (self.value_heads, self.key_dim, self.value_dim)
+        return HalfSpec(
+            kind="delta",
+            name="delta",
+            norm="ln1",
+            norms=norms(config, "ln1", layer),
+            modules=(delta_in, *inner, delta_o),
+            output="delta_o",
+            activations=("delta_in", "delta_conv", "delta_state", "delta_gated"),
+            carried={"state": state, "before": (self.taps - 1, self.channels)},
+            # S^T k, k change^T, S^T q of each token.
+            flops=6 * self.value_heads * self.key_dim * self.value_dim,
+        )

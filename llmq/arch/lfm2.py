@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmq.arch.common import get, reject, size
-from llmq.arch.matrix import HalfSpec
 from llmq.arch.rope_family import FULL, RopeFamily, norm_modules
-from llmq.arch.short_conv import ShortConvs, short_conv
+from llmq.arch.short_conv import ShortConvs
 from llmq.base.errors import ConfigError
 
 CONV = "conv"
@@ -21,7 +20,7 @@ class Lfm2(RopeFamily):
     model_type = "lfm2"
     label = "LFM2"
     qk_norm = True
-    own_fields = ("convs",)
+    own_fields = ("mixers",)
     norm_eps = 1e-5
     bos_token_id = 1
     eos_token_id = 2
@@ -33,16 +32,11 @@ class Lfm2(RopeFamily):
         "o": (f"{_AT}.self_attn.out_proj",),
         "up": (f"{_AT}.feed_forward.w3", f"{_AT}.feed_forward.w1"),
         "down": (f"{_AT}.feed_forward.w2",),
-        "conv": (f"{_AT}.conv.conv",),
         "conv_in": (f"{_AT}.conv.in_proj",),
         "conv_o": (f"{_AT}.conv.out_proj",),
         "norm": ("model.embedding_norm",),
     }  # fmt: skip
     targets = (*RopeFamily.targets, "conv_in", "conv_o")
-
-    def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
-        first, second = super().layers(model, layer)
-        return short_conv(model, layer) if model.has_conv(layer) else first, second
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         reject(hf, "conv_bias", False, None)
@@ -60,15 +54,15 @@ class Lfm2(RopeFamily):
         layers = _convolved(hf, count)
         taps = size({"conv_L_cache": 3, **hf}, "conv_L_cache")
         convs = ShortConvs(taps=taps, layers=layers) if any(layers) else None
-        return super().read_sizes(given) | {"convs": convs}
+        return super().read_sizes(given) | {"mixers": convs}
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
         fields = super().write_sizes(model)
         fields["norm_eps"] = fields.pop("rms_norm_eps")
         layers = range(model.num_layers)
         return fields | {
-            "layer_types": [CONV if model.has_conv(layer) else FULL for layer in layers],
-            "conv_L_cache": 3 if model.convs is None else model.convs.taps,
+            "layer_types": [CONV if model.has_mixer(layer) else FULL for layer in layers],
+            "conv_L_cache": 3 if model.mixers is None else model.mixers.taps,
             "conv_bias": False,
             "block_auto_adjust_ff_dim": False,
         }

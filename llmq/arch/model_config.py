@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 from llmq.arch import architecture, read_fields
 from llmq.arch.common import MULTIPLIERS, Architecture
-from llmq.arch.delta import DeltaNet
 from llmq.arch.experts import Experts
 from llmq.arch.matrix import HalfSpec, Matrix
+from llmq.arch.mixers import Mixers
 from llmq.arch.rope_scaling import RopeScaling, longest_sequence
-from llmq.arch.short_conv import ShortConvs
 from llmq.base.errors import ConfigError
 
 VOCAB_PADDING = 64
@@ -74,10 +73,9 @@ class ModelConfig:
     """Hd of layers without a window; None: as in others."""
     keys_as_values: bool = False
     """Layers without a window have no values of their own, but their keys before norm and RoPE."""
-    delta: DeltaNet | None = None
-    """The gated delta nets that layers have in the place of attention; None: there are none."""
-    convs: ShortConvs | None = None
-    """The short convolutions that layers have in the place of attention; None: there are none."""
+    mixers: Mixers | None = None
+    """The delta nets, state spaces or short convolutions that layers have in the place of
+    attention; None: there are none."""
     max_positions: int
     """Longest sequence in tokens."""
     sliding_window: int | None = None
@@ -239,13 +237,9 @@ class ModelConfig:
     def expert_size(self) -> int:
         return self.experts.size or self.intermediate_size
 
-    def has_delta(self, layer: int) -> bool:
-        """Whether a layer has a gated delta net in the place of attention."""
-        return self.delta is not None and self.delta.layers[layer]
-
-    def has_conv(self, layer: int) -> bool:
-        """Whether a layer has a short convolution in the place of attention."""
-        return self.convs is not None and self.convs.layers[layer]
+    def has_mixer(self, layer: int) -> bool:
+        """Whether a layer has one of `mixers` in the place of attention."""
+        return self.mixers is not None and self.mixers.layers[layer]
 
     @property
     def windows(self) -> set[int | None]:
@@ -268,12 +262,12 @@ class ModelConfig:
     @property
     def layer_kinds(self) -> dict[int, int]:
         """The first layer of each kind, and how many are like it: with and without a window, RoPE,
-        experts and without, with delta nets and without, and with other heads."""
+        experts and mixers, and with other heads."""
         layers = range(self.num_layers)
         kinds = [
             (
-                *(self.window_of(i), self.rope_of(i), self.has_experts(i), self.has_delta(i)),
-                *(self.heads_of(i), self.values_of(i), self.has_conv(i)),
+                *(self.window_of(i), self.rope_of(i), self.has_experts(i), self.has_mixer(i)),
+                *(self.heads_of(i), self.values_of(i)),
             )
             for i in layers
         ]
@@ -282,19 +276,17 @@ class ModelConfig:
     def with_layers(self, layers: Iterable[int]) -> ModelConfig:
         """With a layer like each of these, which may be the same."""
         layers, windows, experts = tuple(layers), self.windowed_layers, self.experts
-        delta, convs, rope = self.delta, self.convs, self.rope_layers
+        mixers, rope = self.mixers, self.rope_layers
         if rope is not None:
             rope = tuple(rope[layer] for layer in layers)
         if windows is not None:
             windows = tuple(windows[layer] for layer in layers)
         if experts is not None and experts.layers is not None:
             experts = replace(experts, layers=tuple(map(self.has_experts, layers)))
-        if delta is not None:
-            delta = replace(delta, layers=tuple(map(self.has_delta, layers)))
-        if convs is not None:
-            convs = replace(convs, layers=tuple(map(self.has_conv, layers)))
-        sizes = {"windowed_layers": windows, "rope_layers": rope, "convs": convs}
-        sizes |= {"experts": experts, "delta": delta}
+        if mixers is not None:
+            mixers = replace(mixers, layers=tuple(map(self.has_mixer, layers)))
+        sizes = {"windowed_layers": windows, "rope_layers": rope}
+        sizes |= {"experts": experts, "mixers": mixers}
         return replace(self, num_layers=len(layers), **sizes)
 
     def without_foreign_tokens(self) -> ModelConfig:
@@ -332,9 +324,8 @@ class ModelConfig:
             if token < 0:
                 raise ConfigError(f"model eos_token_id: must not be negative, got {token}")
         self._check_heads()
-        for each in (self.delta, self.convs):
-            if each is not None:
-                each.validate(self.num_layers)
+        if self.mixers is not None:
+            self.mixers.validate(self.num_layers)
         if not 0 < self.rope_theta < math.inf:
             raise ConfigError(f"model rope_theta: must be positive, got {self.rope_theta}")
         self._check_factors()

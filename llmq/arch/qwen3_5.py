@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmq.arch.common import GgufKind, get, reject, size
-from llmq.arch.delta import DELTA_MODULES, DELTA_TARGETS, DeltaNet, delta
+from llmq.arch.delta import DELTA_MODULES, DELTA_TARGETS, DeltaNet
 from llmq.arch.experts import WithExperts
-from llmq.arch.matrix import HalfSpec
 from llmq.arch.rope_family import FULL, RopeFamily, all_but_every
 from llmq.base.errors import ConfigError
 
@@ -50,16 +49,11 @@ class Qwen35(RopeFamily):
     o_bias = None
     head_dim = 256
     wrapper_tokenizer_class = "Qwen3_5Tokenizer"
-    own_fields = ("delta",)
+    own_fields = ("mixers",)
     rope_kinds = ("linear", "yarn")
     partial_rotary = True
     modules = RopeFamily.modules | DELTA_MODULES
     targets = (*RopeFamily.targets, *DELTA_TARGETS)
-
-    def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
-        _, second = super().layers(model, layer)
-        first = delta(model, layer) if model.has_delta(layer) else super().layers(model, layer)[0]
-        return first, second
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         reject(hf, "attn_output_gate", True, None)
@@ -69,11 +63,11 @@ class Qwen35(RopeFamily):
         sizes = {
             field: size({name: default} | own, name) for field, (name, default) in _SIZES.items()
         }
-        return found | {"delta": DeltaNet(**sizes, layers=layers) if any(layers) else None}
+        return found | {"mixers": DeltaNet(**sizes, layers=layers) if any(layers) else None}
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        fields, net = super().write_sizes(model), model.delta
-        kinds = [LINEAR if model.has_delta(layer) else FULL for layer in range(model.num_layers)]
+        fields, net = super().write_sizes(model), model.mixers
+        kinds = [LINEAR if model.has_mixer(layer) else FULL for layer in range(model.num_layers)]
         sizes = {
             name: default if net is None else getattr(net, field)
             for field, (name, default) in _SIZES.items()

@@ -28,9 +28,9 @@ class Qwen3Next(WithExperts, Qwen35):
 
     def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
         first, second = super().layers(model, layer)
-        if model.has_delta(layer):
+        if model.has_mixer(layer):
             delta_in, *others = first.modules
-            joint = replace(delta_in, parts=_joint_parts(model.delta, layer))
+            joint = replace(delta_in, parts=_joint_parts(model.mixers, layer))
             first = replace(first, modules=(joint, *others))
         return first, second
 

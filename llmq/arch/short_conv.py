@@ -9,52 +9,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmq.arch.halves import matrix, norms
-from llmq.arch.matrix import HalfSpec, Module, Part
-from llmq.base.errors import ConfigError
+from llmq.arch.matrix import HalfSpec
+from llmq.arch.mixers import Mixers, vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShortConvs:
+class ShortConvs(Mixers):
     """The short convolutions of a model."""
 
-    taps: int
-    """Tokens that a convolution sees, the newest one included."""
-    layers: tuple[bool, ...]
-    """Whether each layer has a short convolution, or else attention."""
-
-    def validate(self, num_layers: int) -> None:
-        """ConfigError where sizes disagree."""
-        if not 2 <= self.taps <= 16:
-            raise ConfigError(f"model convs: taps must be between 2 and 16, got {self.taps}")
-        if len(self.layers) != num_layers:
-            raise ConfigError(
-                f"model convs: layers must be {num_layers} values, got {len(self.layers)}"
-            )
-
-
-def short_conv(config: Any, layer: int) -> HalfSpec:
-    """A gated short convolution. conv_in: (3C, C), the rows of b, c and x. conv: (C, taps).
-    conv_o: (C, C)."""
-    C, at = config.hidden_size, f"model.layers.{layer}.conv"
-    part = Part(module=config.arch.modules["conv"][0].format(layer), rows=C, depthwise=True)
-    conv = Module(
-        key="conv", name=f"{at}.conv", shape=(C, config.convs.taps), parts=(part,), kind="conv"
-    )
-    conv_in = matrix(
-        config, layer, "conv_in", f"{at}.in_proj", {"conv_in": 3 * C}, C, input="ln1",
-        gradient="d_conv_in",
-    )  # fmt: skip
-    conv_o = matrix(
-        config, layer, "conv_o", f"{at}.out_proj", {"conv_o": C}, C, initial="residual",
-        input="conv_gated", gradient="d_conv",
-    )  # fmt: skip
-    return HalfSpec(
-        kind="short_conv",
-        name="conv",
-        norm="ln1",
-        norms=norms(config, "ln1", layer),
-        modules=(conv_in, conv, conv_o),
-        output="conv_o",
-        activations=("conv_in", "conv_gated"),
-        carried={"before": (config.convs.taps - 1, C)},
-    )
+    def half(self, config: Any, layer: int) -> HalfSpec:
+        """A gated short convolution. conv_in: (3C, C), the rows of b, c and x. conv: (C, taps).
+        conv_o: (C, C)."""
+        C, at = config.hidden_size, f"model.layers.{layer}.conv"
+        conv = vector("conv", f"{at}.conv", (C, self.taps), "normal", kind="conv")
+        conv_in = matrix(
+            config, layer, "conv_in", f"{at}.in_proj", {"conv_in": 3 * C}, C, input="ln1",
+            gradient="d_conv_in",
+        )  # fmt: skip
+        conv_o = matrix(
+            config, layer, "conv_o", f"{at}.out_proj", {"conv_o": C}, C, initial="residual",
+            input="conv_gated", gradient="d_conv",
+        )  # fmt: skip
+        return HalfSpec(
+            kind="short_conv",
+            name="conv",
+            norm="ln1",
+            norms=norms(config, "ln1", layer),
+            modules=(conv_in, conv, conv_o),
+            output="conv_o",
+            activations=("conv_in", "conv_gated"),
+            carried={"before": (self.taps - 1, C)},
+        )

@@ -166,7 +166,7 @@ def _delta(num_layers: int, key_heads: int, value_heads: int, size: int = 128) -
     layers = all_but_every(4, num_layers)
     heads = {"key_heads": key_heads, "value_heads": value_heads}
     net = DeltaNet(**heads, key_dim=size, value_dim=size, taps=4, layers=layers)
-    return {"delta": net, "partial_rotary_factor": 0.25}
+    return {"mixers": net, "partial_rotary_factor": 0.25}
 
 
 def _gpt_oss(num_layers: int, count: int, active: int, window: int, aux_loss: float) -> dict:

@@ -75,10 +75,8 @@ def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
         sizes["rope_layers"] = _repeated(model.rope_layers, layers)
     of_experts = {name: sizes.pop(name) for name in _OF_EXPERTS if name in sizes}
     sizes["experts"] = _experts(model, of_experts, layers)
-    if model.convs is not None:
-        sizes["convs"] = replace(model.convs, layers=_repeated(model.convs.layers, layers))
-    if model.delta is not None:
-        sizes["delta"] = replace(model.delta, layers=_repeated(model.delta.layers, layers))
+    if model.mixers is not None:
+        sizes["mixers"] = replace(model.mixers, layers=_repeated(model.mixers.layers, layers))
     try:
         return replace(model, **sizes).validate().without_foreign_tokens()
     except ConfigError as error:

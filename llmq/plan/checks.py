@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import NamedTuple
 
+from llmq.arch.delta import DeltaNet
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn_once
@@ -100,7 +101,7 @@ def _limits(model: ModelConfig) -> Iterator[_Limit]:
     if model.arch.wide_qk_norm:
         for name, heads in (("query", model.num_heads), ("key", model.num_kv_heads)):
             yield _Limit(f"width of its {name} heads", heads * model.head_dim, VECTOR, MAX_COLUMNS)
-    if (net := model.delta) is not None:
+    if isinstance(net := model.mixers, DeltaNet):
         for name, dim in (("key", net.key_dim), ("value", net.value_dim)):
             yield _Limit(f"linear_{name}_head_dim", dim, delta_rule.MULTIPLE, delta_rule.MAX_HEAD)
         yield _Limit("number of columns beside its delta nets", 2 * net.value_heads, CONV_MULTIPLE)

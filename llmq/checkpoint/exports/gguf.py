@@ -162,7 +162,7 @@ def _lacks(model: ModelConfig) -> Iterator[str]:
     every, last = kind.full_every, model.num_layers + 1
     if every is not None and _windows(model) != [layer % every != 0 for layer in range(1, last)]:
         yield f"with windows in other layers than those whose number is no multiple of {every}"
-    if "delta" in model.arch.own_fields:
+    if "delta_in" in model.arch.modules:
         yield from _delta_lacks(model)
     if its is None:
         return
@@ -358,7 +358,7 @@ def _metadata(writer: Any, source: Source, dtype: str) -> None:
         if model.experts.shared_size is not None:
             writer.add_expert_shared_feed_forward_length(model.experts.shared_size)
     _positions(writer, model)
-    if model.delta is not None:
+    if isinstance(model.mixers, DeltaNet):
         _add_delta(writer, model)
     add_vocabulary(gguf, writer, model, source.tokenizer)
 
@@ -532,7 +532,7 @@ images. GGUF requires this field for models with interleaved value heads."""
 
 def _delta_lacks(model: ModelConfig) -> Iterator[str]:
     """Properties of this model that llama.cpp's delta nets lack."""
-    net = model.delta
+    net = model.mixers
     if net is None:
         yield "without delta nets"
         return
@@ -547,7 +547,7 @@ def _attention_every(net: DeltaNet) -> int:
 
 
 def _add_delta(writer: Any, model: ModelConfig) -> None:
-    net = model.delta
+    net = model.mixers
     writer.add_ssm_conv_kernel(net.taps)
     writer.add_ssm_state_size(net.key_dim)
     writer.add_ssm_group_count(net.key_heads)
@@ -562,7 +562,7 @@ def _delta_tensors(model: ModelConfig, param: Param, part: HfPart) -> Iterator[_
     """The tensors of a part of a delta net. Names are Hugging Face's, or in Hugging Face's style if
     a module is separate only in GGUF."""
     stem, _, own = part.name.partition(_AT)
-    net, module, count = model.delta, own.split(".")[0], part.stop - part.start
+    net, module, count = model.mixers, own.split(".")[0], part.stop - part.start
     of_inputs, of_outputs = (".lora_B." not in own, ".lora_A." not in own)
     columns: Any = slice(None)
     heads = np.arange(net.value_heads)

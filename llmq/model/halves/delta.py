@@ -45,7 +45,7 @@ class DeltaHalf:
     """The delta nets of all layers. Scratch lives as long as `temps`."""
 
     def __init__(self, shared: ModelContext):
-        its, batch = shared.config.delta, shared.options.batch
+        its, batch = shared.config.mixers, shared.options.batch
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
         self.norms = shared.norms
         self.B, self.T = batch.batch_size, batch.local_seq_len
