@@ -20,6 +20,7 @@ from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.options.foreign import answer
 from llmq.options.option_types import (
     NEWEST,
+    RL_GROUP,
     Option,
     parse_bool,
     parse_continue,
@@ -198,7 +199,7 @@ def train_options(command: Callable[..., int | None]) -> Callable[..., int | Non
         return command(given, **own_values)
 
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-    parameters += _parameters()
+    parameters += [p for p in _parameters() if p.name not in {each.name for each in own}]
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -286,7 +287,9 @@ class TrainCommand(Command):
 
     def shown(self, ctx: Any, parameter: Any) -> bool:
         """Show only those options of a run that most runs have, unless with --help-all."""
-        return ctx.meta.get(ALL) or parameter.name not in OPTIONS or parameter.name in USUAL
+        if ctx.meta.get(ALL) or parameter.name not in OPTIONS or parameter.name in USUAL:
+            return True
+        return ctx.info_name == "rl" and OPTIONS[parameter.name].group == RL_GROUP
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         if not ctx.meta.get(ALL):

@@ -192,6 +192,9 @@ NAMES: tuple[tuple[str, dict[str, Answers]], ...] = (
             "label_smoothing": "--loss-params smoothing={value}",
             "desirable_weight": "--loss-params desirable={value}",
             "undesirable_weight": "--loss-params undesirable={value}",
+            "num_generations": "--num-samples {value}",
+            "max_completion_length": "--max-new-tokens {value}",
+            "mask_truncated_completions": {"": "--skip-cut"} | _ON,
             "max_prompt_length": f"{OUT}, as --seq-len bounds prompt and answer together",
             "precompute_ref_log_probs": f"{OUT}, as the reference is always scored before",
             "teacher_model_name_or_path": "llmq score {value} data/NAME --out SCORES --top-k 64, "
@@ -210,7 +213,6 @@ NAMES: tuple[tuple[str, dict[str, Answers]], ...] = (
             "optimizer": _OPTIMIZERS,
             "lr_scheduler": _SCHEDULES,
             "cosine_min_lr_ratio": "--final-lr-fraction {value}",
-            "chat_template": "llmq tokenize --chat-template {value}",
             "datasets": _TOKENIZED,
             "pretraining_dataset": _TOKENIZED,
             "test_datasets": "llmq tokenize FILE --tokenizer MODEL --out data/HELD, and "

@@ -45,8 +45,8 @@ def fewest_values(config: TrainConfig) -> dict[str, Any]:
 
 
 def command_line(config: TrainConfig) -> list[str]:
-    """Return `llmq train`, or `llmq score`, with the flags of fewest_values. config: normalized."""
-    given, command = fewest_values(config), ["train"]
+    """Return `llmq train`, `rl` or `score` with the flags of fewest_values. config: normalized."""
+    given, command = fewest_values(config), ["rl" if config.samples else "train"]
     if config.only_scores:  # `score` has --out, which is no option of a run
         command = ["score", str(given.pop("model")), *given.pop("train_file"), "--out=OUT"]
     flags = (OPTIONS[name].spelled(value) for name, value in given.items())

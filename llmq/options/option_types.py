@@ -73,6 +73,7 @@ SIZES_GROUP = "Own sizes of a new model, instead of those of --model"
 POSITIONS_GROUP = "Positions, instead of those of --model"
 ADAPTERS_GROUP = "Adapters (LoRA)"
 LOSS_GROUP = "Loss"
+RL_GROUP = "Samples and rewards"
 MUONS = ("muon", "normuon")  # optimizers with a separate rate for matrices of blocks
 PREFERENCES = ("dpo", "ipo", "simpo", "orpo", "reward")  # losses of pairs of answers
 REFERENCED = ("dpo", "ipo", "kto")  # losses that read a reference's log-probabilities

@@ -17,6 +17,7 @@ from llmq.options.groups.model import ModelOptions
 from llmq.options.groups.optim import OptimOptions
 from llmq.options.groups.parallel import ParallelOptions
 from llmq.options.groups.precision import PrecisionOptions
+from llmq.options.groups.rl import RlOptions
 from llmq.options.groups.run import RunOptions
 from llmq.options.option_types import (
     ADAPTERS_GROUP,
@@ -40,6 +41,7 @@ GROUPS = {
     "precision": PrecisionOptions,
     "memory": MemoryOptions,
     "parallel": ParallelOptions,
+    "rl": RlOptions,
     "run": RunOptions,
 }
 """Classes of option groups, by their keys in option files."""
@@ -60,6 +62,7 @@ class StepOptions(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
     RunOptions,
+    RlOptions,
     ParallelOptions,
     MemoryOptions,
     PrecisionOptions,

@@ -27,6 +27,7 @@ from llmq.options.groups.data import DataOptions
 from llmq.options.groups.model import ModelOptions
 from llmq.options.groups.optim import OptimOptions
 from llmq.options.groups.precision import PrecisionOptions
+from llmq.options.groups.rl import RlOptions
 from llmq.options.option_file import fewest_values, flag
 from llmq.options.option_types import NEWEST, lengths_of
 from llmq.options.options import ONCE, OPTIONS, TrainConfig
@@ -224,13 +225,14 @@ def fork_lines(run: RunId, checkpoint: Path | None) -> list[str]:
 # Options that have nothing to do with what is computed, beside paths and the length of the run.
 _ELSEWHERE = "model from_scratch init_proj_to_zero train_file eval_file eval_seed steps"
 _ELSEWHERE += " epochs eval_every_n_steps eval_num_steps allow_other_tokenizer adapter scores"
+_ELSEWHERE += " prompts reward_seconds reward_workers"
 
 # Options that change nothing but the order in which numbers are added up.
 _ROUNDING = ("lmhead_chunks", "attention", "tune")
 _ROUNDING_OF_RANKS = ("shard_gradients", "shard_over", "all_to_all_reduce")
 
 
-_COMPUTED = (ModelOptions, DataOptions, BatchOptions, OptimOptions, PrecisionOptions)
+_COMPUTED = (ModelOptions, DataOptions, BatchOptions, OptimOptions, PrecisionOptions, RlOptions)
 """The groups of options that decide which numbers a run computes."""
 
 

@@ -3,35 +3,31 @@
 from pathlib import Path
 
 from llmq.arch.model_config import ModelConfig
+from llmq.base.errors import ConfigError
 from llmq.base.signals import ending_children
 from llmq.options.options import TrainConfig
 from llmq.run.rewards import Rewards
-from llmq.run.rollouts import RolloutOptions, Rollouts
+from llmq.run.rollouts import Rollouts
 from llmq.run.training import run_training
 from llmq.text.tasks import read_records
 
 
 def run_rl(
-    config: TrainConfig,
-    model: ModelConfig,
-    model_dir: Path | None,
-    argv: list[str],
-    *,
-    prompts: Path,
-    reward: str,
-    seconds: float,
-    workers: int,
-    options: RolloutOptions,
+    config: TrainConfig, model: ModelConfig, model_dir: Path | None, argv: list[str]
 ) -> None:
-    """Train as `run_training` does, which has the errors. prompts: file of records. reward,
-    seconds, workers: as of `Rewards`."""
-    found = [*read_records(prompts)]
+    """Train as `run_training` does, which has the errors."""
+    if config.prompts is None:
+        raise ConfigError("--prompts: is missing: give a file of records with `prompt`")
+    if config.reward is None:
+        raise ConfigError("--reward: is missing: give FILE.py:FUNCTION")
+    found = [*read_records(config.prompts)]
     records, places = [record for record, _ in found], [where for _, where in found]
-    with ending_children(), Rewards(reward, seconds=seconds, workers=workers) as rewards:
+    how = {"seconds": config.reward_seconds, "workers": config.reward_workers}
+    with ending_children(), Rewards(config.reward, **how) as rewards:
         run_training(
             config,
             model,
             model_dir,
             argv,
-            samples=lambda trainer: Rollouts(trainer, records, rewards, options, places),
+            samples=lambda trainer: Rollouts(trainer, records, rewards, places),
         )

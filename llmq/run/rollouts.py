@@ -9,7 +9,6 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,28 +31,6 @@ if TYPE_CHECKING:
     from llmq.run.trainer import Trainer
 
 LEAST_STD = 1e-4  # added to the standard deviation of a group's rewards
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutOptions:
-    """prompts_per_step, num_samples: of a rollout, and of each of its prompts. max_new_tokens: of a
-    sample. temperature: of the choice of tokens. updates: optimizer steps on the samples of a
-    rollout. scale: advantages are divided by the standard deviation of their group's rewards; None:
-    but with --loss dr-grpo. skip_cut: samples that max_new_tokens has cut are not trained.
-    keep_equal: groups whose rewards are equal are trained, too; their advantages are 0, and the
-    mean of the loss counts them. on_reward_error: "stop", or "skip": a group without rewards is not
-    trained. chat_template: for prompts of messages, in place of the tokenizer's."""
-
-    prompts_per_step: int = 8
-    num_samples: int = 8
-    max_new_tokens: int = 256
-    temperature: float = 1.0
-    updates: int = 1
-    scale: bool | None = None
-    skip_cut: bool = False
-    keep_equal: bool = False
-    on_reward_error: str = "stop"
-    chat_template: str | None = None
 
 
 class Sample(NamedTuple):
@@ -135,22 +112,22 @@ class Rollouts:
         trainer: "Trainer",
         records: Sequence[Mapping[str, Any]],
         reward: Rewards | Function,
-        options: RolloutOptions = RolloutOptions(),
         places: Sequence[str] = (),
     ):
-        """records: with `prompt`, a text or messages of a chat, and what the reward reads. reward:
-        a function of a group's texts and its record. places: of the records, for messages.
-        ConfigError for options that do not go together; DataError for a prompt that is none, or
-        that leaves no room in --seq-len."""
-        self._trainer, self.options, config = trainer, options, trainer.config
+        """trainer: its options of the group `rl` count. records: with `prompt`, a text or messages
+        of a chat, and what the reward reads. reward: a function of a group's texts and its record.
+        places: of the records, for messages. ConfigError for options that do not go together;
+        DataError for a prompt that is none, or that leaves no room in --seq-len."""
+        self._trainer, self._config = trainer, (config := trainer.config)
         self._reward = reward if isinstance(reward, Rewards) else Rewards(reward)
         self._places = places or [f"prompt {number}" for number in range(len(records))]
-        self._check(config, records)
-        self._scale = config.loss != "dr-grpo" if options.scale is None else options.scale
+        self._check(records)
+        scale = config.scale_rewards
+        self._scale = config.loss != "dr-grpo" if scale is None else scale
         self._records = [dict(record) for record in records]
         self._tokenizer, self._stop = known_tokenizer(trainer.tokenizer), set()
         self._prompts = [*self._encoded()]
-        content = json.dumps([self._prompts, options.prompts_per_step, options.updates])
+        content = json.dumps([self._prompts, config.prompts_per_step, config.updates])
         self._digest = hashlib.sha256(content.encode()).hexdigest()[:16]
         self.seed = config.train_seed
         self._update, self._taken = 0, 0  # the next update, and its batches that were handed out
@@ -161,8 +138,8 @@ class Rollouts:
         self.reporter: Reporter | None = None
         trainer.samples, trainer.train_loaders = self, [self] * self._ranks
 
-    def _check(self, config: Any, records: Sequence[Mapping[str, Any]]) -> None:
-        own, trainer = self.options, self._trainer
+    def _check(self, records: Sequence[Mapping[str, Any]]) -> None:
+        config, trainer = self._config, self._trainer
         if trainer.world.several:
             raise ConfigError("llmq rl: runs in one process, with all GPUs of one machine")
         if config.loss not in POLICIES:
@@ -177,9 +154,9 @@ class Rollouts:
             raise ConfigError("--no-document-mask: several samples share a sequence: leave it out")
         if not records:
             raise DataError("there are no prompts to sample from")
-        if own.num_samples < 2:
+        if config.num_samples < 2:
             raise ConfigError("--num-samples: an advantage compares samples: give 2 or more")
-        rows = own.prompts_per_step * own.num_samples
+        rows = config.prompts_per_step * config.num_samples
         capacity = config.batch_size * trainer.micro_batches
         if rows > capacity:
             raise ConfigError(
@@ -203,18 +180,18 @@ class Rollouts:
                 ids = talk.prompt(prompt)
             else:
                 raise DataError(f"{where}: 'prompt' must be a text or a list of messages")
-            longest = len(ids) + self.options.max_new_tokens
+            longest = len(ids) + self._config.max_new_tokens
             if longest > self._trainer.config.seq_len:
                 raise DataError(
                     f"{where}: the prompt has {len(ids)} tokens, and with --max-new-tokens "
-                    f"{self.options.max_new_tokens} more it does not fit into --seq-len "
+                    f"{self._config.max_new_tokens} more it does not fit into --seq-len "
                     f"{self._trainer.config.seq_len}: leave it out, or raise --seq-len"
                 )
             yield ids
 
     def _chat(self, where: str) -> Conversation:
         """The chat whose template renders prompts of messages; its turns end samples."""
-        talk = conversation(self._tokenizer, self.options.chat_template)
+        talk = conversation(self._tokenizer, self._config.chat_template)
         if talk is None:
             raise ConfigError(
                 f"{where}: 'prompt' is a list of messages, and the tokenizer has no chat template: "
@@ -231,14 +208,14 @@ class Rollouts:
     def _chosen(self, rollout: int) -> list[int]:
         """The numbers of a rollout's prompts: each pass over all has an order of its own, and its
         last rollout is filled up from the beginning."""
-        per_pass, count = self._rollouts_per_pass, self.options.prompts_per_step
+        per_pass, count = self._rollouts_per_pass, self._config.prompts_per_step
         which, place = divmod(rollout, per_pass)
         order = np.random.default_rng([self.seed, which]).permutation(len(self._prompts))
         return np.resize(order, per_pass * count)[place * count : (place + 1) * count].tolist()
 
     @property
     def _rollouts_per_pass(self) -> int:
-        return -(-len(self._prompts) // self.options.prompts_per_step)
+        return -(-len(self._prompts) // self._config.prompts_per_step)
 
     # -- a rollout -------------------------------------------------------------------------------
 
@@ -269,7 +246,7 @@ class Rollouts:
             ):
                 row = {"prompt": group.record["prompt"], "text": text, "rewards": score}
                 rows.append(row | {"advantage": advantage, "finish": each.finish})
-                if not ((same and not self.options.keep_equal) or self._is_skipped(each)):
+                if not ((same and not self._config.keep_equal) or self._is_skipped(each)):
                     logprobs = np.asarray(each.logprobs, np.float32).tolist()
                     kept.append(Sample(number, list(each.ids), logprobs, advantage))
         scored = [scores for scores in found if not isinstance(scores, str)]
@@ -279,7 +256,7 @@ class Rollouts:
         return kept
 
     def _generated(self, rollout: int, chosen: Sequence[int]) -> list[list[Completion]]:
-        own, trainer = self.options, self._trainer
+        own, trainer = self._config, self._trainer
         made = trainer.generate(
             [self._prompts[number] for number in chosen],
             num_samples=own.num_samples,
@@ -292,12 +269,12 @@ class Rollouts:
         return made
 
     def _is_skipped(self, made: Completion) -> bool:
-        return self.options.skip_cut and made.finish == "length"
+        return self._config.skip_cut and made.finish == "length"
 
     def _failed(self, group: Group, problem: str) -> list[dict[str, Any]]:
         """The rows of a group without rewards."""
         line = f"{group.where}: the reward function {problem}"
-        if self.options.on_reward_error == "stop":
+        if self._config.on_reward_error == "stop":
             raise RewardError(f"{line}: mend it, or give --on-reward-error skip")
         warn(f"{line}: its samples are not trained")
         prompt = group.record["prompt"]
@@ -305,7 +282,7 @@ class Rollouts:
 
     def announce(self, reporter: Reporter) -> None:
         """[Prompts], and where the samples of the run go."""
-        own, longest = self.options, max(map(len, self._prompts))
+        own, longest = self._config, max(map(len, self._prompts))
         self.reporter = reporter
         lines = [
             f"  {len(self._prompts)} prompts of at most {longest} tokens",
@@ -339,18 +316,18 @@ class Rollouts:
     @property
     def batches_per_epoch(self) -> int:
         """Micro-batches of each rank in a pass over all prompts, at most."""
-        of_step = self._trainer.config.grad_accumulation
-        return self._rollouts_per_pass * self.options.updates * of_step
+        of_step = self._config.grad_accumulation
+        return self._rollouts_per_pass * self._config.updates * of_step
 
     @property
     def epoch(self) -> int:
         """The number of the pass over all prompts, from 0."""
-        return self._update // (self._rollouts_per_pass * self.options.updates)
+        return self._update // (self._rollouts_per_pass * self._config.updates)
 
     @property
     def passed(self) -> float:
         """The part of the pass that was trained."""
-        of_pass = self._rollouts_per_pass * self.options.updates
+        of_pass = self._rollouts_per_pass * self._config.updates
         return self._update % of_pass / of_pass
 
     @property
@@ -370,7 +347,7 @@ class Rollouts:
 
     @property
     def _rollout(self) -> int:
-        return self._update // self.options.updates
+        return self._update // self._config.updates
 
     @property
     def _ranks(self) -> int:
@@ -379,7 +356,7 @@ class Rollouts:
     def _packed(self) -> list[Batch]:
         """The batches of an update, with the reference's log-probabilities if the loss reads
         them."""
-        config, trainer = self._trainer.config, self._trainer
+        config, trainer = self._config, self._trainer
         shape = (config.batch_size, config.seq_len)
         batches = packed(self._samples, self._prompts, shape, self._ranks)
         if not config.has_reference:
@@ -407,7 +384,7 @@ class Rollouts:
         """State before the next update, of JSON types: also the samples, where a rollout has
         further updates."""
         state = {"seed": self.seed, "prompts": self._digest, "update": self._update}
-        if self._update % self.options.updates:
+        if self._update % self._config.updates:
             state["samples"] = [sample._asdict() for sample in self._samples]
         return state
 

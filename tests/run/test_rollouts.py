@@ -13,7 +13,7 @@ from llmq import Trainer
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
 from llmq.run.rewards import Group, RewardError, Rewards
-from llmq.run.rollouts import RolloutOptions, Rollouts, Sample, advantages, packed
+from llmq.run.rollouts import Rollouts, Sample, advantages, packed
 
 TINY = {
     "model": "tiny-qwen3",
@@ -46,11 +46,11 @@ def ascii_part(texts, record):
     return [sum(c.isascii() for c in text) / max(len(text), 1) for text in texts]
 
 
-def learner(reward=ascii_part, prompts=PROMPTS, options=None, **changed):
+def learner(reward=ascii_part, prompts=PROMPTS, **changed):
     """A trainer on its own samples, and these."""
-    trainer = Trainer(**TINY | changed)
+    trainer = Trainer(**TINY | OPTIONS | changed)
     try:
-        samples = Rollouts(trainer, prompts, reward, RolloutOptions(**OPTIONS | (options or {})))
+        samples = Rollouts(trainer, prompts, reward)
     except BaseException:
         trainer.close()
         raise
@@ -67,7 +67,7 @@ def test_a_reward_rises():
         return parts
 
     prompts = [{"prompt": "aaaa", "least": 0}, {"prompt": "zzzz", "least": 1}]
-    trainer, _ = learner(wanted, prompts, {"prompts_per_step": 2, "num_samples": 16}, steps=24)
+    trainer, _ = learner(wanted, prompts, prompts_per_step=2, num_samples=16, steps=24)
     with trainer:
         first = trainer.step()
         assert max(found.values()) < 0.6
@@ -81,14 +81,14 @@ def test_a_reward_rises():
 def test_a_run_goes_on_bit_for_bit(tmp_path):
     """Between two updates of one rollout, and into the next."""
     options, found, stop = {"updates": 2}, [], 3
-    trainer, _ = learner(options=options)
+    trainer, _ = learner(**options)
     with trainer:
         for step in range(5):
             if step == stop:
                 trainer.save(tmp_path)
             found.append(trainer.step())
         whole = trainer.weights()
-    trainer, samples = learner(options=options)
+    trainer, samples = learner(**options)
     with trainer:
         trainer.load(tmp_path)
         again = [trainer.step() for _ in range(5 - stop)]
@@ -96,7 +96,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path):
         for name, values in trainer.weights().items():
             np.testing.assert_array_equal(values, whole[name])
         assert samples.state()["update"] == 5
-    trainer, _ = learner(prompts=PROMPTS[:9], options=options)
+    trainer, _ = learner(prompts=PROMPTS[:9], **options)
     with trainer, pytest.raises(DataError, match=r"the prompts, .* changed since the checkpoint"):
         trainer.load(tmp_path)
 
@@ -286,9 +286,14 @@ def test_a_run_of_the_command(tmp_path, file, capsys):
     assert records[0]["reward"] == pytest.approx(records[0]["reward/length"] + 1)
     rows = [json.loads(line) for line in (tmp_path / "log.samples.jsonl").read_text().splitlines()]
     assert len(rows) == 16 and rows[0].keys() >= {"prompt", "text", "rewards", "advantage"}
-    assert command(tmp_path, file, "good", "--continue", steps=3) == 0
+    own = [f"--checkpoint-dir={tmp_path / 'ckpt'}", "--continue", "--steps=3"]
+    assert _run(["rl", *own, "--num-samples=3"]) == 0  # its other options are the run's
+    assert "--num-samples is 3, in the checkpoint's run it was 2" in capsys.readouterr().err
     records = [r for r in json.loads((tmp_path / "log.json").read_text()) if r["log"] == "rollout"]
     assert [r["step"] for r in records] == [0, 1, 2]
+    rows = (tmp_path / "log.samples.jsonl").read_text().splitlines()
+    assert len(rows) == 16 + 12
+    assert _run(["train", *own]) == 2 and "--prompts: is of `llmq rl`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
