@@ -216,6 +216,11 @@ class HalfSpec:
         return next(module for module in self.modules if module.key == key)
 
     @property
+    def pre_norm(self) -> bool:
+        """A norm stands between the stream and the half."""
+        return any(norm.key == self.norm for norm in self.norms)
+
+    @property
     def computed(self) -> tuple[str, ...]:
         """Names of activations in order of computation, from its input to its output."""
         return (self.norm, *self.activations, f"{self.name}_branch")

@@ -1,4 +1,4 @@
-"""One transformer block of two halves, mostly attention and MLP, and the norms around them.
+"""One transformer block of halves, mostly attention and MLP, and the norms around them.
 
     residual[l] -> ln1 -> [ qkv (-> qk_norm) -> rope -> attention -> o ] --+--> residual_att
                                                              residual[l] --+
@@ -43,22 +43,21 @@ from llmq.options.adapters import needed_inputs
 
 class LayerStreams(NamedTuple):
     """The buffers that a layer shares with its neighbours, (rows, C) each; see norms.py. before,
-    after: the residual stream in front of the layer and behind it. between: that between its
-    halves; None: a tensor of its own. branch, last_branch: what the first and the second half put
-    out, of all layers, and branch_before, what the layer in front has put out; None where halves
-    add to the stream themselves."""
+    after: the residual stream in front of the layer and behind it. between: in front of each half
+    but the first; None: a tensor of the layer's own. branches: where each half's output goes, of
+    all layers; None where a half adds to the stream itself. branch_before: what the layer in front
+    has put out; None likewise."""
 
     before: Tensor
     after: Tensor
-    between: Tensor | None
-    branch: Tensor | None
-    last_branch: Tensor | None
+    between: tuple[Tensor | None, ...]
+    branches: tuple[Tensor | None, ...]
     branch_before: Tensor | None
 
 
 class Layer:
-    """Its stream (rows, C) in front of the first half (`residual`) and of the second (`between`).
-    branch: (rows, C), what the second half puts out, unless it adds that to the stream itself.
+    """One block. streams: (rows, C) each, the residual stream in front of each half. branch:
+    (rows, C), what the last half puts out, unless it adds that to the stream itself.
     multiplied_again: keys of the matrices whose products backward computes again."""
 
     def __init__(
@@ -72,63 +71,68 @@ class Layer:
     ):
         """halves: those that compute this layer's. cache: as of Model."""
         dev, config = shared.dev, shared.config
-        self.index, self.recompute, self.residual = index, recompute, stream.before
-        rows, C = self.residual.shape
-        pre, post = config.arch.pre_norm, config.arch.post_norm
+        self.index, self.recompute = index, recompute
+        rows, C = stream.before.shape
+        post = config.arch.post_norm
         needed = needed_inputs(config, shared.options.model, index)
-        of_layer = (index, recompute, self.residual, needed)
-        first, second = self.halves = tuple(
+        of_layer = (index, recompute, stream.before, needed)
+        self.halves = tuple(
             HalfLayer(dev, shared.operands, spec, *of_layer, cache and cache.of(index, spec))
             for spec in config.halves(index)
         )
-        self.between = stream.between or first.alloc(f"residual_{first.spec.name}", rows, C)
-        # A norm behind a half needs its output in backward. Without one in front of it, its input
-        # is the stream.
-        branch, self.branch = stream.branch, stream.last_branch
-        if post and not recompute.block:
-            branch = first.alloc(f"{first.spec.name}_branch", rows, C)
-        if post:
-            self.branch = second.alloc(f"{second.spec.name}_branch", rows, C)
-        first.out, second.out = HalfOut(branch), HalfOut(self.branch)
-        if branch is None:
-            first.out = HalfOut(self.between, addend=self.residual)
-        if self.branch is None:
-            second.out = HalfOut(stream.after, addend=self.between)
-        sites = ((self.residual, stream.branch_before), (self.between, branch))
-        for half, layer, site in zip(halves, self.halves, sites, strict=True):
-            name = layer.spec.norm
-            kept = pre and half.keeps_input(recompute) and layer.needs(name)
-            x = layer.activation(name, C, kept=kept, may_be_codes=True)
+        inner = [
+            between or half.alloc(f"residual_{half.spec.name}", rows, C)
+            for half, between in zip(self.halves, stream.between, strict=False)
+        ]
+        self.streams = (stream.before, *inner)
+        first, before = self.halves[0], stream.branch_before
+        following = (*inner, stream.after)
+        for half, implementation, here, branch, after in zip(
+            self.halves, halves, self.streams, stream.branches, following, strict=True
+        ):
+            # A norm behind a half needs its output in backward, of which the first half's alone is
+            # computed again. Without a norm in front of a half, its input is the stream.
+            if post and (half is not first or not recompute.block):
+                branch = half.alloc(f"{half.spec.name}_branch", rows, C)
+            half.out = HalfOut(after, addend=here) if branch is None else HalfOut(branch)
+            name, pre = half.spec.norm, half.spec.pre_norm
+            kept = pre and implementation.keeps_input(recompute) and half.needs(name)
+            x = half.activation(name, C, kept=kept, may_be_codes=True)
             name = f"{name}.{index}"
             stats = alloc_stats(dev, config, name, rows) if pre else None
             post_stats = alloc_stats(dev, config, f"{name}.post", rows) if post else None
-            layer.norm = NormTensors(*site, stats, post_stats, x)
-            layer.saved = half.keep(layer)
+            half.norm = NormTensors(here, before, stats, post_stats, x)
+            half.saved = implementation.keep(half)
+            before = branch
+        self.branch = before
         again = (half.multiplied_again(recompute) for half in halves)
         self.multiplied_again = frozenset(key for keys in again for key in keys)
 
 
 class WantedGradients(NamedTuple):
-    """The gradients that somebody wants, because there is a trained parameter in front of them.
-    first_in, second_in: of the halves' inputs. inside: of what leads to the product that makes the
-    first half's output. first_out: of that output. Each of them wants all that follow in the
-    block."""
+    """The gradients of a half that somebody wants, because there is a trained parameter in front of
+    them. input: of the half's input. inside: of what leads to the product that makes the half's
+    output. output: of that output. Each of them wants all that follow in the block."""
 
-    first_in: bool
+    input: bool
     inside: bool
-    first_out: bool
-    second_in: bool
+    output: bool
 
     @classmethod
-    def of(cls, halves: tuple[HalfSpec, ...], g: PartGrads, *, block_in: bool) -> WantedGradients:
-        """block_in: whether the gradient of the block's input is wanted."""
-        first, second = halves
-        inner = [module for module in first.modules if module.key != first.output]
-        last = [module for module in first.modules if module.key == first.output]
-        between = (first.norms, inner, last, second.norms)
-        trained = (any(key in g for m in modules for key in m.keys) for modules in between)
-        _, *wanted = accumulate(trained, or_, initial=block_in)
-        return cls(*wanted)
+    def of(
+        cls, halves: tuple[HalfSpec, ...], g: PartGrads, *, block_in: bool
+    ) -> list[WantedGradients]:
+        """Return those of each half. block_in: whether that of the block's input is wanted."""
+        found, wanted = [], block_in
+        for half in halves:
+            inner = [module for module in half.modules if module.key != half.output]
+            last = [module for module in half.modules if module.key == half.output]
+            groups = (half.norms, inner, last)
+            trained = (any(key in g for m in modules for key in m.keys) for modules in groups)
+            _, *each = accumulate(trained, or_, initial=wanted)
+            found.append(cls(*each))
+            wanted = each[-1]
+        return [*found[:-1], found[-1]._replace(inside=True, output=True)]
 
 
 class Blocks:
@@ -146,64 +150,64 @@ class Blocks:
         follow."""
         dev, config, options, operands, self.linear, self.norms, *_ = shared
         shape, dtype = operands.shape, operands.dtype
-        self.residuals = residuals
         specs = [config.halves(layer) for layer in range(config.num_layers)]
         # These halves add to the stream themselves.
-        first_adds, self.last_adds = (
+        adds = [
             not config.arch.post_norm
-            and all(self._adds(layer, spec) for layer, spec in enumerate(of_position))
+            and all(self._adds(residuals, layer, spec) for layer, spec in enumerate(of_position))
             for of_position in zip(*specs, strict=True)
-        )
-        kinds, again, branch = recompute_of_layers(options.memory, config), None, None
-        # It has to survive until the next layer begins, where the whole block is recomputed.
-        if any(kind.block for kind in kinds):
-            again = dev.alloc(f"residual_{specs[0][0].name}", shape, dtype, "Activations")
+        ]
+        self.last_adds = adds[-1]
+        kinds, branch = recompute_of_layers(options.memory, config), None
+        blocks = any(kind.block for kind in kinds)
+        # They have to survive until the next layer begins, where the whole block is recomputed.
+        names = [f"residual_{spec.name}" for spec in specs[0][:-1]]
+        again = [dev.alloc(name, shape, dtype, "Activations") for name in names if blocks]
         offloads = trains and options.memory.offload_between
         left = [i for i, kind in enumerate(kinds) if offloads and not kind.block]
-        self.between = Stream(dev, "residual.between", left, shape, dtype, offload=True)
-        if not (first_adds and self.last_adds):
+        between = [
+            Stream(dev, f"residual.between{i or ''}", left, shape, dtype, offload=True)
+            for i in range(len(adds) - 1)
+        ]
+        self.streams = (residuals, *between)
+        if not all(adds):
             branch = dev.alloc("branch", shape, dtype, "Activations")
-        first_branch, before = None if first_adds else branch, None if self.last_adds else branch
-        last_branch = before
+        branches = tuple(None if adds_itself else branch for adds_itself in adds)
         names = dict.fromkeys(spec.kind for halves in specs for spec in halves)
         of_kind = {name: HALVES[name](shared) for name in names}
         self.halves = [tuple(of_kind[spec.kind] for spec in halves) for halves in specs]
         self.layers: list[Layer] = []
+        before = branches[-1]
         for index, kind in enumerate(kinds):
-            residual, after = residuals.tensors[index], residuals.after(index)
-            between = again if kind.block else self.between.tensors.get(index)
-            stream = LayerStreams(residual, after, between, first_branch, last_branch, before)
+            inside = again if kind.block else [stream.tensors.get(index) for stream in between]
+            around = (residuals.tensors[index], residuals.after(index))
+            stream = LayerStreams(*around, tuple(inside), branches, before)
             layer = Layer(shared, index, kind, stream, self.halves[index], cache)
             self.layers.append(layer)
             before = layer.branch
 
-    def _adds(self, layer: int, spec: HalfSpec) -> bool:
-        out = self.residuals.final
+    def _adds(self, residuals: Residuals, layer: int, spec: HalfSpec) -> bool:
+        out = residuals.final
         return spec.output is not None and self.linear.accepts_addend(layer, spec.output, out)
 
     def forward(self, index: int, w: PartWeights, *, keep: bool) -> None:
-        """The stream in front of a block to that behind it, or to that between the halves and the
-        second one's branch. keep: backward follows, and will read the stream in front."""
-        layer, residuals = self.layers[index], self.residuals
-        (first, second), (of_first, of_second) = self.halves[index], layer.halves
-        before = self.layers[index - 1].between if index > 0 else None
-        with ExitStack() as temps:
-            if keep and not self.last_adds:
-                residuals.write(index)
-            x = self.norms.forward(temps, of_first.norm, before, w)
-            if keep:
-                residuals.written(index)
-                self.between.write(index)
-            ctx = LayerContext(temps, of_first, w, keep=keep)
-            first.forward(ctx, x)
-        with ExitStack() as temps:
-            x = self.norms.forward(temps, of_second.norm, layer.residual, w)
-            if keep:
-                self.between.written(index)
-            if keep and self.last_adds:
-                residuals.write(index + 1)
-            ctx = LayerContext(temps, of_second, w, keep=keep)
-            second.forward(ctx, x)
+        """The stream in front of a block to that behind it, or to that in front of the last half
+        and this one's branch. keep: backward follows, and will read the stream in front."""
+        layer, last = self.layers[index], len(self.streams) - 1
+        before = self.layers[index - 1].streams[-1] if index > 0 else None
+        for i, (half, of_half) in enumerate(zip(self.halves[index], layer.halves, strict=True)):
+            with ExitStack() as temps:
+                if keep and i == 0 and not self.last_adds:
+                    self.streams[0].write(index)
+                x = self.norms.forward(temps, of_half.norm, before, w)
+                if keep:
+                    self.streams[i].written(index)
+                    if i < last:
+                        self.streams[i + 1].write(index)
+                    elif self.last_adds:
+                        self.streams[0].write(index + 1)
+                half.forward(LayerContext(temps, of_half, w, keep=keep), x)
+            before = layer.streams[i]
 
     def backward(
         self,
@@ -216,32 +220,36 @@ class Blocks:
         wanted: bool,
     ) -> None:
         """d_residual (rows, C): gradient of the block's output in, of its input out. d_x (rows, C):
-        scratch for the gradient of a half's input, or with post_norm that of the second half's
+        scratch for the gradient of a half's input, or with post_norm that of the last half's
         output in. wanted: whether that of the block's input is; else both hold anything afterwards.
         Tensors that were not kept are computed again first; scales are those of the forward
         pass."""
         layer, d_out = self.layers[index], self.norms.d_out(d_residual, d_x)
-        (first, second), (of_first, of_second) = self.halves[index], layer.halves
-        reach = WantedGradients.of((of_first.spec, of_second.spec), g, block_in=wanted)
+        specs = tuple(half.spec for half in layer.halves)
+        reach = WantedGradients.of(specs, g, block_in=wanted)
         again = layer.recompute.block
-        with ExitStack() as temps:
-            ctx = LayerContext(temps, of_first, w, g)
-            if again:  # the stream between is needed first, and needs the half
-                inputs = first.recompute(ctx)
-            with ExitStack() as inner:
-                before = layer.residual if again else None
-                ctx_of_second = LayerContext(inner, of_second, w, g, before)
-                made = second.recompute(ctx_of_second)
-                to = d_x if reach.second_in else None
-                second.backward(ctx_of_second, made, d_out, to, inside=True)
-            if reach.second_in:
-                self.norms.backward(of_second.norm, of_first.out_id, d_residual, d_x, w, g)
-            if not reach.first_out:
-                return
-            if not again:
-                inputs = first.recompute(ctx)
-            to = d_x if reach.first_in else None
-            first.backward(ctx, inputs, d_out, to, inside=reach.inside)
-        if reach.first_in:
-            before = self.layers[index - 1].halves[1].out_id if index > 0 else None
-            self.norms.backward(of_first.norm, before, d_residual, d_x, w, g)
+        contexts, made = [], []
+        with ExitStack() as outer:
+            for i, (half, of_half) in enumerate(zip(self.halves[index], layer.halves, strict=True)):
+                before = layer.streams[i - 1] if again and i > 0 else None
+                temps = outer.enter_context(ExitStack())
+                contexts.append(LayerContext(temps, of_half, w, g, before))
+                if again:  # a stream between needs the half in front of it
+                    made.append(half.recompute(contexts[i]))
+            for i in reversed(range(len(specs))):
+                half, of_half, ctx = self.halves[index][i], layer.halves[i], contexts[i]
+                if not reach[i].output:
+                    return
+                inputs = made.pop() if again else half.recompute(ctx)
+                to = d_x if reach[i].input else None
+                half.backward(ctx, inputs, d_out, to, inside=reach[i].inside)
+                ctx.temps.close()
+                if reach[i].input:
+                    before = self._out_before(index, i)
+                    self.norms.backward(of_half.norm, before, d_residual, d_x, w, g)
+
+    def _out_before(self, index: int, half: int) -> str | None:
+        """The name of the gradient of what the half in front of this one has put out."""
+        if half > 0:
+            return self.layers[index].halves[half - 1].out_id
+        return self.layers[index - 1].halves[-1].out_id if index > 0 else None

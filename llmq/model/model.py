@@ -114,7 +114,7 @@ class Model:
                 self.blocks.forward(layer, w, keep=keep)
             weights.release(f"layers.{layer}")
         last = self.blocks.layers[-1]
-        self.head.forward(PartWeights(weights.get("head")), last.between, last.branch)
+        self.head.forward(PartWeights(weights.get("head")), last.streams[-1], last.branch)
         weights.release("head")
 
     def begin_magnitudes(self) -> None:
@@ -162,7 +162,7 @@ class Model:
         """Per-token losses and all gradients after `forward`. accumulate False: gradients are
         overwritten; True: added to. last: of an optimizer step."""
         grads.start_micro_step(accumulate, last)
-        weights, streams = self.weights, (self.residuals, self.blocks.between)
+        weights, streams = self.weights, self.blocks.streams
         blocks, last_layer = self.blocks.layers, self._layers[-1]
         weights.gather(f"layers.{last_layer}", blocks[last_layer].multiplied_again)
         grads.load(f"layers.{last_layer}")

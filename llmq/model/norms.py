@@ -137,14 +137,14 @@ class BlockNorms:
 
     def __init__(self, dev: Device, config: ModelConfig, operands: Operands):
         self.norm, self.operands = Normalization(dev, config), operands
-        self.pre, self.post = config.arch.pre_norm, config.arch.post_norm
+        self.post = config.arch.post_norm
 
     def forward(
         self, temps: ExitStack, here: NormTensors, before: Tensor | None, w: PartWeights
     ) -> Operand:
         """The input of a half. before: (rows, C), the stream where the half before began; None:
         there is none. It is not read where there is no branch."""
-        if self.pre:
+        if here.stats is not None:
             out = self.operands.buffers(temps, here.out)
             self._run(here, before, w, out)
             return self.operands.finalize(temps, out)
@@ -158,7 +158,7 @@ class BlockNorms:
         product: so is the half's first product, and not only its weight's gradient needs the
         input."""
         here, before, w = ctx.layer.norm, ctx.before, ctx.w
-        if not self.pre:
+        if here.stats is None:
             if before is not None:
                 self._run(here, before, w, OutBuffers("", here.stream))
             return self.operands.quantize_again(
@@ -180,11 +180,11 @@ class BlockNorms:
         if here.branch is None:
             before = None
         if self.post and before is not None:
-            into = OutBuffers("", stream) if self.pre else to
+            into = to if here.stats is None else OutBuffers("", stream)
             self.norm.post(into, here.post_stats, here.branch, before, here.post_weight(w))
             self.norm.scale(stream, here.scale(w))
             before = None
-        if not self.pre:
+        if here.stats is None:
             return
         added = () if before is None else (before, here.branch)
         self.norm.forward(to, here.stats, stream, weight, bias, *added)
@@ -209,7 +209,7 @@ class BlockNorms:
         if id_before is not None:
             out = self.d_out(d_residual, d_x)
             d_branch = self.operands.measured(id_before, out)
-        if self.pre:
+        if here.stats is not None:
             to = OutBuffers("", d_residual) if self.post else d_branch
             (weight, _), grads = here.parameters(w), here.parameters(g)
             self.norm.backward(to, *grads, d_x, here.stream, weight, here.stats, d_residual)

@@ -9,6 +9,7 @@ is kept for it on the device.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -218,13 +219,15 @@ def _activations(step: Step) -> list[_Entry]:
         if not model.residuals.leaves(layer):
             entries.append(_Entry((layer, -1), f"the input of layer {layer}",
                                   model.residuals.tensors[layer]))  # fmt: skip
-        first, second = config.halves(layer)
-        between = f"residual_{first.name}"
-        for i, name in enumerate((*first.computed, between, *second.computed)):
+        between = {}
+        for stream, half in zip(model.blocks.streams[1:], config.halves(layer), strict=False):
+            between[f"residual_{half.name}"] = stream
+        computed = [(*half.computed, f"residual_{half.name}") for half in config.halves(layer)]
+        for i, name in enumerate(chain(*computed)):
             order[layer, name] = (layer, i)
             tensor = kept.get(f"{name}.{layer}")
-            if name == between and not model.blocks.between.leaves(layer):
-                tensor = model.blocks.between.tensors.get(layer, tensor)
+            if name in between and not between[name].leaves(layer):
+                tensor = between[name].tensors.get(layer, tensor)
             if tensor is not None and tensor.dtype in (F32, BF16):
                 entries.append(_Entry((layer, i), f"{name} of layer {layer}", tensor))
     for (layer, name), value in model.operands.largest().items():
