@@ -1,12 +1,10 @@
 """`llmq bench`: configurations, the child that measures, and the report."""
 
-import dataclasses
 import io
 import json
 import sys
 import threading
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ import pytest
 
 from llmq.base.dtypes import F32
 from llmq.base.errors import LlmqError
-from llmq.bench import BenchOptions, bench, child, measure, sweep_file
+from llmq.bench import BenchOptions, bench, child, measure
 from llmq.bench.bench import run_bench
 from llmq.bench.child import run_child
 from llmq.bench.measure import (
@@ -28,7 +26,6 @@ from llmq.bench.measure import (
 )
 from llmq.commands.cli import _run
 from llmq.ops.pointwise import elementwise
-from llmq.options.options_io import make_config
 from llmq.ref.attention.attention import CASES as ATTENTION_CASES
 from llmq.ref.product.matmul import CASES as MATMUL_CASES
 from llmq.runtime.cost import Kind
@@ -113,16 +110,6 @@ def test_child_reports_what_nobody_expected(monkeypatch, tmp_path, capsys):
     assert "in broken" in capsys.readouterr().err
 
 
-def test_child_says_what_does_nothing(capfd):
-    options = {"p2p": "off", "use-zero-copy": True, "warmup": 1000}
-    assert run_child(TINY | options, steps=1, repeats=1)["status"] == "ok"
-    assert sorted(capfd.readouterr().err.splitlines()) == [
-        "warning: --p2p off has no effect with --device cpu",
-        "warning: --use-zero-copy has no effect without --offload-master, -opt-m, -opt-v or "
-        "-gradients",
-    ]
-
-
 def suite(tmp_path, text):
     path = tmp_path / "suite.yaml"
     path.write_text(text)
@@ -171,21 +158,6 @@ def test_child_that_hangs(monkeypatch, tmp_path):
     words = "\n\n  ```text\n  began\n"
     assert f"- tiny fp32 1 x 2 --seed=1: hung: {HUNG}{words}  in stuck\n  ```\n" in report
     assert f"- tiny fp32 1 x 2 --seed=2: failed: the process ended with status 5{words}" in report
-
-
-def test_the_report_says_where_a_run_hung_and_not_how_it_began(monkeypatch, tmp_path):
-    code = (
-        "import faulthandler; faulthandler.register(signal.SIGUSR1, file=sys.stderr); "
-        "deeper = lambda n: deeper(n - 1) if n else time.sleep(9); print('began'); deeper(20)"
-    )
-    child_runs(monkeypatch, code)
-    how = BenchOptions(out=tmp_path / "out", steps=1, repeats=1, timeout=1)
-    with pytest.raises(LlmqError, match="1 of 1 runs failed"):
-        run_bench(TINY, None, how, [])
-    shown = (tmp_path / "out.md").read_text().partition("```text\n")[2].partition("```")[0]
-    first, second, *rest = shown.rstrip().splitlines()
-    assert first.startswith("  Current thread ") and second.endswith(" in <lambda>")
-    assert len(rest) == 10 and "in <module>" not in shown
 
 
 def test_child_that_is_late(monkeypatch):
@@ -350,18 +322,6 @@ def test_memory_that_is_not_as_planned():
     assert as_planned() and as_planned(stack=1 << 15)
     for found in ({"stack": 1 << 17}, {"device": 1 << 19}, {"pinned": 0}):
         assert not as_planned(**found)
-
-
-def test_equal_runs_are_equal_in_another_minute(monkeypatch):
-    minutes = iter(range(60))
-
-    def later(options):
-        now = datetime(2026, 1, 1, 0, next(minutes), tzinfo=UTC)
-        return dataclasses.replace(make_config(options), log_file=None).normalized(now)
-
-    monkeypatch.setattr(sweep_file, "make_config", later)
-    assert sweep_file.identity(TINY) == sweep_file.identity(TINY | {"watchdog": 7})
-    assert sweep_file.identity(TINY) != sweep_file.identity(TINY | {"seed": 7})
 
 
 def test_command_line(monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from llmq.bench.picture import figure_of, heat_maps, number
+from llmq.bench.picture import figure_of, heat_maps
 from llmq.bench.report import as_csv, describe
 from llmq.bench.report_file import ReportFile, comparison, read_report
 from tests.kept import kept_reports
@@ -103,12 +103,6 @@ def test_names_that_fonts_do_not_know():
     figure = figure_of(report(odd))
     figure.savefig(io.BytesIO(), format="png")
     assert figure.axes[1].get_title().startswith("a$b$\ufffd[1m\\udc80: best")
-
-
-def test_numbers():
-    assert [number(n) for n in (0.25, 999.0, 9999.0, 153_123.0, 2.5e6, 3e9)] == [
-        "0.25", "999", "9999", "153.1k", "2.5M", "3B",
-    ]  # fmt: skip
 
 
 def test_csv_has_a_line_for_each_run_and_a_column_for_each_option():

@@ -130,11 +130,6 @@ def test_another_machine_that_shares_the_folder_is_not_asked(warnings):
     assert rig_card(CARD, 1) is CARD and not warnings
 
 
-def test_a_sibling_with_other_memory_is_not_asked():
-    write_card_file(card_file(memory=40 << 30))
-    assert rig_card(CARD, 1) is CARD
-
-
 # -- files that were shared ----------------------------------------------------------------------
 
 SHARED_FILES = sorted(cards.SHARED.glob("*.json"))
@@ -242,17 +237,6 @@ def test_products_take_what_was_measured_and_between_sizes_their_rate():
     # Nearer to one is more like it.
     near = (32768, 1536, 1024)
     assert rates.compute(product(*near)) == pytest.approx(flops(*near) * per_flop[0], rel=0.02)
-
-
-def test_a_product_of_another_layout_is_like_one_that_was_measured():
-    def call(dev, alloc):
-        out, a, b = alloc("out", (1024, 1024)), alloc("a", (32768, 1024)), alloc("b", (32768, 1024))
-        return lambda: matmul.matmul(dev, out, a, b, trans_a=True)
-
-    work = traced(call)
-    assert Rates(card_of_file(FILE)).compute(work) == pytest.approx(
-        Measured(FILE).seconds(work.kind, work.cost.flops, work.device_bytes)
-    )
 
 
 def test_a_product_with_adapters_is_like_one_without():
@@ -378,13 +362,6 @@ def test_what_has_no_like_is_left_to_the_data_sheet():
     sheet, rig = Rates(CARD), Rates(card_of_file(file))
     for work in (product(64, 64, 64), unknown(1 << 28)):
         assert rig.compute(work) == sheet.compute(work)
-
-
-def test_what_has_other_sizes_is_no_like():
-    of_two = card_file(launches={"matmul/bf16": [[[64, 64], 4e-6]]})
-    assert Rates(card_of_file(of_two)).compute(product(64, 64, 64)) == Rates(CARD).compute(
-        product(64, 64, 64)
-    )
 
 
 def attended(seq_len, dtype=BF16, window=None):

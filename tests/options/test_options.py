@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import tracemalloc
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,96 +23,11 @@ from llmq.options.options import GROUPS, OPTIONS, TrainConfig
 from llmq.options.options_io import make_config, option_rows
 from llmq.options.presets import preset
 from llmq.options.rules import RULES
-from llmq.options.sizes import SIZES
 from llmq.plan.plan import make_plan
 from llmq.runtime.machine import PLAN_SPEC
 
 FP8 = {"matmul-dtype": "e4m3"}
 HALF = FP8 | {"fp8-accumulate": "fp16"}
-# Defaults of the program whose command lines must run unchanged.
-LLMQ_DEFAULTS = {
-    "model": ".",
-    "revision": None,
-    "from-scratch": False,
-    "init-proj-to-zero": False,
-    "model-dtype": "bf16",
-    "matmul-dtype": "bf16",
-    "gradient-dtype": "bf16",
-    "train-file": ("data/tiny-shakespeare-qwen/train*.bin",),
-    "eval-file": "data/tiny-shakespeare-qwen/eval*.bin",
-    "drop-last": False,
-    "train-seed": 0x83B45442,
-    "eval-seed": 0x384B4524,
-    "batch": 4,
-    "batch-size": 4,
-    "seq-len": 1024,
-    "seq-length": 1024,
-    "lmhead-chunks": 1,
-    "attn-bwd-chunks": 1,
-    "lr": 1e-5,
-    "learning-rate": 1e-5,
-    "warmup": 0,
-    "cooldown": 0,
-    "final-lr-fraction": 1.0,
-    "lr-schedule": "cosine",
-    "beta-1": 0.9,
-    "beta-2": 0.95,
-    "adam-epsilon": 1e-8,
-    "opt-m-dtype": "fp32",
-    "opt-v-dtype": "fp32",
-    "grad-accumulation": 4,
-    "grad-clip": 1.0,
-    "weight-decay": 0.1,
-    "z-loss": 0.0,
-    "router-aux-loss": None,
-    "router-z-loss": 0.0,
-    "guard": "warn",
-    "force": False,
-    "ckpt-every-minutes": 0.0,
-    "ckpt-required": 0,
-    "max-hours": 0.0,
-    "steps": -1,
-    "epochs": 1,
-    "eval-every-n-steps": 100,
-    "eval-num-steps": 100,
-    "name": "llmq",
-    "out-dir": Path("output/llmq"),
-    "checkpoint-dir": Path("ckpt/llmq"),
-    "ckpt-interval": 100,
-    "ckpt-keep-n": 3,
-    "ckpt-major": -1,
-    "save-training-state": True,
-    "continue": None,
-    "overwrite": False,
-    "new-data": False,
-    "log-format": "auto",
-    "log-gpu-util": 25,
-    "debug-log-allocations": -1,
-    "debug-time-breakdown": False,
-    "debug-log-abs-max": -1,
-    "recompute-swiglu": False,
-    "recompute-norm": False,
-    "recompute-ffn": False,
-    "recompute-qkv": False,
-    "recompute-att": False,
-    "recompute-block": False,
-    "offload-residual": False,
-    "gpus": 0,
-    "zero-level": 1,
-    "shard-weights": False,
-    "shard-gradients": False,
-    "persistent-quants": False,
-    "offload-quants": False,
-    "offload-master": False,
-    "offload-opt-m": False,
-    "offload-opt-v": False,
-    "offload-gradients": False,
-    "use-zero-copy": False,
-    "write-combined": False,
-    "memcpy-all-gather": False,
-    "memcpy-send-recv": False,
-    "all-to-all-reduce": False,
-}
 
 
 @pytest.mark.parametrize(
@@ -123,93 +37,6 @@ LLMQ_DEFAULTS = {
 def test_logits_are_made_of_so_many_tokens_that_products_are_as_fast(batch, more, parts):
     config = make_config({"batch-size": batch, "seq-len": 1024, "from-scratch": True} | more)
     assert config.lmhead_chunks == parts
-
-
-def test_defaults_of_known_flags():
-    config = make_config({})
-    by_flag = {flag: getattr(config, name) for name, opt in OPTIONS.items() for flag in opt.flags}
-    assert {flag: by_flag[flag] for flag in LLMQ_DEFAULTS} == LLMQ_DEFAULTS
-    own = {
-        "optimizer": "adamw",
-        "muon-lr": None,
-        "master-dtype": "bf16",
-        "grad-accum-dtype": "bf16",
-        "head-dtype": "bf16",
-        "mlp-dtype": "bf16",
-        "fp8-recipe": "jit",
-        "fp8-fast-accumulation": "activations",
-        "fp8-accumulate": "fp32",
-        "allow-other-tokenizer": False,
-        "lora-rank": 0,
-        "lora-alpha": None,
-        "lora-targets": None,
-        "lora-layers": "all",
-        "lora-rank-pattern": (),
-        "lora-alpha-pattern": (),
-        "seq-stages": None,
-        "lora-dora": False,
-        "num-labels": None,
-        "lora-dropout": None,
-        "lora-scaling": None,
-        "lora-plus": 1.0,
-        "base-dtype": None,
-        "adapter": None,
-        "train": None,
-        "loss": "ce",
-        "scores": None,
-        "loss-params": (),
-        "lr-parts": (),
-        "ema": 0.0,
-        "offload-between": False,
-        "eval-task": (),
-        "task-every": -1,
-        "sample-prompt": (),
-        "keep-best": None,
-        "stop-after": 0,
-        "export": "last",
-        "eval-at-start": False,
-        "add-tokens": None,
-        "packing": "concat",
-        "long": None,
-        "document-mask": False,
-        "document-separator": None,
-        "data-order": "shuffle",
-        "recompute-layers": "all",
-        "keep-transposed": True,
-        "mirror-weights": False,
-        "p2p": "auto",
-        "watchdog": 300,
-        "shard-over": "machine",
-        "ckpt-background": False,
-        "download": False,
-        "text-only": False,
-        "keep-reference": False,
-        "prompts": None,
-        "reward": None,
-        "prompts-per-step": 8,
-        "num-samples": 8,
-        "max-new-tokens": 256,
-        "temperature": 1.0,
-        "updates": 1,
-        "scale-rewards": None,
-        "skip-cut": False,
-        "keep-equal": False,
-        "on-reward-error": "stop",
-        "reward-seconds": 60.0,
-        "reward-workers": 1,
-        "chat-template": None,
-        "seed": 42,
-        "tensorboard": None,
-        "wandb": None,
-        "memory-limit": None,
-        "device": "auto",
-        "use-cuda-graphs": True,
-        "attention": "auto",
-        "tune": True,
-    }
-    del by_flag["log-file"]  # holds the time
-    own |= {flag: None for name in SIZES for flag in OPTIONS[name].flags}
-    assert by_flag == LLMQ_DEFAULTS | own
 
 
 def test_class_is_frozen_keyword_only_and_documented():
@@ -266,7 +93,6 @@ def test_values_are_converted(flag, value, field, expected):
         ({"batch": True}, "--batch-size: expected an integer, got True"),
         ({"lr": "fast"}, "--learning-rate: expected a number, got 'fast'"),
         ({"lr": "nan"}, "--learning-rate: expected a number, got 'nan'"),
-        ({"lr": -1e-5}, "--learning-rate: must be at least 0, got -1e-05"),
         ({"from-scratch": "maybe"}, "--from-scratch: expected true or false, got 'maybe'"),
         ({"model-dtype": "fp8"}, "--model-dtype: FP8 alone is ambiguous, give e4m3 or e5m2"),
         ({"model-dtype": "e4m3"}, "--model-dtype: expected bf16 or fp32, got 'e4m3'"),
@@ -437,15 +263,6 @@ def test_layers():
             parse_layers(bad)
 
 
-def test_layers_that_are_not_there_take_no_memory():
-    tracemalloc.start()
-    with pytest.raises(ValueError, match="a model of 3"):
-        layer_set("0-1000000", 3)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1 << 20  # a set of them has 32 MiB alone
-
-
 def test_steps_between_records():
     assert [parse_every(value) for value in (True, False, 3, "0x10", "-1")] == [1, -1, 3, 16, -1]
     for bad in ("every", 1.5, None):
@@ -559,11 +376,6 @@ def test_what_is_implied_cannot_be_given_as_off(tmp_path, off, implying, named):
     assert not getattr(make_config({off: False}), off.replace("-", "_"))
     implying = implying | {"log-file": "log.json"}  # else named by the second
     assert make_config(implying | {off: True}) == make_config(implying)
-
-
-def test_epochs_are_implied_only_without_steps():
-    assert make_config({}).epochs == 1
-    assert make_config({"steps": 7}).epochs is None
 
 
 def test_names_and_log_file():
@@ -928,24 +740,10 @@ def test_bad_config_files(tmp_path, name, text, message):
     assert "\n" not in str(error.value)
 
 
-LLMQ_ROWS = """
-    name recompute-swiglu recompute-norm recompute-ffn recompute-qkv recompute-att recompute-block
-    lm-head-chunks attn-bwd-chunks offload-master offload-quants offload-opt-m offload-opt-v
-    use-zero-copy shard-weights shard-gradients persistent-quants cuda-graphs all-to-all-reduce
-    memcpy-all-gather memcpy-send-recv use-write-combined matmul-dtype gradient-dtype model-dtype
-    opt-m-dtype opt-v-dtype learning-rate warmup cooldown final-lr lr-schedule beta-1 beta-2
-    grad-clip weight-decay grad-accumulation micro-batch seq-len total-batch steps-per-epoch steps
-    eval-every-n-steps eval-num-steps ckpt-every-n-steps ckpt-keep ckpt-major train-loader-seed
-    eval-loader-seed arch vocab-size hidden-size ffn-size num-layers tied-word-emb num-heads
-    num-kv-heads train-file eval-file checkpoint-dir out-dir log-file
-""".split()
-
-
 def test_option_rows():
     config = make_config({"batch": 2, "seq-len": 64, "lr": 1e-4, "model-dtype": "bf16"})
     rows = option_rows(config, preset("tiny"), world_size=3, steps_per_epoch=11, total_steps=22)
     names = [name for name, _ in rows]
-    assert names[: len(LLMQ_ROWS)] == LLMQ_ROWS
     assert len(set(names)) == len(names)
     assert {type(value) for _, value in rows} <= {bool, int, float, str}
     values = dict(rows)

@@ -4,7 +4,6 @@ import pytest
 import typer
 
 from llmq.base.errors import ConfigError
-from llmq.commands.cli import _run
 from llmq.commands.common import TrainCommand, train_options
 from llmq.options.options import OPTIONS
 from llmq.options.options_io import FIELDS, make_config
@@ -68,21 +67,6 @@ def test_two_names_of_an_option_beside_a_removed_one_are_refused():
     flags = next(option.flags for option in OPTIONS.values() if len(option.flags) > 1)
     with pytest.raises(ConfigError, match="is given twice, under two names"):
         make_config({flags[0]: 1, flags[1]: 1, "pref_beta": 0.1})
-
-
-def test_help_shows_no_removed_flag(capsys):
-    assert _run(["train", "--help-all"]) == 0
-    text = capsys.readouterr().out
-    assert not [name for name in REMOVED if f"--{name.replace('_', '-')} " in text]
-
-
-def test_option_file_with_removed_options_goes_on(tmp_path, capsys):
-    file = tmp_path / "old.yaml"
-    file.write_text("loss: dpo\npacking: best-fit\npref-beta: 0.2\npref_sft: 0.5\n")
-    config = make_config({"loss-params": "sft=0.25"}, file)
-    assert config.loss_values == {
-        **{"beta": 0.2, "sft": 0.25, "normalize": False, "smoothing": 0.0}
-    }
 
 
 def test_old_values_become_those_of_today():

@@ -268,19 +268,7 @@ def test_a_log_that_shrinks_goes_on_behind_its_last_whole_record(tmp_path, capsy
     assert capsys.readouterr().err.count("warning: ") == (length != -1)
 
 
-def test_a_log_whose_place_another_file_takes(tmp_path, capsys):
-    path = tmp_path / "run.json"
-    log = logging(path)
-    (tmp_path / "other").write_text("of somebody")
-    os.replace(tmp_path / "other", path)
-    log.write("step", 3)
-    log.close()
-    assert path.read_text() == "of somebody"
-    assert steps_of(tmp_path / "run.json.new-1") == [("cmd", 0), ("step", 3)]
-    assert "has been replaced by another file: begun anew in" in capsys.readouterr().err
-
-
-def test_the_name_of_a_log_that_is_replaced_again_does_not_grow(tmp_path):
+def test_a_log_whose_place_other_files_take(tmp_path, capsys):
     log = logging(tmp_path / "run.json")
     for step in range(3, 6):
         (tmp_path / "other").write_text("of somebody")
@@ -289,6 +277,8 @@ def test_the_name_of_a_log_that_is_replaced_again_does_not_grow(tmp_path):
     log.close()
     names = [path.name for path in tmp_path.iterdir()]
     assert sorted(names) == ["run.json", *(f"run.json.new-{n}" for n in (1, 2, 3))]
+    assert (tmp_path / "run.json").read_text() == "of somebody"
+    assert "has been replaced by another file: begun anew in" in capsys.readouterr().err
     assert steps_of(tmp_path / "run.json.new-3") == [("cmd", 0), ("step", 5)]
 
 
@@ -409,17 +399,6 @@ def test_lines_of_a_terminal_fit_into_80_columns(reporter):
     assert first.startswith(f"[T] step     7 | loss {loss} | norm ") and first.endswith(" tok/s")
     assert second.startswith(f"[V] step     7 | eval {loss} | train {RESULT.loss:9f} | ")
     assert logged(reporter)[0]["loss"] == RESULT.loss  # all of it
-
-
-def test_products_that_accumulate_fast(reporter):
-    reporter.choices(0, {}, {})
-    assert reporter.view.lines == []
-    chosen = {"a": True, "b": False, "c": True}
-    reporter.choices(3, chosen, {})
-    assert reporter.view.lines == ["  fast accumulation: 2 of 3 fp8 products that may"]
-    reporter.close()
-    (record,) = logged(reporter)
-    assert (record["log"], record["step"], record["fast_products"]) == ("fast-products", 3, chosen)
 
 
 def test_ways_that_were_chosen(reporter):

@@ -131,14 +131,6 @@ def test_smoothing_is_that_of_tensorboard(weight):
     assert np.isnan(smoothed(np.full(30, np.nan))).all()
 
 
-def test_a_short_run_is_drawn_as_it_falls():
-    """The mean begins with the first value; a constant stays one to the last bit."""
-    values = np.linspace(5.97, 4.79, 12)
-    means = smoothed(values)
-    assert means[0] == 5.97 and means[-1] < 5.0
-    np.testing.assert_array_equal(smoothed(np.full(50, 0.1)), np.full(50, 0.1))
-
-
 def test_thinned_series_are_smoothed_by_what_they_stand_for():
     """Means of the values between kept points, with their numbers, have the mean of all values."""
     values = np.random.default_rng(0).normal(5.0, 1.0, 20_000)

@@ -204,14 +204,6 @@ def test_a_rig_is_measured_within_its_time(cache, tmp_path, capsys):
     assert report["spec"]["device"] == H100 and report["card_file"]["layout"]
 
 
-def test_steps_have_all_the_time_that_is_left(cache, tmp_path):
-    stand_in = StandIn(results(), takes=0.8)
-    run_rig(tmp_path / "rig", 3.0, stand_in, stand_in.clock)
-    name, seconds, _ = stand_in.asked[-1]
-    before = 0.8 * sum(seconds for _, seconds, _ in stand_in.asked[:-1])
-    assert (name, seconds) == ("steps", pytest.approx(180 - before - rig.LAST - rig.GRACE))
-
-
 def test_parts_that_hang_or_fail_leave_a_report(cache, tmp_path):
     parts = results()
     del parts["bus"], parts["load"]

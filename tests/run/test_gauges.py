@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console, Group
 
-from llmq.report.live import Panel, Progress, Row, bar, panel_lines, record_line, waiting_line
+from llmq.report.live import Panel, Progress, Row, panel_lines, record_line, waiting_line
 from llmq.run.sensors import Sensor, Sensors, row_of
 from llmq.runtime.nvml import find_gpu
 from tests.fake_nvml import GIB, FakeGpu, FakeNvml
@@ -115,14 +115,6 @@ def test_who_waits_for_whom(waits, text):
     rows = [Row(label=str(i), sample={}, waits=share) for i, share in enumerate(waits)]
     found = waiting_line(rows)
     assert found.startswith(text) and bool(found) == bool(text)
-
-
-@pytest.mark.parametrize(
-    ("part", "text"), [(0, "    "), (1 / 32, "▏   "), (0.5, "██  "), (1, "████"), (7, "████")]
-)
-def test_bar(part, text):
-    assert bar(part, 4) == text
-    assert len(bar(part, 4, ascii_only=True)) == 4
 
 
 def test_reasons_of_a_record_are_shown_as_those_of_a_sample():

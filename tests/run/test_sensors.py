@@ -183,7 +183,7 @@ def test_the_thread_ends_and_listens_no_more(watched):
     assert "sensors" not in [thread.name for thread in threading.enumerate()]
 
 
-@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("count", [1, 8])
 def test_one_thread_reads_all_gpus(count, watched):
     nvml = FakeNvml(*(FakeGpu(i, power=1000 * i) for i in range(count)))
     before = threading.active_count()

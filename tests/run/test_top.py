@@ -119,19 +119,6 @@ def test_without_nvml_the_log_is_what_there_is(machine, tmp_path, capsys):
     assert " 77% " in shown(capsys)[-1]
 
 
-def test_an_older_log(machine, tmp_path):
-    """Without ids, and with fewer fields of GPUs."""
-    path = tmp_path / "run.json"
-    log = JsonLog(path)
-    log.write("gpu-model", 0, rank=0, name="H", id=0)
-    log.write("gpu", 0, id=0, power=100_000, throttle="no cap")
-    log.write("step", **step(0))
-    log.close()
-    top = Top(path)
-    assert (top.run.name, top.rows()[0].sample["power"]) == ("run", 100_000)
-    top.close()
-
-
 def test_a_run_that_reads_no_sensors(machine, tmp_path):
     """It knows the places of its GPUs only, which say something on its own machine."""
     path = tmp_path / "run.json"
@@ -197,14 +184,6 @@ def test_a_run_that_has_ended(machine, tmp_path, capsys, end):
     assert "tok/s" in lines[1] and "left" not in lines[1]
 
 
-def test_a_run_that_was_killed(machine, tmp_path, capsys):
-    path = tmp_path / "run.json"
-    write(path, ("step", step(0)))
-    os.utime(path, (time.time() - 100,) * 2)
-    run_top(path)
-    assert shown(capsys)[0].startswith("mine has ended  /")
-
-
 @pytest.mark.parametrize(("cmd", "state"), [([], " has ended"), (["--restarts=0"], "")])
 def test_a_run_that_was_killed_just_now(machine, tmp_path, capsys, cmd, state):
     """Its lock is still there, and its process is not; --restarts may start it again."""
@@ -235,15 +214,6 @@ def test_a_run_that_goes_on_begins_where_it_was(tmp_path):
     assert follower.progress._state["step"] == 6
 
 
-def test_what_is_no_log(tmp_path):
-    (tmp_path / "a.json").write_text('[\n{"a": 1}\n]\n')
-    with pytest.raises(DataError, match="not a log of llmq train"):
-        run_top(tmp_path / "a.json")
-    write(tmp_path / "b.json", ("step", {"loss": 3.0}))
-    with pytest.raises(DataError, match="record of step at step 0 is not as it should be"):
-        run_top(tmp_path / "b.json")
-
-
 GPU = {"gpu-model": {"rank": 0, "name": "NVIDIA H100", "bus_id": "", "uuid": ""}}
 
 
@@ -255,6 +225,7 @@ GPU = {"gpu-model": {"rank": 0, "name": "NVIDIA H100", "bus_id": "", "uuid": ""}
         GPU | {"gpu": {"rank": 0, "gpu_util": "much"}},
         GPU | {"gpu": {"rank": 0, "reasons": [1]}},
         {"cpu": {"rank": 0, "machine": "another", "util": "much"}},
+        {"step": {"loss": 3.0}},
         {"step": step(0) | {"step_tokens": "many"}},
         {"step": step(10**400)},
     ],
