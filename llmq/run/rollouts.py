@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +24,7 @@ from llmq.model.generator import Completion
 from llmq.options.loss_params import POLICIES
 from llmq.run.metrics import Reporter
 from llmq.run.ranks import Rank
-from llmq.run.rewards import REWARD, Function, Group, RewardError, Rewards
+from llmq.run.rewards import REWARD, Function, Group, RewardError, Rewards, Scores
 from llmq.run.sampling import Conversation, conversation, known_tokenizer, prompt_ids
 from llmq.state.rules import FIRST
 
@@ -41,6 +42,31 @@ class Sample(NamedTuple):
     ids: list[int]
     logprobs: list[float]
     advantage: float
+
+
+class Drawn(NamedTuple):
+    """The samples of a prompt, by its number. made: with their texts in `group`. scores: the
+    components of each one's reward, or what is wrong with them."""
+
+    number: int
+    group: Group
+    made: list[Completion]
+    scores: Scores | str
+
+    @property
+    def problem(self) -> str:
+        """The error of the rewards; "" without one."""
+        return self.scores if isinstance(self.scores, str) else ""
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """The rewards of all samples, F64 (n,)."""
+        return np.array([one[REWARD] for one in self.scores])
+
+    @property
+    def equal(self) -> bool:
+        """Whether all rewards are equal, so that all advantages are 0."""
+        return bool(np.ptp(self.rewards) == 0)
 
 
 def advantages(rewards: np.ndarray, *, scale: bool) -> np.ndarray:
@@ -101,8 +127,9 @@ class Rollouts:
 
     last: numbers of the newest rollout by name: reward, its mean over samples; reward_std, the mean
     standard deviation within groups; each component's mean as reward/NAME; length, mean tokens of a
-    sample; cut, the part that max_new_tokens has cut; equal, the part of the groups whose rewards
-    are equal; failed, groups without rewards; sample_ms, reward_ms. seed: --train-seed, of the
+    sample; cut, the part that max_new_tokens has cut; drawn, groups with those that others have
+    replaced; equal, the part of these whose rewards are equal; failed, those without rewards;
+    sample_ms, reward_ms. seed: --train-seed, of the
     order of prompts and of the samples. reporter: gets these numbers, and a file of all samples
     beside its log; None: nothing is reported.
     """
@@ -213,6 +240,12 @@ class Rollouts:
         order = np.random.default_rng([self.seed, which]).permutation(len(self._prompts))
         return np.resize(order, per_pass * count)[place * count : (place + 1) * count].tolist()
 
+    def _others(self, rollout: int) -> Iterator[int]:
+        """The numbers of all other prompts, in the order in which they replace a rollout's."""
+        order = np.random.default_rng([self.seed, rollout, 0, 1]).permutation(len(self._prompts))
+        chosen = {*self._chosen(rollout)}
+        return (int(number) for number in order if number not in chosen)
+
     @property
     def _rollouts_per_pass(self) -> int:
         return -(-len(self._prompts) // self._config.prompts_per_step)
@@ -221,8 +254,40 @@ class Rollouts:
 
     def _roll_out(self, rollout: int) -> list[Sample]:
         """The samples that are trained. RewardError, unless such groups are to be skipped."""
-        chosen, start = self._chosen(rollout), time.monotonic()
-        made = self._generated(rollout, chosen)
+        own, drawn, times = self._config, [], {"sample_ms": 0.0, "reward_ms": 0.0}
+        chosen, others = self._chosen(rollout), self._others(rollout)
+        for attempt in range(own.redraws + 1):
+            drawn += self._drawn(rollout, attempt, chosen, times)
+            teaching = sum(not each.equal for each in drawn if not each.problem)
+            chosen = [*islice(others, own.prompts_per_step - teaching)]
+            if not chosen:
+                break
+        kept, rows = [], []
+        for each in drawn:
+            if each.problem:
+                rows += self._failed(each.group, each.problem)
+                continue
+            of_group = advantages(each.rewards, scale=self._scale).tolist()
+            parts = (each.made, each.group.texts, each.scores, of_group)
+            for made, text, score, advantage in zip(*parts, strict=True):
+                row = {"prompt": each.group.record["prompt"], "text": text, "rewards": score}
+                rows.append(row | {"advantage": advantage, "finish": made.finish})
+                if (own.keep_equal or not each.equal) and not self._is_skipped(made):
+                    logprobs = np.asarray(made.logprobs, np.float32).tolist()
+                    kept.append(Sample(each.number, list(made.ids), logprobs, advantage))
+        scored = [each for each in drawn if not each.problem]
+        shares = {"equal": sum(each.equal for each in scored) / len(drawn), "drawn": len(drawn)}
+        shares |= {"failed": len(drawn) - len(scored)}
+        self.last = {**_of_rewards(scored), **_of_lengths(drawn), **shares, **times}
+        self._report(rows)
+        return kept
+
+    def _drawn(
+        self, rollout: int, attempt: int, chosen: Sequence[int], times: dict[str, float]
+    ) -> list["Drawn"]:
+        """Samples of these prompts, with their rewards. times: milliseconds are added."""
+        start = time.monotonic()
+        made = self._generated(rollout, attempt, chosen)
         sampled = time.monotonic()
         texts = [[self._tokenizer.decode(each.shown) for each in group] for group in made]
         groups = [
@@ -230,43 +295,37 @@ class Rollouts:
             for number, of_prompt in zip(chosen, texts, strict=True)
         ]
         found = self._reward(groups)
-        times = {"sample_ms": 1000 * (sampled - start)}
-        times["reward_ms"] = 1000 * (time.monotonic() - sampled)
-        kept, rows, equal = [], [], 0
-        for number, group, completions, scores in zip(chosen, groups, made, found, strict=True):
-            if isinstance(scores, str):
-                rows += self._failed(group, scores)
-                continue
-            rewards = np.array([one[REWARD] for one in scores])
-            same = bool(rewards.min() == rewards.max())
-            equal += same
-            of_group = advantages(rewards, scale=self._scale).tolist()
-            for each, text, score, advantage in zip(
-                completions, group.texts, scores, of_group, strict=True
-            ):
-                row = {"prompt": group.record["prompt"], "text": text, "rewards": score}
-                rows.append(row | {"advantage": advantage, "finish": each.finish})
-                if not ((same and not self._config.keep_equal) or self._is_skipped(each)):
-                    logprobs = np.asarray(each.logprobs, np.float32).tolist()
-                    kept.append(Sample(number, list(each.ids), logprobs, advantage))
-        scored = [scores for scores in found if not isinstance(scores, str)]
-        shares = {"equal": equal / len(groups), "failed": len(groups) - len(scored)}
-        self.last = {**_of_rewards(scored), **_of_lengths(made), **shares, **times}
-        self._report(rows)
-        return kept
+        times["sample_ms"] += 1000 * (sampled - start)
+        times["reward_ms"] += 1000 * (time.monotonic() - sampled)
+        drawn = [Drawn(*each) for each in zip(chosen, groups, made, found, strict=True)]
+        if self._config.overlong_buffer:
+            self._shorten(drawn)
+        return drawn
 
-    def _generated(self, rollout: int, chosen: Sequence[int]) -> list[list[Completion]]:
+    def _generated(
+        self, rollout: int, attempt: int, chosen: Sequence[int]
+    ) -> list[list[Completion]]:
         own, trainer = self._config, self._trainer
         made = trainer.generate(
             [self._prompts[number] for number in chosen],
             num_samples=own.num_samples,
             max_new_tokens=own.max_new_tokens,
             temperature=own.temperature,
-            seed=int(np.random.SeedSequence([self.seed, rollout]).generate_state(1)[0]),
+            seed=int(np.random.SeedSequence([self.seed, rollout, attempt]).generate_state(1)[0]),
             stop=self._stop,
         )
         trainer.last_end = None  # sampling is no part of a step's time
         return made
+
+    def _shorten(self, drawn: Sequence["Drawn"]) -> None:
+        """Lower the rewards of samples whose last tokens lie in --overlong-buffer, down to one
+        less."""
+        buffer = self._config.overlong_buffer
+        free = self._config.max_new_tokens - buffer
+        for each in drawn:
+            for made, score in zip(each.made, () if each.problem else each.scores, strict=False):
+                score["overlong"] = -max(len(made.ids) - free, 0) / buffer
+                score[REWARD] += score["overlong"]
 
     def _is_skipped(self, made: Completion) -> bool:
         return self._config.skip_cut and made.finish == "length"
@@ -415,23 +474,23 @@ def samples_path(log: Path) -> Path:
     return log.with_suffix(".samples.jsonl")
 
 
-def _of_rewards(scored: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, float]:
+def _of_rewards(scored: Sequence[Drawn]) -> dict[str, float]:
     """Means over samples of the reward and its components, and within groups; {} without any."""
     if not scored:
         return {}
-    every = [one for scores in scored for one in scores]
-    spread = [np.std([one[REWARD] for one in scores], ddof=1) for scores in scored]
+    every = [one for each in scored for one in each.scores]
+    spread = [np.std(each.rewards, ddof=1) for each in scored]
     names = dict.fromkeys(name for one in every for name in one)
     means = {n: float(np.mean([one[n] for one in every if n in one])) for n in names}
     parts = {f"{REWARD}/{name}": mean for name, mean in means.items() if name != REWARD}
     return {REWARD: means[REWARD], "reward_std": float(np.mean(spread)), **parts}
 
 
-def _of_lengths(made: Sequence[Sequence[Completion]]) -> dict[str, float]:
+def _of_lengths(drawn: Sequence[Drawn]) -> dict[str, float]:
     """The mean length of samples, and which part of them was cut."""
-    every = [each for group in made for each in group]
-    cut = sum(each.finish == "length" for each in every) / len(every)
-    return {"length": float(np.mean([len(each.ids) for each in every])), "cut": cut}
+    every = [made for each in drawn for made in each.made]
+    cut = sum(made.finish == "length" for made in every) / len(every)
+    return {"length": float(np.mean([len(made.ids) for made in every])), "cut": cut}
 
 
 def _exchange(rank: Rank, *, back: bool) -> None:

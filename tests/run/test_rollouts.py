@@ -179,6 +179,47 @@ def test_groups_without_a_gradient_change_nothing():
             np.testing.assert_array_equal(values, before[name])
 
 
+def test_other_prompts_replace_those_without_a_gradient():
+    """Only prompts with an even number have a gradient, and others are replaced."""
+    asked = []
+
+    def of_even(texts, record):
+        asked.append(record["number"])
+        return [i * (record["number"] % 2 == 0) for i in range(len(texts))]
+
+    prompts = [{"prompt": f"{n} ", "number": n} for n in range(10)]
+    for redraws, drawn in ((9, None), (1, None), (0, 4)):
+        asked.clear()
+        trainer, samples = learner(of_even, prompts, redraws=redraws)
+        with trainer:
+            samples.step_batches(8)
+            even = [n for n in asked if n % 2 == 0]
+            assert len(asked) == len({*asked}) == samples.last["drawn"]
+            if redraws == 9:
+                assert len(even) == 4 and asked[-1] % 2 == 0
+            else:
+                assert len(asked) == (drawn or 4 + sum(n % 2 for n in asked[:4]))
+            assert samples.last["equal"] == (len(asked) - len(even)) / len(asked)
+            assert {sample.prompt for sample in samples._samples} == {*even}
+            first = list(asked)
+            samples.reset()
+            samples.step_batches(8)  # the same again
+            assert asked == 2 * first
+
+
+def test_long_samples_cost_reward():
+    trainer, samples = learner(lambda texts, record: [2] * len(texts), overlong_buffer=8)
+    with trainer:
+        samples.step_batches(4)
+        lengths = [len(sample.ids) for sample in samples._samples]
+        (drawn,) = samples._drawn(0, 0, [3], {"sample_ms": 0, "reward_ms": 0})
+    assert min(lengths) < 12 == max(lengths)
+    for made, score in zip(drawn.made, drawn.scores, strict=True):
+        cost = {12: 1.0, 4: 0.0, 8: 0.5}.get(len(made.ids), max(len(made.ids) - 4, 0) / 8)
+        assert score == {"reward": 2 - cost, "overlong": -cost}
+    assert samples.last["reward"] == pytest.approx(2 + samples.last["reward/overlong"])
+
+
 # ------------------------------------------------------------------------------------------------
 # Rewards
 

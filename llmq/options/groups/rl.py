@@ -41,6 +41,18 @@ class RlOptions:
         "Train prompts whose samples have equal rewards, too: their advantages are 0, and the mean "
         "of the loss counts them"
     )
+    redraws: int = option(
+        0,
+        "Times that other prompts replace those whose samples have equal rewards, at most, as in "
+        "DAPO",
+        min=0,
+    )
+    overlong_buffer: int = option(
+        0,
+        "Last tokens of --max-new-tokens that cost reward, as in DAPO: none for a sample that ends "
+        "before them, 1 for the longest, and in proportion between; 0: none",
+        min=0,
+    )
     on_reward_error: str = option(
         "stop",
         "Where the function raises, hangs, or returns no numbers; stop: the run ends with a "
@@ -69,7 +81,7 @@ RL_RULES = (
     ),
     *idle(
         "prompts_per_step num_samples max_new_tokens temperature updates scale_rewards skip_cut "
-        "keep_equal on_reward_error reward_seconds reward_workers",
+        "keep_equal redraws overlong_buffer on_reward_error reward_seconds reward_workers",
         lambda v, o: not o.samples,
         "has no effect, it is of `llmq rl`",
     ),
@@ -78,6 +90,12 @@ RL_RULES = (
         lambda v, o: not o.samples,
         "has no effect, it is of `llmq rl`, and for conversations of `llmq tokenize`",
     ),
+    *refused(
+        "overlong_buffer",
+        lambda v, o: v > o.max_new_tokens,
+        "{value} is more than --max-new-tokens {max_new_tokens}",
+    ),
+    *idle("redraws", lambda v, o: o.keep_equal, "has no effect with --keep-equal"),
     Rule(
         option="loss_params",
         effect=IMPLY,
