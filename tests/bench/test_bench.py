@@ -160,6 +160,21 @@ def test_child_that_hangs(monkeypatch, tmp_path):
     assert f"- tiny fp32 1 x 2 --seed=2: failed: the process ended with status 5{words}" in report
 
 
+def test_the_report_says_where_a_run_hung_and_not_how_it_began(monkeypatch, tmp_path):
+    code = (
+        "import faulthandler; faulthandler.register(signal.SIGUSR1, file=sys.stderr); "
+        "deeper = lambda n: deeper(n - 1) if n else time.sleep(9); print('began'); deeper(20)"
+    )
+    child_runs(monkeypatch, code)
+    how = BenchOptions(out=tmp_path / "out", steps=1, repeats=1, timeout=1)
+    with pytest.raises(LlmqError, match="1 of 1 runs failed"):
+        run_bench(TINY, None, how, [])
+    shown = (tmp_path / "out.md").read_text().partition("```text\n")[2].partition("```")[0]
+    first, second, *rest = shown.rstrip().splitlines()
+    assert first.startswith("  Current thread ") and second.endswith(" in <lambda>")
+    assert len(rest) == 10 and "in <module>" not in shown
+
+
 def test_child_that_is_late(monkeypatch):
     """It makes progress, and is ended all the same."""
     code = (

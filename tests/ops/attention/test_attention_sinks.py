@@ -47,10 +47,6 @@ def test_wrong_arguments():
     def make(shape, dtype):
         return plan.alloc("t", shape, dtype, "Activations")
 
-    out, lse, sinks = make((1, 4, 2, 16), BF16), make((1, 2, 4), F32), make((2,), BF16)
-    with pytest.raises(ValueError, match=r"forward: lse must have shape \(1, 2, 4\)"):
-        attention_gate.sinks_forward(plan, out, make((1, 4, 2), F32), lse, sinks)
-    with pytest.raises(TypeError, match="attention_sinks_forward: out must be F32, got BF16"):
-        attention_gate.sinks_forward(plan, out, lse, lse, make((2,), F32))
+    lse, sinks = make((1, 2, 4), F32), make((2,), BF16)
     with pytest.raises(ValueError, match=r"forward: Hd must be a multiple of 8 on a GPU"):
         attention_gate.sinks_forward(plan, make((1, 4, 2, 12), BF16), lse, lse, sinks)

@@ -161,41 +161,20 @@ def test_grid_gives_each_kind_of_head_its_share():
     assert qk_norm.grid(1000, 64, 1, group=8, max_blocks=8) == (7, 1)
 
 
-WRONG = [
-    ({"rstd": ((1, 2, 6), BF16)}, TypeError, "rstd must be F32, got BF16"),
-    ({"rstd": ((1, 2, 5), F32)}, ValueError, "rstd must have shape"),
-    ({"raw": ((1, 2, 6, 64), F32)}, TypeError, "raw must be BF16, got F32"),
-    ({"raw": ((1, 2, 8, 64), BF16)}, ValueError, "raw must have shape"),
-    ({"qkv": ((1, 2, 7, 64), BF16)}, ValueError, "qkv must have shape"),
-    ({"qkv": ((2, 8, 64), BF16)}, ValueError, "qkv must have shape"),
-    ({"k_weight": ((32,), BF16)}, ValueError, "k_weight must have shape"),
-]
-
-
 def of_head_dim(Hd: int, queries: int, keys: int) -> dict[str, tuple]:
     """Tensors with heads of this size, and weights of these."""
     tensors = {"qkv": ((1, 2, 8, Hd), BF16), "raw": ((1, 2, 6, Hd), BF16)}
     return tensors | {"q_weight": ((queries,), BF16), "k_weight": ((keys,), BF16)}
 
 
-WRONG_HEAD = of_head_dim(68, 68, 68), ValueError, "Hd must be a multiple of 8 on a GPU"
-WRONG_ROW = of_head_dim(3, 12, 6), ValueError, r"num_heads\*Hd must be a multiple of 8 on a GPU"
+WRONG_HEAD = of_head_dim(68, 68, 68), "Hd must be a multiple of 8 on a GPU"
+WRONG_ROW = of_head_dim(3, 12, 6), r"num_heads\*Hd must be a multiple of 8 on a GPU"
 
 
-@pytest.mark.parametrize(
-    "wide, change, error, text",
-    [(w, *case) for w in (False, True) for case in WRONG]
-    + [(False, *WRONG_HEAD), (True, *WRONG_ROW)],
-)
-def test_wrong_arguments_raise(wide, change, error, text):
-    specs = {"qkv": ((1, 2, 8, 64), BF16), "raw": ((1, 2, 6, 64), BF16)}
-    specs |= {"rstd": ((1, 2, 2 if wide else 6), F32)}
-    specs |= {
-        "q_weight": ((256 if wide else 64,), BF16),
-        "k_weight": ((128 if wide else 64,), BF16),
-    }
-    specs |= change
+@pytest.mark.parametrize("wide, change, text", [(False, *WRONG_HEAD), (True, *WRONG_ROW)])
+def test_wrong_sizes_raise(wide, change, text):
+    specs = change | {"rstd": ((1, 2, 2 if wide else 6), F32)}
     plan = PlanDevice(GPU_SPEC)
     tensors = {k: plan.alloc(k, *v, "Activations") for k, v in specs.items()}
-    with pytest.raises(error, match=f"qk_norm.forward: .*{text}"):
+    with pytest.raises(ValueError, match=f"qk_norm.forward: .*{text}"):
         qk_norm.forward(plan, **tensors, eps=EPS, num_heads=4, num_kv_heads=2, wide=wide)

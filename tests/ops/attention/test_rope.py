@@ -356,10 +356,6 @@ def test_fused_traffic_and_wrong_arguments():
     fp8 = Fp8Out(make((32, 512), E4M3), make((512, 32), E4M3), one, count)
     rope.backward(dev, d_qkv, table, 4, 2, fp8=fp8)
     assert dev.bytes == {"rope_backward_fused": 32 * 512 * 4 + 16 * 64 * 4 + 12}
-    with pytest.raises(ValueError, match=r"column_sum: d must have shape \(512,\), got \(64,\)"):
-        rope.backward(dev, d_qkv, table, 4, 2, d_bias=accumulator((64,), F32))
-    with pytest.raises(TypeError, match="column_sum: d must be F32 or BF16, got I32"):
-        rope.backward(dev, d_qkv, table, 4, 2, d_bias=accumulator((512,), I32))
     with pytest.raises(ValueError, match=r"rope.backward: FP8 results have"):
         rope.backward(dev, make((2, 15, 8, 64), BF16), table, 4, 2, fp8=fp8)
     ragged = Fp8Out(make((30, 512), E4M3), None, one, count)

@@ -200,10 +200,6 @@ def test_wrong_arguments():
     )
     op.grouped_matmul(dev, out, x, w, starts)
     with pytest.raises(
-        ValueError, match=r"grouped_product: w must have shape \(3, 8, 8\), got \(3, 8, 16\)"
-    ):
-        op.grouped_matmul(dev, out, x, w, starts, trans_b=True)
-    with pytest.raises(
         TypeError, match="grouped_matmul: out, x and w must have one dtype, got BF16, F32, BF16"
     ):
         op.grouped_matmul(dev, out, make((6, 8), F32), w, starts)
@@ -211,8 +207,3 @@ def test_wrong_arguments():
         ValueError, match="grouped_product: K must be a multiple of 8 on a GPU, got 12"
     ):
         op.grouped_matmul(dev, out, make((6, 12), BF16), make((3, 12, 16), BF16), starts)
-    with pytest.raises(TypeError, match="grouped_product: starts must be I32, got F32"):
-        op.grouped_matmul(dev, out, x, w, make((4,), F32))
-    scalars = make((16,), I32)
-    with pytest.raises(ValueError, match=r"grouped_gradient: d_w must have shape \(3, 16, 8\)"):
-        op.grouped_gradient(dev, Accumulator(w, True, scalars, 0), out, x, starts)

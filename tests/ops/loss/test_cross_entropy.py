@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, F64, I32, STAT, TOKEN_STATS
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, STAT, TOKEN_STATS
 from llmq.ops.loss import cross_entropy as op
 from llmq.ref.loss.cross_entropy import CASES
 from llmq.runtime.device import HOST_SPEC
@@ -314,27 +314,10 @@ def test_wrong_arguments():
 
     x, row, targets = make((4, 64), BF16), make((4,), F32), make((4,), I32)
     name = "cross_entropy_forward_backward(_registers)?: "
-    with pytest.raises(TypeError, match=name + "logits must be F32 or BF16, got I32"):
-        op.forward_backward(dev, make((4, 64), I32), row, row, targets, 60, 0.0)
-    with pytest.raises(TypeError, match=name + "targets must be I32, got F32"):
-        op.forward_backward(dev, x, row, row, row, 60, 0.0)
     with pytest.raises(ValueError, match=name + "padded_vocab must be a multiple of 8, got 60"):
         op.forward_backward(dev, make((4, 60), BF16), row, row, targets, 60, 0.0)
     with pytest.raises(ValueError, match=name + "vocab must be at most 64, got 65"):
         op.forward_backward(dev, x, row, row, targets, 65, 0.0)
-    with pytest.raises(ValueError, match=r"cross_entropy.forward: lse must have shape \(4,\)"):
-        op.forward(dev, row, make((5,), F32), x, targets, 60)
-    with pytest.raises(ValueError, match=r"cross_entropy.stats: targets must have shape"):
-        op.stats(dev, make((len(TOKEN_STATS),), F64), row, row, targets)
-    with pytest.raises(ValueError, match=name + r"weights must have shape \(4,\)"):
-        op.forward_backward(dev, x, row, row, targets, 60, 0.0, weights=make((5,), F32))
-    with pytest.raises(ValueError, match=name + r"codes must have shape \(4, 64\)"):
-        op.forward_backward(dev, x, row, row, targets, 60, 0.0, codes=make((4, 60), E4M3))
-    with pytest.raises(TypeError, match=name + "codes must be .* or F8_E5M2, got BF16"):
-        op.forward_backward(dev, x, row, row, targets, 60, 0.0, codes=x)
-    with pytest.raises(TypeError, match=name + "logits must be BF16, got F32"):
-        x32, codes = make((4, 64), F32), make((4, 64), E4M3)
-        op.forward_backward(dev, x32, row, row, targets, 60, 0.0, codes=codes)
 
 
 def test_traffic():

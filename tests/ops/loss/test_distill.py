@@ -84,8 +84,6 @@ def test_wrong_arguments():
     rows = (make(2), make(2), make(2, dtype=I32))
     with pytest.raises(ValueError, match="distill: k must be at most 16, got 17"):
         Teacher(make(2, 34), make(2), 0, 1, False).launch(dev, make(2, 32), *rows, None, 16)
-    with pytest.raises(ValueError, match=r"distill: kl must have shape \(2,\)"):
-        Teacher(make(2, 8), make(3), 0, 1, False).launch(dev, make(2, 32), *rows, None, 16)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -114,5 +112,3 @@ def test_wrong_arguments_of_top_k():
 
     with pytest.raises(ValueError, match="top_k: k must be at most 16, got 17"):
         distill.top_k(dev, make(2, 34), make(2, 32), make(2), 16)
-    with pytest.raises(TypeError, match="top_k: top must be F32, got I32"):
-        distill.top_k(dev, make(2, 8, dtype=I32), make(2, 32), make(2), 16)

@@ -39,9 +39,7 @@ def test_equals_reference(dev, rng, rows, F, dtype):
 
 def test_wrong_arguments():
     plan = PlanDevice(GPU_SPEC)
-    out, pairs = (plan.alloc("t", (4, n), BF16, "Activations") for n in (16, 30))
-    with pytest.raises(ValueError, match=r"forward: out must have shape \(4, 15\)"):
-        swiglu.clamped_forward(plan, out, pairs, **HOW)
+    pairs = plan.alloc("t", (4, 30), BF16, "Activations")
     with pytest.raises(ValueError, match="backward: F must be a multiple of 8 on a GPU"):
         half = pairs.view(8, 15).rows(0, 4)
         swiglu.clamped_backward(plan, pairs, half, pairs, **HOW)

@@ -35,10 +35,6 @@ def test_wrong_arguments():
     dev = PlanDevice(GPU_SPEC)
     x, words = dev.alloc("x", (4, 8), F32, "Weights"), dev.alloc("s", (16,), I32, "Weights")
     how = {"probability": 0.5, "salt": 0, "sequences": 4}
-    with pytest.raises(TypeError, match="dropout: x must be F32 or BF16, got I32"):
-        dropout(dev, x, dev.alloc("i", (4, 8), I32, "Weights"), words, **how)
-    with pytest.raises(ValueError, match=r"dropout: out must have shape \(4, 8\)"):
-        dropout(dev, x.view(32), x, words, **how)
     with pytest.raises(ValueError, match=r"dropout: probability must be in \[0, 1\), got 1"):
         dropout(dev, x, x, words, **how | {"probability": 1})
     for sequences, message in (

@@ -244,17 +244,9 @@ def test_wrong_arguments():
 
     x, tokens, scalars = make((2, 3, 8), BF16), make((2, 3), I32), make((16,), I32)
     weight = make((9, 8), BF16)
-    with pytest.raises(TypeError, match=r"embedding.forward: out must be F32, got BF16"):
-        embedding.forward(dev, x, tokens, make((9, 8), F32), None)
-    with pytest.raises(ValueError, match=r"embedding.forward: tokens must have shape \(2, 3\)"):
-        embedding.forward(dev, x, make((6,), I32), weight, None)
-    with pytest.raises(ValueError, match=r"out must have shape \(batch, seq_len, C\)"):
-        embedding.forward(dev, make((6, 8), BF16), tokens, weight, None)
     with pytest.raises(ValueError, match=r"seq_len must be at most 2, got 3"):
         embedding.forward(dev, x, tokens, weight, make((2, 8), BF16))
     with pytest.raises(ValueError, match=r"embedding.backward: d_weight must accumulate"):
         embedding.backward(dev, Accumulator(weight, False, scalars, 0), x, tokens)
-    with pytest.raises(TypeError, match=r"embedding.backward: d_weight must be F32 or BF16"):
-        embedding.backward(dev, Accumulator(make((9, 8), I32), True, scalars, 0), x, tokens)
     with pytest.raises(ValueError, match=r"seq_len must be at most 2, got 3"):
         embedding.backward_positions(dev, Accumulator(make((2, 8), F32), True, scalars, 0), x)

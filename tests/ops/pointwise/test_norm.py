@@ -296,18 +296,9 @@ def planned(specs: dict[str, tuple | None]) -> tuple[PlanDevice, dict]:
 @pytest.mark.parametrize(
     "change, error, text",
     [
-        ({"rstd": ((4,), BF16)}, TypeError, "rstd must be F32, got BF16"),
-        ({"rstd": ((3,), F32)}, ValueError, "rstd must have shape"),
-        ({"out": ((4, 64), F32)}, TypeError, "out must be BF16, got F32"),
-        ({"out": ((4, 32), BF16)}, ValueError, "out must have shape"),
         ({"out": None}, TypeError, "out or fp8 must be given"),
-        ({"weight": ((32,), BF16)}, ValueError, "weight must have shape"),
-        ({"x": ((4, 64), I32)}, TypeError, "x must be F32 or BF16, got I32"),
-        ({"x": ((2, 2, 64), BF16)}, ValueError, "x must have shape"),
         (of_width(60), ValueError, "C must be a multiple of 8 on a GPU"),
         (of_width(8200), ValueError, "C must be at most 8192 on a GPU"),
-        ({"abs_max": ((2,), F32)}, ValueError, "abs_max .*shape"),
-        ({"abs_max": ((1,), BF16)}, TypeError, "abs_max .*must be F32, got BF16"),
     ],
 )
 def test_wrong_arguments_raise(change, error, text, centred):
@@ -316,18 +307,10 @@ def test_wrong_arguments_raise(change, error, text, centred):
         norm.forward(plan, **tensors, eps=EPS)
 
 
-@pytest.mark.parametrize(
-    "change, error, text",
-    [
-        ({"bias": ((32,), BF16)}, ValueError, "bias must have shape"),
-        ({"mean": ((4,), BF16)}, TypeError, "mean must be F32, got BF16"),
-        ({"bias": None}, TypeError, "mean and bias are given together"),
-        ({"mean": None}, TypeError, "mean and bias are given together"),
-    ],
-)
-def test_wrong_bias_raises(change, error, text):
-    plan, tensors = planned(specs() | change)
-    with pytest.raises(error, match=f"norm.forward: {text}"):
+@pytest.mark.parametrize("name", ["mean", "bias"])
+def test_mean_and_bias_are_given_together(name):
+    plan, tensors = planned(specs() | {name: None})
+    with pytest.raises(TypeError, match="mean and bias are given together"):
         norm.forward(plan, **tensors, eps=EPS)
 
 
@@ -454,8 +437,6 @@ def test_wrong_fp8_arguments_and_traffic():
     assert plan.bytes["norm_forward"] == 32 * 64 * (2 + 1) + 32 * 4 + 64 * 2 + 4 + 8
     with pytest.raises(TypeError, match=r"fp8\.codes or fp8\.transposed must be a tensor, both"):
         forward(None, None, None)
-    with pytest.raises(TypeError, match=r"codes must be .* or F8_E5M2, got BF16"):
-        forward(None, make((32, 64), BF16), None)
     with pytest.raises(
         TypeError, match=r"fp8\.transposed must be None, only fp8\.codes is written"
     ):

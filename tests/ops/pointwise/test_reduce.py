@@ -106,21 +106,9 @@ def test_wrong_arguments():
         return dev.alloc(name, shape, dtype, "Gradients")
 
     x, scalars = make("x", (4,), F32), make("scalars", (16,), I32)
-    with pytest.raises(TypeError, match=r"reduce_sum: d_sum must be F32 or BF16, got I32"):
-        reduce.add(dev, Accumulator(make("d", (4,), I32), True, scalars, 0), x)
-    with pytest.raises(ValueError, match=r"reduce_sum: d_sum must have shape"):
-        reduce.add(dev, Accumulator(make("d", (5,), F32), True, scalars, 0), x)
-    with pytest.raises(TypeError, match=r"reduce_sum: scalars must be I32"):
-        reduce.add(dev, Accumulator(make("d", (4,), F32), True, make("s", (16,), F32), 0), x)
     acc = Accumulator(make("d", (4,), F32), True, scalars, 0)
     for count in (0, 9):
         with pytest.raises(ValueError, match=f"parts must be 1 to 8 tensors, got {count}"):
             reduce.sum_parts(dev, acc, [x] * count)
-    with pytest.raises(TypeError, match=r"reduce_sum: part1 must be F32, got BF16"):
-        reduce.sum_parts(dev, acc, [x, make("y", (4,), BF16)])
-    with pytest.raises(TypeError, match=r"reduce_sum: part0 must be F32 or BF16, got I32"):
-        reduce.sum_parts(dev, acc, [make("y", (4,), I32)])
-    with pytest.raises(ValueError, match=r"reduce_sum: part1 must have shape \(4,\)"):
-        reduce.sum_parts(dev, acc, [x, make("y", (5,), F32)])
     with pytest.raises(ValueError, match=r"reduce_sum: first must be a multiple of 128, got 8"):
         reduce.sum_parts(dev, acc, [x], first=8)

@@ -283,14 +283,8 @@ def test_wrong_arguments():
     def make(shape, dtype):
         return dev.alloc("x", shape, dtype, "Activations")
 
-    with pytest.raises(TypeError, match=r"swiglu.forward: out must be F32, got BF16"):
-        swiglu.forward(dev, make((2, 8), BF16), make((2, 16), F32))
-    with pytest.raises(ValueError, match=r"swiglu.forward: out must have shape \(2, 12\)"):
-        swiglu.forward(dev, make((2, 8), BF16), make((2, 24), BF16))
     with pytest.raises(ValueError, match=r"swiglu.forward: F must be a multiple of 8 on a GPU"):
         swiglu.forward(dev, make((2, 12), BF16), make((2, 24), BF16))
-    with pytest.raises(ValueError, match=r"swiglu.backward: d_up_gate must have shape"):
-        swiglu.backward(dev, make((2, 8), F32), make((2, 8), F32), make((2, 16), F32))
 
 
 def test_wrong_fp8_arguments_and_traffic():
@@ -310,8 +304,6 @@ def test_wrong_fp8_arguments_and_traffic():
         swiglu.forward(dev, None, up_gate)
     with pytest.raises(TypeError, match="d_up_gate, fp8 or abs_max must be given"):
         swiglu.backward(dev, None, make((32, 48), BF16), up_gate)
-    with pytest.raises(ValueError, match=r"swiglu.backward_fp8: codes must have shape"):
-        swiglu.backward(dev, None, make((32, 48), BF16), up_gate, fp8=fp8(codes, None))
     with pytest.raises(ValueError, match="swiglu_backward_fp8: F must be a multiple of 16, got 24"):
         up_gate, d_up_gate = make((32, 48), BF16), make((32, 48), E4M3)
         swiglu.backward(dev, None, make((32, 24), BF16), up_gate, fp8=fp8(d_up_gate, None))
@@ -338,18 +330,8 @@ def test_wrong_products_and_traffic():
     assert dev.bytes == {"swiglu_forward_fp8": 32 * 48 * 4 + 4 + 8 + 4}
     swiglu.backward(dev, None, d, up, fp8=wide)
     assert dev.bytes["swiglu_backward_fp8"] == 32 * 48 * 7 + 4 + 8 + 8
-    with pytest.raises(TypeError, match=r"forward_fp8: up_gate must be F8_E4M3, got F8_E5M2"):
-        swiglu.forward(dev, None, product((32, 96), E5M2), fp8=both)
-    with pytest.raises(TypeError, match=r"up_gate must be F8_E4M3, got BF16"):
-        swiglu.forward(dev, None, product((32, 96), BF16), fp8=both)
-    with pytest.raises(TypeError, match=r"in_scale must be F32, got I32"):
-        swiglu.forward(dev, None, up._replace(scale=both.saturated), fp8=both)
     with pytest.raises(TypeError, match=r"backward: d_out and up_gate must both be codes"):
         swiglu.backward(dev, None, make((32, 48), BF16), up, fp8=wide)
-    with pytest.raises(ValueError, match=r"backward_fp8: d_out must have shape \(32, 48\)"):
-        swiglu.backward(dev, None, product((32, 32), E5M2), up, fp8=wide)
-    with pytest.raises(TypeError, match=r"forward_fp8: out must be BF16, got F32"):
-        swiglu.forward(dev, make((32, 48), F32), up)
 
 
 def test_wrong_arguments_of_out_again_and_traffic():
@@ -374,15 +356,8 @@ def test_wrong_arguments_of_out_again_and_traffic():
 
     refused(TypeError, "out and out_fp8 are both given", out=d_out, out_fp8=again)
     refused(TypeError, "d_up_gate, fp8 or abs_max must be given", d=None, out_fp8=again)
-    refused(TypeError, "out must be BF16, got F32", out=make((32, 48), F32))
-    refused(ValueError, r"out must have shape \(32, 48\)", out=up_gate)
     both = fp8(make((32, 48), E4M3), again.transposed)
     refused(TypeError, ".*codes must be None", out_fp8=both)
     refused(TypeError, "out_fp8 must have transposed alone", out_fp8=fp8(None, None))
-    five_two = fp8(None, make((48, 32), E5M2))
-    refused(TypeError, "out_transposed must be .*, got F8_E5M2", out_fp8=five_two)
-    refused(ValueError, "out_transposed must have shape", out_fp8=fp8(None, both.codes))
-    wrong_scale = again._replace(scale=again.saturated)
-    refused(TypeError, "out_scale must be F32, got I32", out_fp8=wrong_scale)
     d, again = make((22, 96), BF16), fp8(None, make((48, 32), E4M3))
     refused(ValueError, "rows must be a multiple of 4, got 22", rows=22, d=d, out_fp8=again)

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, F32, I32
+from llmq.base.dtypes import BF16, F32
 from llmq.ops.common import padded_columns
 from llmq.ops.product.adapter import collect, expand, magnitude_gradient, norms, scale
 from llmq.ref.product.adapter import CASES
@@ -79,12 +79,6 @@ def test_wrong_arguments():
         return dev.alloc("x", shape, dtype, "Weights")
 
     whole, b = make(8, 8), make(8, 4)
-    with pytest.raises(TypeError, match="adapter_expand: whole must be F32, got I32"):
-        expand(dev, make(8, 8, dtype=I32), b, [(0, 8)], [1.0])
-    with pytest.raises(TypeError, match="adapter_expand: whole must be BF16, got F32"):
-        expand(dev, whole, make(8, 4, dtype=BF16), [(0, 8)], [1.0])
-    with pytest.raises(ValueError, match=r"adapter_expand: whole must have shape \(8, 16\)"):
-        expand(dev, whole, make(8, 9), [(0, 8)], [1.0])
     for spans in ([(0, 9)], [(4, 8), (0, 4)], [(4, 2)], [(4, 4)]):
         with pytest.raises(ValueError, match="adapter: spans must ascend within 8 rows"):
             collect(dev, b, whole, spans, [1.0] * len(spans))

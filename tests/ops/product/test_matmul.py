@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.base.operand import ProductCodes
 from llmq.ops.product.matmul import BLOCK_SCALES, matmul, matmul_fp8
 from llmq.ref.product.matmul import CASES, FP8_CASES
@@ -95,8 +95,6 @@ def test_counts_and_checks():
     several = [make(t.name, (3, *t.shape)) for t in (out, a, b)]
     matmul(dev, *several, trans_b=True)
     assert dev.flops["matmul"] == 4 * 2 * 8 * 16 * 32
-    with pytest.raises(ValueError, match=r"matmul: b must have shape \(3, 32, 16\)"):
-        matmul(dev, *several)
     gpu = PlanDevice(GPU_SPEC)
     odd = [gpu.alloc(name, (2, 3, 3), BF16, "Activations") for name in "xyz"]
     with pytest.raises(ValueError, match=r"out\[i\].size must be a multiple of 8 on a GPU, got 9"):
@@ -105,25 +103,11 @@ def test_counts_and_checks():
         matmul(dev, several[0], a, b, trans_b=True)
     with pytest.raises(ValueError, match="several products have no bias and no sum"):
         matmul(dev, *several, trans_b=True, accumulate=True)
-    with pytest.raises(ValueError, match=r"matmul: b must have shape \(32, 16\)"):
-        matmul(dev, out, a, b)
-    with pytest.raises(ValueError, match=r"matmul: out must have shape \(\*batch, M, N\)"):
-        matmul(dev, make("out", (8,)), a, b, trans_b=True)
-    with pytest.raises(TypeError, match="matmul: b must be BF16, got F32"):
-        matmul(dev, out, a, make("b", (16, 32), F32), trans_b=True)
-    with pytest.raises(TypeError, match="matmul: a must be F32 or BF16, got I32"):
-        matmul(dev, out, make("a", (8, 32), I32), b, trans_b=True)
     with pytest.raises(TypeError, match="matmul: out must be F32 where a is F32"):
         matmul(dev, out, make("a", (8, 32), F32), make("b", (16, 32), F32), trans_b=True)
-    with pytest.raises(TypeError, match="matmul: out must be F32, got BF16"):
-        matmul(dev, out, a, b, trans_b=True, bias=make("bias", (16,), F32))
     dev.bytes["matmul"] = 0
     matmul(dev, out, a, b, trans_b=True, addend=make("addend", (8, 16)))
     assert dev.bytes["matmul"] == 2 * 2 * 8 * 16 + 2 * (8 * 32 + 16 * 32)
-    with pytest.raises(ValueError, match=r"matmul: addend must have shape \(8, 16\)"):
-        matmul(dev, out, a, b, trans_b=True, addend=make("addend", (16,)))
-    with pytest.raises(TypeError, match="matmul: out must be F32, got BF16"):
-        matmul(dev, out, a, b, trans_b=True, addend=make("addend", (8, 16), F32))
     with pytest.raises(ValueError, match="addend and accumulate exclude each other"):
         matmul(dev, out, a, b, trans_b=True, addend=out, accumulate=True)
     with pytest.raises(ValueError, match="bias and accumulate exclude each other"):
@@ -349,23 +333,15 @@ def test_counts_and_checks_of_8_bits():
         with pytest.raises(error, match=f"^matmul_fp8: {match}"):
             matmul_fp8(dev, *args, **kwargs)
 
-    check(
-        ValueError, r"out must have shape \(16, 48\)", make("out", (48,), BF16), a, b, scale, scale
-    )
     check(TypeError, "out must be F32 or BF16, got F8_E4M3", a, a, b, scale, scale)
     formats = "F8_E4M3 or F8_E4M3_HALF or F8_E5M2"
     check(TypeError, f"b must be {formats}, got BF16", out, a, out, scale, scale)
     five = (make("a", (16, 32), E5M2), make("b", (48, 32), E5M2))
     check(TypeError, "a or b must be F8_E4M3, both are F8_E5M2", out, *five, scale, scale)
-    check(ValueError, r"out must have shape \(16, 16\)", out, a, a, scale, scale)
-    check(ValueError, r"b must have shape \(48, 32\)", out, b, make("b", (48, 48)), scale, scale)
     odd = (make("out", (16, 40), BF16), make("a", (16, 32)), make("b", (40, 32)))
     check(ValueError, "N must be a multiple of 16, got 40", *odd, scale, scale)
-    check(TypeError, "scale_b must be F32, got BF16", out, a, b, scale, make("s", (1,), BF16))
     two = make("scales", (2,), F32)
-    check(ValueError, r"scale_a must have shape \(1,\)", out, a, b, two, scale)
     check(ValueError, "scale_a is not 16-byte aligned", out, a, b, two.rows(1, 2), scale)
-    check(TypeError, "bias must be BF16", out, a, b, scale, scale, bias=make("b", (48,), F32))
     two_codes = make("out", (16, 48)), make("out", (16, 48), E5M2)
     to, wrong = (ProductCodes(codes, scale, scale, scale) for codes in two_codes)
     for more in ({"accumulate": True}, {"addend": two_codes[0]}):
@@ -373,10 +349,6 @@ def test_counts_and_checks_of_8_bits():
     check(TypeError, "out must be F8_E4M3, got F8_E5M2", wrong, a, b, scale, scale)
     check(TypeError, "out must be F8_E4M3 or F8_E5M2, got BF16",
           to._replace(codes=out), five[0], b, scale, scale)  # fmt: skip
-    check(TypeError, "factor must be F32, got BF16",
-          to._replace(factor=make("s", (1,), BF16)), a, b, scale, scale)  # fmt: skip
-    check(ValueError, r"largest must have shape \(1,\)",
-          to._replace(largest=two), a, b, scale, scale)  # fmt: skip
     both = {"bias": bias, "accumulate": True}
     check(ValueError, "bias and accumulate exclude", total, a, b, scale, scale, **both)
     check(TypeError, "out must be F32, got BF16", out, a, b, scale, scale, accumulate=True)

@@ -78,12 +78,6 @@ def test_wrong_arguments():
     out, a, b = tensor(BF16, 32, 48), tensor(I8, 32, 64), tensor(I8, 48, 64)
     rows, columns = tensor(F32, 32), tensor(F32, 48)
     matmul_int8(dev, out, a, b, rows, columns)
-    with pytest.raises(TypeError, match="matmul_int8: a must be I8, got BF16"):
-        matmul_int8(dev, out, tensor(BF16, 32, 64), b, rows, columns)
-    with pytest.raises(ValueError, match=r"matmul_int8: scale_b must have shape \(32,\)"):
-        matmul_int8(dev, out, a, a, rows, columns)
-    with pytest.raises(ValueError, match=r"matmul_int8: scale_a must have shape \(32,\)"):
-        matmul_int8(dev, out, a, b, columns, columns)
     with pytest.raises(ValueError, match="N must be a multiple of 16, got 40"):
         matmul_int8(dev, tensor(BF16, 32, 40), a, tensor(I8, 40, 64), rows, tensor(F32, 40))
     with pytest.raises(TypeError, match="out must be F32 with accumulate, got BF16"):

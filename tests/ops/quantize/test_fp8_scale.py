@@ -81,31 +81,5 @@ def test_wrong_arguments():
 
     scales, history, limits = make((5, 4)), make((16, 5)), make((5,))
     fp8_scale.update(dev, scales, history, limits, scales)
-    with pytest.raises(
-        ValueError, match=r"fp8_scale_update: scales must have shape \(5, 4\), got \(5,\)"
-    ):
-        fp8_scale.update(dev, make((5,)), history, limits, scales)
-    with pytest.raises(
-        ValueError, match=r"fp8_scale_update: history must have shape \(length, n\), got \(5,\)"
-    ):
-        fp8_scale.update(dev, scales, limits, limits, scales)
-    with pytest.raises(
-        ValueError, match=r"fp8_scale_update: limits must have shape \(5,\), got \(4,\)"
-    ):
-        fp8_scale.update(dev, scales, history, make((4,)), scales)
-    with pytest.raises(TypeError, match="fp8_scale_update: abs_maxes must be F32, got I32"):
-        fp8_scale.update(dev, scales, history, limits, make((5, 4), I32))
-    with pytest.raises(
-        ValueError, match=r"fp8_scale_update: factors must have shape \(5, 4\), got \(5,\)"
-    ):
-        fp8_scale.update(dev, scales, history, limits, scales, factors=limits)
-    with pytest.raises(
-        ValueError, match=r"fp8_scale_count: saturated must have shape \(5, 4\), got \(5,\)"
-    ):
-        fp8_scale.count(dev, make((len(STATS),), F64), make((5,), I32), scales)
-    with pytest.raises(
-        ValueError, match=r"fp8_scale_count: abs_maxes must have shape \(5, 4\), got \(5,\)"
-    ):
-        fp8_scale.count(dev, make((len(STATS),), F64), make((5, 4), I32), limits)
     with pytest.raises(ValueError, match="fp8_scale_count: statistics must be at least 6, got 5"):
         fp8_scale.count(dev, make((5,), F64), make((5, 4), I32), scales)

@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, F32, I32
+from llmq.base.dtypes import BF16, F32
 from llmq.ops.quantize import quantize_int8
 from llmq.ref.quantize.quantize_int8 import OUTLIERS_CASES as CASES
-from llmq.runtime.device import HOST_SPEC
-from llmq.runtime.plan_device import PlanDevice
 from tests.harness import compared
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
@@ -40,20 +38,3 @@ def test_equals_reference(dev, rng, case, dtype, most, large):
     compared(dev, quantize_int8.outlier_weight, out | codes)
     whole = {"out": np.full((outs, cols), np.nan, dtype.numpy)}
     compared(dev, quantize_int8.decode, whole | codes)
-
-
-def test_wrong_arguments():
-    dev = PlanDevice(HOST_SPEC)
-
-    def make(*shape, dtype=F32):
-        return dev.alloc("x", shape, dtype, "Weights")
-
-    index = make(8, dtype=I32)
-    with pytest.raises(
-        ValueError, match=r"outliers_select: mask must have shape \(32,\), got \(16,\)"
-    ):
-        quantize_int8.select_outliers(dev, make(16), index, make(32), 6.0)
-    with pytest.raises(TypeError, match="outliers_take: index must be I32, got F32"):
-        quantize_int8.take_outliers(dev, make(16, 8), make(16, 32), make(8))
-    with pytest.raises(TypeError, match="outliers_weight: q must be I8, got F32"):
-        quantize_int8.outlier_weight(dev, make(16, 8), make(16, 32), make(16), index)

@@ -210,33 +210,11 @@ def test_traffic_and_wrong_arguments():
     assert dev.bytes == {"quantize_transpose": 32 * 48 * 4 + 8}
     quantize.quantize(dev, q, None, one, x, one)
     assert dev.bytes["quantize"] == 32 * 48 * 3 + 8
-    with pytest.raises(TypeError, match="quantize: q must be a tensor, got None"):
-        quantize.quantize(dev, None, None, one, x, one)
-    with pytest.raises(TypeError, match=r"quantize: q must be .* or F8_E5M2, got BF16"):
-        quantize.quantize(dev, x, None, one, x, one)
-    with pytest.raises(TypeError, match="quantize_transpose: q_t must be F8_E4M3, got F8_E5M2"):
-        quantize.quantize(dev, q, make((48, 32), E5M2), one, x, one)
-    with pytest.raises(
-        ValueError, match=r"quantize_transpose: q_t must have shape \(48, 32\), got \(32, 48\)"
-    ):
-        quantize.quantize(dev, None, q, one, x, one)
     with pytest.raises(ValueError, match="quantize: cols must be a multiple of 16, got 40"):
         quantize.quantize(dev, make((32, 40), E4M3), None, one, make((32, 40), BF16), one)
-    with pytest.raises(
-        ValueError, match=r"quantize_transpose: x must have shape \(rows, cols\), got \(48,\)"
-    ):
-        quantize.quantize(dev, None, q_t, one, make((48,), BF16), one)
-    with pytest.raises(TypeError, match=r"quantize: x must be F32 or BF16, got F8_E4M3"):
-        quantize.quantize(dev, q, None, one, q, one)
-    with pytest.raises(ValueError, match=r"quantize: scale must have shape \(1,\)"):
-        quantize.quantize(dev, q, None, make((2,), F32), x, one)
-    with pytest.raises(TypeError, match=r"quantize: abs_max must be F32, got BF16"):
-        quantize.quantize(dev, q, None, one, x, make((1,), BF16))
     count = make((1,), I32)
     quantize.scaled(dev, x, Fp8Out(q, q_t, one, count))
     assert dev.bytes["quantize_scaled"] == 32 * 48 * 4 + 4 + 2 * 4
-    with pytest.raises(ValueError, match=r"quantize_scaled: codes must have shape \(32, 48\)"):
-        quantize.scaled(dev, x, Fp8Out(q_t, None, one, count))
     with pytest.raises(ValueError, match="quantize_scaled: cols must be a multiple of 16, got 40"):
         quantize.scaled(dev, make((32, 40), BF16), Fp8Out(q, None, one, count))
 
@@ -249,14 +227,6 @@ def test_traffic_and_wrong_arguments_of_transpose():
 
     quantize.transpose(dev, make((48, 32)), make((32, 48)))
     assert dev.bytes == {"transpose_codes": 32 * 48 * 2}
-    with pytest.raises(TypeError, match=r"transpose_codes: q must be .* or F8_E5M2, got BF16"):
-        quantize.transpose(dev, make((48, 32)), make((32, 48), BF16))
-    with pytest.raises(TypeError, match="transpose_codes: q_t must be F8_E4M3, got F8_E5M2"):
-        quantize.transpose(dev, make((48, 32), E5M2), make((32, 48)))
-    with pytest.raises(
-        ValueError, match=r"transpose_codes: q_t must have shape \(48, 32\), got \(32, 48\)"
-    ):
-        quantize.transpose(dev, make((32, 48)), make((32, 48)))
     with pytest.raises(
         ValueError,
         match="transpose_codes: cols must be a multiple of 16, got 40",

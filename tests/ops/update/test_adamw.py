@@ -168,27 +168,12 @@ def plan_tensors():
 NAMES = ("param", "work", "grad", "m", "v", "segments", "scalars")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_wrong_dtype_and_shape(plan_tensors, name):
-    dev, make = plan_tensors
-    good = {n: make(n) for n in NAMES}
-    update(dev, **good)
-    wrong = I32 if name != "scalars" else F32
-    with pytest.raises(TypeError, match=f"adamw: {name} must be"):
-        update(dev, **{**good, name: make(name, dtype=wrong)})
-    if name != "param":
-        with pytest.raises(ValueError, match=f"adamw: {name} must have shape"):
-            update(dev, **{**good, name: make(name, (7, 3))})
-
-
 def test_wrong_scales(plan_tensors):
     dev, make = plan_tensors
     good = {n: make(n) for n in NAMES} | {"m": make("m", dtype=E4M3)}
     update(dev, **good, m_scale=make("m_scale", (2,)))
     with pytest.raises(TypeError, match="adamw: m_scale must be given, m is F8_E4M3"):
         update(dev, **good)
-    with pytest.raises(ValueError, match=r"adamw: m_scale must have shape \(2,\)"):
-        update(dev, **good, m_scale=make("m_scale", (256,)))
     with pytest.raises(TypeError, match="adamw: v_scale must be None, v is F32"):
         update(dev, **good, m_scale=make("m_scale", (2,)), v_scale=make("v_scale", (2,)))
 

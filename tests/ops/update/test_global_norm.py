@@ -124,33 +124,18 @@ def test_wrong_arguments():
     dev = PlanDevice(HOST_SPEC)
     stats = dev.alloc("stats", (len(STATS),), F64, "Gradients")
     scalars = dev.alloc("scalars", (16,), I32, "Gradients")
-    tokens = dev.alloc("tokens", (16,), I32, "Gradients")
     x = dev.alloc("x", (5,), F32, "Gradients")
     sums = dev.alloc("sums", (2,), F64, "Gradients")
-    with pytest.raises(TypeError, match="global_norm_partials: x must be F32 or BF16, got I32"):
-        global_norm.partials(dev, sums, tokens)
     with pytest.raises(ValueError, match=r"global_norm: sums must have shape \(0,\), got \(2,\)"):
         global_norm.partials(dev, sums, dev.alloc("x", (0,), F32, "Gradients"))
     with pytest.raises(ValueError, match="global_norm: sums must have shape"):
         global_norm.partials(dev, sums.rows(0, 1), x)
-    with pytest.raises(TypeError, match="global_norm_sum: stats must be F64, got F32"):
-        global_norm.total(dev, x, sums)
-    with pytest.raises(TypeError, match="global_norm_sum: partials must be F64, got F32"):
-        global_norm.total(dev, stats, x)
     with pytest.raises(
         ValueError, match="global_norm_finish: statistics must be at least 6, got 4"
     ):
         global_norm.finish(dev, stats.rows(0, 4), scalars)
-    with pytest.raises(TypeError, match="global_norm_finish: scalars must be I32, got F32"):
-        global_norm.finish(dev, stats, dev.alloc("scalars", (16,), F32, "Gradients"))
-    with pytest.raises(TypeError, match="global_norm_combine: gathered must be F64, got F32"):
-        global_norm.combine(dev, stats, dev.alloc("gathered", (2, len(STATS)), F32, "Gradients"))
     with pytest.raises(
         ValueError, match="global_norm_combine: statistics must be at most 63, got 64"
     ):
         many = dev.alloc("many", (64,), F64, "Gradients")
         global_norm.combine(dev, many, dev.alloc("gathered", (2, 64), F64, "Gradients"))
-    with pytest.raises(
-        ValueError, match=r"global_norm_combine: stats must have shape \(7,\), got \(6,\)"
-    ):
-        global_norm.combine(dev, stats, dev.alloc("gathered", (2, 7), F64, "Gradients"))
