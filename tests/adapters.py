@@ -11,6 +11,7 @@ from tests.models import random_batch
 FUSED = {
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 }
 SPLIT = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 

@@ -94,6 +94,16 @@ CONFIGS = {
             "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16,
         },
     ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(  # an MLP in the first layer
+        **_SHARED | {"num_key_value_heads": 4}, q_lora_rank=32, kv_lora_rank=48,
+        qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, n_routed_experts=5,
+        num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=2, n_group=1,
+        topk_group=1, first_k_dense_replace=1, num_nextn_predict_layers=0,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7,
+            "mscale_all_dim": 0.9, "original_max_position_embeddings": 16,
+        },
+    ),
     "qwen3_5": lambda: transformers.Qwen3_5TextConfig(
         **_SHARED, head_dim=64, tie_word_embeddings=True, pad_token_id=None,
         layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
@@ -120,7 +130,7 @@ CONFIGS = {
 }  # fmt: skip
 
 WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "gpt_oss")
-WITH_EXPERTS += ("qwen3_5_moe", "qwen3_next")
+WITH_EXPERTS += ("qwen3_5_moe", "qwen3_next", "deepseek_v3")
 
 
 def hf_model(name: str, seed: int = 0, **changed: object) -> transformers.PreTrainedModel:

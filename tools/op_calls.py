@@ -37,6 +37,7 @@ from llmq.ops.attention import (
     attention,
     attention_backward,
     attention_gate,
+    heads,
     paged,
     qk_norm,
     rope,
@@ -260,6 +261,29 @@ def paged_calls(S: int, n: int, Hq: int, Hkv: int, Hd: int, size: int, blocks: i
     return [
         Call("store", paged.store, args, bytes=2 * stored),
         Call("attend", paged.attend, args | {"out": out}, bytes=read, flops=flops),
+    ]
+
+
+def paged_latent_calls(
+    S: int, n: int, Hq: int, Hd: int, Vd: int, size: int, blocks: int
+) -> list[Call]:
+    """Attention to keys whose first channels are values, as of `paged_calls`."""
+    attend = paged_calls(S, n, Hq, 1, Hd, size, blocks)[1]
+    args = attend.args | {"v_cache": None, "out": bf16(S, n, Hq, Vd)}
+    read = 2 * S * (size * blocks * Hd + n * Hq * (Hd + Vd))
+    flops = S * n * Hq * (2 * size * blocks - n) * (Hd + Vd)
+    return [Call("attend", paged.attend, args, bytes=read, flops=flops)]
+
+
+def heads_calls(rows: int, count: int, size: int, step: int) -> list[Call]:
+    """Heads moved from wider ones, and their sums."""
+    apart, moved = heads.Place(0, count * step, step), 2 * rows * count * size
+    args = {"x": bf16(rows, count * step), "rows": rows, "heads": count, "size": size}
+    to = {"out": bf16(rows, count * size), "to": heads.Place(0, count * size, size)}
+    args |= to | {"of": apart}
+    return [
+        Call("copy", heads.copy, args, bytes=2 * moved),
+        Call("add up", heads.add_up, args, bytes=moved + moved // count),
     ]
 
 
@@ -1016,6 +1040,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "norm": norm_calls,
     "outliers": outliers_calls,
     "paged": paged_calls,
+    "paged_latent": paged_latent_calls,
     "pairs": pairs_calls,
     "qk_norm": qk_norm_calls,
     "quantize": quantize_calls,
@@ -1030,6 +1055,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "skinny_mxfp4": skinny_mxfp4_calls,
     "skinny_nf4": skinny_nf4_calls,
     "swiglu": swiglu_calls,
+    "heads": heads_calls,
     "labels": labels_calls,
     "value_norm": value_norm_calls,
 }
@@ -1048,6 +1074,7 @@ KINDS = {
     "matmul_int8": ("matmul", "INT8_CASES"),
     "mxfp4": ("four_bits", "MXFP4_CASES"),
     "outliers": ("quantize_int8", "OUTLIERS_CASES"),
+    "paged_latent": ("paged", "LATENT_CASES"),
     "random": ("elementwise", "CASES"),
     "skinny_mxfp4": ("skinny", "MXFP4_CASES"),
     "skinny_nf4": ("skinny", "NF4_CASES"),

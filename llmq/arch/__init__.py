@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmq.arch.common import Architecture
+from llmq.arch.deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite
 from llmq.arch.ernie4_5 import Ernie45, Helium
 from llmq.arch.exaone4 import Exaone4
 from llmq.arch.gemma import Gemma
@@ -41,7 +42,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         Qwen3Moe(), Olmoe(), Mixtral(), Qwen35(), Qwen35Moe(), Qwen3Next(), GptOss(),
         SmolLm3(), Olmo3(), SeedOss(), Exaone4(), Gemma(), Ministral(), Cwm(), Starcoder2(),
         Glm(), Glm4(), Ernie45(), Helium(), Granite(), Arcee(), Ministral3(),
-        Gemma4(), Gemma4Unified(), Glm4Moe(), MiniMaxM2(), Lfm2(),
+        Gemma4(), Gemma4Unified(), Glm4Moe(), MiniMaxM2(), Lfm2(), DeepseekV2(),
+        DeepseekV3(), Glm4MoeLite(),
     )
 }  # fmt: skip
 """Every supported architecture by the name that config.json gives in "architectures"."""

@@ -255,7 +255,7 @@ class Architecture:
     def fixed(self, model: Any) -> dict[str, Any]:
         """Fields that a model of this architecture must have, given its other fields."""
         names = "windowed_layers rope_layers local_rope_theta query_growth attention_scale".split()
-        names += ["logit_softcap", "experts", "mixers", "full_kv_heads", "full_head_dim"]
+        names += "logit_softcap experts mixers latent full_kv_heads full_head_dim".split()
         others = dict.fromkeys(names) | dict.fromkeys(MULTIPLIERS, 1.0) | {"keys_as_values": False}
         others = {name: value for name, value in others.items() if name not in self.own_fields}
         return self.kinds(model.qkv_bias, model.mlp_bias) | others

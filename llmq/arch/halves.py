@@ -31,7 +31,7 @@ def attention(config: Any, layer: int) -> HalfSpec:
     )  # fmt: skip
     if config.arch.rope_pairs:
         q, k, v = qkv.parts
-        q, k = (replace(part, order=_in_pairs(config, part.rows // Hd)) for part in (q, k))
+        q, k = (replace(part, order=_heads_in_pairs(config, part.rows // Hd)) for part in (q, k))
         qkv = replace(qkv, parts=(q, k, v))
     inner: tuple[Module, ...] = ()
     if config.qk_norm:
@@ -71,17 +71,23 @@ def attention(config: Any, layer: int) -> HalfSpec:
     )
 
 
-def _in_pairs(config: Any, heads: int) -> Order:
+def _heads_in_pairs(config: Any, heads: int) -> Order:
     """The order of the rows of heads where the two channels that RoPE turns together are stored
     beside each other: channel i of a head's first half, and channel i of its second."""
-    Hd, half = config.head_dim, config.rotary_dim // 2
+    Hd, turned = config.head_dim, config.rotary_dim
     order = []
     for first in range(0, heads * Hd, Hd):
-        for i in range(first, first + half):
-            order += [(i, i + 1), (i + half, i + half + 1)]
-        if 2 * half < Hd:
-            order.append((first + 2 * half, first + Hd))
+        order += in_pairs(first, turned)
+        if turned < Hd:
+            order.append((first + turned, first + Hd))
     return tuple(order)
+
+
+def in_pairs(first: int, channels: int) -> list[tuple[int, int]]:
+    """The order of the rows [first, first + channels), of which each one of the first half is
+    stored beside its own of the second."""
+    half = channels // 2
+    return [(i + j, i + j + 1) for i in range(first, first + half) for j in (0, half)]
 
 
 def mlp(config: Any, layer: int) -> HalfSpec:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from llmq.arch import architecture, read_fields
 from llmq.arch.common import MULTIPLIERS, Architecture
 from llmq.arch.experts import Experts
+from llmq.arch.latent import LatentAttention
 from llmq.arch.matrix import HalfSpec, Matrix
 from llmq.arch.mixers import Mixers
 from llmq.arch.rope_scaling import RopeScaling, longest_sequence
@@ -76,6 +77,8 @@ class ModelConfig:
     mixers: Mixers | None = None
     """The delta nets, state spaces or short convolutions that layers have in the place of
     attention; None: there are none."""
+    latent: LatentAttention | None = None
+    """The latent attention that all layers have in the place of attention; None: they have not."""
     max_positions: int
     """Longest sequence in tokens."""
     sliding_window: int | None = None
@@ -171,7 +174,12 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        return int(self.head_dim * self.partial_rotary_factor)
+        return self._rotary(self.head_dim)
+
+    def _rotary(self, channels: int) -> int:
+        """How many of a head's channels are rotated."""
+        its = self.latent
+        return int(channels * self.partial_rotary_factor) if its is None else its.rotary
 
     @property
     def longest(self) -> int:
@@ -203,7 +211,7 @@ class ModelConfig:
         the scaling says."""
         if self.positions != "rope" or not (self.rope_layers or [True] * (layer + 1))[layer]:
             return None
-        channels = int(self.heads_of(layer).channels * self.partial_rotary_factor)
+        channels = self._rotary(self.heads_of(layer).channels)
         if self.windowed(layer) and self.local_rope_theta is not None:
             return Rope(self.local_rope_theta, None, 1.0, channels)
         scaling = self.rope_scaling
@@ -326,6 +334,8 @@ class ModelConfig:
         self._check_heads()
         if self.mixers is not None:
             self.mixers.validate(self.num_layers)
+        if self.latent is not None:
+            self.latent.validate()
         if not 0 < self.rope_theta < math.inf:
             raise ConfigError(f"model rope_theta: must be positive, got {self.rope_theta}")
         self._check_factors()

@@ -74,13 +74,14 @@ class RopeScaling:
         if self.kind != "yarn" or self.factor <= 1:
             return 1.0
         if self.mscale and self.mscale_all_dim:
-            over, under = (0.1 * m * math.log(self.factor) + 1 for m in self._mscales)
-            return over / under
+            return (0.1 * self.mscale * math.log(self.factor) + 1) / self.mscale_growth
         return 0.1 * math.log(self.factor) + 1
 
     @property
-    def _mscales(self) -> tuple[float, float]:
-        return self.mscale, self.mscale_all_dim
+    def mscale_growth(self) -> float:
+        """By mscale_all_dim: the attention factor is divided by this number, whose square latent
+        attention takes into its scores."""
+        return 0.1 * (self.mscale_all_dim or 0.0) * math.log(max(self.factor or 1, 1)) + 1
 
     def check(self, frequencies: int) -> None:
         """ConfigError where its numbers make no sense for so many frequencies."""

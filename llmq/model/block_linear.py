@@ -126,24 +126,29 @@ class BlockLinear:
         """out (rows, out_features) = alpha * x (rows, in_features) @ weight^T + bias, and the
         adapters', times alpha too. alpha: the residual multiplier, of a half's last matrix; else 1.
         addend: like out, other memory, or None, as it is unless `accepts_addend`. Beside adapters
-        no product writes codes."""
+        no product writes codes. Rows may be others than a micro-step's where no gradient
+        follows."""
         w, bias, parts, adapters = ctx.w, ctx.w.bias(key), self._of(ctx, key), None
-        if parts is not None:
-            (a, b), magnitudes = w.adapters(key), None
-            with ExitStack() as temps:
-                dropped = self.dropout.of(temps, tensor_of(x), parts.salt)
-                matmul(self.dev, parts.hidden, dropped, a, trans_b=True)
-            if parts.norms is not None:
-                self._measure(parts, key, w)
-                magnitudes, bias = Magnitudes(parts.norms, w.magnitudes(key), bias), None
-            blocks = blocks_of(parts.times_alpha, b)
-            adapters = Adapters(parts.hidden, b, blocks, magnitudes=magnitudes)
-        x, weight = self.operands.pair(FORWARD, x, w[key])
-        product(
-            self.dev, out, x, weight, trans_b=True, bias=bias, adapters=adapters, addend=addend,
-            epilogue=epilogue, fast=FORWARD in self.operands.fast,
-            alpha=self._alpha(ctx.layer.index, key),
-        )  # fmt: skip
+        with ExitStack() as outer:
+            if parts is not None:
+                (a, b), magnitudes, hidden = w.adapters(key), None, parts.hidden
+                if (rows := tensor_of(x).shape[0]) != hidden.shape[0]:
+                    shape = (rows, hidden.shape[1])
+                    hidden = outer.enter_context(self.dev.scratch("hidden", shape, hidden.dtype))
+                with ExitStack() as temps:
+                    dropped = self.dropout.of(temps, tensor_of(x), parts.salt)
+                    matmul(self.dev, hidden, dropped, a, trans_b=True)
+                if parts.norms is not None:
+                    self._measure(parts, key, w)
+                    magnitudes, bias = Magnitudes(parts.norms, w.magnitudes(key), bias), None
+                blocks = blocks_of(parts.times_alpha, b)
+                adapters = Adapters(hidden, b, blocks, magnitudes=magnitudes)
+            x, weight = self.operands.pair(FORWARD, x, w[key])
+            product(
+                self.dev, out, x, weight, trans_b=True, bias=bias, adapters=adapters,
+                addend=addend, epilogue=epilogue, fast=FORWARD in self.operands.fast,
+                alpha=self._alpha(ctx.layer.index, key),
+            )  # fmt: skip
 
     def _of(self, ctx: LayerContext, key: str) -> _Parts | None:
         return self._parts.get((ctx.layer.index, key))

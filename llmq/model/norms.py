@@ -39,10 +39,11 @@ def alloc_stats(dev: Device, config: ModelConfig, name: str, rows: int) -> Stats
 
 
 class Normalization:
-    """The calls, on one device."""
+    """The calls, on one device. eps: of norms that are not the config's; None: these."""
 
-    def __init__(self, dev: Device, config: ModelConfig):
-        self.dev, self.eps, self.offset = dev, config.norm_eps, config.arch.norm_offset
+    def __init__(self, dev: Device, config: ModelConfig, eps: float | None = None):
+        self.dev, self.eps = dev, config.norm_eps if eps is None else eps
+        self.offset = config.arch.norm_offset
         self.once = config.arch.norm_once
 
     def forward(

@@ -6,11 +6,13 @@ from contextlib import closing
 from typing import NamedTuple
 
 from llmq.arch.delta import DeltaNet
+from llmq.arch.latent import LATENT_SIZES
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn_once
 from llmq.model.halves.attention import directions
 from llmq.ops.attention.attention import MAX_HEAD_DIM
+from llmq.ops.attention.paged import MAX_LATENT_DIM
 from llmq.ops.common import CAPABILITY, GENERIC_FP8, MAX_COLUMNS
 from llmq.ops.delta import delta_rule
 from llmq.ops.pointwise.reduce import MAX_PARTS
@@ -101,6 +103,10 @@ def _limits(model: ModelConfig) -> Iterator[_Limit]:
     if model.arch.wide_qk_norm:
         for name, heads in (("query", model.num_heads), ("key", model.num_kv_heads)):
             yield _Limit(f"width of its {name} heads", heads * model.head_dim, VECTOR, MAX_COLUMNS)
+    if (latent := model.latent) is not None:
+        for field, name in LATENT_SIZES.items():
+            largest = MAX_LATENT_DIM - latent.rotary if field == "rank" else None
+            yield _Limit(name, getattr(latent, field) or 0, VECTOR, largest)
     if isinstance(net := model.mixers, DeltaNet):
         for name, dim in (("key", net.key_dim), ("value", net.value_dim)):
             yield _Limit(f"linear_{name}_head_dim", dim, delta_rule.MULTIPLE, delta_rule.MAX_HEAD)

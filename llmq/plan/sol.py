@@ -26,7 +26,7 @@ def flops_per_token(
     L = config.num_layers
     used = sum(matrix.used for layer in range(L) for matrix in config.matrices(layer))
     halves = [half for layer in range(L) for half in config.halves(layer)]
-    attentions = [half.sizes for half in halves if half.kind == "attention"]
+    attentions = [half.sizes for half in halves if "window" in half.sizes]
     pairs = 0  # of channels of query heads
     for its in attentions:
         window, heads = min(its["window"] or seq_len, seq_len), its["heads"]

@@ -30,6 +30,10 @@ from tests.models import pieces as by_file
 
 FOUR = SHARED | {"num_hidden_layers": 4, "pad_token_id": None}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LATENT = FOUR | {
+    "num_key_value_heads": 4, "kv_lora_rank": 48, "qk_rope_head_dim": 8, "n_routed_experts": 6,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 2,
+}  # fmt: skip
 FAMILIES = {
     "smollm3": lambda: transformers.SmolLM3Config(**FOUR),
     "smollm3_all": lambda: transformers.SmolLM3Config(
@@ -62,6 +66,18 @@ FAMILIES = {
     "glm4_moe": lambda: transformers.Glm4MoeConfig(
         **FOUR, head_dim=32, n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=48,
         n_shared_experts=2, routed_scaling_factor=2.5, use_qk_norm=True, attention_bias=True,
+    ),
+    "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(  # heads of one size
+        **LATENT | {"num_hidden_layers": 3}, q_lora_rank=40, qk_nope_head_dim=24, v_head_dim=32,
+        routed_scaling_factor=1.8,
+    ),
+    "deepseek_v3_plain": lambda: transformers.DeepseekV3Config(
+        **LATENT, q_lora_rank=None, qk_nope_head_dim=16, v_head_dim=16, n_group=2, topk_group=2,
+        first_k_dense_replace=2, num_nextn_predict_layers=0,
+    ),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(  # values longer than keys
+        **LATENT, q_lora_rank=40, qk_nope_head_dim=8, v_head_dim=24, first_k_dense_replace=1,
+        norm_topk_prob=False, routed_scaling_factor=1.5,
     ),
     "minimax_m2": lambda: transformers.MiniMaxM2Config(
         **FOUR, head_dim=32, num_local_experts=6, num_experts_per_tok=3,

@@ -84,7 +84,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(name):
         )
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt2", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "qwen3_5", "deepseek_v3"])
 def test_log_probabilities_are_those_of_training(name):
     """Also of an update's weights, which lie where they are trained."""
     (prompt,) = prompts(7)
@@ -153,7 +153,7 @@ def test_tokens_that_a_text_has_are_penalized_as_in_transformers():
 
 
 @pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
-@pytest.mark.parametrize("name, dtype", [("qwen3_5", F32), ("gemma3", BF16)])
+@pytest.mark.parametrize("name, dtype", [("qwen3_5", F32), ("gemma3", BF16), ("deepseek_v3", BF16)])
 def test_kernels_continue_texts(name, dtype):
     """Passes of kernels in the emulator choose the tokens of their references."""
     hows = ({"temperature": 0}, {"temperature": 0}, {"top_k": 40, "top_p": 0.9, "seed": 3})

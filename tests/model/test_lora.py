@@ -39,6 +39,8 @@ from tests.models import exported, hf_model, torch_loss, trainer_for
 LORA = {"lora_rank": 4, "lora_alpha": 6.0, "lora_scaling": "rs", "lora_plus": 2.0}
 LORA["weight_decay"] = 0.1
 MODELS = ["qwen2", "qwen3", "llama_biases", "phi3", "olmo2", "gpt2", "granite", "gemma4"]
+MODELS += ["deepseek_v3"]
+LATENT = {"lora_targets": "q_a,q_b,kv_a,kv_b,o"}  # PEFT takes names of MLPs for those of experts
 
 
 def tensors(trainer, values) -> dict[str, np.ndarray]:
@@ -106,7 +108,7 @@ CODED = [
 
 # With magnitudes, on every base.
 DORA = [("phi3", None), ("gpt2", None), ("qwen2", "nf4"), ("qwen3", "e4m3"), ("olmo2", "int8")]
-DORA += [("granite", None), ("granite", "int8")]
+DORA += [("granite", None), ("granite", "int8"), ("deepseek_v3", None)]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,8 @@ DORA += [("granite", None), ("granite", "int8")]
     ],
 )
 def test_equals_peft(name, base, dora):
-    with trainer_for(exported(name), **LORA, base_dtype=base, lora_dora=dora) as trainer:
+    options = LORA | (LATENT if name == "deepseek_v3" else {})
+    with trainer_for(exported(name), **options, base_dtype=base, lora_dora=dora) as trainer:
         model = peft_model(name, trainer, use_dora=dora)
         if base is not None:
             with torch.no_grad():

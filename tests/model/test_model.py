@@ -109,7 +109,7 @@ def test_ten_adamw_steps_match_torch(models, device):
 RECOMPUTE = ["swiglu", "norm", "ffn", "qkv", "att", "block"]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_recompute_and_chunks_are_bitwise_equal_or_close(name, dtype, tmp_path):
     hf_model(name).save_pretrained(tmp_path)

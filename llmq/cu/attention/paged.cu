@@ -6,13 +6,14 @@
 //   split:   the same sums over each SPLIT positions alone, and their statistics
 //   combine: out from the results of split
 //
-// Data     qkv: T (S, n, Hq + 2 Hkv, HEAD_DIM), rotated; out: T (S, n, Hq, HEAD_DIM), 0 from query
+// Data     qkv: T (S, n, Hq + 2 Hkv, HEAD_DIM), rotated; out: T (S, n, Hq, VALUE_DIM), 0 from query
 //          new[s] on. k_cache, v_cache: T (blocks, BLOCK_SIZE, Hkv, HEAD_DIM); position p of
-//          sequence s is row p % BLOCK_SIZE of block table[s][p / BLOCK_SIZE]. sinks: T (Hq), a
-//          score of each head that gives attention to nothing, or null. partial: F32 (S, n, Hq,
-//          splits, HEAD_DIM), stats: F32 (S, n, Hq, splits, 2): the largest score times log2(e), and
-//          the sum of probabilities. T: BF16 (tensor cores, probabilities rounded before they are
-//          multiplied) or F32. Sums and statistics F32.
+//          sequence s is row p % BLOCK_SIZE of block table[s][p / BLOCK_SIZE]. LATENT: v_cache is
+//          null, and values are the first VALUE_DIM channels of keys; else VALUE_DIM is HEAD_DIM.
+//          sinks: T (Hq), a score of each head that gives attention to nothing, or null. partial:
+//          F32 (S, n, Hq, splits, VALUE_DIM), stats: F32 (S, n, Hq, splits, 2): the largest score
+//          times log2(e), and the sum of probabilities. T: BF16 (tensor cores, probabilities rounded
+//          before they are multiplied) or F32. Sums and statistics F32.
 // Launch   store: 256 threads, one for each 16 bytes of new keys, grid (blocks, S). attend, split:
 //          128 threads and dynamic shared memory (llmq/ops/attention/paged.py); a block has ROWS
 //          pairs of query and head that share a key/value head. attend: grid (Hkv, S tiles).
@@ -20,7 +21,8 @@
 //          (Hq, S n), 128 threads.
 // Cost     memory: keys and values once for each tile of ROWS pairs. Blocks of idle sequences, and
 //          of splits that a sequence has not, end at once.
-// Needs    sm_80; HEAD_DIM a multiple of 8, up to 256. No atomics. A result depends on nothing but
+// Needs    sm_80; HEAD_DIM and VALUE_DIM multiples of 8, up to 256, with LATENT up to 576 and with
+//          ROWS 16. No atomics. A result depends on nothing but
 //          its own sequence: steps and splits begin at multiples of STEP and SPLIT, in all entries
 //          the splits are added one after the other, and what a query does not see changes no bit.
 #include "common.cuh"
@@ -35,16 +37,23 @@
 #ifndef HEAD_DIM
 #define HEAD_DIM 64
 #endif
+#ifndef LATENT
+#define LATENT 0
+#endif
+#ifndef VALUE_DIM
+#define VALUE_DIM HEAD_DIM
+#endif
 
 constexpr int THREADS = 128, WARPS = 4, SPLIT = 256;
 constexpr bool HALF = sizeof(T) == 2;  // BF16
 constexpr int VECTOR = Vec<T>::N;
 // Keys of a step, and elements of a row of a tile: zeros follow those of a head. A row has an odd
 // number of 16-byte units, so that eight rows lie in different banks.
-constexpr int STEP = HALF ? (HEAD_DIM <= 64 ? 64 : 32) : (HEAD_DIM <= 128 ? 32 : 16);
+constexpr int STEP = HALF ? (HEAD_DIM <= 64 ? 64 : 32) : (HEAD_DIM <= 128 ? 32 : LATENT ? 8 : 16);
 constexpr int D = HALF ? (HEAD_DIM + 15) / 16 * 16 : HEAD_DIM, UNITS = D / VECTOR;
 constexpr int PITCH = D + VECTOR, SCORES = STEP + 4, PROBS = STEP + 8;
 constexpr int TILE = STEP * PITCH;  // elements of a tile of keys or of values
+constexpr int TILES = LATENT ? 1 : 2;  // of a stage
 constexpr int TURNS = ROWS / 16;    // eight threads share a row of scores
 
 // Products of a block's rows with keys and values, whose sums are spread over its threads: sum[q][i]
@@ -53,7 +62,7 @@ template <class E> struct Products;
 
 template <> struct Products<bf16> {
     static constexpr int KEYS = STEP == 64 ? 16 : 8;
-    static constexpr int UNITS = D / 16, OWN = (UNITS + WARPS - 1) / WARPS;
+    static constexpr int UNITS = (VALUE_DIM + 15) / 16, OWN = (UNITS + WARPS - 1) / WARPS;
     static constexpr int QUADS = TURNS * OWN * 2;
 
     static __device__ __forceinline__ int row(int q, int i) {
@@ -123,7 +132,7 @@ template <> struct Products<bf16> {
 };
 
 template <> struct Products<float> {
-    static constexpr int OWN = (D + THREADS - 1) / THREADS, QUADS = ROWS / 4 * OWN;
+    static constexpr int OWN = (VALUE_DIM + THREADS - 1) / THREADS, QUADS = ROWS / 4 * OWN;
 
     static __device__ __forceinline__ int row(int q, int i) { return q % (ROWS / 4) * 4 + i; }
     static __device__ __forceinline__ int column(int q, int i) {
@@ -153,7 +162,7 @@ template <> struct Products<float> {
         for (int k = 0; k < STEP; ++k) {
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
-                const float x = column(q, 0) < D ? values[k * PITCH + column(q, 0)] : 0.0f;
+                const float x = column(q, 0) < VALUE_DIM ? values[k * PITCH + column(q, 0)] : 0.0f;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     sum[q][i] = fmaf(probs[row(q, i) * PROBS + k], x, sum[q][i]);
@@ -209,7 +218,7 @@ struct Block {
         table = tables + (i64)sequence * max_blocks;
         queries = reinterpret_cast<T*>(shared);
         stages = queries + ROWS * PITCH;
-        scores = reinterpret_cast<float*>(stages + 4 * TILE);
+        scores = reinterpret_cast<float*>(stages + 2 * TILES * TILE);
         probs = reinterpret_cast<T*>(scores + ROWS * SCORES);
         if (count <= 0) { return; }
 #pragma unroll
@@ -241,7 +250,7 @@ struct Block {
 
     // Start copying keys and values first + [0, STEP), those from `end` on as zeros.
     __device__ __forceinline__ void load(int stage, int first, int end) const {
-        T* const keys = stages + stage * 2 * TILE;
+        T* const keys = stages + stage * TILES * TILE;
 #pragma unroll
         for (int i = 0; i < (STEP * UNITS + THREADS - 1) / THREADS; ++i) {
             const int index = i * THREADS + threadIdx.x, row = index / UNITS, key = first + row;
@@ -255,7 +264,7 @@ struct Block {
             }
             const SharedAddress to = shared_address(keys + row * PITCH + column);
             cp_async_16(to, k + from, valid);
-            cp_async_16(to + TILE * (int)sizeof(T), v + from, valid);
+            if (!LATENT) { cp_async_16(to + TILE * (int)sizeof(T), v + from, valid); }
         }
         cp_async_commit();
     }
@@ -311,7 +320,8 @@ struct Block {
         __syncthreads();  // nobody reads the stages of the split before
         load(stage, key, end);
         for (; key < end; key += STEP, stage ^= 1) {
-            const T *const keys = stages + stage * 2 * TILE, *const values = keys + TILE;
+            const T* const keys = stages + stage * TILES * TILE;
+            const T* const values = keys + (LATENT ? 0 : TILE);
             cp_async_wait<0>();
             __syncthreads();
             if (key + STEP < end) { load(stage ^ 1, key + STEP, end); }
@@ -336,7 +346,7 @@ template <class F> __device__ __forceinline__ void each(F f) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int column = Products<T>::column(q, i);
-            if (column < HEAD_DIM) { f(Products<T>::row(q, i), column, q, i); }
+            if (column < VALUE_DIM) { f(Products<T>::row(q, i), column, q, i); }
         }
     }
 }
@@ -354,8 +364,9 @@ extern "C" __global__ void __launch_bounds__(256)
     const i64 block = table[(i64)sequence * max_blocks + at / block_size];
     const i64 to = (block * block_size + at % block_size) * columns + column;
     const T* row = qkv + ((i64)sequence * n + i) * (num_heads * HEAD_DIM + 2 * columns);
-    store_vec(k_cache + to, load_vec(row + num_heads * HEAD_DIM + column));
-    store_vec(v_cache + to, load_vec(row + num_heads * HEAD_DIM + columns + column));
+    const T* keys = row + num_heads * HEAD_DIM + column;
+    store_vec(k_cache + to, load_vec(keys));
+    if (v_cache) { store_vec(v_cache + to, load_vec(keys + columns)); }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -402,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     each([&](int row, int column, int q, int i) {
         if (row < rows) {
             const float x = row < block.count ? all[q][i] / factors[row] : 0.0f;
-            out[(block.token(row) * num_heads + block.head(row)) * HEAD_DIM + column] =
+            out[(block.token(row) * num_heads + block.head(row)) * VALUE_DIM + column] =
                 from_f32<T>(x);
         }
     });
@@ -436,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         each([&](int row, int column, int q, int i) {
             if (row < block.count) {
                 const i64 at = (block.token(row) * num_heads + block.head(row)) * splits + split;
-                partial[at * HEAD_DIM + column] = sum[q][i];
+                partial[at * VALUE_DIM + column] = sum[q][i];
             }
         });
     }
@@ -452,16 +463,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const bool idle = i >= new_tokens[sequence];
     const int at = lengths[sequence] + i, last = idle ? -1 : at / SPLIT;
     const int first = max(0, at - window + 1) / SPLIT;
-    for (int column = threadIdx.x; column < HEAD_DIM; column += THREADS) {
+    for (int column = threadIdx.x; column < VALUE_DIM; column += THREADS) {
         float top = sinks ? to_f32(sinks[head]) * LOG2E : -INFINITY, total = sinks ? 1.0f : 0.0f;
         float sum = 0.0f;
 #pragma unroll 4
         for (int split = first; split <= last; ++split) {
             const float2 found = load_two(stats + 2 * (row * splits + split));
-            const float x = partial[(row * splits + split) * HEAD_DIM + column];
+            const float x = partial[(row * splits + split) * VALUE_DIM + column];
             const Factors f = merge(top, total, found.x, found.y);
             sum = fmaf(x, f.added, sum * f.old);
         }
-        out[row * HEAD_DIM + column] = from_f32<T>(idle ? 0.0f : sum / total);
+        out[row * VALUE_DIM + column] = from_f32<T>(idle ? 0.0f : sum / total);
     }
 }

@@ -8,11 +8,13 @@ from llmq.model.halves.attention import AttentionHalf
 from llmq.model.halves.delta import DeltaHalf
 from llmq.model.halves.experts import ExpertsHalf
 from llmq.model.halves.half import Half
+from llmq.model.halves.latent import LatentHalf
 from llmq.model.halves.mlp import MlpHalf
 from llmq.model.halves.short_conv import ShortConvHalf
 
 HALVES: dict[str, type[Half]] = {
     "attention": AttentionHalf,
+    "latent_attention": LatentHalf,
     "delta": DeltaHalf,
     "short_conv": ShortConvHalf,
     "mlp": MlpHalf,

@@ -11,6 +11,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 MAX_HEAD_DIM = 256
+MAX_LATENT_DIM = 576  # of keys whose first channels are values
 THREADS = 128
 STORE_THREADS = 256
 SPLIT = 256  # keys of one partial result, as in cu/attention/paged.cu
@@ -24,19 +25,19 @@ _CACHE = "T[blocks,block_size,num_kv_heads,Hd]"
 _QKV = "T[sequences,n,num_heads + 2*num_kv_heads,Hd] qkv"
 _TABLE = "i32[sequences,max_blocks] table, i32[sequences] lengths, i32[sequences] new"
 _SIZES = "i32 n, i32 max_blocks, i32 block_size, i32 num_heads, i32 num_kv_heads"
-_READ = f"{_QKV}, sparse {_CACHE} k_cache, sparse {_CACHE} v_cache, {_TABLE}, {_SIZES}"
-_OUT = "out T[sequences,n,num_heads,Hd] out"
+_READ = f"{_QKV}, sparse {_CACHE} k_cache, sparse {_CACHE}? v_cache, {_TABLE}, {_SIZES}"
+_OUT = "out T[sequences,n,num_heads,Vd] out"
 _PARTS = "[sequences,n,num_heads,splits,{}]"
-_PARTIAL, _STATS = f"f32{_PARTS.format('Hd')} partial", f"f32{_PARTS.format('2')} stats"
-_RULES = {
-    "where": "num_kv_heads >= 1, num_heads % num_kv_heads",
-    "gpu": f"Hd <= {MAX_HEAD_DIM}, Hd % 8",
-}
+_PARTIAL, _STATS = f"f32{_PARTS.format('Vd')} partial", f"f32{_PARTS.format('2')} stats"
+_WHERE = "num_kv_heads >= 1, num_heads % num_kv_heads"
+_GPU = f"Hd <= {MAX_LATENT_DIM}, Hd % 8"
+_RULES = {"where": f"{_WHERE}, Vd <= Hd", "gpu": f"{_GPU}, Vd % 8"}
 STORE = Kernel(
     "attention/paged.cu",
     "paged_store",
-    f"sparse inout {_CACHE} k_cache, sparse inout {_CACHE} v_cache, {_QKV}, {_TABLE}, {_SIZES}",
-    **_RULES,
+    f"sparse inout {_CACHE} k_cache, sparse inout {_CACHE}? v_cache, {_QKV}, {_TABLE}, {_SIZES}",
+    where=_WHERE,
+    gpu=_GPU,
 )
 ATTEND = Kernel(
     "attention/paged.cu",
@@ -58,19 +59,19 @@ COMBINE = Kernel(
 )
 
 
-def _many_rows(itemsize: int, head_dim: int) -> int:
+def _many_rows(itemsize: int, head_dim: int, *, latent: bool) -> int:
     """Rows of a block where there are many, so that its tiles fit into 99 KiB."""
-    return MANY_ROWS >> (itemsize == 4) >> (head_dim > 128)
+    return FEW_ROWS if latent else MANY_ROWS >> (itemsize == 4) >> (head_dim > 128)
 
 
-def _shared_bytes(itemsize: int, head_dim: int, rows: int) -> int:
+def _shared_bytes(itemsize: int, head_dim: int, rows: int, *, latent: bool) -> int:
     """Bytes of queries, two stages of keys and values, scores and probabilities, as the kernels
-    have them."""
+    have them. latent: values are in keys."""
     if itemsize == 2:
         step, row = 64 if head_dim <= 64 else 32, align_up(head_dim, 16)
     else:
-        step, row = 32 if head_dim <= 128 else 16, head_dim
-    tiles = (rows + 4 * step) * (row * itemsize + VECTOR_BYTES)
+        step, row = 32 if head_dim <= 128 else 8 if latent else 16, head_dim
+    tiles = (rows + (2 if latent else 4) * step) * (row * itemsize + VECTOR_BYTES)
     return tiles + rows * (step + 4) * 4 + rows * (step + 8) * itemsize
 
 
@@ -88,7 +89,7 @@ def store(
     dev: Device,
     qkv: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     table: Tensor,
     lengths: Tensor,
     new: Tensor,
@@ -98,7 +99,8 @@ def store(
     """Store the keys and values of the first new[s] of n tokens of each sequence behind the
     lengths[s] ones that the cache holds.
 
-    qkv: (S, n, Hq + 2 Hkv, Hd), rotated already. k_cache, v_cache: (blocks, block_size, Hkv, Hd).
+    qkv: (S, n, Hq + 2 Hkv, Hd), rotated already. k_cache, v_cache: (blocks, block_size, Hkv, Hd);
+    v_cache None: values are in keys, and those of qkv are not read.
     table: I32 (S, max_blocks), the blocks of each sequence; those that no token needs may be
     anything. lengths, new: I32 (S,); new 0: an idle sequence, of which nothing is stored. All three
     are read on the device and not checked: lengths[s] + new[s] <= max_blocks * block_size, and no
@@ -125,7 +127,7 @@ def attend(
     out: Tensor,
     qkv: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     table: Tensor,
     lengths: Tensor,
     new: Tensor,
@@ -139,31 +141,35 @@ def attend(
     """Attention of new tokens to those of their sequence in the cache, where `store` has put the
     new ones too: token i of sequence s, at position lengths[s] + i, sees positions up to its own.
 
-    out: (S, n, Hq, Hd) or (S, n, Hq*Hd), 0 from token new[s] on. window: positions that a token
-    sees, its own included; None: all. sinks: (Hq,), of each head a score of nothing. scale: factor
-    of scores, rounded to F32; None: 1 / sqrt(Hd). The rest as `store`.
+    out: (S, n, Hq, Hd) or (S, n, Hq*Hd), 0 from token new[s] on; without v_cache (S, n, Hq, Vd),
+    as values are the first Vd channels of keys. window: positions that a token sees, its own
+    included; None: all. sinks: (Hq,), of each head a score of nothing. scale: factor of scores,
+    rounded to F32; None: 1 / sqrt(Hd). The rest as `store`.
 
     On a GPU a token's bits depend on its sequence alone, not on n: sums of SPLIT keys are added
     one after the other. Raises ValueError for a window below 1 and a scale that is not positive.
 
     Cost:    reads the used part of the cache once for 16 query heads of a key/value head, which is
              not counted; up to FEW tokens of a sequence two launches and scratch of 4 * S * n * Hq
-             * (Hd + 2) bytes for each SPLIT positions of the table, else one launch.
+             * (Vd + 2) bytes for each SPLIT positions of the table, else one launch.
     """
     given = {"qkv": qkv, "k_cache": k_cache, "table": table}
-    sequences, n, head_dim, _, block_size, max_blocks = ATTEND.dims(
+    sequences, n, head_dim, _, block_size, max_blocks = STORE.dims(
         **given, num_heads=num_heads, num_kv_heads=num_kv_heads
     )
     window, scale = _expect_numbers(window, scale, head_dim)
+    latent, on_gpu = v_cache is None, dev.spec.capability > 0
     if out.shape == (sequences, n, num_heads * head_dim):
         out = out.view(sequences, n, num_heads, head_dim)
+    if on_gpu and not latent and head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"paged.attend: Hd must be at most {MAX_HEAD_DIM}, got {head_dim}")
     sizes = (n, max_blocks, block_size, num_heads, num_kv_heads)
     read, consts = (qkv, k_cache, v_cache, table, lengths, new, *sizes), {"HEAD_DIM": head_dim}
-    consts["BLOCK_SIZE"] = block_size
-    if n <= FEW and dev.spec.capability > 0:
+    consts |= {"BLOCK_SIZE": block_size, "VALUE_DIM": out.shape[3], "LATENT": int(latent)}
+    if n <= FEW and on_gpu:
         _attend_in_splits(dev, out, read, consts, window, scale, sinks)
         return
-    rows = _many_rows(qkv.dtype.itemsize, head_dim)
+    rows = _many_rows(qkv.dtype.itemsize, head_dim, latent=latent)
     tiles = sequences * ceil_div(n * (num_heads // num_kv_heads), rows)
     dev.launch(
         ATTEND,
@@ -171,7 +177,7 @@ def attend(
         THREADS,
         (out, *read, window, scale, sinks),
         consts=consts | {"ROWS": rows},
-        smem=_shared_bytes(qkv.dtype.itemsize, head_dim, rows),
+        smem=_shared_bytes(qkv.dtype.itemsize, head_dim, rows, latent=latent),
         cost=BESIDE_ATTENTION,
     )
 
@@ -186,14 +192,14 @@ def _attend_in_splits(
     sinks: Tensor | None,
 ) -> None:
     """`attend` of few tokens of each sequence. read: the arguments of both kernels that read."""
-    qkv, _, _, _, lengths, new, n, max_blocks, block_size, num_heads, num_kv_heads = read
-    sequences, _, _, head_dim = qkv.shape
+    qkv, _, v_cache, _, lengths, new, n, max_blocks, block_size, num_heads, num_kv_heads = read
+    sequences, head_dim, values = qkv.shape[0], qkv.shape[3], out.shape[3]
     tiles = sequences * ceil_div(n * (num_heads // num_kv_heads), FEW_ROWS)
     splits = ceil_div(max_blocks * block_size, SPLIT)
     at_once = ceil_div(BLOCKS * dev.spec.num_sms, num_kv_heads * tiles)
     parts = (sequences, n, num_heads, splits)
     with (
-        dev.scratch("paged_partial", (*parts, head_dim), F32) as partial,
+        dev.scratch("paged_partial", (*parts, values), F32) as partial,
         dev.scratch("paged_stats", (*parts, 2), F32) as stats,
     ):
         dev.launch(
@@ -202,9 +208,9 @@ def _attend_in_splits(
             THREADS,
             (partial, stats, *read, splits, window, scale),
             consts=consts | {"ROWS": FEW_ROWS},
-            smem=_shared_bytes(qkv.dtype.itemsize, head_dim, FEW_ROWS),
+            smem=_shared_bytes(qkv.dtype.itemsize, head_dim, FEW_ROWS, latent=v_cache is None),
             cost=BESIDE_ATTENTION,
         )
         args = (out, partial, stats, lengths, new, n, num_heads, splits, window, sinks)
-        grid, consts = (num_heads, sequences * n), {"HEAD_DIM": head_dim}
+        grid, consts = (num_heads, sequences * n), {"VALUE_DIM": values}
         dev.launch(COMBINE, grid, THREADS, args, consts=consts, cost=BESIDE_ATTENTION)

@@ -26,6 +26,14 @@ CASES = {
     "qwen7b_prompt": (1, 512, 28, 4, 128, 32, 128),
 }
 
+# S, n, Hq, Hd, Vd, positions of a block, blocks of a sequence.
+LATENT_CASES = {
+    "token": (3, 1, 4, 72, 64, 16, 6),
+    "tokens": (2, 2, 20, 40, 24, 16, 20),
+    "piece": (2, 37, 3, 576, 512, 16, 6),
+    "glm47_flash": (1, 1, 20, 576, 512, 16, 2048),
+}
+
 ROWS = 64  # queries in one piece
 BLOCKS = 4  # of keys: numbers of blocks of single queries are multiples
 SPLIT = 256  # keys of one partial result
@@ -36,12 +44,14 @@ def paged_store(
     k_cache, v_cache, qkv, table, lengths, new, n, max_blocks, block_size, num_heads, num_kv_heads
 ):
     """Rows lengths[s] + [0, new[s]) of each sequence = keys and values of qkv (S, n, Hq + 2 Hkv,
-    Hd). k_cache, v_cache: (blocks, block_size, Hkv, Hd); table: I32 (S, max_blocks); lengths, new:
-    I32 (S,)."""
+    Hd). k_cache, v_cache: (blocks, block_size, Hkv, Hd), the second may be None; table: I32 (S,
+    max_blocks); lengths, new: I32 (S,)."""
     s, i = np.nonzero(np.arange(n) < new[:, None])
     positions, rows = lengths[s] + i, qkv[s, i, num_heads:]
     at = table[s, positions // block_size], positions % block_size
-    k_cache[at], v_cache[at] = rows[:, :num_kv_heads], rows[:, num_kv_heads:]
+    k_cache[at] = rows[:, :num_kv_heads]
+    if v_cache is not None:
+        v_cache[at] = rows[:, num_kv_heads:]
 
 
 class _Piece(NamedTuple):
@@ -79,8 +89,10 @@ def _pieces(
             blocks = table[s, start:stop]
             shape = (len(blocks) * block_size, num_kv_heads, head_dim)
             keys = compute(k_cache[blocks]).reshape(shape)[seen].transpose(1, 2, 0)
-            values = np.ones((num_kv_heads, keys.shape[2], head_dim + 1), keys.dtype)
-            values[..., :-1] = compute(v_cache[blocks]).reshape(shape)[seen].transpose(1, 0, 2)
+            values = np.ones((num_kv_heads, keys.shape[2], v_cache.shape[3] + 1), keys.dtype)
+            of_values = (*shape[:2], v_cache.shape[3])
+            found = compute(v_cache[blocks]).reshape(of_values)[seen]
+            values[..., :-1] = found.transpose(1, 0, 2)
             queries = compute(qkv[s, first:end, :num_heads])
             queries = queries.reshape(end - first, num_kv_heads, group, head_dim)
             queries = queries.transpose(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
@@ -90,6 +102,11 @@ def _pieces(
             by_head = scores.reshape(num_kv_heads, group, end - first, -1)
             by_head[..., hidden] = -np.inf
             yield _Piece(s, first, end, scores, values, start * block_size, positions)
+
+
+def _values(k_cache: np.ndarray, v_cache: np.ndarray | None, out: np.ndarray) -> np.ndarray:
+    """The values in a cache, of as many channels as out has."""
+    return k_cache[..., : out.shape[-1]] if v_cache is None else v_cache
 
 
 def _softmax(scores: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -107,9 +124,10 @@ def paged_attend(
     """out (S, n, Hq, Hd) = attention of query i of sequence s, at position lengths[s] + i, to the
     `window` keys of the cache up to that position; 0 from query new[s] on. qkv: (S, n, Hq + 2 Hkv,
     Hd), of which the queries are read; sinks: (Hq,), a score of each head that gives attention
-    to nothing, or None. The rest as in paged_store."""
+    to nothing, or None. Without v_cache out is (S, n, Hq, Vd), and values are the first Vd
+    channels of keys. The rest as in paged_store."""
     out[...] = 0
-    cache = (k_cache, v_cache, table, lengths, new)
+    cache = (k_cache, _values(k_cache, v_cache, out), table, lengths, new)
     if n == 1:
         _attend_tokens(out, qkv, *cache, block_size, num_heads, num_kv_heads, window, scale, sinks)
         return
@@ -140,7 +158,7 @@ def _attend_tokens(
         hidden = (at > own) | (at <= own - window)
         shape = (len(s), count * block_size, num_kv_heads, head_dim)
         keys = compute(k_cache[blocks]).reshape(shape).transpose(0, 2, 3, 1)
-        values = compute(v_cache[blocks]).reshape(shape)
+        values = compute(v_cache[blocks]).reshape((*shape[:3], v_cache.shape[3]))
         values[hidden] = 0
         queries = compute(qkv[s, 0, :num_heads]).reshape(len(s), num_kv_heads, -1, head_dim)
         scores = (queries * scale) @ np.ascontiguousarray(keys)
@@ -152,7 +170,7 @@ def _attend_tokens(
         if sinks is not None:
             total += np.exp(compute(sinks).reshape(num_kv_heads, -1, 1) - top)
         product = scores @ np.ascontiguousarray(values.transpose(0, 2, 1, 3))
-        out[s, 0] = (product / total).reshape(len(s), num_heads, head_dim)
+        out[s, 0] = (product / total).reshape(len(s), num_heads, -1)
 
 
 def paged_split(
@@ -160,10 +178,10 @@ def paged_split(
     num_heads, num_kv_heads, splits, window, scale,
 ):  # fmt: skip
     """The sums of paged_attend over the keys of each split, positions SPLIT j to SPLIT (j + 1).
-    partial: F32 (S, n, Hq, splits, Hd), not divided by the sum of probabilities; stats: F32 (S, n,
+    partial: F32 (S, n, Hq, splits, Vd), not divided by the sum of probabilities; stats: F32 (S, n,
     Hq, splits, 2), the largest score times log2(e), and that sum. Splits of which a query sees no
     key are not written."""
-    cache = (k_cache, v_cache, table, lengths, new)
+    cache = (k_cache, _values(k_cache, v_cache, partial), table, lengths, new)
     for piece in _pieces(qkv, *cache, block_size, num_heads, num_kv_heads, window, scale):
         s, rows = piece.sequence, np.arange(piece.first, piece.end)
         for j in range(piece.keys // SPLIT, int(piece.positions[-1]) // SPLIT + 1):

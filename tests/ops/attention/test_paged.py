@@ -7,6 +7,7 @@ import pytest
 
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.ops.attention import paged
+from llmq.ref.attention.paged import LATENT_CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, host_device, run
 from tests.ref.attention.test_paged import SMALL, inputs, lengths_of
@@ -40,6 +41,24 @@ def test_equals_reference(dev, rng, case, dtype, how):
     want = attend(host_device(), arrays, heads, dtype, window, sinks)
     for name in ("k_cache", "v_cache"):
         assert got[name].tobytes() == want[name].tobytes()
+    found, expected = (x["out"].astype(np.float32) for x in (got, want))
+    np.testing.assert_allclose(found, expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["token", "tokens", "piece"])
+def test_values_in_keys_equal_the_reference(dev, rng, name, dtype):
+    S, n, Hq, Hd, Vd, size, blocks = LATENT_CASES[name]
+    case = (S, n, Hq, 1, Hd, size, blocks)
+    arrays, _ = inputs(rng, case, *lengths_of(rng, case), dtype.numpy)
+    arrays = {"out": np.full((S, n, Hq, Vd), np.nan, dtype.numpy)} | arrays | {"v_cache": None}
+
+    def call(dev, out, **tensors):
+        paged.store(dev, **tensors, num_heads=Hq, num_kv_heads=1)
+        paged.attend(dev, out, *tensors.values(), Hq, 1)
+
+    got, want = run(dev, call, arrays), run(host_device(), call, arrays)
+    assert got["k_cache"].tobytes() == want["k_cache"].tobytes()
     found, expected = (x["out"].astype(np.float32) for x in (got, want))
     np.testing.assert_allclose(found, expected, **TOLERANCE[dtype])
 

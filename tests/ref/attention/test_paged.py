@@ -108,3 +108,25 @@ def test_a_sequence_depends_on_none_beside_it(rng, n):
         alone = {x: arrays[x][s : s + 1] for x in ("qkv", "table", "lengths", "new")}
         got = attend(arrays | alone, 1)
         np.testing.assert_array_equal(got[0], together[s])
+
+
+@pytest.mark.parametrize("name", ["token", "tokens", "piece"])
+def test_values_that_are_the_first_channels_of_keys(rng, name):
+    """Without a cache of values, as with one that has the keys."""
+    S, n, Hq, Hd, Vd, size, blocks = ref.LATENT_CASES[name]
+    case = (S, n, Hq, 1, Hd, size, blocks)
+    arrays, _ = inputs(rng, case, *lengths_of(rng, case))
+    qkv, keys, _, *rows = arrays.values()
+    ref.paged_store(keys, None, qkv, *rows, *sizes_of(case))
+    rest = (*rows, *sizes_of(case))
+    sizes, splits = (S, n, Hq), -(-blocks * size // ref.SPLIT)
+    out, want = (np.full((*sizes, width), np.nan, np.float32) for width in (Vd, Hd))
+    ref.paged_attend(out, qkv, keys, None, *rest, 2**31 - 1, Hd**-0.5)
+    ref.paged_attend(want, qkv, keys, keys, *rest, 2**31 - 1, Hd**-0.5)
+    np.testing.assert_allclose(out, want[..., :Vd], rtol=1e-5, atol=1e-6)
+    partial = np.full((*sizes, splits, Vd), np.nan, np.float32)
+    stats = np.full((*sizes, splits, 2), np.nan, np.float32)
+    ref.paged_split(partial, stats, qkv, keys, None, *rest, splits, 2**31 - 1, Hd**-0.5)
+    combined = np.full_like(out, np.nan)
+    ref.paged_combine(combined, partial, stats, *rows[1:], n, Hq, splits, 2**31 - 1)
+    np.testing.assert_allclose(combined, out, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,119 @@
+"""DeepSeek-V2 and V3, and GLM-4.7-Flash: latent attention, experts and shared ones in all but the
+first layers. Kimi-K2 and Moonlight are of V3's form."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmq.arch.common import get, reject, size
+from llmq.arch.glm4_moe import Glm4Moe
+from llmq.arch.latent import LATENT_SIZES, LATENT_TARGETS, LatentAttention, latent_attention
+from llmq.arch.matrix import HalfSpec
+from llmq.base.errors import ConfigError
+
+
+class DeepseekV3(Glm4Moe):
+    """Routers choose among all experts; where a config lets them choose groups first, it is
+    refused."""
+
+    name = "DeepseekV3ForCausalLM"
+    classifier = "DeepseekV3ForSequenceClassification"
+    model_type = "deepseek_v3"
+    label = "DeepSeek-V3"
+    bos_token_id = 0
+    eos_token_id = 1
+    partial_rotary = False
+    qkv_bias = False
+    norm_eps = 1e-6
+    head_dim = 256
+    dense_layers = 3
+    """Layers without experts, where the config does not say."""
+    defaults: Mapping[str, Any] = {
+        "q_lora_rank": 1536, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5
+    }  # fmt: skip
+    """Fields that a config may lack, as transformers has them."""
+    own_fields = ("latent",)
+    targets = (*Glm4Moe.targets, *LATENT_TARGETS)
+
+    def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
+        _, second = super().layers(model, layer)
+        return latent_attention(model, layer), second
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        heads, given = size(hf, "num_attention_heads"), {**self.defaults, **hf}
+        reject(hf, "rope_interleave", True)
+        reject(hf, "attention_bias", False, None)
+        reject(hf, "num_key_value_heads", heads, None)
+        queries = get(given, "q_lora_rank", int, None)
+        sizes = {key: size(given, name) for key, name in list(LATENT_SIZES.items())[1:]}
+        latent = LatentAttention(query_rank=queries, **sizes)
+        if given.get("topk_group") == given.get("n_group"):  # all groups, or there are none
+            given |= {"n_group": 1, "topk_group": 1}
+        own = {"head_dim": latent.head_dim, "num_key_value_heads": heads}
+        fields = super().read_sizes(given | own | {"partial_rotary_factor": 1.0})
+        return fields | {"latent": latent}
+
+    def _read_layers(self, hf: Mapping[str, Any]) -> tuple[bool, ...]:
+        return super()._read_layers({"first_k_dense_replace": self.dense_layers, **hf})
+
+    def fixed(self, model: Any) -> dict[str, Any]:
+        if model.latent is None:
+            raise ConfigError(f"model latent: {self.name} needs its sizes")
+        own = {"num_kv_heads": model.num_heads, "head_dim": model.latent.head_dim}
+        return super().fixed(model) | own | {"partial_rotary_factor": 1.0}
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        """Without head_dim, which transformers takes for qk_rope_head_dim."""
+        fields = super().write_sizes(model)
+        for name in ("head_dim", "use_qk_norm"):
+            del fields[name]
+        sizes = {name: getattr(model.latent, key) for key, name in LATENT_SIZES.items()}
+        return fields | sizes | {"rope_interleave": True, "attention_bias": False}
+
+
+class DeepseekV2(DeepseekV3):
+    """Routers take a softmax, whose weights need not have the sum 1."""
+
+    name = "DeepseekV2ForCausalLM"
+    classifier = "DeepseekV2ForSequenceClassification"
+    model_type = "deepseek_v2"
+    label = "DeepSeek-V2"
+    bos_token_id = 1
+    eos_token_id = 2
+    sigmoid = False
+    dense_layers = 0
+    defaults: Mapping[str, Any] = {"q_lora_rank": 1536, "n_shared_experts": 2}
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """transformers never divides weights of this family by their sum."""
+        reject(hf, "topk_method", "greedy")
+        reject(hf, "norm_topk_prob", False, None)
+        reject(hf, "mlp_bias", False, None)
+        return super().read_sizes({**hf, "norm_topk_prob": False})
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        return super().write_sizes(model) | {"topk_method": "greedy"}
+
+
+class Glm4MoeLite(DeepseekV3):
+    """The config may say of each layer whether it has experts."""
+
+    name = "Glm4MoeLiteForCausalLM"
+    classifier = None
+    model_type = "glm4_moe_lite"
+    label = "GLM-4-MoE-Lite"
+    norm_eps = 1e-5
+    dense_layers = 1
+    defaults: Mapping[str, Any] = {"q_lora_rank": 768, "routed_scaling_factor": 1.8}
+
+    def _read_layers(self, hf: Mapping[str, Any]) -> tuple[bool, ...]:
+        kinds = get(hf, "mlp_layer_types", list, None)
+        if kinds is None:
+            return super()._read_layers(hf)
+        if len(kinds) != size(hf, "num_hidden_layers"):
+            raise ConfigError(f"config.json: mlp_layer_types: expected one a layer, got {kinds!r}")
+        return tuple(kind == "sparse" for kind in kinds)
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        sparse = [model.has_experts(layer) for layer in range(model.num_layers)]
+        kinds = ["sparse" if each else "dense" for each in sparse]
+        return super().write_sizes(model) | {"mlp_layer_types": kinds}

@@ -1,0 +1,65 @@
+"""Heads of attention between tensors in which they lie differently, and sums over heads."""
+
+from typing import NamedTuple
+
+from llmq.base.tensor import Tensor
+from llmq.runtime.cost import BESIDE_ATTENTION
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div
+
+THREADS = 256
+PER_THREAD = 8  # elements
+
+_SIZES = "i32 rows, i32 heads, i32 size"
+_X = "T[*m] x"
+_OF_X = "i64 x_first, i64 x_row, i64 x_head"
+_WHERE = "x_first + (rows - 1)*x_row + (heads - 1)*x_head + size <= m"
+_GPU = "size % 8, out_first % 8, out_row % 8, x_first % 8, x_row % 8, x_head % 8"
+COPY = Kernel(
+    "attention/heads.cu",
+    "heads_copy",
+    f"inout T[*n] out, {_X}, {_SIZES}, i64 out_first, i64 out_row, i64 out_head, {_OF_X}",
+    where=f"{_WHERE}, out_first + (rows - 1)*out_row + (heads - 1)*out_head + size <= n",
+    gpu=f"{_GPU}, out_head % 8",
+)
+SUM = Kernel(
+    "attention/heads.cu",
+    "heads_sum",
+    f"inout T[*n] out, {_X}, {_SIZES}, i64 out_first, i64 out_row, {_OF_X}",
+    where=f"{_WHERE}, out_first + (rows - 1)*out_row + size <= n",
+    gpu=_GPU,
+)
+
+
+class Place(NamedTuple):
+    """Where heads lie in a tensor, counted in elements: the first one's begin, and the distance to
+    the next row's and to the next head's. head 0: all heads are the same."""
+
+    first: int
+    row: int
+    head: int
+
+
+def copy(
+    dev: Device, out: Tensor, x: Tensor, rows: int, heads: int, size: int, to: Place, of: Place
+) -> None:
+    """out[to.first + r to.row + h to.head + c] = x[of.first + r of.row + h of.head + c].
+
+    r < rows, h < heads, c < size. Other elements of out stay as they are. out, x: of any shape and
+    of one dtype, in other memory.
+    """
+    blocks = ceil_div(rows * heads * size, THREADS * PER_THREAD)
+    args = (out, x, rows, heads, size, *to, *of)
+    dev.launch(COPY, blocks, THREADS, args, cost=BESIDE_ATTENTION)
+
+
+def add_up(
+    dev: Device, out: Tensor, x: Tensor, rows: int, heads: int, size: int, to: Place, of: Place
+) -> None:
+    """out[to.first + r to.row + c] = the sum over h of x[of.first + r of.row + h of.head + c].
+
+    In F32, one head after the other, rounded once. The rest as `copy`.
+    """
+    blocks = ceil_div(rows * size, THREADS * PER_THREAD)
+    args = (out, x, rows, heads, size, *to[:2], *of)
+    dev.launch(SUM, blocks, THREADS, args, cost=BESIDE_ATTENTION)
