@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from llmq.commands.common import (
     starting_with,
     train_options,
 )
+from llmq.commands.rl import load_rl
 from llmq.options.option_types import AUTO
 from llmq.options.options import OPTIONS
 from llmq.options.presets import PRESETS
@@ -85,6 +87,7 @@ def plan(
     ) = None,
     fit: Search = False,
     largest: Largest = False,
+    rl: option(bool, "Plan a run of `llmq rl`, with its samples.", "--rl") = False,
     placement: option(
         bool,
         "Show where weights, gradients and moments are, in which format, and what is "
@@ -98,7 +101,10 @@ def plan(
     llmq plan --model Qwen2.5-7B --lora-rank 16 --fit --card "rtx 4090"
     """
     any_model = {"model": next(iter(PRESETS)), "from_scratch": True} if largest else None
-    config, model, _, fields = load_run(given, config_file, plans=True, defaults=any_model)
+    if rl and (largest or machines > 1):
+        raise ConfigError("--rl: is of one model on one machine")
+    load = load_rl if rl else partial(load_run, defaults=any_model)
+    config, model, _, fields = load(given, config_file, plans=True)
     from llmq.plan.target import MachineOptions
 
     asked = MachineOptions(

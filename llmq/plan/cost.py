@@ -1,17 +1,19 @@
 """Duration of an optimizer step: the plan device's trace, replayed at a card's rates."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from llmq.ops.attention.attention import MAX_HEAD_DIM
 from llmq.options.cards import Card
+from llmq.options.options import TrainConfig
 from llmq.plan.measured import More, RigLinks, exposed, half_wave, measured
-from llmq.plan.plan import Plan
+from llmq.plan.plan import Generation, Plan
 from llmq.plan.replay import Transfers, replay
 from llmq.runtime.attention_parts import head_groups
 from llmq.runtime.cost import Cost
-from llmq.runtime.plan_device import Work
+from llmq.runtime.plan_device import Trace, Work
 
 # Constants of cuDNN 9.19 on an H100; predictions are within 10 % of the times in
 # tests/plan/test_small_grids.py.
@@ -46,6 +48,7 @@ PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer"
 # From h100_ops.txt and peers.json in benchmarks/, and products tuned for an H100.
 COPY_SHARE = 0.88  # share of the sheet's bandwidth in memory-bound kernels
 LAUNCH = 5e-6  # seconds of a launch beside its bytes or FLOPs: filling and draining the GPU
+GRAPH_LAUNCH = 2.5e-6  # the same of small kernels in a CUDA graph; not measured
 # Multiprocessors with 100 KB of shared memory (GeForce, workstations): the library's tiles are half
 # as large as on an H100, and at 2.5 GHz instead of 1.5 a launch fills and drains sooner. Both
 # numbers follow from llm.q's published speeds (published.md).
@@ -187,7 +190,7 @@ class Rates:
         self._products["matmul_fp8_half"] = half * self._products["matmul_fp8"]
         if card.fp8 == 0:  # also the stand-in for the CPU, which has fp8 products
             self._products["matmul_fp8"] = self._products["matmul"]
-        self._memory = COPY_SHARE * 1e9 * card.bandwidth
+        self.memory = COPY_SHARE * 1e9 * card.bandwidth
         small = card.capability in SMALL
         self._launch, self._tiles = (SMALL_LAUNCH, SMALL_TILES) if small else (LAUNCH, 1.0)
         self._bus, self._link = 1e9 * card.bus, 1e9 * card.link
@@ -218,14 +221,14 @@ class Rates:
             seconds = self._as_measured(work)
             if seconds is not None:
                 return seconds / self._slowest
-        cost, memory = work.cost, work.device_bytes / self._memory
+        cost, memory = work.cost, work.device_bytes / self.memory
         if not cost.rate:
             return self._launch + memory
         if cost.part == "attention":
             return self._launch + max(self._attention(cost), memory)
         more = More.of(cost, work.device_bytes)
-        memory -= more.nbytes / self._memory
-        return self._launch + self._product(cost, memory) + exposed(more) / self._memory
+        memory -= more.nbytes / self.memory
+        return self._launch + self._product(cost, memory) + exposed(more) / self.memory
 
     def _as_measured(self, work: Work) -> float | None:
         """Measured seconds of a piece of work; None if nothing similar was measured."""
@@ -368,6 +371,53 @@ def _rates(plan: Plan, card: Card, visible_share: float, network: Network) -> Ra
         visible_share=visible_share,
         network=network,
     )
+
+
+class RolloutTime(NamedTuple):
+    """Predicted seconds of a rollout and its updates. sample: of all samples. score: by the
+    reference, 0 without one. train: of all updates."""
+
+    sample: float
+    score: float
+    train: float
+
+    @property
+    def total(self) -> float:
+        """Seconds without the reward function, which is not known."""
+        return sum(self)
+
+
+def rollout_time(
+    plan: Plan, generation: Generation, config: TrainConfig, card: Card
+) -> RolloutTime:
+    """Return the time of a rollout of samples of --max-new-tokens behind prompts that leave no room
+    in --seq-len. A pass that decodes reads all weights, and keys and values of its texts, at the
+    card's bandwidth, beside GRAPH_LAUNCH for each launch."""
+    rates, new = _rates(plan, card, 1.0, ONE_MACHINE), config.max_new_tokens
+    prompts = -(-config.prompts_per_step // plan.world_size)
+    texts, prompt = prompts * config.num_samples, config.seq_len - new
+    at_once, passes = min(texts, generation.texts(config.seq_len)), generation.passes
+    decode = min(size for kind, size in passes if kind == "decode" and size >= at_once)
+    read = at_once * generation.token_bytes * (prompt + new / 2)
+    one = _decoding(passes["decode", decode], rates) + read / rates.memory
+    prefill = max(size for kind, size in passes if kind == "prefill")
+    pieces = -(-prompt // min(generation.sizes["piece"], config.seq_len))
+    sample = -(-texts // at_once) * new * one
+    sample += prompts * pieces * replay(passes["prefill", prefill], rates).wall
+    scored = config.grad_accumulation if config.has_reference else 0
+    score = scored * replay(plan.evaluation, rates).wall
+    return RolloutTime(sample, score, config.updates * step_time(plan, card).total)
+
+
+def _decoding(trace: Trace, rates: Rates) -> float:
+    """Seconds of a pass over the last token of each text, without its keys and values."""
+    works = [item for item in trace if isinstance(item, Work)]
+    # The first kernel reads few rows of the token table.
+    nbytes = sum(work.device_bytes for work in works if work.entry != "embedding_forward")
+    carried: Counter[str] = Counter()
+    for work in works:
+        carried.update(rates.transfers(work).carriers)
+    return max(nbytes / rates.memory + GRAPH_LAUNCH * len(works), *carried.values(), 0.0)
 
 
 class KindCost(NamedTuple):

@@ -16,6 +16,7 @@ from llmq.base.errors import ConfigError
 from llmq.base.tensor import TIERS
 from llmq.comm.connect import connect
 from llmq.comm.options import CommOptions
+from llmq.model.activations import BLOCK
 from llmq.model.generator import PIECE, Generator
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
@@ -59,8 +60,8 @@ class Plan:
     """Counts of one optimizer step. usage, flops, traffic (bytes), launches: of one rank.
     placement: where weights, gradients and moments are. sources: sources of its kernels, and of an
     evaluation's. micro_steps: trace of each kind of micro-step, with the number of such
-    micro-steps; update: trace of the work after them. machines: of all ranks. shards: parts of the
-    state. gpus: ranks of one machine, None if it has all."""
+    micro-steps; update: trace of the work after them; evaluation: of a micro-batch. machines: of
+    all ranks. shards: parts of the state. gpus: ranks of one machine, None if it has all."""
 
     usage: Usage
     world_size: int
@@ -76,6 +77,7 @@ class Plan:
     sources: frozenset[KernelSource]
     micro_steps: tuple[tuple[Trace, int], ...] = field(repr=False)
     update: Trace = field(repr=False)
+    evaluation: Trace = field(repr=False)
     gpus: int | None = None
 
     @property
@@ -132,6 +134,22 @@ def _planned_step(
     return dev, step, exchange
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """Generation in the memory of a step's activations. sizes: of its `Generator`. passes: trace of
+    each kind of pass, by kind ("prefill", "decode") and tokens. token_bytes: of a token's keys and
+    values. blocks_bytes: of all blocks."""
+
+    sizes: dict[str, int]
+    passes: dict[tuple[str, int], Trace] = field(repr=False)
+    token_bytes: float
+    blocks_bytes: int
+
+    def texts(self, tokens: int) -> int:
+        """Texts of so many tokens that are continued at a time."""
+        return max(min(self.sizes["slots"], self.sizes["blocks"] // Generator.blocks_of(tokens)), 1)
+
+
 @_uncollected()
 def plan_generation(
     config: TrainConfig,
@@ -139,10 +157,9 @@ def plan_generation(
     spec: DeviceSpec,
     backend: str,
     plan: Plan,
-) -> dict[str, int]:
-    """Return the sizes of the `Generator` that continues the most texts of up to --seq-len tokens
-    within the memory of a step's activations. plan: of the step. ConfigError if not even one text
-    fits."""
+) -> Generation:
+    """Return the `Generator` that continues the most texts of up to --seq-len tokens within the
+    memory of a step's activations. plan: of the step. ConfigError if not even one text fits."""
     for slots in SLOTS:
         dev, step, _ = _planned_step(config, model, spec, backend, plan.world_size, plan.machines)
         arena = dev.arenas["device"]
@@ -156,7 +173,13 @@ def plan_generation(
             used = arena.used
         left = arena.used - used
         if left >= 0 and dev.stack.high_water_mark <= plan.usage.sizes["stack"]:
-            return sizes | {"blocks": min(most, least + left // generator.block_bytes)}
+            blocks = min(most, least + left // generator.block_bytes)
+            return Generation(
+                sizes=sizes | {"blocks": blocks},
+                passes={key[:2]: trace for key, trace in dev.graphs},
+                token_bytes=generator.block_bytes / BLOCK,
+                blocks_bytes=blocks * generator.block_bytes,
+            )
     raise ConfigError(
         "--batch-size and --seq-len: the activations of a micro-step leave no memory to generate a "
         "text of --seq-len tokens in: use larger micro-steps"
@@ -181,7 +204,7 @@ def make_plan(
     dev, step, exchange = _planned_step(config, model, spec, backend, world_size, machines, frozen)
     mesh, shards = dev.mesh, dev.mesh.size("shard")
     step.weights.refresh()
-    cost, micro_steps, update = _run(dev, step, parts)
+    cost, micro_steps, update, evaluation = _run(dev, step, parts)
     return Plan(
         usage=Usage.of(dev),
         world_size=world_size,
@@ -195,21 +218,22 @@ def make_plan(
         sources=frozenset(dev.sources),
         micro_steps=tuple(micro_steps),
         update=update,
+        evaluation=evaluation,
     )
 
 
 def _run(
     dev: PlanDevice, step: Step, parts: tuple[str, ...]
-) -> tuple[np.ndarray, list[tuple[Trace, int]], Trace]:
-    """Run these parts of a step: return its COUNTED, and the Plan's micro_steps and update. Without
-    training micro-steps are evaluations, and no update follows."""
+) -> tuple[np.ndarray, list[tuple[Trace, int]], Trace, Trace]:
+    """Run these parts of a step: return its COUNTED, and the Plan's micro_steps, update and
+    evaluation. Without training micro-steps are evaluations, and no update follows."""
     sizes, trains = step.options.batch, not step.options.model.only_scores
     shape, count = (sizes.batch_size, sizes.local_seq_len), sizes.grad_accumulation
     batch = Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32))
     if trains and "micro_steps" in parts and not step.scales.ready:
         step.calibrate()  # only in the first step
         step.weights.updated()  # each step gathers anew
-    micro_steps, update = [], []
+    micro_steps, update, evaluation = [], [], []
     cost = _counted(dev)
     step.start()
     cost = _counted(dev) - cost
@@ -233,8 +257,8 @@ def _run(
     if trains and "update" in parts:
         update = run(step.update, 1)
     if "evaluation" in parts:
-        step.evaluate_batch(batch)
-    return cost, micro_steps, update
+        evaluation = run(partial(step.evaluate_batch, batch), 0)
+    return cost, micro_steps, update, evaluation
 
 
 def _kinds(count: int, world_size: int) -> list[tuple[int, int]]:

@@ -14,12 +14,12 @@ from llmq.options.options import TrainConfig
 from llmq.options.rules import RULES
 from llmq.plan.advice import check_fits
 from llmq.plan.checks import check_machine
-from llmq.plan.cost import StepTime, cost_by_kind, exposed_seconds, step_time
+from llmq.plan.cost import StepTime, cost_by_kind, exposed_seconds, rollout_time, step_time
 from llmq.plan.epoch import data_record, data_report
 from llmq.plan.fit import Fit, run_fit
 from llmq.plan.memory import allocator_table, disk_use, kept_free, mib, needed_bytes, room
 from llmq.plan.placement_table import placement_record, placement_table
-from llmq.plan.plan import Plan
+from llmq.plan.plan import Plan, plan_generation
 from llmq.plan.target import MachineOptions, PlanTarget, target
 from llmq.report.tables import labelled
 from llmq.runtime.device import HOST_SPEC
@@ -49,7 +49,8 @@ def run_plan(
     world = World.like(where.world_size, machines)
     check_machine(config, model, Machine(kind=kind, note=None, spec=where.spec, world=world))
     warn(*RULES.idle(config, ranks=Ranks(where.world_size, machines)))
-    data = None if config.only_scores else data_record(config, model, where.world_size)
+    has_data = not (config.only_scores or config.samples)
+    data = data_record(config, model, where.world_size) if has_data else None
     where = replace(where, visible_share=(data or {}).get("visible_share") or 1.0)
     planner = where.planner(model)
     if fit is not None:
@@ -61,6 +62,8 @@ def run_plan(
     record = plan_record(plan, model, where, time) | disk.record()
     record |= {"trained_parameters": trained_count(config, model)}
     record |= {} if data is None else {"data": data}
+    rollout = _rollout(config, model, plan, where) if config.samples else None
+    record |= {} if rollout is None else {"rollout": rollout}
     if json:
         record |= {"placement": placement_record(plan.placement)} if placement else {}
         record |= {"kinds": _kinds(plan, where)}
@@ -68,6 +71,7 @@ def run_plan(
     else:
         lines = plan_report(plan, record, where, {} if config.only_scores else disk.facts())
         lines += [] if data is None else ["", *data_report(data)]
+        lines += [] if rollout is None else ["", "[Rollout]", *_rollout_lines(rollout)]
         lines += ["", "[Placement]", *placement_table(plan.placement)] if placement else []
         print("\n".join(lines))
     check_fits(config, planner, plan, where.limits)
@@ -96,6 +100,45 @@ def plan_report(
         "Fits": _verdict(record, where, free),
     }
     return ["[Allocator State]", *allocator_table(plan.usage, free), "", "[Plan]", *_lines(facts)]
+
+
+def _rollout(
+    config: TrainConfig, model: ModelConfig, plan: Plan, where: PlanTarget
+) -> dict[str, Any]:
+    """The rollout of `llmq rl`, for programs. Its memory is the activations', which the plan of the
+    step counts. seconds is null without a card."""
+    made = plan_generation(config, model, where.spec, where.backend, plan)
+    time = rollout_time(plan, made, config, where.card) if where.named else None
+    return {
+        "samples": config.prompts_per_step * config.num_samples,
+        "prompt_tokens": config.seq_len - config.max_new_tokens,
+        "new_tokens": config.max_new_tokens,
+        "updates": config.updates,
+        "texts_at_a_time": made.texts(config.seq_len),
+        "blocks_bytes": made.blocks_bytes,
+        "seconds": time and time._asdict(),
+    }
+
+
+def _rollout_lines(rollout: dict[str, Any]) -> list[str]:
+    """Lines of the plan about a rollout. rollout: as for programs."""
+    facts, seconds = {}, rollout["seconds"]
+    facts["Samples"] = (
+        f"{rollout['samples']} of {rollout['new_tokens']} tokens, behind prompts of "
+        f"{rollout['prompt_tokens']}, the longest that fit"
+    )
+    facts["At a time"] = (
+        f"{rollout['texts_at_a_time']} on each GPU, in {mib(rollout['blocks_bytes'])} of keys and "
+        "values, where activations lie in training"
+    )
+    if seconds is not None:
+        parts = ", ".join(f"{name} {s:.3g} s" for name, s in seconds.items() if s)
+        updates = f" ({rollout['updates']} updates)" if rollout["updates"] > 1 else ""
+        facts["Time"] = (
+            f"{sum(seconds.values()):.3g} s{updates}: {parts}; sampling is not measured, and the "
+            "reward function's time comes on top"
+        )
+    return _lines(facts)
 
 
 _lines = functools.partial(labelled, width=17)

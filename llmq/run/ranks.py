@@ -466,7 +466,7 @@ class Ranks:
     @cached_property
     def _generation(self) -> dict[str, int]:
         """The sizes of each rank's `Generator`."""
-        sizes = self._plan_generation()
+        sizes = self._plan_generation().sizes
         if self.world_size > 1 and self.first.dev.kind == "cuda":
             self.run("warming up", lambda rank: rank.step.warm_up_generation(sizes))
         return sizes
