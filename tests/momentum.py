@@ -99,12 +99,10 @@ class Momentum(UpdateRule):
         tensors = (part.change, part.grad, part.moments["momentum"], scalars)
         dev.launch(MOMENTUM, 1, 128, (*tensors, self.options.beta_1))
 
-    def transform(self, dev: Device, matrices) -> None:
+    def transform(self, dev: Device, matrices, scalars: Tensor, kind: str) -> None:
         """Scaled to one size."""
-        for proposed, change, _ in matrices:
-            for i in range(proposed.shape[0]):
-                matrix, out = (tensor.rows(i, i + 1) for tensor in (proposed, change))
-                dev.launch(SCALED, 1, 128, (out, matrix))
+        for one in (matrix for each in matrices for matrix in each.apart()):
+            dev.launch(SCALED, 1, 128, (one.change, one.proposed))
 
     def apply(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
         """A step of this length."""

@@ -17,6 +17,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.operand import Fp8, Int8, Operand
 from llmq.base.result import Result
+from llmq.checkpoint.checkpoint import elements_per_value
 from llmq.comm.connect import connect
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
@@ -28,7 +29,7 @@ from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.mesh import Mesh
 from llmq.runtime.workers import Workers
-from llmq.state.rules.rule import ROWS
+from llmq.state.rules import RULES
 from tests.ranks import run_ranks
 
 SEQUENCES = 12
@@ -266,15 +267,26 @@ def _shards(step: Step) -> dict[str, dict[str, tuple]]:
     }
 
 
+OF_MATRICES = {
+    group: elements_per_value(group)
+    for rule in RULES.values()
+    for state in rule.matrix_states
+    for group in (state.group, state.scales_group)
+}
+"""Elements per value of groups whose slabs are whole on one rank."""
+
+
 def _assemble(ranks: Sequence[dict]) -> dict[str, dict[str, np.ndarray]]:
-    """Parameters from the shards of all ranks; scales by slab, as they have no parameters. Numbers
-    of rows are whole on one rank, and ranks behind it may have some that nobody reads."""
+    """Parameters from the shards of all ranks; scales by slab, as they have no parameters. States
+    of matrices are whole on one rank, and ranks behind it may have some that nobody reads."""
     groups: dict[str, dict[str, np.ndarray]] = {}
     for group, slabs in ranks[0].items():
         found = groups[group] = {}
-        if group == ROWS:
+        if group in OF_MATRICES:
+            block = OF_MATRICES[group]
             for slab, values in (own for rank in reversed(ranks) for own in rank[group].values()):
-                found |= {p.name: values[p.offset : p.offset + p.size] for p in slab.params}
+                for p in slab.params:
+                    found[p.name] = values[p.offset // block : (p.offset + p.size) // block]
             continue
         for name, (slab, _) in slabs.items():
             whole = np.concatenate([rank[group][name][1] for rank in ranks])

@@ -26,8 +26,8 @@ from llmq.data.document_index import DocumentIndex
 from llmq.data.identity import MANIFEST, RUN_FILE, SHARD_NAME
 from llmq.data.tokens import TokenFile
 from llmq.options.presets import resolve_model
-from llmq.state.params import Param, weight_table
-from llmq.state.rules.rule import OptimizerState
+from llmq.state.params import Param, Slab, weight_table
+from llmq.state.rules.rule import MatrixState, OptimizerState
 from llmq.text.token_shards import Tokenized, token_files
 
 _BLOCK = 1 << 22  # tokens that are read at once
@@ -153,7 +153,7 @@ def _trained(path: Path) -> str:
         raise LlmqError(f"--trained: '{path}' is no checkpoint, and only these know what has moved")
     with CheckpointReader(path) as reader:
         slabs = saved_slabs(reader.manifest)
-        params = [(p, reader.rule.moments_of(slab)) for slab in slabs for p in slab.params]
+        params = [found for slab in slabs for found in _states_of(reader, slab)]
 
         def moved(param: Param, moments: Iterable[OptimizerState], part: int, parts: int) -> bool:
             for m in moments:
@@ -176,6 +176,17 @@ def _trained(path: Path) -> str:
             return f"all {len(params)} trained tensors have moved by step {reader.step}"
         head = f"{len(names)} of {len(params)} trained tensors have not moved by step {reader.step}"
         return "\n  ".join([f"{head}, no gradient reached them:", *names])
+
+
+def _states_of(
+    reader: CheckpointReader, slab: Slab
+) -> Iterator[tuple[Param, tuple[OptimizerState | MatrixState, ...]]]:
+    """Yield the parameters of a slab, or of its states of whole matrices, each with these states or
+    moments."""
+    rule, moments = reader.rule, reader.rule.moments_of(slab)
+    states = rule.matrix_states[:1] if rule.by_matrix(slab) and not moments else ()
+    for param in (states[0].slab(reader.optim, slab) if states else slab).params:
+        yield param, moments or states
 
 
 def _read_part(read: Callable[..., np.ndarray], first: int, start: int, stop: int) -> np.ndarray:

@@ -52,16 +52,16 @@ from llmq.runtime.device import Device
 from llmq.runtime.world import World
 from llmq.state.params import Param, Slab
 from llmq.state.pieces import SlabPiece, State
-from llmq.state.rules import AVERAGE, rule_saved
-from llmq.state.rules.rule import ROWS, SCALES, UpdateRule
+from llmq.state.rules import AVERAGE, optim_saved, rule_class
+from llmq.state.rules.rule import SCALES, UpdateRule
 from llmq.text.tokenizer import is_tokenizer_file, leaves_folder, tokenizer_names
 
 TOKENIZER = "tokenizer"  # a group with one file, written by rank 0
 
 
 def required_groups(rule: type[UpdateRule]) -> tuple[str, ...]:
-    """Groups in every checkpoint of an update rule: the weights and the rule's moments."""
-    return ("weights", *(moment.group for moment in rule.moments))
+    """Groups in every checkpoint of an update rule: the weights and the rule's states."""
+    return ("weights", *(state.group for state in (*rule.moments, *rule.matrix_states)))
 
 
 def _keeps(rule: type[UpdateRule], group: str, slab: Slab) -> bool:
@@ -218,7 +218,7 @@ class CheckpointWriter:
         return [FileEntry(name, TOKENIZER, 0, *written)]
 
     def _document(self, manifest: Manifest, entries: list[FileEntry]) -> dict[str, Any]:
-        needed = required_groups(rule_saved(manifest.options))
+        needed = required_groups(rule_class(optim_saved(manifest.options).optimizer))
         for group in ({e.group for e in entries} | set(needed)) - {TOKENIZER}:
             if [e.rank for e in entries if e.group == group] != list(range(self.world)):
                 raise ValueError(f"CheckpointWriter: not every rank has written {group}")
@@ -263,7 +263,7 @@ class CheckpointReader(Closing):
     """A checkpoint whose checksums have been verified. All ranks of a process share one reader.
 
     path, step, manifest: of the checkpoint. world_size: number of ranks that wrote the checkpoint.
-    rule: update rule of the stored moments.
+    optim: options of the update rule of the stored moments. rule: this rule's class.
     """
 
     def __init__(self, path: Path, world: World = World()) -> None:
@@ -287,7 +287,8 @@ class CheckpointReader(Closing):
             base=document.get("base"),
             source=document.get("source"),
         )
-        self.rule = rule_saved(self.manifest.options)
+        self.optim = optim_saved(self.manifest.options)
+        self.rule = rule_class(self.optim.optimizer)
         self._needed = required_groups(self.rule)
         self._files: list[SafetensorsFile] = []
         self._tokenizer: SafetensorsFile | None = None
@@ -330,8 +331,10 @@ class CheckpointReader(Closing):
             whole = group == "weights" and self.manifest.base is None
             every = whole or trained is None
             slabs = [slab for slab in table if every or slab.name in trained]
-            if group == ROWS:
-                slabs = [slab.by_rows() for slab in slabs if self.rule.by_matrix(slab)]
+            for state in self.rule.matrix_states:
+                if group in (state.group, state.scales_group):
+                    matrices = (slab for slab in slabs if self.rule.by_matrix(slab))
+                    slabs = [state.slab(self.optim, slab) for slab in matrices]
             params = [p for slab in slabs if _keeps(self.rule, group, slab) for p in slab.params]
             for param in params:
                 self._cover(group, param, 0, padded_size(group, param))
@@ -484,10 +487,20 @@ def read_group(
             dev.upload(target, values.astype(target.dtype.numpy, copy=False))
 
 
-def check_formats(reader: CheckpointReader, state: State, rule: type[UpdateRule]) -> None:
+def check_formats(reader: CheckpointReader, state: State, rule: UpdateRule) -> None:
     """ConfigError if moments of this rule are 8-bit either in the checkpoint or in `state`, but not
-    in both: 8-bit moments are not converted."""
-    for moment in rule.moments if reader.rule is rule else ():
+    in both, or if a fixed option of the rule differs: such moments are not converted."""
+    if reader.rule is not type(rule):
+        return
+    for name in rule.fixed:
+        saved = getattr(reader.optim, name)
+        if saved != getattr(rule.options, name):
+            option = OPTIONS[name].flag
+            raise ConfigError(
+                f"{option}: checkpoint '{reader.path}' has moments of {option} {saved}, which "
+                "cannot be converted; use it again"
+            )
+    for moment in (*rule.moments, *rule.matrix_states):
         if (moment.scales_group in reader.groups) != (moment.scales_group in state):
             numpy, option = reader.dtype(moment.group), OPTIONS[moment.dtype].flag
             saved = next(name for name, d in OPTION_DTYPES.items() if d.numpy == numpy)

@@ -27,7 +27,6 @@ from llmq.state.grads import Gradients
 from llmq.state.optimizer import Optimizer
 from llmq.state.pieces import Snapshot, State, state_of
 from llmq.state.placement import Placement, table_of
-from llmq.state.rules.rule import ROWS
 from llmq.state.weights import Weights
 
 
@@ -92,7 +91,7 @@ class Step:
             self.inbox.send(scalars, batch, self.results)
             self.calibrate()
             self.dev.graph(*self.micro_step(micro_step, last=micro_step == final))
-        return self.update()
+        return self.update(self.optimizer.rule.kind(step))
 
     def start(self) -> None:
         """Before the first micro-step of an optimizer step."""
@@ -130,15 +129,15 @@ class Step:
         if counts:
             self.loss.add(self.stats, self.model.rows())
 
-    def update(self) -> int:
-        """Enqueue the optimizer; returns the ticket of the step's result."""
+    def update(self, kind: str) -> int:
+        """Enqueue an update of one of the rule's kinds; returns the ticket of the step's result."""
         if self.snapshot is not None:
             self.snapshot.hold()
-        self.dev.graph(("update",), self._update)
+        self.dev.graph(("update", kind), partial(self._update, kind))
         self.weights.updated()
         return self.results.post()
 
-    def _update(self) -> None:
+    def _update(self, kind: str) -> None:
         with self.dev.range("optimizer"):
             self.scales.finish_step(self.stats)
             self.results.take_waits()
@@ -146,7 +145,7 @@ class Step:
                 self.grads.norm_squared(self.stats)
             self.results.combine()
             global_norm.finish(self.dev, self.stats, self.scalars)
-            self.optimizer.update(self.weights, self.grads, self.scalars)
+            self.optimizer.update(self.weights, self.grads, self.scalars, kind)
         self.results.end()
 
     def result(self, ticket: int) -> Result:
@@ -231,8 +230,8 @@ class Step:
         """Weights and moments of this rank, by group."""
         groups = {"weights": self.weights.master} | self.optimizer.moment_groups()
         state = state_of(self.dev, self.table, groups | self.optimizer.scale_groups())
-        rows = [*self.optimizer.rows.values()]
-        return state | ({ROWS: rows} if rows else {})
+        of_matrices = self.optimizer.matrix_states.items()
+        return state | {group: [*pieces.values()] for group, pieces in of_matrices}
 
     def stored_state(self) -> State:
         """The part of `state` that a checkpoint holds: with adapters not the model, which is

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import F32, MIB, parse_dtype
+from llmq.base.dtypes import E4M3, F32, MIB, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.tensor import TIERS
 from llmq.checkpoint.checkpoint import stored_values
@@ -206,8 +206,8 @@ def disk_use(config: TrainConfig, model: ModelConfig, placement: Placement) -> D
 
 def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placement) -> int:
     """Bytes of one checkpoint's tensors: master weights (all in their widest format), moments of
-    trained parameters, scales of 8-bit moments, and statistics of rows. With adapters only tensors
-    of adapters and other trained parameters count."""
+    trained parameters, scales of 8-bit moments, and states of whole matrices. With adapters only
+    tensors of adapters and other trained parameters count."""
     table, masters = table_of(config, model), []
     if config.has_adapters:
         table = tuple(slab for slab in table if placement[slab.name].trainable)
@@ -223,8 +223,12 @@ def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placeme
                 total += store.dtype.itemsize * stored_values(moment.group, param)
                 if store.is_scaled:
                     total += F32.itemsize * stored_values(f"{moment.group}{SCALES}", param)
-        if stores.by_matrix and rule_class(config.optimizer).keeps_rows:
-            total += F32.itemsize * sum(param.rows for param in slab.params)
+        for state in rule_class(config.optimizer).matrix_states if stores.by_matrix else ():
+            dtype = state.format(config, stores.gradient.dtype)
+            for param in state.slab(config, slab).params:
+                total += dtype.itemsize * stored_values(state.group, param)
+                if dtype == E4M3:
+                    total += F32.itemsize * stored_values(state.scales_group, param)
     return total
 
 

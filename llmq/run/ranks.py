@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,7 +46,7 @@ from llmq.state.params import Param
 from llmq.state.pieces import SlabPiece, Snapshot
 from llmq.state.placement import mesh_of
 from llmq.state.rules import AVERAGE, FIRST
-from llmq.state.rules.rule import ROWS, OptimizerState
+from llmq.state.rules.rule import OptimizerState
 
 T = TypeVar("T")
 
@@ -112,10 +113,10 @@ class Rank:
         checked; all ranks do. Moments of another rule begin anew."""
         optimizer = self.step.optimizer
         goes_on = reader.rule is type(optimizer.rule)
-        moments = optimizer.moment_groups() | optimizer.scale_groups()
+        moments = {*optimizer.moment_groups(), *optimizer.scale_groups(), *optimizer.matrix_states}
         for group, pieces in self.step.stored_state().items():
             there = goes_on or group not in moments
-            if group in (AVERAGE.group, FIRST.group, ROWS):
+            if group in (AVERAGE.group, FIRST.group):
                 there = group in reader.groups
             if there:
                 read_group(self.dev, reader, group, pieces, self.beat)
@@ -175,12 +176,13 @@ def _rehearse(step: Step) -> None:
     _rehearse_evaluation(step)
     if step.options.model.only_scores:
         return
-    for count in {step.options.batch.grad_accumulation, 1}:
+    sizes = {step.options.batch.grad_accumulation, 1}
+    for count, kind in product(sizes, step.optimizer.rule.kinds):
         step.start()
         step.weights.updated()
         for micro_step in sorted({0, min(1, count - 1), count - 1}):
             _rehearse_micro_step(step, micro_step, count)
-        step.update()
+        step.update(kind)
         _rehearse_evaluation(step)
         _rehearse_micro_step(step, 0, count)  # as the first one after an evaluation
 

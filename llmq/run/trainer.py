@@ -454,7 +454,7 @@ class Trainer(Closing):
             if made and self.tokenizer_id and not self.config.allow_other_tokenizer:
                 check_same("the data", self.tokenizer_id, f"the checkpoint '{reader.path}'", made)
             self._origin.continue_source(reader)
-            check_formats(reader, self._step.state(), type(self._step.optimizer.rule))
+            check_formats(reader, self._step.state(), self._step.optimizer.rule)
             if not new_data:  # the last that may refuse: until then nothing has changed
                 state = reader.manifest.loader
                 opened = self.__dict__.get("train_loaders", [])

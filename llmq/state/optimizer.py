@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from llmq.base.dtypes import F32, I64, DType
+from llmq.base.dtypes import E4M3, F32, I64, DType
 from llmq.base.tensor import Tensor
 from llmq.comm.collectives import part
 from llmq.ops.common import SCALE_BLOCK
@@ -29,7 +29,7 @@ from llmq.state.params import Slab
 from llmq.state.pieces import SlabPiece
 from llmq.state.placement import Placement
 from llmq.state.rules import AVERAGE, FIRST, kept, rule_of
-from llmq.state.rules.rule import FullMatrix, OptimizerState, ShardSlice
+from llmq.state.rules.rule import SCALES, FullMatrix, MatrixState, OptimizerState, ShardSlice
 from llmq.state.weights import Weights
 
 BUFFERS = 3  # one arrives, one is updated, one leaves
@@ -94,7 +94,9 @@ class Optimizer:
         self._rounds = _rounds(matrices, dev.mesh.size("shard"))
         for slab in self.table:
             self._alloc_slab(slab)
-        self.rows = dict(self._alloc_rows()) if self.rule.keeps_rows else {}
+        self.matrix_states: dict[str, dict[str, SlabPiece]] = {}
+        for state in self.rule.matrix_states:
+            self._alloc_of_matrices(state)
         self.zero_moments()
         self.pieces, self.wholes = Lane(dev, range(BUFFERS)), Lane(dev, range(SLOTS))
 
@@ -117,29 +119,37 @@ class Optimizer:
         self.segments[name] = dev.alloc(f"{name}.segments", segments.shape, I64, "Activations")
         dev.upload(self.segments[name], segments)
 
-    def _alloc_rows(self) -> Iterator[tuple[str, SlabPiece]]:
-        """Allocate row statistics of the slabs that this rank transforms, by the first slab of a
-        turn. A rank without a slab in a turn has row statistics that are not saved, so that all
-        ranks use the same memory."""
-        mesh = self.dev.mesh
+    def _alloc_of_matrices(self, state: MatrixState) -> None:
+        """Allocate a state of the matrices that this rank transforms, by the first slab of a turn.
+        A rank without a slab in a turn has a state that is not saved, so that all ranks use the
+        same memory."""
+        dev, mesh, options = self.dev, self.dev.mesh, self.rule.options
         ranks, index = mesh.size("shard"), mesh.index("shard")
         turns = (
             slabs[i : i + ranks] for slabs in self._rounds for i in range(0, len(slabs), ranks)
         )
         for turn in turns:
             comes = index < len(turn)
-            slab = turn[index if comes else 0].by_rows()
-            tensor = self.dev.alloc(f"{slab.name}.rows", (slab.size,), F32, "Adam V")
+            slab = state.slab(options, turn[index if comes else 0])
             own = (0, slab.size if comes and mesh.index("replica") == 0 else 0)
-            yield turn[0].name, SlabPiece(slab, 0, slab.size, tensor, own)
+            dtype = state.format(options, self.placement[turn[0].name].gradient.dtype)
+            sizes = {state.group: (state.name, slab.size, dtype)}
+            if dtype == E4M3:
+                scales = (f"{state.name}_scale", slab.size // SCALE_BLOCK, F32)
+                sizes[state.scales_group] = scales
+            for group, (name, size, of) in sizes.items():
+                tensor = dev.alloc(f"{slab.name}.{name}", (size,), of, state.category)
+                piece = SlabPiece(slab, 0, slab.size, tensor, own)
+                self.matrix_states.setdefault(group, {})[turn[0].name] = piece
 
     def zero_moments(self) -> None:
-        """Zero the moments, their scales and the row statistics."""
+        """Zero the moments, their scales and the states of matrices."""
         for tensors in (*self.moments.values(), *self.scales.values()):
             for tensor in tensors.values():
                 self.dev.zero(tensor)
-        for piece in self.rows.values():
-            self.dev.zero(piece.tensor)
+        for pieces in self.matrix_states.values():
+            for piece in pieces.values():
+                self.dev.zero(piece.tensor)
 
     def moment_groups(self) -> dict[str, dict[str, Tensor]]:
         return {m.group: self.moments[m.name] for m in self.kept}
@@ -148,13 +158,14 @@ class Optimizer:
         groups = {m.scales_group: self.scales[m.name] for m in self.kept}
         return {group: scales for group, scales in groups.items() if scales}
 
-    def update(self, weights: Weights, grads: Gradients, scalars: Tensor) -> None:
-        """Update every slab. Only launches. scalars: StepScalars after `global_norm.finish`."""
+    def update(self, weights: Weights, grads: Gradients, scalars: Tensor, kind: str) -> None:
+        """Update every slab. Only launches. scalars: StepScalars after `global_norm.finish`. kind:
+        of the rule's kinds."""
         weights.start_update()
         states = {slab.name: self._state(weights, grads, slab) for slab in self.table}
         with ExitStack() as temps:
             staging = _Staging(self, temps, states.values(), grads.slots, weights.slots)
-            work = _Work(weights, scalars, staging)
+            work = _Work(weights, scalars, staging, kind)
             for slab in self.table:
                 if not self.placement[slab.name].by_matrix:
                     self._update_shard(slab, states[slab.name], work, self.rule.update)
@@ -242,11 +253,12 @@ class Optimizer:
         final change comes back, together as much traffic as two shards. A rank without a slab
         transforms zeros, so that all ranks launch the same kernels."""
         dev, first, group = self.dev, slabs[0], self.dev.mesh.group("shard")
+        dtype = self.rule.of_change or self.placement[first.name].gradient.dtype
         turns = [slabs[i : i + group.size] for i in range(0, len(slabs), group.size)]
         with ExitStack() as temps:
 
             def scratch(name: str, *shape: int) -> Tensor:
-                tensor = dev.scratch(f"change.{name}", shape, self.rule.of_change)
+                tensor = dev.scratch(f"change.{name}", shape, dtype)
                 return temps.enter_context(tensor)
 
             source, target = (scratch(name, len(turns) * first.size) for name in ("here", "there"))
@@ -271,7 +283,7 @@ class Optimizer:
                 source, target = target, source
             wholes = []
             for turn, several in enumerate(turns):
-                end, kept_rows = 0, self.rows.get(several[0].name)
+                end, number = 0, 0
                 for start, count, rows, columns in (*first.alike(), (first.size, 0, 0, 0)):
                     if end < start:  # no change between matrices
                         dev.zero(turn_of(target, turn).rows(end, start))
@@ -281,16 +293,35 @@ class Optimizer:
                             turn_of(tensor, turn).rows(start, end) for tensor in (source, target)
                         )
                         views = (tensor.view(count, rows, columns) for tensor in both)
-                        begin = first.row_of(start)
-                        of_rows = kept_rows and kept_rows.tensor.rows(begin, begin + count * rows)
-                        wholes.append(FullMatrix(*views, of_rows and of_rows.view(count, rows)))
-            self.rule.transform(dev, wholes)
+                        kept_states = self._states_of(several, number, count)
+                        wholes.append(FullMatrix(*views, *kept_states))
+                    number += count
+            self.rule.transform(dev, wholes, work.scalars, work.kind)
             for turn, several in enumerate(turns):
                 made = turn_of(target, turn)
                 changes = group.all_to_all(made, spare) if group.size > 1 else [made]
                 for slab, change in zip(several, changes, strict=False):
                     state = states[slab.name].of_weights()
                     self._update_shard(slab, state, work, self.rule.apply, change)
+
+    def _states_of(self, turn: list[Slab], number: int, count: int) -> tuple:
+        """Return the last fields of the FullMatrix of `count` matrices, all alike, of a turn: from
+        matrix `number` on of the slab that this rank transforms."""
+        index = self.dev.mesh.index("shard")
+        slab = turn[index if index < len(turn) else 0]
+        shapes = [shape for _, *shape in slab.matrices()]
+        states: dict[str, dict[str, Tensor]] = {"": {}, SCALES: {}}
+        for state in self.rule.matrix_states:
+            sizes = [state.size(self.rule.options, *shape) for shape in shapes]
+            first, each = sum(sizes[:number]), sizes[number]
+            for suffix, found in states.items():
+                pieces = self.matrix_states.get(f"{state.group}{suffix}")
+                if pieces is not None:
+                    block = SCALE_BLOCK if suffix else 1
+                    part = (first // block, (first + count * each) // block)
+                    tensor = pieces[turn[0].name].tensor.rows(*part)
+                    found[state.name] = tensor.view(count, each // block)
+        return *states.values(), number, slab.params[0].index, self.segments[slab.name]
 
 
 class _Work(NamedTuple):
@@ -299,6 +330,7 @@ class _Work(NamedTuple):
     weights: Weights
     scalars: Tensor
     staging: _Staging
+    kind: str
 
 
 def _rounds(slabs: Iterable[Slab], ranks: int) -> list[list[Slab]]:

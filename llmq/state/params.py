@@ -19,7 +19,7 @@ counts elements, and so is the same for every dtype. All W shards have the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -133,6 +133,16 @@ class Param:
         of delta nets and gate_up_proj_bias of experts."""
         return self.hf[0].name.endswith(".bias")
 
+    def matrices(self) -> list[tuple[int, int, int]]:
+        """Return (first element in the slab, rows, columns) of each Hugging Face matrix, and of
+        every expert."""
+        found, height = [], self.shape[-2]  # of one expert; a part holds the rows of all experts
+        for part in self.hf:
+            for start in range(part.start, part.stop, height):
+                rows = min(start + height, part.stop) - start
+                found.append((self.offset + start * self.columns, rows, self.columns))
+        return sorted(found)
+
     @property
     def of_adapter(self) -> bool:
         """True if the parameter belongs to adapters and not to the model itself."""
@@ -178,29 +188,19 @@ class Slab:
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
         """Return (first element, rows, columns) of each Hugging Face matrix, and of every
         expert."""
-        found = []
-        for param in self.params:
-            height = param.shape[-2]  # of one expert; a part holds the rows of all experts
-            for part in param.hf:
-                for start in range(part.start, part.stop, height):
-                    rows = min(start + height, part.stop) - start
-                    found.append((param.offset + start * param.columns, rows, param.columns))
-        return tuple(sorted(found))
+        return tuple(matrix for param in self.params for matrix in param.matrices())
 
-    def by_rows(self) -> Slab:
-        """Return a slab with one element for each row of the parameters, without gaps."""
+    def per_matrix(self, size: Callable[[int, int], int]) -> Slab:
+        """Return a slab with size(rows, columns) elements for each of `matrices`, without gaps, in
+        parameters of the same names."""
         params, offset = [], 0
         for p in self.params:
-            params.append(replace(p, shape=(p.size // p.columns,), offset=offset))
-            offset += p.size // p.columns
-        size = align_up(offset, ELEMENT_ALIGN)
-        return replace(self, params=tuple(params), size=size, shard_size=size)
-
-    def row_of(self, element: int) -> int:
-        """Return the element of `by_rows` for the row that has this slab's `element`."""
-        at = max(i for i, param in enumerate(self.params) if param.offset <= element)
-        param = self.params[at]
-        return self.by_rows().params[at].offset + (element - param.offset) // param.columns
+            count = sum(size(rows, columns) for _, rows, columns in p.matrices())
+            part = HfPart(name=p.name, start=0, stop=count)
+            params.append(replace(p, shape=(count,), offset=offset, hf=(part,)))
+            offset += count
+        total = align_up(offset, ELEMENT_ALIGN)
+        return replace(self, params=tuple(params), size=total, shard_size=total)
 
     def alike(self) -> list[tuple[int, int, int, int]]:
         """Return `matrices` with equal neighbours merged: (first element, count, rows, columns).

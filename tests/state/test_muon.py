@@ -129,12 +129,20 @@ def test_steps_are_those_of_torch(of, more):
     run(1, 1, program, of=of, **more)
 
 
+def whole(x, out, rows):
+    return FullMatrix(x, out, {} if rows is None else {"rows": rows}, {}, 0, 0, None)
+
+
+def transform(rule, dev, matrices):
+    rule.transform(dev, matrices, None, rule.kinds[0])
+
+
 def change(*matrices, dev=None, rows=None, **more):
     """Those of matrices of equal sizes by the rule. rows: their numbers, which are updated."""
     rule = rule_of(config(1, 1, **(MUON if rows is None else NORMUON) | more))
 
     def call(dev, x, out, rows):
-        rule.transform(dev, [FullMatrix(x, out, rows)])
+        transform(rule, dev, [whole(x, out, rows)])
 
     x = np.stack(matrices).astype(BF16.numpy)
     made = launch(dev or host_device(), call, {"x": x, "out": np.zeros_like(x), "rows": rows})
@@ -211,11 +219,11 @@ def test_a_gpu_takes_matrices_whose_gram_matrices_are_no_multiple_of_16_bytes(rn
     """A product begins on 16 bytes: a plan checks this of each."""
     rule, dev = rule_of(config(1, 1, **NORMUON)), PlanDevice(GPU_SPEC)
 
-    def whole(count):
+    def made(count):
         x, out = (dev.alloc(name, (count, *shape), BF16, "Adam V") for name in ("x", "out"))
-        return FullMatrix(x, out, dev.alloc("rows", (count, shape[0]), F32, "Adam V"))
+        return whole(x, out, dev.alloc("rows", (count, shape[0]), F32, "Adam V"))
 
-    rule.transform(dev, [whole(1), whole(2), whole(1)])
+    transform(rule, dev, [made(1), made(2), made(1)])
     matrices = rng.normal(size=(3, *shape))
     np.testing.assert_array_equal(change(*matrices), [change(matrix) for matrix in matrices])
 

@@ -1,6 +1,7 @@
 """Update rules, one file each; all other code asks the rule for its moments and updates."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from llmq.base.errors import LlmqError
@@ -35,14 +36,16 @@ def rule_class(name: str) -> type[UpdateRule]:
     return RULES[name]
 
 
-def rule_saved(options: Mapping[str, Any]) -> type[UpdateRule]:
-    """Return the rule of a checkpoint's options; "adamw" if old ones name none. LlmqError for an
-    unknown rule."""
+def optim_saved(options: Mapping[str, Any]) -> OptimOptions:
+    """Return the optimizer options of a checkpoint; "adamw" if old ones name no rule. LlmqError for
+    an unknown rule."""
     today = current_options(options, "the checkpoint: ", quiet=True)
-    name = today.get("optimizer", "adamw")
-    if name not in RULES:
+    names = {field.name for field in fields(OptimOptions)} & today.keys()
+    optim = OptimOptions(**{name: today[name] for name in names})
+    if optim.optimizer not in RULES:
+        name = optim.optimizer
         raise LlmqError(f"a checkpoint of --optimizer {name}, which this version does not have")
-    return RULES[name]
+    return optim
 
 
 def rule_of(optim: OptimOptions) -> UpdateRule:

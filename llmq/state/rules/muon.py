@@ -22,7 +22,7 @@ from llmq.ops.update import muon
 from llmq.runtime.device import Device
 from llmq.state.params import Slab
 from llmq.state.rules.adamw import AdamW
-from llmq.state.rules.rule import FullMatrix, OptimizerState, ShardSlice
+from llmq.state.rules.rule import FullMatrix, MatrixState, OptimizerState, ShardSlice
 
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -69,7 +69,9 @@ class Muon(AdamW):
             m_scale=part.scales.get("m"),
         )
 
-    def transform(self, dev: Device, matrices: Sequence[FullMatrix]) -> None:
+    def transform(
+        self, dev: Device, matrices: Sequence[FullMatrix], scalars: Tensor, kind: str
+    ) -> None:
         """Orthogonalize all matrices. Matrices with an equal shorter side share the launches of
         products that have only this side."""
         together: dict[int, list[FullMatrix]] = {}
@@ -107,7 +109,12 @@ class NorMuon(Muon):
     """Muon whose changes are divided, row by row, by the root of a running mean of their squares
     (arXiv 2510.05491)."""
 
-    keeps_rows = True
+    matrix_states = (
+        MatrixState(
+            name="rows", group="rows", category="Adam V", dtype=None,
+            size=lambda options, rows, columns: rows,
+        ),
+    )  # fmt: skip
 
 
 class _Iteration:
@@ -119,7 +126,7 @@ class _Iteration:
     def __init__(self, dev: Device, side: int, matrices: list[FullMatrix]):
         self.dev, self.side = dev, side
         self.pairs = [(each.proposed, each.change) for each in matrices]
-        self.rows = [each.rows for each in matrices]
+        self.rows = [each.states.get("rows") for each in matrices]
 
     def run(self, segments: tuple[int, ...]) -> None:
         """Run the steps. segments: numbers of steps on one Gram matrix, which is then made

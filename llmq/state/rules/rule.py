@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -40,8 +41,32 @@ class OptimizerState:
         return f"{self.group}{SCALES}"
 
 
-ROWS = "rows"
-"""Checkpoint group of row statistics, see UpdateRule; F32."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixState:
+    """Numbers that the rule keeps of each whole matrix, on the rank that updates the matrix; zero
+    at the start. name: in FullMatrix. group: of files in checkpoints. category: of memory. dtype:
+    the option that gives the dtype; None: F32; "gradient": that of gradients. size: returns the
+    number of elements for a matrix (rows, columns). In E4M3 this number is a multiple of
+    SCALE_BLOCK, and F32 scales are kept beside the elements."""
+
+    name: str
+    group: str
+    category: str
+    dtype: str | None
+    size: Callable[[OptimOptions, int, int], int]
+
+    def format(self, options: OptimOptions, gradient: DType) -> DType:
+        if self.dtype is None:
+            return F32
+        return gradient if self.dtype == "gradient" else parse_dtype(getattr(options, self.dtype))
+
+    def slab(self, options: OptimOptions, slab: Slab) -> Slab:
+        """Return the slab of this state of a slab's matrices."""
+        return slab.per_matrix(partial(self.size, options))
+
+    @property
+    def scales_group(self) -> str:
+        return f"{self.group}{SCALES}"
 
 
 class ShardSlice(NamedTuple):
@@ -49,7 +74,7 @@ class ShardSlice(NamedTuple):
     master: inout F32 or BF16 (n,). work: out BF16 (n,), the master rounded to nearest, or None.
     grad: F32 or BF16 (n,), the sum over tokens. moments: inout (n,) by name. scales: inout F32 (n /
     SCALE_BLOCK,), by name, of E4M3 moments. segments: I64 (S, 2), see Slab.segments. change: (n,)
-    of the rule's `of_change` dtype, which `propose` writes and `apply` reads. `propose` gets no
+    of the dtype of changes, which `propose` writes and `apply` reads. `propose` gets no
     master, `apply` no gradient."""
 
     slab: Slab
@@ -65,28 +90,43 @@ class ShardSlice(NamedTuple):
 
 class FullMatrix(NamedTuple):
     """Neighbouring matrices of equal shape, whole as in Hugging Face. proposed: (count, rows,
-    columns), may be overwritten. change: (count, rows, columns), out. rows: inout F32 (count,
-    rows), zero at the start; None if the rule keeps no row statistics."""
+    columns), may be overwritten. change: (count, rows, columns), out. states: inout (count, size)
+    by name of MatrixState. scales: inout F32 (count, size / SCALE_BLOCK) by name, of E4M3 states.
+    number: of the first matrix in its slab. salt: distinguishes the slab's random numbers.
+    segments: see Slab.segments."""
 
     proposed: Tensor
     change: Tensor
-    rows: Tensor | None
+    states: Mapping[str, Tensor]
+    scales: Mapping[str, Tensor]
+    number: int
+    salt: int
+    segments: Tensor | None
 
     def apart(self) -> Iterator[FullMatrix]:
         """Yield the matrices one by one, (1, rows, columns) each."""
         for i in range(self.proposed.shape[0]):
-            yield FullMatrix(*(tensor and tensor.rows(i, i + 1) for tensor in self))
+            yield self._replace(
+                proposed=self.proposed.rows(i, i + 1),
+                change=self.change.rows(i, i + 1),
+                states={name: t.rows(i, i + 1) for name, t in self.states.items()},
+                scales={name: t.rows(i, i + 1) for name, t in self.scales.items()},
+                number=self.number + i,
+            )
 
 
 class UpdateRule(ABC):
-    """Rule by which gradients change weights. moments: in the order of their memory. of_change:
-    dtype of a change. keeps_rows: True if a run keeps a number for each row of whole matrices, on
-    the rank that updates the matrix. begun: the step, counted from 0, at which the moments were
-    zero. Bytes and launches of an update follow from the kernels that it launches."""
+    """Rule by which gradients change weights. moments, matrix_states: in the order of their memory.
+    of_change: dtype of a change; None: that of gradients. kinds: of updates; updates of one kind
+    launch the same kernels. fixed: options with which a run goes on as the checkpoint's run had
+    them. begun: the step, counted from 0, at which the moments were zero. Bytes and launches of an
+    update follow from the kernels that it launches."""
 
     moments: ClassVar[tuple[OptimizerState, ...]]
-    of_change: ClassVar[DType] = BF16
-    keeps_rows: ClassVar[bool] = False
+    matrix_states: ClassVar[tuple[MatrixState, ...]] = ()
+    of_change: ClassVar[DType | None] = BF16
+    kinds: ClassVar[tuple[str, ...]] = ("update",)
+    fixed: ClassVar[tuple[str, ...]] = ()
     begun = 0
 
     def __init__(self, options: OptimOptions):
@@ -118,8 +158,15 @@ class UpdateRule(ABC):
         where gradient and moment are 0, and in a skipped step."""
         raise NotImplementedError
 
-    def transform(self, dev: Device, matrices: Sequence[FullMatrix]) -> None:
-        """Turn the proposed changes of whole matrices into final changes."""
+    def kind(self, step: int) -> str:
+        """Return the kind of the update of a step, counted from 0."""
+        return self.kinds[0]
+
+    def transform(
+        self, dev: Device, matrices: Sequence[FullMatrix], scalars: Tensor, kind: str
+    ) -> None:
+        """Turn the proposed changes of whole matrices into final changes. scalars: as of
+        `update`."""
         raise NotImplementedError
 
     def apply(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
