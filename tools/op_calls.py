@@ -50,7 +50,7 @@ from llmq.ops.loss import cross_entropy, distill, grpo, labels, pairs, sample
 from llmq.ops.pointwise import clock, elementwise, embedding, gelu, norm, reduce, swiglu
 from llmq.ops.product import adapter, matmul, matmul_fused, skinny
 from llmq.ops.quantize import four_bits, fp8_scale, quantize, quantize_int8
-from llmq.ops.update import adamw, global_norm, muon
+from llmq.ops.update import adamw, galore, global_norm, muon
 from llmq.ref.experts.route import sums_size
 from llmq.ref.quantize.four_bits import scale_levels
 from llmq.runtime.attention_parts import divisions
@@ -192,6 +192,14 @@ def muon_calls(rows: int, columns: int) -> list[Call]:
         Call("apply, f32 master", muon.apply, applied | {"param": f32(n), "work": bf16(n)}),
         Call("normalize", muon.normalize, of_norm),
         Call("even", muon.even, {"x": bf16(1, rows, columns), "v": f32(1, rows), "decay": 0.95}),
+    ]
+
+
+def galore_calls(count: int, side: int) -> list[Call]:
+    projection = {"projection": bf16(count, side), "x": f32(count, side), "scalars": scalars()}
+    return [
+        Call("eigen", galore.eigen, {"s": f32(count, side, side)}),
+        Call("renew", galore.renew, projection),
     ]
 
 
@@ -1033,6 +1041,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "matmul_int8": matmul_int8_calls,
     "matmul_swiglu": matmul_swiglu_calls,
     "matmul_swiglu_backward": matmul_swiglu_backward_calls,
+    "galore": galore_calls,
     "muon": muon_calls,
     "mxfp4": mxfp4_calls,
     "four_bits": nf4_calls,

@@ -28,6 +28,8 @@ _OPTIMIZERS = {
     "adamw_bnb_8bit": _EIGHT_BITS,
     "paged_adamw_8bit": f"{_EIGHT_BITS} {_PAGED}",
     "paged_adamw_32bit": _PAGED,
+    "galore_adamw": "--optimizer galore",
+    "galore_adamw_8bit": f"--optimizer galore {_EIGHT_BITS}",
 }
 _SCHEDULES = {
     "cosine": "--lr-schedule cosine",
@@ -88,7 +90,7 @@ NAMES: tuple[tuple[str, dict[str, Answers]], ...] = (
             "adam_beta1": "--beta-1 {value}",
             "adam_beta2": "--beta-2 {value}",
             "max_grad_norm": "--grad-clip {value}",
-            "optim": _OPTIMIZERS | {"": "--optimizer adamw, muon or normuon"},
+            "optim": _OPTIMIZERS | {"": "--optimizer adamw, muon, normuon or galore"},
             "bf16": {"false": "--model-dtype fp32", "": f"{OUT}, as bf16 is the default"},
             "fp16": {"": f"{OUT}, as bf16 needs no scaling of the loss"} | _ON,
             "tf32": f"{OUT}, as --model-dtype bf16 or fp32 says in what products run",

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
-from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +34,7 @@ from llmq.model.rings import RESULTS
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.plan.plan import Plan, comm_options, plan_generation
+from llmq.run.rehearsal import rehearse, rehearse_evaluation
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine
 from llmq.runtime.mesh import DATA
@@ -66,12 +66,12 @@ class Rank:
         which would deadlock where streams wait for other ranks."""
         with silenced(self.dev), self.dev.without_graphs():
             self.step.weights.init(model, seed)
-            _rehearse(self.step)
+            rehearse(self.step)
             self.dev.synchronize()
         with self.dev.capture_only():
-            _rehearse(self.step)
+            rehearse(self.step)
             self.reset()
-            _rehearse_evaluation(self.step)  # as before the first step
+            rehearse_evaluation(self.step)  # as before the first step
             self.dev.synchronize()
 
     def reset(self) -> None:
@@ -166,43 +166,6 @@ class Rank:
         if self.step.snapshot is not None:
             self.step.snapshot.hold()  # which may still copy them
         self.step.optimizer.exchange_average(self.step.weights, moment, back=back)
-
-
-def _rehearse(step: Step) -> None:
-    """Do every kind of micro-step, evaluation and update once, over token 0.
-
-    A step of one micro-step may end an epoch, where no more are left.
-    """
-    _rehearse_evaluation(step)
-    if step.options.model.only_scores:
-        return
-    sizes = {step.options.batch.grad_accumulation, 1}
-    for count, kind in product(sizes, step.optimizer.rule.kinds):
-        step.start()
-        step.weights.updated()
-        for micro_step in sorted({0, min(1, count - 1), count - 1}):
-            _rehearse_micro_step(step, micro_step, count)
-        step.update(kind)
-        _rehearse_evaluation(step)
-        _rehearse_micro_step(step, 0, count)  # as the first one after an evaluation
-
-
-def _rehearse_evaluation(step: Step) -> None:
-    """Evaluation directly after an update, and once more."""
-    step.weights.updated()
-    step.evaluate([_nothing(step)] * 2)
-
-
-def _rehearse_micro_step(step: Step, micro_step: int, count: int) -> None:
-    scalars, last = step.scalars_of(0, micro_step, 0.0, 0.0), micro_step == count - 1
-    step.inbox.send(scalars, _nothing(step), step.results)
-    step.calibrate()
-    step.dev.graph(*step.micro_step(micro_step, last=last))
-
-
-def _nothing(step: Step) -> Batch:
-    shape = step.inputs.tokens.shape
-    return Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@
 //   apply       param -= lr * change + lr * weight_decay * param;  work = bf16(param)
 //
 // Data     param P, grad G: F32 or BF16; m M: F32, BF16 or E4M3 with m_scale, see moments.cuh, else
-//          null; work BF16 or null; change, x, out BF16. propose, apply: n elements,
+//          null; work BF16 or null; change, x, out BF16, apply's change D too. propose, apply: n elements,
 //          n % 128 == 0; first: element of the slab. squares, normalize: x are matrices of n
 //          elements, one after another, out may be x. diagonal: x are square matrices. row_scale:
 //          x has `columns`. partials: F64, equally many for each matrix. squares: F64, one for each
@@ -155,13 +155,14 @@ muon_row_scale(bf16* __restrict__ x, const f32* __restrict__ factors, i32 column
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-muon_apply(P* __restrict__ param, bf16* __restrict__ work, const bf16* __restrict__ change,
+muon_apply(P* __restrict__ param, bf16* __restrict__ work, const D* __restrict__ change,
            const StepScalars* __restrict__ scalars, f32 lr_scale, f32 weight_decay, u32 salt,
            i64 first, i64 n) {
     const i64 start = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * COUNT;
     if (start >= n || scalars->skip_update) { return; }
     Pack<P, COUNT> p_pack;
-    Pack<bf16, COUNT> change_pack, work_pack;
+    Pack<D, COUNT> change_pack;
+    Pack<bf16, COUNT> work_pack;
     p_pack.load(param + start);
     change_pack.load(change + start);
     const float lr = scalars->lr * lr_scale, decay = lr * weight_decay;

@@ -57,7 +57,7 @@ ROW_SCALE = Kernel(
 APPLY = Kernel(
     "update/muon.cu",
     "muon_apply",
-    "inout P[n] param, out bf16[n]? work, bf16[n] change, i32[16] scalars, f32 lr_scale, "
+    "inout P[n] param, out bf16[n]? work, D[n] change, i32[16] scalars, f32 lr_scale, "
     "f32 weight_decay, u32 salt, i64 first, i64 n",
     where=_PART,
 )

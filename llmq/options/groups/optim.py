@@ -28,7 +28,7 @@ from llmq.options.option_types import (
     parse_params,
     parse_steps,
 )
-from llmq.options.rule import IMPLY, REFUSE, Options, Rule, default, each, idle, refused
+from llmq.options.rule import IMPLY, REFUSE, Options, Rule, default, each, idle, refused, without
 
 _LEAST_EPSILON = 2.0**-126  # AdamW's; the smallest normal F32, which no GPU flushes to 0
 
@@ -49,8 +49,9 @@ class OptimOptions:
     optimizer: str = option(
         "adamw",
         "Update rule; muon: for the matrices of blocks, and AdamW for all else; normuon: Muon with "
-        "changes divided by the root of a mean square of each row",
-        choices=("adamw", *MUONS),
+        "changes divided by the root of a mean square of each row; galore: AdamW, for the matrices "
+        "of blocks of gradients projected to few directions",
+        choices=("adamw", *MUONS, "galore"),
         group="Optimizer and schedule",
     )
     learning_rate: float | None = option(None, "Highest learning rate", alias="lr", min=0)
@@ -85,16 +86,27 @@ class OptimOptions:
     adam_epsilon: float = option(1e-8, "AdamW: added to the root of the second moment; more than 0")
     opt_m_dtype: str = dtype_option(
         "fp32",
-        "Format of AdamW's first moment, and of Muon's momentum; e4m3: with a scale per 128 "
-        "elements",
+        "Format of AdamW's and GaLore's first moment, and of Muon's momentum; e4m3: with a scale "
+        "per 128 elements",
         "e4m3",
     )
     opt_v_dtype: str = dtype_option(
-        "fp32", "AdamW: format of the second moment; e4m3: with a scale per 128 elements", "e4m3"
+        "fp32",
+        "AdamW, GaLore: format of the second moment; e4m3: with a scale per 128 elements",
+        "e4m3",
     )
     weight_decay: float = option(0.1, "Decay of the matrices", min=0)
     muon_lr: float | None = option(
         None, "Muon: its highest learning rate, which takes the course of AdamW's; {rule}", min=0
+    )
+    galore_rank: int = option(
+        128, "GaLore: directions of each matrix; a multiple of 8", min=8, max=4096
+    )
+    galore_period: int = option(
+        200, "GaLore: steps from one choice of the directions to the next", min=1
+    )
+    galore_scale: float = option(
+        0.25, "GaLore: factor of the changes of projected matrices", above=0
     )
     ema: float = option(
         0.0,
@@ -344,6 +356,17 @@ OPTIM_RULES = (
         "{value} is for the matrices of blocks, which stay as they are beside adapters",
     ),
     *refused(
+        "optimizer",
+        lambda v, o: v == "galore" and o.wants_adapters,
+        "{value} is for the matrices of blocks, which stay as they are beside adapters",
+    ),
+    *refused("galore_rank", lambda v, o: v % 8, "{value} is no multiple of 8"),
+    *refused(
+        "offload_opt_m offload_opt_v",
+        lambda v, o: v and o.optimizer == "galore",
+        "moments of projected gradients stay on the device: leave it out with --optimizer galore",
+    ),
+    *refused(
         "muon_lr lr_parts",
         lambda v, o: v not in (None, ()) and o.learning_rate == 0,
         "takes the course of --learning-rate, which must be more than 0",
@@ -381,6 +404,11 @@ OPTIM_RULES = (
         "muon_lr",
         lambda v, o: o.optimizer not in MUONS,
         "has no effect without --optimizer muon",
+    ),
+    *without(
+        "galore_rank galore_period galore_scale",
+        lambda o: o.optimizer == "galore",
+        "--optimizer galore",
     ),
     *idle(
         "lr_schedule",

@@ -9,11 +9,16 @@ from llmq.options.groups.optim import OptimOptions
 from llmq.options.removed import current_options
 from llmq.state.params import Slab
 from llmq.state.rules.adamw import AdamW
+from llmq.state.rules.galore import GaLore
 from llmq.state.rules.muon import Muon, NorMuon
 from llmq.state.rules.rule import OptimizerState, UpdateRule
 
-RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": Muon, "normuon": NorMuon}
-
+RULES: dict[str, type[UpdateRule]] = {
+    "adamw": AdamW,
+    "muon": Muon,
+    "normuon": NorMuon,
+    "galore": GaLore,
+}
 
 AVERAGE = OptimizerState(
     name="ema", group="ema", category="EMA", dtype=None, offload="offload_master"

@@ -1,0 +1,53 @@
+"""GaLore's launches beside its products and AdamW's: eigenvectors, and a projection's replacement.
+
+A projection has the leading singular vectors of a gradient, which the rule finds by products and
+eigenvectors of small matrices (`llmq/state/rules/galore.py`).
+"""
+
+from llmq.base.dtypes import F32
+from llmq.base.tensor import Tensor
+from llmq.runtime.cost import Cost
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div
+
+EIGEN_THREADS = 1024
+THREADS = 256
+MOST_ROWS = 6000  # of a matrix: 8 bytes of shared memory for each
+SWEEPS = 6  # of Jacobi's rotations, about as many as a matrix takes
+
+EIGEN = Kernel(
+    "update/galore.cu",
+    "galore_eigen",
+    "inout f32[count,side,side] s, out f32[count,side,side] v, i32 roots, i32 side",
+    where=f"side <= {MOST_ROWS}",
+)
+RENEW = Kernel(
+    "update/galore.cu",
+    "galore_renew",
+    "inout D[*n] projection, f32[*n] x, i32[16] scalars, i64 n",
+)
+
+
+def eigen(dev: Device, s: Tensor, *, roots: bool = False) -> None:
+    """Replace symmetric matrices by their eigenvectors, rows in the order of falling eigenvalues.
+
+    The sign of a vector is any. roots: divide each vector by the root of its eigenvalue, of at
+    least 2^-40 of the largest one: with s = x x^T the rows of (the result times x) are orthonormal,
+    up to rounding of x beside its largest singular value. A matrix of zeros stays so with roots.
+
+    s: F32 (count, side, side), of nonnegative eigenvalues.
+
+    Cost:    about 9 * side^3 FLOPs a sweep; one block of threads for each matrix.
+    """
+    count, side = EIGEN.dims(s=s)
+    smem = 8 * (side + side % 2)
+    with dev.scratch("vectors", s.shape, F32) as v:
+        cost = Cost(flops=9 * SWEEPS * count * side**3)
+        args = (s, v, int(roots), side)
+        dev.launch(EIGEN, count, EIGEN_THREADS, args, smem=smem, cost=cost)
+
+
+def renew(dev: Device, projection: Tensor, x: Tensor, scalars: Tensor) -> None:
+    """projection = x, rounded to nearest; nothing changes if scalars.skip_update is set."""
+    n = x.size
+    dev.launch(RENEW, ceil_div(n, THREADS), THREADS, (projection, x, scalars, n))

@@ -1,0 +1,43 @@
+"""A rehearsal of a rank's step: every kind of micro-step, evaluation and update, over token 0."""
+
+import numpy as np
+
+from llmq.base.batch import Batch
+from llmq.model.step import Step
+
+
+def rehearse(step: Step) -> None:
+    """Do every kind of micro-step, evaluation and update once, over token 0.
+
+    A step of one micro-step may end an epoch, where no more are left.
+    """
+    rehearse_evaluation(step)
+    if step.options.model.only_scores:
+        return
+    for count in {step.options.batch.grad_accumulation, 1}:
+        step.start()
+        step.weights.updated()
+        for micro_step in sorted({0, min(1, count - 1), count - 1}):
+            _rehearse_micro_step(step, micro_step, count)
+        for kind in step.optimizer.rule.kinds:
+            step.update(kind)
+        rehearse_evaluation(step)
+        _rehearse_micro_step(step, 0, count)  # as the first one after an evaluation
+
+
+def rehearse_evaluation(step: Step) -> None:
+    """Evaluation directly after an update, and once more."""
+    step.weights.updated()
+    step.evaluate([_nothing(step)] * 2)
+
+
+def _rehearse_micro_step(step: Step, micro_step: int, count: int) -> None:
+    scalars, last = step.scalars_of(0, micro_step, 0.0, 0.0), micro_step == count - 1
+    step.inbox.send(scalars, _nothing(step), step.results)
+    step.calibrate()
+    step.dev.graph(*step.micro_step(micro_step, last=last))
+
+
+def _nothing(step: Step) -> Batch:
+    shape = step.inputs.tokens.shape
+    return Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32))
