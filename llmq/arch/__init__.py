@@ -1,7 +1,7 @@
 """One file a family: config.json's fields, names of weights, norms, biases, first values.
 
 `model_config.py` holds ModelConfig, the one description of a model's sizes.
-Everything else (weight table, options, plan, decoding, export) follows from these descriptions.
+Weight table, options, plan, decoding and export follow from these descriptions.
 Imports base. Start with `common.py`, then `llama.py`. A new architecture is a file and a line here.
 """
 

@@ -2,7 +2,7 @@
 descriptions.
 
 Both generations are read: transformers 4 (rope_theta, rope_scaling, torch_dtype) and transformers 5
-(rope_parameters, dtype). A field that asks for what is not implemented is an error, never skipped.
+(rope_parameters, dtype). An unsupported value is an error, never skipped.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ QUANTIZATIONS = ("bitsandbytes", "compressed-tensors", "fp8", "mxfp4")
 
 @dataclass(frozen=True, slots=True)
 class GgufKind:
-    """An architecture in GGUF files, and how llama.cpp computes it.
+    """An architecture in GGUF files, with what llama.cpp supports.
 
-    name: its own there. pairs: rows of queries and keys are stored in pairs that RoPE turns
-    together. windows: they are known; else it attends to all positions. heads: all of a layer may
-    be wider or narrower than the hidden size. grouped: queries may share keys. renormalize: weights
-    of a token's experts have the sum 1 (see `Experts`). longrope: positions may be stretched so.
-    full_every: all layers but each full_every-th have windows, which a file does not say; None:
-    it says which. needs: tensors without which it loads no file. activation: alpha and limit of
-    paired experts. heads_in_turns: value heads of delta nets are stored so (`gguf_delta`).
+    name: the architecture's name there. pairs: rows of queries and keys are stored in pairs that
+    RoPE rotates together. windows: sliding windows are supported. heads: a layer's heads together
+    may be wider or narrower than the hidden size. grouped: queries may share keys. renormalize:
+    weights of a token's experts have the sum 1 (see `Experts`). longrope: supported. full_every:
+    all layers but each full_every-th have windows, which files do not store; None: files store the
+    layers. needs: tensors that every file must have. activation: alpha and limit of paired experts.
+    heads_in_turns: value heads of delta nets are stored in turns (`gguf_delta`).
     """
 
     name: str
@@ -57,8 +57,8 @@ class GgufKind:
 
 
 class Architecture:
-    """One family of models: what its class at Hugging Face fixes, and where its weights are there.
-    A subclass, in a file of its own, says what differs. An argument `model` is a
+    """One family of models: the constants of its Hugging Face class, and names of weights. A
+    subclass, in a file of its own, has the differences. An argument `model` is a
     llmq.arch.model_config.ModelConfig, whose fields `read` gives."""
 
     name: str
@@ -86,7 +86,7 @@ class Architecture:
         return self.name.replace("ForCausalLM", "ForSequenceClassification")
 
     gguf: GgufKind | None = None
-    """How it is in files for llama.cpp; None: it has no name there. A subclass gives its own."""
+    """The architecture in GGUF files; None: llama.cpp does not have it. Not inherited."""
 
     norm = "rmsnorm"
     """'rmsnorm' or 'layernorm'."""
@@ -97,12 +97,12 @@ class Architecture:
     qk_norm = False
     """RMSNorm of queries and keys before RoPE."""
     wide_qk_norm = False
-    """It is over all query and over all key channels of a token, else over every head."""
+    """qk_norm normalizes all query, and all key channels of a token; else every head."""
     norm_offset = False
-    """Weights of norms, those of qk_norm too, are stored less 1. Then the result is rounded once,
-    after the product with the weight; else before it too, but for post_norm's."""
+    """Weights of norms, with qk_norm's, are stored less 1. Results are rounded once, behind the
+    product with the weight; without the offset also in front of it, except post_norm's."""
     norm_once = False
-    """Norms, those of qk_norm too, round once although their weights are stored as they are."""
+    """Norms, with qk_norm's, round once although weights are stored without an offset."""
     value_norm = False
     """RMSNorm of every value head, without weights; where keys are values it is theirs."""
     layer_scale = False
@@ -114,7 +114,7 @@ class Architecture:
     """Attention's output is multiplied by the sigmoid of a gate, whose channels the product of the
     queries has behind each head."""
     sinks = False
-    """Each query head has a score of its own in its softmax, which gives attention to nothing."""
+    """Attention sinks: the softmax of each query head has one more score, of a value of zeros."""
     pads_embedding = True
     """The row of pad_token_id gets no gradient where it is looked up."""
     qkv_bias: bool | None = False
@@ -128,8 +128,8 @@ class Architecture:
     mlp_factor: int | None = None
     """Width of the MLP over hidden_size where the config does not say; None: it has to."""
     own_tokenizer_class: str | None = None
-    """The tokenizer class that transformers gives its models whatever tokenizer_config.json says;
-    None: it goes by that."""
+    """Tokenizer class that transformers takes instead of tokenizer_config.json's; None: the
+    file's."""
     wrapper_tokenizer_class: str | None = None
     """The tokenizer class of models of the class `wrapper`; None as above."""
     bos_token_id: int | None = None
@@ -144,7 +144,7 @@ class Architecture:
     transposed = False
     """Matrices of blocks are stored (in_features, out_features)."""
     gate_first = False
-    """Where gate and up are stored as one matrix, the gate's rows come first."""
+    """In a stored matrix of gate and up, the gate's rows come first."""
     targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     """--lora-targets may name these, in the order of its help; a model may lack some."""
     norm_names: Mapping[str, str] = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
@@ -182,7 +182,7 @@ class Architecture:
         bos, pad = (get(hf, f"{name}_token_id", int, None) for name in ("bos", "pad"))
         head = {}
         if self.classifier is not None and hf.get("architectures") == [self.classifier]:
-            labels = get(hf, "id2label", dict, None)  # two of them need not be written
+            labels = get(hf, "id2label", dict, None)  # two labels are transformers' default
             head = {"num_labels": 2 if labels is None else len(labels), "tied_embeddings": False}
         return {
             "architecture": self.name,
@@ -211,7 +211,7 @@ class Architecture:
         spellings."""
         eos = model.eos_token_ids
         hf_dtype = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
-        labels = [f"LABEL_{i}" for i in range(model.num_labels)]  # as transformers names them
+        labels = [f"LABEL_{i}" for i in range(model.num_labels)]  # names in transformers
         of_labels = {
             "id2label": {str(i): label for i, label in enumerate(labels)},
             "label2id": {label: i for i, label in enumerate(labels)},
@@ -274,8 +274,7 @@ class Architecture:
 
 
 def ignored_fields(hf: Mapping[str, Any]) -> list[str]:
-    """One line for every field of config.json that is known to be left out of training. That is
-    dropout, and of models with images, what sees these."""
+    """Lines about fields of config.json that training ignores: dropout, and vision parts."""
     names = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
     lines = [
         f"config.json: {name} {hf[name]} is ignored, there is no dropout"
@@ -302,8 +301,7 @@ def get(hf: Mapping[str, Any], name: str, kind: type, default: Any = REQUIRED) -
 
 
 def size(hf: Mapping[str, Any], name: str) -> int:
-    """hf[name], a positive int; a small one where it counts layers or heads, of which there are
-    lists."""
+    """hf[name], a positive int; bounded for layers and heads, of which lists are made."""
     value = get(hf, name, int)
     largest = 1 << 16 if "layer" in name or "head" in name else 2**31 - 1
     if value > largest:

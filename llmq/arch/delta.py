@@ -1,11 +1,11 @@
-"""Gated delta nets in the place of attention: their sizes, which layers have them, their matrices.
+"""Gated delta nets in the place of attention: sizes, layers and matrices.
 
     q, k, v, z, b, a = products of x                 q, k, v pass through a short convolution
     S = exp(-exp(a_log) softplus(a + dt_bias)) * S   a state of each value head, 0 where a
     S = S + k (sigmoid(b) * (v - S^T k))^T           document begins
     out = out_proj @ (rmsnorm(S^T q) * silu(z))
 
-C: hidden size, K: channels of all queries, or of all keys, V: those of all values.
+C: hidden size, K: channels of all queries, or of all keys, V: channels of all values.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
-"""EXAONE 4: norms of what each half puts out, and of each head. Where the model has windows, layers
-without one rotate neither queries nor keys."""
+"""EXAONE 4: norms behind each half, and of each head. In models with windows, layers without a
+window have no RoPE."""
 
 from collections.abc import Mapping
 from typing import Any

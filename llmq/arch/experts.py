@@ -1,11 +1,11 @@
-"""Mixtures of experts: their sizes, which layers have them, their matrices and names.
+"""Mixtures of experts: sizes, layers, matrices and names.
 
     logits = router @ x        the `active` experts of a token are those with the largest ones
     out    = sum of weight * down @ (silu(gate @ x) * up @ x) over the active experts
              [+ sigmoid(shared_gate @ x) * the same of the shared expert, which may have no gate]
 
-Scores of experts are a softmax of the logits. Where a router takes sigmoids, a constant of each
-expert is added to its score for the choice alone.
+Scores of experts are a softmax of the logits, or sigmoids; with sigmoids a constant of each expert
+is added to the score for the choice, not for the weight.
 
 or with paired experts, which have biases as their router has, of rows g0 u0 g1 u1 ...
 
@@ -26,7 +26,7 @@ from llmq.arch.halves import mlp
 from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
 from llmq.base.errors import ConfigError
 
-_MOST, _MOST_ACTIVE = 512, 32  # as `ops/experts/route.py` has them
+_MOST, _MOST_ACTIVE = 512, 32  # as in `ops/experts/route.py`
 _FUSED = {"experts_up": "gate_up_proj", "experts_down": "down_proj"}
 """The parameters that transformers makes of the modules of a layer's experts."""
 
@@ -49,13 +49,13 @@ class Experts:
     scale: float = 1.0
     """Factor of the weights of the active experts."""
     layers: tuple[bool, ...] | None = None
-    """Whether each layer has experts, or else an MLP; None: all have."""
+    """True for each layer with experts, False for an MLP; None: all have experts."""
     aux_loss: float = 0.0
     """Coefficient of the load-balancing loss that config.json gives."""
     alpha: float | None = None
     """The sigmoid of paired experts takes gates times it; None: they are not paired."""
     limit: float | None = None
-    """The activation of paired experts cuts off there what it takes."""
+    """Clamp of the inputs of paired experts' activation."""
 
     def validate(self, num_layers: int) -> None:
         """ConfigError where sizes disagree."""
@@ -85,15 +85,15 @@ class WithExperts(Architecture):
 
     targets = (*Architecture.targets, "experts", "fused_experts")
     count_names: tuple[str, ...] = ("num_experts",)
-    """config.json's names of E: any of them is read, all are written."""
+    """config.json's names of E: each of them is read, all are written."""
     own_size = True
-    """The width of experts is a field of its own, and some layers may have an MLP."""
+    """Experts have a width of their own, beside MLPs of other layers."""
     renormalized = False
     """Weights are renormalized without a field that says it."""
     shares = False
     """There is a shared expert."""
     shared_gated = True
-    """It has a gate."""
+    """The shared expert has a gate."""
     sigmoid = False
     """Routers take sigmoids, and have a constant for each expert, which is loaded and never
     trained."""
@@ -175,11 +175,10 @@ class WithExperts(Architecture):
 
 
 def experts(config: Any, layer: int) -> HalfSpec:
-    """The experts of a layer, and the shared one, of which Fs is the width. router: (E, C).
-    router_correction: (E,), of sigmoids.
-    shared_gate: (1, C). shared_up: (2Fs, C). shared_down: (C, Fs). experts_up: (E, 2F, C).
-    experts_down: (E, C, F). The rows of up are before those of gate; in paired experts each one of
-    gate is before its own of up."""
+    """Experts of a layer, and the shared expert, whose width is Fs. router: (E, C).
+    router_correction: (E,), of sigmoids. shared_gate: (1, C). shared_up: (2Fs, C). shared_down: (C,
+    Fs). experts_up: (E, 2F, C). experts_down: (E, C, F). Rows: up, then gate; in paired experts g0
+    u0 g1 u1 ..."""
     its, F = config.experts, config.expert_size
     routers, shared = [_router(config, layer, "router", its.count)], ()
     activations = ("router_logits", "expert_up", "expert_act")
@@ -217,8 +216,8 @@ def _matrices(
     active: int = 1,
     targets: tuple[tuple[str, ...], ...] = (("experts",),) * 3,
 ) -> tuple[Matrix, Matrix]:
-    """KIND_up and KIND_down of experts of this width; count None: of one, without a dimension of
-    its own. targets: of up, gate and down."""
+    """KIND_up and KIND_down of `count` experts of this width; None: of one MLP. targets:
+    --lora-targets of up, gate and down."""
     C, name, paired = config.hidden_size, kind.removesuffix("s"), config.arch.paired
     outer, experts_ = () if count is None else (count,), range(count or 1)
 

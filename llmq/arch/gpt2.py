@@ -8,7 +8,7 @@ from llmq.base.errors import ConfigError
 
 
 class Gpt2(Architecture):
-    """Its config has names of its own; its Conv1D layers store (in_features, out_features)."""
+    """GPT-2: own names in config.json; Conv1D layers store (in_features, out_features)."""
 
     name = "GPT2LMHeadModel"
     model_type = "gpt2"

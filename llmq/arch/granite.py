@@ -23,7 +23,7 @@ class Granite(RopeFamily):
     eos_token_id = 2
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """A factor that the config does not give is 1, that of scores too."""
+        """A factor that config.json lacks is 1, also the factor of attention's scores."""
         factors = {name: get(hf, name, float, 1.0) for name in MULTIPLIERS}
         factors["attention_scale"] = get(hf, "attention_multiplier", float, 1.0)
         return super().read_sizes(hf) | factors

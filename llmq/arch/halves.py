@@ -1,8 +1,8 @@
-"""The modules of a transformer as architectures have them: attention, MLP, embedding and head.
+"""Modules of a transformer, declared for an architecture: attention, MLP, embedding and head.
 
-An `Architecture` says how it differs from others: names at Hugging Face, where norms stand, biases.
-An architecture whose blocks have other halves makes their HalfSpec itself, in its `layers`. C:
-hidden size, F: width of the MLP. `config` is a ModelConfig.
+Names at Hugging Face, positions of norms, and biases come from the `Architecture`. An architecture
+with other halves declares their HalfSpec itself, in `layers`. C: hidden size, F: width of the MLP.
+`config` is a ModelConfig.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,10 @@ from llmq.arch.matrix import HalfSpec, Matrix, Module, Order, Part
 
 
 def attention(config: Any, layer: int) -> HalfSpec:
-    """Queries, keys and values of one product, attention, and the output's product. qkv: the rows
-    of all query heads, key heads, value heads; with gated_attention a gate's rows behind those of
-    each query head. q_norm, k_norm, with qk_norm: (Hd,), or if it is wide (Hq*Hd,) and (Hkv*Hd,).
-    sinks: (Hq,), where the architecture has them. Where keys are values, qkv has no rows of
-    values."""
+    """Attention: the product of queries, keys and values, and the output product. qkv: the rows of
+    all query heads, key heads, value heads; with gated_attention a gate's rows behind those of each
+    query head. q_norm, k_norm, with qk_norm: (Hd,), or wide (Hq*Hd,) and (Hkv*Hd,). sinks: (Hq,),
+    if the architecture has sinks. Where keys are values, qkv has no rows of values."""
     C, heads = config.hidden_size, config.heads_of(layer)
     Hq, Hkv, Hd = heads
     at = f"model.layers.{layer}.self_attn"
@@ -84,8 +83,8 @@ def _heads_in_pairs(config: Any, heads: int) -> Order:
 
 
 def in_pairs(first: int, channels: int) -> list[tuple[int, int]]:
-    """The order of the rows [first, first + channels), of which each one of the first half is
-    stored beside its own of the second."""
+    """The order of rows [first, first + channels) that are stored in RoPE pairs: d, d + channels/2,
+    d + 1, ..."""
     half = channels // 2
     return [(i + j, i + j + 1) for i in range(first, first + half) for j in (0, half)]
 

@@ -81,7 +81,7 @@ def _width(hf: Mapping[str, Any]) -> int:
 
 
 def _convolved(hf: Mapping[str, Any], count: int) -> tuple[bool, ...]:
-    """Whether each layer has a convolution; older files number the layers with attention."""
+    """True for each layer with a convolution; older files list the layers with attention."""
     kinds = get(hf, "layer_types", list, None)
     if kinds is None:
         attend = get(hf, "full_attn_idxs", list, None)

@@ -1,4 +1,4 @@
-"""The matrices and norms of a model's parts, each declared once.
+"""Matrices and norms of a model's parts, each declared once.
 
 Weight table, codes, fp8 scales, adapters, files, diagnosis, decoding and speed of light follow from
 these declarations: `Architecture.layers` gives the halves of each block, `halves.py` makes them.
@@ -18,13 +18,12 @@ Order = tuple[tuple[int, int], ...]
 class HfPart:
     """A tensor of a Hugging Face checkpoint that holds rows [start, stop) of a parameter.
 
-    Rows of several experts count on from one to the next. transposed: stored (in_features,
-    out_features), as GPT-2's Conv1D does. order: ranges of our rows, of experts of each one's, as
-    they follow one another where they are stored; (): as ours. columns: the first so many of a row
-    are stored, and the others are zeros; None: there are no others. depthwise: stored (rows, 1,
-    columns), as torch's Conv1d does. experts: so many lie in it, (experts, rows of one, columns),
-    transposed (experts, columns, rows of one), or of vectors (experts, rows of one). by_rank: as
-    adapters of such a tensor, (rows of one, columns * experts).
+    Rows of several experts are numbered through. transposed: stored (in_features, out_features), as
+    in GPT-2's Conv1D. order: ranges of our rows, of each expert, in stored order; (): our order.
+    columns: stored columns, the first ones, others are zeros; None: all. depthwise: stored (rows,
+    1, columns), as in torch's Conv1d. experts: number in the tensor, (experts, rows of one,
+    columns), transposed (experts, columns, rows of one), or vectors (experts, rows of one).
+    by_rank: layout of adapters of such a tensor, (rows of one, columns * experts).
     """
 
     name: str
@@ -61,7 +60,7 @@ class HfPart:
         return found
 
     def stored(self, values: Any) -> Any:
-        """Our rows as the stored array has them."""
+        """Our rows in the layout of the stored array."""
         values = self.as_stored(values)
         values = values[self.rows_of(slice(None))]
         return values.reshape(len(values), -1) if self.by_rank else values
@@ -81,10 +80,10 @@ class HfPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The rows of a weight that are one module at Hugging Face. module: its name. targets: the
-    names in --lora-targets that mean it; if there are several, all or none of them are to be given.
-    transposed, order, depthwise: of its matrix, as HfPart says. experts: it is no module, but the
-    parameter with so many experts that has this name."""
+    """The rows of a weight that are one module at Hugging Face. module: the module's name. targets:
+    names in --lora-targets that adapt the module, all of them together. transposed, order,
+    depthwise: see HfPart. experts: not a module, but the parameter of this name with this many
+    experts."""
 
     module: str
     rows: int
@@ -95,13 +94,13 @@ class Part:
     experts: int = 0
 
     def tensor(self, name: str) -> str:
-        """The name of its weight, its bias, or another tensor of it."""
+        """Name of the module's weight, bias, or another tensor."""
         if not self.experts:
             return f"{self.module}.{name}"
         return self.module if name == "weight" else f"{self.module}_{name}"
 
     def hf(self, tensor: str, start: int = 0) -> HfPart:
-        """Its own tensor, or "bias", of which a parameter has the rows from `start` on."""
+        """The part's weight, or "bias", as rows from `start` on of a parameter."""
         return HfPart(
             name=self.tensor(tensor),
             start=start,
@@ -117,14 +116,13 @@ class Part:
 class Module:
     """A weight of a model and its bias, if it has one.
 
-    key: the weight's name in its block; the bias is KEY_bias. Layers may have it in other shapes.
+    key: the weight's name in its block; the bias is KEY_bias. Shapes may differ between layers.
     name: of the module in checkpoints. shape: (features,), (out, in), or (experts, out, in), with
-    padded rows. parts: those of its rows that Hugging Face knows, in order. kind: what the
-    optimizer takes the weight for: "matrix", "embedding", "router", "norm", "vector", "conv" (a few
-    weights for each channel), or "constant" (in F32, whose gradient is zero); norms, vectors and
-    constants do not decay. initial: "normal", "residual" (normal, scaled by 1/sqrt(2L)), "one",
-    "zero" or "log_uniform" (log of a number from 0.01 to 16). tensor: of the modules, that is the
-    weight.
+    padded rows. parts: rows that are modules at Hugging Face, in order. kind: for the optimizer:
+    "matrix", "embedding", "router", "norm", "vector", "conv" (a few weights for each channel), or
+    "constant" (in F32, whose gradient is zero); norms, vectors and constants do not decay. initial:
+    "normal", "residual" (normal, scaled by 1/sqrt(2L)), "one", "zero" or "log_uniform" (log of a
+    number from 0.01 to 16). tensor: name of the weight in the modules.
     """
 
     key: str
@@ -154,11 +152,10 @@ class Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix(Module):
-    """A matrix that multiplies the activations of a half of a block. input: the name of what it
-    multiplies, gradient: that of the gradient of its output; fp8 has a scale for each of both.
-    active: how many of the experts a token meets. fused: the parameter with all experts that
-    transformers makes of the parts, which may have adapters instead of these, and which files may
-    hold."""
+    """A matrix that multiplies the activations of a half of a block. input: name of the multiplied
+    activation, gradient: name of the output's gradient; each has an fp8 scale. active: experts per
+    token. fused: transformers' parameter of all experts, which files may hold, and adapters may
+    adapt instead of the parts."""
 
     kind: str = "matrix"
     input: str
@@ -168,7 +165,7 @@ class Matrix(Module):
 
     @property
     def of_experts(self) -> bool:
-        """Whether it is a matrix of each of several experts."""
+        """True if each of several experts has such a matrix."""
         return len(self.shape) == 3
 
     @property
@@ -179,15 +176,13 @@ class Matrix(Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfSpec:
-    """A half of a block: what stands between a norm and the residual stream.
-
-    kind: of the class that computes it, in llmq/model/halves. name: what is named after it: the
-    gradient d_NAME of its output, and NAME_branch, that output. norm: the key of the norm in front,
-    which is also the name of its input. norms: those around the stream in front of it. modules: its
-    own, in the order of the weight table. output: the key of the matrix whose product is what the
-    half puts out; None: there is no such. activations: the names of what it keeps, in order of
-    computation. made_again: those that the kernel of their gradient makes again, which are never
-    kept. coded: those among activations and gradients that products may write as fp8 codes
+    """A half of a block, between a norm and the residual stream. kind: class in llmq/model/halves.
+    name: the half's output is NAME_branch, the output's gradient d_NAME. norm: the key of the norm
+    in front, which is also the name of its input. norms: those around the stream in front of it.
+    modules: its own, in the order of the weight table. output: the key of the matrix whose product
+    is what the half puts out; None: there is no such. activations: the names of what it keeps, in
+    order of computation. made_again: those that the kernel of their gradient makes again, which are
+    never kept. coded: those among activations and gradients that products may write as fp8 codes
     (--mlp-dtype). When a text is continued, cached: what each token leaves for those behind it, by
     name, with its shape; carried: what all tokens leave together, in F32, for what goes on behind
     the last one. sizes: what the kind has to know beside the shapes of matrices. flops: of a token,

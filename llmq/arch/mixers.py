@@ -14,7 +14,7 @@ class Mixers:
     taps: int
     """Tokens that the short convolution sees, the newest one included."""
     layers: tuple[bool, ...]
-    """Whether each layer has a mixer, or else attention."""
+    """True for each layer with a mixer, False for attention."""
 
     def half(self, config: Any, layer: int) -> HalfSpec:
         """The mixer of a layer. config: a ModelConfig."""

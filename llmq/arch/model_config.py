@@ -84,9 +84,9 @@ class ModelConfig:
     sliding_window: int | None = None
     """Positions that a token sees, itself included; None: all. Shorter than `longest`."""
     windowed_layers: tuple[bool, ...] | None = None
-    """Whether each layer has the sliding window; None: all have."""
+    """True for each layer with the sliding window; None: all layers."""
     rope_layers: tuple[bool, ...] | None = None
-    """Whether each layer rotates queries and keys; None: all do, where positions are RoPE."""
+    """True for each layer with RoPE; None: all layers, if positions are RoPE."""
     norm: str
     """'rmsnorm' or 'layernorm'."""
     norm_eps: float
@@ -115,9 +115,9 @@ class ModelConfig:
     logits_scaling: float = 1.0
     """Logits are divided by it, before a soft cap."""
     logit_softcap: float | None = None
-    """It times tanh of a logit over it stands for each logit; None: itself."""
+    """softcap * tanh(logit / softcap) stands for each logit; None: no cap."""
     qk_norm: bool
-    """RMSNorm of queries and keys before RoPE: of every head, or as arch.wide_qk_norm says."""
+    """RMSNorm of queries and keys before RoPE: of every head, or see arch.wide_qk_norm."""
     qkv_bias: bool
     """Bias on the query, key and value projections."""
     o_bias: bool
@@ -137,14 +137,14 @@ class ModelConfig:
     pad_token_id: int | None = None
     """Id of padding."""
     new_tokens: tuple[int, int] | None = None
-    """Ids [first, stop) that a trained model got behind its own, of which rows can be trained
-    alone beside adapters; None: there are none."""
+    """Ids [first, stop) added to a trained model, whose rows can be trained beside adapters; None:
+    no new ids."""
     initializer_range: float = 0.02
     """Standard deviation of freshly initialized matrices."""
 
     @property
     def arch(self) -> Architecture:
-        """The architecture's own part: what it fixes, and where its weights are at Hugging Face."""
+        """The architecture: constants of the family, and names of weights."""
         return architecture(self.architecture)
 
     def halves(self, layer: int) -> tuple[HalfSpec, ...]:
@@ -165,8 +165,8 @@ class ModelConfig:
 
     @property
     def padding_row(self) -> int | None:
-        """Row of the embedding to which looking it up gives no gradient; None: there is none. It is
-        that of pad_token_id, torch's padding_idx, which counts negative ids from the end."""
+        """Row of the embedding without a gradient, torch's padding_idx: pad_token_id, counted from
+        the end if negative; None: no such row."""
         pad, vocab = self.pad_token_id, self.vocab_size
         if pad is None or not self.arch.pads_embedding or not -vocab <= pad < vocab:
             return None
@@ -177,7 +177,7 @@ class ModelConfig:
         return self._rotary(self.head_dim)
 
     def _rotary(self, channels: int) -> int:
-        """How many of a head's channels are rotated."""
+        """Number of rotated channels of a head."""
         its = self.latent
         return int(channels * self.partial_rotary_factor) if its is None else its.rotary
 
@@ -187,7 +187,7 @@ class ModelConfig:
         return longest_sequence(self.rope_scaling, self.max_positions)
 
     def windowed(self, layer: int) -> bool:
-        """Whether a layer is of those that have the window, if there is one."""
+        """True if the layer has the window, if the model has one."""
         return self.windowed_layers is None or self.windowed_layers[layer]
 
     def heads_of(self, layer: int) -> Heads:
@@ -198,7 +198,7 @@ class ModelConfig:
 
     @property
     def every_heads(self) -> tuple[Heads, ...]:
-        """Those of all layers, each once."""
+        """The different `Heads` of all layers."""
         return tuple(dict.fromkeys(map(self.heads_of, range(self.num_layers))))
 
     def values_of(self, layer: int) -> int:
@@ -207,8 +207,7 @@ class ModelConfig:
         return 0 if shared else self.heads_of(layer).kv
 
     def rope_of(self, layer: int) -> Rope | None:
-        """The rotary frequencies in a layer; None without RoPE. length: of the table's rows, as
-        the scaling says."""
+        """Rotary frequencies of a layer; None without RoPE."""
         if self.positions != "rope" or not (self.rope_layers or [True] * (layer + 1))[layer]:
             return None
         channels = self._rotary(self.heads_of(layer).channels)
@@ -237,7 +236,7 @@ class ModelConfig:
         return self.sliding_window if self.windowed(layer) else None
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts in the place of the MLP."""
+        """True if the layer has experts in the place of the MLP."""
         its = self.experts
         return its is not None and (its.layers is None or its.layers[layer])
 
@@ -246,7 +245,7 @@ class ModelConfig:
         return self.experts.size or self.intermediate_size
 
     def has_mixer(self, layer: int) -> bool:
-        """Whether a layer has one of `mixers` in the place of attention."""
+        """True if the layer has one of `mixers` in the place of attention."""
         return self.mixers is not None and self.mixers.layers[layer]
 
     @property
@@ -261,7 +260,7 @@ class ModelConfig:
         ) + self.other_eos_token_ids
 
     def ending_at(self, ids: Iterable[int]) -> ModelConfig:
-        """With these among the ids that end a sequence; what is not in the vocabulary is not."""
+        """A copy with more ids that end a sequence, as far as the vocabulary has them."""
         known = dict.fromkeys(self.eos_token_ids)
         known |= {i: None for i in ids if type(i) is int and 0 <= i < self.vocab_size}
         first, *others = known or [None]
@@ -313,7 +312,8 @@ class ModelConfig:
         )
 
     def validate(self) -> ModelConfig:
-        """Return self; ConfigError where sizes disagree or the architecture cannot express them."""
+        """Return self; ConfigError if sizes contradict, or the architecture cannot express the
+        model."""
         for name in _SIZES:
             value, largest = getattr(self, name), _LARGEST.get(name, _MAX_SIZE)
             if not 0 < value <= largest:

@@ -8,7 +8,7 @@ from llmq.arch.rope_scaling import FIRST
 
 
 class Phi3(RopeFamily):
-    """Without biases; its window is that of all layers."""
+    """Phi-3: no biases; all layers have the window."""
 
     name = "Phi3ForCausalLM"
     model_type = "phi3"

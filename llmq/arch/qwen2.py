@@ -25,7 +25,7 @@ class Qwen2(RopeFamily):
     own_tokenizer_class = "Qwen2Tokenizer"
     sliding_window = 4096
     max_window_layers = 28
-    """It holds if the config does not say."""
+    """Default of config.json."""
 
     def read_windows(self, hf: Mapping[str, Any], longest: int) -> dict[str, Any]:
         """The window, and the layers that have the window; see the family's."""
@@ -50,7 +50,7 @@ class Qwen2(RopeFamily):
         return {"sliding_window": window, "windowed_layers": None if all(layers) else layers}
 
     def has_window(self, layer: int, max_window_layers: int) -> bool:
-        """Whether a layer has the window where config.json has no layer_types."""
+        """True if the layer has the window, if config.json has no layer_types."""
         return layer >= max_window_layers
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Qwen2(RopeFamily):
 
 
 class Qwen2Moe(WithExperts, Qwen2):
-    """The shared expert's output is multiplied by a gate of its own."""
+    """Qwen2-MoE: the shared expert's output is multiplied by a gate."""
 
     name = "Qwen2MoeForCausalLM"
     model_type = "qwen2_moe"

@@ -90,8 +90,8 @@ def _delta_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
 
 
 class Qwen35Moe(WithExperts, Qwen35):
-    """Released files hold a layer's experts as one parameter. No layer has an MLP, so that the
-    model's intermediate_size is that of experts."""
+    """Qwen3.5-MoE. Released files hold a layer's experts as one parameter. No layer has an MLP, so
+    that intermediate_size is the experts'."""
 
     name = "Qwen3_5MoeForCausalLM"
     classifier = None
@@ -118,7 +118,7 @@ class Qwen35Moe(WithExperts, Qwen35):
     shares = True
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """The only width is that of experts."""
+        """intermediate_size is the experts'."""
         return super().read_sizes({**hf, "intermediate_size": size(hf, "moe_intermediate_size")})
 
     def write_sizes(self, model: Any) -> dict[str, Any]:

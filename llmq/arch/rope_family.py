@@ -19,7 +19,7 @@ class RopeFamily(Architecture):
     norm_eps = 1e-6
     """It holds if the config does not say."""
     windowed = False
-    """sliding_window of the config is that of all layers."""
+    """All layers have config.json's sliding_window."""
     sliding_window: int | None = None
     """It holds if the config does not say."""
     full_every: int | None = None
@@ -28,7 +28,7 @@ class RopeFamily(Architecture):
     older_windows: str | None = None
     """The field with the distance of layers without a window, in files without layer_types."""
     rope_kinds: tuple[str, ...] = tuple(kind for kind in KINDS if kind != "proportional")
-    """How positions may be stretched."""
+    """Supported kinds of RoPE scaling."""
     partial_rotary = False
     """A part of a head's channels may be rotated alone."""
     hidden_acts: tuple[str, ...] = ("silu", "swish")
@@ -107,7 +107,7 @@ class RopeFamily(Architecture):
         return {"sliding_window": window if shorter else None, **layers}
 
     def layers_by_type(self, hf: Mapping[str, Any]) -> tuple[bool, ...] | None:
-        """Whether each layer has a window by layer_types; None where the field is not given."""
+        """True for each layer with a window, from layer_types; None without the field."""
         kinds, num_layers = get(hf, "layer_types", list, None), size(hf, "num_hidden_layers")
         if kinds is None:
             return None
@@ -164,7 +164,7 @@ def norm_modules(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def all_but_every(every: int, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer is of one kind, where every `every`-th one is of another."""
+    """True for all layers but every `every`-th."""
     return tuple((layer + 1) % every != 0 for layer in range(num_layers))
 
 

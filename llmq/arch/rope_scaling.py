@@ -1,7 +1,7 @@
-"""Rotary positions beyond the length of a first training, as transformers stretches them.
+"""RoPE scaling: positions beyond the original length, as in transformers.
 
-`KINDS` says for each kind which fields of config.json's rope_parameters it has; reading, writing
-and `--rope-scaling` follow. The frequencies are computed in `llmq/ops/attention/rope.py`.
+`KINDS` lists each kind's fields in config.json's rope_parameters, for reading, writing and
+`--rope-scaling`. The frequencies are computed in `llmq/ops/attention/rope.py`.
 """
 
 import math
@@ -28,7 +28,7 @@ _OLD_KINDS = {"su": "longrope"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the length of the first training."""
+    """Scaling of rotary frequencies beyond the original length."""
 
     kind: str
     """'linear': positions / factor. 'llama3': by wavelength. 'yarn': by how often a frequency turns
@@ -52,7 +52,7 @@ class RopeScaling:
     mscale: float | None = None
     """yarn: with mscale_all_dim, the logarithm's weight in the attention factor."""
     mscale_all_dim: float | None = None
-    """yarn: that of what it is divided by."""
+    """yarn: mscale of the divisor."""
     truncate: bool = True
     """yarn: the limits between the two are whole frequencies."""
     short_factor: tuple[float, ...] = ()
@@ -64,7 +64,7 @@ class RopeScaling:
     """proportional: part of the frequencies that turn."""
 
     def attention(self, max_positions: int) -> float:
-        """The length of the table's rows in a model with so many positions."""
+        """Factor of cos and sin in a model with this many positions."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.kind == "longrope":
@@ -84,7 +84,7 @@ class RopeScaling:
         return 0.1 * (self.mscale_all_dim or 0.0) * math.log(max(self.factor or 1, 1)) + 1
 
     def check(self, frequencies: int) -> None:
-        """ConfigError where its numbers make no sense for so many frequencies."""
+        """Raise ConfigError for numbers that do not fit this many frequencies."""
         if self.kind not in KINDS:
             raise ConfigError(f"model rope_scaling: kind {self.kind!r} is not supported")
         if self.factor is not None and not 1 <= self.factor < math.inf:
@@ -113,7 +113,7 @@ class RopeScaling:
                 )
 
     def write(self) -> dict[str, Any]:
-        """The fields of rope_parameters, but for the base; what is as by default is left out."""
+        """Fields of rope_parameters without the base and without defaults."""
         found: dict[str, Any] = {"rope_type": self.kind}
         if self.factor is not None:
             found["factor"] = self.factor

@@ -1,8 +1,8 @@
-"""Gated short convolutions in the place of attention: which layers have one, and its matrices.
+"""Gated short convolutions in the place of attention: layers and matrices.
 
     b, c, x = products of the input        out = conv_o @ (c * convolution(b * x))
 
-Every channel is convolved with `taps` weights of its own, inside documents. C: hidden size.
+Depthwise, causal, with `taps` weights a channel, inside documents. C: hidden size.
 """
 
 from dataclasses import dataclass

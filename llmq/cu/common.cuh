@@ -70,7 +70,7 @@ template <class T> struct alignas(16) Vec {
             return make_float2(v[i], v[i + 1]);
         }
     }
-    // Those of a times those of b, each product rounded once.
+    // Set elements i, i + 1 to products of a and b, rounded once.
     __device__ __forceinline__ void set_products(int i, const Vec& a, const Vec& b) {
         if constexpr (sizeof(T) == 2) {
             using Two = __nv_bfloat162;
@@ -177,8 +177,8 @@ __device__ __forceinline__ u32 mix_word(u32 h, u32 word) {
     return h;
 }
 
-// x as bits, of which the upper half is x in BF16, rounded up with the probability of the lower half;
-// less: below 2^16. Infinities stay what they are by themselves.
+// x's bits plus less, below 2^16: the upper half is x in BF16, rounded up with the probability of
+// x's lower half. Infinities stay infinite.
 __device__ __forceinline__ u32 add_bits(float x, u32 less) {
     return __float_as_uint(x) + (x == x ? less : 0u);
 }
@@ -192,14 +192,14 @@ __device__ __forceinline__ u32 gradient_seed(const StepScalars* s, u32 salt) {
     return mix_word(mix_word(mix_word(mix_word(0, s->seed), s->step), s->micro_step), salt);
 }
 
-// Eight neighbours share a hash, of which each has the product with this; in a gradient two of them
-// have the halves of one. All are as good as independent: their sums vary as those of eight hashes.
+// Eight neighbours share a hash, and each multiplies the hash by its factor; in a gradient two
+// neighbours have the halves of one product. Sums vary like sums of eight independent hashes.
 __device__ constexpr u32 neighbour_factor(u32 n) {
     constexpr u32 FACTOR = 0xA7F7D5BDu, SQUARE = FACTOR * FACTOR;
     return (n & 1 ? FACTOR : 1u) * (n & 2 ? SQUARE : 1u) * (n & 4 ? SQUARE * SQUARE : 1u);
 }
 
-// The bits that round one of eight, k, of which the lower 16 are used (seed: gradient_seed).
+// Random bits that round element k of eight; the lower 16 are used (seed: gradient_seed).
 __device__ __forceinline__ u32 gradient_bits(u32 seed, u64 eight, u32 k) {
     return random_bits(seed, eight) * neighbour_factor(k >> 1) >> 16 * (k & 1);
 }
@@ -252,8 +252,8 @@ template <class T, int COUNT> struct Pack {
     }
 };
 
-// A thread's COUNT elements from x on, 0 where it is not inside, and the largest |x| of the LANES
-// threads that share a block of them. All threads of the warp call it.
+// Load a thread's COUNT elements from x on, 0 if not inside; returns the largest |x| of the LANES
+// threads that share a block. All threads of the warp call it.
 template <int LANES, class T, int COUNT>
 __device__ __forceinline__ float load_block(float (&v)[COUNT], const T* x, bool inside) {
     Pack<T, COUNT> in;
@@ -272,7 +272,7 @@ __device__ __forceinline__ float load_block(float (&v)[COUNT], const T* x, bool 
 }
 
 // Rows in registers: WARPS consecutive warps hold one row, VECTORS 16-byte vectors in each lane.
-// llmq/ops/common.py (RowLayout) chooses them, and has block_rows too.
+// llmq/ops/common.py (RowLayout) chooses both, and has block_rows, too.
 __device__ constexpr int block_rows(int warps, int block_warps) {
     return block_warps > warps ? block_warps / warps : 1;
 }
@@ -418,7 +418,7 @@ __device__ __forceinline__ void store_abs_max(float* abs_max, float value) {
 }
 
 // For kernels whose result abs_max is optional: all threads of every block call it once with the
-// largest abs_bits of what they stored. Not WANTED: nothing of that is computed.
+// largest abs_bits that they stored. Not WANTED: does nothing.
 template <bool WANTED> __device__ __forceinline__ void finish_abs_max(float* abs_max, u32 largest) {
     if constexpr (WANTED) {
         __shared__ u32 shared[32];
@@ -468,7 +468,7 @@ template <class F> __device__ __forceinline__ u32 to_fp8(float a, float b, float
            (u32)__nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, Fp8<F>::FORMAT) << 16;
 }
 
-// What the two codes in the lower half stand for, the lowest first.
+// Values of the two codes in the lower half, the lowest first.
 template <class F> __device__ __forceinline__ float2 from_fp8(u32 two) {
     const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)two, Fp8<F>::FORMAT);
     return __half22float2(__half2(pair));

@@ -55,7 +55,7 @@ template <class Format, bool IS_WANTED> struct Fp8Encoder {
         return make_uint2(low, encode(x.part[1]));
     }
 
-    // The codes of four neighbours; what is saturated is not counted.
+    // Codes of four neighbours, without counting saturation.
     __device__ __forceinline__ u32 four(float a, float b, float c, float d) const {
         if constexpr (IS_WANTED) {
             return to_fp8<Format>(a * factor, b * factor, c * factor, d * factor);
@@ -78,7 +78,7 @@ private:
         return four(low.x, low.y, high.x, high.y);
     }
 
-    // One comparison rules out what is rare; abs_bits are ordered as the numbers are.
+    // One comparison rules out saturation, which is rare; abs_bits are ordered like the numbers.
     template <class Element>
     __device__ __forceinline__ void count_saturated(const Vec<Element>& x) {
         if constexpr (IS_WANTED) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void transpose_bytes(u32 (&column)[4], const u32 (&ro
 }
 
 // Lanes 2i and 2i + 1 hold neighbouring octets `a` of one place and `b` of another: the even lane
-// gets all 16 bytes of the first place, the odd lane those of the second.
+// gets all 16 bytes of the first place, the odd lane all of the second.
 __device__ __forceinline__ uint4 join_pair(uint2 a, uint2 b) {
     const bool odd = threadIdx.x & 1;
     const uint2 kept = odd ? b : a, given = odd ? a : b;
@@ -126,8 +126,8 @@ __device__ __forceinline__ uint4 join_pair(uint2 a, uint2 b) {
 
 // -- For kernels that work element by element ----------------------------------------------------
 
-// Columns of transposed codes of so many rows: whole 16 bytes, with codes of zeros behind the rows,
-// which add nothing to a product over them.
+// Columns of transposed codes of `rows` rows: rounded up to 16 bytes by codes of zeros, which add
+// nothing to products.
 __device__ __forceinline__ i64 turned_columns(i64 rows) { return (rows + 15) & ~15ll; }
 
 // 16 bytes of codes. IS_STREAMED: they leave the L2 cache first.
@@ -139,10 +139,10 @@ template <bool IS_STREAMED> __device__ __forceinline__ void store_codes(void* pl
     }
 }
 
-// A block of 256 threads makes the codes of 128 rows and 64 columns: a thread those of 4 rows and 8
-// columns from row(), column(); a warp 16 rows. The tile has a line of 128 bytes for each column;
-// the 16 bytes of warp w lie in its place w ^ (column / 8). So 32 lanes write 4 bytes each, and 8
-// lanes read 16 bytes each, in different banks.
+// A block of 256 threads makes the codes of 128 rows and 64 columns: a thread 4 rows and 8 columns
+// from row(), column(); a warp 16 rows. The tile has a line of 128 bytes for each column; the 16
+// bytes of warp w lie in its place w ^ (column / 8). So 32 lanes write 4 bytes each, and 8 lanes
+// read 16 bytes each, in different banks.
 struct OctetTile {
     static constexpr int LINES = 128, COLUMNS = 64, PLACES = LINES / 16;  // LINES: rows
     uint4 line[COLUMNS][PLACES];
@@ -181,8 +181,8 @@ struct OctetTile {
         }
     }
 
-    // To transposed (columns, turned) what lies inside of it, turned = turned_columns(rows); the tile's
-    // first row and column are given. Threads without rows have put codes of zeros.
+    // Store the tile's part inside transposed (columns, turned), turned = turned_columns(rows),
+    // from the tile's first row and column on. Threads without rows have put codes of zeros.
     template <bool IS_STREAMED = false, class Format>
     __device__ __forceinline__ void store(Format* transposed, i64 first_row, int first_column,
                                           i64 turned, int columns) const {
@@ -221,7 +221,7 @@ struct CodesTile {
         }
     }
 
-    // To transposed (columns, turned) what lies inside of it; as OctetTile's.
+    // Store the tile's part inside transposed (columns, turned), like OctetTile.
     template <class Format>
     __device__ __forceinline__ void store(Format* transposed, i64 first_row, int first_column,
                                           i64 turned, int columns) const {
@@ -252,7 +252,7 @@ struct OctetPlace {
     }
 };
 
-// What it loads there: BF16 stays packed, so that many fit in the registers.
+// Loaded elements of a thread: BF16 stays packed, so that many fit into registers.
 template <class Element> struct OctetRows {
     static constexpr int PARTS = 8 / Vec<Element>::N;
     uint4 part[4][PARTS];
@@ -281,7 +281,7 @@ template <class Element> struct OctetRows {
     }
 };
 
-// What eight codes stand for.
+// Values of eight codes.
 template <class Format>
 __device__ __forceinline__ void decode(float (&x)[8], const uint2& codes, float scale) {
 #pragma unroll
@@ -291,7 +291,7 @@ __device__ __forceinline__ void decode(float (&x)[8], const uint2& codes, float 
         x[k + 1] = two.y * scale;
     }
 }
-// How many of them are +-MAX.
+// Number of codes that are +-MAX.
 template <class Format> __device__ __forceinline__ u32 largest_codes(const uint2& codes) {
     const u32 word[2] = {codes.x & 0x7F7F7F7Fu, codes.y & 0x7F7F7F7Fu};
     u32 count = 0;
@@ -302,7 +302,7 @@ template <class Format> __device__ __forceinline__ u32 largest_codes(const uint2
     return count;
 }
 
-// What it loads there of codes that a product has written; elements are code * scale.
+// Loaded codes of a product; elements are code * scale.
 template <class Format> struct OctetCodes {
     struct Eight {
         float v[8];
@@ -345,9 +345,9 @@ template <class Element> struct OctetOf {
 template <> struct OctetOf<e4m3> { using Type = OctetCodes<e4m3>; };
 template <> struct OctetOf<e5m2> { using Type = OctetCodes<e5m2>; };
 
-// What a product cannot tell of its codes; see ProductCodes in llmq/base/operand.py. All threads of
-// all blocks call it, with one or more OctetCodes of the same tensor. Nothing if abs_max is null,
-// and nothing of OctetRows.
+// Statistics of a product's codes, which the product cannot record; see ProductCodes in
+// llmq/base/operand.py. All threads of all blocks call it, with one or more OctetCodes of the same
+// tensor. Nothing if abs_max is null, and nothing of OctetRows.
 template <class... Rows>
 __device__ __forceinline__ void look_at_codes(const float*, float*, i32*, const Rows&...) {}
 template <class Format, class... More>
@@ -363,7 +363,7 @@ __device__ __forceinline__ void look_at_codes(const float* largest, float* abs_m
     if (blockIdx.x + blockIdx.y + threadIdx.x == 0) { store_abs_max(abs_max, seen); }
 }
 
-// As that of 16 bytes in ptx.cuh: one register for two elements of BF16, until they are used next.
+// Like forget(uint4) in ptx.cuh: one register holds two BF16 elements until their next use.
 template <class Element, int COUNT>
 __device__ __forceinline__ void forget(Pack<Element, COUNT>& x) {
 #pragma unroll
@@ -405,7 +405,7 @@ template <class Format, bool IS_WANTED> struct Fp8Rows {
         if constexpr (IS_WANTED) { scale = *from; }
     }
 
-    // This thread's part of a row. Returns the largest abs_bits of it.
+    // Store this thread's part of a row; returns its largest abs_bits.
     template <class Element, int W, int COUNT>
     __device__ __forceinline__ u32 emit(const Row<Element, W, COUNT>& x, i64 row, bool active) {
         u32 largest = 0;

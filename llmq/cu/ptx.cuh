@@ -57,7 +57,7 @@ __device__ __forceinline__ float2 load_shared_pair(SharedAddress from) {
     return x;
 }
 
-// Of any memory; the compiler does not move it to before or behind other assembly.
+// Load from any memory; the compiler does not move it across other assembly.
 __device__ __forceinline__ float load_here(const float* from) {
     float x;
     asm volatile("ld.f32 %0, [%1];" : "=f"(x) : "l"(from));
@@ -334,7 +334,7 @@ __device__ __forceinline__ void load_box_for(SharedAddress to, const TensorMap* 
         "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(blocks)
         : "memory");
 }
-// So many bytes in a row, to a multiple of 16 from one; `bytes` is one, too.
+// Copy `bytes` contiguous bytes; addresses and `bytes` are multiples of 16.
 __device__ __forceinline__ void load_bytes(SharedAddress to, const void* from, unsigned int bytes,
                                            SharedAddress barrier) {
     asm volatile(
@@ -534,7 +534,7 @@ __device__ __forceinline__ void stmatrix_x4_trans(SharedAddress row, unsigned in
                  : "memory");
 }
 
-// A warpgroup keeps so many registers a thread: fewer, or more than the launch gave it.
+// Set a warpgroup's registers a thread: fewer, or more than the launch gave.
 template <int COUNT> __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }

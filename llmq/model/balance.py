@@ -1,10 +1,10 @@
-"""Losses keep experts in balance: they follow from sums over all routers of a micro-batch.
+"""Load-balancing and z-loss of experts' routers, from sums over a micro-batch.
 
     forward    each router adds to the sums of its layer
-    between    both losses follow from the sums of all layers, and their gradients' factors
-    backward   each router adds the losses' gradients to that of its logits
+    between    sums of all layers become both losses, and the factors of their gradients
+    backward   each router adds the losses' gradients to the gradient of its logits
 
-The sums go on into `totals`, over all micro-steps of this rank since the run began.
+`totals` adds up the sums of all micro-steps of this rank since the run began.
 """
 
 from llmq.arch.model_config import ModelConfig
@@ -16,15 +16,14 @@ from llmq.ref.experts.route import sums_size
 from llmq.runtime.device import Device
 
 ROUTER_STATS = ("router_aux", "router_z", "router_entropy", "router_busiest")
-"""Statistics of a step beside those of its loss, times the number of targets, as `route.balance`
-adds them."""
+"""Statistics of a step that `route.balance` adds, times the number of targets."""
 ROUTER_SHOWN = ("router_busiest",)
-"""Those that the live view has."""
+"""The router statistics in the live view."""
 
 
 class Balance:
-    """The sums of a model that has experts, and is trained. factors: F32 (E+1,), for backward; None
-    where there is neither loss. totals: I64 (layers with experts, 2E+4), as `route` has sums."""
+    """Router sums of a model with experts in training. factors: F32 (E+1,), for backward; None
+    without either loss. totals: I64 (layers with experts, 2E+4), like the sums of `route`."""
 
     def __init__(self, dev: Device, config: ModelConfig, options: StepOptions, targets: Tensor):
         """options: normalized. targets: I32 (B, T), of each micro-batch, with FILLER_TARGET."""
@@ -44,21 +43,21 @@ class Balance:
         return self._factors if any(self._coefficients.values()) else None
 
     def sums(self, layer: int) -> Tensor:
-        """Those of the router of this layer."""
+        """The sums of a layer's router."""
         index = self._layers.index(layer)
         return self._sums.rows(index, index + 1).view(self._sums.shape[1])
 
     def finish(self, stats: Tensor, weights: Tensor | None) -> None:
-        """After the forward pass of a micro-batch. stats: F64, of ROUTER_STATS. weights: F32
-        (B, T), as `Loss.divisor` has them."""
+        """Losses and factors behind the forward pass of a micro-batch. stats: F64, of ROUTER_STATS.
+        weights: F32 (B, T), see `Loss.divisor`."""
         by = None if weights is None else weights.view(weights.size)
         args = (self._factors, stats, self.totals, self._sums, self.targets, by)
         route.balance(self.dev, *args, **self._coefficients)
 
 
 def aux_loss(config: ModelConfig, options: StepOptions) -> float:
-    """The coefficient of the load-balancing loss: as asked for, else that of config.json for a new
-    model, and none for another one, as in transformers."""
+    """Coefficient of the load-balancing loss: the option's, else for new models config.json's, and
+    0 for pretrained ones, as in transformers."""
     if options.optim.router_aux_loss is None:
         is_new = options.model.from_scratch and options.optim.pairs is None
         return config.experts.aux_loss if is_new else 0.0

@@ -139,12 +139,7 @@ class Blocks:
     """All blocks of a model: they share code, and the buffers between blocks."""
 
     def __init__(
-        self,
-        shared: ModelContext,
-        residuals: Residuals,
-        cache: CacheOfPass | None,
-        *,
-        trains: bool,
+        self, shared: ModelContext, residuals: Residuals, cache: CacheOfPass | None, *, trains: bool
     ):
         """Allocates every activation of a micro-step. cache: as of Model. trains: backward passes
         follow."""

@@ -1,16 +1,15 @@
-"""The norms of a block stand before each half, behind it, or both.
+"""Norms of a block, in front of each half, behind it, or both.
 
-    stream = before + branch        the residual stream, and the output of the half before
+    stream = before + branch        branch: the output of the half before
     x = norm(stream)                the input of the half, whose output is the next branch
 
-That is most architectures' way. Where norms stand behind the halves (`ln1_post`, `ln2_post`), it is
-the branch's norm that is added; where none stands before them (no `ln1`, `ln2`), x is the stream.
+With norms behind halves (`ln1_post`, `ln2_post`), stream = before + norm(branch). Without norms in
+front of halves (no `ln1`, `ln2`), x = stream.
 
-Without norms behind halves the last product of a half adds to the stream itself, unless it cannot
-(`BlockLinear.accepts_addend`); that half has no branch then. Else the addition happens inside a
-norm, so that what a half puts out stays beside the stream until the next half (or the head) begins.
-A norm behind the half needs it in backward, so that it is kept. RMSNorm and LayerNorm have one set
-of calls (`Normalization`); statistics with a mean, and biases, are LayerNorm's.
+The addition is the epilogue of a half's last product, if there is no norm behind the half and the
+product takes an addend (`BlockLinear.accepts_addend`): such a half has no branch. Else the next
+norm adds, and the branch lives until then, or, with a norm behind the half, until backward.
+RMSNorm and LayerNorm share `Normalization`; means and biases are LayerNorm's.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from llmq.runtime.device import Device
 
 
 def alloc_stats(dev: Device, config: ModelConfig, name: str, rows: int) -> Stats:
-    """Statistics of one normalization, kept from forward to backward."""
+    """Statistics of one norm, kept from forward to backward."""
     rstd = dev.alloc(f"{name}_rstd", (rows,), F32, "Activations")
     if config.norm == "rmsnorm":
         return Stats(rstd, None)
@@ -39,7 +38,7 @@ def alloc_stats(dev: Device, config: ModelConfig, name: str, rows: int) -> Stats
 
 
 class Normalization:
-    """The calls, on one device. eps: of norms that are not the config's; None: these."""
+    """Launches of RMSNorm or LayerNorm, as the model has. eps: None: the config's."""
 
     def __init__(self, dev: Device, config: ModelConfig, eps: float | None = None):
         self.dev, self.eps = dev, config.norm_eps if eps is None else eps
@@ -55,7 +54,7 @@ class Normalization:
         bias: Tensor | None,
         *added: Tensor,
     ) -> None:
-        """to = norm(x). added: two, whose sum first becomes x. All are (rows, C)."""
+        """to = norm(x). added: two tensors, x = their sum before. All are (rows, C)."""
         dev, (rstd, mean) = self.dev, stats
         if self.once and not added:
             self.post(to, stats, x, None, weight)
@@ -78,8 +77,8 @@ class Normalization:
     def post(
         self, to: OutBuffers, stats: Stats, x: Tensor, residual: Tensor | None, weight: Tensor
     ) -> None:
-        """to (rows, C) = residual + norm(x), or norm(x); rounded as with Architecture.post_norm.
-        Its backward pass is `backward` without d_residual."""
+        """to (rows, C) = residual + norm(x), or norm(x), rounded as Architecture.post_norm says.
+        The gradient of x is `backward` without d_residual."""
         with ExitStack() as temps:
             fp8 = _by_row(self.dev, temps, to, x.shape)
             norm.post(
@@ -90,8 +89,7 @@ class Normalization:
                 quantize.transpose(self.dev, to.fp8.transposed, fp8.codes)
 
     def scale(self, x: Tensor, by: Tensor | None, gradient: Accumulator | None = None) -> None:
-        """x (rows, C) *= by (1,), unless that is None. gradient: that of `by`, which becomes zero,
-        as it is not trained."""
+        """x (rows, C) *= by (1,), unless None. gradient: zeroed, as `by` is not trained."""
         if by is not None:
             scale(self.dev, x, x, by)
         if gradient is not None and not gradient.accumulate:
@@ -108,8 +106,8 @@ class Normalization:
         stats: Stats,
         d_residual: Tensor | None,
     ) -> None:
-        """to (rows, C) = the norm's input gradient + d_residual (may be to.tensor itself).
-        d_weight, d_bias: None where they are not wanted."""
+        """to (rows, C) = gradient of the norm's input + d_residual, which may be to.tensor.
+        d_weight, d_bias: None if not wanted."""
         dev, (rstd, mean) = self.dev, stats
         with ExitStack() as temps:
             fp8 = _by_row(dev, temps, to, x.shape)
@@ -122,8 +120,8 @@ class Normalization:
 
 
 def _by_row(dev: Device, temps: ExitStack, to: OutBuffers, shape: tuple[int, ...]) -> Fp8Out | None:
-    """The codes that a norm's kernel writes, row by row: transposed codes (features, rows) are made
-    of these, which are scratch if nobody else reads them."""
+    """Codes by row, which a norm's kernel writes. Transposed codes (features, rows) are made of
+    them afterwards; without another reader codes by row are scratch."""
     if to.fp8 is None or to.fp8.transposed is None:
         return to.fp8
     codes = to.fp8.codes
@@ -134,7 +132,7 @@ def _by_row(dev: Device, temps: ExitStack, to: OutBuffers, shape: tuple[int, ...
 
 
 class BlockNorms:
-    """The norms of all halves of all blocks."""
+    """Norms around the halves of all blocks."""
 
     def __init__(self, dev: Device, config: ModelConfig, operands: Operands):
         self.norm, self.operands = Normalization(dev, config), operands
@@ -143,8 +141,8 @@ class BlockNorms:
     def forward(
         self, temps: ExitStack, here: NormTensors, before: Tensor | None, w: PartWeights
     ) -> Operand:
-        """The input of a half. before: (rows, C), the stream where the half before began; None:
-        there is none. It is not read where there is no branch."""
+        """The input of a half. before: (rows, C), stream in front of the half before, read if there
+        is a branch; None: there is no half before."""
         if here.stats is not None:
             out = self.operands.buffers(temps, here.out)
             self._run(here, before, w, out)
@@ -155,9 +153,9 @@ class BlockNorms:
         return self.operands.quantize(temps, tensor_id, stream, measured=measured, transposed=False)
 
     def recompute(self, ctx: LayerContext, *, product: bool) -> Operand:
-        """The input of a half in backward; ctx.before: None unless the stream is made again, too.
-        product: so is the half's first product, and not only its weight's gradient needs the
-        input."""
+        """The input of a half in backward. ctx.before: None unless the stream is computed again,
+        too. product: True if the half's first product reads the input again; False: only the
+        weight's gradient does."""
         here, before, w = ctx.layer.norm, ctx.before, ctx.w
         if here.stats is None:
             if before is not None:
@@ -175,8 +173,8 @@ class BlockNorms:
     def _run(
         self, here: NormTensors, before: Tensor | None, w: PartWeights, to: OutBuffers
     ) -> None:
-        """The stream if `before` and a branch are given, and the half's input; without a norm of
-        its own, the stream is that."""
+        """Write the half's input to `to`, and, given `before` and a branch, the stream. Without a
+        norm in front of the half, the stream is the input."""
         stream, (weight, bias) = here.stream, here.parameters(w)
         if here.branch is None:
             before = None
@@ -191,7 +189,7 @@ class BlockNorms:
         self.norm.forward(to, here.stats, stream, weight, bias, *added)
 
     def d_out(self, d_residual: Tensor, d_x: Tensor) -> Tensor:
-        """The place where `backward` leaves the gradient of the output of the half before."""
+        """The tensor in which `backward` leaves the gradient of the half before's output."""
         return d_x if self.post else d_residual
 
     def backward(
@@ -203,9 +201,9 @@ class BlockNorms:
         w: PartWeights,
         g: PartGrads,
     ) -> None:
-        """d_residual (rows, C), the gradient of the stream behind the half, to that in front of it.
-        d_x (rows, C): the gradient of the half's input. `d_out` then is the gradient of what the
-        half before has put out; id_before is its name, None where there is no half."""
+        """Turn d_residual (rows, C), gradient of the stream behind the half, into that in front.
+        d_x (rows, C): gradient of the half's input. Afterwards `d_out` is the gradient of the half
+        before's output, named id_before; None if there is no half before."""
         d_branch = OutBuffers("", d_residual)
         if id_before is not None:
             out = self.d_out(d_residual, d_x)

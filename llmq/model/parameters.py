@@ -1,17 +1,17 @@
-"""The weights and the gradients of each part of a model, by the keys of the weight table.
+"""Weights and gradients of each part of a model, by the keys of the weight table.
 
-Weights are tensors, matrices of blocks and the LM head may be fp8 operands. Gradients are where
-they go. C: hidden size, Vp: padded vocabulary.
+Weights are tensors; matrices of blocks and the LM head may be fp8 operands. Gradients are
+Accumulators. C: hidden size, Vp: padded vocabulary.
 
-    embedding   embed (Vp, C), its adapters; positions (P, C), where they are learned
-    block       what the architecture declares for the layer: matrices (out_features, in_features),
-                biases (out_features,). Norms around the halves are (C,): ln1, ln2, of what goes
-                into a half, and ln1_post, ln2_post, of what the half before has put out
-    head        norm and its bias (C,); ln1_post (C,), with post_norm, of what the last block puts
-                out; lm_head (Vp, C), its adapters
+    embedding   embed (Vp, C) and adapters; positions (P, C), if learned
+    block       the architecture's declaration: matrices (out_features, in_features), biases
+                (out_features,), and norms (C,): ln1, ln2 in front of a half, ln1_post, ln2_post of
+                the output of the half before
+    head        norm and norm_bias (C,); with post_norm ln1_post (C,), of the last block's output;
+                lm_head (Vp, C) and adapters
 
-KEY_a, KEY_b, KEY_m are of adapters, as `state/params.py` says. new_rows (R, C): those of the
-embedding, or of the LM head, that are trained alone.
+KEY_a, KEY_b, KEY_m: adapters' matrices and magnitudes, see `state/params.py`. new_rows (R, C): rows
+of the embedding, or of the LM head, that are trained without the others.
 """
 
 from typing import TypeVar
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 class PartParameters(dict[str, T]):
-    """Those of one part. A parameter that does not exist, or is not needed, or is frozen, lacks its
-    key: `get` gives None."""
+    """Parameters of one part. `get` returns None for a parameter that does not exist, or whose
+    gradient is not wanted."""
 
     def bias(self, key: str) -> T | None:
         return self.get(f"{key}_bias")

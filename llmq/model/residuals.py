@@ -1,8 +1,8 @@
-"""The residual stream in front of each block and between its halves, which backward needs again.
+"""Residual stream in front of each block and between its halves, kept for backward.
 
-On the device for every layer, or (--offload-residual, --offload-between) in host memory with two
-buffers on the device: in forward a layer's tensor leaves while its block runs, in backward it
-arrives again while the block after it runs. The last two never leave.
+Tensors lie on the device, or (--offload-residual, --offload-between) in host memory with two
+buffers on the device. In forward a layer's tensor is copied to the host while its block runs; in
+backward it is copied back while the block after it runs. The last two layers' stay on the device.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ SLOTS = 2
 
 
 class Stream:
-    """The stream at one place of some layers, (rows, C) each. `tensors[layer]`: where it is while
-    in use."""
+    """The stream (rows, C) in front of blocks or between halves, of some layers. tensors: by layer,
+    the device tensor while in use."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Stream:
         offload: bool,
         keep: bool = True,
     ):
-        """keep: backward will read them; else two buffers take turns and nothing leaves."""
+        """keep: True if backward reads the tensors; else two buffers take turns."""
         self.dev = dev
         self._index = {layer: i for i, layer in enumerate(layers)}
         count = min(SLOTS, len(layers)) if offload or not keep else len(layers)
@@ -41,33 +41,33 @@ class Stream:
             dev.alloc(f"{name}.host.{i}", shape, dtype, "Activations", "pinned")
             for i in range(len(layers) - count if keep else 0)
         ]
-        # Empty after each backward pass: all that left in forward has arrived again.
+        # Empty after each backward pass: every tensor has been copied back.
         self._lane = Lane(dev, range(SLOTS))
 
     def leaves(self, layer: int) -> bool:
-        """Whether the layer's tensor goes to host memory between forward and backward."""
+        """True if the layer's tensor is in host memory between forward and backward."""
         return self._index.get(layer, len(self._host)) < len(self._host)
 
     def write(self, layer: int) -> None:
-        """Before the current stream writes a layer's tensor in a forward pass that is kept."""
+        """Wait for the buffer; called before a kept forward pass writes a layer's tensor."""
         if layer in self._index:
             self._lane.free(self._index[layer] % SLOTS)
 
     def written(self, layer: int) -> None:
-        """The layer's tensor is written, and backward will read it."""
+        """Start the copy to the host; called behind the writes of a layer's tensor."""
         if self.leaves(layer):
             index = self._index[layer]
             copy = partial(self.dev.copy, self._host[index], self.tensors[layer])
             self._lane.leave(index % SLOTS, copy)
 
     def read(self, layer: int) -> None:
-        """Before the current stream reads a layer's tensor in backward."""
+        """Wait for the copy to the device; called before backward reads a layer's tensor."""
         if self.leaves(layer):
             self._lane.use(self._index[layer] % SLOTS)
 
     def was_read(self, layer: int) -> None:
-        """The layer's backward pass is enqueued: its buffer is for the tensor two of these layers
-        down."""
+        """Start the copy to the device of the tensor two layers down, into the layer's buffer;
+        called behind the layer's backward pass."""
         following = self._index.get(layer, 0) - SLOTS
         if 0 <= following < len(self._host):
             self._lane.release(following % SLOTS)
@@ -76,7 +76,7 @@ class Stream:
 
 
 class Residuals(Stream):
-    """The stream in front of all layers of a model. final: behind the last one."""
+    """The stream in front of all layers of a model. final: (rows, C), behind the last layer."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""The two rings of pinned slots between the host and a step: inputs that go to the device ahead of
-it, and measurements, summed on the device, which are read one step late."""
+"""Rings of pinned buffers between the host and a step: inputs, copied to the device ahead of the
+step, and results, read on the host one step late."""
 
 from functools import partial
 from itertools import pairwise
@@ -27,22 +27,21 @@ RESULTS = 4  # steps whose results can be read; older ones are overwritten
 
 
 class Results:
-    """The statistics of the step that runs, and those of the last RESULTS steps for the host.
-    stats: F64, as Loss.stat names them, and `more` behind them."""
+    """Statistics of the running step on the device, and of the last RESULTS steps in pinned memory.
+    stats: F64, in the order of Loss.stat, and `more` behind them."""
 
     def __init__(
         self, dev: Device, loss: type[Loss], more: tuple[str, ...] = (), shown: tuple[str, ...] = ()
     ):
-        """more: names of statistics beside the loss's, which are added like its own: sums over
-        targets, of which the means are reported. shown: those that are shown where they are made.
-        """
+        """more: names of further sums over targets, whose means are reported. shown: names among
+        `more` that the console shows if they are not 0."""
         self.dev, self._loss, self._stat = dev, loss, loss.stat()
         self._more, self._shown = more, shown
-        first = len(self._stat) + len(self._stat) % 2  # where tensors of kernels may begin
+        first = len(self._stat) + len(self._stat) % 2  # aligned to 16 bytes
         self._stat = self._stat | {name: first + i for i, name in enumerate(more)}
         count, W = max(self._stat.values()) + 1, dev.mesh.size()
-        # Behind the stats, where tensors of kernels may begin, are two I64: nanoseconds on the
-        # device's own clock. With several ranks the stats of each follow, as they were exchanged.
+        # Behind the stats, aligned, are two I64: nanoseconds of the device's clock at the step's
+        # begin and end. With several ranks the gathered stats of each rank follow.
         self._begin_at = count + count % 2
         self._end_at, self._ranks_at = self._begin_at + 2, self._begin_at + 4
         words = self._end_at + 1 if W == 1 else self._ranks_at + W * count
@@ -54,10 +53,10 @@ class Results:
         )
         self._of_ranks: Tensor | None = None
         self._waited: Tensor | None = None  # milliseconds since the last sums of all ranks
-        self._goes_on = False  # whether this is directly after another step
+        self._goes_on = False  # True directly behind another step
         if W > 1:
             self._of_ranks = self._report.rows(self._ranks_at, words).view(W, count)
-            dev.zero(self._of_ranks)  # sums over silent ranks must be numbers, too
+            dev.zero(self._of_ranks)  # ranks that are silent in a rehearsal write nothing
             self._open_clock()
         self._ring = Ring(dev, "stats", RESULTS, words, F64)
         self.last_read = -1
@@ -74,28 +73,28 @@ class Results:
         return self._ring.used
 
     def start(self, *, of_step: bool) -> None:
-        """Before the first micro-step of a step, or the first batch of an evaluation."""
+        """Zero the statistics before a step's first micro-step or an evaluation's first batch."""
         if of_step:
             clock.start(self.dev, self._begin)
         self.dev.zero(self.stats)
-        # Waits of ranks after they have exchanged a step's sums count in the next step.
+        # Waits behind the exchange of a step's sums count in the next step.
         if of_step and self._waited is not None and not self._goes_on:
             self.dev.zero(self._waited)
         self._goes_on = of_step
 
     def interrupt(self) -> None:
-        """Something else than a step comes next."""
+        """Forget waits before the next step; called before anything but a step."""
         self._goes_on = False
 
     def take_waits(self) -> None:
-        """Put what this rank has waited into its statistics."""
+        """Move the time that this rank has waited into its statistics."""
         if self._waited is not None:
             at = self._stat["exposed"]
             self.dev.copy(self.stats.rows(at, at + 1), self._waited)
             self.dev.zero(self._waited)
 
     def combine(self) -> None:
-        """Sums of this rank become sums of all ranks."""
+        """Replace this rank's sums by sums over all ranks."""
         if self._of_ranks is not None:
             flat = self._of_ranks.view(self._of_ranks.size)
             self.dev.mesh.group().all_gather(flat, self.stats)
@@ -103,7 +102,7 @@ class Results:
             global_norm.combine(self.dev, self.stats, self._of_ranks, maxima)
 
     def end(self) -> None:
-        """Behind the update of a step."""
+        """Record the step's end; called behind the update."""
         clock.start(self.dev, self._end)
 
     def post(self) -> int:
@@ -115,8 +114,8 @@ class Results:
         return ticket
 
     def result(self, ticket: int) -> Result:
-        """The measurements up to the `post` that gave this ticket; waits until it is done. It can
-        be read until RESULTS - 1 further ones have been enqueued."""
+        """The result behind the ticket of a `post`; waits for the device. ValueError for tickets
+        older than the last RESULTS."""
         if not self._ring.used - RESULTS <= ticket < self._ring.used:
             raise ValueError(f"result: ticket {ticket} is not among the last {RESULTS}")
         index = ticket % RESULTS
@@ -145,13 +144,13 @@ class Results:
         )
 
 
-MOST_SLOTS = 1024  # for micro-steps on their way to the device
-HEADER = 64  # words before the tokens in a slot: StepScalars, padded so that tokens are aligned
+MOST_SLOTS = 1024  # micro-steps on their way to the device
+HEADER = 64  # 32-bit words of StepScalars in a slot, padded so that tokens are aligned
 
 
 def named_inputs(config: ModelConfig, optim: OptimOptions) -> tuple[Input, ...]:
-    """The inputs of a step beside tokens and targets: the loss's, then the architecture's. An input
-    that both declare alike is one."""
+    """Inputs of a step beside tokens and targets: the loss's, then the architecture's. ValueError
+    if both declare one name differently."""
     declared = (*loss_class(optim).inputs(optim), *config.arch.inputs(config))
     found = {each.name: each for each in declared}
     for each in declared:
@@ -161,8 +160,8 @@ def named_inputs(config: ModelConfig, optim: OptimOptions) -> tuple[Input, ...]:
 
 
 class Inbox:
-    """The memory from which the device reads a micro-step. scalars: I32 (16,) StepScalars. inputs:
-    behind them, in the order of `StepInputs`."""
+    """Device memory of a micro-step's inputs. scalars: I32 (16,) StepScalars. inputs: behind them,
+    in the order of `StepInputs`."""
 
     def __init__(self, dev: Device, config: ModelConfig, options: StepOptions):
         self.dev = dev
@@ -180,17 +179,16 @@ class Inbox:
             *(part.view(B, T) for part in parts[: len(plain)]),
             named={i.name: part.view_as(i.dtype, i.batch_shape(B, T)) for i, part in named},
         )
-        # Enough slots for two steps: by the time a third is enqueued, the first one's result has
-        # normally been read, and its slots are free without asking the device. Longer steps wait
-        # until the device has got what it was sent so many micro-steps ago.
+        # Slots for two steps: the first step's result is normally read before the third is
+        # enqueued, which frees its slots without a wait. Steps of more than MOST_SLOTS micro-steps
+        # wait for the copies of earlier ones.
         slots = min(2 * options.batch.grad_accumulation, MOST_SLOTS)
         self._ring = Ring(dev, "inbox", slots, words, I32)
-        self._ticket_of_slot = [-1] * slots  # of the step that last used it
+        self._ticket_of_slot = [-1] * slots  # of the step that last used the slot
 
     def send(self, scalars: np.ndarray, batch: Batch, results: Results) -> None:
-        """Enqueue the copy. batch: `starts` and named arrays that the batch lacks are 0, and the
-        targets of filler become FILLER_TARGET. results: of steps, which say what the device has
-        read."""
+        """Enqueue the copy of a micro-step's inputs. batch: missing `starts` and named arrays are
+        0; targets behind `lengths` become FILLER_TARGET. results: tells which slots are free."""
         ring = self._ring
         index = ring.advance()
         if self._ticket_of_slot[index] > results.last_read:
@@ -207,7 +205,7 @@ class Inbox:
         self.dev.record(ring.events[index])
 
     def _arrays(self, batch: Batch) -> list[np.ndarray]:
-        """The arrays of a batch in the order of the inbox."""
+        """Arrays of a batch in the order of the inbox."""
         targets, named = batch.targets, batch.named or {}
         if batch.lengths is not None:
             filler = np.arange(targets.shape[1]) >= batch.lengths[:, None]

@@ -21,7 +21,7 @@ LEAST_EXPONENT = 27  # of such a scale, with F32's bias of 127, so that 1 / scal
 # of 0.88 of the longest that there are, or more, modulo 2^16 and 2^32.
 NEIGHBOUR_FACTORS = np.array([pow(0xA7F7D5BD, n, 2**32) for n in range(8)], np.uint32)
 NF4_BLOCK, NF4_GROUP = 64, 256  # elements that share a scale, and scales that share one
-FP8_NAN = 0x7F  # what NVIDIA's conversion writes for NaN, of either sign, in both formats
+FP8_NAN = 0x7F  # NVIDIA's conversion of NaN, of either sign, in both formats
 # The levels of NF4 in the QLoRA paper's appendix: quantiles of a normal distribution, scaled to
 # [-1, 1], one of them 0.
 NF4_LEVELS = np.array(
@@ -97,13 +97,13 @@ def gradient_seed(scalars: np.ndarray, salt: int) -> int:
 
 def neighbour_bits(seed: int, first: int, count: int) -> np.ndarray:
     """uint32 (count,): random bits of elements first + [0, count), first a multiple of 8. Eight
-    neighbours share a hash, of which each has the product with a power of one factor."""
+    neighbours share a hash; each gets the hash times a power of one factor."""
     return _products(seed, first, count, NEIGHBOUR_FACTORS)[:count]
 
 
 def gradient_bits(seed: int, first: int | np.ndarray, count: int) -> np.ndarray:
-    """uint16 (..., count): what rounds elements first + [0, count) of a gradient: of neighbours two
-    have the halves of one product. first: a multiple of 8, or many of them."""
+    """Random bits that round elements first + [0, count) of a gradient, uint16 (..., count); two
+    neighbours have the halves of one product. first: a multiple of 8, or an array of multiples."""
     pairs = _products(seed, first, count, NEIGHBOUR_FACTORS[:4])
     return pairs.astype("<u4", copy=False).view("<u2")[..., :count]
 
@@ -137,7 +137,7 @@ def store_gradient(
 
 
 def row_blocks(rows: int, columns: int, elements: int = 1 << 16) -> list[slice]:
-    """Cuts rows into pieces of about so many elements; with 64k a chain of ufuncs stays in the
+    """Slices of rows with about `elements` elements; with 64k a chain of ufuncs stays in the
     cache."""
     step = max(1, elements // columns)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
@@ -154,13 +154,13 @@ def decode_fp8(codes: np.ndarray) -> np.ndarray:
     table, decoded = _fp8_values(codes.dtype), np.empty(codes.shape, np.float32)
     codes = codes.view(np.uint8)
     for rows in row_blocks(*codes.shape):
-        # "wrap", of which a byte has no need, writes to `out` without a buffer in between.
+        # "wrap" writes to `out` without a buffer; bytes are always in range.
         table.take(codes[rows], out=decoded[rows], mode="wrap")
     return decoded
 
 
 class Stored:
-    """Numbers as the state has them: F32 (or F64), which need no rounding, or BF16."""
+    """Elements of a stored state: F32 (or F64), without rounding, or BF16."""
 
     def __init__(self, array: np.ndarray):
         self.array = array
@@ -280,7 +280,7 @@ def encode_fp8(codes: np.ndarray, x: np.ndarray, factor: np.float32, dtype: np.d
     lower = bits & np.uint32(0xFFFF)
     bits >>= 16
     bits |= np.minimum(lower, 1, out=lower)
-    # "wrap", of which these have no need, writes to `out` without a buffer in between.
+    # "wrap" writes to `out` without a buffer; indices are always in range.
     _fp8_codes(dtype).take(bits, out=codes, mode="wrap")
 
 
@@ -317,8 +317,8 @@ def emit_fp8(
     saturated: np.ndarray | None,
     x: np.ndarray,
 ) -> None:
-    """The FP8 results of x (rows, features), as llmq.base.operand.Fp8Out describes them. Nothing if
-    codes and transposed are None."""
+    """Write the FP8 results of x (rows, features), see llmq.base.operand.Fp8Out; nothing if codes
+    and transposed are None."""
     if codes is None and transposed is None:
         return
     rows, features = x.shape
@@ -339,7 +339,7 @@ def emit_fp8(
 
 
 def pad_turned(transposed: np.ndarray, rows: int, factor: np.float32) -> None:
-    """Write codes of zeros behind the rows of transposed codes, as `turned` has room for them."""
+    """Write codes of zeros behind the rows of transposed codes, into the padding of `turned`."""
     zero = np.empty(1, np.uint8)
     encode_fp8(zero, np.zeros(1, np.float32), factor, transposed.dtype)
     transposed.view(np.uint8)[:, rows:] = zero
@@ -482,7 +482,7 @@ def turn_heads(
     positions = np.arange(qkv.shape[1])
     # Sequences of the same positions together.
     pieces = [(qkv, positions)]
-    if starts is not None and len(positions) == 1:  # the tokens of all sequences as those of one
+    if starts is not None and len(positions) == 1:  # all sequences as one
         pieces = [(qkv.swapaxes(0, 1), -starts[:, 0])]
     elif starts is not None:
         pieces = [(qkv[b : b + 1], positions - row) for b, row in enumerate(starts)]

@@ -1,4 +1,4 @@
-"""Values that must be the same in all processes of a run are compared before its first step."""
+"""Checks that all processes of a run agree, before the run's first step."""
 
 import hashlib
 import platform
@@ -18,16 +18,16 @@ from llmq.data.loader import DataLoader
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.runtime.world import World
 
-_OWN = ("gpus",)  # options that each process may have its own of
-_ENDS = 1 << 16  # bytes at both ends of a token file that are compared, beside its size
+_OWN = ("gpus",)  # options that may differ between processes
+_ENDS = 1 << 16  # bytes at each end of a token file that are compared, beside the size
 
 
 def check_start(
     config: TrainConfig, model: ModelConfig, plan: Any, weights: HfWeights | None, world: World
 ) -> None:
-    """ConfigError names the first of versions, options, model and plan that is not the same.
+    """Raise ConfigError for the first version, option, model field or plan that differs.
 
-    plan: what the memory and the graphs of a rank follow from. weights: what the model begins with.
+    plan: memory and graphs of a rank. weights: the model's first weights.
     """
     if not world.several:
         return
@@ -48,9 +48,9 @@ def check_start(
 
 
 def check_token_files(loaders: Sequence[DataLoader], world: World) -> None:
-    """DataError names the first token file that is not the same in all processes.
+    """Raise DataError for the first token file that differs between processes.
 
-    Compared are name, size, and the bytes at both ends, the header among them.
+    Compares name, size, and the bytes at both ends, with the header.
     """
     if not world.several:
         return
@@ -69,7 +69,7 @@ def _ends(path: Path) -> str:
 
 
 def compare(found: dict[str, Any], error: type[Exception], world: World) -> None:
-    """Raise the error, in all processes, for the first of these that differs between them."""
+    """Raise the error, in all processes, for the first value that differs between processes."""
     everyone = world.gather(found)
 
     def differing() -> None:

@@ -1,6 +1,4 @@
-"""The batches of a run: which files, and which part of them, each rank reads; and batches that come
-from no file: a caller's, which are checked, and random ones.
-"""
+"""Batches of a run: from token files, by rank; from a caller, checked; and random ones."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,12 +22,12 @@ from llmq.runtime.mesh import DATA
 from llmq.runtime.world import World
 from llmq.state.placement import mesh_of
 
-DOCUMENT_TOKENS = (100, 1000)  # of documents in random batches, as conversations have
+DOCUMENT_TOKENS = (100, 1000)  # shortest and longest document of random batches
 
 
 def random_batch(rng: np.random.Generator, config: TrainConfig, model: ModelConfig) -> Batch:
-    """All tokens equally likely; with --document-mask in documents of DOCUMENT_TOKENS, of which a
-    loss of pairs prefers each second one to the one behind it. Other named arrays are 0."""
+    """Random tokens, all equally likely; with --document-mask in documents of DOCUMENT_TOKENS,
+    which are pairs for a preference loss, the first one chosen. Other named arrays are 0."""
     shape = (config.batch_size, config.seq_len)
     inputs, targets = rng.integers(0, model.vocab_size, (2, *shape), np.int32)
     named = {each.name: each.zeros(*shape) for each in named_inputs(model, config)}
@@ -55,9 +53,8 @@ def random_batch(rng: np.random.Generator, config: TrainConfig, model: ModelConf
 def checked_batches(
     batches: Sequence[Batch], config: TrainConfig, model: ModelConfig, world_size: int
 ) -> list[Batch]:
-    """The batches, of which each may also be a tuple of Batch's fields. ValueError for a wrong
-    number of them, for wrong shapes, dtypes or ids, and for starts or named arrays that are missing
-    or too many."""
+    """The batches as `Batch`; each may be given as a tuple of fields. ValueError for a wrong number
+    of batches, wrong shapes, dtypes or ids, and for missing or surplus starts or named arrays."""
     batches = [Batch(*batch) for batch in batches]
     shape, count = (config.batch_size, config.seq_len), config.grad_accumulation * world_size
     if len(batches) != count:
@@ -127,9 +124,9 @@ def open_loaders(
     held_out: bool,
     pattern: str | None = None,
 ) -> list[DataLoader]:
-    """A loader for each rank of this process; their files are checked. held_out: for validation,
-    which reads every sequence once, else training. pattern: files of a named validation.
-    ConfigError for options that do not go with files."""
+    """Loaders for the ranks of this process; opens and checks the files. held_out: for validation,
+    which reads every sequence once; else for training. pattern: files of a named validation.
+    ConfigError for options that token files do not support."""
     RULES.check(config, files=True)
     inputs = named_inputs(model, config)
     for each in inputs:
@@ -168,7 +165,8 @@ def mean_loss(
     max_batches: int | None,
     stopped: Callable[[], bool] | None,
 ) -> Result | None:
-    """The loss on the loaders' files from their start. Arguments and result: Trainer.validate."""
+    """Mean loss on the loaders' files from their start. Arguments and result: see
+    Trainer.validate."""
     count = loaders[0].batches_per_epoch
     count = count if max_batches is None else min(count, max_batches)
     rounds = Rounds(ranks.world, count, stopped or (lambda: False))
@@ -182,7 +180,8 @@ def mean_loss(
 
 
 def move_loaders(loaders: Sequence[DataLoader], state: dict[str, Any]) -> None:
-    """Go to where training data was; {}: to its start. DataError as DataLoader.set_state."""
+    """Set the loaders to a saved position; {}: to the start. DataError: see
+    DataLoader.set_state."""
     for loader in loaders:
         if state:
             loader.set_state(state)

@@ -1,6 +1,5 @@
-"""The work of a run between its steps beside training: validations, tasks and samples. All of it
-runs the passes of an evaluation, in the run's memory and graphs, on all ranks alike, and changes no
-bit of the training."""
+"""Evaluations between the steps of a run: validations, tasks and samples. They use the run's memory
+and graphs, on all ranks, and change no bit of the training."""
 
 import hashlib
 import itertools
@@ -33,15 +32,15 @@ from llmq.text.scoring import Asked, Encoder, Score, check_ids, judge, make_batc
 from llmq.text.tasks import read_tasks
 from llmq.text.tokenizer import Tokenizer, continuation
 
-SAMPLE_TOKENS = 64  # of a sample: enough to see the style
-TEMPERATURE = Sampling().temperature  # of samples, as of `llmq sample`
+SAMPLE_TOKENS = 64  # tokens of a sample
+TEMPERATURE = Sampling().temperature  # of samples, as in `llmq sample`
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationInputs:
-    """The inputs that the options ask about, checked before the run writes anything. sets: loaders
-    of this process's ranks, by name. prompts: texts and ids. metrics: all that will be measured, as
-    --keep-best names it."""
+    """Inputs of a run's evaluations, checked before the run writes anything. sets: loaders of this
+    process's ranks, by name. prompts: texts and ids. metrics: names of all metrics, as in
+    --keep-best."""
 
     sets: dict[str, list[DataLoader]]
     asked: list[Asked]
@@ -60,7 +59,7 @@ class EvaluationInputs:
 
 
 def read_evaluation_inputs(trainer: Trainer) -> EvaluationInputs:
-    """LlmqError names what cannot be read, or does not fit into the run."""
+    """Read the inputs. LlmqError for files that cannot be read, or do not fit the run."""
     config, model = trainer.config, trainer.model
     shape = (config, model, trainer.world)
     sets = {
@@ -117,8 +116,8 @@ Evaluate = Callable[[], Measured]
 
 
 class Evaluations:
-    """Those of one run. done_at: the step of the last tasks and samples, so that a continued run
-    makes up for what was due, and repeats nothing."""
+    """Evaluations of one run. done_at: step of the last tasks and samples, so that a continued run
+    neither skips nor repeats them."""
 
     def __init__(
         self,
@@ -127,7 +126,7 @@ class Evaluations:
         material: EvaluationInputs,
         stopped: Callable[[], bool],
     ):
-        """stopped: whether to end soon; asked before each batch."""
+        """stopped: called before each batch; True ends the evaluation."""
         self.trainer, self.reporter, self.material = trainer, reporter, material
         self.config: TrainConfig = trainer.config
         self.stopped = stopped
@@ -145,8 +144,8 @@ class Evaluations:
     # -- when ------------------------------------------------------------------------------------
 
     def due(self, *, new_epoch: bool) -> list[Evaluate]:
-        """The evaluations before the next step, to be run in order. A checkpoint knows whether its
-        step was evaluated, so that a continued run makes up for it."""
+        """Evaluations that are due before the next step, in order. A checkpoint stores whether its
+        step was evaluated, so that a continued run evaluates it if not."""
         step, every = self.trainer.steps_done, self.config.eval_every_n_steps
         due = new_epoch or (every > 0 and step % every == 0)
         due = self.config.eval_at_start if step == 0 else due
@@ -192,11 +191,11 @@ class Evaluations:
 
     @property
     def validates(self) -> bool:
-        """Whether there are validation files, with or without a name."""
+        """True if there are validation files, with or without a name."""
         return self.config.validates or bool(self.material.sets)
 
     def summary(self) -> str:
-        """The line at the end of a run, of what its last validation has found."""
+        """The line at the end of a run, with the last validation's losses."""
         if self.config.validates:
             return f"Done. validation loss {self._losses['']:10f}"
         if self.material.sets:
@@ -205,8 +204,8 @@ class Evaluations:
         return "Done. No validation"
 
     def validate(self, max_batches: int | None) -> None:
-        """Report the losses; a signal ends it without a result. max_batches: of each rank; None:
-        all."""
+        """Run and report all validations; a signal ends them without a result. max_batches: of each
+        rank; None: all."""
         trainer = self.trainer
         before = trainer.validated_at
         self.not_finite = None
@@ -227,7 +226,7 @@ class Evaluations:
         call: Callable[..., Result | None],
         max_batches: int | None,
     ) -> Result | None:
-        """One validation: call(max_batches, stopped), and its report."""
+        """Run and report one validation, call(max_batches, stopped)."""
         trainer, step = self.trainer, self.trainer.steps_done
         whole = loader.batches_per_epoch
         batches = whole if max_batches is None else min(max_batches, whole)
@@ -235,7 +234,7 @@ class Evaluations:
         ranks, asked = trainer.world.count, itertools.count()
         view = self.reporter.view
 
-        def stopped() -> bool:  # asked before each batch of each rank, and after its last one
+        def stopped() -> bool:  # called before each batch of each rank, and behind the last one
             view.progress(validated=min(next(asked) / (batches * ranks), 1.0))
             return self.stopped()
 
@@ -250,7 +249,7 @@ class Evaluations:
         metric, final = f"{name}/loss" if name else "loss", max_batches is None
         found = Measurement(result.loss, _kind_of_loss(loader, tokens, self.config), final)
         self._measured[metric] = found
-        if name:  # else `Trainer.validate` has told
+        if name:  # else `Trainer.validate` has told the callbacks
             self.trainer.tell_evaluation({metric: result.loss})
         if result.tokens > 0 and not math.isfinite(result.loss):
             self.not_finite = f"the validation loss is {result.loss}"
@@ -268,7 +267,7 @@ class Evaluations:
     # -- tasks and samples -----------------------------------------------------------------------
 
     def _due_tasks(self, *, at_end: bool = False) -> list[Callable[[], None]]:
-        """The functions to call now, of tasks and samples."""
+        """The functions of tasks and samples that are due."""
         step, every, calls = self.trainer.steps_done, self.config.task_every, []
         is_due = at_end or (step > 0 and every > 0 and step % every == 0)
         for name, given, call in (
@@ -281,7 +280,7 @@ class Evaluations:
         return calls
 
     def tasks(self) -> None:
-        """Report all tasks; a signal ends them without the results of the rest."""
+        """Run and report all tasks; a signal skips the remaining ones."""
         step = self.trainer.steps_done
         for asked in self.material.asked:
             start = time.perf_counter()
@@ -293,7 +292,7 @@ class Evaluations:
         self.done_at["tasks"] = step
 
     def _report_task(self, scores: list[Score], kind: str, seconds: float) -> None:
-        """All numbers of one task: [E] and a record of each. kind: see Measurement."""
+        """Report all metrics of one task: an [E] line, and log records. kind: see Measurement."""
         step, shown = self.trainer.steps_done, []
         for s in scores:
             error = "" if s.stderr is None else f" ± {s.stderr:.4f}"
@@ -315,7 +314,7 @@ class Evaluations:
         self.trainer.tell_evaluation({f"{s.task}/{s.metric}": s.value for s in scores})
 
     def _likelihoods(self, asked: Asked) -> np.ndarray | None:
-        """The likelihoods of a task's requests; None after a signal."""
+        """Log-likelihoods of a task's requests; None after a signal."""
         shape = self.config.batch_size, self.config.seq_len
         packs = self.config.document_mask
         if packs:  # attention sees where documents begin
@@ -342,7 +341,7 @@ class Evaluations:
         return np.array([of_all[request] for request in range(len(asked.requests))])
 
     def samples(self) -> None:
-        """Report how the model goes on with each prompt, [S]; after a signal nothing."""
+        """Report a continuation of each prompt, [S] lines; nothing after a signal."""
         trainer, tokenizer = self.trainer, self.material.tokenizer
         step = trainer.steps_done
         try:
@@ -356,7 +355,7 @@ class Evaluations:
             )
         except CutShort:
             return
-        except LlmqError as error:  # predictions that are no numbers: the run itself tells
+        except LlmqError as error:  # predictions are NaN, which the run reports
             self.reporter.message(f"WARNING: no samples: {error}", step)
             return
         for (prompt, ids), (new,) in zip(self.material.prompts, made, strict=True):

@@ -40,21 +40,21 @@ METHODS = ("auto", "full", "lora", "qlora")
 FULL_BELOW = 200_000_000  # parameters: adapters of a smaller model save next to nothing
 RANK = 16
 
-STEPS = 60  # at least, where the data allow: a rate that warms up and falls needs some
-FEWEST_STEPS = 20  # below which training changes a model too little to be worth it
-MOST_TOKENS = 32768  # of a step: more of them need larger rates than the ones here
+STEPS = 60  # at least, if the data allow: the learning rate warms up and falls
+FEWEST_STEPS = 20  # least steps without --force
+MOST_TOKENS = 32768  # of a step; more tokens need larger learning rates
 MOST_LENGTH = 4096  # of sequences, which longer documents are cut to
-EPOCHS, MOST_EPOCHS = 3, 8  # wished, and where the data give too few steps
-FEW_TOKENS = 5_000_000  # of the data, above which one pass is enough
+EPOCHS, MOST_EPOCHS = 3, 8  # usual passes, and most passes if the data are few
+FEW_TOKENS = 5_000_000  # of the data; above, one pass is enough
 EVALUATIONS, PATIENCE = 10, 4  # validations in a run, and those without a gain that end the run
 QUESTIONS = 2  # held-out ones that are answered before and after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """The command as it was given. out: None: finetune/NAME. card, gpu_memory: plan for such a GPU,
-    on any machine, and train nothing. given: options of `llmq train`, by flag, which win over
-    options that are chosen here."""
+    """The command's arguments. out: None: finetune/NAME. card, gpu_memory: plan for this GPU,
+    without training. given: options of `llmq train`, by flag, which override the choices made
+    here."""
 
     files: tuple[str, ...]
     mapping: Mapping[str, str]
@@ -78,7 +78,8 @@ class Wish:
 
 
 class Chosen(NamedTuple):
-    """A run that fits. seconds: predicted, None where nothing is known of the machine's speed."""
+    """A run that fits into memory. seconds: predicted duration; None if the machine's speed is
+    unknown."""
 
     config: TrainConfig
     model: ModelConfig
@@ -95,8 +96,8 @@ class Chosen(NamedTuple):
 
 
 def run_finetune(wish: Wish) -> None:
-    """Tokenize, choose, train, and compare. LlmqError for what the user can mend; nothing is
-    trained, and no model is written, before the last of these checks."""
+    """Tokenize, choose a method, train, and compare. All checks, which raise LlmqError, come before
+    training and before a model is written."""
     name = wish.given.get("name") or Path(wish.files[0]).name.split(".")[0] or "finetune"
     out = wish.out or Path("finetune") / name
     source = _model(wish)
@@ -141,8 +142,8 @@ def run_finetune(wish: Wish) -> None:
 
 
 def _model(wish: Wish) -> str:
-    """The model to fine-tune, which may be given by the name of its run. ConfigError, with what to
-    fetch, where none is given or there, and for adapters alone."""
+    """The model to fine-tune: a directory, a repository or the name of a run. ConfigError, with a
+    model to fetch, if there is none, and for adapters without a model."""
     if "model" in wish.given:
         model = find_model(wish.given["model"])
         if (Path(model) / ADAPTER_CONFIG).is_file():
@@ -191,8 +192,8 @@ def cached_instruct_models() -> list[str]:
 
 
 def sequence_length(lengths: np.ndarray, longest: int) -> int:
-    """Tokens of a sequence, a multiple of 64: as long as the data need. lengths: of documents.
-    longest: positions of the model. A few very long documents are cut."""
+    """Tokens of a sequence, a multiple of 64, that hold the documents; the longest 1 % may be cut.
+    lengths: of documents. longest: positions of the model."""
     most = max(min(longest, MOST_LENGTH) // 64 * 64, 64)
     needed = int(lengths.max())
     if needed > 2048:
@@ -239,7 +240,7 @@ def _places(out: Path) -> dict[str, Any]:
 
 
 def _eval_pattern(out: Path, data: FinetuneData) -> str:
-    """The held-out files: literally where there is one format."""
+    """Pattern of the held-out files."""
     found = data.patterns("eval")
     if not found:
         return "none"
@@ -249,8 +250,8 @@ def _eval_pattern(out: Path, data: FinetuneData) -> str:
 def _of_method(
     method: str, parameters: int, width: int, data: FinetuneData, *, on_cpu: bool
 ) -> dict[str, Any]:
-    """Options of full training or adapters. The rate of all weights falls with the width of the
-    model, of preferences it is a tenth."""
+    """Options of full training or adapters. Full training's learning rate falls with the model's
+    width; preferences take a tenth."""
     if method == "auto":
         method = "full" if parameters < FULL_BELOW else "lora"
     chosen: dict[str, Any] = {"warmup": "5%", "lr-schedule": "cosine", "weight-decay": 0.01}
@@ -264,8 +265,8 @@ def _of_method(
 
 
 def _epoch(config: TrainConfig, model: ModelConfig) -> dict[str, Any]:
-    """The record of one pass over the data in steps of one sequence. ConfigError where the data
-    make no sequence."""
+    """Record of one pass over the data in steps of one sequence. ConfigError for data without a
+    sequence."""
     record = data_record(replace(config, batch_size=1, grad_accumulation=1), model, 1)
     if "problem" in record:
         raise ConfigError(record["problem"])
@@ -273,8 +274,8 @@ def _epoch(config: TrainConfig, model: ModelConfig) -> dict[str, Any]:
 
 
 def _of_length(seq_len: int, sequences: int, tokens: int, ranks: int) -> dict[str, Any]:
-    """Passes over the data, and sequences of a step: at least STEPS of them where the data allow,
-    in as few passes as that takes, and no more than MOST_TOKENS tokens in a step."""
+    """Passes over the data, and sequences of a step: STEPS steps if the data allow, in as few
+    passes as possible, with at most MOST_TOKENS tokens in a step."""
     epochs = EPOCHS if tokens < FEW_TOKENS else 1
     if epochs * sequences < STEPS * ranks:
         epochs = min(-(-STEPS * ranks // sequences), MOST_EPOCHS)
@@ -286,7 +287,7 @@ def _of_length(seq_len: int, sequences: int, tokens: int, ranks: int) -> dict[st
 def _evaluated(
     config: TrainConfig, steps: int, data: FinetuneData, own: frozenset[str]
 ) -> TrainConfig:
-    """The run with its validations and checkpoints, which follow from its length."""
+    """The run with validations and checkpoints at a tenth and half of its length."""
     every = max(steps // EVALUATIONS, 1)
     chosen = {
         "eval-every-n-steps": every,
@@ -306,7 +307,7 @@ def _evaluated(
 
 
 # ------------------------------------------------------------------------------------------------
-# Lines for people
+# Console output
 
 
 def _summary(chosen: Chosen, data: FinetuneData) -> list[str]:
@@ -329,7 +330,7 @@ def _summary(chosen: Chosen, data: FinetuneData) -> list[str]:
 
 
 def _without_plan(words: list[str]) -> str:
-    """The command that trains, of the words of one that only plans."""
+    """The training command, made of a command that only plans."""
     kept, skip = [], False
     for word in words:
         planned = word.split("=")[0] in ("--card", "--gpu-memory")
@@ -344,7 +345,7 @@ def _epochs_for(steps: int, chosen: Chosen) -> int:
 
 
 def _reasons(chosen: Chosen, data: FinetuneData) -> dict[str, str]:
-    """Comments of the options in the file that repeats the run."""
+    """Reasons of the choices, as comments of the option file."""
     fits = f"fits into {chosen.where.spec.name} and is the fastest by plan"
     return {
         "seq_len": f"the data need no more: their longest record has {int(data.lengths.max())}",

@@ -25,11 +25,11 @@ from llmq.text.tokenize import tokenize
 CHAT = tuple(form for form in REQUIRED if form not in (PAIRS, LABELS, CLASSES))
 """Formats of conversations, which `--loss ce` trains."""
 
-COUNTED = 4000  # records, after which more make no other held-out part
+COUNTED = 4000  # most records that are counted
 HELD_OUT = 0.1  # part of the records that is held out, within these numbers of records
 FEWEST_HELD_OUT, MOST_HELD_OUT = 4, 200
 
-# Fields of data sets that are no format of ours, by the field that they mean.
+# Common names of fields in other data sets, by our field.
 _ALIASES = {
     "prompt": ("question", "query", "input", "problem", "user", "instruction"),
     "completion": ("answer", "response", "output", "solution", "assistant", "reply"),
@@ -65,7 +65,7 @@ class FinetuneData:
         return _token_files(self.folders, split)
 
     def describe(self) -> str:
-        """One line for people."""
+        """One line for the console."""
         kinds = ", ".join(f"{' '.join(self.files[form])} ({form})" for form in self.files)
         unit = "pairs" if self.in_pairs else "records" if TEXT in self.files else "conversations"
         return (
@@ -75,8 +75,7 @@ class FinetuneData:
 
 
 def parse_map(texts: Sequence[str]) -> dict[str, str]:
-    """Fields of records by the fields that they mean, of FIELD=NAME with commas between several.
-    ConfigError for anything else."""
+    """Parse FIELD=NAME, separated by commas, into {FIELD: NAME}. ConfigError for anything else."""
     known = {DEFAULT_FIELD, "prompt"}.union(*REQUIRED.values(), *OPTIONAL.values())
     found: dict[str, str] = {}
     for part in (part for text in texts for part in text.split(",")):
@@ -91,8 +90,8 @@ def parse_map(texts: Sequence[str]) -> dict[str, str]:
 
 
 def format_of(source: InputSource, mapping: Mapping[str, str]) -> str:
-    """The format of a file's records, by the fields of its first one. ConfigError, with what would
-    help, where these fields are of no format or of several."""
+    """Format of a file's records, from the fields of the first one. UnclearFields, with advice, if
+    the fields match no format or several."""
     names = field_names(source)
     if names is None:
         return TEXT
@@ -107,7 +106,7 @@ def format_of(source: InputSource, mapping: Mapping[str, str]) -> str:
         return PAIRS
     forms = [form for form in CHAT if {*REQUIRED[form]} <= there]
     forms += [TEXT] * (DEFAULT_FIELD in there)
-    if renamed:  # the fields that are named mean more than those that are there
+    if renamed:  # named fields decide
         chosen = [form for form in forms if {*renamed} & {*REQUIRED.get(form, (TEXT,))}]
         forms = chosen or forms
     if len(forms) == 1:
@@ -123,7 +122,7 @@ def format_of(source: InputSource, mapping: Mapping[str, str]) -> str:
 
 
 class UnclearFields(ConfigError):
-    """Records whose fields are of no format or of several. names: of the fields."""
+    """Fields of records match no format or several. names: the fields."""
 
     def __init__(self, headline: str, names: Sequence[str]):
         super().__init__(headline)
@@ -131,12 +130,12 @@ class UnclearFields(ConfigError):
 
 
 _KINDS = {"answers": "prompt", "pairs": PAIRS, "texts": TEXT}
-"""Formats by the words of the question what records are."""
+"""Formats by the words that the user can answer."""
 
 
 def ask_fields(source: InputSource, unclear: UnclearFields) -> dict[str, str]:
-    """Ask at the terminal what fields of a file mean, and return that as parse_map does. An empty
-    answer takes what is in brackets. ConfigError for the end of input."""
+    """Ask at the terminal for the meaning of a file's fields; returns a mapping like parse_map. An
+    empty answer takes the default in brackets. ConfigError at the end of input."""
     print(f"'{source.path}' has the fields {', '.join(unclear.names)}.")
     kind = _answer(f"Are these {', '.join(_KINDS)}?", "answers", [*_KINDS])
     needed = REQUIRED.get(_KINDS[kind], (DEFAULT_FIELD,))
@@ -163,8 +162,8 @@ def _answer(question: str, likely: str, known: Sequence[str]) -> str:
 
 
 def format_or_ask(source: InputSource, mapping: dict[str, str]) -> str:
-    """The format of a file's records as of format_of; where their fields are unclear, a person at
-    the terminal is asked, and the answers are added to the mapping."""
+    """format_of, which asks at the terminal about unclear fields, and adds the answers to the
+    mapping."""
     try:
         return format_of(source, mapping)
     except UnclearFields as unclear:
@@ -175,7 +174,7 @@ def format_or_ask(source: InputSource, mapping: dict[str, str]) -> str:
 
 
 def _advice(names: Sequence[str]) -> str:
-    """How --map would name the fields of a file."""
+    """An example of --map for a file's fields."""
     for form in (PAIRS, "prompt", TEXT):
         needed = REQUIRED.get(form, (DEFAULT_FIELD,))
         found = {n: next((a for a in (n, *_ALIASES[n]) if a in names), None) for n in needed}
@@ -197,10 +196,9 @@ def prepare(
     chat_template: str | None = None,
     overwrite: bool = False,
 ) -> FinetuneData:
-    """Tokenize files of any formats into `folder`, one folder for each format; again does nothing.
-    mapping: of parse_map; where it is empty, a terminal is asked about unclear fields. overwrite:
-    token files of other inputs are replaced. ConfigError or DataError for what the user can
-    mend."""
+    """Tokenize files into one folder for each format in `folder`; a second call does nothing.
+    mapping: of parse_map; if empty, ask at a terminal about unclear fields. overwrite: replace
+    token files of other inputs. ConfigError or DataError for bad input."""
     sources, mapping = find_files(inputs, exclude=folder), {**mapping}
     by_form: dict[str, list[InputSource]] = {}
     for source in sources:
@@ -262,7 +260,7 @@ def _records(source: InputSource) -> Iterator[dict[str, Any]]:
 
 
 def _held_out_part(sources: Sequence[InputSource]) -> float:
-    """The part of the records that is held out: a tenth, but from 4 up to 200 records."""
+    """Fraction of the records that is held out: a tenth, at least 4 and at most 200 records."""
     count = 0
     for source in sources:
         if source.kind == "text":
@@ -276,7 +274,7 @@ def _held_out_part(sources: Sequence[InputSource]) -> float:
 
 
 def _mapped(source: InputSource, mapping: Mapping[str, str], folder: Path, overwrite: bool) -> str:
-    """The path of a file whose fields have the names of a format: the file itself, or a copy."""
+    """Path of the file, or of a copy with renamed fields."""
     names = field_names(source) or []
     renames = {field: name for name, field in mapping.items() if field in names and field != name}
     if not renames:

@@ -1,11 +1,10 @@
-"""Divergence: which steps are bad, and when a run goes back because of bad steps.
+"""Divergence guard: judges steps, and decides about rollbacks.
 
 A step is bad if its loss or gradient norm is not finite, or far above the median of the accepted
-steps before it, in median absolute deviations. The limit of a step comes from steps that ended LAG
-or more before, and is known when the step is enqueued: the device itself can leave the update out,
-and the same run decides the same, on any number of ranks and over a resume. The first steps have no
-limit: absolute signs warn and leave no update out (a loss far above that of guessing, or many times
-the lowest so far).
+steps before it, in median absolute deviations. The limit comes from steps at least LAG before, and
+is known when a step is enqueued. So the device itself can skip the update, and decisions do not
+depend on ranks or resumption. The first steps have no limit: a loss far above the loss of guessing,
+or many times the lowest so far, only warns.
 """
 
 import math
@@ -20,16 +19,16 @@ from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.result import Result
 from llmq.options.options import TrainConfig
 
-LAG = 2  # steps: the newest result that is always read when a step is enqueued is of step - LAG
+LAG = 2  # steps: results up to step - LAG are always read when a step is enqueued
 LEAST = 16  # accepted steps without which there is no limit
 WINDOW = 128  # accepted steps that a limit is made from
 DEVIATIONS = 10.0  # above the median: beyond this limit a step is bad
 PER_DEVIATION = 1.4826  # standard deviations of a normal distribution per its MAD
-PERSISTS = 3  # bad steps in a row, whose updates were left out: the weights are why, not the data
-NEW_LEVEL = 100  # bad steps in a row, with updates, after which their values become the usual ones
-ABOVE_GUESSING = 3.0  # times the loss of guessing, `Loss.guessing`: beyond it a step is bad
+PERSISTS = 3  # bad steps in a row, with skipped updates, that mean bad weights, not bad data
+NEW_LEVEL = 100  # bad steps in a row, with updates, whose values become the new reference
+ABOVE_GUESSING = 3.0  # times `Loss.guessing`: beyond it a step is bad
 GROWN = 10.0  # times the lowest loss, from LEAST_LOSS on: beyond it a step is bad
-LEAST_LOSS = 1.0  # below it, a loss of text learned by heart grows by such factors
+LEAST_LOSS = 1.0  # smaller losses, of memorized text, may grow by GROWN
 ROLLBACKS = 3  # to the same step, after which another rollback would change nothing
 LOWERED = 0.1  # of the learning rate directly after a rollback
 RECOVERY = 100  # steps from there to the whole rate: as many as first and second moments remember
@@ -71,7 +70,7 @@ class Track:
         return 0.0 if known is None else float(np.float32(known[0] + DEVIATIONS * known[1]))
 
     def excess(self, step: int, value: float) -> str:
-        """How far a value is beyond the limit, in words."""
+        """Text that says how far a value is beyond the limit."""
         median, deviation = self.reference(step)
         score = (value - median) / deviation
         far = f"{score:.1f} deviations above its median {median:.6g}"
@@ -95,12 +94,12 @@ class Guard:
     """
 
     def __init__(self, config: TrainConfig, guessing: float = math.inf):
-        """guessing: the loss of guessing, as `Loss.guessing` has it."""
+        """guessing: the loss of guessing, see `Loss.guessing`."""
         self.guessing = guessing
         self.mode = config.guard
-        # A deviation of the norm is at least 30 % of it, of the loss 1 % and 0.01 nats: where all
-        # values are nearly alike, as in the first steps, what is small in itself is no outlier, and
-        # norms up to 4 times the usual one are what clipping is for.
+        # Least deviations: 30 % of the norm, 1 % of the loss and 0.01 nats. Where values are nearly
+        # equal, as in the first steps, small differences are no outliers, and clipping handles
+        # norms up to 4 times the median.
         self.loss = Track("loss", (0.01, 0.01))
         self.norm = Track("gradient norm", (0.3, 0.0))
         self.load({})
@@ -161,7 +160,7 @@ class Guard:
         return Judgement()
 
     def _early(self, loss: float) -> str | None:
-        """Why the loss of a step without a limit is bad; None if it is not."""
+        """Reason why the loss of a step without a limit is bad; None if it is good."""
         if self.mode == "off" or self.level > 0:
             return None
         lowest = min((value for _, value in self.loss.values), default=math.inf)
@@ -174,14 +173,14 @@ class Guard:
 
     def _bad(self, step: int, judgement: Judgement) -> Judgement:
         self.in_row, self.last_bad = self.in_row + 1, step
-        was_good = len(self.loss.values) > 0  # else going back would only begin the same again
+        was_good = len(self.loss.values) > 0  # else a rollback would repeat the same steps
         if self.mode == "rollback" and was_good and self.in_row >= PERSISTS:
             self.trouble = step if self.trouble is None else self.trouble
         return judgement
 
     def accepts_new_level(self) -> bool:
-        """After a bad step with an update: True if NEW_LEVEL steps in a row were bad. Their values
-        become the usual ones, as with other data, and the accepted steps are forgotten."""
+        """True if NEW_LEVEL steps in a row, with updates, were bad. Then the reference starts anew,
+        as the data may have changed."""
         if self.in_row < NEW_LEVEL:
             return False
         self.level, self.in_row = self.level + 1, 0
@@ -196,8 +195,8 @@ class Guard:
         return sum(target == to for target, _ in self.rollbacks) < ROLLBACKS
 
     def went_back(self, to: int, steps_done: int) -> None:
-        """After a rollback from so many steps. The usual values stay known: else the next
-        divergence would be the usual after a rollback to the first steps."""
+        """Record a rollback. The reference values stay: else the next divergence would become the
+        reference after a rollback to the first steps."""
         self.rollbacks = [*self.rollbacks, [to, steps_done]]
         self.in_row, self.unchanged, self.last_bad = 0, 0, min(self.last_bad, to - 1)
         self.trouble, self.not_finite = None, None
@@ -206,7 +205,7 @@ class Guard:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Everything that later decisions depend on, in JSON's types, for a checkpoint."""
+        """State of all later decisions, in JSON's types, for a checkpoint."""
         values = {"losses": self.loss.values, "norms": self.norm.values}
         kept = "in_row unchanged not_finite last_bad trouble level rollbacks origin".split()
         tracks = {name: [list(pair) for pair in pairs] for name, pairs in values.items()}

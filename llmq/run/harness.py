@@ -1,8 +1,7 @@
 """`llmq eval --tasks`: tasks of lm-evaluation-harness, computed by llmq.
 
-The harness has the tasks, their prompts and metrics; `Harness` is a model of the harness's
-interface, and answers its three kinds of questions with `Fleet` and `Generator`. Torch computes
-nothing.
+The harness has the tasks, their prompts and metrics; `Harness` implements the harness's model
+interface with `Fleet` and `Generator`, without torch.
 """
 
 import json
@@ -26,11 +25,11 @@ from llmq.text.scoring import Request
 from llmq.text.stop_strings import until
 from llmq.text.tokenizer import streamed
 
-NEW_TOKENS = 256  # of a generated answer, where the task says nothing
+NEW_TOKENS = 256  # tokens of a generated answer, unless the task says
 
 
 class Harness(TemplateLM):
-    """A model as lm-evaluation-harness wants it. Weights are loaded for each kind of question."""
+    """A model for lm-evaluation-harness. Weights are loaded for each kind of request."""
 
     def __init__(self, asker: Asker):
         super().__init__()
@@ -38,7 +37,7 @@ class Harness(TemplateLM):
         self._encoder, self._tokens = asker.encoder, asker.encoder.tokenizer
         self._chat = conversation(self._tokens, None)
 
-    # -- what the harness asks about tokens ------------------------------------------------------
+    # -- tokens ------------------------------------------------------
 
     @property
     def eot_token_id(self) -> int:
@@ -108,7 +107,7 @@ class Harness(TemplateLM):
         return [sum(next(found)[0] for _ in each) for each in windows]
 
     def _likelihoods(self, requests: list[Request]) -> list[tuple[float, bool]]:
-        """Log-likelihood in nats of each request, and whether its tokens are the likeliest."""
+        """Log-likelihood in nats of each request, and True if its tokens are the likeliest."""
         if not requests:
             return []
         values, greedy = self._asker.scored(requests, greedy=True)
@@ -161,7 +160,7 @@ def run_harness(
     **how: Any,
 ) -> None:
     """Print the harness's table for a model, and write its results to `out` as JSON. tasks: names
-    with commas. include_path: folder of further tasks. how: as of asking. ConfigError for an
+    with commas. include_path: folder of further tasks. how: arguments of asking. ConfigError for an
     unknown task."""
     if out is not None:
         check_writable("--out", out.absolute().parent)

@@ -1,4 +1,4 @@
-"""The health of a run: what becomes of its good and bad steps."""
+"""Health of a run: reactions to good and bad steps."""
 
 import math
 
@@ -16,8 +16,8 @@ SHOWN = 3  # bad steps in a row whose lines are shown; then every tenth
 
 
 class HealthMonitor(Callback):
-    """Judges each step by the guard, tells the checkpoints, and goes back where too many steps are
-    bad."""
+    """Judges each step by the guard, passes verdicts to checkpoints, and rolls back after too many
+    bad steps."""
 
     def __init__(self, trainer: Trainer, reporter: Reporter, guard: Guard, lifecycle: Lifecycle):
         self.trainer, self.reporter = trainer, reporter
@@ -25,7 +25,7 @@ class HealthMonitor(Callback):
         self._limits: dict[int, Limits] = {}  # by step, from its launch to its result
 
     def limits(self, step: int) -> Limits:
-        """The limits that the device gets for a step, which is judged by them as well."""
+        """Limits of a step, for the device and for the guard."""
         self._limits[step] = limits = self.guard.limits(step)
         return limits if self.guard.leaves_out else NO_LIMITS
 
@@ -34,7 +34,7 @@ class HealthMonitor(Callback):
         return self.trainer.learning_rate(step) * self.guard.rate_factor(step)
 
     def on_step(self, step: StepDone) -> None:
-        """Judge a step. LlmqError where the run is hopeless."""
+        """Judge a step. LlmqError if the run cannot recover."""
         number, result, guard = step.step, step.result, self.guard
         limits, in_row = self._limits.pop(number), guard.in_row
         judgement = guard.judge(number, result, limits)

@@ -47,7 +47,7 @@ class Lifecycle:
 
     best: the best checkpoint so far. keep: the rule of retention. saved_at: step of the newest
     complete checkpoint. writing: step of the checkpoint that is being written in the background.
-    write_seconds: time that the newest of those took. late: whether a checkpoint waits for the
+    write_seconds: duration of the newest background save. late: True if a checkpoint waits for the
     first good step. All processes make the same calls.
     """
 
@@ -201,8 +201,8 @@ class Lifecycle:
         self.reporter.alarm(None)
 
     def _lost(self, step: int, error: DiskError) -> None:
-        """Report a failed save, from MISSING in a row on by an alarm. DiskError after
-        --ckpt-required of them."""
+        """Report a failed save, by an alarm from MISSING failures in a row on. DiskError after
+        --ckpt-required failures."""
         now = self.trainer.steps_done
         self._missing += 1
         self.reporter.message(f"WARNING: no checkpoint of step {step}: {error}", now)
@@ -262,8 +262,8 @@ class Lifecycle:
         self._settle_best(step)
 
     def close(self, *, give_up: bool) -> None:
-        """Stop the thread before the memory that it reads is freed. give_up: discard what is being
-        written; else it is completed, if there is one process."""
+        """Stop the thread before the memory that it reads is freed. give_up: discard the unfinished
+        checkpoint; else complete it, if there is one process."""
         self._writer.stop(give_up=give_up)
         if not (self.world.several or give_up):
             with suppress(Exception):  # there is a first error, and a failed device repeats it
@@ -336,8 +336,8 @@ class Lifecycle:
     # -- old ones --------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
-        """Delete checkpoints that a verdict or a new best lets go, with --ckpt-background together
-        with those of the next checkpoint: training does not wait for it."""
+        """Delete checkpoints that a verdict or a new best makes superfluous; with --ckpt-background
+        at the next checkpoint, so that training does not wait."""
         self._unclean = self.config.ckpt_background
         if not self._unclean:
             self._delete_old()

@@ -124,7 +124,7 @@ class Loop:
             raise
 
     def collect(self) -> None:
-        """Wait for the pending step, of which the trainer tells its callbacks."""
+        """Wait for the pending step; the trainer tells its callbacks."""
         ticket, self.pending = self.pending, None
         if ticket is not None:
             self.trainer.result(ticket)

@@ -54,7 +54,7 @@ def duration(milliseconds: float) -> str:
 def _parts(ranges: Sequence[tuple[str, float]]) -> list[dict[str, float]]:
     """Milliseconds of each micro-step's parts, then of the optimizer, from named ranges.
 
-    A calibration is no micro-step: what it consists of, named before it ends, is left out.
+    The ranges of a calibration are left out.
     """
     parts: list[dict[str, float]] = []
     for name, ms in ranges:
@@ -81,7 +81,7 @@ class Reporter:
         self._loss_sum, self._loss_count = 0.0, 0  # since the last evaluation
         self.without_targets = 0  # steps of the run
         self._scores: dict[str, float] = {}
-        self.epoch = (0, 0.0)  # its number, and the part of it that the last step had come to
+        self.epoch = (0, 0.0)  # number of the epoch, and its fraction behind the last step
 
     def block(self, title: str, lines: list[str]) -> None:
         """A titled block and an empty line."""
@@ -90,7 +90,7 @@ class Reporter:
             self.view.line(line)
 
     def message(self, text: str, step: int = 0) -> None:
-        """One line on the console and in the log."""
+        """Print a line, and write it to the log."""
         self.view.line(text)
         self.log.write("info", step, type="message", message=text)
 
@@ -226,9 +226,8 @@ class Reporter:
     def time_breakdown(
         self, step: int, timings: Sequence[Sequence[tuple[str, float]]], communication: float | None
     ) -> None:
-        """--debug-time-breakdown: the parts of a step, on the console those of rank 0.
-
-        timings: by rank. communication: as in Result.
+        """--debug-time-breakdown: log the parts of a step, and print rank 0's. timings: by rank.
+        communication: see Result.
         """
         parts = [_parts(ranges) for ranges in timings]
         self.view.line("")
@@ -300,13 +299,14 @@ class Reporter:
         self.view.progress(scores=dict(self._scores))
 
     def line(self, tag: str, step: int, text: str, *, bold: bool = False) -> None:
-        """Print what was found before step `step`. tag: one letter for its kind."""
+        """Print a line about the state before step `step`. tag: one letter for its kind."""
         self.view.line(f"[{tag}] step {step:5d} [{self._percent:4.1f}%] | {text}", bold=bold)
 
     def sensors(
         self, kind: str, step: int, rank: int, fields: dict[str, Any], label: str, line: str
     ) -> None:
-        """[G]: a `gpu` or `cpu` record, and unless the view has rows of them a line about it."""
+        """Write a `gpu` or `cpu` record, and print a [G] line unless the view has rows of
+        sensors."""
         self.log.write(kind, step, rank=rank, **fields)
         if not self.view.shows_sensors:
             self.view.line(f"[G] step {step:5d} [{label}] | {line}")
@@ -344,7 +344,7 @@ class Reporter:
             self.log.write("choices", step, choices=chosen)
 
     def warn_of_steps_without_targets(self, step: int) -> None:
-        """At the end of a run of so many steps."""
+        """Warn at the end of a run with `steps` steps."""
         if empty := self.without_targets:
             text = f"{empty} of {step} steps had no target to train on, and changed nothing"
             self.message(f"WARNING: {text}: look at the loss masks of the data", step)

@@ -1,5 +1,5 @@
-"""The model that a run's options describe: that of --model, with own sizes where they are given;
-and the tokenizer of its data, its model and its checkpoint, which must be the same one.
+"""Model and tokenizer of a run: --model with changed sizes; and the tokenizer of data, model and
+checkpoint, which must be one.
 """
 
 import math
@@ -36,8 +36,8 @@ MUCH_LARGER = 2  # times the data's vocabulary: more than any tokenizer is padde
 
 
 def model_of_run(config: TrainConfig, *, weights: bool = True) -> tuple[ModelConfig, Path | None]:
-    """The configuration, and the directory of --model, None for a preset. weights: they will be
-    read too, unless from scratch; --download fetches what is needed. ConfigError or DataError."""
+    """The configuration, and the directory of --model, None for a preset. weights: True if weights
+    will be read, unless from scratch; --download fetches files. ConfigError or DataError."""
     _download(config, weights and not config.from_scratch)
     name = pinned(config.model, config.revision)
     model, model_dir = resolve_model(name, config.from_scratch)
@@ -99,20 +99,20 @@ def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path |
             model = with_new_tokens(config, model, None)
         model = with_head(config, resized(model, given_sizes(config)))
         return replace(config, model=repository, download=True), model, None
-    if not unread and is_preset(config.model):  # nobody has trained it
+    if not unread and is_preset(config.model):  # untrained
         config = replace(config, from_scratch=True)
     return config, *model_of_run(config, weights=False)
 
 
 def packing_of_data(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that follow from training files with conversations: whole ones in sequences, and
-    their weights; {}: none. values: what is given, by field name."""
+    """Options that training files with conversations need: packing of whole conversations, and
+    weights; {} without conversations. values: given options, by field name."""
     patterns = values.get("train_file")
     if not patterns:
         return {}
     try:
         files = open_token_files(split_weights(patterns)[0])
-    except (ConfigError, DataError):  # whoever reads them will say it
+    except (ConfigError, DataError):  # the reader of the files will report it
         return {}
     loss = "score head" if values.get("num_labels") else f"--loss {values.get('loss', 'ce')}"
     found = {}
@@ -151,7 +151,7 @@ def _download(config: TrainConfig, weights: bool) -> None:
 
 
 def _vocab_size_of_data(config: TrainConfig) -> int:
-    """The number in the headers of the training and validation files, which is that of the ids."""
+    """Number of ids in the headers of the training and validation files."""
     try:
         sizes = _known_sizes(config)
     except DataError as error:
@@ -173,13 +173,14 @@ def _known_sizes(config: TrainConfig) -> set[int]:
 
 
 def vocabulary_line(config: TrainConfig, model: ModelConfig, *, trains: bool) -> str | None:
-    """The line on a new model's vocabulary beside that of its data; None: it fits, or there is no
-    such file yet. trains: on these data, so ConfigError where the model has fewer ids."""
+    """A line about a new model whose vocabulary differs from the data's; None if they agree, or no
+    file is there yet. trains: True if the model is trained on these data: ConfigError if it has
+    fewer ids."""
     if not config.from_scratch or config.vocab_size == AUTO:
         return None
     try:
         data = max(_known_sizes(config), default=None)
-    except DataError:  # whoever reads them will say it
+    except DataError:  # the reader of the files will report it
         return None
     given = config.vocab_size is not None
     if data is None or data <= model.vocab_size < (MUCH_LARGER * data if not given else math.inf):
@@ -209,9 +210,8 @@ SAMPLE_TOKENS = 20_000  # of the training text, on which an exported tokenizer i
 def agreed_tokenizer(
     config: TrainConfig, model_dir: Path | None, checkpoint: Path | None = None
 ) -> TokenizerId | None:
-    """The tokenizer that made the training data, as far as something says so: the files, a model
-    that is trained on, a checkpoint. DataError if two of them differ, without
-    --allow-other-tokenizer."""
+    """Identity of the tokenizer of the training data, from the files, the model and the checkpoint.
+    DataError if two of these differ, without --allow-other-tokenizer."""
     found = [(what, made) for what, made in _of_files(config) if made is not None]
     data = found[0][1] if found else None
     if model_dir is not None and not config.from_scratch:
@@ -303,13 +303,12 @@ def _with_tokens(
 def tokenizer_source(
     config: TrainConfig, model: ModelConfig, model_dir: Path | None, made: TokenizerId | None
 ) -> str | None:
-    """The place of a run's tokenizer: "bytes", a directory, or None if there is no trace of it. The
-    model's wins, but for conversations the copy beside the token files, which has their
-    template."""
+    """Place of a run's tokenizer: "bytes", a directory, or None if unknown. The model's wins; for
+    conversations the copy beside the token files, which has the chat template."""
     first = config.train_patterns[0]
     files = find_token_files(first) or [Path(first)]
     if made is None and config.vocab_size is not None:
-        model_dir = None  # its tokenizer is of its own vocabulary
+        model_dir = None  # the model's own tokenizer has another vocabulary
     folders = [model_dir, files[0].parent / "tokenizer"]
     if "end_of_turn" in read_manifest(files[0].parent):
         folders.reverse()

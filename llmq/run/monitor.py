@@ -70,7 +70,7 @@ class SpeedOfLight:
         return 1_000_000_000 // self.nanoseconds
 
     def percent(self, tokens: int, milliseconds: float) -> float:
-        """How close a step of so many tokens came, in percent."""
+        """Percentage of the peak that a step of `tokens` tokens reached."""
         return 100.0 * self.nanoseconds * tokens / (milliseconds * 1e6)
 
     def record(self) -> dict[str, Any]:
@@ -126,9 +126,9 @@ PRODUCT_SECONDS = 0.1
 def measured_peak(
     dev: Device, sizes: Sequence[int] = PRODUCT_SIZES, seconds: float = PRODUCT_SECONDS
 ) -> float | None:
-    """TFLOP/s of a large BF16 product of random numbers, in about three times so many seconds; None
-    if it cannot be. sizes: the first n for which there is memory is M, N and K. Uses the device's
-    stack below the high-water mark of a step. Not for steady state: it synchronizes."""
+    """TFLOP/s of a large BF16 product of random numbers; takes about three times `seconds`; None if
+    unsupported. sizes: M, N and K; the first that fits into memory counts. Uses the device's stack
+    below the high-water mark of a step. Not for steady state: it synchronizes."""
     if dev.kind != "cuda":
         return None
     library = align_up(dev.spec.library_workspace)
@@ -183,10 +183,10 @@ class StepReports(Callback):
 
 
 class Probe(Callback):
-    """Measures single steps, of which the result is waited for: the loop does not run ahead."""
+    """Measures single steps; the loop waits for the results of measured steps."""
 
     def measures(self, step: int) -> bool:
-        """Whether this step is measured."""
+        """True if this step is measured."""
         return True
 
     @contextmanager
@@ -213,15 +213,14 @@ class TimeBreakdown(Probe):
 
 
 STEPS = 1000
-"""So many steps in a row have to leave an expert out."""
+"""Steps in a row without a token, after which an expert counts as idle."""
 SHOWN = 8
-"""At most so many experts are named in a line."""
+"""Most experts that a line names."""
 
 
 class IdleExperts(Callback):
-    """Names experts that no token meets: nothing trains them, and routers rarely begin to choose
-    them, unless the load-balancing loss brings them back. The counts are looked at every so many
-    steps."""
+    """Names experts without tokens. They are not trained, and routers rarely choose them again
+    without a load-balancing loss. Counts are read every `every` steps."""
 
     def __init__(self, trainer: Trainer, reporter: Reporter, every: int = STEPS):
         self._trainer, self._reporter, self._every = trainer, reporter, every

@@ -32,8 +32,8 @@ FLAG = "--prompts"
 
 
 class Prompt(NamedTuple):
-    """A prompt of a file. record: as it is there. ids: that the model is given. talk: the chat
-    whose template made them; None: they are a text's."""
+    """A prompt of a file. record: the file's record. ids: the model's input. talk: chat whose
+    template made ids; None: ids of a text."""
 
     record: dict[str, Any]
     ids: list[int]
@@ -53,9 +53,9 @@ def run_prompts(
     model_dtype: str,
     **how: Any,
 ) -> None:
-    """Print a JSON line for each of so many samples of each prompt of a file, in their order: the
-    record with `text`, `finish` ("stop" or "length"), `tokens`, and `logprob`, the sum over these.
-    Arguments: as of `run_sample`, prompts: as of `read_prompts`."""
+    """Print a JSON line for each sample of each prompt of a file, in order: the record with `text`,
+    `finish` ("stop" or "length"), `tokens`, and `logprob`, the sum over tokens. Arguments: see
+    `run_sample`; prompts: see `read_prompts`."""
     choice, machine = Sampling(**how), choose_machine(device, 1)
     warn(*choice.idle(num_samples))
     with open_model(model, adapter) as (config, read, source):

@@ -1,4 +1,4 @@
-"""Requests for a checkpoint or for the end of a run, and how several processes agree on them."""
+"""Requests for a checkpoint or for the end of a run, agreed between processes."""
 
 import os
 import sys
@@ -110,7 +110,7 @@ class Requests(Callback):
 
     @property
     def ends(self) -> bool:
-        """Whether the run is to end: by a signal or --max-hours."""
+        """True if a signal or --max-hours ends the run."""
         if not self._world.several:
             return self.seen_here()
         return self._agreed is not None or self._all_over

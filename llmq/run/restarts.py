@@ -1,6 +1,5 @@
-"""`llmq train --restarts`: a parent process, without a GPU, that starts a crashed run again.
-
-Each attempt is a process with the user's command. It goes on from the newest good checkpoint, in
+"""`llmq train --restarts`: a parent process, without a GPU, that restarts a crashed run. Each
+attempt is a process with the user's command, which continues from the newest good checkpoint, in
 the same log.
 """
 
@@ -39,7 +38,7 @@ def is_crash(status: int) -> bool:
 
 
 def in_words(status: int) -> str:
-    """How a process has ended."""
+    """The end of a process, in words."""
     if status < 0:
         with suppress(ValueError):
             return f"was killed by {signal.Signals(-status).name}"
@@ -122,11 +121,11 @@ class _Before:
 
     def arguments(self) -> list[str]:
         """The arguments that the next attempt gets beside the command."""
-        on = ["--no-overwrite", f"--continue={NEWEST}"]  # what is in the places now is its own
+        on = ["--no-overwrite", f"--continue={NEWEST}"]  # the files there are now the run's own
         if self.made():
             return [*on, "--no-new-data"]
         if self._config.continue_from is not None:
-            return []  # what it began with is there, and nothing of its own
+            return []  # the first checkpoint is there, and no file of the run
         # A log is begun when others' things were moved out of the way. Before that, a checkpoint
         # that is there may be another run's.
         return on if _stamp(self._config.log_file) != self._log else []
@@ -141,9 +140,9 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 class _Run:
-    """The process of the run, in a process group of its own, and the signals that are passed on.
-    signum: the first signal that asks for the end. begin: time.monotonic() of the first attempt. If
-    the parent is killed, the run is asked to end."""
+    """The process of the run, in a process group of its own; passes signals on. signum: first
+    signal that ends the run. begin: time.monotonic() of the first attempt. If the parent is killed,
+    the run ends, too."""
 
     def __init__(self) -> None:
         self.begin = time.monotonic()

@@ -1,10 +1,9 @@
-"""The options and the log that a run takes over from its checkpoint, and how its own options
-differ.
+"""Options and log of a continued run, and their differences from the checkpoint's.
 
 A run of several --seq-len has stages of one length each. A stage has its own plan, graphs and order
-of the data, and goes on from the checkpoint that the stage before has written. All stages have the
-same tokens in a micro-step: --batch-size counts the longest sequences. Steps, learning rate and
-moments are those of one run.
+of the data, and continues from the last checkpoint of the stage before. All stages have the same
+tokens in a micro-step: --batch-size counts the longest sequences. Steps, learning rate and moments
+continue.
 """
 
 from __future__ import annotations
@@ -84,8 +83,8 @@ def of_longest(config: TrainConfig) -> TrainConfig:
 
 
 def _sizes_of_longest(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of a stage's options, by field, as its run has them; {} where there is one length.
-    Options that are missing or of another kind are left alone."""
+    """Batch sizes of a stage's options, by field, for the run's longest sequences; {} with one
+    length. Options that are missing or of another kind are left alone."""
     stages, *sizes = (options.get(name) for name in ("seq_stages", "seq_len", "batch_size"))
     if not isinstance(stages, str) or not all(type(size) is int for size in sizes):
         return {}
@@ -96,8 +95,8 @@ def _sizes_of_longest(options: Mapping[str, Any]) -> dict[str, Any]:
 def left_stages(
     config: TrainConfig, model: ModelConfig, checkpoint: Path | None, world: World
 ) -> list[Stage]:
-    """The stages that are not over at a checkpoint. LlmqError where one of them cannot be run, so
-    that no run finds that out at its end. All processes of the world call this function."""
+    """The stages that are left at a checkpoint. LlmqError if a stage cannot run, so that the error
+    comes first. All processes call this function."""
     if config.seq_stages is None:
         return stages_of(config)
     step = None if checkpoint is None else read_manifest(checkpoint / MANIFEST)["run"]["step"]
@@ -197,7 +196,7 @@ def _forget_places(given: Mapping[str, Any], inherited: dict[str, Any], checkpoi
 
 
 def _known(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Those that this version has, without those of a single command."""
+    """Saved options that this version knows, without options of a single command."""
     saved = current_options(saved, f"checkpoint '{checkpoint}': ")
     unknown = sorted(saved.keys() - {field.name for field in fields(TrainConfig)})
     if unknown:
@@ -222,7 +221,7 @@ def fork_lines(run: RunId, checkpoint: Path | None) -> list[str]:
     return [f"This is {run}, a fork of {run.parent}"]
 
 
-# Options that have nothing to do with what is computed, beside paths and the length of the run.
+# Options without influence on results, beside paths and the length of the run.
 _ELSEWHERE = "model from_scratch init_proj_to_zero train_file eval_file eval_seed steps"
 _ELSEWHERE += " epochs eval_every_n_steps eval_num_steps allow_other_tokenizer adapter scores"
 _ELSEWHERE += " prompts reward_seconds reward_workers"
@@ -307,7 +306,7 @@ def changed_options(
 
 
 def _differs(name: str, config: TrainConfig, saved: dict[str, Any]) -> bool:
-    """Whether an option was another one; what an older version did not have is not compared."""
+    """True if an option differs; options that an older version lacked are not compared."""
     if name not in saved or name in ONCE:
         return False
     try:
@@ -318,8 +317,7 @@ def _differs(name: str, config: TrainConfig, saved: dict[str, Any]) -> bool:
 
 
 def _changes(names: list[str], config: TrainConfig, saved: dict[str, Any]) -> list[str]:
-    """One line for each option; formats that changed alike, as those that follow --model-dtype do,
-    have one together."""
+    """One line for each changed option; dtypes that changed with --model-dtype share one."""
     lines: dict[Any, list[str]] = {}
     for name in names:
         now, then = _shown(name, getattr(config, name)), _shown(name, saved[name])

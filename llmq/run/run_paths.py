@@ -1,7 +1,7 @@
 """The paths that a run writes to: locks, files of other runs there, and logs by a run's name.
 
 A run owns the files that carry its id. Files of another run are refused, or moved aside with
---overwrite; they are never deleted. A damaged file is nobody's: it gets another name.
+--overwrite; they are never deleted. Damaged files are renamed.
 """
 
 import glob
@@ -18,12 +18,7 @@ from llmq.base.files import disk_errors, free_name, make_directory
 from llmq.base.locks import LOCK, holder, lock_beside, locked
 from llmq.base.run_id import RunId
 from llmq.checkpoint.best import NOTE, best_owner, note_is_damaged
-from llmq.checkpoint.export_files import (
-    ADAPTER_CONFIG,
-    CONFIG_FILE,
-    export_owner,
-    exported_files,
-)
+from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, export_owner, exported_files
 from llmq.checkpoint.folder import delete, leftovers, move
 from llmq.checkpoint.manifest import MANIFEST, manifest_damage, read_manifest
 from llmq.checkpoint.states import checkpoint_at
@@ -54,9 +49,9 @@ def locked_places(config: TrainConfig) -> Iterator[None]:
 
 
 def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:
-    """The id of the run that these options begin or continue; under another name the run is a fork
-    with an id of its own. A run that ended before its first checkpoint is known by its log.
-    LlmqError for a checkpoint of another version."""
+    """Id of the run that these options begin or continue; another name makes a fork with a new id.
+    A run without a checkpoint is found by its log. LlmqError for a checkpoint of another
+    version."""
     new = RunId.new(config.name)
     if config.continue_from is None:
         return new
@@ -72,8 +67,8 @@ def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:
 
 
 class ExistingOutput(NamedTuple):
-    """Files that exist where this run is going to write. flag: the option of the place. what: the
-    files in words. owner: the run that wrote them."""
+    """Existing files in a run's places. flag: the place's option. what: the files in words. owner:
+    the run that wrote the files."""
 
     flag: str
     paths: list[Path]
@@ -133,9 +128,9 @@ def outputs_of_others(
 def clear_places(
     config: TrainConfig, checkpoint: Path | None, strangers: list[ExistingOutput]
 ) -> list[str]:
-    """Just before a run writes to its places: give damaged files another name, move files of others
-    aside, and delete unfinished checkpoints of a killed run; lines as of move_aside. LlmqError
-    where the disk refuses."""
+    """Clear a run's places: rename damaged files, move other runs' files aside, and delete
+    unfinished checkpoints of a killed run. Returns lines like move_aside. LlmqError for errors of
+    the disk."""
     # The kept copy of a damaged checkpoint passes for a leftover until the latter is renamed.
     _set_damaged_aside(config, checkpoint)
     lines = move_aside(strangers)
@@ -170,9 +165,8 @@ def _has_damaged_log(config: TrainConfig, checkpoint: Path | None) -> bool:
 
 
 def undone_checkpoints(config: TrainConfig, run: RunId, step: int) -> list[ExistingOutput]:
-    """The run's own checkpoints of steps that the run is about to make again, for move_aside.
-
-    They are of a course that the run has left; --continue would take the newest of them.
+    """The run's own checkpoints of steps that the run will repeat, for move_aside; else --continue
+    would take the newest one.
     """
     later = {s: p for s, p in checkpoints_by_name(config.checkpoint_dir).items() if s > step}
     paths = [path for path in later.values() if run.owns(checkpoint_owner(path))]
@@ -241,9 +235,8 @@ def _has_model(path: Path) -> bool:
 
 
 def find_log(text: str) -> Path:
-    """A log, by its path, by the folder of its run or by the name of the run, of which the newest
-    in logs/ is meant, or the one that the newest checkpoint in ckpt/NAME names. DataError if there
-    is none."""
+    """Find a log by its path, by the folder of its run, or by the run's name: the newest in logs/,
+    or the log of the newest checkpoint in ckpt/NAME. DataError if there is none."""
     path = Path(os.path.expanduser(text))  # pathlib's raises where there is no such user
     if os.path.lexists(path) and not path.is_dir():
         return path
@@ -273,8 +266,8 @@ def running_log() -> Path | None:
 
 
 def has_writer(path: Path) -> bool | None:
-    """Whether the run whose lock is there goes on; None where there is no lock. For a run on
-    another machine it says whether that has written something of late.
+    """True if the run that holds the lock is alive; None without a lock. A run on another machine
+    counts as alive if its log is recent.
     """
     found = holder(lock_beside(path.resolve()))
     if found is None:
@@ -286,13 +279,13 @@ def has_writer(path: Path) -> bool | None:
         os.kill(process, 0)
     except ProcessLookupError:  # it was killed
         return False
-    except PermissionError:  # it is somebody else's
+    except PermissionError:  # another run holds it
         pass
     return True
 
 
 def is_written_here(path: Path) -> bool:
-    """Whether a run of this machine is writing this log."""
+    """True if a run on this machine is writing this log."""
     found = holder(lock_beside(path.resolve()))
     return found is not None and found[1] == socket.gethostname() and bool(has_writer(path))
 

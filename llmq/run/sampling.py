@@ -75,8 +75,8 @@ class Sampler(Closing):
 
     @contextmanager
     def texts(self, requests: Sequence[Request]) -> Iterator[list[Iterator[int]]]:
-        """The new ids of each text, as they come: taking those of one makes the others go on. The
-        ids that end texts are left out. All are made within the block."""
+        """Iterators over the new ids of each text, without ids that end texts. Reading one text
+        generates the others, too. Valid within the block."""
         queues: list[deque[NewToken]] = [deque() for _ in requests]
         with closing(self.generator.stream(requests)) as tokens:
 
@@ -106,8 +106,8 @@ def requests_of(
     stop: Collection[int | None] = (),
     **how: Any,
 ) -> list[Request]:
-    """So many samples of each prompt, one prompt after the other. seed: makes another one for each.
-    stop: ids that end a text, beside those of the config. how: other fields of a `Request`."""
+    """Requests for num_samples samples of each prompt, by prompt. seed: gives each sample its own
+    seed. stop: ids that end a text, beside the config's. how: other fields of a `Request`."""
     ends = frozenset([*stop, *config.eos_token_ids]) - {None}
     return [
         Request(ids, **how, seed=seed_of(seed, place, sample), stop=ends)
@@ -126,8 +126,8 @@ def open_model(
     model: str, adapter: Path | None = None
 ) -> Iterator[tuple[ModelConfig, Callable[[Param], np.ndarray], Path | str]]:
     """Config, weight reader and tokenizer source of a model: a directory, a cached repository, a
-    checkpoint, or a directory of some, of which the newest is meant; or adapters, with the model
-    that these name. adapter: a PEFT directory to be added. LlmqError."""
+    checkpoint, the newest checkpoint of a directory, or adapters with their base model. adapter: a
+    PEFT directory beside the model. LlmqError if it cannot be opened."""
     is_checkpoint = checkpoint_at(Path(model)) is not None
     directory = find_directory(model)
     if adapter is None and directory is not None and (directory / ADAPTER_CONFIG).is_file():
@@ -187,9 +187,8 @@ def _check_model(model: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How a text is continued, as the fields of a `Request` say.
-
-    seed: of the choice of tokens; each further sample of one seed has another text.
+    """Sampling options, see `Request`. seed: of the choice of tokens; further samples get other
+    seeds.
     """
 
     max_new_tokens: int = 200
@@ -205,11 +204,11 @@ class Sampling:
         samples: int,
         stop: Collection[int | None],
     ) -> list[Request]:
-        """Those of `requests_of`."""
+        """requests_of() with these options."""
         return requests_of(config, prompts, samples, stop=stop, **asdict(self))
 
     def idle(self, num_samples: int) -> list[str]:
-        """One line for every option that has no effect beside the others."""
+        """Lines about options without effect beside the others."""
         if self.temperature > 0:
             return []
         idle = {
@@ -258,10 +257,9 @@ def run_sample(
     model_dtype: str,
     **how: Any,
 ) -> None:
-    """Print samples that continue the prompt as they come, separated by lines of three dashes; with
-    `chat` replies to it, or without one to each line of standard input.
-
-    adapter: as of open_model. system, chat_template: of a chat. how: fields of `Sampling`.
+    """Print continuations of the prompt as they are generated, separated by lines of three dashes.
+    chat: print replies to the prompt, or to each line of standard input. adapter: see open_model.
+    system, chat_template: of a chat. how: fields of `Sampling`.
     """
     for flag, value in (("--system", system), ("--chat-template", chat_template)):
         if value is not None and not chat:
@@ -304,7 +302,7 @@ def run_sample(
 
 
 def _show(prompt: str, pieces: Iterator[str]) -> None:
-    """Print a text while it is made; nothing of it if it cannot even be begun."""
+    """Print a text while it is generated; nothing if the first token fails."""
     print_text(prompt + next(pieces, ""))
     try:
         for piece in pieces:
@@ -337,7 +335,7 @@ def check_prompt(ids: list[int], config: ModelConfig, flag: str = "--prompt") ->
 
 
 def known_tokenizer(source: str | None) -> Tokenizer:
-    """The tokenizer of a run. LlmqError where nobody knows it."""
+    """The tokenizer of a run. LlmqError if it is unknown."""
     if source is None:
         raise LlmqError(
             "it is not known which tokenizer made the training data, so there is no text of "
@@ -395,11 +393,11 @@ class Conversation:
         return self.process.call(_prompt, self.template, messages, tools)
 
     def text(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """The text of messages. LlmqError as of `prompt`."""
+        """The text of messages. LlmqError: see `prompt`."""
         return self.process.call(_text, self.template, messages, add_generation_prompt)
 
     def ask(self, text: str) -> list[int]:
-        """Add a message of the user; returns the prompt of the reply. LlmqError as of `prompt`."""
+        """Add a user's message; return the prompt of the reply. LlmqError: see `prompt`."""
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.prompt(messages)
         self.messages = messages
@@ -430,10 +428,7 @@ def _prompt(
 
 
 def _text(
-    _: Tokenizer,
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    add_generation_prompt: bool,
+    _: Tokenizer, template: ChatTemplate, messages: Sequence[Message], add_generation_prompt: bool
 ) -> str:
     return template.render(messages, add_generation_prompt=add_generation_prompt).text
 
@@ -449,8 +444,8 @@ def conversation(
 def begin_chat(
     model: str, tokenizer: Tokenizer, system: str | None, given: str | None
 ) -> Conversation:
-    """A conversation with the model of this name. given: a file of its template; None: that of the
-    tokenizer. ConfigError where there is none."""
+    """A conversation with the model of this name. given: file of a chat template; None: the
+    tokenizer's template. ConfigError if there is none."""
     talk = conversation(tokenizer, given, system)
     if talk is None:
         raise ConfigError(

@@ -166,7 +166,7 @@ class BackgroundWriter:
         return self._outcome.value
 
     def _all_have(self, wait: bool) -> bool:
-        """Whether the threads of all processes have ended."""
+        """True if the threads of all processes have ended."""
         while wait and self._thread.is_alive():
             self._thread.join(POLL)
             self._ranks.pool.beat()

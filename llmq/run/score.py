@@ -39,14 +39,12 @@ def score_files(
     top_k: int = 0,
     report: Report = lambda done: None,
 ) -> list[Path]:
-    """Write the scores of these files, by the weights as they are; returns their paths. All
-    processes call it.
-
-    Documents are cut, and pairs left out, that are longer than the ranks' sequences. model:
-    identifies the weights. top_k: of a teacher; 0: the tokens' own scores. separator: as of
-    DocumentIndex.read. overwrite: begin anew; replace_others: only what is of another model or
-    other data; else it goes on with the same. DataError for scores of something else, and files of
-    one name; LlmqError for predictions that are not finite.
+    """Write scores of token files by the current weights; return the paths. All processes call this
+    function. Longer documents than sequences are cut, longer pairs left out. model: identity of the
+    weights. top_k: token predictions of a teacher; 0: scores of the tokens. separator: see
+    DocumentIndex.read. overwrite: replace files; replace_others: replace files of another model or
+    other data; else continue unfinished files. DataError for other scores, and for files of one
+    name; LlmqError for predictions that are not finite.
     """
     paths = [scores_path(folder, file.path) for file in files]
     if len({*paths}) < len(paths):

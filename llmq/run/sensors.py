@@ -1,7 +1,6 @@
-"""The sensors of all GPUs of a process, or of its CPUs, and what a run reports of them.
-
-A thread reads them once a second. The run takes what was found from plain attributes: it holds no
-lock and waits for nothing. A driver that does not answer stops this thread only.
+"""Sensors of the GPUs of a process, or of its CPUs, and a run's reports. A thread reads the sensors
+once a second into plain attributes, so that the run takes no lock and never waits. A driver that
+hangs stops only this thread.
 """
 
 import sys
@@ -36,8 +35,8 @@ _LEAST = "dram_free"  # ... and of free memory the mean and the least
 
 
 class Window:
-    """The samples since the last record: their means and extremes. Those that are UNSUPPORTED do
-    not count; where all are, so is the mean."""
+    """The samples since the last record: their means and extremes. UNSUPPORTED samples do not
+    count; the mean of only such samples is UNSUPPORTED."""
 
     def __init__(self) -> None:
         self._values: defaultdict[str, list[int]] = defaultdict(list)
@@ -88,8 +87,8 @@ class Window:
 
 
 class Sensor:
-    """One source and what was read of it; `newest` and `summary` are replaced, never changed. name:
-    in messages; card: of its GPU. index: among those that CUDA sees, None: no GPU. newest: the last
+    """One source and its samples; `newest` and `summary` are replaced, never changed. name: in
+    messages. card: name of the GPU. index: CUDA's number of the GPU, None: no GPU. newest: the last
     sample, summary: of the window, {} before the first. at: its time.monotonic()."""
 
     def __init__(self, source: NvmlGpu | HostUsage, name: str, index: int | None = None):
@@ -107,7 +106,7 @@ class Sensor:
         sample = self.source.read()
         if self._taken:
             self._window, self._taken = Window(), False
-        if not self.newest:  # what was before the run began is not its business
+        if not self.newest:  # samples before the run do not count
             self._uncorrected = max(sample.get("ecc_uncorrected", 0), 0)
         self.summary = self._window.add(sample)
         self.newest, self.at = sample, time.monotonic()
@@ -141,9 +140,8 @@ class Sensor:
 
 
 class Sensors:
-    """The sensors of a process's GPUs, by rank, or that of its CPUs; None where nothing is told.
-
-    news: lines about errors that were found, for whoever takes them out.
+    """Sensors of a process's GPUs, by rank, or of its CPUs; None without readings. news: lines
+    about errors, which the reader removes.
     """
 
     def __init__(self, sensors: Sequence[Sensor | None], interval: float | None = INTERVAL):
@@ -212,7 +210,7 @@ class Sensors:
 
 
 def open_sensors(devices: Sequence[Device], interval: float | None = INTERVAL) -> Sensors:
-    """Those of these devices' GPUs, after one warning without NVML; of the CPU one for all."""
+    """Sensors of the devices' GPUs, none and a warning without NVML; one sensor for all CPUs."""
     if devices[0].kind != "cuda":
         return Sensors([Sensor(HostUsage(), "CPU")], interval)
     return Sensors([_sensor_of(dev) for dev in devices], interval)
@@ -235,14 +233,14 @@ RECENT = 20  # steps over which the live view takes the mean of waits
 
 
 class Waits:
-    """How long each rank stands still for the others: means since the last record, and of late."""
+    """Time that each rank waits for the others: means since the last record, and recent means."""
 
     def __init__(self, world_size: int):
         self._sums, self._count = [0.0] * world_size, 0
         self._recent: deque[tuple[tuple[float, ...], float]] = deque(maxlen=RECENT)
 
     def add(self, result: Result, ms: float) -> None:
-        """A step, which took so many milliseconds."""
+        """Add a step of `ms` milliseconds."""
         if result.waits:
             self._sums = [a + b for a, b in zip(self._sums, result.waits, strict=True)]
             self._count += 1
@@ -265,7 +263,7 @@ class Waits:
 
 
 class Sensing(Callback):
-    """The sensors of a run and its reports of them. every: --log-gpu-util; 0: nothing is read."""
+    """A run's sensors and reports. every: --log-gpu-util; 0: no sensors."""
 
     def __init__(self, devices: Sequence[Device], world: World, reporter: Reporter, every: int):
         """devices: of this process's ranks."""
@@ -279,7 +277,7 @@ class Sensing(Callback):
         return Panel(self._rows) if any(self.sensors.sensors) else None
 
     def on_step(self, step: StepDone) -> None:
-        """Take the measurements of a step, and of the sensors if it is time for them."""
+        """Add a step's waits, and report sensors every so many steps."""
         self.waits.add(step.result, step.ms)
         if self._every > 0 and step.step % self._every == 0:
             self._report(step.step)

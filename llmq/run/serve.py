@@ -4,9 +4,9 @@
     POST /v1/completions          prompts -> continuations, the same
     GET  /v1/models, /health
 
-One thread uses the device (`Engine`). Each text has a queue of new tokens, which a thread of the
-server reads: a slow reader keeps at most the tokens of its own texts waiting. Every field of a
-request has a bound, and fields without support are refused by name.
+One thread uses the device (`Engine`). Each text has a queue of new tokens, read by a thread of the
+server, so that a slow client delays only its own texts. Every field of a request has a bound, and
+fields without support are refused by name.
 """
 
 from __future__ import annotations
@@ -21,13 +21,7 @@ from typing import Any
 
 from llmq.base.errors import LlmqError
 from llmq.model.generator import Generator, NewToken, Request
-from llmq.run.sampling import (
-    Conversation,
-    Sampler,
-    check_prompt,
-    prompt_ids,
-    seed_of,
-)
+from llmq.run.sampling import Conversation, Sampler, check_prompt, prompt_ids, seed_of
 from llmq.run.serve_fields import (
     CHAT,
     LONGEST_STOP,
@@ -72,7 +66,7 @@ class Text:
                 yield token.id
 
     def end(self) -> None:
-        """Continue the text no further, because a stop string came or nobody reads any more."""
+        """Stop the text: a stop string came, or the client left."""
         if self.finish is None:
             self.finish = "stop"
             self._engine.drop(self)
@@ -164,7 +158,7 @@ class Service:
         self.engine = Engine(sampler.generator)
         self._count = 0
 
-    # -- what is asked ---------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------
 
     def asked(self, body: Any, *, chat: bool) -> Asked:
         """Check the body of a request. Refused (400) with the field that is wrong."""
@@ -256,11 +250,11 @@ class Service:
             found.append(each)
         return found
 
-    # -- what is answered ------------------------------------------------------------------------
+    # -- replies ---------------------------------------------------------------------------------
 
     def pieces(self, text: Text, stops: Sequence[str]) -> Iterator[str]:
-        """The characters of a text as they come, up to a stop string. The engine continues the text
-        no longer than somebody reads."""
+        """Characters of a text as they are generated, up to a stop string. The engine stops the
+        text when the reader does."""
         try:
             yield from until(streamed(self.tokenizer, text.request.prompt, text.ids()), stops)
         finally:

@@ -31,8 +31,8 @@ _ENDS = (*DONE, "Stopped by ")
 
 
 class Follower:
-    """The state of a run, as far as its log has told it. ended: it says so. supervised: started by
-    --restarts. models, gpus, cpus: the newest records of that kind by rank."""
+    """State of a run, from its log. ended: True behind the log's end record. supervised: started by
+    --restarts. models, gpus, cpus: newest records by rank."""
 
     def __init__(self, log: Path):
         self.log = log
@@ -51,7 +51,7 @@ class Follower:
         self._scores: dict[str, float] = {}
 
     def look(self) -> None:
-        """Take what is new. DataError where the log is none."""
+        """Read new records. DataError if the file is no log."""
         for record in self._reader.new_records():
             what = f"its record of {record['log']} at step {record['step']}"
             with as_written(self.log, what):
@@ -128,7 +128,7 @@ class Top:
             raise
 
     def look(self) -> None:
-        """Read what is new in the log, and open the sensors of GPUs that it names."""
+        """Read new records of the log, and open the sensors of its GPUs."""
         self._news = [*self._news, *self._sensors.take_news()][-SHOWN_NEWS:]
         if self.run is not None:
             self.run.look()
@@ -160,7 +160,8 @@ class Top:
         return found or [Sensor(HostUsage(), "CPU")]
 
     def rows(self) -> list[Row]:
-        """The rows of this machine say what is so now, those of others what the log said last."""
+        """Rows of GPUs: current readings on this machine, the log's last ones for other
+        machines."""
         run, rows = self.run, []
         for rank, sensor in enumerate(self._sensors.sensors):
             waits = None if run is None else run.waits(rank)
@@ -189,7 +190,7 @@ class Top:
         )
 
     def render(self) -> RenderableType:
-        """All of it, and below it the newest errors of GPUs."""
+        """The whole view, with the newest errors of GPUs below."""
         return Group(self._view(), *(Text(line, "bold red") for line in self._news))
 
     def _view(self) -> RenderableType:
@@ -204,7 +205,7 @@ class Top:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there will be something new."""
+        """True while the run may write to the log."""
         if self.run is None:
             return True
         log, written = self.run.log, has_writer(self.run.log)
@@ -218,10 +219,9 @@ class Top:
 
 
 def run_top(log: Path | None, *, once: bool = False, every: float = LOOKS) -> None:
-    """Show a log's run and its GPUs, or those of this machine, until it ends or Ctrl-C.
-
-    once: show it once, as without a terminal. every: seconds between looks at the log. DataError
-    where the log cannot be read or is none.
+    """Show a log's run and its GPUs, or this machine's GPUs, until the run's end or Ctrl-C. once:
+    print once, as without a terminal. every: seconds between reads of the log. DataError if the log
+    cannot be read.
     """
     console = printable_console()
     top = Top(log)

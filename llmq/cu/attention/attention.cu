@@ -7,13 +7,11 @@
 //   d_v = P^T d_out;   d_k = scale dS^T q;   d_q = scale dS k
 //   sum_heads: d_k, d_v = sums of d_kv over the query heads of each, in ascending order, in F32
 //
-// Data     qkv, d_qkv: T (B, seq_len, Hq + 2 Hkv, HEAD_DIM), query, then key, then value heads;
-//          out, d_out: T (B, seq_len, Hq, HEAD_DIM); lse, delta: F32 (B, Hq, seq_len). T: BF16
-//          (tensor cores, attention_mma.cuh) or F32 (attention_fma.cuh). Sums and statistics F32;
-//          BF16 P and dS are rounded before they are multiplied. Any seq_len; HEAD_DIM up to 256,
-//          in tiles with zeros up to a multiple of 16. With MASKED = 1 query t sees keys from
-//          max(starts[t], t - window + 1) on: starts: I32 (B, seq_len), never falling along a
-//          sequence, or null. With MASKED = 0 it sees all up to its own.
+// Data     declared in llmq/ops/attention/attention.py. T: BF16 (tensor cores, attention_mma.cuh)
+//          or F32 (attention_fma.cuh). Sums and statistics are F32; BF16 P and dS are rounded
+//          before they are multiplied. HEAD_DIM up to 256, in tiles with zeros up to a multiple of
+//          16. Query t sees keys from max(starts[t], t - window + 1) on, with MASKED = 0 from 0
+//          on. starts, which may be null, never falls along a sequence.
 // Launch   forward: FORWARD_OWN queries a block, grid (tiles, Hq, B). backward: BACKWARD_OWN keys
 //          or queries a block, grid tiles * B * (Hkv + Hq), keys first. Tiles and dynamic shared
 //          memory come from llmq/ops/attention/attention.py. delta: 8 threads a row, grid (blocks, B).
@@ -22,17 +20,16 @@
 // Cost     forward 2, backward 7 B Hq seq_len^2 HEAD_DIM FLOPs (4 products in blocks that own keys,
 //          3 in those that own queries; with SPLIT_KEYS = 1, where registers do not do for dK and
 //          dV at once, 8 in all); a tile is read by every block that meets it, mostly in L2. Tiles
-//          in which no query sees a key are skipped, so that with MASKED = 1 work goes with what
-//          is seen. What is not seen changes nothing, not even if it is NaN.
+//          in which no query sees a key are skipped. Unseen keys change nothing, not even NaN.
 // Needs    sm_80 for BF16. backward: lse of the forward, delta of attention_delta. No atomics:
 //          every element is summed by one thread in a fixed order.
 #include "common.cuh"
 
-// How many pieces of this size cover n.
+// Number of pieces of this size that cover n.
 __host__ __device__ constexpr int pieces(int n, int size) { return (n + size - 1) / size; }
 
-// What the queries of one sequence see. Both limits never fall from one query to the next, so that
-// those of a tile are those of its first and its last query.
+// Keys that the queries of one sequence see. Both limits never fall from query to query, so that
+// the first and the last query of a tile bound the tile's keys.
 struct Sight {
     const int* starts;  // of the sequence, or null
     int window, seq_len;
@@ -67,7 +64,7 @@ struct Sight {
     }
 };
 
-// What a block of the backward computes: dK and dV of its keys, one of both, or dQ of its queries.
+// Results of a block of backward: dK and dV of its keys, one of both, or dQ of its queries.
 enum class Part { KEYS, ONLY_K, ONLY_V, QUERIES };
 
 #include "attention/attention_fma.cuh"
@@ -153,8 +150,8 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
                              int num_kv_heads, const int* __restrict__ starts, int window,
                              float scale) {
     extern __shared__ __align__(128) char shared[];
-    // Tiles of one head are neighbours, so that they find what they read in L2. In all parts the
-    // long ones come first.
+    // Tiles of one head are neighbours, so that they share reads in L2. In all parts the longest
+    // come first.
     const int tiles = pieces(seq_len, BACKWARD_OWN), tile = blockIdx.x % tiles;
     const int strip = blockIdx.x / tiles, strips = gridDim.x / tiles;
     const int batches = strips / ((1 + SPLIT_KEYS) * num_kv_heads + num_heads);

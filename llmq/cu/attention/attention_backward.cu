@@ -14,15 +14,12 @@
 // tiles are in parts of fewer heads each. All but the last part leave their sums in memory; the last
 // one waits for them, and adds them in their order. It is taken last, so that they are under way.
 //
-// Data     qkv, d_qkv: BF16 (B * T, (Hq + 2 Hkv) * HEAD_DIM), query, then key, then value heads;
-//          out, d_out: BF16 (B * T, Hq * HEAD_DIM); lse: F32 (B, Hq, T), natural logarithm;
-//          statistics: F32 (B, Hq, T / 64, 2, 64), of 64 queries lse * log2(e), and -delta, the
-//          sums of d_out * out; taken: I32 (1 + B * Hkv * T / 64,), how many tiles blocks have, and
-//          how many warps have left sums of 64 keys; sums: F32, of each part but the last of each
-//          64 keys those of d_k and d_v, as threads have them, null where there are no parts.
-//          scale_log2: scale * log2(e), which no register holds. part_heads: query heads of a part.
-//          HEAD_DIM 64 or 128. T a multiple of 64. Sums are F32; P and dS are rounded before they
-//          are multiplied.
+// Data     declared in llmq/ops/attention/attention_backward.py. lse: natural logarithm.
+//          statistics: of 64 queries lse * log2(e), then -delta, delta = sum of d_out * out.
+//          taken: number of tiles that blocks have taken, then of warps that have left sums, by 64
+//          keys. sums: d_k and d_v by part but the last and by 64 keys, in the threads' order;
+//          null without parts. part_heads: query heads of a part. HEAD_DIM 64 or 128, T a multiple
+//          of 64. Sums are F32; P and dS are rounded before they are multiplied.
 // Launch   statistics: 8 threads a row, 256 a block, grid (blocks, B); leaves 0 in taken. gradient:
 //          384 threads, at most as many blocks as multiprocessors; shared memory as
 //          llmq/ops/attention/attention_backward.py says.
@@ -37,7 +34,7 @@ constexpr bool EARLY = D == 64;   // dV before dS is computed, where there are r
 
 // -- The warpgroups that multiply -----------------------------------------------------------------
 
-// Of its warpgroup. What is derived from it is derived again: there are no registers to keep it.
+// Number in the warpgroup. Volatile: derived values are computed again, because registers are few.
 __device__ __forceinline__ u32 this_thread() {
     u32 thread = threadIdx.x % 128;
     forget(thread);
@@ -69,13 +66,13 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[D / 2], const u32 
     wgmma_commit();
 }
 
-// A sum's layout is the left operand's: two times 8 columns are what one product takes of it.
+// A sum's layout is the left operand's: one product takes two times 8 columns.
 __device__ __forceinline__ void round_left(u32 (&left)[4], const float* x) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) { left[i] = to_pair(x[2 * i], x[2 * i + 1]); }
 }
 
-// This warp's 16 rows of the sum, times factor, through its part of a tile that nobody reads.
+// Store this warp's 16 rows of the sum, times factor, through its part of a free tile.
 __device__ __forceinline__ void store_rows(const TensorMap* map, int column, int row,
                                            const float (&sum)[D / 2], float factor,
                                            SharedAddress tile) {
@@ -116,7 +113,7 @@ __device__ __forceinline__ void pass_by(const Memory& memory, Ring& ring, int st
     }
 }
 
-// What a thread's two rows are shifted by, where a tile is of queries.
+// Statistics of a thread's two rows, in a tile of queries.
 struct RowStatistics {
     float lse[2], delta[2];
 };
@@ -168,7 +165,7 @@ __device__ __forceinline__ void to_d_s(float* d_s, const float* p) {
     for (int i = 0; i < 8; ++i) { d_s[i] *= p[i]; }
 }
 
-// A warpgroup's part of a tile: block `block` of 64 rows, with x, y those of a step (Q, dO of keys;
+// A warpgroup's part of a tile: block `block` of 64 rows; x, y: tensors of a step (Q, dO of keys;
 // K, V of queries)
 //   P, dP = own x^T, own y^T;   d_y += P y (of keys: dV);   d_x += dS x (dK or dQ)
 // in the steps from begin to stop of each head.
@@ -279,7 +276,7 @@ struct Walk {
     }
 };
 
-// What the parts of a tile's query heads leave for the last one of them, of a block of 64 keys.
+// Sums of a block of 64 keys that parts of query heads leave for the last part.
 struct Parts {
     const Sizes& sizes;
     float4* sums;
@@ -312,7 +309,7 @@ struct Parts {
         if (threadIdx.x % 32 == 0) { atomicAdd(taken + 1 + block, 1); }
     }
 
-    // Of all in front of this one.
+    // Add the sums of all parts in front of this one.
     __device__ __forceinline__ void add(float (&d_x)[D / 2], float (&d_y)[D / 2]) {
         wait_for_count(taken + 1 + block, WARPS / 2 * part);
 #pragma unroll 1
@@ -361,7 +358,7 @@ __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me,
         }
     }
     {
-        // The steps in which these rows have something to do with those of the other side.
+        // Steps in which these rows meet rows of the other side.
         const int begin = IS_KEYS ? block : item.first;
         const int stop = IS_KEYS ? item.end : present ? min(block + 1, item.end) : item.first;
         const Walk walk{memory, own,  own + 2 * TILE_BYTES, block, begin,

@@ -11,7 +11,7 @@
 
 namespace simt {
 
-// Rows of tiles have D elements, zeros behind those of a head.
+// Rows of tiles have D elements: a head's, then zeros.
 constexpr int D = pieces(HEAD_DIM, 16) * 16, PITCH = D + 4, COLUMNS = D / 16;
 
 __device__ __forceinline__ bool in_head(int column) { return D == HEAD_DIM || column < HEAD_DIM; }
@@ -239,7 +239,7 @@ __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const
 
     load_rows<OWN, THREADS>(a, OWN_KEYS ? k : q, pitch, own, seq_len);
     load_rows<OWN, THREADS>(b, OWN_KEYS ? v : d_o, OWN_KEYS ? pitch : out_pitch, own, seq_len);
-    // Of the step's tiles, the first and the end of those with something to see.
+    // First and end of the steps' tiles in which a query sees a key.
     const int last_key = min(own + OWN, seq_len) - 1;
     const int first = (OWN_KEYS ? own : sight.first_key(own)) / STEP;
     const int tiles =

@@ -5,8 +5,7 @@
 //   forward    out = x * sigmoid(gate)
 //   backward   d_x = d_out * s;   d_gate = d_out * s * x * (1 - s)         s = sigmoid(gate)
 //
-// Data     product: T (rows, 2 Hq + 2 Hkv, HEAD_DIM). qkv: T (rows, Hq + 2 Hkv, HEAD_DIM). gate, x, out:
-//          T (rows, Hq, HEAD_DIM). 16-byte aligned.
+// Data     declared in llmq/ops/attention/attention_gate.py.
 // Launch   256 threads, a 16-byte vector each.
 // Cost     all read once or written once. Memory-bound.
 // Needs    HEAD_DIM a multiple of 8. backward: d_x may be d_out; a thread reads what it overwrites.

@@ -59,7 +59,7 @@ __device__ __forceinline__ Item item_of(int number, const Sizes& sizes) {
     if (number >= sizes.items()) { return {NOTHING}; }
     const bool keys = number < key_items;
     if (!keys) { number -= key_items; }
-    // Tiles of one head are neighbours, so that they find what they read in L2, the longest first.
+    // Tiles of one head are neighbours, so that they share reads in L2, the longest first.
     const int strip = number / tiles, tile = number % tiles;
     const int block = 2 * (keys ? tile : tiles - 1 - tile);
     const int strips = keys ? sizes.num_kv_heads : sizes.num_heads;
@@ -73,7 +73,7 @@ __device__ __forceinline__ Item item_of(int number, const Sizes& sizes) {
     return {QUERIES, batch, head, head, block, 0, min(block + 2, sizes.blocks()), 1};
 }
 
-// What a block has in shared memory: addresses of tiles and of barriers.
+// A block's shared memory: addresses of tiles and of barriers.
 struct Memory {
     SharedAddress own, stages, statistics, full, empty, own_full, own_empty, read, items;
 
@@ -92,7 +92,7 @@ struct Memory {
     }
 };
 
-// The tile of a turn, as the thread that takes them has left it.
+// The tile of a turn, stored by the thread that takes tiles.
 __device__ __forceinline__ Item item_at(const Memory& memory, u32 turn) {
     const SharedAddress from = memory.items + (turn & 1) * sizeof(Item);
     const uint4 a = load_shared(from), b = load_shared(from + 16);

@@ -7,19 +7,19 @@
 // in blocks that own queries, are sums over the steps in registers. No atomics, fixed order.
 //
 // The eight rows of an 8 x 8 matrix lie in different banks of shared memory: units of 16 bytes are
-// exchanged within each eight of a row by its number. Where rows are no multiples of eight units,
-// they are one unit longer instead, so that their number is odd.
+// exchanged within each eight of a row by its number. Rows that are no multiple of eight units are
+// padded by a unit, so that their units are odd.
 #pragma once
 #include "ptx.cuh"
 
 namespace mma {
 
-// Rows of tiles have D elements, zeros behind those of a head. UNITS: of 16 bytes, in a row.
+// Rows of tiles have D elements: a head's, then zeros. UNITS: of 16 bytes, in a row.
 constexpr int D = pieces(HEAD_DIM, 16) * 16, UNITS = D / 8;
 constexpr bool EXCHANGED = UNITS % 8 == 0;
 constexpr int ROW_BYTES = EXCHANGED ? 2 * D : 2 * (D + 8);
 
-// Where a unit of a row is, in bytes.
+// Offset of a unit of a row, in bytes.
 __device__ __forceinline__ int place(int row, int unit) {
     return row * ROW_BYTES + (EXCHANGED ? unit ^ row & 7 : unit) * 16;
 }
@@ -65,7 +65,7 @@ __device__ __forceinline__ void load_rows(SharedAddress to, const bf16* from, in
     }
 }
 
-// Where in a 16 x 16 piece of a tile this lane's row for ldmatrix is. The order of the four 8 x 8
+// Offset of this lane's row for ldmatrix in a 16 x 16 piece of a tile. The order of the four 8 x 8
 // matrices (rows, columns; + is 8..15) is that of the operand's registers in ptx.cuh:
 //   left                                               (0, 0) (+, 0) (0, +) (+, +)
 //   right of a b^T, two of 8 columns: tile rows are    (0, 0) (0, +) (+, 0) (+, +)
@@ -138,8 +138,8 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[M][D / 8][4],
     }
 }
 
-// Write this warp's 16 M rows of sums, times the row's factor, through its part of a shared tile,
-// which nobody else reads any more; row r goes to `to + r * pitch` if r < rows.
+// Write this warp's 16 M rows of sums, times the row's factor, through its part of a shared tile
+// that no other warp reads; row r goes to `to + r * pitch` if r < rows.
 template <int M>
 __device__ __forceinline__ void store_rows(bf16* to, int pitch, int rows,
                                            const float (&sum)[M][D / 8][4],
@@ -211,8 +211,8 @@ __device__ __forceinline__ void clear_with(float (&x)[M][N][4], const float (&p)
     }
 }
 
-// Whether this thread's part of a tile of ROWS rows has something that is not finite. With CLEAR 16
-// bytes that have become zeros, and the row's place in `spoiled` NaN.
+// True if this thread's part of a tile of ROWS rows has an element that is not finite. CLEAR: zero
+// its 16 bytes, and set the row's place in `spoiled` to NaN.
 template <bool CLEAR, int ROWS, int THREADS>
 __device__ __forceinline__ bool not_finite(float (&spoiled)[ROWS], char* tile) {
     bool any = false;
@@ -237,9 +237,9 @@ __device__ __forceinline__ bool not_finite(float (&spoiled)[ROWS], char* tile) {
 }
 
 // In tiles where some queries do not see some keys, zero times NaN would carry a value from one to
-// the other: what is not finite in the step's tile becomes zeros there, and `spoiled`, which is
-// added to the scores of those who see the row, NaN in its place. Returns whether there is such a
-// row, the same for all threads; `spoiled` counts only then. There are barriers inside.
+// the other: elements that are not finite become zeros in the step's tile, and NaN in `spoiled`,
+// which is added to the scores of queries that see the row. Returns true, for all threads, if there
+// is such a row; `spoiled` is valid only then. There are barriers inside.
 template <int ROWS, int THREADS>
 __device__ __forceinline__ bool spoil(float (&spoiled)[ROWS], char* tile) {
     if (!__syncthreads_or(not_finite<false, ROWS, THREADS>(spoiled, tile))) { return false; }
@@ -266,7 +266,7 @@ __device__ __forceinline__ void add_spoiled(float (&scores)[M][N][4], const floa
     }
 }
 
-// One step of the running softmax: scores become probabilities relative to the new maximum.
+// A step of the online softmax: scores become probabilities relative to the new maximum.
 template <int M, int N>
 __device__ __forceinline__ void softmax_step(float (&scores)[M][N][4], float (&sum)[M][D / 8][4],
                                              float (&row_max)[M][2], float (&row_sum)[M][2],
@@ -434,7 +434,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
     const SharedAddress left = warp_row * ROW_BYTES + left_offset(lane);
     const float scale_log2 = scale * LOG2E;
 
-    // Of the step's tiles, the first and the end of those with something to see.
+    // First and end of the steps' tiles in which a query sees a key.
     const int last_key = min(own + OWN, seq_len) - 1;
     const int first = (OWN_KEYS ? own : sight.first_key(own)) / STEP;
     const int end = OWN_KEYS ? sight.end_of_queries(last_key) : last_key + 1;

@@ -9,11 +9,9 @@
 //
 //   With OFFSET = 1 1 + weight takes the place of weight.
 //
-// Data     qkv, d_qkv: T (tokens, Hq + 2 Hkv, HEAD_DIM), value heads last and not touched. raw: T
-//          (tokens, Hq + Hkv, HEAD_DIM). rstd: F32 (tokens, Hq + Hkv), if WIDE (tokens, 2). 16-byte
-//          aligned, HEAD_DIM % 8 == 0, if WIDE only its multiples. q_partial: F32 (query_blocks,
-//          width of a row), k_partial: F32 (the other blocks, ...), sums of a block; with
-//          SUMS = 0 none are made, may be null.
+// Data     declared in llmq/ops/attention/qk_norm.py. Value heads of qkv and d_qkv are not
+//          touched. rstd: of heads, with WIDE of queries and of keys. q_partial, k_partial: sums
+//          of a block; null with SUMS = 0.
 // Launch   the first query_blocks blocks loop over queries, the others over keys; at least one of
 //          each. Heads: 256 threads; GROUP lanes (a power of two) share a head, 8 channels each,
 //          HEADS_PER_LANE heads at a time. WIDE: a row lives in the registers of WARPS warps,
@@ -24,7 +22,7 @@
 #include "common.cuh"
 #include "fp8.cuh"
 
-// What a channel is multiplied by.
+// Factor of a channel.
 __device__ __forceinline__ float factor(T weight) {
     return OFFSET ? 1.0f + to_f32(weight) : to_f32(weight);
 }
@@ -40,7 +38,7 @@ constexpr int BACKWARD_BLOCKS = SM_THREADS / BACKWARD_THREADS;
 using Registers = Row<T, WARPS, VECTORS>;
 template <int ROWS> using Sum = RowSum<WARPS, WARPS * ROWS>;
 
-// What this block works on: the queries or the keys of all tokens.
+// This block's part: the queries or the keys of all tokens.
 struct Part {
     bool query;
     i32 block, blocks, channels, first, width, packed_width;
@@ -195,7 +193,7 @@ __device__ __forceinline__ float group_sum(float x) {
 struct Channels {
     Vec<T> part[N / Vec<T>::N];
 
-    // Those at p, or zeros.
+    // The channels at p, or zeros.
     __device__ __forceinline__ Channels(const T* p, bool active) {
 #pragma unroll
         for (int i = 0; i < N / Vec<T>::N; ++i) {

@@ -6,17 +6,12 @@
 //              LENGTHS = 1: query heads are also multiplied by lengths[position]
 //   fused      backward, and of its result the sums over tokens and the FP8 codes, if wanted
 //
-// Data     qkv, d_qkv: T (tokens, Hq + 2 Hkv, HEAD_DIM), value heads last and not changed; table:
-//          F32 (positions, HEAD_DIM / 2, 2), cos and sin. 16-byte aligned. HEAD_DIM and ROTARY are
-//          even, with WIDE = 1 and in the fused kernel multiples of 16.
-//          Token i has position i % seq_length, less starts[i] with DOCUMENTS = 1: starts: I32
-//          (tokens), the first position of each one's document, which may be negative; else null.
-//          lengths: F32 (positions), with LENGTHS = 1; else null.
-//          abs_max: F32 (1), with ABS_MAX = 1 raised to the largest |d_qkv|, as stored, value heads
-//          included; else not touched, may be null.
-//          fused: out is d_qkv or null. partial: with BIAS = 1 F32 (ceil(tokens / 64), features),
-//          sums over 64 tokens. codes, transposed, scale, saturated as in fp8.cuh, of matrices
-//          (tokens, features), with CODES = 1, TRANSPOSED = 1; out is then not written.
+// Data     declared in llmq/ops/attention/rope.py. Value heads of qkv and d_qkv do not change.
+//          table: cos, sin. HEAD_DIM and ROTARY are even, with WIDE = 1 and in the fused kernel
+//          multiples of 16. Token i has position i % seq_length, with DOCUMENTS = 1 less
+//          starts[i], which may be negative. abs_max, with ABS_MAX = 1: raised to the largest
+//          |d_qkv|, value heads included. fused: partial, with BIAS = 1, sums over 64 tokens;
+//          codes, transposed (fp8.cuh), with CODES = 1, TRANSPOSED = 1, in the place of out.
 // Launch   128 threads, one thread for 16 bytes, without WIDE one element, of both halves of
 //          HEADS_PER_THREAD heads.
 //          fused: 256 threads, sizeof(FusedShared), a block for 64 tokens and up to block_tiles
@@ -45,16 +40,16 @@ constexpr int BLOCKS_ON_SM = sizeof(T) == 2 ? 3 : 2;  // that the fused kernel's
 __device__ __forceinline__ u32 first_of(u32 pair) {
     return PARTIAL && pair >= ROTARY / 2 ? pair + ROTARY / 2 : pair;
 }
-// How far the second one lies behind it.
+// Distance from a pair's first channel to its second.
 __device__ __forceinline__ u32 behind(u32 pair) {
     return !PARTIAL ? HALF : pair < ROTARY / 2 ? ROTARY / 2 : HALF - ROTARY / 2;
 }
 
-// Of COUNT neighbouring pairs.
+// cos and sin of COUNT neighbouring pairs.
 template <int COUNT> struct Angles {
     float cos[COUNT], sin[COUNT];
 
-    // From a row of the table, at the first of them. BACKWARD: of the opposite angles.
+    // Load from a row of the table, at the first pair. BACKWARD: opposite angles.
     template <bool BACKWARD> __device__ __forceinline__ void load(const f32* row) {
         if constexpr (COUNT == 1) {
             cos[0] = row[0], sin[0] = BACKWARD ? -row[1] : row[1];
@@ -192,7 +187,7 @@ struct alignas(4 * sizeof(T)) Quad {
     static __device__ __forceinline__ u32 peak_bits(u32 peak) {
         return PACKED ? max(peak << 16, peak & 0xFFFF0000u) : peak;
     }
-    // Of how many the absolute value is above the limit.
+    // Number of elements with an absolute value above the limit.
     __device__ __forceinline__ u32 count_above(float limit) const {
         float x[4];
         get(x);
@@ -213,7 +208,7 @@ constexpr bool SAME_ANGLES = TILE_QUADS % HALF_QUADS == 0;  // in all tiles side
 __device__ __forceinline__ i32 quad_column(u32 quad) {
     return quad / HALF_QUADS * HEAD_DIM + first_of(quad % HALF_QUADS * 4);
 }
-// How far that of the second halves lies behind it.
+// Distance from a quad to the quad of the second halves.
 __device__ __forceinline__ i32 quad_behind(u32 quad) { return behind(quad % HALF_QUADS * 4); }
 
 // The codes of a tile, a line of 64 bytes for each column. Column i of quad q is line i * 16 + q:
@@ -233,7 +228,7 @@ struct CodeTile {
             reinterpret_cast<u32*>(place)[rows % 4] = turned[i];
         }
     }
-    // To transposed (columns, turned) what lies inside of it, turned = turned_columns(tokens).
+    // Store the tile's part inside transposed (columns, turned), turned = turned_columns(tokens).
     template <class Format>
     __device__ __forceinline__ void store(Format* transposed, i64 first_row, i64 turned,
                                           u32 first_quad, i32 columns) const {
@@ -251,7 +246,7 @@ struct CodeTile {
     }
 };
 
-// Sums over the tokens of each warp, of the quads of the first half, then of those of the second.
+// Sums over the tokens of each warp: quads of the first half, then of the second half.
 struct alignas(16) SumTile {
     static constexpr int LINES = 2 * 4 * TILE_QUADS;
     float sum[WARPS][LINES];
@@ -279,7 +274,7 @@ struct alignas(16) SumTile {
     }
 };
 
-// Turns four neighbours of the first half and those of the second, and multiplies them by length.
+// Rotate four neighbours of the first half with their partners in the second, times length.
 __device__ __forceinline__ void rotate(const Angles<4>& turn, float length, Quad& first,
                                        Quad& second) {
     float x1[4], x2[4], y1[4], y2[4];
@@ -379,7 +374,7 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
         for (int i = 0; i < 4; ++i) { peak = y2[i].raise(y1[i].raise(peak)); }
         peak = Quad::peak_bits(peak);
         largest = max(largest, peak);
-        if (FP8 && peak > __float_as_uint(encoder.limit)) {  // rules out what is rare
+        if (FP8 && peak > __float_as_uint(encoder.limit)) {  // rules out saturation, which is rare
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 encoder.count += y1[i].count_above(encoder.limit);

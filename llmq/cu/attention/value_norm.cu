@@ -7,8 +7,7 @@
 //   KEYS = 1   x: the key heads of product, whose query and key heads come into qkv; d_product: the
 //              query heads of d_qkv, and T(its key heads + d_x).
 //
-// Data     qkv, d_qkv: T (tokens, Hq + 2 Hkv, HEAD_DIM). product, d_product: T (tokens, Hq + Hkv,
-//          HEAD_DIM), with KEYS = 0 null. rstd: F32 (tokens, Hkv). 16-byte aligned, HEAD_DIM % 8 == 0.
+// Data     declared in llmq/ops/attention/value_norm.py. product, d_product: null with KEYS = 0.
 // Launch   256 threads; a warp for every head of values, with KEYS = 1 of queries too; VECTORS
 //          vectors of 16 bytes in each lane.
 // Cost     what is given is read once, results written once. Memory-bound.

@@ -1,5 +1,5 @@
-// delta_chunk.cuh -- what the kernels of the gated delta rule share: where a block is, what is known of
-// a chunk of 64 tokens, and the tiles that a scan reads ahead of their use.
+// delta_chunk.cuh -- what the kernels of the gated delta rule share: a block's position, factors of
+// a chunk of 64 tokens, and tiles that a scan prefetches.
 #pragma once
 #include "delta/delta_tiles.cuh"
 
@@ -51,14 +51,14 @@ __device__ __forceinline__ float exponential(float x) {
     return sizeof(T) == 2 ? exp2_approx(LOG2E * x) : expf(x);
 }
 
-// Sums of decays. Where decays are strong, differences of neighbours' sums lack digits: beside F32 sums
-// are F64. e^LEAST_DECAY is 0 in F32, so that stronger ones cost no digits more.
+// Sums of decays. Differences of neighbours' sums lose digits if decays are strong: with F32
+// tensors sums are F64. e^LEAST_DECAY is 0 in F32, so that stronger decays are cut to it.
 constexpr float LEAST_DECAY = -128.0f;
 template <class E> struct SumOf { using Type = float; };
 template <> struct SumOf<float> { using Type = double; };
 
-// A chunk's tokens, in shared memory. begin: the first of each one's document in the chunk, -1: in
-// front of it. sums: of decays since then.
+// A chunk's tokens, in shared memory. begin: first token of each token's document in the chunk, -1:
+// in front of the chunk. sums: of decays since then.
 struct Chunk {
     using Sum = SumOf<T>::Type;
     int begin[CHUNK];
@@ -277,7 +277,7 @@ struct State {
             each_tile([&](int n, Sums& sums) {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    Left<T> a = get(k);  // what is derived from it may not be held: registers are few
+                    Left<T> a = get(k);  // derived values must not be held: registers are few
                     arrived(reinterpret_cast<float (&)[sizeof(a) / 4]>(a));
                     multiply(sums, a, right<false>(rows, k * 16, n * 16));
                 }

@@ -5,9 +5,9 @@
 //              d_a = d_decay * -exp(a_log) * sigmoid(a + dt_bias)
 //              d_a_log = sum over rows of d_decay * decay;   d_dt_bias = sum over rows of d_a
 //
-// Data     x, d_x: T (rows, columns), b at column `offset`, a behind it, `heads` each. a_log,
-//          dt_bias: T (heads). gates, d_gates: F32 (rows, 2, heads), decays, betas. a_log_partial,
-//          dt_bias_partial: F32 (rows / 32 rounded up, heads), sums of a block.
+// Data     declared in llmq/ops/delta/delta_gates.py. x, d_x: b from column `offset` on, then a,
+//          `heads` each. gates, d_gates: decays, betas. a_log_partial, dt_bias_partial: sums of a
+//          block.
 // Launch   256 threads, a head in each lane, a row in each warp; grid (heads / 32, rows / 32), both
 //          rounded up.
 // Cost     b, a and gates read or written once. Memory-bound, and small.

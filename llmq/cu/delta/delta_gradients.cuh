@@ -11,7 +11,7 @@ __device__ __forceinline__ void add_dots(float (&dot)[2], const Sums& sums, cons
     }
 }
 
-// Those of the four lanes that share a row together, to 16 rows' places.
+// Add up the four lanes that share a row, and store 16 rows' dots.
 __device__ __forceinline__ void put_dots(float* to, float (&dot)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -90,15 +90,15 @@ __device__ __forceinline__ void multiply_dot(Gradient& x, const Left<T>& a, B ri
 
 constexpr int WIDE = DK > DV ? DK : DV, SQUARE = CHUNK + 8;  // elements of rows in shared memory
 constexpr int AHEAD = STATE_ROWS == 32 ? 1 : 2;  // slices of STATE_ROWS that are loaded before
-// Whether keys, and values of the next head, arrive while others are in use.
+// True if keys, and values of the next head, are loaded while others are in use.
 constexpr bool EARLY = COPIED && STATE_ROWS == 32 && DV % 64 == 0;
-// Where shared memory is short, rows are not shared out evenly, and the next head waits for the last gates.
+// With little shared memory rows are divided unevenly, and the next head waits for the last gates.
 constexpr int SIDES = EARLY ? 2 : 1;
 
 // F32: the gradient of a token's decay as a sum of what passes it, of which nothing is taken away again:
 // what later tokens read of earlier ones, and of the state in front, and what earlier ones leave behind.
 //
-// What tokens read of those in front of them: 16 rows, 32 columns of pairs. squares: gradients of
+// Terms of pairs of tokens, the first reads the second: 16 rows, 32 columns. squares: gradients of
 // products of queries and keys, and of keys.
 __device__ __forceinline__ void put_pairs(T* pairs, T* const (&squares)[2], const Tile<T>& q,
                                           const Tile<T>& k, int row, int column) {
@@ -118,7 +118,8 @@ __device__ __forceinline__ void put_pairs(T* pairs, T* const (&squares)[2], cons
         put_tile<false>(pairs, SQUARE, row, c, of_k);
     }
 }
-// That of this thread's token, without the state that passes it. All threads call it; pairs are lost.
+// The gradient of this thread's token, without the state that passes the token. All threads call
+// it; overwrites pairs.
 __device__ __forceinline__ float crossing_of(T* pairs, const float (&front)[2][CHUNK],
                                              const float (&behind)[2][CHUNK]) {
     const int t = threadIdx.x;
@@ -141,7 +142,7 @@ __device__ __forceinline__ float crossing_of(T* pairs, const float (&front)[2][C
     return total;
 }
 
-// What the kernel does, on `memory`.
+// The kernel, on `memory`.
 __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gates, const T* d_out,
                                           const T* changes, const T* d_changes, const T* states,
                                           const T* d_states, const T* inverse, const float* factors,

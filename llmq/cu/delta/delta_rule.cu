@@ -17,14 +17,11 @@
 //   token to another of its document, else 0; E: from the state in front. A state begins with 0
 //   where a document does.
 //
-// Data     qkv, d_qkv: T (B, seq_len, 2 Hk DK + Hv DV), query, then key, then value heads; value
-//          head h has the keys of head h * Hk / Hv. out, d_out: T (B, seq_len, Hv DV). gates,
-//          d_gates: F32 (B, seq_len, 2, Hv), decays (logarithms), betas. Of each chunk, T (B, Hv,
-//          chunks, ..): inverse (64, 64), whose blocks of 16 x 16 above the diagonal are nothing;
-//          scores (64, 64); u, changes, d_changes (64, DV); w (64, DK);
-//          states, d_states (DV, DK); and F32 factors (6, 64), named in delta_chunk.cuh. state,
-//          d_state: F32 (B, Hv, DK, DV) or null, read and overwritten. starts: I32 (B, seq_len), the
-//          first position of each one's document, or null: then all see the state if carried.
+// Data     declared in llmq/ops/delta/delta_rule.py. qkv: query, key, then value heads; value head
+//          h has the keys of head h * Hk / Hv. gates: decays (logarithms), betas. inverse: blocks
+//          of 16 x 16 above the diagonal hold anything. factors: named in delta_chunk.cuh. state,
+//          d_state: overwritten, or null. starts: first position of each token's document, or
+//          null: then all tokens see the state if `carried`.
 // Launch   dynamic shared memory as llmq/ops/delta/delta_rule.py says, less than 100 KB but where there is
 //          more. prepare: 256 threads, grid (Hv, B, chunks), from the last chunk on; gradients: 256
 //          threads, grid (Hk, B, chunks), over the value heads of each key: L2 still has what scans
@@ -41,7 +38,6 @@
 // Needs    sm_80; .._sm90: sm_90a, BF16, DK 64 or 128, DV 128, seq_len a multiple of 64 or B = 1. DK, DV
 //          multiples of 32 up to 128. Hv a multiple of Hk. No atomics: every element is summed by one
 //          thread, or one warp, in a fixed order.
-// Same name  llmq/ops/delta/delta_rule.py  llmq/ref/delta/delta_rule.py  tests/ops/delta/test_delta_rule.py
 #include "delta/delta_chunk.cuh"
 #include "delta/delta_gradients.cuh"
 #include "delta/delta_sm90.cuh"
@@ -52,10 +48,10 @@ constexpr float EPS = 1e-6f;  // of lengths of queries and keys
 
 __device__ __forceinline__ float query_scale() { return 1.0f / sqrtf((float)DK); }
 
-// (1 + system)^-1 in the place of system, of which what is below the diagonal is read; but of the last 32
-// rows, the first 32 columns come to where the first rows have their last ones (solved_at). Blocks of
-// the diagonal by substitution, those below by products: of two neighbours (a, 0; x, b) the third is -b x
-// a. All threads call it, and wait for each other afterwards.
+// Replace system, read below the diagonal, by (1 + system)^-1; the first 32 columns of the last 32
+// rows go to the last columns of the first rows (solved_at). Diagonal blocks by substitution, lower
+// blocks by products: of (a, 0; x, b) the third is -b x a. All threads call it, and wait for each
+// other afterwards.
 __device__ __forceinline__ void invert(float* system) {
     constexpr bool EXACT = sizeof(T) == 4;
     const int warp = warp_id(), column = lane_id() % 16;
@@ -228,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREPARE_BLOCKS)
         T* const to = inverse + of_chunk * CHUNK * CHUNK;
         for (int n = Vec<T>::N * i; n < CHUNK * CHUNK; n += Vec<T>::N * THREADS) {
             const int row = n / CHUNK, c = n % CHUNK;
-            if (c / 16 > row / 16) { continue; }  // nobody reads these
+            if (c / 16 > row / 16) { continue; }  // never read
             Vec<T> x;
 #pragma unroll
             for (int e = 0; e < Vec<T>::N; e += 2) {

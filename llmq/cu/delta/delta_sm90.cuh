@@ -25,7 +25,7 @@ struct Boxes {
 };
 
 // Starts sums = a[0 .. K - 1] (16 rows of each warp) times a tile whose rows are the inner dimension, or
-// (turned) the columns, or with ADD sums +=. They may not be touched until it has been waited for.
+// (turned) the columns, or with ADD sums +=. sums must not be touched before finish_products.
 template <bool TURNED, bool ADD, int K, int N>
 __device__ __forceinline__ void start_product(Sums (&sums)[N], const Left<bf16> (&a)[K],
                                               const Boxes& tile) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void start_product(Sums (&sums)[N], const Left<bf16> 
     }
     wgmma_commit();
 }
-// Until at most PENDING of the products run, of which this one is none.
+// Wait until at most PENDING later products are under way.
 template <int PENDING, int N> __device__ __forceinline__ void finish_product(Sums (&sums)[N]) {
     wgmma_wait<PENDING>();
     arrived(reinterpret_cast<float (&)[8 * N]>(sums));
@@ -71,7 +71,7 @@ enum Way { OUT, STATES, BACKWARD };  // what a scan gives: out; states and chang
 // A block of a scan. own: u, of gradients d_out. results: out, changes or their gradients. all: states or
 // their gradients. carried: the state in front, or the gradient of the one behind; F32 (DK, DV), or null.
 template <Way WAY> struct Walk {
-    // The boxes of a stage: one of `own`, then those of both blocks.
+    // Boxes of a stage: one of `own`, then the boxes of both blocks.
     static constexpr int KEYS = 1, W = KEYS + CHANNEL_BOXES, QUERIES = W + CHANNEL_BOXES;
     static constexpr int SCORES = QUERIES + CHANNEL_BOXES;
     static constexpr int BOXES = WAY == STATES ? QUERIES : SCORES + 1, STAGES = WAY == STATES ? 4 : 3;
@@ -312,7 +312,7 @@ template <Way WAY> struct Walk {
             }
         }
         __syncwarp();
-        cluster_arrive();  // until nobody arrives at this block's barriers any more
+        cluster_arrive();  // until no block arrives at this block's barriers any more
         cluster_wait();
     }
 };

@@ -97,11 +97,11 @@ struct Channels {
     __device__ __forceinline__ i32 start(i32 t) const {
         return starts ? __ldg(starts + min(t, seq_len - 1)) : -TAPS;
     }
-    // Whether all tokens from `first` to `last` see all that `BEFORE` tokens in front of them do.
+    // True if tokens `first` to `last` see all `BEFORE` tokens in front of each.
     __device__ __forceinline__ bool inside(i32 first, i32 last) const {
         return start(last) <= first - BEFORE;
     }
-    // Whether token t sees the one that tap j is for. ALL: it is known to.
+    // True if token t sees the token of tap j. ALL: always true.
     template <bool ALL> __device__ __forceinline__ bool sees(i32 t, int j) const {
         return ALL || t - BEFORE + j >= start(t);
     }
@@ -170,14 +170,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (channel >= channels) { return; }
     f32* kept = before + (i64)blockIdx.z * (TAPS - 1) * channels + channel;
     const T* of = x + (i64)blockIdx.z * seq_len * columns + channel;
-    for (int j = 0; j < TAPS - 1; ++j) {  // what it overwrites, it has read
+    for (int j = 0; j < TAPS - 1; ++j) {  // overwrites tokens that it has read
         const i32 t = seq_len - (TAPS - 1) + j;
         kept[(i64)j * channels] =
             t >= 0 ? to_f32(of[(i64)t * columns]) : kept[(i64)(j + seq_len) * channels];
     }
 }
 
-// What a token is read for in the backward: x, d_out.
+// A token's inputs in backward: x, d_out.
 struct Both {
     uint2 x, d_out;
 };

@@ -13,10 +13,7 @@
 //   rows_sum               d_sum[e] = or += the sum of weights[order[r]] * x[r], r in [starts[e],
 //                          starts[e + 1])
 //
-// Data     x, y, out, d_y, weighted, addend: T, C columns, C % 8 == 0, 16-byte aligned; of rows_gather
-//          Q, rows of multiples of 16 bytes. weights, d_weights: F32 (rows, top_k). d_sum: G (E, C).
-//          weighted, weights and order of rows_sum, and weights and addend of rows_combine may be
-//          null, addend may be out, weighted may be y. counts: I32 (blocks, E).
+// Data     declared in llmq/ops/experts/expert_rows.py. addend may be out, weighted may be y.
 // Launch   256 threads. count, place: a block for each `chunk` = 2048 choices. scan: one block of
 //          1024. gather: a warp for 2 KiB of a row. combine: a warp for 256 columns of a row. combine_backward: a
 //          warp a choice. sum: (C / 256, E) blocks.
@@ -122,7 +119,7 @@ rows_place(i32* __restrict__ order, i32* __restrict__ place, const i32* __restri
     }
 }
 
-// A warp has 2 KiB of a row, and writes them wherever it goes: a row is read once.
+// A warp reads 2 KiB of a row once, and writes them to all of the row's places.
 extern "C" __global__ void __launch_bounds__(THREADS)
 rows_gather(Q* __restrict__ out, const Q* __restrict__ x, const i32* __restrict__ place, i32 rows,
             i32 C, i32 top_k) {

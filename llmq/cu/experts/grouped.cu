@@ -1,4 +1,4 @@
-// grouped.cu -- products of rows that are sorted by expert, each expert's with its own matrix.
+// grouped.cu -- products of rows sorted by expert with the matrix of their expert.
 //
 //   grouped_product   out[r] = x[r] @ w[e]^T (TRANS_B = 1) or x[r] @ w[e], + bias[e] + addend[r];
 //                     of fp8 codes the product times scale_x * scale_w
@@ -10,17 +10,14 @@
 // rows first, so that those that run together share columns of its matrix in the L2 cache. The
 // gradient has a block for each tile of each expert's matrix.
 //
-// Data     x: T (R, K). w: T (E, N, K) with TRANS_B, else (E, K, N). out, d_y: T (R, N). d_w: G (E, N,
-//          K). bias: T (E, N) or null. addend: T (R, N) or null, may be out. All 16-byte aligned, and
-//          so are rows. starts: I32 (E + 1), ascending from 0 to R. In the product x may be A and w B,
-//          which are T or fp8; scale_x, scale_w: F32 (1), of the latter. starts may be null: one expert has
-//          all rows. HALF: sums of 64 products are in half precision, as product_sm80.cuh says.
+// Data     declared in llmq/ops/experts/grouped.py. starts ascends from 0 to R; null: one expert
+//          has all rows. addend may be out. HALF: sums of 64 products are in half precision, see
+//          product_sm80.cuh.
 // Launch   128 threads, of codes 256; STAGES * 16 KiB of dynamic shared memory. product: any number of blocks;
 //          gradient: one for each 128 x 128 of d_w.
 // Cost     2 R N K FLOPs. A tile reads 128 rows of both operands; one that is not full costs as much as
 //          a full one: half a tile an expert, on the average.
 // Needs    compute capability 8.0, of fp8 8.9. scalars' seed, step and micro_step, if a BF16 sum is added to.
-// Same name  llmq/ops/experts/grouped.py  llmq/ref/experts/grouped.py  tests/ops/experts/test_grouped.py
 #include "common.cuh"
 
 #ifndef STAGES  // compiled for another entry
@@ -36,7 +33,7 @@
 #include "product/product_sm80.cuh"
 
 constexpr u32 ALL = 0xFFFFFFFFu;
-// Of codes a warp has half the columns: their sums are added up, for which there must be registers.
+// With codes a warp has half the columns, because adding up the steps' sums needs registers.
 constexpr bool CODES = sizeof(A) == 1;
 using Forward = Sm80Mainloop<A, 2, CODES ? 4 : 2, CODES ? 32 : 64, STAGES, false, !TRANS_B, B, HALF>;
 using Gradient = Sm80Mainloop<T, 2, 2, 64, STAGES, true, true>;
@@ -54,7 +51,7 @@ struct Tiles {
     int first = 0;   // of the experts that were looked at last
     i64 before = 0;  // tiles of those before it
 
-    // The tile of a number; false if there are not so many.
+    // Find the tile with this number; false if there are fewer.
     __device__ __forceinline__ bool find(i64 number, Tile& tile) {
         const int lane = threadIdx.x % 32;
         for (; first < E; first += 32) {

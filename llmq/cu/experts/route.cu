@@ -17,10 +17,9 @@
 // in 2^-32, squares of log-sum-exp in 2^-20, and rows whose logits are not finite. Sums and losses
 // leave out filler: rows whose target is FILLER.
 //
-// Data     logits: F32 (rows, E), d_logits: D (rows, E). chosen, weights, d_weights: (rows, top_k).
-//          bias: F32 (E) or null. of_experts: F32 (rows, E) or null, is added to d_weights.
-//          targets: I32 (rows) or null, no row is filler. by: F32 (rows) or null, all are 1.
-//          sums, totals: I64 (layers, 2 E + 4). factors: F32 (E + 1). losses: F64 (4). PER_LANE: E / 32, rounded up.
+// Data     declared in llmq/ops/experts/route.py. of_experts is added to d_weights at chosen
+//          experts. targets null: no row is filler. by null: all are 1. PER_LANE: E / 32, rounded
+//          up.
 // Launch   route, route_backward: 256 threads, up to 8 rows a block, over which route loops.
 //          route_balance: one block of 256 threads.
 // Cost     logits read once; top_k steps of a few instructions and two reductions of a warp.
@@ -80,7 +79,7 @@ struct Logits {
     __device__ __forceinline__ float lse() const { return most + logf(total); }
 };
 
-// A chosen expert's share before scale, and the sum of those of the row; lane k has the k-th.
+// A chosen expert's share before scale, in lane k the k-th, and the sum over the row's experts.
 struct Shares {
     float value, sum;
 
@@ -222,7 +221,7 @@ route_backward(D* __restrict__ d_logits, const f32* __restrict__ d_weights,
     if (!BY_P) { g *= shares.value; }
     if (BY_SIGMOID) { g *= 1.0f - shares.value; }
 
-    // By expert: d is the gradient itself, of_p that of its probability.
+    // By expert: d is the logit's gradient, of_p the probability's.
     const bool counts = FACTORS && !(targets && targets[r] == FILLER);
     const float of_lse = counts ? x.lse() * factors[E] : 0.0f;
     float d[PER_LANE] = {}, of_p[PER_LANE] = {}, p[PER_LANE], inner = 0.0f;

@@ -5,11 +5,9 @@
 //   codes[v] = fp8(d_x[v] * code_factor)        instead of d_x in place, with CODES = 1
 //   cap * tanh(x / cap) stands for x, and d_x has its slope, with the bits of an F32 as SOFTCAP
 //
-// Data     logits: (rows, padded_vocab) of T, 16-byte aligned, rows a multiple of one 16-byte
-//          vector; columns >= vocab are ignored on entry and 0 on return. losses, lse: F32
-//          (rows). targets: I32 (rows); negative is masked: loss 0, gradient 0. codes: Q as
-//          logits, which are then BF16 and stay as they are; else null. weights: F32 (rows), with
-//          WEIGHTED = 1; else all are 1. stats: F64, first llmq.base.dtypes.TOKEN_STATS.
+// Data     declared in llmq/ops/loss/cross_entropy.py. Columns >= vocab are ignored on entry and 0
+//          on return. Negative targets are masked: loss and gradient 0. With CODES = 1 logits
+//          stay. weights: with WEIGHTED = 1, else all are 1.
 // Launch   forward_backward_registers: THREADS threads, ceil(rows / ROWS) * CLUSTER blocks; the
 //          CLUSTER blocks of a cluster share a row, each thread holds VECTORS 16-byte vectors of
 //          it, and they do ROWS rows one after the other. forward, forward_backward: 512 threads,
@@ -34,7 +32,7 @@ constexpr float LOWEST = -1e30f;
 #define SOFTCAP 0
 #endif
 
-// A logit as it counts; -infinity, of what is no logit, stays.
+// A logit behind the soft cap; -infinity, for padding, stays.
 __device__ __forceinline__ float capped(float x) {
     if constexpr (SOFTCAP != 0) {
         const float cap = __uint_as_float(SOFTCAP);
@@ -109,12 +107,12 @@ __device__ __forceinline__ u32 max_of_words(u32 a, u32 b) {
     return *reinterpret_cast<const u32*>(&larger);
 }
 
-// What the second half of the work needs to know of a row.
+// Results of a row's first pass that the second pass needs.
 struct RowResult {
     float max, factor;  // d_x = exp(x - max) * factor - onehot * weight
     float lse;
     int target;
-    float weight, slope;  // that of the target's logit
+    float weight, slope;  // slope: of the target's logit
 };
 
 __device__ __forceinline__ RowResult finish(const Softmax& row, int target, float z_loss,
@@ -123,7 +121,7 @@ __device__ __forceinline__ RowResult finish(const Softmax& row, int target, floa
     return {row.max, weight * (1.0f + z_loss * lse) / row.sum, lse, target, weight, slope};
 }
 
-// What a gradient is stored as: the logits' own vectors, or eight codes.
+// Storage of a gradient: vectors of the logits' dtype, or eight codes.
 #ifndef CODES  // compiled for another entry
 #define CODES 0
 #endif
@@ -280,7 +278,7 @@ cross_entropy_forward_backward_registers(Logits* __restrict__ logits, f32* __res
     }
 }
 
-// Max and sum of one row by a block of ROW_THREADS; every thread gets them.
+// Max and sum of one row by a block of ROW_THREADS; every thread gets both.
 __device__ __forceinline__ Softmax read_row(const uint4* row, int vocab) {
     __shared__ float2 partial[ROW_THREADS / 32];
     const int vectors = (vocab + N - 1) / N;

@@ -8,14 +8,14 @@
 //   top_k, by which a teacher is read: top[:k] = the columns v < vocab of the k largest x[v],
 //   ascending, of equal ones the first; top[k:] = x of these - lse
 //
-// Data     logits: (rows, padded_vocab) of T; columns >= vocab are ignored on entry, and with a
-//          gradient 0 on return. losses, lse, kl: F32 (rows); lse at temperature 1. targets: I32
-//          (rows); negative is masked: losses, kl and gradient 0. teacher: F32 (rows, 2 k): k
-//          columns, as the bits of I32, and their log-probabilities, at temperature 1. At another
-//          one the columns share the same mass in proportion to p^(1 / temperature).
+// Data     declared in llmq/ops/loss/distill.py. Columns >= vocab are ignored on entry, and 0 on
+//          return if there is a gradient. lse: at temperature 1. Negative targets are masked:
+//          losses, kl and gradient 0. teacher: k columns as the bits of I32, and their
+//          log-probabilities at temperature 1; another temperature divides the columns' mass in
+//          proportion to p^(1 / temperature).
 // Launch   512 threads, one block for each row. add: 1024 threads, one block. top_k: 1024 threads, one
 //          block for each row.
-//          What all other columns have is the teacher's 1 - sum p, in F64, and the row's own sum; a
+//          The other columns' probability is the teacher's 1 - sum p, in F64, and the row's sum; a
 //          logarithm takes 2^-30 of either at least.
 // Cost     a row is read three times and written once; by top_k 33 times, mostly from the cache: the
 //          k-th largest is found bit by bit.
@@ -100,7 +100,7 @@ distill(T* __restrict__ logits, f32* __restrict__ losses, f32* __restrict__ lse,
     const float scale = (1.0f - mixture) * temperature;
     const float outside = reverse ? log_ratio - divergence : 1.0f - rest / q_rest;
     const Dense dense{max, mixture / sum, scale * outside / soft_sum, inverse};
-    __syncthreads();  // all have read what they need of the row
+    __syncthreads();  // all threads have read the row
     for (int v = t; v < padded_vocab; v += THREADS) {
         const float d = v < vocab && target >= 0 ? dense.at(to_f32(row[v])) : 0.0f;
         row[v] = from_f32<T>(v == target ? d - mixture : d);

@@ -12,10 +12,9 @@
 //   and to each   + beta r d, through all of which gradients go
 //   PER_DOCUMENT  each token's loss / length, or with length 0 / trained tokens of its document
 //
-// Data     targets: I32 (n), negative masked. losses, old, reference, advantages: F32 (n); old,
-//          reference: log-probabilities; reference may be null. starts: I32 (n), the first position
-//          of each one's document in its row of seq_len; null: 0. sums: F32 (3, n), written at first
-//          positions of documents only. weights: F32 (n). stats: F64.
+// Data     declared in llmq/ops/loss/grpo.py. Negative targets are masked. old, reference:
+//          log-probabilities. starts: first position of each token's document in its row; null: 0.
+//          sums: written at first positions of documents.
 // Launch   sums: 256 threads, a warp looks for documents that begin at its 32 positions, and adds up
 //          each. weights: 256 threads, one position each. stats: one block of 1024.
 // Cost     each array read once; microseconds beside a micro-step.
@@ -54,7 +53,7 @@ __device__ __forceinline__ float divergence(float gap) {
     return expm1f(fminf(gap, LARGEST_LOG)) - gap;
 }
 
-// Of a trained token.
+// Loss and weight of a trained token.
 __device__ __forceinline__ Value value(const Form& form, const Samples& s, i64 i) {
     const float logp = -s.losses[i], advantage = s.advantages[i];
     const i64 first = i - (int)((u32)i % (u32)s.seq_len) + start_of(s.starts, i);

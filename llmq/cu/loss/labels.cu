@@ -4,9 +4,9 @@
 //   else      loss = log sum exp(x) - x[label]  x = weight (softmax(x) - 1 at the label)
 //             hits = 1 where the label's column is the first of the largest
 //
-// Data     logits: (rows, padded_vocab) of T; columns >= vocab are ignored on entry, and with a
-//          gradient 0 on return. losses, lse, hits: F32 (rows); with linear lse and hits are 0.
-//          targets: I32 (rows); negative is masked: all 0. weights: F32 (rows), or null: 1.
+// Data     declared in llmq/ops/loss/labels.py. Columns >= vocab are ignored on entry, and 0 on
+//          return if there is a gradient. Negative targets are masked: all 0. With linear lse and
+//          hits are 0.
 // Launch   256 threads, one warp for each row.
 // Cost     a row is read twice and written once.
 // Needs    target < vocab.

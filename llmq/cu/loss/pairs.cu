@@ -15,12 +15,10 @@
 //   KTO       m = +-beta (x - z0)             weight * (1 - sigmoid(m)), of the first document
 //   and to each but KTO's   - sft * a_c
 //
-// Data     targets: I32 (n), negative masked. losses, reference: F32 (n); reference: log-
-//          probabilities, or null. starts: I32 (n), the first position of each one's document in its
-//          row of seq_len. partner: F32 (n), 1 + the first position of the pair's other document,
-//          negative in one that is not preferred, 0 outside of pairs. sums: F32 (3, n), written at
-//          first positions of documents only. gains: F64 (2), gained: F64 (ranks, 2). shift: F32 (1).
-//          weights: F32 (n). stats: F64.
+// Data     declared in llmq/ops/loss/pairs.py. Negative targets are masked. reference:
+//          log-probabilities, or null. starts: first position of each token's document in its row.
+//          partner: 1 + first position of the pair's other document, negative in rejected
+//          documents, 0 outside pairs. sums: written at first positions of documents.
 // Launch   sums: 256 threads, a warp looks for documents that begin at its 32 positions, and adds
 //          up each. gains, stats: one block of 1024. shift: one thread. weights: 256 threads, one
 //          position each.

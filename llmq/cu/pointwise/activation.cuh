@@ -1,4 +1,4 @@
-// activation.cuh -- activations that are their argument times a share of it, x * s(x).
+// activation.cuh -- activations of the form x * s(x).
 //
 //   SiLU    s = sigmoid(x)
 //   GELU    s = 0.5 * (1 + tanh(u)) = sigmoid(2u), with 2u = x * (C1 + C3 * x^2): the tanh

@@ -2,7 +2,7 @@
 //
 //   start: at = now                  stop: total += now - at
 //
-// Data     at: I64 (1), nanoseconds. total: F64 (1), milliseconds.
+// Data     at: nanoseconds. total: milliseconds.
 // Launch   one thread.
 // Cost     a launch, about a microsecond, which is part of what is measured. How fine the timer is
 //          depends on the GPU: up to a microsecond.

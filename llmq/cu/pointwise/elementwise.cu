@@ -6,7 +6,7 @@
 //   convert  out[i] = D(x[i])
 //   fill     x[i] = T(value)                              all rounded to nearest
 //
-// Data     n elements of T, or of D and S: each F32 or BF16, 16-byte aligned.
+// Data     declared in llmq/ops/pointwise/elementwise.py.
 // Launch   256 threads; ceil(n / 2048) blocks, 8 elements per thread; of fill ceil(bytes / 4096)
 //          blocks, one 16-byte store per thread.
 // Cost     what is given is read once, what results written once.

@@ -17,8 +17,8 @@
 // that comes from the chunk before, slot 1 for one that starts here; finish adds them. A single
 // id repeated n times is thus as balanced as n different ones.
 //
-// Data     d_out, out, weight, position_weight of T; gradients of G; 16-byte aligned, C % 8 == 0.
-//          n tokens. starts: I32 (n), where each token's document starts in its sequence, or null.
+// Data     declared in llmq/ops/pointwise/embedding.py. starts: where each token's document starts
+//          in its sequence, or null.
 // Launch   forward: 256 threads, a warp per token. sort: 1024 threads, `buckets` blocks, a power
 //          of 2. backward: 256 threads, a warp per chunk of 32 and slice of 256 channels, slices
 //          side by side. finish: 256 threads, (chunks / 4, slices) blocks. positions: 256 threads,
@@ -229,7 +229,7 @@ embedding_sort(i32* order, i32* spare, const i32* __restrict__ tokens, i32 n, i3
     }
 }
 
-// Whether an id has a gradient: it is one of the rows from first_id on, and not padding.
+// True if an id has a gradient: it is a row from first_id on, and not padding.
 __device__ __forceinline__ bool has_row(i32 id, i32 padding, i32 first_id, i32 rows) {
     return id != padding && (u32)(id - first_id) < (u32)rows;
 }
@@ -256,7 +256,7 @@ embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T*
     const i32 next_id = __shfl_down_sync(ALL, id, 1);
     const u32 ends = __ballot_sync(ALL, lane < count && id != (lane == 31 ? id_after : next_id));
     const bool from_before = id_before == __shfl_sync(ALL, id, 0);
-    // Tokens that have a gradient, and runs of them that lie inside of the chunk.
+    // Tokens with a gradient, and runs of equal ids inside the chunk.
     const u32 wanted = __ballot_sync(ALL, lane < count && has_row(id, padding, first_id, rows));
     const u32 whole = (from_before ? ends & (ends - 1) : ends) & wanted;
 

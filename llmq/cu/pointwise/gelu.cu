@@ -4,13 +4,10 @@
 //   d_x = d_out * (s + s * (1 - s) * x * (C1 + 3 * C3 * x^2))
 //   RELU2: s = max(x, 0)     d_x = d_out * 2s
 //
-// Data     out, x, d_out, d_x: n elements of T, 16-byte aligned, n a multiple of one 16-byte
-//          vector. Outputs may be inputs. abs_max: F32 (1), with ABS_MAX = 1 raised to the largest
-//          |out| of forward, |d_x|, as stored; else not touched, may be null. backward writes the
-//          out of forward again with OUT = 1; else it may be null.
-//          _fp8: of matrices (rows, columns); codes, transposed, scale, saturated as in fp8.cuh, of
-//          forward's out or d_x, which may be null; codes with CODES = 1, transposed with
-//          TRANSPOSED = 1. The same of backward's out, out_*, in E4M3, with OUT_TRANSPOSED = 1.
+// Data     declared in llmq/ops/pointwise/gelu.py. Outputs may be inputs. abs_max, with ABS_MAX =
+//          1: raised to the largest |out| of forward, |d_x| of backward. OUT = 1: backward writes
+//          forward's out again. _fp8: codes with CODES = 1, transposed with TRANSPOSED = 1
+//          (fp8.cuh), of out or d_x; out_*, with OUT_TRANSPOSED = 1, of backward's out, in E4M3.
 // Launch   256 threads, ceil(n / (512 vectors)) blocks: 2 vectors per thread.
 //          _fp8: a block for every 128 rows and 64 columns, grid (across, down).
 // Cost     forward reads n and writes n, backward reads 2n and writes n, or 2n with out; memory-

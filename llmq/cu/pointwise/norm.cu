@@ -15,19 +15,15 @@
 //   OFFSET = 1, of RMSNorm: 1 + weight (F32) takes the place of weight everywhere, and forward
 //   rounds as post does, T(rstd * x * (1 + weight)).
 //
-// Data     rows of C elements of T (f32, bf16), contiguous, 16-byte aligned, C % 8 == 0; mean and
-//          rstd F32. mean and bias are LayerNorm's, else not touched, may be null. partial: F32
-//          (1 + CENTRED, gridDim.x, C), sums of a block for d_weight, then d_bias; with SUMS = 0
-//          none are made, may be null. abs_max: F32 (1), with ABS_MAX = 1 raised to the largest
-//          |out|, |d_x|, as stored; else not touched, may be null. codes: with CODES = 1 (rows, C),
-//          out, d_x as FP8 (fp8.cuh), C % 16 == 0. OUT = 0: no out.
+// Data     declared in llmq/ops/pointwise/norm.py. partial: sums of a block for d_weight, then
+//          d_bias; null with SUMS = 0. abs_max, with ABS_MAX = 1: raised to the largest |out|,
+//          |d_x|. codes: with CODES = 1, of out or d_x (fp8.cuh). OUT = 0: no out.
 // Launch   a row lives in the registers of WARPS warps, VECTORS 16-byte vectors in each lane.
 //          Blocks of WARPS warps, but at least 4, which then work on several rows at a time, loop
 //          over the rows. Any grid.
 // Cost     each tensor is read or written once, parameters and partial once a block; memory-bound.
 // Needs    residual_out (in post: out) may be residual and d_x may be d_residual: a thread reads
 //          what it overwrites. All other tensors are distinct.
-// Same name  llmq/ops/pointwise/norm.py  llmq/ref/pointwise/norm.py  tests/ops/pointwise/test_norm.py
 #include "common.cuh"
 #include "fp8.cuh"
 #include "ptx.cuh"
@@ -41,7 +37,7 @@ constexpr int PLAIN_SM_THREADS = !CENTRED || CODES || VECTORS > 3 ? SM_THREADS
                                  : VECTORS == 3                   ? (ABS_MAX ? 896 : 1024)
                                  : ABS_MAX                        ? 1152
                                                                   : 1280;
-// Of rows with codes a lane has more to hold than so many threads have registers for.
+// With codes a lane holds more, so that fewer threads have enough registers.
 constexpr bool CROWDED = CODES && VECTORS >= (CENTRED ? 3 : 4);
 constexpr int BACKWARD_SM_THREADS = CROWDED ? 384 : SM_THREADS;
 using Registers = Row<T, WARPS, VECTORS>;
@@ -49,7 +45,7 @@ using Sum = RowSum<WARPS, WARPS * ROWS>;
 using Emitter = Fp8Rows<Q, CODES>;
 template <bool HELD> using Parameter = RowParameter<T, WARPS, VECTORS, HELD>;
 
-// What elements k and k + 1 are multiplied by.
+// Factors of elements k and k + 1.
 __device__ __forceinline__ float2 factors(const Vec<T>& weight, int k) {
     const float2 w = weight.two(k);
     return OFFSET ? make_float2(1.0f + w.x, 1.0f + w.y) : w;
@@ -92,7 +88,7 @@ __device__ __forceinline__ void statistics(float& centre, float& scale, Register
     scale = 1.0f / sqrtf(row_sum(squares) / (float)C + eps);
 }
 
-// Where the residual addition stands.
+// Position of the residual addition.
 enum Addition { NONE, BEFORE, AFTER };
 
 // One block's part of a forward pass. added: what is added to x BEFORE, the branch, with the sum

@@ -5,8 +5,8 @@
 // from left to right in F32, rounded once: stochastically where d_sum is BF16 and there is more than
 // one addend, by the random bits of element first + i; else to nearest.
 //
-// Data     d_sum G, PARTS parts T: n elements, each F32 or BF16, 16-byte aligned; the other
-//          pointers are null. d_sum may be one of the parts. Parts may be in pinned memory.
+// Data     declared in llmq/ops/pointwise/reduce.py. PARTS parts, the other pointers are null; a
+//          part may be d_sum, or in pinned memory.
 // Launch   256 threads, ceil(n / 2048) blocks: 8 elements per thread.
 // Cost     all read and d_sum written once; a thread's loads of all parts are in flight together.
 // Needs    scalars' seed, step and micro_step, if G is BF16 and something is added. first % 8 == 0.

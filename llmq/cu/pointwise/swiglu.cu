@@ -3,17 +3,13 @@
 //   out = up * (gate * s)        s = sigmoid(gate), or with GELU = 1 GELU's (activation.cuh)
 //   d_up = d_out * (gate * s)    d_gate = d_out * up * d(gate * s) / d gate
 //
-// Data     up_gate, d_up_gate: (rows, 2F), [up | gate] in every row. out, d_out: (rows, F). All
-//          of T, 16-byte aligned, F a multiple of one 16-byte vector. d_up_gate may be up_gate, or
-//          null where only abs_max is wanted.
-//          abs_max: F32 (1), with ABS_MAX = 1 raised to the largest |out| of forward, |d_up_gate|,
-//          as stored; else not touched, may be null. backward writes the out of forward again with
-//          OUT = 1, which may be d_out; else it may be null.
-//          _fp8: codes, transposed, scale, saturated as in fp8.cuh, of forward's out or d_up_gate,
-//          which may be null; codes with CODES = 1, transposed with TRANSPOSED = 1. The same of
-//          backward's out, out_*, in E4M3, with OUT_TRANSPOSED = 1. With CODED = 1 up_gate and d_out
-//          are FP8 codes as products write them, 8-byte aligned, of up_scale and in_scale; in_*: what
-//          is found out about the newer of the two, as in fp8.cuh. All other tensors are then BF16.
+// Data     declared in llmq/ops/pointwise/swiglu.py. up_gate, d_up_gate: [up | gate] in every row.
+//          d_up_gate may be up_gate, out may be d_out. abs_max, with ABS_MAX = 1: raised to the
+//          largest |out| of forward, |d_up_gate| of backward. OUT = 1: backward writes forward's
+//          out again. _fp8: codes with CODES = 1, transposed with TRANSPOSED = 1 (fp8.cuh), of out
+//          or d_up_gate; out_*, with OUT_TRANSPOSED = 1, of backward's out, in E4M3. With CODED =
+//          1 up_gate and d_out are FP8 codes of products, of up_scale and in_scale; in_*:
+//          statistics of the newer one (fp8.cuh).
 // Launch   256 threads, ceil(rows * F / (512 vectors)) blocks: 2 vectors per thread.
 //          _fp8: a block for every 128 rows and 64 columns of F, grid (across, down).
 // Cost     forward reads 2 and writes 1 element per output, backward reads 3 and writes 2, or 3
@@ -62,7 +58,7 @@ __device__ __forceinline__ void activate(Result& out, const In& up, const In& ga
     }
 }
 
-// out: that of activate() again, of the same sigmoids.
+// out: activate()'s, from the same sigmoids.
 template <int COUNT, bool EXACT, class Result, class Gradient, class In>
 __device__ __forceinline__ void gradients(Result& d_up, Result& d_gate, Result& out,
                                           const Gradient& d_out, const In& up, const In& gate) {
@@ -122,7 +118,7 @@ swiglu_forward(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows, i32
     finish_abs_max<ABS_MAX>(abs_max, largest);
 }
 
-// No __restrict__ on what may be one array: every thread reads its elements before it writes them.
+// No __restrict__ on tensors that may be one: every thread reads its elements before it writes.
 // 4 blocks on an SM: with ABS_MAX the compiler would take two registers too many for that, with OUT
 // ten, if it could unpack everything early.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
@@ -270,7 +266,7 @@ swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i6
 #endif
 }
 
-// -- the gradient where rows have weights: of experts
+// -- gradient of rows with weights, for experts
 //
 //   d = T(weights * d_out), which becomes d_up_gate as above; d_weights = d_out . out, weighted =
 //   weights * out, out = forward's result again; weights of row r: those of order[r]
@@ -281,7 +277,7 @@ swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i6
 // Launch   256 threads, a warp a row.
 // Cost     d_out and up_gate read, d_up_gate, weighted and codes written once.
 
-// No __restrict__ on what may be one array: a lane reads its elements before it writes them.
+// No __restrict__ on tensors that may be one: a lane reads its elements before it writes.
 extern "C" __global__ void __launch_bounds__(THREADS)
 weighted_swiglu_backward(T* d_up_gate, f32* __restrict__ d_weights, T* __restrict__ weighted,
                          const T* __restrict__ d_out, const T* up_gate, const i32* __restrict__ order,
@@ -334,7 +330,7 @@ weighted_swiglu_backward(T* d_up_gate, f32* __restrict__ d_weights, T* __restric
     finish_abs_max<ABS_MAX>(abs_max, largest);
 }
 
-// -- the gated activation of pairs that are cut off, and its gradient
+// -- gated activation of clamped pairs, and its gradient
 //
 //   out = (u + 1) * (g * s)      g = min(gate, limit), u = up from -limit to limit, s = sigmoid(alpha g)
 //   d_up = d_out * (g * s)       d_gate = d_out * (u + 1) * s * (1 + alpha g (1 - s))

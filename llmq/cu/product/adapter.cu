@@ -8,9 +8,8 @@
 //   columns   out[n, r] = x[n, r] * magnitudes[r] / norms[r] + bias[r], the factor 1 where norms[r] is
 //             0; with y x[n, r] * y[n, r] / norms[r], and 0 there
 //
-// Data     whole: (rows, columns), b: (rows of all spans, rank), T (f32, bf16). Spans ascend, those
-//          that are not used are empty. They are of `period` rows, and the next ones have them, too.
-//          w: (rows, K), a: (columns, K), x, y, out: (rows, columns), bias of T; norms, magnitudes: F32.
+// Data     declared in llmq/ops/product/adapter.py. Spans ascend; unused ones are empty. They
+//          repeat every `period` rows.
 // Launch   256 threads, one for each element of b, or for eight of whole, as they are written. norms: a
 //          block for 16 rows. columns: a 16-byte vector each.
 // Cost     what is written, once; the other one is read where it has a counterpart. norms: w read once,
@@ -76,7 +75,7 @@ adapter_collect(T* __restrict__ b, const T* __restrict__ whole, f32 scale0, f32 
     const Spans spans = {{start0, start1, start2, start3}, {stop0, stop1, stop2, stop3}};
     const f32 scales[MAX_SPANS] = {scale0, scale1, scale2, scale3};
     const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-    // It counts in b, then in one matrix, then within the spans behind those that were passed.
+    // Row of b, then of one matrix, then behind the spans that were passed.
     i64 row = i / rank;
     const i64 first = row / spans.count() * period;
     if (first >= rows) { return; }
@@ -233,7 +232,7 @@ struct Span {
     int number, split;  // the latter: of this block, within the span
 };
 
-// Where unit `unit` of row `row` lies: so that the same unit of eight rows lies in different banks.
+// Offset of a unit of a row; the same unit of eight rows lies in different banks.
 template <int COUNT> __device__ __forceinline__ int place_of(int row, int unit) {
     return (row * COUNT + (unit ^ row * COUNT / 8 % COUNT)) * 16;
 }
@@ -337,7 +336,7 @@ __device__ __forceinline__ void multiply_piece(float (&d_h)[N8][4], float (&d_b)
 __device__ __forceinline__ void store_columns(f32* to, float* sums, const float (&d_b)[K16][N8][4],
                                               i64 columns) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int warp = threadIdx.x >> 5;  // those of the same ranks follow each other
+    const int warp = threadIdx.x >> 5;  // warps of the same ranks are neighbours
     const int e = threadIdx.x * 2, group = e / (CHUNK * 8), column = e / 8 % CHUNK, rank = e % 8;
 #pragma unroll
     for (int n = 0; n < N8; ++n) {
@@ -484,7 +483,7 @@ adapter_backward_finish(bf16* __restrict__ d_h, G* __restrict__ d_b,
             if (n == k) { first = ends[n], end = ends[n + 1]; }
         }
         const f32* p = h_partial + (first * rows + i / h_columns) * RANKS + column % RANK;
-        // What pads the columns has no splits, and becomes zero.
+        // Padding columns have no splits, and become zero.
         d_h[i] = from_f32<bf16>(scale * sum_of(p, rows * RANKS, max(end - first, 0)));
         return;
     }

@@ -6,7 +6,7 @@
 #include "product/smem_tiles.cuh"
 #include "product/product_sm90.cuh"
 
-// A product whose tiles are worked on by other warpgroups than those that multiply them.
+// A product whose epilogue runs in other warps than the multiplication.
 //
 // Tiles have 192 columns. One thread loads. Two warpgroups multiply a tile together, 64 rows each;
 // they scale it, round it to BF16, put it into shared memory, and go on with the next one.
@@ -125,7 +125,7 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
         }
     }
 
-    // d = the sum of so many steps, of a warpgroup's rows.
+    // d = the sum of a number of steps, of a warpgroup's rows.
     __device__ __forceinline__ void finish_steps(float (&d)[1][SUMS], Ring& ring, int me,
                                                  int count) const {
         const SharedAddress before = Base::multiply_steps(d, ring, 64 * me, count);

@@ -37,7 +37,7 @@ struct Work {
         tiles = counted[experts];
     }
 
-    // Pairs below each other of so many rows.
+    // Number of pairs of blocks' tiles below each other for `rows` rows.
     static __device__ __forceinline__ int pairs(int rows) {
         return (rows + TILE_ROWS - 1) / (2 * TILE_ROWS);
     }
@@ -70,7 +70,7 @@ struct Tile {
     bool beside;
 
     __device__ __forceinline__ Tile(int t, const Work& work) {
-        expert = 0;  // the last one with so many tiles, or fewer, before it
+        expert = 0;  // the last expert with at most this many tiles before it
 #pragma unroll
         for (int step = MOST_EXPERTS / 2; step > 0; step /= 2) {
             const int e = expert + step;

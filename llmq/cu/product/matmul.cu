@@ -4,7 +4,7 @@
 //   scales[i] = 127, which is the scale 1;  scalars[0] = scale_a * scale_b * alpha;
 //   scalars[4] = beta
 //
-// Data     scales: n bytes, a multiple of 16, 16-byte aligned. scalars: 8 numbers.
+// Data     declared in llmq/ops/product/matmul.py. scalars: the library reads elements 0 and 4.
 // Launch   256 threads, ceil(n / 4096) blocks: one 16-byte store per thread.
 // Cost     scales written once.
 // Needs    nothing.
@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(256) block_scales(
     }
 }
 
-// -- the product of signed bytes, with a scale for each row of both matrices.
+// -- int8 product with a scale for each row of both matrices.
 //
 //   out[m, n] = (f32(sum over k of a[m, k] * b[n, k]) * (scale_a[m] * alpha)) * scale_b[n]
 //               [+ bias[n] | + out]
@@ -55,7 +55,7 @@ using Mainloop = Sm80Mainloop<i8, WARPS_M, WARPS_N, WARP_N, STAGES>;
 constexpr int TILE_M = Mainloop::ROWS, TILE_N = Mainloop::COLUMNS, THREADS = Mainloop::THREADS;
 constexpr int GROUP = 8;  // rows of tiles that are made together, so that they share b's in L2
 
-// Which tile a block makes: down GROUP rows of tiles first, then across.
+// The tile of a block: down GROUP rows of tiles first, then across.
 __device__ __forceinline__ void find_tile(i64& row, i64& column, i64 M, i64 N) {
     const int down = (int)((M + TILE_M - 1) / TILE_M), across = (int)((N + TILE_N - 1) / TILE_N);
     const int group = blockIdx.x / (GROUP * across), in_group = blockIdx.x % (GROUP * across);

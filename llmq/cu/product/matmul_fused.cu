@@ -7,11 +7,10 @@
 // cooperative_sm90.cuh); PARAMETERS of the kernel beside the operands; and the ARGUMENTS of an
 // Epilogue. product_sm90.cuh says what is multiplied, and in which order.
 //
-// Data     a: A (M, K). b: B (N, K), with B_K_OUTSIDE = 1 bf16 (K, N). h: bf16 (M, R), tail: bf16 (N,
-//          R), with TAIL_K_OUTSIDE = 1 (R, N), the last tiles of the sum over K. RANK: R rounded up to
-//          16; 0: there are none. scale_a, scale_b: F32 (1), of fp8 codes, which are added as the
-//          tensor cores do it ("fast accumulation"): same bits as cuBLASLt's. alpha: a
-//          factor that is read with HAS_ALPHA = 1 alone.
+// Data     declared in llmq/ops/product/matmul_fused.py. B_K_OUTSIDE = 1: b is (K, N);
+//          TAIL_K_OUTSIDE = 1: tail is (R, N). RANK: R rounded up to 16; 0: no tail. Products of
+//          fp8 codes are added as the tensor cores do ("fast accumulation"), with the bits of
+//          cuBLASLt. alpha: read with HAS_ALPHA = 1.
 // Launch   an even number of blocks of Product::THREADS threads, not more than there are
 //          multiprocessors, nor tiles; dynamic shared memory for RING_STAGES pairs of tiles, for what an
 //          epilogue has, and barriers (ops/product/matmul_fused.py). TILE_WIDTH: columns of a tile.

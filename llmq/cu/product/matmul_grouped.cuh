@@ -14,7 +14,7 @@
 
 using Product = PingPong<Mainloop, CHUNK_BYTES>;
 
-// A warp's work on its rows of a tile, as matmul_adapted.cuh has it.
+// A warp's work on its rows of a tile, as in matmul_adapted.cuh.
 struct Epilogue {
     bf16* out;
     const bf16* bias;

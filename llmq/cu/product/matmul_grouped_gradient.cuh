@@ -150,8 +150,8 @@ struct Epilogue {
     u32 salt;
     int M, N;
 
-    // What is added to comes to L2 while the tile is multiplied: else each warp would wait for device
-    // memory two dozen times. A thread of the warpgroup has a row.
+    // Prefetch d to L2 while the tile is multiplied: else each warp would wait for device memory
+    // two dozen times. A thread of the warpgroup has a row.
     __device__ __forceinline__ void prefetch(const Tile& tile, int thread) const {
         const int row = tile.row + thread;
         if (!accumulate || tile.count == 0 || row >= M) { return; }
@@ -169,7 +169,7 @@ struct Epilogue {
         const u32 line = lane & 15, octet = lane >> 4;  // of 16-byte words, for stmatrix
 #pragma unroll
         for (int half = 0; half < HALVES_OF_TILE; ++half) {
-            __syncwarp();  // what was there has been read
+            __syncwarp();  // the old contents have been read
 #pragma unroll
             for (int j = 0; j < 4 * TILE_BOXES; ++j) {
                 u32 pairs[4];

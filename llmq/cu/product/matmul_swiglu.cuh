@@ -27,7 +27,7 @@ struct Shape : Boxes {
 using Product = Cooperative<Mainloop, 7, Shape>;
 using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
 
-// What an epilogue's thread does with its units: of each 4 rows and 8 columns of out.
+// Work of an epilogue's thread on its units of 4 rows and 8 columns of out.
 struct Epilogue {
     bf16 *up_gate, *out;
     Q *codes, *transposed;
@@ -84,7 +84,7 @@ private:
         }
     }
 
-    // Two rows of up_gate, of which nothing is read soon.
+    // Store two rows of up_gate, past the caches.
     __device__ __forceinline__ void keep(i64 place, const uint4 (&up)[2],
                                          const uint4 (&gate)[2]) const {
 #pragma unroll

@@ -71,7 +71,7 @@ struct TransposedBox {
     __device__ __forceinline__ u32 parity() const { return turn / BUFFERS & 1; }
 };
 
-// What a warp of the epilogue does.
+// Work of a warp of the epilogue.
 struct Epilogue {
     bf16* d_up_gate;
     const bf16* up_gate;
@@ -198,7 +198,7 @@ private:
         *static_cast<Words*>(to) = x;
     }
 
-    // The lane's codes into those of the box, when its place has been left by the one before the last.
+    // Put the lane's codes into the box, once the box before the last has left its place.
     __device__ __forceinline__ void put_transposed(const Unit& unit, u32 turn, const Codes& of) const {
         const u32 buffer = turn % BUFFERS;
         wait(drained + 8 * buffer, turn / BUFFERS & 1 ^ 1);

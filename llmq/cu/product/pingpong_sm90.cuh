@@ -65,7 +65,7 @@ template <class Base, int WARP_BYTES> struct PingPong : Base {
         const int thread = threadIdx.x % 128, warp = me * 4 + thread / 32;
         const int taker = IN_TURNS ? me : 0, first_row = IN_TURNS ? 0 : 64 * me;
         const SharedAddress chunk = chunks + warp * WARP_BYTES;
-        // n: of the cluster's tiles. What can be had of it takes no register meanwhile.
+        // n: number of the cluster's tile. Derived values take no register meanwhile.
         for (int n = taker, t; t = work.cluster + n * work.clusters, t < work.tiles; n += TAKERS) {
             const Tile tile(t, work);
             const int row = first_row + thread / 32 * 16;

@@ -34,7 +34,7 @@ template <class X> struct alignas(4 * sizeof(X)) Four {
     X v[4];
 };
 
-// The type of sums; OF_STEPS: whether those of steps are added up.
+// Type of sums; OF_STEPS: true if steps' sums are added up.
 template <class X> struct SumOf {
     using Type = float;
     static constexpr bool OF_STEPS = sizeof(X) == 1;
@@ -56,7 +56,7 @@ struct Sm80Mainloop {
     static constexpr int STAGE_BYTES = LEFT_BYTES + COLUMNS * STEP_BYTES;
     static constexpr int M16 = HIGH / 16, N8 = WIDE / 8;
     static constexpr int SLICES = STEP_BYTES / 32;  // of a step: what one instruction multiplies
-    // Whether a step's first slice is loaded while the last one of the step before is multiplied.
+    // True if a step's first slice is loaded while the step before's last one is multiplied.
     static constexpr bool EARLY =
         sizeof(X) == 2 ? LEFT_K_OUTSIDE && RIGHT_K_OUTSIDE : sizeof(X) == 1 && !SumOf<X>::OF_STEPS;
     using Sum = typename SumOf<X>::Type;
@@ -92,7 +92,7 @@ struct Sm80Mainloop {
             __syncthreads();  // everybody's copies are there, and the stage before is used up
         };
         auto next = [](int at) { return at == (DEPTH - 1) * STAGE_BYTES ? 0 : at + STAGE_BYTES; };
-        __syncthreads();  // nobody still reads the stages of the tile before
+        __syncthreads();  // no warp reads the stages of the tile before any more
 #pragma unroll
         for (int i = 0; i < DEPTH - 1; ++i) { load(i * STAGE_BYTES); }
         int at = 0;
@@ -224,7 +224,7 @@ private:
         }
     }
 
-    // What a warp multiplies of 32 bytes of K.
+    // A warp's operands for 32 bytes of K.
     struct Slice {
         u32 left[M16][4], right[N8 / 2][4];
     };

@@ -42,8 +42,7 @@ template <int STAGES> struct Place {
 #if GROUPED
 #include "product/grouped_sm90.cuh"
 #else
-// All tiles of a product, and which of them are this cluster's. width: columns from one to the next;
-// depth: bytes of K.
+// All tiles of a product, and this cluster's. width: columns from tile to tile; depth: bytes of K.
 struct Work {
     int pairs, columns, tiles, width, group, cluster, clusters;
     u32 rank;
@@ -169,7 +168,7 @@ __device__ __forceinline__ void multiply(float (&d)[COUNT][SUMS], SharedAddress 
     wgmma_commit();
 }
 
-// What is multiplied, and what by. N: the results' columns.
+// Operands and factors. N: columns of the results.
 struct Operands {
     const TensorMap *left, *right, *h, *tail;
     const f32 *scale_left, *scale_right;  // of fp8 codes
@@ -233,7 +232,7 @@ struct Sm90Mainloop {
         }
     }
 
-    // Of the sum without tails.
+    // Factor of the sum without tails.
     static __device__ __forceinline__ float scale(const Operands& of) {
         const float scale = CODED ? *of.scale_left * *of.scale_right : 1.0f;
         return HAS_ALPHA ? scale * of.alpha : scale;

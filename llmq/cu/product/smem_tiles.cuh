@@ -13,7 +13,7 @@
 constexpr int TILE_ROWS = 128, LINE = 128;  // LINE: bytes
 constexpr int BOX = 64;                     // columns of a box of BF16
 
-// What an epilogue wants; this is what most have. UNITS_OF_BOX: as many units are a box.
+// An epilogue's policy; most epilogues take this one. UNITS_OF_BOX: as many units are a box.
 // HELPED, IN_PARTS, BARRIERS: see cooperative_sm90.cuh.
 struct Boxes {
     static constexpr bool PAIRED = false, HELPED = false, IN_PARTS = false;

@@ -5,11 +5,9 @@
 //   codes of scales: the level nearest to (scales - mean) / groups[g], of 256
 //   x ~ level * (scale level * groups[g] + mean)           in F32, then rounded to out
 //
-// Data     x, out: T (n); codes: U8 (n/2), two neighbours each, the first in the higher bits;
-//          scale_codes: U8 (n/64); groups: F32; levels: F32 (256), ascending. All 16-byte aligned.
-//          nf4_decode_fp8: out E4M3 (n), divided by *scale before rounding.
-//          Decoding: n elements of one of several modules, one after another, each with its own
-//          groups and mean.
+// Data     declared in llmq/ops/quantize/four_bits.py. codes: two neighbours a byte, the first in
+//          the higher bits. levels ascend. nf4_decode_fp8: values are divided by *scale before
+//          rounding. Decoding: several modules of n elements, each with its own groups and mean.
 // Launch   256 threads. A thread encodes 8 or decodes 16 elements: ceil(n / 2048) or ceil(n / 4096)
 //          blocks, times modules when decoding. nf4_quantize_scales: a block for each group.
 // Cost     inputs read and outputs written once; a decoding thread reads 8 bytes of codes.
@@ -141,7 +139,7 @@ mxfp4_encode(u8* __restrict__ codes, u8* __restrict__ exponents, const T* __rest
     float v[COUNT];
     const float largest = load_block<MXFP4_LANES>(v, x + first, inside);
     if (!inside) { return; }
-    // 4 * 1.m is at most 6, or else half of it is.
+    // 4 * 1.m is at most 6, or else half of 4 * 1.m.
     const u32 bits = __float_as_uint(largest);
     const int wanted = (int)(bits >> 23) - 2 + ((bits & 0x7FFFFFu) > 0x400000u);
     const u32 exponent = wanted < 0 ? 0 : wanted;

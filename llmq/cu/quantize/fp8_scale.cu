@@ -7,11 +7,9 @@
 //   count    stats[saturated] += sum of saturated
 //            stats[norm_squared] = NaN if an abs_max is not finite
 //
-// Data     scales, factors, abs_maxes: F32 (n, 4), saturated: I32 (n, 4); only the first element of
-//          a row is used, the others align addresses to 16 bytes. history: F32 (length, n),
-//          oldest first. limits: F32 (n). factors and abs_maxes may be null; history is unchanged
-//          without abs_maxes. stats: F64, begins with llmq.base.dtypes.STATS.
-//          now: scale, abs_max: F32 (1).
+// Data     declared in llmq/ops/quantize/fp8_scale.py. scales, factors, abs_maxes, saturated: only
+//          the first element of a row is used. history: oldest first; unchanged if abs_maxes is
+//          null.
 // Launch   update: 256 threads, ceil(n / 256) blocks. count: 256 threads, one block. now: one thread.
 // Cost     history read and written once; a launch takes some microseconds.
 // Needs    limits positive, history finite and not negative. Counts are exact below 2^32 each.

@@ -8,11 +8,9 @@
 // codes are NaN. quantize_scaled: with a given scale, see fp8.cuh; equal scales give equal codes.
 // transpose_codes: q_t[c, r] = q[r, c]. dequantize: out[i] = q[i] * scale.
 //
-// Data     x: T (rows, cols), read once. q, codes: Q (rows, cols). q_t, transposed: Q (cols, rows
-//          and codes of zeros up to a multiple of 16). All 16-byte aligned. scale, abs_max: F32 (1),
-//          saturated: I32 (1). quantize_transpose: q may be null. quantize_scaled: one of codes and
-//          transposed may be null; with ABS_MAX = 1 abs_max is raised to the largest |x|, else
-//          not touched.
+// Data     declared in llmq/ops/quantize/quantize.py. Transposed codes end with zeros up to a
+//          multiple of 16. One of codes and transposed may be null. abs_max of quantize_scaled,
+//          with ABS_MAX = 1: raised to the largest |x|.
 // Launch   256 threads. quantize: ceil(n / 8192) blocks, n = rows * cols. quantize_transpose and
 //          quantize_scaled: a block for every OctetTile of fp8.cuh, 128 rows and 64 columns, grid
 //          (across, down). transpose_codes: tiles of 128 rows and 128 columns, times the number of
@@ -32,7 +30,7 @@ constexpr float LEAST_ABS_MAX = 1e-10f;   // equal to llmq/ref/quantize/quantize
 #define ABS_MAX 0
 #endif
 
-// The factor of x. One thread of the grid writes the scale.
+// Factor of x; one thread of the grid writes the scale.
 __device__ __forceinline__ float scale_factor(f32* scale, const f32* abs_max) {
     const float m = *abs_max;
     const float value = isfinite(m) ? fmaxf(m, LEAST_ABS_MAX) / Fp8<Q>::MAX : m - m;  // or NaN

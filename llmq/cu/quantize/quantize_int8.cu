@@ -10,9 +10,8 @@
 // column_max: the largest |x[:, c]| of each column, which `columns` reads. decode: out = q * scale
 // of its row.
 //
-// Data     x: T (rows, cols). q: I8 (rows, cols). q_t: I8 (cols, rows and zeros up to a multiple of
-//          16). scale: F32 (rows) or (cols).
-//          factors, column_max: F32 (cols). All 16-byte aligned.
+// Data     declared in llmq/ops/quantize/quantize_int8.py. Rows of q_t end with zeros up to a
+//          multiple of 16.
 // Launch   rows: WARPS warps hold a row, 32 * WARPS * ROWS threads, a block for every ROWS rows.
 //          column_max, columns: 256 threads, a block for every OctetTile, grid (across, down).
 // Cost     memory-bound: `rows` reads x once, column_max and columns once each. Stochastic rounding

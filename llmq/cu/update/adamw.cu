@@ -7,10 +7,9 @@
 //
 // E4M3 moments: see moments.cuh; for the reasons see llmq/ops/update/adamw.py.
 //
-// Data     param P, grad G: F32 or BF16; m M, v V: F32, BF16 or E4M3; work BF16 or null; n elements,
-//          n % 128 == 0. m_scale, v_scale: F32 (n / 128), null unless the moment is E4M3.
-//          segments: (end element, decays) of each parameter, ends ascending multiples of 128,
-//          counted from the start of the slab; param, work, grad, m, v start at its element first.
+// Data     declared in llmq/ops/update/adamw.py. m_scale, v_scale: null unless the moment is E4M3.
+//          segments: ends ascend, in multiples of 128 from the start of the slab; param, work,
+//          grad, m, v start at the slab's element first.
 // Launch   128 threads, ceil(n / 1024) blocks: 8 elements per thread, 16 threads for a scale.
 // Cost     param, m, v read and written, grad read, work written, once each; memory-bound, but
 //          barely: 80 instructions per element with three stochastic roundings. An exact division

@@ -8,8 +8,7 @@
 //   skip_update = norm is not finite or count == 0 or, for a limit above 0, one of these is false:
 //                 norm <= norm_limit, loss / count <= loss_limit
 //
-// Data     x: n elements of G, F32 or BF16, n >= 1. partials: one F64 per block. stats: F64 (n,).
-//          gathered: F64 (world_size, n).
+// Data     declared in llmq/ops/update/global_norm.py. partials: one per block.
 // Launch   partials: 256 threads, any grid. sum: 1024 threads, 1 block. combine: n threads.
 //          finish: one thread.
 // Cost     x read once; four 16-byte loads in flight per thread; squares add up in F32 over 64

@@ -16,8 +16,8 @@ template <> __device__ __forceinline__ bf16 rounded<bf16>(float x, u32 bits) {
     return round_stochastic(x, bits);
 }
 
-// The COUNT elements of a moment that a thread has. SECOND: v, of which the high bits decide; of m
-// the low ones. ROOT: new values are given to fit and set as their roots.
+// A thread's COUNT elements of a moment. SECOND: v, rounded by the high random bits; m by the low
+// ones. ROOT: fit and set take roots of new values.
 template <class X, bool SECOND> struct Moment {
     static constexpr bool ROOT = false;
     Pack<X, COUNT> pack;

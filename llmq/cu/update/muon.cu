@@ -10,12 +10,10 @@
 //   row_scale   x *= its row's factor
 //   apply       param -= lr * change + lr * weight_decay * param;  work = bf16(param)
 //
-// Data     param P, grad G: F32 or BF16; m M: F32, BF16 or E4M3 with m_scale, see moments.cuh, else
-//          null; work BF16 or null; change, x, out BF16, apply's change D too. propose, apply: n elements,
-//          n % 128 == 0; first: element of the slab. squares, normalize: x are matrices of n
-//          elements, one after another, out may be x. diagonal: x are square matrices. row_scale:
-//          x has `columns`. partials: F64, equally many for each matrix. squares: F64, one for each
-//          row, made by `squares`; v, factors: F32, one for each row, v from element `shift` on.
+// Data     declared in llmq/ops/update/muon.py. m_scale: null unless m is E4M3, see moments.cuh.
+//          first: element of the slab. squares, normalize: x are matrices of n elements, out may
+//          be x. partials: equally many for each matrix. squares: one for each row; v from element
+//          `shift` on.
 // Launch   propose, apply: 128 threads, ceil(n / 1024) blocks. squares, normalize: 256 threads, a
 //          column of blocks for each matrix. diagonal: 256 threads, one for each number. row_factors:
 //          256 threads, a block for each matrix. row_scale: 256 threads, a block for each row.

@@ -1,9 +1,9 @@
-"""The work of a half of a block: in a step, in an evaluation, and when texts are continued.
+"""Interface of a half of a block: attention, an MLP, experts, or another branch of the stream.
 
 A kind of half is a class in a file of its own and a line of `HALVES`. One object computes the
-halves of its kind in all layers: what differs from layer to layer is in `ctx.layer`, with what the
-architecture declares (`spec`), the tensors that `keep` has allocated (`saved`), and those of texts
-that are continued (`cache`). A `LayerContext` has that, and the differences from pass to pass.
+halves of its kind in all layers. `ctx.layer` is the layer: the architecture's declaration (`spec`),
+the tensors that `keep` has allocated (`saved`), and the generator's cache (`cache`). `ctx` also has
+the weights, gradients and scratch of the pass.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from llmq.runtime.device import Device
 
 
 class ModelContext(NamedTuple):
-    """The objects with which all halves of a model work. norms: in front of halves, which make
-    their input in forward, and again in backward. backend: of attention, as `directions`
-    takes it. rope_tables: by layer, as `rope_tables` in halves/attention.py makes them. inputs: of
-    the micro-step. balance: of experts; None where nothing is trained."""
+    """Objects that all halves of a model share. norms: the norms in front of halves, in forward and
+    again in backward. backend: attention's, see halves/attention.directions. rope_tables: by layer,
+    see halves/attention.rope_tables. inputs: the micro-step's. balance: losses of experts' routers;
+    None if nothing is trained."""
 
     dev: Device
     config: ModelConfig
@@ -46,25 +46,24 @@ class Half(Protocol):
     def __init__(self, shared: ModelContext): ...
 
     def keeps_input(self, recompute: Recompute) -> bool:
-        """Whether the half's input may be kept for backward: False where it is made again."""
+        """True if backward may read forward's input; False if it computes the input again."""
 
     def multiplied_again(self, recompute: Recompute) -> tuple[str, ...]:
         """Keys of the matrices whose products backward computes again."""
 
     def keep(self, layer: HalfLayer) -> Any:
-        """Allocates what a layer keeps from forward to backward."""
+        """Allocate the tensors of a layer that live from forward to backward."""
 
     def forward(self, ctx: LayerContext, x: Operand) -> None:
-        """ctx.layer.out from x (rows, C). With ctx.layer.cache it reads what the texts' earlier
-        passes have written there, and writes what later ones read."""
+        """Write ctx.layer.out from x (rows, C). With ctx.layer.cache, read the earlier tokens'
+        state there, and add that of x."""
 
     def recompute(self, ctx: LayerContext) -> Any:
-        """The tensors that backward needs, kept or computed again; if the whole block is computed
-        again, ctx.layer.out too."""
+        """The tensors that backward reads, kept or computed again. If the whole block is computed
+        again, write ctx.layer.out, too."""
 
     def backward(
         self, ctx: LayerContext, inputs: Any, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """d_x (rows, C), if it is wanted, and the weights' gradients, from d_out (rows, C). inside:
-        whether a gradient in front of the matrix that makes the output is wanted; else what leads
-        there may be left out."""
+        """Write d_x (rows, C), unless None, and the weights' gradients, from d_out (rows, C).
+        inside: False if only the output product's weights need gradients."""

@@ -1,5 +1,4 @@
-"""Losses of pairs of answers to one prompt, of which one is to be preferred
-(`ops/loss/pairs.py`)."""
+"""Preference losses of pairs of answers to one prompt (`ops/loss/pairs.py`)."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -23,12 +22,13 @@ PARTNER = Input("partner", per=TOKEN, sidecar=PAIRS)
 
 
 class Preferences(Loss):
-    """DPO: an answer's log-probability less that of a reference model is its reward, times beta.
-    Both answers are in one row, where "partner" says (`Batch.named`). A pair of which one answer
-    has no target counts nothing. referenced: whether the loss reads the reference's
-    log-probabilities. The loss is a mean over pairs, and so are its numbers: margin, the
-    difference of the answers' rewards; accuracy, how often it is more than 0; reward_chosen,
-    reward_rejected; logp_chosen, logp_rejected, their log-probabilities."""
+    """DPO. An answer's reward is beta times its log-probability less the reference model's.
+
+    Both answers of a pair are in one row; the named input "partner" has their positions. A pair
+    with an answer without targets does not count. referenced: True if the loss reads the
+    reference's log-probabilities. The loss and its numbers are means over pairs: margin, chosen
+    less rejected reward; accuracy, the share of pairs with a positive margin; reward_chosen,
+    reward_rejected; logp_chosen, logp_rejected."""
 
     name = "dpo"
     sums = SUMS
@@ -56,18 +56,18 @@ class Preferences(Loss):
     def _form(cls, optim: OptimOptions) -> Form:
         values = optim.loss_values
         by_form = (values.get("gamma", 0.0), values.get("smoothing", 0.0))
-        by_mean = int(values.get("normalize", True))  # ORPO's answers always are
+        by_mean = int(values.get("normalize", True))  # ORPO has no such option: always
         return Form(cls.kind, by_mean, values["beta"], *by_form, values["sft"])
 
     @classmethod
     def guessing(cls, optim: OptimOptions, outputs: int) -> float:
-        """That of answers of a token, of which all are as likely."""
+        """Loss of answers of one token, all tokens equally likely."""
         gain, logp, count = np.zeros(1), np.full(1, -log(outputs)), np.ones(1)
         answer = Documents(gain if cls.referenced else logp, logp, count)
         return float(of_pair(cls._form(optim), answer, answer).loss[0])
 
     def prepare(self, rows: Rows) -> None:
-        """Have the sums of each answer."""
+        """Sums over each answer's tokens."""
         reference, places = self.named.get("scores"), self._places(rows)
         pairs.sums(self.dev, self._sums, rows.targets, rows.losses, reference, places)
 
@@ -98,31 +98,31 @@ class Preferences(Loss):
 
 
 class Ipo(Preferences):
-    """IPO: the difference of the answers' gains is to be 1 / (2 beta)."""
+    """IPO: squared distance of the difference of gains from 1 / (2 beta)."""
 
     name = "ipo"
     kind = IPO
 
 
 class SimPo(Preferences):
-    """SimPO: no reference, and answers by their tokens' mean, which are to differ by gamma."""
+    """SimPO: no reference; mean log-probabilities of tokens, with the margin gamma."""
 
     name = "simpo"
     referenced = False
 
 
 class Orpo(SimPo):
-    """ORPO: the odds of answers, beside the cross-entropy of the chosen one."""
+    """ORPO: odds ratio of the answers, beside the chosen answer's cross-entropy."""
 
     name = "orpo"
     kind = ORPO
 
 
 class Kto(Preferences):
-    """KTO: answers with labels. One that is desirable is to gain more than a shift, others less.
-    The shift estimates how far the model is from the reference: the mean of what the answers to
-    other prompts have gained, which are the second documents of the pairs, at least 0. The mean is
-    over the micro-batch of all ranks, as TRL has it, and has no gradient."""
+    """KTO: single answers with a label. Desirable answers should gain more than a shift, others
+    less. The shift, without a gradient, estimates the divergence from the reference: the mean gain
+    of answers to other prompts, at least 0. These are the pairs' second documents; the mean is over
+    the micro-batch of all ranks, as in TRL."""
 
     name = "kto"
     kind = KTO
@@ -134,13 +134,13 @@ class Kto(Preferences):
         super().__init__(dev, batch, optim, named)
         self._shift = dev.alloc("shift", (1,), F32, "Activations")
         self._gained = dev.alloc("gained", (dev.mesh.size(), 2), F64, "Activations")
-        dev.zero(self._gained)  # silent ranks leave theirs as it is
+        dev.zero(self._gained)  # ranks that are silent in a rehearsal write nothing
         self._lane = Lane(dev, arrive="comm")
         self._lane.add("gained")
 
     @classmethod
     def guessing(cls, optim: OptimOptions, outputs: int) -> float:
-        """The largest one: no loss is more than its weight."""
+        """The larger weight, an upper bound of the loss."""
         return max(optim.loss_values["desirable"], optim.loss_values["undesirable"])
 
     @classmethod
@@ -154,7 +154,7 @@ class Kto(Preferences):
         return super().numbers(sums) | {"kl": sums["kl"] / (sums["count"] or float("nan"))}
 
     def prepare(self, rows: Rows) -> None:
-        """The shift, too, for which the ranks gather their gains."""
+        """Sums over each answer's tokens, and the shift from the gains of all ranks."""
         super().prepare(rows)
         mesh, gained, lane = self.dev.mesh, self._gained, self._lane
         own = gained.rows(mesh.index(), mesh.index() + 1).view(2)

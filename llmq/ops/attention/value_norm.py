@@ -1,4 +1,4 @@
-"""RMSNorm of values, head by head and without weights; the values may be the keys."""
+"""RMSNorm of value heads without weights; the values may be the keys."""
 
 from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES
@@ -42,7 +42,7 @@ def _launch(
     *,
     keys: bool,
 ) -> None:
-    """A warp for each head of values; keys: and of queries."""
+    """Launch a warp for each value head; keys: for each query head, too."""
     tokens, num_heads, num_kv_heads = sizes
     heads, head_dim = num_kv_heads + (num_heads if keys else 0), qkv.shape[-1]
     vectors = ceil_div(head_dim * qkv.dtype.itemsize, 32 * VECTOR_BYTES)  # of a lane
@@ -60,12 +60,12 @@ def forward(
     num_heads: int,
     num_kv_heads: int,
 ) -> None:
-    """Normalise the value heads in qkv.
+    """Normalize the value heads in qkv.
 
         value = T(rstd * x)        rstd = 1 / sqrt(mean(x^2) + eps)
 
-    product: (B*T, (Hq+Hkv)*Hd), query and key heads, which come into qkv; x then is the key. None:
-    qkv has all heads, and x is the value.
+    product: (B*T, (Hq+Hkv)*Hd), query and key heads, copied to qkv; x is the key. None: qkv has all
+    heads, and x is the value.
     """
     sizes = _sizes(qkv, num_heads, num_kv_heads)
     args = (qkv, rstd, product, eps, *sizes)
@@ -81,12 +81,12 @@ def backward(
     num_heads: int,
     num_kv_heads: int,
 ) -> None:
-    """Turn the gradients of the normalised values into those of x.
+    """Turn gradients of normalized values into gradients of x.
 
         d_x = T(rstd * (d_value - value * mean(d_value * value)))
 
-    qkv, rstd: as the forward pass left them. d_product: the gradient of forward's product: query
-    heads of d_qkv, and its key heads + d_x. None: value heads of d_qkv become d_x.
+    qkv, rstd: forward's. d_product: gradient of forward's product: query heads of d_qkv, and key
+    heads of d_qkv + d_x. None: value heads of d_qkv become d_x.
     """
     sizes = _sizes(qkv, num_heads, num_kv_heads)
     args = (d_product, d_qkv, qkv, rstd, *sizes)

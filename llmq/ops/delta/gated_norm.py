@@ -1,4 +1,4 @@
-"""RMSNorm over every head, times SiLU of a gate: behind the state of a gated delta net."""
+"""RMSNorm over every head, times SiLU of a gate: the output of a gated delta net."""
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
@@ -28,7 +28,7 @@ BACKWARD = Kernel(
 )
 
 THREADS, WARPS = 256, 8
-FORWARD_BLOCKS, BACKWARD_BLOCKS = 32, 6  # at most, for a multiprocessor
+FORWARD_BLOCKS, BACKWARD_BLOCKS = 32, 6  # most blocks for a multiprocessor
 
 
 def _sizes(x: Tensor, gate: Tensor, weight: Tensor, offset: int) -> tuple[int, int, int, int]:
@@ -53,7 +53,7 @@ def forward(
 ) -> None:
     """out = T(T(weight * T(rstd * x)) * silu(gate)), rstd = 1 / sqrt(mean(x^2) + eps) by head.
 
-    gate: of the heads from column `offset` on.
+    gate: (rows, columns), read from column `offset` on.
     """
     sizes = _sizes(x, gate, weight, offset)
     blocks = _blocks(dev, sizes, FORWARD_BLOCKS)
@@ -72,9 +72,7 @@ def backward(
     eps: float,
     offset: int,
 ) -> None:
-    """The gradients of forward's inputs.
-
-    Other columns of d_gate stay as they are.
+    """Gradients of forward's inputs. Other columns of d_gate stay.
 
     Workspace: F32 (blocks, Hd).
     """

@@ -1,8 +1,8 @@
-"""Rows of a micro-batch sorted by the experts that they go to, and what comes back to each row.
+"""Rows of a micro-batch sorted by expert, and the sum of experts' outputs for each row.
 
 A row goes to top_k experts, so S rows make R = S * top_k choices: choice s * top_k + k is the k-th
-of row s. Sorted by expert, and by number where the expert is the same, they are the rows of the
-experts' matrices; nothing is left out, whatever was chosen.
+of row s. Choices sorted by expert, then by number, are the rows of the experts' products. No choice
+is dropped.
 """
 
 from llmq.base.dtypes import I32
@@ -15,7 +15,7 @@ THREADS, SCAN_THREADS = 256, 1024
 MAX_EXPERTS = 512
 CHUNK = 2048  # choices that a block sorts
 WIDTH, SLICE = 8, 32 * 8  # columns of a lane and of a warp
-PIECE_BYTES = 32 * 4 * VECTOR_BYTES  # of a row that a warp of GATHER has
+PIECE_BYTES = 32 * 4 * VECTOR_BYTES  # bytes of a row in a warp of GATHER
 MAX_CHOICES = 32
 
 COUNT = Kernel(
@@ -70,10 +70,11 @@ SUM = Kernel(
 
 
 def sort_rows(dev: Device, order: Tensor, place: Tensor, starts: Tensor, chosen: Tensor) -> None:
-    """The choices in the order of their experts.
+    """Sort choices by expert, stably.
 
-    order: which choice is at each place. place: where each choice is. starts: the places of expert
-    e are [starts[e], starts[e + 1]). chosen: experts, in [0, E), which are not checked.
+    order: I32 (R,), the choice at each place. place: I32 (S, top_k), the place of each choice.
+    starts: I32 (E+1,), expert e has places [starts[e], starts[e + 1]). chosen: experts in [0, E),
+    not checked.
 
     Cost:    about four times chosen's bytes, in three launches; E bytes of scratch for 512 choices.
     """
@@ -123,13 +124,13 @@ def combine_backward(
     weights: Tensor,
     weighted: Tensor | None = None,
 ) -> None:
-    """The gradients of weighted rows and of weights, from d_y without them: at r = place[s, k]
+    """Gradients of weights, and of y; at r = place[s, k]
 
         d_weights[s, k] = d_y[r] . y[r]
         d_y[r] *= weights[s, k]              weighted[r] = weights[s, k] * y[r]
 
-    If y is what combine reads, d_y is what gather_rows makes of the gradient of its result. A
-    linear function may stand between both: then y is in front of it, and nobody needs its result.
+    y: combine's input, with d_y = gather_rows(gradient of combine's output). If a linear function f
+    lies between, combine reads f(y), and d_y is the gradient behind f's backward.
 
     place: of sort_rows. weighted may be y.
     """
@@ -146,12 +147,12 @@ def sum_rows(
     weights: Tensor | None = None,
     order: Tensor | None = None,
 ) -> None:
-    """target[e] (C) = or += the sum of x's rows of expert e: a bias's gradient.
+    """target[e] (C,) = or += sum of x's rows of expert e, for the gradient of a bias.
 
-    Without rows it becomes 0, or stays as it is. Sums are F32, and rounded once: stochastically
-    where they are added to a BF16 gradient.
+    Experts without rows get 0, or keep target. Sums are F32, rounded once: stochastically where
+    they are added to a BF16 gradient.
 
-    starts, order: of sort_rows. weights: of row r that of order[r]; None: 1.
+    starts, order: of sort_rows. weights: row r has the weight of choice order[r]; None: 1.
     """
     (_, C), E = SUM.dims(x=x), starts.size - 1
     tensor, accumulate, scalars, salt = target

@@ -1,4 +1,4 @@
-"""Routers of experts: which of them a row goes to, and what keeps them in balance.
+"""Routers of experts: top-k choice, and losses that keep experts in balance.
 
 For a row of logits l, with p = softmax(l) over all experts and s = p, or s = sigmoid(l):
 
@@ -7,15 +7,15 @@ For a row of logits l, with p = softmax(l) over all experts and s = p, or s = si
 
 A softmax over the chosen logits alone is a softmax that is renormalized.
 
-The load-balancing loss is that of Switch Transformer (arXiv:2101.03961, eq. 4 to 6), as
-load_balancing_loss_func of transformers has it, over the rows of all layers together; the z-loss is
-ST-MoE's (arXiv:2202.08906, eq. 5):
+The load-balancing loss is Switch Transformer's (arXiv:2101.03961, eq. 4 to 6), over the rows of all
+layers together like load_balancing_loss_func of transformers; the z-loss is ST-MoE's
+(arXiv:2202.08906, eq. 5):
 
     aux = E * sum over e of (rows of e / n) * (sum of p[:, e] / n)        z = sum of lse^2 / n
 
-n: rows of all layers; rows of e: how often it was chosen, a constant where gradients are concerned.
-Rows of filler count nowhere, as padding of an attention mask in transformers. Both losses are added
-to the loss of a micro-batch, a mean over its targets.
+n: rows of all layers; rows of e: how often e was chosen, a constant in gradients. Filler rows do
+not count, like padding of an attention mask in transformers. Both losses are added to the loss of a
+micro-batch, a mean over its targets.
 """
 
 from llmq.base.tensor import Tensor
@@ -24,8 +24,8 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 256
-MAX_EXPERTS = 512  # a lane has every 32nd of a row
-BLOCKS = 4  # of a multiprocessor, at most: each one adds its sums to memory
+MAX_EXPERTS = 512  # a lane holds every 32nd of a row
+BLOCKS = 4  # most on a multiprocessor: each block adds its sums to memory
 
 KINDS = ("softmax", "sigmoid")
 
@@ -67,13 +67,13 @@ def route(
     sums: Tensor | None = None,
     targets: Tensor | None = None,
 ) -> None:
-    """Choose top_k experts for each row. NaN in a row is nobody's choice, and makes it NaN.
+    """Choose top_k experts for each row. A NaN logit makes the row's weights NaN.
 
-    chosen: by falling score; all different, also where logits are NaN. kind: "softmax" or
-    "sigmoid", which s is. bias: decides about the choice, not about weights. sums is added to: rows
-    by expert, probabilities by expert in 2^-32, rows, entropies in 2^-32, lse^2 in 2^-20, rows
-    whose logits are not finite, which probabilities, entropies and squares leave out. targets: of
-    sums, which leave out rows of FILLER_TARGET.
+    chosen: by falling score; all different, also if logits are NaN. kind: "softmax" or "sigmoid",
+    see s above. bias: changes the choice, not the weights. sums: accumulates rows by expert,
+    probabilities by expert in units of 2^-32, rows, entropies in 2^-32, lse^2 in 2^-20, rows with
+    logits that are not finite, which probabilities, entropies and squares leave out. targets: sums
+    leave out rows with FILLER_TARGET.
 
     Cost:    logits read once. Sums are integers: the same in any order.
     """
@@ -98,10 +98,10 @@ def route_backward(
     factors: Tensor | None = None,
     targets: Tensor | None = None,
 ) -> None:
-    """d_logits from the gradients of the weights, and of both losses where there are factors.
+    """d_logits from gradients of the weights, and of both losses if factors are given.
 
-    of_experts: is added to d_weights, of the chosen ones. factors: what `balance` has made.
-    targets: rows of FILLER_TARGET have no losses. All other arguments are route's.
+    of_experts: added to d_weights, at chosen experts. factors: of `balance`. targets: rows with
+    FILLER_TARGET have no losses. Other arguments are route's.
     """
     S, E, top_k = BACKWARD.dims(logits=logits, chosen=chosen)
     consts = _consts(kind, E, renormalize) | {"FACTORS": int(factors is not None)}
@@ -122,17 +122,15 @@ def balance(
     aux: float,
     z: float,
 ) -> None:
-    """Between the forward and the backward pass of a micro-batch: both losses, and of them what
-    route_backward adds; how the routers do; the sums go into totals and become 0.
+    """Both losses between forward and backward of a micro-batch, and their factors for
+    route_backward. Adds sums to totals and zeroes sums.
 
-    Gradients are of losses that are summed over targets, as all of a step are before they are
-    divided by the number of its targets.
+    Losses are sums over targets; the step divides them by the number of its targets.
 
-    factors: of p by expert, then of lse. losses is added to, times the targets: aux and z, the mean
-    entropy of routers, and the largest part of the rows of a layer that one expert has. totals is
-    added to. sums: of each layer, as of route. targets: negative: none. by: the weights of targets,
-    by whose sum all of a step is divided, and gradients are multiplied; None: all are 1. aux, z:
-    the coefficients of both losses.
+    factors: F32 (E+1,), of p by expert, then of lse. losses: accumulates, times the number of
+    targets: aux, z, mean entropy of routers, largest share of a layer's rows in one expert. sums:
+    of each layer, see route. targets: negative if masked. by: weights of targets, whose sum divides
+    the step and multiplies gradients; None: all are 1. aux, z: coefficients of both losses.
     """
     layers, E = sums.shape[0], factors.size - 1
     args = (factors, losses, totals, sums, targets, by, layers, E, targets.size, aux, z)

@@ -13,7 +13,7 @@ from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 512
 STATS_THREADS = 1024
-MAX_VECTORS = 19  # of a row that one thread holds: with 128 registers each, 512 threads fit
+MAX_VECTORS = 19  # most of a row in a thread: 512 threads with 128 registers each fit
 CLUSTER_ROWS = 4
 
 _ROW_ARGS = (
@@ -25,7 +25,7 @@ _RULES = "padded_vocab % vector_T, vocab >= 1, vocab <= padded_vocab"
 _FILE, _NAME = "loss/cross_entropy.cu", "cross_entropy_forward_backward"
 FORWARD_BACKWARD = Kernel(_FILE, _NAME, f"inout {_ROW_ARGS}", where=_RULES)
 FORWARD_BACKWARD_REGISTERS = replace(FORWARD_BACKWARD, entry=f"{_NAME}_registers")
-# The same entries; declared apart because with codes they only read the logits.
+# The same entries, declared apart: with codes they read logits, and do not write them.
 CODES = Kernel(_FILE, _NAME, _ROW_ARGS, where=_RULES, types="T=bf16")
 CODES_REGISTERS = replace(CODES, entry=f"{_NAME}_registers")
 FORWARD = Kernel(
@@ -45,12 +45,13 @@ ADD_STATS = Kernel(
 
 
 def register_layout(row_bytes: int, capability: int) -> dict[str, int] | None:
-    """How rows are held in registers, as compile-time constants; None where a row does not fit.
+    """Compile-time constants of rows in registers; None if a row does not fit.
+
     THREADS per block, VECTORS of 16 bytes per thread, blocks per CLUSTER (compute capability 9.0
-    and later) that share a row, ROWS one after the other in each. One block is the fastest: a
-    cluster's start and end together. Two blocks of half the threads fit into a multiprocessor, and
-    belong to different rows: one reads and writes while the other computes. Only with clusters does
-    it pay to go on to another row, the next one being read while one is written."""
+    and later) that share a row, ROWS that a cluster computes one after another. One block a row is
+    fastest, because blocks of a cluster start and end together. Two blocks of half the threads fit
+    into a multiprocessor, and one reads and writes while the other computes. Several rows pay only
+    in clusters: the next row is read while one is written."""
     vectors = ceil_div(row_bytes, VECTOR_BYTES)
     layouts = [(THREADS // 2, 1), (THREADS, 1)]
     if capability >= 90:
@@ -77,19 +78,17 @@ def forward_backward(
     weights: Tensor | None = None,
     softcap: float | None = None,
 ) -> None:
-    """Replaces logits by d_logits = softmax(logits) * (1 + z_loss * lse) - onehot(target).
+    """Replace logits by weight * (softmax(logits) * (1 + z_loss * lse) - onehot(target)).
 
-    That is the gradient of loss + z_loss / 2 * lse^2, not divided by any count of tokens. Rows of
-    weights have it times theirs.
+    That is the gradient d_logits of weight * (loss + z_loss / 2 * lse^2), not divided by any count.
 
-    targets: ids; negative: masked, with a loss and gradient of 0. losses: lse - the target's logit.
-    lse: log-sum-exp of the row, also of a masked one. Columns >= vocab_size are ignored on entry,
-    and 0 on return. codes: d_logits / code_scale, rounded to nearest even and clamped, instead of
-    d_logits in logits, which are BF16 then. weights: F32 (rows,), not of losses and lse; None: all
-    are 1. softcap: softcap * tanh(logit / softcap) counts in the place of each logit; None: itself.
+    targets: ids, not checked; negative: masked, with loss and gradient 0. losses: lse - the
+    target's logit. lse: log-sum-exp of the row, of masked rows, too. Columns >= vocab_size are
+    ignored on entry, and 0 on return. codes: d_logits / code_scale, rounded to nearest even and
+    clamped; logits, BF16, then stay. weights: F32 (rows,), of gradients only; None: all are 1.
+    softcap: each logit counts as softcap * tanh(logit / softcap).
 
-    Cost:    logits read once where registers hold a row, else twice; d_logits or codes written.
-    Targets are not checked.
+    Cost:    logits read once if registers hold a row, else twice; d_logits or codes written.
     """
     kernels = (FORWARD_BACKWARD, FORWARD_BACKWARD_REGISTERS)
     if codes is not None:
@@ -118,7 +117,7 @@ def forward(
     *,
     softcap: float | None = None,
 ) -> None:
-    """losses and lse of forward_backward, without a gradient; logits stay as they are."""
+    """losses and lse of forward_backward; logits stay."""
     rows, padded_vocab = FORWARD.dims(logits=logits)
     args = (losses, lse, logits, targets, rows, vocab_size, padded_vocab)
     dev.launch(FORWARD, rows, THREADS, args, consts=_cap(softcap))
@@ -134,14 +133,14 @@ def stats(
     *,
     by_weight: bool = False,
 ) -> None:
-    """Adds a micro-step to the statistics of the optimizer step, in F64 and in a fixed order.
+    """Add a micro-step to the statistics of the optimizer step, in F64 and in a fixed order.
 
-    loss, count, lse_sum, lse_max: over targets that are not masked; loss_1k, tokens_1k: of these
-    the positions < 1024. The caller zeroes stats at the start of the step, so lse_max is never < 0.
+    loss, count, lse_sum, lse_max: over unmasked targets; loss_1k, tokens_1k: over those at
+    positions < 1024. The caller zeroes stats at the start of the step, so lse_max is never < 0.
 
-    stats: begins with llmq.base.dtypes.TOKEN_STATS. losses: 0 where masked. targets: negative:
-    masked. weights: F32 as losses, of which they are; None: all are 1. by_weight: count and
-    tokens_1k are sums of weights; the statistic behind TOKEN_STATS is how many targets there are.
+    stats: begins with llmq.base.dtypes.TOKEN_STATS. losses: 0 where masked. targets: negative if
+    masked. weights: F32, of losses; None: all are 1. by_weight: count and tokens_1k are sums of
+    weights, and the statistic behind TOKEN_STATS is the number of targets.
     """
     _, seq_len = ADD_STATS.dims(targets=targets)
     args = (stats, losses, lse, targets, targets.size, seq_len, int(by_weight))
@@ -149,7 +148,7 @@ def stats(
 
 
 def _cap(softcap: float | None) -> dict[str, int]:
-    """The constant of kernels with a soft cap: its bits as F32."""
+    """Compile-time constant of a soft cap: the bits of its F32."""
     return {} if softcap is None else {"SOFTCAP": int(np.float32(softcap).view(np.uint32))}
 
 
@@ -169,8 +168,7 @@ def _launch(
     consts: dict[str, int],
     weights: Tensor | None,
 ) -> None:
-    """Launch a kernel whose losses may have weights: then it is compiled with WEIGHTED = 1, and
-    they are its last argument."""
+    """Launch a kernel; with weights compile WEIGHTED = 1, which takes them as last argument."""
     if weights is not None:
         kernel, args, consts = _weighted(kernel), (*args, weights), consts | {"WEIGHTED": 1}
     dev.launch(kernel, blocks, threads, args, consts=consts)

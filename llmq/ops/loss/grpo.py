@@ -1,4 +1,4 @@
-"""Losses of a policy's own samples: GRPO, Dr. GRPO, DAPO, GSPO and CISPO.
+"""Policy-gradient losses of sampled documents: GRPO, Dr. GRPO, DAPO, GSPO and CISPO.
 
 Shao et al., DeepSeekMath, 2024; Liu et al., Understanding R1-Zero-Like Training, 2025; Yu et al.,
 DAPO, 2025; Zheng et al., Group Sequence Policy Optimization, 2025; MiniMax, MiniMax-M1, 2025.
@@ -32,10 +32,10 @@ ADD_STATS = Kernel(
 
 
 class Samples(NamedTuple):
-    """Tensors (B, T) of sampled documents. targets: I32, negative where masked, as prompts are.
-    losses: F32, each token's cross-entropy. old, reference: F32, log-probabilities by the model
-    that has sampled, and by the reference, None without one. advantages: F32. starts: I32, the
-    first position of each one's document; None: rows are documents."""
+    """Tensors (B, T) of sampled documents. targets: I32, negative if masked, as prompts are.
+    losses: F32, each token's cross-entropy. old, reference: F32, log-probabilities by the sampling
+    model, and by the reference model or None. advantages: F32. starts: I32, first position of each
+    token's document; None: rows are documents."""
 
     targets: Tensor
     losses: Tensor
@@ -46,38 +46,37 @@ class Samples(NamedTuple):
 
     @property
     def places(self) -> tuple[Tensor | None, int, int]:
-        """Arguments of kernels about places."""
+        """starts, number of tokens and length of rows, as kernels take them."""
         return self.starts, self.targets.size, self.targets.shape[-1]
 
 
 def sums(dev: Device, sums: Tensor, of: Samples) -> None:
-    """Add up each document's trained tokens, at its first position; the rest is not written.
+    """Add up each document's trained tokens, at the document's first position.
 
-    sums: F32 (3, B, T), of logarithms of ratios, -loss - old; of 1; of divergences from the
-    reference, 0 without one.
+    sums: F32 (3, B, T), of log ratios, -loss - old; of 1; of divergences from the reference, 0
+    without one. Other positions are not written.
     """
     args = (sums, *of[:4], *of.places)
     dev.launch(SUMS_OF, ceil_div(of.targets.size, THREADS), THREADS, args)
 
 
 def weights(dev: Device, weights: Tensor, sums: Tensor, of: Samples, form: Form) -> None:
-    """The derivative of the sum of all tokens' losses by each token's cross-entropy.
+    """Derivative of the sum of all tokens' losses by each token's cross-entropy.
 
-    weights: F32 (B, T), 0 where masked. sums: as `sums` makes them.
+    weights: F32 (B, T), 0 where masked. sums: of `sums`.
     """
     args = (weights, sums, *of[:-1], *of.places, *form)
     dev.launch(WEIGHTS, ceil_div(of.targets.size, THREADS), THREADS, args)
 
 
 def stats(dev: Device, stats: Tensor, sums: Tensor, of: Samples, form: Form) -> None:
-    """Add the micro-batch's samples to the statistics: loss and count, which is that of tokens or
-    of documents with a trained token, as the form says.
+    """Add the micro-batch's samples to the statistics: loss, count, and sums over tokens.
 
-    Sums over tokens: clipped, how many ratios are out of bounds; ratio, of new to old probability;
-    drift, |log-probability - old|; kl, the divergence from the reference times the ratio; entropy,
-    the negative log-probability.
+    count: tokens, or documents with a trained token, see form.per. clipped: number of ratios out of
+    bounds; ratio: new to old probability; drift: |log-probability - old|; kl: divergence from the
+    reference times the ratio; entropy: negative log-probability.
 
-    stats: F64, begins with STATS and SUMS. sums: as `sums` makes them.
+    stats: F64, begins with STATS and SUMS. sums: of `sums`.
 
     Cost:    one launch of a single block, with a fixed order of summation.
     """

@@ -1,4 +1,4 @@
-"""Losses of pairs of documents, of which one is to be preferred: DPO, IPO, SimPO, ORPO and KTO.
+"""Preference losses of pairs of documents: DPO, IPO, SimPO, ORPO and KTO.
 
 Rafailov et al., Direct Preference Optimization, 2023; Azar et al., A General Theoretical Paradigm
 to Understand Learning from Human Preferences, 2023; Meng et al., SimPO, 2024; Hong et al., ORPO,
@@ -40,16 +40,16 @@ ADD_STATS = Kernel(
 
 
 class Places(NamedTuple):
-    """The places of documents and of their pairs. starts: I32 (B, T), the first position of each
-    one's document. partner: F32 (B, T), 1 + the first position of the pair's other document, in the
-    same row; negative in a document that is not preferred, 0 outside of pairs."""
+    """Positions of documents and pairs. starts: I32 (B, T), first position of each token's
+    document. partner: F32 (B, T), 1 + first position of the pair's other document, in the same row;
+    negative in rejected documents, 0 outside pairs."""
 
     starts: Tensor
     partner: Tensor
 
     @property
     def args(self) -> tuple[Tensor, Tensor, int, int]:
-        """The last arguments of kernels."""
+        """starts, partner, number of tokens and length of rows, as kernels take them."""
         return self.starts, self.partner, self.starts.size, self.starts.shape[-1]
 
 
@@ -61,19 +61,20 @@ def sums(
     reference: Tensor | None,
     places: Places,
 ) -> None:
-    """Add up each document's trained tokens, at its first position; the rest is not written.
+    """Add up each document's trained tokens, at the document's first position.
 
-    sums: of -loss - reference; of -loss; of 1. targets: negative: masked. losses: cross-entropy of
-    each token. reference: log-probabilities by another model; None: 0.
+    sums: F32 (3, B, T), of -loss - reference; of -loss; of 1; other positions are not written.
+    targets: negative if masked. losses: cross-entropy of each token. reference: log-probabilities
+    by the reference model; None: 0.
     """
     args = (sums, targets, losses, reference, *places.args)
     dev.launch(SUMS_OF, ceil_div(targets.size, THREADS), THREADS, args)
 
 
 def gains(dev: Device, gains: Tensor, sums: Tensor, places: Places) -> None:
-    """Add up the gains of the second documents of all pairs, of which KTO's shift is the mean.
+    """Add up the gains of the second documents of all pairs; their mean is KTO's shift.
 
-    gains: their sum, and the number of documents. sums: as `sums` makes them.
+    gains: F64 (2,), the sum, and the number of documents. sums: of `sums`.
 
     Cost:    one launch of a single block, with a fixed order of summation.
     """
@@ -81,10 +82,10 @@ def gains(dev: Device, gains: Tensor, sums: Tensor, places: Places) -> None:
 
 
 def shift(dev: Device, shift: Tensor, gained: Tensor) -> None:
-    """Estimate the divergence from the reference, as KTO does: the mean of the gains of all second
-    documents, at least 0; each is an answer to another prompt.
+    """KTO's estimate of the divergence from the reference: mean gain of second documents, which
+    answer other prompts, at least 0.
 
-    gained: `gains` of each rank.
+    gained: F64 (ranks, 2), `gains` of each rank.
 
     Cost:    one launch of a single thread.
     """
@@ -100,10 +101,10 @@ def weights(
     places: Places,
     form: Form,
 ) -> None:
-    """The derivative of the sum of all pairs' losses by each token's cross-entropy.
+    """Derivative of the sum of all pairs' losses by each token's cross-entropy.
 
-    weights: 0 where masked, outside of pairs, and in pairs of which one document has no trained
-    token. sums: as `sums` makes them. shift: of KTO; else None. targets: negative: masked.
+    weights: 0 where masked, outside pairs, and in pairs with a document without trained tokens.
+    sums: of `sums`. shift: of KTO; else None. targets: negative if masked.
     """
     _check("pairs.weights", shift, form)
     args = (weights, sums, shift, targets, *places.args, *form)
@@ -113,12 +114,12 @@ def weights(
 def stats(
     dev: Device, stats: Tensor, sums: Tensor, shift: Tensor | None, places: Places, form: Form
 ) -> None:
-    """Add the micro-batch's pairs to the statistics: loss and count, which is that of pairs.
+    """Add the micro-batch's pairs to the statistics: loss, count of pairs, and sums over pairs.
 
-    accuracy: pairs whose chosen reward is the larger one (KTO: documents whose reward has the right
-    sign); chosen, rejected: how many rewards and log-probabilities are in the sums that follow.
+    accuracy: pairs with a larger chosen reward (KTO: documents whose reward has the right sign);
+    chosen, rejected: number of rewards and log-probabilities in the other sums.
 
-    stats: begins with STATS and SUMS. sums, shift: as of `weights`.
+    stats: begins with STATS and SUMS. sums, shift: as in `weights`.
 
     Cost:    one launch of a single block, with a fixed order of summation.
     """

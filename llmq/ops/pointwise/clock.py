@@ -1,4 +1,4 @@
-"""The time between two points of a stream, added up on the device: works in graphs."""
+"""Time between two points of a stream, added up on the device, also in CUDA graphs."""
 
 from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
@@ -9,10 +9,10 @@ STOP = Kernel("pointwise/clock.cu", "clock_stop", "inout f64[1] total, i64[1] at
 
 
 def start(dev: Device, at: Tensor) -> None:
-    """at = nanoseconds since some time in the past, when the device gets here."""
+    """at = the device's clock in nanoseconds."""
     dev.launch(START, 1, 1, (at,))
 
 
 def stop(dev: Device, total: Tensor, at: Tensor) -> None:
-    """total += milliseconds since `start` has written at. A launch or more lies between the two."""
+    """total += milliseconds since `start` wrote at. At least one launch lies between the two."""
     dev.launch(STOP, 1, 1, (total, at))

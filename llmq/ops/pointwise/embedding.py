@@ -9,12 +9,11 @@ from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 256
 SORT_THREADS = 1024
-# Constants of cu/pointwise/embedding.cu: channels per thread, channels and sorted tokens that one
-# warp sums, and chunks of them for which one block finishes what it must.
-WIDTH = 8
-SLICE = 32 * WIDTH
-CHUNK = 32
-FINISH_CHUNKS = 4
+# Constants of cu/pointwise/embedding.cu.
+WIDTH = 8  # channels of a thread
+SLICE = 32 * WIDTH  # channels of a warp
+CHUNK = 32  # sorted tokens of a warp
+FINISH_CHUNKS = 4  # chunks that a block finishes
 
 FORWARD = Kernel(
     "pointwise/embedding.cu",
@@ -76,11 +75,10 @@ def forward(
     scale: float = 1.0,
     starts: Tensor | None = None,
 ) -> None:
-    """out[b, t] = X(weight[tokens[b, t]] * scale) (+ position_weight[p]).
+    """out[b, t] = X(weight[tokens[b, t]] * scale) (+ position_weight[t - starts[b, t]]).
 
-    p = t - starts[b, t]. scale: rounded to out's dtype. starts: where each token's document starts,
-    negative for one that began before these tokens; None: 0. Ids, which are not checked, are less
-    than weight's rows.
+    scale: rounded to out's dtype. starts: where each token's document starts, negative for a
+    document that began before these tokens; None: 0. Ids are not checked.
     """
     B, T, C = FORWARD.dims(out=out)
     scale = _rounded(scale, out)
@@ -102,13 +100,11 @@ def backward(
     first_id: int = 0,
     vocab: int | None = None,
 ) -> None:
-    """d_weight[id - first_id] += scale * sum of d_out[b, t] over all (b, t) with tokens[b, t] ==
-    id.
+    """d_weight[id - first_id] += scale * sum of d_out[b, t] over (b, t) with tokens[b, t] == id.
 
-    Sums in F32, in the order of (b, t). Rows of ids that do not occur stay as they are, and so does
-    that of `padding`, torch's padding_idx. Ids of which d_weight has no row have no gradient.
-    scale: as in forward. vocab: larger than any id, which is not checked; None: first_id + rows.
-    d_weight must accumulate.
+    Sums in F32, in the order of (b, t). Rows of absent ids stay, and so does row `padding`, torch's
+    padding_idx. Ids without a row in d_weight have no gradient. scale: as in forward. vocab: larger
+    than any id, unchecked; None: first_id + rows. d_weight must accumulate.
 
     Workspace: 8 bytes a token, and C / 4 bytes a token for the sums of frequent ids.
     """
@@ -172,5 +168,5 @@ def backward_positions(
 
 
 def _rounded(scale: float, x: Tensor) -> float:
-    """In the format of x, as HF has it."""
+    """scale rounded to the dtype of x, as in HF."""
     return float(np.float32(scale).astype(x.dtype.numpy))

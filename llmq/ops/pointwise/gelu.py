@@ -67,8 +67,8 @@ def forward(
 
     With relu2 out = max(x, 0)^2.
 
-    out may be x itself, or None with fp8, which is out in FP8: rows a multiple of 4, columns of 16.
-    abs_max is raised to the largest |out|.
+    out may be x, or None with fp8, out in FP8: rows a multiple of 4, columns of 16. abs_max is
+    raised to the largest |out|.
 
     Cost:    one launch; with fp8 no more bytes than the codes.
     """
@@ -98,10 +98,9 @@ def backward(
 ) -> None:
     """d_x = d_out * gelu'(x), computed in F32; with relu2 d_out * 2 max(x, 0).
 
-    If forward's result was not kept, out or out_fp8 takes its bits without another look at x.
-
-    d_x may be x or d_out, or None with fp8; out may be x or d_out. fp8 and abs_max are d_x's, as in
-    forward. out_fp8: of forward's fp8 in E4M3 what is transposed, alone.
+    d_x may be x or d_out, or None with fp8. fp8, abs_max: of d_x, as in forward. out, out_fp8: take
+    forward's output again, in the same launch and bits; out may be x or d_out, and out_fp8 has
+    transposed E4M3 codes only.
     """
     op = "gelu.backward"
     if d_x is None and fp8 is None:

@@ -19,7 +19,7 @@ from llmq.ops.common import (
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel
 
-# The end of the kernels' arguments; _Launch.results are the values.
+# Last arguments of the kernels, which _Launch.results fills.
 ROW_ARGS = "inout f32[1]? abs_max, out Q[rows,C]? codes, f32[1]? scale, inout i32[1]? saturated"
 ROW_LIMITS = f"C % 8, C <= {MAX_COLUMNS}"
 NORM_FORWARD = Kernel(
@@ -53,15 +53,15 @@ NORM_BACKWARD = Kernel(
     gpu=ROW_LIMITS,
 )
 
-# As many as the backward kernels have registers for, SM_WARPS on an SM.
+# Vectors of a lane: as many as backward kernels have registers for, with SM_WARPS on an SM.
 RMS_LANE_VECTORS, LAYER_LANE_VECTORS = {BF16: 4, F32: 4}, {BF16: 3, F32: 4}
-# Forward: far more blocks than run at a time, so that loads of new ones fill the gaps of old ones.
+# Forward: more blocks than run at once, so that loads of new blocks fill the gaps of old ones.
 # BF16 on an H100, in shares of a copy's bandwidth: RMSNorm of (32768, 896) 92 %, 80 % with 8
 # blocks; LayerNorm of (32768, 768) 84 %, 73 % with 8 blocks.
 FORWARD_BLOCKS = 64
-SM_WARPS = 16  # of backward: as many as there are registers for
-CROWDED_SM_WARPS = 12  # the same with codes, where a lane has as many vectors as it may have
-BLOCK_WARPS = 4  # at least; of more of them, more would wait for the slowest
+SM_WARPS = 16  # backward's, limited by registers
+CROWDED_SM_WARPS = 12  # backward's with codes and the most vectors in a lane
+BLOCK_WARPS = 4  # at least; in larger blocks more warps wait for the slowest
 
 
 def forward(
@@ -84,9 +84,8 @@ def forward(
                    with offset                           out = T(rstd * x * (1 + weight))
         LayerNorm  rstd = 1 / sqrt(variance(x) + eps)    out = T((x - mean) * rstd * weight + bias)
 
-    With offset it rounds as HF's Gemma3 does; only RMSNorm has one. LayerNorm has mean and bias,
-    RMSNorm neither. out may be None with fp8, which is out in FP8, not transposed. abs_max is
-    raised to the largest |out|.
+    offset, for RMSNorm only, rounds as HF's Gemma3. LayerNorm has mean and bias, RMSNorm neither.
+    out may be None with fp8, out in FP8, not transposed. abs_max is raised to the largest |out|.
     """
     op = "norm.forward"
     _check(op, mean, bias, out, fp8)
@@ -113,9 +112,9 @@ def forward_residual(
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
-    """residual_out = T(residual + branch); out, mean and rstd = norm of the rounded sum.
+    """residual_out = T(residual + branch); out, mean and rstd: forward's, with x = residual_out.
 
-    residual + branch takes the place of forward's x. residual_out may be residual.
+    residual_out may be residual.
     """
     op = "norm.forward_residual"
     _check(op, mean, bias, out, fp8)
@@ -139,10 +138,9 @@ def post(
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
-    """out = T(residual + T(rstd * x * weight)), or without the sum; rounds as HF's Olmo2 does.
+    """out = T(residual + T(rstd * x * weight)), rounded as in HF's Olmo2. residual None: no sum.
 
-    Its backward pass is `backward` without d_residual: the residual's
-    gradient is out's.
+    The gradient of x is `backward` without d_residual; the residual's gradient is out's.
 
     offset, abs_max, fp8: as in forward. out may be residual.
     """
@@ -170,7 +168,7 @@ def backward(
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
-    """Gradients of the norm, with the gradient that reaches x past it added to d_x.
+    """Gradients of the norm; d_residual, the gradient of x past the norm, is added to d_x.
 
         d_norm = d_out * weight        x_hat = (x - mean) * rstd, or x * rstd in RMSNorm
         d_x = T(rstd * (d_norm - mean(d_norm) - x_hat * mean(d_norm * x_hat)) + d_residual),
@@ -178,11 +176,11 @@ def backward(
         d_weight = or += sum over rows of d_out * x_hat        d_bias = or += of d_out
         offset: 1 + weight in place of weight
 
-    d_x may be d_residual. LayerNorm alone has mean and d_bias. fp8: d_x once more, in FP8, not
+    d_x may be d_residual. Only LayerNorm has mean and d_bias. fp8: d_x in FP8, beside d_x, not
     transposed. abs_max is raised to the largest |d_x|.
 
-    Cost:    three reads and one write of (rows,C); one launch, and one for each gradient of a
-             parameter; if there is any, workspace F32 (grid, C), of LayerNorm (2, grid, C).
+    Cost:    three reads and one write of (rows,C); one launch, and one for each parameter's
+             gradient, with F32 (blocks, C) of workspace each.
     """
     op = "norm.backward"
     rows, C = NORM_BACKWARD.dims(x=x)
@@ -212,7 +210,7 @@ def _check(
 
 
 class _Launch(NamedTuple):
-    """How a kernel whose blocks hold whole rows is launched, and the end of its arguments."""
+    """Grid, compile-time constants and last arguments of a kernel whose blocks hold whole rows."""
 
     blocks: int
     threads: int
@@ -220,7 +218,7 @@ class _Launch(NamedTuple):
     results: tuple[Tensor | None, ...]
 
     def consts_for(self, *, writes_out: bool = True, writes_sums: bool = True) -> dict[str, int]:
-        """The constants of a kernel that writes these of its results."""
+        """Compile-time constants of a kernel that writes these results."""
         return self.consts | {"OUT": int(writes_out), "SUMS": int(writes_sums)}
 
 
@@ -235,10 +233,8 @@ def _launch(
     *,
     backward: bool = False,
 ) -> _Launch:
-    """Launch over the rows of x, for results of its shape. Codes are written row by row only: a
-    block would hold too few rows to transpose them, and write a feature's neighbouring bytes in
-    pieces of less than memory's 32. Raises TypeError or ValueError if abs_max or fp8 does not fit,
-    or offset LayerNorm."""
+    """Launch over the rows of x, with results of x's shape. TypeError for transposed codes, which
+    blocks with few rows would write in pieces of less than 32 bytes, and for LayerNorm's offset."""
     if mean is not None and offset:
         raise TypeError(f"{op}: offset must be False with mean")
     rows, C = x.shape

@@ -1,4 +1,4 @@
-"""Add tensors to a gradient; and the gradient of a bias, column sums."""
+"""Sums of tensors into a gradient, and column sums, the gradient of a bias."""
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
@@ -27,12 +27,12 @@ def add(dev: Device, acc: Accumulator, x: Tensor) -> None:
 def sum_parts(dev: Device, acc: Accumulator, parts: list[Tensor], first: int = 0) -> None:
     """acc.tensor = (acc.tensor if acc.accumulate else 0) + parts[0] + parts[1] + ...
 
-    Added in this order in F32 and rounded once: stochastically where acc.tensor is BF16 and there
-    is anything to add, else to nearest.
+    Added in this order in F32 and rounded once: stochastically if acc.tensor is BF16 and there is
+    an addition, else to nearest.
 
-    parts: 1 to 8, all of one dtype and of acc.tensor's shape, which may be one of them; of any
-    place, also pinned memory. first: where acc.tensor starts in the tensor that it is a part of, a
-    multiple of 128, as the random numbers are those of the whole.
+    parts: 1 to 8 tensors of one dtype and of acc.tensor's shape, in device or pinned memory; one
+    may be acc.tensor. first: first element of acc.tensor in the slab whose random numbers it uses,
+    a multiple of 128.
     """
     if not 1 <= len(parts) <= MAX_PARTS:
         raise ValueError(f"reduce: parts must be 1 to {MAX_PARTS} tensors, got {len(parts)}")
@@ -50,24 +50,22 @@ def sum_parts(dev: Device, acc: Accumulator, parts: list[Tensor], first: int = 0
 
 # -- The gradient of a bias. The kernels are declared in common.py.
 
-LANES = (
-    16  # threads side by side, 16 bytes each: the width of a tile; LANES in cu/pointwise/reduce.cu
-)
+LANES = 16  # threads across a tile, 16 bytes each; LANES in cu/pointwise/reduce.cu
 
 
 def bias_grid(rows: int, N: int, width: int, num_sms: int) -> tuple[int, int]:
-    """(tiles of columns, splits of the rows): 3 blocks per multiprocessor, which run at once. A
-    split has at least 64 rows, four per thread. width: columns of a thread."""
+    """(tiles of columns, splits of the rows): 3 blocks per multiprocessor, which run at once, with
+    at least 64 rows a split, four per thread. width: columns of a thread."""
     tiles = ceil_div(N, width * LANES)
     splits = max(1, min(3 * num_sms // tiles, rows // 64))
     return tiles, ceil_div(rows, ceil_div(rows, splits))  # no split is empty
 
 
 def bias_gradient(dev: Device, d_bias: Accumulator, d_out: Tensor) -> None:
-    """d_bias = sum of d_out over all but the last dimension, summed in F32 in a fixed order.
+    """d_bias = sum of d_out over all but the last dimension, in F32 in a fixed order.
 
-    Workspace: splits * N F32. Cost: d_out read once, by elements unless N is a multiple of 16
-    bytes; two launches.
+    Cost:    d_out read once, by elements unless a row is a multiple of 16 bytes; two launches;
+             F32 (splits, N) of workspace.
     """
     (rows, N), itemsize = BIAS_BACKWARD.dims(d_out=d_out), d_out.dtype.itemsize
     wide = N * itemsize % VECTOR_BYTES == 0

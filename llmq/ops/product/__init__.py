@@ -1,1 +1,1 @@
-"""Matrix products, with what follows them, and low-rank adapters of their rows: launchers."""
+"""Launchers of matrix products with epilogues, and of low-rank adapters."""

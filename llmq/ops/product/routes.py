@@ -1,7 +1,7 @@
-"""Rules of where a kernel of ours is taken for a product and what follows it.
+"""Rules for fused kernels in the place of a library product and its epilogue.
 
-A route is a rule of device, formats and sizes, and no measurement: plans have the launches of runs.
-LLMQ_FUSED takes the place of the part of a rule that says what is faster (`Device.fused`).
+A rule depends on device, formats and sizes, not on measurements, so that plans have the launches of
+runs. LLMQ_FUSED replaces the part of a rule that says what is faster (`Device.fused`).
 """
 
 from collections.abc import Callable, Iterable
@@ -16,8 +16,8 @@ from llmq.runtime.device import HOST_SPEC, Device
 
 
 class Sizes(NamedTuple):
-    """The sizes that a route goes by: out (M, N) of sums over K; F columns with a gated activation
-    behind it. a, out: formats. rank: columns of the adapters; 0: there are none."""
+    """Sizes and dtypes of a product (M, N) with sums over K. N: F of a gated activation. a, out:
+    dtypes of operand and result. rank: columns of the adapters; 0: no adapters."""
 
     M: int
     N: int
@@ -34,13 +34,13 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A kernel of ours for a product and its epilogue, and where it is taken.
+    """A fused kernel, and the rule that says where it is launched.
 
-    kernel: one of FUSED. a: formats of the operand a. out: the result's, if it matters. aligned:
-    what has to be multiples of 16, mostly bytes of rows. columns: what N is a multiple of. rows,
-    least: M and N from which it is faster than two kernels; faster: what else says so.
-    fast: whether sums of fp8 codes have fewer bits, so that they must be permitted. bias: whether
-    it takes one. exact: whether its bits are those of two kernels (tests/model/test_product.py).
+    kernel: one of FUSED. a: dtypes of operand a. out: dtype of the result, None: any. aligned:
+    numbers that must be multiples of 16, mostly bytes of rows. columns: divisor of N. rows, least:
+    M and N from which the kernel is faster than two kernels; faster: further condition.
+    fast: True if sums of fp8 codes have fewer bits, and need permission. bias: True if it takes a
+    bias. exact: True if it has the bits of two kernels (tests/model/test_product.py).
     """
 
     kernel: str
@@ -57,9 +57,10 @@ class Route:
 
 
 def _fills_turns(dev: Device, sizes: Sizes) -> bool:
-    """With fewer columns the last turn of the clusters counts. One without a tile costs the more
-    the longer K is, and what is saved, one reading and writing of the result, does not depend on K:
-    the part of the clusters' tiles that is none, times the bytes of a row of a
+    """True if the last wave of clusters wastes little beside the saved traffic.
+
+    Idle clusters cost time in proportion to K; the saving, one read and write of the result, does
+    not depend on K. So idle share times bytes of a row of a is bounded
     (h100_gemm_tail.md, and whole steps: docs/decisions/kernels.md)."""
     if sizes.N >= MANY_COLUMNS:
         return True
@@ -68,8 +69,8 @@ def _fills_turns(dev: Device, sizes: Sizes) -> bool:
 
 
 def _uses_turns(dev: Device, sizes: Sizes) -> bool:
-    """The library divides sums among multiprocessors where turns would be wasted, and has tiles of
-    other sizes. A shorter product hides less of the addition."""
+    """True if K hides the addition, and tiles fill the waves. Else the library is faster, which
+    splits K and has other tile sizes."""
     M, N = sizes.M, sizes.N
     tiles = Tiles.of(dev, M, N)
     used = tiles.count / tiles.computed
@@ -79,10 +80,10 @@ def _uses_turns(dev: Device, sizes: Sizes) -> bool:
 
 MANY_COLUMNS, MOST_IDLE = 8192, 2400
 MIN_DEPTH = 4096
-# The share of the turns of all clusters that is work, and of the tiles' elements that are there.
+# Least shares: of the waves' clusters with a tile, of the tiles' elements within the result.
 LEAST_USED, LEAST_FILLED = 0.87, 0.93
 
-# By the kind of the epilogue, and "adapters": what is added, without an epilogue.
+# By kind of epilogue; "adapters": adapters, bias and addend, without an epilogue.
 ROUTES = {
     "adapters": Route(
         kernel="matmul_adapted",
@@ -138,11 +139,12 @@ ROUTES = {
 
 
 def taken(dev: Device, kind: str, sizes: Sizes, *, fast: bool = False) -> Route | None:
-    """The route of an epilogue's kind on a device for a product of these sizes; None: two kernels.
-    fast: whether sums of fp8 codes may have fewer bits. A device that was told what to fuse does
-    not ask what is faster, and may be the CPU. Ranks have the routes of one, and so its bits:
-    no product waits for another block, so that one whose multiprocessor is taken by a collective
-    runs later (docs/decisions/collectives.md)."""
+    """The route for an epilogue on a device and a product of these sizes; None: two kernels.
+
+    fast: True if sums of fp8 codes may have fewer bits. LLMQ_FUSED overrides speed, and permits the
+    CPU. Several ranks have the routes, and so the bits, of one rank: no product waits for another
+    block, and a block whose multiprocessor runs a collective starts later
+    (docs/decisions/collectives.md)."""
     route = ROUTES.get(kind)
     if route is None or sizes.a not in route.a or route.out not in (None, sizes.out):
         return None

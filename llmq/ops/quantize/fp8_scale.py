@@ -79,10 +79,7 @@ PER_BLOCK = 4 * 16 * THREADS  # bytes: four 16-byte loads in flight per thread
 BLOCKS_PER_SM = 8  # fill a multiprocessor
 
 ABS_MAX = Kernel(
-    "quantize/fp8_scale.cu",
-    "abs_max",
-    "inout f32[1] abs_max, T[*n] x, i64 n",
-    where="n >= 1",
+    "quantize/fp8_scale.cu", "abs_max", "inout f32[1] abs_max, T[*n] x, i64 n", where="n >= 1"
 )
 COMBINE = Kernel(
     "quantize/fp8_scale.cu",

@@ -7,9 +7,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 256
-PER_BLOCK = (
-    4 * 8 * THREADS
-)  # elements: four times eight per thread; OCTETS in cu/quantize/quantize.cu
+PER_BLOCK = 4 * 8 * THREADS  # elements: OCTETS times eight per thread, as in quantize.cu
 CODES_TILE = 128  # rows and columns of a tile of transpose_codes; CodesTile in cu/fp8.cuh
 
 _MATRIX = "rows % 4, rows >= 1, cols % 16, cols >= 1"
@@ -57,8 +55,7 @@ def quantize(
     """Set q = x / scale and q_t to its transpose; scale = max(abs_max, 1e-10) / MAX.
 
     MAX is the largest finite value of the FP8 dtype. Values are rounded to nearest even and clamped
-    to +-MAX. If abs_max is infinite or NaN, scale is NaN, and so are all results of the codes: a
-    clamped infinity would pass unnoticed.
+    to +-MAX. If abs_max is infinite or NaN, scale is NaN, so that a clamped infinity is noticed.
 
     abs_max: the largest |x|. One of q and q_t may be None. Without q_t, x may be any contiguous
     part of a matrix.

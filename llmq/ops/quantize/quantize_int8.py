@@ -1,19 +1,13 @@
-"""BF16 or F32 to signed bytes, with a scale for each row, or for each column of the transpose.
+"""BF16 or F32 to int8, with a scale for each row, or for each column of the transpose.
 
-Elements that a product sums together must share one scale. Rows are for operands in memory order (a
-token of an activation, an output feature of a weight), columns for transposed operands.
+A product's sum needs one scale. `rows` is for operands in memory order (tokens of an activation,
+output features of a weight), `columns` for transposed operands.
 """
 
 from llmq.base.dtypes import F32
 from llmq.base.operand import Stochastic
 from llmq.base.tensor import Tensor
-from llmq.ops.common import (
-    FORWARD_WARPS,
-    VECTOR_BYTES,
-    WARP,
-    RowLayout,
-    octet_tiles,
-)
+from llmq.ops.common import FORWARD_WARPS, VECTOR_BYTES, WARP, RowLayout, octet_tiles
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
@@ -62,10 +56,7 @@ def rows(
     """Set q = y / scale with y = x [* factors]; scale of a row = max(largest |y|, 1e-30) / 127.
 
     Codes are rounded to nearest even, or stochastically. A row with an infinity or NaN has scale
-    NaN.
-
-    factors: row scales of the int8 matrix that x is multiplied by, taken into x's columns, so that
-    the product reads this matrix's codes alone.
+    NaN. factors: F32 (cols,), row scales of the int8 matrix that y is multiplied with.
     """
     n, cols = ROWS.dims(x=x)
     rounding = _rounding(stochastic, n)
@@ -136,9 +127,9 @@ def _rounding(stochastic: Stochastic | None, rows: int) -> tuple[Tensor | None, 
     return tuple(stochastic)
 
 
-# -- Outliers: columns of an activation for which signed bytes are too coarse, multiplied separately
-# A few features of large language models are tens of times larger than the others, so that the
-# codes of a row would keep nothing of the others (Dettmers et al., LLM.int8(), 2022).
+# -- Outliers: columns of an activation that are multiplied in the activation's dtype
+# A few features of large language models are tens of times larger than the others, which int8 codes
+# with the row's scale would round to 0 (Dettmers et al., LLM.int8(), 2022).
 
 SELECT_THREADS = 1024
 THRESHOLD = 6.0  # the paper's

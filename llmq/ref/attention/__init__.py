@@ -1,1 +1,1 @@
-"""Causal attention, and what is done to its queries, keys and output: references."""
+"""References of causal attention, of norms and RoPE of heads, and of gates."""

@@ -1,9 +1,9 @@
 """Causal self-attention with grouped key/value heads: reference of llmq/cu/attention/attention.cu.
 
-Documents are computed one by one, as if each were a sequence of its own. Queries are processed in
-blocks of ROWS positions against the keys that some of them see, so that nothing above the diagonal
-block is computed. The heads that share a key/value head are stacked into one matrix, and a column
-of ones carries row sums and offsets through the matrix products.
+Documents are computed one by one, as if each were a sequence of its own. Blocks of ROWS queries
+meet the keys that at least one query sees, so that nothing above the diagonal block is computed.
+The heads that share a key/value head are stacked into one matrix, and a column of ones carries row
+sums and offsets through the matrix products.
 """
 
 from collections.abc import Iterator
@@ -70,8 +70,8 @@ def _unstack(x: np.ndarray, rows: int) -> np.ndarray:
 
 
 def _mask(scores: np.ndarray, rows: int, window: int) -> None:
-    """Set the scores of keys that a query does not see to -inf. scores: (B, Hkv, G * rows, keys);
-    the last key is that of the last row. Each row sees `window` keys up to its own."""
+    """Set scores of unseen keys to -inf. scores: (B, Hkv, G * rows, keys); the last key belongs to
+    the last row. Each row sees `window` keys up to its own."""
     batch, kv_heads, stacked, keys = scores.shape
     blocks = scores.reshape(batch, kv_heads, stacked // rows, rows, keys)
     blocks[..., keys - rows :] += np.triu(np.full((rows, rows), -np.inf, scores.dtype), 1)
@@ -83,10 +83,10 @@ def _mask(scores: np.ndarray, rows: int, window: int) -> None:
 def attention_forward(
     out, lse, qkv, seq_len, num_heads, num_kv_heads, starts, window, scale, workspace=None
 ):
-    """out = softmax(scale * q k^T, causal) v, lse = log of the softmax's denominator. out: (B,
-    T, Hq, Hd); lse: F32 (B, Hq, T), natural logarithm; qkv: (B, T, Hq + 2 Hkv, Hd); starts: I32 (B,
-    T), the first position of each one's document, or None; window: keys up to its own that a query
-    sees. workspace: the cuDNN kernel's memory, not used here."""
+    """out = softmax(scale * q k^T, causal) v, lse = log of the softmax's denominator. out: (B, T,
+    Hq, Hd); lse: F32 (B, Hq, T), natural logarithm; qkv: (B, T, Hq + 2 Hkv, Hd); starts: I32 (B,
+    T), first position of each token's document, or None; window: keys that a query sees, its own
+    included. workspace: unused, the cuDNN kernel's."""
     for batch, part in _parts(qkv, num_heads, starts):
         x, part_out, part_lse = compute(qkv[batch, part]), out[batch, part], lse[batch, :, part]
         q, k, v = np.split(x, (num_heads, num_heads + num_kv_heads), axis=2)
@@ -108,7 +108,7 @@ def attention_forward(
 
 
 def _blocks(seq_len: int, window: int) -> Iterator[tuple[int, int, int]]:
-    """First and last (excluded) query of each block, and the first key that one of them sees."""
+    """First and last (excluded) query of each block, and the first key that the block sees."""
     for start in range(0, seq_len, ROWS):
         yield start, min(start + ROWS, seq_len), max(0, start - window + 1)
 

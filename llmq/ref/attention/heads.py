@@ -6,11 +6,7 @@ from numpy.lib.stride_tricks import as_strided
 from llmq.ref.common import compute
 
 # name: (rows, heads, size, elements from a head to the next in the other tensor)
-CASES = {
-    "one": (1, 1, 8, 8),
-    "ragged": (13, 3, 24, 40),
-    "glm47_flash": (16384, 20, 192, 256),
-}
+CASES = {"one": (1, 1, 8, 8), "ragged": (13, 3, 24, 40), "glm47_flash": (16384, 20, 192, 256)}
 
 
 def _heads(x, rows, heads, size, first, row, head):

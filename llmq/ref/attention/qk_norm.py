@@ -31,7 +31,7 @@ CASES = {
 
 
 def _parts(num_heads: int, num_kv_heads: int, wide: int) -> Iterator[tuple[slice, slice]]:
-    """The heads of queries and of keys, and their rows: what is normalised together."""
+    """Slices of query and key heads, and of their rows, which are normalized."""
     heads = slice(num_heads), slice(num_heads, num_heads + num_kv_heads)
     yield from zip(heads, (slice(1), slice(1, 2)) if wide else heads, strict=True)
 

@@ -1,6 +1,6 @@
 """Reference of the RMSNorm of values, which has no weights.
 
-keys: the product has no values of its own: they are the keys before these are normalised.
+keys: values are the product's keys before normalization.
 """
 
 import numpy as np

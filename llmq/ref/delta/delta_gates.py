@@ -16,7 +16,7 @@ CASES = {
 
 
 def _softplus(x: np.ndarray) -> np.ndarray:
-    """log(1 + exp(x)); above 20 x itself, as torch has it."""
+    """log(1 + exp(x)); above 20 x itself, as in torch."""
     return np.where(x > 20, x, np.log1p(np.exp(np.minimum(x, 20))))
 
 

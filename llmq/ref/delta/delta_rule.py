@@ -29,7 +29,7 @@ from llmq.ref.common import compute
 
 CHUNK = 64
 EPS = 1e-6  # of lengths of queries and keys
-LEAST_DECAY = -128.0  # exp of it is 0 in F32; larger ones would take the digits of others' sums
+LEAST_DECAY = -128.0  # exp is 0 in F32; larger magnitudes would cost digits of other sums
 
 # name: (B, T, Hk, Hv, DK, DV)
 CASES = {
@@ -106,7 +106,8 @@ def _inputs(
 
 
 def _begins(starts: np.ndarray | None, carried: int, B: int, T: int) -> np.ndarray:
-    """(B, 1, chunks, 64): where in the chunk each token's document begins, -1: in front of it."""
+    """Position in the chunk where each token's document begins, (B, 1, chunks, 64); -1: in front of
+    the chunk."""
     first = np.arange(0, T, CHUNK)
     if starts is None:
         starts = np.full((B, T), -1 if carried else 0, np.int32)
@@ -192,8 +193,8 @@ def delta_rule_scan(
 def delta_rule_states(
     states, changes, state, qkv, u, w, factors, seq_len, key_heads, value_heads, *, dk, dv
 ):
-    """Go from chunk to chunk as delta_rule_scan does, for the states in front of chunks, transposed
-    (DV, DK), and the changes in them."""
+    """delta_rule_scan's loop over chunks, for the states in front of chunks, transposed (DV, DK),
+    and the changes in chunks."""
     f, (u, w) = Factors.of(factors), (compute(x) for x in (u, w))
     k = heads_of(compute(qkv), key_heads, value_heads, dk, dv)[1]
     k = chunks_of(k, value_heads // key_heads) * f.to_key[..., None]

@@ -51,8 +51,8 @@ def short_conv_keep(before, x, seq_len, channels, columns, *, taps, silu=1):
 def short_conv_backward(
     d_x, partial, d_out, x, weight, starts, seq_len, channels, columns, *, taps, silu=1
 ):
-    """d_x (B, T, columns), of which it writes the first channels, and partial (B * spans,
-    channels * taps): of the weight's gradient, of 512 tokens each."""
+    """Write the first channels of d_x (B, T, columns), and partial (B * spans, channels * taps):
+    the weight's gradient over 512 tokens each."""
     T = x.shape[1]
     met, w = _inputs(x, None, starts, channels, taps), compute(weight)
     z = (met * w).sum(-1)

@@ -22,7 +22,7 @@ def rows_count(counts, chosen, n, E, chunk):
 
 
 def rows_scan(starts, counts, blocks, E):
-    """starts (E + 1): where each expert's rows start; counts: where each block's of them do."""
+    """starts (E + 1): first row of each expert; counts: first row of each block and expert."""
     starts[0] = 0
     np.cumsum(counts.sum(axis=0), out=starts[1:])
     before = np.cumsum(counts, axis=0) - counts
@@ -30,7 +30,7 @@ def rows_scan(starts, counts, blocks, E):
 
 
 def rows_place(order, place, chosen, counts, n, E, chunk):
-    """order: the choices by expert, those of one as they were; place: its inverse."""
+    """order: the choices sorted by expert, stably; place: the inverse."""
     order[...] = np.argsort(chosen.reshape(-1), kind="stable")
     place.reshape(-1)[order] = np.arange(n, dtype=np.int32)
 

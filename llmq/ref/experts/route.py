@@ -1,5 +1,4 @@
-"""References of cu/experts/route.cu: which experts a row goes to, how much each counts, and what
-keeps them in balance."""
+"""References of cu/experts/route.cu: choice and weights of experts, and balancing losses."""
 
 import numpy as np
 
@@ -16,9 +15,9 @@ CASES = {
     "qwen30b": (16384, 128, 8),
 }
 
-# Sums over rows are integers, so that no order of adding changes them: these are the units of one.
+# Units of sums over rows, which are integers, so that the order of addition does not matter.
 PROBABILITY_UNIT = 2.0**32  # of probabilities and entropies
-SQUARE_UNIT = 2.0**20  # of squares of log-sum-exp, of which each counts at most MOST_SQUARE
+SQUARE_UNIT = 2.0**20  # of squares of log-sum-exp, each at most MOST_SQUARE
 MOST_SQUARE = 2.0**20
 EXTRA_SUMS = ("rows", "entropy", "square", "not_finite")  # behind rows and probabilities by expert
 TINY = 1e-20  # is added to a sum of sigmoids, which may all be 0
@@ -42,8 +41,8 @@ def _softmax(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _shares(
     logits: np.ndarray, p: np.ndarray | None, chosen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The chosen experts' shares, of which scale makes weights, and the sum that they are divided
-    by where they are renormalized. p None: sigmoids."""
+    """Shares of the chosen experts, before `scale`, and their sum, the divisor of renormalized
+    shares. p None: sigmoids."""
     if p is None:
         values = sigmoid(compute(np.take_along_axis(logits, chosen, axis=1)))
         tiny = values.dtype.type(TINY)

@@ -49,8 +49,8 @@ class Value(NamedTuple):
 
 
 def divergence(gap: np.ndarray) -> np.ndarray:
-    """An estimate, by a sample, of the divergence from the reference. gap: the reference's
-    log-probability less that of the model."""
+    """One-sample estimate of the divergence from the reference. gap: log-probability of the
+    reference less the model's."""
     return np.exp(np.minimum(gap, LARGEST_LOG)) - gap - 1
 
 
@@ -121,7 +121,7 @@ def _values(form, sums, targets, losses, old, reference, advantages, starts, n, 
 
 
 def grpo_weights(weights, *args):
-    """args: tensors as of _values, n, seq_len, and the numbers of Form."""
+    """args: tensors of _values, n, seq_len, and the numbers of Form."""
     tensors, form = args[:-6], Form(*args[-6:])
     at, value, _, _ = _values(form, *tensors)
     flat = weights.reshape(-1)
@@ -130,7 +130,7 @@ def grpo_weights(weights, *args):
 
 
 def grpo_stats(stats, *args):
-    """args: as of grpo_weights."""
+    """args: as in grpo_weights."""
     tensors, form = args[:-6], Form(*args[-6:])
     sums, n = tensors[0], tensors[-2]
     at, value, logp, log_old = _values(form, *tensors)

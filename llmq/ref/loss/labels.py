@@ -16,7 +16,7 @@ CASES = {
 def labels(
     logits, losses, lse, hits, targets, weights, rows, vocab, padded_vocab, linear, gradient
 ):
-    """All of it for every row, and 0 where a row is masked."""
+    """Losses, hits and gradients of all rows, 0 where masked."""
     x, counts = compute(logits[:, :vocab]), targets >= 0
     at = np.where(counts, targets, 0)[:, None]
     most = x.max(1, keepdims=True)

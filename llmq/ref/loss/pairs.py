@@ -15,9 +15,8 @@ CASES = {
     "long": (1, 32768, 4),
 }
 SIGMOID, IPO, ORPO, KTO = range(4)
-# They follow the statistics of all losses. KTO's pairs count as chosen or as rejected, others as
-# both; rewards and log-probabilities are sums over these, and kl of KTO's
-# shift over its pairs.
+# Statistics behind those of all losses. KTO's pairs count as chosen or as rejected, others as both;
+# rewards and log-probabilities are sums over these, kl is the sum of KTO's shift over pairs.
 SUMS = (
     *("tokens", "accuracy", "chosen", "rejected"),
     *("reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected", "kl"),

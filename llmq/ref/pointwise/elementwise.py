@@ -20,7 +20,7 @@ def scale(out, x, by, n):
 def multiply(
     out, a, b, rows, channels, out_first, a_first, b_first, out_columns, a_columns, b_columns
 ):
-    """out = a * b, of so many channels of each from its first on, rounded to nearest."""
+    """out = a * b, `channels` channels of each from its first one on, rounded to nearest."""
     x, y = a[:, a_first : a_first + channels], b[:, b_first : b_first + channels]
     out[:, out_first : out_first + channels] = compute(x) * compute(y)
 

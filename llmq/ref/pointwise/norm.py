@@ -1,8 +1,7 @@
 """Reference of RMSNorm and LayerNorm, alone and fused with a residual addition.
 
-With a mean it is LayerNorm, else RMSNorm. results: abs_max, codes, scale and saturated, each of
-which may be None, or nothing at all. offset: 1 + weight takes the place of weight, and only the
-product with it is rounded.
+LayerNorm with a mean, else RMSNorm. results: abs_max, codes, scale and saturated, each or None, or
+empty. offset: 1 + weight takes the place of weight, and only the product is rounded.
 """
 
 import numpy as np

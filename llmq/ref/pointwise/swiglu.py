@@ -32,8 +32,8 @@ CASES = {
 def weighted_swiglu_backward(
     d_up_gate, d_weights, weighted, d_out, up_gate, order, weights, rows, F, abs_max, *fp8
 ):
-    """d_weights (S, top_k) and weighted (rows, F) as rows_combine_backward has them, of forward's
-    result, then swiglu_backward_fp8. fp8: codes, transposed, scale, saturated."""
+    """d_weights (S, top_k) and weighted (rows, F) of rows_combine_backward with y = forward's
+    output, then swiglu_backward_fp8. fp8: codes, transposed, scale, saturated."""
     out, d, weight = np.empty_like(d_out), d_out.copy(), weights.reshape(-1)[order]
     swiglu_forward(out, up_gate, rows, F)
     for block in row_blocks(rows, F):

@@ -37,9 +37,8 @@ def _matrices(whole: np.ndarray, b: np.ndarray, period: int) -> tuple[np.ndarray
 
 
 def adapter_expand(whole, b, scale0, scale1, scale2, scale3, rank, columns, rows, period, *spans):
-    """whole (rows, columns) = its scale * B of each span in columns of its own, zero elsewhere.
-    period: rows of one matrix, of which all have the spans. spans: start and stop of four; empty
-    where there are fewer."""
+    """whole (rows, columns) = scale * B of each span in columns of its own, zero elsewhere. period:
+    rows of one matrix; each has the spans. spans: start and stop of four, unused ones empty."""
     whole[...] = 0
     wholes, parts = _matrices(whole, b, period)
     scales = (scale0, scale1, scale2, scale3)
@@ -120,8 +119,8 @@ def adapter_backward_finish(
     d_h, d_b, h_partial, b_partial, scalars, accumulate, salt, scale, rows, h_columns, b_rows,
     groups, *ends, rank,
 ):  # fmt: skip
-    """d_h (rows, h_columns) and d_b (b_rows, rank), or what is added to it: scale * the sums. ends:
-    where in h_partial the splits of each span end."""
+    """d_h (rows, h_columns) and d_b (b_rows, rank) = or += scale * sums. ends: where in h_partial
+    the splits of each span end."""
     d_h[:, len(set(ends)) * rank :] = 0
     for number, (first, end) in enumerate(zip((0, *ends), ends, strict=False)):
         if first < end:

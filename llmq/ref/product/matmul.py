@@ -4,14 +4,7 @@ import threading
 
 import numpy as np
 
-from llmq.ref.common import (
-    add_terms,
-    compute,
-    decode_fp8,
-    encode_fp8,
-    row_blocks,
-    update_abs_max,
-)
+from llmq.ref.common import add_terms, compute, decode_fp8, encode_fp8, row_blocks, update_abs_max
 
 # name: (M, N, K, trans_a, trans_b). Linear layers: forward x @ W^T, d_x = d_out @ W,
 # d_W = d_out^T @ x.
@@ -63,7 +56,7 @@ def matmul(
 ):  # fmt: skip
     """out (M,N) = alpha * op(a) @ op(b) [+ bias (N,)] [+ beta * addend (M,N)], summed in F32,
     rounded to out once. a is (M,K), or (K,M) if trans_a; b is (K,N), or (N,K) if trans_b. With
-    accumulate out is the addend. If there are several matrices, so many products are computed."""
+    accumulate out is the addend. Leading dimensions are a batch of products."""
     if out.ndim == 3:
         sizes = (M, N, K, trans_a, trans_b, accumulate, alpha, beta)
         for i in range(batch):
@@ -146,13 +139,12 @@ def block_scales(scales, scalars, scale_a, scale_b, alpha, beta, n):
 def matmul_mxfp8(
     out, a, b, scales, scalars, bias, addend, workspace, M, N, K, accumulate, fast_accumulation
 ):
-    """Multiply as matmul_fp8 does with scales whose product is scalars[0]; those of blocks are
-    one."""
+    """matmul_fp8 with scalars[0] as product of the scales; block scales are 1."""
     one, sizes = np.ones(1, np.float32), (M, N, K, accumulate, fast_accumulation)
     matmul_fp8(out, a, b, scalars[:1], one, bias, None, None, addend, workspace, *sizes)
 
 
-# -- The product of signed bytes: NumPy's BLAS, in pieces of which F32 holds each sum
+# -- The product of int8 codes: NumPy's BLAS, in pieces whose sums F32 holds exactly
 
 # name: (M, N, K), out = a (M,K) @ b (N,K)^T. Forward x @ W^T, d_x = d_out @ (W^T)^T,
 # d_W = d_out^T @ (x^T)^T: each operand is there in the layout that its product needs.

@@ -1,1 +1,1 @@
-"""Numbers of eight and four bits, with the scales that belong to them: references."""
+"""References of quantization to eight and four bits, with scales."""

@@ -126,7 +126,7 @@ def mxfp4_encode(codes, exponents, x, n):
     exponents: U8 (n/32,). x: (n,), finite."""
     blocks = x.reshape(-1, MXFP4_BLOCK).astype(np.float32)
     bits = np.abs(blocks).max(axis=1).view(np.uint32)
-    # 4 * 1.m is at most 6, or else half of it is.
+    # 4 * 1.m is at most 6, or else half of 4 * 1.m.
     exponent = (bits >> 23).astype(np.int32) - 2 + ((bits & 0x7FFFFF) > 0x400000)
     exponents[...] = np.clip(exponent, 0, 2 * MXFP4_BIAS)
     size = np.ldexp(np.abs(blocks), MXFP4_BIAS - exponents.astype(np.int32)[:, None])

@@ -2,14 +2,7 @@
 
 import numpy as np
 
-from llmq.ref.common import (
-    FP8_MAX,
-    emit_fp8,
-    encode_fp8,
-    pad_turned,
-    row_blocks,
-    update_abs_max,
-)
+from llmq.ref.common import FP8_MAX, emit_fp8, encode_fp8, pad_turned, row_blocks, update_abs_max
 
 # rows, columns
 CASES = {
