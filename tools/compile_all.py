@@ -244,7 +244,7 @@ def all_runs(capability: int) -> list[Run]:
     runs += [Run(name, tuple(INT8.items())) for name in ("tiny", "Qwen2.5-1.5B", "Qwen2.5-72B")]
     of_one = [INT8 | ADAPTERS, INT8 | {"grad_accum_dtype": "fp32"}, *formats()]
     for name in ("bf16", "fp32"):
-        for base in (None, "e4m3", "int8", "nf4"):
+        for base in (None, "e4m3", "e4m3-blocks", "int8", "nf4", "nvfp4"):
             fields = {"model_dtype": name, "matmul_dtype": name, "base_dtype": base}
             of_one.append(fields | ADAPTERS)
     runs += [Run(first, tuple(fields.items())) for fields in of_one]

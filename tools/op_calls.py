@@ -49,7 +49,7 @@ from llmq.ops.experts import expert_rows, grouped, route
 from llmq.ops.loss import cross_entropy, distill, grpo, labels, pairs, sample
 from llmq.ops.pointwise import clock, elementwise, embedding, gelu, norm, reduce, swiglu
 from llmq.ops.product import adapter, matmul, matmul_fused, skinny
-from llmq.ops.quantize import four_bits, fp8_scale, quantize, quantize_int8
+from llmq.ops.quantize import four_bits, fp8_blocks, fp8_scale, nvfp4, quantize, quantize_int8
 from llmq.ops.update import adamw, galore, global_norm, muon
 from llmq.ref.experts.route import sums_size
 from llmq.ref.quantize.four_bits import scale_levels
@@ -460,6 +460,25 @@ def mxfp4_calls(n: int) -> list[Call]:
     return [
         Call("encode", four_bits.encode_mxfp4, both | {"x": bf16(n)}),
         Call("decode", four_bits.decode_mxfp4, both | {"out": bf16(n)}),
+    ]
+
+
+def nvfp4_calls(n: int) -> list[Call]:
+    coded = {"codes": Spec((n // 2,), U8), "scales": Spec((n // 16,), E4M3)}
+    one = {"factor": f32(1), "abs_max": f32(1, value=5.0)}
+    return [
+        Call("encode", nvfp4.encode, coded | one | {"x": bf16(n)}),
+        Call("decode", nvfp4.decode, coded | {"out": bf16(n), "factors": f32(1, value=0.01)}),
+    ]
+
+
+def fp8_blocks_calls(rows: int, columns: int) -> list[Call]:
+    blocks = -(-rows // 128) * -(-columns // 128)
+    one, codes = (rows, columns), Spec((1, rows, columns), E4M3)
+    scales = {"scales": f32(blocks, value=0.01)}
+    return [
+        Call("encode", fp8_blocks.encode, scales | {"codes": Spec(one, E4M3), "x": bf16(*one)}),
+        Call("decode", fp8_blocks.decode, scales | {"codes": codes, "out": bf16(1, *one)}),
     ]
 
 
@@ -1045,8 +1064,10 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "muon": muon_calls,
     "mxfp4": mxfp4_calls,
     "four_bits": nf4_calls,
+    "fp8_blocks": fp8_blocks_calls,
     "grpo": grpo_calls,
     "norm": norm_calls,
+    "nvfp4": nvfp4_calls,
     "outliers": outliers_calls,
     "paged": paged_calls,
     "paged_latent": paged_latent_calls,

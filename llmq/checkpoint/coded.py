@@ -5,30 +5,52 @@ of supported methods (names: `arch/common.py`)."""
 import json
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmq.arch.common import QUANTIZATIONS
+from llmq.base.dtypes import E4M3_BLOCKS, MXFP4, NF4, NVFP4
 from llmq.base.errors import LlmqError
+from llmq.base.files import json_object
+from llmq.checkpoint.export_files import MODELOPT_FILE
 from llmq.checkpoint.safetensors_file import NUMPY_DTYPES, PIECE, FileTensor
 from llmq.ref.common import row_blocks
+from llmq.ref.quantize import nvfp4
 from llmq.ref.quantize.four_bits import MXFP4_BLOCK as BLOCK
 from llmq.ref.quantize.four_bits import mxfp4_decode
+from llmq.ref.quantize.fp8_blocks import BLOCK as FP8_BLOCK
 
 
 class CodedMatrix:
     """A quantized matrix that reads like a FileTensor, as F32 values.
 
-    path: file of the codes. decode(start, stop): values of rows [start, stop).
+    path: file of the codes. decode(start, stop): values of rows [start, stop). kept_by: the
+    --base-dtype that keeps the codes; None: none does. stored: the tensors of `codes`, by name;
+    arrays have no rows.
     """
 
     dtype = "F32"
 
     def __init__(
-        self, codes: FileTensor, shape: tuple[int, ...], decode: Callable[[int, int], np.ndarray]
+        self,
+        codes: FileTensor,
+        shape: tuple[int, ...],
+        decode: Callable[[int, int], np.ndarray],
+        kept_by: str | None = None,
+        stored: Mapping[str, FileTensor | np.ndarray] | None = None,
     ):
         self.path, self.shape, self._decode = codes.path, shape, decode
+        self.kept_by, self._stored = kept_by, stored
+
+    def codes(self, ranges: list[tuple[int, int]]) -> dict[str, Iterator[np.ndarray]] | None:
+        """The codes as they are stored, and their scales, in pieces, by the names of the storage of
+        `kept_by`; None if this storage encodes values. ranges: of rows, in their order; blocks of
+        rows cannot be in another order than the rows."""
+        if self._stored is None or (self.kept_by == E4M3_BLOCKS.name and len(ranges) > 1):
+            return None
+        return {name: _pieces(tensor, ranges) for name, tensor in self._stored.items()}
 
     def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
         for rows in row_blocks(self.shape[0], prod(self.shape[1:]), PIECE):
@@ -43,6 +65,16 @@ class CodedMatrix:
         if transposed:
             return self._decode(0, self.shape[0])[:, start:stop].T
         return self._decode(start, stop)
+
+
+def _pieces(tensor: FileTensor | np.ndarray, ranges: list[tuple[int, int]]) -> Iterator[np.ndarray]:
+    if isinstance(tensor, np.ndarray):
+        yield tensor
+        return
+    width = prod(tensor.shape[1:])
+    for first, last in ranges:
+        for rows in row_blocks(last - first, width, PIECE):
+            yield tensor.flat((first + rows.start) * width, (first + rows.stop) * width)
 
 
 def scaled(codes: FileTensor, scales: FileTensor, block: tuple[int, int] | None) -> CodedMatrix:
@@ -60,7 +92,10 @@ def scaled(codes: FileTensor, scales: FileTensor, block: tuple[int, int] | None)
         of_rows = factors[np.arange(start, stop) // block[0]]
         return values.reshape(-1, columns) * of_rows[:, np.arange(columns) // block[1]]
 
-    return CodedMatrix(codes, codes.shape, decode)
+    if block != (FP8_BLOCK, FP8_BLOCK) or codes.dtype not in FP8:
+        return CodedMatrix(codes, codes.shape, decode)
+    stored = {"codes": codes, "scales": factors}
+    return CodedMatrix(codes, codes.shape, decode, E4M3_BLOCKS.name, stored)
 
 
 def drop(tensors: dict[str, Any], *endings: str) -> None:
@@ -108,7 +143,7 @@ class _Experts(CodedMatrix):
             mxfp4_decode(out, pairs, exponents, out.size)
             return out
 
-        super().__init__(codes, (count, columns, self._height), decode)
+        super().__init__(codes, (count, columns, self._height), decode, MXFP4.name)
 
     def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
         for first in range(self.shape[0]):
@@ -162,22 +197,33 @@ def put_scaled(
             ) from error
 
 
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+_PACKED = "nvfp4-pack-quantized"
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", _PACKED)
 
 
 def decode_compressed_tensors(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
     kind = config.get("format")
     sparse = (config.get("sparsity_config") or {}).get("format", "dense")
-    if kind not in _FORMATS or sparse != "dense":
+    if kind == "mixed-precision":
+        kinds = [group.get("format") for group in config["config_groups"].values()]
+    else:
+        kinds = [kind]
+    if unknown := [kind for kind in kinds if kind not in _FORMATS or sparse != "dense"]:
         raise LlmqError(
-            f"quantization_config: the format {kind!r} of compressed-tensors cannot be read, only "
-            f"{', '.join(_FORMATS)}"
+            f"quantization_config: the format {unknown[0]!r} of compressed-tensors cannot be read, "
+            f"only {', '.join(_FORMATS)}"
         )
-    blocks = {_block(group.get("weights") or {}) for group in config["config_groups"].values()}
+    if (config.get("transform_config") or {}).get("config_groups"):
+        raise LlmqError("quantization_config: weights that a transform_config turns cannot be read")
+    put_nvfp4(tensors, "weight_packed", "weight_global_scale", np.reciprocal)
+    groups = config["config_groups"].values()
+    others = [group for group in groups if (group.get("format") or kind) != _PACKED]
+    blocks = {_block(group.get("weights") or {}) for group in others}
     if len(blocks) > 1:
         raise LlmqError("quantization_config: groups with different scales cannot be read")
-    put_scaled(tensors, (*FP8, "I8"), blocks.pop())
-    drop(tensors, ".input_scale", ".output_scale", ".k_scale", ".v_scale")
+    put_scaled(tensors, (*FP8, "I8"), blocks.pop() if blocks else None)
+    ends = "input_scale", "output_scale", "k_scale", "v_scale", "input_global_scale"
+    drop(tensors, *(f".{end}" for end in ends))
 
 
 def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -198,6 +244,68 @@ def _sizes(name: str, values: Any) -> tuple[int, int]:
         if type(size) is not int or size <= 0:
             raise LlmqError(f"quantization_config: {name}: sizes must be positive, got {size!r}")
     return rows, columns
+
+
+# ------------------------------------------------------------------------------------------------
+# NVFP4 files of compressed-tensors and modelopt: 4-bit codes, an E4M3 scale for each 16 of a row,
+# one F32 number for the matrix.
+#
+# NAME.weight_packed or NAME.weight                 U8 (out, in / 2), the first in the lower bits
+# NAME.weight_scale                                 F8_E4M3 (out, in / 16)
+# NAME.weight_global_scale or NAME.weight_scale_2   F32 (1,), a divisor or a factor
+#
+# value = level * (scale * factor)
+
+
+def put_nvfp4(
+    tensors: dict[str, Any], codes: str, last: str, factor: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    """Replace NVFP4 codes by CodedMatrix, and remove their scales. codes, last: last components of
+    the names of codes and of the matrix's number. factor: the factor, from this number."""
+    for end in [name for name in tensors if name.endswith(f".{last}")]:
+        stem = end.removesuffix(last)
+        number = tensors.pop(end)
+        packed, scales = (tensors.pop(f"{stem}{n}", None) for n in (codes, "weight_scale"))
+        try:
+            rows, half = packed.shape
+            found = (packed.dtype, scales.dtype, scales.shape, prod(number.shape))
+            if found != ("U8", *FP8, (rows, 2 * half // nvfp4.BLOCK), 1) or half % 8:
+                raise ValueError(found)
+        except (AttributeError, ValueError) as error:
+            raise LlmqError(
+                f"'{number.path}': {stem}{codes} has not the codes and scales of {end}"
+            ) from error
+        with np.errstate(divide="ignore"):
+            factors = factor(number.flat().reshape(1).astype(np.float32))
+        tensors[f"{stem}weight"] = _nvfp4(packed, scales, factors)
+
+
+def _nvfp4(packed: FileTensor, scales: FileTensor, factors: np.ndarray) -> CodedMatrix:
+    rows, half = packed.shape
+
+    def decode(start: int, stop: int) -> np.ndarray:
+        out, width = np.empty((stop - start, 2 * half), np.float32), 2 * half // nvfp4.BLOCK
+        own = scales.flat(start * width, stop * width)
+        nvfp4.nvfp4_decode(out, packed.flat(start * half, stop * half), own, factors, out.size)
+        return out
+
+    stored = {"codes": packed, "scales": scales, "factors": factors}
+    return CodedMatrix(packed, (rows, 2 * half), decode, NVFP4.name, stored)
+
+
+_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "MIXED_PRECISION")
+
+
+def decode_modelopt(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
+    algorithm = config.get("quant_algo")
+    if algorithm not in _ALGORITHMS:
+        raise LlmqError(
+            f"quantization_config: the quant_algo {algorithm!r} of modelopt cannot be read, only "
+            f"{', '.join(_ALGORITHMS)}"
+        )
+    put_nvfp4(tensors, "weight", "weight_scale_2", np.copy)
+    put_scaled(tensors, FP8, None)
+    drop(tensors, ".input_scale", ".k_scale", ".v_scale")
 
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -261,17 +369,32 @@ def _matrix(name: str, tensors: Mapping[str, FileTensor], state: FileTensor) -> 
         skipped = start * columns - first * block
         return values[skipped : skipped + (stop - start) * columns].reshape(-1, *shape[1:])
 
-    return CodedMatrix(codes, shape, decode)
+    return CodedMatrix(codes, shape, decode, NF4.name)
 
 
 Tensors = dict[str, Any]
 """FileTensor or CodedMatrix, by name."""
 
-_DECODE = (decode_bitsandbytes, decode_compressed_tensors, decode_fp8, decode_mxfp4)
+_DECODE = (
+    decode_bitsandbytes,
+    decode_compressed_tensors,
+    decode_fp8,
+    decode_modelopt,
+    decode_mxfp4,
+)
 CODED: dict[str, Callable[[Tensors, Mapping[str, Any]], None]] = dict(
     zip(QUANTIZATIONS, _DECODE, strict=True)
 )
 """By quant_method: the function that replaces codes and scales in a file's tensors by matrices."""
+
+
+def quantization_of(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The quantization_config of a model; None if the model is not quantized. Older files of
+    modelopt have a file of their own for this."""
+    own = directory / MODELOPT_FILE
+    if "quantization_config" in config or not own.is_file():
+        return config.get("quantization_config")
+    return {"quant_method": "modelopt", **json_object(own).get("quantization", {})}
 
 
 def decoded(stored: Mapping[str, FileTensor], config: Mapping[str, Any]) -> Tensors:

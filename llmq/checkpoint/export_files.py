@@ -17,6 +17,7 @@ from llmq.text.tokenizer import HfTokenizer, Tokenizer, copy_tokenizer_files, to
 from llmq.text.tokenizer_files import take_as_it_is
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+MODELOPT_FILE = "hf_quant_config.json"  # of models that modelopt quantized
 PROCESSOR_FILES = (
     "preprocessor_config.json",
     "processor_config.json",

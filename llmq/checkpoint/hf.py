@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from itertools import chain, islice
 from math import prod
 from pathlib import Path
@@ -22,7 +21,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32, OPTION_DTYPES, DType
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import Closing, check_readable, json_object
-from llmq.checkpoint.coded import CodedMatrix, decoded
+from llmq.checkpoint.coded import CodedMatrix, decoded, quantization_of
 from llmq.checkpoint.export_files import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -33,6 +32,7 @@ from llmq.checkpoint.export_files import (
     write_json,
 )
 from llmq.checkpoint.finite import all_finite
+from llmq.checkpoint.grown_table import GrownTable
 from llmq.checkpoint.safetensors_file import (
     CopiedSpec,
     FileTensor,
@@ -58,39 +58,6 @@ _KNOWN_PARTS = re.compile(r"(^|\.)(mtp|visual|vision\w*|audio\w*|multi_modal_pro
 SCORE_HEAD = "score.weight"
 
 
-class _GrownTable:
-    """A stored embedding or LM head, enlarged to `rows` rows; reads like a FileTensor. The new rows
-    [first, first + count) are the mean of the rows before `first`."""
-
-    def __init__(self, stored: FileTensor, rows: int, first: int, count: int):
-        self.path, self.dtype, self._stored = stored.path, stored.dtype, stored
-        self.shape = (rows, *stored.shape[1:])
-        self._new = range(first, first + count)
-
-    @cached_property
-    def _mean(self) -> np.ndarray:
-        total, dtype = np.zeros(self.shape[1:], np.float64), None
-        for rows, values in self._stored.pieces():
-            dtype = values.dtype
-            total += values[: max(self._new.start - rows.start, 0)].sum(0, dtype=np.float64)
-        return (total / self._new.start).astype(dtype)
-
-    def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
-        for rows, _ in self._stored.pieces():
-            yield rows, self.rows(rows.start, rows.stop)
-        if self.shape[0] > self._stored.shape[0]:
-            rows = slice(self._stored.shape[0], self.shape[0])
-            yield rows, self.rows(rows.start, rows.stop)
-
-    def rows(self, start: int, stop: int, *, transposed: bool = False) -> np.ndarray:
-        end = min(stop, self._stored.shape[0])
-        out = np.repeat(self._mean[None], stop - start, axis=0)
-        if start < end:
-            out[: end - start] = self._stored.rows(start, end, transposed=transposed)
-        out[max(self._new.start - start, 0) : max(self._new.stop - start, 0)] = self._mean
-        return out
-
-
 class HfWeights(Closing):
     """The tensors of a model directory: model.safetensors, else the files of the index. Threads may
     share an object.
@@ -114,7 +81,7 @@ class HfWeights(Closing):
         first, more = (config.get(n) for n in ("num_hidden_layers", "num_nextn_predict_layers"))
         given = type(first) is type(more) is int
         self._predicting = [str(first + i) for i in range(more)] if given else []
-        if (coded := config.get("quantization_config")) is not None:
+        if (coded := quantization_of(directory, config)) is not None:
             every, self.coded = decoded(every, coded), coded["quant_method"]
         self._own_names, self.prefix = _language_model(every)
         self._where = {own: every[name] for own, name in self._own_names.items()}
@@ -148,13 +115,19 @@ class HfWeights(Closing):
             sizes[tensor.dtype] += 0 if isinstance(tensor, CodedMatrix) else prod(tensor.shape)
         return {"F32": "fp32", "F16": "fp16"}.get(max(sizes, key=sizes.__getitem__), "bf16")
 
+    @property
+    def kept_by(self) -> str | None:
+        """The --base-dtype that keeps the codes of most matrices; None without such codes."""
+        coded = [t.kept_by for t in self._where.values() if isinstance(t, CodedMatrix)]
+        return max(coded, key=coded.count, default=None)
+
     def grow(self, model: ModelConfig, first: int, count: int) -> None:
         """Enlarge embedding and LM head to the model's vocabulary. Rows [first, first + count), the
         new tokens, become the mean of the rows before `first`."""
         embed = weight_table(model)[0].params[0]  # a tied head may be stored, too
         for stored in (self._name(embed.hf[0].name), self._name("lm_head.weight")):
             if stored is not None:
-                table = _GrownTable(self._where[stored], model.vocab_size, first, count)
+                table = GrownTable(self._where[stored], model.vocab_size, first, count)
                 self._where[stored] = table
 
     def _open(self) -> dict[str, FileTensor]:
@@ -325,6 +298,23 @@ class HfWeights(Closing):
         dtype = (BF16 if bf16 else F32).numpy
         rows = np.concatenate([values.astype(dtype, copy=False) for values in blocks])
         return rows.reshape(-1)[start - first * columns : stop - first * columns]
+
+    def codes(self, part: HfPart, kept_by: str) -> dict[str, Iterator[np.ndarray]] | None:
+        """The tensors of a matrix's codes, in our order of rows; see `CodedMatrix.codes`. None
+        unless the file has codes that this --base-dtype keeps. LlmqError for NaN or infinity."""
+        name = self._name(part.name)
+        stored = self._where.get(name)
+        as_ours = not (part.transposed or part.experts or part.columns)
+        if not isinstance(stored, CodedMatrix) or stored.kept_by != kept_by or not as_ours:
+            return None
+        found = stored.codes(part.stored_ranges(0, part.stop - part.start))
+        return found and {key: self._finite(name, pieces) for key, pieces in found.items()}
+
+    def _finite(self, name: str, pieces: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        for piece in pieces:
+            if piece.dtype != np.uint8:
+                self._check_finite(name, piece)
+            yield piece
 
     def _check_finite(self, name: str, values: np.ndarray) -> None:
         if not all_finite(values):

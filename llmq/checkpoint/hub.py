@@ -17,6 +17,7 @@ from llmq.checkpoint.export_files import (
     CONFIG_FILE,
     GENERATION_FILE,
     INDEX_FILE,
+    MODELOPT_FILE,
     PROCESSOR_FILES,
     SINGLE_FILE,
 )
@@ -26,7 +27,7 @@ from llmq.text.tokenizer import HfTokenizer
 MODEL, WEIGHTS, TOKENIZER = "model", "weights", "tokenizer"
 """Parts of a repository: config.json and other files about the model; weights; tokenizer."""
 
-_DESCRIPTION = (CONFIG_FILE, GENERATION_FILE, *PROCESSOR_FILES)
+_DESCRIPTION = (CONFIG_FILE, GENERATION_FILE, MODELOPT_FILE, *PROCESSOR_FILES)
 BYTES = "bytes"
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+(/[\w.-]+)*)?", re.ASCII)
 _ON = ("1", "on", "yes", "true")

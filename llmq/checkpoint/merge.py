@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llmq.arch.matrix import HfPart
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError, ModelError, warn
@@ -89,12 +90,17 @@ def _with_rows(
     return values
 
 
-def as_kept(read: Callable[[Param], np.ndarray], dtype: str | None) -> Callable[..., np.ndarray]:
+def as_kept(
+    read: Callable[[Param], np.ndarray],
+    dtype: str | None,
+    codes: Callable[[HfPart, str], object | None] = lambda part, dtype: None,
+) -> Callable[..., np.ndarray]:
     """A function that reads parameters as a run with --base-dtype computes with them: quantized and
     dequantized, F32.
 
     read: reads a parameter of a weight table in its shape. dtype: for None, bf16 and fp32 this
-    function returns `read` itself.
+    function returns `read` itself. codes: gives the codes of modules that a run does not encode,
+    as `HfWeights.codes`; these stay as `read` decodes them.
     """
     if dtype not in QUANTIZED:
         return read
@@ -103,7 +109,14 @@ def as_kept(read: Callable[[Param], np.ndarray], dtype: str | None) -> Callable[
         values = read(param)
         if not param.block.startswith("layers.") or param.kind != "matrix" or param.of_adapter:
             return values
-        return STORAGE[dtype].rounded(param, values.reshape(-1)).reshape(param.shape)
+        exact = [part for part in param.hf if codes(part, dtype) is not None]
+        if len(exact) == len(param.hf):
+            return values.astype(np.float32)
+        rounded = STORAGE[dtype].rounded(param, values.reshape(-1)).reshape(param.shape)
+        for part in exact:
+            rows = slice(part.start, part.stop)
+            param.by_row(rounded)[rows] = param.by_row(values)[rows]
+        return rounded
 
     return read_kept
 
@@ -133,7 +146,7 @@ def open_merged(
             check_same_base(f"--adapter: '{directory}'", files.base, base)
         warn(*files.unknown_base(name))
         kept = base_dtype or files.config.base_dtype
-        base_read = as_kept(partial(_base, files, weights), kept)
+        base_read = as_kept(partial(_base, files, weights), kept, weights.codes)
         read = merged_reader(model, adapters, base_read, files.read)
         yield _untied(model, adapters).ending_at(files.ends), read
 

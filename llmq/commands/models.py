@@ -298,7 +298,7 @@ def merge(
     base_dtype: option(
         str | None,
         "Format that the model is rounded to before; as in training if not given. "
-        "bf16: it is taken as it is, e4m3, int8, nf4, mxfp4: as --base-dtype of train.",
+        "bf16: it is taken as it is, others: as --base-dtype of train.",
         callback=checks("base_dtype"),
     ) = None,
     text_only: TextOnly = False,

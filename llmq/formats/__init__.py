@@ -1,4 +1,5 @@
-"""Number formats, one file each: bf16 and fp32, e4m3, int8, nf4, mxfp4.
+"""Number formats, one file each: bf16 and fp32, e4m3 (also in blocks), int8, nf4,
+mxfp4, nvfp4.
 
 `Operands` (`operands.py`) makes what the products of a model's blocks read: tensors or codes, in
 forward, recompute and backward. `Storage` (`storage.py`) encodes, stores and decodes frozen
@@ -9,9 +10,11 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, DType, parse_dtype
 from llmq.base.tensor import Tensor
 from llmq.formats.e4m3 import E4m3Operands, E4m3Storage, e4m3_of
+from llmq.formats.e4m3_blocks import E4m3BlocksStorage
 from llmq.formats.int8 import Int8Operands, Int8Storage
 from llmq.formats.mxfp4 import Mxfp4Storage
 from llmq.formats.nf4 import Nf4Storage
+from llmq.formats.nvfp4 import Nvfp4Storage
 from llmq.formats.operands import Operands
 from llmq.formats.storage import Storage
 from llmq.options.groups.precision import PrecisionOptions
@@ -31,6 +34,8 @@ STORAGE: dict[str, type[Storage]] = {
     "int8": Int8Storage,
     "nf4": Nf4Storage,
     "mxfp4": Mxfp4Storage,
+    "nvfp4": Nvfp4Storage,
+    "e4m3-blocks": E4m3BlocksStorage,
 }
 """Class of storage, by --base-dtype."""
 

@@ -6,39 +6,25 @@ of one size, such as experts, form a *run*: their tensors lie together, and one 
 """
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import numpy as np
 
 from llmq.base.dtypes import E4M3_MAX, F32, U8
 from llmq.base.operand import Nf4, Nf4Run, Operand
 from llmq.base.tensor import Tensor
-from llmq.formats.storage import Encoder, Frozen, Storage, StorageLayout, piece_of
+from llmq.formats.storage import (
+    Encoder,
+    Frozen,
+    Run,
+    Storage,
+    StorageLayout,
+    piece_of,
+    runs_of,
+)
 from llmq.ops.quantize import four_bits
 from llmq.ref.quantize import four_bits as ref
 from llmq.ref.quantize.quantize import LEAST_ABS_MAX
 from llmq.runtime.kernel import ceil_div
-
-
-class _Run(NamedTuple):
-    """Adjacent modules of one size. first: element of the matrix where they begin. size: elements
-    of one module. count: of modules."""
-
-    first: int
-    size: int
-    count: int
-
-
-def _runs(matrix: Frozen) -> list[_Run]:
-    runs: list[_Run] = []
-    for part in matrix.hf:
-        first, size = part.start * matrix.columns, (part.stop - part.start) * matrix.columns
-        run = runs[-1] if runs else None
-        if run and run.size == size and run.first + run.count * size == first:
-            runs[-1] = run._replace(count=run.count + 1)
-        else:
-            runs.append(_Run(first, size, 1))
-    return runs
 
 
 class Nf4Storage(Storage):
@@ -46,8 +32,8 @@ class Nf4Storage(Storage):
 
     def layout(self, matrix: Frozen) -> StorageLayout:
         layout: StorageLayout = {"scale": ((1,), F32)}
-        for number, (_, size, count) in enumerate(_runs(matrix)):
-            half, blocks, groups = four_bits.sizes(size)
+        for number, run in enumerate(runs_of(matrix)):
+            (half, blocks, groups), count = four_bits.sizes(run.size), run.count
             layout |= {
                 f"codes.{number}": ((count * half,), U8),
                 f"scale_codes.{number}": ((count * blocks,), U8),
@@ -57,7 +43,7 @@ class Nf4Storage(Storage):
         return layout
 
     def piece(self, matrix: Frozen) -> int:
-        return piece_of(max(run.size * run.count for run in _runs(matrix)))
+        return piece_of(max(run.size * run.count for run in runs_of(matrix)))
 
     def start(self, matrices: Iterable[Frozen], *, multiplied: bool) -> None:
         self._levels = self.dev.alloc("nf4_levels", (four_bits.NUM_LEVELS,), F32, "Quants")
@@ -65,17 +51,17 @@ class Nf4Storage(Storage):
 
     def encode(self, encoder: Encoder) -> None:
         largest = [
-            self._run(encoder, number, run) for number, run in enumerate(_runs(encoder.matrix))
+            self._run(encoder, number, run) for number, run in enumerate(runs_of(encoder.matrix))
         ]
         # Each block has an element of level 1 or -1, so the largest scale is the largest |x|.
         scale = max(LEAST_ABS_MAX, *largest) / np.float32(E4M3_MAX)
         self.dev.upload(encoder.number(1), np.array([scale], np.float32))
         encoder.put("scale", encoder.number(1), 0)
 
-    def _run(self, encoder: Encoder, number: int, run: _Run) -> np.float32:
+    def _run(self, encoder: Encoder, number: int, run: Run) -> np.float32:
         """Encode a run; return its largest scale. Scales wait on the host for their module's
         mean."""
-        dev, (first, size, count) = self.dev, run
+        dev, first, size, count = self.dev, run.first, run.size, run.count
         _, blocks, groups = four_bits.sizes(size)
         all_scales = np.zeros((count, blocks), np.float32)
         for start, n in encoder.pieces(count * size):
@@ -117,22 +103,22 @@ class Nf4Storage(Storage):
     ) -> None:
         if scale is not None:
             self.dev.copy(scale, kept["scale"])
-        for number, (first, size, count) in enumerate(_runs(matrix)):
+        for number, run in enumerate(runs_of(matrix)):
             names = ("codes", "scale_codes", "groups", "mean")
             coded = [kept[f"{name}.{number}"] for name in names]
-            flat = out.view(out.size).rows(first, first + count * size)
-            four_bits.decode(self.dev, flat, *coded, self._levels, fp8_scale=scale)
+            four_bits.decode(self.dev, run.of(out), *coded, self._levels, fp8_scale=scale)
 
     def has_coded(self, matrix: Frozen) -> bool:
         """Whole rows of blocks; matrices of experts lie together."""
-        one = len(matrix.shape) == 2 or len(_runs(matrix)) == 1
+        one = len(matrix.shape) == 2 or len(runs_of(matrix)) == 1
         return one and matrix.columns % ref.BLOCK == 0
 
     def coded(self, matrix: Frozen, kept: Mapping[str, Tensor]) -> Operand:
         runs, columns = [], matrix.columns
-        for number, (first, size, count) in enumerate(_runs(matrix)):
+        for number, run in enumerate(runs_of(matrix)):
             coded = (kept[f"{n}.{number}"] for n in ("codes", "scale_codes", "groups", "mean"))
-            runs.append(Nf4Run(first // columns, count * size // columns, *coded))
+            rows = run.count * run.size // columns
+            runs.append(Nf4Run(run.first // columns, rows, *coded))
         return Nf4(shape=matrix.shape, runs=tuple(runs), levels=self._levels)
 
     @staticmethod

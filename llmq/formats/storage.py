@@ -1,8 +1,11 @@
 """Layout of frozen matrices as codes with scales, and their encoding while weights are read.
 
-    e4m3    | codes | scale |
-    int8    | codes | a scale for each row |
-    nf4     | scale of fp8 codes | a run of modules: codes, codes of scales, groups, means | ...
+    e4m3         | codes | scale |
+    e4m3-blocks  | a run of modules: codes, scales | ...
+    int8         | codes | a scale for each row |
+    mxfp4        | codes | exponents |
+    nf4          | scale of fp8 codes | a run of modules: codes, scales' codes, groups, means | ...
+    nvfp4        | a run of modules: codes, scales, factors | ...
 
 All tensors of a block form one run of bytes. Ranks' shards, gathered parts and streamed parts are
 ranges of these bytes, which may begin and end inside a tensor.
@@ -34,6 +37,9 @@ Write = Callable[[Tensor, int], None]
 """Function (tensor, first): fill a tensor (n,) with the matrix's elements from `first` on."""
 Put = Callable[[str, Tensor, int], None]
 """Function (name, tensor, byte): store a part of the matrix's tensor `name` from `byte` on."""
+CodesOf = Callable[[HfPart], Mapping[str, Iterator[np.ndarray]] | None]
+"""Function that returns the tensors of a module's codes as its file has them, in pieces, by name;
+None if the file has no codes of the matrix's format."""
 StorageLayout = dict[str, tuple[tuple[int, ...], DType]]
 """Shape and dtype of the tensors that store a matrix, by name."""
 
@@ -46,6 +52,35 @@ class Frozen(Protocol):
     size: int
     columns: int
     hf: tuple[HfPart, ...]
+
+
+class Run(NamedTuple):
+    """Adjacent modules of one size, such as experts, whose tensors lie together. first: element of
+    the matrix where they begin. size: elements of one module."""
+
+    first: int
+    size: int
+    parts: tuple[HfPart, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.parts)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the run's elements of a matrix, flat."""
+        return x.view(x.size).rows(self.first, self.first + self.count * self.size)
+
+
+def runs_of(matrix: Frozen) -> list[Run]:
+    runs: list[Run] = []
+    for part in matrix.hf:
+        first, size = part.start * matrix.columns, (part.stop - part.start) * matrix.columns
+        run = runs[-1] if runs else None
+        if run and run.size == size and run.first + run.count * size == first:
+            runs[-1] = run._replace(parts=(*run.parts, part))
+        else:
+            runs.append(Run(first, size, (part,)))
+    return runs
 
 
 def piece_of(size: int) -> int:
@@ -114,11 +149,33 @@ class Encoder:
             yield
 
     @contextmanager
-    def of(self, matrix: Frozen, write: Write, dtype: DType, put: Put) -> Iterator[Encoder]:
-        """Encode `matrix` in a with block. write: gives its elements, in dtype F32 or BF16."""
+    def of(
+        self, matrix: Frozen, write: Write, dtype: DType, put: Put, codes_of: CodesOf
+    ) -> Iterator[Encoder]:
+        """Encode `matrix` in a with block. write: gives its elements, in dtype F32 or BF16.
+        codes_of: gives codes of its modules that need no encoding."""
         with self._scratch(dtype):
             self.matrix, self.put, self._write, self._loaded = matrix, put, write, (0, 0)
+            self._codes_of = codes_of
             yield self
+
+    def copied(self, number: int, run: Run, index: int, nbytes: Mapping[str, int]) -> bool:
+        """Store a module's codes as its file has them; return False if the file has none. number:
+        of the run, whose tensors are called NAME.number. nbytes: of a module's tensors, by name."""
+        tensors = self._codes_of(run.parts[index])
+        if tensors is None:
+            return False
+        for name, pieces in tensors.items():
+            at = index * nbytes[name]
+            for piece in pieces:
+                content = piece.reshape(-1).view(np.uint8)
+                for start in range(0, content.size, self.codes.size):
+                    part = content[start : start + self.codes.size]
+                    target = self.codes.rows(0, part.size)
+                    self.dev.upload(target, part)
+                    self.put(f"{name}.{number}", target, at + start)
+                at += content.size
+        return True
 
     def number(self, index: int) -> Tensor:
         """Return one of two numbers, F32 (1,). index: 0 or 1."""

@@ -212,7 +212,8 @@ def uncoded_product(o: Options, model: ModelConfig) -> tuple[str, int, int] | No
 
 def uncoded_base(o: Options, model: ModelConfig) -> tuple[str, int, int] | None:
     """The first matrix that --base-dtype cannot divide into blocks, as not_multiple."""
-    multiple = {"e4m3": 16, "nf4": 64, "mxfp4": 32}.get(o.base_dtype)  # elements
+    multiples = {"e4m3": 16, "e4m3-blocks": 16, "nf4": 64, "mxfp4": 32, "nvfp4": 16}  # elements
+    multiple = multiples.get(o.base_dtype)
     if multiple is None or not o.freezes_model:
         return None
     width, head = model.hidden_size, model.head_dim
@@ -223,6 +224,8 @@ def uncoded_base(o: Options, model: ModelConfig) -> tuple[str, int, int] | None:
     }
     for matrix in (m for layer in range(model.num_layers) for m in model.matrices(layer)):
         sizes |= {part.module: part.rows * matrix.shape[-1] for part in matrix.parts}
+        if o.base_dtype == "e4m3-blocks":
+            sizes |= {f"a row of {part.module}": matrix.shape[-1] for part in matrix.parts}
     return not_multiple(sizes, multiple)
 
 

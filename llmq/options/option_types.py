@@ -24,6 +24,8 @@ DTYPE_ALIASES = {
     "int8": ("int8", "i8"),
     "nf4": ("nf4",),
     "mxfp4": ("mxfp4",),
+    "nvfp4": ("nvfp4",),
+    "e4m3-blocks": ("e4m3-blocks", "fp8-blocks"),
 }
 """All spellings of a number format, in lower case, by canonical name."""
 
@@ -66,7 +68,7 @@ LORA_PARTS = ("norms", "biases", "adapted-biases", "embeddings", "head", *NEW_PA
 FP8_DTYPES = ("e4m3", "e5m2")
 """Formats of output gradients in fp8 products."""
 
-QUANTIZED = ("e4m3", "int8", "nf4", "mxfp4")
+QUANTIZED = ("e4m3", "e4m3-blocks", "int8", "nf4", "mxfp4", "nvfp4")
 """Formats of --base-dtype that store weights as codes with scales."""
 
 SIZES_GROUP = "Own sizes of a new model, instead of those of --model"

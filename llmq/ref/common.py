@@ -417,9 +417,15 @@ def nf4_blocks(
         yield blocks, values.reshape(-1, NF4_BLOCK) * scales[:, None]
 
 
+def e2m1_levels(codes: np.ndarray) -> np.ndarray:
+    """The levels of codes of 4 bits, F32 (..., 2 n), of bytes (..., n) with the first in the lower
+    bits."""
+    return _PAIRS[codes].view(np.float32)
+
+
 def mxfp4_blocks(codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
     """The values of blocks F32 (blocks, 32): level * 2^(exponent - 127)."""
-    values = _PAIRS[codes].view(np.float32).reshape(-1, MXFP4_BLOCK)
+    values = e2m1_levels(codes).reshape(-1, MXFP4_BLOCK)
     with np.errstate(over="ignore", invalid="ignore"):  # exponent 255 stands for no number
         values *= np.exp2(exponents.astype(np.float32) - MXFP4_BIAS)[:, None]
     return values

@@ -34,6 +34,7 @@ from llmq.options.option_file import flag
 from llmq.options.option_types import texts_of
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.run.ranks import Ranks
+from llmq.state.frozen import Stored
 from llmq.state.params import Param, trained_slabs, weight_table
 from llmq.text.tokenizer import Tokenizer
 from llmq.text.tokenizer_files import first_new_id, parse_tokens
@@ -119,9 +120,6 @@ def _said(name: str, value: Any) -> str:
 ADAPTED_BY = tuple("lora_rank lora_targets lora_rank_pattern lora_layers train lora_dora".split())
 """Options that decide about the adapters of a run; a checkpoint is refused where these differ."""
 
-_BASE_OF_CODES = {"bitsandbytes": "nf4", "mxfp4": "mxfp4"}
-"""By the kind of codes in a model's files, the --base-dtype with the same ones."""
-
 
 class InitialWeights:
     """The origin of one run; everything is checked when it is made.
@@ -137,7 +135,7 @@ class InitialWeights:
             self.weights.grow(model, first_new_id(model_dir), count)
         if self.weights is not None:
             self.weights.check(weight_table(model))
-            base, kept_by = config.base_dtype, _BASE_OF_CODES.get(self.weights.coded)
+            base, kept_by = config.base_dtype, self.weights.kept_by
             if config.is_quantized and kept_by not in (None, base):
                 line = f"--base-dtype {base} rounds the codes of {config.model} anew"
                 warn(f"{line}: --base-dtype {kept_by} keeps them")
@@ -237,7 +235,7 @@ class InitialWeights:
             has = not param.of_adapter and (param.first_row is not None or self.weights.has(param))
             return self.weights.read(param) if has else None
 
-        ranks.load(read, self.weights.elements)
+        ranks.load(read, Stored(self.weights.elements, self.weights.codes))
 
     def init(self, ranks: Ranks) -> None:
         how = (self.model, self.config.seed)

@@ -41,7 +41,7 @@ from llmq.runtime.mesh import DATA
 from llmq.runtime.timing import time_ranges
 from llmq.runtime.workers import Command, RankPool
 from llmq.runtime.world import World
-from llmq.state.frozen import Elements
+from llmq.state.frozen import Stored
 from llmq.state.params import Param
 from llmq.state.pieces import SlabPiece, Snapshot
 from llmq.state.placement import mesh_of
@@ -132,10 +132,10 @@ class Rank:
         self.step.weights.refresh()
 
     def load(
-        self, read: Callable[[Param], np.ndarray | None], elements: Elements | None = None
+        self, read: Callable[[Param], np.ndarray | None], stored: Stored | None = None
     ) -> None:
-        """Fill the weights; all ranks do. read: a whole parameter; None: a fresh one. elements: a
-        part of one."""
+        """Fill the weights; all ranks do. read: a whole parameter; None: a fresh one. stored: the
+        files of blocks that are kept as codes."""
 
         def noted(fn: Callable[..., T]) -> Callable[..., T]:
             def call(*args: Any) -> T:
@@ -145,7 +145,7 @@ class Rank:
             return call
 
         fresh = (self.step.config, self.step.options.optim.seed)
-        self.step.weights.load(noted(read), fresh, elements and noted(elements))
+        self.step.weights.load(noted(read), fresh, stored and Stored(*map(noted, stored)))
         self._begin()
 
     def init(self, model: ModelConfig, seed: int, *, zero_projections: bool) -> None:
@@ -503,11 +503,11 @@ class Ranks:
         return self.run_first("reading scales", lambda rank: rank.step.extra_state())
 
     def load(
-        self, read: Callable[[Param], np.ndarray | None], elements: Elements | None = None
+        self, read: Callable[[Param], np.ndarray | None], stored: Stored | None = None
     ) -> None:
-        """Fill the weights. read: a whole parameter, None: a fresh one; elements: a part of one.
-        All threads call them."""
-        self.run("loading weights", lambda rank: rank.load(read, elements))
+        """Fill the weights. read: a whole parameter, None: a fresh one. stored: the files of blocks
+        that are kept as codes. All threads call both."""
+        self.run("loading weights", lambda rank: rank.load(read, stored))
 
     def read_param(self, group: str, param: Param, *, to_all: bool = True) -> np.ndarray:
         """A host copy of one whole parameter, padding included; only one is in memory.

@@ -1,4 +1,5 @@
-"""Frozen blocks, kept as codes with scales: --base-dtype e4m3, int8, nf4 and mxfp4.
+"""Frozen blocks, kept as codes with scales: --base-dtype e4m3, e4m3-blocks, int8, nf4, mxfp4 and
+nvfp4.
 
 Products that multiply this format read the stored codes, resident or in a slot. For other products
 a block is decoded into a slot before its use:
@@ -9,14 +10,17 @@ a block is decoded into a slot before its use:
 
 All this runs on the stream on which the slot arrives, while the block before is computed.
 
-Codes are made while weights are read, piece by piece. Each rank encodes the whole block and keeps
-its part of the bytes: scales are equal on all ranks, and ranks need not communicate.
+Codes are made while weights are read, piece by piece, or are read where files have codes of the
+same format. Each rank makes the codes of the whole block and keeps its part of the bytes: scales
+are equal on all ranks, and ranks need not communicate.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
+from llmq.arch.matrix import HfPart
 from llmq.base.dtypes import BF16, F32, U8, DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
@@ -30,20 +34,26 @@ from llmq.state.placement import Placement
 
 Source = Callable[[Param], tuple[Write, DType]]
 """Function that gives a parameter's `Write`, and the dtype of its elements, F32 or BF16."""
-Elements = Callable[[Param, int, int], np.ndarray]
-"""Function that returns elements [start, stop) of a parameter, flat, F32 or BF16."""
 
 
-def of_host(dev: Device, elements: Elements) -> Source:
-    """Return a source that uploads the arrays of `elements`."""
+class Stored(NamedTuple):
+    """A model's files, as frozen blocks read them. elements(param, start, stop): elements of a
+    parameter, flat, F32 or BF16. codes(part, format): the tensors of a module's codes in this
+    --base-dtype, see `CodesOf`."""
 
-    def source(param: Param) -> tuple[Write, DType]:
-        def write(target: Tensor, first: int) -> None:
-            dev.upload(target, elements(param, first, first + target.size))
+    elements: Callable[[Param, int, int], np.ndarray]
+    codes: Callable[[HfPart, str], Mapping[str, Iterator[np.ndarray]] | None]
 
-        return write, BF16 if elements(param, 0, BLOCK).dtype == BF16.numpy else F32
+    def source(self, dev: Device) -> Source:
+        """Return a source that uploads the elements."""
 
-    return source
+        def source(param: Param) -> tuple[Write, DType]:
+            def write(target: Tensor, first: int) -> None:
+                dev.upload(target, self.elements(param, first, first + target.size))
+
+            return write, BF16 if self.elements(param, 0, BLOCK).dtype == BF16.numpy else F32
+
+        return source
 
 
 class FrozenBlocks:
@@ -142,8 +152,13 @@ class FrozenBlocks:
 
     # -- loading ---------------------------------------------------------------------------------
 
-    def fill(self, source: Source) -> None:
-        """Encode all blocks."""
+    def fill(self, source: Source, stored: Stored | None = None) -> None:
+        """Encode all blocks. stored: files with codes that need no encoding."""
+        kind = self._store.dtype.name
+
+        def codes_of(part: HfPart) -> Mapping[str, Iterator[np.ndarray]] | None:
+            return None if stored is None else stored.codes(part, kind)
+
         for name, slab in self.slabs.items():
             for param in slab.params:
                 write, dtype = source(param)
@@ -152,7 +167,7 @@ class FrozenBlocks:
                 def put(part: str, content: Tensor, first: int, name=name, regions=regions) -> None:
                     self._put(name, regions[part].offset + first, content)
 
-                with self._encoder.of(param, write, dtype, put) as encoder:
+                with self._encoder.of(param, write, dtype, put, codes_of) as encoder:
                     self._storage.encode(encoder)
             if name in self.transposes.own:
                 self.transposes.written(name, self.operands(name, None))

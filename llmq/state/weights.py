@@ -30,7 +30,7 @@ from llmq.ops.pointwise import elementwise
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 from llmq.state.codes import HeadCodes, Transposes, WeightCodes
-from llmq.state.frozen import Elements, FrozenBlocks, of_host
+from llmq.state.frozen import FrozenBlocks, Stored
 from llmq.state.params import NEW_ROWS, SHARED, TABLES, Param, Slab, by_block
 from llmq.state.placement import Placement, Store
 
@@ -447,11 +447,11 @@ class Weights:
         self,
         read: Callable[[Param], np.ndarray | None],
         new: tuple[ModelConfig, int] | None = None,
-        elements: Elements | None = None,
+        stored: Stored | None = None,
     ) -> None:
         """Fill the masters from host arrays of the parameters' shapes, any float dtype. read:
         returns None for a parameter that gets fresh values. new: config and seed of fresh values,
-        see `init`. elements: reads a part of a parameter; None if no slab is stored as codes."""
+        see `init`. stored: the files of slabs that are kept as codes; None without such slabs."""
         for slab in self._with_masters():
             master = self.master[slab.name]
             self.dev.zero(master)
@@ -465,7 +465,7 @@ class Weights:
                 part = master.rows(start, start + target.size)
                 self.dev.upload(part, flat.astype(master.dtype.numpy, copy=False))
         if self.frozen is not None:
-            self.frozen.fill(of_host(self.dev, elements))
+            self.frozen.fill(stored.source(self.dev), stored)
         self.refresh()
 
     def _with_masters(self) -> list[Slab]:

@@ -19,23 +19,10 @@ from llmq.options.presets import resolve_model
 from llmq.ref.common import NF4_LEVELS
 from llmq.ref.quantize.four_bits import scale_levels
 from llmq.state.params import weight_table
+from tests.coded import edited
 from tests.models import CONFIGS, exported, hf_model, random_batch, torch_loss, trainer_for
 
 BATCH = [random_batch(np.random.default_rng(0))]
-MATRIX = "_proj.weight"
-
-
-def edited(name: str, folder: Path, config: dict, change) -> Path:
-    """A model directory with this quantization_config. change: tensors of a matrix by name, from
-    its name and values."""
-    folder.mkdir()
-    content = json.loads((exported(name) / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(content | {"quantization_config": config}))
-    tensors = load_file(exported(name) / "model.safetensors")
-    for key in [key for key in tensors if key.endswith(MATRIX)]:
-        tensors |= change(key, tensors.pop(key))
-    save_file({key: t.contiguous() for key, t in tensors.items()}, folder / "model.safetensors")
-    return folder
 
 
 def values(folder: Path) -> dict[str, np.ndarray]:

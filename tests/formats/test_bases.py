@@ -47,6 +47,8 @@ KINDS = {
     "nf4 bf16": {"base_dtype": "nf4"} | BF16,
     "nf4 fp8": {"base_dtype": "nf4"} | FP8,
     "nf4 int8": {"base_dtype": "nf4", "matmul_dtype": "int8"} | BF16,
+    "nvfp4 bf16": {"base_dtype": "nvfp4"} | BF16,
+    "e4m3-blocks bf16": {"base_dtype": "e4m3-blocks"} | BF16,
 }
 STREAMED = {"shard_weights": True, "offload_master": True}
 
@@ -97,6 +99,8 @@ FP8_ONLY = {
         ("nf4 bf16", "parts"),
         ("int8", "host"),
         ("nf4 int8", "block"),
+        ("nvfp4 bf16", "host"),
+        ("e4m3-blocks bf16", "host"),
         *(("int8 int8", name) for name in MEMORY | FP8_ONLY),
         ("nf4 fp8", "host"),
         ("nf4 fp8", "transposed"),
@@ -137,6 +141,8 @@ def test_fp8_of_other_architectures(name):
     [
         ("nf4 bf16", {}),
         ("nf4 bf16", {"zero_level": 3}),
+        ("nvfp4 bf16", {"zero_level": 3}),
+        ("e4m3-blocks bf16", {"zero_level": 3, "offload_master": True}),
         ("nf4 fp8", {"zero_level": 3, "offload_master": True}),
         ("e4m3 fp8", {"zero_level": 3, "memcpy_all_gather": True, "mirror_weights": True}),
         ("e4m3 fp8", {"keep_transposed": False}),
@@ -161,7 +167,7 @@ def test_ranks_have_the_same_weights(kind, options):
 
 def test_weights_are_those_of_the_codes():
     """The weights that a block computes with are those that `merge` makes of the files."""
-    for base in ("e4m3", "int8", "nf4"):
+    for base in ("e4m3", "e4m3-blocks", "int8", "nf4", "nvfp4"):
         with (
             trainer_for(exported("phi3"), lora_rank=3, base_dtype=base) as trainer,
             HfWeights(exported("phi3")) as files,
@@ -221,7 +227,7 @@ def test_loading_needs_little_memory(tmp_path, monkeypatch):
     del tensors
     monkeypatch.setattr("llmq.formats.storage.PIECE", 1 << 13)
     monkeypatch.setattr("llmq.checkpoint.safetensors_file.PIECE", 1 << 13)
-    for kind in ("e4m3 fp8", "int8 int8", "nf4 bf16"):
+    for kind in ("e4m3 fp8", "int8 int8", "nf4 bf16", "nvfp4 bf16"):
         with trainer_for(tmp_path, lora_rank=2, seq_len=16, **KINDS[kind]) as trainer:
             tracemalloc.start()
             try:
@@ -299,7 +305,7 @@ def test_placements_and_plans():
     assert rows(2, base_dtype="e4m3", zero_level=3).startswith("e4m3, in slots  e4m3 shard  ")
 
     bytes_of = {}
-    for base in (None, "e4m3", "int8", "nf4"):
+    for base in (None, "e4m3", "e4m3-blocks", "int8", "nf4", "nvfp4"):
         config = TrainConfig(**options, base_dtype=base).normalized()
         bytes_of[base] = make_plan(config, model, HOST_SPEC).usage.device_bytes
         planner = Planner(model, HOST_SPEC, "native", card_of(HOST_SPEC))
@@ -330,6 +336,9 @@ def test_what_has_no_effect_or_cannot_be():
     config = TrainConfig(lora_rank=4, base_dtype="nf4", seq_len=16).normalized()
     with pytest.raises(ConfigError, match="nf4 needs matrices of multiples of 64 elements"):
         config.validate_with(replace(preset("tiny"), **shape))
+    config = replace(config, base_dtype="e4m3-blocks")
+    with pytest.raises(ConfigError, match=r"multiples of 16 elements: a row of .* has 40"):
+        config.validate_with(replace(preset("tiny"), **shape | {"num_heads": 4}))
     ampere = DeviceSpec(
         name="RTX 3090", capability=86, num_sms=82, memory=24 << 30, library_workspace=4 << 20
     )

@@ -103,6 +103,8 @@ CODED = [
     ("olmo2", "nf4"),
     ("gpt2", "int8"),
     ("qwen3", "nf4"),
+    ("qwen2", "nvfp4"),
+    ("phi3", "e4m3-blocks"),
 ]
 
 

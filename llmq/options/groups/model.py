@@ -147,9 +147,10 @@ class ModelOptions:
     base_dtype: str | None = dtype_option(
         None,
         "Format in which the blocks' matrices beside the adapters are kept; {rule}. e4m3: 8 bits, "
-        "for fp8 products; int8: 8 bits, for products of cards without fp8; nf4: 4 bits in blocks "
-        "of 64, as QLoRA's; mxfp4: experts in 4 bits, as gpt-oss's files have, the rest "
-        "in bf16",
+        "for fp8 products; e4m3-blocks: 8 bits in blocks of 128 x 128, as DeepSeek's files have; "
+        "int8: 8 bits, for products of cards without fp8; nf4: 4 bits in blocks of 64, as QLoRA's; "
+        "mxfp4: experts in 4 bits, as gpt-oss's files have, the rest in bf16; nvfp4: 4 bits in "
+        "blocks of 16, as NVIDIA's files have",
         *QUANTIZED,
     )
     adapter: Path | None = option(
@@ -369,7 +370,6 @@ MODEL_RULES = (
     *refused(
         "base_dtype",
         lambda v, o, model: uncoded_base(o, model),
-        "{value} needs matrices of multiples of {found[2]} elements, that of "
-        "{found[0]} has {found[1]}",
+        "{value} needs matrices of multiples of {found[2]} elements: {found[0]} has {found[1]}",
     ),
 )
