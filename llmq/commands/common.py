@@ -368,22 +368,23 @@ def load_run(
     trains: bool = False,
     weights: bool = True,
     plans: bool = False,
-    defaults: dict[str, Any] | None = None,
+    defaults: dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     world: World = World(),
 ) -> tuple[TrainConfig, ModelConfig, Path | None, frozenset[str]]:
     """Options and model of a run, checked, and the fields that the user has set; prints warnings.
 
     trains: on the token files, so that their ids have to be in the vocabulary. weights: of --model,
     which --dry-run does not read. plans: nor a plan, where a preset's name means the trained model.
-    defaults: by field, other ones. With --continue, options that were not given are those of the
-    checkpoint. world: whose processes all call this function.
+    defaults: by field, other ones, or made of what is given. With --continue, options that were not
+    given are those of the checkpoint. world: whose processes all call this function.
     """
     # They load NumPy, which --help does without.
     from llmq.run import model_of_run as of_run
     from llmq.run.initial_weights import with_adapter
 
     layers = world.each(lambda: layers_of(given, file))  # once: the file may be a pipe
-    values, inherited = layers[0] | layers[1], defaults or {}
+    values = layers[0] | layers[1]
+    inherited = defaults(values) if callable(defaults) else defaults or {}
     if any(world.gather(values.get("continue_from") is not None)):
         from llmq.run.resume import inherited_options
 

@@ -125,14 +125,6 @@ def adapter_folder(given: Path | None) -> Path | None:
     return None if given is None else Path(find_model(str(given)))
 
 
-# A model that is not trained may be kept in any format, and be streamed.
-SCORED = {
-    **{"only_scores": True, "recompute_block": True, "grad_accumulation": 1},
-    **{"packing": "best-fit"},
-    **{"eval_file": "none", "ckpt_interval": 0, "save_training_state": False},
-}
-
-
 @train_options
 def score(
     given: dict[str, Any],
@@ -164,6 +156,7 @@ def score(
         if name in given:
             raise ConfigError(f"--{name}: {instead} says it here")
     from llmq.run.run_paths import find_model
+    from llmq.run.score import SCORED
 
     patterns = [f"{pattern}/*.bin" if Path(pattern).is_dir() else pattern for pattern in data]
     given = given | {"model": find_model(scored), "train-file": patterns}

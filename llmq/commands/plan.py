@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.bench import BenchOptions
 from llmq.commands.common import (
@@ -26,7 +27,7 @@ from llmq.commands.common import (
 )
 from llmq.commands.rl import load_rl
 from llmq.options.option_types import AUTO
-from llmq.options.options import OPTIONS
+from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -126,7 +127,16 @@ def plan(
     from llmq.plan.report import run_plan
 
     how = {"fit": fields if fit else None, "placement": placement, "json": json}
-    save_config(save, run_plan(config, model, asked, **how))
+    save_config(save, run_plan(config, model, asked, teacher=_teacher(config), **how))
+
+
+def _teacher(config: TrainConfig) -> tuple[TrainConfig, ModelConfig] | None:
+    """Options and model of --teacher; None without one."""
+    if config.teacher is None:
+        return None
+    from llmq.run.teacher import teacher_of
+
+    return teacher_of(config, plans=True)[:2]
 
 
 # ------------------------------------------------------------------------------------------------

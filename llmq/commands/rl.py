@@ -9,8 +9,14 @@ from llmq.arch.model_config import ModelConfig
 from llmq.commands.common import ConfigFile, SaveConfig, load_run, save_config, train_options
 from llmq.options.options import TrainConfig
 
-_OWN = {"samples": True, "loss": "dapo", "train_file": ("none",), "eval_file": "none"}
-_OWN |= {"document_mask": True, "packing": "concat"}
+
+def _defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Options of a run on samples, by field. values: what is given."""
+    own = {"samples": True, "train_file": ("none",), "eval_file": "none"}
+    own |= {"document_mask": True, "packing": "concat"}
+    if values.get("teacher") is None:
+        return own | {"loss": "dapo"}
+    return own | {"loss": "kd", "loss_params": ("divergence=reverse",)}
 
 
 def load_rl(
@@ -18,7 +24,7 @@ def load_rl(
 ) -> tuple[TrainConfig, ModelConfig, Path | None, frozenset[str]]:
     """Options and model of a run on samples, as of `load_run`. Without --grad-accumulation a step
     has as many micro-batches as its samples may fill."""
-    config, model, model_dir, fields = load_run(given, file, defaults=_OWN, **how)
+    config, model, model_dir, fields = load_run(given, file, defaults=_defaults, **how)
     if "grad_accumulation" not in fields:
         needed = -(-config.prompts_per_step * config.num_samples // config.batch_size)
         least = 1 if config.continue_from is None else config.grad_accumulation

@@ -17,7 +17,7 @@ from llmq.plan.checks import check_machine
 from llmq.plan.cost import StepTime, cost_by_kind, exposed_seconds, rollout_time, step_time
 from llmq.plan.epoch import data_record, data_report
 from llmq.plan.fit import Fit, run_fit
-from llmq.plan.memory import allocator_table, disk_use, kept_free, mib, needed_bytes, room
+from llmq.plan.memory import Limits, allocator_table, disk_use, kept_free, mib, needed_bytes, room
 from llmq.plan.placement_table import placement_record, placement_table
 from llmq.plan.plan import Plan, plan_generation
 from llmq.plan.target import MachineOptions, PlanTarget, target
@@ -37,11 +37,12 @@ def run_plan(
     fit: frozenset[str] | None = None,
     placement: bool = False,
     json: bool = False,
+    teacher: tuple[TrainConfig, ModelConfig] | None = None,
 ) -> TrainConfig:
     """Print the plan of a run, or with `fit` the fastest configurations that fit; return the first.
     asked: the machine. fit: names of options that keep their values in a search. placement: True
-    also prints where all tensors lie. Raises OutOfMemory, after printing the plan, if nothing
-    fits."""
+    also prints where all tensors lie. teacher: another model beside the run's. Raises OutOfMemory,
+    after printing the plan, if nothing fits."""
     if placement and fit is not None:
         raise ConfigError("--placement: has no meaning with --fit, use it with what that finds")
     where, machines = target(config, model, asked, search=fit is not None), asked.machines
@@ -52,6 +53,8 @@ def run_plan(
     has_data = not (config.only_scores or config.samples)
     data = data_record(config, model, where.world_size) if has_data else None
     where = replace(where, visible_share=(data or {}).get("visible_share") or 1.0)
+    if teacher is not None:
+        where = _beside_teacher(where, *teacher)
     planner = where.planner(model)
     if fit is not None:
         return run_fit(Fit(config, planner, where.limits, fit), where, json=json)
@@ -78,6 +81,15 @@ def run_plan(
     return config
 
 
+def _beside_teacher(where: PlanTarget, config: TrainConfig, model: ModelConfig) -> PlanTarget:
+    """The machine with what a teacher leaves of its memory. config, model: of the teacher."""
+    plan = where.planner(model).plan(config)
+    needed, limits = needed_bytes(plan, where.spec), where.limits
+    device = limits.device and max(limits.device - needed, 0)
+    host = limits.host and max(limits.host - plan.host_bytes, 0)
+    return replace(where, limits=Limits(device=device, host=host), beside=needed)
+
+
 def plan_report(
     plan: Plan, record: dict[str, Any], where: PlanTarget, disk: dict[str, str]
 ) -> list[str]:
@@ -89,6 +101,7 @@ def plan_report(
         "Device": where.spec.name,
         "Machines": None if plan.machines == 1 else _machines(plan),
         "Memory": mib(needed),
+        "Teacher": mib(where.beside) + " more" if where.beside else None,
         "Host memory": mib(plan.host_bytes)
         if plan.host_bytes and where.spec != HOST_SPEC
         else None,
@@ -205,6 +218,7 @@ def plan_record(
         "device_bytes": plan.usage.device_bytes,
         "pinned_bytes": plan.usage.sizes.host,
         "needed_bytes": needed,
+        "teacher_bytes": where.beside,
         "limit_bytes": limits.device,
         "host_bytes": plan.host_bytes,
         "host_limit_bytes": limits.host,

@@ -23,9 +23,10 @@ from llmq.runtime.machine import PLAN_SPEC, choose_machine
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTarget:
     """The machine of a plan. reserve: bytes of each device that stay free, already subtracted from
-    the limits. card: the card that predicts speed, or None. named: True if the user named the card;
-    False if only its memory is similar. world_size: GPUs of all machines in the network.
-    visible_share: share of attention that documents leave, if known."""
+    the limits, as are `beside` bytes of a teacher. card: the card that predicts speed, or None.
+    named: True if the user named the card; False if only its memory is similar. world_size: GPUs of
+    all machines in the network. visible_share: share of attention that documents leave, if
+    known."""
 
     spec: DeviceSpec
     backend: str
@@ -33,6 +34,7 @@ class PlanTarget:
     world_size: int
     network: Network = ONE_MACHINE
     reserve: int = 0
+    beside: int = 0
     card: Card | None = None
     named: bool = False
     visible_share: float = 1.0

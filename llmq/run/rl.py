@@ -1,5 +1,7 @@
-"""`llmq rl`: a run whose data are samples of the model itself, by the rewards of a function."""
+"""`llmq rl`: a run whose data are samples of the model itself, by the rewards of a
+function or by a teacher."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from llmq.arch.model_config import ModelConfig
@@ -18,16 +20,17 @@ def run_rl(
     """Train as `run_training` does, which has the errors."""
     if config.prompts is None:
         raise ConfigError("--prompts: is missing: give a file of records with `prompt`")
-    if config.reward is None:
-        raise ConfigError("--reward: is missing: give FILE.py:FUNCTION")
+    if config.reward is None and config.teacher is None:
+        raise ConfigError("--reward: is missing: give FILE.py:FUNCTION, or a --teacher")
     found = [*read_records(config.prompts)]
     records, places = [record for record, _ in found], [where for _, where in found]
     how = {"seconds": config.reward_seconds, "workers": config.reward_workers}
-    with ending_children(), Rewards(config.reward, **how) as rewards:
+    with ending_children(), ExitStack() as stack:
+        reward = config.reward and stack.enter_context(Rewards(config.reward, **how))
         run_training(
             config,
             model,
             model_dir,
             argv,
-            samples=lambda trainer: Rollouts(trainer, records, rewards, places),
+            samples=lambda trainer: Rollouts(trainer, records, reward, places),
         )

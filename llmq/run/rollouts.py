@@ -26,6 +26,7 @@ from llmq.run.metrics import Reporter
 from llmq.run.ranks import Rank
 from llmq.run.rewards import REWARD, Function, Group, RewardError, Rewards, Scores
 from llmq.run.sampling import Conversation, conversation, known_tokenizer, prompt_ids
+from llmq.run.teacher import Teacher
 from llmq.state.rules import FIRST
 
 if TYPE_CHECKING:
@@ -138,15 +139,17 @@ class Rollouts:
         self,
         trainer: "Trainer",
         records: Sequence[Mapping[str, Any]],
-        reward: Rewards | Function,
+        reward: Rewards | Function | None = None,
         places: Sequence[str] = (),
     ):
         """trainer: its options of the group `rl` count. records: with `prompt`, a text or messages
-        of a chat, and what the reward reads. reward: a function of a group's texts and its record.
-        places: of the records, for messages. ConfigError for options that do not go together;
-        DataError for a prompt that is none, or that leaves no room in --seq-len."""
+        of a chat, and what the reward reads. reward: a function of a group's texts and its record;
+        None: only --teacher trains. places: of the records, for messages. LlmqError for options
+        that do not go together, a prompt that is none or leaves no room in --seq-len, and a teacher
+        that does not fit."""
         self._trainer, self._config = trainer, (config := trainer.config)
-        self._reward = reward if isinstance(reward, Rewards) else Rewards(reward)
+        known = reward is None or isinstance(reward, Rewards)
+        self._reward = reward if known else Rewards(reward)
         self._places = places or [f"prompt {number}" for number in range(len(records))]
         self._check(records)
         scale = config.scale_rewards
@@ -163,13 +166,14 @@ class Rollouts:
         self._batches: list[Batch] = []
         self.last: dict[str, float] = {}
         self.reporter: Reporter | None = None
+        self._teacher = None if config.teacher is None else Teacher(trainer)
         trainer.samples, trainer.train_loaders = self, [self] * self._ranks
 
     def _check(self, records: Sequence[Mapping[str, Any]]) -> None:
         config, trainer = self._config, self._trainer
         if trainer.world.several:
             raise ConfigError("llmq rl: runs in one process, with all GPUs of one machine")
-        if config.loss not in POLICIES:
+        if config.teacher is None and config.loss not in POLICIES:
             raise ConfigError(
                 f"--loss {config.loss}: does not learn from samples: give --loss dapo"
             )
@@ -181,7 +185,9 @@ class Rollouts:
             raise ConfigError("--no-document-mask: several samples share a sequence: leave it out")
         if not records:
             raise DataError("there are no prompts to sample from")
-        if config.num_samples < 2:
+        if config.teacher is None and self._reward is None:
+            raise ConfigError("there is neither a reward function nor a --teacher")
+        if config.num_samples < 2 and self._reward is not None:
             raise ConfigError("--num-samples: an advantage compares samples: give 2 or more")
         rows = config.prompts_per_step * config.num_samples
         capacity = config.batch_size * trainer.micro_batches
@@ -262,7 +268,7 @@ class Rollouts:
             chosen = [*islice(others, own.prompts_per_step - teaching)]
             if not chosen:
                 break
-        kept, rows = [], []
+        kept, rows, trains_equal = [], [], own.keep_equal or self._teacher is not None
         for each in drawn:
             if each.problem:
                 rows += self._failed(each.group, each.problem)
@@ -272,13 +278,15 @@ class Rollouts:
             for made, text, score, advantage in zip(*parts, strict=True):
                 row = {"prompt": each.group.record["prompt"], "text": text, "rewards": score}
                 rows.append(row | {"advantage": advantage, "finish": made.finish})
-                if (own.keep_equal or not each.equal) and not self._is_skipped(made):
+                if (not each.equal or trains_equal) and not self._is_skipped(made):
                     logprobs = np.asarray(made.logprobs, np.float32).tolist()
                     kept.append(Sample(each.number, list(made.ids), logprobs, advantage))
         scored = [each for each in drawn if not each.problem]
-        shares = {"equal": sum(each.equal for each in scored) / len(drawn), "drawn": len(drawn)}
-        shares |= {"failed": len(drawn) - len(scored)}
-        self.last = {**_of_rewards(scored), **_of_lengths(drawn), **shares, **times}
+        self.last = {**_of_lengths(drawn), **times}
+        if self._reward is not None:
+            shares = {"equal": sum(each.equal for each in scored) / len(drawn)}
+            shares |= {"drawn": len(drawn), "failed": len(drawn) - len(scored)}
+            self.last = {**_of_rewards(scored), **shares, **self.last}
         self._report(rows)
         return kept
 
@@ -294,7 +302,8 @@ class Rollouts:
             Group(of_prompt, self._records[number], self._places[number])
             for number, of_prompt in zip(chosen, texts, strict=True)
         ]
-        found = self._reward(groups)
+        nothing = [{REWARD: 0.0}] * self._config.num_samples
+        found = self._reward(groups) if self._reward else [nothing] * len(groups)
         times["sample_ms"] += 1000 * (sampled - start)
         times["reward_ms"] += 1000 * (time.monotonic() - sampled)
         drawn = [Drawn(*each) for each in zip(chosen, groups, made, found, strict=True)]
@@ -359,11 +368,12 @@ class Rollouts:
         reporter.log.write("rollout", step, **last)
         if "reward" in last:
             reporter.score("reward", last["reward"])
-        text = (
-            f"reward {last.get('reward', np.nan):.4f} | within groups ± "
-            f"{last.get('reward_std', np.nan):.4f} | {last['length']:.0f} tokens | "
-            f"{last['equal']:.0%} equal groups | sampled in {last['sample_ms'] / 1000:.1f} s"
-        )
+        text = f"{last['length']:.0f} tokens | sampled in {last['sample_ms'] / 1000:.1f} s"
+        if self._reward is not None:
+            text = (
+                f"reward {last.get('reward', np.nan):.4f} | within groups ± "
+                f"{last.get('reward_std', np.nan):.4f} | {last['equal']:.0%} equal groups | {text}"
+            )
         reporter.line("R", step, text)
         path = samples_path(reporter.log.path)
         with disk_errors(path), open(path, "a", encoding="utf-8") as file:
@@ -418,6 +428,10 @@ class Rollouts:
         config, trainer = self._config, self._trainer
         shape = (config.batch_size, config.seq_len)
         batches = packed(self._samples, self._prompts, shape, self._ranks)
+        if self._teacher is not None:
+            scores = self._teacher.score(batches)
+            pairs = zip(batches, scores, strict=True)
+            return [b._replace(named={"scores": of_batch}) for b, of_batch in pairs]
         if not config.has_reference:
             return batches
         nothing = np.zeros(shape, np.float32)
@@ -465,8 +479,10 @@ class Rollouts:
         self._update, self._taken, self._sampled = 0, 0, None
 
     def close(self) -> None:
-        """End the processes of the reward function."""
-        self._reward.close()
+        """End the processes of the reward function, and free the teacher."""
+        for each in (self._reward, self._teacher):
+            if each is not None:
+                each.close()
 
 
 def samples_path(log: Path) -> Path:

@@ -20,6 +20,13 @@ from llmq.data.tokens import TokenFile
 from llmq.run.ranks import Rank, Ranks
 from llmq.runtime.mesh import DATA
 
+# A model that is not trained may be kept in any format, and be streamed.
+SCORED = {
+    **{"only_scores": True, "recompute_block": True, "grad_accumulation": 1},
+    **{"packing": "best-fit"},
+    **{"eval_file": "none", "ckpt_interval": 0, "save_training_state": False},
+}
+"""Options of a run that scores, by field."""
 SAVE_SECONDS = 30.0  # between saved states: an interruption costs no more than this
 ROUNDS = 8  # batches of each rank that are computed before their scores are written
 

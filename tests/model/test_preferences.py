@@ -16,7 +16,6 @@ from llmq.base.dtypes import NO_LIMITS
 from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.base.result import Result
 from llmq.commands.cli import _run
-from llmq.commands.models import SCORED
 from llmq.data.document_index import DocumentIndex
 from llmq.data.identity import TokenizerId
 from llmq.data.scores import HEADER_BYTES, Scored, ScoreFile, ScoreWriter, scores_path
@@ -27,7 +26,7 @@ from llmq.report.plot import read_log, series_of
 from llmq.run import score
 from llmq.run.guard import Guard
 from llmq.run.model_of_run import model_of_run
-from llmq.run.score import score_files
+from llmq.run.score import SCORED, score_files
 from llmq.run.trainer import Trainer
 from tests.model.test_lora import LORA, gradients, peft_model, tensors
 from tests.models import LOSS_RTOL, VOCAB, exported, hf_model, pieces, same_gradients, trainer_for

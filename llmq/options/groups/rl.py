@@ -25,6 +25,11 @@ class RlOptions:
         "FILE.py:FUNCTION, a Python function of the texts of a prompt's samples and of its record, "
         "which returns a number for each text, or its components by name",
     )
+    teacher: str | None = option(
+        None,
+        "Model with the same tokenizer towards whose distribution the samples are trained, by "
+        "--loss kd; --reward is only reported then",
+    )
     prompts_per_step: int = option(8, "Prompts that are sampled for a step", min=1)
     num_samples: int = option(8, "Samples of each prompt", min=1)
     max_new_tokens: int = option(256, "Tokens of a sample, at most", min=1)
@@ -70,7 +75,7 @@ class RlOptions:
 
 RL_RULES = (
     *refused(
-        "prompts reward",
+        "prompts reward teacher",
         lambda v, o, files: v is not None and not o.samples,
         "is of `llmq rl`, which trains samples of the model",
     ),
@@ -96,6 +101,14 @@ RL_RULES = (
         "{value} is more than --max-new-tokens {max_new_tokens}",
     ),
     *idle("redraws", lambda v, o: o.keep_equal, "has no effect with --keep-equal"),
+    *refused(
+        "teacher", lambda v, o: v is not None and o.loss != "kd", "needs --loss kd, got {loss}"
+    ),
+    *idle(
+        "scale_rewards keep_equal redraws overlong_buffer",
+        lambda v, o: o.teacher is not None,
+        "has no effect with --teacher, which rewards do not train",
+    ),
     Rule(
         option="loss_params",
         effect=IMPLY,
