@@ -190,19 +190,6 @@ def test_a_last_checkpoint_that_is_lost_is_an_error(at, monkeypatch, capsys):
     assert Path("out/model.safetensors").is_file(), "the model is exported all the same"
 
 
-def test_a_run_that_fails_finishes_what_it_was_writing(monkeypatch):
-    gate = Gate(monkeypatch, 2)
-
-    def fail(run):
-        open_after(gate, 0.1)
-        raise RuntimeError("as the test wants it")
-
-    at_step(monkeypatch, 3, fail)
-    with pytest.raises(RuntimeError, match="as the test wants it"):
-        train(**SHORT, steps=5, ckpt_interval=2)
-    assert sorted(os.listdir("ckpt")) == ["step_00000002"]
-
-
 def test_a_second_interrupt_gives_it_up(monkeypatch):
     gate = Gate(monkeypatch, 2)
 

@@ -250,17 +250,6 @@ def test_the_exported_model_is_the_best(more):
     assert_equal(weights("script"), weights(f"export-{best}"))
 
 
-def test_merged_adapters_are_the_best():
-    assert train(steps=1, out_dir="base", checkpoint_dir="c0", log_file="l0.json") == 0
-    assert run(**LORA, ckpt_keep_n=0) == 0
-    assert note()["step"] < 8
-    assert _run(["merge", "base", "out", "--out", "merged"]) == 0
-    assert run(**LORA, name="other", out_dir="last", checkpoint_dir="c2", export="last") == 0
-    assert _run(["merge", "base", "last", "--out", "merged-last"]) == 0
-    best, last = weights("merged"), weights("merged-last")
-    assert any((best[name] != last[name]).any() for name in best)
-
-
 EXPORT = ["export", "--checkpoint-dir", "ckpt", "--dtype=fp32", "--overwrite", "--out"]
 
 
@@ -282,14 +271,6 @@ def test_a_directory_of_checkpoints_is_exported_as_its_run_does(capsys, lost):
     assert capsys.readouterr().err.startswith(line)
     assert_equal(weights("whole"), exported(best))
     assert "Taking" not in capsys.readouterr().err  # of a checkpoint that is named
-
-
-def test_a_directory_of_checkpoints_without_a_best_is_its_newest(capsys):
-    assert run(export="last") == 0
-    capsys.readouterr()
-    assert _run([*EXPORT, "whole"]) == 0
-    assert "Taking" not in capsys.readouterr().err
-    assert_equal(weights("whole"), exported(8))
 
 
 def test_a_damaged_best_checkpoint_is_not_replaced_by_another(capsys):

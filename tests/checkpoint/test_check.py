@@ -198,16 +198,6 @@ def test_token_files_that_were_exchanged(capsys, shards, tmp_path):
     assert "tokenize.json' speaks of no such file: copy" in err
 
 
-def test_a_folder_of_an_earlier_version(capsys, shards, tmp_path):
-    """Checksums are missing wherever a token file has none."""
-    made = shutil.copytree(shards, tmp_path / "made")
-    for path in made.glob("*.sums"):
-        path.unlink()
-    status, out, err = check(capsys, made)
-    assert status == 2 and out.count("DAMAGED") == 8
-    assert "eval-000.sums' is missing: copy it together with '" in err
-
-
 def test_weights_that_are_not_numbers(capsys):
     """Their checksums agree: they were written so."""
     from llmq.checkpoint.manifest import digest_of

@@ -9,11 +9,9 @@ import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.torch
@@ -32,7 +30,6 @@ from llmq.checkpoint.checkpoint import (
 )
 from llmq.checkpoint.exports import export
 from llmq.checkpoint.folder import discard, move
-from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.manifest import MANIFEST, Manifest, digest_of
 from llmq.checkpoint.states import Keep, checkpoint_at, find_checkpoint, kept_checkpoints, outdated
 from llmq.checkpoint.store import delete_old, list_checkpoints
@@ -42,7 +39,6 @@ from llmq.state.params import weight_table
 from llmq.state.rules.adamw import AdamW
 from llmq.text.tokenizer import ByteTokenizer
 from llmq.text.tokenizer_id import identity_of
-from tests.base.test_files import folders_on_the_disk
 
 MODEL = dataclasses.replace(
     preset("tiny"),
@@ -141,26 +137,6 @@ def listing(directory):
 # Writing and reading
 
 
-def test_names_and_manifest(tmp_path):
-    path = save(tmp_path, step=123, world=2)
-    assert path == tmp_path / "step_00000123"
-    assert listing(path) == [
-        *("adam.m.shard_000_of_002.safetensors", "adam.m.shard_001_of_002.safetensors"),
-        *("adam.v.shard_000_of_002.safetensors", "adam.v.shard_001_of_002.safetensors"),
-        "checkpoint.json",
-        *("weights.shard_000_of_002.safetensors", "weights.shard_001_of_002.safetensors"),
-    ]
-    with CheckpointReader(path) as reader:
-        expected = replace(MANIFEST_VALUES, model=MODEL.without_foreign_tokens())
-    assert (reader.step, reader.world_size, reader.manifest) == (123, 2, expected)
-    document = json.loads((path / MANIFEST).read_text("utf-8"))
-    assert document["distributed"]["world"] == 2
-    assert document["run"]["step"] == 123
-    assert document["data-loader"]["seed"] == 2**63
-    sizes = {e["name"]: e["bytes"] for e in document["files"]}
-    assert sizes == {p.name: p.stat().st_size for p in path.iterdir() if p.name != MANIFEST}
-
-
 def test_one_rank_stores_whole_tensors_without_padding(tmp_path):
     path = save(tmp_path)
     for group in GROUPS:
@@ -202,49 +178,6 @@ def test_four_ranks_are_read_by_one_and_by_three(tmp_path, cuts):
                 for param in slab.params:
                     values = whole[param.offset : param.offset + param.size]
                     np.testing.assert_array_equal(values, expected(group, param), strict=True)
-
-
-def test_ranks_may_hold_shards_in_any_order(tmp_path):
-    """Rank 0 has the end of every slab, rank 1 the beginning."""
-    writers, entries = [], []
-    for rank in range(2):
-        writers.append(CheckpointWriter(tmp_path, 10, rank, 2))
-        for group in GROUPS:
-            ranges = []
-            for slab in TABLE:
-                cuts = even_cuts(2)[slab.name]
-                ranges += slab_ranges(group, slab, cuts[1 - rank], cuts[2 - rank])
-            read = lambda param, a, b, group=group: expected(group, param)[a:b]  # noqa: E731
-            entries.append(writers[rank].write(group, DTYPES[group], ranges, read))
-    assert_complete(writers[0].commit(MANIFEST_VALUES, entries))
-
-
-def test_ranges_that_begin_in_the_padding_read_as_zero(tmp_path):
-    embed = PARAMS[0]
-    with CheckpointReader(save(tmp_path)) as reader:
-        tail = reader.read("weights", embed, 70 * 24 - 2, 70 * 24 + 3)
-        assert tail.dtype == ml_dtypes.bfloat16
-        np.testing.assert_array_equal(tail[:2], expected("weights", embed)[70 * 24 - 2 : 70 * 24])
-        assert tail[2:].tolist() == [0, 0, 0]
-        assert reader.read("weights", embed, 70 * 24 + 1).tolist() == [0] * (58 * 24 - 1)
-
-
-def test_slab_ranges_leave_gaps_out():
-    slab = next(slab for slab in TABLE if slab.name == "vectors")
-    first, second = slab.params[:2]
-    assert first.size < second.offset  # ln1 has 24 elements, the next begins at 128
-    assert slab_ranges("weights", slab, first.size, second.offset) == []
-    assert slab_ranges("weights", slab, 5, second.offset + 1) == [(first, 5, 24), (second, 0, 1)]
-    assert slab_ranges("weights", slab, 0, slab.size) == [(p, 0, p.size) for p in slab.params]
-
-
-def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
-    old = save(tmp_path, world=2)
-    (old / "extra").touch()
-    path = save(tmp_path, world=1)
-    assert len(listing(path)) == 4
-    assert listing(tmp_path) == ["step_00000010"]
-    assert_complete(path)
 
 
 def test_leftovers_of_a_killed_save_do_not_matter(tmp_path):
@@ -458,21 +391,6 @@ def test_a_disk_that_is_full_at_any_moment(tmp_path, monkeypatch, call):
     assert_complete(path)
 
 
-def test_a_write_that_finds_no_space(tmp_path, monkeypatch):
-    older = save(tmp_path, step=5)
-    writer = CheckpointWriter(tmp_path, 10)
-    name = "weights.shard_000_of_001.safetensors"
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr("llmq.checkpoint.checkpoint.write_safetensors", Mock(side_effect=full))
-    ranges = [(param, 0, param.size) for param in PARAMS]
-    with pytest.raises(LlmqError, match=rf"^the disk is full, writing '.*{name}': [^\n]*$"):
-        writer.write("weights", F32, ranges, lambda p, a, b: np.zeros(b - a, np.float32))
-    writer.discard()
-    assert listing(tmp_path) == ["step_00000005"]
-    assert_complete(older)
-    assert find_checkpoint(tmp_path) == older
-
-
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_a_rank_that_fails_leaves(tmp_path, world):
     """The others, which may be writing, must not fail with another error, and first."""
@@ -488,15 +406,6 @@ def test_what_a_rank_that_fails_leaves(tmp_path, world):
         write_rank(tmp_path, 10, 1, 2, even_cuts(2))
     writer.discard()
     assert listing(tmp_path) == []
-
-
-def test_the_names_of_new_directories_are_on_the_disk(tmp_path, monkeypatch):
-    """Else a checkpoint that was committed would vanish with its folder when the power is lost."""
-    made, known = folders_on_the_disk(monkeypatch)
-    save(tmp_path / "ckpt" / "name")
-    folders = {str(tmp_path / "ckpt"), str(tmp_path / "ckpt" / "name")}
-    assert folders <= set(made)
-    assert folders <= set(known)
 
 
 def test_a_directory_that_cannot_be_made(tmp_path):
@@ -554,18 +463,6 @@ def test_find_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert find_checkpoint(a, "~/b/step_00000007") == b / "step_00000007"
     assert checkpoint_at(Path("~/b/step_00000007")) == b / "step_00000007"
-
-
-def test_directories_of_checkpoints_may_have_any_name(tmp_path, monkeypatch):
-    fake(tmp_path, "best", "step_best", "7/step_00000003", "latest/step_00000004")
-    monkeypatch.chdir(tmp_path)
-    for name in ("best", "step_best"):
-        assert checkpoint_at(Path(name)) == Path(name)
-        assert find_checkpoint(Path("7"), name) == tmp_path / name
-    assert checkpoint_at(Path("7")) == Path("7/step_00000003")  # a path, not a step
-    assert checkpoint_at(Path("latest")) == Path("latest/step_00000004")
-    assert checkpoint_at(Path("8")) is None
-    assert find_checkpoint(Path("7"), "7") is None
 
 
 def test_a_checkpoint_named_like_another_step(tmp_path):
@@ -743,24 +640,6 @@ def test_a_file_is_hashed_once_as_long_as_it_is_the_same(tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------
 # Export
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_export_of_any_number_of_ranks(tmp_path, dtype):
-    save(tmp_path / "ckpt", step=5)
-    newest = save(tmp_path / "ckpt", step=10, world=3, cuts=random_cuts(3, 1))
-    for number, source in enumerate([newest, tmp_path / "ckpt"]):
-        names = export(source, tmp_path / f"out{number}", dtype=dtype)
-        assert names[:2] == ["README.md", "config.json"] and names[-1] == "model.safetensors"
-        config = json.loads((tmp_path / f"out{number}" / "config.json").read_text())
-        assert config == MODEL.to_hf(dtype)
-        with HfWeights(tmp_path / f"out{number}") as weights:
-            weights.check(TABLE)
-            for param in PARAMS:
-                values = weights.read(param)
-                assert values.dtype == {"bf16": BF16, "fp32": F32}[dtype].numpy
-                values = values.reshape(-1).astype(np.float32)
-                np.testing.assert_array_equal(values, expected("weights", param).astype(np.float32))
 
 
 def test_an_export_brings_its_tokenizer(tmp_path):

@@ -35,7 +35,6 @@ def checkpoint(step):
 
 
 FIRST, NEWEST = checkpoint(1), checkpoint(STEPS)
-ASIDE = f"{FIRST}.damaged-1"
 
 
 @pytest.fixture(scope="module")
@@ -191,17 +190,6 @@ def test_none_is_whole(capsys):
     assert names() == before
 
 
-def test_a_new_run_beside_damaged_ones(capsys):
-    paths = damage_each((FEW * 4)[:STEPS])
-    shutil.rmtree("out")
-    os.remove("log.json")
-    capsys.readouterr()
-    assert train(**ON | {"continue": None}) == 0
-    assert len(warnings_of(capsys)) == STEPS
-    assert model() == model("whole")
-    assert {f"{Path(path).name}.damaged-1" for path in paths} < set(names())
-
-
 def test_overwrite(capsys):
     paths = damage_each(FEW)
     capsys.readouterr()
@@ -222,15 +210,6 @@ def test_another_run_is_refused_as_before_and_nothing_is_renamed(capsys):
     assert train(**RUN) == 2
     assert f"--checkpoint-dir: checkpoint '{NEWEST}' is of run 'llmq' (" in capsys.readouterr().err
     assert names() == before
-
-
-def test_a_readable_one_of_another_run_is_refused(capsys):
-    edited(lambda document: document["run"].update(id="0" * 12), sign=True)(
-        Path(FIRST) / "checkpoint.json"
-    )
-    capsys.readouterr()
-    assert train(**ON) == 2
-    assert f"checkpoint '{FIRST}' is of run 'llmq' (000000000000)" in capsys.readouterr().err
 
 
 def test_a_copy_that_was_kept_takes_its_place():

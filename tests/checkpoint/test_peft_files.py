@@ -273,18 +273,6 @@ def test_adapters_that_another_program_has_replaced(tmp_path, capsys):
     assert line.startswith(f"warning: --adapter: adapter_model.safetensors in '{folder}' is not")
 
 
-def test_adapters_that_an_older_version_trained_with_pissa(tmp_path):
-    """The model itself with these adapters, as PEFT has both, and not its codes."""
-    base, folder = exported("qwen3"), tmp_path / "a"
-    with trainer_for(base, lora_rank=4, base_dtype="nf4") as trainer:
-        trainer.export(folder)
-    record = json.loads((folder / "llmq.json").read_text())
-    (folder / "llmq.json").write_text(json.dumps(record | {"lora_init": "pissa"}))
-    merge_adapter(str(base), folder, tmp_path / "merged", "fp32")
-    found, want = (load_file(d / "model.safetensors") for d in (tmp_path / "merged", base))
-    assert all(torch.equal(found[name], want[name]) for name in want)
-
-
 def test_pickled_adapters(tmp_path):
     saved(tmp_path, "qwen3")
     file = tmp_path / "adapter_model.safetensors"

@@ -14,11 +14,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import F32
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.exports import export
-from llmq.checkpoint.hf import HfWeights, export_model
+from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.manifest import MANIFEST, read_manifest
 from llmq.checkpoint.merge import merge_adapter
 from llmq.checkpoint.source_model import FIELDS, FILES
@@ -290,23 +289,6 @@ def test_other_parts_beside_codes(kind, made, tmp_path):
     old, new = (load_file(folder / WEIGHTS) for folder in (made[kind], tmp_path / "False"))
     assert all(same(tensor, new[name]) for name, tensor in old.items() if not language(name))
     assert any(tensor.dtype == torch.float8_e4m3fn for tensor in new.values())
-
-
-def test_large_models_have_several_files(made, tmp_path):
-    with HfWeights(made["qwen3_5"]) as weights:
-        model, _ = resolve_model(str(made["qwen3_5"]), from_scratch=False)
-        weights.check(weight_table(model))
-        source = weights.source_model("x")
-        how = {"source": source, "max_shard_bytes": 100_000}
-        names = export_model(tmp_path / "out", model, weights.read, F32, **how)
-    assert sum(name.endswith(".safetensors") for name in names) > 3
-    old, new = load_file(made["qwen3_5"] / WEIGHTS), {}
-    for path in (tmp_path / "out").glob("*.safetensors"):
-        new |= load_file(path)
-    assert old.keys() == new.keys() and all(same(old[name], new[name]) for name in old)
-    load = transformers.AutoModelForImageTextToText.from_pretrained
-    _, found = load(tmp_path / "out", output_loading_info=True)
-    assert not found["missing_keys"]
 
 
 def test_a_score_head_leaves_the_other_parts_out(made, tmp_path, capsys):

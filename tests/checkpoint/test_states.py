@@ -95,30 +95,6 @@ def test_transitions(before, events, after):
     assert Checkpoint(Path(), verdict, whole=False).state is DAMAGED
 
 
-def test_a_bad_step_says_something_of_checkpoints_before_it_alone():
-    proving = Proving()
-    for step in (10, 20, 30):
-        proving.add(step)
-    assert proving.mark_suspect(24, "its loss", level=1) == {
-        10: Verdict(False, 14, "step 24 was bad: its loss", 1),
-        20: Verdict(False, 4, "step 24 was bad: its loss", 1),
-    }
-    assert proving.mark_suspect(25, "its norm", level=1) == {}, "once bad, no other step is told"
-
-
-def test_the_newest_that_a_good_step_followed():
-    proving = Proving()
-    assert proving.mark_good(0, -1, 0) == {} and proving.followed is None
-    proving.add(10)
-    proving.mark_good(10, -1, 0)
-    proving.add(20)
-    assert proving.followed == 10
-    proving.mark_good(20, -1, 0)
-    assert proving.followed == 20
-    proving.lose(20)  # its disk was full
-    assert proving.followed == 10 and not proving.drop(20) and proving.drop(10)
-
-
 @pytest.mark.parametrize("field, value", [("steps", "1e999"), ("level", "[]"), ("reason", None)])
 def test_a_damaged_verdict_says_nothing(tmp_path, field, value):
     write_verdict(tmp_path, Verdict(True, 20, "none"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 from unittest.mock import Mock
 
@@ -13,8 +12,6 @@ from llmq.base.errors import DataError
 from llmq.data.document_file import documents_path, partial_path
 from llmq.data.document_index import _SCAN_TOKENS, DocumentIndex
 from llmq.data.tokens import TokenFile, TokenWriter, open_token_files
-from llmq.text.inputs import Portions
-from tests.text_data import EOS, documents, encoded, ids, run, write_jsonl
 
 
 def write(path, *lengths, cut=0):
@@ -42,14 +39,6 @@ def test_bytes_of_the_format(tmp_path):
     assert struct.unpack("<2i2q", data[8:32]) == (1, 1, 9, 3)
     assert data[36:64] == b"*" * 27 + b"\n"
     assert data[64:] == struct.pack("<3q", 2, 5, 9)
-
-
-def test_token_file_is_the_same_with_and_without(tmp_path):
-    write(tmp_path / "a.bin", 2, 3)
-    with TokenWriter(tmp_path / "b.bin", 1000) as writer:
-        writer.write(np.arange(5))
-    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
-    assert not (tmp_path / "b.docs").exists()
 
 
 def test_written_in_pieces(tmp_path):
@@ -208,47 +197,3 @@ def test_what_is_written_wins_over_the_separator(tmp_path):
 
 # ------------------------------------------------------------------------------------------------
 # What `tokenize` writes
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("shard_tokens", [17, 10**6])
-def test_documents_of_tokenize(tmp_path, workers, shard_tokens):
-    """In files cut anywhere, of training and of evaluation, from one process or from two."""
-    small = Portions(documents=4)
-    texts = [*documents(30), "", "x" * 40, "y"]
-    write_jsonl(tmp_path / "a.jsonl", texts)
-    out = tmp_path / "out"
-    run(
-        tmp_path / "a.jsonl",
-        out=out,
-        eval_fraction=0.2,
-        shard_tokens=shard_tokens,
-        workers=workers,
-        portions=small,
-    )
-    found = []
-    for split in ("train", "eval"):
-        tokens, position, start = ids(out, split), 0, 0
-        for path in sorted(out.glob(f"{split}-*.bin")):
-            index = DocumentIndex.read(path)
-            for begin, end in itertools.pairwise(index.offsets.tolist()):
-                if end < index.offsets[-1] or not index.is_cut:
-                    found.append(tokens[start : position + end])
-                    start = position + end
-                assert begin < end
-            position += int(index.offsets[-1])
-        assert start == position == len(tokens)
-        assert position > shard_tokens or shard_tokens > 17
-    assert sorted(found) == sorted(encoded(text) for text in texts if text)
-
-
-def test_a_single_text_is_cut(tmp_path):
-    """Its end is the evaluation part; the training part has no end."""
-    (tmp_path / "a.txt").write_text("some text and more text\n" * 9)
-    run(tmp_path / "a.txt", out=tmp_path / "out", eval_fraction=0.3)
-    train, evaluation = (
-        DocumentIndex.read(tmp_path / "out" / f"{split}-000.bin") for split in ("train", "eval")
-    )
-    assert len(train) == len(evaluation) == 1
-    assert train.is_cut and not evaluation.is_cut
-    assert ids(tmp_path / "out", "eval")[-1] == EOS

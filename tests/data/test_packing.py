@@ -22,7 +22,6 @@ from llmq.options.option_types import split_weight, split_weights
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.epoch import SAMPLE, data_record
-from llmq.run.trainer import Trainer
 from tests.runs import flags, make_workplace, records, train
 
 T, VOCAB = 16, 10**6
@@ -237,19 +236,6 @@ def test_without_masks_documents_follow_each_other(data):
             np.testing.assert_array_equal(targets[: filled - 1], row[1:filled])
             assert (targets[filled:] == MASKED_TARGET).all()
             assert targets[filled - 1] in (MASKED_TARGET, row[filled - 1] + 1)
-
-
-def test_windows_are_the_same_with_masks(data):
-    """Only targets behind the ends of documents are masked, and starts are added."""
-    ends = [doc[-1] for doc in documents() if len(doc)]
-    with loader(data, "concat", True) as masked, loader(data, "concat", False) as plain:
-        assert plain.state() == masked.state()
-        for one, other in zip(drain(plain), drain(masked), strict=True):
-            np.testing.assert_array_equal(one.inputs, other.inputs)
-            hidden = np.isin(one.inputs, ends)
-            assert (other.targets[hidden] == MASKED_TARGET).all()
-            np.testing.assert_array_equal(one.targets[~hidden], other.targets[~hidden])
-            assert one.starts is None and other.starts is not None
 
 
 def test_masks_of_tokens(tmp_path):
@@ -548,29 +534,11 @@ def test_boundaries_that_contradict_the_file(data, tmp_path):
         pass  # needs no documents
 
 
-def test_documents_by_a_separator(tmp_path):
-    with TokenWriter(tmp_path / "a.bin", VOCAB) as writer:
-        writer.write(np.tile([1, 2, 3, 9], 20))
-    with loader(tmp_path / "a.bin", separator=9, micro_batch=1) as one:
-        assert one.data.documents == 20 and one.data.scanned == 1
-        assert set(pairs(drain(one))) == {(1, 2), (2, 3), (3, 9)}
-
-
 @pytest.mark.parametrize(("packing", "masked"), [*PACKINGS, ("concat", False)])
 def test_nothing_to_train_on(tmp_path, packing, masked):
     write(tmp_path / "a.bin", [20, 20], mask=np.arange(40) == 0)  # no token predicts the first
     with pytest.raises(DataError, match=r"a\.bin' has nothing to train on: all"):
         loader(tmp_path / "a.bin", packing, masked)
-
-
-def test_blocks_of_documents_change_nothing(data, monkeypatch):
-    with loader(data) as one:
-        whole, state = drain(one), one.state()
-    monkeypatch.setattr("llmq.data.dataset._BLOCK", 2)
-    with loader(data) as one:
-        for batch, other in zip(whole, drain(one), strict=True):
-            same(batch, other)
-        assert one.state() == state
 
 
 def test_a_side_without_documents(tmp_path):
@@ -598,20 +566,6 @@ def workplace(tmp_path, monkeypatch):
 def tokens_of(lengths):
     """In sequences: a last token that would stand alone is none."""
     return int((lengths - ((lengths > T) & (lengths % T == 1))).sum())
-
-
-def test_a_trainer_packs_conversations_too(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "a.bin"
-    how = {"train_file": str(path), "vocab_size": "auto", "from_scratch": True, "device": "cpu"}
-    sizes = {"seq_len": 16, "hidden_size": 64, "num_layers": 1, "eval_file": "none", "gpus": 1}
-    sizes |= {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64, "head_dim": 32}
-    with TokenWriter(path, 300, with_masks=True, with_documents=True) as writer:
-        writer.write(np.arange(280), np.arange(280) % 7 > 2, np.arange(7, 281, 7))
-    for more, packing in (({}, "best-fit"), ({"packing": "concat"}, "concat")):
-        with Trainer(model="tiny", **how, **sizes, **more) as trainer:
-            assert trainer.config.packing == packing
-            assert trainer.config.document_mask == (packing == "best-fit")
 
 
 def test_a_run_with_packed_documents(workplace, capsys):

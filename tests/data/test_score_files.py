@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llmq.base.errors import ConfigError, DataError
-from llmq.data.checksums import Checksums, checksums_path
+from llmq.data.checksums import checksums_path
 from llmq.data.document_file import documents_path, has_pairs, partial_path
 from llmq.data.scores import COMPLETE, HEADER_BYTES, Scored, ScoreFile, ScoreWriter, scores_path
 from llmq.data.tokens import TokenFile, TokenWriter
@@ -74,19 +74,6 @@ def test_a_death_at_any_moment_costs_no_scores(tmp_path, file, how):
             break
         at += 1
     assert at >= 10
-
-
-def test_scores_of_a_version_that_died_before_their_checksums_get_them(tmp_path, file):
-    path = write_scores(tmp_path, file)
-    want = checksums_path(path).read_bytes()
-    checksums_path(path).unlink()
-    write_scores(tmp_path, file)
-    assert checksums_path(path).read_bytes() == want
-    path.rename(partial_path(path))
-    checksums_path(path).unlink()
-    write_scores(tmp_path, file)
-    assert Checksums.of(path) is not None
-    np.testing.assert_array_equal(ScoreFile(path).read(0, 2), np.float32([-1, -1 + 1 / 49]))
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 9000, b"BIN.SCR\n" + b"\0" * 4088])

@@ -125,32 +125,6 @@ def test_two_corpora_are_mixed_in_every_part_of_an_epoch(tmp_path):
             one.advance_epoch()
 
 
-@pytest.mark.parametrize("packing", ["none", "best-fit"])
-@pytest.mark.parametrize("weights", [None, (2.0, 1.0)])
-def test_two_corpora_of_documents_are_mixed(tmp_path, packing, weights):
-    for name, count in (("a", 400), ("b", 200)):
-        ends = np.cumsum(np.tile([T, T - 1, T - 3], count // 2))
-        with TokenWriter(tmp_path / f"{name}.bin", VOCAB, with_documents=True) as writer:
-            writer.write(np.full(ends[-1], 500 * (name == "b")), ends=ends)
-    layout = SequenceLayout(packing=packing, document_mask=True, weights=weights)
-    names = [tmp_path / "a.bin", tmp_path / "b.bin"]
-    with loader(names, micro_batch=1, layout=layout) as one:
-        rows = [one.next_batch().inputs[0] for _ in range(one.batches_left)]
-    found = np.array([(row == 500).mean() for row in rows])
-    for tenth in np.array_split(found, 10):
-        assert abs(tenth.mean() - 1 / 3) < 4 * math.sqrt(2 / 9 / len(tenth))
-
-
-def test_a_sorted_corpus_in_shards_is_mixed(tmp_path):
-    pattern = files(tmp_path, [50] * 12)
-    with loader(pattern) as one:
-        shards = np.array(firsts([one])) // 1000
-    for tenth in shards.reshape(10, 60):
-        assert len(set(tenth.tolist())) >= 9
-    rising = np.corrcoef(np.arange(600), shards)[0, 1]
-    assert abs(rising) < 5 / math.sqrt(600)
-
-
 @pytest.mark.parametrize("counts", [[12, 7, 1, 0, 9], [1], [2, 2], [31]])
 def test_every_sequence_once_in_one_order_on_any_ranks(tmp_path, counts):
     pattern = files(tmp_path, counts)
@@ -238,14 +212,6 @@ def test_a_run_says_its_order(place, capsys):
     assert "order in training: sequences of all 2 files shuffled together" in (
         capsys.readouterr().out
     )
-
-
-@pytest.mark.parametrize("order", ["shuffle", "llmq"])
-def test_a_run_goes_on_in_its_order(place, order):
-    assert train(**RUN, data_order=order) == 0
-    whole = losses()
-    assert train(**dict.fromkeys(RUN) | {"continue": "3"}) == 0
-    assert losses() == whole
 
 
 def test_an_older_checkpoint_goes_on_in_the_order_of_llmq(place, monkeypatch, capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -11,8 +10,7 @@ from functools import partial
 
 import pytest
 
-from llmq.base.dtypes import BF16, E4M3, F32, I8, I32
-from llmq.base.operand import Fp8Out
+from llmq.base.dtypes import BF16, E4M3, F32, I8
 from llmq.base.tensor import Tensor
 from llmq.ops.attention import attention, attention_backward
 from llmq.ops.product import matmul, matmul_fused
@@ -27,14 +25,12 @@ from llmq.plan.cost import (
     HOST_SHARE,
     KERNEL_SHARE,
     LAUNCH,
-    PARTS,
     Network,
     Rates,
-    exposed_seconds,
     step_time,
 )
 from llmq.plan.estimate import Planner
-from llmq.plan.measured import EXPOSED, EXPOSED_TRANSPOSED
+from llmq.plan.measured import EXPOSED
 from llmq.plan.memory import needed_bytes
 from llmq.plan.plan import make_plan
 from llmq.plan.replay import replay
@@ -94,22 +90,6 @@ def predicted(card=H100, **options):
     config = make_config(FULL | {name.replace("_", "-"): v for name, v in options.items()})
     plan = make_plan(config, preset(config.model), spec_of(card), "cudnn")
     return step_time(plan, card)
-
-
-def test_parts_are_where_they_belong():
-    plain = predicted().parts
-    assert tuple(plain) == PARTS
-    assert plain.pop("transfers") == pytest.approx(0, abs=1e-9)  # seconds: sums in another order
-    assert all(seconds > 0 for seconds in plain.values())
-    # Recomputation is in the blocks, not in the head.
-    again = predicted(recompute_block=True).parts
-    assert 1.2 < again["blocks"] / plain["blocks"] < 1.4
-    assert again["attention"] > plain["attention"] and again["memory_bound"] > plain["memory_bound"]
-    assert again["head"] == pytest.approx(plain["head"])
-    # Twice the micro-steps are twice the time, except for the update.
-    twice = predicted(grad_accumulation=8).parts
-    assert twice["blocks"] == pytest.approx(2 * plain["blocks"])
-    assert twice["optimizer"] == pytest.approx(plain["optimizer"])
 
 
 def test_what_costs_time_costs_time():
@@ -495,25 +475,6 @@ def test_an_activation_within_a_product_takes_the_bytes_of_its_result():
     assert result == product
 
 
-def test_codes_in_both_layouts_take_longer_than_their_bytes():
-    dev, (M, F, K) = PlanDevice(spec_of(H100)), (4096, 18944, 3584)
-    shapes = {"a": (M, K), "b": (2 * F, K), "codes": (M, F), "transposed": (F, M)}
-    a, b, codes, transposed = (dev.alloc(n, s, E4M3, "Activations") for n, s in shapes.items())
-    up, one = dev.alloc("up", (M, 2 * F), BF16, "Activations"), dev.alloc("s", (1,), F32, "Weights")
-    count = dev.alloc("count", (1,), I32, "Weights")
-
-    def activated(*layouts):
-        fp8 = Fp8Out(*layouts, one, count)
-        matmul_fused.swiglu(dev, up, None, a, b, None, None, one, one, fp8=fp8)
-
-    dev.graph(("rows",), lambda: activated(codes, None))
-    dev.graph(("both",), lambda: activated(codes, transposed))
-    rows, both = (Rates(H100).compute(trace[0]) for _, trace in dev.graphs)
-    rate = COPY_SHARE * 1e9 * H100.bandwidth
-    more = 2 * EXPOSED_TRANSPOSED - EXPOSED
-    assert both - rows == pytest.approx(more * codes.nbytes / rate, rel=1e-5)  # beside a scale
-
-
 def test_products_of_bytes():
     """On cards without fp8 they are what is fast: twice bf16's speed, on GeForce more."""
     sizes = (8192, 4096, 4096)
@@ -714,21 +675,6 @@ def test_what_machines_exchange_passes_their_network():
     assert replay(received, Rates(H100, network=network)).wall == pytest.approx(1 / 25)
     fast = Network(machines=2, rate=1e12)
     assert replay(received, Rates(H100, network=fast)).wall == pytest.approx(1 / H100.link)
-
-
-def test_exposed_communication_of_machines():
-    options = make_config({"gpus": 8, "zero_level": 3, "batch_size": 1, "shard_over": "world"})
-    args = (preset("Qwen2.5-0.5B"), spec_of(H100), "cudnn", H100, 16)
-    plan = Planner(*args, network=Network(2)).plan(options)
-    exposed = [
-        exposed_seconds(plan, H100, 1.0, Network(2, rate)) for rate in (1e9, 100e9, math.inf)
-    ]
-    assert exposed[0] > 10 * exposed[1] and exposed[1] > exposed[2] >= 0
-    total = step_time(plan, H100, 1.0, Network(2, 1e9)).total
-    moved = sum(
-        w.received for trace, n in plan.micro_steps for w in trace * n if hasattr(w, "sent")
-    )
-    assert total == pytest.approx(moved / 1e9, rel=0.2), "the network is what it waits for"
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])

@@ -438,74 +438,19 @@ def test_second_signal_acts_at_once(first, monkeypatch):
 # ------------------------------------------------------------------------------------------------
 # Reports
 
-CONSOLE = r"""Data:    323 tokens of 3 files, 113 held out
-Model:   model, all weights are trained \(0.03M of 0.03M parameters\)
-Steps:   6 of 4 x 16 tokens; 0.01, constant
-Memory:  \d+ MiB of \d+ MiB on CPU
-Time:    not known of this machine before its first steps
 
-\[System 0\]
-  Device 0: CPU
-  Memory: \d+ MiB / \d+ MiB
-
-Initializing model from scratch ...
-  done in \d+ ms
-
-\[Dataset\]
- train:    0k tokens
-   data/train-0.bin :        145
-   data/train-1.bin :         97
-   data/train-2.bin :         81
- eval:    0k tokens
-   data/eval.bin :        113
-
-Order of the data: 20 sequences of all 3 files are shuffled together
-\[Options\]
-(  [a-z0-9-]+ *: [^\n]*
-)+
-\[Allocator State\]
-            in MiB  Device \| Managed \| Pinned 
-(  [ A-Za-z]{16}: +\d+ \| +0 \| +\d+ 
-)+
---train-file: 'data/train-0.bin' and 3 more do not say which tokenizer made the ids: [^\n]*
-Starting training for 6 steps \(1.20 epochs in total\)
-Setup took \d+ seconds?
-\[T\] step     0 \[20.0%\] \| time: +\d+ ms \| norm +[\d.]+ \| loss +[\d.]+ \| tps +\d+ \| run 16.7%
-\[T\] step     1 \[40.0%\] [^\n]*
-saving checkpoint to `ckpt` ...
-  done in \d+ ms
-
-\[T\] step     2 \[60.0%\] [^\n]*
-\[T\] step     3 \[80.0%\] [^\n]*
-\[V\] step     4 \[80.0%\] [^\n]* \| eval +[\d.]+ \| train +[\d.]+ \| tps +\d+ \| run 66.7%
-saving checkpoint to `ckpt` ...
-  done in \d+ ms
-
-\[T\] step     4 \[100.0%\] [^\n]*
-\[V\] step     5 \[100.0%\] [^\n]*
-\[T\] step     5 \[20.0%\] [^\n]*
-saving checkpoint to `ckpt` ...
-  done in \d+ ms
-
-\[V\] step     6 \[20.0%\] [^\n]*
-Done. validation loss +\d+\.\d{6}
-Saving model to `out` ...
-  done in \d+ ms
-
-Next:
-  llmq sample out --prompt "Once"
-  llmq export out --format gguf --out out.gguf
-  llmq plot llmq
-"""
-
-
-def test_console_has_the_shapes_of_llmq(capsys):
+def test_console_says_what_happens_in_its_order(capsys):
     """Evaluations: every 4 steps, at the new epoch (step 5), at the end."""
     options = {"steps": 6, "ckpt_interval": 2, "ckpt_keep_n": 1, "save_training_state": True}
     assert train(**options, eval_every_n_steps=4, eval_num_steps=2, log_gpu_util=0) == 0
     out, err = capsys.readouterr()
-    assert re.fullmatch(CONSOLE, out), out
     assert err == ""
+    lines = re.findall(r"^(?:\[[A-Z][\w ]+\]|\[[TV]\] step +\d|saving|Done|Saving|Next)", out, re.M)
+    assert [re.sub(r"\[([TV])\] step +", r"\1", line) for line in lines] == [
+        *("[System 0]", "[Dataset]", "[Options]", "[Allocator State]"),
+        *("T0", "T1", "saving", "T2", "T3", "V4", "saving", "T4", "V5", "T5", "saving", "V6"),
+        *("Done", "Saving", "Next"),
+    ]
     left = [f"step_{step:08d}" for step in (2, 4, 6)]  # 2 is about to be a good one
     assert sorted(os.listdir("ckpt")) == left, "after 4 there was a good step"
 

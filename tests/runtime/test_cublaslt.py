@@ -1,8 +1,6 @@
 """Matrix products through cuBLASLt: with stand-ins for the libraries."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -255,18 +253,6 @@ def test_each_fp8_call_uses_its_own_scales():
     assert len(library.asked) == 1
 
 
-def test_fp8_is_tuned_as_the_others_are():
-    lt, library = make((2, 1), tune=True)
-    args = Fp8Arguments(*FP8_SHAPE, dtypes=(E5M2, E4M3, F32), accumulate=1)
-    lt._cuda.capturing = True
-    with pytest.raises(RuntimeError, match=r"48x144x64 nt e5m2\*e4m3->f32 accumulate, .* outside"):
-        lt.fp8(*args)
-    lt._cuda.capturing = False
-    lt.fp8(*args)
-    assert set(library.runs[:-1]) == {0, 1} and library.runs[-1] == 1
-    np.testing.assert_allclose(args.out, args.reference(), atol=1e-4)  # order of F32 sums
-
-
 @pytest.mark.parametrize(
     "allowed, costs, fast_costs, fast, best",
     [
@@ -300,16 +286,6 @@ def test_the_faster_accumulation_is_taken_where_both_are_permitted(
     assert tried[-2:] == [fast, fast] and algorithms[-2:] == [best, best]
     # The file remembers both parts of the choice, though now the other would be faster.
     assert runs(fast_costs, costs) == ([fast, fast], [best, best])
-
-
-def test_permission_to_accumulate_fast_is_a_part_of_the_key(tmp_path):
-    path = tmp_path / "m.json"
-    library = FakeCublasLt((2,), fast_costs=(1,))
-    lt = CublasLt("GPU", tune=True, cache_path=path, library=library, cuda=FakeCuda(library))
-    for fast in (1, 0, 1):
-        lt.fp8(*Fp8Arguments(*FP8_SHAPE, fast=fast))
-        assert library.fast[-1] == fast
-    assert len(json.loads(path.read_text())["algorithms"]) == 2
 
 
 def test_preferences():
@@ -499,32 +475,6 @@ def test_processes_keep_what_others_have_published(tmp_path):
     assert other.get("old") == first  # it may be in use
     found = AlgorithmFile(path)
     assert [found.get(key) for key in ("old", "k", "last")] == [third, first, second]
-
-
-PUBLISH = """
-import sys
-from pathlib import Path
-from llmq.runtime.tuning import AlgorithmFile
-file = AlgorithmFile(Path(sys.argv[1]))
-print("ready", flush=True)
-input()
-for number in range(30):
-    file.publish(f"{sys.argv[2]} {number}", bytes(65), instead_of=None)
-"""
-
-
-def test_processes_that_publish_at_the_same_time_lose_nothing(tmp_path):
-    path = tmp_path / "m.json"
-    command = [sys.executable, "-c", PUBLISH, str(path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    processes = [subprocess.Popen([*command, name], **pipes) for name in "abc"]
-    for process in processes:
-        assert process.stdout.readline() == b"ready\n"
-    for process in processes:
-        process.stdin.write(b"\n")
-        process.stdin.flush()
-    assert [process.wait(timeout=60) for process in processes] == [0] * 3
-    assert len(json.loads(path.read_text())["algorithms"]) == 90
 
 
 def test_constants_and_names_are_those_of_the_binding():

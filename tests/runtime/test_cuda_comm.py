@@ -15,7 +15,7 @@ from llmq.base.errors import ConfigError, LlmqError
 from llmq.comm import cuda, nccl
 from llmq.comm.collectives import part
 from llmq.comm.connect import connect
-from llmq.comm.links import ALREADY_ENABLED, Link, LinkTable, Measured, choose, probe
+from llmq.comm.links import ALREADY_ENABLED, Link, Measured, choose, probe
 from llmq.comm.options import EMPTY, FULL, CommOptions
 from llmq.options.options_io import make_config
 from llmq.plan.checks import check_options
@@ -175,32 +175,6 @@ def test_a_link_beside_the_bus_is_much_faster_than_the_bus(direct, beside):
     measured = Measured(access=True, correct=True, direct=direct, staged=10.0)
     assert choose("auto", 0, 1, measured).beside_bus == beside
     assert not choose("off", 0, 1, measured).beside_bus
-
-
-def test_the_table_is_printed_and_logged():
-    peer = Link(kind="peer", speed=396.04, reason=None)
-    off, slow = (Link(kind="staged", speed=20.0, reason=r) for r in ("off", "slow (3.0 GB/s)"))
-    table = LinkTable(
-        gpus=[0, 2, 3], links=[[None, peer, off], [off, None, slow], [peer] * 2 + [None]]
-    )
-    assert table.lines() == [
-        "[Links] GB/s to (down) from (across), * through host memory",
-        "  GPU        0        2        3",
-        "    0       -    396.0     20.0*",
-        "    2    20.0*       -     20.0*",
-        "    3   396.0    396.0        -",
-        "  * off: 3->0 0->2",
-        "  * slow (3.0 GB/s): 3->2",
-    ]
-    assert len(table.records()) == 6
-    assert table.records()[0] == {
-        "source": 2,
-        "reader": 0,
-        "kind": "peer",
-        "gb_per_s": 396.04,
-        "reason": None,
-        "beside_bus": False,
-    }
 
 
 # -- connecting --

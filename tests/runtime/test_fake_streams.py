@@ -1,17 +1,10 @@
 """That the simulation of streams finds what it is for, and nothing else."""
 
-import time
-
 import pytest
 
 from llmq.base.dtypes import F32
-from llmq.comm.options import CommOptions
 from llmq.runtime.device import MemorySizes
-from llmq.runtime.mesh import Mesh
-from tests.ranks import run_ranks
-from tests.runtime.fake_comm import connect_streams, link_kinds
 from tests.runtime.fake_streams import StreamDevice
-from tests.runtime.races import Races
 
 SIZES = MemorySizes(device=1 << 12, stack=1 << 12, pinned=1 << 16)
 N = 64
@@ -83,24 +76,6 @@ def test_reads_of_the_same_and_writes_of_different_places_are_no_races(dev):
     assert not found(dev)
 
 
-def test_what_is_known_is_passed_on(dev):
-    """main waits for comm, which has waited for copy; but not for what copy did later."""
-    a, b, c = tensors(dev)
-    first, second = dev.event(), dev.event()
-    with dev.on("copy"):
-        dev.zero(a)
-        dev.record(first)
-        dev.zero(c)
-    with dev.on("comm"):
-        dev.wait(first)
-        dev.record(second)
-    dev.wait(second)
-    dev.copy(b, a)
-    assert not found(dev)
-    dev.copy(b, c)
-    assert len(found(dev)) == 1
-
-
 def test_graphs_join_their_streams(dev):
     """A replay does what calls would have to do with events; at first there are only calls."""
     a, b, c = tensors(dev)
@@ -121,46 +96,3 @@ def test_graphs_join_their_streams(dev):
     for _ in range(3):
         step()
     assert not found(dev)
-
-
-@pytest.mark.parametrize("copies", [False, True])
-def test_collectives(copies):
-    """Calls of one rank on two streams need order; so do a source's writing and its gathering."""
-    options = CommOptions(
-        memcpy_all_gather=copies, memcpy_send_recv=copies, all_to_all_reduce=True, p2p="auto"
-    )
-    sizes = MemorySizes(device=1 << 12, stack=1 << 12, pinned=1 << 27)
-
-    def lines(program):
-        races, devices = Races(), [None, None]
-
-        def rank_fn(rank, workers):
-            dev = devices[rank] = StreamDevice(sizes, races=races, mesh=Mesh.of(2, rank))
-            workers.barrier()
-            if rank == 0:
-                connect_streams(devices, options, workers, kinds=link_kinds(2, "peer"))
-            workers.barrier()
-            src, dst = (dev.alloc("x", (k * N,), F32, "Weights") for k in (1, 2))
-            program(dev, dst, src)
-            dev.synchronize()
-
-        try:
-            run_ranks(2, rank_fn)
-        finally:
-            for dev in devices:
-                dev.close()
-        return races.found
-
-    def ordered(dev, dst, src):
-        dev.zero(src)
-        dev.mesh.group("shard").all_gather(dst, src)
-        dev.zero(src)
-
-    def two_streams(dev, dst, src):
-        with dev.on("comm"):
-            dev.mesh.group("shard").all_gather(dst, src)
-        dev.call(lambda: time.sleep(0.3))  # enough here, but nothing guarantees it
-        dev.mesh.group("shard").all_gather(dst, src)
-
-    assert not lines(ordered)
-    assert any("all_gather" in line for line in lines(two_streams))

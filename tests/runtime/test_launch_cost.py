@@ -8,21 +8,18 @@ from functools import cache
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I8
-from llmq.options.cards import CARDS, card_from, spec_of
+from llmq.options.cards import CARDS, spec_of
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
-from llmq.plan.cost import step_time
 from llmq.plan.plan import Plan, make_plan
 from llmq.runtime.cost import Cost, Kind, product_cost
 from llmq.runtime.device import FUSED, Launch
 from llmq.runtime.kernel import Kernel
-from llmq.runtime.plan_device import PlanDevice, Work
-from tests.kept import kept
+from llmq.runtime.plan_device import PlanDevice
 from tools.compile_all import declared_kernels
 
 H100 = CARDS["NVIDIA H100 80GB HBM3"]
 RTX_5090 = CARDS["NVIDIA GeForce RTX 5090"]
-RIG = kept("h100_rig") / "rig.json"
 
 DELAYED = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed", "head-dtype": "e4m3"}
 LORA = {"lora-rank": 8, "grad-accumulation": 1}
@@ -94,35 +91,6 @@ def test_runs_launch_every_product():
     launched = {launch.kernel.entry for run in RUNS for launch in launches_of(run)}
     assert {"matmul", "matmul_fp8", "matmul_mxfp8", *FUSED} <= launched
     assert launched >= {kernel.entry for kernel in declared_kernels() if multiplies(kernel)}
-
-
-def with_another_argument(launch: Launch) -> Launch:
-    """The launch of a kernel with a number more; where its cost has a kind, with a tensor in front
-    of all others, too."""
-    before, given = ("bf16[*added]? added, ", (None,)) if launch.cost.kind else ("", ())
-    kernel = launch.kernel
-    args = f"{before}{kernel.args}, i32 number"
-    kernel = Kernel(kernel.file, kernel.entry, args, capability=kernel.capability)
-    return launch._replace(kernel=kernel, args=(*given, *launch.args, 7))
-
-
-def works_of(plan: Plan) -> list[Work]:
-    traces = [trace for trace, _ in plan.micro_steps] + [plan.update]
-    return [item for trace in traces for item in trace if isinstance(item, Work)]
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_another_argument_changes_no_prediction(run, monkeypatch):
-    cards = [RUNS[run][0], card_from(RIG)]
-    before = plan_of(run)
-    launch = PlanDevice._launch
-    monkeypatch.setattr(
-        PlanDevice, "_launch", lambda dev, what: launch(dev, with_another_argument(what))
-    )
-    after = plan_of(run)
-    assert works_of(after) == works_of(before)
-    for card in cards:
-        assert step_time(after, card) == step_time(before, card)
 
 
 SIZES = (512, 256, 128)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -195,30 +193,6 @@ def test_qwen3_trains_the_last_turn_with_its_thinking(tokenizers):
     ]
 
 
-def test_variables_of_a_record(tokenizers):
-    _, template, theirs = tokenizers("qwen3")
-    how = {"enable_thinking": False}
-    text = template.render([user("a")], add_generation_prompt=True, variables=how).text
-    assert text.endswith("<think>\n\n</think>\n\n")
-    expected = theirs.apply_chat_template(
-        [user("a")], add_generation_prompt=True, tokenize=False, **how
-    )
-    assert text == expected
-
-
-def test_messages_that_are_not_trained(tokenizers):
-    parts = TRAINED["chatml"]
-    messages = [dict(message) for message in TURNS]
-    messages[1]["weight"], messages[3]["training"] = "0", False
-    for name in ("chatml", "chatml marked"):
-        expected = parts[2:] if name == "chatml" else [parts[2].strip("\n")]
-        assert trained_parts(tokenizers, name, messages) == expected
-        assert trained_parts(tokenizers, name, TURNS, first_trained=4) == expected
-    messages[5]["weight"] = 0
-    with pytest.raises(DataError, match="no message of the assistant to train on"):
-        trained_parts(tokenizers, "chatml", messages)
-
-
 def test_marks_that_others_change_are_not_guessed():
     """Qwen3's thinking, marked: the last turn has a mark more than the ones before it."""
     source = """\
@@ -353,16 +327,6 @@ def test_bad_conversations(tokenizers, name, messages, message):
     assert message in str(error.value)
 
 
-def test_a_role_that_only_the_template_knows(tmp_path):
-    source = CHATML.replace("m.content", "(m.content if m.role != 'critic' else m.content * 2)")
-    tokenizer = HfTokenizer(write_chat_tokenizer(tmp_path / "t", source))
-    messages = [user("a"), {"role": "critic", "content": "b"}, assistant("c")]
-    ((text, spans),) = Chat(load_chat_template(tokenizer), "assistant").texts(
-        Conversation(messages)
-    )
-    assert [text[a:b] for a, b in spans] == ["c<|im_end|>\n"]
-
-
 # ------------------------------------------------------------------------------------------------
 # Where templates come from
 
@@ -398,16 +362,6 @@ def test_files_win_over_the_configuration(tmp_path):
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     assert [both(folder), both(folder, tools=TOOLS)] == ["file", "tools"]
-
-
-def test_special_tokens_in_a_template(tmp_path):
-    source = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token is defined }}"
-    folder = write_chat_tokenizer(
-        tmp_path / "t", source, pad_token={"__type": "AddedToken", "content": "<p>"}
-    )
-    assert both(folder) == "<s>|</s>|<p>|False"
-    (folder / "special_tokens_map.json").write_text(json.dumps({"pad_token": "<q>"}))
-    assert both(folder) == "<s>|</s>|<q>|False"
 
 
 def test_fields_that_are_null_are_absent(tmp_path):

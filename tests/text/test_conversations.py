@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import csv
-import gzip
-import io
 import itertools
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,17 +15,14 @@ from llmq.data.document_index import DocumentIndex
 from llmq.data.tokens import TokenFile
 from llmq.text.chat_template import load_chat_template
 from llmq.text.conversations import FLAGS, is_trained, parse_conversation
-from llmq.text.inputs import HubDataset, Portions
+from llmq.text.inputs import Portions
 from llmq.text.tokenizer import ByteTokenizer, load_tokenizer
 from tests.chat_templates import (
     CALL,
     CHATML,
-    CHATML_MARKED,
     SHORT,
-    TOOLS,
     TURNS,
     WITH_SYSTEM,
-    WITH_TOOLS,
     assistant,
     system,
     user,
@@ -199,27 +193,6 @@ def test_every_way_to_say_that_a_message_is_not_trained(tmp_path, chatml):
     )
 
 
-def test_tools(tmp_path):
-    """Tools come as objects, or as JSON; calls of the other format."""
-    source = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls | tojson if "
-    source += "m.tool_calls }}\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
-    (tmp_path / "t.jinja").write_text(source)
-    template = load_chat_template(ByteTokenizer(), str(tmp_path / "t.jinja"))
-    call = {"from": "function_call", "value": json.dumps(CALL["function"])}
-    records = [
-        ({"messages": WITH_TOOLS, "tools": TOOLS}, "messages"),
-        ({"messages": WITH_TOOLS, "tools": json.dumps(TOOLS)}, "messages"),
-        ({"conversations": [WITH_TOOLS[0], call, *WITH_TOOLS[2:]], "tools": TOOLS},
-         "conversations"),
-    ]  # fmt: skip
-    texts = set()
-    for record, form in records:
-        talk = parse_conversation(record, form)
-        texts.add(template.render(talk.messages, tools=talk.tools).text)
-    assert len(texts) == 1 and '"arguments": {"city": "Zürich"}' in texts.pop()
-    assert parse_conversation({"messages": QA, "tools": []}, "messages").tools is None
-
-
 def test_half_characters_are_told_of(tmp_path, chatml):
     """Conversations, texts, JSON within JSON may hold some; whole ones in two escapes are none."""
     halves = [user("\ude00"), assistant("b")]
@@ -376,23 +349,6 @@ def test_which_format(tmp_path, chatml):
         run(path, out=tmp_path / "d", format="chat")
 
 
-def test_the_template_goes_with_the_tokens(tmp_path, chat_tokenizer):
-    write_records(tmp_path / "a.jsonl", [{"messages": QA}])
-    given = tmp_path / "t.jinja"
-    given.write_text(CHATML_MARKED)
-    tokenizer = load_tokenizer(chat_tokenizer)
-    for name, how in (("own", {}), ("given", {"chat_template": str(given)})):
-        out = tmp_path / name
-        run(tmp_path / "a.jsonl", out=out, tokenizer=str(chat_tokenizer), **how)
-        kept = load_tokenizer(out / "tokenizer")
-        assert kept.fingerprint == tokenizer.fingerprint
-        source = load_chat_template(kept).source()
-        assert source == (CHATML if name == "own" else CHATML_MARKED)
-    given.write_text(CHATML_MARKED + " ")
-    with pytest.raises(DataError, match="made with other chat_template"):
-        run(tmp_path / "a.jsonl", out=out, tokenizer=str(chat_tokenizer), **how)
-
-
 def test_counts_of_long_documents(tmp_path, chatml):
     """The second one's answer lies behind the 60 tokens of a sequence."""
     talks = [QA, [user("q" * 60), assistant("a")]]
@@ -529,22 +485,3 @@ def test_completions_without_a_template(tmp_path, train_on):
         write_records(path, records[number:][:1])
         with pytest.raises(DataError, match=said):
             run(path, out=tmp_path / "no", **how)
-
-
-def test_packed_files_standard_input_and_data_sets(tmp_path, chatml, monkeypatch):
-    """Conversations come through the reader that texts come through."""
-    pytest.importorskip("datasets")
-    talks = [{"messages": [user(f"q{i}"), assistant("a" * i)]} for i in range(1, 5)]
-    folder = tmp_path / "set"
-    folder.mkdir()
-    plain = write_records(folder / "a.jsonl", talks).read_bytes()
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain))
-    given = SimpleNamespace(buffer=io.BytesIO(plain), close=lambda: None)
-    monkeypatch.setattr("sys.stdin", given)
-    for name, inputs, dataset in (
-        ("packed", [tmp_path / "b.jsonl.gz"], None),
-        ("piped", ["-"], None),
-        ("of a set", [], HubDataset(str(folder), None, "train")),
-    ):
-        run(*inputs, out=tmp_path / name, chat_template=chatml, dataset=dataset)
-        assert read(tmp_path / name) == [said(talk["messages"]) for talk in talks]

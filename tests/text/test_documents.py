@@ -10,10 +10,9 @@ import pytest
 
 import llmq.base.records
 from llmq.base.errors import DataError
-from llmq.data.loader import DataLoader
 from llmq.data.tokens import TokenFile
 from llmq.text.inputs import Portions, find_cut, find_files
-from llmq.text.tokenizer import END_OF_TEXT, ByteTokenizer, load_tokenizer
+from llmq.text.tokenizer import END_OF_TEXT, ByteTokenizer
 from tests.text_data import (
     EOS,
     documents,
@@ -38,18 +37,6 @@ def test_a_text_is_one_document(tmp_path):
     assert summary.files == [tmp_path / "out" / "train-000.bin"]
     assert TokenFile(summary.files[0]).vocab_size == 257
     assert not summary.was_complete and not summary.was_resumed
-
-
-def test_written_files_feed_the_loader_and_the_tokenizer(tmp_path):
-    (tmp_path / "a.txt").write_text("abc " * 100)
-    run(tmp_path / "a.txt", out=tmp_path / "out", shard_tokens=150)
-    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer")
-    pattern = tmp_path / "out" / "train*.bin"
-    with DataLoader(
-        pattern, seq_len=8, micro_batch=2, seed=0, vocab_size=tokenizer.vocab_size
-    ) as loader:
-        inputs = loader.next_batch().inputs
-    assert set(tokenizer.decode(inputs[0])) <= set("abc ")
 
 
 def test_special_tokens_in_the_text_end_a_document(tmp_path):
@@ -188,14 +175,6 @@ def test_pieces_do_not_change_the_bytes(tmp_path, piece):
     assert ids(tmp_path / "out") == [*ByteTokenizer().encode(text), EOS]
 
 
-def test_pieces_do_not_change_bpe_tokens_of_lines(tmp_path, bpe):
-    small = Portions(size=300)
-    text = "".join(f"{text.strip()}\n" for text in documents(200))
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    run(tmp_path / "a.txt", out=tmp_path / "out", tokenizer=str(bpe), portions=small)
-    assert ids(tmp_path / "out") == [*load_tokenizer(bpe).encode(text), 0]
-
-
 @pytest.mark.parametrize(
     ("block", "cut"),
     [
@@ -268,19 +247,6 @@ def test_bad_json(tmp_path, content, message):
     assert message in one_line(error)
 
 
-def test_json_of_a_folder(tmp_path):
-    """Records where it has them, else a text like any other."""
-    folder = tmp_path / "d"
-    folder.mkdir()
-    write_array(folder / "a.json", ["one", "two"])
-    package = '{\n  "name": "x"\n}\n'
-    (folder / "package.json").write_text(package)
-    run(folder, out=tmp_path / "out")
-    assert ids(tmp_path / "out") == encoded("one", "two", package)
-    with pytest.raises(DataError, match=r"a\.json': no field 'body': use --field with one"):
-        run(folder, out=tmp_path / "body", field="body")
-
-
 def test_bad_parquet(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["x"], field="body")
     with pytest.raises(DataError, match="no field 'text': use --field with one of id, body"):
@@ -313,18 +279,6 @@ def test_files_of_a_folder_that_lack_the_field(tmp_path):
         run(folder, folder / "a.parquet", out=tmp_path / "named")
     run(folder, out=out, field="body", overwrite=True)
     assert ids(out) == encoded("no", "two")
-
-
-def test_a_field_that_no_file_of_a_folder_has(tmp_path):
-    """Not the files are wrong then, but the field: texts beside them are not all there is."""
-    write_parquet(tmp_path / "a.parquet", ["x"], field="body")
-    (tmp_path / "README.md").write_text("about the data")
-    with pytest.raises(DataError) as error:
-        run(tmp_path, out=tmp_path / "out")
-    assert one_line(error) == (
-        f"'{tmp_path}/a.parquet': no field 'text': use --field with one of id, body, or leave "
-        "the file out"
-    )
 
 
 def test_bad_files_of_a_folder_are_still_errors(tmp_path):

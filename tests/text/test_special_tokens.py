@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, processors
@@ -12,7 +11,7 @@ from tokenizers import Tokenizer, processors
 from llmq.base.errors import ConfigError
 from llmq.text.inputs import Portions
 from llmq.text.tokenizer import END_OF_TEXT, HfTokenizer
-from tests.text_data import encoded, ids, mixed_text, run, write_bpe, write_jsonl, write_parquet
+from tests.text_data import encoded, ids, mixed_text, run, write_bpe, write_jsonl
 
 BOS, EOS = "<s>", "</s>"
 
@@ -128,15 +127,3 @@ def test_an_input_folder_may_be_the_output(tmp_path):
     run(tmp_path, out=tmp_path)
     assert run(tmp_path, out=tmp_path).was_complete
     assert ids(tmp_path) == encoded("the text")
-
-
-@pytest.mark.parametrize("where", [slice(0, 0), slice(None, None, 2), slice(5, None)])
-def test_rows_without_a_text_are_no_documents(tmp_path, where):
-    texts = [f"document {i}" for i in range(10)]
-    texts[where] = [None if i % 2 else "" for i in range(len(texts[where]))]
-    write_parquet(tmp_path / "a.parquet", texts)
-    kept = [text for text in texts if text]
-    summary = run(tmp_path / "a.parquet", out=tmp_path / "out", eval_fraction=0.1)
-    assert summary.documents == len(kept)
-    assert ids(tmp_path / "out", "eval") == encoded(kept[1])
-    assert Path(summary.files[0]).name == "eval-000.bin"

@@ -263,17 +263,6 @@ def test_standard_input_is_an_input(tmp_path, piped):
     assert ids(tmp_path / "two") == encoded("b", "one")
 
 
-def test_standard_input_may_hold_records(tmp_path, piped):
-    for n, content in enumerate(([*documents(9)], [])):
-        data = write_jsonl(tmp_path / "x.jsonl", ["one", *content]).read_bytes()
-        piped(data)
-        run("-", out=tmp_path / f"{n}")
-        assert ids(tmp_path / f"{n}") == encoded("one", *content)
-    piped(write_array(tmp_path / "x.json", ["one", "two"]).read_bytes())
-    run("-", out=tmp_path / "array", template="{id}{text}")
-    assert ids(tmp_path / "array") == encoded("0one", "1two")
-
-
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress], ids=["gzip", "zstd"])
 def test_standard_input_may_be_packed(tmp_path, piped, pack):
     piped(pack(write_jsonl(tmp_path / "x.jsonl", ["one", "two"]).read_bytes()))

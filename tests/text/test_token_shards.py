@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from unittest.mock import Mock
 
 import pytest
 
@@ -192,35 +191,6 @@ def test_two_runs_at_once(tmp_path):
         run(tmp_path / "a.txt", out=out)
     run(tmp_path / "a.txt", out=out)
     assert not (out / LOCK).exists()
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_run_that_fails_at_once_leaves_nothing(tmp_path, workers):
-    """So that it can be started again with what was wrong put right."""
-    write_jsonl(tmp_path / "a.jsonl", ["one", "two"], field="content")
-    with open(tmp_path / "a.jsonl", "a") as file:
-        file.write('{"other": 1}\n')
-    with pytest.raises(DataError, match="no field"):
-        run(tmp_path / "a.jsonl", out=tmp_path / "new" / "out", field="content", workers=workers)
-    assert not (tmp_path / "new").exists()
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "notes.txt").write_text("mine")
-    with pytest.raises(DataError, match="no field"):
-        run(tmp_path / "a.jsonl", out=out, field="content")
-    assert os.listdir(out) == ["notes.txt"]
-
-
-def test_a_run_that_is_killed_at_once_is_started_again_with_other_options(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("some text")
-    with monkeypatch.context() as patch:
-        patch.setattr(Manifest, "discard_if_empty", lambda self: None)
-        patch.setattr(llmq.text.tokenize.Progress, "update", Mock(side_effect=StopError))
-        with pytest.raises(StopError):
-            run(tmp_path / "a.txt", out=tmp_path / "out", shard_tokens=5)
-    assert {"tokenize.json", "train-001.bin"} <= set(os.listdir(tmp_path / "out"))
-    run(tmp_path / "a.txt", out=tmp_path / "out", shard_tokens=100)
-    assert ids(tmp_path / "out") == encoded("some text")
 
 
 def test_full_disk_can_be_resumed(tmp_path, all_inputs, monkeypatch):

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
 import llmq.report.views
 import llmq.text.tokenize
 from llmq.base.errors import ConfigError, DataError
-from llmq.commands.cli import _run
 from llmq.data.tokens import TokenFile, open_token_files
-from llmq.text.inputs import EvalSplit, InputSource, Portions
+from llmq.text.inputs import InputSource, Portions
 from llmq.text.tokenizer import ByteTokenizer, load_tokenizer
 from tests.text_data import (
     EOS,
@@ -69,14 +65,6 @@ def test_eval_documents(tmp_path, fraction):
         assert summary.tokens["eval"] == len(ids(out, "eval"))
         train[seed] = by_split["train"]
     assert train[0] != train[1]
-
-
-def test_eval_split_does_not_depend_on_the_number_of_documents():
-    split = EvalSplit(0.07, 3, [])
-    chosen = [i for i in range(1000) if split.is_eval(i)]
-    assert [i for i in reversed(range(1000)) if split.is_eval(i)] == chosen[::-1]
-    assert len(chosen) == 70
-    assert len({b - a for a, b in itertools.pairwise(chosen)}) > 5  # not periodic
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
@@ -242,29 +230,3 @@ def test_progress_bar_on_a_terminal(tmp_path, monkeypatch, capsys):
     output = capsys.readouterr().err
     assert "100%" in output
     assert "0.0M tokens" in output
-
-
-def test_documents_on_both_sides_are_counted(tmp_path, capsys):
-    """Every tenth one is for evaluation; shards and blocks are small, as lengths alike."""
-    texts = [f"{number % 45:02}" for number in range(100)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    out = tmp_path / "out"
-    summary = llmq.text.tokenize.tokenize(
-        [str(tmp_path / "a.jsonl")], tokenizer="bytes", out=out, eval_fraction=0.1, shard_tokens=99
-    )
-    sides = {}
-    for split in ("train", "eval"):
-        tokens = [TokenFile(p) for p in sorted(out.glob(f"{split}-*.bin"))]
-        ids = np.concatenate([f.read_tokens(0, f.num_tokens) for f in tokens])
-        sides[split] = [*map(tuple, ids.reshape(-1, 3).tolist())]
-    both = sum(document in sides["train"] for document in sides["eval"])
-    assert 0 < both <= len(sides["eval"])
-    (line,) = [text for text in summary.warnings if "word for word" in text]
-    assert line.startswith(f"{both} of {len(sides['eval'])} documents for evaluation are among")
-    command = ["train", "--model=tiny", "--from-scratch", "--device=cpu", "--steps=1"]
-    command += [f"--{split}-file={out}/{split}*.bin" for split in ("train", "eval")]
-    command += ["--seq-len=16", "--batch-size=1", "--grad-accumulation=1", "--ckpt-interval=0"]
-    command += ["--no-save-training-state", f"--out-dir={tmp_path / 'model'}"]
-    command += [f"--checkpoint-dir={tmp_path / 'ckpt'}", f"--log-file={tmp_path / 'log.json'}"]
-    assert _run(command) == 0
-    assert f"WARNING: --eval-file: {line}\n" in capsys.readouterr().out

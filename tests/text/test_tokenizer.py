@@ -111,14 +111,6 @@ def test_hf_is_the_same_in_transformers(bpe_folder, tmp_path):
         assert ours.decode(batch_ids) == text
 
 
-def test_hf_save_copies_the_files(bpe_folder, tmp_path):
-    tokenizer = HfTokenizer(bpe_folder)
-    tokenizer.save(tmp_path / "new")
-    names = {path.name for path in (tmp_path / "new").iterdir()}
-    assert names == {"tokenizer.json", "vocab.json", "merges.txt"}
-    assert HfTokenizer(tmp_path / "new").fingerprint == tokenizer.fingerprint
-
-
 def test_length_limits_in_the_file_are_ignored(bpe_folder, tmp_path):
     limited = Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))
     limited.enable_truncation(3)

@@ -1,10 +1,8 @@
 """tools/peft_speed.py: peft's side and llmq's, on the CPU, and the page that is made of them."""
 
-import functools
 import json
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 import yaml
 
 from tools import peft_side, peft_speed
-from tools.peft_side import PeftJob, PeftSide, peft_process
+from tools.peft_side import PeftJob, PeftSide
 
 MIB = 1 << 20
 TINY = {
@@ -55,12 +53,6 @@ class Here(peft_side.Peft):
         self.phases.append(("end", self.phases[-1][1] + 0.5))
 
 
-class Connection(list):
-    """Keeps what is sent."""
-
-    send = list.append
-
-
 @pytest.mark.parametrize("dtype, more", [
     ("fp32", {}), ("fp32", {"lora-targets": "q,v"}),
     ("bf16", {"autocast": False, "checkpointing": True}),
@@ -91,115 +83,8 @@ def test_the_step_of_peft_trains_adapters_alone(monkeypatch, dtype, more):
     assert side.model.config._attn_implementation == "sdpa_causal"
 
 
-def test_all_weights_of_a_model_with_delta_nets_train_without_peft():
-    given = {"compiled": "none", "mode": "default", "checkpointing": False, "masked": False}
-    given |= {"adapter_dtype": "fp32", "autocast": False, "steps": 1, "repeats": 1}
-    shared = {name: value for name, value in TINY.items() if "lora" not in name}
-    whole = peft_speed.peft_job(
-        *peft_speed.checked(shared | {"model": "tiny-qwen3.5"}, [""]), **given
-    )
-    side = side_of(whole)
-    named = dict(side.model.named_parameters())
-    before = {name: value.detach().clone() for name, value in named.items()}
-    side.step()
-    assert len(side.trained) == len(named)
-    same = [name for name, value in named.items() if torch.equal(before[name], value)]
-    assert not [name for name in same if named[name].dim() == 2]  # ones in bf16 are too coarse
-    assert {"flash-linear-attention", "torch"} <= set(side._versions()) - {"peft"}
-
-
-def test_clocks_settle_before_steps_are_timed(monkeypatch):
-    side = side_of(job(steps=2))
-    assert side._settle(0.1, 0.0) == 2
-    monkeypatch.setattr(side, "step", lambda: time.sleep(0.04))
-    assert 10 <= side._settle(0.1, 1.0) <= 25
-
-
 def test_layers_with_windows_keep_the_mask_of_transformers():
     assert job(model="tiny-gemma3").masked and job(masked=True).masked and not job().masked
-
-
-def test_all_layers_share_one_compiled_graph(monkeypatch):
-    """Nothing else is compiled but the last norm and the loss, and no loss changes."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    sides = []
-    for compiled in ("none", "layers"):
-        sides.append(side_of(job(compiled=compiled, **{"lora-targets": "q,v"})))
-        torch.manual_seed(1)
-        sides[-1].tokens = torch.randint(256, (2, 16))
-        for name, value in sides[-1].model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(value, std=0.02)
-    assert {type(version) for version in sides[0]._versions().values()} == {str}
-    losses = [[float(side.step()) for _ in range(2)] for side in sides]
-    assert losses[0] == losses[1]
-    assert sides[1]._graphs() == (3, 0)
-
-
-def test_weights_are_made_where_they_stay():
-    """On the meta device nothing can be drawn, so that whatever it is drawn on is another one."""
-    drawn = set()
-
-    class Spy(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.numel() > 1000:
-                drawn.add(out.device.type)
-            return out
-
-    with Spy(), pytest.raises(RuntimeError):  # the optimizer or the step wants numbers
-        side_of(replace(job(), device="meta")).step()
-    assert drawn == {"meta"}
-
-
-def test_an_error_of_peft_is_one_line(monkeypatch, capsys):
-    def fail(job, started, tell):
-        tell("imports")
-        raise RuntimeError("no memory\nis left")
-
-    monkeypatch.setattr(peft_side, "PeftSide", fail)
-    monkeypatch.setattr(peft_side, "end_with", lambda parent: None)
-    sent = Connection()
-    peft_process(sent, job(), 0.0)
-    assert sent == [{"phase": "imports"}, {"error": "RuntimeError: no memory is left"}]
-    assert "Traceback" in capsys.readouterr().err
-
-
-class Process:
-    """Stands in for one that sends `messages` and then lives on, or is dead."""
-
-    exitcode = 7
-
-    def __init__(self, messages, lives):
-        self._messages, self._lives, self.killed = list(messages), lives, False
-        self.recv = lambda: self._messages.pop(0) if self._messages else self._end()
-        self.poll = lambda seconds: bool(self._messages) or not lives
-        self.Pipe = lambda: (self, self)
-        self.Process = lambda **_: self
-        self.start = self.close = lambda: None
-        self.join = lambda *_: None
-
-    def _end(self):
-        raise EOFError
-
-    def kill(self):
-        self.killed = True
-
-
-@pytest.mark.parametrize("lives, error", [
-    (True, "ended after 9 s, in the phase: model (--limit)"),
-    (False, "its process ended with status 7, in the phase: model"),
-])  # fmt: skip
-def test_a_process_that_dies_or_takes_too_long_is_one_line(monkeypatch, lives, error):
-    process = Process([{"phase": "imports"}, {"phase": "model"}], lives)
-    monkeypatch.setattr(peft_side.multiprocessing, "get_context", lambda _: process)
-    peft, seen = peft_side.Peft(job()), []
-    peft.receive(9, seen.append)
-    peft.end()
-    assert peft.row() == {"form": "", "error": error} and seen == ["imports", "model"]
-    assert process.killed and re.fullmatch(r"start \d.\d, imports \d.\d", peft.seconds())
 
 
 def rows():
@@ -219,13 +104,6 @@ def test_table():
     ratios = "2.50 | 19.00 | - | 20.00 | 0.50"
     assert lines[3] == f"| llmq | --base-dtype=e4m3 | 5,000 | 0.0% | {ratios} | 9.0 |"
     assert lines[4:] == ["", "llmq --base-dtype=nf4: does not fit: 90 GiB are needed"]
-
-
-def test_the_rows_of_one_side_stay_when_the_other_fails():
-    ours = rows()[1]
-    lines = peft_speed.table({"form": "", "error": "its process ended"}, [ours], tokens=1000)
-    assert lines[2].startswith("| llmq | --base-dtype=e4m3 | 5,000 | 0.0% | - | 19.00 | - | 20.00")
-    assert lines[3:] == ["", "peft: its process ended"]
 
 
 def test_forms():
@@ -271,14 +149,6 @@ def test_a_row_of_llmq(monkeypatch, run, error):
     }  # fmt: skip
     found = peft_speed.llmq_row({"model": "tiny"}, row["form"], [], 5)
     assert found == (row if error is None else {"form": row["form"], "error": error})
-
-
-def test_a_command_that_takes_too_long_may_end_its_own_process():
-    text = "trap 'kill $!; exit 0' TERM; sleep 60 & wait"
-    assert peft_speed.status_of(["bash", "-c", "exit 7"], {}, limit=60) == 7
-    start = time.monotonic()
-    assert peft_speed.status_of(["bash", "-c", text], {}, limit=0.1) is None
-    assert time.monotonic() - start < peft_speed.GRACE
 
 
 SIZES = {"model": "tiny", "device": "cpu", "batch_size": 1, "seq_len": 8, "lora_rank": 2}
