@@ -153,6 +153,8 @@ def _trained(path: Path) -> str:
         raise LlmqError(f"--trained: '{path}' is no checkpoint, and only these know what has moved")
     with CheckpointReader(path) as reader:
         slabs = saved_slabs(reader.manifest)
+        still = reader.still(slabs)
+        slabs = [slab for slab in slabs if slab.name not in still]
         params = [found for slab in slabs for found in _states_of(reader, slab)]
 
         def moved(param: Param, moments: Iterable[OptimizerState], part: int, parts: int) -> bool:

@@ -54,6 +54,7 @@ from llmq.state.params import Param, Slab
 from llmq.state.pieces import SlabPiece, State
 from llmq.state.rules import AVERAGE, optim_saved, rule_class
 from llmq.state.rules.rule import SCALES, UpdateRule
+from llmq.state.turns import still_blocks
 from llmq.text.tokenizer import is_tokenizer_file, leaves_folder, tokenizer_names
 
 TOKENIZER = "tokenizer"  # a group with one file, written by rank 0
@@ -313,6 +314,10 @@ class CheckpointReader(Closing):
     def groups(self) -> set[str]:
         return set(self._pieces)
 
+    def still(self, table: Sequence[Slab]) -> set[str]:
+        """Names of the blocks that have no moments, because the last step did not train them."""
+        return still_blocks(self.optim, table, max(self.step - 1, 0))
+
     def check(self, table: tuple[Slab, ...], trained: Collection[str] | None = None) -> None:
         """LlmqError unless every group holds exactly this model's parameters, each in full.
 
@@ -324,6 +329,9 @@ class CheckpointReader(Closing):
                 f"checkpoint '{self.path}' holds adapters of '{self.manifest.base['name']}' only: "
                 "`llmq export` it, and give what it writes as --adapter"
             )
+        still = self.still(table)
+        if still:
+            trained = {slab.name for slab in table} - still
         lacks = set(self._needed) - self.groups
         if lacks:
             raise LlmqError(f"checkpoint '{self.path}' is incomplete: it has no {min(lacks)}")
@@ -487,20 +495,27 @@ def read_group(
             dev.upload(target, values.astype(target.dtype.numpy, copy=False))
 
 
-def check_formats(reader: CheckpointReader, state: State, rule: UpdateRule) -> None:
-    """ConfigError if moments of this rule are 8-bit either in the checkpoint or in `state`, but not
-    in both, or if a fixed option of the rule differs: such moments are not converted."""
-    if reader.rule is not type(rule):
-        return
-    for name in rule.fixed:
-        saved = getattr(reader.optim, name)
-        if saved != getattr(rule.options, name):
+def check_fixed(reader: CheckpointReader, rule: UpdateRule) -> None:
+    """ConfigError if an option that decides what moments are kept of a model differs from the
+    checkpoint's: such moments are not converted."""
+    names = ("layers_per_step", *(rule.fixed if reader.rule is type(rule) else ()))
+    if reader.optim.layers_per_step:
+        names = (*names, "layers_period", "seed")
+    for name in names:
+        saved, now = getattr(reader.optim, name), getattr(rule.options, name)
+        if saved != now:
             option = OPTIONS[name].flag
+            which = f"of {option} {saved}" if saved else f"without {option}"
             raise ConfigError(
-                f"{option}: checkpoint '{reader.path}' has moments of {option} {saved}, which "
-                "cannot be converted; use it again"
+                f"{option}: checkpoint '{reader.path}' has moments {which}, which cannot be "
+                "converted: go on so, or `llmq export` it and begin a run with its weights"
             )
-    for moment in (*rule.moments, *rule.matrix_states):
+
+
+def check_formats(reader: CheckpointReader, state: State, rule: type[UpdateRule]) -> None:
+    """ConfigError if moments of this rule are 8-bit either in the checkpoint or in `state`, but not
+    in both: 8-bit moments are not converted."""
+    for moment in (*rule.moments, *rule.matrix_states) if reader.rule is rule else ():
         if (moment.scales_group in reader.groups) != (moment.scales_group in state):
             numpy, option = reader.dtype(moment.group), OPTIONS[moment.dtype].flag
             saved = next(name for name, d in OPTION_DTYPES.items() if d.numpy == numpy)

@@ -5,7 +5,7 @@ steps go to the device through the inbox, and measurements come back through res
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import numpy as np
@@ -26,7 +26,8 @@ from llmq.runtime.device import Device
 from llmq.state.grads import Gradients
 from llmq.state.optimizer import Optimizer
 from llmq.state.pieces import Snapshot, State, state_of
-from llmq.state.placement import Placement, table_of
+from llmq.state.placement import Placement, place, table_of
+from llmq.state.turns import period_of
 from llmq.state.weights import Weights
 
 
@@ -54,11 +55,9 @@ class Step:
         self.results = Results(dev, loss, *of_routers)
         self.stats = self.results.stats
         self.weights = Weights(dev, self.table, placement)
-        self.grads = Gradients(
-            dev, self.table, placement, inbox.scalars, all_to_all=options.parallel.all_to_all_reduce
-        )
-        zero_copy = options.memory.use_zero_copy
-        self.optimizer = Optimizer(dev, self.table, placement, options.optim, zero_copy=zero_copy)
+        self._before = {name: arena.used for name, arena in dev.arenas.items()}
+        self._period = 0  # see state/turns.py
+        self._begin_period(placement)
         self.loss = loss(dev, options.batch, options.optim, self.inputs.named)
         trained = None if options.model.only_scores else self.loss
         self.model = Model(
@@ -70,7 +69,34 @@ class Step:
         copies = background and trained is not None
         self.snapshot = Snapshot(dev, self.stored_state()) if copies else None
 
+    def _begin_period(self, placement: Placement) -> None:
+        """Make gradients and moments of the slabs that the placement trains."""
+        dev, options = self.dev, self.options
+        all_to_all = options.parallel.all_to_all_reduce
+        how = (dev, self.table, placement)
+        self.grads = Gradients(*how, self.inbox.scalars, all_to_all=all_to_all)
+        zero_copy = options.memory.use_zero_copy
+        self.optimizer = Optimizer(*how, options.optim, zero_copy=zero_copy)
+
     # -- a step ----------------------------------------------------------------------------------
+
+    def turn(self, step: int) -> None:
+        """Train the blocks of this step's period from now on; a call of all ranks. Moments begin at
+        zero, and with gradients take the memory of the last period's. Nothing happens within a
+        period."""
+        dev, optim, period = self.dev, self.options.optim, period_of(self.options.optim, step)
+        if period == self._period:
+            return
+        self._period = period
+        dev.synchronize()
+        dev.forget_graphs()  # which hold addresses
+        placement = place(self.options, self.table, dev.mesh.size("shard"), step=step)
+        with ExitStack() as arenas:
+            for name, arena in dev.arenas.items():
+                arenas.enter_context(arena.over(self._before[name]))
+            self._begin_period(placement)
+        self.optimizer.rule.begun = period * optim.layers_period
+        self.weights.train(self.optimizer.trained)
 
     def train(
         self,
@@ -84,6 +110,7 @@ class Step:
         """Enqueue one optimizer step over these micro-batches; returns the ticket of its result.
         count: of them; None: as many as --grad-accumulation says. step counts from 0. lr is the
         learning rate of this step; grad_clip 0 switches clipping off."""
+        self.turn(step)
         final = (self.options.batch.grad_accumulation if count is None else count) - 1
         self.start()
         for micro_step, batch in enumerate(batches):

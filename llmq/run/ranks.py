@@ -111,6 +111,7 @@ class Rank:
     def read(self, reader: CheckpointReader) -> None:
         """Take this rank's part of a checkpoint of any number of ranks, in formats that were
         checked; all ranks do. Moments of another rule begin anew."""
+        self.step.turn(max(reader.step - 1, 0))  # whose moments the checkpoint has
         optimizer = self.step.optimizer
         goes_on = reader.rule is type(optimizer.rule)
         moments = {*optimizer.moment_groups(), *optimizer.scale_groups(), *optimizer.matrix_states}

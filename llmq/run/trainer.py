@@ -21,7 +21,7 @@ from llmq.base.errors import ConfigError, DataError, LlmqError, warn
 from llmq.base.files import Closing
 from llmq.base.result import Result
 from llmq.base.run_id import RunId
-from llmq.checkpoint.checkpoint import CheckpointReader, check_formats
+from llmq.checkpoint.checkpoint import CheckpointReader, check_fixed, check_formats
 from llmq.checkpoint.finite import finite
 from llmq.checkpoint.hf import BaseId
 from llmq.checkpoint.manifest import Manifest
@@ -454,7 +454,7 @@ class Trainer(Closing):
             if made and self.tokenizer_id and not self.config.allow_other_tokenizer:
                 check_same("the data", self.tokenizer_id, f"the checkpoint '{reader.path}'", made)
             self._origin.continue_source(reader)
-            check_formats(reader, self._step.state(), self._step.optimizer.rule)
+            check_formats(reader, self._step.state(), type(self._step.optimizer.rule))
             if not new_data:  # the last that may refuse: until then nothing has changed
                 state = reader.manifest.loader
                 opened = self.__dict__.get("train_loaders", [])
@@ -488,6 +488,7 @@ class Trainer(Closing):
             raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
         with self.world.each(lambda: CheckpointReader(found, self.world)) as reader:
             self._origin.check_checkpoint(reader)
+            check_fixed(reader, self._step.optimizer.rule)
             reader.check(self._step.table, self._step.optimizer.trained)
             check_model(reader, self.model)
             yield reader

@@ -277,6 +277,9 @@ class CudaDevice(Device):
         elif not self._capture_only:
             fn()
 
+    def forget_graphs(self) -> None:
+        self._graphs.close()
+
     @contextmanager
     def without_graphs(self) -> Iterator[None]:
         before, self.use_graphs = self.use_graphs, False

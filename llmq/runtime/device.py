@@ -337,6 +337,10 @@ class Device(ABC):
         """Run fn's launches; a CUDA device captures them under the key and replays them later.
         Values that differ between calls of one key must be in device memory."""
 
+    def forget_graphs(self) -> None:
+        """Let `graph` capture all functions again, because addresses in them change."""
+        return
+
     def replay(self, key: tuple, fn: Callable[[], Any]) -> None:
         """Run fn as `graph` does, for short work that repeats often: the CPU keeps it, too."""
         self.graph(key, fn)

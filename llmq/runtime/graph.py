@@ -157,6 +157,7 @@ class Graphs:
         self._api.streamWaitEvent(then, self._side)
 
     def close(self) -> None:
+        """Destroy all graphs; functions that have run are captured again at their next run."""
         for captured in self._captured.values():
             self._api.graphExecDestroy(captured.executable)
         self._captured.clear()

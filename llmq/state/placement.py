@@ -22,6 +22,7 @@ from llmq.options.weight_storage import WeightStorage
 from llmq.runtime.mesh import Mesh
 from llmq.state.params import CONSTANTS, MAGNITUDES, Slab, trained_slabs, weight_table
 from llmq.state.rules import kept, rule_class
+from llmq.state.turns import still_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +172,16 @@ def trained_count(options: ModelOptions, model: ModelConfig) -> int:
 
 
 def place(
-    options: StepOptions, table: tuple[Slab, ...], shards: int = 1, frozen: Collection[str] = ()
+    options: StepOptions,
+    table: tuple[Slab, ...],
+    shards: int = 1,
+    frozen: Collection[str] = (),
+    step: int = 0,
 ) -> Placement:
-    """Return the placement of a run. options: normalized. table: for this number of shards. frozen:
-    further slabs that are not trained. A frozen slab has no gradient and no moments. It has a
-    master, in the model's dtype, only if fp8 codes are made from the master."""
+    """Return the placement of a run in a step. options: normalized. table: for this number of
+    shards. frozen: further slabs that are not trained. A frozen slab has no gradient and no
+    moments. It has a master, in the model's dtype, only if fp8 codes are made from the master."""
+    frozen = {*frozen, *still_blocks(options.optim, table, step)}
     storage = WeightStorage(options.model, options.precision, options.memory, options.parallel)
     slabs = {}
     for slab in table:

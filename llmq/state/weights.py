@@ -396,6 +396,13 @@ class Weights:
         if self._head_codes is not None and alone and self._lm_head_slab in self._pass.changing:
             self._head_codes.quantize()
 
+    def train(self, names: set[str]) -> None:
+        """Take these slabs for the ones that updates change; a call of all ranks."""
+        before, self._trained = self._trained, names
+        if self.dev.mesh.size("shard") > 1:  # the last update of the others, which no pass gathers
+            for name in (name for name in self._whole if name in before - names):
+                self._gather_resident(name)
+
     def updated(self) -> None:
         """Say that an update is enqueued: gathered weights of other ranks are stale now."""
         self._updated = True

@@ -418,6 +418,23 @@ def test_capture_only_runs_nothing(api, dev):
     assert calls == [True]
 
 
+def test_forgotten_graphs_are_captured_again(api, dev):
+    """Without a direct run: everything is loaded."""
+    x, calls = tensor(dev), []
+
+    def fn():
+        calls.append(api.runtime.capture is not None)
+        dev.launch(OTHER, 1, 32, (x,))
+
+    for _ in range(3):
+        dev.graph(("step",), fn)
+    dev.forget_graphs()
+    for _ in range(2):
+        dev.graph(("step",), fn)
+    assert calls == [False, True, True]
+    assert len(api.launches) == 5
+
+
 def test_without_graphs_nothing_is_remembered(api, dev):
     x = tensor(dev)
     with dev.without_graphs():

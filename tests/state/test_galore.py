@@ -315,7 +315,7 @@ def test_moments_of_another_rank_are_refused(workplace):
         path = t.save()
     with (
         trainer(**GALORE | {"galore_rank": 16}) as t,
-        pytest.raises(LlmqError, match=r"--galore-rank: .* has moments of --galore-rank 8, which"),
+        pytest.raises(LlmqError, match=r"--galore-rank: .* moments of --galore-rank 8"),
     ):
         t.load(path)
 

@@ -108,6 +108,15 @@ class OptimOptions:
     galore_scale: float = option(
         0.25, "GaLore: factor of the changes of projected matrices", above=0
     )
+    layers_per_step: int | None = option(
+        None,
+        "Train so many blocks in each step, drawn by --seed, with the embedding, the LM head and "
+        "the vectors; gradients and moments of other blocks take no memory; all if not given",
+        min=1,
+    )
+    layers_period: int = option(
+        20, "Steps that train the same blocks; moments then begin at zero", min=1
+    )
     ema: float = option(
         0.0,
         "Decay per step of a moving average of the weights, which is evaluated, sampled and "
@@ -322,6 +331,12 @@ def _untrained(o: Options) -> str | None:
     return None
 
 
+def _differ(model: Any) -> bool:
+    """True if the model's blocks have matrices of different shapes."""
+    layers = range(model.num_layers)
+    return len({tuple(m.shape for m in model.matrices(layer)) for layer in layers}) > 1
+
+
 OPTIM_RULES = (
     default(
         "learning_rate",
@@ -360,6 +375,43 @@ OPTIM_RULES = (
         lambda v, o: v == "galore" and o.wants_adapters,
         "{value} is for the matrices of blocks, which stay as they are beside adapters",
     ),
+    *refused(
+        "layers_per_step",
+        lambda v, o: v and o.wants_adapters,
+        "is for the blocks of the model, which stay as they are beside adapters",
+    ),
+    *refused(
+        "layers_per_step",
+        lambda v, o: v and (o.ema or o.keep_reference),
+        "other blocks have no average (--ema) and no reference (--keep-reference)",
+    ),
+    *refused(
+        "layers_per_step",
+        lambda v, o: v and o.own_master,
+        "other blocks have no master weights: use --master-dtype {model_dtype}",
+    ),
+    *refused(
+        "layers_per_step",
+        lambda v, o: v and o.ckpt_background,
+        "moments change their memory: leave --ckpt-background out",
+    ),
+    *refused(
+        "layers_per_step",
+        lambda v, o, model: v and v > model.num_layers,
+        "{value} blocks are more than the model's {model.num_layers}",
+    ),
+    *refused(
+        "layers_per_step",
+        lambda v, o, model: v and _differ(model),
+        "blocks of this model differ, so that one does not fit into the memory of another",
+    ),
+    *idle(
+        "layers_per_step",
+        lambda v, o, model: v == model.num_layers,
+        "{given} has no effect but that moments begin at zero every {layers_period} steps: the "
+        "model has no more blocks",
+    ),
+    *without("layers_period", lambda o: o.layers_per_step, "--layers-per-step"),
     *refused("galore_rank", lambda v, o: v % 8, "{value} is no multiple of 8"),
     *refused(
         "offload_opt_m offload_opt_v",

@@ -1,0 +1,29 @@
+"""Layers in turns (`--layers-per-step`): which blocks a step trains (LISA, arXiv 2403.17919).
+
+All steps of a period train the same blocks, drawn by the seed and the number of the period, and all
+slabs that are no blocks. Gradients and moments of the drawn blocks take the memory of the last
+period's; moments, of all slabs, begin at zero in each period.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from llmq.options.groups.optim import OptimOptions
+from llmq.state.params import Slab
+
+
+def period_of(optim: OptimOptions, step: int) -> int:
+    """Return the number of the period of a step, counted from 0; always 0 if all steps train all
+    blocks."""
+    return step // optim.layers_period if optim.layers_per_step else 0
+
+
+def still_blocks(optim: OptimOptions, table: Iterable[Slab], step: int) -> set[str]:
+    """Return the names of the blocks that a step, counted from 0, does not train."""
+    blocks = [slab.name for slab in table if slab.is_block]
+    if not optim.layers_per_step:
+        return set()
+    rng = np.random.default_rng((optim.seed & 0xFFFFFFFF, period_of(optim, step)))
+    drawn = rng.choice(len(blocks), optim.layers_per_step, replace=False)
+    return set(blocks) - {blocks[i] for i in drawn}
