@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -95,44 +94,12 @@ def test_ctrl_c_before_the_first_run_is_over(sweeps, monkeypatch, capsys):
     assert sweeps.made == TABLE
 
 
-def test_a_run_is_on_the_disk_before_it_is_told(sweeps, monkeypatch):
-    """Else whoever closes the pipe that reads it, as `head` does, takes the run with it."""
-
-    class Pipe(io.StringIO):
-        def write(self, text):
-            if "ok:" in text:
-                raise BrokenPipeError
-            return len(text)
-
-    monkeypatch.setattr(sys, "stderr", Pipe())
-    with pytest.raises(BrokenPipeError):
-        sweeps.make()
-    report = sweeps.report()
-    assert [run["status"] for run in report["runs"]] == ["ok"]
-    assert (report["left"], report["running"]) == (5, None)
-
-
 def test_names_that_are_not_utf8(sweeps):
     run_bench(
         {}, sweeps.file, BenchOptions(out=sweeps.out), ["llmq", "bench", "--out", "night\udcff"]
     )
     assert list(sweeps.statuses()) == TABLE
     assert all("udcff" in sweeps.text(suffix) for suffix in ("json", "md"))
-
-
-def test_ctrl_c_while_the_last_run_is_written_does_not_cost_it(sweeps, monkeypatch):
-    write, stopped = report_file.write_file, []
-
-    def stop_once(path, content):
-        if path.suffix == ".json" and '"left": 0' in content and not stopped:
-            stopped.append(path)
-            raise KeyboardInterrupt
-        write(path, content)
-
-    monkeypatch.setattr(report_file, "write_file", stop_once)
-    with pytest.raises(KeyboardInterrupt):
-        sweeps.make()
-    assert list(sweeps.statuses()) == TABLE and sweeps.report()["left"] == 0
 
 
 def test_a_run_for_which_the_disk_has_no_room_is_told(sweeps, monkeypatch, capsys):

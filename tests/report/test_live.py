@@ -132,14 +132,6 @@ def test_a_resumed_run_begins_where_it_was(screen):
     assert shown(screen).rstrip().startswith("step 6/10")
 
 
-def test_only_lines_are_bold(screen):
-    live = view(screen)
-    live.line("[V] step", bold=True)
-    live.close()
-    assert "\x1b[1m[V] step\x1b[0m" in screen.getvalue()
-    assert screen.getvalue().count("\x1b[1m") == 1
-
-
 def test_a_terminal_that_is_gone_is_given_up(capsys, monkeypatch):
     with open(os.devnull, "w") as terminal, open("/dev/full", "w") as gone:
         monkeypatch.setattr(sys, "stdout", terminal)

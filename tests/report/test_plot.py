@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
@@ -358,65 +356,3 @@ def test_long_series_are_thinned_to_their_extremes():
     assert {0, 12_345, 54_321, 99_999} <= set(kept) and (np.diff(kept) > 0).all()
     np.testing.assert_array_equal(thinned(np.zeros(5)), np.arange(5))
     assert len(thinned(np.full(10_000, np.nan))) == 2
-
-
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-PROBE = """
-<script>
-const errors = [];
-window.addEventListener("error", (e) => errors.push(e.message));
-window.addEventListener("load", () => {
-  const result = { errors, before: document.querySelectorAll("path.curve").length };
-  const svg = document.querySelector("section svg"), box = svg.getBoundingClientRect();
-  const at = { clientX: box.left + box.width / 2, clientY: box.top + 50, bubbles: true };
-  svg.dispatchEvent(new MouseEvent("mousemove", at));
-  const tip = document.getElementById("tip");
-  result.tip = [tip.style.display, [...tip.children].map((row) => row.textContent)];
-  svg.dispatchEvent(new MouseEvent("mouseleave"));
-  result.hidden = tip.style.display;
-  const first = () => [...document.querySelectorAll("section svg")][0].textContent;
-  const tokens = first();
-  document.querySelector("button[data-axis=step]").click();
-  result.axes = [tokens, first()];
-  const curve = () => document.querySelector("path.curve").getAttribute("d");
-  const smooth = curve(), slider = document.querySelector("input[type=range]");
-  slider.value = 0;
-  slider.dispatchEvent(new Event("input"));
-  result.smoothed = [smooth, curve(), document.querySelector("section path").getAttribute("d")];
-  document.querySelectorAll("input[type=checkbox]")[1].click();
-  result.after = document.querySelectorAll("path.curve").length;
-  result.titles = [...document.querySelectorAll("h2")].map((h) => h.textContent);
-  result.labels = [...document.querySelectorAll("label")].map((h) => h.textContent);
-  document.body.textContent = "RESULT" + JSON.stringify(result) + "END";
-});
-</script>
-"""
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no browser")
-def test_a_page_in_a_browser(page, tmp_path):
-    """Curves, tooltip, choice of the axis and of the runs."""
-    probed = tmp_path / "probed.html"
-    probed.write_text(
-        page.read_text().replace('<div id="controls">', PROBE + '<div id="controls">')
-    )
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", probed.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    content = re.search("RESULT(.*)END", done.stdout, re.DOTALL)
-    assert content, done.stdout[-2000:] + done.stderr[-2000:]
-    found = json.loads(content[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
-    assert found["errors"] == []
-    assert (found["before"], found["after"]) == (24, 12)
-    shown, rows = found["tip"]
-    assert shown == "block" and found["hidden"] == "none"
-    tokens, steps = found["axes"]
-    assert tokens.endswith("tokens") and "6000" in tokens
-    assert steps.endswith("step") and "6000" not in steps
-    assert len(rows) == 6
-    assert rows[0].endswith(" a: training at 3000: 4.8 (mean 4.8673)")
-    smooth, unsmoothed, raw = found["smoothed"]
-    assert smooth != unsmoothed == raw, "the slider smooths the curve over the raw line"
-    assert any("<b>&: evaluation code at 2000: 4" in row for row in rows)
-    assert found["titles"][0] == LOSS and len(found["titles"]) == 8
-    assert [label.strip(" ■") for label in found["labels"]] == ["a", "<b>&"]

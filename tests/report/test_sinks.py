@@ -374,28 +374,6 @@ def test_wandb_gets_the_same(log, wandb, capsys):
     assert wandb.finished == 1
 
 
-@pytest.mark.parametrize("where", ["init", "log", "finish"])
-def test_errors_of_wandb_are_one_line(log, wandb, capsys, where):
-    write_run(log, range(1))
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("no key:\nlog in")
-
-    if where == "init":
-        wandb.init = fail
-    else:
-        run = wandb.init()
-        setattr(run, where, fail)
-        wandb.init = lambda **_: run
-    folder = log.path.parent / "runs"
-    args = ["--wandb", "project", "--tensorboard", str(folder)]
-    assert _run(["watch", str(log.path), *args]) == 2
-    assert capsys.readouterr().err == "error: --wandb: no key: log in\n"
-    assert folder.exists() is (where != "init"), (
-        "what cannot start leaves nothing that is in the way"
-    )
-
-
 # ------------------------------------------------------------------------------------------------
 # A log that grows
 
@@ -416,17 +394,6 @@ def test_every_part_of_a_log_is_read_once(log, tmp_path):
             file.write(data[size:])
         assert first + list(reader.new_records()) == whole, size
         assert list(reader.new_records()) == []
-
-
-def test_a_record_that_is_written_while_the_others_are_sent(log, after):
-    write_run(log, range(2))
-    after()  # a second try would fail
-    reader = LogReader(log.path)
-    records = reader.new_records()
-    next(records)
-    log.write("step", 2, **step_fields())
-    assert len(list(records)) == 7
-    assert [r["step"] for r in reader.new_records()] == [2]
 
 
 def test_a_record_that_is_written_in_the_middle_of_a_read(log, monkeypatch):
@@ -532,20 +499,6 @@ def test_one_run_in_tensorboard_and_wandb_through_continuations(log, tmp_path, w
     capsys.readouterr()
     assert _run([*args, "--name", "log"]) == 2
     assert "holds a run already" in capsys.readouterr().err
-
-
-def test_a_log_with_several_runs_ends_with_the_last_one(log, tmp_path, after):
-    write_run(log, range(2))
-    log.write("cmd", 0, cmd=["llmq"], resumed_at=2)
-    log.write("step", 2, **step_fields())
-    done = {"type": "message", "message": "Done. validation loss   4.0"}
-    left = after(
-        lambda: log.write("step", 3, **step_fields()), lambda: log.write("info", 4, **done)
-    )
-    assert _run(["watch", str(log.path), "--tensorboard", str(tmp_path / "runs")]) == 0
-    assert left == []
-    steps = [point[1] for point in series(events(tmp_path / "runs" / "log"), "train/loss")]
-    assert steps == [0, 1, 2, 3]
 
 
 def test_ctrl_c_keeps_what_was_sent(log, tmp_path, wandb, capsys, monkeypatch):

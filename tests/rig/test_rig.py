@@ -17,7 +17,7 @@ from llmq.ops.product.routes import Sizes, taken
 from llmq.options.card_file import path_of, read_card_file
 from llmq.options.presets import preset
 from llmq.rig import bus, exchanges, facts, load, rig, steps
-from llmq.rig.findings import numbers_of, words_on
+from llmq.rig.findings import words_on
 from llmq.rig.rig import card_file_of, run_rig
 from llmq.runtime.cost import Kind
 from llmq.runtime.plan_device import PlanDevice
@@ -228,15 +228,6 @@ def test_a_full_disk_costs_neither_the_words_nor_the_card_file(
         run_rig(tmp_path / "rig", 10.0, StandIn(parts, takes=0.1))
     assert "- GPU 1 has had 3 uncorrected memory errors" in capsys.readouterr().out
     assert read_card_file(path_of(H100, 2)).slowest == 0.98
-
-
-def test_a_gpu_that_tells_little_has_few_numbers():
-    """A load that failed at its start, or a machine without NVML."""
-    parts = results()["load"]
-    parts["gpus"][0]["settled"] = {}
-    parts["gpus"][1]["settled"] = {"tflops": 690.0, "reasons": {"power limit": 1.0}}
-    found = list(numbers_of("load", parts))
-    assert found == ["GPU 0: failed", "GPU 1: 690 TFLOP/s, power limit 100%"]
 
 
 def test_an_error_does_not_name_the_user(tmp_path, monkeypatch):
@@ -479,21 +470,6 @@ def test_a_run_that_is_refused_ends_no_child(cache, tmp_path):
     assert parts[f"steps {steps.title_of(first)}"]["error"] is None
     refused = [parts[f"steps of {steps.title_of(run)}"]["error"] for run in (first, third)]
     assert refused == ["it does not fit", "nor this"]
-
-
-def test_a_model_that_is_too_large_is_nothing_wrong_with_the_rig(cache, tmp_path):
-    parts = results()
-    parts["steps"]["refused"] = {"2": steps.NO_ROOM, "3": "it broke"}
-    stand_in = StandIn(parts, takes=0.3)
-    found = run_rig(tmp_path / "rig", 10.0, stand_in, stand_in.clock)
-    assert len(found["words"]) == 1 and "is not whole: it broke" in found["words"][0]
-
-
-def test_steps_that_there_is_no_time_for_are_one_line(cache, tmp_path):
-    stand_in = StandIn(results(), takes=2.5)
-    found = run_rig(tmp_path / "rig", 2.0, stand_in, stand_in.clock)
-    late = [name for name, part in found["parts"].items() if part["error"]]
-    assert late == ["steps 1.5B, e4m3, beside others", "card file"]
 
 
 @pytest.mark.parametrize("told", [None, "matmul_swiglu"])

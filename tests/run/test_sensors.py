@@ -147,20 +147,6 @@ def test_samples_that_are_missing_do_not_count():
     assert (record["power"], record["power_max"], record["fan"]) == (150, 201, -1)
 
 
-def test_nobody_waits_for_nvml(watched):
-    nvml = FakeNvml(FakeGpu(0), FakeGpu(1), delay=0.005)
-    sensors = watched(nvml, interval=0.01)
-    nvml.threads.clear()  # this one has looked for the GPUs
-    for _ in range(1000):
-        sensors.take()
-        sensors.take_news()
-    assert threading.current_thread().name not in nvml.threads
-    deadline = time.monotonic() + 20
-    while "sensors" not in nvml.threads and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert "sensors" in nvml.threads
-
-
 def test_a_driver_that_hangs_holds_nobody_up(watched, monkeypatch):
     nvml, hangs, free = FakeNvml(), threading.Event(), threading.Event()
     sensors = watched(nvml, interval=0.01)

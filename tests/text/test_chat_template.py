@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -362,6 +364,16 @@ def test_files_win_over_the_configuration(tmp_path):
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     assert [both(folder), both(folder, tools=TOOLS)] == ["file", "tools"]
+
+
+def test_special_tokens_in_a_template(tmp_path):
+    source = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token is defined }}"
+    folder = write_chat_tokenizer(
+        tmp_path / "t", source, pad_token={"__type": "AddedToken", "content": "<p>"}
+    )
+    assert both(folder) == "<s>|</s>|<p>|False"
+    (folder / "special_tokens_map.json").write_text(json.dumps({"pad_token": "<q>"}))
+    assert both(folder) == "<s>|</s>|<q>|False"
 
 
 def test_fields_that_are_null_are_absent(tmp_path):
