@@ -69,6 +69,12 @@ CONFIGS = {
         final_logit_softcapping=30.0, pad_token_id=None,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "gemma4_e2b": lambda: transformers.Gemma4TextConfig(  # layers 2 and 3 have the keys of 1
+        **_SHARED | {"num_hidden_layers": 4}, head_dim=16, global_head_dim=32, sliding_window=5,
+        hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=2,
+        use_double_wide_mlp=True, pad_token_id=None,
+        layer_types=["sliding_attention", *["full_attention"] * 3],
+    ),
     "granite": lambda: transformers.GraniteConfig(
         **_SHARED, tie_word_embeddings=True, embedding_multiplier=12.0, residual_multiplier=0.22,
         logits_scaling=2.0, attention_multiplier=0.1,

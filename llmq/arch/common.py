@@ -72,6 +72,10 @@ class Architecture:
     label: str
     """Name in [Options] and in the log."""
 
+    def of(self, model: Any) -> Architecture:
+        """The architecture of models of these sizes, where a class at Hugging Face has several."""
+        return self
+
     def embedding_scale(self, hidden_size: int) -> float:
         """The factor of the embedding's rows beside the config's, rounded to their format."""
         return 1.0
@@ -256,7 +260,9 @@ class Architecture:
         """Fields that a model of this architecture must have, given its other fields."""
         names = "windowed_layers rope_layers local_rope_theta query_growth attention_scale".split()
         names += "logit_softcap experts mixers latent full_kv_heads full_head_dim".split()
-        others = dict.fromkeys(names) | dict.fromkeys(MULTIPLIERS, 1.0) | {"keys_as_values": False}
+        names += ["shared_keys", "per_layer_size"]
+        others = dict.fromkeys(names) | dict.fromkeys(MULTIPLIERS, 1.0)
+        others |= dict.fromkeys(("keys_as_values", "wide_mlp"), False)
         others = {name: value for name, value in others.items() if name not in self.own_fields}
         return self.kinds(model.qkv_bias, model.mlp_bias) | others
 
@@ -271,6 +277,10 @@ class Architecture:
 
     def head(self, model: Any) -> tuple[Module, ...]:
         return head(model)
+
+    def beside(self, model: Any) -> dict[str, tuple[Module, ...]]:
+        """Modules beside the embedding, the layers and the head, by block."""
+        return {}
 
 
 def ignored_fields(hf: Mapping[str, Any]) -> list[str]:

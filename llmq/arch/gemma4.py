@@ -1,10 +1,20 @@
-"""Gemma 4 (text, dense): other heads in layers without a window, whose keys may be their values."""
+"""Gemma 4 (text): other heads in layers without a window, whose keys may be their values.
+
+E2B and E4B are variants: the last layers have keys and values of earlier ones, and a third half
+adds to each layer a vector of each token, of a table beside the embedding. P: its channels.
+
+    inputs = norm(C^-1/2 * per_layer_in @ x) + P^1/2 * table[token]       x: the embedding
+    stream += norm(2^-1/2 * out @ (gelu(gate @ stream) * inputs of the layer))
+"""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from llmq.arch.common import get, reject, size
+from llmq.arch.common import Architecture, get, reject, size
 from llmq.arch.gemma3 import Gemma3
+from llmq.arch.halves import matrix, norms
+from llmq.arch.matrix import HalfSpec, Module, Part
 from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily, norm_modules
 from llmq.base.errors import ConfigError
 
@@ -34,21 +44,27 @@ class Gemma4(Gemma3):
     norm_once = True
     value_norm = True
     layer_scale = True
-    own_fields = (*Gemma3.own_fields, "full_kv_heads", "full_head_dim", "keys_as_values")
+    own_fields = (
+        *(*Gemma3.own_fields, "full_kv_heads", "full_head_dim", "keys_as_values"),
+        *("shared_keys", "wide_mlp", "per_layer_size"),
+    )
     sliding_window = 512
-    per_layer_size = 256
-    """Width of embeddings that each layer has of its own, where the config does not say."""
+    inputs_size = 256
+    """P where the config does not say."""
     rope_kinds = ("proportional",)
     modules = (
         RopeFamily.modules | norm_modules(Gemma3.norm_names) | {"ln1_scale": ("model.layers.{}",)}
     )
+    targets = (*Gemma3.targets, "per_layer_gate", "per_layer_projection")
+
+    def of(self, model: Any) -> Architecture:
+        """The variant with vectors of each layer, where the model has some."""
+        return self if model.per_layer_size is None else WITH_INPUTS
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Read the fields, and refuse parts that are not implemented."""
-        given = {**_DEFAULTS, "hidden_size_per_layer_input": self.per_layer_size, **hf}
+        given = {**_DEFAULTS, "hidden_size_per_layer_input": self.inputs_size, **hf}
         reject(given, "hidden_activation", "gelu_pytorch_tanh")
-        reject(given, "hidden_size_per_layer_input", 0, None)
-        reject(given, "num_kv_shared_layers", 0, None)
         reject(given, "enable_moe_block", False, None)
         reject(given, "use_bidirectional_attention", None, "vision")  # text is causal
         rope = given["rope_parameters"] or _DEFAULTS["rope_parameters"]
@@ -59,20 +75,46 @@ class Gemma4(Gemma3):
         windowed = (*fields["windowed_layers"][:-1], False)  # as transformers has it
         shared = get(given, "attention_k_eq_v", bool)
         of_full = _of_full_layers(given, windowed, shared)
+        full_head_dim = get(of_full, "head_dim", int, None)
+        full_kv_heads = get(of_full, "num_key_value_heads", int, None)
         return fields | {
             "windowed_layers": windowed,
             "local_rope_theta": get(local, "rope_theta", float, 1e4),
             "attention_scale": 1.0,
             "logit_softcap": get(given, "final_logit_softcapping", float, None),
-            "full_head_dim": get(of_full, "head_dim", int, None),
-            "full_kv_heads": get(of_full, "num_key_value_heads", int, None),
+            "full_head_dim": None if full_head_dim == fields["head_dim"] else full_head_dim,
+            "full_kv_heads": None if full_kv_heads == fields["num_kv_heads"] else full_kv_heads,
             "keys_as_values": shared,
+            **self._read_sharing(given, len(windowed)),
+        }
+
+    def _read_sharing(self, hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        """Read how many of the last layers share keys, and the width of vectors of each layer."""
+        count = get(hf, "num_kv_shared_layers", int, None) or 0
+        if not 0 <= count < layers:
+            raise ConfigError(
+                f"config.json: num_kv_shared_layers: must be from 0 to {layers - 1}, got {count}"
+            )
+        if not self.inputs_size:
+            reject(hf, "hidden_size_per_layer_input", 0, None)
+        inputs = get(hf, "hidden_size_per_layer_input", int, None) or None
+        if inputs is not None:
+            size(hf, "hidden_size_per_layer_input")
+            reject(hf, "vocab_size_per_layer_input", hf["vocab_size"])
+        shared = tuple(layer >= layers - count for layer in range(layers))
+        return {
+            "shared_keys": shared if count else None,
+            "wide_mlp": count > 0 and get(hf, "use_double_wide_mlp", bool, False),
+            "per_layer_size": inputs,
         }
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """The last layer has no window."""
         windowed = (model.windowed_layers or (True,) * model.num_layers)[:-1]
         last = {"windowed_layers": (*windowed, False), "attention_scale": 1.0}
+        shared = model.shared_keys
+        if shared is not None:  # the last ones do
+            last["shared_keys"] = tuple(sorted(shared)) if any(shared) else None
         return super().fixed(model) | last
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
@@ -91,11 +133,76 @@ class Gemma4(Gemma3):
             "global_head_dim": last.channels,
             "num_global_key_value_heads": last.kv,
             "attention_k_eq_v": model.keys_as_values,
-            "hidden_size_per_layer_input": 0,
-            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": model.per_layer_size or 0,
+            "vocab_size_per_layer_input": model.vocab_size,
+            "num_kv_shared_layers": sum(model.shared_keys or ()),
             "enable_moe_block": False,
-            "use_double_wide_mlp": False,
+            "use_double_wide_mlp": model.wide_mlp,
         }
+
+
+class _WithInputs(Gemma4):
+    """The variant whose layers have a third half, without a norm in front of it."""
+
+    norm_names: Mapping[str, str] = Gemma4.norm_names | {
+        "ln3_post": Gemma4.norm_names["ln1_post"],
+        "ln1_post": "post_per_layer_input_norm",
+    }
+    modules = Gemma4.modules | norm_modules(norm_names) | {
+        "per_layer_gate": ("model.layers.{}.per_layer_input_gate",),
+        "per_layer_out": ("model.layers.{}.per_layer_projection",),
+    }  # fmt: skip
+
+    def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
+        return *super().layers(model, layer), _inputs_half(model, layer)
+
+    def beside(self, model: Any) -> dict[str, tuple[Module, ...]]:
+        """Blocks per_layer_table: (Vp, L*P), and per_layer: per_layer_in (L*P, C), per_layer_norm
+        (P,)."""
+        rows, P = model.num_layers * model.per_layer_size, model.per_layer_size
+        return {
+            "per_layer_table": (
+                _whole("per_layer_table", "embed_tokens_per_layer", model.vocab_size,
+                       (model.padded_vocab, rows), "embedding"),
+            ),
+            "per_layer": (
+                _whole("per_layer_in", "per_layer_model_projection", rows,
+                       (rows, model.hidden_size), "matrix"),
+                replace(_whole("per_layer_norm", "per_layer_projection_norm", P, (P,), "norm"),
+                        initial="one"),
+            ),
+        }  # fmt: skip
+
+
+WITH_INPUTS = _WithInputs()
+
+
+def _whole(key: str, name: str, rows: int, shape: tuple[int, ...], kind: str) -> Module:
+    part = Part(module=f"model.{name}", rows=rows)
+    return Module(key=key, name=f"model.{name}", shape=shape, parts=(part,), kind=kind)
+
+
+def _inputs_half(config: Any, layer: int) -> HalfSpec:
+    """The half that adds a layer's vectors. per_layer_gate: (P, C). per_layer_out: (C, P)."""
+    C, P, at = config.hidden_size, config.per_layer_size, f"model.layers.{layer}"
+    gate = matrix(
+        config, layer, "per_layer_gate", f"{at}.per_layer_gate", {"per_layer_gate": P}, C,
+        input="ln3", gradient="d_per_layer_gate",
+    )  # fmt: skip
+    out = matrix(
+        config, layer, "per_layer_out", f"{at}.per_layer_out", {"per_layer_projection": C}, P,
+        input="per_layer_act", gradient="d_per_layer", initial="residual",
+    )  # fmt: skip
+    return HalfSpec(
+        kind="per_layer",
+        name="per_layer",
+        norm="ln3",
+        norms=norms(config, "ln3", layer),
+        modules=(gate, out),
+        output="per_layer_out",
+        activations=("per_layer_gate", "per_layer_act"),
+        factor=2**-0.5,
+    )
 
 
 class Gemma4Unified(Gemma4):
@@ -106,7 +213,7 @@ class Gemma4Unified(Gemma4):
     wrapper = "Gemma4UnifiedForConditionalGeneration"
     label = "Gemma4-Unified"
     sliding_window = 1024
-    per_layer_size = 0
+    inputs_size = 0
 
 
 def _of_full_layers(

@@ -16,14 +16,16 @@ def attention(config: Any, layer: int) -> HalfSpec:
     """Attention: the product of queries, keys and values, and the output product. qkv: the rows of
     all query heads, key heads, value heads; with gated_attention a gate's rows behind those of each
     query head. q_norm, k_norm, with qk_norm: (Hd,), or wide (Hq*Hd,) and (Hkv*Hd,). sinks: (Hq,),
-    if the architecture has sinks. Where keys are values, qkv has no rows of values."""
+    if the architecture has sinks. Where keys are values, qkv has no rows of values. Where a layer
+    shares keys, qkv has rows of queries alone, and there is no k_norm."""
     C, heads = config.hidden_size, config.heads_of(layer)
     Hq, Hkv, Hd = heads
     at = f"model.layers.{layer}.self_attn"
     gated = config.arch.gated_attention
-    rows = {"q": Hq * Hd * (2 if gated else 1), "k": Hkv * Hd}
-    if config.values_of(layer):
-        rows["v"] = Hkv * Hd
+    shares, values = config.shares_keys(layer), config.values_of(layer)
+    rows = {"q": Hq * Hd * (2 if gated else 1)}
+    if not shares:
+        rows |= {"k": Hkv * Hd} | ({"v": Hkv * Hd} if values else {})
     qkv = matrix(
         config, layer, "qkv", f"{at}.qkv", rows, C,
         bias=config.qkv_bias, input="ln1", gradient="d_qkv",
@@ -37,7 +39,7 @@ def attention(config: Any, layer: int) -> HalfSpec:
         normed = (Hq, Hkv) if config.arch.wide_qk_norm else (1, 1)
         inner = tuple(
             _norm(config, key, f"{at}.{key}", n * Hd, layer)
-            for key, n in zip(("q_norm", "k_norm"), normed, strict=True)
+            for key, n in zip(("q_norm", "k_norm")[: 1 if shares else 2], normed, strict=False)
         )
     if config.arch.sinks:
         part = Part(module=config.arch.modules["sinks"][0].format(layer), rows=Hq)
@@ -56,14 +58,15 @@ def attention(config: Any, layer: int) -> HalfSpec:
         modules=(qkv, *inner, o),
         output="o",
         activations=("qk_raw", "qkv", "att", *(("att_gated",) if gated else ())),
-        cached={"k": (Hkv, Hd), "v": (Hkv, Hd)},
+        cached={} if shares else {"k": (Hkv, Hd), "v": (Hkv, Hd)},
+        reads=config.keys_of(layer) if shares else None,
         sizes={
             "heads": heads,
             "window": config.window_of(layer),
             "qk_norm": config.qk_norm,
             "wide_qk_norm": config.arch.wide_qk_norm,
-            "value_norm": config.arch.value_norm,
-            "keys_as_values": not config.values_of(layer),
+            "value_norm": config.arch.value_norm and not shares,
+            "keys_as_values": not (shares or values),
             "gated": gated,
             "sinks": config.arch.sinks,
         },
@@ -91,7 +94,7 @@ def in_pairs(first: int, channels: int) -> list[tuple[int, int]]:
 
 def mlp(config: Any, layer: int) -> HalfSpec:
     """An MLP. up: (F, C), or with a gate (2F, C), up before gate."""
-    C, F, at = config.hidden_size, config.intermediate_size, f"model.layers.{layer}.mlp"
+    C, F, at = config.hidden_size, config.mlp_size(layer), f"model.layers.{layer}.mlp"
     up = matrix(
         config, layer, "up", f"{at}.up", {"up": F} | ({"gate": F} if config.gated else {}), C,
         bias=config.mlp_bias, input="ln2", gradient="d_mlp_up",

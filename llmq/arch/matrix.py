@@ -185,8 +185,9 @@ class HalfSpec:
     never kept. coded: those among activations and gradients that products may write as fp8 codes
     (--mlp-dtype). When a text is continued, cached: what each token leaves for those behind it, by
     name, with its shape; carried: what all tokens leave together, in F32, for what goes on behind
-    the last one. sizes: what the kind has to know beside the shapes of matrices. flops: of a token,
-    forward, beside matrices and attention.
+    the last one. reads: the layer whose half of this name leaves what is cached for this one, too;
+    None: this one's own. factor: of the product that the half puts out. sizes: what the kind has to
+    know beside the shapes of matrices. flops: of a token, forward, beside matrices and attention.
     """
 
     kind: str
@@ -200,6 +201,8 @@ class HalfSpec:
     coded: tuple[str, ...] = ()
     cached: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     carried: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    reads: int | None = None
+    factor: float = 1.0
     sizes: Mapping[str, Any] = field(default_factory=dict)
     flops: int = 0
 

@@ -72,6 +72,13 @@ class ModelConfig:
     """Hkv of layers without a window; None: as in others."""
     full_head_dim: int | None = None
     """Hd of layers without a window; None: as in others."""
+    shared_keys: tuple[bool, ...] | None = None
+    """Whether each layer has no keys and values of its own, but those of `keys_of`; None: none."""
+    wide_mlp: bool = False
+    """The MLP of layers that share keys has twice the width."""
+    per_layer_size: int | None = None
+    """Channels of the vectors that each layer gets of every token, made of the embedding and of a
+    table beside it; None: there are none."""
     keys_as_values: bool = False
     """Layers without a window have no values of their own, but their keys before norm and RoPE."""
     mixers: Mixers | None = None
@@ -145,7 +152,7 @@ class ModelConfig:
     @property
     def arch(self) -> Architecture:
         """The architecture: constants of the family, and names of weights."""
-        return architecture(self.architecture)
+        return architecture(self.architecture).of(self)
 
     def halves(self, layer: int) -> tuple[HalfSpec, ...]:
         return _halves(self, layer)
@@ -205,6 +212,22 @@ class ModelConfig:
         """Heads of values that a layer makes itself; 0: its keys are its values."""
         shared = self.keys_as_values and not self.windowed(layer)
         return 0 if shared else self.heads_of(layer).kv
+
+    def shares_keys(self, layer: int) -> bool:
+        return self.shared_keys is not None and self.shared_keys[layer]
+
+    def keys_of(self, layer: int) -> int | None:
+        """The layer that makes the keys and values of this one: itself, or the last one before it
+        that makes some, and has a window if this one has one; None: there is no such layer."""
+        if not self.shares_keys(layer):
+            return layer
+        alike = [i for i in range(layer) if self.windowed(i) == self.windowed(layer)]
+        return next((i for i in reversed(alike) if not self.shares_keys(i)), None)
+
+    def mlp_size(self, layer: int) -> int:
+        """F of a layer's MLP."""
+        wide = self.wide_mlp and self.shares_keys(layer)
+        return self.intermediate_size * (2 if wide else 1)
 
     def rope_of(self, layer: int) -> Rope | None:
         """Rotary frequencies of a layer; None without RoPE."""
@@ -269,12 +292,12 @@ class ModelConfig:
     @property
     def layer_kinds(self) -> dict[int, int]:
         """The first layer of each kind, and how many are like it: with and without a window, RoPE,
-        experts and mixers, and with other heads."""
+        experts and mixers, with other heads, and with keys of another layer."""
         layers = range(self.num_layers)
         kinds = [
             (
                 *(self.window_of(i), self.rope_of(i), self.has_experts(i), self.has_mixer(i)),
-                *(self.heads_of(i), self.values_of(i)),
+                *(self.heads_of(i), self.values_of(i), self.shares_keys(i)),
             )
             for i in layers
         ]
@@ -283,7 +306,9 @@ class ModelConfig:
     def with_layers(self, layers: Iterable[int]) -> ModelConfig:
         """With a layer like each of these, which may be the same."""
         layers, windows, experts = tuple(layers), self.windowed_layers, self.experts
-        mixers, rope = self.mixers, self.rope_layers
+        mixers, rope, shared = self.mixers, self.rope_layers, self.shared_keys
+        if shared is not None:
+            shared = tuple(shared[layer] for layer in layers)
         if rope is not None:
             rope = tuple(rope[layer] for layer in layers)
         if windows is not None:
@@ -292,7 +317,7 @@ class ModelConfig:
             experts = replace(experts, layers=tuple(map(self.has_experts, layers)))
         if mixers is not None:
             mixers = replace(mixers, layers=tuple(map(self.has_mixer, layers)))
-        sizes = {"windowed_layers": windows, "rope_layers": rope}
+        sizes = {"windowed_layers": windows, "rope_layers": rope, "shared_keys": shared}
         sizes |= {"experts": experts, "mixers": mixers}
         return replace(self, num_layers=len(layers), **sizes)
 
@@ -350,7 +375,7 @@ class ModelConfig:
             self.rope_scaling.check(self.rotary_dim // 2)
         if self.query_growth is not None and self.rope_scaling is None:
             raise ConfigError("model query_growth: needs rope_scaling, of which it has its length")
-        for name in ("windowed_layers", "rope_layers"):
+        for name in ("windowed_layers", "rope_layers", "shared_keys"):
             each = getattr(self, name)
             if each is not None and len(each) != self.num_layers:
                 raise ConfigError(
@@ -375,6 +400,9 @@ class ModelConfig:
                 raise ConfigError(
                     f"model num_kv_heads: {kv_heads} does not divide {self.num_heads} heads"
                 )
+        for layer in range(self.num_layers):
+            if self.keys_of(layer) is None:
+                raise ConfigError(f"model shared_keys: no layer has the keys of layer {layer}")
         for size in (self.head_dim, self.full_head_dim or 2):
             if self.positions == "rope" and size % 2:
                 raise ConfigError(f"model head_dim: RoPE needs an even number, got {size}")

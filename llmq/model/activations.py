@@ -131,10 +131,11 @@ class CacheOfPass(NamedTuple):
         by those of HalfSpec.carried, one row for each text."""
         states = self.cache.states[layer, spec.name].items()
         found = {name: tensor.rows(*self.states) for name, tensor in states}
-        if not spec.cached:
+        blocks = self.cache.blocks[layer if spec.reads is None else spec.reads, spec.name]
+        if not blocks:
             return found
         of_texts = {"table": self.table, "lengths": self.lengths, "new": self.new}
-        return found | self.cache.blocks[layer, spec.name] | of_texts
+        return found | blocks | of_texts
 
 
 class HalfLayer:

@@ -70,7 +70,7 @@ class BlockLinear:
         every = [(layer, m) for layer in range(config.num_layers) for m in config.matrices(layer)]
         self._matrices = {(layer, matrix.key): matrix for layer, matrix in every}
         self._alphas = {
-            (layer, half.output): config.residual_multiplier
+            (layer, half.output): config.residual_multiplier * half.factor
             for layer in range(config.num_layers)
             for half in config.halves(layer)
         }

@@ -14,6 +14,7 @@ from llmq.model.block import Blocks
 from llmq.model.block_linear import BlockLinear
 from llmq.model.halves.attention import rope_tables
 from llmq.model.halves.half import ModelContext
+from llmq.model.halves.per_layer import PerLayerInputs
 from llmq.model.head import Head
 from llmq.model.losses.loss import Loss, Rows
 from llmq.model.norms import BlockNorms
@@ -66,9 +67,12 @@ class Model:
         else:
             tables = cache.rope_tables
         norms = BlockNorms(dev, config, self.operands)
+        self.per_layer = None
+        if config.per_layer_size is not None:
+            self.per_layer = PerLayerInputs(dev, config, shape[0], dtype)
         shared = ModelContext(
             dev, config, options, self.operands, linear, norms, backend, tables, inputs,
-            self.balance,
+            self.balance, self.per_layer and self.per_layer.inputs,
         )  # fmt: skip
         self.blocks = Blocks(shared, self.residuals, cache, trains=trains)
         largest = loss.largest if trains else 1.0
@@ -107,6 +111,9 @@ class Model:
         if self.embedding is not None:
             self.embedding.forward(residual, tokens, w)
         weights.release("embed")
+        if self.per_layer is not None:
+            with self._per_layer_weights() as w:
+                self.per_layer.forward(self.residuals.tensors[0], tokens, w)
         for layer in self._layers:
             weights.gather(f"layers.{layer + 1}" if layer + 1 in self._layers else "head")
             with self.dev.range(f"forward {layer}"):
@@ -116,6 +123,16 @@ class Model:
         last = self.blocks.layers[-1]
         self.head.forward(PartWeights(weights.get("head")), last.streams[-1], last.branch)
         weights.release("head")
+
+    @contextmanager
+    def _per_layer_weights(self) -> Iterator[PartWeights]:
+        for block in PerLayerInputs.BLOCKS:
+            self.weights.gather(block)
+        yield PartWeights(
+            {k: w for b in PerLayerInputs.BLOCKS for k, w in self.weights.get(b).items()}
+        )
+        for block in PerLayerInputs.BLOCKS:
+            self.weights.release(block)
 
     def begin_magnitudes(self) -> None:
         """The magnitudes of adapted rows (DoRA) become the norms of the weights' rows."""
@@ -164,6 +181,8 @@ class Model:
         grads.start_micro_step(accumulate, last)
         weights, streams = self.weights, self.blocks.streams
         blocks, last_layer = self.blocks.layers, self._layers[-1]
+        of_inputs = ("embed", *(() if self.per_layer is None else PerLayerInputs.BLOCKS))
+        trains_inputs = any(map(grads.wants, of_inputs))
         weights.gather(f"layers.{last_layer}", blocks[last_layer].multiplied_again)
         grads.load(f"layers.{last_layer}")
         with self.dev.range("head"):
@@ -178,14 +197,24 @@ class Model:
             with self.dev.range(f"backward {layer}"):
                 w = PartWeights(weights.get(name, transposed=True))
                 g = PartGrads(grads.full(name))
-                wanted = layer > 0 or grads.wants("embed")
+                wanted = layer > 0 or trains_inputs
                 self.blocks.backward(layer, w, g, self.d_residual, self.d_norm, wanted=wanted)
             for stream in streams:
                 stream.was_read(layer)
             weights.release(name)
             grads.notify(name)
+        if self.per_layer is not None and trains_inputs:
+            self._backward_per_layer(grads)
         self._backward_embedding(grads)
         grads.end_micro_step()
+
+    def _backward_per_layer(self, grads: Gradients) -> None:
+        blocks, x = PerLayerInputs.BLOCKS, self.residuals.tensors[0]
+        g = PartGrads({key: g for block in blocks for key, g in grads.full(block).items()})
+        with self._per_layer_weights() as w:
+            self.per_layer.backward(self.d_residual, x, self.inputs.tokens, w, g)
+        for block in blocks:
+            grads.notify(block)
 
     def _backward_embedding(self, grads: Gradients) -> None:
         """A tied head has already written to the same matrix; else it may hold anything."""

@@ -73,6 +73,9 @@ def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
         sizes["windowed_layers"] = _repeated(model.windowed_layers, layers)
     if model.rope_layers is not None:
         sizes["rope_layers"] = _repeated(model.rope_layers, layers)
+    if model.shared_keys is not None:  # of the same part of all, the last ones
+        own = model.shared_keys.count(False) * layers
+        sizes["shared_keys"] = tuple(i * model.num_layers >= own for i in range(layers))
     of_experts = {name: sizes.pop(name) for name in _OF_EXPERTS if name in sizes}
     sizes["experts"] = _experts(model, of_experts, layers)
     if model.mixers is not None:

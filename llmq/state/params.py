@@ -44,6 +44,9 @@ MAGNITUDES = "lora_m"
 """Slab of the magnitudes of adapted rows; F32, because they are divided by F32 norms."""
 CONSTANTS = "constants"
 """Slab of F32 numbers that are loaded and never change: their gradients are zero."""
+LOOKED_UP = "per_layer_table"
+"""Slab of a table of which steps read a few rows; in host memory where one rank holds all of it and
+does not train it."""
 NEW_ROWS = "new_rows"
 """Slab and key of separately trained rows of embedding and LM head."""
 
@@ -279,7 +282,7 @@ def _params(block: str, module: Module) -> Iterator[Param]:
 
 
 def _modules(config: ModelConfig) -> dict[str, tuple[Module, ...]]:
-    blocks = {"embed": config.arch.embedding(config)}
+    blocks = {"embed": config.arch.embedding(config)} | config.arch.beside(config)
     for layer in range(config.num_layers):
         halves = config.halves(layer)
         blocks[f"layers.{layer}"] = tuple(m for h in halves for m in (*h.norms, *h.modules))

@@ -20,7 +20,7 @@ from llmq.options.groups.parallel import ParallelOptions
 from llmq.options.options import StepOptions
 from llmq.options.weight_storage import WeightStorage
 from llmq.runtime.mesh import Mesh
-from llmq.state.params import CONSTANTS, MAGNITUDES, Slab, trained_slabs, weight_table
+from llmq.state.params import CONSTANTS, LOOKED_UP, MAGNITUDES, Slab, trained_slabs, weight_table
 from llmq.state.rules import kept, rule_class
 from llmq.state.turns import still_blocks
 
@@ -212,10 +212,12 @@ def _place_slab(
         source = replace(source, dtype=coded)
     master_dtype = precision.master_dtype if trainable else precision.model_dtype
     master = _shard(memory, master_dtype, offloaded=memory.offload_master)
+    rows_alone = slab.name == LOOKED_UP and not trainable and shards == 1
+    memory_of_work = "pinned" if rows_alone else "device"
     return SlabPlacement(
         trainable=trainable,
         group=_group(slab),
-        work=Store(dtype=coded or dtype, streamed=streams),
+        work=Store(dtype=coded or dtype, memory=memory_of_work, streamed=streams),
         master=master if coded or (trainable and updates_another) else None,
         part=None if gathers_master else source,
         transposed=coded and Store(dtype=coded, streamed=streams or not memory.keep_transposed),

@@ -16,7 +16,7 @@ from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.options.rules import RULES
 from tests.covering import pairwise
-from tests.models import VOCAB, exported, random_batch, trainer_for
+from tests.models import VOCAB, exported, random_batch, torch_loss, trainer_for
 from tests.project.test_layout import PACKAGE, modules
 
 JIT = {"model_dtype": "bf16", "matmul_dtype": "e4m3"}
@@ -29,7 +29,7 @@ FORMATS = {
 FLAGS = ("swiglu", "norm", "ffn", "qkv", "att", "block")
 CHANGES = {f"recompute_{flag}": {f"recompute_{flag}": True} for flag in FLAGS}
 CHANGES["offload"] = {"recompute_block": True, "offload_residual": True, "recompute_layers": "0"}
-MODELS = ("olmo2", "phi3", "gemma3", "gemma4", "qwen3_5")
+MODELS = ("olmo2", "phi3", "gemma3", "gemma4", "gemma4_e2b", "qwen3_5")
 
 
 @pytest.fixture(params=MODELS)
@@ -71,12 +71,13 @@ def first_step(path, T, **options):
 
 
 def noise(gradients, reference):
-    """The largest square of what gradients add to the reference's direction, relative to it."""
+    """The largest square of what gradients add to the reference's direction, relative to it.
+    Matrices alone count: vectors have so few elements that their direction is chance."""
     squares = []
     largest = max(np.linalg.norm(g) for g in reference.values())
     for name, expected in reference.items():
         size, gradient = np.linalg.norm(expected), gradients[name]
-        if size > 0.02 * largest:
+        if size > 0.02 * largest and expected.ndim > 1:
             cosine = np.vdot(gradient, expected) / (np.linalg.norm(gradient) * size)
             assert cosine > 0, name
             squares.append(1 / cosine**2 - 1)
@@ -113,6 +114,16 @@ def with_rounded_matrices(path, out):
     return out
 
 
+def noise_of_transformers(path, T):
+    """Return the noise of gradients in BF16 on the batch of `first_step`."""
+    batches, found = [random_batch(np.random.default_rng(1), T=T)], []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        torch_loss(model, batches).backward()
+        found.append({name: p.grad.float().numpy() for name, p in model.named_parameters()})
+    return noise(found[1], found[0])
+
+
 @pytest.mark.parametrize("name", ["bf16", "jit", "delayed"])
 def test_gradients_are_close_to_f32(path, name, tmp_path):
     """How much of an error reaches the gradients is a property of the model.
@@ -127,9 +138,7 @@ def test_gradients_are_close_to_f32(path, name, tmp_path):
     got, ours = first_step(path, T, **options)
     assert abs(got - loss) < 0.01 * loss
     if name == "bf16":
-        # It keeps 8 bits, so that squares of errors are 2^-8 of E4M3's; but all is rounded on the
-        # way, and not products' operands alone.
-        assert noise(ours, reference) < 1e-3
+        assert noise(ours, reference) < 1.5 * noise_of_transformers(path, T)
         return
     _, of_matrices = first_step(with_rounded_matrices(path, tmp_path), T)
     # Products have three kinds of operands with errors of one size: matrices, activations, output

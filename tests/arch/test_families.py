@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from llmq.arch.model_config import ModelConfig
+from llmq.base.errors import ConfigError
 from llmq.checkpoint.hf import HfWeights
 from llmq.model.generator import Request
 from llmq.options.presets import resolve_model
@@ -20,6 +21,8 @@ from llmq.state.params import weight_table
 from tests.models import _SHARED as SHARED
 from tests.models import (
     LOSS_RTOL,
+    VOCAB,
+    exported,
     random_batch,
     randomized,
     same_gradients,
@@ -58,6 +61,11 @@ FAMILIES = {
     "gemma4_separate": lambda: transformers.Gemma4TextConfig(
         **FOUR, head_dim=16, global_head_dim=32, hidden_size_per_layer_input=0, sliding_window=90,
         final_logit_softcapping=30.0,
+    ),
+    "gemma4_e4b": lambda: transformers.Gemma4TextConfig(
+        **FOUR | {"num_hidden_layers": 6}, head_dim=16, global_head_dim=32, sliding_window=5,
+        hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=3,
+        layer_types=["sliding_attention", "full_attention"] * 3,
     ),
     "lfm2": lambda: transformers.Lfm2Config(
         **FOUR | {"intermediate_size": 150}, block_multiple_of=16, conv_L_cache=4,
@@ -175,6 +183,33 @@ def test_its_export_is_the_model_for_transformers(model, tmp_path):
     assert ModelConfig.from_hf(hf) == ModelConfig.from_hf(
         json.loads((path / "config.json").read_text())
     )
+
+
+@pytest.mark.parametrize(("options", "on_host"), [({}, False), ({"lora_rank": 4}, True)])
+def test_a_table_of_layers_vectors_that_is_frozen_lies_in_host_memory(options, on_host):
+    with trainer_for(exported("gemma4_e2b"), **options) as trainer:
+        before = trainer.weights()
+        trainer.step([random_batch(np.random.default_rng(0))])
+        placement = trainer._step.weights.placement["per_layer_table"]
+        moved = (
+            before["model.embed_tokens_per_layer.weight"]
+            != trainer.weights()["model.embed_tokens_per_layer.weight"]
+        )
+        assert placement.work.on_host == on_host != moved.any()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers: must be from 0 to 3, got 4"),
+        ({"num_kv_shared_layers": 3}, "no layer has the keys of layer 1"),
+        ({"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input: 7 is not supported"),
+    ],
+)
+def test_layers_without_keys_to_share_are_refused(fields, message):
+    hf = json.loads((exported("gemma4_e2b") / "config.json").read_text())
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_hf(hf | fields)
 
 
 def test_layers_that_predict_further_tokens_stay_in_exports_of_glm(tmp_path):

@@ -38,7 +38,7 @@ from tests.models import exported, hf_model, torch_loss, trainer_for
 LORA = {"lora_rank": 4, "lora_alpha": 6.0, "lora_scaling": "rs", "lora_plus": 2.0}
 LORA["weight_decay"] = 0.1
 MODELS = ["qwen2", "qwen3", "llama_biases", "phi3", "olmo2", "gpt2", "granite", "gemma4"]
-MODELS += ["deepseek_v3"]
+MODELS += ["deepseek_v3", "gemma4_e2b"]
 LATENT = {"lora_targets": "q_a,q_b,kv_a,kv_b,o"}  # PEFT takes names of MLPs for those of experts
 
 
@@ -98,6 +98,7 @@ def gradients(model: peft.PeftModel, tokens: int) -> dict[str, np.ndarray]:
 CODED = [
     ("qwen2", "e4m3"),
     ("gemma4", "nf4"),
+    ("gemma4_e2b", "nf4"),
     ("phi3", "nf4"),
     ("olmo2", "nf4"),
     ("gpt2", "int8"),

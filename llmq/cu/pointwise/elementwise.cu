@@ -3,6 +3,7 @@
 //   add      out[i] = T(a[i] + b[i])
 //   scale    out[i] = T(x[i] * by[0])
 //   multiply out[r, i + c] = T(a[r, j + c] * b[r, k + c]) for c < channels
+//   copy_columns   out[r, i + c] = x[r, j + c], with ADD T(out[r, i + c] + x[r, j + c])
 //   convert  out[i] = D(x[i])
 //   fill     x[i] = T(value)                              all rounded to nearest
 //
@@ -12,6 +13,10 @@
 // Cost     what is given is read once, what results written once.
 // Needs    out of add may be a or b, out of scale x: a thread reads what it overwrites.
 #include "common.cuh"
+
+#ifndef ADD  // compiled for another entry
+#define ADD 0
+#endif
 
 constexpr int COUNT = 8;
 
@@ -55,6 +60,26 @@ multiply(T* out, const T* a, const T* b, i64 rows, i32 channels, i32 out_first, 
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) { x.set(k, from_f32<T>(x.get(k) * y.get(k))); }
     x.store(out + row * out_columns + out_first + column);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+copy_columns(T* out, const T* x, i64 rows, i32 channels, i32 out_first, i32 x_first,
+             i32 out_columns, i32 x_columns) {
+    const i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * COUNT;
+    if (first >= rows * channels) { return; }
+    const i64 row = first / channels, column = first % channels;
+    T* const to = out + row * out_columns + out_first + column;
+    Pack<T, COUNT> values;
+    values.load(x + row * x_columns + x_first + column);
+    if (ADD) {
+        Pack<T, COUNT> sums;
+        sums.load(to);
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) {
+            values.set(k, from_f32<T>(values.get(k) + sums.get(k)));
+        }
+    }
+    values.store(to);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -157,10 +182,6 @@ random_normal(T* __restrict__ out, f32 std, u32 seed_low, u32 seed_high, i64 fir
 // Launch   256 threads, ceil(n / 2048) blocks: 8 elements per thread. ADD is a constant.
 // Cost     x read, out written (with ADD read too) once; 12 instructions for an element's bits.
 // Needs    scalars' seed, step, first_sequence, sequence_stride. out may be x.
-
-#ifndef ADD  // compiled for another entry
-#define ADD 0
-#endif
 
 extern "C" __global__ void __launch_bounds__(256)
 dropout(T* out, const T* x, const StepScalars* __restrict__ scalars, u32 threshold, f32 scale,

@@ -10,6 +10,7 @@ from llmq.model.halves.experts import ExpertsHalf
 from llmq.model.halves.half import Half
 from llmq.model.halves.latent import LatentHalf
 from llmq.model.halves.mlp import MlpHalf
+from llmq.model.halves.per_layer import PerLayerHalf
 from llmq.model.halves.short_conv import ShortConvHalf
 
 HALVES: dict[str, type[Half]] = {
@@ -19,5 +20,6 @@ HALVES: dict[str, type[Half]] = {
     "short_conv": ShortConvHalf,
     "mlp": MlpHalf,
     "experts": ExpertsHalf,
+    "per_layer": PerLayerHalf,
 }
 """By HalfSpec.kind."""

@@ -7,7 +7,9 @@ A gate's channels come with those of each query head; then the product is scratc
 kept apart. Where keys are values, the product has no values, and is scratch too. `operands` turns a
 tensor into what products take: with fp8 codes and a scale, without it itself.
 Heads lie side by side: (rows, Q) is (B, T, Hq + 2 Hkv, Hd), query heads, key heads, value heads.
-Layers may have others (`HalfSpec.sizes["heads"]`).
+Layers may have others (`HalfSpec.sizes["heads"]`). Where a layer has keys and values of an earlier
+one (`HalfSpec.reads`), its product has queries alone, and is scratch; the earlier layer leaves the
+keys and values for it, and adds up their gradients.
 """
 
 from contextlib import ExitStack
@@ -31,6 +33,7 @@ from llmq.ops.attention import (
     value_norm,
 )
 from llmq.ops.attention.attention import AttentionMask
+from llmq.ops.pointwise.elementwise import copy_columns
 from llmq.runtime.attention_parts import sees_all_before
 from llmq.runtime.device import Device
 
@@ -91,6 +94,15 @@ def rope_tables(dev: Device, config: ModelConfig, positions: int) -> list[Rotary
     return [table_of(layer) for layer in range(config.num_layers)]
 
 
+class _Shared(NamedTuple):
+    """Keys and values of one layer for later ones, after norms and RoPE, and the sum of their
+    gradients in these: (rows, 2 * Hkv * Hd) each. last: number of the last of these layers."""
+
+    keys: Tensor
+    gradient: Tensor
+    last: int
+
+
 class _Saved(NamedTuple):
     """The tensors kept of one layer. qkv: (rows, Q), after qk_norm and RoPE. qk_raw: (rows,
     (Hq+Hkv)*Hd), before qk_norm, and qk_rstd: F32 (B, T, Hq+Hkv), of it; if it is wide (B, T, 2);
@@ -140,6 +152,8 @@ class AttentionHalf:
         self.starts = shared.inputs.first_key
         self.masks = [attention.AttentionMask(self.starts, window) for window in windows]
         self.rope_tables = shared.rope_tables
+        self.shared: dict[int, _Shared] = {}
+        self.readers = {config.keys_of(i): i for i in layers if config.shares_keys(i)}
         kind = {"wide": config.arch.wide_qk_norm, "offset": config.arch.norm_offset}
         self.qk_norm = partial(qk_norm.forward, once=config.arch.norm_once, **kind)
         self.qk_norm_backward = partial(qk_norm.backward, **kind)
@@ -159,7 +173,10 @@ class AttentionHalf:
     def keep(self, layer: HalfLayer) -> _Saved:
         spec, r, raw, rstd, v_rstd = layer.spec, layer.recompute, None, None, None
         Hq, Hkv, Hd = spec.sizes["heads"]
-        heads = Hq + Hkv
+        heads = sum(_made_heads(layer))
+        if layer.index in self.readers:
+            both = (layer.alloc(n, layer.rows, 2 * Hkv * Hd) for n in ("keys", "d_keys"))
+            self.shared[layer.index] = _Shared(*both, self.readers[layer.index])
         if spec.sizes["value_norm"]:
             v_rstd = layer.alloc("v_rstd", self.B, self.T, Hkv, dtype=F32)
         if spec.sizes["qk_norm"]:
@@ -171,7 +188,7 @@ class AttentionHalf:
             gate = layer.activation("gate", features, kept=not r.qkv)
             gated = layer.activation("att_gated", features, kept=False)
         return _Saved(
-            qkv=layer.activation("qkv", (heads + Hkv) * Hd, kept=not r.qkv),
+            qkv=layer.activation("qkv", (Hq + 2 * Hkv) * Hd, kept=not r.qkv),
             qk_raw=raw,
             qk_rstd=rstd,
             v_rstd=v_rstd,
@@ -209,17 +226,18 @@ class AttentionHalf:
         self.linear.forward(ctx, "o", out, x, addend)
 
     def _product_memory(self, temps: ExitStack, ctx: LayerContext, to: _Tensors) -> Tensor:
-        """The qkv product's output: to.qkv (rows, Q), or scratch with the gates' channels too, or
-        without values."""
-        if to.gate is None and not ctx.layer.spec.sizes["keys_as_values"]:
-            return to.qkv
+        """The qkv product's output: to.qkv (rows, Q), or scratch with the gates' channels too,
+        without values, or without keys and values."""
         shape = (to.qkv.shape[0], ctx.layer.spec["qkv"].shape[0])
+        if shape == to.qkv.shape:
+            return to.qkv
         return temps.enter_context(self.dev.scratch("qkv product", shape, to.qkv.dtype))
 
     def _place_heads(self, ctx: LayerContext, product: Tensor, to: _Tensors) -> None:
         """The heads that attention takes, of the qkv product."""
-        layer, w, qkv = ctx.layer, ctx.w, self._by_head(ctx.layer, to.qkv)
-        heads, rstd = layer.spec.sizes["heads"][:2], layer.saved.v_rstd
+        layer, w, reads = ctx.layer, ctx.w, ctx.layer.spec.reads
+        qkv = self._by_head(layer, to.qkv if reads is None else product)
+        heads, rstd = _made_heads(layer), layer.saved.v_rstd
         if to.gate is not None:
             attention_gate.split(self.dev, to.qkv, to.gate, product, *heads)
         if rstd is not None:
@@ -227,13 +245,26 @@ class AttentionHalf:
             value_norm.forward(self.dev, qkv, rstd, keys, self.eps, *heads)
         if to.qk_raw is not None:
             self.qk_norm(
-                self.dev, qkv, to.qk_raw, layer.saved.qk_rstd, w["q_norm"], w["k_norm"], self.eps,
-                *heads,
+                self.dev, qkv, to.qk_raw, layer.saved.qk_rstd, w["q_norm"],
+                w.get("k_norm", w["q_norm"]), self.eps, *heads,
             )  # fmt: skip
         turn = self.rope_tables[layer.index]
         if turn is not None:
             how = (self.starts, turn.channels, turn.lengths)
             rope.forward(self.dev, qkv, turn.table, *heads, *how)
+        if reads is not None:
+            copy_columns(self.dev, to.qkv, product, product.shape[1], (0, 0))
+        if layer.cache is None:
+            self._pass_keys(layer, to.qkv)
+
+    def _pass_keys(self, layer: HalfLayer, qkv: Tensor) -> None:
+        """Leave keys and values of qkv (rows, Q) for later layers, or take those of an earlier."""
+        reads, first = layer.spec.reads, layer.spec["o"].shape[1]  # channels of queries
+        channels = qkv.shape[1] - first
+        if reads is not None:
+            copy_columns(self.dev, qkv, self.shared[reads].keys, channels, (first, 0))
+        elif layer.index in self.shared:
+            copy_columns(self.dev, self.shared[layer.index].keys, qkv, channels, (0, first))
 
     def _attend(self, ctx: LayerContext, tensors: _Tensors) -> None:
         layer, w = ctx.layer, ctx.w
@@ -244,7 +275,8 @@ class AttentionHalf:
         if layer.cache is not None:
             names = ("k", "v", "table", "lengths", "new")
             cache = [layer.cache[name] for name in names]
-            paged.store(self.dev, qkv, *cache, *heads)
+            if layer.spec.reads is None:
+                paged.store(self.dev, qkv, *cache, *heads)
             how = (*heads, mask.window, w.get("sinks"))
             paged.attend(self.dev, out, qkv, *cache, *how, scale=self.scale)
         elif "sinks" in w:
@@ -336,27 +368,29 @@ class AttentionHalf:
         """RoPE and the norms of heads backward, of d_qkv (rows, Q) as attention has made it. d_gate
         (rows, Hq * Hd): that of the gates, which the product has made too. Returns the gradient of
         the qkv product, and whether the bias's gradient is left to do."""
-        layer, w, g, by_head = ctx.layer, ctx.w, ctx.g, self._by_head(ctx.layer, d_qkv)
+        layer, w, g = ctx.layer, ctx.w, ctx.g
+        d_qkv = self._add_key_gradients(temps, layer, d_qkv)
+        by_head, heads = self._by_head(layer, d_qkv), _made_heads(layer)
         tensor_id, turn = layer.id_of("d_qkv"), self.rope_tables[layer.index]
-        heads, rstd = layer.spec.sizes["heads"], layer.saved.v_rstd
+        rstd, channels = layer.saved.v_rstd, layer.spec.sizes["heads"].channels
         alone = turn is not None and qk_raw is None and d_gate is None and rstd is None
-        if alone and rope.fuses(heads.channels, turn.channels):
+        if alone and rope.fuses(channels, turn.channels):
             out = self.operands.gradient_buffers(temps, tensor_id, d_qkv.shape, d_qkv, both=False)
             rope.backward(
-                self.dev, by_head, turn.table, *heads[:2], self.starts,
+                self.dev, by_head, turn.table, *heads, self.starts,
                 channels=turn.channels, lengths=turn.lengths, abs_max=out.abs_max,
                 d_bias=g.bias("qkv"), fp8=out.fp8,
             )  # fmt: skip
             return self.operands.finalize(temps, out), False
         if turn is not None:
             rope.backward(
-                self.dev, by_head, turn.table, *heads[:2], self.starts,
+                self.dev, by_head, turn.table, *heads, self.starts,
                 channels=turn.channels, lengths=turn.lengths,
             )  # fmt: skip
         if qk_raw is not None:
             self.qk_norm_backward(
                 self.dev, by_head, g.get("q_norm"), g.get("k_norm"), qk_raw, layer.saved.qk_rstd,
-                w["q_norm"], w["k_norm"], *heads[:2],
+                w["q_norm"], w.get("k_norm", w["q_norm"]), *heads,
             )  # fmt: skip
         d_product, keys = d_qkv, layer.spec.sizes["keys_as_values"]
         if d_gate is not None or keys:
@@ -364,10 +398,33 @@ class AttentionHalf:
             d_product = temps.enter_context(self.dev.scratch("d_qkv product", shape, d_qkv.dtype))
         if rstd is not None:
             of_values = (d_product if keys else None, by_head, self._by_head(layer, qkv), rstd)
-            value_norm.backward(self.dev, *of_values, *heads[:2])
+            value_norm.backward(self.dev, *of_values, *heads)
         if d_gate is not None:
-            attention_gate.merge(self.dev, d_product, d_qkv, d_gate, *heads[:2])
+            attention_gate.merge(self.dev, d_product, d_qkv, d_gate, *heads)
         d_product = self.operands.quantize(
             temps, tensor_id, d_product, measured=False, transposed=True
         )
         return d_product, True
+
+    def _add_key_gradients(self, temps: ExitStack, layer: HalfLayer, d_qkv: Tensor) -> Tensor:
+        """The gradient of what the layer makes itself, of d_qkv (rows, Q): that of keys and values
+        goes to the layer that makes them, where all later layers have added theirs."""
+        reads, first = layer.spec.reads, layer.spec["o"].shape[1]  # channels of queries
+        channels = d_qkv.shape[1] - first
+        if reads is None:
+            if layer.index in self.shared:
+                gradient = self.shared[layer.index].gradient
+                copy_columns(self.dev, d_qkv, gradient, channels, (first, 0), add=True)
+            return d_qkv
+        _, gradient, last = self.shared[reads]
+        copy_columns(self.dev, gradient, d_qkv, channels, (0, first), add=layer.index != last)
+        scratch = self.dev.scratch("d_queries", (d_qkv.shape[0], first), d_qkv.dtype)
+        d_queries = temps.enter_context(scratch)
+        copy_columns(self.dev, d_queries, d_qkv, first, (0, 0))
+        return d_queries
+
+
+def _made_heads(layer: HalfLayer) -> tuple[int, int]:
+    """Heads of queries and of keys that the layer makes itself."""
+    query, kv, _ = layer.spec.sizes["heads"]
+    return query, kv if layer.spec.reads is None else 0

@@ -26,7 +26,8 @@ class ModelContext(NamedTuple):
     """Objects that all halves of a model share. norms: the norms in front of halves, in forward and
     again in backward. backend: attention's, see halves/attention.directions. rope_tables: by layer,
     see halves/attention.rope_tables. inputs: the micro-step's. balance: losses of experts' routers;
-    None if nothing is trained."""
+    None if nothing is trained. layer_inputs: vectors of all layers (rows, L*P), see `per_layer.py`;
+    None without per-layer embeddings."""
 
     dev: Device
     config: ModelConfig
@@ -38,6 +39,7 @@ class ModelContext(NamedTuple):
     rope_tables: Sequence[Rotary | None]
     inputs: StepInputs
     balance: Balance | None
+    layer_inputs: Tensor | None
 
 
 class Half(Protocol):

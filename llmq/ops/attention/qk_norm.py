@@ -3,6 +3,7 @@
 Normalize the channels of every head, or wide: all query and all key channels of a token.
 """
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 from llmq.base.dtypes import F32
@@ -189,7 +190,7 @@ def backward(
         d_weight = or += sum over rows of d_row * x_hat        x_hat = rstd * raw
         offset: 1 + weight in place of weight
 
-    raw, rstd: as the forward pass kept them.
+    raw, rstd: as the forward pass kept them. Without key heads d_k_weight must be None.
 
     Cost:    two reads and one write of the query and key heads; one launch, and where a weight's
              gradient is wanted one for each, and workspace F32 (grid, width of a row).
@@ -202,9 +203,10 @@ def backward(
     if d_q_weight is None and d_k_weight is None:
         launch.run(dev, kernel, (d_qkv, None, None, *rest), writes_sums=False)
         return
+    of_keys = (launch.key_blocks, k_weight.size)
     with (
         dev.scratch("q_norm_partial", (launch.query_blocks, q_weight.size), F32) as q_partial,
-        dev.scratch("k_norm_partial", (launch.key_blocks, k_weight.size), F32) as k_partial,
+        dev.scratch("k_norm_partial", of_keys, F32) if num_kv_heads else nullcontext() as k_partial,
     ):
         launch.run(dev, kernel, (d_qkv, q_partial, k_partial, *rest))
         for target, partial in ((d_q_weight, q_partial), (d_k_weight, k_partial)):

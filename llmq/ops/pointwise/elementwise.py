@@ -23,6 +23,17 @@ MULTIPLY = Kernel(
     gpu="channels % 8, out_first % 8, a_first % 8, b_first % 8, out_columns % 8, a_columns % 8, "
     "b_columns % 8",
 )
+_COPY = (
+    "T[rows,out_columns] out, T[rows,x_columns] x, i64 rows, i32 channels, i32 out_first, "
+    "i32 x_first, i32 out_columns, i32 x_columns"
+)
+_COPIED = {
+    "where": "out_first + channels <= out_columns, x_first + channels <= x_columns",
+    "gpu": "channels % 8, out_first % 8, x_first % 8, out_columns % 8, x_columns % 8",
+}
+COPY_COLUMNS = Kernel("pointwise/elementwise.cu", "copy_columns", f"out {_COPY}", **_COPIED)
+# The same entry; declared apart because it reads what it adds to.
+ADD_COLUMNS = Kernel("pointwise/elementwise.cu", "copy_columns", f"inout {_COPY}", **_COPIED)
 CONVERT = Kernel("pointwise/elementwise.cu", "convert", "out D[*n] out, S[*n] x, i64 n")
 FILL = Kernel("pointwise/elementwise.cu", "fill", "out T[*n] x, f32 value, i64 n")
 
@@ -47,6 +58,19 @@ def multiply(
     rows, *columns = MULTIPLY.dims(out=out, a=a, b=b)
     blocks = ceil_div(rows * channels, THREADS * PER_THREAD)
     dev.launch(MULTIPLY, blocks, THREADS, (out, a, b, rows, channels, *at, *columns))
+
+
+def copy_columns(
+    dev: Device, out: Tensor, x: Tensor, channels: int, at: tuple[int, int], *, add: bool = False
+) -> None:
+    """out[r, i + c] = x[r, j + c] for all c < channels; with add: added to out, rounded to nearest.
+
+    at: (i, j). Other columns of out stay as they are.
+    """
+    kernel = ADD_COLUMNS if add else COPY_COLUMNS
+    rows, *columns = kernel.dims(out=out, x=x)
+    blocks, args = ceil_div(rows * channels, THREADS * PER_THREAD), (rows, channels, *at, *columns)
+    dev.launch(kernel, blocks, THREADS, (out, x, *args), consts={"ADD": int(add)})
 
 
 def convert(dev: Device, out: Tensor, x: Tensor) -> None:

@@ -25,6 +25,12 @@ def multiply(
     out[:, out_first : out_first + channels] = compute(x) * compute(y)
 
 
+def copy_columns(out, x, rows, channels, out_first, x_first, out_columns, x_columns, *, add):
+    """out = [out +] x, of so many columns of each from its first on, rounded to nearest."""
+    to, values = (t[:, first : first + channels] for t, first in ((out, out_first), (x, x_first)))
+    to[...] = compute(to) + compute(values) if add else values
+
+
 def convert(out, x, n):
     """out = x in out's dtype, rounded to nearest."""
     out[...] = x

@@ -54,6 +54,28 @@ def test_forward(dev, rng, shape, dtype):
     np.testing.assert_array_equal(got["qkv"][:, :, heads:], arrays["qkv"][:, :, heads:])
 
 
+def test_queries_alone(dev, rng):
+    """Without keys, the queries have the bits that they have beside some."""
+    shape = CASES["head_64"]
+    both = forward_arrays(rng, shape, BF16) | {
+        "d_q_weight": nan(64, F32),
+        "scalars": step_scalars(),
+    }
+    queries = slice(shape[2])
+    alone = both | {n: both[n][:, :, queries].copy() for n in ("qkv", "raw", "rstd")}
+
+    def call(dev, qkv, raw, rstd, q_weight, k_weight, d_q_weight, scalars):
+        heads = {"num_heads": shape[2], "num_kv_heads": shape[3] if qkv.shape[2] > 4 else 0}
+        qk_norm.forward(dev, qkv, raw, rstd, q_weight, k_weight, EPS, **heads)
+        target = Accumulator(d_q_weight, False, scalars, 0)
+        qk_norm.backward(dev, qkv, target, None, raw, rstd, q_weight, k_weight, **heads)
+
+    got, want = run(dev, call, alone), run(dev, call, both)
+    for name in ("qkv", "raw", "rstd"):
+        np.testing.assert_array_equal(got[name], want[name][:, :, queries])
+    np.testing.assert_array_equal(got["d_q_weight"], want["d_q_weight"])
+
+
 def call_backward(shape, accumulate: bool, offset: bool = False):
     def call(dev, d_q_weight, d_k_weight, scalars, **t):
         given = {"d_q_weight": d_q_weight, "d_k_weight": d_k_weight}

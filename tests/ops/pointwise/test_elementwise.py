@@ -1,10 +1,12 @@
 """Operations on each element, on a device against their references."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32
-from llmq.ops.pointwise.elementwise import add, convert, fill, multiply, scale
+from llmq.ops.pointwise.elementwise import add, convert, copy_columns, fill, multiply, scale
 from llmq.ref.pointwise.elementwise import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
@@ -54,6 +56,23 @@ def test_products_of_columns_equal_the_reference(dev, rng, dtype):
     x = plan.alloc("x", (2, 16), F32, "Weights")
     with pytest.raises(ValueError, match="multiply: "):
         multiply(plan, x, x, x, 8, (0, 0, 16))
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_copies_of_columns_equal_the_reference(dev, rng, dtype, add):
+    x, out = (rng.normal(size=(19, n)).astype(dtype.numpy) for n in (48, 40))
+    call = partial(copy_columns, channels=24, at=(8, 16), add=add)
+    arrays = {"out": out, "x": x}
+    got, want = run(dev, call, arrays), run(host_device(), call, arrays)
+    np.testing.assert_array_equal(got["out"], want["out"])
+    sums = x[:, 16:40].astype(np.float32) + (out[:, 8:32].astype(np.float32) if add else 0)
+    np.testing.assert_array_equal(want["out"][:, 8:32], sums.astype(dtype.numpy))
+    np.testing.assert_array_equal(np.delete(want["out"] - out, np.s_[8:32], axis=1), 0)
+    plan = PlanDevice(HOST_SPEC)
+    x = plan.alloc("x", (2, 16), F32, "Weights")
+    with pytest.raises(ValueError, match="copy_columns: "):
+        copy_columns(plan, x, x, 8, (0, 16), add=add)
 
 
 @pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
