@@ -40,6 +40,21 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned int (&r)[4], SharedAd
                  : "memory");
 }
 
+// Programmatic dependent launch, of a kernel that is declared so (llmq/runtime/kernel.py): the next
+// kernel of the stream may begin as soon as all blocks of this one have called start_next_kernel. It
+// reads and writes nothing that earlier kernels touch before all its threads have called
+// wait_for_earlier_kernels. Compute capability 9.0 and later; elsewhere kernels follow each other.
+__device__ __forceinline__ void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // 16 bytes of shared memory, aligned.
 __device__ __forceinline__ uint4 load_shared(SharedAddress from) {
     uint4 x;

@@ -28,6 +28,8 @@ from llmq.runtime.tuning import Choices
 
 STREAMS = ("main", "comm", "exchange", "copy", "store", "stage", "save")
 NOT_READY = 600  # cudaErrorNotReady
+PROGRAMMATIC = 90  # the least compute capability, times 10, with programmatic dependent launch
+PROGRAMMATIC_GRAPHS = 12030  # CUDA's release, from which on graphs capture it
 NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the legacy default stream
 TUNED = "matmul.json"  # file in the cache folder: tuned products and choices
 DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper events
@@ -92,6 +94,9 @@ class CudaDevice(Device):
         self._choices: Choices | None = None
         self._pool: Any = None  # CuPy's memory for array functions
         self._errors = (api.runtime.CUDARuntimeError, api.DriverError)  # of launches
+        newer = self._runtime.driverGetVersion() >= PROGRAMMATIC_GRAPHS
+        self._programmatic = newer and spec.capability >= PROGRAMMATIC
+        self._may_overlap = False  # the last operation was the launch of a programmatic kernel
 
     def _take_memory(self, spec: DeviceSpec, need: int) -> int:
         gpu = f"GPU {self.index} ({spec.name})"
@@ -122,15 +127,18 @@ class CudaDevice(Device):
     @property
     def stream(self) -> int:
         """The current stream's handle (a cudaStream_t), for libraries."""
+        self._may_overlap = False  # with work of theirs
         return self._stream
 
     # -- launches --
 
     def _launch(self, launch: Launch) -> None:
         kernel = launch.kernel
+        programmatic = kernel.programmatic and self._programmatic
+        overlaps, self._may_overlap = self._may_overlap and programmatic, programmatic
         try:
             if kernel.file.endswith(".cu"):
-                self._kernels.launch(launch, self._stream)
+                self._kernels.launch(launch, self._stream, overlaps=overlaps)
             else:
                 method = kernel.entry.removeprefix(f"{kernel.op}_")
                 getattr(self._library(kernel.op), method)(self._stream, *launch.args)
@@ -191,10 +199,12 @@ class CudaDevice(Device):
 
     def copy_bytes(self, dst: int, src: int, nbytes: int) -> None:
         """Enqueue a copy between addresses in pinned memory or on GPUs that have access."""
+        self._may_overlap = False
         with noticing(self._runtime, f"copying {nbytes} bytes"):
             self._runtime.memcpyAsync(dst, src, nbytes, self._runtime.memcpyDefault, self._stream)
 
     def zero(self, tensor: Tensor) -> None:
+        self._may_overlap = False
         self._runtime.memsetAsync(tensor.ptr, 0, tensor.nbytes, self._stream)
 
     def compute(self, fn: Callable[..., None], *tensors: Tensor) -> None:
@@ -210,6 +220,7 @@ class CudaDevice(Device):
             return cupy.ndarray(tensor.shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
 
         stream = cupy.cuda.ExternalStream(self._stream, self.index)
+        self._may_overlap = False
         with stream, cupy.cuda.using_allocator(self._pool.malloc):
             fn(cupy, *map(array, tensors))
 
@@ -236,7 +247,7 @@ class CudaDevice(Device):
     # -- order --
 
     def _switch(self, stream: str) -> None:
-        self._stream = self._streams[stream]
+        self._stream, self._may_overlap = self._streams[stream], False
         super()._switch(stream)
         if self.capturing:
             self._graphs.use_stream(stream)
@@ -250,9 +261,11 @@ class CudaDevice(Device):
         return CudaEvent(self._runtime, self._new_event(), self._waiting)
 
     def _record(self, event: CudaEvent) -> None:
+        self._may_overlap = False
         self._graphs.record(event, self._stream)
 
     def _wait(self, event: CudaEvent) -> None:
+        self._may_overlap = False
         self._graphs.wait(event, self._stream)
 
     def has_passed(self, event: CudaEvent) -> bool:
@@ -273,7 +286,9 @@ class CudaDevice(Device):
         if self.use_graphs:
             self.last_operation = f"one of graph {key[0]}"  # a replay does not call it
             enqueue = self._graphs.prepare if self._capture_only else self._graphs.run
+            self._may_overlap = False
             enqueue(key, fn, self.stack.used)
+            self._may_overlap = False
         elif not self._capture_only:
             fn()
 

@@ -120,9 +120,10 @@ class CudaKernels:
         self._loaded: dict[KernelSource, Loaded] = {}
         self._arguments: dict[Kernel, Arguments] = {}
 
-    def launch(self, launch: Launch, stream: int) -> None:
+    def launch(self, launch: Launch, stream: int, *, overlaps: bool = False) -> None:
         """Enqueue a launch on the stream (a cudaStream_t); a kernel's first use compiles and loads
-        it. Raises the api's DriverError."""
+        it. overlaps: launch the kernel, which is a programmatic one, while the kernel in front of
+        it runs. Raises the api's DriverError."""
         kernel, grid, block, args, types, consts, smem, _ = launch
         loaded = self.load(kernel, types, consts)
         loaded.allow(smem)
@@ -131,11 +132,32 @@ class CudaKernels:
             encode = partial(tensor_map, self._api.driver)
             arguments = self._arguments[kernel] = Arguments(kernel, encode)
         arguments.set(args)
-        (status,) = self._launch(
-            loaded.function, *_three(grid), *_three(block), smem, stream, arguments.address, 0
-        )
+        if overlaps:
+            config = self._overlapping(_three(grid), _three(block), smem, stream)
+            (status,) = self._api.driver.cuLaunchKernelEx(
+                config, loaded.function, arguments.address, 0
+            )
+        else:
+            (status,) = self._launch(
+                loaded.function, *_three(grid), *_three(block), smem, stream, arguments.address, 0
+            )
         if status:
             raise self._api.DriverError(status)
+
+    def _overlapping(
+        self, grid: tuple[int, int, int], block: tuple[int, int, int], smem: int, stream: int
+    ) -> Any:
+        """Return the CUlaunchConfig of a programmatic dependent launch."""
+        driver, config = self._api.driver, self._api.driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.sharedMemBytes, config.hStream = smem, driver.CUstream(stream)
+        attribute = driver.CUlaunchAttribute()
+        ids = driver.CUlaunchAttributeID
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+        return config
 
     def load(self, kernel: Kernel, types: dict[str, DType], consts: dict[str, int]) -> Loaded:
         source = KernelSource.of(kernel, types, consts)

@@ -26,7 +26,9 @@ class Kernel:
     args: the declaration (llmq/runtime/declaration.py). where: rules of sizes. gpu: further rules
     for the CUDA kernel alone. types: dtypes of type variables, such as "T=bf16, U=e4m3|e5m2"; the
     bound dtype is the compiler's -D<letter>. capability: the only compute capability, times 10,
-    with the instructions; None: all supported ones."""
+    with the instructions; None: all supported ones. programmatic: True if the kernel calls
+    start_next_kernel and wait_for_earlier_kernels (cu/ptx.cuh), so that two such kernels in a row
+    may overlap."""
 
     file: str
     entry: str
@@ -35,6 +37,7 @@ class Kernel:
     gpu: str = field(default="", kw_only=True)
     types: str = field(default="", kw_only=True)
     capability: int | None = field(default=None, kw_only=True)
+    programmatic: bool = field(default=False, kw_only=True)
     declaration: Declaration = field(init=False, compare=False, repr=False)
     _moved: tuple[tuple[int, Arg], ...] = field(init=False, compare=False, repr=False)
 

@@ -352,10 +352,12 @@ template <class F> __device__ __forceinline__ void each(F f) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    paged_store(T* __restrict__ k_cache, T* __restrict__ v_cache, const T* __restrict__ qkv,
+    paged_store(T* __restrict__ k_cache, T* __restrict__ v_cache, const T* qkv,
                 const int* __restrict__ table, const int* __restrict__ lengths,
                 const int* __restrict__ new_tokens, int n, int max_blocks, int block_size,
                 int num_heads, int num_kv_heads) {
+    start_next_kernel();
+    wait_for_earlier_kernels();
     const int columns = num_kv_heads * HEAD_DIM, vectors = columns / VECTOR;
     const int index = blockIdx.x * 256 + threadIdx.x, sequence = blockIdx.y;
     const int i = index / vectors, column = index % vectors * VECTOR;
@@ -370,13 +372,14 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    paged_attend(T* __restrict__ out, const T* __restrict__ qkv, const T* __restrict__ k_cache,
-                 const T* __restrict__ v_cache, const int* __restrict__ table,
-                 const int* __restrict__ lengths, const int* __restrict__ new_tokens, int n,
+    paged_attend(T* __restrict__ out, const T* qkv, const T* k_cache, const T* v_cache,
+                 const int* __restrict__ table, const int* __restrict__ lengths, const int* __restrict__ new_tokens, int n,
                  int max_blocks, int block_size, int num_heads, int num_kv_heads, int window,
                  float scale, const T* __restrict__ sinks) {
     extern __shared__ __align__(128) char shared[];
     __shared__ float factors[2 * ROWS];
+    start_next_kernel();
+    wait_for_earlier_kernels();
     const Block block(qkv, k_cache, v_cache, table, lengths, new_tokens, n, max_blocks, num_heads,
                       num_kv_heads, window, scale, blockIdx.x, blockIdx.y, shared, factors);
     Sums all = {}, sum;
@@ -420,13 +423,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    paged_split(float* __restrict__ partial, float* __restrict__ stats, const T* __restrict__ qkv,
-                const T* __restrict__ k_cache, const T* __restrict__ v_cache,
-                const int* __restrict__ table, const int* __restrict__ lengths,
-                const int* __restrict__ new_tokens, int n, int max_blocks, int block_size,
-                int num_heads, int num_kv_heads, int splits, int window, float scale) {
+    paged_split(float* __restrict__ partial, float* __restrict__ stats, const T* qkv,
+                const T* k_cache, const T* v_cache, const int* __restrict__ table,
+                const int* __restrict__ lengths, const int* __restrict__ new_tokens, int n,
+                int max_blocks, int block_size, int num_heads, int num_kv_heads, int splits,
+                int window, float scale) {
     extern __shared__ __align__(128) char shared[];
     __shared__ float factors[2 * ROWS];
+    start_next_kernel();
+    wait_for_earlier_kernels();
     const Block block(qkv, k_cache, v_cache, table, lengths, new_tokens, n, max_blocks, num_heads,
                       num_kv_heads, window, scale, blockIdx.y, blockIdx.z, shared, factors);
     if (block.count <= 0) { return; }
@@ -454,10 +459,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    paged_combine(T* __restrict__ out, const float* __restrict__ partial,
-                  const float* __restrict__ stats, const int* __restrict__ lengths,
-                  const int* __restrict__ new_tokens, int n, int num_heads, int splits, int window,
-                  const T* __restrict__ sinks) {
+    paged_combine(T* __restrict__ out, const float* partial, const float* stats,
+                  const int* __restrict__ lengths, const int* __restrict__ new_tokens, int n,
+                  int num_heads, int splits, int window, const T* __restrict__ sinks) {
+    start_next_kernel();
+    wait_for_earlier_kernels();
     const int head = blockIdx.x, sequence = blockIdx.y / n, i = blockIdx.y % n;
     const i64 row = (i64)blockIdx.y * num_heads + head;
     const bool idle = i >= new_tokens[sequence];

@@ -316,6 +316,8 @@ extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, FORWARD_BLOCKS)
 qk_norm_forward(T* qkv, T* __restrict__ raw, f32* __restrict__ rstd,
                 const T* __restrict__ q_weight, const T* __restrict__ k_weight, f32 eps,
                 i64 tokens, i32 num_heads, i32 num_kv_heads, i32 query_blocks) {
+    start_next_kernel();
+    wait_for_earlier_kernels();
     normalise(qkv, raw, rstd, q_weight, k_weight, eps, tokens, num_heads, num_kv_heads,
               query_blocks);
 }

@@ -143,6 +143,8 @@ extern "C" __global__ void __launch_bounds__(128)
 rope_forward(T* qkv, const f32* __restrict__ table, i64 tokens, i32 seq_length, i32 num_heads,
              i32 num_kv_heads, const i32* __restrict__ starts,
              const f32* __restrict__ lengths) {
+    start_next_kernel();
+    wait_for_earlier_kernels();
     rotate<false, false>(qkv, table, tokens, seq_length, num_heads, num_kv_heads, starts,
                          lengths);
 }

@@ -6,23 +6,33 @@
 //   all of them; of these the ones with exp(q) >= min_p
 //   token = argmax of q + noise(seed, position, id) over those kept; logprob = x - log sum exp(x)
 //
+//   scan: of each part of a row the largest l, and the largest x and its sum
+//   cut: the rank of the last id that top_k and top_p keep; draw: of each part the largest q + noise
+//   finish: the token, or of temperature 0 the id of the largest l, and the logprob
+//
 // Data     tokens: I32 (rows); logprobs: F32 (rows); logits: T (rows, padded_vocab), of which columns
 //          from vocab on count for nothing. temperature (0: the token is argmax l), top_p (1: all),
 //          min_p, repetition: F32 (rows); top_k (0: all), position: I32 (rows); seed: I64 (rows).
 //          seen: I32 (rows, (vocab + 31) / 32), bits, which get the token's; or null. A token is -1,
 //          and its logprob NaN, where a logit is NaN or infinity, or all are -infinity.
-// Launch   THREADS threads, one block for each row.
-// Cost     a row is read once for argmax l, once more for noise, and twice for top_k and for top_p
-//          each: once for a histogram of ranks, once for the ids of the bin in which the last one
-//          that is kept lies; more often where a bin has more than MOST of them. From L2, mostly.
+//          stats: F32 (rows, parts, 2), largest x (NaN: of a logit that is none) and sum of exp(x -
+//          it); largest, found: I64 (rows, parts), an l and a q + noise with their ids, in the order
+//          of largest_first; last: I64 (rows), a rank. parts = ceil(vocab / PART).
+// Launch   scan, draw: THREADS threads, grid (parts, rows). cut: THREADS threads, a block for each
+//          row. finish: 32 threads, one for each row.
+// Cost     a row is read twice, and twice more for top_k and for top_p each: once for a histogram of
+//          ranks, once for the ids of the bin in which the last one that is kept lies; more often
+//          where a bin has more than MOST of them. From L2, mostly.
 // Needs    sums of exp(q) are whole numbers of 2^-31, which atomics add in any order.
 #include "common.cuh"
+#include "ptx.cuh"
 
 #ifndef SOFTCAP
 #define SOFTCAP 0
 #endif
 
 constexpr int THREADS = 1024, N = Vec<T>::N;
+constexpr int PART = 8192;  // ids of a block, where a row has several
 constexpr int BINS = 1024, MOST = 1024;  // of a histogram, and ids that are ranked one by one
 constexpr float BINS_PER_SCORE = 32.0f;  // so that the last bin has the scores below -32
 constexpr float LARGEST = 3e38f;         // that 1 / temperature is taken for
@@ -40,6 +50,11 @@ __device__ __forceinline__ u64 largest_first(float x, int id) {
     const u32 bits = __float_as_uint(x + 0.0f);  // -0 is 0
     return (u64)(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | (u32)~id;
 }
+// The x of a place in the order of largest_first.
+__device__ __forceinline__ float number_of(u64 order) {
+    const u32 bits = order >> 32;
+    return __uint_as_float(bits >> 31 ? bits ^ 0x80000000u : ~bits);
+}
 __device__ __forceinline__ u64 block_largest(u64 x, u64* shared) {
     return block_reduce(x, shared, u64(0), [](u64 y) {
 #pragma unroll
@@ -51,6 +66,14 @@ __device__ __forceinline__ u64 block_largest(u64 x, u64* shared) {
     });
 }
 
+// Ids [first, end): a block's part of a row of logits, or all ids.
+struct Part {
+    int first, end;
+    __device__ __forceinline__ Part(int first, int end) : first(first), end(end) {}
+    __device__ __forceinline__ explicit Part(int vocab)
+        : first((int)blockIdx.x * PART), end(min(first + PART, vocab)) {}
+};
+
 // A row of logits as its request reads it. best: the largest l.
 struct Logits {
     const T* row;
@@ -58,14 +81,25 @@ struct Logits {
     int vocab;
     float repetition, best, inverse;  // of the temperature
 
+    __device__ __forceinline__ Logits(const T* rows, const int* seen, const float* repetition, int r,
+                                      int vocab, int padded_vocab)
+        : row(rows + (i64)r * padded_vocab),
+          seen(seen ? reinterpret_cast<const u32*>(seen) + (i64)r * ((vocab + 31) / 32) : nullptr),
+          vocab(vocab), repetition(repetition[r]) {}
+    // first: the largest l, in the order of largest_first.
+    __device__ __forceinline__ void scale(u64 first, float temperature) {
+        inverse = fminf(1.0f / temperature, LARGEST);
+        best = number_of(first);
+    }
+
     __device__ __forceinline__ static float capped(T logit) {
         const float x = to_f32(logit), cap = __uint_as_float(SOFTCAP);
         return SOFTCAP == 0 ? x : cap * tanhf(x / cap);
     }
-    // f(id, x, l) for the ids of this thread, ascending.
-    template <class F> __device__ __forceinline__ void each(F f) const {
+    // f(id, x, l) for the ids of this thread in a part, ascending.
+    template <class F> __device__ __forceinline__ void each(const Part& part, F f) const {
 #pragma unroll 1
-        for (int first = threadIdx.x * N; first < vocab; first += THREADS * N) {
+        for (int first = part.first + (int)threadIdx.x * N; first < part.end; first += THREADS * N) {
             const Vec<T> vector = load_vec(row + first);
             const u32 word = seen ? seen[first / 32] >> first % 32 : 0;
 #pragma unroll
@@ -73,13 +107,14 @@ struct Logits {
                 const float x = capped(vector[i]);
                 float l = x;
                 if (word >> i & 1) { l = x > 0.0f ? x / repetition : x * repetition; }
-                if (first + i < vocab) { f(first + i, x, l); }
+                if (first + i < part.end) { f(first + i, x, l); }
             }
         }
     }
-    // f(rank) for the ids of this thread up to the rank `last`.
-    template <class F> __device__ __forceinline__ void each_rank(Rank last, F f) const {
-        each([&](int id, float x, float l) {
+    // f(rank) for the ids of this thread in a part up to the rank `last`.
+    template <class F>
+    __device__ __forceinline__ void each_rank(const Part& part, Rank last, F f) const {
+        each(part, [&](int id, float x, float l) {
             const Rank rank = (u64)__float_as_uint(fabsf((l - best) * inverse)) << 32 | (u32)id;
             if (rank <= last) { f(rank); }
         });
@@ -89,7 +124,6 @@ struct Logits {
 struct Shared {
     u64 ranks[MOST], sums[32], reduction[32];
     u32 count[BINS], low[BINS], high[BINS];  // of a bin: its ids, and the two words of their weight
-    float numbers[32];
     u64 before;  // what the bins in front of the crossing weigh
     int bin, collected;
 };
@@ -124,13 +158,14 @@ __device__ __forceinline__ void find_crossing(Shared& s, u64 before, u64& target
 // those whose masses reach top_p of all, and one at least.
 __device__ __forceinline__ Rank cut(const Logits& logits, Shared& s, Rank last, u32 top_k, float top_p) {
     const int tid = threadIdx.x;
+    const Part all(0, logits.vocab);
     const auto weight = [&](Rank rank) { return top_k ? 1u : mass_of(rank); };
     u64 target = top_k, before = 0;   // ids in front of `first` weigh `before`
     Rank first = 0, end = ~Rank(0);   // the last one that is kept is in [first, end)
     for (int shift = -1;;) {          // bins have 2^shift ranks, at first equal parts of scores
         s.count[tid] = s.low[tid] = s.high[tid] = 0;
         __syncthreads();
-        logits.each_rank(last, [&](Rank rank) {
+        logits.each_rank(all, last, [&](Rank rank) {
             if (rank < first || rank >= end) { return; }
             const float part = fminf(-score_of(rank) * BINS_PER_SCORE, BINS - 1);
             const int bin = shift < 0 ? (int)part : (int)((rank - first) >> shift);
@@ -155,7 +190,7 @@ __device__ __forceinline__ Rank cut(const Logits& logits, Shared& s, Rank last, 
         shift = max(0, 64 - __clzll(end - first - 1) - 10);
         __syncthreads();  // all have read s.count
     }
-    logits.each_rank(last, [&](Rank rank) {
+    logits.each_rank(all, last, [&](Rank rank) {
         if (rank >= first && rank < end) { s.ranks[atomicAdd(&s.collected, 1)] = rank; }
     });
     __syncthreads();
@@ -175,21 +210,19 @@ __device__ __forceinline__ float noise(u32 seed, u64 high, u32 id) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sample_choose(int* __restrict__ tokens, float* __restrict__ logprobs,
-                  const T* __restrict__ rows, const float* __restrict__ temperature,
-                  const int* __restrict__ top_k, const float* __restrict__ top_p,
-                  const float* __restrict__ min_p, const float* __restrict__ repetition,
-                  const i64* __restrict__ seeds, const int* __restrict__ positions,
-                  int* __restrict__ seen, int vocab, int padded_vocab) {
-    __shared__ Shared s;
-    const int r = blockIdx.x, tid = threadIdx.x;
-    u32* const bits = seen ? reinterpret_cast<u32*>(seen) + (i64)r * ((vocab + 31) / 32) : nullptr;
-    Logits logits = {rows + (i64)r * padded_vocab, bits, vocab, repetition[r]};
-
+    sample_scan(float* __restrict__ stats, i64* __restrict__ largest, const T* rows,
+                const float* __restrict__ repetition, const int* seen, int vocab, int padded_vocab,
+                int parts) {
+    start_next_kernel();
+    __shared__ float numbers[32];
+    __shared__ u64 reduction[32];
+    wait_for_earlier_kernels();
+    const int r = blockIdx.y;
+    const Logits logits(rows, seen, repetition, r, vocab, padded_vocab);
     float top = -INFINITY, sum = 0.0f;
     u64 first = 0;
     bool wrong = false;
-    logits.each([&](int id, float x, float l) {
+    logits.each(Part(vocab), [&](int id, float x, float l) {
         wrong |= !(x < INFINITY);
         if (x > top) {
             sum *= expf(top - x);
@@ -200,44 +233,109 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         first = own > first ? own : first;
     });
     wrong = __syncthreads_or(wrong);
-    const float largest = block_max(top, s.numbers);
-    sum = block_sum(top > -INFINITY ? sum * expf(top - largest) : 0.0f, s.numbers);
-    if (wrong || largest == -INFINITY) {
-        if (tid == 0) { tokens[r] = -1, logprobs[r] = __uint_as_float(0x7FC00000u); }
-        return;
+    const float most = block_max(top, numbers);
+    sum = block_sum(top > -INFINITY ? sum * expf(top - most) : 0.0f, numbers);
+    first = block_largest(first, reduction);
+    if (threadIdx.x == 0) {
+        const i64 at = (i64)r * parts + blockIdx.x;
+        store_two(stats + 2 * at, wrong ? __uint_as_float(0x7FC00000u) : most, sum);
+        largest[at] = first;
     }
-    first = block_largest(first, s.reduction);
-    if (temperature[r] != 0.0f) {
-        logits.inverse = fminf(1.0f / temperature[r], LARGEST);
-        const u32 order = first >> 32;
-        logits.best = __uint_as_float(order >> 31 ? order ^ 0x80000000u : ~order);
-        Rank last = ~Rank(0);
+}
+
+// The largest of all parts of a row.
+__device__ __forceinline__ u64 largest_of(const i64* found, int r, int parts) {
+    u64 most = 0;
+    for (int i = 0; i < parts; ++i) {
+        const u64 other = found[(i64)r * parts + i];
+        most = other > most ? other : most;
+    }
+    return most;
+}
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sample_cut(i64* __restrict__ last, const T* rows, const i64* largest,
+               const float* __restrict__ temperature, const int* __restrict__ top_k,
+               const float* __restrict__ top_p, const float* __restrict__ repetition,
+               const int* seen, int vocab, int padded_vocab, int parts) {
+    start_next_kernel();
+    __shared__ Shared s;
+    wait_for_earlier_kernels();
+    const int r = blockIdx.x;
+    const u64 first = largest_of(largest, r, parts);
+    Rank kept = ~Rank(0);
+    if (temperature[r] != 0.0f && number_of(first) > -INFINITY && number_of(first) < INFINITY) {
+        Logits logits(rows, seen, repetition, r, vocab, padded_vocab);
+        logits.scale(first, temperature[r]);
 #pragma unroll 1  // one copy of the code
         for (int by_mass = 0; by_mass < 2; ++by_mass) {
             const u32 most = by_mass ? 0 : top_k[r];
             const float share = by_mass ? top_p[r] : 1.0f;
-            if (most > 0 || share < 1.0f) { last = cut(logits, s, last, most, share); }
+            if (most > 0 || share < 1.0f) { kept = cut(logits, s, kept, most, share); }
         }
+    }
+    if (threadIdx.x == 0) { last[r] = kept; }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sample_draw(i64* __restrict__ found, const T* rows, const i64* largest, const i64* last,
+                const float* __restrict__ temperature, const float* __restrict__ min_p,
+                const float* __restrict__ repetition, const i64* __restrict__ seeds,
+                const int* __restrict__ positions, const int* seen, int vocab, int padded_vocab,
+                int parts) {
+    start_next_kernel();
+    __shared__ u64 reduction[32];
+    wait_for_earlier_kernels();
+    const int r = blockIdx.y;
+    const u64 first = largest_of(largest, r, parts);
+    u64 own = first;  // of temperature 0
+    if (temperature[r] != 0.0f) {
+        Logits logits(rows, seen, repetition, r, vocab, padded_vocab);
+        logits.scale(first, temperature[r]);
         const u32 lower = (u64)seeds[r], upper = (u64)seeds[r] >> 32, position = positions[r];
         const u32 seed = mix_word(mix_word(mix_word(0, lower), upper), position);
         const u64 high = mix_word(mix_word(mix_word(0, position), upper), lower);
         const float least = fminf(min_p[r], 1.0f);
         float most = -INFINITY;
-        u64 own = 0;
-        logits.each_rank(last, [&](Rank rank) {
+        own = 0;
+        logits.each_rank(Part(vocab), last[r], [&](Rank rank) {
             const float q = score_of(rank);
             if (q + MOST_NOISE < most || expf(q) < least) { return; }
             const float x = q + noise(seed, high, (u32)rank);
             most = fmaxf(most, x);
-            const u64 found = largest_first(x, (u32)rank);
-            own = found > own ? found : own;
+            const u64 other = largest_first(x, (u32)rank);
+            own = other > own ? other : own;
         });
-        first = block_largest(own, s.reduction);
+        own = block_largest(own, reduction);
     }
-    if (tid == 0) {
-        const u32 token = ~(u32)first;
-        tokens[r] = token;
-        logprobs[r] = Logits::capped(logits.row[token]) - (largest + logf(sum));
-        if (bits) { bits[token / 32] |= 1u << token % 32; }
+    if (threadIdx.x == 0) { found[(i64)r * parts + blockIdx.x] = own; }
+}
+
+extern "C" __global__ void __launch_bounds__(32)
+    sample_finish(int* __restrict__ tokens, float* __restrict__ logprobs, const T* rows,
+                  const float* stats, const i64* found, int* seen, int rows_count, int vocab,
+                  int padded_vocab, int parts) {
+    start_next_kernel();
+    wait_for_earlier_kernels();
+    const int r = blockIdx.x * 32 + threadIdx.x;
+    if (r >= rows_count) { return; }
+    float top = -INFINITY, sum = 0.0f;
+    bool wrong = false;
+    for (int i = 0; i < parts; ++i) {
+        const float2 part = load_two(stats + 2 * ((i64)r * parts + i));
+        wrong |= !(part.x < INFINITY);
+        const float most = fmaxf(top, part.x), base = most > -INFINITY ? most : 0.0f;
+        sum = sum * expf(top - base) + part.y * expf(part.x - base);
+        top = most;
+    }
+    if (wrong || top == -INFINITY) {
+        tokens[r] = -1, logprobs[r] = __uint_as_float(0x7FC00000u);
+        return;
+    }
+    const u32 token = ~(u32)largest_of(found, r, parts);
+    tokens[r] = token;
+    logprobs[r] = Logits::capped(rows[(i64)r * padded_vocab + token]) - (top + logf(sum));
+    if (seen) {
+        u32* bits = reinterpret_cast<u32*>(seen) + (i64)r * ((vocab + 31) / 32);
+        bits[token / 32] |= 1u << token % 32;
     }
 }

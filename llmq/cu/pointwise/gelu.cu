@@ -48,6 +48,8 @@ __device__ __forceinline__ i64 offset(int i) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 gelu_forward(T* out, const T* x, i64 n, f32* abs_max) {
+    start_next_kernel();
+    wait_for_earlier_kernels();
     u32 largest = 0;
     uint4 in[VECTORS];
 #pragma unroll

@@ -177,6 +177,8 @@ norm_forward(T* __restrict__ out, f32* __restrict__ mean, f32* __restrict__ rstd
              const T* __restrict__ x, const T* __restrict__ weight, const T* __restrict__ bias,
              f32 eps, i64 rows, i32 C, f32* abs_max, Q* __restrict__ codes,
              const f32* __restrict__ scale, i32* saturated) {
+    start_next_kernel();
+    wait_for_earlier_kernels();
     forward<NONE, !CENTRED && !CODES>(nullptr, out, mean, rstd, x, nullptr, weight, bias, eps, rows,
                                       C, abs_max, codes, scale, saturated);
 }
@@ -187,6 +189,8 @@ norm_forward_residual(T* residual_out, T* __restrict__ out, f32* __restrict__ me
                       const T* __restrict__ weight, const T* __restrict__ bias, f32 eps, i64 rows,
                       i32 C, f32* abs_max, Q* __restrict__ codes, const f32* __restrict__ scale,
                       i32* saturated) {
+    start_next_kernel();
+    wait_for_earlier_kernels();
     forward<BEFORE, !CODES>(residual_out, out, mean, rstd, residual, branch, weight, bias, eps,
                             rows, C, abs_max, codes, scale, saturated);
 }
@@ -195,6 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_THREADS / THREADS)
 norm_post(T* out, f32* __restrict__ rstd, const T* __restrict__ x, const T* residual,
           const T* __restrict__ weight, f32 eps, i64 rows, i32 C, f32* abs_max,
           Q* __restrict__ codes, const f32* __restrict__ scale, i32* saturated) {
+    start_next_kernel();
+    wait_for_earlier_kernels();
 #if !CENTRED
     forward<AFTER, !CODES>(nullptr, out, nullptr, rstd, x, residual, weight, nullptr, eps, rows, C,
                            abs_max, codes, scale, saturated);

@@ -95,6 +95,8 @@ struct Place {
 extern "C" __global__ void __launch_bounds__(THREADS)
 swiglu_forward(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows, i32 F,
                f32* abs_max) {
+    start_next_kernel();
+    wait_for_earlier_kernels();
     u32 largest = 0;
     uint4 up[VECTORS], gate[VECTORS];
 #pragma unroll

@@ -8,52 +8,65 @@
 //          modules, decoded to BF16. skinny_mxfp4: all of b as MXFP4 codes. starts: I32 (E + 1),
 //          null where E = 1: rows [starts[e], starts[e + 1]) of a are multiplied by the e-th N rows
 //          of b, with the e-th N of bias.
-// Launch   32 WARPS threads, a block for each FEATURES rows of b; TILES: of 8 rows of a. The tensor
-//          cores have b on the left, so that rows of a are columns. Warps take every eighth 64
-//          elements of K; their sums are added one warp after the other.
-//          Those of codes: grid (blocks, E); 128 elements of K, and any M.
-// Cost     memory: b once, in 16-byte loads past L1; a from L1 and L2 for each block.
-// Needs    sm_80; K a multiple of 8; M <= 8 TILES. A sum's order follows from K alone, not from M, N
-//          or the other rows.
+// Launch   32 WARPS threads, a block for each FEATURES = 8 TILES rows of b. Warps take every eighth
+//          64 elements of K; their sums are added one warp after the other.
+//          Those of codes: TILES = 2, grid (blocks, E); 128 elements of K, and any M.
+// Cost     memory: b once, in 16-byte loads past L1; a from L1 and L2 for each block. The first loads
+//          of b are in flight while the kernel in front of this one still runs.
+// Needs    sm_80; K a multiple of 8; M <= ROWS. b, codes and scales are written by no kernel that is
+//          launched programmatically. A sum's order follows from K alone, not from M, N or the other
+//          rows.
 #include "common.cuh"
 #include "ptx.cuh"
 #include "quantize/four_bits.cuh"
 
 #ifndef TILES
-#define TILES 1
+#define TILES 2
 #endif
 
-constexpr int WARPS = 8, FEATURES = 16, COLUMNS = 8 * TILES;
-constexpr int CHUNK = 64;  // elements of K at a time: of each row two vectors a lane
+constexpr int WARPS = 8, ROWS = 16, FEATURES = 8 * TILES;
+constexpr int CHUNK = 64;         // elements of K at a time: of each row two vectors a lane
 constexpr int CODED_CHUNK = 128;  // of codes: one vector a lane
-constexpr int AHEAD = 4, CODED_AHEAD = 3;   // chunks that are on their way
+constexpr int AHEAD = 4 / TILES, CODED_AHEAD = 3;  // chunks that are on their way
+constexpr int STRIDE = WARPS * CHUNK, CODED_STRIDE = WARPS * CODED_CHUNK;
 constexpr int PITCH = FEATURES + 1;
-
-// Two rows' elements of a chunk: vectors k and 32 + k behind its first element.
-struct Fragment {
-    uint4 rows[2][2];
-};
 
 __device__ __forceinline__ uint4 zeros() { return make_uint4(0, 0, 0, 0); }
 
-using Sums = float[TILES][4];
+// Rows m and m + 8 of a, at eight elements of K, which lane t has four at a time of both operands.
+struct Left {
+    uint4 low, high;
+    __device__ __forceinline__ Left(const bf16* a, int m, int end, int k, int K)
+        : low(load(a, m, end, k, K)), high(load(a, m + 8, end, k, K)) {}
+    static __device__ __forceinline__ uint4 load(const bf16* a, int m, int end, int k, int K) {
+        if (m >= end || k >= K) { return zeros(); }
+        return *reinterpret_cast<const uint4*>(a + (i64)m * K + k);
+    }
+    __device__ __forceinline__ void multiply(float (&sum)[4], const uint4& b) const {
+        const u32 one[4] = {low.x, high.x, low.y, high.y};
+        const u32 two[4] = {low.z, high.z, low.w, high.w};
+        mma_m16n8k16_bf16(sum, one, b.x, b.y);
+        mma_m16n8k16_bf16(sum, two, b.z, b.w);
+    }
+};
 
-// Columns first + [0, FEATURES) of out, up to the column `end`: what all warps have summed, and what
-// is added.
+using Sums = float[TILES][4];  // of each tile of eight rows of b
+
+// Columns first + [0, FEATURES) of out, up to the column `end`: the sums of all warps, and what is
+// added.
 __device__ __forceinline__ void finish(const Sums& sum, D* out, const D* bias, const D* addend, int M,
                                        int N, int first, int end, float alpha) {
-    __shared__ float sums[WARPS][COLUMNS * PITCH];
+    __shared__ float sums[WARPS][ROWS * PITCH];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int m = tile * 8 + 2 * t + i % 2, n = g + i / 2 * 8;
-            sums[warp][m * PITCH + n] = sum[tile][i];
+            sums[warp][(g + i / 2 * 8) * PITCH + tile * 8 + 2 * t + i % 2] = sum[tile][i];
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < COLUMNS * FEATURES; i += 32 * WARPS) {
+    for (int i = threadIdx.x; i < ROWS * FEATURES; i += 32 * WARPS) {
         const int m = i / FEATURES, n = i % FEATURES;
         if (m >= M || first + n >= end) { continue; }
         float total = 0.0f;
@@ -67,53 +80,50 @@ __device__ __forceinline__ void finish(const Sums& sum, D* out, const D* bias, c
     }
 }
 
+// A lane's elements of a chunk of TILES rows of b: vectors k and 32 + k behind the first element.
+struct Right {
+    uint4 rows[TILES][2];
+};
+
+// a, addend: written by the kernel in front of this one, so that no load of these is one of constants.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    skinny(D* __restrict__ out, const bf16* __restrict__ a, const bf16* __restrict__ b,
-           const D* __restrict__ bias, const D* __restrict__ addend, int M, int N, int K,
-           float alpha) {
+    skinny(D* out, const bf16* a, const bf16* __restrict__ b, const D* __restrict__ bias,
+           const D* addend, int M, int N, int K, float alpha) {
+    start_next_kernel();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int first = blockIdx.x * FEATURES;
     const auto load = [&](int k) {
-        Fragment x;
+        Right x;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        for (int r = 0; r < TILES; ++r) {
             const int n = first + 8 * r + g;
             const bf16* row = b + (i64)n * K;
 #pragma unroll
             for (int v = 0; v < 2; ++v) {
                 const int at = k + 32 * v + 8 * t;
-                const bool there = n < N && at < K;
-                x.rows[r][v] = there ? __ldcs(reinterpret_cast<const uint4*>(row + at)) : zeros();
+                const bool valid = n < N && at < K;
+                x.rows[r][v] = valid ? __ldcs(reinterpret_cast<const uint4*>(row + at)) : zeros();
             }
         }
         return x;
     };
-    Sums sum = {};
-    for (int start = warp * CHUNK; start < K; start += AHEAD * WARPS * CHUNK) {
-        Fragment left[AHEAD];
+    Right right[AHEAD];
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) { left[i] = load(start + i * WARPS * CHUNK); }
+    for (int i = 0; i < AHEAD; ++i) { right[i] = load(warp * CHUNK + i * STRIDE); }
+    wait_for_earlier_kernels();
+    Sums sum = {};
+    for (int start = warp * CHUNK; start < K; start += AHEAD * STRIDE) {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            const int k = start + i * WARPS * CHUNK;
+            const int k = start + i * STRIDE;
             if (k >= K) { break; }
+            const Right x = right[i];
+            right[i] = load(k + AHEAD * STRIDE);
 #pragma unroll
             for (int v = 0; v < 2; ++v) {
-                const int at = k + 32 * v + 8 * t;
-                const uint4 low = left[i].rows[0][v], high = left[i].rows[1][v];
+                const Left left(a, g, M, k + 32 * v + 8 * t, K);
 #pragma unroll
-                for (int tile = 0; tile < TILES; ++tile) {
-                    const int m = tile * 8 + g;
-                    uint4 x = zeros();
-                    if (m < M && at < K) {
-                        x = __ldg(reinterpret_cast<const uint4*>(a + (i64)m * K + at));
-                    }
-                    // Lane t has the same four elements of K of both operands.
-                    const u32 one[4] = {low.x, high.x, low.y, high.y};
-                    const u32 two[4] = {low.z, high.z, low.w, high.w};
-                    mma_m16n8k16_bf16(sum[tile], one, x.x, x.y);
-                    mma_m16n8k16_bf16(sum[tile], two, x.z, x.w);
-                }
+                for (int r = 0; r < TILES; ++r) { left.multiply(sum[r], x.rows[r][v]); }
             }
         }
     }
@@ -122,13 +132,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 
 // Pairs of BF16 of eight codes, of which a byte has two.
 template <bool HIGH_FIRST>
-__device__ __forceinline__ void decode(u32 (&pairs)[4], u32 word, const float* table, float scale) {
+__device__ __forceinline__ uint4 decode(u32 word, const float* table, float scale) {
+    u32 pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const u32 low = word >> 8 * i & 15, high = word >> (8 * i + 4) & 15;
         const float one = table[HIGH_FIRST ? high : low], two = table[HIGH_FIRST ? low : high];
         pairs[i] = to_pair(one * scale, two * scale);
     }
+    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
 // A lane's 32 codes of two rows of b, and the codes of their scales.
@@ -179,42 +191,37 @@ __device__ __forceinline__ void multiply_codes(D* out, const bf16* a, const u8* 
         }
         return x;
     };
-    for (int top = span.begin; top < span.end; top += COLUMNS) {
-        Sums sum = {};
-        for (int start = warp * CODED_CHUNK + 32 * t; start - 32 * t < K;
-             start += CODED_AHEAD * WARPS * CODED_CHUNK) {
-            Codes left[CODED_AHEAD];
+    Codes right[CODED_AHEAD];
+    const int own = warp * CODED_CHUNK + 32 * t;
+    const auto begin = [&] {
 #pragma unroll
-            for (int i = 0; i < CODED_AHEAD; ++i) { left[i] = load(start + i * WARPS * CODED_CHUNK); }
+        for (int i = 0; i < CODED_AHEAD; ++i) { right[i] = load(own + i * CODED_STRIDE); }
+    };
+    begin();
+    wait_for_earlier_kernels();
+    for (int top = span.begin; top < span.end; top += ROWS) {
+        Sums sum = {};
+        if (top > span.begin) { begin(); }
+        for (int start = own; start - 32 * t < K; start += CODED_AHEAD * CODED_STRIDE) {
 #pragma unroll
             for (int i = 0; i < CODED_AHEAD; ++i) {
-                const int k = start + i * WARPS * CODED_CHUNK;
+                const int k = start + i * CODED_STRIDE;
                 if (k - 32 * t >= K) { break; }
+                const Codes x = right[i];
+                right[i] = load(k + CODED_AHEAD * CODED_STRIDE);
                 float scale[2];
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const bool valid = b.there[r] && k < K;
-                    scale[r] = valid ? scale_of(r, k, left[i].scales[r]) : 0.0f;
+                    scale[r] = valid ? scale_of(r, k, x.scales[r]) : 0.0f;
                 }
 #pragma unroll
                 for (int w = 0; w < 4; ++w) {
-                    const auto word = [&](int r) {
-                        return reinterpret_cast<const u32*>(&left[i].codes[r])[w];
-                    };
-                    u32 low[4], high[4];
-                    decode<HIGH_FIRST>(low, word(0), table, scale[0]);
-                    decode<HIGH_FIRST>(high, word(1), table, scale[1]);
+                    const Left left(a, top + g, span.end, k + 8 * w, K);
 #pragma unroll
-                    for (int tile = 0; tile < TILES; ++tile) {
-                        const int m = top + tile * 8 + g;
-                        uint4 x = zeros();
-                        if (m < span.end && k < K) {
-                            x = __ldg(reinterpret_cast<const uint4*>(a + (i64)m * K + k + 8 * w));
-                        }
-                        const u32 one[4] = {low[0], high[0], low[1], high[1]};
-                        const u32 two[4] = {low[2], high[2], low[3], high[3]};
-                        mma_m16n8k16_bf16(sum[tile], one, x.x, x.y);
-                        mma_m16n8k16_bf16(sum[tile], two, x.z, x.w);
+                    for (int r = 0; r < 2; ++r) {
+                        const u32 word = reinterpret_cast<const u32*>(&x.codes[r])[w];
+                        left.multiply(sum[r], decode<HIGH_FIRST>(word, table, scale[r]));
                     }
                 }
             }
@@ -228,13 +235,14 @@ __device__ __forceinline__ void multiply_codes(D* out, const bf16* a, const u8* 
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    skinny_nf4(D* __restrict__ out, const bf16* __restrict__ a, const u8* __restrict__ codes,
+    skinny_nf4(D* out, const bf16* a, const u8* __restrict__ codes,
                const u8* __restrict__ scale_codes, const float* __restrict__ groups,
                const float* __restrict__ mean, const float* __restrict__ levels,
-               const D* __restrict__ bias, const D* __restrict__ addend,
-               const int* __restrict__ starts, int M, int N, int K, int E, int first, int rows,
-               int modules, float alpha) {
+               const D* __restrict__ bias, const D* addend, const int* starts, int M, int N, int K,
+               int E, int first, int rows, int modules, float alpha) {
     __shared__ float table[16], scale_levels[GROUP];
+    start_next_kernel();
+    if (starts) { wait_for_earlier_kernels(); }
     const Span span(starts, M);
     if (span.begin == span.end) { return; }
     if (threadIdx.x < 16) { table[threadIdx.x] = LEVELS[threadIdx.x]; }
@@ -242,30 +250,31 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     __syncthreads();
     const TwoRows b(rows);
     const int of_module = E * rows / modules, blocks = K / BLOCK;  // rows, and blocks of a row
-    const i64 of_groups = ((i64)of_module * blocks + GROUP - 1) / GROUP;
-    const float* group[2];
+    const int of_groups = (int)(((i64)of_module * blocks + GROUP - 1) / GROUP);
     float means[2];
-    i64 block[2];  // the row's first one in its module
+    int group[2], block[2];  // the first ones of the module, and of the row in it
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const i64 module = b.row[r] / of_module;
-        group[r] = groups + module * of_groups;
+        const int module = (int)(b.row[r] / of_module);
+        group[r] = module * of_groups;
         means[r] = mean[module];
-        block[r] = (b.row[r] - module * of_module) * blocks;
+        block[r] = ((int)b.row[r] - module * of_module) * blocks;
     }
     const auto scale_of = [&](int r, int k, u8 code) {
-        return scale_levels[code] * group[r][(block[r] + k / BLOCK) / GROUP] + means[r];
+        const int at = group[r] + (block[r] + k / BLOCK) / GROUP;
+        return scale_levels[code] * groups[at] + means[r];
     };
     multiply_codes<true, BLOCK>(out, a, codes, scale_codes, bias, addend, span, b, N, K, first, rows,
                                 alpha, table, scale_of);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    skinny_mxfp4(D* __restrict__ out, const bf16* __restrict__ a, const u8* __restrict__ codes,
-                 const u8* __restrict__ exponents, const D* __restrict__ bias,
-                 const D* __restrict__ addend, const int* __restrict__ starts, int M, int N, int K,
-                 int E, float alpha) {
+    skinny_mxfp4(D* out, const bf16* a, const u8* __restrict__ codes,
+                 const u8* __restrict__ exponents, const D* __restrict__ bias, const D* addend,
+                 const int* starts, int M, int N, int K, int E, float alpha) {
     __shared__ float table[16];
+    start_next_kernel();
+    if (starts) { wait_for_earlier_kernels(); }
     const Span span(starts, M);
     if (span.begin == span.end) { return; }
     if (threadIdx.x < 16) { table[threadIdx.x] = level_of(threadIdx.x); }

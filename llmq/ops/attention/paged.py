@@ -31,13 +31,18 @@ _PARTS = "[sequences,n,num_heads,splits,{}]"
 _PARTIAL, _STATS = f"f32{_PARTS.format('Vd')} partial", f"f32{_PARTS.format('2')} stats"
 _WHERE = "num_kv_heads >= 1, num_heads % num_kv_heads"
 _GPU = f"Hd <= {MAX_LATENT_DIM}, Hd % 8"
-_RULES = {"where": f"{_WHERE}, Vd <= Hd", "gpu": f"{_GPU}, Vd % 8"}
+_RULES = {
+    "where": f"{_WHERE}, Vd <= Hd",
+    "gpu": f"{_GPU}, Vd % 8",
+    "programmatic": True,
+}
 STORE = Kernel(
     "attention/paged.cu",
     "paged_store",
     f"sparse inout {_CACHE} k_cache, sparse inout {_CACHE}? v_cache, {_QKV}, {_TABLE}, {_SIZES}",
     where=_WHERE,
     gpu=_GPU,
+    programmatic=True,
 )
 ATTEND = Kernel(
     "attention/paged.cu",
@@ -56,6 +61,7 @@ COMBINE = Kernel(
     "paged_combine",
     f"{_OUT}, {_PARTIAL}, {_STATS}, i32[sequences] lengths, i32[sequences] new, i32 n, "
     "i32 num_heads, i32 splits, i32 window, T[num_heads]? sinks",
+    programmatic=True,
 )
 
 

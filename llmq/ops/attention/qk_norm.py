@@ -39,6 +39,7 @@ def _declared(wide: bool) -> tuple[Kernel, Kernel]:
             "qk_norm_forward",
             f"inout {qkv} qkv, out {raw} raw, out {rstd}, {weights}, f32 eps, {sizes}",
             gpu=gpu,
+            programmatic=True,
         ),
         Kernel(
             "attention/qk_norm.cu",

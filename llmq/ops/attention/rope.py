@@ -36,6 +36,7 @@ ROPE_FORWARD = Kernel(
     f"inout {_HEADS} qkv, {_TABLE}, {_SIZES}, {_STARTS}",
     where="seq_length <= P",
     gpu=_GPU,
+    programmatic=True,
 )
 ROPE_BACKWARD = Kernel(
     "attention/rope.cu",

@@ -4,20 +4,50 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmq.base.dtypes import F32, I64
 from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel
+from llmq.runtime.kernel import Kernel, ceil_div
 
-THREADS = 1024
+THREADS, FINISHED = 1024, 32  # threads of a block; of the last kernel, rows
+PART = 8192  # ids of a row's part
 
-CHOOSE = Kernel(
+_ROWS = "T[rows,padded_vocab] logits"
+_SEEN = "i32[rows,(vocab + 31) // 32]? seen"
+_SIZES = "i32 vocab, i32 padded_vocab, i32 parts"
+_RULES = {
+    "where": "vocab >= 1, vocab <= padded_vocab",
+    "gpu": "padded_vocab % vector_T",
+    "programmatic": True,
+}
+SCAN = Kernel(
     "loss/sample.cu",
-    "sample_choose",
-    "out i32[rows] tokens, out f32[rows] logprobs, T[rows,padded_vocab] logits, "
-    "f32[rows] temperature, i32[rows] top_k, f32[rows] top_p, f32[rows] min_p, "
-    "f32[rows] repetition, i64[rows] seed, i32[rows] position, "
-    "inout i32[rows,(vocab + 31) // 32]? seen, i32 vocab, i32 padded_vocab",
-    where="padded_vocab % vector_T, vocab >= 1, vocab <= padded_vocab",
+    "sample_scan",
+    f"out f32[rows,parts,2] stats, out i64[rows,parts] largest, {_ROWS}, f32[rows] repetition, "
+    f"{_SEEN}, {_SIZES}",
+    **_RULES,
+)
+CUT = Kernel(
+    "loss/sample.cu",
+    "sample_cut",
+    f"out i64[rows] last, {_ROWS}, i64[rows,parts] largest, f32[rows] temperature, "
+    f"i32[rows] top_k, f32[rows] top_p, f32[rows] repetition, {_SEEN}, {_SIZES}",
+    **_RULES,
+)
+DRAW = Kernel(
+    "loss/sample.cu",
+    "sample_draw",
+    f"out i64[rows,parts] found, {_ROWS}, i64[rows,parts] largest, i64[rows] last, "
+    "f32[rows] temperature, f32[rows] min_p, f32[rows] repetition, i64[rows] seed, "
+    f"i32[rows] position, {_SEEN}, {_SIZES}",
+    **_RULES,
+)
+FINISH = Kernel(
+    "loss/sample.cu",
+    "sample_finish",
+    f"out i32[rows] tokens, out f32[rows] logprobs, {_ROWS}, f32[rows,parts,2] stats, "
+    f"i64[rows,parts] found, inout {_SEEN}, i32 rows, {_SIZES}",
+    **_RULES,
 )
 
 
@@ -64,10 +94,28 @@ def choose(
 
     A row depends on its own logits and request alone. Requests are not checked.
 
-    Cost:    the logits are read two times for a draw, once for temperature 0, and two times more
-             for each of top_k and top_p, mostly from L2; one thread block a row.
+    Cost:    the logits are read two times, and two times more for each of top_k and top_p, mostly
+             from L2; four launches. Scratch: 32 bytes for each row and PART ids.
     """
-    rows, padded_vocab = CHOOSE.dims(logits=logits)
+    rows, padded_vocab = SCAN.dims(logits=logits)
     consts = {} if softcap is None else {"SOFTCAP": int(np.float32(softcap).view(np.uint32))}
-    args = (tokens, logprobs, logits, *requests, seen, vocab_size, padded_vocab)
-    dev.launch(CHOOSE, rows, THREADS, args, consts=consts)
+    parts = ceil_div(vocab_size, PART)
+    sizes = (vocab_size, padded_vocab, parts)
+    its, grid = requests, (parts, rows)
+    with (
+        dev.scratch("sample_stats", (rows, parts, 2), F32) as stats,
+        dev.scratch("sample_largest", (rows, parts), I64) as largest,
+        dev.scratch("sample_found", (rows, parts), I64) as found,
+        dev.scratch("sample_last", (rows,), I64) as last,
+    ):
+        args = (stats, largest, logits, its.repetition, seen, *sizes)
+        dev.launch(SCAN, grid, THREADS, args, consts=consts)
+        filters = (its.temperature, its.top_k, its.top_p, its.repetition)
+        dev.launch(
+            CUT, rows, THREADS, (last, logits, largest, *filters, seen, *sizes), consts=consts
+        )
+        draws = (its.temperature, its.min_p, its.repetition, its.seed, its.position)
+        args = (found, logits, largest, last, *draws, seen, *sizes)
+        dev.launch(DRAW, grid, THREADS, args, consts=consts)
+        args = (tokens, logprobs, logits, stats, found, seen, rows, *sizes)
+        dev.launch(FINISH, ceil_div(rows, FINISHED), FINISHED, args, consts=consts)

@@ -25,6 +25,7 @@ FORWARD = Kernel(
     "gelu_forward",
     "out T[*n] out, T[*n] x, i64 n, inout f32[1]? abs_max",
     gpu="n % vector_T",
+    programmatic=True,
 )
 BACKWARD = Kernel(
     "pointwise/gelu.cu",

@@ -28,6 +28,7 @@ NORM_FORWARD = Kernel(
     "out T[rows,C]? out, out f32[rows]? mean, out f32[rows] rstd, T[rows,C] x, T[C] weight, "
     f"T[C]? bias, f32 eps, i64 rows, i32 C, {ROW_ARGS}",
     gpu=ROW_LIMITS,
+    programmatic=True,
 )
 NORM_FORWARD_RESIDUAL = Kernel(
     "pointwise/norm.cu",
@@ -36,6 +37,7 @@ NORM_FORWARD_RESIDUAL = Kernel(
     "T[rows,C] residual, T[rows,C] branch, T[C] weight, T[C]? bias, f32 eps, i64 rows, i32 C, "
     + ROW_ARGS,
     gpu=ROW_LIMITS,
+    programmatic=True,
 )
 NORM_POST = Kernel(
     "pointwise/norm.cu",
@@ -43,6 +45,7 @@ NORM_POST = Kernel(
     "out T[rows,C]? out, out f32[rows] rstd, T[rows,C] x, T[rows,C]? residual, T[C] weight, "
     f"f32 eps, i64 rows, i32 C, {ROW_ARGS}",
     gpu=ROW_LIMITS,
+    programmatic=True,
 )
 NORM_BACKWARD = Kernel(
     "pointwise/norm.cu",

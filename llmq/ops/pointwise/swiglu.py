@@ -30,6 +30,7 @@ FORWARD = Kernel(
     "swiglu_forward",
     "out T[*rows,F] out, T[*rows,2*F] up_gate, i64 rows, i32 F, inout f32[1]? abs_max",
     gpu="F % vector_T",
+    programmatic=True,
 )
 BACKWARD = Kernel(
     "pointwise/swiglu.cu",

@@ -10,11 +10,11 @@ from llmq.runtime.cost import Cost, product_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
-MOST_ROWS = 16
+MOST_ROWS = 16  # of a, in a block
 MOST_CODED_ROWS = 64  # of codes, of which more are decoded once for all of them
 WARPS = 8  # of a block, each of which sums a part of K
-FEATURES = 16  # of b's rows in a block
-COLUMNS = 8  # of a tile of the result, transposed: rows of a
+TILE = 8  # rows of b
+CODED_FEATURES = 2 * TILE  # rows of b in a block
 
 SKINNY = Kernel(
     "product/skinny.cu",
@@ -23,6 +23,7 @@ SKINNY = Kernel(
     "f32 alpha",
     where=f"M <= {MOST_ROWS}",
     gpu=f"K % {VECTOR_BYTES // BF16.itemsize}",
+    programmatic=True,
 )
 NF4 = Kernel(
     "product/skinny.cu",
@@ -31,6 +32,7 @@ NF4 = Kernel(
     "f32[count] groups, f32[modules] mean, f32[256] levels, D[E*N]? bias, D[M,N]? addend, "
     "i32[E + 1]? starts, i32 M, i32 N, i32 K, i32 E, i32 first, i32 rows, i32 modules, f32 alpha",
     where="K % 64, E*rows % modules, first >= 0, first + rows <= N",
+    programmatic=True,
 )
 MXFP4 = Kernel(
     "product/skinny.cu",
@@ -38,6 +40,7 @@ MXFP4 = Kernel(
     "out D[M,N] out, bf16[M,K] a, u8[E*N*K//2] codes, u8[E*N*K//32] exponents, D[E*N]? bias, "
     "D[M,N]? addend, i32[E + 1]? starts, i32 M, i32 N, i32 K, i32 E, f32 alpha",
     where="K % 32",
+    programmatic=True,
 )
 
 
@@ -72,12 +75,13 @@ def skinny(
     Cost:    b read once; one launch.
     """
     M, K, N = SKINNY.dims(a=a, b=b)
+    tiles = 2 if ceil_div(N, 2 * TILE) >= 2 * dev.spec.num_sms else 1
     dev.launch(
         SKINNY,
-        ceil_div(N, FEATURES),
+        ceil_div(N, tiles * TILE),
         WARP * WARPS,
         (out, a, b, bias, addend, M, N, K, alpha),
-        consts={"TILES": ceil_div(M, COLUMNS)},
+        consts={"TILES": tiles},
         cost=product_cost(
             (M, N, K), BF16, out.dtype, trans_b=True, addend=addend is not None, epilogue="skinny"
         ),
@@ -112,10 +116,9 @@ def skinny_nf4(
         rows = run.rows // E
         dev.launch(
             NF4,
-            (ceil_div(rows, FEATURES), E),
+            (ceil_div(rows, CODED_FEATURES), E),
             WARP * WARPS,
             (out, a, *coded, *added, M, N, K, E, run.first, rows, run.mean.size, alpha),
-            consts={"TILES": min(ceil_div(M, COLUMNS), MOST_ROWS // COLUMNS)},
             cost=Cost(flops=2 * M * rows * K),
         )
 
@@ -140,10 +143,9 @@ def skinny_mxfp4(
     added = (bias and bias.view(E * N), addend, starts)
     dev.launch(
         MXFP4,
-        (ceil_div(N, FEATURES), E),
+        (ceil_div(N, CODED_FEATURES), E),
         WARP * WARPS,
         (out, a, b.codes, b.exponents, *added, M, N, K, E, alpha),
-        consts={"TILES": min(ceil_div(M, COLUMNS), MOST_ROWS // COLUMNS)},
         cost=Cost(flops=2 * M * N * K),
     )
 

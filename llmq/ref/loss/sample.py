@@ -15,45 +15,128 @@ CASES = {
     "gemma": (16, 262144, 262144),
 }
 
+PART = 8192  # ids of a part of a row
 LARGEST = np.float32(3e38)  # that 1 / temperature is taken for
 WHOLE = np.float32(2**31)  # the probability of the most likely id, as a whole number
 
 
-def sample_choose(
-    tokens, logprobs, logits, temperature, top_k, top_p, min_p, repetition, seed, position, seen,
-    vocab, padded_vocab, *, softcap=0,
+def sample_scan(stats, largest, logits, repetition, seen, vocab, padded_vocab, parts, *, softcap=0):
+    """Of each part of PART ids of each row of logits (rows, padded_vocab): stats F32 (rows, parts,
+    2), the largest logit, NaN if one is NaN or infinite, and the sum of exp(logit - it); largest
+    I64 (rows, parts), the place of the largest penalized logit in the order of `places`. seen: I32
+    (rows, words), bits of ids, or None. softcap: the cap's bits, an F32; 0: none."""
+    x, penalized = _read(logits[:, :vocab], repetition, seen, softcap)
+    for part in range(parts):
+        own = slice(part * PART, (part + 1) * PART)
+        top = x[:, own].max(axis=1)
+        base = np.where(np.isfinite(top), top, 0)
+        stats[:, part, 0] = np.where(top < np.inf, top, np.nan)
+        stats[:, part, 1] = np.exp(x[:, own] - base[:, None]).sum(axis=1)
+        best = penalized[:, own].argmax(axis=1)
+        values = np.take_along_axis(penalized[:, own], best[:, None], axis=1)[:, 0]
+        largest[:, part] = places(values, best + part * PART)
+
+
+def sample_cut(
+    last, logits, largest, temperature, top_k, top_p, repetition, seen, vocab, padded_vocab, parts,
+    *, softcap=0,
 ):  # fmt: skip
-    """tokens: I32 (rows,), the id that each row of logits (rows, padded_vocab) chooses, -1 where a
-    logit is NaN or infinite, or all are -infinity. logprobs: F32 (rows,), the logarithm of its
-    probability before penalties, temperature and filters; NaN for -1. The others, one a row, are
-    those of llmq.ops.loss.sample.Requests. seen: I32 (rows, words), bits of ids, or None. softcap:
-    the cap's bits, an F32; 0: none."""
-    for row, line in enumerate(logits):
-        x = compute(line[:vocab])
-        if softcap:
-            cap = np.uint32(softcap).view(np.float32)
-            x = cap * np.tanh(x / cap)
-        top = x.max()
-        if not np.isfinite(top):
-            tokens[row], logprobs[row] = -1, np.nan
-            continue
-        lse = top + np.log(np.exp(x - top).sum())
-        scores = x
-        if seen is not None:
-            bits = np.unpackbits(seen[row].view(np.uint8), bitorder="little")[:vocab]
-            penalty = repetition[row]
-            scores = np.where(bits, np.where(x > 0, x / penalty, x * penalty), x)
-        if temperature[row] == 0:
-            chosen = int(scores.argmax())
-        else:
-            inverse = min(1 / temperature[row], LARGEST)
-            scores = (scores - scores.max()) * inverse
-            ids = kept(scores, int(top_k[row]), top_p[row], min_p[row])
-            noise = gumbel(int(seed[row]), int(position[row]), ids)
-            chosen = int(ids[np.argmax(scores[ids] + noise)])
-        tokens[row], logprobs[row] = chosen, x[chosen] - lse
-        if seen is not None:
-            seen.view(np.uint32)[row, chosen // 32] |= np.uint32(1 << chosen % 32)
+    """last: I64 (rows,), the rank (|score| as bits, then the id) of the last id that top_k and
+    top_p keep; -1, which is the largest as an unsigned number, where all are."""
+    last[...] = -1
+    for row in np.flatnonzero((temperature != 0) & ((top_k > 0) | (top_p < 1))):
+        scores = _scores(logits, largest, temperature, repetition, seen, vocab, softcap, row)
+        if np.isfinite(scores.max()):
+            ids = kept(scores, int(top_k[row]), top_p[row], np.float32(0))
+            last[row] = ranks(scores[ids], ids).max().view(np.int64)
+
+
+def sample_draw(
+    found, logits, largest, last, temperature, min_p, repetition, seed, position, seen, vocab,
+    padded_vocab, parts, *, softcap=0,
+):  # fmt: skip
+    """found: I64 (rows, parts), the place of the largest sum of score and noise of each part; of
+    temperature 0 that of the largest score."""
+    found[...] = largest.view(np.uint64).max(axis=1, keepdims=True).view(np.int64)
+    for row in np.flatnonzero(temperature):
+        scores = _scores(logits, largest, temperature, repetition, seen, vocab, softcap, row)
+        ids = np.flatnonzero(np.exp(scores) >= min(min_p[row], 1))
+        ids = ids[ranks(scores[ids], ids) <= last[row].view(np.uint64)]
+        found[row] = 0
+        if len(ids):
+            sums = scores[ids] + gumbel(int(seed[row]), int(position[row]), ids)
+            best = np.argmax(sums)
+            found[row, ids[best] // PART] = places(sums[best], ids[best])
+
+
+def sample_finish(
+    tokens, logprobs, logits, stats, found, seen, rows, vocab, padded_vocab, parts, *, softcap=0
+):
+    """tokens: I32 (rows,), the ids of the best places; -1 where a logit is NaN or infinite, or all
+    are -infinity. logprobs: F32 (rows,), logarithms of their probabilities before penalties,
+    temperature and filters; NaN for -1. seen gets the tokens' bits."""
+    top = stats[:, :, 0].max(axis=1)  # NaN if one is
+    valid = np.isfinite(top)
+    base = np.where(valid, top, 0)[:, None]
+    total = (stats[:, :, 1] * np.exp(stats[:, :, 0] - base)).sum(axis=1)
+    chosen = ~found.view(np.uint64).max(axis=1).astype(np.uint32)
+    chosen = np.where(valid, chosen, 0)
+    x = _capped(logits[np.arange(len(chosen)), chosen], softcap)
+    tokens[...] = np.where(valid, chosen, -1)
+    logprobs[...] = np.where(valid, x - (base[:, 0] + np.log(total)), np.nan)
+    if seen is not None:
+        rows = np.flatnonzero(valid)
+        bits = np.left_shift(np.uint32(1), (chosen[rows] % 32).astype(np.uint32))
+        seen.view(np.uint32)[rows, chosen[rows] // 32] |= bits
+
+
+def _capped(logits, softcap):
+    x = compute(logits)
+    if softcap:
+        cap = np.uint32(softcap).view(np.float32)
+        x = cap * np.tanh(x / cap)
+    return x
+
+
+def _read(logits, repetition, seen, softcap):
+    """Logits (rows, vocab) with the cap, and these with the penalty of ids that were seen."""
+    x = _capped(logits, softcap)
+    if seen is None or (repetition == 1).all():
+        return x, x
+    bits = np.unpackbits(seen.view(np.uint8), axis=1, bitorder="little")[:, : x.shape[1]]
+    penalty = repetition[:, None]
+    return x, np.where(bits, np.where(x > 0, x / penalty, x * penalty), x)
+
+
+def _scores(logits, largest, temperature, repetition, seen, vocab, softcap, row):
+    """The scores F32 (vocab,) of a row, of which the largest is 0."""
+    own = slice(row, row + 1)
+    seen = None if seen is None else seen[own]
+    _, penalized = _read(logits[own, :vocab], repetition[own], seen, softcap)
+    inverse = min(1 / temperature[row], LARGEST)
+    return (penalized[0] - numbers(largest[row].view(np.uint64).max())) * inverse
+
+
+def places(x: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """I64: numbers and their ids, in an order of unsigned numbers: ascending by x, of equal ones
+    descending by id."""
+    bits = (np.asarray(x, np.float32) + np.float32(0)).view(np.uint32)
+    order = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64) << np.uint64(
+        32
+    )
+    return (order | ~np.asarray(ids, np.uint32)).view(np.int64)
+
+
+def numbers(order: np.ndarray) -> np.ndarray:
+    """F32: the numbers of places, which are unsigned."""
+    bits = (order >> np.uint64(32)).astype(np.uint32)
+    return np.where(bits >> 31, bits ^ np.uint32(1 << 31), ~bits).astype(np.uint32).view(np.float32)
+
+
+def ranks(scores: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Unsigned numbers in the order of ids: descending by score, of equal ones ascending by id."""
+    bits = np.abs(scores).view(np.uint32).astype(np.uint64)
+    return bits << np.uint64(32) | ids.astype(np.uint64)
 
 
 def kept(scores: np.ndarray, top_k: int, top_p: np.float32, min_p: np.float32) -> np.ndarray:

@@ -5,7 +5,9 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from llmq.ref.loss.sample import gumbel, kept, sample_choose
+from llmq.ops.loss import sample
+from llmq.ref.loss.sample import gumbel, kept
+from tests.harness import host_device, run
 
 GREEDY = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition": 1, "seed": 5}
 DTYPES = {"top_k": np.int32, "seed": np.int64, "position": np.int32}
@@ -24,9 +26,16 @@ def choose(logits, seen=None, vocab=None, softcap=0, **values):
     """tokens and logprobs of rows of logits."""
     rows, padded = logits.shape
     tokens, logprobs = np.full(rows, -7, np.int32), np.full(rows, np.nan, np.float32)
-    args = requests(rows, **values).values()
-    sample_choose(tokens, logprobs, logits, *args, seen, vocab or padded, padded, softcap=softcap)
-    return tokens, logprobs
+    arrays = {"tokens": tokens, "logprobs": logprobs, "logits": logits, "seen": seen}
+
+    def call(dev, tokens, logprobs, logits, seen, **how):
+        sizes = {"vocab_size": vocab or padded, "softcap": softcap or None}
+        sample.choose(dev, tokens, logprobs, logits, sample.Requests(**how), seen, **sizes)
+
+    got = run(host_device(), call, arrays | requests(rows, **values))
+    if seen is not None:
+        seen[...] = got["seen"]
+    return got["tokens"], got["logprobs"]
 
 
 def _warped(scores, *processors):
