@@ -207,7 +207,7 @@ __device__ __forceinline__ void multiply_codes(D* out, const bf16* a, const u8* 
             for (int i = 0; i < CODED_AHEAD; ++i) {
                 const int k = start + i * CODED_STRIDE;
                 if (k - 32 * t >= K) { break; }
-                const Codes x = right[i];
+                Codes x = right[i];
                 right[i] = load(k + CODED_AHEAD * CODED_STRIDE);
                 float scale[2];
 #pragma unroll
@@ -215,13 +215,14 @@ __device__ __forceinline__ void multiply_codes(D* out, const bf16* a, const u8* 
                     const bool valid = b.there[r] && k < K;
                     scale[r] = valid ? scale_of(r, k, x.scales[r]) : 0.0f;
                 }
-#pragma unroll
+#pragma unroll 1  // else too many registers hold what is decoded early
                 for (int w = 0; w < 4; ++w) {
                     const Left left(a, top + g, span.end, k + 8 * w, K);
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
-                        const u32 word = reinterpret_cast<const u32*>(&x.codes[r])[w];
-                        left.multiply(sum[r], decode<HIGH_FIRST>(word, table, scale[r]));
+                        uint4& words = x.codes[r];
+                        left.multiply(sum[r], decode<HIGH_FIRST>(words.x, table, scale[r]));
+                        words = make_uint4(words.y, words.z, words.w, 0);
                     }
                 }
             }
