@@ -1,7 +1,7 @@
 """Generation with a paged key-value cache and continuous batching, from the weights of a `Step` or
 of a model alone.
 
-    prompt -> blocks of keys and values, states        prefill: one text, many tokens
+    prompts -> blocks of keys and values, states       prefill: some texts, many tokens
     last token -> next token, for each text            decode: all texts, one token each
 
 Texts enter and leave the batch between two passes. A `Cache` holds keys and values in blocks of
@@ -13,17 +13,17 @@ again later.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import F32, I32, I64, DType
+from llmq.base.dtypes import F32, I32
 from llmq.base.errors import NOT_FINITE, LlmqError
 from llmq.base.step_inputs import StepInputs
 from llmq.base.tensor import Tensor
@@ -33,13 +33,13 @@ from llmq.model.activations import BLOCK, Cache, CacheOfPass
 from llmq.model.halves.attention import rope_tables
 from llmq.model.inference import scoring_options
 from llmq.model.model import Model
-from llmq.ops.loss import sample
+from llmq.model.passes import REQUEST_FIELDS, Buffer, Pass, PassInputs
 from llmq.options.options import StepOptions
 from llmq.runtime.arena import ALIGN, align_up
 from llmq.runtime.device import Device
 from llmq.state.weights import Weights
 
-PIECE = 256  # tokens of a prompt in one pass, at most
+PIECE = 1024  # tokens of prompts in one pass, at most
 CODED_ROWS = 4  # tokens in one pass, at least, where products multiply codes
 
 
@@ -91,84 +91,6 @@ class NewToken(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------
-# Passes
-
-
-class _Buffer:
-    """Words that one copy moves between host and device, and their parts by name."""
-
-    def __init__(self, dev: Device, name: str, parts: Mapping[str, tuple[tuple[int, ...], DType]]):
-        self._dev = dev
-        sizes = [prod(shape) * dtype.itemsize // 4 for shape, dtype in parts.values()]
-        words = [-(-size // 4) * 4 for size in sizes]  # parts begin at multiples of 16 bytes
-        self._words = dev.alloc(name, (sum(words),), I32, "Activations")
-        self._host = np.zeros(sum(words), np.int32)
-        self.tensors: dict[str, Tensor] = {}
-        self.arrays: dict[str, np.ndarray] = {}
-        start = 0
-        for (key, (shape, dtype)), size, room in zip(parts.items(), sizes, words, strict=True):
-            stop = start + size
-            self.tensors[key] = self._words.rows(start, stop).view_as(dtype, shape)
-            self.arrays[key] = self._host[start:stop].view(dtype.numpy).reshape(shape)
-            start += room
-
-    def clear(self) -> None:
-        self._host[:] = 0
-
-    def upload(self) -> None:
-        self._dev.upload(self._words, self._host)
-
-    def download(self) -> None:
-        self._host[:] = self._dev.download(self._words)
-
-
-class _Pass:
-    """Passes over B texts with T tokens each: their inputs, and the model of this shape."""
-
-    def __init__(self, generator: Generator, B: int, T: int, first_state: int):
-        dev, its = generator.dev, generator
-        parts = {
-            "tokens": ((B, T), I32),
-            "first_key": ((B, T), I32),  # - (tokens before): positions count from there
-            "table": ((B, its.blocks_of(its.positions)), I32),
-            "lengths": ((B,), I32),
-            "new": ((B,), I32),
-        }
-        of_requests = {name: ((B,), dtype) for name, dtype in REQUEST_FIELDS.items()}
-        self.inputs = _Buffer(dev, f"inputs.{B}x{T}", parts | of_requests)
-        chosen = {"tokens": ((B,), I32), "logprobs": ((B,), F32)}
-        self.chosen = _Buffer(dev, f"chosen.{B}x{T}", chosen)
-        self.model = its.model(self.inputs.tensors, B, T, first_state)
-        self.size, self._dev = B * T, dev
-        self._seen = its.seen.rows(0, B) if first_state == 0 else None
-        self._outputs, self._softcap = its.config.outputs, self.model.head.softcap
-
-    def prefill(self, stale: bool) -> None:
-        self.model.forward(stale=stale, keep=False)
-
-    def decode(self, stale: bool) -> None:
-        self.model.forward(stale=stale, keep=False)
-        tensors = self.inputs.tensors
-        requests = sample.Requests(**{name: tensors[name] for name in REQUEST_FIELDS})
-        with self.model.logits() as logits:
-            sample.choose(
-                self._dev, *self.chosen.tensors.values(), logits, requests, self._seen,
-                vocab_size=self._outputs, softcap=self._softcap,
-            )  # fmt: skip
-
-
-REQUEST_FIELDS = {
-    "temperature": F32,
-    "top_k": I32,
-    "top_p": F32,
-    "min_p": F32,
-    "repetition": F32,
-    "seed": I64,
-    "position": I32,
-}
-
-
-# ------------------------------------------------------------------------------------------------
 # Texts
 
 
@@ -185,8 +107,8 @@ class _Text:
 
 
 class _Prompt(NamedTuple):
-    """The prompt that was computed last: all its tokens but one. blocks: that hold them. Its states
-    are in the row behind those of texts."""
+    """A prompt that was computed: all its tokens but one. blocks: that hold them. The states of the
+    one that was computed last are in the row behind those of texts."""
 
     ids: list[int]
     blocks: list[int]
@@ -238,8 +160,8 @@ class Generator:
         scalars: Tensor | None = None,
     ):
         """weights: of a `Step`, whose options and StepScalars are given too, or as
-        placement.resident has them. blocks: at least blocks_of(positions) + 1. piece: tokens of a
-        prompt in one pass, at most."""
+        placement.resident has them. blocks: at least blocks_of(positions) + 1. piece: tokens of
+        prompts in one pass, at most."""
         self.dev, self.config, self.weights = dev, config, weights
         constants, shards = len(dev.constants), dev.mesh.size("shard")
         self.positions, self.num_blocks = positions, blocks
@@ -259,9 +181,21 @@ class Generator:
         self._cache = Cache(dev, config, dtype, blocks, slots + beside)
         self._tables = rope_tables(dev, config, positions)
         self.seen = dev.alloc("seen", (slots, -(-config.outputs // 32)), I32, "Activations")
-        self._decodes = {B: _Pass(self, B, 1, 0) for B in _powers(slots) if rows <= B}
-        pieces = [T for T in _powers(min(piece, positions)) if T * beside >= rows]
-        self._prefills = {T: _Pass(self, beside, T, slots) for T in pieces}
+        of_text = self.blocks_of(positions)
+        self._inputs = PassInputs(dev, slots, 1, of_text, REQUEST_FIELDS)
+        chosen = {"tokens": ((slots,), I32), "logprobs": ((slots,), F32)}
+        self.chosen = Buffer(dev, "chosen", chosen)
+        sizes = [B for B in _powers(slots) if rows <= B]
+        self._decodes = {B: Pass(self, self._inputs, B, 1, 0) for B in sizes}
+        longest = min(piece, positions)
+        shapes = [(beside, T) for T in _powers(longest, 1 if self._carries else 2)]
+        if not self._carries:
+            shapes += [(B, min(piece // B, longest)) for B in _powers(min(slots, piece), 2)[1:]]
+        self._prefills = [
+            Pass(self, PassInputs(dev, B, T, of_text, {}), B, T, slots)
+            for B, T in shapes
+            if B * T >= rows
+        ]
         streams = any(slab.work.streamed for slab in weights.placement.slabs.values())
         self._busy = None
         if streams and shards > 1:
@@ -271,7 +205,7 @@ class Generator:
         self._idle_pass = ("decode", smallest, smallest.decode)
         self.constants = dev.constants[constants:]
         self._free = _FreeBlocks(blocks)
-        self._prompt: _Prompt | None = None
+        self._prompts: dict[tuple[int, ...], _Prompt] = {}
         self._waiting: deque[_Text] = deque()
         self._running: list[_Text] = []
         self._count = 0  # of requests
@@ -307,7 +241,7 @@ class Generator:
     def rehearse(self) -> None:
         """All kinds of passes once, for a device that only plans, or to load kernels and capture
         graphs; they exchange nothing but weights."""
-        passes = [("prefill", each, each.prefill) for each in self._prefills.values()]
+        passes = [("prefill", each, each.prefill) for each in self._prefills]
         passes += [("decode", each, each.decode) for each in self._decodes.values()]
         for kind, each, fn in passes:
             self._enqueue(kind, each, fn, stale=False)
@@ -316,9 +250,7 @@ class Generator:
 
     # -- passes ----------------------------------------------------------------------------------
 
-    def _run(
-        self, kind: str, each: _Pass, fn: Callable[[bool], None], *, busy: bool = True
-    ) -> bool:
+    def _run(self, kind: str, each: Pass, fn: Callable[[bool], None], *, busy: bool = True) -> bool:
         """Enqueue a pass, together with the other ranks where they gather weights from each other
         in each. busy: whether this rank wants it; False: it is made for those that do. Returns
         whether it was made."""
@@ -327,9 +259,9 @@ class Generator:
         self._enqueue(kind, each, fn, stale=self.weights.take_stale())
         return True
 
-    def _enqueue(self, kind: str, each: _Pass, fn: Callable[[bool], None], *, stale: bool) -> None:
+    def _enqueue(self, kind: str, each: Pass, fn: Callable[[bool], None], *, stale: bool) -> None:
         each.inputs.upload()
-        self.dev.replay((kind, each.size, stale), partial(fn, stale))
+        self.dev.replay((kind, each.texts, each.tokens, stale), partial(fn, stale))
 
     def _any_busy(self, busy: bool) -> bool:
         if self._busy is None:
@@ -343,7 +275,6 @@ class Generator:
     def _idle(self, *, busy: bool) -> bool:
         """A pass over no text."""
         kind, each, fn = self._idle_pass
-        each.inputs.clear()
         return self._run(kind, each, fn, busy=busy)
 
     # -- requests --------------------------------------------------------------------------------
@@ -379,7 +310,7 @@ class Generator:
         finally:
             for text in (*self._running, *self._waiting):
                 self.drop(text.index)
-            self._drop_prompt()
+            self._drop_prompts()
             while self._busy is not None and self._idle(busy=False):
                 pass  # others go on, also after an error
 
@@ -399,8 +330,8 @@ class Generator:
         """Give up a request that has not ended."""
         for text in (*self._running, *self._waiting):
             if text.index == index:
-                self._free.give_back(text.blocks)
                 (self._running if text.slot >= 0 else self._waiting).remove(text)
+                self._leave(text)
 
     def step(self) -> list[NewToken]:
         """Let requests begin where there is room, and choose a token of each that runs; waits for
@@ -414,83 +345,121 @@ class Generator:
         each that runs."""
         while self._waiting and len(self._running) < self.slots:
             text = self._waiting[0]
-            known = self._prompt is not None and self._prompt.ids == text.ids[:-1]
-            needed = self.blocks_of(len(text.ids)) + 1
-            if known:
-                needed -= len(text.ids[:-1]) // BLOCK
-            else:
-                self._drop_prompt()
+            prompt = self._prompts.get(tuple(text.ids[:-1]))
+            if prompt is None:
+                self._drop_prompts()
+            shared = 0 if prompt is None else len(prompt.ids) // BLOCK
+            needed = self.blocks_of(len(text.ids)) + 1 - shared
             if self._running and len(self._free) < needed + len(self._running):
                 return
+            if prompt is None:
+                self._prefill(self._next_prompts())
+                prompt = self._prompts[tuple(text.ids[:-1])]
             self._waiting.popleft()
-            if not known:
-                self._prefill(text.ids[:-1])
-            self._enter(text)
+            self._enter(text, prompt)
             self._running.append(text)
 
-    def _drop_prompt(self) -> None:
-        if self._prompt is not None:
-            self._free.give_back(self._prompt.blocks)
-        self._prompt = None
+    def _drop_prompts(self) -> None:
+        for prompt in self._prompts.values():
+            self._free.give_back(prompt.blocks)
+        self._prompts.clear()
 
-    def _prefill(self, ids: list[int]) -> None:
-        """Compute the prompt that texts then begin with."""
-        self._prompt = _Prompt(ids, self._free.take(self.blocks_of(len(ids))))
+    def _next_prompts(self) -> list[list[int]]:
+        """The prompts of the texts that wait first, which are computed together: one, and as many
+        others as there is room for beside what the texts before them take."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        most = 1 if self._carries else max(each.texts for each in self._prefills)
+        room = len(self._free) - len(self._running)
+        for text in itertools.islice(self._waiting, self.slots - len(self._running)):
+            ids, key = text.ids[:-1], tuple(text.ids[:-1])
+            room -= self.blocks_of(len(text.ids)) + 2
+            if found and (room < 0 or (key not in found and len(found) == most)):
+                break
+            found[key] = ids
+        return list(found.values())
+
+    def _prefill(self, prompts: list[list[int]]) -> None:
+        """Compute the prompts that texts then begin with."""
+        for ids in prompts:
+            self._prompts[tuple(ids)] = _Prompt(ids, self._free.take(self.blocks_of(len(ids))))
         for states in self._cache.states.values():
             for tensor in states.values():
                 self.dev.zero(tensor.rows(self.slots, self.slots + 1))
-        start = 0
-        while start < len(ids):
-            left = len(ids) - start
-            size = min((size for size in self._prefills if size >= left), default=None)
-            if size is None or (self._carries and size > left):
-                size = max(size for size in self._prefills if size <= left)
-            each, stop = self._prefills[size], min(start + size, len(ids))
+        left = {key: 0 for key in map(tuple, prompts) if key}  # tokens that are computed
+        while left:
+            each = self._prefill_of(len(left), max(len(key) - start for key, start in left.items()))
             each.inputs.clear()
-            self._put(each, 0, ids[start:stop], start, self._prompt.blocks)
+            rows = list(left.items())[: 1 if self._carries else each.texts]
+            for row, (key, start) in enumerate(rows):
+                ids, blocks = self._prompts[key]
+                each.inputs.put(row, ids[start : start + each.tokens], start, blocks)
+                left[key] = start + each.tokens
+                if left[key] >= len(ids):
+                    del left[key]
             self._run("prefill", each, each.prefill)
-            start = stop
 
-    def _put(
-        self, each: _Pass, row: int, ids: Sequence[int], start: int, blocks: list[int]
-    ) -> None:
-        """Tokens of a text, from its position `start` on, in a row of a pass."""
-        arrays, count = each.inputs.arrays, len(ids)
-        arrays["tokens"][row, :count] = ids
-        arrays["first_key"][row, :count] = -start
-        arrays["table"][row, : len(blocks)] = blocks
-        arrays["lengths"][row], arrays["new"][row] = start, count
+    def _prefill_of(self, texts: int, tokens: int) -> Pass:
+        """The smallest pass that holds so many texts and tokens of each, else the largest of the
+        fewest texts; with states, one that has no more tokens."""
+        if self._carries:
+            return max((p for p in self._prefills if p.tokens <= tokens), key=lambda p: p.tokens)
+        widest = max(each.texts for each in self._prefills)
+        wide = min(each.texts for each in self._prefills if each.texts >= min(texts, widest))
+        fitting = [each for each in self._prefills if each.texts == wide]
+        holding = [each for each in fitting if each.tokens >= tokens]
+        return (
+            min(holding, key=lambda p: p.tokens)
+            if holding
+            else max(fitting, key=lambda p: p.tokens)
+        )
 
-    def _enter(self, text: _Text) -> None:
-        """A text begins behind the prompt that was computed last."""
+    def _enter(self, text: _Text, prompt: _Prompt) -> None:
+        """A text begins behind its prompt, in a slot of its own."""
         used = {other.slot for other in self._running}
         text.slot = next(slot for slot in range(self.slots) if slot not in used)
-        full = len(self._prompt.ids) // BLOCK
-        text.blocks = self._prompt.blocks[:full]
+        full = len(prompt.ids) // BLOCK
+        text.blocks = prompt.blocks[:full]
         self._free.share(text.blocks)
-        if full < len(self._prompt.blocks):
+        if full < len(prompt.blocks):
             (own,) = self._free.take(1)
             for tensors in self._cache.blocks.values():
                 for tensor in tensors.values():
-                    self._copy_row(tensor, own, self._prompt.blocks[full])
+                    self._copy_row(tensor, own, prompt.blocks[full])
             text.blocks.append(own)
-        self._move(text.slot, self.slots)
+        for states in self._cache.states.values():
+            for tensor in states.values():
+                self._copy_row(tensor, text.slot, self.slots)
+        arrays = self._inputs.arrays
+        for name in REQUEST_FIELDS:
+            if name != "position":
+                arrays[name][text.slot] = getattr(text.request, name)
+        arrays["table"][text.slot, : len(text.blocks)] = text.blocks
         if text.request.repetition != 1:
             bits = np.zeros(self.seen.shape[1] * 32, np.uint8)
             bits[text.ids] = 1
             words = np.packbits(bits, bitorder="little").view(np.int32)
             self.dev.upload(self.seen.rows(text.slot, text.slot + 1), words[None])
 
+    def _leave(self, text: _Text) -> None:
+        """A text gives its blocks and its slot back."""
+        self._free.give_back(text.blocks)
+        if text.slot >= 0:
+            self._inputs.arrays["new"][text.slot] = 0
+        text.blocks, text.slot = [], -1
+
     def _copy_row(self, tensor: Tensor, to: int, row: int) -> None:
         self.dev.copy(tensor.rows(to, to + 1), tensor.rows(row, row + 1))
 
-    def _move(self, slot: int, from_slot: int) -> None:
-        """Copy what a text has in one slot."""
-        if max(slot, from_slot) < self.slots:
-            self._copy_row(self.seen, slot, from_slot)
+    def _move(self, text: _Text, slot: int) -> None:
+        """Let a text have another slot, which is free."""
+        self._copy_row(self.seen, slot, text.slot)
         for states in self._cache.states.values():
             for tensor in states.values():
-                self._copy_row(tensor, slot, from_slot)
+                self._copy_row(tensor, slot, text.slot)
+        for array in self._inputs.arrays.values():
+            array[slot] = array[text.slot]
+        self._inputs.arrays["new"][text.slot] = 0
+        text.slot = slot
 
     def _extend(self) -> None:
         """Give each text the block of its next token; the texts that came last wait again where
@@ -499,14 +468,15 @@ class Generator:
             if text.slot < 0 or self.blocks_of(len(text.ids)) == len(text.blocks):
                 continue
             if not len(self._free):
-                self._drop_prompt()
+                self._drop_prompts()
             while not len(self._free):
                 last = self._running.pop()
-                self._free.give_back(last.blocks)
-                last.blocks, last.slot = [], -1
+                self._leave(last)
                 self._waiting.appendleft(last)
             if text.slot >= 0:
-                text.blocks += self._free.take(1)
+                (block,) = self._free.take(1)
+                self._inputs.arrays["table"][text.slot, len(text.blocks)] = block
+                text.blocks.append(block)
 
     def _decode(self) -> list[NewToken]:
         """The next token of each text."""
@@ -515,33 +485,31 @@ class Generator:
         free = (slot for slot in range(size) if slot not in used)
         for text in self._running:
             if text.slot >= size:
-                slot = next(free)
-                self._move(slot, text.slot)
-                text.slot = slot
+                self._move(text, next(free))
+        slots = [text.slot for text in self._running]
+        lengths = np.array([len(text.ids) for text in self._running])
+        arrays = self._inputs.arrays
+        arrays["tokens"][slots, 0] = [text.ids[-1] for text in self._running]
+        arrays["first_key"][slots, 0] = 1 - lengths
+        arrays["lengths"][slots], arrays["new"][slots] = lengths - 1, 1
+        arrays["position"][slots] = lengths
         each = self._decodes[size]
-        each.inputs.clear()
-        arrays = each.inputs.arrays
-        for text in self._running:
-            row, its = text.slot, text.request
-            self._put(each, row, text.ids[-1:], len(text.ids) - 1, text.blocks)
-            for name in REQUEST_FIELDS:
-                if name != "position":
-                    arrays[name][row] = getattr(its, name)
-            arrays["position"][row] = len(text.ids)
         self._run("decode", each, each.decode)
-        each.chosen.download()
-        ids, logprobs = each.chosen.arrays["tokens"], each.chosen.arrays["logprobs"]
-        tokens = []
-        for text in list(self._running):
-            new, logprob = int(ids[text.slot]), float(logprobs[text.slot])
-            if not np.isfinite(logprob):
-                raise LlmqError(NOT_FINITE)
+        self.chosen.download()
+        ids = self.chosen.arrays["tokens"][slots].tolist()
+        logprobs = self.chosen.arrays["logprobs"][slots].tolist()
+        if not np.isfinite(logprobs).all():
+            raise LlmqError(NOT_FINITE)
+        tokens, going = [], []
+        for text, new, logprob in zip(self._running, ids, logprobs, strict=True):
             text.ids.append(new)
             finish = self._finish(text, new)
-            if finish is not None:
-                self._running.remove(text)
-                self._free.give_back(text.blocks)
+            if finish is None:
+                going.append(text)
+            else:
+                self._leave(text)
             tokens.append(NewToken(text.index, new, logprob, finish))
+        self._running = going
         return tokens
 
     def _finish(self, text: _Text, new: int) -> str | None:
@@ -560,6 +528,6 @@ def _of_generation(options: StepOptions, alone: StepOptions) -> StepOptions:
     return options._replace(memory=alone.memory, precision=precision)
 
 
-def _powers(most: int) -> list[int]:
-    """Powers of two, and `most` as the last one's place."""
-    return [*(1 << n for n in range((most - 1).bit_length())), most]
+def _powers(most: int, step: int = 1) -> list[int]:
+    """Powers of 2^step below `most`, and `most`."""
+    return [*(1 << n for n in range(0, (most - 1).bit_length(), step)), most]

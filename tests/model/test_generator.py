@@ -111,7 +111,7 @@ def test_a_text_does_not_depend_on_the_others():
     same(alone, together[::5])
     tight = generator_for("qwen3", slots=16, blocks=8)
     begun, prefill = [], tight._prefill
-    tight._prefill = lambda ids: (begun.append(len(ids)), prefill(ids))
+    tight._prefill = lambda prompts: (begun.extend(prompts), prefill(prompts))
     same(completions(tight, requests[::-1])[::-1], together)
     assert len(begun) > len(requests)  # some were computed again
 

@@ -1,0 +1,101 @@
+"""Passes of a model over texts that a `Generator` continues, and their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llmq.base.dtypes import F32, I32, I64, DType
+from llmq.base.tensor import Tensor
+from llmq.ops.loss import sample
+from llmq.runtime.device import Device
+
+if TYPE_CHECKING:
+    from llmq.model.generator import Generator
+
+REQUEST_FIELDS = {
+    "temperature": F32,
+    "top_k": I32,
+    "top_p": F32,
+    "min_p": F32,
+    "repetition": F32,
+    "seed": I64,
+    "position": I32,
+}
+
+
+class Buffer:
+    """Words that one copy moves between host and device, and their parts by name."""
+
+    def __init__(self, dev: Device, name: str, parts: Mapping[str, tuple[tuple[int, ...], DType]]):
+        self._dev = dev
+        sizes = [prod(shape) * dtype.itemsize // 4 for shape, dtype in parts.values()]
+        words = [-(-size // 4) * 4 for size in sizes]  # parts begin at multiples of 16 bytes
+        self._words = dev.alloc(name, (sum(words),), I32, "Activations")
+        self._host = np.zeros(sum(words), np.int32)
+        self.tensors: dict[str, Tensor] = {}
+        self.arrays: dict[str, np.ndarray] = {}
+        start = 0
+        for (key, (shape, dtype)), size, room in zip(parts.items(), sizes, words, strict=True):
+            stop = start + size
+            self.tensors[key] = self._words.rows(start, stop).view_as(dtype, shape)
+            self.arrays[key] = self._host[start:stop].view(dtype.numpy).reshape(shape)
+            start += room
+
+    def clear(self) -> None:
+        self._host[:] = 0
+
+    def upload(self) -> None:
+        self._dev.upload(self._words, self._host)
+
+    def download(self) -> None:
+        self._host[:] = self._dev.download(self._words)
+
+
+class PassInputs(Buffer):
+    """The inputs of passes over B texts, or fewer, with T tokens each. more: further parts."""
+
+    def __init__(self, dev: Device, B: int, T: int, blocks: int, more: Mapping[str, DType]):
+        parts = {
+            "tokens": ((B, T), I32),
+            "first_key": ((B, T), I32),  # - (tokens before): positions count from there
+            "table": ((B, blocks), I32),
+            "lengths": ((B,), I32),
+            "new": ((B,), I32),
+        }
+        super().__init__(dev, f"inputs.{B}x{T}", parts | {n: ((B,), t) for n, t in more.items()})
+
+    def put(self, row: int, ids: Sequence[int], start: int, blocks: list[int]) -> None:
+        """Put tokens of a text, from its position `start` on, in a row of a pass."""
+        arrays, count = self.arrays, len(ids)
+        arrays["tokens"][row, :count] = ids
+        arrays["first_key"][row, :count] = -start
+        arrays["table"][row, : len(blocks)] = blocks
+        arrays["lengths"][row], arrays["new"][row] = start, count
+
+
+class Pass:
+    """Passes over B texts with T tokens each: their inputs, and the model of this shape."""
+
+    def __init__(self, generator: Generator, inputs: PassInputs, B: int, T: int, first_state: int):
+        self.inputs, self.texts, self.tokens = inputs, B, T
+        self.tensors = {name: tensor.rows(0, B) for name, tensor in inputs.tensors.items()}
+        self.model = generator.model(self.tensors, B, T, first_state)
+        self._generator = generator
+
+    def prefill(self, stale: bool) -> None:
+        self.model.forward(stale=stale, keep=False)
+
+    def decode(self, stale: bool) -> None:
+        self.model.forward(stale=stale, keep=False)
+        its, rows = self._generator, (0, self.texts)
+        requests = sample.Requests(**{name: self.tensors[name] for name in REQUEST_FIELDS})
+        chosen = [tensor.rows(*rows) for tensor in its.chosen.tensors.values()]
+        with self.model.logits() as logits:
+            sample.choose(
+                its.dev, *chosen, logits, requests, its.seen.rows(*rows),
+                vocab_size=its.config.outputs, softcap=self.model.head.softcap,
+            )  # fmt: skip
