@@ -194,7 +194,7 @@ class Generator:
         self._prefills = [
             Pass(self, PassInputs(dev, B, T, of_text, {}), B, T, slots)
             for B, T in shapes
-            if B * T >= rows
+            if rows <= B * T
         ]
         streams = any(slab.work.streamed for slab in weights.placement.slabs.values())
         self._busy = None
@@ -407,11 +407,9 @@ class Generator:
         wide = min(each.texts for each in self._prefills if each.texts >= min(texts, widest))
         fitting = [each for each in self._prefills if each.texts == wide]
         holding = [each for each in fitting if each.tokens >= tokens]
-        return (
-            min(holding, key=lambda p: p.tokens)
-            if holding
-            else max(fitting, key=lambda p: p.tokens)
-        )
+        if not holding:
+            return max(fitting, key=lambda p: p.tokens)
+        return min(holding, key=lambda p: p.tokens)
 
     def _enter(self, text: _Text, prompt: _Prompt) -> None:
         """A text begins behind its prompt, in a slot of its own."""
