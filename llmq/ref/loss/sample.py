@@ -79,7 +79,7 @@ def sample_finish(
     valid = np.isfinite(top)
     base = np.where(valid, top, 0)[:, None]
     total = (stats[:, :, 1] * np.exp(stats[:, :, 0] - base)).sum(axis=1)
-    chosen = ~found.view(np.uint64).max(axis=1).astype(np.uint32)
+    chosen = (~found.view(np.uint64).max(axis=1).astype(np.uint32)).astype(np.int64)
     chosen = np.where(valid, chosen, 0)
     x = _capped(logits[np.arange(len(chosen)), chosen], softcap)
     tokens[...] = np.where(valid, chosen, -1)
