@@ -8,9 +8,10 @@
 //          modules, decoded to BF16. skinny_mxfp4: all of b as MXFP4 codes. starts: I32 (E + 1),
 //          null where E = 1: rows [starts[e], starts[e + 1]) of a are multiplied by the e-th N rows
 //          of b, with the e-th N of bias.
-// Launch   32 WARPS threads, a block for each FEATURES = 8 TILES rows of b. Warps take every eighth
-//          64 elements of K; their sums are added one warp after the other.
-//          Those of codes: TILES = 2, grid (blocks, E); 128 elements of K, and any M.
+// Launch   32 WARPS threads, any grid: a block has FEATURES = 8 TILES rows of b at a time. Warps take
+//          every eighth 64 elements of K; their sums are added one warp after the other.
+//          Those of codes: TILES = 2, grid (a block for each FEATURES rows, E); 128 elements of K, and
+//          any M.
 // Cost     memory: b once, in 16-byte loads past L1; a from L1 and L2 for each block. The first loads
 //          of b are in flight while the kernel in front of this one still runs.
 // Needs    sm_80; K a multiple of 8; M <= ROWS. b, codes and scales are written by no kernel that is
@@ -27,7 +28,7 @@
 constexpr int WARPS = 8, ROWS = 16, FEATURES = 8 * TILES;
 constexpr int CHUNK = 64;         // elements of K at a time: of each row two vectors a lane
 constexpr int CODED_CHUNK = 128;  // of codes: one vector a lane
-constexpr int AHEAD = 4 / TILES, CODED_AHEAD = 3;  // chunks that are on their way
+constexpr int AHEAD = TILES == 1 ? 2 : 3, CODED_AHEAD = 2;  // chunks that are on their way
 constexpr int STRIDE = WARPS * CHUNK, CODED_STRIDE = WARPS * CODED_CHUNK;
 constexpr int PITCH = FEATURES + 1;
 
@@ -86,13 +87,12 @@ struct Right {
 };
 
 // a, addend: written by the kernel in front of this one, so that no load of these is one of constants.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, TILES == 1 ? 4 : 2)
     skinny(D* out, const bf16* a, const bf16* __restrict__ b, const D* __restrict__ bias,
            const D* addend, int M, int N, int K, float alpha) {
     start_next_kernel();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int first = blockIdx.x * FEATURES;
-    const auto load = [&](int k) {
+    const auto load = [&](int first, int k) {
         Right x;
 #pragma unroll
         for (int r = 0; r < TILES; ++r) {
@@ -107,37 +107,47 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         }
         return x;
     };
+    constexpr int STEP = AHEAD * STRIDE;  // elements of K of the chunks that are on their way
+    int first = blockIdx.x * FEATURES;
     Right right[AHEAD];
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) { right[i] = load(warp * CHUNK + i * STRIDE); }
+    for (int i = 0; i < AHEAD; ++i) { right[i] = load(first, warp * CHUNK + i * STRIDE); }
     wait_for_earlier_kernels();
-    Sums sum = {};
-    for (int start = warp * CHUNK; start < K; start += AHEAD * STRIDE) {
+    for (int next; first < N; first = next) {
+        next = first + gridDim.x * FEATURES;
+        Sums sum = {};
+        for (int start = warp * CHUNK; start - warp * CHUNK < K; start += STEP) {
+            const bool last = start - warp * CHUNK + STEP >= K;
+            const int next_first = last ? next : first, next_start = last ? warp * CHUNK : start + STEP;
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            const int k = start + i * STRIDE;
-            if (k >= K) { break; }
-            const Right x = right[i];
-            right[i] = load(k + AHEAD * STRIDE);
+            for (int i = 0; i < AHEAD; ++i) {
+                const Right x = right[i];
+                right[i] = load(next_first, next_start + i * STRIDE);
 #pragma unroll
-            for (int v = 0; v < 2; ++v) {
-                const Left left(a, g, M, k + 32 * v + 8 * t, K);
+                for (int v = 0; v < 2; ++v) {
+                    const Left left(a, g, M, start + i * STRIDE + 32 * v + 8 * t, K);
 #pragma unroll
-                for (int r = 0; r < TILES; ++r) { left.multiply(sum[r], x.rows[r][v]); }
+                    for (int r = 0; r < TILES; ++r) { left.multiply(sum[r], x.rows[r][v]); }
+                }
             }
         }
+        finish(sum, out, bias, addend, M, N, first, N, alpha);
+        __syncthreads();  // before the sums of the next rows
     }
-    finish(sum, out, bias, addend, M, N, first, N, alpha);
 }
 
 // Pairs of BF16 of eight codes, of which a byte has two.
 template <bool HIGH_FIRST>
 __device__ __forceinline__ uint4 decode(u32 word, const float* table, float scale) {
+    const char* levels = reinterpret_cast<const char*>(table);
+    const u32 low = word << 2 & 0x3C3C3C3Cu, high = word >> 2 & 0x3C3C3C3Cu;  // offsets in bytes
     u32 pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const u32 low = word >> 8 * i & 15, high = word >> (8 * i + 4) & 15;
-        const float one = table[HIGH_FIRST ? high : low], two = table[HIGH_FIRST ? low : high];
+        const u32 first = __byte_perm(HIGH_FIRST ? high : low, 0, 0x4440 + i);
+        const u32 second = __byte_perm(HIGH_FIRST ? low : high, 0, 0x4440 + i);
+        const float one = *reinterpret_cast<const float*>(levels + first);
+        const float two = *reinterpret_cast<const float*>(levels + second);
         pairs[i] = to_pair(one * scale, two * scale);
     }
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);

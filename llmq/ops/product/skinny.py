@@ -14,6 +14,7 @@ MOST_ROWS = 16  # of a, in a block
 MOST_CODED_ROWS = 64  # of codes, of which more are decoded once for all of them
 WARPS = 8  # of a block, each of which sums a part of K
 TILE = 8  # rows of b
+RESIDENT = {1: 4, 2: 2}  # blocks of a multiprocessor, by tiles in a block
 CODED_FEATURES = 2 * TILE  # rows of b in a block
 
 SKINNY = Kernel(
@@ -75,10 +76,10 @@ def skinny(
     Cost:    b read once; one launch.
     """
     M, K, N = SKINNY.dims(a=a, b=b)
-    tiles = 2 if ceil_div(N, 2 * TILE) >= 2 * dev.spec.num_sms else 1
+    tiles = 1 if ceil_div(N, TILE) <= RESIDENT[1] * dev.spec.num_sms else 2
     dev.launch(
         SKINNY,
-        ceil_div(N, tiles * TILE),
+        min(ceil_div(N, tiles * TILE), RESIDENT[tiles] * dev.spec.num_sms),
         WARP * WARPS,
         (out, a, b, bias, addend, M, N, K, alpha),
         consts={"TILES": tiles},
