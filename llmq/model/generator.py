@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -180,35 +180,42 @@ class Generator:
         beside = rows if self._carries else 1
         self._cache = Cache(dev, config, dtype, blocks, slots + beside)
         self._tables = rope_tables(dev, config, positions)
-        self.seen = dev.alloc("seen", (slots, -(-config.outputs // 32)), I32, "Activations")
+        self._seen = dev.alloc("seen", (slots, -(-config.outputs // 32)), I32, "Activations")
         of_text = self.blocks_of(positions)
         self._inputs = PassInputs(dev, slots, 1, of_text, REQUEST_FIELDS)
         chosen = {"tokens": ((slots,), I32), "logprobs": ((slots,), F32)}
-        self.chosen = Buffer(dev, "chosen", chosen)
+        self._chosen = Buffer(dev, "chosen", chosen)
         sizes = [B for B in _powers(slots) if rows <= B]
-        self._decodes = {B: Pass(self, self._inputs, B, 1, 0) for B in sizes}
-        longest = min(piece, positions)
-        shapes = [(beside, T) for T in _powers(longest, 1 if self._carries else 2)]
-        if not self._carries:
-            shapes += [(B, min(piece // B, longest)) for B in _powers(min(slots, piece), 2)[1:]]
-        self._prefills = [
-            Pass(self, PassInputs(dev, B, T, of_text, {}), B, T, slots)
-            for B, T in shapes
-            if rows <= B * T
-        ]
+        self._decodes = {B: self._pass(self._inputs, B, 1, 0) for B in sizes}
+        self._prefills = self._prompt_passes(min(piece, positions), piece, beside, rows)
         streams = any(slab.work.streamed for slab in weights.placement.slabs.values())
         self._busy = None
         if streams and shards > 1:
             self._busy = dev.alloc("busy", (shards, ALIGN // 4), I32, "Activations")
         self._shares = shards > 1
         smallest = next(iter(self._decodes.values()))
-        self._idle_pass = ("decode", smallest, smallest.decode)
+        self._idle_pass = ("decode", smallest, self._decoding(smallest))
         self.constants = dev.constants[constants:]
         self._free = _FreeBlocks(blocks)
         self._prompts: dict[tuple[int, ...], _Prompt] = {}
         self._waiting: deque[_Text] = deque()
         self._running: list[_Text] = []
         self._count = 0  # of requests
+
+    def _prompt_passes(self, longest: int, piece: int, beside: int, least: int) -> list[Pass]:
+        """The passes of prompts, of at least so many rows: over one text with up to `longest`
+        tokens and texts `beside`, and over more texts with `piece` tokens together."""
+        shapes = [(beside, T) for T in _powers(longest, 1 if self._carries else 2)]
+        if not self._carries:
+            shapes += [
+                (B, min(piece // B, longest)) for B in _powers(min(self.slots, piece), 2)[1:]
+            ]
+        room = self.blocks_of(self.positions)
+        return [
+            self._pass(PassInputs(self.dev, B, T, room, {}), B, T, self.slots)
+            for B, T in shapes
+            if least <= B * T
+        ]
 
     @staticmethod
     def blocks_of(tokens: int) -> int:
@@ -221,28 +228,34 @@ class Generator:
         tensors = [t for half in self._cache.blocks.values() for t in half.values()]
         return sum(align_up(tensor.nbytes // self.num_blocks) for tensor in tensors)
 
-    def model(self, inputs: Mapping[str, Tensor], B: int, T: int, first_state: int) -> Model:
-        """The model of passes over B texts with T tokens each. first_state: of their rows."""
+    def _pass(self, inputs: PassInputs, B: int, T: int, first_state: int) -> Pass:
+        """Passes over B texts with T tokens each. first_state: of their rows."""
         batch = replace(self._options.batch, batch_size=B, seq_len=T)
         memory = replace(self._options.memory, lmhead_chunks=1)
-        of_pass = (inputs["table"], inputs["lengths"], inputs["new"])
+        rows = inputs.rows(B)
+        of_pass = (rows["table"], rows["lengths"], rows["new"])
         cache = CacheOfPass(self._cache, *of_pass, (first_state, first_state + B), self._tables)
-        return Model(
+        model = Model(
             self.dev,
             self.config,
             self._options._replace(batch=batch, memory=memory),
             self.weights,
             "native",
-            StepInputs(inputs["tokens"], first_key=inputs["first_key"]),
+            StepInputs(rows["tokens"], first_key=rows["first_key"]),
             scalars=self._scalars,
             cache=cache,
         )
+        return Pass(inputs, model, B, T)
+
+    def _decoding(self, each: Pass) -> Callable[[bool], None]:
+        how = {"chosen": self._chosen, "seen": self._seen, "outputs": self.config.outputs}
+        return partial(each.decode, **how)
 
     def rehearse(self) -> None:
         """All kinds of passes once, for a device that only plans, or to load kernels and capture
         graphs; they exchange nothing but weights."""
-        passes = [("prefill", each, each.prefill) for each in self._prefills]
-        passes += [("decode", each, each.decode) for each in self._decodes.values()]
+        passes = [("prefill", each, each.forward) for each in self._prefills]
+        passes += [("decode", each, self._decoding(each)) for each in self._decodes.values()]
         for kind, each, fn in passes:
             self._enqueue(kind, each, fn, stale=False)
         if self._shares:
@@ -396,7 +409,7 @@ class Generator:
                 left[key] = start + each.tokens
                 if left[key] >= len(ids):
                     del left[key]
-            self._run("prefill", each, each.prefill)
+            self._run("prefill", each, each.forward)
 
     def _prefill_of(self, texts: int, tokens: int) -> Pass:
         """The smallest pass that holds so many texts and tokens of each, else the largest of the
@@ -433,10 +446,10 @@ class Generator:
                 arrays[name][text.slot] = getattr(text.request, name)
         arrays["table"][text.slot, : len(text.blocks)] = text.blocks
         if text.request.repetition != 1:
-            bits = np.zeros(self.seen.shape[1] * 32, np.uint8)
+            bits = np.zeros(self._seen.shape[1] * 32, np.uint8)
             bits[text.ids] = 1
             words = np.packbits(bits, bitorder="little").view(np.int32)
-            self.dev.upload(self.seen.rows(text.slot, text.slot + 1), words[None])
+            self.dev.upload(self._seen.rows(text.slot, text.slot + 1), words[None])
 
     def _leave(self, text: _Text) -> None:
         """A text gives its blocks and its slot back."""
@@ -450,7 +463,7 @@ class Generator:
 
     def _move(self, text: _Text, slot: int) -> None:
         """Let a text have another slot, which is free."""
-        self._copy_row(self.seen, slot, text.slot)
+        self._copy_row(self._seen, slot, text.slot)
         for states in self._cache.states.values():
             for tensor in states.values():
                 self._copy_row(tensor, slot, text.slot)
@@ -492,10 +505,10 @@ class Generator:
         arrays["lengths"][slots], arrays["new"][slots] = lengths - 1, 1
         arrays["position"][slots] = lengths
         each = self._decodes[size]
-        self._run("decode", each, each.decode)
-        self.chosen.download()
-        ids = self.chosen.arrays["tokens"][slots].tolist()
-        logprobs = self.chosen.arrays["logprobs"][slots].tolist()
+        self._run("decode", each, self._decoding(each))
+        self._chosen.download()
+        ids = self._chosen.arrays["tokens"][slots].tolist()
+        logprobs = self._chosen.arrays["logprobs"][slots].tolist()
         if not np.isfinite(logprobs).all():
             raise LlmqError(NOT_FINITE)
         tokens, going = [], []

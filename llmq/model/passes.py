@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llmq.base.dtypes import F32, I32, I64, DType
 from llmq.base.tensor import Tensor
+from llmq.model.model import Model
 from llmq.ops.loss import sample
 from llmq.runtime.device import Device
-
-if TYPE_CHECKING:
-    from llmq.model.generator import Generator
 
 REQUEST_FIELDS = {
     "temperature": F32,
@@ -44,6 +41,10 @@ class Buffer:
             self.tensors[key] = self._words.rows(start, stop).view_as(dtype, shape)
             self.arrays[key] = self._host[start:stop].view(dtype.numpy).reshape(shape)
             start += room
+
+    def rows(self, count: int) -> dict[str, Tensor]:
+        """The first rows of each part."""
+        return {name: tensor.rows(0, count) for name, tensor in self.tensors.items()}
 
     def clear(self) -> None:
         self._host[:] = 0
@@ -78,24 +79,22 @@ class PassInputs(Buffer):
 
 
 class Pass:
-    """Passes over B texts with T tokens each: their inputs, and the model of this shape."""
+    """Passes over texts with so many tokens each: their inputs, and the model of this shape."""
 
-    def __init__(self, generator: Generator, inputs: PassInputs, B: int, T: int, first_state: int):
-        self.inputs, self.texts, self.tokens = inputs, B, T
-        self.tensors = {name: tensor.rows(0, B) for name, tensor in inputs.tensors.items()}
-        self.model = generator.model(self.tensors, B, T, first_state)
-        self._generator = generator
+    def __init__(self, inputs: PassInputs, model: Model, texts: int, tokens: int):
+        self.inputs, self.model, self.texts, self.tokens = inputs, model, texts, tokens
 
-    def prefill(self, stale: bool) -> None:
+    def forward(self, stale: bool) -> None:
         self.model.forward(stale=stale, keep=False)
 
-    def decode(self, stale: bool) -> None:
-        self.model.forward(stale=stale, keep=False)
-        its, rows = self._generator, (0, self.texts)
-        requests = sample.Requests(**{name: self.tensors[name] for name in REQUEST_FIELDS})
-        chosen = [tensor.rows(*rows) for tensor in its.chosen.tensors.values()]
+    def decode(self, stale: bool, chosen: Buffer, seen: Tensor, outputs: int) -> None:
+        """Choose the next token of each text. chosen, seen: of at least so many texts. outputs: of
+        the model."""
+        self.forward(stale)
+        tensors, dev = self.inputs.rows(self.texts), self.model.dev
+        requests = sample.Requests(**{name: tensors[name] for name in REQUEST_FIELDS})
         with self.model.logits() as logits:
             sample.choose(
-                its.dev, *chosen, logits, requests, its.seen.rows(*rows),
-                vocab_size=its.config.outputs, softcap=self.model.head.softcap,
+                dev, *chosen.rows(self.texts).values(), logits, requests, seen.rows(0, self.texts),
+                vocab_size=outputs, softcap=self.model.head.softcap,
             )  # fmt: skip

@@ -67,10 +67,10 @@ def test_passes_of_few_tokens_decode_no_matrix(name):
     generator = Generator(dev, model, weights, options=options, scalars=scalars, **sizes)
     dev.launches.clear()
     for each in generator._decodes.values():
-        each.decode(stale=False)
+        generator._decoding(each)(stale=False)
     assert dev.launches["skinny_nf4"] == 2 * LAYERS * sum(RUNS.values())
     assert "nf4_decode" not in dev.launches
-    next(p for p in generator._prefills if p.tokens == 128).prefill(stale=False)
+    next(p for p in generator._prefills if p.tokens == 128).forward(stale=False)
     assert dev.launches["nf4_decode"] == LAYERS * sum(RUNS.values())
 
 
@@ -82,6 +82,6 @@ def test_passes_of_few_tokens_read_experts_of_mxfp4():
     sizes = {"slots": 1, "positions": 64, "blocks": 9}
     generator = Generator(dev, model, weights, options=options, scalars=scalars, **sizes)
     dev.launches.clear()
-    generator._decodes[1].decode(stale=False)
+    generator._decoding(generator._decodes[1])(stale=False)
     assert dev.launches["skinny_mxfp4"] == 2 * LAYERS
     assert "mxfp4_decode" not in dev.launches

@@ -21,10 +21,13 @@ WHOLE = np.float32(2**31)  # the probability of the most likely id, as a whole n
 
 
 def sample_scan(stats, largest, logits, repetition, seen, vocab, padded_vocab, parts, *, softcap=0):
-    """Of each part of PART ids of each row of logits (rows, padded_vocab): stats F32 (rows, parts,
-    2), the largest logit, NaN if one is NaN or infinite, and the sum of exp(logit - it); largest
-    I64 (rows, parts), the place of the largest penalized logit in the order of `places`. seen: I32
-    (rows, words), bits of ids, or None. softcap: the cap's bits, an F32; 0: none."""
+    """Find the largest logits of each part of PART ids in each row of logits (rows, padded_vocab).
+
+    stats: F32 (rows, parts, 2), the largest logit, NaN where a logit is NaN or infinite, and the
+    sum of exp(logit - the largest). largest: I64 (rows, parts), the place of the largest penalized
+    logit in the order of `places`. seen: I32 (rows, words), bits of ids, or None. softcap: the
+    bits of the cap, an F32; 0: no cap.
+    """
     x, penalized = _read(logits[:, :vocab], repetition, seen, softcap)
     for part in range(parts):
         own = slice(part * PART, (part + 1) * PART)
