@@ -10,7 +10,6 @@ import pytest
 import transformers
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.errors import ConfigError
 from llmq.model.head import gradient_scale
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
@@ -135,31 +134,6 @@ def activations(model: ModelConfig, **options) -> int:
     dev = PlanDevice(HOST_SPEC)
     Step(dev, model, config.for_step, place(config.for_step, weight_table(model)))
     return dev.arenas["device"].categories["Activations"]
-
-
-def test_memory_of_recomputed_layers_is_proportional():
-    model = dataclasses.replace(preset("Qwen2.5-0.5B"), num_layers=4)
-    everything, nothing = (
-        activations(model, recompute_block=flag, model_dtype="bf16") for flag in (False, True)
-    )
-    shared = 2 * 64 * model.hidden_size * 2  # residual_att of the recomputed ones
-    each = (everything - nothing + shared) / 4
-    for layers, count in (("0", 1), ("1-3", 3), ("all", 4)):
-        options = {"recompute_block": True, "recompute_layers": layers, "model_dtype": "bf16"}
-        assert activations(model, **options) == everything - count * each + shared
-    with pytest.raises(ConfigError, match="--recompute-layers: 2-4 names layers that a model of 4"):
-        TrainConfig(recompute_layers="2-4").normalized().validate_with(model)
-
-
-def test_kept_activations_take_less_memory(path):
-    options = {"model_dtype": "bf16"}
-    with (
-        trainer_for(path, **options) as plain,
-        trainer_for(path, matmul_dtype="e4m3", **options) as fp8,
-    ):
-        before, after = (t.plan.usage.categories["device"] for t in (plain, fp8))
-        assert after["Activations"] < before["Activations"]
-        assert after["Quants"] > 0 and "Quants" not in before
 
 
 # ------------------------------------------------------------------------------------------------

@@ -8,12 +8,9 @@ import pytest
 from llmq.base.dtypes import BF16, E4M3, E5M2
 from llmq.base.errors import ConfigError
 from llmq.formats.scales import HISTORY, SCALE_MARGIN
-from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
-from llmq.plan.plan import make_plan
 from llmq.run.diagnose import _activations, _measured_gradients, abs_maxes
-from llmq.runtime.device import HOST_SPEC
 from tests.models import exported, random_batch, trainer_for
 
 T = 32
@@ -226,25 +223,6 @@ def test_infinity_and_nan_reach_the_norm(value):
         assert not np.isfinite(trainer.step(second).norm)
         state = trainer._step.extra_state()
     assert all(np.isfinite(values).all() for values in state.values())
-
-
-def plan_of(name, **options):
-    config = TrainConfig(**(CODES | {"batch_size": 4, "seq_len": 256} | options)).normalized()
-    return make_plan(config, preset(name), HOST_SPEC)
-
-
-def test_plan_keeps_half_of_each_mlp():
-    model = preset("Qwen2.5-1.5B")
-    tokens, F, L = 4 * 256, model.intermediate_size, model.num_layers
-    bf16, codes = plan_of("Qwen2.5-1.5B", mlp_dtype="bf16"), plan_of("Qwen2.5-1.5B")
-    kept = [plan.usage.categories["device"]["Activations"] for plan in (bf16, codes)]
-    slots = 1024 * L  # bytes: largest values, scales, limits and counts of a few tensors
-    assert 2 * F * tokens * L - slots < kept[0] - kept[1] <= 2 * F * tokens * L
-    # Nothing that only the first step needs is on top of that.
-    assert codes.usage.sizes["stack"] <= bf16.usage.sizes["stack"]
-    assert codes.traffic < bf16.traffic and codes.launches == bf16.launches
-    small = [plan_of("Qwen2.5-1.5B", recompute_ffn=True, mlp_dtype=d) for d in ("bf16", "e4m3")]
-    assert small[1].usage.device_bytes <= small[0].usage.device_bytes + slots
 
 
 def test_the_plan_is_what_a_trainer_takes():

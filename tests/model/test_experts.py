@@ -219,14 +219,6 @@ def test_experts_without_tokens_are_named():
     assert "2 of layer 2 and 2 more; see --router-aux-loss" in line
 
 
-def test_a_new_model_learns():
-    batch = random_batch(np.random.default_rng(5))
-    options = {"model": "tiny-qwen3-moe", "from_scratch": True, "learning_rate": 1e-2}
-    with trainer_for("", **options, num_layers=2) as trainer:
-        losses = [trainer.step([batch]).loss for _ in range(8)]
-    assert losses[-1] < losses[0] - 1
-
-
 def test_adapters_stand_beside_frozen_experts():
     """Frozen experts may be codes of any format, which are decoded; the router is none of them."""
     batch = random_batch(np.random.default_rng(6), T=32)

@@ -15,7 +15,7 @@ from llmq.options.cards import card_of, find_card, spec_of
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
-from llmq.plan.advice import CAREFUL, check_fits, savings, spelled
+from llmq.plan.advice import CAREFUL, check_fits, savings
 from llmq.plan.estimate import Planner
 from llmq.plan.memory import Limits, OutOfMemory, memory_limit, needed_bytes
 from llmq.plan.plan import make_plan
@@ -192,13 +192,6 @@ def test_micro_batches_of_any_size_get_smaller(batch, chunks, then, parts):
     assert smaller_batch(replace(config, batch_size=1)) == {}
 
 
-def test_more_layers_may_recompute():
-    model, config = preset("Qwen2.5-0.5B"), options(batch_size=1, recompute_block=True)
-    limits = Limits(device=needed(config, model) + 2 * MIB, host=256 * MIB)
-    message = refused(replace(config, recompute_layers="0-1"), model, limits)
-    assert ["--recompute-layers=all"] in [flags for flags, *_ in entries(message)]
-
-
 def test_message_when_nothing_helps():
     model = preset("gpt2-355m")
     limits = Limits(device=GIB, host=GIB // 2)
@@ -293,10 +286,3 @@ def test_a_run_is_refused_before_it_allocates(tmp_path, monkeypatch):
         OutOfMemory, match=r"out of memory: \d+ MiB are needed, 0 MiB are available"
     ):
         trainer_for(tmp_path, memory_limit="100KiB")
-
-
-def test_flags_of_changes():
-    config = options(recompute_norm=True)
-    changes = {"recompute_norm": True, "offload_opt_m": True, "lmhead_chunks": 4}
-    assert spelled(config, changes) == "--offload-opt-m --lmhead-chunks=4"
-    assert spelled(config, {"recompute_norm": False}) == "--no-recompute-norm"

@@ -186,15 +186,6 @@ def test_refusal_of_what_fits_after_all():
     )
 
 
-def test_micro_batches_that_are_no_faster_are_not_tried():
-    given = {"model": "tiny", "seq-len": 32, "grad-accumulation": 1 << 16}
-    planner = Planner(preset("tiny"), HOST_SPEC, "native", find_card("4090"))
-    for batch, largest in ((4, 1 << 13), (1 << 14, 1 << 14)):  # what was given is tried
-        config = make_config(given | {"batch-size": batch})
-        ladder = Fit(config, planner, Limits(), frozenset()).ladder()
-        assert ladder[-1].batch_size == largest
-
-
 def test_refusal_where_coarser_numbers_help():
     # Master, gradients and both moments of 1.56e9 weights are 2.9 GiB each in bf16.
     text = refusal("gpt2-1558m", 8.5, 2.0)

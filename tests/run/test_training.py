@@ -542,16 +542,6 @@ def test_terminal_gets_the_live_view(monkeypatch, capsys):
     assert "[T]" not in capsys.readouterr().out
 
 
-def test_the_curve_of_the_live_view_goes_on(monkeypatch):
-    assert train(steps=4, save_training_state=True) == 0
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=100, _environ={"TERM": "xterm"})
-    monkeypatch.setattr(live, "printable_console", lambda: console)
-    assert train(steps=6, log_gpu_util=0, **{"continue": ""}) == 0
-    curves = re.findall(f"[{live.BARS}]+", screen.getvalue())
-    assert min(map(len, curves)) >= 4 and len(curves[-1]) == 6, "of all steps"
-
-
 class GpuLike(HostDevice):
     """The CPU, to whom a run reports as to a GPU: with sensors, and one step late."""
 

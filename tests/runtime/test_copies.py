@@ -8,7 +8,6 @@ import pytest
 
 from llmq.base.dtypes import F32, I32, U8
 from llmq.comm.collectives import part
-from llmq.comm.copies import Rings, Staging
 from llmq.comm.options import (
     EMPTY,
     EXCHANGED,
@@ -318,35 +317,6 @@ def test_mirrors_are_read_by_those_who_cannot_be_reached(kind, how):
                 mirrored = source != reader and kinds[reader][source] == "staged"
                 expected = content(source, step) * (-1 if mirrored else 1)
                 np.testing.assert_array_equal(parts[source], expected)
-
-
-def test_each_rank_begins_with_another_reader():
-    """So that no GPU is written to by all others at once."""
-
-    def program(dev, workers):
-        readers = []
-        copies = dev.mesh.group("shard")._copies
-        push = copies._push
-        copies._push = lambda *args: (readers.append(args[1]), push(*args))
-        buffer, spare = (dev.alloc("x", (k * N,), F32, "Weights") for k in (dev.mesh.size(), 1))
-        dev.mesh.group("shard").all_gather(buffer, spare)
-        dev.mesh.group("shard").all_to_all(buffer, spare)
-        return readers
-
-    rounds = np.array(run(4, link_kinds(4, "peer"), program))  # rank, copy
-    assert (np.sort(rounds, axis=0) == np.arange(4)[:, None]).all()
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "chunk"),
-    [(8 << 20, 1 << 20), (99 << 20, 1 << 20), (5 << 20, 5 << 17), (99, 1 << 16)],
-)
-def test_what_is_short_is_cut_into_chunks_too(nbytes, chunk):
-    """Sending and receiving overlap only where there are several; too short ones cost waits."""
-    rings = Rings(addresses=[0], chunk=1 << 20, count=4)
-    staging = Staging(0, None, None, rings, [])
-    staging.begin(nbytes)
-    assert staging.chunk == chunk
 
 
 def test_without_its_flags_the_protocol_fails():

@@ -533,15 +533,6 @@ def test_a_cuda_error_in_a_capture_says_how_to_do_without(dev):
         dev.graph(("g",), broken)
 
 
-def test_no_graphs(api):
-    device = CudaDevice(0, SIZES, graphs=False)
-    x = tensor(device)
-    for _ in range(3):
-        device.graph(("g",), lambda: device.launch(OTHER, 1, 32, (x,)))
-    assert "graphLaunch" not in api.runtime.calls
-    assert len(api.launches) == 3
-
-
 def test_steady_state_never_waits(api, dev):
     x = tensor(dev)
     for _ in range(2):
