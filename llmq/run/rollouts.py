@@ -8,7 +8,7 @@ a rollout. A Trainer asks `Rollouts` for batches in place of token files.
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,6 +22,7 @@ from llmq.base.files import disk_errors
 from llmq.data.tokens import MASKED_TARGET
 from llmq.model.generator import Completion
 from llmq.options.loss_params import POLICIES
+from llmq.run.episodes import Episodes
 from llmq.run.metrics import Reporter
 from llmq.run.ranks import Rank
 from llmq.run.rewards import REWARD, Function, Group, RewardError, Rewards, Scores
@@ -37,11 +38,12 @@ LEAST_STD = 1e-4  # added to the standard deviation of a group's rewards
 
 class Sample(NamedTuple):
     """A completion of a prompt, by its number. ids: new tokens, with the one that ended the text.
-    logprobs: of each by the model that has sampled. advantage: 0 before the rewards are known."""
+    logprobs: of each by the model that has sampled; None for tokens of an environment, which are
+    not trained. advantage: 0 before the rewards are known."""
 
     prompt: int
     ids: list[int]
-    logprobs: list[float]
+    logprobs: list[float | None]
     advantage: float
 
 
@@ -114,8 +116,9 @@ def _batch(rows: Sequence[Sequence[tuple[Sample, list[int]]]], T: int) -> Batch:
             ids = [*prompt, *sample.ids]
             end, new = first + len(ids) - 1, first + len(prompt) - 1
             inputs[row, first:end], starts[row, first:end] = ids[:-1], first
-            targets[row, new:end] = sample.ids
-            named["sampled"][row, new:end] = sample.logprobs
+            trained = [each is not None for each in sample.logprobs]
+            targets[row, new:end] = np.where(trained, sample.ids, MASKED_TARGET)
+            named["sampled"][row, new:end] = [each or 0.0 for each in sample.logprobs]
             named["advantages"][row, new:end] = sample.advantage
             first = end
         lengths[row] = first
@@ -156,7 +159,12 @@ class Rollouts:
         self._scale = config.loss != "dr-grpo" if scale is None else scale
         self._records = [dict(record) for record in records]
         self._tokenizer, self._stop = known_tokenizer(trainer.tokenizer), set()
+        self._talk: Conversation | None = None
         self._prompts = [*self._encoded()]
+        self._episodes: Episodes | None = None
+        if self._reward is not None and self._reward.has_turns:
+            how = {"turns": config.max_turns, "positions": config.seq_len}
+            self._episodes = Episodes(self._reward, self._tokenizer, self._talk, **how)
         content = json.dumps([self._prompts, config.prompts_per_step, config.updates])
         self._digest = hashlib.sha256(content.encode()).hexdigest()[:16]
         self.seed = config.train_seed
@@ -165,6 +173,7 @@ class Rollouts:
         self._samples: list[Sample] = []
         self._batches: list[Batch] = []
         self.last: dict[str, float] = {}
+        self._times = {"sample_ms": 0.0, "reward_ms": 0.0}  # of the newest rollout
         self.reporter: Reporter | None = None
         self._teacher = None if config.teacher is None else Teacher(trainer)
         trainer.samples, trainer.train_loaders = self, [self] * self._ranks
@@ -201,7 +210,7 @@ class Rollouts:
 
     def _encoded(self) -> Iterator[list[int]]:
         """The ids of each prompt."""
-        talk: Conversation | None = None
+        tools = None if self._reward is None else self._reward.tools
         if self._tokenizer.eos_id is not None:
             self._stop.add(self._tokenizer.eos_id)
         for record, where in zip(self._records, self._places, strict=True):
@@ -209,8 +218,8 @@ class Rollouts:
             if isinstance(prompt, str):
                 ids = prompt_ids(self._tokenizer, self._trainer.model, prompt, flag=where)
             elif isinstance(prompt, list) and prompt:
-                talk = talk or self._chat(where)
-                ids = talk.prompt(prompt)
+                self._talk = self._talk or self._chat(where)
+                ids = self._talk.prompt(prompt, tools)
             else:
                 raise DataError(f"{where}: 'prompt' must be a text or a list of messages")
             longest = len(ids) + self._config.max_new_tokens
@@ -260,10 +269,11 @@ class Rollouts:
 
     def _roll_out(self, rollout: int) -> list[Sample]:
         """The samples that are trained. RewardError, unless such groups are to be skipped."""
-        own, drawn, times = self._config, [], {"sample_ms": 0.0, "reward_ms": 0.0}
+        own, drawn = self._config, []
+        self._times = {"sample_ms": 0.0, "reward_ms": 0.0}
         chosen, others = self._chosen(rollout), self._others(rollout)
         for attempt in range(own.redraws + 1):
-            drawn += self._drawn(rollout, attempt, chosen, times)
+            drawn += self._drawn(rollout, attempt, chosen)
             teaching = sum(not each.equal for each in drawn if not each.problem)
             chosen = [*islice(others, own.prompts_per_step - teaching)]
             if not chosen:
@@ -279,10 +289,10 @@ class Rollouts:
                 row = {"prompt": each.group.record["prompt"], "text": text, "rewards": score}
                 rows.append(row | {"advantage": advantage, "finish": made.finish})
                 if (not each.equal or trains_equal) and not self._is_skipped(made):
-                    logprobs = np.asarray(made.logprobs, np.float32).tolist()
+                    logprobs = [each if each is None else float(each) for each in made.logprobs]
                     kept.append(Sample(each.number, list(made.ids), logprobs, advantage))
         scored = [each for each in drawn if not each.problem]
-        self.last = {**_of_lengths(drawn), **times}
+        self.last = {**_of_lengths(drawn), **self._times}
         if self._reward is not None:
             shares = {"equal": sum(each.equal for each in scored) / len(drawn)}
             shares |= {"drawn": len(drawn), "failed": len(drawn) - len(scored)}
@@ -290,40 +300,45 @@ class Rollouts:
         self._report(rows)
         return kept
 
-    def _drawn(
-        self, rollout: int, attempt: int, chosen: Sequence[int], times: dict[str, float]
-    ) -> list["Drawn"]:
-        """Samples of these prompts, with their rewards. times: milliseconds are added."""
-        start = time.monotonic()
-        made = self._generated(rollout, attempt, chosen)
-        sampled = time.monotonic()
+    def _drawn(self, rollout: int, attempt: int, chosen: Sequence[int]) -> list[Drawn]:
+        """Samples of these prompts, with their rewards."""
+        start, before = time.monotonic(), self._times["sample_ms"]
+        how = ([self._prompts[n] for n in chosen], self._config.num_samples)
+        records, places = ([of[n] for n in chosen] for of in (self._records, self._places))
+        generate = partial(self._generated, rollout, attempt)
+        if self._episodes is None:
+            made, found = generate(0, *how), None
+        else:
+            episodes, found = self._episodes.play(*how, records, partial(_each_once, generate))
+            made = [[Completion(e.ids, e.logprobs, e.finish) for e in group] for group in episodes]
         texts = [[self._tokenizer.decode(each.shown) for each in group] for group in made]
-        groups = [
-            Group(of_prompt, self._records[number], self._places[number])
-            for number, of_prompt in zip(chosen, texts, strict=True)
-        ]
-        nothing = [{REWARD: 0.0}] * self._config.num_samples
-        found = self._reward(groups) if self._reward else [nothing] * len(groups)
-        times["sample_ms"] += 1000 * (sampled - start)
-        times["reward_ms"] += 1000 * (time.monotonic() - sampled)
+        groups = [Group(*each) for each in zip(texts, records, places, strict=True)]
+        if found is None:
+            nothing = [{REWARD: 0.0}] * self._config.num_samples
+            found = self._reward(groups) if self._reward else [nothing] * len(groups)
+        spent = 1000 * (time.monotonic() - start)
+        self._times["reward_ms"] += spent - (self._times["sample_ms"] - before)
         drawn = [Drawn(*each) for each in zip(chosen, groups, made, found, strict=True)]
         if self._config.overlong_buffer:
             self._shorten(drawn)
         return drawn
 
     def _generated(
-        self, rollout: int, attempt: int, chosen: Sequence[int]
+        self, rollout: int, attempt: int, turn: int, prompts: Sequence[list[int]], count: int
     ) -> list[list[Completion]]:
-        own, trainer = self._config, self._trainer
+        """So many samples of each prompt, whose time is added to that of the rollout."""
+        own, trainer, start = self._config, self._trainer, time.monotonic()
+        seed = np.random.SeedSequence([self.seed, rollout, attempt, turn])
         made = trainer.generate(
-            [self._prompts[number] for number in chosen],
-            num_samples=own.num_samples,
+            prompts,
+            num_samples=count,
             max_new_tokens=own.max_new_tokens,
             temperature=own.temperature,
-            seed=int(np.random.SeedSequence([self.seed, rollout, attempt]).generate_state(1)[0]),
+            seed=int(seed.generate_state(1)[0]),
             stop=self._stop,
         )
         trainer.last_end = None  # sampling is no part of a step's time
+        self._times["sample_ms"] += 1000 * (time.monotonic() - start)
         return made
 
     def _shorten(self, drawn: Sequence["Drawn"]) -> None:
@@ -333,7 +348,7 @@ class Rollouts:
         free = self._config.max_new_tokens - buffer
         for each in drawn:
             for made, score in zip(each.made, () if each.problem else each.scores, strict=False):
-                score["overlong"] = -max(len(made.ids) - free, 0) / buffer
+                score["overlong"] = -min(max(len(made.ids) - free, 0) / buffer, 1.0)
                 score[REWARD] += score["overlong"]
 
     def _is_skipped(self, made: Completion) -> bool:
@@ -506,7 +521,15 @@ def _of_lengths(drawn: Sequence[Drawn]) -> dict[str, float]:
     """The mean length of samples, and which part of them was cut."""
     every = [made for each in drawn for made in each.made]
     cut = sum(made.finish == "length" for made in every) / len(every)
-    return {"length": float(np.mean([len(made.ids) for made in every])), "cut": cut}
+    lengths = [sum(each is not None for each in made.logprobs) for made in every]
+    return {"length": float(np.mean(lengths)), "cut": cut}
+
+
+def _each_once(
+    generate: Callable[..., list[list[Completion]]], turn: int, texts: Sequence[list[int]]
+) -> list[Completion]:
+    """One completion of each text."""
+    return [made for (made,) in generate(turn, texts, 1)]
 
 
 def _exchange(rank: Rank, *, back: bool) -> None:

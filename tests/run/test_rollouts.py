@@ -212,7 +212,7 @@ def test_long_samples_cost_reward():
     with trainer:
         samples.step_batches(4)
         lengths = [len(sample.ids) for sample in samples._samples]
-        (drawn,) = samples._drawn(0, 0, [3], {"sample_ms": 0, "reward_ms": 0})
+        (drawn,) = samples._drawn(0, 0, [3])
     assert min(lengths) < 12 == max(lengths)
     for made, score in zip(drawn.made, drawn.scores, strict=True):
         cost = {12: 1.0, 4: 0.0, 8: 0.5}.get(len(made.ids), max(len(made.ids) - 4, 0) / 8)

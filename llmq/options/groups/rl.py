@@ -23,7 +23,8 @@ class RlOptions:
     reward: str | None = option(
         None,
         "FILE.py:FUNCTION, a Python function of the texts of a prompt's samples and of its record, "
-        "which returns a number for each text, or its components by name",
+        "which returns a number for each text, or its components by name; or FILE.py:CLASS, an "
+        "environment with `reset(record)` and `step(text)`",
     )
     teacher: str | None = option(
         None,
@@ -33,6 +34,7 @@ class RlOptions:
     prompts_per_step: int = option(8, "Prompts that are sampled for a step", min=1)
     num_samples: int = option(8, "Samples of each prompt", min=1)
     max_new_tokens: int = option(256, "Tokens of a sample, at most", min=1)
+    max_turns: int = option(8, "Turns of the model with an environment, at most", min=1)
     temperature: float = option(1.0, "Temperature of the samples", min=0.01)
     updates: int = option(1, "Optimizer steps that train the same samples", min=1)
     scale_rewards: bool | None = option(
