@@ -18,7 +18,7 @@ FUSED["gemma4_e2b"] = [*SPLIT, "per_layer_input_gate", "per_layer_projection"]
 
 
 def targets(name: str) -> list[str]:
-    """All matrices in the blocks of this model of models.py, in Hugging Face's names."""
+    """Matrices in the blocks of this model of models.py, by Hugging Face's names."""
     return FUSED.get(name, SPLIT)
 
 

@@ -86,7 +86,7 @@ class Momentum(UpdateRule):
         return all(param.kind == "matrix" for param in slab.params)
 
     def prepare(self, scalars: np.void, step: int) -> None:
-        """It reads nothing of its own."""
+        """Momentum prepares nothing before a step."""
 
     def update(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
         """Two launches over what has no matrices, or only such as change by element."""

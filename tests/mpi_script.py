@@ -43,7 +43,7 @@ def damaged(*_: Any, **__: Any) -> None:
 
 
 def end_soon(signum: int) -> Callable[[], None]:
-    """So that it may come at any moment of a step."""
+    """A signal after a random time, which may be at any moment of a step."""
     pause = float(os.environ.get("FAULT_PAUSE", "0"))
     return lambda: threading.Timer(pause, os.kill, [os.getpid(), signum]).start()
 

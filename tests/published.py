@@ -53,7 +53,7 @@ class Row:
         return self.number("b") * SEQ_LEN
 
     def options(self) -> list[str]:
-        """Its words as options of the command line."""
+        """Words of the row as options of the command line."""
         return [spelled(word) for word in self.words]
 
 

@@ -65,7 +65,7 @@ def card_file(**changes: Any) -> CardFile:
 
 
 def results() -> dict[str, Any]:
-    """By part; a copy of one's own."""
+    """Results of a made-up rig by part, newly made by each call."""
     alone = {"in": [55.0], "out": [55.0], "both": [48.0]}
     pairs = [
         {"source": s, "reader": 1 - s, "kind": "peer", "gb_per_s": 390.0, "reason": None}

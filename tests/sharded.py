@@ -122,7 +122,7 @@ class Session(NamedTuple):
     vocab: int
 
     def batches(self, step: int) -> list[Batch]:
-        """This rank's part of the sequences of a step."""
+        """Sequences of a step that this rank trains on."""
         dev, accum = self.dev, self.config.grad_accumulation
         return batches(step, dev.mesh.rank, dev.mesh.size(), accum, self.vocab)
 
@@ -260,7 +260,7 @@ def _check_work(work: dict[str, np.ndarray], weights: dict[str, np.ndarray]) -> 
 
 
 def _shards(step: Step) -> dict[str, dict[str, tuple]]:
-    """By group and slab: the slab and this rank's elements of it."""
+    """Slabs and this rank's elements of each, by group and slab."""
     return {
         group: {p.slab.name: (p.slab, step.dev.download(p.tensor)) for p in pieces}
         for group, pieces in step.state().items()

@@ -82,7 +82,7 @@ class Sweeps:
         return self.out.with_name(f"out.{suffix}").read_text()
 
     def table(self) -> list[Any]:
-        """All that must be the same, however often a sweep was interrupted."""
+        """Rows of the table, which interruptions must not change."""
         runs = [run | {"invocation": 0, "seconds": 0} for run in self.report()["runs"]]
         lines = self.text("md").splitlines()
         cells = [line.split(" | ") for line in lines if line.startswith("|")]

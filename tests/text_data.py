@@ -77,7 +77,7 @@ def write_parquet(path, texts, field="text", row_group_size=3):
 
 
 def zst(data):
-    """In two frames, as a file has them that was written in two goes."""
+    """Bytes of Zstandard in two frames, as of a file that was written in two goes."""
     zstandard = pytest.importorskip("zstandard")
     half = len(data) // 2
     return b"".join(zstandard.compress(part) for part in (data[:half], data[half:]))

@@ -196,7 +196,7 @@ def test_recomputing_norms_has_no_effect_where_their_output_is_not_kept():
 
 
 def test_architectures_are_named_in_their_files_alone():
-    """All else follows from the descriptions; presets say whose they are."""
+    """No other module names an architecture, except presets."""
     names = [word for arch in ARCHITECTURES.values() for word in (arch.name, arch.model_type)]
     word = re.compile("|".join(f"""["']{name}["']""" for name in names))
     own = {PACKAGE / "options" / "presets.py", *PACKAGE.glob("arch/*.py")}

@@ -367,7 +367,7 @@ def test_a_window_as_long_as_the_positions_is_full_attention():
     ],
 )
 def test_windows_of_all_layers(hf, window):
-    """They are in the config that is written; sequences may be longer."""
+    """Windows are in the config that is written; sequences may be longer."""
     model = ModelConfig.from_hf(hf)
     assert model.windows == {window}
     written = model.to_hf()

@@ -29,7 +29,7 @@ NAME, LONG = "qwen3_5", {"max_position_embeddings": 160}
 
 @pytest.mark.parametrize("T", [4, 136])
 def test_loss_and_gradients_match_transformers_at_any_length(T, device):
-    """Also of a few tokens, and of more than two chunks."""
+    """Sequences of a few tokens, and of more than two chunks."""
     batch = random_batch(np.random.default_rng(0), B=4, T=T)
     batch[1][:, 0] = 3  # there is a target
     model = hf_model(NAME, **LONG)
@@ -38,7 +38,7 @@ def test_loss_and_gradients_match_transformers_at_any_length(T, device):
 
 
 def test_nothing_of_one_document_changes_a_bit_of_another(device):
-    """Neither losses nor gradients of what follows from a document, nor of a token on its own."""
+    """NaN in one document changes no bit of the losses and gradients of other documents."""
     T, first, stop = 136, 60, 100
     starts = np.zeros((2, T), np.int32)
     starts[:, first:], starts[:, stop:] = first, stop

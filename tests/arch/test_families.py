@@ -213,7 +213,7 @@ def test_layers_without_keys_to_share_are_refused(fields, message):
 
 
 def test_layers_that_predict_further_tokens_stay_in_exports_of_glm(tmp_path):
-    """Its files have them behind the last layer, and its config their number."""
+    """GLM's files have such layers behind the last layer, and config.json has their number."""
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(FAMILIES["glm4_moe"]()).save_pretrained(tmp_path)
     further = {f"model.layers.4.{name}.weight": torch.ones(6, 64) for name in ("enorm", "mlp.gate")}

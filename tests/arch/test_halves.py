@@ -183,7 +183,7 @@ def test_fp8_codes_of_experts(mixture, streamed):
 
 @pytest.mark.parametrize("dtype", ["e4m3", "int8", "nf4"])
 def test_frozen_experts_are_kept_as_codes(mixture, dtype):
-    """They are those that `llmq merge` makes of the same values."""
+    """Codes of frozen experts are equal to the codes that `llmq merge` makes of the same values."""
     weights, table = weights_of(mixture, lora_rank=2, lora_targets="q", base_dtype=dtype)
     exact, _ = weights_of(mixture, lora_rank=2, lora_targets="q", model_dtype="bf16")
     for each in (weights, exact):

@@ -93,7 +93,7 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("stale", ["file", "link"])
 def test_what_a_killed_process_left_does_not_matter(tmp_path, stale):
-    """Neither what it had written, nor what somebody has put there: a link is not followed."""
+    """Unfinished files of a killed process are replaced, and a link there is not followed."""
     path, other = tmp_path / "a", tmp_path / "other"
     other.write_text("of somebody")
     left = temporary_path(path)
@@ -105,7 +105,7 @@ def test_what_a_killed_process_left_does_not_matter(tmp_path, stale):
 
 
 def test_files_of_others_with_likely_names_stay(tmp_path):
-    """These used to be overwritten and removed on the way."""
+    """Files of others that are called as temporary files would be stay as they are."""
     names = ["a.tmp", "a.old", "a.lock", "out.tmp", "out.old", "out.lock", "out/.tmp"]
     (tmp_path / "out").mkdir()
     for name in names:
@@ -118,7 +118,7 @@ def test_files_of_others_with_likely_names_stay(tmp_path):
 
 
 def test_what_an_interrupted_move_leaves_has_an_owner(tmp_path, monkeypatch):
-    """Also after a loss of power, which may leave any of the names that were not synced."""
+    """Any of the names that were not synced may be left after a loss of power."""
     (tmp_path / "out").mkdir()
     moved, real = [], os.replace
     monkeypatch.setattr(files, "sync_directory", lambda path: moved.append(f"sync {path.name}"))

@@ -144,7 +144,7 @@ HUNG = (
 
 
 def test_child_that_hangs(monkeypatch, tmp_path):
-    """It is a line of the report with its last words, and the next run has its turn."""
+    """A child that hangs is a line of the report, and the next run follows."""
     code = "signal.signal(signal.SIGUSR1, lambda *_: print('in stuck')); print('began'); "
     child_runs(
         monkeypatch, code + "time.sleep(9 if job['options']['seed'] == 1 else 0); sys.exit(5)"
@@ -176,7 +176,7 @@ def test_the_report_says_where_a_run_hung_and_not_how_it_began(monkeypatch, tmp_
 
 
 def test_child_that_is_late(monkeypatch):
-    """It makes progress, and is ended all the same."""
+    """A child that makes progress beyond --timeout is ended."""
     code = (
         "import pathlib; [(pathlib.Path(sys.argv[3]).touch(), time.sleep(0.1)) for _ in range(99)]"
     )
@@ -233,7 +233,7 @@ def test_launches_of_a_step_are_timed_without_changing_it():
 
 
 def test_clocks_settle_before_steps_are_timed(monkeypatch):
-    """In as many steps as that takes; repeats are as long as they are asked to be, or longer."""
+    """Clocks settle in as many steps as needed; repeats are at least as long as asked."""
     with open_trainer(TINY, 100) as trainer:
         batches = random_batches(trainer)
         start = time.monotonic()

@@ -62,7 +62,7 @@ def test_a_picture_has_speeds_and_a_map_of_two_options_that_vary():
 
 @pytest.mark.parametrize("path", kept_reports()[::3], ids=lambda path: path.stem)
 def test_kept_reports_have_pictures_and_are_compared(path):
-    """Also those of earlier versions: a third of all."""
+    """A third of the kept reports, also of earlier versions."""
     kept = read_report(path, "--compare")
     assert figure_of(kept).axes
     assert len(as_csv(kept).splitlines()) == len(kept["runs"]) + 1
@@ -71,7 +71,7 @@ def test_kept_reports_have_pictures_and_are_compared(path):
 
 
 def test_what_is_not_known_is_not_drawn():
-    """One swept option makes no map; a sweep may have failed."""
+    """One swept option makes no heat map, and failed runs no points."""
     lone = [({"model": "tiny", "batch-size": n}, 100.0 * n, None) for n in (1, 2)]
     assert titles(lone) == [""]
     assert figure_of(report([FAILED])) is None and figure_of(report([])) is None

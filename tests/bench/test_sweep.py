@@ -158,7 +158,7 @@ def test_a_damaged_report_is_refused_before_anything_is_made(sweeps, damage):
 
 
 def test_a_run_that_ended_the_driver_comes_last(sweeps):
-    """It may take the machine down: the others are made before it is tried again."""
+    """A run that may take the machine down is tried again after all others."""
 
     def crash(options):
         os._exit(9)
@@ -233,7 +233,7 @@ def test_two_drivers_do_not_share_a_report(sweeps):
 
 
 def in_another_process(work, *args) -> int:
-    """Its exit status, or the negative number of the signal that ended it."""
+    """The process's exit status, or the negative number of the signal that ended it."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -296,7 +296,7 @@ def test_killed_at_any_moment_and_resumed_to_the_same_table(sweeps, monkeypatch,
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child")
 def test_a_child_ends_with_its_parent(tmp_path):
-    """Else the GPU would stay in use beside the sweep that goes on."""
+    """A child that outlives its parent would keep the GPU from the sweep that goes on."""
     code = (
         "import os, sys, time; from llmq.bench.child import end_with; end_with(int(sys.argv[1])); "
         "os.write(int(sys.argv[2]), b'x'); time.sleep(60)"

@@ -118,7 +118,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(monkeypatch, capsys):
 
 
 def test_a_verdict_that_comes_while_a_checkpoint_is_written(monkeypatch):
-    """It is noted when there is something to note it in."""
+    """A verdict is noted once the checkpoint is complete."""
     exploding(monkeypatch, 22)
     gate = Gate(monkeypatch, 22)
     at_step(monkeypatch, 24, lambda run: gate.open.set())
@@ -156,7 +156,7 @@ def test_a_new_best_waits_for_the_checkpoint_before(monkeypatch, capsys):
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_a_signal_in_the_middle_of_a_write(failing, monkeypatch, capsys):
-    """That one is finished; then there is one of the last step."""
+    """The checkpoint under way is finished; then the last step is saved."""
     gate = Gate(monkeypatch, 2)
     signal_after(monkeypatch, 2, signal.SIGTERM)
     at_step(monkeypatch, 2, lambda run: open_after(gate, 0.1))

@@ -203,7 +203,7 @@ def test_misuse(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    """One range after another: the file is written while the ranges are read."""
+    """Ranges are written to the file one after the other, while these are read."""
     writer = CheckpointWriter(tmp_path, 1)
     name = "weights.shard_000_of_001.safetensors"
     file = tmp_path / "step_00000001.tmp" / f".{name}.llmq-tmp"
@@ -552,7 +552,7 @@ def test_clean_old_removes_interrupted_saves(tmp_path, keep_n):
 
 
 def test_clean_old_leaves_what_is_not_of_a_save(tmp_path):
-    """Whatever it is called; and links, with what they point to."""
+    """Files of any name, and links with their targets, stay."""
     fake(tmp_path / "theirs", "step_00000020", "step_00000030.tmp")
     fake(tmp_path / "a", *steps(40), "step_final.tmp", "step_00000050.tmp", "step_00000010.old")
     (tmp_path / "a" / "step_00000050.tmp" / "thesis.tex").touch()

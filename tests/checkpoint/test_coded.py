@@ -48,7 +48,7 @@ def values(folder: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name, scales", [("qwen3", "row"), ("phi3", "tensor")])
 def test_transformers_computes_with_exported_codes(name, scales, tmp_path):
-    """Its matrices are those that llmq reads; it rounds activations to FP8, too."""
+    """Matrices of transformers equal llmq's; transformers rounds activations to FP8, too."""
     pytest.importorskip("compressed_tensors")
     export(exported(name), tmp_path / "m", to="fp8", scales=scales, verify=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()

@@ -176,7 +176,7 @@ def assert_equal_bits(a, b):
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_language_model_of_one_that_sees_images(source, tmp_path, prefix):
-    """Its sizes are in text_config, in part by default, and its weights beside others."""
+    """Sizes of the language model are in text_config, and its weights beside others."""
     inner, directory = source("gemma3_text"), tmp_path / "images"
     directory.mkdir()
     hf = json.loads((inner / "config.json").read_text())

@@ -138,7 +138,7 @@ def test_a_download_is_of_one_commit_which_a_run_keeps(hub):
 
 
 def test_a_download_goes_on_where_it_stopped(hub, monkeypatch):
-    """In a file after the network failed; after an error with the files that are not there."""
+    """A download goes on within a file after a network failure, and with missing files."""
     content = (hub.folder / ID / WEIGHTS[0]).read_bytes()
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", len(content) // 8)
     hub.drops[WEIGHTS[0]] = len(content) // 2

@@ -97,7 +97,7 @@ def test_scalings_that_are_no_numbers(tmp_path, field, value, message):
 
 
 def test_scalings_that_are_not_trained(tmp_path):
-    """They can be added to the model, as PEFT does."""
+    """Fixed scalings can be multiplied into the adapters, as PEFT does."""
     loss = saved(tmp_path / "in", "qwen3", lora_alpha=-4)
     with pytest.raises(ConfigError, match=r"--adapter: .* has lora_alpha -4.0, and only one"):
         trainer_for(exported("qwen3"), adapter=tmp_path / "in")

@@ -331,7 +331,7 @@ def test_mtp_layers_beside_a_flat_model(tmp_path):
 
 
 def test_unknown_tensors_inside_of_the_model_are_refused(tmp_path):
-    """They would change what it computes."""
+    """Unknown tensors would change what the model computes."""
     source = shutil.copytree(exported("qwen3"), tmp_path / "source")
     for name in ("model.layers.0.extra.weight", "model.norm.bias", "layers.1.extra.weight"):
         tensors = load_file(exported("qwen3") / WEIGHTS) | {name: torch.ones(2)}

@@ -86,7 +86,7 @@ def test_the_rank_that_is_late_waits_less_than_the_others(trainer, monkeypatch):
 
 
 def test_what_follows_the_sums_counts_in_the_next_step(trainer, monkeypatch):
-    """There the scales of fp8 weights are exchanged."""
+    """Scales of fp8 weights are exchanged after the sums."""
 
     def of_the_step_before():
         with monkeypatch.context() as patch:

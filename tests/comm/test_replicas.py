@@ -38,7 +38,7 @@ from tests.sharded import (
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """So that a slab in host memory is updated in several."""
+    """Buffers so small that a slab in host memory is updated in several pieces."""
     move_in_pieces(monkeypatch, 1024)
 
 

@@ -42,7 +42,7 @@ def check(text: str, command, columns: int = 80) -> None:
 @pytest.mark.parametrize("columns", [None, "200"])
 @pytest.mark.parametrize("name", [*COMMANDS, TRAIN])
 def test_help_shows_all_of_every_option(name, columns, capsys, monkeypatch):
-    """In 80 columns into a pipe, in the full width of a terminal; of runs with --help-all."""
+    """Help has 80 columns in a pipe and a terminal's full width; commands of runs by --help-all."""
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns:
         monkeypatch.setenv("COLUMNS", columns)

@@ -108,7 +108,7 @@ def test_a_flipped_bit_elsewhere_is_found_when_it_is_read(path):
 
 @pytest.mark.parametrize("damaged", range(3))
 def test_a_read_compares_each_of_its_pieces(path, damaged):
-    """Also where the others are known already."""
+    """A read compares each of its pieces, also where others are known already."""
     flip(path, damaged * PIECE_BYTES + 1032)
     file = TokenFile(path)
     for piece in {0, 1, 2} - {damaged}:

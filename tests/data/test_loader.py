@@ -70,7 +70,7 @@ def expected_epoch(epoch, world_size, micro_batch, seed=TRAIN_SEED):
 
 
 def drain(loader):
-    """All remaining batches' inputs of this epoch: (batches, B, T)."""
+    """Inputs of all remaining batches of this epoch: (batches, B, T)."""
     out = []
     while loader.batches_left:
         inputs, targets, *_ = loader.next_batch()
@@ -190,7 +190,7 @@ def trained(loaders):
 @pytest.mark.parametrize("before", [1, 2, 3, 4])
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_every_place_is_one_on_any_number_of_ranks(data, before, after, order):
-    """Also where an incomplete group ends a part: what is left is read, each sequence once."""
+    """Places are one on any number of ranks, also where an incomplete group ends a part."""
     how = {"drop_last": False, "layout": SequenceLayout(data_order=order)}
     ranks = [loader(data, rank, before, **how) for rank in range(before)]
     others = [loader(data, rank, after, **how) for rank in range(after)]

@@ -73,7 +73,7 @@ def loader(data, packing="best-fit", masked=True, *, rank=0, world_size=1, micro
 
 
 def drain(one):
-    """All remaining batches of this epoch."""
+    """Read all remaining batches of this epoch."""
     return [one.next_batch() for _ in range(one.batches_left)]
 
 
@@ -156,7 +156,7 @@ def test_hashed_orders_are_permutations():
 def test_every_token_of_every_document_is_predicted_once(
     data, packing, masked, world_size, everything
 ):
-    """In training as far as sequences fill batches: here all do, with batches of one."""
+    """All tokens in training, as batches of one sequence leave none out."""
     if packing == "concat" and not everything:
         pytest.skip("windows leave out the ends of files")
     ranks = [

@@ -30,7 +30,7 @@ LOW, HIGH, SMOOTH = 0.8, 1.2, 0.1
 
 @pytest.fixture(autouse=True)
 def tables():
-    """As they were, after the test."""
+    """Tables of losses, restored after the test."""
     names = set(LOSS_PARAMS)
     yield
     for name in set(LOSS_PARAMS) - names:

@@ -110,7 +110,7 @@ def test_bf16_gradients_are_close_to_f32(path, attention):
 
 
 def test_texts_are_continued_as_on_the_cpu(path):
-    """In F32: prompts of several lengths, the likeliest tokens."""
+    """Greedy continuations in F32 of prompts of several lengths."""
     config, _ = resolve_model(str(path), from_scratch=False)
     rng, found = np.random.default_rng(2), []
     requests = [Request(rng.integers(3, VOCAB, n).tolist(), 12, 0.0) for n in (1, 9, 5)]

@@ -50,7 +50,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """Another model of the same vocabulary."""
+    """A teacher: another model of the same vocabulary."""
     folder = tmp_path_factory.mktemp("teacher")
     hf_model("llama", seed=5).save_pretrained(folder)
     return folder
@@ -147,7 +147,7 @@ def test_loss_and_gradients_are_those_of_the_formula(data, scores, how, numbers)
 
 
 def test_a_model_comes_near_its_teacher(data, scores):
-    """Also by adapters, and in a validation, on the tokens of which it was trained."""
+    """Training of all weights and of adapters, and validation, on the tokens of the training."""
     how = {"batch_size": 4, "learning_rate": 1e-2, "steps": 12, "lora_rank": 8}
     how |= {"eval_file": str(data), "lora_plus": 4.0, "train": ("norms",)}
     with trainer_of(data, scores, **how) as trainer:

@@ -98,7 +98,7 @@ def test_memory_and_recomputation_change_no_bit():
 
 
 def test_bf16_gradients_are_close_where_rounding_chooses_nothing():
-    """All experts are active: else a token near a border has another one, and another gradient."""
+    """All experts are active, as rounding could choose other experts of a few."""
     path, found = exported("qwen3_moe", num_experts_per_tok=5), []
     for dtype in ("fp32", "bf16"):
         with trainer_for(path, model_dtype=dtype) as trainer:
@@ -180,7 +180,7 @@ def test_a_checkpoint_tells_which_experts_have_not_moved(tmp_path, capsys):
 
 
 def test_nan_in_one_document_reaches_no_other():
-    """Its rows go to experts, beside rows of others, with which BLAS may sum in another order."""
+    """A document's rows and others' meet in experts, where BLAS may sum in another order."""
     rng, poisoned, found = np.random.default_rng(3), 7, []
     inputs, targets, starts = batch_of(rng)[:3]
     inputs[inputs == poisoned] = 8
@@ -199,7 +199,7 @@ def test_nan_in_one_document_reaches_no_other():
 
 
 def test_experts_without_tokens_are_named():
-    """They are counted over ranks, and from one look to the next."""
+    """Tokens of experts are counted over ranks, and from one look to the next."""
     path, rng, lines = exported("qwen3_moe"), np.random.default_rng(9), []
     reporter = SimpleNamespace(message=lambda line, step: lines.append(line))
     with trainer_for(path, gpus=2) as trainer:

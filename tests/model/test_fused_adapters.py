@@ -95,7 +95,7 @@ def test_adapters_of_peft_train_as_there_and_go_back(name, parameters, more, tmp
 
 
 def test_new_adapters_of_fused_experts_are_found_by_peft(tmp_path):
-    """They are of one layer, so that PEFT needs whole names."""
+    """Adapters of one layer alone, so that PEFT needs whole names."""
     options = {"lora_rank": 8, "lora_targets": "v,fused_experts", "lora_layers": "0"}
     path, batch = exported("qwen3_moe"), random_batch(np.random.default_rng(5))
     with trainer_for(path, learning_rate=0.02, **options) as trainer:

@@ -65,7 +65,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_likeliest_tokens_are_those_of_transformers(name):
-    """There are more texts than slots, too few blocks for all, and two texts of one prompt."""
+    """More texts than slots, too few blocks for all texts, and two texts of one prompt."""
     model, given = hf_model(name), prompts(1, 5, 17, 30, 16, 9)
     given.insert(3, given[2])
     generator = generator_for(name, blocks=8)
@@ -86,7 +86,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(name):
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "qwen3_5", "deepseek_v3"])
 def test_log_probabilities_are_those_of_training(name):
-    """Also of an update's weights, which lie where they are trained."""
+    """Log-probabilities of the trainer's own weights, before and after an update."""
     (prompt,) = prompts(7)
     with trainer_for(exported(name), batch_size=1, learning_rate=1e-2) as trainer:
         rows = np.random.default_rng(0).integers(3, VOCAB, (2, 1, 24)).astype(np.int32)

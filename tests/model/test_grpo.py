@@ -65,7 +65,7 @@ def of_torch(name, model, arrays):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_are_trls(loss):
-    """In two micro-batches, whose samples count alike."""
+    """Gradients of two micro-batches, whose samples have equal weights."""
     arrays, given = samples(), LOSSES[loss]
     targets, named = arrays[1], arrays[3]
     read = [n for n in named if n != "scores" or "beta" in given]

@@ -44,7 +44,7 @@ def test_log_probabilities_are_those_of_training(options):
 
 
 def test_a_token_leaves_its_latent_and_one_key():
-    """They have 48 and 16 channels, whatever the number of heads."""
+    """Latents have 48 channels and keys 16, whatever the number of heads."""
     config, _ = resolve_model(str(exported(NAME)), from_scratch=False)
     dev, blocks = PlanDevice(GPU_SPEC), 3
     cache = Cache(dev, config, BF16, blocks, 1)

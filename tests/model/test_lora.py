@@ -70,7 +70,7 @@ def peft_model(name: str, trainer, **more) -> peft.PeftModel:
 
 
 def take_weights(model: peft.PeftModel, trainer) -> None:
-    """Those of the trainer's blocks, as its products read them."""
+    """Put the trainer's weights of blocks, as products read them, into the PEFT model."""
     modules = dict(model.named_modules())
     for param, values in block_weights(trainer).items():
         for part in param.hf:
@@ -81,7 +81,7 @@ def take_weights(model: peft.PeftModel, trainer) -> None:
 
 
 def _own_name(parameter: str) -> str:
-    """Its name in PEFT's files."""
+    """The parameter's name in PEFT's files."""
     return parameter.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector")
 
 
@@ -351,7 +351,7 @@ def test_resume(tmp_path, gpus):
 
 
 def test_magnitudes(tmp_path):
-    """They go on from checkpoints, are the same on two ranks, and are merged as PEFT does it."""
+    """Magnitudes of DoRA go on from checkpoints, agree on two ranks, and are merged as by PEFT."""
     options = {"lora_rank": 3, "lora_dora": True, "lora_targets": "q,v,up", "learning_rate": 1e-2}
     steps = [[tuple(x[i : i + 1] for x in batch) for i in (0, 1)] for batch in batches()[:4]]
     alone = {"batch_size": 1, "grad_accumulation": 2}
@@ -478,7 +478,7 @@ def trained(tmp_path_factory) -> Path:
 
 
 def test_merged_model(tmp_path, trained):
-    """It is what the adapters are beside the model; `sample` and `eval` take either."""
+    """A merged model computes as the model with adapters does; `sample` and `eval` take either."""
     base, adapter, out = str(exported("qwen3")), trained / "adapter", tmp_path / "out"
     merge_adapter(base, adapter, out, "fp32")
     model = transformers.AutoModelForCausalLM.from_pretrained(out)

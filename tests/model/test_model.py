@@ -38,7 +38,7 @@ def test_loss_and_every_gradient_match_torch(models, device):
 
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 def test_a_soft_cap_of_logits_is_that_of_transformers(cap, device):
-    """In losses, gradients, and in what is predicted next."""
+    """Losses, gradients and predicted tokens with a soft cap equal transformers'."""
     path, model = exported("gemma3", final_logit_softcapping=cap), hf_model("gemma3")
     model.config.final_logit_softcapping = cap
     batches = [random_batch(np.random.default_rng(0))]

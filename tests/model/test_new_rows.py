@@ -46,7 +46,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def rows(trainer, values) -> dict[str, np.ndarray]:
-    """By PEFT's names."""
+    """New rows of the trainer by PEFT's names."""
     found = {}
     for slab in trainer._step.table:
         if slab.name in ("lora_a", "lora_b", "new_rows"):

@@ -198,7 +198,7 @@ def test_the_shift_is_that_of_all_ranks(tmp_path):
 
 
 def test_weights_are_those_of_the_scores(tmp_path):
-    """They may be negative, and come from a score file that a program has written."""
+    """Weights may be negative, and come from a score file that a program has written."""
     data = tmp_path / "train.bin"
     with TokenWriter(data, VOCAB, with_masks=True, with_documents=True) as writer:
         rng = np.random.default_rng(0)
@@ -257,7 +257,7 @@ def test_gradients_of_adapters_are_those_of_the_paper(data, tmp_path):
 
 
 def test_the_reference_has_the_adapters_that_a_run_begins_with(data, tmp_path, capsys):
-    """By its own scores and by those of `llmq score --adapter`, beside a base in nf4, too."""
+    """Reference scores of the run and of `llmq score --adapter`, also beside a base in nf4."""
     how = {"batch_size": 6, **LORA, "learning_rate": 3e-2, "warmup": 0}
     with trainer_of(data, "dpo", tmp_path / "sft", **how) as trainer:
         for _ in range(2):
@@ -373,7 +373,7 @@ def test_a_teacher_is_planned_before_it_is_scored(data, tmp_path, capsys):
 
 
 def test_a_run_by_scores_is_that_without(data, tmp_path):
-    """Also resumed, from either, where the model is no longer the first one."""
+    """A run with scores of a file and one without are equal, and resume from each other."""
     assert command("score", exported("qwen2"), data, "--out", tmp_path / "s") == 0
     losses = {}
     for name, given in (("own", {}), ("given", {"scores": tmp_path / "s"})):

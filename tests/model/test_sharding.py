@@ -49,7 +49,7 @@ MODELS = {"qwen2": QWEN2, "untied qwen3": UNTIED, "gpt2": GPT2}
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """So that a slab in host memory is updated in several."""
+    """Buffers so small that a slab in host memory is updated in several pieces."""
     move_in_pieces(monkeypatch, 1024)
 
 
@@ -132,7 +132,7 @@ def untrained(world: int, options: tuple):
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_fresh_weights_are_those_of_one_rank(world):
-    """Also where they are rounded."""
+    """Random weights are equal to one rank's, in F32 and rounded to BF16."""
     for options in (FP32, FP32 | STREAMED, {}, FP8):
         got, want = (untrained(w, tuple(options.items())) for w in (world, 1))
         assert_same(got.state["weights"], want.state["weights"])
@@ -364,7 +364,7 @@ def test_weights_can_be_written_again(options):
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_few_layers(layers):
-    """As many as there are slots, fewer, and one more."""
+    """Models with as many layers as there are slots, with fewer, and with one more."""
     of = model("tiny", num_layers=layers)
     for world, base in ((1, {}), (2, LEVEL2 | FP8)):
         want, got = (run(world, 2, TWO_STEPS, of=of, **(base | m)) for m in ({}, EVERYTHING))

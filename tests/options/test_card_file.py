@@ -294,7 +294,7 @@ def test_a_product_with_the_activation_takes_what_it_moves_besides():
 
 
 def test_what_a_product_does_besides_is_by_its_result():
-    """Its further work goes by the size of its result, however long the sums are."""
+    """Further work of a fused product takes time by the size of its result, not by K."""
 
     def call(depth, dev, alloc):
         a, b, up = alloc("a", (32768, depth)), alloc("b", (depth, 1024)), alloc("up", (32768, 2048))
@@ -310,7 +310,7 @@ def test_what_a_product_does_besides_is_by_its_result():
 
 
 def test_a_product_with_the_activation_lies_between_depths():
-    """By the time for an element of the result, of the nearest sizes of each depth."""
+    """Times per element of the result are interpolated between the nearest measured depths."""
     words = "matmul/bf16/0/1/0/bf16/swiglu/bf16,bf16,-"
     points = [[[4096, 1024, 512], 4e-4], [[8192, 2048, 512], 8e-4], [[4096, 2048, 1536], 2e-3]]
     known = Measured(card_file(launches=FILE.launches | {words: points}))

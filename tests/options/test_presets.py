@@ -65,7 +65,7 @@ def test_presets_have_the_size_of_the_released_models(name, parameters):
 
 
 def test_released_models_have_their_own_size():
-    """Also where a preset has llm.q's vocabulary; by the preset's name and by the repository's."""
+    """Released sizes by preset and by repository, also where a preset has llm.q's vocabulary."""
     for name, parameters in PARAMETERS.items():
         repository, model = released(name)
         assert parameter_count(model) == parameters, name

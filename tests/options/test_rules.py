@@ -103,7 +103,7 @@ class Guess(Planner):
 
 
 def searched(card: str, memory: int, machines: int = 1, **given: object) -> None:
-    """All that --fit and the advice of a plan look for."""
+    """Run the searches of --fit and of a plan's advice."""
     config = make_config({"model": "tiny", "from-scratch": True, "seq-len": 256, **given})
     chosen = find_card(card)
     shared = (spec_of(chosen), "native", chosen, 2 * machines)

@@ -499,7 +499,7 @@ ALONE = {
 
 @pytest.mark.parametrize("sizes", ALONE, ids=str)
 def test_products_by_their_size(sizes):
-    """In a step, at the power limit, all are about a tenth slower than alone."""
+    """Products within a step, at the power limit, are about a tenth slower than alone."""
     throttled = H100.sustained[0] * H100.bf16 / 770
     # Sizes do not explain these: the choice of an algorithm, and the table's own noise.
     assert rate(H100, *sizes) / 1e12 == pytest.approx(throttled * ALONE[sizes], rel=0.1)

@@ -89,7 +89,7 @@ def search(
 
 
 def check(candidate, config: TrainConfig, planner: Planner, limits: Limits, plan: Plan) -> None:
-    """It fits, by its whole plan, and computes the same numbers in the same steps."""
+    """The candidate fits by its whole plan, and computes the same numbers in the same steps."""
     chosen, need = candidate.config, candidate.need
     assert needed_bytes(plan, planner.spec) == need.device <= limits.device
     assert plan.host_bytes == need.host
@@ -197,7 +197,7 @@ def test_refusal_where_coarser_numbers_help():
 
 
 def test_refusal_for_want_of_device_memory():
-    """It is found out quickly."""
+    """A refusal takes one plan of all layers, and few plans of few layers."""
     with counted_plans() as (layers, _):
         text = refusal("Qwen2.5-0.5B", None, 2.0, seq_len=32768)
     assert layers.count(preset("Qwen2.5-0.5B").num_layers) == 1 and len(layers) < 400
@@ -496,7 +496,7 @@ def test_moments_of_8_bits_where_they_make_room():
 
 @pytest.mark.parametrize(("mode", "active", "drives"), [(0, 0, False), (1, 0, True), (0, 1, True)])
 def test_whether_a_card_drives_a_display(monkeypatch, mode, active, drives):
-    """By NVML, for the second of two GPUs; without NVML none is known of."""
+    """NVML tells of the second of two GPUs; without NVML no display is known."""
     monkeypatch.setattr("llmq.runtime.gpu_info.bus_id", lambda index: f"0000:{index:02}:00.0")
     nvml = SimpleNamespace(
         nvmlInit=lambda: None,

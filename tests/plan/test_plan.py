@@ -232,7 +232,7 @@ def test_what_costs_nothing_is_made_again_if_nobody_says():
 
 
 def test_the_stream_between_halves_leaves():
-    """All but two layers' tensors, where a block is not computed again."""
+    """Offloading residuals leaves two layers' tensors on the GPU, where no block is recomputed."""
     model = preset("tiny")
     size = 2 * 64 * model.hidden_size * BF16.itemsize
     for block in (False, True):
@@ -376,7 +376,7 @@ def test_plans_of_any_size_are_made(capsys):
 
 
 def test_a_plan_counts_all_chunks_of_the_logits(monkeypatch):
-    """It goes through two of them; to go through all changes nothing."""
+    """A plan that launches two chunks counts as much as one that launches all."""
     fp8 = {"matmul-dtype": "e4m3", "head-dtype": "e4m3"}
     adapters = {"lora-rank": 8, "lora-targets": "q,head", "from-scratch": False}
     for options in ({}, fp8, adapters, {"loss": "dpo", "packing": "best-fit"}):
@@ -434,7 +434,7 @@ def test_big_models_are_planned_in_little_memory_and_without_cuda():
 
 
 def test_json_says_what_is_launched(capsys):
-    """By kind; together it is the plan, and what its main stream takes where nothing else is."""
+    """Launches by kind add up to the plan's, and their seconds to the main stream's."""
     args = ("--model=tiny", "--batch-size=8", "--recompute-block", "--gpus=1", "--json")
     assert plan(*args, "--card=5060 ti") == 0
     record = json.loads(capsys.readouterr().out)

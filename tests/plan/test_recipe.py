@@ -260,7 +260,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_file_is_the_run_that_was_promised(folder, capsys):
-    """It is read without a warning, and gives the options that were printed."""
+    """The file is read without a warning, and gives the options that were printed."""
     args = f"recipe --hours 0.03 --card h100 --data data --price 3 --kwh-price 0.5 {SIZES} --json"
     assert _run([*args.split(), "--out", "r.yaml"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -331,7 +331,7 @@ def test_what_it_refuses(folder, capsys, args, said):
 
 
 def test_there_is_no_promise_for_a_card_that_nobody_knows(monkeypatch):
-    """Neither the table nor a rig; with a rig's rates there is one."""
+    """A card in neither the table nor a card file has no promise."""
     spec = DeviceSpec(name="NVIDIA RTX 9999", capability=120, num_sms=100, memory=16 << 30)
     config = make_config({"model": BASE, "from-scratch": True})
     here = target(

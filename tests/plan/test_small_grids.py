@@ -50,7 +50,7 @@ def test_parts_take_as_long_as_measured(sizes, measured):
 
 @pytest.mark.parametrize(("gib", "parts"), [(40.5, 1), (20, 4), (9, 6)])
 def test_long_sequences_are_divided_as_memory_asks(gib, parts):
-    """By no more than is enough."""
+    """Long sequences are divided no further than memory asks."""
     model = preset("Qwen2.5-1.5B")
     given = {"from-scratch": True, "device": "cuda", "model": "Qwen2.5-1.5B", "batch-size": 1}
     given |= {"seq-len": 32768, "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}

@@ -96,7 +96,7 @@ def test_the_commands_of_a_ready_configuration(workplace, capsys):
 
 
 def test_the_template_for_base_models(tmp_path):
-    """It marks what the page promises."""
+    """The template marks as trained what the page promises."""
     (tmp_path / "t.jinja").write_text(re.search(r"```jinja\n(.*?)```", PAGE, re.DOTALL)[1])
     talk = {"messages": [user("q"), assistant("a"), user("r"), assistant("b")]}
     (tmp_path / "a.jsonl").write_text(json.dumps(talk))

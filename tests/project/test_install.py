@@ -221,7 +221,7 @@ print(cuda_api.cupy_release(), compile._nvrtc().version[0])
 @pytest.mark.gpu
 @pytest.mark.parametrize("first", ["llmq", "torch"])
 def test_a_run_beside_a_cuda_build_of_pytorch(tmp_path, first):
-    """In one process, whichever has loaded its libraries first."""
+    """llmq and PyTorch in one process, whichever has loaded its libraries first."""
     torch = pytest.importorskip("torch")
     if torch.version.cuda is None:
         pytest.skip("this PyTorch is not a build for CUDA")

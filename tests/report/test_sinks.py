@@ -416,7 +416,7 @@ def test_a_record_that_is_written_in_the_middle_of_a_read(log, monkeypatch):
 
 
 def test_following_until_the_run_is_done(log, tmp_path, wandb, after):
-    """It is killed and continued, and makes two steps again, before it is done.
+    """A run that is killed and continued, and makes two steps again, before it is done.
 
     TensorBoard shows those that count; W&B takes no step after a later one.
     """

@@ -52,7 +52,7 @@ def hot(parts):
 
 
 def too_hot(parts):
-    """So hot that the hardware itself brakes, which sets two bits."""
+    """A GPU so hot that the hardware itself brakes, which sets two bits."""
     settled = parts["load"]["gpus"][1]["settled"]
     reasons = load.settled({"reasons": [0x40 | 0x8]})["reasons"]
     parts["load"]["gpus"][1]["settled"] = settled | {"reasons": reasons, "hottest": 95}
@@ -474,7 +474,7 @@ def test_a_run_that_is_refused_ends_no_child(cache, tmp_path):
 
 @pytest.mark.parametrize("told", [None, "matmul_swiglu"])
 def test_products_beside_other_gpus_are_measured_where_there_are_some(monkeypatch, told):
-    """By devices that are made meanwhile; others are told what they were told before."""
+    """Devices opened meanwhile take fused products; LLMQ_FUSED is restored afterwards."""
     monkeypatch.delenv("LLMQ_FUSED", raising=False)
     if told is not None:
         monkeypatch.setenv("LLMQ_FUSED", told)

@@ -45,7 +45,7 @@ def test_facts_of_a_gpu():
 @several
 @pytest.mark.parametrize("backend", exchanges.BACKENDS)
 def test_exchanges_between_gpus(backend):
-    """In a process of its own: NCCL reads its settings once."""
+    """Exchanges in a new process, as NCCL reads its settings once."""
     found = rig.run_part("exchanges", 60.0, {"backend": backend, "gpus": 2})
     assert found["error"] is None and found["result"]["intact"]
     assert 1 <= found["result"]["slowdown"] <= 2

@@ -220,7 +220,7 @@ def talks(tmp_path, monkeypatch):
 
 
 def test_a_model_trained_on_conversations_stops_at_the_end_of_a_turn(talks):
-    """Its model directory has the template of the data, and that end among its EOS tokens."""
+    """The export has the data's template, and the end of a turn among its EOS tokens."""
     assert train(steps=1, train_file="chat/*.bin", eval_file="none") == 0
     assert load_chat_template(HfTokenizer(Path("out"))).source() == CHATML
     ends = [CONFIG["eos_token_id"], *HfTokenizer(Path("out")).encode("<|im_end|>")]

@@ -176,7 +176,7 @@ def test_too_few_records_are_refused(here, model, capsys):
     ],
 )
 def test_a_card_of_8_gb_takes_7b(here, model, capsys, tmp_path, size, sizes, method):
-    """By plan: 500 conversations, and no weights are needed."""
+    """A plan of 500 conversations, which needs no weights."""
     folder = write_chat_tokenizer(tmp_path / size, CHATML)
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     values = dict(zip((*names, "num_key_value_heads"), sizes, strict=True))

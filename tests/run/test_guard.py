@@ -104,7 +104,7 @@ def test_healthy_runs_are_left_alone():
 
 
 def test_bad_steps_poison_nothing():
-    """Neither infinities nor spikes move what is usual, and the score has no ceiling."""
+    """Infinities and spikes do not move the usual level, and the score has no ceiling."""
     of, steps = guard(), healthy()
     judged(of, [next(steps) for _ in range(60)])
     before = of.limits(63)
@@ -169,7 +169,7 @@ def test_the_learning_rate_rises_again():
 
 
 def verdicts():
-    """By step of what is in ckpt: True, False, or None."""
+    """Verdicts of checkpoints by step: True, False, or None."""
     found = {int(path.name[5:]): read_verdict(path) for path in Path("ckpt").glob("step_*")}
     return {step: verdict and verdict.good for step, verdict in sorted(found.items())}
 
@@ -300,7 +300,7 @@ def test_a_spike_does_not_push_out_the_good_checkpoint(monkeypatch, capsys):
 
 
 def test_skipping_leaves_single_steps_out(monkeypatch):
-    """It is as if the batch had not been there; the run ends as well as without it."""
+    """A skipped step leaves weights and moments as before; the run ends as without its batch."""
     exploding(monkeypatch, 30, factor=1.0)
     assert train(**SHORT, steps=40, guard="skip") == 0
     assert records("guard") == []

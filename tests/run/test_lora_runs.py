@@ -32,7 +32,7 @@ def losses(log: str = "log.json") -> list[float]:
 
 
 def test_train_continue_and_go_on(place, capsys):
-    """In one run or two; then others go on from what it has written."""
+    """Adapters of one run and of two are equal; other runs go on from the exported adapters."""
     how = {"name": "one", "log_file": "one.json", "out_dir": "one", "learning_rate": None}
     assert train(steps=6, **how, **LORA) == 0
     # Users of PEFT have it so.
@@ -116,7 +116,7 @@ def test_adapters_need_a_trained_model(place, capsys):
 
 
 def test_adapters_that_do_not_fit(place, capsys):
-    """One line each, of a plan too, which reads no weights of the model."""
+    """Adapters that do not fit are one line, in `plan` too, which reads no weights."""
     saved = {"name": "one", "checkpoint_dir": "one.ckpt", "out_dir": "one"}
     assert train(steps=2, save_training_state=True, **saved, **LORA) == 0
     plan = ["plan", "--model=model", "--device=cpu", "--seq-len=16"]

@@ -76,7 +76,7 @@ def test_all_gpus_or_the_first_ones(monkeypatch):
 
 
 def test_gpus_that_differ(monkeypatch):
-    """They work together: with what the weaker one can do, and the larger workspaces."""
+    """Different GPUs work by the weaker one's capability, with the larger workspaces."""
     other = DeviceSpec(
         name="Old", capability=80, num_sms=108, memory=40 << 30, library_workspace=4 << 20
     )

@@ -52,7 +52,7 @@ def forget_ids(checkpoint):
 
 
 def everything():
-    """All files and when they were written."""
+    """All files with their times."""
     files = (path for path in Path().rglob("*") if path.is_file())
     return {str(path): path.stat().st_mtime_ns for path in files}
 

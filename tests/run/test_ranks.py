@@ -129,7 +129,7 @@ def test_a_step_from_files_has_the_same_sequences_on_any_number_of_ranks():
 
 
 def test_validation_is_the_mean_over_all_ranks():
-    """Also where ranks do not get equally many sequences."""
+    """Means over ranks that do not have equally many sequences."""
     count = 13
     write_tokens(Path("data/eval.bin"), count, seed=99)
     with trainer() as t:
@@ -476,7 +476,7 @@ def test_a_device_that_cannot_be_opened(monkeypatch):
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_trainer_whose_weights_cannot_be_loaded_leaves_nothing(world, monkeypatch):
-    """There is no trainer yet that a caller could close."""
+    """A failed constructor frees everything, as the caller has no trainer to close."""
     with trainer(1) as t:
         t.export("model-of-one")
 

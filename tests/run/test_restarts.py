@@ -97,7 +97,7 @@ def test_what_was_there_before_is_not_its_own(monkeypatch):
 
 
 def test_a_continued_run_begins_again_where_it_did(monkeypatch):
-    """As long as it has no checkpoint of its own, with --new-data, too."""
+    """A continued run without a checkpoint of its own begins where it did, with --new-data too."""
     options = {"continue": "10", "new-data": True}
     begun = CRASH | {"write": [LOG]}
     _, calls = run(monkeypatch, begun, begun | {"write": [STEP]}, {}, **options)

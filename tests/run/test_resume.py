@@ -204,7 +204,7 @@ def test_a_plan_is_of_the_run_that_goes_on(monkeypatch, capsys):
 
 
 def test_the_log_is_found_by_its_identity(monkeypatch):
-    """It was renamed; and where it is gone, a new one begins under its name."""
+    """A renamed log is found; where the log is gone, a new log begins under its name."""
     stopped(monkeypatch)
     log = log_of()
     log.rename("logs/renamed.json")

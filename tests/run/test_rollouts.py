@@ -317,7 +317,7 @@ def write_prompts(folder, whats):
 
 
 def test_a_run_of_the_command(tmp_path, file, capsys):
-    """Its log has the rewards, and all samples lie beside it; it goes on with --continue."""
+    """The log has rewards, all samples are in a file beside, and --continue goes on."""
     write_prompts(tmp_path, [""] * 6)
     assert command(tmp_path, file, "good", "--save-training-state") == 0
     out = capsys.readouterr().out

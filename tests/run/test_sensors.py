@@ -351,7 +351,7 @@ def test_gpus_are_found_by_their_place(monkeypatch, capsys):
 
 
 def test_an_instance_of_a_divided_gpu():
-    """It tells its memory; power, clock and temperature are those of the whole GPU."""
+    """An instance of MIG has its own memory, and power, clock and temperature of the GPU."""
     parts = {
         number: FakeGpu(
             uuid=f"MIG-0{number}57ee15-34b0-285a-5748-50b4b0975c8c",

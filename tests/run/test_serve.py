@@ -202,7 +202,7 @@ def test_other_pages_and_keys(served):
 
 
 def test_texts_whose_reader_goes_end(served, monkeypatch):
-    """So that others begin: all tokens that were asked for would take 400 steps of four texts."""
+    """Texts end with their reader: all tokens asked for would take 400 steps of four texts."""
     steps, step = [], Generator.step
     monkeypatch.setattr(Generator, "step", lambda self: steps.append(1) or step(self))
     for _ in range(8):

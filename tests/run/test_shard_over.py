@@ -68,7 +68,7 @@ def test_bits_do_not_depend_on_the_processes_of_a_machine():
 
 
 def test_checkpoints_of_machines():
-    """All files together hold each value once; they are read by one process, and back."""
+    """All files together hold each value once; one process reads them, and machines read its."""
     options = {"steps": 6, "save_training_state": True, "batch_size": 1}
     options |= {"opt_m_dtype": "e4m3", "eval_every_n_steps": 3}
     first, rest = options | {"steps": 4, "cooldown": 0}, options | {"cooldown": 0}
@@ -102,7 +102,7 @@ def test_machines_that_are_not_alike():
 
 
 def test_machines_that_share_no_directory_of_checkpoints():
-    """It is refused before the first step, and before anything is looked for in it."""
+    """Machines without a common directory are refused before the first step."""
     for name in "ab":
         machine_folder(name)
     Path("a/ckpt/step_00000001").mkdir(parents=True)

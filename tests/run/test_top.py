@@ -77,7 +77,7 @@ def shown(capsys):
 
 
 def test_a_run_with_gpus_here_and_elsewhere(machine, tmp_path, capsys):
-    """Those here are found by what they are, wherever CUDA_VISIBLE_DEVICES had put them."""
+    """GPUs of this machine are found by UUID, whatever CUDA_VISIBLE_DEVICES was."""
     gpus = [FakeGpu(i, power=100_000 * (i + 1)) for i in range(3)]
     machine(*gpus)
     far = {"throttle": "power cap", "reasons": {"heat": 60}, "power": 450_000, "clock": 1500}
@@ -120,7 +120,7 @@ def test_without_nvml_the_log_is_what_there_is(machine, tmp_path, capsys):
 
 
 def test_a_run_that_reads_no_sensors(machine, tmp_path):
-    """It knows the places of its GPUs only, which say something on its own machine."""
+    """A log without readings has bus ids of GPUs, which mean something on the run's machine."""
     path = tmp_path / "run.json"
     machine(FakeGpu(0), FakeGpu(1, power=123_000))
     write(path, ("gpu-model", model(0, FakeGpu(1)) | {"uuid": ""}))
@@ -186,7 +186,7 @@ def test_a_run_that_has_ended(machine, tmp_path, capsys, end):
 
 @pytest.mark.parametrize(("cmd", "state"), [([], " has ended"), (["--restarts=0"], "")])
 def test_a_run_that_was_killed_just_now(machine, tmp_path, capsys, cmd, state):
-    """Its lock is still there, and its process is not; --restarts may start it again."""
+    """The lock of a killed run is still there; --restarts may start the run again."""
     path = tmp_path / "run.json"
     write(
         path,
@@ -231,7 +231,7 @@ GPU = {"gpu-model": {"rank": 0, "name": "NVIDIA H100", "bus_id": "", "uuid": ""}
     ],
 )
 def test_a_log_whose_records_cannot_be_shown_is_refused(machine, tmp_path, capsys, records):
-    """Also once it is drawn by a thread, whose errors would be tracebacks."""
+    """Bad records are refused at each look, before a thread draws them."""
     path = tmp_path / "a.json"
     write(path)
     with closing(Top(path)) as top:

@@ -49,7 +49,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("loss", ["weighted", "kd"])
 def test_given_batches_bring_the_numbers_of_the_loss(loss):
-    """Neither scores nor masks of files are asked for, until files are read."""
+    """Own batches need no scores and masks of files."""
     own = {"train_file": None, "eval_file": None, "learning_rate": 0}
     params = ("top-k=2",) if loss == "kd" else ()
     with trainer(loss=loss, loss_params=params, **own) as one, trainer(**own) as plain:

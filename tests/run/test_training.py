@@ -245,7 +245,7 @@ def test_a_log_outlives_continue_without_a_checkpoint():
 
 @pytest.mark.parametrize("stop", [3, 4])
 def test_an_interrupted_run_makes_up_for_its_evaluation(stop, monkeypatch):
-    """It was due where the run was stopped: after every 4 steps, and after an epoch of 5."""
+    """An evaluation was due where the run stopped: every 4 steps, and after an epoch of 5."""
     assert train(steps=8, eval_every_n_steps=4, log_file="whole.json", out_dir="whole") == 0
     with monkeypatch.context() as patch:
         signal_after(patch, stop)
@@ -258,7 +258,7 @@ def test_an_interrupted_run_makes_up_for_its_evaluation(stop, monkeypatch):
 
 
 def test_a_run_that_is_killed_while_it_evaluates_does_so_again(monkeypatch):
-    """Neither lost nor made twice, where a checkpoint is due at the same step."""
+    """The evaluation is neither lost nor made twice, where a checkpoint is due at the same step."""
     options = {"steps": 5, "eval_every_n_steps": 2, "ckpt_interval": 2}
     with monkeypatch.context() as patch:
         real = Trainer.validate
@@ -404,7 +404,7 @@ def test_products_are_logged_after_the_first_step(monkeypatch):
 
 @pytest.mark.parametrize("gpus", [1, 3])
 def test_a_signal_in_the_last_evaluation_saves(gpus, monkeypatch, capsys):
-    """Whatever --save-training-state says; the model comes when the run goes on."""
+    """A checkpoint is saved whatever --save-training-state is; the export follows on --continue."""
     taken, real = [], Rounds._another
 
     def another(self, rank):

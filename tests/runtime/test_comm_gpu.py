@@ -217,7 +217,7 @@ def test_reduce_scatter(world, dtype):
 
 
 def test_graphs_of_different_lengths(world, options):
-    """They take turns with the same flags and rings."""
+    """Graphs of different lengths take turns with the same flags and rings."""
     lengths = (128, 5 * MIB, 2 * MIB + 128)
 
     def program(dev, workers):

@@ -127,7 +127,7 @@ ptxas info    : Used 168 registers, used 1 barriers
 def test_files_of_others_in_a_cache_that_others_may_write_to_are_refused(
     tmp_path, monkeypatch, capsys
 ):
-    """They are code, and anybody may have put them there."""
+    """Files in a shared cache are code that anybody may have put there."""
     path = tmp_path / "scale-0123.cubin"
     compile._write(
         path, b"code", Resources(registers=1, shared=0, spilled=0, stack=0, serialized=False)

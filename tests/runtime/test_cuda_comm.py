@@ -270,7 +270,7 @@ def test_copies_need_no_nccl(machine, library):
 
 @pytest.mark.usefixtures("small_chunks", "library")
 def test_each_rank_has_events_of_its_own_gpu(machine):
-    """That GPU is not the current one of the thread that connects."""
+    """Events belong to the rank's GPU, which is not current in the connecting thread."""
     devices = open_devices()
     connect(devices, replace(COPIES, p2p="off"), Workers(2))
     for dev in devices:
@@ -378,7 +378,7 @@ def test_nccl_across_machines(machine, library):
 
 @pytest.mark.usefixtures("machine")
 def test_a_machine_of_one_gpu(library):
-    """It has nobody to share with, and closes what joins it to others."""
+    """A machine of one GPU shards with nobody, and closes its communicator to other machines."""
 
     class Second:
         def gather(self, value):

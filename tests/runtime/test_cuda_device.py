@@ -72,7 +72,7 @@ def test_spec(api):
 
 
 def test_a_gpu_that_chooses_as_an_older_one(api, monkeypatch):
-    """Its kernels are compiled for what it is."""
+    """Kernels are compiled for the GPU's own capability."""
     monkeypatch.setenv("LLMQ_CAPABILITY", "89")
     with closing(CudaDevice(0, SIZES)) as device:
         assert (device.spec.capability, device._kernels._capability) == (89, 90)
@@ -156,7 +156,7 @@ def test_too_much_pinned_memory(api):
 
 
 def test_pinned_memory_that_is_forgotten_stays_mapped(api):
-    """Else the system would use its addresses again, and the driver still knows them."""
+    """Unmapped addresses would be used again while the driver still knows them as pinned."""
     used = set()
     for _ in range(3):
         memory = PinnedMemory(api.runtime, 1 << 20)

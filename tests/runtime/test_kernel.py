@@ -59,7 +59,7 @@ def test_packed_arguments_that_do_not_fit_their_type_are_an_error():
 
 
 def test_maps_of_matrices():
-    """In the place of their addresses, which are 8 bytes."""
+    """Maps are packed in place of addresses of 8 bytes."""
     kernel = Kernel("maps.cu", "f", "box16 out T[*r] out, i32 n, box8 f32[*q]? x, f32[8] y")
     out, y = tensor(BF16, (4, 8)), tensor()
     assert kernel.bind((out, 3, None, y)) == {"T": BF16}

@@ -38,7 +38,7 @@ def nvrtc_problem() -> str | None:
 
 
 def columns(run: Run) -> dict[str, object]:
-    """Its preset, and each of its fields."""
+    """The run's preset, and each of its fields."""
     return {"preset": run.preset, "sampled": run.sampled} | dict(run.fields)
 
 

@@ -210,7 +210,7 @@ def test_without_that_it_would_wait_for_events_of_another_graph():
 
 
 def test_replays_do_not_change_a_lane(dev):
-    """Its state is about what is enqueued: here, about the last call or capture."""
+    """A lane's state is of what was enqueued last, by a call or a capture, not of replays."""
     lane, tensor = Lane(dev, range(2)), dev.alloc("x", (N,), F32, "Weights")
     turns = []
 

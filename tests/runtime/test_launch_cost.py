@@ -74,7 +74,7 @@ def multiplies(kernel: Kernel) -> bool:
 
 @pytest.mark.parametrize("run", RUNS)
 def test_every_product_and_attention_says_what_it_costs(run):
-    """Else it would be predicted, and kept in card files, as if memory limited it."""
+    """A product without a cost would be predicted as if memory limited it."""
     products = [launch for launch in launches_of(run) if multiplies(launch.kernel)]
     assert products
     for kernel, *_, cost in products:
@@ -87,7 +87,7 @@ def test_every_product_and_attention_says_what_it_costs(run):
 
 
 def test_runs_launch_every_product():
-    """So that none of them is without a test."""
+    """Runs of this file launch each kernel that multiplies matrices."""
     launched = {launch.kernel.entry for run in RUNS for launch in launches_of(run)}
     assert {"matmul", "matmul_fp8", "matmul_mxfp8", *FUSED} <= launched
     assert launched >= {kernel.entry for kernel in declared_kernels() if multiplies(kernel)}

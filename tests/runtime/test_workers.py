@@ -238,7 +238,7 @@ def test_a_signal_stops_the_ranks():
 
 
 def test_a_signal_while_a_command_is_given_stops_those_that_have_it(pool):
-    """They would wait for the others, and closing for them."""
+    """Ranks with the command would wait for the others, and closing would wait for these ranks."""
     ranks, cleaned = pool(2, watchdog=1), []
 
     class Interrupted:

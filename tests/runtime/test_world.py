@@ -70,7 +70,7 @@ def test_processes_exchange_values():
     [((1,), "process 1 on machine 'b': no such file"), ((0, 1, 2), "no such file")],
 )
 def test_an_error_of_one_process_is_raised_in_all(indices, text):
-    """It names the process, unless all have the same error."""
+    """The error names its process, unless all processes have the same error."""
     errors = in_all(fails_in(*indices))
     assert [str(error) for error in errors] == [text] * 3
     assert all(error.agreed for error in errors)

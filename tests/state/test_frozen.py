@@ -25,7 +25,7 @@ FROZEN = [
 
 
 def gradients(path, batches, frozen, **options):
-    """By name, before and after a step, and the names of frozen parameters."""
+    """Gradients by name, before and after a step, and the names of frozen parameters."""
     with trainer_for(path, seq_len=T, grad_accumulation=2, **options) as trainer:
         grads, table = trainer._step.grads, trainer._step.table
         full = grads.full

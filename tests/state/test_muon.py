@@ -138,7 +138,7 @@ def transform(rule, dev, matrices):
 
 
 def change(*matrices, dev=None, rows=None, **more):
-    """Those of matrices of equal sizes by the rule. rows: their numbers, which are updated."""
+    """Changes of matrices of equal sizes by the rule. rows: state of rows, updated in place."""
     rule = rule_of(config(1, 1, **(MUON if rows is None else NORMUON) | more))
 
     def call(dev, x, out, rows):
@@ -291,7 +291,7 @@ def test_places_change_no_bit(monkeypatch, of, base, more, world):
 
 
 def test_state_is_that_of_momentum():
-    """In plans, tables and checkpoints."""
+    """Muon has the state of momentum in plans, tables and checkpoints."""
     cfg, other = config(1, 1, **MUON), config(1, 1)
     model = preset("Qwen2.5-0.5B")
     with_v = [slab for slab in weight_table(model) if not slab.is_block]

@@ -141,7 +141,7 @@ def stored(placement: Placement, world: int) -> Counter:
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_frozen_slabs_take_less_memory(name, world):
-    """By their gradients and moments, and a master or what is not needed of one, exactly."""
+    """Frozen slabs have no gradients, moments and masters: the plan has exactly so much less."""
     cfg = config(world, 2, **OPTIONS[name])
     table, sizes = weight_table(QWEN2, world), []
     for frozen in ((), HALF):

@@ -101,7 +101,7 @@ def test_rates_without_effect_are_said():
 
 
 def test_a_cooldown_may_be_a_part_of_the_run():
-    """In whatever way it is written, and also where only the data tell the number of steps."""
+    """Cooldown as a part of the run, also where the data determine the number of steps."""
     wsd = {"lr-schedule": "wsd", "learning-rate": 1e-3}
     for steps, count in ((50, 10), (7, 1), (2, 0)):
         counted = make_config(wsd | {"cooldown": count})

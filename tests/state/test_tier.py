@@ -75,7 +75,7 @@ def test_masters_are_refused_there():
 
 
 def test_it_is_planned_saved_and_gone_on_from(tmp_path, monkeypatch):
-    """Its bytes are no host memory."""
+    """Bytes in the tier do not count as host memory."""
     monkeypatch.chdir(make_workplace(tmp_path))
 
     def trainer(**changes):

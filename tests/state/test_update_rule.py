@@ -120,7 +120,7 @@ def trainer(world, **changes):
 
 
 def moments(t):
-    """Those of all ranks, by parameter."""
+    """Moments of all ranks, by parameter."""
     return {p.name: t.ranks.read_param("momentum", p) for p in t._step.weights.params()}
 
 

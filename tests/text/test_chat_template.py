@@ -301,7 +301,7 @@ METHARME = """\
 )  # fmt: skip
 @pytest.mark.parametrize("eos", ["</s>", "<|return|>"])
 def test_ends_of_earlier_turns(source, parts, said, eos):
-    """They are trained, and it is said where they are others than the last one's."""
+    """Ends of earlier turns are trained; a warning says where these differ from the last end."""
     chat = Chat(ChatTemplate({"default": source}, {"eos_token": eos}, "'t'"), "assistant")
     talk = [user("p"), assistant("a"), user("q"), assistant("b")]
     ((text, spans),) = chat.texts(Conversation(talk))

@@ -127,7 +127,7 @@ def test_jsonl_oddities(tmp_path):
 @pytest.mark.parametrize("indent", [None, 1])
 @pytest.mark.parametrize("name", ["a.json", "A.JSON", "a.json.gz"])
 def test_json_array(tmp_path, monkeypatch, name, indent, read_bytes):
-    """As `datasets.load_dataset("json")` reads it, however much of it is in memory."""
+    """Arrays are read as by `datasets.load_dataset("json")`, in pieces of any size."""
     monkeypatch.setattr(llmq.base.records, "READ_BYTES", read_bytes)
     texts = ['a "{[" \\', "]}\\\\", "\\", '"', "漢字", *documents(10)]
     summary = run(write_array(tmp_path / name, texts, indent), out=tmp_path / "out")
@@ -259,7 +259,7 @@ def test_bad_parquet(tmp_path):
 
 
 def test_files_of_a_folder_that_lack_the_field(tmp_path):
-    """They are left out, with a warning, as long as others have it."""
+    """Files without the field are left out with a warning, as long as others have the field."""
     folder, out = tmp_path / "d", tmp_path / "out"
     folder.mkdir()
     write_parquet(folder / "a.parquet", ["no"], field="body")

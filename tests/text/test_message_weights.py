@@ -59,7 +59,7 @@ def test_files_keep_them_and_go_on(data, tmp_path):
     ids=["whole", "micro-steps", "ranks"],
 )
 def test_losses_and_gradients_are_means_by_weight(data, how):
-    """One mean of the whole step, whatever it is divided into."""
+    """Losses are weighted means over the whole step, however this is divided."""
     options = {"train_file": (str(data),), "eval_file": str(data), "seq_len": T}
     with trainer_for(exported("qwen2"), **options, **how) as trainer:
         assert trainer.config.token_weights and trainer.config.packing == "best-fit"
@@ -86,7 +86,7 @@ def test_losses_and_gradients_are_means_by_weight(data, how):
 
 
 def test_tokens_of_a_message_have_its_weight(tmp_path, capsys):
-    """It has to be asked for: else a weight that is neither 0 nor 1 is refused."""
+    """Without --weights a weight that is neither 0 nor 1 is refused."""
     talk = [("user", "ab", None), ("assistant", "cd", 0.3), ("user", "e", 0.5)]
     talk += [("assistant", "fg", None), ("user", "h", None), ("assistant", "ij", 0)]
     messages = [

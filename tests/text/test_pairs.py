@@ -130,7 +130,7 @@ def test_labels_are_compared_with_answers_to_other_prompts(tmp_path):
 def test_labels_are_compared_alike_however_records_are_grouped(
     tmp_path, monkeypatch, documents_of_a_block, fraction
 ):
-    """In blocks of any size, in training and evaluation, and where an interrupted run goes on."""
+    """Blocks of any size, training and evaluation files, and runs that were interrupted."""
     records = [{"prompt": f"q{i}", "completion": f"a{i}", "label": i % 3 == 0} for i in range(12)]
     small = Portions(documents=documents_of_a_block, seconds=0)
     how = {"format": "labels", "eval_fraction": fraction, "portions": small}
@@ -213,7 +213,7 @@ def loader(path, packing="best-fit", **how):
 
 
 def halves(batch):
-    """By pair that is learned: the trained tokens of its halves, the chosen one first."""
+    """Trained tokens of the halves of each learned pair, the chosen half first."""
     found = []
     for row in range(len(batch.inputs)):
         partner = batch.named["partner"][row].astype(int)

@@ -30,7 +30,7 @@ from tests.text_data import (
 
 @pytest.fixture
 def all_inputs(tmp_path):
-    """One of each kind."""
+    """An input file of each kind."""
     return write_inputs(tmp_path / "in")
 
 
@@ -93,7 +93,7 @@ def test_resume_after_every_block(tmp_path, made, monkeypatch, save_seconds):
 
 
 def test_interrupted_while_finishing(tmp_path, made, monkeypatch):
-    """All files have their names, masks behind the tokens, but the manifest does not say so yet."""
+    """Files have their final names and masks, but the manifest does not list these files yet."""
     inputs, options = made
     run(inputs, out=tmp_path / "whole", **options)
     save = Manifest.save

@@ -94,7 +94,7 @@ def test_links_that_leave_the_folder_are_not_followed(tokenizer, tmp_path, capsy
 
 
 def test_links_of_the_hubs_cache_are_followed(tokenizer, tmp_path):
-    """In which every file of a snapshot is a link to its content."""
+    """The hub's cache has a link to the content for every file of a snapshot."""
     snapshot = tmp_path / "models--a--b/snapshots/0123"
     snapshot.mkdir(parents=True)
     (tmp_path / "models--a--b/blobs").mkdir()
@@ -501,7 +501,7 @@ READERS = (["check", "ckpt"], ["export", "--checkpoint-dir=ckpt", "--out-dir=new
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
 def test_what_is_no_file_in_a_checkpoint_is_not_waited_for(manifest, kind, soon, capsys):
-    """It seems to have 0 bytes, as a file may have."""
+    """A pipe in a checkpoint seems to be a file of 0 bytes."""
     path = manifest(name="extra.json", bytes=0) / "extra.json"
     if kind == "pipe":
         os.mkfifo(path)

@@ -155,7 +155,7 @@ SIZES = {"model": "tiny", "device": "cpu", "batch_size": 1, "seq_len": 8, "lora_
 
 
 def test_command(monkeypatch, tmp_path, capsys):
-    """Both sides; only peft's is real. The page has each row as soon as it is known."""
+    """Rows of both sides, of which only peft's is measured, are on the page as soon as known."""
     out, pages = tmp_path / "page.md", []
     given = {"error": None, "step_seconds": [0.5], "first_step_seconds": 0.01, "name": "CPU"}
 

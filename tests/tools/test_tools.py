@@ -441,7 +441,7 @@ CHANGES = {  # of the new record, and what the comparison says of it
 
 @pytest.mark.parametrize(("change", "said"), CHANGES.values(), ids=CHANGES)
 def test_a_comparison_misses_no_difference(tool, capsys, change, said):
-    """Whatever differs counts, unless the run's name is allowed."""
+    """Any difference counts, unless the run's name is allowed."""
     compare = tool("fingerprint_compare").compare
     new = {run: parts | (change.get(run) or {}) for run, parts in RECORD.items()}
     new |= {run: parts for run, parts in change.items() if run not in RECORD}

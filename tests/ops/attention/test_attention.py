@@ -248,7 +248,7 @@ def test_a_sight_that_hides_nothing_changes_no_bit(dev, rng, dtype):
 
 
 def _score_error(qkv, heads, kv_heads):
-    """By how much two devices' scores may differ.
+    """The largest difference of two devices' scores.
 
     A score is a sum of head_dim products. An addition rounds the sum so far by at most 2^-24 of it,
     with a variance of a third of that squared. Partial sums grow like a random walk to the largest

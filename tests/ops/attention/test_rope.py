@@ -301,7 +301,7 @@ def test_fused_documents_equal_two_steps(dev, rng, name, dtype):
 
 @pytest.mark.parametrize("name, dtype", [("tiles_64", BF16), ("head_6", F32)], ids=str)
 def test_queries_have_factors_by_position(dev, rng, name, dtype):
-    """In all kernels alike; keys and values have none."""
+    """Queries alone are multiplied by a factor of their position, in all kernels."""
     shape = CASES[name]
     arrays = fused_arrays(rng, shape, dtype, F32)
     arrays["starts"] = np.tile((np.arange(shape[1]) // 7 * 7).astype(np.int32), (shape[0], 1))

@@ -42,7 +42,7 @@ def arrays_of(rng, shape, dtype, *, begins: tuple = (), carried: bool = False) -
 
 
 def on_device(dev, arrays: dict, heads: Heads) -> dict:
-    """All results of a device, of forward then of backward."""
+    """Results of forward and backward on a device."""
     inputs = {name: arrays[name] for name in ("qkv", "gates", "starts", "state")}
     out = {"out": np.full_like(arrays["d_out"], np.nan)}
     first = run(dev, lambda dev, **t: delta_rule.forward(dev, **t, heads=heads), out | inputs)
@@ -59,7 +59,7 @@ def on_device(dev, arrays: dict, heads: Heads) -> dict:
 
 
 def in_f64(arrays: dict, heads: Heads) -> dict:
-    """All results of the reference."""
+    """Results of forward and backward of the reference, in F64."""
     wide = {
         name: x if x is None or x.dtype == np.int32 else x.astype(np.float64)
         for name, x in arrays.items()
@@ -128,7 +128,7 @@ def test_any_heads_in_bf16(dev, rng, Hk, Hv, DK, DV):
 @pytest.mark.parametrize("Hk, Hv, DK, DV", [(1, 2, 128, 128), (2, 2, 96, 32), (1, 3, 32, 64)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gpus_with_little_shared_memory(generic, rng, kind, Hk, Hv, DK, DV):
-    """They load fewer rows of states at once, and none of them ahead of the next head."""
+    """Kernels for little shared memory load fewer rows of states, and none ahead."""
     shape = (2, 75, Hk, Hv, DK, DV)
     check(generic, arrays_of(rng, shape, BF16, **KINDS[kind]), Heads(*shape[2:]), BF16)
 
@@ -242,7 +242,7 @@ def test_no_bit_depends_on_other_documents(dev, rng, dtype):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_what_was_written_last_under_a_key_is_read(dev, dtype):
-    """By what defines the rule, without a reference: betas of 1 make a table of the state."""
+    """The rule's definition, without a reference: with betas of 1 the state is a table."""
     heads, order = Heads(1, 1, 64, 32), [0, 1, 2, 3, 1, 0, 63, 4, 1, 63] * 9
     asked = np.roll(order, 7)
     values = np.arange(90)[:, None] % 13 + np.arange(32)  # BF16 has them exactly

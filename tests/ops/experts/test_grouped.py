@@ -158,7 +158,7 @@ def test_any_number_of_blocks_finds_all_tiles(dev, rng):
 
 
 def test_sums_of_any_numbers_are_those_of_f32(dev, rng):
-    """In another order than NumPy's: within a few roundings of F32, and one of BF16."""
+    """Sums in another order than NumPy's: within a few roundings of F32, and one of BF16."""
     R, N, K, E = CASES["ragged"]
     arrays = {
         "out": np.full((R, N), np.nan, BF16.numpy),

@@ -89,7 +89,7 @@ def test_wrong_arguments():
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("case", [*SMALL.values(), (1, 40, 64, 40)])
 def test_the_largest_logits_equal_the_reference(dev, rng, case, dtype):
-    """In BF16 many logits are equal."""
+    """The top k logits in BF16, of which many are equal."""
     rows, vocab, padded, k = case
     logits = rng.normal(size=(rows, padded)).astype(dtype.numpy)
     logits[:, vocab:] = np.nan

@@ -54,7 +54,7 @@ def check(dev, arrays, vocab, softcap=None):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
 def test_equals_reference(dev, rng, case, dtype, softcap):
-    """In BF16 and with a cap many scores are equal, or nearly so."""
+    """Sampled tokens in BF16 and with a soft cap, where many scores are nearly equal."""
     arrays = arrays_of(rng, case, dtype, **EACH)
     check(dev, arrays, case[1], softcap)
     check(dev, arrays | {"seed": arrays["seed"] + 1, "seen": None}, case[1])

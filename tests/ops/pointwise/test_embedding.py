@@ -133,7 +133,7 @@ def test_backward_without_the_row_of_padding(dev, rng, kind):
 @pytest.mark.parametrize("target", [F32, BF16], ids=str)
 @pytest.mark.parametrize("kind", ["uniform", "frequent", "one_id", "borders"])
 def test_backward_of_some_rows_alone(dev, rng, kind, target):
-    """They get what they get in the whole table; runs of other ids lie between and around them."""
+    """Gradients of some rows equal the whole table's; runs of other ids lie between and around."""
     arrays = _gradient_arrays(rng, 2, 96, 40, 320, kind, target, BF16)
     table = run(dev, partial(_backward, padding=7), arrays)["d_weight"]
     for first, count in ((0, 9), (3, 8), (int(arrays["tokens"].max()), 1)):

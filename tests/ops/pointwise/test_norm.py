@@ -281,7 +281,7 @@ def specs(centred: bool = True) -> dict[str, tuple]:
 
 
 def of_width(C: int) -> dict[str, tuple]:
-    """Those of LayerNorm with so many channels."""
+    """Tensors of LayerNorm with so many channels."""
     rows = dict.fromkeys(("out", "x"), ((4, C), BF16))
     return rows | dict.fromkeys(("weight", "bias"), ((C,), BF16)) | {"mean": ((4,), F32)}
 

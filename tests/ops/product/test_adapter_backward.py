@@ -121,7 +121,7 @@ SHAPES = [CASES["qwen7b_up"], CASES["qwen7b_qkv"], CASES["qwen7b_down"], CASES["
 
 @pytest.mark.parametrize("rank", [1, 8, 16, 32, 40, 64])
 def test_layouts(rank):
-    """All columns are in a block, which has the shared memory that it wants."""
+    """A block has all columns, and the shared memory for these."""
     for (num_sms, capability), (rows, _, _, *edges), more in product(SPECS, SHAPES, (1, 8, 100)):
         cut = op.layout(more * rows, pairs(edges), rank, num_sms)
         assert cut.groups == -(-more * rows // cut.tiles.block_rows)

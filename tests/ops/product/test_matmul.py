@@ -270,7 +270,7 @@ def test_what_is_not_finite_reaches_the_largest_of_a_product(fp8_dev):
 
 
 def test_fp8_scales_in_a_graph(fp8_dev, rng):
-    """One plan, two products: each keeps its own scales, whose values are read at each run."""
+    """Two products of one plan keep their own scales, whose values are read at each replay."""
     dev = fp8_dev
     make = {
         "a": rng.integers(-4, 5, (16, 32)).astype(E4M3.numpy),

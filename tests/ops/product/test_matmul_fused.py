@@ -128,7 +128,7 @@ def test_adapted_times_alpha(hopper, rng, dtype):
 
 @pytest.fixture
 def wide(monkeypatch):
-    """All tiles have 224 columns."""
+    """A product whose tiles all have 224 columns."""
     monkeypatch.setattr("llmq.ops.product.matmul_fused.tile_columns", lambda *args: 224)
 
 

@@ -137,7 +137,7 @@ def test_transpose(dev, rng, shape, dtype):
 @pytest.mark.parametrize("target", [F32, BF16], ids=str)
 @pytest.mark.parametrize("n", [16, 4096 + 272])
 def test_dequantize(dev, n, target, dtype):
-    """All codes but NaN and infinities."""
+    """Dequantized values of all codes but NaN and infinities."""
     values = np.arange(n).astype(np.uint8).view(dtype.numpy)
     values = np.where(np.isfinite(values.astype(np.float32)), values, np.zeros(1, dtype.numpy))
     scale = np.array([0.3], np.float32)
@@ -190,7 +190,7 @@ def test_scaled_without_abs_max_of_all_bf16_numbers(dev, dtype, scale):
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("abs_max", ABS_MAX)
 def test_scaled_as_quantize_does_it(dev, dtype, abs_max):
-    """So that what is recomputed with the scale of the first time has the same codes."""
+    """Codes recomputed with the first pass's scale are equal to the first codes."""
     want = run(dev, quantize.quantize, arrays_of(ALL_BF16, abs_max, dtype, "both"))
     arrays = {"x": ALL_BF16} | outputs(ALL_BF16.shape, dtype, "both", want["scale"][0])
     got = run(dev, with_fp8(quantize.scaled), arrays)

@@ -53,7 +53,7 @@ def test_roots(dev, rng, scale):
 
 
 def test_zeros(dev):
-    """They have any orthonormal eigenvectors, and no roots."""
+    """A matrix of zeros has any orthonormal eigenvectors, and no roots."""
     s = np.zeros((2, 8, 8), np.float32)
     for made in run(dev, galore.eigen, {"s": s})["s"]:
         np.testing.assert_array_equal(made @ made.T, np.eye(8))

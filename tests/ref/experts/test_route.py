@@ -53,7 +53,7 @@ def test_choice_weights_and_gradient_equal_torch(kind, renormalize, rows, E, top
 
 
 def test_a_softmax_over_the_chosen_logits_is_one_that_is_renormalized():
-    """It is what gpt-oss has."""
+    """Routing of gpt-oss: a softmax over the chosen logits."""
     logits = np.random.default_rng(0).normal(size=(20, 32)) * 5
     top = torch.tensor(logits).topk(4, dim=-1)
     chosen, weights = routed(logits, 4, "softmax", True)

@@ -9,7 +9,7 @@ from tests.harness import step_scalars
 
 
 def test_it_weighs_what_there_was(rng):
-    """By powers of the decay, after a start in which it weighs less."""
+    """Values are weighed by powers of the decay, after a start with a smaller decay."""
     weights = rng.normal(size=(40, 128)).astype(np.float32)
     average = weights[0].copy()
     of_each = np.zeros(40)

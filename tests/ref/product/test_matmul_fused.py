@@ -125,7 +125,7 @@ def test_swiglu(rng, case, dtype, gelu):
 
 @pytest.mark.parametrize("layout", [None, "codes", "both"])
 def test_what_is_behind_the_product_is_swiglu(rng, layout):
-    """All results, and with those that are not wanted left out."""
+    """All results, and each subset of these that a caller may want."""
     M, F, *_ = case = CASES["matmul_swiglu"]["tiles"]
     operands, _ = up_operands(rng, *case, E4M3)
     up_gate = filled(M, 2 * F)
@@ -191,7 +191,7 @@ def test_grouped(rng, case):
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_grouped_gradient(rng, accumulate):
-    """It is added to F32, so that only the product is rounded."""
+    """Gradients are added in F32, so that only the product is rounded."""
     R, M, N, E = CASES["matmul_grouped_gradient"]["small"]
     E, starts = 3, np.array([0, 5, 5, R], np.int32)
     a, b, before = normal(rng, BF16, R, M), normal(rng, BF16, R, N), normal(rng, BF16, E, M, N)

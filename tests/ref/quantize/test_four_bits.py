@@ -6,7 +6,7 @@ from llmq.ref.quantize import four_bits as ref
 
 
 def quantized(x: np.ndarray) -> dict[str, np.ndarray]:
-    """All that is kept of x (n,)."""
+    """Codes and scales that are kept of x (n,)."""
     blocks = x.size // 64
     made = {"codes": np.zeros(x.size // 2, np.uint8), "scales": np.zeros(blocks, np.float32)}
     ref.nf4_quantize(made["codes"], made["scales"], x, x.size)
