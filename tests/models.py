@@ -129,6 +129,12 @@ CONFIGS = {
         linear_num_key_heads=2, linear_num_value_heads=8, linear_key_head_dim=64,
         linear_value_head_dim=32,
     ),
+    "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
+        **_SHARED, tie_word_embeddings=True, embedding_multiplier=12.0, residual_multiplier=0.22,
+        logits_scaling=2.0, attention_multiplier=0.1, num_local_experts=0,
+        shared_intermediate_size=160, layer_types=["mamba", "attention"], mamba_n_heads=16,
+        mamba_expand=8, mamba_d_state=32, pad_token_id=None,
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=64,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,

@@ -44,7 +44,7 @@ from llmq.ops.attention import (
     value_norm,
 )
 from llmq.ops.common import ROWS_MULTIPLE, SCALE_BLOCK, padded_columns
-from llmq.ops.delta import delta_gates, delta_rule, gated_norm, short_conv
+from llmq.ops.delta import delta_gates, delta_rule, gated_norm, short_conv, ssd
 from llmq.ops.experts import expert_rows, grouped, route
 from llmq.ops.loss import cross_entropy, distill, grpo, labels, pairs, sample
 from llmq.ops.pointwise import clock, elementwise, embedding, gelu, norm, reduce, swiglu
@@ -684,15 +684,15 @@ def clamped_swiglu_calls(rows: int, F: int) -> list[Call]:
     ]
 
 
-def delta_gates_calls(rows: int, heads: int, columns: int, offset: int) -> list[Call]:
+def delta_gates_calls(rows: int, heads: int, columns: int, offset: int, parts: int) -> list[Call]:
     shared = {"gates": f32(rows, 2, heads, value=0.5), "x": bf16(rows, columns)}
-    shared |= {"a_log": bf16(heads), "dt_bias": bf16(heads), "offset": offset}
+    shared |= {"a_log": bf16(heads), "dt_bias": bf16(heads), "offset": offset, "parts": parts}
     sums = {"d_a_log": gradient(heads), "d_dt_bias": gradient(heads)}
     back = shared | sums | {"d_x": bf16(rows, columns), "d_gates": f32(rows, 2, heads)}
-    read = rows * heads * 2
+    read = rows * heads * parts
     return [
-        Call("forward", delta_gates.forward, shared, bytes=read * (2 + 4)),
-        Call("backward", delta_gates.backward, back, bytes=read * (4 + 8)),
+        Call("forward", delta_gates.forward, shared, bytes=read * 2 + rows * heads * 8),
+        Call("backward", delta_gates.backward, back, bytes=read * 4 + rows * heads * 16),
     ]
 
 
@@ -711,10 +711,33 @@ def delta_rule_calls(B: int, T: int, Hk: int, Hv: int, DK: int, DV: int) -> list
     ]
 
 
-def gated_norm_calls(rows: int, heads: int, size: int, columns: int, offset: int) -> list[Call]:
+def ssd_calls(B: int, T: int, Hk: int, Hv: int, DK: int, DV: int) -> list[Call]:
+    heads = ssd.Heads(Hk, Hv, DK, DV)
+    qkv, out = bf16(B, T, heads.channels), bf16(B, T, Hv * DV)
+    shared = {"qkv": qkv, "gates": f32(B, T, 2, Hv, value=-0.1), "skip": bf16(Hv), "heads": heads}
+    back = shared | {
+        "d_qkv": qkv,
+        "d_gates": f32(B, T, 2, Hv),
+        "d_out": out,
+        "d_skip": gradient(Hv),
+    }
+    tokens = shared | {"qkv": bf16(B, 1, heads.channels), "gates": f32(B, 1, 2, Hv, value=-0.1)}
+    tokens |= {"out": bf16(B, 1, Hv * DV), "state": f32(B, Hv, DK, DV)}
+    return [
+        Call("forward", ssd.forward, shared | {"out": out}),
+        Call("backward", ssd.backward, back),
+        Call("recurrence", ssd.recurrence, tokens),
+    ]
+
+
+def gated_norm_calls(
+    rows: int, heads: int, size: int, columns: int, offset: int, gate_first: bool
+) -> list[Call]:
     x, gate = bf16(rows, heads * size), bf16(rows, columns)
-    shared = {"x": x, "gate": gate, "weight": bf16(size), "eps": EPS, "offset": offset}
-    back = shared | {"d_x": x, "d_gate": gate, "d_out": x, "d_weight": gradient(size)}
+    weight = (heads if gate_first else 1, size)
+    shared = {"x": x, "gate": gate, "weight": bf16(*weight), "eps": EPS, "offset": offset}
+    shared["gate_first"] = gate_first
+    back = shared | {"d_x": x, "d_gate": gate, "d_out": x, "d_weight": gradient(math.prod(weight))}
     moved = rows * heads * size * 2
     return [
         Call("forward", gated_norm.forward, shared | {"out": x}, bytes=3 * moved),
@@ -1081,6 +1104,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "route": route_calls,
     "sample": sample_calls,
     "short_conv": short_conv_calls,
+    "ssd": ssd_calls,
     "skinny": skinny_calls,
     "skinny_mxfp4": skinny_mxfp4_calls,
     "skinny_nf4": skinny_nf4_calls,

@@ -20,6 +20,7 @@ from llmq.arch.glm4_moe import Glm4Moe
 from llmq.arch.gpt2 import Gpt2
 from llmq.arch.gpt_oss import GptOss
 from llmq.arch.granite import Granite
+from llmq.arch.granite_hybrid import GraniteHybrid
 from llmq.arch.lfm2 import Lfm2
 from llmq.arch.llama import Arcee, Cwm, Llama
 from llmq.arch.minimax_m2 import MiniMaxM2
@@ -43,7 +44,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         SmolLm3(), Olmo3(), SeedOss(), Exaone4(), Gemma(), Ministral(), Cwm(), Starcoder2(),
         Glm(), Glm4(), Ernie45(), Helium(), Granite(), Arcee(), Ministral3(),
         Gemma4(), Gemma4Unified(), Glm4Moe(), MiniMaxM2(), Lfm2(), DeepseekV2(),
-        DeepseekV3(), Glm4MoeLite(),
+        DeepseekV3(), Glm4MoeLite(), GraniteHybrid(),
     )
 }  # fmt: skip
 """Every supported architecture by the name that config.json gives in "architectures"."""

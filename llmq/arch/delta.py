@@ -40,6 +40,9 @@ class DeltaNet(Mixers):
     value_dim: int
     """Channels of a value head, columns of a state."""
 
+    least_step: float = 0.0
+    """Below which no softplus of a falls."""
+
     @property
     def channels(self) -> int:
         """2K + V: of queries, keys and values."""

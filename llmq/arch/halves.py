@@ -203,10 +203,11 @@ def matrix(
     columns: int,
     *,
     gate_first: bool = False,
+    order: Order = (),
     **declared: Any,
 ) -> Matrix:
     """A matrix of a block. targets: by name in --lora-targets, rows that Hugging Face may store one
-    by one. gate_first: it stores the second half of the rows first."""
+    by one. gate_first: it stores the second half of the rows first. order: as in HfPart."""
     transposed = config.arch.transposed
     modules = config.arch.modules[key][: len(targets)]
     each = [((name,), n) for name, n in targets.items()]
@@ -216,7 +217,7 @@ def matrix(
         Part(
             module=module.format(layer), rows=rows, targets=names,
             transposed=transposed,
-            order=((rows // 2, rows), (0, rows // 2)) if gate_first else (),
+            order=((rows // 2, rows), (0, rows // 2)) if gate_first else order,
         )
         for module, (names, rows) in zip(modules, each, strict=True)
     )  # fmt: skip

@@ -107,7 +107,7 @@ class Part:
             stop=start + self.rows,
             transposed=tensor == "weight" and self.transposed,
             order=self.order,
-            depthwise=self.depthwise,
+            depthwise=tensor == "weight" and self.depthwise,
             experts=self.experts,
         )
 

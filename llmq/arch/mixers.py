@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from llmq.arch.matrix import HalfSpec, Module, Part
+from llmq.arch.matrix import HalfSpec, Module, Order, Part
 from llmq.base.errors import ConfigError
 
 
@@ -38,9 +38,13 @@ def vector(
     *,
     kind: str = "vector",
     tensor: str = "weight",
+    order: Order = (),
+    bias: bool = False,
 ) -> Module:
-    """A weight of a mixer that is no matrix, one module at Hugging Face."""
-    part = Part(module=module, rows=shape[0], depthwise=kind == "conv")
+    """A weight of a mixer that is no matrix, one module at Hugging Face, and its bias if it has
+    one. order: as in HfPart."""
+    part = Part(module=module, rows=shape[0], depthwise=kind == "conv", order=order)
     return Module(
-        key=key, name=module, shape=shape, parts=(part,), kind=kind, initial=initial, tensor=tensor
-    )
+        key=key, name=module, shape=shape, parts=(part,), kind=kind, initial=initial,
+        tensor=tensor, bias=bias,
+    )  # fmt: skip

@@ -316,3 +316,22 @@ def tile_columns(dev: Device, M: int, N: int, row_bytes: int) -> int:
         return Tiles.of(dev, M, N, columns).computed * columns * (row_bytes + alone)
 
     return min((NARROW, WIDE), key=seconds)
+
+
+CHUNK = 64
+"""Tokens of a chunk of linear attention over states."""
+
+
+class Heads(NamedTuple):
+    """Heads of linear attention over states. Hk: of queries and keys, DK channels each. Hv: of
+    values and states, DV channels each."""
+
+    Hk: int
+    Hv: int
+    DK: int
+    DV: int
+
+    @property
+    def channels(self) -> int:
+        """Those of queries, keys and values together."""
+        return 2 * self.Hk * self.DK + self.Hv * self.DV

@@ -11,6 +11,7 @@ from llmq.arch import ARCHITECTURES
 from llmq.arch.common import ignored_fields
 from llmq.arch.delta import DeltaNet
 from llmq.arch.experts import Experts
+from llmq.arch.mamba import Mamba
 from llmq.arch.model_config import ModelConfig
 from llmq.arch.rope_family import all_but_every
 from llmq.arch.rope_scaling import RopeScaling
@@ -87,6 +88,7 @@ _GPT_OSS = {
     "gpt-oss-20b": (2880, 2880, 64, 8, 24, 1e-5, False),
     "gpt-oss-120b": (2880, 2880, 64, 8, 36, 1e-5, False),
 }
+_GRANITE_HYBRID = {"granite-4.0-h-micro": (2048, 8192, 32, 8, 40, 1e-5, True)}
 _TINY_ROPE = (128, 512, 2, 1, 6, 1e-6, True)
 _TINY_EXPERTS = (128, 64, 2, 1, 6, 1e-6, True)
 _TINY_GPT2 = (128, 512, 2, 2, 6, 1e-5, True)
@@ -109,6 +111,7 @@ _ALIASES = {
 _SHARED = (
     "vocab_size bos_token_id eos_token_id pad_token_id max_positions rope_theta head_dim"
 ).split()
+_HYBRID = "GraniteMoeHybridForCausalLM"
 _FAMILIES = (
     ("Qwen2ForCausalLM", _QWEN25, 151936, 151643, 151643, None, 32768, 1e6, None),
     ("Qwen3ForCausalLM", _QWEN3, 151936, 151643, 151643, None, 40960, 1e6, 128),
@@ -127,6 +130,7 @@ _FAMILIES = (
     ("Olmo2ForCausalLM", _OLMO2, 100352, None, 100257, 100277, 4096, 5e5, None),
     ("Gemma3ForCausalLM", _GEMMA3, 262144, 2, 1, 0, 32768, 1e6, 256),
     ("Gemma3ForCausalLM", _GEMMA3_LARGE, 262208, 2, 1, 0, 131072, 1e6, 256),
+    (_HYBRID, _GRANITE_HYBRID, 100352, 100257, 100257, 100256, 131072, 1e4, None),
     ("Qwen2ForCausalLM", {"tiny": _TINY_ROPE}, *_BYTES),
     ("Qwen3ForCausalLM", {"tiny-qwen3": _TINY_ROPE}, *_BYTES),
     ("LlamaForCausalLM", {"tiny-llama": _TINY_ROPE}, *_BYTES),
@@ -143,6 +147,7 @@ _FAMILIES = (
     ("Qwen3_5MoeForCausalLM", {"tiny-qwen3.5-moe": _TINY_EXPERTS}, *_BYTES),
     ("Qwen3NextForCausalLM", {"tiny-qwen3-next": _TINY_ROPE}, *_BYTES),
     ("GptOssForCausalLM", {"tiny-gpt-oss": _TINY_EXPERTS}, *_BYTES),
+    (_HYBRID, {"tiny-granite-hybrid": _TINY_ROPE}, *_BYTES),
 )
 
 
@@ -167,6 +172,22 @@ def _delta(num_layers: int, key_heads: int, value_heads: int, size: int = 128) -
     heads = {"key_heads": key_heads, "value_heads": value_heads}
     net = DeltaNet(**heads, key_dim=size, value_dim=size, taps=4, layers=layers)
     return {"mixers": net, "partial_rotary_factor": 0.25}
+
+
+def _granite_hybrid(attention: tuple[int, ...], layers: int, heads: int, **spaces: int) -> dict:
+    """Fields of Granite 4 hybrid. attention: layers that have attention, without positions, where
+    others have state spaces. heads, spaces: of these."""
+    spaces = {"key_heads": 1, "key_dim": 128, "value_dim": 64, "taps": 4} | spaces
+    layers_ = tuple(layer not in attention for layer in range(layers))
+    return {
+        "mixers": Mamba(value_heads=heads, conv_bias=True, layers=layers_, **spaces),
+        "rope_layers": (False,) * layers,
+        "attention_scale": 1 / 64,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+        "initializer_range": 0.1,
+    }
 
 
 def _gpt_oss(num_layers: int, count: int, active: int, window: int, aux_loss: float) -> dict:
@@ -214,6 +235,8 @@ _MORE = {
     "gpt-oss-20b": _gpt_oss(24, 32, 4, 128, 0.9) | _FAR,
     "gpt-oss-120b": _gpt_oss(36, 128, 4, 128, 0.9) | _FAR,
     "tiny-gpt-oss": _gpt_oss(6, 8, 2, 256, 0.001),
+    "granite-4.0-h-micro": _granite_hybrid((5, 15, 25, 35), 40, 64),
+    "tiny-granite-hybrid": _granite_hybrid((3,), 6, 16, key_dim=32, value_dim=32),
 }
 
 
@@ -247,6 +270,7 @@ RELEASED |= {
     "Phi-3-mini": "microsoft/Phi-3-mini-4k-instruct",
     "OLMoE-1B-7B": "allenai/OLMoE-1B-7B-0924",
     "Qwen3-Next-80B-A3B": "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "granite-4.0-h-micro": "ibm-granite/granite-4.0-h-micro",
     "Mixtral-8x7B": "mistralai/Mixtral-8x7B-v0.1",
     "OLMo-2-1B": "allenai/OLMo-2-0425-1B",
     "OLMo-2-7B": "allenai/OLMo-2-1124-7B",

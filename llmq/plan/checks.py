@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from llmq.arch.delta import DeltaNet
 from llmq.arch.latent import LATENT_SIZES
+from llmq.arch.mamba import Mamba
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn_once
@@ -14,7 +15,7 @@ from llmq.model.halves.attention import directions
 from llmq.ops.attention.attention import MAX_HEAD_DIM
 from llmq.ops.attention.paged import MAX_LATENT_DIM
 from llmq.ops.common import CAPABILITY, GENERIC_FP8, MAX_COLUMNS
-from llmq.ops.delta import delta_rule
+from llmq.ops.delta import delta_rule, gated_norm, ssd
 from llmq.ops.pointwise.reduce import MAX_PARTS
 from llmq.options.cards import card_here
 from llmq.options.conditions import AttentionHere, Here, why_no_cudnn
@@ -107,7 +108,19 @@ def _limits(model: ModelConfig) -> Iterator[_Limit]:
         for field, name in LATENT_SIZES.items():
             largest = MAX_LATENT_DIM - latent.rotary if field == "rank" else None
             yield _Limit(name, getattr(latent, field) or 0, VECTOR, largest)
-    if isinstance(net := model.mixers, DeltaNet):
+    yield from _mixer_limits(model)
+
+
+def _mixer_limits(model: ModelConfig) -> Iterator[_Limit]:
+    """Yield those of delta nets and state spaces."""
+    net = model.mixers
+    if isinstance(net, Mamba):
+        yield _Limit("mamba_d_state", net.key_dim, ssd.MULTIPLE, ssd.MAX_KEY)
+        yield _Limit("mamba_d_head", net.value_dim, ssd.MULTIPLE, ssd.MAX_VALUE)
+        yield _Limit("mamba_n_heads", net.value_heads, CONV_MULTIPLE)
+        group = net.values // net.key_heads
+        yield _Limit("channels of a group of its state spaces", group, *gated_norm.limits(group))
+    elif isinstance(net, DeltaNet):
         for name, dim in (("key", net.key_dim), ("value", net.value_dim)):
             yield _Limit(f"linear_{name}_head_dim", dim, delta_rule.MULTIPLE, delta_rule.MAX_HEAD)
         yield _Limit("number of columns beside its delta nets", 2 * net.value_heads, CONV_MULTIPLE)

@@ -148,6 +148,12 @@ DELTA_RULE = {
     "delta_rule_scan_sm90": Delta(2.97e12, 1.05e-6),
     "delta_rule_states_sm90": Delta(1.29e12, 0.92e-6),
     "delta_rule_scan_backward_sm90": Delta(2.0e12, 1.22e-6),
+    # Not measured: taken to be as fast as the delta rule's, whose tiles and products they share.
+    "ssd_prepare": Delta(1.0e12),
+    "ssd_scan": Delta(1.35e12, 2.9e-6),
+    "ssd_states": Delta(0.78e12, 1.6e-6),
+    "ssd_scan_backward": Delta(1.08e12, 2.9e-6),
+    "ssd_gradients": Delta(1.35e12),
 }
 CHUNK = 64  # tokens
 

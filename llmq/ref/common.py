@@ -14,13 +14,14 @@ from llmq.base.dtypes import HALF_TERMS, STEP_SCALARS
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FP8_MAX = {dtype.numpy: np.float32(largest) for dtype, largest in dtypes.FP8_MAX.items()}
-PRODUCT_ROWS = 1024  # of adapted_product, at a time
 SCALE_BLOCK = 128  # elements that share the scale of an 8-bit moment, as in llmq/ops/common.py
 LEAST_EXPONENT = 27  # of such a scale, with F32's bias of 127, so that 1 / scale exists
 # Powers of the best of many random numbers: the lattices of the first three have shortest vectors
 # of 0.88 of the longest that there are, or more, modulo 2^16 and 2^32.
 NEIGHBOUR_FACTORS = np.array([pow(0xA7F7D5BD, n, 2**32) for n in range(8)], np.uint32)
 NF4_BLOCK, NF4_GROUP = 64, 256  # elements that share a scale, and scales that share one
+CHUNK = 64  # tokens of a chunk of linear attention over states
+LEAST_DECAY = -128.0  # exp is 0 in F32; larger magnitudes would cost digits of other sums
 FP8_NAN = 0x7F  # NVIDIA's conversion of NaN, of either sign, in both formats
 # The levels of NF4 in the QLoRA paper's appendix: quantiles of a normal distribution, scaled to
 # [-1, 1], one of them 0.
@@ -373,29 +374,6 @@ def add_terms(
         total += compute(addend[rows])
 
 
-def adapted_product(
-    a: np.ndarray,
-    right: np.ndarray,
-    h: np.ndarray | None,
-    low: np.ndarray | None,
-    scale_a: np.ndarray | None,
-    scale_b: np.ndarray | None,
-    alpha: float,
-) -> Iterator[tuple[slice, np.ndarray]]:
-    """Rows, and of these alpha * scale_a * scale_b * (a @ right) [+ h @ low], not rounded. right,
-    low: as they are multiplied, and in the precision that references compute in. a: fp8 codes where
-    there are scales."""
-    for start in range(0, len(a), PRODUCT_ROWS):
-        rows = slice(start, start + PRODUCT_ROWS)
-        total = (compute(a[rows]) if scale_a is None else decode_fp8(a[rows])) @ right
-        scale = 1 if scale_a is None else scale_a[0] * scale_b[0]
-        if scale_a is not None or alpha != 1:
-            total *= scale * total.dtype.type(alpha)
-        if low is not None:
-            total += compute(h[rows]) @ low
-        yield rows, total
-
-
 def nf4_blocks(
     codes: np.ndarray,
     scale_codes: np.ndarray,
@@ -566,3 +544,57 @@ def swiglu_backward_fp8(d_up_gate, d_out, up_gate, rows, turned, F, abs_max, *fp
     emit_fp8(*codes, d_up_gate.reshape(rows, 2 * F))
     if out_transposed is not None:
         emit_fp8(None, out_transposed, out_scale, out_saturated, out.reshape(rows, F))
+
+
+def heads_of(
+    qkv: np.ndarray, key_heads: int, value_heads: int, dk: int, dv: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries, keys (B, T, Hk, DK) and values (B, T, Hv, DV): views of qkv (B, T, ...)."""
+    (B, T, _), width = qkv.shape, key_heads * dk
+    parts = (qkv[..., :width], qkv[..., width : 2 * width], qkv[..., 2 * width :])
+    shapes = ((key_heads, dk), (key_heads, dk), (value_heads, dv))
+    return tuple(p.reshape(B, T, *s) for p, s in zip(parts, shapes, strict=True))
+
+
+def chunks_of(x: np.ndarray, times: int = 1) -> np.ndarray:
+    """(B, T, heads, ...) as (B, heads * times, chunks, 64, ...); behind the end it is 0."""
+    B, T, heads, *rest = x.shape
+    chunks = -(-T // CHUNK)
+    padded = np.zeros((B, chunks * CHUNK, heads, *rest), x.dtype)
+    padded[:, :T] = x
+    return np.repeat(np.moveaxis(padded.reshape(B, chunks, CHUNK, heads, *rest), 3, 1), times, 1)
+
+
+def from_chunks(x: np.ndarray, T: int) -> np.ndarray:
+    """The inverse of chunks_of."""
+    B, heads, chunks, _, *rest = x.shape
+    return np.moveaxis(x, 1, 3).reshape(B, chunks * CHUNK, heads, *rest)[:, :T]
+
+
+def inputs_of(
+    qkv: np.ndarray, gates: np.ndarray, key_heads: int, value_heads: int, dk: int, dv: int
+) -> tuple[np.ndarray, ...]:
+    """Queries, keys, values (B, Hv, chunks, 64, D), decays and betas (B, Hv, chunks, 64)."""
+    times = value_heads // key_heads
+    q, k, v = heads_of(compute(qkv), key_heads, value_heads, dk, dv)
+    decay, beta = (chunks_of(compute(gates)[:, :, i]) for i in (0, 1))
+    decay = np.maximum(decay, LEAST_DECAY)
+    return chunks_of(q, times), chunks_of(k, times), chunks_of(v), decay, beta
+
+
+def begins_of(starts: np.ndarray | None, carried: int, B: int, T: int) -> np.ndarray:
+    """Position in the chunk where each token's document begins, (B, 1, chunks, 64); -1: in front of
+    the chunk."""
+    first = np.arange(0, T, CHUNK)
+    if starts is None:
+        starts = np.full((B, T), -1 if carried else 0, np.int32)
+    starts = np.pad(starts, ((0, 0), (0, len(first) * CHUNK - T)), "edge")
+    return np.maximum(starts.reshape(B, 1, -1, CHUNK) - first[:, None], -1)
+
+
+def decays_of(begin: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """(B, Hv, chunks, 64, 64): from token j to i; 0 where j is behind i or of another document."""
+    at = np.arange(CHUNK)
+    same = (begin[..., :, None] <= at) & (at <= at[:, None])
+    with np.errstate(over="ignore"):
+        return np.where(same, np.exp(sums[..., :, None] - sums[..., None, :]), 0)

@@ -29,7 +29,7 @@ FORMATS = {
 FLAGS = ("swiglu", "norm", "ffn", "qkv", "att", "block")
 CHANGES = {f"recompute_{flag}": {f"recompute_{flag}": True} for flag in FLAGS}
 CHANGES["offload"] = {"recompute_block": True, "offload_residual": True, "recompute_layers": "0"}
-MODELS = ("olmo2", "phi3", "gemma3", "gemma4", "gemma4_e2b", "qwen3_5")
+MODELS = ("olmo2", "phi3", "gemma3", "gemma4", "gemma4_e2b", "qwen3_5", "granitemoehybrid")
 
 
 @pytest.fixture(params=MODELS)

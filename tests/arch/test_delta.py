@@ -25,19 +25,22 @@ from tests.models import (
 )
 
 NAME, LONG = "qwen3_5", {"max_position_embeddings": 160}
+NAMES = (NAME, "granitemoehybrid")
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("T", [4, 136])
-def test_loss_and_gradients_match_transformers_at_any_length(T, device):
+def test_loss_and_gradients_match_transformers_at_any_length(name, T, device):
     """Sequences of a few tokens, and of more than two chunks."""
     batch = random_batch(np.random.default_rng(0), B=4, T=T)
     batch[1][:, 0] = 3  # there is a target
-    model = hf_model(NAME, **LONG)
-    with trainer_for(exported(NAME, **LONG), device=device, batch_size=4, seq_len=T) as trainer:
+    model = hf_model(name, **LONG)
+    with trainer_for(exported(name, **LONG), device=device, batch_size=4, seq_len=T) as trainer:
         step_as_torch(trainer, [batch], model)
 
 
-def test_nothing_of_one_document_changes_a_bit_of_another(device):
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_of_one_document_changes_a_bit_of_another(name, device):
     """NaN in one document changes no bit of the losses and gradients of other documents."""
     T, first, stop = 136, 60, 100
     starts = np.zeros((2, T), np.int32)
@@ -49,7 +52,7 @@ def test_nothing_of_one_document_changes_a_bit_of_another(device):
     found = []
     for _ in range(2):
         with trainer_for(
-            exported(NAME, **LONG), device=device, seq_len=T, document_mask=True
+            exported(name, **LONG), device=device, seq_len=T, document_mask=True
         ) as trainer:
             result = trainer.step([Batch(inputs, targets, starts)])
             found.append((result, trainer.gradients()))

@@ -110,6 +110,11 @@ FAMILIES = {
         attention_multiplier=0.015625,
     ),
     "granite_plain": lambda: transformers.GraniteConfig(**FOUR, attention_bias=True, mlp_bias=True),
+    "granitemoehybrid_groups": lambda: transformers.GraniteMoeHybridConfig(
+        **FOUR, num_local_experts=0, shared_intermediate_size=160, position_embedding_type="rope",
+        layer_types=["mamba", "attention"] * 2, mamba_n_heads=8, mamba_d_state=32,
+        mamba_n_groups=4, mamba_d_conv=3, mamba_conv_bias=False, attention_bias=True,
+    ),
     "arcee": lambda: transformers.ArceeConfig(**FOUR, mlp_bias=True),
     "helium": lambda: transformers.HeliumConfig(**FOUR, head_dim=16),
 }  # fmt: skip
@@ -256,6 +261,18 @@ PUBLISHED = {
         "hidden_size": 2048, "max_position_embeddings": 128000, "norm_eps": 1e-5,
         "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
         "rope_theta": 1e6, "vocab_size": 65536,
+    }),
+    "granite-4.0-h-micro": (3_191_396_096, {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid",
+        "attention_multiplier": 0.015625, "embedding_multiplier": 12, "hidden_size": 2048,
+        "layer_types": [*["mamba"] * 5, "attention", *(["mamba"] * 9 + ["attention"]) * 3,
+                        *["mamba"] * 4],
+        "logits_scaling": 8, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64,
+        "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 64,
+        "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 40,
+        "num_key_value_heads": 8, "num_local_experts": 0, "position_embedding_type": "nope",
+        "residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "shared_intermediate_size": 8192,
+        "tie_word_embeddings": True, "vocab_size": 100352,
     }),
     "MiniMax-M2": (228_689_764_864, {
         "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "head_dim": 128,

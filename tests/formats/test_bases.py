@@ -124,7 +124,7 @@ def test_outliers_are_multiplied_as_they_are(monkeypatch):
     assert losses["with outliers"] == pytest.approx(exact, rel=1e-3)  # codes have 8 bits
 
 
-@pytest.mark.parametrize("name", ["gpt2", "olmo2", "phi3", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize("name", ["gpt2", "olmo2", "phi3", "gemma3", "qwen3_5", "granitemoehybrid"])
 def test_fp8_of_other_architectures(name):
     """With norms elsewhere, other activations: what is computed again is the same."""
     kind = KINDS["e4m3 fp8"] | {"lora_targets": "all"}

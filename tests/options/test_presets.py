@@ -76,13 +76,13 @@ def test_released_models_have_their_own_size():
 
 def test_tiny_presets_are_tiny():
     sizes = {name: parameter_count(m) for name, m in PRESETS.items() if name.startswith("tiny")}
-    assert len(sizes) == 16
+    assert len(sizes) == 17
     assert all(1e6 < size < 3e6 for size in sizes.values())
 
 
 def test_presets():
     families = {config.architecture for config in PRESETS.values()}
-    assert len(families) == 16 and families <= set(ARCHITECTURES)
+    assert len(families) == 17 and families <= set(ARCHITECTURES)
     assert preset("QWEN2.5-7b").tied_embeddings is False
     assert preset("Llama-3.1-8B") is preset("llama-3-8b")
     assert preset("llama-3-8b").max_positions == 4096

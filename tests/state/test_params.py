@@ -44,6 +44,7 @@ TINY = {
     "tiny-qwen3.5": ("qwen3_5_text", preset("tiny-qwen3.5")),
     "tiny-qwen3.5-moe": ("qwen3_5_moe_text", preset("tiny-qwen3.5-moe")),
     "tiny-qwen3-next": ("qwen3_next", preset("tiny-qwen3-next")),
+    "tiny-granite-hybrid": ("granitemoehybrid", preset("tiny-granite-hybrid")),
     "tiny-gpt2": ("gpt2", preset("tiny-gpt2")),
     "untied-gpt2": ("gpt2", dataclasses.replace(preset("tiny-gpt2"), tied_embeddings=False)),
 }
@@ -85,7 +86,7 @@ def test_decay_is_for_matrices_only(name):
         if not param.decay:
             of_delta = "linear_attn" in param.name
             offset = TINY[name][1].arch.norm_offset and not of_delta
-            one = param.name.endswith(("weight", "dt_bias")) and not offset
+            one = param.name.endswith(("weight", "dt_bias", ".D")) and not offset
             init = "log_uniform" if param.name.endswith("A_log") else "one" if one else "zero"
             assert param.init == init, param.name
 

@@ -1,13 +1,15 @@
-// delta_gates.cu -- decays and betas of a gated delta net, for every token and value head.
+// delta_gates.cu -- decays and betas of a delta net, or of a state space (parts = 1), for every token
+// and value head.
 //
-//   forward    decay = -exp(a_log) * softplus(a + dt_bias)        beta = sigmoid(b)
-//   backward   d_b = d_beta * beta * (1 - beta)
-//              d_a = d_decay * -exp(a_log) * sigmoid(a + dt_bias)
+//   forward    decay = -exp(a_log) * step     step = max(softplus(a + dt_bias), least)
+//              beta = sigmoid(b), of a state space step
+//   backward   d_b = d_beta * beta * (1 - beta);  d_step = d_decay * -exp(a_log), of a state space
+//              + d_beta;   d_a = d_step * sigmoid(a + dt_bias), 0 where step is `least`
 //              d_a_log = sum over rows of d_decay * decay;   d_dt_bias = sum over rows of d_a
 //
 // Data     declared in llmq/ops/delta/delta_gates.py. x, d_x: b from column `offset` on, then a,
-//          `heads` each. gates, d_gates: decays, betas. a_log_partial, dt_bias_partial: sums of a
-//          block.
+//          `heads` each; of a state space a alone. gates, d_gates: decays, betas. a_log_partial,
+//          dt_bias_partial: sums of a block.
 // Launch   256 threads, a head in each lane, a row in each warp; grid (heads / 32, rows / 32), both
 //          rounded up.
 // Cost     b, a and gates read or written once. Memory-bound, and small.
@@ -29,13 +31,14 @@ template <class Use> __device__ __forceinline__ void each_row(i64 rows, i32 head
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     delta_gates_forward(f32* __restrict__ gates, const T* __restrict__ x,
-                        const T* __restrict__ a_log, const T* __restrict__ dt_bias, i64 rows,
-                        i32 heads, i32 columns, i32 offset) {
+                        const T* __restrict__ a_log, const T* __restrict__ dt_bias, f32 least,
+                        i64 rows, i32 heads, i32 columns, i32 offset, i32 parts) {
     each_row(rows, heads, [&](i64 row, i32 head) {
         const T* at = x + row * columns + offset + head;
-        const float a = to_f32(at[heads]) + to_f32(dt_bias[head]);
-        gates[row * 2 * heads + head] = -expf(to_f32(a_log[head])) * softplus(a);
-        gates[(row * 2 + 1) * heads + head] = sigmoid(to_f32(at[0]));
+        const float a = to_f32(at[(parts - 1) * heads]) + to_f32(dt_bias[head]);
+        const float soft = softplus(a), step = soft < least ? least : soft;  // NaN stays
+        gates[row * 2 * heads + head] = -expf(to_f32(a_log[head])) * step;
+        gates[(row * 2 + 1) * heads + head] = parts == 2 ? sigmoid(to_f32(at[0])) : step;
     });
 }
 
@@ -43,18 +46,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     delta_gates_backward(T* __restrict__ d_x, f32* __restrict__ a_log_partial,
                          f32* __restrict__ dt_bias_partial, const f32* __restrict__ d_gates,
                          const f32* __restrict__ gates, const T* __restrict__ x,
-                         const T* __restrict__ a_log, const T* __restrict__ dt_bias, i64 rows,
-                         i32 heads, i32 columns, i32 offset) {
+                         const T* __restrict__ a_log, const T* __restrict__ dt_bias, f32 least,
+                         i64 rows, i32 heads, i32 columns, i32 offset, i32 parts) {
     __shared__ float shared[2][WARPS][32];
     float of_a_log = 0.0f, of_dt_bias = 0.0f;
     each_row(rows, heads, [&](i64 row, i32 head) {
-        const i64 at = row * columns + offset + head;
+        const i64 of_b = row * columns + offset + head, of_a = of_b + (parts - 1) * heads;
         const i64 decay = row * 2 * heads + head, beta = decay + heads;
-        const float share = gates[beta], d_decay = d_gates[decay];
-        d_x[at] = from_f32<T>(d_gates[beta] * share * (1.0f - share));
-        const float a = to_f32(x[at + heads]) + to_f32(dt_bias[head]);
-        const float d_a = d_decay * (-expf(to_f32(a_log[head])) * sigmoid(a));
-        d_x[at + heads] = from_f32<T>(d_a);
+        const float share = gates[beta], d_decay = d_gates[decay], d_beta = d_gates[beta];
+        if (parts == 2) { d_x[of_b] = from_f32<T>(d_beta * share * (1.0f - share)); }
+        const float a = to_f32(x[of_a]) + to_f32(dt_bias[head]);
+        const float slope = softplus(a) < least ? 0.0f : sigmoid(a);
+        const float rate = -expf(to_f32(a_log[head]));
+        const float d_a = parts == 2 ? d_decay * (rate * slope) : fmaf(d_decay, rate, d_beta) * slope;
+        d_x[of_a] = from_f32<T>(d_a);
         of_a_log = fmaf(d_decay, gates[decay], of_a_log);
         of_dt_bias += d_a;
     });

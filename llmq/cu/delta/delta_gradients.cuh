@@ -2,58 +2,6 @@
 #pragma once
 #include "delta/delta_chunk.cuh"
 
-// Adds products of this thread's elements of sums and of factors: of rows g and g + 8.
-__device__ __forceinline__ void add_dots(float (&dot)[2], const Sums& sums, const Left<T>& factors) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        dot[i % 2] = fmaf(sums[i / 2][i % 2 * 2], factors.get(i).x, dot[i % 2]);
-        dot[i % 2] = fmaf(sums[i / 2][i % 2 * 2 + 1], factors.get(i).y, dot[i % 2]);
-    }
-}
-
-// Add up the four lanes that share a row, and store 16 rows' dots.
-__device__ __forceinline__ void put_dots(float* to, float (&dot)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        dot[r] += __shfl_xor_sync(0xFFFFFFFFu, dot[r], 1);
-        dot[r] += __shfl_xor_sync(0xFFFFFFFFu, dot[r], 2);
-        if (lane_id() % 4 == 0) { to[lane_row() + 8 * r] = dot[r]; }
-    }
-}
-
-constexpr bool COPIED = sizeof(T) == 2;  // tiles to shared memory; of F32, registers hold less
-
-// The gradient of 16 rows of queries or keys: this warp's DK / 2 columns. In registers; of F32, whose
-// factors take these, at `to`, where it will be written: rows from `rows` on are always 0.
-struct Gradient {
-    static constexpr int TILES = DK / 32;
-    T* const to;
-    const int pitch, rows;
-    Sums S[COPIED ? TILES : 1];
-
-    __device__ __forceinline__ Gradient(T* to, int pitch, int rows)
-        : to(to), pitch(pitch), rows(rows) {
-        each([](int, Sums& sums) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) { sums[i / 4][i % 4] = 0.0f; }
-        });
-    }
-    // Calls use(c, sums) for 16 columns after the other.
-    template <class Use> __device__ __forceinline__ void each(Use use) {
-        if constexpr (COPIED) {
-#pragma unroll
-            for (int c = 0; c < TILES; ++c) { use(c, S[c]); }
-        } else {
-#pragma unroll 1
-            for (int c = 0; c < TILES; ++c) {
-                to_sums(S[0], load_left(to + 16 * c, pitch, rows), 1.0f);
-                use(c, S[0]);
-                put(to + 16 * c, pitch, rows, S[0]);
-            }
-        }
-    }
-};
-
 // x += a() right(c), y += b() right(c), of columns c. F32 reads right factors twice.
 template <class A, class B, class C>
 __device__ __forceinline__ void multiply_both(Gradient& x, A a, Gradient& y, B b, C right_of) {

@@ -5,24 +5,35 @@
 //              d_gate = d_out * weight * x_hat * silu'(gate)
 //              d_x = rstd * (d_y * weight - x_hat * mean(d_y * weight * x_hat))
 //
+//   GATE_FIRST = 1, of state spaces: x * silu(gate) takes the place of x and nothing is multiplied
+//   behind: out = T(weight * rstd * x * silu(gate)); with d_n, the gradient of that place, d_x = d_n *
+//   silu(gate) and d_gate = d_n * x * silu'(gate).
+//
 // Data     x, out and their gradients: T (rows, heads, HEAD_DIM). gate, d_gate: T (rows, columns), the
-//          heads side by side from column `offset` on. weight: T (HEAD_DIM). partial: F32 (blocks,
-//          HEAD_DIM), sums of a block.
-// Launch   256 threads, a head in each warp; blocks loop over the heads of all rows.
+//          heads side by side from column `offset` on. weight: T (weights, HEAD_DIM), one, or one
+//          of each head. partial: F32 (blocks, weights, HEAD_DIM), sums of a block.
+// Launch   256 threads, a head in each warp, or if wider than 256 channels in a block, of 512
+//          threads if wider than 2048; grid (blocks, weights), of which blocks loop over the heads of a weight in all rows.
 // Cost     forward: x and the gate read, out written. backward: three reads, two writes.
 //          Memory-bound.
-// Needs    HEAD_DIM a multiple of 32 up to 256; columns and offset even.
+// Needs    HEAD_DIM a multiple of 32 up to 256, or of 256 up to 2048, or of 512 up to 8192; columns and
+//          offset even.
 #include "pointwise/activation.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, COUNT = HEAD_DIM / 32;
+constexpr int THREADS = HEAD_DIM > 2048 ? 512 : 256;
+constexpr int LANES = HEAD_DIM > 256 ? THREADS : 32;  // of a head
+constexpr int HEADS = THREADS / LANES, COUNT = HEAD_DIM / LANES;  // at once; elements of a thread
+// Of a multiprocessor, backward: as many as have registers.
+constexpr int BLOCKS = THREADS == 512 ? 1 : COUNT > 4 ? 3 : sizeof(T) == 2 ? 5 : 4;
+using HeadSum = RowSum<LANES / 32, THREADS / 32>;
 
-// Elements of a head: pairs lane, lane + 32, ..., or single ones where that does not come out even.
+// Elements of a head: pairs lane, lane + LANES, ..., or single ones where that does not come out even.
 struct Head {
     static constexpr int TOGETHER = COUNT % 2 ? 1 : 2;
     float v[COUNT];
 
     static __device__ __forceinline__ int place(int i) {
-        return threadIdx.x % 32 * TOGETHER + i / TOGETHER * 32 * TOGETHER + i % TOGETHER;
+        return threadIdx.x % LANES * TOGETHER + i / TOGETHER * LANES * TOGETHER + i % TOGETHER;
     }
     __device__ __forceinline__ void load(const T* head) {
 #pragma unroll
@@ -45,13 +56,22 @@ struct Head {
             }
         }
     }
-    __device__ __forceinline__ float rstd(float eps) const {
-        float squares = 0.0f;
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) { squares = fmaf(v[i], v[i], squares); }
-        return 1.0f / sqrtf(warp_sum(squares) / (float)HEAD_DIM + eps);
-    }
 };
+
+__device__ __forceinline__ float rstd_of(float squares, float eps, HeadSum& sum) {
+    return 1.0f / sqrtf(sum(squares) / (float)HEAD_DIM + eps);
+}
+
+// Calls use(x's first element, gate's) for this thread's heads, those of blockIdx.y's weight.
+template <class Use>
+__device__ __forceinline__ void each_head(i64 rows, i32 heads, i32 columns, i32 offset, Use use) {
+    const i32 own = heads / gridDim.y;
+    for (i64 i = (i64)blockIdx.x * HEADS + threadIdx.x / LANES; i < rows * own;
+         i += (i64)gridDim.x * HEADS) {
+        const i64 row = i / own, first = (i % own + blockIdx.y * own) * HEAD_DIM;
+        use(row * heads * HEAD_DIM + first, row * columns + offset + first);
+    }
+}
 
 __device__ __forceinline__ float part_of(float z) { return share<Silu, sizeof(T) == 4>(z); }
 __device__ __forceinline__ float rounded(float x) { return to_f32(from_f32<T>(x)); }
@@ -60,65 +80,94 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     gated_norm_forward(T* __restrict__ out, const T* __restrict__ x, const T* __restrict__ gate,
                        const T* __restrict__ weight, f32 eps, i64 rows, i32 heads, i32 columns,
                        i32 offset) {
+    __shared__ float shared[2 * THREADS / 32];
+    HeadSum sum{shared};
     Head w;
-    w.load(weight);
-    for (i64 i = (i64)blockIdx.x * WARPS + threadIdx.x / 32; i < rows * heads;
-         i += (i64)gridDim.x * WARPS) {
+    w.load(weight + blockIdx.y * HEAD_DIM);
+    each_head(rows, heads, columns, offset, [&](i64 of_x, i64 of_gate) {
         Head a, z;
-        a.load(x + i * HEAD_DIM);
-        z.load(gate + i / heads * columns + offset + i % heads * HEAD_DIM);
-        const float rstd = a.rstd(eps);
+        a.load(x + of_x);
+        z.load(gate + of_gate);
+        float squares = 0.0f;
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) {
-            const float y = rounded(w.v[k] * rounded(rstd * a.v[k]));
-            a.v[k] = y * (z.v[k] * part_of(z.v[k]));
+            z.v[k] *= part_of(z.v[k]);
+            if (GATE_FIRST) { a.v[k] *= z.v[k]; }
+            squares = fmaf(a.v[k], a.v[k], squares);
         }
-        a.store(out + i * HEAD_DIM);
-    }
+        const float rstd = rstd_of(squares, eps, sum);
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) {
+            a.v[k] = GATE_FIRST ? w.v[k] * (rstd * a.v[k])
+                                : rounded(w.v[k] * rounded(rstd * a.v[k])) * z.v[k];
+        }
+        a.store(out + of_x);
+    });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 6)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     gated_norm_backward(T* __restrict__ d_x, T* __restrict__ d_gate, f32* __restrict__ partial,
                         const T* __restrict__ d_out, const T* __restrict__ x,
                         const T* __restrict__ gate, const T* __restrict__ weight, f32 eps,
                         i64 rows, i32 heads, i32 columns, i32 offset) {
-    __shared__ float shared[WARPS][HEAD_DIM];
+    __shared__ float shared[HEADS][HEAD_DIM], summed[2 * THREADS / 32];
+    HeadSum sum{summed};
     Head w;
-    w.load(weight);
+    i32 of_weight = blockIdx.y * HEAD_DIM;
+    w.load(weight + of_weight);
     float sums[COUNT] = {};
-    for (i64 i = (i64)blockIdx.x * WARPS + threadIdx.x / 32; i < rows * heads;
-         i += (i64)gridDim.x * WARPS) {
-        const i64 of_gate = i / heads * columns + offset + i % heads * HEAD_DIM;
+    each_head(rows, heads, columns, offset, [&](i64 of_x, i64 of_gate) {
         Head a, z, d;
-        a.load(x + i * HEAD_DIM);
+        a.load(x + of_x);
         z.load(gate + of_gate);
-        d.load(d_out + i * HEAD_DIM);
-        const float rstd = a.rstd(eps);
+        d.load(d_out + of_x);
+        float squares = 0.0f;
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) {
+            const float normed = GATE_FIRST ? a.v[k] * (z.v[k] * part_of(z.v[k])) : a.v[k];
+            squares = fmaf(normed, normed, squares);
+        }
+        const float rstd = rstd_of(squares, eps, sum);
+        if (LANES > 32) {  // registers are few: a wide head's weights come from the cache each time
+            forget(of_weight);
+            w.load(weight + of_weight);
+        }
         float dot = 0.0f;
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) {
-            const float x_hat = rstd * a.v[k], part = part_of(z.v[k]);
-            const float slope = Silu::slope(z.v[k], part, z.v[k] * part);
-            const float d_y = d.v[k] * (z.v[k] * part);
-            z.v[k] = d.v[k] * (w.v[k] * x_hat) * slope;
+            const float part = part_of(z.v[k]), active = z.v[k] * part;
+            const float x_hat = rstd * (GATE_FIRST ? a.v[k] * active : a.v[k]);
+            const float d_y = GATE_FIRST ? d.v[k] : d.v[k] * active;
+            if (!GATE_FIRST) {
+                z.v[k] = d.v[k] * (w.v[k] * x_hat) * Silu::slope(z.v[k], part, active);
+                a.v[k] = x_hat;
+            }
             sums[k] = fmaf(d_y, x_hat, sums[k]);
-            a.v[k] = x_hat;
             d.v[k] = d_y * w.v[k];
             dot = fmaf(d.v[k], x_hat, dot);
         }
-        const float mean = warp_sum(dot) / (float)HEAD_DIM;
+        const float mean = sum(dot) / (float)HEAD_DIM;
 #pragma unroll
-        for (int k = 0; k < COUNT; ++k) { d.v[k] = rstd * (d.v[k] - a.v[k] * mean); }
+        for (int k = 0; k < COUNT; ++k) {
+            if (GATE_FIRST) {
+                const float part = part_of(z.v[k]), active = z.v[k] * part;
+                const float d_n = rstd * (d.v[k] - rstd * (a.v[k] * active) * mean);
+                d.v[k] = d_n * active;
+                z.v[k] = d_n * a.v[k] * Silu::slope(z.v[k], part, active);
+            } else {
+                d.v[k] = rstd * (d.v[k] - a.v[k] * mean);
+            }
+        }
         z.store(d_gate + of_gate);
-        d.store(d_x + i * HEAD_DIM);
-    }
+        d.store(d_x + of_x);
+    });
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) { shared[threadIdx.x / 32][Head::place(k)] = sums[k]; }
+    for (int k = 0; k < COUNT; ++k) { shared[threadIdx.x / LANES][Head::place(k)] = sums[k]; }
     __syncthreads();
     for (int c = threadIdx.x; c < HEAD_DIM; c += THREADS) {
-        float sum = 0.0f;
+        float total = 0.0f;
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) { sum += shared[warp][c]; }
-        partial[(i64)blockIdx.x * HEAD_DIM + c] = sum;
+        for (int h = 0; h < HEADS; ++h) { total += shared[h][c]; }
+        partial[((i64)blockIdx.x * gridDim.y + blockIdx.y) * HEAD_DIM + c] = total;
     }
 }

@@ -1,17 +1,17 @@
 // short_conv.cu -- causal convolution of every channel with its few weights, and SiLU, inside of
 // documents.
 //
-//   forward    z[t] = sum over j < TAPS of weight[j] * x[t - TAPS + 1 + j];  out = z * sigmoid(z)
+//   forward    z[t] = bias + sum over j < TAPS of weight[j] * x[t - TAPS + 1 + j];  out = z * sigmoid(z)
 //   backward   d_z = d_out * silu'(z);  d_x[t] = sum over j of weight[TAPS - 1 - j] * d_z[t + j]
-//              d_weight[j] = sum over t of d_z[t] * x[t - TAPS + 1 + j]
+//              d_weight[j] = sum over t of d_z[t] * x[t - TAPS + 1 + j];  d_bias = sum over t of d_z[t]
 //   SILU = 0   out = z;  d_z = d_out
 //   keep       the last TAPS - 1 tokens, for what follows a text
 //
 // Data     x, d_x: T (B, seq_len, columns), of which the first `channels` are read, or written.
-//          out, d_out: T (B, seq_len, channels). weight: T (channels, TAPS). before: F32 (B, TAPS - 1,
+//          out, d_out: T (B, seq_len, channels). weight: T (channels, TAPS). bias: T (channels), or null: 0. before: F32 (B, TAPS - 1,
 //          channels), the tokens in front of the text, or null: 0. starts: I32 (B, seq_len), the first
 //          position of each one's document, or null: 0. partial: F32 (B * spans, channels, TAPS),
-//          sums of a block, or null.
+//          sums of a block, or null; bias_partial: the same of (channels).
 // Launch   128 threads, WIDE neighbouring channels each, 8 bytes; grid (channels / (128 WIDE), spans of
 //          32 tokens, B), all rounded up; backward: of 32 lanes, a warp has 128 tokens, (channels /
 //          (32 WIDE), spans of 512 tokens, B); keep: a channel each, (channels / 128, 1, B). A thread
@@ -62,13 +62,15 @@ struct Channels {
     const i32* starts;
     i32 columns, seq_len;
     Few weight[TAPS], met[TAPS];  // the newest token last
+    Few bias = {};
 
-    __device__ __forceinline__ Channels(const T* x, const T* weights, const f32* before,
-                                        const i32* starts, i32 channel, i32 seq_len, i32 channels,
+    __device__ __forceinline__ Channels(const T* x, const T* weights, const T* biases,
+                                        const f32* before, const i32* starts, i32 channel, i32 seq_len, i32 channels,
                                         i32 columns, i32 first)
         : x(x + (i64)blockIdx.z * seq_len * columns + channel),
           starts(starts ? starts + (i64)blockIdx.z * seq_len : nullptr), columns(columns),
           seq_len(seq_len) {
+        if (biases) { bias = unpack_few(load_raw(biases + channel)); }
         const T* const own = weights + (i64)channel * TAPS;
 #pragma unroll
         for (int n = 0; n < TAPS; ++n) {
@@ -110,7 +112,7 @@ struct Channels {
 #pragma unroll
         for (int j = 1; j < TAPS; ++j) { met[j - 1] = met[j]; }
         met[BEFORE] = next;
-        Few z = {};
+        Few z = bias;
 #pragma unroll
         for (int j = 0; j < TAPS; ++j) {
             if (sees<ALL>(t, j)) { z.add_products(weight[j], met[j]); }
@@ -146,11 +148,11 @@ __device__ __forceinline__ void in_batches(const Channels& of, i32 first, i32 st
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     short_conv_forward(T* __restrict__ out, const T* __restrict__ x, const T* __restrict__ weight,
-                       const f32* __restrict__ before, const i32* __restrict__ starts, i32 seq_len,
-                       i32 channels, i32 columns) {
+                       const T* __restrict__ bias, const f32* __restrict__ before,
+                       const i32* __restrict__ starts, i32 seq_len, i32 channels, i32 columns) {
     const i32 channel = WIDE * (blockIdx.x * THREADS + threadIdx.x), first = blockIdx.y * SPAN;
     if (channel >= channels) { return; }
-    Channels of(x, weight, before, starts, channel, seq_len, channels, columns, first);
+    Channels of(x, weight, bias, before, starts, channel, seq_len, channels, columns, first);
     T* to = out + (i64)blockIdx.z * seq_len * channels + channel;
     const i32 stop = min(first + SPAN, seq_len);
     in_batches<sizeof(T) == 2 ? 8 : 4>(
@@ -184,7 +186,7 @@ struct Both {
 
 // Sums of a span's tokens, and the gradients of the newest z, the last one's last.
 struct Gradients {
-    Few d_z[TAPS], d_weight[TAPS];
+    Few d_z[TAPS], d_weight[TAPS], d_bias;
 
     template <bool ALL>
     __device__ __forceinline__ void meet(Channels& of, i32 t, const Both& next, bool own) {
@@ -198,6 +200,8 @@ struct Gradients {
             d_z[BEFORE].v[c] = d_out.v[c] * slope;
         }
         if (own) {
+#pragma unroll
+            for (int c = 0; c < WIDE; ++c) { d_bias.v[c] += d_z[BEFORE].v[c]; }
 #pragma unroll
             for (int j = 0; j < TAPS; ++j) {
                 if (of.sees<ALL>(t, j)) { d_weight[j].add_products(d_z[BEFORE], of.met[j]); }
@@ -219,8 +223,9 @@ struct Gradients {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     short_conv_backward(T* __restrict__ d_x, f32* __restrict__ partial,
-                        const T* __restrict__ d_out, const T* __restrict__ x,
-                        const T* __restrict__ weight, const i32* __restrict__ starts, i32 seq_len,
+                        f32* __restrict__ bias_partial, const T* __restrict__ d_out,
+                        const T* __restrict__ x, const T* __restrict__ weight,
+                        const T* __restrict__ bias, const i32* __restrict__ starts, i32 seq_len,
                         i32 channels, i32 columns) {
     constexpr int OWN = WIDE * TAPS;  // sums of a thread
     __shared__ float parts[WARPS][32][OWN + 1];
@@ -230,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     const i32 stop = min(first + SPAN_BACKWARD, seq_len);
     Gradients sums = {};
     if (channel < channels && first < stop) {
-        Channels of(x, weight, nullptr, starts, channel, seq_len, channels, columns, first);
+        Channels of(x, weight, bias, nullptr, starts, channel, seq_len, channels, columns, first);
         T* to = d_x + (i64)blockIdx.z * seq_len * columns + channel;
         const T* from = d_out + (i64)blockIdx.z * seq_len * channels + channel;
         const auto read = [&](i32 t) {
@@ -265,6 +270,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) { sum += parts[w][n / OWN][n % OWN]; }
             if (begin * TAPS + n < channels * TAPS) { row[begin * TAPS + n] = sum; }
+        }
+    }
+    if (bias_partial) {
+        __syncthreads();  // the others have been summed
+#pragma unroll
+        for (int c = 0; c < WIDE; ++c) { parts[warp][lane][c] = sums.d_bias.v[c]; }
+        __syncthreads();
+        const int n = threadIdx.x;
+        if (n < 32 * WIDE && begin + n < channels) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) { sum += parts[w][n / WIDE][n % WIDE]; }
+            bias_partial[((i64)blockIdx.z * gridDim.y + blockIdx.y) * channels + begin + n] = sum;
         }
     }
 }

@@ -5,7 +5,7 @@ Imports arch, ops, and what model has below blocks.
 """
 
 from llmq.model.halves.attention import AttentionHalf
-from llmq.model.halves.delta import DeltaHalf
+from llmq.model.halves.delta import DeltaHalf, MambaHalf
 from llmq.model.halves.experts import ExpertsHalf
 from llmq.model.halves.half import Half
 from llmq.model.halves.latent import LatentHalf
@@ -17,6 +17,7 @@ HALVES: dict[str, type[Half]] = {
     "attention": AttentionHalf,
     "latent_attention": LatentHalf,
     "delta": DeltaHalf,
+    "mamba": MambaHalf,
     "short_conv": ShortConvHalf,
     "mlp": MlpHalf,
     "experts": ExpertsHalf,

@@ -1,11 +1,12 @@
-"""A gated delta net as a half of a block: linear attention over a state.
+"""Linear attention over a state as a half of a block: gated delta nets, and Mamba-2.
 
-    x -> delta_in -> q, k, v -> short convolution -> delta rule -> gated norm -> delta_o -> out
-                  -> b, a -> betas and decays ----------^             ^
-                  -> z -----------------------------------------------+
+    x -> NAME_in -> q, k, v -> short convolution -> rule -> gated norm -> NAME_o -> out
+                 -> b, a -> betas and decays --------^           ^
+                 -> z -------------------------------------------+
 
-A row of delta_in is (q, k, v, z, b, a). `operands` turns a tensor into what products take: with fp8
-codes and a scale, without it itself. States begin with 0 where documents do, and lie in F32.
+A row of NAME_in is (q, k, v, z, b, a), of Mamba-2 without b; NAME is delta or mamba. `operands`
+turns a tensor into what products take: with fp8 codes and a scale, without it itself. States begin
+with 0 where documents do, and lie in F32.
 """
 
 from contextlib import ExitStack
@@ -13,36 +14,41 @@ from typing import NamedTuple
 
 from llmq.base.dtypes import F32
 from llmq.base.operand import Operand
-from llmq.base.tensor import Tensor
+from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.operands import Activation
 from llmq.model.activations import HalfLayer, LayerContext, Recompute, scratch_like
 from llmq.model.halves.half import ModelContext
-from llmq.ops.delta import delta_gates, delta_rule, gated_norm, short_conv
+from llmq.model.parameters import PartGrads, PartWeights
+from llmq.ops.delta import delta_gates, delta_rule, gated_norm, short_conv, ssd
 from llmq.ops.delta.delta_rule import Heads
 
 
 class _Saved(NamedTuple):
-    """The tensors kept of one layer. delta_in: (rows, 2K + 2V + 2 Hv). delta_conv: (rows, 2K + V),
-    behind the convolution. gates: F32 (B, T, 2, Hv), of the step, decays and betas. delta_state:
-    (rows, V), read from the states. delta_gated: (rows, V), never kept."""
+    """The tensors kept of one layer. product: (rows, features of NAME_in). conv: (rows, 2K + V),
+    behind the convolution. gates: F32 (B, T, 2, Hv), of the step, decays and betas. state: (rows,
+    V), read from the states. gated: (rows, V), never kept."""
 
-    delta_in: Activation
-    delta_conv: Activation
+    product: Activation
+    conv: Activation
     gates: Tensor
-    delta_state: Activation
-    delta_gated: Activation
+    state: Activation
+    gated: Activation
 
 
 class _Tensors(NamedTuple):
-    """delta_in: (rows, 2K + 2V + 2 Hv). delta_conv: (rows, 2K + V). delta_state: (rows, V)."""
+    """product: (rows, features of NAME_in). conv: (rows, 2K + V). state: (rows, V)."""
 
-    delta_in: Tensor
-    delta_conv: Tensor
-    delta_state: Tensor
+    product: Tensor
+    conv: Tensor
+    state: Tensor
 
 
 class DeltaHalf:
-    """The delta nets of all layers. Scratch lives as long as `temps`."""
+    """The delta nets of all layers. Scratch lives as long as `temps`. A subclass computes another
+    rule. name: in front of the names of weights and tensors. gate_parts: parts of delta_gates.
+    gate_first: of gated_norm."""
+
+    name, rule, gate_parts, gate_first = "delta", delta_rule, 2, False
 
     def __init__(self, shared: ModelContext):
         its, batch = shared.config.mixers, shared.options.batch
@@ -52,8 +58,10 @@ class DeltaHalf:
         self.starts = shared.inputs.first_key
         self.eps, self.channels, self.values = shared.config.norm_eps, its.channels, its.values
         self.heads = Heads(its.key_heads, its.value_heads, its.key_dim, its.value_dim)
-        self.of_gate = self.channels  # the first column of z in delta_in
-        self.of_gates = self.channels + self.values  # and of b and a
+        self.of_gate = self.channels  # the first column of z in the product
+        # The first column of b and a, and further arguments of delta_gates.
+        self.of_gates = (self.channels + self.values, self.gate_parts, its.least_step)
+        self.in_, self.o, self.norm = (f"{self.name}_{key}" for key in ("in", "o", "norm"))
 
     def keeps_input(self, recompute: Recompute) -> bool:
         """Codes that are multiplied again are made of the input again, as attention's are."""
@@ -61,17 +69,17 @@ class DeltaHalf:
         return not (recompute.norm or again)
 
     def multiplied_again(self, recompute: Recompute) -> tuple[str, ...]:
-        keys = {"delta_in": recompute.qkv, "delta_o": recompute.block}
+        keys = {self.in_: recompute.qkv, self.o: recompute.block}
         return tuple(key for key, again in keys.items() if again)
 
     def keep(self, layer: HalfLayer) -> _Saved:
-        r = layer.recompute
+        r, name = layer.recompute, self.name
         return _Saved(
-            delta_in=layer.activation("delta_in", layer.spec["delta_in"].shape[0], kept=not r.qkv),
-            delta_conv=layer.activation("delta_conv", self.channels, kept=not (r.qkv or r.att)),
-            gates=layer.alloc("delta_gates", self.B, self.T, 2, self.heads.Hv, dtype=F32),
-            delta_state=layer.activation("delta_state", self.values, kept=not r.att),
-            delta_gated=layer.activation("delta_gated", self.values, kept=False),
+            product=layer.activation(self.in_, layer.spec[self.in_].shape[0], kept=not r.qkv),
+            conv=layer.activation(f"{name}_conv", self.channels, kept=not (r.qkv or r.att)),
+            gates=layer.alloc(f"{name}_gates", self.B, self.T, 2, self.heads.Hv, dtype=F32),
+            state=layer.activation(f"{name}_state", self.values, kept=not r.att),
+            gated=layer.activation(f"{name}_gated", self.values, kept=False),
         )
 
     def _by_token(self, tensor: Tensor) -> Tensor:
@@ -80,20 +88,32 @@ class DeltaHalf:
 
     def _tensors(self, temps: ExitStack, layer: HalfLayer) -> _Tensors:
         """Where they are kept, else scratch."""
-        kept = (layer.saved.delta_in, layer.saved.delta_conv, layer.saved.delta_state)
+        kept = (layer.saved.product, layer.saved.conv, layer.saved.state)
         return _Tensors(*(activation.place(self.dev, temps) for activation in kept))
+
+    def of_rule(self, w: PartWeights) -> tuple[Tensor, ...]:
+        """The rule's arguments between gates and heads."""
+        return ()
+
+    def gradients_of_rule(self, g: PartGrads) -> tuple[Accumulator | None, ...]:
+        """Gradients of these arguments."""
+        return ()
+
+    def norm_weight(self, w: PartWeights) -> Tensor:
+        """The norm's weight: (1, Hd), or a row for each head of the norm."""
+        return w[self.norm].view(1, self.heads.DV)
 
     # -- forward ---------------------------------------------------------------------------------
 
     def forward(self, ctx: LayerContext, x: Operand) -> None:
-        layer, tensors = ctx.layer, self._tensors(ctx.temps, ctx.layer)
-        self.linear.forward(ctx, "delta_in", tensors.delta_in, x)
+        tensors = self._tensors(ctx.temps, ctx.layer)
+        self.linear.forward(ctx, self.in_, tensors.product, x)
         self._convolve(ctx, tensors)
-        self._read_states(layer, tensors)
+        self._read_states(ctx, tensors)
         gated = self._gated(ctx, tensors)
-        name, (out, addend) = layer.saved.delta_gated.tensor_id, layer.out
+        name, (out, addend) = ctx.layer.saved.gated.tensor_id, ctx.layer.out
         x = self.operands.quantize(ctx.temps, name, gated, measured=False, transposed=False)
-        self.linear.forward(ctx, "delta_o", out, x, addend)
+        self.linear.forward(ctx, self.o, out, x, addend)
 
     def _convolve(self, ctx: LayerContext, tensors: _Tensors) -> None:
         """Queries, keys and values, and the gates."""
@@ -101,95 +121,121 @@ class DeltaHalf:
         starts, before = self.starts, None
         if layer.cache is not None:  # where texts begin the state is 0
             starts, before = None, layer.cache["before"]
-        out, x = self._by_token(tensors.delta_conv), self._by_token(tensors.delta_in)
-        short_conv.forward(self.dev, out, x, w["conv"], starts, before)
-        gates = (w["a_log"], w["dt_bias"], self.of_gates)
-        delta_gates.forward(self.dev, layer.saved.gates, tensors.delta_in, *gates)
+        out, x = self._by_token(tensors.conv), self._by_token(tensors.product)
+        short_conv.forward(self.dev, out, x, w["conv"], starts, before, bias=w.bias("conv"))
+        gates = (w["a_log"], w["dt_bias"], *self.of_gates)
+        delta_gates.forward(self.dev, layer.saved.gates, tensors.product, *gates)
 
-    def _read_states(self, layer: HalfLayer, tensors: _Tensors) -> None:
-        out, qkv = self._by_token(tensors.delta_state), self._by_token(tensors.delta_conv)
-        gates = layer.saved.gates
+    def _read_states(self, ctx: LayerContext, tensors: _Tensors) -> None:
+        out, qkv, layer = self._by_token(tensors.state), self._by_token(tensors.conv), ctx.layer
+        inputs = (qkv, layer.saved.gates, *self.of_rule(ctx.w), self.heads)
         if layer.cache is None:
-            delta_rule.forward(self.dev, out, qkv, gates, self.heads, self.starts)
-            return
-        state = layer.cache["state"]
-        if self.T <= delta_rule.FEW_TOKENS:
-            delta_rule.recurrence(self.dev, out, state, qkv, gates, self.heads)
+            self.rule.forward(self.dev, out, *inputs, self.starts)
+        elif self.T <= delta_rule.FEW_TOKENS:
+            self.rule.recurrence(self.dev, out, layer.cache["state"], *inputs)
         else:
-            delta_rule.forward(self.dev, out, qkv, gates, self.heads, state=state)
+            self.rule.forward(self.dev, out, *inputs, state=layer.cache["state"])
 
     def _gated(self, ctx: LayerContext, tensors: _Tensors) -> Tensor:
-        out = ctx.layer.saved.delta_gated.place(self.dev, ctx.temps)
-        how = (ctx.w["delta_norm"], self.eps, self.of_gate)
-        gated_norm.forward(self.dev, out, tensors.delta_state, tensors.delta_in, *how)
+        out = ctx.layer.saved.gated.place(self.dev, ctx.temps)
+        gated_norm.forward(
+            self.dev, out, tensors.state, tensors.product, self.norm_weight(ctx.w), self.eps,
+            self.of_gate, gate_first=self.gate_first,
+        )  # fmt: skip
         return out
 
     # -- backward --------------------------------------------------------------------------------
 
     def recompute(self, ctx: LayerContext) -> tuple[Operand | None, _Tensors, Operand | None]:
-        """x (rows, C), and delta_gated as the output product's operand, last; None where no
+        """x (rows, C), and what is gated as the output product's operand, last; None where no
         gradient needs it."""
         r, tensors = ctx.layer.recompute, self._tensors(ctx.temps, ctx.layer)
         x = o_input = None
-        if r.qkv or self.linear.needs_input(ctx, "delta_in"):
+        if r.qkv or self.linear.needs_input(ctx, self.in_):
             x = self.norms.recompute(ctx, product=r.qkv)
         if r.qkv:
-            self.linear.forward(ctx, "delta_in", tensors.delta_in, x)
+            self.linear.forward(ctx, self.in_, tensors.product, x)
         if r.qkv or r.att:
             self._convolve(ctx, tensors)
         if r.att:
-            self._read_states(ctx.layer, tensors)
-        if r.block or self.linear.needs_input(ctx, "delta_o"):
-            gated, name = self._gated(ctx, tensors), ctx.layer.saved.delta_gated.tensor_id
+            self._read_states(ctx, tensors)
+        if r.block or self.linear.needs_input(ctx, self.o):
+            gated, name = self._gated(ctx, tensors), ctx.layer.saved.gated.tensor_id
             o_input = self.operands.quantize_again(ctx.temps, name, gated, product=r.block)
         if r.block:
             out, addend = ctx.layer.out
-            self.linear.forward(ctx, "delta_o", out, o_input, addend)
+            self.linear.forward(ctx, self.o, out, o_input, addend)
         return x, tensors, o_input
 
     def backward(
         self, ctx: LayerContext, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        dev, w, g, gates = self.dev, ctx.w, ctx.g, ctx.layer.saved.gates
-        x, (delta_in, conv, state), o_input = inputs
+        dev, name, (x, tensors, o_input) = self.dev, self.name, inputs
         with ExitStack() as temps:
             d_in = d_state = d_gated = None
             if inside:
-                d_in = scratch_like(dev, temps, "d_delta_in", delta_in)
+                d_in = scratch_like(dev, temps, f"d_{name}_in", tensors.product)
             with ExitStack() as inner:
                 if inside:
-                    d_state = scratch_like(dev, inner, "d_delta_state", state)
+                    d_state = scratch_like(dev, inner, f"d_{name}_state", tensors.state)
                 with ExitStack() as first:
                     if inside:
-                        d_gated = scratch_like(dev, first, "d_delta_gated", state)
+                        d_gated = scratch_like(dev, first, f"d_{name}_gated", tensors.state)
                     with ExitStack() as of_output:
                         d_o = self.operands.quantize(
                             of_output, ctx.layer.out_id, d_out, measured=True, transposed=True
                         )
-                        self.linear.input_gradient(ctx, "delta_o", d_gated, d_o)
-                        self.linear.weight_gradients(ctx, "delta_o", d_o, o_input)
+                        self.linear.input_gradient(ctx, self.o, d_gated, d_o)
+                        self.linear.weight_gradients(ctx, self.o, d_o, o_input)
                     if not inside:
                         return
                     gated_norm.backward(
-                        dev, d_state, d_in, g.get("delta_norm"), d_gated, state, delta_in,
-                        w["delta_norm"], self.eps, self.of_gate,
+                        dev, d_state, d_in, ctx.g.get(self.norm), d_gated, tensors.state,
+                        tensors.product, self.norm_weight(ctx.w), self.eps, self.of_gate,
+                        gate_first=self.gate_first,
                     )  # fmt: skip
-                d_conv = scratch_like(dev, inner, "d_delta_conv", conv)
-                with ExitStack() as second:
-                    d_gates = scratch_like(dev, second, "d_delta_gates", gates)
-                    delta_rule.backward(
-                        dev, self._by_token(d_conv), d_gates, self._by_token(d_state),
-                        self._by_token(conv), gates, self.heads, self.starts,
-                    )  # fmt: skip
-                    delta_gates.backward(
-                        dev, d_in, g.get("a_log"), g.get("dt_bias"), d_gates, gates, delta_in,
-                        w["a_log"], w["dt_bias"], self.of_gates,
-                    )  # fmt: skip
-                short_conv.backward(
-                    dev, self._by_token(d_in), g.get("conv"), self._by_token(d_conv),
-                    self._by_token(delta_in), w["conv"], self.starts,
-                )  # fmt: skip
-            name = ctx.layer.id_of("d_delta_in")
-            d_product = self.operands.quantize(temps, name, d_in, measured=False, transposed=True)
-            self.linear.input_gradient(ctx, "delta_in", d_x, d_product)
-            self.linear.weight_gradients(ctx, "delta_in", d_product, x)
+                self._back_through_states(ctx, inner, tensors, d_in, d_state)
+            d_product = self.operands.quantize(
+                temps, ctx.layer.id_of(f"d_{name}_in"), d_in, measured=False, transposed=True
+            )
+            self.linear.input_gradient(ctx, self.in_, d_x, d_product)
+            self.linear.weight_gradients(ctx, self.in_, d_product, x)
+
+    def _back_through_states(
+        self, ctx: LayerContext, temps: ExitStack, tensors: _Tensors, d_in: Tensor, d_state: Tensor
+    ) -> None:
+        """The gradients of queries, keys, values and gates in d_in, and of what makes them."""
+        dev, w, g, gates = self.dev, ctx.w, ctx.g, ctx.layer.saved.gates
+        d_conv = scratch_like(dev, temps, f"d_{self.name}_conv", tensors.conv)
+        with ExitStack() as second:
+            d_gates = scratch_like(dev, second, f"d_{self.name}_gates", gates)
+            self.rule.backward(
+                dev, self._by_token(d_conv), d_gates, *self.gradients_of_rule(g),
+                self._by_token(d_state), self._by_token(tensors.conv), gates, *self.of_rule(w),
+                self.heads, self.starts,
+            )  # fmt: skip
+            delta_gates.backward(
+                dev, d_in, g.get("a_log"), g.get("dt_bias"), d_gates, gates, tensors.product,
+                w["a_log"], w["dt_bias"], *self.of_gates,
+            )  # fmt: skip
+        short_conv.backward(
+            dev, self._by_token(d_in), g.get("conv"), self._by_token(d_conv),
+            self._by_token(tensors.product), w["conv"], self.starts, bias=w.bias("conv"),
+            d_bias=g.bias("conv"),
+        )  # fmt: skip
+
+
+class MambaHalf(DeltaHalf):
+    """The state spaces of all layers, as Mamba-2 has them: C, B and x are queries, keys and
+    values."""
+
+    name, rule, gate_parts, gate_first = "mamba", ssd, 1, True
+
+    def of_rule(self, w: PartWeights) -> tuple[Tensor, ...]:
+        return (w["skip"],)
+
+    def gradients_of_rule(self, g: PartGrads) -> tuple[Accumulator | None, ...]:
+        return (g.get("skip"),)
+
+    def norm_weight(self, w: PartWeights) -> Tensor:
+        return w[self.norm].view(self.heads.Hk, self.values // self.heads.Hk)

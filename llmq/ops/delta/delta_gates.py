@@ -1,4 +1,4 @@
-"""Decays and betas of a gated delta net, from two columns of a product for each value head."""
+"""Decays and betas of delta nets and state spaces, of columns of a product for each value head."""
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
@@ -9,10 +9,10 @@ from llmq.runtime.kernel import Kernel, ceil_div
 
 _GATES = "f32[*rows,2,heads]"
 _INPUTS = (
-    "sparse T[rows,columns] x, T[heads] a_log, T[heads] dt_bias, i64 rows, i32 heads, "
-    "i32 columns, i32 offset"
+    "sparse T[rows,columns] x, T[heads] a_log, T[heads] dt_bias, f32 least, i64 rows, i32 heads, "
+    "i32 columns, i32 offset, i32 parts"
 )
-_COLUMNS = "offset >= 0, offset + 2*heads <= columns"
+_COLUMNS = "offset >= 0, offset + parts*heads <= columns"
 FORWARD = Kernel(
     "delta/delta_gates.cu",
     "delta_gates_forward",
@@ -35,15 +35,23 @@ def _grid(rows: int, heads: int) -> tuple[int, int]:
 
 
 def forward(
-    dev: Device, gates: Tensor, x: Tensor, a_log: Tensor, dt_bias: Tensor, offset: int
+    dev: Device,
+    gates: Tensor,
+    x: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    offset: int,
+    parts: int = 2,
+    least: float = 0.0,
 ) -> None:
-    """decay = -exp(a_log) * softplus(a + dt_bias), beta = sigmoid(b).
+    """decay = -exp(a_log) * step, beta = sigmoid(b), step = max(softplus(a + dt_bias), least).
 
-    gates: of all rows, decays, then betas. x: betas from column `offset` on, then a.
+    gates: of all rows, decays, then betas. x: b from column `offset` on, then a. parts: 2, of a
+    delta net; 1, of a state space: there is no b, and beta is step.
     """
     rows, columns, heads = FORWARD.dims(x=x, a_log=a_log)
-    sizes = (rows, heads, columns, offset)
-    args, grid = (gates, x, a_log, dt_bias, *sizes), _grid(*sizes[:2])
+    sizes = (rows, heads, columns, offset, parts)
+    args, grid = (gates, x, a_log, dt_bias, least, *sizes), _grid(*sizes[:2])
     dev.launch(FORWARD, grid, THREADS, args, cost=BESIDE_ATTENTION)
 
 
@@ -58,6 +66,8 @@ def backward(
     a_log: Tensor,
     dt_bias: Tensor,
     offset: int,
+    parts: int = 2,
+    least: float = 0.0,
 ) -> None:
     """The gradients of forward's inputs.
 
@@ -66,13 +76,13 @@ def backward(
     Workspace: two F32 for a head and every 32 rows.
     """
     rows, columns, heads = BACKWARD.dims(x=x, a_log=a_log)
-    sizes = (rows, heads, columns, offset)
+    sizes = (rows, heads, columns, offset, parts)
     grid = _grid(rows, heads)
     with (
         dev.scratch("a_log_partial", (grid[1], heads), F32) as of_a_log,
         dev.scratch("dt_bias_partial", (grid[1], heads), F32) as of_dt_bias,
     ):
-        args = (d_x, of_a_log, of_dt_bias, d_gates, gates, x, a_log, dt_bias, *sizes)
+        args = (d_x, of_a_log, of_dt_bias, d_gates, gates, x, a_log, dt_bias, least, *sizes)
         dev.launch(BACKWARD, grid, THREADS, args, cost=BESIDE_ATTENTION)
         finish_column_sum(dev, d_a_log, of_a_log)
         finish_column_sum(dev, d_dt_bias, of_dt_bias)

@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 from llmq.base.dtypes import BF16, F32
 from llmq.base.tensor import Tensor
-from llmq.ops.common import CAPABILITY
+from llmq.ops.common import CAPABILITY, CHUNK, Heads
 from llmq.runtime.cost import BESIDE_ATTENTION, Cost, delta_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
@@ -88,25 +87,10 @@ SCAN_BACKWARD_SM90 = _on_hopper(
 )
 ON_HOPPER = {SCAN: SCAN_SM90, STATES: STATES_SM90, SCAN_BACKWARD: SCAN_BACKWARD_SM90}
 
-CHUNK = 64  # tokens
 THREADS, RECURRENCE_THREADS, HOPPER_THREADS = 256, 128, 192
 STAGES = 4  # tiles that a scan has in shared memory
 FACTORS = 6  # numbers of a token
 FEW_TOKENS = 8  # for which steps are less work than a chunk
-
-
-class Heads(NamedTuple):
-    """Hk: of queries and keys, DK channels each. Hv: of values and states, DV channels each."""
-
-    Hk: int
-    Hv: int
-    DK: int
-    DV: int
-
-    @property
-    def channels(self) -> int:
-        """Those of queries, keys and values together."""
-        return 2 * self.Hk * self.DK + self.Hv * self.DV
 
 
 class _Call:

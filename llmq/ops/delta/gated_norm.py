@@ -1,4 +1,5 @@
-"""RMSNorm over every head, times SiLU of a gate: the output of a gated delta net."""
+"""RMSNorm over every head, with SiLU of a gate behind the norm, as in delta nets, or in front of
+it, as in state spaces, of which a head is a group of channels."""
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
@@ -9,12 +10,13 @@ from llmq.runtime.kernel import Kernel, ceil_div
 
 _HEADS = "T[rows,heads*head_dim]"
 _INPUTS = (
-    f"{_HEADS} x, T[rows,columns] gate, T[head_dim] weight, f32 eps, i64 rows, i32 heads, "
+    f"{_HEADS} x, T[rows,columns] gate, T[weights,head_dim] weight, f32 eps, i64 rows, i32 heads, "
     "i32 columns, i32 offset"
 )
 _RULES = {
-    "where": "offset >= 0, offset + heads*head_dim <= columns",
-    "gpu": "head_dim % 32, head_dim <= 256, columns % 2, offset % 2",
+    "where": "offset >= 0, offset + heads*head_dim <= columns, heads % weights",
+    "gpu": "head_dim % (512 if head_dim > 2048 else 256 if head_dim > 256 else 32), "
+    "head_dim <= 8192, columns % 2, offset % 2",
 }
 FORWARD = Kernel(
     "delta/gated_norm.cu", "gated_norm_forward", f"out {_HEADS} out, {_INPUTS}", **_RULES
@@ -22,42 +24,63 @@ FORWARD = Kernel(
 BACKWARD = Kernel(
     "delta/gated_norm.cu",
     "gated_norm_backward",
-    f"out {_HEADS} d_x, out T[rows,columns] d_gate, out f32[blocks,head_dim] partial, "
+    f"out {_HEADS} d_x, out T[rows,columns] d_gate, out f32[blocks,weights*head_dim] partial, "
     f"{_HEADS} d_out, {_INPUTS}",
     **_RULES,
 )
 
-THREADS, WARPS = 256, 8
+WARPS = 8  # of a block, but for the widest heads
+WARP_HEAD, WIDE_HEAD = 256, 2048  # channels of the widest heads that a warp has, and such a block
 FORWARD_BLOCKS, BACKWARD_BLOCKS = 32, 6  # most blocks for a multiprocessor
 
 
-def _sizes(x: Tensor, gate: Tensor, weight: Tensor, offset: int) -> tuple[int, int, int, int]:
-    """rows, heads, columns, offset."""
-    rows, columns, head_dim = FORWARD.dims(x=x, gate=gate, weight=weight)
-    return rows, x.shape[1] // head_dim, columns, offset
+def limits(head_dim: int) -> tuple[int, int]:
+    """Return a divisor of head_dim that a GPU needs, and the largest head_dim."""
+    return 512 if head_dim > WIDE_HEAD else 256 if head_dim > WARP_HEAD else 32, 8192
 
 
-def _launch(
-    dev: Device, kernel: Kernel, blocks: int, args: tuple, eps: float, sizes: tuple, head_dim: int
-) -> None:
-    args, consts = (*args, eps, *sizes), {"HEAD_DIM": head_dim}
-    dev.launch(kernel, blocks, THREADS, args, consts=consts, cost=BESIDE_ATTENTION)
+class _Call:
+    """The launches for heads, each of which has one of the weights or all of which share one."""
 
+    def __init__(
+        self, dev: Device, x: Tensor, gate: Tensor, weight: Tensor, offset: int, gate_first: bool
+    ):
+        rows, columns, self.weights, head_dim = FORWARD.dims(x=x, gate=gate, weight=weight)
+        heads = x.shape[1] // head_dim
+        self.dev, self.sizes = dev, (rows, heads, columns, offset)
+        self.consts = {"HEAD_DIM": head_dim, "GATE_FIRST": int(gate_first)}
+        self.at_once = 1 if head_dim > WARP_HEAD else WARPS  # heads of a block
+        self.threads = 32 * WARPS * (2 if head_dim > WIDE_HEAD else 1)
+        self.shared = rows * heads // self.weights  # heads with the same weight
 
-def _blocks(dev: Device, sizes: tuple, most: int) -> int:
-    return min(ceil_div(sizes[0] * sizes[1], WARPS), most * dev.num_sms)
+    def blocks(self, most: int) -> int:
+        return min(ceil_div(self.shared, self.at_once), most * self.dev.num_sms)
+
+    def launch(self, kernel: Kernel, blocks: int, args: tuple, eps: float) -> None:
+        args, cost = (*args, eps, *self.sizes), BESIDE_ATTENTION
+        grid = (blocks, self.weights)
+        self.dev.launch(kernel, grid, self.threads, args, consts=self.consts, cost=cost)
 
 
 def forward(
-    dev: Device, out: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float, offset: int
+    dev: Device,
+    out: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: int,
+    *,
+    gate_first: bool = False,
 ) -> None:
     """out = T(T(weight * T(rstd * x)) * silu(gate)), rstd = 1 / sqrt(mean(x^2) + eps) by head.
 
-    gate: (rows, columns), read from column `offset` on.
+    gate: (rows, columns), read from column `offset` on. weight: (1, Hd), or (heads, Hd).
+    gate_first: x * silu(gate), which is not rounded, takes the place of x, and nothing is
+    multiplied behind.
     """
-    sizes = _sizes(x, gate, weight, offset)
-    blocks = _blocks(dev, sizes, FORWARD_BLOCKS)
-    _launch(dev, FORWARD, blocks, (out, x, gate, weight), eps, sizes, weight.size)
+    call = _Call(dev, x, gate, weight, offset, gate_first)
+    call.launch(FORWARD, call.blocks(FORWARD_BLOCKS), (out, x, gate, weight), eps)
 
 
 def backward(
@@ -71,14 +94,16 @@ def backward(
     weight: Tensor,
     eps: float,
     offset: int,
+    *,
+    gate_first: bool = False,
 ) -> None:
-    """Gradients of forward's inputs. Other columns of d_gate stay.
+    """Gradients of forward's inputs. Other columns of d_gate stay. d_weight: (weight's size,).
 
-    Workspace: F32 (blocks, Hd).
+    Workspace: F32 (blocks, size of weight).
     """
-    sizes = _sizes(x, gate, weight, offset)
-    blocks = _blocks(dev, sizes, BACKWARD_BLOCKS)
+    call = _Call(dev, x, gate, weight, offset, gate_first)
+    blocks = call.blocks(BACKWARD_BLOCKS)
     with dev.scratch("gated_norm partial", (blocks, weight.size), F32) as partial:
         args = (d_x, d_gate, partial, d_out, x, gate, weight)
-        _launch(dev, BACKWARD, blocks, args, eps, sizes, weight.size)
+        call.launch(BACKWARD, blocks, args, eps)
         finish_column_sum(dev, d_weight, partial)

@@ -1,5 +1,7 @@
 """Causal convolution of every channel with a few weights, inside documents, and SiLU or not."""
 
+from contextlib import ExitStack
+
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import finish_column_sum
@@ -8,7 +10,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 _X, _SIZES = "T[B,seq_len,columns]", "i32 seq_len, i32 channels, i32 columns"
-_INPUTS = f"{_X} x, T[channels,taps] weight"
+_INPUTS = f"{_X} x, T[channels,taps] weight, T[channels]? bias"
 _RULES = {
     "where": "taps >= 2, channels <= columns",
     "gpu": "channels % (vector_T//2), columns % (vector_T//2)",
@@ -28,7 +30,8 @@ KEEP = Kernel(
 BACKWARD = Kernel(
     "delta/short_conv.cu",
     "short_conv_backward",
-    f"out {_X} d_x, out f32[spans,channels*taps]? partial, T[B,seq_len,channels] d_out, "
+    f"out {_X} d_x, out f32[spans,channels*taps]? partial, "
+    f"out f32[spans,channels]? bias_partial, T[B,seq_len,channels] d_out, "
     f"{_INPUTS}, i32[B,seq_len]? starts, {_SIZES}",
     **_RULES,
 )
@@ -64,9 +67,10 @@ def forward(
     starts: Tensor | None = None,
     before: Tensor | None = None,
     *,
+    bias: Tensor | None = None,
     silu: bool = True,
 ) -> None:
-    """out[t] = silu(sum over j of weight[j] * x[t - taps + 1 + j]), of tokens of its document.
+    """out[t] = silu(bias + sum over j of weight[j] * x[t - taps + 1 + j]), inside its document.
 
     x: its first channels are convolved. starts: where each token's document starts; None: 0.
     before: the tokens in front, then the last ones of them and x; None: 0.
@@ -74,7 +78,7 @@ def forward(
     """
     call = _Call(dev, x, weight, silu)
     spans, channels = ceil_div(call.T, SPAN), THREADS * call.wide
-    call.launch(FORWARD, spans, (out, x, weight, before, starts), channels)
+    call.launch(FORWARD, spans, (out, x, weight, bias, before, starts), channels)
     if before is not None:
         call.launch(KEEP, 1, (before, x), THREADS)
 
@@ -88,21 +92,32 @@ def backward(
     weight: Tensor,
     starts: Tensor | None = None,
     *,
+    bias: Tensor | None = None,
+    d_bias: Accumulator | None = None,
     silu: bool = True,
 ) -> None:
-    """The gradients of forward's inputs, where nothing is in front.
+    """The gradients of forward's inputs, where nothing is in front. d_weight and d_bias are wanted
+    together, or neither.
 
     Other columns of d_x stay as they are.
 
-    Workspace: with d_weight F32, as the weight for every 512 tokens.
+    Workspace: with d_weight F32, as weight and bias for every 512 tokens.
     """
     call = _Call(dev, x, weight, silu)
-    rest = (d_out, x, weight, starts)
+    rest = (d_out, x, weight, bias, starts)
     if d_weight is None:
-        call.launch(BACKWARD, call.spans, (d_x, None, *rest), 32 * call.wide)
+        call.launch(BACKWARD, call.spans, (d_x, None, None, *rest), 32 * call.wide)
         return
     expect("short_conv.backward", "d_weight", d_weight.tensor, None, weight.shape)
-    with dev.scratch("short_conv partial", (call.B * call.spans, weight.size), F32) as partial:
-        call.launch(BACKWARD, call.spans, (d_x, partial, *rest), 32 * call.wide)
+    rows = call.B * call.spans
+    with ExitStack() as temps:
+        partial = temps.enter_context(dev.scratch("short_conv partial", (rows, weight.size), F32))
+        of_bias = None
+        if d_bias is not None:
+            shape = (rows, call.channels)
+            of_bias = temps.enter_context(dev.scratch("short_conv bias", shape, F32))
+        call.launch(BACKWARD, call.spans, (d_x, partial, of_bias, *rest), 32 * call.wide)
         flat = d_weight._replace(tensor=d_weight.tensor.view(weight.size))
         finish_column_sum(dev, flat, partial)
+        if of_bias is not None:
+            finish_column_sum(dev, d_bias, of_bias)

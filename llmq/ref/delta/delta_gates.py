@@ -1,4 +1,5 @@
-"""Reference of the gates of a gated delta net: decays and betas of every token and value head."""
+"""Reference of the gates of a delta net or a state space: decays and betas of every token and value
+head."""
 
 import numpy as np
 
@@ -6,12 +7,14 @@ from llmq.ref.common import compute, sigmoid
 
 ROWS = 32  # of one partial sum
 
-# name: (rows, heads, columns, offset)
+# name: (rows, heads, columns, offset, parts)
 CASES = {
-    "one_head": (1, 1, 2, 0),
-    "ragged": (300, 5, 24, 9),
-    "two_warps_of_heads": (20, 40, 96, 16),
-    "qwen35_4b": (4096, 32, 12352, 12288),
+    "one_head": (1, 1, 2, 0, 2),
+    "ragged": (300, 5, 24, 9, 2),
+    "two_warps_of_heads": (20, 40, 96, 16, 2),
+    "state_space": (70, 5, 24, 9, 1),
+    "qwen35_4b": (4096, 32, 12352, 12288, 2),
+    "granite4_micro": (8192, 64, 8512, 8448, 1),
 }
 
 
@@ -20,33 +23,40 @@ def _softplus(x: np.ndarray) -> np.ndarray:
     return np.where(x > 20, x, np.log1p(np.exp(np.minimum(x, 20))))
 
 
-def _parts(x: np.ndarray, heads: int, offset: int) -> tuple[np.ndarray, np.ndarray]:
-    """b and a, (rows, heads) each: views of x (rows, columns)."""
-    return x[:, offset : offset + heads], x[:, offset + heads : offset + 2 * heads]
+def _parts(x: np.ndarray, heads: int, offset: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
+    """b and a, (rows, heads) each: views of x (rows, columns). With one part b is a."""
+    last = offset + (parts - 1) * heads
+    return x[:, offset : offset + heads], x[:, last : last + heads]
 
 
-def delta_gates_forward(gates, x, a_log, dt_bias, rows, heads, columns, offset):
-    """gates (rows, 2, heads): -exp(a_log) softplus(a + dt_bias), and sigmoid(b)."""
+def delta_gates_forward(gates, x, a_log, dt_bias, least, rows, heads, columns, offset, parts):
+    """gates (rows, 2, heads): -exp(a_log) step, and sigmoid(b), or of one part step. step:
+    softplus(a + dt_bias), at least `least`."""
     gates = gates.reshape(rows, 2, heads)
-    b, a = (compute(part) for part in _parts(x.reshape(rows, columns), heads, offset))
+    b, a = (compute(part) for part in _parts(x.reshape(rows, columns), heads, offset, parts))
     with np.errstate(over="ignore"):
-        gates[:, 0] = -np.exp(compute(a_log)) * _softplus(a + compute(dt_bias))
-        gates[:, 1] = sigmoid(b)
+        step = np.maximum(_softplus(a + compute(dt_bias)), a.dtype.type(least))
+        gates[:, 0] = -np.exp(compute(a_log)) * step
+        gates[:, 1] = sigmoid(b) if parts == 2 else step
 
 
 def delta_gates_backward(
-    d_x, a_log_partial, dt_bias_partial, d_gates, gates, x, a_log, dt_bias, rows, heads, columns,
-    offset,
+    d_x, a_log_partial, dt_bias_partial, d_gates, gates, x, a_log, dt_bias, least, rows, heads,
+    columns, offset, parts,
 ):  # fmt: skip
     """The gradients of b and a in d_x (rows, columns), and sums over 32 rows each."""
     gates, d_gates = (g.reshape(rows, 2, heads) for g in (gates, d_gates))
-    d_b, d_a = _parts(d_x.reshape(rows, columns), heads, offset)
-    _, a = _parts(x.reshape(rows, columns), heads, offset)
+    d_b, d_a = _parts(d_x.reshape(rows, columns), heads, offset, parts)
+    a = compute(_parts(x.reshape(rows, columns), heads, offset, parts)[1]) + compute(dt_bias)
     beta, d_decay = gates[:, 1], d_gates[:, 0]
-    d_b[...] = (d_gates[:, 1] * beta * (1 - beta)).astype(d_b.dtype, copy=False)
     with np.errstate(over="ignore"):
-        slope = -np.exp(compute(a_log)) * sigmoid(compute(a) + compute(dt_bias))
-    of_a = d_decay * slope
+        slope, rate = sigmoid(a), -np.exp(compute(a_log))
+    slope *= _softplus(a) >= least
+    if parts == 2:
+        d_b[...] = (d_gates[:, 1] * beta * (1 - beta)).astype(d_b.dtype, copy=False)
+        of_a = d_decay * (rate * slope)
+    else:
+        of_a = (d_decay * rate + d_gates[:, 1]) * slope
     d_a[...] = of_a.astype(d_a.dtype, copy=False)
     for i in range(len(a_log_partial)):
         part = slice(i * ROWS, (i + 1) * ROWS)

@@ -25,11 +25,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmq.ref.common import compute
+from llmq.ref.common import (
+    CHUNK,
+    begins_of,
+    chunks_of,
+    compute,
+    decays_of,
+    from_chunks,
+    heads_of,
+    inputs_of,
+)
 
-CHUNK = 64
 EPS = 1e-6  # of lengths of queries and keys
-LEAST_DECAY = -128.0  # exp is 0 in F32; larger magnitudes would cost digits of other sums
 
 # name: (B, T, Hk, Hv, DK, DV)
 CASES = {
@@ -68,61 +75,6 @@ class Factors(NamedTuple):
         return self.from_state[..., -1:, None]
 
 
-def heads_of(
-    qkv: np.ndarray, key_heads: int, value_heads: int, dk: int, dv: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Queries, keys (B, T, Hk, DK) and values (B, T, Hv, DV): views of qkv (B, T, ...)."""
-    B, T, _ = qkv.shape
-    width = key_heads * dk
-    parts = (qkv[..., :width], qkv[..., width : 2 * width], qkv[..., 2 * width :])
-    shapes = ((key_heads, dk), (key_heads, dk), (value_heads, dv))
-    return tuple(p.reshape(B, T, *s) for p, s in zip(parts, shapes, strict=True))
-
-
-def chunks_of(x: np.ndarray, times: int = 1) -> np.ndarray:
-    """(B, T, heads, ...) as (B, heads * times, chunks, 64, ...); behind the end it is 0."""
-    B, T, heads, *rest = x.shape
-    chunks = -(-T // CHUNK)
-    padded = np.zeros((B, chunks * CHUNK, heads, *rest), x.dtype)
-    padded[:, :T] = x
-    return np.repeat(np.moveaxis(padded.reshape(B, chunks, CHUNK, heads, *rest), 3, 1), times, 1)
-
-
-def _from_chunks(x: np.ndarray, T: int) -> np.ndarray:
-    """The inverse of chunks_of."""
-    B, heads, chunks, _, *rest = x.shape
-    return np.moveaxis(x, 1, 3).reshape(B, chunks * CHUNK, heads, *rest)[:, :T]
-
-
-def _inputs(
-    qkv: np.ndarray, gates: np.ndarray, key_heads: int, value_heads: int, dk: int, dv: int
-) -> tuple[np.ndarray, ...]:
-    """Queries, keys, values (B, Hv, chunks, 64, D), decays and betas (B, Hv, chunks, 64)."""
-    times = value_heads // key_heads
-    q, k, v = heads_of(compute(qkv), key_heads, value_heads, dk, dv)
-    decay, beta = (chunks_of(compute(gates)[:, :, i]) for i in (0, 1))
-    decay = np.maximum(decay, LEAST_DECAY)
-    return chunks_of(q, times), chunks_of(k, times), chunks_of(v), decay, beta
-
-
-def _begins(starts: np.ndarray | None, carried: int, B: int, T: int) -> np.ndarray:
-    """Position in the chunk where each token's document begins, (B, 1, chunks, 64); -1: in front of
-    the chunk."""
-    first = np.arange(0, T, CHUNK)
-    if starts is None:
-        starts = np.full((B, T), -1 if carried else 0, np.int32)
-    starts = np.pad(starts, ((0, 0), (0, len(first) * CHUNK - T)), "edge")
-    return np.maximum(starts.reshape(B, 1, -1, CHUNK) - first[:, None], -1)
-
-
-def _decays(begin: np.ndarray, sums: np.ndarray) -> np.ndarray:
-    """(B, Hv, chunks, 64, 64): from token j to i; 0 where j is behind i or of another document."""
-    at = np.arange(CHUNK)
-    same = (begin[..., :, None] <= at) & (at <= at[:, None])
-    with np.errstate(over="ignore"):
-        return np.where(same, np.exp(sums[..., :, None] - sums[..., None, :]), 0)
-
-
 def _t(x: np.ndarray) -> np.ndarray:
     return x.swapaxes(-1, -2)
 
@@ -150,14 +102,14 @@ def delta_rule_prepare(
     """All of a chunk that needs no state, (B, Hv, chunks, ...). factors: see Factors. u (64, DV), w
     (64, DK): what changes would be without a state, and what takes the state's share: change = u -
     w S. inverse (64, 64): of the triangular system. scores (64, 64): q k^T with decays."""
-    q, k, v, decay, beta = _inputs(qkv, gates, key_heads, value_heads, dk, dv)
-    begin = _begins(starts, carried, qkv.shape[0], seq_len)
+    q, k, v, decay, beta = inputs_of(qkv, gates, key_heads, value_heads, dk, dv)
+    begin = begins_of(starts, carried, qkv.shape[0], seq_len)
     f = Factors.of(factors)
     total = np.zeros_like(beta[..., 0])
     for i in range(CHUNK):
         total = np.where(begin[..., i] == i, 0, total + decay[..., i])
         f.sums[..., i] = total
-    decays = _decays(begin, f.sums)
+    decays = decays_of(begin, f.sums)
     f.from_state[...] = np.where(begin < 0, np.exp(f.sums), 0)
     for x, length in ((k, f.key_length), (q, f.query_length)):
         length[...] = 1 / np.sqrt((x * x).sum(axis=-1) + x.dtype.type(EPS))
@@ -187,7 +139,7 @@ def delta_rule_scan(
     q = heads_of(compute(qkv), key_heads, value_heads, dk, dv)[0]
     q = chunks_of(q, value_heads // key_heads) * Factors.of(factors).from_query[..., None]
     result = q @ _t(states) + compute(scores) @ changes
-    out[...] = _from_chunks(result, seq_len).reshape(out.shape)
+    out[...] = from_chunks(result, seq_len).reshape(out.shape)
 
 
 def delta_rule_states(
@@ -237,9 +189,9 @@ def delta_rule_gradients(
 ):  # fmt: skip
     """The gradients of queries, keys, values, decays and betas, of each chunk alone."""
     f, B = Factors.of(factors), qkv.shape[0]
-    q, k, v, _, beta = _inputs(qkv, gates, key_heads, value_heads, dk, dv)
-    begin = _begins(starts, carried, B, seq_len)
-    decays, at = _decays(begin, f.sums), np.arange(CHUNK)
+    q, k, v, _, beta = inputs_of(qkv, gates, key_heads, value_heads, dk, dv)
+    begin = begins_of(starts, carried, B, seq_len)
+    decays, at = decays_of(begin, f.sums), np.arange(CHUNK)
     q, k = q * f.query_length[..., None], k * f.key_length[..., None]
     d_o = chunks_of(compute(d_out).reshape(B, seq_len, value_heads, dv))
     change, d_change, S, dS = (compute(x) for x in (changes, d_changes, states, d_states))
@@ -262,13 +214,13 @@ def delta_rule_gradients(
     behind = (begin[..., :, None] <= at) & (at <= at[:, None])  # token i, of the same document as j
     d_decay = (behind * d_sums[..., None]).sum(-2)
     for i, value in enumerate((np.where(begin == at, 0, d_decay), d_beta)):
-        d_gates[:, :, i] = _from_chunks(value, seq_len)
+        d_gates[:, :, i] = from_chunks(value, seq_len)
     d_raws = heads_of(d_qkv, key_heads, value_heads, dk, dv)
-    d_raws[2][...] = _from_chunks(beta_ * d_rest, seq_len)
+    d_raws[2][...] = from_chunks(beta_ * d_rest, seq_len)
     of_length = ((d_q, q * q.dtype.type(dk**0.5), f.query_length), (d_k, k, f.key_length))
     for target, (d_unit, unit, length) in zip(d_raws[:2], of_length, strict=True):
         d_raw = length[..., None] * (d_unit - unit * (unit * d_unit).sum(-1, keepdims=True))
-        d_raw = _from_chunks(d_raw, seq_len)
+        d_raw = from_chunks(d_raw, seq_len)
         target[...] = d_raw.reshape(B, seq_len, key_heads, -1, dk).sum(3)
 
 

@@ -32,10 +32,15 @@ def _inputs(
     return met
 
 
-def short_conv_forward(out, x, weight, before, starts, seq_len, channels, columns, *, taps, silu=1):
-    """out (B, T, channels) = silu(sum over taps of weight (channels, taps) * x), x (B, T, columns).
-    before: (B, taps - 1, channels), the tokens in front; None: 0."""
+def short_conv_forward(
+    out, x, weight, bias, before, starts, seq_len, channels, columns, *, taps, silu=1
+):
+    """out (B, T, channels) = silu(bias + sum over taps of weight (channels, taps) * x), x (B, T,
+    columns). bias: (channels,); None: 0. before: (B, taps - 1, channels), the tokens in front;
+    None: 0."""
     z = (_inputs(x, before, starts, channels, taps) * compute(weight)).sum(-1)
+    if bias is not None:
+        z += compute(bias)
     if silu:
         with np.errstate(over="ignore"):
             z *= sigmoid(z)
@@ -49,13 +54,16 @@ def short_conv_keep(before, x, seq_len, channels, columns, *, taps, silu=1):
 
 
 def short_conv_backward(
-    d_x, partial, d_out, x, weight, starts, seq_len, channels, columns, *, taps, silu=1
-):
-    """Write the first channels of d_x (B, T, columns), and partial (B * spans, channels * taps):
-    the weight's gradient over 512 tokens each."""
+    d_x, partial, bias_partial, d_out, x, weight, bias, starts, seq_len, channels, columns, *,
+    taps, silu=1,
+):  # fmt: skip
+    """Write the first channels of d_x (B, T, columns), partial (B * spans, channels * taps) and
+    bias_partial (B * spans, channels): gradients of weight and bias over 512 tokens each."""
     T = x.shape[1]
     met, w = _inputs(x, None, starts, channels, taps), compute(weight)
     z = (met * w).sum(-1)
+    if bias is not None:
+        z += compute(bias)
     d_z = compute(d_out)
     if silu:
         with np.errstate(over="ignore"):
@@ -65,6 +73,8 @@ def short_conv_backward(
         part = slice(i * SPAN, (i + 1) * SPAN)
         sums = np.einsum("btc,btcj->bcj", d_z[:, part], met[:, part])
         partial[i::spans] = sums.reshape(-1, *partial.shape[1:])
+        if bias_partial is not None:
+            bias_partial[i::spans] = d_z[:, part].sum(1)
     total = np.zeros_like(d_z)
     for ahead in range(min(taps, T)):
         term = d_z[:, ahead:] * w[:, taps - 1 - ahead]

@@ -14,7 +14,6 @@ import numpy as np
 
 from llmq.ref.common import (
     BF16,
-    adapted_product,
     add_terms,
     compute,
     decode_fp8,
@@ -22,6 +21,8 @@ from llmq.ref.common import (
     swiglu_backward_fp8,
     swiglu_forward_fp8,
 )
+
+PRODUCT_ROWS = 1024  # of _adapted_product, at a time
 
 # By kernel and name, what bench_ops' calls and the tests take.
 CASES = {
@@ -81,6 +82,29 @@ CASES = {
 Array = np.ndarray | None  # None: it is not given, or not wanted
 
 
+def _adapted_product(
+    a: np.ndarray,
+    right: np.ndarray,
+    h: np.ndarray | None,
+    low: np.ndarray | None,
+    scale_a: np.ndarray | None,
+    scale_b: np.ndarray | None,
+    alpha: float,
+) -> Iterator[tuple[slice, np.ndarray]]:
+    """Rows, and of these alpha * scale_a * scale_b * (a @ right) [+ h @ low], not rounded. right,
+    low: as they are multiplied, and in the precision that references compute in. a: fp8 codes where
+    there are scales."""
+    for start in range(0, len(a), PRODUCT_ROWS):
+        rows = slice(start, start + PRODUCT_ROWS)
+        total = (compute(a[rows]) if scale_a is None else decode_fp8(a[rows])) @ right
+        scale = 1 if scale_a is None else scale_a[0] * scale_b[0]
+        if scale_a is not None or alpha != 1:
+            total *= scale * total.dtype.type(alpha)
+        if low is not None:
+            total += compute(h[rows]) @ low
+        yield rows, total
+
+
 def _sums(
     a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
     alpha: float, b_k_outside: int = 0, tail_k_outside: int = 0,
@@ -88,7 +112,7 @@ def _sums(
     """Rows, and x of them."""
     right = compute(b) if scale_a is None else decode_fp8(b)
     low = None if tail is None else compute(tail if tail_k_outside else tail.T)
-    return adapted_product(a, right if b_k_outside else right.T, h, low, scale_a, scale_b, alpha)
+    return _adapted_product(a, right if b_k_outside else right.T, h, low, scale_a, scale_b, alpha)
 
 
 def matmul_adapted(

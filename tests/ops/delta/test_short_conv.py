@@ -30,29 +30,33 @@ def arrays_of(rng, shape, dtype, documents: bool) -> dict:
 check = partial(close, bf16=2**-7, f32=1e-5)
 
 
-@pytest.mark.parametrize("documents, silu", [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(
+    "documents, silu, biased", [(False, True, True), (True, True, False), (True, False, True)]
+)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("name", SMALL)
-def test_equals_reference(dev, rng, name, dtype, documents, silu):
+def test_equals_reference(dev, rng, name, dtype, documents, silu, biased):
     shape = SMALL[name]
     B, T, channels, columns, taps = shape
     arrays = arrays_of(rng, shape, dtype, documents)
+    arrays["bias"] = rng.normal(size=channels).astype(dtype.numpy) if biased else None
     out = np.full((B, T, channels), np.nan, dtype.numpy)
     check(dev, partial(short_conv.forward, silu=silu), arrays | {"out": out}, ("out",))
 
-    def backward(dev, d_weight, scalars, **t):
-        target = None if d_weight is None else Accumulator(d_weight, True, scalars, 1)
-        short_conv.backward(dev, d_weight=target, **t, silu=silu)
+    def backward(dev, d_weight, d_bias, scalars, **t):
+        targets = [d and Accumulator(d, True, scalars, i) for i, d in ((1, d_weight), (2, d_bias))]
+        short_conv.backward(dev, d_weight=targets[0], d_bias=targets[1], **t, silu=silu)
 
     arrays |= {
         "d_x": np.full((B, T, columns), 7, dtype.numpy),
         "d_weight": rng.normal(size=(channels, taps)).astype(np.float32),
+        "d_bias": rng.normal(size=channels).astype(np.float32) if biased else None,
         "d_out": rng.normal(size=out.shape).astype(dtype.numpy),
         "scalars": step_scalars(),
     }
-    got = check(dev, backward, arrays, ("d_x", "d_weight"))
+    got = check(dev, backward, arrays, ("d_x", "d_weight", *(("d_bias",) if biased else ())))
     assert (got["d_x"][..., channels:] == 7).all()
-    frozen = check(dev, backward, arrays | {"d_weight": None}, ("d_x",))
+    frozen = check(dev, backward, arrays | dict.fromkeys(("d_weight", "d_bias")), ("d_x",))
     np.testing.assert_array_equal(frozen["d_x"], got["d_x"])
 
 

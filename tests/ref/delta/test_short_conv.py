@@ -18,31 +18,35 @@ def inputs(rng) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     )
 
 
-def torch_forward(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> torch.Tensor:
+def torch_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool):
     x = x[..., :CHANNELS].mT
-    z = torch.nn.functional.conv1d(x, weight[:, None], padding=TAPS - 1, groups=CHANNELS)
+    z = torch.nn.functional.conv1d(x, weight[:, None], bias, padding=TAPS - 1, groups=CHANNELS)
     z = z[..., : x.shape[-1]].mT
     return torch.nn.functional.silu(z) if silu else z
 
 
-def results(x, weight, d_out, starts=None, silu=1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """out, d_x, d_weight."""
+def results(x, weight, d_out, starts=None, silu=1, bias=None) -> tuple[np.ndarray, ...]:
+    """out, d_x, d_weight, and d_bias where there is one."""
     out, d_x = np.full(d_out.shape, np.nan), np.zeros_like(x)
     sizes = (x.shape[1], *SIZES[1:])
-    ref.short_conv_forward(out, x, weight, None, starts, *sizes, taps=TAPS, silu=silu)
+    ref.short_conv_forward(out, x, weight, bias, None, starts, *sizes, taps=TAPS, silu=silu)
     partial = np.full((x.shape[0] * -(-x.shape[1] // ref.SPAN), CHANNELS, TAPS), np.nan)
-    ref.short_conv_backward(d_x, partial, d_out, x, weight, starts, *sizes, taps=TAPS, silu=silu)
-    return out, d_x, partial.sum(0)
+    of_bias = None if bias is None else np.full(partial.shape[:2], np.nan)
+    inputs = (d_out, x, weight, bias, starts, *sizes)
+    ref.short_conv_backward(d_x, partial, of_bias, *inputs, taps=TAPS, silu=silu)
+    return out, d_x, partial.sum(0), *(() if bias is None else (of_bias.sum(0),))
 
 
-@pytest.mark.parametrize("silu", [True, False])
-def test_equals_torch(rng, silu):
+@pytest.mark.parametrize("silu, biased", [(True, False), (False, False), (True, True)])
+def test_equals_torch(rng, silu, biased):
     x, weight, d_out = inputs(rng)
-    leaves = [torch.tensor(a, requires_grad=True) for a in (x, weight)]
-    want = torch_forward(*leaves, silu)
+    bias = rng.normal(size=CHANNELS) if biased else None
+    given = (x, weight, *((bias,) if biased else ()))
+    leaves = [torch.tensor(a, requires_grad=True) for a in given]
+    want = torch_forward(*leaves, *(() if biased else (None,)), silu)
     gradients = torch.autograd.grad((want * torch.tensor(d_out)).sum(), leaves)
     # F64 on both sides: sums in another order.
-    for a, b in zip(results(x, weight, d_out, silu=silu), (want, *gradients), strict=True):
+    for a, b in zip(results(x, weight, d_out, None, silu, bias), (want, *gradients), strict=True):
         np.testing.assert_allclose(a, b.detach().numpy(), rtol=1e-10, atol=1e-12)
 
 
@@ -68,7 +72,7 @@ def test_a_text_in_two_pieces(rng, cut):
     for part in (x[:, :cut], x[:, cut:]):
         out = np.full((*part.shape[:2], CHANNELS), np.nan)
         sizes = (part.shape[1], *SIZES[1:])
-        ref.short_conv_forward(out, part, weight, before, None, *sizes, taps=TAPS)
+        ref.short_conv_forward(out, part, weight, None, before, None, *sizes, taps=TAPS)
         ref.short_conv_keep(before, part, *sizes, taps=TAPS)
         want, whole = whole[:, : part.shape[1]], whole[:, part.shape[1] :]
         np.testing.assert_array_equal(out, want)

@@ -1,0 +1,85 @@
+"""State spaces (Mamba-2) in the place of attention: their sizes, and the matrices of a layer.
+
+    z, x, B, C, a = products of the input        x, B, C pass through a short convolution
+    S = exp(-exp(a_log) step) * S + B (step * x)^T         a state of each head, 0 where a
+    y = S^T C + skip * x                                   document begins
+    out = out_proj @ rmsnorm(y * silu(z))        step = softplus(a + dt_bias)
+
+It is a delta net without the correction, of which C, B and x are queries, keys and values: those of
+a group are shared by its heads, and the norm is over the channels of a group. Rows of in_proj are
+kept in the order C, B, x, z, a. K: channels of all groups' C, or B, V: those of all heads' x.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmq.arch.delta import DeltaNet
+from llmq.arch.halves import matrix, norms
+from llmq.arch.matrix import HalfSpec, Order
+from llmq.arch.mixers import vector
+
+MAMBA_TARGETS = ("mamba_in", "mamba_o")
+"""Names of its matrices in --lora-targets."""
+
+
+def mamba_modules(at: str) -> Mapping[str, tuple[str, ...]]:
+    """By matrix: its module at Hugging Face, for `Architecture.modules`. at: of a layer's mixer."""
+    return {"mamba_in": (f"{at}.in_proj",), "mamba_o": (f"{at}.out_proj",)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba(DeltaNet):
+    """The state spaces of a model. key_heads: groups. key_dim: of the state. value_heads and
+    value_dim: of heads."""
+
+    conv_bias: bool
+    """The short convolution has a bias."""
+
+    def half(self, config: Any, layer: int) -> HalfSpec:
+        """A state space. mamba_in: (2K + V + V + Hv, C), the rows of C, B, x, z and a. conv: (2K +
+        V, taps). a_log, dt_bias, skip: (Hv,). mamba_norm: (V,). mamba_o: (C, V)."""
+        C, V = config.hidden_size, self.values
+        (module,) = config.arch.modules["mamba_in"]
+        at, heads = module.format(layer).removesuffix(".in_proj"), (self.value_heads,)
+        order = self._stored((V, V, self.value_heads))
+        in_ = matrix(
+            config, layer, "mamba_in", f"{at}.in_proj", {"mamba_in": order[-1][1]}, C, input="ln1",
+            gradient="d_mamba_in", order=order,
+        )  # fmt: skip
+        inner = (
+            vector(
+                "conv", f"{at}.conv1d", (self.channels, self.taps), "normal", kind="conv",
+                order=self._stored((V,)), bias=self.conv_bias,
+            ),
+            vector("a_log", at, heads, "log_uniform", tensor="A_log"),
+            vector("dt_bias", at, heads, "one", tensor="dt_bias"),
+            vector("skip", at, heads, "one", tensor="D"),
+            vector("mamba_norm", f"{at}.norm", (V,), "one", kind="norm"),
+        )  # fmt: skip
+        o = matrix(
+            config, layer, "mamba_o", f"{at}.out_proj", {"mamba_o": C}, V, initial="residual",
+            input="mamba_gated", gradient="d_mamba",
+        )  # fmt: skip
+        state = (self.value_heads, self.key_dim, self.value_dim)
+        return HalfSpec(
+            kind="mamba",
+            name="mamba",
+            norm="ln1",
+            norms=norms(config, "ln1", layer),
+            modules=(in_, *inner, o),
+            output="mamba_o",
+            activations=("mamba_in", "mamba_conv", "mamba_state", "mamba_gated"),
+            carried={"state": state, "before": (self.taps - 1, self.channels)},
+            # k (step x)^T, S^T q of each token.
+            flops=4 * self.value_heads * self.key_dim * self.value_dim,
+        )
+
+    def _stored(self, rest: tuple[int, ...]) -> Order:
+        """The order of rows (C, B, *rest) where they are stored. rest: x, or x, z, a."""
+        K, ranges = self.key_heads * self.key_dim, []
+        for rows in (K, K, *rest):
+            first = ranges[-1][1] if ranges else 0
+            ranges.append((first, first + rows))
+        C, B, x, *others = ranges
+        return (*others[:1], x, B, C, *others[1:])

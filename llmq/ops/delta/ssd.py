@@ -1,0 +1,241 @@
+"""Mamba-2's state space (SSD), the delta rule without correction: forward, backward, by token."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from llmq.base.dtypes import BF16, F32
+from llmq.base.tensor import Accumulator, Tensor
+from llmq.ops.common import CHUNK, Heads, finish_column_sum
+from llmq.runtime.cost import BESIDE_ATTENTION, delta_cost
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+
+FILE = "delta/ssd.cu"
+MULTIPLE, MAX_KEY, MAX_VALUE = 32, 128, 64  # of DK and DV, as shared memory permits
+SIZES = "i32 seq_len, i32 key_heads, i32 value_heads"
+QKV = "T[B,seq_len,2*key_heads*DK + value_heads*DV]"
+OUT, GATES = "T[B,seq_len,value_heads*DV]", "f32[B,seq_len,2,value_heads]"
+STATE = "f32[B,value_heads,DK,DV]"
+# Tensors of every chunk of a sequence.
+SQUARES, STATES_OF = "T[B,value_heads,chunks,64,64]", "T[B,value_heads,chunks,DV,DK]"
+FACTORS = "f32[B,value_heads,chunks,2,64]"
+_QKV, _OUT = "T[B,seq_len,columns]", "T[B,seq_len,width]"  # where DK and DV may be unknown
+_STARTS = "i32[B,seq_len]? starts"
+_RULES = {
+    "where": "value_heads % key_heads",
+    "gpu": f"DK % {MULTIPLE}, DK <= {MAX_KEY}, DV % {MULTIPLE}, DV <= {MAX_VALUE}",
+}
+PREPARE = Kernel(
+    FILE,
+    "ssd_prepare",
+    f"out {SQUARES} scores, out {FACTORS} factors, {_QKV} qkv, {GATES} gates, "
+    f"T[value_heads] skip, {_STARTS}, {SIZES}, i32 carried",
+    where=_RULES["where"],
+)
+SCAN = Kernel(
+    FILE,
+    "ssd_scan",
+    f"out {_OUT} out, inout {STATE}? state, {_QKV} qkv, {SQUARES} scores, {FACTORS} factors, "
+    f"{SIZES}",
+    where=_RULES["where"],
+)
+STATES = Kernel(
+    FILE,
+    "ssd_states",
+    f"out {STATES_OF} states, inout {STATE}? state, {QKV} qkv, {FACTORS} factors, {SIZES}",
+    **_RULES,
+)
+SCAN_BACKWARD = Kernel(
+    FILE,
+    "ssd_scan_backward",
+    f"out {QKV} d_qkv, out {STATES_OF} d_states, inout {STATE}? d_state, {OUT} d_out, {QKV} qkv, "
+    f"{SQUARES} scores, {FACTORS} factors, {SIZES}",
+    **_RULES,
+)
+GRADIENTS = Kernel(
+    FILE,
+    "ssd_gradients",
+    f"inout {QKV} d_qkv, out {GATES} d_gates, out f32[B,chunks,value_heads] skip_partial, "
+    f"{OUT} d_out, {STATES_OF} states, {STATES_OF} d_states, {QKV} qkv, {GATES} gates, {_STARTS}, "
+    f"{SIZES}, i32 carried",
+    **_RULES,
+)
+RECURRENCE = Kernel(
+    FILE,
+    "ssd_recurrence",
+    f"out {OUT} out, inout {STATE} state, {QKV} qkv, {GATES} gates, T[value_heads] skip, {SIZES}",
+    **_RULES,
+)
+
+THREADS, RECURRENCE_THREADS = 256, 128
+STAGES = 4  # tiles that a scan has in shared memory
+HEADS = 8  # value heads of a block of prepare
+
+
+class _Call:
+    """The launches for tensors that fit."""
+
+    def __init__(
+        self,
+        op: str,
+        dev: Device,
+        qkv: Tensor,
+        heads: Heads,
+        starts: Tensor | None,
+        state: Tensor | None,
+    ):
+        Hk, Hv, DK, DV = heads
+        B, T, _ = qkv.shape
+        expect(op, "qkv", qkv, None, (B, T, heads.channels))
+        if state is not None and starts is not None:
+            raise ValueError(f"{op}: a state belongs to one document, starts must be None")
+        self.dev, self.heads, self.B, self.T = dev, heads, B, T
+        self.dtype, self.carried = qkv.dtype, int(state is not None)
+        self.chunks = ceil_div(T, CHUNK)
+        self.consts, self.sizes = {"DK": DK, "DV": DV}, (T, Hk, Hv)
+
+    @contextmanager
+    def scratch(self, *wanted: str) -> Iterator[list[Tensor]]:
+        """Tensors of all chunks, by their names."""
+        _, Hv, DK, DV = self.heads
+        rows = {"factors": (2, CHUNK), "scores": (CHUNK, CHUNK)}
+        rows |= dict.fromkeys(("states", "d_states"), (DV, DK))
+        with ExitStack() as temps:
+            yield [
+                temps.enter_context(
+                    self.dev.scratch(
+                        f"ssd {name}",
+                        (self.B, Hv, self.chunks, *rows[name]),
+                        F32 if name == "factors" else self.dtype,
+                    )
+                )
+                for name in wanted
+            ]
+
+    def launch(
+        self, kernel: Kernel, grid: tuple, threads: int, args: tuple, shared: int, fmas: int
+    ) -> None:
+        """shared: bytes. fmas: for a token and a value head."""
+        flops = 2 * fmas * self.B * self.T * self.heads.Hv
+        sizes = (self.T, self.heads.DK, self.B * self.heads.Hv)
+        cost = delta_cost(kernel, self.dtype, flops, sizes)
+        self.dev.launch(kernel, grid, threads, args, consts=self.consts, smem=shared, cost=cost)
+
+    def tiles(self, rows: int, *widths: int) -> int:
+        """Bytes of tiles of BF16 in shared memory; those of F32 stay where they are."""
+        return 2 * rows * sum(width + 8 for width in widths) if self.dtype is BF16 else 0
+
+    def prepare(self, scores: Tensor, factors: Tensor, inputs: tuple) -> None:
+        """inputs: qkv, gates, skip, starts."""
+        Hk, Hv, DK, _ = self.heads
+        grid = (Hk * ceil_div(Hv // Hk, HEADS), self.B, self.chunks)
+        args = (scores, factors, *inputs, *self.sizes, self.carried)
+        self.launch(PREPARE, grid, THREADS, args, self.tiles(CHUNK, DK, DK), CHUNK * DK // HEADS)
+
+    def scan(self, kernel: Kernel, args: tuple, products: int) -> None:
+        """products: those of a state."""
+        _, Hv, DK, DV = self.heads
+        fmas = products * DK * DV + (products - 1) * CHUNK * DV
+        shared = CHUNK * (DV + 8) * self.dtype.itemsize  # results of a chunk
+        in_f32 = DK * DV * F32.itemsize  # the state
+        tiles = STAGES * self.tiles(CHUNK, max(DK, CHUNK))
+        shared += in_f32 if self.dtype is F32 else tiles
+        self.launch(kernel, (1, Hv, self.B), 2 * DV, (*args, *self.sizes), shared, fmas)
+
+    def gradients(self, args: tuple) -> None:
+        Hk, _, DK, DV = self.heads
+        shared = self.tiles(CHUNK, DK, DK, DV, DV) + self.tiles(DV, DK, DK)
+        shared = max(shared, self.tiles(CHUNK, DK, DK, CHUNK))
+        shared += CHUNK * (CHUNK + 8) * F32.itemsize if self.dtype is F32 else 0
+        fmas, args = 2 * DK * DV + CHUNK * DV, (*args, *self.sizes, self.carried)
+        self.launch(GRADIENTS, (Hk, self.B, self.chunks), THREADS, args, shared, fmas)
+
+
+def forward(
+    dev: Device,
+    out: Tensor,
+    qkv: Tensor,
+    gates: Tensor,
+    skip: Tensor,
+    heads: Heads,
+    starts: Tensor | None = None,
+    state: Tensor | None = None,
+) -> None:
+    """out[t] = S^T q[t] + skip * v[t], of a state S for each value head that every token changes.
+
+        S = S * exp(decay[t])                   0 where a document begins
+        S = S + k[t] (beta[t] * v[t])^T
+
+    Value head h has the queries and keys of head h * Hk // Hv, as they are.
+
+    qkv: all queries, all keys, all values: C, B and x of Mamba-2. gates: decays, at most 0, and
+    betas, the sizes of time steps. skip: D of Mamba-2, of each value head. starts: where each
+    token's document starts; None: 0. state: of the text before, then of it and this one, not with
+    starts; None: 0, and it is not kept.
+
+    Cost:    64 DK / 8 + 64 DV + 2 DK DV FMAs for a token and a value head, on tensor cores; two
+             launches.
+    Workspace: 64 elements of T and 2 F32 for a token and a value head.
+    """
+    call = _Call("ssd.forward", dev, qkv, heads, starts, state)
+    expect("ssd.forward", "out", out, qkv.dtype, (call.B, call.T, heads.Hv * heads.DV))
+    with call.scratch("scores", "factors") as (scores, factors):
+        call.prepare(scores, factors, (qkv, gates, skip, starts))
+        call.scan(SCAN, (out, state, qkv, scores, factors), 2)
+
+
+def backward(
+    dev: Device,
+    d_qkv: Tensor,
+    d_gates: Tensor,
+    d_skip: Accumulator | None,
+    d_out: Tensor,
+    qkv: Tensor,
+    gates: Tensor,
+    skip: Tensor,
+    heads: Heads,
+    starts: Tensor | None = None,
+    state: Tensor | None = None,
+    d_state: Tensor | None = None,
+) -> None:
+    """The gradients of forward's inputs; what it computed is computed again.
+
+    state: as in front of the text, then behind it. d_state: the gradient of the state behind, then
+    of that in front; both are given, or none.
+
+    Cost:    64 DK / 8 + 128 DV + 5 DK DV FMAs for a token and a value head, on tensor cores; four
+             launches, and one for d_skip.
+    Workspace: 64 + 2 DK DV / 64 elements of T and 2 F32 for a token and a value head, and a F32
+             for 64 of these.
+    """
+    op = "ssd.backward"
+    call = _Call(op, dev, qkv, heads, starts, state)
+    if (state is None) != (d_state is None):
+        raise ValueError(f"{op}: state and d_state are given together, or none of them")
+    with (
+        call.scratch("scores", "factors", "states", "d_states") as made,
+        dev.scratch("ssd skip", (call.B, call.chunks, heads.Hv), F32) as partial,
+    ):
+        scores, factors, states, d_states = made
+        call.prepare(scores, factors, (qkv, gates, skip, starts))
+        call.scan(STATES, (states, state, qkv, factors), 1)
+        call.scan(SCAN_BACKWARD, (d_qkv, d_states, d_state, d_out, qkv, scores, factors), 2)
+        call.gradients((d_qkv, d_gates, partial, d_out, states, d_states, qkv, gates, starts))
+        finish_column_sum(dev, d_skip, partial.view(call.B * call.chunks, heads.Hv))
+
+
+def recurrence(
+    dev: Device,
+    out: Tensor,
+    state: Tensor,
+    qkv: Tensor,
+    gates: Tensor,
+    skip: Tensor,
+    heads: Heads,
+) -> None:
+    """As forward with a state, token by token: for the few tokens that a text is continued by."""
+    call = _Call("ssd.recurrence", dev, qkv, heads, None, state)
+    args = (out, state, qkv, gates, skip, *call.sizes)
+    grid, consts = (ceil_div(heads.DV, 32), heads.Hv, call.B), call.consts
+    cost = BESIDE_ATTENTION
+    dev.launch(RECURRENCE, grid, RECURRENCE_THREADS, args, consts=consts, cost=cost)
