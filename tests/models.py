@@ -106,7 +106,7 @@ CONFIGS = {
         num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=2, n_group=1,
         topk_group=1, first_k_dense_replace=1, num_nextn_predict_layers=0,
         rope_parameters={
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7,
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.9,
             "mscale_all_dim": 0.9, "original_max_position_embeddings": 16,
         },
     ),

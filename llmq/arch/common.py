@@ -40,7 +40,8 @@ class GgufKind:
     weights of a token's experts have the sum 1 (see `Experts`). longrope: supported. full_every:
     all layers but each full_every-th have windows, which files do not store; None: files store the
     layers. needs: tensors that every file must have. activation: alpha and limit of paired experts.
-    heads_in_turns: value heads of delta nets are stored in turns (`gguf_delta`).
+    heads_in_turns: value heads of delta nets are stored in turns (`gguf_halves`). routers: files
+    store how routers weigh experts, and the number of first layers without experts.
     """
 
     name: str
@@ -54,6 +55,7 @@ class GgufKind:
     needs: tuple[str, ...] = ()
     activation: tuple[float | None, float | None] = (None, None)
     heads_in_turns: bool = False
+    routers: bool = False
 
 
 class Architecture:

@@ -4,7 +4,7 @@ first layers. Kimi-K2 and Moonlight are of V3's form."""
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import get, reject, size
+from llmq.arch.common import GgufKind, get, reject, size
 from llmq.arch.glm4_moe import Glm4Moe
 from llmq.arch.latent import LATENT_SIZES, LATENT_TARGETS, LatentAttention, latent_attention
 from llmq.arch.matrix import HalfSpec
@@ -19,6 +19,7 @@ class DeepseekV3(Glm4Moe):
     classifier = "DeepseekV3ForSequenceClassification"
     model_type = "deepseek_v3"
     label = "DeepSeek-V3"
+    gguf = GgufKind("deepseek2", heads=True, routers=True)
     bos_token_id = 0
     eos_token_id = 1
     partial_rotary = False
@@ -77,6 +78,7 @@ class DeepseekV2(DeepseekV3):
     classifier = "DeepseekV2ForSequenceClassification"
     model_type = "deepseek_v2"
     label = "DeepSeek-V2"
+    gguf = DeepseekV3.gguf
     bos_token_id = 1
     eos_token_id = 2
     sigmoid = False
@@ -101,6 +103,7 @@ class Glm4MoeLite(DeepseekV3):
     classifier = None
     model_type = "glm4_moe_lite"
     label = "GLM-4-MoE-Lite"
+    gguf = DeepseekV3.gguf
     norm_eps = 1e-5
     dense_layers = 1
     defaults: Mapping[str, Any] = {"q_lora_rank": 768, "routed_scaling_factor": 1.8}

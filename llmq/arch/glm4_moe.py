@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llmq.arch.common import get, reject, size
+from llmq.arch.common import GgufKind, get, reject, size
 from llmq.arch.experts import WithExperts
 from llmq.arch.rope_family import RopeFamily
 from llmq.base.errors import ConfigError
@@ -17,6 +17,7 @@ class Glm4Moe(WithExperts, RopeFamily):
     classifier = None
     model_type = "glm4_moe"
     label = "GLM-4-MoE"
+    gguf = GgufKind("glm4moe", heads=True, routers=True)
     partial_rotary = True
     qkv_bias = None
     norm_eps = 1e-5

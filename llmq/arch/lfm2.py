@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import get, reject, size
+from llmq.arch.common import GgufKind, get, reject, size
 from llmq.arch.rope_family import FULL, RopeFamily, norm_modules
 from llmq.arch.short_conv import ShortConvs
 from llmq.base.errors import ConfigError
@@ -19,6 +19,7 @@ class Lfm2(RopeFamily):
     classifier = None
     model_type = "lfm2"
     label = "LFM2"
+    gguf = GgufKind("lfm2", heads=True)
     qk_norm = True
     own_fields = ("mixers",)
     norm_eps = 1e-5

@@ -29,7 +29,7 @@ class Arcee(Llama):
     name = "ArceeForCausalLM"
     model_type = "arcee"
     label = "Arcee"
-    gguf = None
+    gguf = GgufKind("arcee", pairs=True, heads=True)
     activation = "relu2"
     hidden_acts = ("relu2",)
     norm_eps = 1e-5

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import reject, size
+from llmq.arch.common import GgufKind, reject, size
 from llmq.arch.experts import WithExperts
 from llmq.arch.rope_family import RopeFamily
 
@@ -17,6 +17,7 @@ class MiniMaxM2(WithExperts, RopeFamily):
     classifier = None
     model_type = "minimax_m2"
     label = "MiniMax-M2"
+    gguf = GgufKind("minimax-m2", heads=True, renormalize=True)
     qk_norm = True
     wide_qk_norm = True
     partial_rotary = True

@@ -11,10 +11,12 @@ from llmq.arch import ARCHITECTURES
 from llmq.arch.common import ignored_fields
 from llmq.arch.delta import DeltaNet
 from llmq.arch.experts import Experts
+from llmq.arch.latent import LatentAttention
 from llmq.arch.mamba import Mamba
 from llmq.arch.model_config import ModelConfig
 from llmq.arch.rope_family import all_but_every
 from llmq.arch.rope_scaling import RopeScaling
+from llmq.arch.short_conv import ShortConvs
 from llmq.base.errors import ConfigError
 from llmq.base.files import read_json
 
@@ -89,6 +91,12 @@ _GPT_OSS = {
     "gpt-oss-120b": (2880, 2880, 64, 8, 36, 1e-5, False),
 }
 _GRANITE_HYBRID = {"granite-4.0-h-micro": (2048, 8192, 32, 8, 40, 1e-5, True)}
+_GLM47_FLASH = {"GLM-4.7-Flash": (2048, 10240, 20, 20, 47, 1e-5, False)}
+_DEEPSEEK_V2 = {"DeepSeek-V2-Lite": (2048, 10944, 16, 16, 27, 1e-6, False)}
+_GLM45 = {"GLM-4.5-Air": (4096, 10944, 96, 8, 46, 1e-5, False)}
+_MINIMAX_M2 = {"MiniMax-M2": (3072, 1536, 48, 8, 62, 1e-6, False)}
+_LFM2 = {"LFM2-1.2B": (2048, 8192, 32, 8, 16, 1e-5, True)}
+_TINY_LATENT = (128, 512, 4, 4, 6, 1e-6, True)
 _TINY_ROPE = (128, 512, 2, 1, 6, 1e-6, True)
 _TINY_EXPERTS = (128, 64, 2, 1, 6, 1e-6, True)
 _TINY_GPT2 = (128, 512, 2, 2, 6, 1e-5, True)
@@ -123,6 +131,11 @@ _FAMILIES = (
     ("Qwen3_5MoeForCausalLM", _QWEN35_MOE, 248320, None, 248044, None, 262144, 1e7, 256),
     ("Qwen3NextForCausalLM", _QWEN3_NEXT, 151936, 151643, 151645, None, 262144, 1e7, 256),
     ("GptOssForCausalLM", _GPT_OSS, 201088, None, 200002, 199999, 131072, 1.5e5, 64),
+    ("Glm4MoeLiteForCausalLM", _GLM47_FLASH, 154880, 0, 154820, 154820, 202752, 1e6, 256),
+    ("Glm4MoeForCausalLM", _GLM45, 151552, None, 151329, 151329, 131072, 1e6, 128),
+    ("MiniMaxM2ForCausalLM", _MINIMAX_M2, 200064, 200034, 200020, None, 196608, 5e6, 128),
+    ("Lfm2ForCausalLM", _LFM2, 65536, 1, 7, 0, 128000, 1e6, None),
+    ("DeepseekV2ForCausalLM", _DEEPSEEK_V2, 102400, 100000, 100001, None, 163840, 1e4, 192),
     ("LlamaForCausalLM", _LLAMA2, 32000, 1, 2, 0, 4096, 1e4, None),
     ("LlamaForCausalLM", _LLAMA3, 128256, 128000, 128001, 128255, 4096, 5e5, None),
     ("GPT2LMHeadModel", _GPT2, 50257, 50256, 50256, None, 1024, 1e4, None),
@@ -148,6 +161,7 @@ _FAMILIES = (
     ("Qwen3NextForCausalLM", {"tiny-qwen3-next": _TINY_ROPE}, *_BYTES),
     ("GptOssForCausalLM", {"tiny-gpt-oss": _TINY_EXPERTS}, *_BYTES),
     (_HYBRID, {"tiny-granite-hybrid": _TINY_ROPE}, *_BYTES),
+    ("DeepseekV3ForCausalLM", {"tiny-deepseek-v3": _TINY_LATENT}, *_BYTES[:-1], 48),
 )
 
 
@@ -201,6 +215,31 @@ def _gpt_oss(num_layers: int, count: int, active: int, window: int, aux_loss: fl
     }
 
 
+def _behind_first(num_layers: int) -> tuple[bool, ...]:
+    """All layers but the first one."""
+    return (False, *(True,) * (num_layers - 1))
+
+
+def _latent(
+    num_layers: int,
+    query_rank: int | None,
+    rank: int,
+    sizes: tuple[int, int, int],
+    experts: tuple[int, int, int, int],
+    **more: Any,
+) -> dict[str, Any]:
+    """Fields of DeepSeek. sizes: channels of a head without and with RoPE, and of values. experts:
+    how many, how many of them are active, their width, and that of the shared one."""
+    plain, rotary, values = sizes
+    ranks = {"query_rank": query_rank, "rank": rank}
+    count, active, size, shared = experts
+    more = {"aux_loss": 0.0, "shared_size": shared, "layers": _behind_first(num_layers)} | more
+    latent = LatentAttention(**ranks, plain=plain, rotary=rotary, values=values)
+    return {"latent": latent} | _experts(count, active, size, **more)
+
+
+_LONG = {"original_max_positions": 4096, "mscale": 0.707, "mscale_all_dim": 0.707}
+_LONG = {"rope_scaling": RopeScaling(kind="yarn", factor=40.0, **_LONG)}
 _FAR = {"original_max_positions": 4096, "truncate": False}
 _FAR = {"rope_scaling": RopeScaling(kind="yarn", factor=32.0, **_FAR)}
 _STRETCHED = {"rope_scaling": RopeScaling(kind="linear", factor=8.0)}
@@ -232,6 +271,24 @@ _MORE = {
     "Qwen3-Next-80B-A3B": _shared(512, 10, 512, 512) | _delta(48, 16, 32),
     "tiny-qwen3.5-moe": _shared(8, 2, None, 64) | _delta(6, 4, 8, 32),
     "tiny-qwen3-next": _shared(8, 2, 64, 64) | _delta(6, 4, 8, 32),
+    "GLM-4.5-Air": _experts(
+        128, 8, 1408, shared_size=1408, renormalize=True, layers=_behind_first(46), aux_loss=0.0
+    )
+    | {"qkv_bias": True, "partial_rotary_factor": 0.5, "other_eos_token_ids": (151336, 151338)},
+    "MiniMax-M2": _experts(256, 8, renormalize=True) | {"partial_rotary_factor": 0.5},
+    "LFM2-1.2B": {
+        "mixers": ShortConvs(
+            taps=3, layers=tuple(layer not in (2, 5, 8, 10, 12, 14) for layer in range(16))
+        )
+    },
+    "GLM-4.7-Flash": _latent(
+        47, 768, 512, (192, 64, 256), (64, 4, 1536, 1536), scale=1.8, renormalize=True
+    )
+    | {"other_eos_token_ids": (154827, 154829)},
+    "DeepSeek-V2-Lite": _latent(27, None, 512, (128, 64, 128), (64, 6, 1408, 2816)) | _LONG,
+    "tiny-deepseek-v3": _latent(
+        6, 64, 64, (32, 16, 32), (8, 2, 64, 64), scale=2.5, renormalize=True
+    ),
     "gpt-oss-20b": _gpt_oss(24, 32, 4, 128, 0.9) | _FAR,
     "gpt-oss-120b": _gpt_oss(36, 128, 4, 128, 0.9) | _FAR,
     "tiny-gpt-oss": _gpt_oss(6, 8, 2, 256, 0.001),
@@ -271,6 +328,11 @@ RELEASED |= {
     "OLMoE-1B-7B": "allenai/OLMoE-1B-7B-0924",
     "Qwen3-Next-80B-A3B": "Qwen/Qwen3-Next-80B-A3B-Instruct",
     "granite-4.0-h-micro": "ibm-granite/granite-4.0-h-micro",
+    "GLM-4.7-Flash": "zai-org/GLM-4.7-Flash",
+    "GLM-4.5-Air": "zai-org/GLM-4.5-Air",
+    "MiniMax-M2": "MiniMaxAI/MiniMax-M2",
+    "LFM2-1.2B": "LiquidAI/LFM2-1.2B",
+    "DeepSeek-V2-Lite": "deepseek-ai/DeepSeek-V2-Lite",
     "Mixtral-8x7B": "mistralai/Mixtral-8x7B-v0.1",
     "OLMo-2-1B": "allenai/OLMo-2-0425-1B",
     "OLMo-2-7B": "allenai/OLMo-2-1124-7B",

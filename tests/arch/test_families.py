@@ -82,6 +82,7 @@ FAMILIES = {
     "deepseek_v3_plain": lambda: transformers.DeepseekV3Config(
         **LATENT, q_lora_rank=None, qk_nope_head_dim=16, v_head_dim=16, n_group=2, topk_group=2,
         first_k_dense_replace=2, num_nextn_predict_layers=0,
+        rope_parameters=YARN | {"rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.9},
     ),
     "deepseek_v2": lambda: transformers.DeepseekV2Config(  # values longer than keys
         **LATENT, q_lora_rank=40, qk_nope_head_dim=8, v_head_dim=24, first_k_dense_replace=1,

@@ -28,6 +28,7 @@ from tokenizers import (
 
 from llmq.arch import ARCHITECTURES
 from llmq.arch.llama import Llama
+from llmq.arch.model_config import ModelConfig
 from llmq.base import files
 from llmq.base.dtypes import F32
 from llmq.base.errors import LlmqError
@@ -43,6 +44,7 @@ from llmq.text.tokenizer import (
     save_tokenizer,
 )
 from tests.adapters import targets
+from tests.arch.test_families import FAMILIES
 from tests.models import CONFIGS, VOCAB, exported, hf_model, trainer_for
 from tests.text_data import write_bpe
 
@@ -67,6 +69,9 @@ ROPE_NAMES = {
     "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
     "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "qkv_proj": "attn_qkv",
     "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "gate_up_proj": "ffn_up",
+    "q_a_proj": "attn_q_a", "q_b_proj": "attn_q_b", "kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "q_a_layernorm": "attn_q_a_norm", "kv_a_layernorm": "attn_kv_a_norm",
+    "k_b_proj": "attn_k_b", "v_b_proj": "attn_v_b",
 }  # fmt: skip
 POST_NAMES = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
@@ -119,8 +124,10 @@ def gguf_name(name: str, hf: str) -> str:
     block = f"blk.{parts[1]}." if parts[0] in ("layers", "h") else ""
     if hf.endswith(("A_log", "dt_bias")):
         return block + ("ssm_a" if hf.endswith("A_log") else "ssm_dt.bias")
+    if hf.endswith("e_score_correction_bias"):
+        return block + "exp_probs_b.bias"
     inner = parts[2:-1] if block else parts[:-1]
-    if "experts" in inner or "shared_expert" in inner:
+    if {"experts", "shared_expert", "shared_experts"} & {*inner}:
         end = "exps" if "experts" in inner else "shexp"
         return f"{block}{names[EXPERT_NAMES.get(inner[-1], inner[-1])]}_{end}.{parts[-1]}"
     names = names | ROUTERS | (DELTA_NAMES if "linear_attn" in inner else {})
@@ -168,6 +175,10 @@ def by_module(name: str, hf: str, values: np.ndarray) -> list[tuple[str, np.ndar
         q, k, v, z = np.split(values.reshape(2, 10, 64, -1), [1, 2, 6], axis=1)
         flat = lambda *many: np.concatenate([x.reshape(-1, values.shape[1]) for x in many])  # noqa: E731
         return [(hf.replace("qkvz", "qkv"), flat(q, k, v)), (hf.replace("qkvz", "z"), flat(z))]
+    if "kv_b_proj" in hf:  # of each of 4 heads 16 rows of keys, and as many of values
+        keys, heads = np.split(values.reshape(4, 32, -1), 2, axis=1)
+        keys = keys.swapaxes(1, 2)
+        return [(hf.replace("kv_b", x), each) for x, each in (("k_b", keys), ("v_b", heads))]
     if name != "gpt_oss" or ".experts." not in hf:
         return [(hf, values)]
     end = "bias" if hf.endswith("_bias") else "weight"
@@ -224,6 +235,47 @@ def test_tensors_are_those_of_the_model(name, tmp_path):
         near = rounded[key].reshape(-1, 32), values.reshape(-1, 32)
         step = np.abs(near[1]).max(1, keepdims=True) / 127
         assert (np.abs(near[0] - near[1]) <= 0.57 * step).all(), key
+
+
+FAMILY_FIELDS = {
+    "glm4_moe_lite": {
+        "attention.head_count_kv": 1, "attention.key_length": 56, "attention.value_length": 48,
+        "attention.key_length_mla": 32, "attention.value_length_mla": 32,
+        "attention.kv_lora_rank": 48, "attention.q_lora_rank": 40, "rope.dimension_count": 8,
+        "expert_shared_count": 2, "expert_weights_scale": np.float32(1.8),
+        "expert_weights_norm": True, "expert_gating_func": 2, "leading_dense_block_count": 1,
+    },
+    "deepseek_v2": {
+        "attention.q_lora_rank": 40, "expert_weights_norm": False, "expert_gating_func": 1,
+    },
+    "glm4_moe": {
+        "attention.head_count_kv": 2, "expert_shared_count": 2, "expert_gating_func": 2,
+        "expert_weights_scale": 2.5, "leading_dense_block_count": 1, "rope.dimension_count": 16,
+    },
+    "minimax_m2": {"expert_gating_func": 2, "expert_count": 6, "rope.dimension_count": 16},
+    "lfm2": {"attention.head_count_kv": [0, 2, 0, 0], "shortconv.l_cache": 4},
+    "arcee": {"attention.head_count_kv": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILY_FIELDS)
+def test_families_that_are_a_file_each(name, tmp_path, capsys):
+    """Their tensors have names, and their sizes are those of llama.cpp's converters."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[name]()).float()
+    model.save_pretrained(tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "f.gguf", to="gguf", dtype="q8_0", verify=True)
+    found, kind = fields(tmp_path / "f.gguf"), ModelConfig.from_hf(model.config.to_dict() | {
+        "architectures": [type(model).__name__]
+    }).arch.gguf  # fmt: skip
+    given = FAMILY_FIELDS[name]
+    assert {key: found[f"{kind.name}.{key}"] for key in given} == given
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    count = sum(value.numel() for value in stored.values())
+    assert sum(values.size for values in tensors(tmp_path / "f.gguf").values()) == count
+    assert ("epsilon 1e-05 in norms of latents" in capsys.readouterr().err) == (
+        name == "glm4_moe_lite"
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2_untied", "llama", "mistral", "gemma3"])

@@ -33,6 +33,11 @@ PARAMETERS = {
     "Mixtral-8x7B": 46_702_792_704,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "GLM-4.7-Flash": 29_943_393_920,
+    "GLM-4.5-Air": 106_852_251_264,
+    "DeepSeek-V2-Lite": 15_706_484_224,
+    "MiniMax-M2": 228_689_764_864,
+    "LFM2-1.2B": 1_170_340_608,
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
     "llama-3.2-1b": 1_235_814_400,
@@ -76,13 +81,13 @@ def test_released_models_have_their_own_size():
 
 def test_tiny_presets_are_tiny():
     sizes = {name: parameter_count(m) for name, m in PRESETS.items() if name.startswith("tiny")}
-    assert len(sizes) == 17
+    assert len(sizes) == 18
     assert all(1e6 < size < 3e6 for size in sizes.values())
 
 
 def test_presets():
     families = {config.architecture for config in PRESETS.values()}
-    assert len(families) == 17 and families <= set(ARCHITECTURES)
+    assert len(families) == 23 and families <= set(ARCHITECTURES)
     assert preset("QWEN2.5-7b").tied_embeddings is False
     assert preset("Llama-3.1-8B") is preset("llama-3-8b")
     assert preset("llama-3-8b").max_positions == 4096

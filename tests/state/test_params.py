@@ -96,6 +96,7 @@ def test_slabs_are_aligned_and_hold_their_parameters_in_order(name):
     config = PRESETS[name].with_layers([*PRESETS[name].layer_kinds] * 2)
     table = weight_table(config)
     names = ["embed", *(f"layers.{i}" for i in range(config.num_layers)), "vectors"]
+    names += ["constants"] * (config.experts is not None and config.arch.sigmoid)
     assert [slab.name for slab in table] == names + ["head"] * (not config.tied_embeddings)
     for slab in table:
         end = 0

@@ -17,16 +17,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from llmq.arch.common import GgufKind
-from llmq.arch.delta import DeltaNet
 from llmq.arch.matrix import HfPart
 from llmq.arch.model_config import ModelConfig
-from llmq.arch.rope_family import all_but_every
-from llmq.arch.rope_scaling import RopeScaling
 from llmq.base.dtypes import BF16
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import make_directory, replacing, temporary_path
+from llmq.checkpoint.exports import gguf_halves
 from llmq.checkpoint.exports.format import SMALL, ExportFormat
+from llmq.checkpoint.exports.gguf_halves import Made, kind_of
 from llmq.checkpoint.exports.gguf_vocab import add_vocabulary
 from llmq.checkpoint.exports.source import Source
 from llmq.checkpoint.finite import all_finite
@@ -46,7 +44,7 @@ _BLOCK = 32  # values with one scale
 _PIECE = 1 << 18  # values that a thread encodes at once: they stay in the processor's cache
 _ROPE_KINDS = (None, "linear", "llama3", "yarn")
 _PLAIN = ("_norm.weight", "position_embd.weight", "_inp.weight", "_inp_shexp.weight", ".bias",
-          "ssm_conv1d.weight")  # fmt: skip
+          "ssm_conv1d.weight", "shortconv.conv.weight")  # fmt: skip
 """Suffixes of the names of tensors that are F32 with every --dtype."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _TOGETHER = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -92,7 +90,7 @@ class Gguf(ExportFormat):
         model = source.model
         if model.num_labels:
             raise LlmqError("--format gguf: models with a score head are not written")
-        if _kind_of(model) is None:
+        if kind_of(model) is None:
             raise LlmqError(f"--format gguf: {model.architecture} has no name in GGUF files")
         if source.adapters is None and source.began_as is not None and source.began_as.parts:
             raise LlmqError(
@@ -109,7 +107,7 @@ class Gguf(ExportFormat):
         if source.adapters is None and source.tokenizer is None:
             warn("no tokenizer is known of this model: the file has none")
         made = {tensor.name for each in _tensors(source, dtype).values() for tensor in each}
-        lacking = {*_kind_of(model).needs} - made if source.adapters is None else {}
+        lacking = {*kind_of(model).needs} - made if source.adapters is None else {}
         if lacking:
             raise LlmqError(
                 f"--format gguf: llama.cpp loads no {model.arch.label} without {min(lacking)}"
@@ -134,15 +132,9 @@ class Gguf(ExportFormat):
         return [path.name]
 
 
-def _kind_of(model: ModelConfig) -> GgufKind | None:
-    """The GGUF declaration of the model's architecture; None without one. A declaration is not
-    inherited, because GGUF has another name for a related architecture."""
-    return vars(type(model.arch)).get("gguf")
-
-
 def _lacks(model: ModelConfig) -> Iterator[str]:
     """Properties of this model that llama.cpp's implementation of the architecture lacks."""
-    kind, its, scaling = _kind_of(model), model.experts, model.rope_scaling
+    kind, scaling = kind_of(model), model.rope_scaling
     if not kind.heads and model.num_heads * model.head_dim != model.hidden_size:
         yield (
             f"with {model.num_heads} heads of {model.head_dim} channels and a hidden size of "
@@ -157,29 +149,23 @@ def _lacks(model: ModelConfig) -> Iterator[str]:
     positions = None if scaling is None else scaling.kind
     if positions not in _ROPE_KINDS and not (positions == "longrope" and kind.longrope):
         yield f"with positions stretched as {positions}"
-    if positions == "yarn" and abs(scaling.attention(0) / (own := _own_factor(scaling)) - 1) > 1e-6:
+    if (
+        positions == "yarn"
+        and abs(scaling.attention(0) / (own := gguf_halves.own_factor(model, scaling)) - 1) > 1e-6
+    ):
         yield f"with an attention factor of {scaling.attention(0):.6g}, only {own:.6g}"
     every, last = kind.full_every, model.num_layers + 1
     if every is not None and _windows(model) != [layer % every != 0 for layer in range(1, last)]:
         yield f"with windows in other layers than those whose number is no multiple of {every}"
-    if "delta_in" in model.arch.modules:
-        yield from _delta_lacks(model)
-    if its is None:
-        return
-    if its.layers is not None:
-        yield "of which some layers have an MLP"
-    if its.renormalize != kind.renormalize:
-        yield f"with norm_topk_prob {its.renormalize}"
-    if (its.alpha, its.limit) != kind.activation:
-        own = "swiglu_alpha {:g} and swiglu_limit {:g}"
-        yield f"with {own.format(its.alpha, its.limit)}, only {own.format(*kind.activation)}"
+    yield from gguf_halves.lacks(model)
 
 
 def _otherwise(model: ModelConfig) -> Iterator[str]:
     """Warnings about small differences between this model and llama.cpp's implementation."""
-    if model.sliding_window is not None and not _kind_of(model).windows:
+    if model.sliding_window is not None and not kind_of(model).windows:
         window = model.sliding_window
         yield f"llama.cpp attends to all positions, where this model sees the last {window}"
+    yield from gguf_halves.otherwise(model)
     scaling = model.rope_scaling
     if scaling is not None and scaling.kind == "yarn" and not scaling.truncate:
         yield "llama.cpp truncates the bounds of yarn to whole channels, this model does not"
@@ -191,15 +177,13 @@ def _not_of_adapters(source: Source, adapters: Adapters) -> str | None:
         return f"{', '.join(adapters.train)}, which were trained beside them"
     if adapters.dora:
         return "magnitudes (--lora-dora)"
+    if source.model.latent is not None:
+        return "adapters of latent attention"
     if adapted_tables(source.model, adapters):
         return "adapters of embedding and head"
     if any(matrix.groups > 1 for _, matrix in all_adapted(source.model, adapters)):
         return "adapters of experts"
     return "more than one numerator of their scalings" if len(_alphas(source)) > 1 else None
-
-
-def _own_factor(scaling: RopeScaling) -> float:
-    return RopeScaling(kind="yarn", factor=scaling.factor).attention(0)
 
 
 def _windows(model: ModelConfig) -> list[bool]:
@@ -227,17 +211,18 @@ def _params(source: Source) -> Iterator[Param]:
 
 def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
     gguf, model = _library(), source.model
-    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == _kind_of(model).name)
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == kind_of(model).name)
     names = gguf.get_tensor_name_map(arch, model.num_layers)
 
     def tensor(hf: str, shape: tuple[int, ...], made: Callable) -> _Tensor:
         adapter = _LORA.search(hf)
         own = _LORA.sub(".weight", hf).removeprefix(PEFT_PREFIX)
         own += ".weight" if own.endswith(".sinks") else ""
+        own = own.replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(own, try_suffixes=(".weight", ".bias"))
         if name is None:
             raise LlmqError(
-                f"--format gguf: {own} has no name in GGUF files of {_kind_of(model).name}"
+                f"--format gguf: {own} has no name in GGUF files of {kind_of(model).name}"
             )
         name += f".lora_{adapter[1].lower()}" if adapter else ""
         return _Tensor(name, shape, _kind(name, shape, dtype=dtype, source=source), made)
@@ -245,27 +230,23 @@ def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
     return {param: [tensor(*each) for each in _made_of(model, param)] for param in _params(source)}
 
 
-_Made = tuple[str, tuple[int, ...], Callable[[np.ndarray], np.ndarray]]
-"""Hugging Face's name of a tensor, its shape, and the function that computes its values."""
-
-
-def _made_of(model: ModelConfig, param: Param) -> Iterator[_Made]:
+def _made_of(model: ModelConfig, param: Param) -> Iterator[Made]:
     """The tensors of a parameter in the file."""
     modules: dict[str, list[HfPart]] = {}
     for part in param.hf:  # parts of single experts are stacked into one tensor
         if part.experts:
             yield from _of_paired(param, part)
-        elif _AT in part.name:
-            yield from _delta_tensors(model, param, part)
+        elif (own := gguf_halves.made_of(model, param, part)) is not None:
+            yield from own
         else:
             modules.setdefault(_EXPERT.sub(".experts.", part.name), []).append(part)
     for module, parts in modules.items():
-        shape = stored_shape(param, replace(parts[0], transposed=False))
+        shape = stored_shape(param, replace(parts[0], transposed=False, depthwise=False))
         shape = (len(parts), *shape) if module != parts[0].name else shape
         yield module, shape, partial(_made, [_rows_of(model, part) for part in parts], len(shape))
 
 
-def _of_paired(param: Param, part: HfPart) -> Iterator[_Made]:
+def _of_paired(param: Param, part: HfPart) -> Iterator[Made]:
     """The tensors of a part whose rows alternate between them, each (experts, rows, ...)."""
     stem, _, last = part.name.removesuffix("_bias").rpartition(".")
     names, end = _TOGETHER[last], "bias" if part.name.endswith("_bias") else "weight"
@@ -299,7 +280,7 @@ def _kind(name: str, shape: tuple[int, ...], *, dtype: str, source: Source) -> s
 
 def _rows_of(model: ModelConfig, part: Any) -> Callable[[np.ndarray], np.ndarray]:
     """A function that computes the rows of a part's tensor from the rows of its parameter."""
-    to_pairs = _kind_of(model).pairs and re.search(r"\.[qk]_proj\.(?!lora_A)", part.name)
+    to_pairs = kind_of(model).pairs and re.search(r"\.[qk]_proj\.(?!lora_A)", part.name)
     offset = model.arch.norm_offset and re.search(r"norm\.weight$", part.name)
 
     def made(values: np.ndarray) -> np.ndarray:
@@ -344,22 +325,13 @@ def _metadata(writer: Any, source: Source, dtype: str) -> None:
     writer.add_context_length(model.max_positions)
     writer.add_embedding_length(model.hidden_size)
     writer.add_feed_forward_length(model.intermediate_size)
-    writer.add_head_count(model.num_heads)
-    writer.add_head_count_kv(model.num_kv_heads)
     writer.add_vocab_size(model.vocab_size)
     if model.norm == "layernorm":
         writer.add_layer_norm_eps(model.norm_eps)
     else:
         writer.add_layer_norm_rms_eps(model.norm_eps)
-    if model.experts is not None:
-        writer.add_expert_count(model.experts.count)
-        writer.add_expert_used_count(model.experts.active)
-        writer.add_expert_feed_forward_length(model.expert_size)
-        if model.experts.shared_size is not None:
-            writer.add_expert_shared_feed_forward_length(model.experts.shared_size)
+    gguf_halves.add_metadata(gguf, writer, model)
     _positions(writer, model)
-    if isinstance(model.mixers, DeltaNet):
-        _add_delta(writer, model)
     add_vocabulary(gguf, writer, model, source.tokenizer)
 
 
@@ -367,8 +339,6 @@ def _positions(writer: Any, model: ModelConfig) -> None:
     if model.positions != "rope":
         return
     gguf = _library()
-    writer.add_key_length(model.head_dim)
-    writer.add_value_length(model.head_dim)
     writer.add_rope_dimension_count(model.rotary_dim)
     writer.add_rope_freq_base(model.rope_theta)
     if model.local_rope_theta is not None:
@@ -387,7 +357,7 @@ def _positions(writer: Any, model: ModelConfig) -> None:
         writer.add_rope_scaling_attn_factors(scaling.attention(model.max_positions))
     if model.sliding_window is not None:
         writer.add_sliding_window(model.sliding_window)
-        if _kind_of(model).windows and _kind_of(model).full_every is None:
+        if kind_of(model).windows and kind_of(model).full_every is None:
             writer.add_sliding_window_pattern(_windows(model))
 
 
@@ -408,7 +378,7 @@ class _Data:
 
 def _write(source: Source, file: BinaryIO, dtype: str) -> None:
     gguf = _library()
-    writer = gguf.GGUFWriter(None, _kind_of(source.model).name)
+    writer = gguf.GGUFWriter(None, kind_of(source.model).name)
     _metadata(writer, source, dtype)
     tensors = _tensors(source, dtype)
     factors = _rope_factors(source.model) if source.adapters is None else {}
@@ -517,84 +487,3 @@ def _agrees(tensor: _Tensor, rows: np.ndarray, data: np.ndarray) -> bool:
     blocks = rows.reshape(-1, _BLOCK)
     errors = np.abs(values.reshape(-1, _BLOCK) - blocks)
     return bool((errors <= _WORST[tensor.kind] * np.abs(blocks).max(1, keepdims=True)).all())
-
-
-# ------------------------------------------------------------------------------------------------
-# Gated delta nets have GGUF's names of state space models. The layout follows llama.cpp's converter
-# (conversion/qwen.py). Decays are stored as -exp(A_log), and the fused projections of Qwen3-Next
-# separately. Value heads of Qwen3.5 are interleaved: first the first value head of each key head.
-
-_AT = ".linear_attn."
-_AXES = (11, 11, 10, 0)
-"""Pairs of rotary channels for each axis of images: the converter's values for a model without
-images. GGUF requires this field for models with interleaved value heads."""
-
-
-def _delta_lacks(model: ModelConfig) -> Iterator[str]:
-    """Properties of this model that llama.cpp's delta nets lack."""
-    net = model.mixers
-    if net is None:
-        yield "without delta nets"
-        return
-    if net.key_dim != net.value_dim:
-        yield f"with keys of {net.key_dim} and values of {net.value_dim} channels"
-    if net.layers != all_but_every(_attention_every(net), model.num_layers):
-        yield "whose layers with attention stand at several distances"
-
-
-def _attention_every(net: DeltaNet) -> int:
-    return [*net.layers, False].index(False) + 1
-
-
-def _add_delta(writer: Any, model: ModelConfig) -> None:
-    net = model.mixers
-    writer.add_ssm_conv_kernel(net.taps)
-    writer.add_ssm_state_size(net.key_dim)
-    writer.add_ssm_group_count(net.key_heads)
-    writer.add_ssm_time_step_rank(net.value_heads)
-    writer.add_ssm_inner_size(net.values)
-    writer.add_full_attention_interval(_attention_every(net))
-    if _kind_of(model).heads_in_turns:
-        writer.add_rope_dimension_sections(_AXES)
-
-
-def _delta_tensors(model: ModelConfig, param: Param, part: HfPart) -> Iterator[_Made]:
-    """The tensors of a part of a delta net. Names are Hugging Face's, or in Hugging Face's style if
-    a module is separate only in GGUF."""
-    stem, _, own = part.name.partition(_AT)
-    net, module, count = model.mixers, own.split(".")[0], part.stop - part.start
-    of_inputs, of_outputs = (".lora_B." not in own, ".lora_A." not in own)
-    columns: Any = slice(None)
-    heads = np.arange(net.value_heads)
-    if _kind_of(model).heads_in_turns:
-        heads = heads.reshape(net.key_heads, -1).T.ravel()
-    channels = (heads[:, None] * net.value_dim + np.arange(net.value_dim)).ravel()
-    with_keys = np.concatenate(
-        [np.arange(net.channels - net.values), net.channels - net.values + channels]
-    )
-    rows = {own: np.arange(count)}
-    if module == "in_proj_qkvz":
-        both = np.split(np.arange(count), [net.channels]) if of_outputs else 2 * [rows[own]]
-        rows = {own.replace("qkvz", name): of for name, of in zip(("qkv", "z"), both, strict=True)}
-    elif module == "out_proj" and of_inputs:
-        columns = channels
-    elif of_outputs and module in ("in_proj_qkv", "conv1d"):
-        rows = {own: with_keys}
-    elif of_outputs and module == "in_proj_z":
-        rows = {own: channels}
-    elif of_outputs and module == "in_proj_ba":
-        rows = {own: np.asarray(part.rows_of(slice(None)))}
-    elif of_outputs and module in ("in_proj_b", "in_proj_a", "A_log", "dt_bias"):
-        rows = {own.replace("dt_bias", "dt_proj.bias"): heads}
-
-    for name, order in rows.items():
-
-        def made(values: np.ndarray, order: np.ndarray = order) -> np.ndarray:
-            rows = values[part.start : part.stop][order]
-            rows = rows if part.columns is None else rows[:, : part.columns]
-            if module == "A_log":
-                return -np.exp(rows.astype(np.float32))
-            return rows[:, columns] if rows.ndim > 1 else rows
-
-        width = param.row_shape if part.columns is None else (part.columns,)
-        yield f"{stem}{_AT}{name}", (len(order), *width), made

@@ -54,6 +54,9 @@ constexpr int D = HALF ? (HEAD_DIM + 15) / 16 * 16 : HEAD_DIM, UNITS = D / VECTO
 constexpr int PITCH = D + VECTOR, SCORES = STEP + 4, PROBS = STEP + 8;
 constexpr int TILE = STEP * PITCH;  // elements of a tile of keys or of values
 constexpr int TILES = LATENT ? 1 : 2;  // of a stage
+// Vectors of a tile that each thread copies, and how many of them are copied at once: of wide keys
+// not all, whose addresses take too many registers.
+constexpr int COPIES = (STEP * UNITS + THREADS - 1) / THREADS, TOGETHER = LATENT ? 3 : COPIES;
 constexpr int TURNS = ROWS / 16;    // eight threads share a row of scores
 
 // Products of a block's rows with keys and values, whose sums are spread over its threads: sum[q][i]
@@ -251,8 +254,8 @@ struct Block {
     // Start copying keys and values first + [0, STEP), those from `end` on as zeros.
     __device__ __forceinline__ void load(int stage, int first, int end) const {
         T* const keys = stages + stage * TILES * TILE;
-#pragma unroll
-        for (int i = 0; i < (STEP * UNITS + THREADS - 1) / THREADS; ++i) {
+#pragma unroll TOGETHER
+        for (int i = 0; i < COPIES; ++i) {
             const int index = i * THREADS + threadIdx.x, row = index / UNITS, key = first + row;
             const int column = index % UNITS * VECTOR;
             if (STEP * UNITS % THREADS != 0 && row >= STEP) { continue; }

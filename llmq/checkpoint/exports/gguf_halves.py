@@ -1,0 +1,205 @@
+"""Halves of layers in GGUF files: delta nets, latent attention, short convolutions, experts.
+
+Names and layout follow llama.cpp's converters.
+
+    delta nets         names of state space models; decays as -exp(A_log); the fused projections of
+                       Qwen3-Next separately; value heads of Qwen3.5 interleaved, first the first
+                       value head of each key head
+    latent attention   one key head; kv_b as two tensors, attn_k_b (H, R, N) and attn_v_b (H, V, R)
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from llmq.arch.common import GgufKind
+from llmq.arch.delta import DeltaNet
+from llmq.arch.latent import NORM_EPS
+from llmq.arch.matrix import HfPart
+from llmq.arch.model_config import ModelConfig
+from llmq.arch.rope_family import all_but_every
+from llmq.arch.rope_scaling import RopeScaling
+from llmq.arch.short_conv import ShortConvs
+from llmq.state.params import Param
+
+Made = tuple[str, tuple[int, ...], Callable[[np.ndarray], np.ndarray]]
+"""Hugging Face's name of a tensor, its shape, and the function that computes its values."""
+
+
+def kind_of(model: ModelConfig) -> GgufKind | None:
+    """The GGUF declaration of the model's architecture; None without one. A declaration is not
+    inherited, because GGUF has another name for a related architecture."""
+    return vars(type(model.arch)).get("gguf")
+
+
+def lacks(model: ModelConfig) -> Iterator[str]:
+    """Properties of this model's halves that llama.cpp's implementation lacks."""
+    kind, its = kind_of(model), model.experts
+    if "delta_in" in model.arch.modules:
+        yield from _delta_lacks(model)
+    if its is None:
+        return
+    if its.layers is not None and not kind.routers:
+        yield "of which some layers have an MLP"
+    if its.renormalize != kind.renormalize and not kind.routers:
+        yield f"with norm_topk_prob {its.renormalize}"
+    if (its.alpha, its.limit) != kind.activation:
+        own = "swiglu_alpha {:g} and swiglu_limit {:g}"
+        yield f"with {own.format(its.alpha, its.limit)}, only {own.format(*kind.activation)}"
+
+
+def otherwise(model: ModelConfig) -> Iterator[str]:
+    """Warnings about small differences between these halves and llama.cpp's."""
+    if model.latent is not None and model.norm_eps != NORM_EPS:
+        yield (
+            f"llama.cpp takes the epsilon {model.norm_eps:g} in norms of latents, this model "
+            f"{NORM_EPS:g}"
+        )
+
+
+def own_factor(model: ModelConfig, scaling: RopeScaling) -> float:
+    """The attention factor that llama.cpp computes of YaRN's metadata."""
+    if model.latent is not None and scaling.mscale_all_dim:
+        return 1.0
+    return RopeScaling(kind="yarn", factor=scaling.factor).attention(0)
+
+
+def add_metadata(gguf: Any, writer: Any, model: ModelConfig) -> None:
+    """The sizes of halves."""
+    writer.add_head_count(model.num_heads)
+    if model.experts is not None:
+        _add_experts(gguf, writer, model)
+    if (latent := model.latent) is not None:
+        row = latent.rank + latent.rotary
+        writer.add_head_count_kv(1)
+        writer.add_key_length(row)
+        writer.add_value_length(latent.rank)
+        writer.add_key_length_mla(latent.keys)
+        writer.add_value_length_mla(latent.values)
+        writer.add_kv_lora_rank(latent.rank)
+        if latent.query_rank is not None:
+            writer.add_q_lora_rank(latent.query_rank)
+        if model.rope_scaling is not None and model.rope_scaling.mscale_all_dim:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * model.rope_scaling.mscale_all_dim)
+        return
+    if model.positions == "rope":
+        writer.add_key_length(model.head_dim)
+        writer.add_value_length(model.head_dim)
+    if isinstance(model.mixers, ShortConvs):
+        mixed = [model.has_mixer(layer) for layer in range(model.num_layers)]
+        writer.add_head_count_kv([0 if each else model.num_kv_heads for each in mixed])
+        writer.add_shortconv_l_cache(model.mixers.taps)
+        return
+    writer.add_head_count_kv(model.num_kv_heads)
+    if isinstance(model.mixers, DeltaNet):
+        _add_delta(writer, model)
+
+
+def _add_experts(gguf: Any, writer: Any, model: ModelConfig) -> None:
+    its, kind = model.experts, kind_of(model)
+    writer.add_expert_count(its.count)
+    writer.add_expert_used_count(its.active)
+    writer.add_expert_feed_forward_length(model.expert_size)
+    if kind.routers or model.arch.sigmoid:
+        gating = gguf.ExpertGatingFuncType
+        writer.add_expert_gating_func(gating.SIGMOID if model.arch.sigmoid else gating.SOFTMAX)
+    if kind.routers:
+        writer.add_expert_shared_count((its.shared_size or 0) // model.expert_size)
+        writer.add_expert_weights_scale(its.scale)
+        writer.add_expert_weights_norm(its.renormalize)
+        writer.add_leading_dense_block_count((its.layers or (True,)).count(False))
+    elif its.shared_size is not None:
+        writer.add_expert_shared_feed_forward_length(its.shared_size)
+
+
+def made_of(model: ModelConfig, param: Param, part: HfPart) -> Iterator[Made] | None:
+    """The tensors of a part that has a layout of its own; None for other parts."""
+    if _AT in part.name:
+        return _delta_tensors(model, param, part)
+    return _latent_tensors(model, part) if part.name.endswith(".kv_b_proj.weight") else None
+
+
+def _latent_tensors(model: ModelConfig, part: HfPart) -> Iterator[Made]:
+    """attn_k_b and attn_v_b of kv_b, whose rows of keys come first."""
+    its, H = model.latent, model.num_heads
+    N, V, R, stem = its.plain, its.values, its.rank, part.name.removesuffix("kv_b_proj.weight")
+    keys = lambda values: values[: H * N].reshape(H, N, R).swapaxes(1, 2)  # noqa: E731
+    yield f"{stem}k_b_proj.weight", (H, R, N), keys
+    yield f"{stem}v_b_proj.weight", (H, V, R), lambda values: values[H * N :].reshape(H, V, R)
+
+
+_AT = ".linear_attn."
+_AXES = (11, 11, 10, 0)
+"""Pairs of rotary channels for each axis of images: the converter's values for a model without
+images. GGUF requires this field for models with interleaved value heads."""
+
+
+def _delta_lacks(model: ModelConfig) -> Iterator[str]:
+    """Properties of this model that llama.cpp's delta nets lack."""
+    net = model.mixers
+    if net is None:
+        yield "without delta nets"
+        return
+    if net.key_dim != net.value_dim:
+        yield f"with keys of {net.key_dim} and values of {net.value_dim} channels"
+    if net.layers != all_but_every(_attention_every(net), model.num_layers):
+        yield "whose layers with attention stand at several distances"
+
+
+def _attention_every(net: DeltaNet) -> int:
+    return [*net.layers, False].index(False) + 1
+
+
+def _add_delta(writer: Any, model: ModelConfig) -> None:
+    net = model.mixers
+    writer.add_ssm_conv_kernel(net.taps)
+    writer.add_ssm_state_size(net.key_dim)
+    writer.add_ssm_group_count(net.key_heads)
+    writer.add_ssm_time_step_rank(net.value_heads)
+    writer.add_ssm_inner_size(net.values)
+    writer.add_full_attention_interval(_attention_every(net))
+    if kind_of(model).heads_in_turns:
+        writer.add_rope_dimension_sections(_AXES)
+
+
+def _delta_tensors(model: ModelConfig, param: Param, part: HfPart) -> Iterator[Made]:
+    """The tensors of a part of a delta net. Names are Hugging Face's, or in Hugging Face's style if
+    a module is separate only in GGUF."""
+    stem, _, own = part.name.partition(_AT)
+    net, module, count = model.mixers, own.split(".")[0], part.stop - part.start
+    of_inputs, of_outputs = (".lora_B." not in own, ".lora_A." not in own)
+    columns: Any = slice(None)
+    heads = np.arange(net.value_heads)
+    if kind_of(model).heads_in_turns:
+        heads = heads.reshape(net.key_heads, -1).T.ravel()
+    channels = (heads[:, None] * net.value_dim + np.arange(net.value_dim)).ravel()
+    with_keys = np.concatenate(
+        [np.arange(net.channels - net.values), net.channels - net.values + channels]
+    )
+    rows = {own: np.arange(count)}
+    if module == "in_proj_qkvz":
+        both = np.split(np.arange(count), [net.channels]) if of_outputs else 2 * [rows[own]]
+        rows = {own.replace("qkvz", name): of for name, of in zip(("qkv", "z"), both, strict=True)}
+    elif module == "out_proj" and of_inputs:
+        columns = channels
+    elif of_outputs and module in ("in_proj_qkv", "conv1d"):
+        rows = {own: with_keys}
+    elif of_outputs and module == "in_proj_z":
+        rows = {own: channels}
+    elif of_outputs and module == "in_proj_ba":
+        rows = {own: np.asarray(part.rows_of(slice(None)))}
+    elif of_outputs and module in ("in_proj_b", "in_proj_a", "A_log", "dt_bias"):
+        rows = {own.replace("dt_bias", "dt_proj.bias"): heads}
+
+    for name, order in rows.items():
+
+        def made(values: np.ndarray, order: np.ndarray = order) -> np.ndarray:
+            rows = values[part.start : part.stop][order]
+            rows = rows if part.columns is None else rows[:, : part.columns]
+            if module == "A_log":
+                return -np.exp(rows.astype(np.float32))
+            return rows[:, columns] if rows.ndim > 1 else rows
+
+        width = param.row_shape if part.columns is None else (part.columns,)
+        yield f"{stem}{_AT}{name}", (len(order), *width), made
