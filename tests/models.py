@@ -75,6 +75,12 @@ CONFIGS = {
         use_double_wide_mlp=True, pad_token_id=None,
         layer_types=["sliding_attention", *["full_attention"] * 3],
     ),
+    "gemma4_a4b": lambda: transformers.Gemma4TextConfig(
+        **_SHARED, head_dim=16, global_head_dim=32, num_global_key_value_heads=1, sliding_window=5,
+        attention_k_eq_v=True, hidden_size_per_layer_input=0, pad_token_id=None, num_experts=5,
+        top_k_experts=2, moe_intermediate_size=48, enable_moe_block=True,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "granite": lambda: transformers.GraniteConfig(
         **_SHARED, tie_word_embeddings=True, embedding_multiplier=12.0, residual_multiplier=0.22,
         logits_scaling=2.0, attention_multiplier=0.1,
@@ -142,7 +148,7 @@ CONFIGS = {
 }  # fmt: skip
 
 WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "gpt_oss")
-WITH_EXPERTS += ("qwen3_5_moe", "qwen3_next", "deepseek_v3")
+WITH_EXPERTS += ("gemma4_a4b", "qwen3_5_moe", "qwen3_next", "deepseek_v3")
 
 
 def hf_model(name: str, seed: int = 0, **changed: object) -> transformers.PreTrainedModel:

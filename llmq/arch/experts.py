@@ -17,12 +17,12 @@ hidden size, F: width of an expert, E: number of experts.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 from llmq.arch.common import Architecture, get, size
-from llmq.arch.halves import mlp
+from llmq.arch.halves import inner_norm, mlp
 from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
 from llmq.base.errors import ConfigError
 
@@ -98,7 +98,14 @@ class WithExperts(Architecture):
     """Routers take sigmoids, and have a constant for each expert, which is loaded and never
     trained."""
     paired = False
-    """Experts are paired, and in files a layer's are one parameter."""
+    """Experts are paired, and stored transposed."""
+    fused = False
+    """In files a layer's experts are one parameter."""
+    experts_at = "model.layers.{}.mlp.experts"
+    """Module of a layer's experts."""
+    beside_mlp = False
+    """Experts stand beside the MLP, each with norms of its own in front and behind. The router has
+    a norm of its own, too, and each expert a trained factor."""
     aux_loss = 0.001
     """Coefficient of the load-balancing loss where the config does not say."""
     expert_modules: Mapping[str, tuple[str, ...]] = {
@@ -117,7 +124,10 @@ class WithExperts(Architecture):
 
     def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
         first, second = super().layers(model, layer)
-        return first, experts(model, layer) if model.has_experts(layer) else second
+        if not model.has_experts(layer):
+            return first, second
+        both = _beside(model, layer, second) if self.beside_mlp else experts(model, layer)
+        return first, both
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """The model says what experts it has, as far as the architecture does not."""
@@ -181,6 +191,9 @@ def experts(config: Any, layer: int) -> HalfSpec:
     u0 g1 u1 ..."""
     its, F = config.experts, config.expert_size
     routers, shared = [_router(config, layer, "router", its.count)], ()
+    if config.arch.beside_mlp:
+        routers.append(_of_router(config, layer, "router_norm", "scale", config.hidden_size))
+        routers.append(_of_router(config, layer, "expert_scale", "per_expert_scale", its.count))
     activations = ("router_logits", "expert_up", "expert_act")
     if config.arch.sigmoid:
         routers.append(_correction(config, layer))
@@ -207,6 +220,27 @@ def experts(config: Any, layer: int) -> HalfSpec:
     )
 
 
+def _beside(config: Any, layer: int, mlp: HalfSpec) -> HalfSpec:
+    """The MLP beside experts: the sum of what both put out, each behind a norm. ln2_mlp_post,
+    ln2_experts, ln2_experts_post, router_norm: (C,). expert_scale: (E,)."""
+    own = experts(config, layer)
+    up = replace(own["experts_up"], input="ln2_experts")
+    modules = tuple(up if m.key == up.key else m for m in own.modules)
+    first = inner_norm(config, layer, "ln2_experts")
+    own = replace(own, norm=first.key, norms=(first,), modules=modules)
+    posts = [inner_norm(config, layer, f"{key}_post") for key in ("ln2_mlp", "ln2_experts")]
+    return HalfSpec(
+        kind="mlp_and_experts",
+        name="ffn",
+        norm=mlp.norm,
+        norms=mlp.norms,
+        modules=(*mlp.modules, posts[0], first, *modules, posts[1]),
+        output=None,
+        activations=(*mlp.activations, *own.activations),
+        parts=(mlp, own),
+    )
+
+
 def _matrices(
     config: Any,
     layer: int,
@@ -219,18 +253,19 @@ def _matrices(
     """KIND_up and KIND_down of `count` experts of this width; None: of one MLP. targets:
     --lora-targets of up, gate and down."""
     C, name, paired = config.hidden_size, kind.removesuffix("s"), config.arch.paired
+    alone = paired or config.arch.fused
     outer, experts_ = () if count is None else (count,), range(count or 1)
 
     def module(key: str, rows: int, its_targets: tuple) -> dict[str, Any]:
         parts, fused = (), None
-        if not paired:
+        if count is None or not alone:
             parts = _parts(config, layer, key, rows, its_targets, experts_)
         if count is not None:
             both = len(its_targets) > 1
             fused = Part(
-                module=f"model.layers.{layer}.mlp.experts.{_FUSED[key]}",
+                module=f"{config.arch.experts_at.format(layer)}.{_FUSED[key]}",
                 rows=count * len(its_targets) * rows,
-                targets=("experts" if paired else "fused_experts",),
+                targets=("experts" if alone else "fused_experts",),
                 transposed=paired,
                 order=((rows, 2 * rows), (0, rows)) if both and not paired else (),
                 experts=count,
@@ -260,6 +295,16 @@ def _router(config: Any, layer: int, key: str, rows: int) -> Module:
         kind="router",
         bias=config.arch.paired,
     )
+
+
+def _of_router(config: Any, layer: int, key: str, tensor: str, rows: int) -> Module:
+    """A vector of a router."""
+    module = config.arch.expert_modules["router"][0].rpartition(".")[0].format(layer)
+    part = Part(module=module, rows=rows)
+    return Module(
+        key=key, name=module, tensor=tensor, shape=(rows,), parts=(part,), kind="vector",
+        initial="one",
+    )  # fmt: skip
 
 
 def _correction(config: Any, layer: int) -> Module:

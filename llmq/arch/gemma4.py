@@ -5,6 +5,8 @@ adds to each layer a vector of each token, of a table beside the embedding. P: i
 
     inputs = norm(C^-1/2 * per_layer_in @ x) + P^1/2 * table[token]       x: the embedding
     stream += norm(2^-1/2 * out @ (gelu(gate @ stream) * inputs of the layer))
+
+26B-A4B is another variant: experts stand beside the MLP of each layer (`beside_mlp`).
 """
 
 from collections.abc import Mapping
@@ -12,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmq.arch.common import Architecture, get, reject, size
+from llmq.arch.experts import Experts, WithExperts
 from llmq.arch.gemma3 import Gemma3
 from llmq.arch.halves import matrix, norms
 from llmq.arch.matrix import HalfSpec, Module, Part
@@ -46,7 +49,7 @@ class Gemma4(Gemma3):
     layer_scale = True
     own_fields = (
         *(*Gemma3.own_fields, "full_kv_heads", "full_head_dim", "keys_as_values"),
-        *("shared_keys", "wide_mlp", "per_layer_size"),
+        *("shared_keys", "wide_mlp", "per_layer_size", "experts"),
     )
     sliding_window = 512
     inputs_size = 256
@@ -58,14 +61,15 @@ class Gemma4(Gemma3):
     targets = (*Gemma3.targets, "per_layer_gate", "per_layer_projection")
 
     def of(self, model: Any) -> Architecture:
-        """The variant with vectors of each layer, where the model has some."""
+        """The variant with vectors of each layer, or with experts, where the model has some."""
+        if model.experts is not None:
+            return WITH_EXPERTS
         return self if model.per_layer_size is None else WITH_INPUTS
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Read the fields, and refuse parts that are not implemented."""
         given = {**_DEFAULTS, "hidden_size_per_layer_input": self.inputs_size, **hf}
         reject(given, "hidden_activation", "gelu_pytorch_tanh")
-        reject(given, "enable_moe_block", False, None)
         reject(given, "use_bidirectional_attention", None, "vision")  # text is causal
         rope = given["rope_parameters"] or _DEFAULTS["rope_parameters"]
         local = get(rope, WINDOWED, dict)
@@ -85,8 +89,20 @@ class Gemma4(Gemma3):
             "full_head_dim": None if full_head_dim == fields["head_dim"] else full_head_dim,
             "full_kv_heads": None if full_kv_heads == fields["num_kv_heads"] else full_kv_heads,
             "keys_as_values": shared,
+            "experts": self._read_experts(given),
             **self._read_sharing(given, len(windowed)),
         }
+
+    def _read_experts(self, hf: Mapping[str, Any]) -> Experts | None:
+        if not get(hf, "enable_moe_block", bool, False):
+            return None
+        reject(hf, "hidden_size_per_layer_input", 0, None)  # not together
+        return Experts(
+            count=size(hf, "num_experts"),
+            active=size(hf, "top_k_experts"),
+            size=size(hf, "moe_intermediate_size"),
+            renormalize=True,
+        )
 
     def _read_sharing(self, hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
         """Read how many of the last layers share keys, and the width of vectors of each layer."""
@@ -136,7 +152,8 @@ class Gemma4(Gemma3):
             "hidden_size_per_layer_input": model.per_layer_size or 0,
             "vocab_size_per_layer_input": model.vocab_size,
             "num_kv_shared_layers": sum(model.shared_keys or ()),
-            "enable_moe_block": False,
+            "enable_moe_block": model.experts is not None,
+            **({} if model.experts is None else _of_experts(model)),
             "use_double_wide_mlp": model.wide_mlp,
         }
 
@@ -174,7 +191,31 @@ class _WithInputs(Gemma4):
         }  # fmt: skip
 
 
-WITH_INPUTS = _WithInputs()
+class _WithExperts(WithExperts, Gemma4):
+    """The variant with experts beside the MLP."""
+
+    fused = True
+    beside_mlp = True
+    experts_at = "model.layers.{}.experts"
+    expert_modules: Mapping[str, tuple[str, ...]] = {"router": ("model.layers.{}.router.proj",)}
+    modules = Gemma4.modules | norm_modules({
+        "ln2_mlp_post": "post_feedforward_layernorm_1",
+        "ln2_experts": "pre_feedforward_layernorm_2",
+        "ln2_experts_post": "post_feedforward_layernorm_2",
+    })  # fmt: skip
+    targets = tuple(target for target in WithExperts.targets if target != "fused_experts")
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        return Gemma4.write_sizes(self, model)
+
+
+WITH_INPUTS, WITH_EXPERTS = _WithInputs(), _WithExperts()
+
+
+def _of_experts(model: Any) -> dict[str, Any]:
+    its = model.experts
+    sizes = {"num_experts": its.count, "top_k_experts": its.active}
+    return sizes | {"moe_intermediate_size": model.expert_size}
 
 
 def _whole(key: str, name: str, rows: int, shape: tuple[int, ...], kind: str) -> Module:

@@ -156,6 +156,12 @@ def norms(config: Any, key: str, layer: int) -> tuple[Module, ...]:
     return tuple(found)
 
 
+def inner_norm(config: Any, layer: int, key: str) -> Module:
+    """A norm inside a half: (C,)."""
+    name = config.arch.modules[key][0].format(layer)
+    return _norm(config, key, name, config.hidden_size, layer)
+
+
 def _layer_scale(config: Any, layer: int) -> Module:
     """ln1_scale: (1,), of the stream behind a layer."""
     part = Part(module=config.arch.modules["ln1_scale"][0].format(layer), rows=1)

@@ -4,6 +4,8 @@ Weight table, codes, fp8 scales, adapters, files, diagnosis, decoding and speed 
 these declarations: `Architecture.layers` gives the halves of each block, `halves.py` makes them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -186,7 +188,8 @@ class HalfSpec:
     (--mlp-dtype). When a text is continued, cached: what each token leaves for those behind it, by
     name, with its shape; carried: what all tokens leave together, in F32, for what goes on behind
     the last one. reads: the layer whose half of this name leaves what is cached for this one, too;
-    None: this one's own. factor: of the product that the half puts out. sizes: what the kind has to
+    None: this one's own. parts: halves that stand beside each other in this one; (): there are
+    none. factor: of the product that the half puts out. sizes: what the kind has to
     know beside the shapes of matrices. flops: of a token, forward, beside matrices and attention.
     """
 
@@ -201,6 +204,7 @@ class HalfSpec:
     coded: tuple[str, ...] = ()
     cached: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     carried: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    parts: tuple[HalfSpec, ...] = ()
     reads: int | None = None
     factor: float = 1.0
     sizes: Mapping[str, Any] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from llmq.arch.matrix import halves_gradients, halves_inputs
+from llmq.arch.matrix import HalfSpec, halves_gradients, halves_inputs
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, E4M3_HALF, F32, FP8_MAX, DType, parse_dtype
 from llmq.base.operand import Fp8, Operand, OutBuffers, ProductOutput, Result, turned
@@ -100,19 +100,19 @@ class E4m3Operands(Operands):
 
     def _add_layer(self, config: ModelConfig, layer: int, *, coded: bool) -> None:
         """Add the formats and limits of a layer. coded: True if products write codes."""
-        halves = config.halves(layer)
+        halves, parts = config.halves(layer), _parts(config, layer)
         names = dict.fromkeys(halves_inputs(halves), self.e4m3)
         names |= dict.fromkeys(halves_gradients(halves), self.gradient_dtype)
-        for name in [name for half in halves for name in half.coded] if coded else ():
+        for name in [name for half in parts for name in half.coded] if coded else ():
             names[name] = self.gradient_dtype if name.startswith("d_") else self.e4m3
             self.products.append(id_of(layer, name))
-        self.outs |= {id_of(layer, f"d_{half.name}") for half in halves}
+        self.outs |= {id_of(layer, f"d_{half.name}") for half in parts}
         self.formats |= names
         self.limits |= {id_of(layer, name): FP8_MAX[dtype] for name, dtype in names.items()}
 
     def _add_readers(self, config: ModelConfig, options: StepOptions, layer: int) -> None:
         needed, adapts = needed_inputs(config, options.model, layer), options.model.freezes_model
-        for half in config.halves(layer):
+        for half in _parts(config, layer):
             if any(module.kind == "router" for module in half.modules):
                 self.whole.add(id_of(layer, half.norm))
             for matrix in half.matrices:
@@ -321,3 +321,8 @@ class E4m3Storage(Storage):
         ref.quantize(codes, scale, x, largest, x.size)
         ref.dequantize(out, codes, scale, x.size)
         return out
+
+
+def _parts(config: ModelConfig, layer: int) -> tuple[HalfSpec, ...]:
+    """Return the halves of a layer, or the parts of which a half consists."""
+    return tuple(part for half in config.halves(layer) for part in half.parts or (half,))

@@ -207,13 +207,16 @@ class LayerContext(NamedTuple):
     """A pass over one half of a layer. temps: how long its scratch lives. layer: the half's tensors
     in this layer. w: the weights of the block. g: where the block's gradients go; None in forward.
     before: (rows, C), the residual stream where the half before began; None where backward need not
-    make the stream again, and where there is no half before. keep: whether backward follows."""
+    make the stream again, and where there is no half before. d_stream: (rows, C), the gradient of
+    the stream in front of the half, to which norms inside the half add; None in forward. keep:
+    whether backward follows."""
 
     temps: ExitStack
     layer: HalfLayer
     w: PartWeights
     g: PartGrads | None = None
     before: Tensor | None = None
+    d_stream: Tensor | None = None
     keep: bool = False
 
 

@@ -228,7 +228,7 @@ class Blocks:
             for i, (half, of_half) in enumerate(zip(self.halves[index], layer.halves, strict=True)):
                 before = layer.streams[i - 1] if again and i > 0 else None
                 temps = outer.enter_context(ExitStack())
-                contexts.append(LayerContext(temps, of_half, w, g, before))
+                contexts.append(LayerContext(temps, of_half, w, g, before, d_residual))
                 if again:  # a stream between needs the half in front of it
                     made.append(half.recompute(contexts[i]))
             for i in reversed(range(len(specs))):

@@ -20,6 +20,7 @@ from llmq.runtime.machine import choose_machine
 from llmq.state.params import weight_table
 from tests.models import _SHARED as SHARED
 from tests.models import (
+    CONFIGS,
     LOSS_RTOL,
     VOCAB,
     exported,
@@ -62,6 +63,7 @@ FAMILIES = {
         **FOUR, head_dim=16, global_head_dim=32, hidden_size_per_layer_input=0, sliding_window=90,
         final_logit_softcapping=30.0,
     ),
+    "gemma4_a4b": CONFIGS["gemma4_a4b"],
     "gemma4_e4b": lambda: transformers.Gemma4TextConfig(
         **FOUR | {"num_hidden_layers": 6}, head_dim=16, global_head_dim=32, sliding_window=5,
         hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=3,

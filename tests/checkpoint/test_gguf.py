@@ -60,7 +60,9 @@ CHANGED = {
     "qwen3_next": {"mlp_only_layers": (), "linear_value_head_dim": 64},
 }  # fmt: skip
 NAMED = [
-    name for name in CONFIGS if name not in ("granite", "granitemoehybrid", "gemma4", "gemma4_e2b")
+    name
+    for name in CONFIGS
+    if name not in ("granite", "granitemoehybrid", "gemma4", "gemma4_e2b", "gemma4_a4b")
 ]  # those that have a name in GGUF files
 DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 ROPE_NAMES = {

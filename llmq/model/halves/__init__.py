@@ -10,6 +10,7 @@ from llmq.model.halves.experts import ExpertsHalf
 from llmq.model.halves.half import Half
 from llmq.model.halves.latent import LatentHalf
 from llmq.model.halves.mlp import MlpHalf
+from llmq.model.halves.mlp_and_experts import MlpAndExpertsHalf
 from llmq.model.halves.per_layer import PerLayerHalf
 from llmq.model.halves.short_conv import ShortConvHalf
 
@@ -22,5 +23,6 @@ HALVES: dict[str, type[Half]] = {
     "mlp": MlpHalf,
     "experts": ExpertsHalf,
     "per_layer": PerLayerHalf,
+    "mlp_and_experts": MlpAndExpertsHalf,
 }
 """By HalfSpec.kind."""

@@ -30,10 +30,10 @@ from llmq.model.halves.expert_linear import ExpertLinear, biases_of
 from llmq.model.halves.half import ModelContext
 from llmq.model.halves.shared_expert import SharedExpert, SharedKept
 from llmq.model.linear import Linear
-from llmq.model.parameters import PartWeights
+from llmq.ops.experts import expert_scale
 from llmq.ops.experts.expert_rows import combine, combine_backward, gather_rows, sort_rows
 from llmq.ops.experts.route import route, route_backward
-from llmq.ops.pointwise import swiglu
+from llmq.ops.pointwise import norm, swiglu
 from llmq.ops.pointwise.elementwise import convert
 from llmq.ops.product.matmul import matmul
 from llmq.ops.quantize import quantize
@@ -44,7 +44,8 @@ class _Saved(NamedTuple):
     """The tensors kept of one layer. router_logits: F32 (S, E). chosen: I32 (S, K), the experts of
     a row. weights: F32 (S, K), of these. order: I32 (R,), the row and choice s * K + k that each
     sorted row is. place: I32 (S, K), the sorted row of each choice. starts: I32 (E+1,), where each
-    expert's rows begin. up: (R, 2F). act: (R, F). shared: of the shared expert."""
+    expert's rows begin. up: (R, 2F). act: (R, F). shared: of the shared expert. unscaled: F32 (S,
+    K), weights without trained factors of experts; None without such factors."""
 
     router_logits: Tensor
     chosen: Tensor
@@ -55,6 +56,7 @@ class _Saved(NamedTuple):
     up: Activation
     act: Activation
     shared: SharedKept | None
+    unscaled: Tensor | None
 
 
 class ExpertsHalf:
@@ -63,7 +65,10 @@ class ExpertsHalf:
     def __init__(self, shared: ModelContext):
         self.dev, self.routers = shared.dev, Linear(shared.dev)
         self.norms = shared.norms
-        its, self.operands = shared.config.experts, shared.operands
+        config, its, self.operands = shared.config, shared.config.experts, shared.operands
+        self.eps, self.gelu = config.norm_eps, config.activation == "geglu"
+        if config.arch.beside_mlp:  # of the router's own norm
+            self.routers.alpha = config.hidden_size**-0.5
         self.clamp = None if its.alpha is None else (its.alpha, its.limit)
         rows = shared.options.batch.micro_tokens * its.active
         self.linear = ExpertLinear(shared, rows)
@@ -83,6 +88,7 @@ class ExpertsHalf:
         K, r, S = layer.spec.sizes["active"], layer.recompute, layer.rows
         keeps_act = not r.swiglu and "expert_act" not in layer.spec.made_again
         E, _, F = layer.spec["experts_down"].shape
+        scales = any(module.key == "expert_scale" for module in layer.spec.modules)
         return _Saved(
             router_logits=layer.alloc("router_logits", S, E, dtype=F32),
             chosen=layer.alloc("chosen", S, K, dtype=I32),
@@ -93,15 +99,20 @@ class ExpertsHalf:
             up=layer.activation("expert_up", 2 * F, kept=not r.ffn, per_row=K),
             act=layer.activation("expert_act", F, kept=keeps_act, per_row=K),
             shared=self.shared and self.shared.keep(layer),
+            unscaled=layer.alloc("unscaled_weights", S, K, dtype=F32) if scales else None,
         )
 
     def forward(self, ctx: LayerContext, x: Operand) -> None:
         dev, layer, kept, out = self.dev, ctx.layer, ctx.layer.saved, ctx.layer.out.out
-        self._multiply_router(kept.router_logits, ctx.w, tensor_of(x))
+        self._multiply_router(ctx, x)
         how = self.scores | {"bias": ctx.w.get("router_correction")}
         if ctx.keep and self.balance is not None:
             how |= {"sums": self.balance.sums(layer.index), "targets": self.balance.targets}
-        route(dev, kept.chosen, kept.weights, kept.router_logits, **how)
+        weights = kept.weights if kept.unscaled is None else kept.unscaled
+        route(dev, kept.chosen, weights, kept.router_logits, **how)
+        if kept.unscaled is not None:
+            factors = (ctx.w["expert_scale"], kept.chosen)
+            expert_scale.forward(dev, kept.weights, weights, *factors)
         sort_rows(dev, kept.order, kept.place, kept.starts, kept.chosen)
         up = kept.up.place(dev, ctx.temps)
         self._multiply_up(ctx, x, up)
@@ -165,7 +176,8 @@ class ExpertsHalf:
     def _activate(self, up: Tensor, to: OutBuffers) -> None:
         """Write SwiGLU, clamped or not, of up (R, 2F) to the buffers of the activation (R, F)."""
         if self.clamp is None:
-            swiglu.forward(self.dev, to.tensor, up, abs_max=to.abs_max, fp8=to.fp8)
+            how = {"gelu": self.gelu, "abs_max": to.abs_max, "fp8": to.fp8}
+            swiglu.forward(self.dev, to.tensor, up, **how)
             return
         with ExitStack() as temps:
             act = self._tensor_of(temps, to, (up.shape[0], up.shape[1] // 2), up.dtype)
@@ -200,7 +212,7 @@ class ExpertsHalf:
         dev, weights = self.dev, kept.weights
         if self.clamp is None:
             swiglu.weighted_backward(
-                dev, to.tensor, d_weights, d_act, up, kept.order, weights, act,
+                dev, to.tensor, d_weights, d_act, up, kept.order, weights, act, gelu=self.gelu,
                 abs_max=to.abs_max, fp8=to.fp8,
             )  # fmt: skip
             return
@@ -249,21 +261,47 @@ class ExpertsHalf:
             if biases is not None:
                 how["of_experts"] = scratch_like(dev, temps, "d_of_biases", logits)
                 matmul(dev, how["of_experts"], d_out, biases, trans_b=True)
+            if layer.saved.unscaled is not None:
+                order = (w["expert_scale"], layer.saved.order, layer.saved.starts)
+                of_scale = g.get("expert_scale")
+                expert_scale.backward(dev, d_weights, of_scale, layer.saved.unscaled, *order)
             route_backward(dev, d_logits, d_weights, logits, layer.saved.chosen, **how)
-            if d_x is not None:
+            if "router_norm" in w:
+                x = self._router_input(temps, ctx)
+                self._backward_router_norm(ctx, d_logits)
+            elif d_x is not None:
                 matmul(dev, d_x, d_logits, w["router"], accumulate=True)
             self.routers.weight_gradients(g.get("router"), g.bias("router"), d_logits, x)
         correction = g.get("router_correction")
         if correction is not None and not correction.accumulate:
             dev.zero(correction.tensor)
 
-    def _multiply_router(self, logits: Tensor, w: PartWeights, x: Tensor) -> None:
-        bias = w.bias("router")
+    def _router_input(self, temps: ExitStack, ctx: LayerContext) -> Tensor:
+        """Input (S, C) of a router with a norm of its own: the stream behind that norm, whose
+        statistics are those of the norm in front of the half."""
+        stream, rstd = ctx.layer.norm.stream, ctx.layer.norm.stats.rstd
+        z = scratch_like(self.dev, temps, "router_input", stream)
+        norm.post(self.dev, z, rstd, stream, None, ctx.w["router_norm"], self.eps)
+        return z
+
+    def _backward_router_norm(self, ctx: LayerContext, d_logits: Tensor) -> None:
+        stream, rstd = ctx.layer.norm.stream, ctx.layer.norm.stats.rstd
+        w, d_weight = ctx.w, ctx.g.get("router_norm")
         with ExitStack() as temps:
+            d_z = scratch_like(self.dev, temps, "d_router_input", stream)
+            matmul(self.dev, d_z, d_logits, w["router"], alpha=self.routers.alpha)
+            of_stream = (w["router_norm"], None, rstd, ctx.d_stream)
+            norm.backward(self.dev, ctx.d_stream, d_weight, None, d_z, stream, *of_stream)
+
+    def _multiply_router(self, ctx: LayerContext, x: Operand) -> None:
+        w, logits, bias = ctx.w, ctx.layer.saved.router_logits, ctx.w.bias("router")
+        with ExitStack() as temps:
+            x = self._router_input(temps, ctx) if "router_norm" in w else tensor_of(x)
             if bias is not None and bias.dtype != F32:
                 bias = temps.enter_context(self.dev.scratch("router_bias", bias.shape, F32))
                 convert(self.dev, bias, w.bias("router"))
-            matmul(self.dev, logits, x, w["router"], trans_b=True, bias=bias)
+            alpha = self.routers.alpha
+            matmul(self.dev, logits, x, w["router"], trans_b=True, bias=bias, alpha=alpha)
 
     def _multiply_up(self, ctx: LayerContext, x: Operand, up: Tensor) -> None:
         adapted = ctx.w.adapters("experts_up")[0] is not None

@@ -177,6 +177,7 @@ def weighted_backward(
     weights: Tensor,
     weighted: Tensor | None = None,
     *,
+    gelu: bool = False,
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
@@ -197,7 +198,7 @@ def weighted_backward(
     consts = abs_max_consts(abs_max) | fp8_consts(op, fp8, rows, 2 * F)
     if consts["TRANSPOSED"]:
         raise ValueError(f"{op}: fp8.transposed must be None")
-    consts |= NOT_AGAIN | {"GELU": 0, "CODED": 0}
+    consts |= NOT_AGAIN | {"GELU": int(gelu), "CODED": 0}
     args = (d_up_gate, d_weights, weighted, d_out, up_gate, order, weights, rows, F, abs_max)
     blocks = ceil_div(rows * WARP, THREADS)
     dev.launch(WEIGHTED_BACKWARD, blocks, THREADS, (*args, *fp8_args(fp8)), consts=consts)

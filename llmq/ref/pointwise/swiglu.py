@@ -30,19 +30,20 @@ CASES = {
 
 
 def weighted_swiglu_backward(
-    d_up_gate, d_weights, weighted, d_out, up_gate, order, weights, rows, F, abs_max, *fp8
+    d_up_gate, d_weights, weighted, d_out, up_gate, order, weights, rows, F, abs_max, *fp8, gelu=0
 ):
     """d_weights (S, top_k) and weighted (rows, F) of rows_combine_backward with y = forward's
     output, then swiglu_backward_fp8. fp8: codes, transposed, scale, saturated."""
     out, d, weight = np.empty_like(d_out), d_out.copy(), weights.reshape(-1)[order]
-    swiglu_forward(out, up_gate, rows, F)
+    swiglu_forward(out, up_gate, rows, F, gelu=gelu)
     for block in row_blocks(rows, F):
         of_out, values = compute(d_out[block]), compute(out[block])
         d_weights.reshape(-1)[order[block]] = np.add.reduce(of_out * values, axis=1)
         d[block] = of_out * weight[block, None]
         if weighted is not None:
             weighted[block] = values * weight[block, None]
-    swiglu_backward_fp8(d_up_gate, d, up_gate, rows, rows, F, abs_max, *fp8, *[None] * 9)
+    rest = (rows, rows, F, abs_max, *fp8, *[None] * 9)
+    swiglu_backward_fp8(d_up_gate, d, up_gate, *rest, gelu=gelu)
 
 
 # -- The gated activation of pairs that are cut off

@@ -110,8 +110,8 @@ def test_combine_backward(dev, rng, S, C, E, top_k, dtype):
 
 
 @pytest.mark.parametrize("dtype, coded", [(F32, False), (BF16, False), (BF16, True)])
-@pytest.mark.parametrize("S, F, top_k", [(20, 48, 4), (8, 272, 10)])
-def test_swiglu_with_weights_is_three_operations(dev, rng, S, F, top_k, dtype, coded):
+@pytest.mark.parametrize("S, F, top_k, gelu", [(20, 48, 4, False), (8, 272, 10, True)])
+def test_swiglu_with_weights_is_three_operations(dev, rng, S, F, top_k, gelu, dtype, coded):
     made = run(host_device(), op.sort_rows, sorted_arrays(choices(rng, S, 16, top_k, ""), 16))
     R, empty = S * top_k, np.zeros
     arrays = {
@@ -132,15 +132,15 @@ def test_swiglu_with_weights_is_three_operations(dev, rng, S, F, top_k, dtype, c
 
     def once(dev, out, place, codes, scale, saturated, **tensors):
         fp8 = Fp8Out(codes, None, scale, saturated) if coded else None
-        swiglu.weighted_backward(dev, fp8=fp8, **tensors)
+        swiglu.weighted_backward(dev, fp8=fp8, gelu=gelu, **tensors)
 
     def apart(
         dev, d_up_gate, d_out, out, up_gate, abs_max, codes, scale, saturated, order, **tensors
     ):
         fp8 = Fp8Out(codes, None, scale, saturated) if coded else None
-        swiglu.forward(dev, out, up_gate)
+        swiglu.forward(dev, out, up_gate, gelu=gelu)
         op.combine_backward(dev, d_out, y=out, **tensors)
-        swiglu.backward(dev, d_up_gate, d_out, up_gate, abs_max=abs_max, fp8=fp8)
+        swiglu.backward(dev, d_up_gate, d_out, up_gate, gelu=gelu, abs_max=abs_max, fp8=fp8)
 
     for device in (dev, host_device()):
         got, want = run(device, once, arrays), run(device, apart, arrays)

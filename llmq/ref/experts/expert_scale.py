@@ -1,0 +1,17 @@
+"""References of cu/experts/expert_scale.cu: trained factors of experts."""
+
+import numpy as np
+
+from llmq.ref.common import compute
+
+
+def expert_scale_forward(out, weights, scale, chosen, n):
+    out[...] = weights * compute(scale)[chosen]
+
+
+def expert_scale_backward(d_weights, d_scale, weights, scale, order, starts):
+    """The sums of experts, then the gradients of weights."""
+    d, w, factors = d_weights.reshape(-1), weights.reshape(-1), compute(scale)
+    experts = np.repeat(np.arange(scale.size), np.diff(starts))
+    d_scale[0] = np.bincount(experts, (d * w)[order], scale.size)
+    d[order] *= factors[experts]
