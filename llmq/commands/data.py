@@ -154,7 +154,9 @@ def data(
 
 
 def show(
-    files: argument(list[str], "Token files, patterns, folders of tokenize."),
+    files: argument(
+        list[str], "Token files, patterns, folders of tokenize; or a run of rl, for its samples."
+    ),
     document: option(int | None, "First document to print, from 1.", min=1) = None,
     limit: option(int | None, "Documents to print: 3, or 1 with --document.", min=0) = None,
     ids: option(bool, "A line for each token, with its id.", "--ids") = False,
@@ -163,12 +165,24 @@ def show(
     document_separator: option(
         int | None, "Id that ends a document, where no .docs file does.", min=0
     ) = None,
+    step: option(int | None, "Step whose samples are printed; the newest.", min=0) = None,
 ) -> None:
-    """Print documents of token files, with what is trained of them, and counts.
+    """Print documents of token files, with what is trained of them, and counts; or the best and the
+    worst samples of a step of `llmq rl`.
 
     llmq show data/talks --seq-len 1024
     """
     how = locals()
+    from llmq.run.run_paths import find_samples
+
+    samples = find_samples(files[0]) if len(files) == 1 else None
+    if samples is not None:
+        from llmq.run.show_samples import run_show_samples
+
+        run_show_samples(samples, step, limit)
+        return
+    if how.pop("step") is not None:
+        raise ConfigError(f"--step: '{files[0]}' is no run of `llmq rl`")
     from llmq.text.show import run_show
 
     run_show(how.pop("files"), **how)

@@ -392,6 +392,8 @@ class Progress:
         if state.get("validated") is not None:
             numbers.append(f"validation {state['validated']:.0%}")
         lines = [Text("   ".join(numbers))] if numbers else []
+        for name, text in state.get("texts", {}).items():
+            lines.append(Text(f"{name}: {printable(text)}", no_wrap=True, overflow="ellipsis"))
         if state.get("alarm") is not None:
             lines.append(Text(f"ALARM: {state['alarm']}", "bold red"))
         speed = self._speed(goes_on)
@@ -443,8 +445,9 @@ class LiveView(PlainView):
 
     def progress(self, **state: Any) -> None:
         """Update the view. After a step: step (done so far), loss, norm, lr, ms, tokens, numbers
-        (of the loss, by name). After an evaluation: scores, by name. validated: done share of a
-        validation, None outside. alarm: text of an alarm, None without."""
+        (of the loss, by name). After an evaluation: scores, by name. After samples: texts, by name,
+        in a line each. validated: done share of a validation, None outside. alarm: text of an
+        alarm, None without."""
         self._progress.update(**state)
         self._live.update(self._render())  # rich's own thread draws this
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ from llmq.run.episodes import Episodes
 from llmq.run.metrics import Reporter
 from llmq.run.ranks import Rank
 from llmq.run.rewards import REWARD, Function, Group, RewardError, Rewards, Scores
+from llmq.run.run_paths import samples_path
 from llmq.run.sampling import Conversation, conversation, known_tokenizer, prompt_ids
 from llmq.run.teacher import Teacher
 from llmq.state.rules import FIRST
@@ -390,6 +390,7 @@ class Rollouts:
                 f"{last.get('reward_std', np.nan):.4f} | {last['equal']:.0%} equal groups | {text}"
             )
         reporter.line("R", step, text)
+        reporter.view.progress(texts=_extremes(rows) if self._reward else {})
         path = samples_path(reporter.log.path)
         with disk_errors(path), open(path, "a", encoding="utf-8") as file:
             for row in rows:
@@ -500,9 +501,17 @@ class Rollouts:
                 each.close()
 
 
-def samples_path(log: Path) -> Path:
-    """The file of all samples of a run, beside its log."""
-    return log.with_suffix(".samples.jsonl")
+def _extremes(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The texts of the samples with the highest and the lowest reward, in a line each; {} without
+    rewards."""
+    scored = [row for row in rows if "rewards" in row]
+    if not scored:
+        return {}
+    found = {}
+    for name, choose in (("best", max), ("worst", min)):
+        row = choose(scored, key=lambda row: row["rewards"][REWARD])
+        found[f"{name} {row['rewards'][REWARD]:.4g}"] = " ".join(row["text"].split())
+    return found
 
 
 def _of_rewards(scored: Sequence[Drawn]) -> dict[str, float]:

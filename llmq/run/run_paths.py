@@ -198,6 +198,7 @@ def move_aside(strangers: list[ExistingOutput]) -> list[str]:
 
 
 RECENT = 600.0  # seconds
+SAMPLES = ".samples.jsonl"
 
 
 def log_of_run(run: RunId, last: Path) -> Path | None:
@@ -257,6 +258,23 @@ def find_log(text: str) -> Path:
     else:
         problem = "it is a directory" if path.is_dir() else "No such file or directory"
     raise DataError(f"cannot read the log '{text}': {problem}")
+
+
+def samples_path(log: Path) -> Path:
+    """The file of all samples of a run of `llmq rl`, beside its log."""
+    return log.with_suffix(SAMPLES)
+
+
+def find_samples(text: str) -> Path | None:
+    """A file of samples, by its path or by the name of its run; None for anything else."""
+    if text.endswith(SAMPLES):
+        return Path(text)
+    if os.path.lexists(text) or Path("data", text).is_dir():  # token files
+        return None
+    with suppress(DataError):
+        path = samples_path(find_log(text))
+        return path if path.is_file() else None
+    return None
 
 
 def running_log() -> Path | None:

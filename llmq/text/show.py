@@ -36,6 +36,11 @@ COLOURS = Marks(("\033[32m", "\033[0m"), ("\033[2m", "\033[0m"))
 PLAIN = Marks(("⟦", "⟧"), ("", ""))
 
 
+def marks_here() -> Marks:
+    """The marks on standard output: colours on a terminal, unless NO_COLOR is set."""
+    return COLOURS if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else PLAIN
+
+
 class Document(NamedTuple):
     """Document of token files. number: from 1, over all files. ids: int32 (n,). mask: bool (n,),
     True for tokens trained as targets. chosen: True for the preferred document of a pair, False for
@@ -77,8 +82,7 @@ def run_show(
         raise ConfigError(f"--document is {document}: there are {counts.documents} documents")
     if limit is None:
         limit = DOCUMENTS if document is None else 1
-    is_terminal = sys.stdout.isatty()
-    marks = COLOURS if is_terminal and not os.environ.get("NO_COLOR") else PLAIN
+    marks = marks_here()
     if not ids and all(has_pairs(file.path) for file in files):  # documents 2n - 1 and 2n
         first = (document or 1) + (document or 1) % 2 - 1
         documents = _documents(files, first, 2 * limit, document_separator)

@@ -199,7 +199,7 @@ def test_plan(stub, capsys):
     planning = stub("plan.report.run_plan")
     assert _run(["plan", *TINY, "--gpu-memory", "16GiB", "--json"]) == 0
     assert planning.args[2] == MachineOptions(gpu_memory=2**34)
-    assert planning.kwargs == {"fit": None, "placement": False, "json": True}
+    assert planning.kwargs == {"teacher": None, "fit": None, "placement": False, "json": True}
     for flag in ("--gpu-memory", "--host-memory"):
         assert _run(["plan", *TINY, flag, "big"]) == 2
         assert capsys.readouterr().err.startswith(f"error: {flag}: expected a size")

@@ -12,8 +12,9 @@ import pytest
 from llmq import Trainer
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
+from llmq.report.live import Progress
 from llmq.run.rewards import Group, RewardError, Rewards
-from llmq.run.rollouts import Rollouts, Sample, advantages, packed
+from llmq.run.rollouts import Rollouts, Sample, _extremes, advantages, packed
 
 TINY = {
     "model": "tiny-qwen3",
@@ -168,6 +169,15 @@ def test_rows_hold_every_sample_once(rng):
                 found.append(advantage)
         assert batch.padding == 48 - batch.lengths.sum()
     assert sorted(found) == [i - 9.5 for i in range(20)]
+
+
+def test_the_view_shows_the_best_and_the_worst_text():
+    rows = [{"text": f"{n}\n  a", "rewards": {"reward": n}} for n in (1, 0.25, 3)]
+    found = _extremes([*rows, {"text": "b", "error": "none"}])
+    assert found == {"best 3": "3 a", "worst 0.25": "0.25 a"} and _extremes([]) == {}
+    progress = Progress(0, 4)
+    progress.update(texts=found)
+    assert [str(line) for line in progress.render().lines] == ["best 3: 3 a", "worst 0.25: 0.25 a"]
 
 
 def test_groups_without_a_gradient_change_nothing():
@@ -332,8 +342,20 @@ def test_a_run_of_the_command(tmp_path, file, capsys):
     assert "--num-samples is 3, in the checkpoint's run it was 2" in capsys.readouterr().err
     records = [r for r in json.loads((tmp_path / "log.json").read_text()) if r["log"] == "rollout"]
     assert [r["step"] for r in records] == [0, 1, 2]
-    rows = (tmp_path / "log.samples.jsonl").read_text().splitlines()
+    samples = tmp_path / "log.samples.jsonl"
+    rows = samples.read_text().splitlines()
     assert len(rows) == 16 + 12
+    capsys.readouterr()
+    for words, step, count in ([], 2, 12), (["--step=1", "--limit=2"], 1, 8):
+        assert _run(["show", str(samples), *words]) == 0
+        shown = capsys.readouterr().out
+        found = [float(n) for n in re.findall(r"--- (?:best|worst): reward (\S+) \(len", shown)]
+        assert found == sorted(found, reverse=True) and len(found) == (4 if words else 6)
+        of_step = [json.loads(row) for row in rows if json.loads(row)["step"] == step]
+        assert found[0] == max(row["rewards"]["reward"] for row in of_step)
+        assert shown.splitlines()[-1].startswith(f"step {step}: {count} samples, mean reward ")
+    assert _run(["show", str(samples), "--step=7"]) == 2
+    assert "has no samples of step 7" in capsys.readouterr().err
     assert _run(["train", *own]) == 2 and "--prompts: is of `llmq rl`" in capsys.readouterr().err
 
 
