@@ -4,7 +4,7 @@ For each family a tiny random model of transformers goes the whole way in F32 on
 config.json is read, a step has transformers' loss (1e-5) and gradients (1e-4), the export loads
 again. The families are those of commits and notebooks of six trainers in 2026.
 
-    python tools/families.py --out benchmarks/cpu/2026-11-29/families.md
+    python tools/families.py --out benchmarks/cpu/2026-11-30/families.md
 """
 
 import argparse
