@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import llmq
-from llmq.base.dtypes import BF16, F32, Limits
+from llmq.base.dtypes import BF16, F32, I32, I64, Limits
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.options.presets import preset
 from llmq.plan.memory import disk_use
 from llmq.plan.plan import make_plan
 from llmq.ref.common import step_scalars
 from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.plan_device import PlanDevice
 from llmq.state.params import weight_table
 from llmq.state.rules import rule_of
 from llmq.state.rules.galore import RENEWAL
@@ -193,6 +194,29 @@ def test_directions_are_leading_singular_vectors(dev, rng):
             # AdamW's first step is the sign of each number.
             change = made["out"][0].astype(np.float64)
             np.testing.assert_allclose(np.linalg.norm(change), 0.25 * (8 * 80) ** 0.5, rtol=0.02)
+
+
+@pytest.mark.parametrize("shape", [(3, 96), (80, 7), (64, 80)])
+def test_a_gpu_takes_matrices_of_any_sides(shape):
+    """A product begins on 16 bytes: a plan checks this of each."""
+    rule, dev = rule_of(config(1, 1, **GALORE)), PlanDevice(GPU_SPEC)
+
+    def whole(count):
+        x, out = (dev.alloc(name, (count, *shape), BF16, "Adam V") for name in ("x", "out"))
+        states = {
+            state.name: dev.alloc(
+                state.name,
+                (count, state.size(rule.options, *shape)),
+                state.format(rule.options, BF16),
+                state.category,
+            )
+            for state in rule.matrix_states
+        }
+        return FullMatrix(x, out, states, {}, 0, 0, dev.alloc("segments", (1, 2), I64, "Adam V"))
+
+    scalars = dev.alloc("scalars", (16,), I32, "Adam V")
+    for kind in rule.kinds:
+        rule.transform(dev, [whole(1), whole(2), whole(1)], scalars, kind)
 
 
 # -- places ----------------------------------------------------------------------------------------

@@ -90,9 +90,11 @@ class GaLore(AdamW):
         options = self.options
         apart = [_Projected(dev, one, options) for each in matrices for one in each.apart()]
         if kind == RENEWAL:
-            together: dict[int, list[_Projected]] = {}
-            for each in apart:
-                together.setdefault(each.directions, []).append(each)
+            together: dict[tuple[int, int], list[_Projected]] = {}
+            for i, each in enumerate(apart):
+                # Behind an odd square matrix the next one would begin off 16 bytes.
+                alone = i if each.directions % 2 else -1
+                together.setdefault((each.directions, alone), []).append(each)
             for same in together.values():
                 _renew(dev, same, scalars)
         with dev.scratch("scalars", scalars.shape, I32) as at_rate_one:
