@@ -81,19 +81,6 @@ def test_child_measures(measured):
     assert {"llmq", "Python", "NumPy"} == set(measured["machine"]["versions"])
 
 
-@pytest.mark.parametrize(
-    "options, status, message",
-    [
-        ({"memory-limit": "1MiB"}, "does not fit", "out of memory"),
-        ({"seq-len": 4096}, "failed", "exceeds the model's 1024 positions"),
-    ],
-)
-def test_child_says_why_not(options, status, message):
-    outcome = run_child(TINY | options, steps=1, repeats=1)
-    assert outcome["status"] == status
-    assert message in outcome["message"]
-
-
 def test_child_reports_what_nobody_expected(monkeypatch, tmp_path, capsys):
     def broken(job):
         raise RuntimeError("norm_forward: CUDA_ERROR_ILLEGAL_ADDRESS\n(rank 0, grid 7)")

@@ -8,7 +8,7 @@ import pytest
 
 from llmq.base.errors import LlmqError
 from llmq.bench.report import describe, markdown
-from tests.sweeps import Sweeps, ok
+from tests.sweeps import Sweeps
 
 H100 = "NVIDIA H100 80GB HBM3"
 MACHINE = {
@@ -96,15 +96,3 @@ def test_the_folder_of_the_report_is_made_before_measuring(tmp_path, monkeypatch
     with pytest.raises(LlmqError, match="--out: cannot write into"):
         sweeps.make()
     assert sweeps.made == []
-
-
-def test_all_gpus_are_as_many_as_there_are(tmp_path, monkeypatch):
-    """Without --gpus a run takes all, and its flags say how many these were."""
-    sweeps = Sweeps(tmp_path, monkeypatch)
-    sweeps.file.write_text("device: cpu\nmodel: tiny\n")
-    for gpus, flags in ((1, {}), (4, {"gpus": "--gpus=4"})):
-        sweeps.outcomes = {("tiny", 4): lambda options, gpus=gpus: ok(options) | {"gpus": gpus}}
-        sweeps.make(overwrite=True)
-        (run,) = sweeps.report()["runs"]
-        assert (run["gpus"], run["flags"]) == (gpus, flags)
-        assert ("All runs: --gpus=4" in sweeps.text("md")) == bool(flags)

@@ -75,25 +75,6 @@ def test_only_what_is_missing_is_made_after_ctrl_c(sweeps, capsys):
     assert sweeps.made == [("tiny", 2)] and sweeps.table() == table
 
 
-def test_ctrl_c_before_the_first_run_is_over(sweeps, monkeypatch, capsys):
-    """While runs are planned a report of before stays; later the order stays as it is."""
-    sweeps.make()
-    before = sweeps.report()
-    with monkeypatch.context() as patch:
-        patch.setattr(bench, "predict", stop)
-        with pytest.raises(KeyboardInterrupt):
-            sweeps.make(overwrite=True)
-    assert sweeps.report() == before
-    sweeps.outcomes = {TABLE[0]: stop}
-    with pytest.raises(KeyboardInterrupt):
-        sweeps.make(overwrite=True)
-    assert "0 of 6 runs are in" in capsys.readouterr().err
-    sweeps.outcomes = {}
-    sweeps.made.clear()
-    sweeps.make()  # nothing would be lost
-    assert sweeps.made == TABLE
-
-
 def test_names_that_are_not_utf8(sweeps):
     run_bench(
         {}, sweeps.file, BenchOptions(out=sweeps.out), ["llmq", "bench", "--out", "night\udcff"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -38,17 +36,6 @@ def test_runs_have_lists_of_their_own_which_win(rows):
 def test_equal_runs_are_made_once(rows):
     text = "lr: [1, 1.0, 2]\nwatchdog: [10, 20]\nruns:\n- {}\n- {lr: 1}\n"
     assert rows(text, ("learning-rate", "watchdog")) == [(1, 10), (2, 10)]
-
-
-def test_the_file_of_the_page(tmp_path):
-    """The numbers that docs/sweeps.md shows are of its file."""
-    page = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text()
-    block = re.search(r"the command line wins\.\n\n((?:    .*\n)+)", page)[1]
-    path = tmp_path / "sweep.yaml"
-    path.write_text(textwrap.dedent(block))
-    runs = read_runs({}, path)
-    assert f"[7/{len(runs)}]" in page
-    assert {run["model"] for run in runs} == {"Qwen2.5-0.5B", "Qwen2.5-1.5B"}
 
 
 @pytest.mark.parametrize(

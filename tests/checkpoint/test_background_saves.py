@@ -144,16 +144,6 @@ def test_an_interval_that_is_too_short_waits_and_says_so_once(monkeypatch, capsy
     assert kept() == [1, 2, 3]
 
 
-def test_a_new_best_waits_for_the_checkpoint_before(monkeypatch, capsys):
-    gate = Gate(monkeypatch, 2)
-    at_step(monkeypatch, 2, lambda run: open_after(gate, 0.2))
-    more = {"eval_file": "data/train-0.bin", "keep_best": "loss", "eval_every_n_steps": 3}
-    assert train(**SHORT | more, steps=5, ckpt_interval=2) == 0
-    out = capsys.readouterr().out
-    assert re.findall(r"Best so far: .* at step (\d)", out)[0] == "3"
-    assert {2, 3, 4} <= set(kept())
-
-
 @pytest.mark.parametrize("failing", [False, True])
 def test_a_signal_in_the_middle_of_a_write(failing, monkeypatch, capsys):
     """The checkpoint under way is finished; then the last step is saved."""

@@ -170,16 +170,6 @@ def test_a_best_checkpoint_is_known_without_its_note(background, monkeypatch, ca
     assert messages("Exported: the best model, of step 2 of 3")
 
 
-def test_a_note_that_is_newer_than_its_checkpoint_counts():
-    """The evaluation at a run's end follows its last checkpoint."""
-    assert run(**FALLS, steps=2, eval_every_n_steps=0) == 0
-    assert note()["step"] == 2
-    value = note()["value"]
-    more = {"steps": 3, "learning_rate": 1e3, "eval_every_n_steps": 0}
-    assert run(**FALLS | ON | more) == 0
-    assert (note()["step"], note()["value"]) == (2, value)
-
-
 def test_a_best_that_is_made_again_is_forgotten():
     assert run(**FALLS, steps=3) == 0
     assert note()["step"] == 3
@@ -407,21 +397,6 @@ def test_what_is_refused(changes, message, capsys):
     assert run(**changes) == 2
     assert f"error: {message}" in capsys.readouterr().err
     assert not Path("out").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "has_effect"),
-    [
-        ({"stop_after": 6}, True),
-        ({"stop_after": 7}, False),  # after steps 1 to 7, of which the first is a gain
-        ({"stop_after": 7, "eval_at_start": ""}, True),
-        ({"stop_after": 1, "eval_every_n_steps": 0, "batch_size": 2}, False),  # in one new epoch
-    ],
-)
-def test_a_stop_that_cannot_come_is_said(changes, has_effect, capsys):
-    assert run(**changes) == 0
-    said = "has no effect: the run measures loss too few times" in capsys.readouterr().err
-    assert said is not has_effect
 
 
 def test_options_imply_each_other():

@@ -137,19 +137,6 @@ def listing(directory):
 # Writing and reading
 
 
-def test_one_rank_stores_whole_tensors_without_padding(tmp_path):
-    path = save(tmp_path)
-    for group in GROUPS:
-        file = path / f"{group}.shard_000_of_001.safetensors"
-        tensors = safetensors.torch.load_file(file)
-        assert tensors.keys() == {param.name for param in PARAMS}
-        for param in PARAMS:
-            tensor = tensors[param.name]
-            assert tuple(tensor.shape) == (param.rows, *param.shape[1:])
-            values = expected(group, param)[: tensor.numel()].astype(np.float32)
-            np.testing.assert_array_equal(tensor.float().numpy().reshape(-1), values)
-
-
 CUTS = {f"random {seed}": random_cuts(4, seed) for seed in range(5)} | {
     "even": even_cuts(4),
     "in the padding": {s.name: [0, s.size - 5, s.size - 3, s.size, s.size] for s in TABLE},
@@ -188,18 +175,6 @@ def test_leftovers_of_a_killed_save_do_not_matter(tmp_path):
     assert len(listing(path)) == 4
     assert listing(tmp_path) == ["step_00000010"]
     assert_complete(path)
-
-
-def test_misuse(tmp_path):
-    writer, entries = write_rank(tmp_path, 10, 0, 1, even_cuts(1))
-    with pytest.raises(ValueError, match=r"not every rank has written adam\.v"):
-        writer.commit(MANIFEST_VALUES, entries[:2])
-    with pytest.raises(ValueError, match="a parameter is given twice"):
-        writer.write("weights", F32, [(PARAMS[0], 0, 5), (PARAMS[0], 5, 9)], lambda *_: None)
-    _, entries = write_rank(tmp_path, 11, 0, 2, even_cuts(2))
-    with pytest.raises(ValueError, match="not every rank has written"):
-        CheckpointWriter(tmp_path, 11, 0, 2).commit(MANIFEST_VALUES, entries)
-    assert list_checkpoints(tmp_path) == {}
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path):

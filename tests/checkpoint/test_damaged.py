@@ -190,17 +190,6 @@ def test_none_is_whole(capsys):
     assert names() == before
 
 
-def test_overwrite(capsys):
-    paths = damage_each(FEW)
-    capsys.readouterr()
-    assert train(**ON | {"continue": None, "overwrite": ""}) == 0
-    for path, line in zip(paths, warnings_of(capsys), strict=True):
-        assert line.startswith(aside_of(path))
-    assert model() == model("whole")
-    rest = range(len(FEW) + 1, STEPS + 1)
-    assert names("ckpt.old-1") == [Path(checkpoint(step)).name for step in rest]
-
-
 def test_another_run_is_refused_as_before_and_nothing_is_renamed(capsys):
     damage()
     for step in range(2, STEPS):
@@ -210,15 +199,6 @@ def test_another_run_is_refused_as_before_and_nothing_is_renamed(capsys):
     assert train(**RUN) == 2
     assert f"--checkpoint-dir: checkpoint '{NEWEST}' is of run 'llmq' (" in capsys.readouterr().err
     assert names() == before
-
-
-def test_a_copy_that_was_kept_takes_its_place():
-    """A loss of power while a checkpoint is replaced leaves two; the whole one is not deleted."""
-    shutil.copytree(NEWEST, f"{NEWEST}.llmq-old")
-    damage(NEWEST)
-    assert train(**ON) == 0
-    assert model() == model("whole")
-    assert f"{Path(NEWEST).name}.damaged-1" in names()
 
 
 def test_restarts(monkeypatch, capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -29,7 +28,6 @@ from tokenizers import (
 from llmq.arch import ARCHITECTURES
 from llmq.arch.llama import Llama
 from llmq.arch.model_config import ModelConfig
-from llmq.base import files
 from llmq.base.dtypes import F32
 from llmq.base.errors import LlmqError
 from llmq.base.locks import lock_beside, locked
@@ -589,19 +587,6 @@ def test_a_torn_file_of_the_tokenizer_is_named(name, content, tmp_path):
     write_bpe(folder)
     (folder / name).write_text(content)
     refused(folder, tmp_path / "m.gguf", f"cannot read '{folder / name}'")
-
-
-def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
-    def full(path, mode, **how):
-        if mode != "wb":
-            return open(path, mode, **how)
-        os.close(path)  # the descriptor of the new file
-        return open("/dev/full", mode)
-
-    monkeypatch.setattr(files, "open", full, raising=False)
-    refused(
-        source("qwen2"), tmp_path / "m.gguf", r"the disk is full, writing '.*m\.gguf': free some"
-    )
 
 
 def test_a_file_that_is_not_what_was_meant_never_gets_its_name(tmp_path, monkeypatch):

@@ -93,17 +93,6 @@ def test_what_is_needed_is_fetched_when_asked_for(hub, capsys):
     assert len(hub.fetched) == 6
 
 
-def test_one_file_of_weights(hub):
-    folder = hub.folder / ID
-    for name in (*WEIGHTS, INDEX):
-        (folder / name).unlink()
-    (folder / "model.safetensors").write_bytes(b"weights")
-    (folder / INDEX).write_text("{}")  # as some have it beside
-    (folder / "tokenizer.json").unlink()  # of a model it is not required
-    model_of_run(of(download=True))
-    assert names(hub) == [*DESCRIPTION, "model.safetensors"]
-
-
 def test_a_plan_and_a_run_from_scratch_need_no_weights(hub):
     model, directory = model_of_run(of(download=True), weights=False)
     assert names(hub) == [*DESCRIPTION, "tokenizer.json"]

@@ -69,28 +69,6 @@ def test_a_card_tells_of_data_losses_and_options(run, tmp_path):
     assert "somebody" not in card and str(run.parent) not in card  # nobody else has these paths
 
 
-def test_a_card_tells_each_validation_and_the_value_that_chose_the_best(tmp_path):
-    records = [
-        {"log": "eval", "step": 1, "loss": 4.25, "name": "code"},
-        {"log": "eval", "step": 1, "loss": 5.5, "name": "prose"},
-        {"log": "step", "step": 0, "loss": 9.0},
-        {"log": "eval", "step": 2, "loss": 4.0, "name": "prose"},
-    ]
-    records = [{"time": "2026-11-26 00:00:00.000000000"} | record for record in records]
-    (tmp_path / "log.json").write_text(json.dumps(records))
-    options = {"log_file": str(tmp_path / "log.json"), "name": "reader"}
-    with trainer_for(exported("qwen3"), **options) as trainer:
-        for step in (0, 1):
-            trainer.step([random_batch(np.random.default_rng(step))])
-            best = {"metric": "code/loss", "step": 1, "value": 4.25, "kind": "9 tokens"}
-            trainer.history = {"best": best | {"stale": step, "at": step + 1}}
-            export(trainer.save(tmp_path / "c"), tmp_path / f"m{step}")
-    chosen, other = ((tmp_path / f"m{step}" / "README.md").read_text() for step in (0, 1))
-    assert "| validation loss code | 4.2500 |\n| validation loss prose | 5.5000 |" in chosen
-    assert "| best code/loss up to this step | 4.25 |" in chosen
-    assert "best code/loss" not in other and "| validation loss prose | 4.0000 |" in other
-
-
 def test_names_of_others_are_text_in_a_card_and_prompts_are_left_out(tmp_path):
     name, private = "a|b<img src=x>[c](http:d)`", "my secret"
     options = {"name": name, "sample_prompt": [private, "```\n# Title\n"], "wandb": private}

@@ -241,17 +241,6 @@ def test_auto_trains_what_it_has_chosen(stub):
     assert training.args == (chosen, preset("tiny"), None, argv, World())
 
 
-@pytest.mark.parametrize("equal", [True, False])
-def test_verify(stub, equal):
-    verifying = stub("bench.verify.run_verify", result=equal)
-    args = ["--verify-steps", "3", "--synthetic", "--json", "--recompute-att"]
-    assert _run(["verify", *TINY, *args]) == (0 if equal else 1)
-    config, model, model_dir = verifying.args
-    assert config.recompute_att and (model, model_dir) == (preset("tiny"), None)
-    given = {"model", "from_scratch", "recompute_att"}
-    assert verifying.kwargs == {"steps": 3, "synthetic": True, "json": True, "given": given}
-
-
 # A command line, the function that it calls, and what this is given beside its own defaults; None:
 # another test looks at that.
 COMMANDS = [

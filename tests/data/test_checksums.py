@@ -54,18 +54,6 @@ def test_bytes_of_the_format(path):
     assert written == head + struct.pack("<Q", sum_of(head)) + sums
 
 
-def test_a_known_file(tmp_path):
-    """The values are those of xxHash 0.8.1 in C: a package with others would make files useless."""
-    tokens = np.arange(2 * PIECE_BYTES // 4) % 1000
-    with TokenWriter(tmp_path / "a.bin", 1000, with_checksums=True) as writer:
-        writer.write(tokens)
-    assert checksums_path(tmp_path / "a.bin").read_bytes() == b"BIN.SUM\n" + bytes.fromhex(
-        "0200000000000100 0004020000000000 ffffffffffffffff"  # version, sizes, no `.docs` file
-        "c294d3380580062d b13e43707afeaa21 8c85dc50a70722fb"  # of no bytes, the pieces', its own
-        "875836acb30d4048 1d630f6e360ab1b9 7c6d73392c86b6a6"
-    )
-
-
 @pytest.mark.parametrize(
     ("data", "said"),
     [

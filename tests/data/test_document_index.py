@@ -41,18 +41,6 @@ def test_bytes_of_the_format(tmp_path):
     assert data[64:] == struct.pack("<3q", 2, 5, 9)
 
 
-def test_written_in_pieces(tmp_path):
-    """Documents that go on in the next call, ends at the edges of calls, documents of nothing."""
-    with TokenWriter(tmp_path / "a.bin", 1000, with_documents=True) as writer:
-        writer.write(np.arange(4), ends=[2, 2])
-        writer.write(np.arange(3))
-        writer.write(np.arange(0), ends=[0])  # the document of the two calls before
-        writer.write(np.arange(5), ends=[0, 5])
-    assert read(tmp_path / "a.bin") == ([0, 2, 7, 12], False)
-    index = DocumentIndex.read(tmp_path / "a.bin")
-    assert len(index) == 3 and index.lengths.tolist() == [2, 5, 5]
-
-
 def test_an_empty_file(tmp_path):
     write(tmp_path / "a.bin")
     assert read(tmp_path / "a.bin") == ([0], False)

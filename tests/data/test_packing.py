@@ -13,11 +13,10 @@ from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
 from llmq.data.dataset import SequenceLayout
 from llmq.data.document_file import documents_path
-from llmq.data.document_index import has_trained_tokens, trained_tokens
-from llmq.data.epoch_plan import Split, hashed_order, shares_of
+from llmq.data.epoch_plan import Split, shares_of
 from llmq.data.loader import DataLoader
 from llmq.data.packing import best_fit, cut_documents
-from llmq.data.tokens import MASKED_TARGET, TokenFile, TokenWriter
+from llmq.data.tokens import TokenFile, TokenWriter
 from llmq.options.option_types import split_weight, split_weights
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
@@ -25,10 +24,6 @@ from llmq.plan.epoch import SAMPLE, data_record
 from tests.runs import flags, make_workplace, records, train
 
 T, VOCAB = 16, 10**6
-ORDERS = [  # of 12 elements, with a seed of 7 and with one that differs above 32 bits
-    [6, 1, 5, 0, 7, 4, 3, 10, 11, 2, 8, 9],
-    [0, 8, 10, 9, 11, 3, 1, 5, 6, 4, 7, 2],
-]
 # Lengths of the documents in each file: shorter than a sequence, as long, longer by one (whose last
 # token is predicted, but predicts nothing), longer by far, and some that have nothing to predict.
 LENGTHS = {"a": [5, 3, 16, 9, 1, 17, 2], "b": [33, 40, 7, 7, 7, 4, 12], "c": [1, 6], "d": []}
@@ -96,19 +91,6 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_piece_is_in_one_row_that_has_room(seed):
-    rng = np.random.default_rng(seed)
-    seq_len = int(rng.integers(1, 60))
-    lengths = rng.integers(1, seq_len + 1, rng.integers(1, 300)).astype(np.int32)
-    rows = best_fit(lengths, seq_len)
-    assert sorted(rows.slots.tolist()) == list(range(len(lengths)))
-    in_slots = np.sort(lengths)[::-1][rows.slots]
-    sums = np.add.reduceat(in_slots, rows.edges[:-1])
-    assert sums.max() <= seq_len and len(sums) == len(rows)
-    assert rows.edges[-1] == len(lengths) and (np.diff(rows.edges) > 0).all()
-
-
-@pytest.mark.parametrize("seed", range(6))
 def test_it_is_best_fit_decreasing(seed):
     """The result is what one would write down: as many rows, as full, as one piece after the other
     gives."""
@@ -138,16 +120,6 @@ def test_pieces_of_documents():
     expected += [whole, (16, 16, False), whole, last, whole, last, (32, 2, False)]
     assert found == expected
     assert set(pieces.file.tolist()) == {3} and (pieces.documents, pieces.cut) == (8, 5)
-
-
-def test_hashed_orders_are_permutations():
-    """Known values: a resumed run needs the same order from every machine and every NumPy."""
-    assert hashed_order(12, 7, 0, 0).tolist() == ORDERS[0]
-    assert hashed_order(12, 7 | 1 << 32, 0, 0).tolist() == ORDERS[1]
-    for n in (0, 1, 2, 1000):
-        assert sorted(hashed_order(n, 1, 2, 3).tolist()) == list(range(n))
-    orders = {tuple(hashed_order(50, *key)) for key in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1)]}
-    assert len(orders) == 4
 
 
 @pytest.mark.parametrize("everything", [False, True])
@@ -224,18 +196,6 @@ def test_starts_and_padding(data, packing, masked):
                 assert not (last.any() and trained)
         padding += batch.padding
     assert padding == sum(batch.inputs.size for batch in batches) - total
-
-
-def test_without_masks_documents_follow_each_other(data):
-    """The end of a document predicts the first token of the next one, as in a file; no starts."""
-    with loader(data, "best-fit", False, micro_batch=1) as one:
-        for batch in drain(one):
-            assert batch.starts is None
-            row, targets = batch.inputs[0], batch.targets[0]
-            filled = T - batch.padding
-            np.testing.assert_array_equal(targets[: filled - 1], row[1:filled])
-            assert (targets[filled:] == MASKED_TARGET).all()
-            assert targets[filled - 1] in (MASKED_TARGET, row[filled - 1] + 1)
 
 
 def test_masks_of_tokens(tmp_path):
@@ -321,19 +281,6 @@ def test_what_has_no_question_at_all_is_cut_as_before(tmp_path, mask):
     path = write(tmp_path / "a.bin", [T, 3 * T], mask=mask)
     with loader(path, micro_batch=1) as one:
         assert len(one.data.plan.sources[0].pieces) == 3 + (mask is None) and not one.data.left_out
-
-
-def test_counts_of_trained_tokens(tmp_path):
-    """However much is read at once."""
-    rng = np.random.default_rng(0)
-    for share in (0.5, 0.02, 0.0):
-        mask = rng.random(70) < share
-        offsets = np.array([0, 1, 5, 14, 15, 21, 40, 70])
-        file = TokenFile(write(tmp_path / "a.bin", np.diff(offsets), mask=mask))
-        expected = [mask[a + 1 : b].sum() for a, b in itertools.pairwise(offsets)]
-        for block in (1, 7, 1 << 22):
-            assert trained_tokens(file, offsets, block).tolist() == expected
-            assert has_trained_tokens(file, block) == mask[1:].any()
 
 
 # ------------------------------------------------------------------------------------------------

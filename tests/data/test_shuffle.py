@@ -74,17 +74,6 @@ def test_known_orders():
         assert [order[place] for place in range(len(first))] == first
 
 
-@pytest.mark.parametrize(("n", "epochs"), [(3, 3000), (5, 12000)])
-def test_short_orders_are_equally_likely(n, epochs):
-    """Chi-squared over all permutations, within five standard deviations of its mean."""
-    orders = [Permutation(n, 7, epoch, 0) for epoch in range(epochs)]
-    found = Counter(tuple(order[place] for place in range(n)) for order in orders)
-    every, expected = [*itertools.permutations(range(n))], epochs / math.factorial(n)
-    chi = sum((found[order] - expected) ** 2 / expected for order in every)
-    freedom = len(every) - 1
-    assert chi < freedom + 5 * math.sqrt(2 * freedom)
-
-
 def test_numbers_that_meet_are_random():
     """Neighbours of a long order are unrelated, and so are numbers at one place in many epochs."""
     n = 10_000

@@ -62,16 +62,6 @@ def test_without_masks_every_token_counts(tmp_path):
     assert TokenFile(write(tmp_path / "a.bin", range(9))).read_mask(3, 4).tolist() == [True] * 4
 
 
-def test_written_in_pieces(tmp_path):
-    rng = np.random.default_rng(1)
-    tokens, mask = rng.integers(0, 100, 200), rng.random(200) < 0.5
-    whole = write(tmp_path / "whole.bin", tokens, mask=mask)
-    with TokenWriter(tmp_path / "pieces.bin", 100, with_masks=True) as writer:
-        for a, b in [(0, 3), (3, 3), (3, 20), (20, 21), (21, 200)]:
-            writer.write(tokens[a:b], mask[a:b])
-    assert (tmp_path / "pieces.bin").read_bytes() == whole.read_bytes()
-
-
 def test_version_1_has_no_vocabulary(tmp_path):
     path = write(tmp_path / "a.bin", [1, 2])
     patch(path, 8, "<i", 1)

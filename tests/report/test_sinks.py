@@ -353,27 +353,6 @@ def test_texts(kind, fields, expected):
 # Weights & Biases
 
 
-def test_wandb_gets_the_same(log, wandb, capsys):
-    write_run(log, range(3), saturated=float("nan"))
-    assert _run(["watch", str(log.path), "--wandb", "project"]) == 0
-    assert wandb.started == {"project": "project", "name": "log"}
-    assert wandb.config == {
-        "cmd": "llmq train --name 'a b'",
-        "steps": 3,
-        "cuda-graphs": True,
-        "dataset-train": {"split": "train", "files": ["a.bin"], "tokens": 9, "seed": 1},
-    }
-    assert [(step, values["train/loss"]) for step, values in wandb.logged] == [
-        (0, 5.0),
-        (1, 4.9),
-        (2, 4.8),
-    ]
-    times = [r["time"] for r in LogReader(log.path).new_records() if r["log"] == "step"]
-    assert [values["_timestamp"] for _, values in wandb.logged] == times
-    assert all(math.isnan(values["train/saturated"]) for _, values in wandb.logged)
-    assert wandb.finished == 1
-
-
 # ------------------------------------------------------------------------------------------------
 # A log that grows
 

@@ -198,18 +198,6 @@ def test_what_belongs_together_is_not_refused(trained, capsys):
     assert "not say which tokenizer" not in capsys.readouterr().out
 
 
-def test_a_model_and_a_checkpoint_carry_it(trained):
-    made = identity_of(HfTokenizer(Path("bpe")))
-    manifest = json.loads(Path("ckpt/step_00000002", MANIFEST).read_text())
-    assert manifest["tokenizer-id"] == made.record()
-    assert json.loads(Path("out/llmq.json").read_text())["tokenizer"] == made.record()
-    assert tokenizer_of_folder(Path("out")) == made
-    assert _run(["export", "--checkpoint-dir", "ckpt", "--out-dir", "exported"]) == 0
-    assert tokenizer_of_folder(Path("exported")) == made
-    Path("out/tokenizer.json").write_text(Path("other/tokenizer.json").read_text())
-    assert tokenizer_of_folder(Path("out")).name == "out", "the files count, not the note"
-
-
 def test_files_of_other_makers(place, capsys):
     for name in ("bpe", "bytes"):
         Path(f"data/{name}/tokenize.json").unlink()

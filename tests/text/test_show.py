@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -83,15 +82,6 @@ def test_where_a_sequence_ends(tokens, capsys):
     assert out.splitlines()[-2:] == ["longer than --seq-len 55: 4", "without a trained token: 1"]
     lines = show(capsys, tokens, "--seq-len", 55, "--limit", 1, "--ids").splitlines()
     assert lines[56] == "--- cut at --seq-len 55 ---"
-
-
-def test_colours_on_a_terminal(tokens, capsys, monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    out = show(capsys, tokens, "--limit", 1)
-    assert "assistant\n\033[0m\033[32mcat<|im_end|>\n\033[0m" in out and "⟦" not in out
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "\033" not in show(capsys, tokens, "--limit", 1)
 
 
 def test_a_long_document(tmp_path, capsys):

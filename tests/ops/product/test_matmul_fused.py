@@ -217,13 +217,7 @@ def test_wrong_arguments_of_adapted():
     call(**given)
     assert dev.flops[op] == 2 * 32 * 48 * (64 + 8)
     refused(op, call, given, [
-        ({"out": tensor(F32, 32, 48)}, TypeError, "out must be BF16, got F32"),
-        ({"out": low}, ValueError, r"out must have shape \(32, 48\)"),
         ({"transposed": True}, ValueError, r"b must have shape \(64, 64\)"),
-        ({"tail": low}, ValueError, r"tail must have shape \(48, 8\)"),
-        ({"h": tensor(BF16, 32, 136)}, ValueError, r"tail must have shape \(48, 136\)"),
-        ({"bias": tensor(BF16, 32)}, ValueError, r"bias must have shape \(48,\)"),
-        ({"addend": low}, ValueError, r"addend must have shape \(32, 48\)"),
         (scales, TypeError, "fp8 codes have scales, and only they"),
         (codes | {"b": tensor(E5M2, 48, 64)} | scales, TypeError, "a or b must be F8_E4M3, both"),
         (codes | {"b": tensor(E4M3, 48, 64)}, TypeError, "fp8 codes have scales"),
@@ -321,12 +315,7 @@ def test_wrong_arguments_of_gradient():
     assert dev.flops[op] == 2 * 32 * 48 * 64
     refused(op, call, given, [
         ({"scale_b": None}, TypeError, "fp8 codes have scales"),
-        ({"b": tensor(E5M2, 48, 64)}, TypeError, "b must be F8_E4M3, got F8_E5M2"),
-        ({"b": tensor(E4M3, 48, 32)}, ValueError, r"b must have shape \(48, 64\)"),
         ({"a": tensor(BF16, 32, 64)}, TypeError, "fp8 codes have scales, and only they"),
-        ({"a": tensor(E4M3, 48, 64)}, ValueError, r"d must have shape \(48, 48\)"),
-        ({"acc": acc._replace(tensor=tensor(F32, 32, 48))}, TypeError, "d must be BF16"),
-        ({"acc": acc._replace(tensor=scale)}, TypeError, "d must be BF16, got F32"),
         (
             {"a": tensor(E4M3, 32, 72), "b": tensor(E4M3, 48, 72)},
             ValueError,
@@ -442,11 +431,8 @@ def test_wrong_arguments_of_swiglu():
     call(**given, h=h, tail=tail)
     assert dev.flops[op] == 4 * 32 * 48 * (64 + 8)
     none, rows = {"up_gate": None}, "a must be a matrix with rows of a multiple of 16 bytes"
-    codes = Fp8Out(tensor(E4M3, 48, 32), None, scale, tensor(I32, 1))
     refused(op, call, given, [
         ({"out": None}, TypeError, "out or fp8 must be given"),
-        ({"up_gate": tensor(F32, 32, 96)}, TypeError, "up_gate must be BF16, got F32"),
-        ({"out": given["up_gate"]}, ValueError, r"out must have shape \(32, 48\)"),
         ({"b": tensor(BF16, 95, 64)}, ValueError, "b must have rows of up and of gate"),
         (
             none | {"out": tensor(BF16, 32, 40), "b": tensor(BF16, 80, 64)},
@@ -458,8 +444,6 @@ def test_wrong_arguments_of_swiglu():
         (fp8, TypeError, "fp8 codes have scales"),
         (scales, TypeError, "fp8 codes have scales, and only they"),
         ({"h": tensor(BF16, 32, 136), "tail": None}, TypeError, "fp8 codes .* h needs tail"),
-        ({"h": h, "tail": h}, ValueError, r"tail must have shape \(96, 8\)"),
-        ({"fp8": codes}, ValueError, "codes must have shape"),
         ({"a": tensor(BF16, 32, 60), "b": tensor(BF16, 96, 60)}, ValueError, rows),
     ])  # fmt: skip
 
@@ -625,17 +609,13 @@ def test_wrong_arguments_of_backward():
     sizes = "M and F must be multiples of 16 and 64, got 32 and 48"
     refused(op, call, given, [
         ({"d_up_gate": None}, TypeError, "d_up_gate or fp8 must be given"),
-        ({"up_gate": tensor(BF16, 32, 64)}, ValueError, r"up_gate must have shape \(32, 128\)"),
-        ({"b": tensor(BF16, 32, 64)}, ValueError, r"b must have shape \(48, 64\)"),
         ({"b": tensor(BF16, 48, 48)}, ValueError, sizes),
         ({"a": scale}, ValueError, "a must have 2 dimensions"),
         (scales, TypeError, "fp8 codes have scales, and only they"),
         ({"a": tensor(F32, 32, 48), "b": tensor(BF16, 64, 48)}, TypeError, "a must be BF16 or F8"),
         ({"h": tensor(BF16, 32, 136), "tail": None}, TypeError, "fp8 codes .* h needs tail"),
-        ({"h": h, "tail": h}, ValueError, r"tail must have shape \(8, 64\)"),
         (codes | {"b": tensor(E4M3, 64, 48)}, TypeError, "fp8 codes have scales"),
         (codes | {"b": tensor(E5M2, 64, 48)} | scales, TypeError, "a or b must be F8_E4M3"),
-        ({"out": tensor(F32, 32, 64)}, TypeError, "out must be BF16, got F32"),
     ])  # fmt: skip
 
 
@@ -751,12 +731,8 @@ def test_wrong_grouped_arguments():
     given |= {"dev": dev, "starts": make(I32, 4)}
     matmul_fused.grouped(**given)
     refused("matmul_grouped", matmul_fused.grouped, given, [
-        ({"out": make(F32, 16, 64)}, TypeError, "out must be BF16, got F32"),
         ({"b": make(BF16, 64, 128)}, ValueError, "b and tail must have 3 dimensions"),
-        ({"b": make(BF16, 3, 128, 64)}, ValueError, r"b must have shape \(384, 128\)"),
-        ({"starts": make(I32, 3)}, ValueError, r"starts must have shape \(4,\)"),
         ({"tail": make(BF16, 3, 64, 8)}, TypeError, "fp8 codes .* h needs tail"),
-        ({"bias": make(BF16, 64)}, ValueError, r"bias must have shape \(3, 64\)"),
         (
             {"a": make(BF16, 16, 96), "b": make(BF16, 3, 96, 64), "transposed": True},
             ValueError, "at most 512 experts, and K outside in multiples of 64, got 3 and 96",
