@@ -14,6 +14,7 @@ FUSED = {
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 }
 SPLIT = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+FUSED["granitemoehybrid"] = [*SPLIT[:4], "in_proj", "out_proj", "input_linear", "output_linear"]
 FUSED["gemma4_e2b"] = [*SPLIT, "per_layer_input_gate", "per_layer_projection"]
 
 

@@ -18,6 +18,7 @@ hidden size, F: width of an expert, E: number of experts.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -101,6 +102,8 @@ class WithExperts(Architecture):
     """Experts are paired, and stored transposed."""
     fused = False
     """In files a layer's experts are one parameter."""
+    stacked = False
+    """In files a layer's experts are one tensor, of a name that expert_modules gives."""
     experts_at = "model.layers.{}.mlp.experts"
     """Module of a layer's experts."""
     beside_mlp = False
@@ -257,8 +260,8 @@ def _matrices(
     outer, experts_ = () if count is None else (count,), range(count or 1)
 
     def module(key: str, rows: int, its_targets: tuple) -> dict[str, Any]:
-        parts, fused = (), None
-        if count is None or not alone:
+        parts, fused, stacked = (), None, count is not None and config.arch.stacked
+        if not stacked and (count is None or not alone):
             parts = _parts(config, layer, key, rows, its_targets, experts_)
         if count is not None:
             both = len(its_targets) > 1
@@ -270,6 +273,9 @@ def _matrices(
                 order=((rows, 2 * rows), (0, rows)) if both and not paired else (),
                 experts=count,
             )
+            if stacked:
+                (stored,) = config.arch.expert_modules[key]
+                parts = (replace(fused, module=stored.format(layer), targets=()),)
             parts = parts or (fused,)
         names = {"key": key, "name": f"model.layers.{layer}.{key}", "active": active}
         return names | {"parts": parts, "fused": fused, "bias": paired}
@@ -324,8 +330,13 @@ def _parts(
     targets: tuple[tuple[str, ...], ...],
     experts_: range,
 ) -> tuple[Part, ...]:
-    """The modules of a weight, of each expert as many as there are targets."""
+    """The modules of a weight, of each expert as many as there are targets; or one, whose rows are
+    the gate's, then up's."""
     names = config.arch.expert_modules[key]
+    if len(names) < len(targets):
+        order = ((rows, 2 * rows), (0, rows))
+        module, every = names[0].format(layer), tuple(chain(*targets))
+        return (Part(module=module, rows=2 * rows, targets=every, order=order),)
     return tuple(
         Part(module=name.format(layer, expert), rows=rows, targets=of_module)
         for expert in experts_

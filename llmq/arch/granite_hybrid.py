@@ -5,6 +5,7 @@ from math import inf
 from typing import Any
 
 from llmq.arch.common import get, reject, size
+from llmq.arch.experts import WithExperts
 from llmq.arch.granite import Granite
 from llmq.arch.mamba import MAMBA_TARGETS, Mamba, mamba_modules
 from llmq.arch.rope_family import FULL, RopeFamily
@@ -16,8 +17,9 @@ _NO_LIMIT = (None, [0.0, inf], [0.0, {"__float__": "Infinity"}])  # of transform
 _AT = "model.layers.{}"
 
 
-class GraniteHybrid(Granite):
-    """Dense sizes. The width of the MLP is that of the shared expert in its config."""
+class GraniteHybrid(WithExperts, Granite):
+    """Models with and without experts. The MLP of the latter is as wide as the shared expert in
+    their config, beside which there is none."""
 
     name = "GraniteMoeHybridForCausalLM"
     model_type = "granitemoehybrid"
@@ -29,16 +31,33 @@ class GraniteHybrid(Granite):
         "up": (f"{_AT}.shared_mlp.input_linear",),
         "down": (f"{_AT}.shared_mlp.output_linear",),
     }  # fmt: skip
-    targets = (*Granite.targets, *MAMBA_TARGETS)
+    targets = (*WithExperts.targets, *MAMBA_TARGETS)
+    count_names = ("num_local_experts",)
+    own_size = False
+    renormalized = True
+    shares = True
+    shared_gated = False
+    stacked = True
+    experts_at = f"{_AT}.block_sparse_moe.experts"
+    expert_modules: Mapping[str, tuple[str, ...]] = {
+        "router": (f"{_AT}.block_sparse_moe.router.layer",),
+        "experts_up": (f"{_AT}.block_sparse_moe.input_linear.weight",),
+        "experts_down": (f"{_AT}.block_sparse_moe.output_linear.weight",),
+        "shared_up": modules["up"],
+        "shared_down": modules["down"],
+    }
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         reject(hf, "mamba_proj_bias", False, None)
         reject(hf, "time_step_limit", *_NO_LIMIT)
-        reject(hf, "num_local_experts", 0)
-        hf = {"num_local_experts": 8, **hf}
         count, hidden = size(hf, "num_hidden_layers"), size(hf, "hidden_size")
-        own = {"intermediate_size": size(hf, "shared_intermediate_size"), "layer_types": None}
-        found = super().read_sizes({**hf, **own})
+        shared = size({"shared_intermediate_size": 1024, **hf}, "shared_intermediate_size")
+        own = {"layer_types": None, "shared_expert_intermediate_size": shared}
+        if get(hf, "num_local_experts", int, 8):
+            experts = {"num_local_experts": 8, "num_experts_per_tok": 2, **hf}
+            found = super().read_sizes({**experts, **own})
+        else:
+            found = Granite.read_sizes(self, {**hf, **own, "intermediate_size": shared})
         if get(hf, "position_embedding_type", str, None) != "rope":
             found["rope_layers"] = (False,) * count
         layers = kinds_of(hf, count)
@@ -68,15 +87,20 @@ class GraniteHybrid(Granite):
                 f"model hidden_size: {model.hidden_size} must divide the {model.mixers.values} "
                 "channels of its state spaces"
             )
+        if model.experts is None:
+            return Granite.fixed(self, model)
         return super().fixed(model)
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        fields, its = super().write_sizes(model), model.mixers
-        layers = range(model.num_layers)
+        its, layers = model.mixers, range(model.num_layers)
+        if model.experts is None:
+            none = {"num_local_experts": 0, "num_experts_per_tok": 0}
+            fields = Granite.write_sizes(self, model) | none
+            fields["shared_intermediate_size"] = fields["intermediate_size"]
+        else:
+            fields = super().write_sizes(model)
+            fields["shared_intermediate_size"] = fields.pop("shared_expert_intermediate_size")
         fields |= {
-            "shared_intermediate_size": fields["intermediate_size"],
-            "num_local_experts": 0,
-            "num_experts_per_tok": 0,
             "position_embedding_type": "nope" if model.rope_layers else "rope",
             "layer_types": [(_SPACES if model.has_mixer(i) else _ATTENTION)[0] for i in layers],
         }

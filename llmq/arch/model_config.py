@@ -415,11 +415,11 @@ class ModelConfig:
         for name in MULTIPLIERS:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"model {name}: must be positive, got {getattr(self, name)}")
-        biased = self.experts is not None or self.o_bias or self.mlp_bias
+        biased = self.o_bias or self.mlp_bias
         if self.residual_multiplier != 1 and (biased or self.arch.post_norm):
             raise ConfigError(
-                "model residual_multiplier: not with experts, biases of attention's output and the "
-                f"MLP, or norms behind halves, got {self.residual_multiplier}"
+                "model residual_multiplier: not with biases of attention's output and the MLP, or "
+                f"norms behind halves, got {self.residual_multiplier}"
             )
 
     @classmethod

@@ -69,8 +69,9 @@ class BlockLinear:
         self.dev, self.config, self.operands = dev, config, operands
         every = [(layer, m) for layer in range(config.num_layers) for m in config.matrices(layer)]
         self._matrices = {(layer, matrix.key): matrix for layer, matrix in every}
+        # The weights of experts have this factor, so that their shared expert alone is left.
         self._alphas = {
-            (layer, half.output): config.residual_multiplier * half.factor
+            (layer, half.output or "shared_down"): config.residual_multiplier * half.factor
             for layer in range(config.num_layers)
             for half in config.halves(layer)
         }

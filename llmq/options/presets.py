@@ -90,7 +90,10 @@ _GPT_OSS = {
     "gpt-oss-20b": (2880, 2880, 64, 8, 24, 1e-5, False),
     "gpt-oss-120b": (2880, 2880, 64, 8, 36, 1e-5, False),
 }
-_GRANITE_HYBRID = {"granite-4.0-h-micro": (2048, 8192, 32, 8, 40, 1e-5, True)}
+_GRANITE_HYBRID = {
+    "granite-4.0-h-micro": (2048, 8192, 32, 8, 40, 1e-5, True),
+    "granite-4.0-h-tiny": (1536, 512, 12, 4, 40, 1e-5, True),
+}
 _GLM47_FLASH = {"GLM-4.7-Flash": (2048, 10240, 20, 20, 47, 1e-5, False)}
 _DEEPSEEK_V2 = {"DeepSeek-V2-Lite": (2048, 10944, 16, 16, 27, 1e-6, False)}
 _GLM45 = {"GLM-4.5-Air": (4096, 10944, 96, 8, 46, 1e-5, False)}
@@ -293,6 +296,9 @@ _MORE = {
     "gpt-oss-120b": _gpt_oss(36, 128, 4, 128, 0.9) | _FAR,
     "tiny-gpt-oss": _gpt_oss(6, 8, 2, 256, 0.001),
     "granite-4.0-h-micro": _granite_hybrid((5, 15, 25, 35), 40, 64),
+    "granite-4.0-h-tiny": _granite_hybrid((5, 15, 25, 35), 40, 48)
+    | {"attention_scale": 1 / 128, "logits_scaling": 6.0}
+    | _shared(64, 6, None, 1024),
     "tiny-granite-hybrid": _granite_hybrid((3,), 6, 16, key_dim=32, value_dim=32),
 }
 
@@ -328,6 +334,7 @@ RELEASED |= {
     "OLMoE-1B-7B": "allenai/OLMoE-1B-7B-0924",
     "Qwen3-Next-80B-A3B": "Qwen/Qwen3-Next-80B-A3B-Instruct",
     "granite-4.0-h-micro": "ibm-granite/granite-4.0-h-micro",
+    "granite-4.0-h-tiny": "ibm-granite/granite-4.0-h-tiny",
     "GLM-4.7-Flash": "zai-org/GLM-4.7-Flash",
     "GLM-4.5-Air": "zai-org/GLM-4.5-Air",
     "MiniMax-M2": "MiniMaxAI/MiniMax-M2",

@@ -248,7 +248,7 @@ def test_weights_of_transformers_have_our_shapes(name):
         (
             GRANITE | {"residual_multiplier": 0.22},
             {"attention_bias": True},
-            "residual_multiplier: not with experts, biases of attention's output and the MLP",
+            "residual_multiplier: not with biases of attention's output and the MLP",
         ),
         (GEMMA3_1B, {"layer_types": ["full_attention"]}, "layer_types: expected 26 of"),
         (GEMMA3_1B, {"sliding_window_pattern": 0}, "sliding_window_pattern: must be positive"),

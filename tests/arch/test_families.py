@@ -113,6 +113,12 @@ FAMILIES = {
         attention_multiplier=0.015625,
     ),
     "granite_plain": lambda: transformers.GraniteConfig(**FOUR, attention_bias=True, mlp_bias=True),
+    "granitemoehybrid_experts": lambda: transformers.GraniteMoeHybridConfig(
+        **FOUR | {"intermediate_size": 48}, embedding_multiplier=12.0, residual_multiplier=0.22,
+        logits_scaling=6.0, attention_multiplier=0.1, num_local_experts=6, num_experts_per_tok=3,
+        shared_intermediate_size=80, layer_types=["mamba", "attention"] * 2, mamba_n_heads=8,
+        mamba_d_state=16,
+    ),
     "granitemoehybrid_groups": lambda: transformers.GraniteMoeHybridConfig(
         **FOUR, num_local_experts=0, shared_intermediate_size=160, position_embedding_type="rope",
         layer_types=["mamba", "attention"] * 2, mamba_n_heads=8, mamba_d_state=32,

@@ -38,7 +38,7 @@ from tests.models import exported, hf_model, torch_loss, trainer_for
 LORA = {"lora_rank": 4, "lora_alpha": 6.0, "lora_scaling": "rs", "lora_plus": 2.0}
 LORA["weight_decay"] = 0.1
 MODELS = ["qwen2", "qwen3", "llama_biases", "phi3", "olmo2", "gpt2", "granite", "gemma4"]
-MODELS += ["deepseek_v3", "gemma4_e2b"]
+MODELS += ["deepseek_v3", "gemma4_e2b", "granitemoehybrid"]
 LATENT = {"lora_targets": "q_a,q_b,kv_a,kv_b,o"}  # PEFT takes names of MLPs for those of experts
 
 
@@ -104,6 +104,7 @@ CODED = [
     ("gpt2", "int8"),
     ("qwen3", "nf4"),
     ("qwen2", "nvfp4"),
+    ("granitemoehybrid", "nf4"),
     ("phi3", "e4m3-blocks"),
 ]
 

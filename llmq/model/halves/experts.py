@@ -72,7 +72,8 @@ class ExpertsHalf:
         self.clamp = None if its.alpha is None else (its.alpha, its.limit)
         rows = shared.options.batch.micro_tokens * its.active
         self.linear = ExpertLinear(shared, rows)
-        self.scores = {"scale": its.scale, "renormalize": its.renormalize}
+        scale = its.scale * shared.config.residual_multiplier
+        self.scores = {"scale": scale, "renormalize": its.renormalize}
         self.scores["kind"] = "sigmoid" if shared.config.arch.sigmoid else "softmax"
         shares = its.shared_size is not None
         self.shared, self.balance = SharedExpert(shared) if shares else None, shared.balance
