@@ -15,11 +15,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from llmq.options.options_io import make_config
-from llmq.options.presets import preset
+from llmq.commands.common import load_run
+from llmq.commands.rl import load_rl
 from llmq.plan.advice import check_fits
-from llmq.plan.cost import step_time
+from llmq.plan.cost import rollout_time, step_time
 from llmq.plan.memory import DESKTOP_BYTES, disk_use, mib, needed_bytes
+from llmq.plan.plan import plan_generation
 from llmq.plan.target import MachineOptions, target
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -35,7 +36,9 @@ def predicted(path: Path) -> str:
     text = path.read_text()
     words = re.search(r"^# Card: (.+)$", text, re.MULTILINE)[1]
     name = re.search(r"^model: (?:Qwen/)?(.+?)(?:-Instruct)?$", text, re.MULTILINE)[1]
-    config, model = make_config({"model": name, "from-scratch": True}, path), preset(name)
+    given = {"model": name, "from-scratch": True}
+    load = load_rl if path.stem.startswith("rl-") else load_run
+    config, model, *_ = load(given, path, plans=True)
     asked = MachineOptions(card=words, reserve=DESKTOP_BYTES)
     where = target(config.validate_with(model), model, asked, search=True)
     planner = where.planner(model)
@@ -43,15 +46,22 @@ def predicted(path: Path) -> str:
     check_fits(config, planner, plan, where.limits)
     time, disk = step_time(plan, where.card), disk_use(config, model, plan.placement)
     cards = "one" if where.world_size == 1 else f"{where.world_size} x"
-    speed = f"{plan.tokens / time.total:,.0f} tokens/s{where.card.plus_minus(where.world_size)}"
     on_disk, _, rest = disk.facts()["On disk"].partition("; ")
+    if config.samples:
+        made = plan_generation(config, model, where.spec, where.backend, plan)
+        seconds = rollout_time(plan, made, config, where.card)
+        speed = f"a step in {seconds.total:.2g} s at most, {seconds.sample:.2g} s of them to sample"
+        speed += f" {made.texts(config.seq_len)} at a time"
+    else:
+        speed = f"{plan.tokens / time.total:,.0f} tokens/s{where.card.plus_minus(where.world_size)}"
+        speed += f", a step of {plan.tokens:,} tokens in {time.total:.2g} s"
     lines = [
         f"On {cards} {where.card.name} ({where.card.size} GB):",
         f"  GPU memory:   {mib(needed_bytes(plan, where.spec))} each",
         f"  Host memory:  {mib(plan.host_bytes)} pinned, and some GiB for the program",
         f"  On disk:      {on_disk}",
         *([f"                {rest}"] if rest else []),
-        f"  Speed:        {speed}, a step of {plan.tokens:,} tokens in {time.total:.2g} s",
+        f"  Speed:        {speed}",
     ]
     return "".join(f"{line}\n" for line in (BEGIN, *(f"# {line}" for line in lines), END))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from llmq.commands.rl import load_rl
 from llmq.options.option_file import read_option_file
 from llmq.options.options_io import make_config
 from llmq.options.rules import RULES
@@ -19,7 +20,8 @@ def test_what_there_is():
     fine = {f"finetune-qwen2.5-{size}-{memory}gb" for size in SIZES for memory in (8, 12, 16, 24)}
     fine.remove("finetune-qwen2.5-7b-8gb")  # the embedding and the head alone leave too little
     pre = {f"pretrain-qwen2.5-{size}-4x4090" for size in SIZES[:2]} | {"pretrain-gpt2-124m"}
-    assert names == fine | pre | {f"prefer-qwen2.5-7b-{memory}gb" for memory in (12, 16, 24)}
+    others = {f"prefer-qwen2.5-7b-{memory}gb" for memory in (12, 16, 24)}
+    assert names == fine | pre | others | {f"rl-qwen2.5-7b-{memory}gb" for memory in (16, 24)}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -36,9 +38,15 @@ def test_the_table_of_the_readme_is_of_the_files():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_its_options_are_good(path: Path):
+    given = read_option_file(path)
+    if path.stem.startswith("rl-"):
+        config, *_ = load_rl({"from-scratch": True, "model": "Qwen2.5-7B"}, path, plans=True)
+        rows = config.prompts_per_step * config.num_samples
+        assert config.batch_size * config.grad_accumulation == rows
+        assert f"llmq rl --config configs/{path.name}\n" in path.read_text()
+        return
     config = make_config({}, path)
     assert RULES.idle(config) == []
-    given = read_option_file(path)
     assert given["train-file"] == "data/mine/train*.bin"
     assert config.from_scratch == path.stem.startswith("pretrain")
     assert f"llmq train --config configs/{path.name}\n" in path.read_text()
