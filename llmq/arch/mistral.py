@@ -58,7 +58,7 @@ class Ministral3(Mistral):
     name = "Ministral3ForCausalLM"
     model_type = "ministral3"
     label = "Ministral3"
-    gguf = None
+    gguf = GgufKind("mistral3", pairs=True, heads=True)
     own_fields = ("query_growth",)
     rope_kinds = ("yarn",)
     head_dim = 128

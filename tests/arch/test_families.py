@@ -101,6 +101,7 @@ FAMILIES = {
     "ministral3": lambda: transformers.Ministral3Config(
         **FOUR, head_dim=32, rope_parameters=YARN | {
             "rope_theta": 1e6, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.3,
+            "mscale": 1.0, "mscale_all_dim": 1.0,
         },
     ),
     "cwm": lambda: transformers.CwmConfig(**FOUR, head_dim=32, sliding_window=5),

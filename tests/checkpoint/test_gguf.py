@@ -255,6 +255,10 @@ FAMILY_FIELDS = {
     "minimax_m2": {"expert_gating_func": 2, "expert_count": 6, "rope.dimension_count": 16},
     "lfm2": {"attention.head_count_kv": [0, 2, 0, 0], "shortconv.l_cache": 4},
     "arcee": {"attention.head_count_kv": 2},
+    "ministral3": {
+        "attention.temperature_scale": np.float32(0.3), "rope.scaling.yarn_log_multiplier": 1.0,
+        "rope.scaling.original_context_length": 5,
+    },
 }  # fmt: skip
 
 

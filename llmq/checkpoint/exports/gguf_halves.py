@@ -60,7 +60,7 @@ def otherwise(model: ModelConfig) -> Iterator[str]:
 
 def own_factor(model: ModelConfig, scaling: RopeScaling) -> float:
     """The attention factor that llama.cpp computes of YaRN's metadata."""
-    if model.latent is not None and scaling.mscale_all_dim:
+    if (model.latent and scaling.mscale_all_dim) or "query_growth" in model.arch.own_fields:
         return 1.0
     return RopeScaling(kind="yarn", factor=scaling.factor).attention(0)
 
@@ -80,9 +80,12 @@ def add_metadata(gguf: Any, writer: Any, model: ModelConfig) -> None:
         writer.add_kv_lora_rank(latent.rank)
         if latent.query_rank is not None:
             writer.add_q_lora_rank(latent.query_rank)
-        if model.rope_scaling is not None and model.rope_scaling.mscale_all_dim:
-            writer.add_rope_scaling_yarn_log_mul(0.1 * model.rope_scaling.mscale_all_dim)
+        if (whole := model.rope_scaling and model.rope_scaling.mscale_all_dim) is not None:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * whole)  # as the converter has it
         return
+    if model.query_growth is not None:
+        writer.add_attn_temperature_scale(model.query_growth)
+        writer.add_rope_scaling_yarn_log_mul(model.rope_scaling.mscale_all_dim or 0.0)
     if model.positions == "rope":
         writer.add_key_length(model.head_dim)
         writer.add_value_length(model.head_dim)
