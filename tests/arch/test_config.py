@@ -74,6 +74,32 @@ def test_published_configs_equal_presets(hf, preset_name, differences):
     assert ModelConfig.from_hf(hf) == replace(preset(preset_name), **differences)
 
 
+def test_published_mistral_config():
+    assert ModelConfig.from_hf(MISTRAL_7B) == ModelConfig(
+        architecture="MistralForCausalLM",
+        vocab_size=32768,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_positions=32768,
+        norm="rmsnorm",
+        norm_eps=1e-5,
+        activation="swiglu",
+        positions="rope",
+        rope_theta=1e6,
+        qk_norm=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        tied_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
 MODELS = {
     **{name: ModelConfig.from_hf(hf) for name, hf in PUBLISHED.items()},
     "llama_biased_linear_rope": replace(

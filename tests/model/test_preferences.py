@@ -22,6 +22,7 @@ from llmq.data.scores import HEADER_BYTES, Scored, ScoreFile, ScoreWriter, score
 from llmq.data.tokens import TokenFile, TokenWriter
 from llmq.model.losses import loss_class
 from llmq.options.options_io import config_of, layers_of, make_config
+from llmq.report.plot import read_log, series_of
 from llmq.run import score
 from llmq.run.guard import Guard
 from llmq.run.model_of_run import model_of_run
@@ -30,6 +31,7 @@ from llmq.run.trainer import Trainer
 from tests.model.test_lora import LORA, gradients, peft_model, tensors
 from tests.models import LOSS_RTOL, VOCAB, exported, hf_model, pieces, same_gradients, trainer_for
 from tests.pairs_data import write_pairs
+from tests.runs import make_workplace, records, train
 
 T = 24
 LENGTHS = [(6, 9), (5, 4), (12, 12), (4, 7), (8, 6), (3, 5), (10, 5), (4, 4)]
@@ -469,3 +471,30 @@ def test_the_guard_knows_what_guessing_loses():
     of = Guard(make_config({"guard": "warn"}), guessing=found["dpo"])
     bad = of.judge(0, Result(loss=5.0, norm=1.0, tokens=4), NO_LIMITS).reason
     assert bad == "the loss 5 is 7.2 times that of guessing, 0.6931"
+
+
+def test_a_run_says_how_answers_are_preferred(tmp_path, monkeypatch, capsys):
+    """In log, lines, plots and validation; it goes on by the scores that it has made."""
+    monkeypatch.chdir(make_workplace(tmp_path))
+    pairs = [(3 + i % 5, 3 + i % 4) for i in range(20)]
+    write_pairs(tmp_path / "data" / "pairs.bin", pairs, 257)
+    write_pairs(tmp_path / "data" / "held.bin", pairs[:6], 257, seed=1)
+    how = {"loss": "dpo", "train-file": "data/pairs.bin", "eval-file": "data/held.bin"}
+    how |= {"packing": "best-fit", "steps": 2, "eval-every-n-steps": 2, "save-training-state": True}
+    assert train(**how) == 0
+    steps, evals = records("step"), records("eval")
+    assert steps[0]["loss"] == pytest.approx(np.log(2), rel=1e-5)
+    assert all({"accuracy", "margin", "reward_chosen", "logp_rejected"} <= s.keys() for s in steps)
+    assert all({"accuracy", "margin", "reward_chosen"} <= e.keys() for e in evals)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("[T]") and " | accuracy 0.0000 | mar" in line]
+    assert [line for line in lines if line.startswith("[V]") and " | accuracy " in line]
+    panels = {series.panel for series in series_of(read_log(tmp_path / "log.json"))}
+    assert {"pairs preferred as they should be", "margin of rewards"} <= panels
+    made = sorted(path.name for path in (tmp_path / "ckpt" / "reference").glob("*.scores"))
+    assert made == ["data-held.scores", "data-pairs.scores"]
+    again = how | {"steps": 3, "continue": "", "overwrite": None}
+    assert train(**again) == 0
+    assert [record["step"] for record in records("step")] == [0, 1, 2]
+    assert train(**how | {"loss": "ce", "overwrite": "true"}) == 2
+    assert "has pairs, of which one answer is to be preferred" in capsys.readouterr().err

@@ -118,16 +118,6 @@ def test_some_layers_that_recompute_are_between_none_and_all():
     assert some[0].time.total == pytest.approx(none.time.total, rel=0.02)
 
 
-@pytest.mark.parametrize("model", ["Qwen2.5-0.5B", "Qwen2.5-7B"])
-def test_memory_and_speed_grow_with_the_batch(model):
-    p, config = planner(model), options(model=model)
-    batches = (1, 2, 4, 8, 16)
-    found = [p.estimate(replace(config, batch_size=b, grad_accumulation=16 // b)) for b in batches]
-    sizes, speeds = [e.device for e in found], [e.speed for e in found]
-    assert sizes == sorted(sizes) and speeds == sorted(speeds)
-    assert sizes[-1] > 1.5 * sizes[0]
-
-
 def test_machines_of_unequal_size():
     """Pinned memory is that of the ranks of one machine, and so are their tables of its pages."""
     config = options(model="tiny", device="cpu", offload_opt_m=True, batch_size=1)

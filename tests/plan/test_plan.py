@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import BF16, MIB
+from llmq.base.dtypes import BF16
 from llmq.commands.cli import _run
 from llmq.options.cards import CARDS, find_card, spec_of
 from llmq.options.option_types import parse_size
@@ -22,11 +22,11 @@ from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.checks import installed_attention
 from llmq.plan.estimate import Planner
-from llmq.plan.memory import allocator_table, needed_bytes
-from llmq.plan.plan import Usage, make_plan
+from llmq.plan.memory import needed_bytes
+from llmq.plan.plan import make_plan
 from llmq.plan.report import run_plan
 from llmq.plan.sol import flops_per_token
-from llmq.runtime.device import HOST_SPEC, MemorySizes
+from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import PLAN_SPEC
 from llmq.runtime.plan_device import PlanDevice, Work
 from tests.kept import kept_runs
@@ -131,30 +131,6 @@ def test_flops_are_those_of_the_formula():
 
 # ------------------------------------------------------------------------------------------------
 # What is printed
-
-
-def test_table_has_the_shape_of_llmq():
-    usage = Usage(
-        categories={
-            "device": {"Weights": 3 * MIB, "Stack": 1234 * MIB},
-            "pinned": {"Activations": 2 * MIB},
-            "write_combined": {"Activations": 1},
-        },
-        stack=(("logits", 1200 * MIB), ("rstd", MIB - 1), ("d_act", 34 * MIB)),
-        sizes=MemorySizes(device=3 * MIB, stack=1234 * MIB, pinned=2 * MIB + 1),
-    )
-    assert allocator_table(usage, {"Free": 70000 * MIB, "Reserved": 500 * MIB}) == [
-        "            in MiB  Device | Managed | Pinned ",
-        "           Weights:      3 |       0 |      0 ",
-        "             Stack:   1234 |       0 |      0 ",
-        "       Activations:      0 |       0 |      2 ",
-        "              Free:  70000 |       0 |      0 ",
-        "          Reserved:    500 |       0 |      0 ",
-        "",
-        "      stack.logits:   1200 ",
-        "       stack.d_act:     34 ",
-    ]
-    assert len(allocator_table(replace(usage, stack=()))) == 4
 
 
 def plan(*args: str) -> int:

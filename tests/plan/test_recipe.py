@@ -291,21 +291,6 @@ def test_a_file_in_the_way_is_refused_before_the_search(folder, capsys, monkeypa
     assert Path("r.yaml").read_text() == "name: mine\n"
 
 
-def test_people_read_what_it_will_take(folder, capsys):
-    assert _run(f"recipe --hours 0.1 --card 4090 {SIZES}".split()) == 0
-    out = capsys.readouterr().out
-    assert out.endswith("Written: llmq train --config recipe.yaml --train-file …\n")
-    for text in (
-        "1 x NVIDIA GeForce RTX 4090",
-        "Steps: ",
-        "By the law:  Besiroglu",
-        "kWh ± ",
-        "± 11",
-        "± 25.0 % (nats a token)",
-    ):
-        assert text in out
-
-
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -472,6 +472,13 @@ def test_a_run_that_is_refused_ends_no_child(cache, tmp_path):
     assert refused == ["it does not fit", "nor this"]
 
 
+def test_steps_that_there_is_no_time_for_are_one_line(cache, tmp_path):
+    stand_in = StandIn(results(), takes=2.5)
+    found = run_rig(tmp_path / "rig", 2.0, stand_in, stand_in.clock)
+    late = [name for name, part in found["parts"].items() if part["error"]]
+    assert late == ["steps 1.5B, e4m3, beside others", "card file"]
+
+
 @pytest.mark.parametrize("told", [None, "matmul_swiglu"])
 def test_products_beside_other_gpus_are_measured_where_there_are_some(monkeypatch, told):
     """Devices opened meanwhile take fused products; LLMQ_FUSED is restored afterwards."""

@@ -161,14 +161,6 @@ def test_conversations_of_a_file(model, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["text"] == of_messages["text"]
 
 
-def test_a_real_model_answers(model, capsys):
-    assert chat(model, "--prompt=hi", "--max-new-tokens=4", "--temperature=0") == 0
-    first = capsys.readouterr().out
-    assert first.endswith("\n") and not first.startswith("uhi")
-    assert chat(model, "--prompt=hi", "--max-new-tokens=4", "--temperature=0") == 0
-    assert capsys.readouterr().out == first
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [

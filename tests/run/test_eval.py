@@ -15,7 +15,7 @@ import pytest
 from llmq.base.dtypes import F32
 from llmq.base.errors import DataError
 from llmq.commands.cli import _run
-from llmq.run.evaluate import Fleet, ask_model, batch_shape, scores_of, table
+from llmq.run.evaluate import Fleet, ask_model, batch_shape, scores_of
 from llmq.run.sampling import open_model
 from llmq.runtime.machine import choose_machine
 from llmq.text.scoring import Encoder, Request, make_batches, pack_batches
@@ -305,8 +305,3 @@ def test_damaged_weights(place, tmp_path, capsys):
     assert _run(["eval", str(model), task, "--device=cpu", f"--out={out}"]) == 2
     assert "not finite numbers" in capsys.readouterr().err
     assert not out.exists()
-
-
-def test_table_is_aligned():
-    lines = table([])
-    assert lines == ["task  metric  value  stderr  count"]

@@ -143,18 +143,6 @@ def test_validation_is_the_mean_over_all_ranks():
             assert part.tokens == min(world * B, count) * T
 
 
-def test_results_come_later():
-    with trainer(2) as t:
-        tickets = [t.enqueue_step(batches(seed)) for seed in range(4)]
-        late = [t.result(ticket) for ticket in tickets]
-        fifth = t.enqueue_step(batches())
-        with pytest.raises(ValueError, match="not among the last 4"):
-            t.result(tickets[0])
-        t.result(fifth)  # a mistake of the caller's stops nobody
-    with trainer(2) as t:
-        assert late == [t.step(batches(seed)) for seed in range(4)]
-
-
 def test_wrong_number_of_batches():
     with trainer(3) as t, pytest.raises(ValueError, match="is 4 for each of 3 ranks, got 4"):
         t.step(batches(count=4))

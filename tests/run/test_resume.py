@@ -187,6 +187,28 @@ def test_options_that_this_version_does_not_know(monkeypatch, capsys):
     assert "options not known here: of_later\n" in capsys.readouterr().err
 
 
+def test_options_that_older_versions_had(monkeypatch, capsys):
+    """Values that make no other numbers go on; others are refused, and nothing is written."""
+    from llmq.checkpoint.manifest import digest_of
+
+    stopped(monkeypatch)
+    path = Path("ckpt/x/step_00000002/checkpoint.json")
+    original = json.loads(path.read_text())
+
+    def saved(**old):
+        document = original | {"options": original["options"] | old}
+        path.write_text(json.dumps(document | {"sha256": digest_of(document)}))
+        capsys.readouterr()
+        return resume("--continue", "--name=x"), capsys.readouterr().err
+
+    status, err = saved(cautious_decay=True, optimizer="muon")
+    assert status == 2 and "--cautious-decay=True is no option any more: weight decay" in err
+    status, err = saved(cautious_decay=True, muon_scale="spectral", sample_tokens=9, tune=True)
+    assert status == 0
+    assert "--sample-tokens=9 is no option any more: samples have at most 64 tokens" in err
+    assert "cautious" not in err and "not known" not in err
+
+
 def test_a_plan_is_of_the_run_that_goes_on(monkeypatch, capsys):
     stopped(monkeypatch)
     capsys.readouterr()

@@ -137,15 +137,6 @@ def test_export_and_checkpoint_say_the_same(trained, capsys):
     assert said["out"].startswith("Hé")
 
 
-def test_a_checkpoint_may_have_any_name(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(trained / "ckpt" / "step_00000001", "best")
-    shutil.copytree(trained / "ckpt", "7")
-    for name in ("best", "7"):
-        assert sample(name, "--prompt=a", "--max-new-tokens=2") == 0
-        assert capsys.readouterr().out.startswith("a")
-
-
 def test_several_samples(trained, capsys):
     args = ("--prompt=a", "--max-new-tokens=5", "--num-samples=3", "--temperature=1.5")
     assert sample(trained / "out", *args) == 0

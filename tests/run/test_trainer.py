@@ -24,7 +24,7 @@ from llmq.plan.checks import check_machine
 from llmq.runtime.machine import Machine
 from llmq.state.params import weight_table
 from tests.harness import GPU_SPEC
-from tests.runs import CONFIG, VOCAB, B, T, make_workplace, options, write_tokens
+from tests.runs import CONFIG, VOCAB, B, T, make_workplace, options
 
 
 @pytest.fixture(autouse=True)
@@ -421,16 +421,6 @@ def test_given_batches_need_no_documents_of_files():
         t.step([(inputs, targets, np.zeros_like(inputs))])
         with pytest.raises(DataError, match="nothing says where the documents"):
             t.step()
-
-
-def test_masked_targets_count_in_neither_part_of_the_mean():
-    mask = np.zeros(9 * T + 1, bool)
-    mask[: 2 * T] = True
-    write_tokens(Path("data/masked.bin"), 9, mask=mask)
-    with trainer(eval_file="data/masked.bin") as t:
-        result = t.validate()
-    assert 0 < result.tokens < 2 * T + 1
-    assert result.loss == pytest.approx(math.log(VOCAB), rel=0.05)
 
 
 @pytest.mark.parametrize(

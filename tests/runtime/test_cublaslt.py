@@ -1,6 +1,8 @@
 """Matrix products through cuBLASLt: with stand-ins for the libraries."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -475,6 +477,32 @@ def test_processes_keep_what_others_have_published(tmp_path):
     assert other.get("old") == first  # it may be in use
     found = AlgorithmFile(path)
     assert [found.get(key) for key in ("old", "k", "last")] == [third, first, second]
+
+
+PUBLISH = """
+import sys
+from pathlib import Path
+from llmq.runtime.tuning import AlgorithmFile
+file = AlgorithmFile(Path(sys.argv[1]))
+print("ready", flush=True)
+input()
+for number in range(30):
+    file.publish(f"{sys.argv[2]} {number}", bytes(65), instead_of=None)
+"""
+
+
+def test_processes_that_publish_at_the_same_time_lose_nothing(tmp_path):
+    path = tmp_path / "m.json"
+    command = [sys.executable, "-c", PUBLISH, str(path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    processes = [subprocess.Popen([*command, name], **pipes) for name in "abc"]
+    for process in processes:
+        assert process.stdout.readline() == b"ready\n"
+    for process in processes:
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+    assert [process.wait(timeout=60) for process in processes] == [0] * 3
+    assert len(json.loads(path.read_text())["algorithms"]) == 90
 
 
 def test_constants_and_names_are_those_of_the_binding():
