@@ -266,9 +266,10 @@ def paged_calls(S: int, n: int, Hq: int, Hkv: int, Hd: int, size: int, blocks: i
     out, stored = bf16(S, n, Hq, Hd), 4 * S * n * Hkv * Hd
     read = 4 * S * size * blocks * Hkv * Hd + 4 * S * n * Hq * Hd
     flops = 2 * S * n * Hq * (2 * size * blocks - n) * Hd
+    attend = {"out": out, "arrived": np.zeros(paged.arrivals(S, Hq), np.int32)}
     return [
         Call("store", paged.store, args, bytes=2 * stored),
-        Call("attend", paged.attend, args | {"out": out}, bytes=read, flops=flops),
+        Call("attend", paged.attend, args | attend, bytes=read, flops=flops),
     ]
 
 

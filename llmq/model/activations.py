@@ -6,11 +6,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from llmq.arch.matrix import HalfSpec
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import F32, DType
+from llmq.base.dtypes import F32, I32, DType
 from llmq.base.operand import turned
 from llmq.base.tensor import Tensor
 from llmq.formats.operands import Activation, Operands, id_of
 from llmq.model.parameters import PartGrads, PartParameters, PartWeights
+from llmq.ops.attention import paged
 from llmq.ops.attention.paged import BLOCK
 from llmq.options.groups.memory import MemoryOptions
 from llmq.options.option_types import layer_set
@@ -85,9 +86,13 @@ class Cache:
     """The tensors that halves keep of texts that are continued. blocks: by layer and half, tensors
     (blocks, BLOCK, ...) by the names of HalfSpec.cached: each holds BLOCK tokens of one text.
     states: the same, F32 (states, ...) by the names of HalfSpec.carried: each row is of one text.
+    arrived: I32, of `ops.attention.paged`, zeros at the start of a pass.
     """
 
     def __init__(self, dev: Device, config: ModelConfig, dtype: DType, blocks: int, states: int):
+        heads = max(config.heads_of(layer).query for layer in range(config.num_layers))
+        count = (paged.arrivals(states, heads),)
+        self.arrived = dev.alloc("paged_arrived", count, I32, "Activations")
         self.blocks: dict[tuple[int, str], dict[str, Tensor]] = {}
         self.states: dict[tuple[int, str], dict[str, Tensor]] = {}
         for layer in range(config.num_layers):
@@ -135,6 +140,7 @@ class CacheOfPass(NamedTuple):
         if not blocks:
             return found
         of_texts = {"table": self.table, "lengths": self.lengths, "new": self.new}
+        of_texts["arrived"] = self.cache.arrived
         return found | blocks | of_texts
 
 

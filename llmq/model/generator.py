@@ -245,7 +245,7 @@ class Generator:
             scalars=self._scalars,
             cache=cache,
         )
-        return Pass(inputs, model, B, T)
+        return Pass(inputs, model, self._cache, B, T)
 
     def _decoding(self, each: Pass) -> Callable[[bool], None]:
         how = {"chosen": self._chosen, "seen": self._seen, "outputs": self.config.outputs}

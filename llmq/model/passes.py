@@ -9,6 +9,7 @@ import numpy as np
 
 from llmq.base.dtypes import F32, I32, I64, DType
 from llmq.base.tensor import Tensor
+from llmq.model.activations import Cache
 from llmq.model.model import Model
 from llmq.ops.loss import sample
 from llmq.runtime.device import Device
@@ -81,10 +82,12 @@ class PassInputs(Buffer):
 class Pass:
     """Passes over texts with so many tokens each: their inputs, and the model of this shape."""
 
-    def __init__(self, inputs: PassInputs, model: Model, texts: int, tokens: int):
+    def __init__(self, inputs: PassInputs, model: Model, cache: Cache, texts: int, tokens: int):
         self.inputs, self.model, self.texts, self.tokens = inputs, model, texts, tokens
+        self._cache = cache
 
     def forward(self, stale: bool) -> None:
+        self.model.dev.zero(self._cache.arrived)
         self.model.forward(stale=stale, keep=False)
 
     def decode(self, stale: bool, chosen: Buffer, seen: Tensor, outputs: int) -> None:

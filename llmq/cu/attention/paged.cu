@@ -3,28 +3,29 @@
 //   store:   rows lengths[s] + [0, new[s]) of the caches = keys and values of qkv
 //   attend:  out = softmax(scale q k^T) v of the keys that query i of sequence s, at position
 //            p = lengths[s] + i, sees: positions max(0, p - window + 1) to p
-//   split:   the same sums over each SPLIT positions alone, and their statistics
-//   combine: out from the results of split
+//   decode:  store and attend of few tokens, whose keys are divided over blocks
 //
 // Data     qkv: T (S, n, Hq + 2 Hkv, HEAD_DIM), rotated; out: T (S, n, Hq, VALUE_DIM), 0 from query
 //          new[s] on. k_cache, v_cache: T (blocks, BLOCK_SIZE, Hkv, HEAD_DIM); position p of
 //          sequence s is row p % BLOCK_SIZE of block table[s][p / BLOCK_SIZE]. LATENT: v_cache is
 //          null, and values are the first VALUE_DIM channels of keys; else VALUE_DIM is HEAD_DIM.
 //          sinks: T (Hq), a score of each head that gives attention to nothing, or null. partial:
-//          F32 (S, n, Hq, splits, VALUE_DIM), stats: F32 (S, n, Hq, splits, 2): the largest score
-//          times log2(e), and the sum of probabilities. T: BF16 (tensor cores, probabilities rounded
+//          F32 (S, n, Hq, splits, VALUE_DIM), stats: F32 (S, n, Hq, splits, 2): sums over the keys
+//          of each SPLIT positions, the largest score times log2(e), and the sum of probabilities.
+//          arrived: I32 (S tiles, Hkv), zeros, before and after. T: BF16 (tensor cores, probabilities rounded
 //          before they are multiplied) or F32. Sums and statistics F32.
-// Launch   store: 256 threads, one for each 16 bytes of new keys, grid (blocks, S). attend, split:
+// Launch   store: 256 threads, one for each 16 bytes of new keys, grid (blocks, S). attend, decode:
 //          128 threads and dynamic shared memory (llmq/ops/attention/paged.py); a block has ROWS
 //          pairs of query and head that share a key/value head. attend: grid (Hkv, S tiles).
-//          split: grid (x, Hkv, S tiles), any x: each block takes every x-th split. combine: grid
-//          (Hq, S n), 128 threads.
+//          decode: grid (x, Hkv, S tiles), any x: each block takes every x-th split, and the one
+//          that arrives last adds their results.
 // Cost     memory: keys and values once for each tile of ROWS pairs. Blocks of idle sequences, and
 //          of splits that a sequence has not, end at once.
 // Needs    sm_80; HEAD_DIM and VALUE_DIM multiples of 8, up to 256, with LATENT up to 576 and with
-//          ROWS 16. No atomics. A result depends on nothing but
-//          its own sequence: steps and splits begin at multiples of STEP and SPLIT, in all entries
-//          the splits are added one after the other, and what a query does not see changes no bit.
+//          ROWS 16. A result depends on nothing but its own sequence: steps and splits begin at
+//          multiples of STEP and SPLIT, in all entries the splits are added one after the other, and
+//          what a query does not see changes no bit. decode: several blocks may store the same keys; none
+//          with stores = 0.
 #include "common.cuh"
 #include "ptx.cuh"
 
@@ -374,11 +375,60 @@ extern "C" __global__ void __launch_bounds__(256)
     if (v_cache) { store_vec(v_cache + to, load_vec(keys + columns)); }
 }
 
+// Statistics of a block's rows before all keys: a sink is the first of them.
+__device__ __forceinline__ void begin(float (&top)[TURNS], float (&total)[TURNS], const Block& block,
+                                      const T* sinks) {
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        const int row = threadIdx.x / 8 + 16 * turn;
+        top[turn] = sinks ? to_f32(sinks[block.head(row)]) * LOG2E : -INFINITY;
+        total[turn] = sinks ? 1.0f : 0.0f;
+    }
+}
+
+// Add sums and statistics of a split, more, to those of the splits before.
+__device__ __forceinline__ void add(Sums& sum, float (&top)[TURNS], float (&total)[TURNS],
+                                    const Sums& more, const float (&more_top)[TURNS],
+                                    const float (&more_total)[TURNS], float* factors) {
+    __syncthreads();  // the factors of the last step have been read
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        const Factors f = merge(top[turn], total[turn], more_top[turn], more_total[turn]);
+        const int row = threadIdx.x / 8 + 16 * turn;
+        if (threadIdx.x % 8 == 0) { factors[2 * row] = f.old, factors[2 * row + 1] = f.added; }
+    }
+    __syncthreads();
+    each([&](int row, int column, int q, int i) {
+        const float old = factors[2 * row], added = factors[2 * row + 1];
+        sum[q][i] = fmaf(more[q][i], added, sum[q][i] * old);
+    });
+}
+
+// Rows of out: sums over totals, and zeros behind the rows of queries.
+__device__ __forceinline__ void finish(T* out, const Sums& sum, const float (&total)[TURNS],
+                                       const Block& block, int rows, int num_heads) {
+    float* const factors = block.factors;
+    __syncthreads();
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        if (threadIdx.x % 8 == 0) { factors[threadIdx.x / 8 + 16 * turn] = total[turn]; }
+    }
+    __syncthreads();
+    each([&](int row, int column, int q, int i) {
+        if (row < rows) {
+            const float x = row < block.count ? sum[q][i] / factors[row] : 0.0f;
+            out[(block.token(row) * num_heads + block.head(row)) * VALUE_DIM + column] =
+                from_f32<T>(x);
+        }
+    });
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     paged_attend(T* __restrict__ out, const T* qkv, const T* k_cache, const T* v_cache,
-                 const int* __restrict__ table, const int* __restrict__ lengths, const int* __restrict__ new_tokens, int n,
-                 int max_blocks, int block_size, int num_heads, int num_kv_heads, int window,
-                 float scale, const T* __restrict__ sinks) {
+                 const int* __restrict__ table, const int* __restrict__ lengths,
+                 const int* __restrict__ new_tokens, int n, int max_blocks, int block_size,
+                 int num_heads, int num_kv_heads, int window, float scale,
+                 const T* __restrict__ sinks) {
     extern __shared__ __align__(128) char shared[];
     __shared__ float factors[2 * ROWS];
     start_next_kernel();
@@ -387,62 +437,65 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                       num_kv_heads, window, scale, blockIdx.x, blockIdx.y, shared, factors);
     Sums all = {}, sum;
     float all_top[TURNS], all_total[TURNS], top[TURNS], total[TURNS];
-#pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) {
-        const int row = threadIdx.x / 8 + 16 * turn;
-        all_top[turn] = sinks ? to_f32(sinks[block.head(row)]) * LOG2E : -INFINITY;
-        all_total[turn] = sinks ? 1.0f : 0.0f;
-    }
+    begin(all_top, all_total, block, sinks);
     const int splits = block.count > 0 ? block.last_split() + 1 : 0;
     for (int split = block.count > 0 ? block.first_split() : 0; split < splits; ++split) {
         block.run(sum, top, total, split);
-        __syncthreads();  // the factors of the last step have been read
-#pragma unroll
-        for (int turn = 0; turn < TURNS; ++turn) {
-            const Factors f = merge(all_top[turn], all_total[turn], top[turn], total[turn]);
-            const int row = threadIdx.x / 8 + 16 * turn;
-            if (threadIdx.x % 8 == 0) { factors[2 * row] = f.old, factors[2 * row + 1] = f.added; }
-        }
-        __syncthreads();
-        each([&](int row, int column, int q, int i) {
-            const float old = factors[2 * row], added = factors[2 * row + 1];
-            all[q][i] = fmaf(sum[q][i], added, all[q][i] * old);
-        });
+        add(all, all_top, all_total, sum, top, total, factors);
     }
-    __syncthreads();
-#pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) {
-        if (threadIdx.x % 8 == 0) { factors[threadIdx.x / 8 + 16 * turn] = all_total[turn]; }
+    finish(out, all, all_total, block, min(ROWS, n * block.group - block.first_row), num_heads);
+}
+
+// Put keys and values of a sequence's new tokens, at positions [first, end), into the cache. from: keys
+// of the first new token. keys, values: those of the block's.
+__device__ __forceinline__ void store_new(T* keys, T* values, const T* from, i64 row_pitch, int added,
+                                          const Block& block, int first, int end) {
+    constexpr int VECTORS = HEAD_DIM / VECTOR;
+    first = max(first, block.length), end = min(end, block.length + added);
+    for (int i = threadIdx.x; i < (end - first) * VECTORS; i += THREADS) {
+        const int at = first + i / VECTORS, column = i % VECTORS * VECTOR;
+        const i64 row = (i64)block.table[at / BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE;
+        const T* x = from + (at - block.length) * row_pitch + column;
+        store_vec(keys + row * block.pitch + column, load_vec(x));
+        if (!LATENT) { store_vec(values + row * block.pitch + column, load_vec(x + block.pitch)); }
     }
-    __syncthreads();
-    const int rows = min(ROWS, n * block.group - block.first_row);
-    each([&](int row, int column, int q, int i) {
-        if (row < rows) {
-            const float x = row < block.count ? all[q][i] / factors[row] : 0.0f;
-            out[(block.token(row) * num_heads + block.head(row)) * VALUE_DIM + column] =
-                from_f32<T>(x);
-        }
-    });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    paged_split(float* __restrict__ partial, float* __restrict__ stats, const T* qkv,
-                const T* k_cache, const T* v_cache, const int* __restrict__ table,
-                const int* __restrict__ lengths, const int* __restrict__ new_tokens, int n,
-                int max_blocks, int block_size, int num_heads, int num_kv_heads, int splits,
-                int window, float scale) {
+    paged_decode(T* __restrict__ out, float* partial, float* stats, int* arrived, const T* qkv,
+                 T* k_cache, T* v_cache, const int* __restrict__ table,
+                 const int* __restrict__ lengths, const int* __restrict__ new_tokens, int n,
+                 int max_blocks, int block_size, int num_heads, int num_kv_heads, int splits,
+                 int window, float scale, const T* __restrict__ sinks, int stores) {
     extern __shared__ __align__(128) char shared[];
     __shared__ float factors[2 * ROWS];
+    __shared__ bool is_last;
     start_next_kernel();
     wait_for_earlier_kernels();
     const Block block(qkv, k_cache, v_cache, table, lengths, new_tokens, n, max_blocks, num_heads,
                       num_kv_heads, window, scale, blockIdx.y, blockIdx.z, shared, factors);
-    if (block.count <= 0) { return; }
-    const int last = block.last_split();
-    for (int split = block.first_split() + blockIdx.x; split <= last; split += gridDim.x) {
+    const int rows = min(ROWS, n * block.group - block.first_row);
+    const int first = block.count > 0 ? block.first_split() : 0;
+    const int count = block.count > 0 ? block.last_split() + 1 - first : 0;
+    if (blockIdx.x >= max(count, 1)) { return; }
+    T* const keys = k_cache + blockIdx.y * HEAD_DIM;
+    T* const values = LATENT ? nullptr : v_cache + blockIdx.y * HEAD_DIM;
+    const i64 row_pitch = (i64)(num_heads + 2 * num_kv_heads) * HEAD_DIM;
+    const int sequence = (int)block.first_token / n, added = stores ? new_tokens[sequence] : 0;
+    const T* const from = qkv + block.first_token * row_pitch + (num_heads + blockIdx.y) * HEAD_DIM;
+    for (int split = first + blockIdx.x; split < first + count; split += gridDim.x) {
+        store_new(keys, values, from, row_pitch, added, block, split * SPLIT, (split + 1) * SPLIT);
         Sums sum;
         float top[TURNS], total[TURNS];
         block.run(sum, top, total, split);
+        if (!LATENT && count == 1) {  // LATENT: for want of registers
+            Sums all = {};
+            float all_top[TURNS], all_total[TURNS];
+            begin(all_top, all_total, block, sinks);
+            add(all, all_top, all_total, sum, top, total, factors);
+            finish(out, all, all_total, block, rows, num_heads);
+            return;
+        }
         // Rows that see nothing of the split leave a result that nobody reads.
 #pragma unroll
         for (int turn = 0; turn < TURNS; ++turn) {
@@ -459,29 +512,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         });
     }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    paged_combine(T* __restrict__ out, const float* partial, const float* stats,
-                  const int* __restrict__ lengths, const int* __restrict__ new_tokens, int n,
-                  int num_heads, int splits, int window, const T* __restrict__ sinks) {
-    start_next_kernel();
-    wait_for_earlier_kernels();
-    const int head = blockIdx.x, sequence = blockIdx.y / n, i = blockIdx.y % n;
-    const i64 row = (i64)blockIdx.y * num_heads + head;
-    const bool idle = i >= new_tokens[sequence];
-    const int at = lengths[sequence] + i, last = idle ? -1 : at / SPLIT;
-    const int first = max(0, at - window + 1) / SPLIT;
-    for (int column = threadIdx.x; column < VALUE_DIM; column += THREADS) {
-        float top = sinks ? to_f32(sinks[head]) * LOG2E : -INFINITY, total = sinks ? 1.0f : 0.0f;
-        float sum = 0.0f;
-#pragma unroll 4
-        for (int split = first; split <= last; ++split) {
-            const float2 found = load_two(stats + 2 * (row * splits + split));
-            const float x = partial[(row * splits + split) * VALUE_DIM + column];
-            const Factors f = merge(top, total, found.x, found.y);
-            sum = fmaf(x, f.added, sum * f.old);
+    if (count > 0) {  // the block that arrives last adds all splits, one after the other
+        int* const here = arrived + blockIdx.z * num_kv_heads + blockIdx.y;
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            is_last = atomicAdd(here, 1) == min((int)gridDim.x, count) - 1;
+            if (is_last) { *here = 0; }
         }
-        out[row * VALUE_DIM + column] = from_f32<T>(idle ? 0.0f : sum / total);
+        __syncthreads();
+        if (!is_last) { return; }
+        __threadfence();
+    }
+    for (int i = threadIdx.x; i < rows * VALUE_DIM; i += THREADS) {
+        const int row = i / VALUE_DIM, column = i % VALUE_DIM, head = block.head(row);
+        const i64 to = block.token(row) * num_heads + head;
+        float sum = 0.0f, total = 1.0f;
+        if (row < block.count) {
+            const int at = block.position_of(row);
+            float top = sinks ? to_f32(sinks[head]) * LOG2E : -INFINITY;
+            total = sinks ? 1.0f : 0.0f;
+#pragma unroll 4
+            for (int split = block.first_key(at) / SPLIT; split <= at / SPLIT; ++split) {
+                const float2* of_row = reinterpret_cast<const float2*>(stats) + to * splits;
+                const float2 found = __ldcg(of_row + split);
+                const float x = __ldcg(partial + (to * splits + split) * VALUE_DIM + column);
+                const Factors f = merge(top, total, found.x, found.y);
+                sum = fmaf(x, f.added, sum * f.old);
+            }
+        }
+        out[to * VALUE_DIM + column] = from_f32<T>(sum / total);
     }
 }

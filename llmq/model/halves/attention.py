@@ -275,10 +275,10 @@ class AttentionHalf:
         if layer.cache is not None:
             names = ("k", "v", "table", "lengths", "new")
             cache = [layer.cache[name] for name in names]
-            if layer.spec.reads is None:
-                paged.store(self.dev, qkv, *cache, *heads)
-            how = (*heads, mask.window, w.get("sinks"))
-            paged.attend(self.dev, out, qkv, *cache, *how, scale=self.scale)
+            paged.attend(
+                self.dev, out, qkv, *cache, *heads, mask.window, w.get("sinks"), scale=self.scale,
+                arrived=layer.cache["arrived"], stores=layer.spec.reads is None,
+            )  # fmt: skip
         elif "sinks" in w:
             with self.dev.scratch("lse.without_sinks", lse.shape, F32) as without:
                 attend(self.dev, out, without, qkv, *heads, mask)

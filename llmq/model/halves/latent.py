@@ -234,9 +234,9 @@ class LatentHalf:
                 self._copy(qkv, in_qkv, made, Place(0, R, rows * R), R)
             found = self._scratch(temps, "latent outputs", rows, H * R)
             by_text = (qkv.view(self.B, self.T, H + 2, R + P), own, None, *table, H, 1)
-            paged.store(dev, *by_text)
             out = found.view(self.B, self.T, H, R)
-            paged.attend(dev, out, *by_text, scale=self.scale)
+            arrived = ctx.layer.cache["arrived"]
+            paged.attend(dev, out, *by_text, scale=self.scale, arrived=arrived)
             each = self._scratch(temps, "latent outputs by head", H * rows, R)
             made = self._scratch(temps, "outputs by head", H * rows, V)
             self._copy(each, Place(0, R, rows * R), found, _side_by_side(found, H), R)

@@ -50,18 +50,13 @@ ATTEND = Kernel(
     f"{_OUT}, {_READ}, i32 window, f32 scale, T[num_heads]? sinks",
     **_RULES,
 )
-SPLIT_KEYS = Kernel(
+DECODE = Kernel(
     "attention/paged.cu",
-    "paged_split",
-    f"out {_PARTIAL}, out {_STATS}, {_READ}, i32 splits, i32 window, f32 scale",
+    "paged_decode",
+    f"{_OUT}, out {_PARTIAL}, out {_STATS}, inout i32[arrivals] arrived, {_QKV}, "
+    f"sparse inout {_CACHE} k_cache, sparse inout {_CACHE}? v_cache, {_TABLE}, {_SIZES}, "
+    "i32 splits, i32 window, f32 scale, T[num_heads]? sinks, i32 stores",
     **_RULES,
-)
-COMBINE = Kernel(
-    "attention/paged.cu",
-    "paged_combine",
-    f"{_OUT}, {_PARTIAL}, {_STATS}, i32[sequences] lengths, i32[sequences] new, i32 n, "
-    "i32 num_heads, i32 splits, i32 window, T[num_heads]? sinks",
-    programmatic=True,
 )
 
 
@@ -143,21 +138,25 @@ def attend(
     sinks: Tensor | None = None,
     *,
     scale: float | None = None,
+    arrived: Tensor | None = None,
+    stores: bool = True,
 ) -> None:
-    """Attention of new tokens to those of their sequence in the cache, where `store` has put the
-    new ones too: token i of sequence s, at position lengths[s] + i, sees positions up to its own.
+    """Store the new tokens of each sequence in the cache, and compute their attention to its
+    tokens: token i of sequence s, at position lengths[s] + i, sees positions up to its own.
 
     out: (S, n, Hq, Hd) or (S, n, Hq*Hd), 0 from token new[s] on; without v_cache (S, n, Hq, Vd),
     as values are the first Vd channels of keys. window: positions that a token sees, its own
     included; None: all. sinks: (Hq,), of each head a score of nothing. scale: factor of scores,
-    rounded to F32; None: 1 / sqrt(Hd). The rest as `store`.
+    rounded to F32; None: 1 / sqrt(Hd). arrived: I32 zeros, at least `arrivals` of them, with which
+    a GPU has one launch for few tokens; they stay zeros. stores: False where the cache has the new
+    tokens already. The rest as `store`.
 
     On a GPU a token's bits depend on its sequence alone, not on n: sums of SPLIT keys are added
     one after the other. Raises ValueError for a window below 1 and a scale that is not positive.
 
     Cost:    reads the used part of the cache once for 16 query heads of a key/value head, which is
-             not counted; up to FEW tokens of a sequence two launches and scratch of 4 * S * n * Hq
-             * (Vd + 2) bytes for each SPLIT positions of the table, else one launch.
+             not counted; with `arrived` and up to FEW tokens of a sequence one launch and scratch
+             of 4 * S * n * Hq * (Vd + 2) bytes for each SPLIT positions of the table, else two.
     """
     given = {"qkv": qkv, "k_cache": k_cache, "table": table}
     sequences, n, head_dim, _, block_size, max_blocks = STORE.dims(
@@ -172,9 +171,11 @@ def attend(
     sizes = (n, max_blocks, block_size, num_heads, num_kv_heads)
     read, consts = (qkv, k_cache, v_cache, table, lengths, new, *sizes), {"HEAD_DIM": head_dim}
     consts |= {"BLOCK_SIZE": block_size, "VALUE_DIM": out.shape[3], "LATENT": int(latent)}
-    if n <= FEW and on_gpu:
-        _attend_in_splits(dev, out, read, consts, window, scale, sinks)
+    if n <= FEW and on_gpu and arrived is not None:
+        _decode(dev, out, arrived, read, consts, (window, scale, sinks, int(stores)))
         return
+    if stores:
+        store(dev, qkv, k_cache, v_cache, table, lengths, new, num_heads, num_kv_heads)
     rows = _many_rows(qkv.dtype.itemsize, head_dim, latent=latent)
     tiles = sequences * ceil_div(n * (num_heads // num_kv_heads), rows)
     dev.launch(
@@ -188,17 +189,21 @@ def attend(
     )
 
 
-def _attend_in_splits(
+def arrivals(sequences: int, num_heads: int) -> int:
+    """The size of `arrived` for passes over up to FEW tokens of so many sequences."""
+    return sequences * FEW * num_heads
+
+
+def _decode(
     dev: Device,
     out: Tensor,
+    arrived: Tensor,
     read: tuple,
     consts: dict[str, int],
-    window: int,
-    scale: float,
-    sinks: Tensor | None,
+    last: tuple,
 ) -> None:
-    """`attend` of few tokens of each sequence. read: the arguments of both kernels that read."""
-    qkv, _, v_cache, _, lengths, new, n, max_blocks, block_size, num_heads, num_kv_heads = read
+    """`attend` of few tokens of each sequence. read, last: arguments of the kernel."""
+    qkv, _, v_cache, _, _, _, n, max_blocks, block_size, num_heads, num_kv_heads = read
     sequences, head_dim, values = qkv.shape[0], qkv.shape[3], out.shape[3]
     tiles = sequences * ceil_div(n * (num_heads // num_kv_heads), FEW_ROWS)
     splits = ceil_div(max_blocks * block_size, SPLIT)
@@ -209,14 +214,11 @@ def _attend_in_splits(
         dev.scratch("paged_stats", (*parts, 2), F32) as stats,
     ):
         dev.launch(
-            SPLIT_KEYS,
+            DECODE,
             (min(splits, at_once), num_kv_heads, tiles),
             THREADS,
-            (partial, stats, *read, splits, window, scale),
+            (out, partial, stats, arrived, *read, splits, *last),
             consts=consts | {"ROWS": FEW_ROWS},
             smem=_shared_bytes(qkv.dtype.itemsize, head_dim, FEW_ROWS, latent=v_cache is None),
             cost=BESIDE_ATTENTION,
         )
-        args = (out, partial, stats, lengths, new, n, num_heads, splits, window, sinks)
-        grid, consts = (num_heads, sequences * n), {"VALUE_DIM": values}
-        dev.launch(COMBINE, grid, THREADS, args, consts=consts, cost=BESIDE_ATTENTION)

@@ -36,8 +36,6 @@ LATENT_CASES = {
 
 ROWS = 64  # queries in one piece
 BLOCKS = 4  # of keys: numbers of blocks of single queries are multiples
-SPLIT = 256  # keys of one partial result
-LOG2E = np.float32(np.log2(np.e))
 
 
 def paged_store(
@@ -173,41 +171,13 @@ def _attend_tokens(
         out[s, 0] = (product / total).reshape(len(s), num_heads, -1)
 
 
-def paged_split(
-    partial, stats, qkv, k_cache, v_cache, table, lengths, new, n, max_blocks, block_size,
-    num_heads, num_kv_heads, splits, window, scale,
+def paged_decode(
+    out, partial, stats, arrived, qkv, k_cache, v_cache, table, lengths, new, n, max_blocks,
+    block_size, num_heads, num_kv_heads, splits, window, scale, sinks=None, stores=1,
 ):  # fmt: skip
-    """The sums of paged_attend over the keys of each split, positions SPLIT j to SPLIT (j + 1).
-    partial: F32 (S, n, Hq, splits, Vd), not divided by the sum of probabilities; stats: F32 (S, n,
-    Hq, splits, 2), the largest score times log2(e), and that sum. Splits of which a query sees no
-    key are not written."""
-    cache = (k_cache, _values(k_cache, v_cache, partial), table, lengths, new)
-    for piece in _pieces(qkv, *cache, block_size, num_heads, num_kv_heads, window, scale):
-        s, rows = piece.sequence, np.arange(piece.first, piece.end)
-        for j in range(piece.keys // SPLIT, int(piece.positions[-1]) // SPLIT + 1):
-            keys = slice(max(j * SPLIT - piece.keys, 0), (j + 1) * SPLIT - piece.keys)
-            top, product = _softmax(piece.scores[..., keys].copy(), piece.values[:, keys])
-            seen = (piece.positions >= j * SPLIT) & (piece.positions - window + 1 < (j + 1) * SPLIT)
-            product = piece.by_query(product)[seen]
-            partial[s, rows[seen], :, j] = product[..., :-1]
-            stats[s, rows[seen], :, j, 0] = piece.by_query(top * LOG2E)[seen, :, 0]
-            stats[s, rows[seen], :, j, 1] = product[..., -1]
-
-
-def paged_combine(out, partial, stats, lengths, new, n, num_heads, splits, window, sinks=None):
-    """out of paged_attend from the results of paged_split, which are added one after the other."""
-    out[...] = 0
-    for s in np.flatnonzero(new):
-        for i in range(new[s]):
-            position = int(lengths[s]) + i
-            total = np.zeros(num_heads, np.float32)
-            top, sums = np.full_like(total, -np.inf), np.zeros(out.shape[2:], np.float32)
-            if sinks is not None:
-                top, total = sinks * LOG2E, total + 1
-            for j in range(max(0, position + 1 - window) // SPLIT, position // SPLIT + 1):
-                largest = np.maximum(top, stats[s, i, :, j, 0])
-                old, added = np.exp2(top - largest), np.exp2(stats[s, i, :, j, 0] - largest)
-                total = total * old + stats[s, i, :, j, 1] * added
-                sums = sums * old[:, None] + partial[s, i, :, j] * added[:, None]
-                top = largest
-            out[s, i] = sums / total[:, None]
+    """paged_store, unless stores is 0, and paged_attend. partial, stats, arrived: the kernel's."""
+    sizes = (n, max_blocks, block_size, num_heads, num_kv_heads)
+    if stores:
+        paged_store(k_cache, v_cache, qkv, table, lengths, new, *sizes)
+    cache = (k_cache, v_cache, table, lengths, new)
+    paged_attend(out, qkv, *cache, *sizes, window, scale, sinks)

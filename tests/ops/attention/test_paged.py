@@ -22,11 +22,13 @@ def attend(dev, arrays, heads, dtype, window=None, sinks=None):
     S, n, _, Hd = arrays["qkv"].shape
     out = np.full((S, n, heads[0] * Hd), np.nan, dtype.numpy)
 
-    def call(dev, out, sinks, **tensors):
-        paged.store(dev, **tensors, num_heads=heads[0], num_kv_heads=heads[1])
-        paged.attend(dev, out, *tensors.values(), *heads, window, sinks)
+    def call(dev, out, sinks, arrived, **tensors):
+        paged.attend(dev, out, *tensors.values(), *heads, window, sinks, arrived=arrived)
 
-    return run(dev, call, {"out": out, "sinks": sinks} | arrays)
+    arrived = np.zeros(paged.arrivals(S, heads[0]), np.int32)
+    got = run(dev, call, {"out": out, "sinks": sinks, "arrived": arrived} | arrays)
+    assert not got["arrived"].any()
+    return got
 
 
 @pytest.mark.parametrize("how", [(None, False), (40, True), (300, False)], ids=str)
@@ -53,9 +55,10 @@ def test_values_in_keys_equal_the_reference(dev, rng, name, dtype):
     arrays, _ = inputs(rng, case, *lengths_of(rng, case), dtype.numpy)
     arrays = {"out": np.full((S, n, Hq, Vd), np.nan, dtype.numpy)} | arrays | {"v_cache": None}
 
-    def call(dev, out, **tensors):
-        paged.store(dev, **tensors, num_heads=Hq, num_kv_heads=1)
-        paged.attend(dev, out, *tensors.values(), Hq, 1)
+    arrays["arrived"] = np.zeros(paged.arrivals(S, Hq), np.int32)
+
+    def call(dev, out, arrived, **tensors):
+        paged.attend(dev, out, *tensors.values(), Hq, 1, arrived=arrived)
 
     got, want = run(dev, call, arrays), run(host_device(), call, arrays)
     assert got["k_cache"].tobytes() == want["k_cache"].tobytes()
@@ -94,10 +97,13 @@ def test_planned_memory_and_wrong_arguments():
     tensors |= {name: make(10, 16, 2, 64) for name in ("k_cache", "v_cache")}
     tensors |= {"table": make(3, 20, dtype=I32)}
     tensors |= {name: make(3, dtype=I32) for name in ("lengths", "new")}
-    paged.attend(dev, **tensors, num_heads=4, num_kv_heads=2)
+    arrived = make(paged.arrivals(3, 4), dtype=I32)
+    paged.attend(dev, **tensors, num_heads=4, num_kv_heads=2, arrived=arrived)
     # Two splits, of which the statistics are padded.
     assert dev.stack.high_water_mark == 4 * 3 * 4 * 2 * 64 + 256
-    assert dev.launches["paged_split"] == dev.launches["paged_combine"] == 1
+    assert dev.launches == {"paged_decode": 1}
+    paged.attend(dev, **tensors, num_heads=4, num_kv_heads=2)
+    assert dev.launches == {"paged_decode": 1, "paged_store": 1, "paged_attend": 1}
 
     def refuse(error, match, **changes):
         with pytest.raises(error, match=match):
