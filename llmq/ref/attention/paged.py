@@ -54,16 +54,13 @@ def paged_store(
 
 class _Piece(NamedTuple):
     """Some queries of one sequence, [first, end) of n. scores: (Hkv, G * rows, keys), times the
-    scale, -inf where a key is not seen. values: (Hkv, keys, Hd + 1), the last column ones. keys:
-    the position of the first one. positions: of the queries."""
+    scale, -inf where a key is not seen. values: (Hkv, keys, Hd + 1), the last column ones."""
 
     sequence: int
     first: int
     end: int
     scores: np.ndarray
     values: np.ndarray
-    keys: int
-    positions: np.ndarray
 
     def by_query(self, x: np.ndarray) -> np.ndarray:
         """(Hkv, G * rows, columns) as (rows, Hq, columns)."""
@@ -99,7 +96,7 @@ def _pieces(
             hidden = (at > positions[:, None]) | (at <= positions[:, None] - window)
             by_head = scores.reshape(num_kv_heads, group, end - first, -1)
             by_head[..., hidden] = -np.inf
-            yield _Piece(s, first, end, scores, values, start * block_size, positions)
+            yield _Piece(s, first, end, scores, values)
 
 
 def _values(k_cache: np.ndarray, v_cache: np.ndarray | None, out: np.ndarray) -> np.ndarray:
