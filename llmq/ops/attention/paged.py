@@ -171,22 +171,18 @@ def attend(
     sizes = (n, max_blocks, block_size, num_heads, num_kv_heads)
     read, consts = (qkv, k_cache, v_cache, table, lengths, new, *sizes), {"HEAD_DIM": head_dim}
     consts |= {"BLOCK_SIZE": block_size, "VALUE_DIM": out.shape[3], "LATENT": int(latent)}
+    numbers = (window, scale, sinks)
     if n <= FEW and on_gpu and arrived is not None:
-        _decode(dev, out, arrived, read, consts, (window, scale, sinks, int(stores)))
+        _decode(dev, out, arrived, read, consts, (*numbers, int(stores)))
         return
     if stores:
         store(dev, qkv, k_cache, v_cache, table, lengths, new, num_heads, num_kv_heads)
     rows = _many_rows(qkv.dtype.itemsize, head_dim, latent=latent)
     tiles = sequences * ceil_div(n * (num_heads // num_kv_heads), rows)
-    dev.launch(
-        ATTEND,
-        (num_kv_heads, tiles),
-        THREADS,
-        (out, *read, window, scale, sinks),
-        consts=consts | {"ROWS": rows},
-        smem=_shared_bytes(qkv.dtype.itemsize, head_dim, rows, latent=latent),
-        cost=BESIDE_ATTENTION,
-    )
+    smem = _shared_bytes(qkv.dtype.itemsize, head_dim, rows, latent=latent)
+    consts["ROWS"], args = rows, (out, *read, *numbers)
+    how = {"consts": consts, "smem": smem, "cost": BESIDE_ATTENTION}
+    dev.launch(ATTEND, (num_kv_heads, tiles), THREADS, args, **how)
 
 
 def arrivals(sequences: int, num_heads: int) -> int:
