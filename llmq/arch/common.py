@@ -41,7 +41,8 @@ class GgufKind:
     all layers but each full_every-th have windows, which files do not store; None: files store the
     layers. needs: tensors that every file must have. activation: alpha and limit of paired experts.
     heads_in_turns: value heads of delta nets are stored in turns (`gguf_halves`). routers: files
-    store how routers weigh experts, and the number of first layers without experts.
+    store how routers weigh experts, and the number of first layers without experts. factors: files
+    store those of embeddings, scores, branches and logits.
     """
 
     name: str
@@ -56,6 +57,7 @@ class GgufKind:
     activation: tuple[float | None, float | None] = (None, None)
     heads_in_turns: bool = False
     routers: bool = False
+    factors: bool = False
 
 
 class Architecture:

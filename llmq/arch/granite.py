@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import MULTIPLIERS, get
+from llmq.arch.common import MULTIPLIERS, GgufKind, get
 from llmq.arch.rope_family import RopeFamily
 
 
@@ -14,6 +14,7 @@ class Granite(RopeFamily):
     classifier = None
     model_type = "granite"
     label = "Granite"
+    gguf = GgufKind("granite", pairs=True, factors=True)
     qkv_bias = None
     o_bias = None
     mlp_bias = None

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import inf
 from typing import Any
 
-from llmq.arch.common import get, reject, size
+from llmq.arch.common import GgufKind, get, reject, size
 from llmq.arch.experts import WithExperts
 from llmq.arch.granite import Granite
 from llmq.arch.mamba import MAMBA_TARGETS, Mamba, mamba_modules
@@ -24,6 +24,7 @@ class GraniteHybrid(WithExperts, Granite):
     name = "GraniteMoeHybridForCausalLM"
     model_type = "granitemoehybrid"
     label = "Granite 4 hybrid"
+    gguf = GgufKind("granitehybrid", pairs=True, renormalize=True, factors=True)
     mlp_bias = False
     own_fields = (*Granite.own_fields, "mixers", "rope_layers")
     gate_first = True

@@ -61,7 +61,7 @@ NAMED = [
     name
     for name in CONFIGS
     if name not in ("granite", "granitemoehybrid", "gemma4", "gemma4_e2b", "gemma4_a4b")
-]  # those that have a name in GGUF files
+]  # their tensors are compared by name
 DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 ROPE_NAMES = {
     "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
@@ -259,6 +259,16 @@ FAMILY_FIELDS = {
         "attention.temperature_scale": np.float32(0.3), "rope.scaling.yarn_log_multiplier": 1.0,
         "rope.scaling.original_context_length": 5,
     },
+    "granite": {
+        "attention.scale": 0.015625, "embedding_scale": 12.0, "logit_scale": 8.0,
+        "residual_scale": np.float32(0.22),
+    },
+    "granitemoehybrid_experts": {
+        "attention.head_count_kv": [0, 2, 0, 2], "ssm.group_count": 1, "ssm.inner_size": 128,
+        "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.time_step_rank": 8, "expert_count": 6,
+        "expert_shared_feed_forward_length": 80, "rope.scaling.finetuned": False,
+        "attention.scale": np.float32(0.1), "logit_scale": 6.0,
+    },
 }  # fmt: skip
 
 
@@ -280,6 +290,29 @@ def test_families_that_are_a_file_each(name, tmp_path, capsys):
     assert ("epsilon 1e-05 in norms of latents" in capsys.readouterr().err) == (
         name == "glm4_moe_lite"
     )
+
+
+def test_state_spaces_are_as_llama_cpps_converter_writes_them(tmp_path):
+    path = exported("granitemoehybrid")
+    export(path, tmp_path / "f.gguf", to="gguf", dtype="fp32")
+    stored = {k: v.numpy() for k, v in load_file(path / "model.safetensors").items()}
+    found, at = tensors(tmp_path / "f.gguf"), "model.layers.0"
+    gate, up = np.split(stored[f"{at}.shared_mlp.input_linear.weight"], 2)
+    expected = {
+        "ssm_in.weight": stored[f"{at}.mamba.in_proj.weight"],
+        "ssm_conv1d.weight": stored[f"{at}.mamba.conv1d.weight"][:, 0],
+        "ssm_conv1d.bias": stored[f"{at}.mamba.conv1d.bias"],
+        "ssm_dt.bias": stored[f"{at}.mamba.dt_bias"],
+        "ssm_a": -np.exp(stored[f"{at}.mamba.A_log"])[:, None],
+        "ssm_d": stored[f"{at}.mamba.D"][:, None],
+        "ssm_norm.weight": stored[f"{at}.mamba.norm.weight"][None],
+        "ssm_out.weight": stored[f"{at}.mamba.out_proj.weight"],
+        "ffn_gate.weight": gate,
+        "ffn_up.weight": up,
+        "ffn_down.weight": stored[f"{at}.shared_mlp.output_linear.weight"],
+    }
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[f"blk.0.{name}"], values, err_msg=name)
 
 
 @pytest.mark.parametrize("name", ["qwen2_untied", "llama", "mistral", "gemma3"])
@@ -413,7 +446,7 @@ def test_positions_are_stretched_as_the_converter_says_it(tmp_path):
 # Adapters
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt2", "qwen3_5"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt2", "qwen3_5", "granitemoehybrid"])
 def test_adapters_are_what_a_merge_adds(name, tmp_path):
     ranks = {"rank_pattern": {"q_proj": 2}} if name == "llama" else {}
     peft_adapter(name, tmp_path / "a", r=4, lora_alpha=6, use_rslora=name == "qwen3", **ranks)

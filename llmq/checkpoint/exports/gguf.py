@@ -44,7 +44,7 @@ _BLOCK = 32  # values with one scale
 _PIECE = 1 << 18  # values that a thread encodes at once: they stay in the processor's cache
 _ROPE_KINDS = (None, "linear", "llama3", "yarn")
 _PLAIN = ("_norm.weight", "position_embd.weight", "_inp.weight", "_inp_shexp.weight", ".bias",
-          "ssm_conv1d.weight", "shortconv.conv.weight")  # fmt: skip
+          "ssm_conv1d.weight", "ssm_a", "ssm_d", "shortconv.conv.weight")  # fmt: skip
 """Suffixes of the names of tensors that are F32 with every --dtype."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _TOGETHER = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -142,7 +142,8 @@ def _lacks(model: ModelConfig) -> Iterator[str]:
         )
     if not kind.grouped and model.num_kv_heads != model.num_heads:
         yield "with fewer keys than queries"
-    if model.attention_scale not in (None, own := _own_scale(model)):
+    own = model.attention_scale if kind.factors else _own_scale(model)
+    if model.attention_scale not in (None, own):
         yield f"with scores of attention times {model.attention_scale:.6g}, only {own:.6g}"
     if model.logit_softcap is not None:
         yield "with a soft cap of logits, which not all of its versions read"
@@ -234,10 +235,10 @@ def _made_of(model: ModelConfig, param: Param) -> Iterator[Made]:
     """The tensors of a parameter in the file."""
     modules: dict[str, list[HfPart]] = {}
     for part in param.hf:  # parts of single experts are stacked into one tensor
-        if part.experts:
-            yield from _of_paired(param, part)
-        elif (own := gguf_halves.made_of(model, param, part)) is not None:
+        if (own := gguf_halves.made_of(model, param, part)) is not None:
             yield from own
+        elif part.experts:
+            yield from _of_paired(param, part)
         else:
             modules.setdefault(_EXPERT.sub(".experts.", part.name), []).append(part)
     for module, parts in modules.items():

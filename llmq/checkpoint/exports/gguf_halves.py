@@ -5,9 +5,11 @@ Names and layout follow llama.cpp's converters.
     delta nets         names of state space models; decays as -exp(A_log); the fused projections of
                        Qwen3-Next separately; value heads of Qwen3.5 interleaved, first the first
                        value head of each key head
+    state spaces       the same names; A and D (heads, 1), norms (groups, channels)
     latent attention   one key head; kv_b as two tensors, attn_k_b (H, R, N) and attn_v_b (H, V, R)
 """
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 from llmq.arch.common import GgufKind
 from llmq.arch.delta import DeltaNet
 from llmq.arch.latent import NORM_EPS
+from llmq.arch.mamba import Mamba
 from llmq.arch.matrix import HfPart
 from llmq.arch.model_config import ModelConfig
 from llmq.arch.rope_family import all_but_every
@@ -38,6 +41,8 @@ def lacks(model: ModelConfig) -> Iterator[str]:
     kind, its = kind_of(model), model.experts
     if "delta_in" in model.arch.modules:
         yield from _delta_lacks(model)
+    if "mamba_in" in model.arch.modules and (model.mixers is None or model.rope_layers is None):
+        yield "without state spaces, or with rotary positions"
     if its is None:
         return
     if its.layers is not None and not kind.routers:
@@ -68,6 +73,12 @@ def own_factor(model: ModelConfig, scaling: RopeScaling) -> float:
 def add_metadata(gguf: Any, writer: Any, model: ModelConfig) -> None:
     """The sizes of halves."""
     writer.add_head_count(model.num_heads)
+    if kind_of(model).factors:
+        scale = model.attention_scale
+        writer.add_attention_scale(model.head_dim**-0.5 if scale is None else scale)
+        writer.add_embedding_scale(model.embedding_multiplier)
+        writer.add_residual_scale(model.residual_multiplier)
+        writer.add_logit_scale(model.logits_scaling)
     if model.experts is not None:
         _add_experts(gguf, writer, model)
     if (latent := model.latent) is not None:
@@ -94,9 +105,20 @@ def add_metadata(gguf: Any, writer: Any, model: ModelConfig) -> None:
         writer.add_head_count_kv([0 if each else model.num_kv_heads for each in mixed])
         writer.add_shortconv_l_cache(model.mixers.taps)
         return
+    if isinstance(model.mixers, Mamba):
+        mixed = [model.has_mixer(layer) for layer in range(model.num_layers)]
+        writer.add_head_count_kv([0 if each else model.num_kv_heads for each in mixed])
+        writer.add_rope_scaling_finetuned(False)  # there are no rotary positions
+        if model.experts is None:
+            writer.add_expert_shared_feed_forward_length(model.intermediate_size)
+        _add_states(writer, model.mixers)
+        return
     writer.add_head_count_kv(model.num_kv_heads)
     if isinstance(model.mixers, DeltaNet):
-        _add_delta(writer, model)
+        _add_states(writer, model.mixers)
+        writer.add_full_attention_interval(_attention_every(model.mixers))
+        if kind_of(model).heads_in_turns:
+            writer.add_rope_dimension_sections(_AXES)
 
 
 def _add_experts(gguf: Any, writer: Any, model: ModelConfig) -> None:
@@ -120,7 +142,55 @@ def made_of(model: ModelConfig, param: Param, part: HfPart) -> Iterator[Made] | 
     """The tensors of a part that has a layout of its own; None for other parts."""
     if _AT in part.name:
         return _delta_tensors(model, param, part)
+    if ".mamba." in part.name:
+        return _mamba_tensors(model, part)
+    if (found := _GRANITE.search(part.name)) is not None:
+        return _granite_tensors(model, param, part, found)
     return _latent_tensors(model, part) if part.name.endswith(".kv_b_proj.weight") else None
+
+
+def _mamba_tensors(model: ModelConfig, part: HfPart) -> Iterator[Made] | None:
+    """A and D (heads, 1), dt_bias, and the norm (groups, channels); None for other parts."""
+    stem, _, own = part.name.rpartition(".mamba.")
+    heads, groups = model.mixers.value_heads, model.mixers.key_heads
+    one = lambda values: values.reshape(heads, 1)  # noqa: E731
+    made: dict[str, Made] = {
+        "A_log": (part.name, (heads, 1), lambda values: -np.exp(one(values).astype(np.float32))),
+        "D": (part.name, (heads, 1), one),
+        "dt_bias": (f"{stem}.mamba.dt_proj.bias", (heads,), lambda values: values),
+        "norm.weight": (
+            part.name,
+            (groups, model.mixers.values // groups),
+            lambda values: values.reshape(groups, -1),
+        ),
+    }
+    return iter((made[own],)) if own in made else None
+
+
+_GRANITE = re.compile(r"\.(block_sparse_moe|shared_mlp)\.(input|output)_linear\.(.+)")
+
+
+def _granite_tensors(
+    model: ModelConfig, param: Param, part: HfPart, found: re.Match
+) -> Iterator[Made]:
+    """Gate and up of Granite's fused projections apart, of experts (experts, rows, columns). The
+    parameter has up's rows before gate's."""
+    experts, module = max(part.experts, 1), "mlp.experts"
+    if not part.experts:
+        module = "mlp.shared_expert" if model.experts is not None else "mlp"
+    keys = {"up_proj": 0, "gate_proj": 1} if found[2] == "input" else {"down_proj": 0}
+    rows = part.stop - part.start if "lora_A" in found[3] else 0
+    parts = 1 if rows else len(keys)
+    rows = rows or (part.stop - part.start) // (experts * parts)
+    outer, width = (experts,) * (part.experts > 0), param.row_shape
+    for key, place in keys.items():
+
+        def made(values: np.ndarray, place: int = min(place, parts - 1)) -> np.ndarray:
+            whole = values[part.start : part.stop].reshape(experts, parts, rows, *width)
+            return whole[:, place].reshape(*outer, rows, *width)
+
+        stem, end = part.name[: found.start()], found[3]
+        yield f"{stem}.{module}.{key}.{end}", (*outer, rows, *width), made
 
 
 def _latent_tensors(model: ModelConfig, part: HfPart) -> Iterator[Made]:
@@ -154,16 +224,12 @@ def _attention_every(net: DeltaNet) -> int:
     return [*net.layers, False].index(False) + 1
 
 
-def _add_delta(writer: Any, model: ModelConfig) -> None:
-    net = model.mixers
+def _add_states(writer: Any, net: DeltaNet) -> None:
     writer.add_ssm_conv_kernel(net.taps)
     writer.add_ssm_state_size(net.key_dim)
     writer.add_ssm_group_count(net.key_heads)
     writer.add_ssm_time_step_rank(net.value_heads)
     writer.add_ssm_inner_size(net.values)
-    writer.add_full_attention_interval(_attention_every(net))
-    if kind_of(model).heads_in_turns:
-        writer.add_rope_dimension_sections(_AXES)
 
 
 def _delta_tensors(model: ModelConfig, param: Param, part: HfPart) -> Iterator[Made]:
