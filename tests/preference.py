@@ -97,10 +97,10 @@ class Preference(Loss):
         """A float of each token, which `.npy` files beside token files have."""
         return (Input("reference", sidecar=ARRAYS),)
 
-    def __init__(self, dev, batch, optim, named):
-        super().__init__(dev, batch, optim, named)
-        shape = batch.batch_size, batch.local_seq_len
-        self._weights = dev.alloc("weights", shape, F32, "Activations")
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        shape = ctx.batch.batch_size, ctx.batch.local_seq_len
+        self._weights = ctx.dev.alloc("weights", shape, F32, "Activations")
 
     def weights(self, rows: Rows) -> Tensor:
         """One launch."""

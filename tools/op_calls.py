@@ -43,7 +43,7 @@ from llmq.ops.attention import (
     rope,
     value_norm,
 )
-from llmq.ops.common import ROWS_MULTIPLE, SCALE_BLOCK, padded_columns
+from llmq.ops.common import ROWS_MULTIPLE, SCALE_BLOCK, LogitRows, padded_columns
 from llmq.ops.delta import delta_gates, delta_rule, gated_norm, short_conv, ssd
 from llmq.ops.experts import expert_rows, grouped, route
 from llmq.ops.loss import cross_entropy, distill, grpo, labels, pairs, sample
@@ -610,8 +610,9 @@ def distill_calls(rows: int, vocab: int, padded_vocab: int, k: int) -> list[Call
     return [Call("distill", _distill, args), top_k]
 
 
-def _distill(dev: Device, *, logprobs: Tensor, kl: Tensor, **tensors: Any) -> None:
-    distill.Teacher(logprobs, kl, 0.5, 2.0, False).launch(dev, **tensors, weights=None)
+def _distill(dev: Device, *, logprobs: Tensor, kl: Tensor, **rows: Any) -> None:
+    teacher = distill.Teacher(logprobs, kl, 0.5, 2.0, False)
+    teacher.launch(dev, LogitRows(**rows, weights=None))
 
 
 def labels_calls(rows: int, vocab: int, padded_vocab: int, linear: int) -> list[Call]:
@@ -621,8 +622,8 @@ def labels_calls(rows: int, vocab: int, padded_vocab: int, linear: int) -> list[
     return [Call("labels", _labels, args | how)]
 
 
-def _labels(dev: Device, *, hits: Tensor, linear: bool, **tensors: Any) -> None:
-    labels.Labels(hits, linear).launch(dev, **tensors, gradient=True)
+def _labels(dev: Device, *, hits: Tensor, linear: bool, **rows: Any) -> None:
+    labels.Labels(hits, linear).launch(dev, LogitRows(**rows), gradient=True)
 
 
 def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int, wide: bool) -> list[Call]:

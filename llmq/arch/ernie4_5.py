@@ -8,7 +8,7 @@ from llmq.arch.rope_family import RopeFamily
 
 
 class Ernie45(RopeFamily):
-    """use_bias of its config is for the projections of attention and of the MLP."""
+    """ERNIE 4.5: use_bias in config.json is for projections of attention and of the MLP."""
 
     name = "Ernie4_5ForCausalLM"
     classifier = None
@@ -35,7 +35,7 @@ class Ernie45(RopeFamily):
 
 
 class Helium(RopeFamily):
-    """Helium: the same without biases."""
+    """Helium: ERNIE 4.5 without biases."""
 
     name = "HeliumForCausalLM"
     model_type = "helium"

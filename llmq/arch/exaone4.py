@@ -10,7 +10,8 @@ from llmq.arch.rope_family import RopeFamily
 
 
 class Exaone4(RopeFamily):
-    """sliding_window_pattern of its config is the distance of layers without a window."""
+    """EXAONE 4: sliding_window_pattern in config.json is the distance of layers without a
+    window."""
 
     name = "Exaone4ForCausalLM"
     model_type = "exaone4"

@@ -9,7 +9,7 @@ from llmq.arch.rope_family import RopeFamily
 
 
 class Gemma(RopeFamily):
-    """GELU is its approximation by tanh."""
+    """Gemma: GeGLU with the tanh approximation of GELU."""
 
     name = "GemmaForCausalLM"
     model_type = "gemma"

@@ -10,8 +10,8 @@ from llmq.base.errors import ConfigError
 
 
 class Gemma3(RopeFamily):
-    """Layers with a window turn positions by other angles than the others; each layer says which.
-    Its norms' weights are stored less 1."""
+    """Gemma 3. RoPE of layers with a window has another base. Weights of norms are stored less
+    1."""
 
     name = "Gemma3ForCausalLM"
     classifier = "Gemma3TextForSequenceClassification"
@@ -52,7 +52,7 @@ class Gemma3(RopeFamily):
         return math.sqrt(hidden_size)
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """As in its family, but for names, defaults, and parameters that are of kinds of layers."""
+        """Names, defaults, and RoPE parameters by kind of layer differ from RopeFamily's."""
         reject(hf, "hidden_activation", "gelu_pytorch_tanh")
         reject(hf, "attn_logit_softcapping", None)
         reject(hf, "use_bidirectional_attention", False, None)

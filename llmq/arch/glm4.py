@@ -11,7 +11,7 @@ from llmq.arch.rope_family import RopeFamily, norm_modules
 
 
 class Glm(RopeFamily):
-    """A config without partial_rotary_factor or attention_bias has 0.5 and biases."""
+    """GLM-4 of 2024. Defaults: partial_rotary_factor 0.5, attention_bias true."""
 
     name = "GlmForCausalLM"
     model_type = "glm"
@@ -34,7 +34,7 @@ class Glm(RopeFamily):
 
 
 class Glm4(Glm):
-    """Four norms in a block."""
+    """GLM-4 of 2025: norms in front of each half and behind it."""
 
     name = "Glm4ForCausalLM"
     model_type = "glm4"

@@ -11,7 +11,7 @@ from llmq.base.errors import ConfigError
 
 
 class Glm4Moe(WithExperts, RopeFamily):
-    """The config decides about norms of queries and keys."""
+    """GLM-4.5: config.json says if queries and keys have norms."""
 
     name = "Glm4MoeForCausalLM"
     classifier = None

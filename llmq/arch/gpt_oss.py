@@ -11,7 +11,7 @@ from llmq.arch.rope_scaling import FIRST
 
 
 class GptOss(WithExperts, RopeFamily):
-    """A layer's experts are one parameter in files, whose released ones hold codes of 4 bits."""
+    """gpt-oss: a layer's experts are one parameter in files; released files hold 4-bit codes."""
 
     name = "GptOssForCausalLM"
     model_type = "gpt_oss"

@@ -8,7 +8,7 @@ from llmq.arch.rope_family import RopeFamily
 
 
 class Granite(RopeFamily):
-    """Biases by attention_bias and mlp_bias, as in Llama."""
+    """Granite: biases by attention_bias and mlp_bias, as in Llama."""
 
     name = "GraniteForCausalLM"
     classifier = None

@@ -13,7 +13,7 @@ _AT = "model.layers.{}"
 
 
 class Lfm2(RopeFamily):
-    """Its config may give the width of the MLP before it is cut to two thirds and rounded."""
+    """LFM2: config.json may give the MLP's width before it is cut to two thirds and rounded."""
 
     name = "Lfm2ForCausalLM"
     classifier = None
@@ -70,7 +70,7 @@ class Lfm2(RopeFamily):
 
 
 def _width(hf: Mapping[str, Any]) -> int:
-    """The MLP's width, as transformers makes it of the config's."""
+    """The MLP's width, computed from config.json as in transformers."""
     width = size(hf, "block_ff_dim" if "block_ff_dim" in hf else "intermediate_size")
     if not get(hf, "block_auto_adjust_ff_dim", bool, True):
         return width

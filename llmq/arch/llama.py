@@ -9,7 +9,7 @@ from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily
 
 
 class Llama(RopeFamily):
-    """A family that RopeFamily describes, with more choices in its config."""
+    """Llama: RopeFamily with biases by attention_bias and mlp_bias."""
 
     name = "LlamaForCausalLM"
     model_type = "llama"
@@ -24,7 +24,7 @@ class Llama(RopeFamily):
 
 
 class Arcee(Llama):
-    """Its MLP has no gate."""
+    """Arcee: an MLP without a gate, with ReLU's square."""
 
     name = "ArceeForCausalLM"
     model_type = "arcee"
@@ -40,7 +40,7 @@ class Arcee(Llama):
 
 
 class Cwm(RopeFamily):
-    """Each fourth layer, from the first one on, has no window."""
+    """CWM: windows in all layers but each fourth, from the first one on."""
 
     name = "CwmForCausalLM"
     classifier = None

@@ -13,7 +13,7 @@ from llmq.arch.rope_scaling import FIRST
 
 
 class Mistral(RopeFamily):
-    """A config without sliding_window means one of 4096."""
+    """Mistral. The default of sliding_window is 4096."""
 
     name = "MistralForCausalLM"
     model_type = "mistral"
@@ -30,7 +30,8 @@ class Mistral(RopeFamily):
 
 
 class Ministral(Mistral):
-    """Layers without a window are named by layer_types; without the field all have one."""
+    """Ministral. layer_types lists layers without a window; without the field all layers have the
+    window."""
 
     name = "MinistralForCausalLM"
     model_type = "ministral"
@@ -53,7 +54,7 @@ _GROWTH = "llama_4_scaling_beta"
 
 
 class Ministral3(Mistral):
-    """Positions are stretched by YaRN, and queries grow with the logarithm of their position."""
+    """Ministral 3: YaRN, and queries that grow with the logarithm of their position."""
 
     name = "Ministral3ForCausalLM"
     model_type = "ministral3"
@@ -72,7 +73,7 @@ class Ministral3(Mistral):
         return super().read_sizes(given) | {"query_growth": get(rope, _GROWTH, float, None)}
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """transformers needs both numbers."""
+        """Write the two numbers that transformers requires."""
         fields, growth = super().write_sizes(model), {_GROWTH: model.query_growth or 0.0}
         fields["rope_parameters"] = (
             {FIRST: model.max_positions} | fields["rope_parameters"] | growth
@@ -86,7 +87,7 @@ _AT = "model.layers.{}.block_sparse_moe"
 
 
 class Mixtral(WithExperts, Mistral):
-    """The weights of the active experts always have the sum 1."""
+    """Mixtral: weights of the active experts always have the sum 1."""
 
     name = "MixtralForCausalLM"
     model_type = "mixtral"
@@ -105,6 +106,6 @@ class Mixtral(WithExperts, Mistral):
     }
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Inputs of routers get no noise."""
+        """Router noise is rejected."""
         reject(hf, "router_jitter_noise", 0, None)
         return super().read_sizes({"rope_theta": 1e6, **hf})

@@ -12,7 +12,7 @@ from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily, norm_modules
 
 
 class _Olmo(RopeFamily):
-    """The fields that both have alike."""
+    """Fields that OLMo 2 and OLMoE share."""
 
     qk_norm = True
     wide_qk_norm = True
@@ -25,7 +25,7 @@ class _Olmo(RopeFamily):
 
 
 class Olmo2(_Olmo):
-    """Norms stand behind the halves of blocks alone."""
+    """OLMo 2: norms only behind the halves of blocks."""
 
     name = "Olmo2ForCausalLM"
     model_type = "olmo2"
@@ -39,7 +39,7 @@ class Olmo2(_Olmo):
 
 
 class Olmo3(Olmo2):
-    """Three of four layers have a window, and rotary frequencies that are not stretched."""
+    """OLMo 3: three of four layers have a window; RoPE is scaled in the others alone."""
 
     name = "Olmo3ForCausalLM"
     model_type = "olmo3"

@@ -12,7 +12,7 @@ from llmq.arch.qwen2 import Qwen2
 
 
 class Qwen3(Qwen2):
-    """Its config has Qwen2's fields of windows."""
+    """Qwen3: fields of windows as in Qwen2."""
 
     name = "Qwen3ForCausalLM"
     model_type = "qwen3"
@@ -25,8 +25,8 @@ class Qwen3(Qwen2):
 
 
 class Qwen3Moe(WithExperts, Qwen3):
-    """transformers 5 calls the number of experts as Mixtral does, and reads both names. All layers
-    have the window, whatever layer_types and max_window_layers say, as in transformers 5."""
+    """Qwen3-MoE. transformers 5 writes the number of experts under Mixtral's name, and reads both
+    names. As there, all layers have the window, whatever layer_types and max_window_layers say."""
 
     name = "Qwen3MoeForCausalLM"
     model_type = "qwen3_moe"

@@ -20,12 +20,12 @@ _SIZES = {
     "value_dim": ("linear_value_head_dim", 128),
     "taps": ("linear_conv_kernel_dim", 4),
 }
-"""Fields of DeltaNet: their names in config.json, and what holds if it does not say."""
+"""Fields of DeltaNet: names in config.json, and defaults."""
 
 
 class Qwen35(RopeFamily):
-    """Its norms' weights are stored less 1, but for those behind delta nets. RoPE turns a quarter
-    of each head. Positions of images have three axes, which are one for text."""
+    """Qwen3.5. Weights of norms are stored less 1, except behind delta nets. RoPE rotates a quarter
+    of each head. Positions of images have three axes, equal ones in text."""
 
     name = "Qwen3_5ForCausalLM"
     classifier = "Qwen3_5TextForSequenceClassification"
@@ -76,7 +76,8 @@ class Qwen35(RopeFamily):
 
 
 def _delta_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Read layer_types; older files have the distance of layers with attention."""
+    """True for each layer with a delta net, from layer_types, or the older
+    full_attention_interval."""
     kinds = get(hf, "layer_types", list, None)
     if kinds is None:
         every = size(hf, "full_attention_interval") if "full_attention_interval" in hf else 4

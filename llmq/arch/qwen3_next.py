@@ -15,7 +15,7 @@ _AT = "model.layers.{}.linear_attn.in_proj_{}"
 
 
 class Qwen3Next(WithExperts, Qwen35):
-    """The input products of its delta nets are two modules, whose rows are stored by key head."""
+    """Qwen3-Next: a delta net's input product is two modules, whose rows are stored by key head."""
 
     name = "Qwen3NextForCausalLM"
     classifier = "Qwen3NextForSequenceClassification"

@@ -8,7 +8,7 @@ from llmq.arch.rope_family import RopeFamily
 
 
 class SeedOss(RopeFamily):
-    """A config without attention_bias means that there are some."""
+    """Seed-OSS: attention_bias defaults to true."""
 
     name = "SeedOssForCausalLM"
     model_type = "seed_oss"

@@ -9,7 +9,8 @@ from llmq.base.errors import ConfigError
 
 
 class SmolLm3(RopeFamily):
-    """no_rope_layers of its config has 1 where a layer has RoPE, whatever the field's name says."""
+    """SmolLM3: no_rope_layers in config.json is 1 for layers with RoPE, despite the field's
+    name."""
 
     name = "SmolLM3ForCausalLM"
     model_type = "smollm3"

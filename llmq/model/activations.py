@@ -1,4 +1,4 @@
-"""Tensors that a block keeps from forward to backward, and from one token of a text to the next."""
+"""Activations of a block: kept for backward, computed again, or cached for generation."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -21,8 +21,7 @@ T = TypeVar("T")
 
 
 class Recompute(NamedTuple):
-    """The tensors that a layer computes again in the backward pass instead of keeping them:
-    --recompute-…, and what costs nothing."""
+    """Tensors that a layer computes again in backward instead of keeping: --recompute-… options."""
 
     swiglu: bool = False
     norm: bool = False
@@ -33,19 +32,21 @@ class Recompute(NamedTuple):
 
 
 def recompute_of_layers(memory: MemoryOptions, config: ModelConfig) -> list[Recompute]:
-    """For each layer what the options say, or nothing. memory: normalized. If nobody says, a gated
-    MLP's activation in fp8 with delayed scales is made again: what computes its gradient writes the
-    codes that forward would have written. Experts' is one tensor more."""
+    """Recomputation of each layer. memory: normalized.
+
+    recompute_swiglu None: a gated MLP's activation is computed again, for free, because the kernel
+    of its gradient writes forward's codes. Experts' activation would take one more tensor."""
     chosen = layer_set(memory.recompute_layers, config.num_layers)
-    free = config.gated and config.experts is None
-    told = {name: getattr(memory, f"recompute_{name}") for name in Recompute._fields}
-    others = Recompute(swiglu=told["swiglu"] is None and free)
-    told["swiglu"] = others.swiglu if told["swiglu"] is None else told["swiglu"]
-    return [Recompute(**told) if n in chosen else others for n in range(config.num_layers)]
+    options = {name: getattr(memory, f"recompute_{name}") for name in Recompute._fields}
+    automatic = options["swiglu"] is None
+    others = Recompute(swiglu=automatic and config.gated and config.experts is None)
+    if automatic:
+        options["swiglu"] = others.swiglu
+    return [Recompute(**options) if n in chosen else others for n in range(config.num_layers)]
 
 
 class Stats(NamedTuple):
-    """Per-row statistics that the backward pass needs, F32 (rows,). mean is LayerNorm's."""
+    """Statistics of rows that backward reads, F32 (rows,). mean: of LayerNorm; None: RMSNorm."""
 
     rstd: Tensor
     mean: Tensor | None
@@ -53,9 +54,9 @@ class Stats(NamedTuple):
 
 class NormTensors(NamedTuple):
     """The norms in front of a half of one layer, and the residual stream there, see `norms.py`.
-    stream: (rows, C). branch: (rows, C), what the half before has put out; None where it has added
-    that to the stream itself. out: the half's input. stats: of the stream's norm, post_stats: of
-    the branch's; None where there is none."""
+    stream: (rows, C). branch: (rows, C), output of the half before; None if that half adds to the
+    stream itself. stats: of the stream's norm, post_stats: of the branch's norm; None without the
+    norm. out: the half's input."""
 
     stream: Tensor
     branch: Tensor | None
@@ -64,30 +65,29 @@ class NormTensors(NamedTuple):
     out: Activation
 
     def parameters(self, block: PartParameters[T]) -> tuple[T | None, T | None]:
-        """Weight and bias of the stream's norm among those of its block, or their gradients."""
+        """Weight and bias of the stream's norm, or their gradients."""
         return block.get(self.out.name), block.bias(self.out.name)
 
     def post_weight(self, block: PartParameters[T]) -> T | None:
         return block.get(f"{self.out.name}_post")
 
     def scale(self, block: PartParameters[T]) -> T | None:
-        """The factor of the stream, or its gradient; None: there is none."""
+        """The factor of the stream, or the factor's gradient; None without one."""
         return block.get(f"{self.out.name}_scale")
 
 
 class HalfOut(NamedTuple):
-    """Where a half's last product goes, (rows, C): to `out`, with `addend` if there is one."""
+    """Output of a half's last product, (rows, C): out = product [+ addend]."""
 
     out: Tensor
     addend: Tensor | None = None
 
 
 class Cache:
-    """The tensors that halves keep of texts that are continued. blocks: by layer and half, tensors
-    (blocks, BLOCK, ...) by the names of HalfSpec.cached: each holds BLOCK tokens of one text.
-    states: the same, F32 (states, ...) by the names of HalfSpec.carried: each row is of one text.
-    arrived: I32, of `ops.attention.paged`, zeros at the start of a pass.
-    """
+    """Keys, values and states of all texts that are generated. blocks: by layer and half, tensors
+    (blocks, BLOCK, ...) by the names of HalfSpec.cached: a block has BLOCK tokens of one text.
+    states: by layer and half, F32 (states, ...) by the names of HalfSpec.carried: a row is of one
+    text. arrived: I32, of `ops.attention.paged`, zeros at the start of a pass."""
 
     def __init__(self, dev: Device, config: ModelConfig, dtype: DType, blocks: int, states: int):
         heads = max(config.heads_of(layer).query for layer in range(config.num_layers))
@@ -110,8 +110,8 @@ class Cache:
 
 
 class Rotary(NamedTuple):
-    """RoPE in a layer. table: F32 (positions, Hd/2, 2). channels: of a head that are rotated.
-    lengths: F32 (positions,), factors of queries; None: they have none."""
+    """RoPE in a layer. table: F32 (positions, Hd/2, 2). channels: rotated channels of a head.
+    lengths: F32 (positions,), factors of queries; None: 1."""
 
     table: Tensor
     channels: int
@@ -119,10 +119,10 @@ class Rotary(NamedTuple):
 
 
 class CacheOfPass(NamedTuple):
-    """The cache as a pass over B texts sees it. table: I32 (B, most blocks of a text), the numbers
-    of each text's blocks. lengths: I32 (B,), tokens that the blocks hold before the pass. new: I32
-    (B,), the number of the pass's T tokens that belong to each text. states: the first row of the
-    states and the one behind the last. rope_tables: as of ModelContext."""
+    """The cache of a pass over B texts. table: I32 (B, most blocks of a text), block numbers of
+    each text. lengths: I32 (B,), tokens in the blocks before the pass. new: I32 (B,), tokens of
+    each text among the pass's T. states: [start, stop) of the texts' rows in states. rope_tables:
+    as in ModelContext."""
 
     cache: Cache
     table: Tensor
@@ -132,22 +132,22 @@ class CacheOfPass(NamedTuple):
     rope_tables: Sequence[Rotary | None]
 
     def of(self, layer: int, spec: HalfSpec) -> Mapping[str, Tensor]:
-        """The tensors of a half, by the names of HalfSpec.cached, with table, lengths and new, and
-        by those of HalfSpec.carried, one row for each text."""
+        """Tensors of a half by the names of HalfSpec.cached, with table, lengths and new, and by
+        the names of HalfSpec.carried, one row for each text."""
         states = self.cache.states[layer, spec.name].items()
-        found = {name: tensor.rows(*self.states) for name, tensor in states}
+        tensors = {name: tensor.rows(*self.states) for name, tensor in states}
         blocks = self.cache.blocks[layer if spec.reads is None else spec.reads, spec.name]
         if not blocks:
-            return found
+            return tensors
         of_texts = {"table": self.table, "lengths": self.lengths, "new": self.new}
         of_texts["arrived"] = self.cache.arrived
-        return found | blocks | of_texts
+        return tensors | blocks | of_texts
 
 
 class HalfLayer:
-    """A half in one layer: its tensors there, and those that are kept for backward. norm: in front
-    of the half. out: where its output goes. saved: the tensors that `Half.keep` has allocated.
-    cache: those of texts that are continued; None: a pass sees whole sequences."""
+    """A half in one layer. norm: the norms in front of the half. out: where the half's output goes.
+    saved: tensors that `Half.keep` has allocated. cache: tensors of the generator's texts; None:
+    passes see whole sequences."""
 
     norm: NormTensors
     out: HalfOut
@@ -164,17 +164,17 @@ class HalfLayer:
         needed: set[str],
         cache: Mapping[str, Tensor] | None,
     ):
-        """stream: (rows, C). needed: of the layer, as needed_inputs says."""
+        """stream: (rows, C). needed: needed_inputs() of the layer."""
         self.spec, self.index, self.recompute, self.cache = spec, index, recompute, cache
         self._dev, self._operands, self._needed = dev, operands, needed
         self.rows, self._dtype = stream.shape[0], stream.dtype
 
     def needs(self, name: str) -> bool:
-        """Whether a gradient needs the input of this name."""
+        """True if a gradient needs the input of this name."""
         return any(m.input == name and m.key in self._needed for m in self.spec.matrices)
 
     def alloc(self, name: str, *shape: int, dtype: DType | None = None) -> Tensor:
-        """A tensor of this layer; dtype: as the stream's if it is not given."""
+        """A tensor of this layer. dtype: None: the stream's."""
         dtype = dtype or self._dtype
         return self._dev.alloc(f"{name}.{self.index}", shape, dtype, "Activations")
 
@@ -188,8 +188,8 @@ class HalfLayer:
         dtype: DType | None = None,
         per_row: int = 1,
     ) -> Activation:
-        """An activation (rows, features), with memory if it is kept. may_be_codes: backward needs
-        it for weights' gradients alone. per_row: how many rows it has of each of the stream's."""
+        """An activation (per_row * rows, features), with memory if kept. may_be_codes: True if only
+        weights' gradients read the activation in backward."""
         shape, tensor, codes = (self.rows * per_row, features), None, None
         dtype = dtype or self._dtype
         coded = self._operands.kept_codes(self.id_of(name)) if may_be_codes else None
@@ -200,22 +200,21 @@ class HalfLayer:
         return Activation(self.index, name, shape, dtype, tensor, codes)
 
     def id_of(self, name: str) -> str:
-        """The name of a gradient of this half among the tensors of all layers."""
+        """Name of a gradient of this half, unique in the model."""
         return id_of(self.index, name)
 
     @property
     def out_id(self) -> str:
-        """The name of the gradient of the half's output."""
+        """Name of the gradient of the half's output."""
         return self.id_of(f"d_{self.spec.name}")
 
 
 class LayerContext(NamedTuple):
-    """A pass over one half of a layer. temps: how long its scratch lives. layer: the half's tensors
-    in this layer. w: the weights of the block. g: where the block's gradients go; None in forward.
-    before: (rows, C), the residual stream where the half before began; None where backward need not
-    make the stream again, and where there is no half before. d_stream: (rows, C), the gradient of
-    the stream in front of the half, to which norms inside the half add; None in forward. keep:
-    whether backward follows."""
+    """A pass over one half of a layer. temps: lifetime of the pass's scratch. layer: the half's
+    tensors in this layer. w: weights of the block. g: gradients of the block; None in forward.
+    before: (rows, C), residual stream in front of the half before; None unless backward computes
+    the stream again. d_stream: (rows, C), gradient of the stream in front of the half, to which
+    norms inside the half add; None in forward. keep: True if backward follows."""
 
     temps: ExitStack
     layer: HalfLayer

@@ -1,12 +1,12 @@
-"""The thin products of adapters: of any matrix, and of the embedding and the LM head as a whole.
+"""Low-rank products of adapters: of any matrix, of the embedding, and of the LM head.
 
-Adapters of the LM head are those of a block's matrix (`BlockLinear`). Tokens choose rows of the
-embedding, W + s * B A, so that only rows of B are read:
+The LM head's adapters compute what a block's matrix does (`BlockLinear`). The embedding's read only
+the rows of B that tokens choose from W + s * B A:
 
     h = (s * B)[tokens]            y = W[tokens] + h @ A
-    d_h = d_y @ A^T                d_A = h^T @ d_y,   d_B[id] = s * sum of d_h of its tokens
+    d_h = d_y @ A^T                d_A = h^T @ d_y,   d_B[id] = s * sum of d_h where token == id
 
-A scale of embeddings multiplies h, too. PEFT has no dropout there.
+The embedding scale multiplies h, too. As in PEFT, embeddings have no dropout.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from llmq.options.groups.model import ModelOptions
 from llmq.options.options import StepOptions
 from llmq.runtime.device import Device
 
-HEAD_SALT = 1 << 20  # of dropout: matrices of blocks count from 0
+HEAD_SALT = 1 << 20  # of dropout; salts of blocks' matrices count from 0
 
 
 def width_of(matrix: Adapted) -> int:
@@ -38,8 +38,8 @@ def width_of(matrix: Adapted) -> int:
 
 
 def blocks_of(matrix: Adapted, b: Tensor) -> AdapterBlocks | None:
-    """How all adapters' B (n, rank) lie in one matrix (out_features, R), with scaling; None where b
-    is that matrix: of one adapter, which has all rows."""
+    """Layout of all adapters' B (n, rank) in one matrix (out_features, R), with scaling; None if b
+    is that matrix: one unscaled adapter of all rows."""
     rows, columns = matrix.shape[0], width_of(matrix)
     if matrix.scales == (1,) and (rows, columns) == b.shape:
         return None
@@ -66,10 +66,10 @@ def output_gradients(
     hidden: Tensor,
     b: Tensor,
 ) -> None:
-    """d_hidden, and d_b where it is wanted: of d_out, which one operation reads only once."""
+    """d_hidden, and d_b unless None, from d_out. One kernel computes both where it can."""
     spans, scales = matrix.spans, matrix.scales
-    at_once = adapter.takes(d_out.dtype, d_out.shape[1], spans, b.shape[1])
-    if at_once and d_b is not None and len({*scales}) == 1:
+    fused = adapter.takes(d_out.dtype, d_out.shape[1], spans, b.shape[1])
+    if fused and d_b is not None and len({*scales}) == 1:
         adapter.backward(dev, d_hidden, d_b, d_out, hidden, b, spans, scales[0])
         return
     with ExitStack() as temps:
@@ -82,28 +82,28 @@ def output_gradients(
 
 
 def _add_collected(dev: Device, matrix: Adapted, d_b: Accumulator, whole: Tensor) -> None:
-    """The gradient of B, from the gradient of the expanded matrix."""
+    """d_b = or += gradient of B, from the gradient of the expanded matrix."""
     with dev.scratch("d_b", d_b.tensor.shape, d_b.tensor.dtype) as part:
         adapter.collect(dev, part, whole, matrix.spans, matrix.scales)
         reduce.sum_parts(dev, d_b, [part])
 
 
 class Dropout:
-    """Dropout of adapters' inputs; a salt tells matrices apart. on: whether what is enqueued is a
-    step's, which drops; of capture time."""
+    """Dropout of adapters' inputs; a salt distinguishes matrices. on: True while launches of a
+    training step are enqueued."""
 
     def __init__(self, dev: Device, options: StepOptions, scalars: Tensor | None):
         self.probability, self.on, self._dev = options.model.lora_dropout, False, dev
         self._scalars, self._sequences = scalars, options.batch.batch_size
 
     def mask(self, salt: int) -> DropoutMask | None:
-        """The elements that a step's dropout leaves; None without dropout."""
+        """The mask of a matrix in a training step; None without dropout."""
         if not self.probability:
             return None
         return DropoutMask(self.probability, salt, self._sequences, self._scalars)
 
     def of(self, temps: ExitStack, x: Tensor, salt: int) -> Tensor:
-        """The input of adapters: x, in a step after dropout, as scratch of `temps`."""
+        """Input of adapters: in a training step dropout(x), scratch of `temps`; else x."""
         if not (self.on and self.probability):
             return x
         dropped = temps.enter_context(self._dev.scratch("dropped", x.shape, x.dtype))
@@ -115,7 +115,7 @@ class Dropout:
 
 
 class EmbeddingAdapters:
-    """Those of the embedding. out, d_out: (B, T, C), the first residual and its gradient."""
+    """Adapters of the embedding. out, d_out: (B, T, C), first residual and its gradient."""
 
     def __init__(self, dev: Device, config: ModelConfig, matrix: Adapted):
         self._dev, self._matrix, self._linear = dev, matrix, Linear(dev)
@@ -131,7 +131,7 @@ class EmbeddingAdapters:
             yield hidden.view(tokens.size, shape[-1])
 
     def forward(self, out: Tensor, tokens: Tensor, w: PartWeights) -> None:
-        """Add what they give to `out`."""
+        """out += h @ A."""
         flat = out.view(tokens.size, out.shape[-1])
         with self._hidden(tokens, w["embed_b"], out) as hidden:
             matmul(self._dev, flat, hidden, w["embed_a"], accumulate=True)
@@ -152,8 +152,8 @@ class EmbeddingAdapters:
 
 @dataclass(frozen=True, slots=True)
 class OfPass:
-    """The adapters' part of one pass over all rows of the head. hidden, d_hidden: (rows, R). tail:
-    (Vp, R). a: (R, C), b: (V, rank). d_b: its gradient, None without one."""
+    """Tensors of the LM head's adapters in one pass over all rows. hidden, d_hidden: (rows, R).
+    tail: (Vp, R), expanded B. b: (V, rank). d_b: gradient of b, None in forward."""
 
     dev: Device
     matrix: Adapted
@@ -164,18 +164,18 @@ class OfPass:
     d_b: Accumulator | None
 
     def beside(self, start: int, stop: int) -> Adapters:
-        """The second term of logits of these rows."""
+        """The adapters' term of these rows' logits."""
         return Adapters(self.hidden.rows(start, stop), self.tail)
 
     def of_logits(self, start: int, stop: int, gradient: Tensor) -> None:
-        """The gradients of h and B, of that of these rows' logits; chunks follow one another."""
+        """Gradients of h and B from the gradient of these rows' logits; chunks come in order."""
         d_b = self.d_b if start == 0 else self.d_b._replace(accumulate=True)
         hidden, d_hidden = self.hidden.rows(start, stop), self.d_hidden.rows(start, stop)
         output_gradients(self.dev, self.matrix, d_hidden, d_b, gradient, hidden, self.b)
 
 
 class HeadAdapters:
-    """Those of the LM head, of which the logits of a few rows are there at a time."""
+    """Adapters of the LM head, whose logits exist for a chunk of rows at a time."""
 
     def __init__(self, dev: Device, matrix: Adapted, dropout: Dropout):
         self._dev, self._matrix, self._linear = dev, matrix, Linear(dev)
@@ -184,8 +184,8 @@ class HeadAdapters:
     def begin(
         self, temps: ExitStack, x: Tensor, w: PartWeights, g: PartGrads | None = None
     ) -> OfPass:
-        """A pass over the rows of x (rows, C), whose h is made here; scratch of `temps`. With
-        gradients `finish` ends it."""
+        """Start a pass over the rows of x (rows, C), with h as scratch of `temps`; with gradients
+        `finish` ends the pass."""
         dev, shape = self._dev, (x.shape[0], width_of(self._matrix))
         a, b = w.adapters("lm_head")
         _, d_b = (None, None) if g is None else g.adapters("lm_head")
@@ -200,8 +200,7 @@ class HeadAdapters:
         return OfPass(dev, self._matrix, hidden, d_hidden, tail, b, d_b)
 
     def finish(self, low: OfPass, x: Tensor, w: PartWeights, g: PartGrads, d_x: Tensor) -> None:
-        """The gradient of A, and the part of d_x (rows, C) that comes from it, added to the rest
-        of d_x."""
+        """Gradient of A, and d_x (rows, C) += the adapters' part."""
         dev, (a, _), (d_a, _) = self._dev, w.adapters("lm_head"), g.adapters("lm_head")
         with ExitStack() as temps:
             dropped = self._dropout.of(temps, x, HEAD_SALT)
@@ -214,6 +213,6 @@ class HeadAdapters:
 
 
 def table_adapters(config: ModelConfig, options: ModelOptions, block: str) -> Adapted | None:
-    """The adapters of the embedding, "embed", or of the LM head, "head"; None without any."""
+    """Adapters of the embedding, "embed", or of the LM head, "head"; None without adapters."""
     adapters = adapters_of(options)
     return None if adapters is None else adapted_tables(config, adapters).get(block)

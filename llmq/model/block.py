@@ -5,14 +5,13 @@
     residual_att -> ln2 -> [ up -> swiglu|geglu|gelu -> down ] --+--> residual[l+1]
                                              residual_att -+
 
-A half (in brackets) turns its input x into a branch of the residual stream: each layer has those
-of the kinds that its architecture says, from `halves/`. Where norms stand (mostly as above), and
-where branches are added, is in `norms.py`: by the last product of a half, or else with a
-norm, that of the second half in front of the next block or in the head: a block's output is split
-into the stream between its halves and a branch.
-Activations are (rows, features), rows = B*T.
+A half (in brackets) turns its input x into a branch of the residual stream; `halves/` has the kinds
+of halves that architectures choose. `norms.py` says where norms stand (mostly as above), and where
+branches are added: by the last product of a half, or else by the next norm. In the second case a
+block's output is two tensors, the stream in front of the last half and the branch. Activations are
+(rows, features), rows = B*T.
 
-Backward ends at the first parameter that is trained: `WantedGradients`.
+Backward ends at the first trained parameter: `WantedGradients`.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ class LayerStreams(NamedTuple):
 
 
 class Layer:
-    """One block. streams: (rows, C) each, the residual stream in front of each half. branch:
-    (rows, C), what the last half puts out, unless it adds that to the stream itself.
-    multiplied_again: keys of the matrices whose products backward computes again."""
+    """One block. streams: (rows, C) each, residual stream in front of each half. branch: (rows, C),
+    output of the last half; None if the half adds to the stream. multiplied_again: keys of the
+    matrices whose products backward computes again."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class Layer:
         halves: Sequence[Half],
         cache: CacheOfPass | None,
     ):
-        """halves: those that compute this layer's. cache: as of Model."""
+        """halves: the objects that compute this layer. cache: as in Model."""
         dev, config = shared.dev, shared.config
         self.index, self.recompute = index, recompute
         rows, C = stream.before.shape
@@ -90,7 +89,7 @@ class Layer:
         for half, implementation, here, branch, after in zip(
             self.halves, halves, self.streams, stream.branches, following, strict=True
         ):
-            # A norm behind a half needs its output in backward, of which the first half's alone is
+            # Backward of a norm behind a half needs the half's output; only the first half's is
             # computed again. Without a norm in front of a half, its input is the stream.
             if post and (half is not first or not recompute.block):
                 branch = half.alloc(f"{half.spec.name}_branch", rows, C)
@@ -110,9 +109,9 @@ class Layer:
 
 
 class WantedGradients(NamedTuple):
-    """The gradients of a half that somebody wants, because there is a trained parameter in front of
-    them. input: of the half's input. inside: of what leads to the product that makes the half's
-    output. output: of that output. Each of them wants all that follow in the block."""
+    """Gradients of a half that backward must compute, because a trained parameter lies in front of
+    them. input: of the half's input. inside: of the input of the half's last product. output: of
+    the half's output. A gradient needs all that follow in the block."""
 
     input: bool
     inside: bool
@@ -122,7 +121,8 @@ class WantedGradients(NamedTuple):
     def of(
         cls, halves: tuple[HalfSpec, ...], g: PartGrads, *, block_in: bool
     ) -> list[WantedGradients]:
-        """Return those of each half. block_in: whether that of the block's input is wanted."""
+        """Wanted gradients of each half. block_in: True if the gradient of the block's input is
+        wanted."""
         found, wanted = [], block_in
         for half in halves:
             inner = [module for module in half.modules if module.key != half.output]
@@ -141,8 +141,8 @@ class Blocks:
     def __init__(
         self, shared: ModelContext, residuals: Residuals, cache: CacheOfPass | None, *, trains: bool
     ):
-        """Allocates every activation of a micro-step. cache: as of Model. trains: backward passes
-        follow."""
+        """Allocate every activation of a micro-step. cache: as in Model. trains: True if backward
+        passes follow."""
         dev, config, options, operands, self.linear, self.norms, *_ = shared
         shape, dtype = operands.shape, operands.dtype
         specs = [config.halves(layer) for layer in range(config.num_layers)]
@@ -155,7 +155,7 @@ class Blocks:
         self.last_adds = adds[-1]
         kinds, branch = recompute_of_layers(options.memory, config), None
         blocks = any(kind.block for kind in kinds)
-        # They have to survive until the next layer begins, where the whole block is recomputed.
+        # A recomputed block's streams between halves live until the next layer begins.
         names = [f"residual_{spec.name}" for spec in specs[0][:-1]]
         again = [dev.alloc(name, shape, dtype, "Activations") for name in names if blocks]
         offloads = trains and options.memory.offload_between
@@ -214,11 +214,10 @@ class Blocks:
         *,
         wanted: bool,
     ) -> None:
-        """d_residual (rows, C): gradient of the block's output in, of its input out. d_x (rows, C):
-        scratch for the gradient of a half's input, or with post_norm that of the last half's
-        output in. wanted: whether that of the block's input is; else both hold anything afterwards.
-        Tensors that were not kept are computed again first; scales are those of the forward
-        pass."""
+        """d_residual (rows, C): gradient of the block's output, overwritten with that of its input.
+        d_x (rows, C): scratch for the gradient of a half's input; with post_norm, on entry, the
+        gradient of the last half's output. wanted: False leaves d_residual and d_x undefined.
+        Tensors that were not kept are computed again first, with forward's scales."""
         layer, d_out = self.layers[index], self.norms.d_out(d_residual, d_x)
         specs = tuple(half.spec for half in layer.halves)
         reach = WantedGradients.of(specs, g, block_in=wanted)
@@ -229,7 +228,7 @@ class Blocks:
                 before = layer.streams[i - 1] if again and i > 0 else None
                 temps = outer.enter_context(ExitStack())
                 contexts.append(LayerContext(temps, of_half, w, g, before, d_residual))
-                if again:  # a stream between needs the half in front of it
+                if again:  # the half in front writes the stream between
                     made.append(half.recompute(contexts[i]))
             for i in reversed(range(len(specs))):
                 half, of_half, ctx = self.halves[index][i], layer.halves[i], contexts[i]

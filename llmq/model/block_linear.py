@@ -1,16 +1,14 @@
-"""The products of a block's matrices, and of the adapters beside them.
+"""Products of a block's matrices, with their adapters.
 
     h = dropout(x) @ A^T           y = x @ W^T + h @ B^T
     d_h = d_y @ B                  d_x = d_y @ W + dropout(d_h @ A)
     d_B = d_y^T @ h                d_A = d_h^T @ dropout(x)
 
-Whether both terms are one product, or one with what follows, is for `ops/product/product.py` to
-say.
+`ops/product/product.py` decides whether both terms, and an epilogue, are one kernel.
 
 A is (R, in_features) and B (out_features, R), scaling included: the adapters of rows of a matrix,
-as `ops/product/adapter.py` makes one of them, and explains magnitudes (DoRA), for which y is made
-once more in backward. h is small and kept. W, which is not trained, has no product of its own for a
-gradient.
+joined as in `ops/product/adapter.py`, which also explains magnitudes (DoRA); these compute y again
+in backward. h is small and kept. W is frozen and has no gradient.
 """
 
 from contextlib import ExitStack
@@ -86,7 +84,7 @@ class BlockLinear:
         widest = 0
         for layer, matrix in adapted_in_layers(config, adapters):
             if matrix.groups > 1:
-                continue  # of experts, whose half computes them
+                continue  # experts' adapters belong to their half
             width, name = width_of(matrix), matrix.key
             hidden = dev.alloc(
                 f"{name}_hidden.{layer}", (self._rows, width), operands.dtype, "Activations"
@@ -107,7 +105,7 @@ class BlockLinear:
         return self._alphas.get((layer, key), 1.0)
 
     def accepts_addend(self, layer: int, key: str, out: Tensor) -> bool:
-        """Whether forward takes an addend for an `out` like this one."""
+        """True if forward takes an addend for an `out` like this one."""
         parts, features = self._parts.get((layer, key)), self._matrices[layer, key].shape[1]
         if parts is not None and parts.norms is not None:
             return False
@@ -175,7 +173,7 @@ class BlockLinear:
         epilogue: Epilogue = STORE,
     ) -> None:
         """d_x (rows, in_features), from d_out (rows, out_features), times forward's alpha; and the
-        gradient of B. d_x: None where nobody wants it."""
+        gradient of B. d_x: None if not wanted."""
         w, parts, adapters = ctx.w, self._of(ctx, key), None
         with ExitStack() as temps:
             if parts is not None:
@@ -197,17 +195,11 @@ class BlockLinear:
                 )  # fmt: skip
 
     def needs_input(self, ctx: LayerContext, key: str) -> bool:
-        """Whether weight_gradients needs x."""
+        """True if weight_gradients needs x."""
         return key in ctx.g or self._of(ctx, key) is not None
 
     def weight_gradients(
-        self,
-        ctx: LayerContext,
-        key: str,
-        d_out: Operand,
-        x: Operand | None,
-        *,
-        bias: bool = True,
+        self, ctx: LayerContext, key: str, d_out: Operand, x: Operand | None, *, bias: bool = True
     ) -> None:
         """Compute the gradients of the weight, of the bias unless that is done already, and of the
         adapters' A and magnitudes, as far as they are wanted. Follows input_gradient. x: None where
@@ -232,16 +224,15 @@ class BlockLinear:
             self._magnitude_gradient(ctx, key, d_out, x)
 
     def _magnitude_gradient(self, ctx: LayerContext, key: str, d_out: Tensor, x: Operand) -> None:
-        """The sum of both products is made again: what is kept of it is rounded, rotated, or added
-        to the stream."""
+        """Gradient of DoRA's magnitudes. Computes the sum of both products again, because forward
+        scaled, rotated or added it to the stream."""
         dev, w, parts = self.dev, ctx.w, self._of(ctx, key)
         x, weight = self.operands.pair(FORWARD, x, w[key])
         with ExitStack() as temps:
             both = temps.enter_context(dev.scratch("sum", d_out.shape, d_out.dtype))
             tail = expanded(dev, temps, parts.times_alpha, w.adapters(key)[1])
-            how = {"fast": FORWARD in self.operands.fast}
-            how["alpha"] = self._alpha(ctx.layer.index, key)
-            product(dev, both, x, weight, trans_b=True, **how)
+            fast, alpha = FORWARD in self.operands.fast, self._alpha(ctx.layer.index, key)
+            product(dev, both, x, weight, trans_b=True, fast=fast, alpha=alpha)
             matmul(dev, both, parts.hidden, tail, trans_b=True, accumulate=True)
             adapter.magnitude_gradient(dev, both, both, d_out, parts.norms)
             reduce.bias_gradient(dev, ctx.g.magnitudes(key), both)

@@ -1,8 +1,8 @@
 """The end of the model: final norm, LM head in chunks, fused cross-entropy, first gradients.
 
-In fp8 cross-entropy writes the gradient of the logits as E5M2 codes, whatever format the blocks'
-gradients have: most probabilities of a large vocabulary are below what E4M3 can tell from 0 beside
-the target's -1. Its elements are bounded, so the scale is a constant.
+With an fp8 head cross-entropy writes the gradient of the logits as E5M2 codes: most probabilities
+of a large vocabulary would be 0 in E4M3 beside the target's -1. Elements are bounded, so that the
+scale is a constant.
 """
 
 import math
@@ -21,7 +21,7 @@ from llmq.model.adapters import Dropout, HeadAdapters, OfPass, table_adapters
 from llmq.model.linear import Linear
 from llmq.model.norms import Normalization, alloc_stats
 from llmq.model.parameters import PartGrads, PartWeights
-from llmq.ops.common import padded_columns
+from llmq.ops.common import LogitRows, padded_columns
 from llmq.ops.loss import cross_entropy
 from llmq.ops.loss.distill import Teacher, top_k
 from llmq.ops.loss.labels import Labels
@@ -65,9 +65,9 @@ class _Chunk(NamedTuple):
 
 
 class Head:
-    """Buffers of the head, for as many rows (B*T tokens) and in the format of the operands. losses,
-    lse: F32 (rows,), per token, of the last micro-step. The logits of rows/chunks tokens exist at a
-    time, with chunks as --lmhead-chunks says."""
+    """Final norm, LM head and cross-entropy of a micro-batch of rows = B*T tokens. losses, lse: F32
+    (rows,), per token, of the last micro-step. Logits of rows / --lmhead-chunks tokens exist at a
+    time."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class Head:
         largest: float = 1.0,
         dropout: Dropout | None = None,
     ):
-        """residual: (rows, C), the stream behind the last block. largest: of the rows' weights.
-        dropout: that of blocks, which adapters need."""
+        """residual: (rows, C), stream behind the last block. largest: largest weight of a row.
+        dropout: of adapters."""
         shape, dtype, z_loss = operands.shape, operands.dtype, options.optim.z_loss
         rows = shape[0]
         self.dev, self.config, self.dtype, self.rows = dev, config, dtype, rows
@@ -123,26 +123,27 @@ class Head:
     def token_losses(
         self, w: PartWeights, targets: Tensor, of_rows: Teacher | Labels | None = None
     ) -> None:
-        """Per-token losses only. targets: I32 (rows,), -100 where masked. of_rows: as of Loss."""
+        """Per-token losses, without gradients. targets: I32 (rows,), -100 if masked. of_rows: see
+        Loss."""
         with ExitStack() as temps:
             low = self._begin_adapters(temps, w)
-            for at in self._parts(w, low):
-                logits = self._logits(at, at.temps)
-                self._lose(at, logits, targets, None, of_rows, gradient=False)
+            for chunk in self._parts(w, low):
+                logits = self._logits(chunk, chunk.temps)
+                self._lose(chunk, logits, targets, None, of_rows, gradient=False)
 
     def top_k(self, w: PartWeights, top: Tensor) -> None:
-        """The largest logits of all rows, F32 (rows, 2 k) as the operation says; after losses,
-        whose log-sum-exp it takes."""
+        """Largest logits of all rows, F32 (rows, 2 k), see ops.loss.distill.top_k; call behind
+        token_losses, whose lse it reads."""
         with ExitStack() as temps:
             low = self._begin_adapters(temps, w)
-            for at in self._parts(w, low):
-                logits = self._logits(at, at.temps)
-                top_k(self.dev, at.of(top), logits, at.of(self.lse), self.config.outputs)
+            for chunk in self._parts(w, low):
+                logits = self._logits(chunk, chunk.temps)
+                top_k(self.dev, chunk.of(top), logits, chunk.of(self.lse), self.config.outputs)
 
     def _parts(
         self, w: PartWeights, low: OfPass | None, *, transposed: bool = False
     ) -> Iterator[_Chunk]:
-        """The chunks, one after another. low: as of _begin_adapters."""
+        """The chunks, one after another. low: of _begin_adapters."""
         for start, stop in self.dev.alike(self._spans()):
             with ExitStack() as temps:
                 yield self._chunk(temps, start, stop, w, low, transposed=transposed)
@@ -155,7 +156,7 @@ class Head:
 
     def _lose(
         self,
-        at: _Chunk,
+        chunk: _Chunk,
         logits: Tensor,
         targets: Tensor,
         weights: Tensor | None,
@@ -166,21 +167,18 @@ class Head:
     ) -> None:
         """The losses of a chunk's rows. gradient: the logits become their gradient, or codes if
         they are given."""
+        losses, lse, targets, weights = map(chunk.of, (self.losses, self.lse, targets, weights))
         dev, outputs = self.dev, self.config.outputs
-        cut = [at.of(t) for t in (self.losses, self.lse, targets, weights)]
         if of_rows is not None:
-            its = of_rows.rows(at.start, at.stop)
-            its.launch(dev, logits, *cut, outputs, gradient=gradient)
-            return
-        losses, lse, targets, weights = cut
-        if not gradient:
-            args = (losses, lse, logits, targets, outputs)
-            cross_entropy.forward(dev, *args, softcap=self.softcap)
-            return
-        cross_entropy.forward_backward(
-            dev, logits, losses, lse, targets, outputs, self.z_loss, codes=codes,
-            code_scale=self._code_scale, weights=weights, softcap=self.softcap,
-        )  # fmt: skip
+            rows = LogitRows(logits, losses, lse, targets, weights, outputs)
+            of_rows.rows(chunk.start, chunk.stop).launch(dev, rows, gradient=gradient)
+        elif not gradient:
+            cross_entropy.forward(dev, losses, lse, logits, targets, outputs, softcap=self.softcap)
+        else:
+            cross_entropy.forward_backward(
+                dev, logits, losses, lse, targets, outputs, self.z_loss, codes=codes,
+                code_scale=self._code_scale, weights=weights, softcap=self.softcap,
+            )  # fmt: skip
 
     @contextmanager
     def logits(self, w: PartWeights) -> Iterator[Tensor]:
@@ -204,28 +202,28 @@ class Head:
     ) -> None:
         """Per-token losses, the head's gradients, and d_residual (rows, C) behind the last block.
         weights: F32 (rows,), of the gradients; None: all are 1. branch: as in forward. to: the
-        branch's gradient, in d_residual or, with post_norm, d_norm, which is scratch before.
-        of_rows: as of Loss. Gradients are sums over rows; nothing is divided here."""
+        branch's gradient, in d_residual or, with post_norm, in d_norm; d_norm is scratch before.
+        of_rows: see Loss. Gradients are sums over rows, not means."""
         lm_head, d_weight, d_rows = w["lm_head"], g.get("lm_head"), g.get("new_rows")
         trained = d_weight is not None or d_rows is not None
         with ExitStack() as temps:
             low = self._begin_adapters(temps, w, g)
-            for at in self._parts(w, low, transposed=trained):
+            for chunk in self._parts(w, low, transposed=trained):
                 codes, coded = None, self.fp8 and of_rows is None
                 if coded:
-                    scratch = self.dev.scratch("d_logits.q", self._shape(at), E5M2)
-                    codes = at.temps.enter_context(scratch)
-                with ExitStack() if coded else nullcontext(at.temps) as inner:
-                    gradient = self._logits(at, inner)
-                    self._lose(at, gradient, targets, weights, of_rows, codes)
+                    scratch = self.dev.scratch("d_logits.q", self._shape(chunk), E5M2)
+                    codes = chunk.temps.enter_context(scratch)
+                with ExitStack() if coded else nullcontext(chunk.temps) as inner:
+                    gradient = self._logits(chunk, inner)
+                    self._lose(chunk, gradient, targets, weights, of_rows, codes)
                 if coded:
-                    gradient = self._fp8_gradient(at, codes, transposed=trained)
-                self.linear.input_gradient(at.of(d_norm), gradient, lm_head)
-                self.linear.weight_gradients(d_weight, None, gradient, at.x)
+                    gradient = self._fp8_gradient(chunk, codes, transposed=trained)
+                self.linear.input_gradient(chunk.of(d_norm), gradient, lm_head)
+                self.linear.weight_gradients(d_weight, None, gradient, chunk.x)
                 if d_rows is not None:
-                    self._rows_gradient(d_rows, gradient, at.x)
+                    self._rows_gradient(d_rows, gradient, chunk.x)
                 if low is not None:
-                    low.of_logits(at.start, at.stop, gradient)
+                    low.of_logits(chunk.start, chunk.stop, gradient)
                 d_weight, d_rows = (g and g._replace(accumulate=True) for g in (d_weight, d_rows))
             if low is not None:
                 self.adapters.finish(low, self.out, w, g, d_norm)
@@ -239,19 +237,19 @@ class Head:
             self.norm.backward(to, *grads, d_residual, branch, weight, stats, None)
 
     def _rows_gradient(self, d_rows: Accumulator, gradient: Tensor, x: Tensor) -> None:
-        """That of some rows of the matrix, which are columns of the logits."""
+        """Gradient of the matrix's new rows, which are columns of the logits."""
         shape = (gradient.shape[0], self.new_columns.size)
         with self.dev.scratch("d_logits.new", shape, self.dtype) as columns:
             quantize_int8.take_outliers(self.dev, columns, gradient, self.new_columns)
             self.linear.weight_gradients(d_rows, None, columns, x)
 
-    def _fp8_gradient(self, at: _Chunk, codes: Tensor, *, transposed: bool) -> Fp8:
+    def _fp8_gradient(self, chunk: _Chunk, codes: Tensor, *, transposed: bool) -> Fp8:
         """The gradient of the logits of E5M2 codes. Transposed codes, which the gradient of the
         matrix alone needs, take the place of the logits, which are twice as large."""
         by_columns = None
         if transposed:
             scratch = self.dev.scratch("d_logits.q_t", turned(codes.shape), E5M2)
-            by_columns = at.temps.enter_context(scratch)
+            by_columns = chunk.temps.enter_context(scratch)
             quantize.transpose(self.dev, by_columns, codes)
         return Fp8(source=None, codes=codes, transposed=by_columns, scale=self.gradient_scale)
 
@@ -274,13 +272,13 @@ class Head:
         operand = self.operands.quantize(temps, HEAD, x, measured=True, transposed=transposed)
         return _Chunk(start, stop, operand, w["lm_head"], low, temps)
 
-    def _shape(self, at: _Chunk) -> tuple[int, int]:
-        matrix = at.lm_head.codes if self.fp8 else at.lm_head
-        return at.stop - at.start, matrix.shape[0]
+    def _shape(self, chunk: _Chunk) -> tuple[int, int]:
+        matrix = chunk.lm_head.codes if self.fp8 else chunk.lm_head
+        return chunk.stop - chunk.start, matrix.shape[0]
 
-    def _logits(self, at: _Chunk, temps: ExitStack) -> Tensor:
+    def _logits(self, chunk: _Chunk, temps: ExitStack) -> Tensor:
         """The logits (rows, Vp) of a chunk, scratch of `temps`."""
-        logits = temps.enter_context(self.dev.scratch("logits", self._shape(at), self.dtype))
-        adapters = None if at.low is None else at.low.beside(at.start, at.stop)
-        self.linear.forward(logits, at.x, at.lm_head, adapters=adapters)
+        logits = temps.enter_context(self.dev.scratch("logits", self._shape(chunk), self.dtype))
+        adapters = None if chunk.low is None else chunk.low.beside(chunk.start, chunk.stop)
+        self.linear.forward(logits, chunk.x, chunk.lm_head, adapters=adapters)
         return logits

@@ -1,4 +1,4 @@
-"""A model with nothing but weights: how likely tokens are."""
+"""Scoring of tokens by a model without gradients."""
 
 from contextlib import ExitStack
 
@@ -17,8 +17,8 @@ LOGITS_BYTES = 256 * MIB  # at most, that exist at a time
 
 
 class Scorer:
-    """The losses of tokens; of a score head with one label its numbers with another sign. One shape
-    (B, T) has memory at a time, that of the last batch. T: multiples of 4."""
+    """Token losses; for a score head with one label, -score. Memory is allocated for one shape (B,
+    T) at a time, the last batch's. T: multiples of 4."""
 
     def __init__(
         self,
@@ -29,8 +29,8 @@ class Scorer:
         *,
         greedy: bool = False,
     ):
-        """weights: as placement.resident has them. backend: see directions. greedy: find the
-        likeliest tokens too."""
+        """weights: placed by placement.resident. backend: see directions. greedy: find the
+        likeliest tokens, too."""
         self.dev, self.config, self.weights = dev, config, weights
         self._backend = backend
         self._dtype = weights.placement["embed"].work.dtype
@@ -59,7 +59,7 @@ class Scorer:
         self._shape = (B, T)
 
     def rehearse(self, B: int, T: int) -> None:
-        """One batch of this shape, for a device that only plans."""
+        """Plan one batch of this shape on a device that only plans."""
         self.take_shape(B, T)
         self._forward()
         self._loss()

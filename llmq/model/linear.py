@@ -1,9 +1,9 @@
-"""A linear layer: out = x @ weight^T + bias, and its three gradients, in the model's format or fp8.
+"""Linear layers: out = x @ weight^T + bias, and three gradients, in BF16, F32, int8 or fp8.
 
 Weights are (out_features, in_features). Activations are (rows, features).
 
 An fp8 tensor has one scale. Ada and Hopper multiply fp8 matrices only with the inner dimension
-contiguous in both, so input, weight and output gradient are each needed in two layouts:
+contiguous in both, so that input, weight and output gradient need two layouts each:
 
     out      = x       (rows, in)  @ weight   (out, in)^T
     d_x      = d_out   (rows, out) @ weight_t (in, out)^T
@@ -21,12 +21,11 @@ from llmq.runtime.device import Device
 
 
 class Linear:
-    """The products of linear layers on one device: of the LM head, of routers, of adapters. Those
-    of blocks are `BlockLinear`'s."""
+    """Products of the LM head, of routers and of adapters; `BlockLinear` has the blocks'."""
 
     def __init__(self, dev: Device, operands: Operands | None = None, alpha: float = 1.0):
-        """operands: of the products; None: tensors that are multiplied as they are. alpha: factor
-        of all products with the weight, in both directions; biases have none."""
+        """operands: number format of the products; None: the tensors' own. alpha: factor of
+        products with the weight in both directions, not of biases."""
         self.dev, self.operands, self.alpha = dev, operands or Operands(dev), alpha
 
     def forward(
@@ -34,9 +33,10 @@ class Linear:
     ) -> None:
         """out (rows, out_features) = alpha * x (rows, in_features) @ weight^T; and adapters'."""
         a, b = self.operands.pair(FORWARD, x, weight)
-        fast = FORWARD in self.operands.fast
-        how = {"adapters": adapters, "fast": fast, "alpha": self.alpha}
-        product(self.dev, out, a, b, trans_b=True, **how)
+        product(
+            self.dev, out, a, b, trans_b=True, adapters=adapters,
+            fast=FORWARD in self.operands.fast, alpha=self.alpha,
+        )  # fmt: skip
 
     def input_gradient(self, d_x: Tensor, d_out: Operand, weight: Operand) -> None:
         """d_x (rows, in_features) = alpha * d_out (rows, out_features) @ weight."""

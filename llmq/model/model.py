@@ -31,8 +31,8 @@ from llmq.state.weights import Weights
 
 
 class Model:
-    """Activations of one micro-step, and the passes over its inputs. activations_at: from this byte
-    of the device's arena on lies only what nobody needs between two micro-steps, and constants."""
+    """Activations of one micro-step, and the passes over its inputs. activations_at: first byte of
+    the device's arena behind which only constants survive between two micro-steps."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Model:
         cache: CacheOfPass | None = None,
     ):
         """backend: of attention, see directions. inputs: tensors that passes read; a loss needs
-        targets. scalars: StepScalars, which adapters need. loss: what is trained; None without
-        backward passes. cache: of texts that passes continue; None: they see whole sequences."""
+        targets. scalars: StepScalars, which adapters need. loss: None without backward passes.
+        cache: of generated texts; None: passes see whole sequences."""
         self.dev, self.config, self.weights, self.inputs = dev, config, weights, inputs
         self.loss, trains = loss, loss is not None
         self.operands = operands_of(dev, config, options, scalars)
@@ -106,8 +106,10 @@ class Model:
         weights.gather("layers.0")
         residual = self.residuals.tensors[0].view(*tokens.shape, self.config.hidden_size)
         w = PartWeights(weights.get("embed"))
-        how = {"scale": self.config.embedding_scale, "starts": first_key}
-        embedding.forward(self.dev, residual, tokens, w["embed"], w.get("positions"), **how)
+        scale = self.config.embedding_scale
+        embedding.forward(
+            self.dev, residual, tokens, w["embed"], w.get("positions"), scale, first_key
+        )
         if self.embedding is not None:
             self.embedding.forward(residual, tokens, w)
         weights.release("embed")
@@ -154,7 +156,7 @@ class Model:
         self.weights.release(slab)
 
     def top_k(self, top: Tensor) -> None:
-        """The largest logits of all rows, after `token_losses`, as Head.top_k."""
+        """Largest logits of all rows, see Head.top_k; call behind `token_losses`."""
         slab, _ = self._head_slab
         self.weights.gather(slab)
         self.head.top_k(PartWeights(self.weights.of_logits()), top)
@@ -162,7 +164,7 @@ class Model:
 
     @contextmanager
     def logits(self) -> Iterator[Tensor]:
-        """After `forward`: what is predicted behind all B*T tokens, as Head.logits."""
+        """Logits behind all B*T tokens, see Head.logits; call behind `forward`."""
         slab, _ = self._head_slab
         self.weights.gather(slab)
         with self.head.logits(PartWeights(self.weights.of_logits())) as logits:
@@ -170,7 +172,7 @@ class Model:
         self.weights.release(slab)
 
     def rows(self) -> Rows:
-        """The head's knowledge of the micro-batch."""
+        """Targets, losses and lse of the micro-batch."""
         targets = self.inputs.targets
         losses, lse = (t.view(*targets.shape) for t in (self.head.losses, self.head.lse))
         return Rows(targets, losses, lse, self.inputs.first_key)
@@ -217,7 +219,8 @@ class Model:
             grads.notify(block)
 
     def _backward_embedding(self, grads: Gradients) -> None:
-        """A tied head has already written to the same matrix; else it may hold anything."""
+        """Gradient of the embedding, added to a tied head's; else the matrix is undefined
+        before."""
         dev, g, tokens = self.dev, PartGrads(grads.full("embed")), self.inputs.tokens
         d_residual = self.d_residual.view(*tokens.shape, self.config.hidden_size)
         scale, padding = self.config.embedding_scale, self.config.padding_row
@@ -258,8 +261,9 @@ class Model:
             self.loss.prepare(self.rows())
         row_weights = self.loss.weights(self.rows())
         row_weights = row_weights and row_weights.view(flat.size)
-        how = (last.branch, to, d_residual, d_norm, self.loss.of_rows())
-        self.head.loss_and_backward(w, g, flat, row_weights, *how)
+        self.head.loss_and_backward(
+            w, g, flat, row_weights, last.branch, to, d_residual, d_norm, self.loss.of_rows()
+        )
         for name in {slab, "head"}:
             weights.release(name)
         grads.notify("head")

@@ -139,54 +139,54 @@ class BlockNorms:
         self.post = config.arch.post_norm
 
     def forward(
-        self, temps: ExitStack, here: NormTensors, before: Tensor | None, w: PartWeights
+        self, temps: ExitStack, site: NormTensors, before: Tensor | None, w: PartWeights
     ) -> Operand:
         """The input of a half. before: (rows, C), stream in front of the half before, read if there
         is a branch; None: there is no half before."""
-        if here.stats is not None:
-            out = self.operands.buffers(temps, here.out)
-            self._run(here, before, w, out)
+        if site.stats is not None:
+            out = self.operands.buffers(temps, site.out)
+            self._run(site, before, w, out)
             return self.operands.finalize(temps, out)
-        tensor_id, stream, measured = here.out.tensor_id, here.stream, before is not None
+        tensor_id, stream, measured = site.out.tensor_id, site.stream, before is not None
         if measured:
-            self._run(here, before, w, self.operands.measured(tensor_id, stream))
+            self._run(site, before, w, self.operands.measured(tensor_id, stream))
         return self.operands.quantize(temps, tensor_id, stream, measured=measured, transposed=False)
 
     def recompute(self, ctx: LayerContext, *, product: bool) -> Operand:
         """The input of a half in backward. ctx.before: None unless the stream is computed again,
         too. product: True if the half's first product reads the input again; False: only the
         weight's gradient does."""
-        here, before, w = ctx.layer.norm, ctx.before, ctx.w
-        if here.stats is None:
+        site, before, w = ctx.layer.norm, ctx.before, ctx.w
+        if site.stats is None:
             if before is not None:
-                self._run(here, before, w, OutBuffers("", here.stream))
+                self._run(site, before, w, OutBuffers("", site.stream))
             return self.operands.quantize_again(
-                ctx.temps, here.out.tensor_id, here.stream, product=product
+                ctx.temps, site.out.tensor_id, site.stream, product=product
             )
-        kept = self.operands.kept(here.out)
+        kept = self.operands.kept(site.out)
         if kept is not None:
             return kept
-        out = self.operands.buffers_again(ctx.temps, here.out, product=product)
-        self._run(here, before, w, out)
+        out = self.operands.buffers_again(ctx.temps, site.out, product=product)
+        self._run(site, before, w, out)
         return self.operands.finalize(ctx.temps, out)
 
     def _run(
-        self, here: NormTensors, before: Tensor | None, w: PartWeights, to: OutBuffers
+        self, site: NormTensors, before: Tensor | None, w: PartWeights, to: OutBuffers
     ) -> None:
         """Write the half's input to `to`, and, given `before` and a branch, the stream. Without a
         norm in front of the half, the stream is the input."""
-        stream, (weight, bias) = here.stream, here.parameters(w)
-        if here.branch is None:
+        stream, (weight, bias) = site.stream, site.parameters(w)
+        if site.branch is None:
             before = None
         if self.post and before is not None:
-            into = to if here.stats is None else OutBuffers("", stream)
-            self.norm.post(into, here.post_stats, here.branch, before, here.post_weight(w))
-            self.norm.scale(stream, here.scale(w))
+            into = to if site.stats is None else OutBuffers("", stream)
+            self.norm.post(into, site.post_stats, site.branch, before, site.post_weight(w))
+            self.norm.scale(stream, site.scale(w))
             before = None
-        if here.stats is None:
+        if site.stats is None:
             return
-        added = () if before is None else (before, here.branch)
-        self.norm.forward(to, here.stats, stream, weight, bias, *added)
+        added = () if before is None else (before, site.branch)
+        self.norm.forward(to, site.stats, stream, weight, bias, *added)
 
     def d_out(self, d_residual: Tensor, d_x: Tensor) -> Tensor:
         """The tensor in which `backward` leaves the gradient of the half before's output."""
@@ -194,7 +194,7 @@ class BlockNorms:
 
     def backward(
         self,
-        here: NormTensors,
+        site: NormTensors,
         id_before: str | None,
         d_residual: Tensor,
         d_x: Tensor,
@@ -208,14 +208,14 @@ class BlockNorms:
         if id_before is not None:
             out = self.d_out(d_residual, d_x)
             d_branch = self.operands.measured(id_before, out)
-        if here.stats is not None:
+        if site.stats is not None:
             to = OutBuffers("", d_residual) if self.post else d_branch
-            (weight, _), grads = here.parameters(w), here.parameters(g)
-            self.norm.backward(to, *grads, d_x, here.stream, weight, here.stats, d_residual)
+            (weight, _), grads = site.parameters(w), site.parameters(g)
+            self.norm.backward(to, *grads, d_x, site.stream, weight, site.stats, d_residual)
         else:
             add(self.norm.dev, d_residual, d_residual, d_x)
         if self.post and id_before is not None:
-            self.norm.scale(d_residual, here.scale(w), here.scale(g))
-            weight, d_weight = here.post_weight(w), here.post_weight(g)
-            args = (here.branch, weight, here.post_stats, None)
+            self.norm.scale(d_residual, site.scale(w), site.scale(g))
+            weight, d_weight = site.post_weight(w), site.post_weight(g)
+            args = (site.branch, weight, site.post_stats, None)
             self.norm.backward(d_branch, d_weight, None, d_residual, *args)

@@ -237,7 +237,7 @@ def scalars_of(
     record["norm_limit"], record["loss_limit"] = limits
     record["seed"] = options.optim.seed & 0xFFFFFFFF
     record["step"] = step
-    # Over all ranks, so that each rounds its gradients with random numbers of its own.
+    # Different on all ranks, so that each rank rounds gradients with its own random numbers.
     record["micro_step"] = mesh.rank * options.batch.grad_accumulation + micro_step
     # Sequences are numbered as they are dealt, on however many ranks and in whatever batches.
     record["sequence_stride"] = stride = mesh.size(*DATA)

@@ -1,7 +1,7 @@
 """One optimizer step: micro-steps of forward and backward, then the update. Only calls.
 
-Nothing here waits for the device, but for results that are asked for. Values that vary between
-steps go to the device through the inbox, and measurements come back through results.
+Only `result`, `evaluate` and `score` wait for the device. Values that vary between steps go to the
+device through the inbox, and measurements come back through results.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +18,7 @@ from llmq.comm.collectives import silenced
 from llmq.model.balance import ROUTER_SHOWN, ROUTER_STATS
 from llmq.model.generator import Generator
 from llmq.model.losses import loss_class
+from llmq.model.losses.loss import LossContext
 from llmq.model.model import Model
 from llmq.model.rings import Inbox, Results, scalars_of
 from llmq.ops.update import global_norm
@@ -44,8 +45,8 @@ class Step:
         *,
         background: bool = False,
     ):
-        """options: normalized. placement: of them. backend: see directions. background:
-        checkpoints are written while training goes on."""
+        """options: normalized. placement: of these options. backend: see directions. background:
+        True if checkpoints are written while training goes on."""
         self.dev, self.config, self.options = dev, config, options
         self.table = table_of(options.model, config, dev.mesh.size("shard"))
         loss = loss_class(options.optim)
@@ -58,7 +59,7 @@ class Step:
         self._before = {name: arena.used for name, arena in dev.arenas.items()}
         self._period = 0  # see state/turns.py
         self._begin_period(placement)
-        self.loss = loss(dev, options.batch, options.optim, self.inputs.named)
+        self.loss = loss(LossContext(dev, options.batch, options.optim, self.inputs.named))
         trained = None if options.model.only_scores else self.loss
         self.model = Model(
             dev, config, options, self.weights, backend, self.inputs,
@@ -108,7 +109,7 @@ class Step:
         count: int | None = None,
     ) -> int:
         """Enqueue one optimizer step over these micro-batches; returns the ticket of its result.
-        count: of them; None: as many as --grad-accumulation says. step counts from 0. lr is the
+        count: number of batches; None: --grad-accumulation. step counts from 0. lr is the
         learning rate of this step; grad_clip 0 switches clipping off."""
         self.turn(step)
         final = (self.options.batch.grad_accumulation if count is None else count) - 1
@@ -126,19 +127,19 @@ class Step:
         self.scales.start_step()
 
     def scalars_of(self, *of_micro_step: object) -> np.ndarray:
-        """StepScalars: step, micro_step, lr, grad_clip, limits, as `inbox.scalars_of` has them."""
+        """StepScalars from step, micro_step, lr, grad_clip and limits, see `rings.scalars_of`."""
         rule = self.optimizer.rule
         return scalars_of(self.options, self.dev.mesh, rule, *of_micro_step)
 
     def micro_step(self, micro_step: int, *, last: bool) -> tuple[tuple, Callable[[], None]]:
-        """The arguments of Device.graph for forward and backward over the inbox's batch, the
-        micro_step-th of an optimizer step. last: no other follows it."""
+        """Arguments of Device.graph for forward and backward over the inbox's batch. micro_step:
+        its number in the optimizer step. last: True for the last one."""
         key = (micro_step > 0, last and self.grads.has_last, self.weights.take_stale())
         return ("micro_step", *key), partial(self._micro_step, *key)
 
     def calibrate(self) -> None:
-        """The first delayed scales, from a micro-step over the inbox that is done twice; nothing
-        where scales are known."""
+        """The first delayed scales, from an extra micro-step over the inbox; does nothing if scales
+        are known."""
         if self.scales.ready:
             return
         stale = self.weights.take_stale()
@@ -203,27 +204,28 @@ class Step:
         self.loss.add(self.stats, rows)
 
     def score(self, batch: Batch) -> np.ndarray:
-        """The loss of each token of one batch, F32 (B, T), 0 where masked; waits for the device. It
-        changes nothing of the training, as an evaluation does not; all ranks do as many."""
+        """The loss of each token of one batch, F32 (B, T), 0 where masked; waits for the device.
+        Like an evaluation it does not change the training; all ranks call it equally often."""
         self.results.interrupt()
         self.evaluate_batch(batch)
         return self.dev.download(self.model.head.losses).reshape(self.inputs.targets.shape)
 
     def score_top_k(self, batch: Batch) -> np.ndarray:
-        """The largest log-probabilities behind each token, F32 (B, T, 2 k) as
-        `ops.loss.distill.top_k` has them, of a step whose loss reads as many; as `score` does."""
+        """Largest log-probabilities behind each token, F32 (B, T, 2 k), see
+        `ops.loss.distill.top_k`; needs a loss that reads k scores. Otherwise like `score`."""
         self.score(batch)
-        scores = self.inputs.named["scores"]  # what was sent of it is not read again
+        scores = self.inputs.named["scores"]  # its values have been read
         flat = scores.view(self.inputs.targets.size, scores.shape[-1])
         self.dev.graph(("top k",), partial(self.model.top_k, flat))
         return self.dev.download(scores)
 
-    # -- texts that are continued ----------------------------------------------------------------
+    # -- generation ------------------------------------------------------------------------------
 
     def new_generator(self, **sizes: int) -> Generator:
-        """The generator of this step's weights; it takes the device's memory as it is now."""
-        how = {"options": self.options, "scalars": self.scalars}
-        return Generator(self.dev, self.config, self.weights, **sizes, **how)
+        """A generator with this step's weights, in the device's free memory."""
+        return Generator(
+            self.dev, self.config, self.weights, options=self.options, scalars=self.scalars, **sizes
+        )
 
     @contextmanager
     def generating(self, sizes: dict[str, int]) -> Iterator[Generator]:
@@ -242,8 +244,8 @@ class Step:
             self.dev.restore(self.model.constants)
 
     def warm_up_generation(self, sizes: dict[str, int]) -> None:
-        """Load kernels and capture graphs without the other ranks, as `Rank.warm_up` does and why;
-        all ranks do before any of them generates. sizes: as of `generating`."""
+        """Load kernels and capture graphs without the other ranks, see `Rank.warm_up`; all ranks
+        call this method before one of them generates. sizes: as in `generating`."""
         with self.generating(sizes) as generator:
             with silenced(self.dev), self.dev.without_graphs():
                 generator.rehearse()
@@ -261,8 +263,7 @@ class Step:
         return state | {group: [*pieces.values()] for group, pieces in of_matrices}
 
     def stored_state(self) -> State:
-        """The part of `state` that a checkpoint holds: with adapters not the model, which is
-        elsewhere."""
+        """The part of `state` that a checkpoint holds: with adapters, only trained slabs."""
         groups = self.state()
         if self.options.model.has_adapters:
             trained = self.optimizer.trained

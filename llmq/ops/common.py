@@ -1,5 +1,4 @@
-"""Functions that the launchers of several operations share: rows spread over warps, sums over
-rows."""
+"""Constants, declarations and grids that launchers of several operations share."""
 
 from __future__ import annotations
 
@@ -9,39 +8,32 @@ from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
-from llmq.base.dtypes import (
-    BF16,
-    E4M3,
-    E5M2,
-    F32,
-    FP8,
-    I32,
-    STEP_SCALARS_WORDS,
-)
+from llmq.base.dtypes import E4M3, E5M2, FP8
 from llmq.base.operand import CODES_MULTIPLE, Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, ceil_div
 
 WARP = 32
 VECTOR_BYTES = 16  # of one load or store
 MAX_COLUMNS = 8192
 
-# Warps of a block where a row needs fewer, as the kernels have them. Forward passes take many small
-# blocks; backward passes take few large ones, because every block leaves a row of partial sums.
+# Warps of a block whose rows need fewer. Forward passes take many small blocks; backward passes
+# take few large ones, because every block writes a row of partial sums.
 FORWARD_WARPS, BACKWARD_WARPS = 4, 8
 
-# Products of our own in instructions that only these tensor cores have
-# (cu/product/product_sm90.cuh).
+# Compute capability, times 10, of kernels with Hopper's instructions (cu/product/product_sm90.cuh).
 CAPABILITY = 90
 GENERIC_FP8 = (89, 120, 121)
-"""Capabilities of the other GPUs on which kernels of ours multiply fp8 codes: before Ada none does,
-and between Ada and consumers' Blackwell in other instructions."""
-MULTIPLE = 16  # bytes: of rows of all their matrices
+"""Compute capabilities, times 10, with the fp8 mma of cu/product/product_sm80.cuh. Datacenter
+GPUs between Ada and consumer Blackwell have other fp8 instructions."""
+MULTIPLE = 16  # bytes: alignment of rows in Hopper's products
 SCALE_BLOCK = 128  # elements that share the scale of an 8-bit moment
-TILE_ROWS = 256  # of a tile of a cluster of two blocks
+TILE_ROWS = 256  # rows of a tile, of a cluster of two blocks
 NARROW, WIDE = 192, 224  # columns of a tile
-STORED_ALONE = 448  # bytes of a row of a, which would be multiplied while a wide tile is stored
+# Bytes of a row of a that take as long to multiply as a wide tile takes to store: its store
+# overlaps no multiplication.
+STORED_ALONE = 448
 
 # column_sum of cu/pointwise/reduce.cu: threads of a block, rows of a warp before several share
 # columns.
@@ -50,7 +42,7 @@ COLUMN_SUM_THREADS, COLUMN_SUM_ROWS = 1024, 8
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """One row lives in the registers of `warps` warps, `vectors` 16-byte vectors in each lane."""
+    """One row in the registers of `warps` warps, `vectors` 16-byte vectors in each lane."""
 
     warps: int
     vectors: int
@@ -61,15 +53,16 @@ class RowLayout:
         return {"WARPS": self.warps, "VECTORS": self.vectors}
 
     def launch(self, rows: int, block_warps: int, max_blocks: int) -> tuple[int, int]:
-        """(blocks, threads of one) to loop over this many rows, several at a time if they fit."""
+        """(blocks, threads of a block) for a loop over the rows, several rows a block if they
+        fit."""
         block_rows = max(1, block_warps // self.warps)
         return min(ceil_div(rows, block_rows), max_blocks), WARP * self.warps * block_rows
 
 
 @cache
 def row_layout(columns: int, itemsize: int, lane_vectors: int) -> RowLayout:
-    """The layout for rows of this many elements: the fewest warps that hold one, a power of 2.
-    lane_vectors: how many vectors of a row a lane has registers for."""
+    """Layout of rows of `columns` elements: the fewest warps that hold a row, a power of 2.
+    lane_vectors: vectors of a row that a lane has registers for."""
     vectors = columns * itemsize // VECTOR_BYTES
     warps = 1
     while warps * WARP * lane_vectors < vectors:
@@ -77,16 +70,8 @@ def row_layout(columns: int, itemsize: int, lane_vectors: int) -> RowLayout:
     return RowLayout(warps, ceil_div(vectors, warps * WARP))
 
 
-def expect_float(op: str, name: str, tensor: Tensor) -> None:
-    """Raise TypeError unless the tensor is F32 or BF16."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {tensor!r}")
-    if tensor.dtype not in (F32, BF16):
-        raise TypeError(f"{op}: {name} must be F32 or BF16, got {tensor.dtype.label}")
-
-
-# The kernels of a bias: one compilation defines the types of both, so that they are declared
-# together. The second one finishes the sums of all operations whose blocks leave partial sums.
+# Declared together, because one compilation of reduce.cu defines the types of both. COLUMN_SUM
+# finishes the partial sums of all operations.
 BIAS_BACKWARD = Kernel(
     "pointwise/reduce.cu",
     "bias_backward",
@@ -100,19 +85,9 @@ COLUMN_SUM = Kernel(
 )
 
 
-def expect_accumulator(
-    op: str, name: str, target: Accumulator | None, shape: tuple[int, ...]
-) -> None:
-    """Raise TypeError or ValueError unless the gradient, where one is wanted, has this shape."""
-    if target is not None:
-        expect_float(op, name, target.tensor)
-        expect(op, name, target.tensor, None, shape)
-        expect(op, "scalars", target.scalars, I32, (STEP_SCALARS_WORDS,))
-
-
 def finish_column_sum(dev: Device, target: Accumulator | None, partial: Tensor) -> None:
-    """target (columns,) = or += the sum of partial, F32 (rows, columns), over its rows. target
-    None: nothing, because nobody wants it."""
+    """target (columns,) = or += sum of partial, F32 (rows, columns), over rows. target None:
+    no launch, because the gradient is not wanted."""
     if target is None:
         return
     rows, columns = partial.shape
@@ -127,30 +102,35 @@ def finish_column_sum(dev: Device, target: Accumulator | None, partial: Tensor) 
 
 
 def expect_multiple(op: str, dev: Device, name: str, size: int, multiple: int) -> None:
-    """Raise ValueError for a size that GPU kernels cannot cut into vectors. The CPU's references
-    take any size."""
+    """Raise ValueError for a size that GPU kernels cannot load in vectors; references take any."""
     if dev.spec.capability > 0 and size % multiple:
         raise ValueError(f"{op}: {name} must be a multiple of {multiple} on a GPU, got {size}")
 
 
-def expect_columns(op: str, dev: Device, name: str, columns: int) -> None:
-    """Raise ValueError for rows that GPU kernels cannot hold in registers."""
-    if dev.spec.capability > 0 and columns > MAX_COLUMNS:
-        raise ValueError(f"{op}: {name} must be at most {MAX_COLUMNS} on a GPU, got {columns}")
-    expect_multiple(op, dev, name, columns, 8)
-
-
 def abs_max_consts(abs_max: Tensor | None) -> dict[str, int]:
-    """The constant that switches a kernel's optional result abs_max, F32 (1,), on or off."""
+    """Compile-time constant of kernels with an optional result abs_max, F32 (1,)."""
     return {"ABS_MAX": int(abs_max is not None)}
 
 
-ROWS_MULTIPLE = 4  # of matrices with transposed codes: a thread turns four rows
+class LogitRows(NamedTuple):
+    """Rows of logits (rows, padded_vocab) with outputs and inputs of their loss, (rows,) each.
+    losses, lse: F32, written. targets: I32, negative if masked. weights: F32, of gradients; None:
+    all are 1."""
+
+    logits: Tensor
+    losses: Tensor
+    lse: Tensor
+    targets: Tensor
+    weights: Tensor | None
+    vocab_size: int
+
+
+ROWS_MULTIPLE = 4  # rows of matrices with transposed codes: a thread transposes four
 
 
 def declared_fp8(rows: str, features: str) -> str:
-    """The end of the arguments of a kernel with an optional FP8 result, of these dimensions;
-    fp8_args() are the values."""
+    """Last arguments of a kernel with an optional FP8 result [rows, features], which fp8_args()
+    fills."""
     return (
         f"out Q[{rows},{features}]? codes, out Q[{features},padded({rows})]? transposed, "
         "f32[1]? scale, inout i32[1]? saturated"
@@ -158,19 +138,17 @@ def declared_fp8(rows: str, features: str) -> str:
 
 
 def fp8_args(fp8: Fp8Out | None) -> tuple[Tensor | None, ...]:
-    """The arguments that declared_fp8() declares."""
+    """Values of the arguments that declared_fp8() declares."""
     return (None,) * 4 if fp8 is None else tuple(fp8)
 
 
-def fp8_consts(
-    op: str, fp8: Fp8Out | None, rows: int, features: int, name: str = "fp8"
-) -> dict[str, int]:
-    """The constants that switch a kernel's two optional FP8 results on or off. Raises TypeError or
-    ValueError for what declared_fp8() does not say: neither result, or sizes that have no codes."""
+def fp8_consts(op: str, fp8: Fp8Out | None, rows: int, features: int) -> dict[str, int]:
+    """Compile-time constants of a kernel with an optional FP8 result. TypeError if fp8 has neither
+    codes nor transposed codes; ValueError for sizes without codes."""
     if fp8 is None:
         return {"CODES": 0, "TRANSPOSED": 0}
     if fp8.codes is None and fp8.transposed is None:
-        raise TypeError(f"{op}: {name}.codes or {name}.transposed must be a tensor, both are None")
+        raise TypeError(f"{op}: fp8.codes or fp8.transposed must be a tensor, both are None")
     if features % CODES_MULTIPLE or (fp8.transposed is not None and rows % ROWS_MULTIPLE):
         raise ValueError(
             f"{op}: FP8 results have features in multiples of {CODES_MULTIPLE}, and transposed "
@@ -179,29 +157,27 @@ def fp8_consts(
     return {"CODES": int(fp8.codes is not None), "TRANSPOSED": int(fp8.transposed is not None)}
 
 
-# -- Kernels that read what a product has written as FP8 -------------------------------------------
-
-# The end of their arguments; product_args() are the values.
+# Last arguments of kernels that read the FP8 result of a product, which product_args() fills.
 PRODUCT_ARGS = (
     "f32[1]? in_scale, f32[1]? in_largest, inout f32[1]? in_abs_max, inout i32[1]? in_saturated"
 )
 
 
 def product_args(product: ProductCodes | None) -> tuple[Tensor | None, ...]:
-    """The arguments that PRODUCT_ARGS declares."""
+    """Values of the arguments that PRODUCT_ARGS declares."""
     if product is None:
         return (None,) * 4
     largest = product.largest if product.abs_max is not None else None
     return (product.scale, largest, product.abs_max, product.saturated)
 
 
-# -- Kernels that are an activation's backward, and write what forward has made of its input again -
+# -- Backward kernels of activations, which may write forward's output again -----------------------
 
-NOT_AGAIN = {"OUT": 0, "OUT_TRANSPOSED": 0}  # the constants of again_consts for their forward
+NOT_AGAIN = {"OUT": 0, "OUT_TRANSPOSED": 0}  # again_consts of forward kernels in the same file
 
 
 def declared_again(rows: str, features: str) -> str:
-    """The end of their arguments, of results with these dimensions; again_args() are the values."""
+    """Last arguments for forward's output [rows, features], which again_args() fills."""
     return (
         f"out T[*{rows},{features}]? out, out O[{features},padded({rows})]? out_transposed, "
         "f32[1]? out_scale, inout i32[1]? out_saturated"
@@ -209,13 +185,13 @@ def declared_again(rows: str, features: str) -> str:
 
 
 def again_args(out: Tensor | None, out_fp8: Fp8Out | None) -> tuple[Tensor | None, ...]:
-    """The arguments that declared_again() declares."""
+    """Values of the arguments that declared_again() declares."""
     return (out, *fp8_args(out_fp8)[1:])
 
 
 def again_consts(op: str, out: Tensor | None, out_fp8: Fp8Out | None) -> dict[str, int]:
-    """The constants that switch forward's result, or its transposed codes, on or off. Raises
-    TypeError for both, or for other codes."""
+    """Compile-time constants for forward's output: a tensor, or transposed codes. TypeError if both
+    are given, or codes that are not transposed."""
     if out is not None and out_fp8 is not None:
         raise TypeError(f"{op}: out and out_fp8 are both given, only one of them can be written")
     if out_fp8 is not None and (out_fp8.codes is not None or out_fp8.transposed is None):
@@ -226,19 +202,19 @@ def again_consts(op: str, out: Tensor | None, out_fp8: Fp8Out | None) -> dict[st
 # -- Kernels of adapters of rows of a matrix ------------------------------------------------------
 
 MAX_SPANS = 4
-COLUMN_MULTIPLE = 8  # 16-byte rows of BF16, as fast products want them
+COLUMN_MULTIPLE = 8  # BF16 rows of multiples of 16 bytes
 
 Spans = Sequence[tuple[int, int]]
-"""Rows [start, stop) of a matrix that have an adapter each, in ascending order, none empty."""
+"""Rows [start, stop) of each adapter of a matrix, in ascending order, none empty."""
 
 
 def padded_columns(count: int, rank: int) -> int:
-    """Columns of the matrix of so many adapters."""
+    """Columns of the matrix that holds `count` adapters side by side."""
     return ceil_div(count * rank, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
 def expect_spans(op: str, spans: Spans, rows: int) -> None:
-    """ValueError unless these are spans of a matrix with so many rows."""
+    """Raise ValueError unless spans ascend within the rows of a matrix."""
     if not 1 <= len(spans) <= MAX_SPANS:
         raise ValueError(f"{op}: spans must be 1 to {MAX_SPANS}, got {len(spans)}")
     edges = [0, *chain(*spans), rows]
@@ -252,18 +228,14 @@ OCTET_TILE = (128, 64)  # rows and columns of a block; OctetTile in cu/fp8.cuh
 
 
 def octet_tiles(rows: int, columns: int) -> tuple[int, int]:
-    """Blocks of a kernel that works in OctetTiles: across, down."""
+    """Grid (across, down) of a kernel that works in OctetTiles."""
     return ceil_div(columns, OCTET_TILE[1]), ceil_div(rows, OCTET_TILE[0])
-
-
-# -- What launchers of products check --------------------------------------------------------------
 
 
 def expect_scales(
     op: str, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
 ) -> None:
-    """Raise TypeError unless operands of a product have scales if they are fp8 codes, and only
-    then; and for codes that are both E5M2."""
+    """Raise TypeError unless fp8 codes, and only codes, have scales; and if both are E5M2."""
     if a.dtype is b.dtype is E5M2:
         raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
     if not (a.dtype in FP8) is (scale_a is not None) is (scale_b is not None):
@@ -271,14 +243,14 @@ def expect_scales(
 
 
 def expect_scale(op: str, name: str, moment: Tensor, scale: Tensor | None) -> None:
-    """Raise TypeError unless a moment has scales if it is E4M3, and only then."""
+    """Raise TypeError unless E4M3 moments, and only E4M3 moments, have scales."""
     if (moment.dtype is E4M3) != (scale is not None):
         given = "given" if scale is None else "None"
         raise TypeError(f"{op}: {name}_scale must be {given}, {name} is {moment.dtype.label}")
 
 
 class Tiles(NamedTuple):
-    """Those of a result (M, N), in so many columns, on so many clusters of two blocks."""
+    """Tiles of a result (M, N), TILE_ROWS x columns each, on clusters of two blocks."""
 
     M: int
     N: int
@@ -287,35 +259,36 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, dev: Device, M: int, N: int, columns: int = NARROW) -> Tiles:
-        """On all multiprocessors."""
+        """Tiles on all multiprocessors of a device."""
         return cls(M, N, columns, dev.spec.num_sms // 2)
 
     @property
     def count(self) -> int:
-        """Tiles of the result."""
+        """Number of tiles."""
         return ceil_div(self.M, TILE_ROWS) * ceil_div(self.N, self.columns)
 
     @property
     def computed(self) -> int:
-        """Tiles that all clusters could compute in the turns that they take."""
+        """Number of tiles that all clusters could compute in as many waves."""
         return ceil_div(self.count, self.clusters) * self.clusters
 
     @property
     def idle(self) -> float:
-        """The share of what all clusters could compute that is no result; the result is 1."""
+        """Elements that clusters compute in vain or not at all, as a fraction of M * N."""
         return self.computed * TILE_ROWS * self.columns / (self.M * self.N) - 1
 
 
 def tile_columns(dev: Device, M: int, N: int, row_bytes: int) -> int:
-    """The columns of tiles with which `adapted` takes the least time. row_bytes: of a row of a.
-    Turns of all clusters take as long as tiles are wide and K is long. While narrow tiles are
-    stored, others are multiplied; while wide ones are, nothing is."""
+    """Columns of a tile with which `adapted` is fastest. row_bytes: bytes of a row of a.
 
-    def seconds(columns: int) -> int:  # in no unit
+    A wave's time grows with columns and K. Storing a narrow tile overlaps the next multiplication;
+    storing a wide tile does not."""
+
+    def time(columns: int) -> int:  # in arbitrary units
         alone = STORED_ALONE if columns == WIDE else 0
         return Tiles.of(dev, M, N, columns).computed * columns * (row_bytes + alone)
 
-    return min((NARROW, WIDE), key=seconds)
+    return min((NARROW, WIDE), key=time)
 
 
 CHUNK = 64
@@ -333,5 +306,5 @@ class Heads(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Those of queries, keys and values together."""
+        """Channels of queries, keys and values together."""
         return 2 * self.Hk * self.DK + self.Hv * self.DV

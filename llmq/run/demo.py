@@ -29,10 +29,10 @@ from llmq.text.tokenizer import Tokenizer, streamed
 from llmq.text.train_tokenizer import train_tokenizer
 
 PROMPT = "def __init__(self"
-HELD_OUT = 16_384  # bytes, about, of the module that is validated on: all of it takes some seconds
-NEW_TOKENS = 110  # with the prompt, fewer than a training sequence has
+HELD_OUT = 16_384  # approximate bytes of the validation module, which take some seconds
+NEW_TOKENS = 110  # fewer than a training sequence, prompt included
 STEPS = {"host": 300, "cuda": 4000}
-# The best of the runs in docs/decisions/runs.md that take as long.
+# The best of equally long runs in docs/decisions/runs.md.
 VOCAB_SIZE = 2048
 SIZES = {
     "vocab-size": "auto",
@@ -55,7 +55,7 @@ def python_sources() -> list[str]:
 
 
 def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainConfig:
-    """Options of the demo's run. kind: of the device that `device` stands for here."""
+    """Options of the demo's run. kind: "host" or "cuda", what `device` resolves to."""
     steps = STEPS[kind] if steps is None else steps
     validation = {"eval-every-n-steps": 100, "eval-num-steps": 10} if steps > 100 else {}
     return make_config(
@@ -66,7 +66,7 @@ def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainCo
             "from-scratch": True,
             **SIZES,
             "model-dtype": "fp32" if kind == "host" else "bf16",
-            # Names, no patterns: what is special in patterns may be in `out`.
+            # File names: `out` may contain characters that are special in patterns.
             "train-file": str(out / "data" / "train" / "train-000.bin"),
             "eval-file": str(out / "data" / "eval" / "train-000.bin"),
             "batch-size": 16,
@@ -138,14 +138,15 @@ def _write_data(out: Path, resume: bool) -> int:
         made = train_tokenizer(trained, vocab_size=VOCAB_SIZE, out=tokenizer, overwrite=True)
         print(made.describe())
         for name, files in (("train", trained), ("eval", [held_out])):
-            how = {"eval_fraction": 0, "overwrite": True}
-            text = tokenize(files, tokenizer=str(tokenizer), out=data / name, **how)
+            text = tokenize(
+                files, tokenizer=str(tokenizer), out=data / name, eval_fraction=0, overwrite=True
+            )
             print(text.describe())
     return Path(held_out).stat().st_size
 
 
 def _continued(config: TrainConfig, steps: int | None) -> TrainConfig:
-    """The options of the demo that was stopped, with other steps if they are given.
+    """Options of the stopped demo, with other steps if given; of a new demo if there is no
 
     Those of a new one where none has left a checkpoint.
     """
@@ -158,7 +159,7 @@ def _continued(config: TrainConfig, steps: int | None) -> TrainConfig:
 
 
 def _remove_last(config: TrainConfig) -> None:
-    """Delete what the last demo has left; other runs' files stay, and are in the way."""
+    """Delete the last demo's files; other runs' files stay, and cause an error later."""
     for found in existing_outputs(config):
         if found.owner is not None and found.owner.name == config.name:
             for path in found.paths:

@@ -1,10 +1,9 @@
-"""The tensor that an infinity or a NaN came from: a step's micro-steps run again, and are looked
-through.
+"""Search for the first tensor with an infinity or NaN, by running a step's micro-steps again.
 
     weights -> activations of each micro-step, in order -> losses -> gradients, last layer first
 
-Looking through a tensor is one launch: its largest absolute value, NaN being the largest. Nothing
-is kept for it on the device.
+A tensor is checked by one launch, which finds its largest absolute value; NaN counts as largest.
+The search allocates no device memory.
 """
 
 import math
@@ -29,10 +28,10 @@ from llmq.run.metrics import Reporter
 from llmq.run.monitor import Probe
 from llmq.run.ranks import Rank, Ranks
 
-MAX_SKIPPED = 10  # updates in a row that change nothing, after which a run is hopeless
-AT_A_TIME = 64  # tensors; their largest values lie on the stack
+MAX_SKIPPED = 10  # steps in a row without an update, after which a run ends
+AT_A_TIME = 64  # tensors; their largest values are scratch
 
-_LOGGED = {  # llm.q's names, in the log, of what is quantized; others: act.NAME.{}, grad.NAME.{}
+_LOGGED = {  # Names of quantized tensors in the log, as in llm.q; others: act.NAME.{}, grad.NAME.{}
     "att": "act.att{}",
     "mlp_act": "act.swiglu.{}",
     "d_att": "grad.res_att.{}",
@@ -42,14 +41,15 @@ _LOGGED = {  # llm.q's names, in the log, of what is quantized; others: act.NAME
 
 
 class NanOrigin(NamedTuple):
-    """text: goes on after "first seen in". in_weights: no step can go well any more."""
+    """text: continues "first seen in". in_weights: True if a weight is not finite, so that no step
+    can succeed."""
 
     text: str
     in_weights: bool = False
 
 
 class _Entry(NamedTuple):
-    """A tensor, or the largest value of one as it was measured. order: of computation."""
+    """A tensor, or a measured largest value. order: place in the order of computation."""
 
     order: tuple[int, int]
     name: str
@@ -57,8 +57,8 @@ class _Entry(NamedTuple):
 
 
 def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> NanOrigin | None:
-    """Run the micro-steps of a step (counted from 0) again; the first tensor that is not finite, or
-    None. batches: of each rank of this process. Gradients and losses of later steps get lost."""
+    """Run the micro-steps of a step (counted from 0) again, and return the first tensor that is not
+    finite, or None. batches: of each rank of this process. Overwrites gradients and losses."""
     bad = _first_bad(ranks, lambda rank: _pieces(rank, "weights"))
     if bad is not None:
         return NanOrigin(f"the weight {bad.name}", in_weights=True)
@@ -80,7 +80,17 @@ def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> 
             rank.step.inbox.send(scalars, batch, rank.step.results)
             rank.step.calibrate()
             rank.dev.graph(*rank.step.micro_step(i, last=last))
-        return _measured_gradients(rank.step) + _pieces(rank, "gradients")
+        largest = rank.step.model.operands.largest().items()
+        measured = [
+            _Entry(
+                _place(rank.step.config, f"layers.{layer}", name),
+                f"{name.removeprefix('d_')} of layer {layer}",
+                value,
+            )
+            for (layer, name), value in largest
+            if name.startswith("d_")
+        ]
+        return measured + _pieces(rank, "gradients")
 
     bad = _first_bad(ranks, backward)
     return None if bad is None else NanOrigin(f"the gradient of {bad.name}")
@@ -89,8 +99,8 @@ def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> 
 def check_update(
     ranks: Ranks, reporter: Reporter, done: StepDone, guard: Guard, left_out: str | None
 ) -> None:
-    """Say why a step has made no update, and end a run in which nothing else happens. left_out: why
-    the guard made none. LlmqError: it is hopeless, and the guard does not go back."""
+    """Report why a step made no update. left_out: the guard's reason, if the guard prevented the
+    update. LlmqError for a run that cannot recover, unless the guard rolls back."""
     step, result, unchanged = done.step, done.result, guard.unchanged
     if unchanged == 0:
         return
@@ -104,7 +114,7 @@ def check_update(
         advice = "use --guard rollback, or --guard warn if the data are other ones from here on"
     may_end = guard.mode != "rollback" or result.tokens == 0
     origin = None
-    first = unchanged == 1  # those that follow are alike
+    first = unchanged == 1  # later ones have the same reason
     if first and result.tokens > 0 and left_out is None:
         origin = find_origin(ranks, step, ranks.batches_of(done.ticket))
         where = f"first seen in {origin.text}" if origin else "computed again all is finite"
@@ -120,7 +130,8 @@ def check_update(
 
 
 def not_moved(ranks: Ranks) -> list[str]:
-    """A line, where the run has trained tensors whose moments are zero as at its start."""
+    """A line about trained tensors whose moments are still zero; none if there are no such
+    tensors."""
 
     def moments(rank: Rank) -> tuple[list[str], list[str]]:
         every, found = [], []
@@ -142,7 +153,7 @@ def not_moved(ranks: Ranks) -> list[str]:
 
 
 class AbsMaxes(Probe):
-    """Reports the largest values of each such step; every: --debug-log-abs-max, in fp8."""
+    """Reports largest absolute values every so many steps (--debug-log-abs-max), in fp8."""
 
     def __init__(self, ranks: Ranks, reporter: Reporter, every: int):
         self._ranks, self._reporter, self._every = ranks, reporter, every
@@ -156,24 +167,22 @@ class AbsMaxes(Probe):
 
 
 def abs_maxes(ranks: Ranks) -> dict[str, float]:
-    """Largest values of what the last step has quantized, by llm.q's names; {} without fp8.
+    """Largest absolute values that the last step has quantized, by llm.q's names; {} without fp8.
 
-    The largest values of its last micro-step, or with delayed scales of all of them.
+    They cover the last micro-step, or with delayed scales all micro-steps.
     """
     of_ranks = ranks.everywhere("abs-maxes", lambda rank: rank.step.model.operands.largest())
-    return {
-        _logged(name).format(layer): float(np.max([of_rank[layer, name] for of_rank in of_ranks]))
-        for layer, name in of_ranks[0]
-    }
-
-
-def _logged(name: str) -> str:
-    gradient = name.removeprefix("d_")
-    return _LOGGED.get(name, f"act.{name}.{{}}" if gradient == name else f"grad.{gradient}.{{}}")
+    found = {}
+    for layer, name in of_ranks[0]:
+        kind = "grad" if name.startswith("d_") else "act"
+        logged = _LOGGED.get(name, f"{kind}.{name.removeprefix('d_')}.{{}}")
+        largest = np.max([of_rank[layer, name] for of_rank in of_ranks])
+        found[logged.format(layer)] = float(largest)
+    return found
 
 
 def _pieces(rank: Rank, group: str) -> list[_Entry]:
-    """The parameters, or their gradients, as far as the rank holds them."""
+    """Parameters, or gradients, in this rank's shards."""
     config, entries = rank.step.config, []
     for piece in rank.pieces(group):
         for param, first, last in piece.slab.pieces(piece.start, piece.stop):
@@ -186,9 +195,9 @@ def _pieces(rank: Rank, group: str) -> list[_Entry]:
 
 
 def _place(config: ModelConfig, block: str, name: str) -> tuple[int, int]:
-    """When backward computes a gradient: head, layers from the last one on, embedding.
+    """Sort key of a gradient, in backward's order: head, layers from the last one on, embedding.
 
-    name: of HalfSpec.backward_order, for a layer.
+    name: for a layer, one of HalfSpec.backward_order.
     """
     if not block.startswith("layers."):
         return (0 if block == "head" else config.num_layers + 1), 0
@@ -197,21 +206,8 @@ def _place(config: ModelConfig, block: str, name: str) -> tuple[int, int]:
     return config.num_layers - layer, [*names].index(name)
 
 
-def _measured_gradients(step: Step) -> list[_Entry]:
-    return [
-        _Entry(
-            _place(step.config, f"layers.{layer}", name),
-            f"{name.removeprefix('d_')} of layer {layer}",
-            value,
-        )
-        for (layer, name), value in step.model.operands.largest().items()
-        if name.startswith("d_")
-    ]
-
-
 def _activations(step: Step) -> list[_Entry]:
-    """The tensors that a forward pass leaves: activations that are kept or were quantized, and
-    losses."""
+    """Tensors in memory behind a forward pass: kept or quantized activations, and losses."""
     model, config, layers = step.model, step.config, step.config.num_layers
     kept = {tensor.name: tensor for _, tensor in step.dev.arenas["device"].tensors}
     entries, order = [], {}
@@ -243,7 +239,7 @@ def _activations(step: Step) -> list[_Entry]:
 
 
 def _first_bad(ranks: Ranks, entries: Callable[[Rank], list[_Entry]]) -> _Entry | None:
-    """The first entry that is not finite, of all ranks'."""
+    """First entry of all ranks that is not finite."""
 
     def first(rank: Rank) -> _Entry | None:
         in_order = sorted(entries(rank), key=lambda entry: entry.order)
@@ -255,7 +251,7 @@ def _first_bad(ranks: Ranks, entries: Callable[[Rank], list[_Entry]]) -> _Entry 
 
 
 def _largest(rank: Rank, entries: list[_Entry]) -> Iterator[tuple[_Entry, float]]:
-    """Each entry with its largest absolute value."""
+    """Entries with their largest absolute values."""
     dev = rank.dev
     for start in range(0, len(entries), AT_A_TIME):
         rank.beat()

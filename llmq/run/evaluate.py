@@ -1,5 +1,5 @@
-"""`llmq eval`: accuracy and perplexity of a model on tasks in local files; and `llmq score`: a
-model's scores of token files, made as a run's validations are.
+"""`llmq eval`: accuracy and perplexity on tasks in local files; `llmq score`: scores of token files
+and of records.
 """
 
 import json
@@ -40,26 +40,17 @@ from llmq.state.placement import resident
 from llmq.state.weights import Weights
 from llmq.text.guarded import guarded_tokenizer
 from llmq.text.record_format import prompt_of, score_form, scored_line
-from llmq.text.scoring import (
-    Asked,
-    Batch,
-    Encoder,
-    Request,
-    Score,
-    check_ids,
-    judge,
-    make_batches,
-)
+from llmq.text.scoring import Asked, Batch, Encoder, Request, Score, check_ids, judge, make_batches
 from llmq.text.tasks import PAIRS, TEXT, Task, read_records, read_tasks
 
-LEAST = 16  # tokens of the shortest sequences that batches are made for
+LEAST = 16  # least tokens of a sequence
 
 
 def run_eval(
     model: str, task: list[str], *, limit: int | None, out: Path | None, **how: Any
 ) -> None:
-    """Print a table of the numbers of tasks, and write them with what they are of to `out`. task:
-    [KIND=]FILE each. how: as for ask_model."""
+    """Print a table of the tasks' metrics, and write metrics and options to `out` as JSON. task:
+    [KIND=]FILE each. how: arguments of ask_model."""
     if out is not None:
         check_writable("--out", out.absolute().parent)
     start = time.perf_counter()
@@ -75,8 +66,8 @@ def run_eval(
 
 
 class Asker(NamedTuple):
-    """A model that is about to score. encoder: of texts as requests. longest: tokens of a
-    sequence."""
+    """A model ready to score requests. encoder: turns texts into requests. longest: most tokens of
+    a sequence."""
 
     encoder: Encoder
     longest: int
@@ -87,8 +78,8 @@ class Asker(NamedTuple):
     batch_tokens: int
 
     def likelihoods(self, requests: list[Request]) -> np.ndarray:
-        """The log-likelihoods of requests, F64 in nats; of a score head with one label its
-        numbers. LlmqError if one of them is not finite."""
+        """Log-likelihoods of requests, F64 in nats; scores, for a score head with one label.
+        LlmqError if a value is not finite."""
         return self.scored(requests)[0]
 
     def scored(
@@ -117,7 +108,7 @@ def asking(
     gpus: int,
     model_dtype: str,
 ) -> Iterator[Asker]:
-    """A model for requests. adapter: as of open_model."""
+    """Open a model for requests. adapter: see open_model."""
     machine = choose_machine(device, gpus)
     if machine.note:
         print(machine.note, file=sys.stderr)
@@ -134,7 +125,7 @@ def asking(
 
 
 def ask_model(model: str, tasks: list[Task], **how: Any) -> tuple[list[Asked], np.ndarray]:
-    """The requests of each task, and the likelihoods of all of them. how: as of asking."""
+    """Requests of each task, and log-likelihoods of all requests. how: arguments of asking."""
     with asking(model, **how) as asker:
         asked = [asker.encoder.ask(task) for task in tasks]
         requests = [request for a in asked for request in a.requests]
@@ -156,7 +147,7 @@ def _by_task(asked: list[Asked], scores: list[Score]) -> dict[str, dict[str, Any
 
 
 def scores_of(asked: list[Asked], likelihoods: np.ndarray) -> list[Score]:
-    """The numbers of all tasks. likelihoods: F64, of the requests of all."""
+    """Metrics of all tasks. likelihoods: F64, of all tasks' requests."""
     scores, first = [], 0
     for a in asked:
         scores += judge(a, likelihoods[first : first + len(a.requests)])
@@ -175,18 +166,18 @@ def table(scores: list[Score]) -> list[str]:
 
 
 def batch_shape(tokens: int, longest: int, length: int, left: int) -> tuple[int, int]:
-    """(B, T) for `left` sequences of at most `length` tokens: T is the next of 16, 20, 24, 28, 32,
-    40, 48, …, or that of the longest, and B as many rows as have together about so many tokens."""
+    """Shape (B, T) of a batch of `left` sequences of at most `length` tokens: T is `length` rounded
+    up to 16, 20, 24, 28, 32, 40, 48, …, at most `longest`; B T is about `tokens`."""
     step = max(LEAST, 1 << (max(length, LEAST) - 1).bit_length() - 1) // 4
     T = min(max(-(-length // step) * step, LEAST), -(-longest // 4) * 4)
     return max(1, min(tokens // T, left)), T
 
 
 class Fleet(Closing):
-    """A model on every device of a machine. Devices take batches in turn, as they get done.
+    """A model on every device of a machine; each device takes the next batch when it is free.
 
-    greedy: after `likelihoods`, whether each request has the likeliest tokens, by index; empty if
-    nobody has asked.
+    greedy: by request, after `likelihoods`, True if the tokens are the likeliest; empty unless
+    wanted.
     """
 
     def __init__(
@@ -199,8 +190,8 @@ class Fleet(Closing):
         *,
         greedy: bool = False,
     ):
-        """read: a whole parameter; called by all threads. greedy: find out whether requests are
-        greedy, too. LlmqError where memory is too small."""
+        """read: returns a whole parameter; all threads call it. greedy: fill `greedy`, too.
+        LlmqError if memory is too small."""
         self.batches, self._greedy = batches, greedy
         shapes = sorted({batch.shape for batch in batches}, key=lambda shape: -shape[1])
         largest = scoring_options(config, dtype, *shapes[0])
@@ -229,8 +220,8 @@ class Fleet(Closing):
             raise
 
     def likelihoods(self, count: int, report: Callable[[int], None]) -> np.ndarray:
-        """The likelihoods of all `count` requests, F64 in nats, whichever device computes them.
-        report: told the tokens that are done."""
+        """Log-likelihoods of all `count` requests, F64 in nats. report: called with the number of
+        finished tokens."""
         out = np.full(count, np.nan)
         left, lock, done = iter(self.batches), threading.Lock(), 0
 
@@ -267,10 +258,10 @@ class Fleet(Closing):
 def run_rewards(
     model: str, files: list[Path], out: Path, *, best: bool, overwrite: bool, **how: Any
 ) -> None:
-    """Write records with what a score head says of them to `out`, as lines of JSON: `score`, of
-    classes `scores`, their probabilities, of pairs `score_chosen` and `score_rejected`. best: of
-    the records with one prompt only that with the highest score. how: as of asking. LlmqError for
-    records that cannot be scored, and for a file at `out` without `overwrite`."""
+    """Write records with a score head's results to `out`, as lines of JSON: `score`; for classes
+    `scores`, probabilities; for pairs `score_chosen` and `score_rejected`. best: keep the record
+    with the highest score of each prompt. how: arguments of asking. LlmqError for records that
+    cannot be scored, and for a file at `out` without `overwrite`."""
     check_writable("--out", out.absolute().parent)
     if out.exists() and not overwrite:
         raise ConfigError(f"--out: '{out}' is there: give another file, or --overwrite")
@@ -307,7 +298,7 @@ def run_rewards(
 
 
 def _numbers(values: np.ndarray, labels: int) -> dict[str, Any]:
-    """Return what a score head says of a record."""
+    """A score head's results for a record, as fields of the record."""
     if labels > 1:
         return {"scores": [float(f"{math.exp(value):.6g}") for value in values]}
     names = ("score",) if len(values) == 1 else ("score_chosen", "score_rejected")
@@ -315,7 +306,7 @@ def _numbers(values: np.ndarray, labels: int) -> dict[str, Any]:
 
 
 def best_of(records: list[dict[str, Any]], form: str) -> list[dict[str, Any]]:
-    """Keep of the records with one prompt that with the highest `score`, by order of prompts."""
+    """The record with the highest `score` of each prompt, in the order of prompts."""
     found: dict[str, dict[str, Any]] = {}
     for record in records:
         prompt = prompt_of(record, form)
@@ -338,9 +329,9 @@ def _summary(kept: list[dict[str, Any]], count: int, out: Path) -> str:
 def run_score(
     config: TrainConfig, model: ModelConfig, model_dir: Path | None, out: Path, top_k: int = 0
 ) -> None:
-    """Write the scores of --train-file to `out`, and print where they are. top_k: of a teacher.
-    LlmqError for options that mean more than a model and documents, another tokenizer, and scores
-    of something else in `out` without --overwrite."""
+    """Write the scores of --train-file to `out`, and print the files. top_k: token predictions of a
+    teacher; 0: scores of the tokens. LlmqError for unsupported options, another tokenizer, and
+    other scores in `out` without --overwrite."""
     if config.continue_from is not None:
         raise ConfigError("--continue: a model is scored: `llmq export` makes one of a checkpoint")
     if model.num_labels:
@@ -369,9 +360,10 @@ def run_score(
             Progress("score", total) as progress,
         ):
             trainer.load_weights()
-            how = {"separator": config.document_separator, "overwrite": config.overwrite}
-            identity = trainer.identity.record()
-            how |= {"top_k": top_k, "report": progress.update}
-            paths = score_files(trainer.ranks, files, out, identity, **how)
+            paths = score_files(
+                trainer.ranks, files, out, trainer.identity.record(), top_k=top_k,
+                separator=config.document_separator, overwrite=config.overwrite,
+                report=progress.update,
+            )  # fmt: skip
     for file, path in zip(files, paths, strict=True):
         print(f"{file.num_tokens} tokens of {file.path}: scores in {path}")

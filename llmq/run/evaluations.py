@@ -161,18 +161,12 @@ class Evaluations:
         the best.
         """
         step, calls = self.trainer.steps_done, []
-        if self._lacks_measurement(step):
+        measured_before = self.trainer.validated_at not in (None, step)
+        if (self.config.keep_best or "").endswith("loss") and self._takes_part and measured_before:
             calls.append(partial(self.validate, self.config.eval_num_steps))
         if self._takes_part or not self._losses or self.trainer.validated_at != step:
             calls.append(partial(self.validate, None))
         return [partial(self._run, call) for call in [*calls, *self._due_tasks(at_end=True)]]
-
-    def _lacks_measurement(self, step: int) -> bool:
-        """True if earlier steps measured the loss of --keep-best on a part of the sequences, and
-        this step did not."""
-        if not (self.config.keep_best or "").endswith("loss"):
-            return False
-        return self._takes_part and self.trainer.validated_at not in (None, step)
 
     @property
     def _takes_part(self) -> bool:

@@ -118,9 +118,10 @@ def run_finetune(wish: Wish) -> None:
     run_show(data.patterns("train"), tokenizer=None, document=1, limit=1 + data.in_pairs, ids=False,
              seq_len=None, document_separator=None)  # fmt: skip
     if chosen.steps < FEWEST_STEPS and not wish.given.get("force"):
+        epochs = -(-FEWEST_STEPS * (chosen.config.epochs or 1) // max(chosen.steps, 1))
         raise ConfigError(
             f"{chosen.steps} steps change a model too little: give more records, --epochs "
-            f"{_epochs_for(FEWEST_STEPS, chosen)}, or --force"
+            f"{epochs}, or --force"
         )
     file = out / "finetune.yaml"
     if wish.plans:
@@ -338,10 +339,6 @@ def _without_plan(words: list[str]) -> str:
             kept.append(word)
         skip = planned and "=" not in word
     return shlex.join(["llmq", *kept])
-
-
-def _epochs_for(steps: int, chosen: Chosen) -> int:
-    return -(-steps * (chosen.config.epochs or 1) // max(chosen.steps, 1))
 
 
 def _reasons(chosen: Chosen, data: FinetuneData) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The first weights of a run: random numbers or a model, and the adapters of one."""
+"""First weights of a run: random, or a model's, and adapters."""
 
 import hashlib
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from llmq.options.adapters import adapters_of, all_adapted
 from llmq.options.option_file import flag
 from llmq.options.option_types import texts_of
 from llmq.options.options import OPTIONS, TrainConfig
-from llmq.run.ranks import Ranks
+from llmq.run.ranks import Rank, Ranks
 from llmq.state.frozen import Stored
 from llmq.state.params import Param, trained_slabs, weight_table
 from llmq.text.tokenizer import Tokenizer
@@ -41,9 +41,9 @@ from llmq.text.tokenizer_files import first_new_id, parse_tokens
 
 
 def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
-    """The options with what --adapter says, where it is given; ConfigError where they differ.
+    """Options completed by the adapters of --adapter; ConfigError if they contradict.
 
-    LlmqError if it cannot be read, or its tensors are not those of adapters of this model.
+    LlmqError if the adapters cannot be read, or do not fit the model.
     """
     if config.adapter is None:
         return config
@@ -113,25 +113,25 @@ def _same_adapters(model: ModelConfig, one: TrainConfig, other: TrainConfig) -> 
 
 
 def _said(name: str, value: Any) -> str:
-    """The option with this value; of no values that it has none."""
+    """The option with its value, or "no OPTION"."""
     return flag(name, value) or f"no {OPTIONS[name].flag}"
 
 
 ADAPTED_BY = tuple("lora_rank lora_targets lora_rank_pattern lora_layers train lora_dora".split())
-"""Options that decide about the adapters of a run; a checkpoint is refused where these differ."""
+"""Options of adapters that must be the same in a run and its checkpoint."""
 
 
 class InitialWeights:
-    """The origin of one run; everything is checked when it is made.
+    """First weights of one run; the constructor checks everything.
 
-    weights: of the model's directory, None with random ones.
+    weights: of the model's directory; None: random.
     """
 
     def __init__(self, config: TrainConfig, model: ModelConfig, model_dir: Path | None):
         self.config, self.model, self.adapters = config, model, adapters_of(config)
         self.weights = None if config.from_scratch else HfWeights(model_dir)
         if self.weights is not None and config.add_tokens is not None:
-            count = len(parse_tokens(config.add_tokens))  # as model_of_run has checked them
+            count = len(parse_tokens(config.add_tokens))  # checked by model_of_run
             self.weights.grow(model, first_new_id(model_dir), count)
         if self.weights is not None:
             self.weights.check(weight_table(model))
@@ -140,7 +140,7 @@ class InitialWeights:
                 line = f"--base-dtype {base} rounds the codes of {config.model} anew"
                 warn(f"{line}: --base-dtype {kept_by} keeps them")
         self.source = self._source()
-        self._open = ExitStack()  # of extra tensors that another folder has
+        self._open = ExitStack()  # extra tensors in another folder
         self._files: AdapterFiles | None = None
         if config.adapter is not None:
             self._files = AdapterFiles(config.adapter)
@@ -150,8 +150,8 @@ class InitialWeights:
             self._warn_of_base()
 
     def _source(self) -> SourceModel | None:
-        """The model that the weights begin as, with what exports take from its folder; None of
-        random weights. Warns of tensors that are not trained."""
+        """The source model, with the files that exports copy; None with random weights. Warns of
+        tensors that are not trained."""
         config = self.config
         if self.weights is None or config.only_scores:
             return None
@@ -164,19 +164,19 @@ class InitialWeights:
 
     @property
     def kept(self) -> SourceModel | None:
-        """The source as a checkpoint keeps it, None of adapters, which are exported alone."""
+        """The source as stored in checkpoints; None with adapters, which are exported alone."""
         return None if self.adapters is not None else self.source
 
     @property
     def exported(self) -> SourceModel | None:
-        """The source as an export of this run takes it."""
+        """The source as exports of this run need it."""
         if self.source is None:
             return None
         return self.source.for_model(self.model, text_only=self.config.text_only)
 
     def continue_source(self, reader: CheckpointReader) -> None:
-        """Take what exports need of the model that a checkpoint's run began as. LlmqError where
-        its extra tensors are neither in --model nor where they were."""
+        """Take over the source model of a checkpoint's run. LlmqError if its extra tensors are
+        neither in --model nor in their old place."""
         before = SourceModel.of_record(reader.manifest.source)
         if before is None or self.adapters is not None:
             return
@@ -189,19 +189,20 @@ class InitialWeights:
 
     @property
     def base(self) -> BaseId | None:
-        """The model that adapters are of, None of a run without any."""
+        """The base model of the adapters; None without adapters."""
         return None if self.adapters is None else self.identity
 
     @cached_property
     def identity(self) -> BaseId:
-        """The first weights, without adapters. The first time reads the whole model."""
+        """Identity of the first weights, without adapters. The first call reads the whole model."""
         if self.weights is None:
             return random_base_id(self.config.model, self.config.seed)
         return base_id(self.config.model, self.weights, weight_table(self.model))
 
     @cached_property
     def reference(self) -> BaseId:
-        """The first weights with those of --adapter: the reference of losses that have one."""
+        """Identity of the first weights with --adapter: the reference model of preference
+        losses."""
         if self._files is None:
             return self.identity
         own, name = self.adapters, f"{self.identity.name} with {self.config.adapter}"
@@ -213,7 +214,7 @@ class InitialWeights:
         return BaseId(name=name, sha256=digest.hexdigest())
 
     def _warn_of_base(self) -> None:
-        """Warn of adapters that were trained beside another model, or beside another form of it."""
+        """Warn if the adapters were trained with another model, or another --base-dtype."""
         before = self._files.config.base_dtype
         now = self.config.base_dtype
         if self._files.base is not None and before != (now if self.config.is_quantized else None):
@@ -224,7 +225,7 @@ class InitialWeights:
         warn(*self._files.unknown_base(self.config.model))
 
     def load(self, ranks: Ranks) -> None:
-        """Fill the weights."""
+        """Write the first weights."""
         if self.weights is None:
             self.init(ranks)
             return
@@ -238,9 +239,11 @@ class InitialWeights:
         ranks.load(read, Stored(self.weights.elements, self.weights.codes))
 
     def init(self, ranks: Ranks) -> None:
-        how = (self.model, self.config.seed)
-        zero = self.config.init_proj_to_zero
-        ranks.run("initializing weights", lambda rank: rank.init(*how, zero_projections=zero))
+        def init(rank: Rank) -> None:
+            zero = self.config.init_proj_to_zero
+            rank.init(self.model, self.config.seed, zero_projections=zero)
+
+        ranks.run("initializing weights", init)
 
     def check_checkpoint(self, reader: CheckpointReader) -> None:
         """LlmqError if a checkpoint has other adapters, or adapters of another model."""
@@ -268,8 +271,7 @@ class InitialWeights:
         made: TokenizerId | None,
         run: RunId,
     ) -> None:
-        """Export as export_model does, or a run with adapters as export_adapter does. read: a
-        parameter of the run."""
+        """Export the model, or the adapters. read: returns a parameter of the run."""
         config = self.config
         origin = {"made": made, "run": run, "hub": HubModel.of(config)}
         if self.adapters is None:

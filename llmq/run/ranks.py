@@ -1,5 +1,4 @@
-"""The ranks of a run that this process has: each is a device and the step over it, in a thread of
-its own."""
+"""Ranks of this process: each is a device and its step, in a thread."""
 
 import operator
 import threading
@@ -165,7 +164,7 @@ class Rank:
     def exchange_average(self, moment: OptimizerState = AVERAGE, *, back: bool) -> None:
         """Let the weights be their average, or FIRST, or give both back; all ranks do."""
         if self.step.snapshot is not None:
-            self.step.snapshot.hold()  # which may still copy them
+            self.step.snapshot.hold()  # whose thread may still copy from the device
         self.step.optimizer.exchange_average(self.step.weights, moment, back=back)
 
 
@@ -173,15 +172,13 @@ class Rank:
 
 
 class Rounds:
-    """The batches of an evaluation, of which all ranks take as many, also if it is cut short.
-
-    Otherwise those with fewer would miss the collectives of the others.
+    """Rounds of an evaluation: all ranks take the same number of batches, even if the evaluation is
+    cut short, because batches have collectives.
     """
 
     def __init__(self, world: World, count: int, stopped: Callable[[], bool]):
-        """stopped: asked before each batch. Once it says yes, ranks only catch up; then `cut` is
-        true. Where ranks are of several processes, all of them decide before each round what the
-        others do, too.
+        """stopped: called before each batch. Once it returns True, ranks only catch up with each
+        other, and `cut` is True. Several processes decide together before each round.
         """
         self.cut = False
         self._count, self._stopped = count, stopped
@@ -191,7 +188,7 @@ class Rounds:
         self._lock = threading.Lock()
 
     def of(self, rank: int) -> Iterator[None]:
-        """One item for every batch that the rank, one of this process, is to take."""
+        """Yield once for every batch that a rank of this process takes."""
         while self._another(rank):
             yield
 
@@ -205,7 +202,7 @@ class Rounds:
             return True
 
     def _decide(self, taken: int, cut: bool) -> None:
-        """Whether it goes on, for a rank that has taken so many. cut: as this process sees it."""
+        """Decide whether a rank with `taken` batches continues. cut: this process's view."""
         if self._world.several:
             if taken < self._decided:
                 return
@@ -220,7 +217,7 @@ IDLE_SECONDS = 2.0  # that a closing rank waits for the others' devices
 
 
 class CutShort(Exception):
-    """A signal has ended what was asked for."""
+    """A signal cut the work short."""
 
 
 class Ranks:
@@ -228,7 +225,7 @@ class Ranks:
 
     Several processes drive their own, and make the same calls. An error in one rank stops all, and
     is raised by every later call. world, world_size: of all processes. pool: runs the commands.
-    links: what was measured between the GPUs, None without any.
+    links: measured links between GPUs, or None.
     """
 
     def __init__(
@@ -262,8 +259,7 @@ class Ranks:
         def open_device(rank: int) -> None:
             shape = (config, self.world_size, self.world.num_machines)
             mesh = mesh_of(*shape, self.world.base + rank)
-            how = {"graphs": config.use_cuda_graphs, "tune": config.tune}
-            dev = machine.open(sizes, mesh=mesh, **how)
+            dev = machine.open(sizes, mesh=mesh, graphs=config.use_cuda_graphs, tune=config.tune)
             self._ranks[rank] = Rank(dev, self.pool.beat)
 
         def allocate(rank: Rank) -> None:
@@ -343,7 +339,7 @@ class Ranks:
         return ticket
 
     def batches_of(self, ticket: int) -> Sequence[Sequence[Batch]]:
-        """Those that this process took for the step with this ticket, one of the last RESULTS."""
+        """Batches of this process for the step with this ticket, one of the last RESULTS."""
         return self._batches[ticket]
 
     def padding_of(self, ticket: int) -> int:
@@ -506,8 +502,8 @@ class Ranks:
     def load(
         self, read: Callable[[Param], np.ndarray | None], stored: Stored | None = None
     ) -> None:
-        """Fill the weights. read: a whole parameter, None: a fresh one. stored: the files of blocks
-        that are kept as codes. All threads call both."""
+        """Load the weights. read: returns a whole parameter, None: initialize it; stored: files of
+        blocks that are kept as codes. All threads call both."""
         self.run("loading weights", lambda rank: rank.load(read, stored))
 
     def read_param(self, group: str, param: Param, *, to_all: bool = True) -> np.ndarray:

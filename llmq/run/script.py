@@ -32,13 +32,13 @@ class Trainer(trainer.Trainer):
                 print(step.step, step.result.loss)
 
     Keyword arguments are the options of `llmq train`, with underscores; loss may also be a subclass
-    of `llmq.ArrayLoss`. Options, files and memory
-    that do not work raise LlmqError before anything is allocated. Several GPUs (gpus=...) have a
-    thread each, all driven from the one that calls; an error in one of them stops all.
+    of `llmq.ArrayLoss`. Options, files and memory that do not work raise LlmqError before anything
+    is allocated. Each GPU (gpus=...) has a thread, driven by the calling thread; an error in one
+    thread stops all.
 
     `train` and iteration make the run of `llmq train`: its validations, checkpoints, log, guard and
     export, with its lines or its live view, in a notebook too. `step` makes one optimizer step and
-    nothing else, for loops of one's own. Attributes are those of `llmq.run.trainer.Trainer`.
+    nothing else, for a user's own loop. Attributes: see `llmq.run.trainer.Trainer`.
     """
 
     def __init__(self, *, callbacks: Sequence[Callback] = (), **options: Any):
@@ -49,7 +49,7 @@ class Trainer(trainer.Trainer):
         super().__init__(callbacks=callbacks, **options)
 
     def train(self) -> None:
-        """Make the run, or what iteration has left of it; afterwards the model is in --out-dir.
+        """Run, or finish an iteration's run; afterwards the model is in --out-dir.
 
         LlmqError where --out-dir, --checkpoint-dir or --log-file cannot be written, or has files of
         another run. A signal saves a checkpoint and raises `llmq.base.signals.Interrupted`, the end
@@ -60,9 +60,9 @@ class Trainer(trainer.Trainer):
             pass
 
     def sample(self, prompt: str = "", **how: Any) -> str:
-        """The prompt and its continuation by the weights of this moment, at most --seq-len tokens;
-        in fp32 that of `llmq sample` of an export. how: fields of `sampling.Sampling`. LlmqError
-        for a prompt that is too long, or an unknown tokenizer."""
+        """The prompt and its continuation by the current weights, at most --seq-len tokens; in fp32
+        the same as `llmq sample` of an export. how: fields of `sampling.Sampling`. LlmqError for a
+        prompt that is too long, or an unknown tokenizer."""
         ((made,),) = self.generate([prompt], **asdict(Sampling(**how)))
         tokenizer, model = known_tokenizer(self.tokenizer), self._generating_model
         return prompt + continuation(
@@ -79,7 +79,7 @@ class Trainer(trainer.Trainer):
         return self._steps
 
     def _run(self, *, ahead: bool) -> Iterator[StepDone]:
-        """The steps of the run. ahead: as of `Loop`."""
+        """The steps of the run. ahead: see `Loop`."""
         config, checkpoint = self.config, self.loaded
         try:
             with ExitStack() as stack:
@@ -89,8 +89,12 @@ class Trainer(trainer.Trainer):
                 stack.enter_context(locked_places(config))
                 strangers = outputs_of_others(config, self.run, self.model_dir, checkpoint)
                 stage, argv = Stage(config, 0, None), command_line(config)
-                how = (strangers, self.callbacks, self._start, self._memory)
-                loop = stack.enter_context(begun(self, argv, stage, checkpoint, *how, loads=False))
+                loop = stack.enter_context(
+                    begun(
+                        self, argv, stage, checkpoint, strangers, self.callbacks, self._start,
+                        self._memory, loads=False,
+                    )
+                )  # fmt: skip
                 loop.ahead, steps = ahead, loop.steps()
                 while True:
                     with loop.requests.noted():  # not while the caller's code runs
@@ -120,4 +124,4 @@ class Trainer(trainer.Trainer):
                 if self._steps is not None:
                     self._steps.close()
         finally:
-            gc.collect()  # what is freed refers to itself in circles
+            gc.collect()  # the run has reference cycles

@@ -74,16 +74,16 @@ class Trainer(Closing):
 
     Keyword arguments are the options of `llmq train`, with underscores. Options, files and memory
     that do not work raise LlmqError before anything is allocated. Several GPUs (gpus=...) have a
-    thread each, all driven from the one that calls; an error in one of them stops all.
+    thread each, all driven from the one that calls; an error in one thread stops all.
 
-    config, model: TrainConfig and ModelConfig. plan: what was counted before allocating. machine:
-    what it runs on. world, world_size: its processes and ranks, and how many ranks. steps_done:
-    since the beginning of the run. validated_at: how many they were at the last validation.
-    history: what a checkpoint keeps of reports. run: its id; after `load` that of the checkpoint,
-    or of a fork under another name. tokenizer_id: what made the data, None if that is not known.
-    callbacks: listeners, which are called in this order. last_step: the newest step whose result is
-    known. last_end: its end as in `Result`, None if other work of the device follows that step.
-    loaded: path of the checkpoint that `load` has read. samples: `Rollouts` in place of files.
+    config, model: TrainConfig and ModelConfig. plan: memory, counted before allocation. machine:
+    devices. world, world_size: processes and ranks, number of ranks. steps_done: since the
+    beginning of the run. validated_at: steps_done at the last validation. history: part of the
+    reports that checkpoints store. run: id; after `load` the checkpoint's, or a fork's with another
+    name. tokenizer_id: tokenizer of the data, None if unknown. callbacks: listeners, which are
+    called in this order. last_step: the newest step whose result is known. last_end: its end as in
+    `Result`, None if other work of the device follows that step. loaded: path of the checkpoint
+    that `load` has read. samples: `Rollouts` in place of files.
     """
 
     def __init__(self, *, callbacks: Sequence[Callback] = (), **options: Any):
@@ -129,8 +129,8 @@ class Trainer(Closing):
         world: World = World(),
         named: Collection[str] = (),
     ) -> None:
-        """named: options of the caller. Files that are among them are opened; their documents and
-        scores, and files by default, wait until a step reads them: a caller may pass batches."""
+        """named: options that the caller gave. Given files are opened; documents, scores and
+        default files are read by the first step without batches."""
         model = with_tokens_of(config, model, model_dir, tokenizer_id)
         self.config, self.model, self.model_dir = config, model, model_dir
         self.run = RunId.new(config.name)
@@ -211,7 +211,7 @@ class Trainer(Closing):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in one pass over the training data, of which the last may be smaller."""
+        """Optimizer steps in one pass over the training data; the last one may be smaller."""
         return self._steps_of(self.train_loader.batches_per_epoch)
 
     def _steps_of(self, batches: int) -> int:
@@ -220,14 +220,13 @@ class Trainer(Closing):
 
     @property
     def epoch(self) -> tuple[int, float]:
-        """The number of the epoch, from 0, and the part of it that was read."""
+        """Number of the epoch, from 0, and its fraction that was read."""
         return self.train_loader.epoch, self.train_loader.passed
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run: --steps, or those done so far and what is left of the --epochs.
-
-        So it does not matter how much a step took before a checkpoint, on another number of GPUs.
+        """Steps of the whole run: --steps, or steps so far and the rest of --epochs, whatever the
+        number of GPUs was before.
         """
         if self.config.steps >= 0:
             return self.config.steps
@@ -250,9 +249,9 @@ class Trainer(Closing):
 
         batches: micro-batches of int32 inputs and targets (B, T), targets -100 where masked, and
         with --document-mask starts (see Batch), and `named` arrays that the loss or the model
-        reads; W * A with W ranks and A = --grad-accumulation, of
-        which batches[i * W + r] is the i-th of rank r: one rank with W * A micro-steps does the
-        same. None takes them from the training files.
+        reads; W * A batches with W ranks and A = --grad-accumulation; batches[i * W + r] is the
+        i-th of rank r, so that one rank with W * A micro-steps computes the same. None: from the
+        training files.
         """
         done, arguments = self._next_step(batches)
         return self.result(self._noted(self.ranks.train(*arguments), done))
@@ -297,8 +296,8 @@ class Trainer(Closing):
         return ticket
 
     def tokens_of(self, ticket: int) -> tuple[int, int]:
-        """Positions that all ranks have computed in the step with this ticket, and how many of them
-        are no padding."""
+        """Positions that all ranks computed in the step with this ticket, and positions without
+        padding."""
         count = len(self.ranks.batches_of(ticket)[0])
         computed = self.plan.tokens * count // self.config.grad_accumulation
         return computed, computed - self.ranks.padding_of(ticket)
@@ -322,7 +321,8 @@ class Trainer(Closing):
         return self.config.grad_accumulation * self.dev.mesh.size(*DATA)
 
     def _next_batches(self) -> list[Batch]:
-        """The batches of this process; DataError in all if one cannot read its own."""
+        """The batches of this process. DataError in all processes if one cannot read its
+        batches."""
         self.score_reference()
         self.advance_epoch_if_needed()
         count = self.train_loader.step_batches(self.config.grad_accumulation)
@@ -331,7 +331,7 @@ class Trainer(Closing):
 
     @property
     def identity(self) -> BaseId:
-        """The model of the first weights with those of --adapter, read whole the first time."""
+        """Identity of the first weights with --adapter; the first call reads all weights."""
         return self._origin.reference
 
     def score_reference(self) -> None:
@@ -343,9 +343,10 @@ class Trainer(Closing):
             return
         files = open_token_files(self.config.all_patterns, self.model.vocab_size)
         if self.config.scores is None and self.steps_done == 0:
-            separator, model = self.config.document_separator, self.identity.record()
-            how = {"separator": separator, "replace_others": True}
-            score_files(self.ranks, files, folder, model, **how)
+            score_files(
+                self.ranks, files, folder, self.identity.record(),
+                separator=self.config.document_separator, replace_others=True,
+            )  # fmt: skip
         for file in files:
             scores = ScoreFile(scores_path(folder, file.path))
             scores.check(file, self.config.loss_values.get("top-k", 0))
@@ -411,7 +412,7 @@ class Trainer(Closing):
     # -- weights and state -----------------------------------------------------------------------
 
     def load_weights(self) -> None:
-        """Random weights with --from-scratch, else those of the model directory."""
+        """Load the model directory's weights, or with --from-scratch random ones."""
         self._origin.load(self.ranks)
 
     @cached_property
@@ -559,7 +560,7 @@ class Trainer(Closing):
 
     @property
     def _generating_model(self) -> ModelConfig:
-        """The model, whose texts end as those of the model of the first weights."""
+        """The model with the ids that end texts of the source model."""
         source = self._origin.source
         return self.model if source is None else self.model.ending_at(source.ends)
 
@@ -577,7 +578,7 @@ class Trainer(Closing):
         self.close(error)
 
     def tell_end(self, error: BaseException | None = None) -> None:
-        """Tell callbacks of the end of the run, and let them go. error: why the run ends."""
+        """Call the callbacks' on_end, and drop them. error: why the run ends."""
         callbacks, self.callbacks = self.callbacks, []
         end = RunEnd(steps_done=self.steps_done, error=error)
         with ExitStack() as stack:

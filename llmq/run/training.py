@@ -90,7 +90,7 @@ _LITTLE = 0.05  # of an epoch's sequences, which may be left out without a word
 
 
 def check_data(trainer: Trainer) -> None:
-    """Open the token files, which checks them, and see that there is enough for the run."""
+    """Open and check the token files; DataError if they are too few for the run."""
     loader, _ = trainer.train_loader, trainer.eval_loaders
     if trainer.steps_per_epoch == 0:
         trainer.advance_epoch_if_needed()
@@ -155,9 +155,11 @@ def _prediction(trainer: Trainer) -> tuple[Card | None, float | None]:
     config, world = trainer.config, trainer.world
     card = card_here(trainer.dev.spec, trainer.world_size, cuda=True)
     backend = attention_backend(config, trainer.model, trainer.machine)
-    shared = (trainer.dev.spec, backend, card, trainer.world_size)
-    how = {"network": Network(world.num_machines), "gpus": world.ranks_here}
-    return card, Planner(trainer.model, *shared, **how).estimate(config).time.total
+    planner = Planner(
+        trainer.model, trainer.dev.spec, backend, card, trainer.world_size,
+        network=Network(world.num_machines), gpus=world.ranks_here,
+    )  # fmt: skip
+    return card, planner.estimate(config).time.total
 
 
 def announce_options(trainer: Trainer, reporter: Reporter) -> None:
@@ -303,9 +305,8 @@ def _left_over(trainer: Trainer) -> str | None:
 def announce_memory(
     trainer: Trainer, reporter: Reporter, gpus: Gpus, host_memory_before: int
 ) -> None:
-    """[Allocator State] of rank 0, and its record.
-
-    host_memory_before: bytes that were available before the trainer took its own.
+    """Print and log rank 0's [Allocator State]. host_memory_before: available bytes before the
+    trainer allocated.
     """
     usage = trainer.plan.usage
     others = _other_memory(trainer, gpus, host_memory_before)
@@ -324,7 +325,7 @@ def _other_memory(trainer: Trainer, gpus: Gpus, host_memory_before: int) -> dict
     record = _system_records(trainer, gpus)[0]
     free, reserved = record["free"], record["reserved"]
     others = {"Free": free} | ({"Reserved": reserved} if reserved else {})
-    # The driver's total leaves out what it has reserved.
+    # The driver's total leaves out reserved memory.
     return others | {"Other": record["memory"] - free - trainer.plan.usage.device_bytes}
 
 
@@ -409,11 +410,11 @@ def run_training(
     *,
     told: bool = False,
 ) -> None:
-    """Train as the options say; Interrupted after saving when a signal ended the run. world: whose
-    processes all call this function. callbacks: a user's, which are called after the run's own;
-    `on_end` only if the run has begun. samples: makes the training data, in place of token files.
-    told: as of begun. LlmqError before the first step: paths that cannot be written or belong to
-    another run, no such checkpoint, data that do not fit, too little memory."""
+    """Train; Interrupted, after saving, if a signal ended the run. world: all its processes call
+    this function. callbacks: a user's, called behind the run's own; `on_end` only if the run has
+    begun. samples: generates the training data, in place of token files. told: see begun. LlmqError
+    before the first step: paths that cannot be written or belong to another run, no such
+    checkpoint, data that do not fit, too little memory."""
     world.on_first(lambda: check_libraries(config))
     world.on_first(lambda: check_writable("--out-dir", config.out_dir))
     world.each(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
@@ -457,8 +458,10 @@ def _run_locked(
         trainer.run = identity
         if samples is not None:
             samples(trainer)
-        how = (strangers, callbacks, start, before)
-        with begun(trainer, argv, stage, checkpoint, *how, told=told or stage.first > 0) as loop:
+        told = told or stage.first > 0
+        with begun(
+            trainer, argv, stage, checkpoint, strangers, callbacks, start, before, told=told
+        ) as loop:
             loop.run()
         if not loop.is_last:  # the run goes on, and with it a user's callbacks
             trainer.callbacks = [c for c in trainer.callbacks if c not in callbacks]
@@ -479,13 +482,10 @@ def begun(
     loads: bool = True,
     told: bool = False,
 ) -> Iterator[Loop]:
-    """The loop of a run that has announced itself: with its log, its reports and the weights that
-    the run begins with.
-
-    checkpoint: that the run goes on from. strangers: of `outputs_of_others`. callbacks: a user's,
-    which follow the run's own. start: of the run, of time.monotonic(). host_memory_before: as of
-    announce_memory. loads: False if the trainer has its weights. told: whether the five lines of
-    the run were printed before.
+    """The loop of a run behind its announcement, with log, reports and first weights. checkpoint:
+    to continue from. strangers: of `outputs_of_others`. callbacks: a user's, called behind the
+    run's own. start: time.monotonic() of the run's begin. host_memory_before: see announce_memory.
+    loads: False if the trainer has its weights. told: True if the run's five lines are printed.
     """
     config, world = trainer.config, trainer.world
     if trainer.samples is None:
@@ -528,7 +528,7 @@ def begun(
 
 
 class _Run:
-    """The parts of a run, and its loop, which drives them."""
+    """The parts of a run, and its loop."""
 
     def __init__(
         self,
@@ -562,9 +562,9 @@ class _Run:
         loads: bool,
         told: bool,
     ) -> None:
-        """Announce the run and its machine; load the weights: from the checkpoint, else from
-        scratch or the model's directory. notes: lines about its places. host_memory_before, loads,
-        told: as of begun."""
+        """Announce the run and its machine; load weights from the checkpoint, from the model's
+        directory, or from scratch. notes: lines about its places. host_memory_before, loads, told:
+        see begun."""
         config, trainer, reporter = self.config, self.trainer, self.reporter
         every = config.debug_log_abs_max
         sol = speed_of_light(config, trainer.model, trainer.dev.spec.name, trainer.world_size)

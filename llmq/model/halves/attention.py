@@ -3,13 +3,13 @@
     x -> qkv (-> norms of values, queries and keys) (-> rope) -> attention (-> sinks)
       (-> times sigmoid of gate) -> o -> out
 
-A gate's channels come with those of each query head; then the product is scratch, and its parts are
-kept apart. Where keys are values, the product has no values, and is scratch too. `operands` turns a
-tensor into what products take: with fp8 codes and a scale, without it itself.
-Heads lie side by side: (rows, Q) is (B, T, Hq + 2 Hkv, Hd), query heads, key heads, value heads.
-Layers may have others (`HalfSpec.sizes["heads"]`). Where a layer has keys and values of an earlier
-one (`HalfSpec.reads`), its product has queries alone, and is scratch; the earlier layer leaves the
-keys and values for it, and adds up their gradients.
+With gates the product has a gate's channels behind each query head; the product is scratch, and
+heads and gates are kept apart. Where keys are values, the product has no values, and is scratch,
+too. `operands` turns a tensor into an operand of products: fp8 codes and a scale, or the tensor
+itself. Heads lie side by side: (rows, Q) is (B, T, Hq + 2 Hkv, Hd), query heads, key heads, value
+heads. Heads may differ between layers (`HalfSpec.sizes["heads"]`). A layer that reads keys and
+values of an earlier layer (`HalfSpec.reads`) has queries alone in its product, which is scratch;
+the earlier layer copies its keys and values for later ones, and adds up their gradients.
 """
 
 from contextlib import ExitStack
@@ -37,11 +37,11 @@ from llmq.ops.pointwise.elementwise import copy_columns
 from llmq.runtime.attention_parts import sees_all_before
 from llmq.runtime.device import Device
 
-# By the largest head size that it is for: the share of the causal pairs of query and key below
-# which a window makes our backward the faster one. cuDNN's takes as long with a window as without,
-# ours a + b * share (docs/decisions/kernels.md; measured at T = 1024: h100_attention.txt). Both
-# also compute at the edges of what is seen, which costs cuDNN more and counts less in longer
-# sequences: the shares are those where the two meet at T = 8192, below those at T = 1024.
+# By the largest head size: share of visible pairs of query and key below which our backward is
+# faster than cuDNN's. cuDNN's takes as long with a window as without, ours a + b * share
+# (docs/decisions/kernels.md; measured at T = 1024: h100_attention.txt). Masked tiles at the
+# window's edges cost cuDNN more, and count less in longer sequences: the shares here are the
+# break-even points at T = 8192, lower than at T = 1024.
 NATIVE_BACKWARD = {64: 0.9, 128: 0.45}
 MEASURED = 90  # compute capability, times 10, where this was: nothing is left to time there
 
@@ -49,14 +49,13 @@ MEASURED = 90  # compute capability, times 10, where this was: nothing is left t
 def directions(
     backend: str, head_dim: int, seq_len: int, window: int | None, capability: int
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The backends that may compute forward and backward, the first one where nothing is timed. The
-    result that one direction leaves to the other is the same for all.
+    """Backends of forward and of backward; if there are several, Device.choose times them. Any
+    forward goes with any backward.
 
-    backend: "native" or "cudnn" in both directions, or "auto" where cuDNN computes the case: it
-    does so forward, and backward unless ours is faster: on Hopper in whole sequences, elsewhere,
-    too, where the layer's window hides enough. Where it does, and this was not measured, ours may
-    turn out to be faster. window: positions that a query sees, its own included; None: all.
-    capability: compute capability times 10.
+    backend: "native" or "cudnn" in both directions, or "auto" if cuDNN supports the case. "auto" is
+    cuDNN, except backward in whole sequences on Hopper, and with a window that hides enough. On
+    cards that were not measured native is timed, too. window: positions that a query sees, its own
+    included; None: all. capability: compute capability times 10.
     """
     if backend != "auto":
         return (backend,), (backend,)
@@ -70,7 +69,7 @@ def directions(
 
 
 def rope_tables(dev: Device, config: ModelConfig, positions: int) -> list[Rotary | None]:
-    """RoPE of each layer for so many positions, filled; None for layers without. Layers with the
+    """RoPE of each layer for `positions` positions; None for layers without RoPE. Layers with the
     same angles share a table."""
     tables: dict[tuple, Rotary] = {}
     lengths = None
@@ -104,11 +103,11 @@ class _Shared(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """The tensors kept of one layer. qkv: (rows, Q), after qk_norm and RoPE. qk_raw: (rows,
-    (Hq+Hkv)*Hd), before qk_norm, and qk_rstd: F32 (B, T, Hq+Hkv), of it; if it is wide (B, T, 2);
-    None without it. v_rstd: F32 (B, T, Hkv), of value_norm, None without it. lse: F32 (B, Hq, T),
-    of attention. att: (rows, Hq*Hd). gate: (rows, Hq*Hd),
-    att_gated: the same, never kept; None where nothing is gated."""
+    """Tensors of one layer that backward reads. qkv: (rows, Q), after qk_norm and RoPE. qk_raw:
+    (rows, (Hq+Hkv)*Hd), before qk_norm, and qk_rstd: F32 (B, T, Hq+Hkv), wide (B, T, 2); None
+    without qk_norm. v_rstd: F32 (B, T, Hkv), None without value_norm. lse: F32 (B, Hq, T), of
+    attention. att: (rows, Hq*Hd). gate, att_gated: (rows, Hq*Hd), None without a gate; att_gated is
+    never kept."""
 
     qkv: Activation
     qk_raw: Activation | None
@@ -161,8 +160,8 @@ class AttentionHalf:
     # -- memory ----------------------------------------------------------------------------------
 
     def keeps_input(self, recompute: Recompute) -> bool:
-        """A product of codes that is computed again needs those of its input as they lie, so that
-        its input is made again too."""
+        """A product of codes that is computed again needs row-major codes of its input, so that the
+        input is computed again, too."""
         again = recompute.qkv if self.operands.makes_codes else recompute.att
         return not (recompute.norm or again)
 
@@ -204,7 +203,7 @@ class AttentionHalf:
         return tensor.view(self.B, self.T, tensor.shape[1] // Hd, Hd)
 
     def _tensors(self, temps: ExitStack, layer: HalfLayer) -> _Tensors:
-        """Where they are kept, else scratch."""
+        """Kept tensors, or scratch of `temps`."""
         qkv, qk_raw, gate = layer.saved.qkv.place(self.dev, temps), None, layer.saved.gate
         if layer.saved.qk_raw is not None:
             qk_raw = self._by_head(layer, layer.saved.qk_raw.place(self.dev, temps))
@@ -250,15 +249,16 @@ class AttentionHalf:
             )  # fmt: skip
         turn = self.rope_tables[layer.index]
         if turn is not None:
-            how = (self.starts, turn.channels, turn.lengths)
-            rope.forward(self.dev, qkv, turn.table, *heads, *how)
+            rope.forward(
+                self.dev, qkv, turn.table, *heads, self.starts, turn.channels, turn.lengths
+            )
         if reads is not None:
             copy_columns(self.dev, to.qkv, product, product.shape[1], (0, 0))
         if layer.cache is None:
             self._pass_keys(layer, to.qkv)
 
     def _pass_keys(self, layer: HalfLayer, qkv: Tensor) -> None:
-        """Leave keys and values of qkv (rows, Q) for later layers, or take those of an earlier."""
+        """Copy keys and values of qkv (rows, Q) for later layers, or from an earlier layer."""
         reads, first = layer.spec.reads, layer.spec["o"].shape[1]  # channels of queries
         channels = qkv.shape[1] - first
         if reads is not None:
@@ -365,9 +365,9 @@ class AttentionHalf:
         d_qkv: Tensor,
         d_gate: Tensor | None,
     ) -> tuple[Operand, bool]:
-        """RoPE and the norms of heads backward, of d_qkv (rows, Q) as attention has made it. d_gate
-        (rows, Hq * Hd): that of the gates, which the product has made too. Returns the gradient of
-        the qkv product, and whether the bias's gradient is left to do."""
+        """Backward of RoPE and of the heads' norms, from d_qkv (rows, Q), attention's gradient.
+        d_gate: (rows, Hq * Hd), gradient of the gates or None. Returns the gradient of the qkv
+        product, and True if the bias's gradient is still to be computed."""
         layer, w, g = ctx.layer, ctx.w, ctx.g
         d_qkv = self._add_key_gradients(temps, layer, d_qkv)
         by_head, heads = self._by_head(layer, d_qkv), _made_heads(layer)

@@ -5,8 +5,7 @@
                  -> z -------------------------------------------+
 
 A row of NAME_in is (q, k, v, z, b, a), of Mamba-2 without b; NAME is delta or mamba. `operands`
-turns a tensor into what products take: with fp8 codes and a scale, without it itself. States begin
-with 0 where documents do, and lie in F32.
+turns a tensor into an operand of products. States are F32, and 0 where a document begins.
 """
 
 from contextlib import ExitStack
@@ -24,9 +23,9 @@ from llmq.ops.delta.delta_rule import Heads
 
 
 class _Saved(NamedTuple):
-    """The tensors kept of one layer. product: (rows, features of NAME_in). conv: (rows, 2K + V),
-    behind the convolution. gates: F32 (B, T, 2, Hv), of the step, decays and betas. state: (rows,
-    V), read from the states. gated: (rows, V), never kept."""
+    """Tensors of one layer that backward reads. product: (rows, features of NAME_in). conv: (rows,
+    2K + V), behind the convolution. gates: F32 (B, T, 2, Hv), of the step, decays and betas. state:
+    (rows, V), read from the states. gated: (rows, V), never kept."""
 
     product: Activation
     conv: Activation
@@ -51,16 +50,16 @@ class DeltaHalf:
     name, rule, gate_parts, gate_first = "delta", delta_rule, 2, False
 
     def __init__(self, shared: ModelContext):
-        its, batch = shared.config.mixers, shared.options.batch
+        sizes, batch = shared.config.mixers, shared.options.batch
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
         self.norms = shared.norms
         self.B, self.T = batch.batch_size, batch.local_seq_len
         self.starts = shared.inputs.first_key
-        self.eps, self.channels, self.values = shared.config.norm_eps, its.channels, its.values
-        self.heads = Heads(its.key_heads, its.value_heads, its.key_dim, its.value_dim)
+        self.eps, self.channels, self.values = shared.config.norm_eps, sizes.channels, sizes.values
+        self.heads = Heads(sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim)
         self.of_gate = self.channels  # the first column of z in the product
         # The first column of b and a, and further arguments of delta_gates.
-        self.of_gates = (self.channels + self.values, self.gate_parts, its.least_step)
+        self.of_gates = (self.channels + self.values, self.gate_parts, sizes.least_step)
         self.in_, self.o, self.norm = (f"{self.name}_{key}" for key in ("in", "o", "norm"))
 
     def keeps_input(self, recompute: Recompute) -> bool:
@@ -87,7 +86,7 @@ class DeltaHalf:
         return tensor.view(self.B, self.T, tensor.shape[1])
 
     def _tensors(self, temps: ExitStack, layer: HalfLayer) -> _Tensors:
-        """Where they are kept, else scratch."""
+        """Kept tensors, or scratch of `temps`."""
         kept = (layer.saved.product, layer.saved.conv, layer.saved.state)
         return _Tensors(*(activation.place(self.dev, temps) for activation in kept))
 

@@ -1,12 +1,11 @@
-"""The products of experts' matrices, and of the adapters beside them: each expert has its own.
+"""Products of experts' matrices, with an adapter for each expert.
 
     h = x @ A^T                    y = x @ W^T + h @ (scale * B)^T
     d_h = d_y @ (scale * B)        d_x = d_y @ W + d_h @ A
     d_B = scale * d_y^T @ h        d_A = d_h^T @ x
 
-If an expert's matrix has two parts, up and gate, both A lie below each other, and B is a matrix in
-which each part has columns of its own, as `ops/product/adapter.py` makes it. Backward computes h
-again, which is small, as is its product.
+With two parts, up and gate, both A lie below each other, and each part of B has columns of its own,
+as in `ops/product/adapter.py`. Backward computes h again, a small product.
 """
 
 from contextlib import ExitStack
@@ -26,8 +25,8 @@ from llmq.options.adapters import Adapted, adapted_in_layers, adapters_of
 
 
 class ExpertLinear:
-    """Those of all layers. A matrix is named by its key. x, y: rows sorted by expert, R of them, as
-    `ctx.layer.saved.starts` says."""
+    """Products of all layers' experts. A matrix is named by its key. x, y: R rows sorted by expert,
+    see `ctx.layer.saved.starts`."""
 
     def __init__(self, shared: ModelContext, rows: int):
         """rows: R."""
@@ -73,12 +72,12 @@ class ExpertLinear:
             )  # fmt: skip
 
     def trains(self, ctx: LayerContext, key: str) -> bool:
-        """Whether weight_gradients needs x and d_y as tensors."""
+        """True if weight_gradients needs x and d_y as tensors."""
         return key in ctx.g or ctx.g.adapters(key)[0] is not None
 
     def weight_gradients(self, ctx: LayerContext, key: str, d_y: Tensor, x: Tensor) -> None:
-        """The gradients of the matrix and its adapters, as far as they are wanted. Follows
-        input_gradient. If x is that of forward with weights, d_y is without them."""
+        """Wanted gradients of the matrix and its adapters; call behind input_gradient. If x is
+        forward's input times weights, d_y has no weights."""
         g, starts = ctx.g, ctx.layer.saved.starts
         if key in g:
             grouped_gradient(self.dev, g[key], d_y, x, starts)
@@ -102,8 +101,8 @@ class ExpertLinear:
                 reduce.sum_parts(self.dev, d_b, [part])
 
     def bias_gradients(self, ctx: LayerContext, key: str, d_y: Tensor, *weighed: Tensor) -> None:
-        """The gradients of biases, if there are some that want them. weighed: weights and order of
-        rows, where d_y is without weights."""
+        """Gradients of biases, if wanted. weighed: weights and order of rows, if d_y has no
+        weights."""
         d, starts = ctx.g.bias(key), ctx.layer.saved.starts
         if d is not None:
             d = d._replace(tensor=d.tensor.view(starts.size - 1, d_y.shape[1]))
@@ -137,7 +136,7 @@ class ExpertLinear:
 
 
 def biases_of(w: PartWeights, key: str, count: int) -> Tensor | None:
-    """Those of so many experts (E, out), if there are some."""
+    """Biases (E, out) of `count` experts, or None."""
     bias = w.bias(key)
     return bias and bias.view(count, bias.size // count)
 

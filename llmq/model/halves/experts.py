@@ -10,12 +10,12 @@ rows, of which each expert multiplies those of its own. No row is dropped, and n
 the routing. The router's decisions are kept from forward to backward, whatever else is computed
 again: they are a few bytes of each row.
 
-A weight stands behind `experts_down`, but backward reads no output of it:
+A row's weight multiplies the output of `experts_down`, but backward does not read that output:
 
     d_act = weight * (d_out @ experts_down)        d_weight = act . (d_out @ experts_down)
                                                               + d_out . bias
 
-The kernel of act's gradient makes act again, so that it is kept in paired experts alone.
+The kernel of act's gradient computes act again, so that only paired experts keep act.
 """
 
 from contextlib import AbstractContextManager, ExitStack
@@ -41,11 +41,11 @@ from llmq.ops.quantize.fp8_scale import abs_max
 
 
 class _Saved(NamedTuple):
-    """The tensors kept of one layer. router_logits: F32 (S, E). chosen: I32 (S, K), the experts of
-    a row. weights: F32 (S, K), of these. order: I32 (R,), the row and choice s * K + k that each
-    sorted row is. place: I32 (S, K), the sorted row of each choice. starts: I32 (E+1,), where each
-    expert's rows begin. up: (R, 2F). act: (R, F). shared: of the shared expert. unscaled: F32 (S,
-    K), weights without trained factors of experts; None without such factors."""
+    """Tensors of one layer that backward reads. router_logits: F32 (S, E). chosen: I32 (S, K), the
+    experts of a row. weights: F32 (S, K), of these. order: I32 (R,), the row and choice s * K + k
+    that each sorted row is. place: I32 (S, K), the sorted row of each choice. starts: I32 (E+1,),
+    where each expert's rows begin. up: (R, 2F). act: (R, F). shared: of the shared expert.
+    unscaled: F32 (S, K), weights without trained factors of experts; None without such factors."""
 
     router_logits: Tensor
     chosen: Tensor
@@ -65,17 +65,17 @@ class ExpertsHalf:
     def __init__(self, shared: ModelContext):
         self.dev, self.routers = shared.dev, Linear(shared.dev)
         self.norms = shared.norms
-        config, its, self.operands = shared.config, shared.config.experts, shared.operands
+        config, experts, self.operands = shared.config, shared.config.experts, shared.operands
         self.eps, self.gelu = config.norm_eps, config.activation == "geglu"
         if config.arch.beside_mlp:  # of the router's own norm
             self.routers.alpha = config.hidden_size**-0.5
-        self.clamp = None if its.alpha is None else (its.alpha, its.limit)
-        rows = shared.options.batch.micro_tokens * its.active
+        self.clamp = None if experts.alpha is None else (experts.alpha, experts.limit)
+        rows = shared.options.batch.micro_tokens * experts.active
         self.linear = ExpertLinear(shared, rows)
-        scale = its.scale * shared.config.residual_multiplier
-        self.scores = {"scale": scale, "renormalize": its.renormalize}
+        scale = experts.scale * shared.config.residual_multiplier
+        self.scores = {"scale": scale, "renormalize": experts.renormalize}
         self.scores["kind"] = "sigmoid" if shared.config.arch.sigmoid else "softmax"
-        shares = its.shared_size is not None
+        shares = experts.shared_size is not None
         self.shared, self.balance = SharedExpert(shared) if shares else None, shared.balance
 
     def keeps_input(self, recompute: Recompute) -> bool:
@@ -177,8 +177,7 @@ class ExpertsHalf:
     def _activate(self, up: Tensor, to: OutBuffers) -> None:
         """Write SwiGLU, clamped or not, of up (R, 2F) to the buffers of the activation (R, F)."""
         if self.clamp is None:
-            how = {"gelu": self.gelu, "abs_max": to.abs_max, "fp8": to.fp8}
-            swiglu.forward(self.dev, to.tensor, up, **how)
+            swiglu.forward(self.dev, to.tensor, up, gelu=self.gelu, abs_max=to.abs_max, fp8=to.fp8)
             return
         with ExitStack() as temps:
             act = self._tensor_of(temps, to, (up.shape[0], up.shape[1] // 2), up.dtype)

@@ -129,8 +129,10 @@ class LatentHalf:
 
     def _rotate(self, x: Tensor, queries: int, keys: int) -> None:
         """RoPE of heads (rows, n * Hd), in place."""
-        how = (self.turn.table, queries, keys, self.starts, self.turn.channels)
-        rope.forward(self.dev, self._by_head(x), *how)
+        rope.forward(
+            self.dev, self._by_head(x), self.turn.table, queries, keys, self.starts,
+            self.turn.channels,
+        )  # fmt: skip
 
     # -- forward ---------------------------------------------------------------------------------
 

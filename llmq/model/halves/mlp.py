@@ -3,10 +3,10 @@
     x -> up -> swiglu|geglu|gelu|relu2 -> down -> out
 
 Dimensions: rows = B*T, C channels, F width; the up product of a gated MLP has 2F columns. The
-activation is the epilogue of the up product, and its gradient that of the down product's input
-gradient (`ops/product/product.py`). `operands` turns a tensor into what products multiply: with fp8
-codes and a scale, without it the tensor itself. With --mlp-dtype e4m3 the two products in front of
-an activation write fp8 codes, too: mlp_up, and the gradient of the activation's output.
+activation is the epilogue of the up product; the activation's gradient is the epilogue of the down
+product's input gradient (`ops/product/product.py`). `operands` turns a tensor into an operand of
+products: fp8 codes and a scale, or the tensor itself. With --mlp-dtype e4m3 the two products in
+front of an activation write fp8 codes, too: mlp_up, and the gradient of the activation's output.
 """
 
 from contextlib import ExitStack
@@ -28,8 +28,8 @@ from llmq.model.halves.half import ModelContext
 
 
 class _Saved(NamedTuple):
-    """The tensors kept of one layer. mlp_up: (rows, F), or of a gated MLP (rows, 2F). mlp_act:
-    (rows, F)."""
+    """Tensors of one layer that backward reads. mlp_up: (rows, F), or of a gated MLP (rows, 2F).
+    mlp_act: (rows, F)."""
 
     mlp_up: Activation
     mlp_act: Activation
@@ -82,7 +82,7 @@ class MlpHalf:
         self, ctx: LayerContext, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
         """d_out: gradient of the half's output (rows, C). Overwrites d_x (rows, C); inside: always
-        so. inputs: as of recompute; mlp_up is overwritten unless it is codes."""
+        so. inputs: of recompute; overwrites mlp_up unless it is codes."""
         (x, up), operands, saved = inputs, self.operands, ctx.layer.saved
         with ExitStack() as temps:
             d_up = self._up_gradient_buffers(temps, ctx, up)  # (rows, 2F)
@@ -104,8 +104,8 @@ class MlpHalf:
             self.linear.weight_gradients(ctx, "up", d_up, x)
 
     def _up_gradient_buffers(self, temps: ExitStack, ctx: LayerContext, up: Result) -> OutBuffers:
-        """Buffers of mlp_up's gradient: its own memory, which is not read again, unless that holds
-        codes and is too small."""
+        """Buffers of mlp_up's gradient: mlp_up's memory, unless it holds codes, which are too
+        small."""
         saved, bias = ctx.layer.saved.mlp_up, ctx.g.bias("up") is not None
         out = up
         if isinstance(up, ProductCodes):

@@ -44,7 +44,7 @@ class SharedExpert:
         self.dev, self.linear, self.routers = shared.dev, shared.linear, Linear(shared.dev)
         self.operands = shared.operands
         self.gated = shared.config.arch.shared_gated
-        if self.gated:  # each row is its own only choice
+        if self.gated:  # each row chooses one expert
             rows = shared.options.batch.micro_tokens
             places = np.arange(rows, dtype=np.int32)[:, None]
             self._places = self.dev.constant("shared_places", places, I32, "Activations")

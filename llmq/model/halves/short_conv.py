@@ -19,7 +19,8 @@ from llmq.ops.pointwise.elementwise import multiply
 
 
 class _Saved(NamedTuple):
-    """The tensors kept of one layer. conv_in: (rows, 3C). conv_gated: (rows, C), never kept."""
+    """Tensors of one layer that backward reads. conv_in: (rows, 3C). conv_gated: (rows, C), never
+    kept."""
 
     conv_in: Activation
     conv_gated: Activation
@@ -63,7 +64,7 @@ class ShortConvHalf:
         self.linear.forward(ctx, "conv_o", out, x, addend)
 
     def _gated(self, ctx: LayerContext, temps: ExitStack, conv_in: Tensor) -> tuple[Tensor, Tensor]:
-        """The output product's input, and what the convolution puts out, (rows, C) each."""
+        """The output product's input, and the convolution's output, (rows, C) each."""
         C, starts, before = self.C, self.starts, None
         if ctx.layer.cache is not None:  # where texts begin the state is 0
             starts, before = None, ctx.layer.cache["before"]
@@ -78,8 +79,8 @@ class ShortConvHalf:
     # -- backward --------------------------------------------------------------------------------
 
     def recompute(self, ctx: LayerContext) -> tuple[Operand | None, Tensor, Tensor, Operand | None]:
-        """x (rows, C); conv_in; what the convolution puts out; conv_gated as the output product's
-        operand. x and the operand are None where no gradient needs them."""
+        """x (rows, C), conv_in, the convolution's output, and conv_gated as the output product's
+        operand. x and the operand are None if no gradient needs them."""
         r, x, o_input = ctx.layer.recompute, None, None
         conv_in = ctx.layer.saved.conv_in.place(self.dev, ctx.temps)
         if r.qkv or self.linear.needs_input(ctx, "conv_in"):

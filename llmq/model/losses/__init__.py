@@ -1,5 +1,4 @@
-"""Losses: one file each; everything else asks them for their sums, their weights of rows, and the
-numbers that reports have of them."""
+"""Losses, one file each: their inputs, statistics, weights of rows, and reported numbers."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -11,15 +11,15 @@ from llmq.base.dtypes import F32
 from llmq.base.step_inputs import ARRAYS, Input
 from llmq.base.tensor import Tensor
 from llmq.model.losses.cross_entropy import TokenCrossEntropy
-from llmq.model.losses.loss import Rows
+from llmq.model.losses.loss import LossContext, Rows
+from llmq.ops.common import LogitRows
 from llmq.ops.loss import cross_entropy
-from llmq.options.groups.batch import BatchOptions
 from llmq.options.groups.optim import OptimOptions
 from llmq.runtime.device import Device
 
 
 class ArrayLoss(TokenCrossEntropy):
-    """A loss of one's own: a subclass with a `name` overrides `row_weights`, `of_logits` or both,
+    """Base of a user's loss: a subclass with a `name` overrides `row_weights`, `of_logits` or both,
     and is passed to `llmq.Trainer(loss=...)`.
 
     The methods compute with `xp`, which is NumPy on the CPU and CuPy on a GPU. A GPU captures their
@@ -29,7 +29,7 @@ class ArrayLoss(TokenCrossEntropy):
 
     name: the word of --loss. arrays: names of float32 arrays (B, T) that come with each batch, in
     `Batch.named` or in files FILE.NAME.npy beside token files. ahead: whether `row_weights` reads
-    losses, so that the head makes its logits twice. largest: as of `Loss`, for an fp8 head.
+    losses, so that the head makes its logits twice. largest: see `Loss`, for an fp8 head.
     """
 
     arrays: ClassVar[tuple[str, ...]] = ()
@@ -44,7 +44,7 @@ class ArrayLoss(TokenCrossEntropy):
 
     def of_logits(self, xp: ModuleType, logits: Any, targets: Any, **arrays: Any) -> tuple:
         """Losses float32 (rows,), and their gradients float32 (rows, V) by the logits of their row,
-        for some rows of the micro-batch; without this method they are those of cross-entropy.
+        for some rows of the micro-batch; without this method losses are cross-entropy.
 
         logits: float32 (rows, V). targets: int32 (rows,), 0 where masked, where results do not
         count. arrays: float32 (rows,) by name.
@@ -55,20 +55,18 @@ class ArrayLoss(TokenCrossEntropy):
 
     @classmethod
     def overrides(cls, method: str) -> bool:
-        """Whether the subclass has this method."""
+        """True if the subclass has this method."""
         return getattr(cls, method) is not getattr(ArrayLoss, method)
 
-    def __init__(
-        self, dev: Device, batch: BatchOptions, optim: OptimOptions, named: Mapping[str, Tensor]
-    ):
-        super().__init__(dev, batch, optim, named)
-        shape, self._weights = (batch.batch_size, batch.local_seq_len), None
+    def __init__(self, ctx: LossContext):
+        super().__init__(ctx)
+        shape, self._weights = (ctx.batch.batch_size, ctx.batch.local_seq_len), None
         if self.overrides("row_weights"):
-            self._weights = dev.alloc("row_weights", shape, F32, "Activations")
+            self._weights = ctx.dev.alloc("row_weights", shape, F32, "Activations")
         self._rows = None
         if self.overrides("of_logits"):
             self._rows = ArrayRows(
-                self, [self.named[n].view(batch.micro_tokens) for n in self.arrays]
+                self, [self.named[n].view(ctx.batch.micro_tokens) for n in self.arrays]
             )
 
     @classmethod
@@ -81,7 +79,7 @@ class ArrayLoss(TokenCrossEntropy):
         return inf
 
     def weights(self, rows: Rows) -> Tensor | None:
-        """One call of the array function."""
+        """Weights of rows, by one call of row_weights."""
         if self._weights is None:
             return None
 
@@ -97,7 +95,7 @@ class ArrayLoss(TokenCrossEntropy):
         return self._rows
 
     def add(self, stats: Tensor, rows: Rows) -> None:
-        """The weights are those of these losses, also in a validation."""
+        """Add losses times weights, in validations, too."""
         weights = self.weights(rows)
         cross_entropy.stats(self.dev, stats, rows.losses, rows.lse, rows.targets, weights)
 
@@ -109,24 +107,13 @@ class ArrayRows(NamedTuple):
     arrays: Sequence[Tensor]
 
     def rows(self, start: int, stop: int) -> ArrayRows:
-        """Those of these rows alone."""
+        """The losses of these rows alone."""
         return self._replace(arrays=[array.rows(start, stop) for array in self.arrays])
 
-    def launch(
-        self,
-        dev: Device,
-        logits: Tensor,
-        losses: Tensor,
-        lse: Tensor,
-        targets: Tensor,
-        weights: Tensor | None,
-        vocab_size: int,
-        *,
-        gradient: bool,
-    ) -> None:
-        """Replaces logits by the gradient of the losses times weights; masked rows, and columns >=
-        vocab_size, have none. Without a gradient logits stay. lse: log-sum-exp of the row."""
-        names, wide = self.loss.arrays, logits.dtype is F32
+    def launch(self, dev: Device, rows: LogitRows, *, gradient: bool) -> None:
+        """Replace logits by the gradient of the losses times weights, 0 in masked rows and in
+        columns >= vocab_size. Without a gradient logits stay. lse: log-sum-exp of the row."""
+        names, wide, vocab_size = self.loss.arrays, rows.logits.dtype is F32, rows.vocab_size
 
         def work(xp: ModuleType, logits: Any, losses: Any, lse: Any, targets: Any, *more: Any):
             named, factors = dict(zip(names, more, strict=False)), more[len(names) :]
@@ -142,8 +129,8 @@ class ArrayRows(NamedTuple):
                 logits[:, :vocab_size] = slopes if wide else rounded(xp, slopes)
                 logits[:, vocab_size:] = 0
 
-        given = [*self.arrays, *([] if weights is None else [weights])]
-        dev.compute(work, logits, losses, lse, targets, *given)
+        weights = [] if rows.weights is None else [rows.weights]
+        dev.compute(work, *rows[:4], *self.arrays, *weights)
 
 
 def widened(xp: ModuleType, bits: Any) -> Any:

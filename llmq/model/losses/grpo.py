@@ -7,25 +7,22 @@ from typing import ClassVar
 from llmq.base.dtypes import F32
 from llmq.base.step_inputs import ARRAYS, SCORES, Input
 from llmq.base.tensor import Tensor
-from llmq.model.losses.loss import Loss, Rows
+from llmq.model.losses.loss import Loss, LossContext, Rows
 from llmq.ops.loss import grpo
 from llmq.ops.loss.grpo import Samples
-from llmq.options.groups.batch import BatchOptions
 from llmq.options.groups.optim import OptimOptions
 from llmq.ref.loss.grpo import CAPPED, PER_DOCUMENT, PER_TOKEN, SEQUENCE, SUMS, TOKEN, Form
-from llmq.runtime.device import Device
 
 
 class Grpo(Loss):
-    """GRPO: each token's advantage times the ratio of its probability to that of the model which
-    has sampled, where this ratio is in bounds. The loss is a mean over documents of means over
-    their trained tokens. With beta the divergence from a reference is added, whose
-    log-probabilities are "scores": the ratio times exp(g) - g - 1, where g is their difference from
-    those of the model.
+    """GRPO: each token's advantage times the ratio of the token's probability to the sampling
+    model's, clipped to bounds. The loss is a mean over documents of means over trained tokens. With
+    beta the divergence from a reference is added: the ratio times exp(g) - g - 1, where g is the
+    reference's log-probability ("scores") less the model's.
 
     Its numbers are means over tokens: ratio; clipped, the part whose ratio is out of bounds; drift,
     |log-probability - that of sampling|; kl, with beta the divergence from the reference; entropy,
-    -log-probability, an estimate where the model itself has sampled at temperature 1."""
+    -log-probability, an estimate if the model itself sampled at temperature 1."""
 
     name = "grpo"
     sums = SUMS
@@ -34,14 +31,12 @@ class Grpo(Loss):
     kind: ClassVar[int] = TOKEN
     per: ClassVar[int] = PER_DOCUMENT
 
-    def __init__(
-        self, dev: Device, batch: BatchOptions, optim: OptimOptions, named: Mapping[str, Tensor]
-    ):
-        super().__init__(dev, batch, optim, named)
-        shape = batch.batch_size, batch.local_seq_len
-        self._weights = dev.alloc("weights", shape, F32, "Activations")
-        self._sums = dev.alloc("document sums", (3, *shape), F32, "Activations")
-        self.form = self._form(optim)
+    def __init__(self, ctx: LossContext):
+        super().__init__(ctx)
+        shape = ctx.batch.batch_size, ctx.batch.local_seq_len
+        self._weights = ctx.dev.alloc("weights", shape, F32, "Activations")
+        self._sums = ctx.dev.alloc("document sums", (3, *shape), F32, "Activations")
+        self.form = self._form(ctx.optim)
 
     @classmethod
     def inputs(cls, optim: OptimOptions) -> tuple[Input, ...]:

@@ -26,17 +26,26 @@ class Rows(NamedTuple):
     starts: Tensor | None = None
 
 
-class Loss(ABC):
-    """The objective of a run: a sum over rows, of which each has a weight, divided by a count.
+class LossContext(NamedTuple):
+    """Device, normalized options, and tensors of a loss's `inputs` by name, of a micro-batch."""
 
-    The gradient of row r is weights[r] times that of its token's cross-entropy (z-loss included),
-    and 0 where its target is masked. All of it is divided once, by the "count" of the whole step;
-    "loss" / "count" is the loss that is reported, and what a limit of the guard is for.
+    dev: Device
+    batch: BatchOptions
+    optim: OptimOptions
+    named: Mapping[str, Tensor]
+
+
+class Loss(ABC):
+    """The objective of a run: a weighted sum of rows' losses, divided by a count.
+
+    The gradient of row r is weights[r] times the gradient of the token's cross-entropy (z-loss
+    included), 0 if the target is masked. The step divides gradients by its "count"; "loss" /
+    "count" is the reported loss, which the guard judges.
 
     name: the word of --loss with an LM head. sums: names of the loss's statistics, added over
-    micro-batches and ranks. maxima: the sums of which the largest counts, at least 0. ahead:
-    whether weights need the losses of the whole micro-batch, so that the head makes its logits
-    twice. largest: the largest absolute value of a weight, for an fp8 head, whose codes of
+    micro-batches and ranks. maxima: sums that are maxima over micro-batches and ranks, at least 0.
+    ahead: True if weights need the losses of the whole micro-batch, so that the head computes
+    logits twice. largest: the largest absolute value of a weight, for an fp8 head, whose codes of
     gradients are clamped beyond it, and round weights that are no powers of two to within 1/8.
     validated: the numbers that validations report, too. shown: the validated numbers beside the
     loss on the console.
@@ -50,11 +59,8 @@ class Loss(ABC):
     validated: ClassVar[tuple[str, ...]] = ()
     shown: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(
-        self, dev: Device, batch: BatchOptions, optim: OptimOptions, named: Mapping[str, Tensor]
-    ):
-        """batch, optim: normalized. named: tensors of the `inputs` by name, of each micro-batch."""
-        self.dev, self.named = dev, named
+    def __init__(self, ctx: LossContext):
+        self.dev, self.named = ctx.dev, ctx.named
 
     @classmethod
     def inputs(cls, optim: OptimOptions) -> tuple[Input, ...]:
@@ -68,13 +74,13 @@ class Loss(ABC):
 
     @classmethod
     def guessing(cls, optim: OptimOptions, outputs: int) -> float:
-        """The loss of a model that knows nothing; outputs: of its head. The guard takes a multiple
-        of it for a bad step while it knows no usual one."""
+        """The loss of an untrained model. outputs: of its head. In a run's first steps the guard
+        judges losses by a multiple of this value."""
         return log(outputs)
 
     @classmethod
     def stat(cls) -> dict[str, int]:
-        """Where each statistic of a step is, those of all losses first."""
+        """Index of each statistic of a step; statistics of all losses come first."""
         return {name: index for index, name in enumerate((*STATS, *cls.sums))}
 
     def prepare(self, rows: Rows) -> None:  # noqa: B027 - most have nothing
@@ -82,13 +88,13 @@ class Loss(ABC):
         ahead: called once before both. Launches, and collectives that all ranks make."""
 
     def weights(self, rows: Rows) -> Tensor | None:
-        """F32 (B, T); None: all are 1. Only launches. rows: losses and lse are those of the
-        micro-batch before, unless the loss looks ahead."""
+        """F32 (B, T); None: all are 1. Only launches. rows: losses and lse are the previous
+        micro-batch's, unless `ahead`."""
         return None
 
     def divisor(self) -> Tensor | None:
-        """F32 (B, T): weights of targets, of which "count" is the sum; None: all are 1, or "count"
-        is no sum over targets."""
+        """Weights of targets, F32 (B, T), whose sum is "count"; None: all are 1, or "count" is no
+        sum over targets."""
         return None
 
     @abstractmethod

@@ -10,12 +10,10 @@ import numpy as np
 from llmq.base.dtypes import F32, F64
 from llmq.base.step_inputs import PAIRS, SCORES, TOKEN, Input
 from llmq.base.tensor import Tensor
-from llmq.model.losses.loss import Loss, Rows
+from llmq.model.losses.loss import Loss, LossContext, Rows
 from llmq.ops.loss import pairs
-from llmq.options.groups.batch import BatchOptions
 from llmq.options.groups.optim import OptimOptions
 from llmq.ref.loss.pairs import IPO, KTO, ORPO, SIGMOID, SUMS, Documents, Form, of_pair
-from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 
 PARTNER = Input("partner", per=TOKEN, sidecar=PAIRS)
@@ -38,15 +36,13 @@ class Preferences(Loss):
     kind: ClassVar[int] = SIGMOID
     referenced: ClassVar[bool] = True
 
-    def __init__(
-        self, dev: Device, batch: BatchOptions, optim: OptimOptions, named: Mapping[str, Tensor]
-    ):
-        super().__init__(dev, batch, optim, named)
-        shape = batch.batch_size, batch.local_seq_len
-        self._weights = dev.alloc("weights", shape, F32, "Activations")
-        self._sums = dev.alloc("pair sums", (3, *shape), F32, "Activations")
+    def __init__(self, ctx: LossContext):
+        super().__init__(ctx)
+        shape = ctx.batch.batch_size, ctx.batch.local_seq_len
+        self._weights = ctx.dev.alloc("weights", shape, F32, "Activations")
+        self._sums = ctx.dev.alloc("pair sums", (3, *shape), F32, "Activations")
         self._shift: Tensor | None = None
-        self.form = self._form(optim)
+        self.form = self._form(ctx.optim)
 
     @classmethod
     def inputs(cls, optim: OptimOptions) -> tuple[Input, ...]:
@@ -128,14 +124,12 @@ class Kto(Preferences):
     kind = KTO
     validated = (*Preferences.validated, "kl")
 
-    def __init__(
-        self, dev: Device, batch: BatchOptions, optim: OptimOptions, named: Mapping[str, Tensor]
-    ):
-        super().__init__(dev, batch, optim, named)
-        self._shift = dev.alloc("shift", (1,), F32, "Activations")
-        self._gained = dev.alloc("gained", (dev.mesh.size(), 2), F64, "Activations")
-        dev.zero(self._gained)  # ranks that are silent in a rehearsal write nothing
-        self._lane = Lane(dev, arrive="comm")
+    def __init__(self, ctx: LossContext):
+        super().__init__(ctx)
+        self._shift = ctx.dev.alloc("shift", (1,), F32, "Activations")
+        self._gained = ctx.dev.alloc("gained", (ctx.dev.mesh.size(), 2), F64, "Activations")
+        ctx.dev.zero(self._gained)  # ranks that are silent in a rehearsal write nothing
+        self._lane = Lane(ctx.dev, arrive="comm")
         self._lane.add("gained")
 
     @classmethod

@@ -1,23 +1,21 @@
-"""Losses of a score head, which says one thing of each document, behind its last token."""
+"""Losses of a score head, which scores each document behind the last token."""
 
 from collections.abc import Mapping
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Tensor
 from llmq.model.losses.cross_entropy import TokenCrossEntropy
-from llmq.model.losses.loss import Rows
+from llmq.model.losses.loss import LossContext, Rows
 from llmq.model.losses.preferences import SimPo
 from llmq.ops.loss import distill
 from llmq.ops.loss.labels import Labels
-from llmq.options.groups.batch import BatchOptions
 from llmq.options.groups.optim import OptimOptions
 from llmq.ref.loss.pairs import SIGMOID, Form
-from llmq.runtime.device import Device
 
 
-def _labels(dev: Device, batch: BatchOptions, *, linear: bool) -> Labels:
-    rows = batch.micro_tokens
-    return Labels(dev.alloc("hits", (rows,), F32, "Activations"), linear)
+def _labels(ctx: LossContext, *, linear: bool) -> Labels:
+    hits = ctx.dev.alloc("hits", (ctx.batch.micro_tokens,), F32, "Activations")
+    return Labels(hits, linear)
 
 
 class Classes(TokenCrossEntropy):
@@ -26,11 +24,9 @@ class Classes(TokenCrossEntropy):
     sums = (*TokenCrossEntropy.sums, "hits")
     validated = shown = ("accuracy",)
 
-    def __init__(
-        self, dev: Device, batch: BatchOptions, optim: OptimOptions, named: Mapping[str, Tensor]
-    ):
-        super().__init__(dev, batch, optim, named)
-        self._of_rows = _labels(dev, batch, linear=False)
+    def __init__(self, ctx: LossContext):
+        super().__init__(ctx)
+        self._of_rows = _labels(ctx, linear=False)
 
     def of_rows(self) -> Labels:
         return self._of_rows
@@ -45,16 +41,14 @@ class Classes(TokenCrossEntropy):
 
 
 class Reward(SimPo):
-    """Bradley and Terry's: -log sigmoid of what the chosen answer scores above the rejected one.
-    Its numbers are those of all pairs; rewards are the scores."""
+    """Bradley-Terry loss: -log sigmoid(score of the chosen answer - score of the rejected one).
+    Numbers: see Preferences; rewards are the scores."""
 
     kind = SIGMOID
 
-    def __init__(
-        self, dev: Device, batch: BatchOptions, optim: OptimOptions, named: Mapping[str, Tensor]
-    ):
-        super().__init__(dev, batch, optim, named)
-        self._of_rows = _labels(dev, batch, linear=True)
+    def __init__(self, ctx: LossContext):
+        super().__init__(ctx)
+        self._of_rows = _labels(ctx, linear=True)
 
     @classmethod
     def _form(cls, optim: OptimOptions) -> Form:

@@ -1,4 +1,4 @@
-"""Cross-entropy of tokens, each times a weight: of any sign from scores, or that of its message."""
+"""Weighted cross-entropy: weights of any sign from score files, or weights of messages."""
 
 from collections.abc import Mapping
 from math import inf, nan
@@ -36,8 +36,8 @@ class Weighted(TokenCrossEntropy):
 
 
 class MessageWeights(TokenCrossEntropy):
-    """Weights from 0 to 1 that messages have in the token files. The loss is a mean by weight: the
-    sum of weighted losses over that of weights, of all ranks and micro-batches. So is loss_1k."""
+    """Weights from 0 to 1 of messages in the token files. The loss is a weighted mean, over all
+    ranks and micro-batches; so is loss_1k."""
 
     sums = (*TokenCrossEntropy.sums, "tokens")
 

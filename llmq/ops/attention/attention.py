@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped key/value heads, forward and backward."""
+"""Causal self-attention with grouped key/value heads: launchers of forward and backward."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,10 +18,7 @@ from llmq.runtime.attention_parts import (
     splits_query_heads,
 )
 from llmq.runtime.cost import BESIDE_ATTENTION, Heads, attention_cost
-from llmq.runtime.cudnn import (
-    FORWARD_WORKSPACE_BYTES,
-    divided_workspace_bytes,
-)
+from llmq.runtime.cudnn import FORWARD_WORKSPACE_BYTES, divided_workspace_bytes
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
@@ -36,10 +33,7 @@ _MASK = "i32[batch,seq_len]? starts, i32 window, f32 scale"
 # Shapes of packed heads, of query heads, and of statistics of their rows.
 _QKV, _OUT = "[batch,seq_len,num_heads + 2*num_kv_heads,Hd]", "[batch,seq_len,num_heads,Hd]"
 _ROWS = "f32[batch,num_heads,seq_len]"
-_RULES = {
-    "where": "num_kv_heads >= 1, num_heads % num_kv_heads",
-    "gpu": f"Hd <= {MAX_HEAD_DIM}",
-}
+_RULES = {"where": "num_kv_heads >= 1, num_heads % num_kv_heads", "gpu": f"Hd <= {MAX_HEAD_DIM}"}
 FORWARD = Kernel(
     "attention/attention.cu",
     "attention_forward",
@@ -81,17 +75,20 @@ CUDNN_BACKWARD = Kernel(
 )
 
 
-def _expect_backends(op: str, qkv: Tensor, backends: tuple[str, ...]) -> None:
-    for backend in backends:
-        if backend not in BACKENDS:
-            raise ValueError(f"{op}: backend must be one of {BACKENDS}, got {backend!r}")
-        if backend == "cudnn" and qkv.dtype != BF16:
+def _backends(op: str, qkv: Tensor, backend: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Names of the allowed backends. ValueError for an unknown name, TypeError for a dtype that
+    cuDNN does not take."""
+    backends = (backend,) if isinstance(backend, str) else backend
+    for name in backends:
+        if name not in BACKENDS:
+            raise ValueError(f"{op}: backend must be one of {BACKENDS}, got {name!r}")
+        if name == "cudnn" and qkv.dtype != BF16:
             raise TypeError(f"{op}: the cudnn backend needs BF16, got {qkv.dtype.label}")
+    return backends
 
 
 def _heads(op: str, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """x in the shape (B,T,Hq,Hd). Raises ValueError unless x has that, or heads as one
-    dimension."""
+    """x viewed as shape, (B,T,Hq,Hd). ValueError unless x has this shape or (B,T,Hq*Hd)."""
     batch, seq_len, num_heads, head_dim = shape
     if x.shape not in (shape, (batch, seq_len, num_heads * head_dim)):
         raise ValueError(f"{op}: {name} must have shape {shape}, got {x.shape}")
@@ -99,35 +96,32 @@ def _heads(op: str, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _scale(op: str, scale: float | None, head_dim: int) -> float:
-    """The factor of scores; None: 1 / sqrt(Hd)."""
+    """Factor of scores; None: 1 / sqrt(Hd)."""
     scale = head_dim**-0.5 if scale is None else scale
     if not 0 < scale < inf:
         raise ValueError(f"{op}: scale must be positive, got {scale}")
     return scale
 
 
-def _names(backend: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (backend,) if isinstance(backend, str) else backend
-
-
 def _choose(
     op: str,
     dev: Device,
     backends: tuple[str, ...],
-    ways: dict[str, Callable[[], None]],
+    launches: dict[str, Callable[[], None]],
     qkv: Tensor,
     num_heads: int,
     mask: AttentionMask,
 ) -> None:
-    """One of these backends' ways. Chunks tell no choice from another, as they change no bit."""
+    """Launch the only backend, or the one that Device.choose takes for these sizes. Chunks are not
+    part of the key, because they change no bit."""
     if len(backends) == 1:
-        ways[backends[0]]()
+        launches[backends[0]]()
         return
     batch, seq_len, heads, head_dim = qkv.shape
     window = "" if mask.window is None else f" window {mask.window}"
     sizes = f"{num_heads}/{(heads - num_heads) // 2} heads of {head_dim}"
     work = f"{op} {batch}x{seq_len} {sizes} {qkv.dtype.name}{window}"
-    dev.choose(work, {name: ways[name] for name in backends})
+    dev.choose(work, {name: launches[name] for name in backends})
 
 
 def forward(
@@ -145,16 +139,16 @@ def forward(
     """out = softmax(scale * q k^T, causal) v for each head; lse for the backward.
 
     qkv: query heads, then key heads, then value heads; query head h uses key/value head h //
-    (Hq/Hkv). out: (B,T,Hq,Hd) or (B,T,Hq*Hd). lse: log of the softmax's denominator, natural
-    logarithm. mask: the keys that queries see; starts with "native" alone. scale: factor of scores,
-    rounded to F32; None: 1 / sqrt(Hd). backend: "native", cu/attention/attention.cu; "cudnn", the
-    library, BF16 only; several: as Device.choose takes ways.
+    (Hq/Hkv). out: (B,T,Hq,Hd) or (B,T,Hq*Hd). lse: natural logarithm of the softmax's denominator.
+    mask: the keys that queries see; `starts` needs "native". scale: factor of scores, rounded to
+    F32; None: 1 / sqrt(Hd). backend: "native", cu/attention/attention.cu; "cudnn", the library,
+    BF16 only; several names: Device.choose takes one.
 
-    Cost:    2*B*Hq*T*T*Hd FLOPs (half of the square), or less by what is not seen; one launch;
-             cudnn takes a workspace.
+    Cost:    2*B*Hq*T*T*Hd FLOPs (half of the square), less with a mask; one launch; cudnn takes a
+             workspace.
     """
-    op, backends = "attention.forward", _names(backend)
-    _expect_backends(op, qkv, backends)
+    op = "attention.forward"
+    backends = _backends(op, qkv, backend)
     batch, seq_len, head_dim = FORWARD.dims(qkv=qkv, num_heads=num_heads, num_kv_heads=num_kv_heads)
     out = _heads(op, "out", out, (batch, seq_len, num_heads, head_dim))
     mask = mask.within(op, seq_len, backends)
@@ -201,21 +195,21 @@ def backward(
     deterministic: bool = True,
     kernel: Callable[..., None] | None = None,
 ) -> None:
-    """Gradient of attention: probabilities are computed again from lse.
+    """Gradient of attention; probabilities are computed again from lse.
 
-    d_qkv: every element is written. d_out, out: (B,T,Hq,Hd) or (B,T,Hq*Hd). lse, mask, scale: of
-    the forward. chunks: pieces that the batch is cut into, one after another, to share a workspace;
-    with cudnn up to B*Hq, of which those beyond B cut the heads. backend: of the forward or another
-    one, as there. kernel: what "native" means here, of ops.attention.attention_backward.chosen().
+    d_qkv: every element is written. d_out, out: (B,T,Hq,Hd) or (B,T,Hq*Hd). lse, mask, scale: those
+    of forward. chunks: pieces of the batch, one after another, that share a workspace; with cudnn
+    up to B*Hq, and chunks beyond B cut the heads. backend: as in forward; the backends of both
+    directions may differ. kernel: of attention_backward.chosen(), in the place of "native".
     deterministic: False lets cudnn add in any order, for less workspace; native always is.
 
-    Cost:    5*B*Hq*T*T*Hd FLOPs (half of the square, or less by what is not seen; native spends 7,
-             or 8 where Hd > 128); native: two launches a chunk, workspace 4*B*Hq*T/chunks bytes,
-             chunks beyond B do nothing; cudnn: one or two, about 2*B*Hq*T*T/chunks.
+    Cost:    5*B*Hq*T*T*Hd FLOPs (half of the square, less with a mask; native spends 7, or 8 where
+             Hd > 128); native: two launches a chunk, workspace 4*B*Hq*T/chunks bytes, chunks
+             beyond B change nothing; cudnn: one or two launches, about 2*B*Hq*T*T/chunks bytes.
     """
-    op, backends = "attention.backward", _names(backend)
-    _expect_backends(op, qkv, backends)
-    # All sequences, as launches check the parts that they are cut into.
+    op = "attention.backward"
+    backends = _backends(op, qkv, backend)
+    # Checks the whole batch; launches check chunks.
     batch, seq_len, head_dim = BACKWARD.dims(
         qkv=qkv, lse=lse, d_qkv=d_qkv, num_heads=num_heads, num_kv_heads=num_kv_heads
     )
@@ -234,26 +228,26 @@ def backward(
             _backward_cudnn(dev, part, num_heads, num_kv_heads, parts, seen, scale, deterministic)
 
     def native() -> None:
-        at_once = _fitting(lse, qkv, step, parts) if "cudnn" in backends else step
+        at_once = _native_batch(lse, qkv, step, parts) if "cudnn" in backends else step
         for part, seen in _batches(tensors, mask, at_once):
             (kernel or _backward_native)(dev, part, num_heads, num_kv_heads, seen, scale)
 
     _choose(op, dev, backends, {"native": native, "cudnn": cudnn}, qkv, num_heads, mask)
 
 
-def _fitting(lse: Tensor, qkv: Tensor, step: int, parts: int) -> int:
-    """Sequences that native takes at a time beside cudnn, which takes `step`: all of them, if their
-    sums of rows (of `own` two for each) fit into its workspace, as nearly always."""
+def _native_batch(lse: Tensor, qkv: Tensor, step: int, parts: int) -> int:
+    """Sequences of a native call where cudnn takes `step`: the whole batch if two F32 a row fit
+    into cuDNN's workspace, else `step`."""
     batch, num_heads, seq_len = lse.shape
-    heads = (num_heads, (qkv.shape[2] - num_heads) // 2)
-    there = divided_workspace_bytes(step, seq_len, *heads, qkv.shape[3], parts)
-    return batch if 2 * lse.nbytes + ALIGN <= there else step
+    num_kv_heads = (qkv.shape[2] - num_heads) // 2
+    workspace = divided_workspace_bytes(step, seq_len, num_heads, num_kv_heads, qkv.shape[3], parts)
+    return batch if 2 * lse.nbytes + ALIGN <= workspace else step
 
 
 def _batches(
     tensors: tuple, mask: AttentionMask, step: int
 ) -> Iterator[tuple[tuple, AttentionMask]]:
-    """So many sequences of these tensors at a time, and what is seen of them."""
+    """Tensors and mask of `step` sequences at a time."""
     batch = tensors[0].shape[0]
     for start in range(0, batch, step):
         stop = min(start + step, batch)
@@ -271,11 +265,10 @@ def _backward_native(
     """One chunk with our kernels; tensors: d_qkv, d_out, out, lse, qkv."""
     d_qkv, d_out, out, lse, qkv = tensors
     batch, seq_len, _, head_dim = qkv.shape
-    kind = (qkv.dtype, head_dim, mask.masked, dev.spec.small_shared)
-    tiles, consts = backward_tiles(*kind), compile_consts(*kind)
+    case = (qkv.dtype, head_dim, mask.masked, dev.spec.small_shared)
+    tiles, consts = backward_tiles(*case), compile_consts(*case)
     blocks, key_strips = ceil_div(seq_len, tiles.own), num_kv_heads * (1 + tiles.split_keys)
     starts, window = mask.args(seq_len)
-    sizes = (seq_len, num_heads, num_kv_heads, starts, window, scale)
     flops = (7 + tiles.split_keys) * batch * num_heads * mask.pairs(seq_len) * head_dim
     with dev.scratch("attention_delta", lse.shape, F32) as delta:
         dev.launch(
@@ -288,10 +281,22 @@ def _backward_native(
         )
         dev.launch(
             BACKWARD,
-            # First the blocks that own keys, which are the long ones, then those of queries.
+            # Blocks of keys, which take longest, come before blocks of queries.
             blocks * batch * (key_strips + num_heads),
             tiles.threads,
-            (d_qkv, d_out, lse, delta, qkv, *sizes),
+            (
+                d_qkv,
+                d_out,
+                lse,
+                delta,
+                qkv,
+                seq_len,
+                num_heads,
+                num_kv_heads,
+                starts,
+                window,
+                scale,
+            ),
             consts=consts,
             smem=tiles.shared,
             cost=attention_cost(BACKWARD, qkv.dtype, flops, (seq_len, head_dim, window)),
@@ -308,12 +313,13 @@ def _backward_cudnn(
     scale: float,
     deterministic: bool,
 ) -> None:
-    """Some sequences with cuDNN, their heads in parts; tensors: d_qkv, d_out, out, lse, qkv. The
-    parts that query heads add to the gradients of one key/value head are summed in the order in
-    which the library does it where it has all of them, so that parts change no bit."""
+    """One chunk with cuDNN, its heads in `parts`; tensors: d_qkv, d_out, out, lse, qkv.
+
+    Query heads of different parts may share a key/value head. sum_heads adds their terms in the
+    library's order, so that parts change no bit."""
     d_qkv, *inputs = tensors
     batch, seq_len, _, head_dim = d_qkv.shape
-    sizes, (starts, window) = (seq_len, num_heads, num_kv_heads), mask.args(seq_len)
+    sizes = (seq_len, num_heads, num_kv_heads)
     nbytes = divided_workspace_bytes(batch, *sizes, head_dim, parts, deterministic)
     with ExitStack() as temps:
         d_kv = None
@@ -321,20 +327,21 @@ def _backward_cudnn(
             shape = (2, num_heads, seq_len, head_dim)
             d_kv = temps.enter_context(dev.scratch("attention_d_kv", shape, BF16))
         with dev.scratch("cudnn_workspace", (nbytes,), U8) as workspace:
-            how = (workspace, int(deterministic), parts, *sizes, starts, window, scale)
+            starts, window = mask.args(seq_len)
+            args = (d_qkv, d_kv, *inputs, workspace, int(deterministic), parts)
             flops = 5 * batch * num_heads * mask.pairs(seq_len) * head_dim
             heads = Heads(batch, num_heads, num_kv_heads, parts)
             cost = attention_cost(CUDNN_BACKWARD, BF16, flops, (seq_len, head_dim, window), heads)
             # The library chooses its own grid and block.
-            dev.launch(CUDNN_BACKWARD, 1, 1, (d_qkv, d_kv, *inputs, *how), cost=cost)
+            dev.launch(CUDNN_BACKWARD, 1, 1, (*args, *sizes, starts, window, scale), cost=cost)
         if d_kv is not None:
             sum_heads(dev, d_qkv, d_kv)
 
 
 def sum_heads(dev: Device, d_qkv: Tensor, d_kv: Tensor) -> None:
-    """d_qkv's key and value heads = sums over their query heads, in ascending order, in F32.
+    """Key and value heads of d_qkv = sums of d_kv over their query heads, ascending, in F32.
 
-    Its query heads are left as they are. d_kv: of each query head, for keys and for values.
+    d_kv: (2, Hq, T, Hd), gradients of keys and values by query head. Query heads of d_qkv stay.
     """
     num_heads, seq_len, head_dim = SUM_HEADS.dims(d_kv=d_kv)
     num_kv_heads = (d_qkv.shape[2] - num_heads) // 2

@@ -1,5 +1,4 @@
-"""The backward of attention on Hopper, in products of its warpgroups
-(cu/attention/attention_backward.cu)."""
+"""Attention's backward on Hopper, in warpgroup products (cu/attention/attention_backward.cu)."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -14,14 +13,15 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 LOG2E = log2(e)
-ROWS = 64  # of a warpgroup's part of a tile, and of a step
+ROWS = 64  # rows of a warpgroup's part of a tile, and of a step
 THREADS = 384
 STATISTICS_THREADS = 256
 STATISTICS_LANES = 8  # threads that share a row
-STAGES = {64: 6, 128: 3}  # by head size: steps that are in shared memory or on their way to it
-OF_QUERIES = 3 / 4  # of a step of keys, which has four products
-ADDED = 4  # steps of keys: what sums that another block leaves take both
-EVENNESS = 3  # of the work's mean and of its longest tile; with 4, as it was measured on an H200
+STAGES = {64: 6, 128: 3}  # by head size: steps in shared memory or on the way there
+# Costs in steps of a tile of keys, which has four products; measured on an H200.
+OF_QUERIES = 3 / 4  # a step of a tile of queries
+ADDED = 4  # writing and reading sums that two blocks share
+EVENNESS = 3  # power mean of the average and the longest work
 
 STATISTICS = Kernel(
     "attention/attention_backward.cu",
@@ -45,10 +45,8 @@ GRADIENT = Kernel(
 
 
 def chosen(dev: Device, qkv: Tensor, mask: AttentionMask) -> Callable[..., None] | None:
-    """backward(), where it is the way to compute a gradient on a device; else None. Sequences are
-    whole steps there, and queries see all that is before them. qkv: (B,T,Hq+2*Hkv,Hd), as of
-    ops.attention.attention.backward: all of a micro-batch, so that the sums of a sequence are the
-    same whatever it is computed with."""
+    """backward() where it supports device, dtype, sizes and mask; else None. qkv: (B,T,Hq+2*Hkv,Hd)
+    of the whole micro-batch, so that chunks do not change the order of a sequence's sums."""
     batch, seq_len, _, head_dim = qkv.shape
     sees_all = mask.starts is None and sees_all_before(mask.window, seq_len)
     fits = qkv.dtype == BF16 and is_supported(dev.spec.capability, seq_len, head_dim)
@@ -56,7 +54,7 @@ def chosen(dev: Device, qkv: Tensor, mask: AttentionMask) -> Callable[..., None]
 
 
 def is_supported(capability: int, seq_len: int, head_dim: int) -> bool:
-    """Whether backward() computes such sequences, in BF16. capability: of the device, times 10."""
+    """True if backward() computes these sequences in BF16. capability: compute capability * 10."""
     return capability == CAPABILITY and head_dim in STAGES and seq_len % ROWS == 0
 
 
@@ -64,36 +62,35 @@ def shared_bytes(head_dim: int) -> int:
     """Dynamic shared memory of a block of attention_gradient."""
     stages, tile = STAGES[head_dim], ROWS * head_dim * BF16.itemsize
     own, step, statistics = 2 * 4 * tile, 2 * tile, 2 * ROWS * F32.itemsize
-    barriers = 8 * (2 * stages + 3 * 2) + 2 * 32  # and where tiles are
-    return own + stages * (step + statistics) + barriers + 1024  # to begin at a multiple of that
+    barriers = 8 * (2 * stages + 3 * 2) + 2 * 32  # with the tiles' coordinates
+    return own + stages * (step + statistics) + barriers + 1024  # for alignment to 1024
 
 
 @cache
 def part_heads(batch: int, seq_len: int, num_heads: int, num_kv_heads: int, num_sms: int) -> int:
-    """Query heads of a key head that one block computes of its tiles' gradients: fewer than all
-    where the tile that takes longest, of the first keys, which every query sees, would take long
-    beside what each multiprocessor has to do."""
+    """Query heads of a key head in one block's sums. Fewer than the whole group if the longest
+    tile, of the first keys, would take long beside the average work of a multiprocessor."""
     group, blocks = num_heads // num_kv_heads, seq_len // ROWS
     tiles = ceil_div(blocks, 2)
-    steps = tiles * (blocks - tiles + 1)  # of all tiles of a query head
+    steps = tiles * (blocks - tiles + 1)  # of all tiles of one query head
     each = (1 + OF_QUERIES) * batch * num_heads * steps / num_sms
     adding = ADDED * max(1, tiles * batch * num_kv_heads / num_sms)
 
-    def takes(parts: int) -> float:
+    def time(parts: int) -> float:
         longest = ceil_div(group, parts) * blocks
         return (each**EVENNESS + longest**EVENNESS) ** (1 / EVENNESS) + adding * (parts - 1)
 
-    return ceil_div(group, min(range(1, group + 1), key=takes))
+    return ceil_div(group, min(range(1, group + 1), key=time))
 
 
 def backward(
     dev: Device, tensors: tuple, num_heads: int, num_kv_heads: int, mask: AttentionMask,
     scale: float, *, micro_batch: int,
 ) -> None:  # fmt: skip
-    """Gradient of attention, for ops.attention.attention.backward: `own` in there.
+    """Gradient of attention: the `kernel` of ops.attention.attention.backward.
 
-    mask hides nothing. scale: of scores. micro_batch: see chosen(). tensors: d_qkv, d_out, out,
-    lse, qkv, as there; heads apart.
+    tensors: d_qkv, d_out, out, lse, qkv, as there; (B,T,heads,Hd). mask hides nothing. scale:
+    factor of scores. micro_batch: sequences of the whole micro-batch, see chosen().
 
     Cost:    7*B*Hq*T*T*Hd FLOPs; two launches; workspace 8*B*Hq*T bytes, and 8*B*Hkv*T*Hd for each
              part of query heads but the last, see part_heads().

@@ -1,4 +1,4 @@
-"""Attention whose output is gated: by channels beside each query head, or by sinks."""
+"""Gates of attention's output: sigmoid of channels beside each query head, or attention sinks."""
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
@@ -40,26 +40,22 @@ THREADS, MULTIPLE = 256, 8  # threads of a block; channels of a head
 
 
 def _launch(dev: Device, kernel: Kernel, size: int, args: tuple, head_dim: int) -> None:
-    """size: elements, a vector of them in each thread."""
+    """size: elements, one vector a thread."""
     blocks = ceil_div(size * args[0].dtype.itemsize, VECTOR_BYTES * THREADS)
-    consts, cost = {"HEAD_DIM": head_dim}, BESIDE_ATTENTION
-    dev.launch(kernel, blocks, THREADS, args, consts=consts, cost=cost)
+    dev.launch(kernel, blocks, THREADS, args, consts={"HEAD_DIM": head_dim}, cost=BESIDE_ATTENTION)
 
 
 def split(
     dev: Device, qkv: Tensor, gate: Tensor, product: Tensor, heads: int, kv_heads: int
 ) -> None:
-    """The heads of a product, each query head followed by its gate, as attention takes them.
-
-    qkv: query, key, value heads. product: q0 g0 q1 g1 ..., key, value heads.
-    """
+    """Split product, q0 g0 q1 g1 ... and key and value heads, into qkv heads and gates."""
     _split(dev, SPLIT, (qkv, gate, product), product, heads, kv_heads)
 
 
 def merge(
     dev: Device, product: Tensor, qkv: Tensor, gate: Tensor, heads: int, kv_heads: int
 ) -> None:
-    """The product whose split gives these: of gradients."""
+    """Inverse of split, for gradients."""
     _split(dev, MERGE, (product, qkv, gate), product, heads, kv_heads)
 
 
@@ -84,12 +80,12 @@ def backward(
     _launch(dev, BACKWARD, x.size, (d_x, d_gate, d_out, x, gate, x.size), MULTIPLE)
 
 
-# -- Attention's sinks: each query head has a score that gives attention to nothing
+# -- Attention sinks: one more score of each query head, of a value of zeros
 #
-# They follow any attention, as if the softmax had one more score, of a value of zeros. Attention's
-# backward needs nothing else: d_sink = - sum of exp(sink - lse) * delta, delta = d_out . out.
+# Launched behind any attention kernel, whose backward stays the same:
+# d_sink = - sum of exp(sink - lse) * delta, with delta = d_out . out.
 
-ROWS = 64  # of a split, at least
+ROWS = 64  # least rows of a split
 
 _SINKS_SIZES = "i32 batch, i32 seq_len, i32 heads"
 _ROWS, _STATISTICS = "T[batch,seq_len,heads,Hd]", "f32[batch,heads,seq_len]"
@@ -112,14 +108,10 @@ SINKS_BACKWARD = Kernel(
 def sinks_forward(dev: Device, out: Tensor, lse: Tensor, without: Tensor, sinks: Tensor) -> None:
     """out *= sigmoid(without - sink) of each head, lse = log(exp(without) + exp(sink)).
 
-    without: attention's own lse; other memory than lse.
+    without: lse of attention without sinks; other memory than lse.
     """
     *sizes, head_dim = SINKS_FORWARD.dims(out=out)
-    vectors = ceil_div(out.nbytes, VECTOR_BYTES)
-    args = (out, lse, without, sinks, *sizes)
-    consts = {"HEAD_DIM": head_dim}
-    blocks = ceil_div(vectors, THREADS)
-    dev.launch(SINKS_FORWARD, blocks, THREADS, args, consts=consts, cost=BESIDE_ATTENTION)
+    _launch(dev, SINKS_FORWARD, out.size, (out, lse, without, sinks, *sizes), head_dim)
 
 
 def sinks_backward(

@@ -32,8 +32,8 @@ SUM = Kernel(
 
 
 class Place(NamedTuple):
-    """Where heads lie in a tensor, counted in elements: the first one's begin, and the distance to
-    the next row's and to the next head's. head 0: all heads are the same."""
+    """Layout of heads in a tensor, in elements: offset of the first head, distance from row to row,
+    and from head to head. head 0: all heads are the same."""
 
     first: int
     row: int

@@ -1,7 +1,5 @@
-"""RMSNorm of queries and keys, in place in the packed QKV activation.
-
-Normalize the channels of every head, or wide: all query and all key channels of a token.
-"""
+"""RMSNorm of queries and keys, in place in the packed QKV activation: of the channels of every
+head, or wide, of all query and of all key channels of a token."""
 
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -19,11 +17,11 @@ from llmq.ops.common import (
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
-HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256  # channels of a lane, at most a warp of lanes a head
+HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256  # channels of a lane, and of a warp
 
 
 def _declared(wide: bool) -> tuple[Kernel, Kernel]:
-    """Forward and backward, of rows that are heads, or as wide as all heads."""
+    """Forward and backward kernels of rows that are heads, or wide."""
     qkv = "T[batch,seq_len,num_heads + 2*num_kv_heads,Hd]"
     raw = "T[batch,seq_len,num_heads + num_kv_heads,Hd]"
     queries, keys, rows = "Hd", "Hd", "num_heads + num_kv_heads"
@@ -55,12 +53,12 @@ QK_NORM_FORWARD, QK_NORM_BACKWARD = _declared(wide=False)
 WIDE_FORWARD, WIDE_BACKWARD = _declared(wide=True)
 
 THREADS = 256
-HEADS_PER_LANE = 4  # that a thread has loads in flight for
-LANE_VECTORS = 4  # of a wide row, as in norm.py
+HEADS_PER_LANE = 4  # heads whose loads a thread has in flight
+LANE_VECTORS = 4  # 16-byte vectors of a wide row in a lane, as in norm.py
 
 
 class Passes(NamedTuple):
-    """The differences between the passes: blocks on a multiprocessor, and warps of a wide block."""
+    """Blocks on a multiprocessor, and warps of a wide block: forward's and backward's differ."""
 
     blocks: int
     wide_blocks: int
@@ -71,16 +69,16 @@ FORWARD, BACKWARD = Passes(32, 64, FORWARD_WARPS), Passes(8, 2, BACKWARD_WARPS)
 
 
 def group_size(head_dim: int) -> int:
-    """Lanes that share a head, 8 channels each: a power of two, so that shuffles stay inside."""
+    """Lanes that share a head, 8 channels each: a power of two, so that shuffles stay in it."""
     return 1 << (head_dim // HEAD_DIM_MULTIPLE - 1).bit_length()
 
 
 def grid(
     tokens: int, num_heads: int, num_kv_heads: int, group: int, max_blocks: int
 ) -> tuple[int, int]:
-    """Blocks that loop over the query heads and blocks that loop over the key heads. max_blocks, as
-    many as run at a time, are divided so that each has as many heads."""
-    step = max(THREADS // group, 1) * HEADS_PER_LANE  # heads of the CPU may be wider than a block
+    """Blocks that loop over query heads, blocks that loop over key heads. max_blocks, which run at
+    once, are divided in proportion to heads."""
+    step = max(THREADS // group, 1) * HEADS_PER_LANE  # on the CPU a head may exceed a block
     key_blocks = max(1, max_blocks * num_kv_heads // (num_heads + num_kv_heads))
     return (
         min(ceil_div(tokens * num_heads, step), max_blocks - key_blocks),
@@ -91,30 +89,30 @@ def grid(
 def wide_grid(
     layout: RowLayout, tokens: int, heads: tuple[int, int], block_warps: int, max_blocks: int
 ) -> tuple[int, int, int]:
-    """Blocks that loop over queries, blocks that loop over keys, and threads of one. max_blocks are
-    divided as the channels are; there is at least one of each."""
+    """Blocks that loop over queries, blocks that loop over keys, and threads of a block. max_blocks
+    are divided in proportion to channels; each part has at least one."""
     key_blocks = max(1, max_blocks * heads[1] // sum(heads))
     queries, threads = layout.launch(tokens, block_warps, max(1, max_blocks - key_blocks))
     keys, _ = layout.launch(tokens, block_warps, key_blocks)
     return queries, keys, threads
 
 
-class _Launch(NamedTuple):
-    """How a kernel is launched."""
+class _Grid(NamedTuple):
+    """Blocks, threads and compile-time constants of a launch."""
 
     query_blocks: int
     key_blocks: int
     threads: int
     consts: dict[str, int]
 
-    def run(self, dev: Device, kernel: Kernel, args: tuple, *, writes_sums: bool = True) -> None:
+    def launch(self, dev: Device, kernel: Kernel, args: tuple, *, writes_sums: bool = True) -> None:
         """args: all but query_blocks."""
         blocks = self.query_blocks + self.key_blocks
         args, consts = (*args, self.query_blocks), self.consts | {"SUMS": int(writes_sums)}
         dev.launch(kernel, blocks, self.threads, args, consts=consts)
 
 
-def _launch(
+def _grid(
     dev: Device,
     qkv: Tensor,
     heads: tuple[int, int],
@@ -122,7 +120,7 @@ def _launch(
     offset: bool,
     passes: Passes,
     once: bool = False,
-) -> _Launch:
+) -> _Grid:
     B, T, _, head_dim = qkv.shape
     consts = {"HEAD_DIM": head_dim, "WIDE": int(wide), "OFFSET": int(offset)}
     consts["ROUNDED_ONCE"] = int(once or offset)
@@ -130,11 +128,11 @@ def _launch(
         layout = row_layout(max(heads) * head_dim, qkv.dtype.itemsize, LANE_VECTORS)
         max_blocks = passes.wide_blocks * dev.num_sms
         grids = wide_grid(layout, B * T, heads, passes.wide_warps, max_blocks)
-        return _Launch(*grids, consts | layout.consts)
+        return _Grid(*grids, consts | layout.consts)
     group = group_size(head_dim)
     queries, keys = grid(B * T, *heads, group, passes.blocks * dev.num_sms)
     consts |= {"GROUP": group, "HEADS_PER_LANE": HEADS_PER_LANE}
-    return _Launch(queries, keys, THREADS, consts)
+    return _Grid(queries, keys, THREADS, consts)
 
 
 def forward(
@@ -152,22 +150,21 @@ def forward(
     offset: bool = False,
     once: bool = False,
 ) -> None:
-    """Keep the query and key heads in raw, then normalise them in qkv.
+    """Copy the query and key heads to raw, then normalize them in qkv.
 
         row = T(T(rstd * row) * weight)        rstd = 1 / sqrt(mean(row^2) + eps)
         wide: row = T(rstd * row * weight), as HF's Olmo2 rounds
         offset: row = T(rstd * row * (1 + weight)), as HF's Gemma3 does
         once: row = T(rstd * row * weight), as HF's Gemma4 does
 
-    A row is a head; wide: all query channels of a token, or all its key channels. Value heads are
-    not touched. raw: heads before the norm, for the backward pass.
+    A row is a head; wide: all query channels, or all key channels, of a token. Value heads stay.
+    raw: heads before the norm, for backward.
     """
     kernel = WIDE_FORWARD if wide else QK_NORM_FORWARD
     batch, seq_len, _ = kernel.dims(qkv=qkv)
     heads = (num_heads, num_kv_heads)
-    launch = _launch(dev, qkv, heads, wide, offset, FORWARD, once)
     args = (qkv, raw, rstd, q_weight, k_weight, eps, batch * seq_len, *heads)
-    launch.run(dev, kernel, args)
+    _grid(dev, qkv, heads, wide, offset, FORWARD, once).launch(dev, kernel, args)
 
 
 def backward(
@@ -185,30 +182,30 @@ def backward(
     wide: bool = False,
     offset: bool = False,
 ) -> None:
-    """Turn the gradients of the normalised heads into those of the raw ones, in place.
+    """Turn gradients of normalized heads into gradients of raw heads, in place.
 
         d_row = T(rstd * (d_row * weight - x_hat * mean(d_row * weight * x_hat)))
         d_weight = or += sum over rows of d_row * x_hat        x_hat = rstd * raw
         offset: 1 + weight in place of weight
 
-    raw, rstd: as the forward pass kept them. Without key heads d_k_weight must be None.
+    raw, rstd: forward's. Without key heads d_k_weight must be None.
 
-    Cost:    two reads and one write of the query and key heads; one launch, and where a weight's
-             gradient is wanted one for each, and workspace F32 (grid, width of a row).
+    Cost:    two reads and one write of the query and key heads; one launch, and one for each
+             weight's gradient, with F32 (blocks, width of a row) of workspace.
     """
     kernel = WIDE_BACKWARD if wide else QK_NORM_BACKWARD
     batch, seq_len, _ = kernel.dims(d_qkv=d_qkv)
     heads = (num_heads, num_kv_heads)
-    launch = _launch(dev, d_qkv, heads, wide, offset, BACKWARD)
+    grid = _grid(dev, d_qkv, heads, wide, offset, BACKWARD)
     rest = (raw, rstd, q_weight, k_weight, batch * seq_len, *heads)
     if d_q_weight is None and d_k_weight is None:
-        launch.run(dev, kernel, (d_qkv, None, None, *rest), writes_sums=False)
+        grid.launch(dev, kernel, (d_qkv, None, None, *rest), writes_sums=False)
         return
-    of_keys = (launch.key_blocks, k_weight.size)
+    of_keys = (grid.key_blocks, k_weight.size)
     with (
-        dev.scratch("q_norm_partial", (launch.query_blocks, q_weight.size), F32) as q_partial,
+        dev.scratch("q_norm_partial", (grid.query_blocks, q_weight.size), F32) as q_partial,
         dev.scratch("k_norm_partial", of_keys, F32) if num_kv_heads else nullcontext() as k_partial,
     ):
-        launch.run(dev, kernel, (d_qkv, q_partial, k_partial, *rest))
+        grid.launch(dev, kernel, (d_qkv, q_partial, k_partial, *rest))
         for target, partial in ((d_q_weight, q_partial), (d_k_weight, k_partial)):
             finish_column_sum(dev, target, partial)

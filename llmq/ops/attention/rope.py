@@ -55,7 +55,7 @@ ROPE_BACKWARD_FUSED = Kernel(
 )
 
 THREADS = 128
-WIDE = 16  # what head sizes and rotated channels are multiples of, or threads take single elements
+WIDE = 16  # head sizes and rotated channels that are no multiples get threads of single elements
 HEADS_PER_THREAD = 4  # share one load of the angles
 FUSED_THREADS = 256
 TILE_ROWS, TILE_COLUMNS = 64, 128  # of the fused kernel: tokens of a block, features of a tile
@@ -64,8 +64,7 @@ BLOCK_TILES = 2  # at most, side by side; share one load of the angles
 
 
 class Scaling(Protocol):
-    """The fields of a RopeScaling that make_table reads, see llmq.arch.rope_scaling for the
-    meanings."""
+    """Fields of llmq.arch.rope_scaling.RopeScaling that make_table reads."""
 
     kind: str
     factor: float | None
@@ -94,30 +93,30 @@ def _llama3(inv_freq: np.ndarray, scaling: Scaling) -> np.ndarray:
 
 
 def _yarn(power: np.ndarray, theta: float, channels: int, scaling: Scaling) -> np.ndarray:
-    """Leave alone what turns often within the first length, stretch what turns rarely, and mix in
-    between; F32 steps as in transformers."""
+    """Keep high frequencies, stretch low ones, and interpolate in between; F32 steps as in
+    transformers."""
 
-    def turns(number: float) -> float:
-        """The place, counted in channels, of the frequency that has so many turns."""
-        ratio = math.log(scaling.original_max_positions / (number * 2 * math.pi))
+    def channel(turns: float) -> float:
+        """Index of the channel whose angle makes so many turns within the original positions."""
+        ratio = math.log(scaling.original_max_positions / (turns * 2 * math.pi))
         return channels * ratio / (2 * math.log(theta))
 
-    low, high = turns(scaling.beta_fast), turns(scaling.beta_slow)
+    low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, channels - 1)
     high += 0.001 if low == high else 0
-    place = np.arange(channels // 2, dtype=np.float32)
-    alone = 1 - np.clip((place - np.float32(low)) / np.float32(high - low), 0, 1)
+    index = np.arange(channels // 2, dtype=np.float32)
+    kept = 1 - np.clip((index - np.float32(low)) / np.float32(high - low), 0, 1)
     stretched = 1 / (np.float32(scaling.factor) * power)
-    return stretched * (1 - alone) + 1 / power * alone
+    return stretched * (1 - kept) + 1 / power * kept
 
 
 def inverse_frequencies(
     channels: int, theta: float, scaling: Scaling | None, positions: int = 0
 ) -> np.ndarray:
-    """F32 (channels/2,): theta^(-2i / channels), stretched as the model asks; angle per position.
-    positions: of the sequences, for what depends on their length."""
+    """Angle per position, F32 (channels/2,): theta^(-2i / channels), stretched by `scaling`.
+    positions: length of sequences, which "dynamic" and "longrope" read."""
     if scaling is not None and scaling.kind == "dynamic":
         first = scaling.original_max_positions
         ratio = np.float32(scaling.factor * max(positions, first)) / np.float32(first)
@@ -131,10 +130,9 @@ def inverse_frequencies(
         return inv_freq
     if scaling.kind == "llama3":
         return _llama3(inv_freq, scaling)
-    if scaling.kind == "proportional":
-        inv_freq[int(scaling.partial_rotary_factor * channels // 2) :] = 0
-        return inv_freq / np.float32(scaling.factor)
-    if scaling.kind == "linear":
+    if scaling.kind in ("linear", "proportional"):
+        if scaling.kind == "proportional":
+            inv_freq[int(scaling.partial_rotary_factor * channels // 2) :] = 0
         return inv_freq / np.float32(scaling.factor)
     if scaling.kind == "yarn":
         return _yarn(power, theta, channels, scaling)
@@ -154,10 +152,9 @@ def make_table(
     length: float = 1.0,
     channels: int | None = None,
 ) -> np.ndarray:
-    """F32 (num_positions, Hd/2, 2): cos and sin of position * inverse frequency, times length. The
-    angle is an F32 product as in transformers; cos and sin of that angle are the nearest F32.
-    length: of what a query or key of length 1 becomes. channels: of a head that are rotated, None:
-    all; the other pairs have the angle 0 and the length 1. Read-only."""
+    """cos and sin of position * inverse frequency, times length: F32 (num_positions, Hd/2, 2),
+    read-only. The angle is an F32 product as in transformers; cos and sin are the nearest F32.
+    channels: rotated channels of a head, None: all; other pairs have angle 0 and length 1."""
     channels = head_dim if channels is None else channels
     inv_freq = inverse_frequencies(channels, theta, scaling, num_positions)
     angle = (np.arange(num_positions, dtype=np.float32)[:, None] * inv_freq).astype(np.float64)
@@ -169,9 +166,9 @@ def make_table(
 
 
 def query_lengths(num_positions: int, growth: float, first: int) -> np.ndarray:
-    """F32 (num_positions,): 1 + growth * log(1 + floor(position / first)), as in Ministral 3."""
-    times = np.arange(num_positions) // first
-    return (1 + growth * np.log1p(times.astype(np.float32))).astype(np.float32)
+    """1 + growth * log(1 + floor(position / first)), F32 (num_positions,), as in Ministral 3."""
+    steps = (np.arange(num_positions) // first).astype(np.float32)
+    return (1 + growth * np.log1p(steps)).astype(np.float32)
 
 
 def grid(tokens: int, heads: int, pieces: int) -> int:
@@ -180,7 +177,7 @@ def grid(tokens: int, heads: int, pieces: int) -> int:
 
 
 def fused_grid(tokens: int, features: int) -> tuple[tuple[int, int], int]:
-    """Blocks (across, down) of the fused kernel, and how many tiles each has side by side."""
+    """Grid (across, down) of the fused kernel, and the number of tiles side by side in a block."""
     tiles = ceil_div(features, TILE_COLUMNS)
     across = ceil_div(tiles, BLOCK_TILES)
     return (across, ceil_div(tokens, TILE_ROWS)), ceil_div(tiles, across)
@@ -202,13 +199,13 @@ def _consts(
 
 
 def fuses(head_dim: int, channels: int | None) -> bool:
-    """True if heads and rotated channels are whole vectors: `backward` then takes a bias and writes
-    FP8 codes."""
+    """True if heads and rotated channels are whole vectors, so that `backward` takes a bias and
+    writes FP8 codes."""
     return head_dim % WIDE == (channels or 0) % WIDE == 0
 
 
 def _launch(dev: Device, kernel: Kernel, heads: int, args: tuple, consts: dict[str, int]) -> None:
-    """args: the kernel's, qkv first. heads: of each token, with which threads do something."""
+    """args: the kernel's, qkv first. heads: heads of a token that the kernel reads."""
     qkv = args[0]
     B, T, _, head_dim = qkv.shape
     pieces = head_dim // 2
@@ -229,15 +226,12 @@ def forward(
     channels: int | None = None,
     lengths: Tensor | None = None,
 ) -> None:
-    """Rotate each query and key head in place, pairs (d, d + R/2) as in HF (rotate-half).
+    """Rotate each query and key head in place, pairs (d, d + R/2) as in HF (rotate-half), by the
+    angles of position t - starts[b, t]. Value heads stay.
 
-    The angles are those of position t - starts[b, t].
-
-    table: make_table. starts: where each token's document starts, at most t, and negative for one
-    that began before these tokens, as far as the table goes; None: 0.
-    channels: R, of the first channels of a head, which alone are rotated; None: all. The others
-    come in pairs too, of which the table has the angles 0, last. Value heads stay. lengths: F32,
-    factors of query heads by position; None: 1.
+    table: make_table. starts: position where each token's document starts, at most t; negative for
+    a document that began before these tokens; None: 0. channels: R, rotated channels of a head,
+    the first ones; None: all. lengths: F32, factors of query heads by position; None: 1.
     """
     B, T, head_dim = ROPE_FORWARD.dims(qkv=qkv)
     args = (qkv, table, B * T, T, num_heads, num_kv_heads, starts, lengths)
@@ -259,16 +253,14 @@ def backward(
     d_bias: Accumulator | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
-    """Rotate the gradients back, by the opposite angles, in place; positions begin at 0.
+    """Rotate gradients back, by the opposite angles, in place; with fp8 d_qkv stays.
 
-    With d_bias or fp8, what follows is done in the same pass over d_qkv: the gradient of a bias
-    that was added to qkv, and the rotated gradients in FP8. With fp8 d_qkv itself does not change.
+    abs_max: raised to the largest |d_qkv|, value heads included. d_bias: gradient of the bias that
+    was added to qkv, summed over B and T in F32 in a fixed order, but another order than
+    `reduce.bias_gradient`. fp8: the rotated gradients in FP8, value heads included; B * T a
+    multiple of 4.
 
-    abs_max: raised to the largest |d_qkv|, value heads included. d_bias: sums over B and T, in F32
-    in a fixed order, which is not that of `reduce.bias_gradient`. fp8: the rotated gradients, value
-    heads included; B * T a multiple of 4.
-
-    Workspace: with d_bias F32, as the bias for each 64 tokens.
+    Workspace: with d_bias F32, one bias for each 64 tokens.
     """
     op = "rope.backward"
     B, T, head_dim = ROPE_BACKWARD.dims(d_qkv=d_qkv)

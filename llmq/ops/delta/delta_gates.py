@@ -1,4 +1,4 @@
-"""Decays and betas of delta nets and state spaces, of columns of a product for each value head."""
+"""Decays and betas of delta nets and state spaces, from columns of a product per value head."""
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
@@ -14,10 +14,7 @@ _INPUTS = (
 )
 _COLUMNS = "offset >= 0, offset + parts*heads <= columns"
 FORWARD = Kernel(
-    "delta/delta_gates.cu",
-    "delta_gates_forward",
-    f"out {_GATES} gates, {_INPUTS}",
-    where=_COLUMNS,
+    "delta/delta_gates.cu", "delta_gates_forward", f"out {_GATES} gates, {_INPUTS}", where=_COLUMNS
 )
 BACKWARD = Kernel(
     "delta/delta_gates.cu",
@@ -46,13 +43,12 @@ def forward(
 ) -> None:
     """decay = -exp(a_log) * step, beta = sigmoid(b), step = max(softplus(a + dt_bias), least).
 
-    gates: of all rows, decays, then betas. x: b from column `offset` on, then a. parts: 2, of a
-    delta net; 1, of a state space: there is no b, and beta is step.
+    gates: (rows, 2, heads), decays, then betas. x: b from column `offset` on, then a. parts: 2, of
+    a delta net; 1, of a state space: there is no b, and beta is step.
     """
     rows, columns, heads = FORWARD.dims(x=x, a_log=a_log)
-    sizes = (rows, heads, columns, offset, parts)
-    args, grid = (gates, x, a_log, dt_bias, least, *sizes), _grid(*sizes[:2])
-    dev.launch(FORWARD, grid, THREADS, args, cost=BESIDE_ATTENTION)
+    args = (gates, x, a_log, dt_bias, least, rows, heads, columns, offset, parts)
+    dev.launch(FORWARD, _grid(rows, heads), THREADS, args, cost=BESIDE_ATTENTION)
 
 
 def backward(
@@ -69,15 +65,12 @@ def backward(
     parts: int = 2,
     least: float = 0.0,
 ) -> None:
-    """The gradients of forward's inputs.
+    """Gradients of forward's inputs. Other columns of d_x stay.
 
-    Other columns of d_x stay as they are.
-
-    Workspace: two F32 for a head and every 32 rows.
+    Workspace: two F32 a head for every 32 rows.
     """
     rows, columns, heads = BACKWARD.dims(x=x, a_log=a_log)
-    sizes = (rows, heads, columns, offset, parts)
-    grid = _grid(rows, heads)
+    sizes, grid = (rows, heads, columns, offset, parts), _grid(rows, heads)
     with (
         dev.scratch("a_log_partial", (grid[1], heads), F32) as of_a_log,
         dev.scratch("dt_bias_partial", (grid[1], heads), F32) as of_dt_bias,

@@ -68,7 +68,8 @@ RECURRENCE = Kernel(
 
 
 def _on_hopper(kernel: Kernel, **box_rows: int) -> Kernel:
-    """The scan of delta_sm90.cuh: these tensors are matrices for it, of the same rows."""
+    """The scan of delta_sm90.cuh, which takes these tensors as TMA matrices. box_rows: rows of a
+    box by tensor."""
     args = []
     for text, arg in zip(kernel.args.split(", "), kernel.declared, strict=True):
         if rows := box_rows.get(arg.name):
@@ -88,13 +89,13 @@ SCAN_BACKWARD_SM90 = _on_hopper(
 ON_HOPPER = {SCAN: SCAN_SM90, STATES: STATES_SM90, SCAN_BACKWARD: SCAN_BACKWARD_SM90}
 
 THREADS, RECURRENCE_THREADS, HOPPER_THREADS = 256, 128, 192
-STAGES = 4  # tiles that a scan has in shared memory
-FACTORS = 6  # numbers of a token
-FEW_TOKENS = 8  # for which steps are less work than a chunk
+STAGES = 4  # tiles of a scan in shared memory
+FACTORS = 6  # F32 numbers of a token
+FEW_TOKENS = 8  # at most, for which `recurrence` is less work than a chunk
 
 
 class _Call:
-    """The launches for tensors that fit."""
+    """Sizes, scratch and launches of one call."""
 
     def __init__(
         self,
@@ -113,52 +114,42 @@ class _Call:
         self.dtype, self.carried = qkv.dtype, int(state is not None)
         self.chunks = ceil_div(T, CHUNK)
         self.slice = 32 if DV % 64 else 64  # columns of values in a block of a scan
-        # That gradients load at once, as shared memory permits.
+        # Rows of a state that GRADIENTS loads at once, as shared memory permits.
         self.state_rows = 32 if dev.spec.capability in (90, 100) else 16
         self.consts = {"DK": DK, "DV": DV, "STATE_ROWS": self.state_rows}
         self.sizes = (T, Hk, Hv)
 
     @contextmanager
     def scratch(self, *wanted: str) -> Iterator[list[Tensor]]:
-        """Tensors of all chunks, by their names."""
+        """Tensors of all chunks, by name."""
         DK, DV = self.heads.DK, self.heads.DV
-        rows = {"factors": (FACTORS, CHUNK), "u": (CHUNK, DV), "w": (CHUNK, DK)}
-        rows |= dict.fromkeys(("scores", "inverse"), (CHUNK, CHUNK))
-        rows["changes"] = (CHUNK, DV)
-        rows |= dict.fromkeys(("states", "d_states"), (DV, DK))
+        shapes = {"factors": (FACTORS, CHUNK), "w": (CHUNK, DK)}
+        shapes |= dict.fromkeys(("u", "changes"), (CHUNK, DV))
+        shapes |= dict.fromkeys(("scores", "inverse"), (CHUNK, CHUNK))
+        shapes |= dict.fromkeys(("states", "d_states"), (DV, DK))
         with ExitStack() as temps:
-            yield [
-                temps.enter_context(
-                    self.dev.scratch(
-                        f"delta {name}",
-                        (self.B, self.heads.Hv, self.chunks, *rows[name]),
-                        F32 if name == "factors" else self.dtype,
-                    )
-                )
-                for name in wanted
-            ]
-
-    def launch(
-        self, kernel: Kernel, grid: tuple, threads: int, args: tuple, shared: int, fmas: int
-    ) -> None:
-        """shared: bytes. fmas: for a token and a value head."""
-        cost = self.cost(kernel, fmas)
-        self.dev.launch(kernel, grid, threads, args, consts=self.consts, smem=shared, cost=cost)
+            tensors = []
+            for name in wanted:
+                shape = (self.B, self.heads.Hv, self.chunks, *shapes[name])
+                dtype = F32 if name == "factors" else self.dtype
+                tensors.append(temps.enter_context(self.dev.scratch(f"delta {name}", shape, dtype)))
+            yield tensors
 
     def cost(self, kernel: Kernel, fmas: int) -> Cost:
-        """fmas: for a token and a value head."""
+        """fmas: per token and value head."""
         flops = 2 * fmas * self.B * self.T * self.heads.Hv
         sizes = (self.T, self.heads.DK, self.B * self.heads.Hv)
         return delta_cost(kernel, self.dtype, flops, sizes)
 
     def each_chunk(self, kernel: Kernel, heads: int, args: tuple, shared: int, fmas: int) -> None:
-        """heads: of the grid."""
+        """Launch a block per head, sequence and chunk. heads: Hk or Hv. shared: bytes of shared
+        memory. fmas: per token and value head."""
         grid, args = (heads, self.B, self.chunks), (*args, *self.sizes, self.carried)
         cost = self.cost(kernel, fmas)
         self.dev.launch(kernel, grid, THREADS, args, consts=self.consts, smem=shared, cost=cost)
 
     def tiles(self, rows: int, *widths: int) -> int:
-        """Bytes of tiles of BF16 in shared memory; those of F32 stay where they are."""
+        """Bytes of BF16 tiles in shared memory; F32 matrices are read from global memory."""
         return 2 * rows * sum(width + 8 for width in widths) if self.dtype is BF16 else 0
 
     def prepare(self, made: tuple, inputs: tuple) -> None:
@@ -168,15 +159,14 @@ class _Call:
         self.each_chunk(PREPARE, Hv, (*made, *inputs), shared, CHUNK * (3 * DK + DV))
 
     def on_hopper(self) -> bool:
-        """Whether scans are those of delta_sm90.cuh. They load 64 tokens at once, of which none may
-        be of the next sequence."""
+        """True if delta_sm90.cuh scans. Its boxes of 64 tokens must not reach the next sequence."""
         _, _, DK, DV = self.heads
         fits = self.dtype is BF16 and DK % 64 == 0 and DV == 128
         whole = self.B == 1 or self.T % CHUNK == 0
         return self.dev.spec.capability == CAPABILITY and fits and whole
 
     def scan(self, kernel: Kernel, args: tuple, products: int) -> None:
-        """products: those of a state."""
+        """products: matrix products with a state per chunk."""
         _, Hv, DK, DV = self.heads
         fmas = products * DK * DV + (products - 2) * CHUNK * DV
         grid, threads = (DV // self.slice, Hv, self.B), 2 * self.slice
@@ -195,7 +185,8 @@ class _Call:
             in_f32 = DK * self.slice * F32.itemsize  # the state
             tiles = STAGES * self.tiles(CHUNK, max(DK, CHUNK))
             shared += in_f32 if self.dtype is F32 else tiles
-        self.launch(kernel, grid, threads, (*args, *self.sizes), shared, fmas)
+        args, cost = (*args, *self.sizes), self.cost(kernel, fmas)
+        self.dev.launch(kernel, grid, threads, args, consts=self.consts, smem=shared, cost=cost)
 
 
 def forward(
@@ -207,20 +198,20 @@ def forward(
     starts: Tensor | None = None,
     state: Tensor | None = None,
 ) -> None:
-    """out[t] = S^T q[t] / sqrt(DK), of a state S for each value head that every token changes.
+    """out[t] = S^T q[t] / sqrt(DK), where every token changes the state S (DK, DV) of a value head.
 
         S = S * exp(decay[t])                   0 where a document begins
         S = S + k[t] (beta[t] * (v[t] - S^T k[t]))^T
 
-    Value head h has the queries and keys of head h * Hk // Hv; they are divided by their lengths.
+    Value head h has the queries and keys of head h * Hk // Hv, divided by their lengths.
 
     qkv: all queries, all keys, all values. gates: decays, at most 0, and betas. starts: where each
-    token's document starts; None: 0. state: of the text before, then of it and this one, not with
-    starts; None: 0, and it is not kept.
+    token's document starts; None: 0. state: S before the first token, overwritten with S behind the
+    last one, without starts; None: 0, and S is not kept.
 
-    Cost:    64 * (3 DK + 2 DV) + 3 DK DV FMAs for a token and a value head, on tensor cores; two
+    Cost:    64 * (3 DK + 2 DV) + 3 DK DV FMAs per token and value head, on tensor cores; two
              launches.
-    Workspace: 64 + DK + DV elements of T and 6 F32 for a token and a value head.
+    Workspace: 64 + DK + DV elements of T and 6 F32 per token and value head.
     """
     call = _Call("delta_rule.forward", dev, qkv, heads, starts, state)
     with call.scratch("u", "w", "scores", "factors") as (u, w, scores, factors):
@@ -240,31 +231,24 @@ def backward(
     state: Tensor | None = None,
     d_state: Tensor | None = None,
 ) -> None:
-    """The gradients of forward's inputs; what it computed is computed again.
+    """Gradients of forward's inputs; forward's chunks are computed again.
 
-    state: as in front of the text, then behind it. d_state: the gradient of the state behind, then
-    of that in front; both are given, or none.
+    state: S before the first token, overwritten with S behind the last one. d_state: gradient of S
+    behind the last token, overwritten with that before the first; both are given, or none.
 
-    Cost:    64 * (7 DK + 5 DV) + 8 DK DV FMAs for a token and a value head, on tensor cores; four
+    Cost:    64 * (7 DK + 5 DV) + 8 DK DV FMAs per token and value head, on tensor cores; four
              launches.
-    Workspace: 2 * 64 + DK + 2 DV + 2 DK DV / 64 elements of T and 6 F32 for a token and a value
-             head.
+    Workspace: 2 * 64 + DK + 2 DV + 2 DK DV / 64 elements of T and 6 F32 per token and value head.
     """
     op = "delta_rule.backward"
     call = _Call(op, dev, qkv, heads, starts, state)
     Hk, _, DK, DV = heads
     if (state is None) != (d_state is None):
         raise ValueError(f"{op}: state and d_state are given together, or none of them")
-    names = ("u", "w", "inverse", "scores", "factors")
-    with call.scratch(*names, "states", "changes", "d_states") as (
-        *made,
-        states,
-        changes,
-        d_states,
-    ):
-        u, w, inverse, scores, factors = made
-        d_changes = u  # which nobody reads behind the states
-        call.prepare(tuple(made), (qkv, gates, starts))
+    names = ("u", "w", "inverse", "scores", "factors", "states", "changes", "d_states")
+    with call.scratch(*names) as (u, w, inverse, scores, factors, states, changes, d_states):
+        d_changes = u  # nothing reads u behind STATES
+        call.prepare((u, w, inverse, scores, factors), (qkv, gates, starts))
         call.scan(STATES, (states, changes, state, qkv, u, w, factors), 2)
         call.scan(SCAN_BACKWARD, (d_changes, d_states, d_state, d_out, qkv, w, scores, factors), 3)
         wide, item = max(DK, DV) + 8, qkv.dtype.itemsize
@@ -283,8 +267,13 @@ def backward(
 def recurrence(
     dev: Device, out: Tensor, state: Tensor, qkv: Tensor, gates: Tensor, heads: Heads
 ) -> None:
-    """As forward with a state, token by token: for the few tokens that a text is continued by."""
+    """forward with a state, token by token: for decoding."""
     call = _Call("delta_rule.recurrence", dev, qkv, heads, None, state)
-    args, grid = (out, state, qkv, gates, *call.sizes), (ceil_div(heads.DV, 32), heads.Hv, call.B)
-    threads, cost = RECURRENCE_THREADS, BESIDE_ATTENTION
-    dev.launch(RECURRENCE, grid, threads, args, consts=call.consts, cost=cost)
+    dev.launch(
+        RECURRENCE,
+        (ceil_div(heads.DV, 32), heads.Hv, call.B),
+        RECURRENCE_THREADS,
+        (out, state, qkv, gates, *call.sizes),
+        consts=call.consts,
+        cost=BESIDE_ATTENTION,
+    )

@@ -1,4 +1,4 @@
-"""Causal convolution of every channel with a few weights, inside documents, and SiLU or not."""
+"""Causal depthwise convolution inside documents, with or without SiLU."""
 
 from contextlib import ExitStack
 
@@ -23,9 +23,7 @@ FORWARD = Kernel(
     **_RULES,
 )
 KEEP = Kernel(
-    "delta/short_conv.cu",
-    "short_conv_keep",
-    f"inout f32[B,kept,channels] before, {_X} x, {_SIZES}",
+    "delta/short_conv.cu", "short_conv_keep", f"inout f32[B,kept,channels] before, {_X} x, {_SIZES}"
 )
 BACKWARD = Kernel(
     "delta/short_conv.cu",
@@ -40,20 +38,18 @@ THREADS, SPAN, SPAN_BACKWARD = 128, 32, 512  # of a block; tokens
 
 
 class _Call:
-    """The launches for x and a weight."""
+    """Sizes and launches of one call."""
 
     def __init__(self, dev: Device, x: Tensor, weight: Tensor, silu: bool):
         self.dev = dev
         self.B, self.T, columns, self.channels, taps = FORWARD.dims(x=x, weight=weight)
-        self.sizes, self.consts = (
-            (self.T, self.channels, columns),
-            {"TAPS": taps, "SILU": int(silu)},
-        )
+        self.sizes = (self.T, self.channels, columns)
+        self.consts = {"TAPS": taps, "SILU": int(silu)}
         self.wide = 8 // x.dtype.itemsize
-        self.spans = ceil_div(self.T, SPAN_BACKWARD)  # of sums
+        self.spans = ceil_div(self.T, SPAN_BACKWARD)  # that sum the weight's gradient apart
 
     def launch(self, kernel: Kernel, spans: int, args: tuple, channels: int) -> None:
-        """channels: of a block."""
+        """channels: channels of a block."""
         grid = (ceil_div(self.channels, channels), spans, self.B)
         args, cost = (*args, *self.sizes), BESIDE_ATTENTION
         self.dev.launch(kernel, grid, THREADS, args, consts=self.consts, cost=cost)
@@ -70,11 +66,12 @@ def forward(
     bias: Tensor | None = None,
     silu: bool = True,
 ) -> None:
-    """out[t] = silu(bias + sum over j of weight[j] * x[t - taps + 1 + j]), inside its document.
+    """out[t] = silu(bias + sum over j of weight[j] * x[t - taps + 1 + j]), over tokens of one
+    document.
 
-    x: its first channels are convolved. starts: where each token's document starts; None: 0.
-    before: the tokens in front, then the last ones of them and x; None: 0.
-    silu: False: the sum itself.
+    x: (B, T, columns), the first channels are convolved. starts: where each token's document
+    starts; None: 0. before: F32 (B, taps - 1, channels), tokens in front of x, overwritten with the
+    last tokens of x; None: 0. silu: False: the sum itself.
     """
     call = _Call(dev, x, weight, silu)
     spans, channels = ceil_div(call.T, SPAN), THREADS * call.wide
@@ -96,10 +93,8 @@ def backward(
     d_bias: Accumulator | None = None,
     silu: bool = True,
 ) -> None:
-    """The gradients of forward's inputs, where nothing is in front. d_weight and d_bias are wanted
-    together, or neither.
-
-    Other columns of d_x stay as they are.
+    """Gradients of forward's inputs, without tokens in front; d_weight and d_bias both or neither.
+    Other columns of d_x stay.
 
     Workspace: with d_weight F32, as weight and bias for every 512 tokens.
     """

@@ -1,19 +1,19 @@
-"""Products of rows that are sorted by expert: each expert's rows with its own matrix.
+"""Grouped products: rows sorted by expert, multiplied with the matrix of their expert.
 
-The device alone knows which rows are whose, so that shapes, launches and plans are the same
-whatever was chosen: blocks look for their tiles by themselves.
+The host does not know how many rows an expert has. Shapes, launches and plans are the same for
+every routing, and blocks find their tiles on the device.
 """
 
 from llmq.base.dtypes import E4M3_HALF, FP8
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import expect_scales
-from llmq.runtime.cost import Cost, product_cost
+from llmq.runtime.cost import product_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
-TILE, THREADS = 128, 128  # rows and columns of out that a block makes at a time
+TILE, THREADS = 128, 128  # rows and columns of a block's tile of out
 STAGES, STAGE_BYTES = 3, 2 * TILE * 64
-BLOCKS = 2  # of a multiprocessor
+BLOCKS = 2  # on a multiprocessor
 
 
 def _product(w: str, **types: str) -> Kernel:
@@ -27,7 +27,7 @@ def _product(w: str, **types: str) -> Kernel:
     )
 
 
-# One entry, declared apart for matrices that lie the other way, and for codes.
+# One entry, declared apart for transposed matrices, and for codes.
 PRODUCT, TRANSPOSED = _product("K,N"), _product("N,K")
 CODES = _product("N,K", types="T=bf16, A=e4m3|e4m3_half|e5m2, B=e4m3|e4m3_half|e5m2")
 GRADIENT = Kernel(
@@ -55,12 +55,12 @@ def grouped_matmul(
 ) -> None:
     """out[r] = x[r] @ op(w[e]) [+ bias[e]] [+ addend[r]], r in [starts[e], starts[e + 1]).
 
-    Sums are F32, of codes those of 64 products, times scale_x * scale_w; they are rounded once.
-    half: those of 64 products of E4M3_HALF are in half precision, rounded after 32 and after 64.
+    Sums are F32, rounded once. Codes are added in groups of 64 products, times scale_x * scale_w.
+    half: sums of 64 products of E4M3_HALF are in half precision, rounded after 32 and after 64.
 
-    w: (E, K, N), with trans_b (E, N, K); of the dtype of x and out, or both fp8 codes, with trans_b
-    and BF16 out, and with scales. starts: ascending from 0 to R, some may be equal; or None with E
-    = 1. addend may be out.
+    w: (E, K, N), with trans_b (E, N, K); in the dtype of x and out, or x and w are fp8 codes with
+    scales, trans_b and BF16 out. starts: ascending from 0 to R, possibly equal; None if E = 1.
+    addend may be out.
 
     Cost:    2 R N K FLOPs; w of experts that have rows is read once for each 128 of them.
     """
@@ -85,19 +85,27 @@ def grouped_matmul(
         (out, x, w, scale_x, scale_w, bias, addend, starts, R, N, K, E),
         consts={"STAGES": STAGES, "TRANS_B": int(trans_b), "HALF": int(half)},
         smem=STAGES * STAGE_BYTES,
-        cost=_cost((R, N, K), x, out, trans_b=trans_b, addend=addend is not None, half=half),
+        cost=product_cost(
+            (R, N, K),
+            x.dtype,
+            out.dtype,
+            epilogue="grouped",
+            trans_b=trans_b,
+            addend=addend is not None,
+            half=half,
+        ),
     )
 
 
 def grouped_gradient(dev: Device, d_w: Accumulator, d_y: Tensor, x: Tensor, starts: Tensor) -> None:
     """d_w[e] (N, K) = or += d_y^T @ x over the rows of expert e.
 
-    Without rows it becomes 0, or stays as it is. Sums are F32, and rounded to G before they are
-    added; what they are added to is rounded stochastically, if it is BF16.
+    Experts without rows get 0, or keep d_w. Sums are F32 and rounded to G before the addition,
+    which rounds a BF16 d_w stochastically.
 
     starts: of grouped_matmul.
 
-    Cost:    2 R N K FLOPs; d_w written once, and read once where it is added to.
+    Cost:    2 R N K FLOPs; d_w written once, and read once if it accumulates.
     """
     R, N, K = GRADIENT.dims(d_y=d_y, x=x)
     E = starts.size - 1
@@ -109,9 +117,12 @@ def grouped_gradient(dev: Device, d_w: Accumulator, d_y: Tensor, x: Tensor, star
         (tensor, d_y, x, scalars, starts, R, N, K, E, int(accumulate), salt),
         consts={"STAGES": STAGES},
         smem=STAGES * STAGE_BYTES,
-        cost=_cost((N, K, R), x, tensor, trans_a=True, accumulate=accumulate),
+        cost=product_cost(
+            (N, K, R),
+            x.dtype,
+            tensor.dtype,
+            epilogue="grouped",
+            trans_a=True,
+            accumulate=accumulate,
+        ),
     )
-
-
-def _cost(sizes: tuple[int, int, int], a: Tensor, out: Tensor, **how: bool) -> Cost:
-    return product_cost(sizes, a.dtype, out.dtype, epilogue="grouped", **how)

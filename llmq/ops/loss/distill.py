@@ -1,7 +1,7 @@
-"""A model learns from a teacher's largest probabilities, of which the rest counts as one event.
+"""Distillation from a teacher's largest probabilities; all other tokens count as one event.
 
-Hinton et al., Distilling the Knowledge in a Neural Network, 2015; with the reverse divergence Gu et
-al., MiniLLM, 2024.
+Hinton et al., Distilling the Knowledge in a Neural Network, 2015; reverse divergence: Gu et al.,
+MiniLLM, 2024.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from llmq.base.tensor import Tensor
+from llmq.ops.common import LogitRows
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel
 
 THREADS, ADD_THREADS, TOP_THREADS = 512, 1024, 1024
-MOST = 256  # columns of a teacher's row
-MOST_TOP = 255  # of a row that becomes a teacher's
+MOST = 256  # largest k of DISTILL
+MOST_TOP = 255  # largest k of TOP_K
 
 DISTILL = Kernel(
     "loss/distill.cu",
@@ -39,10 +40,10 @@ TOP_K = Kernel(
 
 
 class Teacher(NamedTuple):
-    """A teacher's predictions of rows, and how the rows learn. logprobs: F32 (rows, 2 k), k columns
-    as the bits of I32, and the columns' log-probabilities at temperature 1. kl: F32 (rows,), out:
-    the divergences. mixture: the target's cross-entropy in the loss, 0 to 1. temperature: more than
-    0. reverse: True for the divergence of the model from the teacher."""
+    """A teacher's predictions of rows, and the form of the loss. logprobs: F32 (rows, 2 k), k token
+    ids as the bits of I32, and their log-probabilities at temperature 1. kl: F32 (rows,), written:
+    the divergences. mixture: share of the target's cross-entropy in the loss, 0 to 1. temperature:
+    more than 0. reverse: True for the divergence of the model from the teacher."""
 
     logprobs: Tensor
     kl: Tensor
@@ -54,56 +55,34 @@ class Teacher(NamedTuple):
         """The teacher of these rows alone."""
         return self._replace(logprobs=self.logprobs.rows(start, stop), kl=self.kl.rows(start, stop))
 
-    def launch(
-        self,
-        dev: Device,
-        logits: Tensor,
-        losses: Tensor,
-        lse: Tensor,
-        targets: Tensor,
-        weights: None,
-        vocab_size: int,
-        *,
-        gradient: bool = True,
-    ) -> None:
-        """Replaces logits by the gradient of the loss, as cu/loss/distill.cu has it.
+    def launch(self, dev: Device, rows: LogitRows, *, gradient: bool = True) -> None:
+        """Replace logits by the gradient of the loss in cu/loss/distill.cu; rows have no weights.
 
         losses: mixture * cross-entropy + (1 - mixture) * temperature^2 * divergence. lse:
-        log-sum-exp of the row at temperature 1. targets: negative: masked, with a loss and gradient
-        of 0. Columns >= vocab_size are ignored on entry; with a gradient they are 0 on return, else
-        logits stay. weights: rows have none.
+        log-sum-exp at temperature 1. Masked rows have loss and gradient 0. Columns >= vocab_size
+        are ignored on entry; with a gradient they are 0 on return, else logits stay.
 
         Cost:    logits read three times and written once.
         """
-        rows, padded_vocab = DISTILL.dims(logits=logits)
-        k = self.logprobs.shape[-1] // 2
+        count, padded_vocab = DISTILL.dims(logits=rows.logits)
+        tensors = (*rows[:3], self.kl, rows.targets, self.logprobs)
+        sizes = (count, rows.vocab_size, padded_vocab, self.logprobs.shape[-1] // 2)
         numbers = (int(self.reverse), int(gradient), self.mixture, self.temperature)
-        args = (
-            logits,
-            losses,
-            lse,
-            self.kl,
-            targets,
-            self.logprobs,
-            rows,
-            vocab_size,
-            padded_vocab,
-        )
-        dev.launch(DISTILL, rows, THREADS, (*args, k, *numbers))
+        dev.launch(DISTILL, count, THREADS, (*tensors, *sizes, *numbers))
 
 
 def add(dev: Device, stats: Tensor, kl: Tensor, index: int) -> None:
-    """Add the divergences of rows, 0 where masked, to one of the statistics, in a fixed order."""
+    """Add the divergences of rows, 0 where masked, to stats[index], in a fixed order."""
     dev.launch(ADD, 1, ADD_THREADS, (stats, kl, kl.size, index))
 
 
 def top_k(dev: Device, top: Tensor, logits: Tensor, lse: Tensor, vocab_size: int) -> None:
-    """Find the k largest logits of each row; of equal ones the first columns.
+    """Find the k largest logits of each row; among equal ones the first columns.
 
-    top: their columns, ascending, as the bits of I32, and logit - lse. logits: columns >=
-    vocab_size are ignored. lse: log-sum-exp of the rows.
+    top: F32 (rows, 2 k), columns, ascending, as the bits of I32, then logit - lse. logits: columns
+    >= vocab_size are ignored. lse: log-sum-exp of the rows.
 
-    Cost:    one launch, each row read 33 times, from the cache where it holds some rows.
+    Cost:    one launch, each row read 33 times, mostly from the cache.
     """
     rows, padded_vocab = TOP_K.dims(logits=logits)
     k = top.shape[-1] // 2

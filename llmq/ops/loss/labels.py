@@ -1,8 +1,7 @@
-"""A score head's logits behind the last token of a document: the losses of labels.
+"""Losses of a score head, whose logits behind the last token of a document are labels' or scores.
 
-Without a softmax the loss is the label's logit with another sign, so that its "log-probability" is
-a score, which losses of pairs compare: Bradley and Terry, Rank Analysis of Incomplete Block
-Designs, 1952.
+A score is a logit without a softmax: its loss is -logit, so that losses of pairs compare scores as
+if they were log-probabilities (Bradley and Terry, Rank Analysis of Incomplete Block Designs, 1952).
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from llmq.base.tensor import Tensor
+from llmq.ops.common import LogitRows
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
@@ -26,37 +26,27 @@ LABELS = Kernel(
 
 
 class Labels(NamedTuple):
-    """How rows learn their labels. hits: F32 (rows,), where it goes whether each row's largest
-    logit is that of its label. linear: logits are scores, and no logarithms of probabilities."""
+    """The loss of labels. hits: F32 (rows,), written: 1 if a row's largest logit is its label's.
+    linear: logits are scores, without a softmax."""
 
     hits: Tensor
     linear: bool
 
     def rows(self, start: int, stop: int) -> Labels:
-        """Those of these rows alone."""
+        """The labels of these rows alone."""
         return self._replace(hits=self.hits.rows(start, stop))
 
-    def launch(
-        self,
-        dev: Device,
-        logits: Tensor,
-        losses: Tensor,
-        lse: Tensor,
-        targets: Tensor,
-        weights: Tensor | None,
-        vocab_size: int,
-        *,
-        gradient: bool,
-    ) -> None:
-        """Replaces logits by the gradient of the losses, as cu/loss/labels.cu has it.
+    def launch(self, dev: Device, rows: LogitRows, *, gradient: bool) -> None:
+        """Replace logits by the gradient of the losses in cu/loss/labels.cu.
 
-        targets: the label; negative: masked, with a loss and gradient of 0. lse: log-sum-exp of the
-        row; 0 where masked or linear. weights: of the gradients; None: all are 1. Columns >=
-        vocab_size are ignored on entry; with a gradient they are 0 on return, else logits stay.
+        targets: labels. lse: log-sum-exp of the row; 0 where masked or linear. Masked rows have
+        loss and gradient 0. Columns >= vocab_size are ignored on entry; with a gradient they are 0
+        on return, else logits stay.
 
         Cost:    logits read twice and written once.
         """
-        rows, padded_vocab = LABELS.dims(logits=logits)
-        args = (logits, losses, lse, self.hits, targets, weights, rows, vocab_size, padded_vocab)
-        how = (int(self.linear), int(gradient))
-        dev.launch(LABELS, ceil_div(rows, WARPS), 32 * WARPS, (*args, *how))
+        count, padded_vocab = LABELS.dims(logits=rows.logits)
+        tensors = (*rows[:3], self.hits, rows.targets, rows.weights)
+        sizes = (count, rows.vocab_size, padded_vocab)
+        args = (*tensors, *sizes, int(self.linear), int(gradient))
+        dev.launch(LABELS, ceil_div(count, WARPS), 32 * WARPS, args)

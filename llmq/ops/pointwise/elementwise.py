@@ -1,5 +1,4 @@
-"""Operations on each element of a tensor alone: sums of two, other formats, one value,
-random values, dropout, moving averages."""
+"""Elementwise operations: sums, products, conversions, random values, dropout, moving averages."""
 
 from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES
@@ -53,7 +52,7 @@ def multiply(
 ) -> None:
     """out[r, i + c] = a[r, j + c] * b[r, k + c] for all c < channels, rounded to nearest.
 
-    at: (i, j, k). Other columns of out stay as they are. out may be a or b, where columns are.
+    at: (i, j, k). Other columns of out stay. out may be a with i = j, or b with i = k.
     """
     rows, *columns = MULTIPLY.dims(out=out, a=a, b=b)
     blocks = ceil_div(rows * channels, THREADS * PER_THREAD)
@@ -96,10 +95,9 @@ RANDOM_NORMAL = Kernel(
 
 
 def normal(dev: Device, out: Tensor, std: float, seed: int, first_index: int = 0) -> None:
-    """out[i] ~ N(0, std^2); element i depends only on the seed and first_index + i.
+    """out[i] ~ N(0, std^2), a function of seed (64 bits) and first_index + i.
 
-    So the pieces of a tensor that several ranks fill are those of the whole tensor, in which out
-    begins at first_index. seed: of 64 bits.
+    Ranks that fill shards of a tensor get its elements: out begins at first_index of the tensor.
     """
     counters = ceil_div(first_index % PER_COUNTER + out.size, PER_COUNTER)
     seeds = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
@@ -107,7 +105,7 @@ def normal(dev: Device, out: Tensor, std: float, seed: int, first_index: int = 0
     dev.launch(RANDOM_NORMAL, ceil_div(counters, THREADS), THREADS, args)
 
 
-# -- Dropout: whoever repeats a pass or has a sequence, on any rank, chooses the same elements
+# -- Dropout: the same elements in a repeated pass, and for a sequence on any rank
 
 _ARGS = (
     "T[*n] out, T[*n] x, i32[16] scalars, u32 threshold, f32 scale, u32 salt, i64 per_sequence, "
@@ -115,7 +113,7 @@ _ARGS = (
 )
 _RULES = {"where": "n % per_sequence", "gpu": "per_sequence % 8"}
 DROPOUT = Kernel("pointwise/elementwise.cu", "dropout", f"out {_ARGS}", **_RULES)
-# The same entry; declared apart because it reads what it adds to.
+# The same entry, declared apart because it reads out.
 DROPOUT_ADD = Kernel("pointwise/elementwise.cu", "dropout", f"inout {_ARGS}", **_RULES)
 
 
@@ -130,31 +128,31 @@ def dropout(
     sequences: int,
     add: bool = False,
 ) -> None:
-    """out = x / (1 - probability) where an element stays, else 0; with add: added to out.
+    """out = x / (1 - probability) where an element is kept, else 0; with add: added to out.
 
-    An element's random number follows from the step's seed and number, the salt, its sequence's
-    number in the step (scalars: first_sequence + sequence_stride * its number here), and its place
-    there. The gradient of x is the same function of that of out.
+    An element's random number is a function of the step's seed and number, the salt, the number of
+    its sequence in the step (scalars: first_sequence + sequence_stride * local number), and its
+    index in the sequence. The gradient of x is the same function of the gradient of out.
 
-    out may be x. probability: that an element becomes 0. salt: distinguishes tensors. sequences: of
-    as many elements each.
+    out may be x. probability: of an element to become 0. salt: distinguishes tensors. sequences:
+    number of sequences in x.
     """
     if not 0 <= probability < 1:
         raise ValueError(f"dropout: probability must be in [0, 1), got {probability}")
     if x.size % sequences:
         raise ValueError(f"dropout: x must have {sequences} sequences, got {x.size} elements")
     threshold = min(round(probability * 2**32), 2**32 - 1)
-    rest = (threshold, 1.0 / (1.0 - probability), salt, x.size // sequences, x.size)
+    per_sequence = x.size // sequences
     dev.launch(
         DROPOUT_ADD if add else DROPOUT,
         ceil_div(x.size, THREADS * PER_THREAD),
         THREADS,
-        (out, x, scalars, *rest),
+        (out, x, scalars, threshold, 1.0 / (1.0 - probability), salt, per_sequence, x.size),
         consts={"ADD": int(add)},
     )
 
 
-# -- A moving average of weights, and its exchange with them while it is used in their place
+# -- Moving average of weights, and its exchange with the weights
 
 AVERAGE_THREADS = 128
 
@@ -175,8 +173,8 @@ EXCHANGE = Kernel(
 def average(dev: Device, average: Tensor, param: Tensor, scalars: Tensor, decay: float) -> None:
     """average += (1 - d) * (param - average), with d = min(decay, (1 + step) / (10 + step)).
 
-    A smaller decay at the start lets the average forget the first weights. Nothing changes when
-    scalars.skip_update is set.
+    The smaller decay at the start lets the average forget the first weights. scalars.skip_update
+    leaves average unchanged.
     """
     n = average.size
     args, blocks = (average, param, scalars, decay, n), ceil_div(n, AVERAGE_THREADS * PER_THREAD)
@@ -184,10 +182,10 @@ def average(dev: Device, average: Tensor, param: Tensor, scalars: Tensor, decay:
 
 
 def exchange_average(dev: Device, average: Tensor, param: Tensor, *, back: bool) -> None:
-    """Put the average, rounded to nearest, in the place of param; with back give both back.
+    """Replace param by the average, rounded to nearest; with back restore both.
 
-    Both ways no bit is lost, and no memory is needed: until they are given back, average is no
-    number that anybody else can use.
+    Lossless and without more memory: between the two calls average holds bits of both, and must not
+    be read.
     """
     args, n = (average, param, int(back), average.size), average.size
     dev.launch(EXCHANGE, ceil_div(n, AVERAGE_THREADS * PER_THREAD), AVERAGE_THREADS, args)

@@ -72,20 +72,18 @@ def forward(
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
-    """out = up * gate * sigmoid(gate), computed in F32.
+    """out = up * gate * sigmoid(gate), or with gelu up * gelu(gate), GeGLU's tanh approximation.
 
-    With gelu it is GeGLU: out = up * gelu(gate), the tanh approximation of llmq.ops.gelu.
-
-    up_gate: [up | gate] along the last dimension, or the codes of a product, E4M3 with BF16 out.
-    out may be None with fp8, which is out in FP8: rows a multiple of 4, F of 16. abs_max is raised
-    to the largest |out|.
+    Computed in F32. up_gate: [up | gate] along the last dimension, or the codes of a product, E4M3
+    with BF16 out. out may be None with fp8, out in FP8: rows a multiple of 4, F of 16. abs_max is
+    raised to the largest |out|.
 
     Cost:    one launch; with fp8 no more bytes than the codes.
     """
     op = "swiglu.forward"
     if out is None and fp8 is None:
         raise TypeError(f"{op}: out or fp8 must be given, both are None")
-    product, up_gate = _taken(up_gate)
+    product, up_gate = _codes_and_tensor(up_gate)
     kernel = FORWARD_CODED if product else FORWARD_FP8 if fp8 else FORWARD
     rows, F = kernel.dims(up_gate=up_gate)
     args, consts = (out, up_gate, rows, F, abs_max), abs_max_consts(abs_max) | NOT_AGAIN
@@ -112,19 +110,15 @@ def backward(
     out: Tensor | None = None,
     out_fp8: Fp8Out | None = None,
 ) -> None:
-    """The gradient of forward: d_up = d_out * silu(gate), d_gate = d_out * up * silu'(gate).
+    """d_up = d_out * silu(gate), d_gate = d_out * up * silu'(gate); with gelu, of GeGLU.
 
-    With gelu of GeGLU.
-
-    If forward's result was not kept, out or out_fp8 takes its bits without another look at up_gate.
-
-    up_gate and d_out are both tensors, or both codes of products; then there is no out. d_up_gate,
-    [d_up | d_gate], may be up_gate itself, or None with fp8, or if only abs_max is wanted; fp8 and
-    abs_max are its own, as in forward. out may be d_out itself. out_fp8: of forward's fp8 in E4M3
-    the transposed codes alone.
+    up_gate and d_out are both tensors, or both codes of products, without out. d_up_gate, [d_up |
+    d_gate], may be up_gate, or None with fp8 or abs_max, which are of d_up_gate, as in forward.
+    out, out_fp8: take forward's output again, in the same launch and bits; out may be d_out, and
+    out_fp8 has transposed E4M3 codes only.
     """
     op = "swiglu.backward"
-    (product, up_gate), (d_product, d_out) = _taken(up_gate), _taken(d_out)
+    (product, up_gate), (d_product, d_out) = map(_codes_and_tensor, (up_gate, d_out))
     coded = product is not None
     if coded != (d_product is not None):
         raise TypeError(f"{op}: d_out and up_gate must both be codes of products, or none")
@@ -149,12 +143,12 @@ def backward(
     dev.launch(kernel, octet_tiles(rows, F), THREADS, args, consts=consts)
 
 
-def _taken(x: Tensor | ProductCodes) -> tuple[ProductCodes | None, Tensor]:
-    """The record of codes, if x is one, and the tensor."""
+def _codes_and_tensor(x: Tensor | ProductCodes) -> tuple[ProductCodes | None, Tensor]:
+    """The record of codes or None, and the tensor that the kernel reads."""
     return (x, x.codes) if isinstance(x, ProductCodes) else (None, x)
 
 
-# -- The gradient where rows have weights: of experts
+# -- SwiGLU's gradient with a weight for each row, as experts have
 
 WEIGHTED_BACKWARD = Kernel(
     "pointwise/swiglu.cu",
@@ -181,13 +175,12 @@ def weighted_backward(
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
-    """`expert_rows.combine_backward`, y = forward's result, then `backward`: their bits, in one
-    launch, which makes forward's result again.
+    """`expert_rows.combine_backward` of y = forward's output, and `backward`, in one launch.
 
-    Rows are sorted by expert; order is that of `expert_rows.sort_rows`. d_out: without weights.
-    d_weights: d_out . forward's result. weighted: weights * forward's result. d_up_gate may be
-    up_gate, or None with fp8, which are its codes, not transposed. abs_max is raised to the largest
-    |d_up_gate|.
+    Has the bits of both, and computes y again. Rows are sorted by expert; order: of
+    `expert_rows.sort_rows`. d_out: gradient before weights. d_weights: d_out . y. weighted:
+    weights * y. d_up_gate may be up_gate, or None with fp8, its codes, not transposed. abs_max is
+    raised to the largest |d_up_gate|.
 
     Cost:    d_out and up_gate read, d_up_gate, weighted and codes written once.
     """
@@ -204,7 +197,7 @@ def weighted_backward(
     dev.launch(WEIGHTED_BACKWARD, blocks, THREADS, (*args, *fp8_args(fp8)), consts=consts)
 
 
-# -- The gated activation of pairs that are cut off: gpt-oss's, beside its formula in arch/experts
+# -- gpt-oss's gated activation of clamped pairs
 
 CLAMPED_FORWARD = Kernel(
     "pointwise/swiglu.cu",
@@ -225,17 +218,13 @@ def clamped_forward(dev: Device, out: Tensor, pairs: Tensor, alpha: float, limit
 
     pairs: g0 u0 g1 u1 ... along the last dimension; NaN stays NaN.
     """
-    args = (out, pairs, out.size, alpha, limit)
-    dev.launch(CLAMPED_FORWARD, _blocks(out), THREADS, args)
+    blocks = ceil_div(out.nbytes, VECTOR_BYTES * THREADS)
+    dev.launch(CLAMPED_FORWARD, blocks, THREADS, (out, pairs, out.size, alpha, limit))
 
 
 def clamped_backward(
     dev: Device, d_pairs: Tensor, d_out: Tensor, pairs: Tensor, alpha: float, limit: float
 ) -> None:
-    """The gradient of clamped_forward, which is 0 of what is cut off. d_pairs may be pairs."""
+    """Gradient of clamped_forward, 0 for clamped elements. d_pairs may be pairs."""
     args = (d_pairs, d_out, pairs, d_out.size, alpha, limit)
-    dev.launch(CLAMPED_BACKWARD, _blocks(d_out), THREADS, args)
-
-
-def _blocks(narrow: Tensor) -> int:
-    return ceil_div(narrow.nbytes, VECTOR_BYTES * THREADS)
+    dev.launch(CLAMPED_BACKWARD, ceil_div(d_out.nbytes, VECTOR_BYTES * THREADS), THREADS, args)

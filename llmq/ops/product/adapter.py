@@ -1,15 +1,15 @@
-"""Low-rank adapters of rows of a matrix: their B as one matrix, and its gradient in parts.
+"""Low-rank adapters of rows of a matrix: all B matrices as one, and its gradient.
 
-The adapters of a fused matrix, such as those of queries, keys and values, share an input, so that
-their A lie in one matrix A (n * rank, in_features) below each other. With each B in columns of its
-own, h = x @ A^T and y += h @ B^T are two products, as for a single adapter:
+Adapters of a fused matrix, such as queries, keys and values, share an input, so that all A lie
+below each other in one matrix (n * rank, in_features). With each B in columns of its own,
+h = x @ A^T and y += h @ B^T are two products, as for a single adapter:
 
     rows of q | s_q B_q     0        0    | 0     columns: n * rank, padded to multiples
     rows of k |    0     s_k B_k     0    | 0     of COLUMN_MULTIPLE
     rows of v |    0        0     s_v B_v | 0
 
-With magnitudes (DoRA, Liu et al., arXiv 2402.09353) each adapted row w + s b A of the sum has one
-that is trained, and a norm that counts as a constant in backward:
+With magnitudes (DoRA, Liu et al., arXiv 2402.09353) each adapted row w + s b A has a trained
+magnitude m, and a norm that counts as a constant in backward:
 
     y_j = m_j / |w_j + s b_j A| * v_j + bias_j        v = x W^T + s h B^T
     d_v_j = d_y_j * m_j / |...|                       d_m_j = the sum of d_y_j * v_j / |...|
@@ -35,7 +35,7 @@ from llmq.runtime.device import Device, DeviceSpec
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 256
-NORM_ROWS = 16  # of a block; NORM_ROWS in cu/product/adapter.cu
+NORM_ROWS = 16  # rows of a block, as in cu/product/adapter.cu
 
 _SCALES = ", ".join(f"f32 scale{i}" for i in range(MAX_SPANS))
 _EDGES = ", ".join(f"i64 start{i}, i64 stop{i}" for i in range(MAX_SPANS))
@@ -62,12 +62,12 @@ COLUMNS = Kernel(
 def expand(
     dev: Device, whole: Tensor, b: Tensor, spans: Spans, scales: Sequence[float], groups: int = 1
 ) -> None:
-    """whole = its scale * B of each span in the span's rows and columns of its own, elsewhere zero.
+    """whole = scale * B of each span, in the span's rows and columns of its own; elsewhere zero.
 
-    groups: so many matrices lie below each other in both, each with these spans. b: of all spans,
-    below each other. whole: columns as padded_columns says.
+    groups: number of matrices below each other in whole and b, each with these spans. b: of all
+    spans, below each other. whole: padded_columns() columns.
 
-    Cost:    whole written once; one launch. A few megabytes.
+    Cost:    whole, a few megabytes, written once; one launch.
     """
     blocks = ceil_div(whole.size // COLUMN_MULTIPLE, THREADS)
     sizes = _sizes(whole, b, spans, scales, groups)
@@ -77,7 +77,7 @@ def expand(
 def collect(
     dev: Device, b: Tensor, whole: Tensor, spans: Spans, scales: Sequence[float], groups: int = 1
 ) -> None:
-    """b = its scale * those elements of `whole` that expand takes from b: its gradient."""
+    """b = scale * the elements of `whole` that expand takes from b: the gradient of expand."""
     sizes = _sizes(whole, b, spans, scales, groups)
     dev.launch(COLLECT, ceil_div(b.size, THREADS), THREADS, (b, whole, *sizes))
 
@@ -85,19 +85,17 @@ def collect(
 def norms(
     dev: Device, out: Tensor, w: Tensor, a: Tensor, b: Tensor, spans: Spans, scales: Sequence[float]
 ) -> None:
-    """out = |w + its scale * b a| of each row of a span, in F32, 0 elsewhere.
+    """out = |w + scale * b a| of each row of a span, in F32, 0 elsewhere.
 
-    b: of all spans, below each other. a: rows as padded_columns says.
+    b: of all spans, below each other. a: padded_columns() rows.
 
-    Cost:    w read once, and rank multiplications of each of its elements; one launch.
+    Cost:    w read once, and rank multiplications an element; one launch.
     """
     (rows, K), rank = NORMS.dims(w=w), b.shape[1]
     expect_spans("adapter.norms", spans, rows)
     expect("adapter.norms", "a", a, w.dtype, (padded_columns(len(spans), rank), K))
-    missing = MAX_SPANS - len(spans)
-    sizes = (*map(float, scales), *(0.0,) * missing, rank, rows, K)
-    sizes += (*chain(*spans), *(0,) * (2 * missing))
-    dev.launch(NORMS, ceil_div(rows, NORM_ROWS), THREADS, (out, w, a, b, *sizes))
+    args = (out, w, a, b, *_padded_scales(scales), rank, rows, K, *_padded_edges(spans))
+    dev.launch(NORMS, ceil_div(rows, NORM_ROWS), THREADS, args)
 
 
 def scale(
@@ -108,16 +106,12 @@ def scale(
     magnitudes: Tensor,
     bias: Tensor | None = None,
 ) -> None:
-    """out = x * magnitudes / norms + bias, column by column; without the factor where norms are 0.
-
-    out may be x. norms: of `norms`.
-    """
+    """out = x * magnitudes / norms + bias by column; x + bias where norms are 0. out may be x."""
     _columns(dev, out, x, None, norms, magnitudes, bias)
 
 
 def magnitude_gradient(dev: Device, out: Tensor, x: Tensor, y: Tensor, norms: Tensor) -> None:
-    """out = x * y / norms, column by column, 0 where norms are 0: the terms of d_m, of d_y and
-    v."""
+    """out = x * y / norms by column, 0 where norms are 0: the terms of d_m, from d_y and v."""
     _columns(dev, out, x, y, norms, None, None)
 
 
@@ -131,31 +125,33 @@ def _columns(dev: Device, out: Tensor, x: Tensor, *others: Tensor | None) -> Non
 def _sizes(
     whole: Tensor, b: Tensor, spans: Spans, scales: Sequence[float], groups: int
 ) -> tuple[float, ...]:
-    """The arguments of expand and collect behind their tensors."""
-    rows, period = whole.shape[0], whole.shape[0] // groups
+    """Arguments of expand and collect behind the tensors."""
+    rows, period, rank = whole.shape[0], whole.shape[0] // groups, b.shape[1]
     expect_spans("adapter", spans, period)
-    rank = b.shape[1]
     columns = padded_columns(len(spans), rank)
-    missing = MAX_SPANS - len(spans)
-    sizes = (*map(float, scales), *(0.0,) * missing, rank, columns, rows, period)
-    return (*sizes, *chain(*spans), *(0,) * (2 * missing))
+    return (*_padded_scales(scales), rank, columns, rows, period, *_padded_edges(spans))
 
 
-# -- Gradients of h and B, of one pass over the gradient of their output
+def _padded_scales(scales: Sequence[float]) -> tuple[float, ...]:
+    return (*map(float, scales), *(0.0,) * (MAX_SPANS - len(scales)))
+
+
+def _padded_edges(spans: Spans) -> tuple[int, ...]:
+    return (*chain(*spans), *(0,) * (2 * (MAX_SPANS - len(spans))))
+
+
+# -- Gradients of h and B in one pass over d_out, the largest tensor of both products
 #
 #    d_h = scale * d_out @ B           d_B = scale * d_out^T @ h
-#
-# Two products would read d_out, which is by far the largest of all, twice.
 
 MAX_RANK = 64  # beyond it, partial sums are as large as d_out
-MULTIPLE = 8  # of columns: 16-byte copies of BF16
+MULTIPLE = 8  # columns: 16-byte copies of BF16
 WARPS = 8
-STEP_ROWS = 128  # of d_out that are in a stage of shared memory
+STEP_ROWS = 128  # rows of d_out in a stage of shared memory
 FINISH_THREADS = 256
-# These tiles are for GPUs whose blocks may have 163 KiB of shared memory or more; all others have
-# 99.
+# Compute capabilities, times 10, with at least 163 KiB of shared memory a block; others have 99.
 LARGE_SHARED = (80, 87, 90, 100, 103, 110)
-FULL = 0.75  # of the multiprocessors that have to have work, for all of memory's bandwidth
+FULL = 0.75  # share of busy multiprocessors that takes all of memory's bandwidth
 
 _ENDS = ", ".join(f"i32 end{i}" for i in range(MAX_SPANS))
 PARTIALS = Kernel(
@@ -175,9 +171,8 @@ FINISH = Kernel(
 
 
 class Tiles(NamedTuple):
-    """How the work is cut: a block has 16 * pieces rows for each of its warps that are above each
-    other, and goes through columns `chunk` at a time. rank_warps: warps that share rows, and have
-    different ranks."""
+    """Tiles of a block: 16 * pieces rows for each row of warps, `chunk` columns at a time.
+    rank_warps: warps that share rows and have different ranks."""
 
     pieces: int
     chunk: int
@@ -190,7 +185,7 @@ class Tiles(NamedTuple):
 
 
 def _tiles(rank: int) -> tuple[Tiles, ...]:
-    """Those whose sums fit into registers: with many rows, and with few, for small problems."""
+    """Tiles whose sums fit into registers: with many rows, and with few, for small problems."""
     if rank <= 16:
         return Tiles(8, 64, 1), Tiles(2, 64, 1)
     if rank <= 32:
@@ -199,8 +194,8 @@ def _tiles(rank: int) -> tuple[Tiles, ...]:
 
 
 class Layout(NamedTuple):
-    """The whole grid. ends: where the splits of each span end. groups: of rows. ranks: columns of
-    partial sums."""
+    """Grid of PARTIALS. split_columns: columns of a split. ends: last split, plus 1, of each span.
+    groups: blocks over rows. ranks: columns of partial sums."""
 
     tiles: Tiles
     split_columns: int
@@ -209,12 +204,12 @@ class Layout(NamedTuple):
     ranks: int
 
     def partial_elements(self, rows: int, b_rows: int) -> int:
-        """The elements of both kinds of partial sums."""
+        """Elements of both kinds of partial sums."""
         return self.ranks * (self.ends[-1] * rows + self.groups * b_rows)
 
 
 def _layout(tiles: Tiles, rows: int, lengths: tuple[int, ...], rank: int, num_sms: int) -> Layout:
-    """The longest splits with which there are blocks for all multiprocessors at once."""
+    """Layout with the longest splits that give every multiprocessor a block."""
     groups = ceil_div(rows, tiles.block_rows)
     chunks = [ceil_div(length, tiles.chunk) for length in lengths]
     most = max(len(chunks), num_sms // groups)
@@ -228,29 +223,28 @@ def _layout(tiles: Tiles, rows: int, lengths: tuple[int, ...], rank: int, num_sm
 
 @cache
 def layout(rows: int, spans: Spans, rank: int, num_sms: int) -> Layout:
-    """The one that takes the least time, by the bytes of d_out and of partial sums."""
+    """Layout that takes the least time, by the bytes of d_out and of partial sums."""
     lengths = tuple(stop - start for start, stop in spans)
     b_rows = sum(lengths)
 
     def cost(choice: Layout) -> float:
         blocks = choice.ends[-1] * choice.groups
-        at_work = blocks / ceil_div(blocks, num_sms)
-        slow = max(1.0, FULL * num_sms / at_work)
+        busy = blocks / ceil_div(blocks, num_sms)
+        slow = max(1.0, FULL * num_sms / busy)
         return 2 * rows * b_rows * slow + 2 * 4 * choice.partial_elements(rows, b_rows)
 
     return min((_layout(t, rows, lengths, rank, num_sms) for t in _tiles(rank)), key=cost)
 
 
 def stages(spec: DeviceSpec, tiles: Tiles) -> int:
-    """Parts of d_out on the way at once, one of them in use."""
+    """Stages of d_out in shared memory, the one in use included."""
     if spec.capability not in LARGE_SHARED:
         return 2
     return 5 if tiles.chunk == 64 else 8
 
 
 def shared_bytes(tiles: Tiles, rank: int, count: int) -> int:
-    """The shared memory of a block with so many stages: these, h, b's rows of chunks, and sums of
-    warps."""
+    """Bytes of shared memory of a block with `count` stages: stages, h, b, and sums of warps."""
     units = 2 if rank <= 16 else 4 if rank <= 32 else 8  # of 8 ranks, in a row of h and b
     steps = tiles.block_rows // STEP_ROWS
     b_slots = (count - 1) // steps + 1
@@ -260,7 +254,7 @@ def shared_bytes(tiles: Tiles, rank: int, count: int) -> int:
 
 
 def _consts(tiles: Tiles, rank: int, spec: DeviceSpec) -> dict[str, int]:
-    """The constants of these kernels."""
+    """Compile-time constants of PARTIALS and FINISH."""
     return {
         "RANK": rank,
         "BLOCK_ROWS": tiles.block_rows,
@@ -271,7 +265,7 @@ def _consts(tiles: Tiles, rank: int, spec: DeviceSpec) -> dict[str, int]:
 
 
 def takes(dtype: DType, N: int, spans: Spans, rank: int) -> bool:
-    """Whether `backward` is made for these; else there are two products."""
+    """True if `backward` supports dtype, sizes and rank; else callers need two products."""
     aligned = not any(edge % MULTIPLE for edge in (N, *chain(*spans)))
     return dtype == BF16 and rank <= MAX_RANK and aligned
 
@@ -288,12 +282,12 @@ def backward(
 ) -> None:
     """d_h = scale * d_out @ B, and d_b = or += scale * d_out^T @ h, of each span.
 
-    Summed in F32 in a fixed order, scaled, and rounded once.
+    Summed in F32 in a fixed order, scaled, and rounded once. ValueError unless `takes`.
 
-    `takes` is true of dtypes and sizes. d_h, h: columns as padded_columns says, zeros behind those
-    of all spans. d_b, b: of all spans, below each other. spans: of columns of d_out.
+    d_h, h: padded_columns() columns, zeros behind the spans' ranks. d_b, b: of all spans, below
+    each other. spans: of columns of d_out.
 
-    Workspace: `layout`'s partial sums, F32. Cost: d_out read once; two launches.
+    Cost:    d_out read once; two launches; partial sums of `layout`, F32, as workspace.
     """
     op, spans = "adapter_backward", tuple(map(tuple, spans))
     (rows, N), (b_rows, rank) = PARTIALS.dims(d_out=d_out), b.shape
@@ -305,26 +299,24 @@ def backward(
         )
     expect(op, "d_b", d_b.tensor, None, b.shape)
     columns = padded_columns(len(spans), rank)
-    cut = layout(rows, spans, rank, dev.num_sms)
-    tiles = cut.tiles
-    missing = MAX_SPANS - len(spans)
+    tiles, split_columns, ends, groups, ranks = layout(rows, spans, rank, dev.num_sms)
     target, accumulate, scalars, salt = d_b
     with (
-        dev.scratch("adapter h partial sums", (cut.ends[-1], rows, cut.ranks), F32) as h_partial,
-        dev.scratch("adapter b partial sums", (cut.groups, b_rows, cut.ranks), F32) as b_partial,
+        dev.scratch("adapter h partial sums", (ends[-1], rows, ranks), F32) as h_partial,
+        dev.scratch("adapter b partial sums", (groups, b_rows, ranks), F32) as b_partial,
     ):
-        sizes = (rows, N, columns, cut.split_columns, *chain(*spans), *(0,) * (2 * missing))
+        sizes = (rows, N, columns, split_columns, *_padded_edges(spans))
         dev.launch(
             PARTIALS,
-            (cut.ends[-1], cut.groups),
+            (ends[-1], groups),
             32 * WARPS,
             (h_partial, b_partial, d_out, h, b, *sizes),
             consts=_consts(tiles, rank, dev.spec),
             smem=shared_bytes(tiles, rank, stages(dev.spec, tiles)),
             cost=Cost(flops=4 * rows * b_rows * rank),
         )
-        ends = (*cut.ends, *cut.ends[-1:] * missing)
-        sizes = (float(scale), rows, columns, b_rows, cut.groups, *ends)
+        ends = (*ends, *ends[-1:] * (MAX_SPANS - len(spans)))
+        sizes = (float(scale), rows, columns, b_rows, groups, *ends)
         dev.launch(
             FINISH,
             ceil_div(d_h.size, FINISH_THREADS) + ceil_div(target.size, FINISH_THREADS),

@@ -1,7 +1,7 @@
-"""Matrix product; a library call on CUDA (llmq/runtime/cublaslt.py), NumPy's BLAS on the host.
+"""Matrix products: cuBLASLt on CUDA (llmq/runtime/cublaslt.py), NumPy's BLAS on the host.
 
-On GeForce cards of Blackwell FP8 codes may be multiplied as block-scaled ones, whose scales are one
-(llmq/runtime/product.py): their tensor cores do that at twice the speed.
+On GeForce cards of Blackwell FP8 codes may be multiplied as MXFP8 with block scales of 1
+(llmq/runtime/product.py), which runs at twice the speed.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from llmq.runtime.product import BLOCK, SCALARS, Product, scales_bytes
 
 
 def _adding_too(file: str, entry: str, args: str, **rules: str) -> tuple[Kernel, Kernel]:
-    """The kernel with D[*batch,M,N] out in front of these arguments; and the same entry, declared
-    apart because the launch reads `out` where the product is added to `out`."""
+    """The kernel with D[*batch,M,N] out in front of args, and the same entry for accumulation,
+    declared apart because it reads out."""
     out = "D[*batch,M,N] out" if "i32 batch" in args else "D[M,N] out"
     return tuple(Kernel(file, entry, f"{a} {out}, {args}", **rules) for a in ("out", "inout"))
 
@@ -59,9 +59,9 @@ BLOCK_SCALES = Kernel(
     "out u8[n] scales, out f32[8] scalars, f32[1] scale_a, f32[1] scale_b, f32 alpha, f32 beta, "
     "i64 n",
 )
-BLOCK_SCALED_GENERATION = 12  # major compute capability where this may be faster
+BLOCK_SCALED_GENERATION = 12  # major compute capability on which MXFP8 may be faster
 SCALES_THREADS = 256
-SCALES_SHARE = 2  # block scales may take one part of the workspace in so many
+SCALES_SHARE = 2  # block scales take at most 1 / SCALES_SHARE of the workspace
 
 
 def matmul(
@@ -78,14 +78,14 @@ def matmul(
     alpha: float = 1.0,
     beta: float = 1.0,
 ) -> None:
-    """Row-major out = alpha * op(a) @ op(b) [+ bias] [+ beta * addend], or with + beta * out,
-    summed in F32. With a third dimension, in front, so many products of equal sizes, out[i] of
-    a[i], b[i] and addend[i]: in BF16, without a bias or accumulate, each of a multiple of 16 bytes
-    on a GPU.
+    """Row-major out = alpha * op(a) @ op(b) [+ bias] [+ beta * addend | + beta * out], sums in F32.
+
+    Tensors with a leading batch dimension are batched products: BF16, without bias or accumulate;
+    on a GPU each matrix has a multiple of 16 bytes.
 
     Args (contiguous, two dimensions):
         out         out  F32 or BF16 (M,N)   F32 if a, b are F32. With accumulate cuBLASLt rounds a
-                                             BF16 product before it adds to it, so that a sum of
+                                             BF16 product before the addition, so that a sum of
                                              many products should be F32
         a           in   F32 or BF16 (M,K)   (K,M) if trans_a
         b           in   as a        (K,N)   (N,K) if trans_b
@@ -99,8 +99,8 @@ def matmul(
     batch, M, N = MATMUL.dims(out=out)
     K = a.shape[-2 if trans_a else -1]
     if len(out.shape) > 2:
-        _expect_several(dev, out, a, b, bias is not None or accumulate)
-    _expect_alone("matmul", bias, addend, accumulate=accumulate)
+        _expect_batch(dev, out, a, b, bias is not None or accumulate)
+    _expect_one_addend("matmul", bias, addend, accumulate=accumulate)
     if a.dtype is F32 is not out.dtype:
         raise TypeError(f"matmul: out must be F32 where a is F32, got {out.dtype.label}")
     flags = {"trans_a": trans_a, "trans_b": trans_b, "accumulate": accumulate}
@@ -114,10 +114,9 @@ def matmul(
         dev.launch(MATMUL_ACCUMULATE if accumulate else MATMUL, 1, 1, args, cost=cost)
 
 
-def _expect_several(dev: Device, out: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
-    """Raise TypeError or ValueError for several products that the library does not know: those of
-    F32, those that are added to something else than an addend, those that do not begin on 16 bytes
-    on a GPU."""
+def _expect_batch(dev: Device, out: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
+    """Raise TypeError or ValueError for batched products in F32, with a bias or accumulate, or with
+    matrices that begin off 16 bytes on a GPU."""
     if adds:
         raise ValueError("matmul: several products have no bias and no sum")
     for name, x in (("out", out), ("a", a), ("b", b)):
@@ -128,10 +127,10 @@ def _expect_several(dev: Device, out: Tensor, a: Tensor, b: Tensor, adds: bool) 
             expect_multiple("matmul", dev, f"{name}[i].size", each, vector)
 
 
-def _expect_alone(
+def _expect_one_addend(
     op: str, bias: Tensor | None, addend: Tensor | None = None, *, accumulate: bool
 ) -> None:
-    """Raise ValueError for something that is added to a product beside `out`."""
+    """Raise ValueError for a bias or an addend beside accumulate."""
     for name, tensor in (("bias", bias), ("addend", addend)):
         if accumulate and tensor is not None:
             raise ValueError(f"{op}: {name} and accumulate exclude each other")
@@ -151,28 +150,26 @@ def matmul_fp8(
     fast_accumulation: bool = False,
     alpha: float = 1.0,
 ) -> None:
-    """Row-major out = alpha * (scale_a * a) @ (scale_b * b)^T [+ bias] [+ addend] of FP8 codes a
-    and b.
+    """Row-major out = alpha * (scale_a * a) @ (scale_b * b)^T [+ bias] [+ addend], FP8 codes a, b.
 
-    Tensor cores before Blackwell know FP8 operands in this one form only, both with K last.
+    Both have K last, the only form of FP8 operands in tensor cores before Blackwell.
 
     Args (contiguous; N and K multiples of 16):
-        out         out  F32 or BF16   (M,N)   F32 with accumulate; or codes, as ProductCodes has
-                                               it: not with accumulate, E4M3 if a and b are
+        out         out  F32 or BF16   (M,N)   F32 with accumulate; or ProductCodes without
+                                               accumulate, E4M3 if a and b are
         a           in   E4M3 or E5M2  (M,K)
         b           in   E4M3 or E5M2  (N,K)   not E5M2 if a is
-        scale_a     in   F32           (1,)    16-byte aligned, as every tensor of an arena is
+        scale_a     in   F32           (1,)
         scale_b     in   F32           (1,)
         bias        in   BF16          (N,)    or None; added to every row; not with accumulate
         addend      in   as out        (M,N)   or None; as in matmul; not with codes
         accumulate                             out is the addend
-        fast_accumulation                      permitted: taken where it is faster. Ada and Hopper
-                                               add products to sums of 14 significant bits;
-                                               without it, sums of some of them are added up in
-                                               F32. Elsewhere it has no effect.
+        fast_accumulation                      permits sums of 14 significant bits on Ada and
+                                               Hopper, where they are faster; without it, partial
+                                               sums are added up in F32
 
-    Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch, of
-             which block scales, which a kernel writes before, take a byte for 32 codes.
+    Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch;
+             block scales take a byte for 32 codes of the scratch, and a launch.
     """
     op, factor, largest = "matmul_fp8", None, None
     allowed: tuple[DType, ...] = (F32,) if accumulate else (F32, BF16)
@@ -184,7 +181,7 @@ def matmul_fp8(
         raise TypeError(f"{op}: out must be {labels}, got {out.dtype.label}")
     M, K, N = MATMUL_FP8.dims(a=a, b=b)
     expect_scales(op, a, b, scale_a, scale_b)
-    _expect_alone(op, bias, addend, accumulate=accumulate)
+    _expect_one_addend(op, bias, addend, accumulate=accumulate)
     operands = (out, a, b, scale_a, scale_b, bias, addend)
     sizes = (M, N, K, int(accumulate), int(fast_accumulation))
     with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
@@ -205,7 +202,7 @@ def _choose(
     sizes: tuple,
     alpha: float,
 ) -> None:
-    """The product by the faster of two ways; operands, sizes, alpha: as of _block_scaled."""
+    """Launch the faster of two kernels; operands, sizes, alpha: as in _block_scaled."""
     out, a, b, _, _, bias, addend = operands
     *matrices, accumulate, fast = sizes
     types = (False, True, a.dtype, b.dtype, out.dtype)
@@ -218,12 +215,12 @@ def _choose(
 
 @cache  # the same few, launch after launch
 def _work(*product: Any) -> str:
-    """The key that tells this product's choice from others; arguments: those of Product."""
+    """Key of a product's choice; arguments: those of Product."""
     return f"matmul_fp8 {Product(*product)}"
 
 
 def _fp8_cost(operands: tuple, sizes: tuple) -> Cost:
-    """The cost of either way; operands, sizes: as of _block_scaled."""
+    """Cost of either kernel; operands, sizes: as in _block_scaled."""
     out, a, *_, addend = operands
     *matrices, accumulate, fast = sizes
     flags = {"accumulate": bool(accumulate), "fast": bool(fast), "addend": addend is not None}
@@ -231,29 +228,27 @@ def _fp8_cost(operands: tuple, sizes: tuple) -> Cost:
 
 
 def _may_be_block_scaled(dev: Device, a: Tensor, b: Tensor) -> bool:
-    """Whether block scales may make a product of these codes faster, and there is room for them."""
+    """True if MXFP8 may be faster on this device, and the workspace has room for block scales."""
     if dev.spec.capability // 10 != BLOCK_SCALED_GENERATION or a.shape[1] % BLOCK:
         return False
     return SCALES_SHARE * _block_scales_bytes(a, b) <= dev.spec.library_workspace
 
 
 def _block_scales_bytes(a: Tensor, b: Tensor) -> int:
-    """For both: they are the same bytes."""
+    """Bytes of block scales; both operands read the same ones, all 1."""
     return scales_bytes(max(a.shape[0], b.shape[0]), a.shape[1])
 
 
 def _block_scaled(
     dev: Device, operands: tuple, workspace: Tensor, sizes: tuple, alpha: float
 ) -> None:
-    """A product of codes whose block scales are one; those of the tensors, times alpha, become its
-    factor. operands: out, a, b, scale_a, scale_b, bias, addend. sizes: the last arguments of
-    MXFP8."""
+    """MXFP8 product with block scales of 1; alpha * scale_a * scale_b is the library's factor.
+    operands: out, a, b, scale_a, scale_b, bias, addend. sizes: last arguments of MXFP8."""
     out, a, b, scale_a, scale_b, bias, addend = operands
     *_, accumulate, _ = sizes
     count = _block_scales_bytes(a, b)  # a multiple of ALIGN
     scales = workspace.rows(0, count)
-    at = workspace.offset + count
-    scalars = Tensor("scalars", (SCALARS,), F32, workspace.storage, at)
+    scalars = Tensor("scalars", (SCALARS,), F32, workspace.storage, workspace.offset + count)
     rest = workspace.rows(count + ALIGN, workspace.nbytes)
     beta = 1.0 if accumulate or addend is not None else 0.0
     dev.launch(
@@ -271,9 +266,9 @@ def _block_scaled(
     )
 
 
-# -- The product of signed bytes, exactly summed, with a scale for each row of both matrices
+# -- Product of int8 codes, exact sums in I32, with a scale for each row of both matrices
 
-MOST_TERMS = (2**31 - 1) // I8_MAX**2  # of a sum that cannot overflow
+MOST_TERMS = (2**31 - 1) // I8_MAX**2  # largest K without overflow
 WARP_M, STEP = 64, 64  # rows of a warp, bytes of a step in cu/product/matmul.cu
 
 MATMUL_INT8, MATMUL_INT8_ACCUMULATE = _adding_too(
@@ -286,7 +281,7 @@ MATMUL_INT8, MATMUL_INT8_ACCUMULATE = _adding_too(
 
 
 class Int8Tiles(NamedTuple):
-    """How a product is cut: a block has warps_m * warps_n warps, of 64 rows and warp_n columns."""
+    """Tiles of a block of warps_m * warps_n warps, 64 rows and warp_n columns each."""
 
     warps_m: int
     warps_n: int
@@ -314,7 +309,7 @@ class Int8Tiles(NamedTuple):
         return ceil_div(M, rows) * ceil_div(N, columns)
 
 
-# From the one that reads the least to the one that has the most blocks.
+# From the fewest bytes read to the most blocks.
 INT8_TILES = (Int8Tiles(4, 2, 64, 3), Int8Tiles(2, 4, 32, 4), Int8Tiles(1, 4, 16, 4))
 
 
@@ -352,7 +347,7 @@ def matmul_int8(
     """
     if accumulate and out.dtype is not F32:
         raise TypeError(f"matmul_int8: out must be F32 with accumulate, got {out.dtype.label}")
-    _expect_alone("matmul_int8", bias, accumulate=accumulate)
+    _expect_one_addend("matmul_int8", bias, accumulate=accumulate)
     M, K, N = MATMUL_INT8.dims(a=a, b=b)
     tiles = tiles_of(M, N, dev.spec.num_sms)
     dev.launch(

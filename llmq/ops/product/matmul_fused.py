@@ -1,14 +1,13 @@
-"""Matrix products of our own, each with what follows it: one launch.
+"""Hopper's matrix products with their epilogue in one launch.
 
-    x = alpha * scale_a * scale_b * (a @ b^T) + h @ tail^T     and of x what the epilogue makes
+    x = alpha * scale_a * scale_b * (a @ b^T) + h @ tail^T     and out = epilogue(x)
 
-A kernel behind a product reads what the product has just written, and the product of the adapters
-beside a matrix, which is short and wide, reads the first one's result and writes it again. Here an
-epilogue takes the sums, rounded as they would be kept, while the next tile is multiplied, and
-adapters are the last tiles of the sum. Sums are F32; fp8 codes are added as with fast accumulation
-(`ops.product.matmul.matmul_fp8`), but for `gradient`.
+Separate kernels would write x, read x for the adapters' product h @ tail^T and write x again, and
+read x for the epilogue. Here adapters are the last tiles of the sum, and an epilogue takes the
+sums, rounded as x would be, while the next tile is multiplied. Sums are F32; fp8 codes are added
+with fast accumulation (`ops.product.matmul.matmul_fp8`), except in `gradient`.
 
-For all: operands are contiguous, with rows of multiples of 16 bytes; compute capability 9.0.
+Operands of all functions: contiguous, rows of multiples of 16 bytes; compute capability 9.0.
 
     a           in   BF16, E4M3 or E5M2   (M,K)
     b           in   as a, not E5M2 twice (N,K)
@@ -17,9 +16,9 @@ For all: operands are contiguous, with rows of multiples of 16 bytes; compute ca
     scale_a     in   F32                  (1,)    of fp8 codes, else None
     scale_b     in   F32                  (1,)
     alpha                                         of `adapted`, `gradient` and `swiglu_backward`;
-                                                  compiled in where it is not 1
+                                                  compiled in unless 1
 
-Raises TypeError for a wrong dtype or no result, ValueError for a wrong shape.
+TypeError for a wrong dtype or no result, ValueError for a wrong shape.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ from llmq.runtime.cost import Cost, product_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, formats
 
-MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
-MAX_EXPERTS, GROUPED_DEPTH = 512, 64  # experts of `grouped`, and what K is of where it is outside
-GRADIENT_COLUMNS = 64  # F is a multiple of them in `swiglu_backward`: what its warps share
-# If sums may not be fast, the tensor cores' sum, of 14 significant bits, is added to one in F32
-# after so many steps of 128.
+MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of one mma instruction's depth
+MAX_EXPERTS, GROUPED_DEPTH = 512, 64  # of `grouped`: experts, divisor of K as outer dimension
+GRADIENT_COLUMNS = 64  # divisor of F in `swiglu_backward`, whose warps share these columns
+# Without fast accumulation the tensor cores' sum, of 14 significant bits, is added to an F32 sum
+# after PART_STEPS steps of 128.
 PART_STEPS = 4
 
 # Bytes of shared memory: of a block, of barriers and alignment, of a tile's three boxes, of two
@@ -63,15 +62,15 @@ PART_STEPS = 4
 SHARED, BARRIERS, BOXES, TRANSPOSED, CHUNK = 227 << 10, 1536, 3 * 16384, 16384, 2048
 LINE = 128  # bytes of K in a tile
 ALL_CODES = "A=bf16|e4m3|e5m2, B=bf16|e4m3|e5m2"  # not e5m2 twice
-OUTSIDE = 32  # rows of the half of one where K is the outer dimension
+OUTSIDE = 32  # rows of half a tile with K as outer dimension
 
 
 @cache
 def _kernel(
     entry: str, shapes: tuple[str, str, str], boxes: tuple[int, int, int], own: str, types: str
 ) -> Kernel:
-    """shapes: of a, b and tail. boxes: the rows of a box of a and of h, and of the half of a tile
-    of b and of tail. own: the arguments beside the operands. types: as of Kernel."""
+    """shapes: of a, b and tail. boxes: rows of a box of a and h, of b, of tail. own: arguments
+    beside the operands. types: as in Kernel."""
     (a, b, tail), (a_rows, b_rows, tail_rows) = shapes, boxes
     return Kernel(
         "product/matmul_fused.cu",
@@ -86,8 +85,8 @@ def _kernel(
 
 
 class _Product(NamedTuple):
-    """Operands of a product, and whether K is the outer dimension of b and of tail. shapes: of a, b
-    and tail in the declaration. types: dtypes of A and B, as of Kernel."""
+    """Operands and sizes of a product. b_outside, tail_outside: True if K is the outer dimension.
+    shapes: of a, b and tail in the declaration. types: dtypes of A and B, as in Kernel."""
 
     operands: tuple[Tensor | None, ...]
     M: int
@@ -116,9 +115,9 @@ class _Product(NamedTuple):
         alpha: float = 1.0,
         experts: int = 0,
     ) -> _Product:
-        """transposed: tail is (R, N), and b (K, N), if BF16. experts: of which each has matrices,
-        which lie below each other in b and tail; 0: there are none. Raises TypeError or ValueError
-        for operands that no declaration describes."""
+        """transposed: tail is (R, N), and b (K, N), if BF16. experts: number of experts, whose
+        matrices lie below each other in b and tail; 0: no experts. TypeError or ValueError for
+        operands that no declaration describes."""
         expect_scales(op, a, b, scale_a, scale_b)
         if (a.dtype in FP8) is not (b.dtype in FP8) or (h is None) is not (tail is None):
             raise TypeError(f"{op}: fp8 codes multiply fp8 codes, and h needs tail")
@@ -148,10 +147,10 @@ class _Product(NamedTuple):
         count: int | None = None,
         a_rows: int = 128,
     ) -> None:
-        """own, args: what the kernel takes beside the operands. columns: of a tile; paired: half of
-        them are a result's. beside: bytes of shared memory beside pairs of tiles of a and b, of
-        which there are as many as it has place for. count: tiles of all results, where there are
-        several of (M, N), or of other rows. a_rows: of a box of a."""
+        """own, args: the kernel's arguments beside the operands. columns: of a tile; paired: up and
+        gate have half each. beside: bytes of shared memory beside the stages of a and b,
+        which fill the rest. count: tiles of all results, unless those of (M, N). a_rows: rows of a
+        box of a."""
         N = self.N // (1 + paired)
         tiles = Tiles.of(dev, self.M, N, columns // (1 + paired))
         pair = LINE * (TILE_ROWS // 2 + ceil_div(columns, 64) * 64)
@@ -206,15 +205,17 @@ def adapted(
     operands = (a, b, h, tail, scale_a, scale_b)
     p = _Product.of(op, *operands, types=ALL_CODES, transposed=transposed, alpha=alpha)
     columns = tile_columns(dev, p.M, p.N, a.dtype.itemsize * p.K)
-    how = {"trans_b": b.shape == (p.N, p.K), "addend": addend is not None}  # a square b counts, too
+    cost = product_cost(
+        (p.M, p.N, p.K), a.dtype, BF16, fast=True, epilogue="adapted", rank=p.rank,
+        trans_b=b.shape == (p.N, p.K),  # True for a square b, as in card files
+        addend=addend is not None,
+    )  # fmt: skip
     p.launch(
         dev,
         op,
         "box16 out bf16[M,N] out, bf16[N]? bias, box16 bf16[M,N]? addend",
         (out, bias, addend),
-        product_cost(
-            (p.M, p.N, p.K), a.dtype, BF16, fast=True, epilogue="adapted", rank=p.rank, **how
-        ),
+        cost,
         columns=columns,
         threads=384,
         beside=(16 if columns == WIDE else 8) * CHUNK,
@@ -236,8 +237,7 @@ def grouped(
     bias: Tensor | None = None,
     transposed: bool = False,
 ) -> None:
-    """out[r] = scale_a * scale_b * (a[r] @ b[e]^T) + h[r] @ tail[e]^T + bias[e] of rows that are
-    sorted by expert.
+    """out[r] = scale_a * scale_b * (a[r] @ b[e]^T) + h[r] @ tail[e]^T + bias[e]; e: r's expert.
 
     Args (beside those of all; at most 512 experts):
         out         out  BF16  (M,N)
@@ -260,20 +260,16 @@ def grouped(
     if E > MAX_EXPERTS or (p.b_outside and K % GROUPED_DEPTH):
         limits = f"at most {MAX_EXPERTS} experts, and K outside in multiples of {GROUPED_DEPTH}"
         raise ValueError(f"{op}: {limits}, got {E} and {K}")
+    cost = product_cost(
+        (M, N, K), a.dtype, BF16, fast=True, epilogue="grouped", rank=p.rank,
+        trans_b=not p.b_outside,
+    )  # fmt: skip
     p.launch(
         dev,
         op,
         "out bf16[M,N] out, bf16[experts,N]? bias, i32[experts+1] starts, i32 experts",
         (out, bias, starts, E),
-        product_cost(
-            (M, N, K),
-            a.dtype,
-            BF16,
-            fast=True,
-            epilogue="grouped",
-            trans_b=not p.b_outside,
-            rank=p.rank,
-        ),
+        cost,
         threads=384,
         beside=8 * CHUNK,
         consts={"BIAS": int(bias is not None), "GROUPED": 1, "TAIL_ROWS": p.rank},
@@ -283,9 +279,9 @@ def grouped(
 
 
 def grouped_gradient(dev: Device, acc: Accumulator, a: Tensor, b: Tensor, starts: Tensor) -> None:
-    """acc[e] (M,N) = or += a^T @ b over the rows of expert e, which are sorted.
+    """acc[e] (M,N) = or += a^T @ b over the rows of expert e.
 
-    Without rows it becomes 0, or stays as it is. It is rounded as by `grouped.grouped_gradient`.
+    Experts without rows get 0, or keep acc. Rounding: as in `grouped.grouped_gradient`.
 
     Args (beside those of all; M and N multiples of 8):
         acc     inout  Accumulator BF16 (E,M,N)
@@ -301,14 +297,16 @@ def grouped_gradient(dev: Device, acc: Accumulator, a: Tensor, b: Tensor, starts
     operands = (a, b, None, None, None, None)
     shapes = ("K,M", "K,N", "N,R")
     p = _Product(operands, M, N, R, 0, True, False, shapes, "A=bf16, B=bf16")
-    how = {"trans_a": True, "accumulate": accumulate, "epilogue": "grouped"}
+    cost = product_cost(
+        (M, N, R), BF16, BF16, trans_a=True, accumulate=accumulate, epilogue="grouped"
+    )
     p.launch(
         dev,
         op,
         "inout bf16[experts,M,N] d, i32[16] scalars, i32 accumulate, u32 salt, "
         "i32[experts+1] starts, i32 experts",
         (tensor, scalars, int(accumulate), salt, starts, E),
-        product_cost((M, N, R), BF16, BF16, **how),
+        cost,
         threads=384,
         beside=8 * NARROW // 64 * CHUNK,
         consts={"GROUPED": 2},
@@ -330,11 +328,11 @@ def gradient(
 ) -> None:
     """acc.tensor += BF16(alpha * scale_a * scale_b * (a @ b^T)), or = without acc.accumulate.
 
-    The bits are those of the product alone, and of `reduce.add` behind it.
+    Same bits as the product, and `reduce.add` behind it.
 
     Args (a and b are fp8 codes, b E4M3):
         acc.tensor   inout  BF16  (M,N)   sums are rounded stochastically
-        fast_accumulation                 as in matmul_fp8; it is taken
+        fast_accumulation                 as in matmul_fp8
 
     Cost:    2*M*N*K FLOPs; acc.tensor written once, and read once if it is added to; one launch.
     """
@@ -345,14 +343,17 @@ def gradient(
     if 2 * p.N % MULTIPLE or p.K % MULTIPLE:
         raise ValueError(f"{op}: rows must have multiples of {MULTIPLE} bytes, got {sizes}")
     part_steps = 0 if fast_accumulation else PART_STEPS
-    access = "inout" if acc.accumulate else "out"  # one reads what it adds to
-    how = {"accumulate": acc.accumulate, "fast": fast_accumulation, "epilogue": "gradient"}
+    access = "inout" if acc.accumulate else "out"
+    cost = product_cost(
+        sizes, a.dtype, BF16,
+        accumulate=acc.accumulate, fast=fast_accumulation, epilogue="gradient",
+    )  # fmt: skip
     p.launch(
         dev,
         op,
         f"{access} bf16[M,N] d, i32[16] scalars, i32 accumulate, u32 salt, i32 part_steps",
         (acc.tensor, acc.scalars, int(acc.accumulate), acc.salt, part_steps),
-        product_cost(sizes, a.dtype, BF16, **how),
+        cost,
         consts={"EXACT": int(part_steps > 0)},
     )
 
@@ -372,10 +373,10 @@ def swiglu(
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
-    """up_gate = scale_a * scale_b * (a @ b^T) + h @ tail^T, and out = up * silu(gate) of it.
+    """up_gate = scale_a * scale_b * (a @ b^T) + h @ tail^T, and out = up * silu(gate).
 
-    The bits are those of `adapted` (fp8: with fast accumulation), which rounds up_gate, and of
-    `swiglu.forward`, which reads that. With gelu it is GeGLU.
+    Same bits as `adapted` (fp8: with fast accumulation), which rounds up_gate, and `swiglu.forward`
+    behind it. With gelu out = up * gelu(gate).
 
     Args (a: BF16 or E4M3; N is 2F, the rows of up and then those of gate; M, F multiples of 16):
         up_gate     out    BF16   (M,2F)  [up | gate] along the last dimension; or None
@@ -398,16 +399,18 @@ def swiglu(
     consts = {"UP_GATE": int(up_gate is not None), "OUT": int(out is not None)}
     consts |= abs_max_consts(abs_max) | fp8_consts(op, fp8, M, F) | {"GELU": int(gelu)}
     results = (up_gate, out, abs_max, *fp8_args(fp8))
-    how = {"trans_b": True, "fast": True, "epilogue": "swiglu", "rank": p.rank}
-    how["transposes"] = consts["CODES"] == consts["TRANSPOSED"] == 1
-    how["besides"] = formats((*results, *[None] * 6))  # as card files have it
+    cost = product_cost(
+        (M, 2 * F, p.K), a.dtype, BF16, trans_b=True, fast=True, epilogue="swiglu", rank=p.rank,
+        transposes=consts["CODES"] == consts["TRANSPOSED"] == 1,
+        besides=formats((*results, *[None] * 6)),  # as in card files
+    )  # fmt: skip
     p.launch(
         dev,
         op,
         "out bf16[M,2*N]? up_gate, out bf16[M,N]? out, inout f32[1]? abs_max, "
         + declared_fp8("M", "N"),
         results,
-        product_cost((M, 2 * F, p.K), a.dtype, BF16, **how),
+        cost,
         paired=True,
         consts=consts,
     )
@@ -431,8 +434,7 @@ def swiglu_backward(
     out_fp8: Fp8Out | None = None,
     alpha: float = 1.0,
 ) -> None:
-    """d_up_gate of d_out, the sum x of all, with the bits of `adapted` and `swiglu.backward`
-    behind it. gelu: of GeGLU.
+    """d_up_gate of d_out = x, with the same bits as `adapted` and `swiglu.backward` behind it.
 
     Args (N is F, of codes b E4M3; M a multiple of 16, F of 64):
         d_up_gate  out    BF16  (M,2F)  [d_up | d_gate]; may be up_gate; None with fp8
@@ -441,8 +443,8 @@ def swiglu_backward(
         tail       in     BF16  (R,F)   or None, with h
         abs_max    inout  F32   (1,)    or None; raised to the largest |d_up_gate|
         fp8        out          (M,2F)  or None; d_up_gate in FP8
-        out        out    BF16  (M,F)   or None; what forward has written
-        out_fp8    out          (M,F)   or None, if out is; on Hopper that in E4M3, transposed
+        out        out    BF16  (M,F)   or None; forward's output
+        out_fp8    out          (M,F)   or None; forward's output in E4M3, transposed, without out
 
     Cost:    2*M*F*(K+R) FLOPs; one launch.
     """
@@ -457,17 +459,19 @@ def swiglu_backward(
     consts = {"D_UP_GATE": int(d_up_gate is not None)} | abs_max_consts(abs_max)
     consts |= fp8_consts(op, fp8, M, 2 * F) | again_consts(op, out, out_fp8) | {"GELU": int(gelu)}
     written, again = (abs_max, *fp8_args(fp8)), again_args(out, out_fp8)
-    # A square b counts as transposed, too: card files have it so.
-    how = {"trans_b": b.shape == (F, p.K), "fast": True, "epilogue": "swiglu_backward"}
-    how["besides"] = formats((d_up_gate, up_gate, *written, out or again[1]))
-    how["transposes"] = consts["CODES"] == consts["TRANSPOSED"] == 1
+    cost = product_cost(
+        (M, F, p.K), a.dtype, BF16, fast=True, epilogue="swiglu_backward", rank=p.rank,
+        trans_b=b.shape == (F, p.K),  # True for a square b, as in card files
+        transposes=consts["CODES"] == consts["TRANSPOSED"] == 1,
+        besides=formats((d_up_gate, up_gate, *written, out or again[1])),
+    )  # fmt: skip
     p.launch(
         dev,
         op,
         "out T[M,2*N]? d_up_gate, T[M,2*N] up_gate, inout f32[1]? abs_max, "
         f"{declared_fp8('M', '2*N')}, {declared_again('M', 'N')}",
         (d_up_gate, up_gate, *written, *again),
-        product_cost((M, F, p.K), a.dtype, BF16, rank=p.rank, **how),
+        cost,
         beside=BOXES + (2 * consts["TRANSPOSED"] + consts["OUT_TRANSPOSED"]) * TRANSPOSED,
         consts=consts,
     )

@@ -76,19 +76,16 @@ def decode(
     levels: Tensor,
     fp8_scale: Tensor | None = None,
 ) -> None:
-    """Write the decoded values to out, rounded to its dtype; for E4M3 divided by fp8_scale before.
+    """Write decoded values to out, rounded to out's dtype; E4M3 out gets values / fp8_scale.
 
-    Modules of one size follow one another, each with its own groups and mean.
-
-    fp8_scale: given if out is E4M3.
+    Modules of one size follow one another, each with its own groups and mean. fp8_scale: if out is
+    E4M3.
 
     Cost:    half a byte read, out written; one launch.
     """
     count, n = mean.size, out.size // mean.size
-    args, grid = (
-        (codes, scale_codes, groups, mean, levels, n),
-        (ceil_div(n, THREADS * DECODED), count),
-    )
+    args = (codes, scale_codes, groups, mean, levels, n)
+    grid = (ceil_div(n, THREADS * DECODED), count)
     if fp8_scale is None:
         dev.launch(DECODE, grid, THREADS, (out, *args))
     else:

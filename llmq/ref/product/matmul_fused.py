@@ -1,4 +1,4 @@
-"""References of products with what follows them: NumPy's BLAS, and each epilogue's formula.
+"""References of fused products: NumPy's BLAS, and each epilogue's formula.
 
 All have a (M,K), b (N,K) or with b_k_outside (K,N), h (M,R), tail (N,R) or with tail_k_outside
 (R,N):
@@ -142,8 +142,10 @@ def matmul_grouped(
         low = (None, None) if tail is None else (h[rows], tails[e])
         operands = (a[rows], matrices[e], *low, scale_a, scale_b)
         of_expert = None if bias is None else bias[e]
-        how = {"b_k_outside": b_k_outside, "tail_k_outside": tail_k_outside}
-        matmul_adapted(*operands, *sizes, out[rows], of_expert, **how)
+        matmul_adapted(
+            *operands, *sizes, out[rows], of_expert,
+            b_k_outside=b_k_outside, tail_k_outside=tail_k_outside,
+        )  # fmt: skip
 
 
 def matmul_grouped_gradient(
@@ -199,8 +201,10 @@ def matmul_swiglu_backward(
     """x is d_out (M,N), rounded to BF16; of that and up_gate (M,2N) the gradients of up and gate,
     and forward's out or its codes."""
     d = np.empty((M, N), BF16)
-    how = {"b_k_outside": b_k_outside, "tail_k_outside": tail_k_outside}
-    matmul_adapted(a, b, h, tail, scale_a, scale_b, M, N, K, alpha, d, **how)
+    matmul_adapted(
+        a, b, h, tail, scale_a, scale_b, M, N, K, alpha, d,
+        b_k_outside=b_k_outside, tail_k_outside=tail_k_outside,
+    )  # fmt: skip
     again = out, out_transposed, out_scale, out_saturated
     results = abs_max, codes, transposed, scale, saturated
     swiglu_backward_fp8(d_up_gate, d, up_gate, M, M, N, *results, *again, *[None] * 5, gelu=gelu)

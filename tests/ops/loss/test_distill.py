@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32, I32
+from llmq.ops.common import LogitRows
 from llmq.ops.loss import distill
 from llmq.ops.loss.distill import Teacher
 from llmq.ref.loss.distill import CASES
@@ -32,8 +33,8 @@ def test_equals_reference(dev, rng, case, dtype, how):
     arrays["stats"] = np.ones(9)
 
     def call(dev, logits, losses, lse, kl, targets, logprobs, stats, gradient=True):
-        teacher = Teacher(logprobs, kl, *how)
-        teacher.launch(dev, logits, losses, lse, targets, None, vocab, gradient=gradient)
+        rows = LogitRows(logits, losses, lse, targets, None, vocab)
+        Teacher(logprobs, kl, *how).launch(dev, rows, gradient=gradient)
         distill.add(dev, stats, kl, 7)
 
     got, want = run(dev, call, arrays), run(host_device(), call, arrays)
@@ -66,8 +67,8 @@ def test_little_that_is_left_to_other_columns_does_not_cancel(dev, rng, reverse)
     arrays |= {name: np.full(rows, np.nan, np.float32) for name in ("losses", "lse", "kl")}
 
     def call(dev, logits, losses, lse, kl, targets, logprobs):
-        teacher = Teacher(logprobs, kl, 0.0, 1.0, reverse)
-        teacher.launch(dev, logits, losses, lse, targets, None, vocab)
+        rows = LogitRows(logits, losses, lse, targets, None, vocab)
+        Teacher(logprobs, kl, 0.0, 1.0, reverse).launch(dev, rows)
 
     got, want = run(dev, call, arrays), run(host_device(), call, arrays)
     np.testing.assert_allclose(got["kl"], want["kl"], rtol=2**-16)
@@ -81,9 +82,9 @@ def test_wrong_arguments():
     def make(*shape, dtype=F32):
         return dev.alloc("x", shape, dtype, "Weights")
 
-    rows = (make(2), make(2), make(2, dtype=I32))
+    rows = LogitRows(make(2, 32), make(2), make(2), make(2, dtype=I32), None, 16)
     with pytest.raises(ValueError, match="distill: k must be at most 16, got 17"):
-        Teacher(make(2, 34), make(2), 0, 1, False).launch(dev, make(2, 32), *rows, None, 16)
+        Teacher(make(2, 34), make(2), 0, 1, False).launch(dev, rows)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32, I32
+from llmq.ops.common import LogitRows
 from llmq.ops.loss.labels import Labels
 from llmq.ref.loss.labels import CASES
 from llmq.runtime.device import HOST_SPEC
@@ -28,8 +29,8 @@ def test_equals_reference(dev, rng, case, dtype):
             arrays["weights"] = rng.normal(size=rows).astype(np.float32)
 
         def call(dev, hits, weights=None, gradient=gradient, **tensors):
-            how = {"weights": weights, "vocab_size": vocab, "gradient": gradient}
-            Labels(hits, bool(linear)).launch(dev, **tensors, **how)
+            rows = LogitRows(**tensors, weights=weights, vocab_size=vocab)
+            Labels(hits, bool(linear)).launch(dev, rows, gradient=gradient)
 
         # Sums of exponentials in another order; BF16 may then be rounded to the next number.
         names = ("logits", "losses", "lse", "hits")
@@ -43,9 +44,8 @@ def test_wrong_arguments():
         return dev.alloc("x", shape, dtype, "Weights")
 
     def call(logits, targets, vocab):
-        Labels(make(2), False).launch(
-            dev, logits, make(2), make(2), targets, None, vocab, gradient=True
-        )
+        rows = LogitRows(logits, make(2), make(2), targets, None, vocab)
+        Labels(make(2), False).launch(dev, rows, gradient=True)
 
     with pytest.raises(ValueError, match="labels: vocab must be at most 64, got 65"):
         call(make(2, 64), make(2, dtype=I32), 65)
