@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # --help does not wait for NumPy
 
 REQUIRED = object()
 _OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
-"""Fields that models with a text_config may give beside it."""
+"""Fields that belong to the text model, but may stand outside its text_config."""
 
 
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
@@ -72,7 +72,7 @@ class Architecture:
     wrapper: str | None = None
     """Class of models, with images for example, whose language model is one of these."""
     text_defaults: Mapping[str, Any] = {}
-    """Sizes that their text_config need not give."""
+    """Defaults of fields of the wrapper's text_config."""
     label: str
     """Name in [Options] and in the log."""
 

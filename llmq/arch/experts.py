@@ -43,7 +43,7 @@ class Experts:
     size: int | None = None
     """F: width of each; None: the model's intermediate_size."""
     shared_size: int | None = None
-    """Width of an expert with a gate, which every token meets besides; None: there is none."""
+    """Width of the shared expert, which every token meets; None: there is none."""
     renormalize: bool = False
     """Weights of the active experts are divided by their sum; else they are of a softmax over all
     experts."""

@@ -15,22 +15,22 @@ class RopeFamily(Architecture):
     """Llama and its relatives: RMSNorm, rotary positions, SwiGLU, the same names everywhere."""
 
     kv_heads_may_lack = False
-    """A config without num_key_value_heads means as many as there are query heads."""
+    """True: num_key_value_heads is optional, and by default num_attention_heads."""
     norm_eps = 1e-6
-    """It holds if the config does not say."""
+    """Default of rms_norm_eps."""
     windowed = False
     """All layers have config.json's sliding_window."""
     sliding_window: int | None = None
-    """It holds if the config does not say."""
+    """Default of sliding_window."""
     full_every: int | None = None
-    """Each layer may have the window or not; if the config does not say which have, each so-manieth
-    has none. None: all layers are alike."""
+    """Without layer_types, every so-manieth layer has full attention. None: all layers are
+    alike."""
     older_windows: str | None = None
-    """The field with the distance of layers without a window, in files without layer_types."""
+    """Name of the field with full_every in files that are older than layer_types."""
     rope_kinds: tuple[str, ...] = tuple(kind for kind in KINDS if kind != "proportional")
     """Supported kinds of RoPE scaling."""
     partial_rotary = False
-    """A part of a head's channels may be rotated alone."""
+    """True: partial_rotary_factor, the share of a head's channels that are rotated, is read."""
     hidden_acts: tuple[str, ...] = ("silu", "swish")
     """Names of the activation in config.json's hidden_act; the first one is written."""
     modules: Mapping[str, tuple[str, ...]] = {
@@ -82,8 +82,8 @@ class RopeFamily(Architecture):
         }
 
     def read_windows(self, hf: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """The window of attention, and the layers that have the window; no window where no sequence
-        is longer. Files older than layer_types may have the distance of layers without a window.
+        """The window of attention, and the layers that have it; no window if it is at least
+        `longest`.
 
         longest: tokens of the longest sequence.
         """

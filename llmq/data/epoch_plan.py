@@ -177,7 +177,7 @@ class Permutation:
                 return x
 
 
-_ROUNDS = 12  # four are enough for a long order; with eight, orders of five were not uniform
+_ROUNDS = 12  # of the cipher; with 4 long orders are uniform, with 8 orders of 5 were not
 _NETWORK = 0x66656973  # third counter word, as _HASHED
 
 

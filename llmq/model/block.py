@@ -186,8 +186,8 @@ class Blocks:
         return spec.output is not None and self.linear.accepts_addend(layer, spec.output, out)
 
     def forward(self, index: int, w: PartWeights, *, keep: bool) -> None:
-        """The stream in front of a block to that behind it, or to that in front of the last half
-        and this one's branch. keep: backward follows, and will read the stream in front."""
+        """Compute the stream behind the block, or, where the next norm adds it, the stream in front
+        of the last half and that half's branch. keep: backward follows, and reads the input."""
         layer, last = self.layers[index], len(self.streams) - 1
         before = self.layers[index - 1].streams[-1] if index > 0 else None
         for i, (half, of_half) in enumerate(zip(self.halves[index], layer.halves, strict=True)):
@@ -243,7 +243,7 @@ class Blocks:
                     self.norms.backward(of_half.norm, before, d_residual, d_x, w, g)
 
     def _out_before(self, index: int, half: int) -> str | None:
-        """The name of the gradient of what the half in front of this one has put out."""
+        """Name of the gradient of the output of the half in front of this one."""
         if half > 0:
             return self.layers[index].halves[half - 1].out_id
         return self.layers[index - 1].halves[-1].out_id if index > 0 else None

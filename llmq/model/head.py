@@ -40,7 +40,7 @@ def gradient_scale(z_loss: float, weight: float = 1.0) -> float:
 
 
 def _columns_of_new_rows(dev: Device, config: ModelConfig, options: ModelOptions) -> Tensor | None:
-    """I32 (R,): the columns of logits that belong to rows which are trained alone, then -1."""
+    """I32 (R,): columns of logits of the new tokens, if only their rows are trained; then -1."""
     if not options.trains_new_rows or not (config.tied_embeddings or "new-rows" in options.train):
         return None
     ids = np.arange(*config.new_tokens, dtype=np.int32)
@@ -50,8 +50,8 @@ def _columns_of_new_rows(dev: Device, config: ModelConfig, options: ModelOptions
 
 
 class _Chunk(NamedTuple):
-    """Rows start to stop of a pass: the input of their products, the matrix (Vp, C), the adapters
-    of the pass, and what ends with the chunk."""
+    """Rows start to stop of a pass, the input of their products, the matrix (Vp, C), the pass's
+    adapters, and scratch that is freed after the chunk."""
 
     start: int
     stop: int

@@ -38,7 +38,7 @@ class Scorer:
         self._temps = ExitStack()
 
     def take_shape(self, B: int, T: int) -> None:
-        """Have memory for batches of this shape instead of the last one."""
+        """Free the memory of the last shape of batches, and allocate that of this one."""
         if self._shape == (B, T):
             return
         self._temps.close()

@@ -301,7 +301,7 @@ def look_at_codes(
     abs_max: np.ndarray | None,
     saturated: np.ndarray | None,
 ) -> None:
-    """Look at a product's codes as their reader does (llmq.base.operand.ProductCodes)."""
+    """Measure a product's codes as their reader does (llmq.base.operand.ProductCodes)."""
     if abs_max is None:
         return
     limit = FP8_MAX[codes.dtype] * scale[0]

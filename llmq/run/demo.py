@@ -146,10 +146,8 @@ def _write_data(out: Path, resume: bool) -> int:
 
 
 def _continued(config: TrainConfig, steps: int | None) -> TrainConfig:
-    """Options of the stopped demo, with other steps if given; of a new demo if there is no
-
-    Those of a new one where none has left a checkpoint.
-    """
+    """Options of the stopped demo, with other steps if given; without a checkpoint, of a new
+    demo."""
     own = {"name": config.name, "checkpoint-dir": config.checkpoint_dir, "device": config.device}
     own |= {"continue": True} | ({} if steps is None else {"steps": steps})
     if checkpoint_at(config.checkpoint_dir) is None:

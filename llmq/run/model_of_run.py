@@ -129,7 +129,7 @@ def packing_of_data(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _download(config: TrainConfig, weights: bool) -> None:
-    """See that what of the hub is needed is in the cache. ConfigError if it is not."""
+    """Download the files of --model that the cache lacks; ConfigError without --download."""
     name = pinned(config.model, config.revision)
     from_hub = hub.is_hub_id(name) and not (config.from_scratch and is_preset(config.model))
     if config.revision is not None and not from_hub:

@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class Rank:
-    """The objects that one rank's thread owns. Used in that thread only, except for metadata."""
+    """Objects of one rank, used in the rank's thread only, except for metadata."""
 
     def __init__(self, dev: Device, beat: Callable[[], None]):
         """beat: called to show that a long command goes on."""
@@ -368,9 +368,9 @@ class Ranks:
         work: Callable[[Rank, int, Batch], T],
         stopped: Callable[[], bool] = lambda: False,
     ) -> list[T] | None:
-        """The results of work(rank, index, batch) for each of these batches, on all processes, made
-        as many at a time as there are ranks. Ranks without one get a batch of nothing, with index
-        -1, for the collectives. stopped: asked before each batch; None once it says yes."""
+        """Results of work(rank, index, batch) for all batches, on all processes. Ranks work at the
+        same time; a rank without a batch gets an empty one, with index -1, for the collectives.
+        stopped: called before each batch; if it returns True, the result is None."""
         several = self.first.dev.mesh.size(*DATA)
         rounds = Rounds(self.world, -(-len(batches) // several), stopped)
         found: dict[int, T] = {}

@@ -25,7 +25,7 @@ from llmq.options.options import TrainConfig
 from llmq.run.sensors import Sensor
 from llmq.runtime.nvml import all_gpus, open_nvml
 
-PAUSES = 5.0, 300.0  # seconds before a restart; from the first twice as long each time, to the last
+PAUSES = 5.0, 300.0  # seconds before the first restart, doubled before each further, and at most
 POLL = 0.05  # seconds
 
 

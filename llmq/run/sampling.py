@@ -372,8 +372,8 @@ def first_token(config: ModelConfig, flag: str = "--prompt") -> int:
     raise ConfigError(f"{flag}: this model has no token that begins a text, give a prompt")
 
 
-SLOTS = 64  # texts that are continued at a time
-POSITIONS = 4096  # tokens of a conversation that is typed, if the model has as many
+SLOTS = 64  # texts that are continued at the same time
+POSITIONS = 4096  # most tokens of a typed conversation; fewer if the model reads fewer
 
 
 class Conversation:

@@ -19,9 +19,9 @@ from llmq.runtime.world import Outcome, World
 from llmq.state.pieces import SlabPiece
 
 THREADS = 8  # that write files of one process
-PAUSE = 0.01  # seconds between two looks whether a copy is complete
-POLL = 0.1  # seconds after which a caller that waits shows that it goes on
-PATIENCE = 4.0  # seconds that a copy has to end when the run has failed
+PAUSE = 0.01  # seconds between checks that a copy is complete
+POLL = 0.1  # seconds between signs of life of a waiting caller
+PATIENCE = 4.0  # seconds to finish a copy after the run has failed
 
 
 class Tidied(NamedTuple):

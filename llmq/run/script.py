@@ -110,7 +110,7 @@ class Trainer(trainer.Trainer):
         self.tell_end()
 
     def load(self, path: str | Path, *, new_data: bool = False) -> list[str]:
-        """Do as `llmq.run.trainer.Trainer.load`; LlmqError once the run has begun."""
+        """`llmq.run.trainer.Trainer.load`; LlmqError after the first step."""
         if self._steps is not None:
             raise LlmqError("load(): the run has begun: load before train() and iteration")
         return super().load(path, new_data=new_data)

@@ -177,7 +177,7 @@ class Sensors:
         return lines
 
     def last_words(self) -> list[str]:
-        """All errors of GPUs that are known, also of this moment: perhaps why the run fails."""
+        """All known errors of GPUs, read once more: one may be why the run fails."""
         for sensor in self.sensors if self._thread is not None else []:
             if sensor is not None and isinstance(sensor.source, NvmlGpu):
                 self.news.extend(sensor.errors())

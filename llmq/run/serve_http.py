@@ -147,9 +147,9 @@ def run_serve(
     model_dtype: str,
     ready: Callable[[Any], None] = lambda server: None,
 ) -> None:
-    """Serve a model until a signal ends the program. texts: that are continued at a time.
-    max_tokens: of the longest text, prompt included. ready: is called with uvicorn's server before
-    it begins."""
+    """Serve a model until a signal ends the program. texts: number of texts
+    that are continued at the same time. max_tokens: of a text, prompt included. ready: called with
+    uvicorn's server before it starts."""
     machine = choose_machine(device, 1)
     with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)

@@ -84,8 +84,8 @@ from llmq.runtime.world import World
 from llmq.text.token_shards import duplicates_line, gaps
 
 Gpus = Sequence[NvmlGpu | None]
-"""By rank; None where there is nothing to read."""
-_FEW_STEPS = 20  # of a run whose epochs say how many
+"""By rank; None: no GPU whose sensors can be read."""
+_FEW_STEPS = 20  # a run of --epochs with fewer is warned of
 _LITTLE = 0.05  # of an epoch's sequences, which may be left out without a word
 
 
@@ -317,7 +317,7 @@ def announce_memory(
 
 
 def _other_memory(trainer: Trainer, gpus: Gpus, host_memory_before: int) -> dict[str, int]:
-    """The bytes of the device's memory that are not ours."""
+    """Bytes of the device's memory outside this run's arenas, by name: free, or of others."""
     if trainer.dev.kind == "host":
         needed = needed_bytes(trainer.plan, trainer.dev.spec)
         available = host_memory_before // trainer.world.ranks_here

@@ -31,8 +31,8 @@ _OWN = frozenset(LOSS_PARAMS)
 
 
 def register(loss: type[ArrayLoss]) -> str:
-    """Make a user's class a loss of --loss, in the place of an earlier one of its name, which is
-    returned. ConfigError where it is none, or has a name of ours."""
+    """Add a user's class to the losses of --loss, replacing an earlier class of its name,
+    and return the name. ConfigError if it is no ArrayLoss, or has the name of a built-in loss."""
     if not issubclass(loss, ArrayLoss) or "name" not in vars(loss):
         raise ConfigError(
             f"--loss: {loss.__name__} is no loss: give a subclass of llmq.ArrayLoss with a name"

@@ -65,7 +65,7 @@ def _parts(
 
 
 def clamped_swiglu_forward(out, pairs, n, alpha, limit):
-    """out = (up + 1) * gate * sigmoid(alpha * gate), cut off before."""
+    """out = (up + 1) * gate * sigmoid(alpha * gate), with gate and up clamped to `limit`."""
     _, up, gate, share = _parts(pairs, alpha, limit)
     out[...] = (np.clip(up, -limit, limit) + 1) * (gate * share)
 

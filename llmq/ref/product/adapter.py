@@ -47,7 +47,8 @@ def adapter_expand(whole, b, scale0, scale1, scale2, scale3, rank, columns, rows
 
 
 def adapter_collect(b, whole, scale0, scale1, scale2, scale3, rank, columns, rows, period, *spans):
-    """b (rows, rank) = its scale * what adapter_expand takes from there."""
+    """b (rows, rank): the blocks of whole, each times its scale: the transpose of
+    adapter_expand."""
     wholes, parts = _matrices(whole, b, period)
     scales = (scale0, scale1, scale2, scale3)
     for of_whole, its_columns, of_b, scale in _blocks(rank, scales, *spans):
