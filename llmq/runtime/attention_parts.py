@@ -161,15 +161,16 @@ def forward_tiles(dtype: DType, head_dim: int, masked: bool = False) -> Tiles:
     """Return the tiles of attention_forward: shared memory holds the queries and one step's keys
     and values. masked: see compile_consts."""
     head_dim = in_tiles(head_dim)
-    large = head_dim > 128
+    large, shares = head_dim > 128, head_dim > 256
     if dtype == F32:
-        own, step = (32, 16) if large else (64, 32)
+        own, step = (16, 16) if shares else (32, 16) if large else (64, 32)
         return Tiles(own, step, 256, (own + 2 * step) * (head_dim + 4) * 4 + own * (step + 4) * 4)
     # 32 queries a warp use each key fragment that is read from shared memory twice. Larger heads
     # leave registers for fewer scores, and then for fewer queries.
     own = 64 if large else 128
-    step = 64 if head_dim <= (64 if masked else 80) else 32
-    return Tiles(own, step, 128, (own + 2 * step) * _row_bytes(head_dim))
+    step = 16 if shares else 64 if head_dim <= (64 if masked else 80) else 32
+    threads = 256 if shares else 128  # two warps share 16 rows, and halve the sums' columns
+    return Tiles(own, step, threads, (own + 2 * step) * _row_bytes(head_dim))
 
 
 def backward_tiles(
@@ -181,11 +182,11 @@ def backward_tiles(
     large = head_dim > 128
     if dtype == F32:
         own, step = (16, 16) if large else (32, 32) if head_dim > 96 else (64, 32)
-        rows = 2 * own + 2 * step
+        rows = 2 * own + (1 if head_dim > 256 else 2) * step
         shared = rows * (head_dim + 4) * 4 + own * (step + 4) * 4
         return Tiles(own, step, 256, shared)
     # Tiles are as large as registers allow: for two sums of own rows, or for one.
-    own = 128 if head_dim <= 64 and not masked else 64
+    own = 128 if head_dim <= 64 and not masked else 32 if head_dim > 256 else 64
     step, stages = (16, 1) if large else (32, 2)
     stage = 2 * step * (_row_bytes(head_dim) + 4)
     shared = 2 * own * _row_bytes(head_dim) + stages * stage

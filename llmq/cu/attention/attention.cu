@@ -9,7 +9,7 @@
 //
 // Data     declared in llmq/ops/attention/attention.py. T: BF16 (tensor cores, attention_mma.cuh)
 //          or F32 (attention_fma.cuh). Sums and statistics are F32; BF16 P and dS are rounded
-//          before they are multiplied. HEAD_DIM up to 256, in tiles with zeros up to a multiple of
+//          before they are multiplied. HEAD_DIM up to 512, in tiles with zeros up to a multiple of
 //          16. Query t sees keys from max(starts[t], t - window + 1) on, with MASKED = 0 from 0
 //          on. starts, which may be null, never falls along a sequence.
 // Launch   forward: FORWARD_OWN queries a block, grid (tiles, Hq, B). backward: BACKWARD_OWN keys

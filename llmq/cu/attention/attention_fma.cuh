@@ -234,7 +234,9 @@ __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const
     const float* d_o = d_out + sequence * out_pitch + q_head * HEAD_DIM;
     const i64 statistics = ((i64)batch * num_heads + q_head) * seq_len;  // of the first query
     float* a = reinterpret_cast<float*>(shared);
-    float *b = a + OWN * PITCH, *x = b + OWN * PITCH, *y = x + STEP * PITCH;
+    // Of large heads one tile of a step fits: y takes the place of x, which is loaded again.
+    constexpr bool ALONE = D > 256;
+    float *b = a + OWN * PITCH, *x = b + OWN * PITCH, *y = ALONE ? x : x + STEP * PITCH;
     float* scores = y + STEP * PITCH + row * (STEP + 4);
 
     load_rows<OWN, THREADS>(a, OWN_KEYS ? k : q, pitch, own, seq_len);
@@ -249,22 +251,34 @@ __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const
     float d_x[R][COLUMNS] = {}, d_y[R][COLUMNS] = {};
     for (int n = 0; n < steps; ++n) {
         const int step = (first + n % tiles) * STEP, nth = n / tiles;  // nth head of the group
-        __syncthreads();
-        load_rows<STEP, THREADS>(x, OWN_KEYS ? q + nth * HEAD_DIM : k, pitch, step, seq_len);
-        load_rows<STEP, THREADS>(y, OWN_KEYS ? d_o + nth * HEAD_DIM : v, OWN_KEYS ? out_pitch : pitch,
-                                 step, seq_len);
-        if (MASKED && threadIdx.x < STEP) { spoiled[threadIdx.x] = 0.0f; }
-        __syncthreads();
+        bool cut = false;  // some pairs of the step are not seen
         if (MASKED) {
             const int all = sight.first_key(OWN_KEYS ? step + STEP - 1 : own + OWN - 1);
             const bool diagonal = OWN_KEYS ? step < own + OWN - 1 : step + STEP - 1 > own;
-            if (diagonal || (OWN_KEYS ? own : step) < all) {
-                if (WANT_X) { spoil<STEP, THREADS>(spoiled, x); }
-                if (WANT_Y) { spoil<STEP, THREADS>(spoiled, y); }
-            }
+            cut = diagonal || (OWN_KEYS ? own : step) < all;
         }
+        const auto load_x = [&] {
+            load_rows<STEP, THREADS>(x, OWN_KEYS ? q + nth * HEAD_DIM : k, pitch, step, seq_len);
+        };
+        const auto load_y = [&] {
+            load_rows<STEP, THREADS>(y, OWN_KEYS ? d_o + nth * HEAD_DIM : v,
+                                     OWN_KEYS ? out_pitch : pitch, step, seq_len);
+        };
+        __syncthreads();
+        load_x();
+        if (!ALONE) { load_y(); }
+        if (MASKED && threadIdx.x < STEP) { spoiled[threadIdx.x] = 0.0f; }
+        __syncthreads();
+        if (WANT_X && cut) { spoil<STEP, THREADS>(spoiled, x); }
+        if (!ALONE && WANT_Y && cut) { spoil<STEP, THREADS>(spoiled, y); }
         float p[R][C], d_s[R][C];
         multiply_rows<R, C>(p, a + row * PITCH, x + column * PITCH);
+        if (ALONE) {
+            __syncthreads();
+            load_y();
+            __syncthreads();
+            if (WANT_Y && cut) { spoil<STEP, THREADS>(spoiled, y); }
+        }
         multiply_rows<R, C>(d_s, b + row * PITCH, y + column * PITCH);
 #pragma unroll
         for (int i = 0; i < R; ++i) {
@@ -282,6 +296,12 @@ __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const
             }
         }
         if (WANT_Y) { multiply_columns<R, C>(d_y, p, scores, y + column, column); }
+        if (ALONE && WANT_X) {
+            __syncthreads();
+            load_x();
+            __syncthreads();
+            if (cut) { spoil<STEP, THREADS>(spoiled, x); }
+        }
         if (WANT_X) { multiply_columns<R, C>(d_x, d_s, scores, x + column, column); }
     }
 #pragma unroll

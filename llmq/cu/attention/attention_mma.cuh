@@ -9,6 +9,8 @@
 // The eight rows of an 8 x 8 matrix lie in different banks of shared memory: units of 16 bytes are
 // exchanged within each eight of a row by its number. Rows that are no multiple of eight units are
 // padded by a unit, so that their units are odd.
+//
+// Sums of more than 256 columns do not fit into registers: two warps then share their rows.
 #pragma once
 #include "ptx.cuh"
 
@@ -16,6 +18,8 @@ namespace mma {
 
 // Rows of tiles have D elements: a head's, then zeros. UNITS: of 16 bytes, in a row.
 constexpr int D = pieces(HEAD_DIM, 16) * 16, UNITS = D / 8;
+// Warps that share rows: each has all scores of them, and sums of its part of the columns, OWN_D.
+constexpr int SHARING = D > 256 ? 2 : 1, OWN_D = D / SHARING, OWN_UNITS = UNITS / SHARING;
 constexpr bool EXCHANGED = UNITS % 8 == 0;
 constexpr int ROW_BYTES = EXCHANGED ? 2 * D : 2 * (D + 8);
 
@@ -112,7 +116,7 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[M][N][4], SharedAddre
 
 // sum += a b: a is a result of multiply_rows (16 M x 8 N), rounded to BF16; b has 8 N rows of D.
 template <int M, int N>
-__device__ __forceinline__ void multiply_columns(float (&sum)[M][D / 8][4],
+__device__ __forceinline__ void multiply_columns(float (&sum)[M][OWN_D / 8][4],
                                                  const float (&a)[M][N][4], SharedAddress b) {
 #pragma unroll
     for (int k = 0; k < N / 2; ++k) {
@@ -126,7 +130,7 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[M][D / 8][4],
             left[m][3] = to_pair(a[m][2 * k + 1][2], a[m][2 * k + 1][3]);
         }
 #pragma unroll
-        for (int n = 0; n < D / 16; ++n) {
+        for (int n = 0; n < OWN_D / 16; ++n) {
             u32 right[4];
             ldmatrix_x4_trans(right, along(b, n * 32) + k * 16 * ROW_BYTES);
 #pragma unroll
@@ -138,30 +142,32 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[M][D / 8][4],
     }
 }
 
-// Write this warp's 16 M rows of sums, times the row's factor, through its part of a shared tile
-// that no other warp reads; row r goes to `to + r * pitch` if r < rows.
+// Write this warp's 16 M rows of sums, its columns from unit `first` on, times the row's factor,
+// through its part of a shared tile that no other warp reads; row r goes to `to + r * pitch` if r <
+// rows.
 template <int M>
 __device__ __forceinline__ void store_rows(bf16* to, int pitch, int rows,
-                                           const float (&sum)[M][D / 8][4],
-                                           const float (&factor)[M][2], char* tile, int lane) {
+                                           const float (&sum)[M][OWN_D / 8][4],
+                                           const float (&factor)[M][2], char* tile, int first,
+                                           int lane) {
     const int g = lane >> 2, t = lane & 3;
     __syncwarp();
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
-        for (int n = 0; n < D / 8; ++n) {
+        for (int n = 0; n < OWN_D / 8; ++n) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float f = factor[m][r];
-                *reinterpret_cast<u32*>(tile + place(m * 16 + r * 8 + g, n) + t * 4) =
+                *reinterpret_cast<u32*>(tile + place(m * 16 + r * 8 + g, first + n) + t * 4) =
                     to_pair(sum[m][n][2 * r] * f, sum[m][n][2 * r + 1] * f);
             }
         }
     }
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < M * UNITS / 2; ++i) {
-        const int unit = i * 32 + lane, row = unit / UNITS, column = unit % UNITS;
+    for (int i = 0; i < M * OWN_UNITS / 2; ++i) {
+        const int unit = i * 32 + lane, row = unit / OWN_UNITS, column = first + unit % OWN_UNITS;
         if (row < rows) {
             bf16* const at = to + (i64)row * pitch + column * 8;
             const auto& x = *reinterpret_cast<const Vec<bf16>*>(tile + place(row, column));
@@ -268,7 +274,7 @@ __device__ __forceinline__ void add_spoiled(float (&scores)[M][N][4], const floa
 
 // A step of the online softmax: scores become probabilities relative to the new maximum.
 template <int M, int N>
-__device__ __forceinline__ void softmax_step(float (&scores)[M][N][4], float (&sum)[M][D / 8][4],
+__device__ __forceinline__ void softmax_step(float (&scores)[M][N][4], float (&sum)[M][OWN_D / 8][4],
                                              float (&row_max)[M][2], float (&row_sum)[M][2],
                                              float scale_log2) {
 #pragma unroll
@@ -299,7 +305,7 @@ __device__ __forceinline__ void softmax_step(float (&scores)[M][N][4], float (&s
             row_sum[m][r] = fmaf(row_sum[m][r], correction, total);  // of this lane's columns
             if (__any_sync(0xFFFFFFFFu, changed)) {                  // rare after the first steps
 #pragma unroll
-                for (int n = 0; n < D / 8; ++n) {
+                for (int n = 0; n < OWN_D / 8; ++n) {
                     sum[m][n][2 * r] *= correction;
                     sum[m][n][2 * r + 1] *= correction;
                 }
@@ -314,12 +320,13 @@ template <int OWN, int STEP, int THREADS>
 __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, int seq_len,
                                         int num_heads, int num_kv_heads, const Sight& sight,
                                         float scale, char* shared) {
-    constexpr int M = OWN / (THREADS / 2), N = STEP / 8;
-    static_assert(M * THREADS / 2 == OWN && STEP % 16 == 0, "a warp owns multiples of 16 rows");
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    constexpr int M = OWN * SHARING / (THREADS / 2), N = STEP / 8;
+    static_assert(M * THREADS / 2 == OWN * SHARING && STEP % 16 == 0,
+                  "a warp owns multiples of 16 rows");
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, part = warp % SHARING;
     const int head = blockIdx.y, batch = blockIdx.z;
     const int tile = gridDim.x - 1 - blockIdx.x;  // the longest first
-    const int own = tile * OWN, warp_row = warp * 16 * M, warp_own = own + warp_row;
+    const int own = tile * OWN, warp_row = warp / SHARING * 16 * M, warp_own = own + warp_row;
     const int pitch = (num_heads + 2 * num_kv_heads) * HEAD_DIM;
     const bf16* q = qkv + (i64)batch * seq_len * pitch + head * HEAD_DIM;
     const bf16* k =
@@ -329,7 +336,7 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
     const SharedAddress v_tile = k_tile + STEP * ROW_BYTES;
     const float scale_log2 = scale * LOG2E;
 
-    float sum[M][D / 8][4] = {}, row_max[M][2], row_sum[M][2] = {};
+    float sum[M][OWN_D / 8][4] = {}, row_max[M][2], row_sum[M][2] = {};
 #pragma unroll
     for (int m = 0; m < M; ++m) { row_max[m][0] = row_max[m][1] = -INFINITY; }
 
@@ -377,7 +384,8 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
             softmax_step<M, N>(scores, sum, row_max, row_sum, scale_log2);
             int again = lane;
             if (MASKED && M > 1) { forget(again); }
-            multiply_columns<M, N>(sum, scores, v_tile + right_columns_offset(again));
+            multiply_columns<M, N>(sum, scores,
+                                   v_tile + part * OWN_D * 2 + right_columns_offset(again));
         }
     }
 
@@ -391,15 +399,17 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
             total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
             factor[m][r] = 1.0f / total;
             const int row = warp_own + m * 16 + r * 8 + (lane >> 2);
-            if ((lane & 3) == 0 && row < seq_len) {
+            if ((lane & 3) == 0 && part == 0 && row < seq_len) {
                 lse[((i64)batch * num_heads + head) * seq_len + row] =
                     fmaf(row_max[m][r], scale, logf(total));
             }
         }
     }
     const int out_pitch = num_heads * HEAD_DIM;
+    if (SHARING > 1) { __syncthreads(); }  // no warp reads the queries any more
     store_rows<M>(out + ((i64)batch * seq_len + warp_own) * out_pitch + head * HEAD_DIM, out_pitch,
-                  seq_len - warp_own, sum, factor, shared + warp_row * ROW_BYTES, lane);
+                  seq_len - warp_own, sum, factor, shared + warp_row * ROW_BYTES, part * OWN_UNITS,
+                  lane);
 }
 
 // Gradient of OWN keys and values, or one of both, or of OWN queries: tile `tile` of head `head`, a
@@ -415,11 +425,12 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
     constexpr bool OWN_KEYS = PART != Part::QUERIES;
     constexpr bool WANT_X = PART != Part::ONLY_V;
     constexpr bool WANT_Y = PART == Part::KEYS || PART == Part::ONLY_V;
-    constexpr int M = OWN / (THREADS / 2), N = STEP / 8, STAGES = BACKWARD_STAGES;
+    constexpr int M = OWN * SHARING / (THREADS / 2), N = STEP / 8, STAGES = BACKWARD_STAGES;
     constexpr int STAGE_BYTES = 2 * STEP * ROW_BYTES + 2 * STEP * 4;
-    static_assert(M * THREADS / 2 == OWN && STEP % 16 == 0, "a warp owns multiples of 16 rows");
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int own = tile * OWN, warp_row = warp * 16 * M, warp_own = own + warp_row;
+    static_assert(M * THREADS / 2 == OWN * SHARING && STEP % 16 == 0,
+                  "a warp owns multiples of 16 rows");
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, part = warp % SHARING;
+    const int own = tile * OWN, warp_row = warp / SHARING * 16 * M, warp_own = own + warp_row;
     const int group = num_heads / num_kv_heads;
     const int kv_head = OWN_KEYS ? head : head / group, q_head = OWN_KEYS ? head * group : head;
     const int pitch = (num_heads + 2 * num_kv_heads) * HEAD_DIM, out_pitch = num_heads * HEAD_DIM;
@@ -483,7 +494,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
         }
     }
 
-    float d_x[M][D / 8][4] = {}, d_y[M][D / 8][4] = {};
+    float d_x[M][OWN_D / 8][4] = {}, d_y[M][OWN_D / 8][4] = {};
     int following = first * STEP;
     for (int i = 0; i < steps; ++i) {
         if (STAGES == 1) {
@@ -513,6 +524,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
         }
         if (!active) { continue; }
         const SharedAddress x = stages + i % STAGES * STAGE_BYTES, y = x + STEP * ROW_BYTES;
+        const int columns = part * OWN_D * 2;  // of this warp's sums, in bytes
         const float2* step_lse = reinterpret_cast<const float2*>(
             shared + 2 * OWN * ROW_BYTES + i % STAGES * STAGE_BYTES + 2 * STEP * ROW_BYTES);
         const float2* step_delta = step_lse + STEP / 2;
@@ -538,7 +550,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
         } else if (cut) {
             mask<OWN_KEYS, false>(p, warp_own, step, lane, 0.0f, sight);
         }
-        if (WANT_Y) { multiply_columns<M, N>(d_y, p, y + right_columns_offset(lane)); }
+        if (WANT_Y) { multiply_columns<M, N>(d_y, p, y + columns + right_columns_offset(lane)); }
         if (!WANT_X) { continue; }
         multiply_rows<M, N>(d_s, b_tile + left, y + right_rows_offset(lane));
 #pragma unroll
@@ -554,7 +566,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
             }
         }
         if (MASKED && cut) { clear_with(d_s, p); }  // even of NaN
-        multiply_columns<M, N>(d_x, d_s, x + right_columns_offset(lane));
+        multiply_columns<M, N>(d_x, d_s, x + columns + right_columns_offset(lane));
     }
 
     float factor[M][2];
@@ -562,14 +574,16 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
     for (int m = 0; m < M; ++m) { factor[m][0] = factor[m][1] = scale; }
     const int first_head = OWN_KEYS ? num_heads + kv_head : q_head, rows = seq_len - warp_own;
     bf16* to = d_qkv + (sequence + warp_own) * pitch + first_head * HEAD_DIM;
+    if (SHARING > 1) { __syncthreads(); }  // no warp reads own rows any more
     if (WANT_X) {
-        store_rows<M>(to, pitch, rows, d_x, factor, shared + warp_row * ROW_BYTES, lane);
+        store_rows<M>(to, pitch, rows, d_x, factor, shared + warp_row * ROW_BYTES,
+                      part * OWN_UNITS, lane);
     }
     if (WANT_Y) {
 #pragma unroll
         for (int m = 0; m < M; ++m) { factor[m][0] = factor[m][1] = 1.0f; }
         store_rows<M>(to + num_kv_heads * HEAD_DIM, pitch, rows, d_y, factor,
-                      shared + (OWN + warp_row) * ROW_BYTES, lane);
+                      shared + (OWN + warp_row) * ROW_BYTES, part * OWN_UNITS, lane);
     }
 }
 

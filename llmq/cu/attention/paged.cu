@@ -21,11 +21,11 @@
 //          that arrives last adds their results.
 // Cost     memory: keys and values once for each tile of ROWS pairs. Blocks of idle sequences, and
 //          of splits that a sequence has not, end at once.
-// Needs    sm_80; HEAD_DIM and VALUE_DIM multiples of 8, up to 256, with LATENT up to 576 and with
-//          ROWS 16. A result depends on nothing but its own sequence: steps and splits begin at
-//          multiples of STEP and SPLIT, in all entries the splits are added one after the other, and
-//          what a query does not see changes no bit. decode: several blocks may store the same keys; none
-//          with stores = 0.
+// Needs    sm_80; HEAD_DIM and VALUE_DIM multiples of 8, up to 512, with LATENT up to 576; above 256,
+//          and with LATENT, ROWS is 16. A result depends on nothing but its own sequence: steps and
+//          splits begin at multiples of STEP and SPLIT, in all entries the splits are added one after
+//          the other, and what a query does not see changes no bit. decode: several blocks may store
+//          the same keys; none with stores = 0.
 #include "common.cuh"
 #include "ptx.cuh"
 
@@ -50,14 +50,16 @@ constexpr bool HALF = sizeof(T) == 2;  // BF16
 constexpr int VECTOR = Vec<T>::N;
 // Keys of a step, and elements of a row of a tile: zeros follow those of a head. A row has an odd
 // number of 16-byte units, so that eight rows lie in different banks.
-constexpr int STEP = HALF ? (HEAD_DIM <= 64 ? 64 : 32) : (HEAD_DIM <= 128 ? 32 : LATENT ? 8 : 16);
+constexpr bool LARGE = LATENT || HEAD_DIM > 256;
+constexpr int STEP = HALF ? (HEAD_DIM <= 64 ? 64 : 32) : (HEAD_DIM <= 128 ? 32 : LARGE ? 8 : 16);
 constexpr int D = HALF ? (HEAD_DIM + 15) / 16 * 16 : HEAD_DIM, UNITS = D / VECTOR;
 constexpr int PITCH = D + VECTOR, SCORES = STEP + 4, PROBS = STEP + 8;
 constexpr int TILE = STEP * PITCH;  // elements of a tile of keys or of values
 constexpr int TILES = LATENT ? 1 : 2;  // of a stage
+constexpr int STAGES = LARGE && !LATENT ? 1 : 2;
 // Vectors of a tile that each thread copies, and how many of them are copied at once: of wide keys
 // not all, whose addresses take too many registers.
-constexpr int COPIES = (STEP * UNITS + THREADS - 1) / THREADS, TOGETHER = LATENT ? 3 : COPIES;
+constexpr int COPIES = (STEP * UNITS + THREADS - 1) / THREADS, TOGETHER = LARGE ? 3 : COPIES;
 constexpr int TURNS = ROWS / 16;    // eight threads share a row of scores
 
 // Products of a block's rows with keys and values, whose sums are spread over its threads: sum[q][i]
@@ -222,7 +224,7 @@ struct Block {
         table = tables + (i64)sequence * max_blocks;
         queries = reinterpret_cast<T*>(shared);
         stages = queries + ROWS * PITCH;
-        scores = reinterpret_cast<float*>(stages + 2 * TILES * TILE);
+        scores = reinterpret_cast<float*>(stages + STAGES * TILES * TILE);
         probs = reinterpret_cast<T*>(scores + ROWS * SCORES);
         if (count <= 0) { return; }
 #pragma unroll
@@ -323,12 +325,12 @@ struct Block {
         int stage = 0, key = max(split * SPLIT, first_key(position_of(0)) / STEP * STEP);
         __syncthreads();  // nobody reads the stages of the split before
         load(stage, key, end);
-        for (; key < end; key += STEP, stage ^= 1) {
+        for (; key < end; key += STEP, stage ^= STAGES - 1) {
             const T* const keys = stages + stage * TILES * TILE;
             const T* const values = keys + (LATENT ? 0 : TILE);
             cp_async_wait<0>();
             __syncthreads();
-            if (key + STEP < end) { load(stage ^ 1, key + STEP, end); }
+            if (STAGES == 2 && key + STEP < end) { load(stage ^ 1, key + STEP, end); }
             Products<T>::score(scores, queries, keys);
             __syncthreads();
             soften(top, total, key);
@@ -339,6 +341,10 @@ struct Block {
                 for (int i = 0; i < 4; ++i) { sum[q][i] *= factors[2 * Products<T>::row(q, i)]; }
             }
             Products<T>::add(sum, probs, values);
+            if (STAGES == 1 && key + STEP < end) {
+                __syncthreads();  // the values are no longer needed
+                load(0, key + STEP, end);
+            }
         }
     }
 };

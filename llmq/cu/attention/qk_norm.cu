@@ -13,8 +13,8 @@
 //          touched. rstd: of heads, with WIDE of queries and of keys. q_partial, k_partial: sums
 //          of a block; null with SUMS = 0.
 // Launch   the first query_blocks blocks loop over queries, the others over keys; at least one of
-//          each. Heads: 256 threads; GROUP lanes (a power of two) share a head, 8 channels each,
-//          HEADS_PER_LANE heads at a time. WIDE: a row lives in the registers of WARPS warps,
+//          each. Heads: 256 threads; GROUP lanes (a power of two) share a head, 8 channels each or
+//          above 256 channels 16, HEADS_PER_LANE heads at a time. WIDE: a row lives in the registers of WARPS warps,
 //          VECTORS 16-byte vectors in each lane, blocks have at least 4 (forward) or 8 (backward)
 //          warps.
 // Cost     forward: rows read once, written twice; backward: read twice, written once.
@@ -149,7 +149,7 @@ __device__ __forceinline__ void gradients(T* d_qkv, f32* __restrict__ q_partial,
 
 #else
 
-constexpr int N = 8;  // channels of a lane: a warp of them is the largest head
+constexpr int N = HEAD_DIM > 256 ? 16 : 8;  // channels of a lane: a warp has the largest head
 constexpr int THREADS = 256;
 constexpr int FORWARD_THREADS = THREADS, BACKWARD_THREADS = THREADS;
 constexpr int FORWARD_BLOCKS = 1, BACKWARD_BLOCKS = 2;  // that the registers must do for
@@ -301,12 +301,12 @@ __device__ __forceinline__ void gradients(T* d_qkv, f32* __restrict__ q_partial,
 #pragma unroll
     for (int k = 0; k < N; ++k) { sums[k][threadIdx.x] = d_weight[k]; }
     __syncthreads();
-    if (threadIdx.x < HEAD_DIM) {
-        const int k = threadIdx.x % N, lane = threadIdx.x / N;
+    for (int channel = threadIdx.x; channel < HEAD_DIM; channel += THREADS) {
+        const int k = channel % N, lane = channel / N;
         float sum = 0.0f;
         for (int g = 0; g < GROUPS; ++g) { sum += sums[k][g * GROUP + lane]; }
         f32* partial = heads.query ? q_partial : k_partial;
-        partial[(i64)heads.block * HEAD_DIM + threadIdx.x] = sum;
+        partial[(i64)heads.block * HEAD_DIM + channel] = sum;
     }
 }
 

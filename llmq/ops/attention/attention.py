@@ -23,7 +23,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 BACKENDS = ("native", "cudnn")
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 DELTA_THREADS = 256
 DELTA_LANES = 8  # threads that share a row
 SUM_THREADS = 256

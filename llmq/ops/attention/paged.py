@@ -10,7 +10,8 @@ from llmq.runtime.cost import BESIDE_ATTENTION
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+ONE_STAGE = 256  # of larger heads one step's keys and values are in shared memory, not two steps'
 MAX_LATENT_DIM = 576  # of keys whose first channels are values
 THREADS = 128
 STORE_THREADS = 256
@@ -62,17 +63,20 @@ DECODE = Kernel(
 
 def _many_rows(itemsize: int, head_dim: int, *, latent: bool) -> int:
     """Rows of a block where there are many, so that its tiles fit into 99 KiB."""
-    return FEW_ROWS if latent else MANY_ROWS >> (itemsize == 4) >> (head_dim > 128)
+    if latent or head_dim > ONE_STAGE:
+        return FEW_ROWS
+    return MANY_ROWS >> (itemsize == 4) >> (head_dim > 128)
 
 
 def _shared_bytes(itemsize: int, head_dim: int, rows: int, *, latent: bool) -> int:
-    """Bytes of queries, two stages of keys and values, scores and probabilities, as the kernels
-    have them. latent: values are in keys."""
+    """Bytes of queries, stages of keys and values, scores and probabilities, as the kernels have
+    them. latent: values are in keys."""
+    wide = head_dim > ONE_STAGE
     if itemsize == 2:
         step, row = 64 if head_dim <= 64 else 32, align_up(head_dim, 16)
     else:
-        step, row = 32 if head_dim <= 128 else 8 if latent else 16, head_dim
-    tiles = (rows + (2 if latent else 4) * step) * (row * itemsize + VECTOR_BYTES)
+        step, row = 32 if head_dim <= 128 else 8 if latent or wide else 16, head_dim
+    tiles = (rows + (2 if latent or wide else 4) * step) * (row * itemsize + VECTOR_BYTES)
     return tiles + rows * (step + 4) * 4 + rows * (step + 8) * itemsize
 
 

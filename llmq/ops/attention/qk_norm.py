@@ -17,7 +17,8 @@ from llmq.ops.common import (
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
-HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256  # channels of a lane, and of a warp
+HEAD_DIM_MULTIPLE = 8  # channels of a lane; twice as many of heads above HALF_MAX
+HALF_MAX, MAX_HEAD_DIM = 256, 512  # channels of a warp
 
 
 def _declared(wide: bool) -> tuple[Kernel, Kernel]:
@@ -25,7 +26,7 @@ def _declared(wide: bool) -> tuple[Kernel, Kernel]:
     qkv = "T[batch,seq_len,num_heads + 2*num_kv_heads,Hd]"
     raw = "T[batch,seq_len,num_heads + num_kv_heads,Hd]"
     queries, keys, rows = "Hd", "Hd", "num_heads + num_kv_heads"
-    gpu = f"Hd % {HEAD_DIM_MULTIPLE}, Hd <= {MAX_HEAD_DIM}"
+    gpu = f"Hd % ({HEAD_DIM_MULTIPLE} * (1 + (Hd > {HALF_MAX}))), Hd <= {MAX_HEAD_DIM}"
     if wide:
         queries, keys, rows = "num_heads*Hd", "num_kv_heads*Hd", "2"
         gpu = ", ".join(f"{row} % 8, {row} <= {MAX_COLUMNS}" for row in (queries, keys))
@@ -53,7 +54,7 @@ QK_NORM_FORWARD, QK_NORM_BACKWARD = _declared(wide=False)
 WIDE_FORWARD, WIDE_BACKWARD = _declared(wide=True)
 
 THREADS = 256
-HEADS_PER_LANE = 4  # heads whose loads a thread has in flight
+HEADS_PER_LANE = 4  # heads whose loads a thread has in flight; half as many above HALF_MAX
 LANE_VECTORS = 4  # 16-byte vectors of a wide row in a lane, as in norm.py
 
 
@@ -69,8 +70,8 @@ FORWARD, BACKWARD = Passes(32, 64, FORWARD_WARPS), Passes(8, 2, BACKWARD_WARPS)
 
 
 def group_size(head_dim: int) -> int:
-    """Lanes that share a head, 8 channels each: a power of two, so that shuffles stay in it."""
-    return 1 << (head_dim // HEAD_DIM_MULTIPLE - 1).bit_length()
+    """Lanes that share a head: a power of two, so that shuffles stay in it."""
+    return 1 << (head_dim // (HEAD_DIM_MULTIPLE << (head_dim > HALF_MAX)) - 1).bit_length()
 
 
 def grid(
@@ -131,7 +132,7 @@ def _grid(
         return _Grid(*grids, consts | layout.consts)
     group = group_size(head_dim)
     queries, keys = grid(B * T, *heads, group, passes.blocks * dev.num_sms)
-    consts |= {"GROUP": group, "HEADS_PER_LANE": HEADS_PER_LANE}
+    consts |= {"GROUP": group, "HEADS_PER_LANE": HEADS_PER_LANE >> (head_dim > HALF_MAX)}
     return _Grid(queries, keys, THREADS, consts)
 
 

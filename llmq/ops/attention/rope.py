@@ -22,7 +22,7 @@ from llmq.ops.common import (
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 _HEADS, _TABLE = "T[batch,seq_length,num_heads + 2*num_kv_heads,Hd]", "f32[P,Hd//2,2] table"
 _SIZES = "i64 tokens, i32 seq_length, i32 num_heads, i32 num_kv_heads"
 _STARTS, _FEATURES = (

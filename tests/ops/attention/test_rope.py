@@ -394,7 +394,7 @@ def of_head_dim(Hd: int) -> dict[str, tuple]:
         ({"qkv": ((2, 5, 8, 64), I32)}, TypeError, "qkv must be F32 or BF16"),
         ({"qkv": ((2, 5, 7, 64), BF16)}, ValueError, "qkv must have shape"),
         ({"qkv": ((2, 8, 64), BF16)}, ValueError, "qkv must have shape"),
-        (of_head_dim(258), ValueError, "Hd must be at most 256 on a GPU"),
+        (of_head_dim(514), ValueError, "Hd must be at most 512 on a GPU"),
         ({"table": ((4, 32, 2), F32)}, ValueError, "seq_length must be at most 4, got 5"),
         ({"table": ((8, 64, 2), F32)}, ValueError, "table must have shape"),
         ({"table": ((8, 32, 2), BF16)}, TypeError, "table must be F32"),
