@@ -45,8 +45,15 @@ class Chunked:
         qkv, gates, _ = self.args
         known = (d_out, qkv, self.scores, self.factors, *self.sizes)
         ref.ssd_scan_backward(self.d_qkv, self.d_states, d_state, *known, **self.dims)
+        (B, T, columns), (_, Hk, Hv), keys = (
+            qkv.shape,
+            self.sizes,
+            2 * self.sizes[1] * self.dims["dk"],
+        )
+        d_keys = np.full((-(-Hv // Hk // ref.HEADS), B, T, keys), np.nan, qkv.dtype)
         ref.ssd_gradients(
-            self.d_qkv, self.d_gates, self.partial, d_out, self.states, self.d_states, qkv, gates,
+            d_keys, self.d_gates, self.partial, d_out, self.states, self.d_states, qkv, gates,
             self.starts, *self.sizes, self.carried, **self.dims,
         )  # fmt: skip
+        ref.ssd_sum(self.d_qkv, d_keys, B * T, len(d_keys), keys, columns, **self.dims)
         return self.d_qkv, self.d_gates, self.partial.sum((0, 1))

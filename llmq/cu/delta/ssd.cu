@@ -10,7 +10,8 @@
 //   states         the same without out: the states in front of chunks
 //   scan_backward  from the last chunk to the first: d_v = L * beta * (k dS) + scores^T d_out, and
 //                  gradients of the states behind chunks, dS = G * dS + (E * q)^T d_out
-//   gradients      of each chunk alone: of q, k, decays, betas and skips
+//   gradients      of each chunk alone: of decays, betas and skips, and of q and k by 8 value heads
+//   sum            gradients of q and k over these parts
 //   recurrence     token by token
 //
 //   The reference has the formulas. D: the decays from one token to another of its document, else 0;
@@ -24,8 +25,8 @@
 //          or null, read and overwritten. starts: I32 (B, seq_len), the first position of each one's
 //          document, or null: then all see the state if carried.
 // Launch   dynamic shared memory as llmq/ops/delta/ssd.py says, less than 99 KiB. prepare: 256
-//          threads, 8 value heads of a key head, grid (Hk * those parts, B, chunks); gradients: 256
-//          threads, grid (Hk, B, chunks), over the value heads of each key. scan, states,
+//          threads, 8 value heads of a key head, grid (Hk * those parts, B, chunks), and so
+//          gradients; sum: 256 threads, 16 bytes each. scan, states,
 //          scan_backward: 2 DV threads, grid (1, Hv, B), with the state in registers as in the delta rule's scans;
 //          recurrence: 128 threads, grid (DV / 32, Hv, B).
 // Cost     products on the tensor cores, FMAs for a token and a value head: prepare 64 DK / 8, scan
@@ -35,7 +36,7 @@
 // Same name  llmq/ops/delta/ssd.py  llmq/ref/delta/ssd.py  tests/ops/delta/test_ssd.py
 #include "delta/delta_chunk.cuh"
 
-constexpr int HEADS = 8;  // value heads of a block of prepare
+constexpr int HEADS = 8;  // value heads of a block of prepare and gradients
 enum Known { BEHIND, FRONT };  // factors of a token: to the state behind, from that in front
 
 __device__ __forceinline__ i64 of_known(const Place& at, int chunk) {
@@ -284,7 +285,7 @@ __device__ __forceinline__ void put_gates(const GateSums& of, const Chunk& chunk
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    ssd_gradients(T* __restrict__ d_qkv, float* __restrict__ d_gates,
+    ssd_gradients(T* __restrict__ d_keys, float* __restrict__ d_gates,
                   float* __restrict__ skip_partial, const T* __restrict__ d_out,
                   const T* __restrict__ states, const T* __restrict__ d_states,
                   const T* __restrict__ qkv, const float* __restrict__ gates,
@@ -298,23 +299,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     T *const values = keys + (COPIED ? 2 * KEYS : 0), *const slices = values + 2 * VALUES;
     const int index = blockIdx.z, first = index * CHUNK, rows = min(CHUNK, seq_len - first);
     const int group = value_heads / key_heads, half = warp_id() % 2, m = 16 * (warp_id() / 2);
+    const int parts = gridDim.x / key_heads, key_head = blockIdx.x / parts;
+    const int part = blockIdx.x % parts, stop = min((part + 1) * HEADS, group);
     const int column = half * (DK / 2);  // of this warp's channels of queries and keys
     const auto head = [&](int h) {
-        return Place(blockIdx.y, blockIdx.x * group + h, blockIdx.x, seq_len, key_heads, value_heads);
+        return Place(blockIdx.y, key_head * group + h, key_head, seq_len, key_heads, value_heads);
     };
-    const Place shared = head(0);
+    const Place shared = head(part * HEADS);
     const int columns = shared.columns();
     const Tile<T> k = stage<CHUNK, DK, THREADS>(keys, qkv + shared.key(first), columns, rows);
     const Tile<T> q = stage<CHUNK, DK, THREADS>(keys + KEYS, qkv + shared.query(first), columns, rows);
     cp_async_commit();
-    T* const own = d_qkv + (i64)m * columns + column;
-    Gradient d_q(own + shared.query(first), columns, rows - m);
-    Gradient d_k(own + shared.key(first), columns, rows - m);
+    const int pitch = 2 * key_heads * DK;  // of the gradients of all queries, then keys
+    const i64 own_row = ((i64)part * gridDim.y + blockIdx.y) * seq_len + first + m;
+    T* const to = d_keys + own_row * pitch + key_head * DK + column;
+    Gradient d_q(to, pitch, rows - m), d_k(to + key_heads * DK, pitch, rows - m);
     cp_async_wait<0>();
     __syncthreads();
     Sums pairs[2] = {}, d_pairs[2] = {};
     multiply_pairs(pairs, q, k, m, 32 * half);
-    for (int h = 0; h < group; ++h) {
+    for (int h = part * HEADS; h < stop; ++h) {
         const Place at = head(h);
         const i64 of_state = at.of_chunk(index) * DK * DV;
         const Tile<T> v = stage<CHUNK, DV, THREADS, true>(values, qkv + at.value(first), columns, rows);
@@ -409,13 +413,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
     for (int n = m; n < CHUNK; n += 16) { add(d_k, left<true>(square, m, n), q, n); }
     if constexpr (COPIED) {
-        d_q.each([&](int c, Sums& sums) {
-            put(own + shared.query(first) + 16 * c, columns, rows - m, sums);
-        });
-        d_k.each([&](int c, Sums& sums) {
-            put(own + shared.key(first) + 16 * c, columns, rows - m, sums);
-        });
+        d_q.each([&](int c, Sums& sums) { put(d_q.to + 16 * c, pitch, rows - m, sums); });
+        d_k.each([&](int c, Sums& sums) { put(d_k.to + 16 * c, pitch, rows - m, sums); });
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    ssd_sum(T* __restrict__ d_qkv, const T* __restrict__ d_keys, i64 rows, int parts, int keys,
+            int columns) {
+    const i64 place = ((i64)blockIdx.x * THREADS + threadIdx.x) * Vec<T>::N;
+    if (place >= rows * keys) { return; }
+    float sums[Vec<T>::N] = {};
+    for (int p = 0; p < parts; ++p) {
+        const Vec<T> x = load_vec(d_keys + p * rows * keys + place);
+#pragma unroll
+        for (int e = 0; e < Vec<T>::N; e += 2) {
+            const float2 two = x.two(e);
+            sums[e] += two.x, sums[e + 1] += two.y;
+        }
+    }
+    Vec<T> total;
+#pragma unroll
+    for (int e = 0; e < Vec<T>::N; e += 2) { total.set_two(e, sums[e], sums[e + 1]); }
+    store_vec(d_qkv + place / keys * columns + place % keys, total);
 }
 
 constexpr int RECURRENCE_THREADS = 128, PARTS = RECURRENCE_THREADS / 32;

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 from llmq.base.dtypes import BF16, F32
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops.common import CHUNK, Heads, finish_column_sum
+from llmq.ops.common import CHUNK, VECTOR_BYTES, Heads, finish_column_sum
 from llmq.runtime.cost import BESIDE_ATTENTION, delta_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -55,10 +55,18 @@ SCAN_BACKWARD = Kernel(
 GRADIENTS = Kernel(
     FILE,
     "ssd_gradients",
-    f"inout {QKV} d_qkv, out {GATES} d_gates, out f32[B,chunks,value_heads] skip_partial, "
+    f"out T[parts,B,seq_len,2*key_heads*DK] d_keys, out {GATES} d_gates, "
+    "out f32[B,chunks,value_heads] skip_partial, "
     f"{OUT} d_out, {STATES_OF} states, {STATES_OF} d_states, {QKV} qkv, {GATES} gates, {_STARTS}, "
     f"{SIZES}, i32 carried",
     **_RULES,
+)
+SUM = Kernel(
+    FILE,
+    "ssd_sum",
+    "inout T[*rows,columns] d_qkv, T[parts,*rows,keys] d_keys, i64 rows, i32 parts, i32 keys, "
+    "i32 columns",
+    where="keys <= columns",
 )
 RECURRENCE = Kernel(
     FILE,
@@ -69,7 +77,7 @@ RECURRENCE = Kernel(
 
 THREADS, RECURRENCE_THREADS = 256, 128
 STAGES = 4  # tiles that a scan has in shared memory
-HEADS = 8  # value heads of a block of prepare
+HEADS = 8  # value heads of a block of prepare and gradients
 
 
 class _Call:
@@ -93,6 +101,7 @@ class _Call:
         self.dtype, self.carried = qkv.dtype, int(state is not None)
         self.chunks = ceil_div(T, CHUNK)
         self.consts, self.sizes = {"DK": DK, "DV": DV}, (T, Hk, Hv)
+        self.parts = ceil_div(Hv // Hk, HEADS)
 
     @contextmanager
     def scratch(self, *wanted: str) -> Iterator[list[Tensor]]:
@@ -127,8 +136,8 @@ class _Call:
 
     def prepare(self, scores: Tensor, factors: Tensor, inputs: tuple) -> None:
         """inputs: qkv, gates, skip, starts."""
-        Hk, Hv, DK, _ = self.heads
-        grid = (Hk * ceil_div(Hv // Hk, HEADS), self.B, self.chunks)
+        Hk, _, DK, _ = self.heads
+        grid = (Hk * self.parts, self.B, self.chunks)
         args = (scores, factors, *inputs, *self.sizes, self.carried)
         self.launch(PREPARE, grid, THREADS, args, self.tiles(CHUNK, DK, DK), CHUNK * DK // HEADS)
 
@@ -142,13 +151,22 @@ class _Call:
         shared += in_f32 if self.dtype is F32 else tiles
         self.launch(kernel, (1, Hv, self.B), 2 * DV, (*args, *self.sizes), shared, fmas)
 
-    def gradients(self, args: tuple) -> None:
+    def gradients(self, d_qkv: Tensor, args: tuple) -> None:
+        """args: of GRADIENTS behind d_keys."""
         Hk, _, DK, DV = self.heads
         shared = self.tiles(CHUNK, DK, DK, DV, DV) + self.tiles(DV, DK, DK)
         shared = max(shared, self.tiles(CHUNK, DK, DK, CHUNK))
         shared += CHUNK * (CHUNK + 8) * F32.itemsize if self.dtype is F32 else 0
-        fmas, args = 2 * DK * DV + CHUNK * DV, (*args, *self.sizes, self.carried)
-        self.launch(GRADIENTS, (Hk, self.B, self.chunks), THREADS, args, shared, fmas)
+        fmas, grid = 2 * DK * DV + CHUNK * DV, (Hk * self.parts, self.B, self.chunks)
+        rows, keys = self.B * self.T, 2 * Hk * DK
+        shape = (self.parts, self.B, self.T, keys)
+        with self.dev.scratch("ssd d_keys", shape, self.dtype) as d_keys:
+            args = (d_keys, *args, *self.sizes, self.carried)
+            self.launch(GRADIENTS, grid, THREADS, args, shared, fmas)
+            args = (d_qkv, d_keys, rows, self.parts, keys, self.heads.channels)
+            blocks = ceil_div(rows * keys * self.dtype.itemsize, VECTOR_BYTES * THREADS)
+            consts, cost = self.consts, BESIDE_ATTENTION
+            self.dev.launch(SUM, blocks, THREADS, args, consts=consts, cost=cost)
 
 
 def forward(
@@ -203,10 +221,10 @@ def backward(
     state: as in front of the text, then behind it. d_state: the gradient of the state behind, then
     of that in front; both are given, or none.
 
-    Cost:    64 DK / 8 + 128 DV + 5 DK DV FMAs for a token and a value head, on tensor cores; four
+    Cost:    64 DK / 8 + 128 DV + 5 DK DV FMAs for a token and a value head, on tensor cores; five
              launches, and one for d_skip.
     Workspace: 64 + 2 DK DV / 64 elements of T and 2 F32 for a token and a value head, and a F32
-             for 64 of these.
+             for 64 of these; 2 DK elements of T for a token and eight value heads of a key head.
     """
     op = "ssd.backward"
     call = _Call(op, dev, qkv, heads, starts, state)
@@ -220,7 +238,7 @@ def backward(
         call.prepare(scores, factors, (qkv, gates, skip, starts))
         call.scan(STATES, (states, state, qkv, factors), 1)
         call.scan(SCAN_BACKWARD, (d_qkv, d_states, d_state, d_out, qkv, scores, factors), 2)
-        call.gradients((d_qkv, d_gates, partial, d_out, states, d_states, qkv, gates, starts))
+        call.gradients(d_qkv, (d_gates, partial, d_out, states, d_states, qkv, gates, starts))
         finish_column_sum(dev, d_skip, partial.view(call.B * call.chunks, heads.Hv))
 
 

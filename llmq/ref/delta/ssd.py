@@ -31,6 +31,8 @@ from llmq.ref.common import (
     inputs_of,
 )
 
+HEADS = 8  # value heads of a part
+
 # name: (B, T, Hk, Hv, DK, DV)
 CASES = {
     "one_token": (1, 1, 1, 1, 32, 32),
@@ -45,11 +47,6 @@ CASES = {
 
 def _t(x: np.ndarray) -> np.ndarray:
     return x.swapaxes(-1, -2)
-
-
-def _group(x: np.ndarray, key_heads: int) -> np.ndarray:
-    """Sums over the value heads of each group of (B, Hv, chunks, 64, DK)."""
-    return x.reshape(x.shape[0], key_heads, -1, *x.shape[2:]).sum(2)
 
 
 def ssd_recurrence(out, state, qkv, gates, skip, seq_len, key_heads, value_heads, *, dk, dv):
@@ -153,11 +150,11 @@ def ssd_scan_backward(
 
 
 def ssd_gradients(
-    d_qkv, d_gates, skip_partial, d_out, states, d_states, qkv, gates, starts, seq_len, key_heads,
+    d_keys, d_gates, skip_partial, d_out, states, d_states, qkv, gates, starts, seq_len, key_heads,
     value_heads, carried, *, dk, dv,
 ):  # fmt: skip
-    """The gradients of queries, keys, decays, betas and skips (B, chunks, Hv), of each chunk
-    alone."""
+    """Gradients of queries and keys, decays, betas and skips (B, chunks, Hv), of each chunk alone.
+    d_keys: (parts, B, T, 2 Hk DK), of HEADS value heads of each group each."""
     B = qkv.shape[0]
     q, k, v, decay, beta = inputs_of(qkv, gates, key_heads, value_heads, dk, dv)
     decays, from_front, begin = _within(decay, starts, carried, B, seq_len)
@@ -181,7 +178,13 @@ def ssd_gradients(
     for i, value in enumerate((np.where(begin == at, 0, d_decay), d_beta)):
         d_gates[:, :, i] = from_chunks(value, seq_len)
     d_q, d_k = d_scores @ k + by_front, _t(d_scores) @ q + beta[..., None] * by_behind
-    for target, gradient in zip(
-        heads_of(d_qkv, key_heads, value_heads, dk, dv)[:2], (d_q, d_k), strict=True
-    ):
-        target[...] = from_chunks(_group(gradient, key_heads), seq_len)
+    for i, gradient in enumerate((d_q, d_k)):
+        whole = from_chunks(gradient, seq_len).reshape(B, seq_len, key_heads, -1, dk)
+        for part, target in enumerate(d_keys):
+            own = whole[..., part * HEADS : (part + 1) * HEADS, :].sum(3)
+            target.reshape(B, seq_len, 2, key_heads, dk)[:, :, i] = own
+
+
+def ssd_sum(d_qkv, d_keys, rows, parts, keys, columns, *, dk, dv):
+    """Write the first columns of d_qkv: sums over parts."""
+    d_qkv.reshape(rows, columns)[:, :keys] = compute(d_keys).sum(0).reshape(rows, keys)
