@@ -77,15 +77,16 @@ class Architecture:
     """Name in [Options] and in the log."""
 
     def of(self, model: Any) -> Architecture:
-        """The architecture of models of these sizes, where a class at Hugging Face has several."""
+        """The architecture of a model; other sizes of the same Hugging Face class may have
+        another."""
         return self
 
     def embedding_scale(self, hidden_size: int) -> float:
-        """The factor of the embedding's rows beside the config's, rounded to their format."""
+        """Factor of the embedding's rows, rounded to their format, besides embedding_multiplier."""
         return 1.0
 
     def inputs(self, model: Any) -> tuple[Input, ...]:
-        """The arrays that the model reads of each batch beside tokens and targets."""
+        """Arrays of a batch that the model reads besides tokens and targets."""
         return ()
 
     @property
@@ -107,22 +108,21 @@ class Architecture:
     wide_qk_norm = False
     """qk_norm normalizes all query, and all key channels of a token; else every head."""
     norm_offset = False
-    """Weights of norms, with qk_norm's, are stored less 1. Results are rounded once, behind the
-    product with the weight; without the offset also in front of it, except post_norm's."""
+    """Norms, qk_norm included, multiply by 1 + weight, and round once, behind this product; without
+    the offset all but post_norm round in front of it as well."""
     norm_once = False
-    """Norms, with qk_norm's, round once although weights are stored without an offset."""
+    """Norms, qk_norm included, round once, although they multiply by the weight itself."""
     value_norm = False
-    """RMSNorm of every value head, without weights; where keys are values it is theirs."""
+    """RMSNorm of every value head, without weights; of the shared heads where keys are values."""
     layer_scale = False
-    """The residual stream behind a layer is multiplied by a number of the layer that is loaded and
-    never trained."""
+    """A number per layer, which is loaded and never trained, multiplies the layer's output."""
     rope_pairs = False
-    """Channels of queries and keys that RoPE turns together are stored beside each other."""
+    """Two channels that RoPE rotates as a pair are neighbours in files; else half a head apart."""
     gated_attention = False
     """Attention's output is multiplied by the sigmoid of a gate, whose channels the product of the
     queries has behind each head."""
     sinks = False
-    """Attention sinks: the softmax of each query head has one more score, of a value of zeros."""
+    """Attention sinks: the softmax of each query head has one more score, whose value is zero."""
     pads_embedding = True
     """The row of pad_token_id gets no gradient where it is looked up."""
     qkv_bias: bool | None = False
@@ -132,9 +132,9 @@ class Architecture:
     mlp_bias: bool | None = False
     """None: the config's mlp_bias decides."""
     head_dim: int | None = None
-    """Channels of a head where the config does not say; None: hidden_size / number of heads."""
+    """Default of head_dim; None: hidden_size / number of heads."""
     mlp_factor: int | None = None
-    """Width of the MLP over hidden_size where the config does not say; None: it has to."""
+    """Default of intermediate_size over hidden_size; None: the field is required."""
     own_tokenizer_class: str | None = None
     """Tokenizer class that transformers takes instead of tokenizer_config.json's; None: the
     file's."""
@@ -143,10 +143,10 @@ class Architecture:
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
-    """These hold if the config does not say."""
+    """Defaults of the fields of these names."""
 
     own_fields: tuple[str, ...] = ()
-    """Fields of a model that only some architectures have, and this one has."""
+    """Fields of ModelConfig that only some architectures set, this one among them."""
     modules: Mapping[str, tuple[str, ...]]
     """By parameter: the Hugging Face modules whose rows, in this order, make it up; {}: layer."""
     transposed = False
@@ -154,10 +154,11 @@ class Architecture:
     gate_first = False
     """In a stored matrix of gate and up, the gate's rows come first."""
     targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
-    """--lora-targets may name these, in the order of its help; a model may lack some."""
+    """Names that --lora-targets accepts, in the order of its help; a model may lack some."""
     norm_names: Mapping[str, str] = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
-    """The places of norms, and their names: ln1, ln2: of what goes into each half of a block;
-    ln1_post, ln2_post: of what the half before it puts out, ln1_post's in the layer before."""
+    """Hugging Face names of norms by place. ln1, ln2: of the input of a block's first and second
+    half. ln1_post, ln2_post: of the output of the half in front of that; of ln1_post this is the
+    second half of the layer before."""
 
     @property
     def pre_norm(self) -> bool:
@@ -190,7 +191,7 @@ class Architecture:
         bos, pad = (get(hf, f"{name}_token_id", int, None) for name in ("bos", "pad"))
         head = {}
         if self.classifier is not None and hf.get("architectures") == [self.classifier]:
-            labels = get(hf, "id2label", dict, None)  # two labels are transformers' default
+            labels = get(hf, "id2label", dict, None)  # transformers' default is two labels
             head = {"num_labels": 2 if labels is None else len(labels), "tied_embeddings": False}
         return {
             "architecture": self.name,

@@ -29,7 +29,7 @@ from llmq.base.errors import ConfigError
 
 _MOST, _MOST_ACTIVE = 512, 32  # as in `ops/experts/route.py`
 _FUSED = {"experts_up": "gate_up_proj", "experts_down": "down_proj"}
-"""The parameters that transformers makes of the modules of a layer's experts."""
+"""Parameters of all experts of a layer in transformers, by our name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,8 @@ class Experts:
     shared_size: int | None = None
     """Width of the shared expert, which every token meets; None: there is none."""
     renormalize: bool = False
-    """Weights of the active experts are divided by their sum; else they are of a softmax over all
-    experts."""
+    """True: weights of the active experts have the sum 1; else they are parts of the softmax over
+    all experts."""
     scale: float = 1.0
     """Factor of the weights of the active experts."""
     layers: tuple[bool, ...] | None = None
@@ -224,7 +224,7 @@ def experts(config: Any, layer: int) -> HalfSpec:
 
 
 def _beside(config: Any, layer: int, mlp: HalfSpec) -> HalfSpec:
-    """The MLP beside experts: the sum of what both put out, each behind a norm. ln2_mlp_post,
+    """MLP and experts side by side: the sum of both outputs, each behind a norm. ln2_mlp_post,
     ln2_experts, ln2_experts_post, router_norm: (C,). expert_scale: (E,)."""
     own = experts(config, layer)
     up = replace(own["experts_up"], input="ln2_experts")

@@ -19,7 +19,7 @@ from llmq.arch.rope_scaling import RopeScaling
 from llmq.base.errors import ConfigError
 
 LATENT_TARGETS = ("q_a", "q_b", "kv_a", "kv_b")
-"""Names of the own matrices in --lora-targets."""
+"""Names in --lora-targets of matrices that only latent attention has."""
 LATENT_SIZES = {
     "query_rank": "q_lora_rank",
     "rank": "kv_lora_rank",

@@ -68,8 +68,8 @@ class HfPart:
         return values.reshape(len(values), -1) if self.by_rank else values
 
     def as_stored(self, values: Any) -> Any:
-        """A view of our rows, in their order, with the axes of the stored array; by_rank: with
-        columns and experts apart."""
+        """View of our values with the axes of the stored array, rows still in our order; by_rank:
+        columns and experts are separate axes."""
         values = values if self.columns is None else values[:, : self.columns]
         if self.experts:
             each = values.reshape(self.experts, -1, *values.shape[1:])
@@ -148,7 +148,7 @@ class Module:
         return [(p, stop - p.rows, stop) for p, stop in zip(self.parts, stops, strict=True)]
 
     def hf(self, tensor: str) -> tuple[HfPart, ...]:
-        """The names at Hugging Face. tensor: the module's own, or "bias"."""
+        """The parts at Hugging Face of the weight, or of tensor "bias"."""
         return tuple(part.hf(tensor, start) for part, start, _ in self.spans)
 
 
@@ -180,17 +180,16 @@ class Matrix(Module):
 class HalfSpec:
     """A half of a block, between a norm and the residual stream. kind: class in llmq/model/halves.
     name: the half's output is NAME_branch, the output's gradient d_NAME. norm: the key of the norm
-    in front, which is also the name of its input. norms: those around the stream in front of it.
-    modules: its own, in the order of the weight table. output: the key of the matrix whose product
-    is what the half puts out; None: there is no such. activations: the names of what it keeps, in
-    order of computation. made_again: those that the kernel of their gradient makes again, which are
-    never kept. coded: those among activations and gradients that products may write as fp8 codes
-    (--mlp-dtype). When a text is continued, cached: what each token leaves for those behind it, by
-    name, with its shape; carried: what all tokens leave together, in F32, for what goes on behind
-    the last one. reads: the layer whose half of this name leaves what is cached for this one, too;
-    None: this one's own. parts: halves that stand beside each other in this one; (): there are
-    none. factor: of the product that the half puts out. sizes: what the kind has to
-    know beside the shapes of matrices. flops: of a token, forward, beside matrices and attention.
+    in front, and of the half's input. norms: modules of the norms between the half before and this
+    one. modules: other modules, in the order of the weight table. output: key of the matrix whose
+    product is the half's output; None: the output is no product. activations: names of tensors for
+    backward, in order of computation. made_again: activations that are never kept, because the
+    kernel of their gradient computes them. coded: activations and gradients that products may write
+    as fp8 codes (--mlp-dtype). Generation: cached: shapes of tensors that it keeps of each token,
+    by name; carried: shapes of F32 states that it keeps of each text, by name; reads: the earlier
+    layer whose cached tensors this layer reads; None: its own. parts: halves side by side that this
+    one consists of. factor: of the output's product. sizes: of the kind, besides shapes of
+    matrices. flops: of a token, forward, besides matrices and attention.
     """
 
     kind: str

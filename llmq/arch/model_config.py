@@ -59,7 +59,7 @@ class ModelConfig:
     intermediate_size: int
     """F: width of the MLP."""
     experts: Experts | None = None
-    """The experts that layers have in the place of the MLP; None: there are none."""
+    """Experts of layers that have them in the place of the MLP; None: no layer has."""
     num_layers: int
     """L: transformer blocks."""
     num_heads: int
@@ -322,7 +322,7 @@ class ModelConfig:
         return replace(self, num_layers=len(layers), **sizes)
 
     def without_foreign_tokens(self) -> ModelConfig:
-        """With no special token outside the vocabulary, as a default for another one may be."""
+        """A copy without special tokens outside the vocabulary: defaults may be of a larger one."""
 
         def own(token: int | None) -> int | None:
             return token if token is not None and 0 <= token < self.vocab_size else None

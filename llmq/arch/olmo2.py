@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms of what each half of a block puts out, and of all queries and all keys.
+"""OLMo 2 and 3: norms of the output of each half of a block, and of all queries and all keys.
 
 OLMoE has experts in all layers, and the same norms of queries and keys.
 """

@@ -80,7 +80,8 @@ class Qwen2Moe(WithExperts, Qwen2):
         return super().read_sizes(hf)
 
     def has_window(self, layer: int, max_window_layers: int) -> bool:
-        """Every other layer below max_window_layers, unlike Qwen2's, as in transformers 5."""
+        """True for every other layer below max_window_layers: transformers 5 changed Qwen2's
+        rule."""
         return layer % 2 == 0 and layer < max_window_layers
 
     def write_sizes(self, model: Any) -> dict[str, Any]:

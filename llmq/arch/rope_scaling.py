@@ -33,7 +33,7 @@ class RopeScaling:
     kind: str
     """'linear': positions / factor. 'llama3': by wavelength. 'yarn': by how often a frequency turns
     within the first length. 'longrope': by factors for each frequency. 'dynamic': the base grows
-    with sequences that are longer than the first length, and others are as without.
+    for sequences longer than the first length; others are unscaled.
     'proportional': only the first frequencies turn, as they do in a whole head."""
     factor: float | None
     """Stretch factor, at least 1. longrope, None: the model's positions over the first length."""
@@ -79,8 +79,8 @@ class RopeScaling:
 
     @property
     def mscale_growth(self) -> float:
-        """By mscale_all_dim: the attention factor is divided by this number, whose square latent
-        attention takes into its scores."""
+        """Growth by mscale_all_dim: a divisor of the attention factor; latent attention multiplies
+        its scores by the square."""
         return 0.1 * (self.mscale_all_dim or 0.0) * math.log(max(self.factor or 1, 1)) + 1
 
     def check(self, frequencies: int) -> None:
@@ -135,8 +135,8 @@ def longest_sequence(scaling: RopeScaling | None, max_positions: int) -> int:
 def read_scaling(
     rope: Mapping[str, Any], outer: str, kinds: tuple[str, ...], max_positions: int, first: int
 ) -> RopeScaling | None:
-    """The scaling in a dictionary of config.json that `outer` names; None where there is none.
-    max_positions: of the model. first: the first length, where it is not given there."""
+    """The scaling in `rope`, config.json's field `outer`; None for the default kind.
+    max_positions: of the model. first: default of the length before stretching."""
     named = {f"{outer}.{name}": value for name, value in rope.items()}
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = _OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind

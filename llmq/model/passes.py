@@ -91,8 +91,8 @@ class Pass:
         self.model.forward(stale=stale, keep=False)
 
     def decode(self, stale: bool, chosen: Buffer, seen: Tensor, outputs: int) -> None:
-        """Choose the next token of each text. chosen, seen: of at least so many texts. outputs: of
-        the model."""
+        """Choose the next token of each text. chosen, seen: of at least `texts` texts. outputs:
+        logits of a row."""
         self.forward(stale)
         tensors, dev = self.inputs.rows(self.texts), self.model.dev
         requests = sample.Requests(**{name: tensors[name] for name in REQUEST_FIELDS})

@@ -152,7 +152,7 @@ def inherited_options(given: Mapping[str, Any], world: World = World()) -> dict[
             )
     own = of_longest(TrainConfig(**saved).normalized())
     inherited = fewest_values(own) | _same_course(given, saved)
-    if "seq_len" in given:  # in the place of all lengths that the run had
+    if "seq_len" in given:  # one length replaces all stages of the run
         inherited.pop("seq_stages", None)
     if given.get("new_data") and "data_order" not in document["options"]:
         inherited.pop("data_order", None)  # of the version, and of no user

@@ -88,8 +88,8 @@ class Loss(ABC):
         ahead: called once before both. Launches, and collectives that all ranks make."""
 
     def weights(self, rows: Rows) -> Tensor | None:
-        """F32 (B, T); None: all are 1. Only launches. rows: losses and lse are the previous
-        micro-batch's, unless `ahead`."""
+        """F32 (B, T); None: all are 1. May only launch kernels. rows: losses and lse
+        are the previous micro-batch's, unless `ahead`."""
         return None
 
     def divisor(self) -> Tensor | None:
@@ -99,7 +99,7 @@ class Loss(ABC):
 
     @abstractmethod
     def add(self, stats: Tensor, rows: Rows) -> None:
-        """Add a micro-batch to the statistics, F64 as `stat` says. Only launches."""
+        """Add a micro-batch to the statistics, F64 as `stat` says; may only launch kernels."""
 
     @classmethod
     def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:

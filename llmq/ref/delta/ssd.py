@@ -92,8 +92,8 @@ def _within(
 
 
 def ssd_scan(out, state, qkv, scores, factors, seq_len, key_heads, value_heads, *, dk, dv):
-    """From chunk to chunk: out. state: in front of the first chunk, then behind the last one; None:
-    it is 0 in front."""
+    """out of all chunks, from their scores and the states in front of them. state: in front of the
+    first chunk, overwritten with that behind the last one; None: 0 in front."""
     sizes = (seq_len, key_heads, value_heads)
     states = np.empty((*factors.shape[:3], dv, dk), factors.dtype)
     ssd_states(states, state, qkv, factors, *sizes, dk=dk, dv=dv)
