@@ -16,7 +16,7 @@ from llmq.ref.experts.route import sums_size
 from llmq.runtime.device import Device
 
 ROUTER_STATS = ("router_aux", "router_z", "router_entropy", "router_busiest")
-"""Statistics of a step that `route.balance` adds, times the number of targets."""
+"""Statistics of a step that `route.balance` adds up, each weighted by the number of targets."""
 ROUTER_SHOWN = ("router_busiest",)
 """The router statistics in the live view."""
 

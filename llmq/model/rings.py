@@ -77,7 +77,7 @@ class Results:
         if of_step:
             clock.start(self.dev, self._begin)
         self.dev.zero(self.stats)
-        # Waits behind the exchange of a step's sums count in the next step.
+        # A step that follows another keeps the waits behind that one's exchange of sums.
         if of_step and self._waited is not None and not self._goes_on:
             self.dev.zero(self._waited)
         self._goes_on = of_step

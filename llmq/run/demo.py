@@ -29,7 +29,7 @@ from llmq.text.tokenizer import Tokenizer, streamed
 from llmq.text.train_tokenizer import train_tokenizer
 
 PROMPT = "def __init__(self"
-HELD_OUT = 16_384  # approximate bytes of the validation module, which take some seconds
+HELD_OUT = 16_384  # approximate bytes of the validation module; a validation takes some seconds
 NEW_TOKENS = 110  # fewer than a training sequence, prompt included
 STEPS = {"host": 300, "cuda": 4000}
 # The best of equally long runs in docs/decisions/runs.md.

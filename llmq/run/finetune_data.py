@@ -25,7 +25,7 @@ from llmq.text.tokenize import tokenize
 CHAT = tuple(form for form in REQUIRED if form not in (PAIRS, LABELS, CLASSES))
 """Formats of conversations, which `--loss ce` trains."""
 
-COUNTED = 4000  # most records that are counted
+COUNTED = 4000  # records of a file that are counted, at most
 HELD_OUT = 0.1  # part of the records that is held out, within these numbers of records
 FEWEST_HELD_OUT, MOST_HELD_OUT = 4, 200
 

@@ -89,8 +89,9 @@ class Guard:
     in_row: number of bad steps up to the newest one. unchanged: number of steps up to the newest
     one that changed no weights. last_bad: the newest bad step, -1: none. not_finite: the number of
     the newest step that was not finite, in words. trouble: the step at which there were too many
-    bad steps, until a rollback. level: how often the usual values were given up. rollbacks: [to,
-    from] steps of each. origin: the run's first checkpoint; None: its first weights.
+    bad steps, until a rollback. level: how often the values of earlier steps were dropped.
+    rollbacks: [to, from] steps of each. origin: the run's first checkpoint; None: its first
+    weights.
     """
 
     def __init__(self, config: TrainConfig, guessing: float = math.inf):

@@ -461,9 +461,8 @@ class Ranks:
     # -- state -----------------------------------------------------------------------------------
 
     def write(self, directory: Path, step: int) -> tuple[CheckpointWriter, list[FileEntry]]:
-        """Write the files of all ranks, in parallel; the writer that commits, and what to.
-
-        DiskError stops no rank: they go on, without this checkpoint.
+        """Write the files of all ranks, in parallel. Returns the writer that commits them, and
+        their entries. After a DiskError the ranks go on, without this checkpoint.
         """
         size = self.world_size
         writers = {r: CheckpointWriter(directory, step, r, size) for r in self.world.local}

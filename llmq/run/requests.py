@@ -41,7 +41,7 @@ class Requests(Callback):
         self._step_seconds = 0.0
         self._save, self._first = SaveSignal(), FirstSignal()
         self._agreed: int | None = None  # signal
-        self._over = self._all_over = False  # time is over for this process, for one of all
+        self._over = self._all_over = False  # --max-hours is over here, on any process
         self._told: set[str] = set()
 
     @contextmanager

@@ -236,10 +236,10 @@ _COMPUTED = (ModelOptions, DataOptions, BatchOptions, OptimOptions, PrecisionOpt
 
 
 class Changes(NamedTuple):
-    """Lines about the options that were other ones in the checkpoint's run."""
+    """Options that the checkpoint's run had other values of."""
 
     numbers: list[str]
-    """The options that make other numbers."""
+    """Lines about options that change results."""
     others: list[str]
 
 

@@ -37,7 +37,7 @@ from llmq.run.serve_fields import (
 from llmq.text.stop_strings import until
 from llmq.text.tokenizer import Tokenizer, streamed
 
-MOST_WAITING = 1024  # texts of all requests; further requests are told to come again
+MOST_WAITING = 1024  # texts of all requests; further requests get status 429
 
 
 # ------------------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ class Trainer(Closing):
 
     @property
     def train_loader(self) -> DataLoader:
-        """Training batches of rank 0; all ranks are at the same place."""
+        """Training batches of rank 0; all ranks are at the same position."""
         return self.train_loaders[0]
 
     @property

@@ -312,7 +312,8 @@ class ExpertsHalf:
     def _gathered(
         self, temps: ExitStack, kept: _Saved, name: str, x: Operand, *, whole: bool = True
     ) -> Operand:
-        """The sorted rows of x, scratch of `temps`. whole: of codes, the tensor too."""
+        """The sorted rows of x, scratch of `temps`. whole: False: of codes no
+        tensor beside them."""
         codes = rows = None
         if isinstance(x, Fp8):
             codes = temps.enter_context(self._sorted(f"{name}.q", kept, x.codes))

@@ -2,8 +2,8 @@
 
     x -> conv_in -> b, c, x -> b * x -> convolution -> times c -> conv_o -> out
 
-A row of conv_in is (b, c, x). Everything but conv_in is made again in backward. `operands` turns a
-tensor into what products take: with fp8 codes and a scale, without it itself.
+A row of conv_in is (b, c, x). Backward computes everything but conv_in again. `operands`
+turns a tensor into an operand of products: fp8 codes and a scale, or the tensor itself.
 """
 
 from contextlib import ExitStack

@@ -52,11 +52,11 @@ class Grpo(Loss):
 
     @classmethod
     def guessing(cls, optim: OptimOptions, outputs: int) -> float:
-        """Advantages may be as large as they like."""
+        """inf: advantages, and with them the loss, have no bound."""
         return inf
 
     def prepare(self, rows: Rows) -> None:
-        """Have the sums of each document."""
+        """Compute the sums of each document."""
         grpo.sums(self.dev, self._sums, self._samples(rows))
 
     def weights(self, rows: Rows) -> Tensor:

@@ -164,9 +164,9 @@ def delta_rule_scan_backward(
     d_changes, d_states, d_state, d_out, qkv, w, scores, factors, seq_len, key_heads, value_heads,
     *, dk, dv,
 ):  # fmt: skip
-    """From the last chunk to the first: gradients of the states behind chunks (DV, DK) and of the
-    changes. d_state: of the state behind the last chunk, then of that in front of the first; None:
-    it is 0."""
+    """Write gradients of the states behind chunks (DV, DK) and of the changes, from the last chunk
+    to the first. d_state: of the state behind the last chunk, then of that in front of the first;
+    None: it is 0."""
     f, times = Factors.of(factors), value_heads // key_heads
     q, k, _ = heads_of(compute(qkv), key_heads, value_heads, dk, dv)
     q, k = chunks_of(q, times) * f.from_query[..., None], chunks_of(k, times) * f.to_key[..., None]
@@ -187,7 +187,7 @@ def delta_rule_gradients(
     d_qkv, d_gates, d_out, changes, d_changes, states, d_states, inverse, factors, qkv, gates,
     starts, seq_len, key_heads, value_heads, carried, *, dk, dv,
 ):  # fmt: skip
-    """The gradients of queries, keys, values, decays and betas, of each chunk alone."""
+    """Write gradients of queries, keys, values, decays and betas, each chunk by itself."""
     f, B = Factors.of(factors), qkv.shape[0]
     q, k, v, _, beta = inputs_of(qkv, gates, key_heads, value_heads, dk, dv)
     begin = begins_of(starts, carried, B, seq_len)

@@ -65,7 +65,7 @@ def rows_combine_backward(d_y, d_weights, weighted, y, place, weights, rows, C, 
 
 
 def rows_sum(d_sum, x, weights, order, scalars, starts, C, E, accumulate, salt):
-    """d_sum[e] (C) = or += the weighted sum of e's rows; without rows 0, or as it was."""
+    """d_sum[e] (C) = or += the weighted sum of e's rows."""
     if not accumulate:
         d_sum[...] = 0
     for e in np.flatnonzero(np.diff(starts)):

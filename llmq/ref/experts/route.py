@@ -24,7 +24,7 @@ TINY = 1e-20  # is added to a sum of sigmoids, which may all be 0
 
 
 def sums_size(experts: int) -> int:
-    """The length of a layer's sums."""
+    """Number of a layer's sums."""
     return 2 * experts + len(EXTRA_SUMS)
 
 

@@ -18,7 +18,8 @@ CASES = {
 
 
 def _cap(x: np.ndarray, bits: int) -> np.ndarray | None:
-    """Soft-cap x in place. bits: of the cap, an F32; 0: none. Returns the slopes, if there are."""
+    """Soft-cap x in place. bits: of the cap, an F32; 0: none. Returns the
+    cap's slopes; None without a cap."""
     if not bits:
         return None
     cap = np.uint32(bits).view(np.float32)

@@ -22,9 +22,9 @@ from llmq.ref.common import (
     swiglu_forward_fp8,
 )
 
-PRODUCT_ROWS = 1024  # of _adapted_product, at a time
+PRODUCT_ROWS = 1024  # that _adapted_product computes at a time
 
-# By kernel and name, what bench_ops' calls and the tests take.
+# Sizes and options of cases in tests and tools/bench_ops, by kernel and name.
 CASES = {
     # M, N, K, R, transposed. Forward x @ W^T + h @ B^T, d_x = d_out @ W + d_h @ A.
     "matmul_adapted": {

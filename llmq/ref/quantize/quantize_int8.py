@@ -34,7 +34,8 @@ def _scales(largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _random(scalars: np.ndarray, salt: int, sequence: int, rows: slice, cols: int) -> np.ndarray:
-    """Return F32 (rows, cols) in [0, 1), 16 bits each: by sequences as they are dealt to ranks."""
+    """F32 (rows, cols) in [0, 1), of 16 random bits; the same however sequences are dealt to
+    ranks."""
     s = step_scalars(scalars)
     seed = mix_seed(int(s["seed"]), int(s["step"]), salt)
     row = np.arange(rows.start, rows.stop, dtype=np.uint64)
