@@ -69,7 +69,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "no names": lambda: setattr(os, "rename", refuse_to_write),
     "damaged": lambda: setattr(DataLoader, "next_batch", damaged),
     "warn": lambda: warn("this process is unwell"),
-    "hang": lambda: setattr(Step, "update", lambda step: time.sleep(1000)),
+    "hang": lambda: setattr(Step, "update", lambda step, kind: time.sleep(1000)),
 }
 
 

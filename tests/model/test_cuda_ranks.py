@@ -148,11 +148,11 @@ def test_a_rank_that_fails_ends_the_other(path, options, step, monkeypatch):
     """The other GPU waits for it in a stream, and is let go."""
     real = Step.update
 
-    def update(self):
+    def update(self, kind):
         if self.dev.mesh.rank == 1 and self.dev.kind == "cuda" and self.updates == step:
             raise LlmqError("no more")
         self.updates = self.updates + 1
-        return real(self)
+        return real(self, kind)
 
     error = pytest.raises(LlmqError, match=r"^rank 1: no more$")
     with error, trainer(path, 2, **options) as t:

@@ -219,7 +219,7 @@ def test_graphs_are_captured_once():
     assert micro_steps == {first, middle, last, (False, False, False)}
     others = {key for key in graphs if key[0] != "micro_step"}
     assert others == {
-        ("update",),
+        ("update", "update"),
         ("combine",),
         ("evaluate", True, True),
         ("evaluate", False, True),

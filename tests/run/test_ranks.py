@@ -310,7 +310,7 @@ def test_no_memory_is_freed_while_a_rank_works(monkeypatch, fails):
         if fails and dev.mesh.rank == 0:
             raise RuntimeError("the device is lost")
 
-    def update(self):
+    def update(self, kind):
         raise LlmqError("no more")
 
     with contextlib.ExitStack() as stack:
