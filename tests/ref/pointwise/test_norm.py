@@ -114,26 +114,32 @@ def test_gradients_with_an_offset_are_those_of_the_larger_weight(rng):
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_gradients_equal_torch(rng, with_residual):
+@pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+def test_gradients_equal_torch(rng, centred, with_residual):
     rows, C = 11, 72
     x, d_out, d_residual = (rng.normal(size=(rows, C)) for _ in range(3))
-    weight = rng.normal(size=C)
-    tx, tw = torch.tensor(x, requires_grad=True), torch.tensor(weight, requires_grad=True)
-    # Past the norm the input goes on unchanged, so d_residual simply adds.
-    value = (torch_norm(tx, tw) * torch.tensor(d_out)).sum()
-    if with_residual:
+    weight, bias = rng.normal(size=C), rng.normal(size=C)
+    tx, tw, tb = (torch.tensor(a, requires_grad=True) for a in (x, weight, bias))
+    layer_norm = torch.nn.functional.layer_norm
+    out = layer_norm(tx, (C,), tw, tb, EPS) if centred else torch_norm(tx, tw)
+    value = (out * torch.tensor(d_out)).sum()
+    if with_residual:  # past the norm the input goes on unchanged, so d_residual simply adds
         value = value + (tx * torch.tensor(d_residual)).sum()
-    want, want_weight = torch.autograd.grad(value, (tx, tw))
+    want = [g.numpy() for g in torch.autograd.grad(value, (tx, tw, tb)[: 2 + centred])]
 
-    rstd = 1 / np.sqrt((x * x).mean(1) + EPS)
+    mean = x.mean(1) if centred else None
+    rstd = 1 / np.sqrt((x.var(1) if centred else (x * x).mean(1)) + EPS)
     d_x = d_residual if with_residual else np.full_like(x, np.nan)  # in place
-    partial, d_weight = np.full((1, 3, C), np.nan), np.full(C, 2.0)
     past = d_residual if with_residual else None
-    ref.norm_backward(d_x, partial, d_out, x, weight, None, rstd, past, rows, C)
-    column_sum(d_weight, partial[0], step_scalars(), 3, C, True, 5)
+    partial = np.full((1 + centred, 3, C), np.nan)
+    ref.norm_backward(d_x, partial, d_out, x, weight, mean, rstd, past, rows, C)
+    d_weight, d_bias, scalars = np.full(C, 2.0), np.full(C, np.nan), step_scalars()
+    column_sum(d_weight, partial[0], scalars, 3, C, True, 5)
+    if centred:
+        column_sum(d_bias, partial[1], scalars, 3, C, False, 6)
     # F64 on both sides: sums in another order.
-    np.testing.assert_allclose(d_x, want.numpy(), rtol=1e-11, atol=1e-13)
-    np.testing.assert_allclose(d_weight, 2 + want_weight.numpy(), rtol=1e-11, atol=1e-13)
+    for got, expected in zip((d_x, d_weight - 2, d_bias), want, strict=False):
+        np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-13)
 
 
 def test_bf16_gradient_is_the_rounded_f32_result(rng):
@@ -179,27 +185,3 @@ def test_bf16_layernorm_rounds_once(rng):
         stats = np.empty(5, np.float32), np.empty(5, np.float32)
         ref.norm_forward(out, *stats, *values, EPS, 5, 64)
     np.testing.assert_array_equal(narrow, wide.astype(BF16.numpy))
-
-
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_gradients_of_layernorm_equal_torch(rng, with_residual):
-    rows, C = 11, 72
-    x, d_out, d_residual = (rng.normal(size=(rows, C)) for _ in range(3))
-    weight, bias = rng.normal(size=C), rng.normal(size=C)
-    tx, tw, tb = (torch.tensor(a, requires_grad=True) for a in (x, weight, bias))
-    value = (torch.nn.functional.layer_norm(tx, (C,), tw, tb, EPS) * torch.tensor(d_out)).sum()
-    if with_residual:  # past the norm the input goes on unchanged, so d_residual simply adds
-        value = value + (tx * torch.tensor(d_residual)).sum()
-    want = [g.numpy() for g in torch.autograd.grad(value, (tx, tw, tb))]
-
-    mean, rstd = x.mean(1), 1 / np.sqrt(x.var(1) + EPS)
-    d_x = d_residual if with_residual else np.full_like(x, np.nan)  # in place
-    past = d_residual if with_residual else None
-    partial, d_weight, d_bias = np.full((2, 3, C), np.nan), np.full(C, 2.0), np.full(C, np.nan)
-    ref.norm_backward(d_x, partial, d_out, x, weight, mean, rstd, past, rows, C)
-    scalars = step_scalars()
-    column_sum(d_weight, partial[0], scalars, 3, C, True, 5)
-    column_sum(d_bias, partial[1], scalars, 3, C, False, 6)
-    # F64 on both sides: sums in another order.
-    for got, expected in zip((d_x, d_weight - 2, d_bias), want, strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-13)
