@@ -32,6 +32,7 @@ OLMOE_7B, MIXTRAL_8X7B, GPT_OSS_20B, GPT2 = (
 
 
 GRANITE = LLAMA32_1B | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+HYBRID = preset("granite-4.0-h-tiny").to_hf()
 
 
 @pytest.mark.parametrize(
@@ -276,6 +277,11 @@ def test_weights_of_transformers_have_our_shapes(name):
             {"attention_bias": True},
             "residual_multiplier: not with biases of attention's output and the MLP",
         ),
+        (HYBRID, {"mamba_d_head": 32}, "mamba_d_head: 48 heads of it must be 3072 channels, got"),
+        (HYBRID, {"mamba_proj_bias": True}, "mamba_proj_bias: True is not supported"),
+        (HYBRID, {"time_step_limit": [0.001, 0.1]}, "time_step_limit: "),
+        (HYBRID, {"layer_types": ["mamba"]}, "layer_types: expected 40 of 'mamba' and 'attention'"),
+        (HYBRID, {"mamba_n_groups": 5}, "key_heads: 5 do not divide 48 value heads"),
         (GEMMA3_1B, {"layer_types": ["full_attention"]}, "layer_types: expected 26 of"),
         (GEMMA3_1B, {"sliding_window_pattern": 0}, "sliding_window_pattern: must be positive"),
         (GEMMA3_1B, {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type: 'yarn'"),

@@ -23,6 +23,8 @@ ODD["head_dim"] = 6
 FOUR = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 9}
 NET = {"linear_num_key_heads": 1, "linear_num_value_heads": 3}
 NET |= {"linear_key_head_dim": 6, "linear_value_head_dim": 5, "num_hidden_layers": 2}
+SPACES = {"mamba_n_heads": 6, "mamba_d_head": 5, "mamba_d_state": 7, "mamba_n_groups": 2}
+SPACES |= {"mamba_expand": 3, "hidden_size": 10, "shared_intermediate_size": 37}
 CASES = {
     "llama_trl": ("llama", TRL | {"head_dim": 2}),
     "llama_biases_tester": ("llama_biases", TESTER),
@@ -44,6 +46,7 @@ CASES = {
     "qwen3_5_odd": ("qwen3_5", ODD | NET | {"head_dim": 10, "attention_bias": True}),
     "qwen3_5_moe_odd": ("qwen3_5_moe", ODD | FOUR | NET | {"head_dim": 16}),
     "qwen3_next_odd": ("qwen3_next", ODD | FOUR | NET | {"head_dim": 24}),
+    "granitemoehybrid_odd": ("granitemoehybrid", ODD | SPACES),
     "gpt2_trl": ("gpt2", {"n_embd": 8, "n_head": 4}),
     "gpt2_odd": ("gpt2", {"n_embd": 15, "n_head": 5, "n_inner": 37}),
 }
