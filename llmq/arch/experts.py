@@ -95,6 +95,8 @@ class WithExperts(Architecture):
     """There is a shared expert."""
     shared_gated = True
     """The shared expert has a gate."""
+    dense_first = False
+    """Layers without experts are the first ones, and a shared expert is as wide as some experts."""
     sigmoid = False
     """Routers take sigmoids, and have a constant for each expert, which is loaded and never
     trained."""

@@ -24,6 +24,7 @@ class Glm4Moe(WithExperts, RopeFamily):
     sigmoid = True
     shares = True
     shared_gated = False
+    dense_first = True
     aux_loss = 0.0
     count_names = ("n_routed_experts",)
     expert_modules = WithExperts.expert_modules | {

@@ -99,7 +99,12 @@ def _experts(model: ModelConfig, given: dict[str, int], layers: int) -> Experts 
             f"{OPTIONS['intermediate_size'].flag} says"
         )
     where = its.layers and _repeated(its.layers, layers)
-    return replace(its, layers=where, **{_OF_EXPERTS[name]: n for name, n in given.items()})
+    sizes = {_OF_EXPERTS[name]: n for name, n in given.items()}
+    if model.arch.dense_first:
+        where = its.layers and (*its.layers, *(True,) * layers)[:layers]
+        shared = its.shared_size // model.expert_size
+        sizes["shared_size"] = shared * sizes.get("size", model.expert_size)
+    return replace(its, layers=where, **sizes)
 
 
 def _scaling(model: ModelConfig, longest: int, text: str | None) -> RopeScaling | None:

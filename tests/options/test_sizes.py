@@ -53,6 +53,24 @@ RESIZED = {
             "intermediate_size": 1536,
         },
     ),
+    "experts_behind_first_layers": (
+        "tiny-deepseek-v3",
+        {"num-layers": 9, "expert-size": 32, "num-heads": 8},
+        {
+            "num_layers": 9,
+            "num_heads": 8,
+            "num_kv_heads": 8,
+            "experts": Experts(
+                count=8,
+                active=2,
+                size=32,
+                shared_size=32,
+                scale=2.5,
+                renormalize=True,
+                layers=(False, *(True,) * 8),
+            ),
+        },
+    ),
     "experts": (
         "tiny-qwen3-moe",
         {"num-experts": 16, "num-experts-per-tok": 4, "expert-size": 32, "num-layers": 2},
