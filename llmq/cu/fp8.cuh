@@ -336,7 +336,7 @@ template <class Format> struct OctetCodes {
     }
 };
 
-// OctetRows or OctetCodes, by the element; both are made of a scale.
+// OctetRows or OctetCodes, by the element; both are constructed from a scale.
 template <class Element> struct OctetOf {
     struct Type : OctetRows<Element> {
         __device__ __forceinline__ explicit Type(const float*) {}

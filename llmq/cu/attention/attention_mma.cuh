@@ -27,12 +27,12 @@ constexpr int ROW_BYTES = EXCHANGED ? 2 * D : 2 * (D + 8);
 __device__ __forceinline__ int place(int row, int unit) {
     return row * ROW_BYTES + (EXCHANGED ? unit ^ row & 7 : unit) * 16;
 }
-// The address `bytes` after one of the first two units of a row: a multiple of two units.
+// Address `bytes` (a multiple of two units) after one of the first two units of a row.
 __device__ __forceinline__ SharedAddress along(SharedAddress row, int bytes) {
     return EXCHANGED ? (row ^ bytes & 96) + (bytes & ~127) : row + bytes;
 }
 
-// Eight elements of a head's row, zeros behind it.
+// Eight elements of a head's row from `column` on, zeros behind its end.
 __device__ __forceinline__ Vec<bf16> eight_of_head(const bf16* row, int column, bool valid) {
     Vec<bf16> x;
 #pragma unroll

@@ -6,7 +6,7 @@
 constexpr int CHUNK = 64, STAGES = 4;  // tokens; tiles of a Ring
 constexpr int SLICE = DV % 64 ? 32 : 64;  // columns of v in a block of a scan
 constexpr int THREADS = 256, SCAN_THREADS = SLICE / 16 * 32;
-// Blocks of a multiprocessor: registers may be half of what they could. gradients: where two have room.
+// Blocks per multiprocessor, which bound registers: of gradients, two fit on compute capability 9.0.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int GRADIENT_BLOCKS = sizeof(T) == 2 ? 2 : 1;
 #else
@@ -208,16 +208,16 @@ struct Tokens {
     }
 };
 
-// Calls use(element, its place in a (DK, DV)) for sums of 16 channels of keys, from 16 n on, and this
-// warp's 16 columns of v.
+// Calls use(element, its index in a (DK, DV) matrix) for sums of 16 channels of keys, from 16 n on, and
+// this warp's 16 columns of v.
 template <class Use> __device__ __forceinline__ void each_place(Sums& sums, int n, Use use) {
     each_sum(sums, blockIdx.x * SLICE + warp_id() * 16, 16 * n,
              [&](int v, int channel, float& x) { use(x, channel * DV + v); });
 }
 
 // The part of a state that a warp has, transposed: 16 columns of v, from `value` of the block's SLICE
-// on, and all channels of keys. In registers; beside factors in F32, which take two times as many, every
-// thread keeps its elements in shared memory, DK * SLICE of a block.
+// on, and all channels of keys. BF16: in registers. F32, whose factors need twice as many: in shared
+// memory, each thread its elements, DK * SLICE for a block.
 struct State {
     static constexpr int TILES = DK / 16;
     static constexpr bool IN_REGISTERS = sizeof(T) == 2;
@@ -260,7 +260,7 @@ struct State {
     template <class Use> __device__ __forceinline__ void each(Use use) {
         each_tile([&](int n, Sums& sums) { each_place(sums, n, use); });
     }
-    // To a (DV, DK) of T.
+    // Write the state to states (DV, DK) as T.
     __device__ __forceinline__ void put_into(T* states) {
         T* const to = states + (i64)(blockIdx.x * SLICE + value) * DK;
         each_tile([&](int n, Sums& sums) { put(to + n * 16, DK, 16, sums); });
@@ -342,7 +342,7 @@ __device__ __forceinline__ void scale_pairs(Sums& of_k, Sums& of_q, const Chunk&
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
             const int j = column + n / 2 * 8 + lane_column() + n % 2, e = n % 2 + 2 * r;
-            // Without a branch, at which threads would part.
+            // No branch: threads would diverge.
             const float decay = exponential(sum_i - sum[n]) * length[n];
             const float factor = j <= i && j >= begin ? decay : 0.0f;
             of_k[n / 2][e] = j < i ? of_k[n / 2][e] * (by_key * factor) : 0.0f;
@@ -351,7 +351,7 @@ __device__ __forceinline__ void scale_pairs(Sums& of_k, Sums& of_q, const Chunk&
     }
 }
 
-// Adds products of this thread's elements of sums and of factors: of rows g and g + 8.
+// Adds products of this thread's elements of sums and factors, for rows g and g + 8, to dot.
 __device__ __forceinline__ void add_dots(float (&dot)[2], const Sums& sums, const Left<T>& factors) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -372,8 +372,8 @@ __device__ __forceinline__ void put_dots(float* to, float (&dot)[2]) {
 
 constexpr bool COPIED = sizeof(T) == 2;  // tiles to shared memory; of F32, registers hold less
 
-// The gradient of 16 rows of queries or keys: this warp's DK / 2 columns. In registers; of F32, whose
-// factors take these, at `to`, where it will be written: rows from `rows` on are always 0.
+// The gradient of 16 rows of queries or keys: this warp's DK / 2 columns. BF16: in registers. F32,
+// whose factors take the registers: in `to`, the result's memory; rows from `rows` on are always 0.
 struct Gradient {
     static constexpr int TILES = DK / 32;
     T* const to;

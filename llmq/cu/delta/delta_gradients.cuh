@@ -110,7 +110,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
     T* const big = squares[1] + CHUNK * SQUARE;
     T* const change_memory = big + 2 * BIG;
     T* const last_slice = change_memory + CHUNK * (DV + 8);  // where values are, if EARLY
-    // Gradients of a head's changes, then slices of states, then keys; what it has beside these.
+    // place: gradients of a head's changes, then slices of states, then keys. other: other tiles.
     const auto place = [&](int h) { return big + (EARLY ? h % 2 * BIG : 0); };
     const auto other = [&](int h) { return big + (EARLY ? (h + 1) % 2 * BIG : BIG); };
     const int index = blockIdx.z;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
         v = stage<CHUNK, DV, THREADS, true>(EARLY ? last_slice : rests, qkv + at.value(first),
                                       at.columns(), rows);
     };
-    // A head ahead.
+    // One head ahead.
     const auto stage_changes = [&](int h) {
         if (h < group) {
             const i64 from = head(h).of_chunk(index) * CHUNK * DV;
@@ -185,7 +185,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
         const Tile<T> d_o =
             stage<CHUNK, DV, THREADS, true>(other(h), d_out + at.out(first), stride, rows);
         cp_async_commit();
-        // Each by other warps than the one that still makes gradients of the last head's gates.
+        // Not by the warp that still computes gradients of the last head's gates.
         const float* const known = factors + of_factors(at, index);
         const int token = i - CHUNK;
         float of_rest = 0.0f;

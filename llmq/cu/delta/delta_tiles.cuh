@@ -86,7 +86,7 @@ __device__ __forceinline__ Left<float> left(const Tile<float, WHOLE>& tile, int 
     return a;
 }
 
-// The same of rows in global memory, `pitch` elements apart, of which `rows` are there.
+// The same from global memory: rows `pitch` elements apart, zeros from `rows` on.
 template <class E>
 __device__ __forceinline__ Left<E> load_left(const E* from, int pitch, int rows) {
     using Pair = typename Left<E>::Pair;
@@ -125,7 +125,7 @@ __device__ __forceinline__ Right<float> right(const Tile<float, WHOLE>& tile, in
     return b;
 }
 
-// Rows as columns, of as many inner indices.
+// A left factor as a right factor: rows become columns, inner indices stay.
 template <class E> __device__ __forceinline__ Right<E> turned(const Left<E>& a) {
     return {{a.r[0], a.r[2], a.r[1], a.r[3]}};
 }
@@ -278,8 +278,8 @@ template <> struct Scale<bf16> {
         return *reinterpret_cast<const u32*>(&product);
     }
 };
-// Its rows g and g + 8, times a factor each; with the other sign; its inner indices, times those at
-// `factors`.
+// A left factor with rows g and g + 8 times a factor each; negated; with each inner index times its
+// element of `factors`.
 template <class E>
 __device__ __forceinline__ Left<E> times_rows(const Left<E>& a, const Scale<E>& top,
                                               const Scale<E>& bottom) {

@@ -218,7 +218,8 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 1)
 }
 
 // Adds to 16 rows' gradient, and to dot, by factors of rows g and g + 8: x (16 rows, DV) times `state`
-// (DV, DK). The products with `others`, rows of the same tokens, go to dot before `more` multiplies.
+// (DV, DK). dot gets the products with `others`, rows of the same tokens, before they are
+// multiplied by `more`.
 __device__ __forceinline__ void add_product(Gradient& to, const Tile<T>& x, const Tile<T>& state,
                                             const Tile<T>& others, int m, int column,
                                             const float (&factor)[2], const float (&more)[2],

@@ -141,7 +141,7 @@ top_k(f32* __restrict__ top, const T* __restrict__ logits, const f32* __restrict
         for (int v = t; v < vocab; v += TOLD_THREADS) { count += key(row[v]) >= middle; }
         (block_sum(count, shared) >= k ? low : high) = middle;
     }
-    // Each thread has neighbouring columns, so that theirs follow those of the threads before.
+    // Each thread has neighbouring columns, behind those of the threads before it.
     const int each = (vocab + TOLD_THREADS - 1) / TOLD_THREADS, first = t * each;
     const int last = min(first + each, vocab);
     int own_greater = 0, own_equal = 0;

@@ -1,7 +1,6 @@
 // cooperative_sm90.cuh -- products for Hopper whose tiles go to other warps through shared memory.
 //
-// Tiles, their ring and their order are those of product_sm90.cuh, and so is what is said there of
-// names and of TILE_COLUMNS.
+// Tiles, their ring, their order and names are those of product_sm90.cuh.
 #pragma once
 #include "product/smem_tiles.cuh"
 #include "product/product_sm90.cuh"
@@ -13,7 +12,7 @@
 // EPILOGUES further warps take the tile from there, a unit each, in turns. EPILOGUES: 4, a warpgroup,
 // or 7, all that are left.
 //
-// HELPED: units of the last tile are taken by the warps that multiply, too; these have more registers.
+// HELPED: warps that multiply, which have more registers, take units of the last tile, too.
 // IN_PARTS: the tensor cores' sums of some steps are added up in F32. BARRIERS: of an epilogue, for
 // UNITS_OF_BOX arrivals each, from `more` on.
 template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : Base, Policy {
@@ -23,7 +22,7 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
     static constexpr int BOXES = TILE_COLUMNS / BOX, BOX_BYTES = TILE_ROWS * LINE;
     static constexpr int WIDTH = PAIRED ? TILE_COLUMNS / 2 : TILE_COLUMNS;
     static constexpr int THREADS = 512;
-    // Of a thread, where two sums of each element do not fit into what all could have alike.
+    // Of a thread: equal shares would not hold two sums of each element.
     static constexpr int LOADER_REGISTERS = 24, PRODUCT_REGISTERS = 216, EPILOGUE_REGISTERS = 56;
 
     SharedAddress boxes, ready, taken, more;  // ready, taken: a barrier of each box
@@ -35,7 +34,7 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
           taken(ready + 8 * BOXES),
           more(taken + 8 * BOXES) {}
 
-    // By one thread of the block; all threads of the cluster meet after that.
+    // One thread of the block calls it; then all threads of the cluster wait for each other.
     __device__ __forceinline__ void init() const {
         Base::init(4);
         for (int i = 0; i < BOXES; ++i) {
@@ -46,9 +45,9 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
         barriers_ready();
     }
 
-    // All that a block does. epilogue.take(product, work, me) is what warp `me` of the epilogue does;
-    // HELPED: epilogue.help(product, work), what one does that has multiplied. IN_PARTS:
-    // epilogue.part_steps, at least 2.
+    // The work of a block. Warp `me` of the epilogue runs epilogue.take(product, work, me); HELPED: a
+    // warp that has multiplied runs epilogue.help(product, work). IN_PARTS: epilogue.part_steps, at
+    // least 2.
     template <class Epilogue>
     __device__ __forceinline__ void run(const Work& work, const Operands& operands,
                                         Epilogue& epilogue) const {
@@ -125,7 +124,7 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
         }
     }
 
-    // d = the sum of a number of steps, of a warpgroup's rows.
+    // d = the sum of some steps, for a warpgroup's rows.
     __device__ __forceinline__ void finish_steps(float (&d)[1][SUMS], Ring& ring, int me,
                                                  int count) const {
         const SharedAddress before = Base::multiply_steps(d, ring, 64 * me, count);
@@ -133,7 +132,7 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
         Base::release(before);
     }
 
-    // A warp's 16 rows of a tile into the boxes.
+    // Write a warp's 16 rows of a tile into the boxes.
     __device__ __forceinline__ void hand_over(const float (&d)[SUMS], int first_row, float scale,
                                               u32 free_parity) const {
         int thread = threadIdx.x % 128;

@@ -1,11 +1,11 @@
 // grouped_sm90.cuh -- the tiles of products for Hopper whose rows are sorted by expert.
 //
 // As Work and Tile of product_sm90.cuh: each expert's rows have pairs of tiles of their own, times its
-// matrix. If there are at most 128 rows in the last pair, its two blocks have these, and neighbouring
-// columns: half a tile of an expert's rows is none, on the average. Right has all matrices below each
-// other, each of `apart` rows, and so has the tail, of `tail_apart`. A block counts the tiles of the
-// experts before each one once, and looks for its own in between. Tiles of an expert go down its rows
-// first: these and its matrix stay in L2.
+// matrix. If the last pair has at most 128 rows, both blocks take them, with neighbouring columns, so
+// that an expert's last tile is half empty on average, not a whole one. Right has all matrices below
+// each other, each of `apart` rows; the tail likewise, of `tail_apart`. A block counts the tiles in
+// front of each expert once, and finds its own among them. Tiles of an expert go down its rows first:
+// rows and matrix stay in L2.
 //
 // With GROUPED = 2 the rows are what is summed over: each expert has all tiles of its matrix.
 #pragma once
@@ -118,7 +118,7 @@ struct Tile {
     __device__ __forceinline__ Tile(int t, const Work& work) {
         const int of_expert = work.pairs * work.columns;
         expert = t / of_expert;
-        // Else one cluster might have the narrow ones of all experts.
+        // Rotated by expert: else one cluster might get the narrow tiles of all experts.
         const int rest = (t + expert * 7) % of_expert;
         row = (rest % work.pairs * 2 + work.rank) * TILE_ROWS;
         column = rest / work.pairs;

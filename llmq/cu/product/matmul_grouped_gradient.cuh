@@ -188,8 +188,8 @@ struct Epilogue {
     }
 
 private:
-    // What the lines hold to 16 rows of d from `row` on. A lane has a word of every fourth row of a
-    // box; what the next box is added to is on its way meanwhile.
+    // Add the lines' sums to 16 rows of d from `row` on. A lane has a word of every fourth row of a
+    // box; words of d for the next box are loaded meanwhile.
     __device__ __forceinline__ void add(const Tile& tile, int row, SharedAddress lines,
                                         u32 seed) const {
         const int lane = threadIdx.x % 32, word = lane % 8, below = lane / 8;

@@ -41,8 +41,8 @@ using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
 using OutEncoder = OctetEncoder<O, OUT_TRANSPOSED, false>;
 constexpr int UNITS_OF_BOX = Product::UNITS_OF_BOX, UNITS = Product::BOXES * UNITS_OF_BOX;
 
-// A unit: of a tile its box, and 16 rows of that. row, column: of the lane's first element, which has
-// four rows and eight columns.
+// A unit: 16 rows of a box of a tile. row, column: of the lane's first element; a lane has four rows
+// and eight columns.
 struct Unit {
     int box, part, line, octet;  // line: of the box, the lane's first; octet: of the line's eight
     int row, column;
@@ -163,7 +163,7 @@ private:
         gate[row] = __ldcs(reinterpret_cast<const uint4*>(from + F));
     }
 
-    // A unit that is inside, while what `then` needs is loaded.
+    // Compute a unit inside the matrix, while the operands of unit `then` are loaded.
     __device__ __forceinline__ void work_on(const Unit& unit, const Unit& then,
                                             const unsigned char* box, Codes& to) {
         const unsigned char* const rows = box + unit.line * LINE;
@@ -198,7 +198,7 @@ private:
         *static_cast<Words*>(to) = x;
     }
 
-    // Put the lane's codes into the box, once the box before the last has left its place.
+    // Put the lane's codes into the box, once the box two turns before has been copied out.
     __device__ __forceinline__ void put_transposed(const Unit& unit, u32 turn, const Codes& of) const {
         const u32 buffer = turn % BUFFERS;
         wait(drained + 8 * buffer, turn / BUFFERS & 1 ^ 1);
@@ -223,8 +223,8 @@ private:
         }
     }
 
-    // From there to transposed (2F, M), of up and of gate the columns of octet `part`, and to
-    // out_transposed (F, M): eight lanes have a line.
+    // Copy the columns of octet `part` from there: up's and gate's to transposed (2F, M), out's to
+    // out_transposed (F, M). Eight lanes share a line.
     __device__ __forceinline__ void copy_transposed(const TransposedBox& box, int part) const {
         wait(coded + 8 * box.buffer(), box.parity());
         const int lane = threadIdx.x % 32, word = lane % 8, c = part * 8 + lane / 8;

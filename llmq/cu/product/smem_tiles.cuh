@@ -1,9 +1,9 @@
 // smem_tiles.cuh -- a product's tile in shared memory, where the epilogue of the product takes it from.
 //
-// A box is 128 lines of 128 bytes, swizzled as ptx.cuh says, a line for each row: of columns 64 b to
-// 64 b + 63 in box b. PAIRED: right has two blocks of rows, and one half of a tile are rows of the
-// first one, the other those that are `apart` rows further; box b has columns 32 b to 32 b + 31 of the
-// first ones, and then those of the second ones. A unit is a part of a box, for one warp.
+// A box is 128 lines of 128 bytes, swizzled as ptx.cuh says, a line for each row: box b has columns
+// 64 b to 64 b + 63. PAIRED: one half of a tile is of rows of right, the other half of the rows `apart`
+// further on; box b has columns 32 b to 32 b + 31 of the first half, then those of the second. A unit
+// is the part of a box that one warp takes.
 //
 // cooperative_sm90.cuh has the product that fills boxes.
 #pragma once
@@ -22,7 +22,7 @@ struct Boxes {
 
 // -- For epilogues: eight neighbours of BF16, two in each of four words ---------------------------
 
-// Of the bits, as unsigned numbers: of all lower, and of all upper halves.
+// Largest lower half of the words and largest upper half, as unsigned numbers.
 __device__ __forceinline__ u32 most_of(const uint4& x) {
     return max_halves(max_halves(x.x, x.y), max_halves(x.z, x.w));
 }
@@ -58,8 +58,8 @@ template <class Format, bool IS_WANTED, bool IS_MEASURED> struct OctetEncoder {
         return make_uint2(0, 0);
     }
 
-    // encode in two steps: of an octet or two what is saturated and the largest, and of each its codes.
-    // All lanes of a warp are told of what is saturated, which takes less time than to let them diverge.
+    // encode in two steps. see: count saturated elements and note the largest, of one octet or two;
+    // then the codes of each. All lanes count if any has a saturated element: cheaper than divergence.
     __device__ __forceinline__ void see(const uint4& x) { look(magnitude(x), x); }
     __device__ __forceinline__ void see(const uint4& x, const uint4& y) {
         look(larger_magnitudes(magnitude(x), magnitude(y)), x, &y);
