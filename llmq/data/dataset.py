@@ -158,7 +158,9 @@ class DataSet:
         if layout.data_order == "llmq":
             self.plan = FilesInTurn(windows)
             return
-        sorts = layout.weighs  # keeps the order of older checkpoints of runs with weights
+        sorts = (
+            layout.weighs
+        )  # as always with weights, so that older checkpoints go on in their order
         numbered = enumerate(groups)
         self._mix([WindowSource(windows, group, i, sorts=sorts) for i, group in numbered])
 

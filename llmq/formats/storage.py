@@ -30,7 +30,7 @@ from llmq.runtime.device import Device
 
 ALIGN = 256  # bytes: of tensors, for the fastest products, and of each rank's shard
 PIECE = 1 << 22  # elements encoded at a time: whole groups of NF4's scales
-ROWS = 16  # rows of INT8 codes made at once, and the least number of columns
+ROWS = 16  # of a tile of INT8 codes, and its least number of columns
 NUMBER = 4  # F32 elements from one number to the next, 16 bytes
 
 Write = Callable[[Tensor, int], None]

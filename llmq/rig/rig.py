@@ -21,7 +21,7 @@ from llmq.rig.steps import in_time, merged
 from llmq.run.restarts import in_words
 
 MINUTES = 10.0
-GRACE = 15.0  # seconds beyond a part's share, for start and end of its process
+GRACE = 15.0  # seconds for start and end of a part's process, beyond its share of time
 PLEASE_SHARE = (
     "Others who plan for such cards have only a data sheet. Please share what was measured: "
     "attach this report's .json to an issue of the repository of llmq, or propose the card "

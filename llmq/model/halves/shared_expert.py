@@ -2,8 +2,8 @@
 
     x -> shared_up -> swiglu (-> * sigmoid(x @ shared_gate)) -> shared_down -> added to out
 
-Architectures have the gate behind shared_down. In front of shared_down, the gate is the same
-factor, and backward needs no output of shared_down.
+Architectures multiply by the gate behind shared_down. The gate is a factor of whole rows, so that
+in front of shared_down it has the same effect, and backward needs no output of shared_down.
 """
 
 from contextlib import ExitStack

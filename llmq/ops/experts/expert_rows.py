@@ -15,7 +15,7 @@ THREADS, SCAN_THREADS = 256, 1024
 MAX_EXPERTS = 512
 CHUNK = 2048  # choices that a block sorts
 WIDTH, SLICE = 8, 32 * 8  # columns of a lane and of a warp
-PIECE_BYTES = 32 * 4 * VECTOR_BYTES  # bytes of a row in a warp of GATHER
+PIECE_BYTES = 32 * 4 * VECTOR_BYTES  # of a row, that a warp of GATHER copies
 MAX_CHOICES = 32
 
 COUNT = Kernel(

@@ -1,7 +1,7 @@
 """BF16 or F32 to int8, with a scale for each row, or for each column of the transpose.
 
-A product's sum needs one scale. `rows` is for operands in memory order (tokens of an activation,
-output features of a weight), `columns` for transposed operands.
+Elements that a product adds up need the same scale: `rows` is for operands in memory order (tokens
+of an activation, output features of a weight), `columns` for transposed operands.
 """
 
 from llmq.base.dtypes import F32

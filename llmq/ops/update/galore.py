@@ -31,9 +31,9 @@ RENEW = Kernel(
 def eigen(dev: Device, s: Tensor, *, roots: bool = False) -> None:
     """Replace symmetric matrices by their eigenvectors, rows in the order of falling eigenvalues.
 
-    The sign of a vector is any. roots: divide each vector by the root of its eigenvalue, of at
+    Signs of vectors are arbitrary. roots: divide each vector by the root of its eigenvalue, of at
     least 2^-40 of the largest one: with s = x x^T the rows of (the result times x) are orthonormal,
-    up to rounding of x beside its largest singular value. A matrix of zeros stays so with roots.
+    up to rounding of x beside its largest singular value. With roots a matrix of zeros stays zero.
 
     s: F32 (count, side, side), of nonnegative eigenvalues.
 
