@@ -83,13 +83,21 @@ def bytes_read(sampler: Sampler, texts: int, length: float) -> float:
 
 
 def measure(
-    machine: Machine, model: str, dtype: str, texts: int, prompt: int, new: int, repeats: int
+    machine: Machine,
+    model: str,
+    dtypes: tuple[str, str | None],
+    texts: int,
+    prompt: int,
+    new: int,
+    repeats: int,
 ) -> tuple[float, list[float]]:
-    """The bytes that a pass reads, and tokens a second of each run."""
+    """The bytes that a pass reads, and tokens a second of each run. dtypes: of the model and of the
+    blocks' matrices."""
+    dtype, base_dtype = dtypes
     config, rng = preset(model), np.random.default_rng(0)
     ids = [rng.integers(0, config.vocab_size, prompt).tolist() for _ in range(texts)]
     requests = [Request(each, new, seed=i) for i, each in enumerate(ids)]
-    form = (prompt + new, parse_dtype(dtype), texts)
+    form = (prompt + new, parse_dtype(dtype), texts, base_dtype)
     with Sampler(machine, config, lambda w: w.init(config, 0), *form) as sampler:
         found = []
         for _ in range(1 + repeats):
@@ -104,6 +112,7 @@ def main(
     texts: Annotated[str, typer.Option(help="At a time, one row for each number.")] = "1,16",
     device: str = "auto",
     model_dtype: str = "bf16",
+    base_dtype: Annotated[str | None, typer.Option(help="Of the blocks' matrices.")] = None,
     prompt: int = 16,
     new: int = 128,
     repeats: int = 5,
@@ -112,10 +121,13 @@ def main(
     machine = choose_machine(device, 1)
     rate, rows = copy_rate(machine), []
     for count in map(int, texts.split(",")):
-        read, found = measure(machine, model, model_dtype, count, prompt, new, repeats)
+        read, found = measure(
+            machine, model, (model_dtype, base_dtype), count, prompt, new, repeats
+        )
         speeds = (statistics.median(found), min(found), max(found))
         rows.append(Row(count, *speeds, count * rate / read))
-    what = f"{model} in {model_dtype}, {prompt} + {new} tokens"
+    kept = base_dtype or model_dtype
+    what = f"{model}, matrices in {kept}, {prompt} + {new} tokens"
     print(f"llmq {__version__}, {machine.spec.name}, {what}")
     print(f"copies {rate / 1e9:.1f} GB/s\n")
     print("| texts | tokens/s | runs | x the first row | floor | of the floor |")

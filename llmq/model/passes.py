@@ -51,10 +51,10 @@ class Buffer:
         self._host[:] = 0
 
     def upload(self) -> None:
-        self._dev.upload(self._words, self._host)
+        self._dev.send(self._words, self._host)
 
     def download(self) -> None:
-        self._host[:] = self._dev.download(self._words)
+        self._dev.receive(self._host, self._words)
 
 
 class PassInputs(Buffer):

@@ -21,13 +21,14 @@ from llmq.checkpoint.export_files import ADAPTER_CONFIG
 from llmq.checkpoint.exports.source import open_source
 from llmq.checkpoint.states import checkpoint_at
 from llmq.model.generator import Generator, NewToken, Request
+from llmq.options.options import TrainConfig
 from llmq.options.presets import find_directory, is_preset
 from llmq.plan.checks import check_sizes
 from llmq.run.run_paths import model_places
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.plan_device import PlanDevice
 from llmq.state.params import Param, weight_table
-from llmq.state.placement import resident
+from llmq.state.placement import place, resident
 from llmq.state.weights import Weights
 from llmq.text.chat_template import ChatTemplate, Message, Stop, end_of_turn, load_chat_template
 from llmq.text.guarded import guarded_tokenizer, process_of
@@ -47,21 +48,27 @@ class Sampler(Closing):
         positions: int,
         dtype: DType = F32,
         slots: int = 1,
+        base_dtype: str | None = None,
     ):
         """fill: loads or initializes the weights. positions: tokens of the longest text. dtype: of
         weights and activations. slots: texts at a time, at most; fewer where memory is short.
+        base_dtype: of the blocks' matrices, as of --base-dtype; None: dtype.
 
         ConfigError for a model that predicts no tokens. LlmqError where the memory is too small.
         """
         if config.num_labels:
             raise ConfigError("the model has a score head, which predicts no tokens")
         self.config, table = config, weight_table(config)
-        placement = resident(table, dtype)
+        placement, how = resident(table, dtype), {}
+        if base_dtype is not None:
+            how = {"model_dtype": dtype.name, "base_dtype": base_dtype, "only_scores": True}
+            options = TrainConfig(**how).normalized().for_step
+            placement, how = place(options, table), {"options": options}
         while True:
             blocks = slots * Generator.blocks_of(positions) + 1
             sizes = {"slots": slots, "positions": positions, "blocks": blocks}
             plan = PlanDevice(machine.spec)
-            Generator(plan, config, Weights(plan, table, placement), **sizes).rehearse()
+            Generator(plan, config, Weights(plan, table, placement), **sizes, **how).rehearse()
             try:
                 self.dev = machine.open(plan.sizes())
                 break
@@ -70,7 +77,7 @@ class Sampler(Closing):
                     raise
                 slots //= 2
         weights = Weights(self.dev, table, placement)
-        self.generator = Generator(self.dev, config, weights, **sizes)
+        self.generator = Generator(self.dev, config, weights, **sizes, **how)
         fill(weights)
 
     @contextmanager

@@ -234,6 +234,17 @@ class CudaDevice(Device):
         self._runtime.memcpyAsync(dst.ptr, array.ctypes.data, dst.nbytes, kind, self._stream)
         self._runtime.streamSynchronize(self._stream)
 
+    def send(self, dst: Tensor, array: np.ndarray) -> None:
+        self._may_overlap = False
+        kind = self._runtime.memcpyDefault  # from pageable memory: staged before the call returns
+        self._runtime.memcpyAsync(dst.ptr, array.ctypes.data, dst.nbytes, kind, self._stream)
+
+    def receive(self, array: np.ndarray, src: Tensor) -> None:
+        with self._waiting():
+            kind = self._runtime.memcpyDefault
+            self._runtime.memcpyAsync(array.ctypes.data, src.ptr, src.nbytes, kind, self._stream)
+            self._runtime.streamSynchronize(self._stream)
+
     def download(self, src: Tensor) -> np.ndarray:
         array = np.empty(src.shape, src.dtype.numpy)
         self.synchronize()

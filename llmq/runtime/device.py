@@ -269,6 +269,15 @@ class Device(ABC):
     def upload(self, dst: Tensor, array: np.ndarray) -> None:
         """Write host data of the same shape and dtype; synchronous, for set-up and tests."""
 
+    def send(self, dst: Tensor, array: np.ndarray) -> None:
+        """Enqueue a write of host data of the same shape and dtype, which may then be changed."""
+        self.upload(dst, array)
+
+    def receive(self, array: np.ndarray, src: Tensor) -> None:
+        """Write a tensor of the same shape and dtype to a host array, after the work enqueued on
+        the current stream so far; synchronous."""
+        array[...] = self.download(src)
+
     @abstractmethod
     def download(self, src: Tensor) -> np.ndarray:
         """Return a host copy of the tensor, after all work enqueued so far; synchronous."""

@@ -21,14 +21,20 @@
 #include "ptx.cuh"
 #include "quantize/four_bits.cuh"
 
-#ifndef TILES
+#ifndef TILES  // compiled for another entry
 #define TILES 2
+#endif
+#ifndef AHEAD  // chunks that are on their way
+#define AHEAD 1
+#endif
+#ifndef RESIDENT  // blocks of a multiprocessor
+#define RESIDENT 1
 #endif
 
 constexpr int WARPS = 8, ROWS = 16, FEATURES = 8 * TILES;
 constexpr int CHUNK = 64;         // elements of K at a time: of each row two vectors a lane
 constexpr int CODED_CHUNK = 128;  // of codes: one vector a lane
-constexpr int AHEAD = TILES == 1 ? 2 : 3, CODED_AHEAD = 2;  // chunks that are on their way
+constexpr int STAGES = 4;         // of a lane's codes, of which all but one are on their way
 constexpr int STRIDE = WARPS * CHUNK, CODED_STRIDE = WARPS * CODED_CHUNK;
 constexpr int PITCH = FEATURES + 1;
 
@@ -87,7 +93,7 @@ struct Right {
 };
 
 // a, addend: written by the kernel in front of this one, so that no load of these is one of constants.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, TILES == 1 ? 4 : 2)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
     skinny(D* out, const bf16* a, const bf16* __restrict__ b, const D* __restrict__ bias,
            const D* addend, int M, int N, int K, float alpha) {
     start_next_kernel();
@@ -153,12 +159,6 @@ __device__ __forceinline__ uint4 decode(u32 word, const float* table, float scal
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
-// A lane's 32 codes of two rows of b, and the codes of their scales.
-struct Codes {
-    uint4 codes[2];
-    u8 scales[2];
-};
-
 // Rows of a that this block's matrix multiplies: all, or those of an expert.
 struct Span {
     int begin, end;
@@ -189,54 +189,52 @@ __device__ __forceinline__ void multiply_codes(D* out, const bf16* a, const u8* 
                                                const TwoRows& b, int N, int K, int first, int rows,
                                                float alpha, const float* table, Scale scale_of) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const auto load = [&](int k) {
-        Codes x;
+    __shared__ uint4 stages[STAGES][2][32 * WARPS];  // each lane's own 32 codes of both rows
+    const auto fetch = [&](int stage, int k) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const bool valid = b.there[r] && k < K;
-            const i64 at = b.row[r] * K + k;
-            const uint4* from = reinterpret_cast<const uint4*>(codes + at / 2);
-            x.codes[r] = valid ? __ldcs(from) : zeros();
-            x.scales[r] = valid ? scale_codes[at / PER_SCALE] : 0;
+            const u8* from = codes + (valid ? (b.row[r] * K + k) / 2 : 0);
+            cp_async_16(shared_address(&stages[stage][r][threadIdx.x]), from, valid);
         }
-        return x;
+        cp_async_commit();
     };
-    Codes right[CODED_AHEAD];
+    const auto scale_code = [&](int r, int k) -> u8 {
+        return b.there[r] && k < K ? scale_codes[(b.row[r] * K + k) / PER_SCALE] : 0;
+    };
     const int own = warp * CODED_CHUNK + 32 * t;
-    const auto begin = [&] {
-#pragma unroll
-        for (int i = 0; i < CODED_AHEAD; ++i) { right[i] = load(own + i * CODED_STRIDE); }
-    };
-    begin();
-    wait_for_earlier_kernels();
     for (int top = span.begin; top < span.end; top += ROWS) {
         Sums sum = {};
-        if (top > span.begin) { begin(); }
-        for (int start = own; start - 32 * t < K; start += CODED_AHEAD * CODED_STRIDE) {
+        u8 next[2];
 #pragma unroll
-            for (int i = 0; i < CODED_AHEAD; ++i) {
-                const int k = start + i * CODED_STRIDE;
-                if (k - 32 * t >= K) { break; }
-                Codes x = right[i];
-                right[i] = load(k + CODED_AHEAD * CODED_STRIDE);
-                float scale[2];
+        for (int i = 0; i < STAGES - 1; ++i) { fetch(i, own + i * CODED_STRIDE); }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) { next[r] = scale_code(r, own); }
+        if (top == span.begin) { wait_for_earlier_kernels(); }
+        int stage = 0;
+        for (int k = own; k - 32 * t < K; k += CODED_STRIDE) {
+            cp_async_wait<STAGES - 2>();
+            uint4 words[2];
+            float scale[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                words[r] = stages[stage][r][threadIdx.x];
+                scale[r] = b.there[r] && k < K ? scale_of(r, k, next[r]) : 0.0f;
+                next[r] = scale_code(r, k + CODED_STRIDE);
+            }
+            fetch((stage + STAGES - 1) % STAGES, k + (STAGES - 1) * CODED_STRIDE);
+            stage = (stage + 1) % STAGES;
+#pragma unroll 1  // else too many registers hold what is decoded early
+            for (int w = 0; w < 4; ++w) {
+                const Left left(a, top + g, span.end, k + 8 * w, K);
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const bool valid = b.there[r] && k < K;
-                    scale[r] = valid ? scale_of(r, k, x.scales[r]) : 0.0f;
-                }
-#pragma unroll 1  // else too many registers hold what is decoded early
-                for (int w = 0; w < 4; ++w) {
-                    const Left left(a, top + g, span.end, k + 8 * w, K);
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        uint4& words = x.codes[r];
-                        left.multiply(sum[r], decode<HIGH_FIRST>(words.x, table, scale[r]));
-                        words = make_uint4(words.y, words.z, words.w, 0);
-                    }
+                    left.multiply(sum[r], decode<HIGH_FIRST>(words[r].x, table, scale[r]));
+                    words[r] = make_uint4(words[r].y, words[r].z, words[r].w, 0);
                 }
             }
         }
+        cp_async_wait<0>();
         const i64 at = (i64)top * N;
         finish(sum, out + at, bias ? bias + (i64)blockIdx.y * N : nullptr,
                addend ? addend + at : nullptr, span.end - top, N, first + blockIdx.x * FEATURES,
