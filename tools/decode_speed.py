@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from math import prod
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -30,6 +31,7 @@ from llmq.runtime.device import Device, MemorySizes
 from llmq.runtime.machine import Machine, choose_machine
 
 COPIED, COPIES = 256 * MIB, 5
+CODES = {"nf4": 33 / 64, "mxfp4": 17 / 32, "e4m3": 1, "int8": 1}  # bytes of a value, with scales
 
 
 class Row(NamedTuple):
@@ -68,18 +70,22 @@ def copy_rate(machine: Machine) -> float:
         dev.close()
 
 
-def bytes_read(sampler: Sampler, texts: int, length: float) -> float:
-    """In a pass over so many texts of this length."""
+def bytes_read(sampler: Sampler, base_dtype: str | None, texts: int, length: float) -> float:
+    """In a pass over so many texts of this length, each with experts of its own."""
     config, weights = sampler.config, sampler.generator.weights
     item = weights.placement["embed"].work.dtype.itemsize
-    params = [p for slab in weights.table for p in slab.params]
-    read = [p for p in params if p.block != "embed" or config.tied_embeddings]
+    matrices = sum(
+        min(prod(m.shape), m.used * texts) if m.of_experts else prod(m.shape)
+        for layer in range(config.num_layers)
+        for m in config.matrices(layer)
+    )
     states, kept = 0, 0
     for layer in range(config.num_layers):
         for spec in config.halves(layer):
             kept += sum(int(np.prod(shape)) * item for shape in spec.cached.values())
             states += sum(int(np.prod(shape)) * 8 for shape in spec.carried.values())
-    return sum(p.size for p in read) * item + texts * (kept * length + states)
+    head = config.padded_outputs * config.hidden_size * item
+    return matrices * CODES.get(base_dtype, item) + head + texts * (kept * length + states)
 
 
 def measure(
@@ -104,7 +110,7 @@ def measure(
             start = time.perf_counter()
             count = sum(1 for _ in sampler.generator.stream(requests))
             found.append(count / (time.perf_counter() - start))
-        return bytes_read(sampler, texts, prompt + new / 2), found[1:]
+        return bytes_read(sampler, base_dtype, texts, prompt + new / 2), found[1:]
 
 
 def main(

@@ -24,16 +24,12 @@
 #ifndef TILES  // compiled for another entry
 #define TILES 2
 #endif
-#ifndef AHEAD  // chunks that are on their way
-#define AHEAD 1
-#endif
-#ifndef RESIDENT  // blocks of a multiprocessor
-#define RESIDENT 1
-#endif
 
 constexpr int WARPS = 8, ROWS = 16, FEATURES = 8 * TILES;
 constexpr int CHUNK = 64;         // elements of K at a time: of each row two vectors a lane
 constexpr int CODED_CHUNK = 128;  // of codes: one vector a lane
+constexpr int AHEAD = 3 - TILES;     // chunks that are on their way
+constexpr int RESIDENT = 5 - TILES;  // blocks of a multiprocessor
 constexpr int STAGES = 4;         // of a lane's codes, of which all but one are on their way
 constexpr int STRIDE = WARPS * CHUNK, CODED_STRIDE = WARPS * CODED_CHUNK;
 constexpr int PITCH = FEATURES + 1;

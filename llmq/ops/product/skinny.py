@@ -14,6 +14,7 @@ MOST_ROWS = 16  # of a, in a block
 MOST_CODED_ROWS = 64  # of codes, of which more are decoded once for all of them
 WARPS = 8  # of a block, each of which sums a part of K
 TILE = 8  # rows of b
+RESIDENT = {1: 4, 2: 3}  # blocks of a multiprocessor, by tiles in a block
 CODED_FEATURES = 2 * TILE  # rows of b in a block
 
 SKINNY = Kernel(
@@ -51,13 +52,6 @@ def takes(dev: Device, a: Tensor, b: Tensor) -> bool:
     return few and aligned and a.dtype is b.dtype is BF16
 
 
-def _layout(N: int, K: int, num_sms: int) -> tuple[int, int, int]:
-    """Tiles of a block, chunks of K on their way, and blocks of a multiprocessor."""
-    if ceil_div(N, TILE) <= 4 * num_sms:
-        return 1, 2, 4
-    return (2, 3, 2) if K >= 2048 else (2, 1, 3)
-
-
 def skinny(
     dev: Device,
     out: Tensor,
@@ -82,13 +76,13 @@ def skinny(
     Cost:    b read once; one launch.
     """
     M, K, N = SKINNY.dims(a=a, b=b)
-    tiles, ahead, resident = _layout(N, K, dev.spec.num_sms)
+    tiles = 1 if ceil_div(N, TILE) <= RESIDENT[1] * dev.spec.num_sms else 2
     dev.launch(
         SKINNY,
-        min(ceil_div(N, tiles * TILE), resident * dev.spec.num_sms),
+        min(ceil_div(N, tiles * TILE), RESIDENT[tiles] * dev.spec.num_sms),
         WARP * WARPS,
         (out, a, b, bias, addend, M, N, K, alpha),
-        consts={"TILES": tiles, "AHEAD": ahead, "RESIDENT": resident},
+        consts={"TILES": tiles},
         cost=product_cost(
             (M, N, K), BF16, out.dtype, trans_b=True, addend=addend is not None, epilogue="skinny"
         ),
