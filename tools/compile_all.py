@@ -161,7 +161,7 @@ def note_codes(spec: DeviceSpec, noted: Launches) -> None:
     run = Nf4Run(0, 16, of(U8, 512), of(U8, 16), of(F32, 1), of(F32, 1))
     matrix = Nf4(shape=(16, 64), runs=(run,), levels=of(F32, 256))
     of_experts = Mxfp4(shape=(1, 16, 64), codes=of(U8, 512), exponents=of(U8, 32))
-    for rows in (1, skinny.MOST_ROWS):
+    for rows in (1, 16, 32, skinny.MOST_CODED_ROWS):
         for codes in (matrix, of_experts):
             skinny.coded(dev, of(BF16, rows, 16), of(BF16, rows, 64), codes)
 

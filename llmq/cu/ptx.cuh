@@ -72,6 +72,13 @@ __device__ __forceinline__ float2 load_shared_pair(SharedAddress from) {
     return x;
 }
 
+// The F32 at an offset in bytes of a table in shared memory, aligned to 256 bytes: byte i of a word.
+__device__ __forceinline__ float lookup_shared(SharedAddress table, unsigned int word, int i) {
+    float x;
+    asm("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(__byte_perm(word, table, 0x7650 + i)));
+    return x;
+}
+
 // Load from any memory; the compiler does not move it across other assembly.
 __device__ __forceinline__ float load_here(const float* from) {
     float x;

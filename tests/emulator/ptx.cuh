@@ -27,6 +27,11 @@ static inline float2 load_shared_pair(SharedAddress from) {
     return *(const float2*)from;
 }
 
+static inline float lookup_shared(SharedAddress table, unsigned word, int i) {
+    ptx::check(table % 256 == 0, "lookup_shared: the table is not aligned to 256 bytes");
+    return *(const float*)(table + (word >> 8 * i & 255));
+}
+
 static inline float load_here(const float* from) { return *from; }
 
 static inline void store_shared(SharedAddress to, const uint4& x) {

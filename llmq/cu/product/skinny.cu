@@ -10,8 +10,8 @@
 //          of b, with the e-th N of bias.
 // Launch   32 WARPS threads, any grid: a block has FEATURES = 8 TILES rows of b at a time. Warps take
 //          every eighth 64 elements of K; their sums are added one warp after the other.
-//          Those of codes: TILES = 2, grid (a block for each FEATURES rows, E); 128 elements of K, and
-//          any M.
+//          Those of codes: b on the left of the tensor cores, 128 elements of K, TILES of 8 rows of a at
+//          a time, of any M; grid (a block for each 16 rows of b, E).
 // Cost     memory: b once, in 16-byte loads past L1; a from L1 and L2 for each block. The first loads
 //          of b are in flight while the kernel in front of this one still runs.
 // Needs    sm_80; K a multiple of 8; M <= ROWS. b, codes and scales are written by no kernel that is
@@ -26,13 +26,14 @@
 #endif
 
 constexpr int WARPS = 8, ROWS = 16, FEATURES = 8 * TILES;
+constexpr int CODED_ROWS = 8 * TILES, CODED_FEATURES = 16;
 constexpr int CHUNK = 64;         // elements of K at a time: of each row two vectors a lane
 constexpr int CODED_CHUNK = 128;  // of codes: one vector a lane
-constexpr int AHEAD = 3 - TILES;     // chunks that are on their way
-constexpr int RESIDENT = 5 - TILES;  // blocks of a multiprocessor
+constexpr int AHEAD = TILES == 1 ? 2 : 1;     // chunks that are on their way
+constexpr int RESIDENT = TILES == 1 ? 4 : 3;  // blocks of a multiprocessor
+constexpr int CODED_RESIDENT = TILES <= 2 ? 2 : 1;
 constexpr int STAGES = 4;         // of a lane's codes, of which all but one are on their way
 constexpr int STRIDE = WARPS * CHUNK, CODED_STRIDE = WARPS * CODED_CHUNK;
-constexpr int PITCH = FEATURES + 1;
 
 __device__ __forceinline__ uint4 zeros() { return make_uint4(0, 0, 0, 0); }
 
@@ -53,28 +54,33 @@ struct Left {
     }
 };
 
-using Sums = float[TILES][4];  // of each tile of eight rows of b
+using Sums = float[TILES][4];  // of each tile of eight rows of b, or of a if b is coded
 
 // Columns first + [0, FEATURES) of out, up to the column `end`: the sums of all warps, and what is
-// added.
-__device__ __forceinline__ void finish(const Sums& sum, D* out, const D* bias, const D* addend, int M,
-                                       int N, int first, int end, float alpha) {
-    __shared__ float sums[WARPS][ROWS * PITCH];
+// added. sums: shared memory, F32 (WARPS, ROWS, FEATURES + 1). CODED: b was on the left.
+template <bool CODED>
+__device__ __forceinline__ void finish(float* sums, const Sums& sum, D* out, const D* bias,
+                                       const D* addend, int M, int N, int first, int end,
+                                       float alpha) {
+    constexpr int OF_A = CODED ? CODED_ROWS : ROWS, OF_B = CODED ? CODED_FEATURES : FEATURES;
+    constexpr int PITCH = OF_B + 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            sums[warp][(g + i / 2 * 8) * PITCH + tile * 8 + 2 * t + i % 2] = sum[tile][i];
+            const int row = g + i / 2 * 8, column = tile * 8 + 2 * t + i % 2;
+            const int m = CODED ? column : row, n = CODED ? row : column;
+            sums[(warp * OF_A + m) * PITCH + n] = sum[tile][i];
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < ROWS * FEATURES; i += 32 * WARPS) {
-        const int m = i / FEATURES, n = i % FEATURES;
+    for (int i = threadIdx.x; i < OF_A * OF_B; i += 32 * WARPS) {
+        const int m = i / OF_B, n = i % OF_B;
         if (m >= M || first + n >= end) { continue; }
         float total = 0.0f;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) { total += sums[w][m * PITCH + n]; }
+        for (int w = 0; w < WARPS; ++w) { total += sums[(w * OF_A + m) * PITCH + n]; }
         total *= alpha;
         const i64 at = (i64)m * N + first + n;
         if (bias) { total += to_f32(bias[first + n]); }
@@ -92,6 +98,7 @@ struct Right {
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
     skinny(D* out, const bf16* a, const bf16* __restrict__ b, const D* __restrict__ bias,
            const D* addend, int M, int N, int K, float alpha) {
+    __shared__ float sums[WARPS * ROWS * (FEATURES + 1)];
     start_next_kernel();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const auto load = [&](int first, int k) {
@@ -133,23 +140,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
                 }
             }
         }
-        finish(sum, out, bias, addend, M, N, first, N, alpha);
+        finish<false>(sums, sum, out, bias, addend, M, N, first, N, alpha);
         __syncthreads();  // before the sums of the next rows
     }
 }
 
-// Pairs of BF16 of eight codes, of which a byte has two.
+// Pairs of BF16 of eight codes, of which a byte has two. table: F32 of each code, see lookup_shared.
 template <bool HIGH_FIRST>
-__device__ __forceinline__ uint4 decode(u32 word, const float* table, float scale) {
-    const char* levels = reinterpret_cast<const char*>(table);
+__device__ __forceinline__ uint4 decode(u32 word, SharedAddress table, float scale) {
     const u32 low = word << 2 & 0x3C3C3C3Cu, high = word >> 2 & 0x3C3C3C3Cu;  // offsets in bytes
     u32 pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const u32 first = __byte_perm(HIGH_FIRST ? high : low, 0, 0x4440 + i);
-        const u32 second = __byte_perm(HIGH_FIRST ? low : high, 0, 0x4440 + i);
-        const float one = *reinterpret_cast<const float*>(levels + first);
-        const float two = *reinterpret_cast<const float*>(levels + second);
+        const float one = lookup_shared(table, HIGH_FIRST ? high : low, i);
+        const float two = lookup_shared(table, HIGH_FIRST ? low : high, i);
         pairs[i] = to_pair(one * scale, two * scale);
     }
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
@@ -169,7 +173,7 @@ struct TwoRows {
     __device__ __forceinline__ explicit TwoRows(int rows) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int n = blockIdx.x * FEATURES + 8 * r + (int)threadIdx.x % 32 / 4;
+            const int n = blockIdx.x * CODED_FEATURES + 8 * r + (int)threadIdx.x % 32 / 4;
             there[r] = n < rows;
             row[r] = there[r] ? (i64)blockIdx.y * rows + n : 0;
         }
@@ -183,69 +187,93 @@ __device__ __forceinline__ void multiply_codes(D* out, const bf16* a, const u8* 
                                                const u8* scale_codes, const D* bias,
                                                const D* addend, const Span& span,
                                                const TwoRows& b, int N, int K, int first, int rows,
-                                               float alpha, const float* table, Scale scale_of) {
+                                               float alpha, SharedAddress table, Scale scale_of) {
+    // Each lane's own 32 codes of both rows; then the sums of all warps.
+    constexpr int SUMS = WARPS * CODED_ROWS * (CODED_FEATURES + 1) * 4;
+    constexpr int STAGE = 2 * 32 * WARPS;  // vectors
+    constexpr int SHARED = STAGES * STAGE * 16 > SUMS ? STAGES * STAGE * 16 : SUMS;
+    __shared__ __align__(16) char shared[SHARED];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    __shared__ uint4 stages[STAGES][2][32 * WARPS];  // each lane's own 32 codes of both rows
+    uint4* const own_stages = reinterpret_cast<uint4*>(shared) + threadIdx.x;
+    const int own = warp * CODED_CHUNK + 32 * t;
+    const u8 *of_row[2], *of_scales[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        of_row[r] = codes + b.row[r] * K / 2, of_scales[r] = scale_codes + b.row[r] * K / PER_SCALE;
+    }
     const auto fetch = [&](int stage, int k) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const bool valid = b.there[r] && k < K;
-            const u8* from = codes + (valid ? (b.row[r] * K + k) / 2 : 0);
-            cp_async_16(shared_address(&stages[stage][r][threadIdx.x]), from, valid);
+            const SharedAddress to = shared_address(own_stages + stage * STAGE + r * 32 * WARPS);
+            cp_async_16(to, of_row[r] + (valid ? k / 2 : 0), valid);
         }
         cp_async_commit();
     };
-    const auto scale_code = [&](int r, int k) -> u8 {
-        return b.there[r] && k < K ? scale_codes[(b.row[r] * K + k) / PER_SCALE] : 0;
-    };
-    const int own = warp * CODED_CHUNK + 32 * t;
-    for (int top = span.begin; top < span.end; top += ROWS) {
+    for (int top = span.begin; top < span.end; top += CODED_ROWS) {
         Sums sum = {};
         u8 next[2];
 #pragma unroll
         for (int i = 0; i < STAGES - 1; ++i) { fetch(i, own + i * CODED_STRIDE); }
 #pragma unroll
-        for (int r = 0; r < 2; ++r) { next[r] = scale_code(r, own); }
+        for (int r = 0; r < 2; ++r) { next[r] = own < K ? of_scales[r][own / PER_SCALE] : 0; }
         if (top == span.begin) { wait_for_earlier_kernels(); }
+        const bf16* left = a + (i64)(top + g) * K;
         int stage = 0;
         for (int k = own; k - 32 * t < K; k += CODED_STRIDE) {
             cp_async_wait<STAGES - 2>();
+            const bool inside = k < K;
             uint4 words[2];
             float scale[2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                words[r] = stages[stage][r][threadIdx.x];
-                scale[r] = b.there[r] && k < K ? scale_of(r, k, next[r]) : 0.0f;
-                next[r] = scale_code(r, k + CODED_STRIDE);
+                words[r] = own_stages[stage * STAGE + r * 32 * WARPS];
+                scale[r] = inside ? scale_of(r, k, next[r]) : 0.0f;
+                const int behind = k + CODED_STRIDE;
+                next[r] = behind < K ? of_scales[r][behind / PER_SCALE] : 0;
             }
-            fetch((stage + STAGES - 1) % STAGES, k + (STAGES - 1) * CODED_STRIDE);
-            stage = (stage + 1) % STAGES;
+            fetch(stage == 0 ? STAGES - 1 : stage - 1, k + (STAGES - 1) * CODED_STRIDE);
+            stage = stage == STAGES - 1 ? 0 : stage + 1;
 #pragma unroll 1  // else too many registers hold what is decoded early
-            for (int w = 0; w < 4; ++w) {
-                const Left left(a, top + g, span.end, k + 8 * w, K);
+            for (int half = 0; half < 2; ++half) {
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    left.multiply(sum[r], decode<HIGH_FIRST>(words[r].x, table, scale[r]));
-                    words[r] = make_uint4(words[r].y, words[r].z, words[r].w, 0);
+                for (int w = 0; w < 2; ++w) {
+                    const uint4 x = decode<HIGH_FIRST>(w ? words[0].y : words[0].x, table, scale[0]);
+                    const uint4 y = decode<HIGH_FIRST>(w ? words[1].y : words[1].x, table, scale[1]);
+                    const u32 one[4] = {x.x, y.x, x.y, y.y}, two[4] = {x.z, y.z, x.w, y.w};
+#pragma unroll
+                    for (int tile = 0; tile < TILES; ++tile) {
+                        uint4 right = zeros();
+                        if (inside && top + tile * 8 + g < span.end) {
+                            const bf16* from = left + (i64)tile * 8 * K + k + 16 * half + 8 * w;
+                            right = *reinterpret_cast<const uint4*>(from);
+                        }
+                        mma_m16n8k16_bf16(sum[tile], one, right.x, right.y);
+                        mma_m16n8k16_bf16(sum[tile], two, right.z, right.w);
+                    }
                 }
+#pragma unroll
+                for (int r = 0; r < 2; ++r) { words[r].x = words[r].z, words[r].y = words[r].w; }
             }
         }
         cp_async_wait<0>();
+        __syncthreads();  // all warps have read their stages
         const i64 at = (i64)top * N;
-        finish(sum, out + at, bias ? bias + (i64)blockIdx.y * N : nullptr,
-               addend ? addend + at : nullptr, span.end - top, N, first + blockIdx.x * FEATURES,
-               first + rows, alpha);
-        __syncthreads();  // before the sums of the next rows
+        finish<true>(reinterpret_cast<float*>(shared), sum, out + at,
+                     bias ? bias + (i64)blockIdx.y * N : nullptr, addend ? addend + at : nullptr,
+                     span.end - top, N, first + blockIdx.x * CODED_FEATURES, first + rows, alpha);
+        __syncthreads();  // before the stages of the next rows
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CODED_RESIDENT)
     skinny_nf4(D* out, const bf16* a, const u8* __restrict__ codes,
                const u8* __restrict__ scale_codes, const float* __restrict__ groups,
                const float* __restrict__ mean, const float* __restrict__ levels,
                const D* __restrict__ bias, const D* addend, const int* starts, int M, int N, int K,
                int E, int first, int rows, int modules, float alpha) {
-    __shared__ float table[16], scale_levels[GROUP];
+    __shared__ __align__(256) float table[16];
+    __shared__ float scale_levels[GROUP];
     start_next_kernel();
     if (starts) { wait_for_earlier_kernels(); }
     const Span span(starts, M);
@@ -270,14 +298,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         return scale_levels[code] * groups[at] + means[r];
     };
     multiply_codes<true, BLOCK>(out, a, codes, scale_codes, bias, addend, span, b, N, K, first, rows,
-                                alpha, table, scale_of);
+                                alpha, shared_address(table), scale_of);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CODED_RESIDENT)
     skinny_mxfp4(D* out, const bf16* a, const u8* __restrict__ codes,
                  const u8* __restrict__ exponents, const D* __restrict__ bias, const D* addend,
                  const int* starts, int M, int N, int K, int E, float alpha) {
-    __shared__ float table[16];
+    __shared__ __align__(256) float table[16];
     start_next_kernel();
     if (starts) { wait_for_earlier_kernels(); }
     const Span span(starts, M);
@@ -286,5 +314,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     __syncthreads();
     const auto scale_of = [](int r, int k, u8 code) { return power_of(code); };
     multiply_codes<false, 32>(out, a, codes, exponents, bias, addend, span, TwoRows(N), N, K, 0, N,
-                              alpha, table, scale_of);
+                              alpha, shared_address(table), scale_of);
 }

@@ -89,6 +89,13 @@ def skinny(
     )
 
 
+def _tiles(M: int, E: int) -> int:
+    """Tiles of rows that a block multiplies at a time, of codes that it decodes once for them: of
+    about as many rows as each of E matrices has."""
+    rows = min(ceil_div(M, E) * (1 if E == 1 else 2), MOST_CODED_ROWS)
+    return 1 << (ceil_div(rows, TILE) - 1).bit_length()
+
+
 def skinny_nf4(
     dev: Device,
     out: Tensor,
@@ -120,6 +127,7 @@ def skinny_nf4(
             (ceil_div(rows, CODED_FEATURES), E),
             WARP * WARPS,
             (out, a, *coded, *added, M, N, K, E, run.first, rows, run.mean.size, alpha),
+            consts={"TILES": _tiles(M, E)},
             cost=Cost(flops=2 * M * rows * K),
         )
 
@@ -147,6 +155,7 @@ def skinny_mxfp4(
         (ceil_div(N, CODED_FEATURES), E),
         WARP * WARPS,
         (out, a, b.codes, b.exponents, *added, M, N, K, E, alpha),
+        consts={"TILES": _tiles(M, E)},
         cost=Cost(flops=2 * M * N * K),
     )
 
