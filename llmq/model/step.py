@@ -73,11 +73,12 @@ class Step:
     def _begin_period(self, placement: Placement) -> None:
         """Make gradients and moments of the slabs that the placement trains."""
         dev, options = self.dev, self.options
-        all_to_all = options.parallel.all_to_all_reduce
-        how = (dev, self.table, placement)
-        self.grads = Gradients(*how, self.inbox.scalars, all_to_all=all_to_all)
+        self.grads = Gradients(
+            dev, self.table, placement, self.inbox.scalars,
+            all_to_all=options.parallel.all_to_all_reduce,
+        )  # fmt: skip
         zero_copy = options.memory.use_zero_copy
-        self.optimizer = Optimizer(*how, options.optim, zero_copy=zero_copy)
+        self.optimizer = Optimizer(dev, self.table, placement, options.optim, zero_copy=zero_copy)
 
     # -- a step ----------------------------------------------------------------------------------
 
