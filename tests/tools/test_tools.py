@@ -187,6 +187,20 @@ def test_decode_speed(tool, capsys):
     assert [row.split(" | ")[0] for row in rows] == ["| 1", "| 3"]
 
 
+def test_rl_sums(tool, capsys, monkeypatch):
+    sums = tool("rl_sums")
+    learned, held = sums.sums(2)
+    assert len(learned) + len(held) == 7290 + sums.HELD_OUT and not {*learned} & {*held}
+    assert sums.score(["42", "x"], {"answer": "42"}) == [1, 0]
+    monkeypatch.setattr(sums, "LEAST", 0.0)
+    monkeypatch.setattr(sums, "STEPS", 2)
+    how = {"goal": 2.0, "lr": 1e-3, "prompts": 8, "samples": 4, "updates": 2}
+    sums.main(digits=1, minutes=1e-5, layers=1, width=32, device="cpu", **how)
+    *_, tuned, rewards, _, last = capsys.readouterr().out.splitlines()
+    assert tuned.startswith("| tuned | 2 |") and rewards.startswith("| rewards | 2 |")
+    assert last.startswith("from ") and last.endswith(" minutes")
+
+
 def test_route_turns_times_steps_with_a_route_and_without(tool):
     """The route is left out in its own turns alone, and one that there is not is refused."""
     flags = "--model tiny --device cpu --model-dtype fp32 --batch-size 1 --seq-len 16 "

@@ -1,0 +1,170 @@
+"""A small model that learns to add by rewards: fine-tuned until it adds some sums, then GRPO.
+
+    python tools/rl_sums.py [--digits 2] [--minutes 4] [--layers 2] [--width 128] [--device auto]
+
+Prompts are all sums of two numbers of so many digits as bytes, `17+25=`, of which a tenth is held
+out if there are many. The model begins with random numbers, and learns answers by cross-entropy
+until its samples answer a third of the held-out sums. From there on it learns from rewards alone, 1
+for the right answer and 0 for others, until samples answer --goal of them, or the minutes are over.
+A row of the table is an evaluation: right answers among samples at temperature 1, and among the
+likeliest ones.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from llmq import Trainer, __version__
+from llmq.base.batch import Batch
+from llmq.run.rollouts import Rollouts, Sample, packed
+from llmq.text.tokenizer import ByteTokenizer
+
+END = ByteTokenizer().eos_id
+LEAST, MOST = 1 / 3, 0.4  # right samples with which fine-tuning ends, and that it must not exceed
+LENGTH = 32  # tokens of a sequence
+HELD_OUT = 200  # sums of an evaluation, at most
+ROWS = 64  # sequences of a micro-batch, with two sums each
+STEPS = 10  # between two evaluations
+
+
+class Sum(NamedTuple):
+    """A sum and its answer, as texts."""
+
+    prompt: str
+    answer: str
+
+
+Sums = tuple[list[Sum], list[Sum]]
+"""Those that are learned, and those of an evaluation."""
+
+
+def sums(digits: int) -> Sums:
+    """All sums, in a fixed random order: those that are learned, and those of an evaluation, which
+    are held out if there are many."""
+    numbers = range(10 ** (digits - 1), 10**digits)
+    every = [Sum(f"{a}+{b}=", f"{a + b}") for a in numbers for b in numbers]
+    order = np.random.default_rng(0).permutation(len(every))
+    if len(every) <= HELD_OUT:
+        return every, every
+    held = len(every) // 10
+    return [every[i] for i in order[held:]], [every[i] for i in order[: min(held, HELD_OUT)]]
+
+
+def score(texts: list[str], record: dict[str, Any]) -> list[float]:
+    """The reward: 1 for the right answer."""
+    return [float(text == record["answer"]) for text in texts]
+
+
+class Right(NamedTuple):
+    """Which part of a set of sums is answered, by samples at temperature 1, and by the likeliest
+    tokens."""
+
+    sampled: float
+    likeliest: float
+
+
+def evaluate(trainer: Trainer, held: list[Sum]) -> Right:
+    """Answer each sum twice."""
+    found, prompts = [], [each.prompt for each in held]
+    for temperature in (1.0, 0.0):
+        made = trainer.generate(prompts, temperature=temperature, max_new_tokens=8)
+        texts = (bytes(i for i in one.shown if i < END).decode(errors="replace") for (one,) in made)
+        pairs = zip(texts, held, strict=True)
+        found.append(float(np.mean([text == each.answer for text, each in pairs])))
+    return Right(*found)
+
+
+def tuning_batch(learned: list[Sum], step: int) -> Batch:
+    """Answers of random sums as targets."""
+    chosen = np.random.default_rng([1, step]).integers(0, len(learned), 2 * ROWS)
+    texts = [learned[i] for i in chosen]
+    answers = [[*each.answer.encode(), END] for each in texts]
+    samples = [Sample(i, ids, [0.0] * len(ids), 0.0) for i, ids in enumerate(answers)]
+    (batch,) = packed(samples, [[*each.prompt.encode()] for each in texts], (ROWS, LENGTH), 1)
+    return batch._replace(named={})
+
+
+def fine_tune(how: dict[str, Any], every: Sums, folder: Path, seconds: float) -> Right:
+    """Fine-tune from random numbers until LEAST of the samples are right, and export the last model
+    with at most MOST; what that answers."""
+    learned, held = every
+    how = how | {"model": "tiny-qwen3", "from_scratch": True, "vocab_size": END + 1}
+    with Trainer(**how, grad_accumulation=1, learning_rate=1e-3) as trainer:
+        begin, found, kept = time.monotonic(), Right(-1, -1), Right(0, 0)
+        while found.sampled < LEAST:
+            for _ in range(STEPS):
+                trainer.step([tuning_batch(learned, trainer.steps_done)])
+            found = evaluate(trainer, held)
+            if found.sampled <= MOST:
+                trainer.export(folder)
+                kept = found
+            if found.sampled < LEAST and time.monotonic() - begin > seconds:
+                raise SystemExit(f"fine-tuning answers {found} in {seconds:.0f} s: too little")
+        row("tuned", trainer.steps_done, time.monotonic() - begin, kept)
+    return kept
+
+
+def row(what: str, step: int, seconds: float, right: Right) -> None:
+    """Print a row of the table."""
+    parts = f"{right.sampled:.1%} | {right.likeliest:.1%}"
+    print(f"| {what} | {step} | {seconds / 60:.2f} | {parts} |", flush=True)
+
+
+def main(
+    digits: Annotated[int, typer.Option(help="Of each number.", min=1, max=4)] = 2,
+    minutes: Annotated[float, typer.Option(help="Of rewards, at most.")] = 4.0,
+    goal: Annotated[float, typer.Option(help="Right samples with which the run ends.")] = 0.95,
+    layers: int = 2,
+    width: int = 128,
+    device: str = "auto",
+    lr: Annotated[float, typer.Option(help="Learning rate of rewards.")] = 3e-4,
+    prompts: Annotated[int, typer.Option(help="Of a step.")] = 64,
+    samples: Annotated[int, typer.Option(help="Of a prompt.")] = 8,
+    updates: Annotated[int, typer.Option(help="Optimizer steps on these samples.")] = 1,
+) -> None:
+    """Print a table."""
+    heads, every = width // 32, sums(digits)
+    common = {"device": device, "gpus": 1, "seq_len": LENGTH, "batch_size": ROWS, "steps": 10**6}
+    common |= {"eval_file": "none", "document_mask": True, "weight_decay": 0.0, "ckpt_interval": 0}
+    sizes = {"num_layers": layers, "hidden_size": width, "intermediate_size": 4 * width}
+    sizes |= {"num_heads": heads, "num_kv_heads": heads, "head_dim": 32}
+    print(f"llmq {__version__}: sums of {digits} digits, {layers} layers of {width}\n")
+    print("| | step | minutes | samples | likeliest |\n| --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        first = right = fine_tune(common | sizes, every, model, 60 * minutes)
+        own = {
+            "grad_accumulation": -(-samples * prompts // ROWS),
+            "loss": "grpo",
+            "learning_rate": lr,
+        }
+        own |= {
+            "prompts_per_step": prompts,
+            "num_samples": samples,
+            "warmup": 10,
+            "beta_2": 0.99,
+            "max_new_tokens": digits + 2,
+        }
+        own |= {"updates": updates}
+        with Trainer(**common, **own, model=model) as trainer:
+            Rollouts(trainer, [each._asdict() for each in every[0]], score)
+            begin, took = time.monotonic(), 0.0
+            while right.sampled < goal and took < 60 * minutes:
+                for _ in range(STEPS):
+                    trainer.step()
+                right = evaluate(trainer, every[1])
+                took = time.monotonic() - begin
+                row("rewards", trainer.steps_done, took, right)
+    print(f"\nfrom {first.sampled:.1%} to {right.sampled:.1%} in {took / 60:.1f} minutes")
+
+
+if __name__ == "__main__":
+    typer.run(main)
