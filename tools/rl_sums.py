@@ -64,8 +64,7 @@ def score(texts: list[str], record: dict[str, Any]) -> list[float]:
 
 
 class Right(NamedTuple):
-    """Which part of a set of sums is answered, by samples at temperature 1, and by the likeliest
-    tokens."""
+    """The part of a set of sums that samples at temperature 1 answer, and the likeliest tokens."""
 
     sampled: float
     likeliest: float
@@ -125,7 +124,7 @@ def main(
     layers: int = 2,
     width: int = 128,
     device: str = "auto",
-    lr: Annotated[float, typer.Option(help="Learning rate of rewards.")] = 3e-4,
+    lr: Annotated[float, typer.Option(help="Learning rate of rewards.")] = 1e-3,
     prompts: Annotated[int, typer.Option(help="Of a step.")] = 64,
     samples: Annotated[int, typer.Option(help="Of a prompt.")] = 8,
     updates: Annotated[int, typer.Option(help="Optimizer steps on these samples.")] = 1,
@@ -141,19 +140,9 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         first = right = fine_tune(common | sizes, every, model, 60 * minutes)
-        own = {
-            "grad_accumulation": -(-samples * prompts // ROWS),
-            "loss": "grpo",
-            "learning_rate": lr,
-        }
-        own |= {
-            "prompts_per_step": prompts,
-            "num_samples": samples,
-            "warmup": 10,
-            "beta_2": 0.99,
-            "max_new_tokens": digits + 2,
-        }
-        own |= {"updates": updates}
+        own = {"loss": "grpo", "learning_rate": lr, "warmup": 10, "beta_2": 0.99}
+        own |= {"prompts_per_step": prompts, "num_samples": samples, "updates": updates}
+        own |= {"max_new_tokens": digits + 2, "grad_accumulation": -(-samples * prompts // ROWS)}
         with Trainer(**common, **own, model=model) as trainer:
             Rollouts(trainer, [each._asdict() for each in every[0]], score)
             begin, took = time.monotonic(), 0.0
