@@ -266,6 +266,7 @@ def _of_full_layers(
         kv_heads = get(hf, "num_global_key_value_heads", int, None)
         head_dim = size({"global_head_dim": 512} | dict(hf), "global_head_dim")
         return {"head_dim": head_dim, "num_key_value_heads": kv_heads if shared else None}
+    each = {layer.lstrip("0") or "0": fields for layer, fields in each.items()}  # of two digits
     first = each.get(str(len(windowed) - 1), {})
     full = {str(layer): first for layer, has in enumerate(windowed) if not has}
     if {layer: fields for layer, fields in each.items() if fields} != (full if first else {}):

@@ -307,8 +307,11 @@ class ModelConfig:
         """With a layer like each of these, which may be the same."""
         layers, windows, experts = tuple(layers), self.windowed_layers, self.experts
         mixers, rope, shared = self.mixers, self.rope_layers, self.shared_keys
-        if shared is not None:
-            shared = tuple(shared[layer] for layer in layers)
+        if shared is not None:  # of those that have layers with keys before them
+            before = [{self.windowed(i) for i in layers[:n]} for n in range(len(layers))]
+            both = zip(layers, before, strict=True)
+            shared = tuple(shared[i] and self.windowed(i) in kinds for i, kinds in both)
+            shared = shared if any(shared) else None
         if rope is not None:
             rope = tuple(rope[layer] for layer in layers)
         if windows is not None:

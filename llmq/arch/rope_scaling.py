@@ -115,7 +115,7 @@ class RopeScaling:
     def write(self) -> dict[str, Any]:
         """Fields of rope_parameters without the base and without defaults."""
         found: dict[str, Any] = {"rope_type": self.kind}
-        if self.factor is not None:
+        if self.factor is not None and (self.kind != "proportional" or self.factor != 1):
             found["factor"] = self.factor
         fresh = RopeScaling(kind=self.kind, factor=None)
         for name in KINDS[self.kind]:

@@ -79,6 +79,15 @@ _GEMMA3_LARGE = {
     "gemma-3-12b": (3840, 15360, 16, 8, 48, 1e-6, True),
     "gemma-3-27b": (5376, 21504, 32, 16, 62, 1e-6, True),
 }
+_GEMMA4 = {
+    "gemma-4-E2B": (1536, 6144, 8, 1, 35, 1e-6, True),
+    "gemma-4-E4B": (2560, 10240, 8, 2, 42, 1e-6, True),
+}
+_GEMMA4_UNIFIED = {"gemma-4-12B": (3840, 15360, 16, 8, 48, 1e-6, True)}
+_GEMMA4_LARGE = {
+    "gemma-4-31B": (5376, 21504, 32, 16, 60, 1e-6, True),
+    "gemma-4-26B-A4B": (2816, 2112, 16, 8, 30, 1e-6, True),
+}
 _QWEN3_MOE = {
     "Qwen3-30B-A3B": (2048, 6144, 32, 4, 48, 1e-6, False),
     "Qwen3-235B-A22B": (4096, 12288, 64, 4, 94, 1e-6, False),
@@ -147,6 +156,9 @@ _FAMILIES = (
     ("Gemma3ForCausalLM", _GEMMA3, 262144, 2, 1, 0, 32768, 1e6, 256),
     ("Gemma3ForCausalLM", _GEMMA3_LARGE, 262208, 2, 1, 0, 131072, 1e6, 256),
     (_HYBRID, _GRANITE_HYBRID, 100352, 100257, 100257, 100256, 131072, 1e4, None),
+    ("Gemma4ForCausalLM", _GEMMA4, 262144, 2, 1, 0, 131072, 1e6, 256),
+    ("Gemma4UnifiedForCausalLM", _GEMMA4_UNIFIED, 262144, 2, 1, 0, 262144, 1e6, 256),
+    ("Gemma4ForCausalLM", _GEMMA4_LARGE, 262144, 2, 1, 0, 262144, 1e6, 256),
     ("Qwen2ForCausalLM", {"tiny": _TINY_ROPE}, *_BYTES),
     ("Qwen3ForCausalLM", {"tiny-qwen3": _TINY_ROPE}, *_BYTES),
     ("LlamaForCausalLM", {"tiny-llama": _TINY_ROPE}, *_BYTES),
@@ -155,6 +167,7 @@ _FAMILIES = (
     ("Phi3ForCausalLM", {"tiny-phi3": _TINY_ROPE}, *_BYTES),
     ("Olmo2ForCausalLM", {"tiny-olmo2": _TINY_ROPE}, *_BYTES),
     ("Gemma3ForCausalLM", {"tiny-gemma3": _TINY_ROPE}, *_BYTES),
+    ("Gemma4ForCausalLM", {"tiny-gemma4": _TINY_ROPE, "tiny-gemma4-moe": _TINY_ROPE}, *_BYTES),
     ("Qwen3MoeForCausalLM", {"tiny-qwen3-moe": _TINY_ROPE}, *_BYTES),
     ("Qwen2MoeForCausalLM", {"tiny-qwen2-moe": _TINY_ROPE}, *_BYTES),
     ("OlmoeForCausalLM", {"tiny-olmoe": _TINY_EXPERTS}, *_BYTES),
@@ -172,6 +185,33 @@ def _windows(num_layers: int, window: int) -> dict[str, Any]:
     """Fields of Gemma-3: five of six layers have the window, and RoPE with another base."""
     windowed = all_but_every(6, num_layers)
     return {"sliding_window": window, "windowed_layers": windowed, "local_rope_theta": 1e4}
+
+
+def _gemma4(
+    num_layers: int,
+    window: int,
+    every: int = 6,
+    *,
+    shared: int = 0,
+    full_kv_heads: int | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Fields of Gemma 4: each every-th layer has no window, and heads of 512. shared: layers with
+    keys of others. full_kv_heads: of layers without a window, whose keys are values; None: they
+    are as many as in others, and have values of their own."""
+    own = num_layers - shared
+    return {
+        "sliding_window": window,
+        "windowed_layers": all_but_every(every, num_layers),
+        "local_rope_theta": 1e4,
+        "rope_scaling": RopeScaling(kind="proportional", factor=1.0, partial_rotary_factor=0.25),
+        "full_head_dim": 512,
+        "full_kv_heads": full_kv_heads,
+        "keys_as_values": full_kv_heads is not None,
+        "attention_scale": 1.0,
+        "logit_softcap": 30.0,
+        "shared_keys": tuple(i >= own for i in range(num_layers)) if shared else None,
+    } | more
 
 
 def _experts(count: int, active: int, size: int | None = None, **more: Any) -> dict[str, Any]:
@@ -256,6 +296,15 @@ _MORE = {
     | _STRETCHED
     | {"head_dim": 128, "attention_scale": 168**-0.5},
     "tiny-gemma3": _windows(6, 256),
+    "gemma-4-E2B": _gemma4(35, 512, 5, shared=20, per_layer_size=256, wide_mlp=True),
+    "gemma-4-E4B": _gemma4(42, 512, shared=18, per_layer_size=256),
+    "gemma-4-12B": _gemma4(48, 1024, full_kv_heads=1),
+    "gemma-4-31B": _gemma4(60, 1024, full_kv_heads=4),
+    "gemma-4-26B-A4B": _gemma4(30, 1024, full_kv_heads=2)
+    | _experts(128, 8, 704, renormalize=True, aux_loss=0.0),
+    "tiny-gemma4": _gemma4(6, 256, 3, shared=3, per_layer_size=32, wide_mlp=True),
+    "tiny-gemma4-moe": _gemma4(6, 256, full_head_dim=128)
+    | _experts(8, 2, 64, renormalize=True, aux_loss=0.0),
     "Qwen3-30B-A3B": _experts(128, 8, 768, renormalize=True),
     "Qwen3-235B-A22B": _experts(128, 8, 1536, renormalize=True),
     "Qwen1.5-MoE-A2.7B": _experts(60, 4, 1408, shared_size=5632),
@@ -318,7 +367,7 @@ PRESETS: dict[str, ModelConfig] = dict(_presets())
 
 _BY_LOWER_NAME = {name.lower(): name for name in PRESETS} | _ALIASES
 
-_OWNERS = {"Qwen": "Qwen/", "gemma-3": "google/", "gpt-oss": "openai/"}
+_OWNERS = {"Qwen": "Qwen/", "gemma-3": "google/", "gemma-4": "google/", "gpt-oss": "openai/"}
 RELEASED = {n: f"{o}{n}" for n in PRESETS for start, o in _OWNERS.items() if n.startswith(start)}
 RELEASED |= {
     "llama-2-7b": "meta-llama/Llama-2-7b-hf",

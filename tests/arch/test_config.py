@@ -194,7 +194,7 @@ def test_weights_of_transformers_have_our_shapes(name):
     assert rows("qkv") == model.matrices(0)[0].shape[0]
     biases = {"qkv": model.qkv_bias, "o": model.o_bias}
     if model.has_experts(0):
-        at, C, F = "model.layers.0.mlp.experts", model.hidden_size, model.expert_size
+        at, C, F = model.arch.experts_at.format(0), model.hidden_size, model.expert_size
         up, down = (2 * F, C), (C, F)
         stored = (up[::-1], down[::-1]) if model.arch.paired else (up, down)
         for name, shape in zip(("gate_up_proj", "down_proj"), stored, strict=True):

@@ -14,7 +14,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
 from llmq.checkpoint.hf import HfWeights
 from llmq.model.generator import Request
-from llmq.options.presets import resolve_model
+from llmq.options.presets import preset, resolve_model
 from llmq.run.sampling import Sampler
 from llmq.runtime.machine import choose_machine
 from llmq.state.params import weight_table
@@ -198,6 +198,29 @@ def test_its_export_is_the_model_for_transformers(model, tmp_path):
     assert ModelConfig.from_hf(hf) == ModelConfig.from_hf(
         json.loads((path / "config.json").read_text())
     )
+
+
+def test_presets_of_gemma_4_are_the_released_sizes():
+    """Read configs of transformers with the sizes of the released files, and write these again."""
+    shared = {"head_dim": 256, "final_logit_softcapping": 30.0, "bos_token_id": 2}
+    kinds = ["sliding_attention"] * 4 + ["full_attention"]
+    e2b = transformers.Gemma4TextConfig(
+        **shared, hidden_size=1536, intermediate_size=6144, num_hidden_layers=35,
+        num_key_value_heads=1, num_kv_shared_layers=20, use_double_wide_mlp=True,
+        layer_types=kinds * 7,
+    )  # fmt: skip
+    a4b = transformers.Gemma4TextConfig(
+        **shared, hidden_size=2816, intermediate_size=2112, num_attention_heads=16, num_experts=128,
+        num_key_value_heads=8, num_global_key_value_heads=2, attention_k_eq_v=True,
+        hidden_size_per_layer_input=0, enable_moe_block=True, top_k_experts=8, sliding_window=1024,
+        moe_intermediate_size=704, max_position_embeddings=262144,
+    )  # fmt: skip
+    for name, config in (("gemma-4-E2B", e2b), ("gemma-4-26B-A4B", a4b)):
+        fields = config.to_dict() | {"architectures": ["Gemma4ForCausalLM"]}
+        assert ModelConfig.from_hf(fields) == preset(name)
+        again = transformers.Gemma4TextConfig(**preset(name).to_hf())
+        assert again.per_layer_config[-1].head_dim == 512
+        assert again.kv_sharing_modes == config.kv_sharing_modes
 
 
 @pytest.mark.parametrize(("options", "on_host"), [({}, False), ({"lora_rank": 4}, True)])

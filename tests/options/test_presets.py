@@ -14,7 +14,8 @@ QWEN25, QWEN3 = preset("qwen2.5-0.5b").to_hf(), preset("qwen3-0.6b").to_hf()
 GPT2 = {**preset("gpt2").to_hf(), "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}
 
 
-# Parameters of the released models of these names, of Gemma-3 4b to 27b of their text part.
+# Parameters of the released models of these names, of Gemma-3 4b to 27b and Gemma 4 of their
+# text part.
 PARAMETERS = {
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-1.5B": 1_543_714_304,
@@ -53,6 +54,11 @@ PARAMETERS = {
     "gemma-3-4b": 3_880_263_168,
     "gemma-3-12b": 11_766_034_176,
     "gemma-3-27b": 27_009_346_304,
+    "gemma-4-E2B": 4_628_569_379,
+    "gemma-4-E4B": 7_463_013_418,
+    "gemma-4-12B": 11_907_350_320,
+    "gemma-4-31B": 30_697_345_340,
+    "gemma-4-26B-A4B": 25_233_141_790,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
@@ -81,13 +87,13 @@ def test_released_models_have_their_own_size():
 
 def test_tiny_presets_are_tiny():
     sizes = {name: parameter_count(m) for name, m in PRESETS.items() if name.startswith("tiny")}
-    assert len(sizes) == 18
+    assert len(sizes) == 20
     assert all(1e6 < size < 3e6 for size in sizes.values())
 
 
 def test_presets():
     families = {config.architecture for config in PRESETS.values()}
-    assert len(families) == 23 and families <= set(ARCHITECTURES)
+    assert len(families) == 25 and families <= set(ARCHITECTURES)
     assert preset("QWEN2.5-7b").tied_embeddings is False
     assert preset("Llama-3.1-8B") is preset("llama-3-8b")
     assert preset("llama-3-8b").max_positions == 4096

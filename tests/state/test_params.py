@@ -95,7 +95,8 @@ def test_decay_is_for_matrices_only(name):
 def test_slabs_are_aligned_and_hold_their_parameters_in_order(name):
     config = PRESETS[name].with_layers([*PRESETS[name].layer_kinds] * 2)
     table = weight_table(config)
-    names = ["embed", *(f"layers.{i}" for i in range(config.num_layers)), "vectors"]
+    beside = config.arch.beside(config)
+    names = ["embed", *beside, *(f"layers.{i}" for i in range(config.num_layers)), "vectors"]
     names += ["constants"] * (config.experts is not None and config.arch.sigmoid)
     assert [slab.name for slab in table] == names + ["head"] * (not config.tied_embeddings)
     for slab in table:
