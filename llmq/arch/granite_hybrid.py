@@ -12,7 +12,7 @@ from llmq.arch.rope_family import FULL, RopeFamily
 from llmq.base.errors import ConfigError
 
 _SPACES, _ATTENTION = ("mamba", "linear_attention"), ("attention", FULL)
-"""Names in layer_types; the first one of each is written."""
+"""Names in layer_types that are read; the first of each tuple is the one written."""
 _NO_LIMIT = (None, [0.0, inf], [0.0, {"__float__": "Infinity"}])  # of transformers 5 the last one
 _AT = "model.layers.{}"
 

@@ -172,7 +172,7 @@ class Matrix(Module):
 
     @property
     def used(self) -> int:
-        """Elements that multiply each token."""
+        """Number of elements that are multiplied for each token."""
         return self.active * prod(self.shape[-2:])
 
 

@@ -259,9 +259,9 @@ def looks_whole(path: Path) -> bool:
 
 
 def _look(path: Path) -> tuple[list[dict[str, Any]], tuple[str, str], str | None]:
-    """Read a checkpoint's manifest and stat its files. Returns the entries of the files, a view and
-    the problem or None. The view has digests of the manifest and of inodes and times; processes
-    that see the same files have equal views."""
+    """Read a checkpoint's manifest and stat its files. Returns the entries of the files, their
+    view, and a problem or None. A view has digests of the manifest and of inodes and times;
+    processes that see the same files have equal views."""
     try:
         if not is_complete(path) and not os.path.lexists(path / MANIFEST):
             raise LlmqError(f"'{path}' is not a complete checkpoint: it has no {MANIFEST}")

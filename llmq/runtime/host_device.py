@@ -109,8 +109,8 @@ class HostDevice(Device):
             fn()
 
     def replay(self, key: tuple, fn: Callable[[], Any]) -> None:
-        """Run fn, and keep its calls of references, which alone are repeated for the key later,
-        unless ranks meet in fn, or somebody watches it."""
+        """Run fn and record its calls of references; later runs of the key repeat only these calls.
+        With several ranks, or if launches are watched, fn always runs."""
         watched = self.poison or {"launch", "copy", "zero"} & vars(self).keys()
         if self._capture_only or watched or self.mesh.size() > 1:
             self.graph(key, fn)

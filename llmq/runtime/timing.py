@@ -65,8 +65,8 @@ class LaunchTime:
 
 @contextmanager
 def time_ranges(dev: Device) -> Iterator[list[tuple[str, float]]]:
-    """Time every `dev.range` within the block; afterwards the list holds (name, milliseconds). Runs
-    without graphs, and waits for the device at the end of the block."""
+    """Time every `dev.range` within the block; afterwards the list holds (name, milliseconds). The
+    block runs without graphs, and at its end waits for the device."""
     marks, spans, times = Marks(dev), [], []
 
     @contextmanager

@@ -7,8 +7,8 @@ al., https://arxiv.org/abs/2403.03507; the package galore-torch).
 
 Singular vectors come from a randomized range finder (Halko et al., https://arxiv.org/abs/0909.4061):
 some more random directions than r are multiplied by the gradient and its transpose in turn, and
-made orthonormal each time. The eigenvectors of the small matrix Y Y', with Y the gradient in these
-directions, then give the singular vectors. All large products are those of the device.
+made orthonormal each time. With Y the gradient in these directions, the singular vectors follow
+from the eigenvectors of the small matrix Y Y'. All large products are those of the device.
 """
 
 from __future__ import annotations
