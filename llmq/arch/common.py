@@ -272,7 +272,7 @@ class Architecture:
         return self.kinds(model.qkv_bias, model.mlp_bias) | others
 
     def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
-        """The two halves of a block, in order; they may differ from layer to layer."""
+        """The halves of a block, in order; they may differ from layer to layer."""
         mixed = model.has_mixer(layer)
         first = model.mixers.half(model, layer) if mixed else attention(model, layer)
         return first, mlp(model, layer)
