@@ -50,7 +50,8 @@ def predicted(path: Path) -> str:
     if config.samples:
         made = plan_generation(config, model, where.spec, where.backend, plan)
         seconds = rollout_time(plan, made, config, where.card)
-        speed = f"a step in {seconds.total:.2g} s at most, {seconds.sample:.2g} s of them to sample"
+        whole, sample = (round(n, -1) for n in (seconds.total, seconds.sample))
+        speed = f"a step in about {whole:.0f} s at most, {sample:.0f} s of them to sample"
         speed += f" {made.texts(config.seq_len)} at a time"
     else:
         speed = f"{plan.tokens / time.total:,.0f} tokens/s{where.card.plus_minus(where.world_size)}"
