@@ -18,7 +18,7 @@ FINISH_CHUNKS = 4  # chunks that a block finishes
 FORWARD = Kernel(
     "pointwise/embedding.cu",
     "embedding_forward",
-    "out T[batch,seq_len,C] out, i32[batch,seq_len] tokens, T[vocab,C] weight, "
+    "out T[batch,seq_len,C] out, i32[batch,seq_len] tokens, sparse T[vocab,C] weight, "
     "T[positions,C]? position_weight, i64 n, i32 seq_len, i32 C, "
     "i32[batch,seq_len]? starts, f32 scale",
     where="seq_len <= positions",
