@@ -13,6 +13,7 @@ from llmq.base.errors import DataError
 from llmq.checkpoint.manifest import MANIFEST
 from llmq.commands.cli import _run
 from llmq.data.identity import tokenizers_of_files
+from llmq.run.trainer import Trainer
 from llmq.text.tokenizer import END_OF_TEXT, ByteTokenizer, HfTokenizer
 from llmq.text.tokenizer_id import check_recorded, identity_of, tokenizer_of_folder
 from tests.runs import CONFIG, options
@@ -196,6 +197,16 @@ def test_what_belongs_together_is_not_refused(trained, capsys):
     assert command(train="bytes", from_scratch=True, out_dir="new") == 0  # only the shape is used
     assert tokenizer_of_folder(Path("new")).name == "bytes"
     assert "not say which tokenizer" not in capsys.readouterr().out
+
+
+def test_a_trainer_refuses_a_foreign_checkpoint(trained):
+    flags = {name.replace("-", "_"): value for name, value in settings("other").items()}
+    with Trainer(**flags) as trainer:
+        before = trainer.weights()
+        with pytest.raises(DataError, match=r"'ckpt/step_00000002' of bpe \("):
+            trainer.load("ckpt")
+        assert (trainer.weights()["model.norm.weight"] == before["model.norm.weight"]).all()
+        assert trainer.steps_done == 0
 
 
 def test_files_of_other_makers(place, capsys):
