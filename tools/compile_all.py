@@ -248,6 +248,8 @@ def all_runs(capability: int) -> list[Run]:
             fields = {"model_dtype": name, "matmul_dtype": name, "base_dtype": base}
             of_one.append(fields | ADAPTERS)
     runs += [Run(first, tuple(fields.items())) for fields in of_one]
+    ahead = ADAPTERS | {"model_dtype": "bf16", "train": ("mtp",)}
+    runs.append(Run("tiny-qwen3.5", tuple(ahead.items())))
     if capability in GENERIC_FP8:
         fields = FP8 | {"fp8_recipe": "delayed", "head_dtype": "e4m3", "fp8_accumulate": "fp16"}
         runs += [Run(name, tuple(fields.items())) for name in (first, *of_activation.values())]

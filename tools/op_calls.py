@@ -46,7 +46,7 @@ from llmq.ops.attention import (
 from llmq.ops.common import ROWS_MULTIPLE, SCALE_BLOCK, LogitRows, padded_columns
 from llmq.ops.delta import delta_gates, delta_rule, gated_norm, short_conv, ssd
 from llmq.ops.experts import expert_rows, grouped, route
-from llmq.ops.loss import cross_entropy, distill, grpo, labels, pairs, sample
+from llmq.ops.loss import cross_entropy, distill, grpo, labels, mtp, pairs, sample
 from llmq.ops.pointwise import clock, elementwise, embedding, gelu, norm, reduce, swiglu
 from llmq.ops.product import adapter, matmul, matmul_fused, skinny
 from llmq.ops.quantize import four_bits, fp8_blocks, fp8_scale, nvfp4, quantize, quantize_int8
@@ -626,6 +626,16 @@ def _labels(dev: Device, *, hits: Tensor, linear: bool, **rows: Any) -> None:
     labels.Labels(hits, linear).launch(dev, LogitRows(**rows), gradient=True)
 
 
+def mtp_calls(B: int, T: int) -> list[Call]:
+    ids = np.zeros((B, T), np.int32)
+    shifted = {name: Spec((B, T), I32) for name in ("tokens", "targets")}
+    shifted |= {"of_tokens": ids, "of_targets": ids, "starts": ids}
+    ahead = np.append(np.zeros(B * T - 1, np.int32), np.int32(-100))
+    flat = {"losses": f32(B * T), "trunk": f32(B * T), "stats": Spec((2,), F64)}
+    flat |= {"targets": ahead, "of_targets": ids.reshape(-1)}
+    return [Call("shift", mtp.shift, shifted), Call("stats", mtp.stats, flat)]
+
+
 def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int, wide: bool) -> list[Call]:
     heads, qkv = bf16(B, T, Hq + Hkv, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
     q, k, norms = (Hq * Hd, Hkv * Hd, 2) if wide else (Hd, Hd, Hq + Hkv)
@@ -1087,6 +1097,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "matmul_swiglu_backward": matmul_swiglu_backward_calls,
     "galore": galore_calls,
     "muon": muon_calls,
+    "mtp": mtp_calls,
     "mxfp4": mxfp4_calls,
     "four_bits": nf4_calls,
     "fp8_blocks": fp8_blocks_calls,

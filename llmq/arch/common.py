@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmq.arch.halves import attention, embedding, head, mlp
 from llmq.arch.matrix import HalfSpec, Module
+from llmq.arch.mtp import MtpNames
 from llmq.base.errors import ConfigError
 
 if TYPE_CHECKING:  # --help does not wait for NumPy
@@ -155,6 +156,8 @@ class Architecture:
     """In a stored matrix of gate and up, the gate's rows come first."""
     targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     """Names that --lora-targets accepts, in the order of its help; a model may lack some."""
+    mtp: MtpNames | None = None
+    """Names of a head for multi-token prediction; None: it cannot be trained."""
     norm_names: Mapping[str, str] = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
     """Hugging Face names of norms by place. ln1, ln2: of the input of a block's first and second
     half. ln1_post, ln2_post: of the output of the half in front of that; of ln1_post this is the

@@ -6,6 +6,7 @@ from typing import Any
 
 from llmq.arch.common import GgufKind, get, reject, size
 from llmq.arch.experts import WithExperts
+from llmq.arch.mtp import BEHIND
 from llmq.arch.rope_family import RopeFamily
 from llmq.base.errors import ConfigError
 
@@ -19,6 +20,7 @@ class Glm4Moe(WithExperts, RopeFamily):
     label = "GLM-4-MoE"
     gguf = GgufKind("glm4moe", heads=True, routers=True)
     partial_rotary = True
+    mtp = BEHIND
     qkv_bias = None
     norm_eps = 1e-5
     sigmoid = True

@@ -9,6 +9,7 @@ from typing import Any
 from llmq.arch.common import GgufKind, get, reject, size
 from llmq.arch.delta import DELTA_MODULES, DELTA_TARGETS, DeltaNet
 from llmq.arch.experts import WithExperts
+from llmq.arch.mtp import QWEN
 from llmq.arch.rope_family import FULL, RopeFamily, all_but_every
 from llmq.base.errors import ConfigError
 
@@ -45,6 +46,7 @@ class Qwen35(RopeFamily):
     norm_offset = True
     gated_attention = True
     qk_norm = True
+    mtp = QWEN
     qkv_bias = None
     o_bias = None
     head_dim = 256

@@ -26,8 +26,9 @@ PROCESSOR_FILES = (
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+MTP_FILE = "mtp.safetensors"  # beside adapters: a head for multi-token prediction
 MODEL_FILES = (CONFIG_FILE, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors", RUN_FILE)
-MODEL_FILES += (ADAPTER_CONFIG, ADAPTER_FILE)
+MODEL_FILES += (ADAPTER_CONFIG, ADAPTER_FILE, MTP_FILE)
 """Patterns of the files that an export replaces. RUN_FILE (llmq.json) names the run of an export;
 transformers and PEFT ignore this file."""
 

@@ -7,8 +7,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from math import prod
 from pathlib import Path
@@ -41,7 +39,7 @@ from llmq.checkpoint.safetensors_file import (
     open_foreign,
     write_safetensors,
 )
-from llmq.checkpoint.source_model import HASH_THREADS, SourceModel
+from llmq.checkpoint.source_model import SourceModel
 from llmq.data.identity import RUN_FILE
 from llmq.state.params import Param, Slab, weight_table
 from llmq.text.tokenizer import Tokenizer
@@ -212,6 +210,30 @@ class HfWeights(Closing):
             self._check_tied_head(self._name(embed.hf[0].name))
             unexpected.remove("lm_head.weight")
         self._check_extra(unexpected, {_module_of(name) for name in {*names, SCORE_HEAD}})
+
+    def claim(self, params: Iterable[Param]) -> None:
+        """Also read these parameters, whose tensors are among `extra`. LlmqError unless the files
+        hold them in the right shapes."""
+        for param in params:
+            for part in (*param.hf, *([param.fused] if param.fused else ())):
+                if part.name in self.extra:
+                    self._where[part.name] = self.extra[part.name]
+            if not self.has(param):
+                raise LlmqError(f"--train: '{self._path}' lacks {param.hf[0].name}")
+            for part in self._parts(param):
+                self._check_part(self._name(part.name), param, part)
+
+    def replace_extra(self, param: Param, values: np.ndarray) -> None:
+        """Let `extra` have other values (of the parameter's shape) of a parameter that it has.
+        LlmqError if it has not."""
+        fused = param.fused if param.fused and param.fused.name in self.extra else None
+        rows = param.by_row(values.astype(np.float32))
+        for part in (fused,) if fused else param.hf:
+            if part.name not in self.extra:
+                raise LlmqError(f"'{self._path}' lacks {part.name}, which was trained")
+            stored = part.stored(rows[part.start : part.stop])
+            before = self.extra[part.name]
+            self.extra[part.name] = CodedMatrix(before, stored.shape, lambda a, b, x=stored: x[a:b])
 
     def _check_extra(self, unexpected: list[str], modules: set[str]) -> None:
         """Move unexpected tensors, which belong to other parts, to `extra`. LlmqError if a tensor
@@ -390,51 +412,6 @@ def _list(names: list[str]) -> str:
     """The first three names, and the number of further ones, as text."""
     more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseId:
-    """The identity of a base model. name: as the user gave it. sha256: digest of names, dtypes,
-    shapes and values of the tensors. nested: True if transformers wraps the language model, because
-    the files have other parts too (vision tower).
-    """
-
-    name: str
-    sha256: str
-    nested: bool = False
-
-    def record(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value is not False}
-
-    @classmethod
-    def of(cls, record: Any) -> BaseId | None:
-        """The identity in a record; None if `record` is not one."""
-        known = isinstance(record, Mapping) and record.keys() - {"nested"} == {"name", "sha256"}
-        return cls(**record) if known else None
-
-
-def base_id(name: str, weights: HfWeights, table: tuple[Slab, ...]) -> BaseId:
-    """The identity of a model directory; reads all weights. table: without adapters."""
-    params = [p for slab in table for p in slab.params if weights.has(p)]
-    with ThreadPoolExecutor(HASH_THREADS) as pool:
-        digests = list(pool.map(weights.digest, params))
-    digest = hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()
-    return BaseId(name=name, sha256=digest, nested=weights.nested)
-
-
-def random_base_id(name: str, seed: int) -> BaseId:
-    digest = hashlib.sha256(f"{name} {seed}".encode()).hexdigest()
-    return BaseId(name=f"{name}, random weights of --seed {seed}", sha256=digest)
-
-
-def check_same_base(what: str, made_on: BaseId | None, base: BaseId | None) -> None:
-    """LlmqError if adapters were trained on another model than `base`. what: the owner of the
-    adapters, for the message. made_on: their base model. None is not compared."""
-    if made_on is not None and base is not None and made_on.sha256 != base.sha256:
-        raise LlmqError(
-            f"{what} has adapters of the model '{made_on.name}', whose weights are not those of "
-            f"'{base.name}': give that model instead"
-        )
 
 
 # ------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable
 from llmq.base.run_id import RunId
-from llmq.checkpoint.hf import BaseId
+from llmq.checkpoint.base_id import BaseId
 from llmq.checkpoint.source_model import SourceModel
 from llmq.data.identity import TokenizerId
 

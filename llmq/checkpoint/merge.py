@@ -10,12 +10,14 @@ import numpy as np
 
 from llmq.arch.matrix import HfPart
 from llmq.arch.model_config import ModelConfig
+from llmq.arch.mtp import MTP
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError, ModelError, warn
 from llmq.base.locks import lock_beside, locked
+from llmq.checkpoint.base_id import base_id, check_same_base
 from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, exported_files
 from llmq.checkpoint.finite import all_finite
-from llmq.checkpoint.hf import HfWeights, base_id, check_same_base, export_model
+from llmq.checkpoint.hf import HfWeights, export_model
 from llmq.checkpoint.peft import AdapterFiles, with_additions
 from llmq.checkpoint.source_model import SourceModel
 from llmq.data.identity import noted_tokenizer
@@ -145,6 +147,9 @@ def open_merged(
             base = base_id(name, weights, weight_table(model))
             check_same_base(f"--adapter: '{directory}'", files.base, base)
         warn(*files.unknown_base(name))
+        for param in (p for s in weight_table(model, 1, adapters) for p in s.params):
+            if param.block == MTP and files.has(param):
+                weights.replace_extra(param, files.read(param))
         kept = base_dtype or files.config.base_dtype
         base_read = as_kept(partial(_base, files, weights), kept, weights.codes)
         read = merged_reader(model, adapters, base_read, files.read)

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
+from llmq.arch.mtp import MTP
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable, json_object
-from llmq.checkpoint.export_files import ADAPTER_CONFIG, ADAPTER_FILE, recorded_sums
+from llmq.checkpoint.base_id import BaseId
+from llmq.checkpoint.export_files import ADAPTER_CONFIG, ADAPTER_FILE, MTP_FILE, recorded_sums
 from llmq.checkpoint.folder import digest_of_file, entries, is_complete
 from llmq.checkpoint.hf import (
     SCORE_HEAD,
-    BaseId,
     HfWeights,
     same_values,
 )
@@ -292,7 +293,8 @@ class AdapterFiles(HfWeights):
         # save_embedding_layers repeats modules_to_save, with the weights before training too.
         twice = {name for name in tensors if _IN_WRAPPER.sub("", name) in tensors.keys() - {name}}
         own = {_own_name(name): x for name, x in tensors.items() if name not in twice}
-        return {of_parameter(name, self.config.content): x for name, x in own.items()}
+        found = {of_parameter(name, self.config.content): x for name, x in own.items()}
+        return found | (self._file(MTP_FILE) if (self.directory / MTP_FILE).is_file() else {})
 
     def _check_names(self, names: Iterable[str]) -> None:
         """LlmqError for names of adapters by which PEFT would silently find no adapters."""
@@ -316,6 +318,9 @@ class AdapterFiles(HfWeights):
         adapters, or adapters of another model.
         """
         modules = {name.rpartition(".lora_")[0] for name in self._where if ".lora_" in name}
+        ahead = model.arch.mtp is not None and any(map(self.has, _params_of(model, MTP)))
+        if not modules and ahead:
+            return Adapters(rank=int(self.config.content["r"]), targets=(), train=(MTP,))
         if not modules:
             raise LlmqError(f"--adapter: '{self.directory}' has no adapters in {ADAPTER_FILE}")
         every: dict[str, tuple[int | None, tuple[str, ...]]] = {
@@ -339,6 +344,7 @@ class AdapterFiles(HfWeights):
             if any(map(self.has, _params_of(model, part)))
             and (part in named or all(self._trains(model, p) for p in _params_of(model, part)))
         ]
+        parts += [MTP] if ahead else []
         biases = BIASES.get(self.config.content.get("bias"))
         parts += [biases] if biases and any(name.endswith(".bias") for name in self._where) else []
         if self.config.new_tokens:
@@ -429,7 +435,7 @@ class AdapterFiles(HfWeights):
         params = [p for s in weight_table(model, 1, adapters) for p in s.params if p.of_adapter]
         others = [p for part in PARTS for p in _params_of(model, part)]
         params += [p for p in others if self.has(p) or self._trains(model, p)]
-        own = (s for s in weight_table(model, 1, adapters) if s.name in ("biases", NEW_ROWS))
+        own = (s for s in weight_table(model, 1, adapters) if s.name in ("biases", NEW_ROWS, MTP))
         params += [p for slab in own for p in slab.params]
         for param, part in [(p, part) for p in params for part in p.hf]:
             if part.name not in self._where:

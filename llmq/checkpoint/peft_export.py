@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
+from llmq.arch.mtp import MTP
 from llmq.base.dtypes import DTYPES
 from llmq.checkpoint.export_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
+    MTP_FILE,
     run_record,
     staged_export,
     write_json,
@@ -51,6 +53,8 @@ def export_adapter(
     """
     table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
     params, names = [p for slab in table if slab.name in trained for p in slab.params], []
+    ahead = [param for param in params if param.block == MTP]
+    params = [param for param in params if param.block != MTP]
     nested = origin.get("base") is not None and origin["base"].nested
     with staged_export(out_dir, model, tokenizer, check, names) as staging:
         write_json(staging / ADAPTER_CONFIG, _peft_config(model, adapters, config, params, nested))
@@ -72,11 +76,26 @@ def export_adapter(
         with open(staging / ADAPTER_FILE, "wb") as file:
             _, digest = write_safetensors(file, specs, arrays, {"format": "pt"})
         sums = {ADAPTER_FILE: digest}
+        if ahead:
+            sums[MTP_FILE] = _write_mtp(staging / MTP_FILE, ahead, read)
         kept = {"base_dtype": config.base_dtype} if config.base_dtype else {}
         kept |= {"add_tokens": config.add_tokens} if config.add_tokens else {}
         kept |= {"eos_token_ids": model.eos_token_ids} if model.eos_token_ids else {}
         write_json(staging / RUN_FILE, run_record(**origin) | kept | {"sha256": sums})
     return names
+
+
+def _write_mtp(path: Path, params: list[Param], read: Callable[[Param], np.ndarray]) -> str:
+    """Write a head for multi-token prediction under its published names; return the SHA-256."""
+    specs, arrays = [], []
+    for param in params:
+        rows = param.by_row(read(param))
+        for part in param.hf:
+            arrays.append(part.stored(rows[part.start : part.stop]))
+            dtype = next(d for d in DTYPES.values() if d.numpy == rows.dtype)
+            specs.append(TensorSpec(part.name, dtype, arrays[-1].shape))
+    with open(path, "wb") as file:
+        return write_safetensors(file, specs, arrays, {"format": "pt"})[1]
 
 
 def _peft_config(

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.step_inputs import StepInputs
 from llmq.base.tensor import Tensor
 from llmq.formats import operands_of
-from llmq.model.activations import CacheOfPass
+from llmq.model.activations import CacheOfPass, Recompute
 from llmq.model.adapters import EmbeddingAdapters, table_adapters
 from llmq.model.balance import Balance
 from llmq.model.block import Blocks
@@ -17,6 +18,7 @@ from llmq.model.halves.half import ModelContext
 from llmq.model.halves.per_layer import PerLayerInputs
 from llmq.model.head import Head
 from llmq.model.losses.loss import Loss, Rows
+from llmq.model.mtp import MtpHead
 from llmq.model.norms import BlockNorms
 from llmq.model.parameters import PartGrads, PartWeights
 from llmq.model.residuals import Residuals
@@ -28,6 +30,13 @@ from llmq.runtime.device import Device
 from llmq.state.grads import Gradients
 from llmq.state.params import NEW_ROWS
 from llmq.state.weights import Weights
+
+
+def _forward_only(options: StepOptions) -> StepOptions:
+    """The options of blocks without backward passes, which keep no activations."""
+    again = {f"recompute_{name}": True for name in Recompute._fields}
+    stays = {"recompute_layers": "all", "offload_residual": False, "offload_between": False}
+    return options._replace(memory=replace(options.memory, **again, **stays))
 
 
 class Model:
@@ -51,11 +60,17 @@ class Model:
         targets. scalars: StepScalars, which adapters need. loss: None without backward passes.
         cache: of generated texts; None: passes see whole sequences."""
         self.dev, self.config, self.weights, self.inputs = dev, config, weights, inputs
-        self.loss, trains = loss, loss is not None
+        self.loss = loss
+        trains = self._trains = loss is not None and not options.model.trains_mtp_alone
         self.operands = operands_of(dev, config, options, scalars)
         shape, dtype = self.operands.shape, self.operands.dtype
         # Norms of adapted rows (DoRA) are made of decoded weights.
-        self._few_rows = not trains and shape[0] <= MOST_CODED_ROWS and not options.model.lora_dora
+        self._few_rows = (
+            loss is None and shape[0] <= MOST_CODED_ROWS and not options.model.lora_dora
+        )
+        of_head = options
+        if loss is not None and not trains:
+            options = _forward_only(options)
         offload, layers = options.memory.offload_residual, config.num_layers
         routes = trains and config.experts is not None
         self.balance = Balance(dev, config, options, inputs.targets) if routes else None
@@ -81,9 +96,12 @@ class Model:
         self.head = Head(dev, config, self.operands, options, final, largest, self.dropout)
         table = table_adapters(config, options.model, "embed")
         self.embedding = None if table is None else EmbeddingAdapters(dev, config, table)
-        if trains:
+        if loss is not None:
             self.d_residual = dev.alloc("d_residual", shape, dtype, "Activations")
             self.d_norm = dev.alloc("d_norm", shape, dtype, "Activations")
+        self.mtp = None
+        if loss is not None and options.model.trains_mtp:
+            self.mtp = MtpHead(dev, config, of_head, backend, inputs, self.d_residual, self.d_norm)
         self.constants = dev.constants[constants:]
 
     @property
@@ -99,6 +117,7 @@ class Model:
         """Tokens to the output of the final norm. stale: as Weights.take_stale said. keep: backward
         follows."""
         weights, tokens, first_key = self.weights, self.inputs.tokens, self.inputs.first_key
+        keep &= self._trains
         self.operands.scales.start_micro_step(of_step=keep)
         self.dropout.on = keep
         weights.start_micro_step(stale, few_rows=self._few_rows)
@@ -182,6 +201,12 @@ class Model:
         overwritten; True: added to. last: of an optimizer step."""
         grads.start_micro_step(accumulate, last)
         weights, streams = self.weights, self.blocks.streams
+        if self.mtp is not None:
+            self.mtp.run(self.head.out, weights, grads, self._head_slab[0])
+        if not self._trains:
+            self.token_losses()
+            grads.end_micro_step()
+            return
         blocks, last_layer = self.blocks.layers, self._layers[-1]
         of_inputs = ("embed", *(() if self.per_layer is None else PerLayerInputs.BLOCKS))
         trains_inputs = any(map(grads.wants, of_inputs))

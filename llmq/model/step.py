@@ -20,6 +20,7 @@ from llmq.model.generator import Generator
 from llmq.model.losses import loss_class
 from llmq.model.losses.loss import LossContext
 from llmq.model.model import Model
+from llmq.model.mtp import MTP_STATS
 from llmq.model.rings import Inbox, Results, scalars_of
 from llmq.ops.update import global_norm
 from llmq.options.options import StepOptions
@@ -52,8 +53,11 @@ class Step:
         loss = loss_class(options.optim)
         inbox = self.inbox = Inbox(dev, config, options)
         self.inputs, self.scalars = inbox.inputs, inbox.scalars
-        of_routers = () if config.experts is None else (ROUTER_STATS, ROUTER_SHOWN)
-        self.results = Results(dev, loss, *of_routers)
+        ahead, alone = options.model.trains_mtp, options.model.trains_mtp_alone
+        routers = config.experts is not None and not alone
+        more = ROUTER_STATS * routers + MTP_STATS * ahead
+        shown = ROUTER_SHOWN * routers + MTP_STATS * ahead
+        self.results = Results(dev, loss, more, shown)
         self.stats = self.results.stats
         self.weights = Weights(dev, self.table, placement)
         self._before = {name: arena.used for name, arena in dev.arenas.items()}
@@ -153,10 +157,15 @@ class Step:
     ) -> None:
         self.model.forward(stale=stale, keep=True)
         if self.model.balance is not None:
-            self.model.balance.finish(self.results.more, self.loss.divisor())
+            of_routers = self.results.more.rows(0, len(ROUTER_STATS))
+            self.model.balance.finish(of_routers, self.loss.divisor())
         self.model.backward(self.grads, accumulate=accumulate, last=last)
         if counts:
             self.loss.add(self.stats, self.model.rows())
+            if self.model.mtp is not None:
+                more = self.results.more
+                of_mtp = more.rows(more.size - len(MTP_STATS), more.size)
+                self.model.mtp.add(of_mtp, self.model.head.losses)
 
     def update(self, kind: str) -> int:
         """Enqueue an update of one of the rule's kinds; returns the ticket of the step's result."""

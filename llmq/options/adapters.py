@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 from llmq.arch.matrix import Matrix, Module, Part
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
-from llmq.options.option_types import LORA_TARGETS, OF_EXPERTS, OF_TABLES, layer_set, numbers_of
+from llmq.options.option_types import (
+    LORA_TARGETS,
+    NONE,
+    OF_EXPERTS,
+    OF_TABLES,
+    layer_set,
+    numbers_of,
+)
 from llmq.options.rule import Options
 
 
@@ -126,7 +133,7 @@ def adapters_of(config: Options) -> Adapters | None:
     # "all" leaves out experts, because they are many, and tables, as in PEFT.
     targets = tuple(t for t in LORA_TARGETS if t not in (*OF_EXPERTS, *OF_TABLES))
     if config.lora_targets != "all":
-        targets = tuple(config.lora_targets.split(","))
+        targets = tuple(config.lora_targets.split(",")) if config.lora_targets != NONE else ()
     return Adapters(
         rank=config.lora_rank,
         targets=targets if {*targets} <= {*LORA_TARGETS} else config.lora_targets,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmq.arch.model_config import ModelConfig
+from llmq.arch.mtp import MTP
 from llmq.base.errors import ConfigError
 from llmq.options.adapters import (
     adapted_modules,
@@ -19,7 +20,7 @@ from llmq.options.adapters import (
     matches,
     multiplied_sizes,
 )
-from llmq.options.option_types import NEW_PARTS, OF_EXPERTS, lengths_of, numbers_of
+from llmq.options.option_types import NEW_PARTS, NONE, OF_EXPERTS, lengths_of, numbers_of
 from llmq.options.rule import Options
 
 # Tokens of one chunk of logits. Chunks this large fill a GPU in the LM head's products; a trained
@@ -231,7 +232,7 @@ def uncoded_base(o: Options, model: ModelConfig) -> tuple[str, int, int] | None:
 
 def lacking_targets(o: Options, model: ModelConfig) -> str:
     """Names in --lora-targets that the model lacks, separated by commas."""
-    if not o.has_adapters or o.lora_targets == "all":
+    if not o.has_adapters or o.lora_targets in ("all", NONE):
         return ""
     targets = adapters_of(o).targets
     if isinstance(targets, str):
@@ -328,6 +329,8 @@ def wrong_parts(o: Options, model: ModelConfig) -> str | None:
     """The problem with --train beside adapters, else None: parts that are missing or named
     twice."""
     named = {*o.train}
+    if MTP in named and (wrong := _wrong_for_mtp(o, model)):
+        return wrong
     if "head" in named and model.tied_embeddings:
         return "the head is the embedding in this model: name embeddings"
     new = [part for part in NEW_PARTS if part in named]
@@ -349,6 +352,19 @@ def wrong_parts(o: Options, model: ModelConfig) -> str | None:
         return "PEFT has no biases beside adapters of fused experts: leave them out"
     some = divided_bias(model, adapters_of(o)) if "adapted-biases" in named else None
     return some and f"adapted-biases: {some}"
+
+
+def _wrong_for_mtp(o: Options, model: ModelConfig) -> str | None:
+    """The problem with a head for multi-token prediction, else None."""
+    if model.arch.mtp is None:
+        return f"no MTP head of {model.architecture} can be trained"
+    if o.loss != "ce" or o.head == "score":
+        return "an MTP head learns with --loss ce alone"
+    if o.lora_targets == NONE and o.matmul_dtype != o.model_dtype:
+        return f"an MTP head alone has products in {o.model_dtype}: give --matmul-dtype so"
+    if o.head_dtype != o.model_dtype:
+        return f"an MTP head shares the LM head, in {o.model_dtype}: leave --head-dtype out"
+    return None
 
 
 def untrained_rows(o: Options, model: ModelConfig) -> str | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.arch import ARCHITECTURES
+from llmq.arch.mtp import MTP
 from llmq.base.errors import ConfigError
 
 DTYPE_ALIASES = {
@@ -40,7 +41,7 @@ NEWEST = "latest"
 """Value of --continue for the newest checkpoint of --checkpoint-dir."""
 
 NONE = "none"
-"""Value of --eval-file for no validation."""
+"""Value of --eval-file for no validation, and of --lora-targets for no adapters."""
 
 AUTO = "auto"
 """Value of --vocab-size for the vocabulary of the training files."""
@@ -62,7 +63,7 @@ OF_EXPERTS = ("experts", "fused_experts")
 """Entries of LORA_TARGETS for experts: one module each, or fused as in transformers."""
 
 NEW_PARTS = ("new-rows", "new-embeddings")
-LORA_PARTS = ("norms", "biases", "adapted-biases", "embeddings", "head", *NEW_PARTS)
+LORA_PARTS = ("norms", "biases", "adapted-biases", "embeddings", "head", *NEW_PARTS, MTP)
 """Parts of a model that may be trained beside adapters."""
 
 FP8_DTYPES = ("e4m3", "e5m2")
@@ -300,11 +301,11 @@ def parse_layers(value: Any) -> str:
 
 
 def parse_targets(value: Any) -> str:
-    """Parse 'all', some of LORA_TARGETS, or a regular expression. Targets are returned in the order
-    of LORA_TARGETS, separated by commas. ValueError otherwise."""
+    """Parse 'all', 'none', some of LORA_TARGETS, or a regular expression. Targets are returned in
+    the order of LORA_TARGETS, separated by commas. ValueError otherwise."""
     if isinstance(value, str) and re.search(r"[.*+?|()\[\]\\]", value):
         return _regular(value)
-    return "all" if value == "all" else ",".join(_some_of(LORA_TARGETS, value)) or "all"
+    return value if value in ("all", NONE) else ",".join(_some_of(LORA_TARGETS, value)) or "all"
 
 
 def parse_numbers(value: Any) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from llmq.arch.model_config import ModelConfig
+from llmq.arch.mtp import MTP, block_config
 from llmq.options.adapters import Adapters, all_adapted
 from llmq.options.cards import CARDS
 
@@ -22,7 +23,8 @@ def flops_per_token(
     """FLOPs by llm.q's formula: forward and two backward products; attention counts its causal
     half. Windows leave their share of this half; documents within a sequence count as one; the
     state updates of gated delta nets count as attention. With adapters a frozen matrix has one
-    backward product."""
+    backward product, and so the LM head that a head for multi-token prediction shares. Without a
+    matrix that has adapters there is no backward pass but that of such a head."""
     L = config.num_layers
     used = sum(matrix.used for layer in range(L) for matrix in config.matrices(layer))
     halves = [half for layer in range(L) for half in config.halves(layer)]
@@ -31,12 +33,21 @@ def flops_per_token(
     for its in attentions:
         window, heads = min(its["window"] or seq_len, seq_len), its["heads"]
         pairs += heads.query * heads.channels * window * (2 * seq_len - window) // seq_len
-    products = 6 if adapters is None else 4
-    head = 6 if adapters is None or _trains_head(config, adapters) else 4
-    return FlopsPerToken(
+    products = 6 if adapters is None else 4 if adapters.targets else 2
+    head = 6 if adapters is None or _trains_head(config, adapters) else products
+    passes = 3 if products > 2 else 1
+    found = FlopsPerToken(
         blocks=products * used + 6 * _adapter_weights(config, adapters),
         lm_head=head * config.outputs * config.hidden_size,
-        attention=6 * pairs + 3 * sum(half.flops for half in halves),
+        attention=passes * (2 * pairs + sum(half.flops for half in halves)),
+    )
+    if adapters is None or MTP not in adapters.train:
+        return found
+    ahead = flops_per_token(block_config(config), seq_len)
+    return FlopsPerToken(
+        blocks=found.blocks + ahead.blocks + 6 * 2 * config.hidden_size**2,
+        lm_head=found.lm_head + 4 * config.outputs * config.hidden_size,
+        attention=found.attention + ahead.attention,
     )
 
 

@@ -11,19 +11,17 @@ from typing import Any
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
+from llmq.arch.mtp import MTP
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
+from llmq.checkpoint.base_id import BaseId, base_id, check_same_base, random_base_id
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.export_files import HubModel
 from llmq.checkpoint.extra_tensors import opened_extra
 from llmq.checkpoint.hf import (
-    BaseId,
     HfWeights,
-    base_id,
-    check_same_base,
     export_model,
-    random_base_id,
 )
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles
 from llmq.checkpoint.peft_export import export_adapter
@@ -31,7 +29,7 @@ from llmq.checkpoint.source_model import SourceModel
 from llmq.data.identity import TokenizerId
 from llmq.options.adapters import adapters_of, all_adapted
 from llmq.options.option_file import flag
-from llmq.options.option_types import texts_of
+from llmq.options.option_types import NONE, texts_of
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.run.ranks import Rank, Ranks
 from llmq.state.frozen import Stored
@@ -68,7 +66,7 @@ def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
         "train": adapters.train,
     }
     if not isinstance(adapters.targets, str):
-        there["lora_targets"] = ",".join(adapters.targets)
+        there["lora_targets"] = ",".join(adapters.targets) or NONE
     found = replace(config, **there)
     for name, value in there.items():
         given = getattr(config, name)
@@ -135,6 +133,9 @@ class InitialWeights:
             self.weights.grow(model, first_new_id(model_dir), count)
         if self.weights is not None:
             self.weights.check(weight_table(model))
+            if config.trains_mtp:
+                table = weight_table(model, 1, self.adapters)
+                self.weights.claim(p for slab in table for p in slab.params if p.block == MTP)
             base, kept_by = config.base_dtype, self.weights.kept_by
             if config.is_quantized and kept_by not in (None, base):
                 line = f"--base-dtype {base} rounds the codes of {config.model} anew"

@@ -21,9 +21,9 @@ from llmq.base.errors import ConfigError, DataError, LlmqError, warn
 from llmq.base.files import Closing
 from llmq.base.result import Result
 from llmq.base.run_id import RunId
+from llmq.checkpoint.base_id import BaseId
 from llmq.checkpoint.checkpoint import CheckpointReader, check_fixed, check_formats
 from llmq.checkpoint.finite import finite
-from llmq.checkpoint.hf import BaseId
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.states import checkpoint_at
 from llmq.checkpoint.store import check_model

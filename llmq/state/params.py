@@ -6,8 +6,8 @@ Allocation, sharding, initialization, weight decay, checkpoints, import and expo
 Parameters are grouped into slabs: the matrices of each transformer block; "embed" (the token table
 and learned positions); "head" (an untied LM head or a score head); "vectors", the norms, biases,
 routers and short convolutions of all blocks; "constants". Adapters are "lora_a", "lora_b" and
-"lora_m". Parameters trained beside adapters have slabs of their own: "norms", "biases" and, for new
-rows of the token tables, "new_rows".
+"lora_m". Parameters trained beside adapters have slabs of their own: "norms", "biases", "mtp" (a
+head for multi-token prediction) and, for new rows of the token tables, "new_rows".
 
 A slab is one contiguous piece of memory in every kind of storage (weights, gradients, moments), so
 that copies, collectives and the optimizer work on whole blocks. A parameter's `offset` in its slab
@@ -28,6 +28,7 @@ import numpy as np
 
 from llmq.arch.matrix import HfPart, Matrix, Module
 from llmq.arch.model_config import ModelConfig
+from llmq.arch.mtp import MTP, mtp_modules
 from llmq.base.tensor import Tensor
 from llmq.ops.common import padded_columns
 from llmq.options.adapters import Adapted, Adapters, all_adapted
@@ -52,7 +53,7 @@ NEW_ROWS = "new_rows"
 
 
 SLABS = {"norms": "norms", "embeddings": "embed", "head": "head"}
-SLABS |= dict.fromkeys(NEW_PARTS, NEW_ROWS)
+SLABS |= dict.fromkeys(NEW_PARTS, NEW_ROWS) | {MTP: MTP}
 SLABS |= dict.fromkeys(("biases", "adapted-biases"), "biases")
 """Slab of each name in --train."""
 
@@ -295,7 +296,7 @@ def weight_table(
 ) -> tuple[Slab, ...]:
     """Return the slabs of a model: "embed", "layers.0" … "layers.L-1", "vectors", "head" (if
     untied). Adapters add "lora_a", "lora_b" and, with DoRA, "lora_m". Parameters trained beside
-    adapters are in "norms", "biases" and "new_rows"."""
+    adapters are in "norms", "biases", "new_rows" and "mtp"."""
     train, biased = adapters.train if adapters else (), set()
     if "adapted-biases" in train:
         biased = {(block, f"{m.key}_bias") for block, m in all_adapted(config, adapters)}
@@ -322,6 +323,11 @@ def weight_table(
     for name, params in _adapter_params(config, adapters).items() if adapters else ():
         first = sum(map(len, groups.values()))
         groups[name] = [replace(param, index=first + i) for i, param in enumerate(params)]
+    if MTP in train:
+        ahead = (param for module in mtp_modules(config) for param in _params(MTP, module))
+        for index, param in enumerate(ahead, sum(map(len, groups.values()))):
+            name = CONSTANTS if param.kind == "constant" else MTP
+            groups.setdefault(name, []).append(replace(param, index=index))
     return tuple(_slab(name, params, shards) for name, params in groups.items())
 
 
@@ -340,7 +346,7 @@ def _adapter_params(config: ModelConfig, adapters: Adapters) -> dict[str, list[P
             slabs.setdefault(MAGNITUDES, []).append(_magnitudes(matrix, block))
     if config.new_tokens is not None and not {*NEW_PARTS}.isdisjoint(adapters.train):
         slabs[NEW_ROWS] = _new_rows(config, of_head="new-rows" in adapters.train)
-    return slabs
+    return {name: params for name, params in slabs.items() if params}
 
 
 def _new_rows(config: ModelConfig, *, of_head: bool) -> list[Param]:

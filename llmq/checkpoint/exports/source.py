@@ -13,11 +13,12 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError, print_error, warn
 from llmq.base.files import json_object
 from llmq.base.run_id import RunId
+from llmq.checkpoint.base_id import BaseId
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, HubModel
 from llmq.checkpoint.finite import finite
 from llmq.checkpoint.folder import problem_of
-from llmq.checkpoint.hf import BaseId, HfWeights
+from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.merge import check_base, open_merged, source_of, tokenizer_folder
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmq.arch.mtp import MTP
 from llmq.options.adapters import multiplied_sizes
 from llmq.options.conditions import (
     adapts_experts,
@@ -28,6 +29,7 @@ from llmq.options.option_types import (
     LORA_PARTS,
     LORA_TARGETS,
     NEW_PARTS,
+    NONE,
     POSITIONS_GROUP,
     QUANTIZED,
     SIZES_GROUP,
@@ -186,6 +188,16 @@ class ModelOptions:
         return self.has_adapters and not {*NEW_PARTS}.isdisjoint(self.train)
 
     @property
+    def trains_mtp(self) -> bool:
+        """True if, beside adapters, a head for multi-token prediction is trained."""
+        return self.has_adapters and MTP in self.train
+
+    @property
+    def trains_mtp_alone(self) -> bool:
+        """True if nothing but a head for multi-token prediction is trained."""
+        return self.trains_mtp and self.lora_targets == NONE
+
+    @property
     def is_quantized(self) -> bool:
         """True if the frozen base model is stored as codes of fewer bits, such as nf4."""
         return self.freezes_model and self.base_dtype in QUANTIZED
@@ -249,6 +261,11 @@ MODEL_RULES = (
         "add_tokens",
         lambda v, o, model: v is not None and o.has_adapters and untrained_rows(o, model),
         "nothing trains the new rows beside adapters: give --train={found}",
+    ),
+    *refused(
+        "lora_targets",
+        lambda v, o: o.has_adapters and v == NONE and o.train != (MTP,),
+        "none is for --train mtp alone",
     ),
     *refused("train", lambda v, o, model: o.has_adapters and wrong_parts(o, model), "{found}"),
     *refused("init_proj_to_zero", lambda v, o: v and not o.from_scratch, "needs --from-scratch"),

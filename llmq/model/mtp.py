@@ -1,0 +1,146 @@
+"""Training of a head for multi-token prediction beside a frozen trunk (`arch/mtp.py`).
+
+    output of the trunk's final norm, tokens ahead -> joined (rows, 2C)
+    joined -> fc -> block -> norm -> losses of targets ahead
+
+The head's loss has no gradient of the trunk. Its gradients are divided by the number of the trunk's
+targets, as all of a step. Head and trunk take turns with the gradients of the stream: the head runs
+between the trunk's forward and backward passes.
+"""
+
+from dataclasses import replace
+
+from llmq.arch.model_config import ModelConfig
+from llmq.arch.mtp import MTP, block_config
+from llmq.base.dtypes import F64, I32
+from llmq.base.operand import OutBuffers
+from llmq.base.step_inputs import StepInputs
+from llmq.base.tensor import Tensor
+from llmq.formats.operands import Operands
+from llmq.model.balance import ROUTER_STATS, Balance
+from llmq.model.block import Blocks
+from llmq.model.block_linear import BlockLinear
+from llmq.model.halves.attention import rope_tables
+from llmq.model.halves.half import ModelContext
+from llmq.model.head import Head
+from llmq.model.linear import Linear
+from llmq.model.norms import BlockNorms, Normalization, alloc_stats
+from llmq.model.parameters import PartGrads, PartWeights
+from llmq.model.residuals import Residuals
+from llmq.ops.attention import heads
+from llmq.ops.attention.heads import Place
+from llmq.ops.loss import mtp
+from llmq.ops.pointwise import embedding
+from llmq.options.options import StepOptions
+from llmq.runtime.device import Device
+from llmq.state.grads import Gradients
+from llmq.state.weights import Weights
+
+MTP_STATS = ("mtp_loss", "mtp_acceptance")
+"""Statistics of a step that `add` sums, times the number of targets."""
+
+
+class MtpHead:
+    """Activations of one micro-step. d_residual, d_norm: (rows, C), scratch of the trunk."""
+
+    def __init__(
+        self,
+        dev: Device,
+        config: ModelConfig,
+        options: StepOptions,
+        backend: str,
+        inputs: StepInputs,
+        d_residual: Tensor,
+        d_norm: Tensor,
+    ):
+        self.dev, self.config, self.inputs = dev, config, inputs
+        self.d_residual, self.d_norm = d_residual, d_norm
+        own = block_config(config)
+        options = options._replace(model=replace(options.model, lora_rank=None, train=None))
+        operands = Operands(dev)
+        operands.prepare(own, options, None)
+        (rows, C), dtype = operands.shape, operands.dtype
+        ids = inputs.tokens.shape
+        self.tokens = dev.alloc("mtp.tokens", ids, I32, "Activations")
+        self.targets = dev.alloc("mtp.targets", ids, I32, "Activations")
+        self._embedded = dev.alloc("mtp.embedded", (rows, C), dtype, "Activations")
+        self._joined = dev.alloc("mtp.joined", (rows, 2 * C), dtype, "Activations")
+        self._stats = [alloc_stats(dev, own, f"mtp.{n}", rows) for n in ("embedding", "hidden")]
+        self.norm, self.linear = Normalization(dev, own), Linear(dev)
+        self.residuals = Residuals(dev, 1, (rows, C), dtype, offload=False)
+        self._router_stats, self.balance = None, None
+        if own.experts is not None:
+            self._router_stats = dev.alloc("mtp.router", (len(ROUTER_STATS),), F64, "Activations")
+            dev.zero(self._router_stats)
+            self.balance = Balance(dev, own, options, self.targets)
+        shared = ModelContext(
+            dev, own, options, operands, BlockLinear(dev, own, options, operands, None),
+            BlockNorms(dev, own, operands), backend,
+            rope_tables(dev, own, options.batch.local_seq_len), inputs, self.balance, None,
+        )  # fmt: skip
+        self.blocks = Blocks(shared, self.residuals, None, trains=True)
+        self.head = Head(dev, own, operands, options, self.residuals.final)
+
+    def run(self, hidden: Tensor, weights: Weights, grads: Gradients, logits: str) -> None:
+        """Losses and gradients of a micro-batch. hidden: (rows, C), output of the trunk's final
+        norm. logits: the block of the matrix that makes logits."""
+        of_inputs = self.inputs
+        mtp.shift(
+            self.dev, self.tokens, self.targets, of_inputs.tokens, of_inputs.targets,
+            of_inputs.first_key,
+        )  # fmt: skip
+        for block in dict.fromkeys(("embed", MTP, logits)):
+            weights.gather(block)
+        with self.dev.range("mtp"):
+            own, g = weights.get(MTP), PartGrads(grads.full(MTP))
+            w = PartWeights(own)
+            self._join(w, PartWeights(weights.get("embed")), hidden)
+            self.linear.forward(self.residuals.tensors[0], self._joined, w["fc"])
+            self.blocks.forward(0, w, keep=True)
+            last = self.blocks.layers[0]
+            self.head.forward(w, last.streams[-1], last.branch)
+            if self.balance is not None:
+                self.balance.finish(self._router_stats, None)
+            weights.get(logits)
+            self._backward(PartWeights(own | weights.of_logits()), g, hidden)
+        for block in dict.fromkeys(("embed", MTP, logits)):
+            weights.release(block)
+        grads.notify(MTP)
+
+    def _join(self, w: PartWeights, of_trunk: PartWeights, hidden: Tensor) -> None:
+        """The input of fc; d_norm is scratch."""
+        rows, C = hidden.shape
+        shape, scale = (*self.tokens.shape, C), self.config.embedding_scale
+        embedded = self._embedded.view(*shape)
+        embedding.forward(self.dev, embedded, self.tokens, of_trunk["embed"], None, scale)
+        both = (self._embedded, w["norm_embedding"]), (hidden, w["norm_hidden"])
+        for i, (x, weight) in enumerate(both):
+            self.norm.forward(OutBuffers("", self.d_norm), self._stats[i], x, weight, None)
+            to, of = Place(i * C, 2 * C, 0), Place(0, C, 0)
+            heads.copy(self.dev, self._joined, self.d_norm, rows, 1, C, to, of)
+
+    def _backward(self, w: PartWeights, g: PartGrads, hidden: Tensor) -> None:
+        dev, (rows, C), d_residual, d_norm = self.dev, hidden.shape, self.d_residual, self.d_norm
+        last, of_head = self.blocks.layers[0], PartGrads({"norm": g["norm"]})
+        d_out = OutBuffers(last.halves[-1].out_id, self.blocks.norms.d_out(d_residual, d_norm))
+        flat = self.targets.view(rows)
+        how = (last.branch, d_out, d_residual, d_norm)
+        self.head.loss_and_backward(w, of_head, flat, None, *how)
+        self.blocks.backward(0, w, g, d_residual, d_norm, wanted=True)
+        self.linear.weight_gradients(g["fc"], None, d_residual, self._joined)
+        with dev.scratch("mtp.d_joined", (rows, 2 * C), d_residual.dtype) as d_joined:
+            self.linear.input_gradient(d_joined, d_residual, w["fc"])
+            for i, (x, key) in enumerate(
+                ((self._embedded, "norm_embedding"), (hidden, "norm_hidden"))
+            ):
+                to, of = Place(0, C, 0), Place(i * C, 2 * C, 0)
+                heads.copy(dev, d_norm, d_joined, rows, 1, C, to, of)
+                unused = OutBuffers("", d_residual)
+                self.norm.backward(unused, g[key], None, d_norm, x, w[key], self._stats[i], None)
+
+    def add(self, stats: Tensor, trunk: Tensor) -> None:
+        """Add a micro-batch to a step's statistics, F64 as MTP_STATS. trunk: F32 (rows,), losses of
+        the trunk's targets."""
+        n = trunk.size
+        targets, of_trunk = self.targets.view(n), self.inputs.targets.view(n)
+        mtp.stats(self.dev, stats, self.head.losses, trunk, targets, of_trunk)
