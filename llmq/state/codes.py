@@ -25,17 +25,18 @@ class Transposes:
     def __init__(self, dev: Device, table: Iterable[Slab], placement: Placement):
         self.dev, self.own = dev, set[str]()
         self._of: dict[str, dict[str, Tensor]] = {}
-        shared: dict[str, Tensor] = {}
+        shared: dict[tuple, Tensor] = {}  # blocks may have matrices of one key in several shapes
         for slab in table:
             store = placement[slab.name].transposed
             if store is None:
                 continue
-            tensors, prefix = (shared, "") if store.streamed else ({}, f"{slab.name}.")
+            there, prefix = (shared, "") if store.streamed else ({}, f"{slab.name}.")
             for p in slab.params:
-                if p.key not in tensors:
-                    name, shape = f"{prefix}{p.key}.q_t", p.transposed_shape
-                    tensors[p.key] = dev.alloc(name, shape, store.dtype, "Quants", store.memory)
-            self._of[slab.name] = tensors
+                name, which = f"{prefix}{p.key}.q_t", (p.key, p.transposed_shape)
+                if which not in there:
+                    args = (p.transposed_shape, store.dtype, "Quants", store.memory)
+                    there[which] = dev.alloc(name, *args)
+            self._of[slab.name] = {p.key: there[p.key, p.transposed_shape] for p in slab.params}
             if not store.streamed:
                 self.own.add(slab.name)
 

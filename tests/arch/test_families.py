@@ -236,6 +236,16 @@ def test_a_table_of_layers_vectors_that_is_frozen_lies_in_host_memory(options, o
         assert placement.work.on_host == on_host != moved.any()
 
 
+def test_blocks_of_several_shapes_share_transposed_codes():
+    """Products of gradients have the bits that they have with codes of each block."""
+    norms = []
+    for keeps in (True, False):
+        options = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "keep_transposed": keeps}
+        with trainer_for(exported("gemma4_e2b"), **options) as trainer:
+            norms.append(trainer.step([random_batch(np.random.default_rng(0))]).norm)
+    assert norms[0] == norms[1]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
