@@ -126,8 +126,8 @@ def main(
     device: str = "auto",
     lr: Annotated[float, typer.Option(help="Learning rate of rewards.")] = 1e-3,
     prompts: Annotated[int, typer.Option(help="Of a step.")] = 64,
-    samples: Annotated[int, typer.Option(help="Of a prompt.")] = 8,
-    updates: Annotated[int, typer.Option(help="Optimizer steps on these samples.")] = 1,
+    samples: Annotated[int, typer.Option(help="Of a prompt.")] = 16,
+    updates: Annotated[int, typer.Option(help="Optimizer steps on these samples.")] = 4,
 ) -> None:
     """Print a table."""
     heads, every = width // 32, sums(digits)
