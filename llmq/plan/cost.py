@@ -418,8 +418,7 @@ def rollout_time(
 def _decoding(trace: Trace, rates: Rates) -> float:
     """Seconds of a pass over the last token of each text, without its keys and values."""
     works = [item for item in trace if isinstance(item, Work)]
-    # The first kernel reads few rows of the token table.
-    nbytes = sum(work.device_bytes for work in works if work.entry != "embedding_forward")
+    nbytes = sum(work.device_bytes for work in works)
     carried: Counter[str] = Counter()
     for work in works:
         carried.update(rates.transfers(work).carriers)
