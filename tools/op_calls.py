@@ -45,7 +45,7 @@ from llmq.ops.attention import (
 )
 from llmq.ops.common import ROWS_MULTIPLE, SCALE_BLOCK, LogitRows, padded_columns
 from llmq.ops.delta import delta_gates, delta_rule, gated_norm, short_conv, ssd
-from llmq.ops.experts import expert_rows, grouped, route
+from llmq.ops.experts import expert_rows, expert_scale, grouped, route
 from llmq.ops.loss import cross_entropy, distill, grpo, labels, mtp, pairs, sample
 from llmq.ops.pointwise import clock, elementwise, embedding, gelu, norm, reduce, swiglu
 from llmq.ops.product import adapter, matmul, matmul_fused, skinny
@@ -1000,6 +1000,20 @@ def route_calls(rows: int, E: int, top_k: int) -> list[Call]:
     ]
 
 
+def expert_scale_calls(rows: int, E: int, top_k: int) -> list[Call]:
+    chosen = even_choice(rows, E, top_k)
+    order = chosen.reshape(-1).argsort(kind="stable").astype(np.int32)
+    starts = np.searchsorted(np.sort(chosen, axis=None), np.arange(E + 1)).astype(np.int32)
+    shared = {"weights": f32(rows, top_k), "scale": bf16(E)}
+    back = shared | {"d_weights": f32(rows, top_k), "d_scale": gradient(E)}
+    back |= {"order": order, "starts": starts}
+    forward = shared | {"out": f32(rows, top_k), "chosen": chosen}
+    return [
+        Call("forward", expert_scale.forward, forward),
+        Call("backward", expert_scale.backward, back),
+    ]
+
+
 def bias_calls(rows: int, N: int) -> list[Call]:
     return [Call("backward", reduce.bias_gradient, {"d_bias": gradient(N), "d_out": bf16(rows, N)})]
 
@@ -1099,6 +1113,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "muon": muon_calls,
     "mtp": mtp_calls,
     "mxfp4": mxfp4_calls,
+    "expert_scale": expert_scale_calls,
     "four_bits": nf4_calls,
     "fp8_blocks": fp8_blocks_calls,
     "grpo": grpo_calls,

@@ -499,9 +499,9 @@ class Option:
             raise ConfigError(f"{self.flag}: has no value")
         if self.choices and value not in self.choices:
             raise ConfigError(f"{self.flag}: expected {' or '.join(self.choices)}, got {value!r}")
+        counts, unit = self.parse in (parse_int, parse_steps), " bytes" * (self.parse is parse_size)
         if self.min is not None and value < self.min:
-            raise ConfigError(f"{self.flag}: must be at least {self.min}, got {value}")
-        counts = self.parse in (parse_int, parse_steps)
+            raise ConfigError(f"{self.flag}: must be at least {self.min}{unit}, got {value}{unit}")
         largest = _LARGEST if self.max is None and counts else self.max
         if largest is not None and value > largest:
             raise ConfigError(f"{self.flag}: must be at most {largest}, got {value}")

@@ -191,8 +191,11 @@ def test_weights_of_transformers_have_our_shapes(name):
         return sum(p[model.arch.transposed] for p in parts)
 
     assert shapes[f"{names['embed'][0]}.weight"] == (model.vocab_size, model.hidden_size)
-    assert rows("qkv") == model.matrices(0)[0].shape[0]
-    biases = {"qkv": model.qkv_bias, "o": model.o_bias}
+    for matrix in model.matrices(0):
+        if not matrix.of_experts:
+            parts = [shapes[f"{part.module}.weight"] for part in matrix.parts]
+            assert sum(part[model.arch.transposed] for part in parts) == matrix.shape[0]
+    biases = {"qkv": model.qkv_bias, "o": model.o_bias} if "qkv" in names else {}
     if model.has_experts(0):
         at, C, F = model.arch.experts_at.format(0), model.hidden_size, model.expert_size
         up, down = (2 * F, C), (C, F)

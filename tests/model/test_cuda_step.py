@@ -341,7 +341,8 @@ def test_codes_of_products_in_mlps(tmp_path, name, gradient):
 
 def check_devices_agree(found, least):
     """found: losses and gradients without codes, with them on the CPU, and with them on the GPU,
-    which differ by no more than codes cost, or by least."""
+    which differ by no more than codes cost, or by least: by twice that, as both have that error,
+    of other roundings."""
     (_, exact), (want, reference), (got, ours) = found
     assert abs(got.loss - want.loss) < 0.002 * want.loss
     largest = max(np.linalg.norm(g.astype(np.float32)) for g in reference.values())
@@ -350,7 +351,7 @@ def check_devices_agree(found, least):
     ]
     error = max(1 - cosine(reference[name], exact[name]) for name in names)
     for name in names:
-        assert cosine(ours[name], reference[name]) > 1 - max(least, error), name
+        assert cosine(ours[name], reference[name]) > 1 - max(least, 2 * error), name
 
 
 def cosine(a, b):

@@ -100,7 +100,7 @@ def test_values_are_converted(flag, value, field, expected):
         ({"opt-v-dtype": "int4"}, "--opt-v-dtype: unknown dtype 'int4', expected one of bf16, fp"),
         ({"lr-schedule": "step"}, "--lr-schedule: expected cosine or linear or wsd, got 'step'"),
         ({"memory-limit": "lots"}, "--memory-limit: expected a size such as 512MiB or 16GiB"),
-        ({"memory-limit": "0"}, "--memory-limit: must be at least 1, got 0"),
+        ({"memory-limit": "8"}, "--memory-limit: must be at least 1024 bytes, got 8 bytes"),
         ({"train-seed": 2**64}, f"--train-seed: must be at most {2**64 - 1}"),
         ({"seed": -1}, "--seed: must be at least 0"),
         ({"name": ""}, "--name: expected text, got ''"),

@@ -61,7 +61,7 @@ class MemoryOptions:
         "Take host memory that is faster for the GPU and slow for the CPU"
     )
     memory_limit: int | None = option(
-        None, "Use at most this much memory per device", parse=parse_size, min=1
+        None, "Use at most this much memory per device, such as 8GiB", parse=parse_size, min=1024
     )
 
     @property

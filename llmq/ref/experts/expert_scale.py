@@ -4,6 +4,8 @@ import numpy as np
 
 from llmq.ref.common import compute
 
+CASES = {"tiny": (64, 8, 2), "gemma4_26b": (8192, 128, 8)}  # tokens, experts, choices of each
+
 
 def expert_scale_forward(out, weights, scale, chosen, n):
     out[...] = weights * compute(scale)[chosen]
