@@ -80,20 +80,23 @@ def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> 
             rank.step.inbox.send(scalars, batch, rank.step.results)
             rank.step.calibrate()
             rank.dev.graph(*rank.step.micro_step(i, last=last))
-        largest = rank.step.model.operands.largest().items()
-        measured = [
-            _Entry(
-                _place(rank.step.config, f"layers.{layer}", name),
-                f"{name.removeprefix('d_')} of layer {layer}",
-                value,
-            )
-            for (layer, name), value in largest
-            if name.startswith("d_")
-        ]
-        return measured + _pieces(rank, "gradients")
+        return _measured_gradients(rank.step) + _pieces(rank, "gradients")
 
     bad = _first_bad(ranks, backward)
     return None if bad is None else NanOrigin(f"the gradient of {bad.name}")
+
+
+def _measured_gradients(step: Step) -> list[_Entry]:
+    """The largest values of gradients that products have written as codes, which keep no NaN."""
+    return [
+        _Entry(
+            _place(step.config, f"layers.{layer}", name),
+            f"{name.removeprefix('d_')} of layer {layer}",
+            value,
+        )
+        for (layer, name), value in step.model.operands.largest().items()
+        if name.startswith("d_")
+    ]
 
 
 def check_update(

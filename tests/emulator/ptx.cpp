@@ -233,6 +233,7 @@ void copy_in_background(SharedAddress to, const void* from, bool valid, int size
     check(to % size == 0 && (size_t)from % size == 0, "cp.async: an address is not aligned");
     Copy copy{to, {}, size};
     if (valid) { std::memcpy(copy.bytes, from, size); }
+    std::memset((void*)to, 0xFF, size);  // NaN, for threads that still read what was there before
     copy_queue().open.push_back(copy);
 }
 

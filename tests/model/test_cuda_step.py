@@ -63,7 +63,8 @@ def same(one, other):
 @pytest.fixture(params=CONFIGS)
 def path(request, tmp_path):
     # Rounding would choose other experts, were not all of them active.
-    all_active = {"num_experts_per_tok": {"mixtral": 4, "gpt_oss": 8}.get(request.param, 5)}
+    field = "top_k_experts" if request.param == "gemma4_a4b" else "num_experts_per_tok"
+    all_active = {field: {"mixtral": 4, "gpt_oss": 8}.get(request.param, 5)}
     changed = all_active if request.param in WITH_EXPERTS else {}
     hf_model(request.param, **changed).save_pretrained(tmp_path)
     return tmp_path

@@ -114,7 +114,9 @@ template <class Sources> struct Ring {
     static constexpr int STAGE_BYTES = CHUNK * ((DK > CHUNK ? DK : CHUNK) + 8) * 2;
     const Sources& sources;
     char* memory;
-    float (*known)[2 * CHUNK];  // of this turn and of the next one
+    // Turns whose factors are in use or on their way: two, but three of two steps each.
+    static constexpr int KNOWN = 1 + (STEPS + STAGES - 2) / STEPS;
+    float (*known)[2 * CHUNK];  // KNOWN of them
     int turns, slot = 0;
 
     template <int AHEAD = 0> __device__ __forceinline__ void start() {
@@ -132,7 +134,7 @@ template <class Sources> struct Ring {
             stage<CHUNK, Sources::COLUMNS[STEP], SCAN_THREADS>(memory + to * STAGE_BYTES, from.at,
                                                                from.pitch, from.rows);
             if (STEP == 0 && threadIdx.x < 2 * CHUNK / 4) {
-                cp_async_16(shared_address(known[turn % 2] + threadIdx.x * 4),
+                cp_async_16(shared_address(known[turn % KNOWN] + threadIdx.x * 4),
                             sources.known(turn) + threadIdx.x * 4, true);
             }
         }

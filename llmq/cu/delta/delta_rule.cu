@@ -247,6 +247,7 @@ __device__ __forceinline__ void scan(T* out, T* states, T* changes, float* state
         OUT ? put_out(out, at, c, tile) : put_changes(changes, at, c, tile);
     };
     Ring<Sources> ring{sources, reinterpret_cast<char*>(tile + CHUNK * TILE), known, at.chunks};
+    static_assert(decltype(ring)::KNOWN == 2);
     ring.start();
     State here(ring.memory);
     here.read(state);
@@ -340,6 +341,7 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 0)
     const auto finish = [&](int c) { put_changes(d_changes, at, c, tile); };
     Ring<decltype(sources)> ring{sources, reinterpret_cast<char*>(tile + CHUNK * TILE), known,
                                  at.chunks};
+    static_assert(decltype(ring)::KNOWN == 2);
     ring.start();
     State here(ring.memory);  // the gradient of the state
     here.read(carried);

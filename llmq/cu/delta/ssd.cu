@@ -147,22 +147,22 @@ template <bool BACK, bool OUT>
 __device__ __forceinline__ void walk(T* out, i64 pitch, T* states, float* state,
                                      const Scanned2<BACK, OUT>& sources) {
     extern __shared__ uint4 memory[];
-    alignas(16) __shared__ float known[2][2 * CHUNK];
+    using Tiles = Ring<Scanned2<BACK, OUT>>;
+    alignas(16) __shared__ float known[Tiles::KNOWN][2 * CHUNK];
     T* const tile = reinterpret_cast<T*>(memory);
     const Place& at = sources.at;
     const auto finish = [&](int turn) {
         const int first = sources.chunk(turn) * CHUNK;
         if (OUT) { copy_out(out + first * pitch, pitch, at.seq_len - first, tile); }
     };
-    Ring<Scanned2<BACK, OUT>> ring{sources, reinterpret_cast<char*>(tile + CHUNK * TILE), known,
-                                   at.chunks};
+    Tiles ring{sources, reinterpret_cast<char*>(tile + CHUNK * TILE), known, at.chunks};
     ring.start();
     State here(ring.memory);
     here.read(state);
     for (int turn = 0; turn < at.chunks; ++turn) {
         const float whole = __ldg(sources.known(turn) + FRONT * CHUNK + CHUNK - 1);
-        const Tokens reads{known[turn % 2] + (BACK ? BEHIND : FRONT) * CHUNK};
-        const Tokens added{known[turn % 2] + (BACK ? FRONT : BEHIND) * CHUNK};
+        const Tokens reads{known[turn % Tiles::KNOWN] + (BACK ? BEHIND : FRONT) * CHUNK};
+        const Tokens added{known[turn % Tiles::KNOWN] + (BACK ? FRONT : BEHIND) * CHUNK};
         const Tile<T> own = ring.template next<0>(turn);
         if (turn) { finish(turn - 1); }
         if (BACK || !OUT) { here.put_into(states + at.of_chunk(sources.chunk(turn)) * DK * DV); }
