@@ -428,7 +428,7 @@ def test_given_batches_need_no_documents_of_files():
     [
         (80, {"matmul_dtype": "e4m3"}, {}, "--matmul-dtype: e4m3 needs compute capability 8.9"),
         (90, {}, {"hidden_size": 516}, "hidden_size is 516; on a GPU it must be a"),
-        (90, {}, {"head_dim": 272}, "head_dim is 272; on a GPU it must be at most 256: use"),
+        (90, {}, {"head_dim": 520}, "head_dim is 520; on a GPU it must be at most 512: use"),
     ],
 )
 def test_what_a_gpu_cannot_do_is_one_line(capability, options, changes, message):
