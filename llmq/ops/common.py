@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
-from llmq.base.dtypes import E4M3, E5M2, FP8
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, FP8
 from llmq.base.operand import CODES_MULTIPLE, Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
+from llmq.runtime.cost import Cost, delta_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
@@ -308,3 +310,53 @@ class Heads(NamedTuple):
     def channels(self) -> int:
         """Channels of queries, keys and values together."""
         return 2 * self.Hk * self.DK + self.Hv * self.DV
+
+
+class ChunkedCall:
+    """Sizes, scratch and costs of one call that computes texts in chunks.
+
+    name: of scratch. shapes: shapes of a value head's tensors in one chunk, by name; factors are
+    F32, others have the dtype of qkv.
+    """
+
+    name: str
+    shapes: dict[str, tuple[int, int]]
+
+    def __init__(
+        self,
+        op: str,
+        dev: Device,
+        qkv: Tensor,
+        heads: Heads,
+        starts: Tensor | None,
+        state: Tensor | None,
+    ):
+        """qkv: (B, T, channels). ValueError for a state beside starts."""
+        if state is not None and starts is not None:
+            raise ValueError(f"{op}: a state belongs to one document, starts must be None")
+        self.dev, self.heads, (self.B, self.T, _) = dev, heads, qkv.shape
+        self.dtype, self.carried = qkv.dtype, int(state is not None)
+        self.chunks = ceil_div(self.T, CHUNK)
+        self.sizes = (self.T, heads.Hk, heads.Hv)
+
+    @contextmanager
+    def scratch(self, *wanted: str) -> Iterator[list[Tensor]]:
+        """Tensors of all chunks, by name."""
+        with ExitStack() as temps:
+            tensors = []
+            for name in wanted:
+                shape = (self.B, self.heads.Hv, self.chunks, *self.shapes[name])
+                dtype = F32 if name == "factors" else self.dtype
+                scratch = self.dev.scratch(f"{self.name} {name}", shape, dtype)
+                tensors.append(temps.enter_context(scratch))
+            yield tensors
+
+    def cost(self, kernel: Kernel, fmas: int) -> Cost:
+        """fmas: per token and value head."""
+        flops = 2 * fmas * self.B * self.T * self.heads.Hv
+        sizes = (self.T, self.heads.DK, self.B * self.heads.Hv)
+        return delta_cost(kernel, self.dtype, flops, sizes)
+
+    def tiles(self, rows: int, *widths: int) -> int:
+        """Bytes of BF16 tiles in shared memory; F32 matrices are read from global memory."""
+        return 2 * rows * sum(width + 8 for width in widths) if self.dtype is BF16 else 0

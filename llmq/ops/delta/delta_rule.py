@@ -1,13 +1,11 @@
 """The gated delta rule: linear attention over a state, forward, backward, and token by token."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from llmq.base.dtypes import BF16, F32
 from llmq.base.tensor import Tensor
-from llmq.ops.common import CAPABILITY, CHUNK, Heads
-from llmq.runtime.cost import BESIDE_ATTENTION, Cost, delta_cost
+from llmq.ops.common import CAPABILITY, CHUNK, ChunkedCall, Heads
+from llmq.runtime.cost import BESIDE_ATTENTION
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
@@ -94,8 +92,10 @@ FACTORS = 6  # F32 numbers of a token
 FEW_TOKENS = 8  # at most, for which `recurrence` is less work than a chunk
 
 
-class _Call:
-    """Sizes, scratch and launches of one call."""
+class _Call(ChunkedCall):
+    """The launches of one call."""
+
+    name = "delta"
 
     def __init__(
         self,
@@ -106,40 +106,17 @@ class _Call:
         starts: Tensor | None,
         state: Tensor | None,
     ):
-        Hk, Hv, DK, DV = heads
-        B, T = PREPARE.dims(qkv=qkv)
-        if state is not None and starts is not None:
-            raise ValueError(f"{op}: a state belongs to one document, starts must be None")
-        self.dev, self.heads, self.B, self.T = dev, heads, B, T
-        self.dtype, self.carried = qkv.dtype, int(state is not None)
-        self.chunks = ceil_div(T, CHUNK)
+        PREPARE.dims(qkv=qkv)
+        super().__init__(op, dev, qkv, heads, starts, state)
+        DK, DV = heads.DK, heads.DV
         self.slice = 32 if DV % 64 else 64  # columns of values in a block of a scan
         # Rows of a state that GRADIENTS loads at once, as shared memory permits.
         self.state_rows = 32 if dev.spec.capability in (90, 100) else 16
         self.consts = {"DK": DK, "DV": DV, "STATE_ROWS": self.state_rows}
-        self.sizes = (T, Hk, Hv)
-
-    @contextmanager
-    def scratch(self, *wanted: str) -> Iterator[list[Tensor]]:
-        """Tensors of all chunks, by name."""
-        DK, DV = self.heads.DK, self.heads.DV
-        shapes = {"factors": (FACTORS, CHUNK), "w": (CHUNK, DK)}
-        shapes |= dict.fromkeys(("u", "changes"), (CHUNK, DV))
-        shapes |= dict.fromkeys(("scores", "inverse"), (CHUNK, CHUNK))
-        shapes |= dict.fromkeys(("states", "d_states"), (DV, DK))
-        with ExitStack() as temps:
-            tensors = []
-            for name in wanted:
-                shape = (self.B, self.heads.Hv, self.chunks, *shapes[name])
-                dtype = F32 if name == "factors" else self.dtype
-                tensors.append(temps.enter_context(self.dev.scratch(f"delta {name}", shape, dtype)))
-            yield tensors
-
-    def cost(self, kernel: Kernel, fmas: int) -> Cost:
-        """fmas: per token and value head."""
-        flops = 2 * fmas * self.B * self.T * self.heads.Hv
-        sizes = (self.T, self.heads.DK, self.B * self.heads.Hv)
-        return delta_cost(kernel, self.dtype, flops, sizes)
+        self.shapes = {"factors": (FACTORS, CHUNK), "w": (CHUNK, DK)}
+        self.shapes |= dict.fromkeys(("u", "changes"), (CHUNK, DV))
+        self.shapes |= dict.fromkeys(("scores", "inverse"), (CHUNK, CHUNK))
+        self.shapes |= dict.fromkeys(("states", "d_states"), (DV, DK))
 
     def each_chunk(self, kernel: Kernel, heads: int, args: tuple, shared: int, fmas: int) -> None:
         """Launch a block per head, sequence and chunk. heads: Hk or Hv. shared: bytes of shared
@@ -147,10 +124,6 @@ class _Call:
         grid, args = (heads, self.B, self.chunks), (*args, *self.sizes, self.carried)
         cost = self.cost(kernel, fmas)
         self.dev.launch(kernel, grid, THREADS, args, consts=self.consts, smem=shared, cost=cost)
-
-    def tiles(self, rows: int, *widths: int) -> int:
-        """Bytes of BF16 tiles in shared memory; F32 matrices are read from global memory."""
-        return 2 * rows * sum(width + 8 for width in widths) if self.dtype is BF16 else 0
 
     def prepare(self, made: tuple, inputs: tuple) -> None:
         """made: u, w, inverse, scores, factors, as the kernel takes them."""

@@ -1,12 +1,9 @@
 """Mamba-2's state space (SSD), the delta rule without correction: forward, backward, by token."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-
-from llmq.base.dtypes import BF16, F32
+from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops.common import CHUNK, VECTOR_BYTES, Heads, finish_column_sum
-from llmq.runtime.cost import BESIDE_ATTENTION, delta_cost
+from llmq.ops.common import CHUNK, VECTOR_BYTES, ChunkedCall, Heads, finish_column_sum
+from llmq.runtime.cost import BESIDE_ATTENTION
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -80,8 +77,10 @@ STAGES = 4  # tiles that a scan has in shared memory
 HEADS = 8  # value heads of a block of prepare and gradients
 
 
-class _Call:
+class _Call(ChunkedCall):
     """The launches for tensors that fit."""
+
+    name = "ssd"
 
     def __init__(
         self,
@@ -92,47 +91,20 @@ class _Call:
         starts: Tensor | None,
         state: Tensor | None,
     ):
-        Hk, Hv, DK, DV = heads
-        B, T, _ = qkv.shape
-        expect(op, "qkv", qkv, None, (B, T, heads.channels))
-        if state is not None and starts is not None:
-            raise ValueError(f"{op}: a state belongs to one document, starts must be None")
-        self.dev, self.heads, self.B, self.T = dev, heads, B, T
-        self.dtype, self.carried = qkv.dtype, int(state is not None)
-        self.chunks = ceil_div(T, CHUNK)
-        self.consts, self.sizes = {"DK": DK, "DV": DV}, (T, Hk, Hv)
-        self.parts = ceil_div(Hv // Hk, HEADS)
-
-    @contextmanager
-    def scratch(self, *wanted: str) -> Iterator[list[Tensor]]:
-        """Tensors of all chunks, by their names."""
-        _, Hv, DK, DV = self.heads
-        rows = {"factors": (2, CHUNK), "scores": (CHUNK, CHUNK)}
-        rows |= dict.fromkeys(("states", "d_states"), (DV, DK))
-        with ExitStack() as temps:
-            yield [
-                temps.enter_context(
-                    self.dev.scratch(
-                        f"ssd {name}",
-                        (self.B, Hv, self.chunks, *rows[name]),
-                        F32 if name == "factors" else self.dtype,
-                    )
-                )
-                for name in wanted
-            ]
+        _, Hv, DK, DV = heads
+        expect(op, "qkv", qkv, None, (*qkv.shape[:2], heads.channels))
+        super().__init__(op, dev, qkv, heads, starts, state)
+        self.consts = {"DK": DK, "DV": DV}
+        self.parts = ceil_div(Hv // heads.Hk, HEADS)
+        self.shapes = {"factors": (2, CHUNK), "scores": (CHUNK, CHUNK)}
+        self.shapes |= dict.fromkeys(("states", "d_states"), (DV, DK))
 
     def launch(
         self, kernel: Kernel, grid: tuple, threads: int, args: tuple, shared: int, fmas: int
     ) -> None:
         """shared: bytes. fmas: for a token and a value head."""
-        flops = 2 * fmas * self.B * self.T * self.heads.Hv
-        sizes = (self.T, self.heads.DK, self.B * self.heads.Hv)
-        cost = delta_cost(kernel, self.dtype, flops, sizes)
+        cost = self.cost(kernel, fmas)
         self.dev.launch(kernel, grid, threads, args, consts=self.consts, smem=shared, cost=cost)
-
-    def tiles(self, rows: int, *widths: int) -> int:
-        """Bytes of tiles of BF16 in shared memory; those of F32 stay where they are."""
-        return 2 * rows * sum(width + 8 for width in widths) if self.dtype is BF16 else 0
 
     def prepare(self, scores: Tensor, factors: Tensor, inputs: tuple) -> None:
         """inputs: qkv, gates, skip, starts."""
