@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from llmq.ops.delta.delta_rule import Heads
@@ -86,3 +88,20 @@ class Chunked:
             self.starts, *self.sizes, self.carried, **self.dims,
         )  # fmt: skip
         return self.d_qkv, self.d_gates
+
+
+def assert_documents_apart(run: Callable[[dict], dict], arrays: dict) -> None:
+    """Tokens [20, 67), which are a document, have the same bits in a second run, and beside other
+    values of all other tokens. run: results by name, of arrays by name."""
+    results = []
+    for factor in (1, 1, 4):
+        changed = {name: arrays[name].copy() for name in ("qkv", "gates", "d_out")}
+        for array in changed.values():
+            array[:, :20] *= factor
+            array[:, 67:] *= factor
+        results.append(run(arrays | changed))
+    for name in ("out", "d_qkv", "d_gates"):
+        first, again, other = (result[name] for result in results)
+        np.testing.assert_array_equal(first, again)
+        np.testing.assert_array_equal(first[:, 20:67], other[:, 20:67])
+        assert (first[:, :20] != other[:, :20]).any()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+import llmq
 from llmq.commands.cli import _run
 from llmq.data.tokens import TokenWriter
 from llmq.run.loop import Loop
@@ -114,3 +115,10 @@ def before_step(monkeypatch, call: Callable[[Loop], object]) -> None:
         real(self)
 
     monkeypatch.setattr(Loop, "step", step)
+
+
+def trainer(world: int = 1, **changes: object) -> llmq.Trainer:
+    """A Trainer in a workplace, of 8 steps of one micro-step each on so many ranks."""
+    given = options(gpus=world, grad_accumulation=1, steps=8, **changes)
+    given = {name.replace("-", "_"): value for name, value in given.items() if value is not None}
+    return llmq.Trainer(**given)

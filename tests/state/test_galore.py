@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-import llmq
 from llmq.base.dtypes import BF16, F32, I32, I64, Limits
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.options.presets import preset
@@ -24,7 +23,7 @@ from llmq.state.rules.rule import FullMatrix
 from tests.harness import GPU_SPEC
 from tests.harness import run as launch
 from tests.harness import step_scalars as scalars_of
-from tests.runs import make_workplace, options
+from tests.runs import make_workplace, trainer
 from tests.sharded import (
     GPT2,
     QWEN2,
@@ -303,12 +302,6 @@ def test_what_is_refused():
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(make_workplace(tmp_path))
-
-
-def trainer(world=1, **changes):
-    given = options(gpus=world, grad_accumulation=1, steps=8, **changes)
-    given = {name.replace("-", "_"): value for name, value in given.items() if value is not None}
-    return llmq.Trainer(**given)
 
 
 def test_any_number_of_ranks_goes_on(workplace):

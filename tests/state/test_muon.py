@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-import llmq
 from llmq.arch import ARCHITECTURES
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import ConfigError, LlmqError
@@ -28,7 +27,7 @@ from llmq.state.rules.rule import FullMatrix
 from tests.harness import GPU_SPEC, host_device
 from tests.harness import run as launch
 from tests.mixture import EXPERTS, Mixture
-from tests.runs import make_workplace, options
+from tests.runs import make_workplace, trainer
 from tests.sharded import (
     GPT2,
     QWEN2,
@@ -337,12 +336,6 @@ def test_rates_and_what_is_refused():
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(make_workplace(tmp_path))
-
-
-def trainer(world=1, **changes):
-    given = options(gpus=world, grad_accumulation=1, steps=8, **changes)
-    given = {name.replace("-", "_"): value for name, value in given.items() if value is not None}
-    return llmq.Trainer(**given)
 
 
 def test_any_number_of_ranks_goes_on(workplace):
