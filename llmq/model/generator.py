@@ -107,8 +107,8 @@ class _Text:
 
 
 class _Prompt(NamedTuple):
-    """A prompt that was computed: all its tokens but one. blocks: that hold them. The states of the
-    one that was computed last are in the row behind those of texts."""
+    """A prompt whose tokens but the last are computed. blocks: numbers of the blocks with keys and
+    values of these tokens. The latest prompt's states lie in the row behind those of texts."""
 
     ids: list[int]
     blocks: list[int]
@@ -248,8 +248,9 @@ class Generator:
         return Pass(inputs, model, self._cache, B, T)
 
     def _decoding(self, each: Pass) -> Callable[[bool], None]:
-        how = {"chosen": self._chosen, "seen": self._seen, "outputs": self.config.outputs}
-        return partial(each.decode, **how)
+        return partial(
+            each.decode, chosen=self._chosen, seen=self._seen, outputs=self.config.outputs
+        )
 
     def rehearse(self) -> None:
         """All kinds of passes once, for a device that only plans, or to load kernels and capture

@@ -166,7 +166,7 @@ def attend(
     sequences, n, head_dim, _, block_size, max_blocks = STORE.dims(
         **given, num_heads=num_heads, num_kv_heads=num_kv_heads
     )
-    window, scale = _expect_numbers(window, scale, head_dim)
+    numbers = (*_expect_numbers(window, scale, head_dim), sinks)
     latent, on_gpu = v_cache is None, dev.spec.capability > 0
     if out.shape == (sequences, n, num_heads * head_dim):
         out = out.view(sequences, n, num_heads, head_dim)
@@ -175,7 +175,6 @@ def attend(
     sizes = (n, max_blocks, block_size, num_heads, num_kv_heads)
     read, consts = (qkv, k_cache, v_cache, table, lengths, new, *sizes), {"HEAD_DIM": head_dim}
     consts |= {"BLOCK_SIZE": block_size, "VALUE_DIM": out.shape[3], "LATENT": int(latent)}
-    numbers = (window, scale, sinks)
     if n <= FEW and on_gpu and arrived is not None:
         _decode(dev, out, arrived, read, consts, (*numbers, int(stores)))
         return
@@ -184,9 +183,10 @@ def attend(
     rows = _many_rows(qkv.dtype.itemsize, head_dim, latent=latent)
     tiles = sequences * ceil_div(n * (num_heads // num_kv_heads), rows)
     smem = _shared_bytes(qkv.dtype.itemsize, head_dim, rows, latent=latent)
-    consts["ROWS"], args = rows, (out, *read, *numbers)
-    how = {"consts": consts, "smem": smem, "cost": BESIDE_ATTENTION}
-    dev.launch(ATTEND, (num_kv_heads, tiles), THREADS, args, **how)
+    dev.launch(
+        ATTEND, (num_kv_heads, tiles), THREADS, (out, *read, *numbers),
+        consts=consts | {"ROWS": rows}, smem=smem, cost=BESIDE_ATTENTION,
+    )  # fmt: skip
 
 
 def arrivals(sequences: int, num_heads: int) -> int:

@@ -101,20 +101,26 @@ def choose(
     consts = {} if softcap is None else {"SOFTCAP": int(np.float32(softcap).view(np.uint32))}
     parts = ceil_div(vocab_size, PART)
     sizes = (vocab_size, padded_vocab, parts)
-    its, grid = requests, (parts, rows)
+    grid = (parts, rows)
     with (
         dev.scratch("sample_stats", (rows, parts, 2), F32) as stats,
         dev.scratch("sample_largest", (rows, parts), I64) as largest,
         dev.scratch("sample_found", (rows, parts), I64) as found,
         dev.scratch("sample_last", (rows,), I64) as last,
     ):
-        args = (stats, largest, logits, its.repetition, seen, *sizes)
+        args = (stats, largest, logits, requests.repetition, seen, *sizes)
         dev.launch(SCAN, grid, THREADS, args, consts=consts)
-        filters = (its.temperature, its.top_k, its.top_p, its.repetition)
+        filters = (requests.temperature, requests.top_k, requests.top_p, requests.repetition)
         dev.launch(
             CUT, rows, THREADS, (last, logits, largest, *filters, seen, *sizes), consts=consts
         )
-        draws = (its.temperature, its.min_p, its.repetition, its.seed, its.position)
+        draws = (
+            requests.temperature,
+            requests.min_p,
+            requests.repetition,
+            requests.seed,
+            requests.position,
+        )
         args = (found, logits, largest, last, *draws, seen, *sizes)
         dev.launch(DRAW, grid, THREADS, args, consts=consts)
         args = (tokens, logprobs, logits, stats, found, seen, rows, *sizes)
