@@ -40,7 +40,7 @@ class Arcee(Llama):
 
 
 class Cwm(RopeFamily):
-    """CWM: windows in all layers but each fourth, from the first one on."""
+    """CWM: attention with a window, but full attention in layers 0, 4, 8 and so on."""
 
     name = "CwmForCausalLM"
     classifier = None

@@ -76,7 +76,7 @@ class Mamba(DeltaNet):
         )
 
     def _stored(self, rest: tuple[int, ...]) -> Order:
-        """The order of rows (C, B, *rest) where they are stored. rest: x, or x, z, a."""
+        """The order of rows in checkpoints, of rows (C, B, *rest) here. rest: x, or x, z, a."""
         K, ranges = self.key_heads * self.key_dim, []
         for rows in (K, K, *rest):
             first = ranges[-1][1] if ranges else 0

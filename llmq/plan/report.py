@@ -134,7 +134,7 @@ def _rollout(
 
 
 def _rollout_lines(rollout: dict[str, Any]) -> list[str]:
-    """Lines of the plan about a rollout. rollout: as for programs."""
+    """Lines of the plan about the rollout of `llmq rl`. rollout: the result of `_rollout`."""
     facts, seconds = {}, rollout["seconds"]
     facts["Samples"] = (
         f"{rollout['samples']} of {rollout['new_tokens']} tokens, behind prompts of "

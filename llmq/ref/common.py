@@ -340,7 +340,7 @@ def emit_fp8(
 
 
 def pad_turned(transposed: np.ndarray, rows: int, factor: np.float32) -> None:
-    """Write codes of zeros behind the rows of transposed codes, into the padding of `turned`."""
+    """Write codes of 0 into columns from `rows` on of transposed fp8 codes (features, columns)."""
     zero = np.empty(1, np.uint8)
     encode_fp8(zero, np.zeros(1, np.float32), factor, transposed.dtype)
     transposed.view(np.uint8)[:, rows:] = zero

@@ -67,5 +67,5 @@ class Half(Protocol):
     def backward(
         self, ctx: LayerContext, inputs: Any, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """Write d_x (rows, C), unless None, and the weights' gradients, from d_out (rows, C).
+        """Compute d_x (rows, C), unless None, and gradients of weights from d_out (rows, C).
         inside: False if only the output product's weights need gradients."""

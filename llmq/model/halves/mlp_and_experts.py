@@ -30,7 +30,8 @@ from llmq.ops.pointwise import norm
 
 
 class _Part(NamedTuple):
-    """The MLP or the experts in a layer. stats: of the norm behind, whose weight is `post`."""
+    """The MLP or the experts of one layer. post: key of the output norm's weight. stats: statistics
+    of the output norm."""
 
     layer: HalfLayer
     stats: Stats

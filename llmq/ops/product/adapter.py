@@ -265,7 +265,7 @@ def _consts(tiles: Tiles, rank: int, spec: DeviceSpec) -> dict[str, int]:
 
 
 def takes(dtype: DType, N: int, spans: Spans, rank: int) -> bool:
-    """True if `backward` supports dtype, sizes and rank; else callers need two products."""
+    """True if the fused `backward` supports dtype, N, spans and rank; else use two products."""
     aligned = not any(edge % MULTIPLE for edge in (N, *chain(*spans)))
     return dtype == BF16 and rank <= MAX_RANK and aligned
 

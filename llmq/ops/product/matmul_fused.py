@@ -115,7 +115,7 @@ class _Product(NamedTuple):
         alpha: float = 1.0,
         experts: int = 0,
     ) -> _Product:
-        """transposed: tail is (R, N), and b (K, N), if BF16. experts: number of experts, whose
+        """transposed: with BF16, tail is (R, N) and b is (K, N). experts: number of experts, whose
         matrices lie below each other in b and tail; 0: no experts. TypeError or ValueError for
         operands that no declaration describes."""
         expect_scales(op, a, b, scale_a, scale_b)

@@ -131,7 +131,7 @@ def places(x: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def numbers(order: np.ndarray) -> np.ndarray:
-    """F32: the numbers of places, which are unsigned."""
+    """Return the F32 numbers in the upper words of places (uint64), the inverse of `places`."""
     bits = (order >> np.uint64(32)).astype(np.uint32)
     return np.where(bits >> 31, bits ^ np.uint32(1 << 31), ~bits).astype(np.uint32).view(np.float32)
 
