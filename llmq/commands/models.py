@@ -20,6 +20,20 @@ Adapter = option(Path | None, "Adapters of the model in PEFT's format, a directo
 ModelDtype = option(str, "bf16 or fp32.", callback=checks("model_dtype"))
 
 
+def _encoded(value: str | None) -> str | None:
+    if value is not None and value not in BASES:
+        raise ConfigError(f"--base-dtype: must be {', '.join(BASES)}, got {value}")
+    return value
+
+
+BASES = ("nf4", "int8", "e4m3", "mxfp4")
+BaseDtype = option(
+    str | None,
+    "Format of the blocks' matrices: nf4, int8, e4m3, of experts mxfp4; --model-dtype.",
+    callback=_encoded,
+)
+
+
 def sample(
     model: Model,
     adapter: Adapter = None,
@@ -38,6 +52,7 @@ def sample(
     chat_template: option(str | None, "Template of --chat, a file; the tokenizer's.") = None,
     device: Device = "auto",
     model_dtype: ModelDtype = "bf16",
+    base_dtype: BaseDtype = None,
 ) -> None:
     """Continue a text with a trained model.
 
@@ -82,6 +97,7 @@ def evaluate(
     device: Device = "auto",
     gpus: option(int, "GPUs to use; 0: all.", min=0, max=64) = 0,
     model_dtype: ModelDtype = "bf16",
+    base_dtype: BaseDtype = None,
 ) -> None:
     """Measure accuracy and perplexity of a model, as lm-eval defines them.
 

@@ -11,6 +11,8 @@ from llmq.model.model import Model
 from llmq.ops.loss.labels import Labels
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
+from llmq.state.params import Slab
+from llmq.state.placement import Placement, place, resident
 from llmq.state.weights import Weights
 
 LOGITS_BYTES = 256 * MIB  # at most, that exist at a time
@@ -27,13 +29,14 @@ class Scorer:
         weights: Weights,
         backend: str = "native",
         *,
+        base_dtype: str | None = None,
         greedy: bool = False,
     ):
-        """weights: placed by placement.resident. backend: see directions. greedy: find the
+        """weights: of placed_to_read(), with base_dtype. backend: see directions. greedy: find the
         likeliest tokens, too."""
         self.dev, self.config, self.weights = dev, config, weights
         self._backend = backend
-        self._dtype = weights.placement["embed"].work.dtype
+        self._dtype, self._base_dtype = weights.placement["embed"].work.dtype, base_dtype
         self._shape, self._greedy = (0, 0), greedy
         self._temps = ExitStack()
 
@@ -52,7 +55,7 @@ class Scorer:
             self._labels = Labels(hits, linear=True)
         if self._greedy:
             self._likeliest = self.dev.alloc("likeliest", (B * T, 2), F32, "Activations")
-        options = scoring_options(self.config, self._dtype, B, T).for_step
+        options = scoring_options(self.config, self._dtype, B, T, self._base_dtype).for_step
         self._model = Model(
             self.dev, self.config, options, self.weights, self._backend, self._inputs
         )
@@ -92,12 +95,30 @@ class Scorer:
             self._model.top_k(self._likeliest)
 
 
-def scoring_options(config: ModelConfig, dtype: DType, B: int, T: int) -> TrainConfig:
-    """Options of forward passes that keep nothing, with weights and activations of this format."""
+def scoring_options(
+    config: ModelConfig, dtype: DType, B: int, T: int, base_dtype: str | None = None
+) -> TrainConfig:
+    """Options of forward passes that keep nothing, with weights and activations of this format.
+    base_dtype: of the blocks' matrices, as of --base-dtype, products of which are in `dtype`."""
     groups = B * T // 4  # rows of logits come in multiples of 4
     most = max(LOGITS_BYTES // (4 * config.padded_outputs * dtype.itemsize), 1)
     chunks = next(n for n in range(-(-groups // most), groups + 1) if groups % n == 0)
+    how = {}
+    if base_dtype is not None:
+        how = {"base_dtype": base_dtype, "matmul_dtype": dtype.name, "only_scores": True}
     options = TrainConfig(
-        model_dtype=dtype.name, batch_size=B, seq_len=T, recompute_block=True, lmhead_chunks=chunks
-    )
+        model_dtype=dtype.name, batch_size=B, seq_len=T, recompute_block=True, lmhead_chunks=chunks,
+        **how,
+    )  # fmt: skip
     return options.normalized()
+
+
+def placed_to_read(
+    config: ModelConfig, table: tuple[Slab, ...], dtype: DType, base_dtype: str | None
+) -> Placement:
+    """The placement of weights that are only read, see scoring_options. ConfigError for a
+    base_dtype that the model cannot have."""
+    if base_dtype is None:
+        return resident(table, dtype)
+    options = scoring_options(config, dtype, 1, 4, base_dtype)
+    return place(options.validate_with(config).for_step, table)

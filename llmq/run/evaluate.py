@@ -22,7 +22,7 @@ from llmq.base.files import Closing, check_writable, write_file
 from llmq.base.locks import LOCK, locked
 from llmq.data.scores import LARGEST_ID
 from llmq.data.tokens import open_token_files
-from llmq.model.inference import Scorer, scoring_options
+from llmq.model.inference import Scorer, placed_to_read, scoring_options
 from llmq.options.options import TrainConfig
 from llmq.plan.checks import attention_backend, check_sizes
 from llmq.report.tables import terminal_table
@@ -36,7 +36,6 @@ from llmq.runtime.machine import Machine, choose_machine, open_apart
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.workers import RankPool
 from llmq.state.params import Param, weight_table
-from llmq.state.placement import resident
 from llmq.state.weights import Weights
 from llmq.text.guarded import guarded_tokenizer
 from llmq.text.record_format import prompt_of, score_form, scored_line
@@ -75,6 +74,7 @@ class Asker(NamedTuple):
     config: ModelConfig
     read: Callable[[Param], np.ndarray]
     dtype: DType
+    base_dtype: str | None
     batch_tokens: int
 
     def likelihoods(self, requests: list[Request]) -> np.ndarray:
@@ -90,7 +90,8 @@ class Asker(NamedTuple):
         batches = make_batches(requests, partial(batch_shape, self.batch_tokens, self.longest))
         total = sum(math.prod(batch.shape) for batch in batches)
         form = (self.machine, self.config, self.dtype, batches, self.read)
-        with Fleet(*form, greedy=greedy) as fleet, Progress("eval", total) as progress:
+        how = {"base_dtype": self.base_dtype, "greedy": greedy}
+        with Fleet(*form, **how) as fleet, Progress("eval", total) as progress:
             values = fleet.likelihoods(len(requests), progress.update)
         if not np.isfinite(values).all():
             raise LlmqError(NOT_FINITE)
@@ -107,8 +108,9 @@ def asking(
     device: str,
     gpus: int,
     model_dtype: str,
+    base_dtype: str | None = None,
 ) -> Iterator[Asker]:
-    """Open a model for requests. adapter: see open_model."""
+    """Open a model for requests. adapter: see open_model. base_dtype: see scoring_options."""
     machine = choose_machine(device, gpus)
     if machine.note:
         print(machine.note, file=sys.stderr)
@@ -121,7 +123,7 @@ def asking(
         longest = seq_len or config.max_positions
         encoder = Encoder(guarded_tokenizer(source), longest, config.num_labels)
         dtype = parse_dtype(model_dtype)
-        yield Asker(encoder, longest, machine, config, read, dtype, batch_tokens)
+        yield Asker(encoder, longest, machine, config, read, dtype, base_dtype, batch_tokens)
 
 
 def ask_model(model: str, tasks: list[Task], **how: Any) -> tuple[list[Asked], np.ndarray]:
@@ -188,17 +190,19 @@ class Fleet(Closing):
         batches: list[Batch],
         read: Callable[[Param], np.ndarray],
         *,
+        base_dtype: str | None = None,
         greedy: bool = False,
     ):
-        """read: returns a whole parameter; all threads call it. greedy: fill `greedy`, too.
-        LlmqError if memory is too small."""
+        """read: returns a whole parameter; all threads call it. base_dtype: see scoring_options.
+        greedy: fill `greedy`, too. LlmqError if memory is too small."""
         self.batches, self._greedy = batches, greedy
         shapes = sorted({batch.shape for batch in batches}, key=lambda shape: -shape[1])
-        largest = scoring_options(config, dtype, *shapes[0])
+        largest = scoring_options(config, dtype, *shapes[0], base_dtype)
         backend = attention_backend(largest, config, machine)
-        table, placement = weight_table(config), resident(weight_table(config), dtype)
-        plan = PlanDevice(machine.spec)
-        planned = Scorer(plan, config, Weights(plan, table, placement), backend, greedy=greedy)
+        table, plan = weight_table(config), PlanDevice(machine.spec)
+        placement = placed_to_read(config, table, dtype, base_dtype)
+        how = {"base_dtype": base_dtype, "greedy": greedy}
+        planned = Scorer(plan, config, Weights(plan, table, placement), backend, **how)
         for shape in shapes:
             planned.rehearse(*shape)
         self._sizes: MemorySizes = plan.sizes()
@@ -210,7 +214,7 @@ class Fleet(Closing):
         def open_rank(rank: int) -> None:
             dev = open_apart(machine, rank, self._sizes)
             weights = Weights(dev, table, placement)
-            self._scorers[rank] = Scorer(dev, config, weights, backend, greedy=greedy)
+            self._scorers[rank] = Scorer(dev, config, weights, backend, **how)
             weights.load(read)
 
         try:

@@ -139,7 +139,7 @@ class Harness(TemplateLM):
         model, slots = self._asker, min(SLOTS, len(asked))
         sampler = Sampler(
             model.machine, model.config, lambda w: w.load(model.read), model.longest, model.dtype,
-            slots,
+            slots, model.base_dtype,
         )  # fmt: skip
         with sampler, sampler.texts(asked) as texts:
             return [

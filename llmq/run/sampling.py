@@ -21,14 +21,13 @@ from llmq.checkpoint.export_files import ADAPTER_CONFIG
 from llmq.checkpoint.exports.source import open_source
 from llmq.checkpoint.states import checkpoint_at
 from llmq.model.generator import Generator, NewToken, Request
-from llmq.options.options import TrainConfig
+from llmq.model.inference import placed_to_read, scoring_options
 from llmq.options.presets import find_directory, is_preset
 from llmq.plan.checks import check_sizes
 from llmq.run.run_paths import model_places
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.plan_device import PlanDevice
 from llmq.state.params import Param, weight_table
-from llmq.state.placement import place, resident
 from llmq.state.weights import Weights
 from llmq.text.chat_template import ChatTemplate, Message, Stop, end_of_turn, load_chat_template
 from llmq.text.guarded import guarded_tokenizer, process_of
@@ -59,11 +58,8 @@ class Sampler(Closing):
         if config.num_labels:
             raise ConfigError("the model has a score head, which predicts no tokens")
         self.config, table = config, weight_table(config)
-        placement, how = resident(table, dtype), {}
-        if base_dtype is not None:
-            how = {"model_dtype": dtype.name, "base_dtype": base_dtype, "only_scores": True}
-            options = TrainConfig(**how).normalized().for_step
-            placement, how = place(options, table), {"options": options}
+        placement = placed_to_read(config, table, dtype, base_dtype)
+        how = {"options": scoring_options(config, dtype, 1, 4, base_dtype).for_step}
         while True:
             blocks = slots * Generator.blocks_of(positions) + 1
             sizes = {"slots": slots, "positions": positions, "blocks": blocks}
@@ -262,6 +258,7 @@ def run_sample(
     chat_template: str | None,
     device: str,
     model_dtype: str,
+    base_dtype: str | None,
     **how: Any,
 ) -> None:
     """Print continuations of the prompt as they are generated, separated by lines of three dashes.
@@ -290,7 +287,7 @@ def run_sample(
             check_prompt(ids, config)
         sampler = Sampler(
             machine, config, lambda w: w.load(read), positions, parse_dtype(model_dtype),
-            min(num_samples, SLOTS),
+            min(num_samples, SLOTS), base_dtype,
         )  # fmt: skip
     with sampler:
         if not ids:

@@ -145,6 +145,7 @@ def run_serve(
     allow_origin: Sequence[str],
     device: str,
     model_dtype: str,
+    base_dtype: str | None = None,
     ready: Callable[[Any], None] = lambda server: None,
 ) -> None:
     """Serve a model until a signal ends the program. texts: number of texts
@@ -157,8 +158,9 @@ def run_serve(
         chat = conversation(tokenizer, chat_template)
         positions = min(max_tokens, config.max_positions)
         sampler = Sampler(
-            machine, config, lambda w: w.load(read), positions, parse_dtype(model_dtype), texts
-        )
+            machine, config, lambda w: w.load(read), positions, parse_dtype(model_dtype), texts,
+            base_dtype,
+        )  # fmt: skip
     if host not in LOCAL and api_key is None:
         warn(f"--host {host}: whoever reaches this machine can use the model: give --api-key")
     hosts = [*LOCAL, host] if host in LOCAL else ["*"]

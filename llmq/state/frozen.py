@@ -44,6 +44,21 @@ class Stored(NamedTuple):
     elements: Callable[[Param, int, int], np.ndarray]
     codes: Callable[[HfPart, str], Mapping[str, Iterator[np.ndarray]] | None]
 
+    @classmethod
+    def of(cls, read: Callable[[Param], np.ndarray]) -> "Stored":
+        """A model of whole parameters, without codes. read: as of `Weights.load`."""
+        last: dict[str, np.ndarray] = {}
+
+        def elements(param: Param, start: int, stop: int) -> np.ndarray:
+            if param.name not in last:
+                last.clear()
+                values = read(param).reshape(-1)
+                is_bf16 = values.dtype == BF16.numpy
+                last[param.name] = values if is_bf16 else values.astype(np.float32, copy=False)
+            return last[param.name][start:stop]
+
+        return cls(elements, lambda part, kind: None)
+
     def source(self, dev: Device) -> Source:
         """Return a source that uploads the elements."""
 

@@ -458,7 +458,7 @@ class Weights:
     ) -> None:
         """Fill the masters from host arrays of the parameters' shapes, any float dtype. read:
         returns None for a parameter that gets fresh values. new: config and seed of fresh values,
-        see `init`. stored: the files of slabs that are kept as codes; None without such slabs."""
+        see `init`. stored: the files of slabs that are kept as codes; None: as `read` has them."""
         for slab in self._with_masters():
             master = self.master[slab.name]
             self.dev.zero(master)
@@ -472,6 +472,7 @@ class Weights:
                 part = master.rows(start, start + target.size)
                 self.dev.upload(part, flat.astype(master.dtype.numpy, copy=False))
         if self.frozen is not None:
+            stored = stored or Stored.of(read)
             self.frozen.fill(stored.source(self.dev), stored)
         self.refresh()
 

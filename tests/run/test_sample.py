@@ -8,18 +8,23 @@ import shutil
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
 from llmq.base.console import printable
+from llmq.base.dtypes import F32
 from llmq.base.errors import LlmqError
 from llmq.commands.cli import _run
-from llmq.model.generator import Generator, NewToken
+from llmq.formats import STORAGE
+from llmq.model.generator import Generator, NewToken, Request
 from llmq.options.presets import preset
+from llmq.run.evaluate import Fleet, batch_shape
 from llmq.run.sampling import (
     Sampler,
     Sampling,
@@ -30,6 +35,9 @@ from llmq.run.sampling import (
 from llmq.run.script import Trainer
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.machine import Machine, choose_machine
+from llmq.state.params import weight_table
+from llmq.text import scoring
+from llmq.text.scoring import make_batches
 from llmq.text.tokenizer import ByteTokenizer, HfTokenizer, continuation
 from tests.models import hf_model
 from tests.runs import make_workplace, options, train
@@ -109,6 +117,31 @@ def test_generation_stops_at_the_positions_and_at_the_end_of_text(model_dir, mon
         assert generate(sampler, [1], 9, temperature=0) == [7, 8]
 
 
+@pytest.mark.parametrize("base", ["nf4", "int8", "e4m3", "mxfp4"])
+def test_matrices_in_a_format_are_those_that_the_format_rounds(base, tmp_path):
+    """Text and likelihoods are those of a model whose matrices have been rounded before."""
+    hf_model("gpt_oss" if base == "mxfp4" else "qwen3").save_pretrained(tmp_path)
+    request, asked = Request([5, 17, 99, 3], 8, temperature=0), [scoring.Request(np.arange(20), 19)]
+    batches = make_batches(asked, partial(batch_shape, 64, 64))
+    machine, found = choose_machine("cpu", 1), []
+    with open_model(str(tmp_path)) as (config, read, _):
+        frozen = {p.name for s in weight_table(config) if s.is_block for p in s.params}
+
+        def rounded(param):
+            values = read(param)
+            if param.name not in frozen:
+                return values
+            return STORAGE[base].rounded(param, values.reshape(-1)).reshape(param.shape)
+
+        for own, how in ((read, {"base_dtype": base}), (rounded, {})):
+            with Sampler(machine, config, lambda w, own=own: w.load(own), 32, **how) as sampler:
+                ((_, made),) = sampler.generator.run([request])
+            with Fleet(machine, config, F32, batches, own, **how) as fleet:
+                (likelihood,) = fleet.likelihoods(1, lambda tokens: None)
+            found.append((made.ids, *made.logprobs, likelihood))
+    assert found[0] == found[1]
+
+
 # ------------------------------------------------------------------------------------------------
 # The command
 
@@ -176,6 +209,8 @@ def test_prompts_of_a_file(trained, tmp_path, capsys):
     ("content", "args", "message"),
     [
         ("", (), "p.jsonl' has no record"),
+        ('{"prompt": "a"}', ("--base-dtype=nf2",), "--base-dtype: must be nf4, int8, e4m3, mxfp4"),
+        ('{"prompt": "a"}', ("--base-dtype=mxfp4",), "--base-dtype: mxfp4 is for experts, which"),
         ("no JSON", (), "p.jsonl' is no JSON: give a record on each line"),
         ('{"prompt": "a"}\n{"prompt": 5}', (), "p.jsonl:2: neither 'prompt' is a text nor 'mes"),
         ('{"messages": [{"role": "user"}]}', (), "--chat: the tokenizer of"),
