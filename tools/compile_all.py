@@ -22,8 +22,8 @@ import typer
 
 import llmq.ops
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import BF16, F32, I32, I64, U8, DType
-from llmq.base.operand import Mxfp4, Nf4, Nf4Run
+from llmq.base.dtypes import BF16, E4M3, F32, I8, I32, I64, U8, DType
+from llmq.base.operand import Bytes, BytesRun, Mxfp4, Nf4, Nf4Run
 from llmq.base.tensor import Tensor
 from llmq.model.generator import Generator
 from llmq.model.losses import LOSSES
@@ -161,8 +161,12 @@ def note_codes(spec: DeviceSpec, noted: Launches) -> None:
     run = Nf4Run(0, 16, of(U8, 512), of(U8, 16), of(F32, 1), of(F32, 1))
     matrix = Nf4(shape=(16, 64), runs=(run,), levels=of(F32, 256))
     of_experts = Mxfp4(shape=(1, 16, 64), codes=of(U8, 512), exponents=of(U8, 32))
+    of_bytes = [
+        Bytes(shape=(16, 64), runs=(BytesRun(0, 16, of(dtype, 1024), of(F32, 1), 16, 16),))
+        for dtype in (E4M3, I8)
+    ]
     for rows in (1, 16, 32, skinny.MOST_CODED_ROWS):
-        for codes in (matrix, of_experts):
+        for codes in (matrix, of_experts, *of_bytes):
             skinny.coded(dev, of(BF16, rows, 16), of(BF16, rows, 64), codes)
 
 

@@ -31,7 +31,17 @@ from llmq.base.dtypes import (
     U8,
     DType,
 )
-from llmq.base.operand import CODES_MULTIPLE, Fp8Out, Mxfp4, Nf4, Nf4Run, ProductCodes, turned
+from llmq.base.operand import (
+    CODES_MULTIPLE,
+    Bytes,
+    BytesRun,
+    Fp8Out,
+    Mxfp4,
+    Nf4,
+    Nf4Run,
+    ProductCodes,
+    turned,
+)
 from llmq.base.tensor import Tensor
 from llmq.ops.attention import (
     attention,
@@ -55,6 +65,7 @@ from llmq.ref.experts.route import sums_size
 from llmq.ref.quantize.four_bits import scale_levels
 from llmq.runtime.attention_parts import divisions
 from llmq.runtime.device import FUSED, Device
+from llmq.runtime.kernel import ceil_div
 
 SEED = 1
 ADAMW = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "salt": 1}
@@ -899,6 +910,29 @@ def _multiply_mxfp4(
     skinny.skinny_mxfp4(dev, out, a, Mxfp4(shape=shape, **codes))
 
 
+def skinny_bytes_calls(
+    M: int, N: int, K: int, first: int, end: int, of_module: int, of_scale: int
+) -> list[Call]:
+    scales = (end - first) // of_module * ceil_div(of_module, of_scale)
+    args = {"out": bf16(M, N), "a": bf16(M, K), "scales": f32(scales, value=1.0)}
+    return [
+        Call(
+            f"skinny_bytes {dtype}",
+            partial(_multiply_bytes, (N, K), (first, end - first), (of_module, of_scale)),
+            args | {"codes": Spec(((end - first) * K,), dtype)},
+        )
+        for dtype in (E4M3, I8)
+    ]
+
+
+def _multiply_bytes(
+    shape: tuple[int, int], span: tuple[int, int], form: tuple[int, int], dev: Device, out: Tensor,
+    a: Tensor, codes: Tensor, scales: Tensor,
+) -> None:  # fmt: skip
+    run = BytesRun(*span, codes, scales, *form)
+    skinny.skinny_bytes(dev, out, a, Bytes(shape=shape, runs=(run,)))
+
+
 def swiglu_calls(rows: int, F: int) -> list[Call]:
     x, wide = bf16(rows, F), bf16(rows, 2 * F)
     forward, backward = {"up_gate": wide}, {"d_out": x, "up_gate": wide}
@@ -1134,6 +1168,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "short_conv": short_conv_calls,
     "ssd": ssd_calls,
     "skinny": skinny_calls,
+    "skinny_bytes": skinny_bytes_calls,
     "skinny_mxfp4": skinny_mxfp4_calls,
     "skinny_nf4": skinny_nf4_calls,
     "swiglu": swiglu_calls,
@@ -1158,6 +1193,7 @@ KINDS = {
     "outliers": ("quantize_int8", "OUTLIERS_CASES"),
     "paged_latent": ("paged", "LATENT_CASES"),
     "random": ("elementwise", "CASES"),
+    "skinny_bytes": ("skinny", "BYTES_CASES"),
     "skinny_mxfp4": ("skinny", "MXFP4_CASES"),
     "skinny_nf4": ("skinny", "NF4_CASES"),
 }

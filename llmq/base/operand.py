@@ -193,6 +193,29 @@ class Mxfp4:
     exponents: Tensor
 
 
+class BytesRun(NamedTuple):
+    """Rows [first, first + rows) of a matrix (N, K), of modules of of_module rows, as codes (rows *
+    K,), E4M3 or I8. scales: F32, of the of_scale next rows of a module by `columns` parts of K, of
+    128 columns each if several."""
+
+    first: int
+    rows: int
+    codes: Tensor
+    scales: Tensor
+    of_module: int
+    of_scale: int
+    columns: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bytes:
+    """A frozen weight (N, K) as codes of a byte, which products of few rows decode as they read
+    them; or those of experts, (E, N, K). runs: of all rows, of experts one."""
+
+    shape: tuple[int, ...]
+    runs: tuple[BytesRun, ...]
+
+
 class Stochastic(NamedTuple):
     """Rounding up or down with probabilities that keep the mean.
 
@@ -215,7 +238,9 @@ class Rounded:
     stochastic: Stochastic | None = None
 
 
-Operand = Tensor | Fp8 | Int8 | Mxfp4 | Nf4 | Rounded
+Coded = Bytes | Mxfp4 | Nf4
+"""A weight that products of few rows decode."""
+Operand = Tensor | Fp8 | Int8 | Rounded | Coded
 
 
 def tensor_of(x: Operand) -> Tensor:

@@ -103,6 +103,13 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// a b + c of two BF16 in each word, rounded once.
+__device__ __forceinline__ unsigned int fma_pair(unsigned int a, unsigned int b, unsigned int c) {
+    unsigned int x;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+    return x;
+}
+
 // d += a b of F32 of which the tensor cores drop the lower 13 bits (TF32). m16n8k8: D as above, lane
 // 4 g + t has of A rows g, g + 8 of column t, then of column t + 4; of B rows t, t + 4 of column g.
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const float (&a)[4], float b0,

@@ -17,7 +17,17 @@ import numpy as np
 from llmq.arch.matrix import HalfSpec, halves_gradients, halves_inputs
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, E4M3_HALF, F32, FP8_MAX, DType, parse_dtype
-from llmq.base.operand import Fp8, Operand, OutBuffers, ProductOutput, Result, turned
+from llmq.base.operand import (
+    CODES_MULTIPLE,
+    Bytes,
+    BytesRun,
+    Fp8,
+    Operand,
+    OutBuffers,
+    ProductOutput,
+    Result,
+    turned,
+)
 from llmq.base.tensor import Tensor
 from llmq.formats.operands import BACKWARD, FORWARD, HEAD, WEIGHT, Activation, Operands, id_of
 from llmq.formats.scales import DelayedScales, Scales
@@ -313,6 +323,14 @@ class E4m3Storage(Storage):
 
     def weight(self, kept: Mapping[str, Tensor], transposed: Tensor) -> Operand:
         return Fp8(source=None, codes=kept["codes"], transposed=transposed, scale=kept["scale"])
+
+    def has_coded(self, matrix: Frozen) -> bool:
+        return matrix.columns % CODES_MULTIPLE == 0
+
+    def coded(self, matrix: Frozen, kept: Mapping[str, Tensor]) -> Operand:
+        rows, codes = matrix.size // matrix.columns, kept["codes"].view(matrix.size)
+        run = BytesRun(0, rows, codes, kept["scale"], of_module=rows, of_scale=rows)
+        return Bytes(shape=matrix.shape, runs=(run,))
 
     @staticmethod
     def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:

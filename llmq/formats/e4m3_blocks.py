@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from llmq.base.dtypes import E4M3, F32
+from llmq.base.operand import Bytes, BytesRun, Operand
 from llmq.base.tensor import Tensor
 from llmq.formats.storage import Encoder, Frozen, Run, Storage, StorageLayout, runs_of
 from llmq.ops.quantize import fp8_blocks
@@ -66,6 +67,19 @@ class E4m3BlocksStorage(Storage):
             shape = run.count, run.size // matrix.columns, matrix.columns
             codes, scales = (kept[f"{name}.{number}"] for name in ("codes", "scales"))
             fp8_blocks.decode(self.dev, run.of(out).view(*shape), codes.view(*shape), scales)
+
+    def has_coded(self, matrix: Frozen) -> bool:
+        """Matrices of experts lie together."""
+        return len(matrix.shape) == 2 or len(runs_of(matrix)) == 1
+
+    def coded(self, matrix: Frozen, kept: Mapping[str, Tensor]) -> Operand:
+        columns, runs = matrix.columns, []
+        for number, run in enumerate(runs_of(matrix)):
+            first, rows = (n // columns for n in (run.first, run.count * run.size))
+            tensors = (kept[f"{name}.{number}"] for name in ("codes", "scales"))
+            form = (run.size // columns, BLOCK, ceil_div(columns, BLOCK))
+            runs.append(BytesRun(first, rows, *tensors, *form))
+        return Bytes(shape=matrix.shape, runs=tuple(runs))
 
     @staticmethod
     def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:

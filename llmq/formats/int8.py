@@ -20,7 +20,7 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, I8
-from llmq.base.operand import Int8, Operand, Rounded, Stochastic
+from llmq.base.operand import Bytes, BytesRun, Int8, Operand, Rounded, Stochastic
 from llmq.base.tensor import Tensor
 from llmq.formats.operands import FORWARD, WEIGHT, Operands
 from llmq.formats.storage import ROWS, Encoder, Frozen, Storage, StorageLayout
@@ -91,6 +91,14 @@ class Int8Storage(Storage):
         codes = kept["codes"]
         ones = self._ones.rows(0, codes.shape[-1])
         return Int8(codes=codes, transposed=transposed, scale=kept["scale"], ones=ones)
+
+    def has_coded(self, matrix: Frozen) -> bool:
+        return True
+
+    def coded(self, matrix: Frozen, kept: Mapping[str, Tensor]) -> Operand:
+        rows, codes = matrix.size // matrix.columns, kept["codes"].view(matrix.size)
+        run = BytesRun(0, rows, codes, kept["scale"], of_module=rows, of_scale=1)
+        return Bytes(shape=matrix.shape, runs=(run,))
 
     @staticmethod
     def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:

@@ -47,6 +47,12 @@ static inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsi
     std::copy(out.d, out.d + 4, d);
 }
 
+static inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
+    const auto upper = [](unsigned pair) { return __uint_as_float(pair & 0xFFFF0000u); };
+    const auto lower = [](unsigned pair) { return __uint_as_float(pair << 16); };
+    return to_pair(fmaf(lower(a), lower(b), lower(c)), fmaf(upper(a), upper(b), upper(c)));
+}
+
 static inline void mma_m16n8k8_tf32(float (&d)[4], const float (&a)[4], float b0, float b1) {
     const ptx::MmaTf32In in{{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
     const auto out = ptx::multiply_tf32(in);

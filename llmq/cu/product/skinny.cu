@@ -5,16 +5,18 @@
 // Data     a: BF16 (M, K); b: BF16 (N, K); out, addend: D (M, N); bias: D (N). bias, addend may be
 //          null.
 //          skinny_nf4: rows first + [0, rows) of b as NF4 codes (quantize/four_bits.cu) of so many
-//          modules, decoded to BF16. skinny_mxfp4: all of b as MXFP4 codes. starts: I32 (E + 1),
+//          modules, decoded to BF16. skinny_mxfp4: all of b as MXFP4 codes. skinny_bytes: rows as
+//          E4M3 (no NaN) or I8 codes Q, in modules of of_module rows, of which of_scale rows and
+//          all columns have a scale, or 128 where there are more `columns` of scales. starts: I32 (E + 1),
 //          null where E = 1: rows [starts[e], starts[e + 1]) of a are multiplied by the e-th N rows
 //          of b, with the e-th N of bias.
 // Launch   32 WARPS threads, any grid: a block has FEATURES = 8 TILES rows of b at a time. Warps take
 //          every eighth 64 elements of K; their sums are added one warp after the other.
-//          Those of codes: b on the left of the tensor cores, 128 elements of K, TILES of 8 rows of a at
-//          a time, of any M; grid (a block for each 16 rows of b, E).
+//          Those of codes: b on the left of the tensor cores, 128 elements of K (bytes: 64), TILES of
+//          8 rows of a at a time, of any M; grid (a block for each 16 rows of b, E).
 // Cost     memory: b once, in 16-byte loads past L1; a from L1 and L2 for each block. The first loads
 //          of b are in flight while the kernel in front of this one still runs.
-// Needs    sm_80; K a multiple of 8; M <= ROWS. b, codes and scales are written by no kernel that is
+// Needs    sm_80; K a multiple of 8, of bytes of 16; M <= ROWS. b, codes and scales are written by no kernel that is
 //          launched programmatically. A sum's order follows from K alone, not from M, N or the other
 //          rows.
 #include "common.cuh"
@@ -28,12 +30,11 @@
 constexpr int WARPS = 8, ROWS = 16, FEATURES = 8 * TILES;
 constexpr int CODED_ROWS = 8 * TILES, CODED_FEATURES = 16;
 constexpr int CHUNK = 64;         // elements of K at a time: of each row two vectors a lane
-constexpr int CODED_CHUNK = 128;  // of codes: one vector a lane
 constexpr int AHEAD = TILES == 1 ? 2 : 1;     // chunks that are on their way
 constexpr int RESIDENT = TILES == 1 ? 4 : 3;  // blocks of a multiprocessor
 constexpr int CODED_RESIDENT = TILES <= 2 ? 2 : 1;
 constexpr int STAGES = 4;         // of a lane's codes, of which all but one are on their way
-constexpr int STRIDE = WARPS * CHUNK, CODED_STRIDE = WARPS * CODED_CHUNK;
+constexpr int STRIDE = WARPS * CHUNK;
 
 __device__ __forceinline__ uint4 zeros() { return make_uint4(0, 0, 0, 0); }
 
@@ -159,6 +160,47 @@ __device__ __forceinline__ uint4 decode(u32 word, SharedAddress table, float sca
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
+// Codes of four bits: a vector of 32, with a scale for PER_SCALE. table: what they stand for.
+template <bool HIGH_FIRST, int PER_SCALE> struct FourBits {
+    static constexpr int PER_VECTOR = 32;
+    static constexpr bool SCALES_SUMS = false;
+    SharedAddress table;
+    const u8* scales[2];  // of the two rows of a lane
+    __device__ __forceinline__ FourBits(SharedAddress table, const u8* codes, const i64 (&row)[2], int K)
+        : table(table), scales{codes + row[0] * K / PER_SCALE, codes + row[1] * K / PER_SCALE} {}
+    __device__ __forceinline__ u8 scale_code(int r, int k) const { return scales[r][k / PER_SCALE]; }
+    __device__ __forceinline__ uint4 eight(const uint4& words, int w, float scale) const {
+        return decode<HIGH_FIRST>(w ? words.y : words.x, table, scale);
+    }
+};
+
+// Bytes 2 i and 2 i + 1 of a word as BF16, exactly. E4M3: the bits of 2^-120 times the number.
+__device__ __forceinline__ u32 pair_of(__nv_fp8_e4m3, u32 word, int i) {
+    const u32 high = __byte_perm(word, 0, i ? 0x3424 : 0x1404);
+    return fma_pair((high & 0x80008000u) | (high >> 4 & 0x07F007F0u), 0x7B807B80u, 0x80008000u);
+}
+// I8: 128 plus the lower seven bits, less 128 or 256.
+__device__ __forceinline__ u32 pair_of(i8, u32 word, int i) {
+    const u32 low = __byte_perm(word, 0, i ? 0x4342 : 0x4140);
+    return fma_pair((low & 0x007F007Fu) | 0x43004300u, 0x3F803F80u, (low & 0x00800080u) | 0xC300C300u);
+}
+
+// Codes of eight bits: a vector of 16. Scales are factors of sums.
+struct Bytes {
+    static constexpr int PER_VECTOR = 16;
+    static constexpr bool SCALES_SUMS = true;
+    const float* scales[2];  // of the two rows of a lane
+    bool blocks;
+    __device__ __forceinline__ float scale_code(int r, int k) const {
+        return scales[r][blocks ? k / 128 : 0];
+    }
+    __device__ __forceinline__ uint4 eight(const uint4& words, int w, float) const {
+        const u32 one = w ? words.z : words.x, two = w ? words.w : words.y;
+        return make_uint4(pair_of(Q(), one, 0), pair_of(Q(), one, 1), pair_of(Q(), two, 0),
+                          pair_of(Q(), two, 1));
+    }
+};
+
 // Rows of a that this block's matrix multiplies: all, or those of an expert.
 struct Span {
     int begin, end;
@@ -180,47 +222,46 @@ struct TwoRows {
     }
 };
 
-// The product with rows of codes, of which PER_SCALE have a scale: scale_of(r, k, its code) for
-// element k of row r of the lane's. table: what the codes stand for, in shared memory.
-template <bool HIGH_FIRST, int PER_SCALE, class Scale>
+// The product with rows of codes. scale_of(r, k, its code): the scale of element k of row r of the
+// lane's.
+template <class Codes, class Scale>
 __device__ __forceinline__ void multiply_codes(D* out, const bf16* a, const u8* codes,
-                                               const u8* scale_codes, const D* bias,
-                                               const D* addend, const Span& span,
+                                               const D* bias, const D* addend, const Span& span,
                                                const TwoRows& b, int N, int K, int first, int rows,
-                                               float alpha, SharedAddress table, Scale scale_of) {
-    // Each lane's own 32 codes of both rows; then the sums of all warps.
+                                               float alpha, const Codes& format, Scale scale_of) {
+    // Each lane's own codes of both rows; then the sums of all warps.
     constexpr int SUMS = WARPS * CODED_ROWS * (CODED_FEATURES + 1) * 4;
     constexpr int STAGE = 2 * 32 * WARPS;  // vectors
     constexpr int SHARED = STAGES * STAGE * 16 > SUMS ? STAGES * STAGE * 16 : SUMS;
+    constexpr int VECTOR = Codes::PER_VECTOR, CODED_STRIDE = WARPS * 4 * VECTOR;
     __shared__ __align__(16) char shared[SHARED];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     uint4* const own_stages = reinterpret_cast<uint4*>(shared) + threadIdx.x;
-    const int own = warp * CODED_CHUNK + 32 * t;
-    const u8 *of_row[2], *of_scales[2];
+    const int own = (warp * 4 + t) * VECTOR;
+    const int to_scale = Codes::SCALES_SUMS ? VECTOR * t : 0;  // a sum is of four lanes' elements
+    const u8* of_row[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        of_row[r] = codes + b.row[r] * K / 2, of_scales[r] = scale_codes + b.row[r] * K / PER_SCALE;
-    }
+    for (int r = 0; r < 2; ++r) { of_row[r] = codes + b.row[r] * K * 16 / VECTOR; }
     const auto fetch = [&](int stage, int k) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const bool valid = b.there[r] && k < K;
             const SharedAddress to = shared_address(own_stages + stage * STAGE + r * 32 * WARPS);
-            cp_async_16(to, of_row[r] + (valid ? k / 2 : 0), valid);
+            cp_async_16(to, of_row[r] + (valid ? k * 16 / VECTOR : 0), valid);
         }
         cp_async_commit();
     };
     for (int top = span.begin; top < span.end; top += CODED_ROWS) {
         Sums sum = {};
-        u8 next[2];
+        decltype(format.scale_code(0, 0)) next[2];
 #pragma unroll
         for (int i = 0; i < STAGES - 1; ++i) { fetch(i, own + i * CODED_STRIDE); }
 #pragma unroll
-        for (int r = 0; r < 2; ++r) { next[r] = own < K ? of_scales[r][own / PER_SCALE] : 0; }
+        for (int r = 0; r < 2; ++r) { next[r] = own - to_scale < K ? format.scale_code(r, own - to_scale) : 0; }
         if (top == span.begin) { wait_for_earlier_kernels(); }
         const bf16* left = a + (i64)(top + g) * K;
         int stage = 0;
-        for (int k = own; k - 32 * t < K; k += CODED_STRIDE) {
+        for (int k = own; k - VECTOR * t < K; k += CODED_STRIDE) {
             cp_async_wait<STAGES - 2>();
             const bool inside = k < K;
             uint4 words[2];
@@ -228,18 +269,20 @@ __device__ __forceinline__ void multiply_codes(D* out, const bf16* a, const u8* 
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 words[r] = own_stages[stage * STAGE + r * 32 * WARPS];
-                scale[r] = inside ? scale_of(r, k, next[r]) : 0.0f;
-                const int behind = k + CODED_STRIDE;
-                next[r] = behind < K ? of_scales[r][behind / PER_SCALE] : 0;
+                scale[r] = k - to_scale < K ? scale_of(r, k, next[r]) : 0.0f;
+                const int behind = k + CODED_STRIDE - to_scale;
+                next[r] = behind < K ? format.scale_code(r, behind) : 0;
             }
             fetch(stage == 0 ? STAGES - 1 : stage - 1, k + (STAGES - 1) * CODED_STRIDE);
             stage = stage == STAGES - 1 ? 0 : stage + 1;
+            Sums part = {};
+            Sums& to = Codes::SCALES_SUMS ? part : sum;
 #pragma unroll 1  // else too many registers hold what is decoded early
-            for (int half = 0; half < 2; ++half) {
+            for (int half = 0; half < VECTOR / 16; ++half) {
 #pragma unroll
                 for (int w = 0; w < 2; ++w) {
-                    const uint4 x = decode<HIGH_FIRST>(w ? words[0].y : words[0].x, table, scale[0]);
-                    const uint4 y = decode<HIGH_FIRST>(w ? words[1].y : words[1].x, table, scale[1]);
+                    const uint4 x = format.eight(words[0], w, scale[0]);
+                    const uint4 y = format.eight(words[1], w, scale[1]);
                     const u32 one[4] = {x.x, y.x, x.y, y.y}, two[4] = {x.z, y.z, x.w, y.w};
 #pragma unroll
                     for (int tile = 0; tile < TILES; ++tile) {
@@ -248,12 +291,21 @@ __device__ __forceinline__ void multiply_codes(D* out, const bf16* a, const u8* 
                             const bf16* from = left + (i64)tile * 8 * K + k + 16 * half + 8 * w;
                             right = *reinterpret_cast<const uint4*>(from);
                         }
-                        mma_m16n8k16_bf16(sum[tile], one, right.x, right.y);
-                        mma_m16n8k16_bf16(sum[tile], two, right.z, right.w);
+                        mma_m16n8k16_bf16(to[tile], one, right.x, right.y);
+                        mma_m16n8k16_bf16(to[tile], two, right.z, right.w);
                     }
                 }
 #pragma unroll
                 for (int r = 0; r < 2; ++r) { words[r].x = words[r].z, words[r].y = words[r].w; }
+            }
+            if constexpr (Codes::SCALES_SUMS) {
+#pragma unroll
+                for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        sum[tile][i] = fmaf(part[tile][i], scale[i / 2], sum[tile][i]);
+                    }
+                }
             }
         }
         cp_async_wait<0>();
@@ -297,8 +349,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CODED_RESIDENT)
         const int at = group[r] + (block[r] + k / BLOCK) / GROUP;
         return scale_levels[code] * groups[at] + means[r];
     };
-    multiply_codes<true, BLOCK>(out, a, codes, scale_codes, bias, addend, span, b, N, K, first, rows,
-                                alpha, shared_address(table), scale_of);
+    const FourBits<true, BLOCK> format(shared_address(table), scale_codes, b.row, K);
+    multiply_codes(out, a, codes, bias, addend, span, b, N, K, first, rows, alpha, format, scale_of);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CODED_RESIDENT)
@@ -312,7 +364,29 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CODED_RESIDENT)
     if (span.begin == span.end) { return; }
     if (threadIdx.x < 16) { table[threadIdx.x] = level_of(threadIdx.x); }
     __syncthreads();
+    const TwoRows b(N);
+    const FourBits<false, 32> format(shared_address(table), exponents, b.row, K);
     const auto scale_of = [](int r, int k, u8 code) { return power_of(code); };
-    multiply_codes<false, 32>(out, a, codes, exponents, bias, addend, span, TwoRows(N), N, K, 0, N,
-                              alpha, shared_address(table), scale_of);
+    multiply_codes(out, a, codes, bias, addend, span, b, N, K, 0, N, alpha, format, scale_of);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CODED_RESIDENT)
+    skinny_bytes(D* out, const bf16* a, const Q* __restrict__ codes,
+                 const float* __restrict__ scales, const D* __restrict__ bias, const D* addend,
+                 const int* starts, int M, int N, int K, int E, int first, int rows, int of_module,
+                 int of_scale, int columns, float alpha) {
+    start_next_kernel();
+    if (starts) { wait_for_earlier_kernels(); }
+    const Span span(starts, M);
+    if (span.begin == span.end) { return; }
+    const TwoRows b(rows);
+    const int blocks = (of_module + of_scale - 1) / of_scale;  // of a module's rows
+    Bytes format{{}, columns > 1};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const i64 module = b.row[r] / of_module, row = b.row[r] % of_module;
+        format.scales[r] = scales + (module * blocks + row / of_scale) * columns;
+    }
+    multiply_codes(out, a, reinterpret_cast<const u8*>(codes), bias, addend, span, b, N, K, first,
+                   rows, alpha, format, [](int r, int k, float scale) { return scale; });
 }

@@ -16,12 +16,11 @@ from llmq.base.operand import (
     Activated,
     ActivatedGradient,
     Adapters,
+    Coded,
     DropoutMask,
     Epilogue,
     Fp8,
     Int8,
-    Mxfp4,
-    Nf4,
     Operand,
     ProductCodes,
     ProductOutput,
@@ -77,7 +76,7 @@ class _Terms(NamedTuple):
         """The product times alpha, by a kernel without an epilogue."""
         if self.few_rows:
             return partial(skinny.skinny, self.dev, a=self.a, b=self.b, alpha=self.alpha)
-        if isinstance(self.b, Nf4 | Mxfp4):
+        if isinstance(self.b, Coded):
             return partial(skinny.coded, self.dev, a=self.a, b=self.b, alpha=self.alpha)
         if isinstance(self.b, Tensor):
             return partial(
@@ -144,7 +143,7 @@ class _Terms(NamedTuple):
 
     def sizes(self, kind: str, out: DType | None) -> Sizes | None:
         """Sizes for the choice of a route; None: no fused kernel has these operands."""
-        if isinstance(self.b, Int8 | Mxfp4 | Nf4 | Rounded) or self.right.dtype is E4M3_HALF:
+        if isinstance(self.b, Int8 | Rounded | Coded) or self.right.dtype is E4M3_HALF:
             return None
         adapters, left, right = self.adapters, self.left, self.right
         if adapters is not None and not (adapters.at_once and adapters.hidden.dtype == BF16):
@@ -174,7 +173,7 @@ def product(
 
     Sums are F32. Without a fused kernel alpha * a @ op(b) + bias + addend is rounded before the
     adapters' product is added. out: (M,N), as the epilogue says. a: (M,K), b: (K,N), or (N,K) with
-    trans_b: tensors, tensors to be quantized here, or codes; only b may be int8 or 4-bit. bias:
+    trans_b: tensors, tensors to be quantized here, or codes; only b may be `Int8` or `Coded`. bias:
     (N,), in out's dtype, BF16 for fp8 codes. addend: (M,N), like out, other memory; see
     `accepts_addend`. fast: see `matmul_fp8`.
     """
@@ -257,7 +256,7 @@ def grouped_product(
     `grouped.grouped_matmul`; x and w are tensors or codes. adapters: h (R, r) and tail (E, N, r),
     or (E, r, N) without trans_b. fast: see `matmul_fp8`."""
     terms = _Terms(dev, x, w, False, trans_b, None, bias, None, fast)
-    if isinstance(w, Nf4 | Mxfp4):
+    if isinstance(w, Coded):
         skinny.coded(dev, out, x, w, starts, bias=bias)
         if adapters is not None:
             grouped.grouped_matmul(dev, out, *adapters, starts, trans_b=trans_b, addend=out)

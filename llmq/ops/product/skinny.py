@@ -3,7 +3,7 @@
 from typing import Any
 
 from llmq.base.dtypes import BF16
-from llmq.base.operand import Mxfp4, Nf4
+from llmq.base.operand import Bytes, Coded, Mxfp4, Nf4
 from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES, WARP
 from llmq.runtime.cost import Cost, product_cost
@@ -41,6 +41,17 @@ MXFP4 = Kernel(
     "out D[M,N] out, bf16[M,K] a, u8[E*N*K//2] codes, u8[E*N*K//32] exponents, D[E*N]? bias, "
     "D[M,N]? addend, i32[E + 1]? starts, i32 M, i32 N, i32 K, i32 E, f32 alpha",
     where="K % 32",
+    programmatic=True,
+)
+BYTES = Kernel(
+    "product/skinny.cu",
+    "skinny_bytes",
+    "inout D[M,N] out, bf16[M,K] a, Q[E*rows*K] codes, "
+    "f32[E*rows//of_module*((of_module+of_scale-1)//of_scale)*columns] scales, D[E*N]? bias, "
+    "D[M,N]? addend, i32[E + 1]? starts, i32 M, i32 N, i32 K, i32 E, i32 first, i32 rows, "
+    "i32 of_module, i32 of_scale, i32 columns, f32 alpha",
+    where="K % 16, E*rows % of_module, first >= 0, first + rows <= N, of_scale >= 1",
+    types="Q=e4m3|i8",
     programmatic=True,
 )
 
@@ -160,7 +171,41 @@ def skinny_mxfp4(
     )
 
 
-def coded(dev: Device, out: Tensor, a: Tensor, b: Nf4 | Mxfp4, *args: Tensor, **how: Any) -> None:
+def skinny_bytes(
+    dev: Device,
+    out: Tensor,
+    a: Tensor,
+    b: Bytes,
+    starts: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
+    alpha: float = 1.0,
+) -> None:
+    """`skinny_nf4` of codes of a byte, which are multiplied exactly; scales are factors of sums. K:
+    a multiple of 16.
+
+    Cost:    codes of matrices that have rows, read once for each 64 rows; a launch for each of b's
+             runs.
+    """
+    *experts, N, K = b.shape
+    (M, _), E = a.shape, experts[0] if experts else 1
+    for run in b.runs:
+        added = (bias and bias.view(E * N), addend, starts)
+        rows = run.rows // E
+        dev.launch(
+            BYTES,
+            (ceil_div(rows, CODED_FEATURES), E),
+            WARP * WARPS,
+            (out, a, run.codes, run.scales, *added, M, N, K, E, run.first, rows, *run[-3:], alpha),
+            consts={"TILES": _tiles(M, E)},
+            cost=Cost(flops=2 * M * rows * K),
+        )
+
+
+_MULTIPLY = {Nf4: skinny_nf4, Mxfp4: skinny_mxfp4, Bytes: skinny_bytes}
+
+
+def coded(dev: Device, out: Tensor, a: Tensor, b: Coded, *args: Tensor, **how: Any) -> None:
     """The product with codes by the kernel of their format; arguments: as of these."""
-    multiply = skinny_nf4 if isinstance(b, Nf4) else skinny_mxfp4
-    multiply(dev, out, a, b, *args, **how)
+    _MULTIPLY[type(b)](dev, out, a, b, *args, **how)

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from llmq.ref.common import BF16, compute, mxfp4_blocks, nf4_blocks
+from llmq.ref.common import BF16, compute, decode_fp8, mxfp4_blocks, nf4_blocks
 
 # M, N, K
 CASES = {
@@ -34,6 +34,15 @@ MXFP4_CASES = {
     "one_row": (1, 40, 96),
     "several_tiles": (19, 24, 1120),
     "gpt_oss_up": (4, 5760, 2880),
+}
+# M, N, K, first and last row of b that are codes, rows of a module and of a scale
+BYTES_CASES = {
+    "of_rows": (1, 48, 64, 0, 48, 48, 1),
+    "of_matrix": (19, 37, 1088, 0, 37, 37, 37),
+    "of_blocks": (3, 308, 400, 8, 308, 150, 128),
+    "qwen7b_up": (1, 37888, 3584, 0, 37888, 37888, 1),
+    "qwen7b_down": (1, 3584, 18944, 0, 3584, 3584, 1),
+    "qwen7b_up_64": (64, 37888, 3584, 0, 37888, 37888, 1),
 }
 
 
@@ -67,6 +76,21 @@ def skinny_mxfp4(out, a, codes, exponents, bias, addend, starts, M, N, K, E, alp
     """`skinny` of MXFP4 codes (E N K / 2,) and exponents (E N K / 32,). starts: as above."""
     b = mxfp4_blocks(codes, exponents).reshape(E, N, K)
     _multiply_each(out, a, b, bias, addend, starts, (M, N, K, 0, N), alpha)
+
+
+def skinny_bytes(
+    out, a, codes, scales, bias, addend, starts, M, N, K, E, first, rows, of_module, of_scale,
+    columns, alpha,
+):  # fmt: skip
+    """`skinny_nf4` of codes (E rows K,), E4M3 or I8, times scales of of_scale rows of a module and
+    all columns, or of 128 columns each."""
+    codes = codes.reshape(E * rows, K)
+    values = codes.astype(np.float32) if codes.dtype == np.int8 else decode_fp8(codes)
+    factors = scales.reshape(E * rows // of_module, -1, columns)
+    factors = np.repeat(factors, of_scale, axis=1)[:, :of_module].reshape(E, rows, columns)
+    factors = np.repeat(factors, K if columns == 1 else 128, axis=2)[..., :K]
+    b = values.reshape(E, rows, K) * factors
+    _multiply_each(out, a, b, bias, addend, starts, (M, N, K, first, rows), alpha)
 
 
 def _multiply_each(out, a, b, bias, addend, starts, sizes, alpha):

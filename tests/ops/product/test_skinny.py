@@ -5,15 +5,16 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, F32
-from llmq.base.operand import Mxfp4, Nf4, Nf4Run
+from llmq.base.dtypes import BF16, E4M3, F32, I8
+from llmq.base.operand import Bytes, BytesRun, Mxfp4, Nf4, Nf4Run
 from llmq.ops.product import skinny
 from llmq.ops.product.product import product
-from llmq.ref.product.skinny import CASES, MXFP4_CASES, NF4_CASES
+from llmq.ref.product.skinny import BYTES_CASES, CASES, MXFP4_CASES, NF4_CASES
 from llmq.ref.quantize.four_bits import scale_levels
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, close, run
 
+SMALL_BYTES = {name: case for name, case in BYTES_CASES.items() if "qwen" not in name}
 SMALL_MXFP4 = {name: case for name, case in MXFP4_CASES.items() if "gpt" not in name}
 SMALL_NF4 = {name: case for name, case in NF4_CASES.items() if not name.startswith("qwen")}
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
@@ -77,6 +78,11 @@ def test_codes_of_experts_equal_the_reference(dev, rng):
     arrays["bias"] = arrays["bias"].astype(BF16.numpy)
     del arrays["b"]
     close(dev, partial(multiply_codes, (E, N, K), 0), arrays, ["out"], bf16=2**-7, f32=2e-4)
+    others = {name: arrays[name] for name in ("out", "a", "starts", "bias")}
+    for codes, of_scale in ((E4M3, E * N), (I8, 1)):
+        own = others | bytes_of(rng, codes, E * N, K, E * N // of_scale)
+        call = partial(multiply_bytes, (E, N, K), (0, E * N, of_scale))
+        close(dev, call, own, ["out"], bf16=2**-7, f32=2e-4)
 
 
 def multiply_mxfp4(shape, dev, out, a, codes, exponents, starts=None, bias=None, addend=None):
@@ -98,6 +104,35 @@ def test_codes_of_mxfp4_equal_the_reference(dev, rng, case, experts):
         arrays["starts"] = np.array([0, *cuts, M], np.int32)
         arrays["bias"] = rng.normal(size=(experts, N)).astype(BF16.numpy)
     close(dev, partial(multiply_mxfp4, shape), arrays, ["out"], bf16=2**-7, f32=1e-3)
+
+
+def multiply_bytes(shape, form, dev, out, a, codes, scales, starts=None, bias=None, addend=None):
+    run = BytesRun(form[0], codes.size // shape[-1], codes, scales, *form[1:])
+    b = Bytes(shape=shape, runs=(run,))
+    skinny.coded(dev, out, a, b, starts, bias=bias, addend=addend, alpha=0.7)
+
+
+def bytes_of(rng, dtype, rows, K, count):
+    """Codes of all values but NaN, and their scales."""
+    codes = rng.integers(0, 256, rows * K, np.uint8)
+    if dtype is E4M3:
+        codes[(codes & 127) == 127] = 0
+    return {"codes": codes.view(dtype.numpy), "scales": rng.random(count, np.float32) + 0.5}
+
+
+@pytest.mark.parametrize("codes", [E4M3, I8], ids=str)
+@pytest.mark.parametrize("case", SMALL_BYTES.values(), ids=SMALL_BYTES)
+def test_codes_of_a_byte_equal_the_reference(dev, rng, case, codes):
+    M, N, K, first, end, of_module, of_scale = case
+    columns = -(-K // 128) if of_scale == 128 else 1
+    arrays = arrays_of(rng, (M, N, K), BF16, M > 1)
+    arrays["out"][:] = 7  # other columns stay
+    del arrays["b"]
+    scales = (end - first) // of_module * -(-of_module // of_scale) * columns
+    arrays |= bytes_of(rng, codes, end - first, K, scales)
+    call = partial(multiply_bytes, (N, K), (first, of_module, of_scale, columns))
+    got = close(dev, call, arrays, ["out"], bf16=2**-7, f32=2e-4)["out"]
+    assert (got[:, :first] == 7).all() and (got[:, end:] == 7).all()
 
 
 def test_a_row_depends_on_no_other(dev, rng):
