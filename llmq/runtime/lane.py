@@ -93,6 +93,11 @@ class Lane:
         contents = [self._slots[key].content for key in self._takable]
         raise AssertionError(f"lane: no slot for {content!r}, {contents} are in use")
 
+    @property
+    def full(self) -> bool:
+        """True if `take` has no slot to assign."""
+        return all(self._slots[key].in_use for key in self._takable)
+
     def keep(self, content: Hashable) -> bool:
         """Use content again that is still in a slot or arriving; False if no slot has it."""
         for slot in self._slots.values():

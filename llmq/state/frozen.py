@@ -8,7 +8,8 @@ a block is decoded into a slot before its use:
     arrives                       | gathered into a slot, or into `arriving` to be decoded
     used      as stored           | decoded into a slot, in the model's dtype or as fp8 codes
 
-All this runs on the stream on which the slot arrives, while the block before is computed.
+All this runs on the stream on which the slot arrives: of gathered blocks while the block before is
+computed, of blocks whose codes are whole on the main stream, see `weights.py`.
 
 Codes are made while weights are read, piece by piece, or are read where files have codes of the
 same format. Each rank makes the codes of the whole block and keeps its part of the bytes: scales

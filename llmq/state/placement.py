@@ -84,6 +84,11 @@ class SlabPlacement:
         return self.base is not None and self.base.dtype != self.work.dtype
 
     @property
+    def decodes_in_place(self) -> bool:
+        """True if work weights are decoded from codes that are whole on the device."""
+        return self.decodes and not self.base.sharded and not self.base.on_host
+
+    @property
     def source(self) -> Store | None:
         """The shard from which ranks gather streamed work weights; None if no shard is kept."""
         if self.base is not None:

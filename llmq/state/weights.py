@@ -7,6 +7,8 @@ use:
     whole      the slab is resident. A trained slab is gathered in the first micro-step after an
                update, a frozen slab once it has been loaded
     streamed   (--shard-weights) one of two slots holds the block, gathered at every use
+    decoded    (--base-dtype) frozen blocks whose codes are whole have one slot, in which the main
+               stream decodes: decoding would take the multiprocessors of the block before
 
 In fp8 the blocks travel as codes; transposed codes are made after the gather.
 
@@ -112,14 +114,15 @@ class _Pass:
     """One micro-step, evaluation or update while it is enqueued: of capture time, as lanes are.
     stale: True if other ranks' updates are not gathered yet. to_gather: resident slabs still to be
     gathered. held: blocks between gather and release. partly: by block in a slot, the keys of the
-    matrices that are there, if not all. coded: True if products read frozen blocks' codes as they
-    are kept. changing: slabs whose masters the update writes. quantized: slabs whose codes the
-    update has made."""
+    matrices that are there, if not all. later: a block that takes the slot which is released next.
+    coded: True if products read frozen blocks' codes as they are kept. changing: slabs whose
+    masters the update writes. quantized: slabs whose codes the update has made."""
 
     stale: bool = False
     to_gather: set[str] = field(default_factory=set)
     held: set[str] = field(default_factory=set)
     partly: dict[str, Collection[str]] = field(default_factory=dict)
+    later: str | None = None
     coded: bool = False
     changing: set[str] = field(default_factory=set)
     quantized: set[str] = field(default_factory=set)
@@ -160,10 +163,13 @@ class Weights:
         head = placement.head
         self._head_codes = None if head is None else HeadCodes(dev, self._lm_head, head.dtype)
         streamed = [slab for slab in table if placement[slab.name].work.streamed]
-        self.slots = [self._alloc_slot(i, streamed) for i in range(SLOTS if streamed else 0)]
-        self._lane = Lane(dev, range(SLOTS), arrive="comm")
+        alone = streamed and placement[streamed[0].name].decodes_in_place
+        count = (1 if alone else SLOTS) if streamed else 0
+        self.slots = [self._alloc_slot(i, streamed) for i in range(count)]
+        self._lane = Lane(dev, range(count), arrive="main" if alone else "comm")
+        self._wholes = Lane(dev, arrive="comm")
         for name in self._whole:
-            self._lane.add(name)
+            self._wholes.add(name)
         self._operands: dict[tuple, dict[str, Operand]] = {}
         self._updated = False  # True between an update and the next pass, replayed or not
         self._trained = {slab.name for slab in table if placement[slab.name].trainable}
@@ -236,8 +242,11 @@ class Weights:
         coded = few_rows and self.frozen is not None and self.frozen.multiplied_coded
         self._pass = _Pass(stale=stale, to_gather=to_gather, coded=coded)
         self._lane.forget()
+        self._wholes.forget()
         self._mirrors.start_micro_step(stale)
-        if stale or self.slots:
+        if stale:
+            self._wholes.follow()
+        if self.slots:
             self._lane.follow()
         for name in SHARED:
             if name in self._pass.to_gather:
@@ -250,6 +259,9 @@ class Weights:
         if block in self._pass.to_gather:
             self._gather_whole(block)
         elif self._takes_slot(block) and not self._lane.keep(block):
+            if self._lane.full:
+                self._pass.later = block
+                return
             if products is not None and self._can_turn(block):
                 self._pass.partly[block] = products
             slot = self._lane.take(block)
@@ -263,7 +275,7 @@ class Weights:
 
     def _gather_whole(self, name: str) -> None:
         self._pass.to_gather.remove(name)
-        self._lane.arrive(name, partial(self._gather_resident, name))
+        self._wholes.arrive(name, partial(self._gather_resident, name))
 
     def _gather_resident(self, name: str) -> None:
         slab, whole = self.slabs[name], self._whole[name]
@@ -303,7 +315,7 @@ class Weights:
         if self._pass.stale:
             for name in (*SHARED, block):
                 if name in self._whole and name in self._trained:
-                    self._lane.use(name)
+                    self._wholes.use(name)
         slot = self._arrived(block) if self._takes_slot(block) else None
         key = (block, slot and slot.offset)
         if key not in self._operands:
@@ -351,6 +363,10 @@ class Weights:
         self._pass.held.remove(block)
         if self._takes_slot(block):
             self._lane.release(self._lane.slot_of(block))
+            later, self._pass.later = self._pass.later, None
+            if later is not None:
+                slot = self._lane.take(later)
+                self._lane.arrive(slot, partial(self._gather_streamed, later, self.slots[slot]))
 
     # -- after an update -------------------------------------------------------------------------
 

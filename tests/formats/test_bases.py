@@ -313,6 +313,13 @@ def test_placements_and_plans():
         assert estimate == pytest.approx(exact, abs=1 << 20)  # alignment
     assert bytes_of["nf4"] < bytes_of[None]
 
+    def work(**more):
+        config = TrainConfig(**options, base_dtype="nf4", **more).normalized()
+        return make_plan(config, model, HOST_SPEC).usage.categories["device"]["Weights"]
+
+    block = next(slab for slab in weight_table(model) if slab.is_block)
+    assert work(**STREAMED) - work() == 2 * block.size  # two slots, and one
+
 
 def test_what_has_no_effect_or_cannot_be():
     config = TrainConfig(lora_rank=4, base_dtype="nf4", keep_transposed=False, **FP8).normalized()
