@@ -147,11 +147,13 @@ class CacheOfPass(NamedTuple):
 class HalfLayer:
     """A half in one layer. norm: the norms in front of the half. out: where the half's output goes.
     saved: tensors that `Half.keep` has allocated. cache: tensors of the generator's texts; None:
-    passes see whole sequences."""
+    passes see whole sequences. made_again: True if `recompute` of an MLP or of experts writes out,
+    too."""
 
     norm: NormTensors
     out: HalfOut
     saved: Any
+    made_again = False
 
     def __init__(
         self,

@@ -98,6 +98,14 @@ def test_memory_and_recomputation_change_no_bit(name):
             assert all(np.array_equal(weights[n], same[n]) for n in weights), change
 
 
+def test_branches_are_made_again_with_fp8_codes():
+    path, fp8 = exported("gemma4_a4b"), FP8 | {"matmul_dtype": "e4m3", "fp8_recipe": "delayed"}
+    want, weights = steps(path, **fp8)
+    got, same = steps(path, **fp8, recompute_block=True)
+    assert got == want
+    assert all(np.array_equal(weights[n], same[n]) for n in weights)
+
+
 def test_bf16_gradients_are_close_where_rounding_chooses_nothing():
     """All experts are active, as rounding could choose other experts of a few."""
     path, found = exported("qwen3_moe", num_experts_per_tok=5), []

@@ -104,7 +104,7 @@ class ExpertsHalf:
         )
 
     def forward(self, ctx: LayerContext, x: Operand) -> None:
-        dev, layer, kept, out = self.dev, ctx.layer, ctx.layer.saved, ctx.layer.out.out
+        dev, layer, kept = self.dev, ctx.layer, ctx.layer.saved
         self._multiply_router(ctx, x)
         how = self.scores | {"bias": ctx.w.get("router_correction")}
         if ctx.keep and self.balance is not None:
@@ -117,12 +117,7 @@ class ExpertsHalf:
         sort_rows(dev, kept.order, kept.place, kept.starts, kept.chosen)
         up = kept.up.place(dev, ctx.temps)
         self._multiply_up(ctx, x, up)
-        act = self.operands.buffers(ctx.temps, kept.act)
-        self._activate(up, act)
-        act = self.operands.finalize(ctx.temps, act)
-        with self._sorted("expert_out", kept, out) as y:
-            self.linear.forward(ctx, "experts_down", y, act)
-            combine(dev, out, y, kept.place, kept.weights)
+        self._multiply_down(ctx, ctx.temps, up, self.operands.buffers(ctx.temps, kept.act))
         if self.shared is not None:
             self.shared.forward(ctx, x)
 
@@ -135,6 +130,10 @@ class ExpertsHalf:
             x = self.norms.recompute(ctx, product=computed)
         if computed:
             self._multiply_up(ctx, x, up)
+        if ctx.layer.made_again:
+            with ExitStack() as temps:
+                act = self.operands.buffers_again(temps, ctx.layer.saved.act, product=True)
+                self._multiply_down(ctx, temps, up, act)
         if shared is not None:
             shared_up = shared.up_again(ctx, x)
         return x, up, shared_up
@@ -308,6 +307,17 @@ class ExpertsHalf:
         with ExitStack() as temps:
             rows = self._gathered(temps, ctx.layer.saved, "expert_x", x, whole=adapted)
             self.linear.forward(ctx, "experts_up", up, rows)
+
+    def _multiply_down(
+        self, ctx: LayerContext, temps: ExitStack, up: Tensor, act: OutBuffers
+    ) -> None:
+        """The experts' output of up (R, 2F). act: buffers of the activation (R, F), of `temps`."""
+        kept, out = ctx.layer.saved, ctx.layer.out.out
+        self._activate(up, act)
+        operand = self.operands.finalize(temps, act)
+        with self._sorted("expert_out", kept, out) as y:
+            self.linear.forward(ctx, "experts_down", y, operand)
+            combine(self.dev, out, y, kept.place, kept.weights)
 
     def _gathered(
         self, temps: ExitStack, kept: _Saved, name: str, x: Operand, *, whole: bool = True

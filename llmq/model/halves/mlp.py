@@ -25,6 +25,7 @@ from llmq.base.tensor import Tensor
 from llmq.formats.operands import Activation
 from llmq.model.activations import HalfLayer, LayerContext, Recompute
 from llmq.model.halves.half import ModelContext
+from llmq.ops.product.product import activate
 
 
 class _Saved(NamedTuple):
@@ -76,6 +77,12 @@ class MlpHalf:
         if again:  # with the bits that it had with the activation behind it
             alone = Activated(name=self.activation, to=None)
             self.linear.forward(ctx, "up", up, x, epilogue=alone)
+        if ctx.layer.made_again:
+            with ExitStack() as temps:
+                act = self.operands.buffers_again(temps, ctx.layer.saved.mlp_act, product=True)
+                activate(self.dev, up, Activated(name=self.activation, to=act))
+                act = self.operands.finalize(temps, act)
+                self.linear.forward(ctx, "down", ctx.layer.out.out, act)
         return x, up
 
     def backward(

@@ -45,12 +45,14 @@ class MlpAndExpertsHalf:
         self.dev, self.config, self.operands = shared.dev, shared.config, shared.operands
         self.norms, self.norm = shared.norms, Normalization(shared.dev, shared.config)
         self.halves = MlpHalf(shared), ExpertsHalf(shared)
+        self._again: dict[str, Tensor] = {}
 
     def keeps_input(self, recompute: Recompute) -> bool:
         return all(half.keeps_input(recompute) for half in self.halves)
 
     def multiplied_again(self, recompute: Recompute) -> tuple[str, ...]:
-        return tuple(key for half in self.halves for key in half.multiplied_again(recompute))
+        keys = [key for half in self.halves for key in half.multiplied_again(recompute)]
+        return (*keys, "down", "experts_down") if recompute.block else tuple(keys)
 
     def keep(self, layer: HalfLayer) -> tuple[_Part, _Part]:
         mlp, experts = (self._part(layer, spec) for spec in layer.spec.parts)
@@ -65,8 +67,13 @@ class MlpAndExpertsHalf:
 
     def _part(self, layer: HalfLayer, spec: HalfSpec) -> _Part:
         part, name = copy(layer), spec.name
-        part.spec = spec
-        part.out = HalfOut(layer.alloc(f"{name}_branch", *layer.norm.stream.shape))
+        part.spec, part.made_again = spec, layer.recompute.block
+        branch = self._again.get(name) if part.made_again else None
+        if branch is None:
+            branch = layer.alloc(f"{name}_branch", *layer.norm.stream.shape)
+        if part.made_again:  # all such layers share it
+            self._again[name] = branch
+        part.out = HalfOut(branch)
         post = "ln2_mlp_post" if name == "mlp" else "ln2_experts_post"
         stats = alloc_stats(self.dev, self.config, f"{post}.{layer.index}", layer.rows)
         return _Part(part, stats, post)

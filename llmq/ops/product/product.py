@@ -214,7 +214,7 @@ def product(
         if adapters is not None and adapters.magnitudes is not None:
             adapter.scale(dev, result, result, *adapters.magnitudes)
         if to and not fused:
-            _activate(dev, result, epilogue)
+            activate(dev, result, epilogue)
 
 
 def weight_gradient(
@@ -400,7 +400,7 @@ def add_dropped(
         )  # fmt: skip
 
 
-def _activate(dev: Device, x: Result, epilogue: Activated | ActivatedGradient) -> None:
+def activate(dev: Device, x: Result, epilogue: Activated | ActivatedGradient) -> None:
     """Activation of x, or gradient of the activation's input from x, the output's gradient."""
     (forward, backward), to = ACTIVATIONS[epilogue.name], epilogue.to
     if isinstance(epilogue, Activated):
