@@ -223,12 +223,14 @@ def scalars_of(
     mesh: Mesh,
     rule: UpdateRule,
     step: int,
-    micro_step: int,
+    number: int,
     lr: float,
     grad_clip: float,
     limits: Limits = NO_LIMITS,
 ) -> np.ndarray:
-    """StepScalars of one micro-step, int32 (STEP_SCALARS_WORDS,)."""
+    """StepScalars of one micro-step, int32 (STEP_SCALARS_WORDS,). number: of its micro-batch among
+    those that an equal division deals to this rank; below 0 or from --grad-accumulation on the
+    micro-batch is one of another rank's, and has the random numbers that it has there."""
     words = np.zeros(STEP_SCALARS_WORDS, np.int32)
     record = words.view(STEP_SCALARS)[0]
     record["lr"] = lr
@@ -238,8 +240,10 @@ def scalars_of(
     record["seed"] = options.optim.seed & 0xFFFFFFFF
     record["step"] = step
     # Different on all ranks, so that each rank rounds gradients with its own random numbers.
-    record["micro_step"] = mesh.rank * options.batch.grad_accumulation + micro_step
+    accumulation = options.batch.grad_accumulation
+    record["micro_step"] = mesh.rank * accumulation + number
     # Sequences are numbered as they are dealt, on however many ranks and in whatever batches.
+    dealt_to, place = divmod(mesh.index(*DATA) * accumulation + number, accumulation)
     record["sequence_stride"] = stride = mesh.size(*DATA)
-    record["first_sequence"] = micro_step * options.batch.batch_size * stride + mesh.index(*DATA)
+    record["first_sequence"] = place * options.batch.batch_size * stride + dealt_to
     return words

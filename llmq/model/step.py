@@ -4,7 +4,7 @@ Only `result`, `evaluate` and `score` wait for the device. Values that vary betw
 device through the inbox, and measurements come back through results.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -111,16 +111,18 @@ class Step:
         grad_clip: float,
         batches: Iterable[Batch],
         limits: Limits = NO_LIMITS,
-        count: int | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> int:
         """Enqueue one optimizer step over these micro-batches; returns the ticket of its result.
-        count: number of batches; None: --grad-accumulation. step counts from 0. lr is the
-        learning rate of this step; grad_clip 0 switches clipping off."""
+        numbers: of the micro-batches, as in `rings.scalars_of`; None: 0 to --grad-accumulation - 1.
+        step counts from 0. lr is the learning rate of this step; grad_clip 0 switches clipping
+        off."""
         self.turn(step)
-        final = (self.options.batch.grad_accumulation if count is None else count) - 1
+        numbers = range(self.options.batch.grad_accumulation) if numbers is None else numbers
+        final = len(numbers) - 1
         self.start()
-        for micro_step, batch in enumerate(batches):
-            scalars = self.scalars_of(step, micro_step, lr, grad_clip, limits)
+        for micro_step, (number, batch) in enumerate(zip(numbers, batches, strict=False)):
+            scalars = self.scalars_of(step, number, lr, grad_clip, limits)
             self.inbox.send(scalars, batch, self.results)
             self.calibrate()
             self.dev.graph(*self.micro_step(micro_step, last=micro_step == final))
@@ -132,7 +134,7 @@ class Step:
         self.scales.start_step()
 
     def scalars_of(self, *of_micro_step: object) -> np.ndarray:
-        """StepScalars from step, micro_step, lr, grad_clip and limits, see `rings.scalars_of`."""
+        """StepScalars from step, number, lr, grad_clip and limits, see `rings.scalars_of`."""
         rule = self.optimizer.rule
         return scalars_of(self.options, self.dev.mesh, rule, *of_micro_step)
 

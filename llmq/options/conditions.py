@@ -197,6 +197,16 @@ def undivided(o: Options, ranks: Ranks, *parts: str) -> str | None:
     return alone + " and ".join(reasons) if all(reasons) else None
 
 
+def exchanges_always(o: Options) -> str | None:
+    """The option by which ranks exchange data in every micro-step; None if in the first and last
+    micro-step of a step alone."""
+    if o.shard_weights:
+        return "--shard-weights"
+    if o.shard_gradients and o.weight_storage.why_gradients_stay(2) is None:
+        return "--shard-gradients"
+    return "--loss kto" if o.loss == "kto" else None
+
+
 def not_multiple(sizes: dict[str, int], multiple: int) -> tuple[str, int, int] | None:
     """The first size that is not a multiple, as (name, size, multiple); None if all are."""
     return next(((n, size, multiple) for n, size in sizes.items() if size % multiple), None)

@@ -64,10 +64,11 @@ def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> 
         return NanOrigin(f"the weight {bad.name}", in_weights=True)
 
     def forward(rank: Rank, micro_step: int) -> list[_Entry]:
-        rank.step.evaluate_batch(batches[rank.dev.mesh.rank - ranks.world.base][micro_step])
+        own = batches[rank.dev.mesh.rank - ranks.world.base]
+        rank.step.evaluate_batch(own[min(micro_step, len(own) - 1)])
         return _activations(rank.step)
 
-    for micro_step in range(len(batches[0])):
+    for micro_step in range(max(map(len, batches))):
         bad = _first_bad(ranks, lambda rank, i=micro_step: forward(rank, i))
         if bad is not None:
             return NanOrigin(f"{bad.name}, micro-step {micro_step}")

@@ -320,22 +320,23 @@ class Ranks:
         step: int,
         lr: float,
         grad_clip: float,
-        batches: Sequence[Sequence[Batch]],
+        batches: Sequence[Sequence[tuple[int, Batch]]],
         limits: Limits = NO_LIMITS,
     ) -> int:
         """Enqueue an optimizer step on all ranks, without waiting; returns its ticket.
 
-        batches: the micro-batches of each rank of this process, equally many.
+        batches: the micro-batches of each rank of this process, with their numbers as in
+        `rings.scalars_of`.
         """
-        count = len(batches[0])
-        calls = {
-            i: partial(
-                rank.step.train, step, lr, grad_clip, rank.counted(batches[i]), limits, count
-            )
-            for i, rank in enumerate(self._ranks)
-        }
+        calls: dict[int, Callable[[], int]] = {}
+        own = []
+        for i, rank in enumerate(self._ranks):
+            numbers, of_rank = zip(*batches[i], strict=True)
+            counted = rank.counted(of_rank)
+            calls[i] = partial(rank.step.train, step, lr, grad_clip, counted, limits, numbers)
+            own.append(of_rank)
         ticket = self._ticket(self.pool.post(f"step {step}", operator.call, calls))
-        self._batches[ticket] = batches
+        self._batches[ticket] = own
         return ticket
 
     def batches_of(self, ticket: int) -> Sequence[Sequence[Batch]]:

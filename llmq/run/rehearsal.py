@@ -3,6 +3,7 @@
 import numpy as np
 
 from llmq.base.batch import Batch
+from llmq.base.shares import EQUAL
 from llmq.model.step import Step
 
 
@@ -14,7 +15,9 @@ def rehearse(step: Step) -> None:
     rehearse_evaluation(step)
     if step.options.model.only_scores:
         return
-    for count in {step.options.batch.grad_accumulation, 1}:
+    # With --share a rank may have more micro-steps: one between the first and the last.
+    most = step.options.batch.grad_accumulation + (step.options.parallel.share != EQUAL)
+    for count in {most, 1}:
         step.start()
         step.weights.updated()
         for micro_step in sorted({0, min(1, count - 1), count - 1}):

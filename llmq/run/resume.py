@@ -228,7 +228,7 @@ _ELSEWHERE += " prompts reward_seconds reward_workers"
 
 # Options that change nothing but the order in which numbers are added up.
 _ROUNDING = ("lmhead_chunks", "attention", "tune")
-_ROUNDING_OF_RANKS = ("shard_gradients", "shard_over", "all_to_all_reduce")
+_ROUNDING_OF_RANKS = ("shard_gradients", "shard_over", "all_to_all_reduce", "share")
 
 
 _COMPUTED = (ModelOptions, DataOptions, BatchOptions, OptimOptions, PrecisionOptions, RlOptions)

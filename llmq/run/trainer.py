@@ -56,6 +56,7 @@ from llmq.run.ranks import Ranks
 from llmq.run.resume import changed_options
 from llmq.run.sampling import ids_of, known_tokenizer, requests_of
 from llmq.run.score import score_files
+from llmq.run.shares import Shares
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.mesh import DATA
@@ -135,7 +136,7 @@ class Trainer(Closing):
         self.config, self.model, self.model_dir = config, model, model_dir
         self.run = RunId.new(config.name)
         self.tokenizer_id = tokenizer_id
-        self.steps_done = 0
+        self.steps_done = self._count = 0  # steps that were enqueued: of the run, of this trainer
         self._steps_of_epochs: int | None = None
         self.validated_at: int | None = None
         self.history: dict[str, Any] = {}
@@ -144,20 +145,19 @@ class Trainer(Closing):
         self.last_end: int | None = None
         self.loaded: Path | None = None
         self._enqueued: dict[int, partial[StepDone]] = {}  # by ticket: steps without a result
-        self._count = 0  # steps that were enqueued
         self._has_scores = False
         self.samples: Any = None
         self._restored: TemporaryDirectory | None = None  # for a checkpoint's tokenizer
         self.machine: Machine = choose_machine(config.device, config.gpus, world)
         self.world, self.world_size = self.machine.world, self.machine.world_size
-        planning = self.world.each(lambda: plan_run(config, model, self.machine))
-        self.plan, planned, backend = planning
+        self.plan, planned, backend = self.world.each(lambda: plan_run(config, model, self.machine))
         self.machine.compile_ahead(self.plan.sources)
         self._check_named(named)
         self._origin = self.world.each(lambda: InitialWeights(config, model, model_dir))
         chosen = (backend, planned.attn_bwd_chunks, self.plan.usage.sizes)
         check_start(config, model, chosen, self._origin.weights, self.world)
         self.ranks = Ranks(self.machine, self.plan, planned, model, backend)
+        self.shares = Shares(config, [spec.name for spec in self.machine.specs])
 
     def _check_named(self, named: Collection[str]) -> None:
         """LlmqError where files that the caller names are missing, damaged or without scores."""
@@ -283,7 +283,7 @@ class Trainer(Closing):
         else:
             size, places = meshes[0].size(*DATA), [mesh.index(*DATA) for mesh in meshes]
             taken = checked_batches(batches, self.config, self.model, size)
-        of_ranks = [taken[place::size] for place in places]
+        of_ranks = self.shares.deal([taken[place::size] for place in places])
         step, number = self.steps_done, self._count
         self.steps_done, self._count = step + 1, number + 1
         epoch = self.epoch if batches is None else None
@@ -298,20 +298,19 @@ class Trainer(Closing):
     def tokens_of(self, ticket: int) -> tuple[int, int]:
         """Positions that all ranks computed in the step with this ticket, and positions without
         padding."""
-        count = len(self.ranks.batches_of(ticket)[0])
-        computed = self.plan.tokens * count // self.config.grad_accumulation
+        counts = list(map(len, self.ranks.batches_of(ticket)))
+        computed = self.plan.tokens * sum(counts) // (self.config.grad_accumulation * len(counts))
         return computed, computed - self.ranks.padding_of(ticket)
 
     def result(self, ticket: int) -> Result:
         """The result of the step with this ticket, which callbacks are told the first time; at most
         three steps may follow the step."""
         result = self.ranks.result(ticket)
-        done = self._enqueued.pop(ticket, None)
-        if done is not None:
+        if (done := self._enqueued.pop(ticket, None)) is not None:
             ms = (result.end - (self.last_end or result.begin)) / 1e6
             self.last_end = result.end
             self.last_step = done(result=result, ms=ms, ticket=ticket)
-            for callback in self.callbacks:
+            for callback in (self.shares, *self.callbacks):
                 callback.on_step(self.last_step)
         return result
 
@@ -438,7 +437,7 @@ class Trainer(Closing):
     def manifest(self) -> Manifest:
         """The manifest of a checkpoint of this moment; all processes call it."""
         loader = self.train_loader.state() if "train_loaders" in self.__dict__ else {}
-        own = {"validated_at": self.validated_at, "history": self.history}
+        own = {"validated_at": self.validated_at, "history": self.history} | self.shares.state()
         state = self.ranks.extra_state() | own
         began_as = (self._origin.base, self._origin.kept)
         shared = (self.run, (self.tokenizer, self.tokenizer_id), *began_as)
@@ -474,6 +473,7 @@ class Trainer(Closing):
             self.steps_done, self._steps_of_epochs = reader.step, None
             self.validated_at = reader.manifest.state.get("validated_at")
             self.history = reader.manifest.state.get("history", {})
+            self.shares.load(reader.manifest.state)
             self.run = self.run.continuing(reader.manifest.run, reader.step)
             self.loaded = reader.path
             return changes.others

@@ -369,6 +369,7 @@ def announce_start(
             "--epochs to go on",
             done,
         )
+    trainer.shares.announce(lambda line: reporter.message(line, trainer.steps_done))
     reporter.message(f"Setup took {setup_seconds:.0f} seconds", done)
 
 

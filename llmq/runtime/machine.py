@@ -31,13 +31,14 @@ class Machine:
     """A chosen kind of device, and the number of devices. kind: "host" or "cuda". spec: of every
     device; if GPUs differ, a spec that fits all. note: one line for the user about the choice, or
     None. world: ranks of this process, one device each, and of other processes. indices: this
-    process's GPUs, by rank; empty: from the first GPU on."""
+    process's GPUs, by rank; empty: from the first GPU on. specs: of each of its devices."""
 
     kind: str
     spec: DeviceSpec
     note: str | None
     world: World = field(default_factory=World)
     indices: tuple[int, ...] = ()
+    specs: tuple[DeviceSpec, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -121,16 +122,19 @@ def choose_machine(device: str, gpus: int, world: World = World()) -> Machine:
     if kind == "host":
         counts = tuple(max(asked, 1) for _, asked, _, _ in looks)
         whole = replace(world, counts=counts)
-        return Machine(kind=kind, spec=HOST_SPEC, note=note, world=whole)
+        specs = (HOST_SPEC,) * counts[world.index]
+        return Machine(kind=kind, spec=HOST_SPEC, note=note, world=whole, specs=specs)
     divided = divide_gpus(world.machines, [(asked, ids) for _, asked, _, ids in looks])
     indices = divided[world.index]
-    specs = [spec for specs in world.together(lambda: _specs(indices)) for spec in specs]
+    of_processes = world.together(lambda: _specs(indices))
+    specs = [spec for of_one in of_processes for spec in of_one]
     return Machine(
         kind=kind,
         spec=common_spec(specs),
         note=difference([spec.name for spec in specs]),
         world=replace(world, counts=tuple(map(len, divided))),
         indices=indices,
+        specs=tuple(of_processes[world.index]),
     )
 
 
@@ -165,7 +169,8 @@ def difference(names: list[str]) -> str | None:
     """Return a warning if GPUs with these names differ, else None."""
     if len(set(names)) == 1:
         return None
-    return f"WARNING: the GPUs differ ({', '.join(names)}): each waits for the slowest."
+    all_ = ", ".join(names)
+    return f"WARNING: the GPUs differ ({all_}): without --share each waits for the slowest."
 
 
 def divide_gpus(

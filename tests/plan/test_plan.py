@@ -71,7 +71,7 @@ def test_plan_equals_the_run(model, tmp_path):
             assert trainer.usage != trainer.plan.usage, "nothing has used the stack yet"
             trainer.step([BATCH, BATCH])
             assert trainer.usage == trainer.plan.usage, changes
-            trainer._step.train(1, 0.0, 0.0, [BATCH], count=1)  # which ends an epoch
+            trainer._step.train(1, 0.0, 0.0, [BATCH], numbers=[0])  # which ends an epoch
             assert trainer.usage == trainer.plan.usage, changes
             categories = trainer.plan.usage.categories
             sizes = trainer.plan.usage.sizes

@@ -82,7 +82,10 @@ def test_gpus_that_differ(monkeypatch):
     )
     some_gpus(monkeypatch, GPU, other)
     chosen = choose_machine("cuda", 0)
-    assert chosen.note == "WARNING: the GPUs differ (GPU, Old): each waits for the slowest."
+    assert (
+        chosen.note
+        == "WARNING: the GPUs differ (GPU, Old): without --share each waits for the slowest."
+    )
     assert chosen.spec == DeviceSpec(
         name="GPU", capability=80, num_sms=132, memory=40 << 30, library_workspace=4 << 20
     )

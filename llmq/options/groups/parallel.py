@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmq.options.conditions import undivided, why_no_cudnn
-from llmq.options.option_types import option, parse_switch, switch
+from llmq.base.shares import EQUAL
+from llmq.options.conditions import exchanges_always, undivided, why_no_cudnn
+from llmq.options.option_types import option, parse_share, parse_switch, switch
 from llmq.options.rule import REFUSE, each, idle, refused, switches
 
 
@@ -48,6 +49,11 @@ class ParallelOptions:
     shard_gradients: bool = switch(
         "Divide the blocks' gradients; on one GPU: keep two blocks in work memory"
     )
+    share: str = option(
+        EQUAL,
+        "Micro-batches of a step by GPU; auto: by measured rates, or numbers such as 3:2",
+        parse=parse_share,
+    )
     memcpy_all_gather: bool = switch("Gather weights by copies instead of NCCL")
     memcpy_send_recv: bool = switch("Exchange gradients by copies instead of NCCL")
     mirror_weights: bool = switch(
@@ -66,6 +72,11 @@ class ParallelOptions:
         """Number of shards of the state: all ranks, or the ranks of one machine. machines: share
         the ranks equally."""
         return world_size if self.shard_over == "world" else world_size // machines
+
+    @property
+    def shares(self) -> list[float] | None:
+        """The numbers of --share; None if there are none."""
+        return [float(text) for text in self.share.split(":")] if ":" in self.share else None
 
 
 _GPUS_ONLY = (
@@ -88,6 +99,24 @@ PARALLEL_RULES = (
         lambda v, o, here: v == "machine" and len({*here.machines.values()}) > 1 and here.listed,
         "--shard-over machine: every machine must have as many GPUs, there are {found}: give "
         "--shard-over world, or another --gpus",
+    ),
+    *refused(
+        "share",
+        lambda v, o: v != EQUAL and exchanges_always(o),
+        "with {found} GPUs exchange data in every micro-step, at the pace of the slowest: leave "
+        "{flag} out, or that",
+    ),
+    *refused(
+        "share",
+        lambda v, o, here: v != EQUAL and here.processes > 1 and here.processes,
+        "the GPUs of one process share a step, and there are {found} processes: leave it out",
+    ),
+    *refused(
+        "share",
+        lambda v, o, here: (
+            o.shares and len(o.shares) != here.ranks and f"{len(o.shares)} of {here.ranks}"
+        ),
+        "{value} gives {found} GPUs a share: give each GPU a number",
     ),
     *refused(
         "all_to_all_reduce",
@@ -144,7 +173,12 @@ PARALLEL_RULES = (
         "{shown} has no effect {ranks.alone}",
     ),
     *idle(
-        "p2p",
+        "share",
+        lambda v, o: o.grad_accumulation == 1,
+        "{shown} has no effect with --grad-accumulation 1: use smaller micro-batches, and more",
+    ),
+    *idle(
+        "p2p share",
         lambda v, o, ranks: ranks.world_size == 1,
         "{shown} has no effect {ranks.alone}",
     ),
