@@ -8,13 +8,15 @@ Reads the JSON reports of `llmq bench`; runs on cards that llmq/options/cards.py
 left out. With a card file (rig.json of `llmq rig`) only runs on its card, and on as many GPUs as it
 has or fewer, are shown, predicted by what was measured there, and again by the data sheet. Two more
 columns are the shares of the kernels' predicted time that are of a kind in the card file, and in
-the same size: the rest follows from their like, or from the data sheet. --since leaves out what an
-older program ran.
+the same size: the rest follows from their like, or from the data sheet. --several shows runs on more
+than one GPU alone, also on more than the card file has. --since leaves out what an older program
+ran.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -91,11 +93,12 @@ def row(cards: list[Card], run: dict[str, Any]) -> tuple[str, float]:
 def main(
     paths: Annotated[list[Path], typer.Argument(help="Reports of llmq bench, JSON.")],
     card_file: Annotated[Path | None, typer.Option(help="Report of llmq rig, rig.json.")] = None,
+    several: Annotated[bool, typer.Option("--several", help="Only runs on several GPUs.")] = False,
     since: Annotated[str, typer.Option(help="YYYY-MM-DD: only runs from that day on.")] = "",
 ) -> None:
     """Print the table."""
     rig = None if card_file is None else card_from(card_file)
-    given = f"--since {since} " if since else ""
+    given = "--several " * several + (f"--since {since} " if since else "")
     command = f"tools/predicted.py {given}benchmarks/*/*/*.json"
     head = ["model", "batch", "flags", "measured", "predicted", "difference"]
     if rig is not None:
@@ -111,10 +114,12 @@ def main(
         for run in report["runs"] if card else []:
             cards = [card]
             if rig is not None:
-                if card.name != CARDS.get(rig.name, rig).name or run["gpus"] > rig.measured.gpus:
+                most = math.inf if several else rig.measured.gpus
+                if card.name != CARDS.get(rig.name, rig).name or run["gpus"] > most:
                     continue
                 cards = [rig, card]
-            if run["status"] == "ok" and date_of(report, run) >= since:
+            counts = run["gpus"] > several and date_of(report, run) >= since
+            if run["status"] == "ok" and counts:
                 line, difference = row(cards, run)
                 differences.append(difference)
                 print(line)

@@ -54,8 +54,9 @@ class Card:
     def error_of(self, gpus: int) -> float | None:
         """Relative error with `gpus` GPUs, larger if exchanges were not measured; None if measured
         here."""
-        measured = 1 if self.measured is None else self.measured.gpus
-        return None if self.error is None else self.error + SEVERAL * (gpus > measured)
+        if gpus <= (1 if self.measured is None else self.measured.gpus):
+            return self.error
+        return (self.error or 0.0) + (SEVERAL[self.measured is not None] if self.link else STAGED)
 
     @property
     def int8(self) -> float:
@@ -215,7 +216,11 @@ PUBLISHED = "from llm.q's published speeds on this card"
 # sheets say. An error is the largest one of a run predicted from all other runs, plus our plans'
 # error on an H100.
 _OURS = 0.04
-SEVERAL = 0.1  # added for exchanges: 2 and 4 H200 are 6 to 10 % slower than predicted
+# Added for exchanges that were not measured. SEVERAL: over NVLink; key: True if launches were; what
+# two and four H200 add to the error of one (h200_several.md). STAGED: through the host, where few
+# runs were compared.
+SEVERAL = {True: 0.03, False: 0.05}
+STAGED = 0.1
 _SUSTAINED: dict[str, tuple[float, float, float, str]] = {
     "H100 80GB HBM3": (0.71, 0.615, 0.05, MEASURED),
     "H200": (0.71, 0.59, 0.05, MEASURED),  # bf16: the H100's share, not measured

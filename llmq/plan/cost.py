@@ -58,6 +58,11 @@ BOTH_WAYS = 1.74
 # Kernels that access host memory directly reach this share of a copy's rate; key: True if they
 # write there (h200_bus.txt).
 KERNEL_SHARE = {False: 0.94, True: 0.87}
+# Exchanges over NVLink beside kernels, as `llmq rig` measured two H200 (h200_rig); key: True with
+# NCCL. LINK_SHARE: rate of the largest gathers, over the card's `link`: 89 GB/s by 8 channels of
+# NCCL, 363 by copies. BESIDE_LINK: times that kernels take meanwhile.
+LINK_SHARE = {True: 0.40, False: 1.61}
+BESIDE_LINK = {True: 1.20, False: 1.10}
 # Exchanges through host memory; key: True with NCCL. HOST_SHARE: rate of both directions at once,
 # over the bus's one-way rate (two H200). HOST_MEMORY: bytes per second of host memory for all GPUs
 # and directions together (four). Plain copies of four H200 pass 134 to 180 GB/s; one alone 55 in a
@@ -199,9 +204,11 @@ class Rates:
         self.memory = COPY_SHARE * 1e9 * card.bandwidth
         small = card.capability in SMALL
         self._launch, self._tiles = (SMALL_LAUNCH, SMALL_TILES) if small else (LAUNCH, 1.0)
-        self._bus, self._link = 1e9 * card.bus, 1e9 * card.link
+        self._bus, self._link = 1e9 * card.bus, 1e9 * card.link * LINK_SHARE[nccl]
         self._host = HOST_MEMORY[nccl] / gpus
         self._staged = HOST_SHARE[nccl] * self._bus
+        over_link = gpus > 1 and 0 < card.link < math.inf
+        self._beside = BESIDE_LINK[nccl] if over_link else 1.0
         self._transfers: dict[tuple, Transfers] = {}
         self._launches = self._links = None
         self._slowest = 1.0  # relative to one GPU alone, while all work
@@ -219,7 +226,8 @@ class Rates:
     @property
     def slowdown(self) -> float:
         """Factor on the time of kernels beside exchanges."""
-        return 1.0 if self._links is None else self._links.slowdown
+        measured_factor = None if self._links is None else self._links.slowdown
+        return self._beside if measured_factor is None else measured_factor
 
     def compute(self, work: Work) -> float:
         """Seconds of a piece of work on the GPU itself, without transfers."""

@@ -217,9 +217,9 @@ class RigLinks:
         self._bus = file.bus.get(number)
         self._exchange = file.exchange.get(number, {}).get(backend, {})
         self._beside_bus, self._at_once = file.beside_bus and peer_access, at_once
-        # Factor on the time of products beside an exchange.
-        beside = file.beside.get(number, {}).get(backend, 1.0)
-        self.slowdown = 1.0 if at_once else max(beside, 1.0)
+        # Factor on the time of products beside an exchange; None if not measured.
+        beside = file.beside.get(number, {}).get(backend)
+        self.slowdown = None if at_once or beside is None else max(beside, 1.0)
 
     @property
     def both_ways(self) -> tuple[float, float] | None:

@@ -19,12 +19,14 @@ from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.checks import installed_attention
 from llmq.plan.cost import (
+    BESIDE_LINK,
     BOTH_WAYS,
     COPY_SHARE,
     HOST_MEMORY,
     HOST_SHARE,
     KERNEL_SHARE,
     LAUNCH,
+    LINK_SHARE,
     Network,
     Rates,
     step_time,
@@ -180,10 +182,23 @@ def test_the_bus_carries_one_transfer_at_a_time_in_each_direction():
 def test_cards_without_a_link_exchange_through_the_host():
     gigabyte = 10**9
     received = [work("comm", "all_gather", received=gigabyte)]
-    assert replay(received, Rates(H100)).wall == pytest.approx(1 / H100.link)
+    for nccl, share in LINK_SHARE.items():
+        seconds = replay(received, Rates(H100, nccl=nccl)).wall
+        assert seconds == pytest.approx(1 / H100.link / share)
     for nccl, share in HOST_SHARE.items():
         one_way = replay(received, Rates(RTX_4090, nccl=nccl)).wall
         assert one_way == pytest.approx(1 / RTX_4090.bus / share)
+
+
+def test_exchanges_over_a_link_slow_kernels():
+    """As measured on two H200, where the rates of the run's own exchanges are not."""
+    exchange = work("comm", "all_gather", received=10**10)
+    kernel = work(size=10**9)
+    for nccl, times in BESIDE_LINK.items():
+        for gpus, factor in ((1, 1.0), (2, times)):
+            rates = Rates(H100, gpus, nccl=nccl)
+            busy = replay([exchange, kernel], rates).busy["memory_bound"]
+            assert busy == pytest.approx(factor * replay([kernel], rates).wall)
 
 
 def test_several_gpus_share_the_hosts_memory():
@@ -208,7 +223,7 @@ def test_without_peer_access_there_is_no_link():
 
 def test_peers_host_memory_is_read_over_the_bus_or_received_over_a_link():
     shared = [work("comm", "all_gather", shared=10**9)]
-    assert replay(shared, Rates(H100)).wall == pytest.approx(1 / H100.link)
+    assert replay(shared, Rates(H100)).wall == pytest.approx(1 / H100.link / LINK_SHARE[False])
     assert replay(shared, Rates(RTX_4090)).wall == pytest.approx(1 / RTX_4090.bus)
 
 
@@ -674,7 +689,8 @@ def test_what_machines_exchange_passes_their_network():
     network = Network(machines=2, rate=25e9)
     assert replay(received, Rates(H100, network=network)).wall == pytest.approx(1 / 25)
     fast = Network(machines=2, rate=1e12)
-    assert replay(received, Rates(H100, network=fast)).wall == pytest.approx(1 / H100.link)
+    seconds = replay(received, Rates(H100, network=fast)).wall
+    assert seconds == pytest.approx(1 / H100.link / LINK_SHARE[False])
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
