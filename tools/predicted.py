@@ -8,9 +8,9 @@ Reads the JSON reports of `llmq bench`; runs on cards that llmq/options/cards.py
 left out. With a card file (rig.json of `llmq rig`) only runs on its card, and on as many GPUs as it
 has or fewer, are shown, predicted by what was measured there, and again by the data sheet. Two more
 columns are the shares of the kernels' predicted time that are of a kind in the card file, and in
-the same size: the rest follows from their like, or from the data sheet. --several shows runs on more
-than one GPU alone, also on more than the card file has. --since leaves out what an older program
-ran.
+the same size: the rest follows from their like, or from the data sheet. --several shows runs on
+more than one GPU alone, also on more than the card file has. --since leaves out what an older
+program ran.
 """
 
 from __future__ import annotations

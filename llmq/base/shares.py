@@ -1,9 +1,21 @@
 """Shares of a step: how many of its micro-batches each rank computes."""
 
+import re
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
+from typing import Any
 
-EQUAL = "equal"
+EQUAL, AUTO = "equal", "auto"
+"""Values of --share: as many micro-batches for each rank, or by measured rates."""
+
+
+def parse_share(value: Any) -> str:
+    """Parse EQUAL, AUTO, or a positive number for each GPU, such as 3:2. ValueError otherwise."""
+    text = str(value).lower()
+    numbers = re.fullmatch(r"\d+(\.\d+)?(:\d+(\.\d+)?)+", text)
+    if text in (EQUAL, AUTO) or (numbers and min(map(float, text.split(":"))) > 0):
+        return text
+    raise ValueError(f"expected equal, auto or numbers above 0 such as 3:2, got {value!r}")
 
 
 def apportion(total: int, rates: Sequence[float]) -> list[int]:

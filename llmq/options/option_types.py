@@ -15,7 +15,6 @@ from typing import Any
 from llmq.arch import ARCHITECTURES
 from llmq.arch.mtp import MTP
 from llmq.base.errors import ConfigError
-from llmq.base.shares import EQUAL
 
 DTYPE_ALIASES = {
     "fp32": ("f32", "fp32", "float", "float32", "single"),
@@ -45,8 +44,7 @@ NONE = "none"
 """Value of --eval-file for no validation, and of --lora-targets for no adapters."""
 
 AUTO = "auto"
-"""Value of --vocab-size for the vocabulary of the training files, and of --share for shares by
-measured rates."""
+"""Value of --vocab-size for the vocabulary of the training files."""
 
 SPLIT, SPLIT_PART = (
     "split",
@@ -290,15 +288,6 @@ def parse_steps(value: Any) -> float:
     if not 0 < share < 1:
         raise ValueError(f"expected steps, or a part of the run below 100%, got {value!r}")
     return share
-
-
-def parse_share(value: Any) -> str:
-    """Parse 'equal', 'auto', or a positive number for each GPU, such as 3:2. Or ValueError."""
-    text = parse_word(value)
-    numbers = re.fullmatch(r"\d+(\.\d+)?(:\d+(\.\d+)?)+", text)
-    if text in (EQUAL, AUTO) or (numbers and min(map(float, text.split(":"))) > 0):
-        return text
-    raise ValueError(f"expected equal, auto or numbers above 0 such as 3:2, got {value!r}")
 
 
 def parse_layers(value: Any) -> str:

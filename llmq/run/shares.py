@@ -7,8 +7,7 @@ from typing import Any
 
 from llmq.base.batch import Batch
 from llmq.base.callback import Callback, StepDone
-from llmq.base.shares import apportion, shown
-from llmq.options.option_types import AUTO
+from llmq.base.shares import AUTO, apportion, shown
 from llmq.options.options import TrainConfig
 
 WARM_UP, MEASURED = 2, 5  # first steps, and the steps behind them whose times choose the shares

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmq.base.shares import EQUAL
+from llmq.base.shares import EQUAL, parse_share
 from llmq.options.conditions import exchanges_always, undivided, why_no_cudnn
-from llmq.options.option_types import option, parse_share, parse_switch, switch
+from llmq.options.option_types import option, parse_switch, switch
 from llmq.options.rule import REFUSE, each, idle, refused, switches
 
 
