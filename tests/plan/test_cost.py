@@ -191,7 +191,7 @@ def test_cards_without_a_link_exchange_through_the_host():
 
 
 def test_exchanges_over_a_link_slow_kernels():
-    """As measured on two H200, where the rates of the run's own exchanges are not."""
+    """The factors are of two H200, and hold where a card file has no exchanges."""
     exchange = work("comm", "all_gather", received=10**10)
     kernel = work(size=10**9)
     for nccl, times in BESIDE_LINK.items():
