@@ -139,7 +139,8 @@ def note_sampling(spec: DeviceSpec, model: ModelConfig, dtype: DType, noted: Lau
     dev = NotingDevice(spec, noted)
     table = weight_table(model)
     weights, sizes = Weights(dev, table, resident(table, dtype)), {"slots": 4, "positions": 64}
-    Generator(dev, model, weights, blocks=17, **sizes).rehearse()
+    for kv_dtype in (dtype, E4M3) if dtype is BF16 else (dtype,):
+        Generator(dev, model, weights, blocks=17, kv_dtype=kv_dtype, **sizes).rehearse()
 
 
 def note_heads(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:

@@ -6,7 +6,9 @@ The model is a preset with random weights. A row is the median of --repeats runs
 warms up: all texts with prompts of --prompt tokens, and --new tokens each, from the first pass over
 a prompt to the last token. `floor` are the tokens per second of a device that does nothing but
 read: in each pass all weights that it multiplies, and the keys and values of all texts at half
-their length, at the speed at which the device copies 256 MiB.
+their length, at the speed at which the device copies 256 MiB. With --kv-dtype another line says how
+far log-probabilities are from those with keys and values in the model's format, on average over the
+likeliest tokens of texts, up to the first one that differs.
 """
 
 from __future__ import annotations
@@ -31,7 +33,16 @@ from llmq.runtime.device import Device, MemorySizes
 from llmq.runtime.machine import Machine, choose_machine
 
 COPIED, COPIES = 256 * MIB, 5
+FEW = 4  # texts of which log-probabilities are compared
 CODES = {"nf4": 33 / 64, "mxfp4": 17 / 32, "e4m3": 1, "int8": 1}  # bytes of a value, with scales
+
+
+class Dtypes(NamedTuple):
+    """Formats of the model, of the blocks' matrices, and of keys and values."""
+
+    model: str
+    base: str | None
+    kv: str | None
 
 
 class Row(NamedTuple):
@@ -70,7 +81,9 @@ def copy_rate(machine: Machine) -> float:
         dev.close()
 
 
-def bytes_read(sampler: Sampler, base_dtype: str | None, texts: int, length: float) -> float:
+def bytes_read(
+    sampler: Sampler, base_dtype: str | None, kv_dtype: str | None, texts: int, length: float
+) -> float:
     """In a pass over so many texts of this length, each with experts of its own."""
     config, weights = sampler.config, sampler.generator.weights
     item = weights.placement["embed"].work.dtype.itemsize
@@ -82,35 +95,58 @@ def bytes_read(sampler: Sampler, base_dtype: str | None, texts: int, length: flo
     states, kept = 0, 0
     for layer in range(config.num_layers):
         for spec in config.halves(layer):
-            kept += sum(int(np.prod(shape)) * item for shape in spec.cached.values())
+            for heads, channels in spec.cached.values():
+                kept += heads * (channels * item if kv_dtype is None else channels + 2)
             states += sum(int(np.prod(shape)) * 8 for shape in spec.carried.values())
     head = config.padded_outputs * config.hidden_size * item
     return matrices * CODES.get(base_dtype, item) + head + texts * (kept * length + states)
 
 
+def opened(machine: Machine, model: str, dtypes: Dtypes, texts: int, positions: int) -> Sampler:
+    """A sampler of the preset, with random weights."""
+    config = preset(model)
+    form = (positions, parse_dtype(dtypes.model), texts, dtypes.base, dtypes.kv)
+    return Sampler(machine, config, lambda w: w.init(config, 0), *form)
+
+
+def requests_of(model: str, texts: int, prompt: int, new: int) -> list[Request]:
+    rng, size = np.random.default_rng(0), preset(model).vocab_size
+    ids = [rng.integers(0, size, prompt).tolist() for _ in range(texts)]
+    return [Request(each, new, seed=i) for i, each in enumerate(ids)]
+
+
 def measure(
     machine: Machine,
     model: str,
-    dtypes: tuple[str, str | None],
+    dtypes: Dtypes,
     texts: int,
     prompt: int,
     new: int,
     repeats: int,
 ) -> tuple[float, list[float]]:
-    """The bytes that a pass reads, and tokens a second of each run. dtypes: of the model and of the
-    blocks' matrices."""
-    dtype, base_dtype = dtypes
-    config, rng = preset(model), np.random.default_rng(0)
-    ids = [rng.integers(0, config.vocab_size, prompt).tolist() for _ in range(texts)]
-    requests = [Request(each, new, seed=i) for i, each in enumerate(ids)]
-    form = (prompt + new, parse_dtype(dtype), texts, base_dtype)
-    with Sampler(machine, config, lambda w: w.init(config, 0), *form) as sampler:
+    """The bytes that a pass reads, and tokens a second of each run."""
+    requests = requests_of(model, texts, prompt, new)
+    with opened(machine, model, dtypes, texts, prompt + new) as sampler:
         found = []
         for _ in range(1 + repeats):
             start = time.perf_counter()
             count = sum(1 for _ in sampler.generator.stream(requests))
             found.append(count / (time.perf_counter() - start))
-        return bytes_read(sampler, base_dtype, texts, prompt + new / 2), found[1:]
+        return bytes_read(sampler, *dtypes[1:], texts, prompt + new / 2), found[1:]
+
+
+def difference(machine: Machine, model: str, dtypes: Dtypes, prompt: int, new: int) -> float:
+    """The mean distance of log-probabilities from those without a kv_dtype, of greedy texts."""
+    requests = [r._replace(temperature=0) for r in requests_of(model, FEW, prompt, new)]
+    found = []
+    for each in (dtypes, dtypes._replace(kv=None)):
+        with opened(machine, model, each, FEW, prompt + new) as sampler:
+            found.append([made for _, made in sorted(sampler.generator.run(requests))])
+    both = []
+    for one, other in zip(*found, strict=True):
+        equal = np.cumprod(np.equal(one.ids, other.ids)).astype(bool)
+        both += np.abs(one.logprobs - other.logprobs)[equal].tolist()
+    return statistics.mean(both)
 
 
 def main(
@@ -119,6 +155,7 @@ def main(
     device: str = "auto",
     model_dtype: str = "bf16",
     base_dtype: Annotated[str | None, typer.Option(help="Of the blocks' matrices.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="Of keys and values.")] = None,
     prompt: int = 16,
     new: int = 128,
     repeats: int = 5,
@@ -126,20 +163,24 @@ def main(
     """Print a table."""
     machine = choose_machine(device, 1)
     rate, rows = copy_rate(machine), []
+    dtypes = Dtypes(model_dtype, base_dtype, kv_dtype)
     for count in map(int, texts.split(",")):
-        read, found = measure(
-            machine, model, (model_dtype, base_dtype), count, prompt, new, repeats
-        )
+        read, found = measure(machine, model, dtypes, count, prompt, new, repeats)
         speeds = (statistics.median(found), min(found), max(found))
         rows.append(Row(count, *speeds, count * rate / read))
     kept = base_dtype or model_dtype
     what = f"{model}, matrices in {kept}, {prompt} + {new} tokens"
+    if kv_dtype is not None:
+        what += f", keys and values in {kv_dtype}"
     print(f"llmq {__version__}, {machine.spec.name}, {what}")
     print(f"copies {rate / 1e9:.1f} GB/s\n")
     print("| texts | tokens/s | runs | x the first row | floor | of the floor |")
     print("| --- | --- | --- | --- | --- | --- |")
     for row in rows:
         print(row.line(rows[0].tokens))
+    if kv_dtype is not None:
+        far = difference(machine, model, dtypes, prompt, new)
+        print(f"\nmean |difference| of log-probabilities with {kv_dtype}: {far:.2g}")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,15 @@ BaseDtype = option(
 )
 
 
+def _kept(value: str | None) -> str | None:
+    if value not in (None, "e4m3"):
+        raise ConfigError(f"--kv-dtype: must be e4m3, or left out, got {value}")
+    return value
+
+
+KvDtype = option(str | None, "Format of keys and values: e4m3; --model-dtype.", callback=_kept)
+
+
 def sample(
     model: Model,
     adapter: Adapter = None,
@@ -53,6 +62,7 @@ def sample(
     device: Device = "auto",
     model_dtype: ModelDtype = "bf16",
     base_dtype: BaseDtype = None,
+    kv_dtype: KvDtype = None,
 ) -> None:
     """Continue a text with a trained model.
 

@@ -2,7 +2,7 @@
 
 from llmq.base.errors import ConfigError
 from llmq.commands.common import Device, option
-from llmq.commands.models import Adapter, BaseDtype, Model, ModelDtype, adapter_folder
+from llmq.commands.models import Adapter, BaseDtype, KvDtype, Model, ModelDtype, adapter_folder
 
 
 def serve(
@@ -22,6 +22,7 @@ def serve(
     device: Device = "auto",
     model_dtype: ModelDtype = "bf16",
     base_dtype: BaseDtype = None,
+    kv_dtype: KvDtype = None,
 ) -> None:
     """Serve a model to clients of OpenAI's completions and chat completions.
 

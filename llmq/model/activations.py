@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from llmq.arch.matrix import HalfSpec
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import F32, I32, DType
+from llmq.base.dtypes import BF16, E4M3, F32, I32, DType
 from llmq.base.operand import turned
 from llmq.base.tensor import Tensor
 from llmq.formats.operands import Activation, Operands, id_of
@@ -85,11 +85,13 @@ class HalfOut(NamedTuple):
 
 class Cache:
     """Keys, values and states of all texts that are generated. blocks: by layer and half, tensors
-    (blocks, BLOCK, ...) by the names of HalfSpec.cached: a block has BLOCK tokens of one text.
+    (blocks, BLOCK, ...) by the names of HalfSpec.cached: a block has BLOCK tokens of one text. As
+    E4M3 codes they have a factor for each token and head, BF16: `scales` (blocks, BLOCK, heads, 2).
     states: by layer and half, F32 (states, ...) by the names of HalfSpec.carried: a row is of one
     text. arrived: I32, of `ops.attention.paged`, zeros at the start of a pass."""
 
     def __init__(self, dev: Device, config: ModelConfig, dtype: DType, blocks: int, states: int):
+        """dtype: of keys and values."""
         heads = max(config.heads_of(layer).query for layer in range(config.num_layers))
         count = (paged.arrivals(states, heads),)
         self.arrived = dev.alloc("paged_arrived", count, I32, "Activations")
@@ -103,6 +105,10 @@ class Cache:
                     )
                     for name, shape in spec.cached.items()
                 }
+                if dtype is E4M3 and spec.cached:
+                    shape = (blocks, BLOCK, next(iter(spec.cached.values()))[0], 2)
+                    scales = dev.alloc(f"kv_scales.{layer}", shape, BF16, "Activations")
+                    self.blocks[layer, spec.name]["scales"] = scales
                 self.states[layer, spec.name] = {
                     name: dev.alloc(f"{name}_carried.{layer}", (states, *shape), F32, "Activations")
                     for name, shape in spec.carried.items()

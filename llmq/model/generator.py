@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import F32, I32
+from llmq.base.dtypes import F32, I32, DType
 from llmq.base.errors import NOT_FINITE, LlmqError
 from llmq.base.step_inputs import StepInputs
 from llmq.base.tensor import Tensor
@@ -156,12 +156,13 @@ class Generator:
         positions: int,
         blocks: int,
         piece: int = PIECE,
+        kv_dtype: DType | None = None,
         options: StepOptions | None = None,
         scalars: Tensor | None = None,
     ):
         """weights: of a `Step`, whose options and StepScalars are given too, or as
         placement.resident has them. blocks: at least blocks_of(positions) + 1. piece: tokens of
-        prompts in one pass, at most."""
+        prompts in one pass, at most. kv_dtype: of keys and values, E4M3 or as the model's."""
         self.dev, self.config, self.weights = dev, config, weights
         constants, shards = len(dev.constants), dev.mesh.size("shard")
         self.positions, self.num_blocks = positions, blocks
@@ -178,7 +179,7 @@ class Generator:
         # A state would go on behind a prompt's last token, so that its passes have exactly its
         # tokens, and where that makes too few rows, texts that are idle.
         beside = rows if self._carries else 1
-        self._cache = Cache(dev, config, dtype, blocks, slots + beside)
+        self._cache = Cache(dev, config, kv_dtype or dtype, blocks, slots + beside)
         self._tables = rope_tables(dev, config, positions)
         self._seen = dev.alloc("seen", (slots, -(-config.outputs // 32)), I32, "Activations")
         of_text = self.blocks_of(positions)

@@ -48,10 +48,12 @@ class Sampler(Closing):
         dtype: DType = F32,
         slots: int = 1,
         base_dtype: str | None = None,
+        kv_dtype: str | None = None,
     ):
         """fill: loads or initializes the weights. positions: tokens of the longest text. dtype: of
         weights and activations. slots: texts at a time, at most; fewer where memory is short.
-        base_dtype: of the blocks' matrices, as of --base-dtype; None: dtype.
+        base_dtype: of the blocks' matrices, as of --base-dtype; None: dtype. kv_dtype: of keys and
+        values, "e4m3"; None: dtype.
 
         ConfigError for a model that predicts no tokens. LlmqError where the memory is too small.
         """
@@ -60,6 +62,7 @@ class Sampler(Closing):
         self.config, table = config, weight_table(config)
         placement = placed_to_read(config, table, dtype, base_dtype)
         how = {"options": scoring_options(config, dtype, 1, 4, base_dtype).for_step}
+        how["kv_dtype"] = kv_dtype and parse_dtype(kv_dtype)
         while True:
             blocks = slots * Generator.blocks_of(positions) + 1
             sizes = {"slots": slots, "positions": positions, "blocks": blocks}
@@ -259,6 +262,7 @@ def run_sample(
     device: str,
     model_dtype: str,
     base_dtype: str | None,
+    kv_dtype: str | None,
     **how: Any,
 ) -> None:
     """Print continuations of the prompt as they are generated, separated by lines of three dashes.
@@ -287,7 +291,7 @@ def run_sample(
             check_prompt(ids, config)
         sampler = Sampler(
             machine, config, lambda w: w.load(read), positions, parse_dtype(model_dtype),
-            min(num_samples, SLOTS), base_dtype,
+            min(num_samples, SLOTS), base_dtype, kv_dtype,
         )  # fmt: skip
     with sampler:
         if not ids:

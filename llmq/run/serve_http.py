@@ -146,6 +146,7 @@ def run_serve(
     device: str,
     model_dtype: str,
     base_dtype: str | None = None,
+    kv_dtype: str | None = None,
     ready: Callable[[Any], None] = lambda server: None,
 ) -> None:
     """Serve a model until a signal ends the program. texts: number of texts
@@ -159,7 +160,7 @@ def run_serve(
         positions = min(max_tokens, config.max_positions)
         sampler = Sampler(
             machine, config, lambda w: w.load(read), positions, parse_dtype(model_dtype), texts,
-            base_dtype,
+            base_dtype, kv_dtype,
         )  # fmt: skip
     if host not in LOCAL and api_key is None:
         warn(f"--host {host}: whoever reaches this machine can use the model: give --api-key")

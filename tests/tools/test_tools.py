@@ -181,9 +181,11 @@ def test_profile_step(tool):
 
 def test_decode_speed(tool, capsys):
     speed = tool("decode_speed")
-    speed.main(texts="1,3", device="cpu", prompt=3, new=4, repeats=1)
-    title, rate, _, _, _, *rows = capsys.readouterr().out.splitlines()
-    assert title.endswith(", CPU, tiny, matrices in bf16, 3 + 4 tokens")
+    speed.main(texts="1,3", device="cpu", kv_dtype="e4m3", prompt=3, new=4, repeats=1)
+    title, rate, _, _, _, *rows, _, far = capsys.readouterr().out.splitlines()
+    form = "matrices in bf16, 3 + 4 tokens, keys and values in e4m3"
+    assert title.endswith(f", CPU, tiny, {form}")
+    assert 0 <= float(far.removeprefix("mean |difference| of log-probabilities with e4m3: ")) < 0.1
     assert rate.startswith("copies ")
     assert [row.split(" | ")[0] for row in rows] == ["| 1", "| 3"]
 

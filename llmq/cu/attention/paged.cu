@@ -6,9 +6,11 @@
 //   decode:  store and attend of few tokens, whose keys are divided over blocks
 //
 // Data     qkv: T (S, n, Hq + 2 Hkv, HEAD_DIM), rotated; out: T (S, n, Hq, VALUE_DIM), 0 from query
-//          new[s] on. k_cache, v_cache: T (blocks, BLOCK_SIZE, Hkv, HEAD_DIM); position p of
+//          new[s] on. k_cache, v_cache: C (blocks, BLOCK_SIZE, Hkv, HEAD_DIM); position p of
 //          sequence s is row p % BLOCK_SIZE of block table[s][p / BLOCK_SIZE]. LATENT: v_cache is
 //          null, and values are the first VALUE_DIM channels of keys; else VALUE_DIM is HEAD_DIM.
+//          C, of caches: T, or E4M3 codes of rows of heads relative to a power of two: scales, BF16
+//          (blocks, BLOCK_SIZE, Hkv, 2), of keys and of values; null with T.
 //          sinks: T (Hq), a score of each head that gives attention to nothing, or null. partial:
 //          F32 (S, n, Hq, splits, VALUE_DIM), stats: F32 (S, n, Hq, splits, 2): sums over the keys
 //          of each SPLIT positions, the largest score times log2(e), and the sum of probabilities.
@@ -26,159 +28,9 @@
 //          splits begin at multiples of STEP and SPLIT, in all entries the splits are added one after
 //          the other, and what a query does not see changes no bit. decode: several blocks may store
 //          the same keys; none with stores = 0.
+#include "attention/paged_tiles.cuh"
 #include "common.cuh"
 #include "ptx.cuh"
-
-#ifndef BLOCK_SIZE  // compiled for another entry
-#define BLOCK_SIZE 16
-#endif
-#ifndef ROWS
-#define ROWS 16
-#endif
-#ifndef HEAD_DIM
-#define HEAD_DIM 64
-#endif
-#ifndef LATENT
-#define LATENT 0
-#endif
-#ifndef VALUE_DIM
-#define VALUE_DIM HEAD_DIM
-#endif
-
-constexpr int THREADS = 128, WARPS = 4, SPLIT = 256;
-constexpr bool HALF = sizeof(T) == 2;  // BF16
-constexpr int VECTOR = Vec<T>::N;
-// Keys of a step, and elements of a row of a tile: zeros follow those of a head. A row has an odd
-// number of 16-byte units, so that eight rows lie in different banks.
-constexpr bool LARGE = LATENT || HEAD_DIM > 256;
-constexpr int STEP = HALF ? (HEAD_DIM <= 64 ? 64 : 32) : (HEAD_DIM <= 128 ? 32 : LARGE ? 8 : 16);
-constexpr int D = HALF ? (HEAD_DIM + 15) / 16 * 16 : HEAD_DIM, UNITS = D / VECTOR;
-constexpr int PITCH = D + VECTOR, SCORES = STEP + 4, PROBS = STEP + 8;
-constexpr int TILE = STEP * PITCH;  // elements of a tile of keys or of values
-constexpr int TILES = LATENT ? 1 : 2;  // of a stage
-constexpr int STAGES = LARGE && !LATENT ? 1 : 2;
-// Vectors of a tile that each thread copies, and how many of them are copied at once: of wide keys
-// not all, whose addresses take too many registers.
-constexpr int COPIES = (STEP * UNITS + THREADS - 1) / THREADS, TOGETHER = LARGE ? 3 : COPIES;
-constexpr int TURNS = ROWS / 16;    // eight threads share a row of scores
-
-// Products of a block's rows with keys and values, whose sums are spread over its threads: sum[q][i]
-// is that of row(q, i) and column(q, i), which may be behind the last one.
-template <class E> struct Products;
-
-template <> struct Products<bf16> {
-    static constexpr int KEYS = STEP == 64 ? 16 : 8;
-    static constexpr int UNITS = (VALUE_DIM + 15) / 16, OWN = (UNITS + WARPS - 1) / WARPS;
-    static constexpr int QUADS = TURNS * OWN * 2;
-
-    static __device__ __forceinline__ int row(int q, int i) {
-        return q / (2 * OWN) * 16 + (int)threadIdx.x % 32 / 4 + i / 2 * 8;
-    }
-    static __device__ __forceinline__ int column(int q, int i) {
-        const int unit = q % (2 * OWN) / 2 * WARPS + (int)threadIdx.x / 32;
-        return unit * 16 + q % 2 * 8 + (int)threadIdx.x % 4 * 2 + i % 2;
-    }
-    // scores = queries keys^T: each warp has KEYS of the keys.
-    static __device__ __forceinline__ void score(float* scores, const bf16* queries,
-                                                 const bf16* keys) {
-        const int lane = threadIdx.x % 32, first = (int)threadIdx.x / 32 * KEYS;
-        const int key = first + lane % 8 + (KEYS == 16 ? lane / 16 * 8 : 0);
-        const bf16* left = queries + lane % 16 * PITCH + lane / 16 * 8;
-        const bf16* right = keys + key * PITCH + lane / 8 % 2 * 8;
-        float s[TURNS][KEYS / 8][4] = {};
-#pragma unroll
-        for (int k = 0; k < D; k += 16) {
-            u32 b[4];
-            ldmatrix_x4(b, shared_address(right + k));
-#pragma unroll
-            for (int m = 0; m < TURNS; ++m) {
-                u32 a[4];
-                ldmatrix_x4(a, shared_address(left + m * 16 * PITCH + k));
-                mma_m16n8k16_bf16(s[m][0], a, b[0], b[1]);
-                if constexpr (KEYS == 16) { mma_m16n8k16_bf16(s[m][1], a, b[2], b[3]); }
-            }
-        }
-#pragma unroll
-        for (int m = 0; m < TURNS; ++m) {
-#pragma unroll
-            for (int n = 0; n < KEYS / 8; ++n) {
-                float* to = scores + (m * 16 + lane / 4) * SCORES + first + n * 8 + lane % 4 * 2;
-                store_two(to, s[m][n][0], s[m][n][1]);
-                store_two(to + 8 * SCORES, s[m][n][2], s[m][n][3]);
-            }
-        }
-    }
-    // sum += probs values: each warp has every fourth unit of 16 columns.
-    static __device__ __forceinline__ void add(float (&sum)[QUADS][4], const bf16* probs,
-                                               const bf16* values) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        const bf16* left = probs + lane % 16 * PROBS + lane / 16 * 8;
-        const bf16* right = values + lane % 16 * PITCH + lane / 16 * 8;
-#pragma unroll
-        for (int k = 0; k < STEP; k += 16) {
-            u32 a[TURNS][4];
-#pragma unroll
-            for (int m = 0; m < TURNS; ++m) {
-                ldmatrix_x4(a[m], shared_address(left + m * 16 * PROBS + k));
-            }
-#pragma unroll
-            for (int j = 0; j < OWN; ++j) {
-                const int unit = j * WARPS + warp;
-                if (UNITS % WARPS != 0 && unit >= UNITS) { continue; }
-                u32 b[4];
-                ldmatrix_x4_trans(b, shared_address(right + k * PITCH + unit * 16));
-#pragma unroll
-                for (int m = 0; m < TURNS; ++m) {
-                    mma_m16n8k16_bf16(sum[(m * OWN + j) * 2], a[m], b[0], b[1]);
-                    mma_m16n8k16_bf16(sum[(m * OWN + j) * 2 + 1], a[m], b[2], b[3]);
-                }
-            }
-        }
-    }
-};
-
-template <> struct Products<float> {
-    static constexpr int OWN = (VALUE_DIM + THREADS - 1) / THREADS, QUADS = ROWS / 4 * OWN;
-
-    static __device__ __forceinline__ int row(int q, int i) { return q % (ROWS / 4) * 4 + i; }
-    static __device__ __forceinline__ int column(int q, int i) {
-        return q / (ROWS / 4) * THREADS + (int)threadIdx.x;
-    }
-    static __device__ __forceinline__ void score(float* scores, const float* queries,
-                                                 const float* keys) {
-        constexpr int AT_ONCE = THREADS / STEP;  // rows
-        const int key = threadIdx.x % STEP, first = threadIdx.x / STEP;
-        float s[ROWS / AT_ONCE] = {};
-#pragma unroll 1  // else too many registers hold what is loaded ahead
-        for (int d = 0; d < D; d += 4) {
-            const Vec<float> x = load_vec(keys + key * PITCH + d);
-#pragma unroll
-            for (int i = 0; i < ROWS / AT_ONCE; ++i) {
-                const Vec<float> q = load_vec(queries + (first + i * AT_ONCE) * PITCH + d);
-#pragma unroll
-                for (int k = 0; k < 4; ++k) { s[i] = fmaf(q[k], x[k], s[i]); }
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < ROWS / AT_ONCE; ++i) { scores[(first + i * AT_ONCE) * SCORES + key] = s[i]; }
-    }
-    static __device__ __forceinline__ void add(float (&sum)[QUADS][4], const float* probs,
-                                               const float* values) {
-#pragma unroll 1
-        for (int k = 0; k < STEP; ++k) {
-#pragma unroll
-            for (int q = 0; q < QUADS; ++q) {
-                const float x = column(q, 0) < VALUE_DIM ? values[k * PITCH + column(q, 0)] : 0.0f;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    sum[q][i] = fmaf(probs[row(q, i) * PROBS + k], x, sum[q][i]);
-                }
-            }
-        }
-    }
-};
-
-using Sums = float[Products<T>::QUADS][4];
 
 // What two sums count when they are added, each relative to the largest score of its own.
 struct Factors {
@@ -196,7 +48,9 @@ __device__ __forceinline__ Factors merge(float& top, float& total, float more_to
 // The pairs of query and head of a block: rows first_row + [0, ROWS) of a sequence's, whose heads
 // share a key/value head.
 struct Block {
-    const T *k, *v;  // of the key/value head
+    const C *k, *v;      // of the key/value head
+    const u32* scales;  // of keys and values, of the head
+    int kv_heads;
     const int* table;
     i64 pitch;  // elements from a position of a cache's block to the next
     T *queries, *stages, *probs;
@@ -206,8 +60,8 @@ struct Block {
     i64 first_token;
     int position[TURNS];  // of rows threadIdx.x / 8 + 16 turn
 
-    __device__ __forceinline__ Block(const T* qkv, const T* k_cache, const T* v_cache,
-                                     const int* tables, const int* lengths, const int* new_tokens,
+    __device__ __forceinline__ Block(const T* qkv, const C* k_cache, const C* v_cache,
+                                     const bf16* scales_of, const int* tables, const int* lengths, const int* new_tokens,
                                      int n, int max_blocks, int num_heads, int num_kv_heads,
                                      int window, float scale, int kv_head, int tile, char* shared,
                                      float* factors)
@@ -221,6 +75,7 @@ struct Block {
         count = min(ROWS, new_tokens[sequence] * group - first_row);
         pitch = (i64)num_kv_heads * HEAD_DIM;
         k = k_cache + kv_head * HEAD_DIM, v = v_cache + kv_head * HEAD_DIM;
+        scales = reinterpret_cast<const u32*>(scales_of) + kv_head, kv_heads = num_kv_heads;
         table = tables + (i64)sequence * max_blocks;
         queries = reinterpret_cast<T*>(shared);
         stages = queries + ROWS * PITCH;
@@ -257,6 +112,10 @@ struct Block {
     // Start copying keys and values first + [0, STEP), those from `end` on as zeros.
     __device__ __forceinline__ void load(int stage, int first, int end) const {
         T* const keys = stages + stage * TILES * TILE;
+        if (CODED) {
+            decode(keys, first, end);
+            return;
+        }
 #pragma unroll TOGETHER
         for (int i = 0; i < COPIES; ++i) {
             const int index = i * THREADS + threadIdx.x, row = index / UNITS, key = first + row;
@@ -273,6 +132,37 @@ struct Block {
             if (!LATENT) { cp_async_16(to + TILE * (int)sizeof(T), v + from, valid); }
         }
         cp_async_commit();
+    }
+    // `load` of codes, which are on their way for a few vectors at a time.
+    __device__ __forceinline__ void decode(T* keys, int first, int end) const {
+        constexpr int MANY = COPIES < 4 ? COPIES : 4;
+#pragma unroll 1
+        for (int start = 0; start < COPIES; start += MANY) {
+            Codes codes[MANY][TILES];
+            u32 scale[MANY];
+#pragma unroll
+            for (int i = 0; i < MANY; ++i) {
+                const int index = (start + i) * THREADS + threadIdx.x, key = first + index / UNITS;
+                const int column = index % UNITS * VECTOR;
+                const bool valid = index / UNITS < STEP && key < end && column < HEAD_DIM;
+                i64 row = 0;
+                if (valid) { row = (i64)__ldg(table + key / BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE; }
+                codes[i][0] = load_codes(k + row * pitch + column, valid);
+                if (!LATENT) { codes[i][TILES - 1] = load_codes(v + row * pitch + column, valid); }
+                scale[i] = valid ? __ldcg(scales + row * kv_heads) : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < MANY; ++i) {
+                const int index = (start + i) * THREADS + threadIdx.x, row = index / UNITS;
+                if (row >= STEP) { continue; }
+                T* const to = keys + row * PITCH + index % UNITS * VECTOR;
+                store_vec(to, decoded(codes[i][0], __byte_perm(scale[i], 0, 0x1010)));
+                if (!LATENT) {
+                    const u32 of_value = __byte_perm(scale[i], 0, 0x3232);
+                    store_vec(to + TILE, decoded(codes[i][TILES - 1], of_value));
+                }
+            }
+        }
     }
     // Probabilities of the scores of keys first + [0, STEP), relative to the largest score so far.
     __device__ __forceinline__ void soften(float (&top)[TURNS], float (&total)[TURNS],
@@ -362,10 +252,10 @@ template <class F> __device__ __forceinline__ void each(F f) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    paged_store(T* __restrict__ k_cache, T* __restrict__ v_cache, const T* qkv,
+    paged_store(C* __restrict__ k_cache, C* __restrict__ v_cache, const T* qkv,
                 const int* __restrict__ table, const int* __restrict__ lengths,
                 const int* __restrict__ new_tokens, int n, int max_blocks, int block_size,
-                int num_heads, int num_kv_heads) {
+                int num_heads, int num_kv_heads, bf16* __restrict__ scales) {
     start_next_kernel();
     wait_for_earlier_kernels();
     const int columns = num_kv_heads * HEAD_DIM, vectors = columns / VECTOR;
@@ -374,11 +264,13 @@ extern "C" __global__ void __launch_bounds__(256)
     if (i >= new_tokens[sequence]) { return; }
     const int at = lengths[sequence] + i;
     const i64 block = table[(i64)sequence * max_blocks + at / block_size];
-    const i64 to = (block * block_size + at % block_size) * columns + column;
+    const i64 to = (block * block_size + at % block_size) * num_kv_heads + column / HEAD_DIM;
     const T* row = qkv + ((i64)sequence * n + i) * (num_heads * HEAD_DIM + 2 * columns);
-    const T* keys = row + num_heads * HEAD_DIM + column;
-    store_vec(k_cache + to, load_vec(keys));
-    if (v_cache) { store_vec(v_cache + to, load_vec(keys + columns)); }
+    const T* keys = row + (num_heads + column / HEAD_DIM) * HEAD_DIM;
+    put(k_cache + to * HEAD_DIM, scales + 2 * to, keys, column % HEAD_DIM);
+    if (v_cache) {
+        put(v_cache + to * HEAD_DIM, scales + 2 * to + 1, keys + columns, column % HEAD_DIM);
+    }
 }
 
 // Statistics of a block's rows before all keys: a sink is the first of them.
@@ -430,16 +322,16 @@ __device__ __forceinline__ void finish(T* out, const Sums& sum, const float (&to
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    paged_attend(T* __restrict__ out, const T* qkv, const T* k_cache, const T* v_cache,
+    paged_attend(T* __restrict__ out, const T* qkv, const C* k_cache, const C* v_cache,
                  const int* __restrict__ table, const int* __restrict__ lengths,
                  const int* __restrict__ new_tokens, int n, int max_blocks, int block_size,
                  int num_heads, int num_kv_heads, int window, float scale,
-                 const T* __restrict__ sinks) {
+                 const T* __restrict__ sinks, const bf16* scales) {
     extern __shared__ __align__(128) char shared[];
     __shared__ float factors[2 * ROWS];
     start_next_kernel();
     wait_for_earlier_kernels();
-    const Block block(qkv, k_cache, v_cache, table, lengths, new_tokens, n, max_blocks, num_heads,
+    const Block block(qkv, k_cache, v_cache, scales, table, lengths, new_tokens, n, max_blocks, num_heads,
                       num_kv_heads, window, scale, blockIdx.x, blockIdx.y, shared, factors);
     Sums all = {}, sum;
     float all_top[TURNS], all_total[TURNS], top[TURNS], total[TURNS];
@@ -454,43 +346,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // Put keys and values of a sequence's new tokens, at positions [first, end), into the cache. from: keys
 // of the first new token. keys, values: those of the block's.
-__device__ __forceinline__ void store_new(T* keys, T* values, const T* from, i64 row_pitch, int added,
-                                          const Block& block, int first, int end) {
+__device__ __forceinline__ void store_new(C* keys, C* values, bf16* scales, const T* from,
+                                          i64 row_pitch, int added, const Block& block, int first,
+                                          int end) {
     constexpr int VECTORS = HEAD_DIM / VECTOR;
     first = max(first, block.length), end = min(end, block.length + added);
     for (int i = threadIdx.x; i < (end - first) * VECTORS; i += THREADS) {
         const int at = first + i / VECTORS, column = i % VECTORS * VECTOR;
         const i64 row = (i64)block.table[at / BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE;
-        const T* x = from + (at - block.length) * row_pitch + column;
-        store_vec(keys + row * block.pitch + column, load_vec(x));
-        if (!LATENT) { store_vec(values + row * block.pitch + column, load_vec(x + block.pitch)); }
+        const T* x = from + (at - block.length) * row_pitch;
+        bf16* const scale = scales + 2 * row * block.kv_heads;
+        put(keys + row * block.pitch, scale, x, column);
+        if (!LATENT) { put(values + row * block.pitch, scale + 1, x + block.pitch, column); }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     paged_decode(T* __restrict__ out, float* partial, float* stats, int* arrived, const T* qkv,
-                 T* k_cache, T* v_cache, const int* __restrict__ table,
+                 C* k_cache, C* v_cache, const int* __restrict__ table,
                  const int* __restrict__ lengths, const int* __restrict__ new_tokens, int n,
                  int max_blocks, int block_size, int num_heads, int num_kv_heads, int splits,
-                 int window, float scale, const T* __restrict__ sinks, int stores) {
+                 int window, float scale, const T* __restrict__ sinks, int stores, bf16* scales) {
     extern __shared__ __align__(128) char shared[];
     __shared__ float factors[2 * ROWS];
     __shared__ bool is_last;
     start_next_kernel();
     wait_for_earlier_kernels();
-    const Block block(qkv, k_cache, v_cache, table, lengths, new_tokens, n, max_blocks, num_heads,
+    const Block block(qkv, k_cache, v_cache, scales, table, lengths, new_tokens, n, max_blocks, num_heads,
                       num_kv_heads, window, scale, blockIdx.y, blockIdx.z, shared, factors);
     const int rows = min(ROWS, n * block.group - block.first_row);
     const int first = block.count > 0 ? block.first_split() : 0;
     const int count = block.count > 0 ? block.last_split() + 1 - first : 0;
     if (blockIdx.x >= max(count, 1)) { return; }
-    T* const keys = k_cache + blockIdx.y * HEAD_DIM;
-    T* const values = LATENT ? nullptr : v_cache + blockIdx.y * HEAD_DIM;
+    C* const keys = k_cache + blockIdx.y * HEAD_DIM;
+    C* const values = LATENT ? nullptr : v_cache + blockIdx.y * HEAD_DIM;
+    bf16* const of_head = scales + 2 * blockIdx.y;
     const i64 row_pitch = (i64)(num_heads + 2 * num_kv_heads) * HEAD_DIM;
     const int sequence = (int)block.first_token / n, added = stores ? new_tokens[sequence] : 0;
     const T* const from = qkv + block.first_token * row_pitch + (num_heads + blockIdx.y) * HEAD_DIM;
     for (int split = first + blockIdx.x; split < first + count; split += gridDim.x) {
-        store_new(keys, values, from, row_pitch, added, block, split * SPLIT, (split + 1) * SPLIT);
+        store_new(keys, values, of_head, from, row_pitch, added, block, split * SPLIT,
+                  (split + 1) * SPLIT);
         Sums sum;
         float top[TURNS], total[TURNS];
         block.run(sum, top, total, split);

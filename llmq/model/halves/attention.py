@@ -278,6 +278,7 @@ class AttentionHalf:
             paged.attend(
                 self.dev, out, qkv, *cache, *heads, mask.window, w.get("sinks"), scale=self.scale,
                 arrived=layer.cache["arrived"], stores=layer.spec.reads is None,
+                scales=layer.cache.get("scales"),
             )  # fmt: skip
         elif "sinks" in w:
             with self.dev.scratch("lse.without_sinks", lse.shape, F32) as without:

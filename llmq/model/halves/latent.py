@@ -237,8 +237,8 @@ class LatentHalf:
             found = self._scratch(temps, "latent outputs", rows, H * R)
             by_text = (qkv.view(self.B, self.T, H + 2, R + P), own, None, *table, H, 1)
             out = found.view(self.B, self.T, H, R)
-            arrived = ctx.layer.cache["arrived"]
-            paged.attend(dev, out, *by_text, scale=self.scale, arrived=arrived)
+            more = {"arrived": ctx.layer.cache["arrived"], "scales": ctx.layer.cache.get("scales")}
+            paged.attend(dev, out, *by_text, scale=self.scale, **more)
             each = self._scratch(temps, "latent outputs by head", H * rows, R)
             made = self._scratch(temps, "outputs by head", H * rows, V)
             self._copy(each, Place(0, R, rows * R), found, _side_by_side(found, H), R)

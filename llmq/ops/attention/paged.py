@@ -22,7 +22,8 @@ BLOCKS = 8  # of each multiprocessor, about, in a launch that splits keys
 BLOCK = 16  # positions of a block of the cache, unless its tensors have others
 EVERY = 2**31 - 1  # as a window, sees all positions
 
-_CACHE = "T[blocks,block_size,num_kv_heads,Hd]"
+_CACHE = "C[blocks,block_size,num_kv_heads,Hd]"
+_SCALES = "bf16[blocks,block_size,num_kv_heads,2]? scales"
 _QKV = "T[sequences,n,num_heads + 2*num_kv_heads,Hd] qkv"
 _TABLE = "i32[sequences,max_blocks] table, i32[sequences] lengths, i32[sequences] new"
 _SIZES = "i32 n, i32 max_blocks, i32 block_size, i32 num_heads, i32 num_kv_heads"
@@ -30,25 +31,29 @@ _READ = f"{_QKV}, sparse {_CACHE} k_cache, sparse {_CACHE}? v_cache, {_TABLE}, {
 _OUT = "out T[sequences,n,num_heads,Vd] out"
 _PARTS = "[sequences,n,num_heads,splits,{}]"
 _PARTIAL, _STATS = f"f32{_PARTS.format('Vd')} partial", f"f32{_PARTS.format('2')} stats"
+_TYPES = "C=bf16|f32|e4m3"
 _WHERE = "num_kv_heads >= 1, num_heads % num_kv_heads"
 _GPU = f"Hd <= {MAX_LATENT_DIM}, Hd % 8"
 _RULES = {
     "where": f"{_WHERE}, Vd <= Hd",
     "gpu": f"{_GPU}, Vd % 8",
+    "types": _TYPES,
     "programmatic": True,
 }
 STORE = Kernel(
     "attention/paged.cu",
     "paged_store",
-    f"sparse inout {_CACHE} k_cache, sparse inout {_CACHE}? v_cache, {_QKV}, {_TABLE}, {_SIZES}",
+    f"sparse inout {_CACHE} k_cache, sparse inout {_CACHE}? v_cache, {_QKV}, {_TABLE}, {_SIZES}, "
+    f"sparse inout {_SCALES}",
     where=_WHERE,
     gpu=_GPU,
+    types=_TYPES,
     programmatic=True,
 )
 ATTEND = Kernel(
     "attention/paged.cu",
     "paged_attend",
-    f"{_OUT}, {_READ}, i32 window, f32 scale, T[num_heads]? sinks",
+    f"{_OUT}, {_READ}, i32 window, f32 scale, T[num_heads]? sinks, sparse {_SCALES}",
     **_RULES,
 )
 DECODE = Kernel(
@@ -56,7 +61,7 @@ DECODE = Kernel(
     "paged_decode",
     f"{_OUT}, out {_PARTIAL}, out {_STATS}, inout i32[arrivals] arrived, {_QKV}, "
     f"sparse inout {_CACHE} k_cache, sparse inout {_CACHE}? v_cache, {_TABLE}, {_SIZES}, "
-    "i32 splits, i32 window, f32 scale, T[num_heads]? sinks, i32 stores",
+    f"i32 splits, i32 window, f32 scale, T[num_heads]? sinks, i32 stores, sparse inout {_SCALES}",
     **_RULES,
 )
 
@@ -100,12 +105,15 @@ def store(
     new: Tensor,
     num_heads: int,
     num_kv_heads: int,
+    scales: Tensor | None = None,
 ) -> None:
     """Store the keys and values of the first new[s] of n tokens of each sequence behind the
     lengths[s] ones that the cache holds.
 
     qkv: (S, n, Hq + 2 Hkv, Hd), rotated already. k_cache, v_cache: (blocks, block_size, Hkv, Hd);
-    v_cache None: values are in keys, and those of qkv are not read.
+    v_cache None: values are in keys, and those of qkv are not read. scales: BF16 (blocks,
+    block_size, Hkv, 2), powers of two of each row of keys and of values, where caches hold E4M3
+    codes; else None.
     table: I32 (S, max_blocks), the blocks of each sequence; those that no token needs may be
     anything. lengths, new: I32 (S,); new 0: an idle sequence, of which nothing is stored. All three
     are read on the device and not checked: lengths[s] + new[s] <= max_blocks * block_size, and no
@@ -121,7 +129,7 @@ def store(
         STORE,
         (ceil_div(vectors, STORE_THREADS), sequences),
         STORE_THREADS,
-        (k_cache, v_cache, qkv, table, lengths, new, *sizes, num_heads, num_kv_heads),
+        (k_cache, v_cache, qkv, table, lengths, new, *sizes, num_heads, num_kv_heads, scales),
         consts={"HEAD_DIM": head_dim},
         cost=BESIDE_ATTENTION,
     )
@@ -144,6 +152,7 @@ def attend(
     scale: float | None = None,
     arrived: Tensor | None = None,
     stores: bool = True,
+    scales: Tensor | None = None,
 ) -> None:
     """Store the new tokens of each sequence in the cache, and compute their attention to its
     tokens: token i of sequence s, at position lengths[s] + i, sees positions up to its own.
@@ -162,9 +171,8 @@ def attend(
              not counted; with `arrived` and up to FEW tokens of a sequence one launch and scratch
              of 4 * S * n * Hq * (Vd + 2) bytes for each SPLIT positions of the table, else two.
     """
-    given = {"qkv": qkv, "k_cache": k_cache, "table": table}
     sequences, n, head_dim, _, block_size, max_blocks = STORE.dims(
-        **given, num_heads=num_heads, num_kv_heads=num_kv_heads
+        qkv=qkv, k_cache=k_cache, table=table, num_heads=num_heads, num_kv_heads=num_kv_heads
     )
     numbers = (*_expect_numbers(window, scale, head_dim), sinks)
     latent, on_gpu = v_cache is None, dev.spec.capability > 0
@@ -176,16 +184,16 @@ def attend(
     read, consts = (qkv, k_cache, v_cache, table, lengths, new, *sizes), {"HEAD_DIM": head_dim}
     consts |= {"BLOCK_SIZE": block_size, "VALUE_DIM": out.shape[3], "LATENT": int(latent)}
     if n <= FEW and on_gpu and arrived is not None:
-        _decode(dev, out, arrived, read, consts, (*numbers, int(stores)))
+        _decode(dev, out, arrived, read, consts, (*numbers, int(stores), scales))
         return
     if stores:
-        store(dev, qkv, k_cache, v_cache, table, lengths, new, num_heads, num_kv_heads)
+        store(dev, qkv, k_cache, v_cache, table, lengths, new, num_heads, num_kv_heads, scales)
     rows = _many_rows(qkv.dtype.itemsize, head_dim, latent=latent)
     tiles = sequences * ceil_div(n * (num_heads // num_kv_heads), rows)
-    smem = _shared_bytes(qkv.dtype.itemsize, head_dim, rows, latent=latent)
     dev.launch(
-        ATTEND, (num_kv_heads, tiles), THREADS, (out, *read, *numbers),
-        consts=consts | {"ROWS": rows}, smem=smem, cost=BESIDE_ATTENTION,
+        ATTEND, (num_kv_heads, tiles), THREADS, (out, *read, *numbers, scales),
+        smem=_shared_bytes(qkv.dtype.itemsize, head_dim, rows, latent=latent),
+        consts=consts | {"ROWS": rows}, cost=BESIDE_ATTENTION,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmq.ref.common import compute
+from llmq.ref.common import compute, decode_fp8, encode_fp8
 
 # S, n, Hq, Hkv, Hd, positions of a block, blocks of a sequence; of "qwen" cases for benchmarks.
 CASES = {
@@ -41,17 +41,56 @@ BLOCKS = 4  # of keys: numbers of blocks of single queries are multiples
 
 
 def paged_store(
-    k_cache, v_cache, qkv, table, lengths, new, n, max_blocks, block_size, num_heads, num_kv_heads
-):
+    k_cache, v_cache, qkv, table, lengths, new, n, max_blocks, block_size, num_heads, num_kv_heads,
+    scales=None,
+):  # fmt: skip
     """Rows lengths[s] + [0, new[s]) of each sequence = keys and values of qkv (S, n, Hq + 2 Hkv,
     Hd). k_cache, v_cache: (blocks, block_size, Hkv, Hd), the second may be None; table: I32 (S,
-    max_blocks); lengths, new: I32 (S,)."""
+    max_blocks); lengths, new: I32 (S,). scales: BF16 (blocks, block_size, Hkv, 2) of E4M3 caches:
+    codes of each row are relative to the least power of two with which none is beyond 448."""
     s, i = np.nonzero(np.arange(n) < new[:, None])
     positions, rows = lengths[s] + i, qkv[s, i, num_heads:]
     at = table[s, positions // block_size], positions % block_size
-    k_cache[at] = rows[:, :num_kv_heads]
-    if v_cache is not None:
-        v_cache[at] = rows[:, num_kv_heads:]
+    parts = (rows[:, :num_kv_heads], rows[:, num_kv_heads:])
+    for which, (cache, part) in enumerate(zip((k_cache, v_cache), parts, strict=True)):
+        if cache is None:
+            continue
+        if scales is None:
+            cache[at] = part
+            continue
+        x = compute(part)
+        parts_of_2, exponents = np.frexp(np.abs(x).max(axis=-1))
+        exponents = np.where(parts_of_2 == 0, -126, exponents)
+        powers = np.maximum(exponents - 9 + (parts_of_2 > 0.875), -126)
+        factors = np.ldexp(np.float32(1), powers)
+        scales[(*at, slice(None), which)] = np.where(np.isfinite(parts_of_2), factors, np.nan)
+        codes = np.empty(x.shape, cache.dtype)
+        flat = (x / factors[..., None]).reshape(-1, x.shape[-1])
+        encode_fp8(codes.reshape(flat.shape).view(np.uint8), flat, np.float32(1), cache.dtype)
+        cache[at] = codes
+
+
+class _Rows(NamedTuple):
+    """Keys or values in a cache (blocks, block_size, Hkv, channels), with factors of E4M3 codes."""
+
+    cache: np.ndarray
+    scales: np.ndarray | None
+
+    def of(self, blocks: np.ndarray) -> np.ndarray:
+        """Those in some blocks, F32."""
+        x = self.cache[blocks]
+        if self.scales is None:
+            return compute(x)
+        values = decode_fp8(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+        return values * compute(self.scales[blocks])[..., None]
+
+
+def _rows(k_cache, v_cache, scales, channels):
+    """Keys, and values of so many channels; v_cache None: these are in keys."""
+    which = 0 if v_cache is None else 1
+    values = k_cache[..., :channels] if v_cache is None else v_cache
+    of = (None, None) if scales is None else (scales[..., 0], scales[..., which])
+    return _Rows(k_cache, of[0]), _Rows(values, of[1])
 
 
 class _Piece(NamedTuple):
@@ -85,10 +124,10 @@ def _pieces(
             seen = slice(0, int(positions[-1]) + 1 - start * block_size)
             blocks = table[s, start:stop]
             shape = (len(blocks) * block_size, num_kv_heads, head_dim)
-            keys = compute(k_cache[blocks]).reshape(shape)[seen].transpose(1, 2, 0)
-            values = np.ones((num_kv_heads, keys.shape[2], v_cache.shape[3] + 1), keys.dtype)
-            of_values = (*shape[:2], v_cache.shape[3])
-            found = compute(v_cache[blocks]).reshape(of_values)[seen]
+            keys = k_cache.of(blocks).reshape(shape)[seen].transpose(1, 2, 0)
+            values = np.ones((num_kv_heads, keys.shape[2], v_cache.cache.shape[3] + 1), keys.dtype)
+            of_values = (*shape[:2], v_cache.cache.shape[3])
+            found = v_cache.of(blocks).reshape(of_values)[seen]
             values[..., :-1] = found.transpose(1, 0, 2)
             queries = compute(qkv[s, first:end, :num_heads])
             queries = queries.reshape(end - first, num_kv_heads, group, head_dim)
@@ -101,11 +140,6 @@ def _pieces(
             yield _Piece(s, first, end, scores, values)
 
 
-def _values(k_cache: np.ndarray, v_cache: np.ndarray | None, out: np.ndarray) -> np.ndarray:
-    """The values in a cache, of as many channels as out has."""
-    return k_cache[..., : out.shape[-1]] if v_cache is None else v_cache
-
-
 def _softmax(scores: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The row maxima, and exp(scores - maxima) @ values; scores are overwritten."""
     top = scores.max(axis=-1, keepdims=True)
@@ -116,7 +150,7 @@ def _softmax(scores: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.nda
 
 def paged_attend(
     out, qkv, k_cache, v_cache, table, lengths, new, n, max_blocks, block_size, num_heads,
-    num_kv_heads, window, scale, sinks=None,
+    num_kv_heads, window, scale, sinks=None, scales=None,
 ):  # fmt: skip
     """out (S, n, Hq, Hd) = attention of query i of sequence s, at position lengths[s] + i, to the
     `window` keys of the cache up to that position; 0 from query new[s] on. qkv: (S, n, Hq + 2 Hkv,
@@ -124,7 +158,7 @@ def paged_attend(
     to nothing, or None. Without v_cache out is (S, n, Hq, Vd), and values are the first Vd
     channels of keys. The rest as in paged_store."""
     out[...] = 0
-    cache = (k_cache, _values(k_cache, v_cache, out), table, lengths, new)
+    cache = (*_rows(k_cache, v_cache, scales, out.shape[-1]), table, lengths, new)
     if n == 1:
         _attend_tokens(out, qkv, *cache, block_size, num_heads, num_kv_heads, window, scale, sinks)
         return
@@ -154,8 +188,8 @@ def _attend_tokens(
         at, own = start * block_size + np.arange(count * block_size), lengths[s, None]
         hidden = (at > own) | (at <= own - window)
         shape = (len(s), count * block_size, num_kv_heads, head_dim)
-        keys = compute(k_cache[blocks]).reshape(shape).transpose(0, 2, 3, 1)
-        values = compute(v_cache[blocks]).reshape((*shape[:3], v_cache.shape[3]))
+        keys = k_cache.of(blocks).reshape(shape).transpose(0, 2, 3, 1)
+        values = v_cache.of(blocks).reshape((*shape[:3], v_cache.cache.shape[3]))
         values[hidden] = 0
         queries = compute(qkv[s, 0, :num_heads]).reshape(len(s), num_kv_heads, -1, head_dim)
         scores = (queries * scale) @ np.ascontiguousarray(keys)
@@ -172,11 +206,11 @@ def _attend_tokens(
 
 def paged_decode(
     out, partial, stats, arrived, qkv, k_cache, v_cache, table, lengths, new, n, max_blocks,
-    block_size, num_heads, num_kv_heads, splits, window, scale, sinks=None, stores=1,
+    block_size, num_heads, num_kv_heads, splits, window, scale, sinks=None, stores=1, scales=None,
 ):  # fmt: skip
     """paged_store, unless stores is 0, and paged_attend. partial, stats, arrived: the kernel's."""
     sizes = (n, max_blocks, block_size, num_heads, num_kv_heads)
     if stores:
-        paged_store(k_cache, v_cache, qkv, table, lengths, new, *sizes)
+        paged_store(k_cache, v_cache, qkv, table, lengths, new, *sizes, scales)
     cache = (k_cache, v_cache, table, lengths, new)
-    paged_attend(out, qkv, *cache, *sizes, window, scale, sinks)
+    paged_attend(out, qkv, *cache, *sizes, window, scale, sinks, scales)

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, F32, I32
+from llmq.base.dtypes import BF16, E4M3, F32, I32
 from llmq.ops.attention import paged
 from llmq.ref.attention.paged import LATENT_CASES
 from llmq.runtime.plan_device import PlanDevice
@@ -22,8 +22,9 @@ def attend(dev, arrays, heads, dtype, window=None, sinks=None):
     S, n, _, Hd = arrays["qkv"].shape
     out = np.full((S, n, heads[0] * Hd), np.nan, dtype.numpy)
 
-    def call(dev, out, sinks, arrived, **tensors):
-        paged.attend(dev, out, *tensors.values(), *heads, window, sinks, arrived=arrived)
+    def call(dev, out, sinks, arrived, scales=None, **tensors):
+        how = {"arrived": arrived, "scales": scales}
+        paged.attend(dev, out, *tensors.values(), *heads, window, sinks, **how)
 
     arrived = np.zeros(paged.arrivals(S, heads[0]), np.int32)
     got = run(dev, call, {"out": out, "sinks": sinks, "arrived": arrived} | arrays)
@@ -48,17 +49,50 @@ def test_equals_reference(dev, rng, case, dtype, how):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("name", ["token", "tokens", "piece"])
-def test_values_in_keys_equal_the_reference(dev, rng, name, dtype):
+@pytest.mark.parametrize("name", ["odd_heads", "piece", "widest_heads"])
+def test_codes_equal_the_reference(dev, rng, name, dtype):
+    """Codes are stored with the same bits, of numbers of very different sizes."""
+    case = SMALL[name]
+    heads, size = case[2:4], case[5]
+    lengths, new = lengths_of(rng, case)
+    arrays, _ = inputs(rng, case, lengths, new, dtype.numpy)
+    arrays["qkv"] *= np.exp2(rng.integers(-2, 3, arrays["qkv"].shape[:3]))[..., None]
+    arrays["qkv"] = arrays["qkv"].astype(dtype.numpy)
+    arrays["qkv"][0, 0, -1] = 0
+    codes = rng.integers(0, 127, (2, *arrays["k_cache"].shape), np.uint8).view(E4M3.numpy)
+    arrays |= {"k_cache": codes[0], "v_cache": codes[1]}
+    arrays["scales"] = np.full((*codes.shape[1:4], 2), 2**-8, BF16.numpy)
+    got = attend(dev, arrays, heads, dtype)
+    want = attend(host_device(), arrays, heads, dtype)
+    for name in ("k_cache", "v_cache", "scales"):
+        assert got[name].tobytes() == want[name].tobytes()
+    last, blocks = (lengths + new - 1)[0], arrays["table"][0]
+    stored = got["k_cache"][blocks[last // size], last % size].astype(np.float32)
+    stored *= got["scales"][blocks[last // size], last % size, :, :1].astype(np.float32)
+    keys = arrays["qkv"][0, new[0] - 1, heads[0] : sum(heads)].astype(np.float32)
+    np.testing.assert_allclose(stored, keys, rtol=2**-4, atol=np.abs(keys).max() / 2**14)
+    found, expected = (x["out"].astype(np.float32) for x in (got, want))
+    np.testing.assert_allclose(found, expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "coded"),
+    [("token", False), ("tokens", False), ("tokens", True), ("piece", False), ("piece", True)],
+)
+def test_values_in_keys_equal_the_reference(dev, rng, name, dtype, coded):
     S, n, Hq, Hd, Vd, size, blocks = LATENT_CASES[name]
     case = (S, n, Hq, 1, Hd, size, blocks)
     arrays, _ = inputs(rng, case, *lengths_of(rng, case), dtype.numpy)
     arrays = {"out": np.full((S, n, Hq, Vd), np.nan, dtype.numpy)} | arrays | {"v_cache": None}
-
+    if coded:
+        codes = rng.integers(0, 127, arrays["k_cache"].shape, np.uint8)
+        arrays["k_cache"] = codes.view(E4M3.numpy)
+        arrays["scales"] = np.full((*codes.shape[:3], 2), 2**-8, BF16.numpy)
     arrays["arrived"] = np.zeros(paged.arrivals(S, Hq), np.int32)
 
-    def call(dev, out, arrived, **tensors):
-        paged.attend(dev, out, *tensors.values(), Hq, 1, arrived=arrived)
+    def call(dev, out, arrived, scales=None, **tensors):
+        paged.attend(dev, out, *tensors.values(), Hq, 1, arrived=arrived, scales=scales)
 
     got, want = run(dev, call, arrays), run(host_device(), call, arrays)
     assert got["k_cache"].tobytes() == want["k_cache"].tobytes()
