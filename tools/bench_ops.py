@@ -1,6 +1,8 @@
 """Speed of each operation, relative to the machine's ceilings.
 
     python tools/bench_ops.py norm [--case qwen15b]      python tools/bench_ops.py all
+    for c in gemma4_local gemma4_global glm47_flash granite4_micro nemotron3_nano; do
+        python tools/bench_ops.py all --case $c; done    # what no GPU has timed yet
 
 Shapes are the CASES of llmq/ref/<op>.py in bf16 (those of matmul_fp8 are in matmul.py), without
 shapes too small to fill a GPU; --case runs any of these. Before every run the L2 cache is filled

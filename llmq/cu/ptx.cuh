@@ -208,6 +208,12 @@ template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Wait for all of `threads` threads, whole warps, that come to this barrier; `id` is from 1 to 15. What
+// each wrote to shared memory before is seen by all behind it.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // 2^x by the special function unit: relative error below 2^-22, results below 2^-126 are 0.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;

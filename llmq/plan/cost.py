@@ -116,15 +116,20 @@ CUDNN_ATTENTION = {
     "attention_forward": Attention(1.2, 416, 230),
     "attention_backward": Attention(0.89, 725, None),
 }
-# Our kernels, by largest head size; rate: FLOP/s of a multiprocessor. Only 64 and 128 are measured.
+# Our kernels, by largest head size; rate: FLOP/s of a SM. 64 and 128 are measured. Above,
+# rates follow from reads of shared memory for a FLOP, which limit backward of 128 (1.2 and 1.6
+# times as many as there), and forward of 512 from two barriers for 16 keys.
 NATIVE_ATTENTION = {
     "attention_forward": {
         64: Attention(1.86e12, 370, 140),
-        MAX_HEAD_DIM: Attention(2.45e12, 415, 140),
+        256: Attention(2.45e12, 415, 140),
+        MAX_HEAD_DIM: Attention(1.6e12, 415, 140),
     },
     "attention_backward_tiles": {
         64: Attention(3.44e12, 423, 256),
-        MAX_HEAD_DIM: Attention(2.35e12, 160, 67),
+        128: Attention(2.35e12, 160, 67),
+        256: Attention(2.0e12, 160, 67),
+        MAX_HEAD_DIM: Attention(1.5e12, 160, 67),
     },
     # Hopper's kernel, from h100_attention_backward.txt; it skips nothing outside windows.
     "attention_gradient": {

@@ -187,7 +187,7 @@ def backward_tiles(
         return Tiles(own, step, 256, shared)
     # Tiles are as large as registers allow: for two sums of own rows, or for one.
     own = 128 if head_dim <= 64 and not masked else 32 if head_dim > 256 else 64
-    step, stages = (16, 1) if large else (32, 2)
+    step, stages = (16 if head_dim > 256 else 32, 1) if large else (32, 2)
     stage = 2 * step * (_row_bytes(head_dim) + 4)
     shared = 2 * own * _row_bytes(head_dim) + stages * stage
     if small_shared and shared > HALF_SHARED >= shared - stage:
@@ -206,6 +206,8 @@ def compile_consts(
         "MASKED": int(masked),
         "BACKWARD_STAGES": backward.stages,
         "SPLIT_KEYS": int(backward.split_keys),
+        # The room that warps exchange in is not there beside the tiles of small_shared.
+        "SCORE_PARTS": 2 if head_dim > 256 and head_dim % 128 == 0 and not small_shared else 1,
     }
     for name, tiles in (
         ("FORWARD", forward_tiles(dtype, head_dim, masked)),

@@ -106,6 +106,8 @@ static inline void cp_async_commit() { ptx::copies_commit(); }
 
 template <int PENDING> static inline void cp_async_wait() { ptx::copies_wait(PENDING); }
 
+static inline void barrier_sync(int id, int threads) { emulator::barrier_sync(id, threads); }
+
 static inline float exp2_approx(float x) {
     const float y = exp2f(x);
     return y < 0x1p-126f ? 0.0f : y;

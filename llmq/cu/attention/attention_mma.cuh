@@ -5,183 +5,10 @@
 // is, rounded to BF16, the left operand of the next product. In the backward the same code serves
 // both directions: blocks that own keys compute the transposed scores, so that dK and dV, like dQ
 // in blocks that own queries, are sums over the steps in registers. No atomics, fixed order.
-//
-// The eight rows of an 8 x 8 matrix lie in different banks of shared memory: units of 16 bytes are
-// exchanged within each eight of a row by its number. Rows that are no multiple of eight units are
-// padded by a unit, so that their units are odd.
-//
-// Sums of more than 256 columns do not fit into registers: two warps then share their rows.
 #pragma once
-#include "ptx.cuh"
+#include "attention/attention_tiles.cuh"
 
 namespace mma {
-
-// Rows of tiles have D elements: a head's, then zeros. UNITS: of 16 bytes, in a row.
-constexpr int D = pieces(HEAD_DIM, 16) * 16, UNITS = D / 8;
-// Warps that share rows: each has all scores of them, and sums of its part of the columns, OWN_D.
-constexpr int SHARING = D > 256 ? 2 : 1, OWN_D = D / SHARING, OWN_UNITS = UNITS / SHARING;
-constexpr bool EXCHANGED = UNITS % 8 == 0;
-constexpr int ROW_BYTES = EXCHANGED ? 2 * D : 2 * (D + 8);
-
-// Offset of a unit of a row, in bytes.
-__device__ __forceinline__ int place(int row, int unit) {
-    return row * ROW_BYTES + (EXCHANGED ? unit ^ row & 7 : unit) * 16;
-}
-// Address `bytes` (a multiple of two units) after one of the first two units of a row.
-__device__ __forceinline__ SharedAddress along(SharedAddress row, int bytes) {
-    return EXCHANGED ? (row ^ bytes & 96) + (bytes & ~127) : row + bytes;
-}
-
-// Eight elements of a head's row from `column` on, zeros behind its end.
-__device__ __forceinline__ Vec<bf16> eight_of_head(const bf16* row, int column, bool valid) {
-    Vec<bf16> x;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-        x[k] = valid && column + k < HEAD_DIM ? row[column + k] : __float2bfloat16(0.0f);
-    }
-    return x;
-}
-
-// Start copying ROWS rows of a head, `pitch` elements apart in global memory; rows from `limit`
-// on become zeros. `first` is a row below the limit. PER_ROW threads share a row.
-template <int ROWS, int THREADS>
-__device__ __forceinline__ void load_rows(SharedAddress to, const bf16* from, int pitch, int first,
-                                          int limit) {
-    constexpr int PER_ROW = UNITS & -UNITS, AT_ONCE = THREADS / PER_ROW;
-    const int unit = threadIdx.x % PER_ROW;
-#pragma unroll
-    for (int i = 0; i < pieces(ROWS, AT_ONCE); ++i) {
-        const int row = i * AT_ONCE + (int)threadIdx.x / PER_ROW;
-        if (ROWS % AT_ONCE == 0 || row < ROWS) {
-            const bool valid = first + row < limit;
-            const bf16* p = from + (i64)(valid ? first + row : first) * pitch + unit * 8;
-#pragma unroll
-            for (int j = 0; j < UNITS; j += PER_ROW) {
-                if constexpr (D == HEAD_DIM) {
-                    cp_async_16(to + place(row, unit + j), p + j * 8, valid);
-                } else {
-                    const int column = (unit + j) * 8;
-                    const Vec<bf16> x = eight_of_head(p - unit * 8, column, valid);
-                    store_shared(to + place(row, unit + j), pack(x));
-                }
-            }
-        }
-    }
-}
-
-// Offset of this lane's row for ldmatrix in a 16 x 16 piece of a tile. The order of the four 8 x 8
-// matrices (rows, columns; + is 8..15) is that of the operand's registers in ptx.cuh:
-//   left                                               (0, 0) (+, 0) (0, +) (+, +)
-//   right of a b^T, two of 8 columns: tile rows are    (0, 0) (0, +) (+, 0) (+, +)
-//   the columns of B
-//   right of a b, likewise: tile rows are inner, each  (0, 0) (+, 0) (0, +) (+, +)
-//   matrix transposed
-__device__ __forceinline__ int left_offset(int lane) {
-    return place(lane & 15, lane >> 4);
-}
-__device__ __forceinline__ int right_rows_offset(int lane) {
-    return place((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
-}
-__device__ __forceinline__ int right_columns_offset(int lane) { return left_offset(lane); }
-
-// sum = a b^T over D: a has 16 M rows, b 8 N rows.
-template <int M, int N>
-__device__ __forceinline__ void multiply_rows(float (&sum)[M][N][4], SharedAddress a,
-                                              SharedAddress b) {
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) { sum[m][n][i] = 0.0f; }
-        }
-    }
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-        u32 left[M][4];
-#pragma unroll
-        for (int m = 0; m < M; ++m) { ldmatrix_x4(left[m], along(a, k * 32) + m * 16 * ROW_BYTES); }
-#pragma unroll
-        for (int n = 0; n < N / 2; ++n) {
-            u32 right[4];
-            ldmatrix_x4(right, along(b, k * 32) + n * 16 * ROW_BYTES);
-#pragma unroll
-            for (int m = 0; m < M; ++m) {
-                mma_m16n8k16_bf16(sum[m][2 * n], left[m], right[0], right[1]);
-                mma_m16n8k16_bf16(sum[m][2 * n + 1], left[m], right[2], right[3]);
-            }
-        }
-    }
-}
-
-// sum += a b: a is a result of multiply_rows (16 M x 8 N), rounded to BF16; b has 8 N rows of D.
-template <int M, int N>
-__device__ __forceinline__ void multiply_columns(float (&sum)[M][OWN_D / 8][4],
-                                                 const float (&a)[M][N][4], SharedAddress b) {
-#pragma unroll
-    for (int k = 0; k < N / 2; ++k) {
-        u32 left[M][4];
-#pragma unroll
-        for (int m = 0; m < M; ++m) {
-            // The accumulator's layout is the left operand's: two 16 x 8 results make one 16 x 16.
-            left[m][0] = to_pair(a[m][2 * k][0], a[m][2 * k][1]);
-            left[m][1] = to_pair(a[m][2 * k][2], a[m][2 * k][3]);
-            left[m][2] = to_pair(a[m][2 * k + 1][0], a[m][2 * k + 1][1]);
-            left[m][3] = to_pair(a[m][2 * k + 1][2], a[m][2 * k + 1][3]);
-        }
-#pragma unroll
-        for (int n = 0; n < OWN_D / 16; ++n) {
-            u32 right[4];
-            ldmatrix_x4_trans(right, along(b, n * 32) + k * 16 * ROW_BYTES);
-#pragma unroll
-            for (int m = 0; m < M; ++m) {
-                mma_m16n8k16_bf16(sum[m][2 * n], left[m], right[0], right[1]);
-                mma_m16n8k16_bf16(sum[m][2 * n + 1], left[m], right[2], right[3]);
-            }
-        }
-    }
-}
-
-// Write this warp's 16 M rows of sums, its columns from unit `first` on, times the row's factor,
-// through its part of a shared tile that no other warp reads; row r goes to `to + r * pitch` if r <
-// rows.
-template <int M>
-__device__ __forceinline__ void store_rows(bf16* to, int pitch, int rows,
-                                           const float (&sum)[M][OWN_D / 8][4],
-                                           const float (&factor)[M][2], char* tile, int first,
-                                           int lane) {
-    const int g = lane >> 2, t = lane & 3;
-    __syncwarp();
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-#pragma unroll
-        for (int n = 0; n < OWN_D / 8; ++n) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const float f = factor[m][r];
-                *reinterpret_cast<u32*>(tile + place(m * 16 + r * 8 + g, first + n) + t * 4) =
-                    to_pair(sum[m][n][2 * r] * f, sum[m][n][2 * r + 1] * f);
-            }
-        }
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < M * OWN_UNITS / 2; ++i) {
-        const int unit = i * 32 + lane, row = unit / OWN_UNITS, column = first + unit % OWN_UNITS;
-        if (row < rows) {
-            bf16* const at = to + (i64)row * pitch + column * 8;
-            const auto& x = *reinterpret_cast<const Vec<bf16>*>(tile + place(row, column));
-            if constexpr (D == HEAD_DIM) {
-                store_vec(at, x);
-            } else {
-#pragma unroll
-                for (int k = 0; k < 8; ++k) {
-                    if (column * 8 + k < HEAD_DIM) { at[k] = x[k]; }
-                }
-            }
-        }
-    }
-}
 
 // scores = value for keys after their query and, with PAST, for those before the first one that it
 // sees. own, step: row numbers of the tile's corner.
@@ -345,6 +172,7 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
     const int warp_first = sight.first_key(warp_own);
     const int warp_all = sight.first_key(warp_own + 16 * M - 1);
     const int begin = sight.first_key(own) / STEP * STEP, all = sight.first_key(own + OWN - 1);
+    const int score_column = SCORE_PARTS > 1 ? part * SCORE_D * 2 : 0;  // in bytes
     __shared__ float spoiled[STEP];
     load_rows<OWN, THREADS>(q_tile, q, pitch, own, seq_len);
     load_rows<STEP, THREADS>(k_tile, k, pitch, begin, seq_len);
@@ -362,8 +190,10 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
         if (active) {
             int again = lane;
             if (MASKED && M > 1) { forget(again); }  // or registers would not do
-            multiply_rows<M, N>(scores, q_tile + warp_row * ROW_BYTES + left_offset(again),
-                                k_tile + right_rows_offset(again));
+            multiply_rows<M, N>(
+                scores, q_tile + warp_row * ROW_BYTES + score_column + left_offset(again),
+                k_tile + score_column + right_rows_offset(again));
+            add_parts<0, THREADS>(scores);
             if (MASKED && step < warp_all) {
                 mask<false, true>(scores, warp_own, step, lane, -INFINITY, sight);
             } else if (step + STEP - 1 > warp_own) {
@@ -442,7 +272,8 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
     const i64 statistics = ((i64)batch * num_heads + q_head) * seq_len;  // of the first query
     const SharedAddress a_tile = shared_address(shared), b_tile = a_tile + OWN * ROW_BYTES;
     const SharedAddress stages = b_tile + OWN * ROW_BYTES;
-    const SharedAddress left = warp_row * ROW_BYTES + left_offset(lane);
+    const int score_column = SCORE_PARTS > 1 ? part * SCORE_D * 2 : 0;  // in bytes
+    const SharedAddress left = warp_row * ROW_BYTES + score_column + left_offset(lane);
     const float scale_log2 = scale * LOG2E;
 
     // First and end of the steps' tiles in which a query sees a key.
@@ -530,7 +361,8 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
         const float2* step_delta = step_lse + STEP / 2;
 
         float p[M][N][4], d_s[M][N][4];
-        multiply_rows<M, N>(p, a_tile + left, x + right_rows_offset(lane));
+        multiply_rows<M, N>(p, a_tile + left, x + score_column + right_rows_offset(lane));
+        add_parts<0, THREADS>(p);
         if (MASKED && bad) { add_spoiled<M, N>(p, spoiled, lane); }
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -552,7 +384,8 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
         }
         if (WANT_Y) { multiply_columns<M, N>(d_y, p, y + columns + right_columns_offset(lane)); }
         if (!WANT_X) { continue; }
-        multiply_rows<M, N>(d_s, b_tile + left, y + right_rows_offset(lane));
+        multiply_rows<M, N>(d_s, b_tile + left, y + score_column + right_rows_offset(lane));
+        add_parts<1, THREADS>(d_s);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             const float2 d = OWN_KEYS ? step_delta[n * 4 + (lane & 3)] : make_float2(0.0f, 0.0f);

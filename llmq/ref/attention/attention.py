@@ -13,7 +13,7 @@ import numpy as np
 
 from llmq.ref.common import compute
 
-# (B, T, Hq, Hkv, Hd); names starting with "qwen" are for benchmarks, too large for the emulator.
+# (B, T, Hq, Hkv, Hd); those of models are for benchmarks, too large for the emulator.
 CASES = {
     "one_position": (2, 1, 2, 1, 64),
     "ragged": (2, 37, 4, 2, 64),
@@ -30,6 +30,9 @@ CASES = {
     "qwen15b": (32, 1024, 12, 2, 128),
     "qwen7b": (16, 1024, 28, 4, 128),
     "qwen15b_32k": (1, 32768, 12, 2, 128),
+    "gemma4_local": (4, 2048, 16, 8, 256),
+    "gemma4_global": (4, 2048, 16, 2, 512),
+    "glm47_flash": (2, 4096, 20, 20, 256),
 }
 
 ROWS = 64  # query positions in one block
