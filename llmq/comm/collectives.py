@@ -1,7 +1,8 @@
 """Collectives between ranks, which the training step calls on the groups of `dev.mesh`.
 
 The ranks along "shard" hold one replica of the state together, each rank its shard. The ranks along
-"replica" hold the same shard of different replicas. Along several axes, ranks only gather.
+"replica" hold the same shard of different replicas. The ranks along "context", a part of those
+along "shard", exchange parts of sequences. Along several axes, ranks only gather.
 
 Every call is enqueued on the current stream and returns at once. When the stream has executed the
 call, its targets are complete and its sources may be overwritten. The calls of one rank must be
@@ -19,7 +20,7 @@ from itertools import combinations
 from llmq.base.dtypes import BF16, F32
 from llmq.base.tensor import Storage, Tensor
 from llmq.runtime.device import Device, Event
-from llmq.runtime.mesh import Mesh
+from llmq.runtime.mesh import SHARD, Mesh
 
 
 def storages(dev: Device) -> dict[str, Storage]:
@@ -102,8 +103,20 @@ class Comm(ABC):
         for k in range(1, self.size):
             targets.append(spare if k == 1 else part(buffer, self.rank + k - 1, self.size))
         with self._dev.exposed():
-            self._all_to_all(buffer, targets, written)
+            self._all_to_all(buffer, targets, written, None)
         return [targets[(self.rank - source) % self.size] for source in range(self.size)]
+
+    def exchange(self, out: Tensor, x: Tensor) -> None:
+        """Write rank p's part of x for this rank to part p of out. out, x: (W*n,) of one dtype, in
+        different memory; part r of x is for rank r."""
+        if (out.dtype, out.size) != (x.dtype, x.size):
+            raise TypeError(f"exchange: out and x must be alike, got {out!r} and {x!r}")
+        self._check_parts("exchange", x)
+        self._begin(f"exchange {x.name}")
+        targets = [part(out, self.rank - k, self.size) for k in range(self.size)]
+        self._dev.copy(targets[0], part(x, self.rank, self.size))
+        with self._dev.exposed():
+            self._all_to_all(x, targets, None, out)
 
     def free_part(self, buffer: Tensor) -> Tensor:
         """Return a part (n,) of buffer that has no result after reduce_scatter or all_to_all."""
@@ -129,8 +142,12 @@ class Comm(ABC):
     def _all_reduce(self, buffer: Tensor) -> None: ...
 
     @abstractmethod
-    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
-        """targets[k]: where round k writes the part from rank r - k. targets[0]: own part."""
+    def _all_to_all(
+        self, buffer: Tensor, targets: list[Tensor], written: Event | None, out: Tensor | None
+    ) -> None:
+        """targets[k]: where round k writes the part from rank r - k. targets[0]: own part. out: the
+        tensor whose parts, by source rank, are the targets; None: targets are as `all_to_all`
+        says."""
 
 
 def part(buffer: Tensor, index: int, count: int) -> Tensor:
@@ -179,14 +196,19 @@ def join(dev: Device, make: Callable[[str], Comm]) -> None:
     """Give a device's mesh its ends of all groups. make: returns the end along an axis that has
     more than one rank."""
     mesh = dev.mesh
-    ends = {axis: make(axis) if n > 1 else SingleComm(dev, axis) for axis, n in mesh.axes.items()}
+    whole = dict.fromkeys("shard" if axis in SHARD else axis for axis in mesh.axes)
+    ends = {a: make(a) if mesh.size(a) > 1 else SingleComm(dev, a) for a in whole}
     mesh.groups.clear()
     for count in range(len(ends)):
         for axes in combinations(ends, count + 1):
             # The innermost end copies the source to its place, even for a single rank.
             *outer, inner = (ends[axis] for axis in axes)
             several = [*(end for end in outer if end.size > 1), inner]
-            mesh.groups[axes] = AxesComm(dev, axes, several) if len(several) > 1 else inner
+            named = mesh.named(axes)
+            mesh.groups[named] = AxesComm(dev, axes, several) if len(several) > 1 else inner
+    if "context" in mesh.axes:
+        inner = mesh.size("context") > 1
+        mesh.groups["context",] = make("context") if inner else SingleComm(dev, "context")
 
 
 @contextmanager

@@ -22,8 +22,9 @@ def connect_plan(dev: PlanDevice, options: CommOptions, world: World) -> None:
         allocate(dev, options)
     machines = world.num_machines if dev.mesh.size("replica") == 1 else 1
     ends = {
-        "shard": partial(PlanComm, dev, options, machines),
+        "shard": partial(PlanComm, dev, options, "shard", machines),
         "replica": partial(CrossPlanComm, dev),
+        "context": partial(PlanComm, dev, options, "context"),
     }
     join(dev, lambda axis: ends[axis]())
 
@@ -33,9 +34,9 @@ class PlanComm(Comm):
 
     _dev: PlanDevice
 
-    def __init__(self, dev: PlanDevice, options: CommOptions, machines: int = 1):
+    def __init__(self, dev: PlanDevice, options: CommOptions, axis: str, machines: int = 1):
         """machines: number of machines over which the group is spread."""
-        super().__init__(dev, "shard")
+        super().__init__(dev, axis)
         self._options, self._machines = options, machines
         self.exchange_stream = options.exchange_stream
 
@@ -67,7 +68,9 @@ class PlanComm(Comm):
     def _all_reduce(self, buffer: Tensor) -> None:
         raise AssertionError("all_reduce is for the groups across replicas")
 
-    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
+    def _all_to_all(
+        self, buffer: Tensor, targets: list[Tensor], written: Event | None, out: Tensor | None
+    ) -> None:
         ranks_here = self.size // self._machines
         from_others = buffer.nbytes // self.size * (self.size - ranks_here)
         self._exchange("all_to_all", self._others(buffer), ranks_here * from_others)

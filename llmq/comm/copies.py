@@ -145,13 +145,15 @@ class Pairs(NamedTuple):
 
 
 class Copies:
-    """One rank's end of a group of shards, all in one process; for the calls see Comm."""
+    """One rank's end of the ranks along "shard", all in one process, or of those along "context",
+    which only exchange; for the calls see Comm. Flags and rings are of all ranks along "shard"."""
 
     def __init__(
         self,
         dev: Device,
         queue: Queue,
         memories: Memories,
+        axis: str = "shard",
         *,
         piece: int = 32 << 20,
         span_chunks: int = 32,
@@ -162,7 +164,10 @@ class Copies:
         self._piece, self._span_chunks = piece, span_chunks
         self._dev = dev
         self._queue = queue
-        self._rank, self._world_size = dev.mesh.index("shard"), dev.mesh.size("shard")
+        shards = dev.mesh.ranks("shard")
+        self._group = [shards.index(rank) for rank in dev.mesh.ranks(axis)]
+        self._rank, self._world_size = dev.mesh.index("shard"), len(self._group)
+        self._place = dev.mesh.index(axis)
         self._storages = memories.storages
         self._flags = memories.flags
         self._others = others = [self._peer(k) for k in range(1, self._world_size)]
@@ -184,7 +189,7 @@ class Copies:
         return Pairs(sources, [p for p in self._others if connected[p][rank]])
 
     def _peer(self, k: int) -> int:
-        return (self._rank + k) % self._world_size
+        return self._group[(self._place + k) % self._world_size]
 
     def _address(self, rank: int, tensor: Tensor) -> int:
         return self._storages[rank][tensor.storage.place].base + tensor.offset
@@ -275,9 +280,15 @@ class Copies:
             self._dev.record(self._sent[0])
         self._dev.wait(self._sent[0])
 
-    def all_to_all(self, buffer: Tensor, targets: Sequence[Tensor], written: Event | None) -> None:
-        """Exchange parts. targets[k]: where round k writes the part from rank r - k, k from 1
-        on."""
+    def all_to_all(
+        self,
+        buffer: Tensor,
+        targets: Sequence[Tensor],
+        written: Event | None,
+        out: Tensor | None = None,
+    ) -> None:
+        """Exchange parts. targets[k]: where round k writes the part from rank r - k, k from 1 on;
+        parts of out, or as Comm.all_to_all says."""
         if self._staged_readers or self._staged_sources:
             self._start_staging(targets[0].nbytes, written)
         for k in range(1, self._world_size):
@@ -285,9 +296,11 @@ class Copies:
             self._wait_sent(k - 1)  # the part sent in round k - 1 is this round's target
             if source in self._direct.sources:
                 self._grant(EXCHANGED, source)
-            piece = self._part(buffer, reader)
+            piece = self._part(buffer, self._place + k)
             if reader in self._direct.readers:
-                target = targets[1] if k == 1 else self._part(buffer, reader + k - 1)
+                target = targets[1] if k == 1 else self._part(buffer, self._place + 2 * k - 1)
+                if out is not None:
+                    target = self._part(out, self._place)
                 self._push(EXCHANGED, reader, target, piece)
             else:
                 self._send(piece, reader, k)

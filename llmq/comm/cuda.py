@@ -22,6 +22,7 @@ from llmq.runtime.world import World
 
 LOOK_SECONDS = 0.2  # between the watch thread's looks for the end of the run
 RELEASE_SECONDS = 0.001  # between releases after a failure: streams still change the flags
+OF_PARTS = CommOptions(all_to_all_reduce=True, memcpy_send_recv=True)  # if there are copies
 WAIT_AND = 2  # CU_STREAM_WAIT_VALUE_AND: until (word & value) != 0
 
 
@@ -62,12 +63,13 @@ def connect_cuda(
     Copies cannot reach memory of other processes, so that NCCL serves these. world: all its
     processes call this."""
     mesh, api = devices[0].mesh, devices[0].api
-    shards, replicas = mesh.size("shard"), mesh.size("replica")
+    shards, replicas, context = (mesh.size(axis) for axis in ("shard", "replica", "context"))
     gpus = [dev.index for dev in devices]
     memory = [allocate(dev, options) for dev in devices]
     current = api.getDevice()
     inner: list[Any] = []  # communicators within groups of shards; cross: across the groups
     cross: list[Any] = []
+    divided: list[Any] = []  # of ranks that divide sequences
     library = None
     try:
         links = probe(api, gpus, options.p2p)
@@ -85,18 +87,25 @@ def connect_cuda(
         if replicas > 1:
             cross = nccl.open_communicators(library, devices, "replica", world)
             nccl.establish(library, cross, ("all_gather", "all_reduce"))
-        copied = shards > 1 and options.copies
-        memories = _memories(devices, memory, links) if copied else None
-        flags = memories.flags if memories else None
-        opened = [end.communicator for end in (*inner, *cross)]
+        if context > 1 and not options.memcpy_send_recv:
+            divided = nccl.open_communicators(library, devices, "context", world)
+            nccl.establish(library, divided, ("all_to_all",))
+        memories = {
+            axis: _memories(devices, [of_rank[axis] for of_rank in memory], links)
+            for axis, own in memory[0].items()
+            if own.flags is not None
+        }
+        flags = [each.flags for each in memories.values()]
+        opened = [end.communicator for end in (*inner, *cross, *divided)]
         watch = Watch(workers, [dev.mesh.index("shard") for dev in devices], flags, opened)
         for place, dev in enumerate(devices):
             api.setDevice(dev.index)  # events belong to the current GPU
-            copies = Copies(dev, CudaQueue(dev), memories) if memories else None
-            own = inner[place] if inner else None
+            copies = {axis: Copies(dev, CudaQueue(dev), of, axis) for axis, of in memories.items()}
+            own, across, parts = (each[place] if each else None for each in (inner, cross, divided))
             ends = {
-                "shard": (own, watch, options, copies),
-                "replica": (cross[place] if cross else None, watch),
+                "shard": (own, watch, options, copies.get("shard")),
+                "replica": (across, watch),
+                "context": (parts, watch, OF_PARTS, copies.get("context")),
             }
             join(dev, lambda axis, dev=dev, ends=ends: CudaComm(dev, axis, *ends[axis]))
     finally:
@@ -128,12 +137,12 @@ class CudaComm(Comm):
         options: CommOptions | None = None,
         copies: Copies | None = None,
     ):
-        """options, copies: for shards, which may do without NCCL; replicas are on other
-        machines."""
+        """options, copies: for shards and parts of sequences, which may do without NCCL; replicas
+        are on other machines."""
         super().__init__(dev, axis)
         options = options or CommOptions()
         self.exchange_stream = options.exchange_stream
-        self._where = "" if axis == "shard" else " across machines"
+        self._where = " across machines" if axis == "replica" else ""
         self._nccl, self._watch = nccl, watch
         self._copies = copies if options.memcpy_all_gather else None
         self._exchanges = copies if options.all_to_all_reduce and options.memcpy_send_recv else None
@@ -153,9 +162,11 @@ class CudaComm(Comm):
             raise RuntimeError("reduce_scatter needs NCCL: these options reduce with all_to_all")
         self._nccl.reduce_scatter(buffer)
 
-    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
+    def _all_to_all(
+        self, buffer: Tensor, targets: list[Tensor], written: Event | None, out: Tensor | None
+    ) -> None:
         if self._exchanges is not None:
-            self._exchanges.all_to_all(buffer, targets, written)
+            self._exchanges.all_to_all(buffer, targets, written, out)
         else:
             self._nccl.all_to_all(buffer, targets)
 
@@ -172,7 +183,7 @@ class Watch:
     for these streams."""
 
     def __init__(
-        self, workers: Workers, ranks: list[int], flags: Flags | None, communicators: list[Any]
+        self, workers: Workers, ranks: list[int], flags: list[Flags], communicators: list[Any]
     ):
         """ranks: of this process, as places along "shard"."""
         self.workers = workers
@@ -189,11 +200,12 @@ class Watch:
         for communicator in self._communicators:
             # Its kernels end at once; abort returns only when its graphs are destroyed.
             threading.Thread(target=communicator.abort, daemon=True).start()
-        while self._flags is not None:
+        while self._flags:
             with self._lock:
                 if not self._open:
                     return
-                self._flags.release(self._open)
+                for flags in self._flags:
+                    flags.release(self._open)
             time.sleep(RELEASE_SECONDS)
 
     def close(self, rank: int) -> None:

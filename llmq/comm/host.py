@@ -166,7 +166,10 @@ class HostComm(Comm):
         self._barrier()
         return total
 
-    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
+    def _all_to_all(
+        self, buffer: Tensor, targets: list[Tensor], written: Event | None, out: Tensor | None
+    ) -> None:
+        own = part(buffer, self.rank, self.size)
         self._barrier()
         for k in range(1, self.size):
             source, target = (self.rank - k) % self.size, (self.rank + k) % self.size
@@ -178,6 +181,6 @@ class HostComm(Comm):
                     self._peer(self.rank, part(buffer, target, self.size)), target
                 )
             if source in self._local:
-                place[:] = self._peer(source, targets[0])
+                place[:] = self._peer(source, own)
             self._finish(requests, source)
             self._barrier()

@@ -25,7 +25,8 @@ class CommOptions:
     all_to_all, else with reduce_scatter. memcpy_send_recv: all_to_all by the copy engines, else by
     NCCL. p2p: direct access to the memory of other GPUs: "on", "off" or "auto". gathers_from_host:
     True if blocks are gathered from pinned memory, sources or mirrors. matrices: True if ranks
-    exchange changes of whole matrices, with all_to_all."""
+    exchange changes of whole matrices, with all_to_all. Ranks that divide sequences exchange their
+    parts by the copy engines with memcpy_send_recv, else by NCCL."""
 
     memcpy_all_gather: bool = False
     memcpy_send_recv: bool = False
@@ -58,22 +59,25 @@ class CommMemory(NamedTuple):
     W,), by which the rank waits for peers. staging: U8, STAGING_CHUNKS equal buffers for data to
     peers whose GPUs this rank cannot write to."""
 
-    flags: Tensor | None
-    staging: Tensor | None
+    flags: Tensor | None = None
+    staging: Tensor | None = None
 
 
-def allocate(dev: Device, options: CommOptions) -> CommMemory:
-    """Allocate a rank's flags and staging ring of collectives; a plan allocates the same bytes.
-    With --p2p auto the ring is allocated even if the probe finds no use for the ring."""
-    flags = staging = None
-    shards = dev.mesh.size("shard")
-    if shards > 1 and options.copies:
-        count = KINDS * shards
-        flags = dev.alloc("comm.flags", (count,), I32, "Activations", place="pinned")
-        if options.p2p != "on":
-            size = STAGING_CHUNKS * STAGING_CHUNK
-            staging = dev.alloc("comm.staging", (size,), U8, "Activations", place="pinned")
-    return CommMemory(flags, staging)
+def allocate(dev: Device, options: CommOptions) -> dict[str, CommMemory]:
+    """Allocate a rank's flags and staging rings of collectives, by axis; a plan allocates the same
+    bytes. With --p2p auto a ring is allocated even if the probe finds no use for the ring."""
+    copied = {"shard": options.copies, "context": options.memcpy_send_recv}
+    found = {}
+    for axis, by_copies in copied.items():
+        flags = staging = None
+        if dev.mesh.size(axis) > 1 and by_copies:
+            count = KINDS * dev.mesh.size("shard")
+            flags = dev.alloc(f"comm.{axis}_flags", (count,), I32, "Activations", place="pinned")
+            if options.p2p != "on":
+                name, size = f"comm.{axis}_staging", STAGING_CHUNKS * STAGING_CHUNK
+                staging = dev.alloc(name, (size,), U8, "Activations", place="pinned")
+        found[axis] = CommMemory(flags, staging)
+    return found
 
 
 # One bit each, because streams wait for a bit; RELEASED ends every wait.

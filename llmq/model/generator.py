@@ -231,7 +231,7 @@ class Generator:
 
     def _pass(self, inputs: PassInputs, B: int, T: int, first_state: int) -> Pass:
         """Passes over B texts with T tokens each. first_state: of their rows."""
-        batch = replace(self._options.batch, batch_size=B, seq_len=T)
+        batch = replace(self._options.batch, batch_size=B, seq_len=T, context_parallel=1)
         memory = replace(self._options.memory, lmhead_chunks=1)
         rows = inputs.rows(B)
         of_pass = (rows["table"], rows["lengths"], rows["new"])

@@ -78,7 +78,7 @@ class Model:
         self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
         linear = BlockLinear(dev, config, options, self.operands, scalars)
         if cache is None:
-            tables = rope_tables(dev, config, options.batch.local_seq_len)
+            tables = rope_tables(dev, config, options.batch.seq_len)
         else:
             tables = cache.rope_tables
         norms = BlockNorms(dev, config, self.operands)
@@ -125,10 +125,9 @@ class Model:
         weights.gather("layers.0")
         residual = self.residuals.tensors[0].view(*tokens.shape, self.config.hidden_size)
         w = PartWeights(weights.get("embed"))
-        scale = self.config.embedding_scale
-        embedding.forward(
-            self.dev, residual, tokens, w["embed"], w.get("positions"), scale, first_key
-        )
+        scale, positions = self.config.embedding_scale, w.get("positions")
+        starts = None if positions is None else first_key
+        embedding.forward(self.dev, residual, tokens, w["embed"], positions, scale, starts)
         if self.embedding is not None:
             self.embedding.forward(residual, tokens, w)
         weights.release("embed")

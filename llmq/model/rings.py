@@ -10,7 +10,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import FILLER_TARGET, Batch
 from llmq.base.dtypes import F64, I32, I64, NO_LIMITS, STEP_SCALARS, STEP_SCALARS_WORDS, Limits
 from llmq.base.result import Result
-from llmq.base.step_inputs import Input, StepInputs
+from llmq.base.step_inputs import ROW, Input, StepInputs
 from llmq.base.tensor import Tensor
 from llmq.model.losses import loss_class
 from llmq.model.losses.loss import Loss
@@ -166,9 +166,14 @@ class Inbox:
     def __init__(self, dev: Device, config: ModelConfig, options: StepOptions):
         self.dev = dev
         B, T = options.batch.batch_size, options.batch.local_seq_len
-        plain = ("tokens", "targets", *["first_key"] * options.batch.document_mask)
+        place = dev.mesh.index("context")
+        self._own = (slice(None), slice(place * T, (place + 1) * T))  # of arrays (B, T of the data)
+        plain = {"tokens": T, "targets": T}
+        if options.batch.document_mask:  # attention reads that of whole sequences
+            plain["first_key"] = options.batch.seq_len
         self._named = named_inputs(config, options.optim)
-        sizes = [B * T] * len(plain) + [each.words(B, T) for each in self._named]
+        sizes = [B * length for length in plain.values()]
+        sizes += [each.words(B, T) for each in self._named]
         self._edges = list(pairwise(np.cumsum([HEADER, *sizes]).tolist()))
         words = self._edges[-1][1]
         self._inbox = dev.alloc("inbox", (words,), I32, "Activations")
@@ -176,7 +181,7 @@ class Inbox:
         parts = [self._inbox.rows(*edges) for edges in self._edges]
         named = zip(self._named, parts[len(plain) :], strict=True)
         self.inputs = StepInputs(
-            *(part.view(B, T) for part in parts[: len(plain)]),
+            *(part.view(B, T) for part, T in zip(parts, plain.values(), strict=False)),
             named={i.name: part.view_as(i.dtype, i.batch_shape(B, T)) for i, part in named},
         )
         # Slots for two steps: the first step's result is normally read before the third is
@@ -187,8 +192,9 @@ class Inbox:
         self._ticket_of_slot = [-1] * slots  # of the step that last used the slot
 
     def send(self, scalars: np.ndarray, batch: Batch, results: Results) -> None:
-        """Enqueue the copy of a micro-step's inputs. batch: missing `starts` and named arrays are
-        0; targets behind `lengths` become FILLER_TARGET. results: tells which slots are free."""
+        """Enqueue the copy of a micro-step's inputs. batch: of whole sequences, of which a rank
+        takes its part; missing `starts` and named arrays are 0; targets behind `lengths` become
+        FILLER_TARGET. results: tells which slots are free."""
         ring = self._ring
         index = ring.advance()
         if self._ticket_of_slot[index] > results.last_read:
@@ -210,11 +216,13 @@ class Inbox:
         if batch.lengths is not None:
             filler = np.arange(targets.shape[1]) >= batch.lengths[:, None]
             targets = np.where(filler, np.int32(FILLER_TARGET), targets)
-        arrays = [batch.inputs, targets]
+        own = self._own
+        arrays = [batch.inputs[own], targets[own]]
         if self.inputs.first_key is not None:  # None: each sequence is one document
             arrays.append(np.zeros_like(targets) if batch.starts is None else batch.starts)
         for each in self._named:
-            arrays.append(named.get(each.name, each.zeros(*targets.shape)))
+            array = named.get(each.name, each.zeros(*targets.shape))
+            arrays.append(array if each.per == ROW else array[own])
         return arrays
 
 
@@ -242,8 +250,11 @@ def scalars_of(
     # Different on all ranks, so that each rank rounds gradients with its own random numbers.
     accumulation = options.batch.grad_accumulation
     record["micro_step"] = mesh.rank * accumulation + number
-    # Sequences are numbered as they are dealt, on however many ranks and in whatever batches.
+    # Sequences are numbered as they are dealt, on however many ranks and in whatever batches. Parts
+    # of divided sequences count as sequences, so that tokens have the same numbers.
     dealt_to, place = divmod(mesh.index(*DATA) * accumulation + number, accumulation)
-    record["sequence_stride"] = stride = mesh.size(*DATA)
-    record["first_sequence"] = place * options.batch.batch_size * stride + dealt_to
+    stride, parts = mesh.size(*DATA), options.batch.context_parallel
+    first = place * options.batch.batch_size * stride + dealt_to
+    record["sequence_stride"] = stride * parts
+    record["first_sequence"] = first * parts + mesh.index("context")
     return words

@@ -324,11 +324,32 @@ def wrong_lengths(o: Options) -> str | None:
         return "lengths have parts of the steps: give --steps"
     if o.seq_len not in lengths:
         return f"{o.seq_len} is none of {o.seq_stages}, which the run has"
-    wrong = next((n for n in lengths if n < 4 or n % 4 or o.micro_tokens % n), None)
+    least, tokens = 4 * o.context_parallel, o.batch_size * o.seq_len
+    wrong = next((n for n in lengths if n < least or n % least or tokens % n), None)
     return wrong and (
-        f"{wrong} is no multiple of 4 that divides the {o.micro_tokens} tokens of a micro-step "
+        f"{wrong} is no multiple of {least} that divides the {tokens} tokens of a micro-step "
         f"(--batch-size {o.batch_size} of {o.seq_len})"
     )
+
+
+def why_undivided(o: Options, model: ModelConfig) -> str | None:
+    """Why GPUs cannot divide sequences of this model, else None."""
+    parts, name = o.context_parallel, model.architecture
+    if model.positions not in ("rope", "none"):
+        return f"{name} has a learned weight for each position"
+    if o.trains_mtp:
+        return "--train mtp reads the next token, which another GPU may have"
+    for half in (half for layer in range(model.num_layers) for half in model.halves(layer)):
+        if half.kind in ("delta", "mamba", "short_conv", "latent_attention"):
+            return f"{name} has layers that go through sequences in order, or without heads of keys"
+        if half.kind != "attention":
+            continue
+        if half.sizes["wide_qk_norm"]:
+            return f"{name} has norms over all heads of a token"
+        query, kv, _ = half.sizes["heads"]
+        if query % parts or (kv % parts and parts % kv):
+            return f"{query} query heads and {kv} key heads cannot be divided alike"
+    return None
 
 
 def adapts_experts(o: Options, model: ModelConfig) -> bool:

@@ -202,8 +202,9 @@ def option_rows(
     if total_steps is not None:
         shown["steps"] = total_steps
     if world_size is not None:
+        readers = world_size // config.context_parallel
         shown["total-batch"] = (
-            config.batch_size * config.seq_len * config.grad_accumulation * world_size
+            config.batch_size * config.seq_len * config.grad_accumulation * readers
         )
     if steps_per_epoch is not None:
         shown["steps-per-epoch"] = steps_per_epoch

@@ -41,7 +41,7 @@ def _smaller_batch(o: Options) -> Changes:
     return {
         "batch_size": fewer,
         "grad_accumulation": factor * o.grad_accumulation,
-        "lmhead_chunks": math.gcd(o.lmhead_chunks, fewer * o.seq_len),
+        "lmhead_chunks": math.gcd(o.lmhead_chunks, fewer * o.local_seq_len),
         # The most parts that keep each part of attention as small.
         "attn_bwd_chunks": math.gcd(o.attn_bwd_chunks, fewer) if rest else fewer * per_sequence,
     }

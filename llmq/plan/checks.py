@@ -150,12 +150,13 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
     if config.attention == "native" or on_cpu or why_no_cudnn(config, unsupported) is not None:
         return "native"
     layers = range(model.num_layers)
-    cases = {(model.heads_of(layer), model.window_of(layer)) for layer in layers}
+    heads_of = {layer: config.local_heads(model.heads_of(layer)) for layer in layers}
+    cases = {(heads_of[layer], model.window_of(layer)) for layer in layers}
     try:
         with closing(cudnn.CudnnAttention(0)) as library:
             for heads, window in cases:
-                sizes = (config.batch_size, config.local_seq_len, *heads)
-                case = (config.attention, heads.channels, config.local_seq_len, window)
+                sizes = (config.batch_size, config.seq_len, *heads)
+                case = (config.attention, heads.channels, config.seq_len, window)
                 _, ways = directions(*case, machine.spec.capability)
                 for parts in {1, config.attn_bwd_chunks}:  # the plan chooses a number between these
                     library.check(

@@ -38,7 +38,8 @@ def data_record(config: TrainConfig, model: ModelConfig, world_size: int) -> dic
     except DataError as error:
         return {"problem": str(error)}
     up = 0 if config.drop_last else 1  # 1: incomplete parts count
-    groups = sum((count + up * (world_size - 1)) // world_size for count in data.plan.counts)
+    readers = world_size // config.context_parallel
+    groups = sum((count + up * (readers - 1)) // readers for count in data.plan.counts)
     sizes = (config.batch_size, config.grad_accumulation)
     steps = functools.reduce(lambda n, size: (n + up * (size - 1)) // size, sizes, groups)
     return {

@@ -110,7 +110,7 @@ class Planner:
             cut = replace(config, attn_bwd_chunks=parts)
             return self.plan(cut, ("micro_steps",)).usage.sizes["stack"]
 
-        asked, heads = config.attn_bwd_chunks, (self.model.num_heads, self.model.num_kv_heads)
+        asked, heads = config.attn_bwd_chunks, config.local_heads(self.model.heads_of(0))[:2]
         most = stack(asked) if asked > 1 else 0
         fewer = (n for n in divisions(config.batch_size, *heads) if n < asked)
         return replace(config, attn_bwd_chunks=next((n for n in fewer if stack(n) <= most), asked))

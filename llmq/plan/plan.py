@@ -68,6 +68,7 @@ class Plan:
     machines: int
     shards: int
     nccl: bool  # True if the ranks that share a state use NCCL
+    divides: bool  # True if NCCL exchanges parts of sequences
     peer_access: bool  # True if GPUs may access each other's memory
     tokens: int
     flops: int
@@ -83,7 +84,7 @@ class Plan:
     @property
     def communicators(self) -> int:
         """Number of NCCL communicators of each rank."""
-        return int(self.nccl) + int(self.shards < self.world_size)
+        return int(self.nccl) + int(self.shards < self.world_size) + int(self.divides)
 
     @property
     def host_bytes(self) -> int:
@@ -211,6 +212,7 @@ def make_plan(
         machines=machines,
         shards=shards,
         nccl=shards > 1 and exchange.nccl,
+        divides=mesh.size("context") > 1 and not exchange.memcpy_send_recv,
         peer_access=config.p2p != "off",
         tokens=config.batch_size * config.seq_len * config.grad_accumulation * mesh.size(*DATA),
         **{name: int(sum_) for name, sum_ in zip(COUNTED, cost, strict=True)},
@@ -228,7 +230,7 @@ def _run(
     """Run these parts of a step: return its COUNTED, and the Plan's micro_steps, update and
     evaluation. Without training micro-steps are evaluations, and no update follows."""
     sizes, trains = step.options.batch, not step.options.model.only_scores
-    shape, count = (sizes.batch_size, sizes.local_seq_len), sizes.grad_accumulation
+    shape, count = (sizes.batch_size, sizes.seq_len), sizes.grad_accumulation
     batch = Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32))
     if trains and "micro_steps" in parts and not step.scales.ready:
         step.calibrate()  # only in the first step

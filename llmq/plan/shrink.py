@@ -177,9 +177,9 @@ class Shrinker:
     def _attention_parts(self, config: TrainConfig) -> list[int]:
         """Numbers of parts of attention's backward; heads are divided only down to MIN_ATTENTION
         bytes."""
-        model, batch = self.planner.model, config.batch_size
+        heads, batch = config.local_heads(self.planner.model.heads_of(0)), config.batch_size
         found = []
-        for n in divisions(batch, model.num_heads, model.num_kv_heads):
+        for n in divisions(batch, heads.query, heads.kv):
             found.append(n)
             if n >= batch and self._attention_bytes(config, n) <= MIN_ATTENTION:
                 break
@@ -187,8 +187,8 @@ class Shrinker:
 
     def _attention_bytes(self, config: TrainConfig, parts: int) -> int:
         """Bytes of the library's backward for one of `parts` parts, each a sequence or less."""
-        sizes = (config.local_seq_len, parts // config.batch_size)
-        every = self.planner.model.every_heads
+        sizes = (config.seq_len, parts // config.batch_size)
+        every = map(config.local_heads, self.planner.model.every_heads)
         return max(backward_scratch_bytes(sizes[0], *heads, sizes[1]) for heads in every)
 
     def _best(self, now: TrainConfig, ratios: dict[Saver, float]) -> Changes | None:

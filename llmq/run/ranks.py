@@ -400,7 +400,7 @@ class Ranks:
         activations; each rank makes an equal part. stopped: asked before each token; CutShort once
         it says yes. ConfigError where a step has too little memory. LlmqError for predictions that
         are no numbers."""
-        part, sizes = -(-len(requests) // self.first.dev.mesh.size(*DATA)), self._generation
+        part, sizes = -(-len(requests) // self.world_size), self._generation
         found: dict[int, Completion] = {}
         failed: list[LlmqError] = []  # which stop no rank: the weights are damaged, not the run
 
@@ -409,7 +409,7 @@ class Ranks:
             return stopped()
 
         def work(rank: Rank) -> None:
-            first = part * rank.dev.mesh.index(*DATA)
+            first = part * rank.dev.mesh.rank
             with rank.step.generating(sizes) as generator:
                 try:
                     for index, made in generator.run(requests[first : first + part], goes_on):

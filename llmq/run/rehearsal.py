@@ -42,5 +42,5 @@ def _rehearse_micro_step(step: Step, micro_step: int, count: int) -> None:
 
 
 def _nothing(step: Step) -> Batch:
-    shape = step.inputs.tokens.shape
+    shape = (step.options.batch.batch_size, step.options.batch.seq_len)
     return Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32))

@@ -224,11 +224,12 @@ def fork_lines(run: RunId, checkpoint: Path | None) -> list[str]:
 # Options without influence on results, beside paths and the length of the run.
 _ELSEWHERE = "model from_scratch init_proj_to_zero train_file eval_file eval_seed steps"
 _ELSEWHERE += " epochs eval_every_n_steps eval_num_steps allow_other_tokenizer adapter scores"
-_ELSEWHERE += " prompts reward_seconds reward_workers"
+_ELSEWHERE += " prompts reward_seconds reward_workers context_parallel"
 
 # Options that change nothing but the order in which numbers are added up.
 _ROUNDING = ("lmhead_chunks", "attention", "tune")
 _ROUNDING_OF_RANKS = ("shard_gradients", "shard_over", "all_to_all_reduce", "share")
+_ROUNDING_OF_RANKS += ("context_parallel",)
 
 
 _COMPUTED = (ModelOptions, DataOptions, BatchOptions, OptimOptions, PrecisionOptions, RlOptions)
@@ -267,7 +268,8 @@ def changed_options(
     if not new_data:
         names.remove("train_seed")  # the order is the checkpoint's, see below
     sizes = ("batch_size", "seq_len", "grad_accumulation")
-    tokens, before = world_size, saved_world_size
+    tokens = world_size // config.context_parallel
+    before = saved_world_size // saved.get("context_parallel", 1)
     for name in sizes:
         tokens, before = tokens * getattr(config, name), before * saved.get(name, math.nan)
     if tokens == before:  # more ranks with fewer micro-steps each take the same step

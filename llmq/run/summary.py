@@ -41,7 +41,8 @@ def five_lines(
         )
     sizes = (_short(trained_count(config, model)), _short(parameter_count(model)))
     passes = f", {config.epochs} pass{'es' * (config.epochs > 1)}" if config.epochs else ""
-    per_step = config.batch_size * config.grad_accumulation * world_size
+    readers = world_size // config.context_parallel
+    per_step = config.batch_size * config.grad_accumulation * readers
     memory = room(device_bytes) + ("" if limit is None else f" of {room(limit)}")
     if host_bytes:
         memory += f", and {room(host_bytes)} of host memory"

@@ -8,16 +8,18 @@ from typing import Any
 
 import numpy as np
 
-# Axes along which ranks read different sequences; an axis that divides sequences does not belong.
-DATA = ("replica", "shard")
+# Axes along which ranks read different sequences; along "context" they divide sequences.
+DATA = ("replica", "batch")
+# The ranks that hold one replica of the state together, each rank its shard.
+SHARD = ("batch", "context")
 
 
 class Mesh:
     """Named axes and their sizes, outermost first: neighbours on the last axis are consecutive
     ranks. All code that counts, orders or divides ranks asks the mesh, by names of axes in any
-    order; without a name all axes are meant. ValueError for an unknown axis. axes: sizes by name.
-    rank: this rank, counted through all axes. groups: this rank's ends of the collectives, by axes;
-    llmq.comm.connect adds them."""
+    order; "shard" names the axes of SHARD together, and without a name all axes are meant.
+    ValueError for an unknown axis. axes: sizes by name. rank: this rank, counted through all axes.
+    groups: this rank's ends of the collectives, by axes; llmq.comm.connect adds them."""
 
     def __init__(self, axes: Mapping[str, int], rank: int = 0):
         self.axes, self.rank = dict(axes), rank
@@ -32,15 +34,19 @@ class Mesh:
             self._ranks[names] = tuple(grid[index].ravel().tolist())
 
     @classmethod
-    def of(cls, world_size: int = 1, rank: int = 0, shards: int | None = None) -> Mesh:
+    def of(
+        cls, world_size: int = 1, rank: int = 0, shards: int | None = None, context: int = 1
+    ) -> Mesh:
         """Return the mesh of a run: replicas of its state, each divided into shards. shards: a
-        divisor of world_size; None: a shard for each rank."""
+        divisor of world_size; None: a shard for each rank. context: ranks that divide a sequence, a
+        divisor of shards."""
         shards = shards or world_size
-        return cls({"replica": world_size // shards, "shard": shards}, rank)
+        sizes = {"replica": world_size // shards, "batch": shards // context, "context": context}
+        return cls(sizes, rank)
 
     def ranks(self, *names: str) -> tuple[int, ...]:
         """Return the ranks along these axes, in order, with this rank's place on all other axes."""
-        return self._ranks[self._chosen(names)]
+        return self._ranks[self.named(names)]
 
     def size(self, *names: str) -> int:
         """Return the number of ranks along these axes."""
@@ -53,7 +59,7 @@ class Mesh:
     def group(self, *names: str) -> Any:
         """Return this rank's end of the collectives along these axes, a Comm. RuntimeError before
         they are connected."""
-        chosen = self._chosen(names)
+        chosen = self.named(names)
         if chosen not in self.groups:
             raise RuntimeError(f"mesh: nothing connects the ranks along {', '.join(chosen)}")
         return self.groups[chosen]
@@ -68,8 +74,10 @@ class Mesh:
         for end in self.groups.values():
             end.close()
 
-    def _chosen(self, names: tuple[str, ...]) -> tuple[str, ...]:
+    def named(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return these axes, or all, in the mesh's order."""
+        if "shard" in names and "shard" not in self.axes:
+            names = (*SHARD, *(name for name in names if name != "shard"))
         if unknown := [name for name in names if name not in self.axes]:
             raise ValueError(f"mesh: {', '.join(unknown)} is no axis of {self.axes}")
         return tuple(name for name in self.axes if name in names or not names)

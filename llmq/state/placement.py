@@ -16,8 +16,7 @@ from llmq.options.adapters import adapters_of
 from llmq.options.groups.memory import MemoryOptions
 from llmq.options.groups.model import ModelOptions
 from llmq.options.groups.optim import OptimOptions
-from llmq.options.groups.parallel import ParallelOptions
-from llmq.options.options import StepOptions
+from llmq.options.options import StepOptions, TrainConfig
 from llmq.options.weight_storage import WeightStorage
 from llmq.runtime.mesh import Mesh
 from llmq.state.params import CONSTANTS, LOOKED_UP, MAGNITUDES, Slab, trained_slabs, weight_table
@@ -149,9 +148,10 @@ def _source(storage: WeightStorage) -> Store | None:
     return _shard(storage.memory, dtype, offloaded=on_host)
 
 
-def mesh_of(parallel: ParallelOptions, world_size: int, machines: int = 1, rank: int = 0) -> Mesh:
+def mesh_of(options: TrainConfig, world_size: int, machines: int = 1, rank: int = 0) -> Mesh:
     """Return the mesh of a run's ranks, which are divided equally among machines."""
-    return Mesh.of(world_size, rank, parallel.shards(world_size, machines))
+    shards = options.shards(world_size, machines)
+    return Mesh.of(world_size, rank, shards, options.context_parallel)
 
 
 def table_of(options: ModelOptions, model: ModelConfig, shards: int = 1) -> tuple[Slab, ...]:

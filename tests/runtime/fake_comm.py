@@ -79,9 +79,11 @@ class StreamComm(CudaComm):
         self._note()
         super()._reduce_scatter(buffer)
 
-    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
+    def _all_to_all(
+        self, buffer: Tensor, targets: list[Tensor], written: Event | None, out: Tensor | None
+    ) -> None:
         self._note(gathers=False)
-        super()._all_to_all(buffer, targets, written)
+        super()._all_to_all(buffer, targets, written, out)
 
 
 class StreamNccl:
@@ -154,7 +156,7 @@ class StreamNccl:
         for k in range(1, len(self._ranks)):
 
             def work(k: int = k) -> None:
-                self._peer(rank, targets[k])[:] = self._peer(rank - k, targets[0])
+                self._peer(rank, targets[k])[:] = self._peer(rank - k, self._part(buffer, rank))
 
             args = ([self._part(buffer, rank + k)], [targets[k]], [rank - k])
             self._enqueue(f"all_to_all {buffer.name} {k}", *args, work)
@@ -181,7 +183,7 @@ def connect_streams(
     if len(devices) == 1:
         connect(devices, options)
         return None
-    memory = [allocate(dev, options) for dev in devices]
+    memory = [allocate(dev, options)["shard"] for dev in devices]
     memories = flags = None
     if options.copies:
         chunk = memory[0].staging.nbytes // STAGING_CHUNKS
@@ -191,7 +193,7 @@ def connect_streams(
         beside_bus = [[kind == "beside" for kind in row] for row in kinds]
         places = [storages(dev) for dev in devices]
         memories = Memories(places, flags, direct, beside_bus, rings)
-    watch = Watch(workers, list(range(len(devices))), flags, [])
+    watch = Watch(workers, list(range(len(devices))), [flags] if flags else [], [])
     ranks, barrier = [], threading.Barrier(len(devices))
     for dev in devices:
         queue = StreamQueue(dev, devices, deaf, paced)

@@ -1,4 +1,4 @@
-"""A mesh: the ranks along its axes, and their collectives, also with an axis that no run has."""
+"""A mesh: the ranks along its axes, and their collectives, also of axes that no run has."""
 
 import numpy as np
 import pytest
@@ -10,18 +10,19 @@ from llmq.runtime.host_device import HostDevice
 from llmq.runtime.mesh import DATA, Mesh
 from tests.ranks import SIZES, run_ranks
 
-THREE = {"replica": 2, "sequence": 3, "shard": 2}  # ranks 0 to 11
+THREE = {"replica": 2, "batch": 2, "context": 3}  # ranks 0 to 11
 
 
 @pytest.mark.parametrize(
     ("axes", "ranks", "index"),
     [
         (("replica",), (1, 7), 1),
-        (("sequence",), (7, 9, 11), 0),
-        (("shard",), (6, 7), 1),
-        (DATA, (0, 1, 6, 7), 3),
-        (("sequence", "shard"), (6, 7, 8, 9, 10, 11), 1),
-        (("shard", "sequence"), (6, 7, 8, 9, 10, 11), 1),
+        (("context",), (6, 7, 8), 1),
+        (("batch",), (7, 10), 0),
+        (DATA, (1, 4, 7, 10), 2),
+        (("shard",), (6, 7, 8, 9, 10, 11), 1),
+        (("context", "batch"), (6, 7, 8, 9, 10, 11), 1),
+        (("shard", "replica"), tuple(range(12)), 7),
         ((), tuple(range(12)), 7),
     ],
 )
@@ -36,17 +37,17 @@ def test_ranks_of_other_sequences_are_those_that_have_their_parts_of_them():
     for rank in range(12):
         mesh = Mesh(THREE, rank)
         assert mesh.size(*DATA) == 4
-        found.setdefault(mesh.index(*DATA), []).append(mesh.ranks("sequence"))
+        found.setdefault(mesh.index(*DATA), []).append(mesh.ranks("context"))
     assert found == {
-        0: [(0, 2, 4)] * 3, 1: [(1, 3, 5)] * 3, 2: [(6, 8, 10)] * 3, 3: [(7, 9, 11)] * 3,
+        0: [(0, 1, 2)] * 3, 1: [(3, 4, 5)] * 3, 2: [(6, 7, 8)] * 3, 3: [(9, 10, 11)] * 3,
     }  # fmt: skip
 
 
 def test_axes_of_a_run():
-    assert Mesh.of(6).axes == {"replica": 1, "shard": 6}
-    mesh = Mesh.of(6, 5, shards=2)
-    assert mesh.axes == {"replica": 3, "shard": 2}
-    assert (mesh.index("replica"), mesh.index("shard"), mesh.index(*DATA)) == (2, 1, 5)
+    assert Mesh.of(6).axes == {"replica": 1, "batch": 6, "context": 1}
+    mesh = Mesh.of(12, 11, shards=4, context=2)
+    assert mesh.axes == {"replica": 3, "batch": 2, "context": 2}
+    assert (mesh.index("replica"), mesh.index("shard"), mesh.index(*DATA)) == (2, 3, 5)
     assert Mesh.of().size() == 1
 
 
@@ -55,7 +56,7 @@ def test_what_a_mesh_refuses():
         Mesh(THREE, 12)
     with pytest.raises(ValueError, match="pipeline is no axis of"):
         Mesh(THREE).size("replica", "pipeline")
-    with pytest.raises(RuntimeError, match="nothing connects the ranks along replica, shard"):
+    with pytest.raises(RuntimeError, match="nothing connects the ranks along replica, batch"):
         Mesh.of(2).group()
 
 
@@ -76,8 +77,9 @@ def run_axes(axes, fn):
 
 
 @pytest.mark.parametrize(
-    "along", [("sequence",), ("replica", "shard"), ("sequence", "shard"), ()], ids="-".join
-)
+    "along", [("context",), ("shard",), ("pipeline", "shard"), ("replica", "pipeline"), ()],
+    ids="-".join,
+)  # fmt: skip
 def test_groups_of_any_axes_gather_their_ranks_in_order(along):
     def fn(dev):
         group = dev.mesh.group(*along)
@@ -87,7 +89,7 @@ def test_groups_of_any_axes_gather_their_ranks_in_order(along):
         group.all_gather(whole, own)
         return dev.download(whole)[::4].tolist()
 
-    axes = THREE | {"sequence": 2}
+    axes = {"pipeline": 2, "replica": 2, "batch": 2, "context": 2}
     for rank, found in enumerate(run_axes(axes, fn)):
         assert found == list(Mesh(axes, rank).ranks(*along))
 
@@ -96,8 +98,26 @@ def test_the_group_of_an_axis_adds_up_its_ranks_alone():
     def fn(dev):
         sums = dev.alloc("sums", (4,), F32, "Gradients")
         dev.upload(sums, np.full(4, 10.0**dev.mesh.rank, np.float32))
-        dev.mesh.group("sequence").all_reduce(sums)
+        dev.mesh.group("replica").all_reduce(sums)
         return int(dev.download(sums)[0])
 
-    found = run_axes({"replica": 1, "sequence": 2, "shard": 2}, fn)
+    found = run_axes({"replica": 2, "batch": 1, "context": 2}, fn)
     assert found == [101, 1010, 101, 1010]
+
+
+def test_ranks_along_an_axis_exchange_parts():
+    """Part p of a rank goes to rank p of its group, from memory that may be written at once."""
+
+    def fn(dev):
+        group = dev.mesh.group("context")
+        x, out = (dev.alloc(name, (4 * group.size,), F32, "Weights") for name in ("x", "out"))
+        values = 10 * dev.mesh.rank + np.arange(group.size, dtype=np.float32)
+        dev.upload(x, values.repeat(4))
+        group.exchange(out, x)
+        dev.upload(x, np.zeros(x.size, np.float32))
+        return dev.download(out).reshape(-1, 4)
+
+    for rank, found in enumerate(run_axes(THREE, fn)):
+        mesh = Mesh(THREE, rank)
+        expected = [10 * source + mesh.index("context") for source in mesh.ranks("context")]
+        assert (found == np.array(expected)[:, None]).all()

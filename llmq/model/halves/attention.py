@@ -10,6 +10,9 @@ itself. Heads lie side by side: (rows, Q) is (B, T, Hq + 2 Hkv, Hd), query heads
 heads. Heads may differ between layers (`HalfSpec.sizes["heads"]`). A layer that reads keys and
 values of an earlier layer (`HalfSpec.reads`) has queries alone in its product, which is scratch;
 the earlier layer copies its keys and values for later ones, and adds up their gradients.
+
+Ranks that divide sequences exchange tokens for heads behind the qkv product, and back in front of
+the o product (`HeadExchange`): rows between these are B*T of whole sequences, with a rank's heads.
 """
 
 from contextlib import ExitStack
@@ -23,6 +26,7 @@ from llmq.base.tensor import Tensor
 from llmq.formats.operands import Activation
 from llmq.model.activations import HalfLayer, LayerContext, Recompute, Rotary, scratch_like
 from llmq.model.halves.half import ModelContext
+from llmq.model.head_exchange import HeadExchange, Heads
 from llmq.ops.attention import (
     attention,
     attention_backward,
@@ -141,7 +145,8 @@ class AttentionHalf:
         config, options = shared.config, shared.options
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
         self.norms = shared.norms
-        self.B, self.T = options.batch.batch_size, options.batch.local_seq_len
+        self.batch, self.exchange = options.batch, HeadExchange(shared.dev, options.batch)
+        self.B, self.T = options.batch.batch_size, options.batch.seq_len
         self.eps, self.scale = config.norm_eps, config.attention_scale
         self.chunks = options.memory.attn_bwd_chunks
         layers, capability = range(config.num_layers), self.dev.spec.capability
@@ -171,31 +176,59 @@ class AttentionHalf:
 
     def keep(self, layer: HalfLayer) -> _Saved:
         spec, r, raw, rstd, v_rstd = layer.spec, layer.recompute, None, None, None
-        Hq, Hkv, Hd = spec.sizes["heads"]
-        heads = sum(_made_heads(layer))
+        Hq, Hkv, Hd = self.batch.local_heads(spec.sizes["heads"])
+        heads = sum(self._made_heads(layer))
+        of_rows = partial(layer.activation, per_row=self.batch.context_parallel)
         if layer.index in self.readers:
-            both = (layer.alloc(n, layer.rows, 2 * Hkv * Hd) for n in ("keys", "d_keys"))
+            both = (layer.alloc(n, self.B * self.T, 2 * Hkv * Hd) for n in ("keys", "d_keys"))
             self.shared[layer.index] = _Shared(*both, self.readers[layer.index])
         if spec.sizes["value_norm"]:
             v_rstd = layer.alloc("v_rstd", self.B, self.T, Hkv, dtype=F32)
         if spec.sizes["qk_norm"]:
-            raw = layer.activation("qk_raw", heads * Hd, kept=not r.qkv)
+            raw = of_rows("qk_raw", heads * Hd, kept=not r.qkv)
             norms = 2 if spec.sizes["wide_qk_norm"] else heads
             rstd = layer.alloc("qk_rstd", self.B, self.T, norms, dtype=F32)
-        features, gate, gated = spec["o"].shape[1], None, None
+        features, gate, gated = Hq * Hd, None, None
         if spec.sizes["gated"]:
-            gate = layer.activation("gate", features, kept=not r.qkv)
-            gated = layer.activation("att_gated", features, kept=False)
+            gate = of_rows("gate", features, kept=not r.qkv)
+            gated = of_rows("att_gated", features, kept=False)
         return _Saved(
-            qkv=layer.activation("qkv", (Hq + 2 * Hkv) * Hd, kept=not r.qkv),
+            qkv=of_rows("qkv", (Hq + 2 * Hkv) * Hd, kept=not r.qkv),
             qk_raw=raw,
             qk_rstd=rstd,
             v_rstd=v_rstd,
             lse=layer.alloc("lse", self.B, Hq, self.T, dtype=F32),
-            att=layer.activation("att", features, kept=not r.att),
+            att=of_rows("att", features, kept=not r.att),
             gate=gate,
             att_gated=gated,
         )
+
+    def _made_heads(self, layer: HalfLayer) -> tuple[int, int]:
+        """Heads of queries and of keys that the layer makes itself."""
+        query, kv, _ = self.batch.local_heads(layer.spec.sizes["heads"])
+        return query, kv if layer.spec.reads is None else 0
+
+    def _queries(self, layer: HalfLayer) -> int:
+        """Channels of queries in a row."""
+        heads = self.batch.local_heads(layer.spec.sizes["heads"])
+        return heads.query * heads.channels
+
+    def _out_heads(self, layer: HalfLayer) -> list[Heads]:
+        """The output's heads, of all ranks."""
+        query, _, channels = layer.spec.sizes["heads"]
+        return [Heads(query, channels)]
+
+    def _product_heads(self, layer: HalfLayer) -> list[Heads]:
+        """The heads of the qkv product, of all ranks."""
+        sizes = layer.spec.sizes
+        query, kv, channels = sizes["heads"]
+        keys = 0 if layer.spec.reads is not None else 2 - sizes["keys_as_values"]
+        return [Heads(query, channels * (1 + sizes["gated"])), *[Heads(kv, channels)] * keys]
+
+    def _own_sinks(self, layer: HalfLayer, sinks: Tensor) -> Tensor:
+        """The rows of this rank's heads."""
+        query, place = self._made_heads(layer)[0], self.dev.mesh.index("context")
+        return sinks.rows(place * query, (place + 1) * query)
 
     def _by_head(self, layer: HalfLayer, tensor: Tensor) -> Tensor:
         """(rows, n * Hd) as (B, T, n, Hd)."""
@@ -216,7 +249,8 @@ class AttentionHalf:
         tensors = self._tensors(ctx.temps, ctx.layer)
         with ExitStack() as temps:
             product = self._product_memory(temps, ctx, tensors)
-            self.linear.forward(ctx, "qkv", product, x)
+            with self.exchange.to_heads(product, self._product_heads(ctx.layer)) as of_tokens:
+                self.linear.forward(ctx, "qkv", of_tokens, x)
             self._place_heads(ctx, product, tensors)
         self._attend(ctx, tensors)
         gated, name = self._gated(ctx, tensors), ctx.layer.saved.o_input.tensor_id
@@ -227,7 +261,7 @@ class AttentionHalf:
     def _product_memory(self, temps: ExitStack, ctx: LayerContext, to: _Tensors) -> Tensor:
         """The qkv product's output: to.qkv (rows, Q), or scratch with the gates' channels too,
         without values, or without keys and values."""
-        shape = (to.qkv.shape[0], ctx.layer.spec["qkv"].shape[0])
+        shape = (to.qkv.shape[0], self.exchange.width(self._product_heads(ctx.layer)))
         if shape == to.qkv.shape:
             return to.qkv
         return temps.enter_context(self.dev.scratch("qkv product", shape, to.qkv.dtype))
@@ -236,7 +270,7 @@ class AttentionHalf:
         """The heads that attention takes, of the qkv product."""
         layer, w, reads = ctx.layer, ctx.w, ctx.layer.spec.reads
         qkv = self._by_head(layer, to.qkv if reads is None else product)
-        heads, rstd = _made_heads(layer), layer.saved.v_rstd
+        heads, rstd = self._made_heads(layer), layer.saved.v_rstd
         if to.gate is not None:
             attention_gate.split(self.dev, to.qkv, to.gate, product, *heads)
         if rstd is not None:
@@ -259,7 +293,7 @@ class AttentionHalf:
 
     def _pass_keys(self, layer: HalfLayer, qkv: Tensor) -> None:
         """Copy keys and values of qkv (rows, Q) for later layers, or from an earlier layer."""
-        reads, first = layer.spec.reads, layer.spec["o"].shape[1]  # channels of queries
+        reads, first = layer.spec.reads, self._queries(layer)
         channels = qkv.shape[1] - first
         if reads is not None:
             copy_columns(self.dev, qkv, self.shared[reads].keys, channels, (first, 0))
@@ -270,7 +304,7 @@ class AttentionHalf:
         layer, w = ctx.layer, ctx.w
         out, qkv = (self._by_head(layer, t) for t in (tensors.att, tensors.qkv))
         mask, (backend, _) = self.masks[layer.index], self.backends[layer.index]
-        heads, lse = layer.spec.sizes["heads"][:2], layer.saved.lse
+        heads, lse = self.batch.local_heads(layer.spec.sizes["heads"])[:2], layer.saved.lse
         attend = partial(attention.forward, scale=self.scale, backend=backend)
         if layer.cache is not None:
             names = ("k", "v", "table", "lengths", "new")
@@ -283,17 +317,18 @@ class AttentionHalf:
         elif "sinks" in w:
             with self.dev.scratch("lse.without_sinks", lse.shape, F32) as without:
                 attend(self.dev, out, without, qkv, *heads, mask)
-                attention_gate.sinks_forward(self.dev, out, lse, without, w["sinks"])
+                sinks = self._own_sinks(layer, w["sinks"])
+                attention_gate.sinks_forward(self.dev, out, lse, without, sinks)
         else:
             attend(self.dev, out, lse, qkv, *heads, mask)
 
     def _gated(self, ctx: LayerContext, tensors: _Tensors) -> Tensor:
-        """The output product's input (rows, Hq * Hd)."""
-        if tensors.gate is None:
-            return tensors.att
-        out = ctx.layer.saved.att_gated.place(self.dev, ctx.temps)
-        attention_gate.forward(self.dev, out, tensors.att, tensors.gate)
-        return out
+        """The output product's input (rows, Hq * Hd), of this rank's tokens."""
+        out = tensors.att
+        if tensors.gate is not None:
+            out = ctx.layer.saved.att_gated.place(self.dev, ctx.temps)
+            attention_gate.forward(self.dev, out, tensors.att, tensors.gate)
+        return self.exchange.to_tokens(ctx.temps, out, self._out_heads(ctx.layer))
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -307,7 +342,8 @@ class AttentionHalf:
         if r.qkv:
             with ExitStack() as temps:
                 product = self._product_memory(temps, ctx, tensors)
-                self.linear.forward(ctx, "qkv", product, x)
+                with self.exchange.to_heads(product, self._product_heads(ctx.layer)) as of_tokens:
+                    self.linear.forward(ctx, "qkv", of_tokens, x)
                 self._place_heads(ctx, product, tensors)
         if r.att:
             self._attend(ctx, tensors)
@@ -337,7 +373,8 @@ class AttentionHalf:
                     d_o = self.operands.quantize(
                         of_output, layer.out_id, d_out, measured=True, transposed=True
                     )
-                    self.linear.input_gradient(ctx, "o", d_att, d_o)
+                    with self.exchange.to_heads(d_att, self._out_heads(layer)) as of_tokens:
+                        self.linear.input_gradient(ctx, "o", of_tokens, d_o)
                     self.linear.weight_gradients(ctx, "o", d_o, o_input)
                 if not inside:
                     return
@@ -346,16 +383,24 @@ class AttentionHalf:
                 lse, mask = layer.saved.lse, self.masks[layer.index]
                 by_head, *of_out = (self._by_head(layer, t) for t in (qkv, d_att, att))
                 if "sinks" in ctx.g:
-                    attention_gate.sinks_backward(dev, ctx.g["sinks"], *of_out, lse, ctx.w["sinks"])
+                    self._sinks_gradient(ctx, *of_out)
                 attention.backward(
                     dev, self._by_head(layer, d_qkv), *of_out, lse, by_head,
-                    *layer.spec.sizes["heads"][:2], self.chunks, mask,
+                    *self.batch.local_heads(layer.spec.sizes["heads"])[:2], self.chunks, mask,
                     scale=self.scale, backend=self.backends[layer.index][1],
                     kernel=attention_backward.chosen(dev, by_head, mask),
                 )  # fmt: skip
             d_product, bias = self._backward_positions(temps, ctx, qkv, qk_raw, d_qkv, d_gate)
             self.linear.input_gradient(ctx, "qkv", d_x, d_product)
             self.linear.weight_gradients(ctx, "qkv", d_product, x, bias=bias)
+
+    def _sinks_gradient(self, ctx: LayerContext, d_out: Tensor, out: Tensor) -> None:
+        d_sinks, lse = ctx.g["sinks"], ctx.layer.saved.lse
+        if self.batch.context_parallel > 1 and not d_sinks.accumulate:
+            self.dev.zero(d_sinks.tensor)  # other ranks' heads
+        d_own = d_sinks._replace(tensor=self._own_sinks(ctx.layer, d_sinks.tensor))
+        sinks = self._own_sinks(ctx.layer, ctx.w["sinks"])
+        attention_gate.sinks_backward(self.dev, d_own, d_out, out, lse, sinks)
 
     def _backward_positions(
         self,
@@ -371,10 +416,11 @@ class AttentionHalf:
         product, and True if the bias's gradient is still to be computed."""
         layer, w, g = ctx.layer, ctx.w, ctx.g
         d_qkv = self._add_key_gradients(temps, layer, d_qkv)
-        by_head, heads = self._by_head(layer, d_qkv), _made_heads(layer)
+        by_head, heads = self._by_head(layer, d_qkv), self._made_heads(layer)
         tensor_id, turn = layer.id_of("d_qkv"), self.rope_tables[layer.index]
         rstd, channels = layer.saved.v_rstd, layer.spec.sizes["heads"].channels
         alone = turn is not None and qk_raw is None and d_gate is None and rstd is None
+        alone = alone and self.batch.context_parallel == 1
         if alone and rope.fuses(channels, turn.channels):
             out = self.operands.gradient_buffers(temps, tensor_id, d_qkv.shape, d_qkv, both=False)
             rope.backward(
@@ -395,13 +441,14 @@ class AttentionHalf:
             )  # fmt: skip
         d_product, keys = d_qkv, layer.spec.sizes["keys_as_values"]
         if d_gate is not None or keys:
-            shape = (d_qkv.shape[0], layer.spec["qkv"].shape[0])
+            shape = (d_qkv.shape[0], self.exchange.width(self._product_heads(layer)))
             d_product = temps.enter_context(self.dev.scratch("d_qkv product", shape, d_qkv.dtype))
         if rstd is not None:
             of_values = (d_product if keys else None, by_head, self._by_head(layer, qkv), rstd)
             value_norm.backward(self.dev, *of_values, *heads)
         if d_gate is not None:
             attention_gate.merge(self.dev, d_product, d_qkv, d_gate, *heads)
+        d_product = self.exchange.to_tokens(temps, d_product, self._product_heads(layer))
         d_product = self.operands.quantize(
             temps, tensor_id, d_product, measured=False, transposed=True
         )
@@ -410,7 +457,7 @@ class AttentionHalf:
     def _add_key_gradients(self, temps: ExitStack, layer: HalfLayer, d_qkv: Tensor) -> Tensor:
         """The gradient of what the layer makes itself, of d_qkv (rows, Q): that of keys and values
         goes to the layer that makes them, where all later layers have added theirs."""
-        reads, first = layer.spec.reads, layer.spec["o"].shape[1]  # channels of queries
+        reads, first = layer.spec.reads, self._queries(layer)
         channels = d_qkv.shape[1] - first
         if reads is None:
             if layer.index in self.shared:
@@ -423,9 +470,3 @@ class AttentionHalf:
         d_queries = temps.enter_context(scratch)
         copy_columns(self.dev, d_queries, d_qkv, first, (0, 0))
         return d_queries
-
-
-def _made_heads(layer: HalfLayer) -> tuple[int, int]:
-    """Heads of queries and of keys that the layer makes itself."""
-    query, kv, _ = layer.spec.sizes["heads"]
-    return query, kv if layer.spec.reads is None else 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmq.options.conditions import wrong_lengths
+from llmq.arch.model_config import Heads
+from llmq.options.conditions import why_undivided, wrong_lengths
 from llmq.options.option_types import lengths_of, option, parse_lengths, parse_stages
 from llmq.options.rule import IMPLY, REFUSE, Rule, default, each, idle, refused
 
@@ -29,6 +30,9 @@ class BatchOptions:
         "The lengths of --seq-len with parts of the steps, as a checkpoint has them",
         parse=parse_stages,
     )
+    context_parallel: int = option(
+        1, "GPUs that divide each sequence among them: --batch-size is that of all of them", min=1
+    )
     document_mask: bool | None = option(None, "Keep attention and positions within a document")
     grad_accumulation: int = option(4, "Micro-steps per optimizer step", min=1)
     steps: int = option(
@@ -38,14 +42,18 @@ class BatchOptions:
 
     @property
     def local_seq_len(self) -> int:
-        """Tokens T of a sequence on one device; `seq_len` is the data's. Both are equal as long as
-        no axis of the mesh divides sequences."""
-        return self.seq_len
+        """Tokens T of a sequence on one device; `seq_len` is the data's."""
+        return self.seq_len // self.context_parallel
 
     @property
     def micro_tokens(self) -> int:
         """Tokens of a micro-step on one rank."""
         return self.batch_size * self.local_seq_len
+
+    def local_heads(self, heads: Heads) -> Heads:
+        """Return the heads of which one device computes attention, over whole sequences."""
+        parts = self.context_parallel
+        return Heads(heads.query // parts, max(heads.kv // parts, 1), heads.channels)
 
 
 BATCH_RULES = (
@@ -74,6 +82,34 @@ BATCH_RULES = (
     ),
     *refused("seq_len", lambda v, o: v % 4, "must be a multiple of 4, got {value}"),
     *each("seq_stages", REFUSE, lambda v, o: v and wrong_lengths(o), "--seq-len: {found}"),
+    *refused(
+        "context_parallel",
+        lambda v, o: v > 1 and o.seq_len % (4 * v),
+        "--seq-len must be a multiple of 4 on each GPU, got {seq_len} on {value}",
+    ),
+    *refused(
+        "context_parallel",
+        lambda v, o: v > 1 and (o.head == "score" or o.loss not in ("ce", "kd", "weighted")),
+        "--loss {loss} of --head {head} reads whole sequences",
+    ),
+    *refused(
+        "context_parallel",
+        lambda v, o: v > 1 and o.eval_task,
+        "--eval-task scores whole sequences: use `llmq eval` after the run",
+    ),
+    *each(
+        "context_parallel",
+        REFUSE,
+        lambda v, o, model: v > 1 and why_undivided(o, model),
+        "--context-parallel {value}: {found}",
+    ),
+    *each(
+        "context_parallel",
+        REFUSE,
+        lambda v, o, here: here.shards(o) % v,
+        "--context-parallel {value}: does not divide the GPUs that share a state, see --gpus and "
+        "--shard-over",
+    ),
     *refused(
         "epochs", lambda v, o: v is not None and o.steps >= 0, "excludes --steps, give one of them"
     ),

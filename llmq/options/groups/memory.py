@@ -146,9 +146,9 @@ MEMORY_RULES = (
     ),
     *refused(
         "attn_bwd_chunks",
-        lambda v, o, model: v > o.batch_size * model.num_heads,
+        lambda v, o, model: v > o.batch_size * model.num_heads // o.context_parallel,
         "{value} is more than --batch-size {batch_size} times the model's "
-        "{model.num_heads} query heads",
+        "{model.num_heads} query heads, by --context-parallel {context_parallel}",
     ),
     *refused(
         "recompute_layers", lambda v, o, model: error(layer_set, v, model.num_layers), "{found}"

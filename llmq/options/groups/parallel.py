@@ -156,9 +156,9 @@ PARALLEL_RULES = (
     *idle("zero_level", lambda v, o: v == 0, "--zero-level 0 is the same as 1"),
     *idle(
         "memcpy_send_recv",
-        lambda v, o: not o.all_to_all_reduce,
-        "--memcpy-send-recv has no effect without --all-to-all-reduce",
-        help="With --all-to-all-reduce:",
+        lambda v, o: not o.all_to_all_reduce and o.context_parallel == 1,
+        "--memcpy-send-recv has no effect without --all-to-all-reduce or --context-parallel",
+        help="With --all-to-all-reduce or --context-parallel:",
     ),
     *idle(
         "mirror_weights",

@@ -1,0 +1,104 @@
+"""Exchange of tokens for heads among the ranks that divide sequences (--context-parallel).
+
+N ranks have T tokens of each sequence each, with all heads. For attention every rank gets all N*T
+tokens with its share of the heads, and gives the result back (DeepSpeed-Ulysses, arXiv:2309.14509).
+If there are fewer key heads than ranks, several ranks get the same key head, and the parts of its
+gradient are added up.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+from llmq.base.tensor import Tensor
+from llmq.ops.pointwise.elementwise import copy_columns
+from llmq.options.groups.batch import BatchOptions
+from llmq.runtime.device import Device
+
+
+class Heads(NamedTuple):
+    """Heads side by side in a row: `count` of `width` columns each."""
+
+    count: int
+    width: int
+
+
+class _Columns(NamedTuple):
+    """Columns of one rank's heads: from `all` on in rows of all heads, from `own` on in rows of the
+    rank's. adds: True if an earlier rank has the same head."""
+
+    all: int
+    own: int
+    count: int
+    adds: bool
+
+
+class HeadExchange:
+    """One rank's end. Rows of its tokens are (B*T, F), rows of its heads (B*N*T, F')."""
+
+    def __init__(self, dev: Device, batch: BatchOptions):
+        self.dev, self.ranks = dev, batch.context_parallel
+        self.B, self.T = batch.batch_size, batch.local_seq_len
+
+    def width(self, heads: Sequence[Heads]) -> int:
+        """F' of these kinds of heads."""
+        return sum(part.count for part in self._columns(heads, 0))
+
+    def _columns(self, heads: Sequence[Heads], rank: int) -> Iterator[_Columns]:
+        of_all = of_own = 0
+        for count, width in heads:
+            own, first = max(count // self.ranks, 1), rank * count // self.ranks
+            adds = count < self.ranks and (rank - 1) * count // self.ranks == first
+            yield _Columns(of_all + first * width, of_own, own * width, adds)
+            of_all, of_own = of_all + count * width, of_own + own * width
+
+    @contextmanager
+    def to_heads(self, out: Tensor | None, heads: Sequence[Heads]) -> Iterator[Tensor | None]:
+        """Rows of tokens (B*T, F) for the caller to fill, which at the end go to out (B*N*T, F').
+        With one rank the rows are out; None without out."""
+        if self.ranks == 1 or out is None:
+            yield out
+            return
+        with self._parts(out) as parts:
+            shape = (self.B * self.T, sum(count * width for count, width in heads))
+            with self.dev.scratch("rows of tokens", shape, out.dtype) as x:
+                yield x
+                for tokens, part, rank in self._each(x, parts):
+                    for columns in self._columns(heads, rank):
+                        at = (columns.own, columns.all)
+                        copy_columns(self.dev, part, tokens, columns.count, at)
+            self._exchange(out, parts)
+
+    def to_tokens(self, temps: ExitStack, x: Tensor, heads: Sequence[Heads]) -> Tensor:
+        """Rows of tokens (B*T, F), of x (B*N*T, F'); scratch of `temps`, or x with one rank."""
+        if self.ranks == 1:
+            return x
+        shape = (self.B * self.T, sum(count * width for count, width in heads))
+        out = temps.enter_context(self.dev.scratch("rows of tokens", shape, x.dtype))
+        with self._parts(x) as parts:
+            self._exchange(parts, x)
+            for tokens, part, rank in self._each(out, parts):
+                for columns in self._columns(heads, rank):
+                    at = (columns.all, columns.own)
+                    copy_columns(self.dev, tokens, part, columns.count, at, add=columns.adds)
+        return out
+
+    @contextmanager
+    def _parts(self, like: Tensor) -> Iterator[Tensor]:
+        """Scratch for the parts of all ranks, (B*N*T, F'): of each sequence by rank."""
+        with self.dev.scratch("heads of all ranks", like.shape, like.dtype) as parts:
+            yield parts
+
+    def _each(self, tokens: Tensor, parts: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Rows of each sequence in tokens, and each rank's part (T, F') of these."""
+        for row in range(self.B):
+            own = tokens.rows(row * self.T, (row + 1) * self.T)
+            for rank in range(self.ranks):
+                first = (row * self.ranks + rank) * self.T
+                yield own, parts.rows(first, first + self.T), rank
+
+    def _exchange(self, out: Tensor, x: Tensor) -> None:
+        size, group = self.ranks * self.T, self.dev.mesh.group("context")
+        for first in range(0, self.B * size, size):
+            to, of = (tensor.rows(first, first + size) for tensor in (out, x))
+            group.exchange(to.view(to.size), of.view(of.size))
