@@ -267,10 +267,9 @@ def changed_options(
         names += ["steps", "epochs"]  # the learning rate depends on when the run ends
     if not new_data:
         names.remove("train_seed")  # the order is the checkpoint's, see below
-    sizes = ("batch_size", "seq_len", "grad_accumulation")
-    tokens = world_size // config.context_parallel
-    before = saved_world_size // saved.get("context_parallel", 1)
-    for name in sizes:
+    parts, parts_before = config.context_parallel, saved.get("context_parallel", 1)
+    tokens, before = world_size // parts, saved_world_size // parts_before
+    for name in ("batch_size", "seq_len", "grad_accumulation"):
         tokens, before = tokens * getattr(config, name), before * saved.get(name, math.nan)
     if tokens == before:  # more ranks with fewer micro-steps each take the same step
         names.remove("grad_accumulation")

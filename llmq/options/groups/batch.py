@@ -90,7 +90,7 @@ BATCH_RULES = (
     *refused(
         "context_parallel",
         lambda v, o: v > 1 and (o.head == "score" or o.loss not in ("ce", "kd", "weighted")),
-        "--loss {loss} of --head {head} reads whole sequences",
+        "losses of pairs, samples and labels read whole sequences",
     ),
     *refused(
         "context_parallel",
