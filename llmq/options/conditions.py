@@ -204,6 +204,8 @@ def exchanges_always(o: Options) -> str | None:
         return "--shard-weights"
     if o.shard_gradients and o.weight_storage.why_gradients_stay(2) is None:
         return "--shard-gradients"
+    if o.context_parallel > 1:
+        return "--context-parallel"
     return "--loss kto" if o.loss == "kto" else None
 
 

@@ -346,7 +346,7 @@ class Ranks:
     def padding_of(self, ticket: int) -> int:
         """Positions of all ranks in that step that reports do not count, see Batch."""
         own = sum(batch.padding for batches in self._batches[ticket] for batch in batches)
-        return sum(self.world.gather(own))
+        return sum(self.world.gather(own)) // self.first.dev.mesh.size("context")
 
     def result(self, ticket: int) -> Result:
         """The result of the step with this ticket on all ranks; waits until it is done."""

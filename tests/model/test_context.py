@@ -6,10 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmq.base.errors import ConfigError
-from llmq.run.trainer import Trainer
-from tests.data.test_document_mask import batch_of, documents, starts_of
-from tests.models import exported, hf_model, random_batch, step_as_torch, trainer_for
+from tests.data.test_document_mask import batch_of, documents
+from tests.models import exported, hf_model, step_as_torch, trainer_for
 
 T = 32
 # The documents of two sequences start here: parts of 8 and of 16 tokens cut some of them.
