@@ -4,6 +4,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from llmq.base.stopwatch import START  # measures from here on
+
 
 @contextmanager
 def _quiet_interrupt() -> Iterator[None]:
@@ -17,7 +19,8 @@ def _quiet_interrupt() -> Iterator[None]:
 def main() -> None:
     """Entry point of `llmq`."""
     with _quiet_interrupt():
-        from llmq.commands import cli
+        with START.part("loading modules"):
+            from llmq.commands import cli
 
         cli.main()
 
@@ -25,7 +28,8 @@ def main() -> None:
 def train_main() -> None:
     """Entry point of `llmq-train`, the same as `llmq train`."""
     with _quiet_interrupt():
-        from llmq.commands import cli
+        with START.part("loading modules"):
+            from llmq.commands import cli
 
         cli.train_main()
 

@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -249,17 +250,12 @@ def write_safetensors(
         offset += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-(8 + len(text)) // HEADER_ALIGN) * HEADER_ALIGN - 8)
-    digest, size = hashlib.sha256(), 0
-
-    def put(data: bytes | memoryview) -> None:
-        nonlocal size
-        file.write(data)
-        digest.update(data)
-        size += len(data)
-
-    put(len(text).to_bytes(8, "little"))
-    put(text)
-    for spec, array in zip(specs, arrays, strict=True):
-        for piece in spec.pieces(array):
-            put(piece.data)
-    return size, digest.hexdigest()
+    digest = hashlib.sha256(len(text).to_bytes(8, "little") + text)
+    file.write(len(text).to_bytes(8, "little") + text)
+    with ThreadPoolExecutor(1) as beside:  # hashes what this thread writes, as slow as a disk
+        for spec, array in zip(specs, arrays, strict=True):
+            for piece in spec.pieces(array):
+                hashed = beside.submit(digest.update, piece.data)
+                file.write(piece.data)
+                hashed.result()
+    return 8 + len(text) + offset, digest.hexdigest()

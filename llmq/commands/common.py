@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.stopwatch import START
 from llmq.options.foreign import answer
 from llmq.options.option_types import (
     NEWEST,
@@ -32,6 +33,7 @@ from llmq.options.options_io import config_of, fields_of, layers_of
 from llmq.options.presets import model_warnings
 from llmq.options.removed import REMOVED, flag_of
 from llmq.options.rules import RULES
+from llmq.runtime.cuda_libraries import load_ahead
 from llmq.runtime.world import World
 
 NAMES = 26  # characters beside which help begins in the same line
@@ -361,6 +363,7 @@ def save_config(file: Path | None, config: TrainConfig) -> None:
         save_options(file, config)
 
 
+@START.part("reading options")
 def load_run(
     given: dict[str, Any],
     file: Path | None,
@@ -378,12 +381,14 @@ def load_run(
     defaults: by field, other ones, or made of what is given. With --continue, options that were not
     given are those of the checkpoint. world: whose processes all call this function.
     """
-    # They load NumPy, which --help does without.
-    from llmq.run import model_of_run as of_run
-    from llmq.run.initial_weights import with_adapter
-
     layers = world.each(lambda: layers_of(given, file))  # once: the file may be a pipe
     values = layers[0] | layers[1]
+    if trains and weights and values.get("device") != "cpu":
+        load_ahead(alone=not world.several)
+    with START.part("loading modules"):  # they load NumPy, which --help does without
+        from llmq.run import model_of_run as of_run
+        from llmq.run.initial_weights import with_adapter
+
     inherited = defaults(values) if callable(defaults) else defaults or {}
     if any(world.gather(values.get("continue_from") is not None)):
         from llmq.run.resume import inherited_options

@@ -15,6 +15,7 @@ import typer
 
 from llmq.base.errors import ConfigError, LlmqError, keep_warnings, status_of, taken_warnings
 from llmq.base.signals import Interrupted, OutOfTime
+from llmq.base.stopwatch import START
 from llmq.commands.common import (
     ConfigFile,
     Device,
@@ -173,8 +174,9 @@ def _train(
 
         run_plan(config, model)
         return
-    from llmq.run.summary import next_commands
-    from llmq.run.training import run_training
+    with START.part("loading modules"):
+        from llmq.run.summary import next_commands
+        from llmq.run.training import run_training
 
     run_training(config, model, model_dir, argv, world)
     plot = f"  llmq plot {shlex.quote(config.name)}"

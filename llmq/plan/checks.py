@@ -2,7 +2,7 @@
 that starts."""
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import NamedTuple
 
 from llmq.arch.delta import DeltaNet
@@ -11,6 +11,7 @@ from llmq.arch.mamba import Mamba
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn_once
+from llmq.base.stopwatch import START
 from llmq.model.halves.attention import directions
 from llmq.ops.attention.attention import MAX_HEAD_DIM
 from llmq.ops.attention.paged import MAX_LATENT_DIM
@@ -153,7 +154,8 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
     heads_of = {layer: config.local_heads(model.heads_of(layer)) for layer in layers}
     cases = {(heads_of[layer], model.window_of(layer)) for layer in layers}
     try:
-        with closing(cudnn.CudnnAttention(0)) as library:
+        with ExitStack() as undo:
+            library = undo.enter_context(closing(cudnn.CudnnAttention.of(0)))
             for heads, window in cases:
                 sizes = (config.batch_size, config.seq_len, *heads)
                 case = (config.attention, heads.channels, config.seq_len, window)
@@ -166,6 +168,8 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
                         scale=model.attention_scale,
                         backward="cudnn" in ways,
                     )
+            undo.pop_all()
+            library.keep()
     except LlmqError as error:
         if config.attention == "cudnn":
             raise ConfigError(f"--attention cudnn: {error}") from error
@@ -182,6 +186,7 @@ class RunPlan(NamedTuple):
     backend: str
 
 
+@START.part("planning")
 def plan_run(config: TrainConfig, model: ModelConfig, machine: Machine) -> RunPlan:
     """Return the plan of a run. Raises ConfigError if the machine cannot compute it, OutOfMemory if
     it does not fit."""

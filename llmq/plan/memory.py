@@ -252,8 +252,10 @@ def _checkpoints(config: TrainConfig) -> tuple[int, int | None, bool]:
         spared = _spared(rule, periods, end, last=1)
         return stay + spared, math.gcd(*of_majors) if major else None, True
     steps = max(config.steps, 1)
-    last = int(config.save_training_state or best is not None)
-    written = last + _multiples(steps - 1, periods) + (best is not None and config.eval_at_start)
+    before = _multiples(steps - 1, periods) + (best is not None and config.eval_at_start)
+    wanted = before > 0 if config.save_training_state is None else config.save_training_state
+    last = int(wanted or best is not None)
+    written = last + before
     majors = last * (major > 0 and steps % major == 0) + _multiples(steps - 1, of_majors)
     gone = max(written - majors - stay, 0) if keep > 0 else 0
     if gone > 0:

@@ -15,6 +15,7 @@ from llmq.arch.mtp import MTP
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
+from llmq.base.stopwatch import START
 from llmq.checkpoint.base_id import BaseId, base_id, check_same_base, random_base_id
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.export_files import HubModel
@@ -125,6 +126,7 @@ class InitialWeights:
     weights: of the model's directory; None: random.
     """
 
+    @START.part("opening weights")
     def __init__(self, config: TrainConfig, model: ModelConfig, model_dir: Path | None):
         self.config, self.model, self.adapters = config, model, adapters_of(config)
         self.weights = None if config.from_scratch else HfWeights(model_dir)

@@ -88,7 +88,7 @@ class Loop:
             self.reporter.message(f"Stopped early: {self.stopped}", trainer.steps_done)
         if not self.is_last:
             self.save_last()
-        elif trainer.config.save_training_state:  # before the long evaluation at the end
+        elif self._saves_last:  # before the long evaluation at the end
             self._save()
         self.requests.agree()
         self._leave_if_asked()
@@ -173,6 +173,13 @@ class Loop:
         self._save(required=required)
         self.lifecycle.finish()
 
+    @property
+    def _saves_last(self) -> bool:
+        """True if a complete run writes a last checkpoint."""
+        wanted, lifecycle = self.trainer.config.save_training_state, self.lifecycle
+        has_one = lifecycle.saved_at is not None or lifecycle.writing is not None
+        return has_one if wanted is None else wanted
+
     def _leave_if_asked(self) -> None:
         """End the run with a checkpoint, by a signal or --max-hours."""
         if not self.requests.ends:
@@ -196,7 +203,7 @@ class Loop:
         self.reporter.warn_of_steps_without_targets(step)
         self.health.warn_at_end(step)
         self.lifecycle.export(self.evaluations.not_finite or self.health.guard.not_finite)
-        if self.trainer.config.save_training_state:  # if there was no room before
+        if self._saves_last:  # if there was no room before
             self._save(required=True)
 
     # -- state and rollback ----------------------------------------------------------------------

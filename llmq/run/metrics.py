@@ -17,6 +17,7 @@ from llmq.report.views import PlainView
 
 RULE = "!" * 80
 SHOWN_FILES = 10  # in [Dataset], for each split
+SHOWN_SECONDS = 0.1  # of a part of the start
 
 
 _COUNTS = (  # below this: unit, its letter, digits after the point
@@ -342,6 +343,15 @@ class Reporter:
                 line = ", ".join(found if ways.total() > 1 else ways)
                 self.view.line(f"  {operation}: {line}")
             self.log.write("choices", step, choices=chosen)
+
+    def seconds(self, what: str, parts: Mapping[str, float], step: int) -> None:
+        """Report the parts of a start by name, and print those of SHOWN_SECONDS and more."""
+        if not parts:
+            return
+        shown = [f"{s:.1f} {name}" for name, s in parts.items() if s >= SHOWN_SECONDS]
+        if shown:
+            self.view.line(f"  {what}, in seconds: {', '.join(shown)}")
+        self.log.write("seconds", step, what=what, seconds=dict(parts))
 
     def warn_of_steps_without_targets(self, step: int) -> None:
         """Warn at the end of a run with `steps` steps."""

@@ -13,6 +13,7 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.callback import Callback, RunEnd, StepDone
 from llmq.base.dtypes import BF16, MIB
+from llmq.base.stopwatch import START
 from llmq.ops.pointwise import elementwise
 from llmq.ops.product import matmul
 from llmq.options.adapters import adapters_of
@@ -177,6 +178,7 @@ class StepReports(Callback):
                 "choices", lambda rank: (rank.dev.fast_products(), rank.dev.choices())
             )
             self._reporter.choices(step.step, *chosen)
+            self._reporter.seconds("first step", START.take(last=True), step.step)
 
     def on_end(self, end: RunEnd) -> None:
         self._reporter.close()

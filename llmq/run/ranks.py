@@ -3,6 +3,7 @@
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import DiskError, LlmqError
 from llmq.base.result import Result
+from llmq.base.tensor import Tensor
 from llmq.checkpoint.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
@@ -103,9 +105,18 @@ class Rank:
         ]
 
     def write(self, writer: CheckpointWriter) -> list[FileEntry]:
-        """Write this rank's files of a checkpoint."""
-        groups = self.step.stored_state().items()
-        return [write_group(self.dev.download, writer, *group, self.beat) for group in groups]
+        """Write this rank's files of a checkpoint, each by a thread that hashes and writes."""
+        lock, groups = threading.Lock(), self.step.stored_state()
+
+        def fetch(tensor: Tensor) -> np.ndarray:
+            with lock:
+                return self.dev.download(tensor)
+
+        def write(group: str) -> FileEntry:
+            return write_group(fetch, writer, group, groups[group], self.beat)
+
+        with ThreadPoolExecutor(len(groups)) as pool:
+            return list(pool.map(write, groups))
 
     def read(self, reader: CheckpointReader) -> None:
         """Take this rank's part of a checkpoint of any number of ranks, in formats that were
@@ -224,8 +235,8 @@ class Ranks:
     """The ranks of this process, driven from one thread, which with one rank is that rank's thread.
 
     Several processes drive their own, and make the same calls. An error in one rank stops all, and
-    is raised by every later call. world, world_size: of all processes. pool: runs the commands.
-    links: measured links between GPUs, or None.
+    is raised by every later call. world, world_size: of all processes. backend: attention's. pool:
+    runs the commands. links: measured links between GPUs, or None.
     """
 
     def __init__(
@@ -237,7 +248,7 @@ class Ranks:
         backend: str = "native",
     ):
         """plan: of config. Raises LlmqError where the devices or their links do not serve."""
-        self.world, self.world_size = machine.world, machine.world_size
+        self.world, self.world_size, self.backend = machine.world, machine.world_size, backend
         self._ranks: list[Rank | None] = [None] * self.world.count
         self._enqueued = 0
         self._commands: dict[int, Command[int]] = {}  # the last RESULTS, by ticket

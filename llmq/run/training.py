@@ -15,6 +15,7 @@ from llmq.base.dtypes import MIB
 from llmq.base.errors import DataError, warn
 from llmq.base.files import check_writable
 from llmq.base.run_id import RunId
+from llmq.base.stopwatch import START
 from llmq.base.tensor import TIERS
 from llmq.checkpoint.best import Best, EarlyStopping
 from llmq.checkpoint.folder import check_shared
@@ -30,7 +31,6 @@ from llmq.options.groups.data import held_out
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import MODEL_ROWS, option_rows
 from llmq.options.rules import RULES
-from llmq.plan.checks import attention_backend
 from llmq.plan.cost import Network
 from llmq.plan.estimate import Planner
 from llmq.plan.memory import (
@@ -154,9 +154,8 @@ def _prediction(trainer: Trainer) -> tuple[Card | None, float | None]:
         return None, None
     config, world = trainer.config, trainer.world
     card = card_here(trainer.dev.spec, trainer.world_size, cuda=True)
-    backend = attention_backend(config, trainer.model, trainer.machine)
     planner = Planner(
-        trainer.model, trainer.dev.spec, backend, card, trainer.world_size,
+        trainer.model, trainer.dev.spec, trainer.ranks.backend, card, trainer.world_size,
         network=Network(world.num_machines), gpus=world.ranks_here,
     )  # fmt: skip
     return card, planner.estimate(config).time.total
@@ -371,6 +370,7 @@ def announce_start(
         )
     trainer.shares.announce(lambda line: reporter.message(line, trainer.steps_done))
     reporter.message(f"Setup took {setup_seconds:.0f} seconds", done)
+    reporter.seconds("to here", START.take(), done)
 
 
 def load_state(trainer: Trainer, reporter: Reporter, checkpoint: Path | None) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import read_own, write_shared
-from llmq.runtime.cuda_api import load_libraries
+from llmq.runtime.cuda_libraries import load_libraries
 from llmq.runtime.kernel import TYPE_VARIABLES, KernelSource
 
 KERNEL_DIR = Path(__file__).resolve().parent.parent / "cu"

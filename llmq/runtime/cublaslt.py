@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from llmq.base.errors import LlmqError
+from llmq.base.stopwatch import START
 from llmq.base.tensor import POINTER_ALIGN, Tensor
 from llmq.runtime.product import (
     BETA,
@@ -83,11 +84,12 @@ class CublasLt:
         algorithm, with cuBLASLt's version. cache_path: file of tuned algorithms, or None. library,
         cuda: replace nvmath and CuPy in tests. Raises LlmqError if these cannot be loaded."""
         try:
-            if library is None:
-                from nvmath.bindings import cublasLt as library
-            if cuda is None:
-                from cupy.cuda import runtime as cuda
-            self._handle = library.create()
+            with START.part("loading cuBLASLt"):
+                if library is None:
+                    from nvmath.bindings import cublasLt as library
+                if cuda is None:
+                    from cupy.cuda import runtime as cuda
+                self._handle = library.create()
         except Exception as error:  # the loader raises errors of many classes
             raise LlmqError(
                 f"cuBLASLt is not available ({error}); install nvidia-cublas and nvmath-python of "
@@ -165,6 +167,7 @@ class CublasLt:
         if not self._block_scales_work:
             raise Unsupported(f"matmul: {self._name} does not compute block-scaled products")
 
+    @START.part("choosing products")
     def _choose(self, stream: int, plan: Plan, operands: Operands) -> Algorithm:
         """Return the algorithm to run: remembered, tuned, or the heuristic's first."""
         if not self._tune_new:

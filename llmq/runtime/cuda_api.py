@@ -4,8 +4,6 @@ CuPy's runtime functions and RawModule, and NVIDIA's driver binding, are used wi
 allocators and streams.
 """
 
-import contextlib
-import ctypes
 import functools
 import os
 import shlex
@@ -13,41 +11,11 @@ from importlib import metadata
 from types import SimpleNamespace
 
 from llmq.base.errors import ConfigError, LlmqError
+from llmq.runtime.cuda_libraries import cupy_release, load_libraries, set_queues
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.nvml import open_nvml
 
 MIN_CAPABILITY, OLDEST_CUDA = 80, 12000
-# CUDA 12 libraries whose names differ in CUDA 13, and their folder in the wheel. cuDNN and NCCL
-# have the same names in both.
-LIBRARIES_OF_12 = {
-    "libnvrtc.so.12": "nvidia/cuda_nvrtc/lib",
-    "libcublasLt.so.12": "nvidia/cublas/lib",
-}
-
-
-def cupy_release() -> int | None:
-    """Return the CUDA release of the installed CuPy wheel, 12 or 13; None without a wheel."""
-    for major in (12, 13):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            metadata.distribution(f"cupy-cuda{major}x")
-            return major
-    return None
-
-
-@functools.cache
-def load_libraries() -> None:
-    """Load NVRTC and cuBLASLt of CuPy's CUDA release before other packages search for them. CuPy,
-    cuda-bindings and nvmath-python use libraries that the process has loaded, and otherwise prefer
-    CUDA 13, which PyTorch in the same environment may install. A missing library is left to these
-    packages, which may find it elsewhere or report the error."""
-    if cupy_release() != 12:
-        return
-    for name, folder in LIBRARIES_OF_12.items():
-        wheel = metadata.distribution("cupy-cuda12x").locate_file(f"{folder}/{name}")
-        for place in (str(wheel), name):
-            with contextlib.suppress(OSError):
-                ctypes.CDLL(place)
-                break
 
 
 def has_gpu() -> bool:
@@ -72,9 +40,7 @@ def install_command() -> str:
 def load() -> SimpleNamespace:
     """Return runtime, nvtx (CuPy's modules), driver (of cuda.bindings), RawModule and DriverError
     (CuPy's). Raises LlmqError if a library is missing."""
-    # Hardware queues per GPU, 8 by default. Our streams and NCCL's that share a queue block each
-    # other: a stream that waits for another GPU could hold up what that GPU waits for.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    set_queues()
     load_libraries()
     try:
         from cupy import RawModule

@@ -163,7 +163,7 @@ class CudaDevice(Device):
             else:
                 from llmq.runtime.cudnn import CudnnAttention
 
-                self._libraries[name] = CudnnAttention(self.index)
+                self._libraries[name] = CudnnAttention.of(self.index)
             self._errors += self._libraries[name].errors
         return self._libraries[name]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from llmq.base.dtypes import DType
 from llmq.base.errors import LlmqError
+from llmq.base.stopwatch import START
 from llmq.base.tensor import Tensor
 from llmq.runtime.compile import compile_kernel
 from llmq.runtime.device import FUSED, Launch
@@ -168,8 +169,9 @@ class CudaKernels:
                     f"{kernel.entry} is for GPUs of compute capability {kernel.capability / 10}, "
                     f"this one has {self._capability / 10}"
                 )
-            cubin = compile_kernel(source, self._capability)
-            raw = self._api.RawModule(path=str(cubin.path)).get_function(kernel.entry)
+            with START.part("loading kernels"):
+                cubin = compile_kernel(source, self._capability)
+                raw = self._api.RawModule(path=str(cubin.path)).get_function(kernel.entry)
             loaded = self._loaded[source] = Loaded(self._api, raw)
         return loaded
 

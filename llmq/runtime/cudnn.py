@@ -4,12 +4,16 @@ Tensors are passed as integer addresses: arrays would pass through DLPack, whose
 stream breaks graph capture. One object serves one device and one thread.
 """
 
+from __future__ import annotations
+
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from llmq.base.dtypes import BF16, DType
 from llmq.base.errors import LlmqError
+from llmq.base.stopwatch import START
 from llmq.base.tensor import Tensor
 from llmq.runtime.attention_parts import HeadGroup, head_groups, split, splits_query_heads
 from llmq.runtime.kernel import ceil_div
@@ -98,6 +102,20 @@ def unsupported(capability: int, dtype: DType, head_dim: int) -> str | None:
     return None
 
 
+@START.part("loading cuDNN")
+def _front_end() -> Any:
+    """Import cuDNN's front end without PyTorch, which it would load for seconds where it is
+    installed, only to know its tensors."""
+    hidden = {} if "torch" in sys.modules else {"torch": None}
+    sys.modules.update(hidden)
+    try:
+        import cudnn
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+    return cudnn
+
+
 class CudnnAttention:
     """Attention forward and backward through cuDNN, for one device. `forward` and `backward` take a
     stream (a cudaStream_t as an integer) to enqueue on, and the arguments of the library kernels of
@@ -106,9 +124,9 @@ class CudnnAttention:
     def __init__(self, device_index: int):
         """Raises LlmqError if the library or its Python front end is missing or too old."""
         try:
-            import cudnn
             import cupy
 
+            cudnn = _front_end()
             version = cudnn.backend_version()
             if version < MIN_VERSION:
                 raise RuntimeError(f"cuDNN {version} is older than {MIN_VERSION}")
@@ -119,12 +137,21 @@ class CudnnAttention:
                 f"cuDNN attention is not available ({error}); install nvidia-cudnn-cu12 and "
                 f"nvidia-cudnn-frontend, or {NATIVE}"
             ) from error
-        self._cudnn = cudnn
+        self._cudnn, self._device_index = cudnn, device_index
         # The front end raises these classes; the last two for error codes of its own and the
         # library's.
         self._refusals = (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError)
         self.errors = (CudnnError,)  # of enqueued calls
         self._plans: dict[tuple, _Plan] = {}
+
+    @classmethod
+    def of(cls, device_index: int) -> CudnnAttention:
+        """Return a kept library, which nobody else gets, or a new one."""
+        return _kept.pop(device_index, None) or cls(device_index)
+
+    def keep(self) -> None:
+        """Leave this library, with its plans, to the next caller of `of`."""
+        _kept[self._device_index] = self
 
     def close(self) -> None:
         self._plans.clear()
@@ -220,6 +247,7 @@ class CudnnAttention:
             self._plans[key] = self._build(build, shape, computed)
         return self._plans[key]
 
+    @START.part("planning attention")
     def _build(self, add_nodes: Any, shape: tuple, computed: tuple[int, int]) -> _Plan:
         cudnn = self._cudnn
         graph = cudnn.pygraph(
@@ -280,6 +308,9 @@ class CudnnAttention:
             _output(gradient, layouts[f"d_{name}"])
             tensors[f"d_{name}"] = gradient
         return tensors
+
+
+_kept: dict[int, CudnnAttention] = {}  # by device
 
 
 def _expect_workspace(needed: int, planned: int) -> None:

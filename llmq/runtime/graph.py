@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmq.base.stopwatch import START
 from llmq.runtime.device import Event
 
 WAIT_EXTERNAL = 1  # cudaEventWaitExternal: the event is recorded outside of the graph
@@ -111,6 +112,7 @@ class Graphs:
         outside = self.capturing is not None and event.capture is not self.capturing
         self._api.streamWaitEvent(stream, event.handle, WAIT_EXTERNAL if outside else 0)
 
+    @START.part("capturing graphs")
     def _capture(self, key: tuple, fn: Callable[[], Any], stack_used: int) -> Capture:
         api = self._api
         capture = self.capturing = Capture(stack_used)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError, LlmqError
+from llmq.base.stopwatch import START
 from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec, MemorySizes
 from llmq.runtime.gpu_info import bus_id, gpu_count
 from llmq.runtime.host_device import HostDevice
@@ -98,6 +99,7 @@ def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:
     return CudaDevice(index, sizes, tune=False)
 
 
+@START.part("opening the driver")
 def choose_machine(device: str, gpus: int, world: World = World()) -> Machine:
     """Return the devices of this process, and the world with a rank for each device. device:
     "auto", "cpu" or "cuda". gpus: ranks of this process; 0: one for each GPU, on the CPU one.

@@ -1,9 +1,9 @@
 """Choosing the fastest of several ways to run the same work on a GPU.
 
-All candidates are timed briefly, then the best ones again, in turns and for longer: a card under
-load runs at a lower clock than an idle card, and the order may change. Long work is timed once:
-fifty algorithms for a product with a large head take seconds a run. Choices are kept in a file,
-which the ranks of a process share.
+All candidates are timed briefly, then the best ones again, in turns and for longer, fewer in each
+round: a card under load runs at a lower clock than an idle card, and the order may change. Long
+work is timed once: fifty algorithms for a product with a large head take seconds a run. Choices are
+kept in a file, which the ranks of a process share.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ import numpy as np
 
 from llmq.base.errors import ConfigError, warn
 from llmq.base.files import read_own, write_shared
+from llmq.base.stopwatch import START
 from llmq.base.tensor import Tensor
 
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
 LOOK = 3  # first runs of a candidate that takes less than LONG_MS
 LONG_MS = 1.0
-FINALISTS = 10
-ROUNDS = 4
-ROUND_MS = 8.0  # of one finalist; 40 rounds of 15 products take 5 s of a cold start
+FINALISTS = (10, 5, 3, 2)  # candidates of each further round: the best so far
+ROUND_MS = 8.0  # of one finalist; 20 rounds of 15 products take 2.4 s of a cold start
 WORTH_MS = 0.05  # faster work is chosen by its first runs: longer tuning would not pay
 MIN_GAIN = 0.99  # a later candidate must take less than this share of the best one's time
 
@@ -62,7 +62,7 @@ def fastest(
         cuda.eventSynchronize(events[1])
         return cuda.eventElapsedTime(*events) / count
 
-    times: list[tuple[float, int]] = []
+    first: dict[int, float] = {}
     for index, candidate in enumerate(candidates):
         try:
             run(candidate)  # loads the code
@@ -70,15 +70,15 @@ def fastest(
             continue
         cuda.streamSynchronize(stream)
         ms = milliseconds(candidate, 1)
-        times.append((ms if ms >= LONG_MS else milliseconds(candidate, LOOK), index))
-    finalists = sorted(times)[:FINALISTS]
-    totals = {index: ms for ms, index in sorted(finalists, key=lambda item: item[1])}
-    long_look = len(totals) > 1 and finalists[0][0] >= WORTH_MS
-    for _ in range(ROUNDS if long_look else 0):
-        for ms, index in finalists:
-            totals[index] += milliseconds(
-                candidates[index], max(1, round(ROUND_MS / max(ms, 1e-3)))
-            )
+        first[index] = ms if ms >= LONG_MS else milliseconds(candidate, LOOK)
+    totals = first
+    long_look = len(first) > 1 and min(first.values()) >= WORTH_MS
+    for count in FINALISTS if long_look else ():
+        best_so_far = sorted(totals, key=totals.get)[:count]
+        totals = {index: totals[index] for index in sorted(best_so_far)}
+        for index in best_so_far:
+            runs = max(1, round(ROUND_MS / first[index]))
+            totals[index] += milliseconds(candidates[index], runs)
     for event in events:
         cuda.eventDestroy(event)
     for copy, tensor in zip(saved, kept, strict=True):
@@ -117,6 +117,7 @@ class Choices:
             name = self.chosen[work] = self._choose(stream, work, ways, kept)
         ways[name]()
 
+    @START.part("choosing kernels")
     def _choose(self, stream: int, work: str, ways: Ways, kept: tuple[Tensor, ...]) -> str:
         key = f"{self._machine}, {work}: {' or '.join(ways)}"
         names = {name.encode(): name for name in ways}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from llmq.base.errors import LlmqError, MachineError
+from llmq.base.stopwatch import START
 from llmq.runtime.world import World
 
 POLL = 0.1  # seconds between a waiting caller's checks for signals
@@ -125,7 +126,8 @@ class RankPool:
     ) -> list[T]:
         """Run fn(given[rank]) on the ranks in `given`; return the results by rank. name: for
         diagnosis. given: None gives each rank its number."""
-        return self.wait(self.post(name, fn, given))
+        with START.part(name):
+            return self.wait(self.post(name, fn, given))
 
     def post(
         self, name: str, fn: Callable[[Any], T], given: Mapping[int, Any] | None = None

@@ -433,7 +433,7 @@ def test_warnings():
     never = {"ckpt-interval": 0, "save-training-state": False}
     (line,) = RULES.idle(make_config({"ckpt-major": 10} | never))
     assert line == "--ckpt-major=10 has no effect without --ckpt-interval and --save-training-state"
-    kept = {"ckpt-keep-n": 2, "ckpt-interval": 0}
+    kept = {"ckpt-keep-n": 2, "ckpt-interval": 0, "save-training-state": True}
     assert RULES.idle(make_config(kept)) == []
     (line,) = RULES.idle(make_config({**kept, "save-training-state": False}))
     assert line.startswith("--ckpt-keep-n 2 has no effect")

@@ -64,8 +64,9 @@ def use(**options: object) -> DiskUse:
         ({"steps": 6, "ckpt_interval": 2, "ckpt_major": 3}, [2, 4, 6], False),
         ({"steps": 4, "ckpt_interval": 2, "save_training_state": False}, [2], False),
         ({"steps": 45, "ckpt_interval": 5, "ckpt_keep_n": 1}, [25, 35, 40, 45], True),
-        ({"steps": 4, "ckpt_interval": 0}, [4], False),
-        ({"steps": 4, "ckpt_interval": 0, "save_training_state": False}, [], False),
+        ({"steps": 4, "ckpt_interval": 0}, [], False),
+        ({"steps": 4, "ckpt_interval": 4}, [], False),
+        ({"steps": 4, "ckpt_interval": 4, "save_training_state": True}, [4], False),
     ],
 )
 def test_as_many_checkpoints_are_kept_as_planned(tmp_path, monkeypatch, options, kept, deletes):
@@ -75,7 +76,7 @@ def test_as_many_checkpoints_are_kept_as_planned(tmp_path, monkeypatch, options,
     disk = use(**options)
     assert (disk.kept, disk.every, disk.deletes) == (len(kept), None, deletes)
     monkeypatch.chdir(make_workplace(tmp_path))
-    options.setdefault("save_training_state", True)
+    options.setdefault("save_training_state", None)
     assert train(eval_file="none", batch_size=1, grad_accumulation=1, **options) == 0
     assert sorted(int(path.name[5:]) for path in Path("ckpt").glob("step_*")) == kept
 

@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from llmq.base.errors import LlmqError
-from llmq.runtime import cuda_api
+from llmq.runtime import cuda_api, cuda_libraries
 from llmq.runtime.machine import choose_machine
 from tests.conftest import gpu_problem
 from tests.runs import make_workplace
@@ -175,10 +175,10 @@ def test_libraries_are_of_cupys_release_whatever_else_is_there(monkeypatch, rele
         return SimpleNamespace(locate_file=lambda path: f"/site/{path}")
 
     loaded = []
-    monkeypatch.setattr(cuda_api.metadata, "distribution", distribution)
-    monkeypatch.setattr(cuda_api.ctypes, "CDLL", loaded.append)
-    assert cuda_api.cupy_release() == release
-    cuda_api.load_libraries.__wrapped__()
+    monkeypatch.setattr(cuda_libraries.metadata, "distribution", distribution)
+    monkeypatch.setattr(cuda_libraries.ctypes, "CDLL", loaded.append)
+    assert cuda_libraries.cupy_release() == release
+    cuda_libraries.load_libraries.__wrapped__()
     assert loaded == (release == 12) * [
         "/site/nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
         "/site/nvidia/cublas/lib/libcublasLt.so.12",
@@ -193,9 +193,9 @@ def test_without_wheels_libraries_are_the_systems(monkeypatch):
         asked.append(name)
         raise OSError(name)
 
-    monkeypatch.setattr(cuda_api.metadata, "distribution", lambda name: wheel)
-    monkeypatch.setattr(cuda_api.ctypes, "CDLL", missing)
-    cuda_api.load_libraries.__wrapped__()
+    monkeypatch.setattr(cuda_libraries.metadata, "distribution", lambda name: wheel)
+    monkeypatch.setattr(cuda_libraries.ctypes, "CDLL", missing)
+    cuda_libraries.load_libraries.__wrapped__()
     assert asked[1::2] == ["libnvrtc.so.12", "libcublasLt.so.12"]
 
 
@@ -213,8 +213,8 @@ with llmq.Trainer(**{n.replace("-", "_"): v for n, v in given.items()}) as train
 import torch
 assert float((torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")).sum()) == 512
 assert all(0 < loss < 20 for loss in losses), losses
-from llmq.runtime import compile, cuda_api
-print(cuda_api.cupy_release(), compile._nvrtc().version[0])
+from llmq.runtime import compile, cuda_libraries
+print(cuda_libraries.cupy_release(), compile._nvrtc().version[0])
 """
 
 

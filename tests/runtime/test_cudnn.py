@@ -1,7 +1,9 @@
 """Attention through cuDNN: with a stand-in for the library, and the sizes measured on a GPU."""
 
+import subprocess
 import sys
 from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -309,3 +311,21 @@ def test_workspace_is_taken_from_the_stack(rng, fake):
     run(dev, _forward_backward, _arrays(rng))
     assert dev.stack.high_water_mark == backward_workspace_bytes(*CASE)
     assert dev.stack.high_water_tensors[0][0] == "cudnn_workspace"
+
+
+def test_a_kept_library_goes_to_one_device_with_its_plans(fake):
+    library = CudnnAttention.of(0)
+    library.check(*CASE)
+    library.keep()
+    assert CudnnAttention.of(1) is not library and CudnnAttention.of(0) is library
+    assert library._plans and CudnnAttention.of(0) is not library
+
+
+@pytest.mark.skipif(find_spec("cudnn") is None, reason="cuDNN's front end is not installed")
+def test_the_front_end_comes_without_pytorch():
+    code = "import sys; from llmq.runtime.cudnn import _front_end as load; print(load().__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; print('torch' in sys.modules)"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["cudnn", "False"]

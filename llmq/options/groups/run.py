@@ -52,7 +52,11 @@ class RunOptions:
     export: str | None = option(
         None, "Model that is exported at the end, {rule}", choices=("best", "last")
     )
-    save_training_state: bool = option(True, "Write a checkpoint at the end too")
+    save_training_state: bool | None = option(
+        None,
+        "Write a checkpoint at the end too; if not given, where the run has another one",
+        alias="ckpt-final",
+    )
     continue_from: str | None = option(
         None,
         "Resume: the newest checkpoint, or the one of this step or path",
