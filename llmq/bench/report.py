@@ -12,11 +12,11 @@ SHOWN_WORDS = 12  # lines of a failed run's output
 
 EXPLANATION = """\
 Tokens are random. tok/s: median of the repeats, which on a GPU follow two seconds of steps, in
-which its clock settles, and last a second at least; ±: their range over the median. predicted: what
-`llmq plan` says, and what was measured in relation to it. SOL: of the data sheet's peak, by llm.q's
-formula. TFLOP/s: of the model, recomputation not counted. memory: in use on the whole GPU, and its
-ratio to the planned bytes (*: the arenas differ from the plan). start: from the command to the
-end of the first step."""
+which its clock settles, and last a second at least; ±: their range over the median. tok/J: for a
+joule of the GPUs alone. predicted: what `llmq plan` says, and what was measured in relation to it.
+SOL: of the data sheet's peak, by llm.q's formula. TFLOP/s: of the model, recomputation not counted.
+memory: in use on the whole GPU, and its ratio to the planned bytes (*: the arenas differ from the
+plan). start: from the command to the end of the first step."""
 
 
 # Names of runs whose products have another format than the model.
@@ -74,15 +74,20 @@ def _memory(run: dict[str, Any]) -> str:
     return text + ("" if memory["as_planned"] else "*")
 
 
-def _number(name: str, form: str, scale: int = 1) -> Callable[[dict[str, Any]], str]:
-    """Return a cell function for a number of the result, times scale; the cell is empty if it is
-    None."""
+def _number(name: str, form: str) -> Callable[[dict[str, Any]], str]:
+    """Return a cell function for a number of the result; the cell is empty if it is None."""
 
     def cell(run: dict[str, Any]) -> str:
         value = run["result"][name]
-        return "" if value is None else form.format(scale * value)
+        return "" if value is None else form.format(value)
 
     return cell
+
+
+def _energy(run: dict[str, Any]) -> str:
+    """Tokens for a joule of the GPUs; empty if they do not count energy."""
+    joules = run["result"]["joules_per_token"]
+    return f"{1 / joules:,.1f}" if joules else ""
 
 
 def _spread(run: dict[str, Any]) -> str:
@@ -92,12 +97,12 @@ def _spread(run: dict[str, Any]) -> str:
 
 _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "tok/s": _number("tokens_per_second", "{:,.0f}"),
+    "tok/J": _energy,
     "±": _spread,
     "predicted": lambda run: _over(run, run["result"].get("predicted")),
     "SOL": _number("sol_percent", "{:.1f}%"),
     "TFLOP/s": _number("tflops", "{:.3g}"),
     "memory, GiB": _memory,
-    "mJ/token": _number("joules_per_token", "{:.2f}", 1000),
     "start, s": _number("first_step_seconds", "{:.1f}"),
 }
 

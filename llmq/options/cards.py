@@ -58,6 +58,10 @@ class Card:
             return self.error
         return (self.error or 0.0) + (SEVERAL[self.measured is not None] if self.link else STAGED)
 
+    def joules(self, seconds: float, gpus: int) -> float | None:
+        """Energy of `gpus` GPUs at the power limit; None if the limit is unknown."""
+        return None if self.power is None else self.power * seconds * gpus
+
     @property
     def int8(self) -> float:
         """Dense int8 peak in TOP/s. Cards for data centers and workstations have twice their bf16

@@ -366,7 +366,9 @@ def fit_report(found: SearchResult, where: PlanTarget, shown: int = SHOWN) -> li
         need, config = candidate.need, candidate.config
         words = [f"{config.batch_size} x {config.grad_accumulation} sequences", mib(need.device)]
         if card is not None:
-            words = [f"{need.speed:,.0f} tokens/s", *words, f"{mib(need.host)} of host memory"]
+            energy = where.predicted(config, need.tokens, need.time)["tokens_per_joule"]
+            speed = f"{need.speed:,.0f} tokens/s" + (f", {energy:,.1f} tokens/J" if energy else "")
+            words = [speed, *words, f"{mib(need.host)} of host memory"]
         command = shlex.join(command_line(config))
         lines += ["", f"{number}. {', '.join(words)}", f"   {command}"]
     if found.gains:
@@ -390,7 +392,7 @@ def fit_record(found: SearchResult, where: PlanTarget) -> dict[str, Any]:
                 "needed_bytes": candidate.need.device,
                 "host_bytes": candidate.need.host,
                 "predicted": where.card
-                and where.predicted(candidate.need.tokens, candidate.need.time),
+                and where.predicted(candidate.config, candidate.need.tokens, candidate.need.time),
             }
             for candidate in found.candidates
         ],

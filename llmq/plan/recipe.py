@@ -209,8 +209,7 @@ class Recipe:
     @property
     def joules(self) -> float | None:
         """Energy of the GPUs at their power limit, in J; None if the limit is unknown."""
-        watts = self.where.card.power
-        return None if watts is None else watts * self.time * self.where.world_size
+        return self.where.card.joules(self.time, self.where.world_size)
 
 
 def most_tokens(unique: float, parameters: float) -> float:

@@ -62,7 +62,7 @@ def run_plan(
     speed = (where.card, where.visible_share, where.network)
     time = step_time(plan, *speed) if where.named else None
     disk = disk_use(config, model, plan.placement)
-    record = plan_record(plan, model, where, time) | disk.record()
+    record = plan_record(config, plan, model, where, time) | disk.record()
     record |= {"trained_parameters": trained_count(config, model)}
     record |= {} if data is None else {"data": data}
     rollout = _rollout(config, model, plan, where) if config.samples else None
@@ -173,8 +173,10 @@ def _speed_facts(record: dict[str, Any], where: PlanTarget) -> dict[str, str | N
     parts = predicted["parts_seconds"].items()
     shares = [f"{name.replace('_', '-')} {s / seconds:.1%}" for name, s in parts if s]
     error, exposed = where.card.plus_minus(where.world_size), predicted.get("exposed_seconds")
+    energy = predicted["tokens_per_joule"]
     return {
         "Predicted": f"{speed:,.0f} tokens/s{error}, a step in {seconds:.3g} s",
+        "Energy": energy and f"{energy:,.1f} tokens/J, at {where.card.power} W",
         "Of which": ", ".join(shares),
         "Communication": None if exposed is None else f"{exposed / seconds:.1%} of the step",
         "Card's speed": predicted["source"],
@@ -197,7 +199,7 @@ def _verdict(record: dict[str, Any], where: PlanTarget, free: dict[str, int] | N
 
 
 def plan_record(
-    plan: Plan, model: ModelConfig, where: PlanTarget, time: StepTime | None
+    config: TrainConfig, plan: Plan, model: ModelConfig, where: PlanTarget, time: StepTime | None
 ) -> dict[str, Any]:
     """The plan for programs; sizes in bytes. fits is null if the card's memory is unknown.
     needed_bytes compares with limit_bytes, host_bytes with host_limit_bytes. predicted is null
@@ -224,7 +226,7 @@ def plan_record(
         "host_limit_bytes": limits.host,
         "reserve_bytes": where.reserve,
         "fits": None if limits.device is None and not excess else not excess,
-        "predicted": time and where.predicted(plan.tokens, time) | _exposed(plan, where),
+        "predicted": time and where.predicted(config, plan.tokens, time) | _exposed(plan, where),
     }
 
 

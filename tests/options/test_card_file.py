@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from functools import partial
 
 import pytest
@@ -159,6 +160,9 @@ def test_there_is_a_shared_file_and_plans_take_it(capsys):
     assert _run(["plan", *RUN, "--card", "h200"]) == 0
     out = capsys.readouterr().out
     assert " tokens/s ± 8 %, a step in " in out and card.source in out
+    said = re.search(r"([\d,]+) tokens/s.*\n.* ([\d,.]+) tokens/J, at 700 W\n", out).groups()
+    speed, energy = (float(number.replace(",", "")) for number in said)
+    assert energy == pytest.approx(speed / 700, rel=0.01)
     assert _run(["plan", *RUN, "--card", "4090"]) == 0
     assert " tokens/s ± 11 %, a step in " in capsys.readouterr().out
 
