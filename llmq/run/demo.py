@@ -80,6 +80,7 @@ def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainCo
             "lr-schedule": "cosine",
             "ckpt-interval": 100,
             "ckpt-keep-n": 1,
+            "ckpt-final": True,  # for more steps
             "checkpoint-dir": out / "ckpt",
             "out-dir": out / "model",
             "log-file": out / "log.json",

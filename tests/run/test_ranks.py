@@ -333,7 +333,7 @@ def test_a_rank_that_cannot_write_disturbs_no_other(monkeypatch):
         raise LlmqError("the disk is full")
 
     def write(fetch, writer, group, pieces, beat):
-        if fetch.__self__.mesh.rank == 0:  # the device's
+        if writer.rank == 0:
             assert failed.wait(10)
             return write_group(fetch, writer, group, pieces, beat)
         try:
