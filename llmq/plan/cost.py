@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from llmq.base.dtypes import BF16
 from llmq.ops.attention.attention import MAX_HEAD_DIM
 from llmq.options.cards import Card
 from llmq.options.options import TrainConfig
@@ -137,6 +138,11 @@ NATIVE_ATTENTION = {
         MAX_HEAD_DIM: Attention(4.84e12, 125, None),
     },
 }
+# Attention is slower where keys and values of one head fill more than CACHED bytes of the cache, by
+# compute capability: Hopper's has 50 MB in two halves. Fitted to two runs, of 49,152 and 65,536
+# tokens with heads of 128 (h100_rows.md).
+CACHED = {90: 20e6}
+UNCACHED = 1.09
 
 
 class Delta(NamedTuple):
@@ -355,6 +361,9 @@ class Rates:
             rate = min(kernel.rate * self.card.num_sms, self._products["matmul"])
             # Documents cost as much as a window that hides as many pairs.
             narrow = min(window, seq_len * (1 - math.sqrt(1 - visible)))
+        keys = 2 * BF16.itemsize * head_dim * narrow  # bytes of what a query sees
+        if keys > CACHED.get(self.card.capability, math.inf):
+            rate /= UNCACHED
         return flops / _seen(seq_len, window) * kernel.computed(seq_len, narrow) / rate
 
 
