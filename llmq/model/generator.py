@@ -9,21 +9,26 @@ BLOCK tokens, and a row of states for each text (`HalfSpec.cached`, `HalfSpec.ca
 one prompt share the full blocks of the prompt. A text takes a block when its next token needs one.
 Without a free block the newest text is preempted: it gives its blocks back, waits, and is prefilled
 again later.
+
+Where no text enters and no block is missing, the next pass is enqueued before the host reads what
+the last one has chosen: tokens go from pass to pass on the device. A text that ends with one of its
+`stop` ids has one token more computed then, which is dropped. No bit depends on that.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import F32, I32, DType
+from llmq.base.dtypes import I32, DType
 from llmq.base.errors import NOT_FINITE, LlmqError
 from llmq.base.step_inputs import StepInputs
 from llmq.base.tensor import Tensor
@@ -33,7 +38,8 @@ from llmq.model.activations import BLOCK, Cache, CacheOfPass
 from llmq.model.halves.attention import rope_tables
 from llmq.model.inference import scoring_options
 from llmq.model.model import Model
-from llmq.model.passes import REQUEST_FIELDS, Buffer, Pass, PassInputs
+from llmq.model.passes import REQUEST_FIELDS, Chosen, Pass, PassInputs
+from llmq.model.texts import Completion, FreeBlocks, NewToken, Prompt, Request, Text
 from llmq.options.options import StepOptions
 from llmq.runtime.arena import ALIGN, align_up
 from llmq.runtime.device import Device
@@ -43,103 +49,12 @@ PIECE = 1024  # tokens of prompts in one pass, at most
 CODED_ROWS = 4  # tokens in one pass, at least, where products multiply codes
 
 
-class Request(NamedTuple):
-    """A text to be continued, and how.
+class _Flight(NamedTuple):
+    """A pass whose choice the host has not read. slots: of its texts then. turn: see Chosen."""
 
-    prompt: ids, at least one. max_new_tokens: at most so many follow. temperature: 0: always the
-    likeliest token. top_k: only the k likeliest; 0: all. top_p: only the likeliest that have
-    together this probability. min_p: only those with at least this part of the likeliest one's.
-    repetition: logits of tokens that the text has are divided by it if positive, else multiplied.
-    seed: decides the choice, with the position of the token and its logits. stop: ids that end the
-    text.
-    """
-
-    prompt: Sequence[int]
-    max_new_tokens: int = 200
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition: float = 1.0
-    seed: int = 0
-    stop: Collection[int] = ()
-
-
-class Completion(NamedTuple):
-    """The continuation of a text. ids: the new tokens, with the one of `stop` that ended it.
-    logprobs: F32, of each of them under the model, whatever temperature and limits chose it.
-    finish: "stop" or "length"."""
-
-    ids: list[int]
-    logprobs: np.ndarray
-    finish: str
-
-    @property
-    def shown(self) -> list[int]:
-        """The new tokens without the one that ended the text."""
-        return self.ids[:-1] if self.finish == "stop" else self.ids
-
-
-class NewToken(NamedTuple):
-    """The next token of a text. index: of its request. finish: as of Completion; None: the text
-    goes on."""
-
-    index: int
-    id: int
-    logprob: float
-    finish: str | None
-
-
-# ------------------------------------------------------------------------------------------------
-# Texts
-
-
-@dataclass(slots=True, eq=False)
-class _Text:
-    """A request and what it has so far. ids: with its prompt. blocks: the numbers of those that
-    hold its tokens. slot: its row of states; -1 while it waits."""
-
-    index: int
-    request: Request
-    ids: list[int]
-    blocks: list[int] = field(default_factory=list)
-    slot: int = -1
-
-
-class _Prompt(NamedTuple):
-    """A prompt whose tokens but the last are computed. blocks: numbers of the blocks with keys and
-    values of these tokens. The latest prompt's states lie in the row behind those of texts."""
-
-    ids: list[int]
-    blocks: list[int]
-
-
-class _FreeBlocks:
-    """The blocks that are free, and the number of users of each other one."""
-
-    def __init__(self, count: int):
-        self._free = list(range(count))[::-1]
-        self._users = [0] * count
-
-    def __len__(self) -> int:
-        return len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        """So many blocks, which must be free."""
-        taken = [self._free.pop() for _ in range(count)]
-        self.share(taken)
-        return taken
-
-    def share(self, blocks: Sequence[int]) -> None:
-        """One more user of each of them."""
-        for block in blocks:
-            self._users[block] += 1
-
-    def give_back(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            self._users[block] -= 1
-            if not self._users[block]:
-                self._free.append(block)
+    texts: list[Text]
+    slots: list[int]
+    turn: int
 
 
 class Generator:
@@ -183,9 +98,8 @@ class Generator:
         self._tables = rope_tables(dev, config, positions)
         self._seen = dev.alloc("seen", (slots, -(-config.outputs // 32)), I32, "Activations")
         of_text = self.blocks_of(positions)
-        self._inputs = PassInputs(dev, slots, 1, of_text, REQUEST_FIELDS)
-        chosen = {"tokens": ((slots,), I32), "logprobs": ((slots,), F32)}
-        self._chosen = Buffer(dev, "chosen", chosen)
+        self._inputs = PassInputs(dev, slots, 1, of_text, REQUEST_FIELDS, ahead=True)
+        self._chosen = Chosen(dev, slots)
         sizes = [B for B in _powers(slots) if rows <= B]
         self._decodes = {B: self._pass(self._inputs, B, 1, 0) for B in sizes}
         self._prefills = self._prompt_passes(min(piece, positions), piece, beside, rows)
@@ -197,11 +111,14 @@ class Generator:
         smallest = next(iter(self._decodes.values()))
         self._idle_pass = ("decode", smallest, self._decoding(smallest))
         self.constants = dev.constants[constants:]
-        self._free = _FreeBlocks(blocks)
-        self._prompts: dict[tuple[int, ...], _Prompt] = {}
-        self._waiting: deque[_Text] = deque()
-        self._running: list[_Text] = []
+        self._free = FreeBlocks(blocks)
+        self._prompts: dict[tuple[int, ...], Prompt] = {}
+        self._waiting: deque[Text] = deque()
+        self._running: list[Text] = []
         self._count = 0  # of requests
+        self._flight: _Flight | None = None
+        # Several ranks agree on each pass, and the CPU computes a pass at once.
+        self.goes_ahead = self._busy is None and dev.spec.capability > 0
 
     def _prompt_passes(self, longest: int, piece: int, beside: int, least: int) -> list[Pass]:
         """The passes of prompts, of at least so many rows: over one text with up to `longest`
@@ -235,6 +152,7 @@ class Generator:
         memory = replace(self._options.memory, lmhead_chunks=1)
         rows = inputs.rows(B)
         of_pass = (rows["table"], rows["lengths"], rows["new"])
+        tokens = rows["tokens"] if "tokens" in rows else self._chosen.tokens.rows(0, B).view(B, 1)
         cache = CacheOfPass(self._cache, *of_pass, (first_state, first_state + B), self._tables)
         model = Model(
             self.dev,
@@ -242,7 +160,7 @@ class Generator:
             self._options._replace(batch=batch, memory=memory),
             self.weights,
             "native",
-            StepInputs(rows["tokens"], first_key=rows["first_key"]),
+            StepInputs(tokens, first_key=rows["first_key"]),
             scalars=self._scalars,
             cache=cache,
         )
@@ -256,6 +174,7 @@ class Generator:
     def rehearse(self) -> None:
         """All kinds of passes once, for a device that only plans, or to load kernels and capture
         graphs; they exchange nothing but weights."""
+        self._chosen.put((), ())
         passes = [("prefill", each, each.forward) for each in self._prefills]
         passes += [("decode", each, self._decoding(each)) for each in self._decodes.values()]
         for kind, each, fn in passes:
@@ -290,6 +209,7 @@ class Generator:
     def _idle(self, *, busy: bool) -> bool:
         """A pass over no text."""
         kind, each, fn = self._idle_pass
+        each.inputs.arrays["new"][:] = 0
         return self._run(kind, each, fn, busy=busy)
 
     # -- requests --------------------------------------------------------------------------------
@@ -314,6 +234,7 @@ class Generator:
         their own. stopped: asked before each token of all texts, and ends them. ValueError for a
         request that does not fit; LlmqError if a prediction is not a number."""
         first = self._count
+        self._chosen.put((), ())
         try:
             for request in requests:
                 self.add(request)
@@ -323,6 +244,7 @@ class Generator:
                 for token in self.step():
                     yield token._replace(index=token.index - first)
         finally:
+            self._forget()
             for text in (*self._running, *self._waiting):
                 self.drop(text.index)
             self._drop_prompts()
@@ -338,7 +260,7 @@ class Generator:
                 f"{self.positions - 1}"
             )
         index, self._count = self._count, self._count + 1
-        self._waiting.append(_Text(index, request, list(request.prompt)))
+        self._waiting.append(Text(index, request, list(request.prompt)))
         return index
 
     def drop(self, index: int) -> None:
@@ -351,9 +273,43 @@ class Generator:
     def step(self) -> list[NewToken]:
         """Let requests begin where there is room, and choose a token of each that runs; waits for
         the device. LlmqError if a prediction is not a number."""
-        self._admit()
-        self._extend()
-        return self._decode() if self._running else []
+        if self._flight is None:
+            self._admit()
+            self._extend()
+            if not self._running:
+                return []
+            self._flight = self._start(self._running)
+        flight, self._flight = self._flight, None
+        following = self._following(flight)
+        if following:
+            self._flight = self._start(following, ahead=1)
+        return self._read(flight)
+
+    def _forget(self) -> None:
+        """Let the pass end whose choice the host has not read."""
+        if self._flight is not None:
+            self._chosen.read(self._flight.turn)
+            self._flight = None
+
+    def _following(self, flight: _Flight) -> list[Text]:
+        """The texts of the pass behind this one, if it can be enqueued before this one's choice is
+        known."""
+        if not self.goes_ahead:
+            return []
+        going = [
+            text
+            for text in flight.texts
+            if text.slot >= 0 and not text.ends(len(text.ids) + 1, self.positions)
+        ]
+        may_enter = self._waiting and len(going) < self.slots
+        if not going or may_enter or max(t.slot for t in going) >= self._size_for(len(going)):
+            return []
+        short = [t for t in going if self.blocks_of(len(t.ids) + 1) > len(t.blocks)]
+        if len(short) > len(self._free):
+            return []
+        for text in short:
+            self._lengthen(text)
+        return going
 
     def _admit(self) -> None:
         """Let texts in, as long as there is room for their next token, and for one more block of
@@ -396,7 +352,7 @@ class Generator:
     def _prefill(self, prompts: list[list[int]]) -> None:
         """Compute the prompts that texts then begin with."""
         for ids in prompts:
-            self._prompts[tuple(ids)] = _Prompt(ids, self._free.take(self.blocks_of(len(ids))))
+            self._prompts[tuple(ids)] = Prompt(ids, self._free.take(self.blocks_of(len(ids))))
         for states in self._cache.states.values():
             for tensor in states.values():
                 self.dev.zero(tensor.rows(self.slots, self.slots + 1))
@@ -426,7 +382,7 @@ class Generator:
             return max(fitting, key=lambda p: p.tokens)
         return min(holding, key=lambda p: p.tokens)
 
-    def _enter(self, text: _Text, prompt: _Prompt) -> None:
+    def _enter(self, text: Text, prompt: Prompt) -> None:
         """A text begins behind its prompt, in a slot of its own."""
         used = {other.slot for other in self._running}
         text.slot = next(slot for slot in range(self.slots) if slot not in used)
@@ -453,17 +409,15 @@ class Generator:
             words = np.packbits(bits, bitorder="little").view(np.int32)
             self.dev.upload(self._seen.rows(text.slot, text.slot + 1), words[None])
 
-    def _leave(self, text: _Text) -> None:
+    def _leave(self, text: Text) -> None:
         """A text gives its blocks and its slot back."""
         self._free.give_back(text.blocks)
-        if text.slot >= 0:
-            self._inputs.arrays["new"][text.slot] = 0
         text.blocks, text.slot = [], -1
 
     def _copy_row(self, tensor: Tensor, to: int, row: int) -> None:
         self.dev.copy(tensor.rows(to, to + 1), tensor.rows(row, row + 1))
 
-    def _move(self, text: _Text, slot: int) -> None:
+    def _move(self, text: Text, slot: int) -> None:
         """Let a text have another slot, which is free."""
         self._copy_row(self._seen, slot, text.slot)
         for states in self._cache.states.values():
@@ -471,7 +425,6 @@ class Generator:
                 self._copy_row(tensor, slot, text.slot)
         for array in self._inputs.arrays.values():
             array[slot] = array[text.slot]
-        self._inputs.arrays["new"][text.slot] = 0
         text.slot = slot
 
     def _extend(self) -> None:
@@ -487,36 +440,52 @@ class Generator:
                 self._leave(last)
                 self._waiting.appendleft(last)
             if text.slot >= 0:
-                (block,) = self._free.take(1)
-                self._inputs.arrays["table"][text.slot, len(text.blocks)] = block
-                text.blocks.append(block)
+                self._lengthen(text)
 
-    def _decode(self) -> list[NewToken]:
-        """The next token of each text."""
-        size = min(B for B in self._decodes if len(self._running) <= B)
-        used = {text.slot for text in self._running}
+    def _lengthen(self, text: Text) -> None:
+        """Give a text one more block."""
+        (block,) = self._free.take(1)
+        self._inputs.arrays["table"][text.slot, len(text.blocks)] = block
+        text.blocks.append(block)
+
+    def _size_for(self, texts: int) -> int:
+        """Rows of the smallest pass over so many texts."""
+        return min(B for B in self._decodes if texts <= B)
+
+    def _start(self, texts: list[Text], ahead: int = 0) -> _Flight:
+        """Enqueue the pass that chooses the next token of each text. ahead: tokens of each that the
+        device has and the host does not know yet."""
+        size = self._size_for(len(texts))
+        used = {text.slot for text in texts}
         free = (slot for slot in range(size) if slot not in used)
-        for text in self._running:
+        for text in texts:
             if text.slot >= size:
                 self._move(text, next(free))
-        slots = [text.slot for text in self._running]
-        lengths = np.array([len(text.ids) for text in self._running])
+        slots = [text.slot for text in texts]
+        lengths = np.array([len(text.ids) + ahead for text in texts])
         arrays = self._inputs.arrays
-        arrays["tokens"][slots, 0] = [text.ids[-1] for text in self._running]
+        if not ahead:
+            self._chosen.put(slots, [text.ids[-1] for text in texts])
         arrays["first_key"][slots, 0] = 1 - lengths
+        arrays["new"][:] = 0
         arrays["lengths"][slots], arrays["new"][slots] = lengths - 1, 1
         arrays["position"][slots] = lengths
         each = self._decodes[size]
         self._run("decode", each, self._decoding(each))
-        self._chosen.download()
-        ids = self._chosen.arrays["tokens"][slots].tolist()
-        logprobs = self._chosen.arrays["logprobs"][slots].tolist()
-        if not np.isfinite(logprobs).all():
-            raise LlmqError(NOT_FINITE)
+        return _Flight(texts, slots, self._chosen.send())
+
+    def _read(self, flight: _Flight) -> list[NewToken]:
+        """The tokens that a pass has chosen, of the texts that still run; waits for the device."""
+        chosen, logprobs = self._chosen.read(flight.turn)
+        ids, found = chosen[flight.slots].tolist(), logprobs[flight.slots].tolist()
         tokens, going = [], []
-        for text, new, logprob in zip(self._running, ids, logprobs, strict=True):
+        for text, new, logprob in zip(flight.texts, ids, found, strict=True):
+            if text.slot < 0:
+                continue
+            if not isfinite(logprob):
+                raise LlmqError(NOT_FINITE)
             text.ids.append(new)
-            finish = self._finish(text, new)
+            finish = text.finish(new, self.positions)
             if finish is None:
                 going.append(text)
             else:
@@ -524,13 +493,6 @@ class Generator:
             tokens.append(NewToken(text.index, new, logprob, finish))
         self._running = going
         return tokens
-
-    def _finish(self, text: _Text, new: int) -> str | None:
-        if new in text.request.stop:
-            return "stop"
-        count = len(text.ids) - len(text.request.prompt)
-        ends = count >= text.request.max_new_tokens or len(text.ids) >= self.positions
-        return "length" if ends else None
 
 
 def _of_generation(options: StepOptions, alone: StepOptions) -> StepOptions:

@@ -53,14 +53,54 @@ class Buffer:
     def upload(self) -> None:
         self._dev.send(self._words, self._host)
 
-    def download(self) -> None:
-        self._dev.receive(self._host, self._words)
+
+class Chosen:
+    """The tokens that passes have chosen, which the next pass reads, and their log-probabilities:
+    on the device, and on their way to the host for up to two passes at a time."""
+
+    def __init__(self, dev: Device, slots: int):
+        slots = -(-slots // 4) * 4  # 16 bytes
+        self._dev, self._slots, self._turn = dev, slots, 0
+        both = dev.alloc("chosen", (2, slots), I32, "Activations")
+        self._words, self.tokens = both.view(2 * slots), both.rows(0, 1).view(slots)
+        self.logprobs = both.rows(1, 2).view(slots).view_as(F32)
+        self._host = [dev.host_words(2 * slots) for _ in range(2)]
+        self._arrived = [dev.event() for _ in range(2)]
+
+    def put(self, slots: Sequence[int], ids: Sequence[int]) -> None:
+        """Let the next pass read these tokens of texts."""
+        tokens = np.zeros(self._slots, np.int32)
+        tokens[list(slots)] = ids
+        self._dev.send(self.tokens, tokens)
+
+    def send(self) -> int:
+        """Enqueue the copy of what the last pass has chosen; returns its turn."""
+        self._turn = turn = 1 - self._turn
+        self._dev.receive(self._host[turn], self._words)
+        self._dev.record(self._arrived[turn])
+        return turn
+
+    def read(self, turn: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and log-probabilities of all slots; waits for the copy."""
+        self._arrived[turn].synchronize()
+        words = self._host[turn]
+        return words[: self._slots], words[self._slots :].view(np.float32)
 
 
 class PassInputs(Buffer):
-    """The inputs of passes over B texts, or fewer, with T tokens each. more: further parts."""
+    """The inputs of passes over B texts, or fewer, with T tokens each. more: further parts. ahead:
+    copies may wait for up to two passes, and tokens are those that a pass has chosen."""
 
-    def __init__(self, dev: Device, B: int, T: int, blocks: int, more: Mapping[str, DType]):
+    def __init__(
+        self,
+        dev: Device,
+        B: int,
+        T: int,
+        blocks: int,
+        more: Mapping[str, DType],
+        *,
+        ahead: bool = False,
+    ):
         parts = {
             "tokens": ((B, T), I32),
             "first_key": ((B, T), I32),  # - (tokens before): positions count from there
@@ -68,7 +108,18 @@ class PassInputs(Buffer):
             "lengths": ((B,), I32),
             "new": ((B,), I32),
         }
+        if ahead:
+            del parts["tokens"]
         super().__init__(dev, f"inputs.{B}x{T}", parts | {n: ((B,), t) for n, t in more.items()})
+        self._turns = [dev.host_words(self._host.size) for _ in range(2 * ahead)]
+
+    def upload(self) -> None:
+        if not self._turns:
+            super().upload()
+            return
+        self._turns.reverse()
+        self._turns[0][:] = self._host
+        self._dev.send(self._words, self._turns[0])
 
     def put(self, row: int, ids: Sequence[int], start: int, blocks: list[int]) -> None:
         """Put tokens of a text, from its position `start` on, in a row of a pass."""
@@ -90,7 +141,7 @@ class Pass:
         self.model.dev.zero(self._cache.arrived)
         self.model.forward(stale=stale, keep=False)
 
-    def decode(self, stale: bool, chosen: Buffer, seen: Tensor, outputs: int) -> None:
+    def decode(self, stale: bool, chosen: Chosen, seen: Tensor, outputs: int) -> None:
         """Choose the next token of each text. chosen, seen: of at least `texts` texts. outputs:
         logits of a row."""
         self.forward(stale)
@@ -98,6 +149,7 @@ class Pass:
         requests = sample.Requests(**{name: tensors[name] for name in REQUEST_FIELDS})
         with self.model.logits() as logits:
             sample.choose(
-                dev, *chosen.rows(self.texts).values(), logits, requests, seen.rows(0, self.texts),
-                vocab_size=outputs, softcap=self.model.head.softcap,
+                dev, *(x.rows(0, self.texts) for x in (chosen.tokens, chosen.logprobs)), logits,
+                requests, seen.rows(0, self.texts), vocab_size=outputs,
+                softcap=self.model.head.softcap,
             )  # fmt: skip

@@ -239,11 +239,15 @@ class CudaDevice(Device):
         kind = self._runtime.memcpyDefault  # from pageable memory: staged before the call returns
         self._runtime.memcpyAsync(dst.ptr, array.ctypes.data, dst.nbytes, kind, self._stream)
 
+    def host_words(self, count: int) -> np.ndarray:
+        memory = PinnedMemory(self._runtime, 4 * count)
+        self._host_memory.append(memory)
+        return memory.storage.bytes.view(np.int32)
+
     def receive(self, array: np.ndarray, src: Tensor) -> None:
-        with self._waiting():
-            kind = self._runtime.memcpyDefault
-            self._runtime.memcpyAsync(array.ctypes.data, src.ptr, src.nbytes, kind, self._stream)
-            self._runtime.streamSynchronize(self._stream)
+        self._may_overlap = False
+        kind = self._runtime.memcpyDefault
+        self._runtime.memcpyAsync(array.ctypes.data, src.ptr, src.nbytes, kind, self._stream)
 
     def download(self, src: Tensor) -> np.ndarray:
         array = np.empty(src.shape, src.dtype.numpy)

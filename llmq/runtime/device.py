@@ -270,12 +270,16 @@ class Device(ABC):
         """Write host data of the same shape and dtype; synchronous, for set-up and tests."""
 
     def send(self, dst: Tensor, array: np.ndarray) -> None:
-        """Enqueue a write of host data of the same shape and dtype, which may then be changed."""
+        """Enqueue a write of host data of the same shape and dtype, which may then be changed,
+        unless it is of `host_words`."""
         self.upload(dst, array)
 
+    def host_words(self, count: int) -> np.ndarray:
+        """I32 zeros (count,) on the host, which copies to and from the device need not wait for."""
+        return np.zeros(count, np.int32)
+
     def receive(self, array: np.ndarray, src: Tensor) -> None:
-        """Write a tensor of the same shape and dtype to a host array, after the work enqueued on
-        the current stream so far; synchronous."""
+        """Enqueue a write of a tensor of the same shape and dtype to an array of `host_words`."""
         array[...] = self.download(src)
 
     @abstractmethod

@@ -116,6 +116,34 @@ def test_a_text_does_not_depend_on_the_others():
     assert len(begun) > len(requests)  # some were computed again
 
 
+def test_passes_ahead_of_the_host_change_nothing():
+    """Texts that stop have a token computed too many, others enter and are preempted meanwhile, and
+    one is dropped; every bit stays."""
+    given = prompts(3, 17, 30, 9, 9, 21, 1)
+    requests = [Request(ids, 6 + 5 * i, seed=i) for i, ids in enumerate(given)]
+    known = completions(generator_for("qwen3"), requests)
+    for i in (1, 2, 5):
+        requests[i] = requests[i]._replace(stop={known[i].ids[3]})
+    found = []
+    for ahead in (False, True):
+        generator = generator_for("qwen3", slots=3, blocks=7)
+        generator.goes_ahead = ahead
+        passes, replay = [], generator.dev.replay
+        generator.dev.replay = lambda key, fn, to=passes, do=replay: (to.append(key), do(key, fn))
+        made, tokens = completions(generator, requests), generator.stream(requests)
+        some = [next(tokens) for _ in range(12)]
+        generator.drop(len(requests))  # the first one of the second call
+        texts = {}
+        for token in (*some, *tokens):
+            texts.setdefault(token.index, []).append(token.id)
+        assert len(texts.pop(0)) < len(made[0].ids)
+        found.append((made, texts, len(passes)))
+    (one, texts, few), (two, others, many) = found
+    same(one, two)
+    assert texts == others and len(texts) == len(requests) - 1
+    assert [made.finish for made in one].count("stop") == 3 and few <= many
+
+
 def test_samples_of_a_prompt_share_its_memory():
     (prompt,) = prompts(40)
     requests = [Request(prompt, 8, seed=i) for i in range(8)]

@@ -43,7 +43,7 @@ embedding_forward(T* __restrict__ out, const i32* __restrict__ tokens, const T* 
     constexpr int UNROLL = 4;
     const i64 i = (i64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     if (i >= n) { return; }
-    const T* const row = weight + (i64)tokens[i] * C;
+    const T* const row = weight + (i64)max(tokens[i], 0) * C;  // -1 where a choice has failed
     const i64 p = i % seq_len - (starts ? starts[i] : 0);
     const T* const position = position_weight ? position_weight + p * C : nullptr;
     for (int start = threadIdx.x % 32 * WIDTH; start < C; start += UNROLL * SLICE) {
