@@ -71,7 +71,7 @@ def config(world: int, accum: int, **options: Any) -> TrainConfig:
 
 def move_in_pieces(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
     """Data that move between memories go so many elements at a time."""
-    for module in ("optimizer", "grads"):
+    for module in ("optimizer", "grads", "weights"):
         monkeypatch.setattr(f"llmq.state.{module}.PIECE", elements)
 
 

@@ -19,13 +19,15 @@ class Tier:
     """A kind of memory. on_host: True if it lies beside the device, behind the bus, so that an
     update has to move its content. direct: True if kernels and collectives work in it; otherwise
     only copies reach it. in_ram: True if its bytes are the machine's memory. cached: True if the
-    CPU reads it at full speed."""
+    CPU reads it at full speed. align: of tensors, in bytes; 256 is enough for cuBLASLt, cuDNN and
+    16-byte vector accesses."""
 
     name: str
     on_host: bool = True
     direct: bool = True
     in_ram: bool = True
     cached: bool = True
+    align: int = 256
 
     def memory(self, nbytes: int) -> np.ndarray:
         """Return bytes of this kind, uint8 (nbytes,), for a device that is the CPU."""
@@ -35,13 +37,15 @@ class Tier:
 DEVICE = Tier("device", on_host=False, in_ram=False)
 PINNED = Tier("pinned")
 WRITE_COMBINED = Tier("write_combined", cached=False)  # fast for GPUs
-TIERS = {tier.name: tier for tier in (DEVICE, PINNED, WRITE_COMBINED)}
+# Scratch files, see runtime/files.py: direct I/O needs whole blocks of the file system.
+SSD = Tier("ssd", direct=False, in_ram=False, align=4096)
+TIERS = {tier.name: tier for tier in (DEVICE, PINNED, WRITE_COMBINED, SSD)}
 """Tiers by name. A device has an arena in each tier, and its stack in its own memory."""
 
 
 def host_tiers() -> list[str]:
-    """Return the names of the tiers beside the device."""
-    return [name for name, tier in TIERS.items() if tier.on_host]
+    """Return the names of the tiers in the machine's memory beside the device."""
+    return [name for name, tier in TIERS.items() if tier.on_host and tier.in_ram]
 
 
 POINTER_ALIGN = 16  # bytes: kernels use 16-byte accesses

@@ -49,8 +49,8 @@ class Comm(ABC):
 
     def all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None = None) -> None:
         """Write rank p's src to part p of dst. dst (W*n,), src (n,) of the same dtype; src may be
-        dst's own part (in place) or pinned. mirror: a pinned copy of src for peers that direct
-        copies cannot reach; given by all ranks or by none."""
+        dst's own part (in place), pinned or in files. mirror: a pinned copy of src for peers that
+        direct copies cannot reach; given by all ranks or by none."""
         if dst.dtype != src.dtype:
             raise TypeError(f"all_gather: dst is {dst.dtype.label}, src is {src.dtype.label}")
         if dst.size != self.size * src.size:
@@ -58,6 +58,10 @@ class Comm(ABC):
                 f"all_gather: dst must have {self.size} x {src.size} elements, got {dst!r}"
             )
         self._begin(f"all_gather {dst.name}")
+        if not src.direct:  # no peer reaches it
+            own = part(dst, self.rank, self.size)
+            self._dev.copy(own, src)
+            src = own
         with self._dev.exposed():
             self._all_gather(dst, src, mirror)
 

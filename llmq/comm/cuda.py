@@ -14,7 +14,6 @@ from llmq.comm.copies import Copies, Memories, Rings
 from llmq.comm.links import LinkTable, probe
 from llmq.comm.nccl import Nccl
 from llmq.comm.options import STAGING_CHUNKS, CommMemory, CommOptions, Flags, allocate
-from llmq.runtime import cuda_api
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import Event
 from llmq.runtime.workers import Workers
@@ -27,20 +26,14 @@ WAIT_AND = 2  # CU_STREAM_WAIT_VALUE_AND: until (word & value) != 0
 
 
 class CudaQueue:
-    """The current stream of a device as a Queue (copies.py). Calls release the interpreter lock: a
-    call blocks while the stream's queue is full, and another rank's thread may have to let the
-    stream go on."""
+    """The current stream of a device as a Queue (copies.py)."""
 
     def __init__(self, dev: CudaDevice):
         self._dev = dev
-        self.copy = dev.copy_bytes
-        self._driver = cuda_api.load().driver
+        self.copy, self.write = dev.copy_bytes, dev.write_word
 
     def wait(self, address: int, value: int) -> None:
-        self._check(*self._driver.cuStreamWaitValue32(self._dev.stream, address, value, WAIT_AND))
-
-    def write(self, address: int, value: int) -> None:
-        self._check(*self._driver.cuStreamWriteValue32(self._dev.stream, address, value, 0))
+        self._dev.wait_word(address, value, WAIT_AND)
 
     def pace(self) -> None:
         """Wait for the stream, outside of graphs. A stream holds about a thousand operations. When
@@ -48,12 +41,6 @@ class CudaQueue:
         that would let the stream go on."""
         if not self._dev.capturing:
             self._dev.synchronize_stream()
-
-    def _check(self, status: Any) -> None:
-        if status:
-            raise RuntimeError(
-                f"stream memory operation: {status.name} (rank {self._dev.mesh.rank})"
-            )
 
 
 def connect_cuda(

@@ -93,6 +93,9 @@ def rig(
         Path, "Report to write, without .json.", parser=report_path, metavar="<path>"
     ) = Path("rig"),
     minutes: option(float, "That it takes at most; parts become shorter.", min=2, max=10) = 10.0,
+    offload_dir: option(
+        list[str], "Directory whose disk is measured, too; several share the traffic."
+    ) = (),
 ) -> None:
     """Measure this machine, say what is wrong with it, and keep its rates for plans.
 
@@ -101,4 +104,4 @@ def rig(
     from llmq.rig.rig import run_rig
 
     with ending_children():
-        run_rig(out, minutes)
+        run_rig(out, minutes, folders=offload_dir)

@@ -36,7 +36,8 @@ class CardFile:
     bytes copied from host memory, and seconds that they add to an exchange through host memory.
     beside: by number of GPUs and backend, the factor by which exchanges slow kernels. beside_bus:
     True if peer traffic bypasses the host's bus. slowest: speed of the slowest GPU while all work,
-    relative to one GPU alone.
+    relative to one GPU alone. disk: rates of reading and writing in --offload-dir; empty if not
+    measured.
     """
 
     device: str
@@ -54,6 +55,7 @@ class CardFile:
     beside: Mapping[str, Mapping[str, float]]
     beside_bus: bool = False
     slowest: float = 1.0
+    disk: Sequence[float] = ()
 
     @property
     def day(self) -> str:
@@ -161,6 +163,7 @@ def _file_of(found: dict[str, Any]) -> CardFile:
     for count, factors in file.beside.items():
         _check_numbers(f"beside of {int(count)}", list(factors.values()), len(factors))
     _check_numbers("slowest", [file.slowest], 1)
+    _check_numbers("disk", file.disk, 2 if file.disk else 0)
     return file
 
 

@@ -7,6 +7,7 @@ report, or a shared rig replace the sheet.
 
 import difflib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from llmq.base.dtypes import GIB
 from llmq.base.errors import ConfigError, warn_once
 from llmq.options.card_file import CardFile, folder, path_of, read_card_file, this_host
 from llmq.runtime.device import DeviceSpec
+
+# An NVMe disk for consumers: reading by its sheet, writing once its cache is full; not measured.
+DISK = (6.0, 2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,8 @@ class Card:
     which an H100 draws 99 % in training; None for a laptop, whose maker sets it. sustained: shares
     of the bf16 and fp8 peaks that products reach in a step at the power limit. source: origin of
     these shares, for users. error: relative error of a predicted speed; None if rates were measured
-    here. measured: rates of `llmq rig`, which replace the sheet.
+    here. measured: rates of `llmq rig`, which replace the sheet. disk: GB/s of reading and writing
+    in --offload-dir.
     """
 
     name: str
@@ -45,6 +50,7 @@ class Card:
     source: str
     error: float | None
     measured: CardFile | None = None
+    disk: Sequence[float] = DISK
 
     def plus_minus(self, gpus: int) -> str:
         """Text of the error with `gpus` GPUs, to follow a speed; "" if it is None."""
@@ -393,7 +399,8 @@ def card_of_file(file: CardFile) -> Card:
 def _measured(card: Card, file: CardFile, *, own: bool) -> Card:
     where = "this rig" if own else f"a rig of {file.gpus}"
     source = f"rates measured on {where} by `llmq rig`, {file.day}"
-    return replace(card, measured=file, source=source, error=None if own else OTHER_RIG)
+    error, disk = None if own else OTHER_RIG, file.disk or DISK
+    return replace(card, measured=file, source=source, error=error, disk=disk)
 
 
 def card_from(path: Path) -> Card:

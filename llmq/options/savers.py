@@ -6,12 +6,27 @@ from collections.abc import Callable
 from typing import Any
 
 from llmq.options.conditions import MOST_PARTS
+from llmq.options.groups.memory import SSD_KINDS, parse_kinds
 from llmq.options.rule import EXACT, SAVE, Changes, Options, Rule, each
 
 MIN_CHUNK_ROWS = 256  # least rows of the LM head's products in advice
 
 PLACES = tuple(f"offload_{name}" for name in ("residual", "opt_m", "opt_v", "master", "gradients"))
 """Options that put state into host memory."""
+
+FILES = (
+    {"ssd": "opt-m,opt-v"},
+    {"ssd": "opt-m,opt-v,gradients", "shard_gradients": True},
+    {"ssd": "opt-m,opt-v,master", "shard_weights": True},
+    {"ssd": "opt-m,opt-v,master", "shard_weights": True, "persistent_quants": True}
+    | {"offload_quants": True},
+    {"ssd": "opt-m,opt-v,master,gradients", "shard_weights": True, "shard_gradients": True},
+    {"ssd": "opt-m,opt-v,master,gradients", "shard_weights": True, "shard_gradients": True}
+    | {"persistent_quants": True, "offload_quants": True},
+    {"ssd": ",".join(SSD_KINDS), "shard_weights": True, "shard_gradients": True}
+    | {"persistent_quants": True},
+)
+"""Changes that put more and more state into files."""
 
 
 def _more_chunks(head: int, attention: int) -> Callable[[Options], Changes]:
@@ -57,6 +72,16 @@ def _made(use: str, name: str, sets: Callable[[Options], Changes]) -> Rule:
     return Rule(option=name, effect=SAVE, sets=sets, use=use)
 
 
+def _files(kinds: str, *switches: str) -> Rule:
+    """A rule that moves more kinds of state into files, if there is a directory for them."""
+
+    def changes(o: Options) -> Changes:
+        there = parse_kinds(f"{o.ssd},{kinds}")
+        return {"ssd": there} | _set(True, *switches) if o.offload_dir and there != o.ssd else {}
+
+    return _made("arrange", "ssd", changes)
+
+
 def _set(value: Any, *names: str) -> Changes:
     return dict.fromkeys(names, value)
 
@@ -82,6 +107,11 @@ SAVERS = (
     _saver("arrange", _set(True, "shard_gradients")),
     _saver("arrange", _set(True, "shard_gradients", "offload_gradients")),
     _saver("arrange", {"shard_over": "world"}),
+    _files("opt-m,opt-v"),
+    _files("master"),
+    _files("master", "shard_weights"),
+    _files("gradients", "shard_gradients"),
+    _files("master,weights", "shard_weights", "persistent_quants"),
     # Values that need less host memory and more device memory, except the first.
     _saver("stay", _set(False, "ckpt_background")),
     *(_saver("stay", _set(False, name)) for name in (*PLACES, "offload_quants")),
@@ -130,7 +160,7 @@ SAME_BITS = (
         "attn_bwd_chunks offload_residual offload_between offload_master offload_opt_m "
         "offload_opt_v offload_gradients offload_quants persistent_quants "
         "keep_transposed use_zero_copy write_combined memcpy_all_gather memcpy_send_recv "
-        "mirror_weights",
+        "mirror_weights offload_dir ssd",
         EXACT,
         lambda v, o, ranks: True,
     ),

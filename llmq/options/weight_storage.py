@@ -30,15 +30,18 @@ class WeightStorage(NamedTuple):
         return self.precision.is_fp8 or int8
 
     @property
-    def gathered(self) -> tuple[str, bool] | None:
-        """Format of the tensors that streamed blocks are gathered from, and True if these tensors
-        lie in host memory. None: codes are made from masters at each gather."""
+    def gathered(self) -> tuple[str, str] | None:
+        """Format of the tensors that streamed blocks are gathered from, and the option that puts
+        these tensors beside the device; "": they lie on the device. None: codes are made from
+        masters at each gather."""
         model, precision, memory = self.model, self.precision, self.memory
+        of_master = "offload_master" if memory.offload_master else ""
         if model.freezes_model:  # a frozen block has no other tensors
-            return model.base_dtype, memory.offload_master
+            return model.base_dtype, of_master
         if precision.is_fp8:
-            return ("e4m3", memory.offload_quants) if memory.persistent_quants else None
-        return precision.model_dtype, memory.offload_master and not precision.own_master
+            of_codes = "offload_quants" if memory.offload_quants else ""
+            return ("e4m3", of_codes) if memory.persistent_quants else None
+        return precision.model_dtype, "" if precision.own_master else of_master
 
     def streams(self, shards: int) -> bool:
         """True if blocks take turns in slots of work weights. shards: parts of the state."""

@@ -217,6 +217,7 @@ class Rates:
         self._launch, self._tiles = (SMALL_LAUNCH, SMALL_TILES) if small else (LAUNCH, 1.0)
         self._bus, self._link = 1e9 * card.bus, 1e9 * card.link * LINK_SHARE[nccl]
         self._host = HOST_MEMORY[nccl] / gpus
+        self._disk = [1e9 * rate / gpus for rate in card.disk]
         self._staged = HOST_SHARE[nccl] * self._bus
         over_link = gpus > 1 and 0 < card.link < math.inf
         self._beside = BESIDE_LINK[nccl] if over_link else 1.0
@@ -287,6 +288,7 @@ class Rates:
     def transfers(self, work: Work) -> Transfers:
         """Seconds that each carrier is busy with a piece of work."""
         sizes = (work.loaded, work.stored, work.received, work.shared, work.sent, work.network)
+        sizes += (work.read, work.written)
         kernel = bool(work.file)
         key = (work.entry, *sizes) if work.received else (kernel, *sizes)
         if key not in self._transfers:  # most pieces of transfers are alike
@@ -295,6 +297,9 @@ class Rates:
             found = carried or self._carried(*sizes[:5], share)
             if work.network:
                 found.carriers["network"] = work.network / self._network.rate
+            if work.read or work.written:
+                seconds = (n / rate for n, rate in zip(sizes[-2:], self._disk, strict=True))
+                found.carriers["disk"] = sum(seconds)
             self._transfers[key] = found
         return self._transfers[key]
 

@@ -10,7 +10,7 @@ from typing import Any
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, F32, MIB, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.base.tensor import TIERS
+from llmq.base.tensor import host_tiers
 from llmq.checkpoint.checkpoint import stored_values
 from llmq.checkpoint.states import PROVEN, Keep, left_at_end
 from llmq.options.cards import is_data_center
@@ -119,8 +119,9 @@ def allocator_rows(usage: Usage, others: dict[str, int] | None = None) -> list[d
     """[Allocator State] for programs: bytes of each category by kind of memory. others: device
     bytes of rows beyond the trainer's, such as "Free"."""
     rows = []
-    for name in dict.fromkeys(name for place in TIERS for name in usage.categories[place]):
-        device, *host = (usage.categories[place].get(name, 0) for place in TIERS)
+    places = ("device", *host_tiers())
+    for name in dict.fromkeys(name for place in places for name in usage.categories[place]):
+        device, *host = (usage.categories[place].get(name, 0) for place in places)
         rows.append(_row(name, device, sum(host)))
     return rows + [_row(name, size, 0) for name, size in (others or {}).items()]
 
@@ -186,6 +187,39 @@ class DiskUse:
         total = "" if self.total is None else f"{mib(self.total)}: "
         peak = "; one more checkpoint while it is written" if self.deletes else ""
         return {"Checkpoint": mib(self.checkpoint), "On disk": f"{total}{parts}{peak}"}
+
+
+RATED = 600e12  # bytes that makers promise of a consumer's disk of 1 TB (TBW)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SsdUse:
+    """Scratch files of a machine's ranks: their bytes, and those that a step reads and writes."""
+
+    nbytes: int
+    read: int
+    written: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> SsdUse | None:
+        """Return the use of a plan; None if nothing lies in files."""
+        nbytes = plan.usage.sizes["ssd"] * (plan.gpus or plan.world_size)
+        if not nbytes:
+            return None
+        read, written = plan.ssd_traffic()
+        return cls(nbytes=nbytes, read=read, written=written)
+
+    def words(self, seconds: float | None) -> str:
+        """The use in words. seconds: of a step; None if they are not known."""
+        size, read, written = (
+            f"{n / 2**30:.1f} GiB" for n in (self.nbytes, self.read, self.written)
+        )
+        told = f"{size} of scratch files; a step reads {read} and writes {written}"
+        if seconds is None:
+            return told
+        daily = self.written / seconds * 86400
+        days = f"a disk rated for {RATED / 1e12:.0f} TB lasts {RATED / daily:,.0f} days"
+        return f"{told}; writes {daily / 1e12:.1f} TB a day: {days}"
 
 
 def disk_use(config: TrainConfig, model: ModelConfig, placement: Placement) -> DiskUse:

@@ -23,7 +23,7 @@ from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes
 from llmq.runtime.kernel import KernelSource
 from llmq.runtime.mesh import DATA
-from llmq.runtime.plan_device import PlanDevice, Trace
+from llmq.runtime.plan_device import PlanDevice, Trace, Work
 from llmq.runtime.world import World
 from llmq.state.placement import Placement, mesh_of, place, table_of
 
@@ -85,6 +85,16 @@ class Plan:
     def communicators(self) -> int:
         """Number of NCCL communicators of each rank."""
         return int(self.nccl) + int(self.shards < self.world_size) + int(self.divides)
+
+    def ssd_traffic(self) -> tuple[int, int]:
+        """Bytes that all ranks of a machine read and write in scratch files in one step."""
+        ranks = self.gpus or self.world_size
+        moved = [0, 0]
+        for trace, count in (*self.micro_steps, (self.update, 1)):
+            for work in (item for item in trace if isinstance(item, Work)):
+                moved[0] += count * ranks * work.read
+                moved[1] += count * ranks * work.written
+        return moved[0], moved[1]
 
     @property
     def host_bytes(self) -> int:

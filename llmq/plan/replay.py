@@ -19,7 +19,8 @@ from llmq.runtime.plan_device import Mark, Trace, Work
 
 class Transfers(NamedTuple):
     """Seconds that a piece of work keeps each carrier busy; unused carriers are left out. carriers:
-    the bus to the card ("load") and from it ("store"), "link", "host" (host memory), "network".
+    the bus to the card ("load") and from it ("store"), "link", "host" (host memory), "network",
+    "disk".
     load, store: the seconds of these two that grow while the bus carries data the other way.
     exchange: True if GPUs exchange over the bus, both ways at once."""
 

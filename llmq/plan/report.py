@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json as json_module
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from llmq.arch.model_config import ModelConfig
@@ -17,7 +17,16 @@ from llmq.plan.checks import check_machine
 from llmq.plan.cost import StepTime, cost_by_kind, exposed_seconds, rollout_time, step_time
 from llmq.plan.epoch import data_record, data_report
 from llmq.plan.fit import Fit, run_fit
-from llmq.plan.memory import Limits, allocator_table, disk_use, kept_free, mib, needed_bytes, room
+from llmq.plan.memory import (
+    Limits,
+    SsdUse,
+    allocator_table,
+    disk_use,
+    kept_free,
+    mib,
+    needed_bytes,
+    room,
+)
 from llmq.plan.placement_table import placement_record, placement_table
 from llmq.plan.plan import Plan, plan_generation
 from llmq.plan.target import MachineOptions, PlanTarget, target
@@ -64,6 +73,8 @@ def run_plan(
     disk = disk_use(config, model, plan.placement)
     record = plan_record(config, plan, model, where, time) | disk.record()
     record |= {"trained_parameters": trained_count(config, model)}
+    ssd = SsdUse.of(plan)
+    record |= {} if ssd is None else {"ssd": asdict(ssd)}
     record |= {} if data is None else {"data": data}
     rollout = _rollout(config, model, plan, where) if config.samples else None
     record |= {} if rollout is None else {"rollout": rollout}
@@ -72,7 +83,9 @@ def run_plan(
         record |= {"kinds": _kinds(plan, where)}
         print(json_module.dumps(record, indent=2))
     else:
-        lines = plan_report(plan, record, where, {} if config.only_scores else disk.facts())
+        disks = {} if config.only_scores else disk.facts()
+        disks |= {} if ssd is None else {"SSD": ssd.words(time and time.total)}
+        lines = plan_report(plan, record, where, disks)
         lines += [] if data is None else ["", *data_report(data)]
         lines += [] if rollout is None else ["", "[Rollout]", *_rollout_lines(rollout)]
         lines += ["", "[Placement]", *placement_table(plan.placement)] if placement else []

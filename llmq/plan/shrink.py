@@ -11,7 +11,7 @@ from llmq.base.errors import ConfigError
 from llmq.options.options import TrainConfig
 from llmq.options.rule import Changes
 from llmq.options.rules import RULES
-from llmq.options.savers import MIN_CHUNK_ROWS, PLACES
+from llmq.options.savers import FILES, MIN_CHUNK_ROWS, PLACES
 from llmq.plan.estimate import Estimate, Planner
 from llmq.plan.memory import Limits
 from llmq.runtime.attention_parts import divisions
@@ -78,7 +78,7 @@ class Shrinker:
         self, config: TrainConfig, place: Changes, savers: Sequence[Saver]
     ) -> list[Changes]:
         """Return `place`, one of the host_choices, followed by the cheapest changes beside it."""
-        kept = self.fixed | {*PLACES, "offload_quants"}
+        kept = self.fixed | {*PLACES, "offload_quants", "ssd"}
         rest = Shrinker(self.planner, self.limits, kept)
         first = [place] if place else []
         return first + rest._cheapest(having(config, first), savers, ())
@@ -91,8 +91,9 @@ class Shrinker:
         found = []
         for light in self._lightest_of_all(config):
             if self.fits(light):
-                names = [*PLACES, "offload_quants", "persistent_quants"]
+                names = [*PLACES, "offload_quants", "persistent_quants", "ssd"]
                 names += ["shard_gradients"] if light.offload_gradients else []
+                names += ["shard_weights"] if "master" in light.ssd else []
                 place = {name: getattr(light, name) for name in names}
                 place = {name: v for name, v in place.items() if getattr(config, name) != v}
                 found.append((place, self.planner.estimate(light)))
@@ -107,7 +108,14 @@ class Shrinker:
     def _lightest_of_all(self, config: TrainConfig) -> list[TrainConfig]:
         """The lightest configuration for each choice of state in host memory."""
         hosted = [places for n in range(len(PLACES) + 1) for places in combinations(PLACES, n)]
-        return [*dict.fromkeys(self.lightest(config, places) for places in hosted)]
+        light = [self.lightest(config, places) for places in hosted]
+        return [*dict.fromkeys([*light, *self._in_files(light[-1])])]
+
+    def _in_files(self, config: TrainConfig) -> list[TrainConfig]:
+        """The config with more and more state in files, if there is a directory for them."""
+        changes = FILES if config.offload_dir else ()
+        tried = (self.allowed(config, change) for change in changes)
+        return [each for each in tried if each is not None]
 
     def is_hopeless(self, config: TrainConfig) -> bool:
         """True if the device, or both memories together, are too small at the least."""
@@ -123,9 +131,10 @@ class Shrinker:
         return min(need.device for need in self._lightest_needs(config))
 
     def _lightest_needs(self, config: TrainConfig) -> list[Estimate]:
-        """Needs with all of PLACES in host memory, and with none: on the CPU, with a single memory,
-        none needs less."""
-        return [self.planner.estimate(self.lightest(config, places)) for places in (PLACES, ())]
+        """Needs with all of PLACES in host memory or in files, and with none: on the CPU, with a
+        single memory, none needs less."""
+        hosted, plain = (self.lightest(config, places) for places in (PLACES, ()))
+        return [self.planner.estimate(c) for c in (hosted, *self._in_files(hosted), plain)]
 
     def lightest(self, config: TrainConfig, hosted: Collection[str]) -> TrainConfig:
         """Return the config with `hosted` in host memory and everything else with the least device

@@ -263,7 +263,9 @@ LOAD = {
 
 def numbers_of(part: str, result: dict[str, Any]) -> Iterator[str]:
     """Yield console lines with the numbers of a part's result."""
-    if part == "bus":
+    if part == "disk" and result:
+        yield f"reads {result['read']:.1f} GB/s, writes {result['write']:.1f} GB/s"
+    elif part == "bus":
         for count, rates in result.get("at_once", {}).items():
             to, out, both = (min(rates[way]) for way in ("in", "out", "both"))
             yield f"{count} GPU(s): {to:.1f} GB/s to each, {out:.1f} from it, {both:.1f} both ways"

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,10 @@ LAST = 10.0  # seconds reserved for the report
 SHORTEST = 5.0  # least seconds of a part while there is time
 # Largest share of the time for each part; `steps`, the part that plans need most, gets all that is
 # left.
-SHARES = {"facts": 0.03, "bus": 0.06, "exchanges": 0.13, "load": 0.2, "steps": 1.0}
+SHARES = {"facts": 0.03, "disk": 0.07, "bus": 0.06, "exchanges": 0.13, "load": 0.2, "steps": 1.0}
 LABELS = {
     "facts": "what the machine says of itself",
+    "disk": "the disk of --offload-dir",
     "bus": "links to the host and between GPUs",
     "exchanges": "collectives",
     "load": "load, until clocks settle",
@@ -128,16 +129,19 @@ def run_rig(
     minutes: float = MINUTES,
     measure: Measure = run_part,
     clock: Clock = time.monotonic,
+    folders: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Measure; print numbers and faults; write out.json and the card file; return the report.
-    minutes: the time limit. Without a GPU the report has facts only, and no card file is
-    written."""
+    minutes: the time limit. folders: --offload-dir. Without a GPU the report has facts and disk
+    only, and no card file is written."""
     prepare_report("--out", out, ".json")
     rig = Rig(60 * minutes, measure, clock)
     report = rig.report
     # The command leaves out the report's path, which may name the user.
     report["command"] = "llmq rig" + (f" --minutes {minutes:g}" if minutes != MINUTES else "")
     report |= rig.part("facts", {})
+    if folders:
+        report["measured"]["disk"] = rig.part("disk", {"folders": list(folders)})
     if report["gpus"]:
         _measure_gpus(rig, len(report["gpus"]))
         _keep_card_file(rig)
@@ -190,7 +194,7 @@ def card_file_of(report: dict[str, Any]) -> CardFile:
     good = [step for step in measured["steps"] if in_time(step["idle"])]
     launches = merged(step["launches"] for step in good)
     spec = report["spec"]
-    bus = measured["bus"].get("at_once", {})
+    bus, disk = measured["bus"].get("at_once", {}), measured.get("disk")
     exchange, beside, beside_bus = {}, {}, False
     for backend, found in measured["exchanges"].items():
         if found:
@@ -217,6 +221,7 @@ def card_file_of(report: dict[str, Any]) -> CardFile:
             exchange={str(gpus): exchange} if exchange else {},
             beside={str(gpus): beside} if beside else {},
             beside_bus=beside_bus,
+            disk=[disk["read"], disk["write"]] if disk else (),
             slowest=measured["load"].get("slowest") or 1.0,
         )
     )

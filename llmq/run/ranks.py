@@ -270,7 +270,13 @@ class Ranks:
         def open_device(rank: int) -> None:
             shape = (config, self.world_size, self.world.num_machines)
             mesh = mesh_of(*shape, self.world.base + rank)
-            dev = machine.open(sizes, mesh=mesh, graphs=config.use_cuda_graphs, tune=config.tune)
+            dev = machine.open(
+                sizes,
+                mesh=mesh,
+                graphs=config.use_cuda_graphs,
+                tune=config.tune,
+                folders=[Path(folder) for folder in config.offload_dir],
+            )
             self._ranks[rank] = Rank(dev, self.pool.beat)
 
         def allocate(rank: Rank) -> None:

@@ -26,12 +26,14 @@ def five_lines(
     host_bytes: int,
     seconds: float | None,
     error: float | None,
+    ssd: str | None = None,
 ) -> list[str]:
     """The lines Data, Model, Steps, Memory and Time.
 
     data: in words. device_bytes, limit: of each GPU, or of the CPU's memory, limit None where none
     is known. host_bytes: of pinned memory, 0 on the CPU. seconds: of the run, predicted, and the
-    relative error of the prediction; None where they are not known.
+    relative error of the prediction; None where they are not known. ssd: what lies in files, in
+    words.
     """
     method = "all weights are trained"
     if adapters_of(config) is not None:
@@ -46,11 +48,12 @@ def five_lines(
     memory = room(device_bytes) + ("" if limit is None else f" of {room(limit)}")
     if host_bytes:
         memory += f", and {room(host_bytes)} of host memory"
+    memory += f" on {spec.name}" + (f"; {ssd}" if ssd else "")
     return [
         f"Data:    {data}",
         f"Model:   {config.model}, {method} ({sizes[0]} of {sizes[1]} parameters)",
         f"Steps:   {steps} of {per_step} x {config.seq_len} tokens{passes}; {config.course(steps)}",
-        f"Memory:  {memory} on {spec.name}",
+        f"Memory:  {memory}",
         f"Time:    {_time(seconds, error)}",
     ]
 

@@ -34,6 +34,7 @@ from llmq.options.rules import RULES
 from llmq.plan.cost import Network
 from llmq.plan.estimate import Planner
 from llmq.plan.memory import (
+    SsdUse,
     allocator_rows,
     allocator_table,
     checkpoint_bytes,
@@ -142,6 +143,7 @@ def announce_run(
         host_bytes=0 if trainer.dev.kind == "host" else trainer.plan.host_bytes,
         seconds=step and step * (trainer.total_steps - resumed_at),
         error=card and card.error_of(trainer.world_size),
+        ssd=(use := SsdUse.of(trainer.plan)) and use.words(step),
     ):
         reporter.message(line)
     reporter.view.line("")

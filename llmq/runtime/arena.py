@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from llmq.base.dtypes import DType
-from llmq.base.tensor import Storage, Tensor
+from llmq.base.tensor import DEVICE, Storage, Tensor
 
-ALIGN = 256  # bytes: enough for cuBLASLt, cuDNN and 16-byte vector accesses
+ALIGN = DEVICE.align
 
 
 def align_up(n: int, multiple: int = ALIGN) -> int:
@@ -32,7 +32,7 @@ class Arena:
     def take(self, name: str, shape: tuple[int, ...], dtype: DType, category: str) -> Tensor:
         """Return a new tensor of this shape, counted under the category."""
         tensor = Tensor(name, shape, dtype, self.storage, self.used)
-        padded = align_up(tensor.nbytes)
+        padded = self._padded(tensor)
         if self.capacity is not None and self.used + padded > self.capacity:
             raise MemoryError(
                 f"arena: {tensor!r} needs {padded} bytes, {self.capacity - self.used} are left; "
@@ -43,6 +43,9 @@ class Arena:
         self.categories[category] += padded
         self.tensors.append((category, tensor))
         return tensor
+
+    def _padded(self, tensor: Tensor) -> int:
+        return align_up(tensor.nbytes, self.storage.tier.align)
 
     @contextmanager
     def over(self, start: int) -> Iterator[None]:
@@ -63,7 +66,7 @@ class Arena:
         """Free the tensors that were taken since `used` bytes were in use."""
         while self.tensors and self.tensors[-1][1].offset >= used:
             category, tensor = self.tensors.pop()
-            self.categories[category] -= align_up(tensor.nbytes)
+            self.categories[category] -= self._padded(tensor)
         self.used = used
 
 

@@ -5,9 +5,10 @@ failed, and disables graphs.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,13 @@ import numpy as np
 from llmq import __version__
 from llmq.base.dtypes import BF16
 from llmq.base.errors import LlmqError, MachineError
-from llmq.base.tensor import TIERS, Storage, Tensor, host_tiers
+from llmq.base.tensor import SSD, TIERS, Storage, Tensor, host_tiers
 from llmq.runtime import cuda_api
 from llmq.runtime.arena import align_up
 from llmq.runtime.compile import cache_dir
 from llmq.runtime.cuda_kernels import CudaKernels
 from llmq.runtime.device import Device, DeviceSpec, Launch, MemorySizes
+from llmq.runtime.files import Files, Traffic
 from llmq.runtime.graph import LATE, CudaEvent, Graphs, noticing
 from llmq.runtime.mesh import Mesh
 from llmq.runtime.pinned import PinnedMemory, read_write_combined
@@ -33,6 +35,7 @@ PROGRAMMATIC_GRAPHS = 12030  # CUDA's release, from which on graphs capture it
 NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the legacy default stream
 TUNED = "matmul.json"  # file in the cache folder: tuned products and choices
 DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper events
+WAIT_REACHED = 0  # CU_STREAM_WAIT_VALUE_GEQ: until the word has reached the value, modulo 2**32
 
 
 class CudaDevice(Device):
@@ -51,18 +54,22 @@ class CudaDevice(Device):
         tune: bool = True,
         num_sms: int | None = None,
         mesh: Mesh | None = None,
+        folders: Sequence[Path] = (),
     ):
         """graphs: True if `graph` captures and replays. tune: True: matrix products use the fastest
         of several algorithms, timed once per shape; False: the library's first choice. num_sms:
         sizes grids, and must be the number in the plan of `sizes`; None: the GPU's. mesh: see
-        Device. Raises LlmqError if the GPU is unusable or has too little memory."""
+        Device. folders: for the files of the tier "ssd". Raises LlmqError if the GPU is unusable
+        or has too little memory."""
         spec = cuda_api.device_spec(index)
         if num_sms is not None:
             spec = replace(spec, num_sms=num_sms)
         api = cuda_api.load()
         self.index = index
-        self._runtime = api.runtime
+        self._runtime, self._driver = api.runtime, api.driver
         self._nvtx = api.nvtx
+        self._folders, self._traffic = folders, None
+        self._moves_files: set[tuple] = set()  # keys of functions that no graph replays
         stack_offset = align_up(sizes["device"])
         with ExitStack() as undo:
             self._memory = self._take_memory(spec, stack_offset + align_up(sizes["stack"]))
@@ -76,6 +83,7 @@ class CudaDevice(Device):
         storages = {
             "device": Storage("device", self._memory),
             "stack": Storage("stack", self._memory + stack_offset),
+            SSD.name: Storage(SSD.name),
             **{memory.storage.place: memory.storage for memory in self._host_memory},
         }
         super().__init__(spec, storages, sizes, mesh=mesh)
@@ -195,7 +203,24 @@ class CudaDevice(Device):
     def copy(self, dst: Tensor, src: Tensor) -> None:
         if dst.nbytes != src.nbytes:
             raise ValueError(f"copy: {dst!r} and {src!r} differ in size")
-        self.copy_bytes(dst.ptr, src.ptr, dst.nbytes)
+        if SSD not in (dst.storage.tier, src.storage.tier):
+            self.copy_bytes(dst.ptr, src.ptr, dst.nbytes)
+        elif self.capturing:
+            raise RuntimeError(f"copy: {dst!r}, {src!r}: no graph replays copies of files")
+        elif src.storage.tier is SSD:
+            self._traffic.load(dst.ptr, src.offset, src.nbytes)
+        else:
+            self._traffic.store(dst.offset, src.ptr, src.nbytes)
+
+    def _open_files(self, buffers: Tensor) -> None:
+        files = Files(self._folders, self.arenas[SSD.name].capacity, buffers.numpy())
+        self._traffic = Traffic(files, buffers, self)
+
+    def _settled_files(self) -> Files:
+        """Return the files, after all work enqueued so far."""
+        self.synchronize()
+        self._traffic.drain()
+        return self._traffic.files
 
     def copy_bytes(self, dst: int, src: int, nbytes: int) -> None:
         """Enqueue a copy between addresses in pinned memory or on GPUs that have access."""
@@ -203,7 +228,24 @@ class CudaDevice(Device):
         with noticing(self._runtime, f"copying {nbytes} bytes"):
             self._runtime.memcpyAsync(dst, src, nbytes, self._runtime.memcpyDefault, self._stream)
 
+    def wait_word(self, address: int, value: int, how: int = WAIT_REACHED) -> None:
+        """Enqueue a wait for a 32-bit word. how: of CUstreamWaitValue_flags. Like `write_word`
+        releases the interpreter lock: a call blocks while the stream's queue is full, and another
+        thread may have to let the stream go on."""
+        self._check(*self._driver.cuStreamWaitValue32(self.stream, address, value, how))
+
+    def write_word(self, address: int, value: int) -> None:
+        """Enqueue a write of a 32-bit word, behind all earlier work of the current stream."""
+        self._check(*self._driver.cuStreamWriteValue32(self.stream, address, value, 0))
+
+    def _check(self, status: Any) -> None:
+        if status:
+            raise RuntimeError(f"stream memory operation: {status.name} (rank {self.mesh.rank})")
+
     def zero(self, tensor: Tensor) -> None:
+        if tensor.storage.tier is SSD:
+            self._settled_files().zero(tensor.offset, tensor.nbytes)
+            return
         self._may_overlap = False
         self._runtime.memsetAsync(tensor.ptr, 0, tensor.nbytes, self._stream)
 
@@ -228,6 +270,9 @@ class CudaDevice(Device):
         if array.shape != dst.shape or array.dtype != dst.dtype.numpy:
             raise ValueError(f"upload: {dst!r} given {array.dtype} {list(array.shape)}")
         array = np.ascontiguousarray(array)
+        if dst.storage.tier is SSD:
+            self._settled_files().save(dst.offset, array.reshape(-1).view(np.uint8))
+            return
         self.synchronize()
         # Not memcpy: from pageable memory it may return before the bytes have arrived.
         kind = self._runtime.memcpyDefault
@@ -251,6 +296,9 @@ class CudaDevice(Device):
 
     def download(self, src: Tensor) -> np.ndarray:
         array = np.empty(src.shape, src.dtype.numpy)
+        if src.storage.tier is SSD:
+            self._settled_files().load(array.reshape(-1).view(np.uint8), src.offset)
+            return array
         self.synchronize()
         if not src.storage.tier.cached:
             read_write_combined(self._runtime, array.ctypes.data, src)
@@ -298,7 +346,8 @@ class CudaDevice(Device):
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
         if self.stream_name != "main":
             raise RuntimeError(f"graph {key}: graphs run on the main stream only")
-        if self.use_graphs:
+        moved = self._traffic.moved if self._traffic else 0
+        if self.use_graphs and key not in self._moves_files:
             self.last_operation = f"one of graph {key[0]}"  # a replay does not call it
             enqueue = self._graphs.prepare if self._capture_only else self._graphs.run
             self._may_overlap = False
@@ -306,6 +355,8 @@ class CudaDevice(Device):
             self._may_overlap = False
         elif not self._capture_only:
             fn()
+        if self._traffic and self._traffic.moved > moved:
+            self._moves_files.add(key)
 
     def forget_graphs(self) -> None:
         self._graphs.close()
@@ -326,6 +377,8 @@ class CudaDevice(Device):
         self.sync_calls += 1
         with noticing(self._runtime, "waiting for the GPU"):
             yield
+        if self._traffic is not None:
+            self._traffic.check()
 
     def synchronize(self) -> None:
         with self._waiting():
@@ -347,6 +400,8 @@ class CudaDevice(Device):
     def close(self) -> None:
         self._runtime.setDevice(self.index)
         self._runtime.deviceSynchronize()
+        if self._traffic is not None:
+            self._traffic.close()
         for held in (*self._libraries.values(), self._graphs, self.mesh):
             held.close()
         for event in self._events:

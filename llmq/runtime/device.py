@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from llmq.base.dtypes import DType
+from llmq.base.dtypes import U8, DType
 from llmq.base.errors import ConfigError
-from llmq.base.tensor import TIERS, Storage, Tensor
+from llmq.base.tensor import SSD, TIERS, Storage, Tensor
 from llmq.runtime.arena import Arena, Stack
 from llmq.runtime.cost import MOVES, Cost
+from llmq.runtime.files import BUFFER_BYTES
 from llmq.runtime.kernel import Kernel
 from llmq.runtime.mesh import Mesh
 
@@ -160,6 +161,7 @@ class Device(ABC):
         self.stack = Stack(storages["stack"], capacity["stack"])
         self.constants: list[tuple[Tensor, np.ndarray]] = []
         self.fused = told_to_fuse()
+        self._opened = False
         self._capture_only = False
 
     @property
@@ -171,7 +173,14 @@ class Device(ABC):
     ) -> Tensor:
         """Return a tensor that lives as long as the device, or the surrounding block of
         `temporary`; content undefined."""
+        if TIERS[place] is SSD and not self._opened:
+            self._opened = True
+            pinned = self.arenas["pinned"]
+            self._open_files(pinned.take("ssd.buffers", (BUFFER_BYTES,), U8, "SSD buffers"))
         return self.arenas[place].take(name, shape, dtype, category)
+
+    def _open_files(self, buffers: Tensor) -> None:  # noqa: B027 - a plan has none
+        """Open the files of the tier "ssd". buffers: U8 (BUFFER_BYTES,)."""
 
     def constant(self, name: str, array: np.ndarray, dtype: DType, category: str) -> Tensor:
         """Return a tensor of dtype with this content, which only `restore` writes again."""
@@ -197,6 +206,22 @@ class Device(ABC):
             del self.constants[constants:]
             for place, used in before.items():
                 self.arenas[place].free_from(used)
+
+    @contextmanager
+    def reached(
+        self, tensor: Tensor, *, reads: bool = True, writes: bool = False
+    ) -> Iterator[Tensor]:
+        """Yield memory in which kernels work on a tensor: its own, or a copy. reads, writes: of
+        what the kernels do; the copy goes back if they write."""
+        if tensor.direct:
+            yield tensor
+            return
+        with self.scratch(tensor.name, tensor.shape, tensor.dtype) as copied:
+            if reads:
+                self.copy(copied, tensor)
+            yield copied
+            if writes:
+                self.copy(tensor, copied)
 
     def scratch(
         self, name: str, shape: tuple[int, ...], dtype: DType

@@ -2,16 +2,18 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmq.base.dtypes import BF16
-from llmq.base.tensor import DEVICE, TIERS, Storage, Tensor
+from llmq.base.tensor import DEVICE, SSD, TIERS, Storage, Tensor
 from llmq.runtime.device import HOST_SPEC, Device, Launch, MemorySizes
+from llmq.runtime.files import Files
 from llmq.runtime.kernel import Kernel
 from llmq.runtime.mesh import Mesh
 
@@ -37,13 +39,23 @@ def _bytes(tensor: Tensor) -> np.ndarray:
 class HostDevice(Device):
     """Runs on NumPy arrays, in the calling thread. poison: True to fill each allocated tensor with
     0xFF (NaN in every float format), which exposes reads of memory that nothing wrote. mesh: see
-    Device."""
+    Device. folders: for the files of the tier "ssd"."""
 
     kind = "host"
 
-    def __init__(self, sizes: MemorySizes, *, poison: bool = False, mesh: Mesh | None = None):
-        storages = {}
+    def __init__(
+        self,
+        sizes: MemorySizes,
+        *,
+        poison: bool = False,
+        mesh: Mesh | None = None,
+        folders: Sequence[Path] = (),
+    ):
+        storages = {SSD.name: Storage(SSD.name)}
+        self._folders, self._files = folders, None
         for place, size in sizes.items():
+            if place == SSD.name:
+                continue
             # NumPy aligns arrays to 16 bytes only; the arena needs 256.
             raw = TIERS.get(place, DEVICE).memory(size + 256)
             skip = -raw.ctypes.data % 256
@@ -56,9 +68,13 @@ class HostDevice(Device):
 
     def alloc(self, *args: Any, **place: str) -> Tensor:
         tensor = super().alloc(*args, **place)
-        if self.poison:
+        if self.poison and tensor.storage.tier is not SSD:
             _bytes(tensor).fill(0xFF)
         return tensor
+
+    def _open_files(self, buffers: Tensor) -> None:
+        capacity = self.arenas[SSD.name].capacity
+        self._files = Files(self._folders, capacity, buffers.numpy())
 
     @contextmanager
     def scratch(self, *args: Any) -> Iterator[Tensor]:
@@ -83,10 +99,18 @@ class HostDevice(Device):
     def copy(self, dst: Tensor, src: Tensor) -> None:
         if dst.nbytes != src.nbytes:
             raise ValueError(f"copy: {dst!r} and {src!r} differ in size")
-        self._do(partial(np.copyto, _bytes(dst), _bytes(src)))
+        if src.storage.tier is SSD:
+            self._do(partial(self._files.load, _bytes(dst), src.offset))
+        elif dst.storage.tier is SSD:
+            self._do(partial(self._files.save, dst.offset, _bytes(src)))
+        else:
+            self._do(partial(np.copyto, _bytes(dst), _bytes(src)))
 
     def zero(self, tensor: Tensor) -> None:
-        self._do(partial(_bytes(tensor).fill, 0))
+        if tensor.storage.tier is SSD:
+            self._do(partial(self._files.zero, tensor.offset, tensor.nbytes))
+        else:
+            self._do(partial(_bytes(tensor).fill, 0))
 
     def compute(self, fn: Callable[..., None], *tensors: Tensor) -> None:
         arrays = [t.numpy().view(np.uint16) if t.dtype is BF16 else t.numpy() for t in tensors]
@@ -96,10 +120,17 @@ class HostDevice(Device):
     def upload(self, dst: Tensor, array: np.ndarray) -> None:
         if array.shape != dst.shape or array.dtype != dst.dtype.numpy:
             raise ValueError(f"upload: {dst!r} given {array.dtype} {list(array.shape)}")
-        dst.numpy()[...] = array
+        if dst.storage.tier is SSD:
+            self._files.save(dst.offset, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        else:
+            dst.numpy()[...] = array
 
     def download(self, src: Tensor) -> np.ndarray:
-        return src.numpy().copy()
+        if src.storage.tier is not SSD:
+            return src.numpy().copy()
+        array = np.empty(src.shape, src.dtype.numpy)
+        self._files.load(array.reshape(-1).view(np.uint8), src.offset)
+        return array
 
     def _switch(self, stream: str) -> None:
         pass
@@ -127,3 +158,7 @@ class HostDevice(Device):
         with np.errstate(all="ignore"):
             for call in kept:
                 call()
+
+    def close(self) -> None:
+        if self._files is not None:
+            self._files.close()

@@ -65,16 +65,17 @@ class Machine:
         mesh: Mesh | None = None,
         graphs: bool = True,
         tune: bool = True,
+        folders: Sequence[Path] = (),
     ) -> Device:
         """Return the device of a rank of this process, with the sizes of a plan; LlmqError if it
         has too little memory. Call this in the thread that will use the device; with several ranks
         this moves the thread to the CPUs near its GPU. mesh: of the rank; None: of the first rank,
         with a shard for each rank. graphs, tune: --use-cuda-graphs and --tune, without effect on
-        the CPU."""
+        the CPU. folders: --offload-dir."""
         mesh = mesh or Mesh.of(self.world_size)
         if self.kind == "host":
             _check_host_memory(sizes, self.world.ranks_here)
-            return HostDevice(sizes, mesh=mesh)
+            return HostDevice(sizes, mesh=mesh, folders=folders)
         from llmq.runtime.cuda_device import CudaDevice
 
         index = self.index(mesh.rank)
@@ -82,7 +83,12 @@ class Machine:
             stay_near(bus_id(index))
         # GPUs that differ size their grids alike: a smaller one may need larger workspaces.
         return CudaDevice(
-            index, sizes, graphs=graphs, tune=tune, num_sms=self.spec.num_sms, mesh=mesh
+            *(index, sizes),
+            graphs=graphs,
+            tune=tune,
+            num_sms=self.spec.num_sms,
+            mesh=mesh,
+            folders=folders,
         )
 
 

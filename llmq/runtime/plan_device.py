@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmq.base.tensor import TIERS, Storage, Tensor
+from llmq.base.tensor import SSD, TIERS, Storage, Tensor
 from llmq.runtime.cost import MOVES, Cost, Kind
 from llmq.runtime.device import Device, DeviceSpec, Event, Launch, T
 from llmq.runtime.kernel import KernelSource
@@ -23,7 +23,7 @@ class Work(NamedTuple):
     writes over its bus. received: from other GPUs. shared: of other ranks' host memory; loaded,
     too, unless a link beside the bus makes them received. sent: to other ranks; bytes that all
     ranks want leave once if they are copied to host memory. network: bytes that this GPU's machine
-    receives from other machines meanwhile.
+    receives from other machines meanwhile. read, written: of scratch files; loaded and stored, too.
     """
 
     stream: str
@@ -39,6 +39,8 @@ class Work(NamedTuple):
     shared: int = 0
     sent: int = 0
     network: int = 0
+    read: int = 0
+    written: int = 0
 
 
 class Mark(NamedTuple):
@@ -111,7 +113,8 @@ class PlanDevice(Device):
         if dst.nbytes != src.nbytes:
             raise ValueError(f"copy: {dst!r} and {src!r} differ in size")
         loaded, stored = src.nbytes * src.on_host, dst.nbytes * dst.on_host
-        self._move("copy", 2 * dst.nbytes - loaded - stored, loaded, stored)
+        files = (t.nbytes * (t.storage.tier is SSD) for t in (src, dst))
+        self._move("copy", 2 * dst.nbytes - loaded - stored, loaded, stored, 0, 0, 0, 0, *files)
 
     def zero(self, tensor: Tensor) -> None:
         stored = tensor.nbytes * tensor.on_host

@@ -119,13 +119,18 @@ class WeightCodes:
         fp8_scale.scales(self.dev, self._scales, self._abs_maxes, self._limit)
 
     def quantize(
-        self, name: str, master: Tensor, codes: Tensor, keys: Collection[str] | None = None
+        self,
+        name: str,
+        master: Tensor,
+        codes: Tensor,
+        keys: Collection[str] | None = None,
+        start: int = 0,
     ) -> None:
-        """Make codes (n,) of a rank's shard from its master (n,). keys: of the matrices to
-        quantize; None: all."""
+        """Make codes (n,) of a rank's shard, from element `start` of the shard on, from its master
+        (n,). keys: of the matrices to quantize; None: all."""
         slab = self.slabs[name]
-        start = self.dev.mesh.index("shard") * slab.shard_size
-        for param, first, last in slab.pieces(start, start + slab.shard_size):
+        start += self.dev.mesh.index("shard") * slab.shard_size
+        for param, first, last in slab.pieces(start, start + master.size):
             if keys is not None and param.key not in keys:
                 continue
             x, q = (t.rows(first - start, last - start) for t in (master, codes))

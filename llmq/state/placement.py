@@ -131,21 +131,24 @@ class Placement:
 # Rules
 
 
-def _memory(memory: MemoryOptions, offloaded: bool) -> str:
-    host = "write_combined" if memory.write_combined else "pinned"
-    return host if offloaded else "device"
+def _memory(memory: MemoryOptions, option: str) -> str:
+    """The tier of what an option offloads; "": of what none does."""
+    if not option or not getattr(memory, option):
+        return "device"
+    if option in memory.on_ssd:
+        return "ssd"
+    return "write_combined" if memory.write_combined else "pinned"
 
 
-def _shard(memory: MemoryOptions, dtype: str, *, offloaded: bool) -> Store:
-    return Store(dtype=parse_dtype(dtype), memory=_memory(memory, offloaded), sharded=True)
+def _shard(memory: MemoryOptions, dtype: str, option: str) -> Store:
+    return Store(dtype=parse_dtype(dtype), memory=_memory(memory, option), sharded=True)
 
 
 def _source(storage: WeightStorage) -> Store | None:
     """The store from which streamed blocks are gathered, see SlabPlacement.source."""
     if storage.gathered is None:
         return None
-    dtype, on_host = storage.gathered
-    return _shard(storage.memory, dtype, offloaded=on_host)
+    return _shard(storage.memory, *storage.gathered)
 
 
 def mesh_of(options: TrainConfig, world_size: int, machines: int = 1, rank: int = 0) -> Mesh:
@@ -216,7 +219,7 @@ def _place_slab(
     if coded and source is not None and source.dtype is E4M3:
         source = replace(source, dtype=coded)
     master_dtype = precision.master_dtype if trainable else precision.model_dtype
-    master = _shard(memory, master_dtype, offloaded=memory.offload_master)
+    master = _shard(memory, master_dtype, "offload_master")
     rows_alone = slab.name == LOOKED_UP and not trainable and shards == 1
     memory_of_work = "pinned" if rows_alone else "device"
     return SlabPlacement(
@@ -273,14 +276,14 @@ def _trained(
         placement,
         gradient=Store(
             dtype=parse_dtype(storage.precision.grad_accum_dtype),
-            memory=_memory(memory, streams and memory.offload_gradients),
+            memory=_memory(memory, "offload_gradients" if streams else ""),
             sharded=streams,
             streamed=streams,
         ),
         moments={
             m.name: Store(
                 dtype=m.format(optim),
-                memory=_memory(memory, getattr(memory, m.offload)),
+                memory=_memory(memory, m.offload),
                 sharded=True,
             )
             for m in kept(optim, slab)

@@ -17,7 +17,7 @@ GPU without peer access to another GPU reads that GPU's mirror. A shard so trave
 per update, not once per gather.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -33,10 +33,20 @@ from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 from llmq.state.codes import HeadCodes, Transposes, WeightCodes
 from llmq.state.frozen import FrozenBlocks, Stored
+from llmq.state.grads import PIECE
 from llmq.state.params import NEW_ROWS, SHARED, TABLES, Param, Slab, by_block
 from llmq.state.placement import Placement, Store
 
 SLOTS = 2  # one block is used, the next one arrives
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of elements that kernels work on at once: all, or a piece where copies of
+    the tensors, which are equally long, need memory."""
+    size = tensors[0].size
+    step = size if all(tensor.direct for tensor in tensors) else PIECE
+    for start in range(0, size, step):
+        yield start, min(start + step, size)
 
 
 class Mirrors:
@@ -404,13 +414,21 @@ class Weights:
             for name in [name for name in self.weight_codes.slabs if name in self._pass.changing]:
                 codes = self.codes(name)
                 if codes is not None and name not in self._pass.quantized:
-                    self.weight_codes.quantize(name, self.master[name], codes)
+                    self._make_codes(name, self.master[name], codes)
                 if alone:
                     self._keep_transposed(name)
         if alone and NEW_ROWS in self._pass.changing:
             self._put_new_rows()
         if self._head_codes is not None and alone and self._lm_head_slab in self._pass.changing:
             self._head_codes.quantize()
+
+    def _make_codes(self, name: str, master: Tensor, codes: Tensor) -> None:
+        for first, last in _parts(master, codes):
+            with (
+                self.dev.reached(master.rows(first, last)) as x,
+                self.dev.reached(codes.rows(first, last), reads=False, writes=True) as q,
+            ):
+                self.weight_codes.quantize(name, x, q, start=first)
 
     def train(self, names: set[str]) -> None:
         """Take these slabs for the ones that updates change; a call of all ranks."""
@@ -429,10 +447,12 @@ class Weights:
         self.start_update(set(self.slabs))
         for slab in self._with_masters():
             master, work = self.master[slab.name], self.work[slab.name]
-            if work is not None:
-                elementwise.convert(self.dev, work, master)
-            first = self.dev.mesh.index("shard") * slab.shard_size
-            self.observe(slab, first, first + slab.shard_size, master)
+            shard = self.dev.mesh.index("shard") * slab.shard_size
+            for first, last in _parts(master):
+                with self.dev.reached(master.rows(first, last)) as part:
+                    if work is not None:
+                        elementwise.convert(self.dev, work.rows(first, last), part)
+                    self.observe(slab, shard + first, shard + last, part)
         self.finish_update()
         for name in self._whole if self.dev.mesh.size("shard") > 1 else ():
             if name not in self._trained:
@@ -448,7 +468,7 @@ class Weights:
 
         def begin(param: Param, target: Tensor, first: int) -> None:
             if not (zero_projections and param.init == "residual"):
-                first_values(self.dev, param, target, first, config, seed)
+                self._first_values(param, target, first, config, seed)
 
         for slab in self._with_masters():
             self.dev.zero(self.master[slab.name])
@@ -481,7 +501,7 @@ class Weights:
             for param, target, first in self._owned(slab):
                 values = read(param)
                 if values is None:
-                    first_values(self.dev, param, target, first, *new)
+                    self._first_values(param, target, first, *new)
                     continue
                 flat = values.reshape(-1)[first : first + target.size]
                 start = param.offset + first - self.dev.mesh.index("shard") * slab.shard_size
@@ -491,6 +511,11 @@ class Weights:
             stored = stored or Stored.of(read)
             self.frozen.fill(stored.source(self.dev), stored)
         self.refresh()
+
+    def _first_values(self, param: Param, target: Tensor, first: int, *new: object) -> None:
+        for start, stop in _parts(target):
+            with self.dev.reached(target.rows(start, stop), writes=True) as part:
+                first_values(self.dev, param, part, first + start, *new)
 
     def _with_masters(self) -> list[Slab]:
         return [slab for slab in self.table if slab.name in self.master]

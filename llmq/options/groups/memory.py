@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from llmq.options.conditions import (
     CHUNK_ROWS,
@@ -13,8 +14,34 @@ from llmq.options.conditions import (
     parts_of_logits,
     undivided,
 )
-from llmq.options.option_types import layer_set, option, parse_layers, parse_size, switch
-from llmq.options.rule import default, idle, refused, switches, without
+from llmq.options.option_types import (
+    layer_set,
+    option,
+    parse_layers,
+    parse_repeated,
+    parse_size,
+    switch,
+)
+from llmq.options.rule import IMPLY, Rule, default, idle, refused, switches, without
+
+SSD_KINDS = {
+    "opt-m": "offload_opt_m",
+    "opt-v": "offload_opt_v",
+    "master": "offload_master",
+    "weights": "offload_quants",
+    "gradients": "offload_gradients",
+}
+"""What --ssd puts into files, the cheapest to move first, and the option that offloads it."""
+
+
+def parse_kinds(value: Any) -> str:
+    """Parse some of SSD_KINDS; they are returned in this order, separated by commas. ValueError
+    otherwise."""
+    texts = value if isinstance(value, list | tuple) else str(value).split(",")
+    words = {str(text).strip().lower() for text in texts} - {""}
+    if unknown := words - SSD_KINDS.keys():
+        raise ValueError(f"expected some of {','.join(SSD_KINDS)}, got {', '.join(unknown)}")
+    return ",".join(kind for kind in SSD_KINDS if kind in words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +87,20 @@ class MemoryOptions:
     write_combined: bool = switch(
         "Take host memory that is faster for the GPU and slow for the CPU"
     )
+    offload_dir: tuple[str, ...] = option(
+        (),
+        "Directory on an SSD for the scratch files of --ssd; several share the traffic",
+        parse=parse_repeated,
+    )
+    ssd: str = option("", f"What to keep there: some of {','.join(SSD_KINDS)}", parse=parse_kinds)
     memory_limit: int | None = option(
         None, "Use at most this much memory per device, such as 8GiB", parse=parse_size, min=1024
     )
+
+    @property
+    def on_ssd(self) -> tuple[str, ...]:
+        """The options whose tensors lie in files."""
+        return tuple(SSD_KINDS[kind] for kind in self.ssd.split(",") if kind)
 
     @property
     def recomputes(self) -> bool:
@@ -72,6 +110,12 @@ class MemoryOptions:
 
 
 MEMORY_RULES = (
+    Rule(
+        option="ssd",
+        effect=IMPLY,
+        sets=lambda o: dict.fromkeys(o.on_ssd, True),
+        help="implies --offload-opt-m, -opt-v, -master, -quants and -gradients",
+    ),
     switches(
         "recompute_block",
         "recompute_att",
@@ -105,6 +149,40 @@ MEMORY_RULES = (
         help=f"if not given as many as leave {TRAINED_CHUNK_ROWS} tokens of each, with adapters "
         f"{CHUNK_ROWS}",
     ),
+    *refused("ssd", lambda v, o: v and not o.offload_dir, "needs --offload-dir"),
+    *refused(
+        "ssd",
+        lambda v, o: "weights" in v and not o.persistent_quants and not o.freezes_model,
+        "weights are the codes of --persistent-quants; other blocks are gathered from the master",
+    ),
+    *refused(
+        "ssd",
+        lambda v, o: o.freezes_model and [k for k in ("master", "weights") if k in v],
+        "beside adapters the model itself stays in memory: leave out {found[0]}",
+    ),
+    *refused(
+        "ssd",
+        lambda v, o: "master" in v and o.shard_weights and o.weight_storage.gathered is None,
+        "fp8 codes would be made from files at each use: add --persistent-quants",
+    ),
+    *refused(
+        "ssd",
+        lambda v, o: (
+            "master" in v and ((o.ema and "--ema") or (o.keep_reference and "--keep-reference"))
+        ),
+        "masters that {found} copies stay in memory: leave out master",
+    ),
+    *refused(
+        "ssd",
+        lambda v, o: v and o.layers_per_step,
+        "--layers-per-step keeps the state of few blocks, which stays in memory",
+    ),
+    *refused(
+        "ssd",
+        lambda v, o: ("master" in v or "weights" in v) and o.memcpy_all_gather,
+        "GPUs cannot copy from each other's files: leave out --memcpy-all-gather",
+    ),
+    *without("offload_dir", lambda o: o.ssd, "--ssd, unless options are searched for"),
     *refused(
         "lmhead_chunks",
         lambda v, o: o.micro_tokens % v,

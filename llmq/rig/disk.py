@@ -1,0 +1,46 @@
+"""Rates of the directories of `--offload-dir`: large direct writes and reads, several at a time, as
+updates make them."""
+
+import mmap
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.bench.child import Job
+from llmq.runtime.files import BUFFER_BYTES, CHUNK, DEPTH, Files
+
+SIZE = 8 << 30  # bytes of scratch files: more than what disks keep in a memory of their own
+SECONDS = 20.0  # at most, in each direction
+
+
+def rate(move: Callable[[int, int, np.ndarray], Any], files: Files, size: int, seconds: float):
+    """GB/s of moving chunks between slots and files from start to end, again and again."""
+    begin = time.monotonic()
+
+    def run(first: int) -> int:
+        moved, chunk = 0, first
+        while time.monotonic() - begin < seconds:
+            move(chunk * CHUNK % size, CHUNK, files.slots[first])
+            moved, chunk = moved + CHUNK, chunk + DEPTH
+        return moved
+
+    with ThreadPoolExecutor(DEPTH) as pool:
+        moved = sum(pool.map(run, range(DEPTH)))
+    return moved / (time.monotonic() - begin) / 1e9
+
+
+def measure(job: Job, *, folders: Sequence[str], size: int = SIZE, **_: Any) -> None:
+    """Rig part `disk`. Notes `read` and `write`, GB/s of all directories together."""
+    buffers = np.frombuffer(mmap.mmap(-1, BUFFER_BYTES), np.uint8)
+    files = Files([Path(folder) for folder in folders], size, buffers)
+    for slot in files.slots:  # a disk may compress zeros
+        slot[:] = np.random.default_rng(0).integers(0, 256, slot.size, np.uint8)
+    seconds = min(SECONDS, job.left / 2)
+    found = {"write": rate(files.write, files, size, seconds)}
+    found["read"] = rate(files.read, files, size, seconds)
+    job.note(found)
+    files.close()
