@@ -468,12 +468,15 @@ class Weights:
 
         def begin(param: Param, target: Tensor, first: int) -> None:
             if not (zero_projections and param.init == "residual"):
-                self._first_values(param, target, first, config, seed)
+                first_values(self.dev, param, target, first, config, seed)
 
         for slab in self._with_masters():
-            self.dev.zero(self.master[slab.name])
-            for param, target, first in self._owned(slab):
-                begin(param, target, first)
+            for start, stop in _parts(master := self.master[slab.name]):
+                rows = master.rows(start, stop)
+                with self.dev.reached(rows, reads=False, writes=True) as part:
+                    self.dev.zero(part)
+                    for param, target, first in self._owned(slab, part, start):
+                        begin(param, target, first)
 
         def source(param: Param) -> tuple[Write, DType]:
             def write(target: Tensor, first: int) -> None:
@@ -498,10 +501,12 @@ class Weights:
         for slab in self._with_masters():
             master = self.master[slab.name]
             self.dev.zero(master)
-            for param, target, first in self._owned(slab):
+            for param, target, first in self._owned(slab, master):
                 values = read(param)
                 if values is None:
-                    self._first_values(param, target, first, *new)
+                    for start, stop in _parts(target):
+                        with self.dev.reached(target.rows(start, stop), writes=True) as part:
+                            first_values(self.dev, param, part, first + start, *new)
                     continue
                 flat = values.reshape(-1)[first : first + target.size]
                 start = param.offset + first - self.dev.mesh.index("shard") * slab.shard_size
@@ -512,24 +517,20 @@ class Weights:
             self.frozen.fill(stored.source(self.dev), stored)
         self.refresh()
 
-    def _first_values(self, param: Param, target: Tensor, first: int, *new: object) -> None:
-        for start, stop in _parts(target):
-            with self.dev.reached(target.rows(start, stop), writes=True) as part:
-                first_values(self.dev, param, part, first + start, *new)
-
     def _with_masters(self) -> list[Slab]:
         return [slab for slab in self.table if slab.name in self.master]
 
     def params(self) -> list[Param]:
         return [param for slab in self._with_masters() for param in slab.params]
 
-    def _owned(self, slab: Slab) -> list[tuple[Param, Tensor, int]]:
-        """Return (param, tensor, first element): this rank's part of each parameter, no padding."""
-        start = self.dev.mesh.index("shard") * slab.shard_size
+    def _owned(self, slab: Slab, part: Tensor, start: int = 0) -> list[tuple[Param, Tensor, int]]:
+        """Return (param, tensor, first element) of a part of this rank's shard, which begins at
+        element `start` of the shard: each parameter's elements, no padding."""
+        start += self.dev.mesh.index("shard") * slab.shard_size
         owned = []
-        for param, first, last in slab.pieces(start, start + slab.shard_size):
+        for param, first, last in slab.pieces(start, start + part.size):
             end = min(last, param.offset + param.rows * param.columns)
             if first < end:
-                target = self.master[slab.name].rows(first - start, end - start)
+                target = part.rows(first - start, end - start)
                 owned.append((param, target, first - param.offset))
         return owned
