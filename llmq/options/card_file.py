@@ -8,7 +8,7 @@ import math
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ class CardFile:
     beside: Mapping[str, Mapping[str, float]]
     beside_bus: bool = False
     slowest: float = 1.0
-    disk: Sequence[float] = ()
+    disk: Sequence[float] = field(default_factory=list)
 
     @property
     def day(self) -> str:

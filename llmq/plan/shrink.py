@@ -62,13 +62,16 @@ class Shrinker:
         """Return changes to make in this order, none superfluous; they may not be enough. Greedy:
         the next change costs the least time for each byte over the limit. start: first changes to
         try, such as those of a similar configuration. If both memories are short, greed can fill
-        host memory with the wrong state: then the state in host memory is chosen first."""
+        host memory, or files, with the wrong state: then the state in host memory is chosen
+        first."""
         found = self._cheapest(config, savers, start)
-        if self.limits.host is None or self.fits(having(config, found)):
+        greedy = self.fits(having(config, found))
+        if self.limits.host is None or (greedy and not config.offload_dir):
             return found
         places = [place for place, _ in self.host_choices(config)[:TRIES]]
         tried = [self.with_hosted(config, place, savers) for place in places]
         fitting = [changes for changes in tried if self.fits(having(config, changes))]
+        fitting += [found] if greedy else []
         return min(fitting, key=lambda each: self._seconds(having(config, each)), default=found)
 
     def _seconds(self, config: TrainConfig) -> float:
@@ -166,7 +169,8 @@ class Shrinker:
         enough = self.excess(having(config, found))
         for change in reversed(found[:-1]):
             rest = [c for c in found if c is not change]
-            if self.excess(having(config, rest)) <= enough:
+            then = having(config, rest)
+            if self._valid(then) and self.excess(then) <= enough:
                 found = rest
         return found
 
@@ -225,13 +229,19 @@ class Shrinker:
 
     def allowed(self, now: TrainConfig, change: Changes) -> TrainConfig | None:
         """The changed configuration; None if it is invalid or changes fixed options."""
-        try:
-            then = changed(now, change).validate_with(self.planner.model)
-        except ConfigError:
+        then = self._valid(changed(now, change))
+        if then is None:
             return None
         kept = all(getattr(then, name) == getattr(now, name) for name in self.fixed)
         kept &= "shard_over" not in change or self._reaches_all(then)
         return then if change and kept else None
+
+    def _valid(self, config: TrainConfig) -> TrainConfig | None:
+        """The configuration; None if options or model forbid it."""
+        try:
+            return config.validate_with(self.planner.model)
+        except ConfigError:
+            return None
 
     def _reaches_all(self, config: TrainConfig) -> bool:
         """True if there are several machines, and all their ranks can share a state."""

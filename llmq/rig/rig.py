@@ -221,7 +221,7 @@ def card_file_of(report: dict[str, Any]) -> CardFile:
             exchange={str(gpus): exchange} if exchange else {},
             beside={str(gpus): beside} if beside else {},
             beside_bus=beside_bus,
-            disk=[disk["read"], disk["write"]] if disk else (),
+            disk=[disk["read"], disk["write"]] if disk else [],
             slowest=measured["load"].get("slowest") or 1.0,
         )
     )

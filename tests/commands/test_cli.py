@@ -250,7 +250,11 @@ COMMANDS = [
     ("verify --model tiny --from-scratch", "bench.verify.run_verify", None),
     ("score tiny a.bin --from-scratch --out s", "run.evaluate.run_score", None),
     ("recipe --hours 1 --card h100 --host-memory 9GiB", "plan.recipe_report.run_recipe", None),
-    ("rig --out x/rig --minutes 3", "rig.rig.run_rig", {"out": Path("x/rig"), "minutes": 3.0}),
+    (
+        "rig --out x/rig --minutes 3 --offload-dir a --offload-dir b",
+        "rig.rig.run_rig",
+        {"out": Path("x/rig"), "minutes": 3.0, "folders": ["a", "b"]},
+    ),
     (
         "tokenize a.txt b.txt --tokenizer bytes --out data --workers 2 --overwrite",
         "text.tokenize.tokenize",

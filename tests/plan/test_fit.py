@@ -26,7 +26,7 @@ from llmq.plan import advice
 from llmq.plan.cost import Network
 from llmq.plan.estimate import FEW_LAYERS, Planner
 from llmq.plan.fit import Fit, SearchResult, choose, eight_bit_gain
-from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
+from llmq.plan.memory import Limits, OutOfMemory, SsdUse, needed_bytes
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.shrink import REARRANGING, ROUNDING, Shrinker, having
 from llmq.plan.target import CONTEXT_WHEN_ASKED, MachineOptions, target
@@ -131,6 +131,25 @@ def test_without_host_memory_there_is_another_way():
 
 
 FEW = {"batch_size": 1, "grad_accumulation": 1}
+
+
+def test_state_goes_to_files_where_host_memory_is_short():
+    """Predicted at the disk's rates: a faster disk makes the same step faster."""
+    given = {"grad_accumulation": 2, "batch_size": 8, "offload_dir": ["/disk"]}
+    (best, *_) = search("Qwen2.5-1.5B", "4060", 2, **given)
+    assert best.config.ssd and best.need.host <= 2 * GIB
+    planner = planner_for("Qwen2.5-1.5B", "4060")
+    use = SsdUse.of(planner.plan(best.config))
+    assert use.nbytes > GIB and use.read >= use.written > 0
+    fast = Planner(*planner_args(planner), replace(planner.card, disk=(12.0, 4.0)))
+    moved = [rate * use.read / 6e9 + rate * use.written / 2e9 for rate in (1.0, 0.5)]
+    gained = best.need.time.total - fast.exact(best.config).time.total
+    assert 0 < gained <= 1.01 * (moved[0] - moved[1])
+    assert "a disk rated for 600 TB lasts" in use.words(best.need.time.total)
+
+
+def planner_args(planner: Planner) -> tuple:
+    return planner.model, planner.spec, planner.backend
 
 
 def refusal(model: str, host: float | None, memory: float, **options: object) -> str:

@@ -15,8 +15,9 @@ from llmq.base.errors import ConfigError, DiskError, LlmqError
 from llmq.bench import child
 from llmq.ops.product.routes import Sizes, taken
 from llmq.options.card_file import path_of, read_card_file
+from llmq.options.cards import card_of_file
 from llmq.options.presets import preset
-from llmq.rig import bus, exchanges, facts, load, rig, steps
+from llmq.rig import bus, disk, exchanges, facts, load, rig, steps
 from llmq.rig.findings import words_on
 from llmq.rig.rig import card_file_of, run_rig
 from llmq.runtime.cost import Kind
@@ -173,6 +174,18 @@ class StandIn:
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+def test_a_disk_is_measured_and_kept(cache, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(disk, "SECONDS", 0.05)
+    measuring, noted = job(30)
+    disk.measure(measuring, folders=[str(tmp_path)], size=4 * disk.CHUNK)
+    assert noted[-1]["read"] > 0 and noted[-1]["write"] > 0
+    stand_in = StandIn(results() | {"disk": {"read": 7.0, "write": 3.5}})
+    run_rig(tmp_path / "rig", 10.0, stand_in, stand_in.clock, ["a", "b"])
+    kept = read_card_file(path_of(H100, 2))
+    assert kept.disk == [7.0, 3.5] == card_of_file(kept).disk
+    assert "reads 7.0 GB/s, writes 3.5 GB/s" in capsys.readouterr().out
 
 
 def test_a_rig_is_measured_within_its_time(cache, tmp_path, capsys):

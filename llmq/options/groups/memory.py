@@ -31,7 +31,7 @@ SSD_KINDS = {
     "weights": "offload_quants",
     "gradients": "offload_gradients",
 }
-"""What --ssd puts into files, the cheapest to move first, and the option that offloads it."""
+"""Kinds of state for --ssd, the cheapest to move first, and the options that offload them."""
 
 
 def parse_kinds(value: Any) -> str:
