@@ -24,7 +24,9 @@ from llmq.runtime.mesh import SHARD, Mesh
 
 
 def storages(dev: Device) -> dict[str, Storage]:
-    return {p: arena.storage for p, arena in dev.arenas.items()} | {"stack": dev.stack.storage}
+    """Return the memory that peers may reach, by place."""
+    places = {p: arena.storage for p, arena in dev.arenas.items() if arena.storage.tier.direct}
+    return places | {"stack": dev.stack.storage}
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
