@@ -30,7 +30,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from llmq.base.errors import DiskError, MachineError
+from llmq.base.dtypes import MIB
+from llmq.base.errors import DiskError, MachineError, warn_once
 from llmq.base.tensor import SSD, Tensor
 
 BLOCK = SSD.align
@@ -39,6 +40,7 @@ DEPTH = 4  # reads that are under way at a time, and as many writes
 SLOT = CHUNK + 3 * BLOCK  # a chunk may begin and end inside a block; the last block is spare
 # Alignment, a block of flags, the slots of reads and of writes, and one for the host's own copies.
 BUFFER_BYTES = 2 * BLOCK + (2 * DEPTH + 1) * SLOT
+SLOW = 5.0  # seconds of one read or write of which a run warns
 NAP = (2e-5, 1e-3)  # seconds between two looks at a flag, the first and the longest
 
 
@@ -78,7 +80,7 @@ class Files:
             stripe, inside = divmod(start, CHUNK)
             row, which = divmod(stripe, len(self._files))
             folder, file = self._files[which]
-            piece = data[: CHUNK - inside]
+            piece, begin = data[: CHUNK - inside], time.monotonic()
             try:
                 if call(file.fileno(), [piece], row * CHUNK + inside) != piece.size:
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -88,6 +90,11 @@ class Files:
                     f"--offload-dir '{folder}': the scratch file cannot be {verb} "
                     f"({error.strerror}); checkpoints are whole: see to the disk, and --continue"
                 ) from error
+            if (seconds := time.monotonic() - begin) > SLOW:
+                warn_once(
+                    f"--offload-dir '{folder}': the disk is slow, {piece.size / MIB:.0f} MiB took "
+                    f"{seconds:.0f} s: see what else uses it, and whether it is worn out"
+                )
             start, data = start + piece.size, data[piece.size :]
 
     def read(self, start: int, nbytes: int, slot: np.ndarray) -> np.ndarray:

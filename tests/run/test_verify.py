@@ -50,6 +50,8 @@ CASES = {
             "offload_quants": ""},
     "delayed": {**FP8, "fp8_recipe": "delayed", "recompute_block": ""},
     "two_ranks": {"gpus": 2, "zero_level": 2, "recompute_block": "", "offload_opt_m": ""},
+    "ssd": {**FP8, "zero_level": 3, "recompute_block": "", "persistent_quants": "",
+            "offload_dir": "files", "ssd": "opt-m,opt-v,master,weights,gradients"},
     "copies": {"gpus": 2, "zero_level": 3, "memcpy_all_gather": "", "memcpy_send_recv": "",
                "all_to_all_reduce": ""},
 }  # fmt: skip
@@ -74,8 +76,12 @@ def test_options_that_save_memory_change_nothing(capsys, changes):
 @pytest.mark.gpu
 @pytest.mark.skipif(gpu_problem() is not None, reason=str(gpu_problem()))
 @pytest.mark.parametrize("formats", [{"model_dtype": "bf16"}, FP8], ids=["bf16", "fp8"])
-def test_on_a_gpu(formats, capsys):
+@pytest.mark.parametrize("ssd", [False, True])
+def test_on_a_gpu(formats, ssd, capsys):
     memory = dict.fromkeys(("recompute_block", "offload_residual", "offload_opt_m"), "")
+    if ssd:
+        memory |= {"offload_dir": "files", "ssd": "opt-m,opt-v,gradients,master"}
+        memory |= {"persistent_quants": "", "offload_quants": ""} if formats is FP8 else {}
     assert run("--verify-steps=4", **formats, **memory, zero_level=3, device="cuda") == 0
     assert "--use-cuda-graphs" in capsys.readouterr().out
 
