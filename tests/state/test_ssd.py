@@ -73,7 +73,7 @@ def trainer(**changes: object) -> llmq.Trainer:
 
 
 def test_it_is_planned_saved_and_gone_on_from(tmp_path, monkeypatch):
-    """What lies in files does not count as host memory, and checkpoints need no files."""
+    """State in files does not count as host memory, and checkpoints need no files."""
     monkeypatch.chdir(make_workplace(tmp_path))
     with trainer(**on_ssd(tmp_path, "opt-m,opt-v")) as t, trainer(**MOMENTS) as pinned:
         sizes, without = t.plan.usage.sizes, pinned.plan.usage.sizes
