@@ -424,8 +424,8 @@ def rollout_time(
     plan: Plan, generation: Generation, config: TrainConfig, card: Card
 ) -> RolloutTime:
     """Return the time of a rollout of samples of --max-new-tokens behind prompts that leave no room
-    in --seq-len. A pass that decodes reads all weights, and keys and values of its texts, at the
-    card's bandwidth, beside GRAPH_LAUNCH for each launch."""
+    in --seq-len, so that each sample is a sequence. A pass that decodes reads all weights, and keys
+    and values of its texts, at the card's bandwidth, beside GRAPH_LAUNCH for each launch."""
     rates, new = _rates(plan, card, 1.0, ONE_MACHINE), config.max_new_tokens
     prompts = -(-config.prompts_per_step // plan.world_size)
     texts, prompt = prompts * config.num_samples, config.seq_len - new
@@ -437,9 +437,12 @@ def rollout_time(
     pieces = -(-prompt // min(generation.sizes["piece"], config.seq_len))
     sample = -(-texts // at_once) * new * one
     sample += prompts * pieces * replay(passes["prefill", prefill], rates).wall
-    scored = config.grad_accumulation if config.has_reference else 0
-    score = scored * replay(plan.evaluation, rates).wall
-    return RolloutTime(sample, score, config.updates * step_time(plan, card).total)
+    batches = min(-(-texts // config.batch_size), config.grad_accumulation)
+    score = batches * replay(plan.evaluation, rates).wall if config.has_reference else 0.0
+    step = step_time(plan, card)
+    update = step.parts["optimizer"]
+    train = update + (step.total - update) * batches / config.grad_accumulation
+    return RolloutTime(sample, score, config.updates * train)
 
 
 def _decoding(trace: Trace, rates: Rates) -> float:
