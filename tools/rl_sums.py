@@ -1,6 +1,6 @@
 """A small model that learns to add by rewards: fine-tuned until it adds some sums, then GRPO.
 
-    python tools/rl_sums.py [--digits 2] [--minutes 4] [--layers 2] [--width 128] [--device auto]
+    python tools/rl_sums.py [--digits 2] [--minutes 4] [--layers 4] [--width 256] [--device auto]
 
 Prompts are all sums of two numbers of so many digits as bytes, `17+25=`, of which a tenth is held
 out if there are many. The model begins with random numbers, and learns answers by cross-entropy
@@ -121,13 +121,13 @@ def main(
     digits: Annotated[int, typer.Option(help="Of each number.", min=1, max=4)] = 2,
     minutes: Annotated[float, typer.Option(help="Of rewards, at most.")] = 4.0,
     goal: Annotated[float, typer.Option(help="Right samples with which the run ends.")] = 0.95,
-    layers: int = 2,
-    width: int = 128,
+    layers: int = 4,
+    width: int = 256,
     device: str = "auto",
-    lr: Annotated[float, typer.Option(help="Learning rate of rewards.")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="Learning rate of rewards.")] = 3e-4,
     prompts: Annotated[int, typer.Option(help="Of a step.")] = 64,
     samples: Annotated[int, typer.Option(help="Of a prompt.")] = 16,
-    updates: Annotated[int, typer.Option(help="Optimizer steps on these samples.")] = 4,
+    updates: Annotated[int, typer.Option(help="Optimizer steps on these samples.")] = 1,
 ) -> None:
     """Print a table."""
     heads, every = width // 32, sums(digits)
