@@ -163,7 +163,7 @@ def row(side: str, found: Found, job: Job) -> str:
 
 
 def measured(side: str, job: Job) -> Found:
-    """What a side finds in a process of its own; `error`: the end of its output, if it fails."""
+    """Return the result of a side in a process of its own; `error`: the end of a failure's output."""
     command = [
         sys.executable,
         __file__,
