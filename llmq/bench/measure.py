@@ -161,7 +161,9 @@ def _measured(
         if not np.isfinite(loss):
             raise LlmqError(f"the loss became {loss}, so its speed means nothing")
         light = speed_of_light(config, trainer.model, dev.spec.name, trainer.world_size)
-        counted = flops_per_token(trainer.model, config.seq_len, adapters_of(config))
+        counted = flops_per_token(
+            trainer.model, config.seq_len, adapters_of(config), config.mtp_part(config.batch_size)
+        )
         flops = sum(asdict(counted).values())
         result = {
             "tokens_per_second": tokens / step,

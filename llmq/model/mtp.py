@@ -3,12 +3,14 @@
     output of the trunk's final norm, tokens ahead -> joined (rows, 2C)
     joined -> fc -> block -> norm -> losses of targets ahead
 
-The head's loss has no gradient of the trunk. Its gradients are divided by the number of the trunk's
+The head sees the first sequences of a micro-batch (--mtp-share): its time grows with their number.
+Its loss has no gradient of the trunk. Its gradients are divided by the number of the trunk's
 targets, as all of a step. Head and trunk take turns with the gradients of the stream: the head runs
 between the trunk's forward and backward passes.
 """
 
 from dataclasses import replace
+from itertools import count
 
 from llmq.arch.model_config import ModelConfig
 from llmq.arch.mtp import MTP, block_config
@@ -41,7 +43,8 @@ MTP_STATS = ("mtp_loss", "mtp_acceptance")
 
 
 class MtpHead:
-    """Activations of one micro-step. d_residual, d_norm: (rows, C), scratch of the trunk."""
+    """Activations of one micro-step. d_residual, d_norm: scratch of the trunk, (rows, C) of the
+    sequences that the head sees."""
 
     def __init__(
         self,
@@ -53,13 +56,15 @@ class MtpHead:
         d_residual: Tensor,
         d_norm: Tensor,
     ):
-        self.dev, self.config, self.inputs = dev, config, inputs
-        self.d_residual, self.d_norm = d_residual, d_norm
-        own = block_config(config)
-        options = options._replace(model=replace(options.model, lora_rank=None, train=None))
+        """inputs, d_residual, d_norm: of all sequences."""
+        self.dev, self.config, self._of_trunk = dev, config, inputs.targets
+        own, options = block_config(config), _own_options(options)
         operands = Operands(dev)
         operands.prepare(own, options, None)
         (rows, C), dtype = operands.shape, operands.dtype
+        self.d_residual, self.d_norm = (d.rows(0, rows) for d in (d_residual, d_norm))
+        seen = (each and each.rows(0, options.batch.batch_size) for each in inputs[:3])
+        self.inputs = inputs = StepInputs(*seen)
         ids = inputs.tokens.shape
         self.tokens = dev.alloc("mtp.tokens", ids, I32, "Activations")
         self.targets = dev.alloc("mtp.targets", ids, I32, "Activations")
@@ -82,9 +87,9 @@ class MtpHead:
         self.head = Head(dev, own, operands, options, self.residuals.final)
 
     def run(self, hidden: Tensor, weights: Weights, grads: Gradients, logits: str) -> None:
-        """Losses and gradients of a micro-batch. hidden: (rows, C), output of the trunk's final
-        norm. logits: the block of the matrix that makes logits."""
-        of_inputs = self.inputs
+        """Losses and gradients of a micro-batch. hidden: output of the trunk's final norm, of all
+        sequences. logits: the block of the matrix that makes logits."""
+        of_inputs, hidden = self.inputs, hidden.rows(0, self.targets.size)
         mtp.shift(
             self.dev, self.tokens, self.targets, of_inputs.tokens, of_inputs.targets,
             of_inputs.first_key,
@@ -139,8 +144,24 @@ class MtpHead:
                 self.norm.backward(unused, g[key], None, d_norm, x, w[key], self._stats[i], None)
 
     def add(self, stats: Tensor, trunk: Tensor) -> None:
-        """Add a micro-batch to a step's statistics, F64 as MTP_STATS. trunk: F32 (rows,), losses of
-        the trunk's targets."""
-        n = trunk.size
-        targets, of_trunk = self.targets.view(n), self.inputs.targets.view(n)
-        mtp.stats(self.dev, stats, self.head.losses, trunk, targets, of_trunk)
+        """Add a micro-batch to a step's statistics, F64 as MTP_STATS. trunk: F32, losses of the
+        trunk's targets, of all sequences."""
+        n = self.targets.size
+        targets, of_trunk = self.targets.view(n), self._of_trunk.view(trunk.size)
+        mtp.stats(self.dev, stats, self.head.losses, trunk.rows(0, n), targets, of_trunk)
+
+
+def _own_options(options: StepOptions) -> StepOptions:
+    """The options of a model of the sequences that the head sees, without adapters, in chunks that
+    are not larger than the trunk's."""
+    model, batch, memory = options.model, options.batch, options.memory
+    B, S = batch.batch_size, model.mtp_sequences(batch.batch_size)
+    rows = S * batch.local_seq_len
+    chunks, parts = (-(-n * S // B) for n in (memory.lmhead_chunks, memory.attn_bwd_chunks))
+    chunks = next(n for n in count(chunks) if rows % n == 0)
+    parts = next(n for n in count(parts) if S % n == 0 or n % S == 0)
+    return options._replace(
+        model=replace(model, lora_rank=None, train=None),
+        batch=replace(batch, batch_size=S),
+        memory=replace(memory, lmhead_chunks=chunks, attn_bwd_chunks=parts),
+    )

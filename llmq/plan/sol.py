@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from llmq.arch.model_config import ModelConfig
-from llmq.arch.mtp import MTP, block_config
+from llmq.arch.mtp import block_config
 from llmq.options.adapters import Adapters, all_adapted
 from llmq.options.cards import CARDS
 
@@ -18,13 +18,14 @@ class FlopsPerToken:
 
 
 def flops_per_token(
-    config: ModelConfig, seq_len: int, adapters: Adapters | None = None
+    config: ModelConfig, seq_len: int, adapters: Adapters | None = None, mtp_part: float = 0.0
 ) -> FlopsPerToken:
     """FLOPs by llm.q's formula: forward and two backward products; attention counts its causal
     half. Windows leave their share of this half; documents within a sequence count as one; the
     state updates of gated delta nets count as attention. With adapters a frozen matrix has one
     backward product, and so the LM head that a head for multi-token prediction shares. Without a
-    matrix that has adapters there is no backward pass but that of such a head."""
+    matrix that has adapters there is no backward pass but that of such a head. mtp_part: part
+    of the sequences of which it is trained."""
     L = config.num_layers
     used = sum(matrix.used for layer in range(L) for matrix in config.matrices(layer))
     halves = [half for layer in range(L) for half in config.halves(layer)]
@@ -41,13 +42,14 @@ def flops_per_token(
         lm_head=head * config.outputs * config.hidden_size,
         attention=passes * (2 * pairs + sum(half.flops for half in halves)),
     )
-    if adapters is None or MTP not in adapters.train:
+    if not mtp_part:
         return found
     ahead = flops_per_token(block_config(config), seq_len)
+    own = ahead.blocks + 6 * 2 * config.hidden_size**2
     return FlopsPerToken(
-        blocks=found.blocks + ahead.blocks + 6 * 2 * config.hidden_size**2,
-        lm_head=found.lm_head + 4 * config.outputs * config.hidden_size,
-        attention=found.attention + ahead.attention,
+        blocks=found.blocks + int(mtp_part * own),
+        lm_head=found.lm_head + int(mtp_part * 4 * config.outputs * config.hidden_size),
+        attention=found.attention + int(mtp_part * ahead.attention),
     )
 
 

@@ -110,7 +110,9 @@ def speed_of_light(
     found = peaks(device_name)
     if found is None:
         return None
-    flops = flops_per_token(model, config.seq_len, adapters_of(config))
+    flops = flops_per_token(
+        model, config.seq_len, adapters_of(config), config.mtp_part(config.batch_size)
+    )
     formats = (config.matmul_dtype, config.head_dtype, config.model_dtype)
     of_card = dict(zip(_NAMES, found, strict=True))
     used = [of_card[name] for name in formats]

@@ -26,7 +26,7 @@ from tests.models import (
 )
 from tests.mtp import PARTS, MtpHead, with_head
 
-LORA = {"lora_rank": 2, "train": ("mtp",)}
+LORA = {"lora_rank": 2, "train": ("mtp",), "mtp_share": 1.0}
 
 
 def model_of(name: str) -> transformers.PreTrainedModel:
@@ -88,6 +88,25 @@ def test_losses_and_gradients_are_those_of_torch(name, packed, tmp_path):
         assert error <= GRADIENT_RTOL * np.linalg.norm(want) > 0, key
 
 
+def test_the_first_sequences_train_the_head(tmp_path):
+    """The head's numbers are of these sequences; gradients are sums over their targets."""
+    model = model_of("qwen3_5_moe")
+    head, named = with_head("qwen3_5_moe", model, tmp_path / "m")
+    inputs, targets = random_batch(np.random.default_rng(0), B=5)
+    options = LORA | {"mtp_share": 0.5, "batch_size": 5, "attn_bwd_chunks": 5, "lmhead_chunks": 10}
+    with trainer_for(tmp_path / "m", **options) as trainer:
+        result = trainer.step([(inputs, targets)])
+        assert trainer.usage == trainer.plan.usage
+        fc = trainer.gradients()["mtp.fc.weight"]
+    ahead, trunk = losses_of(model, head, [(inputs[:2], targets[:2])])
+    ahead.sum().backward()
+    assert result.numbers["mtp_loss"] == pytest.approx(ahead.mean().item(), rel=LOSS_RTOL)
+    accepted = torch.exp(trunk - ahead.detach()).clamp(max=1).mean().item()
+    assert result.numbers["mtp_acceptance"] == pytest.approx(accepted, rel=1e-4)
+    want = named["mtp.fc.weight"].grad.numpy()
+    assert np.linalg.norm(fc - want) <= GRADIENT_RTOL * np.linalg.norm(want)
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "glm4_moe"])
 def test_heads_are_written_read_and_merged_under_published_names(name, tmp_path):
     model = model_of(name)
@@ -103,7 +122,7 @@ def test_heads_are_written_read_and_merged_under_published_names(name, tmp_path)
     with trainer_for(tmp_path / "m", **options) as trainer:
         trainer.load(checkpoint)
         assert trainer.step([then]).numbers["mtp_loss"] == want
-    with trainer_for(tmp_path / "m", adapter=tmp_path / "adapters") as trainer:
+    with trainer_for(tmp_path / "m", adapter=tmp_path / "adapters", mtp_share=1.0) as trainer:
         assert trainer.config.train == ("mtp",)
         assert trainer.step([then]).numbers["mtp_loss"] == want
     peft.PeftModel.from_pretrained(model, tmp_path / "adapters")  # which knows no head

@@ -2,7 +2,7 @@
 //
 //   shift    tokens, targets of the position ahead; -100 at a document's last position
 //   stats    stats[0] += k * mean loss of the head, stats[1] += k * mean of min(1, q / p),
-//            k the number of the trunk's targets, p and q a target's probability by trunk and head
+//            k the number of the trunk's targets (of all `every`), p and q a target's probability by trunk and head
 //
 // Data     declared in llmq/ops/loss/mtp.py. starts: first position of each token's document in its
 //          row, or null. Negative targets are masked. trunk: losses, whose position i + 1 has the
@@ -24,11 +24,11 @@ mtp_shift(i32* __restrict__ tokens, i32* __restrict__ targets, const i32* __rest
 
 extern "C" __global__ void __launch_bounds__(1024)
 mtp_stats(f64* __restrict__ stats, const f32* __restrict__ losses, const f32* __restrict__ trunk,
-          const i32* __restrict__ targets, const i32* __restrict__ of_targets, i64 n) {
+          const i32* __restrict__ targets, const i32* __restrict__ of_targets, i64 n, i64 every) {
     __shared__ f64 shared[32];
-    f64 loss = 0.0, accepted = 0.0, count = 0.0, every = 0.0;
+    f64 loss = 0.0, accepted = 0.0, count = 0.0, times = 0.0;
+    for (i64 i = threadIdx.x; i < every; i += 1024) { times += of_targets[i] >= 0 ? 1.0 : 0.0; }
     for (i64 i = threadIdx.x; i < n; i += 1024) {
-        every += of_targets[i] >= 0 ? 1.0 : 0.0;
         if (targets[i] < 0) { continue; }
         loss += losses[i];
         accepted += expf(fminf(trunk[i + 1] - losses[i], 0.0f));
@@ -37,9 +37,9 @@ mtp_stats(f64* __restrict__ stats, const f32* __restrict__ losses, const f32* __
     loss = block_sum(loss, shared);
     accepted = block_sum(accepted, shared);
     count = block_sum(count, shared);
-    every = block_sum(every, shared);
+    times = block_sum(times, shared);
     if (threadIdx.x == 0 && count > 0.0) {
-        stats[0] += every / count * loss;
-        stats[1] += every / count * accepted;
+        stats[0] += times / count * loss;
+        stats[1] += times / count * accepted;
     }
 }

@@ -15,7 +15,8 @@ SHIFT = Kernel(
 STATS = Kernel(
     "loss/mtp.cu",
     "mtp_stats",
-    "inout f64[2] stats, f32[n] losses, f32[n] trunk, i32[n] targets, i32[n] of_targets, i64 n",
+    "inout f64[2] stats, f32[n] losses, f32[n] trunk, i32[n] targets, i32[every] of_targets, "
+    "i64 n, i64 every",
 )
 
 
@@ -39,5 +40,7 @@ def stats(
 ) -> None:
     """stats F64 (2,) += the number of the trunk's targets times two means: the head's loss, and
     min(1, q / p). The latter is the part of the head's guesses that speculative sampling accepts,
-    if targets are samples of the trunk. losses: F32 (n,), of the head. trunk: of the trunk."""
-    dev.launch(STATS, 1, STATS_THREADS, (stats, losses, trunk, targets, of_targets, losses.size))
+    if targets are samples of the trunk. losses: F32 (n,), of the head. trunk: of the trunk, at the
+    same positions. of_targets: all of the trunk's, n or more."""
+    sizes = losses.size, of_targets.size
+    dev.launch(STATS, 1, STATS_THREADS, (stats, losses, trunk, targets, of_targets, *sizes))

@@ -163,6 +163,13 @@ class ModelOptions:
         f"Parts of the model that are trained beside adapters, some of {', '.join(LORA_PARTS)}",
         parse=parse_parts,
     )
+    mtp_share: float | None = option(
+        None,
+        "Part of each micro-batch's sequences, the first ones and at least one, that --train mtp "
+        "computes; {rule}",
+        above=0,
+        max=1,
+    )
     only_scores: bool = False
     """Not an option: True for `llmq score`, which computes losses and trains nothing."""
 
@@ -196,6 +203,15 @@ class ModelOptions:
     def trains_mtp_alone(self) -> bool:
         """True if nothing but a head for multi-token prediction is trained."""
         return self.trains_mtp and self.lora_targets == NONE
+
+    def mtp_sequences(self, batch_size: int) -> int:
+        """The first sequences of a micro-batch, of which a head for multi-token prediction is
+        trained."""
+        return max(int(self.mtp_share * batch_size), 1)
+
+    def mtp_part(self, batch_size: int) -> float:
+        """The part of a micro-batch of which such a head is trained."""
+        return self.mtp_sequences(batch_size) / batch_size if self.trains_mtp else 0.0
 
     @property
     def is_quantized(self) -> bool:
@@ -231,6 +247,12 @@ MODEL_RULES = (
         lambda o: ("head",) if o.head == "score" else ("new-rows",) if o.add_tokens else (),
         help="with --add-tokens new-rows, with a score head head, if not given",
     ),
+    default(
+        "mtp_share",
+        lambda o: 1.0 if o.trains_mtp_alone else 0.25,
+        lambda v, o: o.trains_mtp,
+        help="0.25 if not given, 1 where nothing else is trained",
+    ),
     *refused(
         "add_tokens",
         lambda v, o: v is not None and o.head == "score" and o.wants_adapters,
@@ -241,6 +263,11 @@ MODEL_RULES = (
         "lora_dora lora_dropout lora_scaling lora_plus train",
         lambda v, o: o.only_scores and o.adapter is None,
         "has no effect: a model without --adapter is scored without adapters",
+    ),
+    *idle(
+        "mtp_share",
+        lambda v, o: v is not None and o.adapter is None and MTP not in (o.train or ()),
+        "has no effect without --train mtp",
     ),
     *refused(
         "text_only",

@@ -18,10 +18,10 @@ def mtp_shift(tokens, targets, of_tokens, of_targets, starts, n, seq_len):
     targets[...] = np.where(last, MASKED, np.roll(of_targets, -1, axis=1))
 
 
-def mtp_stats(stats, losses, trunk, targets, of_targets, n):
+def mtp_stats(stats, losses, trunk, targets, of_targets, n, every):
     """Reference of mtp_stats: stats F64 (2,) += the number of the trunk's targets times the means
     over `targets` of the head's loss, and of min(1, q / p): p and q are a target's probabilities by
-    the trunk and by the head. losses, trunk: F32 (n,)."""
+    the trunk and by the head. losses, trunk: F32 (n,). of_targets: (every,), of all sequences."""
     at = np.flatnonzero(targets.reshape(-1) >= 0)
     if at.size == 0:
         return

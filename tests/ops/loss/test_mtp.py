@@ -22,7 +22,8 @@ def test_equals_reference(dev, rng, case, packed):
     empty = {name: np.full(case, 7, np.int32) for name in ("tokens", "targets")}
     ahead = compared(dev, mtp.shift, empty | given)["targets"].reshape(-1)
     losses, trunk = rng.exponential(2, (2, tokens.size)).astype(np.float32)
-    given = {"losses": losses, "trunk": trunk, "targets": ahead, "of_targets": targets.reshape(-1)}
+    given = {"losses": losses, "trunk": trunk, "targets": ahead}
+    given["of_targets"] = np.append(targets, [3, -100, 5]).astype(np.int32)  # of more sequences
     given["stats"] = np.array([1.0, 2.0])
     got, want = (run(each, mtp.stats, given)["stats"] for each in (dev, host_device()))
     np.testing.assert_allclose(got, want, rtol=1e-6)

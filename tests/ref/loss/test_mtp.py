@@ -21,7 +21,7 @@ def test_statistics_are_means_times_the_targets():
     stats, log = np.zeros(2), np.log
     losses = -log(np.array([0.2, 0.5, 0.9], np.float32))
     trunk = -log(np.array([0.9, 0.8, 0.25], np.float32))
-    targets, of_trunk = np.array([5, 6, -100]), np.array([4, 5, 6])
-    ref.mtp_stats(stats, losses, trunk, targets, of_trunk, 3)
-    np.testing.assert_allclose(stats[0], 3 * -log(0.2 * 0.5) / 2, rtol=1e-6)
-    np.testing.assert_allclose(stats[1], 3 * (0.2 / 0.8 + 1) / 2, rtol=1e-6)
+    targets, of_trunk = np.array([5, 6, -100]), np.array([4, 5, 6, 7])
+    ref.mtp_stats(stats, losses, trunk, targets, of_trunk, 3, 4)
+    np.testing.assert_allclose(stats[0], 4 * -log(0.2 * 0.5) / 2, rtol=1e-6)
+    np.testing.assert_allclose(stats[1], 4 * (0.2 / 0.8 + 1) / 2, rtol=1e-6)
