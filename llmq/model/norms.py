@@ -56,20 +56,17 @@ class Normalization:
     ) -> None:
         """to = norm(x). added: two tensors, x = their sum before. All are (rows, C)."""
         dev, (rstd, mean) = self.dev, stats
-        if self.once and not added:
-            self.post(to, stats, x, None, weight)
-            return
         with ExitStack() as temps:
             fp8 = _by_row(dev, temps, to, x.shape)
             if added:
                 norm.forward_residual(
                     dev, x, to.tensor, mean, rstd, *added, weight, bias, self.eps,
-                    offset=self.offset, abs_max=to.abs_max, fp8=fp8,
+                    offset=self.offset, once=self.once, abs_max=to.abs_max, fp8=fp8,
                 )  # fmt: skip
             else:
                 norm.forward(
                     dev, to.tensor, mean, rstd, x, weight, bias, self.eps,
-                    offset=self.offset, abs_max=to.abs_max, fp8=fp8,
+                    offset=self.offset, once=self.once, abs_max=to.abs_max, fp8=fp8,
                 )  # fmt: skip
             if fp8 is not to.fp8:
                 quantize.transpose(dev, to.fp8.transposed, fp8.codes)

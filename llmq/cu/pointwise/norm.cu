@@ -13,7 +13,7 @@
 //              d_weight = sum over rows of d_out * x_hat        d_bias = sum over rows of d_out
 //
 //   OFFSET = 1, of RMSNorm: 1 + weight (F32) takes the place of weight everywhere, and forward
-//   rounds as post does, T(rstd * x * (1 + weight)).
+//   rounds as post does, T(rstd * x * (1 + weight)). ROUND_ONCE = 1: forward alone rounds so.
 //
 // Data     declared in llmq/ops/pointwise/norm.py. partial: sums of a block for d_weight, then
 //          d_bias; null with SUMS = 0. abs_max, with ABS_MAX = 1: raised to the largest |out|,
@@ -27,6 +27,10 @@
 #include "common.cuh"
 #include "fp8.cuh"
 #include "ptx.cuh"
+
+#ifndef ROUND_ONCE
+#define ROUND_ONCE 0
+#endif
 
 constexpr int N = Vec<T>::N;
 constexpr int ROWS = block_rows(WARPS, 4), THREADS = 32 * WARPS * ROWS;  // of a block
@@ -148,7 +152,7 @@ __device__ __forceinline__ void forward(T* residual_out, T* out, f32* mean, f32*
 #pragma unroll
                 for (int k = 0; k < N; k += 2) {
                     const float2 x = values.v[i].two(k);
-                    if constexpr (ADDITION == AFTER || OFFSET) {
+                    if constexpr (ADDITION == AFTER || OFFSET || ROUND_ONCE) {
                         const float2 f = factors(w_i, k);
                         normed.set_two(k, x.x * scale * f.x, x.y * scale * f.y);
                     } else {

@@ -78,6 +78,7 @@ def forward(
     eps: float,
     *,
     offset: bool = False,
+    once: bool = False,
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
@@ -87,7 +88,8 @@ def forward(
                    with offset                           out = T(rstd * x * (1 + weight))
         LayerNorm  rstd = 1 / sqrt(variance(x) + eps)    out = T((x - mean) * rstd * weight + bias)
 
-    offset, for RMSNorm only, rounds as HF's Gemma3. LayerNorm has mean and bias, RMSNorm neither.
+    offset, for RMSNorm only, rounds as HF's Gemma3. once: so without the offset. LayerNorm has mean
+    and bias, RMSNorm neither.
     out may be None with fp8, out in FP8, not transposed. abs_max is raised to the largest |out|.
     """
     op = "norm.forward"
@@ -96,6 +98,7 @@ def forward(
     launch = _launch(op, dev, x, mean, abs_max, fp8, offset)
     args = (out, mean, rstd, x, weight, bias, eps, rows, C)
     consts, args = launch.consts_for(writes_out=out is not None), (*args, *launch.results)
+    consts |= {"ROUND_ONCE": 1} if once else {}
     dev.launch(NORM_FORWARD, launch.blocks, launch.threads, args, consts=consts)
 
 
@@ -112,6 +115,7 @@ def forward_residual(
     eps: float,
     *,
     offset: bool = False,
+    once: bool = False,
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
@@ -125,6 +129,7 @@ def forward_residual(
     launch = _launch(op, dev, residual, mean, abs_max, fp8, offset)
     args = (residual_out, out, mean, rstd, residual, branch, weight, bias, eps, rows, C)
     consts, args = launch.consts_for(writes_out=out is not None), (*args, *launch.results)
+    consts |= {"ROUND_ONCE": 1} if once else {}
     dev.launch(NORM_FORWARD_RESIDUAL, launch.blocks, launch.threads, args, consts=consts)
 
 

@@ -88,27 +88,29 @@ def _emit(
     emit_fp8(codes, None, scale, saturated, out)
 
 
-def norm_forward(out, mean, rstd, x, weight, bias, eps, rows, C, *results, offset=0):
+def norm_forward(out, mean, rstd, x, weight, bias, eps, rows, C, *results, offset=0, round_once=0):
     """out = T(T(rstd * x) * weight), with rstd = 1 / sqrt(mean(x^2) + eps). LayerNorm: out = T((x -
     mean) * rstd * weight + bias), with rstd = 1 / sqrt(variance(x) + eps)."""
     out = np.empty_like(x) if out is None else out
     if mean is None:
-        _rms_norm(out, rstd, compute(x), norm_factor(weight, offset), eps, once=offset)
+        once = offset or round_once
+        _rms_norm(out, rstd, compute(x), norm_factor(weight, offset), eps, once)
     else:
         _layer_norm(out, mean, rstd, compute(x), weight, bias, eps)
     _emit(out, *results)
 
 
 def norm_forward_residual(
-    residual_out, out, mean, rstd, residual, branch, weight, bias, eps, rows, C, *results, offset=0
-):
+    residual_out, out, mean, rstd, residual, branch, weight, bias, eps, rows, C, *results, offset=0,
+    round_once=0,
+):  # fmt: skip
     """residual_out = T(residual + branch), then the norm of the rounded sum."""
     if residual_out.dtype == compute(residual).dtype:
         np.add(residual, branch, out=residual_out)
     else:
         residual_out[...] = compute(residual) + compute(branch)
     args = (out, mean, rstd, residual_out, weight, bias, eps, rows, C, *results)
-    norm_forward(*args, offset=offset)
+    norm_forward(*args, offset=offset, round_once=round_once)
 
 
 def norm_post(out, rstd, x, residual, weight, eps, rows, C, *results, offset=0):

@@ -118,6 +118,11 @@ def test_offset(dev, rng, dtype):
     run_exact(dev, lambda dev, **t: call(dev, **t), post)
     alone = run_exact(dev, lambda dev, **t: call(dev, **t), post | {"residual": None})
     np.testing.assert_array_equal(alone["out"], got["out"])
+    once = run_exact(dev, lambda dev, **t: norm.forward(dev, **t, eps=EPS, once=True), arrays)
+    want = run(dev, lambda dev, **t: norm.post(dev, **t, eps=EPS), post | {"residual": None})
+    np.testing.assert_array_equal(once["out"], want["out"])
+    call = partial(norm.forward_residual, eps=EPS, once=True)
+    run_exact(dev, lambda dev, **t: call(dev, **t), fused)
     run_exact(
         dev, call_backward(False, offset=True), backward_arrays(rng, shape, dtype, F32, False)
     )
