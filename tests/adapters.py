@@ -15,6 +15,7 @@ FUSED = {
 }
 SPLIT = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 FUSED["granitemoehybrid"] = [*SPLIT[:4], "in_proj", "out_proj", "input_linear", "output_linear"]
+FUSED["nemotron_h"] = [*SPLIT[:4], "in_proj", "up_proj", "down_proj"]
 FUSED["gemma4_e2b"] = [*SPLIT, "per_layer_input_gate", "per_layer_projection"]
 
 

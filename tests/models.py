@@ -14,6 +14,7 @@ import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
 from llmq.base.result import Result
+from llmq.checkpoint.hf import name_beside
 from llmq.run.trainer import Trainer
 from llmq.state.params import weight_table
 
@@ -141,6 +142,12 @@ CONFIGS = {
         shared_intermediate_size=160, layer_types=["mamba", "attention"], mamba_n_heads=16,
         mamba_expand=8, mamba_d_state=32, pad_token_id=None,
     ),
+    "nemotron_h": lambda: transformers.NemotronHConfig(
+        **_SHARED, layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+        head_dim=32, ssm_state_size=32, mamba_num_heads=16, mamba_head_dim=32, n_groups=2,
+        n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=48, pad_token_id=None,
+        moe_shared_expert_intermediate_size=80, routed_scaling_factor=2.5,
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=64,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
@@ -148,7 +155,7 @@ CONFIGS = {
 }  # fmt: skip
 
 WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "gpt_oss")
-WITH_EXPERTS += ("gemma4_a4b", "qwen3_5_moe", "qwen3_next", "deepseek_v3")
+WITH_EXPERTS += ("gemma4_a4b", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "nemotron_h")
 
 
 def hf_model(name: str, seed: int = 0, **changed: object) -> transformers.PreTrainedModel:
@@ -249,7 +256,8 @@ def pieces(trainer: Trainer, arrays: dict[str, np.ndarray]) -> dict[str, np.ndar
         for param in slab.params:
             for part in param.hf:
                 rows = param.by_row(arrays[param.name])[part.start : part.stop]
-                out[part.name] = part.stored(rows)
+                name = name_beside(trainer.model.arch.file_prefix, part.name)
+                out[name] = part.stored(rows)
     return out
 
 

@@ -25,6 +25,7 @@ from llmq.arch.lfm2 import Lfm2
 from llmq.arch.llama import Arcee, Cwm, Llama
 from llmq.arch.minimax_m2 import MiniMaxM2
 from llmq.arch.mistral import Ministral, Ministral3, Mistral, Mixtral
+from llmq.arch.nemotron_h import NemotronH
 from llmq.arch.olmo2 import Olmo2, Olmo3, Olmoe
 from llmq.arch.phi3 import Phi3
 from llmq.arch.qwen2 import Qwen2, Qwen2Moe
@@ -44,7 +45,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         SmolLm3(), Olmo3(), SeedOss(), Exaone4(), Gemma(), Ministral(), Cwm(), Starcoder2(),
         Glm(), Glm4(), Ernie45(), Helium(), Granite(), Arcee(), Ministral3(),
         Gemma4(), Gemma4Unified(), Glm4Moe(), MiniMaxM2(), Lfm2(), DeepseekV2(),
-        DeepseekV3(), Glm4MoeLite(), GraniteHybrid(),
+        DeepseekV3(), Glm4MoeLite(), GraniteHybrid(), NemotronH(),
     )
 }  # fmt: skip
 """Every supported architecture by the name that config.json gives in "architectures"."""

@@ -150,6 +150,8 @@ class Architecture:
     """Fields of ModelConfig that only some architectures set, this one among them."""
     modules: Mapping[str, tuple[str, ...]]
     """By parameter: the Hugging Face modules whose rows, in this order, make it up; {}: layer."""
+    file_prefix = ""
+    """Prefix of names in files, in the place of "model."; empty where files have "model."."""
     transposed = False
     """Matrices of blocks are stored (in_features, out_features)."""
     gate_first = False
@@ -268,7 +270,7 @@ class Architecture:
         """Fields that a model of this architecture must have, given its other fields."""
         names = "windowed_layers rope_layers local_rope_theta query_growth attention_scale".split()
         names += "logit_softcap experts mixers latent full_kv_heads full_head_dim".split()
-        names += ["shared_keys", "per_layer_size"]
+        names += ["shared_keys", "per_layer_size", "mlp_layers"]
         others = dict.fromkeys(names) | dict.fromkeys(MULTIPLIERS, 1.0)
         others |= dict.fromkeys(("keys_as_values", "wide_mlp"), False)
         others = {name: value for name, value in others.items() if name not in self.own_fields}

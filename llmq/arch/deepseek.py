@@ -10,10 +10,12 @@ from llmq.arch.latent import LATENT_SIZES, LATENT_TARGETS, LatentAttention, late
 from llmq.arch.matrix import HalfSpec
 from llmq.base.errors import ConfigError
 
+_METHODS = ("greedy", "group_limited_greedy")
+"""How routers of DeepSeek-V2 choose, without groups and with groups."""
+
 
 class DeepseekV3(Glm4Moe):
-    """Routers choose among all experts; where a config lets them choose groups first, it is
-    refused."""
+    """Routers choose groups of experts first."""
 
     name = "DeepseekV3ForCausalLM"
     classifier = "DeepseekV3ForSequenceClassification"
@@ -47,8 +49,6 @@ class DeepseekV3(Glm4Moe):
         queries = get(given, "q_lora_rank", int, None)
         sizes = {key: size(given, name) for key, name in list(LATENT_SIZES.items())[1:]}
         latent = LatentAttention(query_rank=queries, **sizes)
-        if given.get("topk_group") == given.get("n_group"):  # all groups, or there are none
-            given |= {"n_group": 1, "topk_group": 1}
         own = {"head_dim": latent.head_dim, "num_key_value_heads": heads}
         fields = super().read_sizes(given | own | {"partial_rotary_factor": 1.0})
         return fields | {"latent": latent}
@@ -87,13 +87,16 @@ class DeepseekV2(DeepseekV3):
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """transformers never divides weights of this family by their sum."""
-        reject(hf, "topk_method", "greedy")
+        reject(hf, "topk_method", *_METHODS)
+        if hf.get("topk_method", _METHODS[0]) == _METHODS[0]:
+            hf = {**hf, "n_group": 1, "topk_group": 1}
         reject(hf, "norm_topk_prob", False, None)
         reject(hf, "mlp_bias", False, None)
         return super().read_sizes({**hf, "norm_topk_prob": False})
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        return super().write_sizes(model) | {"topk_method": "greedy"}
+        method = _METHODS[model.experts.groups > 1]
+        return super().write_sizes(model) | {"topk_method": method}
 
 
 class Glm4MoeLite(DeepseekV3):

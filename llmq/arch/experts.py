@@ -5,12 +5,15 @@
              [+ sigmoid(shared_gate @ x) * the same of the shared expert, which may have no gate]
 
 Scores of experts are a softmax of the logits, or sigmoids; with sigmoids a constant of each expert
-is added to the score for the choice, not for the weight.
+is added to the score for the choice, not for the weight. Where experts have groups, a token chooses
+groups first, by the largest score of each, or with sigmoids by the sum of the two largest ones.
 
 or with paired experts, which have biases as their router has, of rows g0 u0 g1 u1 ...
 
     out    = sum of weight * (down @ ((u + 1) * g * sigmoid(alpha * g)) + bias)
              g, u = gate_up @ x + bias, g cut off above a limit, u on both sides
+
+or without gates, with the activation of the model's MLPs.
 
 An architecture whose layers have experts is a family of dense ones with `WithExperts` before it. C:
 hidden size, F: width of an expert, E: number of experts.
@@ -27,9 +30,10 @@ from llmq.arch.halves import inner_norm, mlp
 from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
 from llmq.base.errors import ConfigError
 
-_MOST, _MOST_ACTIVE = 512, 32  # as in `ops/experts/route.py`
-_FUSED = {"experts_up": "gate_up_proj", "experts_down": "down_proj"}
-"""Parameters of all experts of a layer in transformers, by our name."""
+_MOST, _MOST_ACTIVE, _MOST_GROUPS = 512, 32, 32  # as in `ops/experts/route.py`
+_FUSED = {("experts_up", 2): "gate_up_proj", ("experts_up", 1): "up_proj"}
+_FUSED[("experts_down", 1)] = "down_proj"
+"""Parameters of all experts of a layer in transformers, by our name and number of modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,10 @@ class Experts:
     all experts."""
     scale: float = 1.0
     """Factor of the weights of the active experts."""
+    groups: int = 1
+    """Groups of neighbouring experts, of which a token chooses first."""
+    active_groups: int = 1
+    """Groups whose experts a token may meet."""
     layers: tuple[bool, ...] | None = None
     """True for each layer with experts, False for an MLP; None: all have experts."""
     aux_loss: float = 0.0
@@ -71,6 +79,13 @@ class Experts:
         if self.layers is not None and len(self.layers) != num_layers:
             raise ConfigError(
                 f"model experts: layers must be {num_layers} values, got {len(self.layers)}"
+            )
+        each, left = divmod(self.count, self.groups) if 0 < self.groups <= _MOST_GROUPS else (0, 1)
+        most = self.active_groups * each
+        if left or (self.groups > 1 and each < 2) or not self.active <= most <= self.count:
+            raise ConfigError(
+                f"model experts: {self.active} of {self.count} cannot be in {self.active_groups} "
+                f"of {self.groups} groups"
             )
         if not 0 < self.scale < inf:
             raise ConfigError(f"model experts: scale must be positive, got {self.scale}")
@@ -100,6 +115,8 @@ class WithExperts(Architecture):
     sigmoid = False
     """Routers take sigmoids, and have a constant for each expert, which is loaded and never
     trained."""
+    grouped = False
+    """config.json has groups of experts, and a factor of their weights."""
     paired = False
     """Experts are paired, and stored transposed."""
     fused = False
@@ -159,8 +176,18 @@ class WithExperts(Architecture):
             renormalize=self.renormalized or get(hf, "norm_topk_prob", bool, False),
             layers=None if all(layers) else layers,
             aux_loss=get(hf, "router_aux_loss_coef", float, self.aux_loss),
+            **self._read_groups(hf),
         )
         return super().read_sizes(hf) | {"experts": of_experts}
+
+    def _read_groups(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of Experts. A token that chooses all groups has none."""
+        if not self.grouped:
+            return {}
+        scale = get(hf, "routed_scaling_factor", float, 1.0)
+        groups, active = (get(hf, name, int, None) or 1 for name in ("n_group", "topk_group"))
+        groups, active = (1, 1) if groups == active else (groups, active)
+        return {"scale": scale, "groups": groups, "active_groups": active}
 
     def _read_layers(self, hf: Mapping[str, Any]) -> tuple[bool, ...]:
         dense, num_layers = get(hf, "mlp_only_layers", list, None), size(hf, "num_hidden_layers")
@@ -180,6 +207,9 @@ class WithExperts(Architecture):
         }
         if self.shares:
             fields["shared_expert_intermediate_size"] = its.shared_size
+        if self.grouped:
+            fields |= {"n_group": its.groups, "topk_group": its.active_groups}
+            fields["routed_scaling_factor"] = its.scale
         if not self.renormalized:
             fields["norm_topk_prob"] = its.renormalize
         if self.own_size:
@@ -191,9 +221,9 @@ class WithExperts(Architecture):
 
 def experts(config: Any, layer: int) -> HalfSpec:
     """Experts of a layer, and the shared expert, whose width is Fs. router: (E, C).
-    router_correction: (E,), of sigmoids. shared_gate: (1, C). shared_up: (2Fs, C). shared_down: (C,
-    Fs). experts_up: (E, 2F, C). experts_down: (E, C, F). Rows: up, then gate; in paired experts g0
-    u0 g1 u1 ..."""
+    router_correction: (E,), of sigmoids. shared_gate: (1, C). shared_up: (2Fs, C), without gates
+    (Fs, C). shared_down: (C, Fs). experts_up: (E, 2F, C), or (E, F, C). experts_down: (E, C, F).
+    Rows: up, then gate; in paired experts g0 u0 g1 u1 ..."""
     its, F = config.experts, config.expert_size
     routers, shared = [_router(config, layer, "router", its.count)], ()
     if config.arch.beside_mlp:
@@ -216,7 +246,7 @@ def experts(config: Any, layer: int) -> HalfSpec:
         modules=(*routers, *shared, *_matrices(config, layer, "experts", F, its.count, its.active)),
         output=None,
         activations=activations,
-        made_again=() if config.arch.paired else ("expert_act",),
+        made_again=("expert_act",) if config.gated and not config.arch.paired else (),
         sizes={
             "active": its.active,
             "shared": its.shared_size is not None,
@@ -268,7 +298,7 @@ def _matrices(
         if count is not None:
             both = len(its_targets) > 1
             fused = Part(
-                module=f"{config.arch.experts_at.format(layer)}.{_FUSED[key]}",
+                module=f"{config.arch.experts_at.format(layer)}.{_FUSED[key, len(its_targets)]}",
                 rows=count * len(its_targets) * rows,
                 targets=("experts" if alone else "fused_experts",),
                 transposed=paired,
@@ -282,10 +312,11 @@ def _matrices(
         names = {"key": key, "name": f"model.layers.{layer}.{key}", "active": active}
         return names | {"parts": parts, "fused": fused, "bias": paired}
 
+    ups = 2 if config.gated else 1
     return (
         Matrix(
-            shape=(*outer, 2 * size, C), input="ln2", gradient=f"d_{name}_up",
-            **module(f"{kind}_up", size, targets[:2]),
+            shape=(*outer, ups * size, C), input="ln2", gradient=f"d_{name}_up",
+            **module(f"{kind}_up", size, targets[:ups]),
         ),
         Matrix(
             shape=(*outer, C, size), input=f"{name}_act", gradient="d_moe", initial="residual",

@@ -1,10 +1,9 @@
 """GLM-4.5 to 4.7: experts behind sigmoids and a shared one, in all but the first layers."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from llmq.arch.common import GgufKind, get, reject, size
+from llmq.arch.common import GgufKind, get, size
 from llmq.arch.experts import WithExperts
 from llmq.arch.mtp import BEHIND
 from llmq.arch.rope_family import RopeFamily
@@ -27,6 +26,7 @@ class Glm4Moe(WithExperts, RopeFamily):
     shares = True
     shared_gated = False
     dense_first = True
+    grouped = True
     aux_loss = 0.0
     count_names = ("n_routed_experts",)
     expert_modules = WithExperts.expert_modules | {
@@ -37,16 +37,12 @@ class Glm4Moe(WithExperts, RopeFamily):
     }
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        reject(hf, "n_group", 1)
-        reject(hf, "topk_group", 1)
         rope = hf.get("rope_parameters") or {}
         part = hf.get("partial_rotary_factor") or rope.get("partial_rotary_factor", 0.5)
         shared = size({"n_shared_experts": 1, **hf}, "n_shared_experts")
         width = size(hf, "moe_intermediate_size") * shared
         given = {"norm_topk_prob": True, **hf, "shared_expert_intermediate_size": width}
         fields = super().read_sizes(given | {"partial_rotary_factor": part})
-        scale = get(hf, "routed_scaling_factor", float, 1.0)
-        fields["experts"] = replace(fields["experts"], scale=scale)
         return fields | {"qk_norm": get(hf, "use_qk_norm", bool, False)}
 
     def _read_layers(self, hf: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -70,8 +66,5 @@ class Glm4Moe(WithExperts, RopeFamily):
         return fields | {
             "first_k_dense_replace": (its.layers or (True,)).count(False),
             "n_shared_experts": its.shared_size // model.expert_size,
-            "n_group": 1,
-            "topk_group": 1,
-            "routed_scaling_factor": its.scale,
             "use_qk_norm": model.qk_norm,
         }

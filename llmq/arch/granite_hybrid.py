@@ -1,19 +1,17 @@
 """Granite 4 hybrid: Granite with state spaces in most layers, and attention without positions."""
 
 from collections.abc import Mapping
-from math import inf
 from typing import Any
 
 from llmq.arch.common import GgufKind, get, reject, size
 from llmq.arch.experts import WithExperts
 from llmq.arch.granite import Granite
-from llmq.arch.mamba import MAMBA_TARGETS, Mamba, mamba_modules
+from llmq.arch.mamba import MAMBA_TARGETS, NO_LIMIT, Mamba, mamba_modules
 from llmq.arch.rope_family import FULL, RopeFamily
 from llmq.base.errors import ConfigError
 
 _SPACES, _ATTENTION = ("mamba", "linear_attention"), ("attention", FULL)
 """Names in layer_types that are read; the first of each tuple is the one written."""
-_NO_LIMIT = (None, [0.0, inf], [0.0, {"__float__": "Infinity"}])  # of transformers 5 the last one
 _AT = "model.layers.{}"
 
 
@@ -50,7 +48,7 @@ class GraniteHybrid(WithExperts, Granite):
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         reject(hf, "mamba_proj_bias", False, None)
-        reject(hf, "time_step_limit", *_NO_LIMIT)
+        reject(hf, "time_step_limit", *NO_LIMIT)
         count, hidden = size(hf, "num_hidden_layers"), size(hf, "hidden_size")
         shared = size({"shared_intermediate_size": 1024, **hf}, "shared_intermediate_size")
         own = {"layer_types": None, "shared_expert_intermediate_size": shared}

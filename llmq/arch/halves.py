@@ -221,8 +221,8 @@ def matrix(
         each = [(tuple(targets), sum(targets.values()))]
     parts = tuple(
         Part(
-            module=module.format(layer), rows=rows, targets=names,
-            transposed=transposed,
+            module=module.format(layer), rows=rows, transposed=transposed,
+            targets=tuple(name for name in names if name in config.arch.targets),
             order=((rows // 2, rows), (0, rows // 2)) if gate_first else order,
         )
         for module, (names, rows) in zip(modules, each, strict=True)

@@ -12,6 +12,7 @@ kept in the order C, B, x, z, a. K: channels of all groups' C, or B, V: those of
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from llmq.arch.delta import DeltaNet
@@ -21,6 +22,8 @@ from llmq.arch.mixers import vector
 
 MAMBA_TARGETS = ("mamba_in", "mamba_o")
 """Names of its matrices in --lora-targets."""
+NO_LIMIT = (None, [0.0, inf], [0.0, {"__float__": "Infinity"}])  # of transformers 5 the last one
+"""Values of time_step_limit that do not limit."""
 
 
 def mamba_modules(at: str) -> Mapping[str, tuple[str, ...]]:

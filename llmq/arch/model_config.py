@@ -25,6 +25,9 @@ _SIZES = (
     "max_positions"
 ).split()
 
+BY_LAYER = ("windowed_layers", "rope_layers", "mlp_layers")
+"""Fields with a value for each layer, beside those of experts and mixers."""
+
 _MAX_SIZE = 2**31 - 1  # of ids and positions, which are int32
 _LARGEST = {"num_layers": 1 << 16, "head_dim": 1 << 16}
 
@@ -84,6 +87,9 @@ class ModelConfig:
     mixers: Mixers | None = None
     """The delta nets, state spaces or short convolutions that layers have in the place of
     attention; None: there are none."""
+    mlp_layers: tuple[bool, ...] | None = None
+    """True for each layer that is an MLP or experts alone, False for attention or a mixer alone;
+    None: each layer has two halves."""
     latent: LatentAttention | None = None
     """The latent attention that all layers have in the place of attention; None: they have not."""
     max_positions: int
@@ -292,12 +298,13 @@ class ModelConfig:
     @property
     def layer_kinds(self) -> dict[int, int]:
         """The first layer of each kind, and how many are like it: with and without a window, RoPE,
-        experts and mixers, with other heads, and with keys of another layer."""
+        experts and mixers, with other heads, with keys of another layer, and an MLP alone."""
         layers = range(self.num_layers)
         kinds = [
             (
                 *(self.window_of(i), self.rope_of(i), self.has_experts(i), self.has_mixer(i)),
                 *(self.heads_of(i), self.values_of(i), self.shares_keys(i)),
+                self.mlp_layers is not None and self.mlp_layers[i],
             )
             for i in layers
         ]
@@ -305,23 +312,20 @@ class ModelConfig:
 
     def with_layers(self, layers: Iterable[int]) -> ModelConfig:
         """With a layer like each of these, which may be the same."""
-        layers, windows, experts = tuple(layers), self.windowed_layers, self.experts
-        mixers, rope, shared = self.mixers, self.rope_layers, self.shared_keys
+        layers, experts, mixers, shared = tuple(layers), self.experts, self.mixers, self.shared_keys
         if shared is not None:  # of those that have layers with keys before them
             before = [{self.windowed(i) for i in layers[:n]} for n in range(len(layers))]
             both = zip(layers, before, strict=True)
             shared = tuple(shared[i] and self.windowed(i) in kinds for i, kinds in both)
             shared = shared if any(shared) else None
-        if rope is not None:
-            rope = tuple(rope[layer] for layer in layers)
-        if windows is not None:
-            windows = tuple(windows[layer] for layer in layers)
         if experts is not None and experts.layers is not None:
             experts = replace(experts, layers=tuple(map(self.has_experts, layers)))
         if mixers is not None:
             mixers = replace(mixers, layers=tuple(map(self.has_mixer, layers)))
-        sizes = {"windowed_layers": windows, "rope_layers": rope, "shared_keys": shared}
-        sizes |= {"experts": experts, "mixers": mixers}
+        sizes = {"shared_keys": shared, "experts": experts, "mixers": mixers}
+        for name in BY_LAYER:
+            each = getattr(self, name)
+            sizes[name] = each and tuple(each[layer] for layer in layers)
         return replace(self, num_layers=len(layers), **sizes)
 
     def without_foreign_tokens(self) -> ModelConfig:
@@ -378,7 +382,7 @@ class ModelConfig:
             self.rope_scaling.check(self.rotary_dim // 2)
         if self.query_growth is not None and self.rope_scaling is None:
             raise ConfigError("model query_growth: needs rope_scaling, of which it has its length")
-        for name in ("windowed_layers", "rope_layers", "shared_keys"):
+        for name in (*BY_LAYER, "shared_keys"):
             each = getattr(self, name)
             if each is not None and len(each) != self.num_layers:
                 raise ConfigError(

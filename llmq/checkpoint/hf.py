@@ -48,9 +48,10 @@ IMPORTED_DTYPES = ("BF16", "F16", "F32")
 
 # Buffers in old checkpoints that follow from config.json: causal masks, rotary frequencies.
 _BUFFERS = re.compile(r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$")
-_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
-"""Prefixes of tensor names in a model with other parts (vision tower), each with the prefix in the
-language model alone. Published files have the first prefix; transformers 5 may write the second."""
+_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "backbone.": "model."}
+"""Prefixes of tensor names in files, each with our prefix. Published files of a model with other
+parts (vision tower) have the first one; transformers 5 may write the second. The third one is that
+of an architecture's files (`Architecture.file_prefix`)."""
 _KNOWN_PARTS = re.compile(r"(^|\.)(mtp|visual|vision\w*|audio\w*|multi_modal_projector)(\.|$)")
 """Parts that many models have beside the language model."""
 SCORE_HEAD = "score.weight"
@@ -62,9 +63,9 @@ class HfWeights(Closing):
 
     Accepted are names without their first component ("wte.weight" for "transformer.wte.weight"),
     and the combined matrices of llm.q's exports (self_attn.qkv, mlp.up). Quantized matrices read as
-    values. prefix: prefix of the language model's names in a model with other parts (vision tower),
-    else "". coded: quant_method, or None. After `check`: extra has the tensors by name that the
-    language model lacks; fused is True if the experts of a layer are one tensor.
+    values. prefix: prefix of the language model's names in these files, see _PREFIXES, or "".
+    coded: quant_method, or None. After `check`: extra has the tensors by name that the language
+    model lacks; fused is True if the experts of a layer are one tensor.
     """
 
     asks = "config.json asks"  # for shapes, in messages
@@ -89,7 +90,7 @@ class HfWeights(Closing):
     @property
     def nested(self) -> bool:
         """True if the model has other parts, so that transformers wraps the language model."""
-        return bool(self.prefix)
+        return self.prefix.endswith("language_model.")
 
     def source_model(self, name: str, revision: str | None = None) -> SourceModel:
         """The source model of checked weights; keep the weights open while extra tensors are read.
@@ -365,7 +366,7 @@ class HfWeights(Closing):
 
 def _language_model(names: Iterable[str]) -> tuple[dict[str, str], str]:
     """Names of the language model's tensors, each with its name in these files; and the prefix of
-    names in these files, "" for a model without other parts."""
+    names in these files, "" for our own names."""
     names = list(names)
     for prefix, own in _PREFIXES.items():
         stored = {own + n.removeprefix(prefix): n for n in names if n.startswith(prefix)}
@@ -376,7 +377,7 @@ def _language_model(names: Iterable[str]) -> tuple[dict[str, str], str]:
 
 
 def name_beside(prefix: str, name: str) -> str:
-    """The name of a language model's tensor in a model with other parts. prefix: of HfWeights."""
+    """The name of a language model's tensor in files. prefix: of HfWeights."""
     own = _PREFIXES.get(prefix)
     return name if own is None or not name.startswith(own) else prefix + name.removeprefix(own)
 
@@ -482,9 +483,11 @@ def export_model(
     option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
     stored, names = StoredAs(dtype) if stored is None else stored, []
     fields, texts, wrapped = config.to_hf(option), {}, False
+    stored.prefix = config.arch.file_prefix
     if source is not None:
         fields, texts = source.config_json(config, option), source.copied
-        stored.prefix, stored.fused, wrapped = source.prefix, source.fused, source.has_parts
+        stored.prefix = source.prefix or stored.prefix
+        stored.fused, wrapped = source.fused, source.has_parts
     with staged_export(out_dir, config, tokenizer, check, names, wrapped=wrapped) as staging:
         write_json(staging / CONFIG_FILE, fields | stored.fields)
         if not config.num_labels:

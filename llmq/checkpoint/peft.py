@@ -47,7 +47,7 @@ PARTS = ("norms", "embeddings", "head")
 """Parts that an adapter file may hold as copies, which were not trained."""
 INSIDE = "model.language_model."
 """Prefix in place of "model." for names of a language model beside other parts (vision tower)."""
-_FUSED = ("gate_up_proj", "down_proj")
+_FUSED = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters of a module of experts, in the order in which PEFT nests its wrappers."""
 _WRAPPED = ".base_layer"
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
@@ -157,7 +157,7 @@ def by_module(name: str, adapted: Collection[str]) -> str:
     last = f"{module.removeprefix(PEFT_PREFIX)}.{_FUSED[-1]}"
     if not lora or fused not in _FUSED or not module.endswith(".experts"):
         return name
-    inner = _WRAPPED if fused == _FUSED[0] and last in adapted else ""
+    inner = _WRAPPED if fused != _FUSED[-1] and last in adapted else ""
     return f"{module}{inner}{lora}{end}"
 
 

@@ -108,9 +108,11 @@ _DEEPSEEK_V2 = {"DeepSeek-V2-Lite": (2048, 10944, 16, 16, 27, 1e-6, False)}
 _GLM45 = {"GLM-4.5-Air": (4096, 10944, 96, 8, 46, 1e-5, False)}
 _MINIMAX_M2 = {"MiniMax-M2": (3072, 1536, 48, 8, 62, 1e-6, False)}
 _LFM2 = {"LFM2-1.2B": (2048, 8192, 32, 8, 16, 1e-5, True)}
+_NEMOTRON = {"Nemotron-3-Nano-30B-A3B": (2688, 1856, 32, 2, 52, 1e-5, False)}
 _TINY_LATENT = (128, 512, 4, 4, 6, 1e-6, True)
 _TINY_ROPE = (128, 512, 2, 1, 6, 1e-6, True)
 _TINY_EXPERTS = (128, 64, 2, 1, 6, 1e-6, True)
+_TINY_HALVES = (128, 256, 2, 1, 8, 1e-5, False)
 _TINY_GPT2 = (128, 512, 2, 2, 6, 1e-5, True)
 _BYTES = (257, None, 256, None, 1024, 1e4, None)
 
@@ -159,6 +161,7 @@ _FAMILIES = (
     ("Gemma4ForCausalLM", _GEMMA4, 262144, 2, 1, 0, 131072, 1e6, 256),
     ("Gemma4UnifiedForCausalLM", _GEMMA4_UNIFIED, 262144, 2, 1, 0, 262144, 1e6, 256),
     ("Gemma4ForCausalLM", _GEMMA4_LARGE, 262144, 2, 1, 0, 262144, 1e6, 256),
+    ("NemotronHForCausalLM", _NEMOTRON, 131072, 1, 2, 0, 262144, 1e4, 128),
     ("Qwen2ForCausalLM", {"tiny": _TINY_ROPE}, *_BYTES),
     ("Qwen3ForCausalLM", {"tiny-qwen3": _TINY_ROPE}, *_BYTES),
     ("LlamaForCausalLM", {"tiny-llama": _TINY_ROPE}, *_BYTES),
@@ -177,6 +180,7 @@ _FAMILIES = (
     ("Qwen3NextForCausalLM", {"tiny-qwen3-next": _TINY_ROPE}, *_BYTES),
     ("GptOssForCausalLM", {"tiny-gpt-oss": _TINY_EXPERTS}, *_BYTES),
     (_HYBRID, {"tiny-granite-hybrid": _TINY_ROPE}, *_BYTES),
+    ("NemotronHForCausalLM", {"tiny-nemotron-h": _TINY_HALVES}, *_BYTES),
     ("DeepseekV3ForCausalLM", {"tiny-deepseek-v3": _TINY_LATENT}, *_BYTES[:-1], 48),
 )
 
@@ -244,6 +248,24 @@ def _granite_hybrid(attention: tuple[int, ...], layers: int, heads: int, **space
         "residual_multiplier": 0.22,
         "logits_scaling": 8.0,
         "initializer_range": 0.1,
+    }
+
+
+def _nemotron(pattern: str, heads: tuple[int, int], experts: tuple[int, ...], size: int) -> dict:
+    """Fields of Nemotron 3. pattern: M, E, * or - for each layer: a state space, experts, attention
+    or an MLP. heads: groups and heads of state spaces. experts: how many, how many of them are
+    active, their width, and that of the shared one. size: of states."""
+    groups, count = heads
+    spaces = {"key_heads": groups, "value_heads": count, "key_dim": size, "value_dim": 64}
+    *of_experts, shared = experts
+    more = {"shared_size": shared, "renormalize": True, "scale": 2.5, "aux_loss": 0.0}
+    layers = tuple(kind == "E" for kind in pattern)
+    return _experts(*of_experts, layers=layers, **more) | {
+        "mixers": Mamba(
+            **spaces, taps=4, conv_bias=True, layers=tuple(kind == "M" for kind in pattern)
+        ),
+        "rope_layers": (False,) * len(pattern),
+        "mlp_layers": tuple(kind in "E-" for kind in pattern),
     }
 
 
@@ -348,6 +370,10 @@ _MORE = {
     "granite-4.0-h-tiny": _granite_hybrid((5, 15, 25, 35), 40, 48)
     | {"attention_scale": 1 / 128, "logits_scaling": 6.0}
     | _shared(64, 6, None, 1024),
+    "Nemotron-3-Nano-30B-A3B": _nemotron(
+        5 * "MEMEM*E" + "MEMEMEM*EMEMEMEME", (8, 64), (128, 6, 1856, 3712), 128
+    ),
+    "tiny-nemotron-h": _nemotron("MEM*EM-E", (2, 16), (8, 2, 64, 128), 32),
     "tiny-granite-hybrid": _granite_hybrid((3,), 6, 16, key_dim=32, value_dim=32),
 }
 
@@ -385,6 +411,7 @@ RELEASED |= {
     "granite-4.0-h-micro": "ibm-granite/granite-4.0-h-micro",
     "granite-4.0-h-tiny": "ibm-granite/granite-4.0-h-tiny",
     "GLM-4.7-Flash": "zai-org/GLM-4.7-Flash",
+    "Nemotron-3-Nano-30B-A3B": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     "GLM-4.5-Air": "zai-org/GLM-4.5-Air",
     "MiniMax-M2": "MiniMaxAI/MiniMax-M2",
     "LFM2-1.2B": "LiquidAI/LFM2-1.2B",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmq.arch.experts import Experts
-from llmq.arch.model_config import ModelConfig
+from llmq.arch.model_config import BY_LAYER, ModelConfig
 from llmq.arch.rope_scaling import RopeScaling, longest_sequence, read_scaling
 from llmq.base.errors import ConfigError
 from llmq.options.option_types import POSITIONS_GROUP, SIZES_GROUP
@@ -69,10 +69,9 @@ def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
     if model.sliding_window is not None and model.sliding_window >= seen:
         sizes["sliding_window"] = None
     layers = sizes.get("num_layers", model.num_layers)
-    if model.windowed_layers is not None:
-        sizes["windowed_layers"] = _repeated(model.windowed_layers, layers)
-    if model.rope_layers is not None:
-        sizes["rope_layers"] = _repeated(model.rope_layers, layers)
+    for name in BY_LAYER:
+        each = getattr(model, name)
+        sizes[name] = each and _repeated(each, layers)
     if model.shared_keys is not None:  # of the same part of all, the last ones
         own = model.shared_keys.count(False) * layers
         sizes["shared_keys"] = tuple(i * model.num_layers >= own for i in range(layers))

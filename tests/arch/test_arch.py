@@ -54,7 +54,9 @@ def kept(architecture, name):
 
 @pytest.mark.parametrize(
     ("architecture", "name", "change"),
-    pairwise(architecture=(*MODELS, "granite"), name=tuple(FORMATS), change=tuple(CHANGES)),
+    pairwise(
+        architecture=(*MODELS, "granite", "nemotron_h"), name=tuple(FORMATS), change=tuple(CHANGES)
+    ),
 )
 def test_recompute_and_offload_are_bitwise_equal(architecture, name, change):
     want, weights = kept(architecture, name)

@@ -76,19 +76,21 @@ FAMILIES = {
     "glm4_moe": lambda: transformers.Glm4MoeConfig(
         **FOUR, head_dim=32, n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=48,
         n_shared_experts=2, routed_scaling_factor=2.5, use_qk_norm=True, attention_bias=True,
+        n_group=2, topk_group=1,
     ),
     "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(  # heads of one size
         **LATENT | {"num_hidden_layers": 3}, q_lora_rank=40, qk_nope_head_dim=24, v_head_dim=32,
         routed_scaling_factor=1.8,
     ),
     "deepseek_v3_plain": lambda: transformers.DeepseekV3Config(
-        **LATENT, q_lora_rank=None, qk_nope_head_dim=16, v_head_dim=16, n_group=2, topk_group=2,
+        **LATENT, q_lora_rank=None, qk_nope_head_dim=16, v_head_dim=16, n_group=3, topk_group=2,
         first_k_dense_replace=2, num_nextn_predict_layers=0,
         rope_parameters=YARN | {"rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.9},
     ),
     "deepseek_v2": lambda: transformers.DeepseekV2Config(  # values longer than keys
         **LATENT, q_lora_rank=40, qk_nope_head_dim=8, v_head_dim=24, first_k_dense_replace=1,
-        norm_topk_prob=False, routed_scaling_factor=1.5,
+        norm_topk_prob=False, routed_scaling_factor=1.5, topk_method="group_limited_greedy",
+        n_group=3, topk_group=2,
     ),
     "minimax_m2": lambda: transformers.MiniMaxM2Config(
         **FOUR, head_dim=32, num_local_experts=6, num_experts_per_tok=3,
@@ -124,6 +126,10 @@ FAMILIES = {
         **FOUR, num_local_experts=0, shared_intermediate_size=160, position_embedding_type="rope",
         layer_types=["mamba", "attention"] * 2, mamba_n_heads=8, mamba_d_state=32,
         mamba_n_groups=4, mamba_d_conv=3, mamba_conv_bias=False, attention_bias=True,
+    ),
+    "nemotron_h_dense": lambda: transformers.NemotronHConfig(
+        **FOUR, layers_block_type=["mlp", "linear_attention", "full_attention"], n_groups=4,
+        head_dim=16, ssm_state_size=32, mamba_num_heads=4, mamba_head_dim=64, use_conv_bias=False,
     ),
     "arcee": lambda: transformers.ArceeConfig(**FOUR, mlp_bias=True),
     "helium": lambda: transformers.HeliumConfig(**FOUR, head_dim=16),
@@ -326,6 +332,44 @@ PUBLISHED = {
         "shared_intermediate_size": 0, "use_routing_bias": True, "vocab_size": 200064,
     }),
 }  # fmt: skip
+
+
+NEMOTRON_3_NANO = {
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "conv_kernel": 4,
+    "head_dim": 128, "hidden_size": 2688, "intermediate_size": 1856, "layer_norm_epsilon": 1e-5,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "mamba_head_dim": 64, "mamba_num_heads": 64, "max_position_embeddings": 262144,
+    "mlp_hidden_act": "relu2", "moe_intermediate_size": 1856, "n_group": 1, "n_groups": 8,
+    "moe_shared_expert_intermediate_size": 3712, "n_routed_experts": 128, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6,
+    "num_hidden_layers": 52, "num_key_value_heads": 2, "rope_theta": 10000, "ssm_state_size": 128,
+    "routed_scaling_factor": 2.5, "time_step_limit": [0.0, float("inf")], "topk_group": 1,
+    "use_conv_bias": True, "vocab_size": 131072,
+}  # fmt: skip
+
+
+def test_layers_of_nemotron_have_one_half():
+    """Read the fields of the released file, which transformers replaces."""
+    model = ModelConfig.from_hf(NEMOTRON_3_NANO)
+    assert model == preset("Nemotron-3-Nano-30B-A3B")
+    assert [model.halves(i)[0].kind for i in (0, 1, 5)] == ["mamba", "experts", "attention"]
+    assert all(len(model.halves(i)) == 1 for i in range(52))
+    assert model.with_layers([5, 1]).to_hf()["layers_block_type"] == ["full_attention", "moe"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hybrid_override_pattern": "MEX"}, "expected some of .*, got .*'X'"),
+        ({"moe_latent_size": 64}, "moe_latent_size: 64 is not supported"),
+        ({"n_group": 16, "topk_group": 17}, "cannot be in 17 of 16 groups"),
+        ({"n_group": 128, "topk_group": 4}, "6 of 128 cannot be in 4 of 128 groups"),
+        ({"n_group": 32, "topk_group": 1}, "6 of 128 cannot be in 1 of 32 groups"),
+    ],
+)
+def test_other_forms_of_nemotron_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_hf(NEMOTRON_3_NANO | fields)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

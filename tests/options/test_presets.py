@@ -39,6 +39,7 @@ PARAMETERS = {
     "DeepSeek-V2-Lite": 15_706_484_224,
     "MiniMax-M2": 228_689_764_864,
     "LFM2-1.2B": 1_170_340_608,
+    "Nemotron-3-Nano-30B-A3B": 31_577_940_288,
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
     "llama-3.2-1b": 1_235_814_400,
@@ -87,13 +88,13 @@ def test_released_models_have_their_own_size():
 
 def test_tiny_presets_are_tiny():
     sizes = {name: parameter_count(m) for name, m in PRESETS.items() if name.startswith("tiny")}
-    assert len(sizes) == 20
+    assert len(sizes) == 21
     assert all(1e6 < size < 3e6 for size in sizes.values())
 
 
 def test_presets():
     families = {config.architecture for config in PRESETS.values()}
-    assert len(families) == 25 and families <= set(ARCHITECTURES)
+    assert len(families) == 26 and families <= set(ARCHITECTURES)
     assert preset("QWEN2.5-7b").tied_embeddings is False
     assert preset("Llama-3.1-8B") is preset("llama-3-8b")
     assert preset("llama-3-8b").max_positions == 4096

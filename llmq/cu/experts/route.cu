@@ -2,7 +2,10 @@
 //
 // With p = softmax(l) of a row of logits and s = p, or with BY_SIGMOID = 1 s = sigmoid(l):
 //
-//   route           chosen = the top_k largest s + bias, of equal ones the lowest number, NaN last
+//   route           chosen = the top_k largest s + bias, of equal ones the lowest number, NaN last;
+//                   with GROUPS > 1 those of ACTIVE_GROUPS groups of neighbours, which have the
+//                   largest scores: the largest of a group's experts, with BY_SIGMOID = 1 the sum
+//                   of the two largest
 //                   weights = scale * s[chosen] (RENORMALIZE = 1: / the sum of s[chosen])
 //   route_backward  d_logits of these, and with FACTORS = 1 of two losses:
 //                   p * (f - sum of f p) + p * lse * f[E], f: factors
@@ -23,14 +26,19 @@
 // Launch   route, route_backward: 256 threads, up to 8 rows a block, over which route loops.
 //          route_balance: one block of 256 threads.
 // Cost     logits read once; top_k steps of a few instructions and two reductions of a warp.
-// Needs    top_k at most 32 and E, E at most 512.
-// Source   arXiv:2101.03961, eq. 4 to 6 (load balance); arXiv:2202.08906, eq. 5 (z-loss).
+// Needs    top_k at most 32 and E, E at most 512; GROUPS at most 32, a divisor of E.
+// Source   arXiv:2412.19437, 2.1.2 (sums of two); arXiv:2405.04434, 2.2.2 (groups);
+//          arXiv:2101.03961, eq. 4 to 6 (load balance); arXiv:2202.08906, eq. 5 (z-loss).
 #include "common.cuh"
 
 #ifndef PER_LANE  // compiled for another entry
 #define PER_LANE 1
 #define BY_SIGMOID 0
 #define RENORMALIZE 0
+#endif
+#ifndef GROUPS
+#define GROUPS 1
+#define ACTIVE_GROUPS 1
 #endif
 #ifndef SUMS
 #define SUMS 0
@@ -52,6 +60,59 @@ __device__ __forceinline__ u32 key_of(float x) {
     const u32 bits = __float_as_uint(x + 0.0f);  // of both zeros the same
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
+
+// key_of's argument.
+__device__ __forceinline__ float number_of(u32 key) {
+    return key == 1 ? NAN : __uint_as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key);
+}
+
+// A row's experts by key: lane l has experts l, l + 32, ...; 0 is the key of one that is left out.
+struct Keys {
+    u32 key[PER_LANE];
+
+    // Leaves out the expert of the largest key among [first, stop), of equal ones the lowest.
+    __device__ __forceinline__ u32 take(u32& top, int first, int stop) {
+        const int lane = threadIdx.x % 32;
+        u32 best = 0, expert = ~0u;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            const int e = lane + 32 * i;
+            if (key[i] > best && first <= e && e < stop) { best = key[i], expert = e; }
+        }
+        top = __reduce_max_sync(ALL, best);
+        expert = __reduce_min_sync(ALL, best == top ? expert : ~0u);
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            if (expert == lane + 32 * i) { key[i] = 0; }
+        }
+        return expert;
+    }
+    // Leaves out the experts of all but the best groups.
+    __device__ __forceinline__ void choose_groups(int E) {
+        const int lane = threadIdx.x % 32, size = E / GROUPS;
+        Keys left = *this;
+        u32 mine = 0, top, groups = 0;  // in lane g the key of group g; a bit for each that is chosen
+        for (int g = 0; g < GROUPS; ++g) {
+            float score = 0.0f;
+            for (int n = 0; n < (BY_SIGMOID ? 2 : 1); ++n) {
+                left.take(top, g * size, (g + 1) * size);
+                score += number_of(top);
+            }
+            if (lane == g) { mine = key_of(score); }
+        }
+        for (int k = 0; k < ACTIVE_GROUPS; ++k) {
+            top = __reduce_max_sync(ALL, mine);
+            const u32 group = __reduce_min_sync(ALL, mine == top ? lane : 32);
+            groups |= 1u << group;
+            if (lane == group) { mine = 0; }
+        }
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            const int e = lane + 32 * i;
+            if (e < E && !(groups >> (e / size) & 1)) { key[i] = 0; }
+        }
+    }
+};
 
 // A row of logits; experts that are not there have -inf.
 struct Logits {
@@ -154,27 +215,19 @@ route(i32* __restrict__ chosen, f32* __restrict__ weights, i64* sums, const f32*
     for (i64 r = (i64)blockIdx.x * WARPS + warp; r < rows; r += (i64)gridDim.x * WARPS) {
         const f32* const row = logits + r * E;
         const Logits x(row, E);
-        u32 key[PER_LANE];
+        Keys keys;
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
             const int e = lane + 32 * i;
             float score = BY_SIGMOID ? sigmoid(x.x[i]) : x.x[i];
             if (bias && e < E) { score += bias[e]; }
-            key[i] = e < E ? key_of(score) : 0;
+            keys.key[i] = e < E ? key_of(score) : 0;
         }
+        if (GROUPS > 1) { keys.choose_groups(E); }
         int mine = 0;
         for (int k = 0; k < top_k; ++k) {
-            u32 best = 0, expert = ~0u;
-#pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) {
-                if (key[i] > best) { best = key[i], expert = lane + 32 * i; }
-            }
-            const u32 top = __reduce_max_sync(ALL, best);
-            expert = __reduce_min_sync(ALL, best == top ? expert : ~0u);
-#pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) {
-                if (expert == lane + 32 * i) { key[i] = 0; }
-            }
+            u32 top;
+            const int expert = keys.take(top, 0, MOST);
             if (lane == k) { mine = expert; }
         }
         const Shares shares(x, row, mine, top_k);

@@ -3,7 +3,8 @@
     x -> router -> the experts of each row, and their weights
     x -> gather -> experts_up -> swiglu -> experts_down -> combine -> out
 
-In the place of swiglu, paired experts have clamped_swiglu, and biases behind all three products.
+In the place of swiglu, paired experts have clamped_swiglu, and biases behind all three products;
+experts without gates have the activation of MLPs.
 
 The rows of a micro-batch, `active` of each of its S, are sorted by their expert: R = S * active
 rows, of which each expert multiplies those of its own. No row is dropped, and no shape depends on
@@ -36,6 +37,7 @@ from llmq.ops.experts.route import route, route_backward
 from llmq.ops.pointwise import norm, swiglu
 from llmq.ops.pointwise.elementwise import convert
 from llmq.ops.product.matmul import matmul
+from llmq.ops.product.product import ACTIVATIONS
 from llmq.ops.quantize import quantize
 from llmq.ops.quantize.fp8_scale import abs_max
 
@@ -67,11 +69,13 @@ class ExpertsHalf:
         self.norms = shared.norms
         config, experts, self.operands = shared.config, shared.config.experts, shared.operands
         self.eps, self.gelu = config.norm_eps, config.activation == "geglu"
+        self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
         if config.arch.beside_mlp:  # of the router's own norm
             self.routers.alpha = config.hidden_size**-0.5
         self.clamp = None if experts.alpha is None else (experts.alpha, experts.limit)
         rows = shared.options.batch.micro_tokens * experts.active
         self.linear = ExpertLinear(shared, rows)
+        self.groups = (experts.groups, experts.active_groups)
         scale = experts.scale * shared.config.residual_multiplier
         self.scores = {"scale": scale, "renormalize": experts.renormalize}
         self.scores["kind"] = "sigmoid" if shared.config.arch.sigmoid else "softmax"
@@ -89,6 +93,7 @@ class ExpertsHalf:
         K, r, S = layer.spec.sizes["active"], layer.recompute, layer.rows
         keeps_act = not r.swiglu and "expert_act" not in layer.spec.made_again
         E, _, F = layer.spec["experts_down"].shape
+        _, up, _ = layer.spec["experts_up"].shape
         scales = any(module.key == "expert_scale" for module in layer.spec.modules)
         return _Saved(
             router_logits=layer.alloc("router_logits", S, E, dtype=F32),
@@ -97,7 +102,7 @@ class ExpertsHalf:
             order=layer.alloc("expert_order", S * K, dtype=I32),
             place=layer.alloc("expert_place", S, K, dtype=I32),
             starts=layer.alloc("expert_starts", E + 1, dtype=I32),
-            up=layer.activation("expert_up", 2 * F, kept=not r.ffn, per_row=K),
+            up=layer.activation("expert_up", up, kept=not r.ffn, per_row=K),
             act=layer.activation("expert_act", F, kept=keeps_act, per_row=K),
             shared=self.shared and self.shared.keep(layer),
             unscaled=layer.alloc("unscaled_weights", S, K, dtype=F32) if scales else None,
@@ -106,7 +111,7 @@ class ExpertsHalf:
     def forward(self, ctx: LayerContext, x: Operand) -> None:
         dev, layer, kept = self.dev, ctx.layer, ctx.layer.saved
         self._multiply_router(ctx, x)
-        how = self.scores | {"bias": ctx.w.get("router_correction")}
+        how = self.scores | {"bias": ctx.w.get("router_correction"), "groups": self.groups}
         if ctx.keep and self.balance is not None:
             how |= {"sums": self.balance.sums(layer.index), "targets": self.balance.targets}
         weights = kept.weights if kept.unscaled is None else kept.unscaled
@@ -174,9 +179,9 @@ class ExpertsHalf:
             self._backward_router(ctx, x, d_out, d_weights, d_x)
 
     def _activate(self, up: Tensor, to: OutBuffers) -> None:
-        """Write SwiGLU, clamped or not, of up (R, 2F) to the buffers of the activation (R, F)."""
+        """Write the activation (R, F) of up (R, 2F), clamped or not, or (R, F), to its buffers."""
         if self.clamp is None:
-            swiglu.forward(self.dev, to.tensor, up, gelu=self.gelu, abs_max=to.abs_max, fp8=to.fp8)
+            self.activation[0](self.dev, to.tensor, up, abs_max=to.abs_max, fp8=to.fp8)
             return
         with ExitStack() as temps:
             act = self._tensor_of(temps, to, (up.shape[0], up.shape[1] // 2), up.dtype)
@@ -209,15 +214,18 @@ class ExpertsHalf:
     ) -> None:
         """d_act is without weights; act (None: not wanted) becomes forward's with weights."""
         dev, weights = self.dev, kept.weights
-        if self.clamp is None:
+        if self.clamp is None and self.gated:
             swiglu.weighted_backward(
                 dev, to.tensor, d_weights, d_act, up, kept.order, weights, act, gelu=self.gelu,
                 abs_max=to.abs_max, fp8=to.fp8,
             )  # fmt: skip
             return
         if kept.act.tensor is None:
-            swiglu.clamped_forward(dev, act, up, *self.clamp)
+            self._activate(up, OutBuffers(name=kept.act.tensor_id, tensor=act))
         combine_backward(dev, d_act, d_weights, act, kept.place, weights, act)
+        if self.clamp is None:
+            self.activation[1](dev, to.tensor, d_act, up, abs_max=to.abs_max, fp8=to.fp8)
+            return
         with ExitStack() as temps:
             d_up = self._tensor_of(temps, to, up.shape, up.dtype)
             swiglu.clamped_backward(dev, d_up, d_act, up, *self.clamp)

@@ -1,6 +1,6 @@
 """The expert that every token meets beside those that its router chooses, behind a gate or not.
 
-    x -> shared_up -> swiglu (-> * sigmoid(x @ shared_gate)) -> shared_down -> added to out
+    x -> shared_up -> swiglu|relu2 (-> * sigmoid(x @ shared_gate)) -> shared_down -> added to out
 
 Architectures multiply by the gate behind shared_down. The gate is a factor of whole rows, so that
 in front of shared_down it has the same effect, and backward needs no output of shared_down.
@@ -20,16 +20,16 @@ from llmq.model.halves.half import ModelContext
 from llmq.model.linear import Linear
 from llmq.ops.experts.expert_rows import combine, combine_backward
 from llmq.ops.experts.route import route, route_backward
-from llmq.ops.pointwise import swiglu
 from llmq.ops.pointwise.elementwise import add
 from llmq.ops.product.matmul import matmul
+from llmq.ops.product.product import ACTIVATIONS
 
 _SIGMOID = {"kind": "sigmoid"}  # of a router with one expert
 
 
 class SharedKept(NamedTuple):
     """The tensors kept of one layer. gate_logits, gate: F32 (S, 1); None without a gate. up: (S,
-    2Fs). act: (S, Fs)."""
+    2Fs), or without gates (S, Fs). act: (S, Fs)."""
 
     gate_logits: Tensor | None
     gate: Tensor | None
@@ -43,6 +43,7 @@ class SharedExpert:
     def __init__(self, shared: ModelContext):
         self.dev, self.linear, self.routers = shared.dev, shared.linear, Linear(shared.dev)
         self.operands = shared.operands
+        self.activation = ACTIVATIONS[shared.config.activation]
         self.gated = shared.config.arch.shared_gated
         if self.gated:  # each row chooses one expert
             rows = shared.options.batch.micro_tokens
@@ -51,7 +52,8 @@ class SharedExpert:
             self._chosen = self.dev.alloc("shared_chosen", (rows, 1), I32, "Activations")
 
     def keep(self, layer: HalfLayer) -> SharedKept:
-        r, (_, F) = layer.recompute, layer.spec["shared_down"].shape
+        r, (up, _) = layer.recompute, layer.spec["shared_up"].shape
+        _, F = layer.spec["shared_down"].shape
         gate_logits = gate = None
         if self.gated:
             gate_logits = layer.alloc("shared_gate_logits", layer.rows, 1, dtype=F32)
@@ -59,7 +61,7 @@ class SharedExpert:
         return SharedKept(
             gate_logits=gate_logits,
             gate=gate,
-            up=layer.activation("shared_up", 2 * F, kept=not r.ffn),
+            up=layer.activation("shared_up", up, kept=not r.ffn),
             act=layer.activation("shared_act", F, kept=not r.swiglu),
         )
 
@@ -71,7 +73,7 @@ class SharedExpert:
             route(dev, self._chosen, kept.gate, kept.gate_logits, **_SIGMOID)
         up, act = (each.place(dev, ctx.temps) for each in (kept.up, kept.act))
         self.linear.forward(ctx, "shared_up", up, x)
-        swiglu.forward(dev, act, up)
+        self.activation[0](dev, act, up)
         with ExitStack() as temps:
             y, gated = scratch_like(dev, temps, "shared_out", out), act
             if self.gated:
@@ -102,7 +104,7 @@ class SharedExpert:
         with ExitStack() as temps:
             act = kept.act.place(dev, temps)
             if kept.act.tensor is None:
-                swiglu.forward(dev, act, up)
+                self.activation[0](dev, act, up)
             d_act = scratch_like(dev, temps, "d_shared_act", act)
             d_y = operands.quantize(temps, layer.out_id, d_out, measured=True, transposed=True)
             linear.input_gradient(ctx, "shared_down", d_act, d_y)
@@ -112,7 +114,7 @@ class SharedExpert:
             again = operands.quantize_again(temps, kept.act.tensor_id, act, product=False)
             linear.weight_gradients(ctx, "shared_down", d_y, again)
             d_up = operands.gradient_buffers(temps, layer.id_of("d_shared_up"), up.shape, up)
-            swiglu.backward(dev, d_up.tensor, d_act, up, abs_max=d_up.abs_max, fp8=d_up.fp8)
+            self.activation[1](dev, d_up.tensor, d_act, up, abs_max=d_up.abs_max, fp8=d_up.fp8)
             d_up = operands.finalize(temps, d_up)
             linear.input_gradient(ctx, "shared_up", d_x, d_up)
             if x is not None:

@@ -5,7 +5,10 @@ For a row of logits l, with p = softmax(l) over all experts and s = p, or s = si
     chosen    the top_k experts of largest s + bias; of equal ones, those of lowest number
     weights   scale * s[chosen], with `renormalize` divided by the sum of s[chosen]
 
-A softmax over the chosen logits alone is a softmax that is renormalized.
+A softmax over the chosen logits alone is a softmax that is renormalized. Where experts have groups,
+groups of neighbours are chosen first, of largest score, and then experts of these: the score of a
+group is its largest s + bias, with sigmoids the sum of its two largest ones (arXiv:2405.04434,
+2.2.2; arXiv:2412.19437, 2.1.2).
 
 The load-balancing loss is Switch Transformer's (arXiv:2101.03961, eq. 4 to 6), over the rows of all
 layers together like load_balancing_loss_func of transformers; the z-loss is ST-MoE's
@@ -24,6 +27,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 256
+MAX_GROUPS = WARP
 MAX_EXPERTS = 512  # a lane holds every 32nd of a row
 BLOCKS = 4  # most on a multiprocessor: each block adds its sums to memory
 
@@ -63,6 +67,7 @@ def route(
     kind: str = "softmax",
     renormalize: bool = False,
     scale: float = 1.0,
+    groups: tuple[int, int] = (1, 1),
     bias: Tensor | None = None,
     sums: Tensor | None = None,
     targets: Tensor | None = None,
@@ -70,15 +75,19 @@ def route(
     """Choose top_k experts for each row. A NaN logit makes the row's weights NaN.
 
     chosen: by falling score; all different, also if logits are NaN. kind: "softmax" or "sigmoid",
-    see s above. bias: changes the choice, not the weights. sums: accumulates rows by expert,
-    probabilities by expert in units of 2^-32, rows, entropies in 2^-32, lse^2 in 2^-20, rows with
-    logits that are not finite, which probabilities, entropies and squares leave out. targets: sums
-    leave out rows with FILLER_TARGET.
+    see s above. groups: their number, and how many of them a row chooses. bias: changes the choice,
+    not the weights. sums: accumulates rows by expert, probabilities by expert in units of 2^-32,
+    rows, entropies in 2^-32, lse^2 in 2^-20, rows with logits that are not finite, which
+    probabilities, entropies and squares leave out. targets: sums leave out rows with FILLER_TARGET.
 
     Cost:    logits read once. Sums are integers: the same in any order.
     """
     S, E, top_k = ROUTE.dims(logits=logits, chosen=chosen)
+    many, active = groups
+    if E % many or many > MAX_GROUPS or not 0 < active <= many or top_k > active * (E // many):
+        raise ValueError(f"route: {top_k} of {E} experts cannot be in {active} of {many} groups")
     consts = _consts(kind, E, renormalize) | {"SUMS": int(sums is not None)}
+    consts |= {"GROUPS": many, "ACTIVE_GROUPS": active} if many > 1 else {}
     blocks = min(ceil_div(S, THREADS // WARP), BLOCKS * dev.spec.num_sms)
     args = (chosen, weights, sums, logits, bias, targets, S, E, top_k, scale)
     dev.launch(ROUTE, blocks, THREADS, args, consts=consts)

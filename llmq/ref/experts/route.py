@@ -13,6 +13,7 @@ CASES = {
     "all_of_them": (9, 4, 4),
     "many_experts": (33, 512, 10),
     "qwen30b": (16384, 128, 8),
+    "deepseek_v3": (16384, 256, 8),
 }
 
 # Units of sums over rows, which are integers, so that the order of addition does not matter.
@@ -62,14 +63,30 @@ def _counted(targets: np.ndarray | None) -> np.ndarray | slice:
     return slice(None) if counted.all() else counted
 
 
+def _largest(scores: np.ndarray, count: int, left_out: np.ndarray | None = None) -> np.ndarray:
+    """The columns of the largest scores of each row, of equal ones the first, NaN last."""
+    order = np.argsort(-scores, axis=1, kind="stable")
+    if left_out is not None:
+        at_end = np.argsort(np.take_along_axis(left_out, order, axis=1), axis=1, kind="stable")
+        order = np.take_along_axis(order, at_end, axis=1)
+    return order[:, :count]
+
+
 def route(
-    chosen, weights, sums, logits, bias, targets, rows, E, top_k, scale, *, by_sigmoid, renormalize
-):
+    chosen, weights, sums, logits, bias, targets, rows, E, top_k, scale, *, by_sigmoid, renormalize,
+    groups=None, active_groups=None,
+):  # fmt: skip
     scores = sigmoid(compute(logits)) if by_sigmoid else compute(logits)
     if bias is not None:
         scores = scores + bias
-    # Stable: of equal scores the lowest index, and NaN last.
-    chosen[...] = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
+    left_out = None
+    if groups is not None:
+        each = -np.sort(-scores.reshape(rows, groups, -1), axis=2)  # NaN last
+        best = _largest(each[..., 0] + each[..., 1] if by_sigmoid else each[..., 0], active_groups)
+        left_out = np.ones((rows, groups), bool)
+        np.put_along_axis(left_out, best, values=False, axis=1)
+        left_out = left_out.repeat(E // groups, axis=1)
+    chosen[...] = _largest(scores, top_k, left_out)
     p, lse = _softmax(logits) if not by_sigmoid or sums is not None else (None, None)
     values, total = _shares(logits, None if by_sigmoid else p, chosen)
     weights[...] = (values / total if renormalize else values) * weights.dtype.type(scale)
