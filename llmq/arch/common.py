@@ -43,7 +43,9 @@ class GgufKind:
     layers. needs: tensors that every file must have. activation: alpha and limit of paired experts.
     heads_in_turns: value heads of delta nets are stored in turns (`gguf_halves`). routers: files
     store how routers weigh experts, and the number of first layers without experts. factors: files
-    store those of embeddings, scores, branches and logits.
+    store those of embeddings, scores, branches and logits. scale: factor of scores, which files do
+    not store; None: 1 / sqrt(channels of a head). softcap: files store that of logits. vocabulary:
+    name of a tokenizer with merges and scores; None: the tokenizer's own kind.
     """
 
     name: str
@@ -59,6 +61,9 @@ class GgufKind:
     heads_in_turns: bool = False
     routers: bool = False
     factors: bool = False
+    scale: float | None = None
+    softcap: bool = False
+    vocabulary: str | None = None
 
 
 class Architecture:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llmq.arch.common import Architecture, get, reject, size
+from llmq.arch.common import Architecture, GgufKind, get, reject, size
 from llmq.arch.experts import Experts, WithExperts
 from llmq.arch.gemma3 import Gemma3
 from llmq.arch.halves import matrix, norms
@@ -42,7 +42,10 @@ class Gemma4(Gemma3):
     wrapper = "Gemma4ForConditionalGeneration"
     text_defaults: Mapping[str, Any] = {}
     label = "Gemma4"
-    gguf = None
+    gguf = GgufKind(
+        "gemma4", heads=True, windows=True, renormalize=True, scale=1.0, softcap=True,
+        vocabulary="gemma4",
+    )  # fmt: skip
     norm_offset = False
     norm_once = True
     value_norm = True
@@ -161,6 +164,7 @@ class Gemma4(Gemma3):
 class _WithInputs(Gemma4):
     """The variant whose layers have a third half, without a norm in front of it."""
 
+    gguf = Gemma4.gguf
     norm_names: Mapping[str, str] = Gemma4.norm_names | {
         "ln3_post": Gemma4.norm_names["ln1_post"],
         "ln1_post": "post_per_layer_input_norm",
@@ -194,6 +198,7 @@ class _WithInputs(Gemma4):
 class _WithExperts(WithExperts, Gemma4):
     """The variant with experts beside the MLP."""
 
+    gguf = Gemma4.gguf
     fused = True
     beside_mlp = True
     experts_at = "model.layers.{}.experts"
@@ -249,6 +254,7 @@ def _inputs_half(config: Any, layer: int) -> HalfSpec:
 class Gemma4Unified(Gemma4):
     """The dense language model beside images and sound of one embedding."""
 
+    gguf = Gemma4.gguf
     name = "Gemma4UnifiedForCausalLM"
     model_type = "gemma4_unified_text"
     wrapper = "Gemma4UnifiedForConditionalGeneration"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import get, reject, size
+from llmq.arch.common import Architecture, GgufKind, get, reject, size
 from llmq.arch.experts import WithExperts
 from llmq.arch.mamba import NO_LIMIT, Mamba, mamba_modules
 from llmq.arch.matrix import HalfSpec
@@ -66,6 +66,7 @@ class NemotronH(WithExperts, RopeFamily):
         "norm": ("model.norm_f",),
         "lm_head": ("lm_head",),
     }
+    gguf = GgufKind("nemotron_h", heads=True)
     file_prefix = "backbone."
     # PEFT has no adapters of mamba_o, whose weight fused kernels read.
     targets = ("q", "k", "v", "o", "up", "down", "mamba_in", "experts", "fused_experts")
@@ -78,6 +79,10 @@ class NemotronH(WithExperts, RopeFamily):
         "shared_up": (f"{_AT}.shared_experts.up_proj",),
         "shared_down": (f"{_AT}.shared_experts.down_proj",),
     }
+
+    def of(self, model: Any) -> Architecture:
+        """The variant with experts, where the model has some."""
+        return self if model.experts is None else WITH_EXPERTS
 
     def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
         """One half, attention or a mixer in front of an MLP or experts."""
@@ -140,6 +145,15 @@ class NemotronH(WithExperts, RopeFamily):
             "conv_kernel": its.taps,
             "use_conv_bias": its.conv_bias,
         }
+
+
+class _WithExperts(NemotronH):
+    """The variant with experts, which GGUF has under another name."""
+
+    gguf = GgufKind("nemotron_h_moe", heads=True, routers=True)
+
+
+WITH_EXPERTS = _WithExperts()
 
 
 def _kinds(hf: Mapping[str, Any]) -> list[str]:

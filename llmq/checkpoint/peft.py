@@ -337,7 +337,11 @@ class AdapterFiles(HfWeights):
         adapted, content = {m for m in every if f"{PEFT_PREFIX}{m}" in modules}, self.config.content
         fused = {module for module in every if _adapts(content, module)}
         if content.get("target_modules") not in (None, "all-linear"):
-            adapted = adapted and (_chosen(content, every) - fused) | fused
+            chosen = _chosen(content, every) - fused
+            of_experts = {module for module in chosen if ".experts." in module}
+            if not of_experts & adapted:  # they were parameters, which names of modules leave out
+                chosen -= of_experts
+            adapted = adapted and chosen | fused
         parts = [
             part
             for part in PARTS

@@ -56,11 +56,10 @@ CHANGED = {
     "qwen3_moe": {"num_hidden_layers": 1}, "olmoe": {"num_key_value_heads": 4},
     "gpt_oss": {"swiglu_limit": 7.0},
     "qwen3_next": {"mlp_only_layers": (), "linear_value_head_dim": 64},
+    "nemotron_h": {"layers_block_type": ("linear_attention", "moe", "full_attention")},
 }  # fmt: skip
 NAMED = [
-    name
-    for name in CONFIGS
-    if name not in ("granite", "granitemoehybrid", "gemma4", "gemma4_e2b", "gemma4_a4b")
+    name for name in CONFIGS if not name.startswith(("granite", "gemma4", "nemotron_h"))
 ]  # their tensors are compared by name
 DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 ROPE_NAMES = {
@@ -99,6 +98,9 @@ TEXT = (
 )
 
 
+ADAPTED = "llama qwen3 phi3 gpt2 qwen3_5 granitemoehybrid nemotron_h".split()
+
+
 def source(name: str) -> Path:
     return exported(name, **CHANGED.get(name, {}))
 
@@ -107,7 +109,8 @@ def peft_adapter(name: str, folder: Path, **settings: object) -> None:
     """Adapters of all matrices, in PEFT's format; random ones."""
     given = {"r": 4, "target_modules": targets(name), "task_type": "CAUSAL_LM"}
     torch.manual_seed(1)
-    model = peft.get_peft_model(hf_model(name), peft.LoraConfig(**given | settings))
+    model = hf_model(name, **CHANGED.get(name, {}))
+    model = peft.get_peft_model(model, peft.LoraConfig(**given | settings))
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -245,12 +248,24 @@ FAMILY_FIELDS = {
         "expert_shared_count": 2, "expert_weights_scale": np.float32(1.8),
         "expert_weights_norm": True, "expert_gating_func": 2, "leading_dense_block_count": 1,
     },
-    "deepseek_v2": {
-        "attention.q_lora_rank": 40, "expert_weights_norm": False, "expert_gating_func": 1,
-    },
     "glm4_moe": {
         "attention.head_count_kv": 2, "expert_shared_count": 2, "expert_gating_func": 2,
         "expert_weights_scale": 2.5, "leading_dense_block_count": 1, "rope.dimension_count": 16,
+        "expert_group_count": 2, "expert_group_used_count": 1,
+    },
+    "gemma4_e4b": {
+        "attention.head_count_kv": 2, "attention.key_length": 32, "attention.key_length_swa": 16,
+        "attention.shared_kv_layers": 3, "embedding_length_per_layer_input": 16,
+        "rope.dimension_count": 32, "rope.dimension_count_swa": 16, "feed_forward_length": 160,
+        "attention.sliding_window_pattern": [True, False] * 3,
+    },
+    "gemma4_unified": {
+        "attention.head_count_kv": [2, 1] * 2, "attention.shared_kv_layers": 0,
+        "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4,
+    },
+    "nemotron_h_dense": {
+        "attention.head_count_kv": [0, 0, 2], "feed_forward_length": [160, 0, 0],
+        "ssm.group_count": 4, "ssm.inner_size": 256, "ssm.time_step_rank": 4,
     },
     "minimax_m2": {"expert_gating_func": 2, "expert_count": 6, "rope.dimension_count": 16},
     "lfm2": {"attention.head_count_kv": [0, 2, 0, 0], "shortconv.l_cache": 4},
@@ -286,7 +301,10 @@ def test_families_that_are_a_file_each(name, tmp_path, capsys):
     assert {key: found[f"{kind.name}.{key}"] for key in given} == given
     stored = load_file(tmp_path / "model" / "model.safetensors")
     count = sum(value.numel() for value in stored.values())
-    assert sum(values.size for values in tensors(tmp_path / "f.gguf").values()) == count
+    written = tensors(tmp_path / "f.gguf")
+    factors = written.pop("rope_freqs.weight", None)
+    assert (factors is not None) == name.startswith("gemma4")
+    assert sum(values.size for values in written.values()) == count
     assert ("epsilon 1e-05 in norms of latents" in capsys.readouterr().err) == (
         name == "glm4_moe_lite"
     )
@@ -313,6 +331,61 @@ def test_state_spaces_are_as_llama_cpps_converter_writes_them(tmp_path):
     }
     for name, values in expected.items():
         np.testing.assert_array_equal(found[f"blk.0.{name}"], values, err_msg=name)
+
+
+def test_layers_of_one_half_are_as_llama_cpps_converter_writes_them(tmp_path):
+    path = source("nemotron_h")
+    export(path, tmp_path / "f.gguf", to="gguf", dtype="fp32")
+    stored = {k: v.numpy() for k, v in load_file(path / "model.safetensors").items()}
+    found, at = tensors(tmp_path / "f.gguf"), "backbone.layers"
+    experts = {
+        x: np.stack([stored[f"{at}.1.mixer.experts.{e}.{x}_proj.weight"] for e in range(5)])
+        for x in ("up", "down")
+    }
+    expected = {
+        "0.attn_norm.weight": stored[f"{at}.0.norm.weight"],
+        "0.ssm_in.weight": stored[f"{at}.0.mixer.in_proj.weight"],
+        "0.ssm_a": -np.exp(stored[f"{at}.0.mixer.A_log"])[:, None],
+        "0.ssm_dt.bias": stored[f"{at}.0.mixer.dt_bias"],
+        "0.ssm_norm.weight": stored[f"{at}.0.mixer.norm.weight"].reshape(2, -1),
+        "1.ffn_gate_inp.weight": stored[f"{at}.1.mixer.gate.weight"],
+        "1.exp_probs_b.bias": stored[f"{at}.1.mixer.gate.e_score_correction_bias"],
+        "1.ffn_up_exps.weight": experts["up"],
+        "1.ffn_down_exps.weight": experts["down"],
+        "1.ffn_up_shexp.weight": stored[f"{at}.1.mixer.shared_experts.up_proj.weight"],
+        "2.attn_q.weight": stored[f"{at}.2.mixer.q_proj.weight"],
+    }
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[f"blk.{name}"], values, err_msg=name)
+    known = fields(tmp_path / "f.gguf")
+    given = {
+        "feed_forward_length": [0, 48, 0], "attention.head_count_kv": [0, 0, 2],
+        "expert_feed_forward_length": 48, "expert_shared_feed_forward_length": 80,
+        "expert_shared_count": 1, "expert_weights_scale": 2.5, "expert_weights_norm": True,
+    }  # fmt: skip
+    assert {key: known[f"nemotron_h_moe.{key}"] for key in given} == given
+    refused(exported("nemotron_h"), tmp_path / "m.gguf", "of which some layers have an MLP")
+
+
+def test_gemma_4_is_as_llama_cpps_converter_writes_it(tmp_path):
+    path = exported("gemma4_a4b")
+    export(path, tmp_path / "f.gguf", to="gguf", dtype="fp32")
+    stored = {k: v.numpy() for k, v in load_file(path / "model.safetensors").items()}
+    found, at = tensors(tmp_path / "f.gguf"), "model.layers.1"
+    expected = {
+        "ffn_gate_up_exps.weight": stored[f"{at}.experts.gate_up_proj"],
+        "ffn_down_exps.weight": stored[f"{at}.experts.down_proj"],
+        "ffn_gate_inp.weight": stored[f"{at}.router.proj.weight"],
+        "ffn_gate_inp.scale": stored[f"{at}.router.scale"],
+        "ffn_down_exps.scale": stored[f"{at}.router.per_expert_scale"],
+        "layer_output_scale.weight": stored[f"{at}.layer_scalar"],
+        "attn_norm.weight": stored[f"{at}.input_layernorm.weight"],
+    }
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[f"blk.1.{name}"], values, err_msg=name)
+    factors = found["rope_freqs.weight"]  # of 32 channels a quarter turns
+    np.testing.assert_array_equal(factors, np.float32([1] * 4 + [1e30] * 12))
+    assert "blk.1.attn_v.weight" not in found  # keys are values
 
 
 @pytest.mark.parametrize("name", ["qwen2_untied", "llama", "mistral", "gemma3"])
@@ -446,7 +519,7 @@ def test_positions_are_stretched_as_the_converter_says_it(tmp_path):
 # Adapters
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt2", "qwen3_5", "granitemoehybrid"])
+@pytest.mark.parametrize("name", ADAPTED)
 def test_adapters_are_what_a_merge_adds(name, tmp_path):
     ranks = {"rank_pattern": {"q_proj": 2}} if name == "llama" else {}
     peft_adapter(name, tmp_path / "a", r=4, lora_alpha=6, use_rslora=name == "qwen3", **ranks)
@@ -505,6 +578,9 @@ def test_what_no_gguf_file_holds_is_refused(tmp_path, monkeypatch):
     refused(
         exported("qwen2_moe", norm_topk_prob=True), out, "no Qwen2-MoE with norm_topk_prob True"
     )
+    hf = transformers.AutoModelForCausalLM.from_config(FAMILIES["deepseek_v2"]())
+    hf.save_pretrained(tmp_path / "groups")
+    refused(tmp_path / "groups", out, "with groups of experts")
     refused(exported("gpt_oss"), out, "swiglu_limit 0.3, only swiglu_alpha 1.702 and .* 7")
     for more, message in (
         ({"tie_word_embeddings": True}, "loads no gpt-oss without output.weight"),
@@ -699,7 +775,9 @@ TOKENIZERS = {
     **{kind: lambda kind=kind: byte_level(kind) for kind in ("qwen2", "gpt-2", "smollm", "dbrx")},
     "spaces": lambda: by_characters(True),
     "characters": lambda: by_characters(False),
+    "gemma4": lambda: by_characters(False),
 }
+BY_BYTES = [*TOKENIZERS][:5]
 
 
 @pytest.fixture(scope="module")
@@ -714,13 +792,16 @@ def with_tokenizer(tmp_path_factory):
         if TOKENIZERS[kind] is not None:
             named = {"eos_token": END_OF_TEXT}
             special = [END_OF_TEXT, "<|x|>"]
-            if kind in ("spaces", "characters"):
+            if kind not in BY_BYTES:
                 named["bos_token"] = "<s>"
                 special = ["<s>", "</s>", "<unk>", *special]
             save_tokenizer(folder / "t", TOKENIZERS[kind](), named, special)
             (folder / "t" / "chat_template.jinja").write_text("{{ messages }}")
             tokenizer = HfTokenizer(folder / "t")
         model = replace(preset("tiny"), num_layers=1, vocab_size=500)
+        if kind == "gemma4":
+            model = preset("tiny-gemma4").with_layers([2])
+            model = replace(model, vocab_size=500, per_layer_size=None)
         zeros = lambda param: np.zeros(param.shape, np.float32)  # noqa: E731
         export_model(folder / "m", model, zeros, F32, tokenizer)
         export(folder / "m", folder / "m.gguf", to="gguf", dtype="q4_0")
@@ -733,10 +814,11 @@ def with_tokenizer(tmp_path_factory):
 def test_tokenizers(kind, with_tokenizer):
     path, tokenizer = with_tokenizer(kind)
     found = fields(path)
-    by_bytes = kind not in ("spaces", "characters")
-    assert found["tokenizer.ggml.model"] == ("gpt2" if by_bytes else "llama")
-    name = {"bytes": "gpt-2"}.get(kind, kind) if by_bytes else "default"
-    assert found["tokenizer.ggml.pre"] == name
+    by_bytes = kind in BY_BYTES
+    own = "gemma4" if kind == "gemma4" else "llama"
+    assert found["tokenizer.ggml.model"] == ("gpt2" if by_bytes else own)
+    name = {"bytes": "gpt-2", "gemma4": None}.get(kind, kind if by_bytes else "default")
+    assert found.get("tokenizer.ggml.pre") == name
     tokens, types = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"]
     assert len(tokens) == len(types) == 500
     assert (
@@ -747,7 +829,8 @@ def test_tokenizers(kind, with_tokenizer):
     assert found["tokenizer.ggml.add_bos_token"] == (kind == "spaces")
     assert not found["tokenizer.ggml.add_eos_token"]
     assert (tokens[499], types[499]) == ("[PAD499]", gguf.TokenType.UNUSED)
-    assert ("tokenizer.ggml.merges" in found) == by_bytes
+    assert ("tokenizer.ggml.merges" in found) == (by_bytes or kind == "gemma4")
+    assert ("tokenizer.ggml.scores" in found) != by_bytes
     if kind != "bytes":
         assert found["tokenizer.chat_template"] == "{{ messages }}"
     if not by_bytes:

@@ -28,7 +28,7 @@ from llmq.checkpoint.exports.gguf_halves import Made, kind_of
 from llmq.checkpoint.exports.gguf_vocab import add_vocabulary
 from llmq.checkpoint.exports.source import Source
 from llmq.checkpoint.finite import all_finite
-from llmq.checkpoint.hf import stored_shape
+from llmq.checkpoint.hf import name_beside, stored_shape
 from llmq.ops.attention.rope import inverse_frequencies
 from llmq.options.adapters import Adapters, adapted_tables, all_adapted
 from llmq.ref.common import row_blocks
@@ -42,7 +42,9 @@ _WORST = {"Q8_0": 0.57 / 127, "Q4_0": 1.01 / 8, "MXFP4": 0.0}
 step, and rounding of the scale. MXFP4 is exact: its values come from MXFP4 codes."""
 _BLOCK = 32  # values with one scale
 _PIECE = 1 << 18  # values that a thread encodes at once: they stay in the processor's cache
-_ROPE_KINDS = (None, "linear", "llama3", "yarn")
+_STILL = 1e30  # divisor of the frequency of channels that are not turned, as the converter has it
+_ROPE_KINDS = (None, "linear", "llama3", "yarn", "proportional")
+_SUFFIXES = (".weight", ".bias", ".scale")
 _PLAIN = ("_norm.weight", "position_embd.weight", "_inp.weight", "_inp_shexp.weight", ".bias",
           "ssm_conv1d.weight", "ssm_a", "ssm_d", "shortconv.conv.weight")  # fmt: skip
 """Suffixes of the names of tensors that are F32 with every --dtype."""
@@ -145,7 +147,7 @@ def _lacks(model: ModelConfig) -> Iterator[str]:
     own = model.attention_scale if kind.factors else _own_scale(model)
     if model.attention_scale not in (None, own):
         yield f"with scores of attention times {model.attention_scale:.6g}, only {own:.6g}"
-    if model.logit_softcap is not None:
+    if model.logit_softcap is not None and not kind.softcap:
         yield "with a soft cap of logits, which not all of its versions read"
     positions = None if scaling is None else scaling.kind
     if positions not in _ROPE_KINDS and not (positions == "longrope" and kind.longrope):
@@ -192,7 +194,9 @@ def _windows(model: ModelConfig) -> list[bool]:
 
 
 def _own_scale(model: ModelConfig) -> float:
-    """llama.cpp's factor of attention scores for Gemma 3; it recognizes 27B by its 62 layers."""
+    """llama.cpp's factor of attention scores; it recognizes Gemma 3 27B by its 62 layers."""
+    if (scale := kind_of(model).scale) is not None:
+        return scale
     size = model.hidden_size // model.num_heads if model.num_layers == 62 else model.head_dim
     return size**-0.5
 
@@ -213,14 +217,16 @@ def _params(source: Source) -> Iterator[Param]:
 def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
     gguf, model = _library(), source.model
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == kind_of(model).name)
-    names = gguf.get_tensor_name_map(arch, model.num_layers)
+    names, prefix = gguf.get_tensor_name_map(arch, model.num_layers), model.arch.file_prefix
 
     def tensor(hf: str, shape: tuple[int, ...], made: Callable) -> _Tensor:
         adapter = _LORA.search(hf)
         own = _LORA.sub(".weight", hf).removeprefix(PEFT_PREFIX)
-        own += ".weight" if own.endswith(".sinks") else ""
+        own += ".weight" if own.endswith((".sinks", ".layer_scalar")) else ""
         own = own.replace("e_score_correction_bias", "e_score_correction.bias")
-        name = names.get_name(own, try_suffixes=(".weight", ".bias"))
+        own = own.replace(".mixer.experts.", ".mlp.experts.")
+        every = (names.get_name(each, _SUFFIXES) for each in (own, name_beside(prefix, own)))
+        name = next(filter(None, every), None)
         if name is None:
             raise LlmqError(
                 f"--format gguf: {own} has no name in GGUF files of {kind_of(model).name}"
@@ -300,6 +306,11 @@ def _rope_factors(model: ModelConfig) -> dict[str, np.ndarray]:
     """Divisors of rotary frequencies by tensor name, F32 (rotary channels / 2,), for scalings that
     metadata cannot express; {} for the others."""
     scaling = model.rope_scaling
+    if scaling is not None and scaling.kind == "proportional":
+        half = model.heads_of(model.num_layers - 1).channels // 2
+        turned = int(half * scaling.partial_rotary_factor)
+        still = np.full(half - turned, _STILL, np.float32)
+        return {"rope_freqs.weight": np.concatenate([np.ones(turned, np.float32), still])}
     if scaling is not None and scaling.kind == "longrope":
         both = {"long": scaling.long_factor, "short": scaling.short_factor}
         return {f"rope_factors_{n}.weight": np.array(x, np.float32) for n, x in both.items()}
@@ -325,7 +336,7 @@ def _metadata(writer: Any, source: Source, dtype: str) -> None:
     writer.add_block_count(model.num_layers)
     writer.add_context_length(model.max_positions)
     writer.add_embedding_length(model.hidden_size)
-    writer.add_feed_forward_length(model.intermediate_size)
+    writer.add_feed_forward_length(gguf_halves.widths(model))
     writer.add_vocab_size(model.vocab_size)
     if model.norm == "layernorm":
         writer.add_layer_norm_eps(model.norm_eps)
@@ -340,12 +351,16 @@ def _positions(writer: Any, model: ModelConfig) -> None:
     if model.positions != "rope":
         return
     gguf = _library()
-    writer.add_rope_dimension_count(model.rotary_dim)
     writer.add_rope_freq_base(model.rope_theta)
     if model.local_rope_theta is not None:
         writer.add_rope_freq_base_swa(model.local_rope_theta)
     scaling = model.rope_scaling
-    if scaling is not None and scaling.kind != "llama3":
+    if scaling is not None and scaling.kind == "proportional":
+        writer.add_rope_dimension_count(model.heads_of(model.num_layers - 1).channels)
+        writer.add_rope_dimension_count_swa(model.head_dim)
+    else:
+        writer.add_rope_dimension_count(model.rotary_dim)
+    if scaling is not None and scaling.kind not in ("llama3", "proportional"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling.kind))
     if scaling is not None and scaling.kind in ("linear", "yarn"):
         writer.add_rope_scaling_factor(scaling.factor)

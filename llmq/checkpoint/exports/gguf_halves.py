@@ -10,7 +10,7 @@ Names and layout follow llama.cpp's converters.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -45,8 +45,11 @@ def lacks(model: ModelConfig) -> Iterator[str]:
         yield "without state spaces, or with rotary positions"
     if its is None:
         return
-    if its.layers is not None and not kind.routers:
+    alone = model.mlp_layers
+    if its.layers is not None and (not kind.routers or (alone is not None and its.layers != alone)):
         yield "of which some layers have an MLP"
+    if its.groups > 1 and not (kind.routers and model.arch.sigmoid):
+        yield "with groups of experts, or groups that are chosen by one score"
     if its.renormalize != kind.renormalize and not kind.routers:
         yield f"with norm_topk_prob {its.renormalize}"
     if (its.alpha, its.limit) != kind.activation:
@@ -68,6 +71,30 @@ def own_factor(model: ModelConfig, scaling: RopeScaling) -> float:
     if (model.latent and scaling.mscale_all_dim) or "query_growth" in model.arch.own_fields:
         return 1.0
     return RopeScaling(kind="yarn", factor=scaling.factor).attention(0)
+
+
+def by_layer(values: Iterable[int]) -> int | list[int]:
+    """Sizes of layers as metadata have them: one number where all are alike."""
+    first, *others = values = list(values)
+    return first if others == [first] * len(others) else values
+
+
+def widths(model: ModelConfig) -> int | list[int]:
+    """Widths of the MLPs of layers, 0 where a layer has neither an MLP nor experts."""
+    layers = range(model.num_layers)
+    if model.mlp_layers is None:
+        return by_layer(map(model.mlp_size, layers))
+    own = model.intermediate_size if model.experts is None else model.expert_size
+    return by_layer(own * model.mlp_layers[layer] for layer in layers)
+
+
+def _key_heads(model: ModelConfig) -> int | list[int]:
+    """Heads of keys of layers, 0 where a layer has no attention."""
+    without = model.mlp_layers or (False,) * model.num_layers
+    return by_layer(
+        0 if without[layer] or model.has_mixer(layer) else model.heads_of(layer).kv
+        for layer in range(model.num_layers)
+    )
 
 
 def add_metadata(gguf: Any, writer: Any, model: ModelConfig) -> None:
@@ -98,27 +125,36 @@ def add_metadata(gguf: Any, writer: Any, model: ModelConfig) -> None:
         writer.add_attn_temperature_scale(model.query_growth)
         writer.add_rope_scaling_yarn_log_mul(model.rope_scaling.mscale_all_dim or 0.0)
     if model.positions == "rope":
-        writer.add_key_length(model.head_dim)
-        writer.add_value_length(model.head_dim)
-    if isinstance(model.mixers, ShortConvs):
-        mixed = [model.has_mixer(layer) for layer in range(model.num_layers)]
-        writer.add_head_count_kv([0 if each else model.num_kv_heads for each in mixed])
-        writer.add_shortconv_l_cache(model.mixers.taps)
-        return
-    if isinstance(model.mixers, Mamba):
-        mixed = [model.has_mixer(layer) for layer in range(model.num_layers)]
-        writer.add_head_count_kv([0 if each else model.num_kv_heads for each in mixed])
+        channels = model.heads_of(model.num_layers - 1).channels
+        writer.add_key_length(channels)
+        writer.add_value_length(channels)
+    if "shared_keys" in model.arch.own_fields:
+        _add_windows(writer, model)
+    mixers = model.mixers
+    is_delta = isinstance(mixers, DeltaNet) and not isinstance(mixers, Mamba)
+    writer.add_head_count_kv(model.num_kv_heads if is_delta else _key_heads(model))
+    if isinstance(mixers, ShortConvs):
+        writer.add_shortconv_l_cache(mixers.taps)
+    elif isinstance(mixers, Mamba):
         writer.add_rope_scaling_finetuned(False)  # there are no rotary positions
-        if model.experts is None:
+        if model.experts is None and model.mlp_layers is None:
             writer.add_expert_shared_feed_forward_length(model.intermediate_size)
-        _add_states(writer, model.mixers)
-        return
-    writer.add_head_count_kv(model.num_kv_heads)
-    if isinstance(model.mixers, DeltaNet):
+        _add_states(writer, mixers)
+    elif is_delta:
         _add_states(writer, model.mixers)
         writer.add_full_attention_interval(_attention_every(model.mixers))
         if kind_of(model).heads_in_turns:
             writer.add_rope_dimension_sections(_AXES)
+
+
+def _add_windows(writer: Any, model: ModelConfig) -> None:
+    """Sizes of Gemma 4 that differ between layers with a window and others."""
+    writer.add_key_length_swa(model.head_dim)
+    writer.add_value_length_swa(model.head_dim)
+    writer.add_shared_kv_layers(sum(model.shared_keys or ()))
+    writer.add_embedding_length_per_layer_input(model.per_layer_size or 0)
+    if model.logit_softcap is not None:
+        writer.add_final_logit_softcapping(model.logit_softcap)
 
 
 def _add_experts(gguf: Any, writer: Any, model: ModelConfig) -> None:
@@ -130,41 +166,64 @@ def _add_experts(gguf: Any, writer: Any, model: ModelConfig) -> None:
         gating = gguf.ExpertGatingFuncType
         writer.add_expert_gating_func(gating.SIGMOID if model.arch.sigmoid else gating.SOFTMAX)
     if kind.routers:
-        writer.add_expert_shared_count((its.shared_size or 0) // model.expert_size)
         writer.add_expert_weights_scale(its.scale)
         writer.add_expert_weights_norm(its.renormalize)
+    if its.groups > 1:
+        writer.add_expert_group_count(its.groups)
+        writer.add_expert_group_used_count(its.active_groups)
+    if model.arch.dense_first:
+        writer.add_expert_shared_count((its.shared_size or 0) // model.expert_size)
         writer.add_leading_dense_block_count((its.layers or (True,)).count(False))
     elif its.shared_size is not None:
         writer.add_expert_shared_feed_forward_length(its.shared_size)
+        if kind.routers:
+            writer.add_expert_shared_count(1)
 
 
 def made_of(model: ModelConfig, param: Param, part: HfPart) -> Iterator[Made] | None:
     """The tensors of a part that has a layout of its own; None for other parts."""
     if _AT in part.name:
         return _delta_tensors(model, param, part)
-    if ".mamba." in part.name:
-        return _mamba_tensors(model, part)
+    if isinstance(model.mixers, Mamba) and (found := _MAMBA.search(part.name)) is not None:
+        return _mamba_tensors(model, part, found)
+    of_experts = part.experts or ".router." in part.name
+    if kind_of(model).scale is not None and of_experts:
+        return _gemma_tensors(param, part)
     if (found := _GRANITE.search(part.name)) is not None:
         return _granite_tensors(model, param, part, found)
     return _latent_tensors(model, part) if part.name.endswith(".kv_b_proj.weight") else None
 
 
-def _mamba_tensors(model: ModelConfig, part: HfPart) -> Iterator[Made] | None:
-    """A and D (heads, 1), dt_bias, and the norm (groups, channels); None for other parts."""
-    stem, _, own = part.name.rpartition(".mamba.")
+def _gemma_tensors(param: Param, part: HfPart) -> Iterator[Made]:
+    """Experts of Gemma 4, gate above up, and the factors of its routers and experts."""
+    stem, _, own = part.name.rpartition(".")
+    if own == "per_expert_scale":
+        name = f"{stem.removesuffix('.router')}.experts.down_proj.scale"
+    else:
+        name = {"scale": f"{stem}.proj.scale", "weight": part.name}.get(own, f"{part.name}.weight")
+    shape = part.as_stored(np.empty((part.stop - part.start, *param.row_shape), np.bool_)).shape
+    yield name, shape, lambda values: part.stored(values[part.start : part.stop])
+
+
+_MAMBA = re.compile(r"^(.+\.(?:mamba|mixer))\.(A_log|D|dt_bias|norm\.weight)$")
+
+
+def _mamba_tensors(model: ModelConfig, part: HfPart, found: re.Match) -> Iterator[Made]:
+    """A and D (heads, 1), dt_bias, or the norm (groups, channels)."""
+    stem, own = found.groups()
     heads, groups = model.mixers.value_heads, model.mixers.key_heads
     one = lambda values: values.reshape(heads, 1)  # noqa: E731
     made: dict[str, Made] = {
         "A_log": (part.name, (heads, 1), lambda values: -np.exp(one(values).astype(np.float32))),
         "D": (part.name, (heads, 1), one),
-        "dt_bias": (f"{stem}.mamba.dt_proj.bias", (heads,), lambda values: values),
+        "dt_bias": (f"{stem}.dt_proj.bias", (heads,), lambda values: values),
         "norm.weight": (
             part.name,
             (groups, model.mixers.values // groups),
             lambda values: values.reshape(groups, -1),
         ),
     }
-    return iter((made[own],)) if own in made else None
+    yield made[own]
 
 
 _GRANITE = re.compile(r"\.(block_sparse_moe|shared_mlp)\.(input|output)_linear\.(.+)")

@@ -15,6 +15,7 @@ from typing import Any
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.export_files import CONFIG_FILE, save_tokenizer, write_json
+from llmq.checkpoint.exports.gguf_halves import kind_of
 from llmq.text.guarded import look_into
 from llmq.text.tokenizer import (
     QWEN2_WORDS,
@@ -60,6 +61,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # of GG
 _SPACE = "▁"
 # Added tokens that are control tokens even if the tokenizer's files do not mark them as special.
 _CONTROL = re.compile(r"<pad>|<mask>|<\|.*\|>|<\uff5c.*\uff5c>|<unused.*>", re.DOTALL)
+# Special tokens of Gemma 4 that llama.cpp prints, for readers of answers.
+_SHOWN = re.compile(r"<\|(channel|tool_call|tool_response)>|<(channel|tool_call|tool_response)\|>")
 _NEVER = "never joined"
 """A merge that no text contains, because readers of GGUF refuse a tokenizer without merges."""
 
@@ -85,20 +88,22 @@ def add_vocabulary(
         if kind != "BPE":
             raise LlmqError(f"the tokenizer is a {kind}: llmq writes BPE into GGUF files only")
         write_json(Path(folder) / "tokenizer.json", content)  # missing if the files are vocab.json
-        by_bytes = not content["model"].get("byte_fallback")
+        by_bytes, named = not content["model"].get("byte_fallback"), kind_of(model).vocabulary
+        merges = by_bytes or named is not None
         try:
-            special = gguf.SpecialVocab(folder, load_merges=by_bytes, n_vocab=model.vocab_size)
+            special = gguf.SpecialVocab(folder, load_merges=merges, n_vocab=model.vocab_size)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise LlmqError(f"gguf cannot read the tokenizer's files: {error!r}") from error
         tokens, types = _tokens(content, model.vocab_size)
         kind = gguf.BpeVocab if by_bytes else gguf.SentencePieceVocab
-        writer.add_tokenizer_model(kind.tokenizer_model)
-        writer.add_tokenizer_pre(_words(content) if by_bytes else "default")
+        writer.add_tokenizer_model(named or kind.tokenizer_model)
+        if named is None:
+            writer.add_tokenizer_pre(_words(content) if by_bytes else "default")
         writer.add_token_list(tokens)
         writer.add_token_types(types)
-        if by_bytes:
+        if merges:
             special.merges = special.merges or [_NEVER]
-        else:
+        if not by_bytes:
             writer.add_token_scores(_scores(content, tokens))
             writer.add_add_space_prefix(_begins_with_space(content))
         # Without these fields llama.cpp decides by the kind of tokenizer.
@@ -129,7 +134,7 @@ def _tokens(content: dict[str, Any], count: int) -> tuple[list[str], list[int]]:
         i, text = token["id"], token["content"]
         if i >= count or text == unknown:
             continue
-        control = token["special"] or _CONTROL.fullmatch(text)
+        control = (token["special"] and not _SHOWN.fullmatch(text)) or _CONTROL.fullmatch(text)
         tokens[i] = text if control else text.replace(_SPACE, " ")
         types[i] = CONTROL if control else USER_DEFINED
     return tokens, types
