@@ -161,8 +161,14 @@ def by_module(name: str, adapted: Collection[str]) -> str:
     return f"{module}{inner}{lora}{end}"
 
 
-def _chosen(content: Mapping[str, Any], modules: Collection[str]) -> set[str]:
-    """The modules, of `modules`, that PEFT adapts with this adapter_config.json."""
+def _chosen(
+    content: Mapping[str, Any], modules: Collection[str], found: Collection[str]
+) -> set[str]:
+    """The modules, of `modules`, that PEFT adapts with this adapter_config.json. found: modules
+    with adapters in the file. Without single experts among these, the experts of a layer were one
+    parameter, which PEFT does not adapt by names of modules."""
+    if not any(".experts." in module for module in found):
+        modules = [module for module in modules if ".experts." not in module]
 
     def named(by: Any, module: str) -> bool:
         if isinstance(by, str):
@@ -337,11 +343,7 @@ class AdapterFiles(HfWeights):
         adapted, content = {m for m in every if f"{PEFT_PREFIX}{m}" in modules}, self.config.content
         fused = {module for module in every if _adapts(content, module)}
         if content.get("target_modules") not in (None, "all-linear"):
-            chosen = _chosen(content, every) - fused
-            of_experts = {module for module in chosen if ".experts." in module}
-            if not of_experts & adapted:  # they were parameters, which names of modules leave out
-                chosen -= of_experts
-            adapted = adapted and chosen | fused
+            adapted = adapted and (_chosen(content, every, adapted) - fused) | fused
         parts = [
             part
             for part in PARTS
