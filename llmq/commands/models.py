@@ -63,6 +63,7 @@ def sample(
     model_dtype: ModelDtype = "bf16",
     base_dtype: BaseDtype = None,
     kv_dtype: KvDtype = None,
+    verbose: option(bool, "Say what the first token has waited for.", "--verbose", "-v") = False,
 ) -> None:
     """Continue a text with a trained model.
 
@@ -79,6 +80,8 @@ def sample(
         return
     if how.pop("prompt"):
         raise ConfigError("--prompts: excludes --prompt, give one of them")
+    if how.pop("verbose"):
+        raise ConfigError("--verbose: needs --prompt or --chat")
     from llmq.run.prompts import run_prompts
 
     run_prompts(**how, prompts=prompts)

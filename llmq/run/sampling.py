@@ -1,5 +1,7 @@
 """Texts that a model continues, and `llmq sample`, which prints such."""
 
+from __future__ import annotations
+
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,6 +27,7 @@ from llmq.model.inference import placed_to_read, scoring_options
 from llmq.options.presets import find_directory, is_preset
 from llmq.plan.checks import check_sizes
 from llmq.run.run_paths import model_places
+from llmq.run.stages import Stages
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.plan_device import PlanDevice
 from llmq.state.params import Param, weight_table
@@ -49,11 +52,12 @@ class Sampler(Closing):
         slots: int = 1,
         base_dtype: str | None = None,
         kv_dtype: str | None = None,
+        mark: Callable[[str], None] = lambda part: None,
     ):
         """fill: loads or initializes the weights. positions: tokens of the longest text. dtype: of
         weights and activations. slots: texts at a time, at most; fewer where memory is short.
         base_dtype: of the blocks' matrices, as of --base-dtype; None: dtype. kv_dtype: of keys and
-        values, "e4m3"; None: dtype.
+        values, "e4m3"; None: dtype. mark: called where a part of the start ends.
 
         ConfigError for a model that predicts no tokens. LlmqError where the memory is too small.
         """
@@ -68,6 +72,7 @@ class Sampler(Closing):
             sizes = {"slots": slots, "positions": positions, "blocks": blocks}
             plan = PlanDevice(machine.spec)
             Generator(plan, config, Weights(plan, table, placement), **sizes, **how).rehearse()
+            mark("plan")
             try:
                 self.dev = machine.open(plan.sizes())
                 break
@@ -77,7 +82,10 @@ class Sampler(Closing):
                 slots //= 2
         weights = Weights(self.dev, table, placement)
         self.generator = Generator(self.dev, config, weights, **sizes, **how)
+        mark("memory")
         fill(weights)
+        self.dev.synchronize()
+        mark("weights")
 
     @contextmanager
     def texts(self, requests: Sequence[Request]) -> Iterator[list[Iterator[int]]]:
@@ -263,20 +271,25 @@ def run_sample(
     model_dtype: str,
     base_dtype: str | None,
     kv_dtype: str | None,
+    verbose: bool,
     **how: Any,
 ) -> None:
     """Print continuations of the prompt as they are generated, separated by lines of three dashes.
     chat: print replies to the prompt, or to each line of standard input. adapter: see open_model.
-    system, chat_template: of a chat. how: fields of `Sampling`.
-    """
+    system, chat_template: of a chat. verbose: say what the first token has waited for. how: fields
+    of `Sampling`."""
+    stages = Stages(printed=verbose)
+    stages.mark("imports")
     for flag, value in (("--system", system), ("--chat-template", chat_template)):
         if value is not None and not chat:
             raise ConfigError(f"{flag}: needs --chat")
-    if chat and num_samples > 1 and not prompt:
-        raise ConfigError("--num-samples: with --chat it needs --prompt")
+    for flag, given in (("--num-samples", num_samples > 1), ("--verbose", verbose)):
+        if chat and given and not prompt:
+            raise ConfigError(f"{flag}: with --chat it needs --prompt")
     choice, prompt = Sampling(**how), clean_text(prompt)
     warn(*choice.idle(num_samples))
     machine = choose_machine(device, 1)
+    stages.mark("device")
     with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)
         tokenizer: Tokenizer = guarded_tokenizer(source)
@@ -285,13 +298,14 @@ def run_sample(
             ids = prompt_ids(tokenizer, config, prompt)
         else:
             ids = talk.ask(prompt) if prompt else []
-        positions = len(ids) + choice.max_new_tokens if ids else POSITIONS
-        positions = min(positions, config.max_positions)
+        longest = len(ids) + choice.max_new_tokens if ids else POSITIONS
         if ids:
             check_prompt(ids, config)
+        positions = min(longest, config.max_positions)
+        stages.mark("model and tokenizer")
         sampler = Sampler(
             machine, config, lambda w: w.load(read), positions, parse_dtype(model_dtype),
-            min(num_samples, SLOTS), base_dtype, kv_dtype,
+            min(num_samples, SLOTS), base_dtype, kv_dtype, stages.mark,
         )  # fmt: skip
     with sampler:
         if not ids:
@@ -300,13 +314,24 @@ def run_sample(
         stop = [tokenizer.eos_id] if talk is None else talk.stop.ids
         requests = choice.requests(config, [ids], num_samples, stop)
         with sampler.texts(requests) as texts:
-            for number, new in enumerate(texts):
-                if talk is None:
-                    _show(prompt, streamed(tokenizer, ids if prompt else [], new))
-                else:
-                    _reply(talk, ids, new)
+            for number, new in enumerate(map(stages.first, texts)):
+                _say(talk, tokenizer, prompt, ids, new)
                 if number + 1 < num_samples:
                     print("---")
+
+
+def _say(
+    talk: Conversation | None,
+    tokenizer: Tokenizer,
+    prompt: str,
+    ids: list[int],
+    new: Iterator[int],
+) -> None:
+    """Print a reply, or a text without a conversation. ids: of the prompt."""
+    if talk is None:
+        _show(prompt, streamed(tokenizer, ids if prompt else [], new))
+    else:
+        _reply(talk, ids, new)
 
 
 def _show(prompt: str, pieces: Iterator[str]) -> None:

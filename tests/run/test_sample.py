@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import sys
 from contextlib import redirect_stdout
@@ -168,6 +169,17 @@ def test_export_and_checkpoint_say_the_same(trained, capsys):
     assert said["out"] == said["ckpt"] == said["ckpt/step_00000002"]
     assert said["ckpt/step_00000001"] != said["out"]
     assert said["out"].startswith("Hé")
+
+
+def test_what_the_first_token_has_waited_for(trained, capsys):
+    assert sample(trained / "out", "--prompt=a", "--max-new-tokens=2", "-v") == 0
+    line = capsys.readouterr().err.splitlines()[-1]
+    said, *parts = re.split(": |, ", line)
+    total, *seconds = (float(re.search(r"[0-9.]+", part)[0]) for part in (said, *parts))
+    names = [part.rpartition(" ")[0] for part in parts]
+    assert names[:3] == ["imports", "device", "model and tokenizer"]
+    assert names[3:] == ["plan", "memory", "weights", "first token"]
+    assert sum(seconds) == pytest.approx(total, abs=0.1)
 
 
 def test_several_samples(trained, capsys):
